@@ -1,0 +1,28 @@
+.PHONY: help train test check venv bench clean
+PYTHON ?= python3
+BIN := .venv/bin
+
+help: ## what can be made
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s%s\n", $$1, $$2}'
+
+train: venv ## set up, then train merged_w on the embedded default
+	$(BIN)/qkablate train variant=merged_w
+
+test: venv ## set up, then run all tests
+	$(BIN)/pytest -n auto
+
+check: venv ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+venv: .venv/ready ## the environment alone, from pinned versions
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qkablate needs Python 3.11 or newer")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+clean: ## remove the environment and caches; runs stay
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache

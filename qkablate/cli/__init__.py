@@ -1,0 +1,60 @@
+"""The command: one thin file per verb, imported when the verb is called."""
+
+import sys
+from importlib import import_module
+
+from qkablate import __version__
+from qkablate.errors import UserError, nearest
+
+VERBS = {"train": "train one variant, from config to result"}
+
+HELP = """qkablate: does a transformer need this attention weight matrix? Train it, and see.
+
+Usage: qkablate VERB [key=value …] [--flag …]
+
+Verbs
+{verbs}
+
+Examples
+  qkablate train variant=merged_w                      one run on the embedded default
+  qkablate train -m variant=standard,merged_w seed=0,1 four runs, paired by seed
+  qkablate train --help                                every key and its options
+
+Shell completion
+  bash, zsh  eval "$(qkablate -sc install=bash)"
+  fish       qkablate -sc install=fish | source
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command and exit with its code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        code = dispatch(argv)
+    except UserError as error:
+        print(f"qkablate: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("qkablate: interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        sys.stderr.close()
+        code = 141
+    sys.exit(code)
+
+
+def dispatch(argv: list[str]) -> int:
+    """The exit code of the verb that argv names."""
+    verb = argv[0] if argv else "--help"
+    if verb in ("-h", "--help", "help"):
+        print(HELP.format(verbs="\n".join(f"  {n:<8}{text}" for n, text in VERBS.items())), end="")
+        return 0
+    if verb == "--version":
+        print(f"qkablate {__version__}")
+        return 0
+    if verb in ("-sc", "--shell-completion"):
+        return int(import_module("qkablate.cli.completion").main(argv))
+    if verb not in VERBS:
+        known = ", ".join((*VERBS, "--help", "--version"))
+        raise UserError(f"'{verb}' is not a verb; there is {known}{nearest(verb, VERBS)}")
+    return int(import_module(f"qkablate.cli.{verb}").main(argv[1:]))

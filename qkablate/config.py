@@ -1,0 +1,292 @@
+"""The schema of a run: typed, strict, and resolved once. Imports nothing heavy.
+
+`load` turns what Hydra composed into a checked Config; `resolve` replaces every `auto` that does
+not depend on the machine. Device, precision, compile and threads are resolved in training.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qkablate.errors import UserError, nearest
+
+
+@dataclass
+class VariantConfig:
+    name: str = "standard"
+    qk: str = "separate"
+    ov: str = "separate"
+    init: str = "matched"
+    lr: str = "matched"
+
+
+@dataclass
+class ModelConfig:
+    layers: int = 4
+    d_model: int = 128
+    heads: int = 4
+    context: int = 64
+    mlp_ratio: float = 4.0
+    dropout: float = 0.0
+    bias: bool = False
+    position: str = "learned"
+    norm: str = "pre"
+    attention_skip: bool = True
+    init: str = "gpt2"
+
+
+@dataclass
+class DataConfig:
+    source: str = "stdlib"
+    path: str | None = None
+    tokenizer: str = "bytes"
+    val_tokens: int = 65536
+    test_tokens: int = 65536
+    cache: str = "auto"
+
+
+@dataclass
+class TrainConfig:
+    steps: int | str = "auto"
+    tokens: int | None = None
+    batch_size: int = 16
+    accumulate: int = 1
+    eval_every: int = 250
+    checkpoint_every: int = 250
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-3
+    schedule: str = "cosine"
+    warmup: int | str = "auto"
+    cooldown: float = 0.2
+    lr_final: float = 0.1
+    weight_decay: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    clip: float = 1.0
+
+
+@dataclass
+class SeedsConfig:
+    init: int = 0
+    data: int = 0
+    dropout: int = 0
+
+
+@dataclass
+class TrackConfig:
+    wandb: str = "auto"
+    project: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    log_every: int = 10
+
+
+@dataclass
+class Config:
+    variant: VariantConfig = field(default_factory=VariantConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    seed: int = 0
+    seeds: SeedsConfig = field(default_factory=SeedsConfig)
+    precision: str = "auto"
+    device: str = "auto"
+    compile: bool | str = "auto"
+    threads: int | str = "auto"
+    deterministic: bool = False
+    track: TrackConfig = field(default_factory=TrackConfig)
+    out: str = "outputs"
+
+
+CHOICES = {
+    "variant.init": ("matched", "naive"),
+    "variant.lr": ("matched", "same"),
+    "model.position": ("learned", "none"),
+    "model.norm": ("pre", "none"),
+    "model.init": ("gpt2", "linear"),
+    "data.source": ("stdlib", "text"),
+    "data.tokenizer": ("bytes", "chars"),
+    "optim.schedule": ("cosine", "wsd"),
+    "precision": ("auto", "fp32", "bf16", "fp16"),
+    "track.wandb": ("auto", "online", "offline", "disabled"),
+}
+
+_BIG = 2**53
+# key: least, most; integers and floats alike. An open end is written with the next float.
+RANGES: dict[str, tuple[float, float]] = {
+    "model.layers": (1, 10_000),
+    "model.d_model": (1, 2**20),
+    "model.heads": (1, 2**20),
+    "model.context": (1, 2**24),
+    "model.mlp_ratio": (0.01, 1000),
+    "model.dropout": (0, 0.99),
+    "data.val_tokens": (2, _BIG),
+    "data.test_tokens": (2, _BIG),
+    "train.steps": (1, _BIG),
+    "train.tokens": (1, _BIG),
+    "train.batch_size": (1, 2**24),
+    "train.accumulate": (1, 2**20),
+    "train.eval_every": (1, _BIG),
+    "train.checkpoint_every": (1, _BIG),
+    "optim.lr": (0, 1e9),
+    "optim.warmup": (0, _BIG),
+    "optim.cooldown": (0, 1),
+    "optim.lr_final": (0, 1),
+    "optim.weight_decay": (0, 1e6),
+    "optim.clip": (0, 1e9),
+    "seed": (0, _BIG),
+    "seeds.init": (0, _BIG),
+    "seeds.data": (0, _BIG),
+    "seeds.dropout": (0, _BIG),
+    "threads": (1, 4096),
+    "track.log_every": (1, _BIG),
+}
+# Where a word may stand in a number's place.
+WORDS = {"train.steps": "auto", "optim.warmup": "auto", "threads": "auto"}
+
+
+def load(composed: Any) -> Config:
+    """A checked Config from what Hydra composed."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    plain = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from None
+    assert isinstance(config, Config)
+    check(config)
+    return resolve(config)
+
+
+def check(config: Config) -> None:
+    """Every rule that needs neither the machine nor the data."""
+    values = flatten(config)
+    for key, allowed in CHOICES.items():
+        if values[key] not in allowed:
+            hint = nearest(str(values[key]), allowed)
+            raise UserError(f"{key}: '{values[key]}' is not one of {', '.join(allowed)}{hint}")
+    for key, (least, most) in RANGES.items():
+        _check_number(key, values[key], least, most, WORDS.get(key))
+    model, train, optim = config.model, config.train, config.optim
+    if model.d_model % model.heads:
+        some = [h for h in range(1, model.d_model + 1) if model.d_model % h == 0 and h <= 64]
+        raise UserError(
+            f"model.heads: {model.heads} does not divide model.d_model={model.d_model}"
+            f" (allowed: {', '.join(map(str, some))})"
+        )
+    if train.tokens is not None and train.steps != "auto":
+        raise UserError("train.tokens: give train.steps or train.tokens, not both")
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise UserError(f"optim.betas: {optim.betas} are not two numbers from 0 to below 1")
+    if optim.lr == 0:
+        raise UserError("optim.lr: 0 trains nothing; give a number above 0")
+    if config.compile not in (True, False, "auto"):
+        raise UserError(f"compile: '{config.compile}' is not one of auto, true, false")
+    if not _is_device(config.device):
+        hint = nearest(config.device, ("auto", "cpu", "cuda", "mps"))
+        raise UserError(f"device: '{config.device}' is not one of auto, cpu, cuda, cuda:N, mps{hint}")
+    if config.data.source == "text" and not config.data.path:
+        raise UserError("data.path: data=text needs data.path=FILE_OR_FOLDER")
+    if config.data.source == "stdlib" and config.data.path:
+        raise UserError("data.path: data=stdlib reads no path; write data=text data.path=…")
+    if not config.out:
+        raise UserError("out: give a folder")
+
+
+def resolve(config: Config) -> Config:
+    """Replace every `auto` that does not depend on the machine."""
+    train, optim = config.train, config.optim
+    steps = train.steps
+    if steps == "auto":
+        per_step = train.batch_size * train.accumulate * config.model.context
+        steps = 1000 if train.tokens is None else math.ceil(train.tokens / per_step)
+    assert isinstance(steps, int)
+    warmup = min(1000, steps // 20) if optim.warmup == "auto" else optim.warmup
+    assert isinstance(warmup, int)
+    if warmup >= steps and steps > 1:
+        raise UserError(f"optim.warmup: {warmup} is not below the {steps} steps of training")
+    return dataclasses.replace(
+        config,
+        variant=dataclasses.replace(config.variant, name=variant_name(config.variant)),
+        train=dataclasses.replace(train, steps=steps, tokens=None),
+        optim=dataclasses.replace(optim, warmup=warmup),
+    )
+
+
+def variant_name(variant: VariantConfig) -> str:
+    """The name that tells the truth: the catalogue's for this pair of circuits, or 'qk+ov'."""
+    pair = (variant.qk, variant.ov)
+    catalogue = variants()
+    if catalogue.get(variant.name, pair) == pair:
+        return variant.name
+    return next((name for name, known in catalogue.items() if known == pair), "+".join(pair))
+
+
+def variants() -> dict[str, tuple[str, str]]:
+    """The catalogue: variant name → (qk, ov), read from conf/variant."""
+    from omegaconf import OmegaConf
+
+    files = sorted((conf_dir() / "variant").glob("*.yaml"))
+    loaded = [OmegaConf.load(file) for file in files]
+    return {variant["name"]: (variant["qk"], variant["ov"]) for variant in loaded}
+
+
+def conf_dir() -> Path:
+    """conf/ inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """'model.d_model' → value, for every leaf."""
+    leaves: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            leaves |= flatten(value, f"{prefix}{item.name}.")
+        else:
+            leaves[prefix + item.name] = value
+    return leaves
+
+
+def keys() -> list[str]:
+    """Every key a user may set."""
+    return list(flatten(Config()))
+
+
+def explain(error: Exception) -> str:
+    """One line for what OmegaConf refused."""
+    key = str(getattr(error, "full_key", "") or "")
+    text = str(getattr(error, "msg", None) or error).strip().splitlines()[0]
+    if key and key not in keys() and not any(k.startswith(f"{key}.") for k in keys()):
+        return f"{key}: there is no such key{nearest(key, keys())}"
+    return f"{key}: {text[:1].lower()}{text[1:]}" if key else text
+
+
+def _check_number(key: str, value: Any, least: float, most: float, word: str | None) -> None:
+    if value is None or (word is not None and value == word):
+        return
+    allowed = f"a number from {least:,} to {most:,}".replace(",", "_")
+    if most == _BIG:
+        allowed = f"{least} or more"
+    if word is not None:
+        allowed = f"{word}, or {allowed}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UserError(f"{key}: '{value}' is not {allowed}")
+    if not (math.isfinite(value) and least <= value <= most):
+        raise UserError(f"{key}: {value} is not {allowed}")
+
+
+def _is_device(name: str) -> bool:
+    kind, colon, index = name.partition(":")
+    if colon:
+        return kind == "cuda" and index.isdecimal()
+    return kind in ("auto", "cpu", "cuda", "mps")

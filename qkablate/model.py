@@ -1,0 +1,201 @@
+"""The GPT: GPT-2's layout, with the attention's two circuits as its only moving part.
+
+Shape suffixes: B batch, T context, D d_model, V vocabulary.
+"""
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Spec
+from qkablate.attention.spec import Draw
+from qkablate.config import ModelConfig, VariantConfig
+from qkablate.errors import UserError, nearest
+from qkablate.randomness import stream
+
+GPT2_SIGMA = 0.02
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden = round(config.mlp_ratio * config.d_model)
+        self.up = nn.Linear(config.d_model, hidden, bias=config.bias)
+        self.down = nn.Linear(hidden, config.d_model, bias=config.bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, attention: Attention) -> None:
+        super().__init__()
+        self.norm_1 = _norm(config)
+        self.attention = attention
+        self.norm_2 = _norm(config)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.attention_skip = config.attention_skip
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        written_BTD = self.dropout(self.attention(self.norm_1(x_BTD)))
+        x_BTD = x_BTD + written_BTD if self.attention_skip else written_BTD
+        return x_BTD + self.dropout(self.mlp(self.norm_2(x_BTD)))
+
+
+class GPT(nn.Module):
+    """Pre-norm decoder with tied embedding. Parameters are empty until `init_`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        variant: VariantConfig,
+        vocabulary: int,
+        *,
+        device: str = "cpu",
+        half: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        spec = attention_spec(config, variant)
+        qk_class = circuit_class("variant.qk", variant.qk, QK_CIRCUITS)
+        ov_class = circuit_class("variant.ov", variant.ov, OV_CIRCUITS)
+        self.token_embedding = nn.Embedding(vocabulary, config.d_model)
+        self.position_embedding = (
+            nn.Embedding(config.context, config.d_model) if config.position == "learned" else None
+        )
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(
+            Block(
+                config,
+                Attention(
+                    qk_class(spec), ov_class(spec), device=device, half=half, dropout=config.dropout
+                ),
+            )
+            for _ in range(config.layers)
+        )
+        self.norm = _norm(config)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits over the next token, logits_BTV."""
+        x_BTD = self.token_embedding(tokens_BT)
+        if self.position_embedding is not None:
+            x_BTD = x_BTD + self.position_embedding.weight[: tokens_BT.shape[1]]
+        x_BTD = self.dropout(x_BTD)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return F.linear(self.norm(x_BTD), self.token_embedding.weight)
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:
+        """Cross-entropy in nats; targets of -100 do not count."""
+        logits_BTV = self(tokens_BT)
+        return F.cross_entropy(
+            logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction=reduction
+        )
+
+    def attentions(self) -> list[Attention]:
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
+    @torch.no_grad()
+    def init_(self, seed: int) -> "GPT":
+        """Set every parameter from (seed, its name), drawn on the CPU."""
+        draw = _Init(self.config, seed)
+        for prefix, module in self.named_modules():
+            if isinstance(module, Attention):
+                module.qk.init_(draw.within(f"{prefix}.qk"))
+                module.ov.init_(draw.within(f"{prefix}.ov"))
+            elif isinstance(module, nn.Embedding):
+                module.weight.copy_(draw.normal(f"{prefix}.weight", tuple(module.weight.shape)))
+            elif isinstance(module, nn.LayerNorm):
+                nn.init.ones_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Linear):
+                # nn.Linear keeps (out, in); the draw speaks of (in, out), as the circuits do.
+                residual = prefix.endswith("mlp.down")
+                fan_out, fan_in = module.weight.shape
+                weight = draw(f"{prefix}.weight", (fan_in, fan_out), residual=residual)
+                module.weight.copy_(weight.T)
+                if module.bias is not None:
+                    module.bias.copy_(draw(f"{prefix}.bias", (fan_out,), fan_in=fan_in))
+        return self
+
+    def ledger(self) -> dict[str, int]:
+        """Parameters by part; the parts sum to the total."""
+        parts: Counter[str] = Counter(embedding=0, attention=0, mlp=0, norm=0)
+        for name, parameter in self.named_parameters():
+            part = next(p for p in ("embedding", "attention", "mlp", "norm") if p in name)
+            parts[part] += parameter.numel()
+        return {"total": parts.total(), **parts}
+
+
+class _Init:
+    """Draws starting values by name: GPT-2's (σ = 0.02, smaller where a matrix writes to the
+    residual stream), or torch's default for a linear layer (uniform within ±1/√fan_in)."""
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self.config, self.seed = config, seed
+
+    def __call__(
+        self, name: str, shape: tuple[int, ...], *, residual: bool = False, fan_in: int | None = None
+    ) -> Tensor:
+        if self.config.init == "linear":
+            bound = (fan_in or (shape[0] if len(shape) == 2 else self.config.d_model)) ** -0.5
+            uniform = stream(self.seed, "init", name).random(shape, dtype="float32")
+            return torch.from_numpy(uniform).mul_(2 * bound).sub_(bound)
+        if len(shape) == 1:
+            return torch.zeros(shape)
+        std = GPT2_SIGMA / (2 * self.config.layers) ** 0.5 if residual else GPT2_SIGMA
+        return self.normal(name, shape, std)
+
+    def normal(self, name: str, shape: tuple[int, ...], std: float = GPT2_SIGMA) -> Tensor:
+        normal = stream(self.seed, "init", name).standard_normal(shape, dtype="float32")
+        return torch.from_numpy(normal).mul_(std)
+
+    def within(self, prefix: str) -> Draw:
+        def draw(name: str, shape: tuple[int, ...], *, residual: bool = False) -> Tensor:
+            return self(f"{prefix}.{name}", shape, residual=residual)
+
+        return draw
+
+
+def attention_spec(config: ModelConfig, variant: VariantConfig) -> Spec:
+    """What the circuits need to know of the model around them."""
+    linear_sigma = (3 * config.d_model) ** -0.5  # of a uniform within ±1/√d
+    return Spec(
+        d_model=config.d_model,
+        heads=config.heads,
+        bias=config.bias,
+        sigma=linear_sigma if config.init == "linear" else GPT2_SIGMA,
+        init=variant.init,
+    )
+
+
+def circuit_class(key: str, name: str, known: dict[str, type]) -> type:
+    if name not in known:
+        raise UserError(f"{key}: '{name}' is not one of {', '.join(known)}{nearest(name, known)}")
+    return known[name]
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "none":
+        return nn.Identity()
+    return nn.LayerNorm(config.d_model, bias=config.bias)
+
+
+def forward_flops_per_token(model: GPT, context: float) -> float:
+    """Forward FLOPs per token when a query sees `context` keys: (T + 1) / 2 on average if causal.
+
+    Every product counts 2 per multiply-add, the head of the model and the scores included;
+    softmax, norms and activations do not count.
+    """
+    config = model.config
+    flops = 2.0 * model.token_embedding.weight.numel()  # as output projection
+    for block in model.blocks:
+        qk, ov = block.attention.qk, block.attention.ov
+        flops += qk.flops_per_token() + ov.flops_per_token()
+        flops += 2 * config.heads * (qk.width + ov.width) * context
+        flops += sum(2 * p.numel() for p in block.mlp.parameters() if p.dim() == 2)
+    return flops

@@ -1,0 +1,224 @@
+"""What a run is: a frozen config, an id, a folder, an owner, a result. Imports neither torch nor
+training, so that reports can read runs anywhere.
+
+<out>/runs/<label>-<id>/
+    config.yaml        resolved, with the identity that the id is the hash of
+    environment.json   versions, machine, threads, code
+    metrics.jsonl      one row a line: the truth about the run's course
+    checkpoints/       step-00000250/ …
+    result.json        written last, in one stroke
+    attempts/          earlier attempts, after --rerun
+"""
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from qkablate.config import Config
+
+NUMERICS = 1  # raised whenever the golden losses move: old and new numbers never share a run
+# What cannot change a result, and the paths: no part of a run's id.
+_NOT_IDENTITY = ("data", "track", "out", "threads")
+_PACKAGES = ("qkablate", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
+# The files of one attempt. The result goes first: from then on the run counts as unfinished.
+_OF_ATTEMPT = (
+    "result.json",
+    "error.txt",
+    "metrics.jsonl",
+    "checkpoints",
+    "environment.json",
+    "config.yaml",
+    "wandb",
+)
+
+
+class Owned(Exception):
+    """Another process is training this run."""
+
+
+def identity(
+    config: Config, *, data_fingerprint: str, vocabulary: int, device: str, kernel: str
+) -> dict[str, Any]:
+    """Everything that can change the result. The config must be resolved."""
+    frozen = dataclasses.asdict(config)
+    for key in _NOT_IDENTITY:
+        del frozen[key]
+    del frozen["train"]["checkpoint_every"], frozen["variant"]["name"]
+    frozen |= {"device": device, "kernel": kernel, "numerics": NUMERICS}
+    return frozen | {"data_fingerprint": data_fingerprint, "vocabulary": vocabulary}
+
+
+def run_id(identity: Mapping[str, Any]) -> str:
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def label(config: Config) -> str:
+    """What a person reads; the id tells runs apart."""
+    model = config.model
+    return f"{config.variant.name}-d{model.d_model}-h{model.heads}-s{config.seed}"
+
+
+class Run:
+    """The folder of one run."""
+
+    def __init__(self, out: str | Path, label: str, id: str) -> None:
+        self.id, self.label = id, label
+        self.folder = Path(out).expanduser() / "runs" / f"{label}-{id}"
+        self.metrics = self.folder / "metrics.jsonl"
+        self.checkpoints = self.folder / "checkpoints"
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The result, if the run has ended."""
+        return read_json(self.folder / "result.json")
+
+    @property
+    def attempt(self) -> int:
+        """1, and one more for every attempt put away by `restart`."""
+        return 1 + sum(1 for _ in (self.folder / "attempts").glob("*"))
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Own the run while training it. The system frees it when the process ends, even by
+        kill -9; two machines exclude each other as far as their file system's locks do."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "owner.lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                owner = file.read().strip() or "another process"
+                raise Owned(f"{self.folder} is being trained by {owner}") from None
+            file.truncate(0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+            file.flush()
+            self._put_away()
+            yield
+
+    def restart(self) -> None:
+        """Put what is there away under attempts/, to train anew."""
+        if (self.folder / "config.yaml").exists():
+            (self.folder / f"attempt-{self.attempt}.tmp").mkdir(exist_ok=True)
+            self._put_away()
+
+    def _put_away(self) -> None:
+        """Carry out what `restart` decided, also if it was killed half-way."""
+        for temporary in self.folder.glob("attempt-*.tmp"):
+            for name in _OF_ATTEMPT:
+                if (self.folder / name).exists():
+                    (self.folder / name).rename(temporary / name)
+            (self.folder / "attempts").mkdir(exist_ok=True)
+            number = temporary.stem.removeprefix("attempt-")
+            temporary.rename(self.folder / "attempts" / number)
+
+    def freeze(self, config: Config, identity: Mapping[str, Any], environment: Any) -> None:
+        """Write what is needed to repeat the run."""
+        from omegaconf import OmegaConf
+
+        content = {**dataclasses.asdict(config), "id": self.id, "identity": dict(identity)}
+        write_atomic(self.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(content)))
+        write_json(self.folder / "environment.json", environment)
+
+
+def environment(config: Config, device: Mapping[str, Any]) -> dict[str, Any]:
+    """Versions, machine and code state. Names of variables only, never their values."""
+    return {
+        "versions": {"python": platform.python_version(), **_versions()},
+        "machine": {
+            "host": socket.gethostname(),
+            "platform": platform.platform(),
+            "cpu": _cpu_name(),
+            "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+            **device,
+        },
+        "threads": config.threads,
+        "code": _code_state(),
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """All of it or nothing, whatever happens meanwhile."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` outlast a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path) -> Any:
+    """The content, or None where there is no such file or no whole JSON in it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "")
+
+
+def _code_state() -> dict[str, Any] | None:
+    """Commit and diff of qkablate itself, where it runs from its own checkout."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, timeout=20, check=True
+        )
+        return done.stdout.decode("utf-8", "replace")
+
+    try:
+        diff = git("diff", "HEAD", "--", "qkablate", "conf")
+        return {"commit": git("rev-parse", "HEAD").strip(), "diff": diff[:1_000_000]}
+    except (OSError, subprocess.SubprocessError):
+        return None

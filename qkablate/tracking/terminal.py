@@ -1,0 +1,60 @@
+"""What a person sees of a run: a bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Terminal:
+    """Progress on stderr."""
+
+    def __init__(self, label: str, steps: int, start: int) -> None:
+        self._steps, self._start, self._began = steps, start, time.monotonic()
+        self._last_line = start
+        self._seen: dict[str, float] = {}
+        self._bar: tqdm[Any] | None = None
+        if sys.stderr.isatty():
+            form = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} [{remaining} left] {postfix}"
+            self._bar = tqdm(
+                total=steps, initial=start, desc=label, bar_format=form, dynamic_ncols=True
+            )
+
+    def log(self, row: dict[str, Any]) -> None:
+        self._seen |= row
+        step = int(row["step"])
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._summary(), refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        # Plain lines: one an evaluation, and at least twenty a run.
+        if "val/loss" in row or step - self._last_line >= max(1, self._steps // 20):
+            self._last_line = step
+            print(f"step {step}/{self._steps}  {self._summary()}{self._left(step)}", file=sys.stderr)
+
+    def note(self, text: str) -> None:
+        """A line that the bar must not write over."""
+        with tqdm.external_write_mode(file=sys.stderr):
+            print(text, file=sys.stderr)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _summary(self) -> str:
+        shown = {
+            "loss": ("train/loss", "{:.4f}"),
+            "val": ("val/loss", "{:.4f}"),
+            "lr": ("train/lr", "{:.2e}"),
+            "tokens/s": ("perf/tokens_per_second", "{:,.0f}"),
+        }
+        seen = {name: (self._seen[key], form) for name, (key, form) in shown.items() if key in self._seen}
+        return "  ".join(f"{name} {form.format(value)}" for name, (value, form) in seen.items())
+
+    def _left(self, step: int) -> str:
+        done = step - self._start
+        if done <= 0 or step >= self._steps:
+            return ""
+        seconds = (time.monotonic() - self._began) / done * (self._steps - step)
+        return f"  {seconds:.0f} s left"

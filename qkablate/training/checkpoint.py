@@ -1,0 +1,97 @@
+"""Checkpoints: whole or not there, checked before use, nothing in them that could run code.
+
+checkpoints/step-00000250/
+    weights.safetensors   the model
+    state.pt              optimiser and scaler, loadable with weights_only=True
+    progress.json         step, sums, clocks, and where metrics.jsonl stood
+    SHA256SUMS            of the three, as `sha256sum -c` reads it
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from qkablate.runs import sync_folder
+from qkablate.training.state import Progress
+
+KEEP = 2  # the newest, and the one before it in case the newest is damaged
+_FILES = ("weights.safetensors", "state.pt", "progress.json")
+
+
+@dataclass
+class Checkpoint:
+    """What training goes on from."""
+
+    progress: Progress
+    weights: dict[str, torch.Tensor]
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write one checkpoint in full, then drop the oldest."""
+    folder.mkdir(exist_ok=True)
+    final = folder / f"step-{checkpoint.progress.step:08d}"
+    temporary = folder / f".{final.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    weights = {name: tensor.contiguous() for name, tensor in checkpoint.weights.items()}
+    safetensors.torch.save_file(weights, temporary / _FILES[0])
+    torch.save(checkpoint.state, temporary / _FILES[1])
+    (temporary / _FILES[2]).write_text(json.dumps(asdict(checkpoint.progress)), encoding="utf-8")
+    sums = "".join(f"{_sha256(temporary / name)}  {name}\n" for name in _FILES)
+    (temporary / "SHA256SUMS").write_text(sums, encoding="utf-8")
+    for name in (*_FILES, "SHA256SUMS"):
+        _sync_file(temporary / name)
+    sync_folder(temporary)
+    shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
+    temporary.rename(final)
+    sync_folder(folder)
+    for old in _newest_first(folder)[KEEP:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def load_newest(folder: Path, device: str, note: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that is whole; damaged ones are named and passed over."""
+    for path in _newest_first(folder):
+        try:
+            return load(path, device)
+        except (OSError, ValueError) as error:
+            note(f"checkpoint {path} is damaged ({error}); using the one before it")
+    return None
+
+
+def load(path: Path, device: str) -> Checkpoint:
+    """One checkpoint; ValueError if it is not what was written."""
+    lines = (path / "SHA256SUMS").read_text(encoding="utf-8", errors="replace").splitlines()
+    for name in _FILES:
+        if f"{_sha256(path / name)}  {name}" not in lines:
+            raise ValueError(f"{name} does not have its checksum")
+    progress = Progress(**json.loads((path / _FILES[2]).read_text(encoding="utf-8")))
+    return Checkpoint(
+        progress=progress,
+        weights=safetensors.torch.load_file(path / _FILES[0], device=device),
+        state=torch.load(path / _FILES[1], map_location=device, weights_only=True),
+    )
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"), reverse=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

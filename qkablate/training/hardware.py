@@ -1,0 +1,122 @@
+"""What this machine can do: every `auto` that depends on it is resolved here."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from qkablate.config import Config
+from qkablate.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def resolve(config: Config) -> Config:
+    """The config with device, precision, compile and threads settled, or why they can't be."""
+    device = _device(config.device)
+    threads = config.threads
+    return dataclasses.replace(
+        config,
+        device=device,
+        precision=_precision(config.precision, device),
+        compile=device.startswith("cuda") if config.compile == "auto" else config.compile,
+        threads=torch.get_num_threads() if threads == "auto" else threads,
+    )
+
+
+def _device(name: str) -> str:
+    has_mps = torch.backends.mps.is_available()
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
+    kind, _, index = name.partition(":")
+    if kind == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise UserError(f"device: {name} asked for, but torch sees no GPU here (allowed: cpu)")
+        if index and int(index) >= count:
+            raise UserError(f"device: {name} asked for, but the last GPU here is cuda:{count - 1}")
+    if kind == "mps" and not has_mps:
+        raise UserError("device: mps asked for, but torch sees no Apple GPU here (allowed: cpu)")
+    return name
+
+
+def _precision(name: str, device: str) -> str:
+    kind = device.partition(":")[0]
+    if name == "fp16" and kind != "cuda":
+        raise UserError(f"precision: fp16 needs a CUDA device, not {kind} (allowed: bf16, fp32)")
+    if name != "auto":
+        return name
+    if kind == "cuda":
+        # Older GPUs emulate bf16; their tensor cores are for fp16.
+        return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
+    return "bf16" if kind == "cpu" and native_bf16() else "fp32"
+
+
+def native_bf16() -> bool:
+    """Whether this CPU multiplies in bf16 itself: AVX512-BF16, AMX, or ARM's BF16."""
+    capabilities: dict[str, Any] = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def prepare(config: Config) -> None:
+    """Set what holds for the whole process."""
+    assert isinstance(config.threads, int)
+    torch.set_num_threads(config.threads)
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.backends.cudnn.deterministic = config.deterministic
+    if config.device.startswith("cuda"):
+        torch.cuda.set_device(config.device)
+        torch.backends.cuda.matmul.allow_tf32 = False  # fp32 says fp32
+
+
+def autocast(config: Config) -> contextlib.AbstractContextManager[Any]:
+    kind = config.device.partition(":")[0]
+    half = config.precision != "fp32"
+    return torch.autocast(kind, DTYPES[config.precision] if half else None, enabled=half)
+
+
+def peak_flops(config: Config) -> float:
+    """FLOP/s of large matrix products on this device in this precision: what `mfu` is a part of."""
+    size = 8192 if config.device.startswith("cuda") else 1024
+    a, b = (
+        torch.ones(size, size, dtype=DTYPES[config.precision], device=config.device)
+        for _ in range(2)
+    )
+    best = float("inf")
+    for _ in range(5):
+        synchronize(config.device)
+        began = time.perf_counter()
+        a @ b
+        synchronize(config.device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    elif device == "mps":
+        torch.mps.synchronize()
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """What environment.json says of the device."""
+    if config.device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(config.device)
+        return {"device": properties.name, "device_memory": properties.total_memory}
+    return {"device": config.device, "cpu_capability": torch.backends.cpu.get_cpu_capability()}
+
+
+@contextlib.contextmanager
+def process_state() -> Iterator[None]:
+    """Put back what `prepare` set, for the next run in this process."""
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)

@@ -1,0 +1,216 @@
+"""The loop: batches in, steps, rows out. Everything around it is in session.py."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from qkablate.data import Batches, windows
+from qkablate.data.batches import IGNORE
+from qkablate.model import GPT
+from qkablate.randomness import key
+from qkablate.training import hardware
+from qkablate.training.checkpoint import Checkpoint
+from qkablate.training.optimizer import learning_rate, make_optimizer
+from qkablate.training.plan import Plan
+from qkablate.training.state import Progress
+
+EVAL_TOKENS = 8192  # in one forward pass of an evaluation
+
+
+class Diverged(Exception):
+    """The loss is not a number any more. A result, not an error."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the loss is not finite at step {step}")
+        self.step = step
+
+
+class Interrupted(Exception):
+    """Someone asked for an end; the checkpoint is written."""
+
+
+class Sink(Protocol):
+    def log(self, row: dict[str, Any]) -> None: ...
+
+
+class Trainer:
+    """One run's training, from a checkpoint or from the start."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: GPT,
+        resumed: Checkpoint | None,
+        *,
+        sinks: Iterable[Sink],
+        save: Callable[[Checkpoint], None],
+        stop: Callable[[], bool],
+    ) -> None:
+        config = plan.config
+        self.plan, self.config, self.device = plan, config, config.device
+        self.model, self.sinks, self.save, self.stop = model, list(sinks), save, stop
+        self.optimizer = make_optimizer(model, config)
+        self.scaler = torch.amp.GradScaler(self.device, enabled=config.precision == "fp16")
+        self.progress = Progress()
+        if resumed is not None:
+            self.progress = resumed.progress
+            self.optimizer.load_state_dict(resumed.state["optimizer"])
+            self.scaler.load_state_dict(resumed.state["scaler"])
+        self.loss = torch.compile(model.loss) if config.compile else model.loss
+        self.batches = Batches(
+            plan.dataset.split("train"),
+            seed=config.seeds.data,
+            batch_size=config.train.batch_size,
+            accumulate=config.train.accumulate,
+            context=config.model.context,
+        )
+        # Kept on the device, so that steps need not wait for each other.
+        self._loss_sum = torch.tensor(self.progress.loss_sum, device=self.device)
+        self._first_bad = torch.tensor(-1, device=self.device)
+        self._saved = -1 if resumed is None else resumed.progress.step
+        self._peak = hardware.peak_flops(config)
+        self._began = self._mark = time.perf_counter()
+        self._paused = 0.0
+        self._stretch = 0  # steps since the last mark
+        self._warm = False
+
+    def fit(self) -> None:
+        """Train to the last step, or until Interrupted or Diverged."""
+        train, progress = self.config.train, self.progress
+        assert isinstance(train.steps, int)
+        while True:
+            step = progress.step
+            last = step == train.steps
+            if (last or step % train.eval_every == 0) and progress.evaluated < step:
+                self._pausing(self._validate)
+            if last or (step and step % train.checkpoint_every == 0):
+                self._pausing(self.checkpoint)
+            if last:
+                return
+            if self.stop():
+                self._interrupt()
+            norm = self._step(step)
+            progress.step += 1
+            if progress.step % self.config.track.log_every == 0 or progress.step == train.steps:
+                self._log_training(norm)
+
+    def _step(self, step: int) -> torch.Tensor:
+        rate = learning_rate(self.config.optim, step, int(self.config.train.steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["lr_multiplier"]
+        accumulate = self.config.train.accumulate
+        for micro, (tokens_BT, targets_BT) in enumerate(self.batches.step(step)):
+            torch.manual_seed(key(self.config.seeds.dropout, "dropout", step, micro, 0) >> 65)
+            with hardware.autocast(self.config):
+                loss = self.loss(tokens_BT.to(self.device), targets_BT.to(self.device))
+            self.scaler.scale(loss / accumulate).backward()
+            self._loss_sum += loss.detach() / accumulate
+        self.scaler.unscale_(self.optimizer)
+        norm = clip_grad_norm_(self.model.parameters(), self.config.optim.clip or math.inf)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.progress.loss_count += 1
+        self._stretch += 1
+        fine = torch.isfinite(self._loss_sum) | (self._first_bad >= 0)
+        self._first_bad = torch.where(fine, self._first_bad, step + 1)
+        return norm
+
+    def _log_training(self, norm: torch.Tensor) -> None:
+        self._check_finite()
+        progress = self.progress
+        loss = float(self._loss_sum) / progress.loss_count
+        self._loss_sum.zero_()
+        progress.loss_count = 0
+        row = {
+            "train/loss": loss,
+            "train/lr": self.optimizer.param_groups[0]["lr"],
+            "train/grad_norm": float(norm),
+        }
+        now = time.perf_counter()
+        speed = self._stretch * self.plan.tokens_per_step / (now - self._mark - self._paused)
+        self._mark, self._paused, self._stretch = now, 0.0, 0
+        if self._warm:  # the first stretch compiles, warms caches and allocates
+            progress.speeds.append(speed)
+            row["perf/tokens_per_second"] = speed
+            row["perf/mfu"] = speed * self.plan.flops_per_token / self._peak
+        self._warm = True
+        self._log(row)
+
+    def _validate(self) -> None:
+        split = self.plan.dataset.split("val")
+        loss = self.evaluate(split)
+        if not math.isfinite(loss):
+            raise Diverged(self.progress.step)
+        bits = self.plan.dataset.bits_per_byte("val", loss)
+        self.progress.val = {"loss": loss, "bits_per_byte": bits}
+        self._log({"val/loss": loss, "val/bits_per_byte": bits})
+        self.progress.evaluated = self.progress.step
+
+    @torch.no_grad()
+    def evaluate(self, tokens: np.ndarray) -> float:
+        """Mean loss over every token of a split. Draws nothing."""
+        context = self.config.model.context
+        total, count = 0.0, 0
+        self.model.eval()
+        try:
+            for tokens_BT, targets_BT in windows(
+                tokens, batch_size=max(1, EVAL_TOKENS // context), context=context
+            ):
+                if self.stop():
+                    self._interrupt()
+                with hardware.autocast(self.config):
+                    loss = self.loss(
+                        tokens_BT.to(self.device), targets_BT.to(self.device), reduction="sum"
+                    )
+                total += loss.item()
+                count += int((targets_BT != IGNORE).sum())
+        finally:
+            self.model.train()
+        return total / count
+
+    def checkpoint(self) -> None:
+        """Write where we stand, unless it is written already."""
+        if self._saved == self.progress.step:
+            return
+        self._check_finite()
+        self.progress.loss_sum = float(self._loss_sum)
+        now = time.perf_counter()
+        self.progress.seconds += now - self._began
+        self._began = now
+        weights = {name: value.detach() for name, value in self.model.state_dict().items()}
+        state = {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        self.save(Checkpoint(self.progress, weights, state))
+        self._saved = self.progress.step
+
+    def seconds(self) -> float:
+        """Of all sittings until now."""
+        return self.progress.seconds + time.perf_counter() - self._began
+
+    def _interrupt(self) -> None:
+        self.checkpoint()
+        raise Interrupted
+
+    def _check_finite(self) -> None:
+        if (first := int(self._first_bad)) >= 0:
+            raise Diverged(first)
+
+    def _pausing(self, action: Callable[[], None]) -> None:
+        """Keep evaluation and checkpoints out of tokens per second."""
+        hardware.synchronize(self.device)
+        began = time.perf_counter()
+        action()
+        self._paused += time.perf_counter() - began
+
+    def _log(self, row: dict[str, Any]) -> None:
+        step = self.progress.step
+        tokens = step * self.plan.tokens_per_step
+        flops = tokens * self.plan.flops_per_token
+        position = {"step": step, "tokens": tokens, "flops": flops}
+        for sink in self.sinks:
+            sink.log({**position, "seconds": round(self.seconds(), 3), **row})

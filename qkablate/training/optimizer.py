@@ -1,0 +1,56 @@
+"""AdamW in groups, and the course of the learning rate."""
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+from qkablate.attention import Attention
+from qkablate.config import Config, OptimConfig
+from qkablate.model import GPT
+
+
+def make_optimizer(model: GPT, config: Config) -> torch.optim.AdamW:
+    """Groups by learning-rate multiplier and decay; matrices decay, vectors don't.
+
+    With f factors in B_h and multiplier m, a QK circuit decays by λ · 2/(f · m), so that B_h
+    shrinks per step as standard's does.
+    """
+    multipliers: dict[nn.Parameter, tuple[float, float]] = {}
+    for attention in (m for m in model.modules() if isinstance(m, Attention)):
+        rate = attention.qk.lr_multiplier() if config.variant.lr == "matched" else 1.0
+        decay = 2 / (attention.qk.factors * rate)
+        multipliers |= dict.fromkeys(attention.qk.parameters(), (rate, decay))
+    groups: defaultdict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        rate, decay = multipliers.get(parameter, (1.0, 1.0))
+        groups[rate, decay if parameter.dim() >= 2 else 0.0].append(parameter)
+    return torch.optim.AdamW(
+        [
+            {
+                "params": parameters,
+                "lr": config.optim.lr * rate,
+                "weight_decay": config.optim.weight_decay * decay,
+                "lr_multiplier": rate,
+            }
+            for (rate, decay), parameters in groups.items()
+        ],
+        betas=(config.optim.betas[0], config.optim.betas[1]),
+        fused=config.device != "mps",
+    )
+
+
+def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
+    """The rate of step 0 … steps - 1, before a group's multiplier."""
+    assert isinstance(optim.warmup, int)
+    if step < optim.warmup:
+        return optim.lr * (step + 1) / optim.warmup
+    last = max(steps - 1, optim.warmup + 1)
+    if optim.schedule == "cosine":
+        done = (step - optim.warmup) / (last - optim.warmup)
+        height = 0.5 * (1 + math.cos(math.pi * done))
+    else:  # wsd: stable, then straight down
+        begin = max(optim.warmup, last - round(optim.cooldown * steps))
+        height = 1.0 if step <= begin else (last - step) / (last - begin)
+    return optim.lr * (optim.lr_final + (1 - optim.lr_final) * height)

@@ -1,0 +1,118 @@
+"""A run before its first step: everything resolved and checked, nothing computed yet."""
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkablate.config import Config
+from qkablate.data import Dataset, open_dataset
+from qkablate.errors import UserError
+from qkablate.model import GPT, forward_flops_per_token
+from qkablate.runs import Run, free_bytes, identity, label, run_id
+from qkablate.tracking.mirror import resolve_mode
+from qkablate.training import checkpoint, hardware
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A frozen run."""
+
+    config: Config  # without a single `auto` that bears on the result
+    dataset: Dataset
+    identity: dict[str, Any]
+    run: Run
+    kernel: str
+    match: str  # how well the start meets standard's
+    lr_multiplier: float  # of the QK circuit
+    params: dict[str, int]
+    flops_per_token: float  # of training: forward and backward
+
+    @property
+    def tokens_per_step(self) -> int:
+        train = self.config.train
+        return train.batch_size * train.accumulate * self.config.model.context
+
+    def build(self) -> GPT:
+        """The model, without values yet."""
+        return _build(self.config, self.dataset.vocabulary)
+
+
+def plan(config: Config) -> Plan:
+    """Resolve what depends on machine and data; UserError for whatever can't be."""
+    config = hardware.resolve(config)
+    resolve_mode(config.track)
+    _check_compiler(config)
+    dataset = open_dataset(config.data)
+    _check_context(config, dataset)
+    model = _build(config, dataset.vocabulary)
+    params = model.ledger()
+    _check_out(Path(config.out).expanduser(), params["total"])
+    attention = model.attentions()[0]
+    frozen = identity(
+        config,
+        data_fingerprint=dataset.fingerprint,
+        vocabulary=dataset.vocabulary,
+        device=config.device.partition(":")[0],
+        kernel=attention.kernel,
+    )
+    return Plan(
+        config=config,
+        dataset=dataset,
+        identity=frozen,
+        run=Run(config.out, label(config), run_id(frozen)),
+        kernel=attention.kernel,
+        match=attention.qk.match if config.variant.init == "matched" else "none",
+        lr_multiplier=attention.qk.lr_multiplier() if config.variant.lr == "matched" else 1.0,
+        params=params,
+        flops_per_token=3 * forward_flops_per_token(model, (config.model.context + 1) / 2),
+    )
+
+
+def _build(config: Config, vocabulary: int) -> GPT:
+    with torch.device("meta"):
+        return GPT(
+            config.model,
+            config.variant,
+            vocabulary,
+            device=config.device.partition(":")[0],
+            half=config.precision != "fp32",
+        )
+
+
+def _check_compiler(config: Config) -> None:
+    if config.compile and config.device == "cpu":
+        compilers = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
+        if not any(name and shutil.which(name) for name in compilers):
+            raise UserError("compile: true needs a C++ compiler here, and there is none (CXX, g++)")
+
+
+def _check_context(config: Config, dataset: Dataset) -> None:
+    context = config.model.context
+    for split, tokens in dataset.tokens.items():
+        if tokens <= context:
+            raise UserError(
+                f"model.context: {context} is longer than the data:"
+                f" the {split} split holds {tokens} tokens and must hold {context + 1} at least"
+            )
+
+
+def _check_out(out: Path, params: int) -> None:
+    try:
+        (out / "runs").mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out / "runs") as probe:
+            probe.write(b"x" * 4096)
+            probe.flush()
+        free = free_bytes(out)
+    except OSError as error:
+        raise UserError(f"out: cannot write in '{out}': {error.strerror or error}") from None
+    # Weights and two moments, in fp32, of all checkpoints that can exist at one moment.
+    need = 12 * params * (checkpoint.KEEP + 1) + 2**24
+    if free < need:
+        raise UserError(
+            f"out: '{out}' has {free / 2**20:,.0f} MB free; this run needs {need / 2**20:,.0f} MB"
+        )

@@ -1,0 +1,249 @@
+"""One sitting of a run: own the folder, go on from what is there, end in a result."""
+
+import dataclasses
+import math
+import signal
+import statistics
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from qkablate import __version__
+from qkablate.model import GPT
+from qkablate.runs import environment, read_json, write_atomic, write_json
+from qkablate.tracking import Journal, Mirror, Terminal
+from qkablate.tracking.mirror import Identity
+from qkablate.training import checkpoint, hardware
+from qkablate.training.loop import Diverged, Interrupted, Trainer
+from qkablate.training.plan import Plan
+
+EXIT_CODES = {"done": 0, "failed": 1, "diverged": 3}
+
+
+class Stopped(Exception):
+    """A signal ended the sitting; a checkpoint is written."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.exit_code = 128 + signal_number
+
+
+class Signals:
+    """SIGINT and SIGTERM ask for an end at the next step; a second SIGINT takes it."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.received)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        try:
+            before = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: signals are someone else's
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run(plan: Plan, *, rerun: bool = False) -> tuple[dict[str, Any], bool]:
+    """The run's result, and whether it was trained now. Raises Owned or Stopped."""
+    with plan.run.owned():
+        if rerun:
+            plan.run.restart()
+        result = plan.run.result
+        if result is not None and result["status"] != "failed":
+            return result, False
+        signals = Signals()
+        with signals.listening(), hardware.process_state():
+            return _sit(plan, signals), True
+
+
+def _sit(plan: Plan, signals: Signals) -> dict[str, Any]:
+    run = plan.run
+    notes: list[str] = []
+    plan = _recorded(plan, notes)
+    config = plan.config
+    (run.folder / "result.json").unlink(missing_ok=True)
+    hardware.prepare(config)
+    resumed = checkpoint.load_newest(run.checkpoints, config.device, notes.append)
+    start = resumed.progress.step if resumed else 0
+    if resumed:
+        notes.append(f"going on from step {start}")
+    journal = Journal(run.metrics, resumed.progress.metrics_end if resumed else 0)
+    terminal = Terminal(run.label, int(config.train.steps), start)
+    for note in _header(plan) + notes:
+        terminal.note(note)
+    mirror = Mirror(config.track, _wandb_identity(plan), run.folder, _wandb_config(plan), terminal.note)
+
+    def save(state: checkpoint.Checkpoint) -> None:
+        state.progress.metrics_end = journal.sync()
+        checkpoint.save(run.checkpoints, state)
+
+    result = _base_result(plan)
+    trainer: Trainer | None = None
+    try:
+        trainer = Trainer(
+            plan,
+            _model(plan, resumed),
+            resumed,
+            sinks=(journal, terminal, mirror),
+            save=save,
+            stop=signals.__bool__,
+        )
+        result |= _train(plan, trainer)
+    except Interrupted:
+        terminal.note("stopped; the same command goes on from here")
+        raise Stopped(signals.received) from None
+    except Exception as error:
+        # A failed run is a result too: what went wrong stands beside the others' numbers.
+        first = (str(error).strip() or "no message").splitlines()[0]
+        result |= {"status": "failed", "error": f"{type(error).__name__}: {first}"}
+        write_atomic(run.folder / "error.txt", traceback.format_exc())
+    finally:
+        terminal.close()
+        journal.close()
+        status = result.get("status", "interrupted")
+        mirror.close(_summary(result), EXIT_CODES.get(status, 1))
+    if trainer is not None:
+        result["steps"] = trainer.progress.step
+        result["tokens"] = trainer.progress.step * plan.tokens_per_step
+        result["seconds"] = round(trainer.seconds(), 3)
+    result["wandb"] = mirror.address
+    result["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    write_json(run.folder / "result.json", result)
+    return result
+
+
+def _train(plan: Plan, trainer: Trainer) -> dict[str, Any]:
+    """Train, then read every split once; what the result says of it."""
+    dataset, progress = plan.dataset, trainer.progress
+    try:
+        trainer.fit()
+        val = progress.val["loss"]
+        # As much of the training split as there is validation text: how far the two are apart.
+        sample = trainer.evaluate(dataset.split("train")[: dataset.tokens["val"]])
+        test = trainer.evaluate(dataset.split("test"))
+        if not (math.isfinite(sample) and math.isfinite(test)):
+            raise Diverged(progress.step)
+    except Diverged as diverged:
+        return {"status": "diverged", "diverged_at": diverged.step}
+    return {
+        "status": "done",
+        "loss": {"train": sample, "val": val, "test": test},
+        "bits_per_byte": {
+            "val": progress.val["bits_per_byte"],
+            "test": dataset.bits_per_byte("test", test),
+        },
+        "tokens_per_second": statistics.median(progress.speeds) if progress.speeds else None,
+    }
+
+
+def _model(plan: Plan, resumed: checkpoint.Checkpoint | None) -> GPT:
+    model = plan.build().to_empty(device="cpu" if resumed is None else plan.config.device)
+    if resumed is None:
+        return model.init_(plan.config.seeds.init).to(plan.config.device)
+    model.load_state_dict(resumed.weights)
+    return model
+
+
+def _recorded(plan: Plan, notes: list[str]) -> Plan:
+    """The plan with the threads this run began with; begins the record where there is none."""
+    folder, config = plan.run.folder, plan.config
+    known = read_json(folder / "environment.json")
+    now = environment(config, hardware.describe(config))
+    if known is None or not (folder / "config.yaml").exists():
+        plan.run.freeze(config, plan.identity, now)
+        return plan
+    if known["threads"] != config.threads:
+        notes.append(f"threads: {known['threads']}, as this run began, not {config.threads}")
+    for what in ("torch", "numpy", "qkablate"):
+        before, after = known["versions"].get(what), now["versions"].get(what)
+        if before != after:
+            notes.append(f"this run began with {what} {before}, and goes on with {after}")
+    return dataclasses.replace(plan, config=dataclasses.replace(config, threads=known["threads"]))
+
+
+def _header(plan: Plan) -> list[str]:
+    config, model, tokens = plan.config, plan.config.model, plan.dataset.tokens
+    return [
+        f"run      {plan.run.folder}",
+        f"variant  {config.variant.name}: start matched to standard: {plan.match},"
+        f" learning rate of the QK circuit × {plan.lr_multiplier:.3g}",
+        f"model    {model.layers} layers, d {model.d_model}, {model.heads} heads, context"
+        f" {model.context}: {plan.params['total']:,} parameters",
+        f"data     {config.data.source}, {config.data.tokenizer}: {tokens['train']:,} tokens to train"
+        f" on, {tokens['val']:,} to validate, {tokens['test']:,} to test",
+        f"machine  {config.device}, {config.precision}, {config.threads} threads,"
+        f" kernel {plan.kernel}{', compiled' if config.compile else ''}",
+    ]
+
+
+def _base_result(plan: Plan) -> dict[str, Any]:
+    config, model = plan.config, plan.config.model
+    return {
+        "id": plan.run.id,
+        "label": plan.run.label,
+        "variant": config.variant.name,
+        "seed": config.seed,
+        "d_model": model.d_model,
+        "heads": model.heads,
+        "layers": model.layers,
+        "context": model.context,
+        "loss": {"train": None, "val": None, "test": None},
+        "bits_per_byte": {"val": None, "test": None},
+        "params": plan.params,
+        "flops_per_token": plan.flops_per_token,
+        "init": {"mode": config.variant.init, "match": plan.match},
+        "lr": {"mode": config.variant.lr, "multiplier": plan.lr_multiplier},
+        "tokens_per_second": None,
+        "precision": config.precision,
+        "device": config.device.partition(":")[0],
+        "kernel": plan.kernel,
+        "compile": config.compile,
+        "threads": config.threads,
+        "data_fingerprint": plan.dataset.fingerprint,
+        "attempt": plan.run.attempt,
+        "version": __version__,
+        "steps": 0,
+        "tokens": 0,
+        "seconds": 0.0,
+    }
+
+
+def _wandb_identity(plan: Plan) -> Identity:
+    config, run = plan.config, plan.run
+    arm = run.label.rpartition("-s")[0]
+    return Identity(
+        id=f"{run.id}-{run.attempt}",
+        name=run.label,
+        group=config.track.group or arm,
+        job_type=arm,
+        tags=(config.variant.name, *config.track.tags),
+    )
+
+
+def _wandb_config(plan: Plan) -> dict[str, Any]:
+    config = dataclasses.asdict(plan.config)
+    config["data"] = {k: v for k, v in config["data"].items() if k not in ("path", "cache")}
+    del config["out"], config["track"]
+    return config | {"run_id": plan.run.id, "kernel": plan.kernel, "params": plan.params}
+
+
+def _summary(result: dict[str, Any]) -> dict[str, Any]:
+    """What W&B shows of the end, under the names of the metrics."""
+    flat = {f"final/{split}_loss": value for split, value in result["loss"].items()}
+    flat |= {f"final/{split}_bits_per_byte": v for split, v in result["bits_per_byte"].items()}
+    flat |= {"final/status": result.get("status"), "params": result["params"]["total"]}
+    return {name: value for name, value in flat.items() if value is not None}

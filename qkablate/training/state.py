@@ -1,0 +1,17 @@
+"""Where a run stands."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Progress:
+    """All of a run's course that is neither weights nor optimiser. Plain numbers, for JSON."""
+
+    step: int = 0  # steps done
+    evaluated: int = -1  # the last step at which validation was read
+    loss_sum: float = 0.0  # training loss since the last row of metrics
+    loss_count: int = 0
+    metrics_end: int = 0  # where metrics.jsonl ended
+    seconds: float = 0.0  # everything, over all sittings
+    speeds: list[float] = field(default_factory=list)  # tokens/s of each clean stretch of steps
+    val: dict[str, float] = field(default_factory=dict)  # the last evaluation
