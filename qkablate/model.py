@@ -26,7 +26,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(hidden, config.d_model, bias=config.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+        return self.down(F.gelu(self.up(x_BTD)))
 
 
 class Block(nn.Module):
@@ -139,10 +139,17 @@ class _Init:
         self.config, self.seed = config, seed
 
     def __call__(
-        self, name: str, shape: tuple[int, ...], *, residual: bool = False, fan_in: int | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        residual: bool = False,
+        fan_in: int | None = None,
     ) -> Tensor:
         if self.config.init == "linear":
-            bound = (fan_in or (shape[0] if len(shape) == 2 else self.config.d_model)) ** -0.5
+            bound: float = (
+                fan_in or (shape[0] if len(shape) == 2 else self.config.d_model)
+            ) ** -0.5
             uniform = stream(self.seed, "init", name).random(shape, dtype="float32")
             return torch.from_numpy(uniform).mul_(2 * bound).sub_(bound)
         if len(shape) == 1:
@@ -191,11 +198,11 @@ def forward_flops_per_token(model: GPT, context: float) -> float:
     Every product counts 2 per multiply-add, the head of the model and the scores included;
     softmax, norms and activations do not count.
     """
-    config = model.config
     flops = 2.0 * model.token_embedding.weight.numel()  # as output projection
-    for block in model.blocks:
-        qk, ov = block.attention.qk, block.attention.ov
-        flops += qk.flops_per_token() + ov.flops_per_token()
-        flops += 2 * config.heads * (qk.width + ov.width) * context
-        flops += sum(2 * p.numel() for p in block.mlp.parameters() if p.dim() == 2)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            flops += module.qk.flops_per_token() + module.ov.flops_per_token()
+            flops += 2 * model.config.heads * (module.qk.width + module.ov.width) * context
+        elif isinstance(module, MLP):
+            flops += 2 * (module.up.weight.numel() + module.down.weight.numel())
     return flops

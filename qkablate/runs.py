@@ -44,6 +44,8 @@ _OF_ATTEMPT = (
     "wandb",
 )
 
+EXIT_CODES = {"done": 0, "failed": 1, "diverged": 3}  # by the status that stands in result.json
+
 
 class Owned(Exception):
     """Another process is training this run."""

@@ -1,7 +1,7 @@
 """The two circuits of attention. This package knows torch and nothing of the project."""
 
 from qkablate.attention.layer import Attention
-from qkablate.attention.ov import OV_CIRCUITS, OV
+from qkablate.attention.ov import OV, OV_CIRCUITS
 from qkablate.attention.qk import QK, QK_CIRCUITS
 from qkablate.attention.spec import Spec
 

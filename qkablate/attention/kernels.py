@@ -27,7 +27,14 @@ KERNELS = (*_BACKENDS, "folded")
 
 
 def choose_kernel(
-    *, heads: int, key_heads: int, width: int, value_width: int, device: str, half: bool, dropout: float
+    *,
+    heads: int,
+    key_heads: int,
+    width: int,
+    value_width: int,
+    device: str,
+    half: bool,
+    dropout: float,
 ) -> str:
     """The kernel for these shapes: `width` of the score product, `value_width` of a value."""
     if key_heads == 1 and heads > 1:

@@ -34,7 +34,7 @@ def run_hydra(verb: str, argv: list[str], task: Callable[[Any], Any]) -> None:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if before[1] == "1" or not _is_users_mistake(error):
             raise
-        raise UserError(_one_line(error)) from None
+        raise UserError(one_line(error)) from None
     finally:
         sys.argv = before[0]
         if before[1] is None:
@@ -42,15 +42,11 @@ def run_hydra(verb: str, argv: list[str], task: Callable[[Any], Any]) -> None:
 
 
 def register() -> None:
-    """Tell Hydra and OmegaConf of the schema, the sweeper, and names that cannot collide."""
+    """Tell Hydra and OmegaConf of the schema, and of names that cannot collide."""
     from hydra.core.config_store import ConfigStore
-    from hydra.core.plugins import Plugins
     from omegaconf import OmegaConf
 
-    from qkablate.cli.multirun import CheckedSweeper
-
     ConfigStore.instance().store(name="schema", node=Config)
-    Plugins.instance().register(CheckedSweeper)
 
     def unique() -> str:
         return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{uuid.uuid4().hex[:8]}"
@@ -75,13 +71,18 @@ def _is_users_mistake(error: Exception) -> bool:
     return str(error).startswith(("Only one of", "The --resolve"))
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What Hydra and OmegaConf say over several lines."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
     text = str(error)
+    if isinstance(error, UserError):
+        return text
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         options = sorted(error.options or ())
+        if not group:
+            return f"there is no configuration called '{name}'"
         return f"{group}: '{name}' is not one of {', '.join(options)}{nearest(name, options)}"
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:

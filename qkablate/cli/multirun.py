@@ -1,40 +1,60 @@
-"""Hydra's own sweeper, after a look at every job: none starts before all make sense."""
+"""Multirun: every job is looked at before the first one starts, and read from disk at the end."""
 
-import json
-from pathlib import Path
+import sys
+import traceback
 from typing import Any, ClassVar
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
 
+from qkablate.cli.hydra_app import one_line
 from qkablate.config import load
 from qkablate.errors import UserError
 
 
-class CheckedSweeper(BasicSweeper):
-    """What `-m` runs."""
+class CheckEveryJob(Callback):
+    """Plans all jobs of Hydra's basic sweeper; stops the multirun if one makes no sense."""
 
-    outcomes: ClassVar[list[dict[str, Any]]] = []  # of the last sweep in this process
+    runs: ClassVar[list[Any]] = []  # what was planned, in order
 
-    def sweep(self, arguments: list[str]) -> Any:
+    def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
+        try:
+            CheckEveryJob.runs = [self._plan(job, kwargs["config_name"]) for job in _jobs(config)]
+        except UserError as error:
+            # Hydra turns an Exception of a callback into a warning, and would go on.
+            print(f"qkablate: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+        except Exception:
+            traceback.print_exc()
+            raise SystemExit(1) from None
+
+    def _plan(self, job: list[str], config_name: str) -> Any:
+        import hydra
+        from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
+
         from qkablate.training.plan import plan
 
-        assert self.hydra_context is not None and self.config is not None
-        loader = self.hydra_context.config_loader
-        words = [*self._parse_config(), *arguments]
-        overrides = OverridesParser.create(config_loader=loader).parse_overrides(words)
-        (jobs,) = self.split_arguments(overrides, max_batch_size=None)
-        for number, job in enumerate(jobs):
-            try:
-                plan(load(loader.load_sweep_config(self.config, job)))
-            except UserError as error:
-                raise UserError(f"job {number} ({' '.join(job)}): {error}") from None
-        returns = super().sweep(arguments)
-        outcomes = [job.return_value for batch in returns for job in batch]
-        CheckedSweeper.outcomes = outcomes
-        summary = Path(self.config.hydra.sweep.dir) / "jobs.json"
-        summary.write_text(json.dumps(outcomes, indent=1) + "\n", encoding="utf-8")
-        return returns
+        try:
+            return plan(load(hydra.compose(config_name, job))).run
+        except (UserError, HydraException, OmegaConfBaseException) as error:
+            raise UserError(f"{one_line(error)} (in job {' '.join(job)})") from None
 
-    def validate_batch_is_legal(self, batch: Any) -> None:
-        """Done for all batches, and in more depth, in `sweep`."""
+
+def _jobs(config: Any) -> list[list[str]]:
+    """The overrides of each job, as Hydra's basic sweeper will expand them."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    sweeper = config.hydra.sweeper
+    if not sweeper._target_.endswith(".BasicSweeper"):
+        return []  # a sweeper that chooses its jobs as it goes
+    words = [f"{key}={value}" for key, value in (sweeper.params or {}).items()]
+    words += config.hydra.overrides.task
+    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)
+    return jobs
+
+
+def results(runs: list[Any]) -> list[dict[str, Any]]:
+    """What became of each, whatever process it ran in."""
+    nothing: dict[str, Any] = {"status": "failed", "loss": {}, "seconds": None}
+    return [{**(run.result or nothing), "folder": run.folder} for run in runs]

@@ -7,67 +7,63 @@ from typing import Any
 
 from qkablate.cli.hydra_app import run_hydra
 from qkablate.config import load
+from qkablate.errors import UserError
+from qkablate.runs import EXIT_CODES, Owned
 
 
 def main(argv: list[str]) -> int:
     """Take the verb's own flags off, and give the rest to Hydra."""
-    from qkablate.cli.multirun import CheckedSweeper
-
     rerun = "--rerun" in argv
-    words = [word for word in argv if word != "--rerun"]
-    single: list[dict[str, Any]] = []
-    CheckedSweeper.outcomes = []
+    codes: list[int] = []
+    mistakes: list[UserError] = []
 
-    def task(composed: Any) -> dict[str, Any]:
+    def task(composed: Any) -> None:
         from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
 
-        if HydraConfig.get().mode.name == "MULTIRUN":
-            return _job(composed, rerun)
-        single.append(_train(composed, rerun))
-        _print_next(single[0], HydraConfig.get().overrides.task)
-        return single[0]
+        several = HydraConfig.get().mode == RunMode.MULTIRUN
+        try:
+            codes.append(_train(composed, rerun, several))
+        except UserError as mistake:  # past Hydra, which would add lines of its own
+            mistakes.append(mistake)
+        except OSError as error:  # before training began: a full disk, say
+            print(f"qkablate: {error}", file=sys.stderr)
+            codes.append(1)
 
-    run_hydra("train", words, task)
-    if CheckedSweeper.outcomes:
-        _print_table(CheckedSweeper.outcomes)
-    return max((int(o["exit_code"]) for o in single + CheckedSweeper.outcomes), default=0)
+    run_hydra("train", [word for word in argv if word != "--rerun"], task)
+    from qkablate.cli import multirun
+
+    if multirun.CheckEveryJob.runs:
+        outcomes = multirun.results(multirun.CheckEveryJob.runs)
+        multirun.CheckEveryJob.runs = []
+        _print_table(outcomes)
+        codes += [EXIT_CODES[o["status"]] for o in outcomes]
+    if mistakes:
+        raise mistakes[0]
+    return max(codes, default=0)
 
 
-def _job(composed: Any, rerun: bool) -> dict[str, Any]:
-    """One run of several: what goes wrong in it does not stop the others."""
-    try:
-        return _train(composed, rerun)
-    except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        print(f"qkablate: {first}", file=sys.stderr)
-        return {"run": first, "status": "failed", "loss": {}, "seconds": None, "exit_code": 1}
+def _train(composed: Any, rerun: bool, several: bool) -> int:
+    """Train one run, tell what became of it, and give its exit code."""
+    from hydra.core.hydra_config import HydraConfig
 
-
-def _train(composed: Any, rerun: bool) -> dict[str, Any]:
-    """Train one run; what became of it, small enough to travel between processes."""
     config = load(composed)
-    from qkablate.runs import Owned
     from qkablate.training.plan import plan
-    from qkablate.training.session import EXIT_CODES, Stopped, run
+    from qkablate.training.session import Stopped, run
 
     planned = plan(config)
-    folder = planned.run.folder
     try:
         result, trained = run(planned, rerun=rerun)
     except Owned as owned:
         print(f"qkablate: {owned}", file=sys.stderr)
-        result, trained = {"status": "owned by another", "loss": {}, "seconds": None}, True
+        return 1
     except Stopped as stopped:
         # In a multirun, too: whoever interrupts does not want the next job to start.
         raise SystemExit(stopped.exit_code) from None
-    else:
-        _print_result(result, trained, folder)
-    return {
-        "run": str(folder),
-        "variant": config.variant.name,
-        **{key: result[key] for key in ("status", "loss", "seconds")},
-        "exit_code": EXIT_CODES.get(result["status"], 1),
-    }
+    _print_result(result, trained, planned.run.folder)
+    if not several:
+        _print_next(result, list(HydraConfig.get().overrides.task))
+    return EXIT_CODES[result["status"]]
 
 
 def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
@@ -76,8 +72,8 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
     print(f"\n{result['label']}: {result['status']}")
     if result["status"] == "done":
         loss, bits = result["loss"], result["bits_per_byte"]
-        print(f"  loss      val {loss['val']:.4f}   test {loss['test']:.4f}   train {loss['train']:.4f}"
-              "   nats per token")
+        losses = "   ".join(f"{split} {loss[split]:.4f}" for split in ("val", "test", "train"))
+        print(f"  loss      {losses}   nats per token")
         print(f"  bits      val {bits['val']:.4f}   test {bits['test']:.4f}   per byte")
     elif result["status"] == "diverged":
         print(f"  the loss was not finite any more at step {result['diverged_at']}")
@@ -89,33 +85,29 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
     print(f"  folder    {folder}")
 
 
-def _print_next(outcome: dict[str, Any], overrides: list[str]) -> None:
+def _print_next(result: dict[str, Any], overrides: list[str]) -> None:
     """The commands one types next."""
-    folder = Path(outcome["run"])
     lines = []
-    if outcome["status"] in ("done", "diverged"):
-        others = [word for word in overrides if not word.startswith(("variant=", "hydra."))]
-        other = "standard" if outcome["variant"] != "standard" else "merged_w"
-        rest = "".join(f" {shlex.quote(word)}" for word in others)
-        lines.append(f"qkablate train variant={other}{rest}   # the other side of the comparison")
-        if not any(word.startswith("seed=") for word in others):
-            lines.append(f"qkablate train -m variant={other},{outcome['variant']} seed=0,1,2{rest}")
-    from qkablate.runs import read_json
-
-    result = read_json(folder / "result.json") or {}
+    if result["status"] == "done":
+        rest = [w for w in overrides if not w.startswith(("variant=", "seed=", "~", "hydra."))]
+        words = shlex.join(rest)
+        other = "standard" if result["variant"] != "standard" else "merged_w"
+        lines.append(f"qkablate train variant={other} seed={result['seed']} {words}".rstrip())
+        pair = f"variant={other},{result['variant']}"
+        lines.append(f"qkablate train -m {pair} seed=0,1,2 {words}".rstrip())
     if result.get("wandb"):
-        lines.append(f"{result['wandb']}")
+        lines.append(result["wandb"])
     if lines:
         print("\nNext\n" + "\n".join(f"  {line}" for line in lines))
 
 
 def _print_table(outcomes: list[dict[str, Any]]) -> None:
-    width = max(len(Path(o["run"]).name) for o in outcomes)
-    print(f"\n{'run':<{width}}  {'status':<9}  {'val':>7}  {'test':>7}  {'seconds':>8}")
+    width = max(len(o["folder"].name) for o in outcomes)
+    print(f"\n{'run':<{width}}  {'status':<8}  {'val':>7}  {'test':>7}  {'seconds':>8}")
     for o in outcomes:
         val, test = (_number(o["loss"].get(split), 7, 4) for split in ("val", "test"))
-        print(f"{Path(o['run']).name:<{width}}  {o['status']:<9}  {val}  {test}"
-              f"  {_number(o['seconds'], 8, 1)}")
+        seconds = _number(o["seconds"], 8, 1)
+        print(f"{o['folder'].name:<{width}}  {o['status']:<8}  {val}  {test}  {seconds}")
 
 
 def _number(value: float | None, width: int, digits: int) -> str:

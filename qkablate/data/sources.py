@@ -8,7 +8,15 @@ from qkablate.config import DataConfig
 from qkablate.errors import UserError
 
 # Tests, vendored packages, and tables of numbers that are no text.
-_NOT_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+_NOT_TEXT = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "pydoc_data",
+}
 
 
 def files(config: DataConfig) -> list[Path]:

@@ -81,7 +81,9 @@ def _load(folder: Path) -> Dataset:
             if size != dataset.tokens[split] * np.dtype(dataset.dtype).itemsize:
                 raise ValueError(f"{split}.bin has {size} bytes")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"data.cache: '{folder}' is damaged ({error}); remove that folder") from None
+        raise UserError(
+            f"data.cache: '{folder}' is damaged ({error}); remove that folder"
+        ) from None
     return dataset
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases, a mirror of the journal: it may fail, be slow or be absent, and the run goes on.
+"""Weights & Biases, a mirror of the journal: it may fail or be absent, and the run goes on.
 
 Nothing is ever asked of the user: no key means offline, and an unreachable server does too.
 """
@@ -112,7 +112,12 @@ class Mirror:
         self._run = None
 
     def _start(
-        self, mode: str, track: TrackConfig, identity: Identity, folder: Path, config: dict[str, Any]
+        self,
+        mode: str,
+        track: TrackConfig,
+        identity: Identity,
+        folder: Path,
+        config: dict[str, Any],
     ) -> Any:
         import wandb
 

@@ -22,16 +22,16 @@ class Terminal:
             )
 
     def log(self, row: dict[str, Any]) -> None:
-        self._seen |= row
         step = int(row["step"])
         if self._bar is not None:
-            self._bar.set_postfix_str(self._summary(), refresh=False)
+            self._seen |= row
+            self._bar.set_postfix_str(_summary(self._seen), refresh=False)
             self._bar.update(step - self._bar.n)
             return
         # Plain lines: one an evaluation, and at least twenty a run.
         if "val/loss" in row or step - self._last_line >= max(1, self._steps // 20):
             self._last_line = step
-            print(f"step {step}/{self._steps}  {self._summary()}{self._left(step)}", file=sys.stderr)
+            print(f"step {step}/{self._steps}  {_summary(row)}{self._left(step)}", file=sys.stderr)
 
     def note(self, text: str) -> None:
         """A line that the bar must not write over."""
@@ -42,19 +42,19 @@ class Terminal:
         if self._bar is not None:
             self._bar.close()
 
-    def _summary(self) -> str:
-        shown = {
-            "loss": ("train/loss", "{:.4f}"),
-            "val": ("val/loss", "{:.4f}"),
-            "lr": ("train/lr", "{:.2e}"),
-            "tokens/s": ("perf/tokens_per_second", "{:,.0f}"),
-        }
-        seen = {name: (self._seen[key], form) for name, (key, form) in shown.items() if key in self._seen}
-        return "  ".join(f"{name} {form.format(value)}" for name, (value, form) in seen.items())
-
     def _left(self, step: int) -> str:
         done = step - self._start
         if done <= 0 or step >= self._steps:
             return ""
         seconds = (time.monotonic() - self._began) / done * (self._steps - step)
         return f"  {seconds:.0f} s left"
+
+
+def _summary(row: dict[str, Any]) -> str:
+    shown = {
+        "train/loss": "loss {:.4f}",
+        "val/loss": "val {:.4f}",
+        "train/lr": "lr {:.2e}",
+        "perf/tokens_per_second": "{:,.0f} tokens/s",
+    }
+    return "  ".join(form.format(row[key]) for key, form in shown.items() if key in row)

@@ -57,7 +57,7 @@ def _precision(name: str, device: str) -> str:
 
 def native_bf16() -> bool:
     """Whether this CPU multiplies in bf16 itself: AVX512-BF16, AMX, or ARM's BF16."""
-    capabilities: dict[str, Any] = torch.cpu.get_capabilities()
+    capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
@@ -76,6 +76,17 @@ def autocast(config: Config) -> contextlib.AbstractContextManager[Any]:
     kind = config.device.partition(":")[0]
     half = config.precision != "fp32"
     return torch.autocast(kind, DTYPES[config.precision] if half else None, enabled=half)
+
+
+def seed(device: str, key: int) -> None:
+    """Set the global generators, for what draws from them (dropout): torch.manual_seed does the
+    same for every device torch knows, at ten times the cost."""
+    value = key % 2**63
+    torch.default_generator.manual_seed(value)
+    if device.startswith("cuda"):
+        torch.cuda.manual_seed(value)
+    elif device == "mps":
+        torch.mps.manual_seed(value)
 
 
 def peak_flops(config: Config) -> float:

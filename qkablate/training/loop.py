@@ -105,7 +105,7 @@ class Trainer:
             group["lr"] = rate * group["lr_multiplier"]
         accumulate = self.config.train.accumulate
         for micro, (tokens_BT, targets_BT) in enumerate(self.batches.step(step)):
-            torch.manual_seed(key(self.config.seeds.dropout, "dropout", step, micro, 0) >> 65)
+            hardware.seed(self.device, key(self.config.seeds.dropout, "dropout", step, micro, 0))
             with hardware.autocast(self.config):
                 loss = self.loss(tokens_BT.to(self.device), targets_BT.to(self.device))
             self.scaler.scale(loss / accumulate).backward()

@@ -12,14 +12,12 @@ from typing import Any
 
 from qkablate import __version__
 from qkablate.model import GPT
-from qkablate.runs import environment, read_json, write_atomic, write_json
+from qkablate.runs import EXIT_CODES, environment, read_json, write_atomic, write_json
 from qkablate.tracking import Journal, Mirror, Terminal
 from qkablate.tracking.mirror import Identity
 from qkablate.training import checkpoint, hardware
 from qkablate.training.loop import Diverged, Interrupted, Trainer
 from qkablate.training.plan import Plan
-
-EXIT_CODES = {"done": 0, "failed": 1, "diverged": 3}
 
 
 class Stopped(Exception):
@@ -85,7 +83,9 @@ def _sit(plan: Plan, signals: Signals) -> dict[str, Any]:
     terminal = Terminal(run.label, int(config.train.steps), start)
     for note in _header(plan) + notes:
         terminal.note(note)
-    mirror = Mirror(config.track, _wandb_identity(plan), run.folder, _wandb_config(plan), terminal.note)
+    mirror = Mirror(
+        config.track, _wandb_identity(plan), run.folder, _wandb_config(plan), terminal.note
+    )
 
     def save(state: checkpoint.Checkpoint) -> None:
         state.progress.metrics_end = journal.sync()
@@ -183,8 +183,8 @@ def _header(plan: Plan) -> list[str]:
         f" learning rate of the QK circuit × {plan.lr_multiplier:.3g}",
         f"model    {model.layers} layers, d {model.d_model}, {model.heads} heads, context"
         f" {model.context}: {plan.params['total']:,} parameters",
-        f"data     {config.data.source}, {config.data.tokenizer}: {tokens['train']:,} tokens to train"
-        f" on, {tokens['val']:,} to validate, {tokens['test']:,} to test",
+        f"data     {config.data.source}, {config.data.tokenizer}: {tokens['train']:,} tokens to"
+        f" train on, {tokens['val']:,} to validate, {tokens['test']:,} to test",
         f"machine  {config.device}, {config.precision}, {config.threads} threads,"
         f" kernel {plan.kernel}{', compiled' if config.compile else ''}",
     ]
