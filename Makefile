@@ -1,4 +1,4 @@
-.PHONY: help train test check venv bench clean
+.PHONY: help train test check venv clean
 PYTHON ?= python3
 BIN := .venv/bin
 

@@ -156,8 +156,10 @@ def load(composed: Any) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    plain = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
     try:
+        # As a plain container: a typed node would take an added key along, unseen.
+        given = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+        plain = OmegaConf.create(OmegaConf.to_container(given, resolve=True))
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from None

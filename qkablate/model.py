@@ -3,6 +3,7 @@
 Shape suffixes: B batch, T context, D d_model, V vocabulary.
 """
 
+import math
 from collections import Counter
 
 import torch
@@ -147,9 +148,9 @@ class _Init:
         fan_in: int | None = None,
     ) -> Tensor:
         if self.config.init == "linear":
-            bound: float = (
-                fan_in or (shape[0] if len(shape) == 2 else self.config.d_model)
-            ) ** -0.5
+            # A vector is the bias of a map from d_model, unless the caller knows better.
+            fan_in = fan_in or (shape[0] if len(shape) == 2 else self.config.d_model)
+            bound = 1 / math.sqrt(fan_in)
             uniform = stream(self.seed, "init", name).random(shape, dtype="float32")
             return torch.from_numpy(uniform).mul_(2 * bound).sub_(bound)
         if len(shape) == 1:

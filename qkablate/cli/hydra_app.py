@@ -1,5 +1,6 @@
 """A verb as a full Hydra application whose mistakes are one line and exit code 2."""
 
+import logging
 import os
 import re
 import sys
@@ -13,19 +14,20 @@ from qkablate.errors import UserError, nearest
 
 # Hydra's flags; a word after these is their value.
 _WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp"}
-_WITH_VALUE |= {"--config-name", "-cn", "--experimental-rerun"}
+_WITH_VALUE |= {"--config-name", "-cn"}
 _FLAGS = _WITH_VALUE | {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun"}
 _FLAGS |= {"-m", "--info", "-i", "--shell-completion", "-sc"}
 
 
 def run_hydra(verb: str, argv: list[str], task: Callable[[Any], Any]) -> None:
     """hydra.main over conf/<verb>.yaml."""
-    _check_flags(argv)
+    argv = _flags_first(argv)
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     register()
+    logging.raiseExceptions = False  # Hydra logs its --info; `| head` is no error to shout about
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [f"qkablate {verb}", *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's way of letting exceptions through to us
@@ -54,14 +56,22 @@ def register() -> None:
     OmegaConf.register_new_resolver("unique", unique, use_cache=True, replace=True)
 
 
-def _check_flags(argv: list[str]) -> None:
-    value = False
-    for word in argv:
-        flag = word.partition("=")[0]
-        if not value and word.startswith("-") and flag not in _FLAGS:
+def _flags_first(argv: list[str]) -> list[str]:
+    """Hydra wants all its flags on one side of the overrides; a user types them anywhere."""
+    flags, overrides = [], []
+    words = iter(argv)
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if not word.startswith("-"):
+            overrides.append(word)
+        elif flag not in _FLAGS:
             known = sorted({*_FLAGS, "--rerun"})
             raise UserError(f"'{flag}' is not a flag of this verb{nearest(flag, known)}")
-        value = word in _WITH_VALUE
+        else:
+            flags.append(word)
+            if flag in _WITH_VALUE and not equals:
+                flags.append(next(words, ""))
+    return [*flags, *overrides]
 
 
 def _is_users_mistake(error: Exception) -> bool:

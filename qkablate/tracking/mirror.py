@@ -3,11 +3,14 @@
 Nothing is ever asked of the user: no key means offline, and an unreachable server does too.
 """
 
+import configparser
 import contextlib
 import netrc
 import os
 import shlex
-import socket
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +20,11 @@ from urllib.parse import urlsplit
 from qkablate.config import TrackConfig
 from qkablate.errors import UserError
 
-CONNECT_SECONDS = 3
+CONNECT_SECONDS = 5  # for any answer of the server at all
 INIT_SECONDS = 10
 FINISH_SECONDS = 30
+# Where a key of `wandb login` stands in .netrc: W&B knows its own server by both names.
+_HOSTS = {"api.wandb.ai", "api.forge.coreweave.com"}
 
 
 @dataclass(frozen=True)
@@ -57,17 +62,27 @@ def has_key() -> bool:
     """Whether W&B would find credentials without asking."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    path = os.environ.get("NETRC") or Path.home() / ".netrc"
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
-        hosts = netrc.netrc(path).hosts
+        entries = netrc.netrc(path)
     except (OSError, netrc.NetrcParseError):
         return False
-    own = os.environ.get("WANDB_BASE_URL")
-    if own:
-        return urlsplit(own).netloc in hosts
-    import wandb
+    own = urlsplit(_chosen_server() or "").netloc
+    hosts = _HOSTS if not own or own in _HOSTS else {own}
+    return any(entry[2] for entry in map(entries.authenticators, hosts) if entry)
 
-    return bool({urlsplit(wandb.setup().settings.base_url).netloc, "api.wandb.ai"} & set(hosts))
+
+def _chosen_server() -> str | None:
+    """The server's address, where a variable or `wandb login --host` gives one."""
+    if os.environ.get("WANDB_BASE_URL"):
+        return os.environ["WANDB_BASE_URL"]
+    settings = configparser.ConfigParser(interpolation=None)
+    try:
+        folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+        settings.read(folder / "settings", encoding="utf-8")
+    except (configparser.Error, ValueError):
+        return None
+    return settings.get("default", "base_url", fallback=None)
 
 
 class Mirror:
@@ -88,49 +103,68 @@ class Mirror:
         if mode == "disabled":
             return
         # W&B keeps logs of its own in a cache folder; nothing is written outside the run's folder.
-        os.environ.setdefault("WANDB_CACHE_DIR", str(folder.absolute() / "wandb" / "cache"))
+        self._recorded = folder.absolute() / "wandb"
+        os.environ.setdefault("WANDB_CACHE_DIR", str(self._recorded / "cache"))
+        # Its reports of its own errors keep the process waiting at the end when the server is gone.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
-            if mode == "online" and not self._reachable():
+            if mode == "online" and not self._answers():
                 mode = "offline"
-            self._run = self._start(mode, track, identity, folder, config)
+            self._run = self._start(mode, track, identity, config)
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}; recording offline instead")
             try:
-                self._run = self._start("offline", track, identity, folder, config)
+                self._forget_everything()
+                self._run = self._start("offline", track, identity, config)
             except Exception as again:
                 self._note(f"W&B: {_first_line(again)}; going on without it")
 
     def log(self, row: dict[str, Any]) -> None:
-        self._safely(lambda: self._run.log(row, step=row["step"]))
+        if self._run is None:
+            return
+        try:
+            self._run.log(row, step=row["step"])
+        except Exception as error:
+            self._note(f"W&B: {_first_line(error)}; going on without it")
+            run, self._run = self._run, None
+            with contextlib.suppress(Exception):
+                run.finish(exit_code=1)
 
     def close(self, summary: dict[str, Any], exit_code: int) -> None:
-        def finish() -> None:
-            self._run.summary.update(summary)
-            self._run.finish(exit_code=exit_code)
-
-        self._safely(finish)
-        self._run = None
+        if self._run is None:
+            return
+        run, self._run = self._run, None
+        try:
+            run.summary.update(summary)
+            run.finish(exit_code=exit_code)
+        except TimeoutError:
+            self.address = self._sync_command("run")
+            self._note(f"W&B: not all was sent in {FINISH_SECONDS} s; to send it: {self.address}")
+        except Exception as error:
+            self._note(f"W&B: {_first_line(error)}")
 
     def _start(
         self,
         mode: str,
         track: TrackConfig,
         identity: Identity,
-        folder: Path,
         config: dict[str, Any],
     ) -> Any:
         import wandb
 
+        # Silent before anything else: then it never asks for a key, whatever it finds.
+        wandb.setup(wandb.Settings(silent=True))
         settings = wandb.Settings(
             silent=True,
             console="off",
             init_timeout=INIT_SECONDS,
             finish_timeout=FINISH_SECONDS,
+            finish_timeout_raises=True,
             x_transaction_log_flush_interval=1,
         )
         run = wandb.init(
             mode=mode,  # type: ignore[arg-type]
-            dir=folder,
+            dir=self._recorded.parent,
             id=identity.id,
             name=identity.name,
             resume="allow" if mode == "online" else None,
@@ -143,35 +177,35 @@ class Mirror:
             config=config,
             settings=settings,
         )
-        recorded = shlex.quote(str(folder / "wandb"))
-        self.address = f"wandb sync {recorded}/offline-run-*" if mode == "offline" else run.url
+        self.address = run.url if mode == "online" else self._sync_command("offline-run")
         return run
 
-    def _reachable(self) -> bool:
+    def _answers(self) -> bool:
         """Whether anything answers at the server's address: a dead one is told in seconds."""
         import wandb
 
-        url = urlsplit(wandb.setup().settings.base_url)
-        port = url.port or (80 if url.scheme == "http" else 443)
-        if os.environ.get("https_proxy") or os.environ.get("HTTPS_PROXY"):
-            return True  # only the proxy could tell
+        url = wandb.setup(wandb.Settings(silent=True)).settings.base_url
         try:
-            with socket.create_connection((url.hostname or "", port), timeout=CONNECT_SECONDS):
+            with urllib.request.urlopen(url, timeout=CONNECT_SECONDS):
                 return True
+        except urllib.error.HTTPError:
+            return True  # an answer, too
         except OSError as error:
-            self._note(f"W&B: {url.hostname} cannot be reached ({error}); recording offline")
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                return True  # W&B may know more certificates than Python
+            self._note(f"W&B: {url} does not answer ({reason}); recording offline")
             return False
 
-    def _safely(self, action: Callable[[], None]) -> None:
-        if self._run is None:
-            return
-        try:
-            action()
-        except Exception as error:
-            self._note(f"W&B: {_first_line(error)}; going on without it")
-            run, self._run = self._run, None
-            with contextlib.suppress(Exception):
-                run.finish(exit_code=1)
+    def _forget_everything(self) -> None:
+        """End W&B's process: it would hold on to the id of a run that could not begin."""
+        import wandb
+
+        with contextlib.suppress(Exception, SystemExit):
+            wandb.teardown()
+
+    def _sync_command(self, kind: str) -> str:
+        return f"wandb sync {shlex.quote(str(self._recorded))}/{kind}-*"
 
 
 def _first_line(error: Exception) -> str:

@@ -73,7 +73,8 @@ def _sit(plan: Plan, signals: Signals) -> dict[str, Any]:
     notes: list[str] = []
     plan = _recorded(plan, notes)
     config = plan.config
-    (run.folder / "result.json").unlink(missing_ok=True)
+    for name in ("result.json", "error.txt"):  # of a sitting that failed
+        (run.folder / name).unlink(missing_ok=True)
     hardware.prepare(config)
     resumed = checkpoint.load_newest(run.checkpoints, config.device, notes.append)
     start = resumed.progress.step if resumed else 0

@@ -1,0 +1,239 @@
+"""The command as a user types it."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from qkablate import __version__
+
+
+def test_help(qkablate):
+    for word in ("--help", "-h", "help"):
+        done = qkablate(word)
+        assert done.code == 0
+        assert "qkablate train variant=merged_w" in done.out
+    assert qkablate().out == done.out
+
+
+def test_version(qkablate):
+    assert qkablate("--version").out == f"qkablate {__version__}\n"
+
+
+def test_unknown_verb(qkablate):
+    done = qkablate("trian")
+    assert done.code == 2
+    assert done.err == (
+        "qkablate: 'trian' is not a verb; there is train, --help, --version (nearest: train)\n"
+    )
+
+
+def test_python_m(spawn):
+    process = spawn("--version")
+    assert process.communicate()[0] == f"qkablate {__version__}\n"
+
+
+def test_train_help(qkablate):
+    done = qkablate("train", "--help")
+    assert done.code == 0
+    assert "variant: merged_w, no_q, shared_qk, standard" in done.out
+    assert "--rerun" in done.out
+
+
+def test_cfg_job(qkablate):
+    done = qkablate("train", "variant=merged_w", "--cfg", "job")
+    assert done.code == 0
+    assert "qk: merged" in done.out
+    assert "hydra" not in done.out
+
+
+def test_info(spawn):
+    """In a process of its own: Hydra's --info leaves its log handlers behind."""
+    process = spawn("train", "--info", "defaults")
+    assert "variant/standard" in process.communicate()[0].replace(" ", "")
+    assert process.returncode == 0
+
+
+MISTAKES = [
+    (["variant=mergedw"], "variant: 'mergedw' is not one of merged_w, no_q, shared_qk, standard"),
+    (["model=nanoo"], "model: 'nanoo' is not one of baby, gpt2, nano (nearest: nano)"),
+    (["train.stps=5"], "train.stps: there is no such key (nearest: train.steps)"),
+    (["datas=text"], "datas: there is no such key"),
+    (["+zzz=3"], "zzz: there is no such key"),
+    (["model.d_model=abc"], "model.d_model: value 'abc' of type 'str' could not be converted"),
+    (["seed=1.5"], "seed: value '1.5' of type 'float' could not be converted to Integer"),
+    (["merged_w"], "'merged_w' is not key=value, as in variant=merged_w"),
+    (["model.heads=[1"], "'model.heads=[1' cannot be read"),
+    (["variant=standard,merged_w"], "has several values; for one run each add -m"),
+    (["--reurn"], "'--reurn' is not a flag of this verb (nearest: --rerun)"),
+    (["-m", "--cfg", "job"], "Only one of --run, --multirun, --cfg"),
+    (["--config-name", "nope"], "there is no configuration called 'nope'"),
+    (["model.heads=3"], "model.heads: 3 does not divide model.d_model=16"),
+    (["train.steps=0"], "train.steps: 0 is not auto, or 1 or more"),
+    (["optim.lr=nan"], "optim.lr: nan is not a number"),
+    (["variant.qk=mergd"], "variant.qk: 'mergd' is not one of separate, merged"),
+    (["precision=fp16"], "precision: fp16 needs a CUDA device, not cpu (allowed: bf16, fp32)"),
+    (["data.path=/nope/x"], "data.path: there is no file or folder '/nope/x'"),
+    (["model.context=5000"], "model.context: 5000 is longer than the data: the val split holds"),
+    (["out=/proc/here"], "out: cannot write in '/proc/here'"),
+    (["data.cache=/proc/here"], "data.cache: cannot write in '/proc/here'"),
+    (["track.wandb=online"], "track.wandb: online needs a key"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES, ids=lambda x: str(x)[:40])
+def test_mistakes(qkablate, tiny, tmp_path, words, line):
+    """One line on stderr, exit code 2, and no run was begun."""
+    done = qkablate("train", *tiny, *words)
+    assert done.code == 2
+    assert line in done.err
+    assert done.err.startswith("qkablate: ")
+    assert done.err.count("\n") == 1
+    assert done.out == ""
+    assert not list(tmp_path.glob("outputs/runs/*"))
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:3", "mps"])
+def test_a_device_that_is_not_there(qkablate, tiny, monkeypatch, name):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    done = qkablate("train", *tiny, f"device={name}")
+    assert done.code == 2
+    assert f"device: {name} asked for, but torch sees no" in done.err
+
+
+def test_out_is_a_file(qkablate, tiny, text):
+    done = qkablate("train", *tiny, f"out={text}")
+    assert done.code == 2
+    assert "out: cannot write in" in done.err
+
+
+def test_out_is_full(qkablate, tiny, monkeypatch):
+    monkeypatch.setattr("qkablate.training.plan.free_bytes", lambda folder: 1000)
+    done = qkablate("train", *tiny)
+    assert done.code == 2
+    assert re.search(r"out: '.*' has 0 MB free; this run needs \d+ MB", done.err)
+
+
+def test_compile_without_a_compiler(qkablate, tiny, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    done = qkablate("train", *tiny, "compile=true")
+    assert done.code == 2
+    assert "compile: true needs a C++ compiler" in done.err
+
+
+def test_a_run_from_config_to_result(qkablate, tiny, tmp_path):
+    done = qkablate("train", *tiny, "variant=merged_w", "seed=3")
+    assert done.code == 0
+    (folder,) = tmp_path.glob("outputs/runs/*")
+    result = json.loads((folder / "result.json").read_text())
+    assert folder.name == f"merged_w-d16-h2-s3-{result['id']}"
+    wanted = (
+        "id label status variant seed d_model heads layers context loss bits_per_byte params tokens"
+        " steps seconds tokens_per_second precision device kernel threads data_fingerprint version"
+    )
+    assert set(wanted.split()) <= set(result)
+    assert result["status"] == "done"
+    assert set(result["loss"]) == {"train", "val", "test"}
+    assert all(1 < loss < 6 for loss in result["loss"].values())
+    params = result["params"]
+    assert params["total"] == sum(v for k, v in params.items() if k != "total")
+    assert (result["steps"], result["tokens"]) == (12, 12 * 2 * 16)
+    assert result["init"] == {"mode": "matched", "match": "exact"}
+    assert result["kernel"] == "folded"
+    assert f"{result['loss']['val']:.4f}" in done.out
+    assert str(folder) in done.out
+    assert "qkablate train variant=standard seed=3" in done.out
+    names = {file.name for file in folder.iterdir()}
+    assert names >= {"config.yaml", "environment.json", "metrics.jsonl", "checkpoints"}
+    # Nothing stray: no Hydra folders or logs beside the runs.
+    assert {p.name for p in tmp_path.iterdir()} == {"home", "corpus.txt", "cache", "outputs"}
+    assert [p.name for p in (tmp_path / "outputs").iterdir()] == ["runs"]
+
+
+def test_a_finished_run_is_not_trained_again(qkablate, tiny, tmp_path):
+    first = qkablate("train", *tiny)
+    (folder,) = tmp_path.glob("outputs/runs/*")
+    before = (folder / "result.json").read_bytes()
+    again = qkablate("train", *tiny)
+    assert again.code == 0
+    assert "this run has ended before" in again.out
+    assert (folder / "result.json").read_bytes() == before
+    anew = qkablate("train", *tiny, "--rerun")
+    assert anew.code == 0
+    assert "has ended before" not in anew.out
+    assert (folder / "attempts" / "1" / "result.json").read_bytes() == before
+    results = [json.loads(before), json.loads((folder / "result.json").read_text())]
+    assert [r["attempt"] for r in results] == [1, 2]
+    assert results[0]["loss"] == results[1]["loss"]
+    assert first.code == 0
+
+
+def test_the_printed_command_of_the_other_side_works(qkablate, tiny):
+    done = qkablate("train", *tiny, "variant=merged_w")
+    (line,) = re.findall(r"  qkablate (train variant=standard .*)", done.out)
+    import shlex
+
+    assert qkablate(*shlex.split(line)).code == 0
+
+
+def test_multirun(qkablate, tiny, tmp_path):
+    words = ["-m", "variant=standard,merged_w", "model.d_model=16,8", "seed=0,1"]
+    done = qkablate("train", *tiny, *words)
+    assert done.code == 0
+    results = [json.loads(p.read_text()) for p in tmp_path.glob("outputs/runs/*/result.json")]
+    assert len(results) == 8
+    assert {(r["variant"], r["d_model"], r["seed"]) for r in results} == {
+        (v, d, s) for v in ("standard", "merged_w") for d in (8, 16) for s in (0, 1)
+    }
+    table = done.out[done.out.rindex("\nrun ") :]
+    assert table.count(" done ") == 8
+    assert {p.name for p in (tmp_path / "outputs").iterdir()} == {"runs", "multirun"}
+    again = qkablate("train", *tiny, *words)
+    assert again.out.count("this run has ended before") == 8
+    assert len(list((tmp_path / "outputs" / "multirun").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "words", [["model.heads=2,3"], ["seed=0,1", "data.path=/nope"], ["model=nano,nanoo"]]
+)
+def test_multirun_starts_nothing_if_one_job_makes_no_sense(qkablate, tiny, tmp_path, words):
+    done = qkablate("train", *tiny, "-m", *words)
+    assert done.code == 2
+    assert done.err.startswith("qkablate: ")
+    assert done.err.count("\n") == 1
+    assert "(in job " in done.err
+    assert not list(tmp_path.glob("outputs/runs/*"))
+    assert not list(tmp_path.glob("outputs/multirun/*"))
+
+
+def test_multirun_goes_on_after_a_run_that_diverges_or_fails(qkablate, tiny, tmp_path):
+    done = qkablate("train", *tiny, "-m", "optim.lr=1000,1e-3", "optim.clip=0", "model.norm=none")
+    assert done.code == 3
+    table = done.out[done.out.rindex("\nrun ") :]
+    assert table.count(" diverged ") == 1
+    assert table.count(" done ") == 1
+
+
+def query(qkablate, monkeypatch, line, shell="bash"):
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setattr(sys, "argv", ["qkablate"])
+    return qkablate("-sc", f"query={shell}").out.split()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(qkablate, monkeypatch, shell):
+    assert query(qkablate, monkeypatch, "qkablate tr", shell) == ["train"]
+    assert query(qkablate, monkeypatch, "qkablate train variant=mer", shell) == ["variant=merged_w"]
+    found = query(qkablate, monkeypatch, "qkablate train model.d", shell)
+    assert found == ["model.d_model=", "model.dropout="]
+    assert query(qkablate, monkeypatch, "qkablate nope model.d", shell) == []
+    done = qkablate("-sc", f"install={shell}")
+    assert done.code == 0
+    assert "qkablate" in done.out
+
+
+def test_completion_of_an_unknown_shell(qkablate):
+    assert qkablate("-sc", "install=tcsh").code == 2

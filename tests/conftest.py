@@ -1,0 +1,105 @@
+"""What all tests share: a quiet home, tiny runs, the command in this process or in one of its own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qkablate.cli import main
+
+TINY = [
+    "model.layers=2",
+    "model.d_model=16",
+    "model.heads=2",
+    "model.context=16",
+    "train.steps=12",
+    "train.batch_size=2",
+    "train.eval_every=6",
+    "train.checkpoint_every=4",
+    "track.log_every=2",
+    "track.wandb=disabled",
+    "threads=1",
+]
+
+
+@dataclass
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No test reads or writes the user's own home, keys or cache; none changes the process."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "HYDRA_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tests themselves run side by side
+    yield home
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Some 40 kB of text with something to learn in it."""
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs", "who", "ran"]
+    choice = np.random.default_rng(0).integers(len(words), size=9000)
+    path = tmp_path / "corpus.txt"
+    path.write_text(" ".join(words[i] for i in choice) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, text: Path) -> list[str]:
+    """The overrides of a run of half a second."""
+    data = [f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
+    return [*TINY, "data=text", *data, f"out={tmp_path / 'outputs'}"]
+
+
+@pytest.fixture
+def qkablate(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """The command, in this process."""
+
+    def run(*words: str) -> Done:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            main(list(words))
+        out, err = capfd.readouterr()
+        return Done(int(exit_.value.code or 0), out, err)
+
+    return run
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """The command, in a process of its own."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "qkablate", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()

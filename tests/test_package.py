@@ -1,0 +1,101 @@
+"""What a user gets: the wheel, the README's commands, the pinned versions."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The folder of the commands of a clean environment that holds the wheel.
+
+    What the wheel needs is lent by the environment of the tests: no network.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
+    subprocess.run([*pip, *build], check=True, capture_output=True)
+    (wheel,) = folder.glob("qkablate-*.whl")
+    environment = folder / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    target = ["install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run([*pip, *target], check=True, capture_output=True)
+    # After the wheel, so that the checkout's own editable install cannot come first.
+    (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return environment / "bin"
+
+
+def test_the_wheel_trains_from_any_folder(installed, tiny, tmp_path):
+    code = "import sys, qkablate.cli; print(qkablate.__file__); sys.stdout.flush(); qkablate.cli.main()"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = subprocess.run(
+        [installed / "python", "-c", code, "train", "variant=merged_w", *tiny, "out=here"],
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+        env={"HOME": os.environ["HOME"], "PATH": os.environ["PATH"]},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.out if hasattr(done, "out") else done.stdout.startswith(str(installed.parent))
+    assert list((elsewhere / "here" / "runs").glob("merged_w-*/result.json"))
+
+
+def commands() -> list[str]:
+    """Every qkablate command that the README shows in a block of shell."""
+    blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", README, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    found = [line.split("  #")[0].strip().removeprefix("$ ") for line in lines]
+    return [line for line in found if line.startswith("qkablate ")]
+
+
+def test_the_readme_shows_commands():
+    assert len(commands()) >= 5
+    assert "make train" in README
+    assert "make test" in README
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_readmes_commands_work(qkablate, tiny, text, command, tmp_path, monkeypatch):
+    """As they stand, on a tiny model and text; where data and output lie is the test's choice."""
+    words = shlex.split(command)[1:]
+    (tmp_path / "book.txt").write_bytes(text.read_bytes())
+    if words[0] != "train" or {"--help", "--cfg"} & set(words):
+        assert qkablate(*words).code == 0
+        return
+    given = {word.split("=")[0] for word in words}
+    smaller = [word for word in tiny if word.split("=")[0] not in given]
+    if "train.steps" in given:
+        words = ["train.steps=3" if word.startswith("train.steps=") else word for word in words]
+    done = qkablate(*words, *smaller)
+    assert done.code == 0, done.err
+
+
+def test_constraints_pin_every_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    pinned = dict(
+        line.lower().split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+    for need in wanted:
+        name = re.match(r"[\w.-]+", need)[0].lower()
+        assert name in {p.replace("_", "-") for p in pinned}, name
+
+
+def test_make_help_lists_every_target():
+    out = subprocess.run(["make", "-C", ROOT, "help"], capture_output=True, text=True).stdout
+    for target in ("train", "test", "check", "venv"):
+        assert f"make {target}" in out

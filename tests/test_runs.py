@@ -1,0 +1,135 @@
+"""What a run is: its id, its owner, its files."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from qkablate.config import Config, DataConfig, OptimConfig, TrackConfig, TrainConfig, VariantConfig
+from qkablate.runs import Owned, Run, environment, identity, label, read_json, run_id, write_json
+
+
+def id_of(config=None, **other):
+    base = {"data_fingerprint": "f", "vocabulary": 256, "device": "cpu", "kernel": "flash"}
+    return run_id(identity(config or Config(), **(base | other)))
+
+
+def change(**parts):
+    return dataclasses.replace(Config(), **parts)
+
+
+def test_what_can_change_the_result_changes_the_id():
+    ids = [
+        id_of(),
+        id_of(change(seed=1)),
+        id_of(change(variant=VariantConfig(qk="merged"))),
+        id_of(change(variant=VariantConfig(init="naive"))),
+        id_of(change(variant=VariantConfig(lr="same"))),
+        id_of(change(optim=OptimConfig(lr=2e-3))),
+        id_of(change(train=TrainConfig(eval_every=7))),
+        id_of(change(precision="bf16")),
+        id_of(change(compile=True)),
+        id_of(data_fingerprint="g"),
+        id_of(kernel="math"),
+        id_of(device="cuda"),
+    ]
+    assert len(set(ids)) == len(ids)
+
+
+def test_what_cannot_change_the_result_does_not():
+    assert id_of() == id_of(
+        change(
+            out="elsewhere",
+            threads=7,
+            track=TrackConfig(wandb="disabled", tags=["x"], group="g", log_every=3),
+            data=DataConfig(path="/somewhere", cache="/else"),
+            train=TrainConfig(checkpoint_every=5),
+            variant=VariantConfig(name="mine"),
+        ),
+        device="cpu",
+    )
+
+
+def test_the_id_is_stable():
+    """A changed id would train everything anew: it moves only when it must (see NUMERICS)."""
+    assert id_of() == "06d9eadfc4a9"
+    assert label(Config()) == "standard-d128-h4-s0"
+
+
+def test_one_owner(tmp_path):
+    run = Run(tmp_path, "label", "id")
+    with run.owned():
+        with (
+            pytest.raises(Owned, match=f"process {os.getpid()} on"),
+            Run(tmp_path, "label", "id").owned(),
+        ):
+            pass
+    with run.owned():
+        pass
+
+
+def test_a_killed_owner_leaves_the_run_free(tmp_path):
+    code = (
+        "import sys, time; from qkablate.runs import Run\n"
+        f"with Run({str(tmp_path)!r}, 'label', 'id').owned():\n"
+        "    print('mine', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "mine\n"
+    run = Run(tmp_path, "label", "id")
+    with pytest.raises(Owned, match=f"process {process.pid} on"), run.owned():
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    with run.owned():
+        pass
+
+
+def test_restart_keeps_what_was_there(tmp_path):
+    run = Run(tmp_path, "label", "id")
+    with run.owned():
+        run.freeze(Config(), {"a": 1}, {"threads": 1})
+        run.metrics.write_text("{}\n")
+        write_json(run.folder / "result.json", {"status": "done"})
+        assert run.attempt == 1
+        run.restart()
+        assert run.result is None
+        assert run.attempt == 2
+    kept = run.folder / "attempts" / "1"
+    assert read_json(kept / "result.json") == {"status": "done"}
+    assert (kept / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_a_restart_cut_short_is_carried_out_by_the_next_owner(tmp_path):
+    run = Run(tmp_path, "label", "id")
+    with run.owned():
+        run.freeze(Config(), {}, {"threads": 1})
+        run.metrics.write_text("{}\n")
+    (run.folder / "attempt-1.tmp").mkdir()  # killed after its first act
+    with run.owned():
+        assert not run.metrics.exists()
+        assert run.attempt == 2
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "result.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(path, {"a": float("nan")})
+    assert read_json(path) == {"a": 1}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["home", "result.json"]
+    path.write_text('{"a": ')
+    assert read_json(path) is None
+
+
+def test_environment_holds_no_secret(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "planted-secret-key")
+    found = environment(Config(), {"device": "cpu"})
+    assert "planted-secret-key" not in json.dumps(found)
+    assert found["versions"]["torch"]
+    assert found["machine"]["cpu"]

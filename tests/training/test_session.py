@@ -1,0 +1,276 @@
+"""Runs that are killed, interrupted, damaged, diverging, failing: what is on disk tells it all."""
+
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu"}
+
+
+def folder_of(tmp_path: Path, out="outputs") -> Path:
+    (folder,) = (tmp_path / out / "runs").iterdir()
+    return folder
+
+
+def rows(folder: Path) -> list[dict]:
+    """metrics.jsonl without clocks; every line must be whole."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in CLOCKS} for line in lines]
+
+
+def final_state(folder: Path):
+    """Everything of a run's end that must be bit-identical."""
+    result = json.loads((folder / "result.json").read_text())
+    (last,) = (folder / "checkpoints").glob("step-*12")
+    weights = safetensors.torch.load_file(last / "weights.safetensors")
+    state = torch.load(last / "state.pt", weights_only=True)
+    moments = {
+        (i, name): value
+        for i, entry in state["optimizer"]["state"].items()
+        for name, value in entry.items()
+    }
+    return result["loss"], result["bits_per_byte"], weights, moments
+
+
+def assert_identical(one: Path, other: Path):
+    assert rows(one) == rows(other)
+    a, b = final_state(one), final_state(other)
+    assert a[:2] == b[:2]
+    for mine, theirs in zip(a[2:], b[2:], strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def wait_for(condition, process, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.002)
+
+
+def lines(tmp_path: Path, out: str) -> int:
+    found = list((tmp_path / out / "runs").glob("*/metrics.jsonl"))
+    return found[0].read_bytes().count(b"\n") if found else -1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_kill_9_costs_nothing_but_time(qkablate, spawn, tiny, tmp_path, precision):
+    """Killed at several moments, resumed each time: ends bit-identical to the undisturbed run."""
+    words = [
+        *tiny, f"precision={precision}", "variant=merged_w", "model.dropout=0.1",
+        "train.checkpoint_every=5", "track.log_every=3",
+    ]  # fmt: skip
+    assert qkablate("train", *words, "out=calm").code == 0
+    # The moments: nothing written yet, before the first checkpoint, between two, at the end.
+    for moment in (0, 3, 5, 7):
+        process = spawn("train", *words, "out=rough")
+        wait_for(lambda moment=moment: lines(tmp_path, "rough") >= moment, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (folder_of(tmp_path, "rough") / "result.json").exists()
+    done = qkablate("train", *words, "out=rough")
+    assert done.code == 0
+    assert_identical(folder_of(tmp_path, "calm"), folder_of(tmp_path, "rough"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_write_a_checkpoint(qkablate, spawn, tiny, tmp_path, number, code):
+    words = [*tiny, "train.steps=12", "train.checkpoint_every=1000", "train.eval_every=1000"]
+    assert qkablate("train", *words, "out=calm").code == 0
+    process = spawn("train", *words, "out=rough")
+    wait_for(lambda: lines(tmp_path, "rough") >= 1, process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "stopped; the same command goes on from here" in err
+    assert "Traceback" not in err
+    folder = folder_of(tmp_path, "rough")
+    assert not (folder / "result.json").exists()
+    assert len(list((folder / "checkpoints").glob("step-*"))) == 1
+    assert qkablate("train", *words, "out=rough").code == 0
+    assert_identical(folder_of(tmp_path, "calm"), folder)
+
+
+def interrupted_after(monkeypatch, calls: int):
+    """As if SIGTERM came when the loop looks for the n-th time, evaluations included."""
+    from qkablate.training import session
+
+    seen = 0
+
+    def looks(self):
+        nonlocal seen
+        seen += 1
+        if seen > calls:
+            self.received = signal.SIGTERM
+        return bool(self.received)
+
+    monkeypatch.setattr(session.Signals, "__bool__", looks)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_stopping_anywhere_changes_nothing(qkablate, tiny, tmp_path, monkeypatch, accumulate):
+    """Stop at every look in turn (in training, in an evaluation, in the last reading)."""
+    words = [*tiny, f"train.accumulate={accumulate}", "model.dropout=0.1", "track.log_every=5"]
+    assert qkablate("train", *words, "out=calm").code == 0
+    stops = 0
+    while True:
+        with monkeypatch.context() as patch:
+            interrupted_after(patch, 1)
+            code = qkablate("train", *words, "out=rough").code
+        if code == 0 or stops > 100:
+            break
+        assert code == 143
+        stops += 1
+        # Every sitting gets one look further: an evaluation must be passable in the end.
+        if stops % 2:
+            with monkeypatch.context() as patch:
+                interrupted_after(patch, 4)
+                code = qkablate("train", *words, "out=rough").code
+            if code == 0:
+                break
+    assert stops > 3
+    assert_identical(folder_of(tmp_path, "calm"), folder_of(tmp_path, "rough"))
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    qkablate, tiny, tmp_path, monkeypatch
+):
+    assert qkablate("train", *tiny, "out=calm").code == 0
+    with monkeypatch.context() as patch:
+        # Stop between the last two checkpoints of 12 steps.
+        from qkablate.training.loop import Trainer
+
+        def stop(self, step, original=Trainer._step):
+            if step == 10:
+                raise KeyboardInterrupt
+            return original(self, step)
+
+        patch.setattr(Trainer, "_step", stop)
+        assert qkablate("train", *tiny, "out=rough").code == 130
+    folder = folder_of(tmp_path, "rough")
+    newest = folder / "checkpoints" / "step-00000008"
+    for name in ("weights.safetensors", "state.pt", "progress.json", "SHA256SUMS"):
+        assert (newest / name).exists()
+    content = bytearray((newest / "state.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / "state.pt").write_bytes(content)
+    done = qkablate("train", *tiny, "out=rough")
+    assert done.code == 0
+    assert f"{newest.name} is damaged (state.pt does not have its checksum)" in done.err
+    assert "going on from step 4" in done.err
+    assert_identical(folder_of(tmp_path, "calm"), folder)
+
+
+def test_with_all_checkpoints_damaged_training_begins_anew(qkablate, tiny, tmp_path, monkeypatch):
+    assert qkablate("train", *tiny).code == 0
+    folder = folder_of(tmp_path)
+    before = rows(folder), final_state(folder)
+    (folder / "result.json").unlink()
+    for sums in folder.glob("checkpoints/*/SHA256SUMS"):
+        sums.write_text("")
+    done = qkablate("train", *tiny)
+    assert done.code == 0
+    assert "is damaged" in done.err
+    assert rows(folder) == before[0]
+
+
+def test_checkpoints_hold_nothing_that_runs_code(qkablate, tiny, tmp_path):
+    assert qkablate("train", *tiny).code == 0
+    for folder in folder_of(tmp_path).glob("checkpoints/*"):
+        torch.load(folder / "state.pt", weights_only=True)
+        safetensors.torch.load_file(folder / "weights.safetensors")
+        assert os.system(f"cd '{folder}' && sha256sum --quiet -c SHA256SUMS") == 0
+
+
+def test_a_second_train_of_a_run_in_training_says_who_owns_it(qkablate, spawn, tiny, tmp_path):
+    words = [*tiny, "train.steps=100000", "optim.warmup=0"]
+    process = spawn("train", *words)
+    wait_for(lambda: lines(tmp_path, "outputs") >= 1, process)
+    done = qkablate("train", *words)
+    assert done.code == 1
+    assert f"is being trained by process {process.pid} on" in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("log_every", [1, 5])
+def test_divergence_is_a_result(qkablate, tiny, tmp_path, monkeypatch, log_every):
+    from qkablate.model import GPT
+
+    calls = 0
+
+    def loss(self, *arguments, original=GPT.loss, **named):
+        nonlocal calls
+        calls += self.training
+        return original(self, *arguments, **named) * (float("nan") if calls >= 7 else 1)
+
+    monkeypatch.setattr(GPT, "loss", loss)
+    words = [*tiny, f"track.log_every={log_every}", "train.eval_every=1000"]
+    done = qkablate("train", *words)
+    assert done.code == 3
+    result = json.loads((folder_of(tmp_path) / "result.json").read_text())
+    assert (result["status"], result["diverged_at"]) == ("diverged", 7)
+    assert result["loss"] == {"train": None, "val": None, "test": None}
+    assert "not finite any more at step 7" in done.out
+    again = qkablate("train", *words)  # it stands, as any other result
+    assert again.code == 3
+    assert "has ended before" in again.out
+    assert calls <= 8  # noticed at the next row or checkpoint, and not trained again
+
+
+def test_divergence_by_a_learning_rate(qkablate, tiny, tmp_path):
+    done = qkablate("train", *tiny, "optim.lr=1000", "optim.clip=0", "model.norm=none")
+    assert done.code == 3
+    for row in rows(folder_of(tmp_path)):
+        assert math.isfinite(row.get("train/loss", 0.0)), row
+
+
+def test_a_failure_is_a_result_and_can_be_retried(qkablate, tiny, tmp_path, monkeypatch):
+    from qkablate.training.loop import Trainer
+
+    def step(self, step, original=Trainer._step):
+        if step == 9:
+            raise MemoryError("no room\nfor this")
+        return original(self, step)
+
+    assert qkablate("train", *tiny, "out=calm").code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", step)
+        done = qkablate("train", *tiny, "out=rough")
+    assert done.code == 1
+    folder = folder_of(tmp_path, "rough")
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["status"], result["error"]) == ("failed", "MemoryError: no room")
+    assert "Traceback" in (folder / "error.txt").read_text()
+    assert "Traceback" not in done.err
+    done = qkablate("train", *tiny, "out=rough")
+    assert done.code == 0
+    assert "going on from step 8" in done.err
+    assert not (folder / "error.txt").exists()
+    assert_identical(folder_of(tmp_path, "calm"), folder)
+
+
+def test_threads_of_the_first_sitting_are_kept(qkablate, tiny, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, 8)
+        assert qkablate("train", *tiny).code == 143
+    done = qkablate("train", *tiny, "threads=2")
+    assert done.code == 0
+    assert "threads: 1, as this run began, not 2" in done.err
+    assert json.loads((folder_of(tmp_path) / "result.json").read_text())["threads"] == 1
+
+
+def test_a_run_leaves_the_process_as_it_was(qkablate, tiny):
+    torch.set_num_threads(1)
+    assert qkablate("train", *tiny, "threads=2", "deterministic=true").code == 0
+    assert torch.get_num_threads() == 1
+    assert not torch.are_deterministic_algorithms_enabled()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
