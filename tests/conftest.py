@@ -1,4 +1,4 @@
-"""What all tests share: a quiet home, tiny runs, the command in this process or in one of its own."""
+"""What all tests share: a quiet home, tiny runs, the command here or in its own process."""
 
 import os
 import subprocess
@@ -14,17 +14,9 @@ import torch
 from qkablate.cli import main
 
 TINY = [
-    "model.layers=2",
-    "model.d_model=16",
-    "model.heads=2",
-    "model.context=16",
-    "train.steps=12",
-    "train.batch_size=2",
-    "train.eval_every=6",
-    "train.checkpoint_every=4",
-    "track.log_every=2",
-    "track.wandb=disabled",
-    "threads=1",
+    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16"),
+    *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "train.checkpoint_every=4"),
+    *("track.log_every=2", "track.wandb=disabled", "threads=1"),
 ]
 
 

@@ -82,16 +82,11 @@ def test_ledger_sums_to_numel(qk, bias, norm, position):
 
 @pytest.mark.parametrize(
     ("qk", "per_layer"),
-    [
-        ("separate", 4 * 32**2),
-        ("merged", (4 + 2) * 32**2),
-        ("shared", 3 * 32**2),
-        ("no_q", 3 * 32**2),
-    ],
+    [("separate", 4), ("merged", 4 + 2), ("shared", 3), ("no_q", 3)],
 )
 def test_attention_parameters(qk, per_layer):
     """The closed forms: 4 d², (h + 2) d², 3 d², 3 d²."""
-    assert gpt(qk).ledger()["attention"] == 2 * per_layer
+    assert gpt(qk).ledger()["attention"] == 2 * per_layer * 32**2
 
 
 @pytest.mark.parametrize("qk", QK_CIRCUITS)

@@ -62,12 +62,9 @@ def test_the_id_is_stable():
 
 def test_one_owner(tmp_path):
     run = Run(tmp_path, "label", "id")
-    with run.owned():
-        with (
-            pytest.raises(Owned, match=f"process {os.getpid()} on"),
-            Run(tmp_path, "label", "id").owned(),
-        ):
-            pass
+    own = f"process {os.getpid()} on"
+    with run.owned(), pytest.raises(Owned, match=own), Run(tmp_path, "label", "id").owned():
+        pass
     with run.owned():
         pass
 

@@ -129,6 +129,7 @@ class Mirror:
             run, self._run = self._run, None
             with contextlib.suppress(Exception):
                 run.finish(exit_code=1)
+            self._forget_everything()
 
     def close(self, summary: dict[str, Any], exit_code: int) -> None:
         if self._run is None:
@@ -198,7 +199,7 @@ class Mirror:
             return False
 
     def _forget_everything(self) -> None:
-        """End W&B's process: it would hold on to the id of a run that could not begin."""
+        """End W&B's process: it holds on to the id of a run that could not begin, or is broken."""
         import wandb
 
         with contextlib.suppress(Exception, SystemExit):

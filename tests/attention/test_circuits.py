@@ -5,6 +5,7 @@ import torch
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Spec
 from qkablate.attention.circuits import merge
+from qkablate.attention.qk import by_head
 
 
 def circuit(name, *, bias=False, heads=3, init="matched"):
@@ -63,13 +64,10 @@ def test_gradient_of_the_merged_matrix():
     for qk in (standard, merged):
         q, k = qk(x, x)
         (q @ k.mT).softmax(-1).square().sum().backward()
-    w_q, w_k = (
-        w.detach().unflatten(1, (3, 4)).transpose(0, 1) for w in (standard.w_q, standard.w_k)
-    )
-    grad_HDD = merged.w_qk.grad.unflatten(1, (3, 12)).transpose(0, 1)
+    w_q, w_k = (by_head(w.detach(), 3) for w in (standard.w_q, standard.w_k))
+    grad_HDD = by_head(merged.w_qk.grad, 3)
     for parameter, expected in ((standard.w_q, grad_HDD @ w_k), (standard.w_k, grad_HDD.mT @ w_q)):
-        ours = parameter.grad.unflatten(1, (3, 4)).transpose(0, 1)
-        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(by_head(parameter.grad, 3), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_rank_and_symmetry():
