@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from qkablate.config import Config, conf_dir, explain, keys
@@ -50,10 +51,11 @@ def register() -> None:
 
     ConfigStore.instance().store(name="schema", node=Config)
 
-    def unique() -> str:
-        return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{uuid.uuid4().hex[:8]}"
+    def multirun_dir(out: str) -> str:
+        name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{uuid.uuid4().hex[:8]}"
+        return str(Path(out).expanduser() / "multirun" / name)
 
-    OmegaConf.register_new_resolver("unique", unique, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("multirun_dir", multirun_dir, use_cache=True, replace=True)
 
 
 def _flags_first(argv: list[str]) -> list[str]:

@@ -108,6 +108,9 @@ def _print_table(outcomes: list[dict[str, Any]]) -> None:
         val, test = (_number(o["loss"].get(split), 7, 4) for split in ("val", "test"))
         seconds = _number(o["seconds"], 8, 1)
         print(f"{o['folder'].name:<{width}}  {o['status']:<8}  {val}  {test}  {seconds}")
+    if any((o.get("wandb") or "").startswith("wandb sync") for o in outcomes):
+        runs = shlex.quote(str(outcomes[0]["folder"].parent))
+        print(f"\nNext\n  wandb sync {runs}/*/wandb/offline-run-*")
 
 
 def _number(value: float | None, width: int, digits: int) -> str:

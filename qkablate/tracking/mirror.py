@@ -153,8 +153,7 @@ class Mirror:
     ) -> Any:
         import wandb
 
-        # Silent before anything else: then it never asks for a key, whatever it finds.
-        wandb.setup(wandb.Settings(silent=True))
+        _global_settings()
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -183,9 +182,7 @@ class Mirror:
 
     def _answers(self) -> bool:
         """Whether anything answers at the server's address: a dead one is told in seconds."""
-        import wandb
-
-        url = wandb.setup(wandb.Settings(silent=True)).settings.base_url
+        url = _global_settings().base_url
         try:
             with urllib.request.urlopen(url, timeout=CONNECT_SECONDS):
                 return True
@@ -207,6 +204,13 @@ class Mirror:
 
     def _sync_command(self, kind: str) -> str:
         return f"wandb sync {shlex.quote(str(self._recorded))}/{kind}-*"
+
+
+def _global_settings() -> Any:
+    """W&B's, with what its files and variables say; silent, so that it never asks for a key."""
+    import wandb
+
+    return wandb.setup(wandb.Settings(silent=True)).settings
 
 
 def _first_line(error: Exception) -> str:

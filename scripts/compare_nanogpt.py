@@ -1,0 +1,307 @@
+"""Training speed of qkablate beside nanoGPT: same machine, shape and tokens, in turns.
+
+nanoGPT runs as its train.py runs it, eager and compiled: fp32 on a CPU, autocast on a GPU. qkablate
+runs the very step of its Trainer. Both see the same windows of one text under the same learning
+rates. They take turns, in another order each round: tokens/s is the median over the rounds, the
+ratio the median (least … most) of those within a round. Compiling and warming up are not timed.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import io
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+
+from qkablate.cli.hydra_app import register
+from qkablate.config import Config, conf_dir, load, variants
+from qkablate.data import windows
+from qkablate.errors import UserError, nearest
+from qkablate.randomness import stream
+from qkablate.runs import environment
+from qkablate.training import hardware
+from qkablate.training.loop import EVAL_TOKENS, Trainer
+from qkablate.training.optimizer import learning_rate
+from qkablate.training.plan import Plan, plan
+
+WARMUP = 5  # steps before the clock starts
+EXAMPLE = """examples
+  python scripts/compare_nanogpt.py --nanogpt ~/src/nanoGPT
+  python scripts/compare_nanogpt.py --nanogpt ~/src/nanoGPT --shapes small --variants standard,no_q
+"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    d_model: int
+    heads: int
+    context: int
+    batch_size: int
+    steps: int  # in one round
+
+
+SHAPES = {"small": Shape(4, 128, 4, 64, 12, steps=50), "large": Shape(6, 384, 6, 256, 16, steps=4)}
+
+
+class Ours:
+    """qkablate: the Trainer of a real plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        config = plan.config
+        how = f"{config.precision}, {'compiled' if config.compile else 'eager'}"
+        self.name = f"qkablate {config.variant.name} ({how})"
+        model = plan.build().to_empty(device="cpu").init_(config.seeds.init).to(config.device)
+        self.trainer = Trainer(
+            plan, model, None, sinks=(), save=lambda state: None, stop=lambda: False
+        )
+        self.step = self.trainer._step
+        self.text = validation_text(plan)
+
+    def loss(self) -> float:
+        return self.trainer.evaluate(self.text)
+
+
+class NanoGPT:
+    """nanoGPT's model and optimiser, in the steps of its train.py."""
+
+    def __init__(self, module: Any, plan: Plan, compiled: bool, data: Path) -> None:
+        config, self.plan, self.data = plan.config, plan, data
+        kind = "cuda" if config.device.startswith("cuda") else "cpu"
+        precision = config.precision if kind == "cuda" else "fp32"
+        self.name = f"nanoGPT ({precision}, {'compiled' if compiled else 'eager'})"
+        model, optim = config.model, config.optim
+        torch.manual_seed(config.seed)
+        shape = {"n_layer": model.layers, "n_head": model.heads, "n_embd": model.d_model}
+        shape |= {"block_size": model.context, "vocab_size": plan.dataset.vocabulary}
+        with contextlib.redirect_stdout(io.StringIO()):  # it tells of its parameters
+            gpt = module.GPT(module.GPTConfig(**shape, dropout=0.0, bias=False))
+            self.model = gpt.to(config.device)
+            self.optimizer = gpt.configure_optimizers(
+                optim.weight_decay, optim.lr, tuple(optim.betas), kind
+            )
+        self.forward = torch.compile(self.model) if compiled else self.model
+        self.scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
+        self.autocast: contextlib.AbstractContextManager[Any] = (
+            torch.autocast(kind, hardware.DTYPES[precision])
+            if kind == "cuda"
+            else contextlib.nullcontext()
+        )
+        self.batch = self.read(0)
+
+    def step(self, step: int) -> None:
+        config = self.plan.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config.optim, step, int(config.train.steps))
+        with self.autocast:
+            loss = self.forward(*self.batch)[1]
+        self.batch = self.read(step + 1)  # while a GPU is still busy with the forward pass
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def read(self, step: int) -> tuple[Tensor, Tensor]:
+        """qkablate's windows of this step, one by one out of a file of uint16 opened anew."""
+        config, tokens = self.plan.config, np.memmap(self.data, dtype=np.uint16, mode="r")
+        context, size = config.model.context, config.train.batch_size
+        starts = stream(config.seeds.data, "batch", step).integers(len(tokens) - context, size=size)
+
+        def rows(shift: int) -> Tensor:
+            cuts = (tokens[i + shift : i + shift + context].astype(np.int64) for i in starts)
+            batch = torch.stack([torch.from_numpy(cut) for cut in cuts])
+            pinned = batch.pin_memory() if config.device.startswith("cuda") else batch
+            return pinned.to(config.device, non_blocking=True)
+
+        return rows(0), rows(1)
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        self.model.eval()
+        context, device = self.plan.config.model.context, self.plan.config.device
+        text, losses = validation_text(self.plan), []
+        for tokens, targets in windows(text, batch_size=EVAL_TOKENS // context, context=context):
+            with self.autocast:
+                losses.append(self.model(tokens.to(device), targets.to(device))[1].item())
+        self.model.train()
+        return statistics.fmean(losses)
+
+
+def validation_text(plan: Plan) -> np.ndarray:
+    """As much as fills whole batches."""
+    return plan.dataset.split("val")[: 4 * EVAL_TOKENS + 1]
+
+
+def configure(shape: Shape, variant: str, steps: int, folder: Path, *more: str) -> Config:
+    """The config of `qkablate train` with this shape."""
+    words = [f"model.{key}={getattr(shape, key)}" for key in ("layers", "d_model", "heads")]
+    words += [f"model.context={shape.context}", f"train.batch_size={shape.batch_size}"]
+    words += [f"variant={variant}", f"train.steps={steps}", "track.wandb=disabled", *more]
+    config = load(compose("train", words))
+    config.out, config.data.cache = str(folder), str(folder / "data")
+    return config
+
+
+def contestants(module: Any, shape: Shape, args: argparse.Namespace, folder: Path) -> list[Any]:
+    """nanoGPT's two ways, then every variant in the precision of `auto` and in fp32."""
+    steps = WARMUP + args.rounds * (args.steps or shape.steps)
+    auto = plan(configure(shape, "standard", steps, folder))
+    hardware.prepare(auto.config)
+    data = folder / "nanogpt.bin"
+    auto.dataset.split("train").astype(np.uint16).tofile(data)
+    found: list[Any] = [NanoGPT(module, auto, compiled, data) for compiled in (False, True)]
+    precisions = dict.fromkeys((auto.config.precision, "fp32"))
+    ways = dict.fromkeys((auto.config.compile, auto.config.compile or args.compile))
+    for variant, precision, compiled in product(args.variants, precisions, ways):
+        words = (f"precision={precision}", f"compile={compiled}")
+        found.append(Ours(plan(configure(shape, variant, steps, folder, *words))))
+    same = zip(found[0].batch, found[2].trainer.batches.step(0)[0], strict=True)
+    assert all(torch.equal(theirs.cpu(), ours) for theirs, ours in same)
+    return found
+
+
+def measure(entered: list[Any], rounds: int, steps: int, tokens: int) -> dict[str, list[float]]:
+    """Tokens per second of each contestant in each round."""
+    speeds: dict[str, list[float]] = {one.name: [] for one in entered}
+    for turn in range(rounds):
+        first, shift = WARMUP + turn * steps, turn % len(entered)
+        for one in (*entered[shift:], *entered[:shift]):
+            synchronize()
+            began = time.perf_counter()
+            for step in range(first, first + steps):
+                one.step(step)
+            synchronize()
+            speeds[one.name].append(steps * tokens / (time.perf_counter() - began))
+    return speeds
+
+
+def synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def compare(label: str, module: Any, args: argparse.Namespace, folder: Path) -> None:
+    """One shape's lines of the table."""
+    shape = SHAPES[label]
+    torch.compiler.reset()  # else what it learnt of the last shape would slow this one down
+    entered = contestants(module, shape, args, folder)
+    before = {one.name: one.loss() for one in entered}
+    for one in list(entered):
+        try:
+            for step in range(WARMUP):
+                one.step(step)
+        except RuntimeError as error:  # no C++ compiler, say
+            print(f"{label:<7}{one.name}: left out: {str(error).strip().splitlines()[0]}")
+            entered.remove(one)
+    steps, tokens = args.steps or shape.steps, shape.batch_size * shape.context
+    speeds = measure(entered, args.rounds, steps, tokens)
+    theirs = [speeds[one.name] for one in entered if isinstance(one, NanoGPT)]
+    best = max(theirs, key=statistics.median)
+    for one in entered:
+        ratios = [a / b for a, b in zip(speeds[one.name], best, strict=True)]
+        print(
+            f"{label:<7}{one.name:<38}{statistics.median(speeds[one.name]):>10,.0f}"
+            f"{statistics.median(ratios):>8.2f}  ({min(ratios):.2f} … {max(ratios):.2f})"
+            f"{before[one.name]:>9.4f}{one.loss():>9.4f}",
+            flush=True,
+        )
+
+
+def import_model(checkout: Path) -> Any:
+    """The model.py of a nanoGPT checkout; sys.path stays as it is."""
+    file = checkout.expanduser() / "model.py"
+    if not file.is_file():
+        raise UserError(f"--nanogpt: there is no model.py in '{checkout}'")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", file)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"--nanogpt: '{file}' cannot be imported: {error}") from None
+    if not (hasattr(module, "GPT") and hasattr(module, "GPTConfig")):
+        raise UserError(f"--nanogpt: '{file}' has no GPT and GPTConfig; is it nanoGPT's?")
+    return module
+
+
+def header(config: Config, module: Any) -> str:
+    facts = environment(config, hardware.describe(config))
+    machine, versions, code = facts["machine"], facts["versions"], facts["code"]
+    device = "" if config.device == "cpu" else f", {machine['device']}"
+    state = f"{code['commit'][:12]}{' + changes' if code['diff'] else ''}" if code else "no git"
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {config.threads} threads{device}\n"
+        f"torch {versions['torch']}, qkablate {versions['qkablate']} ({state}), nanoGPT's model.py"
+        f" {hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()[:12]} (sha256)\n"
+        f"{time.strftime('%Y-%m-%d %H:%M %z')}"
+    )
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0],
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
+    parser.add_argument("--shapes", type=names, default=list(SHAPES), help="default: small,large")
+    parser.add_argument("--variants", type=names, default=["standard"], help="default: standard")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each (default: 9)")
+    parser.add_argument("--steps", type=int, help="in one round (default: small 50, large 4)")
+    parser.add_argument("--compile", action="store_true", help="time qkablate compiled, too")
+    args = parser.parse_args()
+    for flag, given, known in (
+        ("--shapes", args.shapes, SHAPES),
+        ("--variants", args.variants, variants()),
+    ):
+        if wrong := next((name for name in given if name not in known), None):
+            listed = f"{', '.join(known)}{nearest(wrong, known)}"
+            raise UserError(f"{flag}: '{wrong}' is not one of {listed}")
+    if args.rounds < 1 or (args.steps is not None and args.steps < 1):
+        raise UserError("--rounds, --steps: give 1 or more")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    module = import_model(args.nanogpt)
+    warnings.filterwarnings("ignore", module="torch")
+    register()
+    with (
+        initialize_config_dir(str(conf_dir()), version_base="1.3"),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        config = hardware.resolve(configure(SHAPES["small"], "standard", 1, Path(folder)))
+        print(header(config, module))
+        title = f"\n{'shape':<7}{'':<38}{'tokens/s':>10}{'ratio to the best nanoGPT':>27}"
+        print(f"{title}{'loss':>5} before after")
+        for label in args.shapes:
+            compare(label, module, args, Path(folder))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as mistake:
+        print(f"compare_nanogpt: {mistake}", file=sys.stderr)
+        sys.exit(2)

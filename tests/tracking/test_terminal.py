@@ -1,0 +1,74 @@
+import contextlib
+import os
+import pty
+import sys
+import termios
+
+from qkablate.tracking import Terminal
+
+
+def train(terminal: Terminal, steps: int, start: int = 0) -> None:
+    for step in range(start + 1, steps + 1):
+        row = {"step": step, "train/loss": 3.0, "train/lr": 1e-3, "perf/tokens_per_second": 12345.0}
+        terminal.log(row)
+    terminal.log({"step": steps, "val/loss": 2.5})
+
+
+def test_plain_lines_where_nobody_watches(capsys):
+    terminal = Terminal("a run", 12, 0)
+    train(terminal, 12)
+    terminal.note("a note")
+    terminal.close()
+    out, err = capsys.readouterr()
+    assert out == ""  # stdout is for results
+    assert "\r" not in err
+    assert "\x1b" not in err
+    lines = err.splitlines()
+    assert lines[0].startswith("step 1/12  loss 3.0000  lr 1.00e-03  12,345 tokens/s")
+    assert lines[-2:] == ["step 12/12  val 2.5000", "a note"]
+
+
+def test_a_long_run_fills_no_log_with_lines(capsys):
+    terminal = Terminal("a run", 2000, 0)
+    train(terminal, 2000)
+    terminal.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert 20 <= len(lines) <= 22
+    assert "val 2.5000" in lines[-1]
+
+
+class Screen:
+    """A terminal to stand in for stderr."""
+
+    def __init__(self) -> None:
+        self._master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (24, 100))
+        self.stderr = os.fdopen(slave, "w", buffering=1)
+
+    def shown(self) -> str:
+        """All that was written; ends it."""
+        self.stderr.close()
+        content = b""
+        with os.fdopen(self._master, "rb", buffering=0) as master, contextlib.suppress(OSError):
+            while part := master.read(65536):  # Linux says EIO at the end
+                content += part
+        return content.decode()
+
+
+def test_a_bar_on_a_terminal(monkeypatch):
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen.stderr)
+    terminal = Terminal("a run", 12, 6)
+    train(terminal, 12, start=6)
+    terminal.note("a note")
+    terminal.close()
+    shown = screen.shown()
+    assert "a run  50%" in shown  # begins where the checkpoint was
+    assert "a run 100%" in shown
+    assert "12/12" in shown
+    assert "loss 3.0000" in shown
+    assert "step 12/12" not in shown
+    # The bar is wiped before a note, which then has a line of its own.
+    before, _, after = shown.partition("a note\r\n")
+    assert before.endswith("\r")
+    assert after

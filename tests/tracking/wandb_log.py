@@ -1,0 +1,76 @@
+"""Reads what W&B recorded offline: a LevelDB log of the records of its public protocol."""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wandb.proto import wandb_internal_pb2
+
+BLOCK = 32 * 1024
+FILE_HEADER, CHUNK_HEADER = 7, 7
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+@dataclass
+class Recorded:
+    """One run, as far as it was recorded."""
+
+    id: str = ""
+    name: str = ""
+    project: str = ""
+    entity: str = ""
+    group: str = ""
+    job_type: str = ""
+    tags: list[str] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+
+
+def read(folder: Path) -> Recorded:
+    """The run in one `offline-run-…` folder."""
+    (path,) = folder.glob("*.wandb")
+    run = Recorded()
+    for content in _contents(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(content)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            told = record.run
+            run.id, run.name, run.job_type = told.run_id, told.display_name, told.job_type
+            run.project, run.entity, run.group = told.project, told.entity, told.run_group
+            run.tags = list(told.tags)
+            run.config |= _values(told.config.update)
+        elif kind == "history":
+            run.rows.append(_values(record.history.item))
+        elif kind == "summary":
+            run.summary |= _values(record.summary.update)
+        elif kind == "exit":
+            run.exit_code = record.exit.exit_code
+    return run
+
+
+def _values(items: Any) -> dict[str, Any]:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def _contents(data: bytes) -> Iterator[bytes]:
+    """Whole records; a process that was killed leaves half a one at the end."""
+    position, parts = FILE_HEADER, b""
+    while position + CHUNK_HEADER <= len(data):
+        if BLOCK - position % BLOCK < CHUNK_HEADER:  # padding: no header fits
+            position += BLOCK - position % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        position += CHUNK_HEADER
+        chunk = data[position : position + length]
+        position += length
+        if kind not in (FULL, FIRST, MIDDLE, LAST) or len(chunk) < length:
+            return
+        parts = chunk if kind in (FULL, FIRST) else parts + chunk
+        if kind in (FULL, LAST):
+            yield parts
