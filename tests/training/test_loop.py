@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,7 @@ def test_training_learns(qkablate, tiny, tmp_path):
     assert val[-1]["val/loss"] < 2.7
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_compiled_training_is_the_same_training(qkablate, tiny, tmp_path, precision):
     words = [*tiny, f"precision={precision}", "model.layers=1"]
