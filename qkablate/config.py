@@ -62,7 +62,7 @@ class OptimConfig:
     lr: float = 1e-3
     schedule: str = "cosine"
     warmup: int | str = "auto"
-    cooldown: float = 0.2
+    cooldown: float | str = "auto"
     lr_final: float = 0.1
     weight_decay: float = 0.1
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -148,7 +148,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "track.log_every": (1, _BIG),
 }
 # Where a word may stand in a number's place.
-WORDS = {"train.steps": "auto", "optim.warmup": "auto", "threads": "auto"}
+WORDS = dict.fromkeys(("train.steps", "optim.warmup", "optim.cooldown", "threads"), "auto")
 
 
 def load(composed: Any) -> Config:
@@ -186,6 +186,10 @@ def check(config: Config) -> None:
         )
     if train.tokens is not None and train.steps != "auto":
         raise UserError("train.tokens: give train.steps or train.tokens, not both")
+    if optim.schedule != "wsd" and optim.cooldown != "auto":
+        raise UserError(f"optim.cooldown: schedule={optim.schedule} has none; only wsd has")
+    if round(model.mlp_ratio * model.d_model) < 1:
+        raise UserError(f"model.mlp_ratio: {model.mlp_ratio} leaves the MLP without a single unit")
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise UserError(f"optim.betas: {optim.betas} are not two numbers from 0 to below 1")
     if config.compile not in (True, False, "auto"):
@@ -215,11 +219,14 @@ def resolve(config: Config) -> Config:
     assert isinstance(warmup, int)
     if warmup >= steps and steps > 1:
         raise UserError(f"optim.warmup: {warmup} is not below the {steps} steps of training")
+    cooldown = optim.cooldown
+    if cooldown == "auto":
+        cooldown = 0.2 if optim.schedule == "wsd" else 0.0
     return dataclasses.replace(
         config,
         variant=dataclasses.replace(config.variant, name=variant_name(config.variant)),
         train=dataclasses.replace(train, steps=steps, tokens=None),
-        optim=dataclasses.replace(optim, warmup=warmup),
+        optim=dataclasses.replace(optim, warmup=warmup, cooldown=cooldown),
     )
 
 

@@ -91,6 +91,7 @@ def test_the_variants_name_tells_the_truth(overrides, name):
         ("optim.lr=-1", "optim.lr: -1.0 is not"),
         ("optim.lr=0", "optim.lr: 0.0 is not"),
         ("optim.warmup=1000", "optim.warmup: 1000 is not below the 1000 steps"),
+        ("optim.cooldown=0.3", "optim.cooldown: schedule=cosine has none; only wsd has"),
         ("optim.betas=[0.9]", "optim.betas: [0.9] are not two numbers"),
         ("optim.betas=[0.9,1.0]", "optim.betas: [0.9, 1.0] are not two numbers"),
         ("optim.schedule=cosin", "'cosin' is not one of cosine, wsd (nearest: cosine)"),

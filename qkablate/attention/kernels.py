@@ -36,7 +36,10 @@ def choose_kernel(
     half: bool,
     dropout: float,
 ) -> str:
-    """The kernel for these shapes: `width` of the score product, `value_width` of a value."""
+    """The kernel for these shapes: `width` of the score product, `value_width` of a value.
+
+    `half` says that products are 16 bits wide, on a device whose flash kernel takes them.
+    """
     if key_heads == 1 and heads > 1:
         return "folded"
     if device == "cpu":

@@ -28,6 +28,7 @@ class Journal:
         return self._file.tell()
 
     def close(self) -> None:
+        self.sync()
         self._file.close()
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -61,14 +62,29 @@ def native_bf16() -> bool:
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
+def flash_in_half(config: Config) -> bool:
+    """Whether products are 16 bits wide on a device whose flash kernel takes them."""
+    if config.precision == "fp32":
+        return False
+    cuda = config.device.startswith("cuda")
+    return not cuda or torch.cuda.get_device_capability(config.device)[0] >= 8
+
+
 def prepare(config: Config) -> None:
     """Set what holds for the whole process."""
     assert isinstance(config.threads, int)
     torch.set_num_threads(config.threads)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cudnn.deterministic = config.deterministic
+    if config.compile:
+        # What earlier runs of this process compiled counts towards a limit past which torch
+        # silently goes back to eager.
+        torch.compiler.reset()
     if config.device.startswith("cuda"):
-        torch.cuda.set_device(config.device)
+        if ":" in config.device:
+            torch.cuda.set_device(config.device)
         torch.backends.cuda.matmul.allow_tf32 = False  # fp32 says fp32
 
 

@@ -50,12 +50,15 @@ class Trainer:
         sinks: Iterable[Sink],
         save: Callable[[Checkpoint], None],
         stop: Callable[[], bool],
+        began: float | None = None,
     ) -> None:
         config = plan.config
         self.plan, self.config, self.device = plan, config, config.device
         self.model, self.sinks, self.save, self.stop = model, list(sinks), save, stop
         self.optimizer = make_optimizer(model, config)
-        self.scaler = torch.amp.GradScaler(self.device, enabled=config.precision == "fp16")
+        self.scaler = torch.amp.GradScaler(
+            config.device.partition(":")[0], enabled=config.precision == "fp16"
+        )
         self.progress = Progress()
         if resumed is not None:
             self.progress = resumed.progress
@@ -74,7 +77,8 @@ class Trainer:
         self._first_bad = torch.tensor(-1, device=self.device)
         self._saved = -1 if resumed is None else resumed.progress.step
         self._peak = hardware.peak_flops(config)
-        self._began = self._mark = time.perf_counter()
+        self._mark = time.perf_counter()
+        self._began = self._mark if began is None else began
         self._paused = 0.0
         self._stretch = 0  # steps since the last mark
         self._warm = False

@@ -44,6 +44,7 @@ def make_optimizer(model: GPT, config: Config) -> torch.optim.AdamW:
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
     """The rate of step 0 … steps - 1, before a group's multiplier."""
     assert isinstance(optim.warmup, int)
+    assert isinstance(optim.cooldown, float)
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
     last = max(steps - 1, optim.warmup + 1)

@@ -80,7 +80,7 @@ def _build(config: Config, vocabulary: int) -> GPT:
             config.variant,
             vocabulary,
             device=config.device.partition(":")[0],
-            half=config.precision != "fp32",
+            half=hardware.flash_in_half(config),
         )
 
 

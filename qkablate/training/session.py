@@ -69,6 +69,7 @@ def run(plan: Plan, *, rerun: bool = False) -> tuple[dict[str, Any], bool]:
 
 
 def _sit(plan: Plan, signals: Signals) -> dict[str, Any]:
+    began = time.perf_counter()
     run = plan.run
     notes: list[str] = []
     plan = _recorded(plan, notes)
@@ -102,6 +103,7 @@ def _sit(plan: Plan, signals: Signals) -> dict[str, Any]:
             sinks=(journal, terminal, mirror),
             save=save,
             stop=signals.__bool__,
+            began=began,
         )
         result |= _train(plan, trainer)
     except Interrupted:

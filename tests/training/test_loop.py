@@ -135,7 +135,7 @@ def test_auto_precision_follows_the_hardware(monkeypatch):
 
 
 def test_cosine():
-    optim = OptimConfig(lr=1.0, warmup=10, lr_final=0.1)
+    optim = OptimConfig(lr=1.0, warmup=10, cooldown=0.0, lr_final=0.1)
     rates = [learning_rate(optim, step, 100) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert rates[10] == pytest.approx(1)
@@ -155,7 +155,7 @@ def test_warmup_stable_decay():
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_schedules_of_very_short_runs(steps, schedule):
-    optim = OptimConfig(lr=1.0, schedule=schedule, warmup=0)
+    optim = OptimConfig(lr=1.0, schedule=schedule, warmup=0, cooldown=0.2)
     assert all(0 < learning_rate(optim, s, steps) <= 1 for s in range(steps))
 
 
@@ -171,7 +171,7 @@ def golden_run(qk: str, folder: Path, monkeypatch) -> list[float]:
         model=ModelConfig(layers=2, d_model=32, heads=4, context=32, bias=True),
         data=DataConfig(source="text", path=str(text), cache=str(folder / "cache")),
         train=TrainConfig(steps=20, batch_size=4),
-        optim=OptimConfig(warmup=2),
+        optim=OptimConfig(warmup=2, cooldown=0.0),
         device="cpu",
         precision="fp32",
         compile=False,
