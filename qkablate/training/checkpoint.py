@@ -59,11 +59,17 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     return final
 
 
-def load_newest(folder: Path, device: str, note: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole; damaged ones are named and passed over."""
+def load_newest(
+    folder: Path, device: str, metrics: Path, note: Callable[[str], None]
+) -> Checkpoint | None:
+    """The newest checkpoint that is whole, with its rows in `metrics`; others are named."""
+    rows = metrics.stat().st_size if metrics.exists() else 0
     for path in _newest_first(folder):
         try:
-            return load(path, device)
+            found = load(path, device)
+            if found.progress.metrics_end > rows:
+                raise ValueError(f"{metrics.name} has lost rows since")
+            return found
         except (OSError, ValueError) as error:
             note(f"checkpoint {path} is damaged ({error}); using the one before it")
     return None

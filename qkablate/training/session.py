@@ -77,7 +77,7 @@ def _sit(plan: Plan, signals: Signals) -> dict[str, Any]:
     for name in ("result.json", "error.txt"):  # of a sitting that failed
         (run.folder / name).unlink(missing_ok=True)
     hardware.prepare(config)
-    resumed = checkpoint.load_newest(run.checkpoints, config.device, notes.append)
+    resumed = checkpoint.load_newest(run.checkpoints, config.device, run.metrics, notes.append)
     start = resumed.progress.step if resumed else 0
     if resumed:
         notes.append(f"going on from step {start}")

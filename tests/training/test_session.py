@@ -182,6 +182,20 @@ def test_with_all_checkpoints_damaged_training_begins_anew(qkablate, tiny, tmp_p
     assert rows(folder) == before[0]
 
 
+def test_rows_that_are_lost_are_trained_again(qkablate, tiny, tmp_path):
+    """The journal and the checkpoint belong together: neither is used without the other."""
+    assert qkablate("train", *tiny).code == 0
+    folder = folder_of(tmp_path)
+    before = rows(folder)
+    (folder / "result.json").unlink()
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(metrics[: len(metrics) // 3])
+    done = qkablate("train", *tiny)
+    assert done.code == 0
+    assert "metrics.jsonl has lost rows since" in done.err
+    assert rows(folder) == before
+
+
 def test_checkpoints_hold_nothing_that_runs_code(qkablate, tiny, tmp_path):
     assert qkablate("train", *tiny).code == 0
     for folder in folder_of(tmp_path).glob("checkpoints/*"):
