@@ -19,9 +19,9 @@ check: venv ## ruff and mypy
 venv: .venv/ready ## the environment alone, from pinned versions
 
 .venv/ready: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qkablate needs Python 3.11 or newer")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qkablate needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
 clean: ## remove the environment and caches; runs stay

@@ -6,6 +6,7 @@ not depend on the machine. Device, precision, compile and threads are resolved i
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,10 @@ def check(config: Config) -> None:
         raise UserError("data.path: data=text needs data.path=FILE_OR_FOLDER")
     if config.data.source == "stdlib" and config.data.path:
         raise UserError("data.path: data=stdlib reads no path; write data=text data.path=…")
+    if not re.fullmatch(r"\w[\w+-]*", config.variant.name):
+        raise UserError(
+            f"variant.name: '{config.variant.name}' is not made of letters, digits, _, + and -"
+        )
     if not config.out:
         raise UserError("out: give a folder")
 
@@ -217,7 +222,7 @@ def resolve(config: Config) -> Config:
     assert isinstance(steps, int)
     warmup = min(1000, steps // 20) if optim.warmup == "auto" else optim.warmup
     assert isinstance(warmup, int)
-    if warmup >= steps and steps > 1:
+    if warmup and warmup >= steps:
         raise UserError(f"optim.warmup: {warmup} is not below the {steps} steps of training")
     cooldown = optim.cooldown
     if cooldown == "auto":
@@ -273,7 +278,7 @@ def keys() -> list[str]:
 
 def explain(error: BaseException) -> str:
     """One line for what OmegaConf refused."""
-    key = str(getattr(error, "full_key", "") or "")
+    key = str(getattr(error, "full_key", "") or "").partition("[")[0]
     text = str(getattr(error, "msg", None) or error).strip().splitlines()[0]
     if key and key not in keys() and not any(k.startswith(f"{key}.") for k in keys()):
         return f"{key}: there is no such key{nearest(key, keys())}"

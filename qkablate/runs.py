@@ -78,8 +78,10 @@ class Run:
     """The folder of one run."""
 
     def __init__(self, out: str | Path, label: str, id: str) -> None:
-        self.id, self.label = id, label
-        self.folder = Path(out).expanduser() / "runs" / f"{label}-{id}"
+        runs = Path(out).expanduser() / "runs"
+        # The id decides: under another label it is the same run.
+        self.folder = next(runs.glob(f"*-{id}"), runs / f"{label}-{id}")
+        self.id, self.label = id, self.folder.name.removesuffix(f"-{id}")
         self.metrics = self.folder / "metrics.jsonl"
         self.checkpoints = self.folder / "checkpoints"
 
@@ -91,7 +93,8 @@ class Run:
     @property
     def attempt(self) -> int:
         """1, and one more for every attempt put away by `restart`."""
-        return 1 + sum(1 for _ in (self.folder / "attempts").glob("*"))
+        kept = [int(p.name) for p in (self.folder / "attempts").glob("*") if p.name.isdecimal()]
+        return 1 + max(kept, default=0)
 
     @contextmanager
     def owned(self) -> Iterator[None]:
@@ -112,6 +115,16 @@ class Run:
             self._put_away()
             yield
 
+    @property
+    def is_owned(self) -> bool:
+        """Whether a process is training it now."""
+        try:
+            with (self.folder / "owner.lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+        return False
+
     def restart(self) -> None:
         """Put what is there away under attempts/, to train anew."""
         if (self.folder / "config.yaml").exists():
@@ -128,17 +141,16 @@ class Run:
             number = temporary.stem.removeprefix("attempt-")
             temporary.rename(self.folder / "attempts" / number)
 
-    def freeze(self, config: Config, identity: Mapping[str, Any], environment: Any) -> None:
-        """Write what is needed to repeat the run."""
+    def freeze(self, config: Config, identity: Mapping[str, Any]) -> None:
+        """Write the config, with the identity that the id is the hash of."""
         from omegaconf import OmegaConf
 
         content = {**dataclasses.asdict(config), "id": self.id, "identity": dict(identity)}
         write_atomic(self.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(content)))
-        write_json(self.folder / "environment.json", environment)
 
 
 def environment(config: Config, device: Mapping[str, Any]) -> dict[str, Any]:
-    """Versions, machine and code state. Names of variables only, never their values."""
+    """Versions, machine and code state; no variable of the environment, where keys live."""
     return {
         "versions": {"python": platform.python_version(), **_versions()},
         "machine": {

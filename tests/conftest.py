@@ -36,6 +36,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("NETRC", raising=False)
     for name in [name for name in os.environ if name.startswith(("WANDB_", "HYDRA_"))]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)

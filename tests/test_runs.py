@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def test_the_id_is_stable():
 
 def test_one_owner(tmp_path):
     run = Run(tmp_path, "label", "id")
+    assert not run.is_owned
     own = f"process {os.getpid()} on"
     with run.owned(), pytest.raises(Owned, match=own), Run(tmp_path, "label", "id").owned():
         pass
@@ -98,7 +100,7 @@ def test_a_killed_owner_leaves_the_run_free(tmp_path):
 def test_restart_keeps_what_was_there(tmp_path):
     run = Run(tmp_path, "label", "id")
     with run.owned():
-        run.freeze(Config(), {"a": 1}, {"threads": 1})
+        run.freeze(Config(), {"a": 1})
         run.metrics.write_text("{}\n")
         write_json(run.folder / "result.json", {"status": "done"})
         assert run.attempt == 1
@@ -110,10 +112,30 @@ def test_restart_keeps_what_was_there(tmp_path):
     assert (kept / "metrics.jsonl").read_text() == "{}\n"
 
 
+def test_attempts_may_be_deleted(tmp_path):
+    run = Run(tmp_path, "label", "id")
+    for attempt in (1, 2, 3):
+        with run.owned():
+            run.freeze(Config(), {})
+            assert run.attempt == attempt
+            run.restart()
+    shutil.rmtree(run.folder / "attempts" / "1")
+    with run.owned():
+        run.freeze(Config(), {})
+        run.restart()
+    assert run.attempt == 5
+
+
+def test_the_id_decides_not_the_label(tmp_path):
+    run = Run(tmp_path, "label", "id")
+    run.folder.mkdir(parents=True)
+    assert Run(tmp_path, "other", "id").folder == run.folder
+
+
 def test_a_restart_cut_short_is_carried_out_by_the_next_owner(tmp_path):
     run = Run(tmp_path, "label", "id")
     with run.owned():
-        run.freeze(Config(), {}, {"threads": 1})
+        run.freeze(Config(), {})
         run.metrics.write_text("{}\n")
     (run.folder / "attempt-1.tmp").mkdir()  # killed after its first act
     with run.owned():

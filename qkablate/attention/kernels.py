@@ -23,7 +23,6 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-KERNELS = (*_BACKENDS, "folded")
 
 
 def choose_kernel(
@@ -44,8 +43,8 @@ def choose_kernel(
         return "folded"
     if device == "cpu":
         return "flash" if width == value_width and not dropout else "math"
-    if device == "cuda":
-        return "flash" if half and width == value_width <= 256 and width % 8 == 0 else "efficient"
+    if device == "cuda" and width % 8 == value_width % 8 == 0:
+        return "flash" if half and width == value_width <= 256 else "efficient"
     return "math"
 
 

@@ -45,6 +45,10 @@ class QK(nn.Module):
         """What makes the score map move as fast per Adam step as standard's."""
         return 1.0
 
+    def bias_lr_multiplier(self) -> float:
+        """The same for what the biases do to the scores."""
+        return 1.0
+
     def circuit(self) -> tuple[Tensor, Tensor | None]:
         """B_HDD, and with biases u_HD: score = scale · (x_iᵀ B_h x_j + u_h·x_j), up to what
         softmax over j cannot see."""
@@ -125,6 +129,10 @@ class MergedQK(QK):
     def lr_multiplier(self) -> float:
         # One Adam step of W moves the scores √d / (2 k σ) times as far as one of W_q and W_k.
         return 2 * self.spec.d_head * self.spec.sigma / math.sqrt(self.spec.d_model)
+
+    def bias_lr_multiplier(self) -> float:
+        # Half of it: u takes the place of b_q alone, as softmax cannot see b_k.
+        return self.lr_multiplier() / 2
 
     def circuit(self) -> tuple[Tensor, Tensor | None]:
         u_HD = None if self.u is None else self.u.unflatten(0, (self.spec.heads, -1))

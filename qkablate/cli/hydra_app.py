@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -13,19 +14,18 @@ from typing import Any
 from qkablate.config import Config, conf_dir, explain, keys
 from qkablate.errors import UserError, nearest
 
-# Hydra's flags; a word after these is their value.
-_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp"}
+# Hydra's flags: those alone, and those with a value, of which some are a choice.
+_ALONE = {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m"}
+_CHOICES = {"--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all")}
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_WITH_VALUE = {*_CHOICES, "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp"}
 _WITH_VALUE |= {"--config-name", "-cn"}
-_FLAGS = _WITH_VALUE | {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun"}
-_FLAGS |= {"-m", "--info", "-i", "--shell-completion", "-sc"}
 
 
 def run_hydra(verb: str, argv: list[str], task: Callable[[Any], Any]) -> None:
     """hydra.main over conf/<verb>.yaml."""
     argv = _flags_first(argv)
     import hydra
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
 
     register()
     logging.raiseExceptions = False  # Hydra logs its --info; `| head` is no error to shout about
@@ -34,8 +34,8 @@ def run_hydra(verb: str, argv: list[str], task: Callable[[Any], Any]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's way of letting exceptions through to us
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(task)()
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        if before[1] == "1" or not _is_users_mistake(error):
+    except Exception as error:
+        if before[1] == "1" or not _raised_by_hydra(error):
             raise
         raise UserError(one_line(error)) from None
     finally:
@@ -61,26 +61,39 @@ def register() -> None:
 def _flags_first(argv: list[str]) -> list[str]:
     """Hydra wants all its flags on one side of the overrides; a user types them anywhere."""
     flags, overrides = [], []
-    words = iter(argv)
-    for word in words:
-        flag, equals, _ = word.partition("=")
-        if not word.startswith("-"):
-            overrides.append(word)
-        elif flag not in _FLAGS:
-            known = sorted({*_FLAGS, "--rerun"})
+    words = list(argv)
+    while words:
+        flag, equals, value = words.pop(0).partition("=")
+        if not flag:
+            raise UserError(f"'={value}' is not key=value, as in variant=merged_w")
+        if not flag.startswith("-"):
+            overrides.append(f"{flag}{equals}{value}")
+        elif flag in _WITH_VALUE:
+            value = value if equals else words.pop(0) if words else ""
+            allowed = _CHOICES.get(flag, (value,) if value else ("a value",))
+            if value not in allowed:
+                raise UserError(f"{flag}: '{value}' is not {' or '.join(allowed)}")
+            flags += [flag, value]
+        elif flag in ("--info", "-i"):  # its value may be left out
+            value = value if equals else words.pop(0) if words and words[0] in _INFO else "all"
+            if value not in _INFO:
+                raise UserError(f"{flag}: '{value}' is not one of {', '.join(_INFO)}")
+            flags += [flag, value]
+        elif flag not in _ALONE:
+            known = sorted({*_ALONE, *_WITH_VALUE, "--info", "--rerun"} - {flag})
             raise UserError(f"'{flag}' is not a flag of this verb{nearest(flag, known)}")
+        elif equals:
+            raise UserError(f"{flag} takes no value, and '{value}' was given")
         else:
-            flags.append(word)
-            if flag in _WITH_VALUE and not equals:
-                flags.append(next(words, ""))
+            flags.append(flag)
     return [*flags, *overrides]
 
 
-def _is_users_mistake(error: Exception) -> bool:
-    """A ValueError of ours is a bug, one of Hydra's own front end is about the flags."""
-    if not isinstance(error, ValueError):
-        return True
-    return str(error).startswith(("Only one of", "The --resolve"))
+def _raised_by_hydra(error: Exception) -> bool:
+    """Whether Hydra or OmegaConf refused something: they only see what the user wrote."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    package = str(frames[-1].f_globals.get("__name__", "")).partition(".")[0]
+    return package in ("hydra", "omegaconf", "antlr4")
 
 
 def one_line(error: Exception) -> str:
@@ -99,8 +112,7 @@ def one_line(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return f"'{error.override}' is not key=value, as in variant=merged_w"
-        reason = text.strip().splitlines()[-1] if "See https" in text else text.splitlines()[0]
-        reason = text.strip().splitlines()[0].rstrip(".") if "See https" in reason else reason
+        reason = (text.strip() or "quote what is not letters or digits").splitlines()[0]
         return f"'{error.override}' cannot be read: {reason}"
     # Hydra wraps OmegaConf's complaint, or words its own about a key.
     cause = error.__cause__
@@ -110,6 +122,4 @@ def one_line(error: Exception) -> str:
             return f"{key}: there is no such key{nearest(key, keys())}"
     if found := re.search(r"[Aa]mbiguous value for argument '([^']+)'", text):
         return f"'{found[1]}' has several values; for one run each add -m"
-    if cause is not None and hasattr(cause, "full_key"):
-        return explain(cause)
-    return explain(error)
+    return explain(cause if cause is not None and hasattr(cause, "full_key") else error)

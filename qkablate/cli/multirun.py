@@ -42,19 +42,24 @@ class CheckEveryJob(Callback):
 
 def _jobs(config: Any) -> list[list[str]]:
     """The overrides of each job, as Hydra's basic sweeper will expand them."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.utils import get_class
 
     sweeper = config.hydra.sweeper
     if not sweeper._target_.endswith(".BasicSweeper"):
         return []  # a sweeper that chooses its jobs as it goes
+    basic: Any = get_class(sweeper._target_)
     words = [f"{key}={value}" for key, value in (sweeper.params or {}).items()]
     words += config.hydra.overrides.task
-    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)
-    return jobs
+    (jobs,) = basic.split_arguments(OverridesParser.create().parse_overrides(words), None)
+    return list(jobs)
 
 
 def results(runs: list[Any]) -> list[dict[str, Any]]:
     """What became of each, whatever process it ran in."""
-    nothing: dict[str, Any] = {"status": "failed", "loss": {}, "seconds": None}
-    return [{**(run.result or nothing), "folder": run.folder} for run in runs]
+
+    def result(run: Any) -> dict[str, Any]:
+        status = "running" if run.is_owned else "failed"
+        return run.result or {"status": status, "loss": {}, "seconds": None}
+
+    return [{**result(run), "folder": run.folder} for run in runs]

@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.cli.hydra_app import run_hydra
-from qkablate.config import load
+from qkablate.config import load, variants
 from qkablate.errors import UserError
 from qkablate.runs import EXIT_CODES, Owned
 
 
 def main(argv: list[str]) -> int:
     """Take the verb's own flags off, and give the rest to Hydra."""
+    from qkablate.cli import multirun
+
     rerun = "--rerun" in argv
     codes: list[int] = []
-    mistakes: list[UserError] = []
+    multirun.CheckEveryJob.runs = []
 
     def task(composed: Any) -> None:
         from hydra.core.hydra_config import HydraConfig
@@ -24,23 +26,19 @@ def main(argv: list[str]) -> int:
         several = HydraConfig.get().mode == RunMode.MULTIRUN
         try:
             codes.append(_train(composed, rerun, several))
-        except UserError as mistake:  # past Hydra, which would add lines of its own
-            mistakes.append(mistake)
+        except UserError as mistake:  # told here: Hydra would add lines of its own
+            print(f"qkablate: {mistake}", file=sys.stderr)
+            codes.append(2)
         except OSError as error:  # before training began: a full disk, say
             print(f"qkablate: {error}", file=sys.stderr)
             codes.append(1)
 
     run_hydra("train", [word for word in argv if word != "--rerun"], task)
-    from qkablate.cli import multirun
-
     if multirun.CheckEveryJob.runs:
         outcomes = multirun.results(multirun.CheckEveryJob.runs)
-        multirun.CheckEveryJob.runs = []
         _print_table(outcomes)
-        codes += [EXIT_CODES[o["status"]] for o in outcomes]
-    if mistakes:
-        raise mistakes[0]
-    return max(codes, default=0)
+        codes += [EXIT_CODES.get(o["status"], 1) for o in outcomes]
+    return next((code for code in (2, 1, 3) if code in codes), 0)
 
 
 def _train(composed: Any, rerun: bool, several: bool) -> int:
@@ -53,17 +51,19 @@ def _train(composed: Any, rerun: bool, several: bool) -> int:
 
     planned = plan(config)
     try:
-        result, trained = run(planned, rerun=rerun)
+        outcome = run(planned, rerun=rerun)
     except Owned as owned:
         print(f"qkablate: {owned}", file=sys.stderr)
         return 1
     except Stopped as stopped:
         # In a multirun, too: whoever interrupts does not want the next job to start.
         raise SystemExit(stopped.exit_code) from None
-    _print_result(result, trained, planned.run.folder)
+    _print_result(outcome.result, outcome.trained, planned.run.folder)
+    if several and outcome.signal:
+        raise SystemExit(128 + outcome.signal)
     if not several:
-        _print_next(result, list(HydraConfig.get().overrides.task))
-    return EXIT_CODES[result["status"]]
+        _print_next(outcome.result, list(HydraConfig.get().overrides.task))
+    return EXIT_CODES[outcome.result["status"]]
 
 
 def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
@@ -89,12 +89,14 @@ def _print_next(result: dict[str, Any], overrides: list[str]) -> None:
     """The commands one types next."""
     lines = []
     if result["status"] == "done":
-        rest = [w for w in overrides if not w.startswith(("variant=", "seed=", "~", "hydra."))]
+        own = ("variant=", "variant.name", "variant.qk", "variant.ov", "seed=", "~", "hydra")
+        rest = [word for word in overrides if not word.startswith(own)]
         words = shlex.join(rest)
         other = "standard" if result["variant"] != "standard" else "merged_w"
         lines.append(f"qkablate train variant={other} seed={result['seed']} {words}".rstrip())
         pair = f"variant={other},{result['variant']}"
-        lines.append(f"qkablate train -m {pair} seed=0,1,2 {words}".rstrip())
+        if result["variant"] in variants():
+            lines.append(f"qkablate train -m {pair} seed=0,1,2 {words}".rstrip())
     if result.get("wandb"):
         lines.append(result["wandb"])
     if lines:

@@ -91,7 +91,7 @@ def _prepare(config: DataConfig, files: list[Path], folder: Path) -> None:
     texts = _documents(config, files)
     tokenizer = tokenizers.make(config.tokenizer, texts)
     dtype = tokenizers.smallest_dtype(tokenizer.vocabulary)
-    temporary = folder.with_suffix(f".{os.getpid()}.tmp")
+    temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(mode=0o700)
     try:

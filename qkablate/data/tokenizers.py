@@ -5,8 +5,6 @@ from typing import Protocol
 
 import numpy as np
 
-from qkablate.errors import UserError
-
 
 class Tokenizer(Protocol):
     """Turns a document into ids; `describe` holds all that decides which."""
@@ -51,11 +49,7 @@ class Chars:
 
 
 def make(name: str, documents: list[bytes]) -> Tokenizer:
-    if name == "bytes":
-        return Bytes()
-    if name == "chars":
-        return Chars(documents)
-    raise UserError(f"data.tokenizer: '{name}' is not one of bytes, chars")
+    return Chars(documents) if name == "chars" else Bytes()
 
 
 def smallest_dtype(vocabulary: int) -> np.dtype:

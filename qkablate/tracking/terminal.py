@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -25,22 +26,24 @@ class Terminal:
         step = int(row["step"])
         if self._bar is not None:
             self._seen |= row
-            self._bar.set_postfix_str(_summary(self._seen), refresh=False)
-            self._bar.update(step - self._bar.n)
+            with suppress(OSError):  # a terminal that is gone is no reason to stop
+                self._bar.set_postfix_str(_summary(self._seen), refresh=False)
+                self._bar.update(step - self._bar.n)
             return
         # Plain lines: one an evaluation, and at least twenty a run.
         if "val/loss" in row or step - self._last_line >= max(1, self._steps // 20):
             self._last_line = step
-            print(f"step {step}/{self._steps}  {_summary(row)}{self._left(step)}", file=sys.stderr)
+            self.note(f"step {step}/{self._steps}  {_summary(row)}{self._left(step)}")
 
     def note(self, text: str) -> None:
         """A line that the bar must not write over."""
-        with tqdm.external_write_mode(file=sys.stderr):
-            print(text, file=sys.stderr)
+        with suppress(OSError), tqdm.external_write_mode(file=sys.stderr):
+            print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with suppress(OSError):
+                self._bar.close()
 
     def _left(self, step: int) -> str:
         done = step - self._start

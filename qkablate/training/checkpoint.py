@@ -40,7 +40,8 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     folder.mkdir(exist_ok=True)
     final = folder / f"step-{checkpoint.progress.step:08d}"
     temporary = folder / f".{final.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+    for unfinished in folder.glob(".step-*.tmp"):
+        shutil.rmtree(unfinished)
     temporary.mkdir()
     weights = {name: tensor.contiguous() for name, tensor in checkpoint.weights.items()}
     safetensors.torch.save_file(weights, temporary / _FILES[0])
@@ -54,8 +55,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
     temporary.rename(final)
     sync_folder(folder)
-    for old in _newest_first(folder)[KEEP:]:
-        shutil.rmtree(old, ignore_errors=True)
+    keep_newest(folder, KEEP)
     return final
 
 
@@ -70,9 +70,17 @@ def load_newest(
             if found.progress.metrics_end > rows:
                 raise ValueError(f"{metrics.name} has lost rows since")
             return found
-        except (OSError, ValueError) as error:
-            note(f"checkpoint {path} is damaged ({error}); using the one before it")
+        except (OSError, ValueError, TypeError) as error:
+            note(f"checkpoint {path} is damaged ({error}): not used")
+            # Out of the way of those to come: it must not count as one of the newest.
+            shutil.rmtree(path.with_name(f"damaged-{path.name}"), ignore_errors=True)
+            path.rename(path.with_name(f"damaged-{path.name}"))
     return None
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    for old in _newest_first(folder)[count:]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def load(path: Path, device: str) -> Checkpoint:

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +25,7 @@ def resolve(config: Config) -> Config:
         config,
         device=device,
         precision=_precision(config.precision, device),
-        compile=device.startswith("cuda") if config.compile == "auto" else config.compile,
+        compile=_compile(config.compile, device),
         threads=torch.get_num_threads() if threads == "auto" else threads,
     )
 
@@ -54,6 +56,26 @@ def _precision(name: str, device: str) -> str:
         # Older GPUs emulate bf16; their tensor cores are for fp16.
         return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
     return "bf16" if kind == "cpu" and native_bf16() else "fp32"
+
+
+def _compile(wish: bool | str, device: str) -> bool:
+    """`auto` compiles on CUDA, where everything is there that compiling needs."""
+    cuda = device.startswith("cuda")
+    if wish is False or (wish == "auto" and not cuda):
+        return False
+    compilers = (os.environ.get("CXX" if not cuda else "CC", ""), "gcc", "clang", "cc")
+    if not cuda:
+        compilers = (compilers[0], "g++", "clang++", "c++")
+    missing = ""
+    if not any(name and shutil.which(name) for name in compilers):
+        missing = "a C++ compiler (g++)" if not cuda else "a C compiler (gcc)"
+    elif cuda and importlib.util.find_spec("triton") is None:
+        missing = "triton"
+    elif cuda and torch.cuda.get_device_capability(device)[0] < 7:
+        missing = "a GPU of capability 7.0 or newer"
+    if missing and wish is True:
+        raise UserError(f"compile: true needs {missing}, which is not here (allowed: false)")
+    return not missing
 
 
 def native_bf16() -> bool:
@@ -139,11 +161,15 @@ def describe(config: Config) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def process_state() -> Iterator[None]:
-    """Put back what `prepare` set, for the next run in this process."""
+    """Put back what a run sets, for the next one in this process."""
     threads = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(deterministic)
+            torch.backends.cudnn.deterministic = deterministic
+            torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -20,6 +20,7 @@ from qkablate.training.plan import Plan
 from qkablate.training.state import Progress
 
 EVAL_TOKENS = 8192  # in one forward pass of an evaluation
+WARM_UP = 5  # steps of a sitting that do not count for tokens per second
 
 
 class Diverged(Exception):
@@ -64,7 +65,9 @@ class Trainer:
             self.progress = resumed.progress
             self.optimizer.load_state_dict(resumed.state["optimizer"])
             self.scaler.load_state_dict(resumed.state["scaler"])
-        self.loss = torch.compile(model.loss) if config.compile else model.loss
+        # dynamic=False: else what was compiled first would decide what is compiled next, and a
+        # resumed run would compute in another way than an undisturbed one.
+        self.loss = torch.compile(model.loss, dynamic=False) if config.compile else model.loss
         self.batches = Batches(
             plan.dataset.split("train"),
             seed=config.seeds.data,
@@ -81,7 +84,7 @@ class Trainer:
         self._began = self._mark if began is None else began
         self._paused = 0.0
         self._stretch = 0  # steps since the last mark
-        self._warm = False
+        self._warming = WARM_UP
 
     def fit(self) -> None:
         """Train to the last step, or until Interrupted or Diverged."""
@@ -121,6 +124,10 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.loss_count += 1
         self._stretch += 1
+        if self._warming:  # the first steps compile, warm caches and allocate
+            self._warming -= 1
+            hardware.synchronize(self.device)
+            self._mark, self._paused, self._stretch = time.perf_counter(), 0.0, 0
         fine = torch.isfinite(self._loss_sum) | (self._first_bad >= 0)
         self._first_bad = torch.where(fine, self._first_bad, step + 1)
         return norm
@@ -136,17 +143,17 @@ class Trainer:
             "train/lr": self.optimizer.param_groups[0]["lr"],
             "train/grad_norm": float(norm),
         }
-        now = time.perf_counter()
-        speed = self._stretch * self.plan.tokens_per_step / (now - self._mark - self._paused)
-        self._mark, self._paused, self._stretch = now, 0.0, 0
-        if self._warm:  # the first stretch compiles, warms caches and allocates
+        if self._stretch:
+            seconds = time.perf_counter() - self._mark - self._paused
+            speed = self._stretch * self.plan.tokens_per_step / seconds
             progress.speeds.append(speed)
             row["perf/tokens_per_second"] = speed
             row["perf/mfu"] = speed * self.plan.flops_per_token / self._peak
-        self._warm = True
         self._log(row)
+        self._mark, self._paused, self._stretch = time.perf_counter(), 0.0, 0
 
     def _validate(self) -> None:
+        self._check_finite()
         split = self.plan.dataset.split("val")
         loss = self.evaluate(split)
         if not math.isfinite(loss):

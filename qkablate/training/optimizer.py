@@ -19,9 +19,12 @@ def make_optimizer(model: GPT, config: Config) -> torch.optim.AdamW:
     """
     multipliers: dict[nn.Parameter, tuple[float, float]] = {}
     for attention in (m for m in model.modules() if isinstance(m, Attention)):
-        rate = attention.qk.lr_multiplier() if config.variant.lr == "matched" else 1.0
-        decay = 2 / (attention.qk.factors * rate)
-        multipliers |= dict.fromkeys(attention.qk.parameters(), (rate, decay))
+        qk, matched = attention.qk, config.variant.lr == "matched"
+        rate = qk.lr_multiplier() if matched else 1.0
+        bias_rate = qk.bias_lr_multiplier() if matched else 1.0
+        for parameter in qk.parameters():
+            matrix = parameter.dim() >= 2
+            multipliers[parameter] = (rate, 2 / (qk.factors * rate)) if matrix else (bias_rate, 0.0)
     groups: defaultdict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         rate, decay = multipliers.get(parameter, (1.0, 1.0))

@@ -1,7 +1,5 @@
 """A run before its first step: everything resolved and checked, nothing computed yet."""
 
-import os
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ class Plan:
     identity: dict[str, Any]
     run: Run
     kernel: str
+    equation: str
     match: str  # how well the start meets standard's
     lr_multiplier: float  # of the QK circuit
     params: dict[str, int]
@@ -46,12 +45,11 @@ def plan(config: Config) -> Plan:
     """Resolve what depends on machine and data; UserError for whatever can't be."""
     config = hardware.resolve(config)
     resolve_mode(config.track)
-    _check_compiler(config)
+    # The cheap looks first: data may have to be prepared.
+    _check_out(Path(config.out).expanduser(), _build(config, 1).ledger()["total"])
     dataset = open_dataset(config.data)
     _check_context(config, dataset)
     model = _build(config, dataset.vocabulary)
-    params = model.ledger()
-    _check_out(Path(config.out).expanduser(), params["total"])
     attention = model.attentions()[0]
     frozen = identity(
         config,
@@ -66,9 +64,10 @@ def plan(config: Config) -> Plan:
         identity=frozen,
         run=Run(config.out, label(config), run_id(frozen)),
         kernel=attention.kernel,
+        equation=f"{attention.qk.equation}; {attention.ov.equation}",
         match=attention.qk.match if config.variant.init == "matched" else "none",
         lr_multiplier=attention.qk.lr_multiplier() if config.variant.lr == "matched" else 1.0,
-        params=params,
+        params=model.ledger(),
         flops_per_token=3 * forward_flops_per_token(model, (config.model.context + 1) / 2),
     )
 
@@ -82,13 +81,6 @@ def _build(config: Config, vocabulary: int) -> GPT:
             device=config.device.partition(":")[0],
             half=hardware.flash_in_half(config),
         )
-
-
-def _check_compiler(config: Config) -> None:
-    if config.compile and config.device == "cpu":
-        compilers = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
-        if not any(name and shutil.which(name) for name in compilers):
-            raise UserError("compile: true needs a C++ compiler here, and there is none (CXX, g++)")
 
 
 def _check_context(config: Config, dataset: Dataset) -> None:

@@ -7,7 +7,8 @@ import statistics
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from qkablate import __version__
@@ -18,6 +19,7 @@ from qkablate.tracking.mirror import Identity
 from qkablate.training import checkpoint, hardware
 from qkablate.training.loop import Diverged, Interrupted, Trainer
 from qkablate.training.plan import Plan
+from qkablate.training.state import Progress
 
 
 class Stopped(Exception):
@@ -55,78 +57,98 @@ class Signals:
                 signal.signal(number, handler)
 
 
-def run(plan: Plan, *, rerun: bool = False) -> tuple[dict[str, Any], bool]:
-    """The run's result, and whether it was trained now. Raises Owned or Stopped."""
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a run, and how it came to this process."""
+
+    result: dict[str, Any]
+    trained: bool  # now, not in an earlier sitting
+    signal: int = 0  # that came too late to stop this run
+
+
+def run(plan: Plan, *, rerun: bool = False) -> Outcome:
+    """Train the run, or find its result. Raises Owned or Stopped."""
     with plan.run.owned():
         if rerun:
             plan.run.restart()
         result = plan.run.result
         if result is not None and result["status"] != "failed":
-            return result, False
+            return Outcome(result, trained=False)
         signals = Signals()
         with signals.listening(), hardware.process_state():
-            return _sit(plan, signals), True
+            return Outcome(_sit(plan, signals), trained=True, signal=signals.received)
 
 
 def _sit(plan: Plan, signals: Signals) -> dict[str, Any]:
     began = time.perf_counter()
-    run = plan.run
-    notes: list[str] = []
+    run, notes = plan.run, list[str]()
     plan = _recorded(plan, notes)
     config = plan.config
     for name in ("result.json", "error.txt"):  # of a sitting that failed
         (run.folder / name).unlink(missing_ok=True)
-    hardware.prepare(config)
-    resumed = checkpoint.load_newest(run.checkpoints, config.device, run.metrics, notes.append)
-    start = resumed.progress.step if resumed else 0
-    if resumed:
-        notes.append(f"going on from step {start}")
-    journal = Journal(run.metrics, resumed.progress.metrics_end if resumed else 0)
-    terminal = Terminal(run.label, int(config.train.steps), start)
-    for note in _header(plan) + notes:
-        terminal.note(note)
-    mirror = Mirror(
-        config.track, _wandb_identity(plan), run.folder, _wandb_config(plan), terminal.note
-    )
-
-    def save(state: checkpoint.Checkpoint) -> None:
-        state.progress.metrics_end = journal.sync()
-        checkpoint.save(run.checkpoints, state)
-
     result = _base_result(plan)
     trainer: Trainer | None = None
-    try:
-        trainer = Trainer(
-            plan,
-            _model(plan, resumed),
-            resumed,
-            sinks=(journal, terminal, mirror),
-            save=save,
-            stop=signals.__bool__,
-            began=began,
-        )
-        result |= _train(plan, trainer)
-    except Interrupted:
-        terminal.note("stopped; the same command goes on from here")
-        raise Stopped(signals.received) from None
-    except Exception as error:
-        # A failed run is a result too: what went wrong stands beside the others' numbers.
-        first = (str(error).strip() or "no message").splitlines()[0]
-        result |= {"status": "failed", "error": f"{type(error).__name__}: {first}"}
-        write_atomic(run.folder / "error.txt", traceback.format_exc())
-    finally:
-        terminal.close()
-        journal.close()
-        status = result.get("status", "interrupted")
-        mirror.close(_summary(result), EXIT_CODES.get(status, 1))
+    with ExitStack() as opened:
+        try:
+            hardware.prepare(config)
+            resumed = checkpoint.load_newest(
+                run.checkpoints, config.device, run.metrics, notes.append
+            )
+            progress = resumed.progress if resumed else Progress()
+            if resumed:
+                notes.append(f"going on from step {progress.step}")
+            journal = Journal(run.metrics, progress.metrics_end)
+            opened.callback(journal.close)
+            terminal = Terminal(run.label, int(config.train.steps), progress.step)
+            opened.callback(terminal.close)
+            for note in _header(plan) + notes:
+                terminal.note(note)
+            mirror = Mirror(
+                config.track,
+                _wandb_identity(plan),
+                run.folder,
+                _wandb_config(plan),
+                terminal.note,
+            )
+            opened.callback(_close, mirror, result)
+
+            def save(state: checkpoint.Checkpoint) -> None:
+                state.progress.metrics_end = journal.sync()
+                checkpoint.save(run.checkpoints, state)
+
+            trainer = Trainer(
+                plan,
+                _model(plan, resumed),
+                resumed,
+                sinks=(journal, terminal, mirror),
+                save=save,
+                stop=signals.__bool__,
+                began=began,
+            )
+            result |= _train(plan, trainer)
+        except Interrupted:
+            terminal.note("stopped; the same command goes on from here")
+            raise Stopped(signals.received) from None
+        except Exception as error:
+            # A failed run is a result too: what went wrong stands beside the others' numbers.
+            first = (str(error).strip() or "no message").splitlines()[0]
+            result |= {"status": "failed", "error": f"{type(error).__name__}: {first}"}
+            write_atomic(run.folder / "error.txt", traceback.format_exc())
+    result["seconds"] = round(time.perf_counter() - began, 3)
     if trainer is not None:
-        result["steps"] = trainer.progress.step
-        result["tokens"] = trainer.progress.step * plan.tokens_per_step
+        result["steps"] = result.get("diverged_at", trainer.progress.step)
+        result["tokens"] = result["steps"] * plan.tokens_per_step
         result["seconds"] = round(trainer.seconds(), 3)
-    result["wandb"] = mirror.address
     result["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     write_json(run.folder / "result.json", result)
+    if result["status"] == "done":
+        checkpoint.keep_newest(run.checkpoints, 1)
     return result
+
+
+def _close(mirror: Mirror, result: dict[str, Any]) -> None:
+    mirror.close(_summary(result), EXIT_CODES.get(result.get("status", ""), 1))
+    result["wandb"] = mirror.address
 
 
 def _train(plan: Plan, trainer: Trainer) -> dict[str, Any]:
@@ -167,7 +189,8 @@ def _recorded(plan: Plan, notes: list[str]) -> Plan:
     known = read_json(folder / "environment.json")
     now = environment(config, hardware.describe(config))
     if known is None or not (folder / "config.yaml").exists():
-        plan.run.freeze(config, plan.identity, now)
+        plan.run.freeze(config, plan.identity)
+        write_json(folder / "environment.json", now)
         return plan
     if known["threads"] != config.threads:
         notes.append(f"threads: {known['threads']}, as this run began, not {config.threads}")
@@ -175,15 +198,18 @@ def _recorded(plan: Plan, notes: list[str]) -> Plan:
         before, after = known["versions"].get(what), now["versions"].get(what)
         if before != after:
             notes.append(f"this run began with {what} {before}, and goes on with {after}")
-    return dataclasses.replace(plan, config=dataclasses.replace(config, threads=known["threads"]))
+    config = dataclasses.replace(config, threads=known["threads"])
+    plan.run.freeze(config, plan.identity)
+    return dataclasses.replace(plan, config=config)
 
 
 def _header(plan: Plan) -> list[str]:
     config, model, tokens = plan.config, plan.config.model, plan.dataset.tokens
     return [
         f"run      {plan.run.folder}",
-        f"variant  {config.variant.name}: start matched to standard: {plan.match},"
-        f" learning rate of the QK circuit × {plan.lr_multiplier:.3g}",
+        f"variant  {config.variant.name}: {plan.equation}",
+        f"start    matched to standard: {plan.match}; learning rate of the QK circuit"
+        f" × {plan.lr_multiplier:.3g}",
         f"model    {model.layers} layers, d {model.d_model}, {model.heads} heads, context"
         f" {model.context}: {plan.params['total']:,} parameters",
         f"data     {config.data.source}, {config.data.tokenizer}: {tokens['train']:,} tokens to"

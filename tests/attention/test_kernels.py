@@ -20,6 +20,8 @@ def test_choice():
     assert choose(device="cuda", half=True) == "flash"
     assert choose(device="cuda", half=False) == "efficient"
     assert choose(device="cuda", half=True, width=16) == "efficient"
+    assert choose(device="cuda", half=True, width=12, value_width=12) == "math"
+    assert choose(device="mps") == "math"
 
 
 @pytest.mark.parametrize("causal", [True, False])

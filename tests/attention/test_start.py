@@ -74,6 +74,26 @@ def test_learning_rate_multiplier_makes_the_first_step_as_long_as_standards(name
     assert ratio == pytest.approx(1, rel=0.05)
 
 
+def test_learning_rate_multiplier_of_the_biases():
+    """The same for what b_q does in standard and u in merged: to add u_h·x_j to the scores."""
+    x = normed(96)
+    pull = torch.randn(1, HEADS, 96, 96, generator=torch.Generator().manual_seed(2))
+    descent = {}
+    for name, bias in (("separate", "b_q"), ("merged", "u"), ("shared", "b_k")):
+        qk = QK_CIRCUITS[name](Spec(D, HEADS, bias=True, sigma=SIGMA))
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in qk.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * SIGMA)
+            getattr(qk, bias).zero_()
+        # Softmax cannot see what is constant along a row: no such pull.
+        loss = (scaled_scores(qk, x) * (pull - pull.mean(-1, keepdim=True))).sum()
+        (gradient,) = torch.autograd.grad(loss, [getattr(qk, bias)])
+        descent[name] = float(qk.bias_lr_multiplier() * gradient.abs().sum())
+    assert descent["merged"] == pytest.approx(descent["separate"], rel=0.1)
+    assert descent["shared"] == pytest.approx(descent["separate"], rel=0.1)
+
+
 @pytest.mark.parametrize("lr", ["matched", "same"])
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
 def test_decay_shrinks_the_circuit_as_standards(qk, lr):

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -127,11 +128,46 @@ def test_auto_precision_follows_the_hardware(monkeypatch):
     expected = "bf16" if native_bf16() else "fp32"
     assert resolve(Config(device="cpu")).precision == expected
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setenv("CC", sys.executable)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     for capability, precision in (((9, 0), "bf16"), ((7, 5), "fp16")):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda _, c=capability: c)
         config = resolve(Config())
         assert (config.device, config.precision, config.compile) == ("cuda", precision, True)
+
+
+def test_a_gpu_without_an_index_can_be_prepared(monkeypatch):
+    """As far as a machine without one can show it: torch refuses set_device("cuda")."""
+    from qkablate.training import hardware
+
+    asked = []
+    monkeypatch.setattr("torch.cuda.set_device", asked.append)
+    with hardware.process_state():
+        for device in ("cuda", "cuda:1"):
+            hardware.prepare(Config(device=device, threads=1, compile=False))
+    assert asked == ["cuda:1"]
+
+
+def test_many_sizes_compile_in_one_process(qkablate, tiny, tmp_path, monkeypatch):
+    """Torch goes back to eager, in silence, once a function was compiled for too many shapes."""
+    monkeypatch.setenv("CXX", sys.executable)  # the eager backend needs no compiler
+    compiled = []
+
+    def count(graph, inputs):
+        compiled[-1] += 1
+        return graph
+
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        "torch.compile", lambda function, **named: compile_(function, backend=count, **named)
+    )
+    for width in (8, 10, 12, 14, 16, 18):
+        compiled.append(0)
+        words = ["compile=true", f"model.d_model={width}", "model.layers=1", "train.steps=2"]
+        assert qkablate("train", *tiny, *words).code == 0
+    assert len(set(compiled)) == 1
+    assert compiled[0] >= 2
 
 
 def test_cosine():

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -164,7 +165,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     (newest / "state.pt").write_bytes(content)
     done = qkablate("train", *tiny, "out=rough")
     assert done.code == 0
-    assert f"{newest.name} is damaged (state.pt does not have its checksum)" in done.err
+    assert f"{newest.name} is damaged (state.pt does not have its checksum): not used" in done.err
     assert "going on from step 4" in done.err
     assert_identical(folder_of(tmp_path, "calm"), folder)
 
@@ -196,6 +197,67 @@ def test_rows_that_are_lost_are_trained_again(qkablate, tiny, tmp_path):
     assert rows(folder) == before
 
 
+def test_new_checkpoints_outlive_damaged_ones(qkablate, tiny, tmp_path, monkeypatch):
+    """A damaged checkpoint of a later step must not make those that follow look old."""
+    words = [*tiny, "train.checkpoint_every=2"]
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, 10)
+        assert qkablate("train", *words).code == 143
+    folder = folder_of(tmp_path) / "checkpoints"
+    damaged = sorted(path.name for path in folder.glob("step-*"))
+    for name in damaged:
+        (folder / name / "SHA256SUMS").write_text("")
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, 4)
+        assert qkablate("train", *words).code == 143
+    kept = [path.name for path in folder.glob("step-*")]
+    assert kept
+    assert max(kept) < min(damaged)
+    done = qkablate("train", *words)
+    assert done.code == 0
+    assert "going on from step" in done.err
+
+
+def test_what_a_finished_run_keeps(qkablate, tiny, tmp_path):
+    assert qkablate("train", *tiny).code == 0
+    assert [p.name for p in folder_of(tmp_path).glob("checkpoints/*")] == ["step-00000012"]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_a_compiled_run_resumes_to_the_same_end(qkablate, tiny, tmp_path, monkeypatch):
+    words = [*tiny, "compile=true", "model.layers=1", "variant=merged_w"]
+    assert qkablate("train", *words, "out=calm").code == 0
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, 9)
+        assert qkablate("train", *words, "out=rough").code == 143
+    assert qkablate("train", *words, "out=rough").code == 0
+    assert_identical(folder_of(tmp_path, "calm"), folder_of(tmp_path, "rough"))
+
+
+def test_a_reader_that_goes_away_stops_nothing(spawn, tiny, tmp_path):
+    """As in `qkablate train 2>&1 | head -2`."""
+    process = spawn("train", *tiny)
+    process.stderr.readline()
+    process.stderr.close()
+    process.stdout.close()
+    process.wait(timeout=60)
+    assert json.loads((folder_of(tmp_path) / "result.json").read_text())["status"] == "done"
+
+
+def test_a_signal_that_comes_too_late_stops_the_next_job(qkablate, tiny, tmp_path, monkeypatch):
+    from qkablate.training import session
+
+    def late(path, value, original=session.write_json):
+        original(path, value)
+        if path.name == "result.json":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(session, "write_json", late)
+    assert qkablate("train", *tiny, "-m", "seed=0,1,2").code == 130
+    assert len(list((tmp_path / "outputs" / "runs").glob("*/result.json"))) == 1
+    assert qkablate("train", *tiny, "seed=5").code == 0  # alone, it has done what it should
+
+
 def test_checkpoints_hold_nothing_that_runs_code(qkablate, tiny, tmp_path):
     assert qkablate("train", *tiny).code == 0
     for folder in folder_of(tmp_path).glob("checkpoints/*"):
@@ -214,8 +276,8 @@ def test_a_second_train_of_a_run_in_training_says_who_owns_it(qkablate, spawn, t
     assert done.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("log_every", [1, 5])
-def test_divergence_is_a_result(qkablate, tiny, tmp_path, monkeypatch, log_every):
+@pytest.mark.parametrize(("log_every", "checkpoint_every"), [(1, 4), (5, 4), (100, 100)])
+def test_divergence_is_a_result(qkablate, tiny, tmp_path, monkeypatch, log_every, checkpoint_every):
     from qkablate.model import GPT
 
     calls = 0
@@ -226,17 +288,19 @@ def test_divergence_is_a_result(qkablate, tiny, tmp_path, monkeypatch, log_every
         return original(self, *arguments, **named) * (float("nan") if calls >= 7 else 1)
 
     monkeypatch.setattr(GPT, "loss", loss)
-    words = [*tiny, f"track.log_every={log_every}", "train.eval_every=1000"]
+    often = [f"track.log_every={log_every}", f"train.checkpoint_every={checkpoint_every}"]
+    words = [*tiny, *often, "train.eval_every=10"]
     done = qkablate("train", *words)
     assert done.code == 3
     result = json.loads((folder_of(tmp_path) / "result.json").read_text())
     assert (result["status"], result["diverged_at"]) == ("diverged", 7)
+    assert (result["steps"], result["tokens"]) == (7, 7 * 2 * 16)
     assert result["loss"] == {"train": None, "val": None, "test": None}
     assert "not finite any more at step 7" in done.out
     again = qkablate("train", *words)  # it stands, as any other result
     assert again.code == 3
     assert "has ended before" in again.out
-    assert calls <= 8  # noticed at the next row or checkpoint, and not trained again
+    assert calls <= 10  # noticed at the next row, checkpoint or evaluation; not trained again
 
 
 def test_divergence_by_a_learning_rate(qkablate, tiny, tmp_path):
