@@ -276,12 +276,32 @@ def keys() -> list[str]:
     return list(flatten(Config()))
 
 
+def nearest_key(word: str) -> str:
+    """' (nearest: x)' among the keys and groups; `lr` means optim.lr."""
+    own = ", ".join(key for key in keys() if key.endswith(f".{word}"))
+    return f" (nearest: {own})" if own else nearest(word, {*keys(), *vars(Config())})
+
+
+_WHAT = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+_WHAT |= {"Union[int, str]": "a whole number or auto", "Union[float, str]": "a number or auto"}
+_WHAT |= {"Union[bool, str]": "true, false or auto"}
+
+
 def explain(error: BaseException) -> str:
     """One line for what OmegaConf refused."""
     key = str(getattr(error, "full_key", "") or "").partition("[")[0]
-    text = str(getattr(error, "msg", None) or error).strip().splitlines()[0]
+    lines = str(getattr(error, "msg", None) or error).split("\n")
+    # OmegaConf adds lines on where it stands in its own types.
+    text = " ".join(x.strip() for x in lines if not re.match(r"\s*\w+(_key: |_type=)", x)).strip()
     if key and key not in keys() and not any(k.startswith(f"{key}.") for k in keys()):
-        return f"{key}: there is no such key{nearest(key, keys())}"
+        return f"{key}: there is no such key{nearest_key(key)}"
+    types = r"[Vv]alue '(.*)' of type '.*' (?:could not be converted to|.* type hint) '?([^']+)'?"
+    if (found := re.match(types, text)) and found[2] in _WHAT:
+        return f"{key}: '{found[1]}' is not {_WHAT[found[2]]}"
+    if "not Optional" in text:
+        return f"{key}: null is not a value"
+    if "ListConfig" in text:
+        return f"{key}: a list is written [a,b]"
     return f"{key}: {text[:1].lower()}{text[1:]}" if key else text
 
 
@@ -293,6 +313,8 @@ def _check_number(key: str, value: Any, least: float, most: float, word: str | N
         allowed = f"{word}, or {allowed}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UserError(f"{key}: '{value}' is not {allowed}")
+    if most == _BIG and value > most:
+        allowed = f"at most {most}"
     if not (math.isfinite(value) and least <= value <= most):
         raise UserError(f"{key}: {value} is not {allowed}")
 

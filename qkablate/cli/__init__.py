@@ -1,5 +1,6 @@
 """The command: one thin file per verb, imported when the verb is called."""
 
+import os
 import sys
 from importlib import import_module
 
@@ -35,11 +36,12 @@ def main(argv: list[str] | None = None) -> None:
         print(f"qkablate: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
-        print("qkablate: interrupted", file=sys.stderr)
+        print("qkablate: interrupted; a run goes on from its last checkpoint", file=sys.stderr)
         code = 130
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
-        sys.stderr.close()
-        code = 141
+    try:
+        sys.stdout.flush()
+    except OSError:  # the reader of our output went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qkablate.config import Config, conf_dir, explain, keys
+from qkablate.config import CHOICES, Config, conf_dir, explain, keys, nearest_key
 from qkablate.errors import UserError, nearest
 
 # Hydra's flags: those alone, and those with a value, of which some are a choice.
@@ -55,7 +55,11 @@ def register() -> None:
         name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{uuid.uuid4().hex[:8]}"
         return str(Path(out).expanduser() / "multirun" / name)
 
+    def choices() -> str:
+        return "\n".join(f"{key}: {', '.join(words)}" for key, words in CHOICES.items())
+
     OmegaConf.register_new_resolver("multirun_dir", multirun_dir, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("choices", choices, replace=True)
 
 
 def _flags_first(argv: list[str]) -> list[str]:
@@ -66,6 +70,10 @@ def _flags_first(argv: list[str]) -> list[str]:
         flag, equals, value = words.pop(0).partition("=")
         if not flag:
             raise UserError(f"'={value}' is not key=value, as in variant=merged_w")
+        if flag.startswith("~") and not flag.startswith("~hydra"):
+            raise UserError(f"'{flag}': no key can be taken out; write key=value")
+        if equals and flag.lstrip("-") in {*keys(), *vars(Config())} and flag.startswith("-"):
+            raise UserError(f"'{flag}' is no flag but a key: write {flag.lstrip('-')}={value}")
         if not flag.startswith("-"):
             overrides.append(f"{flag}{equals}{value}")
         elif flag in _WITH_VALUE:
@@ -93,7 +101,7 @@ def _raised_by_hydra(error: Exception) -> bool:
     """Whether Hydra or OmegaConf refused something: they only see what the user wrote."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     package = str(frames[-1].f_globals.get("__name__", "")).partition(".")[0]
-    return package in ("hydra", "omegaconf", "antlr4")
+    return package in ("hydra", "omegaconf", "antlr4", "yaml")
 
 
 def one_line(error: Exception) -> str:
@@ -112,14 +120,14 @@ def one_line(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return f"'{error.override}' is not key=value, as in variant=merged_w"
-        reason = (text.strip() or "quote what is not letters or digits").splitlines()[0]
-        return f"'{error.override}' cannot be read: {reason}"
+        hint = """a value with other signs than letters and digits is quoted: 'data.path="a b"'"""
+        return f"'{error.override}' cannot be read; {hint}"
     # Hydra wraps OmegaConf's complaint, or words its own about a key.
     cause = error.__cause__
     if found := re.search(r"Could not override '([\w.@/]+)'", text):
         key = found[1]
         if not any(known == key or known.startswith(f"{key}.") for known in keys()):
-            return f"{key}: there is no such key{nearest(key, keys())}"
+            return f"{key}: there is no such key{nearest_key(key)}"
     if found := re.search(r"[Aa]mbiguous value for argument '([^']+)'", text):
-        return f"'{found[1]}' has several values; for one run each add -m"
+        return f"'{found[1]}' has several values: add -m for a run each; a list is written [a,b]"
     return explain(cause if cause is not None and hasattr(cause, "full_key") else error)

@@ -10,15 +10,21 @@ from qkablate.cli.hydra_app import one_line
 from qkablate.config import load
 from qkablate.errors import UserError
 
+# What a run's label tells already.
+_IN_LABEL = {"variant", "model.d_model", "model.heads", "seed"}
+
 
 class CheckEveryJob(Callback):
     """Plans all jobs of Hydra's basic sweeper; stops the multirun if one makes no sense."""
 
-    runs: ClassVar[list[Any]] = []  # what was planned, in order
+    jobs: ClassVar[list[list[str]]] = []  # the overrides of each
+    runs: ClassVar[list[Any]] = []  # what they make, in the same order
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         try:
-            CheckEveryJob.runs = [self._plan(job, kwargs["config_name"]) for job in _jobs(config)]
+            CheckEveryJob.jobs = _jobs(config)
+            planned = [self._plan(job, kwargs["config_name"]) for job in CheckEveryJob.jobs]
+            CheckEveryJob.runs = planned
         except UserError as error:
             # Hydra turns an Exception of a callback into a warning, and would go on.
             print(f"qkablate: {error}", file=sys.stderr)
@@ -37,7 +43,7 @@ class CheckEveryJob(Callback):
         try:
             return plan(load(hydra.compose(config_name, job))).run
         except (UserError, HydraException, OmegaConfBaseException) as error:
-            raise UserError(f"{one_line(error)} (in job {' '.join(job)})") from None
+            raise UserError(f"{one_line(error)} (in job {_varied(job, set())})") from None
 
 
 def _jobs(config: Any) -> list[list[str]]:
@@ -55,11 +61,18 @@ def _jobs(config: Any) -> list[list[str]]:
     return list(jobs)
 
 
-def results(runs: list[Any]) -> list[dict[str, Any]]:
-    """What became of each, whatever process it ran in."""
+def _varied(job: list[str], besides: set[str]) -> str:
+    """What tells this job from the others, but for some keys."""
+    everywhere = set.intersection(*map(set, CheckEveryJob.jobs))
+    words = [word for word in job if word not in everywhere]
+    return " ".join(word for word in words if word.partition("=")[0] not in besides)
 
-    def result(run: Any) -> dict[str, Any]:
+
+def results() -> list[dict[str, Any]]:
+    """What became of each job, whatever process it ran in."""
+    found = []
+    for run, job in zip(CheckEveryJob.runs, CheckEveryJob.jobs, strict=True):
         status = "running" if run.is_owned else "failed"
-        return run.result or {"status": status, "loss": {}, "seconds": None}
-
-    return [{**result(run), "folder": run.folder} for run in runs]
+        result = run.result or {"status": status, "loss": {}, "seconds": None}
+        found.append({**result, "folder": run.folder, "varied": _varied(job, _IN_LABEL)})
+    return found

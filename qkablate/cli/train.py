@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ def main(argv: list[str]) -> int:
 
     run_hydra("train", [word for word in argv if word != "--rerun"], task)
     if multirun.CheckEveryJob.runs:
-        outcomes = multirun.results(multirun.CheckEveryJob.runs)
-        _print_table(outcomes)
+        outcomes = multirun.results()
+        with suppress(BrokenPipeError):
+            _print_table(outcomes)
         codes += [EXIT_CODES.get(o["status"], 1) for o in outcomes]
     return next((code for code in (2, 1, 3) if code in codes), 0)
 
@@ -58,11 +60,12 @@ def _train(composed: Any, rerun: bool, several: bool) -> int:
     except Stopped as stopped:
         # In a multirun, too: whoever interrupts does not want the next job to start.
         raise SystemExit(stopped.exit_code) from None
-    _print_result(outcome.result, outcome.trained, planned.run.folder)
+    with suppress(BrokenPipeError):  # nobody reads on, as in `| head`; the run is done all the same
+        _print_result(outcome.result, outcome.trained, planned.run.folder)
+        if not several:
+            _print_next(outcome.result, list(HydraConfig.get().overrides.task))
     if several and outcome.signal:
         raise SystemExit(128 + outcome.signal)
-    if not several:
-        _print_next(outcome.result, list(HydraConfig.get().overrides.task))
     return EXIT_CODES[outcome.result["status"]]
 
 
@@ -105,14 +108,18 @@ def _print_next(result: dict[str, Any], overrides: list[str]) -> None:
 
 def _print_table(outcomes: list[dict[str, Any]]) -> None:
     width = max(len(o["folder"].name) for o in outcomes)
-    print(f"\n{'run':<{width}}  {'status':<8}  {'val':>7}  {'test':>7}  {'seconds':>8}")
+    varied = max(len(o["varied"]) for o in outcomes)
+    head = (
+        f"{'run':<{width}}  {'':<{varied}}  {'status':<8}  {'val':>7}  {'test':>7}  {'seconds':>8}"
+    )
+    print(f"\n{head}")
     for o in outcomes:
         val, test = (_number(o["loss"].get(split), 7, 4) for split in ("val", "test"))
-        seconds = _number(o["seconds"], 8, 1)
-        print(f"{o['folder'].name:<{width}}  {o['status']:<8}  {val}  {test}  {seconds}")
-    if any((o.get("wandb") or "").startswith("wandb sync") for o in outcomes):
-        runs = shlex.quote(str(outcomes[0]["folder"].parent))
-        print(f"\nNext\n  wandb sync {runs}/*/wandb/offline-run-*")
+        name = f"{o['folder'].name:<{width}}  {o['varied']:<{varied}}"
+        print(f"{name}  {o['status']:<8}  {val}  {test}  {_number(o['seconds'], 8, 1)}")
+    commands = [o["wandb"] for o in outcomes if str(o.get("wandb")).startswith("wandb sync")]
+    if commands:
+        print("\nNext\n" + "\n".join(f"  {command}" for command in commands))
 
 
 def _number(value: float | None, width: int, digits: int) -> str:

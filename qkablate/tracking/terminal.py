@@ -7,6 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+_BAR = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} [{elapsed}, {remaining} left]"
+
 
 class Terminal:
     """Progress on stderr."""
@@ -17,9 +19,8 @@ class Terminal:
         self._seen: dict[str, float] = {}
         self._bar: tqdm[Any] | None = None
         if sys.stderr.isatty():
-            form = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} [{remaining} left] {postfix}"
             self._bar = tqdm(
-                total=steps, initial=start, desc=label, bar_format=form, dynamic_ncols=True
+                total=steps, initial=start, desc=label, bar_format=_BAR, dynamic_ncols=True
             )
 
     def log(self, row: dict[str, Any]) -> None:
@@ -27,7 +28,7 @@ class Terminal:
         if self._bar is not None:
             self._seen |= row
             with suppress(OSError):  # a terminal that is gone is no reason to stop
-                self._bar.set_postfix_str(_summary(self._seen), refresh=False)
+                self._bar.bar_format = f"{_BAR}  {_summary(self._seen)}"
                 self._bar.update(step - self._bar.n)
             return
         # Plain lines: one an evaluation, and at least twenty a run.

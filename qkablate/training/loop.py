@@ -148,7 +148,9 @@ class Trainer:
             speed = self._stretch * self.plan.tokens_per_step / seconds
             progress.speeds.append(speed)
             row["perf/tokens_per_second"] = speed
-            row["perf/mfu"] = speed * self.plan.flops_per_token / self._peak
+            flops = speed * self.plan.flops_per_token
+            self._peak = max(self._peak, flops)  # measured on a machine that was busy then
+            row["perf/mfu"] = flops / self._peak
         self._log(row)
         self._mark, self._paused, self._stretch = time.perf_counter(), 0.0, 0
 

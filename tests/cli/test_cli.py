@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from qkablate import __version__
+from qkablate.config import variants
 
 
 def test_help(qkablate):
@@ -37,7 +38,8 @@ def test_python_m(spawn):
 def test_train_help(qkablate):
     done = qkablate("train", "--help")
     assert done.code == 0
-    assert "variant: merged_w, no_q, shared_qk, standard" in done.out
+    assert f"variant: {', '.join(variants())}" in done.out
+    assert "precision: auto, fp32, bf16, fp16" in done.out
     assert "--rerun" in done.out
 
 
@@ -56,16 +58,24 @@ def test_info(spawn):
 
 
 MISTAKES = [
-    (["variant=mergedw"], "variant: 'mergedw' is not one of merged_w, no_q, shared_qk, standard"),
+    (["variant=mergedw"], "variant: 'mergedw' is not one of merged_w, no_"),
     (["model=nanoo"], "model: 'nanoo' is not one of baby, gpt2, nano (nearest: nano)"),
     (["train.stps=5"], "train.stps: there is no such key (nearest: train.steps)"),
     (["datas=text"], "datas: there is no such key"),
     (["+zzz=3"], "zzz: there is no such key"),
-    (["model.d_model=abc"], "model.d_model: value 'abc' of type 'str' could not be converted"),
-    (["seed=1.5"], "seed: value '1.5' of type 'float' could not be converted to Integer"),
+    (["model.d_model=abc"], "model.d_model: 'abc' is not a whole number"),
+    (["seed=1.5"], "seed: '1.5' is not a whole number"),
+    (["train.steps=1e3"], "train.steps: '1000.0' is not a whole number or auto"),
+    (["train.steps=null"], "train.steps: null is not a value"),
+    (["track.tags=foo"], "track.tags: a list is written [a,b]"),
+    (["varient=merged_w"], "varient: there is no such key (nearest: variant)"),
+    (["lr=1e-3"], "lr: there is no such key (nearest: variant.lr, optim.lr)"),
+    (["--variant=merged_w"], "'--variant' is no flag but a key: write variant=merged_w"),
+    (["~model"], "'~model': no key can be taken out"),
+    (["seed=99999999999999999999"], "is not at most 9007199254740992"),
     (["merged_w"], "'merged_w' is not key=value, as in variant=merged_w"),
     (["model.heads=[1"], "'model.heads=[1' cannot be read"),
-    (["variant=standard,merged_w"], "has several values; for one run each add -m"),
+    (["variant=standard,merged_w"], "has several values: add -m for a run each"),
     (["--reurn"], "'--reurn' is not a flag of this verb (nearest: --rerun)"),
     (["model=null"], "must be a string or a list"),
     (["=3"], "'=3' is not key=value"),
@@ -73,8 +83,8 @@ MISTAKES = [
     (["--cfg", "jb"], "--cfg: 'jb' is not job or hydra or all"),
     (["--multirun=3"], "--multirun takes no value"),
     (["--rerun=1"], "'--rerun' is not a flag of this verb"),
-    (["optim.betas=[a,b]"], "optim.betas: value 'a'"),
-    (["out=~/x"], "'out=~/x' cannot be read"),
+    (["optim.betas=[a,b]"], "optim.betas: 'a' is not a number"),
+    (["out=~/x"], "'out=~/x' cannot be read; a value with other signs than letters"),
     (["variant.name=../../evil"], "variant.name"),
     (["variant.name=''"], "variant.name: '' is not made of letters"),
     (["train.steps=1", "optim.warmup=5"], "optim.warmup: 5 is not below the 1 steps"),
