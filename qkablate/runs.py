@@ -78,9 +78,9 @@ class Run:
     """The folder of one run."""
 
     def __init__(self, out: str | Path, label: str, id: str) -> None:
-        runs = Path(out).expanduser() / "runs"
-        # The id decides: under another label it is the same run.
-        self.folder = next(runs.glob(f"*-{id}"), runs / f"{label}-{id}")
+        self.folder = Path(out).expanduser() / "runs" / f"{label}-{id}"
+        if not self.folder.exists():  # the id decides: under another label it is the same run
+            self.folder = next(self.folder.parent.glob(f"*-{id}"), self.folder)
         self.id, self.label = id, self.folder.name.removesuffix(f"-{id}")
         self.metrics = self.folder / "metrics.jsonl"
         self.checkpoints = self.folder / "checkpoints"

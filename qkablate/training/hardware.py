@@ -80,7 +80,7 @@ def _compile(wish: bool | str, device: str) -> bool:
 
 def native_bf16() -> bool:
     """Whether this CPU multiplies in bf16 itself: AVX512-BF16, AMX, or ARM's BF16."""
-    capabilities = torch.cpu.get_capabilities()
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
