@@ -29,18 +29,25 @@ Shell completion
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command and exit with its code."""
-    argv = sys.argv[1:] if argv is None else argv
+    for name in ("stdout", "stderr"):  # closed by the shell, as in `>&-`
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    code: object
     try:
-        code = dispatch(argv)
+        code = dispatch(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         print(f"qkablate: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("qkablate: interrupted; a run goes on from its last checkpoint", file=sys.stderr)
         code = 130
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        code = 0
+    except SystemExit as done:  # Hydra's way to end a --help
+        code = done.code
     try:
         sys.stdout.flush()
-    except OSError:  # the reader of our output went away, as `| head` does
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 

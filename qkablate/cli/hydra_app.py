@@ -35,7 +35,7 @@ def run_hydra(verb: str, argv: list[str], task: Callable[[Any], Any]) -> None:
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(task)()
     except Exception as error:
-        if before[1] == "1" or not _raised_by_hydra(error):
+        if isinstance(error, BrokenPipeError) or before[1] == "1" or not _raised_by_hydra(error):
             raise
         raise UserError(one_line(error)) from None
     finally:
@@ -87,7 +87,7 @@ def _flags_first(argv: list[str]) -> list[str]:
             if value not in _INFO:
                 raise UserError(f"{flag}: '{value}' is not one of {', '.join(_INFO)}")
             flags += [flag, value]
-        elif flag not in _ALONE:
+        elif flag not in _ALONE | {"--rerun"}:
             known = sorted({*_ALONE, *_WITH_VALUE, "--info", "--rerun"} - {flag})
             raise UserError(f"'{flag}' is not a flag of this verb{nearest(flag, known)}")
         elif equals:

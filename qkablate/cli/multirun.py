@@ -9,6 +9,7 @@ from hydra.experimental.callback import Callback
 from qkablate.cli.hydra_app import one_line
 from qkablate.config import load
 from qkablate.errors import UserError
+from qkablate.runs import Run
 
 # What a run's label tells already.
 _IN_LABEL = {"variant", "model.d_model", "model.heads", "seed"}
@@ -18,7 +19,7 @@ class CheckEveryJob(Callback):
     """Plans all jobs of Hydra's basic sweeper; stops the multirun if one makes no sense."""
 
     jobs: ClassVar[list[list[str]]] = []  # the overrides of each
-    runs: ClassVar[list[Any]] = []  # what they make, in the same order
+    runs: ClassVar[list[Run]] = []  # what they make, in the same order
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         try:
@@ -48,6 +49,7 @@ class CheckEveryJob(Callback):
 
 def _jobs(config: Any) -> list[list[str]]:
     """The overrides of each job, as Hydra's basic sweeper will expand them."""
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.utils import get_class
 
@@ -57,7 +59,8 @@ def _jobs(config: Any) -> list[list[str]]:
     basic: Any = get_class(sweeper._target_)
     words = [f"{key}={value}" for key, value in (sweeper.params or {}).items()]
     words += config.hydra.overrides.task
-    (jobs,) = basic.split_arguments(OverridesParser.create().parse_overrides(words), None)
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    (jobs,) = basic.split_arguments(parser.parse_overrides(words), None)
     return list(jobs)
 
 
@@ -71,7 +74,9 @@ def _varied(job: list[str], besides: set[str]) -> str:
 def results() -> list[dict[str, Any]]:
     """What became of each job, whatever process it ran in."""
     found = []
-    for run, job in zip(CheckEveryJob.runs, CheckEveryJob.jobs, strict=True):
+    for planned, job in zip(CheckEveryJob.runs, CheckEveryJob.jobs, strict=True):
+        # Looked up again: another job may have made the same run, under another label.
+        run = Run(planned.folder.parent.parent, planned.label, planned.id)
         status = "running" if run.is_owned else "failed"
         result = run.result or {"status": status, "loss": {}, "seconds": None}
         found.append({**result, "folder": run.folder, "varied": _varied(job, _IN_LABEL)})

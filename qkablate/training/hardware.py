@@ -5,8 +5,10 @@ import dataclasses
 import importlib.util
 import os
 import shutil
+import sysconfig
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,12 +65,14 @@ def _compile(wish: bool | str, device: str) -> bool:
     cuda = device.startswith("cuda")
     if wish is False or (wish == "auto" and not cuda):
         return False
-    compilers = (os.environ.get("CXX" if not cuda else "CC", ""), "gcc", "clang", "cc")
-    if not cuda:
-        compilers = (compilers[0], "g++", "clang++", "c++")
+    # What inductor (on a CPU) and Triton (on CUDA) call, and the headers they compile against.
+    own = os.environ.get("CC" if cuda else "CXX")
+    compilers = [own] if own else ["gcc", "clang"] if cuda else ["g++", "clang++"]
     missing = ""
-    if not any(name and shutil.which(name) for name in compilers):
-        missing = "a C++ compiler (g++)" if not cuda else "a C compiler (gcc)"
+    if not any(shutil.which(name.split()[0]) for name in compilers):
+        missing = f"a compiler ({' or '.join(compilers)})"
+    elif not Path(sysconfig.get_path("include"), "Python.h").exists():
+        missing = "Python's headers (Python.h)"
     elif cuda and importlib.util.find_spec("triton") is None:
         missing = "triton"
     elif cuda and torch.cuda.get_device_capability(device)[0] < 7:

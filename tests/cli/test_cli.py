@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import subprocess
 import sys
 
 import pytest
@@ -82,7 +84,7 @@ MISTAKES = [
     (["--cfg"], "--cfg: '' is not job or hydra or all"),
     (["--cfg", "jb"], "--cfg: 'jb' is not job or hydra or all"),
     (["--multirun=3"], "--multirun takes no value"),
-    (["--rerun=1"], "'--rerun' is not a flag of this verb"),
+    (["--rerun=1"], "--rerun takes no value"),
     (["optim.betas=[a,b]"], "optim.betas: 'a' is not a number"),
     (["out=~/x"], "'out=~/x' cannot be read; a value with other signs than letters"),
     (["variant.name=../../evil"], "variant.name"),
@@ -143,7 +145,7 @@ def test_compile_without_a_compiler(qkablate, tiny, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     done = qkablate("train", *tiny, "compile=true")
     assert done.code == 2
-    assert "compile: true needs a C++ compiler" in done.err
+    assert "compile: true needs a compiler (g++ or clang++)" in done.err
 
 
 def test_a_run_from_config_to_result(qkablate, tiny, tmp_path):
@@ -196,9 +198,37 @@ def test_a_finished_run_is_not_trained_again(qkablate, tiny, tmp_path):
 def test_the_printed_command_of_the_other_side_works(qkablate, tiny):
     done = qkablate("train", *tiny, "variant=merged_w")
     (line,) = re.findall(r"  qkablate (train variant=standard .*)", done.out)
-    import shlex
-
     assert qkablate(*shlex.split(line)).code == 0
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--cfg", "job"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_without_a_reader(spawn, monkeypatch, words, unbuffered):
+    """As in `qkablate --help | true`."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    process = spawn(*words)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 0
+
+
+def test_closed_streams(tiny, tmp_path):
+    command = shlex.join([sys.executable, "-m", "qkablate", "train", *tiny])
+    done = subprocess.run(["sh", "-c", f"{command} >&- 2>&-"], check=False)
+    assert done.returncode == 0
+    assert list(tmp_path.glob("outputs/runs/*/result.json"))
+
+
+def test_multirun_over_every_variant(qkablate, tiny, tmp_path):
+    done = qkablate("train", *tiny, "-m", "variant=glob(*)", "train.steps=1")
+    assert done.code == 0
+    assert len(list(tmp_path.glob("outputs/runs/*/result.json"))) == len(variants())
+
+
+def test_one_run_under_two_names_is_one_run(qkablate, tiny, tmp_path):
+    done = qkablate("train", *tiny, "-m", "variant.name=a,b")
+    assert done.code == 0
+    assert len(list(tmp_path.glob("outputs/runs/*"))) == 1
 
 
 def test_multirun(qkablate, tiny, tmp_path):
