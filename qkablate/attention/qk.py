@@ -23,7 +23,7 @@ class QK(nn.Module):
     """Base of the QK circuits. `forward` gives queries from one stream and keys from another."""
 
     factors = 2  # how many factors B_h has: each decays, so the product decays that many times
-    match = "exact"  # how well variant.init=matched meets standard: exact, spread or none
+    match = "exact"  # how well the start meets standard's: exact, spread or none
     equation = ""
 
     def __init__(self, spec: Spec) -> None:
@@ -105,6 +105,8 @@ class MergedQK(QK):
         self.width, self.key_heads = spec.d_model, 1
         self.w_qk = nn.Parameter(torch.empty(spec.d_model, spec.heads * spec.d_model))
         self.u = nn.Parameter(torch.empty(spec.heads * spec.d_model)) if spec.bias else None
+        if spec.init == "naive":
+            self.match = "none"
 
     def forward(self, x_BTD: Tensor, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
         return split_heads(project(x_BTD, self.w_qk, self.u), self.spec.heads), y_BSD.unsqueeze(1)
@@ -191,6 +193,8 @@ class NoQ(QK):
         self.b_k = nn.Parameter(torch.empty(spec.heads * spec.d_head)) if spec.bias else None
         if spec.init == "matched":
             self.scale *= spec.sigma * math.sqrt(spec.d_model)
+        else:
+            self.match = "none"
 
     def forward(self, x_BTD: Tensor, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.spec.heads

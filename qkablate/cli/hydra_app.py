@@ -74,6 +74,8 @@ def _flags_first(argv: list[str]) -> list[str]:
             raise UserError(f"'{flag}': no key can be taken out; write key=value")
         if equals and flag.lstrip("-") in {*keys(), *vars(Config())} and flag.startswith("-"):
             raise UserError(f"'{flag}' is no flag but a key: write {flag.lstrip('-')}={value}")
+        if any(flag.lstrip("+").startswith(f"{key}.") for key in keys()):
+            raise UserError(f"{flag}: there is no such key{nearest_key(flag.rpartition('.')[0])}")
         if not flag.startswith("-"):
             overrides.append(f"{flag}{equals}{value}")
         elif flag in _WITH_VALUE:

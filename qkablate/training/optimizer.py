@@ -6,7 +6,6 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from qkablate.attention import Attention
 from qkablate.config import Config, OptimConfig
 from qkablate.model import GPT
 
@@ -18,7 +17,7 @@ def make_optimizer(model: GPT, config: Config) -> torch.optim.AdamW:
     shrinks per step as standard's does.
     """
     multipliers: dict[nn.Parameter, tuple[float, float]] = {}
-    for attention in (m for m in model.modules() if isinstance(m, Attention)):
+    for attention in model.attentions():
         qk, matched = attention.qk, config.variant.lr == "matched"
         rate = qk.lr_multiplier() if matched else 1.0
         bias_rate = qk.bias_lr_multiplier() if matched else 1.0

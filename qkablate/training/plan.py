@@ -65,7 +65,7 @@ def plan(config: Config) -> Plan:
         run=Run(config.out, label(config), run_id(frozen)),
         kernel=attention.kernel,
         equation=f"{attention.qk.equation}; {attention.ov.equation}",
-        match=attention.qk.match if config.variant.init == "matched" else "none",
+        match=attention.qk.match,
         lr_multiplier=attention.qk.lr_multiplier() if config.variant.lr == "matched" else 1.0,
         params=model.ledger(),
         flops_per_token=3 * forward_flops_per_token(model, (config.model.context + 1) / 2),

@@ -1,5 +1,7 @@
 """Where variants start and how fast they move, measured against what the classes claim."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -38,6 +40,17 @@ def test_matched_spread_of_scores(name):
     """E13: σ²d, whatever the variant."""
     scores = scaled_scores(drawn(name, "matched"), normed(400))
     assert scores.std().item() == pytest.approx(SIGMA**2 * D, rel=0.08)
+
+
+def test_what_the_classes_say_of_their_start():
+    said = {
+        (q, i): QK_CIRCUITS[q](Spec(D, HEADS, init=i)).match
+        for q, i in product(QK_CIRCUITS, ("matched", "naive"))
+    }
+    matched = {"separate": "exact", "merged": "exact", "shared": "none", "no_q": "spread"}
+    naive = {"separate": "exact", "merged": "none", "shared": "none", "no_q": "none"}
+    for qk in matched:
+        assert (said[qk, "matched"], said[qk, "naive"]) == (matched[qk], naive[qk])
 
 
 def test_naive_spread_of_scores():

@@ -9,18 +9,13 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from wandb_log import Described
+
 
 @dataclass
-class Received:
+class Received(Described):
     """What the server was told of one run."""
 
-    name: str = ""
-    project: str = ""
-    entity: str = ""
-    group: str = ""
-    job_type: str = ""
-    tags: list[str] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
     exit_code: int | None = None
     complete: bool = False

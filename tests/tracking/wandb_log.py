@@ -15,10 +15,9 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 @dataclass
-class Recorded:
-    """One run, as far as it was recorded."""
+class Described:
+    """What W&B knows of a run from its beginning."""
 
-    id: str = ""
     name: str = ""
     project: str = ""
     entity: str = ""
@@ -26,6 +25,13 @@ class Recorded:
     job_type: str = ""
     tags: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Recorded(Described):
+    """One run, as far as it was recorded."""
+
+    id: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
