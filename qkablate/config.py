@@ -5,8 +5,10 @@ not depend on the machine. Device, precision, compile and threads are resolved i
 """
 
 import dataclasses
+import functools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,13 @@ class VariantConfig:
     name: str = "standard"
     qk: str = "separate"
     ov: str = "separate"
+    norm: str = "none"
+    mask_self: bool = False
+    rank: int | str | None = "auto"
+    groups: int | str | None = "auto"
     init: str = "matched"
     lr: str = "matched"
+    file: str | None = None
 
 
 @dataclass
@@ -36,6 +43,11 @@ class ModelConfig:
     norm: str = "pre"
     attention_skip: bool = True
     init: str = "gpt2"
+
+
+@dataclass
+class AttentionConfig:
+    kernel: str = "auto"
 
 
 @dataclass
@@ -91,6 +103,7 @@ class TrackConfig:
 class Config:
     variant: VariantConfig = field(default_factory=VariantConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -108,7 +121,9 @@ class Config:
 CHOICES = {
     "variant.init": ("matched", "naive"),
     "variant.lr": ("matched", "same"),
-    "model.position": ("learned", "none"),
+    "variant.norm": ("none", "qk", "unit_keys"),
+    "attention.kernel": ("auto", "math", "flash", "efficient", "folded"),
+    "model.position": ("learned", "none", "alibi", "rope"),
     "model.norm": ("pre", "none"),
     "model.init": ("gpt2", "linear"),
     "data.source": ("stdlib", "text"),
@@ -121,6 +136,8 @@ CHOICES = {
 _BIG = 2**53
 # key: least, most.
 RANGES: dict[str, tuple[float, float]] = {
+    "variant.rank": (1, 2**20),
+    "variant.groups": (1, 2**20),
     "model.layers": (1, 10_000),
     "model.d_model": (1, 2**20),
     "model.heads": (1, 2**20),
@@ -149,7 +166,16 @@ RANGES: dict[str, tuple[float, float]] = {
     "track.log_every": (1, _BIG),
 }
 # Where a word may stand in a number's place.
-WORDS = dict.fromkeys(("train.steps", "optim.warmup", "optim.cooldown", "threads"), "auto")
+WORDS = dict.fromkeys(
+    ("variant.rank", "variant.groups", "train.steps", "optim.warmup", "optim.cooldown", "threads"),
+    "auto",
+)
+# Circuits that leave a number open, and what `auto` makes of it: the least that is not standard's.
+RANKS: dict[str, Callable[[ModelConfig], int]] = {
+    "low_rank": lambda model: max(1, model.d_model // model.heads // 2),
+    "collaborative": lambda model: max(1, model.d_model // 4),
+}
+GROUPED = ("grouped",)
 
 
 def load(composed: Any) -> Config:
@@ -185,6 +211,7 @@ def check(config: Config) -> None:
             f"model.heads: {model.heads} does not divide model.d_model={model.d_model}"
             f" (allowed: {', '.join(map(str, some))})"
         )
+    _check_variant(config.variant, model)
     if train.tokens is not None and train.steps != "auto":
         raise UserError("train.tokens: give train.steps or train.tokens, not both")
     if optim.schedule != "wsd" and optim.cooldown != "auto":
@@ -229,28 +256,63 @@ def resolve(config: Config) -> Config:
         cooldown = 0.2 if optim.schedule == "wsd" else 0.0
     return dataclasses.replace(
         config,
-        variant=dataclasses.replace(config.variant, name=variant_name(config.variant)),
+        variant=resolve_variant(config.variant, config.model),
         train=dataclasses.replace(train, steps=steps, tokens=None),
         optim=dataclasses.replace(optim, warmup=warmup, cooldown=cooldown),
     )
 
 
+def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig:
+    """With numbers for rank and groups where the circuits have them, and a name that is true."""
+    rank, groups = variant.rank, variant.groups
+    if rank == "auto":
+        rank = RANKS[variant.qk](model) if variant.qk in RANKS else None
+    if groups == "auto":
+        half = [g for g in range(1, model.heads // 2 + 1) if model.heads % g == 0]
+        groups = max(half, default=1) if {variant.qk, variant.ov} & {*GROUPED} else None
+    variant = dataclasses.replace(variant, rank=rank, groups=groups)
+    return dataclasses.replace(variant, name=variant_name(variant))
+
+
 def variant_name(variant: VariantConfig) -> str:
-    """The name that tells the truth: the catalogue's for this pair of circuits, or 'qk+ov'."""
-    pair = (variant.qk, variant.ov)
-    catalogue = variants()
-    if catalogue.get(variant.name, pair) == pair:
-        return variant.name
-    return next((name for name, known in catalogue.items() if known == pair), "+".join(pair))
+    """The name that tells the truth: the user's own, the catalogue's for these circuits, or
+    'qk+ov'; with the rank or the number of groups, where those were open."""
+    ours = dataclasses.asdict(variant)
+    known = {
+        name: entry
+        for name, entry in variants().items()
+        if all(ours[key] == value for key, value in entry.items() if key != "name")
+    }
+    # mqa is gqa with one group: the entry that says most.
+    name = max(known, key=lambda name: (len(known[name]), name == variant.name), default="")
+    entry = known.get(name, {})
+    numbers = "".join(
+        f"_{key[0]}{ours[key]}"
+        for key in ("rank", "groups")
+        if ours[key] is not None and key not in entry
+    )
+    if variant.name.removesuffix(numbers) not in variants():
+        name = variant.name.removesuffix(numbers)
+    elif not name:
+        sides = [variant.qk] if variant.ov == "separate" else [variant.qk, variant.ov]
+        if variant.file is not None and sides[0] == "separate":  # the file brings the other side
+            del sides[0]
+        norm = {"none": "", "qk": "qk_norm"}.get(variant.norm, variant.norm)
+        parts = (*sides, norm, "mask_self" if variant.mask_self else "")
+        name = "+".join(part for part in parts if part)
+    return name + numbers
 
 
-def variants() -> dict[str, tuple[str, str]]:
-    """The catalogue: variant name → (qk, ov), read from conf/variant."""
+@functools.cache
+def variants() -> dict[str, dict[str, Any]]:
+    """The catalogue: variant name → what its file says, read from conf/variant."""
     from omegaconf import OmegaConf
 
+    plain = {"ov": "separate", "norm": "none", "mask_self": False}
     files = sorted((conf_dir() / "variant").glob("*.yaml"))
-    loaded: list[Any] = [OmegaConf.load(file) for file in files]
-    return {variant["name"]: (variant["qk"], variant["ov"]) for variant in loaded}
+    entries: list[Any] = [OmegaConf.to_container(OmegaConf.load(file)) for file in files]
+    said = [{key: value for key, value in entry.items() if value != "auto"} for entry in entries]
+    return {entry["name"]: plain | entry for entry in said}
 
 
 def conf_dir() -> Path:
@@ -303,6 +365,33 @@ def explain(error: BaseException) -> str:
     if "ListConfig" in text:
         return f"{key}: a list is written [a,b]"
     return f"{key}: {text[:1].lower()}{text[1:]}" if key else text
+
+
+def _check_variant(variant: VariantConfig, model: ModelConfig) -> None:
+    if isinstance(variant.rank, int) and variant.rank > model.d_model:
+        raise UserError(
+            f"variant.rank: {variant.rank} is above model.d_model={model.d_model},"
+            " and no matrix of that width has a higher rank"
+        )
+    if isinstance(variant.groups, int) and model.heads % variant.groups:
+        some = [g for g in range(1, model.heads + 1) if model.heads % g == 0 and g <= 64]
+        raise UserError(
+            f"variant.groups: {variant.groups} does not divide model.heads={model.heads}"
+            f" (allowed: {', '.join(map(str, some))})"
+        )
+    own = {entry[side] for entry in variants().values() for side in ("qk", "ov")}
+    if variant.file is not None or not {variant.qk, variant.ov} <= own:
+        return  # a circuit from outside says itself what it uses
+    for key, holders, used in (
+        ("rank", RANKS, variant.qk in RANKS),
+        ("groups", GROUPED, bool({variant.qk, variant.ov} & {*GROUPED})),
+    ):
+        given = getattr(variant, key)
+        if given not in ("auto", None) and not used:
+            raise UserError(
+                f"variant.{key}: {given} given, but qk={variant.qk}, ov={variant.ov} have none"
+                f" ({', '.join(holders)} would)"
+            )
 
 
 def _check_number(key: str, value: Any, least: float, most: float, word: str | None) -> None:

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Spec
-from qkablate.attention.spec import Draw
+from qkablate.attention import Attention, Cache, Draw
+from qkablate.catalogue import GPT2_SIGMA, attention
 from qkablate.config import ModelConfig, VariantConfig
-from qkablate.errors import UserError, nearest
 from qkablate.randomness import stream
-
-GPT2_SIGMA = 0.02
 
 
 class MLP(nn.Module):
@@ -40,8 +37,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.attention_skip = config.attention_skip
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        written_BTD = self.dropout(self.attention(self.norm_1(x_BTD)))
+    def forward(self, x_BTD: Tensor, cache: Cache | None = None) -> Tensor:
+        written_BTD = self.dropout(self.attention(self.norm_1(x_BTD), cache=cache))
         x_BTD = x_BTD + written_BTD if self.attention_skip else written_BTD
         return x_BTD + self.dropout(self.mlp(self.norm_2(x_BTD)))
 
@@ -57,36 +54,31 @@ class GPT(nn.Module):
         *,
         device: str = "cpu",
         half: bool = False,
+        kernel: str = "auto",
     ) -> None:
         super().__init__()
         self.config = config
-        spec = attention_spec(config, variant)
-        qk_class = circuit_class("variant.qk", variant.qk, QK_CIRCUITS)
-        ov_class = circuit_class("variant.ov", variant.ov, OV_CIRCUITS)
         self.token_embedding = nn.Embedding(vocabulary, config.d_model)
         self.position_embedding = (
             nn.Embedding(config.context, config.d_model) if config.position == "learned" else None
         )
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(
-            Block(
-                config,
-                Attention(
-                    qk_class(spec), ov_class(spec), device=device, half=half, dropout=config.dropout
-                ),
-            )
+            Block(config, attention(config, variant, device=device, half=half, kernel=kernel))
             for _ in range(config.layers)
         )
         self.norm = _norm(config)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits over the next token, logits_BTV."""
+    def forward(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
+        """Logits over the next token, logits_BTV. With caches (a layer each), the tokens are those
+        that come after what is in them."""
         x_BTD = self.token_embedding(tokens_BT)
         if self.position_embedding is not None:
-            x_BTD = x_BTD + self.position_embedding.weight[: tokens_BT.shape[1]]
+            first = caches[0].length if caches else 0
+            x_BTD = x_BTD + self.position_embedding.weight[first : first + tokens_BT.shape[1]]
         x_BTD = self.dropout(x_BTD)
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
+        for layer, block in enumerate(self.blocks):
+            x_BTD = block(x_BTD, caches[layer] if caches else None)
         return F.linear(self.norm(x_BTD), self.token_embedding.weight)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:
@@ -95,6 +87,10 @@ class GPT(nn.Module):
         return F.cross_entropy(
             logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction=reduction
         )
+
+    def caches(self) -> list[Cache]:
+        """Empty ones, for a decoder."""
+        return [Cache(self.config.context) for _ in self.blocks]
 
     def attentions(self) -> list[Attention]:
         return [module for module in self.modules() if isinstance(module, Attention)]
@@ -107,6 +103,8 @@ class GPT(nn.Module):
             if isinstance(module, Attention):
                 module.qk.init_(draw.within(f"{prefix}.qk"))
                 module.ov.init_(draw.within(f"{prefix}.ov"))
+                if module.norm is not None:
+                    module.norm.init_(draw.within(f"{prefix}.norm"))
             elif isinstance(module, nn.Embedding):
                 module.weight.copy_(draw.normal(f"{prefix}.weight", tuple(module.weight.shape)))
             elif isinstance(module, nn.LayerNorm):
@@ -127,6 +125,7 @@ class GPT(nn.Module):
         """Parameters by part; the parts sum to the total."""
         parts: Counter[str] = Counter(embedding=0, attention=0, mlp=0, norm=0)
         for name, parameter in self.named_parameters():
+            # In this order: a norm inside the attention is the attention's.
             part = next(p for p in ("embedding", "attention", "mlp", "norm") if p in name)
             parts[part] += parameter.numel()
         return {"total": parts.total(), **parts}
@@ -169,41 +168,7 @@ class _Init:
         return draw
 
 
-def attention_spec(config: ModelConfig, variant: VariantConfig) -> Spec:
-    """What the circuits need to know of the model around them."""
-    linear_sigma = (3 * config.d_model) ** -0.5  # of a uniform within ±1/√d
-    return Spec(
-        d_model=config.d_model,
-        heads=config.heads,
-        bias=config.bias,
-        sigma=linear_sigma if config.init == "linear" else GPT2_SIGMA,
-        init=variant.init,
-    )
-
-
-def circuit_class(key: str, name: str, known: dict[str, type]) -> type:
-    if name not in known:
-        raise UserError(f"{key}: '{name}' is not one of {', '.join(known)}{nearest(name, known)}")
-    return known[name]
-
-
 def _norm(config: ModelConfig) -> nn.Module:
     if config.norm == "none":
         return nn.Identity()
     return nn.LayerNorm(config.d_model, bias=config.bias)
-
-
-def forward_flops_per_token(model: GPT, context: float) -> float:
-    """Forward FLOPs per token when a query sees `context` keys: (T + 1) / 2 on average if causal.
-
-    Every product counts 2 per multiply-add, the head of the model and the scores included;
-    softmax, norms and activations do not count.
-    """
-    flops = 2.0 * model.token_embedding.weight.numel()  # as output projection
-    for module in model.modules():
-        if isinstance(module, Attention):
-            flops += module.qk.flops_per_token() + module.ov.flops_per_token()
-            flops += 2 * model.config.heads * (module.qk.width + module.ov.width) * context
-        elif isinstance(module, MLP):
-            flops += 2 * (module.up.weight.numel() + module.down.weight.numel())
-    return flops

@@ -3,6 +3,7 @@ training, so that reports can read runs anywhere.
 
 <out>/runs/<label>-<id>/
     config.yaml        resolved, with the identity that the id is the hash of
+    tokenizer.json     what turns tokens back into text
     environment.json   versions, machine, threads, code
     metrics.jsonl      one row a line: the truth about the run's course
     checkpoints/       step-00000250/ …
@@ -28,10 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config import Config
+from qkablate.errors import UserError, nearest
 
-NUMERICS = 1  # raised whenever the golden losses move: old and new numbers never share a run
+NUMERICS = 2  # raised whenever the golden losses move: old and new numbers never share a run
 # What cannot change a result, and the paths: no part of a run's id.
-_NOT_IDENTITY = ("data", "track", "out", "threads")
+# (Of `attention`, the kernel that was chosen stands in the identity.)
+_NOT_IDENTITY = ("data", "track", "out", "threads", "attention")
 _PACKAGES = ("qkablate", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
 # The files of one attempt. The result goes first: from then on the run counts as unfinished.
 _OF_ATTEMPT = (
@@ -41,6 +44,7 @@ _OF_ATTEMPT = (
     "checkpoints",
     "environment.json",
     "config.yaml",
+    "tokenizer.json",
     "wandb",
 )
 
@@ -52,13 +56,21 @@ class Owned(Exception):
 
 
 def identity(
-    config: Config, *, data_fingerprint: str, vocabulary: int, device: str, kernel: str
+    config: Config,
+    *,
+    data_fingerprint: str,
+    vocabulary: int,
+    device: str,
+    kernel: str,
+    circuits_from_outside: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Everything that can change the result. The config must be resolved."""
+    """Everything that can change the result. The config must be resolved; of circuits from outside
+    the package, the hashes of their files stand for them."""
     frozen = dataclasses.asdict(config)
     for key in _NOT_IDENTITY:
         del frozen[key]
-    del frozen["train"]["checkpoint_every"], frozen["variant"]["name"]
+    del frozen["train"]["checkpoint_every"], frozen["variant"]["name"], frozen["variant"]["file"]
+    frozen |= {"circuits_from_outside": dict(circuits_from_outside)}
     frozen |= {"device": device, "kernel": kernel, "numerics": NUMERICS}
     return frozen | {"data_fingerprint": data_fingerprint, "vocabulary": vocabulary}
 
@@ -147,6 +159,37 @@ class Run:
 
         content = {**dataclasses.asdict(config), "id": self.id, "identity": dict(identity)}
         write_atomic(self.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(content)))
+
+
+def find_run(word: str, out: str | Path = "outputs") -> Path:
+    """The run that a user means: its folder, or how its name or its id in `out` begins."""
+    if not word:
+        raise UserError("give a run: its folder, or how its name or its id begins")
+    folder = os.path.expanduser(word)  # these functions take any word, however odd
+    if os.path.isfile(os.path.join(folder, "config.yaml")):
+        return Path(folder)
+    runs = Path(out).expanduser() / "runs"
+    names = sorted(path.parent.name for path in runs.glob("*/config.yaml"))
+    ways = (  # the narrower meaning first: `…-s1` is also how `…-s10-…` begins
+        [name for name in names if name == word],
+        [name for name in names if name.rpartition("-")[0] == word],
+        [name for name in names if name.startswith(word)],
+        [name for name in names if name.rpartition("-")[2].startswith(word)],
+    )
+    found = next((way for way in ways if way), [])
+    if len(found) == 1:
+        return runs / found[0]
+    if found:
+        some = ", ".join(found[:4]) + (", …" if len(found) > 4 else "")
+        raise UserError(f"'{word}' may be any of {len(found)} runs: {some}")
+    if os.path.isdir(folder):
+        raise UserError(f"'{word}' is no run: it has no config.yaml")
+    if not names:
+        raise UserError(f"there is no run '{word}', and none at all in '{runs}'")
+    parts = {part for name in names for part in (name, name.rpartition("-")[0], name.split("-")[0])}
+    raise UserError(
+        f"there is no run '{word}', neither as a folder nor in '{runs}'{nearest(word, parts)}"
+    )
 
 
 def environment(config: Config, device: Mapping[str, Any]) -> dict[str, Any]:

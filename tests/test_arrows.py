@@ -14,12 +14,28 @@ GROUND = {"config", "errors", "randomness", "__init__"}
 # What each part may import of the project, besides the ground floor.
 MAY = {
     "attention": {"attention"},
-    "model": {"attention"},
+    "catalogue": {"attention"},
+    "model": {"catalogue", "attention"},
+    "cost": {"model", "attention"},
     "data": {"data"},
     "runs": set(),
     "tracking": {"tracking", "runs"},
-    "training": {"training", "model", "data", "runs", "tracking", "attention"},
-    "cli": {"cli", "training", "runs"},
+    "training": {
+        *("training", "cost", "model", "catalogue", "data", "runs", "tracking", "attention"),
+    },
+    "verify": {"verify", "cost", "model", "attention"},
+    "cli": {
+        "cli",
+        "verify",
+        "training",
+        "cost",
+        "model",
+        "catalogue",
+        "runs",
+        "generate",
+        "attention",
+    },
+    "generate": {"model", "data"},
     "__main__": {"cli"},
 }
 

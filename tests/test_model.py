@@ -1,102 +1,245 @@
-"""The GPT: names, pairing, the ledger, and the price of a token."""
+"""The GPT: names, pairing, the ledger, the price of a token, and decoding."""
+
+import re
+from itertools import product
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from qkablate.attention import QK_CIRCUITS
-from qkablate.config import ModelConfig, VariantConfig
-from qkablate.model import GPT, forward_flops_per_token
+from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
+from qkablate.catalogue import attention
+from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
+from qkablate.cost import (
+    attention_cost,
+    forward_flops_per_token,
+    mean_causal_keys,
+    training_flops_per_token,
+)
+from qkablate.errors import UserError
+from qkablate.model import GPT
+
+# The catalogue, and circuits that have no name of their own in it.
+ALL = variants() | {
+    "grouped+separate": {"qk": "grouped"},
+    "separate+grouped": {"ov": "grouped"},
+    "merged+merged": {"qk": "merged", "ov": "merged"},
+    "low_rank+tied": {"qk": "low_rank", "ov": "tied"},
+}
+CONTENTLESS = ("static", "uniform")
+ROTATABLE = {*QK_CIRCUITS} - {"merged", "symmetric", "reassociated", *CONTENTLESS}
+
+# What keeps its name, yet has another start where that is what makes the layer standard's: no_o's
+# W_v is a multiple, and the bias of merged OV takes b_v W_o up.
+CHANGED_AT_START = {"no_o": "ov.w_v", "merged": "ov.b_o"}
 
 
-def gpt(qk="separate", *, seed=0, init="matched", **model):
+def gpt(name="standard", *, seed=0, variant=None, kernel="auto", **model):
+    """A small model at its start; `variant` has more keys for the variant called `name`."""
     config = ModelConfig(**({"layers": 2, "d_model": 32, "heads": 4, "context": 16} | model))
-    return GPT(config, VariantConfig(qk=qk, init=init), 50).init_(seed)
+    given = resolve_variant(VariantConfig(**ALL[name] | (variant or {})), config)
+    return GPT(config, given, 50, kernel=kernel).init_(seed)
 
 
-@pytest.mark.parametrize("qk", QK_CIRCUITS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("init", ["gpt2", "linear"])
-def test_every_parameter_is_set(qk, bias, init):
-    config = ModelConfig(layers=2, d_model=32, heads=4, context=16, bias=bias, init=init)
-    with torch.device("meta"):
-        model = GPT(config, VariantConfig(qk=qk), 50)
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, float("nan"))
-    assert all(p.isfinite().all() for p in model.init_(0).parameters())
+def tokens_of(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("qk", QK_CIRCUITS)
-@pytest.mark.parametrize("init", ["gpt2", "linear"])
-def test_variants_share_what_they_share(qk, init):
+def test_no_circuit_is_left_out():
+    assert {entry.get("qk", "separate") for entry in ALL.values()} == {*QK_CIRCUITS}
+    assert {entry.get("ov", "separate") for entry in ALL.values()} == {*OV_CIRCUITS}
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_every_parameter_is_set(name, bias):
+    norms = ("none",) if ALL[name].get("qk") in CONTENTLESS else ("none", "qk", "unit_keys")
+    for draws, init, norm in product(("gpt2", "linear"), ("matched", "naive"), norms):
+        config = ModelConfig(layers=1, d_model=16, heads=4, context=8, bias=bias, init=draws)
+        variant = resolve_variant(VariantConfig(**ALL[name] | {"init": init, "norm": norm}), config)
+        with torch.device("meta"):
+            model = GPT(config, variant, 50)
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, float("nan"))
+        model.init_(0)
+        assert not [n for n, p in model.named_parameters() if not p.isfinite().all()]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("draws", ["gpt2", "linear"])
+def test_variants_share_what_they_share(name, draws):
     """E19: tensors of the same name and shape are bit-equal at the start, across variants."""
-    standard = dict(_with_init("separate", init).named_parameters())
-    ours = dict(_with_init(qk, init).named_parameters())
-    shared = [n for n in ours if n in standard and ours[n].shape == standard[n].shape]
-    assert len(shared) >= 10
-    assert all(torch.equal(ours[name], standard[name]) for name in shared)
-
-
-def _with_init(qk, init):
-    config = ModelConfig(layers=2, d_model=32, heads=4, context=16, bias=True, init=init)
-    return GPT(config, VariantConfig(qk=qk), 50).init_(3)
+    for init in ("matched", "naive"):
+        standard, ours = (
+            dict(gpt(n, seed=3, bias=True, init=draws, variant={"init": init}).named_parameters())
+            for n in ("standard", name)
+        )
+        shared = [n for n in ours if n in standard and ours[n].shape == standard[n].shape]
+        assert len(shared) >= 10
+        other = CHANGED_AT_START.get(ALL[name].get("ov")) if init == "matched" else None
+        if other == "ov.w_v":
+            for n in (n for n in shared if n.endswith(other)):
+                ratio = ours[n] / standard[n]
+                torch.testing.assert_close(ratio, ratio[0, 0].expand_as(ratio))
+        shared = [n for n in shared if other is None or not n.endswith(other)]
+        assert all(torch.equal(ours[n], standard[n]) for n in shared)
 
 
 def test_layers_and_context_do_not_shift_the_draws():
     """A tensor's start depends on its name alone, not on what else the model holds."""
-    small, deep = (dict(gpt(layers=n).named_parameters()) for n in (2, 3))
+    small, deep, long = (
+        dict(gpt(**more).named_parameters()) for more in ({}, {"layers": 3}, {"context": 8})
+    )
     for name in small:
         if not name.endswith(("w_o", "down.weight")):  # scaled by the depth, as GPT-2 does
             assert torch.equal(small[name], deep[name]), name
-    assert not torch.equal(
-        dict(gpt(seed=1).named_parameters())["blocks.0.mlp.up.weight"],
-        small["blocks.0.mlp.up.weight"],
-    )
+        if name != "position_embedding.weight":
+            assert torch.equal(small[name], long[name]), name
+    other = dict(gpt(seed=1).named_parameters())
+    assert not torch.equal(other["blocks.0.mlp.up.weight"], small["blocks.0.mlp.up.weight"])
 
 
-@pytest.mark.parametrize("init", ["gpt2", "linear"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_merged_w_starts_as_standard(init, bias):
-    """E19: the matched start is W_q W_kᵀ of the very tensors that standard draws."""
-    config = ModelConfig(layers=2, d_model=32, heads=4, context=16, bias=bias, init=init)
-    tokens = torch.randint(50, (3, 16), generator=torch.Generator().manual_seed(0))
-    logits = [
-        GPT(config, VariantConfig(qk=qk), 50).init_(0).double()(tokens)
-        for qk in ("separate", "merged")
-    ]
+@pytest.mark.parametrize("name", ["merged_w", "merged_ov", "merged+merged"])
+@pytest.mark.parametrize("draws", ["gpt2", "linear"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_merged_forms_start_as_standard(name, draws, bias):
+    """E19: the matched start is the product of the very tensors that standard draws."""
+    logits = [gpt(n, init=draws, bias=bias).double()(tokens_of(3, 16)) for n in ("standard", name)]
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_ledger_sums_to_numel(name):
+    for bias, norm, position in product((False, True), ("pre", "none"), ("learned", "alibi")):
+        model = gpt(name, bias=bias, norm=norm, position=position)
+        ledger = model.ledger()
+        assert ledger["total"] == sum(p.numel() for p in model.parameters())
+        assert ledger["total"] == sum(ledger[p] for p in ("embedding", "attention", "mlp", "norm"))
+        assert ledger["embedding"] == 32 * (50 + 16 * (position == "learned"))
+        assert (ledger["norm"] == 0) == (norm == "none")
+        assert ledger["attention"] == sum(
+            p.numel() for a in model.attentions() for p in a.parameters()
+        )
+
+
+def evaluated(formula: str, **sizes: int) -> float:
+    """'h d (d+1) / 2': what stands side by side is multiplied."""
+    formula = re.sub(r"(?<=[\w²)]) (?=[\w(])", " * ", formula).replace("²", " ** 2")
+    return eval(formula, {}, sizes)
+
+
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("norm", ["pre", "none"])
-@pytest.mark.parametrize("position", ["learned", "none"])
-def test_ledger_sums_to_numel(qk, bias, norm, position):
-    model = gpt(qk, bias=bias, norm=norm, position=position)
-    ledger = model.ledger()
-    assert ledger["total"] == sum(p.numel() for p in model.parameters())
-    assert ledger["total"] == sum(ledger[p] for p in ("embedding", "attention", "mlp", "norm"))
-    assert (ledger["norm"] == 0) == (norm == "none")
+def test_parameters_are_as_the_formulas_say(qk):
+    """E16, for every pair of circuits, at sizes of which none is another."""
+    model = ModelConfig(d_model=24, heads=4, context=17)
+    sizes = {"d": 24, "h": 4, "k": 6, "r": 5, "g": 2, "T": 17}
+    for ov, norm in product(OV_CIRCUITS, ("none", "qk", "unit_keys")):
+        variant = VariantConfig(qk=qk, ov=ov, norm=norm, rank=5, groups=2)
+        try:
+            layer = attention(model, variant)
+        except UserError:
+            continue
+        for part in (layer.qk, layer.ov, layer.norm):
+            if part is not None:
+                real = sum(p.numel() for p in part.parameters())
+                assert evaluated(part.params, **sizes) == real, type(part).__name__
+                assert part.count() == real
+        assert evaluated(layer.params, **sizes) == sum(p.numel() for p in layer.parameters())
+        cost = attention_cost(layer, keys=1, context=17, tokens_per_pass=1)
+        assert cost.params == sum(p.numel() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_flops_against_torchs_counter(name):
+    """E16: our sum of terms is what torch counts (which knows no causal saving)."""
+    for bias, batch in ((False, 2), (True, 3)):
+        model = gpt(name, bias=bias, kernel="math")  # the counter sees into this kernel
+        tokens = tokens_of(batch, 16)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens)
+        ours = forward_flops_per_token(model, keys=16, tokens_per_pass=tokens.numel())
+        assert counter.get_total_flops() == pytest.approx(ours * tokens.numel(), rel=1e-12)
+
+
+def test_training_flops_count_causal_keys_and_the_way_back():
+    model = gpt()
+    assert mean_causal_keys(16) == sum(range(1, 17)) / 16
+    forward = forward_flops_per_token(model, keys=8.5, tokens_per_pass=32)
+    assert training_flops_per_token(model, tokens_per_pass=32) == 3 * forward
 
 
 @pytest.mark.parametrize(
-    ("qk", "per_layer"),
-    [("separate", 4), ("merged", 4 + 2), ("shared", 3), ("no_q", 3)],
+    ("variant", "params", "projections", "scores", "values", "cached"),
+    [
+        ({}, 589_824, 1_179_648, 98_688, 98_688, 1536),
+        ({"qk": "grouped", "ov": "grouped", "groups": 2}, 393_216, 786_432, 98_688, 98_688, 512),
+        ({"qk": "grouped", "ov": "grouped", "groups": 1}, 344_064, 688_128, 98_688, 98_688, 256),
+        ({"qk": "shared"}, 442_368, 884_736, 98_688, 98_688, 1536),
+        ({"qk": "sym_pairwise"}, 466_944, 933_888, 98_688, 98_688, 1536),
+        ({"ov": "tied"}, 442_368, 884_736, 98_688, 98_688, 768),
+        ({"qk": "shared", "ov": "tied"}, 294_912, 589_824, 98_688, 98_688, 768),
+        ({"qk": "merged"}, 1_179_648, 2_359_296, 592_128, 98_688, 1536),
+        ({"qk": "low_rank", "rank": 16}, 368_640, 737_280, 24_672, 98_688, 960),
+        # Without the 576 multiplications of the mixing, which are no matrix product.
+        ({"qk": "collaborative", "rank": 96}, 369_216, 737_280, 148_032, 98_688, 960),
+        ({"qk": "no_q"}, 442_368, 884_736, 98_688, 98_688, 1536),
+        ({"ov": "no_v"}, 442_368, 884_736, 98_688, 98_688, 1536),
+        ({"ov": "no_o"}, 442_368, 884_736, 98_688, 98_688, 1536),
+        ({"qk": "static"}, 688_128, 589_824, 0, 98_688, 768),
+        # With the values absorbed: averages of x, and x is all that is kept.
+        ({"qk": "merged", "ov": "merged"}, 1_769_472, 3_538_944, 592_128, 592_128, 768),
+    ],
+    ids=lambda value: "+".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
-def test_attention_parameters(qk, per_layer):
-    """The closed forms: 4 d², (h + 2) d², 3 d², 3 d²."""
-    assert gpt(qk).ledger()["attention"] == 2 * per_layer * 32**2
+def test_golden_costs(variant, params, projections, scores, values, cached):
+    """The cost table of the variants at d=384, h=6, k=64, T=256; the cache in bytes of fp16."""
+    model = ModelConfig(d_model=384, heads=6, context=256)
+    layer = attention(model, resolve_variant(VariantConfig(**variant), model))
+    cost = attention_cost(layer, keys=mean_causal_keys(256), context=256, tokens_per_pass=1e9)
+    assert (cost.params, cost.projections) == (params, projections)
+    assert (cost.scores, cost.values) == (scores, values)
+    assert cost.flops == projections + scores + values
+    assert 2 * cost.cached == cached
+    assert cost.scores_held == 6 * 256**2
 
 
-@pytest.mark.parametrize("qk", QK_CIRCUITS)
-def test_flops_against_torchs_counter(qk):
-    """E16: our sum of terms is what torch counts (which knows no causal saving)."""
-    model, context = gpt(qk, dropout=0.1), 16  # dropout: the kernel the counter sees into
-    tokens = torch.zeros(2, context, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:
-        model(tokens)
-    assert counter.get_total_flops() == forward_flops_per_token(model, context) * tokens.numel()
+def test_reassociation_costs_a_product_of_weights_each_pass():
+    model = ModelConfig(d_model=384, heads=6, context=256)
+    layer = attention(model, resolve_variant(VariantConfig(qk="reassociated"), model))
+    few, many = (
+        attention_cost(layer, keys=128.5, context=256, tokens_per_pass=n) for n in (1, 256)
+    )
+    per_pass = 2 * 384 * 64 * 384 * 6
+    assert few.projections - many.projections == pytest.approx(per_pass * (1 - 1 / 256))
+    assert few.params == 589_824
+    assert few.scores == 592_128
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("position", ["learned", "none", "alibi", "rope"])
+def test_cached_decoding_is_the_full_forward(name, position):
+    """E16, in pieces of five, one and ten tokens."""
+    if position == "rope" and ALL[name].get("qk", "separate") not in ROTATABLE:
+        with pytest.raises(UserError, match="rope"):
+            gpt(name, position=position)
+        return
+    model, tokens = gpt(name, position=position, bias=True).double(), tokens_of(2, 16)
+    caches = model.caches()
+    pieces = torch.cat([model(piece, caches) for piece in tokens.split((5, 1, 10), 1)], 1)
+    torch.testing.assert_close(pieces, model(tokens), rtol=1e-10, atol=1e-10)
+    for cache, layer in zip(caches, model.attentions(), strict=True):
+        assert cache.length == 16
+        assert cache.bytes_per_token() == 8 * layer.cached_per_token
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_dropout_is_for_training(name):
+    model, tokens = gpt(name, dropout=0.5), tokens_of(2, 16)
+    torch.manual_seed(0)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
 
 
 def test_attention_skip_and_norm():

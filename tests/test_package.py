@@ -71,6 +71,8 @@ def test_the_readmes_commands_work(qkablate, tiny, text, command, tmp_path, monk
     """As they stand, on a tiny model and text; where data and output lie is the test's choice."""
     words = shlex.split(command)[1:]
     (tmp_path / "book.txt").write_bytes(text.read_bytes())
+    if words[0] == "sample":
+        assert qkablate("train", f"variant={words[1]}", *tiny).code == 0
     if words[0] != "train" or {"--help", "--cfg"} & set(words):
         assert qkablate(*words).code == 0
         return
@@ -99,3 +101,29 @@ def test_make_help_lists_every_target():
     out = subprocess.run(["make", "-C", ROOT, "help"], capture_output=True, text=True).stdout
     for target in ("train", "test", "check", "venv"):
         assert f"make {target}" in out
+
+
+def test_the_variant_that_contributing_shows(qkablate, tiny, tmp_path):
+    """In under 25 lines: it is verified, priced and trained like the built-in ones."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    example = re.search(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
+    name, code = example[1], example[2]
+    assert len([line for line in code.splitlines() if line.strip()]) < 25
+    (tmp_path / name).write_text(code, encoding="utf-8")
+    shown = [
+        line.split("  #")[0].split()[1:]
+        for line in re.findall(r"^qkablate .*", text, re.MULTILINE)
+        if name in line
+    ]
+    assert {words[0] for words in shown} == {"verify", "cost", "train"}
+    for words in shown:
+        done = qkablate(*words, *(tiny if words[0] == "train" else ()))
+        assert done.code == 0, done.err
+    folders = sorted((tmp_path / "outputs" / "runs").iterdir())
+    labels = [folder.name.split("-d16")[0] for folder in folders]
+    assert labels == ["residual_q+no_o", "residual_q"]
+    again = qkablate("verify", folders[1].name, f"variant.file={name}")
+    assert again.code == 0, again.err
+    without = qkablate("verify", folders[1].name)
+    assert (without.code, without.out) == (2, "")
+    assert "give variant.file=PATH" in without.err

@@ -1,8 +1,34 @@
 """The two circuits of attention. This package knows torch and nothing of the project."""
 
-from qkablate.attention.layer import Attention
+from qkablate.attention.layer import Attention, Cache
 from qkablate.attention.ov import OV, OV_CIRCUITS
 from qkablate.attention.qk import QK, QK_CIRCUITS
-from qkablate.attention.spec import Spec
+from qkablate.attention.spec import (
+    Draw,
+    Meaningless,
+    Spec,
+    by_head,
+    matrix,
+    project,
+    side_by_side,
+    split_heads,
+    vector,
+)
 
-__all__ = ["OV", "OV_CIRCUITS", "QK", "QK_CIRCUITS", "Attention", "Spec"]
+__all__ = [
+    "OV",
+    "OV_CIRCUITS",
+    "QK",
+    "QK_CIRCUITS",
+    "Attention",
+    "Cache",
+    "Draw",
+    "Meaningless",
+    "Spec",
+    "by_head",
+    "matrix",
+    "project",
+    "side_by_side",
+    "split_heads",
+    "vector",
+]

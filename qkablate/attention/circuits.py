@@ -1,12 +1,43 @@
-"""The circuits as matrices: one QK circuit put into the form of another."""
+"""The circuits as matrices: one put into the form of another, and how far they are apart."""
 
-from qkablate.attention.qk import QK, MergedQK
+import torch
+from torch import Tensor
+
+from qkablate.attention.ov import OV
+from qkablate.attention.qk import QK
 
 
-def merge(qk: QK) -> MergedQK:
-    """The merged circuit with the very scores of `qk`: W_h = B_h, the scales reconciled."""
+def convert(source: QK, target: QK) -> float:
+    """Set `target` to the scores of `source`, or to what of them its form holds; what is lost, as a
+    part of the norm. Raises Meaningless where a circuit is no matrix or cannot be set."""
+    b_HDD, u_HD = scaled_circuit(source)
+    one = torch.ones((), dtype=b_HDD.dtype, device=b_HDD.device)
+    target.set_circuit_(b_HDD / target.scale, None if u_HD is None else u_HD / target.scale)
+    return float(distance(source, target) / torch.maximum(b_HDD.norm(), one * 1e-300))
+
+
+def scaled_circuit(qk: QK) -> tuple[Tensor, Tensor | None]:
+    """B_h and u_h with the scale in them: what the scores are."""
     b_HDD, u_HD = qk.circuit()
-    merged = MergedQK(qk.spec).to(device=b_HDD.device, dtype=b_HDD.dtype)
-    ratio = qk.scale / merged.scale
-    merged.set_circuit_(b_HDD * ratio, None if u_HD is None else u_HD * ratio)
-    return merged
+    return b_HDD.detach() * qk.scale, None if u_HD is None else u_HD.detach() * qk.scale
+
+
+def distance(one: QK, other: QK) -> Tensor:
+    """Frobenius norm of the difference of the scores' matrices, biases included."""
+    (b_HDD, u_HD), (c_HDD, w_HD) = scaled_circuit(one), scaled_circuit(other)
+    zero = torch.zeros_like(b_HDD[..., 0])
+    apart = torch.cat(
+        [
+            b_HDD - c_HDD,
+            ((zero if u_HD is None else u_HD) - (zero if w_HD is None else w_HD))[..., None],
+        ],
+        -1,
+    )
+    return apart.norm()
+
+
+def convert_ov(source: OV, source_qk: QK, target: OV, target_qk: QK) -> float:
+    """Set `target` to what `source` writes, or to what of it its form can hold; what is lost."""
+    m_HDD = source.circuit(source_qk).detach()
+    target.set_circuit_(m_HDD)
+    return float((target.circuit(target_qk).detach() - m_HDD).norm() / m_HDD.norm())

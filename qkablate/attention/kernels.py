@@ -3,21 +3,23 @@
 The name is chosen once, from shapes alone, and then forced: nothing falls back in silence to an
 algorithm with other rounding. A run records the name, and it is part of the run's id.
 
-flash      torch's fused kernel; queries, keys and values of one width
+flash      torch's fused kernel; values or keys that are narrower are padded with zeros
 efficient  torch's memory-efficient CUDA kernel; widths may differ, any float type
 math       scores, softmax and average written out (by torch)
-folded     keys shared by all heads: heads are folded into the query length, so that all scores are
-           ONE batched product against the one key (5 × faster than expanding the key)
+folded     the same as batched products with mask and scale inside the product; heads that share a
+           key are folded into the query length, so that their scores are ONE product against it
+static     scores without content: one softmax for the whole batch
 
-Shape suffixes as in qk.py.
+Shape suffixes as in qk/base.py, and R heads per key head.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout as dropout_
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
+KERNELS = ("auto", "math", "flash", "efficient", "folded")
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -31,55 +33,138 @@ def choose_kernel(
     key_heads: int,
     width: int,
     value_width: int,
+    value_heads: int,
     device: str,
     half: bool,
     dropout: float,
+    addend: bool = False,
 ) -> str:
     """The kernel for these shapes: `width` of the score product, `value_width` of a value.
 
-    `half` says that products are 16 bits wide, on a device whose flash kernel takes them.
+    A key (or value) that is wide because all heads share it is folded; what is a little narrower
+    than the other is padded and fused.
+
+    `half` says that products are 16 bits wide, on a device whose flash kernel takes them. `addend`
+    says that something is added to the scores.
     """
-    if key_heads == 1 and heads > 1:
+    if width == 0:
+        return "static"
+    wide_key = key_heads == 1 and width > value_width
+    wide_value = value_heads == 1 and value_width > width
+    if heads > 1 and (wide_key or wide_value):
         return "folded"
     if device == "cpu":
-        return "flash" if width == value_width and not dropout else "math"
+        return "flash" if width <= value_width and not dropout else "folded"
     if device == "cuda" and width % 8 == value_width % 8 == 0:
-        return "flash" if half and width == value_width <= 256 else "efficient"
+        fits = half and width <= value_width <= 256 and not addend
+        return "flash" if fits else "efficient"
     return "math"
 
 
 def attend(
     q_BHTE: Tensor,
     k_BGSE: Tensor,
-    v_BHSV: Tensor,
+    v_BGSV: Tensor,
     *,
     scale: float,
     causal: bool,
     kernel: str,
+    addend: Tensor | None = None,
     dropout: float = 0.0,
-) -> tuple[Tensor, str]:
-    """softmax(scale · q kᵀ) v as o_BHTV, and the name of the kernel that made it."""
+) -> Tensor:
+    """softmax(scale · q kᵀ + addend) v as o_BHTV. The addend is HTS or TS; keys and values may have
+    fewer heads than the queries, each shared by as many."""
+    if kernel == "static":
+        return _static(q_BHTE, v_BGSV, causal, addend, dropout)
     if kernel == "folded":
-        return _folded(q_BHTE, k_BGSE, v_BHSV, scale, causal, dropout), kernel
-    k_BHSE = k_BGSE.expand(-1, q_BHTE.shape[1], -1, -1)
+        return _folded(q_BHTE, k_BGSE, v_BGSV, scale, causal, addend, dropout)
+    heads, width, value_width = q_BHTE.shape[1], q_BHTE.shape[-1], v_BGSV.shape[-1]
+    k_BHSE, v_BHSV = _per_head(k_BGSE, heads), _per_head(v_BGSV, heads)
+    if kernel == "flash" and width != value_width:  # zeros add nothing to a score or a value
+        missing = value_width - width
+        if missing > 0:
+            q_BHTE, k_BHSE = pad(q_BHTE, (0, missing)), pad(k_BHSE, (0, missing))
+        else:
+            v_BHSV = pad(v_BHSV, (0, -missing))
+    if addend is not None:
+        if causal:
+            addend = addend + causal_mask(addend)
+        addend = addend.to(q_BHTE.dtype).expand(q_BHTE.shape[0], heads, -1, -1)
     with sdpa_kernel(_BACKENDS[kernel]):
         o_BHTV = scaled_dot_product_attention(
-            q_BHTE, k_BHSE, v_BHSV, dropout_p=dropout, is_causal=causal, scale=scale
+            q_BHTE,
+            k_BHSE,
+            v_BHSV,
+            attn_mask=addend,
+            dropout_p=dropout,
+            is_causal=causal and addend is None,
+            scale=scale,
         )
-    return o_BHTV, kernel
+    return o_BHTV[..., :value_width]
+
+
+def causal_mask(like_TS: Tensor, first: int = 0) -> Tensor:
+    """−∞ for every key after the query, as TS; the queries are the positions from `first` on."""
+    queries, keys = like_TS.shape[-2:]
+    return like_TS.new_full((queries, keys), -torch.inf).triu_(1 + first)
+
+
+def _per_head(x_BGSE: Tensor, heads: int) -> Tensor:
+    groups = x_BGSE.shape[1]
+    if groups == 1:
+        return x_BGSE.expand(-1, heads, -1, -1)
+    return x_BGSE if groups == heads else x_BGSE.repeat_interleave(heads // groups, 1)
 
 
 def _folded(
-    q_BHTE: Tensor, k_B1SE: Tensor, v_BHSV: Tensor, scale: float, causal: bool, dropout: float
+    q_BHTE: Tensor,
+    k_BGSE: Tensor,
+    v_BGSV: Tensor,
+    scale: float,
+    causal: bool,
+    addend: Tensor | None,
+    dropout: float,
 ) -> Tensor:
-    _, heads, queries, _ = q_BHTE.shape
-    k_BES = k_B1SE.squeeze(1).mT
-    # The mask enters the product as its addend and the scale as its factor: no further pass.
-    mask_TS = k_BES.new_zeros(queries, k_BES.shape[-1])
+    (batch, groups, keys, _), (heads, queries) = k_BGSE.shape, q_BHTE.shape[1:3]
+    per_group = heads // groups
+    q_NFE = q_BHTE.unflatten(1, (groups, per_group)).flatten(2, 3).flatten(0, 1)  # N=B·G, F=R·T
+    # Mask and addend enter the product as its addend, the scale as its factor: no further pass.
+    mask = q_BHTE.new_zeros(queries, keys)
     if causal:
-        mask_TS = mask_TS.fill_(-torch.inf).triu_(1)
-    scores_BFS = torch.baddbmm(
-        mask_TS.repeat(heads, 1), q_BHTE.flatten(1, 2), k_BES, alpha=scale
-    )  # F = H·T
-    weights_BHTS = scores_BFS.softmax(-1).unflatten(1, (heads, queries))
-    return dropout_(weights_BHTS, dropout) @ v_BHSV
+        mask = causal_mask(mask)
+    if addend is not None:
+        mask = (mask + addend).to(q_BHTE.dtype)
+    if mask.dim() == 2:
+        mask_FS = mask.repeat(per_group, 1)
+    elif groups == 1:
+        mask_FS = mask.flatten(0, 1)
+    else:
+        mask_FS = mask.unflatten(0, (groups, per_group)).flatten(1, 2).repeat(batch, 1, 1)
+    scores_NFS = torch.baddbmm(mask_FS, q_NFE, k_BGSE.flatten(0, 1).mT, alpha=scale)
+    weights_NFS = dropout_(scores_NFS.softmax(-1), dropout)
+    return _average(weights_NFS.view(batch, heads, queries, keys), v_BGSV)
+
+
+def _static(
+    q_BHT0: Tensor, v_BGSV: Tensor, causal: bool, addend: Tensor | None, dropout: float
+) -> Tensor:
+    (batch, heads, queries), keys = q_BHT0.shape[:3], v_BGSV.shape[2]
+    scores = v_BGSV.new_zeros(queries, keys, dtype=torch.promote_types(v_BGSV.dtype, torch.float32))
+    if causal:
+        scores = causal_mask(scores)
+    if addend is not None:
+        scores = scores + addend
+    weights_BHTS = scores.softmax(-1).to(v_BGSV.dtype).expand(batch, heads, -1, -1)
+    if dropout:
+        weights_BHTS = dropout_(weights_BHTS, dropout)
+    return _average(weights_BHTS, v_BGSV)
+
+
+def _average(weights_BHTS: Tensor, v_BGSV: Tensor) -> Tensor:
+    """weights v, where heads that share values are folded together, too."""
+    heads, groups = weights_BHTS.shape[1], v_BGSV.shape[1]
+    if groups == heads:
+        return weights_BHTS @ v_BGSV
+    folded_BGFS = weights_BHTS.unflatten(1, (groups, -1)).flatten(2, 3)
+    o_BGFV = folded_BGFS @ v_BGSV
+    return o_BGFV.unflatten(2, (heads // groups, -1)).flatten(1, 2)

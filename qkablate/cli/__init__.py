@@ -7,7 +7,13 @@ from importlib import import_module
 from qkablate import __version__
 from qkablate.errors import UserError, nearest
 
-VERBS = {"train": "train one variant, from config to result"}
+VERBS = {
+    "train": "train one variant, from config to result",
+    "sample": "text from a trained run",
+    "variants": "the catalogue: what can be compared",
+    "cost": "parameters, FLOPs and memory of variants at a size",
+    "verify": "that a variant is what it says, by exact checks",
+}
 
 HELP = """qkablate: does a transformer need this attention weight matrix? Train it, and see.
 
@@ -20,6 +26,9 @@ Examples
   qkablate train variant=merged_w                      one run on the embedded default
   qkablate train -m variant=standard,merged_w seed=0,1 four runs, paired by seed
   qkablate train --help                                every key and its options
+  qkablate sample merged_w prompt='def main('          text from a run
+  qkablate variants                                    what can be compared
+  qkablate cost --at gpt-j                             what it costs, at a size of one's choice
 
 Shell completion
   bash, zsh  eval "$(qkablate -sc install=bash)"
@@ -56,7 +65,7 @@ def dispatch(argv: list[str]) -> int:
     """The exit code of the verb that argv names."""
     verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help", "help"):
-        print(HELP.format(verbs="\n".join(f"  {n:<8}{text}" for n, text in VERBS.items())), end="")
+        print(HELP.format(verbs="\n".join(f"  {n:<10}{text}" for n, text in VERBS.items())), end="")
         return 0
     if verb == "--version":
         print(f"qkablate {__version__}")

@@ -1,14 +1,18 @@
 """Shell completion: Hydra's, with the verb in front.
 
 Hydra's scripts call `qkablate -sc query=bash` with the line so far in COMP_LINE. The verb is taken
-out of that line, so that Hydra completes the rest from the verb's own configuration.
+out of that line, so that Hydra completes the rest from the verb's own configuration. A verb without
+one says in `words()` what can be typed after it.
 """
 
 import contextlib
 import io
 import os
+from collections.abc import Iterable
+from importlib import import_module
 
 from qkablate.cli import VERBS
+from qkablate.config import conf_dir
 from qkablate.errors import UserError
 
 SHELLS = ("bash", "zsh", "fish")
@@ -26,14 +30,22 @@ def main(argv: list[str]) -> int:
     verb, space, rest = after.lstrip().partition(" ")
     if not space:
         flags = ["--help", "--version"] if verb.startswith("-") else []
-        matches = [word for word in (*VERBS, *flags) if word.startswith(verb)]
-        print((" " if shell != "fish" else "\n").join(matches))
+        _offer(verb, (*VERBS, *flags), shell)
         return 0
     if verb not in VERBS:
+        return 0
+    if not (conf_dir() / f"{verb}.yaml").is_file():
+        offered = getattr(import_module(f"qkablate.cli.{verb}"), "words", tuple)
+        _offer(rest.rpartition(" ")[2], offered(), shell)
         return 0
     os.environ["COMP_LINE"] = f"{before} {rest}"
     with contextlib.redirect_stderr(io.StringIO()):  # a half-typed word is no error to show
         return _ask_hydra(verb, f"query={shell}")
+
+
+def _offer(begun: str, words: Iterable[str], shell: str) -> None:
+    matches = [word for word in words if word.startswith(begun)]
+    print((" " if shell != "fish" else "\n").join(matches))
 
 
 def _ask_hydra(verb: str, request: str) -> int:

@@ -11,6 +11,11 @@ from qkablate.config import load, variants
 from qkablate.errors import UserError
 from qkablate.runs import EXIT_CODES, Owned
 
+# What belongs to one variant, and not to the one that is proposed beside it.
+_OF_A_VARIANT = tuple(
+    f"variant.{key}" for key in ("name", "qk", "ov", "norm", "mask_self", "rank", "groups", "file")
+)
+
 
 def main(argv: list[str]) -> int:
     """Take the verb's own flags off, and give the rest to Hydra."""
@@ -92,7 +97,7 @@ def _print_next(result: dict[str, Any], overrides: list[str]) -> None:
     """The commands one types next."""
     lines = []
     if result["status"] == "done":
-        own = ("variant=", "variant.name", "variant.qk", "variant.ov", "seed=", "~", "hydra")
+        own = ("variant=", *_OF_A_VARIANT, "seed=", "~", "hydra")
         rest = [word for word in overrides if not word.startswith(own)]
         words = shlex.join(rest)
         other = "standard" if result["variant"] != "standard" else "merged_w"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,7 @@ class Dataset:
     tokens: dict[str, int]
     bytes: dict[str, int]
     dtype: str
+    tokenizer: dict[str, Any]  # its description, from which it can be loaded
 
     def split(self, name: str) -> np.ndarray:
         return np.memmap(self.folder / f"{name}.bin", dtype=self.dtype, mode="r")
@@ -75,6 +77,7 @@ def _load(folder: Path) -> Dataset:
             tokens=manifest["tokens"],
             bytes=manifest["bytes"],
             dtype=manifest["dtype"],
+            tokenizer=manifest["tokenizer"],
         )
         for split in SPLITS:
             size = (folder / f"{split}.bin").stat().st_size

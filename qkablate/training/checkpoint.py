@@ -64,7 +64,7 @@ def load_newest(
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole, with its rows in `metrics`; others are named."""
     rows = metrics.stat().st_size if metrics.exists() else 0
-    for path in _newest_first(folder):
+    for path in newest_first(folder):
         try:
             found = load(path, device)
             if found.progress.metrics_end > rows:
@@ -79,26 +79,38 @@ def load_newest(
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    for old in _newest_first(folder)[count:]:
+    for old in newest_first(folder)[count:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def load(path: Path, device: str) -> Checkpoint:
     """One checkpoint; ValueError if it is not what was written."""
+    found = load_weights(path, device)
+    _check_sums(path, _FILES[1])
+    found.state = torch.load(path / _FILES[1], map_location=device, weights_only=True)
+    return found
+
+
+def load_weights(path: Path, device: str) -> Checkpoint:
+    """The same without state.pt, which only training needs."""
+    _check_sums(path, _FILES[0], _FILES[2])
+    progress = Progress(**json.loads((path / _FILES[2]).read_text(encoding="utf-8")))
+    try:
+        weights = safetensors.torch.load_file(path / _FILES[0], device=device)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{_FILES[0]}: {error}") from None
+    return Checkpoint(progress, weights)
+
+
+def newest_first(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"), reverse=True)
+
+
+def _check_sums(path: Path, *names: str) -> None:
     lines = (path / "SHA256SUMS").read_text(encoding="utf-8", errors="replace").splitlines()
-    for name in _FILES:
+    for name in names:
         if f"{_sha256(path / name)}  {name}" not in lines:
             raise ValueError(f"{name} does not have its checksum")
-    progress = Progress(**json.loads((path / _FILES[2]).read_text(encoding="utf-8")))
-    return Checkpoint(
-        progress=progress,
-        weights=safetensors.torch.load_file(path / _FILES[0], device=device),
-        state=torch.load(path / _FILES[1], map_location=device, weights_only=True),
-    )
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"), reverse=True)
 
 
 def _sha256(path: Path) -> str:

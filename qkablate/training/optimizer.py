@@ -13,17 +13,15 @@ from qkablate.model import GPT
 def make_optimizer(model: GPT, config: Config) -> torch.optim.AdamW:
     """Groups by learning-rate multiplier and decay; matrices decay, vectors don't.
 
-    With f factors in B_h and multiplier m, a QK circuit decays by λ · 2/(f · m), so that B_h
-    shrinks per step as standard's does.
+    With f factors in a circuit and multiplier m, its matrices decay by λ · 2/(f · m), so that the
+    circuit shrinks per step as standard's does.
     """
     multipliers: dict[nn.Parameter, tuple[float, float]] = {}
+    matched = config.variant.lr == "matched"
     for attention in model.attentions():
-        qk, matched = attention.qk, config.variant.lr == "matched"
-        rate = qk.lr_multiplier() if matched else 1.0
-        bias_rate = qk.bias_lr_multiplier() if matched else 1.0
-        for parameter in qk.parameters():
-            matrix = parameter.dim() >= 2
-            multipliers[parameter] = (rate, 2 / (qk.factors * rate)) if matrix else (bias_rate, 0.0)
+        for parameter, rate, decay in attention.rates():
+            rate = rate if matched else 1.0
+            multipliers[parameter] = rate, decay / rate
     groups: defaultdict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         rate, decay = multipliers.get(parameter, (1.0, 1.0))

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from qkablate.catalogue import settle
 from qkablate.config import Config
+from qkablate.cost import training_flops_per_token
 from qkablate.data import Dataset, open_dataset
 from qkablate.errors import UserError
-from qkablate.model import GPT, forward_flops_per_token
+from qkablate.model import GPT
 from qkablate.runs import Run, free_bytes, identity, label, run_id
 from qkablate.tracking.mirror import resolve_mode
 from qkablate.training import checkpoint, hardware
@@ -27,7 +29,7 @@ class Plan:
     kernel: str
     equation: str
     match: str  # how well the start meets standard's
-    lr_multiplier: float  # of the QK circuit
+    lr_multiplier: dict[str, float]  # of the QK and the OV circuit
     params: dict[str, int]
     flops_per_token: float  # of training: forward and backward
 
@@ -43,7 +45,7 @@ class Plan:
 
 def plan(config: Config) -> Plan:
     """Resolve what depends on machine and data; UserError for whatever can't be."""
-    config = hardware.resolve(config)
+    config, hashes = settle(hardware.resolve(config))
     resolve_mode(config.track)
     # The cheap looks first: data may have to be prepared.
     _check_out(Path(config.out).expanduser(), _build(config, 1).ledger()["total"])
@@ -57,6 +59,7 @@ def plan(config: Config) -> Plan:
         vocabulary=dataset.vocabulary,
         device=config.device.partition(":")[0],
         kernel=attention.kernel,
+        circuits_from_outside=hashes,
     )
     return Plan(
         config=config,
@@ -64,11 +67,15 @@ def plan(config: Config) -> Plan:
         identity=frozen,
         run=Run(config.out, label(config), run_id(frozen)),
         kernel=attention.kernel,
-        equation=f"{attention.qk.equation}; {attention.ov.equation}",
-        match=attention.qk.match,
-        lr_multiplier=attention.qk.lr_multiplier() if config.variant.lr == "matched" else 1.0,
+        equation=attention.equation,
+        match=attention.match,
+        lr_multiplier=attention.lr_multipliers()
+        if config.variant.lr == "matched"
+        else {"qk": 1.0, "ov": 1.0},
         params=model.ledger(),
-        flops_per_token=3 * forward_flops_per_token(model, (config.model.context + 1) / 2),
+        flops_per_token=training_flops_per_token(
+            model, config.train.batch_size * config.model.context
+        ),
     )
 
 
@@ -80,6 +87,7 @@ def _build(config: Config, vocabulary: int) -> GPT:
             vocabulary,
             device=config.device.partition(":")[0],
             half=hardware.flash_in_half(config),
+            kernel=config.attention.kernel,
         )
 
 

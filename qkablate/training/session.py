@@ -186,6 +186,7 @@ def _model(plan: Plan, resumed: checkpoint.Checkpoint | None) -> GPT:
 def _recorded(plan: Plan, notes: list[str]) -> Plan:
     """The plan with the threads this run began with; begins the record where there is none."""
     folder, config = plan.run.folder, plan.config
+    write_json(folder / "tokenizer.json", plan.dataset.tokenizer)
     known = read_json(folder / "environment.json")
     now = environment(config, hardware.describe(config))
     if known is None or not (folder / "config.yaml").exists():
@@ -208,8 +209,8 @@ def _header(plan: Plan) -> list[str]:
     return [
         f"run      {plan.run.folder}",
         f"variant  {config.variant.name}: {plan.equation}",
-        f"start    matched to standard: {plan.match}; learning rate of the QK circuit"
-        f" × {plan.lr_multiplier:.3g}",
+        f"start    matched to standard: {plan.match}; learning rates of the circuits:"
+        f" QK × {plan.lr_multiplier['qk']:.3g}, OV × {plan.lr_multiplier['ov']:.3g}",
         f"model    {model.layers} layers, d {model.d_model}, {model.heads} heads, context"
         f" {model.context}: {plan.params['total']:,} parameters",
         f"data     {config.data.source}, {config.data.tokenizer}: {tokens['train']:,} tokens to"

@@ -1,68 +1,197 @@
-"""Attention written out: one query, one key, one head at a time, from the equations alone."""
+"""Attention written out: one query, one key, one head at a time, from the equations alone.
+
+Nothing here calls a circuit: parameters by their names, sizes from the spec, and a few lines for
+each class. x and y are single tokens, h is a head; d, k, r as in the equations.
+"""
 
 import math
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from qkablate.attention import QK
+
+def columns(a, name: str, n: int, width: int):
+    """The n-th `width` columns of a matrix or entries of a bias; 0 where there is no such bias."""
+    return a.p[name][..., n * width : (n + 1) * width] if name in a.p else 0.0
 
 
-def scores(qk: QK, x_TD: Tensor, y_SD: Tensor, head: int) -> Tensor:
-    """score(i, j) of one head, unscaled, from the parameters by their names."""
-    k, d = qk.spec.d_head, qk.spec.d_model
-    own = slice(head * k, (head + 1) * k)
-    p = dict(qk.named_parameters())
-    name = type(qk).__name__
-    rows = []
-    for x in x_TD:
-        row = []
-        for y in y_SD:
-            if name == "MergedQK":
-                wide = slice(head * d, (head + 1) * d)
-                query, key = x @ p["w_qk"][:, wide], y
-                if "u" in p:
-                    query = query + p["u"][wide]
-            else:
-                key = y @ p["w_k"][:, own]
-                if "b_k" in p:
-                    key = key + p["b_k"][own]
-                if name == "NoQ":
-                    query = x[own]
+def affine(a, x: Tensor, w: str, b: str, n: int, width: int) -> Tensor:
+    return x @ columns(a, w, n, width) + columns(a, b, n, width)
+
+
+def own(a, x: Tensor, h: int) -> Tensor:
+    """E_h: the head's slice of a token."""
+    return x[h * a.k : (h + 1) * a.k]
+
+
+def symmetric(a, x: Tensor, h: int) -> Tensor:
+    """x W + u with W_ij = W_ji; of the triangle i ≤ j, row by row, is what there is."""
+    at = {pair: n for n, pair in enumerate((i, j) for i in range(a.d) for j in range(i, a.d))}
+    mirrored = [[at[min(i, j), max(i, j)] for j in range(a.d)] for i in range(a.d)]
+    return x @ a.p["triangle"][h][torch.tensor(mirrored)] + columns(a, "u", h, a.d)
+
+
+def group(a, h: int) -> int:
+    return h // (a.heads // a.groups)
+
+
+def w_q(a, x: Tensor, h: int, width: int) -> Tensor:
+    return affine(a, x, "w_q", "b_q", h, width)
+
+
+def w_k(a, y: Tensor, h: int, width: int) -> Tensor:
+    return affine(a, y, "w_k", "b_k", h, width)
+
+
+# The query of a token in a head, and the key.
+QUERY = {
+    "SeparateQK": lambda a, x, h: w_q(a, x, h, a.k),
+    "LowRankQK": lambda a, x, h: w_q(a, x, h, a.r),
+    "WideQK": lambda a, x, h: w_q(a, x, h, a.d),
+    "ReassociatedQK": lambda a, x, h: w_q(a, x, h, a.k) @ columns(a, "w_k", h, a.k).T,
+    "GroupedQK": lambda a, x, h: w_q(a, x, h, a.k),
+    "FourMatrixQK": lambda a, x, h: w_q(a, x @ a.p["a_q"], h, a.k),
+    "CollaborativeQK": lambda a, x, h: w_q(a, x, 0, a.r) * a.p["mix"][h, 0],
+    "MergedQK": lambda a, x, h: affine(a, x, "w_qk", "u", h, a.d),
+    "SymmetricQK": symmetric,
+    "SharedQK": lambda a, x, h: w_k(a, x, h, a.k),
+    "SymDiag": lambda a, x, h: w_k(a, x, h, a.k) * columns(a, "diagonal", h, a.k),
+    "SymPairwise": lambda a, x, h: w_k(a, x, h, a.k) @ a.p["u"][h],
+    "NoQ": own,
+    "NoK": lambda a, x, h: w_q(a, x, h, a.k),
+    "NoQK": own,
+}
+KEY = {
+    "SeparateQK": lambda a, y, h: w_k(a, y, h, a.k),
+    "LowRankQK": lambda a, y, h: w_k(a, y, h, a.r),
+    "WideQK": lambda a, y, h: w_k(a, y, h, a.d),
+    "ReassociatedQK": lambda a, y, h: y,
+    "GroupedQK": lambda a, y, h: w_k(a, y, group(a, h), a.k),
+    "FourMatrixQK": lambda a, y, h: w_k(a, y @ a.p["a_k"], h, a.k),
+    "CollaborativeQK": lambda a, y, h: w_k(a, y, 0, a.r),
+    "MergedQK": lambda a, y, h: y,
+    "SymmetricQK": lambda a, y, h: y,
+    "SharedQK": lambda a, y, h: w_k(a, y, h, a.k),
+    "SymDiag": lambda a, y, h: w_k(a, y, h, a.k),
+    "SymPairwise": lambda a, y, h: w_k(a, y, h, a.k),
+    "NoQ": lambda a, y, h: w_k(a, y, h, a.k),
+    "NoK": own,
+    "NoQK": own,
+}
+VALUE = {
+    "SeparateOV": lambda a, y, h, key: affine(a, y, "w_v", "b_v", h, a.k),
+    "GroupedOV": lambda a, y, h, key: affine(a, y, "w_v", "b_v", group(a, h), a.k),
+    "NoV": lambda a, y, h, key: own(a, y, h) * (a.length if a.matched else 1),
+    "NoO": lambda a, y, h, key: affine(a, y, "w_v", "b_v", h, a.k),
+    "NoVO": lambda a, y, h, key: own(a, y, h) * a.p["gain"][h],
+    "MergedOV": lambda a, y, h, key: y,
+    "TiedOV": lambda a, y, h, key: key,
+}
+OUT = {"MergedOV": "w_ov", "NoO": None, "NoVO": None}  # else w_o
+
+
+def scale(name: str, a) -> float:
+    """1/√d_head, but where the class says otherwise."""
+    if not a.matched:
+        return {"CollaborativeQK": math.sqrt(a.heads / (a.r or 1))}.get(name, 1 / math.sqrt(a.k))
+    return {
+        "LowRankQK": 1 / math.sqrt(a.r or 1),
+        "WideQK": 1 / math.sqrt(a.d),
+        "CollaborativeQK": math.sqrt(a.heads / (a.r or 1)),
+        "NoQ": a.length / math.sqrt(a.k),
+        "NoK": a.length / math.sqrt(a.k),
+        "NoQK": a.length**2 / math.sqrt(a.k),
+    }.get(name, 1 / math.sqrt(a.k))
+
+
+def normed(layer, name: str, a, query: Tensor, key: Tensor, h: int):
+    """The query, the key and the scale after the norm, if there is one."""
+    norm = type(layer.norm).__name__
+    if norm == "NoneType":
+        return query, key, scale(name, a)
+    unit = key / key.norm()
+    if norm == "QKNorm":
+        return layer.norm.gain[h] * query / query.norm(), unit, 1.0
+    if layer.norm.spec.init == "naive":
+        return query, unit, 1 / math.sqrt(a.k)
+    # At the start an entry of y has size 1, one of y W has size σ√d.
+    entry = 1 if name in ("MergedQK", "SymmetricQK", "ReassociatedQK", "NoK", "NoQK") else a.length
+    return query, unit, scale(name, a) * entry * math.sqrt(len(key))
+
+
+def turned(x: Tensor, position: int) -> Tensor:
+    """Rotary: the plane (a, a + E/2) by the angle position · 10000^(−2a/E)."""
+    half = len(x) // 2
+    out = [None] * len(x)
+    for a in range(half):
+        angle = position * 10000 ** (-2 * a / len(x))
+        cos, sin = math.cos(angle), math.sin(angle)
+        out[a] = cos * x[a] - sin * x[a + half]
+        out[a + half] = sin * x[a] + cos * x[a + half]
+    return torch.stack(out)
+
+
+def facts(circuit) -> SimpleNamespace:
+    spec = circuit.spec
+    return SimpleNamespace(
+        p=dict(circuit.named_parameters()),
+        d=spec.d_model,
+        k=spec.d_model // spec.heads,
+        heads=spec.heads,
+        r=spec.rank,
+        groups=spec.groups,
+        length=spec.sigma * math.sqrt(spec.d_model),
+        matched=spec.init == "matched",
+    )
+
+
+def attention(layer, x_BTD: Tensor, y_BSD: Tensor | None, causal: bool) -> Tensor:
+    """The whole layer; y is None where a stream attends to itself."""
+    return torch.stack(
+        [
+            one_sequence(layer, x_TD, x_TD if y_BSD is None else y_BSD[n], y_BSD is None, causal)
+            for n, x_TD in enumerate(x_BTD)
+        ]
+    )
+
+
+def one_sequence(layer, x_TD: Tensor, y_SD: Tensor, same: bool, causal: bool) -> Tensor:
+    a, b = facts(layer.qk), facts(layer.ov)
+    name, write = type(layer.qk).__name__, type(layer.ov).__name__
+    written = [0.0] * len(x_TD)
+    for h in range(a.heads):
+        content = name in QUERY
+        keys = [KEY[name](a, y, h) for y in y_SD] if content else [None] * len(y_SD)
+        values = [VALUE[write](b, y, h, key) for y, key in zip(y_SD, keys, strict=True)]
+        for i, x in enumerate(x_TD):
+            query = QUERY[name](a, x, h) if content else None
+            seen = [j for j in range(len(y_SD)) if j <= i or not causal]
+            if layer.mask_self and same and seen != [i]:
+                seen.remove(i)
+            row = []
+            for j in seen:
+                if name == "StaticScores":
+                    score = a.p["table"][h, i, j]
+                elif name == "Uniform":
+                    score = torch.zeros((), dtype=x_TD.dtype)
                 else:
-                    w, b = ("w_k", "b_k") if name == "SharedQK" else ("w_q", "b_q")
-                    query = x @ p[w][:, own]
-                    if b in p:
-                        query = query + p[b][own]
-            row.append((query * key).sum())
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
-
-
-def scale(qk: QK) -> float:
-    """1/√d_head; for the matched start of no_q times σ√d."""
-    spec = qk.spec
-    matched_slice = type(qk).__name__ == "NoQ" and spec.init == "matched"
-    return (spec.sigma * math.sqrt(spec.d_model) if matched_slice else 1) / math.sqrt(spec.d_head)
-
-
-def attention(layer, x_BTD: Tensor, y_BSD: Tensor, causal: bool) -> Tensor:
-    """The whole layer."""
-    qk, ov = layer.qk, layer.ov
-    k, p = qk.spec.d_head, dict(ov.named_parameters())
-    batch = []
-    for x_TD, y_SD in zip(x_BTD, y_BSD, strict=True):
-        heads = []
-        for head in range(qk.spec.heads):
-            own = slice(head * k, (head + 1) * k)
-            s_TS = scores(qk, x_TD, y_SD, head) * scale(qk)
-            values = y_SD @ p["w_v"][:, own] + (p["b_v"][own] if "b_v" in p else 0)
-            outputs = []
-            for i, row in enumerate(s_TS):
-                seen = row[: i + 1] if causal else row
-                weights = (seen - seen.max()).exp()
-                outputs.append((weights / weights.sum()) @ values[: len(seen)])
-            heads.append(torch.stack(outputs))
-        out = torch.cat(heads, dim=1) @ p["w_o"]
-        batch.append(out + p["b_o"] if "b_o" in p else out)
-    return torch.stack(batch)
+                    q, k, factor = normed(layer, name, a, query, keys[j], h)
+                    if layer.position == "rope":
+                        q, k = turned(q, i), turned(k, j)
+                    score = factor * (q @ k)
+                if layer.position == "alibi":
+                    score = score - 2 ** (-8 * (h + 1) / a.heads) * abs(i - j)
+                row.append(score)
+            weights = (torch.stack(row) - max(row).detach()).exp()
+            weights = weights / weights.sum()
+            average = sum(weight * values[j] for weight, j in zip(weights, seen, strict=True))
+            matrix = OUT.get(write, "w_o")
+            if matrix is None:  # straight into the head's slice
+                rest = (a.heads - h - 1) * a.k
+                written[i] = written[i] + torch.nn.functional.pad(average, (h * a.k, rest))
+            else:
+                rows = slice(h * len(average), (h + 1) * len(average))
+                written[i] = written[i] + average @ b.p[matrix][rows]
+    bias = b.p.get("b_o", 0.0)
+    return torch.stack([out + bias for out in written])

@@ -1,5 +1,7 @@
 """The kernel's name is chosen from shapes, and what is named is what runs."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -7,48 +9,100 @@ from qkablate.attention.kernels import attend, choose_kernel
 
 
 def choose(**other):
-    base = {"heads": 4, "key_heads": 4, "width": 32, "value_width": 32}
+    base = {"heads": 4, "key_heads": 4, "width": 32, "value_heads": 4, "value_width": 32}
     base |= {"device": "cpu", "half": False, "dropout": 0.0}
     return choose_kernel(**(base | other))
 
 
-def test_choice():
-    assert choose() == "flash"
-    assert choose(dropout=0.1) == "math"
-    assert choose(key_heads=1, width=128) == "folded"
-    assert choose(key_heads=1, heads=1, width=128, value_width=128) == "flash"
-    assert choose(device="cuda", half=True) == "flash"
-    assert choose(device="cuda", half=False) == "efficient"
-    assert choose(device="cuda", half=True, width=16) == "efficient"
-    assert choose(device="cuda", half=True, width=12, value_width=12) == "math"
-    assert choose(device="mps") == "math"
+@pytest.mark.parametrize(
+    ("shapes", "kernel"),
+    [
+        ({}, "flash"),
+        ({"addend": True}, "flash"),
+        ({"width": 16}, "flash"),  # padded with zeros
+        ({"value_width": 16}, "folded"),
+        ({"dropout": 0.1}, "folded"),
+        ({"key_heads": 1}, "flash"),
+        ({"key_heads": 1, "width": 128}, "folded"),
+        ({"key_heads": 1, "width": 128, "value_width": 128}, "flash"),
+        ({"value_heads": 1, "value_width": 128}, "folded"),
+        ({"key_heads": 1, "width": 128, "value_heads": 1, "value_width": 128}, "flash"),
+        ({"heads": 1, "key_heads": 1, "value_heads": 1, "value_width": 128}, "flash"),
+        ({"width": 0, "value_width": 128}, "static"),
+        ({"width": 0, "device": "cuda", "half": True}, "static"),
+        ({"device": "cuda", "half": True}, "flash"),
+        ({"device": "cuda", "half": True, "dropout": 0.1}, "flash"),
+        ({"device": "cuda", "half": True, "width": 16}, "flash"),
+        ({"device": "cuda", "half": True, "addend": True}, "efficient"),
+        ({"device": "cuda", "half": True, "value_width": 16}, "efficient"),
+        ({"device": "cuda", "half": True, "width": 512, "value_width": 512}, "efficient"),
+        ({"device": "cuda", "half": False}, "efficient"),
+        ({"device": "cuda", "half": True, "width": 12, "value_width": 12}, "math"),
+        ({"device": "cuda", "half": True, "key_heads": 1, "width": 128}, "folded"),
+        ({"device": "cuda", "half": True, "value_heads": 1, "value_width": 128}, "folded"),
+        ({"device": "mps"}, "math"),
+    ],
+    ids=str,
+)
+def test_choice(shapes, kernel):
+    assert choose(**shapes) == kernel
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_all_kernels_agree(causal):
+@pytest.mark.parametrize("kernel", ["flash", "folded"])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("widths", [(8, 8), (6, 8), (8, 6)], ids=str)
+def test_all_kernels_agree(kernel, groups, widths):
+    """Outputs and gradients, with queries and keys narrower than values and wider, with keys and
+    values that heads share, with nothing added to the scores or something, by head or not."""
     torch.manual_seed(0)
-    q, v = (torch.randn(2, 3, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    k = torch.randn(2, 1, 9, 8, dtype=torch.float64, requires_grad=True)
-    results = {}
-    for kernel in ("math", "flash", "folded"):
-        out, name = attend(q, k, v, scale=0.3, causal=causal, kernel=kernel)
-        assert name == kernel
-        results[kernel] = [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
-    for kernel in ("flash", "folded"):
-        for ours, reference in zip(results[kernel], results["math"], strict=True):
-            torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-10)
+    width, value_width = widths
+    q = torch.randn(2, 4, 9, width, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(2, groups, 9, width, dtype=torch.float64, requires_grad=True)
+    addends = [None, torch.randn(9, 9).double(), torch.randn(4, 9, 9).double()]
+    learned = [t.requires_grad_() for t in addends[1:] if kernel == "folded"]
+    for causal, addend, value_groups in product((True, False), addends, {groups, 4}):
+        v = torch.randn(2, value_groups, 9, value_width, dtype=torch.float64, requires_grad=True)
+        results = []
+        for name in ("math", kernel):
+            out = attend(q, k, v, scale=0.3, causal=causal, kernel=name, addend=addend)
+            inputs = (q, k, v, *(t for t in learned if t is addend))
+            results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+        assert results[0][0].shape == (2, 4, 9, value_width)
+        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:Flash attention")
-def test_a_kernel_that_cannot_run_is_no_silent_fall_back():
-    q, k, v = (torch.randn(1, 2, 4, width) for width in (8, 8, 4))
+@pytest.mark.parametrize("value_groups", [1, 2, 4])
+def test_static_scores_are_what_is_added(value_groups):
+    torch.manual_seed(0)
+    q = torch.empty(3, 4, 5, 0)
+    k = torch.empty(3, 4, 5, 0)
+    v = torch.randn(3, value_groups, 5, 6)
+    table = torch.randn(4, 5, 5)
+    seen = torch.ones(5, 5).tril()
+    v_BHSV = v.repeat_interleave(4 // value_groups, 1)
+    for addend, causal in product((table, None), (True, False)):
+        odds = (torch.zeros(4, 5, 5) if addend is None else addend).exp() * (seen if causal else 1)
+        weights_HTS = odds / odds.sum(-1, keepdim=True)
+        out = attend(q, k, v, scale=1.0, causal=causal, kernel="static", addend=addend)
+        torch.testing.assert_close(out, weights_HTS @ v_BHSV)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("what", ["dropout", "learned addend"])
+def test_a_kernel_that_cannot_run_is_no_silent_fall_back(what):
+    q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    if what == "dropout":
+        other = {"dropout": 0.5}
+    else:
+        other = {"addend": torch.zeros(4, 4, requires_grad=True)}
     with pytest.raises(RuntimeError):
-        attend(q, k, v, scale=1.0, causal=True, kernel="flash")
+        attend(q, k, v, scale=1.0, causal=False, kernel="flash", **other)
 
 
-def test_dropout_of_the_folded_kernel_keeps_the_mean():
+@pytest.mark.parametrize(("kernel", "width"), [("folded", 4), ("static", 0), ("math", 4)])
+def test_dropout_keeps_the_mean(kernel, width):
     torch.manual_seed(0)
-    q, k, v = torch.zeros(1, 2, 64, 4), torch.zeros(1, 1, 64, 4), torch.ones(1, 2, 64, 3)
-    out, _ = attend(q, k, v, scale=1.0, causal=False, kernel="folded", dropout=0.5)
+    q, k, v = torch.zeros(1, 2, 64, width), torch.zeros(1, 1, 64, width), torch.ones(1, 2, 64, 3)
+    out = attend(q, k, v, scale=1.0, causal=False, kernel=kernel, dropout=0.5)
     assert out.std() > 0.01
     assert abs(out.mean() - 1) < 0.1

@@ -1,79 +1,288 @@
-"""Every variant against attention written out, forward and backward."""
+"""Every circuit against attention written out, forward and backward; decoding; what is refused."""
 
-import importlib.util
-from pathlib import Path
+from itertools import product
 
+import naive
 import pytest
 import torch
+from random_layers import CROSSED, PAIRS, random_layer, some_spec, stream
 
-from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Spec
+from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Cache, Meaningless
 
-_spec = importlib.util.spec_from_file_location("naive", Path(__file__).with_name("naive.py"))
-naive = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(naive)
-
-
-def make(qk: str, *, d=12, heads=3, bias=False, dtype=torch.float64, init="matched") -> Attention:
-    torch.manual_seed(0)
-    spec = Spec(d, heads, bias=bias, sigma=0.3, init=init)
-    layer = Attention(QK_CIRCUITS[qk](spec), OV_CIRCUITS["separate"](spec)).to(dtype)
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return layer
+CIRCUITS = [pair for pair in PAIRS if pair not in CROSSED]
+BY_NAME = "+".join  # ids
+# Queries and keys that can be normed, and those that can be rotated.
+NORMABLE = [qk for qk in QK_CIRCUITS if qk not in ("static", "uniform")]
+ROTATABLE = [qk for qk in NORMABLE if qk not in ("merged", "symmetric", "reassociated")]
 
 
-@pytest.mark.parametrize("qk", QK_CIRCUITS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("length", [1, 7])
-def test_parity(qk, bias, causal, heads, dtype, length):
-    layer = make(qk, heads=heads, bias=bias, dtype=dtype)
-    check(layer, torch.randn(2, length, 12, dtype=dtype), None, causal)
-
-
-@pytest.mark.parametrize("qk", QK_CIRCUITS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("queries", "keys"), [(5, 3), (3, 5), (1, 4)])
-def test_parity_across_two_streams(qk, bias, queries, keys):
-    layer = make(qk, bias=bias)
-    x = torch.randn(2, queries, 12, dtype=torch.float64)
-    check(layer, x, torch.randn(2, keys, 12, dtype=torch.float64), causal=False)
-
-
-@pytest.mark.parametrize("qk", QK_CIRCUITS)
-def test_parity_without_matched_start(qk):
-    check(make(qk, init="naive"), torch.randn(1, 5, 12, dtype=torch.float64), None, True)
-
-
-def check(layer, x, y, causal):
+def check(layer, x, y=None, causal=True):
     """Same outputs, same gradients of both streams and of every parameter."""
-    x.requires_grad_()
-    streams = [x] if y is None else [x, y.requires_grad_()]
+    streams = [x.requires_grad_()] if y is None else [x.requires_grad_(), y.requires_grad_()]
     tolerance = 1e-10 if x.dtype == torch.float64 else 1e-4
+    inputs = [*streams, *layer.parameters()]
     results = []
-    for attend in (
-        lambda: layer(x, y, causal=causal),
-        lambda: naive.attention(layer, x, x if y is None else y, causal),
-    ):
-        out = attend()
+    for out in (layer(x, y, causal=causal), naive.attention(layer, x, y, causal)):
         weight = torch.linspace(-1, 1, out.numel(), dtype=x.dtype).view_as(out)
-        inputs = [*streams, *layer.parameters()]
         results.append([out, *torch.autograd.grad((out * weight).sum(), inputs, allow_unused=True)])
     for ours, theirs in zip(*results, strict=True):
-        if ours is None or theirs is None:  # the bias of a single value: no way to the output
-            assert ours is None or float(ours.abs().max()) < tolerance
+        # What has no way to the output has no gradient, or a gradient of zero.
+        ours, theirs = (torch.zeros(()) if t is None else t for t in (ours, theirs))
+        if not ours.dim() or not theirs.dim():
+            assert float(ours.abs().max()) < tolerance
+            assert float(theirs.abs().max()) < tolerance
             continue
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("pair", CIRCUITS, ids=BY_NAME)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_parity(pair, bias, heads):
+    layer = random_layer(*pair, heads=heads, bias=bias)
+    for length, causal in product((1, 7), (True, False)):
+        check(layer, stream(length), causal=causal)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
+def test_parity_in_single_precision(pair):
+    layer = random_layer(*pair, bias=True, dtype=torch.float32)
+    check(layer, stream(7, batch=1, dtype=torch.float32))
+    check(layer, stream(1, batch=1, dtype=torch.float32), causal=False)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_parity_across_two_streams(pair, bias):
+    layer = random_layer(*pair, bias=bias)
+    for queries, keys in ((5, 3), (3, 5), (1, 4)):
+        check(layer, stream(queries), stream(keys), causal=False)
+
+
+@pytest.mark.parametrize("pair", CROSSED, ids=BY_NAME)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_parity_of_crossed_circuits(pair, bias):
+    for heads, d, groups in ((1, 12, 1), (4, 12, 2), (5, 15, 5)):
+        layer = random_layer(*pair, d=d, heads=heads, groups=groups, bias=bias)
+        check(layer, stream(6, batch=1, d=d))
+
+
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
-def test_causality(qk):
+def test_parity_of_every_pair(qk):
+    met = 0
+    for ov in OV_CIRCUITS:
+        try:
+            layer = random_layer(qk, ov, heads=2, groups=1, bias=True)
+        except Meaningless:
+            continue
+        check(layer, stream(4, batch=1))
+        met += 1
+    assert met >= 6
+
+
+@pytest.mark.parametrize("pair", CIRCUITS, ids=BY_NAME)
+def test_parity_of_odd_shapes_and_naive_starts(pair):
+    """d_head 5 and rank 7 above it; one group, as many groups as heads, and between."""
+    layer = random_layer(*pair, d=15, rank=7, init="naive")
+    check(layer, stream(5, batch=1, d=15))
+    for groups in (1, 2, 4):
+        layer = random_layer(*pair, d=20, heads=4, groups=groups, rank=3, init="naive")
+        check(layer, stream(3, batch=1, d=20))
+
+
+@pytest.mark.parametrize("qk", NORMABLE)
+@pytest.mark.parametrize("norm", ["qk", "unit_keys"])
+def test_parity_with_norms(qk, norm):
+    for init, mask_self in (("matched", False), ("naive", True)):
+        layer = random_layer(qk, norm=norm, mask_self=mask_self, init=init, bias=True)
+        check(layer, stream(5, batch=1))
+    check(layer, stream(2, batch=1), stream(3, batch=1), causal=False)
+
+
+@pytest.mark.parametrize("qk", QK_CIRCUITS)
+def test_parity_with_positions_and_self_mask(qk):
+    for position, mask_self in product(("none", "alibi", "rope"), (False, True)):
+        if position == "rope" and qk not in ROTATABLE:
+            continue
+        layer = random_layer(qk, position=position, mask_self=mask_self, bias=True)
+        for causal in (True, False):
+            check(layer, stream(5, batch=1), causal=causal)
+        check(layer, stream(1, batch=1), causal=False)  # alone: it may see itself
+        check(layer, stream(4, batch=1), stream(4, batch=1), causal=False)
+
+
+@pytest.mark.parametrize("norm", ["none", "qk", "unit_keys"])
+@pytest.mark.parametrize("qk", ["separate", "shared", "grouped"])
+def test_tied_values_are_keys_before_norm_and_rotation(qk, norm):
+    layer = random_layer(qk, "tied", norm=norm, position="rope", bias=True)
+    check(layer, stream(5, batch=1))
+
+
+def test_odd_width_can_be_rotated_where_the_score_product_is_even():
+    check(random_layer("low_rank", d=15, rank=8, position="rope"), stream(5, batch=1, d=15))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
+def test_causality(pair):
     """What comes later changes nothing."""
-    layer = make(qk)
-    x = torch.randn(1, 8, 12, dtype=torch.float64)
-    changed = x.clone()
+    changed = stream(8, batch=1)
     changed[:, 5:] += 1
-    torch.testing.assert_close(layer(x)[:, :5], layer(changed)[:, :5], rtol=0, atol=1e-12)
-    assert not torch.allclose(layer(x)[:, 5:], layer(changed)[:, 5:])
+    for mask_self in (False, True):
+        layer = random_layer(*pair, mask_self=mask_self)
+        before, after = layer(stream(8, batch=1)), layer(changed)
+        torch.testing.assert_close(before[:, :5], after[:, :5], rtol=0, atol=1e-12)
+        assert not torch.allclose(before[:, 5:], after[:, 5:])
+
+
+def test_no_token_sees_itself_unless_it_is_alone():
+    """E17: the value of a token reaches every later one, but of its own output only the first's."""
+    x = stream(4, batch=1).requires_grad_()
+    layer = random_layer("uniform", mask_self=True)
+    reached = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0][0] for out in layer(x)[0]]
+    sees = torch.stack([(row.abs().sum(-1) > 0) for row in reached])
+    expected = torch.ones(4, 4).tril(-1)
+    expected[0, 0] = 1
+    assert torch.equal(sees, expected.bool())
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
+def test_kernels_that_may_be_forced_agree(pair):
+    for other in ({}, {"mask_self": True, "position": "alibi"}):
+        auto = random_layer(*pair, bias=True, **other)
+        x = stream(7).requires_grad_()
+        for kernel in ("math", "flash", "folded"):
+            if auto.kernel == "static" and kernel != "math":
+                continue
+            forced = random_layer(*pair, bias=True, kernel=kernel, **other)
+            assert forced.kernel == ("static" if auto.kernel == "static" else kernel)
+            for causal in (True, False):
+                results = [[layer(x, causal=causal)] for layer in (auto, forced)]
+                for result in results:
+                    result += torch.autograd.grad(result[0].square().sum(), x)
+                torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
+def test_cached_decoding_is_the_full_forward(pair):
+    """E16, in pieces of 3, 1 and 3 positions; and the cache holds what the cost says."""
+    for bias, mask_self in ((True, False), (False, True)):
+        decoded_as_at_once(random_layer(*pair, bias=bias, mask_self=mask_self))
+    decoded_as_at_once(random_layer(*pair, heads=4, groups=2, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
+def test_cached_decoding_with_norms_and_positions(pair):
+    for norm, position in product(("none", "qk", "unit_keys"), ("none", "alibi", "rope")):
+        if (norm == "none" or pair[0] in NORMABLE) and (position != "rope" or pair[0] in ROTATABLE):
+            for mask_self in (False, True):
+                decoded_as_at_once(
+                    random_layer(*pair, norm=norm, position=position, mask_self=mask_self)
+                )
+
+
+def decoded_as_at_once(layer):
+    dtype = layer.qk.like.dtype
+    x, cache = stream(7, dtype=dtype), Cache(7)
+    with torch.no_grad():
+        pieces = torch.cat([layer(piece, cache=cache) for piece in x.split((3, 1, 3), 1)], 1)
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(pieces, layer(x), rtol=tolerance, atol=tolerance)
+    assert cache.bytes_per_token() == layer.cached_per_token * x.element_size()
+
+
+def test_what_is_cached():
+    """Keys and values, the one that serves as both, or the stream where it gives them back."""
+    d, k = 12, 4
+    kept = {
+        ("separate", "separate"): 2 * d,
+        ("grouped", "grouped"): 2 * k,
+        ("separate", "tied"): d,
+        ("grouped", "tied"): k,
+        ("shared", "tied"): d,
+        ("merged", "separate"): 2 * d,
+        ("merged", "merged"): d,
+        ("no_qk", "no_vo"): d,
+        ("no_k", "no_v"): d,
+        ("low_rank", "separate"): 3 * 6 + d,
+        ("collaborative", "separate"): 6 + d,
+        ("uniform", "separate"): d,
+        ("uniform", "merged"): d,
+    }
+    assert {pair: random_layer(*pair).cached_per_token for pair in kept} == kept
+
+
+def test_a_full_cache_takes_no_more():
+    layer, cache = random_layer("separate"), Cache(4)
+    layer(stream(3), cache=cache)
+    with pytest.raises(ValueError, match="holds 4 positions"):
+        layer(stream(2), cache=cache)
+
+
+def test_a_table_of_positions_ends():
+    layer = random_layer("static", context=6)
+    assert layer(stream(6)).shape == (2, 6, 12)
+    with pytest.raises(ValueError, match="knows 6 positions"):
+        layer(stream(7))
+
+
+@pytest.mark.parametrize(
+    ("qk", "ov", "other", "reason"),
+    [
+        ("shared", "grouped", {}, "shared keys are the queries"),
+        ("merged", "separate", {"position": "rope"}, "one W cannot be"),
+        ("symmetric", "separate", {"position": "rope"}, "one W cannot be"),
+        ("reassociated", "separate", {"position": "rope"}, "leaves no queries and keys of d_head"),
+        ("static", "separate", {"position": "rope"}, "no queries and keys to rotate"),
+        ("uniform", "separate", {"position": "rope"}, "no queries and keys to rotate"),
+        ("separate", "separate", {"position": "rope", "d": 15}, "5 wide: an odd number"),
+        ("low_rank", "separate", {"position": "rope", "rank": 3}, "3 wide: an odd number"),
+        ("merged", "tied", {}, "keys are x itself"),
+        ("symmetric", "tied", {}, "keys are x itself"),
+        ("reassociated", "tied", {}, "keys are x itself"),
+        ("no_k", "tied", {}, "keys are x itself"),
+        ("no_qk", "tied", {}, "keys are x itself"),
+        ("static", "tied", {}, "no keys to be values"),
+        ("uniform", "tied", {}, "no keys to be values"),
+        ("static", "separate", {"norm": "qk"}, "no queries and keys to norm"),
+        ("uniform", "separate", {"norm": "qk"}, "no queries and keys to norm"),
+        ("static", "separate", {"norm": "unit_keys"}, "no keys to norm"),
+        ("uniform", "separate", {"norm": "unit_keys"}, "no keys to norm"),
+        ("static", "separate", {"kernel": "flash"}, "flash multiplies queries and keys"),
+        ("uniform", "separate", {"kernel": "folded"}, "folded multiplies queries and keys"),
+        ("uniform", "separate", {"kernel": "efficient"}, "efficient multiplies queries"),
+    ],
+)
+def test_what_has_no_meaning_says_why(qk, ov, other, reason):
+    with pytest.raises(Meaningless, match=reason):
+        random_layer(qk, ov, **other)
+
+
+def test_everything_else_has_a_meaning():
+    """Every pair of the tables, under every norm and position, is built or refused for one of the
+    reasons above."""
+    refused = set()
+    for qk, ov, norm, position in product(
+        QK_CIRCUITS, OV_CIRCUITS, ("none", "qk", "unit_keys"), ("none", "alibi", "rope")
+    ):
+        try:
+            Attention(some_spec(), QK_CIRCUITS[qk], OV_CIRCUITS[ov], norm=norm, position=position)
+        except Meaningless:
+            refused.add((qk, ov, norm, position))
+    expected = {
+        (qk, ov, norm, position)
+        for qk, ov, norm, position in product(
+            QK_CIRCUITS, OV_CIRCUITS, ("none", "qk", "unit_keys"), ("none", "alibi", "rope")
+        )
+        if (qk, ov) == ("shared", "grouped")
+        or (qk not in NORMABLE and norm != "none")
+        or (qk not in ROTATABLE and position == "rope")
+        or (ov == "tied" and qk in (*(set(QK_CIRCUITS) - set(ROTATABLE)), "no_k", "no_qk"))
+    }
+    assert refused == expected
+
+
+def test_a_layer_says_why_its_scores_are_no_matrix():
+    assert random_layer("separate").no_circuit == ""
+    assert "norm" in random_layer("separate", norm="qk").no_circuit
+    assert "distance" in random_layer("separate", position="rope").no_circuit
+    assert "do not depend on x" in random_layer("static").no_circuit

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qkablate.config import DataConfig
-from qkablate.data import Batches, open_dataset, store, windows
+from qkablate.data import Batches, open_dataset, store, tokenizers, windows
 from qkablate.data.sources import files
 from qkablate.errors import UserError
 
@@ -90,6 +90,36 @@ def test_chars_and_bits_per_byte(tmp_path, cache):
     plain = open_dataset(DataConfig(**base))
     assert plain.fingerprint != chars.fingerprint
     assert plain.bits_per_byte("val", float(np.log(2))) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", tokenizers.TOKENIZERS)
+def test_decoding(tmp_path, cache, name):
+    """What a dataset says of its tokenizer is enough to have it back, without the corpus."""
+    path = tmp_path / "a.txt"
+    text = "héllo wörld ∑𝄞\r\n\0\u2028\x85" * 300
+    path.write_bytes(text.encode())
+    config = DataConfig(source="text", path=str(path), cache=cache, tokenizer=name)
+    dataset = open_dataset(config)
+    parts = [dataset.split(split) for split in ("train", "val", "test")]
+    tokenizer = tokenizers.load(json.loads(json.dumps(dataset.tokenizer)))
+    assert tokenizer.vocabulary == dataset.vocabulary
+    assert b"".join(tokenizer.decode(tokens) for tokens in parts) == text.encode()
+    assert tokenizer.encode(text.encode()).tolist() == np.concatenate(parts).tolist()
+    assert tokenizer.decode([]) == b""
+
+
+def test_unknown_characters():
+    assert tokenizers.Bytes().unknown("anything ∑") == ""
+    chars = tokenizers.Chars.of([b"hello", "wörld".encode()])
+    assert chars.describe() == {"name": "chars", "characters": "dehlorwö"}
+    assert chars.unknown("wörld") == ""
+    assert chars.unknown("Hey, hey 𝄞") == "Hy, 𝄞"  # each once, in their order
+
+
+def test_the_order_of_characters_is_the_descriptions():
+    tokenizer = tokenizers.load({"name": "chars", "characters": "ba"})
+    assert tokenizer.encode(b"ab").tolist() == [1, 0]
+    assert tokenizer.decode([1, 0]) == b"ab"
 
 
 def test_changed_text_is_prepared_anew(tmp_path, cache):

@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from qkablate.attention import QK_CIRCUITS
-from qkablate.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig, VariantConfig
+from qkablate.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    VariantConfig,
+    resolve_variant,
+    variants,
+)
 from qkablate.data.batches import Batches
 from qkablate.training.hardware import native_bf16, resolve
 from qkablate.training.optimizer import learning_rate
@@ -195,19 +203,20 @@ def test_schedules_of_very_short_runs(steps, schedule):
     assert all(0 < learning_rate(optim, s, steps) <= 1 for s in range(steps))
 
 
-def golden_run(qk: str, folder: Path, monkeypatch) -> list[float]:
-    """20 steps on generated tokens, in fp32, on one thread."""
+def golden_run(variant: str, folder: Path, monkeypatch) -> list[float]:
+    """20 steps in fp32 on one thread: text whose pieces come twice, and scores that matter."""
     from qkablate.training import loop, plan
 
     text = folder / "tokens.txt"
-    tokens = (np.random.default_rng(1).zipf(1.3, 20_000) % 64 + 32).astype(np.uint8)
-    text.write_bytes(tokens.tobytes())
+    pieces = np.random.default_rng(1).zipf(1.3, (1_200, 8)) % 64 + 32
+    text.write_bytes(np.concatenate([pieces, pieces], 1).astype(np.uint8).tobytes())
+    model_config = ModelConfig(layers=2, d_model=32, heads=4, context=32, bias=True, init="linear")
     config = Config(
-        variant=VariantConfig(name=qk, qk=qk),
-        model=ModelConfig(layers=2, d_model=32, heads=4, context=32, bias=True),
+        variant=resolve_variant(VariantConfig(**variants()[variant]), model_config),
+        model=model_config,
         data=DataConfig(source="text", path=str(text), cache=str(folder / "cache")),
         train=TrainConfig(steps=20, batch_size=4),
-        optim=OptimConfig(warmup=2, cooldown=0.0),
+        optim=OptimConfig(lr=0.01, warmup=2, cooldown=0.0),
         device="cpu",
         precision="fp32",
         compile=False,
@@ -226,10 +235,10 @@ def golden_run(qk: str, folder: Path, monkeypatch) -> list[float]:
     return [*losses, trainer.evaluate(planned.dataset.split("val"))]
 
 
-@pytest.mark.parametrize("qk", QK_CIRCUITS)
-def test_golden_losses(qk, tmp_path, monkeypatch):
+@pytest.mark.parametrize("variant", variants())
+def test_golden_losses(variant, tmp_path, monkeypatch):
     """A refactor that moves the numbers is seen here. If they must move: raise NUMERICS in
     runs.py, and write the new ones with `python tests/training/write_golden.py`."""
-    assert golden_run(qk, tmp_path, monkeypatch) == pytest.approx(
-        json.loads(GOLDEN.read_text())[qk], rel=1e-5
+    assert golden_run(variant, tmp_path, monkeypatch) == pytest.approx(
+        json.loads(GOLDEN.read_text())[variant], rel=1e-5
     )

@@ -8,11 +8,11 @@ import pytest
 import test_loop
 import torch
 
-from qkablate.attention import QK_CIRCUITS
+from qkablate.config import variants
 
 torch.set_num_threads(1)
 golden = {}
-for qk in QK_CIRCUITS:
+for name in variants():
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        golden[qk] = test_loop.golden_run(qk, Path(folder), patch)
+        golden[name] = test_loop.golden_run(name, Path(folder), patch)
 test_loop.GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

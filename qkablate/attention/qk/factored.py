@@ -1,0 +1,286 @@
+"""B_h as a product of free factors: standard attention, and what varies its widths and sharing.
+
+Shape suffixes as in base.py, and R for a rank.
+"""
+
+import math
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from qkablate.attention.qk.base import QK
+from qkablate.attention.spec import (
+    Draw,
+    Meaningless,
+    Spec,
+    by_head,
+    matrix,
+    project,
+    side_by_side,
+    split_heads,
+    truncated_svd,
+    vector,
+)
+
+
+class SeparateQK(QK):
+    """Standard attention (Vaswani et al., 2017): B_h = W_q,h W_k,hᵀ, of rank at most d_head."""
+
+    equation = "B_h = W_q W_kᵀ"
+    params = "2 d²"
+    source = "Vaswani et al. 2017"
+
+    def __init__(self, spec: Spec, width: int | None = None, key_heads: int | None = None) -> None:
+        super().__init__(spec)
+        self.width = spec.d_head if width is None else width
+        self.key_heads = spec.heads if key_heads is None else key_heads
+        self.scale = 1 / math.sqrt(self.width)
+        self.w_q = matrix(spec.d_model, spec.heads * self.width)
+        self.w_k = matrix(spec.d_model, self.key_heads * self.width)
+        # b_k only shifts a row of scores, which softmax cannot see; GPT-2 has it, so it stays.
+        self.b_q = vector(spec, spec.heads * self.width)
+        self.b_k = vector(spec, self.key_heads * self.width)
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return split_heads(project(x_BTD, self.w_q, self.b_q), self.spec.heads)
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return split_heads(project(y_BSD, self.w_k, self.b_k), self.key_heads)
+
+    @torch.no_grad()
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        """The nearest product of this rank; heads that share keys share the right factor."""
+        per_group = self.spec.heads // self.key_heads
+        stacked_GCD = b_HDD.unflatten(0, (self.key_heads, per_group)).flatten(1, 2)
+        w_q_GCE, w_k_GDE = truncated_svd(stacked_GCD, self.width)
+        w_q_HDE = w_q_GCE.unflatten(1, (per_group, -1)).flatten(0, 1)
+        self.w_q.copy_(side_by_side(w_q_HDE))
+        self.w_k.copy_(side_by_side(w_k_GDE))
+        if self.b_q is not None and self.b_k is not None:
+            u_HD = torch.zeros_like(b_HDD[..., 0]) if u_HD is None else u_HD
+            w_k_HDE = w_k_GDE.repeat_interleave(per_group, 0)
+            b_q_HE = torch.linalg.pinv(w_k_HDE) @ u_HD.unsqueeze(-1)
+            self.b_q.copy_(b_q_HE.flatten())
+            self.b_k.zero_()
+        elif u_HD is not None:
+            raise Meaningless("this circuit has no bias to hold u")
+
+
+class LowRankQK(SeparateQK):
+    """W_h = U_h V_hᵀ of a rank of one's choice, below d_head or above. At rank d_head it is
+    standard, bit for bit.
+
+    With the scale 1/√r the scores start with standard's spread. A step moves them √(r/k) times as
+    far: r entries of each factor, each weighted by 1/√r.
+    """
+
+    equation = "B_h = U Vᵀ of rank r"
+    params = "2 h d r"
+    source = "Bhojanapalli et al. 2020"
+    uses: ClassVar[tuple[str, ...]] = ("rank",)
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec, width=spec.rank)
+        if spec.init == "naive":  # 1/√d_head, as everywhere: the spread grows with the rank
+            self.scale = 1 / math.sqrt(spec.d_head)
+        same = self.width == spec.d_head
+        self.match = "exact" if same else "spread" if spec.init == "matched" else "none"
+
+    def lr_multiplier(self) -> float:
+        ratio = self.spec.d_head / self.width
+        return math.sqrt(ratio) if self.spec.init == "matched" else ratio
+
+    def bias_lr_multiplier(self) -> float:
+        return self.lr_multiplier()
+
+
+class WideQK(LowRankQK):
+    """Queries and keys as wide as the stream: B_h of full rank, but still a product of two."""
+
+    equation = "B_h = W_q W_kᵀ, d_model wide"
+    params = "2 h d²"
+    source = "Bhojanapalli et al. 2020"
+    uses: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(replace(spec, rank=spec.d_model))
+
+
+class ReassociatedQK(SeparateQK):
+    """Standard's parameters in another order of multiplication: X (W_q W_kᵀ) Xᵀ.
+
+    The very function of standard, rounded otherwise: two such runs differ by what rounding alone
+    does to training, the floor under every gap.
+    """
+
+    equation = "B_h = W_q W_kᵀ, multiplied first"
+    cached = "x"
+    no_rope = "X (W_q W_kᵀ) Xᵀ leaves no queries and keys of d_head to rotate"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.width, self.key_heads = spec.d_model, 1
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        heads = self.spec.heads
+        w_q_HDK, w_k_HDK = by_head(self.w_q, heads), by_head(self.w_k, heads)
+        # b_k is left out: it cannot be seen.
+        u_F = None
+        if self.b_q is not None:
+            b_q_HK = self.b_q.unflatten(0, (heads, -1))
+            u_F = (w_k_HDK @ b_q_HK.unsqueeze(-1)).flatten()
+        return split_heads(project(x_BTD, side_by_side(w_q_HDK @ w_k_HDK.mT), u_F), heads)
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return y_BSD.unsqueeze(1)
+
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        raise Meaningless("standard_reassociated is a twin of standard, not a form of its own")
+
+    def flops_per_token(self) -> int:
+        return 2 * self.spec.heads * self.spec.d_model**2
+
+    def flops_per_pass(self) -> int:
+        return 2 * self.spec.d_model**2 * self.spec.heads * self.spec.d_head + (
+            2 * self.w_k.numel() if self.spec.bias else 0
+        )
+
+
+class GroupedQK(SeparateQK):
+    """Keys shared by the heads of a group (Shazeer, 2019; Ainslie et al., 2023).
+
+    A shared W_k hears h/g heads: its gradient is √(h/g) as large, and there are g/h as many.
+    """
+
+    equation = "B_h = W_q W_k,gᵀ, g keys"
+    params = "d² + d g k"
+    removes = "part of W_k"
+    source = "Ainslie et al. 2023"
+    uses: ClassVar[tuple[str, ...]] = ("groups",)
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec, key_heads=spec.groups)
+        self.match = "exact" if spec.groups == spec.heads else "spread"
+
+    def lr_multiplier(self) -> float:
+        return 2 / (1 + math.sqrt(self.key_heads / self.spec.heads))
+
+
+class FourMatrixQK(SeparateQK):
+    """Two factors on each side: q = x A_q W_q and k = y A_k W_k, with A d × d, shared by all heads.
+
+    The same functions as standard (the factors fold), another path through them. A starts with
+    entries of 1/√d, so that x A is as long as x; A hears all heads, W one: the sum of gradients is
+    (1 + σ√d) times standard's.
+    """
+
+    factors = 4
+    equation = "B_h = A_q W_q (A_k W_k)ᵀ"
+    params = "4 d²"
+    source = "question: why not four?"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.a_q, self.a_k = (matrix(spec.d_model, spec.d_model) for _ in range(2))
+        self.match = "spread" if spec.init == "matched" else "none"
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return super().queries(project(x_BTD, self.a_q))
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return super().keys(project(y_BSD, self.a_k))
+
+    @torch.no_grad()
+    def init_(self, draw: Draw) -> None:
+        super().init_(draw)
+        if self.spec.init == "matched":
+            for a in (self.a_q, self.a_k):
+                a.div_(self.spec.length)
+
+    @torch.no_grad()
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        super().set_circuit_(b_HDD, u_HD)
+        for a in (self.a_q, self.a_k):
+            a.copy_(torch.eye(len(a)))
+
+    def lr_multiplier(self) -> float:
+        length = self.spec.length
+        if self.spec.init == "matched":
+            return 1 / (1 + length)
+        # Unscaled, x A is σ√d times as long as x, on both sides: W and A each hear σ²d of it.
+        return 1 / (2 * length**2)
+
+
+class CollaborativeQK(QK):
+    """Projections shared by all heads, and a vector per head that mixes their dimensions
+    (Cordonnier et al., 2020): S_h = (X W_q ∘ m_h)(X W_k)ᵀ, with D̃ = rank shared dimensions.
+
+    The scale √(h/D̃) and mixing entries of 1/√h give standard's spread. A step moves the scores
+    √(D̃/d) times as far as standard's, and the mixing adds h σ/(2√d) of that.
+    """
+
+    factors = 3
+    equation = "B_h = W_q diag(m_h) W_kᵀ, W shared by heads"
+    params = "2 d r + h r"
+    removes = "W_q, W_k per head"
+    source = "Cordonnier et al. 2020"
+    uses: ClassVar[tuple[str, ...]] = ("rank",)
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        assert spec.rank is not None
+        self.width, self.key_heads = spec.rank, 1
+        self.scale = math.sqrt(spec.heads / spec.rank)
+        self.w_q, self.w_k = (matrix(spec.d_model, spec.rank) for _ in range(2))
+        self.mix = torch.nn.Parameter(torch.empty(spec.heads, 1, spec.rank))
+        self.b_q = vector(spec, spec.rank)  # with the mixing it is the paper's content bias
+        self.match = "spread" if spec.init == "matched" else "none"
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return project(x_BTD, self.w_q, self.b_q).unsqueeze(1) * self.mix
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return project(y_BSD, self.w_k).unsqueeze(1)
+
+    @torch.no_grad()
+    def init_(self, draw: Draw) -> None:
+        super().init_(draw)
+        # Naive: what the authors' code starts with, 0.2 whatever the number of heads.
+        self.mix.mul_(self._mix_std / self.spec.sigma)
+
+    @property
+    def _mix_std(self) -> float:
+        return 1 / math.sqrt(self.spec.heads) if self.spec.init == "matched" else 0.2
+
+    @torch.no_grad()
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        """Each head gets D̃/h of the shared dimensions to itself; at D̃ = d that holds standard."""
+        share = self.width // self.spec.heads
+        if not share:
+            raise Meaningless(f"{self.width} shared dimensions are fewer than the heads")
+        w_q_HDR, w_k_HDR = truncated_svd(b_HDD, share)
+        own = share * self.spec.heads
+        for w, w_HDR in ((self.w_q, w_q_HDR), (self.w_k, w_k_HDR)):
+            w.zero_()[:, :own] = side_by_side(w_HDR)
+        self.mix.zero_()
+        for head in range(self.spec.heads):
+            self.mix[head, 0, head * share : (head + 1) * share] = 1
+        if self.b_q is not None:
+            u_HD = torch.zeros_like(b_HDD[..., 0]) if u_HD is None else u_HD
+            b_q_HR = torch.linalg.pinv(w_k_HDR) @ u_HD.unsqueeze(-1)
+            self.b_q.zero_()[:own] = b_q_HR.flatten()
+
+    def lr_multiplier(self) -> float:
+        spec, h = self.spec, self.spec.heads
+        # W hears all heads through a column of mixing entries: their length, on average.
+        half = math.exp(math.lgamma((h + 1) / 2) - math.lgamma(h / 2))
+        column = self._mix_std * math.sqrt(2) * half
+        share = math.sqrt(self.width / spec.d_model)
+        return 1 / (share * (column + h * spec.sigma / (2 * math.sqrt(spec.d_model))))
+
+    def bias_lr_multiplier(self) -> float:
+        return math.sqrt(self.spec.d_model / self.width) / (
+            self._mix_std * math.sqrt(self.spec.heads)
+        )

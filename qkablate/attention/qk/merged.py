@@ -1,0 +1,156 @@
+"""One d × d matrix per head in place of W_q W_kᵀ. The keys are the stream itself, shared by all
+heads; `kernels.py` makes use of it. Shape suffixes as in base.py.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from qkablate.attention.qk.base import QK
+from qkablate.attention.qk.factored import SeparateQK
+from qkablate.attention.spec import (
+    Draw,
+    Meaningless,
+    Spec,
+    by_head,
+    matrix,
+    project,
+    side_by_side,
+    split_heads,
+    vector,
+)
+
+
+class MergedQK(QK):
+    """One free d × d matrix per head instead of W_q W_kᵀ: B_h = W_h, of any rank.
+
+    The scale is standard's 1/√d_head, so that W_h = W_q W_kᵀ is standard to the letter. With biases
+    a head has u_h, which is all that b_q and b_k can do (u_h = W_k b_q).
+    """
+
+    factors = 1
+    equation = "B_h = W, free d × d"
+    params = "h d²"
+    removes = "W_q, W_k for one W"
+    source = "question: is one W enough?"
+    cached = "x"
+    # Relative positions enter between W_q and W_k: x_iᵀ W_q R(j − i) W_kᵀ x_j is another matrix at
+    # every distance, and no one W is all of them. (Rotating x itself would be another model.)
+    no_rope = "one W cannot be W_q R(j − i) W_kᵀ at every distance; use learned, alibi or none"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.width, self.key_heads = spec.d_model, 1
+        self.w_qk = matrix(spec.d_model, spec.heads * spec.d_model)
+        self.u = vector(spec, spec.heads * spec.d_model)
+        if spec.init == "naive":
+            self.match = "none"
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return split_heads(project(x_BTD, self.w_qk, self.u), self.spec.heads)
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return y_BSD.unsqueeze(1)
+
+    def init_(self, draw: Draw) -> None:
+        if self.spec.init == "naive":
+            return super().init_(draw)
+        # Where standard starts: the product of the very tensors standard draws under these names.
+        twin = SeparateQK(self.spec)
+        twin.init_(draw)
+        self.set_circuit_(*twin.circuit())
+
+    @torch.no_grad()
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        """Every d × d matrix can be held."""
+        self.w_qk.copy_(side_by_side(b_HDD))
+        _set_bias_(self.u, u_HD)
+
+    def lr_multiplier(self) -> float:
+        # One Adam step of W moves the scores √d / (2 k σ) times as far as one of W_q and W_k.
+        return 2 * self.spec.d_head * self.spec.sigma / math.sqrt(self.spec.d_model)
+
+    def bias_lr_multiplier(self) -> float:
+        # u takes the place of b_q alone, as softmax cannot see b_k.
+        return self.spec.d_head * self.spec.sigma / math.sqrt(self.spec.d_model)
+
+    def circuit(self) -> tuple[Tensor, Tensor | None]:
+        u_HD = None if self.u is None else self.u.unflatten(0, (self.spec.heads, -1))
+        return by_head(self.w_qk, self.spec.heads), u_HD
+
+
+class SymmetricQK(QK):
+    """Merged and symmetric: W_h = W_hᵀ, of either sign. What is learned is one triangle of it.
+
+    The matched start is √2 times the symmetric part of standard's B_h: the same spread of scores
+    between two tokens, √2 of it for a token's own. A triangle has half the entries, each with √2
+    of the gradient, so the learning rate is √2 times merged_w's.
+    """
+
+    factors = 1
+    equation = "B_h = W = Wᵀ, d × d"
+    params = "h d (d+1) / 2"
+    removes = "W_q, W_k for one W"
+    source = "Saponati et al. 2025"
+    cached = "x"
+    no_rope = MergedQK.no_rope
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        d = spec.d_model
+        self.width, self.key_heads = d, 1
+        self.triangle = matrix(spec.heads, d * (d + 1) // 2)
+        self.u = vector(spec, spec.heads * d)
+        self.match = "none" if spec.init == "naive" else "spread"
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return split_heads(project(x_BTD, side_by_side(self._full()), self.u), self.spec.heads)
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return y_BSD.unsqueeze(1)
+
+    def _full(self) -> Tensor:
+        """W_HDD, from its triangle."""
+        d = self.spec.d_model
+        row, column = torch.triu_indices(d, d, device=self.triangle.device)
+        empty_HDD = self.triangle.new_zeros(self.spec.heads, d, d)
+        upper_HDD = empty_HDD.index_put(
+            (torch.arange(self.spec.heads, device=row.device).unsqueeze(1), row, column),
+            self.triangle,
+        )
+        return upper_HDD + upper_HDD.triu(1).mT
+
+    def init_(self, draw: Draw) -> None:
+        if self.spec.init == "naive":
+            return super().init_(draw)
+        twin = SeparateQK(self.spec)
+        twin.init_(draw)
+        b_HDD, u_HD = twin.circuit()
+        self.set_circuit_(math.sqrt(2) * b_HDD, u_HD)
+
+    @torch.no_grad()
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        """The symmetric part is kept."""
+        d = self.spec.d_model
+        row, column = torch.triu_indices(d, d, device=b_HDD.device)
+        self.triangle.copy_(((b_HDD + b_HDD.mT) / 2)[:, row, column])
+        _set_bias_(self.u, u_HD)
+
+    def lr_multiplier(self) -> float:
+        spec = self.spec
+        return math.sqrt(2) * 2 * spec.d_head * spec.sigma / math.sqrt(spec.d_model)
+
+    def bias_lr_multiplier(self) -> float:
+        return self.spec.d_head * self.spec.sigma / math.sqrt(self.spec.d_model)
+
+    def flops_per_token(self) -> int:
+        return 2 * self.spec.heads * self.spec.d_model**2
+
+
+@torch.no_grad()
+def _set_bias_(u: nn.Parameter | None, u_HD: Tensor | None) -> None:
+    if u is not None:
+        u.copy_(torch.zeros_like(u) if u_HD is None else u_HD.flatten())
+    elif u_HD is not None:
+        raise Meaningless("this circuit has no bias to hold u")

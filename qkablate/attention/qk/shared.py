@@ -1,0 +1,162 @@
+"""One projection for queries and keys, with something between the two or nothing.
+
+Shape suffixes as in base.py.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from qkablate.attention.qk.base import QK
+from qkablate.attention.spec import (
+    Draw,
+    Spec,
+    matrix,
+    project,
+    side_by_side,
+    split_heads,
+    vector,
+)
+
+
+class SharedQK(QK):
+    """Q = K: B_h = W_h W_hᵀ, symmetric and positive. W is what standard calls W_k.
+
+    At the start every token scores itself √k σ²d on average, and no scale of W can make that
+    standard's zero while keeping the spread: the match is `none`.
+    """
+
+    match = "none"
+    only_own_scores_differ = True
+    equation = "B_h = W_k W_kᵀ, Q = K"
+    params = "d²"
+    removes = "W_q"
+    source = "Kitaev et al. 2020"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.w_k = matrix(spec.d_model, spec.heads * spec.d_head)
+        self.b_k = vector(spec, spec.heads * spec.d_head)
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return self.between(self.keys(x_BTD))
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return split_heads(project(y_BSD, self.w_k, self.b_k), self.spec.heads)
+
+    def forward(self, x_BTD: Tensor, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        k_BHTE = self.keys(x_BTD)
+        return self.between(k_BHTE), k_BHTE if y_BSD is x_BTD else self.keys(y_BSD)
+
+    def between(self, k_BHTE: Tensor) -> Tensor:
+        """From keys to queries."""
+        return k_BHTE
+
+    @torch.no_grad()
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        """The nearest symmetric positive matrix of rank d_head."""
+        value_HD, vector_HDD = torch.linalg.eigh((b_HDD + b_HDD.mT) / 2)
+        top_HK = value_HD[:, -self.spec.d_head :].clamp(min=0)
+        w_HDK = vector_HDD[..., -self.spec.d_head :] * top_HK.sqrt().unsqueeze(1)
+        self._set_(w_HDK, w_HDK, u_HD)
+
+    @torch.no_grad()
+    def _set_(self, w_HDK: Tensor, right_HDK: Tensor, u_HD: Tensor | None) -> None:
+        """Take W, and the b that solves u_h = right_h b_h best."""
+        self.w_k.copy_(side_by_side(w_HDK))
+        if self.b_k is not None:
+            u_HD = torch.zeros_like(w_HDK[..., 0]) if u_HD is None else u_HD
+            self.b_k.copy_((torch.linalg.pinv(right_HDK) @ u_HD.unsqueeze(-1)).flatten())
+
+    def lr_multiplier(self) -> float:
+        return math.sqrt(2)  # one matrix moves where standard moves two, independent, ones
+
+
+class SymDiag(SharedQK):
+    """B_h = W_h D_h W_hᵀ with a learned diagonal (after Kowsher et al., 2025, who share one W for
+    everything): still symmetric, but of either sign.
+
+    D starts as +1, −1, +1, …: a token then scores itself zero on average, as in standard, and two
+    tokens have standard's spread. `naive` starts at D = 1, which is shared_qk. D has k entries
+    where W has d·k, so it adds σ/√d of the speed: nothing. With rope the scores are not symmetric
+    any more: D does not commute with the rotations.
+    """
+
+    equation = "B_h = W_k diag(D) W_kᵀ"
+    params = "d² + d"
+    source = "Kowsher et al. 2025"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.diagonal = nn.Parameter(torch.empty(spec.heads * spec.d_head))
+        # Signs can only cancel in pairs.
+        balanced = spec.init == "matched" and spec.d_head % 2 == 0
+        self.match = "spread" if balanced else "none"
+
+    def between(self, k_BHTE: Tensor) -> Tensor:
+        return k_BHTE * self.diagonal.unflatten(0, (self.spec.heads, 1, -1))
+
+    @torch.no_grad()
+    def init_(self, draw: Draw) -> None:
+        super().init_(draw)
+        self.diagonal.fill_(1)
+        if self.spec.init == "matched":
+            self.diagonal.view(self.spec.heads, -1)[:, 1::2] = -1
+
+    @torch.no_grad()
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        """The nearest symmetric matrix of rank d_head."""
+        value_HD, vector_HDD = torch.linalg.eigh((b_HDD + b_HDD.mT) / 2)
+        top_HK = value_HD.abs().topk(self.spec.d_head).indices
+        value_HK = value_HD.gather(1, top_HK)
+        w_HDK = vector_HDD.gather(2, top_HK.unsqueeze(1).expand(-1, len(b_HDD[0]), -1))
+        w_HDK = w_HDK * value_HK.abs().sqrt().unsqueeze(1)
+        self.diagonal.copy_(value_HK.sign().flatten())
+        self._set_(w_HDK, w_HDK * value_HK.sign().unsqueeze(1), u_HD)
+
+
+class SymPairwise(SharedQK):
+    """B_h = W_h U_h W_hᵀ with a free k × k matrix between (Courtois et al., 2024): no longer
+    symmetric, for h k² parameters. U = 1 is shared_qk; a skew U makes the scores antisymmetric.
+
+    U starts with entries of 1/√k: it turns a key into a query of the same length, so the spread is
+    standard's and a token's own score has mean zero. U adds k σ/(2√d) to the speed of W.
+    """
+
+    factors = 3
+    equation = "B_h = W_k U W_kᵀ"
+    params = "d² + d k"
+    source = "Courtois et al. 2024"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.u = nn.Parameter(torch.empty(spec.heads, spec.d_head, spec.d_head))
+        self.match = "spread" if spec.init == "matched" else "none"
+
+    def between(self, k_BHTE: Tensor) -> Tensor:
+        return k_BHTE @ self.u
+
+    @torch.no_grad()
+    def init_(self, draw: Draw) -> None:
+        super().init_(draw)
+        if self.spec.init == "matched":
+            self.u.div_(self.spec.sigma * math.sqrt(self.spec.d_head))
+        else:
+            self.u.copy_(torch.eye(self.spec.d_head))
+
+    @torch.no_grad()
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        """W spans the k directions that matter most on either side, U is B_h within them. Exact if
+        rows and columns of B_h together span no more."""
+        left_HDD, _, _ = torch.linalg.svd(torch.cat([b_HDD, b_HDD.mT], -1))
+        w_HDK = left_HDD[..., : self.spec.d_head]
+        self.u.copy_(w_HDK.mT @ b_HDD @ w_HDK)
+        self._set_(w_HDK, w_HDK @ self.u.mT, u_HD)
+
+    def lr_multiplier(self) -> float:
+        spec = self.spec
+        return 1 / (1 / math.sqrt(2) + spec.d_head * spec.sigma / (2 * math.sqrt(spec.d_model)))
+
+    def flops_per_token(self) -> int:
+        return super().flops_per_token() + 2 * self.u.numel()

@@ -1,0 +1,127 @@
+"""Queries or keys that are slices of the stream: head h reads x[h·k : (h + 1)·k] without a weight.
+
+A slice of a normed x is 1/(σ√d) times as long as a projected query. The matched start puts that
+into the scale. Shape suffixes as in base.py; E_h is the d × k matrix that takes head h's slice.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from qkablate.attention.qk.base import QK
+from qkablate.attention.spec import Spec, matrix, project, side_by_side, split_heads, vector
+
+
+class NoQ(QK):
+    """No W_q (Karbevski & Mijoski, 2025): B_h = E_h W_k,hᵀ. At one head that is merged_w.
+
+    What is left of the biases is b_k, as in standard.
+    """
+
+    factors = 1
+    match = "spread"
+    equation = "B_h = E_h W_kᵀ, q is a slice of x"
+    params = "d²"
+    removes = "W_q"
+    source = "Karbevski & Mijoski"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.w_k = matrix(spec.d_model, spec.heads * spec.d_head)
+        self.b_k = vector(spec, spec.heads * spec.d_head)
+        if spec.init == "matched":
+            self.scale *= spec.length
+        else:
+            self.match = "none"
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return split_heads(x_BTD, self.spec.heads)
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return split_heads(project(y_BSD, self.w_k, self.b_k), self.spec.heads)
+
+    @torch.no_grad()
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        """Only the rows of the head's own slice can be held."""
+        heads, k = self.spec.heads, self.spec.d_head
+        rows_HKD = torch.stack([b_HDD[h, h * k : (h + 1) * k] for h in range(heads)])
+        self.w_k.copy_(side_by_side(rows_HKD.mT))
+        if self.b_k is not None:
+            self.b_k.zero_()
+
+    def lr_multiplier(self) -> float:
+        # Unscaled, one step moves the scores 1/(2 σ√d) times as far as standard's; matched, half.
+        return 2.0 if self.spec.init == "matched" else 2 * self.spec.length
+
+
+class NoK(QK):
+    """No W_k: head h's key is its slice of x, B_h = W_q,h E_hᵀ. Start and speed as in NoQ."""
+
+    factors = 1
+    match = "spread"
+    equation = "B_h = W_q E_hᵀ, k is a slice of x"
+    params = "d²"
+    removes = "W_k"
+    source = "Karbevski & Mijoski"
+    cached = "x"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.w_q = matrix(spec.d_model, spec.heads * spec.d_head)
+        self.b_q = vector(spec, spec.heads * spec.d_head)
+        if spec.init == "matched":
+            self.scale *= spec.length
+        else:
+            self.match = "none"
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return split_heads(project(x_BTD, self.w_q, self.b_q), self.spec.heads)
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return split_heads(y_BSD, self.spec.heads)
+
+    @torch.no_grad()
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        """Only the columns (and entries of u) of the head's own slice can be held."""
+        heads, k = self.spec.heads, self.spec.d_head
+        own = [slice(h * k, (h + 1) * k) for h in range(heads)]
+        self.w_q.copy_(side_by_side(torch.stack([b_HDD[h, :, own[h]] for h in range(heads)])))
+        if self.b_q is not None:
+            zero_HD = torch.zeros_like(b_HDD[..., 0])
+            u_HD = zero_HD if u_HD is None else u_HD
+            self.b_q.copy_(torch.cat([u_HD[h, own[h]] for h in range(heads)]))
+
+    def lr_multiplier(self) -> float:
+        return 2.0 if self.spec.init == "matched" else 2 * self.spec.length
+
+    def bias_lr_multiplier(self) -> float:
+        return 1.0 if self.spec.init == "matched" else self.spec.length
+
+
+class NoQK(QK):
+    """Neither: slices on both sides, B_h = E_h E_hᵀ, nothing to learn.
+
+    The scale gives two different tokens standard's spread; a token scores itself √k times as much,
+    as in shared_qk, so the match is `none`.
+    """
+
+    factors = 1
+    match = "none"
+    equation = "B_h = E_h E_hᵀ, q = k = a slice of x"
+    params = "0"
+    removes = "W_q, W_k"
+    source = "Karbevski & Mijoski"
+    cached = "x"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.only_own_scores_differ = spec.init == "matched"
+        if spec.init == "matched":
+            self.scale = spec.score_std / math.sqrt(spec.d_head)
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return split_heads(x_BTD, self.spec.heads)
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return split_heads(y_BSD, self.spec.heads)

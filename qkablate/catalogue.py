@@ -1,0 +1,221 @@
+"""From names to circuits: the built-in ones, a user's own file, and what installed packages offer.
+
+A file is imported because the command line names it, never because a run folder does.
+"""
+
+import copy
+import functools
+import hashlib
+import inspect
+import sys
+import traceback
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Meaningless, Spec
+from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
+from qkablate.errors import UserError, nearest
+
+ENTRY_POINTS = "qkablate.circuits"  # the group in which a package offers circuits
+GPT2_SIGMA = 0.02
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A circuit from outside: its class, and the hash of the file it stands in."""
+
+    name: str
+    circuit: type[QK] | type[OV]
+    sha256: str
+    file: Path
+
+
+def settle(config: Config) -> tuple[Config, dict[str, str]]:
+    """The config with the names of the circuits that `variant.file` brings, and the hashes of the
+    files of all circuits from outside."""
+    variant = config.variant
+    if variant.file is not None:
+        own = load_file(variant.file)
+        if issubclass(own.circuit, QK):
+            variant = replace(variant, qk=own.name)
+        else:
+            variant = replace(variant, ov=own.name)
+        variant = resolve_variant(variant, config.model)
+        _check_used(variant)
+        return replace(config, variant=variant), {own.name: own.sha256}
+    offered = [f for f in (_offered("qk", variant.qk), _offered("ov", variant.ov)) if f is not None]
+    if offered:
+        _check_used(variant)
+    return config, {foreign.name: foreign.sha256 for foreign in offered}
+
+
+def circuits(variant: VariantConfig) -> tuple[type[QK], type[OV]]:
+    """The two classes that a variant's names stand for."""
+    own = load_file(variant.file) if variant.file is not None else None
+    pair = []
+    for kind, known in (("qk", QK_CIRCUITS), ("ov", OV_CIRCUITS)):
+        name = getattr(variant, kind)
+        foreign = own if own is not None and own.name == name else _offered(kind, name)
+        if foreign is None and name not in known:
+            names = ", ".join(known)
+            raise UserError(f"variant.{kind}: '{name}' is not one of {names}{nearest(name, known)}")
+        pair.append(foreign.circuit if foreign is not None else known[name])
+    return pair[0], pair[1]  # type: ignore[return-value]
+
+
+def spec(model: ModelConfig, variant: VariantConfig) -> Spec:
+    """What the circuits need to know of the model around them."""
+    linear_sigma = (3 * model.d_model) ** -0.5  # of a uniform within ±1/√d
+    gpt2 = model.init == "gpt2"
+    assert variant.rank is None or isinstance(variant.rank, int)
+    assert variant.groups is None or isinstance(variant.groups, int)
+    return Spec(
+        d_model=model.d_model,
+        heads=model.heads,
+        bias=model.bias,
+        sigma=GPT2_SIGMA if gpt2 else linear_sigma,
+        residual=(2 * model.layers) ** -0.5 if gpt2 else 1.0,
+        init=variant.init,
+        rank=variant.rank,
+        groups=variant.groups,
+        context=model.context,
+    )
+
+
+def attention(
+    model: ModelConfig,
+    variant: VariantConfig,
+    *,
+    device: str = "cpu",
+    half: bool = False,
+    kernel: str = "auto",
+) -> Attention:
+    """One attention layer of this model, without values yet; UserError for what has no meaning."""
+    qk, ov = circuits(variant)
+    own = load_file(variant.file) if variant.file is not None else None
+    try:
+        layer = Attention(
+            spec(model, variant),
+            qk,
+            ov,
+            norm=variant.norm,
+            mask_self=variant.mask_self,
+            position=model.position if model.position in ("alibi", "rope") else "none",
+            device=device,
+            half=half,
+            dropout=model.dropout,
+            kernel=kernel,
+        )
+        if own is not None:
+            _try(own, layer)
+        return layer
+    except Meaningless as refused:
+        raise UserError(f"variant: {variant.name} is refused: {refused}") from None
+    except Exception as error:
+        if own is None or isinstance(error, UserError):
+            raise
+        raise UserError(f"variant.file: {blame(error, own.file)}") from None
+
+
+def load_file(path: str) -> Foreign:
+    """The one circuit that a user's Python file defines."""
+    try:
+        return _load(path, Path(path).expanduser().read_bytes())
+    except OSError as error:
+        raise UserError(f"variant.file: cannot read '{path}': {error.strerror}") from None
+
+
+@functools.cache
+def _load(path: str, source: bytes) -> Foreign:
+    file = Path(path).expanduser()
+    name = file.stem
+    if name in {*QK_CIRCUITS, *OV_CIRCUITS} or not name.isidentifier():
+        raise UserError(
+            f"variant.file: '{file.name}' gives the circuit its name: letters, digits and _,"
+            " and no name that there is already"
+        )
+    module = ModuleType(f"qkablate_variant_{name}")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(source, str(file), "exec"), module.__dict__)  # what was hashed is what runs
+    except SyntaxError as error:
+        raise UserError(f"variant.file: '{path}' line {error.lineno}: {error.msg}") from None
+    except Exception as error:
+        raise UserError(f"variant.file: {blame(error, file)}") from None
+    own = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and issubclass(value, (QK, OV))
+        and value.__module__ == module.__name__
+    ]
+    if len(own) != 1:
+        raise UserError(
+            f"variant.file: '{path}' must define one class, a QK or an OV, and defines {len(own)}"
+        )
+    return Foreign(name, own[0], hashlib.sha256(source).hexdigest(), file)
+
+
+def blame(error: Exception, file: Path) -> str:
+    """What went wrong in a user's file, and where in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+    where = f"'{file}'" + (f" line {lines[-1]}" if lines else "")
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return f"{where}: {type(error).__name__}: {first}"
+
+
+def _check_used(variant: VariantConfig) -> None:
+    """What config.py checks for the built-in circuits."""
+    pair = circuits(variant)
+    for key in ("rank", "groups"):
+        given, users = getattr(variant, key), [c.__name__ for c in pair if key in c.uses]
+        if users and given is None:
+            raise UserError(f"variant.{key}: {users[0]} needs a number")
+        if given is not None and not users:
+            raise UserError(
+                f"variant.{key}: {given} given, but qk={variant.qk}, ov={variant.ov} have none"
+            )
+
+
+def _try(own: Foreign, layer: Attention) -> None:
+    """Look at the shapes of what a user's circuit gives, before anything is trained."""
+    model = copy.deepcopy(layer).to("meta")
+    x_BTD = torch.empty(2, 3, layer.qk.spec.d_model, device="meta")
+    q_BHTE, k_BGSE = model.qk(x_BTD, x_BTD)
+    v_BGSV = model.ov.values(x_BTD, k_BGSE)
+    qk, ov, heads = layer.qk, layer.ov, layer.qk.spec.heads
+    for what, found, expected in (
+        ("queries", q_BHTE, (2, heads, 3, qk.width)),
+        ("keys", k_BGSE, (2, qk.key_heads, 3, qk.width)),
+        ("values", v_BGSV, (2, ov.value_heads, 3, ov.width)),
+        ("write", model.ov.write(v_BGSV.new_empty(2, heads, 3, ov.width)), tuple(x_BTD.shape)),
+    ):
+        if tuple(found.shape) != expected:
+            raise UserError(
+                f"variant.file: {own.circuit.__name__} gives {what} of shape {tuple(found.shape)}"
+                f" for 2 sequences of 3 tokens; {expected} is what its widths and heads say"
+            )
+
+
+def _offered(kind: str, name: str) -> Foreign | None:
+    """What an installed package offers under this name."""
+    if name in QK_CIRCUITS or name in OV_CIRCUITS:
+        return None
+    for entry in metadata.entry_points(group=ENTRY_POINTS, name=name):
+        try:
+            circuit = entry.load()
+        except Exception as error:
+            raise UserError(
+                f"variant.{kind}: '{name}' ({entry.value}) cannot be loaded:"
+                f" {type(error).__name__}: {error}"
+            ) from None
+        if inspect.isclass(circuit) and issubclass(circuit, QK if kind == "qk" else OV):
+            file = Path(inspect.getfile(circuit))
+            return Foreign(name, circuit, hashlib.sha256(file.read_bytes()).hexdigest(), file)
+    return None

@@ -1,0 +1,198 @@
+"""`qkablate cost`: what variants cost at a size, by formula and by the clock."""
+
+import sys
+from typing import Any
+
+from qkablate.cli.compose import configs, take_flags, varies
+from qkablate.cli.table import print_csv, print_json, print_table, short
+from qkablate.config import Config, variants
+from qkablate.errors import UserError, nearest
+
+# What `--at` takes: a model of conf/model, and the vocabulary it is known with.
+SIZES = {"gpt-j": 50400, "gpt2": 50257, "300m": 50304, "baby": 256, "nano": 256}
+
+HELP = """qkablate cost: parameters, FLOPs and memory of variants at a size.
+
+Usage: qkablate cost [key=value …] [--at SIZE] [--measure] [--json | --csv] [--vocabulary N]
+
+Without `variant=…` all variants are shown. Keys are those of `qkablate train`; several values are
+separated by commas.
+
+Examples
+  qkablate cost variant=standard,merged_w model.d_model=256,512
+  qkablate cost --at gpt-j                          16 heads of 256 at d 4096
+  qkablate cost --at 300m variant=standard,shared_qk,tied_kv,tied_qkv
+  qkablate cost variant=standard,merged_w --measure step times on this machine, too
+  qkablate cost --csv > cost.csv
+
+Columns
+  params         of the whole model
+  attention      parameters of one attention layer
+  project, scores, values
+                 FLOPs of one attention layer, forward, per token: the projections, q kᵀ, and the
+                 average of the values. 2 per multiply-add; a causal query sees (T + 1)/2 keys on
+                 average, and only those count.
+  training       FLOPs of the whole model per token, forward and backward; and as a part of the
+                 first row's
+  score matrix   what one sequence's scores take in one layer, where a kernel holds them whole
+  KV/token       what a decoder keeps per token, all layers
+Bytes are those of 16-bit numbers; with precision=fp32, of 32-bit ones.
+
+Flags
+  --at SIZE       gpt-j, gpt2, 300m, baby, nano: a model of conf/model with its vocabulary
+  --vocabulary N  where no SIZE says it; the default is that of data.tokenizer=bytes
+  --measure       time training steps: one model at a time, taking turns, medians
+  --json, --csv   all figures, unrounded
+"""
+
+
+def main(argv: list[str]) -> int:
+    flags, words = take_flags(
+        argv, ("--help", "-h", "--measure", "--json", "--csv"), ("--at", "--vocabulary")
+    )
+    if {"--help", "-h"} & {*flags}:
+        print(HELP, end="")
+        return 0
+    if "--json" in flags and "--csv" in flags:
+        raise UserError("--json and --csv: give one of the two")
+    vocabulary = _vocabulary(flags)
+    if "--at" in flags:
+        words = [f"model={flags['--at']}", *words]
+    if not varies(words, "variant"):
+        words = [
+            f"variant={','.join(['standard', *(v for v in variants() if v != 'standard')])}",
+            *words,
+        ]
+    planned = configs(words)
+    rows, settled = _rows(planned, vocabulary)
+    if "--measure" in flags:
+        _measure(settled, rows, vocabulary)
+    if "--json" in flags:
+        print_json(rows)
+    elif "--csv" in flags:
+        print_csv(rows)
+    else:
+        _print(rows, planned[0], vocabulary)
+    return 0
+
+
+def _vocabulary(flags: dict[str, str]) -> int:
+    size, given = flags.get("--at"), flags.get("--vocabulary")
+    if size is not None and size not in SIZES:
+        raise UserError(f"--at: '{size}' is not one of {', '.join(SIZES)}{nearest(size, SIZES)}")
+    if given is None:
+        return SIZES.get(size or "", 256)
+    if not given.isdecimal() or int(given) < 1:
+        raise UserError(f"--vocabulary: '{given}' is not a whole number from 1 on")
+    return int(given)
+
+
+def _rows(planned: list[Config], vocabulary: int) -> tuple[list[dict[str, Any]], list[Config]]:
+    import torch
+
+    from qkablate.catalogue import settle
+    from qkablate.cost import cost
+    from qkablate.model import GPT
+
+    rows: list[dict[str, Any]] = []
+    settled: list[Config] = []
+    for given in planned:
+        try:
+            config, _ = settle(given)
+            with torch.device("meta"):
+                model = GPT(
+                    config.model, config.variant, vocabulary, kernel=config.attention.kernel
+                )
+        except UserError as refused:
+            if len(planned) == 1:
+                raise
+            print(f"left out: {refused}", file=sys.stderr)
+            continue
+        per_pass = config.train.batch_size * config.model.context
+        number_bytes = 4 if config.precision == "fp32" else 2
+        found = cost(model, tokens_per_pass=per_pass, number_bytes=number_bytes)
+        settled.append(config)
+        rows.append(
+            {
+                "variant": config.variant.name,
+                "d_model": config.model.d_model,
+                "heads": config.model.heads,
+                "layers": config.model.layers,
+                "context": config.model.context,
+                "params": found.params["total"],
+                "attention_params_per_layer": found.layer.params,
+                "projection_flops_per_token": found.layer.projections,
+                "score_flops_per_token": found.layer.scores,
+                "value_flops_per_token": found.layer.values,
+                "forward_flops_per_token": found.forward,
+                "training_flops_per_token": found.training,
+                "training_flops_ratio": found.training / rows[0]["training_flops_per_token"]
+                if rows
+                else 1.0,
+                "score_matrix_bytes": found.score_bytes,
+                "kv_bytes_per_token": found.cache_bytes,
+            }
+        )
+    if not rows:
+        raise UserError("none of these variants has a meaning at this size")
+    return rows, settled
+
+
+def _measure(settled: list[Config], rows: list[dict[str, Any]], vocabulary: int) -> None:
+    from tqdm import tqdm
+
+    from qkablate.training import hardware
+    from qkablate.training.measure import check_memory, step_times
+
+    device = hardware.resolve(settled[0])
+    check_memory([row["params"] for row in rows], device.device)
+    print(
+        f"timing steps of {device.train.batch_size} × {device.model.context} tokens on"
+        f" {device.device}, {device.precision}, {device.threads} threads",
+        file=sys.stderr,
+    )
+    with tqdm(
+        total=100, unit="%", bar_format="{l_bar}{bar}", disable=not sys.stderr.isatty()
+    ) as bar:
+        found = step_times(settled, vocabulary, lambda part: bar.update(int(100 * part) - bar.n))
+    for row, times in zip(rows, found, strict=True):
+        row["step_ms"] = 1000 * times.median
+        row["step_ratio"] = times.median / found[0].median
+        row["step_rounds"] = times.rounds
+
+
+def _print(rows: list[dict[str, Any]], first: Config, vocabulary: int) -> None:
+    sizes = {(r["d_model"], r["heads"], r["layers"], r["context"]) for r in rows}
+    several = len(sizes) > 1
+    head = ["variant", "params", "attention", "project", "scores", "values", "training", ""]
+    head += ["score matrix", "KV/token"]
+    timed = "step_ms" in rows[0]
+    table = []
+    for r in rows:
+        size = f" d{r['d_model']} h{r['heads']}" if several else ""
+        cells = [f"{r['variant']}{size}", f"{r['params']:,}"]
+        cells += [short(r[key]) for key in _FIGURES]
+        cells += [f"× {r['training_flops_ratio']:.2f}", short(r["score_matrix_bytes"]) + "B"]
+        cells += [short(r["kv_bytes_per_token"]) + "B"]
+        if timed:
+            cells += [f"{r['step_ms']:.1f}", f"× {r['step_ratio']:.2f}"]
+        table.append(cells)
+    print_table(head + (["ms/step", ""] if timed else []), table)
+    model = first.model
+    shape = "" if several else f"{model.layers} layers, d {model.d_model}, {model.heads} heads, "
+    bits = 32 if first.precision == "fp32" else 16
+    print(
+        f"\n{shape}context {model.context}, vocabulary {vocabulary:,}, {bits}-bit numbers;"
+        " FLOPs per token: qkablate cost --help"
+    )
+    name = next((r["variant"] for r in rows if r["variant"] in variants()), "merged_w")
+    print(f"\nNext\n  qkablate verify variant={name}\n  qkablate train variant={name}")
+
+
+_FIGURES = (
+    "attention_params_per_layer",
+    "projection_flops_per_token",
+    "score_flops_per_token",
+    "value_flops_per_token",
+    "training_flops_per_token",
+)

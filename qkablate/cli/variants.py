@@ -1,0 +1,88 @@
+"""`qkablate variants`: the catalogue."""
+
+from typing import Any
+
+from qkablate.cli.compose import take_flags
+from qkablate.cli.table import print_json, print_table
+from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
+from qkablate.errors import UserError
+
+HELP = """qkablate variants: what can be compared.
+
+Usage: qkablate variants [--json]
+
+Each is a way to parametrise the scores of a head, scale · x_iᵀ B_h x_j, and what a position writes,
+x_jᵀ M_h. Parameters are per layer, without biases: d is d_model, h heads, k d_head, r variant.rank,
+g variant.groups, T model.context.
+
+The two axes combine freely; a pair that means nothing is refused with the reason.
+
+Examples
+  qkablate train variant=low_rank_w variant.rank=8
+  qkablate train variant.qk=merged variant.ov=no_o      a pair that has no name of its own
+  qkablate cost variant=standard,merged_w --at gpt-j    what it would cost
+  qkablate verify variant=merged_w                      that it is what it says
+"""
+
+
+def main(argv: list[str]) -> int:
+    flags, rest = take_flags(argv, ("--help", "-h", "--json"))
+    if rest:
+        raise UserError(f"'{rest[0]}': `qkablate variants` takes no key")
+    if {"--help", "-h"} & {*flags}:
+        print(HELP, end="")
+        return 0
+    from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
+    from qkablate.attention.modifiers import NORMS
+
+    rows = [_row(name, entry) for name, entry in _in_order()]
+    if "--json" in flags:
+        print_json(rows)
+        return 0
+    columns = ["variant", "parameters", "without", "equation", "source"]
+    print_table(columns, [[row[column] for column in columns] for row in rows], left=5)
+    print("\nParameters per layer: d d_model, h heads, k d_head, r rank, g groups, T context.")
+    print("Where an equation says only one of B_h and M_h, the other is standard's.")
+    print(f"\nFreely combined\n  variant.qk={'|'.join(QK_CIRCUITS)}")
+    print(f"  variant.ov={'|'.join(OV_CIRCUITS)}\n  variant.norm={'|'.join(NORMS)}")
+    print("  variant.mask_self=true|false")
+    print("\nNext\n  qkablate cost\n  qkablate verify\n  qkablate train variant=merged_w")
+    return 0
+
+
+def _in_order() -> list[tuple[str, dict[str, Any]]]:
+    """Standard first, then by what they change: scores, values, both."""
+
+    def key(item: tuple[str, dict[str, Any]]) -> tuple[bool, bool, bool, str]:
+        name, entry = item
+        changes_ov, changes_qk = entry["ov"] != "separate", entry["qk"] != "separate"
+        return name != "standard", changes_ov, changes_ov and changes_qk, name
+
+    return sorted(variants().items(), key=key)
+
+
+def _row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
+    from qkablate.attention.ov import SeparateOV
+    from qkablate.attention.qk.factored import SeparateQK
+    from qkablate.catalogue import attention
+
+    model = ModelConfig()
+    variant = resolve_variant(VariantConfig(**entry), model)
+    layer = attention(model, variant)
+    removes = [part for part in (layer.qk.removes, layer.ov.removes) if part]
+    # What is as in standard goes without saying.
+    changed = [part for part in (layer.qk, layer.norm, layer.ov) if part is not None]
+    changed = [p for p in changed if type(p) not in (SeparateQK, SeparateOV)] or [layer.qk]
+    equations = [part.equation for part in changed] if name != "standard" else [layer.equation]
+    equations += ["no token sees itself"] if layer.mask_self else []
+    return {
+        "variant": name,
+        "qk": variant.qk,
+        "ov": variant.ov,
+        "norm": variant.norm,
+        "mask_self": variant.mask_self,
+        "parameters": layer.params,
+        "without": ", ".join(dict.fromkeys(removes)),
+        "equation": "; ".join(equations),
+        "source": "; ".join(dict.fromkeys(part.source for part in changed if part.source)),
+    }

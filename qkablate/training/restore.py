@@ -1,0 +1,207 @@
+"""A model from a run folder, which is read as data and never believed.
+
+Weights come from safetensors alone. Nothing is imported because a folder says so: a circuit from
+outside must be named by the user. Nothing in the folder is written.
+"""
+
+import hashlib
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
+from qkablate.catalogue import settle
+from qkablate.config import Config, check, explain
+from qkablate.data import tokenizers
+from qkablate.errors import UserError
+from qkablate.model import GPT
+from qkablate.runs import find_run, read_json
+from qkablate.training import checkpoint
+
+__all__ = ["Restored", "find_run", "restore"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A trained model, and what it was trained as."""
+
+    config: Config
+    model: GPT
+    tokenizer_description: Any  # as it stands in the folder; None where there is none
+    folder: Path
+    step: int
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """What turns text into the model's tokens and back."""
+        path, vocabulary = self.folder / "tokenizer.json", self.model.token_embedding.num_embeddings
+        description = self.tokenizer_description
+        if not path.exists():  # older runs kept none, and bytes need none
+            if self.config.data.tokenizer != "bytes":
+                raise UserError(f"'{path}' is not there; train the run anew with --rerun")
+            description = {"name": "bytes"}
+        try:
+            tokenizer = tokenizers.load(description)
+        except ValueError as error:
+            raise UserError(f"'{path}' is damaged: {error}") from None
+        if tokenizer.vocabulary != vocabulary:
+            raise UserError(
+                f"'{path}' is not this run's: it has {tokenizer.vocabulary} tokens,"
+                f" the model {vocabulary}"
+            )
+        return tokenizer
+
+
+def restore(
+    folder: Path,
+    *,
+    variant_file: str | None = None,
+    qk: str | None = None,
+    ov: str | None = None,
+    device: str = "cpu",
+) -> Restored:
+    """The model of a run's newest whole checkpoint, in eval mode. `variant_file`, `qk` and `ov` are
+    what the user names on the command line, where the run has circuits from outside."""
+    config, identity = _read(folder / "config.yaml")
+    config = _with_circuits(config, identity["circuits_from_outside"], variant_file, qk, ov)
+    # Of the recorded values these alone shape the model, and must make sense.
+    check(Config(variant=config.variant, model=config.model))
+    found = _newest_checkpoint(folder, device)
+    model = _build(config, identity["vocabulary"], device, folder)
+    _check_shapes(model, found, folder)
+    model.to_empty(device=device).load_state_dict(found.weights)
+    return Restored(
+        config=config,
+        model=model.eval(),
+        tokenizer_description=read_json(folder / "tokenizer.json"),
+        folder=folder,
+        step=found.progress.step,
+    )
+
+
+def _read(path: Path) -> tuple[Config, dict[str, Any]]:
+    """The config and the identity, with the types they must have."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not path.is_file():
+        raise UserError(f"'{path.parent}' is no run: it has no {path.name}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):  # a few could stand for gigabytes
+                raise ValueError("a frozen config holds no alias")
+            if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
+                # OmegaConf would look it up, even in the environment.
+                raise ValueError("a frozen config holds no ${…}")
+        plain = yaml.safe_load(text)
+        identity = plain.pop("identity")
+        foreign, vocabulary = identity["circuits_from_outside"], identity["vocabulary"]
+        del plain["id"]
+        if not isinstance(vocabulary, int) or not 1 <= vocabulary < 2**31:
+            raise ValueError(f"a vocabulary of {vocabulary!r}")
+        if not all(isinstance(word, str) for pair in foreign.items() for word in pair):
+            raise ValueError("circuits_from_outside are not names and hashes")
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
+        assert isinstance(config, Config)
+        return config, identity
+    except OmegaConfBaseException as error:
+        reason = explain(error)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+    except (KeyError, TypeError, AttributeError) as error:
+        reason = f"it is not what a run writes ({type(error).__name__}: {error})"
+    raise UserError(f"'{path}' is damaged: {reason}")
+
+
+def _with_circuits(
+    config: Config, recorded: dict[str, str], file: str | None, qk: str | None, ov: str | None
+) -> Config:
+    """The config with the circuits from outside that the user named, if they are the recorded."""
+    variant = config.variant
+    for key, name, given in (("qk", variant.qk, qk), ("ov", variant.ov, ov)):
+        if given not in (None, name):
+            raise UserError(f"variant.{key}: this run was trained with '{name}', not '{given}'")
+    own = next(iter(recorded), None) if variant.file is not None else None
+    if own is None and file is not None:
+        raise UserError("variant.file: given, but this run was trained with no circuit from a file")
+    if own is not None:
+        if file is None:
+            raise UserError(
+                f"variant.file: this run was trained with a circuit from a file, '{own}';"
+                " give variant.file=PATH, for no file is imported because a run names it"
+            )
+        _check_file(file, own, recorded[own])
+    for key, name, given, known in (
+        ("qk", variant.qk, qk, QK_CIRCUITS),
+        ("ov", variant.ov, ov, OV_CIRCUITS),
+    ):
+        if name not in known and name != own and given is None:
+            raise UserError(
+                f"variant.{key}: this run was trained with '{name}' of an installed package;"
+                f" give variant.{key}={name}, for no package is imported because a run names it"
+            )
+    config, hashes = settle(replace(config, variant=replace(variant, file=file)))
+    if hashes != recorded:
+        names = ", ".join({**recorded, **hashes})
+        raise UserError(f"variant: {names}: not the circuit that the run was trained with")
+    return config
+
+
+def _check_file(file: str, name: str, sha256: str) -> None:
+    """Before anything of it runs."""
+    if Path(file).stem != name:  # a circuit is called as its file
+        raise UserError(
+            f"variant.file: '{file}' is not called '{name}.py', as the run's circuit is"
+        )
+    try:
+        content = Path(file).expanduser().read_bytes()
+    except OSError as error:
+        raise UserError(f"variant.file: cannot read '{file}': {error.strerror}") from None
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise UserError(f"variant.file: '{file}' is not the file the run was trained with")
+
+
+def _newest_checkpoint(folder: Path, device: str) -> checkpoint.Checkpoint:
+    paths = checkpoint.newest_first(folder / "checkpoints")
+    if not paths:
+        raise UserError(f"'{folder}' has no checkpoint yet")
+    damaged = []
+    for path in paths:
+        try:
+            found = checkpoint.load_weights(path, device)
+        except (OSError, ValueError, TypeError) as error:
+            damaged.append(f"checkpoint '{path}' is damaged ({error})")
+            continue
+        for line in damaged:
+            print(f"qkablate: {line}: not used", file=sys.stderr)
+        return found
+    raise UserError("; ".join(damaged))
+
+
+def _build(config: Config, vocabulary: int, device: str, folder: Path) -> GPT:
+    try:
+        with torch.device("meta"):
+            kind = torch.device(device).type
+            return GPT(config.model, config.variant, vocabulary, device=kind)
+    except UserError:
+        raise
+    except Exception as error:  # of values that pass one by one and make no model together
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        path = folder / "config.yaml"
+        raise UserError(f"no model can be built from '{path}': {reason}") from None
+
+
+def _check_shapes(model: GPT, found: checkpoint.Checkpoint, folder: Path) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in sorted({*expected, *found.weights}):
+        shape = tuple(found.weights[name].shape) if name in found.weights else "not there"
+        wanted = expected.get(name, "nothing of that name")
+        if shape != wanted:
+            raise UserError(
+                f"the weights in '{folder}' are not those of its config.yaml:"
+                f" {name} is {shape}, and {wanted} is expected"
+            )

@@ -1,0 +1,161 @@
+"""The checks of any layer: what it costs, what it may see, and that its circuit is what it says."""
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from qkablate.attention import Attention, Cache, circuits
+from qkablate.attention.qk.contentless import Uniform
+from qkablate.attention.qk.merged import MergedQK
+from qkablate.cost import attention_cost
+from qkablate.verify.check import Found, apart, check, pull, scores, up_to_a_row_shift, worst
+
+
+def has_circuit(layer: Attention) -> bool:
+    return not layer.no_circuit
+
+
+@check(
+    "E16 parameters",
+    "the formula counts what is there",
+    lambda layer: bool(layer.qk.params and layer.ov.params and not layer.qk.spec.bias),
+)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    parts = [part for part in (layer.qk, layer.ov, layer.norm) if part is not None]
+    counted = sum(p.numel() for p in layer.parameters())
+    return Found(abs(counted - sum(part.count() for part in parts)), tolerance=0)
+
+
+@check("E16 FLOPs", "the formula counts what torch's FlopCounterMode counts")
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    plain = copy.copy(layer)
+    plain.kernel = "static" if layer.kernel == "static" else "folded"  # which hides no product
+    batch, length, _ = x_BTD.shape
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        plain(x_BTD, causal=False)
+    tokens = batch * length
+    cost = attention_cost(layer, keys=length, context=length, tokens_per_pass=tokens)
+    return Found(abs(counter.get_total_flops() - round(cost.flops * tokens)), tolerance=0)
+
+
+@check("E16 KV cache", "the formula counts what a decoder keeps")
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    cache = Cache(x_BTD.shape[1])
+    layer(x_BTD, cache=cache)
+    kept = cache.bytes_per_token() // x_BTD.element_size()
+    return Found(abs(kept - layer.cached_per_token), tolerance=0)
+
+
+@check("E16 decoding", "token by token from the cache = all at once")
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    cache = Cache(x_BTD.shape[1])
+    first = x_BTD.shape[1] // 2
+    pieces = [x_BTD[:, :first], *x_BTD[:, first:].split(1, dim=1)]
+    decoded_BTD = torch.cat([layer(piece, cache=cache) for piece in pieces], 1)
+    return Found(apart(decoded_BTD, layer(x_BTD)), length=x_BTD.shape[-1])
+
+
+@check("E16 causality", "what comes later changes nothing, and what comes before does")
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    half = x_BTD.shape[1] // 2
+    later_BTD, earlier_BTD = x_BTD.clone(), x_BTD.clone()
+    later_BTD[:, half:] += 1
+    earlier_BTD[:, 0] += 1
+    out_BTD = layer(x_BTD)
+    seen = apart(layer(earlier_BTD)[:, -1], out_BTD[:, -1]) > 1e-9
+    residual = apart(layer(later_BTD)[:, :half], out_BTD[:, :half])
+    return Found(residual if seen else 1.0, length=x_BTD.shape[-1])
+
+
+@check(
+    "B_h", "the scores are scale · (x_iᵀ B_h x_j + u_h·x_j), but for a shift per row", has_circuit
+)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    b_HDD, u_HD = layer.qk.circuit()
+    x_B1TD = x_BTD.unsqueeze(1)
+    s_BHTS = x_B1TD @ b_HDD @ x_B1TD.mT
+    if u_HD is not None:
+        s_BHTS = s_BHTS + (x_B1TD @ u_HD.unsqueeze(-1)).mT
+    ours = up_to_a_row_shift(scores(layer, x_BTD))
+    return Found(apart(ours, up_to_a_row_shift(layer.scale * s_BHTS)), length=x_BTD.shape[-1])
+
+
+@check("M_h", "the layer writes Σ_h A_h X M_h, up to a constant")
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    """On a single position every weight is one, so M_h alone shows."""
+    m_HDD = layer.ov.circuit(layer.qk)
+    one_BTD, zero_BTD = x_BTD[:, :1], torch.zeros_like(x_BTD[:, :1])
+    written_BTD = layer(one_BTD) - layer(zero_BTD)
+    return Found(apart(written_BTD, one_BTD @ m_HDD.sum(0)), length=x_BTD.shape[-1])
+
+
+@check("E1 merged twin", "merged with W_h = B_h: outputs and gradients of the input", has_circuit)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    merged = MergedQK(layer.qk.spec).to(x_BTD)
+    circuits.convert(layer.qk, merged)
+    results = []
+    for qk in (layer.qk, merged):
+        x_BTD = x_BTD.detach().requires_grad_()
+        q_BHTE, k_BGSE = qk(x_BTD, x_BTD)
+        k_BHSE = k_BGSE.repeat_interleave(q_BHTE.shape[1] // k_BGSE.shape[1], 1)
+        s_BHTS = (qk.scale * q_BHTE @ k_BHSE.mT).softmax(-1)
+        results.append((s_BHTS, *torch.autograd.grad(pull(s_BHTS), x_BTD)))
+    residual = max(apart(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    return Found(residual, length=x_BTD.shape[1] * x_BTD.shape[-1])
+
+
+@check(
+    "E6 rank",
+    "no head's scores have a higher rank than its factors are wide",
+    lambda layer: (
+        has_circuit(layer) and layer.qk.cached == "k" and layer.qk.width < layer.qk.spec.d_model
+    ),
+)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    bound = layer.qk.width + layer.qk.spec.bias
+    generator = torch.Generator().manual_seed(0)
+    longer_1TD = torch.randn(1, bound + 8, x_BTD.shape[-1], generator=generator).to(x_BTD)
+    size_BHN = torch.linalg.svdvals(up_to_a_row_shift(scores(layer, longer_1TD)))
+    return Found(worst(size_BHN[..., bound] / size_BHN[..., 0]), length=x_BTD.shape[-1])
+
+
+@check("E18 symmetry", "‖sym B‖² / ‖B‖² = ½ (1 + tr B² / ‖B‖²), from the thin halves", has_circuit)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    q_HDE, k_HDE, _ = layer.qk.halves()
+    b_HDD = q_HDE @ k_HDE.mT
+    size_H = b_HDD.square().sum((1, 2))
+    direct_H = ((b_HDD + b_HDD.mT) / 2).square().sum((1, 2)) / size_H
+    cross_HEE = k_HDE.mT @ q_HDE
+    trace_H = cross_HEE.mT.mul(cross_HEE).sum((1, 2))
+    thin_H = ((k_HDE.mT @ k_HDE) * (q_HDE.mT @ q_HDE)).sum((1, 2))
+    return Found(apart(0.5 * (1 + trace_H / thin_H), direct_H), length=x_BTD.shape[-1] ** 2)
+
+
+@check(
+    "E11 static scores",
+    "scores without content: other text, same weights",
+    lambda layer: layer.qk.width == 0,
+)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    weights_BHTS = layer.weights(x_BTD)
+    return Found(apart(weights_BHTS, layer.weights(x_BTD.flip(1) + 1)))
+
+
+@check(
+    "E11 uniform",
+    "no scores: A_ij = 1/(i + 1)",
+    lambda layer: type(layer.qk) is Uniform and not layer.mask_self and layer.position != "alibi",
+)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    weights_BHTS = layer.weights(x_BTD)
+    count_T1 = torch.arange(1, x_BTD.shape[1] + 1, device=x_BTD.device).unsqueeze(1)
+    expected_TS = torch.ones_like(weights_BHTS[0, 0]).tril() / count_T1
+    return Found(apart(weights_BHTS, expected_TS.expand_as(weights_BHTS)))
+
+
+@check("E17 self mask", "no token but a lonely one sees itself", lambda layer: layer.mask_self)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    own_BHT = layer.weights(x_BTD).diagonal(dim1=-2, dim2=-1)
+    return Found(worst(own_BHT[..., 1:]), tolerance=0)

@@ -1,0 +1,116 @@
+"""Theorems that need no trained weights: they are run with `standard`, on fresh numbers alone.
+
+Shape suffixes as in qkablate/attention/qk/base.py.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from qkablate.attention import Attention
+from qkablate.attention.ov import NoO, NoVO, SeparateOV
+from qkablate.attention.qk.factored import SeparateQK
+from qkablate.attention.qk.slices import NoQ
+from qkablate.attention.spec import Spec
+from qkablate.verify.check import Found, apart, check
+
+
+def standard(layer: Attention) -> bool:
+    return type(layer.qk) is SeparateQK and type(layer.ov) is SeparateOV and layer.norm is None
+
+
+def numbers(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
+
+
+@check("E6 any weights", "d_head ≥ T: every positive stochastic A is some softmax", standard)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    """Bhojanapalli et al. (2020), theorem 1, by construction; and its bound: log A, up to a shift
+    per row, has rank d_head at most, so with d_head = 1 the rows of two tokens are tied."""
+    length = 4
+    spec = Spec(d_model=6, heads=1)
+    qk = SeparateQK(spec).to(x_BTD)
+    x_TD = torch.linalg.qr(numbers(x_BTD, 6, length))[0].T
+    a_TS = numbers(x_BTD, length, length, seed=1).softmax(-1)
+    inverse_DT = torch.linalg.pinv(x_TD)
+    qk.set_circuit_((inverse_DT @ a_TS.log() @ inverse_DT.T / qk.scale).unsqueeze(0))
+    q_BHTE, k_BGSE = qk(x_TD.unsqueeze(0), x_TD.unsqueeze(0))
+    found = apart((qk.scale * q_BHTE @ k_BGSE.mT).softmax(-1)[0, 0], a_TS)
+    x_T1, w = numbers(x_BTD, 2, 1, seed=2), numbers(x_BTD, 1, seed=3)
+    s_TS = w * x_T1 @ x_T1.T
+    odds_T = s_TS[:, 0] - s_TS[:, 1]
+    return Found(max(found, apart(odds_T[0] * x_T1[1], odds_T[1] * x_T1[0])), length=length * 6)
+
+
+@check("E11 row shift", "what is added to a whole row of scores, softmax does not see", standard)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    s_TS, shift_T1 = numbers(x_BTD, 9, 9), numbers(x_BTD, 9, 1, seed=1)
+    return Found(apart((s_TS + shift_T1).softmax(-1), s_TS.softmax(-1)))
+
+
+@check(
+    "E9 decay",
+    "decay on two factors cuts small singular values off, on one matrix it only shrinks them",
+    standard,
+)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    """‖A Bᵀ − diag(s)‖² + λ/2 (‖A‖² + ‖B‖²) is least where each singular value is max(0, s − λ/2);
+    ‖W − diag(s)‖² + λ/2 ‖W‖² where it is s / (1 + λ/2)."""
+    decay = 0.6
+    s = torch.tensor([0.2, 0.4, 0.6, 0.8, 1.0]).to(x_BTD)
+    a, b = (0.5 * numbers(x_BTD, 5, 5, seed=i) for i in (0, 1))
+    w = numbers(x_BTD, 5, 5, seed=2)
+    for _ in range(2000):
+        error = 2 * (a @ b.T - s.diag())
+        a, b = a - 0.1 * (error @ b + decay * a), b - 0.1 * (error.T @ a + decay * b)
+        w = w - 0.1 * (2 * (w - s.diag()) + decay * w)
+    cut = apart(torch.linalg.svdvals(a @ b.T).flip(0), (s - decay / 2).clamp(min=0))
+    shrunk = apart(torch.linalg.svdvals(w).flip(0), s / (1 + decay / 2))
+    return Found(max(cut, shrunk), length=25)
+
+
+@check(
+    "E14 bare block",
+    "without skip and norm W_q and W_o (or W_v and W_o) fold into the MLPs around; with them not",
+    standard,
+)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    """Graef (2024); Karbevski & Mijoski (2025), theorem 4.1. MLP, attention, MLP: x = z W_down."""
+    spec = Spec(d_model=12, heads=3, sigma=1.0, init="naive")
+    full = Attention(spec, SeparateQK, SeparateOV).to(x_BTD)
+    with torch.no_grad():
+        for seed, parameter in enumerate(full.parameters()):
+            parameter.copy_(numbers(x_BTD, 12, 12, seed=seed) / 12**0.5)
+    down_DD, up_DD = (numbers(x_BTD, 12, 12, seed=9 + i) / 12**0.5 for i in (0, 1))
+    z_BTD = gelu(numbers(x_BTD, 2, 7, 12, seed=11))
+    qk, ov = full.qk, full.ov
+    assert isinstance(qk, SeparateQK)
+    assert isinstance(ov, SeparateOV)
+    expected_BTD = gelu(full(z_BTD @ down_DD) @ up_DD)
+    residuals, kept = [], []
+    for basis_DD, forms in ((qk.w_q, (NoQ, NoO)), (ov.w_v, (SeparateQK, NoVO))):
+        back_DD = torch.linalg.inv(basis_DD)
+        bare = Attention(spec, *forms).to(x_BTD)
+        with torch.no_grad():
+            for name, value in (("qk.w_q", qk.w_q), ("qk.w_k", qk.w_k), ("ov.w_v", ov.w_v)):
+                if name in dict(bare.named_parameters()):
+                    bare.get_parameter(name).copy_(back_DD @ value)
+            if isinstance(bare.ov, NoVO):
+                bare.ov.gain.fill_(1)
+        x_BTD_, y_BTD = z_BTD @ down_DD, z_BTD @ (down_DD @ basis_DD)
+        folded_DD = ov.w_o @ up_DD
+        residuals.append(apart(gelu(bare(y_BTD) @ folded_DD), expected_BTD))
+        # The same map with a skip and a norm: the stream that is added is in the wrong basis.
+        with_skip_BTD = gelu((x_BTD_ + full(_normed(x_BTD_))) @ up_DD)
+        kept.append(apart(gelu((y_BTD + bare(_normed(y_BTD))) @ folded_DD), with_skip_BTD))
+    return Found(max(residuals) if min(kept) > 1e-2 else 1.0, length=12 * 12)
+
+
+def _normed(x_BTD: Tensor) -> Tensor:
+    return torch.nn.functional.layer_norm(x_BTD, x_BTD.shape[-1:])
+
+
+def fresh_only(name: str) -> bool:
+    """Whether a check has nothing to do with a run's weights."""
+    return name in {"E6 any weights", "E11 row shift", "E9 decay", "E14 bare block"}

@@ -1,0 +1,168 @@
+"""The checks of limits: where one variant becomes another, and must be it to the letter.
+
+Shape suffixes as in qkablate/attention/qk/base.py.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qkablate.attention import Attention
+from qkablate.attention.ov import GroupedOV, MergedOV, NoO, SeparateOV
+from qkablate.attention.qk.factored import (
+    CollaborativeQK,
+    FourMatrixQK,
+    GroupedQK,
+    LowRankQK,
+    ReassociatedQK,
+    SeparateQK,
+)
+from qkablate.attention.qk.merged import MergedQK
+from qkablate.attention.qk.shared import SharedQK, SymPairwise
+from qkablate.attention.qk.slices import NoK, NoQ
+from qkablate.verify.check import Found, apart, check, scores
+
+
+def is_a(*kinds: type) -> Callable[[Attention], bool]:
+    return lambda layer: type(layer.qk) in kinds
+
+
+def _rebuilt(layer: Attention, qk: type, ov: type | None = None, **changes: object) -> Attention:
+    """A layer of other circuits at the same sizes, in the same precision and place."""
+    spec = dataclasses.replace(layer.qk.spec, **changes)  # type: ignore[arg-type]
+    made = Attention(spec, qk, ov or type(layer.ov)).to(layer.qk.like)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise / spec.d_model**0.5)
+    return made
+
+
+def _give_(target: torch.nn.Module, source: torch.nn.Module) -> None:
+    """Copy what has the same name and shape."""
+    own = dict(target.named_parameters())
+    with torch.no_grad():
+        for name, parameter in source.named_parameters():
+            if name in own and own[name].shape == parameter.shape:
+                own[name].copy_(parameter)
+
+
+def _same(one: Attention, other: Attention, x_BTD: Tensor, tolerance: float = 1e-10) -> Found:
+    return Found(apart(one(x_BTD), other(x_BTD)), x_BTD.shape[-1], tolerance)
+
+
+@check("E2 rank d_head", "low rank at rank d_head is standard, bit for bit", is_a(LowRankQK))
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    low = _rebuilt(layer, LowRankQK, SeparateOV, rank=layer.qk.spec.d_head)
+    standard = _rebuilt(layer, SeparateQK, SeparateOV)
+    _give_(standard, low)
+    return _same(low, standard, x_BTD, tolerance=0)
+
+
+@check("E3 one head", "at one head without W_q (or W_k) is merged with W = W_kᵀ", is_a(NoQ, NoK))
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    one = _rebuilt(layer, type(layer.qk), SeparateOV, heads=1, bias=False)
+    merged = _rebuilt(layer, MergedQK, SeparateOV, heads=1, bias=False)
+    _give_(merged.ov, one.ov)
+    assert isinstance(one.qk, (NoQ, NoK))
+    assert isinstance(merged.qk, MergedQK)
+    w_DD = one.qk.w_k.T if isinstance(one.qk, NoQ) else one.qk.w_q
+    with torch.no_grad():
+        merged.qk.w_qk.copy_(w_DD * (one.scale / merged.scale))
+    return _same(one, merged, x_BTD)
+
+
+@check(
+    "E4 one-hot mixing", "at rank d_model with one-hot mixing it is standard", is_a(CollaborativeQK)
+)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    spec = layer.qk.spec
+    ours = _rebuilt(layer, CollaborativeQK, SeparateOV, rank=spec.d_model, bias=False)
+    standard = _rebuilt(layer, SeparateQK, SeparateOV, bias=False)
+    _give_(standard, ours)
+    assert isinstance(ours.qk, CollaborativeQK)
+    eye_H1D = torch.eye(spec.heads).repeat_interleave(spec.d_head, 1).unsqueeze(1)
+    with torch.no_grad():
+        ours.qk.mix.copy_(eye_H1D)
+    return _same(ours, standard, x_BTD)
+
+
+@check("E4 g = h", "as many groups as heads is standard; one group is one key", is_a(GroupedQK))
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    heads = layer.qk.spec.heads
+    standard = _rebuilt(layer, SeparateQK, SeparateOV)
+    all_groups = _rebuilt(layer, GroupedQK, GroupedOV, groups=heads)
+    _give_(all_groups, standard)
+    one_group = _rebuilt(layer, GroupedQK, GroupedOV, groups=1)
+    _give_(standard.qk, one_group.qk)
+    _give_(standard.ov, one_group.ov)
+    found = apart(all_groups(x_BTD), _same_heads(standard, all_groups)(x_BTD))
+    with torch.no_grad():
+        for name in ("w_k", "b_k"):
+            if getattr(standard.qk, name) is not None:
+                wide = getattr(one_group.qk, name)
+                getattr(standard.qk, name).copy_(torch.cat([wide] * heads, -1))
+        for name in ("w_v", "b_v"):
+            if getattr(standard.ov, name) is not None:
+                wide = getattr(one_group.ov, name)
+                getattr(standard.ov, name).copy_(torch.cat([wide] * heads, -1))
+    return Found(max(found, apart(one_group(x_BTD), standard(x_BTD))), x_BTD.shape[-1])
+
+
+def _same_heads(standard: Attention, grouped: Attention) -> Attention:
+    twin = copy.deepcopy(standard)
+    _give_(twin, grouped)
+    return twin
+
+
+@check("E4 U", "U = 1 is shared_qk, a skew U makes S antisymmetric", is_a(SymPairwise))
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    ours = _rebuilt(layer, SymPairwise, SeparateOV, bias=False)
+    shared = _rebuilt(layer, SharedQK, SeparateOV, bias=False)
+    _give_(shared, ours)
+    assert isinstance(ours.qk, SymPairwise)
+    with torch.no_grad():
+        skew = ours.qk.u - ours.qk.u.mT
+        ours.qk.u.copy_(torch.eye(skew.shape[-1]))
+        found = _same(ours, shared, x_BTD)
+        ours.qk.u.copy_(skew)
+        s_BHTS = scores(ours, x_BTD)
+    return Found(max(found.residual, apart(s_BHTS, -s_BHTS.mT)), x_BTD.shape[-1])
+
+
+@check("E4 folding", "the four factors fold into two: A_q W_q and A_k W_k", is_a(FourMatrixQK))
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    ours = _rebuilt(layer, FourMatrixQK, SeparateOV)
+    standard = _rebuilt(layer, SeparateQK, SeparateOV)
+    _give_(standard, ours)
+    assert isinstance(ours.qk, FourMatrixQK)
+    assert isinstance(standard.qk, SeparateQK)
+    with torch.no_grad():
+        standard.qk.w_q.copy_(ours.qk.a_q @ ours.qk.w_q)
+        standard.qk.w_k.copy_(ours.qk.a_k @ ours.qk.w_k)
+    return _same(ours, standard, x_BTD)
+
+
+@check("E2 twin", "standard_reassociated is standard", is_a(ReassociatedQK))
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    standard = _rebuilt(layer, SeparateQK, type(layer.ov))
+    twin = _rebuilt(layer, ReassociatedQK, type(layer.ov))
+    _give_(standard, twin)
+    return _same(twin, standard, x_BTD)
+
+
+@check(
+    "E15 one head",
+    "at one head it is standard with W_v' = W_v W_o",
+    lambda layer: type(layer.ov) in (NoO, MergedOV),
+)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    standard = _rebuilt(layer, SeparateQK, SeparateOV, heads=1, bias=False)
+    ours = _rebuilt(layer, SeparateQK, type(layer.ov), heads=1, bias=False)
+    _give_(ours.qk, standard.qk)
+    ours.ov.set_circuit_(standard.ov.circuit(standard.qk).detach())
+    return _same(ours, standard, x_BTD)

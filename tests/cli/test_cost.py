@@ -1,0 +1,160 @@
+"""`qkablate cost` and `qkablate variants`: figures that were published, and tables one can read."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from qkablate.config import variants
+
+
+def rows(qkablate, *words):
+    done = qkablate("cost", *words, "--json")
+    assert done.code == 0, done.err
+    return {row["variant"]: row for row in json.loads(done.out)}
+
+
+def test_published_parameter_counts(qkablate):
+    """Kayyam et al. (2026): 20 layers, d 1024, 16 heads, vocabulary 50304, tied, biases."""
+    found = rows(qkablate, "variant=standard,shared_qk,tied_kv,tied_qkv", "--at", "300m")
+    assert {name: row["params"] for name, row in found.items()} == {
+        "standard": 305_534_976,
+        "shared_qk": 284_542_976,
+        "tied_kv": 284_542_976,
+        "tied_qkv": 263_550_976,
+    }
+
+
+def test_the_example_of_the_threads(qkablate):
+    """16 heads of 256 at d 4096: one W per head is 8 times W_q and W_k together."""
+    found = rows(qkablate, "variant=standard,merged_w", "--at=gpt-j")
+    standard, merged = found["standard"], found["merged_w"]
+    square = 4096**2
+    assert standard["attention_params_per_layer"] == 4 * square
+    assert merged["attention_params_per_layer"] == (16 + 2) * square
+    assert merged["score_flops_per_token"] == 16 * standard["score_flops_per_token"]
+    assert merged["projection_flops_per_token"] == 2 * 18 * square
+    assert merged["kv_bytes_per_token"] == standard["kv_bytes_per_token"] == 2 * 28 * 2 * 4096
+    assert standard["score_matrix_bytes"] == 2 * 16 * 2048**2
+
+
+def test_every_variant_is_shown_and_the_first_is_the_measure(qkablate):
+    found = rows(qkablate)
+    assert len(found) == len(variants())
+    assert next(iter(found)) == "standard"
+    standard = found["standard"]
+    for row in found.values():
+        ratio = row["training_flops_per_token"] / standard["training_flops_per_token"]
+        assert row["training_flops_ratio"] == pytest.approx(ratio)
+        assert row["forward_flops_per_token"] * 3 == pytest.approx(row["training_flops_per_token"])
+
+
+def test_the_table_names_sizes_where_there_are_several(qkablate):
+    done = qkablate("cost", "variant=standard,no_q", "model.d_model=64,128")
+    assert done.code == 0
+    assert all(f"no_q d{d} h4" in done.out for d in (64, 128))
+    assert "Next" in done.out
+
+
+def test_precision_is_the_width_of_a_number(qkablate):
+    words = ("variant=standard,mqa", "model.heads=8")
+    half, single = (rows(qkablate, *words, p) for p in ("precision=bf16", "precision=fp32"))
+    assert single["mqa"]["kv_bytes_per_token"] == 2 * half["mqa"]["kv_bytes_per_token"]
+    assert half["standard"]["kv_bytes_per_token"] == 8 * half["mqa"]["kv_bytes_per_token"]
+
+
+def test_csv(qkablate):
+    done = qkablate("cost", "variant=standard,uniform", "--csv")
+    lines = list(csv.DictReader(io.StringIO(done.out)))
+    assert [line["variant"] for line in lines] == ["standard", "uniform"]
+    assert float(lines[1]["score_flops_per_token"]) == 0
+
+
+def test_what_is_refused_is_left_out_with_its_reason(qkablate):
+    done = qkablate("cost", "model.position=rope", "--json")
+    assert done.code == 0
+    assert "left out: variant: merged_w is refused: rope: one W cannot" in done.err
+    assert "merged_w" not in {row["variant"] for row in json.loads(done.out)}
+    alone = qkablate("cost", "variant=merged_w", "model.position=rope")
+    assert (alone.code, alone.out) == (2, "")
+
+
+def test_measure_times_real_steps(qkablate, monkeypatch):
+    from qkablate.training import measure
+
+    monkeypatch.setattr(measure, "SECONDS", 0.2)
+    small = ("model.layers=1", "model.d_model=16", "model.context=8", "threads=1")
+    found = rows(qkablate, "variant=standard,merged_w", *small, "--measure")
+    assert all(row["step_ms"] > 0 and row["step_rounds"] >= 3 for row in found.values())
+    assert found["standard"]["step_ratio"] == 1
+
+
+def test_measure_says_when_memory_is_short(qkablate):
+    done = qkablate("cost", "variant=standard,wide_qk", "--at", "gpt-j", "--measure")
+    assert done.code == 2
+    assert "GB side by side" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--at", "gptj"],
+            "--at: 'gptj' is not one of gpt-j, gpt2, 300m, baby, nano (nearest: gpt-j)",
+        ),
+        (["--at"], "--at: a value is missing"),
+        (["--mesure"], "'--mesure' is not one of"),
+        (["--vocabulary", "many"], "--vocabulary: 'many' is not a whole number"),
+        (["variant=merged"], "variant: 'merged' is not one of"),
+        (["variant=standard,merged_w", "model.heads=3"], "model.heads: 3 does not divide"),
+        (["merged_w"], "'merged_w' is not key=value"),
+        (["--json", "--csv"], "give one of the two"),
+        (
+            ["variant=low_rank_w", "variant.rank=0"],
+            "variant.rank: 0 is not auto, or a number from 1",
+        ),
+        (
+            ["variant=low_rank_w", "variant.rank=129"],
+            "variant.rank: 129 is above model.d_model=128",
+        ),
+        (["variant=standard", "variant.rank=8"], "low_rank, collaborative would"),
+        (["variant=gqa", "variant.groups=3"], "variant.groups: 3 does not divide model.heads=4"),
+        (["variant=gqa", "variant.qk=shared"], "shared keys are the queries, too"),
+        (["variant=tied_kv", "variant.qk=merged"], "the keys are x itself"),
+        (["variant=uniform", "variant.norm=qk"], "no queries and keys to norm"),
+        (["variant=uniform", "attention.kernel=flash"], "there are none"),
+        (["variant=standard", "model.position=rope", "model.d_model=12"], "3 wide: an odd number"),
+        (["variant.file=none.py"], "variant.file: cannot read 'none.py'"),
+    ],
+)
+def test_a_mistake_is_one_line(qkablate, words, says):
+    done = qkablate("cost", *words)
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_variants_lists_the_catalogue(qkablate):
+    done = qkablate("variants")
+    assert done.code == 0
+    assert all(any(line.startswith(name) for line in done.out.splitlines()) for name in variants())
+    as_json = json.loads(qkablate("variants", "--json").out)
+    by_name = {row["variant"]: row for row in as_json}
+    assert by_name["standard"]["parameters"] == "4 d²"
+    assert by_name["merged_w"]["parameters"] == "h d² + 2 d²"
+    assert by_name["tied_qkv"]["without"] == "W_q, W_v"
+    assert all(row["equation"] and row["source"] for row in as_json)
+
+
+def test_variants_takes_no_key(qkablate):
+    done = qkablate("variants", "standard")
+    assert (done.code, done.err) == (2, "qkablate: 'standard': `qkablate variants` takes no key\n")
+
+
+@pytest.mark.parametrize("verb", ["variants", "cost", "verify"])
+def test_help_has_examples(qkablate, verb):
+    done = qkablate(verb, "--help")
+    assert done.code == 0
+    assert f"Usage: qkablate {verb}" in done.out
+    assert "Examples" in done.out

@@ -1,0 +1,286 @@
+"""`qkablate sample` as a user types it."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qkablate.cli import main
+from qkablate.cli.sample import HELP, KEYS, _write, parse
+from qkablate.training.restore import restore
+
+SIZES = [
+    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16"),
+    *("train.steps=30", "train.batch_size=8", "track.wandb=disabled", "threads=1", "data=text"),
+]
+REPORT = r"{}, step 30: {} tokens, [\d,]+ tokens/s\n"
+
+
+def train(folder: Path, *words: str) -> Path:
+    corpus = folder / "corpus.txt"
+    corpus.write_text("the cat sat on the mat, ähnlich ∑\n" * 200, encoding="utf-8")
+    data = [f"data.path={corpus}", f"data.cache={folder / 'cache'}", f"out={folder / 'outputs'}"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", *SIZES, *data, *words])
+    assert exit_.value.code == 0
+    (run,) = (folder / "outputs" / "runs").iterdir()
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("trained"), "variant=merged_w")
+
+
+@pytest.fixture(scope="module")
+def of_chars(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("chars"), "data.tokenizer=chars", "optim.lr=0.01")
+
+
+@pytest.fixture
+def sample(qkablate, trained):
+    return lambda *words: qkablate("sample", str(trained), *words)
+
+
+def test_prompt_and_text_alone_on_stdout(sample, trained):
+    done = sample("prompt=a=b, c", "tokens=40", "temperature=0")
+    assert done.code == 0
+    restored = restore(trained)
+    tokens = list(b"a=b, c")
+    first = 0
+    for _ in range(40):  # past the context of 16, as --help says
+        if len(tokens) - first > 16:
+            first = len(tokens) - 8
+        with torch.no_grad():
+            tokens.append(int(restored.model(torch.tensor([tokens[first:]]))[0, -1].argmax()))
+    assert done.out == bytes(tokens).decode("utf-8", "replace")
+    assert re.fullmatch(REPORT.format(trained.name, 40), done.err)
+
+
+@pytest.mark.parametrize("position", ["alibi", "rope"])
+def test_positions(qkablate, tmp_path, position):
+    run = train(tmp_path, f"model.position={position}")
+    done = qkablate("sample", run.name[:8], "prompt=the", "tokens=30")
+    assert done.code == 0
+    assert re.fullmatch(REPORT.format(run.name, 30), done.err)
+
+
+def test_the_seed_decides(sample):
+    base = sample("prompt=the ").out
+    assert len(base.encode()) >= 204
+    assert sample("prompt=the ", "seed=0").out == base
+    assert sample("prompt=the ", "seed=1").out != base
+    assert sample("prompt=the ", "temperature=0.1").out != base
+    assert sample("prompt=the ", "top_k=2").out != base
+    assert sample("top_k=1").out == sample("temperature=0").out
+
+
+def test_the_default_prompt_is_a_newline(sample):
+    done = sample("tokens=5")
+    assert done.out.startswith("\n")
+    assert done.out == sample("tokens=5", "prompt=\n").out
+
+
+def test_a_backslash_stays_one(sample):
+    assert sample("tokens=1", r"prompt=a\nb").out.startswith(r"a\nb")
+
+
+def test_characters(qkablate, of_chars):
+    done = qkablate("sample", str(of_chars), "prompt=äh", "tokens=60")
+    assert done.code == 0
+    assert len(done.out) == 62
+    assert set(done.out) <= set("the cat sat on the mat, ähnlich ∑\n")
+    missing = qkablate("sample", str(of_chars), "prompt=Äh! é é\t")
+    assert missing.code == 2
+    assert missing.out == ""
+    assert missing.err == (
+        "qkablate: prompt: this run's tokenizer knows no 'Ä', '!', 'é', '\\t';"
+        " write prompt=TEXT without\n"
+    )
+
+
+def test_bytes_that_make_no_character(sample):
+    """At a temperature where every byte comes: the output is UTF-8 all the same."""
+    done = sample("temperature=100", "tokens=300", "prompt=∑")
+    assert done.code == 0
+    assert done.out.startswith("∑")
+    assert "\ufffd" in done.out
+
+
+def test_a_terminal_is_not_steered(capfd, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _write("a\x1b[31m\t\x9b2J∑\u3000\r\0\n")
+    assert capfd.readouterr().out == "a\ufffd[31m\t\ufffd2J∑\u3000\ufffd\ufffd\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    _write("\x1b")
+    assert capfd.readouterr().out == "\x1b"
+
+
+def test_the_run_by_name_or_id(qkablate, trained):
+    out = f"out={trained.parent.parent}"
+    texts = [
+        qkablate("sample", word, out, "tokens=3").out
+        for word in (trained.name, trained.name[:6], trained.name.rpartition("-")[2][:7])
+    ]
+    assert len(set(texts)) == 1
+    done = qkablate("sample", "mrged_w", out)
+    assert done.code == 2
+    assert "there is no run 'mrged_w'" in done.err
+    assert "(nearest: merged_w)" in done.err
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help(qkablate, flag):
+    done = qkablate("sample", "nope", flag)
+    assert (done.code, done.out, done.err) == (0, HELP, "")
+    assert all(f"  {key}=" in HELP for key in KEYS)
+
+
+MISTAKES = [
+    ([], "no run given: write qkablate sample RUN prompt='a text'"),
+    (["a", "b"], "2 runs given (a, b)"),
+    (["a", "promt=x"], "promt: there is no such key (nearest: prompt)"),
+    (["a", "variant.fil=x"], "variant.fil: there is no such key (nearest: variant.file)"),
+    (["a", "=x"], "there is no such key"),
+    (["a", "--promt"], "'--promt' is not one of --help, -h"),
+    (["a", "--hlep"], "(nearest: --help)"),
+    (["a", "--help=1"], "--help takes no value"),
+    (["a", "tokens=0"], "tokens: '0' is not a whole number from 1 to 1000000000"),
+    (["a", "tokens=ten"], "tokens: 'ten' is not a whole number"),
+    (["a", "tokens=1e3"], "tokens: '1e3' is not a whole number"),
+    (["a", "tokens=²"], "tokens: '²' is not a whole number"),
+    (["a", "tokens=" + "9" * 5000], "is not a whole number"),
+    (["a", "top_k=0"], "top_k: '0' is not a whole number from 1"),
+    (["a", "seed=-1"], "seed: '-1' is not a whole number from 0"),
+    (["a", "temperature=-1"], "temperature: '-1' is not a number from 0 to 100"),
+    (["a", "temperature=nan"], "temperature: 'nan' is not a number from 0 to 100"),
+    (["a", "temperature=hot"], "temperature: 'hot' is not a number from 0 to 100"),
+    (["a", "seed=1", "seed=2"], "seed: given twice"),
+    (["a", "prompt="], "prompt: is empty; leave it out for the default"),
+    (["a", "prompt=\udcff"], "prompt: it is not UTF-8 text"),
+    (["a"], "there is no run 'a', and none at all in 'outputs/runs'"),
+    (["./a=b/c"], "there is no run './a=b/c'"),
+    (["home"], "'home' is no run: it has no config.yaml"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES, ids=lambda x: str(x)[:30])
+def test_mistakes(qkablate, words, line):
+    done = qkablate("sample", *words)
+    assert done.code == 2
+    assert done.err.startswith("qkablate: ")
+    assert line in done.err
+    assert done.err.count("\n") == 1
+    assert done.out == ""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["a", "tokens=0"], ["a", "promt=x"], ["a"]], ids=str)
+def test_nothing_heavy_before_the_words_are_right(words):
+    code = (
+        "import sys, qkablate.cli\n"
+        f"try: qkablate.cli.main(['sample', *{words}])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_defaults():
+    wish = parse(["a"])
+    assert (wish.prompt, wish.tokens, wish.temperature) == ("\n", 200, 0.8)
+    assert (wish.top_k, wish.seed, wish.out) == (None, 0, "outputs")
+    wish = parse(["variant.file=a=b.py", "a", "top_k=3", "variant.qk=x", "prompt=-h"])
+    assert (wish.variant_file, wish.variant_qk, wish.top_k) == ("a=b.py", "x", 3)
+    assert (wish.run, wish.prompt) == ("a", "-h")
+
+
+def test_a_damaged_run_is_one_line(qkablate, trained, tmp_path):
+    run = Path(shutil.copytree(trained, tmp_path / "copy"))
+    next(run.glob("checkpoints/*/weights.safetensors")).write_bytes(b"damaged")
+    done = qkablate("sample", str(run))
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "is damaged (weights.safetensors does not have its checksum)" in done.err
+    (run / "tokenizer.json").write_text("{")
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(trained / "checkpoints", run / "checkpoints")
+    done = qkablate("sample", str(run))
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "tokenizer.json' is damaged" in done.err
+
+
+def test_a_variant_file_must_be_given(qkablate, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from qkablate.attention.qk.factored import SeparateQK\n"
+        "class Mine(SeparateQK):\n    equation = 'mine'\n"
+    )
+    run = train(tmp_path, f"variant.file={file}")
+    done = qkablate("sample", str(run))
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "give variant.file=PATH" in done.err
+    assert qkablate("sample", str(run), "tokens=3", f"variant.file={file}").code == 0
+
+
+def test_the_run_stays_as_it_is(sample, trained):
+    def tree():
+        return {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in found()}
+
+    def found():
+        return sorted(trained.rglob("*"))
+
+    before = tree()
+    assert sample("tokens=3").code == 0
+    assert tree() == before
+    assert json.loads((trained / "tokenizer.json").read_text()) == {"name": "bytes"}
+
+
+def test_rerun_puts_the_tokenizer_away(qkablate, tmp_path):
+    run = train(tmp_path)
+    words = (run / "config.yaml").read_text()
+    train(tmp_path, "--rerun")
+    assert (run / "attempts" / "1" / "tokenizer.json").exists()
+    assert (run / "attempts" / "1" / "config.yaml").read_text() == words
+    assert (run / "tokenizer.json").exists()
+    assert qkablate("sample", str(run / "attempts" / "1"), "tokens=3").code == 0
+
+
+def test_text_comes_as_it_is_written(spawn, trained):
+    """And after Ctrl-C what was written stands."""
+    process = spawn("sample", str(trained), "prompt=the ", "tokens=1000000000", "temperature=0")
+    begun = process.stdout.read(40)
+    assert begun.startswith("the ")
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "qkablate: interrupted\n"
+    assert isinstance(rest, str)
+
+
+def test_a_reader_that_goes_away(spawn, trained):
+    """As in `qkablate sample RUN | head -c 9`."""
+    process = spawn("sample", str(trained), "tokens=1000000000")
+    assert len(process.stdout.read(9)) == 9
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 0
+
+
+def test_completion(qkablate, trained, monkeypatch):
+    monkeypatch.chdir(trained.parent.parent.parent)
+    for shell, line, found in [
+        ("bash", "qkablate sa", ["sample"]),
+        ("bash", "qkablate sample merg", [trained.name]),
+        ("zsh", "qkablate sample x te", ["temperature="]),
+        ("fish", "qkablate sample x t", ["tokens=", "temperature=", "top_k="]),
+        ("fish", "qkablate sample x nope", []),
+    ]:
+        monkeypatch.setenv("COMP_LINE", line)
+        assert qkablate("-sc", f"query={shell}").out.split() == found
