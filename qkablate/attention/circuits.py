@@ -11,9 +11,10 @@ def convert(source: QK, target: QK) -> float:
     """Set `target` to the scores of `source`, or to what of them its form holds; what is lost, as a
     part of the norm. Raises Meaningless where a circuit is no matrix or cannot be set."""
     b_HDD, u_HD = scaled_circuit(source)
-    one = torch.ones((), dtype=b_HDD.dtype, device=b_HDD.device)
-    target.set_circuit_(b_HDD / target.scale, None if u_HD is None else u_HD / target.scale)
-    return float(distance(source, target) / torch.maximum(b_HDD.norm(), one * 1e-300))
+    if u_HD is not None:  # a form without biases loses it, and that is told
+        u_HD = u_HD / target.scale if target.spec.bias else None
+    target.set_circuit_(b_HDD / target.scale, u_HD)
+    return _part(distance(source, target), b_HDD)
 
 
 def scaled_circuit(qk: QK) -> tuple[Tensor, Tensor | None]:
@@ -40,4 +41,9 @@ def convert_ov(source: OV, source_qk: QK, target: OV, target_qk: QK) -> float:
     """Set `target` to what `source` writes, or to what of it its form can hold; what is lost."""
     m_HDD = source.circuit(source_qk).detach()
     target.set_circuit_(m_HDD)
-    return float((target.circuit(target_qk).detach() - m_HDD).norm() / m_HDD.norm())
+    return _part((target.circuit(target_qk).detach() - m_HDD).norm(), m_HDD)
+
+
+def _part(lost: Tensor, whole: Tensor) -> float:
+    """0 of nothing is 0."""
+    return float(lost / whole.norm().clamp(min=torch.finfo(whole.dtype).tiny))

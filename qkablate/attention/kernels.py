@@ -13,6 +13,8 @@ static     scores without content: one softmax for the whole batch
 Shape suffixes as in qk/base.py, and R heads per key head.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,38 +29,63 @@ _BACKENDS = {
 }
 
 
-def choose_kernel(
-    *,
-    heads: int,
-    key_heads: int,
-    width: int,
-    value_width: int,
-    value_heads: int,
-    device: str,
-    half: bool,
-    dropout: float,
-    addend: bool = False,
-) -> str:
-    """The kernel for these shapes: `width` of the score product, `value_width` of a value.
+@dataclass(frozen=True)
+class Shapes:
+    """What decides which kernels can compute a layer, and which does it best."""
 
-    A key (or value) that is wide because all heads share it is folded; what is a little narrower
-    than the other is padded and fused.
+    heads: int
+    key_heads: int
+    value_heads: int
+    width: int  # of the score product
+    value_width: int
+    device: str
+    half: bool  # products of 16 bits, on a device whose flash kernel takes them
+    dropout: float
+    addend: bool = False  # something is added to the scores
+    learned: bool = False  # and it has a gradient
 
-    `half` says that products are 16 bits wide, on a device whose flash kernel takes them. `addend`
-    says that something is added to the scores.
-    """
+
+def choose_kernel(shapes: Shapes) -> str:
+    """The kernel for these shapes. A key (or value) that is wide because all heads share it is
+    folded; what is a little narrower than the other is padded and fused."""
+    width, value_width, device = shapes.width, shapes.value_width, shapes.device
     if width == 0:
         return "static"
-    wide_key = key_heads == 1 and width > value_width
-    wide_value = value_heads == 1 and value_width > width
-    if heads > 1 and (wide_key or wide_value):
+    if shapes.learned:
+        return "folded"
+    wide_key = shapes.key_heads == 1 and width > value_width
+    wide_value = shapes.value_heads == 1 and value_width > width
+    if shapes.heads > 1 and (wide_key or wide_value):
         return "folded"
     if device == "cpu":
-        return "flash" if width <= value_width and not dropout else "folded"
+        return "flash" if width <= value_width and not shapes.dropout else "folded"
     if device == "cuda" and width % 8 == value_width % 8 == 0:
-        fits = half and width <= value_width <= 256 and not addend
+        fits = shapes.half and width <= value_width <= 256 and not shapes.addend
         return "flash" if fits else "efficient"
     return "math"
+
+
+def why_not(kernel: str, shapes: Shapes) -> str:
+    """Why a kernel that was asked for cannot compute this; empty if it can."""
+    widths = (shapes.width, shapes.value_width)
+    odd = any(width % 8 for width in widths)
+    if shapes.width == 0 and kernel not in ("auto", "math"):
+        return f"{kernel} multiplies queries and keys, and there are none"
+    if kernel == "efficient" and shapes.device != "cuda":
+        return "efficient is a CUDA kernel"
+    if kernel == "efficient" and odd:
+        return f"efficient wants widths that 8 divides, not {widths[0]} and {widths[1]}"
+    if kernel != "flash":
+        return ""
+    if shapes.device not in ("cpu", "cuda"):
+        return f"there is no flash kernel on {shapes.device}"
+    if shapes.learned:
+        return "flash has no gradient for what is added to the scores"
+    if shapes.device == "cpu":
+        return "flash has no dropout on a CPU" if shapes.dropout else ""
+    if not shapes.half or shapes.addend or odd or max(widths) > 256:
+        return "flash wants 16 bits, widths to 256 that 8 divides, and nothing added to the scores"
+    return ""
 
 
 def attend(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from qkablate.attention.kernels import attend, causal_mask, choose_kernel
+from qkablate.attention.kernels import Shapes, attend, causal_mask, choose_kernel, why_not
 from qkablate.attention.modifiers import (
     NORMS,
     POSITIONS,
@@ -79,19 +79,22 @@ class Attention(nn.Module):
         self.scale = self.qk.scale if self.norm is None else self.norm.scale
         if position == "rope":
             check_rope(self.qk)
-        best = choose_kernel(
+        learned = type(self.qk).addend is not QK.addend
+        shapes = Shapes(
             heads=spec.heads,
             key_heads=self.qk.key_heads,
+            value_heads=self.ov.value_heads,
             width=self.qk.width,
             value_width=self.ov.width,
-            value_heads=self.ov.value_heads,
             device=device,
             half=half,
             dropout=dropout,
-            addend=mask_self or position == "alibi",
+            addend=mask_self or position == "alibi" or learned,
+            learned=learned,
         )
-        if kernel not in ("auto", "math") and best == "static":
-            raise Meaningless(f"{kernel} multiplies queries and keys, and there are none")
+        if reason := why_not(kernel, shapes):
+            raise Meaningless(f"attention.kernel={kernel}: {reason}")
+        best = choose_kernel(shapes)
         self.kernel = best if kernel == "auto" or best == "static" else kernel
 
     def forward(

@@ -30,7 +30,7 @@ class QKNorm(Circuit):
             raise Meaningless("there are no queries and keys to norm")
         self.width, self.scale = qk.width, 1.0
         self.gain = nn.Parameter(torch.empty(spec.heads))
-        self.match = "none" if spec.init == "naive" or qk.match == "none" else "spread"
+        self.match = "none" if spec.init == "naive" else "spread"
 
     def forward(self, q_BHTE: Tensor, k_BGSE: Tensor) -> tuple[Tensor, Tensor]:
         unit_q, unit_k = (nn.functional.normalize(t, dim=-1) for t in (q_BHTE, k_BGSE))
@@ -83,8 +83,9 @@ class UnitKeys(Circuit):
 def rotate(x_BHTE: Tensor, first: int = 0) -> Tensor:
     """Rotary positions (Su et al., 2021): plane (a, a + E/2) turned by position · 10000^(−2a/E)."""
     length, width = x_BHTE.shape[-2:]
-    plane = torch.arange(width // 2, device=x_BHTE.device, dtype=torch.float64)
-    position = torch.arange(first, first + length, device=x_BHTE.device, dtype=torch.float64)
+    wide = torch.float32 if x_BHTE.device.type == "mps" else torch.float64  # MPS has no float64
+    plane = torch.arange(width // 2, device=x_BHTE.device, dtype=wide)
+    position = torch.arange(first, first + length, device=x_BHTE.device, dtype=wide)
     angle_TP = position.unsqueeze(1) * 10000 ** (-2 * plane / width)
     dtype = torch.float64 if x_BHTE.dtype == torch.float64 else torch.float32
     cos_TP, sin_TP = angle_TP.cos().to(dtype), angle_TP.sin().to(dtype)
@@ -101,7 +102,9 @@ def alibi(heads: int, first: int, queries: int, keys: int, like: Tensor) -> Tens
     """
     i_T1 = torch.arange(first, first + queries, device=like.device).unsqueeze(1)
     j_S = torch.arange(keys, device=like.device)
-    slope_H = 2.0 ** (-8 * torch.arange(1, heads + 1, device=like.device) / heads)
+    # Where MPS has no float64, float32 has to do.
+    wide = torch.float32 if like.device.type == "mps" else torch.float64
+    slope_H = 2.0 ** (-8 * torch.arange(1, heads + 1, device=like.device, dtype=wide) / heads)
     return (-(i_T1 - j_S).abs() * slope_H.view(-1, 1, 1)).to(like.dtype)
 
 

@@ -137,7 +137,7 @@ class NoV(OV):
 
     factors = 1
     match = "spread"
-    equation = "M_h = E_h W_o, v is a slice of x"
+    equation = "M_h = g E_h W_o, v is a slice of x"
     params = "d²"
     removes = "W_v"
     source = "question: is W_v needed?"
@@ -176,13 +176,13 @@ class NoV(OV):
 class NoO(OV):
     """No W_o: the heads' averages, side by side, are what the layer writes. M_h = W_v,h E_hᵀ.
 
-    W_v starts at σ σ_o √d, which is what standard's W_v W_o comes to (naive: σ). W_v alone moves,
-    straight into the stream.
+    W_o multiplies by σ_o √d; a gain g of that size takes its place (naive: g = 1), and W_v is the
+    very tensor that standard draws. W_v alone moves, straight into the stream.
     """
 
     factors = 1
     match = "spread"
-    equation = "M_h = W_v E_hᵀ, heads write their slice"
+    equation = "M_h = g W_v E_hᵀ, heads write their slice"
     params = "d²"
     removes = "W_o"
     source = "question: who needs W_o?"
@@ -191,6 +191,7 @@ class NoO(OV):
         super().__init__(spec, qk)
         self.w_v = matrix(spec.d_model, spec.heads * spec.d_head)
         self.b_v = vector(spec, spec.heads * spec.d_head)
+        self.gain = spec.length * spec.residual if spec.init == "matched" else 1.0
         if spec.init == "naive":
             self.match = "none"
 
@@ -198,24 +199,18 @@ class NoO(OV):
         return split_heads(project(y_BSD, self.w_v, self.b_v), self.spec.heads)
 
     def write(self, o_BHTV: Tensor) -> Tensor:
-        return join_heads(o_BHTV)
-
-    @torch.no_grad()
-    def init_(self, draw: Draw) -> None:
-        super().init_(draw)
-        if self.spec.init == "matched":
-            self.w_v.mul_(self.spec.length * self.spec.residual)
+        return join_heads(o_BHTV) * self.gain
 
     @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """Only the columns of the head's own slice can be held."""
         k = self.spec.d_head
         columns = [m[:, h * k : (h + 1) * k] for h, m in enumerate(m_HDD)]
-        self.w_v.copy_(torch.cat(columns, 1))
+        self.w_v.copy_(torch.cat(columns, 1) / self.gain)
         _zero_(self.b_v)
 
     def lr_multiplier(self) -> float:
-        return self.speed
+        return self.speed / self.gain
 
 
 class NoVO(OV):
@@ -273,7 +268,7 @@ class MergedOV(OV):
         super().__init__(spec, qk)
         self.width, self.value_heads = spec.d_model, 1
         self.w_ov = matrix(spec.heads * spec.d_model, spec.d_model)
-        self.b_o = vector(spec, spec.d_model)
+        self.b_ov = vector(spec, spec.d_model)  # all that b_v and b_o can do
         if spec.init == "naive":
             self.match = "none"
 
@@ -281,7 +276,7 @@ class MergedOV(OV):
         return y_BSD.unsqueeze(1)
 
     def write(self, o_BHTV: Tensor) -> Tensor:
-        return project(join_heads(o_BHTV), self.w_ov, self.b_o)
+        return project(join_heads(o_BHTV), self.w_ov, self.b_ov)
 
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:
@@ -296,14 +291,14 @@ class MergedOV(OV):
         twin = SeparateOV(self.spec, nothing)
         twin.init_(draw)
         self.set_circuit_(twin.circuit(nothing))
-        if self.b_o is not None and twin.b_o is not None and twin.b_v is not None:
-            self.b_o.copy_(twin.b_o + twin.b_v @ twin.w_o)
+        if self.b_ov is not None and twin.b_o is not None and twin.b_v is not None:
+            self.b_ov.copy_(twin.b_o + twin.b_v @ twin.w_o)
 
     @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """Every d × d matrix can be held."""
         self.w_ov.copy_(m_HDD.flatten(0, 1))
-        _zero_(self.b_o)
+        _zero_(self.b_ov)
 
     def lr_multiplier(self) -> float:
         return self.speed / self.spec.heads
@@ -312,7 +307,8 @@ class MergedOV(OV):
 class TiedOV(OV):
     """V = K: the keys as projected, before norm and rotation, are the values. M_h = W_k,h W_o,h.
 
-    W_k starts as standard's and hears both circuits; its rate is the QK circuit's.
+    W_k starts as standard's and hears both circuits; its rate is the QK circuit's. Where keys are
+    not k but E wide, W_o starts at √(k/E) of its size, and E/k times as many entries are heard.
     """
 
     equation = "M_h = W_k W_o, V = K"
@@ -331,6 +327,8 @@ class TiedOV(OV):
         self.params = {spec.d_head: "d²", spec.d_model: "h d²"}.get(qk.width, "h d r")
         self.w_o = matrix(spec.heads * qk.width, spec.d_model)
         self.b_o = vector(spec, spec.d_model)
+        if spec.init == "naive" and qk.width != spec.d_head:
+            self.match = "none"
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
         return k_BGSE
@@ -342,6 +340,11 @@ class TiedOV(OV):
     def init_(self, draw: Draw) -> None:
         for name, parameter in self.named_parameters():
             parameter.copy_(draw(name, tuple(parameter.shape), residual=name == "w_o"))
+        if self.spec.init == "matched":
+            self.w_o.mul_(math.sqrt(self.spec.d_head / self.width))
+
+    def lr_multiplier(self) -> float:
+        return self.spec.d_head / self.width
 
 
 OV_CIRCUITS: dict[str, type[OV]] = {

@@ -226,6 +226,38 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return Found(apart(other(x_BTD), layer(x_BTD)), length=16 * x_BTD.shape[-1])
 
 
+@check(
+    "E12 rope",
+    "with rope one complex number per plane is left of the gauge: q z and k / z̄",
+    lambda layer: _turned(layer),
+)
+def _(layer: Attention, x_BTD: Tensor) -> Found:
+    other = copy.deepcopy(layer)
+    qk, w_q_HDE, w_k_GDE = factors(other)
+    half = w_q_HDE.shape[-1] // 2
+    size_P, angle_P = torch.linspace(0.5, 2, half).to(x_BTD), torch.linspace(0, 3, half).to(x_BTD)
+    real_P, imaginary_P = size_P * angle_P.cos(), size_P * angle_P.sin()
+
+    def times(w_NE: Tensor, re_P: Tensor, im_P: Tensor) -> Tensor:
+        a, b = w_NE.chunk(2, -1)
+        return torch.cat([a * re_P - b * im_P, a * im_P + b * re_P], -1)
+
+    with torch.no_grad():
+        inverse = real_P / size_P**2, imaginary_P / size_P**2  # 1 / z̄ = z / |z|²
+        qk.w_q.copy_(side_by_side(times(w_q_HDE, real_P, imaginary_P)))
+        qk.w_k.copy_(side_by_side(times(w_k_GDE, *inverse)))
+        for b, scalar in ((qk.b_q, (real_P, imaginary_P)), (qk.b_k, inverse)):
+            if b is not None:
+                b.copy_(times(b.view(-1, 2 * half), *scalar).flatten())
+    return Found(apart(other(x_BTD), layer(x_BTD)), length=16 * x_BTD.shape[-1])
+
+
+def _turned(layer: Attention) -> bool:
+    """Factors with rope between them, and nothing else that reads the keys."""
+    plain_rope = layer.position == "rope" and layer.norm is None
+    return isinstance(layer.qk, SeparateQK) and plain_rope and layer.ov.cached != "k"
+
+
 def _turn_values_(ov: SeparateOV, like: Tensor) -> None:
     b_VV = gauge_matrix(ov.width, like)
     ov.w_v.copy_(side_by_side(by_head(ov.w_v, ov.value_heads) @ b_VV))

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from qkablate.attention import Attention, Cache, circuits
+from qkablate.attention.kernels import attend
 from qkablate.attention.qk.contentless import Uniform
 from qkablate.attention.qk.merged import MergedQK
 from qkablate.cost import attention_cost
@@ -99,9 +100,10 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     for qk in (layer.qk, merged):
         x_BTD = x_BTD.detach().requires_grad_()
         q_BHTE, k_BGSE = qk(x_BTD, x_BTD)
-        k_BHSE = k_BGSE.repeat_interleave(q_BHTE.shape[1] // k_BGSE.shape[1], 1)
-        s_BHTS = (qk.scale * q_BHTE @ k_BHSE.mT).softmax(-1)
-        results.append((s_BHTS, *torch.autograd.grad(pull(s_BHTS), x_BTD)))
+        v_BGSV = layer.ov.values(x_BTD, layer.qk.keys(x_BTD))
+        o_BHTV = attend(q_BHTE, k_BGSE, v_BGSV, scale=qk.scale, causal=True, kernel="folded")
+        out_BTD = layer.ov.write(o_BHTV)
+        results.append((out_BTD, *torch.autograd.grad(pull(out_BTD), x_BTD)))
     residual = max(apart(ours, theirs) for ours, theirs in zip(*results, strict=True))
     return Found(residual, length=x_BTD.shape[1] * x_BTD.shape[-1])
 

@@ -83,7 +83,9 @@ VALUE = {
     "SeparateOV": lambda a, y, h, key: affine(a, y, "w_v", "b_v", h, a.k),
     "GroupedOV": lambda a, y, h, key: affine(a, y, "w_v", "b_v", group(a, h), a.k),
     "NoV": lambda a, y, h, key: own(a, y, h) * (a.length if a.matched else 1),
-    "NoO": lambda a, y, h, key: affine(a, y, "w_v", "b_v", h, a.k),
+    "NoO": lambda a, y, h, key: (
+        affine(a, y, "w_v", "b_v", h, a.k) * (a.length * a.residual if a.matched else 1)
+    ),
     "NoVO": lambda a, y, h, key: own(a, y, h) * a.p["gain"][h],
     "MergedOV": lambda a, y, h, key: y,
     "TiedOV": lambda a, y, h, key: key,
@@ -142,6 +144,7 @@ def facts(circuit) -> SimpleNamespace:
         r=spec.rank,
         groups=spec.groups,
         length=spec.sigma * math.sqrt(spec.d_model),
+        residual=spec.residual,
         matched=spec.init == "matched",
     )
 
@@ -193,5 +196,5 @@ def one_sequence(layer, x_TD: Tensor, y_SD: Tensor, same: bool, causal: bool) ->
             else:
                 rows = slice(h * len(average), (h + 1) * len(average))
                 written[i] = written[i] + average @ b.p[matrix][rows]
-    bias = b.p.get("b_o", 0.0)
+    bias = b.p.get("b_ov" if write == "MergedOV" else "b_o", 0.0)
     return torch.stack([out + bias for out in written])

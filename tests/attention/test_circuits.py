@@ -249,11 +249,20 @@ def test_every_form_holds_itself(name, heads):
         assert float(distance(source, target)) < 1e-10
 
 
-def test_a_form_without_biases_cannot_take_one():
+def test_a_form_without_biases_loses_u_and_says_so():
     biased = random_qk("separate", bias=True)
-    for name in ("separate", "merged", "symmetric", "four_matrix", "low_rank", "grouped"):
-        with pytest.raises(Meaningless, match="no bias to hold u"):
-            convert(biased, random_qk(name))
+    b_HDD, u_HD = (part.detach() for part in biased.circuit())
+    for name in ("separate", "merged", "four_matrix"):
+        lost = convert(biased, random_qk(name))
+        assert lost == pytest.approx(float(u_HD.norm() / b_HDD.norm()))
+    with pytest.raises(Meaningless, match="no bias to hold u"):
+        random_qk("merged").set_circuit_(b_HDD, u_HD)
+
+
+def test_nothing_of_nothing_is_lost():
+    nothing = random_qk("merged")
+    torch.nn.init.zeros_(nothing.w_qk)
+    assert convert(nothing, random_qk("merged")) == 0
 
 
 def test_fewer_shared_dimensions_than_heads_hold_nothing():

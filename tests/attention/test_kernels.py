@@ -5,13 +5,13 @@ from itertools import product
 import pytest
 import torch
 
-from qkablate.attention.kernels import attend, choose_kernel
+from qkablate.attention.kernels import Shapes, attend, choose_kernel
 
 
 def choose(**other):
     base = {"heads": 4, "key_heads": 4, "width": 32, "value_heads": 4, "value_width": 32}
     base |= {"device": "cpu", "half": False, "dropout": 0.0}
-    return choose_kernel(**(base | other))
+    return choose_kernel(Shapes(**(base | other)))
 
 
 @pytest.mark.parametrize(

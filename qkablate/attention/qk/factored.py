@@ -212,6 +212,9 @@ class FourMatrixQK(SeparateQK):
         # Unscaled, x A is σ√d times as long as x, on both sides: W and A each hear σ²d of it.
         return 1 / (2 * length**2)
 
+    def bias_lr_multiplier(self) -> float:
+        return 1.0 if self.spec.init == "matched" else 1 / self.spec.length  # b_q hears keys
+
 
 class CollaborativeQK(QK):
     """Projections shared by all heads, and a vector per head that mixes their dimensions

@@ -24,7 +24,8 @@ class SharedQK(QK):
     """Q = K: B_h = W_h W_hᵀ, symmetric and positive. W is what standard calls W_k.
 
     At the start every token scores itself √k σ²d on average, and no scale of W can make that
-    standard's zero while keeping the spread: the match is `none`.
+    standard's zero while keeping the spread: the match is `none`. With a self mask that is gone;
+    two tokens then have √(1 + 1/h) of standard's spread, as W Wᵀ leans to their own cosine.
     """
 
     match = "none"
