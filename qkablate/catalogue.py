@@ -171,7 +171,7 @@ def blame(error: Exception, file: Path) -> str:
 
 
 def _check_used(variant: VariantConfig) -> None:
-    """What config.py checks for the built-in circuits."""
+    """What config checks for the built-in circuits."""
     pair = circuits(variant)
     for key in ("rank", "groups"):
         given, users = getattr(variant, key), [c.__name__ for c in pair if key in c.uses]

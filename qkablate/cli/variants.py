@@ -62,7 +62,7 @@ def _in_order() -> list[tuple[str, dict[str, Any]]]:
 
 
 def _row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
-    from qkablate.attention.ov import SeparateOV
+    from qkablate.attention.ov.factored import SeparateOV
     from qkablate.attention.qk.factored import SeparateQK
     from qkablate.catalogue import attention
 

@@ -14,17 +14,19 @@ from qkablate.attention import Attention
 from qkablate.model import GPT
 from qkablate.randomness import key
 
-# Importing the four enters their checks in the list.
-from qkablate.verify import factors, layers, theorems, twins
+# Importing them enters their checks in the list.
+from qkablate.verify import factors, gauge, layers, symmetry, theorems, twins
 from qkablate.verify.check import CHECKS, Found
 
 __all__ = [
     "Line",
     "factors",
     "fresh_layer",
+    "gauge",
     "layers",
     "stream",
     "streams_of",
+    "symmetry",
     "theorems",
     "twins",
     "verify",

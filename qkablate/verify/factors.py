@@ -1,6 +1,6 @@
-"""The checks of circuits that are products of factors: gauges, gradients, norms, biases, limits.
+"""The checks of circuits that are products of factors: gradients, norms, biases, order of products.
 
-Shape suffixes as in qkablate/attention/qk/base.py; L for d_model and one row of biases.
+Shape suffixes as in qkablate/attention/qk/base.py.
 """
 
 import copy
@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from qkablate.attention import Attention, circuits
-from qkablate.attention.modifiers import QKNorm, UnitKeys
-from qkablate.attention.ov import SeparateOV
+from qkablate.attention.ov.factored import SeparateOV
 from qkablate.attention.qk.factored import LowRankQK, ReassociatedQK, SeparateQK, WideQK
-from qkablate.attention.qk.merged import MergedQK, SymmetricQK
-from qkablate.attention.qk.shared import SharedQK, SymDiag
-from qkablate.attention.spec import by_head, side_by_side, truncated_svd
-from qkablate.verify.check import Found, apart, check, pull, scores, worst
+from qkablate.attention.qk.merged import MergedQK
+from qkablate.attention.spec import by_head, truncated_svd
+from qkablate.verify.check import Found, apart, check, pull, worst
 
 PLAIN = (SeparateQK, LowRankQK, WideQK, ReassociatedQK)
 
@@ -39,14 +37,6 @@ def factors(layer: Attention) -> tuple[SeparateQK, Tensor, Tensor]:
 
 def gradients(layer: Attention, x_BTD: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(pull(layer(x_BTD)), parameters)
-
-
-def gauge_matrix(size: int, like: Tensor) -> Tensor:
-    """An invertible A with cond(A) = 4, the same every time."""
-    generator = torch.Generator().manual_seed(size)
-    noise = torch.randn(2, size, size, generator=generator, dtype=torch.float64)
-    (left, right), _ = torch.linalg.qr(noise)
-    return (left * torch.linspace(0.5, 2, size) @ right).to(like)
 
 
 @check("E1 gradients", "∂W_q = (∂W) W_k and ∂W_k = (∂W)ᵀ W_q of the merged W", plain)
@@ -74,115 +64,10 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return Found(residual, length=x_BTD.shape[1] * x_BTD.shape[-1])
 
 
-@check("E7 gauge gradient", "W_qᵀ ∂W_q = (W_kᵀ ∂W_k)ᵀ per key head, for any loss", factored)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    q_side, k_side = _gauge_sides(layer, x_BTD)
-    return Found(apart(q_side, k_side.mT), length=x_BTD.shape[1] * x_BTD.shape[-1])
-
-
-def _gauge_sides(layer: Attention, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """W_qᵀ ∂W_q and W_kᵀ ∂W_k per key head; a bias counts as one more row of its matrix."""
-    qk, w_q_HDE, w_k_GDE = factors(layer)
-    names = ["w_q", "w_k"] + (["b_q", "b_k"] if qk.spec.bias else [])
-    values = [getattr(qk, name) for name in names]
-    seen = torch.autograd.grad(pull(layer(x_BTD)), values, allow_unused=True)
-    grads = [torch.zeros_like(v) if g is None else g for v, g in zip(values, seen, strict=True)]
-    sides = []
-    for at, heads in enumerate((len(w_q_HDE), len(w_k_GDE))):
-        w_LF = torch.cat([v.reshape(-1, v.shape[-1]) for v in values[at::2]])
-        g_LF = torch.cat([g.reshape(-1, g.shape[-1]) for g in grads[at::2]])
-        product_NEE = by_head(w_LF, heads).mT @ by_head(g_LF, heads)
-        sides.append(product_NEE.unflatten(0, (len(w_k_GDE), -1)).sum(1))
-    return sides[0], sides[1]
-
-
-@check(
-    "E7 rope",
-    "with rope only trace and rotation of each plane survive",
-    lambda layer: (
-        isinstance(layer.qk, SeparateQK)
-        and layer.position == "rope"
-        and layer.norm is None
-        and layer.ov.cached != "k"
-    ),
-)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    q_GEE, k_GEE = _gauge_sides(layer, x_BTD)
-    half = q_GEE.shape[-1] // 2
-    a = torch.arange(half)
-
-    def plane(m_GEE: Tensor) -> tuple[Tensor, Tensor]:
-        trace = m_GEE[:, a, a] + m_GEE[:, a + half, a + half]
-        return trace, m_GEE[:, a, a + half] - m_GEE[:, a + half, a]
-
-    (trace_q, skew_q), (trace_k, skew_k) = plane(q_GEE), plane(k_GEE)
-    size = q_GEE.abs().max()
-    residual = max(apart(trace_q, trace_k, size), apart(skew_q, -skew_k, size))
-    return Found(residual, length=x_BTD.shape[1] * x_BTD.shape[-1])
-
-
-@check(
-    "E7 norm",
-    "under a norm the gradient is at right angles to the weights: ⟨W_q, ∂W_q⟩ = 0 per head",
-    lambda layer: (
-        isinstance(layer.qk, SeparateQK)
-        and isinstance(layer.norm, QKNorm)
-        and not layer.qk.spec.bias
-        and layer.ov.cached != "k"
-    ),
-)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    qk, w_q_HDE, _ = factors(layer)
-    (d_q,) = gradients(layer, x_BTD, qk.w_q)
-    g_HDE = by_head(d_q, qk.spec.heads)
-    inner_H = (w_q_HDE * g_HDE).sum((1, 2))
-    size_H = w_q_HDE.norm(dim=(1, 2)) * g_HDE.norm(dim=(1, 2))
-    return Found(worst((inner_H / size_H).abs()), length=x_BTD.shape[-1] ** 2)
-
-
-@check(
-    "E7 values",
-    "W_vᵀ ∂W_v = ∂W_o W_oᵀ per value head",
-    lambda layer: isinstance(layer.ov, SeparateOV),
-)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    ov = layer.ov
-    assert isinstance(ov, SeparateOV)
-    d_v, d_o = gradients(layer, x_BTD, ov.w_v, ov.w_o)
-    heads, groups = ov.spec.heads, ov.value_heads
-    left_GVV = by_head(ov.w_v, groups).mT @ by_head(d_v, groups)
-    if ov.b_v is not None:
-        (b_v,) = gradients(layer, x_BTD, ov.b_v)
-        rows = [t.unflatten(0, (groups, -1)) for t in (ov.b_v, b_v)]
-        left_GVV = left_GVV + rows[0].unsqueeze(2) * rows[1].unsqueeze(1)
-    right_HVV = d_o.unflatten(0, (heads, -1)) @ ov.w_o.unflatten(0, (heads, -1)).mT
-    right_GVV = right_HVV.unflatten(0, (groups, -1)).sum(1)
-    return Found(apart(left_GVV, right_GVV), length=x_BTD.shape[1] * x_BTD.shape[-1])
-
-
-@check(
-    "E8 one step",
-    "W_qᵀW_q − W_kᵀW_k after a step of gradient descent, exactly",
-    # With biases, a bias is one more row, and the step moves it, too.
-    lambda layer: plain(layer) and not layer.qk.spec.bias,
-)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    eta, decay = 0.1, 0.3
-    qk, w_q_HDE, w_k_HDE = factors(layer)
-    grads = gradients(layer, x_BTD, qk.w_q, qk.w_k)
-    g_q, g_k = (by_head(g, qk.spec.heads) for g in grads)
-    new_q, new_k = ((1 - eta * decay) * w - eta * g for w, g in ((w_q_HDE, g_q), (w_k_HDE, g_k)))
-    expected = (1 - eta * decay) ** 2 * (w_q_HDE.mT @ w_q_HDE - w_k_HDE.mT @ w_k_HDE)
-    expected = expected + eta**2 * (g_q.mT @ g_q - g_k.mT @ g_k)
-    size = (w_q_HDE.mT @ w_q_HDE).abs().max()
-    found = new_q.mT @ new_q - new_k.mT @ new_k
-    return Found(apart(found, expected, size), length=x_BTD.shape[-1])
-
-
 @check("E9 nuclear norm", "½(‖W_q‖² + ‖W_k‖²) ≥ ‖W_q W_kᵀ‖_*, equal when balanced", plain)
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     _, w_q_HDE, w_k_HDE = factors(layer)
-    nuclear_H = _nuclear(w_q_HDE, w_k_HDE)
+    nuclear_H = nuclear(w_q_HDE, w_k_HDE)
     half_H = (w_q_HDE.square().sum((1, 2)) + w_k_HDE.square().sum((1, 2))) / 2
     too_small = worst((nuclear_H - half_H) / nuclear_H)
     left, right = truncated_svd(w_q_HDE @ w_k_HDE.mT, w_q_HDE.shape[-1])
@@ -190,100 +75,10 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return Found(max(too_small, apart(balanced_H, nuclear_H)), length=x_BTD.shape[-1])
 
 
-def _nuclear(w_q_HDE: Tensor, w_k_HDE: Tensor) -> Tensor:
+def nuclear(w_q_HDE: Tensor, w_k_HDE: Tensor) -> Tensor:
     """Sum of singular values of W_q W_kᵀ, from E × E where that is smaller."""
     r_q, r_k = (torch.linalg.qr(w)[1] for w in (w_q_HDE, w_k_HDE))
     return torch.linalg.svdvals(r_q @ r_k.mT).sum(-1)
-
-
-@check(
-    "E9 shared", "‖W‖_F² = ‖W Wᵀ‖_*: plain decay is nuclear decay", lambda layer: _is_shared(layer)
-)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    assert isinstance(layer.qk, SharedQK)
-    w_HDK = by_head(layer.qk.w_k, layer.qk.spec.heads)
-    return Found(apart(w_HDK.square().sum((1, 2)), _nuclear(w_HDK, w_HDK)), x_BTD.shape[-1])
-
-
-def _is_shared(layer: Attention) -> bool:
-    return type(layer.qk) is SharedQK
-
-
-@check("E12 gauge", "W_q A, W_k A⁻ᵀ (and W_v B, B⁻¹ W_o): other weights, same outputs", factored)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    other = copy.deepcopy(layer)
-    qk, w_q_HDE, w_k_GDE = factors(other)
-    a_EE = gauge_matrix(w_q_HDE.shape[-1], x_BTD)
-    inverse_EE = torch.linalg.inv(a_EE).mT
-    with torch.no_grad():
-        qk.w_q.copy_(side_by_side(w_q_HDE @ a_EE))
-        qk.w_k.copy_(side_by_side(w_k_GDE @ inverse_EE))
-        for b, turn in ((qk.b_q, a_EE), (qk.b_k, inverse_EE)):
-            if b is not None:
-                b.copy_((b.view(-1, 1, len(turn)) @ turn).flatten())
-        if isinstance(other.ov, SeparateOV):
-            _turn_values_(other.ov, x_BTD)
-    return Found(apart(other(x_BTD), layer(x_BTD)), length=16 * x_BTD.shape[-1])
-
-
-@check(
-    "E12 rope",
-    "with rope one complex number per plane is left of the gauge: q z and k / z̄",
-    lambda layer: _turned(layer),
-)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    other = copy.deepcopy(layer)
-    qk, w_q_HDE, w_k_GDE = factors(other)
-    half = w_q_HDE.shape[-1] // 2
-    size_P, angle_P = torch.linspace(0.5, 2, half).to(x_BTD), torch.linspace(0, 3, half).to(x_BTD)
-    real_P, imaginary_P = size_P * angle_P.cos(), size_P * angle_P.sin()
-
-    def times(w_NE: Tensor, re_P: Tensor, im_P: Tensor) -> Tensor:
-        a, b = w_NE.chunk(2, -1)
-        return torch.cat([a * re_P - b * im_P, a * im_P + b * re_P], -1)
-
-    with torch.no_grad():
-        inverse = real_P / size_P**2, imaginary_P / size_P**2  # 1 / z̄ = z / |z|²
-        qk.w_q.copy_(side_by_side(times(w_q_HDE, real_P, imaginary_P)))
-        qk.w_k.copy_(side_by_side(times(w_k_GDE, *inverse)))
-        for b, scalar in ((qk.b_q, (real_P, imaginary_P)), (qk.b_k, inverse)):
-            if b is not None:
-                b.copy_(times(b.view(-1, 2 * half), *scalar).flatten())
-    return Found(apart(other(x_BTD), layer(x_BTD)), length=16 * x_BTD.shape[-1])
-
-
-def _turned(layer: Attention) -> bool:
-    """Factors with rope between them, and nothing else that reads the keys."""
-    plain_rope = layer.position == "rope" and layer.norm is None
-    return isinstance(layer.qk, SeparateQK) and plain_rope and layer.ov.cached != "k"
-
-
-def _turn_values_(ov: SeparateOV, like: Tensor) -> None:
-    b_VV = gauge_matrix(ov.width, like)
-    ov.w_v.copy_(side_by_side(by_head(ov.w_v, ov.value_heads) @ b_VV))
-    w_o_HVD = torch.linalg.inv(b_VV) @ ov.w_o.unflatten(0, (ov.spec.heads, -1))
-    ov.w_o.copy_(w_o_HVD.flatten(0, 1))
-    if ov.b_v is not None:
-        ov.b_v.copy_((ov.b_v.view(-1, 1, len(b_VV)) @ b_VV).flatten())
-
-
-@check(
-    "E12 heads",
-    "heads in another order: same outputs",
-    # Slices and slopes belong to a head's place.
-    lambda layer: plain(layer) and type(layer.ov) is SeparateOV and layer.position != "alibi",
-)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    other = copy.deepcopy(layer)
-    with torch.no_grad():
-        for name, parameter in other.named_parameters():
-            if name == "ov.b_o":
-                continue
-            rows = name == "ov.w_o"
-            by = parameter if rows else parameter.movedim(-1, 0)
-            turned = by.unflatten(0, (layer.qk.spec.heads, -1)).flip(0).flatten(0, 1)
-            parameter.copy_(turned if rows else turned.movedim(0, -1))
-    return Found(apart(other(x_BTD), layer(x_BTD)), length=x_BTD.shape[-1])
 
 
 @check(
@@ -320,53 +115,6 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
         ov.b_o.add_(ov.b_v @ ov.w_o)
         ov.b_v.zero_()
     return Found(apart(other(x_BTD), layer(x_BTD)), length=x_BTD.shape[-1])
-
-
-@check("E5 symmetric", "S = Sᵀ without a mask, also with rope", lambda layer: _symmetric(layer))
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    s_BHTS = scores(layer, x_BTD)
-    return Found(apart(s_BHTS, s_BHTS.mT), length=x_BTD.shape[-1])
-
-
-def _symmetric(layer: Attention) -> bool:
-    if isinstance(layer.qk, SymmetricQK) and layer.qk.spec.bias:
-        return False  # its u is no part of W
-    if isinstance(layer.qk, SymDiag) and layer.position == "rope":
-        return False  # a diagonal between two rotations does not commute with them
-    return type(layer.qk) in (SharedQK, SymDiag, SymmetricQK) and not isinstance(
-        layer.norm, UnitKeys
-    )
-
-
-@check(
-    "E5 positive",
-    "no negative eigenvalue, and |S_ij| ≤ √(S_ii S_jj)",
-    lambda layer: _is_shared(layer) and not isinstance(layer.norm, UnitKeys),
-)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    s_BHTS = scores(layer, x_BTD)
-    value_BHT = torch.linalg.eigvalsh((s_BHTS + s_BHTS.mT) / 2)
-    own_BHT = s_BHTS.diagonal(dim1=-2, dim2=-1)
-    bound_BHTS = (own_BHT.unsqueeze(-1) * own_BHT.unsqueeze(-2)).sqrt()
-    over = worst((s_BHTS.abs() - bound_BHTS) / own_BHT.max())
-    under = worst(-value_BHT[..., 0] / value_BHT[..., -1])
-    return Found(max(over, under), length=x_BTD.shape[-1])
-
-
-@check(
-    "E5 own score",
-    "with normed keys a token scores itself highest (why Reformer masks it)",
-    lambda layer: _is_shared(layer) and layer.norm is not None,
-)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    s_BHTS = scores(layer, x_BTD) * torch.sign(_gain(layer))
-    own_BHT1 = s_BHTS.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    return Found(worst((s_BHTS - own_BHT1) / own_BHT1.max()), x_BTD.shape[-1])
-
-
-def _gain(layer: Attention) -> Tensor:
-    gain = getattr(layer.norm, "gain", None)
-    return torch.ones(1, 1, 1) if gain is None else gain.detach().view(-1, 1, 1)
 
 
 @check("E15 absorbed", "(A X) W_v = A (X W_v)", lambda layer: isinstance(layer.ov, SeparateOV))

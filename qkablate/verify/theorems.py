@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from qkablate.attention import Attention
-from qkablate.attention.ov import NoO, NoVO, SeparateOV
+from qkablate.attention.ov.factored import SeparateOV
+from qkablate.attention.ov.slices import NoO, NoVO
 from qkablate.attention.qk.factored import SeparateQK
 from qkablate.attention.qk.slices import NoQ
 from qkablate.attention.spec import Spec

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from qkablate.attention import Attention
-from qkablate.attention.ov import GroupedOV, MergedOV, NoO, SeparateOV
+from qkablate.attention.ov.factored import GroupedOV, SeparateOV
+from qkablate.attention.ov.merged import MergedOV
+from qkablate.attention.ov.slices import NoO
 from qkablate.attention.qk.factored import (
     CollaborativeQK,
     FourMatrixQK,

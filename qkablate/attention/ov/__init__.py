@@ -1,0 +1,18 @@
+"""The OV circuits by the names that configs use."""
+
+from qkablate.attention.ov.base import OV
+from qkablate.attention.ov.factored import GroupedOV, SeparateOV, TiedOV
+from qkablate.attention.ov.merged import MergedOV
+from qkablate.attention.ov.slices import NoO, NoV, NoVO
+
+OV_CIRCUITS: dict[str, type[OV]] = {
+    "separate": SeparateOV,
+    "no_v": NoV,
+    "no_o": NoO,
+    "no_vo": NoVO,
+    "merged": MergedOV,
+    "tied": TiedOV,
+    "grouped": GroupedOV,
+}
+
+__all__ = ["OV", "OV_CIRCUITS"]

@@ -1,0 +1,68 @@
+"""The OV circuit: ways to parametrise what a key position writes,  write_h(j) = x_jᵀ M_h.
+
+Shape suffixes as in qk/base.py, V for the width of a head's value and G for value heads. In the
+first-step ratios, standard's speed is √d (σ + σ_o): W_v hears W_o's entries (σ_o), W_o hears values
+(σ√d).
+"""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qkablate.attention.qk import QK
+from qkablate.attention.spec import Circuit, Meaningless, Spec
+
+
+class OV(Circuit):
+    """Base of the OV circuits: values from the key/value stream, and the way back to d_model."""
+
+    # What a decoder has to keep to have the values: "v" them, "k" the keys, "x" the stream.
+    cached: ClassVar[str] = "v"
+
+    def __init__(self, spec: Spec, qk: QK) -> None:
+        super().__init__(spec)
+        self.width = spec.d_head  # V
+        self.value_heads = spec.heads  # G
+
+    def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
+        """v_BGSV. The keys are offered, as projected, for circuits that use them as values."""
+        raise NotImplementedError
+
+    def write(self, o_BHTV: Tensor) -> Tensor:
+        """From the heads' averages to what the layer adds to the residual stream."""
+        raise NotImplementedError
+
+    def circuit(self, qk: QK) -> Tensor:
+        """M_HDD."""
+        d, heads = self.spec.d_model, self.spec.heads
+        # Values are affine and writing is, so the images of 0 and of the unit vectors say all.
+        x_1ND = torch.cat([self.like.new_zeros(1, d), torch.eye(d).to(self.like)]).unsqueeze(0)
+        v_GNV = self.values(x_1ND, qk.keys(x_1ND))[0]
+        v_HDV = (v_GNV[:, 1:] - v_GNV[:, :1]).repeat_interleave(heads // v_GNV.shape[0], 0)
+        one_head_HHDV = torch.diag_embed(v_HDV.movedim(0, -1)).permute(2, 3, 0, 1)
+        nothing_HHDV = torch.zeros_like(one_head_HHDV[:1])
+        return self.write(one_head_HHDV) - self.write(nothing_HHDV)
+
+    def set_circuit_(self, m_HDD: Tensor) -> None:
+        """Take over M_h, or what of it this form can hold."""
+        raise Meaningless(f"{type(self).__name__} cannot be set from a given M_h")
+
+    @property
+    def speed(self) -> float:
+        """Σ|gradient| of standard's W_v and W_o at the start, in units of d² entries of size 1."""
+        spec = self.spec
+        return math.sqrt(spec.d_model) * spec.sigma * (1 + spec.residual)
+
+
+def join_heads(o_BHTV: Tensor) -> Tensor:
+    """(B, H, T, V) → (B, T, H·V)."""
+    return o_BHTV.transpose(1, 2).flatten(2)
+
+
+@torch.no_grad()
+def zero_(*biases: nn.Parameter | None) -> None:
+    for bias in biases:
+        if bias is not None:
+            bias.zero_()

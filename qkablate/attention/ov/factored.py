@@ -1,0 +1,125 @@
+"""OV circuits with a W_v and a W_o: standard's, shared by groups, or with the keys as values."""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from qkablate.attention.ov.base import OV, join_heads, zero_
+from qkablate.attention.qk import QK
+from qkablate.attention.qk.shared import SharedQK
+from qkablate.attention.spec import (
+    Draw,
+    Meaningless,
+    Spec,
+    matrix,
+    project,
+    side_by_side,
+    split_heads,
+    truncated_svd,
+    vector,
+)
+
+
+class SeparateOV(OV):
+    """Standard attention: M_h = W_v,h W_o,h."""
+
+    equation = "M_h = W_v W_o"
+    params = "2 d²"
+    source = ""
+
+    def __init__(self, spec: Spec, qk: QK, value_heads: int | None = None) -> None:
+        super().__init__(spec, qk)
+        self.value_heads = spec.heads if value_heads is None else value_heads
+        self.w_v = matrix(spec.d_model, self.value_heads * spec.d_head)
+        self.w_o = matrix(spec.heads * spec.d_head, spec.d_model)
+        self.b_v = vector(spec, self.value_heads * spec.d_head)
+        self.b_o = vector(spec, spec.d_model)
+
+    def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
+        return split_heads(project(y_BSD, self.w_v, self.b_v), self.value_heads)
+
+    def write(self, o_BHTV: Tensor) -> Tensor:
+        return project(join_heads(o_BHTV), self.w_o, self.b_o)
+
+    @torch.no_grad()
+    def init_(self, draw: Draw) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.copy_(draw(name, tuple(parameter.shape), residual=name == "w_o"))
+
+    @torch.no_grad()
+    def set_circuit_(self, m_HDD: Tensor) -> None:
+        """The nearest product of rank d_head; heads that share values share the left factor."""
+        per_group = self.spec.heads // self.value_heads
+        side_GDC = torch.stack([side_by_side(m) for m in m_HDD.split(per_group)])
+        w_v_GDV, w_o_GCV = truncated_svd(side_GDC, self.width)
+        self.w_v.copy_(side_by_side(w_v_GDV))
+        w_o_HDV = w_o_GCV.unflatten(1, (per_group, -1)).flatten(0, 1)
+        self.w_o.copy_(w_o_HDV.mT.flatten(0, 1))
+        zero_(self.b_v, self.b_o)
+
+
+class GroupedOV(SeparateOV):
+    """Values shared by the heads of a group, as the keys of `grouped`. A W_v hears h/g heads."""
+
+    equation = "M_h = W_v,g W_o, g values"
+    params = "d² + d g k"
+    removes = "part of W_v"
+    uses: ClassVar[tuple[str, ...]] = ("groups",)
+
+    def __init__(self, spec: Spec, qk: QK) -> None:
+        # Heads that share key and query scores alike would be one head, several times.
+        if type(qk) is SharedQK:
+            raise Meaningless(
+                "shared keys are the queries, too: heads that shared them in a group would be one"
+            )
+        super().__init__(spec, qk, value_heads=spec.groups)
+        self.match = "exact" if spec.groups == spec.heads else "spread"
+
+    def lr_multiplier(self) -> float:
+        residual, share = self.spec.residual, self.value_heads / self.spec.heads
+        return (1 + residual) / (1 + residual * math.sqrt(share))
+
+
+class TiedOV(OV):
+    """V = K: the keys as projected, before norm and rotation, are the values. M_h = W_k,h W_o,h.
+
+    W_k starts as standard's and hears both circuits; its rate is the QK circuit's. Where keys are
+    not k but E wide, W_o starts at √(k/E) of its size, and E/k times as many entries are heard.
+    """
+
+    equation = "M_h = W_k W_o, V = K"
+    params = "d²"
+    removes = "W_v"
+    source = "Kayyam et al. 2026"
+    match = "spread"
+    cached = "k"
+
+    def __init__(self, spec: Spec, qk: QK) -> None:
+        if qk.cached != "k":
+            what = {"x": "the keys are x itself: V = K would be no_v or merged_ov"}
+            raise Meaningless(what.get(qk.cached, "there are no keys to be values"))
+        super().__init__(spec, qk)
+        self.width, self.value_heads = qk.width, qk.key_heads
+        self.params = {spec.d_head: "d²", spec.d_model: "h d²"}.get(qk.width, "h d r")
+        self.w_o = matrix(spec.heads * qk.width, spec.d_model)
+        self.b_o = vector(spec, spec.d_model)
+        if spec.init == "naive" and qk.width != spec.d_head:
+            self.match = "none"
+
+    def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
+        return k_BGSE
+
+    def write(self, o_BHTV: Tensor) -> Tensor:
+        return project(join_heads(o_BHTV), self.w_o, self.b_o)
+
+    @torch.no_grad()
+    def init_(self, draw: Draw) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.copy_(draw(name, tuple(parameter.shape), residual=name == "w_o"))
+        if self.spec.init == "matched":
+            self.w_o.mul_(math.sqrt(self.spec.d_head / self.width))
+
+    def lr_multiplier(self) -> float:
+        return self.spec.d_head / self.width

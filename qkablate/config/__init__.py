@@ -1,0 +1,177 @@
+"""The schema of a run: typed, strict, and resolved once. Imports nothing heavy.
+
+`load` turns what Hydra composed into a checked Config; `resolve` replaces every `auto` that does
+not depend on the machine. Device, precision, compile and threads are resolved in training.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from qkablate.config.schema import (
+    BIG,
+    CHOICES,
+    RANGES,
+    WORDS,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrackConfig,
+    VariantConfig,
+    flatten,
+    keys,
+    nearest_key,
+)
+from qkablate.config.variant import check_variant, conf_dir, resolve_variant, variants
+from qkablate.errors import UserError, nearest
+
+__all__ = [
+    "CHOICES",
+    "RANGES",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "TrackConfig",
+    "VariantConfig",
+    "check",
+    "conf_dir",
+    "explain",
+    "flatten",
+    "keys",
+    "load",
+    "nearest_key",
+    "resolve",
+    "resolve_variant",
+    "variants",
+]
+
+
+def load(composed: Any) -> Config:
+    """A checked Config from what Hydra composed."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        # As a plain container: a typed node would take an added key along, unseen.
+        given = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+        plain = OmegaConf.create(OmegaConf.to_container(given, resolve=True))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from None
+    assert isinstance(config, Config)
+    check(config)
+    return resolve(config)
+
+
+def check(config: Config) -> None:
+    """Every rule that needs neither the machine nor the data."""
+    values = flatten(config)
+    for key, allowed in CHOICES.items():
+        if values[key] not in allowed:
+            hint = nearest(str(values[key]), allowed)
+            raise UserError(f"{key}: '{values[key]}' is not one of {', '.join(allowed)}{hint}")
+    for key, (least, most) in RANGES.items():
+        _check_number(key, values[key], least, most, WORDS.get(key))
+    model, train, optim = config.model, config.train, config.optim
+    if model.d_model % model.heads:
+        some = [h for h in range(1, model.d_model + 1) if model.d_model % h == 0 and h <= 64]
+        raise UserError(
+            f"model.heads: {model.heads} does not divide model.d_model={model.d_model}"
+            f" (allowed: {', '.join(map(str, some))})"
+        )
+    check_variant(config.variant, model)
+    if train.tokens is not None and train.steps != "auto":
+        raise UserError("train.tokens: give train.steps or train.tokens, not both")
+    if optim.schedule != "wsd" and optim.cooldown != "auto":
+        raise UserError(f"optim.cooldown: schedule={optim.schedule} has none; only wsd has")
+    if round(model.mlp_ratio * model.d_model) < 1:
+        raise UserError(f"model.mlp_ratio: {model.mlp_ratio} leaves the MLP without a single unit")
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise UserError(f"optim.betas: {optim.betas} are not two numbers from 0 to below 1")
+    if config.compile not in (True, False, "auto"):
+        raise UserError(f"compile: '{config.compile}' is not one of auto, true, false")
+    if not _is_device(config.device):
+        hint = nearest(config.device, ("auto", "cpu", "cuda", "mps"))
+        raise UserError(
+            f"device: '{config.device}' is not one of auto, cpu, cuda, cuda:N, mps{hint}"
+        )
+    if config.data.source == "text" and not config.data.path:
+        raise UserError("data.path: data=text needs data.path=FILE_OR_FOLDER")
+    if config.data.source == "stdlib" and config.data.path:
+        raise UserError("data.path: data=stdlib reads no path; write data=text data.path=…")
+    if not re.fullmatch(r"\w[\w+-]*", config.variant.name):
+        raise UserError(
+            f"variant.name: '{config.variant.name}' is not made of letters, digits, _, + and -"
+        )
+    if not config.out:
+        raise UserError("out: give a folder")
+
+
+def resolve(config: Config) -> Config:
+    """Replace every `auto` that does not depend on the machine."""
+    train, optim = config.train, config.optim
+    steps = train.steps
+    if steps == "auto":
+        per_step = train.batch_size * train.accumulate * config.model.context
+        steps = 1000 if train.tokens is None else math.ceil(train.tokens / per_step)
+    assert isinstance(steps, int)
+    warmup = min(1000, steps // 20) if optim.warmup == "auto" else optim.warmup
+    assert isinstance(warmup, int)
+    if warmup and warmup >= steps:
+        raise UserError(f"optim.warmup: {warmup} is not below the {steps} steps of training")
+    cooldown = optim.cooldown
+    if cooldown == "auto":
+        cooldown = 0.2 if optim.schedule == "wsd" else 0.0
+    return dataclasses.replace(
+        config,
+        variant=resolve_variant(config.variant, config.model),
+        train=dataclasses.replace(train, steps=steps, tokens=None),
+        optim=dataclasses.replace(optim, warmup=warmup, cooldown=cooldown),
+    )
+
+
+_WHAT = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+_WHAT |= {"Union[int, str]": "a whole number or auto", "Union[float, str]": "a number or auto"}
+_WHAT |= {"Union[bool, str]": "true, false or auto"}
+
+
+def explain(error: BaseException) -> str:
+    """One line for what OmegaConf refused."""
+    key = str(getattr(error, "full_key", "") or "").partition("[")[0]
+    lines = str(getattr(error, "msg", None) or error).split("\n")
+    # OmegaConf adds lines on where it stands in its own types.
+    text = " ".join(x.strip() for x in lines if not re.match(r"\s*\w+(_key: |_type=)", x)).strip()
+    if key and key not in keys() and not any(k.startswith(f"{key}.") for k in keys()):
+        return f"{key}: there is no such key{nearest_key(key)}"
+    types = r"[Vv]alue '(.*)' of type '.*' (?:could not be converted to|.* type hint) '?([^']+)'?"
+    if (found := re.match(types, text)) and found[2] in _WHAT:
+        return f"{key}: '{found[1]}' is not {_WHAT[found[2]]}"
+    if "not Optional" in text:
+        return f"{key}: null is not a value"
+    if "ListConfig" in text:
+        return f"{key}: a list is written [a,b]"
+    return f"{key}: {text[:1].lower()}{text[1:]}" if key else text
+
+
+def _check_number(key: str, value: Any, least: float, most: float, word: str | None) -> None:
+    if value is None or (word is not None and value == word):
+        return
+    allowed = f"{least} or more" if most == BIG else f"a number from {least} to {most}"
+    if word is not None:
+        allowed = f"{word}, or {allowed}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UserError(f"{key}: '{value}' is not {allowed}")
+    if most == BIG and value > most:
+        allowed = f"at most {most}"
+    if not (math.isfinite(value) and least <= value <= most):
+        raise UserError(f"{key}: {value} is not {allowed}")
+
+
+def _is_device(name: str) -> bool:
+    kind, colon, index = name.partition(":")
+    if colon:
+        return kind == "cuda" and index.isdecimal()
+    return kind in ("auto", "cpu", "cuda", "mps")

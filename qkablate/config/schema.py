@@ -1,0 +1,186 @@
+"""The schema of a run: every key a user may set, what it may be, and what it is when unsaid."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from qkablate.errors import nearest
+
+
+@dataclass
+class VariantConfig:
+    name: str = "standard"
+    qk: str = "separate"
+    ov: str = "separate"
+    norm: str = "none"
+    mask_self: bool = False
+    rank: int | str | None = "auto"
+    groups: int | str | None = "auto"
+    init: str = "matched"
+    lr: str = "matched"
+    file: str | None = None
+
+
+@dataclass
+class ModelConfig:
+    layers: int = 4
+    d_model: int = 128
+    heads: int = 4
+    context: int = 64
+    mlp_ratio: float = 4.0
+    dropout: float = 0.0
+    bias: bool = False
+    position: str = "learned"
+    norm: str = "pre"
+    attention_skip: bool = True
+    init: str = "gpt2"
+
+
+@dataclass
+class AttentionConfig:
+    kernel: str = "auto"
+
+
+@dataclass
+class DataConfig:
+    source: str = "stdlib"
+    path: str | None = None
+    tokenizer: str = "bytes"
+    val_tokens: int = 65536
+    test_tokens: int = 65536
+    cache: str = "auto"
+
+
+@dataclass
+class TrainConfig:
+    steps: int | str = "auto"
+    tokens: int | None = None
+    batch_size: int = 16
+    accumulate: int = 1
+    eval_every: int = 250
+    checkpoint_every: int = 250
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-3
+    schedule: str = "cosine"
+    warmup: int | str = "auto"
+    cooldown: float | str = "auto"
+    lr_final: float = 0.1
+    weight_decay: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    clip: float = 1.0
+
+
+@dataclass
+class SeedsConfig:
+    init: int = 0
+    data: int = 0
+    dropout: int = 0
+
+
+@dataclass
+class TrackConfig:
+    wandb: str = "auto"
+    project: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    log_every: int = 10
+
+
+@dataclass
+class Config:
+    variant: VariantConfig = field(default_factory=VariantConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    seed: int = 0
+    seeds: SeedsConfig = field(default_factory=SeedsConfig)
+    precision: str = "auto"
+    device: str = "auto"
+    compile: bool | str = "auto"
+    threads: int | str = "auto"
+    deterministic: bool = False
+    track: TrackConfig = field(default_factory=TrackConfig)
+    out: str = "outputs"
+
+
+CHOICES = {
+    "variant.init": ("matched", "naive"),
+    "variant.lr": ("matched", "same"),
+    "variant.norm": ("none", "qk", "unit_keys"),
+    "attention.kernel": ("auto", "math", "flash", "efficient", "folded"),
+    "model.position": ("learned", "none", "alibi", "rope"),
+    "model.norm": ("pre", "none"),
+    "model.init": ("gpt2", "linear"),
+    "data.source": ("stdlib", "text"),
+    "data.tokenizer": ("bytes", "chars"),
+    "optim.schedule": ("cosine", "wsd"),
+    "precision": ("auto", "fp32", "bf16", "fp16"),
+    "track.wandb": ("auto", "online", "offline", "disabled"),
+}
+
+BIG = 2**53
+# key: least, most.
+RANGES: dict[str, tuple[float, float]] = {
+    "variant.rank": (1, 2**20),
+    "variant.groups": (1, 2**20),
+    "model.layers": (1, 10_000),
+    "model.d_model": (1, 2**20),
+    "model.heads": (1, 2**20),
+    "model.context": (1, 2**24),
+    "model.mlp_ratio": (0.01, 1000),
+    "model.dropout": (0, 0.99),
+    "data.val_tokens": (2, BIG),
+    "data.test_tokens": (2, BIG),
+    "train.steps": (1, BIG),
+    "train.tokens": (1, BIG),
+    "train.batch_size": (1, 2**24),
+    "train.accumulate": (1, 2**20),
+    "train.eval_every": (1, BIG),
+    "train.checkpoint_every": (1, BIG),
+    "optim.lr": (1e-12, 1000),
+    "optim.warmup": (0, BIG),
+    "optim.cooldown": (0, 1),
+    "optim.lr_final": (0, 1),
+    "optim.weight_decay": (0, 1000),
+    "optim.clip": (0, 1000),
+    "seed": (0, BIG),
+    "seeds.init": (0, BIG),
+    "seeds.data": (0, BIG),
+    "seeds.dropout": (0, BIG),
+    "threads": (1, 4096),
+    "track.log_every": (1, BIG),
+}
+# Where a word may stand in a number's place.
+WORDS = dict.fromkeys(
+    ("variant.rank", "variant.groups", "train.steps", "optim.warmup", "optim.cooldown", "threads"),
+    "auto",
+)
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """'model.d_model' → value, for every leaf."""
+    leaves: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            leaves |= flatten(value, f"{prefix}{item.name}.")
+        else:
+            leaves[prefix + item.name] = value
+    return leaves
+
+
+def keys() -> list[str]:
+    """Every key a user may set."""
+    return list(flatten(Config()))
+
+
+def nearest_key(word: str) -> str:
+    """' (nearest: x)' among the keys and groups; `lr` means optim.lr."""
+    own = ", ".join(key for key in keys() if key.endswith(f".{word}"))
+    return f" (nearest: {own})" if own else nearest(word, {*keys(), *vars(Config())})
