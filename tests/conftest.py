@@ -13,10 +13,14 @@ import torch
 
 from qkablate.cli import main
 
-TINY = [
+SMALL = [
     *("model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16"),
+    *("track.wandb=disabled", "threads=1"),
+]
+TINY = [
+    *SMALL,
     *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "train.checkpoint_every=4"),
-    *("track.log_every=2", "track.wandb=disabled", "threads=1"),
+    "track.log_every=2",
 ]
 
 
@@ -61,6 +65,23 @@ def tiny(tmp_path: Path, text: Path) -> list[str]:
     """The overrides of a run of half a second."""
     data = [f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
     return [*TINY, "data=text", *data, f"out={tmp_path / 'outputs'}"]
+
+
+@pytest.fixture(scope="session")
+def train() -> Callable[..., Path]:
+    """Train a small model on a few lines, in a given folder; its run folder."""
+
+    def run(folder: Path, *words: str) -> Path:
+        corpus = folder / "corpus.txt"
+        corpus.write_text("the cat sat on the mat, ähnlich ∑\n" * 200, encoding="utf-8")
+        data = ["data=text", f"data.path={corpus}", f"data.cache={folder / 'cache'}"]
+        with pytest.raises(SystemExit) as exit_:
+            main(["train", *SMALL, *data, f"out={folder / 'outputs'}", *words])
+        assert exit_.value.code == 0
+        (path,) = (folder / "outputs" / "runs").iterdir()
+        return path
+
+    return run
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import torch
 
 from qkablate.config import Config
 from qkablate.errors import UserError
-from qkablate.model import GPT
 from qkablate.training import hardware
 from qkablate.training.optimizer import make_optimizer
+from qkablate.training.plan import empty_model
 
 WARM_UP = 2
 SECONDS = 60.0  # of measuring, shared by all models; each is timed three times at least
@@ -71,16 +71,12 @@ def check_memory(params: Sequence[int], device: str) -> None:
 
 
 def _step(config: Config, vocabulary: int) -> Callable[[], None]:
-    with torch.device("meta"):
-        empty = GPT(
-            config.model,
-            config.variant,
-            vocabulary,
-            device=config.device.partition(":")[0],
-            half=hardware.flash_in_half(config),
-            kernel=config.attention.kernel,
-        )
-    model = empty.to_empty(device="cpu").init_(config.seeds.init).to(config.device)
+    model = (
+        empty_model(config, vocabulary)
+        .to_empty(device="cpu")
+        .init_(config.seeds.init)
+        .to(config.device)
+    )
     optimizer = make_optimizer(model, config)
     shape = (config.train.batch_size, config.model.context + 1)
     tokens_BT = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))

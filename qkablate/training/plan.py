@@ -40,7 +40,7 @@ class Plan:
 
     def build(self) -> GPT:
         """The model, without values yet."""
-        return _build(self.config, self.dataset.vocabulary)
+        return empty_model(self.config, self.dataset.vocabulary)
 
 
 def plan(config: Config) -> Plan:
@@ -48,10 +48,10 @@ def plan(config: Config) -> Plan:
     config, hashes = settle(hardware.resolve(config))
     resolve_mode(config.track)
     # The cheap looks first: data may have to be prepared.
-    _check_out(Path(config.out).expanduser(), _build(config, 1).ledger()["total"])
+    _check_out(Path(config.out).expanduser(), empty_model(config, 1).ledger()["total"])
     dataset = open_dataset(config.data)
     _check_context(config, dataset)
-    model = _build(config, dataset.vocabulary)
+    model = empty_model(config, dataset.vocabulary)
     attention = model.attentions()[0]
     frozen = identity(
         config,
@@ -79,7 +79,8 @@ def plan(config: Config) -> Plan:
     )
 
 
-def _build(config: Config, vocabulary: int) -> GPT:
+def empty_model(config: Config, vocabulary: int) -> GPT:
+    """The model without values."""
     with torch.device("meta"):
         return GPT(
             config.model,

@@ -11,36 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from qkablate.cli import main
 from qkablate.cli.sample import HELP, KEYS, _write, parse
 from qkablate.training.restore import restore
 
-SIZES = [
-    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16"),
-    *("train.steps=30", "train.batch_size=8", "track.wandb=disabled", "threads=1", "data=text"),
-]
+STEPS = ("train.steps=30", "train.batch_size=8")
 REPORT = r"{}, step 30: {} tokens, [\d,]+ tokens/s\n"
 
 
-def train(folder: Path, *words: str) -> Path:
-    corpus = folder / "corpus.txt"
-    corpus.write_text("the cat sat on the mat, ähnlich ∑\n" * 200, encoding="utf-8")
-    data = [f"data.path={corpus}", f"data.cache={folder / 'cache'}", f"out={folder / 'outputs'}"]
-    with pytest.raises(SystemExit) as exit_:
-        main(["train", *SIZES, *data, *words])
-    assert exit_.value.code == 0
-    (run,) = (folder / "outputs" / "runs").iterdir()
-    return run
+@pytest.fixture(scope="module")
+def trained(train, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("trained"), *STEPS, "variant=merged_w")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("trained"), "variant=merged_w")
-
-
-@pytest.fixture(scope="module")
-def of_chars(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("chars"), "data.tokenizer=chars", "optim.lr=0.01")
+def of_chars(train, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("chars"), *STEPS, "data.tokenizer=chars", "optim.lr=0.01")
 
 
 @pytest.fixture
@@ -64,8 +49,8 @@ def test_prompt_and_text_alone_on_stdout(sample, trained):
 
 
 @pytest.mark.parametrize("position", ["alibi", "rope"])
-def test_positions(qkablate, tmp_path, position):
-    run = train(tmp_path, f"model.position={position}")
+def test_positions(train, qkablate, tmp_path, position):
+    run = train(tmp_path, *STEPS, f"model.position={position}")
     done = qkablate("sample", run.name[:8], "prompt=the", "tokens=30")
     assert done.code == 0
     assert re.fullmatch(REPORT.format(run.name, 30), done.err)
@@ -216,13 +201,13 @@ def test_a_damaged_run_is_one_line(qkablate, trained, tmp_path):
     assert "tokenizer.json' is damaged" in done.err
 
 
-def test_a_variant_file_must_be_given(qkablate, tmp_path):
+def test_a_variant_file_must_be_given(train, qkablate, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from qkablate.attention.qk.factored import SeparateQK\n"
         "class Mine(SeparateQK):\n    equation = 'mine'\n"
     )
-    run = train(tmp_path, f"variant.file={file}")
+    run = train(tmp_path, *STEPS, f"variant.file={file}")
     done = qkablate("sample", str(run))
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert "give variant.file=PATH" in done.err
@@ -242,10 +227,10 @@ def test_the_run_stays_as_it_is(sample, trained):
     assert json.loads((trained / "tokenizer.json").read_text()) == {"name": "bytes"}
 
 
-def test_rerun_puts_the_tokenizer_away(qkablate, tmp_path):
-    run = train(tmp_path)
+def test_rerun_puts_the_tokenizer_away(train, qkablate, tmp_path):
+    run = train(tmp_path, *STEPS)
     words = (run / "config.yaml").read_text()
-    train(tmp_path, "--rerun")
+    train(tmp_path, *STEPS, "--rerun")
     assert (run / "attempts" / "1" / "tokenizer.json").exists()
     assert (run / "attempts" / "1" / "config.yaml").read_text() == words
     assert (run / "tokenizer.json").exists()

@@ -13,14 +13,10 @@ import safetensors.torch
 import torch
 
 from qkablate import catalogue
-from qkablate.cli import main
 from qkablate.errors import UserError
 from qkablate.training.restore import find_run, restore
 
-SIZES = [
-    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16"),
-    *("train.steps=3", "train.batch_size=2", "track.wandb=disabled", "threads=1", "data=text"),
-]
+STEPS = ("train.steps=3", "train.batch_size=2")
 CIRCUIT = """
 from pathlib import Path
 from qkablate.attention.qk.factored import SeparateQK
@@ -31,20 +27,9 @@ class Mine(SeparateQK):
 """
 
 
-def train(folder: Path, *words: str) -> Path:
-    corpus = folder / "corpus.txt"
-    corpus.write_text("the cat sat on the mat, ähnlich ∑\n" * 200, encoding="utf-8")
-    data = [f"data.path={corpus}", f"data.cache={folder / 'cache'}", f"out={folder / 'outputs'}"]
-    with pytest.raises(SystemExit) as exit_:
-        main(["train", *SIZES, *data, *words])
-    assert exit_.value.code == 0
-    (run,) = (folder / "outputs" / "runs").iterdir()
-    return run
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("trained"), "variant=merged_w")
+def trained(train, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("trained"), *STEPS, "variant=merged_w")
 
 
 @pytest.fixture
@@ -227,8 +212,8 @@ def test_runs_without_a_tokenizer(run):
         restore(run).tokenizer()
 
 
-def test_characters_outlast_the_corpus(tmp_path):
-    run = train(tmp_path, "data.tokenizer=chars")
+def test_characters_outlast_the_corpus(train, tmp_path):
+    run = train(tmp_path, *STEPS, "data.tokenizer=chars")
     (tmp_path / "corpus.txt").unlink()
     shutil.rmtree(tmp_path / "cache")
     tokenizer = restore(run).tokenizer()
@@ -238,11 +223,11 @@ def test_characters_outlast_the_corpus(tmp_path):
     assert kept == tokenizer.describe()
 
 
-def test_a_circuit_from_a_file_is_imported_when_it_is_given(tmp_path):
+def test_a_circuit_from_a_file_is_imported_when_it_is_given(train, tmp_path):
     """E24: a run folder that names a file does not make anything of it run."""
     file, journal = tmp_path / "mine.py", tmp_path / "journal"
     file.write_text(CIRCUIT.format(journal=str(journal)))
-    run = train(tmp_path, f"variant.file={file}")
+    run = train(tmp_path, *STEPS, f"variant.file={file}")
     catalogue._load.cache_clear()
     journal.unlink()
     with pytest.raises(UserError, match=r"a circuit from a file, 'mine'; give variant\.file=PATH"):
@@ -274,7 +259,7 @@ def test_a_file_that_is_not_needed(run, tmp_path):
     assert not (tmp_path / "journal").exists()
 
 
-def test_a_packages_circuit_is_imported_when_it_is_named(tmp_path, monkeypatch):
+def test_a_packages_circuit_is_imported_when_it_is_named(train, tmp_path, monkeypatch):
     file, journal = tmp_path / "theirs.py", tmp_path / "journal"
     file.write_text(CIRCUIT.format(journal=str(journal)))
 
@@ -293,7 +278,7 @@ def test_a_packages_circuit_is_imported_when_it_is_named(tmp_path, monkeypatch):
         return installed if ours else real(**wanted)
 
     monkeypatch.setattr("qkablate.catalogue.metadata.entry_points", entry_points)
-    run = train(tmp_path, "variant.qk=theirs")
+    run = train(tmp_path, *STEPS, "variant.qk=theirs")
     journal.unlink()
     with pytest.raises(UserError, match=r"give variant\.qk=theirs"):
         restore(run)

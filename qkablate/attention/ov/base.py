@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qkablate.attention.qk import QK
-from qkablate.attention.spec import Circuit, Meaningless, Spec
+from qkablate.attention.spec import Circuit, Draw, Meaningless, Spec
 
 
 class OV(Circuit):
@@ -33,6 +33,13 @@ class OV(Circuit):
     def write(self, o_BHTV: Tensor) -> Tensor:
         """From the heads' averages to what the layer adds to the residual stream."""
         raise NotImplementedError
+
+    @torch.no_grad()
+    def init_(self, draw: Draw) -> None:
+        """From draws by name; what writes to the stream, "w_o…", starts as small as W_o."""
+        for name, parameter in self.named_parameters():
+            shape = tuple(parameter.shape)
+            parameter.copy_(draw(name, shape, residual=name.startswith("w_o")))
 
     def circuit(self, qk: QK) -> Tensor:
         """M_HDD."""

@@ -44,11 +44,6 @@ class SeparateOV(OV):
         return project(join_heads(o_BHTV), self.w_o, self.b_o)
 
     @torch.no_grad()
-    def init_(self, draw: Draw) -> None:
-        for name, parameter in self.named_parameters():
-            parameter.copy_(draw(name, tuple(parameter.shape), residual=name == "w_o"))
-
-    @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """The nearest product of rank d_head; heads that share values share the left factor."""
         per_group = self.spec.heads // self.value_heads
@@ -116,8 +111,7 @@ class TiedOV(OV):
 
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:
-        for name, parameter in self.named_parameters():
-            parameter.copy_(draw(name, tuple(parameter.shape), residual=name == "w_o"))
+        super().init_(draw)
         if self.spec.init == "matched":
             self.w_o.mul_(math.sqrt(self.spec.d_head / self.width))
 

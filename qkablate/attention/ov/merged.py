@@ -47,8 +47,7 @@ class MergedOV(OV):
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:
         if self.spec.init == "naive":
-            for name, parameter in self.named_parameters():
-                parameter.copy_(draw(name, tuple(parameter.shape), residual=name == "w_ov"))
+            super().init_(draw)
             return
         # Where standard starts: the product of the very tensors standard draws under these names.
         nothing = Uniform(self.spec)

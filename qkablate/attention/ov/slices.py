@@ -45,11 +45,6 @@ class NoV(OV):
         return project(join_heads(o_BHTV) * self.gain, self.w_o, self.b_o)
 
     @torch.no_grad()
-    def init_(self, draw: Draw) -> None:
-        for name, parameter in self.named_parameters():
-            parameter.copy_(draw(name, tuple(parameter.shape), residual=name == "w_o"))
-
-    @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """Only the rows of the head's own slice can be held."""
         k = self.spec.d_head
