@@ -6,6 +6,7 @@ rounding allows.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf, isnan, nan
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from qkablate.attention import Attention
 from qkablate.model import GPT
 from qkablate.randomness import key
 
-# Importing them enters their checks in the list.
-from qkablate.verify import factors, gauge, layers, symmetry, theorems, twins
-from qkablate.verify.check import CHECKS, Found
+# Importing them enters their checks in the list, in this order.
+from qkablate.verify import layers  # isort: skip
+from qkablate.verify import twins, factors, gauge, symmetry, theorems  # isort: skip
+from qkablate.verify.check import CHECKS, Check, Found
 
 __all__ = [
     "Line",
@@ -54,13 +56,18 @@ def verify(
     variant: str, attentions: list[Attention], streams: list[Tensor], *, fresh: bool
 ) -> Iterator[Line]:
     """Every check that applies, at its worst over the layers; a stream of inputs for each."""
-    for check in sorted(CHECKS, key=lambda check: _number(check.name)):
+    numbers = [t for layer in attentions for t in layer.parameters()] + streams
+    if not all(t.isfinite().all() for t in numbers):
+        says = "weights, and what the layer reads, are numbers"
+        yield Line(variant, "finite", says, nan, 0.0, nan, 0.0)
+        return
+    for check in CHECKS:
         if not check.applies(attentions[0]) or (theorems.fresh_only(check.name) and not fresh):
             continue
         worst = {
             dtype: max(
                 (
-                    check.find(layer.to(dtype), x_BTD.to(dtype))
+                    _find(check, layer.to(dtype), x_BTD.to(dtype))
                     for layer, x_BTD in zip(attentions, streams, strict=True)
                 ),
                 key=_badness,
@@ -79,14 +86,15 @@ def verify(
         )
 
 
-def _number(name: str) -> tuple[int, str]:
-    """B_h and M_h, then E1, E2, …"""
-    digits = name.partition(" ")[0].removeprefix("E")
-    return (int(digits) if digits.isdecimal() else 0, name)
+def _find(check: Check, layer: Attention, x_BTD: Tensor) -> Found:
+    try:
+        return check.find(layer, x_BTD)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # too large to decompose
+        return Found(nan)
 
 
 def _badness(found: Found) -> float:
-    return found.residual if found.residual == found.residual else float("inf")
+    return inf if isnan(found.residual) else found.residual
 
 
 @torch.no_grad()

@@ -66,9 +66,14 @@ def apart(one: Tensor, other: Tensor, size: Tensor | None = None) -> float:
     return float((one - other).abs().max() / largest.clamp(min=torch.finfo(other.dtype).tiny))
 
 
+def largest(*residuals: float) -> float:
+    """NaN if one of them is: Python's max would lose it."""
+    return float(torch.tensor(residuals, dtype=torch.float64).max())
+
+
 def worst(violation: Tensor) -> float:
     """The largest entry, of what should be 0 or less."""
-    return max(0.0, float(violation.detach().max()))
+    return largest(0.0, float(violation.detach().max()))
 
 
 def pull(out: Tensor) -> Tensor:

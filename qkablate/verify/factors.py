@@ -13,7 +13,7 @@ from qkablate.attention.ov.factored import SeparateOV
 from qkablate.attention.qk.factored import LowRankQK, ReassociatedQK, SeparateQK, WideQK
 from qkablate.attention.qk.merged import MergedQK
 from qkablate.attention.spec import by_head, truncated_svd
-from qkablate.verify.check import Found, apart, check, pull, worst
+from qkablate.verify.check import Found, apart, check, largest, pull, worst
 
 PLAIN = (SeparateQK, LowRankQK, WideQK, ReassociatedQK)
 
@@ -39,7 +39,7 @@ def gradients(layer: Attention, x_BTD: Tensor, *parameters: Tensor) -> tuple[Ten
     return torch.autograd.grad(pull(layer(x_BTD)), parameters)
 
 
-@check("E1 gradients", "∂W_q = (∂W) W_k and ∂W_k = (∂W)ᵀ W_q of the merged W", plain)
+@check("gradients", "∂W_q = (∂W) W_k and ∂W_k = (∂W)ᵀ W_q of the merged W", plain)
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     qk, w_q_HDE, w_k_HDE = factors(layer)
     merged = MergedQK(qk.spec).to(x_BTD)
@@ -57,14 +57,14 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     if d_u and qk.b_q is not None:  # W_k stands in u = W_k b_q, too
         d_u_HD1 = d_u[0].view(qk.spec.heads, -1, 1) * ratio
         expected_k = expected_k + d_u_HD1 @ qk.b_q.view(qk.spec.heads, 1, -1)
-    residual = max(
+    residual = largest(
         apart(by_head(d_q, qk.spec.heads), g_HDD @ w_k_HDE),
         apart(by_head(d_k, qk.spec.heads), expected_k),
     )
     return Found(residual, length=x_BTD.shape[1] * x_BTD.shape[-1])
 
 
-@check("E9 nuclear norm", "½(‖W_q‖² + ‖W_k‖²) ≥ ‖W_q W_kᵀ‖_*, equal when balanced", plain)
+@check("nuclear norm", "½(‖W_q‖² + ‖W_k‖²) ≥ ‖W_q W_kᵀ‖_*, equal when balanced", plain)
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     _, w_q_HDE, w_k_HDE = factors(layer)
     nuclear_H = nuclear(w_q_HDE, w_k_HDE)
@@ -72,7 +72,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     too_small = worst((nuclear_H - half_H) / nuclear_H)
     left, right = truncated_svd(w_q_HDE @ w_k_HDE.mT, w_q_HDE.shape[-1])
     balanced_H = (left.square().sum((1, 2)) + right.square().sum((1, 2))) / 2
-    return Found(max(too_small, apart(balanced_H, nuclear_H)), length=x_BTD.shape[-1])
+    return Found(largest(too_small, apart(balanced_H, nuclear_H)), length=x_BTD.shape[-1])
 
 
 def nuclear(w_q_HDE: Tensor, w_k_HDE: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def nuclear(w_q_HDE: Tensor, w_k_HDE: Tensor) -> Tensor:
 
 
 @check(
-    "E11 key bias",
+    "key bias",
     "b_k changes no output and has no gradient",
     lambda layer: factored(layer) and type(layer.qk) is not ReassociatedQK and layer.qk.spec.bias,
 )
@@ -96,12 +96,12 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     assert own.b_k is not None
     assert own.b_q is not None
     d_k, d_q = gradients(layer, x_BTD, own.b_k, own.b_q)
-    residual = max(apart(other(x_BTD), layer(x_BTD)), worst(d_k.abs() / d_q.abs().max()))
+    residual = largest(apart(other(x_BTD), layer(x_BTD)), worst(d_k.abs() / d_q.abs().max()))
     return Found(residual, length=x_BTD.shape[1] * x_BTD.shape[-1])
 
 
 @check(
-    "E11 value bias",
+    "value bias",
     "b_v is b_o shifted by b_v W_o",
     lambda layer: type(layer.ov) is SeparateOV and layer.qk.spec.bias,
 )
@@ -117,11 +117,13 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return Found(apart(other(x_BTD), layer(x_BTD)), length=x_BTD.shape[-1])
 
 
-@check("E15 absorbed", "(A X) W_v = A (X W_v)", lambda layer: isinstance(layer.ov, SeparateOV))
+@check("absorbed", "(A X) W_v = A (X W_v)", lambda layer: isinstance(layer.ov, SeparateOV))
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     ov, a_BHTS = layer.ov, layer.weights(x_BTD)
     assert isinstance(ov, SeparateOV)
     per_head = ov.spec.heads // ov.value_heads
     w_v_HDV = by_head(ov.w_v, ov.value_heads).repeat_interleave(per_head, 0)
-    x_B1SD = x_BTD.unsqueeze(1)
-    return Found(apart(a_BHTS @ x_B1SD @ w_v_HDV, a_BHTS @ (x_B1SD @ w_v_HDV)), x_BTD.shape[-1])
+    o_BHTV = (a_BHTS @ x_BTD.unsqueeze(1)) @ w_v_HDV
+    if ov.b_v is not None:  # the weights sum to one
+        o_BHTV = o_BHTV + ov.b_v.view(ov.value_heads, 1, -1).repeat_interleave(per_head, 0)
+    return Found(apart(ov.write(o_BHTV), layer(x_BTD)), x_BTD.shape[-1])

@@ -13,7 +13,7 @@ from qkablate.attention.modifiers import QKNorm
 from qkablate.attention.ov.factored import SeparateOV
 from qkablate.attention.qk.factored import SeparateQK
 from qkablate.attention.spec import by_head, side_by_side
-from qkablate.verify.check import Found, apart, check, pull, worst
+from qkablate.verify.check import Found, apart, check, largest, pull, worst
 from qkablate.verify.factors import factored, factors, gradients, plain
 
 
@@ -25,7 +25,7 @@ def gauge_matrix(size: int, like: Tensor) -> Tensor:
     return (left * torch.linspace(0.5, 2, size) @ right).to(like)
 
 
-@check("E12 gauge", "W_q A, W_k A⁻ᵀ (and W_v B, B⁻¹ W_o): other weights, same outputs", factored)
+@check("gauge", "W_q A, W_k A⁻ᵀ (and W_v B, B⁻¹ W_o): other weights, same outputs", factored)
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     other = copy.deepcopy(layer)
     qk, w_q_HDE, w_k_GDE = factors(other)
@@ -52,7 +52,7 @@ def _turn_values_(ov: SeparateOV, like: Tensor) -> None:
 
 
 @check(
-    "E12 heads",
+    "order of heads",
     "heads in another order: same outputs",
     # Slices and slopes belong to a head's place.
     lambda layer: plain(layer) and type(layer.ov) is SeparateOV and layer.position != "alibi",
@@ -70,7 +70,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return Found(apart(other(x_BTD), layer(x_BTD)), length=x_BTD.shape[-1])
 
 
-@check("E7 gauge gradient", "W_qᵀ ∂W_q = (W_kᵀ ∂W_k)ᵀ per key head, for any loss", factored)
+@check("gauge gradient", "W_qᵀ ∂W_q = (W_kᵀ ∂W_k)ᵀ per key head, for any loss", factored)
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     q_side, k_side = _gauge_sides(layer, x_BTD)
     return Found(apart(q_side, k_side.mT), length=x_BTD.shape[1] * x_BTD.shape[-1])
@@ -99,7 +99,7 @@ def _turned(layer: Attention) -> bool:
 
 
 @check(
-    "E7 rope",
+    "rope gradient",
     "with rope only trace and rotation of each plane survive",
     _turned,
 )
@@ -114,12 +114,12 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
 
     (trace_q, skew_q), (trace_k, skew_k) = plane(q_GEE), plane(k_GEE)
     size = q_GEE.abs().max()
-    residual = max(apart(trace_q, trace_k, size), apart(skew_q, -skew_k, size))
+    residual = largest(apart(trace_q, trace_k, size), apart(skew_q, -skew_k, size))
     return Found(residual, length=x_BTD.shape[1] * x_BTD.shape[-1])
 
 
 @check(
-    "E12 rope",
+    "rope gauge",
     "with rope one complex number per plane is left of the gauge: q z and k / z̄",
     _turned,
 )
@@ -145,7 +145,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
 
 
 @check(
-    "E7 norm",
+    "norm gradient",
     "under a norm the gradient is at right angles to the weights: ⟨W_q, ∂W_q⟩ = 0 per head",
     lambda layer: (
         isinstance(layer.qk, SeparateQK)
@@ -164,7 +164,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
 
 
 @check(
-    "E7 values",
+    "value gradient",
     "W_vᵀ ∂W_v = ∂W_o W_oᵀ per value head",
     lambda layer: isinstance(layer.ov, SeparateOV),
 )
@@ -184,7 +184,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
 
 
 @check(
-    "E8 one step",
+    "one step",
     "W_qᵀW_q − W_kᵀW_k after a step of gradient descent, exactly",
     # With biases, a bias is one more row, and the step moves it, too.
     lambda layer: plain(layer) and not layer.qk.spec.bias,

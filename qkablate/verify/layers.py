@@ -11,7 +11,16 @@ from qkablate.attention.kernels import attend
 from qkablate.attention.qk.contentless import Uniform
 from qkablate.attention.qk.merged import MergedQK
 from qkablate.cost import attention_cost
-from qkablate.verify.check import Found, apart, check, pull, scores, up_to_a_row_shift, worst
+from qkablate.verify.check import (
+    Found,
+    apart,
+    check,
+    largest,
+    pull,
+    scores,
+    up_to_a_row_shift,
+    worst,
+)
 
 
 def has_circuit(layer: Attention) -> bool:
@@ -19,7 +28,7 @@ def has_circuit(layer: Attention) -> bool:
 
 
 @check(
-    "E16 parameters",
+    "parameters",
     "the formula counts what is there",
     lambda layer: bool(layer.qk.params and layer.ov.params and not layer.qk.spec.bias),
 )
@@ -29,7 +38,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return Found(abs(counted - sum(part.count() for part in parts)), tolerance=0)
 
 
-@check("E16 FLOPs", "the formula counts what torch's FlopCounterMode counts")
+@check("FLOPs", "the formula counts what torch's FlopCounterMode counts")
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     plain = copy.copy(layer)
     plain.kernel = "static" if layer.kernel == "static" else "folded"  # which hides no product
@@ -41,7 +50,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return Found(abs(counter.get_total_flops() - round(cost.flops * tokens)), tolerance=0)
 
 
-@check("E16 KV cache", "the formula counts what a decoder keeps")
+@check("KV cache", "the formula counts what a decoder keeps")
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     cache = Cache(x_BTD.shape[1])
     layer(x_BTD, cache=cache)
@@ -49,7 +58,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return Found(abs(kept - layer.cached_per_token), tolerance=0)
 
 
-@check("E16 decoding", "token by token from the cache = all at once")
+@check("decoding", "token by token from the cache = all at once")
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     cache = Cache(x_BTD.shape[1])
     first = x_BTD.shape[1] // 2
@@ -58,7 +67,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return Found(apart(decoded_BTD, layer(x_BTD)), length=x_BTD.shape[-1])
 
 
-@check("E16 causality", "what comes later changes nothing, and what comes before does")
+@check("causality", "what comes later changes nothing, and what comes before does")
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     half = x_BTD.shape[1] // 2
     later_BTD, earlier_BTD = x_BTD.clone(), x_BTD.clone()
@@ -92,7 +101,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return Found(apart(written_BTD, one_BTD @ m_HDD.sum(0)), length=x_BTD.shape[-1])
 
 
-@check("E1 merged twin", "merged with W_h = B_h: outputs and gradients of the input", has_circuit)
+@check("merged twin", "merged with W_h = B_h: outputs and gradients of the input", has_circuit)
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     merged = MergedQK(layer.qk.spec).to(x_BTD)
     circuits.convert(layer.qk, merged)
@@ -104,12 +113,12 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
         o_BHTV = attend(q_BHTE, k_BGSE, v_BGSV, scale=qk.scale, causal=True, kernel="folded")
         out_BTD = layer.ov.write(o_BHTV)
         results.append((out_BTD, *torch.autograd.grad(pull(out_BTD), x_BTD)))
-    residual = max(apart(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    residual = largest(*(apart(ours, theirs) for ours, theirs in zip(*results, strict=True)))
     return Found(residual, length=x_BTD.shape[1] * x_BTD.shape[-1])
 
 
 @check(
-    "E6 rank",
+    "rank",
     "no head's scores have a higher rank than its factors are wide",
     lambda layer: (
         has_circuit(layer) and layer.qk.cached == "k" and layer.qk.width < layer.qk.spec.d_model
@@ -123,7 +132,9 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return Found(worst(size_BHN[..., bound] / size_BHN[..., 0]), length=x_BTD.shape[-1])
 
 
-@check("E18 symmetry", "‖sym B‖² / ‖B‖² = ½ (1 + tr B² / ‖B‖²), from the thin halves", has_circuit)
+@check(
+    "symmetric part", "‖sym B‖² / ‖B‖² = ½ (1 + tr B² / ‖B‖²), from the thin halves", has_circuit
+)
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     q_HDE, k_HDE, _ = layer.qk.halves()
     b_HDD = q_HDE @ k_HDE.mT
@@ -132,11 +143,13 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     cross_HEE = k_HDE.mT @ q_HDE
     trace_H = cross_HEE.mT.mul(cross_HEE).sum((1, 2))
     thin_H = ((k_HDE.mT @ k_HDE) * (q_HDE.mT @ q_HDE)).sum((1, 2))
-    return Found(apart(0.5 * (1 + trace_H / thin_H), direct_H), length=x_BTD.shape[-1] ** 2)
+    # Parts of 1: where B is antisymmetric both are 0, and not to be divided by.
+    one = torch.ones(())
+    return Found(apart(0.5 * (1 + trace_H / thin_H), direct_H, one), length=x_BTD.shape[-1] ** 2)
 
 
 @check(
-    "E11 static scores",
+    "no content",
     "scores without content: other text, same weights",
     lambda layer: layer.qk.width == 0,
 )
@@ -146,7 +159,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
 
 
 @check(
-    "E11 uniform",
+    "averages",
     "no scores: A_ij = 1/(i + 1)",
     lambda layer: type(layer.qk) is Uniform and not layer.mask_self and layer.position != "alibi",
 )
@@ -157,7 +170,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return Found(apart(weights_BHTS, expected_TS.expand_as(weights_BHTS)))
 
 
-@check("E17 self mask", "no token but a lonely one sees itself", lambda layer: layer.mask_self)
+@check("self mask", "no token but a lonely one sees itself", lambda layer: layer.mask_self)
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     own_BHT = layer.weights(x_BTD).diagonal(dim1=-2, dim2=-1)
     return Found(worst(own_BHT[..., 1:]), tolerance=0)

@@ -11,7 +11,7 @@ from qkablate.attention.modifiers import UnitKeys
 from qkablate.attention.qk.merged import SymmetricQK
 from qkablate.attention.qk.shared import SharedQK, SymDiag
 from qkablate.attention.spec import by_head
-from qkablate.verify.check import Found, apart, check, scores, worst
+from qkablate.verify.check import Found, apart, check, largest, scores, worst
 from qkablate.verify.factors import nuclear
 
 
@@ -19,7 +19,7 @@ def _is_shared(layer: Attention) -> bool:
     return type(layer.qk) is SharedQK
 
 
-@check("E9 shared", "‖W‖_F² = ‖W Wᵀ‖_*: plain decay is nuclear decay", _is_shared)
+@check("shared norm", "‖W‖_F² = ‖W Wᵀ‖_*: plain decay is nuclear decay", _is_shared)
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     assert isinstance(layer.qk, SharedQK)
     w_HDK = by_head(layer.qk.w_k, layer.qk.spec.heads)
@@ -36,14 +36,14 @@ def _symmetric(layer: Attention) -> bool:
     )
 
 
-@check("E5 symmetric", "S = Sᵀ without a mask, also with rope", _symmetric)
+@check("symmetric", "S = Sᵀ without a mask, also with rope", _symmetric)
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     s_BHTS = scores(layer, x_BTD)
     return Found(apart(s_BHTS, s_BHTS.mT), length=x_BTD.shape[-1])
 
 
 @check(
-    "E5 positive",
+    "positive",
     "no negative eigenvalue, and |S_ij| ≤ √(S_ii S_jj)",
     lambda layer: _is_shared(layer) and not isinstance(layer.norm, UnitKeys),
 )
@@ -54,11 +54,11 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     bound_BHTS = (own_BHT.unsqueeze(-1) * own_BHT.unsqueeze(-2)).sqrt()
     over = worst((s_BHTS.abs() - bound_BHTS) / own_BHT.max())
     under = worst(-value_BHT[..., 0] / value_BHT[..., -1])
-    return Found(max(over, under), length=x_BTD.shape[-1])
+    return Found(largest(over, under), length=x_BTD.shape[-1])
 
 
 @check(
-    "E5 own score",
+    "own score",
     "with normed keys a token scores itself highest (why Reformer masks it)",
     lambda layer: _is_shared(layer) and layer.norm is not None,
 )

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from qkablate.attention import Attention
+from qkablate.attention.kernels import attend
 from qkablate.attention.ov.factored import SeparateOV
 from qkablate.attention.ov.slices import NoO, NoVO
 from qkablate.attention.qk.factored import SeparateQK
 from qkablate.attention.qk.slices import NoQ
 from qkablate.attention.spec import Spec
-from qkablate.verify.check import Found, apart, check
+from qkablate.verify.check import Found, apart, check, largest
 
 
 def standard(layer: Attention) -> bool:
@@ -25,7 +26,7 @@ def numbers(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
 
 
-@check("E6 any weights", "d_head ≥ T: every positive stochastic A is some softmax", standard)
+@check("any weights", "d_head ≥ T: every positive stochastic A is some softmax", standard)
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     """Bhojanapalli et al. (2020), theorem 1, by construction; and its bound: log A, up to a shift
     per row, has rank d_head at most, so with d_head = 1 the rows of two tokens are tied."""
@@ -41,17 +42,24 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     x_T1, w = numbers(x_BTD, 2, 1, seed=2), numbers(x_BTD, 1, seed=3)
     s_TS = w * x_T1 @ x_T1.T
     odds_T = s_TS[:, 0] - s_TS[:, 1]
-    return Found(max(found, apart(odds_T[0] * x_T1[1], odds_T[1] * x_T1[0])), length=length * 6)
+    return Found(largest(found, apart(odds_T[0] * x_T1[1], odds_T[1] * x_T1[0])), length=length * 6)
 
 
-@check("E11 row shift", "what is added to a whole row of scores, softmax does not see", standard)
+@check("row shift", "what is added to a whole row of scores, softmax does not see", standard)
 def _(layer: Attention, x_BTD: Tensor) -> Found:
-    s_TS, shift_T1 = numbers(x_BTD, 9, 9), numbers(x_BTD, 9, 1, seed=1)
-    return Found(apart((s_TS + shift_T1).softmax(-1), s_TS.softmax(-1)))
+    q_BHTE, k_BGSE = layer.qk(x_BTD, x_BTD)
+    v_BGSV = layer.ov.values(x_BTD, k_BGSE)
+    length = x_BTD.shape[1]
+    shift_TS = numbers(x_BTD, length, 1).expand(-1, length)
+    shifted_BHTV, plain_BHTV = (
+        attend(q_BHTE, k_BGSE, v_BGSV, scale=1, causal=True, kernel=layer.kernel, addend=addend)
+        for addend in (shift_TS, None)
+    )
+    return Found(apart(shifted_BHTV, plain_BHTV), length=x_BTD.shape[-1])
 
 
 @check(
-    "E9 decay",
+    "decay",
     "decay on two factors cuts small singular values off, on one matrix it only shrinks them",
     standard,
 )
@@ -68,11 +76,11 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
         w = w - 0.1 * (2 * (w - s.diag()) + decay * w)
     cut = apart(torch.linalg.svdvals(a @ b.T).flip(0), (s - decay / 2).clamp(min=0))
     shrunk = apart(torch.linalg.svdvals(w).flip(0), s / (1 + decay / 2))
-    return Found(max(cut, shrunk), length=25)
+    return Found(largest(cut, shrunk), length=25)
 
 
 @check(
-    "E14 bare block",
+    "bare block",
     "without skip and norm W_q and W_o (or W_v and W_o) fold into the MLPs around; with them not",
     standard,
 )
@@ -105,7 +113,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
         # The same map with a skip and a norm: the stream that is added is in the wrong basis.
         with_skip_BTD = gelu((x_BTD_ + full(_normed(x_BTD_))) @ up_DD)
         kept.append(apart(gelu((y_BTD + bare(_normed(y_BTD))) @ folded_DD), with_skip_BTD))
-    return Found(max(residuals) if min(kept) > 1e-2 else 1.0, length=12 * 12)
+    return Found(largest(*residuals) if min(kept) > 1e-2 else 1.0, length=12 * 12)
 
 
 def _normed(x_BTD: Tensor) -> Tensor:
@@ -114,4 +122,4 @@ def _normed(x_BTD: Tensor) -> Tensor:
 
 def fresh_only(name: str) -> bool:
     """Whether a check has nothing to do with a run's weights."""
-    return name in {"E6 any weights", "E11 row shift", "E9 decay", "E14 bare block"}
+    return name in {"any weights", "decay", "bare block"}

@@ -25,7 +25,7 @@ from qkablate.attention.qk.factored import (
 from qkablate.attention.qk.merged import MergedQK
 from qkablate.attention.qk.shared import SharedQK, SymPairwise
 from qkablate.attention.qk.slices import NoK, NoQ
-from qkablate.verify.check import Found, apart, check, scores
+from qkablate.verify.check import Found, apart, check, largest, scores
 
 
 def is_a(*kinds: type) -> Callable[[Attention], bool]:
@@ -57,7 +57,7 @@ def _same(one: Attention, other: Attention, x_BTD: Tensor, tolerance: float = 1e
     return Found(apart(one(x_BTD), other(x_BTD)), x_BTD.shape[-1], tolerance)
 
 
-@check("E2 rank d_head", "low rank at rank d_head is standard, bit for bit", is_a(LowRankQK))
+@check("rank d_head", "low rank at rank d_head is standard, bit for bit", is_a(LowRankQK))
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     low = _rebuilt(layer, LowRankQK, SeparateOV, rank=layer.qk.spec.d_head)
     standard = _rebuilt(layer, SeparateQK, SeparateOV)
@@ -65,7 +65,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return _same(low, standard, x_BTD, tolerance=0)
 
 
-@check("E3 one head", "at one head without W_q (or W_k) is merged with W = W_kᵀ", is_a(NoQ, NoK))
+@check("one head", "at one head without W_q (or W_k) is merged with W = W_kᵀ", is_a(NoQ, NoK))
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     one = _rebuilt(layer, type(layer.qk), SeparateOV, heads=1, bias=False)
     merged = _rebuilt(layer, MergedQK, SeparateOV, heads=1, bias=False)
@@ -79,7 +79,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
 
 
 @check(
-    "E4 one-hot mixing", "at rank d_model with one-hot mixing it is standard", is_a(CollaborativeQK)
+    "one-hot mixing", "at rank d_model with one-hot mixing it is standard", is_a(CollaborativeQK)
 )
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     spec = layer.qk.spec
@@ -93,7 +93,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return _same(ours, standard, x_BTD)
 
 
-@check("E4 g = h", "as many groups as heads is standard; one group is one key", is_a(GroupedQK))
+@check("g = h", "as many groups as heads is standard; one group is one key", is_a(GroupedQK))
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     heads = layer.qk.spec.heads
     standard = _rebuilt(layer, SeparateQK, SeparateOV)
@@ -112,7 +112,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
             if getattr(standard.ov, name) is not None:
                 wide = getattr(one_group.ov, name)
                 getattr(standard.ov, name).copy_(torch.cat([wide] * heads, -1))
-    return Found(max(found, apart(one_group(x_BTD), standard(x_BTD))), x_BTD.shape[-1])
+    return Found(largest(found, apart(one_group(x_BTD), standard(x_BTD))), x_BTD.shape[-1])
 
 
 def _same_heads(standard: Attention, grouped: Attention) -> Attention:
@@ -121,7 +121,7 @@ def _same_heads(standard: Attention, grouped: Attention) -> Attention:
     return twin
 
 
-@check("E4 U", "U = 1 is shared_qk, a skew U makes S antisymmetric", is_a(SymPairwise))
+@check("U = 1", "U = 1 is shared_qk, a skew U makes S antisymmetric", is_a(SymPairwise))
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     ours = _rebuilt(layer, SymPairwise, SeparateOV, bias=False)
     shared = _rebuilt(layer, SharedQK, SeparateOV, bias=False)
@@ -133,10 +133,10 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
         found = _same(ours, shared, x_BTD)
         ours.qk.u.copy_(skew)
         s_BHTS = scores(ours, x_BTD)
-    return Found(max(found.residual, apart(s_BHTS, -s_BHTS.mT)), x_BTD.shape[-1])
+    return Found(largest(found.residual, apart(s_BHTS, -s_BHTS.mT)), x_BTD.shape[-1])
 
 
-@check("E4 folding", "the four factors fold into two: A_q W_q and A_k W_k", is_a(FourMatrixQK))
+@check("folding", "the four factors fold into two: A_q W_q and A_k W_k", is_a(FourMatrixQK))
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     ours = _rebuilt(layer, FourMatrixQK, SeparateOV)
     standard = _rebuilt(layer, SeparateQK, SeparateOV)
@@ -149,7 +149,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return _same(ours, standard, x_BTD)
 
 
-@check("E2 twin", "standard_reassociated is standard", is_a(ReassociatedQK))
+@check("precision twin", "standard_reassociated is standard", is_a(ReassociatedQK))
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     standard = _rebuilt(layer, SeparateQK, type(layer.ov))
     twin = _rebuilt(layer, ReassociatedQK, type(layer.ov))
@@ -158,7 +158,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
 
 
 @check(
-    "E15 one head",
+    "one value head",
     "at one head it is standard with W_v' = W_v W_o",
     lambda layer: type(layer.ov) in (NoO, MergedOV),
 )
