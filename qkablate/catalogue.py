@@ -38,19 +38,31 @@ def settle(config: Config) -> tuple[Config, dict[str, str]]:
     """The config with the names of the circuits that `variant.file` brings, and the hashes of the
     files of all circuits from outside."""
     variant = config.variant
+    foreign: list[Foreign] = []
     if variant.file is not None:
         own = load_file(variant.file)
-        if issubclass(own.circuit, QK):
-            variant = replace(variant, qk=own.name)
-        else:
-            variant = replace(variant, ov=own.name)
-        variant = resolve_variant(variant, config.model)
+        side = "qk" if issubclass(own.circuit, QK) else "ov"
+        if (given := getattr(variant, side)) not in ("separate", own.name):
+            raise UserError(
+                f"variant.file: '{variant.file}' is the {side.upper()} circuit, and variant.{side}"
+                f" is '{given}' already; give one of the two"
+            )
+        plain = resolve_variant(replace(variant, name="standard"), config.model).name
+        if variant.name == plain:  # not the user's own name, and not true any more
+            variant = replace(variant, name="standard")
+        variant = resolve_variant(_with(variant, side, own.name), config.model)
+        foreign.append(own)
+    for side in ("qk", "ov"):
+        name = getattr(variant, side)
+        if name not in {own.name for own in foreign} and (found := _offered(side, name)):
+            foreign.append(found)
+    if foreign:
         _check_used(variant)
-        return replace(config, variant=variant), {own.name: own.sha256}
-    offered = [f for f in (_offered("qk", variant.qk), _offered("ov", variant.ov)) if f is not None]
-    if offered:
-        _check_used(variant)
-    return config, {foreign.name: foreign.sha256 for foreign in offered}
+    return replace(config, variant=variant), {own.name: own.sha256 for own in foreign}
+
+
+def _with(variant: VariantConfig, side: str, name: str) -> VariantConfig:
+    return replace(variant, qk=name) if side == "qk" else replace(variant, ov=name)
 
 
 def circuits(variant: VariantConfig) -> tuple[type[QK], type[OV]]:
@@ -127,6 +139,8 @@ def load_file(path: str) -> Foreign:
         return _load(path, Path(path).expanduser().read_bytes())
     except OSError as error:
         raise UserError(f"variant.file: cannot read '{path}': {error.strerror}") from None
+    except ValueError as error:  # a path that no file can have
+        raise UserError(f"variant.file: cannot read {path!r}: {error}") from None
 
 
 @functools.cache
@@ -144,8 +158,9 @@ def _load(path: str, source: bytes) -> Foreign:
     try:
         exec(compile(source, str(file), "exec"), module.__dict__)  # what was hashed is what runs
     except SyntaxError as error:
-        raise UserError(f"variant.file: '{path}' line {error.lineno}: {error.msg}") from None
-    except Exception as error:
+        where = f" line {error.lineno}" if error.lineno else ""
+        raise UserError(f"variant.file: '{path}'{where}: {error.msg}") from None
+    except (Exception, SystemExit) as error:
         raise UserError(f"variant.file: {blame(error, file)}") from None
     own = [
         value
@@ -155,13 +170,15 @@ def _load(path: str, source: bytes) -> Foreign:
         and value.__module__ == module.__name__
     ]
     if len(own) != 1:
+        names = f" ({', '.join(circuit.__name__ for circuit in own)})" if own else ""
         raise UserError(
-            f"variant.file: '{path}' must define one class, a QK or an OV, and defines {len(own)}"
+            f"variant.file: '{path}' must define one class, a QK or an OV,"
+            f" and defines {len(own)}{names}"
         )
     return Foreign(name, own[0], hashlib.sha256(source).hexdigest(), file)
 
 
-def blame(error: Exception, file: Path) -> str:
+def blame(error: BaseException, file: Path) -> str:
     """What went wrong in a user's file, and where in it."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(file)]
@@ -197,9 +214,11 @@ def _try(own: Foreign, layer: Attention) -> None:
         ("write", model.ov.write(v_BGSV.new_empty(2, heads, 3, ov.width)), tuple(x_BTD.shape)),
     ):
         if tuple(found.shape) != expected:
+            says = "qk.width" if what in ("queries", "keys") else "ov.width"
             raise UserError(
                 f"variant.file: {own.circuit.__name__} gives {what} of shape {tuple(found.shape)}"
-                f" for 2 sequences of 3 tokens; {expected} is what its widths and heads say"
+                f" for 2 sequences of 3 tokens; {expected} is what its heads and its"
+                f" {says}={expected[-1]} say"
             )
 
 

@@ -1,11 +1,17 @@
 """What a user did wrong, in one line."""
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
 class UserError(Exception):
     """A mistake the user can mend: one line on stderr, exit code 2, no traceback."""
+
+
+def tell(text: str) -> None:
+    """A line on stderr; what it repeats of files and arguments must not steer the terminal."""
+    print("".join(c if c.isprintable() or c == "\n" else "�" for c in text), file=sys.stderr)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

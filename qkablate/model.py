@@ -99,12 +99,15 @@ class GPT(nn.Module):
     def init_(self, seed: int) -> "GPT":
         """Set every parameter from (seed, its name), drawn on the CPU."""
         draw = _Init(self.config, seed)
+        inside = {id(part) for layer in self.attentions() for part in layer.modules()}
         for prefix, module in self.named_modules():
             if isinstance(module, Attention):
                 module.qk.init_(draw.within(f"{prefix}.qk"))
                 module.ov.init_(draw.within(f"{prefix}.ov"))
                 if module.norm is not None:
                     module.norm.init_(draw.within(f"{prefix}.norm"))
+            elif id(module) in inside:
+                continue  # what a circuit is made of, it starts itself
             elif isinstance(module, nn.Embedding):
                 module.weight.copy_(draw.normal(f"{prefix}.weight", tuple(module.weight.shape)))
             elif isinstance(module, nn.LayerNorm):
@@ -162,8 +165,14 @@ class _Init:
         return torch.from_numpy(normal).mul_(std)
 
     def within(self, prefix: str) -> Draw:
-        def draw(name: str, shape: tuple[int, ...], *, residual: bool = False) -> Tensor:
-            return self(f"{prefix}.{name}", shape, residual=residual)
+        def draw(
+            name: str,
+            shape: tuple[int, ...],
+            *,
+            residual: bool = False,
+            fan_in: int | None = None,
+        ) -> Tensor:
+            return self(f"{prefix}.{name}", shape, residual=residual, fan_in=fan_in)
 
         return draw
 

@@ -236,7 +236,7 @@ def read_json(path: Path) -> Any:
     """The content, or None where there is no such file or no whole JSON in it."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

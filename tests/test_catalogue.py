@@ -127,7 +127,11 @@ def test_names_of_rank_and_groups_reach_a_file(own):
         ("def f(:", "bad.py", r"bad\.py' line 1: invalid syntax"),
         ("\nimport nothing_of_the_kind", "bad.py", r"line 2: ModuleNotFoundError"),
         ("x = 1", "bad.py", "defines 0"),
-        (OWN + OWN_OV, "bad.py", "defines 2"),
+        (OWN + OWN_OV, "bad.py", r"defines 2 \(Own, Halved\)"),
+        ("import sys\nsys.exit(7)", "bad.py", "line 2: SystemExit: 7"),
+        ("x = 1\0", "bad.py", "null bytes"),
+        (OWN.partition("    def keys")[0], "bad.py", "Own has no `keys`"),
+        (OWN.replace("self.spec.heads)", "2 * self.spec.heads)"), "bad.py", r"qk\.width=32 say"),
         (OWN, "merged.py", "no name that there is already"),
         (OWN, "my-file.py", "letters, digits and _"),
         (OWN.replace("self.w_q = ", "self.w_q = oops"), "bad.py", "line 8: NameError"),
@@ -145,6 +149,12 @@ def test_what_is_wrong_with_a_file_is_one_line(own, text, name, says):
     with pytest.raises(UserError, match=says) as error:
         use()
     assert "\n" not in str(error.value)
+
+
+def test_one_side_cannot_be_two_circuits(own):
+    """variant=merged_w variant.file=own_qk.py: which of the two?"""
+    with pytest.raises(UserError, match=r"is the QK circuit, and variant\.qk is 'merged' already"):
+        settled(file=own(OWN), qk="merged")
 
 
 def test_a_file_that_is_not_there(tmp_path):
@@ -174,6 +184,15 @@ def test_an_installed_package_offers_a_circuit():
     config, hashes = settled(qk="offered")
     assert circuits(config.variant)[0].__name__ == "Own"
     assert len(hashes["offered"]) == 64
+
+
+@pytest.mark.usefixtures("installed")
+def test_both_sides_may_come_from_outside(own):
+    """The id of a run must know both."""
+    config, hashes = settled(qk="offered", file=own(OWN_OV, "halved.py"))
+    assert config.variant.name == "offered+halved"
+    assert [*hashes] == ["halved", "offered"]
+    attention(config.model, config.variant)
 
 
 @pytest.mark.usefixtures("installed")

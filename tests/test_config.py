@@ -106,6 +106,7 @@ def test_the_variants_name_tells_the_truth(overrides, name):
         ("data=text", "data.path: data=text needs data.path=FILE_OR_FOLDER"),
         ("track.wandb=of", "track.wandb: 'of' is not one of auto, online, offline, disabled"),
         ("out=''", "out: give a folder"),
+        ("variant.file=''", "variant.file: give a path"),
     ],
 )
 def test_mistakes_are_one_clear_line(override, line):
@@ -118,3 +119,14 @@ def test_mistakes_are_one_clear_line(override, line):
 def test_steps_and_tokens_exclude_each_other():
     with pytest.raises(UserError, match="not both"):
         loaded("train.tokens=100", "train.steps=4")
+
+
+@pytest.mark.parametrize(
+    ("variant", "key", "least"), [("low_rank_w", "rank", 16), ("collaborative", "rank", 32)]
+)
+def test_null_is_no_number(variant, key, least):
+    """A null that reached the circuit would be standard's number, under another label."""
+    config = loaded(f"variant={variant}", f"variant.{key}=null")
+    assert getattr(config.variant, key) == least
+    assert config.variant.name == f"{variant}_r{least}"
+    assert loaded("variant=gqa", "variant.groups=null").variant.groups == 2

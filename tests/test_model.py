@@ -259,3 +259,22 @@ def test_loss_ignores_padding():
     padded[1] = -100
     one = model.loss(tokens[:1], targets[:1], reduction="sum")
     torch.testing.assert_close(model.loss(tokens, padded, reduction="sum"), one)
+
+
+def test_what_a_circuit_is_made_of_starts_as_the_circuit_says(monkeypatch):
+    """The model's own draws are for its own layers."""
+
+    class Made(QK_CIRCUITS["separate"]):
+        def __init__(self, spec):
+            super().__init__(spec)
+            self.inner = torch.nn.Linear(spec.d_model, spec.d_model)
+
+        @torch.no_grad()
+        def init_(self, draw):
+            self.w_q.fill_(1)
+            self.inner.weight.fill_(2)
+            self.inner.bias.fill_(3)
+
+    monkeypatch.setitem(QK_CIRCUITS, "separate", Made)
+    qk = gpt("standard").attentions()[0].qk
+    assert {float(t.unique()) for t in (qk.w_q, qk.inner.weight, qk.inner.bias)} == {1, 2, 3}

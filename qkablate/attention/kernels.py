@@ -69,7 +69,7 @@ def why_not(kernel: str, shapes: Shapes) -> str:
     """Why a kernel that was asked for cannot compute this; empty if it can."""
     widths = (shapes.width, shapes.value_width)
     odd = any(width % 8 for width in widths)
-    if shapes.width == 0 and kernel not in ("auto", "math"):
+    if shapes.width == 0 and kernel in ("flash", "efficient"):
         return f"{kernel} multiplies queries and keys, and there are none"
     if kernel == "efficient" and shapes.device != "cuda":
         return "efficient is a CUDA kernel"

@@ -94,8 +94,7 @@ class Attention(nn.Module):
         )
         if reason := why_not(kernel, shapes):
             raise Meaningless(f"attention.kernel={kernel}: {reason}")
-        best = choose_kernel(shapes)
-        self.kernel = best if kernel == "auto" or best == "static" else kernel
+        self.kernel = choose_kernel(shapes) if kernel == "auto" else kernel
 
     def forward(
         self,
@@ -241,14 +240,13 @@ class Attention(nn.Module):
     def rates(self) -> Iterator[tuple[nn.Parameter, float, float]]:
         """(parameter, learning-rate multiplier, decay of the circuit) of everything in the layer.
 
-        Each of f factors takes 2/f of the decay that standard's two factors take one each. Vectors
-        do not decay.
+        Vectors do not decay.
         """
         slow_down = self.norm.slow_down() if self.norm is not None else 1.0
         for circuit, share in ((self.qk, slow_down), (self.ov, 1.0)):
             for parameter in circuit.parameters():
                 if parameter.dim() >= 2:
-                    yield parameter, share * circuit.lr_multiplier(), 2 / circuit.factors
+                    yield parameter, share * circuit.lr_multiplier(), circuit.decay
                 else:
                     yield parameter, share * circuit.bias_lr_multiplier(), 0.0
         if self.norm is not None:

@@ -110,6 +110,9 @@ def alibi(heads: int, first: int, queries: int, keys: int, like: Tensor) -> Tens
 
 def check_rope(qk: QK) -> None:
     if qk.no_rope:
-        raise Meaningless(f"rope: {qk.no_rope}")
+        raise Meaningless(f"model.position=rope: {qk.no_rope}")
     if qk.width % 2:
-        raise Meaningless(f"rope: turns pairs, and queries are {qk.width} wide: an odd number")
+        raise Meaningless(
+            f"model.position=rope turns pairs, and queries are {qk.width} wide, an odd number:"
+            " choose another model.heads or model.d_model, or the position learned, alibi or none"
+        )

@@ -39,9 +39,17 @@ class Spec:
 
 
 class Draw(Protocol):
-    """Draws the starting value of the tensor called `name` in this circuit, by that name alone."""
+    """Draws the starting value of the tensor called `name` in this circuit, by that name alone, as
+    large as an entry of a matrix with `fan_in` rows (if not said: with the rows it has)."""
 
-    def __call__(self, name: str, shape: tuple[int, ...], *, residual: bool = False) -> Tensor: ...
+    def __call__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        residual: bool = False,
+        fan_in: int | None = None,
+    ) -> Tensor: ...
 
 
 class Meaningless(ValueError):
@@ -82,6 +90,11 @@ class Circuit(nn.Module):
     def bias_lr_multiplier(self) -> float:
         """The same for what the vectors do."""
         return 1.0
+
+    @property
+    def decay(self) -> float:
+        """Weight decay of each matrix: standard's two take one each, so f factors take 2/f."""
+        return 2 / self.factors
 
     def flops_per_token(self) -> int:
         """Forward FLOPs of the projections, per token (2 per multiply-add)."""

@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 
 from qkablate import __version__
-from qkablate.errors import UserError, nearest
+from qkablate.errors import UserError, nearest, tell
 
 VERBS = {
     "train": "train one variant, from config to result",
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        print(f"qkablate: {error}", file=sys.stderr)
+        tell(f"qkablate: {error}")
         code = 2
     except KeyboardInterrupt:
         print("qkablate: interrupted; a run goes on from its last checkpoint", file=sys.stderr)

@@ -1,8 +1,10 @@
 """Configs for verbs that train nothing: `key=value` words, several values of a key with commas."""
 
+import shlex
+from dataclasses import dataclass
 from typing import Any
 
-from qkablate.cli.hydra_app import one_line, register
+from qkablate.cli.hydra_app import one_line, refuse_list, register
 from qkablate.config import Config, conf_dir, load
 from qkablate.errors import UserError, nearest
 
@@ -34,8 +36,21 @@ def take_flags(
     return flags, rest
 
 
-def configs(words: list[str]) -> list[Config]:
-    """A checked config for every combination of the values given, as `train -m` would make them."""
+@dataclass(frozen=True)
+class Job:
+    """One combination of the values given: its config, and the words that make it."""
+
+    config: Config
+    words: list[str]
+
+    @property
+    def variant_words(self) -> list[str]:
+        return [word for word in self.words if word.lstrip("+").startswith("variant")]
+
+
+def jobs(words: list[str], implied: str = "") -> list[Job]:
+    """A checked config for every combination of the values given, as `train -m` would make them.
+    What is `implied` was not typed by the user, and no message speaks of it."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -46,20 +61,34 @@ def configs(words: list[str]) -> list[Config]:
     for word in words:
         if "=" not in word or word.startswith("="):
             raise UserError(f"'{word}' is not key=value, as in variant=merged_w")
+        refuse_list(word)
     register()
     basic: Any = get_class("hydra._internal.core_plugins.basic_sweeper.BasicSweeper")
     job = ""
     try:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-            (jobs,) = basic.split_arguments(parser.parse_overrides(words), None)
+            parsed = parser.parse_overrides([implied] * bool(implied) + words)
+            (combinations,) = basic.split_arguments(parsed, None)
             found = []
-            for overrides in jobs:
-                job = f" (in {' '.join(overrides)})" if len(jobs) > 1 else ""
-                found.append(load(hydra.compose("train", list(overrides))))
+            for overrides in combinations:
+                # Of what varies, and was typed.
+                told = [word for word in overrides if word not in words][bool(implied) :]
+                job = f" (in {' '.join(told)})" if told else ""
+                found.append(Job(load(hydra.compose("train", list(overrides))), list(overrides)))
             return found
     except (UserError, HydraException, OmegaConfBaseException) as error:
         raise UserError(one_line(error) + job) from None
+
+
+def proposed(kept: list[Job]) -> Job:
+    """The one to go on with: the first that is not the baseline."""
+    return next((job for job in kept if job.config.variant.name != "standard"), kept[0])
+
+
+def next_commands(*commands: list[str]) -> None:
+    """What one may type now."""
+    print("\nNext", *(f"  {shlex.join(['qkablate', *words])}" for words in commands), sep="\n")
 
 
 def varies(words: list[str], key: str) -> bool:

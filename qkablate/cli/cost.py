@@ -3,10 +3,10 @@
 import sys
 from typing import Any
 
-from qkablate.cli.compose import configs, take_flags, varies
-from qkablate.cli.table import print_csv, print_json, print_table, short
-from qkablate.config import Config, variants
-from qkablate.errors import UserError, nearest
+from qkablate.cli.compose import Job, jobs, next_commands, proposed, take_flags, varies
+from qkablate.cli.table import counted, print_csv, print_json, print_table, short, short_bytes
+from qkablate.config import Config, flatten, variants
+from qkablate.errors import UserError, nearest, tell
 
 # What `--at` takes: a model of conf/model, and the vocabulary it is known with.
 SIZES = {"gpt-j": 50400, "gpt2": 50257, "300m": 50304, "baby": 256, "nano": 256}
@@ -31,15 +31,17 @@ Columns
   project, scores, values
                  FLOPs of one attention layer, forward, per token: the projections, q kᵀ, and the
                  average of the values. 2 per multiply-add; a causal query sees (T + 1)/2 keys on
-                 average, and only those count.
-  training       FLOPs of the whole model per token, forward and backward; and as a part of the
-                 first row's
+                 average, and only those count. What a pass computes once, whatever its tokens,
+                 is shared by the tokens of a batch (train.batch_size × model.context).
+  training       FLOPs of the whole model per token, forward and backward
+  of first       the column before it, as a part of the first row's
   score matrix   what one sequence's scores take in one layer, where a kernel holds them whole
   KV/token       what a decoder keeps per token, all layers
 Bytes are those of 16-bit numbers; with precision=fp32, of 32-bit ones.
 
 Flags
-  --at SIZE       gpt-j, gpt2, 300m, baby, nano: a model of conf/model with its vocabulary
+  --at SIZE       gpt-j, gpt2, 300m, baby, nano: the shape of conf/model/SIZE and its vocabulary. It
+                  is this program's GPT in that shape: tied embedding, model.position as you say
   --vocabulary N  where no SIZE says it; the default is that of data.tokenizer=bytes
   --measure       time training steps: one model at a time, taking turns, medians
   --json, --csv   all figures, unrounded
@@ -57,14 +59,12 @@ def main(argv: list[str]) -> int:
         raise UserError("--json and --csv: give one of the two")
     vocabulary = _vocabulary(flags)
     if "--at" in flags:
+        if any(word.lstrip("+").startswith("model=") for word in words):
+            raise UserError("--at and model=…: give one of the two")
         words = [f"model={flags['--at']}", *words]
-    if not varies(words, "variant"):
-        words = [
-            f"variant={','.join(['standard', *(v for v in variants() if v != 'standard')])}",
-            *words,
-        ]
-    planned = configs(words)
-    rows, settled = _rows(planned, vocabulary)
+    implied = "" if varies(words, "variant") else f"variant={','.join(variants())}"
+    rows, kept = _rows(jobs(words, implied), vocabulary)
+    settled = [job.config for job in kept]
     if "--measure" in flags:
         _measure(settled, rows, vocabulary)
     if "--json" in flags:
@@ -72,7 +72,9 @@ def main(argv: list[str]) -> int:
     elif "--csv" in flags:
         print_csv(rows)
     else:
-        _print(rows, planned[0], vocabulary)
+        _print(rows, settled, vocabulary)
+        job = proposed(kept)
+        next_commands(["verify", *job.variant_words], ["train", *job.words])
     return 0
 
 
@@ -87,7 +89,8 @@ def _vocabulary(flags: dict[str, str]) -> int:
     return int(given)
 
 
-def _rows(planned: list[Config], vocabulary: int) -> tuple[list[dict[str, Any]], list[Config]]:
+def _rows(planned: list[Job], vocabulary: int) -> tuple[list[dict[str, Any]], list[Job]]:
+    """A row for each job that has a meaning, and those jobs."""
     import torch
 
     from qkablate.catalogue import settle
@@ -95,10 +98,10 @@ def _rows(planned: list[Config], vocabulary: int) -> tuple[list[dict[str, Any]],
     from qkablate.model import GPT
 
     rows: list[dict[str, Any]] = []
-    settled: list[Config] = []
-    for given in planned:
+    kept: list[Job] = []
+    for job in planned:
         try:
-            config, _ = settle(given)
+            config, _ = settle(job.config)
             with torch.device("meta"):
                 model = GPT(
                     config.model, config.variant, vocabulary, kernel=config.attention.kernel
@@ -106,12 +109,12 @@ def _rows(planned: list[Config], vocabulary: int) -> tuple[list[dict[str, Any]],
         except UserError as refused:
             if len(planned) == 1:
                 raise
-            print(f"left out: {refused}", file=sys.stderr)
+            tell(f"left out: {refused}")
             continue
         per_pass = config.train.batch_size * config.model.context
         number_bytes = 4 if config.precision == "fp32" else 2
         found = cost(model, tokens_per_pass=per_pass, number_bytes=number_bytes)
-        settled.append(config)
+        kept.append(Job(config, job.words))
         rows.append(
             {
                 "variant": config.variant.name,
@@ -119,6 +122,7 @@ def _rows(planned: list[Config], vocabulary: int) -> tuple[list[dict[str, Any]],
                 "heads": config.model.heads,
                 "layers": config.model.layers,
                 "context": config.model.context,
+                "vocabulary": vocabulary,
                 "params": found.params["total"],
                 "attention_params_per_layer": found.layer.params,
                 "projection_flops_per_token": found.layer.projections,
@@ -135,7 +139,20 @@ def _rows(planned: list[Config], vocabulary: int) -> tuple[list[dict[str, Any]],
         )
     if not rows:
         raise UserError("none of these variants has a meaning at this size")
-    return rows, settled
+    varied = _varied([job.config for job in kept])
+    for row, values in zip(rows, varied, strict=True):
+        row |= {key: value for key, value in values.items() if key.rpartition(".")[2] not in row}
+    return rows, kept
+
+
+def _varied(configs: list[Config]) -> list[dict[str, Any]]:
+    """What tells the rows apart, besides the variant: key → value, for each."""
+    flat = [flatten(config) for config in configs]
+    keys = [key for key in flat[0] if not key.startswith("variant.")]
+    differing = [key for key in keys if len({str(one[key]) for one in flat}) > 1]
+    if "seed" in differing:  # the three seeds follow it
+        differing = [key for key in differing if not key.startswith("seeds.")]
+    return [{key: one[key] for key in differing} for one in flat]
 
 
 def _measure(settled: list[Config], rows: list[dict[str, Any]], vocabulary: int) -> None:
@@ -161,32 +178,37 @@ def _measure(settled: list[Config], rows: list[dict[str, Any]], vocabulary: int)
         row["step_rounds"] = times.rounds
 
 
-def _print(rows: list[dict[str, Any]], first: Config, vocabulary: int) -> None:
-    sizes = {(r["d_model"], r["heads"], r["layers"], r["context"]) for r in rows}
-    several = len(sizes) > 1
-    head = ["variant", "params", "attention", "project", "scores", "values", "training", ""]
+def _print(rows: list[dict[str, Any]], configs: list[Config], vocabulary: int) -> None:
+    head = ["variant", "params", "attention", "project", "scores", "values", "training", "of first"]
     head += ["score matrix", "KV/token"]
     timed = "step_ms" in rows[0]
     table = []
-    for r in rows:
-        size = f" d{r['d_model']} h{r['heads']}" if several else ""
-        cells = [f"{r['variant']}{size}", f"{r['params']:,}"]
-        cells += [short(r[key]) for key in _FIGURES]
-        cells += [f"× {r['training_flops_ratio']:.2f}", short(r["score_matrix_bytes"]) + "B"]
-        cells += [short(r["kv_bytes_per_token"]) + "B"]
+    varied = _varied(configs)
+    for r, values in zip(rows, varied, strict=True):
+        cells = [" ".join([r["variant"], *(_short_key(*pair) for pair in values.items())])]
+        cells += [f"{r['params']:,}", *(short(r[key]) for key in _FIGURES)]
+        cells += [f"× {r['training_flops_ratio']:.2f}", short_bytes(r["score_matrix_bytes"])]
+        cells += [short_bytes(r["kv_bytes_per_token"])]
         if timed:
             cells += [f"{r['step_ms']:.1f}", f"× {r['step_ratio']:.2f}"]
         table.append(cells)
-    print_table(head + (["ms/step", ""] if timed else []), table)
-    model = first.model
-    shape = "" if several else f"{model.layers} layers, d {model.d_model}, {model.heads} heads, "
-    bits = 32 if first.precision == "fp32" else 16
-    print(
-        f"\n{shape}context {model.context}, vocabulary {vocabulary:,}, {bits}-bit numbers;"
-        " FLOPs per token: qkablate cost --help"
-    )
-    name = next((r["variant"] for r in rows if r["variant"] in variants()), "merged_w")
-    print(f"\nNext\n  qkablate verify variant={name}\n  qkablate train variant={name}")
+    print_table(head + (["ms/step", "of first"] if timed else []), table)
+    model, differing = configs[0].model, varied[0]
+    shared = {
+        "model.layers": counted(model.layers, "layer"),
+        "model.d_model": f"d {model.d_model:,}",
+        "model.heads": counted(model.heads, "head"),
+        "model.context": f"context {model.context:,}",
+        "precision": f"{32 if configs[0].precision == 'fp32' else 16}-bit numbers",
+    }
+    said = [text for key, text in shared.items() if key not in differing]
+    print(f"\n{', '.join([*said, f'vocabulary {vocabulary:,}'])}")
+    print("FLOPs are per token; what the columns are: qkablate cost --help")
+
+
+def _short_key(key: str, value: Any) -> str:
+    letter = {"model.d_model": "d", "model.heads": "h"}.get(key)
+    return f"{letter}{value}" if letter else f"{key.rpartition('.')[2]}={value}"
 
 
 _FIGURES = (

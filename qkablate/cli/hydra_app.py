@@ -70,6 +70,7 @@ def _flags_first(argv: list[str]) -> list[str]:
         flag, equals, value = words.pop(0).partition("=")
         if not flag:
             raise UserError(f"'={value}' is not key=value, as in variant=merged_w")
+        refuse_list(f"{flag}{equals}{value}")
         if flag.startswith("~") and not flag.startswith("~hydra"):
             raise UserError(f"'{flag}': no key can be taken out; write key=value")
         if equals and flag.lstrip("-") in {*keys(), *vars(Config())} and flag.startswith("-"):
@@ -97,6 +98,14 @@ def _flags_first(argv: list[str]) -> list[str]:
         else:
             flags.append(flag)
     return [*flags, *overrides]
+
+
+def refuse_list(word: str) -> None:
+    """Hydra would merge a list of a group's files, the last one on top: nobody means that."""
+    key, _, value = word.lstrip("+").partition("=")
+    if value.startswith("[") and (conf_dir() / key).is_dir():
+        names = value.strip("[]").replace(" ", "")
+        raise UserError(f"{key}: '{value}' is a list; several are written {key}={names}")
 
 
 def _raised_by_hydra(error: Exception) -> bool:

@@ -1,15 +1,17 @@
 """`qkablate sample`: text from a trained run."""
 
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from unicodedata import category
+from unicodedata import bidirectional, category
 
 from qkablate.cli.compose import take_flags
-from qkablate.errors import UserError, nearest
+from qkablate.errors import UserError, nearest, tell
 
 HELP = """qkablate sample: text from a trained run.
 
@@ -51,7 +53,7 @@ class Wish:
     """What the user asked for."""
 
     run: str
-    prompt: str = "\n"
+    prompt: str | None = None
     tokens: int = 200
     temperature: float = 0.8
     top_k: int | None = None
@@ -140,14 +142,17 @@ def _sample(wish: Wish) -> int:
         folder, variant_file=wish.variant_file, qk=wish.variant_qk, ov=wish.variant_ov
     )
     tokenizer = restored.tokenizer()
-    if unknown := tokenizer.unknown(wish.prompt):
+    prompt = wish.prompt
+    if prompt is None:  # a newline, or the first character there is
+        prompt = "\n" if not tokenizer.unknown("\n") else tokenizer.decode([0]).decode()
+    if unknown := tokenizer.unknown(prompt):
         some = ", ".join(map(repr, unknown[:10])) + (", …" if len(unknown) > 10 else "")
         raise UserError(f"prompt: this run's tokenizer knows no {some}; write prompt=TEXT without")
-    _write(wish.prompt)
+    _write(prompt)
     began = time.perf_counter()
     ids = generate(
         restored.model,
-        tokenizer.encode(wish.prompt.encode()).tolist(),
+        tokenizer.encode(prompt.encode()).tolist(),
         count=wish.tokens,
         temperature=wish.temperature,
         top_k=wish.top_k,
@@ -156,10 +161,9 @@ def _sample(wish: Wish) -> int:
     for piece in characters(tokenizer, ids):
         _write(piece)
     pace = wish.tokens / (time.perf_counter() - began)
-    print(
+    tell(
         f"{_line_break()}{folder.resolve().name}, step {restored.step}: {wish.tokens} tokens,"
-        f" {pace:,.0f} tokens/s",
-        file=sys.stderr,
+        f" {pace:,.0f} tokens/s"
     )
     return 0
 
@@ -167,11 +171,19 @@ def _sample(wish: Wish) -> int:
 def _write(text: str) -> None:
     """In UTF-8 whatever the locale, at once."""
     if sys.stdout.isatty():  # a byte of a model must not steer the terminal
-        text = "".join("�" if category(c) == "Cc" and c not in "\n\t" else c for c in text)
+        text = "".join("�" if _steers(c) else c for c in text)
     sys.stdout.buffer.write(text.encode())
     sys.stdout.buffer.flush()
 
 
+def _steers(c: str) -> bool:
+    """Control characters, and those that turn the direction of what follows."""
+    turns = bidirectional(c) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+    return turns or (category(c) == "Cc" and c not in "\n\t")
+
+
 def _line_break() -> str:
-    """Between text and report where both are seen on a terminal."""
-    return "\n" if sys.stdout.isatty() and sys.stderr.isatty() else ""
+    """Between text and report where both go to one place, as on a terminal."""
+    with suppress(OSError, ValueError):
+        return "\n" * os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    return ""

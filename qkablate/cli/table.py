@@ -1,18 +1,37 @@
 """Tables in plain text, and the same rows as JSON or CSV."""
 
 import csv
+import itertools
 import json
+import shutil
 import sys
+import textwrap
 from typing import Any
 
 
-def print_table(columns: list[str], rows: list[list[str]], left: int = 1) -> None:
-    """Aligned: the first `left` columns to the left, numbers to the right."""
+def print_table(
+    columns: list[str], rows: list[list[str]], left: int = 1, wrap: tuple[str, ...] = ()
+) -> None:
+    """Aligned: the first `left` columns to the left, numbers to the right. On a terminal that is
+    too narrow, the columns to `wrap` are broken into lines."""
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    may = [i for i, column in enumerate(columns) if column in wrap] if sys.stdout.isatty() else []
+    while may and sum(widths) + 2 * (len(widths) - 1) > shutil.get_terminal_size().columns:
+        widest = max(may, key=lambda i: widths[i])
+        if widths[widest] <= _NARROWEST:
+            break
+        widths[widest] -= 1
     for cells in (columns, *rows):
-        pairs = enumerate(zip(cells, widths, strict=True))
-        line = "  ".join(f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in pairs)
-        print(line.rstrip())
+        broken = [
+            textwrap.wrap(c, w) if len(c) > w else [c] for c, w in zip(cells, widths, strict=True)
+        ]
+        for parts in itertools.zip_longest(*broken, fillvalue=""):
+            pairs = enumerate(zip(parts, widths, strict=True))
+            line = "  ".join(f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in pairs)
+            print(line.rstrip())
+
+
+_NARROWEST = 16
 
 
 def print_json(value: Any) -> None:
@@ -35,3 +54,13 @@ def short(number: float) -> str:
                 else f"{number / size:,.0f} {prefix}"
             )
     return f"{number:.4g}"
+
+
+def short_bytes(number: float) -> str:
+    text = short(number)
+    return f"{text}B" if text[-1].isalpha() else f"{text} B"
+
+
+def counted(number: int, what: str) -> str:
+    """3 layers, 1 layer."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from qkablate.cli.compose import jobs
 from qkablate.cli.hydra_app import run_hydra
 from qkablate.config import load, variants
 from qkablate.errors import UserError
@@ -39,13 +40,25 @@ def main(argv: list[str]) -> int:
             print(f"qkablate: {error}", file=sys.stderr)
             codes.append(1)
 
-    run_hydra("train", [word for word in argv if word != "--rerun"], task)
+    argv = [word for word in argv if word != "--rerun"]
+    if {"--cfg", "-c", "--cfg=job", "-c=job"} & {*argv}:
+        _check([word for word in argv if "=" in word and not word.startswith(("-", "hydra"))])
+    run_hydra("train", argv, task)
     if multirun.CheckEveryJob.runs:
         outcomes = multirun.results()
         with suppress(BrokenPipeError):
             _print_table(outcomes)
         codes += [EXIT_CODES.get(o["status"], 1) for o in outcomes]
     return next((code for code in (2, 1, 3) if code in codes), 0)
+
+
+def _check(words: list[str]) -> None:
+    """Hydra would show a configuration that no run can have."""
+    from qkablate.catalogue import attention, settle
+
+    for job in jobs(words):
+        config, _ = settle(job.config)
+        attention(config.model, config.variant)
 
 
 def _train(composed: Any, rerun: bool, several: bool) -> int:

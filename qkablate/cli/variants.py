@@ -1,8 +1,10 @@
 """`qkablate variants`: the catalogue."""
 
+import textwrap
+from collections.abc import Iterable
 from typing import Any
 
-from qkablate.cli.compose import take_flags
+from qkablate.cli.compose import next_commands, take_flags
 from qkablate.cli.table import print_json, print_table
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.errors import UserError
@@ -40,13 +42,20 @@ def main(argv: list[str]) -> int:
         print_json(rows)
         return 0
     columns = ["variant", "parameters", "without", "equation", "source"]
-    print_table(columns, [[row[column] for column in columns] for row in rows], left=5)
+    cells = [[row[column] for column in columns] for row in rows]
+    print_table(columns, cells, left=5, wrap=("without", "equation", "source"))
     print("\nParameters per layer: d d_model, h heads, k d_head, r rank, g groups, T context.")
     print("Where an equation says only one of B_h and M_h, the other is standard's.")
-    print(f"\nFreely combined\n  variant.qk={'|'.join(QK_CIRCUITS)}")
-    print(f"  variant.ov={'|'.join(OV_CIRCUITS)}\n  variant.norm={'|'.join(NORMS)}")
-    print("  variant.mask_self=true|false")
-    print("\nNext\n  qkablate cost\n  qkablate verify\n  qkablate train variant=merged_w")
+    print("\nFreely combined")
+    axes: dict[str, Iterable[str]]
+    axes = {"qk": QK_CIRCUITS, "ov": OV_CIRCUITS, "norm": NORMS, "mask_self": ("false", "true")}
+    for key, names in axes.items():
+        print(
+            textwrap.fill(
+                f"  variant.{key:<9}  {', '.join(names)}", 100, subsequent_indent=" " * 21
+            )
+        )
+    next_commands(["cost"], ["verify"], ["train", "variant=merged_w"])
     return 0
 
 
@@ -81,8 +90,15 @@ def _row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
         "ov": variant.ov,
         "norm": variant.norm,
         "mask_self": variant.mask_self,
-        "parameters": layer.params,
+        "parameters": _with_number(layer.params, entry.get("groups")),
         "without": ", ".join(dict.fromkeys(removes)),
         "equation": "; ".join(equations),
         "source": "; ".join(dict.fromkeys(part.source for part in changed if part.source)),
     }
+
+
+def _with_number(params: str, groups: int | None) -> str:
+    """mqa has one group, and its formula no g."""
+    return (
+        params if groups is None else params.replace(" g ", " " if groups == 1 else f" {groups} ")
+    )

@@ -4,10 +4,10 @@ import dataclasses
 import sys
 from typing import Any
 
-from qkablate.cli.compose import configs, take_flags, varies
-from qkablate.cli.table import print_json, print_table
-from qkablate.config import variants
-from qkablate.errors import UserError
+from qkablate.cli.compose import jobs, next_commands, proposed, take_flags, varies
+from qkablate.cli.table import counted, print_json, print_table
+from qkablate.config import Config, variants
+from qkablate.errors import UserError, tell
 
 HELP = """qkablate verify: that a variant is what it says, to the last digits of fp64.
 
@@ -30,6 +30,7 @@ Examples
   qkablate verify outputs/runs/merged_w-d128-h4-s0-…
 """
 LENGTH = 24  # tokens of a sequence that is looked at
+LARGEST = 2**36  # heads · d_model³: about a minute for each variant
 
 
 def main(argv: list[str]) -> int:
@@ -41,46 +42,64 @@ def main(argv: list[str]) -> int:
     words = [word for word in words if "=" in word]
     if len(runs) > 1:
         raise UserError(f"'{runs[1]}': one run at a time")
-    lines = _of_a_run(runs[0], words) if runs else _fresh(words)
+    lines, following = _of_a_run(runs[0], words) if runs else _fresh(words)
+    holds = all(line.holds for line in lines)
     if "--json" in flags:
         print_json([{**dataclasses.asdict(line), "holds": line.holds} for line in lines])
     else:
         _print(lines)
-    return 0 if all(line.holds for line in lines) else 1
+        if holds:
+            next_commands(following)
+    return 0 if holds else 1
 
 
-def _fresh(words: list[str]) -> list[Any]:
-    if not varies(words, "variant"):
-        words = [f"variant={','.join(variants())}", *words]
-    planned = configs(words)
+def _fresh(words: list[str]) -> tuple[list[Any], list[str]]:
+    """The outcomes, and what to type next."""
+    implied = "" if varies(words, "variant") else f"variant={','.join(variants())}"
+    planned = jobs(words, implied)
+    for job in planned:
+        _check_size(job.config)
     from tqdm import tqdm
 
     from qkablate.catalogue import attention, settle
     from qkablate.verify import fresh_layer, stream, verify
 
     lines: list[Any] = []
-    for given in tqdm(planned, leave=False, disable=not sys.stderr.isatty()):
+    for job in tqdm(planned, leave=False, disable=not sys.stderr.isatty()):
         try:
-            config, _ = settle(given)
+            config, _ = settle(job.config)
             layer = attention(config.model, config.variant, kernel=config.attention.kernel)
         except UserError as refused:
             if len(planned) == 1:
                 raise
-            print(f"left out: {refused}", file=sys.stderr)
+            tell(f"left out: {refused}")
             continue
         layer = fresh_layer(layer.double().eval(), config.seed)
         x_BTD = stream(config.model.d_model, min(LENGTH, config.model.context), config.seed)
         lines += verify(config.variant.name, [layer], [x_BTD], fresh=True)
-    return lines
+    return lines, ["train", *proposed(planned).words]
 
 
-def _of_a_run(word: str, words: list[str]) -> list[Any]:
+def _check_size(config: Config) -> None:
+    """A decomposition of every B_h takes d³ steps a head."""
+    model = config.model
+    if model.heads * model.d_model**3 > LARGEST:
+        raise UserError(
+            f"model.d_model: {model.heads} matrices of {model.d_model:,} × {model.d_model:,} would"
+            " take minutes and more to decompose; what is true at a small size is true at this one,"
+            " too, so name a smaller one"
+        )
+
+
+def _of_a_run(word: str, words: list[str]) -> tuple[list[Any], list[str]]:
     given = dict(word.split("=", 1) for word in words)
     if unknown := given.keys() - {"out", "variant.file", "variant.qk", "variant.ov"}:
         raise UserError(
             f"'{min(unknown)}': a run has its own keys; beside it, out, variant.file, variant.qk"
             " and variant.ov can be given"
         )
+    from tqdm import tqdm
+
     from qkablate.training.restore import find_run, restore
     from qkablate.verify import streams_of, verify
 
@@ -92,8 +111,11 @@ def _of_a_run(word: str, words: list[str]) -> list[Any]:
     )
     model = found.model.double()
     streams = streams_of(model, min(LENGTH, found.config.model.context), found.config.seed)
-    print(f"{found.folder.name}, step {found.step}, {len(streams)} layers", file=sys.stderr)
-    return list(verify(found.config.variant.name, model.attentions(), streams, fresh=False))
+    layers = counted(len(streams), "layer")
+    tell(f"{found.folder.resolve().name}, step {found.step}, {layers}")
+    outcomes = verify(found.config.variant.name, model.attentions(), streams, fresh=False)
+    bar = tqdm(outcomes, unit=" checks", leave=False, disable=not sys.stderr.isatty())
+    return list(bar), ["sample", word, *words]
 
 
 def _print(lines: list[Any]) -> None:
@@ -113,9 +135,10 @@ def _print(lines: list[Any]) -> None:
             ]
         )
     columns = ["variant", "check", "residual", "fp32", "verdict", "identity"]
-    print_table(columns, rows, left=6)
+    print_table(columns, rows, left=6, wrap=("identity",))
     bad = [line for line in lines if not line.holds]
-    names = len({line.variant for line in lines})
-    print(f"\n{len(lines)} checks of {names} variants: {len(bad)} violated")
+    names = {line.variant for line in lines}
+    checked = f"{counted(len(lines), 'check')} of {counted(len(names), 'variant')}"
+    print(f"\n{checked}: {len(bad)} violated")
     for line in bad:
         print(f"  {line.variant}: {line.check}: {line.says}")

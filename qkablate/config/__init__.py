@@ -110,6 +110,8 @@ def check(config: Config) -> None:
         )
     if not config.out:
         raise UserError("out: give a folder")
+    if config.variant.file == "":
+        raise UserError("variant.file: give a path")
 
 
 def resolve(config: Config) -> Config:
@@ -135,7 +137,7 @@ def resolve(config: Config) -> Config:
     )
 
 
-_WHAT = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+_WHAT = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 _WHAT |= {"Union[int, str]": "a whole number or auto", "Union[float, str]": "a number or auto"}
 _WHAT |= {"Union[bool, str]": "true, false or auto"}
 
@@ -149,8 +151,10 @@ def explain(error: BaseException) -> str:
     if key and key not in keys() and not any(k.startswith(f"{key}.") for k in keys()):
         return f"{key}: there is no such key{nearest_key(key)}"
     types = r"[Vv]alue '(.*)' of type '.*' (?:could not be converted to|.* type hint) '?([^']+)'?"
-    if (found := re.match(types, text)) and found[2] in _WHAT:
-        return f"{key}: '{found[1]}' is not {_WHAT[found[2]]}"
+    found = re.match(types, text) or re.match(r"[Vv]alue '(.*)' is not a valid (bool)", text)
+    kind = re.sub(r"^Optional\[(.*)\]$", r"\1", found[2]) if found else ""
+    if found and kind in _WHAT:
+        return f"{key}: '{found[1]}' is not {_WHAT[kind]}"
     if "not Optional" in text:
         return f"{key}: null is not a value"
     if "ListConfig" in text:

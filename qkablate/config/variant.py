@@ -46,12 +46,14 @@ def check_variant(variant: VariantConfig, model: ModelConfig) -> None:
 
 def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig:
     """With numbers for rank and groups where the circuits have them, and a name that is true."""
-    rank, groups = variant.rank, variant.groups
-    if rank == "auto":
-        rank = RANKS[variant.qk](model) if variant.qk in RANKS else None
-    if groups == "auto":
-        half = [g for g in range(1, model.heads // 2 + 1) if model.heads % g == 0]
-        groups = max(half, default=1) if {variant.qk, variant.ov} & {*GROUPED} else None
+    # Nothing is no number, either: null is what a resolved config says where none is used.
+    rank = None if variant.rank == "auto" else variant.rank
+    groups = None if variant.groups == "auto" else variant.groups
+    if rank is None and variant.qk in RANKS:
+        rank = RANKS[variant.qk](model)
+    if groups is None and {variant.qk, variant.ov} & {*GROUPED}:
+        divisors = [g for g in range(1, model.heads // 2 + 1) if model.heads % g == 0]
+        groups = max(divisors, default=1)
     variant = dataclasses.replace(variant, rank=rank, groups=groups)
     return dataclasses.replace(variant, name=variant_name(variant))
 
@@ -87,11 +89,13 @@ def variant_name(variant: VariantConfig) -> str:
 
 @functools.cache
 def variants() -> dict[str, dict[str, Any]]:
-    """The catalogue: variant name → what its file says, read from conf/variant."""
+    """The catalogue: variant name → what its file says, read from conf/variant; standard first."""
     from omegaconf import OmegaConf
 
     plain = {"ov": "separate", "norm": "none", "mask_self": False}
-    files = sorted((conf_dir() / "variant").glob("*.yaml"))
+    files = sorted(
+        (conf_dir() / "variant").glob("*.yaml"), key=lambda file: (file.stem != "standard", file)
+    )
     entries: list[Any] = [OmegaConf.to_container(OmegaConf.load(file)) for file in files]
     said = [{key: value for key, value in entry.items() if value != "auto"} for entry in entries]
     return {entry["name"]: plain | entry for entry in said}

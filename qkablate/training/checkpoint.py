@@ -95,6 +95,10 @@ def load_weights(path: Path, device: str) -> Checkpoint:
     """The same without state.pt, which only training needs."""
     _check_sums(path, _FILES[0], _FILES[2])
     progress = Progress(**json.loads((path / _FILES[2]).read_text(encoding="utf-8")))
+    for name, value in asdict(Progress()).items():
+        kinds = (int, float) if isinstance(value, float) else type(value)
+        if not isinstance(getattr(progress, name), kinds):
+            raise TypeError(f"{_FILES[2]}: {name} is {getattr(progress, name)!r}")
     try:
         weights = safetensors.torch.load_file(path / _FILES[0], device=device)
     except safetensors.SafetensorError as error:

@@ -62,7 +62,10 @@ def check_memory(params: Sequence[int], device: str) -> None:
     if device.startswith("cuda"):
         have = torch.cuda.mem_get_info(device)[0]
     else:
-        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        try:
+            have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        except ValueError:  # a system that does not say
+            return
     if need > have:
         raise UserError(
             f"--measure: these {len(params)} models need {need / 2**30:,.1f} GB side by side, and"

@@ -5,7 +5,6 @@ outside must be named by the user. Nothing in the folder is written.
 """
 
 import hashlib
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.catalogue import settle
 from qkablate.config import Config, check, explain
 from qkablate.data import tokenizers
-from qkablate.errors import UserError
+from qkablate.errors import UserError, tell
 from qkablate.model import GPT
 from qkablate.runs import find_run, read_json
 from qkablate.training import checkpoint
@@ -125,7 +124,10 @@ def _with_circuits(
     for key, name, given in (("qk", variant.qk, qk), ("ov", variant.ov, ov)):
         if given not in (None, name):
             raise UserError(f"variant.{key}: this run was trained with '{name}', not '{given}'")
-    own = next(iter(recorded), None) if variant.file is not None else None
+    # A circuit is called as its file.
+    own = Path(variant.file).stem if variant.file is not None else None
+    if own is not None and own not in recorded:
+        raise UserError(f"variant.file: config.yaml has no hash of its circuit '{own}'")
     if own is None and file is not None:
         raise UserError("variant.file: given, but this run was trained with no circuit from a file")
     if own is not None:
@@ -177,7 +179,7 @@ def _newest_checkpoint(folder: Path, device: str) -> checkpoint.Checkpoint:
             damaged.append(f"checkpoint '{path}' is damaged ({error})")
             continue
         for line in damaged:
-            print(f"qkablate: {line}: not used", file=sys.stderr)
+            tell(f"qkablate: {line}: not used")
         return found
     raise UserError("; ".join(damaged))
 
@@ -198,8 +200,11 @@ def _build(config: Config, vocabulary: int, device: str, folder: Path) -> GPT:
 def _check_shapes(model: GPT, found: checkpoint.Checkpoint, folder: Path) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in sorted({*expected, *found.weights}):
-        shape = tuple(found.weights[name].shape) if name in found.weights else "not there"
+        given = found.weights.get(name)
+        shape = "not there" if given is None else tuple(given.shape)
         wanted = expected.get(name, "nothing of that name")
+        if given is not None and not given.is_floating_point():
+            raise UserError(f"the weights in '{folder}' are no weights: {name} is {given.dtype}")
         if shape != wanted:
             raise UserError(
                 f"the weights in '{folder}' are not those of its config.yaml:"

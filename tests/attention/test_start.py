@@ -27,7 +27,7 @@ def started(
     """A layer at its start, from draws as the model's."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(name, shape, *, residual=False):
+    def draw(name, shape, *, residual=False, fan_in=None):
         std = SIGMA * (RESIDUAL if residual else 1)
         # Vectors start at zero, as GPT-2's biases do.
         return torch.randn(shape, generator=generator) * (std if len(shape) > 1 else 0)
@@ -286,12 +286,27 @@ def test_first_step_at_other_ranks(qk, rank):
     assert total / qk_descent("separate", "matched") == pytest.approx(1, rel=0.07)
 
 
-def test_first_step_of_tied_values_is_w_os_share():
-    """W_k is the QK circuit's, as is its rate."""
-    ratio = ov_descent("tied", "matched") / ov_descent("separate", "matched")
-    assert ratio == pytest.approx(1 / (1 + RESIDUAL), rel=0.08)
-    layer = started(ov="tied")
-    assert layer.lr_multipliers() == {"qk": 1.0, "ov": 1.0}
+@pytest.mark.parametrize(
+    ("qk", "other"),
+    [
+        ("separate", {}),
+        ("wide", {}),
+        ("low_rank", {"rank": 8}),
+        ("collaborative", {"rank": 96}),
+        ("no_q", {}),
+    ],
+)
+def test_tied_values_start_and_move_as_w_o_does(qk, other):
+    """W_k is the QK circuit's, as is its rate; W_o has standard's share, however wide the keys."""
+    written_, pull = 0.0, noise(3, 1, T, D)
+    total = 0.0
+    for seed in SEEDS:
+        layer = started(qk, "tied", seed=seed, **other)
+        written_ += float(written(layer).square().mean()) / len(SEEDS)
+        total += descent(layer, (layer(X) * pull).sum(), [layer.ov.w_o])
+    assert math.sqrt(written_) == pytest.approx(STANDARD * RESIDUAL, rel=0.08)
+    share = total / ov_descent("separate", "matched")
+    assert share == pytest.approx(1 / (1 + RESIDUAL), rel=0.08)
 
 
 def test_a_gain_alone_is_not_matched_and_says_so():
@@ -341,6 +356,26 @@ def bias_descent(qk: str, init: str) -> float:
 def test_first_step_of_the_biases(qk, init):
     ratio = bias_descent(qk, init) / bias_descent("separate", "matched")
     assert ratio == pytest.approx(1, rel=0.12)
+
+
+@functools.cache
+def value_bias_descent(ov: str, init: str, qk: str = "separate") -> float:
+    """What b_v and b_o (and b_k, where keys are values) do to what is written."""
+    pull = noise(3, 1, T, D)
+    total = 0.0
+    for seed in range(1, 5):
+        layer = started(qk, ov, init=init, seed=seed, bias=True)
+        biases = [p for n, p in layer.ov.named_parameters() if p.dim() == 1]
+        biases += [layer.qk.b_k] if ov == "tied" else []
+        total += descent(layer, (layer(X) * pull).sum(), biases)
+    return total
+
+
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("ov", [ov for ov in OV_CIRCUITS if ov != "no_vo"])
+def test_first_step_of_the_value_biases(ov, init):
+    ratio = value_bias_descent(ov, init) / value_bias_descent("separate", "matched")
+    assert ratio == pytest.approx(1, rel=0.08)
 
 
 def decayed(lr: str, **variant):
@@ -393,6 +428,41 @@ def test_decay_shrinks_what_is_written_as_standards(ov, lr):
         b, m = decayed(lr, ov=ov, init=init)
         assert b == pytest.approx(2, rel=1e-3)
         assert m == pytest.approx(0 if ov == "no_vo" else 2, rel=1e-3, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "qk", ["separate", "no_q", "collaborative", "sym_pairwise", "four_matrix", "shared", "wide"]
+)
+def test_decay_shrinks_both_circuits_where_keys_are_values(qk):
+    """W_k's decay is what its QK circuit takes, W_o's what is left."""
+    for init in INITS:
+        b, m = decayed("matched", qk=qk, ov="tied", init=init)
+        assert (b, m) == (pytest.approx(2, rel=1e-3), pytest.approx(2, rel=1e-3))
+
+
+@pytest.mark.parametrize("qk", ["separate", "wide", "low_rank", "collaborative", "no_q", "shared"])
+@pytest.mark.parametrize("draws", ["gpt2", "linear"])
+def test_tied_values_are_written_at_standards_size_from_any_draws(qk, draws):
+    """Draws that depend on a matrix' rows must not see how wide the keys are."""
+    model = ModelConfig(layers=1, d_model=128, heads=4, context=8, init=draws)
+    sizes = []
+    for sides in ({}, {"qk": qk, "ov": "tied"}):
+        variant = resolve_variant(VariantConfig(**sides), model)
+        (layer,) = GPT(model, variant, 16).init_(0).attentions()
+        sizes.append(float(written(layer).std()))
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.15)
+
+
+@pytest.mark.parametrize("draws", ["gpt2", "linear"])
+def test_a_naive_triangle_is_drawn_as_the_square_is(draws):
+    model = ModelConfig(layers=1, d_model=128, heads=4, context=8, init=draws)
+    spreads = []
+    for qk in ("merged", "symmetric"):
+        variant = resolve_variant(VariantConfig(qk=qk, init="naive"), model)
+        (layer,) = GPT(model, variant, 16).init_(0).attentions()
+        spreads.append(spread(layer))
+    # torch's default draws a matrix that writes h·d columns by its d rows, as for one head.
+    assert spreads[1] == pytest.approx(spreads[0], rel=0.1)
 
 
 @pytest.mark.parametrize("lr", ["matched", "same"])

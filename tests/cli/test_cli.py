@@ -41,9 +41,29 @@ def test_python_m(spawn):
 def test_train_help(qkablate):
     done = qkablate("train", "--help")
     assert done.code == 0
-    assert f"variant: {', '.join(variants())}" in done.out
+    assert f"variant: {', '.join(sorted(variants()))}" in done.out
     assert "precision: auto, fp32, bf16, fp16" in done.out
     assert "--rerun" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model.heads=3"], "model.heads: 3 does not divide"),
+        (["variant=merged_w", "model.position=rope"], "merged_w is refused: model.position=rope"),
+        (["variant.qk=mergd"], "(nearest: merged)"),
+    ],
+)
+def test_cfg_job_of_what_no_run_can_have(qkablate, words, says):
+    done = qkablate("train", *words, "--cfg", "job")
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+
+
+def test_what_is_repeated_does_not_steer_the_terminal(qkablate):
+    done = qkablate("train", "variant=\x1b[31mred")
+    assert done.code == 2
+    assert "\x1b" not in done.err
 
 
 def test_cfg_job(qkablate):

@@ -53,8 +53,47 @@ def test_every_variant_is_shown_and_the_first_is_the_measure(qkablate):
 def test_the_table_names_sizes_where_there_are_several(qkablate):
     done = qkablate("cost", "variant=standard,no_q", "model.d_model=64,128")
     assert done.code == 0
-    assert all(f"no_q d{d} h4" in done.out for d in (64, 128))
-    assert "Next" in done.out
+    assert all(f"no_q d{d} " in done.out for d in (64, 128))
+    assert "4 layers, 4 heads, context 64, 16-bit numbers" in done.out
+
+
+def test_rows_are_told_apart_by_what_varies(qkablate):
+    words = ("variant=standard", "model.context=16,32", "model.mlp_ratio=2,4")
+    done = qkablate("cost", *words)
+    labels = [line.split("  ")[0] for line in done.out.splitlines()[1:5]]
+    assert labels[0] == "standard context=16 mlp_ratio=2.0"
+    assert len({*labels}) == 4
+    assert "\n4 layers, d 128, 4 heads, 16-bit numbers, vocabulary 256\n" in done.out
+    found = json.loads(qkablate("cost", *words, "seed=1,2", "--json").out)
+    assert [(r["context"], r["model.mlp_ratio"], r["seed"]) for r in found][:3] == [
+        (16, 2.0, 1),
+        (16, 2.0, 2),
+        (16, 4.0, 1),
+    ]
+    assert not any("seeds" in key for key in found[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "following"),
+    [
+        ([], ["verify variant=collaborative", "train variant=collaborative"]),
+        (["variant=standard,no_q"], ["verify variant=no_q", "train variant=no_q"]),
+        (
+            ["variant.qk=merged", "variant.ov=no_o", "model.d_model=64,128"],
+            [
+                "verify variant.qk=merged variant.ov=no_o",
+                "train variant.qk=merged variant.ov=no_o model.d_model=64",
+            ],
+        ),
+        (
+            ["--at", "gpt2", "variant=mqa"],
+            ["verify variant=mqa", "train model=gpt2 variant=mqa"],
+        ),
+    ],
+)
+def test_the_next_commands_are_of_what_was_asked(qkablate, words, following):
+    done = qkablate("cost", *words)
+    assert done.out.split("Next\n")[1].split("\n")[:2] == [f"  qkablate {f}" for f in following]
 
 
 def test_precision_is_the_width_of_a_number(qkablate):
@@ -74,7 +113,7 @@ def test_csv(qkablate):
 def test_what_is_refused_is_left_out_with_its_reason(qkablate):
     done = qkablate("cost", "model.position=rope", "--json")
     assert done.code == 0
-    assert "left out: variant: merged_w is refused: rope: one W cannot" in done.err
+    assert "left out: variant: merged_w is refused: model.position=rope: one W cannot" in done.err
     assert "merged_w" not in {row["variant"] for row in json.loads(done.out)}
     alone = qkablate("cost", "variant=merged_w", "model.position=rope")
     assert (alone.code, alone.out) == (2, "")
@@ -110,6 +149,12 @@ def test_measure_says_when_memory_is_short(qkablate):
         (["variant=standard,merged_w", "model.heads=3"], "model.heads: 3 does not divide"),
         (["merged_w"], "'merged_w' is not key=value"),
         (["--json", "--csv"], "give one of the two"),
+        (["--at=gpt-j", "model=nano"], "--at and model=…: give one of the two"),
+        (["variant=[standard,no_q]"], "is a list; several are written variant=standard,no_q"),
+        (["foo=1"], "qkablate: foo: there is no such key\n"),
+        (["variant=low_rank_w", "variant.rank=1.5"], "'1.5' is not a whole number or auto"),
+        (["variant.mask_self=maybe"], "variant.mask_self: 'maybe' is not true or false"),
+        (["variant.file="], "variant.file: give a path"),
         (
             ["variant=low_rank_w", "variant.rank=0"],
             "variant.rank: 0 is not auto, or a number from 1",
@@ -124,7 +169,7 @@ def test_measure_says_when_memory_is_short(qkablate):
         (["variant=tied_kv", "variant.qk=merged"], "the keys are x itself"),
         (["variant=uniform", "variant.norm=qk"], "no queries and keys to norm"),
         (["variant=uniform", "attention.kernel=flash"], "there are none"),
-        (["variant=standard", "model.position=rope", "model.d_model=12"], "3 wide: an odd number"),
+        (["variant=standard", "model.position=rope", "model.d_model=12"], "3 wide, an odd number"),
         (["variant.file=none.py"], "variant.file: cannot read 'none.py'"),
     ],
 )
@@ -143,6 +188,8 @@ def test_variants_lists_the_catalogue(qkablate):
     by_name = {row["variant"]: row for row in as_json}
     assert by_name["standard"]["parameters"] == "4 d²"
     assert by_name["merged_w"]["parameters"] == "h d² + 2 d²"
+    assert by_name["gqa"]["parameters"] == "2 d² + 2 d g k"
+    assert by_name["mqa"]["parameters"] == "2 d² + 2 d k"
     assert by_name["tied_qkv"]["without"] == "W_q, W_v"
     assert all(row["equation"] and row["source"] for row in as_json)
 

@@ -180,7 +180,7 @@ def test_nothing_heavy_before_the_words_are_right(words):
 
 def test_defaults():
     wish = parse(["a"])
-    assert (wish.prompt, wish.tokens, wish.temperature) == ("\n", 200, 0.8)
+    assert (wish.prompt, wish.tokens, wish.temperature) == (None, 200, 0.8)
     assert (wish.top_k, wish.seed, wish.out) == (None, 0, "outputs")
     wish = parse(["variant.file=a=b.py", "a", "top_k=3", "variant.qk=x", "prompt=-h"])
     assert (wish.variant_file, wish.variant_qk, wish.top_k) == ("a=b.py", "x", 3)

@@ -140,7 +140,19 @@ def other_progress(run):
     replace_file(weights_of(run).with_name("progress.json"), b'{"stp": 1}')
 
 
+def hostile_progress(run):
+    replace_file(weights_of(run).with_name("progress.json"), b'{"step": "\\u001b]0;x\\u0007"}')
+
+
+def whole_numbers(run):
+    weights = safetensors.torch.load_file(weights_of(run))
+    weights = {name: tensor.to(torch.int64) for name, tensor in weights.items()}
+    replace_file(weights_of(run), safetensors.torch.save(weights))
+
+
 BAD = [
+    (hostile_progress, "progress.json: step is '\\x1b]0;x\\x07'"),
+    (whole_numbers, "are no weights: blocks.0.attention.ov.w_o is torch.int64"),
     (no_config, "is no run: it has no config.yaml"),
     (no_checkpoint, "has no checkpoint yet"),
     (damaged_weights, "is damaged (weights.safetensors does not have its checksum)"),
@@ -188,6 +200,7 @@ def test_bad_folders(run, monkeypatch, damage, line):
 TOKENIZERS = [
     ("{", "is damaged: it describes none of bytes, chars"),
     ('["bytes"]', "is damaged: it describes none of bytes, chars"),
+    ("[" * 100_000, "is damaged: it describes none of bytes, chars"),
     ('{"name": ["bytes"]}', "is damaged: it describes none of bytes, chars"),
     ('{"name": "chars"}', "is damaged: its characters are no text in which each stands once"),
     ('{"name": "chars", "characters": "aa"}', "in which each stands once"),

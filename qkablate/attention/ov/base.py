@@ -28,11 +28,11 @@ class OV(Circuit):
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
         """v_BGSV. The keys are offered, as projected, for circuits that use them as values."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `values`")
 
     def write(self, o_BHTV: Tensor) -> Tensor:
         """From the heads' averages to what the layer adds to the residual stream."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `write`")
 
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:
@@ -55,6 +55,11 @@ class OV(Circuit):
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """Take over M_h, or what of it this form can hold."""
         raise Meaningless(f"{type(self).__name__} cannot be set from a given M_h")
+
+    @property
+    def written(self) -> float:
+        """Size of an entry of v W_o at the start, for a v of ones: what b_v has beside b_o's 1."""
+        return self.spec.length * self.spec.residual
 
     @property
     def speed(self) -> float:

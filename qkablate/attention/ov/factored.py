@@ -76,12 +76,17 @@ class GroupedOV(SeparateOV):
         residual, share = self.spec.residual, self.value_heads / self.spec.heads
         return (1 + residual) / (1 + residual * math.sqrt(share))
 
+    def bias_lr_multiplier(self) -> float:
+        share = self.value_heads / self.spec.heads
+        return (1 + self.written) / (1 + self.written * math.sqrt(share))
+
 
 class TiedOV(OV):
     """V = K: the keys as projected, before norm and rotation, are the values. M_h = W_k,h W_o,h.
 
-    W_k starts as standard's and hears both circuits; its rate is the QK circuit's. Where keys are
-    not k but E wide, W_o starts at √(k/E) of its size, and E/k times as many entries are heard.
+    W_k starts as standard's and hears both circuits; its rate and its decay are the QK circuit's,
+    and W_o decays by what is left of the two. Where keys are not k but E wide, W_o starts at √(k/E)
+    of its size, and E/k times as many entries are heard.
     """
 
     equation = "M_h = W_k W_o, V = K"
@@ -97,6 +102,7 @@ class TiedOV(OV):
             raise Meaningless(what.get(qk.cached, "there are no keys to be values"))
         super().__init__(spec, qk)
         self.width, self.value_heads = qk.width, qk.key_heads
+        self.key_decay = qk.decay * qk.key_factors
         self.params = {spec.d_head: "d²", spec.d_model: "h d²"}.get(qk.width, "h d r")
         self.w_o = matrix(spec.heads * qk.width, spec.d_model)
         self.b_o = vector(spec, spec.d_model)
@@ -113,7 +119,13 @@ class TiedOV(OV):
     def init_(self, draw: Draw) -> None:
         super().init_(draw)
         if self.spec.init == "matched":
-            self.w_o.mul_(math.sqrt(self.spec.d_head / self.width))
+            shape = tuple(self.w_o.shape)
+            w_o = draw("w_o", shape, residual=True, fan_in=self.spec.d_model)
+            self.w_o.copy_(w_o * math.sqrt(self.spec.d_head / self.width))
 
     def lr_multiplier(self) -> float:
         return self.spec.d_head / self.width
+
+    @property
+    def decay(self) -> float:
+        return 2 - self.key_decay

@@ -65,3 +65,6 @@ class MergedOV(OV):
 
     def lr_multiplier(self) -> float:
         return self.speed / self.spec.heads
+
+    def bias_lr_multiplier(self) -> float:
+        return 1 + self.written

@@ -54,6 +54,9 @@ class NoV(OV):
     def lr_multiplier(self) -> float:
         return self.speed / self.gain
 
+    def bias_lr_multiplier(self) -> float:
+        return 1 + self.written
+
 
 class NoO(OV):
     """No W_o: the heads' averages, side by side, are what the layer writes. M_h = W_v,h E_hᵀ.
@@ -73,7 +76,7 @@ class NoO(OV):
         super().__init__(spec, qk)
         self.w_v = matrix(spec.d_model, spec.heads * spec.d_head)
         self.b_v = vector(spec, spec.heads * spec.d_head)
-        self.gain = spec.length * spec.residual if spec.init == "matched" else 1.0
+        self.gain = self.written if spec.init == "matched" else 1.0
         if spec.init == "naive":
             self.match = "none"
 
@@ -93,6 +96,9 @@ class NoO(OV):
 
     def lr_multiplier(self) -> float:
         return self.speed / self.gain
+
+    def bias_lr_multiplier(self) -> float:
+        return (1 + self.written) / self.gain
 
 
 class NoVO(OV):

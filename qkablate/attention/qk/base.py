@@ -24,6 +24,7 @@ class QK(Circuit):
     cached: ClassVar[str] = "k"
     no_rope: ClassVar[str] = ""  # why keys and queries cannot be rotated
 
+    key_factors = 1  # of the factors, those that make the keys
     only_own_scores_differ = False  # from standard's at the start: what a self mask takes away
 
     def __init__(self, spec: Spec) -> None:
@@ -34,11 +35,11 @@ class QK(Circuit):
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         """q_BHTE, an affine map of the query stream."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `queries`")
 
     def keys(self, y_BSD: Tensor) -> Tensor:
         """k_BGSE, an affine map of the key stream."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `keys`")
 
     def forward(self, x_BTD: Tensor, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
         return self.queries(x_BTD), self.keys(y_BSD)

@@ -177,6 +177,7 @@ class FourMatrixQK(SeparateQK):
     """
 
     factors = 4
+    key_factors = 2
     equation = "B_h = A_q W_q (A_k W_k)ᵀ"
     params = "4 d²"
     source = "question: why not four?"

@@ -123,7 +123,12 @@ class SymmetricQK(QK):
 
     def init_(self, draw: Draw) -> None:
         if self.spec.init == "naive":
-            return super().init_(draw)
+            with torch.no_grad():
+                shape = tuple(self.triangle.shape)
+                self.triangle.copy_(draw("triangle", shape, fan_in=self.spec.d_model))
+                if self.u is not None:
+                    self.u.copy_(draw("u", tuple(self.u.shape)))
+            return
         twin = SeparateQK(self.spec)
         twin.init_(draw)
         b_HDD, u_HD = twin.circuit()
