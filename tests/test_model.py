@@ -65,7 +65,7 @@ def test_every_parameter_is_set(name, bias):
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("draws", ["gpt2", "linear"])
 def test_variants_share_what_they_share(name, draws):
-    """E19: tensors of the same name and shape are bit-equal at the start, across variants."""
+    """Tensors of the same name and shape are bit-equal at the start, across variants."""
     for init in ("matched", "naive"):
         standard, ours = (
             dict(gpt(n, seed=3, bias=True, init=draws, variant={"init": init}).named_parameters())
@@ -94,7 +94,7 @@ def test_layers_and_context_do_not_shift_the_draws():
 @pytest.mark.parametrize("draws", ["gpt2", "linear"])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_merged_forms_start_as_standard(name, draws, bias):
-    """E19: the matched start is the product of the very tensors that standard draws."""
+    """The matched start is the product of the very tensors that standard draws."""
     logits = [gpt(n, init=draws, bias=bias).double()(tokens_of(3, 16)) for n in ("standard", name)]
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-6)
 
@@ -121,7 +121,7 @@ def evaluated(formula: str, **sizes: int) -> float:
 
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
 def test_parameters_are_as_the_formulas_say(qk):
-    """E16, for every pair of circuits, at sizes of which none is another."""
+    """For every pair of circuits, at sizes of which none is another."""
     model = ModelConfig(d_model=24, heads=4, context=17)
     sizes = {"d": 24, "h": 4, "k": 6, "r": 5, "g": 2, "T": 17}
     for ov, norm in product(OV_CIRCUITS, ("none", "qk", "unit_keys")):
@@ -142,7 +142,7 @@ def test_parameters_are_as_the_formulas_say(qk):
 
 @pytest.mark.parametrize("name", ALL)
 def test_flops_against_torchs_counter(name):
-    """E16: our sum of terms is what torch counts (which knows no causal saving)."""
+    """Our sum of terms is what torch counts (which knows no causal saving)."""
     for bias, batch in ((False, 2), (True, 3)):
         model = gpt(name, bias=bias, kernel="math")  # the counter sees into this kernel
         tokens = tokens_of(batch, 16)
@@ -209,7 +209,7 @@ def test_reassociation_costs_a_product_of_weights_each_pass():
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("position", ["learned", "none", "alibi", "rope"])
 def test_cached_decoding_is_the_full_forward(name, position):
-    """E16, in pieces of five, one and ten tokens."""
+    """In pieces of five, one and ten tokens."""
     if position == "rope" and ALL[name].get("qk", "separate") not in ROTATABLE:
         with pytest.raises(UserError, match="rope"):
             gpt(name, position=position)

@@ -71,7 +71,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     half = x_BTD.shape[1] // 2
     later_BTD, earlier_BTD = x_BTD.clone(), x_BTD.clone()
-    later_BTD[:, half:] += 1
+    later_BTD[:, half:].square_()
     earlier_BTD[:, 0] += 1
     out_BTD = layer(x_BTD)
     seen = apart(layer(earlier_BTD)[:, -1], out_BTD[:, -1]) > 1e-9
@@ -94,11 +94,10 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
 
 @check("M_h", "the layer writes Σ_h A_h X M_h, up to a constant")
 def _(layer: Attention, x_BTD: Tensor) -> Found:
-    """On a single position every weight is one, so M_h alone shows."""
     m_HDD = layer.ov.circuit(layer.qk)
-    one_BTD, zero_BTD = x_BTD[:, :1], torch.zeros_like(x_BTD[:, :1])
-    written_BTD = layer(one_BTD) - layer(zero_BTD)
-    return Found(apart(written_BTD, one_BTD @ m_HDD.sum(0)), length=x_BTD.shape[-1])
+    averaged_BHTD = layer.weights(x_BTD) @ x_BTD.unsqueeze(1)
+    written_BTD = layer(x_BTD) - layer(torch.zeros_like(x_BTD))
+    return Found(apart(written_BTD, (averaged_BHTD @ m_HDD).sum(1)), length=x_BTD.shape[-1])
 
 
 @check("merged twin", "merged with W_h = B_h: outputs and gradients of the input", has_circuit)
@@ -125,7 +124,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     ),
 )
 def _(layer: Attention, x_BTD: Tensor) -> Found:
-    bound = layer.qk.width + layer.qk.spec.bias
+    bound = layer.qk.width
     generator = torch.Generator().manual_seed(0)
     longer_1TD = torch.randn(1, bound + 8, x_BTD.shape[-1], generator=generator).to(x_BTD)
     size_BHN = torch.linalg.svdvals(up_to_a_row_shift(scores(layer, longer_1TD)))
@@ -137,7 +136,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
 )
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     q_HDE, k_HDE, _ = layer.qk.halves()
-    b_HDD = q_HDE @ k_HDE.mT
+    b_HDD, _ = layer.qk.circuit()
     size_H = b_HDD.square().sum((1, 2))
     direct_H = ((b_HDD + b_HDD.mT) / 2).square().sum((1, 2)) / size_H
     cross_HEE = k_HDE.mT @ q_HDE

@@ -14,7 +14,7 @@ from qkablate.attention.ov.slices import NoO, NoVO
 from qkablate.attention.qk.factored import SeparateQK
 from qkablate.attention.qk.slices import NoQ
 from qkablate.attention.spec import Spec
-from qkablate.verify.check import Found, apart, check, largest
+from qkablate.verify.check import Found, apart, check, largest, up_to_a_row_shift, worst
 
 
 def standard(layer: Attention) -> bool:
@@ -39,10 +39,15 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     qk.set_circuit_((inverse_DT @ a_TS.log() @ inverse_DT.T / qk.scale).unsqueeze(0))
     q_BHTE, k_BGSE = qk(x_TD.unsqueeze(0), x_TD.unsqueeze(0))
     found = apart((qk.scale * q_BHTE @ k_BGSE.mT).softmax(-1)[0, 0], a_TS)
-    x_T1, w = numbers(x_BTD, 2, 1, seed=2), numbers(x_BTD, 1, seed=3)
-    s_TS = w * x_T1 @ x_T1.T
-    odds_T = s_TS[:, 0] - s_TS[:, 1]
-    return Found(largest(found, apart(odds_T[0] * x_T1[1], odds_T[1] * x_T1[0])), length=length * 6)
+    thin = SeparateQK(Spec(d_model=6, heads=6)).to(x_BTD)
+    with torch.no_grad():
+        for seed, parameter in enumerate(thin.parameters(), 2):
+            parameter.copy_(numbers(x_BTD, 6, 6, seed=seed))
+    q_BHTE, k_BGSE = thin(x_TD.unsqueeze(0), x_TD.unsqueeze(0))
+    log_BHTS = (thin.scale * q_BHTE @ k_BGSE.mT).log_softmax(-1)
+    size_BHN = torch.linalg.svdvals(up_to_a_row_shift(log_BHTS))
+    too_many = worst(size_BHN[..., 1] / size_BHN[..., 0])
+    return Found(largest(found, too_many), length=length * 6)
 
 
 @check("row shift", "what is added to a whole row of scores, softmax does not see", standard)

@@ -107,7 +107,7 @@ def test_weights_are_those_of_the_layer(pair):
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("init", ["matched", "naive"])
 def test_merging_any_circuit_changes_no_output(name, bias, init):
-    """E1: merged_w with this B_h and u_h gives the same outputs and input gradients."""
+    """merged_w with this B_h and u_h gives the same outputs and input gradients."""
     layer = random_layer(name, bias=bias, heads=4, groups=2, init=init)
     merged = random_layer("merged", bias=bias, heads=4, groups=2, init=init)
     assert convert(layer.qk, merged.qk) < 1e-12
@@ -120,7 +120,7 @@ def test_merging_any_circuit_changes_no_output(name, bias, init):
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_standard_through_other_forms_and_back(bias):
-    """E2: every stop of the way attends alike."""
+    """Every stop of the way attends alike."""
     x = stream(6)
     start = random_qk("separate", bias=bias)
     expected = weights(start, x, x)
@@ -167,7 +167,7 @@ def test_heads_that_share_keys_share_the_best_right_factor():
 @pytest.mark.parametrize("name", ["no_q", "no_k"])
 @pytest.mark.parametrize("init", ["matched", "naive"])
 def test_slices_and_merged(name, init):
-    """E3: one and the same at one head; at more, the head's rows (or columns) are kept."""
+    """One and the same at one head; at more, the head's rows (or columns) are kept."""
     for bias in (False, name == "no_k"):  # without W_q there is no bias that could hold u
         one_head = {"heads": 1, "init": init, "bias": bias}
         merged, there = random_qk("merged", **one_head), random_qk(name, **one_head)
@@ -280,7 +280,7 @@ def test_a_lost_bias_counts_as_lost():
 
 
 def test_gradient_of_the_merged_matrix():
-    """E1: dL/dW_q = (dL/dW) W_k and dL/dW_k = (dL/dW)ᵀ W_q, head by head."""
+    """dL/dW_q = (dL/dW) W_k and dL/dW_k = (dL/dW)ᵀ W_q, head by head."""
     standard, merged = random_qk("separate"), random_qk("merged")
     convert(standard, merged)
     x = stream(6, batch=1)
@@ -293,7 +293,7 @@ def test_gradient_of_the_merged_matrix():
 
 
 def test_ranks_and_symmetries():
-    """E5, E6: how far B_h can reach, and what it must be."""
+    """How far B_h can reach, and what it must be."""
     ranks = {"separate": 4, "reassociated": 4, "low_rank": 6, "wide": 12, "merged": 12}
     ranks |= {"no_q": 4, "no_k": 4, "no_qk": 4, "shared": 4, "sym_pairwise": 4, "four_matrix": 4}
     ranks |= {"collaborative": 6, "grouped": 4, "sym_diag": 4, "symmetric": 12}
@@ -306,7 +306,7 @@ def test_ranks_and_symmetries():
 
 
 def test_a_skew_matrix_between_makes_antisymmetric_scores():
-    """E4: sym_pairwise with U = 1 is shared_qk, with a skew U its scores are antisymmetric."""
+    """sym_pairwise with U = 1 is shared_qk, with a skew U its scores are antisymmetric."""
     pairwise, shared = random_qk("sym_pairwise"), random_qk("shared")
     shared.w_k.data.copy_(pairwise.w_k.data)
     pairwise.u.data.copy_(torch.eye(4))
@@ -317,7 +317,6 @@ def test_a_skew_matrix_between_makes_antisymmetric_scores():
 
 
 def test_low_rank_at_d_head_is_standard_bit_for_bit():
-    """E2."""
     low, standard = random_layer("low_rank", rank=4), random_layer("separate")
     low.load_state_dict(standard.state_dict())
     assert torch.equal(low(stream(7)), standard(stream(7)))
@@ -400,7 +399,7 @@ def test_what_write_forms_lose():
 
 @pytest.mark.parametrize("name", ["shared", "no_qk", "merged"])
 def test_one_head_has_the_whole_stream(name):
-    """E15: without W_o (or as one W) a single head writes what W_v W_o writes."""
+    """Without W_o (or as one W) a single head writes what W_v W_o writes."""
     layer = random_layer(name, heads=1)
     for ov in ("no_o", "merged", "no_v"):
         other = random_layer(name, ov, heads=1)

@@ -135,7 +135,7 @@ def test_causality(pair):
 
 
 def test_no_token_sees_itself_unless_it_is_alone():
-    """E17: the value of a token reaches every later one, but of its own output only the first's."""
+    """The value of a token reaches every later one, but of its own output only the first's."""
     x = stream(4, batch=1).requires_grad_()
     layer = random_layer("uniform", mask_self=True)
     reached = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0][0] for out in layer(x)[0]]
@@ -164,7 +164,7 @@ def test_kernels_that_may_be_forced_agree(pair):
 
 @pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
 def test_cached_decoding_is_the_full_forward(pair):
-    """E16, in pieces of 3, 1 and 3 positions; and the cache holds what the cost says."""
+    """In pieces of 3, 1 and 3 positions; and the cache holds what the cost says."""
     for bias, mask_self in ((True, False), (False, True)):
         decoded_as_at_once(random_layer(*pair, bias=bias, mask_self=mask_self))
     decoded_as_at_once(random_layer(*pair, heads=4, groups=2, dtype=torch.float32))

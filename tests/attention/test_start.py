@@ -131,7 +131,7 @@ def test_what_layers_say_of_their_start(qk, other, match):
 @pytest.mark.parametrize("norm", ["none", "qk", "unit_keys"])
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
 def test_matched_spread_of_scores(qk, norm):
-    """E13: σ²d for every start that says so, however it is normed."""
+    """σ²d for every start that says so, however it is normed."""
     if norm != "none" and qk not in NORMABLE:
         with pytest.raises(Meaningless):
             started(qk, norm=norm)
@@ -172,13 +172,13 @@ def test_a_start_that_is_exact_draws_what_standard_draws(name):
     ],
 )
 def test_naive_spread_of_scores(qk, norm, expected):
-    """E13: what the forms come to as one writes them at first."""
+    """What the forms come to as one writes them at first."""
     assert spread(started(qk, init="naive", norm=norm)) == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("qk", ["shared", "no_qk"])
 def test_equal_queries_and_keys_score_themselves(qk):
-    """E13: √k σ²d on average, where standard's own scores have mean zero; no start mends it."""
+    """√k σ²d on average, where standard's own scores have mean zero; no start mends it."""
     own = float(scores(started(qk)).detach()[..., OWN].mean())
     assert own == pytest.approx(math.sqrt(K) * STANDARD, rel=0.05)
     assert abs(float(scores(started()).detach()[..., OWN].mean())) < 0.25 * STANDARD
@@ -255,7 +255,7 @@ def ov_descent(ov: str, init: str, groups: int = 2) -> float:
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("qk", LEARNED)
 def test_first_step_is_as_long_as_standards(qk, init, norm):
-    """E13: Adam's first step lowers the loss by η Σ|gradient|, for any gradient of the scores."""
+    """Adam's first step lowers the loss by η Σ|gradient|, for any gradient of the scores."""
     if norm == "none" or qk in NORMABLE:
         ratio = qk_descent(qk, init, norm) / qk_descent("separate", "matched")
         assert ratio == pytest.approx(1, rel=0.07)
@@ -333,7 +333,7 @@ def test_a_gain_alone_is_not_matched_and_says_so():
     ],
 )
 def test_multipliers_undo_the_known_ratios(qk, init, ratio):
-    """E13: how far one step moves the scores at standard's rate, from the papers' side."""
+    """How far one step moves the scores at standard's rate, from the papers' side."""
     assert started(qk, init=init).qk.lr_multiplier() == pytest.approx(1 / ratio)
 
 

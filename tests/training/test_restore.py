@@ -237,7 +237,7 @@ def test_characters_outlast_the_corpus(train, tmp_path):
 
 
 def test_a_circuit_from_a_file_is_imported_when_it_is_given(train, tmp_path):
-    """E24: a run folder that names a file does not make anything of it run."""
+    """A run folder that names a file does not make anything of it run."""
     file, journal = tmp_path / "mine.py", tmp_path / "journal"
     file.write_text(CIRCUIT.format(journal=str(journal)))
     run = train(tmp_path, *STEPS, f"variant.file={file}")
