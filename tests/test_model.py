@@ -277,4 +277,5 @@ def test_what_a_circuit_is_made_of_starts_as_the_circuit_says(monkeypatch):
 
     monkeypatch.setitem(QK_CIRCUITS, "separate", Made)
     qk = gpt("standard").attentions()[0].qk
-    assert {float(t.detach().unique()) for t in (qk.w_q, qk.inner.weight, qk.inner.bias)} == {1, 2, 3}
+    started = (qk.w_q, qk.inner.weight, qk.inner.bias)
+    assert {float(t.detach().unique()) for t in started} == {1, 2, 3}
