@@ -50,7 +50,8 @@ def settle(config: Config) -> tuple[Config, dict[str, str]]:
         plain = resolve_variant(replace(variant, name="standard"), config.model).name
         if variant.name == plain:  # not the user's own name, and not true any more
             variant = replace(variant, name="standard")
-        variant = resolve_variant(_with(variant, side, own.name), config.model)
+        variant = replace(variant, **{side: own.name})  # type: ignore[arg-type]
+        variant = resolve_variant(variant, config.model)
         foreign.append(own)
     for side in ("qk", "ov"):
         name = getattr(variant, side)
@@ -59,10 +60,6 @@ def settle(config: Config) -> tuple[Config, dict[str, str]]:
     if foreign:
         _check_used(variant)
     return replace(config, variant=variant), {own.name: own.sha256 for own in foreign}
-
-
-def _with(variant: VariantConfig, side: str, name: str) -> VariantConfig:
-    return replace(variant, qk=name) if side == "qk" else replace(variant, ov=name)
 
 
 def circuits(variant: VariantConfig) -> tuple[type[QK], type[OV]]:
@@ -202,6 +199,11 @@ def _check_used(variant: VariantConfig) -> None:
 
 def _try(own: Foreign, layer: Attention) -> None:
     """Look at the shapes of what a user's circuit gives, before anything is trained."""
+    circuit = layer.qk if isinstance(layer.qk, own.circuit) else layer.ov
+    inherited = type(circuit).init_.__module__.startswith("qkablate.")
+    if inherited and next(circuit.children(), None) is not None:
+        name = own.circuit.__name__
+        raise UserError(f"variant.file: {name} has torch modules, and no `init_` to start them")
     model = copy.deepcopy(layer).to("meta")
     x_BTD = torch.empty(2, 3, layer.qk.spec.d_model, device="meta")
     q_BHTE, k_BGSE = model.qk(x_BTD, x_BTD)

@@ -129,6 +129,13 @@ def test_names_of_rank_and_groups_reach_a_file(own):
         ("x = 1", "bad.py", "defines 0"),
         (OWN + OWN_OV, "bad.py", r"defines 2 \(Own, Halved\)"),
         ("import sys\nsys.exit(7)", "bad.py", "line 2: SystemExit: 7"),
+        (
+            OWN.replace("self.w_q = matrix(spec.d_model, spec.d_model)", "self.w_q = Linear(8, 8)")
+            .replace("project(x_BTD, self.w_q)", "self.w_q(x_BTD)")
+            .replace("    from", "    from torch.nn import Linear\n    from", 1),
+            "bad.py",
+            "Own has torch modules, and no `init_` to start them",
+        ),
         ("x = 1\0", "bad.py", "null bytes"),
         (OWN.partition("    def keys")[0], "bad.py", "Own has no `keys`"),
         (OWN.replace("self.spec.heads)", "2 * self.spec.heads)"), "bad.py", r"qk\.width=32 say"),

@@ -177,9 +177,10 @@ class Attention(nn.Module):
             k_BGSE = cache.add("k", k_BGSE)
         elif self.qk.cached == "x":
             k_BGSE = self.qk.keys(y_BSD)
-        if v_BGSV is not None:
-            return k_BGSE, cache.add("v", v_BGSV)
-        return k_BGSE, self.ov.values(y_BSD, k_BGSE)
+        v_BGSV = self.ov.values(y_BSD, k_BGSE) if v_BGSV is None else cache.add("v", v_BGSV)
+        if not self.qk.cached:  # no key is kept, for none has any width
+            k_BGSE = k_BGSE.new_empty(*k_BGSE.shape[:2], v_BGSV.shape[2], 0)
+        return k_BGSE, v_BGSV
 
     @property
     def cached_per_token(self) -> int:

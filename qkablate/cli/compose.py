@@ -1,12 +1,15 @@
 """Configs for verbs that train nothing: `key=value` words, several values of a key with commas."""
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from qkablate.cli.hydra_app import one_line, refuse_list, register
 from qkablate.config import Config, conf_dir, load
-from qkablate.errors import UserError, nearest
+from qkablate.errors import UserError, nearest, tell
+
+T = TypeVar("T")
 
 
 def take_flags(
@@ -43,10 +46,6 @@ class Job:
     config: Config
     words: list[str]
 
-    @property
-    def variant_words(self) -> list[str]:
-        return [word for word in self.words if word.lstrip("+").startswith("variant")]
-
 
 def jobs(words: list[str], implied: str = "") -> list[Job]:
     """A checked config for every combination of the values given, as `train -m` would make them.
@@ -70,15 +69,35 @@ def jobs(words: list[str], implied: str = "") -> list[Job]:
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())
             parsed = parser.parse_overrides([implied] * bool(implied) + words)
             (combinations,) = basic.split_arguments(parsed, None)
+            varying = [len({*column}) > 1 for column in zip(*combinations, strict=True)]
+            varying[: bool(implied)] = [False] * bool(implied)
             found = []
             for overrides in combinations:
-                # Of what varies, and was typed.
-                told = [word for word in overrides if word not in words][bool(implied) :]
+                told = [word for word, varies in zip(overrides, varying, strict=True) if varies]
                 job = f" (in {' '.join(told)})" if told else ""
                 found.append(Job(load(hydra.compose("train", list(overrides))), list(overrides)))
             return found
     except (UserError, HydraException, OmegaConfBaseException) as error:
         raise UserError(one_line(error) + job) from None
+
+
+def built(planned: list[Job], build: Callable[[Config], T]) -> list[tuple[Job, T]]:
+    """What `build` makes of every job, circuits from outside included. What has no meaning is named
+    and left out, but for one alone, which is refused."""
+    from qkablate.catalogue import settle
+
+    kept = []
+    for job in planned:
+        try:
+            config, _ = settle(job.config)
+            kept.append((Job(config, job.words), build(config)))
+        except UserError as refused:
+            if len(planned) == 1:
+                raise
+            tell(f"left out: {refused}")
+    if not kept:
+        raise UserError("none of these variants has a meaning at this size")
+    return kept
 
 
 def proposed(kept: list[Job]) -> Job:

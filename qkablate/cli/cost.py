@@ -3,10 +3,11 @@
 import sys
 from typing import Any
 
-from qkablate.cli.compose import Job, jobs, next_commands, proposed, take_flags, varies
+from qkablate.cli.compose import Job, built, jobs, next_commands, proposed, take_flags, varies
 from qkablate.cli.table import counted, print_csv, print_json, print_table, short, short_bytes
+from qkablate.cli.verify import MOST_STEPS, steps
 from qkablate.config import Config, flatten, variants
-from qkablate.errors import UserError, nearest, tell
+from qkablate.errors import UserError, nearest
 
 # What `--at` takes: a model of conf/model, and the vocabulary it is known with.
 SIZES = {"gpt-j": 50400, "gpt2": 50257, "300m": 50304, "baby": 256, "nano": 256}
@@ -74,7 +75,8 @@ def main(argv: list[str]) -> int:
     else:
         _print(rows, settled, vocabulary)
         job = proposed(kept)
-        next_commands(["verify", *job.variant_words], ["train", *job.words])
+        verify = [["verify", *job.words]] if steps([job]) <= MOST_STEPS else []
+        next_commands(*verify, ["train", *job.words])
     return 0
 
 
@@ -91,30 +93,18 @@ def _vocabulary(flags: dict[str, str]) -> int:
 
 def _rows(planned: list[Job], vocabulary: int) -> tuple[list[dict[str, Any]], list[Job]]:
     """A row for each job that has a meaning, and those jobs."""
-    import torch
-
-    from qkablate.catalogue import settle
     from qkablate.cost import cost
-    from qkablate.model import GPT
+    from qkablate.training import hardware
+    from qkablate.training.plan import empty_model
 
     rows: list[dict[str, Any]] = []
-    kept: list[Job] = []
-    for job in planned:
-        try:
-            config, _ = settle(job.config)
-            with torch.device("meta"):
-                model = GPT(
-                    config.model, config.variant, vocabulary, kernel=config.attention.kernel
-                )
-        except UserError as refused:
-            if len(planned) == 1:
-                raise
-            tell(f"left out: {refused}")
-            continue
+    models = built(planned, lambda config: empty_model(hardware.resolve(config), vocabulary))
+    kept = [job for job, _ in models]
+    for job, model in models:
+        config = job.config
         per_pass = config.train.batch_size * config.model.context
         number_bytes = 4 if config.precision == "fp32" else 2
         found = cost(model, tokens_per_pass=per_pass, number_bytes=number_bytes)
-        kept.append(Job(config, job.words))
         rows.append(
             {
                 "variant": config.variant.name,
@@ -137,8 +127,6 @@ def _rows(planned: list[Job], vocabulary: int) -> tuple[list[dict[str, Any]], li
                 "kv_bytes_per_token": found.cache_bytes,
             }
         )
-    if not rows:
-        raise UserError("none of these variants has a meaning at this size")
     varied = _varied([job.config for job in kept])
     for row, values in zip(rows, varied, strict=True):
         row |= {key: value for key, value in values.items() if key.rpartition(".")[2] not in row}

@@ -31,7 +31,7 @@ def print_table(
             print(line.rstrip())
 
 
-_NARROWEST = 16
+_NARROWEST = 12
 
 
 def print_json(value: Any) -> None:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.compose import jobs
+from qkablate.cli.compose import built, jobs
 from qkablate.cli.hydra_app import run_hydra
 from qkablate.config import load, variants
 from qkablate.errors import UserError
@@ -16,6 +16,9 @@ from qkablate.runs import EXIT_CODES, Owned
 _OF_A_VARIANT = tuple(
     f"variant.{key}" for key in ("name", "qk", "ov", "norm", "mask_self", "rank", "groups", "file")
 )
+
+# With these it is not our configuration that Hydra reads.
+_OTHER_CONFIGS = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
 
 
 def main(argv: list[str]) -> int:
@@ -41,7 +44,8 @@ def main(argv: list[str]) -> int:
             codes.append(1)
 
     argv = [word for word in argv if word != "--rerun"]
-    if {"--cfg", "-c", "--cfg=job", "-c=job"} & {*argv}:
+    flags = {word.partition("=")[0] for word in argv}
+    if flags & {"--cfg", "-c"} and not flags & _OTHER_CONFIGS:
         _check([word for word in argv if "=" in word and not word.startswith(("-", "hydra"))])
     run_hydra("train", argv, task)
     if multirun.CheckEveryJob.runs:
@@ -54,11 +58,10 @@ def main(argv: list[str]) -> int:
 
 def _check(words: list[str]) -> None:
     """Hydra would show a configuration that no run can have."""
-    from qkablate.catalogue import attention, settle
+    from qkablate.training import hardware
+    from qkablate.training.plan import empty_model
 
-    for job in jobs(words):
-        config, _ = settle(job.config)
-        attention(config.model, config.variant)
+    built(jobs(words), lambda config: empty_model(hardware.resolve(config), 1))
 
 
 def _train(composed: Any, rerun: bool, several: bool) -> int:

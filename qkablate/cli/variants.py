@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         return 0
     columns = ["variant", "parameters", "without", "equation", "source"]
     cells = [[row[column] for column in columns] for row in rows]
-    print_table(columns, cells, left=5, wrap=("without", "equation", "source"))
+    print_table(columns, cells, left=5, wrap=("parameters", "without", "equation", "source"))
     print("\nParameters per layer: d d_model, h heads, k d_head, r rank, g groups, T context.")
     print("Where an equation says only one of B_h and M_h, the other is standard's.")
     print("\nFreely combined")

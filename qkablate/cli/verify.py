@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from typing import Any
 
-from qkablate.cli.compose import jobs, next_commands, proposed, take_flags, varies
+from qkablate.cli.compose import Job, built, jobs, next_commands, proposed, take_flags, varies
 from qkablate.cli.table import counted, print_json, print_table
 from qkablate.config import Config, variants
 from qkablate.errors import UserError, tell
@@ -30,7 +30,7 @@ Examples
   qkablate verify outputs/runs/merged_w-d128-h4-s0-…
 """
 LENGTH = 24  # tokens of a sequence that is looked at
-LARGEST = 2**36  # heads · d_model³: about a minute for each variant
+MOST_STEPS = 2**37  # some two minutes
 
 
 def main(argv: list[str]) -> int:
@@ -57,38 +57,43 @@ def _fresh(words: list[str]) -> tuple[list[Any], list[str]]:
     """The outcomes, and what to type next."""
     implied = "" if varies(words, "variant") else f"variant={','.join(variants())}"
     planned = jobs(words, implied)
-    for job in planned:
-        _check_size(job.config)
+    _check_size(planned)
     from tqdm import tqdm
 
-    from qkablate.catalogue import attention, settle
+    from qkablate.catalogue import attention
     from qkablate.verify import fresh_layer, stream, verify
 
+    kept = built(planned, lambda c: attention(c.model, c.variant, kernel=c.attention.kernel))
     lines: list[Any] = []
-    for job in tqdm(planned, leave=False, disable=not sys.stderr.isatty()):
-        try:
-            config, _ = settle(job.config)
-            layer = attention(config.model, config.variant, kernel=config.attention.kernel)
-        except UserError as refused:
-            if len(planned) == 1:
-                raise
-            tell(f"left out: {refused}")
-            continue
-        layer = fresh_layer(layer.double().eval(), config.seed)
-        x_BTD = stream(config.model.d_model, min(LENGTH, config.model.context), config.seed)
-        lines += verify(config.variant.name, [layer], [x_BTD], fresh=True)
-    return lines, ["train", *proposed(planned).words]
+    for job, layer in tqdm(kept, leave=False, disable=not sys.stderr.isatty()):
+        model, seed = job.config.model, job.config.seed
+        layer = fresh_layer(layer.double().eval(), seed)
+        x_BTD = stream(model.d_model, min(LENGTH, model.context), seed)
+        lines += verify(job.config.variant.name, [layer], [x_BTD], fresh=True)
+    return lines, ["train", *proposed([job for job, _ in kept]).words]
 
 
-def _check_size(config: Config) -> None:
-    """A decomposition of every B_h takes d³ steps a head."""
-    model = config.model
-    if model.heads * model.d_model**3 > LARGEST:
+def steps(planned: list[Job]) -> int:
+    """Of decomposing every B_h: d³ a head."""
+    return sum(job.config.model.heads * job.config.model.d_model**3 for job in planned)
+
+
+def _check_size(planned: list[Job]) -> None:
+    for job in planned:
+        _check_small(job.config)
+    if steps(planned) > MOST_STEPS:
+        d_model = max(job.config.model.d_model for job in planned)
         raise UserError(
-            f"model.d_model: {model.heads} matrices of {model.d_model:,} × {model.d_model:,} would"
-            " take minutes and more to decompose; what is true at a small size is true at this one,"
-            " too, so name a smaller one"
+            f"model.d_model: to decompose {counted(len(planned), 'variant')} at d {d_model:,} would"
+            " take many minutes; what is true at a small size is true at this one, too: name fewer"
+            " variants, or a smaller size"
         )
+
+
+def _check_small(config: Config) -> None:
+    for key in ("context", "d_model"):
+        if getattr(config.model, key) < 2:
+            raise UserError(f"model.{key}: what is checked needs 2 or more")
 
 
 def _of_a_run(word: str, words: list[str]) -> tuple[list[Any], list[str]]:
@@ -109,6 +114,7 @@ def _of_a_run(word: str, words: list[str]) -> tuple[list[Any], list[str]]:
         qk=given.get("variant.qk"),
         ov=given.get("variant.ov"),
     )
+    _check_small(found.config)
     model = found.model.double()
     streams = streams_of(model, min(LENGTH, found.config.model.context), found.config.seed)
     layers = counted(len(streams), "layer")

@@ -150,6 +150,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     lambda layer: (
         isinstance(layer.qk, SeparateQK)
         and isinstance(layer.norm, QKNorm)
+        and layer.qk.width > 1  # a single number has no direction, and no gradient
         and not layer.qk.spec.bias
         and layer.ov.cached != "k"
     ),

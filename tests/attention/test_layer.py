@@ -171,6 +171,12 @@ def test_cached_decoding_is_the_full_forward(pair):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
+def test_cached_decoding_by_a_forced_kernel(pair):
+    for kernel, mask_self in product(("math", "folded"), (False, True)):
+        decoded_as_at_once(random_layer(*pair, bias=True, kernel=kernel, mask_self=mask_self))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
 def test_cached_decoding_with_norms_and_positions(pair):
     for norm, position in product(("none", "qk", "unit_keys"), ("none", "alibi", "rope")):
         if (norm == "none" or pair[0] in NORMABLE) and (position != "rope" or pair[0] in ROTATABLE):

@@ -52,12 +52,21 @@ def test_train_help(qkablate):
         (["model.heads=3"], "model.heads: 3 does not divide"),
         (["variant=merged_w", "model.position=rope"], "merged_w is refused: model.position=rope"),
         (["variant.qk=mergd"], "(nearest: merged)"),
+        (["attention.kernel=efficient", "device=cpu"], "efficient is a CUDA kernel"),
     ],
 )
 def test_cfg_job_of_what_no_run_can_have(qkablate, words, says):
     done = qkablate("train", *words, "--cfg", "job")
     assert (done.code, done.out) == (2, "")
     assert says in done.err
+
+
+def test_cfg_job_of_a_config_of_ones_own(qkablate, tmp_path):
+    (tmp_path / "own" / "variant").mkdir(parents=True)
+    (tmp_path / "own" / "variant" / "mine.yaml").write_text("name: mine\nqk: no_q\nov: separate\n")
+    for words in (["--config-dir", "own"], ["--config-dir=own"]):
+        done = qkablate("train", "variant=mine", *words, "--cfg", "job")
+        assert (done.code, "qk: no_q" in done.out) == (0, True), done.err
 
 
 def test_what_is_repeated_does_not_steer_the_terminal(qkablate):

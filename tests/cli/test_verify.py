@@ -105,3 +105,41 @@ def test_the_table(qkablate):
     head = done.out.splitlines()[0].split()
     assert head == ["variant", "check", "residual", "fp32", "verdict", "identity"]
     assert "checks of 2 variants: 0 violated" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model.d_model=8192"], "would take many minutes"),
+        (["model=300m"], "to decompose 26 variants at d 1,024 would take many minutes"),
+        (["model.context=1"], "model.context: what is checked needs 2 or more"),
+        (["variant=uniform", "attention.kernel=flash"], "there are none"),
+    ],
+)
+def test_what_cannot_be_checked(qkablate, words, says):
+    done = qkablate("verify", *words)
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+
+
+def test_what_is_refused_is_left_out_and_not_proposed(qkablate):
+    words = (*SMALL, "model.position=rope")
+    done = qkablate("verify", "variant=standard,merged_w,no_k", *words)
+    assert done.code == 0
+    assert "left out: variant: merged_w is refused" in done.err
+    assert "Next\n  qkablate train variant=no_k model.d_model=16" in done.out
+    none = qkablate("verify", "variant=merged_w,symmetric_w", *words)
+    assert (none.code, none.out) == (2, "")
+    assert none.err.endswith("none of these variants has a meaning at this size\n")
+
+
+@pytest.mark.parametrize("heads", [8, 2])
+def test_small_heads_hold(qkablate, heads):
+    words = ("model.d_model=8", f"model.heads={heads}", "model.context=4")
+    done = qkablate("verify", *words)
+    assert done.code == 0, done.out
+
+
+@pytest.mark.parametrize("kernel", ["math", "folded"])
+def test_forced_kernels_hold(qkablate, kernel):
+    assert qkablate("verify", *SMALL, f"attention.kernel={kernel}").code == 0
