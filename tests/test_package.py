@@ -106,8 +106,8 @@ def test_make_help_lists_every_target():
 def test_the_variant_that_contributing_shows(qkablate, tiny, tmp_path):
     """In under 25 lines: it is verified, priced and trained like the built-in ones."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    example = re.search(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
-    name, code = example[1], example[2]
+    name = re.search(r"variant\.file=(\w+\.py)", text)[1]
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     assert len(code.splitlines()) < 25
     (tmp_path / name).write_text(code, encoding="utf-8")
     shown = [
