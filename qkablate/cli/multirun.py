@@ -1,6 +1,5 @@
 """Multirun: every job is looked at before the first one starts, and read from disk at the end."""
 
-import sys
 import traceback
 from typing import Any, ClassVar
 
@@ -8,7 +7,7 @@ from hydra.experimental.callback import Callback
 
 from qkablate.cli.hydra_app import one_line
 from qkablate.config import load
-from qkablate.errors import UserError
+from qkablate.errors import UserError, tell
 from qkablate.runs import Run
 
 # What a run's label tells already.
@@ -28,7 +27,7 @@ class CheckEveryJob(Callback):
             CheckEveryJob.runs = planned
         except UserError as error:
             # Hydra turns an Exception of a callback into a warning, and would go on.
-            print(f"qkablate: {error}", file=sys.stderr)
+            tell(f"qkablate: {error}")
             raise SystemExit(2) from None
         except Exception:
             traceback.print_exc()

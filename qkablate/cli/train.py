@@ -1,7 +1,6 @@
 """`qkablate train`: a Hydra application."""
 
 import shlex
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from qkablate.cli.compose import built, jobs
 from qkablate.cli.hydra_app import run_hydra
 from qkablate.config import load, variants
-from qkablate.errors import UserError
+from qkablate.errors import UserError, tell
 from qkablate.runs import EXIT_CODES, Owned
 
 # What belongs to one variant, and not to the one that is proposed beside it.
@@ -37,10 +36,10 @@ def main(argv: list[str]) -> int:
         try:
             codes.append(_train(composed, rerun, several))
         except UserError as mistake:  # told here: Hydra would add lines of its own
-            print(f"qkablate: {mistake}", file=sys.stderr)
+            tell(f"qkablate: {mistake}")
             codes.append(2)
         except OSError as error:  # before training began: a full disk, say
-            print(f"qkablate: {error}", file=sys.stderr)
+            tell(f"qkablate: {error}")
             codes.append(1)
 
     argv = [word for word in argv if word != "--rerun"]
@@ -76,7 +75,7 @@ def _train(composed: Any, rerun: bool, several: bool) -> int:
     try:
         outcome = run(planned, rerun=rerun)
     except Owned as owned:
-        print(f"qkablate: {owned}", file=sys.stderr)
+        tell(f"qkablate: {owned}")
         return 1
     except Stopped as stopped:
         # In a multirun, too: whoever interrupts does not want the next job to start.

@@ -1,5 +1,6 @@
 """`qkablate verify`: the exact checks, on fresh weights or on a run's own."""
 
+import copy
 import dataclasses
 import sys
 from typing import Any
@@ -58,16 +59,19 @@ def _fresh(words: list[str]) -> tuple[list[Any], list[str]]:
     implied = "" if varies(words, "variant") else f"variant={','.join(variants())}"
     planned = jobs(words, implied)
     _check_size(planned)
+    import torch
     from tqdm import tqdm
 
     from qkablate.catalogue import attention
     from qkablate.verify import fresh_layer, stream, verify
 
-    kept = built(planned, lambda c: attention(c.model, c.variant, kernel=c.attention.kernel))
+    with torch.device("meta"):
+        kept = built(planned, lambda c: attention(c.model, c.variant, kernel=c.attention.kernel))
     lines: list[Any] = []
-    for job, layer in tqdm(kept, leave=False, disable=not sys.stderr.isatty()):
+    for job, empty in tqdm(kept, leave=False, disable=not sys.stderr.isatty()):
         model, seed = job.config.model, job.config.seed
-        layer = fresh_layer(layer.double().eval(), seed)
+        # One layer's numbers at a time.
+        layer = fresh_layer(copy.deepcopy(empty).to_empty(device="cpu").double().eval(), seed)
         x_BTD = stream(model.d_model, min(LENGTH, model.context), seed)
         lines += verify(job.config.variant.name, [layer], [x_BTD], fresh=True)
     return lines, ["train", *proposed([job for job, _ in kept]).words]
