@@ -48,10 +48,13 @@ def mean_causal_keys(context: int) -> float:
     return (context + 1) / 2
 
 
-def forward_flops_per_token(model: GPT, keys: float, tokens_per_pass: float) -> float:
-    """Of the whole model, when a query sees `keys` keys on average."""
+def forward_flops_per_token(
+    model: GPT, keys: float, tokens_per_pass: float, answers: float = 1.0
+) -> float:
+    """Of the whole model, when a query sees `keys` keys on average, and the part `answers` of the
+    positions reaches the output projection."""
     context = model.config.context
-    flops = 2.0 * model.token_embedding.weight.numel()  # as output projection
+    flops = 2.0 * answers * model.token_embedding.weight.numel()  # as output projection
     for module in model.modules():
         if isinstance(module, Attention):
             flops += attention_cost(
@@ -88,7 +91,7 @@ def cost(model: GPT, *, tokens_per_pass: float, number_bytes: int) -> Cost:
     )
 
 
-def training_flops_per_token(model: GPT, tokens_per_pass: float) -> float:
+def training_flops_per_token(model: GPT, tokens_per_pass: float, answers: float = 1.0) -> float:
     """Forward and backward: each product costs twice itself in the backward pass."""
     keys = mean_causal_keys(model.config.context)
-    return 3 * forward_flops_per_token(model, keys, tokens_per_pass)
+    return 3 * forward_flops_per_token(model, keys, tokens_per_pass, answers)

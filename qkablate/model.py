@@ -1,6 +1,6 @@
 """The GPT: GPT-2's layout, with the attention's two circuits as its only moving part.
 
-Shape suffixes: B batch, T context, D d_model, V vocabulary.
+Shape suffixes: B batch, T context, A answers, D d_model, V vocabulary.
 """
 
 import math
@@ -32,14 +32,16 @@ class Block(nn.Module):
         super().__init__()
         self.norm_1 = _norm(config)
         self.attention = attention
-        self.norm_2 = _norm(config)
-        self.mlp = MLP(config)
+        self.norm_2 = _norm(config) if config.mlp_ratio else None
+        self.mlp = MLP(config) if config.mlp_ratio else None
         self.dropout = nn.Dropout(config.dropout)
         self.attention_skip = config.attention_skip
 
     def forward(self, x_BTD: Tensor, cache: Cache | None = None) -> Tensor:
         written_BTD = self.dropout(self.attention(self.norm_1(x_BTD), cache=cache))
         x_BTD = x_BTD + written_BTD if self.attention_skip else written_BTD
+        if self.mlp is None or self.norm_2 is None:
+            return x_BTD
         return x_BTD + self.dropout(self.mlp(self.norm_2(x_BTD)))
 
 
@@ -72,6 +74,10 @@ class GPT(nn.Module):
     def forward(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
         """Logits over the next token, logits_BTV. With caches (a layer each), the tokens are those
         that come after what is in them."""
+        return F.linear(self.hidden(tokens_BT, caches), self.token_embedding.weight)
+
+    def hidden(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
+        """What the output projection reads, x_BTD."""
         x_BTD = self.token_embedding(tokens_BT)
         if self.position_embedding is not None:
             first = caches[0].length if caches else 0
@@ -79,14 +85,36 @@ class GPT(nn.Module):
         x_BTD = self.dropout(x_BTD)
         for layer, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, caches[layer] if caches else None)
-        return F.linear(self.norm(x_BTD), self.token_embedding.weight)
+        return self.norm(x_BTD)
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:
-        """Cross-entropy in nats; targets of -100 do not count."""
-        logits_BTV = self(tokens_BT)
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        targets_BA: Tensor,
+        where_BA: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
+        """Cross-entropy in nats; targets of -100 do not count. Where only some positions are to
+        answer, `where` names them, and the others never reach the output projection."""
+        logits_BAV = self._answers(tokens_BT, where_BA)
         return F.cross_entropy(
-            logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction=reduction
+            logits_BAV.flatten(0, 1).float(), targets_BA.flatten(), reduction=reduction
         )
+
+    def graded(
+        self, tokens_BT: Tensor, targets_BA: Tensor, where_BA: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of each answer, and whether the likeliest token is the right one."""
+        logits_BAV = self._answers(tokens_BT, where_BA).float()
+        losses_BA = F.cross_entropy(logits_BAV.transpose(1, 2), targets_BA, reduction="none")
+        return losses_BA, logits_BAV.argmax(-1) == targets_BA
+
+    def _answers(self, tokens_BT: Tensor, where_BA: Tensor | None) -> Tensor:
+        if where_BA is None:
+            return self(tokens_BT)
+        x_BTD = self.hidden(tokens_BT)
+        x_BAD = x_BTD.gather(1, where_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))
+        return F.linear(x_BAD, self.token_embedding.weight)
 
     def caches(self) -> list[Cache]:
         """Empty ones, for a decoder."""

@@ -86,7 +86,7 @@ class NanoGPT:
         model, optim = config.model, config.optim
         torch.manual_seed(config.seed)
         shape = {"n_layer": model.layers, "n_head": model.heads, "n_embd": model.d_model}
-        shape |= {"block_size": model.context, "vocab_size": plan.dataset.vocabulary}
+        shape |= {"block_size": model.context, "vocab_size": plan.data.vocabulary}
         with contextlib.redirect_stdout(io.StringIO()):  # it tells of its parameters
             gpt = module.GPT(module.GPTConfig(**shape, dropout=0.0, bias=False))
             self.model = gpt.to(config.device)
@@ -144,7 +144,7 @@ class NanoGPT:
 
 def validation_text(plan: Plan) -> np.ndarray:
     """As much as fills whole batches."""
-    return plan.dataset.split("val")[: 4 * EVAL_TOKENS + 1]
+    return plan.data.split("val")[: 4 * EVAL_TOKENS + 1]
 
 
 def configure(shape: Shape, variant: str, steps: int, folder: Path, *more: str) -> Config:
@@ -163,7 +163,7 @@ def contestants(module: Any, shape: Shape, args: argparse.Namespace, folder: Pat
     auto = plan(configure(shape, "standard", steps, folder))
     hardware.prepare(auto.config)
     data = folder / "nanogpt.bin"
-    auto.dataset.split("train").astype(np.uint16).tofile(data)
+    auto.data.split("train").astype(np.uint16).tofile(data)
     found: list[Any] = [NanoGPT(module, auto, compiled, data) for compiled in (False, True)]
     precisions = dict.fromkeys((auto.config.precision, "fp32"))
     ways = dict.fromkeys((auto.config.compile, auto.config.compile or args.compile))

@@ -9,6 +9,7 @@ from qkablate.errors import UserError, nearest, tell
 
 VERBS = {
     "train": "train one variant, from config to result",
+    "data": "what there is to train on: list, prepare, info, show",
     "sample": "text from a trained run",
     "variants": "the catalogue: what can be compared",
     "cost": "parameters, FLOPs and memory of variants at a size",
@@ -28,6 +29,7 @@ Examples
   qkablate train --help                                every key and its options
   qkablate sample merged_w prompt='def main('          text from a run
   qkablate variants                                    what can be compared
+  qkablate data show data=recall                       what a model is trained on
   qkablate cost --at gpt-j                             what it costs, at a size of one's choice
 
 Shell completion

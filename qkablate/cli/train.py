@@ -94,10 +94,13 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
         print(f"this run has ended before ({result['ended']}); --rerun trains it anew")
     print(f"\n{result['label']}: {result['status']}")
     if result["status"] == "done":
-        loss, bits = result["loss"], result["bits_per_byte"]
+        loss, bits, right = (result[key] for key in ("loss", "bits_per_byte", "accuracy"))
         losses = "   ".join(f"{split} {loss[split]:.4f}" for split in ("val", "test", "train"))
         print(f"  loss      {losses}   nats per token")
-        print(f"  bits      val {bits['val']:.4f}   test {bits['test']:.4f}   per byte")
+        if bits["val"] is not None:
+            print(f"  bits      val {bits['val']:.4f}   test {bits['test']:.4f}   per byte")
+        if right["val"] is not None:
+            print(f"  accuracy  val {right['val']:.1%}   test {right['test']:.1%}")
     elif result["status"] == "diverged":
         print(f"  the loss was not finite any more at step {result['diverged_at']}")
     else:

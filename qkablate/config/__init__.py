@@ -11,8 +11,11 @@ from typing import Any
 
 from qkablate.config.schema import (
     BIG,
+    BPE_SIZE,
     CHOICES,
+    DATA_KEYS,
     RANGES,
+    TEXT_SOURCES,
     WORDS,
     Config,
     DataConfig,
@@ -30,7 +33,9 @@ from qkablate.errors import UserError, nearest
 
 __all__ = [
     "CHOICES",
+    "DATA_KEYS",
     "RANGES",
+    "TEXT_SOURCES",
     "Config",
     "DataConfig",
     "ModelConfig",
@@ -72,7 +77,7 @@ def check(config: Config) -> None:
     """Every rule that needs neither the machine nor the data."""
     values = flatten(config)
     for key, allowed in CHOICES.items():
-        if values[key] not in allowed:
+        if values[key] is not None and values[key] not in allowed:
             hint = nearest(str(values[key]), allowed)
             raise UserError(f"{key}: '{values[key]}' is not one of {', '.join(allowed)}{hint}")
     for key, (least, most) in RANGES.items():
@@ -89,8 +94,11 @@ def check(config: Config) -> None:
         raise UserError("train.tokens: give train.steps or train.tokens, not both")
     if optim.schedule != "wsd" and optim.cooldown != "auto":
         raise UserError(f"optim.cooldown: schedule={optim.schedule} has none; only wsd has")
-    if round(model.mlp_ratio * model.d_model) < 1:
-        raise UserError(f"model.mlp_ratio: {model.mlp_ratio} leaves the MLP without a single unit")
+    if model.mlp_ratio and round(model.mlp_ratio * model.d_model) < 1:
+        raise UserError(
+            f"model.mlp_ratio: {model.mlp_ratio} leaves the MLP without a single unit"
+            " (0 takes it out)"
+        )
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         raise UserError(f"optim.betas: {optim.betas} are not two numbers from 0 to below 1")
     if config.compile not in (True, False, "auto"):
@@ -100,10 +108,7 @@ def check(config: Config) -> None:
         raise UserError(
             f"device: '{config.device}' is not one of auto, cpu, cuda, cuda:N, mps{hint}"
         )
-    if config.data.source == "text" and not config.data.path:
-        raise UserError("data.path: data=text needs data.path=FILE_OR_FOLDER")
-    if config.data.source == "stdlib" and config.data.path:
-        raise UserError("data.path: data=stdlib reads no path; write data=text data.path=…")
+    _check_data(config.data)
     if not re.fullmatch(r"\w[\w+-]*", config.variant.name):
         raise UserError(
             f"variant.name: '{config.variant.name}' is not made of letters, digits, _, + and -"
@@ -112,6 +117,45 @@ def check(config: Config) -> None:
         raise UserError("out: give a folder")
     if config.variant.file == "":
         raise UserError("variant.file: give a path")
+
+
+_NEEDED = {"text": ("path", "FILE_OR_FOLDER"), "hub": ("name", "NAME_ON_THE_HUB")}
+
+
+def _check_data(data: DataConfig) -> None:
+    """That every key given belongs to the source, and what it needs is there."""
+    source = data.source
+    own = DATA_KEYS[source]
+    for key, value in vars(data).items():
+        if key not in ("source", *own) and value is not None:
+            known = [k for k in own if k not in ("cache", "tokenizer")]
+            hint = " (write data=text data.path=…)" if key == "path" else ""
+            raise UserError(
+                f"data.{key}: data={source} has no such key{hint}; it has {', '.join(known)}"
+            )
+    if source in _NEEDED and not getattr(data, (needed := _NEEDED[source])[0]):
+        raise UserError(f"data.{needed[0]}: data={source} needs data.{needed[0]}={needed[1]}")
+    if source in TEXT_SOURCES:
+        for key in ("tokenizer", "cache"):
+            if not getattr(data, key):
+                raise UserError(f"data.{key}: data={source} needs one")
+        if data.vocab_size is not None and data.tokenizer != "bpe":
+            raise UserError(
+                "data.vocab_size: is that of data.tokenizer=bpe;"
+                f" the vocabulary of data.tokenizer={data.tokenizer} is what it is"
+            )
+        if data.vocab_size is not None and data.vocab_size < 257:
+            raise UserError(
+                "data.vocab_size: 257 at least for bpe: 256 bytes and the end of a text"
+            )
+        try:
+            re.compile(data.document_start or "")
+        except re.error as error:
+            raise UserError(f"data.document_start: is no regular expression: {error}") from None
+        return
+    for key in own:
+        if getattr(data, key) is None:
+            raise UserError(f"data.{key}: data={source} needs a number")
 
 
 def resolve(config: Config) -> Config:
@@ -129,8 +173,12 @@ def resolve(config: Config) -> Config:
     cooldown = optim.cooldown
     if cooldown == "auto":
         cooldown = 0.2 if optim.schedule == "wsd" else 0.0
+    data = config.data
+    if data.tokenizer == "bpe" and data.vocab_size is None:
+        data = dataclasses.replace(data, vocab_size=BPE_SIZE)
     return dataclasses.replace(
         config,
+        data=data,
         variant=resolve_variant(config.variant, config.model),
         train=dataclasses.replace(train, steps=steps, tokens=None),
         optim=dataclasses.replace(optim, warmup=warmup, cooldown=cooldown),

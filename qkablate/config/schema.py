@@ -43,12 +43,29 @@ class AttentionConfig:
 
 @dataclass
 class DataConfig:
+    """Each source has some of these keys (DATA_KEYS); the others are null."""
+
     source: str = "stdlib"
     path: str | None = None
-    tokenizer: str = "bytes"
+    name: str | None = None
+    files: str | None = None
+    subset: str | None = None
+    revision: str | None = None
+    split: str | None = None
+    field: str | None = None
+    document_start: str | None = None
+    tokenizer: str | None = "bytes"
+    vocab_size: int | None = None
+    max_tokens: int | None = None
+    pairs: int | None = None
+    segment: int | None = None
+    payload: int | None = None
+    cycle: int | None = None
+    kinds: int | None = None
+    depth: int | None = None
     val_tokens: int = 65536
     test_tokens: int = 65536
-    cache: str = "auto"
+    cache: str | None = "auto"
 
 
 @dataclass
@@ -109,6 +126,25 @@ class Config:
     out: str = "outputs"
 
 
+_TEXT = ("tokenizer", "vocab_size", "max_tokens", "val_tokens", "test_tokens", "cache")
+_HUB = ("name", "files", "subset", "revision", "split", "field", "document_start")
+_TASK = ("val_tokens", "test_tokens")
+# What each source of data is made of: the keys of `data` that it reads.
+DATA_KEYS: dict[str, tuple[str, ...]] = {
+    "stdlib": _TEXT,
+    "text": ("path", "field", *_TEXT),
+    "hub": (*_HUB, *_TEXT),
+    "recall": ("vocab_size", "pairs", *_TASK),
+    "induction": ("vocab_size", "segment", *_TASK),
+    "copy": ("vocab_size", "payload", *_TASK),
+    "reverse": ("vocab_size", "payload", *_TASK),
+    "directed": ("vocab_size", "cycle", *_TASK),
+    "dyck": ("kinds", "depth", *_TASK),
+}
+TEXT_SOURCES = ("stdlib", "text", "hub")
+TOKENIZERS = ("bytes", "chars", "bpe", "gpt2", "cl100k_base", "o200k_base")
+BPE_SIZE = 8192  # where data.vocab_size does not say it
+
 CHOICES = {
     "variant.init": ("matched", "naive"),
     "variant.lr": ("matched", "same"),
@@ -117,8 +153,8 @@ CHOICES = {
     "model.position": ("learned", "none", "alibi", "rope"),
     "model.norm": ("pre", "none"),
     "model.init": ("gpt2", "linear"),
-    "data.source": ("stdlib", "text"),
-    "data.tokenizer": ("bytes", "chars"),
+    "data.source": tuple(DATA_KEYS),
+    "data.tokenizer": TOKENIZERS,  # of text; a task has none
     "optim.schedule": ("cosine", "wsd"),
     "precision": ("auto", "fp32", "bf16", "fp16"),
     "track.wandb": ("auto", "online", "offline", "disabled"),
@@ -133,8 +169,16 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.d_model": (1, 2**20),
     "model.heads": (1, 2**20),
     "model.context": (1, 2**24),
-    "model.mlp_ratio": (0.01, 1000),
+    "model.mlp_ratio": (0, 1000),
     "model.dropout": (0, 0.99),
+    "data.vocab_size": (2, 2**24),
+    "data.max_tokens": (1, BIG),
+    "data.pairs": (1, 2**20),
+    "data.segment": (2, 2**20),
+    "data.payload": (1, 2**20),
+    "data.cycle": (3, 2**20),
+    "data.kinds": (1, 2**16),
+    "data.depth": (1, 2**20),
     "data.val_tokens": (2, BIG),
     "data.test_tokens": (2, BIG),
     "train.steps": (1, BIG),

@@ -1,6 +1,58 @@
-"""Text → tokens on disk → batches. Knows no model."""
+"""Text and generated tasks → tokens → batches. Knows no model."""
 
-from qkablate.data.batches import Batches, windows
-from qkablate.data.store import Dataset, open_dataset
+from collections.abc import Iterator
+from typing import Any, Protocol
 
-__all__ = ["Batches", "Dataset", "open_dataset", "windows"]
+from qkablate.config import DataConfig
+from qkablate.data.batches import IGNORE, Batch
+from qkablate.data.corpus import Corpus, open_corpus
+from qkablate.data.tally import Tally
+from qkablate.data.tasks import TASKS, Task
+
+__all__ = ["IGNORE", "TASKS", "Batch", "Corpus", "Data", "Steps", "Tally", "Task", "open_data"]
+
+
+class Steps(Protocol):
+    def step(self, step: int) -> list[Batch]:
+        """The micro-batches of a step."""
+        ...
+
+
+class Data(Protocol):
+    """What training asks of its data; a Corpus or a Task."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def answers(self) -> float:
+        """The part of the positions that answer."""
+        ...
+
+    @property
+    def told(self) -> str:
+        """For a person."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The description of it, where tokens are text."""
+        ...
+
+    def check_context(self, context: int) -> None: ...
+
+    def batches(self, *, seed: int, batch_size: int, accumulate: int, context: int) -> Steps: ...
+
+    def reading(self, split: str, *, batch_size: int, context: int) -> Iterator[Batch]: ...
+
+    def measures(self, split: str, tally: Tally) -> dict[str, float]: ...
+
+
+def open_data(config: DataConfig, context: int) -> Data:
+    """The data of a run, prepared now where it must be; UserError where it cannot be."""
+    if config.source in TASKS:
+        return TASKS[config.source](config, context)
+    return open_corpus(config)

@@ -1,12 +1,14 @@
 """Batches by step: which windows a step sees depends on (seed, step) alone.
 
-Shape suffixes: N windows, T context.
+Shape suffixes: N windows, T context, A answers.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from qkablate.randomness import stream
@@ -14,40 +16,43 @@ from qkablate.randomness import stream
 IGNORE = -100  # a target that does not count
 
 
-class Batches:
-    """Random windows of the training split."""
+class Batch(NamedTuple):
+    """What one forward pass reads, and what it is to answer."""
+
+    tokens_NT: Tensor
+    targets_NA: Tensor
+    where_NA: Tensor | None = None  # which positions answer; None: all, in their order
+    slices: dict[str, np.ndarray] | None = None  # of each answer, the slice it counts in; by name
+
+
+class Windows:
+    """Random windows of a corpus."""
 
     def __init__(
         self, tokens: np.ndarray, *, seed: int, batch_size: int, accumulate: int, context: int
     ) -> None:
-        self.tokens, self.seed, self.context = tokens, seed, context
-        self.batch_size, self.accumulate = batch_size, accumulate
-        self._window = np.arange(context + 1)
+        self.seed, self.batch_size, self.accumulate = seed, batch_size, accumulate
+        self._windows = sliding_window_view(tokens, context + 1)  # a view: nothing is read yet
 
-    def step(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """The (tokens, targets) of each micro-step of this step."""
+    def step(self, step: int) -> list[Batch]:
+        """The micro-batches of this step."""
         count = self.batch_size * self.accumulate
-        starts_N = stream(self.seed, "batch", step).integers(
-            len(self.tokens) - self.context, size=count
-        )
-        windows_NT = torch.from_numpy(
-            self.tokens[starts_N[:, None] + self._window].astype(np.int64)
-        )
-        return [(part[:, :-1], part[:, 1:]) for part in windows_NT.split(self.batch_size)]
+        starts_N = stream(self.seed, "batch", step).integers(len(self._windows), size=count)
+        windows_NT = torch.from_numpy(self._windows[starts_N].astype(np.int64))
+        return [Batch(part[:, :-1], part[:, 1:]) for part in windows_NT.split(self.batch_size)]
 
 
-def windows(
-    tokens: np.ndarray, *, batch_size: int, context: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def whole(tokens: np.ndarray, *, batch_size: int, context: int) -> Iterator[Batch]:
     """The whole split, once, in order: every token but the first is predicted exactly once.
 
     All batches have one shape; what is missing at the end is filled with targets that don't count.
     """
     predicted = len(tokens) - 1
-    count = -(-predicted // context)  # windows, the last one perhaps short
-    padded = -(-count // batch_size) * batch_size * context
-    inputs, targets = np.zeros(padded, np.int64), np.full(padded, IGNORE, np.int64)
-    inputs[:predicted], targets[:predicted] = tokens[:-1], tokens[1:]
-    inputs_NT = torch.from_numpy(inputs).view(-1, context)
-    targets_NT = torch.from_numpy(targets).view(-1, context)
-    yield from zip(inputs_NT.split(batch_size), targets_NT.split(batch_size), strict=True)
+    step = batch_size * context
+    for first in range(0, predicted, step):
+        part = tokens[first : min(first + step, predicted) + 1]
+        inputs, targets = np.zeros(step, np.int64), np.full(step, IGNORE, np.int64)
+        inputs[: len(part) - 1], targets[: len(part) - 1] = part[:-1], part[1:]
+        yield Batch(
+            torch.from_numpy(inputs).view(-1, context), torch.from_numpy(targets).view(-1, context)
+        )

@@ -58,6 +58,7 @@ def _summary(row: dict[str, Any]) -> str:
     shown = {
         "train/loss": "loss {:.4f}",
         "val/loss": "val {:.4f}",
+        "val/accuracy": "accuracy {:.1%}",
         "train/lr": "lr {:.2e}",
         "perf/tokens_per_second": "{:,.0f} tokens/s",
     }

@@ -5,21 +5,21 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from qkablate.data import Batches, windows
-from qkablate.data.batches import IGNORE
+from qkablate.data import IGNORE, Tally
 from qkablate.model import GPT
 from qkablate.randomness import key
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint
+from qkablate.training.feed import Feed, on_device
 from qkablate.training.optimizer import learning_rate, make_optimizer
 from qkablate.training.plan import Plan
 from qkablate.training.state import Progress
 
-EVAL_TOKENS = 8192  # in one forward pass of an evaluation
+EVAL_TOKENS = 8192  # in one forward pass of an evaluation, and
+EVAL_LOGITS = 2**25  # as many logits at most
 WARM_UP = 5  # steps of a sitting that do not count for tokens per second
 
 
@@ -67,14 +67,17 @@ class Trainer:
             self.scaler.load_state_dict(resumed.state["scaler"])
         # dynamic=False: else what was compiled first would decide what is compiled next, and a
         # resumed run would compute in another way than an undisturbed one.
-        self.loss = torch.compile(model.loss, dynamic=False) if config.compile else model.loss
-        self.batches = Batches(
-            plan.dataset.split("train"),
+        self.loss, self.graded = model.loss, model.graded
+        if config.compile:
+            self.loss = torch.compile(model.loss, dynamic=False)
+            self.graded = torch.compile(model.graded, dynamic=False)
+        steps = plan.data.batches(
             seed=config.seeds.data,
             batch_size=config.train.batch_size,
             accumulate=config.train.accumulate,
             context=config.model.context,
         )
+        self.feed = Feed(steps, self.device)
         # Kept on the device, so that steps need not wait for each other.
         self._loss_sum = torch.tensor(self.progress.loss_sum, device=self.device)
         self._first_bad = torch.tensor(-1, device=self.device)
@@ -111,12 +114,13 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_multiplier"]
         accumulate = self.config.train.accumulate
-        for micro, (tokens_BT, targets_BT) in enumerate(self.batches.step(step)):
+        for micro, batch in enumerate(self.feed.take(step)):
             hardware.seed(self.device, key(self.config.seeds.dropout, "dropout", step, micro, 0))
             with hardware.autocast(self.config):
-                loss = self.loss(tokens_BT.to(self.device), targets_BT.to(self.device))
+                loss = self.loss(*batch[:3])
             self.scaler.scale(loss / accumulate).backward()
             self._loss_sum += loss.detach() / accumulate
+        self.feed.fetch_ahead(step + 1)
         self.scaler.unscale_(self.optimizer)
         norm = clip_grad_norm_(self.model.parameters(), self.config.optim.clip or math.inf)
         self.scaler.step(self.optimizer)
@@ -156,36 +160,35 @@ class Trainer:
 
     def _validate(self) -> None:
         self._check_finite()
-        split = self.plan.dataset.split("val")
-        loss = self.evaluate(split)
-        if not math.isfinite(loss):
+        measures = self.evaluate("val")
+        if not math.isfinite(measures["loss"]):
             raise Diverged(self.progress.step)
-        bits = self.plan.dataset.bits_per_byte("val", loss)
-        self.progress.val = {"loss": loss, "bits_per_byte": bits}
-        self._log({"val/loss": loss, "val/bits_per_byte": bits})
+        self.progress.val = measures
+        self._log({f"val/{name}": value for name, value in measures.items()})
         self.progress.evaluated = self.progress.step
 
     @torch.no_grad()
-    def evaluate(self, tokens: np.ndarray) -> float:
-        """Mean loss over every token of a split. Draws nothing."""
-        context = self.config.model.context
-        total, count = 0.0, 0
+    def evaluate(self, split: str) -> dict[str, float]:
+        """What every token of a split says. Draws nothing."""
+        data, context = self.plan.data, self.config.model.context
+        most = min(EVAL_TOKENS, int(EVAL_LOGITS / data.vocabulary / data.answers))
+        tally = Tally()
         self.model.eval()
         try:
-            for tokens_BT, targets_BT in windows(
-                tokens, batch_size=max(1, EVAL_TOKENS // context), context=context
-            ):
+            for batch in data.reading(split, batch_size=max(1, most // context), context=context):
                 if self.stop():
                     self._interrupt()
+                inputs = on_device(batch, self.device)
                 with hardware.autocast(self.config):
-                    loss = self.loss(
-                        tokens_BT.to(self.device), targets_BT.to(self.device), reduction="sum"
-                    )
-                total += loss.item()
-                count += int((targets_BT != IGNORE).sum())
+                    if batch.slices is None:
+                        loss = self.loss(*inputs[:3], reduction="sum").item()
+                        tally.add(loss, int((batch.targets_NA != IGNORE).sum()))
+                    else:
+                        losses, hits = self.graded(*inputs[:3])
+                        tally.grade(batch, losses.cpu().numpy(), hits.cpu().numpy())
         finally:
             self.model.train()
-        return total / count
+        return data.measures(split, tally)
 
     def checkpoint(self) -> None:
         """Write where we stand, unless it is written already."""

@@ -10,7 +10,7 @@ import torch
 from qkablate.catalogue import settle
 from qkablate.config import Config
 from qkablate.cost import training_flops_per_token
-from qkablate.data import Dataset, open_dataset
+from qkablate.data import Data, open_data
 from qkablate.errors import UserError
 from qkablate.model import GPT
 from qkablate.runs import Run, free_bytes, identity, label, run_id
@@ -23,7 +23,7 @@ class Plan:
     """A frozen run."""
 
     config: Config  # without a single `auto` that bears on the result
-    dataset: Dataset
+    data: Data
     identity: dict[str, Any]
     run: Run
     kernel: str
@@ -40,7 +40,7 @@ class Plan:
 
     def build(self) -> GPT:
         """The model, without values yet."""
-        return empty_model(self.config, self.dataset.vocabulary)
+        return empty_model(self.config, self.data.vocabulary)
 
 
 def plan(config: Config) -> Plan:
@@ -49,21 +49,21 @@ def plan(config: Config) -> Plan:
     resolve_mode(config.track)
     # The cheap looks first: data may have to be prepared.
     _check_out(Path(config.out).expanduser(), empty_model(config, 1).ledger()["total"])
-    dataset = open_dataset(config.data)
-    _check_context(config, dataset)
-    model = empty_model(config, dataset.vocabulary)
+    data = open_data(config.data, config.model.context)
+    data.check_context(config.model.context)
+    model = empty_model(config, data.vocabulary)
     attention = model.attentions()[0]
     frozen = identity(
         config,
-        data_fingerprint=dataset.fingerprint,
-        vocabulary=dataset.vocabulary,
+        data_fingerprint=data.fingerprint,
+        vocabulary=data.vocabulary,
         device=config.device.partition(":")[0],
         kernel=attention.kernel,
         circuits_from_outside=hashes,
     )
     return Plan(
         config=config,
-        dataset=dataset,
+        data=data,
         identity=frozen,
         run=Run(config.out, label(config), run_id(frozen)),
         kernel=attention.kernel,
@@ -74,7 +74,7 @@ def plan(config: Config) -> Plan:
         else {"qk": 1.0, "ov": 1.0},
         params=model.ledger(),
         flops_per_token=training_flops_per_token(
-            model, config.train.batch_size * config.model.context
+            model, config.train.batch_size * config.model.context, data.answers
         ),
     )
 
@@ -90,16 +90,6 @@ def empty_model(config: Config, vocabulary: int) -> GPT:
             half=hardware.flash_in_half(config),
             kernel=config.attention.kernel,
         )
-
-
-def _check_context(config: Config, dataset: Dataset) -> None:
-    context = config.model.context
-    for split, tokens in dataset.tokens.items():
-        if tokens <= context:
-            raise UserError(
-                f"model.context: {context} is longer than the data:"
-                f" the {split} split holds {tokens} tokens and must hold {context + 1} at least"
-            )
 
 
 def _check_out(out: Path, params: int) -> None:

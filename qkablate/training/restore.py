@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.catalogue import settle
 from qkablate.config import Config, check, explain
-from qkablate.data import tokenizers
+from qkablate.data import TASKS, tokenizers
 from qkablate.errors import UserError, tell
 from qkablate.model import GPT
 from qkablate.runs import find_run, read_json
@@ -36,6 +36,11 @@ class Restored:
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """What turns text into the model's tokens and back."""
+        if self.config.data.source in TASKS:
+            raise UserError(
+                f"'{self.folder}' learned a task, whose tokens are no text; write"
+                f" qkablate data show data={self.config.data.source}"
+            )
         path, vocabulary = self.folder / "tokenizer.json", self.model.token_embedding.num_embeddings
         description = self.tokenizer_description
         if not path.exists():  # older runs kept none, and bytes need none

@@ -21,6 +21,8 @@ from qkablate.training.loop import Diverged, Interrupted, Trainer
 from qkablate.training.plan import Plan
 from qkablate.training.state import Progress
 
+_BESIDES_LOSS = ("bits_per_byte", "accuracy")  # of text and of tasks: null where there is none
+
 
 class Stopped(Exception):
     """A signal ended the sitting; a checkpoint is written."""
@@ -153,24 +155,21 @@ def _close(mirror: Mirror, result: dict[str, Any]) -> None:
 
 def _train(plan: Plan, trainer: Trainer) -> dict[str, Any]:
     """Train, then read every split once; what the result says of it."""
-    dataset, progress = plan.dataset, trainer.progress
+    progress = trainer.progress
     try:
         trainer.fit()
-        val = progress.val["loss"]
-        # As much of the training split as there is validation text: how far the two are apart.
-        sample = trainer.evaluate(dataset.split("train")[: dataset.tokens["val"]])
-        test = trainer.evaluate(dataset.split("test"))
-        if not (math.isfinite(sample) and math.isfinite(test)):
+        # As much of the training split as there is to validate on: how far the two are apart.
+        sample, val, test = trainer.evaluate("train"), progress.val, trainer.evaluate("test")
+        read = {"train": sample, "val": val, "test": test}
+        if not all(math.isfinite(measures["loss"]) for measures in read.values()):
             raise Diverged(progress.step)
     except Diverged as diverged:
         return {"status": "diverged", "diverged_at": diverged.step}
     return {
         "status": "done",
-        "loss": {"train": sample, "val": val, "test": test},
-        "bits_per_byte": {
-            "val": progress.val["bits_per_byte"],
-            "test": dataset.bits_per_byte("test", test),
-        },
+        "loss": {split: measures["loss"] for split, measures in read.items()},
+        **{name: {"val": val.get(name), "test": test.get(name)} for name in _BESIDES_LOSS},
+        "measures": {"val": val, "test": test},
         "tokens_per_second": statistics.median(progress.speeds) if progress.speeds else None,
     }
 
@@ -186,7 +185,8 @@ def _model(plan: Plan, resumed: checkpoint.Checkpoint | None) -> GPT:
 def _recorded(plan: Plan, notes: list[str]) -> Plan:
     """The plan with the threads this run began with; begins the record where there is none."""
     folder, config = plan.run.folder, plan.config
-    write_json(folder / "tokenizer.json", plan.dataset.tokenizer)
+    if plan.data.tokenizer is not None:
+        write_json(folder / "tokenizer.json", plan.data.tokenizer)
     known = read_json(folder / "environment.json")
     now = environment(config, hardware.describe(config))
     if known is None or not (folder / "config.yaml").exists():
@@ -205,7 +205,7 @@ def _recorded(plan: Plan, notes: list[str]) -> Plan:
 
 
 def _header(plan: Plan) -> list[str]:
-    config, model, tokens = plan.config, plan.config.model, plan.dataset.tokens
+    config, model = plan.config, plan.config.model
     return [
         f"run      {plan.run.folder}",
         f"variant  {config.variant.name}: {plan.equation}",
@@ -213,8 +213,7 @@ def _header(plan: Plan) -> list[str]:
         f" QK × {plan.lr_multiplier['qk']:.3g}, OV × {plan.lr_multiplier['ov']:.3g}",
         f"model    {model.layers} layers, d {model.d_model}, {model.heads} heads, context"
         f" {model.context}: {plan.params['total']:,} parameters",
-        f"data     {config.data.source}, {config.data.tokenizer}: {tokens['train']:,} tokens to"
-        f" train on, {tokens['val']:,} to validate, {tokens['test']:,} to test",
+        f"data     {plan.data.told}",
         f"machine  {config.device}, {config.precision}, {config.threads} threads,"
         f" kernel {plan.kernel}{', compiled' if config.compile else ''}",
     ]
@@ -232,7 +231,9 @@ def _base_result(plan: Plan) -> dict[str, Any]:
         "layers": model.layers,
         "context": model.context,
         "loss": {"train": None, "val": None, "test": None},
-        "bits_per_byte": {"val": None, "test": None},
+        **{name: {"val": None, "test": None} for name in _BESIDES_LOSS},
+        "measures": {},
+        "data": config.data.name or config.data.source,
         "params": plan.params,
         "flops_per_token": plan.flops_per_token,
         "init": {"mode": config.variant.init, "match": plan.match},
@@ -243,7 +244,7 @@ def _base_result(plan: Plan) -> dict[str, Any]:
         "kernel": plan.kernel,
         "compile": config.compile,
         "threads": config.threads,
-        "data_fingerprint": plan.dataset.fingerprint,
+        "data_fingerprint": plan.data.fingerprint,
         "attempt": plan.run.attempt,
         "version": __version__,
         "steps": 0,
@@ -274,6 +275,7 @@ def _wandb_config(plan: Plan) -> dict[str, Any]:
 def _summary(result: dict[str, Any]) -> dict[str, Any]:
     """What W&B shows of the end, under the names of the metrics."""
     flat = {f"final/{split}_loss": value for split, value in result["loss"].items()}
-    flat |= {f"final/{split}_bits_per_byte": v for split, v in result["bits_per_byte"].items()}
+    for name in _BESIDES_LOSS:
+        flat |= {f"final/{split}_{name}": value for split, value in result[name].items()}
     flat |= {"final/status": result.get("status"), "params": result["params"]["total"]}
     return {name: value for name, value in flat.items() if value is not None}

@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._respond()
 
-    do_POST = do_PUT = do_GET  # noqa: N815
+    do_POST = do_PUT = do_GET
 
     def log_message(self, *_: object) -> None:
         """Nothing: pytest's output is for the tests."""

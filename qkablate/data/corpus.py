@@ -1,0 +1,225 @@
+"""A prepared corpus: tokens on disk, made once, in whole, even when many runs start at one moment.
+
+<cache>/<source>-<tokenizer>-<key>/
+    train.bin val.bin test.bin   token ids
+    tokenizer.json               what turns them back into text
+    manifest.json                sources, counts, split rule, checksums, fingerprint
+"""
+
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qkablate.config import DataConfig
+from qkablate.data import sources
+from qkablate.data.batches import Batch, Windows, whole
+from qkablate.data.prepare import SPLITS, prepare
+from qkablate.data.progress import Progress
+from qkablate.data.tally import Tally
+from qkablate.errors import UserError
+
+FORMAT = 1  # raised when the same text would be prepared into other tokens
+_LAYOUT = 2  # raised when the prepared folder has other files
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text as tokens."""
+
+    folder: Path
+    fingerprint: str  # of the tokens and the tokenizer, whatever the path they came by
+    vocabulary: int
+    tokens: dict[str, int]
+    bytes: dict[str, int]
+    dtype: str
+    tokenizer: dict[str, Any] = field(repr=False)  # its description, from which it can be loaded
+    manifest: dict[str, Any] = field(repr=False)
+
+    answers = 1.0  # the part of the positions that answer: all
+
+    @property
+    def told(self) -> str:
+        tokens, source = self.tokens, self.manifest["sources"]
+        name = source.get("name") or source["source"]
+        return (
+            f"{name}, {self.tokenizer['name']}: {tokens['train']:,} tokens to train on,"
+            f" {tokens['val']:,} to validate, {tokens['test']:,} to test"
+        )
+
+    def split(self, name: str) -> np.ndarray:
+        return np.memmap(self.folder / f"{name}.bin", dtype=self.dtype, mode="r")
+
+    def check_context(self, context: int) -> None:
+        for split, tokens in self.tokens.items():
+            if tokens <= context:
+                raise UserError(
+                    f"model.context: {context} is longer than the data: the {split} split holds"
+                    f" {tokens} tokens and must hold {context + 1} at least"
+                )
+
+    def batches(self, *, seed: int, batch_size: int, accumulate: int, context: int) -> Windows:
+        return Windows(
+            self.split("train"),
+            seed=seed,
+            batch_size=batch_size,
+            accumulate=accumulate,
+            context=context,
+        )
+
+    def reading(self, split: str, *, batch_size: int, context: int) -> Iterator[Batch]:
+        """A whole split; of the training split as much as there is to validate on."""
+        most = self.tokens["val"] if split == "train" else None
+        return whole(self.split(split)[:most], batch_size=batch_size, context=context)
+
+    def measures(self, split: str, tally: Tally) -> dict[str, float]:
+        """What an evaluation says of a split."""
+        loss = tally.all.mean
+        return {"loss": loss, "bits_per_byte": self.bits_per_byte(split, loss)}
+
+    def bits_per_byte(self, name: str, loss: float) -> float:
+        """From nats per token, so that tokenizers compare."""
+        return loss / float(np.log(2)) * self.tokens[name] / self.bytes[name]
+
+
+def open_corpus(config: DataConfig) -> Corpus:
+    """The prepared corpus, prepared now if it is not there yet."""
+    cache, folder = cache_dir(config), prepared_folder(config)
+    if not (folder / "manifest.json").is_file():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with _locked(folder.with_suffix(".lock"), f"preparing {config.source}"):
+                if not (folder / "manifest.json").is_file():
+                    _prepare(config, folder)
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"data.cache: cannot write in '{cache}': {reason}") from None
+    return load(folder)
+
+
+def cache_dir(config: DataConfig) -> Path:
+    if config.cache is not None and config.cache != "auto":
+        return Path(config.cache).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "qkablate" / "data"
+
+
+def prepared_folder(config: DataConfig) -> Path:
+    """Named by what would be prepared: files as they stand, or what is asked of the Hub."""
+    what: list[Any] = []
+    if config.source == "hub":
+        keys = ("name", "files", "subset", "revision", "split", "document_start")
+        what = [getattr(config, key) for key in keys]
+    else:
+        stats = [(str(file.absolute()), file.stat()) for file in sources.files(config)]
+        what = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    rules = [FORMAT, _LAYOUT, config.source, config.tokenizer, config.vocab_size, config.field]
+    rules += [config.max_tokens, config.val_tokens, config.test_tokens]
+    key = _digest([rules, what])[:12]
+    return cache_dir(config) / f"{config.source}-{config.tokenizer}-{key}"
+
+
+def load(folder: Path) -> Corpus:
+    """What is prepared in a folder, once its checksums are right."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        if _digest(tokenizer) != manifest["tokenizer_sha256"]:
+            raise ValueError("tokenizer.json does not have its checksum")
+        corpus = Corpus(
+            folder=folder,
+            fingerprint=manifest["fingerprint"],
+            vocabulary=manifest["vocabulary"],
+            tokens=manifest["tokens"],
+            bytes=manifest["bytes"],
+            dtype=manifest["dtype"],
+            tokenizer=tokenizer,
+            manifest=manifest,
+        )
+        for split in SPLITS:
+            path = folder / f"{split}.bin"
+            stat = path.stat()
+            if stat.st_size != corpus.tokens[split] * np.dtype(corpus.dtype).itemsize:
+                raise ValueError(f"{split}.bin has {stat.st_size} bytes")
+            if _sha256(path, stat.st_size, stat.st_mtime_ns) != manifest["sha256"][split]:
+                raise ValueError(f"{split}.bin does not have its checksum")
+            if stat.st_size and int(corpus.split(split).max()) >= corpus.vocabulary:
+                raise ValueError(f"{split}.bin has a token beyond the vocabulary")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"data.cache: '{folder}' is damaged ({error}); remove that folder"
+        ) from None
+    return corpus
+
+
+def _prepare(config: DataConfig, folder: Path) -> None:
+    temporary = folder.with_suffix(".tmp")
+    others = [path for path in folder.parent.glob("*.tmp") if _abandoned(path)]
+    for interrupted in (folder, temporary, *others):
+        shutil.rmtree(interrupted, ignore_errors=True)
+    temporary.mkdir(mode=0o700)
+    progress = Progress(f"data={config.source}")
+    try:
+        found = prepare(config, temporary, progress)
+        tokenizer = found.pop("tokenizer")
+        identity = {"format": FORMAT, "tokenizer": tokenizer, "sha256": found["sha256"]}
+        manifest = {
+            "fingerprint": _digest(identity),
+            "format": FORMAT,
+            "tokenizer": tokenizer["name"],
+            "tokenizer_sha256": _digest(tokenizer),
+            **found,
+        }
+        for name, content in (("tokenizer", tokenizer), ("manifest", manifest)):
+            with (temporary / f"{name}.json").open("w", encoding="utf-8") as text_file:
+                json.dump(content, text_file, indent=1)
+                text_file.flush()
+                os.fsync(text_file.fileno())
+        temporary.rename(folder)
+    finally:
+        progress.close()
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _abandoned(temporary: Path) -> bool:
+    """Whether nobody is preparing there any more."""
+    lock = temporary.with_suffix(".lock")
+    try:
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
+
+
+@functools.lru_cache(maxsize=64)
+def _sha256(path: Path, size: int, changed: int) -> str:
+    """Of a file as it stood then: once a process is enough."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def _locked(path: Path, doing: str) -> Iterator[None]:
+    """Hold the lock at `path`; the system lets go of it when the process ends, however it ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that is {doing}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,192 @@
+"""Documents by the library `datasets`: from the Hub, from its caches, from local files and URLs.
+
+No code of a data set is ever run. Without a network what HF_HOME holds is used.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from qkablate.config import DataConfig
+from qkablate.data.network import reachable
+from qkablate.data.sources import Document, Source
+from qkablate.errors import UserError
+
+# The names under which a held-out split is published.
+_HELD_OUT = {"val": ("validation", "valid", "val", "dev"), "test": ("test",)}
+_NO_NETWORK = (
+    "prepare it where there is one and point data.cache or HF_HOME there, or use data=stdlib"
+)
+
+
+def documents(config: DataConfig) -> Source:
+    """Every row is a document, or all rows from one that matches `document_start` to the next."""
+    loaded = _load(config)
+    train = config.split or "train"
+    splits = {"train": train}
+    for ours, names in _HELD_OUT.items():
+        found = next((name for name in names if name in loaded), None)
+        if found and found != train.partition("[")[0]:
+            splits[ours] = found
+    if train not in loaded:
+        raise UserError(f"data.split: '{config.name}' has no '{train}'; it has {', '.join(loaded)}")
+    published = len(splits) > 1
+    for ours, theirs in splits.items():
+        yield ours if published else "", _documents(loaded[theirs], config)
+
+
+def _documents(rows: Any, config: DataConfig) -> Iterator[Document]:
+    texts = _texts(rows, config)
+    if config.document_start:
+        texts = _grouped(texts, re.compile(config.document_start))
+    yield from ([text.encode("utf-8", "replace")] for text in texts)
+
+
+def _texts(rows: Any, config: DataConfig) -> Iterator[str]:
+    field = config.field or "text"
+    known = rows.column_names
+    if known is not None and field not in known:
+        raise UserError(f"data.field: '{config.name}' has no '{field}'; it has {', '.join(known)}")
+    try:
+        for row in rows.select_columns([field]):
+            text = row.get(field)
+            if text is not None and not isinstance(text, str):
+                raise UserError(f"data.field: '{field}' of '{config.name}' is no text")
+            yield text or ""
+    except UserError:
+        raise
+    except Exception as error:  # whatever the library meets on its way: it wraps none of it
+        raise _failed(config, error) from None
+
+
+def _grouped(rows: Iterable[str], start: re.Pattern[str]) -> Iterator[str]:
+    """Rows are lines: put them together into the documents that they make."""
+    lines: list[str] = []
+    for row in rows:
+        if start.search(row) and lines:
+            yield "".join(lines)
+            lines = []
+        lines.append(row if row.endswith("\n") else f"{row}\n")
+    yield "".join(lines)
+
+
+def _load(config: DataConfig) -> dict[str, Any]:
+    """The splits, by name."""
+    assert config.name is not None
+    name = os.path.expanduser(config.name)
+    local = os.path.isdir(name) or (config.files is not None and "://" not in config.files)
+    online = local or _reachable(config)
+    if not online and not _cached(config):
+        raise UserError(f"data.name: '{config.name}' is out of reach: no network; {_NO_NETWORK}")
+
+    import datasets
+
+    datasets.disable_progress_bars()
+    words: dict[str, Any] = {"name": config.subset, "revision": config.revision}
+    if config.files is not None:
+        words["data_files"] = config.files
+    if name == "text":
+        words["sample_by"] = "document"
+    # What is local or cut off at some point need not be copied into the library's cache.
+    words["streaming"] = online and (local or config.max_tokens is not None)
+    split = config.split if config.split and "[" in config.split else None
+    with _offline(not online):
+        try:
+            loaded = _found(name, words, online)
+            if split is not None:
+                part = datasets.load_dataset(name, **words | {"streaming": False}, split=split)
+                loaded = {**loaded, split: part}
+        except UserError:
+            raise
+        except Exception as error:
+            raise _failed(config, error) from None
+    return dict(loaded)
+
+
+def _found(name: str, words: dict[str, Any], online: bool) -> Any:
+    import datasets
+    import huggingface_hub
+
+    try:
+        return datasets.load_dataset(name, **words)
+    except ConnectionError:
+        if online:
+            raise
+    # Without a network the library knows its own cache alone, and not what the Hub's client holds.
+    folder = huggingface_hub.snapshot_download(
+        name, repo_type="dataset", revision=words["revision"], local_files_only=True
+    )
+    _check_whole(Path(folder))
+    return datasets.load_dataset(folder, **words | {"revision": None, "streaming": True})
+
+
+def _check_whole(folder: Path) -> None:
+    """That no part is missing of those that their names count: train-00001-of-00007.parquet."""
+    counts: dict[str, tuple[int, int]] = {}
+    for file in folder.rglob("*-of-*"):
+        if found := re.match(r"(.*)-\d+-of-(\d+)", str(file)):
+            counts[found[1]] = (counts.get(found[1], (0, 0))[0] + 1, int(found[2]))
+    for what, (there, whole) in counts.items():
+        if there < whole:
+            raise UserError(
+                f"data.name: HF_HOME holds {there} of {whole} parts of '{Path(what).name}', and"
+                f" there is no network; {_NO_NETWORK}"
+            )
+
+
+def _reachable(config: DataConfig) -> bool:
+    import huggingface_hub.constants as constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if config.files is not None:
+        found = re.search(r"https?://[^/]+", config.files)
+        return reachable(found[0] if found else constants.ENDPOINT)
+    return reachable(constants.ENDPOINT)
+
+
+def _cached(config: DataConfig) -> bool:
+    """Whether HF_HOME may hold it; looked up before the library is imported, which takes a
+    while."""
+    import huggingface_hub.constants as constants
+
+    if config.files is not None:
+        return False
+    name = str(config.name)
+    prepared = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")
+    places = (
+        Path(constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}"),
+        Path(prepared, name.replace("/", "___")),
+    )
+    return any(place.is_dir() for place in places)
+
+
+@contextmanager
+def _offline(offline: bool) -> Iterator[None]:
+    """Tell both libraries that there is no network: otherwise they try for half a minute."""
+    import datasets.config
+    import huggingface_hub.constants as constants
+
+    before = constants.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = before or offline
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = before
+
+
+def _failed(config: DataConfig, error: Exception) -> UserError:
+    """One line for what the library said over many."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[0] if lines else type(error).__name__
+    if isinstance(error, RuntimeError) and "scripts are no longer supported" in said:
+        said = (
+            "it is a script, and no code of a data set is run;"
+            " data.revision=refs/convert/parquet may have it as files"
+        )
+    elif isinstance(error, (ConnectionError, TimeoutError)):
+        said = f"out of reach: {said}; {_NO_NETWORK}"
+    return UserError(f"data.name: '{config.name}': {said}")

@@ -1,0 +1,15 @@
+"""Generated tasks that tell the variants apart. A new one is a class here, its keys in the schema
+and a YAML in conf/data."""
+
+from qkablate.data.tasks.base import Task
+from qkablate.data.tasks.copying import Copy, Reverse
+from qkablate.data.tasks.directed import Directed
+from qkablate.data.tasks.dyck import Dyck
+from qkablate.data.tasks.induction import Induction
+from qkablate.data.tasks.recall import Recall
+
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (Recall, Induction, Copy, Reverse, Directed, Dyck)
+}
+
+__all__ = ["TASKS", "Task"]
