@@ -28,7 +28,7 @@ from torch import Tensor
 
 from qkablate.cli.hydra_app import register
 from qkablate.config import Config, conf_dir, load, variants
-from qkablate.data import windows
+from qkablate.data.batches import whole
 from qkablate.errors import UserError, nearest
 from qkablate.randomness import stream
 from qkablate.runs import environment
@@ -69,10 +69,9 @@ class Ours:
             plan, model, None, sinks=(), save=lambda state: None, stop=lambda: False
         )
         self.step = self.trainer._step
-        self.text = validation_text(plan)
 
     def loss(self) -> float:
-        return self.trainer.evaluate(self.text)
+        return self.trainer.evaluate("val")["loss"]
 
 
 class NanoGPT:
@@ -134,17 +133,13 @@ class NanoGPT:
     def loss(self) -> float:
         self.model.eval()
         context, device = self.plan.config.model.context, self.plan.config.device
-        text, losses = validation_text(self.plan), []
-        for tokens, targets in windows(text, batch_size=EVAL_TOKENS // context, context=context):
+        text, losses = self.plan.data.split("val"), []
+        for batch in whole(text, batch_size=EVAL_TOKENS // context, context=context):
+            tokens, targets = batch[:2]
             with self.autocast:
                 losses.append(self.model(tokens.to(device), targets.to(device))[1].item())
         self.model.train()
         return statistics.fmean(losses)
-
-
-def validation_text(plan: Plan) -> np.ndarray:
-    """As much as fills whole batches."""
-    return plan.data.split("val")[: 4 * EVAL_TOKENS + 1]
 
 
 def configure(shape: Shape, variant: str, steps: int, folder: Path, *more: str) -> Config:
@@ -154,6 +149,7 @@ def configure(shape: Shape, variant: str, steps: int, folder: Path, *more: str) 
     words += [f"variant={variant}", f"train.steps={steps}", "track.wandb=disabled", *more]
     config = load(compose("train", words))
     config.out, config.data.cache = str(folder), str(folder / "data")
+    config.data.val_tokens = 4 * EVAL_TOKENS + 1  # as much as fills whole batches
     return config
 
 
@@ -170,7 +166,7 @@ def contestants(module: Any, shape: Shape, args: argparse.Namespace, folder: Pat
     for variant, precision, compiled in product(args.variants, precisions, ways):
         words = (f"precision={precision}", f"compile={compiled}")
         found.append(Ours(plan(configure(shape, variant, steps, folder, *words))))
-    same = zip(found[0].batch, found[2].trainer.batches.step(0)[0], strict=True)
+    same = zip(found[0].batch, found[2].trainer.feed.take(0)[0][:2], strict=True)
     assert all(torch.equal(theirs.cpu(), ours) for theirs, ours in same)
     return found
 

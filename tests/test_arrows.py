@@ -34,6 +34,7 @@ MAY = {
         "runs",
         "generate",
         "attention",
+        "data",
     },
     "generate": {"model", "data"},
     "__main__": {"cli"},

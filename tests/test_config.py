@@ -27,8 +27,8 @@ def loaded(*overrides: str) -> Config:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_composes(option):
-    more = ["data.path=x"] if option == "data=text" else []
-    config = loaded(option, *more)
+    more = {"data=text": "data.path=x", "data=hub": "data.name=x"}.get(option)
+    config = loaded(option, *[more] * bool(more))
     assert isinstance(config.train.steps, int)
 
 
@@ -102,8 +102,16 @@ def test_the_variants_name_tells_the_truth(overrides, name):
         ("compile=maybe", "compile: 'maybe' is not one of auto, true, false"),
         ("threads=0", "threads: 0 is not auto, or a number from 1"),
         ("seed=-1", "seed: -1 is not 0 or more"),
-        ("data.path=x", "data.path: data=stdlib reads no path"),
+        ("data.path=x", "data.path: data=stdlib has no such key (write data=text data.path=…)"),
         ("data=text", "data.path: data=text needs data.path=FILE_OR_FOLDER"),
+        ("data=hub", "data.name: data=hub needs data.name=NAME_ON_THE_HUB"),
+        ("data.tokenizer=byte", "'byte' is not one of bytes, chars, bpe, gpt2, cl100k_base, o2"),
+        ("data.tokenizer=null", "data.tokenizer: data=stdlib needs one"),
+        ("data.vocab_size=512", "data.vocab_size: is that of data.tokenizer=bpe"),
+        ("data.pairs=4", "data.pairs: data=stdlib has no such key; it has vocab_size, max_tokens"),
+        ("data.max_tokens=0", "data.max_tokens: 0 is not 1 or more"),
+        ("data.cycle=2", "data.cycle: 2 is not"),
+        ("model.mlp_ratio=0.001", "leaves the MLP without a single unit (0 takes it out)"),
         ("track.wandb=of", "track.wandb: 'of' is not one of auto, online, offline, disabled"),
         ("out=''", "out: give a folder"),
         ("variant.file=''", "variant.file: give a path"),
@@ -114,6 +122,28 @@ def test_mistakes_are_one_clear_line(override, line):
         loaded(override)
     assert line in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ("data=recall data.tokenizer=chars", "data.tokenizer: data=recall has no such key; it has"),
+        ("data=recall data.segment=4", "data.segment: data=recall has no such key"),
+        ("data=recall data.pairs=null", "data.pairs: data=recall needs a number"),
+        ("data.tokenizer=bpe data.vocab_size=256", "data.vocab_size: 257 at least for bpe"),
+        ("data=hub data.name=x data.document_start='\"(\"'", "is no regular expression"),
+    ],
+)
+def test_keys_of_other_data_are_refused(overrides, line):
+    with pytest.raises(UserError) as error:
+        loaded(*overrides.split())
+    assert line in str(error.value)
+
+
+def test_a_bpe_has_a_size():
+    assert loaded("data.tokenizer=bpe").data.vocab_size == 8192
+    assert loaded("data.tokenizer=bpe", "data.vocab_size=512").data.vocab_size == 512
+    assert loaded().data.vocab_size is None
 
 
 def test_steps_and_tokens_exclude_each_other():

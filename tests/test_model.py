@@ -279,3 +279,40 @@ def test_what_a_circuit_is_made_of_starts_as_the_circuit_says(monkeypatch):
     qk = gpt("standard").attentions()[0].qk
     started = (qk.w_q, qk.inner.weight, qk.inner.bias)
     assert {float(t.detach().unique()) for t in started} == {1, 2, 3}
+
+
+def test_answers_at_some_places_are_those_of_all_places():
+    """Only the positions that answer reach the output projection: same losses, same gradients."""
+    model, other = (gpt("standard") for _ in range(2))
+    tokens_BT = torch.randint(31, (3, 8))
+    where_BA = torch.tensor([[1, 7], [0, 3], [2, 0]])
+    targets_BA = torch.tensor([[4, 5], [6, 7], [8, -100]])
+    dense_BT = torch.full((3, 8), -100).scatter(1, where_BA, targets_BA)
+    few = model.loss(tokens_BT, targets_BA, where_BA)
+    all_ = other.loss(tokens_BT, dense_BT)
+    torch.testing.assert_close(few, all_)
+    few.backward()
+    all_.backward()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    losses_BA, hits_BA = model.graded(tokens_BT, targets_BA, where_BA)
+    torch.testing.assert_close(losses_BA.sum() / 5, few)
+    likeliest_BA = model(tokens_BT).argmax(-1).gather(1, where_BA)
+    assert torch.equal(hits_BA, likeliest_BA == targets_BA)
+    losses_BT, _ = model.graded(tokens_BT, dense_BT)
+    torch.testing.assert_close(losses_BT.sum(), losses_BA.sum())
+
+
+def test_a_model_without_mlp():
+    model = gpt("standard", mlp_ratio=0.0)
+    assert model.ledger()["mlp"] == 0
+    assert not any("norm_2" in name for name, _ in model.named_parameters())
+    x_BTD = torch.randn(2, 5, model.config.d_model)
+    block = model.blocks[0]
+    torch.testing.assert_close(block(x_BTD), x_BTD + block.attention(block.norm_1(x_BTD)))
+
+
+def test_flops_of_few_answers():
+    model = gpt("standard")
+    all_, half = (training_flops_per_token(model, 8, part) for part in (1.0, 0.5))
+    assert all_ - half == pytest.approx(3 * 0.5 * 2 * model.token_embedding.weight.numel())

@@ -58,6 +58,8 @@ class Corpus:
         )
 
     def split(self, name: str) -> np.ndarray:
+        if not self.tokens[name]:  # an empty file cannot be mapped
+            return np.empty(0, dtype=self.dtype)
         return np.memmap(self.folder / f"{name}.bin", dtype=self.dtype, mode="r")
 
     def check_context(self, context: int) -> None:

@@ -85,6 +85,7 @@ def _load(config: DataConfig) -> dict[str, Any]:
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what matters is raised as well
     words: dict[str, Any] = {"name": config.subset, "revision": config.revision}
     if config.files is not None:
         words["data_files"] = config.files
@@ -97,7 +98,7 @@ def _load(config: DataConfig) -> dict[str, Any]:
         try:
             loaded = _found(name, words, online)
             if split is not None:
-                part = datasets.load_dataset(name, **words | {"streaming": False}, split=split)
+                part = _found(name, words | {"streaming": False, "split": split}, online)
                 loaded = {**loaded, split: part}
         except UserError:
             raise
@@ -110,17 +111,26 @@ def _found(name: str, words: dict[str, Any], online: bool) -> Any:
     import datasets
     import huggingface_hub
 
-    try:
-        return datasets.load_dataset(name, **words)
-    except ConnectionError:
-        if online:
-            raise
+    refused: Exception = ConnectionError(f"HF_HOME has no revision '{words['revision']}' of it")
+    if online or words["revision"] is None:  # its own cache is not told apart by revisions
+        try:
+            return datasets.load_dataset(name, **words)
+        except (ConnectionError, ValueError) as error:
+            if online:
+                raise
+            refused = error
     # Without a network the library knows its own cache alone, and not what the Hub's client holds.
-    folder = huggingface_hub.snapshot_download(
-        name, repo_type="dataset", revision=words["revision"], local_files_only=True
-    )
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name, repo_type="dataset", revision=words["revision"], local_files_only=True
+        )
+    except huggingface_hub.errors.IncompleteSnapshotError:
+        raise
+    except huggingface_hub.errors.LocalEntryNotFoundError:
+        raise refused from None
     _check_whole(Path(folder))
-    return datasets.load_dataset(folder, **words | {"revision": None, "streaming": True})
+    streamed = "split" not in words  # a part can only be cut off what is there as a whole
+    return datasets.load_dataset(folder, **words | {"revision": None, "streaming": streamed})
 
 
 def _check_whole(folder: Path) -> None:
@@ -157,9 +167,12 @@ def _cached(config: DataConfig) -> bool:
         return False
     name = str(config.name)
     prepared = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")
+    owner, _, last = name.rpartition("/")  # TinyStories → tiny_stories, as the library has it
+    last = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", last)
+    last = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", last).lower()
     places = (
         Path(constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}"),
-        Path(prepared, name.replace("/", "___")),
+        Path(prepared, f"{owner}___{last}" if owner else last),
     )
     return any(place.is_dir() for place in places)
 
@@ -187,6 +200,8 @@ def _failed(config: DataConfig, error: Exception) -> UserError:
             "it is a script, and no code of a data set is run;"
             " data.revision=refs/convert/parquet may have it as files"
         )
+    elif isinstance(error, StopIteration):  # what the library makes of empty files
+        said = "it is empty"
     elif isinstance(error, (ConnectionError, TimeoutError)):
         said = f"out of reach: {said}; {_NO_NETWORK}"
     return UserError(f"data.name: '{config.name}': {said}")

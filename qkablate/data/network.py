@@ -1,5 +1,6 @@
 """What needs a network, with an end to waiting: retries of half a minute help nobody."""
 
+import http.client
 import threading
 import urllib.error
 import urllib.request
@@ -29,8 +30,8 @@ def reachable(address: str, patience: float = PATIENCE) -> bool:
                 answered.set()
         except urllib.error.HTTPError:
             answered.set()
-        except (OSError, ValueError):
-            done.set()
+        except (OSError, ValueError, http.client.HTTPException):
+            pass
         done.set()
 
     done = threading.Event()
@@ -59,5 +60,5 @@ def fetching_tokens(load: Callable[[], T]) -> T:
         tiktoken_load.read_file = fetch
     try:
         return load()
-    except OSError as error:  # it went away meanwhile
+    except (OSError, ValueError) as error:  # it went away meanwhile, or sends something else
         raise Unreachable(str(error).splitlines()[0]) from None

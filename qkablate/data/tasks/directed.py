@@ -10,10 +10,10 @@ _BAGS = ("neither", "successor", "predecessor")
 class Directed(Task):
     """· x · y … q: was the successor of q among them?
 
-    The symbols stand in cycles of `data.cycle`: each has a successor and a predecessor, and they do
-    not change. A sequence is a bag of blanks and of symbols of other cycles, then the question q.
-    Into the bag goes, a third of the time each, the successor of q, its predecessor, or neither; the
-    answer is yes for the successor.
+    The symbols stand in cycles of `data.cycle`: each has a successor and a predecessor, and they
+    do not change. A sequence is a bag of blanks and of symbols of other cycles, then the question
+    q. Into the bag goes, a third of the time each, the successor of q, its predecessor, or
+    neither; the answer is yes for the successor.
 
     Why a symmetric score cannot do it. Take one layer with one head and nothing else on the way: no
     MLP, no skip around the attention, no positions (model.layers=1 model.heads=1 model.mlp_ratio=0
@@ -22,9 +22,9 @@ class Directed(Task):
 
         Σ E(q, x) c(x)        over all x: the blanks, the bag, and q itself,
 
-    where E(q, x) = exp(score) > 0 and c(x) is what the value of x says for yes. Let θ be the sum over
-    q and all that stands before it but its neighbour, and q⁺, q⁻ its successor and its predecessor.
-    To be right about both, the rest being equal, is to have
+    where E(q, x) = exp(score) > 0 and c(x) is what the value of x says for yes. Let θ be the sum
+    over q and all that stands before it but its neighbour, and q⁺, q⁻ its successor and its
+    predecessor. To be right about both, the rest being equal, is to have
 
         E(q, q⁺) c(q⁺) + θ > 0 > E(q, q⁻) c(q⁻) + θ,    so    E(q, q⁺) c(q⁺) > E(q, q⁻) c(q⁻).
 
@@ -32,12 +32,13 @@ class Directed(Task):
 
         f(q) c(q⁺) > f(q⁻) c(q⁻)    for every q of a cycle.
 
-    So where c(q⁻) ≥ 0, c(q⁺) > 0: two steps on. The cycle is odd, two steps lead everywhere, so c is
-    positive on all of it or negative on all of it. Multiply the inequalities: Π f · Π c > Π f · Π c
-    if it is positive, Π f · Π |c| < Π f · Π |c| if it is negative. Both are false, whatever the bags.
-    So of the 2 · data.cycle cases of a cycle at least one is wrong, and the accuracy is at most
-    1 - 1/(3 · data.cycle): 8/9 for cycles of three. A score that is not symmetric solves it: q scores
-    its successor high, a blank half as high and all else low; c(blank) = -1, and 1 for the others.
+    So where c(q⁻) ≥ 0, c(q⁺) > 0: two steps on. The cycle is odd, two steps lead everywhere, so c
+    is positive on all of it or negative on all of it. Multiply the inequalities: Π f · Π c > Π f ·
+    Π c if it is positive, Π f · Π |c| < Π f · Π |c| if it is negative. Both are false, whatever
+    the bags. So of the 2 · data.cycle cases of a cycle at least one is wrong, and the accuracy is
+    at most 1 - 1/(3 · data.cycle): 8/9 for cycles of three. A score that is not symmetric solves
+    it: q scores its successor high, a blank half as high and all else low; c(blank) = -1, and 1
+    for the others.
 
     With a skip, an MLP, several heads or layers the argument does not hold: what is written on the
     way may carry the direction.
@@ -70,8 +71,8 @@ class Directed(Task):
         # Of another cycle: counted from the one after the question's.
         other_NB = rng.integers(self._symbols - cycle, size=(count, length - 2))
         bag_NB = (other_NB + first_N[:, None] + cycle) % self._symbols
-        # How many of them: from none to all, so that there are easy ones to begin with.
-        blank_NB = rng.random((count, length - 2)) < rng.random((count, 1))
+        # A quarter of them stay, from none to all: easy ones to begin with.
+        blank_NB = rng.random((count, length - 2)) < rng.random((count, 1)) ** (1 / 3)
         bag_NB[blank_NB] = self._blank
         kind_N = rng.integers(3, size=count)
         turn_N = np.array([0, 1, -1])[kind_N]

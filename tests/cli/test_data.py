@@ -1,0 +1,166 @@
+"""`qkablate data` as a user types it."""
+
+import json
+import re
+
+import pytest
+
+from qkablate.cli.data import HELP
+from qkablate.config import conf_dir
+
+TASKS = ("recall", "induction", "copy", "reverse", "directed", "dyck")
+
+
+@pytest.fixture
+def own(tmp_path, text):
+    return ["data=text", f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
+
+
+def test_help(qkablate):
+    assert qkablate("data").out == qkablate("data", "--help").out == HELP
+
+
+def test_list_shows_every_option_and_what_is_prepared(qkablate, tmp_path, text):
+    done = qkablate("data", "list")
+    assert done.code == 0
+    for path in (conf_dir() / "data").glob("*.yaml"):
+        assert re.search(rf"^{path.stem} +\S", done.out, re.MULTILINE)
+    assert "Nothing is prepared" in done.out
+    assert qkablate("data", "prepare", "data=text", f"data.path={text}").code == 0
+    done = qkablate("data", "list", "--json")
+    (row,) = json.loads(done.out)["prepared"]
+    assert (row["text"], row["tokenizer"]) == (str(text), "bytes")
+    assert sum(row["tokens"].values()) > 30_000
+    (tmp_path / "home/.cache/qkablate/data" / row["folder"] / "manifest.json").write_text("{")
+    assert "damaged" in qkablate("data", "list").out
+
+
+def test_prepare_once(qkablate, own):
+    done = qkablate("data", "prepare", *own)
+    assert done.code == 0
+    assert re.search(r"[\d,]+ tokens to train on, [\d,]+ to validate, [\d,]+ to test", done.out)
+    assert re.search(r"kB in [\d.]+ s, [\d.]+ MB/s, 1.00 bytes a token", done.out)
+    assert "qkablate data show data=text" in done.out
+    assert "prepared before" in qkablate("data", "prepare", *own).out
+
+
+def test_prepare_several(qkablate, own):
+    done = qkablate("data", "prepare", *own, "data.tokenizer=bytes,chars")
+    assert done.code == 0
+    assert ", bytes: " in done.out
+    assert ", chars: " in done.out
+
+
+def test_info_tells_what_the_manifest_holds(qkablate, own, text):
+    before = qkablate("data", "info", *own)
+    assert before.code == 2
+    assert "it is not prepared yet; write qkablate data prepare data=text" in before.err
+    bpe = [*own, "data.tokenizer=bpe", "data.vocab_size=300"]
+    qkablate("data", "prepare", *bpe)
+    told = json.loads(qkablate("data", "info", *bpe, "--json").out)
+    assert told["path"] == str(text)
+    assert told["tokenizer"].startswith("bpe, ")
+    assert "by position in the one document" in told["divided"]
+    assert len(told["fingerprint"]) == len(told["tokenizer_sha256"]) == 64
+    assert told["bytes"]["train"] == pytest.approx(0.9 * text.stat().st_size, abs=2)
+    assert told["bytes_per_token"]["train"] > 2
+    shown = qkablate("data", "info", *bpe).out
+    assert f"fingerprint       {told['fingerprint']}" in shown
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
+def test_show_decodes_the_windows_that_a_run_sees(qkablate, own, text, tokenizer):
+    words = [*own, f"data.tokenizer={tokenizer}", "model.context=16"]
+    qkablate("data", "prepare", *words)
+    done = qkablate("data", "show", *words)
+    corpus = text.read_text()
+    windows = re.findall(r"^train \d\n  (.*)", done.out, re.MULTILINE)
+    assert len(windows) == 3
+    assert all(window.strip() in corpus for window in windows)
+    other = qkablate("data", "show", *words, "seed=1")
+    assert windows[0] not in other.out
+    first = qkablate("data", "show", *words, "--split", "test", "--count", "1")
+    (window,) = re.findall(r"^test \d\n  (.*)", first.out, re.MULTILINE)
+    assert corpus[-int(0.05 * len(corpus)) :].startswith(window[:10])
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_show_prints_an_example_of_every_task(qkablate, task, split):
+    done = qkablate("data", "show", f"data={task}", "--split", split, "--count", "2")
+    assert done.code == 0
+    assert len(re.findall(rf"^{split} \d\n  \S", done.out, re.MULTILINE)) == 2
+    assert ("→" in done.out) == (task != "induction")
+    again = qkablate("data", "show", f"data={task}", "--split", split, "--count", "2")
+    assert again.out == done.out
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_info_and_prepare_of_a_task(qkablate, task):
+    told = json.loads(qkablate("data", "info", f"data={task}", "--json").out)
+    assert told["task"] == task
+    assert told["harder"].startswith(("data.", "model."))
+    assert "nothing to prepare" in qkablate("data", "prepare", f"data={task}").out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("shw", "'shw' is not one of list, prepare, info, show (nearest: show)"),
+        ("show data=recal", "data: 'recal' is not one of"),
+        ("show data=recall --split=tset", "--split: 'tset' is not one of train, val, test"),
+        ("show data=recall --count 0", "--count: '0' is not a whole number"),
+        ("show data=recall --json", "'--json' is not a flag of data show"),
+        ("show data=recall,dyck", "data show takes one kind of data"),
+        ("show data=recall data.pairs=99", "data.pairs: 99 pairs and as many queries do not fit"),
+        ("list data=recall", "data list takes no 'data=recall'"),
+        ("prepare data=text data.path=nothing.txt", "data.path: there is no file, folder or"),
+        ("info data", "'data' is not key=value"),
+    ],
+)
+def test_mistakes_are_one_line(qkablate, words, line):
+    done = qkablate("data", *words.split())
+    assert (done.code, done.out) == (2, "")
+    assert line in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("variant", ["standard", "merged_w"])
+def test_a_run_of_every_task(qkablate, tiny, tmp_path, task, variant):
+    small = {
+        "recall": ["data.vocab_size=32", "data.pairs=4"],
+        "induction": ["data.segment=8"],
+        "copy": ["data.payload=4"],
+        "reverse": ["data.payload=4"],
+        "dyck": ["data.depth=4"],
+    }
+    words = [word for word in tiny if not word.startswith("data")]
+    words += [f"data={task}", *small.get(task, []), "data.val_tokens=320", "data.test_tokens=640"]
+    done = qkablate("train", *words, f"variant={variant}")
+    assert done.code == 0, done.err
+    assert re.search(r"accuracy  val [\d.]+%   test [\d.]+%", done.out)
+    (folder,) = (tmp_path / "outputs" / "runs").iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    assert result["data"] == task
+    assert result["bits_per_byte"] == {"val": None, "test": None}
+    assert 0 <= result["accuracy"]["test"] <= 1
+    assert any(name.startswith("accuracy/") for name in result["measures"]["test"])
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (last,) = [row for row in rows if row["step"] == 12 and "val/accuracy" in row]
+    assert last["val/accuracy"] == result["accuracy"]["val"]
+    assert not (folder / "tokenizer.json").exists()
+    sampled = qkablate("sample", str(folder))
+    assert sampled.code == 2
+    assert "learned a task, whose tokens are no text" in sampled.err
+    assert qkablate("verify", str(folder)).code == 0
+
+
+def test_train_prepares_what_is_missing_and_samples_from_it(qkablate, tiny, tmp_path):
+    done = qkablate("train", *tiny, "data.tokenizer=bpe", "data.vocab_size=280")
+    assert done.code == 0, done.err
+    (folder,) = (tmp_path / "outputs" / "runs").iterdir()
+    assert json.loads((folder / "tokenizer.json").read_text())["name"] == "bpe"
+    sampled = qkablate("sample", str(folder), "prompt=the cat ∑", "tokens=20", "seed=1")
+    assert sampled.code == 0, sampled.err
+    assert sampled.out.startswith("the cat ∑")

@@ -1,0 +1,345 @@
+"""Documents → splits → tokens on disk: once, in whole, by content."""
+
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkablate.config import DataConfig
+from qkablate.data import corpus, open_data, spool, tokenizers
+from qkablate.data.corpus import open_corpus
+from qkablate.errors import UserError
+
+SPLITS = ("train", "val", "test")
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return str(tmp_path / "cache")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Sixty documents, and one of them twice."""
+    folder = tmp_path / "texts"
+    for i in range(60):
+        path = folder / f"{i % 3}" / f"{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"<{i:02}>" * 50)
+    (folder / "copy.txt").write_text("<00>" * 50)
+    return folder
+
+
+def text(prepared, split):
+    tokenizer = tokenizers.load(prepared.tokenizer)
+    return tokenizer.decode(prepared.split(split).tolist())
+
+
+def parts(prepared):
+    return {split: [d for d in text(prepared, split).split(b"\0") if d] for split in SPLITS}
+
+
+def hash_of(text):
+    return hashlib.sha256(text).digest()
+
+
+def test_stdlib(cache):
+    prepared = open_corpus(DataConfig(cache=cache))
+    assert prepared.tokens["val"] == prepared.tokens["test"] == 65536
+    assert prepared.tokens["train"] > 5_000_000
+    assert "def " in prepared.split("train")[:200_000].tobytes().decode("utf-8", "replace")
+
+
+def test_one_file_is_split_by_position(tmp_path, cache):
+    path = tmp_path / "a.txt"
+    content = bytes(np.random.default_rng(0).integers(97, 123, 4000, dtype=np.uint8))
+    path.write_bytes(content)
+    prepared = open_corpus(DataConfig(source="text", path=str(path), cache=cache))
+    assert [len(text(prepared, split)) for split in SPLITS] == [3600, 200, 200]
+    assert b"".join(text(prepared, split) for split in SPLITS) == content
+    assert prepared.manifest["documents"] == dict.fromkeys(SPLITS, 1)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
+def test_no_character_is_cut_in_two(tmp_path, cache, tokenizer):
+    path = tmp_path / "a.txt"
+    content = "∑𝄞é\r\n\u2028" * 700
+    path.write_bytes(content.encode())
+    config = DataConfig(
+        source="text", path=str(path), cache=cache, tokenizer=tokenizer, vocab_size=300
+    )
+    found = [text(open_corpus(config), split).decode() for split in SPLITS]
+    assert "".join(found) == content
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
+def test_a_folder_is_split_by_content(folder, tmp_path, cache, tokenizer):
+    base = {"source": "text", "cache": cache, "tokenizer": tokenizer, "vocab_size": 300}
+    prepared = open_corpus(DataConfig(**base, path=str(folder)))
+    found = parts(prepared)
+    # Each once, in the order of their hashes: test first, then val, then train.
+    order = sorted([f"<{i:02}>".encode() * 50 for i in range(60)], key=hash_of)
+    in_order = [document for split in SPLITS[::-1] for document in found[split]]
+    assert len(in_order) == 60
+    assert all(whole.startswith(kept) for whole, kept in zip(order, in_order, strict=True))
+    assert found["train"] == order[-len(found["train"]) :]  # the bounds cut none of these
+    assert len(found["val"]) == len(found["test"]) in (3, 4)
+    # The same files elsewhere, listed in another order, are the same data.
+    other = tmp_path / "elsewhere"
+    for file in sorted(folder.rglob("*.txt"), reverse=True):
+        (other / file.name).parent.mkdir(exist_ok=True)
+        (other / file.name).write_bytes(file.read_bytes())
+    moved = open_corpus(DataConfig(**base, path=str(other)))
+    assert moved.folder != prepared.folder
+    assert moved.fingerprint == prepared.fingerprint
+
+
+@given(
+    st.lists(st.text("abé∑", max_size=40), min_size=1, max_size=30),
+    st.sampled_from(["bytes", "chars", "bpe"]),
+    st.integers(2, 50),
+)
+@settings(max_examples=60, deadline=None)
+def test_splits_are_disjoint_and_bounded(tmp_path_factory, texts, tokenizer, room):
+    """Whatever the documents: each in one split, once; val and test within their bounds."""
+    if not any(texts):
+        return
+    folder = tmp_path_factory.mktemp("any")
+    rows = "\n".join(json.dumps({"text": t}) for t in texts)
+    (folder / "a.jsonl").write_text(rows)
+    config = DataConfig(
+        source="text",
+        path=str(folder / "a.jsonl"),
+        cache=str(folder / "cache"),
+        tokenizer=tokenizer,
+        vocab_size=260,
+        val_tokens=room,
+        test_tokens=room,
+    )
+    prepared = open_corpus(config)
+    share = (sum(len(t.encode()) for t in {*texts}) + len({*texts})) // 20
+    unique = {t for t in texts if t}
+    if len(unique) > 1:
+        found = parts(prepared)
+        whole = [d for d in found["train"] if d.decode() in unique]
+        assert len(whole) == len({*whole}) == len(found["train"])
+        held_out = {*found["val"], *found["test"]} & {t.encode() for t in unique}
+        assert not held_out & {*found["train"]}
+    for split in ("val", "test"):
+        assert prepared.tokens[split] <= min(room, max(share, room if len(unique) < 2 else 0))
+    assert all(len(text(prepared, s)) == prepared.bytes[s] for s in SPLITS)
+
+
+def test_bounds(tmp_path, cache):
+    path = tmp_path / "a.txt"
+    path.write_text("ab" * 5000)
+    base = {"source": "text", "path": str(path), "cache": cache}
+    config = DataConfig(**base, val_tokens=100, test_tokens=50)
+    assert open_corpus(config).tokens == {"train": 9000, "val": 100, "test": 50}
+    config = DataConfig(**base, max_tokens=1234)
+    assert open_corpus(config).tokens == {"train": 1234, "val": 500, "test": 500}
+
+
+def test_a_bpe_is_learned_from_training_text_alone(folder, cache, monkeypatch):
+    seen = []
+
+    def learn(texts, size, progress):
+        seen.extend(texts)
+        return [bytes([i]) for i in range(256)]
+
+    monkeypatch.setattr(tokenizers.bpe, "learn", learn)
+    config = DataConfig(
+        source="text", path=str(folder), cache=cache, tokenizer="bpe", vocab_size=257
+    )
+    prepared = open_corpus(config)
+    found = parts(prepared)
+    assert {t.encode() for t in seen} <= {*found["train"]}
+    assert len(seen) > 50
+
+
+def test_bits_per_byte_compare_tokenizers(tmp_path, cache):
+    path = tmp_path / "a.txt"
+    path.write_text("héllo wörld ∑ " * 300, encoding="utf-8")
+    base = {"source": "text", "path": str(path), "cache": cache}
+    chars = open_corpus(DataConfig(**base, tokenizer="chars"))
+    assert chars.vocabulary == len(set("héllo wörld ∑ "))
+    # A loss of ln 2 per character is one bit per character.
+    expected = chars.tokens["val"] / chars.bytes["val"]
+    assert chars.bits_per_byte("val", float(np.log(2))) == pytest.approx(expected)
+    plain = open_corpus(DataConfig(**base))
+    assert plain.fingerprint != chars.fingerprint
+    assert plain.bits_per_byte("val", float(np.log(2))) == pytest.approx(1)
+    # The same text, whatever the tokens.
+    bpe = open_corpus(DataConfig(**base, tokenizer="bpe", vocab_size=280))
+    assert bpe.bytes == plain.bytes == chars.bytes
+    assert bpe.tokens["train"] < chars.tokens["train"] < plain.tokens["train"]
+    assert bpe.dtype == "uint16"
+
+
+def test_changed_text_is_prepared_anew(tmp_path, cache):
+    path = tmp_path / "a.txt"
+    config = DataConfig(source="text", path=str(path), cache=cache)
+    path.write_text("a" * 1000)
+    before = open_corpus(config).fingerprint
+    path.write_text("b" * 1000)
+    os.utime(path, ns=(1, 1))
+    assert open_corpus(config).fingerprint != before
+
+
+def test_the_manifest_tells_everything(folder, cache):
+    config = DataConfig(source="text", path=str(folder), cache=cache)
+    prepared = open_corpus(config)
+    manifest = json.loads((prepared.folder / "manifest.json").read_text())
+    assert manifest["sources"] == {"source": "text", "path": str(folder)}
+    assert "sha256" in manifest["split"]
+    assert sum(manifest["documents"].values()) == 60
+    assert {"tokens", "bytes", "sha256", "tokenizer_sha256", "fingerprint"} <= set(manifest)
+    for split in SPLITS:
+        data = (prepared.folder / f"{split}.bin").read_bytes()
+        assert hashlib.sha256(data).hexdigest() == manifest["sha256"][split]
+    assert {f.name for f in prepared.folder.iterdir()} == {
+        *("manifest.json", "tokenizer.json", "train.bin", "val.bin", "test.bin")
+    }
+
+
+def _open(arguments):
+    config, started = arguments
+    started.wait()  # all at the same moment
+    return open_corpus(config).fingerprint
+
+
+def test_many_runs_at_once_prepare_once(tmp_path, cache, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("abc " * 50_000)
+    config = DataConfig(source="text", path=str(path), cache=cache)
+    prepare, journal = corpus._prepare, tmp_path / "prepared"
+
+    def counted(*arguments):
+        with journal.open("a") as file:
+            file.write("once\n")
+        prepare(*arguments)
+
+    monkeypatch.setattr(corpus, "_prepare", counted)
+    context = multiprocessing.get_context("fork")
+    with context.Manager() as manager, ProcessPoolExecutor(6, mp_context=context) as pool:
+        barrier = manager.Barrier(6)
+        assert len(set(pool.map(_open, [(config, barrier)] * 6))) == 1
+    assert journal.read_text() == "once\n"
+    assert len([f for f in (tmp_path / "cache").iterdir() if f.is_dir()]) == 1
+
+
+def _killed(config, where):
+    """Prepare, and die as by kill -9 when so many pieces of text have been read or encoded."""
+    stage, count = where
+    left = [count]
+
+    def die(*_):
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if stage == "reading":
+        take = spool.Room.take
+        spool.Room.take = lambda self, *words: (die(), take(self, *words))[1]
+    else:
+        encode = tokenizers.Bytes.encode
+        tokenizers.Bytes.encode = lambda self, piece: (die(), encode(self, piece))[1]
+    open_corpus(config)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    "where", [("reading", 3), ("reading", 60), ("writing", 0), ("writing", 30)]
+)
+def test_killed_preparation_starts_clean(folder, cache, where):
+    config = DataConfig(source="text", path=str(folder), cache=cache)
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_killed, args=(config, where))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    (left,) = [f for f in folder.parent.joinpath("cache").iterdir() if f.is_dir()]
+    assert left.suffix == ".tmp"
+    # Another corpus cleans up what nobody works on any more; the same one is made in whole.
+    other = DataConfig(source="text", path=str(folder / "0"), cache=cache)
+    assert open_corpus(other).tokens["train"]
+    assert not left.exists()
+    prepared = open_corpus(config)
+    assert sum(prepared.manifest["documents"].values()) == 60
+
+
+def test_what_is_prepared_now_is_not_cleaned_up(folder, cache):
+    """Another process at work has its lock."""
+    config = DataConfig(source="text", path=str(folder), cache=cache)
+    busy = corpus.cache_dir(config) / "text-bytes-0123456789ab.tmp"
+    busy.mkdir(parents=True)
+    with corpus._locked(busy.with_suffix(".lock"), "being tested"):
+        open_corpus(config)
+        assert busy.exists()
+    open_corpus(DataConfig(source="text", path=str(folder / "0"), cache=cache))
+    assert not busy.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "line"),
+    [
+        ("train.bin", lambda b: b[:100], "train.bin has 100 bytes"),
+        ("val.bin", lambda b: b"x" + b[1:], "val.bin does not have its checksum"),
+        ("test.bin", lambda b: b + b"x", "test.bin has"),
+        ("manifest.json", lambda b: b[:-5], "damaged"),
+        ("manifest.json", lambda b: b"[]", "damaged"),
+        ("manifest.json", lambda b: b.replace(b'"uint8"', b'"nonsense"'), "damaged"),
+        ("manifest.json", lambda b: b.replace(b'vocabulary": 256', b'vocabulary": 97'), "beyond"),
+        ("tokenizer.json", lambda b: b'{"name": "chars", "characters": "ab"}', "checksum"),
+        ("tokenizer.json", lambda b: b"", "damaged"),
+    ],
+)
+def test_damage_is_named(tmp_path, cache, name, damage, line):
+    path = tmp_path / "a.txt"
+    path.write_text("abc " * 500)
+    config = DataConfig(source="text", path=str(path), cache=cache)
+    folder = open_corpus(config).folder
+    (folder / name).write_bytes(damage((folder / name).read_bytes()))
+    with pytest.raises(UserError, match="is damaged") as error:
+        open_corpus(config)
+    assert line in str(error.value)
+    assert "remove that folder" in str(error.value)
+    (folder / "manifest.json").unlink()
+    assert open_corpus(config).tokens["train"] == 1800
+
+
+@pytest.mark.parametrize("content", [b"", b"abc\xff\xfe"])
+def test_bad_files_leave_nothing_behind(tmp_path, cache, content):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(UserError, match=r"data\.path: '.*a\.txt' is (empty|not UTF-8)"):
+        open_corpus(DataConfig(source="text", path=str(tmp_path / "a.txt"), cache=cache))
+    assert not [f for f in (tmp_path / "cache").iterdir() if f.suffix != ".lock"]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, cache, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("abc " * 500)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tokenizers.Bytes, "encode", full)
+    with pytest.raises(UserError, match=r"data\.cache: cannot write in '.*': No space left"):
+        open_corpus(DataConfig(source="text", path=str(path), cache=cache))
+    assert not [f for f in (tmp_path / "cache").iterdir() if f.suffix != ".lock"]
+
+
+def test_a_corpus_shorter_than_a_window(tmp_path, cache):
+    path = tmp_path / "a.txt"
+    path.write_text("abc " * 50)
+    data = open_data(DataConfig(source="text", path=str(path), cache=cache), 64)
+    with pytest.raises(UserError, match=r"model\.context: 64 is longer than the data: the val"):
+        data.check_context(64)

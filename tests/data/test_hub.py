@@ -1,0 +1,540 @@
+"""Text by the library `datasets`: folders, the Hub, what HF_HOME keeps of it, no network at all.
+
+The Hub here is a server on this machine. Nothing reaches the real one.
+"""
+
+import hashlib
+import io
+import json
+import shutil
+import socket
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_hub import commit, serving
+
+from qkablate.config import DataConfig
+from qkablate.data.corpus import open_corpus
+from qkablate.errors import UserError
+
+CARD = b"""---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/first-*
+  - split: validation
+    path: data/second-*
+  - split: test
+    path: data/third-*
+---
+"""
+PUBLISHED = {
+    "train": [f"to learn from, {i}" for i in range(40)],
+    "val": ["to stop by", "ähnlich ∑"],
+    "test": ["to be judged by", "once"],
+}
+
+
+@pytest.fixture
+def nobody():
+    """The address of a server that is not there."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+@pytest.fixture
+def silent():
+    """The address of a server that takes calls and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture(autouse=True)
+def point(tmp_path, monkeypatch, nobody):
+    """Both libraries have an empty HF_HOME, and a Hub where the test says, or none. A process of
+    its own reads the environment; here they have read it already."""
+    import datasets.config as of_datasets
+    import huggingface_hub.constants as of_client
+    from huggingface_hub import HfFileSystem
+
+    kept = tmp_path / "hf"
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(kept))
+    monkeypatch.setenv("HF_UPDATE_DOWNLOAD_COUNTS", "0")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for name, value in {
+        "HF_HOME": str(kept),
+        "HF_HUB_CACHE": str(kept / "hub"),
+        "HF_TOKEN_PATH": str(kept / "token"),
+        "AGENT_HARNESSES_PATH": str(kept / "agents.json"),
+        "HF_HUB_DISABLE_TELEMETRY": True,
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        monkeypatch.setattr(of_client, name, value)
+    for name, value in {
+        "HF_CACHE_HOME": str(kept),
+        "HF_DATASETS_CACHE": kept / "datasets",
+        "DOWNLOADED_DATASETS_PATH": kept / "datasets" / "downloads",
+        "EXTRACTED_DATASETS_PATH": kept / "datasets" / "downloads" / "extracted",
+        "HF_UPDATE_DOWNLOAD_COUNTS": False,  # another server, and so is the next
+        "USE_PARQUET_EXPORT": False,
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        monkeypatch.setattr(of_datasets, name, value)
+
+    def to(address):
+        file = "{repo_id}/resolve/{revision}/"
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        monkeypatch.setattr(of_client, "ENDPOINT", address)
+        monkeypatch.setattr(
+            of_client, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{file}{{filename}}"
+        )
+        monkeypatch.setattr(of_datasets, "HF_ENDPOINT", address)
+        monkeypatch.setattr(of_datasets, "HUB_DATASETS_URL", f"{address}/datasets/{file}{{path}}")
+        HfFileSystem.clear_instance_cache()
+
+    to(nobody)
+    return to
+
+
+@pytest.fixture
+def hub(point):
+    with serving() as hub:
+        point(hub.address)
+        yield hub
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """HF_HOME."""
+    return tmp_path / "hf"
+
+
+def prepared(name, **words):
+    return open_corpus(
+        DataConfig(source="hub", name=str(name), **{"tokenizer": "bytes", "cache": "cache"} | words)
+    )
+
+
+def refused(name, **words):
+    """What is said of it: one line, and nothing half-written stays."""
+    before = {path for path in Path("cache").glob("*") if path.suffix != ".lock"}
+    with pytest.raises(UserError) as error:
+        prepared(name, **words)
+    assert {path for path in Path("cache").glob("*") if path.suffix != ".lock"} == before
+    (line,) = str(error.value).splitlines()
+    return line
+
+
+def split(corpus, name):
+    return corpus.split(name).tobytes().decode()
+
+
+def closed(documents):
+    """As they must stand in a split: each with what ends it, in the order of their hashes."""
+    ordered = sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest())
+    return "".join(f"{text}\0" for text in ordered)
+
+
+def assert_published(corpus, **other):
+    for name, documents in (PUBLISHED | other).items():
+        assert split(corpus, name) == closed(documents)
+    assert corpus.manifest["split"] == "as published"
+
+
+def jsonl(texts, **columns):
+    columns = {"text": texts, **columns}
+    lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+
+
+def parquet(texts, **columns):
+    import pyarrow
+    import pyarrow.parquet
+
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts, **columns}), file)
+    return file.getvalue()
+
+
+def published(parts=1):
+    """The files of a set with three splits, of which the first has several parts."""
+    train = PUBLISHED["train"]
+    size = len(train) // parts
+    files = {
+        f"data/first-{i:05}-of-{parts:05}.parquet": parquet(train[i * size : (i + 1) * size])
+        for i in range(parts)
+    }
+    for name, split in (("second", "val"), ("third", "test")):
+        files[f"data/{name}-00000-of-00001.parquet"] = parquet(PUBLISHED[split])
+    return {"README.md": CARD, **files}
+
+
+def subsets():
+    """A set of which there are two."""
+    path = "- config_name: {0}\n  data_files:\n  - split: train\n    path: {0}/*\n"
+    card = f"---\nconfigs:\n{path.format('small')}{path.format('large')}---\n".encode()
+    texts = {name: [f"{name} {i}" for i in range(40)] for name in ("small", "large")}
+    files = {f"{name}/rows.jsonl": jsonl(text) for name, text in texts.items()}
+    return {"README.md": card, **files}
+
+
+def write(folder, files):
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+    return folder
+
+
+def keep(kept, name, files):
+    """As the Hub's own client keeps it in HF_HOME; its snapshot."""
+    place = kept / "hub" / f"datasets--{name.replace('/', '--')}"
+    write(place, {"refs/main": commit(files).encode()})
+    return write(place / "snapshots" / commit(files), files)
+
+
+# A folder, or files
+
+
+@pytest.mark.parametrize(("made", "suffix"), [(parquet, "parquet"), (jsonl, "jsonl")])
+def test_a_published_split_is_kept(tmp_path, made, suffix):
+    names = {"train": "first", "val": "second", "test": "third"}
+    files = {f"data/{names[s]}-0.{suffix}": made(texts) for s, texts in PUBLISHED.items()}
+    corpus = prepared(write(tmp_path / "set", {"README.md": CARD, **files}))
+    assert_published(corpus)
+    assert corpus.tokenizer == {"name": "bytes"}
+
+
+def test_without_a_published_split_each_document_is_in_one_by_its_content(tmp_path):
+    texts = [f"document {i:03} of all" for i in range(100)]
+    corpus = prepared(write(tmp_path / "set", {"train.jsonl": jsonl(texts)}))
+    everything = closed(texts)
+    size = len(everything) // 20
+    assert split(corpus, "test") == everything[:size]
+    assert split(corpus, "val") == everything[size : 2 * size]
+    assert split(corpus, "train") == everything[2 * size :]
+    # Other files, in another order, some rows twice: the same data.
+    files = {"b.parquet": parquet(texts[50:]), "a.parquet": parquet([*texts[49::-1], texts[0]])}
+    other = prepared(write(tmp_path / "other", files))
+    assert other.fingerprint == corpus.fingerprint
+
+
+def test_what_is_in_test_is_nowhere_else(tmp_path):
+    folder = write(tmp_path / "set", published())
+    again = ["once", *PUBLISHED["train"], PUBLISHED["val"][0]]
+    write(folder, {"data/first-00000-of-00001.parquet": parquet(again)})
+    both = [*PUBLISHED["val"], "once"]
+    write(folder, {"data/second-00000-of-00001.parquet": parquet(both)})
+    assert_published(prepared(folder))
+
+
+def test_only_validation_is_published(tmp_path):
+    folder = write(tmp_path / "set", published())
+    card = CARD.replace(b"  - split: test\n    path: data/third-*\n", b"")
+    corpus = prepared(write(folder, {"README.md": card}))
+    assert split(corpus, "val") == closed(PUBLISHED["val"])
+    size = len(closed(PUBLISHED["train"])) // 20
+    assert len(split(corpus, "test")) == size
+    assert split(corpus, "test") + split(corpus, "train") in closed(PUBLISHED["train"])
+
+
+@pytest.mark.parametrize(("made", "suffix"), [(parquet, "parquet"), (jsonl, "jsonl")])
+def test_the_column_of_the_text(tmp_path, made, suffix):
+    texts = [f"title {i}" for i in range(40)]
+    bodies, numbers = [f"body {i}" for i in range(40)], list(range(40))
+    train = made(texts, body=bodies, number=numbers)
+    test = made(["a title"], body=["a body"], number=[1])
+    folder = write(tmp_path / "set", {f"train.{suffix}": train, f"test.{suffix}": test})
+    corpus = prepared(folder, field="body")
+    assert split(corpus, "test") == "a body\0"
+    assert "title" not in split(corpus, "train")
+    line = refused(folder, field="bodies")
+    assert line.startswith("data.field: ")
+    assert "'bodies'; it has text, body, number" in line
+    assert refused(folder, field="number").startswith("data.field: 'number' of ")
+
+
+def test_rows_without_text_are_no_documents(tmp_path):
+    texts = ["a", None, "", "b"]
+    folder = write(tmp_path / "set", {"train.jsonl": jsonl(texts * 10), "test.jsonl": jsonl(texts)})
+    corpus = prepared(folder)
+    assert split(corpus, "test") == closed(["a", "b"])
+
+
+def test_lines_make_documents(tmp_path):
+    lines = ["before", " = A = \n", "one\n", "", " = = of A = = ", "two", " = B = ", "three", ""]
+    files = {"train.jsonl": jsonl(["other"]), "test.jsonl": jsonl(lines)}
+    corpus = prepared(write(tmp_path / "set", files), document_start="^ = [^=]")
+    assert split(corpus, "test") == closed(
+        ["before\n", " = A = \none\n\n = = of A = = \ntwo\n", " = B = \nthree\n\n"]
+    )
+
+
+def test_a_part_of_a_split(tmp_path):
+    folder = write(tmp_path / "set", published())
+    corpus = prepared(folder, split="train[:50%]")
+    assert_published(corpus, train=PUBLISHED["train"][:20])
+    assert_published(prepared(folder, split="train[30:]"), train=PUBLISHED["train"][30:])
+
+
+def test_another_split_to_train_on(tmp_path):
+    folder = write(tmp_path / "set", published())
+    corpus = prepared(folder, split="validation")
+    assert split(corpus, "test") == closed(PUBLISHED["test"])
+    for name in ("train", "val"):
+        assert "learn" not in split(corpus, name)
+    line = refused(folder, split="unsupervised")
+    assert line.startswith("data.split: ")
+    assert "it has train, validation, test" in line
+    assert "train[:x%]" in refused(folder, split="train[:x%]")
+
+
+def test_max_tokens_bounds_what_is_trained_on(tmp_path):
+    folder = write(tmp_path / "set", published())
+    corpus = prepared(folder, max_tokens=100)
+    assert corpus.tokens["train"] == 100
+    assert split(corpus, "val") == closed(PUBLISHED["val"])
+    assert split(corpus, "test") == closed(PUBLISHED["test"])
+    assert prepared(folder, max_tokens=10**6).tokens == prepared(folder).tokens
+
+
+def test_files_of_text_are_a_document_each(tmp_path):
+    texts = {f"{i}.txt": f"file {i}\n\nstill file {i}\n" for i in range(10, 50)}
+    write(tmp_path / "texts", {path: text.encode() for path, text in texts.items()})
+    write(tmp_path / "texts", {"other.md": b"no"})
+    corpus = prepared("text", files="texts/*.txt")
+    whole = "".join(split(corpus, name) for name in ("test", "val", "train"))
+    assert whole == closed(texts.values())
+    # One alone is split by position, and nothing is put into it.
+    write(tmp_path, {"one.txt": ("line\n\n" * 200).encode()})
+    corpus = prepared("text", files=str(tmp_path / "one.txt"))
+    assert "".join(split(corpus, name) for name in ("train", "val", "test")) == "line\n\n" * 200
+    assert refused("text", files="texts/*.nothing").startswith("data.")
+
+
+def test_rows_of_given_files(tmp_path):
+    texts = [f"row {i:02}" for i in range(60)]
+    write(tmp_path, {"a.jsonl": jsonl(texts[:30]), "b.jsonl": jsonl(texts[30:])})
+    write(tmp_path, {"a.parquet": parquet(texts)})
+    corpus = prepared("json", files="*.jsonl")
+    assert split(corpus, "train") in closed(texts)
+    assert prepared("parquet", files="*.parquet").fingerprint == corpus.fingerprint
+
+
+def test_the_code_of_a_folder_is_not_run(tmp_path):
+    code = {"set.py": b"from pathlib import Path\nPath('ran').touch()\n"}
+    assert "no code of a data set is run" in refused(write(tmp_path / "set", code))
+    assert list(tmp_path.rglob("ran")) == []
+
+
+def test_nothing_is_no_data(tmp_path):
+    line = refused(write(tmp_path / "set", {"train.jsonl": b""}))
+    assert line.startswith("data.name: ")
+    assert line.endswith("it is empty")
+
+
+def test_what_cannot_be_read_is_told_in_one_line(tmp_path, spawn):
+    folder = write(tmp_path / "set", {"train.jsonl": b'{"text": "a"}\n{nothing\n'})
+    process = spawn("data", "prepare", "data=hub", f"data.name={folder}", "data.tokenizer=bytes")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    (line,) = err.splitlines()
+    assert "data.name" in line
+    assert "JSON" in line
+
+
+# The Hub
+
+
+def test_a_set_is_fetched_once(hub, point, nobody, kept):
+    hub.sets["owner/name"] = published(parts=2)
+    assert_published(prepared("owner/name"))
+    assert len([line for line in hub.asked if line.startswith("GET ") and "first-" in line]) == 2
+    assert list(kept.rglob("*.parquet"))
+    # With another tokenizer it is another corpus, and no network is needed any more.
+    point(nobody)
+    again = prepared("owner/name", tokenizer="chars")
+    assert again.tokenizer["name"] == "chars"
+    assert again.tokens["test"] == len(closed(PUBLISHED["test"]))
+
+
+def test_a_set_without_a_card(hub):
+    hub.sets["owner/name"] = {
+        f"{name}.jsonl": jsonl(PUBLISHED[split])
+        for name, split in (("train", "train"), ("validation", "val"), ("test", "test"))
+    }
+    assert_published(prepared("owner/name"))
+
+
+def test_what_is_cut_off_is_streamed_and_not_kept(hub, kept):
+    hub.sets["owner/name"] = published(parts=2)
+    corpus = prepared("owner/name", max_tokens=100, val_tokens=10, test_tokens=10)
+    assert corpus.tokens == {"train": 100, "val": 10, "test": 10}
+    whole = prepared("owner/name")
+    assert list(kept.rglob("*.parquet"))
+    shutil.rmtree(kept)
+    everything = prepared("owner/name", max_tokens=10**6)
+    assert not list(kept.rglob("*.parquet"))
+    assert not list(kept.rglob("*.arrow"))
+    assert everything.fingerprint == whole.fingerprint
+
+
+def test_no_more_is_streamed_than_is_asked_for(hub):
+    hub.sets["owner/name"] = published(parts=4)
+    prepared("owner/name", max_tokens=100, val_tokens=10, test_tokens=10)
+    parts = {line[-len("00000-of-00004.parquet") :] for line in hub.asked if "GET" in line}
+    assert "00000-of-00004.parquet" in parts
+    assert "00003-of-00004.parquet" not in parts
+
+
+def test_a_revision(hub):
+    before = published()
+    hub.sets["owner/name"] = {"train.jsonl": jsonl(["changed"])}
+    hub.sets["owner/name@v1"] = before
+    assert_published(prepared("owner/name", revision="v1"))
+    assert_published(prepared("owner/name", revision=commit(before)))
+    assert "'v2'" in refused("owner/name", revision="v2")
+
+
+def test_a_subset(hub):
+    hub.sets["owner/name"] = subsets()
+    assert "small" in split(prepared("owner/name", subset="small"), "train")
+    assert "large" in split(prepared("owner/name", subset="large"), "train")
+    assert "'middle'" in refused("owner/name", subset="middle")
+    refused("owner/name")
+
+
+def test_a_script_is_refused_and_not_run(hub, tmp_path):
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n".encode()
+    hub.sets["owner/name"] = {"name.py": code, "README.md": b"A set.\n"}
+    line = refused("owner/name")
+    assert "no code of a data set is run" in line
+    assert not (tmp_path / "ran").exists()
+    # What it says to do.
+    assert "data.revision=refs/convert/parquet" in line
+    texts = [f"row {i}" for i in range(40)]
+    hub.sets["owner/name@refs/convert/parquet"] = {"default/train/0000.parquet": parquet(texts)}
+    corpus = prepared("owner/name", revision="refs/convert/parquet")
+    assert split(corpus, "train") in closed(texts)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_an_unknown_name_is_told_in_one_line(hub, status):
+    hub.refused["owner/name"] = status
+    line = refused("owner/name")
+    assert line.startswith("data.name: 'owner/name'")
+    assert "doesn't exist on the Hub or cannot be accessed" in line
+
+
+def test_files_from_anywhere(hub, point, nobody):
+    """This takes what fsspec needs for http."""
+    pytest.importorskip("aiohttp")
+    point(nobody)
+    text = "from anywhere\n" * 100
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("inner", text)
+    hub.files = {"one.txt": text.encode(), "packed.zip": packed.getvalue()}
+    for files in (f"{hub.address}/one.txt", f"zip://inner::{hub.address}/packed.zip"):
+        corpus = prepared("text", files=files)
+        assert "".join(split(corpus, name) for name in ("train", "val", "test")) == text
+
+
+# No network
+
+
+def test_what_the_hubs_client_keeps_is_used(tmp_path, kept, spawn):
+    keep(kept, "owner/name", published(parts=2))
+    words = ("data.name=owner/name", "data.tokenizer=bytes", "data.cache=cache")
+    process = spawn("data", "prepare", "data=hub", *words)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    # The same corpus is found here, with nothing left to read it from.
+    shutil.rmtree(kept)
+    assert_published(prepared("owner/name"))
+
+
+def test_a_set_with_a_part_missing_is_refused(kept):
+    snapshot = keep(kept, "owner/name", published(parts=2))
+    (snapshot / "data" / "first-00001-of-00002.parquet").unlink()
+    line = refused("owner/name")
+    assert "1 of 2 parts of 'first'" in line
+    assert "HF_HOME" in line
+
+
+def test_a_part_of_a_split_that_is_kept(kept):
+    keep(kept, "owner/name", published())
+    corpus = prepared("owner/name", split="train[:50%]")
+    assert_published(corpus, train=PUBLISHED["train"][:20])
+
+
+def test_max_tokens_of_what_is_kept(kept):
+    keep(kept, "owner/name", published())
+    assert prepared("owner/name", max_tokens=100).tokens["train"] == 100
+
+
+def test_the_librarys_own_cache_is_enough(hub, point, nobody, kept):
+    hub.sets["owner/TwoWords"] = published()
+    online = prepared("owner/TwoWords")
+    shutil.rmtree("cache")
+    shutil.rmtree(kept / "hub")
+    point(nobody)
+    assert prepared("owner/TwoWords").fingerprint == online.fingerprint
+    assert_published(prepared("owner/TwoWords", max_tokens=10**6))
+
+
+def test_another_subset_than_the_librarys_own_cache_has(hub, point, nobody, kept):
+    hub.sets["owner/name"] = subsets()
+    prepared("owner/name", subset="small")
+    point(nobody)
+    refused("owner/name", subset="large")
+    keep(kept, "owner/name", subsets())
+    assert "large" in split(prepared("owner/name", subset="large"), "train")
+
+
+def test_another_revision_than_is_kept_is_not_made_up(hub, point, nobody):
+    files = published()
+    hub.sets["owner/name"] = files
+    prepared("owner/name")
+    shutil.rmtree("cache")
+    point(nobody)
+    assert "HF_HOME" in refused("owner/name", revision="v1")
+    assert_published(prepared("owner/name", revision=commit(files)))
+
+
+def test_told_to_be_offline_nothing_is_asked(hub, kept, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    keep(kept, "owner/name", published())
+    assert_published(prepared("owner/name"))
+    assert "HF_HOME" in refused("owner/other")
+    assert hub.asked == []
+
+
+def test_files_out_of_reach(nobody):
+    line = refused("text", files=f"{nobody}/one.txt")
+    assert "HF_HOME" in line
+    assert "data=stdlib" in line
+
+
+@pytest.mark.parametrize("server", ["nobody", "silent"])
+def test_without_a_network_the_end_is_near(tmp_path, spawn, monkeypatch, request, server):
+    monkeypatch.setenv("HF_ENDPOINT", request.getfixturevalue(server))
+    cache = tmp_path / "cache"
+    started = time.monotonic()
+    process = spawn("data", "prepare", "data=wikitext2", f"data.cache={cache}")
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - started < 20
+    assert process.returncode == 2
+    (line,) = err.splitlines()
+    assert all(word in line for word in ("HF_HOME", "data.cache", "data=stdlib"))
+    assert [path for path in cache.glob("*") if path.suffix != ".lock"] == []

@@ -1,0 +1,280 @@
+"""OpenAI's encodings: from files that are here, or fetched, or refused in one line.
+
+The files here are made up: they have the format of OpenAI's, and their size where it is fixed.
+"""
+
+import base64
+import hashlib
+import itertools
+import json
+import socket
+import string
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+
+from qkablate.config import DataConfig
+from qkablate.data import network, tokenizers
+from qkablate.data.corpus import open_corpus
+from qkablate.errors import UserError
+
+URL = "https://openaipublic.blob.core.windows.net"
+TEXT = "héllo the then other ∑𝄞 \r\n\n\t  12345 <|endoftext|> \u2028\x85 don't\n"
+# Each merge stands after those that it is made of.
+MERGES = [b"th", b"the", b" t", b" the", b"en", b"er", b"\xc3\xa9", b"ll"]
+NAMES = ["gpt2", "cl100k_base", "o200k_base"]
+
+
+@pytest.fixture(autouse=True)
+def encodings(monkeypatch):
+    """tiktoken keeps what it has loaded; and it knows the files of OpenAI by their hashes."""
+    import tiktoken.load
+    import tiktoken.registry
+
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    monkeypatch.setattr(tiktoken.load, "check_hash", lambda data, expected: bool(data))
+    return tiktoken.registry
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A folder that has no files yet, and no network."""
+    folder = tmp_path / "tiktoken"
+    folder.mkdir()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with socket.socket() as bound:  # nobody listens
+        bound.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        monkeypatch.setattr(network, "TOKENS_FROM", nowhere)
+        yield folder
+
+
+def files(name, merges=None):
+    """What tiktoken would fetch: by URL."""
+    if name == "gpt2":
+        return gpt2_files()
+    tokens = [bytes([byte]) for byte in range(256)] + (MERGES if merges is None else merges)
+    lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+    return {f"{URL}/encodings/{name}.tiktoken": b"".join(lines)}
+
+
+def gpt2_files():
+    """50,000 merges, of letters with letters and of the pairs with each other."""
+    printed = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in printed]
+    spelled = [chr(byte) for byte in printed] + [chr(256 + i) for i in range(len(others))]
+    pairs = list(itertools.product(string.ascii_lowercase, repeat=2))
+    doubled = itertools.product(("".join(pair) for pair in pairs), repeat=2)
+    merges = [*pairs, *doubled][:50_000]
+    vocabulary = [*spelled, *("".join(pair) for pair in merges), "<|endoftext|>"]
+    bpe = "".join(["#version: 0.2\n", *(f"{first} {second}\n" for first, second in merges)])
+    ranks = json.dumps({token: rank for rank, token in enumerate(vocabulary)})
+    where = f"{URL}/gpt-2/encodings/main"
+    return {f"{where}/vocab.bpe": bpe.encode(), f"{where}/encoder.json": ranks.encode()}
+
+
+def put(folder, found):
+    """As tiktoken keeps them."""
+    for url, content in found.items():
+        (folder / hashlib.sha1(url.encode()).hexdigest()).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_that_are_here_are_enough(cache, name):
+    put(cache, files(name))
+    tokenizer = tokenizers.load({"name": name})
+    text = TEXT.encode() * 3
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) < len(text)  # something was merged
+    assert tokenizer.token_bytes[ids].sum() == len(text)
+    assert ids.max() < tokenizer.vocabulary == len(tokenizer.token_bytes)
+    assert tokenizer.decode([tokenizer.end]) == b"\0"
+    assert tokenizer.end not in ids  # what looks like it in a text is text
+    assert tokenizer.decode([]) == b""
+    assert tokenizer.encode(b"").tolist() == []
+    assert tokenizer.unknown("anything ∑") == ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_text_comes_back(cache, name):
+    put(cache, files(name))
+    tokenizer = tokenizers.load({"name": name})
+    draws = np.random.default_rng(0)
+    points = [*draws.integers(0, 0xD800, 3000), *draws.integers(0xE000, 0x110000, 3000)]
+    text = "".join(map(chr, draws.permutation(points))).encode()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_long_run_of_white_space(cache):
+    """tiktoken alone would overflow its stack."""
+    put(cache, files("cl100k_base"))
+    tokenizer = tokenizers.load({"name": "cl100k_base"})
+    text = b" " * 2**20
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", "uint16"), ("o200k_base", "uint32")])
+def test_a_corpus(tmp_path, cache, name, dtype):
+    put(cache, files(name))
+    path = tmp_path / "a.txt"
+    path.write_bytes(TEXT.encode() * 300)
+    config = DataConfig(source="text", path=str(path), cache=str(tmp_path / "c"), tokenizer=name)
+    corpus = open_corpus(config)
+    assert corpus.dtype == dtype
+    tokenizer = tokenizers.load(json.loads(json.dumps(corpus.tokenizer)))
+    assert tokenizer.vocabulary == corpus.vocabulary
+    parts = {split: tokenizer.decode(corpus.split(split)) for split in ("train", "val", "test")}
+    assert b"".join(parts.values()) == path.read_bytes()
+    assert {split: len(text) for split, text in parts.items()} == corpus.bytes
+
+
+def test_documents_of_a_corpus_are_closed(tmp_path, cache):
+    put(cache, files("cl100k_base"))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(60):
+        (folder / f"{i}.txt").write_text(f"the {i}th document\n")
+    base = {"source": "text", "path": str(folder), "cache": str(tmp_path / "c")}
+    corpus = open_corpus(DataConfig(**base, tokenizer="cl100k_base"))
+    plain = open_corpus(DataConfig(**base, tokenizer="bytes"))
+    tokenizer = tokenizers.load(corpus.tokenizer)
+    # The same text in the same order, and of the same size: so bits per byte compare.
+    train = tokenizer.decode(corpus.split("train"))
+    assert train == plain.split("train").tobytes()[-len(train) :]
+    assert corpus.bytes["train"] == len(train)
+    ends = (corpus.split("train") == tokenizer.end).sum()
+    assert ends == train.count(b"\0") == corpus.manifest["documents"]["train"]
+
+
+def test_other_tokens_under_the_same_name_are_refused(cache, encodings):
+    put(cache, files("cl100k_base"))
+    described = tokenizers.load({"name": "cl100k_base"}).describe()
+    assert described["name"] == "cl100k_base"
+    assert len(described["sha256"]) == 64
+    assert tokenizers.load(described).describe() == described
+    encodings.ENCODINGS.clear()
+    put(cache, files("cl100k_base", [*MERGES, b"another"]))
+    with pytest.raises(ValueError, match="another 'cl100k_base'"):
+        tokenizers.load(described)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_files_and_network_it_is_one_line(tmp_path, cache, name):
+    with pytest.raises(UserError) as error:
+        tokenizers.load({"name": name})
+    (line,) = str(error.value).splitlines()
+    assert line.startswith("data.tokenizer: ")
+    assert f"'{name}'" in line
+    assert "TIKTOKEN_CACHE_DIR" in line
+    assert "data.tokenizer=bpe" in line
+    # So is it for a whole corpus, of which nothing stays.
+    (tmp_path / "a.txt").write_text("abc " * 500)
+    folder = tmp_path / "c"
+    base = {"source": "text", "path": str(tmp_path / "a.txt"), "cache": str(folder)}
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
+        open_corpus(DataConfig(**base, tokenizer=name))
+    assert [path for path in folder.iterdir() if path.suffix != ".lock"] == []
+
+
+def test_no_network_is_asked_where_the_files_are_here(cache, monkeypatch):
+    put(cache, files("cl100k_base"))
+    monkeypatch.setattr(network, "reachable", lambda *_: pytest.fail("it was asked"))
+    assert tokenizers.load({"name": "cl100k_base"}).vocabulary > 256
+
+
+def test_files_are_fetched_once(cache, encodings, monkeypatch):
+    fetched = []
+    found = files("cl100k_base")
+
+    def fetch(url):
+        fetched.append(url)
+        return found[url]
+
+    monkeypatch.setattr("tiktoken.load.read_file", fetch)
+    monkeypatch.setattr(network, "reachable", lambda *_: True)
+    described = tokenizers.load({"name": "cl100k_base"}).describe()
+    encodings.ENCODINGS.clear()
+    assert tokenizers.load({"name": "cl100k_base"}).describe() == described
+    assert fetched == list(found)
+
+
+@pytest.mark.parametrize("met", [ConnectionError("gone\nfar away"), ValueError("Hash mismatch")])
+def test_a_network_that_fails_on_the_way_is_one_line(cache, monkeypatch, met):
+    def fetch(url):
+        raise met
+
+    monkeypatch.setattr("tiktoken.load.read_file", fetch)
+    monkeypatch.setattr(network, "reachable", lambda *_: True)
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR") as error:
+        tokenizers.load({"name": "o200k_base"})
+    assert len(str(error.value).splitlines()) == 1
+
+
+# Whether a server answers
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """Servers that answer with a status, or with what is no HTTP."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    started = []
+
+    def start(answer):
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self):
+                if isinstance(answer, bytes):
+                    self.wfile.write(answer)
+                else:
+                    self.send_response(answer)
+                    self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        started.append((server, thread))
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server, thread in started:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize("status", [200, 401, 404, 500])
+def test_a_server_that_answers_is_reachable_whatever_it_says(answering, status):
+    assert network.reachable(answering(status), patience=30)
+
+
+def test_a_server_that_is_not_there_is_out_of_reach():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        assert not network.reachable(f"http://127.0.0.1:{bound.getsockname()[1]}", patience=30)
+
+
+def test_a_server_that_never_answers_is_out_of_reach():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        started = time.monotonic()
+        assert not network.reachable(f"http://127.0.0.1:{server.getsockname()[1]}", patience=0.2)
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("address", ["nothing", "http://127.0.0.1:port", "http://[", "", "no://a"])
+def test_what_is_no_address_is_out_of_reach(address):
+    started = time.monotonic()
+    assert not network.reachable(address, patience=30)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_speaks_no_http_is_out_of_reach(answering):
+    assert not network.reachable(answering(b"something else\r\n\r\n"), patience=30)

@@ -1,0 +1,53 @@
+"""Batches on their way to the device."""
+
+import pytest
+import torch
+
+from qkablate.data import Batch
+from qkablate.training.feed import Feed, on_device
+
+
+class Steps:
+    """Remembers which steps were asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def step(self, step):
+        self.asked.append(step)
+        tokens = torch.full((2, 4), step)
+        return [Batch(tokens, tokens + 1), Batch(tokens, tokens + 2, tokens * 0)]
+
+
+def test_on_a_cpu_batches_are_made_when_they_are_taken():
+    steps = Steps()
+    feed = Feed(steps, "cpu")
+    first, second = feed.take(3)
+    feed.fetch_ahead(4)
+    assert steps.asked == [3]
+    assert first.where_NA is None
+    assert torch.equal(second.targets_NA, torch.full((2, 4), 5))
+    assert on_device(first, "cpu") is first
+
+
+def test_the_next_step_is_fetched_once(monkeypatch):
+    """On a GPU; the copy itself needs one, so here it stays where it is."""
+    monkeypatch.setattr("qkablate.training.feed.on_device", lambda batch, device: batch)
+    steps = Steps()
+    feed = Feed(steps, "cuda")
+    for step in range(3):
+        assert int(feed.take(step)[0].tokens_NT[0, 0]) == step
+        feed.fetch_ahead(step + 1)
+    assert steps.asked == [0, 1, 2, 3]
+    assert int(feed.take(7)[0].tokens_NT[0, 0]) == 7  # another than was fetched
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu():
+    feed = Feed(Steps(), "cuda")
+    feed.fetch_ahead(5)
+    _, batch = feed.take(5)
+    assert batch.tokens_NT.is_cuda
+    assert batch.where_NA.is_cuda
+    assert torch.equal(batch.targets_NA.cpu(), torch.full((2, 4), 7))
