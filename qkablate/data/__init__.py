@@ -22,6 +22,9 @@ class Data(Protocol):
     """What training asks of its data; a Corpus or a Task."""
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def fingerprint(self) -> str: ...
 
     @property

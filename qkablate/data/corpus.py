@@ -49,11 +49,16 @@ class Corpus:
     answers = 1.0  # the part of the positions that answer: all
 
     @property
+    def name(self) -> str:
+        """What it is called: a set of the Hub by its own name, a URL as it is."""
+        source = self.manifest["sources"]
+        return str(source.get("files") or source.get("name") or source["source"])
+
+    @property
     def told(self) -> str:
-        tokens, source = self.tokens, self.manifest["sources"]
-        name = source.get("name") or source["source"]
+        tokens = self.tokens
         return (
-            f"{name}, {self.tokenizer['name']}: {tokens['train']:,} tokens to train on,"
+            f"{self.name}, {self.tokenizer['name']}: {tokens['train']:,} tokens to train on,"
             f" {tokens['val']:,} to validate, {tokens['test']:,} to test"
         )
 

@@ -80,7 +80,7 @@ def _load(config: DataConfig) -> dict[str, Any]:
     local = os.path.isdir(name) or (config.files is not None and "://" not in config.files)
     online = local or _reachable(config)
     if not online and not _cached(config):
-        raise UserError(f"data.name: '{config.name}' is out of reach: no network; {_NO_NETWORK}")
+        raise UserError(f"{_place(config)} is out of reach: no network; {_NO_NETWORK}")
 
     import datasets
 
@@ -204,4 +204,9 @@ def _failed(config: DataConfig, error: Exception) -> UserError:
         said = "it is empty"
     elif isinstance(error, (ConnectionError, TimeoutError)):
         said = f"out of reach: {said}; {_NO_NETWORK}"
-    return UserError(f"data.name: '{config.name}': {said}")
+    return UserError(f"{_place(config)}: {said}")
+
+
+def _place(config: DataConfig) -> str:
+    """What a user wrote for where the text is."""
+    return f"data.files: '{config.files}'" if config.files else f"data.name: '{config.name}'"

@@ -32,6 +32,7 @@ _THREADS = 4
 
 def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, Any]:
     """Write <split>.bin into `folder`; what the manifest says of them, the tokenizer included."""
+    known = _known_tokenizer(config)  # first: a set may be long to read
     spool = Spool(folder / "documents")
     progress.stage("reading")
     spool.fill(_source(config), Room(config), progress)
@@ -39,7 +40,7 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
         key, what = ("path", config.path) if config.path else ("name", config.name)
         raise UserError(f"data.{key}: '{what}' is empty")
     plan = _plan(config, spool)
-    tokenizer = _tokenizer(config, spool, plan, progress)
+    tokenizer = known or _tokenizer(config, spool, plan, progress)
     progress.stage("writing", spool.size)
     writer = _Writer(folder, spool, tokenizer, plan.closed, progress)
     found, rest = {}, plan.shared
@@ -110,18 +111,24 @@ def _plan(config: DataConfig, spool: Spool) -> _Plan:
     return _Plan(published, shared, share, closed, rule)
 
 
+def _known_tokenizer(config: DataConfig) -> Tokenizer | None:
+    """That which does not depend on the text."""
+    if config.tokenizer in ("chars", "bpe"):
+        return None
+    return tokenizers.load({"name": config.tokenizer})
+
+
 def _tokenizer(config: DataConfig, spool: Spool, plan: _Plan, progress: Progress) -> Tokenizer:
+    """That which is made of the text."""
     if config.tokenizer == "chars":
         # Of all splits: a character that was never seen has no token.
         everything = (spool.text(spans) for spans in (plan.shared, *plan.published.values()))
         texts = (text for text, _ in itertools.chain.from_iterable(everything))
         return tokenizers.Chars.of(itertools.chain([DOCUMENT_END] * plan.closed, texts))
-    if config.tokenizer == "bpe":
-        assert config.vocab_size is not None
-        progress.stage("learning", config.vocab_size, "token")
-        sample = _first(LEARN_FROM, (text for text, _ in spool.text(plan.learned_from())))
-        return tokenizers.Learned.of(sample, config.vocab_size, progress.at)
-    return tokenizers.load({"name": config.tokenizer})
+    assert config.vocab_size is not None
+    progress.stage("learning", config.vocab_size, "token")
+    sample = _first(LEARN_FROM, (text for text, _ in spool.text(plan.learned_from())))
+    return tokenizers.Learned.of(sample, config.vocab_size, progress.at)
 
 
 def _first(size: int, texts: Iterable[bytes]) -> Iterator[bytes]:

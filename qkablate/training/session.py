@@ -233,7 +233,7 @@ def _base_result(plan: Plan) -> dict[str, Any]:
         "loss": {"train": None, "val": None, "test": None},
         **{name: {"val": None, "test": None} for name in _BESIDES_LOSS},
         "measures": {},
-        "data": config.data.name or config.data.source,
+        "data": plan.data.name,
         "params": plan.params,
         "flops_per_token": plan.flops_per_token,
         "init": {"mode": config.variant.init, "match": plan.match},

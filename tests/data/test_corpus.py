@@ -103,15 +103,15 @@ def test_a_folder_is_split_by_content(folder, tmp_path, cache, tokenizer):
 
 
 @given(
-    st.lists(st.text("abé∑", max_size=40), min_size=1, max_size=30),
+    st.lists(st.text("é∑\n", max_size=40), min_size=1, max_size=30),
     st.sampled_from(["bytes", "chars", "bpe"]),
     st.integers(2, 50),
 )
 @settings(max_examples=60, deadline=None)
 def test_splits_are_disjoint_and_bounded(tmp_path_factory, texts, tokenizer, room):
     """Whatever the documents: each in one split, once; val and test within their bounds."""
-    if not any(texts):
-        return
+    texts = [chr(65 + i) + text for i, text in enumerate(texts)]
+    texts += texts[::3]  # some of them twice
     folder = tmp_path_factory.mktemp("any")
     rows = "\n".join(json.dumps({"text": t}) for t in texts)
     (folder / "a.jsonl").write_text(rows)
@@ -126,13 +126,13 @@ def test_splits_are_disjoint_and_bounded(tmp_path_factory, texts, tokenizer, roo
     )
     prepared = open_corpus(config)
     share = (sum(len(t.encode()) for t in {*texts}) + len({*texts})) // 20
-    unique = {t for t in texts if t}
+    unique = {*texts}
     if len(unique) > 1:
         found = parts(prepared)
         whole = [d for d in found["train"] if d.decode() in unique]
         assert len(whole) == len({*whole}) == len(found["train"])
-        held_out = {*found["val"], *found["test"]} & {t.encode() for t in unique}
-        assert not held_out & {*found["train"]}
+        names = [d[:1] for documents in found.values() for d in documents]
+        assert len(names) == len({*names})  # what is left of a document stands in one place
     for split in ("val", "test"):
         assert prepared.tokens[split] <= min(room, max(share, room if len(unique) < 2 else 0))
     assert all(len(text(prepared, s)) == prepared.bytes[s] for s in SPLITS)

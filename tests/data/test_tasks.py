@@ -1,4 +1,4 @@
-"""Generated tasks: what they ask can be answered from what they show, and nothing moves the data."""
+"""Generated tasks: what they ask can be answered from what they show; nothing moves the data."""
 
 import itertools
 

@@ -16,9 +16,9 @@ class Directed(Task):
     neither; the answer is yes for the successor.
 
     Why a symmetric score cannot do it. Take one layer with one head and nothing else on the way: no
-    MLP, no skip around the attention, no positions (model.layers=1 model.heads=1 model.mlp_ratio=0
-    model.attention_skip=false model.position=none). Then the logit of yes minus that of no is, up to
-    a positive factor (of the softmax and the last norm),
+    MLP, no skip around the attention, no positions (model.layers=1 model.heads=1
+    model.mlp_ratio=0 model.attention_skip=false model.position=none). Then the logit of yes minus
+    that of no is, up to a positive factor (of the softmax and the last norm),
 
         Σ E(q, x) c(x)        over all x: the blanks, the bag, and q itself,
 
