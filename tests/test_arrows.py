@@ -90,3 +90,8 @@ def test_the_command_itself_imports_nothing_heavy(words):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_text_is_prepared_without_torch():
+    code = "import sys, qkablate.data, qkablate.cli.data; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -4,14 +4,15 @@ Shape suffixes: N windows, T context, A answers.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.lib.stride_tricks import sliding_window_view
-from torch import Tensor
 
 from qkablate.randomness import stream
+
+if TYPE_CHECKING:  # text is prepared and looked at without it
+    from torch import Tensor
 
 IGNORE = -100  # a target that does not count
 
@@ -19,9 +20,9 @@ IGNORE = -100  # a target that does not count
 class Batch(NamedTuple):
     """What one forward pass reads, and what it is to answer."""
 
-    tokens_NT: Tensor
-    targets_NA: Tensor
-    where_NA: Tensor | None = None  # which positions answer; None: all, in their order
+    tokens_NT: "Tensor"
+    targets_NA: "Tensor"
+    where_NA: "Tensor | None" = None  # which positions answer; None: all, in their order
     slices: dict[str, np.ndarray] | None = None  # of each answer, the slice it counts in; by name
 
 
@@ -36,6 +37,8 @@ class Windows:
 
     def step(self, step: int) -> list[Batch]:
         """The micro-batches of this step."""
+        import torch
+
         count = self.batch_size * self.accumulate
         starts_N = stream(self.seed, "batch", step).integers(len(self._windows), size=count)
         windows_NT = torch.from_numpy(self._windows[starts_N].astype(np.int64))
@@ -47,6 +50,8 @@ def whole(tokens: np.ndarray, *, batch_size: int, context: int) -> Iterator[Batc
 
     All batches have one shape; what is missing at the end is filled with targets that don't count.
     """
+    import torch
+
     predicted = len(tokens) - 1
     step = batch_size * context
     for first in range(0, predicted, step):

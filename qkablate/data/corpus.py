@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from qkablate.config import DataConfig
-from qkablate.data import sources
+from qkablate.data import hub, sources
 from qkablate.data.batches import Batch, Windows, whole
 from qkablate.data.prepare import SPLITS, prepare
 from qkablate.data.progress import Progress
@@ -123,13 +123,11 @@ def cache_dir(config: DataConfig) -> Path:
 
 def prepared_folder(config: DataConfig) -> Path:
     """Named by what would be prepared: files as they stand, or what is asked of the Hub."""
-    what: list[Any] = []
-    if config.source == "hub":
-        keys = ("name", "files", "subset", "revision", "split", "document_start")
-        what = [getattr(config, key) for key in keys]
-    else:
-        stats = [(str(file.absolute()), file.stat()) for file in sources.files(config)]
-        what = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    keys = ("name", "files", "subset", "revision", "split", "document_start")
+    files = hub.local_files(config) if config.source == "hub" else sources.files(config)
+    stats = [(str(file.absolute()), file.stat()) for file in files]
+    what: list[Any] = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    what += [getattr(config, key) for key in keys]
     rules = [FORMAT, _LAYOUT, config.source, config.tokenizer, config.vocab_size, config.field]
     rules += [config.max_tokens, config.val_tokens, config.test_tokens]
     key = _digest([rules, what])[:12]

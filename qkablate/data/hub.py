@@ -3,6 +3,7 @@
 No code of a data set is ever run. Without a network what HF_HOME holds is used.
 """
 
+import glob
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -23,8 +24,33 @@ _NO_NETWORK = (
 
 
 def documents(config: DataConfig) -> Source:
-    """Every row is a document, or all rows from one that matches `document_start` to the next."""
-    loaded = _load(config)
+    """Every row is a document, or all rows from one that matches `document_start` to the next.
+    That it is within reach is seen at once, the rest when the documents are asked for."""
+    online = bool(local_files(config)) or _reachable(config)
+    if not online and not _cached(config):
+        raise UserError(f"{_place(config)} is out of reach: no network; {_NO_NETWORK}")
+    return _splits(config, online)
+
+
+def local_files(config: DataConfig) -> list[Path]:
+    """Those that the text is in, where it is on this machine."""
+    name = os.path.expanduser(config.name or "")
+    if config.files is not None:
+        if "://" in config.files:
+            return []
+        found = sorted(glob.glob(os.path.expanduser(config.files), recursive=True))
+        if not found:
+            raise UserError(f"data.files: there is no file or pattern '{config.files}'")
+        return [Path(file) for file in found]
+    if os.path.isdir(name):
+        return sorted(file for file in Path(name).rglob("*") if file.is_file())
+    if name.startswith((".", "/")) or name.count("/") > 1:
+        raise UserError(f"data.name: there is no folder '{config.name}'")
+    return []
+
+
+def _splits(config: DataConfig, online: bool) -> Source:
+    loaded = _load(config, online)
     train = config.split or "train"
     splits = {"train": train}
     for ours, names in _HELD_OUT.items():
@@ -59,7 +85,7 @@ def _texts(rows: Any, config: DataConfig) -> Iterator[str]:
     except UserError:
         raise
     except Exception as error:  # whatever the library meets on its way: it wraps none of it
-        raise _failed(config, error) from None
+        raise _failed(_place(config), error) from None
 
 
 def _grouped(rows: Iterable[str], start: re.Pattern[str]) -> Iterator[str]:
@@ -73,38 +99,36 @@ def _grouped(rows: Iterable[str], start: re.Pattern[str]) -> Iterator[str]:
     yield "".join(lines)
 
 
-def _load(config: DataConfig) -> dict[str, Any]:
+def _load(config: DataConfig, online: bool) -> dict[str, Any]:
     """The splits, by name."""
+    import datasets
+
     assert config.name is not None
     name = os.path.expanduser(config.name)
-    local = os.path.isdir(name) or (config.files is not None and "://" not in config.files)
-    online = local or _reachable(config)
-    if not online and not _cached(config):
-        raise UserError(f"{_place(config)} is out of reach: no network; {_NO_NETWORK}")
-
-    import datasets
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what matters is raised as well
     words: dict[str, Any] = {"name": config.subset, "revision": config.revision}
     if config.files is not None:
-        words["data_files"] = config.files
+        words["data_files"] = os.path.expanduser(config.files)
     if name == "text":
         words["sample_by"] = "document"
     # What is local or cut off at some point need not be copied into the library's cache.
+    local = bool(local_files(config))
     words["streaming"] = online and (local or config.max_tokens is not None)
     split = config.split if config.split and "[" in config.split else None
+    place = _place(config)
     with _offline(not online):
         try:
-            loaded = _found(name, words, online)
+            loaded = dict(_found(name, words, online))
             if split is not None:
-                part = _found(name, words | {"streaming": False, "split": split}, online)
-                loaded = {**loaded, split: part}
+                place = f"data.split: '{split}' of '{config.name}'"
+                loaded[split] = _found(name, words | {"streaming": False, "split": split}, online)
         except UserError:
             raise
         except Exception as error:
-            raise _failed(config, error) from None
-    return dict(loaded)
+            raise _failed(place, error, online) from None
+    return loaded
 
 
 def _found(name: str, words: dict[str, Any], online: bool) -> Any:
@@ -191,7 +215,7 @@ def _offline(offline: bool) -> Iterator[None]:
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = before
 
 
-def _failed(config: DataConfig, error: Exception) -> UserError:
+def _failed(place: str, error: Exception, online: bool = True) -> UserError:
     """One line for what the library said over many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[0] if lines else type(error).__name__
@@ -202,9 +226,11 @@ def _failed(config: DataConfig, error: Exception) -> UserError:
         )
     elif isinstance(error, StopIteration):  # what the library makes of empty files
         said = "it is empty"
-    elif isinstance(error, (ConnectionError, TimeoutError)):
+    elif isinstance(error, (ConnectionError, TimeoutError)) or "httpx" in type(error).__module__:
         said = f"out of reach: {said}; {_NO_NETWORK}"
-    return UserError(f"{_place(config)}: {said}")
+    elif not online:
+        said += f"; there is no network: {_NO_NETWORK}"
+    return UserError(f"{place}: {said}")
 
 
 def _place(config: DataConfig) -> str:

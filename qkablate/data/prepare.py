@@ -32,13 +32,14 @@ _THREADS = 4
 
 def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, Any]:
     """Write <split>.bin into `folder`; what the manifest says of them, the tokenizer included."""
-    known = _known_tokenizer(config)  # first: a set may be long to read
+    source = _source(config)
+    known = _known_tokenizer(config)  # before reading, which may be long
     spool = Spool(folder / "documents")
     progress.stage("reading")
-    spool.fill(_source(config), Room(config), progress)
+    spool.fill(source, Room(config), progress)
     if not spool.size:
-        key, what = ("path", config.path) if config.path else ("name", config.name)
-        raise UserError(f"data.{key}: '{what}' is empty")
+        key = next(key for key in ("path", "files", "name") if getattr(config, key))
+        raise UserError(f"data.{key}: '{getattr(config, key)}' is empty")
     plan = _plan(config, spool)
     tokenizer = known or _tokenizer(config, spool, plan, progress)
     progress.stage("writing", spool.size)

@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -208,6 +210,24 @@ def test_the_manifest_tells_everything(folder, cache):
     assert {f.name for f in prepared.folder.iterdir()} == {
         *("manifest.json", "tokenizer.json", "train.bin", "val.bin", "test.bin")
     }
+
+
+def test_threads_and_processes_change_nothing(folder, cache, monkeypatch, tmp_path):
+    """Another process has other hashes of its strings, and more or fewer threads."""
+    words = ["data=text", f"data.path={folder}", "data.tokenizer=bpe", "data.vocab_size=290"]
+    found = set()
+    for number, threads in enumerate((1, 2, 7)):
+        code = (
+            "import sys; from qkablate.data import prepare; from qkablate.cli import main;"
+            f"prepare._THREADS = {threads}; main(sys.argv[1:])"
+        )
+        own = [*words, f"data.cache={tmp_path / str(number)}"]
+        run = [sys.executable, "-c", code, "data"]
+        environment = {**os.environ, "PYTHONHASHSEED": str(number)}
+        subprocess.run([*run, "prepare", *own], check=True, env=environment, capture_output=True)
+        told = subprocess.run([*run, "info", *own, "--json"], check=True, capture_output=True)
+        found.add(json.loads(told.stdout)["fingerprint"])
+    assert len(found) == 1
 
 
 def _open(arguments):

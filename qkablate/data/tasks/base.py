@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
-import torch
 
 from qkablate.config import DATA_KEYS, DataConfig
 from qkablate.data.batches import IGNORE, Batch
@@ -35,6 +34,8 @@ class Examples:
     slices: dict[str, np.ndarray] = field(default_factory=dict)  # of each answer, by name
 
     def batch(self, rows: slice | np.ndarray) -> Batch:
+        import torch
+
         shape = self.targets_NA.shape
         where_NA = None if self.where_NA is None else torch.from_numpy(self.where_NA[rows])
         return Batch(
