@@ -90,13 +90,15 @@ def _texts(rows: Any, config: DataConfig) -> Iterator[str]:
 
 def _grouped(rows: Iterable[str], start: re.Pattern[str]) -> Iterator[str]:
     """Rows are lines: put them together into the documents that they make."""
-    lines: list[str] = []
+    text = ""
     for row in rows:
-        if start.search(row) and lines:
-            yield "".join(lines)
-            lines = []
-        lines.append(row if row.endswith("\n") else f"{row}\n")
-    yield "".join(lines)
+        if start.search(row):
+            if text.strip():  # blank lines before the first are no document
+                yield text
+            text = ""
+        text += row if row.endswith("\n") else f"{row}\n"
+    if text.strip():
+        yield text
 
 
 def _load(config: DataConfig, online: bool) -> dict[str, Any]:

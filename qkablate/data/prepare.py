@@ -127,7 +127,7 @@ def _tokenizer(config: DataConfig, spool: Spool, plan: _Plan, progress: Progress
         texts = (text for text, _ in itertools.chain.from_iterable(everything))
         return tokenizers.Chars.of(itertools.chain([DOCUMENT_END] * plan.closed, texts))
     assert config.vocab_size is not None
-    progress.stage("learning", config.vocab_size, "token")
+    progress.stage("learning", config.vocab_size, "tokens")
     sample = _first(LEARN_FROM, (text for text, _ in spool.text(plan.learned_from())))
     return tokenizers.Learned.of(sample, config.vocab_size, progress.at)
 
