@@ -145,6 +145,12 @@ class Task:
             self._readings[split] = self.draw(rng, self._counts[split])
         return self._readings[split]
 
+    def number(self, key: str) -> int:
+        """A key of `data` that this task has."""
+        value = getattr(self.config, key)
+        assert isinstance(value, int)
+        return value
+
     def refuse(self, key: str, value: object, why: str) -> UserError:
         return UserError(f"data.{key}: {value} {why}")
 

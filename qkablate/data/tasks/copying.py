@@ -20,9 +20,7 @@ class Copy(Task):
     step = 1
 
     def size(self) -> int:
-        size, payload = self.config.vocab_size, self.config.payload
-        assert size is not None
-        assert payload is not None
+        size, payload = self.number("vocab_size"), self.number("payload")
         if 2 * payload > self.length:
             raise self.refuse(
                 "payload",

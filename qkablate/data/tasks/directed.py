@@ -49,9 +49,7 @@ class Directed(Task):
     harder = "model.context, data.vocab_size; a shorter data.cycle costs a symmetric score more"
 
     def size(self) -> int:
-        size, cycle = self.config.vocab_size, self.config.cycle
-        assert size is not None
-        assert cycle is not None
+        size, cycle = self.number("vocab_size"), self.number("cycle")
         if cycle % 2 == 0:
             raise self.refuse("cycle", cycle, "is even; the argument is one about odd cycles")
         if size % cycle or size < 2 * cycle:

@@ -20,9 +20,7 @@ class Dyck(Task):
     harder = "data.depth, data.kinds, model.context"
 
     def size(self) -> int:
-        kinds, depth = self.config.kinds, self.config.depth
-        assert kinds is not None
-        assert depth is not None
+        kinds, depth = self.number("kinds"), self.number("depth")
         if self.length < 2:
             raise self.refuse("source", "dyck", "needs model.context=2 at least")
         self._length = self.length - self.length % 2  # balanced sequences are even

@@ -23,9 +23,7 @@ class Induction(Task):
     harder = "data.segment, data.vocab_size"
 
     def size(self) -> int:
-        size, segment = self.config.vocab_size, self.config.segment
-        assert size is not None
-        assert segment is not None
+        size, segment = self.number("vocab_size"), self.number("segment")
         if 2 * segment > self.length + 1:
             raise self.refuse(
                 "segment", segment, f"does not fit twice into model.context={self.length}"

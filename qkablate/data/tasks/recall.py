@@ -24,9 +24,7 @@ class Recall(Task):
     harder = "data.pairs, model.context, data.vocab_size"
 
     def size(self) -> int:
-        size, pairs = self.config.vocab_size, self.config.pairs
-        assert size is not None
-        assert pairs is not None
+        size, pairs = self.number("vocab_size"), self.number("pairs")
         if 3 * pairs > self.length:
             raise self.refuse(
                 "pairs",
