@@ -1,8 +1,11 @@
 """`qkablate data`: what there is to train on, made ready and looked at."""
 
+import itertools
 import json
+import shlex
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +61,15 @@ def main(argv: list[str]) -> int:
     takes = {"list": {"--json"}, "info": {"--json"}, "show": {"--split", "--count"}}
     if wrong := sorted({*flags} - takes.get(verb, set())):
         raise UserError(f"'{wrong[0]}' is not a flag of data {verb}")
-    verbs[verb](words, flags)
+    try:
+        verbs[verb](words, flags)
+    except KeyboardInterrupt:
+        print("qkablate: interrupted; what was not whole is not kept", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise UserError(f"data: '{error.filename}': {error.strerror}") from None
     return 0
 
 
@@ -76,7 +87,7 @@ def _list(words: list[str], flags: dict[str, str]) -> None:
     if words:
         raise UserError(f"data list takes no '{words[0]}'")
     from qkablate.config import DataConfig
-    from qkablate.data.corpus import cache_dir
+    from qkablate.data.corpus import cache_dir, called
 
     kinds = []
     for path in _files():
@@ -87,7 +98,7 @@ def _list(words: list[str], flags: dict[str, str]) -> None:
     prepared = []
     for manifest in sorted(cache.glob("*/manifest.json")):
         try:
-            prepared.append(_row(manifest))
+            prepared.append(_row(manifest, called))
         except (OSError, ValueError, KeyError, TypeError):
             prepared.append({"folder": manifest.parent.name, "damaged": True})
     if "--json" in flags:
@@ -117,12 +128,11 @@ def _list(words: list[str], flags: dict[str, str]) -> None:
     next_commands(["data", "show", "data=recall"], ["data", "info", "data=stdlib"])
 
 
-def _row(path: Path) -> dict[str, Any]:
+def _row(path: Path, called: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
     manifest = json.loads(path.read_text(encoding="utf-8"))
-    found = manifest["sources"]
     return {
         "folder": path.parent.name,
-        "text": str(found.get("path") or found.get("name") or found["source"]),
+        "text": called(manifest["sources"]),
         "tokenizer": str(manifest["tokenizer"]),
         "tokens": {split: int(manifest["tokens"][split]) for split in SPLITS},
         "size": sum(file.stat().st_size for file in path.parent.iterdir()),
@@ -131,7 +141,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 def _prepare(words: list[str], flags: dict[str, str]) -> None:
     from qkablate.data import TASKS, open_data
-    from qkablate.data.corpus import Corpus, prepared_folder
+    from qkablate.data.corpus import Corpus, is_prepared
 
     planned = jobs(words)
     for job in planned:
@@ -140,7 +150,7 @@ def _prepare(words: list[str], flags: dict[str, str]) -> None:
             data = open_data(config.data, config.model.context)
             print(f"{data.told}; its sequences are drawn while training: nothing to prepare")
             continue
-        before = (prepared_folder(config.data) / "manifest.json").is_file()
+        before = is_prepared(config.data)
         began = time.perf_counter()
         corpus = open_data(config.data, config.model.context)
         seconds = time.perf_counter() - began
@@ -162,12 +172,12 @@ def _prepare(words: list[str], flags: dict[str, str]) -> None:
 def _opened(job: Job) -> "Data":
     """The data of a job; text must be prepared."""
     from qkablate.data import open_data
-    from qkablate.data.corpus import prepared_folder
+    from qkablate.data.corpus import is_prepared
 
     config = job.config.data
-    if config.source in TEXT_SOURCES and not (prepared_folder(config) / "manifest.json").is_file():
-        given = " ".join(job.words)
-        raise UserError(f"it is not prepared yet; write qkablate data prepare {given}".rstrip())
+    if config.source in TEXT_SOURCES and not is_prepared(config):
+        command = shlex.join(["qkablate", "data", "prepare", *job.words])
+        raise UserError(f"it is not prepared yet; write {command}")
     return open_data(config, job.config.model.context)
 
 
@@ -200,7 +210,7 @@ def _corpus_info(data: Any) -> dict[str, Any]:
     told["divided"] = manifest["split"]
     for key in ("documents", "tokens", "bytes"):
         told[key] = manifest[key]
-    told["bytes_per_token"] = {s: corpus.bytes[s] / corpus.tokens[s] for s in SPLITS}
+    told["bytes_per_token"] = {s: corpus.bytes[s] / max(1, corpus.tokens[s]) for s in SPLITS}
     return {**told, "fingerprint": corpus.fingerprint, "folder": str(corpus.folder)}
 
 
@@ -226,7 +236,7 @@ def _readable(value: object) -> str:
 
 
 def _show(words: list[str], flags: dict[str, str]) -> None:
-    from qkablate.data import Task, tokenizers
+    from qkablate.data import IGNORE, Task, tokenizers
 
     split, count = flags.get("--split", "train"), flags.get("--count", "3")
     if split not in SPLITS:
@@ -240,27 +250,43 @@ def _show(words: list[str], flags: dict[str, str]) -> None:
     data = _opened(planned[0])
     data.check_context(config.model.context)
     print(data.told)
-    batch = _windows(data, config, split, int(count))
-    for number in range(min(int(count), len(batch.tokens_NT))):
+    tokenizer = None if isinstance(data, Task) else tokenizers.load(data.tokenizer)
+    sparse = False
+    for number, (batch, row) in enumerate(itertools.islice(_rows(data, config, split), int(count))):
         print(f"\n{split} {number + 1}")
-        if isinstance(data, Task):
-            print("  " + _sequence(data, batch, number))
+        if tokenizer is None:
+            assert isinstance(data, Task)
+            print("  " + _sequence(data, batch, row))
+            sparse = batch.where_NA is not None
         else:
-            tokens = batch.tokens_NT[number].tolist()
-            text = tokenizers.load(data.tokenizer).decode(tokens).decode("utf-8", "replace")
+            counted = int((batch.targets_NA[row] != IGNORE).sum())
+            tokens = batch.tokens_NT[row, :counted].tolist()
+            text = tokenizer.decode(tokens).decode("utf-8", "replace")
             print("\n".join(f"  {_harmless(line)}" for line in text.split("\n")))
-    if isinstance(data, Task) and batch.where_NA is not None:
+    if sparse:
         print("\na→b: after a, the answer is b")
     next_commands(["data", "info", *planned[0].words], ["train", *planned[0].words])
 
 
-def _windows(data: "Data", config: Config, split: str, count: int) -> "Batch":
-    """Of the training split what the first steps of a run would see."""
-    context = config.model.context
-    if split != "train":
-        return next(iter(data.reading(split, batch_size=count, context=context)))
-    batches = data.batches(seed=config.seeds.data, batch_size=count, accumulate=1, context=context)
-    return batches.step(0)[0]
+def _rows(data: "Data", config: Config, split: str) -> Iterator[tuple["Batch", int]]:
+    """The windows of a split in their order; of the training split, as a run sees them."""
+    from qkablate.data import IGNORE
+
+    context, train = config.model.context, config.train
+    if split == "train":
+        steps = data.batches(
+            seed=config.seeds.data,
+            batch_size=train.batch_size,
+            accumulate=train.accumulate,
+            context=context,
+        )
+        found: Iterator[Batch] = itertools.chain.from_iterable(map(steps.step, itertools.count()))
+    else:
+        found = data.reading(split, batch_size=16, context=context)
+    for batch in found:
+        for row, targets in enumerate(batch.targets_NA):
+            if (targets != IGNORE).any():  # the others fill up the last batch
+                yield batch, row
 
 
 def _sequence(task: "Task", batch: "Batch", number: int) -> str:

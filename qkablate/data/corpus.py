@@ -30,7 +30,7 @@ from qkablate.data.tally import Tally
 from qkablate.errors import UserError
 
 FORMAT = 1  # raised when the same text would be prepared into other tokens
-_LAYOUT = 2  # raised when the prepared folder has other files
+_LAYOUT = 3  # raised when the prepared folder has other files
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,7 @@ class Corpus:
 
     @property
     def name(self) -> str:
-        """What it is called: a set of the Hub by its own name, a URL as it is."""
-        source = self.manifest["sources"]
-        return str(source.get("files") or source.get("name") or source["source"])
+        return called(self.manifest["sources"])
 
     @property
     def told(self) -> str:
@@ -99,33 +97,51 @@ class Corpus:
         return loss / float(np.log(2)) * self.tokens[name] / self.bytes[name]
 
 
+def called(source: dict[str, Any]) -> str:
+    """What a person calls a text, from where it came from."""
+    return str(next(source[key] for key in ("path", "files", "name", "source") if source.get(key)))
+
+
 def open_corpus(config: DataConfig) -> Corpus:
     """The prepared corpus, prepared now if it is not there yet."""
-    cache, folder = cache_dir(config), prepared_folder(config)
-    if not (folder / "manifest.json").is_file():
-        try:
+    folder = prepared_folder(config)
+    cache = folder.parent
+    try:
+        if not (folder / "manifest.json").is_file():
             cache.mkdir(parents=True, exist_ok=True)
             with _locked(folder.with_suffix(".lock"), f"preparing {config.source}"):
                 if not (folder / "manifest.json").is_file():
                     _prepare(config, folder)
-        except OSError as error:
-            reason = error.strerror or error
-            raise UserError(f"data.cache: cannot write in '{cache}': {reason}") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"data.cache: cannot write in '{cache}': {reason}") from None
     return load(folder)
+
+
+def is_prepared(config: DataConfig) -> bool:
+    folder = prepared_folder(config)
+    try:
+        return (folder / "manifest.json").is_file()
+    except OSError as error:
+        raise UserError(f"data.cache: cannot read '{folder}': {error.strerror}") from None
 
 
 def cache_dir(config: DataConfig) -> Path:
     if config.cache is not None and config.cache != "auto":
-        return Path(config.cache).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(os.path.expanduser(config.cache))
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "qkablate" / "data"
 
 
 def prepared_folder(config: DataConfig) -> Path:
     """Named by what would be prepared: files as they stand, or what is asked of the Hub."""
     keys = ("name", "files", "subset", "revision", "split", "document_start")
-    files = hub.local_files(config) if config.source == "hub" else sources.files(config)
-    stats = [(str(file.absolute()), file.stat()) for file in files]
+    try:
+        files = hub.local_files(config) if config.source == "hub" else sources.files(config)
+        stats = [(str(file.absolute()), file.stat()) for file in files or ()]
+    except OSError as error:
+        place = f"data.{'name' if config.source == 'hub' else 'path'}"
+        raise UserError(f"{place}: cannot read '{error.filename}': {error.strerror}") from None
     what: list[Any] = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     what += [getattr(config, key) for key in keys]
     rules = [FORMAT, _LAYOUT, config.source, config.tokenizer, config.vocab_size, config.field]
@@ -139,6 +155,9 @@ def load(folder: Path) -> Corpus:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        checksum = manifest.pop("checksum")
+        if checksum != _digest(manifest):
+            raise ValueError("manifest.json does not have its checksum")
         if _digest(tokenizer) != manifest["tokenizer_sha256"]:
             raise ValueError("tokenizer.json does not have its checksum")
         corpus = Corpus(
@@ -160,7 +179,7 @@ def load(folder: Path) -> Corpus:
                 raise ValueError(f"{split}.bin does not have its checksum")
             if stat.st_size and int(corpus.split(split).max()) >= corpus.vocabulary:
                 raise ValueError(f"{split}.bin has a token beyond the vocabulary")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"data.cache: '{folder}' is damaged ({error}); remove that folder"
         ) from None
@@ -169,10 +188,9 @@ def load(folder: Path) -> Corpus:
 
 def _prepare(config: DataConfig, folder: Path) -> None:
     temporary = folder.with_suffix(".tmp")
-    others = [path for path in folder.parent.glob("*.tmp") if _abandoned(path)]
-    for interrupted in (folder, temporary, *others):
+    for interrupted in (folder, temporary):
         shutil.rmtree(interrupted, ignore_errors=True)
-    temporary.mkdir(mode=0o700)
+    temporary.mkdir()
     progress = Progress(f"data={config.source}")
     try:
         found = prepare(config, temporary, progress)
@@ -185,6 +203,7 @@ def _prepare(config: DataConfig, folder: Path) -> None:
             "tokenizer_sha256": _digest(tokenizer),
             **found,
         }
+        manifest["checksum"] = _digest(manifest)
         for name, content in (("tokenizer", tokenizer), ("manifest", manifest)):
             with (temporary / f"{name}.json").open("w", encoding="utf-8") as text_file:
                 json.dump(content, text_file, indent=1)
@@ -194,17 +213,6 @@ def _prepare(config: DataConfig, folder: Path) -> None:
     finally:
         progress.close()
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _abandoned(temporary: Path) -> bool:
-    """Whether nobody is preparing there any more."""
-    lock = temporary.with_suffix(".lock")
-    try:
-        with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)
-    return True
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,6 +18,8 @@ from qkablate.errors import UserError
 
 # The names under which a held-out split is published.
 _HELD_OUT = {"val": ("validation", "valid", "val", "dev"), "test": ("test",)}
+_READERS = ("text", "json", "csv", "parquet")  # of files: no sets, but ways to read data.files
+_ELSEWHERE = r"(https?|hf|s3|gs)://"
 _NO_NETWORK = (
     "prepare it where there is one and point data.cache or HF_HOME there, or use data=stdlib"
 )
@@ -26,19 +28,24 @@ _NO_NETWORK = (
 def documents(config: DataConfig) -> Source:
     """Every row is a document, or all rows from one that matches `document_start` to the next.
     That it is within reach is seen at once, the rest when the documents are asked for."""
-    online = bool(local_files(config)) or _reachable(config)
+    online = local_files(config) is not None or _reachable(config)
     if not online and not _cached(config):
         raise UserError(f"{_place(config)} is out of reach: no network; {_NO_NETWORK}")
     return _splits(config, online)
 
 
-def local_files(config: DataConfig) -> list[Path]:
-    """Those that the text is in, where it is on this machine."""
-    name = os.path.expanduser(config.name or "")
-    if config.files is not None:
-        if "://" in config.files:
-            return []
-        found = sorted(glob.glob(os.path.expanduser(config.files), recursive=True))
+def local_files(config: DataConfig) -> list[Path] | None:
+    """Those that the text is in, where it is on this machine and not elsewhere."""
+    name, files = os.path.expanduser(config.name or ""), os.path.expanduser(config.files or "")
+    if name in _READERS:
+        if not files:
+            raise UserError(f"data.files: data.name={name} needs data.files=FILE, PATTERN or URL")
+        if config.subset or config.revision:
+            key = "subset" if config.subset else "revision"
+            raise UserError(f"data.{key}: files that data.name={name} reads have none")
+        if re.search(_ELSEWHERE, files):
+            return None
+        found = sorted(glob.glob(files.rpartition("::")[2], recursive=True))
         if not found:
             raise UserError(f"data.files: there is no file or pattern '{config.files}'")
         return [Path(file) for file in found]
@@ -46,7 +53,7 @@ def local_files(config: DataConfig) -> list[Path]:
         return sorted(file for file in Path(name).rglob("*") if file.is_file())
     if name.startswith((".", "/")) or name.count("/") > 1:
         raise UserError(f"data.name: there is no folder '{config.name}'")
-    return []
+    return None
 
 
 def _splits(config: DataConfig, online: bool) -> Source:
@@ -84,6 +91,8 @@ def _texts(rows: Any, config: DataConfig) -> Iterator[str]:
             yield text or ""
     except UserError:
         raise
+    except KeyError:  # of what is streamed the columns may not be known before
+        raise UserError(f"data.field: '{config.name}' has no '{field}'") from None
     except Exception as error:  # whatever the library meets on its way: it wraps none of it
         raise _failed(_place(config), error) from None
 
@@ -112,11 +121,13 @@ def _load(config: DataConfig, online: bool) -> dict[str, Any]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what matters is raised as well
     words: dict[str, Any] = {"name": config.subset, "revision": config.revision}
     if config.files is not None:
-        words["data_files"] = os.path.expanduser(config.files)
+        words["data_files"] = config.files
+        if name in _READERS:
+            words["data_files"] = os.path.expanduser(config.files)
     if name == "text":
         words["sample_by"] = "document"
     # What is local or cut off at some point need not be copied into the library's cache.
-    local = bool(local_files(config))
+    local = local_files(config) is not None
     words["streaming"] = online and (local or config.max_tokens is not None)
     split = config.split if config.split and "[" in config.split else None
     place = _place(config)
@@ -178,7 +189,7 @@ def _reachable(config: DataConfig) -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    if config.files is not None:
+    if config.files is not None and config.name in _READERS:
         found = re.search(r"https?://[^/]+", config.files)
         return reachable(found[0] if found else constants.ENDPOINT)
     return reachable(constants.ENDPOINT)
@@ -189,7 +200,7 @@ def _cached(config: DataConfig) -> bool:
     while."""
     import huggingface_hub.constants as constants
 
-    if config.files is not None:
+    if config.name in _READERS:
         return False
     name = str(config.name)
     prepared = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")

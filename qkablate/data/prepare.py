@@ -1,8 +1,7 @@
 """Documents → splits → tokens on disk.
 
-Documents are taken in the order of their hashes, each once. Where no split was published, the
-first of them make the test split, the next the validation split, the rest train: which document
-stands where depends on the documents alone.
+A published split is kept. Otherwise a document's hash decides which split it is in, whatever else
+the corpus holds; a few documents are split by position, as one is.
 """
 
 import hashlib
@@ -10,7 +9,6 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,13 @@ from qkablate.config import DataConfig
 from qkablate.data import hub, sources, tokenizers
 from qkablate.data.progress import Progress
 from qkablate.data.sources import Source
-from qkablate.data.spool import Room, Spans, Spool
+from qkablate.data.spool import HELD_OUT, Room, Spans, Spool, held_out
 from qkablate.data.tokenizers import Tokenizer
 from qkablate.errors import UserError
 
 SPLITS = ("train", "val", "test")
 DOCUMENT_END = b"\0"  # what the token stands for that closes a document of several
+FEW = 300  # documents; of fewer, no hash would hold out 3 % for sure
 LEARN_FROM = 2**25  # bytes of training text that a bpe is learned from
 _THREADS = 4
 
@@ -38,24 +37,21 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
     progress.stage("reading")
     spool.fill(source, Room(config), progress)
     if not spool.size:
-        key = next(key for key in ("path", "files", "name") if getattr(config, key))
-        raise UserError(f"data.{key}: '{getattr(config, key)}' is empty")
-    plan = _plan(config, spool)
-    tokenizer = known or _tokenizer(config, spool, plan, progress)
+        raise UserError(f"{_place(config)} is empty")
+    splits, rule = _divided(spool)
+    closed = any(len(spans) > 1 for spans in splits.values())
+    tokenizer = known or _made_tokenizer(config, spool, splits, closed, progress)
     progress.stage("writing", spool.size)
-    writer = _Writer(folder, spool, tokenizer, plan.closed, progress)
-    found, rest = {}, plan.shared
-    for split, room in (("test", config.test_tokens), ("val", config.val_tokens)):
-        if split in plan.published:
-            found[split] = writer.write(split, plan.published[split], room)
-        else:
-            found[split] = writer.write(split, rest, min(room, plan.share), plan.share)
-            rest = rest[found[split]["documents"] :]
-    found["train"] = writer.write("train", plan.published.get("train", rest), config.max_tokens)
+    writer = _Writer(folder, spool, tokenizer, closed, progress)
+    rooms = {"train": config.max_tokens, "val": config.val_tokens, "test": config.test_tokens}
+    found = {split: writer.write(split, splits[split], rooms[split]) for split in SPLITS}
+    for split in SPLITS:
+        if found[split]["tokens"] < 2:
+            raise UserError(f"{_place(config)} is too little text: nothing is left for {split}")
     os.remove(folder / "documents")
     return {
         "sources": _told(config),
-        "split": plan.rule,
+        "split": rule,
         "vocabulary": tokenizer.vocabulary,
         "dtype": writer.dtype.name,
         "tokenizer": tokenizer.describe(),
@@ -63,53 +59,51 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
     }
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Which documents go where."""
-
-    published: dict[str, Spans]  # splits that are as they are
-    shared: Spans  # the others: test and val take from these first, if they are not published
-    share: int  # bytes, and tokens, that each may take
-    closed: bool  # whether every document is followed by the token that ends it
-    rule: str
-
-    @property
-    def missing(self) -> list[str]:
-        return [split for split in ("test", "val") if split not in self.published]
-
-    def learned_from(self) -> Spans:
-        """Training documents, but for those that test and val may yet take."""
-        if "train" in self.published:
-            return self.published["train"]
-        first = 0
-        for _ in self.missing:
-            left = self.share
-            while left > 0 and first < len(self.shared):
-                left -= int(self.shared[first, 1] - self.shared[first, 0])
-                first += 1
-        return self.shared[first:]
-
-
-def _plan(config: DataConfig, spool: Spool) -> _Plan:
+def _divided(spool: Spool) -> tuple[dict[str, Spans], str]:
+    """The documents of each split, and the rule in words."""
     arranged = spool.arrange()
-    published = {split: arranged[split] for split in ("val", "test") if len(arranged[split])}
-    shared = arranged["train"] if len(arranged["train"]) else arranged[""]
-    missing = [split for split in ("val", "test") if split not in published]
-    closed = any(len(spans) > 1 for spans in (shared, *published.values()))
-    share = (int((shared[:, 1] - shared[:, 0]).sum()) + closed * len(shared)) // 20
+    splits = {split: arranged[split][0] for split in ("val", "test") if len(arranged[split][0])}
+    missing = [split for split in ("val", "test") if split not in splits]
+    spans, places = arranged["train" if len(arranged["train"][0]) else ""]
     if not missing:
-        rule = "as published"
-    elif len(shared) == 1:
-        ((start, end),) = shared.tolist()
-        cuts = [spool.boundary(end - i * share) for i in range(len(missing), 0, -1)]
-        edges = [start, *cuts, end]
-        parts = [np.array([edge]) for edge in itertools.pairwise(edges)]
-        published |= dict(zip(("train", *missing), parts, strict=True))
-        rule = f"by position in the one document: the last 5 % each for {' and '.join(missing)}"
-    else:
-        first = " and ".join(missing[::-1])
-        rule = f"documents in the order of their sha256: the first for {first}, at most 5 % each"
-    return _Plan(published, shared, share, closed, rule)
+        return {**splits, "train": spans}, "as published"
+    told = " and ".join(missing)
+    if len(spans) < FEW:
+        parts = _by_position(spool, spans, len(missing))
+        rule = f"by position: the last 5 % each for {told}"
+        return {**splits, **dict(zip(("train", *missing), parts, strict=True))}, rule
+    kinds = np.array([held_out(place) or "train" for place in places.tolist()])
+    kinds[np.isin(kinds, missing, invert=True)] = "train"
+    for split in ("train", *missing):
+        splits[split] = spans[kinds == split]
+    return splits, f"by the sha256 of a document: {HELD_OUT:.0%} of them are held out for {told}"
+
+
+def _by_position(spool: Spool, spans: Spans, missing: int) -> list[Spans]:
+    """All but the last parts of 5 %, then these: cut between documents where one ends near by."""
+    ends = np.cumsum(spans[:, 1] - spans[:, 0])
+    share = int(ends[-1]) // 20
+    parts: list[Spans] = []
+    rest, before = spans, 0
+    for left in range(missing, 0, -1):
+        cut = int(ends[-1]) - left * share
+        nearest = int(ends[np.abs(ends - cut).argmin()])
+        if abs(nearest - cut) <= share // 2:
+            cut = nearest
+        part, rest = _cut(spool, rest, cut - before)
+        parts, before = [*parts, part], cut
+    return [*parts, rest]
+
+
+def _cut(spool: Spool, spans: Spans, size: int) -> tuple[Spans, Spans]:
+    """The first `size` bytes, to the beginning of a character, and the rest."""
+    ends = np.cumsum(spans[:, 1] - spans[:, 0])
+    index = int(np.searchsorted(ends, size))  # the first whose end is there or later
+    start, end = spans[index].tolist()
+    middle = spool.boundary(end - (int(ends[index]) - size))
+    left = [*spans[:index].tolist(), *[[start, middle]] * (start < middle)]
+    right = [*[[middle, end]] * (middle < end), *spans[index + 1 :].tolist()]
+    return np.array(left).reshape(-1, 2), np.array(right).reshape(-1, 2)
 
 
 def _known_tokenizer(config: DataConfig) -> Tokenizer | None:
@@ -119,16 +113,18 @@ def _known_tokenizer(config: DataConfig) -> Tokenizer | None:
     return tokenizers.load({"name": config.tokenizer})
 
 
-def _tokenizer(config: DataConfig, spool: Spool, plan: _Plan, progress: Progress) -> Tokenizer:
+def _made_tokenizer(
+    config: DataConfig, spool: Spool, splits: dict[str, Spans], closed: bool, progress: Progress
+) -> Tokenizer:
     """That which is made of the text."""
     if config.tokenizer == "chars":
         # Of all splits: a character that was never seen has no token.
-        everything = (spool.text(spans) for spans in (plan.shared, *plan.published.values()))
-        texts = (text for text, _ in itertools.chain.from_iterable(everything))
-        return tokenizers.Chars.of(itertools.chain([DOCUMENT_END] * plan.closed, texts))
+        everything = itertools.chain.from_iterable(map(spool.text, splits.values()))
+        texts = (text for text, _ in everything)
+        return tokenizers.Chars.of(itertools.chain([DOCUMENT_END] * closed, texts))
     assert config.vocab_size is not None
     progress.stage("learning", config.vocab_size, "tokens")
-    sample = _first(LEARN_FROM, (text for text, _ in spool.text(plan.learned_from())))
+    sample = _first(LEARN_FROM, (text for text, _ in spool.text(splits["train"])))
     return tokenizers.Learned.of(sample, config.vocab_size, progress.at)
 
 
@@ -151,13 +147,11 @@ class _Writer:
         self._done = self._tokens = 0
         self.dtype = tokenizers.smallest_dtype(tokenizer.vocabulary)
 
-    def write(
-        self, split: str, spans: Spans, room: int | None, share: int | None = None
-    ) -> dict[str, Any]:
-        """At most `room` tokens, of at most `share` bytes; where that ends, the document ends."""
+    def write(self, split: str, spans: Spans, room: int | None) -> dict[str, Any]:
+        """At most `room` tokens; where that ends, the document ends."""
         digest, tokens, size, documents = hashlib.sha256(), 0, 0, 0
         with (self._folder / f"{split}.bin").open("wb") as file:
-            for text, ids, last in self._encoded(_cut(self._spool.text(spans), share)):
+            for text, ids, last in self._encoded(self._spool.text(spans)):
                 kept = ids[: None if room is None else room - tokens].astype(self.dtype)
                 file.write(kept.data)
                 digest.update(kept.data)
@@ -195,23 +189,16 @@ class _Writer:
         return ids
 
 
-def _cut(pieces: Iterable[tuple[bytes, bool]], share: int | None) -> Iterator[tuple[bytes, bool]]:
-    """The first `share` bytes of them, to the end of a character."""
-    if share is None:
-        yield from pieces
-        return
-    for text, last in pieces:
-        if len(text) >= share:
-            yield text[:share].decode("utf-8", "ignore").encode(), True
-            return
-        yield text, last
-        share -= len(text)
-
-
 def _source(config: DataConfig) -> Source:
     if config.source == "hub":
         return hub.documents(config)
     return [("", sources.read(sources.files(config), config.field))]
+
+
+def _place(config: DataConfig) -> str:
+    """What the user wrote for where the text is."""
+    key = next((key for key in ("path", "files", "name") if getattr(config, key)), "source")
+    return f"data.{key}: '{getattr(config, key)}'"
 
 
 def _told(config: DataConfig) -> dict[str, Any]:

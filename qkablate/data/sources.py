@@ -69,16 +69,16 @@ def read(found: list[Path], field: str | None) -> Iterator[Document]:
 
 def _kind(file: Path) -> str:
     """What is in it: its suffix, but for that of its compression."""
-    name = file.with_suffix("") if file.suffix in (".gz", ".zst") else file
+    name = file.with_suffix("") if file.suffix.lower() in (".gz", ".zst") else file
     return name.suffix.lower()
 
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    if file.suffix == ".gz":
+    if file.suffix.lower() == ".gz":
         with gzip.open(file, "rb") as unpacked:
             yield unpacked
-    elif file.suffix == ".zst":
+    elif file.suffix.lower() == ".zst":
         import pyarrow
 
         with pyarrow.CompressedInputStream(file.open("rb"), "zstd") as unpacked:
@@ -95,6 +95,9 @@ def _plain(file: Path) -> Iterator[bytes]:
     try:
         with _opened(file) as opened:
             while piece := opened.read(_PIECE):
+                if (zero := piece.find(b"\0")) >= 0:
+                    at = begins + len(decoder.getstate()[0]) + zero
+                    raise UserError(f"data.path: '{file}' is no text: byte {at} is 0")
                 begun = len(decoder.getstate()[0])
                 decoder.decode(piece)
                 begins += begun + len(piece) - len(decoder.getstate()[0])
@@ -118,6 +121,8 @@ def _json_rows(file: Path, field: str) -> Iterator[bytes]:
                 raise UserError(f"data.path: line {number} of '{file}' is not JSON") from None
             known = row if isinstance(row, dict) else {}
             text = known.get(field)
+            if text is None and field in known:
+                continue
             if not isinstance(text, str):
                 raise _no_text(field, f"line {number} of '{file}'", known)
             try:
@@ -145,15 +150,13 @@ def _parquet_rows(file: Path, field: str) -> Iterator[bytes]:
     try:
         with _opened(file) as opened:
             # Its end must be read first, so a compressed one is unpacked as a whole.
-            packed = file.suffix in (".gz", ".zst")
+            packed = file.suffix.lower() in (".gz", ".zst")
             table = pyarrow.parquet.ParquetFile(
                 pyarrow.BufferReader(opened.read()) if packed else opened
             )
             columns = {c.name: c.type for c in table.schema_arrow}
             kind = columns.get(field)
-            if kind is None or not (
-                pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
-            ):
+            if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
                 raise _no_text(field, f"'{file}'", columns)
             for batch in table.iter_batches(columns=[field]):
                 yield from (str(text).encode() for text in batch.column(0).to_pylist() if text)

@@ -17,8 +17,16 @@ _KINDS = ("test", "val", "train", "")  # of two equal documents the earlier kind
 _READ = 2**24
 _SUBWORD_BYTES = 6  # that a token stands for at most, on average, in any text one would train on
 
+HELD_OUT = 0.03  # of many documents: the part that validation may take, and as much for testing
+_TRAINED_ON = 0.88  # of few documents, at least, and of many without those
+
 # Documents are told by where their text begins and ends: rows of two columns.
 Spans = np.ndarray
+
+
+def held_out(place: float) -> str | None:
+    """The split that a document of many is held out for: its hash alone decides."""
+    return "test" if place < HELD_OUT else "val" if place < 2 * HELD_OUT else None
 
 
 class Spool:
@@ -33,23 +41,24 @@ class Spool:
         with self._path.open("wb") as file:
             for split, documents in source:
                 for pieces in documents:
-                    digest = hashlib.sha256()
+                    digest, tokens = hashlib.sha256(), 0.0
                     for piece in pieces:
                         file.write(piece)
                         digest.update(piece)
-                        room.take(piece, split)
+                        tokens += room.tokens(piece)
                         progress.at(file.tell())
-                    if file.tell() > self.size:  # an empty one is none
-                        self.size = file.tell()
-                        self._ends.append(self.size)
-                        self._digests += digest.digest()[:16]
-                        self._kinds.append(_KINDS.index(split))
-                    if room.is_full(split):
+                    if file.tell() == self.size:  # an empty one is none
+                        continue
+                    self.size = file.tell()
+                    self._ends.append(self.size)
+                    self._digests += digest.digest()[:16]
+                    self._kinds.append(_KINDS.index(split))
+                    if room.is_full(split, tokens, digest.digest()):
                         break
 
-    def arrange(self) -> dict[str, Spans]:
+    def arrange(self) -> dict[str, tuple[Spans, np.ndarray]]:
         """The documents of each published split ("" where there was none): each once, in the order
-        of their hashes."""
+        of their hashes; and these hashes, as numbers from 0 to 1."""
         ends = np.frombuffer(self._ends, dtype=np.uint64).astype(np.int64)
         spans = np.stack([ends[:-1], ends[1:]], axis=1)
         digests = np.frombuffer(bytes(self._digests), dtype=">u8").reshape(-1, 2)
@@ -57,7 +66,11 @@ class Spool:
         order = np.lexsort((kinds, digests[:, 1], digests[:, 0]))
         again = (digests[order[1:]] == digests[order[:-1]]).all(axis=1)
         order = np.delete(order, 1 + np.flatnonzero(again))
-        return {kind: spans[order[kinds[order] == i]] for i, kind in enumerate(_KINDS)}
+        arranged = {}
+        for i, kind in enumerate(_KINDS):
+            own = order[kinds[order] == i]
+            arranged[kind] = spans[own], digests[own, 0] / 2.0**64
+        return arranged
 
     def text(self, spans: Spans) -> Iterator[tuple[bytes, bool]]:
         """Their text in pieces, and whether a piece is a document's last."""
@@ -87,22 +100,25 @@ class Room:
     enough is read for the longest; what is too much is left out in the end."""
 
     def __init__(self, config: DataConfig) -> None:
-        held_out = {"val": config.val_tokens, "test": config.test_tokens}
         self._left: dict[str, float] = {}
         if config.max_tokens is not None:
-            most = config.max_tokens + sum(held_out.values())
-            self._left = {**held_out, "train": most, "": most}
+            most = config.max_tokens / _TRAINED_ON
+            self._left = {"val": config.val_tokens, "test": config.test_tokens}
+            self._left |= {"train": most, "": most}
         self._tokenizer = config.tokenizer
 
-    def take(self, piece: bytes, split: str) -> None:
-        if not self._left:
-            return
-        size: float = len(piece)
+    def tokens(self, piece: bytes) -> float:
+        """As many as it may be, at least."""
+        if not self._left or self._tokenizer == "bytes":
+            return len(piece)
         if self._tokenizer == "chars":
-            size = len(piece.decode("utf-8", "ignore"))
-        elif self._tokenizer != "bytes":
-            size /= _SUBWORD_BYTES
-        self._left[split] -= size
+            return len(piece.decode("utf-8", "ignore"))
+        return len(piece) / _SUBWORD_BYTES
 
-    def is_full(self, split: str) -> bool:
-        return bool(self._left) and self._left[split] <= 0
+    def is_full(self, split: str, tokens: float, digest: bytes) -> bool:
+        """Whether this document was the last one to read."""
+        if not self._left:
+            return False
+        if split in ("val", "test") or held_out(int.from_bytes(digest[:8]) / 2.0**64) is None:
+            self._left[split] -= tokens
+        return self._left[split] <= 0

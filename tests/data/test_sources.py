@@ -61,8 +61,8 @@ def test_folder_file_and_pattern(tmp_path):
 
 def test_the_field_of_rows(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"body": "x", "text": "y"}\n\n{"body": "z", "text": "w"}\n')
-    assert documents(path, "body") == ["x", "z"]
+    path.write_text('{"body": "x", "text": "y"}\n\n{"body": null, "text": "w"}\n')
+    assert documents(path, "body") == ["x"]
     assert documents(path) == ["y", "w"]
 
 
@@ -80,6 +80,7 @@ def test_long_rows_and_long_files(tmp_path):
         ("a.txt", b"abc\xff\xfe", None, "is not UTF-8 text (byte 3)"),
         ("a.txt", b"x" * 2**20 + b"\xe2\x88", None, "is not UTF-8 text (byte 1048576)"),
         ("a.txt", b"x" * (2**20 - 1) + b"\xe2A", None, "is not UTF-8 text (byte 1048575)"),
+        ("a.txt", b"ab\0c", None, "is no text: byte 2 is 0"),
         ("a.txt.gz", b"this is no gzip", None, "cannot read"),
         ("a.txt.gz", gzip.compress(b"x" * 9999)[:-9], None, "cannot read"),
         ("a.txt.zst", b"this is no zstd", None, "cannot read"),

@@ -21,6 +21,7 @@ from qkablate.data.tally import Sums, Tally
 from qkablate.errors import UserError
 from qkablate.randomness import stream
 
+MOST = 2**27  # tokens of a split
 FORMAT = 1  # raised when a task draws other sequences from the same generator
 
 
@@ -57,6 +58,11 @@ class Task:
     def __init__(self, config: DataConfig, context: int) -> None:
         self.config, self.length = config, context
         counts = {"val": config.val_tokens, "test": config.test_tokens}
+        for split, tokens in counts.items():
+            if tokens > MOST:
+                raise self.refuse(
+                    f"{split}_tokens", tokens, f"is more than a task keeps in memory ({MOST})"
+                )
         self._counts = {split: max(1, tokens // context) for split, tokens in counts.items()}
         self._counts["train"] = self._counts["val"]  # of which a reading is made
         self.tokens = {split: count * context for split, count in self._counts.items()}
@@ -134,10 +140,6 @@ class Task:
                 found[f"accuracy/{label}"] = slices[index].accuracy
                 found[f"loss/{label}"] = slices[index].mean
         return found
-
-    def examples(self, seed: int, count: int) -> Examples:
-        """The first that a run with this seed of data is trained on."""
-        return self.draw(stream(seed, self.name, "train", 0), count)
 
     def _read(self, split: str) -> Examples:
         if split not in self._readings:

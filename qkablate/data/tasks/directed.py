@@ -16,7 +16,7 @@ class Directed(Task):
     neither; the answer is yes for the successor.
 
     Why a symmetric score cannot do it. Take one layer with one head and nothing else on the way: no
-    MLP, no skip around the attention, no positions (model.layers=1 model.heads=1
+    MLP, no skip around the attention, no positions, no bias (model.layers=1 model.heads=1
     model.mlp_ratio=0 model.attention_skip=false model.position=none). Then the logit of yes minus
     that of no is, up to a positive factor (of the softmax and the last norm),
 
@@ -40,8 +40,9 @@ class Directed(Task):
     it: q scores its successor high, a blank half as high and all else low; c(blank) = -1, and 1
     for the others.
 
-    With a skip, an MLP, several heads or layers the argument does not hold: what is written on the
-    way may carry the direction.
+    (The bound is one on the mean over all sequences; a sample may lie a little above.) With a skip,
+    an MLP, several heads or layers the argument does not hold: what is written on the way may carry
+    the direction.
     """
 
     name = "directed"
