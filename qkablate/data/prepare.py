@@ -97,6 +97,8 @@ def _by_position(spool: Spool, spans: Spans, missing: int) -> list[Spans]:
 
 def _cut(spool: Spool, spans: Spans, size: int) -> tuple[Spans, Spans]:
     """The first `size` bytes, to the beginning of a character, and the rest."""
+    if not len(spans):
+        return spans, spans
     ends = np.cumsum(spans[:, 1] - spans[:, 0])
     index = int(np.searchsorted(ends, size))  # the first whose end is there or later
     start, end = spans[index].tolist()

