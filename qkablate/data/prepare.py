@@ -68,6 +68,8 @@ def _divided(spool: Spool) -> tuple[dict[str, Spans], str]:
     if not missing:
         return {**splits, "train": spans}, "as published"
     told = " and ".join(missing)
+    if not len(spans):
+        return {**dict.fromkeys(SPLITS, spans), **splits}, "as published"
     if len(spans) < FEW:
         parts = _by_position(spool, spans, len(missing))
         rule = f"by position: the last 5 % each for {told}"

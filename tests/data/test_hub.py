@@ -145,6 +145,10 @@ def closed(documents):
     return "".join(f"{text}\0" for text in ordered)
 
 
+def place(text):
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
+
+
 def assert_published(corpus, **other):
     for name, documents in (PUBLISHED | other).items():
         assert split(corpus, name) == closed(documents)
@@ -215,13 +219,13 @@ def test_a_published_split_is_kept(tmp_path, made, suffix):
 
 
 def test_without_a_published_split_each_document_is_in_one_by_its_content(tmp_path):
-    texts = [f"document {i:03} of all" for i in range(100)]
+    texts = [f"document {i:03} of all" for i in range(500)]
     corpus = prepared(write(tmp_path / "set", {"train.jsonl": jsonl(texts)}))
-    everything = closed(texts)
-    size = len(everything) // 20
-    assert split(corpus, "test") == everything[:size]
-    assert split(corpus, "val") == everything[size : 2 * size]
-    assert split(corpus, "train") == everything[2 * size :]
+    found = [split(corpus, name) for name in ("test", "val", "train")]
+    assert "".join(found) == closed(texts)  # in this order: the lowest hashes are held out
+    assert [len(part) for part in found[:2]] == [
+        len(closed([t for t in texts if low <= place(t) < low + 0.03])) for low in (0, 0.03)
+    ]
     # Other files, in another order, some rows twice: the same data.
     files = {"b.parquet": parquet(texts[50:]), "a.parquet": parquet([*texts[49::-1], texts[0]])}
     other = prepared(write(tmp_path / "other", files))
@@ -242,9 +246,9 @@ def test_only_validation_is_published(tmp_path):
     card = CARD.replace(b"  - split: test\n    path: data/third-*\n", b"")
     corpus = prepared(write(folder, {"README.md": card}))
     assert split(corpus, "val") == closed(PUBLISHED["val"])
-    size = len(closed(PUBLISHED["train"])) // 20
-    assert len(split(corpus, "test")) == size
-    assert split(corpus, "test") + split(corpus, "train") in closed(PUBLISHED["train"])
+    # So few are split by position.
+    assert split(corpus, "train") + split(corpus, "test") == closed(PUBLISHED["train"])
+    assert 0 < len(split(corpus, "test")) < 0.1 * len(closed(PUBLISHED["train"]))
 
 
 @pytest.mark.parametrize(("made", "suffix"), [(parquet, "parquet"), (jsonl, "jsonl")])
@@ -264,15 +268,15 @@ def test_the_column_of_the_text(tmp_path, made, suffix):
 
 
 def test_rows_without_text_are_no_documents(tmp_path):
-    texts = ["a", None, "", "b"]
-    folder = write(tmp_path / "set", {"train.jsonl": jsonl(texts * 10), "test.jsonl": jsonl(texts)})
+    texts, other = ["a", None, "", "b"], ["some more to learn from", None] * 3
+    folder = write(tmp_path / "set", {"train.jsonl": jsonl(other * 9), "test.jsonl": jsonl(texts)})
     corpus = prepared(folder)
     assert split(corpus, "test") == closed(["a", "b"])
 
 
 def test_lines_make_documents(tmp_path):
     lines = ["before", " = A = \n", "one\n", "", " = = of A = = ", "two", " = B = ", "three", ""]
-    files = {"train.jsonl": jsonl(["other"]), "test.jsonl": jsonl(lines)}
+    files = {"train.jsonl": jsonl(["other"] * 40), "test.jsonl": jsonl(lines)}
     corpus = prepared(write(tmp_path / "set", files), document_start="^ = [^=]")
     assert split(corpus, "test") == closed(
         ["before\n", " = A = \none\n\n = = of A = = \ntwo\n", " = B = \nthree\n\n"]
@@ -312,7 +316,7 @@ def test_files_of_text_are_a_document_each(tmp_path):
     write(tmp_path / "texts", {path: text.encode() for path, text in texts.items()})
     write(tmp_path / "texts", {"other.md": b"no"})
     corpus = prepared("text", files="texts/*.txt")
-    whole = "".join(split(corpus, name) for name in ("test", "val", "train"))
+    whole = "".join(split(corpus, name) for name in ("train", "val", "test"))
     assert whole == closed(texts.values())
     # One alone is split by position, and nothing is put into it.
     write(tmp_path, {"one.txt": ("line\n\n" * 200).encode()})
