@@ -68,6 +68,9 @@ def _train(composed: Any, rerun: bool, several: bool) -> int:
     from hydra.core.hydra_config import HydraConfig
 
     config = load(composed)
+    from qkablate.data.corpus import look
+
+    look(config.data)
     from qkablate.training.plan import plan
     from qkablate.training.session import Stopped, run
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from qkablate.config import DataConfig
+from qkablate.config import TEXT_SOURCES, DataConfig
 from qkablate.data import hub, sources
 from qkablate.data.batches import Batch, Windows, whole
-from qkablate.data.prepare import SPLITS, prepare
+from qkablate.data.prepare import SPLITS, prepare, within_reach
 from qkablate.data.progress import Progress
 from qkablate.data.tally import Tally
 from qkablate.errors import UserError
@@ -116,6 +116,12 @@ def open_corpus(config: DataConfig) -> Corpus:
         reason = error.strerror or error
         raise UserError(f"data.cache: cannot write in '{cache}': {reason}") from None
     return load(folder)
+
+
+def look(config: DataConfig) -> None:
+    """UserError for what is neither prepared nor within reach; imports nothing heavy."""
+    if config.source in TEXT_SOURCES and not is_prepared(config):
+        within_reach(config)
 
 
 def is_prepared(config: DataConfig) -> bool:

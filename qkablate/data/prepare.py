@@ -31,8 +31,7 @@ _THREADS = 4
 
 def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, Any]:
     """Write <split>.bin into `folder`; what the manifest says of them, the tokenizer included."""
-    source = _source(config)
-    known = _known_tokenizer(config)  # before reading, which may be long
+    source, known = within_reach(config)
     spool = Spool(folder / "documents")
     progress.stage("reading")
     spool.fill(source, Room(config), progress)
@@ -108,6 +107,12 @@ def _cut(spool: Spool, spans: Spans, size: int) -> tuple[Spans, Spans]:
     left = [*spans[:index].tolist(), *[[start, middle]] * (start < middle)]
     right = [*[[middle, end]] * (middle < end), *spans[index + 1 :].tolist()]
     return np.array(left).reshape(-1, 2), np.array(right).reshape(-1, 2)
+
+
+def within_reach(config: DataConfig) -> tuple[Source, Tokenizer | None]:
+    """The text, not read yet, and the tokenizer if it does not depend on it; UserError where one of
+    them cannot be had."""
+    return _source(config), _known_tokenizer(config)
 
 
 def _known_tokenizer(config: DataConfig) -> Tokenizer | None:
