@@ -104,9 +104,11 @@ def _cut(spool: Spool, spans: Spans, size: int) -> tuple[Spans, Spans]:
     index = int(np.searchsorted(ends, size))  # the first whose end is there or later
     start, end = spans[index].tolist()
     middle = spool.boundary(end - (int(ends[index]) - size))
-    left = [*spans[:index].tolist(), *[[start, middle]] * (start < middle)]
-    right = [*[[middle, end]] * (middle < end), *spans[index + 1 :].tolist()]
-    return np.array(left).reshape(-1, 2), np.array(right).reshape(-1, 2)
+    head = [[start, middle]] if start < middle else []
+    tail = [[middle, end]] if middle < end else []
+    left = np.array([*spans[:index].tolist(), *head], dtype=np.int64)
+    right = np.array([*tail, *spans[index + 1 :].tolist()], dtype=np.int64)
+    return left.reshape(-1, 2), right.reshape(-1, 2)
 
 
 def within_reach(config: DataConfig) -> tuple[Source, Tokenizer | None]:
