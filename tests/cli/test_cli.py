@@ -28,7 +28,7 @@ def test_unknown_verb(qkablate):
     done = qkablate("trian")
     assert done.code == 2
     assert done.err == (
-        "qkablate: 'trian' is not a verb; there is train, sample, variants, cost, verify, --help,"
+        "qkablate: 'trian' is not a verb; there is train, data, sample, variants, cost, verify, --help,"
         " --version (nearest: train)\n"
     )
 
@@ -129,7 +129,7 @@ MISTAKES = [
     (["optim.lr=nan"], "optim.lr: nan is not a number"),
     (["variant.qk=mergd"], "variant.qk: 'mergd' is not one of separate, merged"),
     (["precision=fp16"], "precision: fp16 needs a CUDA device, not cpu (allowed: bf16, fp32)"),
-    (["data.path=/nope/x"], "data.path: there is no file or folder '/nope/x'"),
+    (["data.path=/nope/x"], "data.path: there is no file, folder or pattern '/nope/x'"),
     (["model.context=5000"], "model.context: 5000 is longer than the data: the val split holds"),
     (["out=/proc/here"], "out: cannot write in '/proc/here'"),
     (["data.cache=/proc/here"], "data.cache: cannot write in '/proc/here'"),
