@@ -108,7 +108,7 @@ def test_the_variants_name_tells_the_truth(overrides, name):
         ("data.tokenizer=byte", "'byte' is not one of bytes, chars, bpe, gpt2, cl100k_base, o2"),
         ("data.tokenizer=null", "data.tokenizer: data=stdlib needs one"),
         ("data.vocab_size=512", "data.vocab_size: is that of data.tokenizer=bpe"),
-        ("data.pairs=4", "data.pairs: data=stdlib has no such key; it has vocab_size, max_tokens"),
+        ("data.pairs=4", "data.pairs: data=stdlib has no such key; it has tokenizer, vocab_size"),
         ("data.max_tokens=0", "data.max_tokens: 0 is not 1 or more"),
         ("data.cycle=2", "data.cycle: 2 is not"),
         ("model.mlp_ratio=0.001", "leaves the MLP without a single unit (0 takes it out)"),

@@ -3,6 +3,7 @@
 import itertools
 import json
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.compose import Job, jobs, next_commands, take_flags
-from qkablate.cli.table import print_json, print_table, short_bytes
+from qkablate.cli.table import counted, print_json, print_table, short_bytes
 from qkablate.config import TEXT_SOURCES, Config, conf_dir
 from qkablate.errors import UserError, nearest
 
@@ -61,6 +62,8 @@ def main(argv: list[str]) -> int:
     takes = {"list": {"--json"}, "info": {"--json"}, "show": {"--split", "--count"}}
     if wrong := sorted({*flags} - takes.get(verb, set())):
         raise UserError(f"'{wrong[0]}' is not a flag of data {verb}")
+    # Ends as an exception does, so that nothing half-made is left.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         verbs[verb](words, flags)
     except KeyboardInterrupt:
@@ -69,7 +72,10 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise
-        raise UserError(f"data: '{error.filename}': {error.strerror}") from None
+        place = f"'{error.filename}': " if error.filename else ""
+        raise UserError(f"data: {place}{error.strerror}") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
@@ -93,7 +99,9 @@ def _list(words: list[str], flags: dict[str, str]) -> None:
     for path in _files():
         lines = path.read_text(encoding="utf-8").splitlines()
         source = next(x.removeprefix("source: ") for x in lines if x.startswith("source: "))
-        kinds.append((path.stem, source, lines[0].removeprefix("# ")))
+        tokenizer = next((x.split()[1] for x in lines if x.startswith("tokenizer: ")), "")
+        tokenizer = tokenizer.replace("null", "")
+        kinds.append((path.stem, source, tokenizer, lines[0].removeprefix("# ")))
     cache = cache_dir(DataConfig())
     prepared = []
     for manifest in sorted(cache.glob("*/manifest.json")):
@@ -102,11 +110,13 @@ def _list(words: list[str], flags: dict[str, str]) -> None:
         except (OSError, ValueError, KeyError, TypeError):
             prepared.append({"folder": manifest.parent.name, "damaged": True})
     if "--json" in flags:
-        names = [{"data": name, "source": source, "what": what} for name, source, what in kinds]
+        keys = ("data", "source", "tokenizer", "what")
+        names = [dict(zip(keys, kind, strict=True)) for kind in kinds]
         print_json({"data": names, "cache": str(cache), "prepared": prepared})
         return
     order = sorted(kinds, key=lambda kind: kind[1] not in TEXT_SOURCES)
-    print_table(["data=", "what"], [[name, what] for name, _, what in order], 2, ("what",))
+    table = [[name, tokenizer, what] for name, _, tokenizer, what in order]
+    print_table(["data=", "tokens", "what"], table, 3, ("what",))
     print(f"\nPrepared in {cache}" if prepared else f"\nNothing is prepared in {cache} yet.")
     if prepared:
         print_table(
@@ -125,7 +135,8 @@ def _list(words: list[str], flags: dict[str, str]) -> None:
             ],
             3,
         )
-    next_commands(["data", "show", "data=recall"], ["data", "info", "data=stdlib"])
+    verb = "info" if prepared else "prepare"
+    next_commands(["data", "show", "data=recall"], ["data", verb, "data=stdlib"])
 
 
 def _row(path: Path, called: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
@@ -164,6 +175,12 @@ def _prepare(words: list[str], flags: dict[str, str]) -> None:
                 f"  {short_bytes(size)} in {seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s,"
                 f" {size / max(1, sum(corpus.tokens.values())):.2f} bytes a token"
             )
+        if twice := corpus.manifest["duplicates"]:
+            print(f"  {counted(twice, 'duplicate')} left out")
+        try:
+            corpus.check_context(config.model.context)
+        except UserError as short:
+            print(f"  to train on it, note: {short}")
         print(f"  {corpus.folder}")
     own = planned[0].words
     next_commands(["data", "show", *own], ["train", *own])
@@ -208,6 +225,7 @@ def _corpus_info(data: Any) -> dict[str, Any]:
     told["tokenizer"] = f"{manifest['tokenizer']}, {corpus.vocabulary:,} tokens, {corpus.dtype}"
     told["tokenizer_sha256"] = manifest["tokenizer_sha256"]
     told["divided"] = manifest["split"]
+    told["duplicates"] = f"{manifest['duplicates']:,} left out"
     for key in ("documents", "tokens", "bytes"):
         told[key] = manifest[key]
     told["bytes_per_token"] = {s: corpus.bytes[s] / max(1, corpus.tokens[s]) for s in SPLITS}
@@ -222,7 +240,7 @@ def _task_info(task: "Task") -> dict[str, Any]:
         "harder": task.harder,
         "vocabulary": task.vocabulary,
         "length": task.length,
-        "tokens": task.tokens,
+        "tokens": {split: task.tokens[split] for split in ("val", "test")},
         "fingerprint": task.fingerprint,
     }
 

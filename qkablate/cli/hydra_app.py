@@ -131,8 +131,9 @@ def one_line(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return f"'{error.override}' is not key=value, as in variant=merged_w"
-        hint = """a value with other signs than letters and digits is quoted: 'data.path="a b"'"""
-        return f"'{error.override}' cannot be read; {hint}"
+        key, _, value = error.override.partition("=")
+        hint = "a value with other signs than letters and digits is quoted"
+        return f"""'{error.override}' cannot be read; {hint}: '{key}="{value.strip('"')}"'"""
     # Hydra wraps OmegaConf's complaint, or words its own about a key.
     cause = error.__cause__
     if found := re.search(r"Could not override '([\w.@/]+)'", text):

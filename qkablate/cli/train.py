@@ -135,14 +135,21 @@ def _print_next(result: dict[str, Any], overrides: list[str]) -> None:
 def _print_table(outcomes: list[dict[str, Any]]) -> None:
     width = max(len(o["folder"].name) for o in outcomes)
     varied = max(len(o["varied"]) for o in outcomes)
-    head = (
-        f"{'run':<{width}}  {'':<{varied}}  {'status':<8}  {'val':>7}  {'test':>7}  {'seconds':>8}"
-    )
-    print(f"\n{head}")
+    # Of text in bits, which compare across tokenizers; of tasks what part is right.
+    beside = {"bits_per_byte": "bits/byte", "accuracy": "accuracy"}
+    shown = {
+        key: told
+        for key, told in beside.items()
+        if any(o.get(key, {}).get("test") is not None for o in outcomes)
+    }
+    head = f"{'run':<{width}}  {'':<{varied}}  {'status':<8}  {'val':>7}  {'test':>7}"
+    print("\n" + "  ".join([head, *(f"{told:>9}" for told in shown.values()), f"{'seconds':>8}"]))
     for o in outcomes:
         val, test = (_number(o["loss"].get(split), 7, 4) for split in ("val", "test"))
         name = f"{o['folder'].name:<{width}}  {o['varied']:<{varied}}"
-        print(f"{name}  {o['status']:<8}  {val}  {test}  {_number(o['seconds'], 8, 1)}")
+        more = [_number(o.get(key, {}).get("test"), 9, 4) for key in shown]
+        line = [f"{name}  {o['status']:<8}  {val}  {test}", *more, _number(o["seconds"], 8, 1)]
+        print("  ".join(line))
     commands = [o["wandb"] for o in outcomes if str(o.get("wandb")).startswith("wandb sync")]
     if commands:
         print("\nNext\n" + "\n".join(f"  {command}" for command in commands))

@@ -7,7 +7,7 @@ from typing import Any
 
 from qkablate.cli.compose import Job, built, jobs, next_commands, proposed, take_flags, varies
 from qkablate.cli.table import counted, print_json, print_table
-from qkablate.config import Config, variants
+from qkablate.config import TEXT_SOURCES, Config, variants
 from qkablate.errors import UserError, tell
 
 HELP = """qkablate verify: that a variant is what it says, to the last digits of fp64.
@@ -125,7 +125,10 @@ def _of_a_run(word: str, words: list[str]) -> tuple[list[Any], list[str]]:
     tell(f"{found.folder.resolve().name}, step {found.step}, {layers}")
     outcomes = verify(found.config.variant.name, model.attentions(), streams, fresh=False)
     bar = tqdm(outcomes, unit=" checks", leave=False, disable=not sys.stderr.isatty())
-    return list(bar), ["sample", word, *words]
+    proposed = ["sample", word, *words]
+    if found.config.data.source not in TEXT_SOURCES:  # a task's tokens are no text
+        proposed = ["data", "info", f"data={found.config.data.source}"]
+    return list(bar), proposed
 
 
 def _print(lines: list[Any]) -> None:

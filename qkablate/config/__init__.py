@@ -128,7 +128,7 @@ def _check_data(data: DataConfig) -> None:
     own = DATA_KEYS[source]
     for key, value in vars(data).items():
         if key not in ("source", *own) and value is not None:
-            known = [k for k in own if k not in ("cache", "tokenizer")]
+            known = [k for k in own if k != "cache"]
             hint = " (write data=text data.path=…)" if key == "path" else ""
             raise UserError(
                 f"data.{key}: data={source} has no such key{hint}; it has {', '.join(known)}"
@@ -188,6 +188,8 @@ def resolve(config: Config) -> Config:
 _WHAT = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 _WHAT |= {"Union[int, str]": "a whole number or auto", "Union[float, str]": "a number or auto"}
 _WHAT |= {"Union[bool, str]": "true, false or auto"}
+# Which of two equal unions is shown depends on which one anybody wrote first.
+_WHAT |= {re.sub(r"\[(\w+), (\w+)\]", r"[\2, \1]", kind): what for kind, what in _WHAT.items()}
 
 
 def explain(error: BaseException) -> str:

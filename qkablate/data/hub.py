@@ -30,7 +30,8 @@ def documents(config: DataConfig) -> Source:
     That it is within reach is seen at once, the rest when the documents are asked for."""
     online = local_files(config) is not None or _reachable(config)
     if not online and not _cached(config):
-        raise UserError(f"{_place(config)} is out of reach: no network; {_NO_NETWORK}")
+        also = "" if "/" in str(config.name) or config.files else " and no folder of that name"
+        raise UserError(f"{_place(config)} is out of reach: no network{also}; {_NO_NETWORK}")
     return _splits(config, online)
 
 
@@ -50,6 +51,8 @@ def local_files(config: DataConfig) -> list[Path] | None:
             raise UserError(f"data.files: there is no file or pattern '{config.files}'")
         return [Path(file) for file in found]
     if os.path.isdir(name):
+        if config.revision:
+            raise UserError(f"data.revision: a folder, as '{config.name}', has none")
         return sorted(file for file in Path(name).rglob("*") if file.is_file())
     if name.startswith((".", "/")) or name.count("/") > 1:
         raise UserError(f"data.name: there is no folder '{config.name}'")

@@ -46,11 +46,15 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
     found = {split: writer.write(split, splits[split], rooms[split]) for split in SPLITS}
     for split in SPLITS:
         if found[split]["tokens"] < 2:
-            raise UserError(f"{_place(config)} is too little text: nothing is left for {split}")
+            hint = "; raise data.max_tokens" if spool.cut else ""
+            raise UserError(
+                f"{_place(config)} is too little text: nothing is left for {split}{hint}"
+            )
     os.remove(folder / "documents")
     return {
         "sources": _told(config),
         "split": rule,
+        "duplicates": spool.duplicates,
         "vocabulary": tokenizer.vocabulary,
         "dtype": writer.dtype.name,
         "tokenizer": tokenizer.describe(),
@@ -69,7 +73,7 @@ def _divided(spool: Spool) -> tuple[dict[str, Spans], str]:
     told = " and ".join(missing)
     if not len(spans):
         return {**dict.fromkeys(SPLITS, spans), **splits}, "as published"
-    if len(spans) < FEW:
+    if len(spans) < FEW and not spool.cut:  # more would turn them into many
         parts = _by_position(spool, spans, len(missing))
         rule = f"by position: the last 5 % each for {told}"
         return {**splits, **dict(zip(("train", *missing), parts, strict=True))}, rule
@@ -77,7 +81,7 @@ def _divided(spool: Spool) -> tuple[dict[str, Spans], str]:
     kinds[np.isin(kinds, missing, invert=True)] = "train"
     for split in ("train", *missing):
         splits[split] = spans[kinds == split]
-    return splits, f"by the sha256 of a document: {HELD_OUT:.0%} of them are held out for {told}"
+    return splits, f"by the sha256 of a document: {HELD_OUT:.0%} each are held out for {told}"
 
 
 def _by_position(spool: Spool, spans: Spans, missing: int) -> list[Spans]:

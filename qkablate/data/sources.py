@@ -164,7 +164,9 @@ def _parquet_rows(file: Path, field: str) -> Iterator[bytes]:
         raise _unreadable(file, error) from None
 
 
-def _no_text(field: str, place: str, known: Iterable[Any]) -> UserError:
+def _no_text(field: str, place: str, known: dict[Any, Any]) -> UserError:
+    if field in known:
+        return UserError(f"data.field: '{field}' is no text in {place}")
     has = f"; it has {', '.join(map(str, known))}" if known else ""
     return UserError(f"data.field: {place} has no text '{field}'{has}")
 

@@ -35,7 +35,8 @@ class Spool:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._ends, self._digests, self._kinds = array("Q", [0]), bytearray(), bytearray()
-        self.size = 0
+        self.size = self.duplicates = 0
+        self.cut = False  # whether there is more than was read
 
     def fill(self, source: Source, room: "Room", progress: Progress) -> None:
         with self._path.open("wb") as file:
@@ -54,6 +55,7 @@ class Spool:
                     self._digests += digest.digest()[:16]
                     self._kinds.append(_KINDS.index(split))
                     if room.is_full(split, tokens, digest.digest()):
+                        self.cut |= split in ("train", "")
                         break
 
     def arrange(self) -> dict[str, tuple[Spans, np.ndarray]]:
@@ -66,6 +68,7 @@ class Spool:
         order = np.lexsort((kinds, digests[:, 1], digests[:, 0]))
         again = (digests[order[1:]] == digests[order[:-1]]).all(axis=1)
         order = np.delete(order, 1 + np.flatnonzero(again))
+        self.duplicates = int(again.sum())
         arranged = {}
         for i, kind in enumerate(_KINDS):
             own = order[kinds[order] == i]
@@ -96,12 +99,13 @@ class Spool:
 
 
 class Room:
-    """How much text `data.max_tokens` asks for. Tokens that are not known yet can't be counted, so
+    """How much of a set of the Hub `data.max_tokens` asks for; of files everything is read, so that
+    the splits stay what they are. Tokens that are not known yet can't be counted, so
     enough is read for the longest; what is too much is left out in the end."""
 
     def __init__(self, config: DataConfig) -> None:
         self._left: dict[str, float] = {}
-        if config.max_tokens is not None:
+        if config.max_tokens is not None and config.source == "hub":
             most = config.max_tokens / _TRAINED_ON
             self._left = {"val": config.val_tokens, "test": config.test_tokens}
             self._left |= {"train": most, "": most}

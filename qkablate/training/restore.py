@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.catalogue import settle
-from qkablate.config import Config, check, explain
+from qkablate.config import DATA_KEYS, Config, check, explain
 from qkablate.data import TASKS, tokenizers
 from qkablate.errors import UserError, tell
 from qkablate.model import GPT
@@ -37,9 +37,12 @@ class Restored:
     def tokenizer(self) -> tokenizers.Tokenizer:
         """What turns text into the model's tokens and back."""
         if self.config.data.source in TASKS:
+            data, context = self.config.data, self.config.model.context
+            own = [f"data.{key}={getattr(data, key)}" for key in DATA_KEYS[data.source]]
+            words = [f"data={data.source}", *own, f"model.context={context}"]
             raise UserError(
                 f"'{self.folder}' learned a task, whose tokens are no text; write"
-                f" qkablate data show data={self.config.data.source}"
+                f" qkablate data show {' '.join(words)}"
             )
         path, vocabulary = self.folder / "tokenizer.json", self.model.token_embedding.num_embeddings
         description = self.tokenizer_description

@@ -233,7 +233,7 @@ def _base_result(plan: Plan) -> dict[str, Any]:
         "loss": {"train": None, "val": None, "test": None},
         **{name: {"val": None, "test": None} for name in _BESIDES_LOSS},
         "measures": {},
-        "data": plan.data.name,
+        "data": {key: value for key, value in vars(config.data).items() if value is not None},
         "params": plan.params,
         "flops_per_token": plan.flops_per_token,
         "init": {"mode": config.variant.init, "match": plan.match},

@@ -25,6 +25,7 @@ def test_list_shows_every_option_and_what_is_prepared(qkablate, tmp_path, text):
     assert done.code == 0
     for path in (conf_dir() / "data").glob("*.yaml"):
         assert re.search(rf"^{path.stem} +\S", done.out, re.MULTILINE)
+    assert "qkablate data prepare data=stdlib" in done.out
     assert "Nothing is prepared" in done.out
     assert qkablate("data", "prepare", "data=text", f"data.path={text}").code == 0
     done = qkablate("data", "list", "--json")
@@ -142,7 +143,9 @@ def test_a_run_of_every_task(qkablate, tiny, tmp_path, task, variant):
     assert re.search(r"accuracy  val [\d.]+%   test [\d.]+%", done.out)
     (folder,) = (tmp_path / "outputs" / "runs").iterdir()
     result = json.loads((folder / "result.json").read_text())
-    assert result["data"] == task
+    assert result["data"]["source"] == task
+    assert result["data"]["val_tokens"] == 320
+    assert "path" not in result["data"]
     assert result["bits_per_byte"] == {"val": None, "test": None}
     assert 0 <= result["accuracy"]["test"] <= 1
     assert any(name.startswith("accuracy/") for name in result["measures"]["test"])

@@ -189,6 +189,34 @@ def test_bounds(tmp_path, cache):
     assert open_corpus(config).tokens == {"train": 1234, "val": 500, "test": 500}
 
 
+def test_less_to_train_on_is_held_against_the_same_text(rows, cache):
+    base = {"source": "text", "path": str(rows(range(1000))), "cache": cache}
+    whole, part = open_corpus(DataConfig(**base)), open_corpus(DataConfig(**base, max_tokens=900))
+    assert part.tokens["train"] == 900
+    for split in ("val", "test"):
+        assert text(part, split) == text(whole, split)
+
+
+def test_a_stream_that_is_cut_off_is_one_of_many(rows, cache):
+    """However few documents were read: what is held out of them, is held out of all."""
+    path = str(rows(range(1000)))
+    keys = {"source": "hub", "name": "json", "files": path, "tokenizer": "bytes", "cache": cache}
+    prepared = open_corpus(DataConfig(**keys, max_tokens=9000))
+    assert prepared.tokens["train"] == 9000
+    found = parts(prepared)
+    assert sum(map(len, found.values())) < 300
+    for split in SPLITS:
+        assert all(split_of(int(d[1:5])) == split for d in found[split])
+    with pytest.raises(UserError, match=r"nothing is left for \w+; raise data\.max_tokens"):
+        open_corpus(DataConfig(**keys, max_tokens=100))
+
+
+def test_duplicates_are_counted(rows, cache):
+    path = str(rows([*range(400), *range(41)]))
+    prepared = open_corpus(DataConfig(source="text", path=path, cache=cache))
+    assert prepared.manifest["duplicates"] == 41
+
+
 def test_a_bpe_is_learned_from_training_text_alone(rows, cache, monkeypatch):
     seen = []
 
@@ -329,6 +357,20 @@ def test_killed_preparation_starts_clean(folder, cache, where):
     prepared = open_corpus(config)
     assert sum(prepared.manifest["documents"].values()) == 60
     assert not left.exists()
+
+
+def test_sigterm_leaves_nothing_half_made(tmp_path, cache, spawn):
+    """A cluster's way to end a job."""
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"{i} word\n" for i in range(3_000_000)))
+    words = ["data=text", f"data.path={path}", f"data.cache={cache}", "data.tokenizer=bpe"]
+    process = spawn("data", "prepare", *words)
+    while not list(tmp_path.glob("cache/*.tmp/documents")):
+        assert process.poll() is None, process.communicate()
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert not [f for f in (tmp_path / "cache").iterdir() if f.suffix != ".lock"]
 
 
 def test_what_else_is_in_the_cache_is_left_alone(folder, cache, tmp_path):

@@ -89,7 +89,7 @@ def test_long_rows_and_long_files(tmp_path):
         ("a.jsonl", b'{"text": "a\xff"}', None, "line 1 of"),
         ("a.jsonl", b'{"text": "\\ud800"}', None, "is not UTF-8 text"),
         ("a.jsonl", b'["text"]', None, "has no text 'text'"),
-        ("a.jsonl", b'{"text": 1}', None, "has no text 'text'; it has text"),
+        ("a.jsonl", b'{"text": 1}', None, "'text' is no text in line 1"),
         ("a.jsonl", b'{"body": "x"}', "boddy", "has no text 'boddy'; it has body"),
         ("a.txt", b"x", "text", "data.field: 'text' is for rows: .jsonl and .parquet files"),
     ],
@@ -104,7 +104,7 @@ def test_what_is_wrong_is_one_line(tmp_path, name, content, field, line):
 
 def test_a_column_that_is_no_text(tmp_path):
     parquet(tmp_path / "a.parquet", text=[1, 2], body=["x", "y"])
-    with pytest.raises(UserError, match=r"has no text 'text'; it has text, body"):
+    with pytest.raises(UserError, match=r"data\.field: 'text' is no text in"):
         documents(tmp_path / "a.parquet")
     assert documents(tmp_path / "a.parquet", "body") == ["x", "y"]
 

@@ -327,9 +327,9 @@ def test_how_far_a_symmetric_score_gets():
         ("copy", 9, {}, "data.payload: 5 tokens to read and to write do not fit"),
         ("directed", 32, {"vocab_size": 13}, "data.vocab_size: 13 is not two or more cycles"),
         ("directed", 32, {"cycle": 4}, "data.cycle: 4 is even"),
-        ("directed", 2, {}, "needs model.context=3"),
+        ("directed", 2, {}, "model.context: 2 is too short"),
         ("dyck", 6, {}, "data.depth: 4 brackets do not fit into model.context=6"),
-        ("dyck", 1, {}, "needs model.context=2"),
+        ("dyck", 1, {}, "model.context: 1 is too short"),
     ],
 )
 def test_what_makes_no_sequence_is_refused(name, length, keys, line):

@@ -55,5 +55,5 @@ class Reverse(Copy):
     """· · c · a · · b > b a c: the same, backwards."""
 
     name = "reverse"
-    what = "the same, backwards"
+    what = "selective copying, backwards: the last one first"
     step = -1

@@ -3,6 +3,7 @@
 import numpy as np
 
 from qkablate.data.tasks.base import Examples, Task
+from qkablate.errors import UserError
 
 _BAGS = ("neither", "successor", "predecessor")
 
@@ -58,7 +59,7 @@ class Directed(Task):
                 "vocab_size", size, f"is not two or more cycles of data.cycle={cycle} symbols"
             )
         if self.length < 3:
-            raise self.refuse("source", "directed", "needs model.context=3 at least")
+            raise UserError(f"model.context: {self.length} is too short for data=directed (3)")
         self._symbols, self._cycle = size, cycle
         self._blank, self._no, self._yes = size, size + 1, size + 2
         return size + 3

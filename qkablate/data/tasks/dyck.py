@@ -3,6 +3,7 @@
 import numpy as np
 
 from qkablate.data.tasks.base import Examples, Task, octave, octaves
+from qkablate.errors import UserError
 
 _SIGNS = ("()", "[]", "{}", "<>")
 
@@ -23,7 +24,7 @@ class Dyck(Task):
     def size(self) -> int:
         kinds, depth = self.number("kinds"), self.number("depth")
         if self.length < 2:
-            raise self.refuse("source", "dyck", "needs model.context=2 at least")
+            raise UserError(f"model.context: {self.length} is too short for data=dyck (2)")
         self._length = self.length - self.length % 2  # balanced sequences are even
         if depth > self._length // 2:
             raise self.refuse(
