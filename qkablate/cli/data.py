@@ -180,7 +180,7 @@ def _prepare(words: list[str], flags: dict[str, str]) -> None:
         try:
             corpus.check_context(config.model.context)
         except UserError as short:
-            print(f"  to train on it, note: {short}")
+            print(f"  note: {short}")
         print(f"  {corpus.folder}")
     own = planned[0].words
     next_commands(["data", "show", *own], ["train", *own])
@@ -277,8 +277,8 @@ def _show(words: list[str], flags: dict[str, str]) -> None:
             print("  " + _sequence(data, batch, row))
             sparse = batch.where_NA is not None
         else:
-            counted = int((batch.targets_NA[row] != IGNORE).sum())
-            tokens = batch.tokens_NT[row, :counted].tolist()
+            length = int((batch.targets_NA[row] != IGNORE).sum())
+            tokens = batch.tokens_NT[row, :length].tolist()
             text = tokenizer.decode(tokens).decode("utf-8", "replace")
             print("\n".join(f"  {_harmless(line)}" for line in text.split("\n")))
     if sparse:
