@@ -18,7 +18,7 @@ import torch
 
 from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Meaningless, Spec
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
-from qkablate.errors import UserError, nearest
+from qkablate.errors import Impossible, UserError, nearest
 
 ENTRY_POINTS = "qkablate.circuits"  # the group in which a package offers circuits
 GPT2_SIGMA = 0.02
@@ -123,7 +123,7 @@ def attention(
             _try(own, layer)
         return layer
     except Meaningless as refused:
-        raise UserError(f"variant: {variant.name} is refused: {refused}") from None
+        raise Impossible(f"variant: {variant.name} is refused: {refused}") from None
     except Exception as error:
         if own is None or isinstance(error, UserError):
             raise

@@ -9,6 +9,10 @@ class UserError(Exception):
     """A mistake the user can mend: one line on stderr, exit code 2, no traceback."""
 
 
+class Impossible(UserError):
+    """Values that are fine one by one, and make no model together."""
+
+
 def tell(text: str) -> None:
     """A line on stderr; what it repeats of files and arguments must not steer the terminal."""
     print("".join(c if c.isprintable() or c == "\n" else "�" for c in text), file=sys.stderr)

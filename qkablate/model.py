@@ -60,9 +60,9 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.token_embedding = nn.Embedding(vocabulary, config.d_model)
+        self.token_embedding = _table(vocabulary, config.d_model)
         self.position_embedding = (
-            nn.Embedding(config.context, config.d_model) if config.position == "learned" else None
+            _table(config.context, config.d_model) if config.position == "learned" else None
         )
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(
@@ -203,6 +203,11 @@ class _Init:
             return self(f"{prefix}.{name}", shape, residual=residual, fan_in=fan_in)
 
         return draw
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    """Without torch's own start, which costs more than all the rest of an empty model."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 def _norm(config: ModelConfig) -> nn.Module:

@@ -8,20 +8,20 @@ training, so that reports can read runs anywhere.
     metrics.jsonl      one row a line: the truth about the run's course
     checkpoints/       step-00000250/ …
     result.json        written last, in one stroke
+    owner/             who trains it: see ownership.py
     attempts/          earlier attempts, after --rerun
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
 import platform
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -30,6 +30,8 @@ from typing import Any
 
 from qkablate.config import Config
 from qkablate.errors import UserError, nearest
+from qkablate.ownership import Observer, Owner, is_owned, name_exclusively, owning
+from qkablate.ownership import Owned as Owned
 
 NUMERICS = 2  # raised whenever the golden losses move: old and new numbers never share a run
 # What cannot change a result, and the paths: no part of a run's id.
@@ -51,10 +53,6 @@ _OF_ATTEMPT = (
 EXIT_CODES = {"done": 0, "failed": 1, "diverged": 3}  # by the status that stands in result.json
 
 
-class Owned(Exception):
-    """Another process is training this run."""
-
-
 def identity(
     config: Config,
     *,
@@ -70,6 +68,8 @@ def identity(
     for key in _NOT_IDENTITY:
         del frozen[key]
     del frozen["train"]["checkpoint_every"], frozen["variant"]["name"], frozen["variant"]["file"]
+    if frozen["train"]["read_test"]:  # left out only where something is: it changes no number
+        del frozen["train"]["read_test"]
     frozen |= {"circuits_from_outside": dict(circuits_from_outside)}
     frozen |= {"device": device, "kernel": kernel, "numerics": NUMERICS}
     return frozen | {"data_fingerprint": data_fingerprint, "vocabulary": vocabulary}
@@ -109,33 +109,16 @@ class Run:
         return 1 + max(kept, default=0)
 
     @contextmanager
-    def owned(self) -> Iterator[None]:
-        """Own the run while training it. The system frees it when the process ends, even by
-        kill -9; two machines exclude each other as far as their file system's locks do."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "owner.lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                owner = file.read().strip() or "another process"
-                raise Owned(f"{self.folder} is being trained by {owner}") from None
-            file.truncate(0)
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-            file.flush()
+    def owned(self, observer: Observer | None = None) -> Iterator[Owner]:
+        """Own the run while training it; raises Owned where someone else does."""
+        with owning(self.folder, observer) as owner:
             self._put_away()
-            yield
+            yield owner
 
     @property
     def is_owned(self) -> bool:
         """Whether a process is training it now."""
-        try:
-            with (self.folder / "owner.lock").open() as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return isinstance(error, BlockingIOError)
-        return False
+        return is_owned(self.folder)
 
     def restart(self) -> None:
         """Put what is there away under attempts/, to train anew."""
@@ -199,7 +182,7 @@ def environment(config: Config, device: Mapping[str, Any]) -> dict[str, Any]:
         "machine": {
             "host": socket.gethostname(),
             "platform": platform.platform(),
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
             **device,
         },
@@ -209,18 +192,39 @@ def environment(config: Config, device: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    write_atomic(path, _json(value))
+
+
+def publish_json(path: Path, value: Any) -> None:
+    """The same, but what stands there already stays: FileExistsError."""
+    # A name of its own: two processes that both believe they own the run must not share it.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        _write_synced(temporary, _json(value))
+        name_exclusively(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 def write_atomic(path: Path, text: str) -> None:
     """All of it or nothing, whatever happens meanwhile."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    # A name of its own: two launchers of a sweep may write the same file at once.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    _write_synced(temporary, text)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
@@ -254,7 +258,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

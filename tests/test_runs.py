@@ -19,7 +19,17 @@ from qkablate.config import (
     VariantConfig,
     resolve,
 )
-from qkablate.runs import Owned, Run, environment, identity, label, read_json, run_id, write_json
+from qkablate.runs import (
+    Owned,
+    Run,
+    environment,
+    identity,
+    label,
+    publish_json,
+    read_json,
+    run_id,
+    write_json,
+)
 
 
 def id_of(config=None, **other):
@@ -76,8 +86,9 @@ def test_one_owner(tmp_path):
     own = f"process {os.getpid()} on"
     with run.owned(), pytest.raises(Owned, match=own), Run(tmp_path, "label", "id").owned():
         pass
+    assert not run.is_owned
     with run.owned():
-        pass
+        assert run.is_owned
 
 
 def test_a_killed_owner_leaves_the_run_free(tmp_path):
@@ -153,6 +164,15 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["home", "result.json"]
     path.write_text('{"a": ')
     assert read_json(path) is None
+
+
+def test_what_is_published_stays(tmp_path):
+    path = tmp_path / "result.json"
+    publish_json(path, {"a": 1})
+    with pytest.raises(FileExistsError):
+        publish_json(path, {"a": 2})
+    assert read_json(path) == {"a": 1}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["home", "result.json"]
 
 
 def test_environment_holds_no_secret(monkeypatch):

@@ -9,6 +9,8 @@ from qkablate.errors import UserError, nearest, tell
 
 VERBS = {
     "train": "train one variant, from config to result",
+    "sweep": "a whole grid of runs, frozen, resumable",
+    "status": "where a sweep stands",
     "data": "what there is to train on: list, prepare, info, show",
     "sample": "text from a trained run",
     "variants": "the catalogue: what can be compared",
@@ -27,6 +29,8 @@ Examples
   qkablate train variant=merged_w                      one run on the embedded default
   qkablate train -m variant=standard,merged_w seed=0,1 four runs, paired by seed
   qkablate train --help                                every key and its options
+  qkablate sweep sweep=quick --dry-run                 a whole grid: what it is, what it costs
+  qkablate sweep sweep=quick                           run it; the same command goes on with it
   qkablate sample merged_w prompt='def main('          text from a run
   qkablate variants                                    what can be compared
   qkablate data show data=recall                       what a model is trained on

@@ -4,10 +4,10 @@ import sys
 from typing import Any
 
 from qkablate.cli.compose import Job, built, jobs, next_commands, proposed, take_flags, varies
-from qkablate.cli.table import counted, print_csv, print_json, print_table, short, short_bytes
 from qkablate.cli.verify import MOST_STEPS, steps
 from qkablate.config import Config, flatten, variants
 from qkablate.errors import UserError, nearest
+from qkablate.table import counted, print_csv, print_json, print_table, short, short_bytes
 
 # What `--at` takes: a model of conf/model, and the vocabulary it is known with.
 SIZES = {"gpt-j": 50400, "gpt2": 50257, "300m": 50304, "baby": 256, "nano": 256}

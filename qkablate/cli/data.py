@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.compose import Job, jobs, next_commands, take_flags
-from qkablate.cli.table import counted, print_json, print_table, short_bytes
 from qkablate.config import TEXT_SOURCES, Config, conf_dir
 from qkablate.errors import UserError, nearest
+from qkablate.table import counted, print_json, print_table, short_bytes
 
 if TYPE_CHECKING:
     from qkablate.data import Corpus, Data, Task

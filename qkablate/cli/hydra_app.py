@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qkablate.config import CHOICES, Config, conf_dir, explain, keys, nearest_key
+from qkablate.config import CHOICES, Config, SweepConfig, conf_dir, explain, keys, nearest_key
 from qkablate.errors import UserError, nearest
 
 # Hydra's flags: those alone, and those with a value, of which some are a choice.
@@ -50,6 +50,7 @@ def register() -> None:
     from omegaconf import OmegaConf
 
     ConfigStore.instance().store(name="schema", node=Config)
+    ConfigStore.instance().store(name="sweep_schema", node=SweepConfig)
 
     def multirun_dir(out: str) -> str:
         name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{uuid.uuid4().hex[:8]}"

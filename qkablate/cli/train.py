@@ -9,7 +9,8 @@ from qkablate.cli.compose import built, jobs
 from qkablate.cli.hydra_app import run_hydra
 from qkablate.config import load, variants
 from qkablate.errors import UserError, tell
-from qkablate.runs import EXIT_CODES, Owned
+from qkablate.ownership import SILENCE, Lost, Observer, Owned
+from qkablate.runs import EXIT_CODES
 
 # What belongs to one variant, and not to the one that is proposed beside it.
 _OF_A_VARIANT = tuple(
@@ -76,9 +77,9 @@ def _train(composed: Any, rerun: bool, several: bool) -> int:
 
     planned = plan(config)
     try:
-        outcome = run(planned, rerun=rerun)
-    except Owned as owned:
-        tell(f"qkablate: {owned}")
+        outcome = run(planned, rerun=rerun, observer=_settled(planned.run.folder))
+    except (Owned, Lost) as other:
+        tell(f"qkablate: {other}")
         return 1
     except Stopped as stopped:
         # In a multirun, too: whoever interrupts does not want the next job to start.
@@ -92,18 +93,32 @@ def _train(composed: Any, rerun: bool, several: bool) -> int:
     return EXIT_CODES[outcome.result["status"]]
 
 
+def _settled(folder: Path) -> Observer:
+    """An observer that knows whether the run is owned. What another machine, or this one before it
+    was switched off, left behind shows only in time."""
+    observer = Observer()
+    found = observer.judge(folder)
+    if not found.sure:
+        tell(f"qkablate: waiting up to {SILENCE:.0f} s for a sign of life of {found.by}")
+        observer.settle(folder)
+    return observer
+
+
 def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
     if not trained:
         print(f"this run has ended before ({result['ended']}); --rerun trains it anew")
     print(f"\n{result['label']}: {result['status']}")
     if result["status"] == "done":
         loss, bits, right = (result[key] for key in ("loss", "bits_per_byte", "accuracy"))
-        losses = "   ".join(f"{split} {loss[split]:.4f}" for split in ("val", "test", "train"))
+        read = [split for split in ("val", "test", "train") if loss[split] is not None]
+        losses = "   ".join(f"{split} {loss[split]:.4f}" for split in read)
         print(f"  loss      {losses}   nats per token")
         if bits["val"] is not None:
-            print(f"  bits      val {bits['val']:.4f}   test {bits['test']:.4f}   per byte")
+            told = "   ".join(f"{split} {bits[split]:.4f}" for split in read if split in bits)
+            print(f"  bits      {told}   per byte")
         if right["val"] is not None:
-            print(f"  accuracy  val {right['val']:.1%}   test {right['test']:.1%}")
+            told = "   ".join(f"{split} {right[split]:.1%}" for split in read if split in right)
+            print(f"  accuracy  {told}")
     elif result["status"] == "diverged":
         print(f"  the loss was not finite any more at step {result['diverged_at']}")
     else:

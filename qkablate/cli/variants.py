@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from qkablate.cli.compose import next_commands, take_flags
-from qkablate.cli.table import print_json, print_table
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.errors import UserError
+from qkablate.table import print_json, print_table
 
 HELP = """qkablate variants: what can be compared.
 

@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 from qkablate.cli.compose import Job, built, jobs, next_commands, proposed, take_flags, varies
-from qkablate.cli.table import counted, print_json, print_table
 from qkablate.config import TEXT_SOURCES, Config, variants
 from qkablate.errors import UserError, tell
+from qkablate.table import counted, print_json, print_table
 
 HELP = """qkablate verify: that a variant is what it says, to the last digits of fp64.
 

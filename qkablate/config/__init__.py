@@ -28,8 +28,9 @@ from qkablate.config.schema import (
     keys,
     nearest_key,
 )
+from qkablate.config.sweep import ControlConfig, GridConfig, SweepConfig, check_sweep
 from qkablate.config.variant import check_variant, conf_dir, resolve_variant, variants
-from qkablate.errors import UserError, nearest
+from qkablate.errors import Impossible, UserError, nearest
 
 __all__ = [
     "CHOICES",
@@ -37,13 +38,17 @@ __all__ = [
     "RANGES",
     "TEXT_SOURCES",
     "Config",
+    "ControlConfig",
     "DataConfig",
+    "GridConfig",
     "ModelConfig",
     "OptimConfig",
+    "SweepConfig",
     "TrackConfig",
     "TrainConfig",
     "VariantConfig",
     "check",
+    "check_sweep",
     "conf_dir",
     "explain",
     "flatten",
@@ -85,7 +90,7 @@ def check(config: Config) -> None:
     model, train, optim = config.model, config.train, config.optim
     if model.d_model % model.heads:
         some = [h for h in range(1, model.d_model + 1) if model.d_model % h == 0 and h <= 64]
-        raise UserError(
+        raise Impossible(
             f"model.heads: {model.heads} does not divide model.d_model={model.d_model}"
             f" (allowed: {', '.join(map(str, some))})"
         )
@@ -95,7 +100,7 @@ def check(config: Config) -> None:
     if optim.schedule != "wsd" and optim.cooldown != "auto":
         raise UserError(f"optim.cooldown: schedule={optim.schedule} has none; only wsd has")
     if model.mlp_ratio and round(model.mlp_ratio * model.d_model) < 1:
-        raise UserError(
+        raise Impossible(
             f"model.mlp_ratio: {model.mlp_ratio} leaves the MLP without a single unit"
             " (0 takes it out)"
         )
@@ -169,7 +174,7 @@ def resolve(config: Config) -> Config:
     warmup = min(1000, steps // 20) if optim.warmup == "auto" else optim.warmup
     assert isinstance(warmup, int)
     if warmup and warmup >= steps:
-        raise UserError(f"optim.warmup: {warmup} is not below the {steps} steps of training")
+        raise Impossible(f"optim.warmup: {warmup} is not below the {steps} steps of training")
     cooldown = optim.cooldown
     if cooldown == "auto":
         cooldown = 0.2 if optim.schedule == "wsd" else 0.0

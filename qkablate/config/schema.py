@@ -76,6 +76,7 @@ class TrainConfig:
     accumulate: int = 1
     eval_every: int = 250
     checkpoint_every: int = 250
+    read_test: bool = True
 
 
 @dataclass
@@ -103,6 +104,7 @@ class TrackConfig:
     project: str | None = None
     entity: str | None = None
     group: str | None = None
+    job_type: str | None = None
     tags: list[str] = field(default_factory=list)
     log_every: int = 10
 

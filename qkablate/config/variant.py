@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config.schema import ModelConfig, VariantConfig
-from qkablate.errors import UserError
+from qkablate.errors import Impossible, UserError
 
 # Circuits that leave a number open, and what `auto` makes of it: the least that is not standard's.
 RANKS: dict[str, Callable[[ModelConfig], int]] = {
@@ -19,13 +19,13 @@ GROUPED = ("grouped",)
 
 def check_variant(variant: VariantConfig, model: ModelConfig) -> None:
     if isinstance(variant.rank, int) and variant.rank > model.d_model:
-        raise UserError(
+        raise Impossible(
             f"variant.rank: {variant.rank} is above model.d_model={model.d_model},"
             " and no matrix of that width has a higher rank"
         )
     if isinstance(variant.groups, int) and model.heads % variant.groups:
         some = [g for g in range(1, model.heads + 1) if model.heads % g == 0 and g <= 64]
-        raise UserError(
+        raise Impossible(
             f"variant.groups: {variant.groups} does not divide model.heads={model.heads}"
             f" (allowed: {', '.join(map(str, some))})"
         )

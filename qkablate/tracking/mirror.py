@@ -131,6 +131,16 @@ class Mirror:
                 run.finish(exit_code=1)
             self._forget_everything()
 
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        if self._run is None:
+            return
+        try:
+            import wandb
+
+            self._run.log({name: wandb.Table(columns=list[str | int](columns), data=rows)})
+        except Exception as error:
+            self._note(f"W&B: {_first_line(error)}")
+
     def close(self, summary: dict[str, Any], exit_code: int) -> None:
         if self._run is None:
             return

@@ -26,6 +26,11 @@ KEEP = 2  # the newest, and the one before it in case the newest is damaged
 _FILES = ("weights.safetensors", "state.pt", "progress.json")
 
 
+def bytes_needed(params: int) -> int:
+    """Weights and two moments, in fp32, of all checkpoints that can exist at one moment."""
+    return 12 * params * (KEEP + 1) + 2**24
+
+
 @dataclass
 class Checkpoint:
     """What training goes on from."""

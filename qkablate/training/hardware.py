@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
+import resource
 import shutil
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -153,6 +155,21 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
     elif device == "mps":
         torch.mps.synchronize()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it was memory that was missing; torch on a CPU says it in words alone."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def peak_memory(device: str) -> int:
+    """The most bytes that this process has held at one moment, on the device it computes on."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def describe(config: Config) -> dict[str, Any]:

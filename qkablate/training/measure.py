@@ -36,7 +36,7 @@ def step_times(
     `progress` hears how large a part is done."""
     first = hardware.resolve(configs[0])
     hardware.prepare(first)
-    steps = [_step(hardware.resolve(config), vocabulary) for config in configs]
+    steps = [training_step(hardware.resolve(config), vocabulary) for config in configs]
     for step in steps:
         for _ in range(WARM_UP):
             step()
@@ -73,7 +73,8 @@ def check_memory(params: Sequence[int], device: str) -> None:
         )
 
 
-def _step(config: Config, vocabulary: int) -> Callable[[], None]:
+def training_step(config: Config, vocabulary: int) -> Callable[[], None]:
+    """One step of the resolved config on random tokens, as often as it is called."""
     model = (
         empty_model(config, vocabulary)
         .to_empty(device="cpu")

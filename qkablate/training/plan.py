@@ -43,13 +43,14 @@ class Plan:
         return empty_model(self.config, self.data.vocabulary)
 
 
-def plan(config: Config) -> Plan:
-    """Resolve what depends on machine and data; UserError for whatever can't be."""
+def plan(config: Config, opened: Data | None = None) -> Plan:
+    """Resolve what depends on machine and data; UserError for whatever can't be. Whoever plans many
+    runs opens their data once."""
     config, hashes = settle(hardware.resolve(config))
     resolve_mode(config.track)
     # The cheap looks first: data may have to be prepared.
     _check_out(Path(config.out).expanduser(), empty_model(config, 1).ledger()["total"])
-    data = open_data(config.data, config.model.context)
+    data = opened or open_data(config.data, config.model.context)
     data.check_context(config.model.context)
     model = empty_model(config, data.vocabulary)
     attention = model.attentions()[0]
@@ -101,8 +102,7 @@ def _check_out(out: Path, params: int) -> None:
         free = free_bytes(out)
     except OSError as error:
         raise UserError(f"out: cannot write in '{out}': {error.strerror or error}") from None
-    # Weights and two moments, in fp32, of all checkpoints that can exist at one moment.
-    need = 12 * params * (checkpoint.KEEP + 1) + 2**24
+    need = checkpoint.bytes_needed(params)
     if free < need:
         raise UserError(
             f"out: '{out}' has {free / 2**20:,.0f} MB free; this run needs {need / 2**20:,.0f} MB"

@@ -247,12 +247,11 @@ def test_a_reader_that_goes_away_stops_nothing(spawn, tiny, tmp_path):
 def test_a_signal_that_comes_too_late_stops_the_next_job(qkablate, tiny, tmp_path, monkeypatch):
     from qkablate.training import session
 
-    def late(path, value, original=session.write_json):
+    def late(path, value, original=session.publish_json):
         original(path, value)
-        if path.name == "result.json":
-            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(session, "write_json", late)
+    monkeypatch.setattr(session, "publish_json", late)
     assert qkablate("train", *tiny, "-m", "seed=0,1,2").code == 130
     assert len(list((tmp_path / "outputs" / "runs").glob("*/result.json"))) == 1
     assert qkablate("train", *tiny, "seed=5").code == 0  # alone, it has done what it should
@@ -333,6 +332,111 @@ def test_a_failure_is_a_result_and_can_be_retried(qkablate, tiny, tmp_path, monk
     assert "going on from step 8" in done.err
     assert not (folder / "error.txt").exists()
     assert_identical(folder_of(tmp_path, "calm"), folder)
+
+
+def content(*roots: Path) -> dict[Path, bytes]:
+    files = [file for root in roots for file in (root, *root.rglob("*")) if file.is_file()]
+    return {file: file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize(
+    ("moment", "woken"), [("step", True), ("step", False), ("reading", False), ("failing", False)]
+)
+def test_who_loses_a_run_writes_no_more(qkablate, tiny, tmp_path, monkeypatch, moment, woken):
+    """Taken over by another machine, in the middle of something, and trained there to its end."""
+    from qkablate import ownership
+    from qkablate.training import session
+    from qkablate.training.loop import Trainer
+
+    assert qkablate("train", *tiny, "out=calm").code == 0
+    plans, outcomes = [], []
+    kernel = "one"
+    observers_time = 0.0
+    observer = ownership.Observer(lambda: observers_time)
+
+    def run(plan, original=session.run, **named):
+        plans.append(plan)
+        return original(plan, **named)
+
+    def taken_over():
+        nonlocal kernel, observers_time
+        if len(plans) > 1:  # this is the new owner
+            return
+        kernel = "another"
+        folder = plans[0].run.folder
+        assert observer.is_owned(folder)
+        observers_time += ownership.SILENCE
+        outcomes.append(session.run(plans[0], observer=observer))
+        left.update(content(*kept(folder.absolute())))
+        if woken:
+            monkeypatch.setattr(ownership, "now", lambda now=ownership.now: now() + 3600)
+        if moment == "failing":
+            raise MemoryError
+
+    def step(self, step, original=Trainer._step):
+        if step == 7 and moment != "reading":  # a row is due after it, and a checkpoint
+            taken_over()
+        return original(self, step)
+
+    def evaluate(self, split, original=Trainer.evaluate):
+        if split == "test" and moment == "reading":  # all that is missing is the result
+            taken_over()
+        return original(self, split)
+
+    def kept(folder: Path) -> list[Path]:
+        names = ["result.json", "error.txt", "checkpoints"] + ["metrics.jsonl"] * woken
+        return [folder / name for name in names]
+
+    left: dict[Path, bytes] = {}
+    monkeypatch.setattr(ownership, "BEAT", 1000.0)
+    monkeypatch.setattr(
+        ownership, "_where_locks_hold", lambda descriptor: {"boot": kernel, "device": 1}
+    )
+    monkeypatch.setattr(session, "run", run)
+    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    done = qkablate("train", *tiny, "out=rough")
+    folder = folder_of(tmp_path, "rough")
+    assert done.code == 1
+    last = done.err.splitlines()[-1]
+    assert last.startswith(f"qkablate: rough/runs/{folder.name} was taken over by process")
+    assert last.endswith("; this process stopped")
+    assert "Traceback" not in done.err
+    assert content(*kept(folder)) == left
+    assert json.loads((folder / "result.json").read_text()) == outcomes[0].result
+    assert not (folder / "error.txt").exists()
+    if moment != "step" or woken:
+        assert_identical(folder_of(tmp_path, "calm"), folder)
+
+
+def test_a_result_is_never_written_over(qkablate, tiny, tmp_path, monkeypatch):
+    """Even if the run changes hands between the last look and the result."""
+    from qkablate.training import session
+
+    def publish(path, value, original=session.publish_json):
+        path.write_text('{"status": "failed", "by": "another"}')
+        original(path, value)
+
+    monkeypatch.setattr(session, "publish_json", publish)
+    done = qkablate("train", *tiny)
+    assert done.code == 1
+    assert "has another process's result; this process stopped" in done.err
+    assert '"another"' in (folder_of(tmp_path) / "result.json").read_text()
+
+
+def test_a_run_goes_on_after_its_machine_was_switched_off(qkablate, tiny, tmp_path, monkeypatch):
+    from qkablate import ownership
+
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, 8)
+        assert qkablate("train", *tiny).code == 143
+    claim = {"token": "t", "host": "h", "pid": 7, "boot": "before", "device": 1, "since": "then"}
+    (folder_of(tmp_path) / "owner" / "00000002").write_text(json.dumps(claim) + "\n...")
+    monkeypatch.setattr(ownership, "SILENCE", 0.0)
+    done = qkablate("train", *tiny)
+    assert done.code == 0
+    assert "for a sign of life of process 7 on h since then" in done.err
+    assert "going on from step" in done.err
 
 
 def test_threads_of_the_first_sitting_are_kept(qkablate, tiny, tmp_path, monkeypatch):

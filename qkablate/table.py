@@ -12,8 +12,14 @@ from typing import Any
 def print_table(
     columns: list[str], rows: list[list[str]], left: int = 1, wrap: tuple[str, ...] = ()
 ) -> None:
-    """Aligned: the first `left` columns to the left, numbers to the right. On a terminal that is
-    too narrow, the columns to `wrap` are broken into lines."""
+    print("\n".join(aligned(columns, rows, left, wrap)))
+
+
+def aligned(
+    columns: list[str], rows: list[list[str]], left: int = 1, wrap: tuple[str, ...] = ()
+) -> list[str]:
+    """The lines of a table: the first `left` columns to the left, numbers to the right. On a
+    terminal that is too narrow, the columns to `wrap` are broken into lines."""
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     may = [i for i, column in enumerate(columns) if column in wrap] if sys.stdout.isatty() else []
     while may and sum(widths) + 2 * (len(widths) - 1) > shutil.get_terminal_size().columns:
@@ -21,6 +27,7 @@ def print_table(
         if widths[widest] <= _NARROWEST:
             break
         widths[widest] -= 1
+    lines = []
     for cells in (columns, *rows):
         broken = [
             textwrap.wrap(c, w) if len(c) > w else [c] for c, w in zip(cells, widths, strict=True)
@@ -28,7 +35,8 @@ def print_table(
         for parts in itertools.zip_longest(*broken, fillvalue=""):
             pairs = enumerate(zip(parts, widths, strict=True))
             line = "  ".join(f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in pairs)
-            print(line.rstrip())
+            lines.append(line.rstrip())
+    return lines
 
 
 _NARROWEST = 12
@@ -46,7 +54,7 @@ def print_csv(rows: list[dict[str, Any]]) -> None:
 
 def short(number: float) -> str:
     """Four digits at most, with the unit's prefix: 1.18 M."""
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return (
                 f"{number / size:.3g} {prefix}"

@@ -1,0 +1,95 @@
+"""`qkablate status`: where a sweep stands, from any shell, at any time."""
+
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+from qkablate.cli.compose import next_commands, take_flags
+from qkablate.errors import UserError
+from qkablate.table import print_csv, print_json
+
+HELP = """qkablate status: where a sweep stands, read from its runs' folders.
+
+Usage: qkablate status [SWEEP] [--watch | --json | --csv] [out=FOLDER]
+
+SWEEP is a sweep's folder, or how its name or id begins; unsaid, the newest one.
+
+Examples
+  qkablate status                     the newest sweep
+  qkablate status quick --watch       until it ends, or Ctrl-C
+  qkablate status quick --json        counts, and every run with its state
+  qkablate status quick --csv         a row a run, rebuilt from the runs now
+
+Flags
+  --watch   draw it again every two seconds, while anything runs
+  --json, --csv
+
+Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake in the command
+"""
+_EVERY = 2.0
+
+
+def main(argv: list[str]) -> int:
+    flags, words = take_flags(argv, ("--help", "-h", "--watch", "--json", "--csv"))
+    if {"--help", "-h"} & {*flags}:
+        print(HELP, end="")
+        return 0
+    if len(flags) > 1:
+        raise UserError(f"{' and '.join(sorted(flags))}: give one of the two")
+    out, word = "outputs", None
+    for given in words:
+        key, equals, value = given.partition("=")
+        if key == "out" and equals:
+            out = value
+        elif word is not None:
+            raise UserError(f"'{given}': one sweep at a time, and '{word}' was given")
+        else:
+            word = given
+
+    from qkablate.sweeps import manifest
+    from qkablate.sweeps.board import Board, picture
+    from qkablate.sweeps.results import rows
+    from qkablate.sweeps.state import Standing
+
+    folder = manifest.find(word, out)
+    standing = Standing(manifest.read(folder))
+    standing.look()
+    if "--watch" in flags:
+        board = Board()
+        while True:
+            board.show(standing)
+            if not standing.counts()["running"]:
+                break
+            time.sleep(_EVERY)
+            standing.look()
+    counts = standing.counts()
+    finished = counts["done"] + counts["diverged"] == standing.expected()
+    with suppress(BrokenPipeError):
+        if "--json" in flags:
+            print_json(
+                {
+                    "sweep": folder.name,
+                    "folder": str(folder),
+                    "runs": standing.expected(),
+                    **{status: counts[status] for status in counts},
+                    "seconds_left": standing.seconds_left(),
+                    "states": rows(standing),
+                }
+            )
+        elif "--csv" in flags:
+            print_csv(rows(standing))
+        elif "--watch" not in flags:
+            print("\n".join(picture(standing, 10_000)))
+            if not finished:
+                next_commands(standing.manifest.command[1:])
+        sys.stdout.flush()
+    return 0 if finished else 1
+
+
+def words() -> Iterable[str]:
+    """What can be typed after `qkablate status`."""
+    from pathlib import Path
+
+    names = [path.name for path in Path("outputs/sweeps").glob("*-*")]
+    return [*names, "--watch", "--json", "--csv", "out="]

@@ -1,0 +1,178 @@
+"""`qkablate sweep`: a grid, frozen, trained on this machine."""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from qkablate.cli.compose import next_commands, take_flags
+from qkablate.cli.grid import Asked, composing
+from qkablate.errors import UserError
+from qkablate.table import print_json
+
+MANY = 10_000  # runs that are asked for again
+
+HELP = """qkablate sweep: a whole grid of runs, frozen before the first one starts.
+
+Usage: qkablate sweep [sweep=NAME] [control=none,params,flops] [key=value,value …] [--flag …]
+
+Keys are those of `qkablate train`; several values make an axis. What the same command has done it
+does not do again: it goes on.
+
+Examples
+  qkablate sweep sweep=quick                        4 variants × 2 widths × 2 head counts × 2 seeds
+  qkablate sweep sweep=quick --dry-run              what that is, and how long it takes here
+  qkablate sweep sweep=quick variant=standard,merged_w model.d_model=64,128 seed=range(6)
+  qkablate sweep variant=standard,no_q seed=range(6) control=none,params
+  qkablate sweep variant=standard,merged_w seed=range(6) sweep.tune=true
+  qkablate sweep sweep=quick 'sweep.where=["model.d_model // model.heads >= 32"]'
+  qkablate status                                   the same table from another shell
+
+Sweeps (sweep=…), each a file in conf/sweep
+{sweeps}
+
+What is held equal (control=…)
+  none      every arm at the size it is given
+  params    as many parameters as the baseline, embeddings apart
+  flops     as many training FLOPs per token
+  control.knob=mlp         what pays: mlp (its width), d_model, layers
+  control.tolerance=0.01   largest mismatch; an arm beyond it is left out, with the reason
+
+Keys of a sweep
+  sweep.baseline=standard  what an arm is compared with, at its size; or a map of keys; or null
+  sweep.where=[…]          only the arms of which all of these are true
+  sweep.tune=true          choose optim.lr for every arm on validation (sweep.tuning_seeds), then
+                           run the seeds at the best
+  sweep.name=NAME          how the sweep's folder begins
+  workers=auto             runs side by side; auto: one per GPU, on a CPU one per core
+  per_gpu=1                runs that share a GPU, with workers=auto
+  on_failure=continue      or stop
+
+Flags
+  --dry-run        show arms, runs, sizes, time and memory; train nothing
+  --retry failed   train failed runs again, too
+  --yes            yes, more than {many:,} runs
+  --json           with --dry-run: the plan as JSON
+
+Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake in the command ·
+130/143 interrupted (checkpoints written; Ctrl-C twice: at once)
+"""
+
+
+def main(argv: list[str]) -> int:
+    alone = ("--help", "-h", "--dry-run", "--yes", "--json")
+    flags, words = take_flags(argv, alone, ("--retry",))
+    if {"--help", "-h"} & {*flags}:
+        print(HELP.format(sweeps=_sweeps(), many=MANY), end="")
+        return 0
+    if flags.get("--retry", "failed") != "failed":
+        raise UserError(f"--retry: '{flags['--retry']}' is not failed")
+    if "--json" in flags and "--dry-run" not in flags:
+        raise UserError("--json goes with --dry-run; `qkablate status --json` shows a sweep")
+    with composing() as composer:
+        asked = composer.ask(words)
+        if asked.count() > MANY and "--yes" not in flags:
+            raise UserError(
+                f"this grid has {asked.count():,} runs, before anything is left out; add --yes if"
+                " that is what you mean"
+            )
+        manifest, slots = _expanded(asked, composer.config, words)
+    if "--dry-run" in flags:
+        return _dry_run(manifest, slots, as_json="--json" in flags)
+    return _launch(manifest, slots, asked, words, retry="--retry" in flags)
+
+
+def _expanded(
+    asked: Asked, compose: Callable[[dict[str, str]], Any], words: list[str]
+) -> tuple[Any, list[str | None]]:
+    """The manifest, and a slot for each run that can run at once."""
+    from tqdm import tqdm
+
+    from qkablate.sweeps.expand import Expansion, Grid
+    from qkablate.sweeps.packing import pack
+
+    given = asked.choices.get("threads", ["auto"])[0]
+    device = asked.choices.get("device", ["auto"])[0]
+    settings = asked.settings
+    slots, threads = pack(settings.workers, settings.per_gpu, device, given, asked.count())
+    grid = Grid(settings.sweep, asked.controls, asked.choices)
+    with tqdm(
+        desc="expanding", unit=" arms", leave=False, disable=not sys.stderr.isatty(), delay=0.5
+    ) as bar:
+
+        def note(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        manifest = Expansion(grid, compose, threads, note).manifest(["qkablate", "sweep", *words])
+    return manifest, slots
+
+
+def _dry_run(manifest: Any, slots: list[str | None], *, as_json: bool) -> int:
+    from qkablate.sweeps import plan_text
+    from qkablate.sweeps.estimate import estimate
+
+    estimated = estimate(manifest, len(slots))
+    if as_json:
+        print_json(plan_text.as_json(manifest, estimated, len(slots)))
+        return 0
+    with suppress(BrokenPipeError):
+        print("\n".join(plan_text.lines(manifest, estimated, len(slots))))
+        next_commands([word for word in manifest.command[1:] if word != "--dry-run"])
+    return 0
+
+
+def _launch(
+    manifest: Any, slots: list[str | None], asked: Asked, words: list[str], *, retry: bool
+) -> int:
+    from qkablate.sweeps import plan_text, summary
+    from qkablate.sweeps.board import Board
+    from qkablate.sweeps.engines.local import Local
+    from qkablate.sweeps.launch import Launcher
+    from qkablate.sweeps.manifest import freeze
+
+    manifest = freeze(manifest, plan_text.lines(manifest, None, len(slots)))
+    board = Board()
+    board.note(f"sweep    {manifest.folder}")
+    for line in plan_text.summary(manifest, len(slots)):
+        board.note(line)
+    launcher = Launcher(
+        manifest,
+        Local(slots),
+        board,
+        retry_failed=retry,
+        stop_on_failure=asked.settings.on_failure == "stop",
+    )
+    code = launcher.run()
+    address = summary.mirror(launcher.standing, board.note)
+    with suppress(BrokenPipeError):
+        _print_end(launcher, words, address)
+    return code
+
+
+def _print_end(launcher: Any, words: list[str], address: str | None) -> None:
+    from qkablate.sweeps import summary
+
+    print()
+    summary.print_arms(launcher.standing)
+    summary.print_failures(launcher.standing)
+    manifest = launcher.manifest
+    name = f"{manifest.name}-{manifest.id}"
+    print(f"\nresults  {manifest.folder / 'results.csv'}")
+    if address:
+        print(f"W&B      {address}")
+    commands = [["status", name]]
+    counts = launcher.standing.counts()
+    if counts["failed"]:
+        commands.insert(0, ["sweep", *words, "--retry", "failed"])
+    elif counts["interrupted"] + counts["waiting"]:
+        commands.insert(0, ["sweep", *words])
+    next_commands(*commands)
+
+
+def _sweeps() -> str:
+    from qkablate.config import conf_dir
+
+    files = sorted((conf_dir() / "sweep").glob("*.yaml"))
+    first = {file.stem: file.read_text(encoding="utf-8").splitlines()[0] for file in files}
+    return "\n".join(f"  {name:<9} {line.removeprefix('# ')}" for name, line in first.items())

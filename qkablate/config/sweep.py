@@ -1,0 +1,77 @@
+"""The schema of a sweep: what is compared, what is held equal, and how the runs are run."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from qkablate.config.schema import BIG
+from qkablate.errors import UserError, nearest
+
+
+@dataclass
+class ControlConfig:
+    """What every arm has as much of as the baseline, and what pays for it."""
+
+    match: str = "none"
+    knob: str = "mlp"
+    tolerance: float = 0.01
+
+
+@dataclass
+class GridConfig:
+    """The runs of a sweep. Values are written as on the command line: `32,64`, `range(3)`."""
+
+    name: str = "grid"
+    axes: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    baseline: Any = "standard"
+    where: list[str] = field(default_factory=list)
+    tune: bool = False
+    tuning_seeds: list[int] = field(default_factory=lambda: [1000, 1001])
+
+
+@dataclass
+class SweepConfig:
+    sweep: GridConfig = field(default_factory=GridConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
+    workers: int | str = "auto"
+    per_gpu: int = 1
+    on_failure: str = "continue"
+
+
+CHOICES = {
+    "control.match": ("none", "params", "flops"),
+    "control.knob": ("mlp", "d_model", "layers"),
+    "on_failure": ("continue", "stop"),
+}
+# Keys of the sweep itself; all others belong to its runs.
+SWEEP_KEYS = ("workers", "per_gpu", "on_failure")
+
+
+def check_sweep(config: SweepConfig) -> None:
+    """Every rule that needs no run."""
+    values = {"on_failure": config.on_failure}
+    values |= {f"control.{key}": getattr(config.control, key) for key in ("match", "knob")}
+    for key, value in values.items():
+        if value not in CHOICES[key]:
+            names = ", ".join(CHOICES[key])
+            raise UserError(f"{key}: '{value}' is not one of {names}{nearest(value, CHOICES[key])}")
+    if not 0 <= config.control.tolerance < 1:
+        raise UserError(
+            f"control.tolerance: {config.control.tolerance} is not from 0 to below 1, as 0.01 is"
+        )
+    if config.workers != "auto" and not (
+        isinstance(config.workers, int) and 1 <= config.workers <= 4096
+    ):
+        raise UserError(f"workers: '{config.workers}' is not auto, or a number from 1 to 4096")
+    if not 1 <= config.per_gpu <= 64:
+        raise UserError(f"per_gpu: {config.per_gpu} is not a number from 1 to 64")
+    grid = config.sweep
+    if not re.fullmatch(r"\w[\w+-]*", grid.name):
+        raise UserError(f"sweep.name: '{grid.name}' is not made of letters, digits, _, + and -")
+    if not grid.tuning_seeds or not all(0 <= seed <= BIG for seed in grid.tuning_seeds):
+        raise UserError(f"sweep.tuning_seeds: {grid.tuning_seeds} are not one or more seeds")
+    if not isinstance(grid.baseline, str | dict | None):
+        raise UserError(
+            f"sweep.baseline: '{grid.baseline}' is not a variant, a map of keys to values, or null"
+        )

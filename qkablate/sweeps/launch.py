@@ -1,0 +1,222 @@
+"""Run a sweep to its end: what is done is skipped, what was interrupted goes on, and what others
+train is waited for."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from qkablate.errors import UserError
+from qkablate.ownership import Lost, Owned
+from qkablate.runs import free_bytes
+from qkablate.sweeps import results
+from qkablate.sweeps.board import Board
+from qkablate.sweeps.engines import DELIBERATE, LOG, LOST, OWNED, Ended, Engine, Task
+from qkablate.sweeps.manifest import Manifest
+from qkablate.sweeps.state import ENDED, Standing, State, link
+from qkablate.training.checkpoint import bytes_needed
+from qkablate.training.plan import plan
+from qkablate.training.session import record_failure
+
+_ROUND = 0.5  # seconds between two looks at what runs here
+_SCAN = 4  # rounds between two looks at everything else
+# A process that was ended from outside can go on; one that died of itself would die again.
+_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+
+class Launcher:
+    """One sitting at a sweep, perhaps beside others."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        engine: Engine,
+        board: Board,
+        *,
+        retry_failed: bool = False,
+        stop_on_failure: bool = False,
+    ) -> None:
+        self.manifest, self.engine, self.board = manifest, engine, board
+        self.standing = Standing(manifest)
+        self._stop_on_failure = stop_on_failure
+        self._here: dict[str, State] = {}  # what runs here
+        self._tried: set[str] = set()  # what this launcher has had its try at
+        self._alone = ""  # the run that has the machine for itself
+        self._stopped = ""  # why nothing more is started
+        self._signal = 0
+        self.standing.look()
+        if retry_failed:
+            self._again = {s.run.id for s in self._all() if s.status == "failed"}
+        else:
+            self._again = set()
+
+    def run(self) -> int:
+        """The exit code."""
+        rounds = 0
+        self.board.show(self.standing)
+        with self._listening():
+            try:
+                while True:
+                    if rounds % _SCAN == 0:
+                        self.standing.look()
+                    self._start_what_can_be()
+                    self.board.show(self.standing)
+                    if not self._here and (self._stopped or not self._elsewhere()):
+                        break
+                    ended = self.engine.ended(_ROUND)
+                    for one in ended:
+                        self._note_end(one)
+                    for state in self._here.values():
+                        self.standing.look_at(state)
+                    rounds = 0 if ended else rounds + 1
+            finally:
+                self.engine.close()
+        self.standing.look()
+        self.board.show(self.standing)
+        self._write_results()
+        if self._signal:
+            return 128 + self._signal
+        finished = all(state.status in ("done", "diverged") for state in self._all())
+        return 0 if finished and self.standing.expected() == len(self.standing.states) else 1
+
+    @property
+    def stopped(self) -> str:
+        """Why not all was run."""
+        return self._stopped
+
+    def _all(self) -> list[State]:
+        return list(self.standing.states.values())
+
+    def _start_what_can_be(self) -> None:
+        while not self._stopped and len(self._here) < self.engine.slots:
+            state, packed = self._next()
+            if state is None or not self._has_room(state):
+                return
+            self._start(state, packed)
+
+    def _next(self) -> tuple[State | None, int]:
+        """The largest run that can be started, and how many share the machine; what ran out of
+        memory comes last, alone."""
+        if self._alone in self._here:
+            return None, 0
+        able = [state for state in self._all() if self._is_startable(state)]
+        beside = [state for state in able if not _ran_out_of_memory_beside_others(state)]
+        if beside:
+            arms = self.manifest.arms
+            return max(beside, key=lambda state: arms[state.run.arm].work), self.engine.slots
+        if able and not self._here:
+            return able[0], 1
+        return None, 0
+
+    def _is_startable(self, state: State) -> bool:
+        id = state.run.id
+        if id in self._here or state.status == "running":
+            return False
+        if state.status == "failed":
+            return id in self._again or _ran_out_of_memory_beside_others(state)
+        return state.status in ("waiting", "interrupted") and id not in self._tried
+
+    def _start(self, state: State, packed: int) -> None:
+        id = state.run.id
+        self.standing.look_at(state)
+        if not self._is_startable(state):  # another launcher was here since
+            return
+        if _ran_out_of_memory_beside_others(state) and packed == 1:
+            self._alone = id
+            self.board.note(f"again, alone: {state.run.label} ran out of memory beside others")
+        self._tried.add(id)
+        self._again.discard(id)
+        config = self.manifest.config_of(state.run)
+        self.engine.start(Task(id, state.folder, config, packed))
+        self._here[id] = state
+        self.standing.here.add(id)
+        state.status, state.row, state.reason = "running", None, ""
+
+    def _note_end(self, ended: Ended) -> None:
+        state = self._here.pop(ended.id)
+        self.standing.here.discard(ended.id)
+        state.reason = ""
+        self.standing.look_at(state)
+        if ended.code in (OWNED, LOST):
+            self._tried.discard(ended.id)  # its owner may die yet
+            return
+        if state.status not in ENDED and not self._stopped:
+            self._note_death(state, ended)
+        again = _ran_out_of_memory_beside_others(state)
+        if state.status == "failed" and self._stop_on_failure and not again:
+            self._stop(f"{state.run.label} failed, and on_failure=stop")
+        if state.status in ENDED:
+            self._write_results()
+
+    def _note_death(self, state: State, ended: Ended) -> None:
+        """The process is gone and has left no result: a failure, if it died of itself."""
+        if ended.code in DELIBERATE:
+            return  # it has said why
+        if ended.code < 0:
+            state.reason = f"its process was ended by {signal.Signals(-ended.code).name}"
+        elif ended.code != 1 or not state.reason:  # 1: an exception, the last line of its log
+            state.reason = f"its process ended with code {ended.code}"
+        with suppress(OSError), (state.folder / LOG).open("a", encoding="utf-8") as log:
+            log.write(f"{state.reason}\n")  # for others who look
+        if ended.out_of_memory or -ended.code not in _FROM_OUTSIDE:
+            reason = "out of memory" if ended.out_of_memory else state.reason
+            packed = 1 if self._alone == ended.id else self.engine.slots
+            with suppress(Owned, Lost, UserError, OSError):  # a full disk: it is interrupted
+                planned = plan(self.manifest.config_of(state.run))
+                record_failure(planned, reason, out_of_memory=ended.out_of_memory, packed=packed)
+            self.standing.look_at(state)
+
+    def _write_results(self) -> None:
+        try:
+            for state in self._all():
+                link(self.manifest, state)
+            results.write(self.standing)
+        except OSError as error:  # they can be made again at any moment
+            self.board.note(f"results: {error}")
+
+    def _elsewhere(self) -> bool:
+        """Whether other processes are still at work on this sweep, or anything can be started."""
+        return any(state.status == "running" or self._is_startable(state) for state in self._all())
+
+    def _has_room(self, state: State) -> bool:
+        """Whether the disk can take the run's checkpoints."""
+        arm = self.manifest.arms[state.run.arm]
+        need, out = bytes_needed(arm.total_params), Path(self.manifest.out).expanduser()
+        free = free_bytes(out)
+        if free >= need:
+            return True
+        self._stop(
+            f"'{out}' has {free / 2**20:,.0f} MB free, and {state.run.label} needs"
+            f" {need / 2**20:,.0f} MB"
+        )
+        return False
+
+    def _stop(self, why: str) -> None:
+        self._stopped = why
+        self.board.note(f"stopping: {why}; what runs writes a checkpoint")
+        self.engine.stop(now=False)
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        def handle(number: int, frame: Any) -> None:
+            if self._signal and number == signal.SIGINT:
+                self.engine.stop(now=True)
+                return
+            self._signal = number
+            again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+            self._stop(f"{signal.Signals(number).name}{again}")
+
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _ran_out_of_memory_beside_others(state: State) -> bool:
+    """Such a run is tried once more, with the machine for itself."""
+    result = state.result or {}
+    return bool(result.get("out_of_memory")) and result["packed"] > 1

@@ -1,0 +1,245 @@
+"""The manifest of a sweep: every arm with its frozen config, every run with its id, written before
+the first run starts and never changed.
+
+<out>/sweeps/<name>-<id>/
+    manifest.json     this
+    plan.txt          the same for a person: arms, sizes, what is left out and why
+    runs/             links to the runs, which sweeps share by id
+    bowls.json        with sweep.tune=true: loss by learning rate, and what was chosen
+    results.csv, results.parquet   a row a run, rebuilt from the runs
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qkablate import __version__
+from qkablate.config import Config
+from qkablate.errors import UserError, nearest
+from qkablate.runs import NUMERICS, identity, label, run_id, write_atomic
+
+FORMAT = 1
+FILE = "manifest.json"
+# What tells the runs of one arm apart.
+RUN_KEYS = ("seed", "seeds.init", "seeds.data", "seeds.dropout", "optim.lr")
+Changes = dict[str, int | float]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A variant at one size under one control."""
+
+    name: str
+    variant: str
+    controls: list[str]  # under which it stands in the grid
+    baseline: str | None  # the arm it is compared with
+    words: dict[str, str]  # what makes it on the command line, but for seed and learning rate
+    config: Config  # frozen; its seed and rate are those of the first run
+    facts: dict[str, Any]  # what else a run's id is made of
+    params: int  # embeddings apart
+    total_params: int
+    flops: float  # of training, per token
+    mismatch: float | None = None  # to what the control asked for, as a part of it
+
+    @property
+    def work(self) -> float:
+        """FLOPs of training one run."""
+        return self.flops * self.tokens
+
+    @property
+    def tokens(self) -> int:
+        train = self.config.train
+        steps = int(train.steps)
+        return steps * train.batch_size * train.accumulate * self.config.model.context
+
+    def config_of(self, changes: Mapping[str, Any], *, tuning: bool = False) -> Config:
+        """The frozen config of one run."""
+        config, seed = self.config, int(changes["seed"])
+        seeds = {key: int(changes.get(f"seeds.{key}", seed)) for key in vars(config.seeds)}
+        return dataclasses.replace(
+            config,
+            seed=seed,
+            seeds=dataclasses.replace(config.seeds, **seeds),
+            optim=dataclasses.replace(config.optim, lr=float(changes["optim.lr"])),
+            train=dataclasses.replace(config.train, read_test=not tuning),
+        )
+
+    def run(self, changes: Changes, *, tuning: bool = False) -> "SweepRun":
+        config = self.config_of(changes, tuning=tuning)
+        id = run_id(identity(config, **self.facts))
+        return SweepRun(id, label(config), self.name, tuning, changes)
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep."""
+
+    id: str
+    label: str
+    arm: str
+    tuning: bool  # it serves to choose a learning rate, and reads no test split
+    changes: Changes  # its seed (and `seeds.…` that differ from it) and its learning rate
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}-{self.id}"
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An arm of the grid that cannot be, and why."""
+
+    arm: str
+    control: str
+    reason: str
+    kind: str  # impossible, or out of reach of a control
+
+
+@dataclass(frozen=True)
+class Manifest:
+    name: str
+    out: str
+    arms: dict[str, Arm]
+    runs: list[SweepRun]  # known before the first one starts
+    finals: list[Changes]  # with tuning: the runs of each arm, whose rate is not known yet
+    left_out: list[LeftOut]
+    excluded: int  # arms of which a predicate is not true
+    command: list[str] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """A hash of what is compared and how: the same command finds its sweep again."""
+        arms = [[a.name, a.controls, a.baseline] for a in self.arms.values()]
+        said = [arms, [[r.arm, r.id] for r in self.runs], self.finals, NUMERICS]
+        return run_id({"sweep": said})
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out).expanduser() / "sweeps" / f"{self.name}-{self.id}"
+
+    def config_of(self, run: SweepRun) -> Config:
+        """As it is trained: how the run is called in W&B, too."""
+        arm = self.arms[run.arm]
+        config = arm.config_of(run.changes, tuning=run.tuning)
+        model, track = arm.config.model, config.track
+        tags = [f"d_model={model.d_model}", f"heads={model.heads}"]
+        tags += [f"control={name}" for name in arm.controls] + ["tuning"] * run.tuning
+        return dataclasses.replace(
+            config,
+            out=self.out,
+            track=dataclasses.replace(
+                track,
+                group=track.group or f"{self.name}-{self.id}",
+                job_type=track.job_type or arm.name,
+                tags=[*track.tags, *tags],
+            ),
+        )
+
+    def words_of(self, run: SweepRun) -> list[str]:
+        """What repeats the run as `qkablate train …`."""
+        words = {**self.arms[run.arm].words, **{k: str(v) for k, v in run.changes.items()}}
+        if run.tuning:
+            words["train.read_test"] = "false"
+        return [f"{key}={value}" for key, value in words.items()]
+
+    def write(self) -> None:
+        """Freeze it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = {
+            "format": FORMAT,
+            "version": __version__,
+            "numerics": NUMERICS,
+            "id": self.id,
+            **dataclasses.asdict(self),
+        }
+        content["sha256"] = _sha256(content)
+        write_atomic(self.folder / FILE, json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def freeze(manifest: Manifest, plan: list[str]) -> Manifest:
+    """The manifest as it was frozen, now or when this sweep was first begun."""
+    if (manifest.folder / FILE).exists():
+        return read(manifest.folder)
+    manifest.folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(manifest.folder / "plan.txt", "\n".join(plan) + "\n")
+    manifest.write()
+    return manifest
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest in a sweep's folder, if it is what was written there."""
+    path = folder / FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("no map")
+        if content.get("format") != FORMAT:
+            raise UserError(
+                f"'{path}' was written by qkablate {content.get('version')} (format"
+                f" {content.get('format')}); this is {__version__} and reads format {FORMAT}"
+            )
+        if content.pop("sha256") != _sha256(content):
+            raise ValueError("it does not have its checksum")
+        arms = {name: _arm(arm) for name, arm in content["arms"].items()}
+        return Manifest(
+            name=content["name"],
+            # Where the folder is now, in case it was moved with its runs.
+            out=str(folder.parent.parent),
+            arms=arms,
+            runs=[SweepRun(**run) for run in content["runs"]],
+            finals=content["finals"],
+            left_out=[LeftOut(**left) for left in content["left_out"]],
+            excluded=content["excluded"],
+            command=content["command"],
+        )
+    except FileNotFoundError:
+        raise UserError(f"'{folder}' is no sweep: it has no {FILE}") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"'{path}' is damaged ({reason}); move it away, and the same command writes it anew:"
+            " no run is lost"
+        ) from None
+
+
+def find(word: str | None, out: str) -> Path:
+    """The sweep that a user means: its folder, or how its name or id begins; unsaid, the newest."""
+    if word and (Path(word).expanduser() / FILE).is_file():
+        return Path(word).expanduser()
+    sweeps = Path(out).expanduser() / "sweeps"
+    found = sorted(sweeps.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime)
+    names = [path.parent.name for path in found]
+    if not names:
+        raise UserError(f"there is no sweep in '{sweeps}'")
+    if word is None:
+        return sweeps / names[-1]
+    ways = (
+        [name for name in names if name == word],
+        [name for name in names if name.startswith(word)],
+        [name for name in names if name.rpartition("-")[2].startswith(word)],
+    )
+    several = next((way for way in ways if way), [])
+    if len(several) == 1:
+        return sweeps / several[0]
+    if several:
+        some = ", ".join(several[-4:]) + (", …" if len(several) > 4 else "")
+        raise UserError(f"'{word}' may be any of {len(several)} sweeps: {some}")
+    raise UserError(f"there is no sweep '{word}' in '{sweeps}'{nearest(word, names)}")
+
+
+def _arm(content: dict[str, Any]) -> Arm:
+    config = Config()
+    parts: dict[str, Any] = {}
+    for item in dataclasses.fields(Config):
+        own, value = getattr(config, item.name), content["config"][item.name]
+        kind: Any = type(own)
+        parts[item.name] = kind(**value) if dataclasses.is_dataclass(own) else value
+    return Arm(**{**content, "config": Config(**parts)})
+
+
+def _sha256(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,129 @@
+"""The plan of a sweep, for a person and for a program: what is run, how large, and what is not."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from qkablate.sweeps.estimate import Estimate, total_seconds
+from qkablate.sweeps.manifest import Arm, Manifest
+from qkablate.sweeps.state import duration
+from qkablate.table import aligned, counted, short
+
+Estimates = Mapping[str, Estimate]
+
+
+def lines(manifest: Manifest, estimates: Estimates | None, slots: int) -> list[str]:
+    """All of it."""
+    head = ["arm", "params", "with embeddings", "mismatch", "MLP", "FLOPs/token", "runs"]
+    head += ["a run", "memory"] if estimates is not None else []
+    counts = Counter(run.arm for run in manifest.runs)
+    rows = []
+    for arm in manifest.arms.values():
+        model = arm.config.model
+        cells = [_title(arm), f"{arm.params:,}", f"{arm.total_params:,}"]
+        cells += ["" if arm.mismatch is None else f"{100 * arm.mismatch:+.2f} %"]
+        cells += [f"{round(model.mlp_ratio * model.d_model):,}", short(arm.flops)]
+        cells += [_runs(manifest, counts[arm.name])]
+        if estimates is not None:
+            own = estimates[arm.name]
+            cells += [f"{'~' * own.beyond}{duration(own.seconds)}", f"{short(own.bytes)}B"]
+        rows.append(cells)
+    left = _left_out(manifest)
+    said = summary(manifest, slots, estimates, "above")
+    return [*aligned(head, rows), "", *left, *said]
+
+
+def summary(
+    manifest: Manifest, slots: int, estimates: Estimates | None = None, where: str = "in plan.txt"
+) -> list[str]:
+    """In a few lines."""
+    arms, runs = manifest.arms, len(manifest.runs)
+    baselines = [name for name in dict.fromkeys(a.baseline for a in arms.values()) if name]
+    said = [f"runs     {runs:,} of {len(arms):,} arms; baselines: {_some(baselines)}"]
+    if manifest.finals:
+        finals = len(manifest.finals)
+        said = [
+            f"runs     {runs:,} to choose the learning rates of {len(arms):,} arms (more where the"
+            f" best lies on the edge), then {finals * len(arms):,} at the best ({finals} an arm)"
+        ]
+    if manifest.left_out:
+        kinds = Counter(left.kind for left in manifest.left_out)
+        told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        said.append(f"left out {len(manifest.left_out):,} arms: {told} (reasons {where})")
+    if manifest.excluded:
+        said.append(f"         {manifest.excluded:,} arms excluded by sweep.where")
+    threads = sorted({int(arm.config.threads) for arm in arms.values()})
+    device = next(iter(arms.values())).facts["device"]
+    each = f", {_some([counted(n, 'thread') for n in threads])} each" if device == "cpu" else ""
+    said.append(f"packing  {slots} at once on {device}{each}; the largest first")
+    if estimates is not None:
+        most = max(estimates.values(), key=lambda one: one.bytes)
+        total = total_seconds(manifest, estimates, slots)
+        work = sum(arms[run.arm].work for run in manifest.runs)
+        work += len(manifest.finals) * sum(arm.work for arm in arms.values())
+        said.append(
+            f"cost     about {duration(total)}, {short(work)}FLOP; memory {short(most.bytes)}B at"
+            f" most for one run, {short(slots * most.bytes)}B for {slots} of them"
+        )
+        if any(one.beyond for one in estimates.values()):
+            said.append("         ~ larger than what could be timed here: a guess by FLOPs")
+    return said
+
+
+def as_json(manifest: Manifest, estimates: Estimates, slots: int) -> dict[str, Any]:
+    """For a program."""
+    return {
+        "sweep": f"{manifest.name}-{manifest.id}",
+        "slots": slots,
+        "seconds": total_seconds(manifest, estimates, slots),
+        "arms": [
+            {
+                "arm": arm.name,
+                "variant": arm.variant,
+                "controls": arm.controls,
+                "baseline": arm.baseline,
+                "params": arm.params,
+                "params_with_embeddings": arm.total_params,
+                "mismatch": arm.mismatch,
+                "flops_per_token": arm.flops,
+                "seconds_per_run": estimates[arm.name].seconds,
+                "bytes_per_run": estimates[arm.name].bytes,
+                "words": arm.words,
+            }
+            for arm in manifest.arms.values()
+        ],
+        "runs": [
+            {"id": run.id, "arm": run.arm, "tuning": run.tuning, **run.changes}
+            for run in manifest.runs
+        ],
+        "finals": manifest.finals,
+        "left_out": [vars(left) for left in manifest.left_out],
+        "excluded": manifest.excluded,
+    }
+
+
+def _title(arm: Arm) -> str:
+    """The arm, with the controls under which it stands if these are not in its name."""
+    several = [control for control in arm.controls if not arm.name.endswith(f"-{control}")]
+    return f"{arm.name} ({', '.join(several)})" if several != ["none"] and several else arm.name
+
+
+def _runs(manifest: Manifest, count: int) -> str:
+    return f"{count} + {len(manifest.finals)}" if manifest.finals else f"{count}"
+
+
+def _left_out(manifest: Manifest) -> list[str]:
+    """What is left out, gathered by reason."""
+    by_reason = defaultdict(list)
+    for left in manifest.left_out:
+        by_reason[(left.kind, left.reason)].append(left.arm)
+    said = []
+    for (kind, reason), names in by_reason.items():
+        said.append(f"left out, {kind}: {reason}")
+        said.append(f"  {_some(names, 6)}")
+    return [*said, ""] if said else []
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

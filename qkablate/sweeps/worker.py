@@ -1,0 +1,62 @@
+"""The process of one run: from its frozen config to its result, with a log beside it."""
+
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from qkablate.errors import UserError, tell
+from qkablate.ownership import Lost, Observer, Owned
+from qkablate.runs import EXIT_CODES
+from qkablate.sweeps.engines import LOG, LOST, OWNED, Task
+from qkablate.training import session
+from qkablate.training.plan import plan
+
+
+def work(task: Task, gpu: str | None, lifeline: Connection) -> None:
+    """Train the run, and exit as it went."""
+    os.setsid()  # Ctrl-C in the terminal is for the launcher, which passes it on
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    task.folder.mkdir(parents=True, exist_ok=True)
+    log = os.open(task.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    threading.Thread(target=_end_with_launcher, args=(lifeline,), daemon=True).start()
+    sys.exit(_train(task))
+
+
+def _train(task: Task) -> int:
+    try:
+        planned = plan(task.config)
+        if planned.run.id != task.id:
+            raise UserError(
+                f"this run would be {planned.run.id} now, not {task.id}: data, circuits or this"
+                " program have changed since the sweep was frozen"
+            )
+        observer = Observer()
+        observer.settle(task.folder)  # a claim of another machine: the launcher saw it stand still
+        outcome = session.run(planned, packed=task.packed, observer=observer)
+        return EXIT_CODES[outcome.result["status"]]
+    except Owned as owned:
+        tell(str(owned))
+        return OWNED
+    except Lost as lost:
+        tell(str(lost))
+        return LOST
+    except session.Stopped as stopped:
+        return stopped.exit_code
+    except UserError as mistake:
+        tell(f"qkablate: {mistake}")
+        return 2
+
+
+def _end_with_launcher(lifeline: Connection) -> None:
+    """The launcher never writes; what ends the wait is its own end."""
+    try:
+        lifeline.recv_bytes()
+    except (EOFError, OSError):
+        os.kill(os.getpid(), signal.SIGTERM)
