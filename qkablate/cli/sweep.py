@@ -91,11 +91,7 @@ def _expanded(
     from qkablate.sweeps.expand import Expansion, Grid
     from qkablate.sweeps.packing import pack
 
-    given = asked.choices.get("threads", ["auto"])[0]
-    device = asked.choices.get("device", ["auto"])[0]
-    settings = asked.settings
-    slots, threads = pack(settings.workers, settings.per_gpu, device, given, asked.count())
-    grid = Grid(settings.sweep, asked.controls, asked.choices)
+    grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
     with tqdm(
         desc="expanding", unit=" arms", leave=False, disable=not sys.stderr.isatty(), delay=0.5
     ) as bar:
@@ -104,8 +100,8 @@ def _expanded(
             bar.total = total
             bar.update(done - bar.n)
 
-        manifest = Expansion(grid, compose, threads, note).manifest(["qkablate", "sweep", *words])
-    return manifest, slots
+        manifest = Expansion(grid, compose, note).manifest(["qkablate", "sweep", *words])
+    return pack(manifest, asked.settings)
 
 
 def _dry_run(manifest: Any, slots: list[str | None], *, as_json: bool) -> int:
@@ -130,6 +126,7 @@ def _launch(
     from qkablate.sweeps.engines.local import Local
     from qkablate.sweeps.launch import Launcher
     from qkablate.sweeps.manifest import freeze
+    from qkablate.tracking.mirror import resolve_mode
 
     manifest = freeze(manifest, plan_text.lines(manifest, None, len(slots)))
     board = Board()
@@ -138,13 +135,13 @@ def _launch(
         board.note(line)
     launcher = Launcher(
         manifest,
-        Local(slots),
+        Local(slots, wandb=resolve_mode(manifest.track) != "disabled"),
         board,
         retry_failed=retry,
         stop_on_failure=asked.settings.on_failure == "stop",
     )
     code = launcher.run()
-    address = summary.mirror(launcher.standing, board.note)
+    address = summary.mirror(launcher.standing, board.note) if launcher.trained else None
     with suppress(BrokenPipeError):
         _print_end(launcher, words, address)
     return code

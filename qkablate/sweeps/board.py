@@ -53,14 +53,14 @@ def picture(standing: Standing, width: int) -> list[str]:
     manifest = standing.manifest
     lines = [f"{manifest.name}-{manifest.id}  {headline(standing)}"]
     running = [state for state in standing.states.values() if state.status == "running"]
-    longest = max((len(state.run.label) for state in running), default=0)
+    longest = max((len(manifest.called(state.run)) for state in running), default=0)
     for state in running[:_MOST]:
-        lines.append(f"  {state.run.label:<{longest}}  {_progress(state, standing)}")
+        lines.append(f"  {manifest.called(state.run):<{longest}}  {_progress(state, standing)}")
     if len(running) > _MOST:
         lines.append(f"  … and {len(running) - _MOST} more")
     for state in standing.states.values():
         if state.status in ("failed", "interrupted", "waiting") and state.reason:
-            lines.append(f"  {state.status}: {state.run.label}: {state.reason}")
+            lines.append(f"  {state.status}: {manifest.called(state.run)}: {state.reason}")
     return [line if len(line) < width else line[: width - 2] + "…" for line in lines]
 
 
@@ -87,15 +87,12 @@ def _progress(state: State, standing: Standing) -> str:
         "perf/tokens_per_second": "{:,.0f} tokens/s",
     }
     said = [form.format(row[key]) for key, form in shown.items() if isinstance(row.get(key), float)]
-    tuning = "  tuning" if state.run.tuning else ""
-    return f"{bar:·<{_BAR}} {part:4.0%}  step {state.step}/{steps}  {'  '.join(said)}{tuning}"
+    return f"{bar:·<{_BAR}} {part:4.0%}  step {state.step}/{steps}  {'  '.join(said)}"
 
 
 def _told(state: State, standing: Standing) -> str:
     """One line for what became of a run."""
-    line = f"{state.status:<11}  {state.run.label}"
-    if state.run.tuning:
-        line += f"  tuning, lr {state.run.changes['optim.lr']:.3g}"
+    line = f"{state.status:<11}  {standing.manifest.called(state.run)}"
     if state.status == "done" and state.result is not None:
         read = {key: value for key, value in state.result["loss"].items() if value is not None}
         losses = "  ".join(f"{key} {read[key]:.4f}" for key in ("val", "test") if key in read)

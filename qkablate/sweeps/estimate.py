@@ -54,7 +54,7 @@ def estimate(manifest: Manifest, slots: int) -> dict[str, Estimate]:
     smallest = _timed(arms[0], manifest, slots, kept)
     # At the smallest arm's pace, what can be timed in reasonable time; larger arms are faster.
     within = smallest.flops * PATIENCE / (STEPS * smallest.step)
-    free = _free_bytes()
+    free = hardware.free_memory()
     able = [
         arm
         for arm in arms
@@ -168,10 +168,3 @@ def _time(config: Config, vocabulary: int, answer: Connection) -> None:
         )
     except Exception as error:
         answer.send(f"{type(error).__name__}: {error}")
-
-
-def _free_bytes() -> float:
-    try:
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
-    except ValueError:  # a system that does not say
-        return float("inf")

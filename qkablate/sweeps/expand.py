@@ -54,7 +54,6 @@ class Expansion:
 
     grid: Grid
     compose: Callable[[Words], Config]
-    threads: int | None = None  # of every run on a CPU, where the user does not say
     note: Callable[[int, int], None] = lambda done, total: None
     _data: dict[str, Data] = field(default_factory=dict)
     _seen: dict[tuple[tuple[str, str], ...], _Known] = field(default_factory=dict)
@@ -179,9 +178,6 @@ class Expansion:
         own = {**words, **{key: repr(value) for key, value in pays.items()}}
         known = self._known(own)
         config = known.config
-        if self.threads and "threads" not in own:
-            config = dataclasses.replace(config, threads=self.threads)
-            own["threads"] = str(self.threads)
         arm = Arm(
             name=self._name(words, control if pays else "none"),
             variant=config.variant.name,

@@ -81,9 +81,9 @@ class Launcher:
         return 0 if finished and self.standing.expected() == len(self.standing.states) else 1
 
     @property
-    def stopped(self) -> str:
-        """Why not all was run."""
-        return self._stopped
+    def trained(self) -> bool:
+        """Whether anything ran here."""
+        return bool(self._tried)
 
     def _all(self) -> list[State]:
         return list(self.standing.states.values())

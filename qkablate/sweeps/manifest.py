@@ -10,6 +10,7 @@ the first run starts and never changed.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate import __version__
-from qkablate.config import Config
+from qkablate.config import Config, TrackConfig
 from qkablate.errors import UserError, nearest
 from qkablate.runs import NUMERICS, identity, label, run_id, write_atomic
 
@@ -118,8 +119,22 @@ class Manifest:
         return run_id({"sweep": said})
 
     @property
+    def track(self) -> TrackConfig:
+        """Where the runs are mirrored, and the sweep's own table beside them."""
+        return next(iter(self.arms.values())).config.track
+
+    @property
     def folder(self) -> Path:
         return Path(self.out).expanduser() / "sweeps" / f"{self.name}-{self.id}"
+
+    def called(self, run: SweepRun) -> str:
+        """What a person reads: the run's label, with its rate where the sweep has several."""
+        rate = f" lr {run.changes['optim.lr']:.3g}" if self._several_rates else ""
+        return f"{run.label}{rate}{' (tuning)' * run.tuning}"
+
+    @functools.cached_property
+    def _several_rates(self) -> bool:
+        return len({run.changes["optim.lr"] for run in self.runs}) > 1
 
     def config_of(self, run: SweepRun) -> Config:
         """As it is trained: how the run is called in W&B, too."""

@@ -2,7 +2,6 @@
 
 import shlex
 import statistics
-from collections import defaultdict
 from typing import Any
 
 from qkablate.sweeps.results import COLUMNS, rows
@@ -12,32 +11,44 @@ from qkablate.tracking.mirror import Identity, Mirror
 
 
 def print_arms(standing: Standing) -> None:
-    """A row for every arm: how many of its runs are done, and their losses with the spread between
-    them. What the difference between two arms is worth, a table of means cannot say."""
-    by_arm: dict[str, list[State]] = defaultdict(list)
+    """A row for every arm (and learning rate): how many of its runs are done, and their losses with
+    the spread between them. What a difference of two means is worth, these do not say."""
+    groups: dict[tuple[str, float | None], list[State]] = {}
     for state in standing.states.values():
         if not state.run.tuning:
-            by_arm[state.run.arm].append(state)
-    chosen = {bowl.arm: bowl for bowl in standing.bowls}
+            groups.setdefault((state.run.arm, float(state.run.changes["optim.lr"])), []).append(
+                state
+            )
+    bowls = {bowl.arm: bowl for bowl in standing.bowls}
+    for bowl in standing.bowls:
+        if bowl.rate is None:
+            groups[bowl.arm, None] = []
+    several = bool(bowls) or len(groups) > len({arm for arm, _ in groups})
     table = []
-    for name, arm in standing.manifest.arms.items():
-        states = by_arm[name]
+    for (name, rate), states in sorted(groups.items(), key=_in_order(standing)):
         done = [state.result for state in states if state.status == "done" and state.result]
         diverged = sum(state.status == "diverged" for state in states)
-        cells = [name, f"{arm.params:,}"]
-        if chosen:
-            bowl = chosen[name]
-            note = "" if bowl.state == "chosen" else f" ({bowl.state})"
-            cells.append((f"{bowl.rate:.3g}" if bowl.rate else "–") + note)
+        cells = [name, f"{standing.manifest.arms[name].params:,}"]
+        if several:
+            told = bowls[name].state if name in bowls else "chosen"
+            cells.append(
+                ("–" if rate is None else f"{rate:.3g}") + f" ({told})" * (told != "chosen")
+            )
         cells.append(f"{len(done)}/{len(states) or len(standing.manifest.finals)}")
         for split in ("val", "test"):
             losses = [r["loss"][split] for r in done if r["loss"][split] is not None]
             cells.append(f"{statistics.fmean(losses):.4f}" if losses else "–")
             cells.append(f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "–")
         table.append([*cells, f"{diverged}" if diverged else ""])
-    head = ["arm", "params", *(["lr"] if chosen else []), "done", "val", "± sd", "test", "± sd"]
+    head = ["arm", "params", *(["lr"] if several else []), "done", "val", "± sd", "test", "± sd"]
     print_table([*head, "diverged"], table)
     print("\nmeans over runs, and the standard deviation between them; params without embeddings")
+
+
+def _in_order(standing: Standing) -> Any:
+    """Of the plan, then by rate."""
+    place = {name: number for number, name in enumerate(standing.manifest.arms)}
+    return lambda item: (place[item[0][0]], item[0][1] or 0.0)
 
 
 def print_failures(standing: Standing) -> None:
@@ -64,9 +75,8 @@ def print_failures(standing: Standing) -> None:
 def mirror(standing: Standing, note: Any) -> str | None:
     """One run in W&B that holds the table; where to find it."""
     manifest = standing.manifest
-    first = next(iter(manifest.arms.values())).config
     name = f"{manifest.name}-{manifest.id}"
-    track = first.track
+    track = manifest.track
     group = track.group or name
     identity = Identity(f"sweep-{manifest.id}", name, group, "sweep", ("sweep", *track.tags))
     config = {"sweep": name, "command": shlex.join(manifest.command), "arms": [*manifest.arms]}

@@ -164,6 +164,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
+def free_memory() -> float:
+    """Bytes that this process and its children may still take; infinite where nobody says."""
+    known = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        own = next(line for line in lines if line.startswith("MemAvailable:"))
+        known.append(1024.0 * int(own.split()[1]))
+    with contextlib.suppress(OSError, ValueError):  # a container's own limit
+        folder = Path("/sys/fs/cgroup")
+        most, now = ((folder / f"memory.{what}").read_text() for what in ("max", "current"))
+        known.append(float(int(most) - int(now)))
+    return min(known, default=float("inf"))
+
+
 def peak_memory(device: str) -> int:
     """The most bytes that this process has held at one moment, on the device it computes on."""
     if device.startswith("cuda"):

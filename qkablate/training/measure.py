@@ -1,6 +1,5 @@
 """Step times of several models on this machine: solo, interleaved, medians."""
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -60,12 +59,9 @@ def check_memory(params: Sequence[int], device: str) -> None:
     """All models live side by side; say so before the machine is full."""
     need = _BYTES_PER_PARAMETER * sum(params)
     if device.startswith("cuda"):
-        have = torch.cuda.mem_get_info(device)[0]
+        have: float = torch.cuda.mem_get_info(device)[0]
     else:
-        try:
-            have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-        except ValueError:  # a system that does not say
-            return
+        have = hardware.free_memory()
     if need > have:
         raise UserError(
             f"--measure: these {len(params)} models need {need / 2**30:,.1f} GB side by side, and"

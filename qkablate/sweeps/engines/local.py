@@ -28,13 +28,13 @@ class _Running:
 class Local:
     """`devices` has an entry for every slot: the GPU it stands for, or None for the CPU."""
 
-    def __init__(self, devices: list[str | None]) -> None:
+    def __init__(self, devices: list[str | None], *, wandb: bool) -> None:
         self._devices = devices
         self.slots = len(devices)
         self._running: dict[str, _Running] = {}
         self._context = multiprocessing.get_context("forkserver")
         # The server imports and computes nothing: a thread of its own would hang its children.
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context.set_forkserver_preload(_PRELOADED + ["wandb"] * wandb)
 
     def start(self, task: Task) -> None:
         taken = {running.slot for running in self._running.values()}
