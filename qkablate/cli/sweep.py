@@ -7,7 +7,7 @@ from typing import Any
 
 from qkablate.cli.compose import next_commands, take_flags
 from qkablate.cli.grid import Asked, composing
-from qkablate.errors import UserError
+from qkablate.errors import UserError, tell
 from qkablate.table import print_json
 
 MANY = 10_000  # runs that are asked for again
@@ -79,7 +79,11 @@ def main(argv: list[str]) -> int:
         manifest, slots = _expanded(asked, composer.config, words)
     if "--dry-run" in flags:
         return _dry_run(manifest, slots, as_json="--json" in flags)
-    return _launch(manifest, slots, asked, words, retry="--retry" in flags)
+    try:
+        return _launch(manifest, slots, asked, words, retry="--retry" in flags)
+    except OSError as error:  # a full disk, say: what is on it stays
+        tell(f"qkablate: {error}")
+        return 1
 
 
 def _expanded(
@@ -107,13 +111,17 @@ def _expanded(
 def _dry_run(manifest: Any, slots: list[str | None], *, as_json: bool) -> int:
     from qkablate.sweeps import plan_text
     from qkablate.sweeps.estimate import estimate
+    from qkablate.sweeps.state import Standing
 
+    standing = Standing(manifest)
+    standing.look()
+    done = [id for id, state in standing.states.items() if state.status in ("done", "diverged")]
     estimated = estimate(manifest, len(slots))
     if as_json:
-        print_json(plan_text.as_json(manifest, estimated, len(slots)))
+        print_json(plan_text.as_json(manifest, len(slots), estimated, done))
         return 0
     with suppress(BrokenPipeError):
-        print("\n".join(plan_text.lines(manifest, estimated, len(slots))))
+        print("\n".join(plan_text.lines(manifest, len(slots), estimated, done)))
         next_commands([word for word in manifest.command[1:] if word != "--dry-run"])
     return 0
 
@@ -128,7 +136,7 @@ def _launch(
     from qkablate.sweeps.manifest import freeze
     from qkablate.tracking.mirror import resolve_mode
 
-    manifest = freeze(manifest, plan_text.lines(manifest, None, len(slots)))
+    manifest = freeze(manifest, plan_text.lines(manifest, len(slots)))
     board = Board()
     board.note(f"sweep    {manifest.folder}")
     for line in plan_text.summary(manifest, len(slots)):

@@ -5,6 +5,7 @@ import sys
 from contextlib import suppress
 
 from qkablate.sweeps.state import STATUSES, Standing, State, duration, now
+from qkablate.table import counted
 
 _BAR = 16
 _MOST = 16  # running runs shown one by one
@@ -68,7 +69,7 @@ def headline(standing: Standing) -> str:
     """`32 runs: 12 done · 2 running · 18 waiting   24,000 tokens/s   about 3 min left`."""
     counts = standing.counts()
     said = [f"{counts[status]} {status}" for status in STATUSES if counts[status]]
-    line = f"{standing.expected()} runs: {' · '.join(said)}"
+    line = f"{counted(standing.expected(), 'run')}: {' · '.join(said)}"
     if speed := standing.tokens_per_second():
         line += f"   {speed:,.0f} tokens/s"
     if counts["running"] and (left := standing.seconds_left()):

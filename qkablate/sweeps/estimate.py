@@ -7,7 +7,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -67,9 +67,14 @@ def estimate(manifest: Manifest, slots: int) -> dict[str, Estimate]:
     return {arm.name: _of(arm, smallest, largest) for arm in arms}
 
 
-def total_seconds(manifest: Manifest, estimates: Mapping[str, Estimate], slots: int) -> float:
+def total_seconds(
+    manifest: Manifest,
+    estimates: Mapping[str, Estimate],
+    slots: int,
+    done: Collection[str] = (),
+) -> float:
     """Of the whole sweep: the largest first, each to the slot that is free first."""
-    counts = Counter(run.arm for run in manifest.runs)
+    counts = Counter(run.arm for run in manifest.runs if run.id not in done)
     for name in manifest.arms:
         counts[name] += len(manifest.finals)
     busy = [0.0] * slots

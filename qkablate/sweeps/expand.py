@@ -72,9 +72,10 @@ class Expansion:
         if not kept and self._left_out:
             rest = len(self._left_out) - 1
             more = f" (and {rest} more, none of which can be)" if rest else ""
-            raise UserError(f"{self._left_out[0].reason}{more}")
+            first = self._left_out[0]
+            raise UserError(f"{first.arm} is {first.kind}: {first.reason}{more}")
         if not kept:
-            raise UserError(f"sweep.where: none of the {self._excluded} arms is left")
+            raise UserError(f"sweep.where: excludes all arms, {self._excluded} of them")
         arms = {arm.name: arm for arm in self._arms.values()}
         settings = self.grid.settings
         if settings.tune:

@@ -1,7 +1,7 @@
 """The plan of a sweep, for a person and for a program: what is run, how large, and what is not."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from qkablate.sweeps.estimate import Estimate, total_seconds
@@ -12,8 +12,13 @@ from qkablate.table import aligned, counted, short
 Estimates = Mapping[str, Estimate]
 
 
-def lines(manifest: Manifest, estimates: Estimates | None, slots: int) -> list[str]:
-    """All of it."""
+def lines(
+    manifest: Manifest,
+    slots: int,
+    estimates: Estimates | None = None,
+    done: Collection[str] = (),
+) -> list[str]:
+    """All of it. `done` are the ids of runs that need not be trained."""
     head = ["arm", "params", "with embeddings", "mismatch", "MLP", "FLOPs/token", "runs"]
     head += ["a run", "memory"] if estimates is not None else []
     counts = Counter(run.arm for run in manifest.runs)
@@ -29,37 +34,45 @@ def lines(manifest: Manifest, estimates: Estimates | None, slots: int) -> list[s
             cells += [f"{'~' * own.beyond}{duration(own.seconds)}", f"{short(own.bytes)}B"]
         rows.append(cells)
     left = _left_out(manifest)
-    said = summary(manifest, slots, estimates, "above")
+    said = summary(manifest, slots, estimates, done, "above")
     return [*aligned(head, rows), "", *left, *said]
 
 
 def summary(
-    manifest: Manifest, slots: int, estimates: Estimates | None = None, where: str = "in plan.txt"
+    manifest: Manifest,
+    slots: int,
+    estimates: Estimates | None = None,
+    done: Collection[str] = (),
+    where: str = "in plan.txt",
 ) -> list[str]:
     """In a few lines."""
     arms, runs = manifest.arms, len(manifest.runs)
     baselines = [name for name in dict.fromkeys(a.baseline for a in arms.values()) if name]
-    said = [f"runs     {runs:,} of {len(arms):,} arms; baselines: {_some(baselines)}"]
+    said = [f"runs     {counted(runs, 'run')} of {counted(len(arms), 'arm')}"]
+    said[0] += f"; baselines: {_some(baselines)}" if baselines else ""
     if manifest.finals:
         finals = len(manifest.finals)
         said = [
-            f"runs     {runs:,} to choose the learning rates of {len(arms):,} arms (more where the"
-            f" best lies on the edge), then {finals * len(arms):,} at the best ({finals} an arm)"
+            f"runs     {runs:,} to choose the learning rates of {counted(len(arms), 'arm')} (more"
+            f" where the best lies on the edge), then {finals * len(arms):,} at the best"
+            f" ({finals} an arm)"
         ]
     if manifest.left_out:
         kinds = Counter(left.kind for left in manifest.left_out)
         told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        said.append(f"left out {len(manifest.left_out):,} arms: {told} (reasons {where})")
+        said.append(f"left out {counted(len(manifest.left_out), 'arm')}: {told} (reasons {where})")
     if manifest.excluded:
-        said.append(f"         {manifest.excluded:,} arms excluded by sweep.where")
+        said.append(f"         {counted(manifest.excluded, 'arm')} excluded by sweep.where")
     threads = sorted({int(arm.config.threads) for arm in arms.values()})
     device = next(iter(arms.values())).facts["device"]
     each = f", {_some([counted(n, 'thread') for n in threads])} each" if device == "cpu" else ""
     said.append(f"packing  {slots} at once on {device}{each}; the largest first")
+    if done:
+        said.append(f"done     {counted(len(done), 'run')} already, in this sweep or another")
     if estimates is not None:
         most = max(estimates.values(), key=lambda one: one.bytes)
-        total = total_seconds(manifest, estimates, slots)
-        work = sum(arms[run.arm].work for run in manifest.runs)
+        total = total_seconds(manifest, estimates, slots, done)
+        work = sum(arms[run.arm].work for run in manifest.runs if run.id not in done)
         work += len(manifest.finals) * sum(arm.work for arm in arms.values())
         said.append(
             f"cost     about {duration(total)}, {short(work)}FLOP; memory {short(most.bytes)}B at"
@@ -70,12 +83,15 @@ def summary(
     return said
 
 
-def as_json(manifest: Manifest, estimates: Estimates, slots: int) -> dict[str, Any]:
+def as_json(
+    manifest: Manifest, slots: int, estimates: Estimates, done: Collection[str]
+) -> dict[str, Any]:
     """For a program."""
     return {
         "sweep": f"{manifest.name}-{manifest.id}",
         "slots": slots,
-        "seconds": total_seconds(manifest, estimates, slots),
+        "seconds": total_seconds(manifest, estimates, slots, done),
+        "done": sorted(done),
         "arms": [
             {
                 "arm": arm.name,
@@ -103,9 +119,9 @@ def as_json(manifest: Manifest, estimates: Estimates, slots: int) -> dict[str, A
 
 
 def _title(arm: Arm) -> str:
-    """The arm, with the controls under which it stands if these are not in its name."""
-    several = [control for control in arm.controls if not arm.name.endswith(f"-{control}")]
-    return f"{arm.name} ({', '.join(several)})" if several != ["none"] and several else arm.name
+    """The arm, with the controls under which it stands if its name does not say them."""
+    said = arm.controls == ["none"] or arm.name.endswith(f"-{','.join(arm.controls)}")
+    return arm.name if said else f"{arm.name} ({', '.join(arm.controls)})"
 
 
 def _runs(manifest: Manifest, count: int) -> str:

@@ -47,6 +47,7 @@ class Standing:
         self._runs = Path(manifest.out).expanduser() / "runs"
         self.here: set[str] = set()  # what runs in a process of our own, which may not show yet
         self._there: dict[str, str] = {}  # the folders of runs, by id
+        self._settled: dict[str, tuple[list[SweepRun], Bowl]] = {}
         self._observer = Observer()
         for run in manifest.runs:
             self._know(run)
@@ -65,7 +66,7 @@ class Standing:
             before = -1
             while before != len(self.states):  # what is found may settle what comes next
                 before = len(self.states)
-                runs, self.bowls = further(self.manifest, self._result)
+                runs, self.bowls = further(self.manifest, self._result, self._settled)
                 for run in runs:
                     if run.id not in self.states:
                         self.look_at(self._know(run))

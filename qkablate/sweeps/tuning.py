@@ -5,6 +5,7 @@ so that whoever asks, whenever, gets the same runs."""
 import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,18 +46,26 @@ def ladder(given: list[str] | None, config: Config) -> list[float]:
     return [middle * FACTOR**k for k in range(-(POINTS // 2), POINTS // 2 + 1)]
 
 
-def further(manifest: Manifest, result: Result) -> tuple[list[SweepRun], list[Bowl]]:
-    """The runs that follow from the results so far, and the bowls."""
-    runs: list[SweepRun] = []
-    bowls = []
+def further(
+    manifest: Manifest, result: Result, settled: dict[str, tuple[list[SweepRun], Bowl]]
+) -> tuple[list[SweepRun], list[Bowl]]:
+    """The runs that follow from the results so far, and the bowls. Arms whose rate is chosen are
+    kept in `settled`: they do not change any more."""
+    tried = defaultdict(list)
+    for run in manifest.runs:
+        tried[run.arm].append(run)
+    found = []
     for arm in manifest.arms.values():
-        own = [run for run in manifest.runs if run.arm == arm.name]
-        more, bowl = _arm(arm, own, result)
-        runs += more
-        if bowl.rate is not None:
-            runs += [arm.run({**one, "optim.lr": bowl.rate}) for one in manifest.finals]
-        bowls.append(bowl)
-    return runs, bowls
+        if arm.name not in settled:
+            more, bowl = _arm(arm, tried[arm.name], result)
+            if bowl.rate is not None:
+                more += [arm.run({**one, "optim.lr": bowl.rate}) for one in manifest.finals]
+            if bowl.state in ("chosen", "on the edge", "diverged"):
+                settled[arm.name] = more, bowl
+            found.append((more, bowl))
+        else:
+            found.append(settled[arm.name])
+    return [run for runs, _ in found for run in runs], [bowl for _, bowl in found]
 
 
 def _arm(arm: Arm, tried: list[SweepRun], result: Result) -> tuple[list[SweepRun], Bowl]:
