@@ -18,7 +18,7 @@ from qkablate.config import (
     explain,
     resolve,
 )
-from qkablate.config.sweep import SWEEP_KEYS
+from qkablate.config.sweep import SWEEP_KEYS, as_word
 from qkablate.errors import UserError, nearest
 
 
@@ -205,6 +205,4 @@ def _word(key: str, value: Any) -> str:
     if isinstance(value, dict):
         raise UserError(f"sweep: the values of {key} are written 32,64 or range(3)")
     values = value if isinstance(value, list) else [value]
-    plain = {True: "true", False: "false", None: "null"}
-    said = [plain[v] if v is None or isinstance(v, bool) else str(v) for v in values]
-    return f"{key}={','.join(said)}"
+    return f"{key}={','.join(map(as_word, values))}"

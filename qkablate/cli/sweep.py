@@ -166,7 +166,7 @@ def _print_end(launcher: Any, words: list[str], address: str | None) -> None:
     print(f"\nresults  {manifest.folder / 'results.csv'}")
     if address:
         print(f"W&B      {address}")
-    commands = [["status", name]]
+    commands = [["status", name, *([] if manifest.out == "outputs" else [f"out={manifest.out}"])]]
     counts = launcher.standing.counts()
     if counts["failed"]:
         commands.insert(0, ["sweep", *words, "--retry", "failed"])

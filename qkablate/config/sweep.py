@@ -75,3 +75,10 @@ def check_sweep(config: SweepConfig) -> None:
         raise UserError(
             f"sweep.baseline: '{grid.baseline}' is not a variant, a map of keys to values, or null"
         )
+
+
+def as_word(value: Any) -> str:
+    """A value of a file, as it is typed on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

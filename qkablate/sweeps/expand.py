@@ -9,6 +9,7 @@ from typing import Any
 
 from qkablate.catalogue import settle
 from qkablate.config import Config, ControlConfig, GridConfig, flatten
+from qkablate.config.sweep import as_word
 from qkablate.cost import training_flops_per_token
 from qkablate.data import Data, open_data
 from qkablate.data.corpus import look
@@ -77,11 +78,18 @@ class Expansion:
         if not kept:
             raise UserError(f"sweep.where: excludes all arms, {self._excluded} of them")
         arms = {arm.name: arm for arm in self._arms.values()}
+        for arm in list(arms.values()):
+            if arm.baseline == arm.name:
+                arms[arm.name] = dataclasses.replace(arm, baseline=None)
         settings = self.grid.settings
         if settings.tune:
-            rates = ladder(self.grid.choices.get("optim.lr"), next(iter(arms.values())).config)
-            tries = [{"seed": s, "optim.lr": r} for r in rates for s in settings.tuning_seeds]
-            runs = [arm.run(one, tuning=True) for arm in arms.values() for one in tries]
+            given = self.grid.choices.get("optim.lr")
+            runs = [
+                arm.run({"seed": seed, "optim.lr": rate}, tuning=True)
+                for arm in arms.values()
+                for rate in ladder(given, arm.config)
+                for seed in settings.tuning_seeds
+            ]
         else:
             runs = [arm.run(one) for arm in arms.values() for one in changes]
         return Manifest(
@@ -115,7 +123,7 @@ class Expansion:
             for key in ("seeds.init", "seeds.data", "seeds.dropout"):
                 if flat[key] != flat["seed"]:
                     changes[key] = flat[key]
-            if not tune:
+            if "optim.lr" in own:  # else it is the arm's own
                 changes["optim.lr"] = flat["optim.lr"]
             found.append(changes)
         shared = {one["seed"] for one in found} & {*self.grid.settings.tuning_seeds}
@@ -192,7 +200,7 @@ class Expansion:
             flops=known.size.flops,
             mismatch=mismatch,
         )
-        key = arm.run({"optim.lr": 1.0, **changes[0]}).id
+        key = arm.run(changes[0]).id
         first = self._arms.get(key)
         if first is None:
             if any(other.name == arm.name for other in self._arms.values()):
@@ -255,7 +263,7 @@ class Expansion:
         own: dict[str, Any] = {"variant": said} if isinstance(said, str) else said
         if "variant" in own:
             words = {key: value for key, value in words.items() if key not in _OF_A_VARIANT}
-        return {**words, **{str(key): str(value) for key, value in own.items()}}
+        return {**words, **{str(key): as_word(value) for key, value in own.items()}}
 
     def _leave_out(self, control: str, words: Words, reason: str, kind: str) -> None:
         self._left_out.append(LeftOut(self._name(words, control), control, reason, kind))

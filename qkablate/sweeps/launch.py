@@ -44,7 +44,7 @@ class Launcher:
         self._tried: set[str] = set()  # what this launcher has had its try at
         self._alone = ""  # the run that has the machine for itself
         self._stopped = ""  # why nothing more is started
-        self._signal = 0
+        self._signal = self._signals = 0  # the last one, and how many
         self.standing.look()
         if retry_failed:
             self._again = {s.run.id for s in self._all() if s.status == "failed"}
@@ -58,6 +58,7 @@ class Launcher:
         with self._listening():
             try:
                 while True:
+                    self._obey()
                     if rounds % _SCAN == 0:
                         self.standing.look()
                     self._start_what_can_be()
@@ -197,15 +198,18 @@ class Launcher:
         self.board.note(f"stopping: {why}; what runs writes a checkpoint")
         self.engine.stop(now=False)
 
+    def _obey(self) -> None:
+        """Do what a signal asks for: an end, or, asked twice, an end at once."""
+        if self._signals > 1:
+            self.engine.stop(now=True)
+        elif self._signals and not self._stopped.startswith("SIG"):
+            again = " (Ctrl-C again: at once)" if self._signal == signal.SIGINT else ""
+            self._stop(f"{signal.Signals(self._signal).name}{again}")
+
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        def handle(number: int, frame: Any) -> None:
-            if self._signal and number == signal.SIGINT:
-                self.engine.stop(now=True)
-                return
-            self._signal = number
-            again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
-            self._stop(f"{signal.Signals(number).name}{again}")
+        def handle(number: int, frame: Any) -> None:  # may come in the middle of anything
+            self._signal, self._signals = number, self._signals + 1
 
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, handle) for number in numbers}

@@ -70,6 +70,7 @@ class Arm:
         )
 
     def run(self, changes: Changes, *, tuning: bool = False) -> "SweepRun":
+        changes = {"optim.lr": self.config.optim.lr, **changes}
         config = self.config_of(changes, tuning=tuning)
         id = run_id(identity(config, **self.facts))
         return SweepRun(id, label(config), self.name, tuning, changes)

@@ -60,8 +60,11 @@ class Standing:
             names = []
         self._there = {name.rpartition("-")[2]: name for name in names}
         for state in list(self.states.values()):
-            if state.status not in ("done", "diverged"):
-                self.look_at(state)
+            if state.run.id in self._there or state.run.id in self.here:
+                if state.status not in ("done", "diverged"):
+                    self.look_at(state)
+            else:  # thousands may wait
+                state.status, state.result, state.row = "waiting", None, None
         if self.manifest.finals:
             before = -1
             while before != len(self.states):  # what is found may settle what comes next
@@ -74,6 +77,9 @@ class Standing:
     def look_at(self, state: State) -> None:
         """Read one run. The id finds its folder: another label makes no other run."""
         folder = state.folder = self._runs / self._there.get(state.run.id, state.folder.name)
+        if state.run.id in self.here:  # what is there may be of an earlier try
+            state.status, state.row, state.reason = "running", newest_row(folder), ""
+            return
         state.result = read_json(folder / "result.json")
         if state.result is not None:
             state.status, state.row, state.reason = state.result["status"], None, ""
@@ -81,7 +87,7 @@ class Standing:
                 state.reason = str(state.result["error"])
             elif state.status == "diverged":
                 state.reason = f"not finite at step {state.result['diverged_at']}"
-        elif state.run.id in self.here or self._observer.is_owned(folder):
+        elif self._observer.is_owned(folder):
             state.status, state.row, state.reason = "running", newest_row(folder), ""
         elif (folder / "config.yaml").exists():
             state.status, state.row = "interrupted", newest_row(folder)

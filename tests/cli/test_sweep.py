@@ -1,0 +1,252 @@
+"""`qkablate sweep` as a user types it: what it says before, instead of and after the training."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from qkablate.config import conf_dir
+from qkablate.sweeps.estimate import _Timed
+
+
+@pytest.fixture
+def small(tiny):
+    """Two arms of two runs."""
+    return ["sweep", *tiny, "variant=standard,no_q", "seed=0,1", "workers=2"]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Everything below outputs, with its content."""
+
+    def read():
+        files = sorted((tmp_path / "outputs").rglob("*"))
+        return {path: path.read_bytes() if path.is_file() else None for path in files}
+
+    return read
+
+
+@pytest.fixture
+def nothing_timed(monkeypatch):
+    """Dry runs that measure nothing: every step takes a millisecond."""
+    flops, step, start = 1e6, 1e-3, 1.0
+    monkeypatch.setattr(
+        "qkablate.sweeps.estimate._timed", lambda *_: _Timed(flops, step, start, 10**8)
+    )
+
+
+@pytest.fixture
+def nothing_trained(monkeypatch):
+    """Sweeps that are frozen, and not begun."""
+    monkeypatch.setattr("qkablate.sweeps.launch.Launcher.run", lambda self: 1)
+
+
+def test_help_lists_every_sweep(qkablate):
+    done = qkablate("sweep", "--help")
+    assert done.code == 0
+    listed = re.search(r"Sweeps.*?\n(.*?)\n\n", done.out, re.DOTALL)[1].splitlines()
+    files = sorted((conf_dir() / "sweep").glob("*.yaml"))
+    assert len(files) > 5
+    assert [line.split()[0] for line in listed] == [file.stem for file in files]
+    for line, file in zip(listed, files, strict=True):
+        assert line.endswith(file.read_text().splitlines()[0].removeprefix("# "))
+    assert qkablate("sweep", "-h").out == done.out
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--retry", "x"], ["--json"], ["--nope"], [], ["sweep=quik"]]
+)
+def test_help_and_mistakes_need_no_torch(words):
+    code = (
+        "import sys, qkablate.cli\n"
+        f"try: qkablate.cli.main({['sweep', *words]})\n"
+        "except SystemExit: pass\n"
+        "sys.exit(str({'torch', 'wandb'} & set(sys.modules) or '') or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+BARE = [
+    ([], "the grid is empty: give sweep=quick, or axes such as variant="),
+    (["workers=2"], "the grid is empty"),
+    (["--nope"], "'--nope' is not one of "),
+    (["--dryrun"], "(nearest: --dry-run)"),
+    (["--dry-run=1"], "--dry-run takes no value"),
+    (["sweep=quik"], "lr, ov, qk, quick, rank (nearest: quick)"),
+    (["sweep=quick,lr"], "sweep"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), BARE, ids=[" ".join(w) for w, _ in BARE])
+def test_mistakes_without_a_grid(qkablate, tmp_path, words, line):
+    done = qkablate("sweep", *words)
+    assert_refused(done, line)
+    assert "add -m" not in done.err  # sweep has no such flag
+    assert not (tmp_path / "outputs").exists()
+
+
+MISTAKES = [
+    (["variant=standard,mergd_w,no_q"], "variant: 'mergd_w' is not one of collaborative, "),
+    (["--retry", "x"], "--retry: 'x' is not failed"),
+    (["--retry"], "--retry: a value is missing"),
+    (["--json"], "--json goes with --dry-run"),
+    (["seed=range(10001)"], "this grid has 20,002 runs"),
+    (["workers=0"], "workers: '0' is not auto, or a number from 1 to 4096"),
+    (["per_gpu=0"], "per_gpu: 0 is not a number from 1 to 64"),
+    (["per_gpu=x"], "per_gpu: 'x' is not a whole number"),
+    (["sweep.tune=maybe"], "sweep.tune: 'maybe' is not true or false"),
+    (["on_failure=x"], "on_failure: 'x' is not one of continue, stop"),
+    (["control=params", "control.tolerance=2"], "control.tolerance: 2.0 is not from 0 to below 1"),
+    (["control.tolerance=0.1"], "'control.tolerance=0.1' has no meaning with control=none"),
+    (["control=parms"], "control: 'parms' is not one of flops, none, params (nearest: params)"),
+    (["control=params", "sweep.baseline=null"], "control=params needs a baseline"),
+    (["sweep.baseline=standrd"], "variant: 'standrd' is not one of "),
+    (['sweep.where=["model.d_model > 99"]'], "sweep.where: "),
+    (['sweep.where=["model.d_modl > 9"]'], "there is no key 'model.d_modl'"),
+    (["sweep.nme=x"], "sweep.nme: there is no such key (nearest: sweep.name)"),
+    (["sweep.name=../x"], "sweep.name: '../x' is not made of letters"),
+    (["sweep.tune=true", "sweep.tuning_seeds=[1]"], "1 is a seed of the final runs"),
+    (["sweep.tune=true", "optim.lr=1e-3,2e-3"], "optim.lr: 2 rates are too few to tune by"),
+    (["sweep.tune=true", "optim.lr=fast"], "optim.lr: 'fast' is not a number"),
+    (["sweep.tune=true", "optim.lr=-1e-3"], "optim.lr: -0.001 is not"),
+    (["sweep.tune=true", "optim.lr=0,1e-3,2e-3,4e-3,8e-3"], "optim.lr: 0"),
+    (["sweep.tune=true", "optim.lr=nan,1e-3,2e-3,4e-3,8e-3"], "optim.lr: nan is not a number"),
+    (["optim.lr=1e-3,0"], "optim.lr: 0.0 is not a number"),
+    (["seed=interval(0,1)"], "a grid has values, not an interval"),
+    (["seed=range(0)"], "there is no value in it"),
+    (["variant=[standard,no_q]"], "several are written variant=standard,no_q"),
+    (["model.heads=3,5"], "model.heads: 3 does not divide model.d_model=16"),
+    (["data.path=/nope/x"], "data.path: there is no file, folder or pattern '/nope/x'"),
+    (["track.wandb=online"], "track.wandb: online needs a key"),
+    (["out=/proc/here"], "out: cannot write in '/proc/here'"),
+    (["out=/proc/here", "--dry-run"], "out: cannot write in '/proc/here'"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES, ids=[" ".join(w) for w, _ in MISTAKES])
+def test_mistakes(qkablate, small, tmp_path, nothing_timed, nothing_trained, words, line):
+    assert_refused(qkablate(*small, *words), line)
+    assert list(tmp_path.glob("outputs/runs/*")) == []
+    assert list(tmp_path.glob("outputs/sweeps/*")) == []
+
+
+def assert_refused(done, line):
+    assert done.code == 2, done
+    assert done.err.startswith("qkablate: ")
+    assert line in done.err
+    assert done.err.count("\n") == 1
+    assert done.out == ""
+
+
+def test_many_runs_are_asked_for_again(qkablate, small, nothing_timed, monkeypatch):
+    monkeypatch.setattr("qkablate.cli.sweep.MANY", 3)
+    assert_refused(qkablate(*small, "--dry-run"), "this grid has 4 runs")
+    done = qkablate(*small, "--yes", "--dry-run")
+    assert done.code == 0
+    # And the command it proposes is one that works.
+    proposed = shlex.split(done.out.rstrip().splitlines()[-1])
+    assert qkablate(*proposed[1:], "--dry-run").code == 0, proposed
+
+
+def test_a_damaged_manifest_is_no_manifest(qkablate, small, tree, tmp_path, nothing_trained):
+    assert qkablate(*small).code == 1
+    (path,) = tmp_path.glob("outputs/sweeps/*/manifest.json")
+    whole = path.read_text()
+    for damaged in ("", '{"format": 1}', whole.replace('"seed": 1', '"seed": 2')):
+        path.write_text(damaged)
+        before = tree()
+        assert_refused(qkablate(*small), f"'{path}' is damaged")
+        assert tree() == before
+    path.rename(tmp_path / "away")
+    qkablate(*small)
+    assert path.read_text() == whole
+
+
+def test_a_manifest_of_another_format_is_not_read(qkablate, small, tree, tmp_path, nothing_trained):
+    assert qkablate(*small).code == 1
+    (path,) = tmp_path.glob("outputs/sweeps/*/manifest.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99, "version": "7.0"}))
+    before = tree()
+    assert_refused(qkablate(*small), f"'{path}' was written by qkablate 7.0 (format 99)")
+    assert tree() == before
+
+
+def test_a_dry_run_shows_every_arm_and_trains_nothing(qkablate, small, tmp_path, monkeypatch):
+    words = [*small, "control=none,params", "sweep.where=[\"variant != 'standard'\"]"]
+    told = qkablate(*words, "--dry-run")
+    assert told.code == 0, told.err
+    assert list(tmp_path.glob("outputs/runs/*")) == []
+    assert list(tmp_path.glob("outputs/sweeps/*/")) == []
+    # The second one knows what was measured.
+    monkeypatch.setattr("multiprocessing.get_context", lambda *_: pytest.fail("measures again"))
+    again = qkablate(*words, "--dry-run", "--json")
+    plan = json.loads(again.out)
+    assert again.code == 0
+    arms = {arm["arm"]: arm for arm in plan["arms"]}
+    assert set(arms) == {"standard-d16-h2", "no_q-d16-h2", "no_q-d16-h2-params"}
+    rows = [line.split() for line in told.out[: told.out.index("\n\n")].splitlines()[1:]]
+    assert [row[0] for row in rows] == [arm["arm"] for arm in plan["arms"]]
+    assert [row[1] for row in rows] == [f"{arm['params']:,}" for arm in plan["arms"]]
+    counts = {arm: sum(run["arm"] == arm for run in plan["runs"]) for arm in arms}
+    assert set(counts.values()) == {2}
+    assert len({run["id"] for run in plan["runs"]}) == 6
+    assert arms["no_q-d16-h2"]["params"] < arms["standard-d16-h2"]["params"]
+    assert abs(arms["no_q-d16-h2-params"]["mismatch"]) < 0.01
+    assert all(arm["seconds_per_run"] > 0 and arm["bytes_per_run"] > 0 for arm in arms.values())
+    assert plan["seconds"] >= max(arm["seconds_per_run"] for arm in arms.values())
+    assert told.out.endswith(f"Next\n  {shlex.join(['qkablate', *words])}\n")
+
+
+def test_arms_that_cannot_be_are_named_with_the_reason(qkablate, small, nothing_timed):
+    done = qkablate(*small, "model.heads=2,3", "--dry-run")
+    assert done.code == 0
+    plan = json.loads(qkablate(*small, "model.heads=2,3", "--dry-run", "--json").out)
+    assert {arm["arm"] for arm in plan["arms"]} == {"standard-d16-h2", "no_q-d16-h2"}
+    assert {left["arm"] for left in plan["left_out"]} == {"standard-d16-h3", "no_q-d16-h3"}
+    for left in plan["left_out"]:
+        assert left["arm"] in done.out
+        assert left["reason"] in done.out
+
+
+def test_a_sweep_ends_with_a_table_and_what_to_type_next(qkablate, small, tmp_path):
+    done = qkablate(*small)
+    assert done.code == 0, done.err
+    (folder,) = tmp_path.glob("outputs/sweeps/*")
+    table = [line.split() for line in done.out.strip().split("\n\n")[0].splitlines()]
+    column = table[0].index("done")
+    rows = {row[0]: row[column] for row in table[1:]}
+    assert rows == {"standard-d16-h2": "2/2", "no_q-d16-h2": "2/2"}
+    assert f"results  {folder}/results.csv\n" in done.out
+    assert (folder / "results.csv").exists()
+    proposed = shlex.split(done.out.splitlines()[-1])
+    assert proposed[:3] == ["qkablate", "status", folder.name]
+    assert qkablate(*proposed[1:]).out.startswith(f"{folder.name}  4 runs: 4 done")
+    # Again: nothing is trained, the table is the same; and a dry run knows.
+    again = qkablate(*small)
+    assert (again.code, again.out) == (0, done.out)
+    assert "running" not in again.err
+    plan = json.loads(qkablate(*small, "--dry-run", "--json").out)
+    assert plan["done"] == sorted(run["id"] for run in plan["runs"])
+    assert plan["seconds"] == 0
+
+
+def query(qkablate, monkeypatch, line, shell):
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setattr(sys, "argv", ["qkablate"])
+    return qkablate("-sc", f"query={shell}").out.split()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(qkablate, monkeypatch, tmp_path, shell):
+    assert query(qkablate, monkeypatch, "qkablate sw", shell) == ["sweep"]
+    assert query(qkablate, monkeypatch, "qkablate sweep sweep=qu", shell) == ["sweep=quick"]
+    assert query(qkablate, monkeypatch, "qkablate sweep control=fl", shell) == ["control=flops"]
+    (tmp_path / "outputs" / "sweeps" / "quick-0123456789ab").mkdir(parents=True)
+    offered = query(qkablate, monkeypatch, "qkablate status ", shell)
+    assert {"quick-0123456789ab", "--watch", "--json", "--csv"} <= set(offered)
+    assert query(qkablate, monkeypatch, "qkablate status qu", shell) == ["quick-0123456789ab"]
+    assert query(qkablate, monkeypatch, "qkablate status --w", shell) == ["--watch"]
