@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from qkablate.cli.compose import jobs
-from qkablate.cli.grid import composing
+from qkablate.cli.grid import Composer, composing
 from qkablate.config import conf_dir, flatten, variants
 from qkablate.errors import UserError
 from qkablate.sweeps.tuning import ladder
@@ -15,10 +15,16 @@ SWEEPS = sorted(file.stem for file in (conf_dir() / "sweep").glob("*.yaml"))
 FOUR = {"standard", "merged_w", "no_q", "shared_qk"}
 
 
+@pytest.fixture(scope="module")
+def kept():
+    """Composes once for every choice of groups."""
+    return Composer()
+
+
 @pytest.fixture
-def composer():
-    with composing() as composer:
-        yield composer
+def composer(kept):
+    with composing():
+        yield kept
 
 
 def configs(composer, asked):
@@ -237,9 +243,9 @@ def typed(words):
 
 
 @pytest.mark.parametrize("words", COMBINATIONS, ids=lambda words: " ".join(typed(words)) or "none")
-def test_a_config_is_the_one_that_train_composes(words):
-    with composing() as composer:
-        own = composer.config(words)
+def test_a_config_is_the_one_that_train_composes(kept, words):
+    with composing():
+        own = kept.config(words)
     (job,) = jobs(typed(words))
     assert own == job.config
 
@@ -271,11 +277,11 @@ def test_one_config_leaves_no_trace_in_the_next(composer):
     ],
     ids=typed,
 )
-def test_a_mistake_is_told_as_train_tells_it(words):
+def test_a_mistake_is_told_as_train_tells_it(kept, words):
     with pytest.raises(UserError) as of_train:
         jobs(typed(words))
-    with composing() as composer, pytest.raises(UserError) as own:
-        composer.config(words)
+    with composing(), pytest.raises(UserError) as own:
+        kept.config(words)
     assert str(own.value) == str(of_train.value)
 
 

@@ -222,6 +222,7 @@ def test_a_sweep_ends_with_a_table_and_what_to_type_next(qkablate, small, tmp_pa
     assert rows == {"standard-d16-h2": "2/2", "no_q-d16-h2": "2/2"}
     assert f"results  {folder}/results.csv\n" in done.out
     assert (folder / "results.csv").exists()
+    assert list(tmp_path.glob("outputs/**/wandb")) == []
     proposed = shlex.split(done.out.splitlines()[-1])
     assert proposed[:3] == ["qkablate", "status", folder.name]
     assert qkablate(*proposed[1:]).out.startswith(f"{folder.name}  4 runs: 4 done")

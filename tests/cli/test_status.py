@@ -1,0 +1,255 @@
+"""`qkablate status`: where a sweep stands, told from its runs alone, and nothing touched."""
+
+import contextlib
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qkablate.cli import main
+from qkablate.ownership import owning
+from qkablate.sweeps.results import COLUMNS
+
+WORDS = [
+    *("sweep.name=small", "variant=standard,no_q", "seed=0,1", "workers=2"),
+    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "data=text"),
+    *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "track.wandb=disabled"),
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The outputs of a small sweep that has come to its end."""
+    folder = tmp_path_factory.mktemp("status")
+    corpus = folder / "corpus.txt"
+    corpus.write_text("the cat sat on the mat, ähnlich ∑\n" * 200, encoding="utf-8")
+    paths = {"data.path": corpus, "data.cache": folder / "cache", "out": folder / "outputs"}
+    with pytest.raises(SystemExit) as exit_:
+        main(["sweep", *WORDS, *(f"{key}={path}" for key, path in paths.items())])
+    assert exit_.value.code == 0
+    return folder / "outputs"
+
+
+@pytest.fixture
+def outputs(finished, tmp_path):
+    """A copy to do with as one likes, where the command looks for it."""
+    return Path(shutil.copytree(finished, tmp_path / "outputs", symlinks=True))
+
+
+@pytest.fixture
+def sweep(outputs):
+    (folder,) = (outputs / "sweeps").glob("small-*")
+    return folder
+
+
+def tree(folder):
+    """Every file and folder with its content and its time."""
+    return {
+        path: (path.lstat().st_mtime_ns, path.is_file() and path.read_bytes())
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+def test_it_tells_where_the_sweep_stands(qkablate, sweep):
+    done = qkablate("status")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == f"{sweep.name}  4 runs: 4 done\n"
+
+
+def test_json(qkablate, sweep):
+    done = qkablate("status", "--json")
+    assert done.code == 0
+    said = json.loads(done.out)
+    assert said["sweep"] == sweep.name
+    assert Path(said["folder"]).resolve() == sweep.resolve()
+    assert (said["runs"], said["done"], said["seconds_left"]) == (4, 4, 0.0)
+    for status in ("running", "waiting", "interrupted", "diverged", "failed"):
+        assert said.get(status, 0) == 0
+    manifest = json.loads((sweep / "manifest.json").read_text())
+    assert [state["id"] for state in said["states"]] == [run["id"] for run in manifest["runs"]]
+    for state in said["states"]:
+        assert list(state) == list(COLUMNS)
+        assert state["status"] == "done"
+        result = json.loads(Path(state["folder"], "result.json").read_text())
+        assert state["val_loss"] == result["loss"]["val"]
+        assert state["seed"] == result["seed"]
+
+
+def test_csv_is_results_csv(qkablate, finished):
+    (folder,) = (finished / "sweeps").glob("small-*")
+    done = qkablate("status", str(folder), "--csv")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == (folder / "results.csv").read_text()
+    assert len(list(csv.DictReader(io.StringIO(done.out)))) == 4
+
+
+def test_a_sweep_is_found_by_its_folder_name_or_id(qkablate, sweep, tmp_path):
+    elsewhere = shutil.copytree(tmp_path / "outputs", tmp_path / "elsewhere", symlinks=True)
+    id = sweep.name.rpartition("-")[2]
+    first = f"{sweep.name}  4 runs: 4 done\n"
+    ways = [sweep.name, "small", "sma", id, id[:4], str(sweep), f"outputs/sweeps/{sweep.name}/"]
+    for way in ways:
+        assert qkablate("status", way).out == first
+        assert qkablate("status", way, "out=elsewhere").out == first
+    shutil.rmtree(tmp_path / "outputs")
+    assert qkablate("status").code == 2
+    assert qkablate("status", "out=elsewhere").out == first
+    assert qkablate("status", f"{elsewhere}/sweeps/{sweep.name}").out == first
+
+
+def test_unsaid_it_is_the_newest(qkablate, outputs, sweep, tiny):
+    copy = shutil.copytree(sweep, outputs / "sweeps" / "older-0123456789ab", symlinks=True)
+    manifest = copy / "manifest.json"
+    os.utime(manifest, (1, 1))
+    assert json.loads(qkablate("status", "--json").out)["sweep"] == sweep.name
+    os.utime(sweep / "manifest.json", (0, 0))
+    assert json.loads(qkablate("status", "--json").out)["sweep"] == copy.name
+
+
+MISTAKES = [
+    (["smal-0"], "there is no sweep 'smal-0' in 'outputs/sweeps' (nearest: small-"),
+    (["out=nowhere"], "there is no sweep in 'nowhere/sweeps'"),
+    (["one", "two"], "'two': one sweep at a time, and 'one' was given"),
+    (["--json", "--csv"], "--csv and --json: give one of the two"),
+    (["--json", "--watch"], "--json and --watch: give one of the two"),
+    (["--jsn"], "(nearest: --json)"),
+    (["~nobody-of-this-name"], "there is no sweep '~nobody-of-this-name'"),
+    (["a" * 300], f"there is no sweep '{'a' * 300}'"),
+    (["\x1b[31mred"], "there is no sweep '�[31mred'"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES, ids=[w[0][0][:20] for w in MISTAKES])
+def test_mistakes(qkablate, sweep, words, line):
+    done = qkablate("status", *words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("qkablate: ")
+    assert line in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_the_nearest_name_is_offered_for_how_it_begins(qkablate, sweep):
+    """As a user types it: the name without the id."""
+    assert f"(nearest: {sweep.name})" in qkablate("status", "smalll").err
+
+
+def test_an_ambiguous_name_is_refused(qkablate, outputs, sweep):
+    shutil.copytree(sweep, outputs / "sweeps" / "small-0123456789ab", symlinks=True)
+    done = qkablate("status", "small")
+    assert done.code == 2
+    assert "'small' may be any of 2 sweeps: " in done.err
+    assert "small-0123456789ab" in done.err
+
+
+def test_a_damaged_manifest_is_told(qkablate, sweep):
+    path = sweep / "manifest.json"
+    path.write_text(path.read_text()[:-9])
+    done = qkablate("status")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "manifest.json' is damaged" in done.err
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--csv"], ["--watch"]])
+def test_it_reads_and_nothing_else(qkablate, outputs, flags):
+    shutil.rmtree(next((outputs / "runs").glob("no_q-*")))
+    before = tree(outputs)
+    assert qkablate("status", *flags).code == 1
+    assert tree(outputs) == before
+
+
+def test_runs_that_are_gone_are_waiting(qkablate, outputs, sweep):
+    gone = sorted((outputs / "runs").glob("no_q-*"))
+    for folder in gone:
+        shutil.rmtree(folder)
+    done = qkablate("status")
+    assert done.code == 1
+    assert done.out.startswith(f"{sweep.name}  4 runs: 2 done · 2 waiting\n")
+    command = json.loads((sweep / "manifest.json").read_text())["command"]
+    assert done.out.rstrip().splitlines()[-1].startswith("  qkablate sweep ")
+    assert all(word in done.out for word in command)
+    said = json.loads(qkablate("status", "--json").out)
+    assert (said["runs"], said["done"], said["waiting"]) == (4, 2, 2)
+    assert said["seconds_left"] is None  # nobody is at work
+    states = {Path(state["folder"]).name: state["status"] for state in said["states"]}
+    assert {name for name, status in states.items() if status == "waiting"} == {
+        folder.name for folder in gone
+    }
+    shutil.rmtree(outputs / "runs")
+    assert json.loads(qkablate("status", "--json").out)["waiting"] == 4
+
+
+def test_a_run_that_was_cut_short_is_interrupted(qkablate, outputs):
+    run = next((outputs / "runs").glob("no_q-*"))
+    (run / "result.json").unlink()
+    said = json.loads(qkablate("status", "--json").out)
+    assert (said["done"], said["interrupted"]) == (3, 1)
+
+
+@contextlib.contextmanager
+def at_work(outputs):
+    """One of the runs is trained by someone who is at its eighth step of twelve."""
+    run = next((outputs / "runs").glob("no_q-*"))
+    (run / "result.json").unlink()
+    row = {"step": 8, "train/loss": 4.5, "perf/tokens_per_second": 250.0}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with owning(run):
+        yield run
+
+
+def test_what_is_trained_elsewhere_is_running(qkablate, outputs):
+    with at_work(outputs):
+        done = qkablate("status")
+        said = json.loads(qkablate("status", "--json").out)
+    assert done.code == 1
+    assert "4 runs: 3 done · 1 running" in done.out
+    assert "step 8/12" in done.out
+    assert "loss 4.5000" in done.out
+    assert (said["done"], said["running"]) == (3, 1)
+    assert said["seconds_left"] > 0
+
+
+def test_watch_ends_when_nothing_runs(qkablate, outputs, sweep, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    waits = []
+    with contextlib.ExitStack() as work:
+        work.enter_context(at_work(outputs))
+
+        def wait(seconds):
+            waits.append(seconds)
+            if len(waits) == 3:  # the run's process is killed
+                work.close()
+
+        monkeypatch.setattr("qkablate.cli.status.time.sleep", wait)
+        done = qkablate("status", "--watch")
+    assert len(waits) == 3
+    assert done.code == 1
+    assert done.err.count(sweep.name) == 4
+    assert done.err.count("1 running") == 3
+    assert "3 done · 1 interrupted" in done.err
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_watch_of_what_has_ended_shows_it_once(qkablate, outputs, sweep, monkeypatch, live):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: live)
+    done = qkablate("status", "--watch")
+    assert done.code == 0
+    assert (done.out + done.err).count(f"{sweep.name}  4 runs: 4 done") == 1
+
+
+def test_it_needs_no_torch(sweep):
+    code = (
+        "import sys, qkablate.cli\n"
+        "try: qkablate.cli.main(['status'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'wandb', 'datasets', 'pyarrow'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(sweep.name)

@@ -1,0 +1,149 @@
+"""results.csv and results.parquet: a row a run, rebuilt from the runs at any time."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from pyarrow import parquet
+
+# As others read them by name: a column may be added, and none renamed.
+COLUMNS = [
+    *("id", "label", "arm", "baseline", "variant", "control", "tuning", "d_model", "heads"),
+    *("layers", "context", "mlp_width", "data", "seed", "lr", "planned_steps", "status"),
+    *("train_loss", "val_loss", "test_loss", "val_bits_per_byte", "test_bits_per_byte"),
+    *("val_accuracy", "test_accuracy", "params", "params_with_embeddings", "mismatch"),
+    *("flops_per_token", "steps", "tokens", "seconds", "tokens_per_second", "packed", "threads"),
+    *("peak_memory_bytes", "attempt", "diverged_at", "precision", "device", "kernel", "folder"),
+    "error",
+]
+# These are the result's, under the same name.
+SAME = [
+    *("id", "label", "variant", "seed", "d_model", "heads", "layers", "context", "steps"),
+    *("tokens", "seconds", "tokens_per_second", "packed", "threads", "peak_memory_bytes"),
+    *("attempt", "precision", "device", "kernel", "flops_per_token"),
+]
+
+
+@pytest.fixture
+def sweep(qkablate, tmp_path):
+    """Run a sweep; its folder."""
+
+    def run(*words: str, code: int = 0) -> Path:
+        done = qkablate("sweep", *words)
+        assert done.code == code, done.err
+        (folder,) = tmp_path.glob("outputs/sweeps/*/")
+        return folder
+
+    return run
+
+
+def read(folder: Path) -> list[dict]:
+    """The rows, which are the same in both files."""
+    with (folder / "results.csv").open(newline="", encoding="utf-8") as file:
+        texts = list(csv.DictReader(file))
+    rows = parquet.read_table(folder / "results.parquet").to_pylist()
+    assert len(texts) == len(rows)
+    for text, row in zip(texts, rows, strict=True):
+        assert list(text) == list(row)
+        assert text == {key: "" if value is None else str(value) for key, value in row.items()}
+    return rows
+
+
+def result_of(row: dict) -> dict:
+    return json.loads(Path(row["folder"], "result.json").read_text())
+
+
+def test_every_run_has_its_row_with_what_its_result_says(sweep, tiny, tmp_path):
+    words = [*tiny, "variant=standard,no_q", "seed=3,1", "control=none,params", "optim.lr=2e-3"]
+    folder = sweep(*words)
+    rows = read(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert [row["id"] for row in rows] == [run["id"] for run in manifest["runs"]]
+    assert len(rows) == 6
+    for row in rows:
+        assert list(row) == COLUMNS
+        result, arm = result_of(row), manifest["arms"][row["arm"]]
+        assert {key: row[key] for key in SAME} == {key: result[key] for key in SAME}
+        for split in ("train", "val", "test"):
+            assert row[f"{split}_loss"] == result["loss"][split]
+        assert row["params_with_embeddings"] == result["params"]["total"]
+        assert row["params"] == arm["params"] < row["params_with_embeddings"]
+        assert (row["lr"], row["planned_steps"], row["data"]) == (2e-3, 12, "text")
+        assert (row["status"], row["error"], row["tuning"]) == ("done", None, False)
+        assert row["val_bits_per_byte"] == result["bits_per_byte"]["val"] > 0
+        assert row["val_accuracy"] is None
+        assert row["baseline"] == ("standard-d16-h2" if row["variant"] == "no_q" else None)
+        assert (folder / "runs" / Path(row["folder"]).name).resolve() == Path(row["folder"])
+    by_arm = {row["arm"]: row for row in rows}
+    assert by_arm["standard-d16-h2"]["control"] == "none,params"
+    assert by_arm["no_q-d16-h2"]["control"] == "none"
+    paying = by_arm["no_q-d16-h2-params"]
+    assert paying["control"] == "params"
+    assert paying["mlp_width"] > by_arm["no_q-d16-h2"]["mlp_width"] == 64
+    assert abs(paying["mismatch"]) < 0.01
+    assert by_arm["no_q-d16-h2"]["mismatch"] is None
+
+
+def test_deleted_results_come_back_without_training(sweep, tiny, tmp_path):
+    words = [*tiny, "variant=standard", "seed=0,1", "workers=2"]
+    folder = sweep(*words)
+    names = ("results.csv", "results.parquet")
+    before = {name: (folder / name).read_bytes() for name in names}
+    trained = {path: path.stat().st_mtime_ns for path in tmp_path.glob("outputs/runs/**/*")}
+    for name in names:
+        (folder / name).unlink()
+    assert sweep(*words) == folder
+    assert {name: (folder / name).read_bytes() for name in names} == before
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("outputs/runs/**/*")}
+    assert after == trained
+
+
+def test_what_went_wrong_has_its_row_too(sweep, tiny, circuit):
+    files = ",".join(str(circuit(name)) for name in ("diverges", "raises"))
+    words = [*tiny, f"variant.file={files}", "seed=0,1", "sweep.baseline=null"]
+    folder = sweep(*words, "workers=1", "on_failure=stop", code=1)
+    rows = {(row["variant"], row["seed"]): row for row in read(folder)}
+    assert {run: row["status"] for run, row in rows.items()} == {
+        ("diverges", 0): "diverged",
+        ("diverges", 1): "diverged",
+        ("raises", 0): "failed",
+        ("raises", 1): "waiting",
+    }
+    for row in rows.values():
+        assert list(row) == COLUMNS
+        assert row["baseline"] is None
+        assert row["val_loss"] is row["test_loss"] is row["val_bits_per_byte"] is None
+    failed, waiting = rows["raises", 0], rows["raises", 1]
+    assert failed["error"] == result_of(failed)["error"] == "ValueError: no queries today"
+    assert waiting["error"] is None
+    assert waiting["steps"] is waiting["seconds"] is waiting["attempt"] is None
+    for seed in (0, 1):
+        row = rows["diverges", seed]
+        assert row["diverged_at"] == result_of(row)["diverged_at"] > 0
+        assert row["error"] == f"not finite at step {row['diverged_at']}"
+
+
+def test_a_tuned_task(sweep, tiny):
+    """Accuracies in place of bits, and the runs that serve to choose a rate beside the others."""
+    own = [word for word in tiny if not word.startswith("data")]
+    task = ["data=recall", "data.vocab_size=16", "data.pairs=2", "train.steps=4"]
+    task += ["data.val_tokens=128", "data.test_tokens=128"]
+    tune = ["sweep.tune=true", "sweep.tuning_seeds=[7]", "seed=0,1", "variant=standard"]
+    folder = sweep(*own, *task, *tune, "workers=2")
+    rows = read(folder)
+    tuning = [row for row in rows if row["tuning"]]
+    finals = [row for row in rows if not row["tuning"]]
+    assert {row["seed"] for row in tuning} == {7}
+    assert len(tuning) == len({row["lr"] for row in tuning}) >= 5
+    assert [row["seed"] for row in finals] == [0, 1]
+    (bowl,) = json.loads((folder / "bowls.json").read_text())
+    assert {row["lr"] for row in finals} == {bowl["chosen"]}
+    assert min(tuning, key=lambda row: row["val_loss"])["lr"] == bowl["chosen"]
+    for row in rows:
+        assert (row["status"], row["data"]) == ("done", "recall")
+        assert row["val_accuracy"] == result_of(row)["accuracy"]["val"]
+        assert 0 <= row["val_accuracy"] <= 1
+        assert row["val_bits_per_byte"] is None
+        read_test = not row["tuning"]
+        assert (row["test_loss"] is not None) == (row["test_accuracy"] is not None) == read_test
