@@ -14,8 +14,13 @@ class Impossible(UserError):
 
 
 def tell(text: str) -> None:
-    """A line on stderr; what it repeats of files and arguments must not steer the terminal."""
-    print("".join(c if c.isprintable() or c == "\n" else "�" for c in text), file=sys.stderr)
+    """A line on stderr."""
+    print(printable(text), file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """What is repeated of files and arguments must not steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -16,10 +16,14 @@ from qkablate.config import (
     check_sweep,
     conf_dir,
     explain,
+    flatten,
     resolve,
 )
 from qkablate.config.sweep import SWEEP_KEYS, as_word
 from qkablate.errors import UserError, nearest
+
+# Of these there is one for the whole sweep.
+_ONE = ("out", "device")
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,10 @@ class Composer:
             if not equals or not key or word.startswith("-"):
                 raise UserError(f"'{word}' is not key=value, as in variant=standard,merged_w")
             refuse_list(word)
-            (own if _is_own(key) else grid).append(word.lstrip("+"))
+            word = word.lstrip("+")
+            (own if _is_own(key) else grid).append(word)
+            if len(self._choice(word)[1]) > 1 and (_is_own(key) or key in _ONE):
+                raise UserError(f"'{word}': a sweep has one value of {key}")
         settings = self._settings(own)
         written = [
             _word(key, value)
@@ -140,7 +147,7 @@ class Composer:
                 OmegaConf.merge(OmegaConf.structured(SweepConfig), plain)
             )
         except (HydraException, OmegaConfBaseException) as error:
-            raise UserError(one_line(error)) from None
+            raise UserError(one_line(error, {*flatten(SweepConfig())})) from None
         assert isinstance(settings, SweepConfig)
         check_sweep(settings)
         return settings
@@ -194,7 +201,7 @@ def _is_own(key: str) -> bool:
     known |= {f"sweep.{item.name}" for item in fields(GridConfig)}
     known |= {f"control.{item.name}" for item in fields(ControlConfig)}
     if head == "sweep" or key.startswith("control."):
-        if key not in known and not key.startswith(("sweep.axes.", "sweep.fixed.")):
+        if key not in known:
             raise UserError(f"{key}: there is no such key{nearest(key, known)}")
         return True
     return key in SWEEP_KEYS

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,10 @@ def _raised_by_hydra(error: Exception) -> bool:
     return package in ("hydra", "omegaconf", "antlr4", "yaml")
 
 
-def one_line(error: Exception) -> str:
-    """What Hydra and OmegaConf say over several lines."""
+def one_line(error: Exception, known: Collection[str] = ()) -> str:
+    """What Hydra and OmegaConf say over several lines, of a config that has the `known` keys: those
+    of a run, if unsaid."""
+    known = known or keys()
     from hydra.errors import MissingConfigException, OverrideParseException
 
     text = str(error)
@@ -139,8 +141,9 @@ def one_line(error: Exception) -> str:
     cause = error.__cause__
     if found := re.search(r"Could not override '([\w.@/]+)'", text):
         key = found[1]
-        if not any(known == key or known.startswith(f"{key}.") for known in keys()):
+        if not any(one == key or one.startswith(f"{key}.") for one in known):
             return f"{key}: there is no such key{nearest_key(key)}"
     if found := re.search(r"[Aa]mbiguous value for argument '([^']+)'", text):
         return f"'{found[1]}' has several values: add -m for a run each; a list is written [a,b]"
-    return explain(cause if cause is not None and hasattr(cause, "full_key") else error)
+    about = cause if cause is not None and hasattr(cause, "full_key") else error
+    return explain(about, known)

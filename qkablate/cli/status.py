@@ -79,8 +79,8 @@ def main(argv: list[str]) -> int:
             )
         elif "--csv" in flags:
             print_csv(rows(standing))
-        elif "--watch" not in flags:
-            print("\n".join(picture(standing, 10_000)))
+        elif "--watch" not in flags or not sys.stderr.isatty():
+            print("\n".join(picture(standing)))
             if not finished:
                 next_commands(standing.manifest.command[1:])
         sys.stdout.flush()

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from qkablate.cli.compose import next_commands, take_flags
@@ -76,18 +77,20 @@ def main(argv: list[str]) -> int:
                 f"this grid has {asked.count():,} runs, before anything is left out; add --yes if"
                 " that is what you mean"
             )
-        manifest, slots = _expanded(asked, composer.config, words)
+        command = ["sweep", *words, *(["--yes"] if "--yes" in flags else [])]
+        manifest, slots = _expanded(asked, composer.config, command)
+    _check_out(manifest.out)
     if "--dry-run" in flags:
         return _dry_run(manifest, slots, as_json="--json" in flags)
     try:
-        return _launch(manifest, slots, asked, words, retry="--retry" in flags)
+        return _launch(manifest, slots, asked, retry="--retry" in flags)
     except OSError as error:  # a full disk, say: what is on it stays
         tell(f"qkablate: {error}")
         return 1
 
 
 def _expanded(
-    asked: Asked, compose: Callable[[dict[str, str]], Any], words: list[str]
+    asked: Asked, compose: Callable[[dict[str, str]], Any], command: list[str]
 ) -> tuple[Any, list[str | None]]:
     """The manifest, and a slot for each run that can run at once."""
     from tqdm import tqdm
@@ -104,8 +107,15 @@ def _expanded(
             bar.total = total
             bar.update(done - bar.n)
 
-        manifest = Expansion(grid, compose, note).manifest(["qkablate", "sweep", *words])
+        manifest = Expansion(grid, compose, note).manifest(["qkablate", *command])
     return pack(manifest, asked.settings)
+
+
+def _check_out(out: str) -> None:
+    try:
+        (Path(out).expanduser() / "sweeps").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out: cannot write in '{out}': {error.strerror}") from None
 
 
 def _dry_run(manifest: Any, slots: list[str | None], *, as_json: bool) -> int:
@@ -122,13 +132,11 @@ def _dry_run(manifest: Any, slots: list[str | None], *, as_json: bool) -> int:
         return 0
     with suppress(BrokenPipeError):
         print("\n".join(plan_text.lines(manifest, len(slots), estimated, done)))
-        next_commands([word for word in manifest.command[1:] if word != "--dry-run"])
+        next_commands(manifest.command[1:])
     return 0
 
 
-def _launch(
-    manifest: Any, slots: list[str | None], asked: Asked, words: list[str], *, retry: bool
-) -> int:
+def _launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool) -> int:
     from qkablate.sweeps import plan_text, summary
     from qkablate.sweeps.board import Board
     from qkablate.sweeps.engines.local import Local
@@ -136,6 +144,7 @@ def _launch(
     from qkablate.sweeps.manifest import freeze
     from qkablate.tracking.mirror import resolve_mode
 
+    wandb = resolve_mode(manifest.track) != "disabled"
     manifest = freeze(manifest, plan_text.lines(manifest, len(slots)))
     board = Board()
     board.note(f"sweep    {manifest.folder}")
@@ -143,7 +152,7 @@ def _launch(
         board.note(line)
     launcher = Launcher(
         manifest,
-        Local(slots, wandb=resolve_mode(manifest.track) != "disabled"),
+        Local(slots, wandb=wandb),
         board,
         retry_failed=retry,
         stop_on_failure=asked.settings.on_failure == "stop",
@@ -151,11 +160,11 @@ def _launch(
     code = launcher.run()
     address = summary.mirror(launcher.standing, board.note) if launcher.trained else None
     with suppress(BrokenPipeError):
-        _print_end(launcher, words, address)
+        _print_end(launcher, address)
     return code
 
 
-def _print_end(launcher: Any, words: list[str], address: str | None) -> None:
+def _print_end(launcher: Any, address: str | None) -> None:
     from qkablate.sweeps import summary
 
     print()
@@ -169,9 +178,9 @@ def _print_end(launcher: Any, words: list[str], address: str | None) -> None:
     commands = [["status", name, *([] if manifest.out == "outputs" else [f"out={manifest.out}"])]]
     counts = launcher.standing.counts()
     if counts["failed"]:
-        commands.insert(0, ["sweep", *words, "--retry", "failed"])
+        commands.insert(0, [*manifest.command[1:], "--retry", "failed"])
     elif counts["interrupted"] + counts["waiting"]:
-        commands.insert(0, ["sweep", *words])
+        commands.insert(0, manifest.command[1:])
     next_commands(*commands)
 
 

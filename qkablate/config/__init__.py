@@ -7,6 +7,7 @@ not depend on the machine. Device, precision, compile and threads are resolved i
 import dataclasses
 import math
 import re
+from collections.abc import Collection
 from typing import Any
 
 from qkablate.config.schema import (
@@ -197,13 +198,15 @@ _WHAT |= {"Union[bool, str]": "true, false or auto"}
 _WHAT |= {re.sub(r"\[(\w+), (\w+)\]", r"[\2, \1]", kind): what for kind, what in _WHAT.items()}
 
 
-def explain(error: BaseException) -> str:
-    """One line for what OmegaConf refused."""
+def explain(error: BaseException, known: Collection[str] = ()) -> str:
+    """One line for what OmegaConf refused, in a config of the `known` keys: those of a run, if
+    unsaid."""
+    known = known or keys()
     key = str(getattr(error, "full_key", "") or "").partition("[")[0]
     lines = str(getattr(error, "msg", None) or error).split("\n")
     # OmegaConf adds lines on where it stands in its own types.
     text = " ".join(x.strip() for x in lines if not re.match(r"\s*\w+(_key: |_type=)", x)).strip()
-    if key and key not in keys() and not any(k.startswith(f"{key}.") for k in keys()):
+    if key and key not in known and not any(k.startswith(f"{key}.") for k in known):
         return f"{key}: there is no such key{nearest_key(key)}"
     types = r"[Vv]alue '(.*)' of type '.*' (?:could not be converted to|.* type hint) '?([^']+)'?"
     found = re.match(types, text) or re.match(r"[Vv]alue '(.*)' is not a valid (bool)", text)

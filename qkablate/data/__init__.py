@@ -31,6 +31,11 @@ class Data(Protocol):
     def vocabulary(self) -> int: ...
 
     @property
+    def tokens(self) -> dict[str, int]:
+        """Of each split."""
+        ...
+
+    @property
     def answers(self) -> float:
         """The part of the positions that answer."""
         ...

@@ -4,6 +4,7 @@ import shutil
 import sys
 from contextlib import suppress
 
+from qkablate.errors import printable
 from qkablate.sweeps.state import STATUSES, Standing, State, duration, now
 from qkablate.table import counted
 
@@ -22,7 +23,9 @@ class Board:
     def show(self, standing: Standing) -> None:
         """Draw the table, or say what has changed."""
         if self._live:
-            lines = picture(standing, shutil.get_terminal_size().columns)
+            size = shutil.get_terminal_size()
+            # Higher than the screen, it could not be drawn over.
+            lines = picture(standing, size.columns, size.lines - 1)
             self._write(self._erased() + "".join(f"{line}\n" for line in lines))
             self._drawn = len(lines)
             return
@@ -35,7 +38,7 @@ class Board:
 
     def note(self, text: str) -> None:
         """A line that stays."""
-        erased = self._erased()
+        erased, text = self._erased(), printable(text)
         self._drawn = 0
         self._write(f"{erased}{text}\n" if self._live else f"{now()}  {text}\n")
 
@@ -49,8 +52,8 @@ class Board:
             sys.stderr.flush()
 
 
-def picture(standing: Standing, width: int) -> list[str]:
-    """The table, as lines that fit."""
+def picture(standing: Standing, width: int = 10_000, height: int = 10_000) -> list[str]:
+    """The table, in lines that fit."""
     manifest = standing.manifest
     lines = [f"{manifest.name}-{manifest.id}  {headline(standing)}"]
     running = [state for state in standing.states.values() if state.status == "running"]
@@ -62,6 +65,9 @@ def picture(standing: Standing, width: int) -> list[str]:
     for state in standing.states.values():
         if state.status in ("failed", "interrupted", "waiting") and state.reason:
             lines.append(f"  {state.status}: {manifest.called(state.run)}: {state.reason}")
+    if len(lines) > height:
+        lines[height - 1 :] = [f"  … and {len(lines) - height + 1} more"]
+    lines = [printable(line) for line in lines]
     return [line if len(line) < width else line[: width - 2] + "…" for line in lines]
 
 

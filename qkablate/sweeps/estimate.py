@@ -18,6 +18,7 @@ import torch
 from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.runs import NUMERICS, cpu_name, read_json, run_id, write_json
+from qkablate.sweeps.engines.local import PRELOADED
 from qkablate.sweeps.manifest import Arm, Manifest
 from qkablate.training import hardware
 from qkablate.training.measure import training_step
@@ -95,8 +96,7 @@ def _of(arm: Arm, small: _Timed, large: _Timed) -> Estimate:
     steps = int(train.steps)
     # Readings of whole splits: a forward pass is a third of a training step.
     readings = steps // train.eval_every + 3
-    held_out = min(arm.config.data.val_tokens, 2**53)
-    read = readings * held_out / (arm.tokens / steps) * step / 3
+    read = readings * arm.held_out / (arm.tokens / steps) * step / 3
     return Estimate(
         seconds=large.start + steps * step + read,
         bytes=max(held, _BYTES_PER_PARAMETER * arm.total_params),
@@ -119,7 +119,7 @@ def _timed(arm: Arm, manifest: Manifest, slots: int, kept: dict[str, Any]) -> _T
     key = run_id({"timed": about})
     if key not in kept:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__, *PRELOADED])
         pipes = []
         for _ in range(slots):
             end, start = context.Pipe(duplex=False)

@@ -47,6 +47,7 @@ class _Known:
     config: Config
     facts: dict[str, Any]
     size: Size
+    held_out: int
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Expansion:
         for number, (control, words) in enumerate(cells):
             kept += self._add(control, words, changes)
             self.note(number + 1, len(cells))
-        if not kept and self._left_out:
+        if not kept and self._left_out:  # also where the user named one arm alone
             rest = len(self._left_out) - 1
             more = f" (and {rest} more, none of which can be)" if rest else ""
             first = self._left_out[0]
@@ -83,7 +84,8 @@ class Expansion:
                 arms[arm.name] = dataclasses.replace(arm, baseline=None)
         settings = self.grid.settings
         if settings.tune:
-            given = self.grid.choices.get("optim.lr")
+            asked = self.grid.choices.get("optim.lr", [])
+            given = [self.compose({"optim.lr": text}).optim.lr for text in asked]
             runs = [
                 arm.run({"seed": seed, "optim.lr": rate}, tuning=True)
                 for arm in arms.values()
@@ -195,6 +197,7 @@ class Expansion:
             words=own,
             config=config,
             facts=known.facts,
+            held_out=known.held_out,
             params=known.size.params,
             total_params=known.size.total,
             flops=known.size.flops,
@@ -241,7 +244,7 @@ class Expansion:
             model, config.train.batch_size * config.model.context, data.answers
         )
         size = Size(ledger["total"] - ledger["embedding"], ledger["total"], flops)
-        return _Known(config, facts, size)
+        return _Known(config, facts, size, data.tokens["val"])
 
     def _size(self, words: Words, more: Mapping[str, int | float]) -> Size:
         return self._known({**words, **{key: repr(value) for key, value in more.items()}}).size

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ class Arm:
     words: dict[str, str]  # what makes it on the command line, but for seed and learning rate
     config: Config  # frozen; its seed and rate are those of the first run
     facts: dict[str, Any]  # what else a run's id is made of
+    held_out: int  # tokens of validation
     params: int  # embeddings apart
     total_params: int
     flops: float  # of training, per token
@@ -224,8 +226,9 @@ def read(folder: Path) -> Manifest:
 
 def find(word: str | None, out: str) -> Path:
     """The sweep that a user means: its folder, or how its name or id begins; unsaid, the newest."""
-    if word and (Path(word).expanduser() / FILE).is_file():
-        return Path(word).expanduser()
+    folder = os.path.expanduser(word or "")  # these functions take any word, however odd
+    if word and os.path.isfile(os.path.join(folder, FILE)):
+        return Path(folder)
     sweeps = Path(out).expanduser() / "sweeps"
     found = sorted(sweeps.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime)
     names = [path.parent.name for path in found]
@@ -244,7 +247,8 @@ def find(word: str | None, out: str) -> Path:
     if several:
         some = ", ".join(several[-4:]) + (", …" if len(several) > 4 else "")
         raise UserError(f"'{word}' may be any of {len(several)} sweeps: {some}")
-    raise UserError(f"there is no sweep '{word}' in '{sweeps}'{nearest(word, names)}")
+    known = {*names, *(name.rpartition("-")[0] for name in names)}
+    raise UserError(f"there is no sweep '{word}' in '{sweeps}'{nearest(word, known)}")
 
 
 def _arm(content: dict[str, Any]) -> Arm:

@@ -53,14 +53,18 @@ def _on_gpus(settings: SweepConfig, devices: list[str], runs: int) -> Slots:
 def _on_cpu(workers: int | str, arms: Sequence[Arm], runs: int, cores: int) -> int:
     if isinstance(workers, int):
         return workers
-    given = [int(arm.config.threads) for arm in arms if "threads" in arm.words]
+    given = [int(arm.config.threads) for arm in arms if _has_threads(arm)]
     need = _BYTES_BESIDE + _BYTES_PER_PARAMETER * max(arm.total_params for arm in arms)
-    room = int(_PART * hardware.free_memory() / need)
-    return max(1, min(runs, cores // max(given, default=1), room))
+    room = _PART * hardware.free_memory() / need
+    return int(max(1, min(runs, cores // max(given, default=1), room)))
+
+
+def _has_threads(arm: Arm) -> bool:
+    return arm.words.get("threads", "auto") != "auto"
 
 
 def _with_threads(arm: Arm, threads: int) -> Arm:
-    if "threads" in arm.words:
+    if _has_threads(arm):
         return arm
     words = {**arm.words, "threads": str(threads)}
     return replace(arm, words=words, config=replace(arm.config, threads=threads))

@@ -4,6 +4,7 @@ import shlex
 import statistics
 from typing import Any
 
+from qkablate.errors import printable
 from qkablate.sweeps.results import COLUMNS, rows
 from qkablate.sweeps.state import Standing, State
 from qkablate.table import print_table
@@ -64,7 +65,7 @@ def print_failures(standing: Standing) -> None:
         print(f"\n{status}")
         for state in states:
             words = standing.manifest.words_of(state.run)
-            print(f"  {state.run.name}: {state.reason or 'no word of its process'}")
+            print(printable(f"  {state.run.name}: {state.reason or 'no word of its process'}"))
             print(f"    {shlex.join(['qkablate', 'train', *words])}")
     for bowl in standing.bowls:
         if bowl.state in ("stuck", "diverged"):

@@ -30,10 +30,10 @@ class Bowl:
     state: str  # tuning, chosen, on the edge, stuck (a run failed), diverged (everywhere)
 
 
-def ladder(given: list[str] | None, config: Config) -> list[float]:
-    """The rates to begin with: those given, or five around the config's."""
-    if given is not None and len(given) > 1:
-        rates = sorted(float(text) for text in given)
+def ladder(given: list[float], config: Config) -> list[float]:
+    """The rates to begin with: those given, or five around the one there is."""
+    if len(given) > 1:
+        rates = sorted({*given})
         if len(rates) < POINTS:
             raise UserError(
                 f"optim.lr: {len(rates)} rates are too few to tune by: {POINTS} at least,"
@@ -42,7 +42,7 @@ def ladder(given: list[str] | None, config: Config) -> list[float]:
         if any(high / low > FACTOR * 1.01 for low, high in itertools.pairwise(rates)):
             raise UserError("optim.lr: rates to tune by are at most a factor of two apart")
         return rates
-    middle = float(given[0]) if given else config.optim.lr
+    middle = given[0] if given else config.optim.lr
     return [middle * FACTOR**k for k in range(-(POINTS // 2), POINTS // 2 + 1)]
 
 

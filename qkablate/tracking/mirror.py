@@ -104,7 +104,8 @@ class Mirror:
             return
         # W&B keeps logs of its own in a cache folder; nothing is written outside the run's folder.
         self._recorded = folder.absolute() / "wandb"
-        os.environ.setdefault("WANDB_CACHE_DIR", str(self._recorded / "cache"))
+        for what in ("CACHE", "DATA"):
+            os.environ.setdefault(f"WANDB_{what}_DIR", str(self._recorded / what.lower()))
         # Its reports of its own errors keep the process waiting at the end when the server is gone.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:

@@ -91,7 +91,7 @@ def test_horizons_has_several_lengths_each_with_its_own_schedule(composer):
 def test_lr_has_rates_enough_for_a_bowl(composer):
     asked = composer.ask(["sweep=lr"])
     rates = [float(value) for value in asked.choices["optim.lr"]]
-    assert ladder(asked.choices["optim.lr"], composer.config({})) == rates
+    assert ladder(rates, composer.config({})) == rates
     assert len(rates) >= 5
     assert composer.config({}).optim.lr in rates
     assert set(asked.choices["variant"]) == FOUR
@@ -305,7 +305,6 @@ MISTAKES = [
     ),
     (["sweep.tuning_seeds=[]"], "sweep.tuning_seeds: [] are not one or more seeds"),
     (["sweep.tuning_seeds=[-1]"], "sweep.tuning_seeds: [-1] are not one or more seeds"),
-    (["sweep=quick", "sweep.axes.variant={a: 1}"], "the values of variant are written 32,64 or"),
     (["sweep=quick", "sweep.axes={seed: {a: 1}}"], "the values of seed are written 32,64 or"),
     (["workers=0"], "workers: '0' is not auto, or a number from 1"),
     (["workers=many"], "workers: 'many' is not auto, or a number from 1"),
@@ -375,7 +374,6 @@ def said(composer, word):
         "sweep.axes=3",
         "sweep.fixed=null",
         "sweep.axes={seed: 3}",
-        "sweep.axes.seed=3",
         "sweep.name=null",
         "per_gpu=two",
     ],

@@ -19,7 +19,7 @@ STEPS, TOKENS = 100, 16 * 64  # steps of a run, tokens of a step
 def standing_of(*statuses: str, name: str = "grid", label: str = "standard-d128-h4") -> Standing:
     """A sweep of one arm, with a run in each of these states."""
     config = Config(train=TrainConfig(steps=STEPS), threads=1)
-    arm = Arm(label, "standard", ["none"], None, {}, config, {}, 1000, 2000, 6000.0)
+    arm = Arm(label, "standard", ["none"], None, {}, config, {}, 5, 1000, 2000, 6000.0)
     runs = [
         SweepRun(f"{seed:012x}", f"{label}-s{seed}", label, False, {"seed": seed, "optim.lr": 1e-3})
         for seed in range(len(statuses))

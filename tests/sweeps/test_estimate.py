@@ -24,7 +24,19 @@ def arm_of(flops: float, params: int = 1000, steps: int = STEPS) -> Arm:
     )
     name = f"f{flops:g}-p{params}-s{steps}"
     facts = {"vocabulary": 97}
-    return Arm(name, "standard", ["none"], None, {}, config, facts, params, params, flops / TOKENS)
+    return Arm(
+        name,
+        "standard",
+        ["none"],
+        None,
+        {},
+        config,
+        facts,
+        config.data.val_tokens,
+        params,
+        params,
+        flops / TOKENS,
+    )
 
 
 def plan_of(tmp_path, *arms: Arm, runs: int = 1, finals: int = 0) -> Manifest:
@@ -156,7 +168,7 @@ def fixed(**seconds: float) -> dict[str, Estimate]:
 
 def named(tmp_path, runs: int, finals: int = 0, *names: str) -> Manifest:
     arms = [
-        Arm(name, name, ["none"], None, {}, Config(), {}, 1, 1, 1.0)
+        Arm(name, name, ["none"], None, {}, Config(), {}, 5, 1, 1, 1.0)
         for name in names or ("a", "b", "c")
     ]
     return plan_of(tmp_path, *arms, runs=runs, finals=finals)

@@ -16,7 +16,7 @@ def plan_of(*threads: int | None, device: str = "cpu", runs: int = 100) -> Manif
     for number, given in enumerate(threads):
         words = {} if given is None else {"threads": str(given)}
         config = Config(device=device, threads=given or 99)
-        arm = Arm(f"arm{number}", "standard", ["none"], None, words, config, {}, 1, 1, 1.0)
+        arm = Arm(f"arm{number}", "standard", ["none"], None, words, config, {}, 5, 1, 1, 1.0)
         arms[arm.name] = arm
     names = list(arms)
     of = [SweepRun(f"{n:012x}", "run", names[n % len(names)], False, {}) for n in range(runs)]

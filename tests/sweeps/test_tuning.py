@@ -270,25 +270,25 @@ def config(manifest):
 
 
 def test_five_rates_around_the_configs_own(config):
-    assert ladder(None, config) == [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
+    assert ladder([], config) == [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
     own = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=8e-3))
-    assert ladder(None, own) == [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]
-    assert ladder(["8e-3"], config) == ladder(None, own)
+    assert ladder([], own) == [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]
+    assert ladder([8e-3], config) == ladder([], own)
 
 
 def test_given_rates_are_taken_as_they_are(config):
-    given = ["4e-3", "1e-3", "2e-3", "0.0005", "8e-3", "6e-3"]
+    given = [4e-3, 1e-3, 2e-3, 5e-4, 8e-3, 6e-3]
     assert ladder(given, config) == [5e-4, 1e-3, 2e-3, 4e-3, 6e-3, 8e-3]
 
 
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (["1e-3", "2e-3"], "2 rates are too few"),
-        (["1e-3", "2e-3", "4e-3", "8e-3"], "4 rates are too few"),
-        (["1e-3", "0.001", "1.0e-3", "2e-3", "4e-3"], "3 rates are too few"),
-        (["1e-3", "2e-3", "4e-3", "8e-3", "2e-2"], "at most a factor of two apart"),
-        (["1e-3", "1e-2", "1e-1", "1", "10"], "at most a factor of two apart"),
+        ([1e-3, 2e-3], "2 rates are too few"),
+        ([1e-3, 2e-3, 4e-3, 8e-3], "4 rates are too few"),
+        ([1e-3, 1e-3, 1e-3, 2e-3, 4e-3], "3 rates are too few"),
+        ([1e-3, 2e-3, 4e-3, 8e-3, 2e-2], "at most a factor of two apart"),
+        ([1e-3, 1e-2, 1e-1, 1.0, 10.0], "at most a factor of two apart"),
     ],
 )
 def test_a_ladder_with_too_few_rungs_or_too_wide_a_gap_is_refused(config, given, why):

@@ -14,7 +14,7 @@ from qkablate.sweeps import worker
 from qkablate.sweeps.engines import Ended, Task
 
 # What a run imports on its way, besides: 1.3 s for each of them otherwise.
-_PRELOADED = [worker.__name__, "torch._dynamo", "omegaconf"]
+PRELOADED = [worker.__name__, "torch._dynamo", "omegaconf"]
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Local:
         self._running: dict[str, _Running] = {}
         self._context = multiprocessing.get_context("forkserver")
         # The server imports and computes nothing: a thread of its own would hang its children.
-        self._context.set_forkserver_preload(_PRELOADED + ["wandb"] * wandb)
+        self._context.set_forkserver_preload(PRELOADED + ["wandb"] * wandb)
 
     def start(self, task: Task) -> None:
         taken = {running.slot for running in self._running.values()}
