@@ -1,6 +1,7 @@
 """From the words of `qkablate sweep` to what is asked: settings, controls, and a grid of values."""
 
 import copy
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -17,11 +18,14 @@ from qkablate.config import (
     conf_dir,
     explain,
     flatten,
+    keys,
+    nearest_key,
     resolve,
 )
 from qkablate.config.sweep import SWEEP_KEYS, as_word
 from qkablate.errors import UserError, nearest
 
+MOST_VALUES = 1_000_000  # of one key
 # Of these there is one for the whole sweep.
 _ONE = ("out", "device")
 
@@ -70,8 +74,9 @@ class Composer:
                 raise UserError(f"'{word}' is not key=value, as in variant=standard,merged_w")
             refuse_list(word)
             word = word.lstrip("+")
+            several = len(self._choice(word)[1]) > 1
             (own if _is_own(key) else grid).append(word)
-            if len(self._choice(word)[1]) > 1 and (_is_own(key) or key in _ONE):
+            if several and (_is_own(key) or key in _ONE):
                 raise UserError(f"'{word}': a sweep has one value of {key}")
         settings = self._settings(own)
         written = [
@@ -168,9 +173,12 @@ class Composer:
                 return key, [override.get_value_element_as_str()]
             if not override.is_discrete_sweep():
                 raise UserError(f"'{word}': a grid has values, not an interval")
-            values = list(dict.fromkeys(override.sweep_string_iterator()))
+            some = itertools.islice(override.sweep_string_iterator(), MOST_VALUES + 1)
+            values = list(dict.fromkeys(some))
         except HydraException as error:
             raise UserError(one_line(error)) from None
+        if len(values) > MOST_VALUES:
+            raise UserError(f"'{word}': these are more than {MOST_VALUES:,} values")
         if not values:
             raise UserError(f"'{word}': there is no value in it")
         return key, values
@@ -178,10 +186,14 @@ class Composer:
     def _value(self, key: str, text: str) -> Any:
         """The value that the text stands for."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.errors import HydraException
 
         word = f"{key}={text}"
         if word not in self._values:
-            self._values[word] = OverridesParser.create().parse_override(word).value()
+            try:
+                self._values[word] = OverridesParser.create().parse_override(word).value()
+            except HydraException as error:
+                raise UserError(one_line(error)) from None
         return self._values[word]
 
 
@@ -201,9 +213,15 @@ def _is_own(key: str) -> bool:
     known |= {f"sweep.{item.name}" for item in fields(GridConfig)}
     known |= {f"control.{item.name}" for item in fields(ControlConfig)}
     if head == "sweep" or key.startswith("control."):
+        if key in ("sweep.axes", "sweep.fixed"):
+            raise UserError(f"{key}: on the command line an axis is written key=value,value")
         if key not in known:
             raise UserError(f"{key}: there is no such key{nearest(key, known)}")
         return True
+    if "." not in key and key not in {*SWEEP_KEYS, "control", *vars(Config())}:
+        own = [one for one in keys() if one.endswith(f".{key}")]
+        hint = nearest(key, {*SWEEP_KEYS, "sweep", "control", *keys(), *vars(Config())})
+        raise UserError(f"{key}: there is no such key{nearest_key(key) if own else hint}")
     return key in SWEEP_KEYS
 
 

@@ -102,8 +102,11 @@ def _flags_first(argv: list[str]) -> list[str]:
 
 
 def refuse_list(word: str) -> None:
-    """Hydra would merge a list of a group's files, the last one on top: nobody means that."""
+    """Hydra would merge a list of a group's files, the last one on top: nobody means that; and of
+    null it makes an error of its own."""
     key, _, value = word.lstrip("+").partition("=")
+    if "null" in value.split(",") and (conf_dir() / key).is_dir():
+        raise UserError(f"{key}: null is not a value")
     if value.startswith("[") and (conf_dir() / key).is_dir():
         names = value.strip("[]").replace(" ", "")
         raise UserError(f"{key}: '{value}' is a list; several are written {key}={names}")

@@ -1,5 +1,6 @@
 """The schema of a sweep: what is compared, what is held equal, and how the runs are run."""
 
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,3 +83,9 @@ def as_word(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
+
+
+def as_quoted(value: Any) -> str:
+    """The same, of a text that stands for nothing but itself."""
+    plain = not isinstance(value, str) or re.fullmatch(r"[\w./+-]+", value)
+    return as_word(value) if plain else json.dumps(value, ensure_ascii=False)

@@ -3,13 +3,15 @@ what it is compared. Everything is looked at before anything is trained."""
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from qkablate.catalogue import settle
 from qkablate.config import Config, ControlConfig, GridConfig, flatten
-from qkablate.config.sweep import as_word
+from qkablate.config.sweep import as_quoted
 from qkablate.cost import training_flops_per_token
 from qkablate.data import Data, open_data
 from qkablate.data.corpus import look
@@ -29,6 +31,7 @@ _OF_A_VARIANT = {
 }
 # What an arm's name tells without its key.
 _IN_NAME = _OF_A_VARIANT | {"variant", "model.d_model", "model.heads", *RUN_KEYS}
+_OF_RUNS = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, RUN_KEYS))})(?![\w.])")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,12 @@ class Expansion:
 
     def manifest(self, command: list[str]) -> Manifest:
         """Expand the grid; UserError for a mistake, or if nothing is left of it."""
+        for predicate in self.grid.settings.where:
+            if found := _OF_RUNS.search(predicate):
+                raise UserError(
+                    f"sweep.where: '{predicate}': {found[0]} tells the runs of an arm apart, and a"
+                    " predicate is about arms"
+                )
         changes = self._run_changes()
         cells = list(self._cells())
         kept = 0
@@ -264,9 +273,14 @@ class Expansion:
         if said is None:
             return None
         own: dict[str, Any] = {"variant": said} if isinstance(said, str) else said
+        if shared := {*map(str, own)} & {*RUN_KEYS}:
+            raise UserError(
+                f"sweep.baseline: {min(shared)} tells the runs of an arm apart, and a pair of runs"
+                " shares it"
+            )
         if "variant" in own:
             words = {key: value for key, value in words.items() if key not in _OF_A_VARIANT}
-        return {**words, **{str(key): as_word(value) for key, value in own.items()}}
+        return {**words, **{str(key): as_quoted(value) for key, value in own.items()}}
 
     def _leave_out(self, control: str, words: Words, reason: str, kind: str) -> None:
         self._left_out.append(LeftOut(self._name(words, control), control, reason, kind))
@@ -279,7 +293,11 @@ class Expansion:
             parts = [config.variant.name, *(f"{key}{value}" for key, value in size.items())]
         except Impossible:  # as it was asked for
             asked = {"d": words.get("model.d_model"), "h": words.get("model.heads")}
-            parts = [words.get("variant", "standard")]
+            circuits = [words.get(f"variant.{key}", "") for key in ("file", "qk", "ov")]
+            circuits[0] = Path(circuits[0]).stem
+            parts = ["+".join(filter(None, circuits)) or words.get("variant", "standard")]
+            for key in ("rank", "groups"):
+                parts[0] += f"_{key[0]}{number}" if (number := words.get(f"variant.{key}")) else ""
             parts += [f"{key}{value}" for key, value in asked.items() if value]
         varied = [key for key, values in self.grid.choices.items() if len(values) > 1]
         parts += [

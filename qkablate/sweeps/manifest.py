@@ -68,7 +68,9 @@ class Arm:
             seed=seed,
             seeds=dataclasses.replace(config.seeds, **seeds),
             optim=dataclasses.replace(config.optim, lr=float(changes["optim.lr"])),
-            train=dataclasses.replace(config.train, read_test=not tuning),
+            train=dataclasses.replace(
+                config.train, read_test=config.train.read_test and not tuning
+            ),
         )
 
     def run(self, changes: Changes, *, tuning: bool = False) -> "SweepRun":
@@ -205,8 +207,7 @@ def read(folder: Path) -> Manifest:
         arms = {name: _arm(arm) for name, arm in content["arms"].items()}
         return Manifest(
             name=content["name"],
-            # Where the folder is now, in case it was moved with its runs.
-            out=str(folder.parent.parent),
+            out=_out(folder),
             arms=arms,
             runs=[SweepRun(**run) for run in content["runs"]],
             finals=content["finals"],
@@ -216,7 +217,7 @@ def read(folder: Path) -> Manifest:
         )
     except FileNotFoundError:
         raise UserError(f"'{folder}' is no sweep: it has no {FILE}") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"'{path}' is damaged ({reason}); move it away, and the same command writes it anew:"
@@ -249,6 +250,14 @@ def find(word: str | None, out: str) -> Path:
         raise UserError(f"'{word}' may be any of {len(several)} sweeps: {some}")
     known = {*names, *(name.rpartition("-")[0] for name in names)}
     raise UserError(f"there is no sweep '{word}' in '{sweeps}'{nearest(word, known)}")
+
+
+def _out(folder: Path) -> str:
+    """Where the folder is now, in case it was moved with its runs; seen from here, if it is below
+    and was given so."""
+    out = Path(os.path.abspath(folder)).parent.parent
+    below = out.is_relative_to(Path.cwd()) and not folder.is_absolute()
+    return str(out.relative_to(Path.cwd()) if below else out)
 
 
 def _arm(content: dict[str, Any]) -> Arm:

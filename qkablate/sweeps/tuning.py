@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qkablate.config import Config
+from qkablate.config import RANGES, Config
 from qkablate.errors import UserError
 from qkablate.sweeps.manifest import Arm, Manifest, SweepRun
 
 FACTOR = 2.0
 POINTS = 5
 EXTENSIONS = 6  # rates beyond the ladder, at most
+_LEAST, _MOST = RANGES["optim.lr"]
 Result = Callable[[SweepRun], Mapping[str, Any] | None]
 
 
@@ -43,7 +44,10 @@ def ladder(given: list[float], config: Config) -> list[float]:
             raise UserError("optim.lr: rates to tune by are at most a factor of two apart")
         return rates
     middle = given[0] if given else config.optim.lr
-    return [middle * FACTOR**k for k in range(-(POINTS // 2), POINTS // 2 + 1)]
+    rates = [middle * FACTOR**k for k in range(-(POINTS // 2), POINTS // 2 + 1)]
+    if not all(_LEAST <= rate <= _MOST for rate in rates):
+        raise UserError(f"optim.lr: {middle} leaves no room for rates around it")
+    return rates
 
 
 def further(
@@ -93,7 +97,7 @@ def _arm(arm: Arm, tried: list[SweepRun], result: Result) -> tuple[list[SweepRun
             next_rate = max(losses) * FACTOR
         if next_rate is None:
             return beyond, Bowl(arm.name, losses, best, "chosen")
-        if len(losses) - len(rates) >= EXTENSIONS:
+        if len(losses) - len(rates) >= EXTENSIONS or not _LEAST <= next_rate <= _MOST:
             state = "diverged" if nowhere else "on the edge"
             return beyond, Bowl(arm.name, losses, None if nowhere else best, state)
         beyond += [arm.run({"seed": s, "optim.lr": next_rate}, tuning=True) for s in seeds]

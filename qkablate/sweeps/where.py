@@ -8,6 +8,7 @@ from typing import Any
 
 from qkablate.errors import UserError, nearest
 
+_WORDS = {"null": None, "true": True, "false": False}
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -33,14 +34,22 @@ def holds(predicate: str, values: Mapping[str, Any]) -> bool:
     try:
         return bool(_value(ast.parse(predicate.strip(), mode="eval").body, values))
     except UserError as mistake:
-        raise UserError(f"sweep.where: '{predicate}': {mistake}") from None
+        raise UserError(f"sweep.where: '{_line(predicate)}': {mistake}") from None
     except SyntaxError:
         raise UserError(
-            f"sweep.where: '{predicate}' cannot be read; write for instance"
+            f"sweep.where: '{_line(predicate)}' cannot be read; write for instance"
             " model.d_model // model.heads >= 16"
         ) from None
-    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise UserError(f"sweep.where: '{predicate}': {error}") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"sweep.where: '{_line(predicate)}': {error}") from None
+    except (RecursionError, MemoryError):
+        raise UserError(f"sweep.where: '{_line(predicate)}' is too long to be read") from None
+
+
+def _line(predicate: str) -> str:
+    """What is told of it: one line, and not all of one without end."""
+    text = " ".join(predicate.split())
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
@@ -74,6 +83,8 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
 
 
 def _key(name: str, values: Mapping[str, Any]) -> Any:
+    if name in _WORDS:
+        return _WORDS[name]
     if name not in values:
         raise UserError(f"there is no key '{name}'{nearest(name, values)}")
     return values[name]

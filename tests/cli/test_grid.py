@@ -305,7 +305,7 @@ MISTAKES = [
     ),
     (["sweep.tuning_seeds=[]"], "sweep.tuning_seeds: [] are not one or more seeds"),
     (["sweep.tuning_seeds=[-1]"], "sweep.tuning_seeds: [-1] are not one or more seeds"),
-    (["sweep=quick", "sweep.axes={seed: {a: 1}}"], "the values of seed are written 32,64 or"),
+    (["sweep=quick", "sweep.axes={seed: {a: 1}}"], "on the command line an axis is written"),
     (["workers=0"], "workers: '0' is not auto, or a number from 1"),
     (["workers=many"], "workers: 'many' is not auto, or a number from 1"),
     (["per_gpu=0"], "per_gpu: 0 is not a number from 1"),

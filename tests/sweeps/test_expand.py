@@ -55,8 +55,12 @@ IMPOSSIBLE = [
     (["model.heads=2,3"], {"standard-d16-h3"}, "model.heads: 3 does not divide model.d_model=16"),
     (["model.d_model=16,18", "model.heads=4,2"], {"standard-d18-h4"}, "does not divide"),
     (["variant=standard,merged_w", "model.position=rope"], {"merged_w-d16-h2"}, "is refused"),
-    (["variant=low_rank_w", "variant.rank=4,17"], {"low_rank_w-d16-h2"}, "17 is above model.d_"),
-    (["variant=gqa", "variant.groups=1,3"], {"gqa-d16-h2"}, "3 does not divide model.heads=2"),
+    (
+        ["variant=low_rank_w", "variant.rank=4,17"],
+        {"low_rank_w_r17-d16-h2"},
+        "17 is above model.d_",
+    ),
+    (["variant=gqa", "variant.groups=1,3"], {"gqa_g3-d16-h2"}, "3 does not divide model.heads=2"),
     (["optim.warmup=1", "train.steps=1,5"], {"standard-d16-h2-steps=1"}, "not below the 1 steps"),
     (["model.mlp_ratio=4,0.01"], {"standard-d16-h2-mlp_ratio=0.01"}, "without a single unit"),
 ]
