@@ -72,3 +72,9 @@ def short_bytes(number: float) -> str:
 def counted(number: int, what: str) -> str:
     """3 layers, 1 layer."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def some(names: list[str], most: int = 4) -> str:
+    """a, b, c, d and 7 more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -27,7 +27,7 @@ from qkablate.errors import UserError, nearest
 
 MOST_VALUES = 1_000_000  # of one key
 # Of these there is one for the whole sweep.
-_ONE = ("out", "device")
+_ONE = ("out", "device", "threads")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Composer:
             word = word.lstrip("+")
             several = len(self._choice(word)[1]) > 1
             (own if _is_own(key) else grid).append(word)
-            if several and (_is_own(key) or key in _ONE):
+            if several and (_is_own(key) or key in _ONE or key.startswith("track.")):
                 raise UserError(f"'{word}': a sweep has one value of {key}")
         settings = self._settings(own)
         written = [

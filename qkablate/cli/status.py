@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
     from qkablate.sweeps.board import Board, picture
     from qkablate.sweeps.results import rows
     from qkablate.sweeps.state import Standing
+    from qkablate.sweeps.summary import next_words
 
     folder = manifest.find(word, out)
     standing = Standing(manifest.read(folder))
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
         board = Board()
         while True:
             board.show(standing)
-            if not standing.counts()["running"]:
+            if not standing.counts()["running"] and not standing.is_run():
                 break
             time.sleep(_EVERY)
             standing.look()
@@ -81,8 +82,10 @@ def main(argv: list[str]) -> int:
             print_csv(rows(standing))
         elif "--watch" not in flags or not sys.stderr.isatty():
             print("\n".join(picture(standing)))
-            if not finished:
-                next_commands(standing.manifest.command[1:])
+            for line in standing.manifest.told_left_out():
+                print(line)
+            if commands := next_words(standing):
+                next_commands(*commands)
         sys.stdout.flush()
     return 0 if finished else 1
 

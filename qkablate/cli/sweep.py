@@ -126,7 +126,7 @@ def _dry_run(manifest: Any, slots: list[str | None], *, as_json: bool) -> int:
     standing = Standing(manifest)
     standing.look()
     done = [id for id, state in standing.states.items() if state.status in ("done", "diverged")]
-    estimated = estimate(manifest, len(slots))
+    estimated = estimate(manifest, slots)
     if as_json:
         print_json(plan_text.as_json(manifest, len(slots), estimated, done))
         return 0
@@ -145,7 +145,9 @@ def _launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool
     from qkablate.tracking.mirror import resolve_mode
 
     wandb = resolve_mode(manifest.track) != "disabled"
-    manifest = freeze(manifest, plan_text.lines(manifest, len(slots)))
+    plan = plan_text.lines(manifest, len(slots))
+    typed = asked.choices.get("threads", ["auto"]) != ["auto"]
+    manifest = freeze(manifest, plan, keep_threads=not typed)
     board = Board()
     board.note(f"sweep    {manifest.folder}")
     for line in plan_text.summary(manifest, len(slots)):
@@ -158,7 +160,8 @@ def _launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool
         stop_on_failure=asked.settings.on_failure == "stop",
     )
     code = launcher.run()
-    address = summary.mirror(launcher.standing, board.note) if launcher.trained else None
+    last = launcher.trained and not launcher.standing.is_run()
+    address = summary.mirror(launcher.standing, board.note) if last else None
     with suppress(BrokenPipeError):
         _print_end(launcher, address)
     return code
@@ -176,12 +179,7 @@ def _print_end(launcher: Any, address: str | None) -> None:
     if address:
         print(f"W&B      {address}")
     commands = [["status", name, *([] if manifest.out == "outputs" else [f"out={manifest.out}"])]]
-    counts = launcher.standing.counts()
-    if counts["failed"]:
-        commands.insert(0, [*manifest.command[1:], "--retry", "failed"])
-    elif counts["interrupted"] + counts["waiting"]:
-        commands.insert(0, manifest.command[1:])
-    next_commands(*commands)
+    next_commands(*summary.next_words(launcher.standing), *commands)
 
 
 def _sweeps() -> str:

@@ -99,7 +99,7 @@ def check(config: Config) -> None:
     if train.tokens is not None and train.steps != "auto":
         raise UserError("train.tokens: give train.steps or train.tokens, not both")
     if optim.schedule != "wsd" and optim.cooldown != "auto":
-        raise UserError(f"optim.cooldown: schedule={optim.schedule} has none; only wsd has")
+        raise Impossible(f"optim.cooldown: schedule={optim.schedule} has none; only wsd has")
     if model.mlp_ratio and round(model.mlp_ratio * model.d_model) < 1:
         raise Impossible(
             f"model.mlp_ratio: {model.mlp_ratio} leaves the MLP without a single unit"

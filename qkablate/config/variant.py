@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config.schema import ModelConfig, VariantConfig
-from qkablate.errors import Impossible, UserError
+from qkablate.errors import Impossible
 
 # Circuits that leave a number open, and what `auto` makes of it: the least that is not standard's.
 RANKS: dict[str, Callable[[ModelConfig], int]] = {
@@ -38,7 +38,7 @@ def check_variant(variant: VariantConfig, model: ModelConfig) -> None:
     ):
         given = getattr(variant, key)
         if given not in ("auto", None) and not used:
-            raise UserError(
+            raise Impossible(
                 f"variant.{key}: {given} given, but qk={variant.qk}, ov={variant.ov} have none"
                 f" ({', '.join(holders)} would)"
             )

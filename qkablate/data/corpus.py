@@ -27,7 +27,7 @@ from qkablate.data.batches import Batch, Windows, whole
 from qkablate.data.prepare import SPLITS, prepare, within_reach
 from qkablate.data.progress import Progress
 from qkablate.data.tally import Tally
-from qkablate.errors import UserError
+from qkablate.errors import Impossible, UserError
 
 FORMAT = 1  # raised when the same text would be prepared into other tokens
 _LAYOUT = 3  # raised when the prepared folder has other files
@@ -68,7 +68,7 @@ class Corpus:
     def check_context(self, context: int) -> None:
         for split, tokens in self.tokens.items():
             if tokens <= context:
-                raise UserError(
+                raise Impossible(
                     f"model.context: {context} is longer than the data: the {split} split holds"
                     f" {tokens} tokens and must hold {context + 1} at least"
                 )

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -20,12 +21,13 @@ from qkablate.errors import UserError
 from qkablate.runs import NUMERICS, cpu_name, read_json, run_id, write_json
 from qkablate.sweeps.engines.local import PRELOADED
 from qkablate.sweeps.manifest import Arm, Manifest
+from qkablate.sweeps.packing import Slots
 from qkablate.training import hardware
-from qkablate.training.measure import training_step
+from qkablate.training.measure import BYTES_PER_PARAMETER, training_step
 
 STEPS = 8
+_OLD = 86_400.0  # seconds; what was measured before that, on a busy machine perhaps, is forgotten
 PATIENCE = 20.0  # seconds for the steps of one arm
-_BYTES_PER_PARAMETER = 16  # weights, gradients, two moments
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class _Timed:
     bytes: int
 
 
-def estimate(manifest: Manifest, slots: int) -> dict[str, Estimate]:
+def estimate(manifest: Manifest, slots: Slots) -> dict[str, Estimate]:
     """For every arm."""
     arms = sorted(manifest.arms.values(), key=_flops_per_step)
     cache = Path(manifest.out).expanduser() / "sweeps" / "estimates.json"
@@ -60,11 +62,11 @@ def estimate(manifest: Manifest, slots: int) -> dict[str, Estimate]:
         arm
         for arm in arms
         if _flops_per_step(arm) <= within
-        and _BYTES_PER_PARAMETER * arm.total_params * slots < 0.5 * free
+        and BYTES_PER_PARAMETER * arm.total_params * len(slots) < 0.5 * free
     ]
     largest = _timed(able[-1], manifest, slots, kept) if able else smallest
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    write_json(cache, kept)
+    with suppress(OSError):  # a full disk: it is measured again
+        write_json(cache, kept)
     return {arm.name: _of(arm, smallest, largest) for arm in arms}
 
 
@@ -99,7 +101,7 @@ def _of(arm: Arm, small: _Timed, large: _Timed) -> Estimate:
     read = readings * arm.held_out / (arm.tokens / steps) * step / 3
     return Estimate(
         seconds=large.start + steps * step + read,
-        bytes=max(held, _BYTES_PER_PARAMETER * arm.total_params),
+        bytes=max(held, BYTES_PER_PARAMETER * arm.total_params),
         beyond=flops > 1.01 * large.flops,
     )
 
@@ -112,18 +114,20 @@ def _flops_per_step(arm: Arm) -> float:
     return arm.work / int(arm.config.train.steps)
 
 
-def _timed(arm: Arm, manifest: Manifest, slots: int, kept: dict[str, Any]) -> _Timed:
+def _timed(arm: Arm, manifest: Manifest, slots: Slots, kept: dict[str, Any]) -> _Timed:
     run = next(run for run in manifest.runs if run.arm == arm.name)
     config, vocabulary = manifest.config_of(run), int(arm.facts["vocabulary"])
-    about = [run.id, slots, config.threads, cpu_name(), torch.__version__, NUMERICS]
+    about = [run.id, len(slots), config.threads, cpu_name(), torch.__version__, NUMERICS]
     key = run_id({"timed": about})
-    if key not in kept:
+    if time.time() - kept.get(key, {}).get("at", 0) > _OLD:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, *PRELOADED])
         pipes = []
-        for _ in range(slots):
+        for gpu in slots:
             end, start = context.Pipe(duplex=False)
-            process = context.Process(target=_time, args=(config, vocabulary, start), daemon=True)
+            process = context.Process(
+                target=_time, args=(config, vocabulary, gpu, start), daemon=True
+            )
             process.start()
             start.close()
             pipes.append((end, process))
@@ -140,7 +144,8 @@ def _timed(arm: Arm, manifest: Manifest, slots: int, kept: dict[str, Any]) -> _T
         if not found:
             raise UserError(f"{arm.name} cannot be timed: its process ended without a word")
         kept[key] = {name: statistics.median(one[name] for one in found) for name in found[0]}
-    return _Timed(flops=_flops_per_step(arm), **kept[key])
+        kept[key]["at"] = time.time()
+    return _Timed(_flops_per_step(arm), *(kept[key][name] for name in ("step", "start", "bytes")))
 
 
 def _received(end: Connection) -> Any:
@@ -150,10 +155,12 @@ def _received(end: Connection) -> Any:
         return None
 
 
-def _time(config: Config, vocabulary: int, answer: Connection) -> None:
+def _time(config: Config, vocabulary: int, gpu: str | None, answer: Connection) -> None:
     """In a process of its own: a few steps, of which nothing is kept."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     try:
         began = time.perf_counter()
         hardware.prepare(config)

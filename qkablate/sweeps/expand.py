@@ -182,7 +182,12 @@ class Expansion:
             except Impossible as refused:
                 self._leave_out(control, words, f"its baseline: {refused}", "impossible")
                 return 0
-        self._arm(control, words, pays, beside, mismatch, changes)
+        arm = self._arm(control, words, pays, beside, mismatch, changes)
+        typed, other = words.get("variant"), arm.words.get("variant")
+        if typed != other and typed is not None:  # as gqa with one group is mqa
+            name = arm.name.replace(arm.variant, typed, 1)
+            same = LeftOut(name, control, f"is {arm.name}, which is in the grid", "the same")
+            self._left_out.append(same)
         return 1
 
     def _arm(
@@ -216,7 +221,7 @@ class Expansion:
         first = self._arms.get(key)
         if first is None:
             if any(other.name == arm.name for other in self._arms.values()):
-                arm = dataclasses.replace(arm, name=f"{arm.name}-{key[:4]}")
+                arm = dataclasses.replace(arm, name=f"{arm.name}-{key}")
             self._arms[key] = arm
             return arm
         # The baseline of one arm may be an arm of the grid, under one control or several.

@@ -2,6 +2,7 @@
 train is waited for."""
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from qkablate.training.session import record_failure
 
 _ROUND = 0.5  # seconds between two looks at what runs here
 _SCAN = 4  # rounds between two looks at everything else
+_PAUSE = 15.0  # seconds between two tables of results
 # A process that was ended from outside can go on; one that died of itself would die again.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
@@ -43,7 +45,9 @@ class Launcher:
         self._here: dict[str, State] = {}  # what runs here
         self._tried: set[str] = set()  # what this launcher has had its try at
         self._alone = ""  # the run that has the machine for itself
+        self._had_alone: set[str] = set()
         self._stopped = ""  # why nothing more is started
+        self._written = 0.0  # when the table of results was
         self._signal = self._signals = 0  # the last one, and how many
         self.standing.look()
         if retry_failed:
@@ -53,6 +57,10 @@ class Launcher:
 
     def run(self) -> int:
         """The exit code."""
+        with self.standing.launching():
+            return self._run()
+
+    def _run(self) -> int:
         rounds = 0
         self.board.show(self.standing)
         with self._listening():
@@ -90,7 +98,7 @@ class Launcher:
         return list(self.standing.states.values())
 
     def _start_what_can_be(self) -> None:
-        while not self._stopped and len(self._here) < self.engine.slots:
+        while not self._stopped and not self._signals and len(self._here) < self.engine.slots:
             state, packed = self._next()
             if state is None or not self._has_room(state):
                 return
@@ -105,7 +113,10 @@ class Launcher:
         beside = [state for state in able if not _ran_out_of_memory_beside_others(state)]
         if beside:
             arms = self.manifest.arms
-            return max(beside, key=lambda state: arms[state.run.arm].work), self.engine.slots
+            largest = max(beside, key=lambda state: arms[state.run.arm].work)
+            elsewhere = sum(s.status == "running" for s in self._all()) - len(self._here)
+            here = min(self.engine.slots, len(able) + len(self._here))
+            return largest, here + elsewhere
         if able and not self._here:
             return able[0], 1
         return None, 0
@@ -115,7 +126,8 @@ class Launcher:
         if id in self._here or state.status == "running":
             return False
         if state.status == "failed":
-            return id in self._again or _ran_out_of_memory_beside_others(state)
+            alone = _ran_out_of_memory_beside_others(state) and id not in self._had_alone
+            return id in self._again or alone
         return state.status in ("waiting", "interrupted") and id not in self._tried
 
     def _start(self, state: State, packed: int) -> None:
@@ -125,11 +137,13 @@ class Launcher:
             return
         if _ran_out_of_memory_beside_others(state) and packed == 1:
             self._alone = id
+            self._had_alone.add(id)
             self.board.note(f"again, alone: {state.run.label} ran out of memory beside others")
         self._tried.add(id)
         self._again.discard(id)
+        retry = state.status == "failed"
         config = self.manifest.config_of(state.run)
-        self.engine.start(Task(id, state.folder, config, packed))
+        self.engine.start(Task(id, state.folder, config, packed, retry))
         self._here[id] = state
         self.standing.here.add(id)
         state.status, state.row, state.reason = "running", None, ""
@@ -142,12 +156,14 @@ class Launcher:
         if ended.code in (OWNED, LOST):
             self._tried.discard(ended.id)  # its owner may die yet
             return
-        if state.status not in ENDED and not self._stopped:
+        if state.status not in ENDED and not self._stopped and not self._signals:
             self._note_death(state, ended)
         again = _ran_out_of_memory_beside_others(state)
         if state.status == "failed" and self._stop_on_failure and not again:
             self._stop(f"{state.run.label} failed, and on_failure=stop")
-        if state.status in ENDED:
+        with suppress(OSError):
+            link(self.manifest, state)
+        if time.monotonic() - self._written > _PAUSE:
             self._write_results()
 
     def _note_death(self, state: State, ended: Ended) -> None:
@@ -173,6 +189,7 @@ class Launcher:
             for state in self._all():
                 link(self.manifest, state)
             results.write(self.standing)
+            self._written = time.monotonic()
         except OSError as error:  # they can be made again at any moment
             self.board.note(f"results: {error}")
 
@@ -200,11 +217,11 @@ class Launcher:
 
     def _obey(self) -> None:
         """Do what a signal asks for: an end, or, asked twice, an end at once."""
-        if self._signals > 1:
-            self.engine.stop(now=True)
-        elif self._signals and not self._stopped.startswith("SIG"):
+        if self._signals and not self._stopped.startswith("SIG"):
             again = " (Ctrl-C again: at once)" if self._signal == signal.SIGINT else ""
             self._stop(f"{signal.Signals(self._signal).name}{again}")
+        if self._signals > 1:
+            self.engine.stop(now=True)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:

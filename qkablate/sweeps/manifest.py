@@ -23,6 +23,7 @@ from qkablate import __version__
 from qkablate.config import Config, TrackConfig
 from qkablate.errors import UserError, nearest
 from qkablate.runs import NUMERICS, identity, label, run_id, write_atomic
+from qkablate.table import some
 
 FORMAT = 1
 FILE = "manifest.json"
@@ -116,7 +117,7 @@ class Manifest:
     excluded: int  # arms of which a predicate is not true
     command: list[str] = field(default_factory=list)
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         """A hash of what is compared and how: the same command finds its sweep again."""
         arms = [[a.name, a.controls, a.baseline] for a in self.arms.values()]
@@ -133,9 +134,11 @@ class Manifest:
         return Path(self.out).expanduser() / "sweeps" / f"{self.name}-{self.id}"
 
     def called(self, run: SweepRun) -> str:
-        """What a person reads: the run's label, with its rate where the sweep has several."""
+        """What a person reads: the arm and the seed, and the rate where the sweep has several."""
+        own = {key: value for key, value in run.changes.items() if key.startswith("seeds.")}
         rate = f" lr {run.changes['optim.lr']:.3g}" if self._several_rates else ""
-        return f"{run.label}{rate}{' (tuning)' * run.tuning}"
+        said = "".join(f" {key}={value}" for key, value in own.items())
+        return f"{run.arm}-s{run.changes['seed']}{said}{rate}{' (tuning)' * run.tuning}"
 
     @functools.cached_property
     def _several_rates(self) -> bool:
@@ -166,6 +169,14 @@ class Manifest:
             words["train.read_test"] = "false"
         return [f"{key}={value}" for key, value in words.items()]
 
+    def told_left_out(self) -> list[str]:
+        """The arms that are not there, by kind."""
+        by_kind: dict[str, list[str]] = {}
+        for left in self.left_out:
+            by_kind.setdefault(left.kind, []).append(left.arm)
+        said = [f"left out, {kind}: {some(names, 6)}" for kind, names in by_kind.items()]
+        return [*said, f"  why: {self.folder / 'plan.txt'}"] if said else []
+
     def write(self) -> None:
         """Freeze it."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -180,10 +191,16 @@ class Manifest:
         write_atomic(self.folder / FILE, json.dumps(content, ensure_ascii=False) + "\n")
 
 
-def freeze(manifest: Manifest, plan: list[str]) -> Manifest:
-    """The manifest as it was frozen, now or when this sweep was first begun."""
+def freeze(manifest: Manifest, plan: list[str], *, keep_threads: bool) -> Manifest:
+    """The manifest as it was frozen, now or when this sweep was first begun. What changes no result
+    is as it was typed today; the threads only if they were."""
     if (manifest.folder / FILE).exists():
-        return read(manifest.folder)
+        frozen = read(manifest.folder)
+        arms = {
+            name: _as_today(arm, manifest.arms[name], keep_threads)
+            for name, arm in frozen.arms.items()
+        }
+        return dataclasses.replace(frozen, out=manifest.out, arms=arms)
     manifest.folder.mkdir(parents=True, exist_ok=True)
     write_atomic(manifest.folder / "plan.txt", "\n".join(plan) + "\n")
     manifest.write()
@@ -250,6 +267,19 @@ def find(word: str | None, out: str) -> Path:
         raise UserError(f"'{word}' may be any of {len(several)} sweeps: {some}")
     known = {*names, *(name.rpartition("-")[0] for name in names)}
     raise UserError(f"there is no sweep '{word}' in '{sweeps}'{nearest(word, known)}")
+
+
+def _as_today(frozen: Arm, today: Arm, keep_threads: bool) -> Arm:
+    config, now = frozen.config, today.config
+    every = now.train.checkpoint_every
+    config = dataclasses.replace(
+        config,
+        track=now.track,
+        train=dataclasses.replace(config.train, checkpoint_every=every),
+        threads=config.threads if keep_threads else now.threads,
+    )
+    words = {**today.words, "threads": str(config.threads)}
+    return dataclasses.replace(frozen, config=config, words=words)
 
 
 def _out(folder: Path) -> str:

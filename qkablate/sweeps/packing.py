@@ -8,8 +8,8 @@ from qkablate.config import SweepConfig
 from qkablate.errors import UserError
 from qkablate.sweeps.manifest import Arm, Manifest
 from qkablate.training import hardware
+from qkablate.training.measure import BYTES_PER_PARAMETER
 
-_BYTES_PER_PARAMETER = 16  # weights, gradients, two moments
 _BYTES_BESIDE = 400 * 2**20  # the interpreter, torch, and the activations of a small model
 _PART = 0.8  # of the memory that is free
 
@@ -54,7 +54,7 @@ def _on_cpu(workers: int | str, arms: Sequence[Arm], runs: int, cores: int) -> i
     if isinstance(workers, int):
         return workers
     given = [int(arm.config.threads) for arm in arms if _has_threads(arm)]
-    need = _BYTES_BESIDE + _BYTES_PER_PARAMETER * max(arm.total_params for arm in arms)
+    need = _BYTES_BESIDE + BYTES_PER_PARAMETER * max(arm.total_params for arm in arms)
     room = _PART * hardware.free_memory() / need
     return int(max(1, min(runs, cores // max(given, default=1), room)))
 

@@ -7,7 +7,7 @@ from typing import Any
 from qkablate.sweeps.estimate import Estimate, total_seconds
 from qkablate.sweeps.manifest import Arm, Manifest
 from qkablate.sweeps.state import duration
-from qkablate.table import aligned, counted, short
+from qkablate.table import aligned, counted, short, some
 
 Estimates = Mapping[str, Estimate]
 
@@ -49,7 +49,7 @@ def summary(
     arms, runs = manifest.arms, len(manifest.runs)
     baselines = [name for name in dict.fromkeys(a.baseline for a in arms.values()) if name]
     said = [f"runs     {counted(runs, 'run')} of {counted(len(arms), 'arm')}"]
-    said[0] += f"; baselines: {_some(baselines)}" if baselines else ""
+    said[0] += f"; baselines: {some(baselines)}" if baselines else ""
     if manifest.finals:
         finals = len(manifest.finals)
         said = [
@@ -65,7 +65,7 @@ def summary(
         said.append(f"         {counted(manifest.excluded, 'arm')} excluded by sweep.where")
     threads = sorted({int(arm.config.threads) for arm in arms.values()})
     device = next(iter(arms.values())).facts["device"]
-    each = f", {_some([counted(n, 'thread') for n in threads])} each" if device == "cpu" else ""
+    each = f", {some([counted(n, 'thread') for n in threads])} each" if device == "cpu" else ""
     said.append(f"packing  {slots} at once on {device}{each}; the largest first")
     if done:
         said.append(f"done     {counted(len(done), 'run')} already, in this sweep or another")
@@ -136,10 +136,5 @@ def _left_out(manifest: Manifest) -> list[str]:
     said = []
     for (kind, reason), names in by_reason.items():
         said.append(f"left out, {kind}: {reason}")
-        said.append(f"  {_some(names, 6)}")
+        said.append(f"  {some(names, 6)}")
     return [*said, ""] if said else []
-
-
-def _some(names: list[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -7,12 +7,23 @@ import os
 from typing import Any
 
 from qkablate.runs import write_atomic
+from qkablate.sweeps.manifest import Manifest
 from qkablate.sweeps.state import Standing, State
+
+
+def columns(manifest: Manifest) -> dict[str, type]:
+    """What a row has, and of what kind; at the end what else the arms differ in, as it is typed."""
+    arms = [arm.words for arm in manifest.arms.values()]
+    keys = dict.fromkeys(key for words in arms for key in words)
+    known = {"variant", "model.d_model", "model.heads", "model.layers", "model.mlp_ratio", "data"}
+    own = [key for key in keys if key not in known and len({w.get(key) for w in arms}) > 1]
+    return COLUMNS | dict.fromkeys(own, str)
 
 
 def rows(standing: Standing) -> list[dict[str, Any]]:
     """Of all runs, in the order of the manifest."""
-    return [_row(standing, state) for state in standing.states.values()]
+    blank = dict.fromkeys(columns(standing.manifest))
+    return [_row(standing, state, blank) for state in standing.states.values()]
 
 
 def write(standing: Standing) -> None:
@@ -48,16 +59,18 @@ def _write_parquet(standing: Standing, found: list[dict[str, Any]]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     kinds = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
     kinds[bool] = pyarrow.bool_()
-    schema = pyarrow.schema([(name, kinds[kind]) for name, kind in COLUMNS.items()])
+    schema = pyarrow.schema(
+        [(name, kinds[kind]) for name, kind in columns(standing.manifest).items()]
+    )
     parquet.write_table(pyarrow.Table.from_pylist(found, schema), temporary)
     temporary.replace(path)
 
 
-def _row(standing: Standing, state: State) -> dict[str, Any]:
+def _row(standing: Standing, state: State, blank: dict[str, Any]) -> dict[str, Any]:
     run, arm = state.run, standing.manifest.arms[state.run.arm]
-    config = standing.manifest.config_of(run)
+    config = arm.config_of(run.changes)
     model, result = config.model, state.result or {}
-    row: dict[str, Any] = dict.fromkeys(COLUMNS)
+    row = blank | {key: arm.words.get(key) for key in blank.keys() - COLUMNS.keys()}
     row |= {
         "id": run.id,
         "label": run.label,
@@ -92,7 +105,7 @@ def _row(standing: Standing, state: State) -> dict[str, Any]:
     return row
 
 
-# What a row has, and of what kind.
+# What every row has.
 COLUMNS: dict[str, type] = {
     **dict.fromkeys(("id", "label", "arm", "baseline", "variant", "control"), str),
     "tuning": bool,

@@ -3,14 +3,17 @@ and anyone who looks."""
 
 import json
 import os
+import shutil
+import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkablate.ownership import Observer
+from qkablate.ownership import Observer, owning
 from qkablate.runs import read_json
 from qkablate.sweeps.engines import LOG
 from qkablate.sweeps.manifest import Manifest, SweepRun
@@ -44,6 +47,7 @@ class Standing:
         self.manifest = manifest
         self.states: dict[str, State] = {}
         self.bowls: list[Bowl] = []
+        self._launchers = manifest.folder / "launchers"
         self._runs = Path(manifest.out).expanduser() / "runs"
         self.here: set[str] = set()  # what runs in a process of our own, which may not show yet
         self._there: dict[str, str] = {}  # the folders of runs, by id
@@ -74,7 +78,27 @@ class Standing:
                     if run.id not in self.states:
                         self.look_at(self._know(run))
 
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Be one of those who run the sweep, for others to see."""
+        own = self._launchers / f"{socket.gethostname()}-{os.getpid()}"
+        try:
+            with owning(own):
+                yield
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+
+    def is_run(self) -> bool:
+        """Whether anybody runs the sweep now."""
+        return any(map(self._observer.is_owned, self._launchers.glob("*")))
+
     def look_at(self, state: State) -> None:
+        try:
+            self._look_at(state)
+        except OSError as error:  # what stands there is no run, or not ours to read
+            state.status, state.reason = "waiting", str(error)
+
+    def _look_at(self, state: State) -> None:
         """Read one run. The id finds its folder: another label makes no other run."""
         folder = state.folder = self._runs / self._there.get(state.run.id, state.folder.name)
         if state.run.id in self.here:  # what is there may be of an earlier try

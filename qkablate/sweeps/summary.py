@@ -5,7 +5,7 @@ import statistics
 from typing import Any
 
 from qkablate.errors import printable
-from qkablate.sweeps.results import COLUMNS, rows
+from qkablate.sweeps.results import columns, rows
 from qkablate.sweeps.state import Standing, State
 from qkablate.table import print_table
 from qkablate.tracking.mirror import Identity, Mirror
@@ -44,6 +44,8 @@ def print_arms(standing: Standing) -> None:
     head = ["arm", "params", *(["lr"] if several else []), "done", "val", "± sd", "test", "± sd"]
     print_table([*head, "diverged"], table)
     print("\nmeans over runs, and the standard deviation between them; params without embeddings")
+    for line in standing.manifest.told_left_out():
+        print(line)
 
 
 def _in_order(standing: Standing) -> Any:
@@ -82,8 +84,16 @@ def mirror(standing: Standing, note: Any) -> str | None:
     identity = Identity(f"sweep-{manifest.id}", name, group, "sweep", ("sweep", *track.tags))
     config = {"sweep": name, "command": shlex.join(manifest.command), "arms": [*manifest.arms]}
     own = Mirror(track, identity, manifest.folder, config, note)
-    own.table("runs", list(COLUMNS), [list(row.values()) for row in rows(standing)])
+    own.table("runs", list(columns(manifest)), [list(row.values()) for row in rows(standing)])
     counts = standing.counts()
     finished = counts["done"] + counts["diverged"] == standing.expected()
     own.close({f"runs/{status}": count for status, count in counts.items()}, int(not finished))
     return own.address
+
+
+def next_words(standing: Standing) -> list[list[str]]:
+    """The command that goes on with the sweep, where there is something to go on with."""
+    counts, command = standing.counts(), standing.manifest.command[1:]
+    if counts["interrupted"] + counts["waiting"]:
+        return [command]
+    return [[*command, "--retry", "failed"]] if counts["failed"] else []

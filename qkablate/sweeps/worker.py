@@ -39,7 +39,7 @@ def _train(task: Task) -> int:
             )
         observer = Observer()
         observer.settle(task.folder)  # a claim of another machine: the launcher saw it stand still
-        outcome = session.run(planned, packed=task.packed, observer=observer)
+        outcome = session.run(planned, packed=task.packed, retry=task.retry, observer=observer)
         return EXIT_CODES[outcome.result["status"]]
     except Owned as owned:
         tell(str(owned))

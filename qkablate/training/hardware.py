@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from qkablate.config import Config
-from qkablate.errors import UserError
+from qkablate.errors import Impossible, UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,7 +53,7 @@ def _device(name: str) -> str:
 def _precision(name: str, device: str) -> str:
     kind = device.partition(":")[0]
     if name == "fp16" and kind != "cuda":
-        raise UserError(f"precision: fp16 needs a CUDA device, not {kind} (allowed: bf16, fp32)")
+        raise Impossible(f"precision: fp16 needs a CUDA device, not {kind} (allowed: bf16, fp32)")
     if name != "auto":
         return name
     if kind == "cuda":

@@ -16,7 +16,7 @@ from qkablate.training.plan import empty_model
 
 WARM_UP = 2
 SECONDS = 60.0  # of measuring, shared by all models; each is timed three times at least
-_BYTES_PER_PARAMETER = 16  # weights, gradients, two moments
+BYTES_PER_PARAMETER = 16  # weights, gradients, two moments
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def step_times(
 
 def check_memory(params: Sequence[int], device: str) -> None:
     """All models live side by side; say so before the machine is full."""
-    need = _BYTES_PER_PARAMETER * sum(params)
+    need = BYTES_PER_PARAMETER * sum(params)
     if device.startswith("cuda"):
         have: float = torch.cuda.mem_get_info(device)[0]
     else:

@@ -43,14 +43,13 @@ class Plan:
         return empty_model(self.config, self.data.vocabulary)
 
 
-def plan(config: Config, opened: Data | None = None) -> Plan:
-    """Resolve what depends on machine and data; UserError for whatever can't be. Whoever plans many
-    runs opens their data once."""
+def plan(config: Config) -> Plan:
+    """Resolve what depends on machine and data; UserError for whatever can't be."""
     config, hashes = settle(hardware.resolve(config))
     resolve_mode(config.track)
     # The cheap looks first: data may have to be prepared.
     _check_out(Path(config.out).expanduser(), empty_model(config, 1).ledger()["total"])
-    data = opened or open_data(config.data, config.model.context)
+    data = open_data(config.data, config.model.context)
     data.check_context(config.model.context)
     model = empty_model(config, data.vocabulary)
     attention = model.attentions()[0]

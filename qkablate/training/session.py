@@ -51,15 +51,20 @@ class Outcome:
 
 
 def run(
-    plan: Plan, *, rerun: bool = False, packed: int = 1, observer: Observer | None = None
+    plan: Plan,
+    *,
+    rerun: bool = False,
+    retry: bool = True,
+    packed: int = 1,
+    observer: Observer | None = None,
 ) -> Outcome:
-    """Train the run, as one of `packed` that share the machine, or find its result. Raises Owned,
-    Stopped or Lost."""
+    """Train the run, as one of `packed` that share the machine, or find its result: a failed one is
+    trained again, unless `retry` is false. Raises Owned, Stopped or Lost."""
     with plan.run.owned(observer) as owner:
         if rerun:
             plan.run.restart()
         result = plan.run.result
-        if result is not None and result["status"] != "failed":
+        if result is not None and (result["status"] != "failed" or not retry):
             return Outcome(result, trained=False)
         signals = Signals()
         with signals.listening(), hardware.process_state():

@@ -18,7 +18,7 @@ import numpy as np
 from qkablate.config import DATA_KEYS, DataConfig
 from qkablate.data.batches import IGNORE, Batch
 from qkablate.data.tally import Sums, Tally
-from qkablate.errors import UserError
+from qkablate.errors import Impossible, UserError
 from qkablate.randomness import stream
 
 MOST = 2**27  # tokens of a split
@@ -154,7 +154,7 @@ class Task:
         return value
 
     def refuse(self, key: str, value: object, why: str) -> UserError:
-        return UserError(f"data.{key}: {value} {why}")
+        return Impossible(f"data.{key}: {value} {why}")
 
 
 @dataclass(frozen=True)

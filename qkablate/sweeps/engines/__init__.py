@@ -22,6 +22,7 @@ class Task:
     folder: Path
     config: Config
     packed: int  # how many runs share the machine, this one included
+    retry: bool  # whether a failure that is there already is to be tried again
 
 
 @dataclass(frozen=True)
