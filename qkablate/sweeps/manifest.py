@@ -191,7 +191,7 @@ class Manifest:
         write_atomic(self.folder / FILE, json.dumps(content, ensure_ascii=False) + "\n")
 
 
-def freeze(manifest: Manifest, plan: list[str], *, keep_threads: bool) -> Manifest:
+def freeze(manifest: Manifest, plan: list[str], *, keep_threads: bool = True) -> Manifest:
     """The manifest as it was frozen, now or when this sweep was first begun. What changes no result
     is as it was typed today; the threads only if they were."""
     if (manifest.folder / FILE).exists():

@@ -16,6 +16,7 @@ def columns(manifest: Manifest) -> dict[str, type]:
     arms = [arm.words for arm in manifest.arms.values()]
     keys = dict.fromkeys(key for words in arms for key in words)
     known = {"variant", "model.d_model", "model.heads", "model.layers", "model.mlp_ratio", "data"}
+    known |= {key for key in keys if key.startswith("variant.")} - {"variant.init", "variant.lr"}
     own = [key for key in keys if key not in known and len({w.get(key) for w in arms}) > 1]
     return COLUMNS | dict.fromkeys(own, str)
 

@@ -81,7 +81,7 @@ def affine(flops: float) -> float:
 def test_at_the_timed_arms_it_is_what_was_measured(timed, tmp_path):
     asked = timed(affine)
     arms = [arm_of(flops) for flops in (3e6, 1e6, 9e6)]
-    found = estimate(plan_of(tmp_path, *arms), 2)
+    found = estimate(plan_of(tmp_path, *arms), [None] * 2)
     assert set(found) == {arm.name for arm in arms}
     assert {*asked} == {arms[1].name, arms[2].name}  # the smallest and the largest
     for arm in arms[1:]:
@@ -94,7 +94,7 @@ def test_at_the_timed_arms_it_is_what_was_measured(timed, tmp_path):
 def test_between_them_it_is_a_line(timed, tmp_path):
     timed(lambda flops: 1e-9 * flops if flops in (1e6, 9e6) else math.nan)
     arms = {flops: arm_of(flops) for flops in (1e6, 2e6, 5e6, 8.5e6, 9e6)}
-    found = estimate(plan_of(tmp_path, *arms.values()), 1)
+    found = estimate(plan_of(tmp_path, *arms.values()), [None] * 1)
     for flops, arm in arms.items():
         assert steps_of(found[arm.name]) == pytest.approx(1e-9 * flops)
         assert found[arm.name].bytes == pytest.approx(1e8 + flops)
@@ -104,7 +104,7 @@ def test_what_is_too_large_to_be_timed_is_a_guess_and_marked(timed, tmp_path):
     asked = timed(affine)
     # Eight steps of the last would take more than twenty seconds at the pace of the smallest.
     arms = [arm_of(flops) for flops in (1e6, 1e8, 1e9, 1e12)]
-    found = estimate(plan_of(tmp_path, *arms), 1)
+    found = estimate(plan_of(tmp_path, *arms), [None] * 1)
     assert {*asked} == {arms[0].name, arms[2].name}
     assert [found[arm.name].beyond for arm in arms] == [False, False, False, True]
     assert steps_of(found[arms[3].name]) == pytest.approx(affine(1e12))
@@ -114,7 +114,7 @@ def test_what_may_not_fit_into_memory_is_not_timed(timed, tmp_path, monkeypatch)
     asked = timed(affine)
     monkeypatch.setattr("qkablate.training.hardware.free_memory", lambda: 1e9)
     small, large = arm_of(1e6), arm_of(2e6, params=10**8)
-    found = estimate(plan_of(tmp_path, small, large), 1)
+    found = estimate(plan_of(tmp_path, small, large), [None] * 1)
     assert {*asked} == {small.name}
     assert found[large.name].beyond
     assert found[large.name].bytes >= 16e8  # weights, gradients and two moments of four bytes
@@ -123,7 +123,7 @@ def test_what_may_not_fit_into_memory_is_not_timed(timed, tmp_path, monkeypatch)
 def test_without_a_second_arm_time_goes_with_flops(timed, tmp_path, monkeypatch):
     timed(lambda flops: 100.0)  # slower than we have patience for
     small, large = arm_of(1e6), arm_of(3e6)
-    found = estimate(plan_of(tmp_path, small, large), 1)
+    found = estimate(plan_of(tmp_path, small, large), [None] * 1)
     assert steps_of(found[small.name]) == pytest.approx(100)
     assert steps_of(found[large.name]) == pytest.approx(300)
 
@@ -131,7 +131,7 @@ def test_without_a_second_arm_time_goes_with_flops(timed, tmp_path, monkeypatch)
 def test_one_arm_alone(timed, tmp_path):
     timed(affine)
     arm = arm_of(1e6)
-    (found,) = estimate(plan_of(tmp_path, arm), 1).values()
+    (found,) = estimate(plan_of(tmp_path, arm), [None] * 1).values()
     assert steps_of(found) == pytest.approx(affine(1e6))
     assert not found.beyond
 
@@ -140,7 +140,7 @@ def test_one_arm_alone(timed, tmp_path):
 def test_more_flops_never_take_less_time_or_memory(timed, tmp_path, seconds):
     timed(seconds)
     arms = [arm_of(10**power) for power in (5, 5.5, 6, 6.1, 7, 8, 9, 10, 12, 14)]
-    found = estimate(plan_of(tmp_path, *arms), 1)
+    found = estimate(plan_of(tmp_path, *arms), [None] * 1)
     for one, other in itertools.pairwise(found[arm.name] for arm in arms):
         assert one.seconds <= other.seconds * (1 + 1e-9)
         assert one.bytes <= other.bytes * (1 + 1e-9)
@@ -150,7 +150,7 @@ def test_more_flops_never_take_less_time_or_memory(timed, tmp_path, seconds):
 def test_noise_makes_no_time_negative(timed, tmp_path):
     timed({1e6: 2e-3, 1.1e6: 1e-3}.get)  # the larger one was faster, by chance
     arms = [arm_of(flops) for flops in (1e6, 1.1e6)]
-    for found in estimate(plan_of(tmp_path, *arms), 1).values():
+    for found in estimate(plan_of(tmp_path, *arms), [None] * 1).values():
         assert found.seconds > 0
         assert found.bytes > 0
 
@@ -158,7 +158,7 @@ def test_noise_makes_no_time_negative(timed, tmp_path):
 def test_longer_training_takes_longer(timed, tmp_path):
     timed(affine)
     short, long = arm_of(1e6), arm_of(1e6, steps=4 * STEPS)
-    found = estimate(plan_of(tmp_path, short, long), 1)
+    found = estimate(plan_of(tmp_path, short, long), [None] * 1)
     assert 3.9 < (found[long.name].seconds - 2) / (found[short.name].seconds - 2) < 4
 
 
