@@ -41,6 +41,7 @@ MAY = {
         "ownership",
         "generate",
         "attention",
+        "tracking",
         "data",
     },
     "generate": {"model", "data"},

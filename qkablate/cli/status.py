@@ -51,13 +51,15 @@ def main(argv: list[str]) -> int:
     from qkablate.sweeps.board import Board, picture
     from qkablate.sweeps.results import rows
     from qkablate.sweeps.state import Standing
-    from qkablate.sweeps.summary import next_words
+    from qkablate.sweeps.summary import next_words, print_arms
 
     folder = manifest.find(word, out)
     standing = Standing(manifest.read(folder))
     standing.look()
     if "--watch" in flags:
         board = Board()
+        if not sys.stderr.isatty() and (standing.counts()["running"] or standing.is_run()):
+            print("\n".join(picture(standing)), flush=True)
         while True:
             board.show(standing)
             if not standing.counts()["running"] and not standing.is_run():
@@ -82,8 +84,10 @@ def main(argv: list[str]) -> int:
             print_csv(rows(standing))
         elif "--watch" not in flags or not sys.stderr.isatty():
             print("\n".join(picture(standing)))
-            for line in standing.manifest.told_left_out():
-                print(line)
+            if counts["done"]:
+                print()
+                print_arms(standing)
+                print(f"\nresults  {folder / 'results.csv'}")
             if commands := next_words(standing):
                 next_commands(*commands)
         sys.stdout.flush()

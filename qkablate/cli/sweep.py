@@ -1,5 +1,6 @@
 """`qkablate sweep`: a grid, frozen, trained on this machine."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
         print(HELP.format(sweeps=_sweeps(), many=MANY), end="")
         return 0
     if flags.get("--retry", "failed") != "failed":
-        raise UserError(f"--retry: '{flags['--retry']}' is not failed")
+        raise UserError(f"--retry: takes failed, not '{flags['--retry']}'")
     if "--json" in flags and "--dry-run" not in flags:
         raise UserError("--json goes with --dry-run; `qkablate status --json` shows a sweep")
     with composing() as composer:
@@ -178,6 +179,9 @@ def _print_end(launcher: Any, address: str | None) -> None:
     print(f"\nresults  {manifest.folder / 'results.csv'}")
     if address:
         print(f"W&B      {address}")
+    if address and address.startswith("wandb sync"):
+        runs = shlex.quote(str(manifest.folder.absolute() / "runs"))
+        print(f"         wandb sync {runs}/*/wandb/offline-run-*")
     commands = [["status", name, *([] if manifest.out == "outputs" else [f"out={manifest.out}"])]]
     next_commands(*summary.next_words(launcher.standing), *commands)
 

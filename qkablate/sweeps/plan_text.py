@@ -26,7 +26,7 @@ def lines(
     for arm in manifest.arms.values():
         model = arm.config.model
         cells = [_title(arm), f"{arm.params:,}", f"{arm.total_params:,}"]
-        cells += ["" if arm.mismatch is None else f"{100 * arm.mismatch:+.2f} %"]
+        cells += [_mismatch(arm, manifest)]
         cells += [f"{round(model.mlp_ratio * model.d_model):,}", short(arm.flops)]
         cells += [_runs(manifest, counts[arm.name])]
         if estimates is not None:
@@ -116,6 +116,15 @@ def as_json(
         "left_out": [vars(left) for left in manifest.left_out],
         "excluded": manifest.excluded,
     }
+
+
+def _mismatch(arm: Arm, manifest: Manifest) -> str:
+    """To what the control asked for; in brackets, where it asked nothing, in parameters."""
+    if arm.mismatch is not None:
+        return f"{100 * arm.mismatch:+.2f} %"
+    if arm.baseline is None:
+        return ""
+    return f"({100 * (arm.params / manifest.arms[arm.baseline].params - 1):+.1f} %)"
 
 
 def _title(arm: Arm) -> str:

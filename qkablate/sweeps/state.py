@@ -82,6 +82,9 @@ class Standing:
     def launching(self) -> Iterator[None]:
         """Be one of those who run the sweep, for others to see."""
         own = self._launchers / f"{socket.gethostname()}-{os.getpid()}"
+        for other in self._launchers.glob("*"):
+            if not self._observer.is_owned(other):  # it was killed
+                shutil.rmtree(other, ignore_errors=True)
         try:
             with owning(own):
                 yield

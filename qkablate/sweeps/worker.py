@@ -6,6 +6,8 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
+from tqdm import tqdm
+
 from qkablate.errors import UserError, tell
 from qkablate.ownership import Lost, Observer, Owned
 from qkablate.runs import EXIT_CODES
@@ -25,6 +27,8 @@ def work(task: Task, gpu: str | None, lifeline: Connection) -> None:
         stream.flush()
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
+    # tqdm's own lock is one between processes, and would bring a process of its own to watch it.
+    tqdm.set_lock(threading.RLock())
     threading.Thread(target=_end_with_launcher, args=(lifeline,), daemon=True).start()
     sys.exit(_train(task))
 
