@@ -32,7 +32,7 @@ _COMPARE: dict[type, Callable[[Any, Any], bool]] = {
 def holds(predicate: str, values: Mapping[str, Any]) -> bool:
     """Whether the predicate is true of an arm's values; UserError for what is no predicate."""
     try:
-        return bool(_value(ast.parse(predicate.strip(), mode="eval").body, values))
+        return bool(_value(_parsed(predicate), values))
     except UserError as mistake:
         raise UserError(f"sweep.where: '{_line(predicate)}': {mistake}") from None
     except SyntaxError:
@@ -44,6 +44,12 @@ def holds(predicate: str, values: Mapping[str, Any]) -> bool:
         raise UserError(f"sweep.where: '{_line(predicate)}': {error}") from None
     except (RecursionError, MemoryError):
         raise UserError(f"sweep.where: '{_line(predicate)}' is too long to be read") from None
+
+
+def _parsed(predicate: str) -> ast.expr:
+    if "\0" in predicate:  # which Pythons tell in several ways
+        raise SyntaxError
+    return ast.parse(predicate.strip(), mode="eval").body
 
 
 def _line(predicate: str) -> str:

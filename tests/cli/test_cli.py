@@ -110,7 +110,7 @@ MISTAKES = [
     (["model.heads=[1"], "'model.heads=[1' cannot be read"),
     (["variant=standard,merged_w"], "has several values: add -m for a run each"),
     (["--reurn"], "'--reurn' is not a flag of this verb (nearest: --rerun)"),
-    (["model=null"], "must be a string or a list"),
+    (["model=null"], "model: null is not a value"),
     (["=3"], "'=3' is not key=value"),
     (["--cfg"], "--cfg: '' is not job or hydra or all"),
     (["--cfg", "jb"], "--cfg: 'jb' is not job or hydra or all"),

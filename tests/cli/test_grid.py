@@ -336,7 +336,7 @@ MISTAKES = [
     (["seed=[1"], "'seed=[1' cannot be read"),
     (["--variant=no_q"], "'--variant' is not one of "),
     (["--dry"], "(nearest: --dry-run)"),
-    (["--retry", "all"], "--retry: 'all' is not failed"),
+    (["--retry", "all"], "--retry: takes failed, not 'all'"),
     (["seed=range(20000)"], "20,000 runs, before anything is left out; add --yes"),
 ]
 

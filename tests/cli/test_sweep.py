@@ -91,7 +91,7 @@ def test_mistakes_without_a_grid(qkablate, tmp_path, words, line):
 
 MISTAKES = [
     (["variant=standard,mergd_w,no_q"], "variant: 'mergd_w' is not one of collaborative, "),
-    (["--retry", "x"], "--retry: 'x' is not failed"),
+    (["--retry", "x"], "--retry: takes failed, not 'x'"),
     (["--retry"], "--retry: a value is missing"),
     (["--json"], "--json goes with --dry-run"),
     (["seed=range(10001)"], "this grid has 20,002 runs"),
