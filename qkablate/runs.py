@@ -31,7 +31,7 @@ from typing import Any
 from qkablate.config import Config
 from qkablate.errors import UserError, nearest
 from qkablate.ownership import Observer, Owner, is_owned, name_exclusively, owning
-from qkablate.ownership import Owned as Owned
+from qkablate.table import some
 
 NUMERICS = 2  # raised whenever the golden losses move: old and new numbers never share a run
 # What cannot change a result, and the paths: no part of a run's id.
@@ -153,18 +153,8 @@ def find_run(word: str, out: str | Path = "outputs") -> Path:
         return Path(folder)
     runs = Path(out).expanduser() / "runs"
     names = sorted(path.parent.name for path in runs.glob("*/config.yaml"))
-    ways = (  # the narrower meaning first: `…-s1` is also how `…-s10-…` begins
-        [name for name in names if name == word],
-        [name for name in names if name.rpartition("-")[0] == word],
-        [name for name in names if name.startswith(word)],
-        [name for name in names if name.rpartition("-")[2].startswith(word)],
-    )
-    found = next((way for way in ways if way), [])
-    if len(found) == 1:
-        return runs / found[0]
-    if found:
-        some = ", ".join(found[:4]) + (", …" if len(found) > 4 else "")
-        raise UserError(f"'{word}' may be any of {len(found)} runs: {some}")
+    if name := meant(word, names, "runs"):
+        return runs / name
     if os.path.isdir(folder):
         raise UserError(f"'{word}' is no run: it has no config.yaml")
     if not names:
@@ -173,6 +163,20 @@ def find_run(word: str, out: str | Path = "outputs") -> Path:
     raise UserError(
         f"there is no run '{word}', neither as a folder nor in '{runs}'{nearest(word, parts)}"
     )
+
+
+def meant(word: str, names: list[str], what: str) -> str | None:
+    """The `<label>-<id>` among the names that a word stands for."""
+    ways = (  # the narrower meaning first: `…-s1` is also how `…-s10-…` begins
+        [name for name in names if name == word],
+        [name for name in names if name.rpartition("-")[0] == word],
+        [name for name in names if name.startswith(word)],
+        [name for name in names if name.rpartition("-")[2].startswith(word)],
+    )
+    found = next((way for way in ways if way), [])
+    if len(found) > 1:
+        raise UserError(f"'{word}' may be any of {len(found)} {what}: {some(found)}")
+    return found[0] if found else None
 
 
 def environment(config: Config, device: Mapping[str, Any]) -> dict[str, Any]:

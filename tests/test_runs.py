@@ -19,8 +19,8 @@ from qkablate.config import (
     VariantConfig,
     resolve,
 )
+from qkablate.ownership import Owned
 from qkablate.runs import (
-    Owned,
     Run,
     environment,
     identity,

@@ -73,7 +73,8 @@ def _train(composed: Any, rerun: bool, several: bool) -> int:
 
     look(config.data)
     from qkablate.training.plan import plan
-    from qkablate.training.session import Stopped, run
+    from qkablate.training.session import run
+    from qkablate.training.signals import Stopped
 
     planned = plan(config)
     try:

@@ -22,7 +22,7 @@ from typing import Any
 from qkablate import __version__
 from qkablate.config import Config, TrackConfig
 from qkablate.errors import UserError, nearest
-from qkablate.runs import NUMERICS, identity, label, run_id, write_atomic
+from qkablate.runs import NUMERICS, identity, label, meant, run_id, write_atomic
 from qkablate.table import some
 
 FORMAT = 1
@@ -98,12 +98,12 @@ class SweepRun:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """An arm of the grid that cannot be, and why."""
+    """An arm of the grid that is not trained, and why."""
 
     arm: str
     control: str
     reason: str
-    kind: str  # impossible, or out of reach of a control
+    kind: str  # impossible, out of reach (of a control), or the same (as another arm)
 
 
 @dataclass(frozen=True)
@@ -254,17 +254,8 @@ def find(word: str | None, out: str) -> Path:
         raise UserError(f"there is no sweep in '{sweeps}'")
     if word is None:
         return sweeps / names[-1]
-    ways = (
-        [name for name in names if name == word],
-        [name for name in names if name.startswith(word)],
-        [name for name in names if name.rpartition("-")[2].startswith(word)],
-    )
-    several = next((way for way in ways if way), [])
-    if len(several) == 1:
-        return sweeps / several[0]
-    if several:
-        some = ", ".join(several[-4:]) + (", …" if len(several) > 4 else "")
-        raise UserError(f"'{word}' may be any of {len(several)} sweeps: {some}")
+    if name := meant(word, names[::-1], "sweeps"):
+        return sweeps / name
     known = {*names, *(name.rpartition("-")[0] for name in names)}
     raise UserError(f"there is no sweep '{word}' in '{sweeps}'{nearest(word, known)}")
 

@@ -14,6 +14,7 @@ from qkablate.runs import EXIT_CODES
 from qkablate.sweeps.engines import LOG, LOST, OWNED, Task
 from qkablate.training import session
 from qkablate.training.plan import plan
+from qkablate.training.signals import Stopped
 
 
 def work(task: Task, gpu: str | None, lifeline: Connection) -> None:
@@ -51,7 +52,7 @@ def _train(task: Task) -> int:
     except Lost as lost:
         tell(str(lost))
         return LOST
-    except session.Stopped as stopped:
+    except Stopped as stopped:
         return stopped.exit_code
     except UserError as mistake:
         tell(f"qkablate: {mistake}")

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkablate.model import GPT
-from qkablate.ownership import Lost as Lost
-from qkablate.ownership import Observer, Owner
-from qkablate.ownership import Owned as Owned
+from qkablate.ownership import Lost, Observer, Owner
 from qkablate.runs import (
     EXIT_CODES,
     Run,
@@ -26,8 +24,7 @@ from qkablate.tracking import Journal, Mirror, Terminal
 from qkablate.training import account, checkpoint, hardware
 from qkablate.training.loop import Diverged, Interrupted, Trainer
 from qkablate.training.plan import Plan
-from qkablate.training.signals import Signals
-from qkablate.training.signals import Stopped as Stopped
+from qkablate.training.signals import Signals, Stopped
 from qkablate.training.state import Progress
 
 

@@ -306,8 +306,8 @@ def test_its_runs_are_beside_it_wherever_we_stand(three, tmp_path, monkeypatch, 
 
 
 def test_an_ambiguous_name_is_refused_with_those_it_may_be(three):
-    with pytest.raises(UserError, match="'alpha' may be any of 2 sweeps: ") as error:
-        find("alpha", "outputs")
+    with pytest.raises(UserError, match="'alph' may be any of 2 sweeps: ") as error:
+        find("alph", "outputs")
     assert three["alpha"].folder.name in str(error.value)
     assert three["alpha_two"].folder.name in str(error.value)
     with pytest.raises(UserError, match="any of 3 sweeps"):
