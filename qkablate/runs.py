@@ -15,6 +15,7 @@ training, so that reports can read runs anywhere.
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import platform
 import secrets
@@ -100,7 +101,7 @@ class Run:
     @property
     def result(self) -> dict[str, Any] | None:
         """The result, if the run has ended."""
-        return read_json(self.folder / "result.json")
+        return read_result(self.folder)
 
     @property
     def attempt(self) -> int:
@@ -246,6 +247,27 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """The result of a run that has ended; None where there is none, or one that cannot be."""
+    result = read_json(folder / "result.json")
+    return result if isinstance(result, dict) and _is_whole(result) else None
+
+
+def _is_whole(result: Mapping[str, Any]) -> bool:
+    def is_number(value: Any) -> bool:
+        return type(value) in (int, float) and math.isfinite(value)
+
+    loss, status = result.get("loss"), result.get("status")
+    if status not in ("done", "diverged", "failed") or not isinstance(loss, dict):
+        return False
+    numbers = [result.get("tokens"), result.get("seconds"), result.get("packed", 1)]
+    if status == "done":
+        numbers += [loss.get("val")] + [loss["test"]] * (loss.get("test") is not None)
+    if status == "diverged":
+        numbers.append(result.get("diverged_at"))
+    return all(map(is_number, numbers))
 
 
 def free_bytes(folder: Path) -> int:

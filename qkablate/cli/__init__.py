@@ -11,6 +11,9 @@ VERBS = {
     "train": "train one variant, from config to result",
     "sweep": "a whole grid of runs, frozen, resumable",
     "status": "where a sweep stands",
+    "results": "what a sweep says, with its uncertainty",
+    "compare": "two runs side by side",
+    "claim": "hypotheses written down before their runs, and their verdicts",
     "data": "what there is to train on: list, prepare, info, show",
     "sample": "text from a trained run",
     "variants": "the catalogue: what can be compared",
@@ -31,6 +34,8 @@ Examples
   qkablate train --help                                every key and its options
   qkablate sweep sweep=quick --dry-run                 a whole grid: what it is, what it costs
   qkablate sweep sweep=quick                           run it; the same command goes on with it
+  qkablate results quick                               gaps, intervals, ranks, audit
+  qkablate claim run one_head                          a hypothesis, to its verdict
   qkablate sample merged_w prompt='def main('          text from a run
   qkablate variants                                    what can be compared
   qkablate data show data=recall                       what a model is trained on

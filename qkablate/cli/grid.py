@@ -4,7 +4,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from qkablate.cli.hydra_app import one_line, refuse_list, register
@@ -64,8 +64,8 @@ class Composer:
     _bases: dict[tuple[str, ...], Any] = field(default_factory=dict)
     _values: dict[str, Any] = field(default_factory=dict)
 
-    def ask(self, words: list[str]) -> Asked:
-        """What the words ask for, each looked at on its own."""
+    def ask(self, words: list[str], given: GridConfig | None = None) -> Asked:
+        """What the words ask for, each looked at on its own; of a grid that is `given`, besides."""
         own: list[str] = []
         grid: list[str] = []
         for word in words:
@@ -79,6 +79,9 @@ class Composer:
             if several and (_is_own(key) or key in _ONE or key.startswith("track.")):
                 raise UserError(f"'{word}': a sweep has one value of {key}")
         settings = self._settings(own)
+        if given is not None:
+            settings = replace(settings, sweep=given)
+            check_sweep(settings)
         written = [
             _word(key, value)
             for key, value in {**settings.sweep.fixed, **settings.sweep.axes}.items()

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from qkablate.cli.compose import next_commands, take_flags
 from qkablate.errors import UserError
@@ -37,15 +38,7 @@ def main(argv: list[str]) -> int:
         return 0
     if len(flags) > 1:
         raise UserError(f"{' and '.join(sorted(flags))}: give one of the two")
-    out, word = "outputs", None
-    for given in words:
-        key, equals, value = given.partition("=")
-        if key == "out" and equals:
-            out = value
-        elif word is not None:
-            raise UserError(f"'{given}': one sweep at a time, and '{word}' was given")
-        else:
-            word = given
+    word, out = sweep_words(words)
 
     from qkablate.sweeps import manifest
     from qkablate.sweeps.board import Board, picture
@@ -94,9 +87,24 @@ def main(argv: list[str]) -> int:
     return 0 if finished else 1
 
 
+def sweep_words(words: list[str]) -> tuple[str | None, str]:
+    """The sweep that is named, if one is, and where to look for it."""
+    out, word = "outputs", None
+    for given in words:
+        key, equals, value = given.partition("=")
+        if key == "out" and equals:
+            out = value
+        elif word is not None:
+            raise UserError(f"'{given}': one sweep at a time, and '{word}' was given")
+        else:
+            word = given
+    return word, out
+
+
+def sweep_names() -> list[str]:
+    return [path.name for path in Path("outputs/sweeps").glob("*-*")]
+
+
 def words() -> Iterable[str]:
     """What can be typed after `qkablate status`."""
-    from pathlib import Path
-
-    names = [path.name for path in Path("outputs/sweeps").glob("*-*")]
-    return [*names, "--watch", "--json", "--csv", "out="]
+    return [*sweep_names(), "--watch", "--json", "--csv", "out="]

@@ -79,18 +79,17 @@ def main(argv: list[str]) -> int:
                 " that is what you mean"
             )
         command = ["sweep", *words, *(["--yes"] if "--yes" in flags else [])]
-        manifest, slots = _expanded(asked, composer.config, command)
-    _check_out(manifest.out)
+        manifest, slots = expanded(asked, composer.config, command)
     if "--dry-run" in flags:
-        return _dry_run(manifest, slots, as_json="--json" in flags)
+        return dry_run(manifest, slots, as_json="--json" in flags)
     try:
-        return _launch(manifest, slots, asked, retry="--retry" in flags)
+        return launch(manifest, slots, asked, retry="--retry" in flags)
     except OSError as error:  # a full disk, say: what is on it stays
         tell(f"qkablate: {error}")
         return 1
 
 
-def _expanded(
+def expanded(
     asked: Asked, compose: Callable[[dict[str, str]], Any], command: list[str]
 ) -> tuple[Any, list[str | None]]:
     """The manifest, and a slot for each run that can run at once."""
@@ -109,6 +108,7 @@ def _expanded(
             bar.update(done - bar.n)
 
         manifest = Expansion(grid, compose, note).manifest(["qkablate", *command])
+    _check_out(manifest.out)
     return pack(manifest, asked.settings)
 
 
@@ -119,7 +119,7 @@ def _check_out(out: str) -> None:
         raise UserError(f"out: cannot write in '{out}': {error.strerror}") from None
 
 
-def _dry_run(manifest: Any, slots: list[str | None], *, as_json: bool) -> int:
+def dry_run(manifest: Any, slots: list[str | None], *, as_json: bool) -> int:
     from qkablate.sweeps import plan_text
     from qkablate.sweeps.estimate import estimate
     from qkablate.sweeps.state import Standing
@@ -137,7 +137,8 @@ def _dry_run(manifest: Any, slots: list[str | None], *, as_json: bool) -> int:
     return 0
 
 
-def _launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool) -> int:
+def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool) -> int:
+    """Train what is not done, and tell how it ended."""
     from qkablate.sweeps import plan_text, summary
     from qkablate.sweeps.board import Board
     from qkablate.sweeps.engines.local import Local

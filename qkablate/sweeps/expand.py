@@ -51,6 +51,7 @@ class _Known:
     facts: dict[str, Any]
     size: Size
     held_out: int
+    cached: int
 
 
 @dataclass
@@ -216,6 +217,7 @@ class Expansion:
             total_params=known.size.total,
             flops=known.size.flops,
             mismatch=mismatch,
+            cached=known.cached,
         )
         key = arm.run(changes[0]).id
         first = self._arms.get(key)
@@ -258,7 +260,8 @@ class Expansion:
             model, config.train.batch_size * config.model.context, data.answers
         )
         size = Size(ledger["total"] - ledger["embedding"], ledger["total"], flops)
-        return _Known(config, facts, size, data.tokens["val"])
+        cached = sum(layer.cached_per_token for layer in model.attentions())
+        return _Known(config, facts, size, data.tokens["val"], cached)
 
     def _size(self, words: Words, more: Mapping[str, int | float]) -> Size:
         return self._known({**words, **{key: repr(value) for key, value in more.items()}}).size

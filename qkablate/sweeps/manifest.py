@@ -48,6 +48,7 @@ class Arm:
     total_params: int
     flops: float  # of training, per token
     mismatch: float | None = None  # to what the control asked for, as a part of it
+    cached: int | None = None  # numbers that a decoder keeps per token, all layers
 
     @property
     def work(self) -> float:

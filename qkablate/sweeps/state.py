@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.ownership import Observer, owning
-from qkablate.runs import read_json
+from qkablate.runs import read_result
 from qkablate.sweeps.engines import LOG
 from qkablate.sweeps.manifest import Manifest, SweepRun
 from qkablate.sweeps.tuning import Bowl, further
@@ -107,11 +107,11 @@ class Standing:
         if state.run.id in self.here:  # what is there may be of an earlier try
             state.status, state.row, state.reason = "running", newest_row(folder), ""
             return
-        state.result = read_json(folder / "result.json")
+        state.result = read_result(folder)
         if state.result is not None:
             state.status, state.row, state.reason = state.result["status"], None, ""
             if state.status == "failed":
-                state.reason = str(state.result["error"])
+                state.reason = str(state.result.get("error"))
             elif state.status == "diverged":
                 state.reason = f"not finite at step {state.result['diverged_at']}"
         elif self._observer.is_owned(folder):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.catalogue import settle

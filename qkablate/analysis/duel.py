@@ -1,0 +1,80 @@
+"""Two runs side by side: a quick look. One pair is a number, whatever it says."""
+
+from pathlib import Path
+from typing import Any
+
+from qkablate.analysis.gaps import per_cent
+from qkablate.analysis.study import course, facts_of
+from qkablate.errors import UserError
+from qkablate.runs import read_result
+
+_LIKE = ("data_fingerprint", "precision", "device", "kernel", "threads", "code", "torch", "cpu")
+_FREE = ("id", "identity", "out", "track", "threads")
+
+
+def duel(one: Path, other: Path) -> dict[str, Any]:
+    """What two runs differ in, and by how much; UserError for what cannot be read."""
+    folders = [one, other]
+    configs, results = [_config(folder) for folder in folders], [read_result(f) for f in folders]
+    facts = [
+        facts_of(folder, result or {}) for folder, result in zip(folders, results, strict=True)
+    ]
+    differ = {
+        key: [config.get(key) for config in configs]
+        for key in dict.fromkeys([*configs[0], *configs[1]])
+        if configs[0].get(key) != configs[1].get(key)
+    }
+    unlike = {key: [f.get(key) for f in facts] for key in _LIKE if facts[0][key] != facts[1][key]}
+    losses = {
+        split: [((result or {}).get("loss") or {}).get(split) for result in results]
+        for split in ("train", "val", "test")
+    }
+    gaps = {
+        split: a - b
+        for split, (a, b) in losses.items()
+        if isinstance(a, int | float) and isinstance(b, int | float)
+    }
+    curves = [course(folder) for folder in folders]
+    return {
+        "runs": [folder.resolve().name for folder in folders],
+        "status": [(result or {}).get("status", "no result") for result in results],
+        "loss": losses,
+        "gap": gaps,
+        "perplexity_percent": {split: per_cent(value) for split, value in gaps.items()},
+        "params": [_number((result or {}).get("params"), "total") for result in results],
+        "flops_per_token": [(result or {}).get("flops_per_token") for result in results],
+        "seconds": [(result or {}).get("seconds") for result in results],
+        "packed": [(result or {}).get("packed") for result in results],
+        "differ": differ,
+        "unlike": unlike,
+        "paired": not unlike.get("data_fingerprint")
+        and not any(key.startswith("seed") for key in differ),
+        "val_gap": [
+            {"tokens": tokens, "gap": curves[0][tokens] - curves[1][tokens]}
+            for tokens in curves[0]
+            if tokens in curves[1]
+        ],
+    }
+
+
+def _number(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The leaves of a run's config, as data and nothing more."""
+    import yaml
+
+    try:
+        content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("no map")
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"'{folder / 'config.yaml'}' cannot be read: {reason}") from None
+    return {
+        f"{key}.{inner}" if inner else key: value
+        for key, part in content.items()
+        if key not in _FREE
+        for inner, value in (part.items() if isinstance(part, dict) else [("", part)])
+    }

@@ -1,0 +1,185 @@
+"""A claim and its runs: the verdict, with the audit of every number it rests on and what it would
+take to settle it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qkablate.analysis.audit import BROKEN, Check, audit
+from qkablate.analysis.bowls import bowls
+from qkablate.analysis.claim import Claim, Comparison, comparisons
+from qkablate.analysis.curves import slopes
+from qkablate.analysis.gaps import Gap, gap
+from qkablate.analysis.sample import ALPHA, Sample, detectable
+from qkablate.analysis.study import Entry, Study
+from qkablate.analysis.verdict import UNDERPOWERED, Part, Verdict, judge, spent
+
+INCOMPLETE = "INCOMPLETE"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One comparison, as a part of the claim."""
+
+    part: Part
+    comparison: Comparison
+    gaps: list[Gap]
+    checks: list[Check]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    claim: Claim
+    study: Study
+    n: int  # seeds of each arm that were asked for
+    alpha: float
+    verdict: Verdict | None  # None before all runs have ended
+    judged: list[Judged]
+    exploratory: list[str]  # why it is no confirmation
+
+    @property
+    def word(self) -> str:
+        return self.verdict.word if self.verdict else INCOMPLETE
+
+    @property
+    def is_settled(self) -> bool:
+        return self.verdict is not None and self.verdict.word != UNDERPOWERED
+
+    def needed(self) -> dict[str, int | None]:
+        """Of the parts that are not settled: seeds, at the gaps and spreads that were measured."""
+        words = self.verdict.parts if self.verdict else []
+        return {
+            one.part.name: one.part.needed(parts=len(self.judged))
+            for one, word in zip(self.judged, words, strict=False)
+            if word == UNDERPOWERED
+        }
+
+
+def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement:
+    """What the runs of this sweep say of the claim, as it is worded now."""
+    entries = {entry.arm.name: entry for entry in study.entries}
+    found_bowls = bowls(study)
+    judged = []
+    for comparison in comparisons(claim, study.manifest.arms.values()):
+        gaps = [gap(entries[one], entries[other]) for one, other in comparison.pairs]
+        part = _part(comparison, gaps)
+        checks = [
+            audit(
+                one,
+                found_bowls,
+                axis=comparison.spec.axis,
+                margin=comparison.spec.margin,
+                twin=_twin(one, study, entries),
+            )
+            for one in gaps
+        ]
+        judged.append(Judged(part, comparison, gaps, _together(checks)))
+    n = _count(study)
+    alpha = dict(zip(claim.seeds, spent(claim.seeds), strict=True)).get(n, ALPHA)
+    reasons = list(exploratory)
+    if n not in claim.seeds:
+        declared = " or ".join(map(str, claim.seeds))
+        reasons.append(f"{n} seeds, and {declared} were declared")
+    reasons += [
+        f"{one.part.name}: {check.name}: {check.says}"
+        for one in judged
+        for check in one.checks
+        if check.state == BROKEN
+    ]
+    verdict = judge([one.part for one in judged], alpha) if study.is_complete else None
+    return Judgement(claim, study, n, alpha, verdict, judged, reasons)
+
+
+def _count(study: Study) -> int:
+    """Seeds of an arm, as the manifest has them."""
+    if study.manifest.finals:
+        return len(study.manifest.finals)
+    first = study.manifest.runs[0].arm
+    return sum(run.arm == first for run in study.manifest.runs)
+
+
+def _part(comparison: Comparison, gaps: list[Gap]) -> Part:
+    spec = comparison.spec
+    if spec.horizon != "growth":
+        return Part.of(comparison.name, spec.kind, spec.margin, gaps[0])
+    common = [key for key in gaps[0].pairs if all(key in one.pairs for one in gaps)]
+    gaps_ST = np.array([[one.pairs[key] for one in gaps] for key in common])
+    sample = slopes([one.arm.tokens for one in gaps], gaps_ST) if common else Sample(())
+    # A run that diverged bends the line up or down, by where in it that run stands.
+    diverged = any(one.arm_diverged or one.baseline_diverged for one in gaps)
+    return Part(comparison.name, spec.kind, spec.margin, sample, diverged, diverged)
+
+
+def _twin(found: Gap, study: Study, entries: dict[str, Entry]) -> Gap | None:
+    """Standard attention against itself multiplied in another order, at the size of this gap."""
+    sides = [found.arm.arm, found.baseline.arm]
+    for arm in study.manifest.arms.values():
+        if arm.variant == "standard_reassociated" and arm.baseline in {s.name for s in sides}:
+            return gap(entries[arm.name], entries[arm.baseline])
+    return None
+
+
+def _together(audits: list[list[Check]]) -> list[Check]:
+    """The audits of several gaps as one: of each check the worst answers, said once."""
+    order = ("ok", "note", "warning", "broken")
+    together = []
+    for checks in zip(*audits, strict=True):
+        state = max((check.state for check in checks), key=order.index)
+        says = dict.fromkeys(check.says for check in checks if check.state == state)
+        together.append(Check(checks[0].name, state, "; ".join(says)))
+    return together
+
+
+def describe(judgement: Judgement) -> dict[str, Any]:
+    """For machines."""
+    claim, verdict = judgement.claim, judgement.verdict
+    words = verdict.parts if verdict else [INCOMPLETE] * len(judgement.judged)
+    needed = judgement.needed()
+    return {
+        "claim": claim.name,
+        "scale": claim.scale,
+        "says": claim.says,
+        "source": claim.source,
+        "hash": claim.hash,
+        "verdict": judgement.word,
+        "exploratory": judgement.exploratory,
+        "sweep": judgement.study.name,
+        "seeds": judgement.n,
+        "declared_seeds": [*claim.seeds],
+        "alpha": judgement.alpha,
+        "parts": [_describe_part(one, word, needed, judgement.alpha) for one, word in
+                  zip(judgement.judged, words, strict=True)],
+    }  # fmt: skip
+
+
+def _describe_part(
+    one: Judged, word: str, needed: dict[str, int | None], alpha: float
+) -> dict[str, Any]:
+    part, sample = one.part, one.part.sample
+    interval = sample.interval(1 - 2 * alpha)
+    return {
+        "part": part.name,
+        "verdict": word,
+        "kind": part.kind,
+        "margin": part.margin,
+        "arms": [[*pair] for pair in one.comparison.pairs],
+        "axis": one.comparison.spec.axis,
+        "horizon": one.comparison.spec.horizon,
+        "n": sample.n,
+        "mean": sample.mean if sample.n else None,
+        "sd": sample.sd,
+        "interval": interval and [*interval],
+        "interval_level": 1 - 2 * alpha,
+        "p_supported": part.p_supported,
+        "p_refuted": part.p_refuted,
+        "bca": sample.bca and [*sample.bca],
+        "sign_flip": sample.sign_flip,
+        "detectable": detectable(sample.sd, sample.n) if sample.sd is not None else None,
+        "seeds_needed": needed.get(part.name),
+        "arm_diverged": sum(found.arm_diverged for found in one.gaps),
+        "baseline_diverged": sum(found.baseline_diverged for found in one.gaps),
+        "unpaired": [line for found in one.gaps for line in found.unpaired],
+        "values": [*sample.values],
+        "audit": [check.as_json() for check in one.checks],
+    }

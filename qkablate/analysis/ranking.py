@@ -1,0 +1,166 @@
+"""Who is ahead, as far as anybody can tell: ranks with their range, at equal tokens, parameters or
+FLOPs; and the arms that no other beats at less cost."""
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qkablate.analysis.audit import is_annealed
+from qkablate.analysis.gaps import Family, gap
+from qkablate.analysis.sample import ALPHA, Sample, holm
+from qkablate.analysis.study import Entry, Study
+from qkablate.config import flatten
+from qkablate.errors import UserError
+
+AXES = {"tokens": "none", "params": "params", "flops": "flops"}  # what is equal → its control
+
+
+@dataclass(frozen=True)
+class Ranked:
+    entry: Entry
+    mean: float
+    n: int
+    first: int  # the best and the worst rank that the runs leave possible
+    last: int
+
+
+@dataclass(frozen=True)
+class Ranking:
+    axis: str
+    size: str  # the baseline's name
+    rows: list[Ranked]
+    unranked: list[str]  # and why
+
+
+def rankings(families: list[Family]) -> list[Ranking]:
+    """One for each size, length and control in which there are arms to rank."""
+    found = []
+    for family in families:
+        for axis, control in AXES.items():
+            own = [g.arm for g in family.gaps if control in g.arm.arm.controls]
+            if own:
+                found.append(_rank(axis, family.baseline, own))
+    return found
+
+
+def _rank(axis: str, baseline: Entry, arms: list[Entry]) -> Ranking:
+    entries, unranked = [], []
+    for entry in (baseline, *arms):
+        if not is_annealed(entry.arm.config.optim):
+            unranked.append(f"{entry.name}: its learning rate does not come down")
+        elif not entry.losses:
+            unranked.append(f"{entry.name}: no run is done")
+        elif diverged := len(entry.having("diverged")):
+            unranked.append(f"{entry.name}: {diverged} of {len(entry.records)} runs diverged")
+        else:
+            entries.append(entry)
+    pairs = list(itertools.combinations(entries, 2))
+    samples = [gap(one, other).sample for one, other in pairs]
+    known = [number for number, sample in enumerate(samples) if sample.p is not None]
+    adjusted = dict(zip(known, holm([samples[i].p or 0.0 for i in known]), strict=True))
+    ahead = dict.fromkeys((entry.name for entry in entries), 0)
+    behind = dict(ahead)
+    for number, p in adjusted.items():
+        if p < ALPHA:
+            one, other = pairs[number]
+            better, worse = (one, other) if samples[number].mean < 0 else (other, one)
+            ahead[worse.name] += 1
+            behind[better.name] += 1
+    rows = [
+        Ranked(
+            entry,
+            Sample(tuple(entry.losses.values())).mean,
+            len(entry.losses),
+            1 + ahead[entry.name],
+            len(entries) - behind[entry.name],
+        )
+        for entry in entries
+    ]
+    return Ranking(axis, baseline.name, sorted(rows, key=lambda row: row.mean), unranked)
+
+
+def describe_ranking(ranking: Ranking) -> dict[str, Any]:
+    return {
+        "equal": ranking.axis,
+        "size": ranking.size,
+        "ranks": [
+            {"arm": row.entry.name, "mean": row.mean, "n": row.n}
+            | {"best_rank": row.first, "worst_rank": row.last}
+            for row in ranking.rows
+        ],
+        "unranked": ranking.unranked,
+    }
+
+
+def fronts(study: Study, milliseconds: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Of all arms that saw the same tokens: which are beaten by none that costs no more. `surely`
+    is false where an arm is beaten by its mean alone: its runs leave it possible that it is not."""
+    found = []
+    groups: dict[int, list[Entry]] = {}
+    for entry in study.entries:
+        done = entry.losses and not entry.having("diverged")
+        if done and is_annealed(entry.arm.config.optim):
+            groups.setdefault(entry.tokens, []).append(entry)
+    for tokens, entries in groups.items():
+        for cost in ("params", "training FLOPs", "KV bytes per token", "ms per step"):
+            priced = {e.name: _cost(cost, e, milliseconds) for e in entries}
+            known = [e for e in entries if priced[e.name] is not None]
+            if len({priced[e.name] for e in known}) > 1:
+                rows = [_on_front(e, known, priced) for e in known]
+                rows.sort(key=lambda row: (row["cost"], row["mean"]))
+                found.append({"tokens": tokens, "cost": cost, "arms": rows})
+    return found
+
+
+def _cost(cost: str, entry: Entry, milliseconds: Mapping[str, float]) -> float | None:
+    arm = entry.arm
+    if cost == "ms per step":
+        return milliseconds.get(arm.name)
+    if cost == "KV bytes per token":
+        return None if arm.cached is None else 2.0 * arm.cached  # of 16-bit numbers
+    return float(arm.params) if cost == "params" else arm.flops
+
+
+def _on_front(entry: Entry, entries: list[Entry], priced: Mapping[str, Any]) -> dict[str, Any]:
+    cost, mean = priced[entry.name], Sample(tuple(entry.losses.values())).mean
+    beaten_by = []
+    for other in entries:
+        theirs = Sample(tuple(other.losses.values())).mean
+        if (priced[other.name], theirs) != (cost, mean) and priced[other.name] <= cost:
+            beaten_by += [other] * (theirs <= mean)
+    surely = any(gap(entry, other).sample.p_above(0) < ALPHA for other in beaten_by)
+    return {
+        "arm": entry.name,
+        "cost": cost,
+        "mean": mean,
+        "on_front": not beaten_by,
+        "surely": surely or not beaten_by,
+    }
+
+
+def read_times(path: str, study: Study) -> dict[str, float]:
+    """Milliseconds a step by arm, from what `qkablate cost --measure --json` printed: of the arms
+    whose variant and sizes a row of it has."""
+    try:
+        rows = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        assert isinstance(rows, list)
+        times = [(dict(row), float(row["step_ms"])) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError):
+        raise UserError(
+            f"--times: '{path}' is not what `qkablate cost --measure --json` prints"
+        ) from None
+    found = {}
+    for arm in study.manifest.arms.values():
+        flat = flatten(arm.config) | {"variant": arm.variant, **vars(arm.config.model)}
+        for row, ms in times:
+            shared = {key: value for key, value in row.items() if key in flat}
+            # A row says of the MLP only where it was varied: else it is the default.
+            ratio = {"model.mlp_ratio": row.get("model.mlp_ratio", 4.0)}
+            if all(flat[key] == value for key, value in (shared | ratio).items()):
+                found[arm.name] = ms
+    if not found:
+        raise UserError(f"--times: '{path}' has none of this sweep's arms at their sizes")
+    return found

@@ -1,0 +1,145 @@
+"""Claims on disk: each is written down before its first run, and never changed.
+
+<out>/claims/<name>-<scale>-<hash>/
+    claim.json   the claim as it was registered, its hash and its seeds
+    n8           a link to the sweep with eight seeds: one for each look
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qkablate import __version__
+from qkablate.analysis.claim import Claim, PartSpec
+from qkablate.config import GridConfig
+from qkablate.errors import UserError
+from qkablate.runs import read_json, write_json
+
+FILE = "claim.json"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A claim as it was written down."""
+
+    folder: Path
+    claim: Claim
+    when: str
+
+    @property
+    def sweeps(self) -> list[Path]:
+        """Of its looks, by rising number of seeds."""
+        links = [path for path in self.folder.glob("n*") if path.name[1:].isdecimal()]
+        return sorted(
+            (path for path in links if (path / "manifest.json").exists()),
+            key=lambda path: int(path.name[1:]),
+        )
+
+    def add(self, seeds: int, sweep: Path) -> None:
+        """Link the sweep of a look."""
+        path = self.folder / f"n{seeds}"
+        target = os.path.relpath(sweep.resolve(), self.folder.resolve())
+        temporary = self.folder / f".{path.name}.{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target)
+        temporary.replace(path)
+
+
+def grid_of(claim: Claim, seeds: int) -> tuple[GridConfig, list[str]]:
+    """The claim as a sweep: its grid, and the words that go with it."""
+    grid = GridConfig(
+        name=f"claim-{claim.name}",
+        fixed=dict(claim.grid),
+        axes={"seed": ",".join(map(str, claim.seeds_of("final", seeds)))},
+        baseline=claim.baseline,
+        where=list(claim.where),
+        tune=claim.tuning_seeds > 0,
+        tuning_seeds=claim.seeds_of("tuning", max(1, claim.tuning_seeds)),
+    )
+    controls = {"tokens": "none", "params": "params", "flops": "flops"}
+    used = dict.fromkeys(controls[spec.axis] for spec in claim.parts.values())
+    return grid, [f"control={','.join(used)}"]
+
+
+def register(claim: Claim, out: str) -> Registration:
+    """Write it down, unless that was done before."""
+    folder = Path(out).expanduser() / "claims" / claim.folder_name
+    if not (folder / FILE).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        most = claim.seeds[-1]
+        write_json(
+            folder / FILE,
+            {
+                "registered": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "version": __version__,
+                "hash": claim.hash,
+                "says": claim.says,
+                "source": claim.source,
+                "claim": claim.content,
+                "final_seeds": claim.seeds_of("final", most),
+                "tuning_seeds": claim.seeds_of("tuning", claim.tuning_seeds),
+            },
+        )
+    return read_registration(folder)
+
+
+def read_registration(folder: Path) -> Registration:
+    content = read_json(folder / FILE)
+    try:
+        own = dict(content["claim"])
+        own["parts"] = {key: PartSpec(**part) for key, part in own["parts"].items()}
+        own["seeds"], own["where"] = tuple(own["seeds"]), tuple(own["where"])
+        claim = Claim(says=str(content["says"]), source=str(content["source"]), **own)
+        if claim.hash != content["hash"] or claim.folder_name != folder.resolve().name:
+            raise ValueError
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(f"'{folder / FILE}' is damaged, or was changed by hand") from None
+    return Registration(folder, claim, str(content.get("registered")))
+
+
+def registrations(out: str, name: str) -> list[Registration]:
+    """Of all claims of that name, oldest first; one that is damaged is told by whoever reads it."""
+    folders = Path(out).expanduser().glob(f"claims/*/{FILE}")
+    found = [
+        read_registration(path.parent) for path in folders if path.parent.name.startswith(name)
+    ]
+    return sorted((one for one in found if one.claim.name == name), key=lambda one: one.when)
+
+
+def changes(before: Claim, now: Claim) -> list[str]:
+    """What was edited: `parts.within.margin: 0.01 → 0.02`."""
+    one, other = (dict(_leaves(json.loads(json.dumps(c.content)))) for c in (before, now))
+    return [
+        f"{key}: {one.get(key, 'unsaid')} → {other.get(key, 'unsaid')}"
+        for key in dict.fromkeys([*one, *other])
+        if one.get(key) != other.get(key)
+    ]
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def edited_since(claim: Claim, before: list[Registration]) -> list[str]:
+    """Why a verdict on this claim is no confirmation: it was worded otherwise when runs of it were
+    already there. Another scale, or other settings typed on the command line, is another claim."""
+    return [
+        f"edited after the runs of {other.when}: {'; '.join(changes(other.claim, claim))}"
+        for other in before
+        if other.claim.hash != claim.hash
+        and other.claim.scale == claim.scale
+        and other.claim.words == claim.words
+        and _has_results(other)
+    ]
+
+
+def _has_results(registration: Registration) -> bool:
+    return any(any(sweep.glob("runs/*/result.json")) for sweep in registration.sweeps)

@@ -1,0 +1,179 @@
+"""What n numbers say about the mean they are drawn around. The numbers are gaps of pairs of runs:
+one per seed, independent, roughly normal. The t interval decides; the bootstrap and the permutation
+of signs stand beside it (at n = 6 a BCa interval of 95 % covers 85 %: it is no judge)."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from scipy import optimize, stats
+
+ALPHA = 0.05
+POWER = 0.8
+_EXACT = 16  # numbers of which all 2ⁿ signs are tried
+_FLIPS = 99_999  # random signs beyond that
+_RESAMPLES = 9_999
+_MOST = 100_000  # seeds that anybody would train
+_NODES = 2_000  # of the integral over what the standard deviation may come out as
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Independent numbers with one mean."""
+
+    values: tuple[float, ...]
+
+    @property
+    def n(self) -> int:
+        return len(self.values)
+
+    @cached_property
+    def mean(self) -> float:
+        return math.fsum(self.values) / self.n if self.n else math.nan
+
+    @cached_property
+    def sd(self) -> float | None:
+        return float(np.std(self.values, ddof=1)) if self.n > 1 else None
+
+    def interval(self, level: float = 1 - ALPHA) -> Interval | None:
+        """Where the mean lies, by Student's t; None for fewer than two numbers."""
+        if self.sd is None:
+            return None
+        half = float(stats.t.isf((1 - level) / 2, self.n - 1)) * self.sd / math.sqrt(self.n)
+        return self.mean - half, self.mean + half
+
+    def p_below(self, bound: float) -> float:
+        """How probable numbers as low as these are, were the mean `bound` or above: one-sided."""
+        return float(stats.t.cdf(self._t(bound), self.n - 1)) if self.n > 1 else 1.0
+
+    def p_above(self, bound: float) -> float:
+        return float(stats.t.sf(self._t(bound), self.n - 1)) if self.n > 1 else 1.0
+
+    @property
+    def p(self) -> float | None:
+        """How probable a mean as far from zero is, were it zero: two-sided."""
+        return min(1.0, 2 * min(self.p_below(0), self.p_above(0))) if self.n > 1 else None
+
+    def _t(self, bound: float) -> float:
+        distance = self.mean - bound
+        if not self.sd:  # all alike: two arms that compute the very same
+            return math.copysign(math.inf, distance) if distance else 0.0
+        return distance / (self.sd / math.sqrt(self.n))
+
+    @cached_property
+    def bca(self) -> Interval | None:
+        """The bootstrap's interval of 95 %, corrected for bias and skewness; from n = 3 on."""
+        if self.n < 3 or not self.sd:
+            return None
+        found = stats.bootstrap(
+            (np.array(self.values),),
+            np.mean,
+            confidence_level=1 - ALPHA,
+            n_resamples=_RESAMPLES,
+            method="BCa",
+            rng=np.random.default_rng(0),
+        ).confidence_interval
+        return float(found.low), float(found.high)
+
+    @cached_property
+    def sign_flip(self) -> float | None:
+        """Two-sided p of the permutation test: a gap has either sign, were there none. Exact up to
+        sixteen numbers."""
+        if self.n < 2:
+            return None
+        exact = self.n <= _EXACT
+        return float(
+            stats.permutation_test(
+                (np.array(self.values),),
+                lambda values, axis: np.mean(values, axis=axis),
+                permutation_type="samples",
+                vectorized=True,
+                n_resamples=np.inf if exact else _FLIPS,
+                batch=4096,
+                rng=np.random.default_rng(0),
+            ).pvalue
+        )
+
+
+def sign_flip_speaks_from(comparisons: int = 1, alpha: float = ALPHA) -> int:
+    """The least n at which 2/2ⁿ can pass under Holm with so many comparisons."""
+    return math.ceil(1 + math.log2(comparisons / alpha))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted so that all those below α can be believed together."""
+    from statsmodels.stats.multitest import multipletests
+
+    return [float(p) for p in multipletests(p_values, method="holm")[1]] if p_values else []
+
+
+def power_apart(effect: float, sd: float, n: int, alpha: float = ALPHA) -> float:
+    """How often the two-sided t test finds a mean that is `effect` away from zero."""
+
+    def found(half: Any) -> Any:
+        scale = sd / math.sqrt(n)
+        return stats.norm.sf((half - effect) / scale) + stats.norm.cdf((-half - effect) / scale)
+
+    return _over_sd(found, sd, n, alpha / 2)
+
+
+def power_below(mean: float, bound: float, sd: float, n: int, alpha: float = ALPHA) -> float:
+    """How often the one-sided t test finds that a mean is below a bound."""
+
+    def found(half: Any) -> Any:
+        return stats.norm.cdf((bound - half - mean) / (sd / math.sqrt(n)))
+
+    return _over_sd(found, sd, n, alpha)
+
+
+def power_within(mean: float, margin: float, sd: float, n: int, alpha: float = ALPHA) -> float:
+    """How often two one-sided tests find that a mean lies within ± margin."""
+
+    def found(half: Any) -> Any:
+        scale = sd / math.sqrt(n)
+        low, high = (half - margin - mean) / scale, (margin - half - mean) / scale
+        return np.where(high > low, stats.norm.cdf(high) - stats.norm.cdf(low), 0.0)
+
+    return _over_sd(found, sd, n, alpha)
+
+
+def _over_sd(found: Callable[[Any], Any], sd: float, n: int, tail: float) -> float:
+    """The mean of a probability that depends on half an interval's width, over what the measured
+    standard deviation may come out as. (The noncentral t has no values in the far tails.)"""
+    if n < 2:
+        return 0.0
+    u = (np.arange(_NODES) + 0.5) / _NODES
+    measured = sd * np.sqrt(stats.chi2.ppf(u, n - 1) / (n - 1))
+    half = stats.t.isf(tail, n - 1) * measured / math.sqrt(n)
+    return float(np.mean(found(half)))
+
+
+def detectable(sd: float, n: int, alpha: float = ALPHA, power: float = POWER) -> float | None:
+    """The smallest mean that n numbers would have told from zero, two-sided."""
+    if n < 2:
+        return None
+    if not sd:
+        return 0.0
+    high = sd
+    while power_apart(high, sd, n, alpha) < power:
+        high *= 2
+    return float(optimize.brentq(lambda e: power_apart(e, sd, n, alpha) - power, 0, high))
+
+
+def needed(power_at: Callable[[int], float], power: float = POWER) -> int | None:
+    """The least n that has the power; None where no number of seeds one could train has it."""
+    high = 2
+    while power_at(high) < power:
+        high *= 2
+        if high > _MOST:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power_at(middle) >= power else (middle, high)
+    return high

@@ -1,0 +1,196 @@
+"""The runs of a sweep as numbers with their circumstances, read from the folders. What cannot be
+read is there too, and says so: nothing is left out in silence."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from qkablate.runs import read_json, read_result
+from qkablate.sweeps import manifest as manifests
+from qkablate.sweeps.manifest import Arm, Manifest, SweepRun
+from qkablate.sweeps.state import Standing
+from qkablate.sweeps.tuning import Bowl
+
+Seeds = tuple[tuple[str, int], ...]  # what two runs share that are a pair
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run, as its folder tells it."""
+
+    folder: Path
+    seeds: Seeds
+    status: str
+    reason: str  # why it is not done
+    val: float | None
+    test: float | None
+    facts: Mapping[str, Any]  # in which the runs of a fair comparison are alike
+
+    @property
+    def loss(self) -> float | None:
+        """Of the test split, where the run is done and may be compared."""
+        return self.test if self.status == "done" else None
+
+    @property
+    def seed(self) -> str:
+        """`s3`, and the seeds that were given apart."""
+        own = dict(self.seeds)
+        return "".join([f"s{own.pop('seed')}", *(f" {key}={value}" for key, value in own.items())])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The runs of one arm at one learning rate."""
+
+    arm: Arm
+    name: str
+    rate: float | None  # None: tuned, and none was chosen
+    records: Mapping[Seeds, Record]
+
+    @property
+    def losses(self) -> dict[Seeds, float]:
+        return {key: r.loss for key, r in self.records.items() if r.loss is not None}
+
+    @property
+    def tokens(self) -> int:
+        return self.arm.tokens
+
+    def having(self, status: str) -> list[Record]:
+        return [record for record in self.records.values() if record.status == status]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A sweep, read."""
+
+    manifest: Manifest
+    entries: list[Entry]
+    tuning: Mapping[tuple[str, float], Mapping[Seeds, Record]]  # by arm and rate
+    bowls: Mapping[str, Bowl]
+    expected: int  # runs, those included that are not begun
+
+    @property
+    def name(self) -> str:
+        return f"{self.manifest.name}-{self.manifest.id}"
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for entry in self.entries for record in entry.records.values()]
+
+    @cached_property
+    def is_complete(self) -> bool:
+        """Whether every run has come to an end that is a result."""
+        return self.ended == self.expected
+
+    @property
+    def ended(self) -> int:
+        """Runs that have come to a result which is no accident."""
+        tuning = [record for by_seed in self.tuning.values() for record in by_seed.values()]
+        return sum(record.status in ("done", "diverged") for record in self.records + tuning)
+
+    def baseline_of(self, entry: Entry) -> Entry | None:
+        """What the entry is compared with: its arm's baseline, at the rate chosen for that one, or
+        at the same rate where several were run."""
+        beside = [other for other in self.entries if other.arm.name == entry.arm.baseline]
+        if len(beside) > 1:
+            beside = [other for other in beside if other.rate == entry.rate]
+        return beside[0] if beside else None
+
+
+def read_study(folder: Path) -> Study:
+    """UserError if it is no sweep."""
+    standing = Standing(manifests.read(folder))
+    standing.look()
+    found = standing.manifest
+    groups: dict[tuple[str, float | None], dict[Seeds, Record]] = {}
+    tuning: dict[tuple[str, float], dict[Seeds, Record]] = {}
+    for state in standing.states.values():
+        run, rate = state.run, float(state.run.changes["optim.lr"])
+        record = _record(run, state.folder, state.status, state.reason, found.arms[run.arm])
+        if run.tuning:
+            tuning.setdefault((run.arm, rate), {})[record.seeds] = record
+        else:
+            groups.setdefault((run.arm, rate), {})[record.seeds] = record
+    bowls = {bowl.arm: bowl for bowl in standing.bowls}
+    for arm in {*bowls} - {arm for arm, _ in groups}:  # its rate is not chosen, or never will be
+        groups[arm, None] = {}
+    several = len(groups) > len({arm for arm, _ in groups})
+    order = {name: place for place, name in enumerate(found.arms)}
+    entries = [
+        Entry(
+            found.arms[arm],
+            f"{arm} lr {rate:.3g}" if several and rate is not None else arm,
+            rate,
+            records,
+        )
+        for (arm, rate), records in sorted(
+            groups.items(), key=lambda item: (order[item[0][0]], item[0][1] or 0.0)
+        )
+    ]
+    return Study(found, entries, tuning, bowls, standing.expected())
+
+
+def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> Record:
+    result = read_result(folder)
+    if result is None and (folder / "result.json").exists():
+        status, reason = "damaged", "its result.json cannot be read"
+    elif result is not None and result.get("id") != run.id:
+        status, reason, result = "damaged", "its result.json is another run's", None
+    losses = (result or {}).get("loss") or {}
+    seeds = tuple(
+        (key, int(value)) for key, value in sorted(run.changes.items()) if key != "optim.lr"
+    )
+    return Record(
+        folder=folder,
+        seeds=seeds,
+        status=status,
+        reason=reason,
+        val=losses.get("val"),
+        test=losses.get("test"),
+        facts=facts_of(folder, result or {}) | {"steps_planned": int(arm.config.train.steps)},
+    )
+
+
+def facts_of(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
+    """The circumstances of a run: what it was computed from, with and on."""
+    own = ("precision", "device", "kernel", "compile", "threads", "data_fingerprint", "steps")
+    facts: dict[str, Any] = {key: result.get(key) for key in (*own, "packed", "attempt", "version")}
+    for key in ("init", "lr"):
+        facts[key] = value if isinstance(value := result.get(key), dict) else {}
+    environment = read_json(folder / "environment.json")
+    environment = environment if isinstance(environment, dict) else {}
+    versions, machine, code = (
+        value if isinstance(value := environment.get(key), dict) else {}
+        for key in ("versions", "machine", "code")
+    )
+    diff = str(code.get("diff") or "")
+    commit = str(code["commit"])[:10] if code.get("commit") else None
+    edits = f"+{hashlib.sha256(diff.encode()).hexdigest()[:6]}" if diff else ""
+    facts["code"] = f"{commit}{edits}" if commit else facts["version"]
+    facts["torch"], facts["cpu"] = versions.get("torch"), machine.get("cpu")
+    return facts
+
+
+def course(folder: Path) -> dict[int, float]:
+    """How a run went: tokens → validation loss. Lines of metrics.jsonl that are none are passed
+    over."""
+    found: dict[int, float] = {}
+    try:
+        lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+            tokens, loss = row["tokens"], row["val/loss"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        numbers = type(tokens) is int and tokens > 0 and type(loss) in (int, float)
+        if numbers and math.isfinite(loss):
+            found[tokens] = float(loss)
+    return dict(sorted(found.items()))

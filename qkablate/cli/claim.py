@@ -1,0 +1,260 @@
+"""`qkablate claim`: hypotheses, written down before their runs, and their verdicts."""
+
+import sys
+from contextlib import suppress
+from typing import Any
+
+from qkablate.cli.compose import next_commands, take_flags
+from qkablate.cli.results import need_analysis
+from qkablate.errors import UserError, nearest, tell
+from qkablate.table import counted, print_json, print_table
+
+HELP = """qkablate claim: a hypothesis, written down before its runs, and the verdict they give.
+
+Usage: qkablate claim list [--json]
+       qkablate claim run NAME [scale=small|gpu] [key=value …] [--flag …]
+       qkablate claim show NAME [scale=small|gpu] [key=value …] [--json]
+
+NAME is a claim of `claim list`, or the path of a YAML file of your own. Keys are those of
+`qkablate train`: another data set, say, makes another claim, with seeds of its own.
+
+Verdicts
+  SUPPORTED     every part's one-sided 95 % bound lies inside its margin
+  EQUIVALENT    it says better or worse, and the 90 % interval lies within ± its margin
+  REFUTED       a part's interval lies wholly outside (by Holm over the parts)
+  UNDERPOWERED  neither: so many seeds would settle it
+  INCOMPLETE    its runs have not all ended
+A verdict is `exploratory` where seeds were added beyond those declared, or the claim was edited
+after runs of it. Its seeds are derived from its hash, so that no earlier run can count.
+
+Examples
+  qkablate claim list
+  qkablate claim run one_head --dry-run         what it trains, and how long that takes here
+  qkablate claim run one_head                   the same command goes on where it stopped
+  qkablate claim show one_head                  verdict, intervals, audit, what would settle it
+  qkablate claim run one_head scale=gpu
+  qkablate claim run my_claim.yaml data=text data.path=book.txt
+
+Flags
+  --dry-run        show the design; train nothing, write nothing down
+  --more N         N seeds beyond those declared: the verdict is exploratory from then on
+  --retry failed   train failed runs again, too
+  --json           with list and show
+
+Exit codes: 0 there is a verdict · 1 some runs are not done · 2 a mistake in the command ·
+130/143 interrupted (checkpoints written)
+"""
+ACTIONS = ("list", "run", "show")
+
+
+def main(argv: list[str]) -> int:
+    alone = ("--help", "-h", "--dry-run", "--json")
+    flags, words = take_flags(argv, alone, ("--more", "--retry"))
+    if {"--help", "-h"} & {*flags} or not words:
+        print(HELP, end="")
+        return 0
+    action, *words = words
+    if action not in ACTIONS:
+        raise UserError(f"'{action}' is not one of {', '.join(ACTIONS)}{nearest(action, ACTIONS)}")
+    allowed = {"list": ("--json",), "show": ("--json",), "run": ("--dry-run", "--more", "--retry")}
+    for flag in flags:
+        if flag not in allowed[action]:
+            raise UserError(f"{flag} has no meaning with claim {action}")
+    if flags.get("--retry", "failed") != "failed":
+        raise UserError(f"--retry: takes failed, not '{flags['--retry']}'")
+    need_analysis()
+    if action == "list":
+        return _list(words, as_json="--json" in flags)
+    if not words:
+        raise UserError(
+            f"give a claim: qkablate claim {action} NAME; `qkablate claim list` has them"
+        )
+    asked = _Asked(words)
+    return _show(asked, "--json" in flags) if action == "show" else _run(asked, flags)
+
+
+class _Asked:
+    """A claim, with the words it was asked for with."""
+
+    def __init__(self, words: list[str]) -> None:
+        from qkablate.analysis.claim import FREE, load_claim
+
+        name, *rest = words
+        pairs = {}
+        for word in rest:
+            key, equals, value = word.partition("=")
+            if not equals or not key:
+                raise UserError(f"'{word}' is not key=value, as in scale=gpu or data=wikitext2")
+            pairs[key] = value
+        scale = pairs.pop("scale", "small")
+        self.free = [
+            f"{k}={v}" for k, v in pairs.items() if k in FREE or k.partition(".")[0] in FREE
+        ]
+        own = {k: v for k, v in pairs.items() if f"{k}={v}" not in self.free}
+        self.out = pairs.get("out", "outputs")
+        self.words = words
+        self.claim = load_claim(name, scale, own)
+
+    def command(self, action: str) -> list[str]:
+        return ["claim", action, *self.words]
+
+
+def _list(words: list[str], *, as_json: bool) -> int:
+    from qkablate.analysis.claim import known_claims, load_claim
+    from qkablate.analysis.registry import registrations
+
+    out = "outputs"
+    for word in words:
+        if not word.startswith("out="):
+            raise UserError(f"'{word}': claim list takes out=FOLDER alone")
+        out = word.removeprefix("out=")
+    rows: list[dict[str, Any]] = []
+    for name in known_claims():
+        claim = load_claim(name)
+        verdicts = [_judged(one.claim, out) for one in registrations(out, name)]
+        known = [f"{j.word} ({j.claim.scale}, n = {j.n})" for j in verdicts if j]
+        rows.append(
+            {
+                "claim": name,
+                "says": claim.says,
+                "source": claim.source,
+                "seeds": [*claim.seeds],
+                "untestable": claim.untestable,
+                "verdicts": known,
+            }
+        )
+    with suppress(BrokenPipeError):
+        if as_json:
+            print_json(rows)
+            return 0
+        table = [
+            [
+                row["claim"],
+                "/".join(map(str, row["seeds"])) or "–",
+                "not testable yet"
+                if row["untestable"]
+                else ", ".join(row["verdicts"]) or "not run",
+                row["says"],
+            ]
+            for row in rows
+        ]
+        print_table(["claim", "seeds", "verdict here", "says"], table, 4, ("says", "verdict here"))
+        for row in rows:
+            if row["untestable"]:
+                print(f"\n{row['claim']}: {row['untestable']}")
+        next_commands(["claim", "run", "one_head", "--dry-run"])
+    return 0
+
+
+def _judged(claim: Any, out: str) -> Any:
+    """The newest judgement of a claim that was registered, or None before its first sweep."""
+    from qkablate.analysis.judgement import judge_claim
+    from qkablate.analysis.registry import edited_since, registrations
+    from qkablate.analysis.study import read_study
+
+    before = registrations(out, claim.name)
+    own = next((one for one in before if one.claim.hash == claim.hash), None)
+    reasons = edited_since(claim, before)
+    if own is None or not own.sweeps:
+        others = [
+            one
+            for one in before
+            if one.sweeps and (one.claim.scale, one.claim.words) == (claim.scale, claim.words)
+        ]
+        if not others:
+            return None
+        own = others[-1]  # its runs, by the claim as it is worded now
+        reasons = reasons or ["worded after these runs"]
+    return judge_claim(claim, read_study(own.sweeps[-1]), reasons)
+
+
+def _show(asked: _Asked, as_json: bool) -> int:
+    from qkablate.analysis.judgement import describe
+    from qkablate.analysis.verdict_text import claim_lines
+
+    claim = asked.claim
+    if claim.untestable:
+        raise UserError(f"{claim.name} is not testable yet: {claim.untestable}")
+    found = _judged(claim, asked.out)
+    if found is None:
+        if as_json:
+            raise UserError(f"{claim.title} was not run yet")
+        print("\n".join([*claim_lines(claim), "", "not run yet"]))
+        next_commands([*asked.command("run"), "--dry-run"], asked.command("run"))
+        return 1
+    with suppress(BrokenPipeError):
+        if as_json:
+            print_json(describe(found))
+        else:
+            _print(found, asked.free)
+        sys.stdout.flush()
+    return 0 if found.verdict else 1
+
+
+def _run(asked: _Asked, flags: dict[str, str]) -> int:
+    from qkablate.analysis.claim import comparisons
+    from qkablate.analysis.registry import grid_of, register
+    from qkablate.analysis.verdict_text import claim_lines
+    from qkablate.cli.grid import composing
+    from qkablate.cli.sweep import dry_run, expanded, launch
+
+    claim = asked.claim
+    if claim.untestable:
+        raise UserError(f"{claim.name} is not testable yet: {claim.untestable}")
+    looks = list(claim.seeds)
+    if "--more" in flags:
+        if not flags["--more"].isdecimal() or not int(flags["--more"]):
+            raise UserError(f"--more: '{flags['--more']}' is not a number of seeds")
+        before = _judged(claim, asked.out)
+        if before is None or before.claim.hash != claim.hash or before.verdict is None:
+            raise UserError("--more: first the seeds that were declared")
+        looks = [before.n + int(flags["--more"])]
+    for seeds in looks:
+        grid, words = grid_of(claim, seeds)
+        with composing() as composer:
+            wanted = composer.ask([*words, *asked.free], grid)
+            more = ["--more", flags["--more"]] if "--more" in flags else []
+            manifest, slots = expanded(wanted, composer.config, [*asked.command("run"), *more])
+        for left in manifest.left_out:
+            raise UserError(f"{claim.name}: {left.arm} is {left.kind}: {left.reason}")
+        asks = comparisons(claim, manifest.arms.values())
+        if "--dry-run" in flags:
+            asked_for = counted(len(asks), "comparison")
+            print("\n".join([*claim_lines(claim), "", f"{asked_for} of {seeds} pairs", ""]))
+            return dry_run(manifest, slots, as_json=False)
+        try:
+            registration = register(claim, asked.out)
+            registration.add(seeds, manifest.folder)
+            code = launch(manifest, slots, wanted, retry="--retry" in flags)
+        except OSError as error:
+            tell(f"qkablate: {error}")
+            return 1
+        if code:
+            return code
+        found = _judged(claim, asked.out)
+        if found.is_settled:
+            break
+    with suppress(BrokenPipeError):
+        print()
+        _print(found, asked.free)
+    return 0
+
+
+def _print(found: Any, free: list[str]) -> None:
+    from qkablate.analysis.verdict_text import lines
+
+    print("\n".join(lines(found)))
+    study = found.study
+    if found.verdict is None:
+        next_commands(study.manifest.command[1:], ["status", study.name])
+    else:
+        next_commands(["results", study.name, *[word for word in free if word.startswith("out=")]])
+
+
+def words() -> list[str]:
+    """What can be typed after `qkablate claim`."""
+    from qkablate.config import conf_dir
+
+    names = [path.stem for path in (conf_dir() / "claim").glob("*.yaml")]
+    flags = ["--dry-run", "--more", "--retry", "--json"]
+    return [*ACTIONS, *sorted(names), "scale=small", "scale=gpu", "out=", *flags]
