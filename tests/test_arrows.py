@@ -28,9 +28,11 @@ MAY = {
     "sweeps": {
         *("sweeps", "training", "cost", "catalogue", "data", "runs", "ownership", "tracking"),
     },
+    "analysis": {"analysis", "sweeps", "runs"},
     "verify": {"verify", "cost", "model", "attention"},
     "cli": {
         "cli",
+        "analysis",
         "sweeps",
         "verify",
         "training",
@@ -98,6 +100,13 @@ def test_the_command_itself_imports_nothing_heavy(words):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_analysis_needs_no_torch():
+    names = [f"qkablate.analysis.{file.stem}" for file in (ROOT / "analysis").glob("*.py")]
+    names += ["qkablate.cli.results", "qkablate.cli.compare", "qkablate.cli.claim"]
+    code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_text_is_prepared_without_torch():

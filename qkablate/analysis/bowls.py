@@ -83,7 +83,8 @@ class Bowl:
             for rate in self.losses
             if abs(math.log(rate / best)) <= _WINDOW
         ]
-        return math.fsum(costs) / len(costs)
+        cost = math.fsum(costs) / len(costs)
+        return cost if math.isfinite(cost) else None
 
 
 def _fieller(fit: Any, above: float, below: float) -> Interval | None:

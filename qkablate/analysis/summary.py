@@ -1,32 +1,23 @@
-"""All that a sweep says, as one structure (for machines) and as tables (for a person)."""
+"""All that a sweep says, as one structure of plain types."""
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
-from qkablate.analysis.audit import MARKS, OK, Check, audit, worst
-from qkablate.analysis.bowls import bowls, describe_bowls
+from qkablate.analysis.audit import Check, audit
+from qkablate.analysis.bowls import Bowl, bowls, describe_bowls
 from qkablate.analysis.curves import describe_curve
 from qkablate.analysis.gaps import Family, describe_arm, describe_gap, families, noise_floor
-from qkablate.analysis.ranking import AXES, describe_ranking, fronts, rankings
-from qkablate.analysis.sample import ALPHA
+from qkablate.analysis.ranking import describe_ranking, fronts, rankings
+from qkablate.analysis.sample import ALPHA, holm, needed, power_within
 from qkablate.analysis.scaling import describe_series, series
 from qkablate.analysis.study import Study
-from qkablate.table import short, some
+from qkablate.analysis.verdict import Part
 
 
-@dataclass(frozen=True)
-class Table:
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    notes: list[str] = field(default_factory=list)
-    wrap: tuple[str, ...] = ()
-
-
-def describe(study: Study, milliseconds: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """Everything, in plain types."""
+def describe(
+    study: Study, milliseconds: Mapping[str, float] | None = None, margin: float | None = None
+) -> dict[str, Any]:
+    """Everything, in plain types. With a margin, also which arms are not worse by it."""
     found = families(study)
     found_bowls = bowls(study)
     return {
@@ -35,6 +26,7 @@ def describe(study: Study, milliseconds: Mapping[str, float] | None = None) -> d
         "arms": [describe_arm(entry) for entry in study.entries],
         "gaps": [
             describe_gap(family, number)
+            | {"margin": margin and describe_margin(family, number, margin)}
             | {"audit": [check.as_json() for check in audit_of(family, number, found_bowls)]}
             for family in found
             for number in range(len(family.gaps))
@@ -54,243 +46,26 @@ def describe(study: Study, milliseconds: Mapping[str, float] | None = None) -> d
     }
 
 
-def audit_of(family: Family, number: int, found_bowls: dict[str, Any]) -> list[Check]:
+def audit_of(family: Family, number: int, found_bowls: dict[str, Bowl]) -> list[Check]:
     """Of a gap in a report, which has no margin but what could have been detected."""
     one = family.gaps[number]
-    controls = {control: axis for axis, control in AXES.items()}
-    axis = controls[next((c for c in one.arm.arm.controls if c != "none"), "none")]
-    if "none" in one.arm.arm.controls:
-        axis = "tokens"
+    controls = one.arm.arm.controls
+    axis = "tokens" if "none" in controls else controls[0]
     return audit(one, found_bowls, axis=axis, margin=family.detectable(one), twin=family.twin)
 
 
-def tables(found: dict[str, Any]) -> list[Table]:
-    """The same for a person."""
-    shown = [_arms(found["arms"])]
-    by_baseline: dict[str, list[dict[str, Any]]] = {}
-    for one in found["gaps"]:
-        by_baseline.setdefault(one["baseline"], []).append(one)
-    floors = {floor["baseline"]: floor for floor in found["noise_floor"]}
-    shown += [_gaps(name, gaps, floors[name]) for name, gaps in by_baseline.items()]
-    shown += [_ranking(one) for one in found["rankings"] if len(one["ranks"]) > 1]
-    if found["learning_rates"]:
-        shown.append(_rates(found["learning_rates"]))
-    if found["curves"]:
-        shown.append(_curves(found["curves"]))
-    shown += [
-        _series(along, rows)
-        for along in ("tokens", "parameters")
-        if (rows := [one for one in found["series"] if one["along"] == along])
-    ]
-    if found["fronts"]:
-        shown.append(_fronts(found["fronts"]))
-    return shown
-
-
-def _arms(arms: list[dict[str, Any]]) -> Table:
-    rows = []
-    for arm in arms:
-        every = [
-            f"{run['test_loss']:.4f}" if run["test_loss"] is not None else f"({run['status']})"
-            for run in arm["runs"]
-        ]
-        cells = [arm["arm"], f"{arm['params']:,}", _number(arm["lr"], ".3g")]
-        cells += [f"{arm['n']}/{len(arm['runs'])}", _number(arm["mean"]), _number(arm["sd"])]
-        rows.append([*cells, _interval(arm["interval"], ".4f"), " ".join(every) or "none yet"])
-    return Table(
-        "test loss, nats per token",
-        ["arm", "params", "lr", "done", "mean", "sd", "95 % interval", "every run"],
-        rows,
-        ["params without embeddings; the interval is Student's, of the mean over seeds"],
-        ("every run",),
-    )
-
-
-def _gaps(baseline: str, gaps: list[dict[str, Any]], floor: dict[str, Any]) -> Table:
-    head = ["arm", "n", "gap", "95 % interval", "perplexity", "p", "detectable", "says"]
-    head += ["BCa", "sign flip", "audit"]
-    rows = []
-    for one in gaps:
-        percent = one["perplexity_percent"]
-        cells = [one["arm"], str(one["n"]), _signed(one["mean"]), _interval(one["interval"])]
-        cells += ["–" if percent is None else f"{percent:+.2f} %", _p(one["p_holm"])]
-        cells += [_number(one["detectable"]), _says(one)]
-        cells += [_interval(one["bca"]), _p(one["sign_flip"])]
-        state = worst([Check(**check) for check in one["audit"]])
-        rows.append([*cells, state if state == OK else f"{MARKS[state]} {state}"])
-    notes = []
-    spread, rounding = floor["seeds_sd"], floor["rounding"]
-    if spread is not None:
-        notes.append(f"between seeds {baseline} spreads by ± {spread:.4f}")
-    if rounding and rounding["interval"]:
-        notes.append(
-            f"rounding alone (standard_reassociated): {_signed(rounding['mean'])}"
-            f" {_interval(rounding['interval'])}, ± {rounding['sd']:.4f} a pair"
-        )
-    first = gaps[0]
-    if any(one["n"] < one["sign_flip_speaks_from"] for one in gaps):
-        notes.append(
-            f"the sign-flip test can speak from n = {first['sign_flip_speaks_from']} on"
-            f" ({first['comparisons']} comparisons)"
-        )
-    correlations = [one["correlation"] for one in gaps if one["correlation"] is not None]
-    if correlations:
-        notes.append(
-            f"correlation of the pairs: {min(correlations):+.2f} to {max(correlations):+.2f}"
-        )
-    notes += _warnings(gaps)
-    return Table(f"gaps to {baseline}, paired by seed", head, rows, notes)
-
-
-def _warnings(gaps: list[dict[str, Any]]) -> list[str]:
-    """What the audits found, each said once, with the arms it is said of."""
-    said: dict[tuple[str, str, str], list[str]] = {}
-    for one in gaps:
-        for check in one["audit"]:
-            if check["state"] in ("warning", "broken"):
-                own = check["says"].replace(one["arm"], "the arm")
-                said.setdefault((check["state"], check["name"], own), []).append(one["arm"])
-    return [
-        f"{MARKS[state]} {name}: {text}" + (f" ({some(arms)})" if len(gaps) > 1 else "")
-        for (state, name, text), arms in said.items()
-    ]
-
-
-def _says(one: dict[str, Any]) -> str:
-    if one["interval"] is None:
-        return "a number" if one["n"] else "nothing"
-    if one["arm_diverged"] or one["baseline_diverged"]:
-        return "diverges"
-    if one["p_holm"] is not None and one["p_holm"] < ALPHA:
-        return "worse" if one["mean"] > 0 else "better"
-    return "none found"
-
-
-def _ranking(ranking: dict[str, Any]) -> Table:
-    rows = []
-    for row in ranking["ranks"]:
-        first, last = row["best_rank"], row["worst_rank"]
-        rank = f"{first}" if first == last else f"{first} to {last}"
-        rows.append([row["arm"], rank, f"{row['mean']:.4f}", str(row["n"])])
-    what = {"tokens": "tokens", "params": "parameters", "flops": "training FLOPs"}[ranking["equal"]]
-    return Table(
-        f"ranks at equal {what}, beside {ranking['size']}",
-        ["arm", "rank", "mean", "n"],
-        rows,
-        ["ranks that every pair's t test leaves possible, by Holm over all pairs"]
-        + [f"not ranked: {line}" for line in ranking["unranked"]],
-    )
-
-
-def _rates(found: list[dict[str, Any]]) -> Table:
-    head = ["arm", "best lr", "least at", "95 % interval", "off by up to 4 ×"]
-    head += ["gap at default", "95 % interval", "gap at best", "95 % interval", ""]
-    rows = []
-    for one in found:
-        cells = [one["arm"], _number(one["best"], ".3g"), _number(one["optimum"], ".3g")]
-        cells += [_interval(one["optimum_interval"], ".3g"), _number(one["sensitivity"])]
-        for key in ("gap_at_default", "gap_at_best"):
-            own = one[key] or {"mean": None, "interval": None}
-            cells += [_signed(own["mean"]), _interval(own["interval"])]
-        rows.append([*cells, "! on the edge" if one["on_the_edge"] else ""])
-    return Table(
-        "learning rates, by validation loss",
-        head,
-        rows,
-        [
-            "least at: of a parabola in ln lr, the interval by Fieller; off by up to 4 ×: what"
-            " missing the best costs on average",
-            "the gaps are paired by the seeds that serve to tune, on validation",
-        ],
-    )
-
-
-def _curves(found: list[dict[str, Any]]) -> Table:
-    rows = []
-    for one in found:
-        readings = one["readings"]
-        picked = [readings[0], readings[len(readings) // 2], readings[-1]]
-        own = one["growth_per_doubling"]
-        cells = [one["arm"]]
-        cells += [
-            f"{short(r['tokens'])}: {_signed(r['mean'])} {_interval(r['band'])}" for r in picked
-        ]
-        rows.append([*cells, _signed(own["mean"]), _interval(own["interval"])])
-    return Table(
-        "validation gap while training",
-        ["arm", "first reading", "middle", "last", "growth", "95 % interval"],
-        rows,
-        [
-            "bands hold at all readings at once; growth: change of the gap over the last doubling"
-            " of tokens",
-            "in the middle of a schedule these describe, and decide nothing",
-        ],
-    )
-
-
-def _series(along: str, found: list[dict[str, Any]]) -> Table:
-    what = "equivalent_tokens" if along == "tokens" else "equivalent_parameters"
-    rows = []
-    for one in found:
-        points = " ".join(f"{short(p['at'])}: {_signed(p['mean'])}" for p in one["points"])
-        own, worth = one["growth_per_doubling"] or {"mean": None, "interval": None}, one[what]
-        cells = [one["arm"], points, _signed(own["mean"]), _interval(own["interval"])]
-        if isinstance(worth, str):
-            cells += [worth, ""]
-        else:
-            cells += [f"× {worth['times']:.3f}", _interval(worth["interval"], ".3f")]
-        rows.append(cells)
-    unit = "tokens" if along == "tokens" else "parameters"
-    return Table(
-        f"gap by {unit}, each run with a whole schedule",
-        ["arm", f"gap at {unit}", "per doubling", "95 % interval", f"worth, in {unit}", "interval"],
-        rows,
-        [
-            f"worth: how many times its {unit} the baseline needs for the same loss; measured from"
-            " three points on"
-        ],
-    )
-
-
-def _fronts(found: list[dict[str, Any]]) -> Table:
-    rows = []
-    for front in found:
-        for arm in front["arms"]:
-            if arm["on_front"] or not arm["surely"]:
-                mark = "front" if arm["on_front"] else "beaten by the mean alone"
-                cost = f"{short(arm['cost'])} {front['cost']}"
-                rows.append([arm["arm"], cost, f"{arm['mean']:.4f}", mark])
-    return Table(
-        "what no other arm beats at less cost",
-        ["arm", "cost", "mean test loss", ""],
-        rows,
-        ["time is shown with --times FILE, from `qkablate cost --measure --json`"],
-    )
-
-
-def markdown(table: Table) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', '∣') for cell in cells)} |"
-
-    rule = ["---", *["---:"] * (len(table.columns) - 1)]
-    lines = [line(table.columns), line(rule), *map(line, table.rows)]
-    notes = [f"- {note}" for note in table.notes]
-    return "\n".join([f"### {table.title}", "", *lines, "", *notes])
-
-
-def _number(value: float | None, form: str = ".4f") -> str:
-    return "–" if value is None else format(value, form)
-
-
-def _signed(value: float | None) -> str:
-    return "–" if value is None else f"{value:+.4f}"
-
-
-def _interval(value: Sequence[float] | None, form: str = "+.4f") -> str:
-    if value is None or not all(map(math.isfinite, value)):
-        return "–"
-    return f"[{value[0]:{form}}, {value[1]:{form}}]"
-
-
-def _p(value: float | None) -> str:
-    return "–" if value is None else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+def describe_margin(family: Family, number: int, margin: float) -> dict[str, Any]:
+    """Whether an arm is not worse by the margin, and whether it is within it either way: one-sided
+    t tests, by Holm over the family; and the seeds that show the latter of an arm that is alike."""
+    parts = [Part.of("", "equivalent", margin, one) for one in family.gaps]
+    known = [i for i, part in enumerate(parts) if part.sample.n > 1]
+    if number not in known:
+        return {"nats": margin, "p_noninferior": None, "p_equivalent": None, "seeds_needed": None}
+    place, sd = known.index(number), parts[number].sample.sd or 0.0
+    alpha = ALPHA / len(known)
+    return {
+        "nats": margin,
+        "p_noninferior": holm([parts[i].p_below(margin) for i in known])[place],
+        "p_equivalent": holm([parts[i].p_nil for i in known])[place],
+        "seeds_needed": needed(lambda n: power_within(0.0, margin, sd, n, alpha)) if sd else 2,
+    }

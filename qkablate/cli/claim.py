@@ -77,7 +77,8 @@ class _Asked:
     """A claim, with the words it was asked for with."""
 
     def __init__(self, words: list[str]) -> None:
-        from qkablate.analysis.claim import FREE, load_claim
+        from qkablate.analysis.claim import FREE
+        from qkablate.analysis.claim_file import load_claim
 
         name, *rest = words
         pairs = {}
@@ -100,7 +101,7 @@ class _Asked:
 
 
 def _list(words: list[str], *, as_json: bool) -> int:
-    from qkablate.analysis.claim import known_claims, load_claim
+    from qkablate.analysis.claim_file import known_claims, load_claim
     from qkablate.analysis.registry import registrations
 
     out = "outputs"

@@ -14,12 +14,14 @@ FORMATS = ("table", "csv", "json", "md")
 
 HELP = """qkablate results: what a sweep says, and how sure one can be.
 
-Usage: qkablate results [SWEEP] [--format table|csv|json|md] [--times FILE] [out=FOLDER]
+Usage: qkablate results [SWEEP] [--margin NATS] [--format table|csv|json|md] [--times FILE]
+                        [out=FOLDER]
 
 SWEEP is a sweep's folder, or how its name or id begins; unsaid, the newest one.
 
 Examples
   qkablate results                       the newest sweep
+  qkablate results quick --margin 0.01   and which arms are not worse by 0.01
   qkablate results quick --format md     tables to paste
   qkablate results quick --format json   everything: every run, every check of the audit
   qkablate results quick --format csv    a row a gap
@@ -32,6 +34,8 @@ smallest gap these seeds would have found four times of five. The BCa bootstrap 
 sign-flip test stand beside it. The audit says what else than the arm may have moved the number.
 
 Flags
+  --margin NATS   test every arm for being not worse by it, and for lying within ± of it; a gap that
+                  was not found is no sign that there is none
   --format table|csv|json|md
   --times FILE    from `qkablate cost --measure --json`: no time is taken from runs that shared a
                   machine
@@ -41,7 +45,7 @@ Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake
 
 
 def main(argv: list[str]) -> int:
-    flags, words = take_flags(argv, ("--help", "-h"), ("--format", "--times"))
+    flags, words = take_flags(argv, ("--help", "-h"), ("--format", "--times", "--margin"))
     if {"--help", "-h"} & {*flags}:
         print(HELP, end="")
         return 0
@@ -49,17 +53,19 @@ def main(argv: list[str]) -> int:
     if form not in FORMATS:
         one_of = f"{', '.join(FORMATS)}{nearest(form, FORMATS)}"
         raise UserError(f"--format: '{form}' is not one of {one_of}")
+    margin = _margin(flags.get("--margin"))
     word, out = sweep_words(words)
     need_analysis()
 
     from qkablate.analysis.ranking import read_times
     from qkablate.analysis.study import read_study
-    from qkablate.analysis.summary import describe, markdown, tables
+    from qkablate.analysis.summary import describe
+    from qkablate.analysis.tables import markdown, tables
     from qkablate.sweeps import manifest
 
     study = read_study(manifest.find(word, out))
     times = read_times(flags["--times"], study) if "--times" in flags else {}
-    found = describe(study, times)
+    found = describe(study, times, margin)
     with suppress(BrokenPipeError):
         if form == "json":
             print_json(found)
@@ -69,10 +75,25 @@ def main(argv: list[str]) -> int:
             print(f"# {study.name}\n\n" + "\n\n".join(map(markdown, tables(found))))
         else:
             print_tables(tables(found))
-            if not study.is_complete:
-                next_commands(study.manifest.command[1:])
+            where = [] if out == "outputs" else [f"out={out}"]
+            own = ["results", study.name, *where]
+            more = [] if study.is_complete else [study.manifest.command[1:]]
+            more += [[*own, "--margin", "0.01"]] if margin is None else []
+            next_commands(*more, [*own, "--format", "json"])
         sys.stdout.flush()
     return 0 if study.is_complete else 1
+
+
+def _margin(word: str | None) -> float | None:
+    if word is None:
+        return None
+    try:
+        margin = float(word)
+    except ValueError:
+        margin = 0.0
+    if not 0 < margin < 100:
+        raise UserError(f"--margin: '{word}' is not a number of nats above 0, as 0.01 is")
+    return margin
 
 
 def need_analysis() -> None:
@@ -114,4 +135,4 @@ def _print_csv(gaps: list[dict[str, Any]]) -> None:
 
 def words() -> list[str]:
     """What can be typed after `qkablate results`."""
-    return [*sweep_names(), "--format", *FORMATS, "--times", "out="]
+    return [*sweep_names(), "--margin", "--format", *FORMATS, "--times", "out="]

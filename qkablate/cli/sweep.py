@@ -183,8 +183,9 @@ def _print_end(launcher: Any, address: str | None) -> None:
     if address and address.startswith("wandb sync"):
         runs = shlex.quote(str(manifest.folder.absolute() / "runs"))
         print(f"         wandb sync {runs}/*/wandb/offline-run-*")
-    commands = [["status", name, *([] if manifest.out == "outputs" else [f"out={manifest.out}"])]]
-    next_commands(*summary.next_words(launcher.standing), *commands)
+    where = [] if manifest.out == "outputs" else [f"out={manifest.out}"]
+    shown = "results" if launcher.standing.counts()["done"] else "status"
+    next_commands(*summary.next_words(launcher.standing), [shown, name, *where])
 
 
 def _sweeps() -> str:

@@ -1,0 +1,175 @@
+"""Claims as files: conf/claim/NAME.yaml or a user's own, at one of the sizes of conf/scale."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qkablate.analysis.claim import FREE, HORIZONS, Claim, PartSpec
+from qkablate.analysis.ranking import AXES
+from qkablate.analysis.verdict import KINDS
+from qkablate.config import conf_dir
+from qkablate.config.sweep import as_word
+from qkablate.errors import UserError, nearest
+
+_MOST_SEEDS = 1000
+
+
+def claims_dir() -> Path:
+    return conf_dir() / "claim"
+
+
+def known_claims() -> list[str]:
+    return sorted(path.stem for path in claims_dir().glob("*.yaml"))
+
+
+def scales() -> list[str]:
+    """The sizes a claim can be run at, the smallest first."""
+    return sorted((path.stem for path in (conf_dir() / "scale").glob("*.yaml")), reverse=True)
+
+
+def scale_keys(scale: str) -> dict[str, Any]:
+    text = (conf_dir() / "scale" / f"{scale}.yaml").read_text(encoding="utf-8")
+    return _map(f"conf/scale/{scale}.yaml", yaml.safe_load(text))
+
+
+def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None = None) -> Claim:
+    """A claim by its name, or by the path of a file; `words` are keys its grid is changed in."""
+    path = Path(word).expanduser()
+    if path.suffix not in (".yaml", ".yml"):
+        path = claims_dir() / f"{word}.yaml"
+        if not path.is_file() or word not in known_claims():
+            raise UserError(
+                f"there is no claim '{word}'{nearest(word, known_claims())}; `qkablate claim list`"
+                " shows them, and a file of your own is given as PATH.yaml"
+            )
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"'{path}': {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"'{path}' is no YAML: {' '.join(str(error).split())}") from None
+    try:
+        return parse(path.stem, content, scale, words or {})
+    except UserError as error:
+        raise UserError(f"{path.name}: {error}") from None
+
+
+_KEYS = (
+    *("says", "source", "untestable", "seeds", "tuning_seeds"),
+    *("grid", "where", "baseline", "parts", "scale"),
+)
+_PART_KEYS = ("kind", "margin", "arm", "against", "axis", "horizon")
+
+
+def parse(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Claim:
+    """The claim in a file's content; UserError for whatever is wrong with it."""
+    content = _map("it", content, _KEYS)
+    texts = {key: content.get(key) for key in ("says", "source")}
+    for key, text in texts.items():
+        if not isinstance(text, str) or not text.strip():
+            raise UserError(f"{key}: a text is missing")
+    says, source = (" ".join(str(text).split()) for text in texts.values())
+    if content.get("untestable"):
+        return Claim(name, says, source, " ".join(str(content["untestable"]).split()))
+    if scale not in scales():
+        raise UserError(f"scale: '{scale}' is not one of {', '.join(scales())}")
+    by_scale = _map("scale", content.get("scale") or {}, scales())
+    own = dict(_map(f"scale.{scale}", by_scale.get(scale) or {}))
+    baseline = own.pop("baseline", content.get("baseline", "standard"))
+    given = scale_keys(scale) | _map("grid", content.get("grid")) | own
+    grid = {key: _values(key, value) for key, value in given.items()} | dict(words)
+    for key in grid:
+        if key == "control" or key.partition(".")[0] in ("seed", "seeds", "sweep", "control"):
+            raise UserError(f"grid: {key} is the claim's own business, not its grid's")
+        if key in FREE or key.partition(".")[0] in FREE:
+            raise UserError(f"grid: {key} changes no number, and is no part of a claim")
+    tuning_seeds = content.get("tuning_seeds", 2)
+    if type(tuning_seeds) is not int or not 0 <= tuning_seeds <= _MOST_SEEDS:
+        raise UserError(f"tuning_seeds: {tuning_seeds} is not a number of seeds; 0: no tuning")
+    parts = _map("parts", content.get("parts"))
+    if not parts:
+        raise UserError("parts: a claim has one at least")
+    where = content.get("where") or []
+    if not isinstance(where, list) or not all(isinstance(one, str) for one in where):
+        raise UserError("where: is a list of predicates")
+    return Claim(
+        name=name,
+        says=says,
+        source=source,
+        scale=scale,
+        seeds=_seeds(content.get("seeds")),
+        tuning_seeds=tuning_seeds,
+        grid=grid,
+        words=dict(words),
+        where=tuple(where),
+        baseline=baseline,
+        parts={str(key): _part(str(key), value) for key, value in parts.items()},
+    )
+
+
+def _seeds(value: Any) -> tuple[int, ...]:
+    looks = value if isinstance(value, list) else [value]
+    whole = all(type(n) is int and 2 <= n <= _MOST_SEEDS for n in looks)
+    if not looks or not whole or sorted({*looks}) != looks:
+        raise UserError(
+            f"seeds: {value} is not a number from 2 on, or a rising list of looks, as [6, 12, 20]"
+        )
+    return tuple(looks)
+
+
+def _part(name: str, value: Any) -> PartSpec:
+    value = _map(f"parts.{name}", value, _PART_KEYS)
+    kind, margin = value.get("kind"), value.get("margin")
+    axis, horizon = value.get("axis", "tokens"), value.get("horizon", "longest")
+    for key, word, choices in (
+        ("kind", kind, KINDS),
+        ("axis", axis, AXES),
+        ("horizon", horizon, HORIZONS),
+    ):
+        if word not in choices:
+            hint = nearest(str(word), choices)
+            raise UserError(
+                f"parts.{name}.{key}: '{word}' is not one of {', '.join(choices)}{hint}"
+            )
+    if type(margin) not in (int, float) or not 0 <= margin < 100:
+        raise UserError(f"parts.{name}.margin: '{margin}' is not a number of nats, 0 or more")
+    if margin == 0 and kind in ("noninferior", "equivalent"):
+        raise UserError(f"parts.{name}.margin: nothing is shown to be {kind} within 0")
+    if "arm" not in value:
+        raise UserError(f"parts.{name}.arm: is missing")
+    return PartSpec(
+        kind=kind,
+        margin=float(margin),
+        arm=_selector(f"parts.{name}.arm", value["arm"]),
+        against=_selector(f"parts.{name}.against", value.get("against", "standard")),
+        axis=axis,
+        horizon=horizon,
+    )
+
+
+def _selector(where: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"variant": value}
+    return {key: as_word(one) for key, one in _map(where, value).items()}
+
+
+def _values(key: str, value: Any) -> str:
+    """A grid's values, as they are typed."""
+    if isinstance(value, list):
+        return ",".join(map(as_word, value))
+    if isinstance(value, dict):
+        raise UserError(f"grid: the values of {key} are written 32,64 or range(3)")
+    return as_word(value)
+
+
+def _map(where: str, value: Any, keys: Sequence[str] = ()) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise UserError(f"{where}: is not a map of keys to values")
+    for key in value:
+        if keys and key not in keys:
+            place = "" if where == "it" else f"{where}."
+            there_is = f"{', '.join(keys)}{nearest(key, keys)}"
+            raise UserError(f"{place}{key}: there is no such key; there is {there_is}")
+    return value
