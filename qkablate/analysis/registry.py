@@ -44,8 +44,8 @@ class Registration:
         path = self.folder / f"n{seeds}"
         if path.is_symlink() and path.resolve() != sweep.resolve():
             raise UserError(
-                f"'{path}' is {path.resolve().name}, and here it would be {sweep.name}: data, device,"
-                " precision or this program differ; another out=FOLDER keeps them apart"
+                f"'{path}' is {path.resolve().name}, and here it would be {sweep.name}: data,"
+                " device, precision or this program differ; another out=FOLDER keeps them apart"
             )
         target = os.path.relpath(sweep.resolve(), self.folder.resolve())
         temporary = self.folder / f".{path.name}.{os.getpid()}"
