@@ -33,11 +33,14 @@ class Registration:
     @property
     def sweeps(self) -> list[Path]:
         """Of its looks, by rising number of seeds."""
-        links = [path for path in self.folder.glob("n*") if path.name[1:].isdecimal()]
-        return sorted(
-            (path for path in links if (path / "manifest.json").exists()),
-            key=lambda path: int(path.name[1:]),
-        )
+        found = {}
+        for link in self.folder.glob("n*"):
+            if link.name[1:].isdecimal() and link.is_symlink():
+                # Not as seen through the link: a sweep's runs lie beside its own folder.
+                sweep = Path(os.path.normpath(self.folder / os.readlink(link)))
+                if (sweep / "manifest.json").exists():
+                    found[int(link.name[1:])] = sweep
+        return [found[seeds] for seeds in sorted(found)]
 
     def add(self, seeds: int, sweep: Path) -> None:
         """Link the sweep of a look, of which there is one."""
