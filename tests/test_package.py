@@ -75,8 +75,21 @@ def test_the_readmes_commands_work(qkablate, tiny, text, command, tmp_path, monk
         assert qkablate("train", f"variant={words[1]}", *tiny).code == 0
     if words[0] == "data" and words[1] in ("info", "show"):
         assert qkablate("data", "prepare", *words[2:]).code == 0
-    if words[0] == "status":
-        assert qkablate("sweep", *tiny, "variant=standard", "sweep.name=quick").code == 0
+    if words[0] in ("status", "results"):
+        assert qkablate("sweep", *tiny, "variant=standard,no_q", "sweep.name=quick").code == 0
+    if words[0] == "compare":
+        for variant in words[1:3]:
+            assert qkablate("train", f"variant={variant}", *tiny).code == 0
+    if words[:2] == ["claim", "run"]:  # a hundred runs: tests/cli/test_claim.py has a small one
+        lengths = ["train.steps=2,3,4", *(word for word in tiny if "train.steps" not in word)]
+        done = qkablate(*words, *lengths, *(["--dry-run"] * ("--dry-run" not in words)))
+        assert done.code == 0, done.err
+        return
+    if words[:2] == ["claim", "show"]:
+        done = qkablate(*words)
+        assert done.code == 1
+        assert "not run yet" in done.out
+        return
     if words[0] not in ("train", "sweep") or {"--help", "--cfg"} & set(words):
         assert qkablate(*words).code == 0
         return
@@ -109,6 +122,16 @@ def test_make_help_lists_every_target():
     out = subprocess.run(["make", "-C", ROOT, "help"], capture_output=True, text=True).stdout
     for target in ("train", "test", "check", "venv"):
         assert f"make {target}" in out
+
+
+def test_the_claim_that_contributing_shows(qkablate, tiny, tmp_path):
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "my_claim.yaml").write_text(block, encoding="utf-8")
+    words = [word for word in tiny if "train.steps" not in word]
+    done = qkablate("claim", "run", "my_claim.yaml", *words, "--dry-run")
+    assert done.code == 0, done.err
+    assert "3 comparisons of 8 pairs" in done.out
 
 
 def test_the_variant_that_contributing_shows(qkablate, tiny, tmp_path):

@@ -194,7 +194,7 @@ def _show(asked: _Asked, as_json: bool) -> int:
 
 def _run(asked: _Asked, flags: dict[str, str]) -> int:
     from qkablate.analysis.claim import comparisons
-    from qkablate.analysis.registry import grid_of, register
+    from qkablate.analysis.registry import edited_since, grid_of, register, registrations
     from qkablate.analysis.verdict_text import claim_lines
     from qkablate.cli.grid import composing
     from qkablate.cli.sweep import dry_run, expanded, launch
@@ -210,6 +210,8 @@ def _run(asked: _Asked, flags: dict[str, str]) -> int:
         if before is None or before.claim.hash != claim.hash or before.verdict is None:
             raise UserError("--more: first the seeds that were declared")
         looks = [before.n + int(flags["--more"])]
+    for reason in edited_since(claim, registrations(asked.out, claim.name)):
+        tell(f"exploratory, whatever comes out: {reason}")
     for seeds in looks:
         grid, words = grid_of(claim, seeds)
         with composing() as composer:
