@@ -47,7 +47,7 @@ def audit(
     return [
         _complete(sides),
         _paired(found),
-        _rates(sides, bowls),
+        _rates(sides, bowls, margin),
         _annealed(sides),
         _matched(found, axis),
         _start(found),
@@ -91,7 +91,7 @@ def _paired(found: Gap) -> Check:
     return Check("pairs", OK, f"{n} by seed{known}")
 
 
-def _rates(sides: tuple[Entry, ...], bowls: dict[str, Bowl]) -> Check:
+def _rates(sides: tuple[Entry, ...], bowls: dict[str, Bowl], margin: float | None) -> Check:
     states = {entry.name: bracketed(entry, bowls) for entry in sides}
     untuned = [name for name, state in states.items() if state is None]
     edge = [name for name, state in states.items() if state is False]
@@ -109,7 +109,13 @@ def _rates(sides: tuple[Entry, ...], bowls: dict[str, Bowl]) -> Check:
     if off:
         return Check("learning rate", WARNING, "; ".join(off))
     said = ", ".join(f"{entry.name} {entry.rate:.3g}" for entry in sides)
-    return Check("learning rate", OK, f"tuned and bracketed: {said}")
+    said = f"tuned and bracketed: {said}"
+    short = [bowls[e.arm.name].short_of(e.rate) for e in sides if e.rate is not None]
+    known = [cost for cost in short if cost is not None]
+    if known:
+        said += f"; a finer search would gain {max(known):.4f} at most"
+    coarse = margin is not None and known and max(known) > margin / 3
+    return Check("learning rate", WARNING if coarse else OK, said)
 
 
 def _annealed(sides: tuple[Entry, ...]) -> Check:

@@ -3,6 +3,7 @@ at the rate one began with beside the gap at each arm's best. All on validation.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,13 @@ from qkablate.analysis.study import Entry, Seeds, Study
 
 _WINDOW = math.log(4) * 1.01  # each way of the best: what a parabola is fitted to
 Losses = dict[float, dict[Seeds, float | None]]  # by rate and seed; None: diverged
+
+
+@dataclass(frozen=True)
+class Parabola:
+    least: float  # the rate at which it is least
+    interval: Interval | None  # of that rate, by Fieller's theorem
+    curvature: float  # nats per squared unit of ln lr
 
 
 @dataclass(frozen=True)
@@ -42,12 +50,13 @@ class Bowl:
         rates = sorted(self.losses)
         return self.best is None or self.best in (rates[0], rates[-1])
 
-    def optimum(self) -> tuple[float | None, Interval | None]:
-        """The least of a parabola in the logarithm of the rate, with the spread of seeds taken out,
-        and where it lies by Fieller's theorem; (None, None) where it has no least."""
+    @cached_property
+    def parabola(self) -> "Parabola | None":
+        """Least squares in the logarithm of the rate, near the best, with the spread of seeds taken
+        out; None where it has no least."""
         best = self.best
         if best is None:
-            return None, None
+            return None
         points = [
             (math.log(rate / best), seeds, loss)
             for rate, by_seed in self.losses.items()
@@ -56,9 +65,8 @@ class Bowl:
             if loss is not None
         ]
         seeds = sorted({key for _, key, _ in points})
-        columns = 2 + len(seeds)
-        if len({x for x, _, _ in points}) < 3 or len(points) <= columns:
-            return None, None
+        if len({x for x, _, _ in points}) < 3 or len(points) <= 2 + len(seeds):
+            return None
         from statsmodels.regression.linear_model import OLS
 
         x = np.array([point[0] for point in points])
@@ -66,10 +74,18 @@ class Bowl:
         fit = OLS([point[2] for point in points], np.column_stack([x, x * x, own])).fit()
         slope, curvature = (float(value) for value in fit.params[:2])
         if curvature <= 0:
-            return None, None
-        low_high = _fieller(fit, -slope, 2 * curvature)
-        least = best * math.exp(-slope / (2 * curvature))
-        return least, low_high and (best * math.exp(low_high[0]), best * math.exp(low_high[1]))
+            return None
+        ends = _fieller(fit, -slope, 2 * curvature)
+        return Parabola(
+            least=best * math.exp(-slope / (2 * curvature)),
+            interval=ends and (best * math.exp(ends[0]), best * math.exp(ends[1])),
+            curvature=curvature,
+        )
+
+    def short_of(self, rate: float) -> float | None:
+        """What a rate costs beside the parabola's least, in nats."""
+        found = self.parabola
+        return None if found is None else found.curvature * math.log(rate / found.least) ** 2
 
     def sensitivity(self, at_start: float) -> float | None:
         """What a rate up to four times too high or too low costs on average, in nats: a loss above
@@ -144,7 +160,7 @@ def describe_bowls(study: Study) -> list[dict[str, Any]]:
         arm = study.manifest.arms[name]
         vocabulary = arm.facts.get("vocabulary")
         start = math.log(vocabulary) if isinstance(vocabulary, int) and vocabulary > 1 else math.inf
-        least, interval = bowl.optimum()
+        fit = bowl.parabola
         tuned = study.bowls.get(name)
         other = found.get(arm.baseline or "")
         default = arm.config.optim.lr
@@ -156,8 +172,10 @@ def describe_bowls(study: Study) -> list[dict[str, Any]]:
                 "best": best,
                 "chosen": tuned.rate if tuned else None,
                 "on_the_edge": bowl.on_the_edge,
-                "optimum": least,
-                "optimum_interval": interval and [*interval],
+                "optimum": fit and fit.least,
+                "optimum_interval": fit and fit.interval and [*fit.interval],
+                "curvature": fit and fit.curvature,
+                "best_short_of_optimum": None if best is None else bowl.short_of(best),
                 "sensitivity": bowl.sensitivity(start),
                 "default": default,
                 "val_loss": [

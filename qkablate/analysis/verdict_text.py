@@ -55,8 +55,7 @@ def lines(found: Judgement) -> list[str]:
     head = ["part", "n", "gap", level, "sd", "claimed", "verdict"]
     said += ["", *aligned(head, rows), "", "audit", *_audit(found.judged)]
     for name, seeds in found.needed().items():
-        would = "no number of seeds would: it lies on the margin"
-        told = f"{seeds} seeds would settle it" if seeds else would
+        told = f"{seeds} seeds would settle it" if seeds else "no number of seeds would settle it"
         said += ["", f"{name}: at the gap and the spread measured here {told}"]
     return [*map(printable, [*said, "", f"runs  {found.study.manifest.folder}"])]
 

@@ -81,7 +81,11 @@ def main(argv: list[str]) -> int:
                 print()
                 print_arms(standing)
                 print(f"\nresults  {folder / 'results.csv'}")
-            if commands := next_words(standing):
+            commands = next_words(standing)
+            if counts["done"]:
+                where = [] if out == "outputs" else [f"out={out}"]
+                commands.append(["results", folder.name, *where])
+            if commands:
                 next_commands(*commands)
         sys.stdout.flush()
     return 0 if finished else 1
