@@ -9,6 +9,7 @@ from qkablate.analysis.bowls import Bowl, bracketed
 from qkablate.analysis.gaps import Gap
 from qkablate.analysis.study import Entry, Record
 from qkablate.config import OptimConfig
+from qkablate.table import some
 
 ANNEALED = 0.1  # of the peak: what a learning rate has to come down to
 TOLERANCE = 0.01  # of parameters or FLOPs, to be called matched
@@ -176,7 +177,7 @@ def _alike(key: str, records: list[Record], state: str, name: str = "") -> Check
 
 
 def _code(pairs: list[tuple[Record, Record]]) -> Check:
-    return _same_in_pairs("code", pairs, lambda r: f"{r.facts['code']}, torch {r.facts['torch']}")
+    return _same_in_pairs("code", pairs, lambda r: f"{r.facts['code']} (torch {r.facts['torch']})")
 
 
 def _machine(pairs: list[tuple[Record, Record]]) -> Check:
@@ -193,9 +194,9 @@ def _same_in_pairs(
     torn = sum(of(one) != of(other) for one, other in pairs)
     values = sorted({of(record) for pair in pairs for record in pair})
     if torn:
-        return Check(name, WARNING, f"{torn} of {len(pairs)} pairs are mixed: {'; '.join(values)}")
+        return Check(name, WARNING, f"{torn} of {len(pairs)} pairs are mixed: {some(values, 3)}")
     if len(values) > 1:
-        return Check(name, WARNING, f"{len(values)}, each pair of one: {'; '.join(values)}")
+        return Check(name, WARNING, f"{len(values)}, each pair of one: {some(values, 3)}")
     return Check(name, OK, values[0] if values else "no pairs")
 
 

@@ -12,7 +12,9 @@ from qkablate.analysis.gaps import describe_sample
 from qkablate.analysis.sample import ALPHA, Interval, Sample
 from qkablate.analysis.study import Entry, Seeds, Study
 
-_WINDOW = math.log(4) * 1.01  # each way of the best: what a parabola is fitted to
+# Each way of the best. Further out, bowls are steeper on the side where training breaks.
+_FITTED = math.log(2) * 1.01  # a parabola
+_TRIED = math.log(4) * 1.01  # sensitivity
 Losses = dict[float, dict[Seeds, float | None]]  # by rate and seed; None: diverged
 
 
@@ -60,7 +62,7 @@ class Bowl:
         points = [
             (math.log(rate / best), seeds, loss)
             for rate, by_seed in self.losses.items()
-            if abs(math.log(rate / best)) <= _WINDOW
+            if abs(math.log(rate / best)) <= _FITTED
             for seeds, loss in by_seed.items()
             if loss is not None
         ]
@@ -97,7 +99,7 @@ class Bowl:
         costs = [
             min(self.means.get(rate, math.inf), max(at_start, least)) - least
             for rate in self.losses
-            if abs(math.log(rate / best)) <= _WINDOW
+            if abs(math.log(rate / best)) <= _TRIED
         ]
         cost = math.fsum(costs) / len(costs)
         return cost if math.isfinite(cost) else None

@@ -15,6 +15,7 @@ from qkablate.config.sweep import as_word
 from qkablate.errors import UserError
 from qkablate.sweeps.manifest import Arm
 
+MEASURES = ("gap", "distance")
 HORIZONS = ("longest", "each", "growth")
 # What changes no number: not part of a claim.
 FREE = ("out", "device", "threads", "workers", "per_gpu", "on_failure", "data.cache", "track")
@@ -29,6 +30,7 @@ class PartSpec:
     margin: float  # nats; with horizon=growth, nats per doubling of tokens
     arm: Selector
     against: Selector
+    of: str  # gap, or distance: its size, whichever of the two is ahead
     axis: str  # what is equal: tokens, params, flops
     horizon: str  # longest, each: of the lengths of training; growth: the gap's change with them
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from qkablate.analysis.claim import FREE, HORIZONS, Claim, PartSpec
+from qkablate.analysis.claim import FREE, HORIZONS, MEASURES, Claim, PartSpec
 from qkablate.analysis.ranking import AXES
 from qkablate.analysis.verdict import KINDS
 from qkablate.config import conf_dir
@@ -60,7 +60,7 @@ _KEYS = (
     *("says", "source", "untestable", "seeds", "tuning_seeds"),
     *("grid", "where", "baseline", "parts", "scale"),
 )
-_PART_KEYS = ("kind", "margin", "arm", "against", "axis", "horizon")
+_PART_KEYS = ("kind", "margin", "arm", "against", "of", "axis", "horizon")
 
 
 def parse(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Claim:
@@ -122,9 +122,11 @@ def _seeds(value: Any) -> tuple[int, ...]:
 def _part(name: str, value: Any) -> PartSpec:
     value = _map(f"parts.{name}", value, _PART_KEYS)
     kind, margin = value.get("kind"), value.get("margin")
-    axis, horizon = value.get("axis", "tokens"), value.get("horizon", "longest")
+    of, axis = value.get("of", "gap"), value.get("axis", "tokens")
+    horizon = value.get("horizon", "longest")
     for key, word, choices in (
         ("kind", kind, KINDS),
+        ("of", of, MEASURES),
         ("axis", axis, AXES),
         ("horizon", horizon, HORIZONS),
     ):
@@ -137,6 +139,8 @@ def _part(name: str, value: Any) -> PartSpec:
         raise UserError(f"parts.{name}.margin: '{margin}' is not a number of nats, 0 or more")
     if margin == 0 and kind in ("noninferior", "equivalent"):
         raise UserError(f"parts.{name}.margin: nothing is shown to be {kind} within 0")
+    if of == "distance" and (kind not in ("noninferior", "worse") or horizon == "growth"):
+        raise UserError(f"parts.{name}.of: a distance is noninferior or worse, and does not grow")
     if "arm" not in value:
         raise UserError(f"parts.{name}.arm: is missing")
     return PartSpec(
@@ -144,6 +148,7 @@ def _part(name: str, value: Any) -> PartSpec:
         margin=float(margin),
         arm=_selector(f"parts.{name}.arm", value["arm"]),
         against=_selector(f"parts.{name}.against", value.get("against", "standard")),
+        of=of,
         axis=axis,
         horizon=horizon,
     )

@@ -101,6 +101,10 @@ def _count(study: Study) -> int:
 
 def _part(comparison: Comparison, gaps: list[Gap]) -> Part:
     spec = comparison.spec
+    if spec.of == "distance":
+        sizes = Sample(tuple(map(abs, gaps[0].sample.values)))
+        diverged = bool(gaps[0].arm_diverged or gaps[0].baseline_diverged)
+        return Part(comparison.name, spec.kind, spec.margin, sample=sizes, open_above=diverged)
     if spec.horizon != "growth":
         return Part.of(comparison.name, spec.kind, spec.margin, gaps[0])
     common = [key for key in gaps[0].pairs if all(key in one.pairs for one in gaps)]
@@ -163,6 +167,7 @@ def _describe_part(
         "verdict": word,
         "kind": part.kind,
         "margin": part.margin,
+        "of": one.comparison.spec.of,
         "arms": [[*pair] for pair in one.comparison.pairs],
         "axis": one.comparison.spec.axis,
         "horizon": one.comparison.spec.horizon,

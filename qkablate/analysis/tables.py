@@ -97,9 +97,9 @@ def _gaps(baseline: str, gaps: list[dict[str, Any]], floor: dict[str, Any]) -> T
         )
     correlations = [one["correlation"] for one in gaps if one["correlation"] is not None]
     if correlations:
-        notes.append(
-            f"correlation of the pairs: {min(correlations):+.2f} to {max(correlations):+.2f}"
-        )
+        low, high = min(correlations), max(correlations)
+        to = f" to {high:+.2f}" if len(correlations) > 1 else ""
+        notes.append(f"correlation of the pairs: {low:+.2f}{to}")
     notes += _warnings(gaps)
     return Table(f"gaps to {baseline}, paired by seed", head, rows, notes)
 

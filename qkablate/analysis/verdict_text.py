@@ -12,6 +12,10 @@ _KINDS = {
     "better": "is better than {} by more than {:g}",
     "worse": "is worse than {} by more than {:g}",
 }
+_DISTANCES = {
+    "noninferior": "ends less than {1:g} from {0}, on average",
+    "worse": "ends more than {1:g} from {0}, on average",
+}
 _CLAIMED = {
     "noninferior": "< {:g}",
     "equivalent": "within ± {:g}",
@@ -25,7 +29,8 @@ def claim_lines(claim: Claim) -> list[str]:
     """What is claimed, and how it is tested."""
     said = [f"{claim.title}: {claim.says}", f"source    {claim.source}"]
     for name, spec in claim.parts.items():
-        kind = _KINDS[spec.kind].format(_side(spec.against), spec.margin)
+        kinds = _KINDS if spec.of == "gap" else _DISTANCES
+        kind = kinds[spec.kind].format(_side(spec.against), spec.margin)
         where = f"at equal {spec.axis}{_WHERE[spec.horizon]}"
         said.append(f"part      {name}: {_side(spec.arm)} {kind}, {where}")
     looks = " then ".join(map(str, claim.seeds))

@@ -224,8 +224,8 @@ def test_a_sweep_ends_with_a_table_and_what_to_type_next(qkablate, small, tmp_pa
     assert (folder / "results.csv").exists()
     assert list(tmp_path.glob("outputs/**/wandb")) == []
     proposed = shlex.split(done.out.splitlines()[-1])
-    assert proposed[:3] == ["qkablate", "status", folder.name]
-    assert qkablate(*proposed[1:]).out.startswith(f"{folder.name}  4 runs: 4 done")
+    assert proposed[:3] == ["qkablate", "results", folder.name]
+    assert "gaps to standard-d16-h2" in qkablate(*proposed[1:]).out
     # Again: nothing is trained, the table is the same; and a dry run knows.
     again = qkablate(*small)
     assert (again.code, again.out) == (0, done.out)
