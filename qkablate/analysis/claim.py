@@ -18,7 +18,10 @@ from qkablate.sweeps.manifest import Arm
 MEASURES = ("gap", "distance")
 HORIZONS = ("longest", "each", "growth")
 # What changes no number: not part of a claim.
-FREE = ("out", "device", "threads", "workers", "per_gpu", "on_failure", "data.cache", "track")
+FREE = (
+    *("out", "device", "threads", "workers", "per_gpu", "on_failure", "track"),
+    *("data.cache", "train.checkpoint_every"),
+)
 Selector = Mapping[str, Any]
 
 
