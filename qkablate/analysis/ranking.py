@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.analysis.audit import is_annealed
-from qkablate.analysis.gaps import Family, gap
+from qkablate.analysis.gaps import Family, describe_sample, gap
 from qkablate.analysis.sample import ALPHA, Sample, holm
 from qkablate.analysis.study import Entry, Study
 from qkablate.config import flatten
@@ -33,6 +33,7 @@ class Ranking:
     size: str  # the baseline's name
     rows: list[Ranked]
     unranked: list[str]  # and why
+    pairs: list[tuple[str, str, Sample, float | None]]  # of all arms, with p by Holm over them
 
 
 def rankings(families: list[Family]) -> list[Ranking]:
@@ -79,7 +80,11 @@ def _rank(axis: str, baseline: Entry, arms: list[Entry]) -> Ranking:
         )
         for entry in entries
     ]
-    return Ranking(axis, baseline.name, sorted(rows, key=lambda row: row.mean), unranked)
+    every = [
+        (one.name, other.name, samples[number], adjusted.get(number))
+        for number, (one, other) in enumerate(pairs)
+    ]
+    return Ranking(axis, baseline.name, sorted(rows, key=lambda row: row.mean), unranked, every)
 
 
 def describe_ranking(ranking: Ranking) -> dict[str, Any]:
@@ -92,6 +97,10 @@ def describe_ranking(ranking: Ranking) -> dict[str, Any]:
             for row in ranking.rows
         ],
         "unranked": ranking.unranked,
+        "pairs": [
+            {"arm": one, "against": other, **describe_sample(sample), "p_holm": p}
+            for one, other, sample, p in ranking.pairs
+        ],
     }
 
 

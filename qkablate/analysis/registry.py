@@ -15,6 +15,7 @@ from typing import Any
 
 from qkablate import __version__
 from qkablate.analysis.claim import Claim, PartSpec
+from qkablate.analysis.ranking import AXES
 from qkablate.config import GridConfig
 from qkablate.errors import UserError
 from qkablate.runs import read_json, write_json
@@ -68,8 +69,7 @@ def grid_of(claim: Claim, seeds: int) -> tuple[GridConfig, list[str]]:
         tune=claim.tuning_seeds > 0,
         tuning_seeds=claim.seeds_of("tuning", max(1, claim.tuning_seeds)),
     )
-    controls = {"tokens": "none", "params": "params", "flops": "flops"}
-    used = dict.fromkeys(controls[spec.axis] for spec in claim.parts.values())
+    used = dict.fromkeys(AXES[spec.axis] for spec in claim.parts.values())
     return grid, [f"control={','.join(used)}"]
 
 
@@ -82,7 +82,7 @@ def register(claim: Claim, out: str) -> Registration:
         write_json(
             folder / FILE,
             {
-                "registered": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "registered": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "version": __version__,
                 "hash": claim.hash,
                 "says": claim.says,

@@ -113,7 +113,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
     for name in known_claims():
         claim = load_claim(name)
         verdicts = [_judged(one.claim, out) for one in registrations(out, name)]
-        known = [f"{j.word} ({j.claim.scale}, n = {j.n})" for j in verdicts if j]
+        known = [_short(found) for found in verdicts if found]
         rows.append(
             {
                 "claim": name,
@@ -145,6 +145,11 @@ def _list(words: list[str], *, as_json: bool) -> int:
                 print(f"\n{row['claim']}: {row['untestable']}")
         next_commands(["claim", "run", "one_head", "--dry-run"])
     return 0
+
+
+def _short(found: Any) -> str:
+    label = ", exploratory" if found.exploratory else ""
+    return f"{found.word} ({found.claim.scale}, n = {found.n}{label})"
 
 
 def _judged(claim: Any, out: str) -> Any:
