@@ -7,9 +7,9 @@
 
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def register(claim: Claim, out: str) -> Registration:
         write_json(
             folder / FILE,
             {
-                "registered": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "registered": datetime.now(UTC).isoformat(),
                 "version": __version__,
                 "hash": claim.hash,
                 "says": claim.says,
@@ -110,12 +110,21 @@ def read_registration(folder: Path) -> Registration:
 
 
 def registrations(out: str, name: str) -> list[Registration]:
-    """Of all claims of that name, oldest first; one that is damaged is told by whoever reads it."""
-    folders = Path(out).expanduser().glob(f"claims/*/{FILE}")
-    found = [
-        read_registration(path.parent) for path in folders if path.parent.name.startswith(name)
-    ]
-    return sorted((one for one in found if one.claim.name == name), key=lambda one: one.when)
+    """Of all claims of that name, oldest first."""
+    folders = [folder for folder in _folders(out) if _name(folder) == name]
+    return sorted(map(read_registration, folders), key=lambda one: one.when)
+
+
+def registered_names(out: str) -> list[str]:
+    return sorted({*map(_name, _folders(out))})
+
+
+def _folders(out: str) -> list[Path]:
+    return [file.parent for file in Path(out).expanduser().glob(f"claims/*-*-*/{FILE}")]
+
+
+def _name(folder: Path) -> str:
+    return folder.name.rsplit("-", 2)[0]
 
 
 def changes(before: Claim, now: Claim) -> list[str]:
@@ -139,10 +148,12 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def edited_since(claim: Claim, before: list[Registration]) -> list[str]:
     """Why a verdict on this claim is no confirmation: it was worded otherwise when runs of it were
     already there. Another scale, or other settings typed on the command line, is another claim."""
+    own = [one.when for one in before if one.claim.hash == claim.hash]
     return [
         f"edited after the runs of {other.when}: {'; '.join(changes(other.claim, claim))}"
         for other in before
         if other.claim.hash != claim.hash
+        and other.when < min(own, default="∞")
         and other.claim.scale == claim.scale
         and other.claim.words == claim.words
         and _has_results(other)

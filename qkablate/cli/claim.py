@@ -102,7 +102,7 @@ class _Asked:
 
 def _list(words: list[str], *, as_json: bool) -> int:
     from qkablate.analysis.claim_file import known_claims, load_claim
-    from qkablate.analysis.registry import registrations
+    from qkablate.analysis.registry import registered_names, registrations
 
     out = "outputs"
     for word in words:
@@ -110,10 +110,11 @@ def _list(words: list[str], *, as_json: bool) -> int:
             raise UserError(f"'{word}': claim list takes out=FOLDER alone")
         out = word.removeprefix("out=")
     rows: list[dict[str, Any]] = []
-    for name in known_claims():
-        claim = load_claim(name)
-        verdicts = [_judged(one.claim, out) for one in registrations(out, name)]
-        known = [_short(found) for found in verdicts if found]
+    for name in dict.fromkeys([*known_claims(), *registered_names(out)]):
+        found = registrations(out, name)
+        claim = load_claim(name) if name in known_claims() else found[-1].claim
+        verdicts = [_judged(one.claim, out) for one in found]
+        known = [_short(one) for one in verdicts if one]
         rows.append(
             {
                 "claim": name,
