@@ -15,7 +15,6 @@ training, so that reports can read runs anywhere.
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import platform
 import secrets
@@ -27,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from qkablate.config import Config
 from qkablate.errors import UserError, nearest
@@ -255,16 +254,18 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     return result if isinstance(result, dict) and _is_whole(result) else None
 
 
-def _is_whole(result: Mapping[str, Any]) -> bool:
-    def is_number(value: Any) -> bool:
-        return type(value) in (int, float) and math.isfinite(value)
+def is_number(value: Any) -> TypeGuard[float]:
+    """What a result or a metric can be: no infinity, and none of the words that JSON has for it."""
+    return type(value) in (int, float) and abs(value) < 1e18  # of NaN, this is false
 
+
+def _is_whole(result: Mapping[str, Any]) -> bool:
     loss, status = result.get("loss"), result.get("status")
     if status not in ("done", "diverged", "failed") or not isinstance(loss, dict):
         return False
     numbers = [result.get("tokens"), result.get("seconds"), result.get("packed", 1)]
     if status == "done":
-        numbers += [loss.get("val")] + [loss["test"]] * (loss.get("test") is not None)
+        numbers += [loss.get("val"), 0 if loss.get("test") is None else loss["test"]]
     if status == "diverged":
         numbers.append(result.get("diverged_at"))
     return all(map(is_number, numbers))

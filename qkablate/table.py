@@ -43,7 +43,10 @@ _NARROWEST = 12
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    # What is repeated of files must not steer the terminal; JSON can say it otherwise.
+    plain = (c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+    print("".join(plain))
 
 
 def print_csv(rows: list[dict[str, Any]]) -> None:

@@ -99,7 +99,7 @@ def _rates(sides: tuple[Entry, ...], bowls: dict[str, Bowl], margin: float | Non
     if edge:
         return Check("learning rate", WARNING, f"the best of {' and '.join(edge)} is on the edge")
     if untuned:
-        rates = ", ".join(f"{entry.rate:.3g}" for entry in sides if entry.rate is not None)
+        rates = ", ".join(map(_rate, sides))
         which = "neither was" if len(untuned) == len(sides) else f"{untuned[0]} was not"
         return Check("learning rate", WARNING, f"{which} tuned ({rates})")
     off = []
@@ -109,7 +109,9 @@ def _rates(sides: tuple[Entry, ...], bowls: dict[str, Bowl], margin: float | Non
             off.append(f"{entry.name} runs at {entry.rate:.3g}, best is {bowl.best:.3g}")
     if off:
         return Check("learning rate", WARNING, "; ".join(off))
-    said = ", ".join(f"{entry.name} {entry.rate:.3g}" for entry in sides)
+    if any(entry.rate is None for entry in sides):
+        return Check("learning rate", WARNING, f"not chosen yet: {', '.join(map(_rate, sides))}")
+    said = ", ".join(f"{entry.name} {_rate(entry)}" for entry in sides)
     said = f"tuned and bracketed: {said}"
     short = [bowls[e.arm.name].short_of(e.rate) for e in sides if e.rate is not None]
     known = [cost for cost in short if cost is not None]
@@ -117,6 +119,10 @@ def _rates(sides: tuple[Entry, ...], bowls: dict[str, Bowl], margin: float | Non
         said += f"; a finer search would gain {max(known):.4f} at most"
     coarse = margin is not None and known and max(known) > margin / 3
     return Check("learning rate", WARNING if coarse else OK, said)
+
+
+def _rate(entry: Entry) -> str:
+    return "–" if entry.rate is None else f"{entry.rate:.3g}"
 
 
 def _annealed(sides: tuple[Entry, ...]) -> Check:
@@ -151,8 +157,8 @@ def _start(found: Gap) -> Check:
     state = OK
     for entry in (found.arm, found.baseline):
         config = entry.arm.config.variant
-        matches = {record.facts["init"].get("match") for record in entry.having("done")}
-        match = "/".join(sorted(str(m) for m in matches)) or "not known"
+        matches = {str(record.facts["init"].get("match")) for record in entry.having("done")}
+        match = "/".join(sorted(matches)) or "not known"
         if config.init == "naive":
             state = WARNING
             words.append(f"{entry.name} naive")
@@ -212,7 +218,9 @@ def _kernel(found: Gap, done: list[Record], margin: float | None, twin: Gap | No
     if bounds is None:
         return Check("kernel", WARNING, f"{told}; no arm here says what rounding is worth")
     most = max(map(abs, bounds))
-    if margin is None or not math.isfinite(most):
+    if not math.isfinite(most):
+        return Check("kernel", WARNING, f"{told}; what rounding is worth diverged")
+    if margin is None:
         return Check("kernel", NOTE, f"{told}; rounding is worth {most:.4f} at most")
     state = OK if most < margin / 3 else WARNING
     return Check(

@@ -34,11 +34,12 @@ class Bowl:
 
     @property
     def means(self) -> dict[float, float]:
-        """Where one seed diverges there is no mean: nobody would train there."""
+        """Where a seed diverges (or is missing yet) there is none: nobody would train there."""
         means = {}
+        seeds = {key for by_seed in self.losses.values() for key in by_seed}
         for rate, by_seed in sorted(self.losses.items()):
             known = [loss for loss in by_seed.values() if loss is not None]
-            if known and len(known) == len(by_seed):
+            if known and len(known) == len(seeds):  # means over other seeds are not compared
                 means[rate] = math.fsum(known) / len(known)
         return means
 

@@ -141,16 +141,15 @@ def _place(claim: Claim, one: Arm, other: Arm) -> tuple[str, ...]:
 def _pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm, Arm]]:
     ones = [arm for arm in arms if _is(arm, spec.arm) and _is_under(arm, spec.axis)]
     others = [arm for arm in arms if _is(arm, spec.against) and _is_under(arm, spec.axis)]
-    if len(ones) == len(others) == 1:
-        return [(ones[0], others[0])]
+    pairs = [(one, other) for one in ones for other in others if one.name != other.name]
+    if len(pairs) < 2:
+        return pairs
     # They agree in all that the claim varies and neither side was asked for by.
-    free = {"variant", *spec.arm, *spec.against}
-    keys = [key for key in claim.grid if key not in free and "." in key]
+    keys = [key for key in claim.grid if key not in {"variant", *spec.arm, *spec.against}]
     return [
         (one, other)
-        for one in ones
-        for other in others
-        if one.name != other.name and all(_flat(one).get(k) == _flat(other).get(k) for k in keys)
+        for one, other in pairs
+        if all(one.words[k] == other.words[k] for k in keys if k in one.words and k in other.words)
     ]
 
 

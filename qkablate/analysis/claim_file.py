@@ -1,5 +1,6 @@
 """Claims as files: conf/claim/NAME.yaml or a user's own, at one of the sizes of conf/scale."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ import yaml
 from qkablate.analysis.claim import FREE, HORIZONS, MEASURES, Claim, PartSpec
 from qkablate.analysis.ranking import AXES
 from qkablate.analysis.verdict import KINDS
-from qkablate.config import conf_dir
+from qkablate.config import conf_dir, keys, nearest_key, variants
 from qkablate.config.sweep import as_word
 from qkablate.errors import UserError, nearest
 
-_MOST_SEEDS = 1000
+MOST_SEEDS = 1000
 
 
 def claims_dir() -> Path:
@@ -37,6 +38,8 @@ def scale_keys(scale: str) -> dict[str, Any]:
 def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None = None) -> Claim:
     """A claim by its name, or by the path of a file; `words` are keys its grid is changed in."""
     path = Path(word).expanduser()
+    if not re.fullmatch(r"\w[\w+-]*", path.stem):
+        raise UserError(f"'{path.name}': a claim is called by letters, digits, _, + and -")
     if path.suffix not in (".yaml", ".yml"):
         path = claims_dir() / f"{word}.yaml"
         if not path.is_file() or word not in known_claims():
@@ -65,7 +68,7 @@ _PART_KEYS = ("kind", "margin", "arm", "against", "of", "axis", "horizon")
 
 def parse(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Claim:
     """The claim in a file's content; UserError for whatever is wrong with it."""
-    content = _map("it", content, _KEYS)
+    content = _map("", content, _KEYS)
     texts = {key: content.get(key) for key in ("says", "source")}
     for key, text in texts.items():
         if not isinstance(text, str) or not text.strip():
@@ -74,24 +77,29 @@ def parse(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Clai
     if content.get("untestable"):
         return Claim(name, says, source, " ".join(str(content["untestable"]).split()))
     if scale not in scales():
-        raise UserError(f"scale: '{scale}' is not one of {', '.join(scales())}")
+        one_of = f"{', '.join(scales())}{nearest(scale, scales())}"
+        raise UserError(f"scale: '{scale}' is not one of {one_of}")
     by_scale = _map("scale", content.get("scale") or {}, scales())
     own = dict(_map(f"scale.{scale}", by_scale.get(scale) or {}))
     baseline = own.pop("baseline", content.get("baseline", "standard"))
     given = scale_keys(scale) | _map("grid", content.get("grid")) | own
     grid = {key: _values(key, value) for key, value in given.items()} | dict(words)
+    grid = dict(sorted(grid.items()))  # a file with its keys in another order is the same claim
     for key in grid:
         if key == "control" or key.partition(".")[0] in ("seed", "seeds", "sweep", "control"):
             raise UserError(f"grid: {key} is the claim's own business, not its grid's")
         if key in FREE or key.partition(".")[0] in FREE:
             raise UserError(f"grid: {key} changes no number, and is no part of a claim")
     tuning_seeds = content.get("tuning_seeds", 2)
-    if type(tuning_seeds) is not int or not 0 <= tuning_seeds <= _MOST_SEEDS:
+    if type(tuning_seeds) is not int or not 0 <= tuning_seeds <= MOST_SEEDS:
         raise UserError(f"tuning_seeds: {tuning_seeds} is not a number of seeds; 0: no tuning")
+    rates = grid.get("optim.lr", "")
+    if not tuning_seeds and ("," in rates or "(" in rates):
+        raise UserError(f"grid: optim.lr={rates}: one rate, or tuning_seeds to choose among them")
     parts = _map("parts", content.get("parts"))
     if not parts:
         raise UserError("parts: a claim has one at least")
-    where = content.get("where") or []
+    where = [] if content.get("where") is None else content["where"]
     if not isinstance(where, list) or not all(isinstance(one, str) for one in where):
         raise UserError("where: is a list of predicates")
     return Claim(
@@ -104,14 +112,14 @@ def parse(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Clai
         grid=grid,
         words=dict(words),
         where=tuple(where),
-        baseline=baseline,
-        parts={str(key): _part(str(key), value) for key, value in parts.items()},
+        baseline=_baseline(baseline),
+        parts={key: _part(key, value, grid) for key, value in parts.items()},
     )
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
     looks = value if isinstance(value, list) else [value]
-    whole = all(type(n) is int and 2 <= n <= _MOST_SEEDS for n in looks)
+    whole = all(type(n) is int and 2 <= n <= MOST_SEEDS for n in looks)
     if not looks or not whole or sorted({*looks}) != looks:
         raise UserError(
             f"seeds: {value} is not a number from 2 on, or a rising list of looks, as [6, 12, 20]"
@@ -119,7 +127,13 @@ def _seeds(value: Any) -> tuple[int, ...]:
     return tuple(looks)
 
 
-def _part(name: str, value: Any) -> PartSpec:
+def _baseline(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    return {key: as_word(one) for key, one in _map("baseline", value).items()}
+
+
+def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:
     value = _map(f"parts.{name}", value, _PART_KEYS)
     kind, margin = value.get("kind"), value.get("margin")
     of, axis = value.get("of", "gap"), value.get("axis", "tokens")
@@ -130,7 +144,7 @@ def _part(name: str, value: Any) -> PartSpec:
         ("axis", axis, AXES),
         ("horizon", horizon, HORIZONS),
     ):
-        if word not in choices:
+        if not isinstance(word, str) or word not in choices:
             hint = nearest(str(word), choices)
             raise UserError(
                 f"parts.{name}.{key}: '{word}' is not one of {', '.join(choices)}{hint}"
@@ -146,18 +160,28 @@ def _part(name: str, value: Any) -> PartSpec:
     return PartSpec(
         kind=kind,
         margin=float(margin),
-        arm=_selector(f"parts.{name}.arm", value["arm"]),
-        against=_selector(f"parts.{name}.against", value.get("against", "standard")),
+        arm=_selector(f"parts.{name}.arm", value["arm"], grid),
+        against=_selector(f"parts.{name}.against", value.get("against", "standard"), grid),
         of=of,
         axis=axis,
         horizon=horizon,
     )
 
 
-def _selector(where: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        return {"variant": value}
-    return {key: as_word(one) for key, one in _map(where, value).items()}
+def _selector(where: str, value: Any, grid: Mapping[str, str]) -> dict[str, Any]:
+    """A variant, or a map of keys to values."""
+    found = {"variant": value} if isinstance(value, str) else _map(where, value)
+    if not found:
+        raise UserError(f"{where}: names no arm")
+    for key in found:
+        if key != "variant" and key not in keys():
+            raise UserError(f"{where}: {key}: there is no such key{nearest_key(key)}")
+    variant = found.get("variant", "standard")
+    if variant not in variants() and "variant.file" not in grid:
+        raise UserError(
+            f"{where}: there is no variant '{variant}'{nearest(str(variant), variants())}"
+        )
+    return {key: as_word(one) for key, one in found.items()}
 
 
 def _values(key: str, value: Any) -> str:
@@ -169,12 +193,12 @@ def _values(key: str, value: Any) -> str:
     return as_word(value)
 
 
-def _map(where: str, value: Any, keys: Sequence[str] = ()) -> dict[str, Any]:
+def _map(where: str, value: Any, known: Sequence[str] = ()) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise UserError(f"{where}: is not a map of keys to values")
+        raise UserError(f"{where}: is not a map of keys to values".removeprefix(": "))
     for key in value:
-        if keys and key not in keys:
-            place = "" if where == "it" else f"{where}."
-            there_is = f"{', '.join(keys)}{nearest(key, keys)}"
-            raise UserError(f"{place}{key}: there is no such key; there is {there_is}")
+        if known and key not in known:
+            there_is = f"{', '.join(known)}{nearest(key, known)}"
+            place = f"{where}.{key}".removeprefix(".")
+            raise UserError(f"{place}: there is no such key; there is {there_is}")
     return value

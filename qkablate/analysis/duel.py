@@ -6,7 +6,7 @@ from typing import Any
 from qkablate.analysis.gaps import per_cent
 from qkablate.analysis.study import course, facts_of
 from qkablate.errors import UserError
-from qkablate.runs import read_result
+from qkablate.runs import is_number, read_result
 
 _LIKE = ("data_fingerprint", "precision", "device", "kernel", "threads", "code", "torch", "cpu")
 _FREE = ("id", "identity", "out", "track", "threads")
@@ -29,11 +29,7 @@ def duel(one: Path, other: Path) -> dict[str, Any]:
         split: [((result or {}).get("loss") or {}).get(split) for result in results]
         for split in ("train", "val", "test")
     }
-    gaps = {
-        split: a - b
-        for split, (a, b) in losses.items()
-        if isinstance(a, int | float) and isinstance(b, int | float)
-    }
+    gaps = {split: a - b for split, (a, b) in losses.items() if is_number(a) and is_number(b)}
     curves = [course(folder) for folder in folders]
     return {
         "runs": [folder.resolve().name for folder in folders],
@@ -47,7 +43,8 @@ def duel(one: Path, other: Path) -> dict[str, Any]:
         "packed": [(result or {}).get("packed") for result in results],
         "differ": differ,
         "unlike": unlike,
-        "paired": not unlike.get("data_fingerprint")
+        "paired": all(results)
+        and not unlike.get("data_fingerprint")
         and not any(key.startswith("seed") for key in differ),
         "val_gap": [
             {"tokens": tokens, "gap": curves[0][tokens] - curves[1][tokens]}
@@ -73,8 +70,15 @@ def _config(folder: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"'{folder / 'config.yaml'}' cannot be read: {reason}") from None
     return {
-        f"{key}.{inner}" if inner else key: value
+        f"{key}.{inner}" if inner != "" else str(key): _plain(value)
         for key, part in content.items()
         if key not in _FREE
         for inner, value in (part.items() if isinstance(part, dict) else [("", part)])
     }
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say as it is; all else as a text."""
+    return (
+        value if value is None or isinstance(value, str | bool) or is_number(value) else str(value)
+    )

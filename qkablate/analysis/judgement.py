@@ -49,8 +49,9 @@ class Judgement:
     def needed(self) -> dict[str, int | None]:
         """Of the parts that are not settled: seeds, at the gaps and spreads that were measured."""
         words = self.verdict.parts if self.verdict else []
+        # At the α of this look: for a later one fewer would do.
         return {
-            one.part.name: one.part.needed(parts=len(self.judged))
+            one.part.name: one.part.needed(self.alpha, len(self.judged))
             for one, word in zip(self.judged, words, strict=False)
             if word == UNDERPOWERED
         }

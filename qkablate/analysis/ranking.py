@@ -14,6 +14,7 @@ from qkablate.analysis.sample import ALPHA, Sample, holm
 from qkablate.analysis.study import Entry, Study
 from qkablate.config import flatten
 from qkablate.errors import UserError
+from qkablate.runs import is_number
 
 AXES = {"tokens": "none", "params": "params", "flops": "flops"}  # what is equal → its control
 
@@ -155,9 +156,11 @@ def read_times(path: str, study: Study) -> dict[str, float]:
     whose variant and sizes a row of it has."""
     try:
         rows = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-        assert isinstance(rows, list)
-        times = [(dict(row), float(row["step_ms"])) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError):
+        times = [(dict(row), row["step_ms"]) for row in rows]
+        named = all({"variant", "d_model", "heads", "layers", "context"} <= {*r} for r, _ in times)
+        if not named or not all(is_number(ms) and ms > 0 for _, ms in times):
+            raise ValueError
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         raise UserError(
             f"--times: '{path}' is not what `qkablate cost --measure --json` prints"
         ) from None

@@ -20,6 +20,7 @@ from qkablate.config import GridConfig
 from qkablate.errors import UserError
 from qkablate.runs import read_json, write_json
 
+FORMAT = 1
 FILE = "claim.json"
 
 
@@ -32,7 +33,7 @@ class Registration:
     when: str
 
     @property
-    def sweeps(self) -> list[Path]:
+    def sweeps(self) -> dict[int, Path]:
         """Of its looks, by rising number of seeds."""
         found = {}
         for link in self.folder.glob("n*"):
@@ -41,7 +42,7 @@ class Registration:
                 sweep = Path(os.path.normpath(self.folder / os.readlink(link)))
                 if (sweep / "manifest.json").exists():
                     found[int(link.name[1:])] = sweep
-        return [found[seeds] for seeds in sorted(found)]
+        return dict(sorted(found.items()))
 
     def add(self, seeds: int, sweep: Path) -> None:
         """Link the sweep of a look, of which there is one."""
@@ -82,6 +83,7 @@ def register(claim: Claim, out: str) -> Registration:
         write_json(
             folder / FILE,
             {
+                "format": FORMAT,
                 "registered": datetime.now(UTC).isoformat(),
                 "version": __version__,
                 "hash": claim.hash,
@@ -98,6 +100,11 @@ def register(claim: Claim, out: str) -> Registration:
 def read_registration(folder: Path) -> Registration:
     content = read_json(folder / FILE)
     try:
+        if content["format"] != FORMAT:
+            raise UserError(
+                f"'{folder / FILE}' was written by qkablate {content['version']} (format"
+                f" {content['format']}); this is {__version__} and reads format {FORMAT}"
+            )
         own = dict(content["claim"])
         own["parts"] = {key: PartSpec(**part) for key, part in own["parts"].items()}
         own["seeds"], own["where"] = tuple(own["seeds"]), tuple(own["where"])
@@ -161,4 +168,5 @@ def edited_since(claim: Claim, before: list[Registration]) -> list[str]:
 
 
 def _has_results(registration: Registration) -> bool:
-    return any(any(sweep.glob("runs/*/result.json")) for sweep in registration.sweeps)
+    sweeps = registration.sweeps.values()
+    return any(any(sweep.glob("runs/*/result.json")) for sweep in sweeps)

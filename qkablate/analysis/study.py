@@ -3,14 +3,13 @@ read is there too, and says so: nothing is left out in silence."""
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from qkablate.runs import read_json, read_result
+from qkablate.runs import is_number, read_json, read_result
 from qkablate.sweeps import manifest as manifests
 from qkablate.sweeps.manifest import Arm, Manifest, SweepRun
 from qkablate.sweeps.state import Standing
@@ -93,6 +92,22 @@ class Study:
         tuning = [record for by_seed in self.tuning.values() for record in by_seed.values()]
         return sum(record.status in ("done", "diverged") for record in self.records + tuning)
 
+    @property
+    def next_words(self) -> list[str]:
+        """The command that goes on with what has not ended; [] if all has."""
+        if self.is_complete:
+            return []
+        tuning = [record for by_seed in self.tuning.values() for record in by_seed.values()]
+        open_ = {r.status for r in self.records + tuning} - {"done", "diverged"}
+        retry = ["--retry", "failed"] if open_ == {"failed"} else []
+        return [*self.manifest.command[1:], *retry]
+
+    @property
+    def where(self) -> list[str]:
+        """What finds the sweep by its name, from here."""
+        out = self.manifest.out
+        return [self.name, *([] if out == "outputs" else [f"out={out}"])]
+
     def baseline_of(self, entry: Entry) -> Entry | None:
         """What the entry is compared with: its arm's baseline, at the rate chosen for that one, or
         at the same rate where several were run."""
@@ -141,7 +156,7 @@ def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> 
         status, reason = "damaged", "its result.json cannot be read"
     elif result is not None and result.get("id") != run.id:
         status, reason, result = "damaged", "its result.json is another run's", None
-    losses = (result or {}).get("loss") or {}
+    losses = result["loss"] if result and result["status"] == "done" else {}
     seeds = tuple(
         (key, int(value)) for key, value in sorted(run.changes.items()) if key != "optim.lr"
     )
@@ -190,7 +205,6 @@ def course(folder: Path) -> dict[int, float]:
             tokens, loss = row["tokens"], row["val/loss"]
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        numbers = type(tokens) is int and tokens > 0 and type(loss) in (int, float)
-        if numbers and math.isfinite(loss):
+        if type(tokens) is int and tokens > 0 and is_number(loss):
             found[tokens] = float(loss)
     return dict(sorted(found.items()))

@@ -7,6 +7,7 @@ from typing import Any
 
 from qkablate.analysis.audit import MARKS, OK, Check, worst
 from qkablate.analysis.sample import ALPHA
+from qkablate.errors import printable
 from qkablate.table import short, some
 
 
@@ -243,12 +244,12 @@ def _fronts(found: list[dict[str, Any]]) -> Table:
 
 def markdown(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', '∣') for cell in cells)} |"
+        return printable(f"| {' | '.join(cell.replace('|', '∣') for cell in cells)} |")
 
     rule = ["---", *["---:"] * (len(table.columns) - 1)]
     lines = [line(table.columns), line(rule), *map(line, table.rows)]
-    notes = [f"- {note}" for note in table.notes]
-    return "\n".join([f"### {table.title}", "", *lines, "", *notes])
+    notes = [printable(f"- {note}") for note in table.notes]
+    return "\n".join([printable(f"### {table.title}"), "", *lines, "", *notes])
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

@@ -105,13 +105,20 @@ class Part:
         sd, mean = self.sample.sd, self.sample.mean
         if not sd:
             return None
+        above, below = not self.open_above, not self.open_below  # sides that have a bound
+        supports = {"noninferior": above, "better": above, "worse": below}
+        refutes = {"noninferior": below, "better": below, "worse": above}
+        both = above and below
+        can_support = supports.get(self.kind, both)
+        can_refute = refutes.get(self.kind, below if mean > 0 else above)
 
         def power(n: int) -> float:
-            ways = [
-                self.power(n, mean, sd, alpha),
-                self.power_to_refute(n, mean, sd, alpha / parts),
-            ]
-            if self.kind in ("better", "worse") and self.margin > 0:
+            ways = [0.0]
+            if can_support:
+                ways.append(self.power(n, mean, sd, alpha))
+            if can_refute:
+                ways.append(self.power_to_refute(n, mean, sd, alpha / parts))
+            if both and self.kind in ("better", "worse") and self.margin > 0:
                 ways.append(power_within(mean, self.margin, sd, n, alpha))
             return max(ways)
 
@@ -148,5 +155,6 @@ def spent(looks: Sequence[int]) -> list[float]:
     from scipy import stats
 
     z = float(stats.norm.isf(ALPHA / 2))
-    total = [2 * float(stats.norm.sf(z / math.sqrt(n / looks[-1]))) for n in looks]
+    total = [2 * float(stats.norm.sf(z / math.sqrt(n / looks[-1]))) for n in looks[:-1]]
+    total.append(ALPHA)
     return [after - before for before, after in zip([0.0, *total], total, strict=False)]

@@ -153,8 +153,9 @@ def _short(found: Any) -> str:
     return f"{found.word} ({found.claim.scale}, n = {found.n}{label})"
 
 
-def _judged(claim: Any, out: str) -> Any:
-    """The newest judgement of a claim that was registered, or None before its first sweep."""
+def _judged(claim: Any, out: str, most: int | None = None) -> Any:
+    """The judgement of a claim by its newest look that is complete (of up to `most` seeds), or by
+    the newest; None before its first sweep."""
     from qkablate.analysis.judgement import judge_claim
     from qkablate.analysis.registry import edited_since, registrations
     from qkablate.analysis.study import read_study
@@ -171,8 +172,14 @@ def _judged(claim: Any, out: str) -> Any:
         if not others:
             return None
         own = others[-1]  # its runs, by the claim as it is worded now
-        reasons = reasons or ["worded after these runs"]
-    return judge_claim(claim, read_study(own.sweeps[-1]), reasons)
+    looks = [sweep for seeds, sweep in own.sweeps.items() if most is None or seeds <= most]
+    try:
+        found = [judge_claim(claim, read_study(sweep), reasons) for sweep in looks[::-1]]
+    except UserError:
+        if own.claim.hash == claim.hash:
+            raise
+        return None  # it asks for arms that were not there
+    return next((one for one in found if one.verdict), found[0] if found else None)
 
 
 def _show(asked: _Asked, as_json: bool) -> int:
@@ -185,7 +192,8 @@ def _show(asked: _Asked, as_json: bool) -> int:
     found = _judged(claim, asked.out)
     if found is None:
         if as_json:
-            raise UserError(f"{claim.title} was not run yet")
+            print_json({"claim": claim.name, "scale": claim.scale, "verdict": None})
+            return 1
         print("\n".join([*claim_lines(claim), "", "not run yet"]))
         next_commands([*asked.command("run"), "--dry-run"], asked.command("run"))
         return 1
@@ -193,13 +201,20 @@ def _show(asked: _Asked, as_json: bool) -> int:
         if as_json:
             print_json(describe(found))
         else:
-            _print(found, asked.free)
+            _print(found)
         sys.stdout.flush()
     return 0 if found.verdict else 1
 
 
+def _is_registered(claim: Any, out: str) -> bool:
+    from qkablate.analysis.registry import registrations
+
+    return any(one.claim.hash == claim.hash for one in registrations(out, claim.name))
+
+
 def _run(asked: _Asked, flags: dict[str, str]) -> int:
     from qkablate.analysis.claim import comparisons
+    from qkablate.analysis.claim_file import MOST_SEEDS
     from qkablate.analysis.registry import edited_since, grid_of, register, registrations
     from qkablate.analysis.verdict_text import claim_lines
     from qkablate.cli.grid import composing
@@ -212,10 +227,13 @@ def _run(asked: _Asked, flags: dict[str, str]) -> int:
     if "--more" in flags:
         if not flags["--more"].isdecimal() or not int(flags["--more"]):
             raise UserError(f"--more: '{flags['--more']}' is not a number of seeds")
-        before = _judged(claim, asked.out)
-        if before is None or before.claim.hash != claim.hash or before.verdict is None:
+        before = _judged(claim, asked.out, most=looks[-1])
+        settled = before is not None and (before.is_settled or before.n == looks[-1])
+        if not settled or before.verdict is None or not _is_registered(claim, asked.out):
             raise UserError("--more: first the seeds that were declared")
-        looks = [before.n + int(flags["--more"])]
+        looks = [looks[-1] + int(flags["--more"])]
+        if looks[0] > MOST_SEEDS:
+            raise UserError(f"--more: {looks[0]:,} seeds are more than {MOST_SEEDS:,}")
     for reason in edited_since(claim, registrations(asked.out, claim.name)):
         tell(f"exploratory, whatever comes out: {reason}")
     for seeds in looks:
@@ -245,19 +263,19 @@ def _run(asked: _Asked, flags: dict[str, str]) -> int:
             break
     with suppress(BrokenPipeError):
         print()
-        _print(found, asked.free)
+        _print(found)
     return 0
 
 
-def _print(found: Any, free: list[str]) -> None:
+def _print(found: Any) -> None:
     from qkablate.analysis.verdict_text import lines
 
     print("\n".join(lines(found)))
     study = found.study
-    if found.verdict is None:
-        next_commands(study.manifest.command[1:], ["status", study.name])
+    if study.next_words:
+        next_commands(study.next_words, ["status", *study.where])
     else:
-        next_commands(["results", study.name, *[word for word in free if word.startswith("out=")]])
+        next_commands(["results", *study.where])
 
 
 def words() -> list[str]:

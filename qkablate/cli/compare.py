@@ -1,6 +1,7 @@
 """`qkablate compare`: two runs side by side."""
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from qkablate.cli.compose import next_commands, take_flags
@@ -68,10 +69,13 @@ def _print(found: dict[str, Any]) -> None:
             print(printable(f"{title:<15} {key}: {one} · {other}"))
     if not found["paired"]:
         print("\nno pair: other seeds, or other data; the gap is between more than two arms")
-    print("\none pair is a number, and no verdict; several seeds make a comparison:")
-    variants = [str(v) for v in found["differ"].get("variant.name", [])]
-    words = ["sweep", f"variant={','.join(variants)}"] if variants else ["sweep", "sweep=quick"]
-    next_commands([*words, "seed=range(6)"])
+    print("\none pair is a number, and no verdict; a sweep over seeds makes a comparison")
+    next_commands(["sweep", "--help"])
+
+
+def words() -> list[str]:
+    """What can be typed after `qkablate compare`."""
+    return [*(path.parent.name for path in Path("outputs/runs").glob("*/config.yaml")), "--json"]
 
 
 def _is_number(value: Any) -> bool:

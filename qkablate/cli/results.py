@@ -75,9 +75,8 @@ def main(argv: list[str]) -> int:
             print(f"# {study.name}\n\n" + "\n\n".join(map(markdown, tables(found))))
         else:
             print_tables(tables(found))
-            where = [] if out == "outputs" else [f"out={out}"]
-            own = ["results", study.name, *where]
-            more = [] if study.is_complete else [study.manifest.command[1:]]
+            own = ["results", *study.where]
+            more = [study.next_words] if study.next_words else []
             more += [[*own, "--margin", "0.01"]] if margin is None else []
             next_commands(*more, [*own, "--format", "json"])
         sys.stdout.flush()

@@ -108,6 +108,8 @@ class Standing:
             state.status, state.row, state.reason = "running", newest_row(folder), ""
             return
         state.result = read_result(folder)
+        if state.result is not None and state.result.get("id") != state.run.id:
+            state.result = None  # another run's
         if state.result is not None:
             state.status, state.row, state.reason = state.result["status"], None, ""
             if state.status == "failed":
@@ -191,7 +193,7 @@ def newest_row(folder: Path) -> dict[str, Any]:
     for line in lines:
         try:
             row |= json.loads(line)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             continue  # cut by our tail, or half-written
     return row
 

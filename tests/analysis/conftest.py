@@ -138,3 +138,21 @@ def world(corpus, tmp_path) -> Callable[..., World]:
         return World(freeze(manifest, ["the plan"]))
 
     return freeze_sweep
+
+
+@pytest.fixture(scope="session")
+def _composed() -> dict[tuple[str, ...], Manifest]:
+    return {}
+
+
+@pytest.fixture
+def cached_world(world, _composed, tmp_path) -> Callable[..., World]:
+    """As `world`, of a sweep that many tests ask for: it is composed once for all of them."""
+
+    def freeze_sweep(*words: str) -> World:
+        if words not in _composed:
+            _composed[words] = world(*words).manifest
+        manifest = dataclasses.replace(_composed[words], out=str(tmp_path / "outputs"))
+        return World(freeze(manifest, ["the plan"]))
+
+    return freeze_sweep

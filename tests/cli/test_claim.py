@@ -1,0 +1,508 @@
+"""`qkablate claim` as a user types it: from a file of one's own to a verdict, and what is said when
+it was edited, when it is not finished, and of mistakes."""
+
+import json
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qkablate.analysis.claim_file import known_claims, load_claim
+from qkablate.sweeps.state import link
+
+PART = {"arm": "no_q", "kind": "noninferior", "margin": 3}
+CLAIM = {
+    "says": "Keys alone are enough.",
+    "source": "a comment",
+    "seeds": 2,
+    "tuning_seeds": 0,
+    "grid": {"variant": "standard,no_q"},
+    "parts": {"within": PART},
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a claim of one's own, changed; its path."""
+
+    def write_claim(margin=3, **changes):
+        content = CLAIM | {"parts": {"within": PART | {"margin": margin}}} | changes
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+        return str(tmp_path / "mine.yaml")
+
+    return write_claim
+
+
+@pytest.fixture
+def claim(qkablate, tiny, write):
+    """Say a verb of the claim of one's own, with words that make it tiny."""
+    path = write()
+
+    def say(action, *words):
+        return qkablate("claim", action, path, *tiny, *words)
+
+    return say
+
+
+class Pretended:
+    """In the place of training: every run ends with what `outcome` says, None with nothing."""
+
+    def __init__(self):
+        self.outcome = self.by_gap(0.0)
+        self.trained = []
+        self.code = None  # the launcher's, if it is not to be told by how the runs ended
+
+    @staticmethod
+    def by_gap(gap, spread=0.001):
+        """A loss with this gap for all arms but standard."""
+
+        def loss(run):
+            own = 0.0 if run.arm.startswith("standard") else gap + spread * (run.place % 2 - 0.5)
+            return 2 + run.place / 10 + own
+
+        return loss
+
+    def run(self, launcher):
+        manifest, standing = launcher.manifest, launcher.standing
+        seeds = list(dict.fromkeys(run.changes["seed"] for run in manifest.runs))
+        for state in list(standing.states.values()):
+            run = state.run
+            if state.status in ("done", "diverged"):
+                continue
+            object.__setattr__(run, "place", seeds.index(run.changes["seed"]))
+            outcome = self.outcome(run)
+            if outcome is not None:
+                self.trained.append(run.id)
+                self._write(manifest, run, outcome)
+                standing.look_at(state)
+                link(manifest, state)
+        standing.look()
+        finished = all(s.status in ("done", "diverged") for s in standing.states.values())
+        return int(not finished) if self.code is None else self.code
+
+    def _write(self, manifest, run, outcome):
+        arm = manifest.arms[run.arm]
+        loss = None if isinstance(outcome, str) else outcome
+        result = {
+            **{"id": run.id, "label": run.label, "packed": 1, "threads": 1, "attempt": 1},
+            **{"status": outcome if loss is None else "done", "diverged_at": 3, "error": "no"},
+            **{"loss": dict.fromkeys(("train", "val", "test"), loss), "precision": "fp32"},
+            **{"device": "cpu", "kernel": "flash", "compile": False, "version": "0"},
+            **{"data_fingerprint": arm.facts["data_fingerprint"], "seconds": 1.0},
+            **{"steps": 12, "tokens": arm.tokens, "params": {"total": arm.total_params}},
+            **{"init": {"mode": "matched", "match": "exact"}, "lr": {"mode": "matched"}},
+        }
+        folder = Path(manifest.out) / "runs" / run.name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "result.json").write_text(json.dumps(result))
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    found = Pretended()
+    monkeypatch.setattr("qkablate.sweeps.launch.Launcher.run", lambda launcher: found.run(launcher))
+    return found
+
+
+def registered(tmp_path):
+    return sorted((tmp_path / "outputs").glob("claims/*/claim.json"))
+
+
+def proposed(done):
+    """The last commands under Next."""
+    return [shlex.split(line) for line in done.out.rpartition("\nNext\n")[2].splitlines()]
+
+
+def assert_refused(done, *told):
+    assert (done.code, done.out) == (2, ""), done
+    assert done.err.startswith("qkablate: ")
+    assert done.err.count("\n") == 1
+    for line in told:
+        assert line in done.err
+
+
+def test_help(qkablate):
+    done = qkablate("claim", "--help")
+    assert (done.code, done.err) == (0, "")
+    assert qkablate("claim", "-h").out == qkablate("claim").out == done.out
+    verdicts = ("SUPPORTED", "EQUIVALENT", "REFUTED", "UNDERPOWERED", "INCOMPLETE", "exploratory")
+    for word in (*verdicts, "--dry-run", "--more N", "--retry failed", "--json", "Exit codes"):
+        assert word in done.out
+
+
+def test_a_claim_of_ones_own_is_trained_to_a_verdict(claim, qkablate, tmp_path, write):
+    """With real runs, seconds of them."""
+    done = claim("show")
+    assert (done.code, done.err) == (1, "")
+    assert "mine (small): Keys alone are enough." in done.out
+    assert "no_q is not worse than standard by 3, at equal tokens" in done.out
+    assert "not run yet" in done.out
+    assert registered(tmp_path) == []
+
+    done = claim("run")
+    assert done.code == 0, done.err
+    assert "\nSUPPORTED\n" in done.out
+    assert "exploratory" not in done.out
+    (path,) = registered(tmp_path)
+    content = json.loads(path.read_text())
+    seeds = {r["seed"] for r in map(_result, tmp_path.glob("outputs/runs/*/result.json"))}
+    assert seeds == {*content["final_seeds"]}
+    (results,) = proposed(done)
+    assert results[:2] == ["qkablate", "results"]
+    assert qkablate(*results[1:]).code == 0
+
+    done = claim("show")
+    assert (done.code, done.err) == (0, "")
+    assert "\nSUPPORTED\n" in done.out
+    said = json.loads(claim("show", "--json").out, parse_constant=pytest.fail)
+    assert (said["verdict"], said["seeds"], said["exploratory"]) == ("SUPPORTED", 2, [])
+    assert said["hash"] == content["hash"]
+    losses = {
+        (r["seed"], r["label"].partition("-")[0]): r["loss"]["test"]
+        for r in map(_result, tmp_path.glob("outputs/runs/*/result.json"))
+    }
+    gaps = [losses[seed, "no_q"] - losses[seed, "standard"] for seed in sorted(seeds)]
+    assert sorted(said["parts"][0]["values"]) == pytest.approx(sorted(gaps))
+
+    # The same again trains nothing and writes nothing of the claim anew.
+    times = {p: p.stat().st_mtime_ns for p in tmp_path.glob("outputs/runs/*/result.json")}
+    before = path.read_bytes()
+    done = claim("run")
+    assert done.code == 0
+    assert "\nSUPPORTED\n" in done.out
+    assert times == {p: p.stat().st_mtime_ns for p in tmp_path.glob("outputs/runs/*/result.json")}
+    assert path.read_bytes() == before
+
+
+def _result(path):
+    return json.loads(path.read_text())
+
+
+def test_a_margin_that_is_edited_after_the_runs_is_exploratory(claim, pretended, write, tmp_path):
+    assert claim("run").code == 0
+    write(margin=2)
+    done = claim("show")
+    assert done.code == 0
+    assert "SUPPORTED (exploratory)" in done.out
+    assert "edited after the runs of " in done.out
+    assert "parts.within.margin: 3.0 → 2.0" in done.out
+    said = json.loads(claim("show", "--json").out)
+    assert any("3.0 → 2.0" in reason for reason in said["exploratory"])
+    # Its own runs have other seeds, and it stays what it is.
+    before = {*pretended.trained}
+    done = claim("run")
+    assert done.code == 0
+    assert "SUPPORTED (exploratory)" in done.out
+    assert "parts.within.margin: 3.0 → 2.0" in done.out
+    assert len({*pretended.trained} - before) == 4
+    one, other = (json.loads(path.read_text()) for path in registered(tmp_path))
+    assert not {*one["final_seeds"]} & {*other["final_seeds"]}
+    # As it was written first, it is what it was.
+    write()
+    assert "\nSUPPORTED\n" in claim("show").out
+
+
+def test_what_is_said_of_it_can_be_edited(claim, pretended, write):
+    assert claim("run").code == 0
+    write(says="Otherwise said.", source="elsewhere")
+    done = claim("show")
+    assert "mine (small): Otherwise said." in done.out
+    assert "\nSUPPORTED\n" in done.out
+    trained = list(pretended.trained)
+    assert claim("run").code == 0
+    assert pretended.trained == trained
+
+
+def test_an_edit_before_the_runs_is_none(claim, pretended, write):
+    assert claim("run", "--dry-run").code == 0
+    write(margin=2)
+    done = claim("run")
+    assert done.code == 0
+    assert "\nSUPPORTED\n" in done.out
+
+
+def test_an_edit_that_leaves_the_runs_behind_can_be_shown(claim, pretended, write):
+    """Of an arm that was not there yet nothing can be said, but that."""
+    assert claim("run").code == 0
+    arm = {"within": PART | {"arm": "shared_qk"}}
+    write(grid={"variant": "standard,shared_qk"}, parts=arm)
+    done = claim("show")
+    assert done.code in (1, 2)
+    assert "Traceback" not in done.err
+    assert claim("run").code == 0
+
+
+def test_more_seeds_are_exploratory_and_say_how_many_were_declared(claim, pretended, tmp_path):
+    assert_refused(claim("run", "--more", "1"), "--more: first the seeds that were declared")
+    assert claim("run").code == 0
+    assert len(pretended.trained) == 4
+    done = claim("run", "--more", "1")
+    assert done.code == 0, done.err
+    assert "SUPPORTED (exploratory)" in done.out
+    assert "3 seeds, and 2 were declared" in done.out
+    assert len(pretended.trained) == 6
+    done = claim("show")
+    assert "SUPPORTED (exploratory)" in done.out
+    # From then on: also when it is run as it was declared.
+    done = claim("run")
+    assert "3 seeds, and 2 were declared" in done.out
+    assert len(pretended.trained) == 6
+    (folder,) = (path.parent for path in registered(tmp_path))
+    assert {path.name for path in folder.iterdir()} == {"claim.json", "n2", "n3"}
+
+
+def test_more_seeds_that_were_interrupted_go_on(claim, qkablate, pretended):
+    assert claim("run").code == 0
+    outcome, pretended.outcome, pretended.code = pretended.outcome, lambda run: None, 130
+    assert claim("run", "--more", "1").code == 130
+    pretended.outcome, pretended.code = outcome, None
+    words = proposed(claim("show"))[0]
+    assert words[-2:] == ["--more", "1"]
+    done = qkablate(*words[1:])
+    assert done.code == 0, done.err
+    assert "3 seeds, and 2 were declared" in done.out
+
+
+def test_a_dry_run_writes_nothing_down(claim, tmp_path, monkeypatch):
+    from qkablate.sweeps.estimate import _Timed
+
+    timed = _Timed(1e6, 1e-3, 1.0, 10**8)
+    monkeypatch.setattr("qkablate.sweeps.estimate._timed", lambda *_: timed)
+    done = claim("run", "--dry-run")
+    assert done.code == 0, done.err
+    assert "mine (small): Keys alone are enough." in done.out
+    assert "1 comparison of 2 pairs" in done.out
+    assert "no_q-d16-h2" in done.out
+    assert registered(tmp_path) == []
+    assert list(tmp_path.glob("outputs/runs/*")) == []
+    assert list(tmp_path.glob("outputs/sweeps/*/manifest.json")) == []
+    (words,) = proposed(done)
+    assert words[:3] == ["qkablate", "claim", "run"]
+    assert "--dry-run" not in words
+
+
+@pytest.mark.parametrize("how", ["interrupted", "failed", "half"])
+def test_runs_that_have_not_ended_are_no_verdict(claim, pretended, how):
+    good = pretended.outcome
+    if how == "interrupted":
+        pretended.outcome, pretended.code = (lambda run: None), 130
+    elif how == "failed":
+        pretended.outcome = lambda run: "failed" if run.place else good(run)
+    else:
+        pretended.outcome = lambda run: None if run.place else good(run)
+    done = claim("run")
+    assert done.code == (130 if how == "interrupted" else 1)
+    assert "SUPPORTED" not in done.out
+    done = claim("show")
+    assert done.code == 1
+    assert "\nINCOMPLETE\n" in done.out
+    ended = 0 if how == "interrupted" else 2
+    assert f"{ended} of 4 runs have ended; a verdict takes all of them" in done.out
+    assert json.loads(claim("show", "--json").out)["verdict"] == "INCOMPLETE"
+    assert claim("show", "--json").code == 1
+    assert_refused(claim("run", "--more", "1"), "--more: first the seeds that were declared")
+    pretended.outcome, pretended.code = good, None
+    done = claim("run", *(["--retry", "failed"] if how == "failed" else []))
+    assert done.code == 0
+    assert "\nSUPPORTED\n" in done.out
+
+
+def test_what_failed_is_proposed_to_be_tried_again(claim, pretended):
+    pretended.outcome = lambda run: "failed"
+    assert claim("run").code == 1
+    assert proposed(claim("show"))[0][-2:] == ["--retry", "failed"]
+
+
+def looks(write, margin):
+    write(margin, seeds=[3, 4, 6])
+
+
+def test_looks_stop_at_the_first_that_settles_it(claim, pretended, write, tmp_path):
+    looks(write, 3)
+    done = claim("run")
+    assert done.code == 0, done.err
+    assert len(pretended.trained) == 6
+    assert "\nSUPPORTED\n" in done.out
+    assert json.loads(claim("show", "--json").out)["seeds"] == 3
+    assert {path.name for path in registered(tmp_path)[0].parent.iterdir()} == {"claim.json", "n3"}
+    trained = list(pretended.trained)
+    assert claim("run").code == 0
+    assert pretended.trained == trained
+
+
+def test_looks_go_on_while_it_is_not_settled(claim, pretended, write):
+    looks(write, 0.01)
+    pretended.outcome = pretended.by_gap(0.01, 0.1)  # on the margin
+    done = claim("run")
+    assert done.code == 0, done.err
+    assert len(pretended.trained) == 12
+    assert "\nUNDERPOWERED\n" in done.out
+    said = json.loads(claim("show", "--json").out)
+    assert (said["seeds"], said["declared_seeds"], said["exploratory"]) == (6, [3, 4, 6], [])
+    assert 0 < said["alpha"] < 0.05
+
+
+def test_a_look_that_is_not_finished_is_the_last(claim, pretended, write):
+    looks(write, 0.01)
+    hard = pretended.by_gap(0.01, 0.1)
+    pretended.outcome = lambda run: None if run.place == 3 else hard(run)
+    assert claim("run").code == 1
+    said = json.loads(claim("show", "--json").out)
+    assert (said["verdict"], said["seeds"]) == ("INCOMPLETE", 4)
+
+
+def test_refuted_and_underpowered_are_verdicts_too(claim, pretended, write):
+    pretended.outcome = pretended.by_gap(5)
+    done = claim("run")
+    assert done.code == 0
+    assert "\nREFUTED\n" in done.out
+    assert claim("show").code == 0
+
+
+def test_other_data_under_the_same_name_is_refused(claim, pretended, text):
+    assert claim("run").code == 0
+    text.write_text(text.read_text() * 2)
+    done = claim("run")
+    assert_refused(done, "another out=FOLDER keeps them apart")
+
+
+def test_a_registration_that_was_changed_by_hand_is_told(claim, pretended, tmp_path):
+    assert claim("run").code == 0
+    (path,) = registered(tmp_path)
+    path.write_text(path.read_text().replace('"margin": 3.0', '"margin": 4.0'))
+    for action in ("show", "run"):
+        assert_refused(claim(action), f"'{path}' is damaged, or was changed by hand")
+
+
+def test_a_moved_folder_shows_the_same(claim, qkablate, pretended, tiny, tmp_path):
+    assert claim("run").code == 0
+    shutil.move(tmp_path / "outputs", tmp_path / "moved")
+    words = [word for word in tiny if not word.startswith("out=")]
+    done = qkablate("claim", "show", "mine.yaml", *words, "out=moved")
+    assert done.code == 0
+    assert "\nSUPPORTED\n" in done.out
+
+
+# The list.
+
+
+def test_the_list_has_every_claim_and_says_which_cannot_be_tested(qkablate):
+    done = qkablate("claim", "list")
+    assert (done.code, done.err) == (0, "")
+    rows = {line.split()[0]: line for line in done.out.splitlines() if line.strip()}
+    for name in known_claims():
+        found = load_claim(name)
+        expected = "not testable yet" if found.untestable else "not run"
+        assert expected in rows[name]
+        assert found.says[:20] in rows[name]
+        if found.untestable:
+            assert f"\n{name}: {found.untestable}\n" in done.out
+    said = json.loads(qkablate("claim", "list", "--json").out)
+    assert [row["claim"] for row in said] == known_claims()
+    assert all(row["source"] and row["verdicts"] == [] for row in said)
+    assert {row["claim"] for row in said if row["untestable"]} >= {"encoder_decoder"}
+    for words in proposed(done):
+        assert words[:3] == ["qkablate", "claim", "run"]
+
+
+def test_the_list_has_the_verdicts(qkablate, claim, pretended, tmp_path):
+    assert claim("run").code == 0
+    out = f"out={tmp_path / 'outputs'}"
+    said = {r["claim"]: r for r in json.loads(qkablate("claim", "list", out, "--json").out)}
+    assert said["mine"]["verdicts"] == ["SUPPORTED (small, n = 2)"]
+    assert said["one_head"]["verdicts"] == []
+    assert "SUPPORTED (small, n = 2)" in qkablate("claim", "list", out).out
+    assert "SUPPORTED" not in qkablate("claim", "list", "out=elsewhere").out
+    assert claim("run", "--more", "1").code == 0
+    (row,) = [x for x in qkablate("claim", "list", out).out.splitlines() if x.startswith("mine ")]
+    assert "SUPPORTED (small, n = 3, exploratory)" in row
+
+
+# Mistakes.
+
+MISTAKES = [
+    (["shw"], "'shw' is not one of list, run, show (nearest: show)"),
+    (["run"], "give a claim: qkablate claim run NAME"),
+    (["show"], "give a claim: qkablate claim show NAME"),
+    (["run", "one_hed"], "there is no claim 'one_hed' (nearest: one_head)"),
+    (["show", "nowhere.yaml"], "'nowhere.yaml': No such file or directory"),
+    (["run", "one_head", "gpu"], "'gpu' is not key=value"),
+    (["run", "one_head", "=3"], "'=3' is not key=value"),
+    (["show", "one_head", "scale=smal"], "scale: 'smal' is not one of small, gpu"),
+    (["run", "one_head", "seed=3"], "grid: seed is the claim's own business"),
+    (["run", "one_head", "control=flops"], "grid: control is the claim's own business"),
+    (["run", "one_head", "sweep.tune=false"], "grid: sweep.tune is the claim's own business"),
+    (["run", "one_head", "+seed=3"], "seed"),
+    (["run", "one_head", "modl.layers=3"], "modl: there is no such key (nearest: model)"),
+    (["run", "one_head", "model.layrs=3"], "(nearest: model.layers)"),
+    (["run", "one_head", "model.heads=3"], "does not divide"),
+    (["run", "one_head", "--more", "0"], "--more: '0' is not a number of seeds"),
+    (["run", "one_head", "--more", "-1"], "--more: '-1' is not a number of seeds"),
+    (["run", "one_head", "--more", "x"], "--more: 'x' is not a number of seeds"),
+    (["run", "one_head", "--more"], "--more: a value is missing"),
+    (["run", "one_head", "--retry", "all"], "--retry: takes failed, not 'all'"),
+    (["run", "one_head", "--json"], "--json has no meaning with claim run"),
+    (["show", "one_head", "--dry-run"], "--dry-run has no meaning with claim show"),
+    (["show", "one_head", "--more", "1"], "--more has no meaning with claim show"),
+    (["list", "--retry", "failed"], "--retry has no meaning with claim list"),
+    (["list", "one_head"], "'one_head': claim list takes out=FOLDER alone"),
+    (["run", "one_head", "--dryrun"], "(nearest: --dry-run)"),
+    (["run", "one_head", "--dry-run=1"], "--dry-run takes no value"),
+    (["run", "one_head", "out=/proc/here"], "out: cannot write in '/proc/here'"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES, ids=[" ".join(w) for w, _ in MISTAKES])
+def test_mistakes(qkablate, pretended, tmp_path, words, line):
+    assert_refused(qkablate("claim", *words), line)
+    assert registered(tmp_path) == []
+
+
+@pytest.mark.parametrize("action", ["run", "show"])
+@pytest.mark.parametrize("name", [n for n in known_claims() if load_claim(n).untestable])
+def test_what_cannot_be_tested_says_why(qkablate, action, name):
+    done = qkablate("claim", action, name)
+    assert_refused(done, f"{name} is not testable yet: {load_claim(name).untestable}")
+
+
+FILES = {
+    "a kind": ({"parts": {"within": PART | {"kind": "noninferor"}}}, "(nearest: noninferior)"),
+    "an arm": ({"parts": {"within": PART | {"arm": "merged_w"}}}, "the grid has no variant=merg"),
+    "a variant": ({"grid": {"variant": "standard,no_qq"}}, "variant: 'no_qq' is not one of"),
+    "a predicate": ({"where": ["model.d_modl > 3"]}, "there is no key 'model.d_modl'"),
+    "no arm left": ({"where": ["model.d_model > 999"]}, "excludes all arms"),
+    "a baseline": ({"baseline": 5}, "baseline: '5' is not a variant"),
+    "growth": ({"parts": {"within": PART | {"horizon": "growth"}}}, "3 lengths of training"),
+    "seeds": ({"seeds": 1}, "seeds: 1 is not a number from 2 on"),
+}
+
+
+@pytest.mark.parametrize(("changes", "line"), FILES.values(), ids=FILES)
+def test_mistakes_in_a_file(claim, pretended, write, tmp_path, changes, line):
+    write(**changes)
+    assert_refused(claim("run"), line)
+    assert registered(tmp_path) == []
+    assert pretended.trained == []
+
+
+def query(qkablate, monkeypatch, line, shell):
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setattr(sys, "argv", ["qkablate"])
+    return qkablate("-sc", f"query={shell}").out.split()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(qkablate, monkeypatch, shell):
+    assert query(qkablate, monkeypatch, "qkablate cla", shell) == ["claim"]
+    offered = {*query(qkablate, monkeypatch, "qkablate claim ", shell)}
+    assert {"list", "run", "show", *known_claims(), "scale=small", "scale=gpu"} <= offered
+    assert query(qkablate, monkeypatch, "qkablate claim sh", shell) == ["show"]
+    assert query(qkablate, monkeypatch, "qkablate claim run one_h", shell) == ["one_head"]
+    assert query(qkablate, monkeypatch, "qkablate claim run one_head sc", shell) == [
+        "scale=small",
+        "scale=gpu",
+    ]
+    assert query(qkablate, monkeypatch, "qkablate claim run one_head --d", shell) == ["--dry-run"]

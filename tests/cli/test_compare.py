@@ -1,0 +1,252 @@
+"""`qkablate compare`: two runs side by side."""
+
+import json
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from qkablate.cli import main
+
+SIZES = ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
+LENGTH = ["train.steps=12", "train.batch_size=2", "train.eval_every=6", "track.wandb=disabled"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Three real runs: standard with two seeds, no_q with one of them."""
+    folder = tmp_path_factory.mktemp("compare")
+    (folder / "corpus.txt").write_text("the cat sat on the mat, ähnlich ∑\n" * 200)
+    data = ["data=text", f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
+    for words in (["seed=0"], ["seed=1"], ["variant=no_q", "seed=0"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(["train", *SIZES, *LENGTH, *data, f"out={folder / 'outputs'}", *words])
+        assert exit_.value.code == 0
+    return folder / "outputs"
+
+
+@pytest.fixture
+def outputs(trained, tmp_path):
+    return Path(shutil.copytree(trained, tmp_path / "outputs", symlinks=True))
+
+
+@pytest.fixture
+def runs(outputs):
+    """Their folders: standard, standard with another seed, no_q."""
+    found = sorted(outputs.glob("runs/*"))
+    by_name = {path.name.rpartition("-")[0]: path for path in found}
+    return [by_name[f"{name}"] for name in ("standard-d16-h2-s0", "standard-d16-h2-s1")] + [
+        by_name["no_q-d16-h2-s0"]
+    ]
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def compared(qkablate, *words):
+    done = qkablate("compare", *map(str, words), "--json")
+    assert (done.code, done.err) == (0, ""), done
+    return json.loads(done.out, parse_constant=pytest.fail)
+
+
+def test_help(qkablate):
+    done = qkablate("compare", "--help")
+    assert (done.code, done.err) == (0, "")
+    assert "Usage: qkablate compare RUN RUN" in done.out
+    assert qkablate("compare", "-h").out == done.out
+
+
+def test_a_pair(qkablate, runs):
+    standard, _, no_q = runs
+    said = compared(qkablate, no_q.name, standard.name)
+    assert said["runs"] == [no_q.name, standard.name]
+    assert said["status"] == ["done", "done"]
+    assert said["paired"] is True
+    losses = [result(folder)["loss"] for folder in (no_q, standard)]
+    for split in ("train", "val", "test"):
+        assert said["loss"][split] == [one[split] for one in losses]
+        if losses[0][split] is not None:
+            gap = losses[0][split] - losses[1][split]
+            assert said["gap"][split] == pytest.approx(gap)
+    assert said["params"] == [result(folder)["params"]["total"] for folder in (no_q, standard)]
+    assert said["params"][0] < said["params"][1]
+    assert said["differ"]["variant.name"] == ["no_q", "standard"]
+    assert not any(key.startswith(("seed", "train", "model", "data")) for key in said["differ"])
+    assert said["unlike"] == {}
+    readings = {row["tokens"]: row["gap"] for row in said["val_gap"]}
+    assert list(readings) == sorted(readings)
+    assert readings[12 * 2 * 16] == pytest.approx(said["gap"]["val"], abs=1e-6)
+    # The other way round it has the other sign.
+    back = compared(qkablate, standard.name, no_q.name)
+    assert back["gap"]["val"] == -said["gap"]["val"]
+
+
+def test_a_pair_as_a_table(qkablate, runs):
+    standard, _, no_q = runs
+    done = qkablate("compare", "no_q", "standard-d16-h2-s0")
+    assert (done.code, done.err) == (0, "")
+    head, *rows = done.out.splitlines()
+    assert head.split() == [no_q.name, standard.name, "gap"]
+    gap = result(no_q)["loss"]["test"] - result(standard)["loss"]["test"]
+    (test,) = [row for row in rows if row.startswith("test loss")]
+    assert f"{gap:+.4f}" in test
+    assert "they differ in  variant.name: no_q · standard" in done.out
+    assert "no pair" not in done.out
+    assert "one pair is a number, and no verdict" in done.out
+    assert "validation gap by tokens" in done.out
+
+
+def test_other_seeds_are_no_pair(qkablate, runs):
+    standard, other, no_q = runs
+    said = compared(qkablate, standard.name, other.name)
+    assert said["paired"] is False
+    assert said["differ"]["seed"] == [0, 1]
+    done = qkablate("compare", standard.name, other.name)
+    assert "no pair: other seeds, or other data" in done.out
+    assert compared(qkablate, no_q.name, other.name)["paired"] is False
+
+
+def test_other_data_is_no_pair(qkablate, outputs, runs):
+    standard, _, no_q = runs
+    other = result(no_q) | {"data_fingerprint": "another"}
+    (no_q / "result.json").write_text(json.dumps(other))
+    said = compared(qkablate, no_q.name, standard.name)
+    assert said["paired"] is False
+    assert said["unlike"]["data_fingerprint"][0] == "another"
+    assert (
+        "and in          data_fingerprint: another"
+        in qkablate("compare", "no_q", standard.name).out
+    )
+
+
+def test_a_run_beside_itself_differs_in_nothing(qkablate, runs):
+    said = compared(qkablate, runs[0].name, runs[0])
+    assert said["differ"] == said["unlike"] == {}
+    assert said["gap"]["test"] == 0
+    assert said["paired"] is True
+    assert qkablate("compare", runs[0].name, runs[0].name).code == 0
+
+
+def test_a_run_is_found_by_its_folder_name_or_id(qkablate, runs, trained):
+    one, _, other = runs
+    whole = compared(qkablate, one, other)
+    ids = [folder.name.rpartition("-")[2] for folder in (one, other)]
+    for words in ([one.name, other.name], ids, ["standard-d16-h2-s0", "no_q"], [ids[0][:6], "no"]):
+        assert compared(qkablate, *words) == whole
+    there = compared(qkablate, *ids, f"out={trained}")
+    assert there == whole
+    assert compared(qkablate, f"out={trained}", *ids) == whole
+
+
+@pytest.mark.parametrize("how", ["no result", "half a result", "no metrics", "no environment"])
+def test_a_run_without_all_of_it_is_shown_as_far_as_it_is(qkablate, runs, how):
+    one, _, other = runs
+    path = one / "result.json"
+    if how == "no result":
+        path.unlink()
+    elif how == "half a result":
+        path.write_text(path.read_text()[:60])
+    else:
+        name = "metrics.jsonl" if how == "no metrics" else "environment.json"
+        (one / name).unlink()
+    said = compared(qkablate, one.name, other.name)
+    done = qkablate("compare", one.name, other.name)
+    assert (done.code, done.err) == (0, "")
+    if "result" in how:
+        assert said["status"] == ["no result", "done"]
+        assert said["gap"] == {}
+        assert said["loss"]["val"][0] is None
+        assert "no result" in done.out
+        assert "+" not in next(row for row in done.out.splitlines() if row.startswith("val loss"))
+    else:
+        assert said["status"] == ["done", "done"]
+        assert "val" in said["gap"]
+
+
+def test_a_run_that_diverged_has_no_gap(qkablate, runs):
+    one, _, other = runs
+    nothing = {"train": None, "val": None, "test": None}
+    diverged = result(one) | {"status": "diverged", "diverged_at": 3, "loss": nothing}
+    (one / "result.json").write_text(json.dumps(diverged))
+    said = compared(qkablate, one.name, other.name)
+    assert said["status"] == ["diverged", "done"]
+    assert said["gap"] == {}
+    assert qkablate("compare", one.name, other.name).code == 0
+
+
+def test_what_is_proposed_can_be_begun(qkablate, runs):
+    done = qkablate("compare", "no_q", "standard-d16-h2-s0")
+    (line,) = done.out.partition("\nNext\n")[2].splitlines()
+    words = shlex.split(line)
+    assert words[:3] == ["qkablate", "sweep", "variant=no_q,standard"]
+    assert "seed=range(6)" in words
+
+
+MISTAKES = [
+    ([], "give two runs, not 0: qkablate compare RUN RUN"),
+    (["no_q"], "give two runs, not 1"),
+    (["no_q", "standard", "no_q"], "give two runs, not 3"),
+    (["no_q", "standard"], "'standard' may be any of 2 runs"),
+    (["no_q", "standrd-d16-h2-s0"], "there is no run 'standrd-d16-h2-s0'"),
+    (["no_q", "standrd-d16-h2-s0"], "(nearest: standard-d16-h2-s0"),
+    (["no_q", ""], "give a run: its folder"),
+    (["no_q", "no_q", "out=nowhere"], "there is no run 'no_q', and none at all in 'nowhere/runs'"),
+    (["no_q", "outputs"], "'outputs' is no run: it has no config.yaml"),
+    (["no_q", "--jso"], "(nearest: --json)"),
+    (["--json=1", "no_q", "no_q"], "--json takes no value"),
+    (["no_q", "\x1b[31mred"], "there is no run '�[31mred'"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES, ids=[" ".join(w)[:30] for w, _ in MISTAKES])
+def test_mistakes(qkablate, runs, words, line):
+    assert_refused(qkablate("compare", *words), line)
+
+
+def assert_refused(done, line):
+    assert (done.code, done.out) == (2, ""), done
+    assert done.err.startswith("qkablate: ")
+    assert line in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "- a", "3", "!!python/object/apply:os.mkdir ['made']", "[" * 20_000, "a: *b"]
+)
+def test_a_damaged_config_is_told_and_runs_nothing(qkablate, runs, tmp_path, text):
+    one, _, other = runs
+    (one / "config.yaml").write_text(text)
+    assert_refused(qkablate("compare", one.name, other.name), "config.yaml' cannot be read: ")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_config_with_a_key_that_is_a_number_is_told(qkablate, runs):
+    one, _, other = runs
+    with (one / "config.yaml").open("a") as file:
+        file.write("7: 8\n")
+    assert qkablate("compare", one.name, other.name).code in (0, 2)
+
+
+def test_nothing_is_written(qkablate, outputs, runs):
+    def tree():
+        return {path: path.lstat().st_mtime_ns for path in outputs.rglob("*")}
+
+    before = tree()
+    compared(qkablate, runs[0].name, runs[2].name)
+    assert tree() == before
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(qkablate, monkeypatch, runs, shell):
+    monkeypatch.setenv("COMP_LINE", "qkablate comp")
+    monkeypatch.setattr(sys, "argv", ["qkablate"])
+    assert qkablate("-sc", f"query={shell}").out.split() == ["compare"]
+
+
+def test_completion_offers_the_runs(qkablate, monkeypatch, runs):
+    monkeypatch.setenv("COMP_LINE", "qkablate compare no")
+    monkeypatch.setattr(sys, "argv", ["qkablate"])
+    assert qkablate("-sc", "query=bash").out.split() == [runs[2].name]

@@ -1,0 +1,414 @@
+"""`qkablate results` as a user types it: tables, their formats, and what is said of mistakes."""
+
+import csv
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qkablate.cli import main
+from qkablate.sweeps.state import link
+
+GAPS = {"no_q": 0.05, "shared_qk": 0.0}
+SPREAD = (-0.002, -0.001, 0.0, 0.001, 0.002)
+WORDS = [
+    *("sweep.name=small", "variant=standard,no_q,shared_qk", "seed=range(5)", "workers=1"),
+    *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"),
+    *("train.steps=12", "train.batch_size=2", "track.wandb=disabled", "data=text"),
+]
+
+
+def finish(launcher):
+    """In the place of training: gaps of which the truth is known."""
+    manifest = launcher.manifest
+    for state in launcher.standing.states.values():
+        run, arm = state.run, manifest.arms[state.run.arm]
+        seed = run.changes["seed"]
+        loss = 2 + seed / 10 + GAPS.get(arm.variant, 0.0)
+        if arm.variant != "standard":
+            loss += SPREAD[seed] * (1 if arm.variant == "no_q" else -1)
+        folder = Path(manifest.out) / "runs" / run.name
+        folder.mkdir(parents=True)
+        result = {
+            **{"id": run.id, "label": run.label, "status": "done", "packed": 1, "threads": 1},
+            **{"loss": {"train": loss, "val": loss, "test": loss}, "precision": "fp32"},
+            **{"device": "cpu", "kernel": "flash", "compile": False, "attempt": 1},
+            **{"data_fingerprint": arm.facts["data_fingerprint"], "seconds": 1.0, "steps": 12},
+            **{"tokens": arm.tokens, "params": {"total": arm.total_params}, "version": "0"},
+            **{"init": {"mode": "matched", "match": "exact"}, "lr": {"mode": "matched"}},
+        }
+        (folder / "result.json").write_text(json.dumps(result))
+        launcher.standing.look_at(state)
+        link(manifest, state)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The outputs of a sweep that has come to its end."""
+    folder = tmp_path_factory.mktemp("results")
+    (folder / "corpus.txt").write_text("the cat sat on the mat\n" * 400, encoding="utf-8")
+    paths = {"data.path": folder / "corpus.txt", "data.cache": folder / "cache"}
+    paths["out"] = folder / "outputs"
+    words = [*WORDS, *(f"{key}={path}" for key, path in paths.items())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qkablate.sweeps.launch.Launcher.run", finish)
+        with pytest.raises(SystemExit) as exit_:
+            main(["sweep", *words])
+    assert exit_.value.code == 0
+    return folder / "outputs"
+
+
+@pytest.fixture
+def outputs(finished, tmp_path):
+    """A copy to do with as one likes, where the command looks for it."""
+    return Path(shutil.copytree(finished, tmp_path / "outputs", symlinks=True))
+
+
+@pytest.fixture
+def sweep(outputs):
+    (folder,) = (outputs / "sweeps").glob("small-*")
+    return folder
+
+
+def unfinish(outputs, count=1):
+    for path in sorted(outputs.glob("runs/no_q-*/result.json"))[:count]:
+        path.unlink()
+
+
+def proposed(done):
+    """The commands under Next."""
+    return [shlex.split(line) for line in done.out.partition("\nNext\n")[2].splitlines()]
+
+
+def test_help(qkablate):
+    done = qkablate("results", "--help")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == qkablate("results", "-h").out
+    assert "Exit codes: 0 every run is done or has diverged · 1 some are not · 2" in done.out
+    for flag in ("--margin", "--format", "--times"):
+        assert flag in done.out
+
+
+@pytest.mark.parametrize("verb", ["results", "compare", "claim"])
+def test_help_needs_no_torch_and_no_scipy(verb):
+    code = (
+        "import sys, qkablate.cli\n"
+        f"try: qkablate.cli.main(['{verb}', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(str({'torch', 'scipy', 'statsmodels'} & set(sys.modules) or '') or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_table_has_every_arm_every_run_and_every_gap(qkablate, sweep):
+    done = qkablate("results")
+    assert (done.code, done.err) == (0, "")
+    losses = re.split(r"\n\n(?=\S.*\n\n)", done.out)[0]
+    assert losses.startswith("test loss")
+    for arm in ("standard-d16-h2", "no_q-d16-h2", "shared_qk-d16-h2"):
+        (row,) = [line for line in losses.splitlines() if line.startswith(f"{arm} ")]
+        assert "5/5" in row
+    assert "2.0000 2.1000 2.2000 2.3000 2.4000" in losses  # every run of the baseline
+    rows = {line.split()[0]: line for line in done.out.splitlines() if "[" in line}
+    assert "+0.0500" in rows["no_q-d16-h2"]
+    assert "worse" in rows["no_q-d16-h2"]
+    assert "none found" in rows["shared_qk-d16-h2"]
+    assert "gaps to standard-d16-h2, paired by seed" in done.out
+    assert "neither was tuned" in done.out  # what the audit says
+
+
+def test_json_has_all_of_it(qkablate, sweep):
+    done = qkablate("results", "--format", "json")
+    assert (done.code, done.err) == (0, "")
+    said = json.loads(done.out, parse_constant=pytest.fail)
+    assert said["sweep"] == sweep.name
+    assert said["complete"] is True
+    assert {arm["arm"] for arm in said["arms"]} == {
+        *("standard-d16-h2", "no_q-d16-h2", "shared_qk-d16-h2")
+    }
+    assert all(len(arm["runs"]) == arm["n"] == 5 for arm in said["arms"])
+    gaps = {gap["arm"]: gap for gap in said["gaps"]}
+    assert len(gaps) == 2
+    for name, gap in gaps.items():
+        true = GAPS[name.partition("-")[0]]
+        assert gap["mean"] == pytest.approx(true, abs=1e-9)
+        low, high = gap["interval"]
+        # t of 4 degrees of freedom; the numbers of SPREAD have a variance of 2.5e-6.
+        half = 2.776445 * (2.5e-6 / 5) ** 0.5
+        assert (low, high) == pytest.approx((true - half, true + half), abs=1e-8)
+        assert [pair["seeds"]["seed"] for pair in gap["pairs"]] == [0, 1, 2, 3, 4]
+        assert gap["margin"] is None
+        assert {check["state"] for check in gap["audit"]} <= {"ok", "note", "warning"}
+
+
+def test_csv_is_a_row_a_gap_with_the_numbers_of_the_json(qkablate, sweep):
+    done = qkablate("results", "--format=csv")
+    assert (done.code, done.err) == (0, "")
+    rows = list(csv.DictReader(io.StringIO(done.out)))
+    gaps = json.loads(qkablate("results", "--format", "json").out)["gaps"]
+    assert [row["arm"] for row in rows] == [gap["arm"] for gap in gaps]
+    for row, gap in zip(rows, gaps, strict=True):
+        assert float(row["mean"]) == gap["mean"]
+        assert [float(row["low"]), float(row["high"])] == gap["interval"]
+        assert [float(row["bca_low"]), float(row["bca_high"])] == gap["bca"]
+        assert float(row["p_holm"]) == gap["p_holm"]
+        assert int(row["n"]) == 5
+        assert "warning: learning rate" in row["audit"]
+        assert row["unpaired"] == ""
+
+
+def read_markdown(text):
+    """Tables by title: a list of rows, the head first."""
+    found = {}
+    for block in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
+        title, *rest = block.splitlines()
+        lines = [line for line in rest if line.startswith("|")]
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        assert all(set(cell) <= {"-", ":"} for cell in rows.pop(1))
+        assert len({len(row) for row in rows}) == 1, title
+        found[title] = rows
+    return found
+
+
+def test_markdown_has_the_tables_to_paste(qkablate, sweep):
+    done = qkablate("results", "--format", "md")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"# {sweep.name}\n")
+    tables = read_markdown(done.out)
+    head, *rows = tables["gaps to standard-d16-h2, paired by seed"]
+    by_arm = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    assert by_arm["no_q-d16-h2"]["gap"] == "+0.0500"
+    assert by_arm["no_q-d16-h2"]["n"] == "5"
+    assert by_arm["no_q-d16-h2"]["says"] == "worse"
+    assert by_arm["shared_qk-d16-h2"]["gap"] == "+0.0000"
+    head, *rows = next(rows for title, rows in tables.items() if title.startswith("test loss"))
+    assert [row[head.index("done")] for row in rows] == ["5/5"] * 3
+    assert "Next" not in done.out
+
+
+def test_a_margin_is_tested_for(qkablate, sweep):
+    gaps = {}
+    for margin in ("0.01", "0.1"):
+        done = qkablate("results", "--format", "json", "--margin", margin)
+        assert done.code == 0
+        gaps[margin] = {gap["arm"]: gap["margin"] for gap in json.loads(done.out)["gaps"]}
+    assert gaps["0.01"]["shared_qk-d16-h2"]["nats"] == 0.01
+    assert gaps["0.01"]["shared_qk-d16-h2"]["p_noninferior"] < 0.05
+    assert gaps["0.01"]["shared_qk-d16-h2"]["p_equivalent"] < 0.05
+    assert gaps["0.01"]["no_q-d16-h2"]["p_noninferior"] > 0.95
+    assert gaps["0.1"]["no_q-d16-h2"]["p_noninferior"] < 0.05
+    done = qkablate("results", "--margin=0.01")
+    assert "p of ≥ 0.01" in done.out
+    assert "seeds for ± 0.01" in done.out
+    assert "equivalent" in done.out
+    # Asked for once, it is not proposed again.
+    assert all("--margin" not in words for words in proposed(done))
+
+
+def test_what_is_proposed_works(qkablate, sweep):
+    done = qkablate("results")
+    commands = proposed(done)
+    assert [words[:3] for words in commands] == [["qkablate", "results", sweep.name]] * 2
+    assert commands[0][-2:] == ["--margin", "0.01"]
+    assert commands[1][-2:] == ["--format", "json"]
+    for words in commands:
+        assert qkablate(*words[1:]).code == 0
+
+
+def test_what_is_proposed_works_with_another_out(qkablate, finished, tmp_path):
+    done = qkablate("results", "small", f"out={finished}")
+    commands = proposed(done)
+    assert len(commands) == 2
+    for words in commands:
+        assert f"out={finished}" in words
+        assert qkablate(*words[1:]).code == 0
+
+
+def test_what_is_proposed_works_of_a_folder_that_was_given(qkablate, finished):
+    (folder,) = finished.glob("sweeps/small-*")
+    done = qkablate("results", str(folder))
+    assert done.code == 0
+    for words in proposed(done):
+        assert qkablate(*words[1:]).code == 0
+
+
+def test_a_sweep_is_found_by_its_folder_name_or_id(qkablate, sweep):
+    whole = qkablate("results", "--format", "json").out
+    id = sweep.name.rpartition("-")[2]
+    for word in (sweep.name, "small", id[:5], str(sweep), f"outputs/sweeps/{sweep.name}/"):
+        assert qkablate("results", word, "--format", "json").out == whole
+
+
+def test_a_sweep_that_is_not_finished_is_shown_as_far_as_it_is(qkablate, outputs, sweep):
+    unfinish(outputs, 2)
+    done = qkablate("results")
+    assert (done.code, done.err) == (1, "")
+    assert "(waiting)" in done.out
+    (row,) = [x for x in done.out.splitlines() if x.startswith("no_q-d16-h2 ") and "/5" in x]
+    assert "3/5" in row
+    manifest = json.loads((sweep / "manifest.json").read_text())
+    assert proposed(done)[0] == manifest["command"]
+    for form in ("json", "csv", "md"):
+        assert qkablate("results", "--format", form).code == 1
+    said = json.loads(qkablate("results", "--format", "json").out)
+    assert said["complete"] is False
+    (gap,) = [gap for gap in said["gaps"] if gap["arm"].startswith("no_q")]
+    assert gap["n"] == 3
+    assert len(gap["unpaired"]) == 2
+
+
+def test_a_sweep_without_any_result_is_shown(qkablate, outputs):
+    for path in outputs.glob("runs/*/result.json"):
+        path.unlink()
+    for form in ("table", "json", "csv", "md"):
+        done = qkablate("results", "--format", form, "--margin", "0.01")
+        assert (done.code, done.err) == (1, ""), form
+    said = json.loads(qkablate("results", "--format", "json").out, parse_constant=pytest.fail)
+    assert all(gap["n"] == 0 and gap["mean"] is None for gap in said["gaps"])
+
+
+def test_what_failed_is_proposed_to_be_tried_again(qkablate, outputs):
+    path = next(outputs.glob("runs/no_q-*/result.json"))
+    result = json.loads(path.read_text()) | {"status": "failed", "error": "ValueError: no"}
+    path.write_text(json.dumps(result))
+    done = qkablate("results")
+    assert done.code == 1
+    assert proposed(done)[0][-2:] == ["--retry", "failed"]
+
+
+def test_nothing_is_written(qkablate, outputs):
+    def tree():
+        return {path: path.lstat().st_mtime_ns for path in outputs.rglob("*")}
+
+    before = tree()
+    for form in ("table", "json", "csv", "md"):
+        assert qkablate("results", "--format", form).code == 0
+    assert tree() == before
+
+
+@pytest.fixture
+def times(qkablate, tmp_path):
+    """What `cost --measure --json` prints, with times that are made up."""
+    sizes = [word for word in WORDS if word.startswith("model.")]
+    done = qkablate("cost", "variant=standard,no_q,shared_qk", *sizes, "--json")
+    rows = json.loads(done.out)
+    for row, ms in zip(rows, (1.0, 3.0, 2.0), strict=True):
+        row |= {"step_ms": ms, "step_ratio": ms, "step_rounds": 3}
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def test_times_add_the_front_of_time(qkablate, sweep, times):
+    said = json.loads(qkablate("results", "--times", str(times), "--format", "json").out)
+    (front,) = [one for one in said["fronts"] if one["cost"] == "ms per step"]
+    by_arm = {row["arm"]: row for row in front["arms"]}
+    assert {arm: row["cost"] for arm, row in by_arm.items()} == {
+        "standard-d16-h2": 1.0,
+        "no_q-d16-h2": 3.0,
+        "shared_qk-d16-h2": 2.0,
+    }
+    assert by_arm["standard-d16-h2"]["on_front"]
+    assert not by_arm["no_q-d16-h2"]["on_front"]
+    done = qkablate("results", "--times", str(times))
+    assert done.code == 0
+    assert "ms per step" in done.out
+    assert "ms per step" not in qkablate("results").out.replace("qkablate cost --measure", "")
+
+
+BAD_TIMES = ["", "[", "3", "{}", "[3]", "[{}]", '[{"step_ms": "fast"}]', "[[]]", "[" * 20_000]
+
+
+@pytest.mark.parametrize("text", BAD_TIMES, ids=[text[:20] for text in BAD_TIMES])
+def test_times_that_are_none_are_told(qkablate, sweep, tmp_path, text):
+    path = tmp_path / "times.json"
+    path.write_text(text)
+    done = qkablate("results", "--times", str(path))
+    assert_refused(done, f"--times: '{path}' is not what `qkablate cost --measure --json` prints")
+
+
+def test_times_of_other_arms_are_told(qkablate, sweep, times):
+    rows = [row | {"d_model": 32} for row in json.loads(times.read_text())]
+    times.write_text(json.dumps(rows))
+    assert_refused(qkablate("results", "--times", str(times)), "none of this sweep's arms")
+    assert_refused(qkablate("results", "--times", "nowhere.json"), "--times: 'nowhere.json'")
+
+
+MISTAKES = [
+    (["smal-0"], "there is no sweep 'smal-0' in 'outputs/sweeps' (nearest: small"),
+    (["smalll"], "(nearest: small)"),
+    (["out=nowhere"], "there is no sweep in 'nowhere/sweeps'"),
+    (["one", "two"], "'two': one sweep at a time, and 'one' was given"),
+    (["--jsn"], "'--jsn' is not one of "),
+    (["--fromat", "md"], "(nearest: --format)"),
+    (["--format", "jsno"], "--format: 'jsno' is not one of table, csv, json, md (nearest: json)"),
+    (["--format"], "--format: a value is missing"),
+    (["--format="], "--format: a value is missing"),
+    (["--help=1"], "--help takes no value"),
+    (["--margin", "0"], "--margin: '0' is not a number of nats above 0"),
+    (["--margin", "-0.01"], "--margin: '-0.01' is not a number of nats above 0"),
+    (["--margin", "nan"], "--margin: 'nan' is not a number of nats above 0"),
+    (["--margin", "inf"], "--margin: 'inf' is not a number of nats above 0"),
+    (["--margin", "1e-2 nats"], "--margin: '1e-2 nats' is not a number"),
+    (["--margin", "some"], "--margin: 'some' is not a number of nats above 0, as 0.01 is"),
+    (["--margin"], "--margin: a value is missing"),
+    (["--times"], "--times: a value is missing"),
+    (["~nobody-of-this-name"], "there is no sweep '~nobody-of-this-name'"),
+    (["\x1b[31mred"], "there is no sweep '�[31mred'"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES, ids=[" ".join(w)[:20] for w, _ in MISTAKES])
+def test_mistakes(qkablate, sweep, words, line):
+    assert_refused(qkablate("results", *words), line)
+
+
+def assert_refused(done, line):
+    assert (done.code, done.out) == (2, ""), done
+    assert done.err.startswith("qkablate: ")
+    assert line in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_a_damaged_manifest_is_told(qkablate, sweep):
+    (sweep / "manifest.json").write_text('{"format": 1}')
+    assert_refused(qkablate("results"), "manifest.json' is damaged")
+
+
+@pytest.mark.parametrize("missing", ["statsmodels", "scipy"])
+@pytest.mark.parametrize(
+    "words", [["results"], ["compare", "a", "b"], ["claim", "list"], ["claim", "show", "one_head"]]
+)
+def test_without_what_analysis_needs_the_extra_is_named(
+    qkablate, sweep, monkeypatch, missing, words
+):
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert_refused(
+        qkablate(*words),
+        f"this needs {missing}, of the extra 'report': pip install 'qkablate[report]'",
+    )
+
+
+def query(qkablate, monkeypatch, line, shell):
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setattr(sys, "argv", ["qkablate"])
+    return qkablate("-sc", f"query={shell}").out.split()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(qkablate, monkeypatch, sweep, shell):
+    assert query(qkablate, monkeypatch, "qkablate res", shell) == ["results"]
+    offered = {*query(qkablate, monkeypatch, "qkablate results ", shell)}
+    assert {sweep.name, "--margin", "--format", "--times", "out="} <= offered
+    assert {"table", "csv", "json", "md"} <= offered
+    assert query(qkablate, monkeypatch, "qkablate results sm", shell) == [sweep.name]
+    assert query(qkablate, monkeypatch, "qkablate results --m", shell) == ["--margin"]
+    assert query(qkablate, monkeypatch, "qkablate results small --format m", shell) == ["md"]
