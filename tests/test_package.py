@@ -131,7 +131,7 @@ def test_the_claim_that_contributing_shows(qkablate, tiny, tmp_path):
     words = [word for word in tiny if "train.steps" not in word]
     done = qkablate("claim", "run", "my_claim.yaml", *words, "--dry-run")
     assert done.code == 0, done.err
-    assert "3 comparisons of 8 pairs" in done.out
+    assert "3 comparisons of 16 pairs" in done.out
 
 
 def test_the_variant_that_contributing_shows(qkablate, tiny, tmp_path):

@@ -13,6 +13,7 @@ from qkablate.analysis.verdict import KINDS
 from qkablate.config import conf_dir, keys, nearest_key, variants
 from qkablate.config.sweep import as_word
 from qkablate.errors import UserError, nearest
+from qkablate.runs import is_number
 
 MOST_SEEDS = 1000
 
@@ -37,10 +38,11 @@ def scale_keys(scale: str) -> dict[str, Any]:
 
 def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None = None) -> Claim:
     """A claim by its name, or by the path of a file; `words` are keys its grid is changed in."""
-    path = Path(word).expanduser()
-    if not re.fullmatch(r"\w[\w+-]*", path.stem):
-        raise UserError(f"'{path.name}': a claim is called by letters, digits, _, + and -")
-    if path.suffix not in (".yaml", ".yml"):
+    path = Path(word)
+    if path.suffix in (".yaml", ".yml"):
+        if not re.fullmatch(r"\w[\w+-]*", path.stem):
+            raise UserError(f"'{path.name}': a claim is called by letters, digits, _, + and -")
+    else:
         path = claims_dir() / f"{word}.yaml"
         if not path.is_file() or word not in known_claims():
             raise UserError(
@@ -90,7 +92,7 @@ def parse(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Clai
             raise UserError(f"grid: {key} is the claim's own business, not its grid's")
         if key in FREE or key.partition(".")[0] in FREE:
             raise UserError(f"grid: {key} changes no number, and is no part of a claim")
-    tuning_seeds = content.get("tuning_seeds", 2)
+    tuning_seeds = content.get("tuning_seeds", 3)
     if type(tuning_seeds) is not int or not 0 <= tuning_seeds <= MOST_SEEDS:
         raise UserError(f"tuning_seeds: {tuning_seeds} is not a number of seeds; 0: no tuning")
     rates = grid.get("optim.lr", "")
@@ -130,7 +132,13 @@ def _seeds(value: Any) -> tuple[int, ...]:
 def _baseline(value: Any) -> Any:
     if value is None or isinstance(value, str):
         return value
-    return {key: as_word(one) for key, one in _map("baseline", value).items()}
+    if not isinstance(value, dict):
+        raise UserError(f"baseline: '{value}' is not a variant, a map of keys to values, or null")
+    found = _map("baseline", value)
+    for key, one in found.items():
+        if not isinstance(one, str | bool) and not is_number(one):
+            raise UserError(f"baseline: {key} is no value of a key")
+    return {key: as_word(one) for key, one in found.items()}
 
 
 def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:

@@ -26,8 +26,7 @@ def duel(one: Path, other: Path) -> dict[str, Any]:
     }
     unlike = {key: [f.get(key) for f in facts] for key in _LIKE if facts[0][key] != facts[1][key]}
     losses = {
-        split: [((result or {}).get("loss") or {}).get(split) for result in results]
-        for split in ("train", "val", "test")
+        split: [_loss(result, split) for result in results] for split in ("train", "val", "test")
     }
     gaps = {split: a - b for split, (a, b) in losses.items() if is_number(a) and is_number(b)}
     curves = [course(folder) for folder in folders]
@@ -52,6 +51,11 @@ def duel(one: Path, other: Path) -> dict[str, Any]:
             if tokens in curves[1]
         ],
     }
+
+
+def _loss(result: dict[str, Any] | None, split: str) -> float | None:
+    value = ((result or {}).get("loss") or {}).get(split)
+    return value if is_number(value) else None
 
 
 def _number(value: Any, key: str) -> Any:

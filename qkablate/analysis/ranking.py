@@ -156,6 +156,8 @@ def read_times(path: str, study: Study) -> dict[str, float]:
     whose variant and sizes a row of it has."""
     try:
         rows = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        if not isinstance(rows, list):
+            raise ValueError
         times = [(dict(row), row["step_ms"]) for row in rows]
         named = all({"variant", "d_model", "heads", "layers", "context"} <= {*r} for r, _ in times)
         if not named or not all(is_number(ms) and ms > 0 for _, ms in times):

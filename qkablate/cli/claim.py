@@ -153,9 +153,16 @@ def _short(found: Any) -> str:
     return f"{found.word} ({found.claim.scale}, n = {found.n}{label})"
 
 
-def _judged(claim: Any, out: str, most: int | None = None) -> Any:
-    """The judgement of a claim by its newest look that is complete (of up to `most` seeds), or by
-    the newest; None before its first sweep."""
+def _judged(claim: Any, out: str) -> Any:
+    """The judgement of a claim, or None before its first sweep: by its newest look, but for seeds
+    beyond those declared, which count when all of them are there."""
+    found = _judgements(claim, out)
+    counting = (one for one in found if one.verdict or one.n in claim.seeds)
+    return next(counting, found[0] if found else None)
+
+
+def _judgements(claim: Any, out: str) -> list[Any]:
+    """By each of its looks, the newest first."""
     from qkablate.analysis.judgement import judge_claim
     from qkablate.analysis.registry import edited_since, registrations
     from qkablate.analysis.study import read_study
@@ -170,16 +177,15 @@ def _judged(claim: Any, out: str, most: int | None = None) -> Any:
             if one.sweeps and (one.claim.scale, one.claim.words) == (claim.scale, claim.words)
         ]
         if not others:
-            return None
+            return []
         own = others[-1]  # its runs, by the claim as it is worded now
-    looks = [sweep for seeds, sweep in own.sweeps.items() if most is None or seeds <= most]
     try:
-        found = [judge_claim(claim, read_study(sweep), reasons) for sweep in looks[::-1]]
+        looks = [*own.sweeps.values()][::-1]
+        return [judge_claim(claim, read_study(sweep), reasons) for sweep in looks]
     except UserError:
         if own.claim.hash == claim.hash:
             raise
-        return None  # it asks for arms that were not there
-    return next((one for one in found if one.verdict), found[0] if found else None)
+        return []  # it asks for arms that were not there
 
 
 def _show(asked: _Asked, as_json: bool) -> int:
@@ -201,15 +207,9 @@ def _show(asked: _Asked, as_json: bool) -> int:
         if as_json:
             print_json(describe(found))
         else:
-            _print(found)
+            _print(found, _judgements(claim, asked.out)[0])
         sys.stdout.flush()
     return 0 if found.verdict else 1
-
-
-def _is_registered(claim: Any, out: str) -> bool:
-    from qkablate.analysis.registry import registrations
-
-    return any(one.claim.hash == claim.hash for one in registrations(out, claim.name))
 
 
 def _run(asked: _Asked, flags: dict[str, str]) -> int:
@@ -227,9 +227,9 @@ def _run(asked: _Asked, flags: dict[str, str]) -> int:
     if "--more" in flags:
         if not flags["--more"].isdecimal() or not int(flags["--more"]):
             raise UserError(f"--more: '{flags['--more']}' is not a number of seeds")
-        before = _judged(claim, asked.out, most=looks[-1])
-        settled = before is not None and (before.is_settled or before.n == looks[-1])
-        if not settled or before.verdict is None or not _is_registered(claim, asked.out):
+        known = any(one.claim.hash == claim.hash for one in registrations(asked.out, claim.name))
+        before = [one for one in _judgements(claim, asked.out) if one.verdict and known]
+        if not any(one.is_settled or one.n == looks[-1] for one in before if one.n in looks):
             raise UserError("--more: first the seeds that were declared")
         looks = [looks[-1] + int(flags["--more"])]
         if looks[0] > MOST_SEEDS:
@@ -263,15 +263,17 @@ def _run(asked: _Asked, flags: dict[str, str]) -> int:
             break
     with suppress(BrokenPipeError):
         print()
-        _print(found)
+        _print(found, found)
     return 0
 
 
-def _print(found: Any) -> None:
+def _print(found: Any, newest: Any) -> None:
     from qkablate.analysis.verdict_text import lines
 
     print("\n".join(lines(found)))
-    study = found.study
+    study = newest.study
+    if newest is not found and newest.n != found.n:
+        print(f"\nwith {newest.n} seeds {study.ended} of {study.expected} runs have ended")
     if study.next_words:
         next_commands(study.next_words, ["status", *study.where])
     else:

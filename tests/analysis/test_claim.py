@@ -261,7 +261,7 @@ def test_an_untestable_claim_says_why_and_needs_no_more(tmp_path):
 def test_what_is_unsaid_has_its_default(tmp_path):
     content = {key: value for key, value in CLAIM.items() if key != "tuning_seeds"}
     found = parse("mine", content, "small", {})
-    assert found.tuning_seeds == 2
+    assert found.tuning_seeds == 3
     assert found.seeds == (6,)
     assert found.baseline == "standard"
     (one,) = found.parts.values()
@@ -291,7 +291,7 @@ def test_the_grid_is_the_scales_then_the_files_then_the_files_at_the_scale_then_
 
 def test_a_scale_can_have_its_own_baseline():
     content = CLAIM | {"baseline": "no_q", "scale": {"small": {"baseline": {"model.layers": 4}}}}
-    assert parse("mine", content, "small", {}).baseline == {"model.layers": 4}
+    assert parse("mine", content, "small", {}).baseline == {"model.layers": "4"}
     assert parse("mine", content, "gpu", {}).baseline == "no_q"
     assert "baseline" not in parse("mine", content, "small", {}).grid
 
@@ -527,7 +527,6 @@ def test_an_arm_that_is_not_in_the_grid_is_told(world):
         ({"arm": "merged_w"}, "no variant=merged_w against variant=standard"),
         ({"against": "tied_qkv"}, "no variant=no_q against variant=tied_qkv"),
         ({"arm": {"variant": "no_q", "model.heads": 9}}, "no variant=no_q, model.heads=9"),
-        ({"arm": {"model.hedas": 2}}, "no model.hedas=2"),
         ({"arm": {"data.max_tokens": 1}}, "no data.max_tokens=1"),
         ({"axis": "params"}, "no variant=no_q against variant=standard at equal params"),
     ):
@@ -553,12 +552,22 @@ def test_arms_that_differ_in_anything_else_are_no_pair(world, key):
     assert len(found) == 2
 
 
-def test_arms_on_different_data_are_no_pair(world):
-    grid = {"variant": "standard,no_q", "data": "recall,copy", "data.path": "null"}
-    grid |= {"model.context": "64", "data.cache": "null"}
-    found, arms = asked(world, grid, within={})
-    for one in found:
-        assert len({arms[name].config.data.source for name in one.pairs[0]}) == 1
+@pytest.mark.parametrize(
+    ("arm", "told"),
+    [
+        (
+            {"model.hedas": 2},
+            "parts.within.arm: model.hedas: there is no such key (nearest: ",
+        ),
+        ("no_qq", "parts.within.arm: there is no variant 'no_qq' (nearest: no_q"),
+        ({}, "parts.within.arm: names no arm"),
+    ],
+)
+def test_an_arm_that_cannot_be_is_told_with_the_nearest(arm, told):
+    part = CLAIM["parts"]["within"] | {"arm": arm}
+    with pytest.raises(UserError) as error:
+        parse("mine", CLAIM | {"parts": {"within": part}}, "small", {})
+    assert told in str(error.value)
 
 
 def test_an_arm_against_itself_is_no_claim(world):

@@ -440,22 +440,9 @@ def test_runs_on_different_data_are_exploratory_and_no_pair(world):
     assert any("different data" in line for line in describe(found)["parts"][0]["unpaired"])
 
 
-def test_several_rates_of_an_arm_are_not_taken_for_one(world):
-    grid = GRID | {"optim.lr": "1e-3,2e-3"}
-    own = claim(3, grid)
-    made = frozen(world, own)
-    loss = losing(own, 3, 0.0)
-
-    def at_rate(run):
-        return loss(run) + ("no_q" in run.arm) * (run.changes["optim.lr"] < 1.5e-3)
-
-    made.finish(at_rate)
-    try:
-        found = judged(made, own)
-    except UserError:
-        return  # as good an answer
-    assert found.n == 3
-    assert found.word != "SUPPORTED"  # at one of the two rates it is worse by a nat
+def test_several_rates_are_there_to_choose_among_alone():
+    with pytest.raises(UserError, match="one rate, or tuning_seeds"):
+        claim(3, GRID | {"optim.lr": "1e-3,2e-3"})
 
 
 # What is printed.

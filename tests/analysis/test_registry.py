@@ -66,7 +66,7 @@ def test_a_claim_is_read_back_as_it_was_written(tmp_path, one):
     assert found.claim == one
     assert found.claim.hash == one.hash
     assert found.folder == tmp_path / "out" / "claims" / one.folder_name
-    assert found.sweeps == []
+    assert found.sweeps == {}
     assert read_registration(found.folder) == found
     (only,) = registrations(str(tmp_path / "out"), one.name)
     assert only == found
@@ -307,7 +307,9 @@ def test_its_sweeps_are_found_by_rising_number_of_seeds(world, tmp_path):
         folders.append(made.folder)
     (found.folder / "nothing").mkdir()
     (found.folder / "n7").symlink_to("nowhere")
-    assert [path.resolve() for path in found.sweeps] == [folders[i].resolve() for i in (1, 2, 0)]
+    assert [path.resolve() for path in found.sweeps.values()] == [
+        folders[i].resolve() for i in (1, 2, 0)
+    ]
     assert {path.name for path in found.folder.iterdir()} == {
         *("claim.json", "n2", "n3", "n12", "n7", "nothing")
     }
@@ -365,7 +367,7 @@ def test_the_order_of_keys_in_a_file_makes_no_other_sweep(world):
     several = {"variant": "standard,no_q", "model.heads": "1,2"}
     ids = []
     for grid in (several, dict(reversed(several.items()))):
-        one = dataclasses.replace(claim(grid=grid), grid=grid)
+        one = claim(grid=grid)
         given, words = grid_of(one, 2)
         ids.append((one.hash, world(*words, grid=given).manifest.id))
     assert ids[0] == ids[1]
