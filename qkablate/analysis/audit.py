@@ -39,16 +39,23 @@ def is_annealed(optim: OptimConfig) -> bool:
 
 
 def audit(
-    found: Gap, bowls: dict[str, Bowl], *, axis: str, margin: float | None, twin: Gap | None
+    found: Gap,
+    bowls: dict[str, Bowl],
+    *,
+    axis: str,
+    margin: float | None,
+    twin: Gap | None,
+    least: float | None = None,
 ) -> list[Check]:
-    """Of one gap. `axis` is what was held equal; `twin` is that size's gap by rounding alone."""
+    """Of one gap. `axis` is what was held equal; `twin` is that size's gap by rounding alone.
+    Without a margin, what matters is measured by the `least` gap that could have been found."""
     sides = (found.arm, found.baseline)
     pairs = [(found.arm.records[key], found.baseline.records[key]) for key in found.pairs]
     done = [record for pair in pairs for record in pair]
     return [
         _complete(sides),
         _paired(found),
-        _rates(sides, bowls, margin),
+        _rates(sides, bowls, margin or least),
         _annealed(sides),
         _matched(found, axis),
         _start(found),
@@ -56,7 +63,7 @@ def audit(
         _alike("data_fingerprint", done, BROKEN, name="data"),
         _code(pairs),
         _machine(pairs),
-        _kernel(found, done, margin, twin),
+        _kernel(found, done, margin, least, twin),
     ]
 
 
@@ -95,6 +102,10 @@ def _paired(found: Gap) -> Check:
 def _rates(sides: tuple[Entry, ...], bowls: dict[str, Bowl], margin: float | None) -> Check:
     states = {entry.name: bracketed(entry, bowls) for entry in sides}
     untuned = [name for name, state in states.items() if state is None]
+    nowhere = [e.name for e in sides if e.arm.name in bowls and bowls[e.arm.name].best is None]
+    if nowhere:
+        says = f"{' and '.join(nowhere)} diverged at every rate, or its runs are missing"
+        return Check("learning rate", WARNING, says)
     edge = [name for name, state in states.items() if state is False]
     if edge:
         return Check("learning rate", WARNING, f"the best of {' and '.join(edge)} is on the edge")
@@ -179,7 +190,9 @@ def _alike(key: str, records: list[Record], state: str, name: str = "") -> Check
         return Check(name or key, state, f"mixed: {', '.join(sorted(values))}")
     if values == {"None"}:
         return Check(name or key, WARNING, "not known")
-    return Check(name or key, OK, values.pop()[:16] if values else "no pairs")
+    if not values:
+        return Check(name or key, NOTE, "not known: no pairs")
+    return Check(name or key, OK, values.pop()[:16])
 
 
 def _code(pairs: list[tuple[Record, Record]]) -> Check:
@@ -203,13 +216,16 @@ def _same_in_pairs(
         return Check(name, WARNING, f"{torn} of {len(pairs)} pairs are mixed: {some(values, 3)}")
     if len(values) > 1:
         return Check(name, WARNING, f"{len(values)}, each pair of one: {some(values, 3)}")
-    return Check(name, OK, values[0] if values else "no pairs")
+    return Check(name, OK, values[0]) if values else Check(name, NOTE, "not known: no pairs")
 
 
-def _kernel(found: Gap, done: list[Record], margin: float | None, twin: Gap | None) -> Check:
+def _kernel(
+    found: Gap, done: list[Record], margin: float | None, least: float | None, twin: Gap | None
+) -> Check:
     kernels = sorted({str(record.facts["kernel"]) for record in done})
     if len(kernels) < 2:
-        return Check("kernel", OK, kernels[0] if kernels else "no pairs")
+        known = Check("kernel", OK, kernels[0]) if kernels else None
+        return known or Check("kernel", NOTE, "not known: no pairs")
     told = " and ".join(kernels)
     variants = {found.arm.arm.variant, found.baseline.arm.variant}
     if variants == {"standard", "standard_reassociated"}:
@@ -220,9 +236,9 @@ def _kernel(found: Gap, done: list[Record], margin: float | None, twin: Gap | No
     most = max(map(abs, bounds))
     if not math.isfinite(most):
         return Check("kernel", WARNING, f"{told}; what rounding is worth diverged")
-    if margin is None:
+    size = margin or least
+    if size is None:
         return Check("kernel", NOTE, f"{told}; rounding is worth {most:.4f} at most")
-    state = OK if most < margin / 3 else WARNING
-    return Check(
-        "kernel", state, f"{told}; rounding is worth {most:.4f} at most, the margin is {margin:g}"
-    )
+    state = OK if most < size / 3 else WARNING
+    of = f"the margin is {margin:g}" if margin else f"{size:.4f} could have been found"
+    return Check("kernel", state, f"{told}; rounding is worth {most:.4f} at most, {of}")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from qkablate.analysis.audit import is_annealed
 from qkablate.analysis.ranking import AXES
 from qkablate.analysis.scaling import LEAST
 from qkablate.config import flatten
@@ -15,7 +16,7 @@ from qkablate.config.sweep import as_word
 from qkablate.errors import UserError
 from qkablate.sweeps.manifest import Arm
 
-MEASURES = ("gap", "distance")
+MEASURES = ("gap", "spread")
 HORIZONS = ("longest", "each", "growth")
 # What changes no number: not part of a claim.
 FREE = (
@@ -33,7 +34,7 @@ class PartSpec:
     margin: float  # nats; with horizon=growth, nats per doubling of tokens
     arm: Selector
     against: Selector
-    of: str  # gap, or distance: its size, whichever of the two is ahead
+    of: str  # gap, or spread: its standard deviation from pair to pair
     axis: str  # what is equal: tokens, params, flops
     horizon: str  # longest, each: of the lengths of training; growth: the gap's change with them
 
@@ -57,7 +58,7 @@ class Claim:
     def content(self) -> dict[str, Any]:
         """All that decides a verdict."""
         own = dataclasses.asdict(self)
-        return {key: own[key] for key in own if key not in ("says", "source", "untestable")}
+        return {key: own[key] for key in own if key not in ("source", "untestable")}
 
     @property
     def hash(self) -> str:
@@ -99,27 +100,36 @@ def comparisons(claim: Claim, arms: Iterable[Arm]) -> list[Comparison]:
                 ", ".join(f"{k}={v}" for k, v in side.items()) for side in (spec.arm, spec.against)
             )
             raise UserError(f"parts.{name}: the grid has no {sides} at equal {spec.axis}")
-        longest = max(one.tokens for one, _ in pairs)
-        if spec.horizon == "growth":
-            groups: dict[tuple[Any, ...], list[tuple[Arm, Arm]]] = {}
-            for one, other in pairs:
-                groups.setdefault(_place(claim, one, other), []).append((one, other))
-            for place, group in groups.items():
-                group.sort(key=lambda pair: pair[0].tokens)
-                if len({one.tokens for one, _ in group}) < LEAST:
-                    raise UserError(
-                        f"parts.{name}: growth is measured over {LEAST} lengths of training or more"
-                    )
+        groups: dict[tuple[str, ...], list[tuple[Arm, Arm]]] = {}
+        for one, other in sorted(pairs, key=lambda pair: pair[0].tokens):
+            groups.setdefault(_place(claim, one, other), []).append((one, other))
+        for place, group in groups.items():
+            lengths = {one.tokens for one, _ in group}
+            if spec.horizon == "growth":
+                _check_growth(name, group)
                 names = [(one.name, other.name) for one, other in group]
                 found.append(Comparison(name, spec, _called(name, place), names))
-        else:
-            kept = [p for p in pairs if spec.horizon == "each" or p[0].tokens == longest]
-            for one, other in kept:
-                lengths = len({pair[0].tokens for pair in kept}) > 1
-                place = _place(claim, one, other)
-                at = (*place, f"{one.tokens:,} tokens") if lengths else place
-                found.append(Comparison(name, spec, _called(name, at), [(one.name, other.name)]))
+                continue
+            for one, other in group:
+                if spec.horizon == "each" or one.tokens == max(lengths):
+                    several = spec.horizon == "each" and len(lengths) > 1
+                    at = (*place, f"{one.tokens:,} tokens") if several else place
+                    pair = (one.name, other.name)
+                    found.append(Comparison(name, spec, _called(name, at), [pair]))
     return found
+
+
+def _check_growth(part: str, group: list[tuple[Arm, Arm]]) -> None:
+    if len({one.tokens for one, _ in group}) < LEAST:
+        raise UserError(
+            f"parts.{part}: growth is measured over {LEAST} lengths of training or more"
+        )
+    for arm in (arm for pair in group for arm in pair):
+        if not is_annealed(arm.config.optim):
+            raise UserError(
+                f"parts.{part}: growth takes whole schedules, and the learning rate of {arm.name}"
+                " does not come down"
+            )
 
 
 def _called(name: str, place: tuple[Any, ...]) -> str:
@@ -142,8 +152,6 @@ def _pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm, Arm
     ones = [arm for arm in arms if _is(arm, spec.arm) and _is_under(arm, spec.axis)]
     others = [arm for arm in arms if _is(arm, spec.against) and _is_under(arm, spec.axis)]
     pairs = [(one, other) for one in ones for other in others if one.name != other.name]
-    if len(pairs) < 2:
-        return pairs
     # They agree in all that the claim varies and neither side was asked for by.
     keys = [key for key in claim.grid if key not in {"variant", *spec.arm, *spec.against}]
     return [

@@ -84,6 +84,7 @@ def parse(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Clai
     by_scale = _map("scale", content.get("scale") or {}, scales())
     own = dict(_map(f"scale.{scale}", by_scale.get(scale) or {}))
     baseline = own.pop("baseline", content.get("baseline", "standard"))
+    parts = _map("parts", own.pop("parts", content.get("parts")))
     given = scale_keys(scale) | _map("grid", content.get("grid")) | own
     grid = {key: _values(key, value) for key, value in given.items()} | dict(words)
     grid = dict(sorted(grid.items()))  # a file with its keys in another order is the same claim
@@ -98,7 +99,6 @@ def parse(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Clai
     rates = grid.get("optim.lr", "")
     if not tuning_seeds and ("," in rates or "(" in rates):
         raise UserError(f"grid: optim.lr={rates}: one rate, or tuning_seeds to choose among them")
-    parts = _map("parts", content.get("parts"))
     if not parts:
         raise UserError("parts: a claim has one at least")
     where = [] if content.get("where") is None else content["where"]
@@ -157,23 +157,35 @@ def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:
             raise UserError(
                 f"parts.{name}.{key}: '{word}' is not one of {', '.join(choices)}{hint}"
             )
-    if type(margin) not in (int, float) or not 0 <= margin < 100:
-        raise UserError(f"parts.{name}.margin: '{margin}' is not a number of nats, 0 or more")
+    margin = _number(margin)
+    if margin is None or not 0 <= margin < 100:
+        said = value.get("margin")
+        raise UserError(f"parts.{name}.margin: '{said}' is not a number of nats, 0 or more")
     if margin == 0 and kind in ("noninferior", "equivalent"):
         raise UserError(f"parts.{name}.margin: nothing is shown to be {kind} within 0")
-    if of == "distance" and (kind not in ("noninferior", "worse") or horizon == "growth"):
-        raise UserError(f"parts.{name}.of: a distance is noninferior or worse, and does not grow")
+    if of == "spread" and (kind not in ("noninferior", "worse") or horizon == "growth"):
+        raise UserError(f"parts.{name}.of: a spread is noninferior or worse, and does not grow")
+    if of == "spread" and margin == 0:
+        raise UserError(f"parts.{name}.margin: every spread is more than 0")
     if "arm" not in value:
         raise UserError(f"parts.{name}.arm: is missing")
     return PartSpec(
         kind=kind,
-        margin=float(margin),
+        margin=margin,
         arm=_selector(f"parts.{name}.arm", value["arm"], grid),
         against=_selector(f"parts.{name}.against", value.get("against", "standard"), grid),
         of=of,
         axis=axis,
         horizon=horizon,
     )
+
+
+def _number(value: Any) -> float | None:
+    """1e-2 is a text to YAML, and a number to whoever writes it."""
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _selector(where: str, value: Any, grid: Mapping[str, str]) -> dict[str, Any]:

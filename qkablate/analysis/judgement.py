@@ -11,7 +11,7 @@ from qkablate.analysis.bowls import bowls
 from qkablate.analysis.claim import Claim, Comparison, comparisons
 from qkablate.analysis.curves import slopes
 from qkablate.analysis.gaps import Gap, gap
-from qkablate.analysis.sample import ALPHA, Sample, detectable
+from qkablate.analysis.sample import ALPHA, Sample, Spread, detectable
 from qkablate.analysis.study import Entry, Study
 from qkablate.analysis.verdict import UNDERPOWERED, Part, Verdict, judge, spent
 
@@ -79,6 +79,8 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
     n = _count(study)
     alpha = dict(zip(claim.seeds, spent(claim.seeds), strict=True)).get(n, ALPHA)
     reasons = list(exploratory)
+    if not exploratory and not _has_its_seeds(claim, study, n):
+        reasons.append("these runs do not have the seeds of its hash")
     if n not in claim.seeds:
         declared = " or ".join(map(str, claim.seeds))
         reasons.append(f"{n} seeds, and {declared} were declared")
@@ -92,6 +94,14 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
     return Judgement(claim, study, n, alpha, verdict, judged, reasons)
 
 
+def _has_its_seeds(claim: Claim, study: Study, n: int) -> bool:
+    runs = study.manifest.finals or [run.changes for run in study.manifest.runs]
+    tuning = {run.changes["seed"] for run in study.manifest.runs if run.tuning}
+    return {one["seed"] for one in runs} == {*claim.seeds_of("final", n)} and tuning == {
+        *claim.seeds_of("tuning", claim.tuning_seeds)
+    }
+
+
 def _count(study: Study) -> int:
     """Seeds of an arm, as the manifest has them."""
     if study.manifest.finals:
@@ -102,10 +112,10 @@ def _count(study: Study) -> int:
 
 def _part(comparison: Comparison, gaps: list[Gap]) -> Part:
     spec = comparison.spec
-    if spec.of == "distance":
-        sizes = Sample(tuple(map(abs, gaps[0].sample.values)))
+    if spec.of == "spread":
+        spread = Spread(gaps[0].sample.values)
         diverged = bool(gaps[0].arm_diverged or gaps[0].baseline_diverged)
-        return Part(comparison.name, spec.kind, spec.margin, sample=sizes, open_above=diverged)
+        return Part(comparison.name, spec.kind, spec.margin, spread, open_above=diverged)
     if spec.horizon != "growth":
         return Part.of(comparison.name, spec.kind, spec.margin, gaps[0])
     common = [key for key in gaps[0].pairs if all(key in one.pairs for one in gaps)]
@@ -181,7 +191,7 @@ def _describe_part(
         "p_refuted": part.p_refuted,
         "bca": sample.bca and [*sample.bca],
         "sign_flip": sample.sign_flip,
-        "detectable": detectable(sample.sd, sample.n) if sample.sd is not None else None,
+        "detectable": None if sample.sd is None else detectable(sample.sd, sample.n, 2 * alpha),
         "seeds_needed": needed.get(part.name),
         "arm_diverged": sum(found.arm_diverged for found in one.gaps),
         "baseline_diverged": sum(found.baseline_diverged for found in one.gaps),

@@ -31,6 +31,7 @@ class Registration:
     folder: Path
     claim: Claim
     when: str
+    earlier: frozenset[str]  # hashes of claims of its name that had results when it was written
 
     @property
     def sweeps(self) -> dict[int, Path]:
@@ -87,11 +88,13 @@ def register(claim: Claim, out: str) -> Registration:
                 "registered": datetime.now(UTC).isoformat(),
                 "version": __version__,
                 "hash": claim.hash,
-                "says": claim.says,
                 "source": claim.source,
                 "claim": claim.content,
                 "final_seeds": claim.seeds_of("final", most),
                 "tuning_seeds": claim.seeds_of("tuning", claim.tuning_seeds),
+                "earlier": [
+                    one.claim.hash for one in registrations(out, claim.name) if _has_results(one)
+                ],
             },
         )
     return read_registration(folder)
@@ -108,12 +111,13 @@ def read_registration(folder: Path) -> Registration:
         own = dict(content["claim"])
         own["parts"] = {key: PartSpec(**part) for key, part in own["parts"].items()}
         own["seeds"], own["where"] = tuple(own["seeds"]), tuple(own["where"])
-        claim = Claim(says=str(content["says"]), source=str(content["source"]), **own)
+        claim = Claim(source=str(content["source"]), **own)
         if claim.hash != content["hash"] or claim.folder_name != folder.resolve().name:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"'{folder / FILE}' is damaged, or was changed by hand") from None
-    return Registration(folder, claim, str(content.get("registered")))
+    when, earlier = str(content.get("registered")), content.get("earlier")
+    return Registration(folder, claim, when, frozenset(map(str, earlier or ())))
 
 
 def registrations(out: str, name: str) -> list[Registration]:
@@ -155,15 +159,14 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def edited_since(claim: Claim, before: list[Registration]) -> list[str]:
     """Why a verdict on this claim is no confirmation: it was worded otherwise when runs of it were
     already there. Another scale, or other settings typed on the command line, is another claim."""
-    own = [one.when for one in before if one.claim.hash == claim.hash]
+    own = [one for one in before if one.claim.hash == claim.hash]
     return [
         f"edited after the runs of {other.when}: {'; '.join(changes(other.claim, claim))}"
         for other in before
         if other.claim.hash != claim.hash
-        and other.when < min(own, default="∞")
         and other.claim.scale == claim.scale
         and other.claim.words == claim.words
-        and _has_results(other)
+        and (other.claim.hash in own[0].earlier if own else _has_results(other))
     ]
 
 

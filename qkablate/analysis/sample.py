@@ -105,6 +105,48 @@ class Sample:
         return as_far / len(sums) if exact else (as_far + 1) / (len(sums) + 1)
 
 
+class Spread(Sample):
+    """The same numbers, asked for their standard deviation: all that is told of a mean is told of
+    it, by the χ² distribution."""
+
+    @cached_property
+    def mean(self) -> float:
+        return math.nan if self.sd is None else self.sd
+
+    @cached_property
+    def sd(self) -> float | None:
+        return Sample(self.values).sd
+
+    @property
+    def _squares(self) -> float:
+        return (self.n - 1) * (self.sd or 0.0) ** 2
+
+    def interval(self, level: float = 1 - ALPHA) -> Interval | None:
+        if self.n < 2:
+            return None
+        tail = (1 - level) / 2
+        ends = [stats.chi2.isf(side, self.n - 1) for side in (tail, 1 - tail)]
+        low, high = (math.sqrt(self._squares / float(end)) for end in ends)
+        return low, high
+
+    def p_below(self, bound: float) -> float:
+        return float(stats.chi2.cdf(self._squares / bound**2, self.n - 1)) if self.n > 1 else 1.0
+
+    def p_above(self, bound: float) -> float:
+        return float(stats.chi2.sf(self._squares / bound**2, self.n - 1)) if self.n > 1 else 1.0
+
+    bca = None  # of means, these two
+    sign_flip = None
+
+
+def power_spread(sd: float, bound: float, n: int, alpha: float = ALPHA, *, above: bool) -> float:
+    """How often the χ² test finds a standard deviation above, or below, a bound."""
+    ratio = (bound / sd) ** 2
+    if above:
+        return float(stats.chi2.sf(stats.chi2.isf(alpha, n - 1) * ratio, n - 1))
+    return float(stats.chi2.cdf(stats.chi2.ppf(alpha, n - 1) * ratio, n - 1))
+
+
 def sign_flip_speaks_from(comparisons: int = 1, alpha: float = ALPHA) -> int:
     """The least n at which 2/2ⁿ can pass under Holm with so many comparisons."""
     return math.ceil(1 + math.log2(comparisons / alpha))

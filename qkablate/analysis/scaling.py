@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from qkablate.analysis.audit import is_annealed
 from qkablate.analysis.curves import slopes
 from qkablate.analysis.gaps import Family, Gap, describe_sample
 from qkablate.analysis.sample import Sample
@@ -37,6 +38,8 @@ def series(families: Sequence[Family]) -> list[Series]:
         groups: dict[tuple[Any, ...], list[Gap]] = {}
         for family in families:
             for one in family.gaps:
+                if not all(is_annealed(entry.arm.config.optim) for entry in _both(one)):
+                    continue
                 groups.setdefault(_without(one, keys), []).append(one)
         for gaps in groups.values():
             by_x = {_x(along, one.baseline): one for one in gaps}

@@ -27,7 +27,11 @@ def describe(
         "gaps": [
             describe_gap(family, number)
             | {"margin": margin and describe_margin(family, number, margin)}
-            | {"audit": [check.as_json() for check in audit_of(family, number, found_bowls)]}
+            | {
+                "audit": [
+                    check.as_json() for check in audit_of(family, number, found_bowls, margin)
+                ]
+            }
             for family in found
             for number in range(len(family.gaps))
         ],
@@ -46,12 +50,20 @@ def describe(
     }
 
 
-def audit_of(family: Family, number: int, found_bowls: dict[str, Bowl]) -> list[Check]:
-    """Of a gap in a report, which has no margin but what could have been detected."""
+def audit_of(
+    family: Family, number: int, found_bowls: dict[str, Bowl], margin: float | None = None
+) -> list[Check]:
+    """Of a gap in a report."""
     one = family.gaps[number]
     controls = one.arm.arm.controls
-    axis = "tokens" if "none" in controls else controls[0]
-    return audit(one, found_bowls, axis=axis, margin=family.detectable(one), twin=family.twin)
+    return audit(
+        one,
+        found_bowls,
+        axis="tokens" if "none" in controls else controls[0],
+        margin=margin,
+        twin=family.twin,
+        least=family.detectable(one),
+    )
 
 
 def describe_margin(family: Family, number: int, margin: float) -> dict[str, Any]:

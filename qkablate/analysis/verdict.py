@@ -21,9 +21,11 @@ from qkablate.analysis.gaps import Gap
 from qkablate.analysis.sample import (
     ALPHA,
     Sample,
+    Spread,
     holm,
     needed,
     power_below,
+    power_spread,
     power_within,
 )
 
@@ -65,6 +67,12 @@ class Part:
         return self.p_above(self.margin) if self.kind == "worse" else self.p_nil
 
     @property
+    def can_be_nil(self) -> bool:
+        """Whether it says of a direction what may turn out to be no difference at all."""
+        directed = self.kind in ("better", "worse") and not isinstance(self.sample, Spread)
+        return directed and self.margin > 0
+
+    @property
     def p_nil(self) -> float:
         """Against the gap's being as large as the margin, either way: two one-sided tests."""
         return max(self.p_below(self.margin), self.p_above(-self.margin))
@@ -82,6 +90,8 @@ class Part:
 
     def power(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
         """How often n seeds support the part, were its mean and spread these."""
+        if isinstance(self.sample, Spread):
+            return power_spread(sd, self.margin, n, alpha, above=self.kind == "worse")
         if self.kind == "noninferior":
             return power_below(mean, self.margin, sd, n, alpha)
         if self.kind == "better":
@@ -91,6 +101,8 @@ class Part:
         return power_within(mean, self.margin, sd, n, alpha)
 
     def power_to_refute(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
+        if isinstance(self.sample, Spread):
+            return power_spread(sd, self.margin, n, alpha, above=self.kind != "worse")
         if self.kind == "noninferior":
             return power_below(-mean, -self.margin, sd, n, alpha)
         if self.kind == "better":
@@ -118,7 +130,7 @@ class Part:
                 ways.append(self.power(n, mean, sd, alpha))
             if can_refute:
                 ways.append(self.power_to_refute(n, mean, sd, alpha / parts))
-            if both and self.kind in ("better", "worse") and self.margin > 0:
+            if both and self.can_be_nil:
                 ways.append(power_within(mean, self.margin, sd, n, alpha))
             return max(ways)
 
@@ -136,7 +148,7 @@ def judge(parts: Sequence[Part], alpha: float = ALPHA) -> Verdict:
     refuted = [p < alpha for p in holm([part.p_refuted for part in parts])]
     words = []
     for part, out in zip(parts, refuted, strict=True):
-        nil = part.kind in ("better", "worse") and part.margin > 0 and part.p_nil < alpha
+        nil = part.can_be_nil and part.p_nil < alpha
         if part.p_supported < alpha:
             words.append(SUPPORTED)
         elif nil:

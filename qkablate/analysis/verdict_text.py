@@ -2,7 +2,9 @@
 
 from qkablate.analysis.audit import MARKS
 from qkablate.analysis.claim import Claim, Selector
+from qkablate.analysis.gaps import per_cent
 from qkablate.analysis.judgement import Judged, Judgement
+from qkablate.analysis.sample import Spread, detectable
 from qkablate.errors import printable
 from qkablate.table import aligned
 
@@ -12,9 +14,9 @@ _KINDS = {
     "better": "is better than {} by more than {:g}",
     "worse": "is worse than {} by more than {:g}",
 }
-_DISTANCES = {
-    "noninferior": "ends less than {1:g} from {0}, on average",
-    "worse": "ends more than {1:g} from {0}, on average",
+_SPREADS = {
+    "noninferior": "and {} spread by less than {:g} from pair to pair",
+    "worse": "and {} spread by more than {:g} from pair to pair",
 }
 _CLAIMED = {
     "noninferior": "< {:g}",
@@ -29,7 +31,7 @@ def claim_lines(claim: Claim) -> list[str]:
     """What is claimed, and how it is tested."""
     said = [f"{claim.title}: {claim.says}", f"source    {claim.source}"]
     for name, spec in claim.parts.items():
-        kinds = _KINDS if spec.of == "gap" else _DISTANCES
+        kinds = _KINDS if spec.of == "gap" else _SPREADS
         kind = kinds[spec.kind].format(_side(spec.against), spec.margin)
         where = f"at equal {spec.axis}{_WHERE[spec.horizon]}"
         said.append(f"part      {name}: {_side(spec.arm)} {kind}, {where}")
@@ -58,10 +60,11 @@ def lines(found: Judgement) -> list[str]:
     ]
     level = f"{100 * (1 - 2 * found.alpha):.3g} % interval"
     head = ["part", "n", "gap", level, "sd", "claimed", "verdict"]
-    said += ["", *aligned(head, rows), "", "audit", *_audit(found.judged)]
+    said += ["", *aligned(head, rows), ""]
+    said += [line for one in found.judged for line in _beside(one, found.alpha)]
+    said += ["", "audit", *_audit(found.judged)]
     for name, seeds in found.needed().items():
-        told = f"{seeds} seeds would settle it" if seeds else "no number of seeds would settle it"
-        said += ["", f"{name}: at the gap and the spread measured here {told}"]
+        said += ["", f"{name}: {_would_settle(found, name, seeds)}"]
     return [*map(printable, [*said, "", f"runs  {found.study.manifest.folder}"])]
 
 
@@ -76,6 +79,31 @@ def _row(one: Judged, word: str, alpha: float) -> list[str]:
     sd = "–" if sample.sd is None else f"{sample.sd:.4f}"
     claimed = _CLAIMED[part.kind].format(part.margin)
     return [part.name, str(sample.n), mean, f"[{', '.join(ends)}]", sd, claimed, word]
+
+
+def _beside(one: Judged, alpha: float) -> list[str]:
+    """What stands beside a part's interval, and every gap it is made of."""
+    part, sample = one.part, one.part.sample
+    if sample.n < 2:
+        return []
+    said = []
+    if sample.bca and sample.sign_flip is not None and sample.sd:
+        low, high = sample.bca
+        least = detectable(sample.sd, sample.n, 2 * alpha)
+        said += [f"could have found {least:.4f}", f"BCa 95 % [{low:+.4f}, {high:+.4f}]"]
+        said += [f"sign flip p {sample.sign_flip:.4f}"]
+    if one.comparison.spec.horizon != "growth" and not isinstance(sample, Spread):
+        said.append(f"perplexity {per_cent(sample.mean):+.2f} %")
+    every = " ".join(f"{value:+.4f}" for value in sample.values)
+    return [f"  {part.name}: {', '.join([*said, f'gaps {every}'])}"]
+
+
+def _would_settle(found: Judgement, name: str, seeds: int | None) -> str:
+    part = next(one.part for one in found.judged if one.part.name == name)
+    if part.sample.n < 2:
+        return "nothing was measured"
+    told = f"{seeds} seeds" if seeds else "no number of seeds"
+    return f"at the gap and the spread measured here {told} would settle it"
 
 
 def _audit(judged: list[Judged]) -> list[str]:

@@ -79,6 +79,7 @@ class _Asked:
     def __init__(self, words: list[str]) -> None:
         from qkablate.analysis.claim import FREE
         from qkablate.analysis.claim_file import load_claim
+        from qkablate.config import conf_dir, keys, nearest_key
 
         name, *rest = words
         pairs = {}
@@ -92,6 +93,9 @@ class _Asked:
             f"{k}={v}" for k, v in pairs.items() if k in FREE or k.partition(".")[0] in FREE
         ]
         own = {k: v for k, v in pairs.items() if f"{k}={v}" not in self.free}
+        for key in own:
+            if key not in keys() and not (conf_dir() / key).is_dir():
+                raise UserError(f"{key}: there is no such key{nearest_key(key)}")
         self.out = pairs.get("out", "outputs")
         self.words = words
         self.claim = load_claim(name, scale, own)
@@ -102,6 +106,7 @@ class _Asked:
 
 def _list(words: list[str], *, as_json: bool) -> int:
     from qkablate.analysis.claim_file import known_claims, load_claim
+    from qkablate.analysis.docket import judged
     from qkablate.analysis.registry import registered_names, registrations
 
     out = "outputs"
@@ -111,10 +116,15 @@ def _list(words: list[str], *, as_json: bool) -> int:
         out = word.removeprefix("out=")
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys([*known_claims(), *registered_names(out)]):
-        found = registrations(out, name)
+        try:
+            found = registrations(out, name)
+            known = [_short(one) for own in found if (one := judged(own.claim, out))]
+        except UserError as damaged:
+            found, known = [], [f"damaged: {damaged}"]
+        if name not in known_claims() and not found:
+            tell(f"qkablate: {known[0]}")
+            continue
         claim = load_claim(name) if name in known_claims() else found[-1].claim
-        verdicts = [_judged(one.claim, out) for one in found]
-        known = [_short(one) for one in verdicts if one]
         rows.append(
             {
                 "claim": name,
@@ -149,53 +159,23 @@ def _list(words: list[str], *, as_json: bool) -> int:
 
 
 def _short(found: Any) -> str:
+    from qkablate.analysis.audit import MARKS, worst
+
     label = ", exploratory" if found.exploratory else ""
-    return f"{found.word} ({found.claim.scale}, n = {found.n}{label})"
-
-
-def _judged(claim: Any, out: str) -> Any:
-    """The judgement of a claim, or None before its first sweep: by its newest look, but for seeds
-    beyond those declared, which count when all of them are there."""
-    found = _judgements(claim, out)
-    counting = (one for one in found if one.verdict or one.n in claim.seeds)
-    return next(counting, found[0] if found else None)
-
-
-def _judgements(claim: Any, out: str) -> list[Any]:
-    """By each of its looks, the newest first."""
-    from qkablate.analysis.judgement import judge_claim
-    from qkablate.analysis.registry import edited_since, registrations
-    from qkablate.analysis.study import read_study
-
-    before = registrations(out, claim.name)
-    own = next((one for one in before if one.claim.hash == claim.hash), None)
-    reasons = edited_since(claim, before)
-    if own is None or not own.sweeps:
-        others = [
-            one
-            for one in before
-            if one.sweeps and (one.claim.scale, one.claim.words) == (claim.scale, claim.words)
-        ]
-        if not others:
-            return []
-        own = others[-1]  # its runs, by the claim as it is worded now
-    try:
-        looks = [*own.sweeps.values()][::-1]
-        return [judge_claim(claim, read_study(sweep), reasons) for sweep in looks]
-    except UserError:
-        if own.claim.hash == claim.hash:
-            raise
-        return []  # it asks for arms that were not there
+    mark = MARKS[worst([check for one in found.judged for check in one.checks])]
+    words = [found.word, *([mark] if mark else [])]
+    return f"{' '.join(words)} ({found.claim.scale}, n = {found.n}{label})"
 
 
 def _show(asked: _Asked, as_json: bool) -> int:
+    from qkablate.analysis.docket import judged, judgements
     from qkablate.analysis.judgement import describe
     from qkablate.analysis.verdict_text import claim_lines
 
     claim = asked.claim
     if claim.untestable:
         raise UserError(f"{claim.name} is not testable yet: {claim.untestable}")
-    found = _judged(claim, asked.out)
+    found = judged(claim, asked.out)
     if found is None:
         if as_json:
             print_json({"claim": claim.name, "scale": claim.scale, "verdict": None})
@@ -207,7 +187,7 @@ def _show(asked: _Asked, as_json: bool) -> int:
         if as_json:
             print_json(describe(found))
         else:
-            _print(found, _judgements(claim, asked.out)[0])
+            _print(found, judgements(claim, asked.out)[0], asked.out)
         sys.stdout.flush()
     return 0 if found.verdict else 1
 
@@ -215,6 +195,7 @@ def _show(asked: _Asked, as_json: bool) -> int:
 def _run(asked: _Asked, flags: dict[str, str]) -> int:
     from qkablate.analysis.claim import comparisons
     from qkablate.analysis.claim_file import MOST_SEEDS
+    from qkablate.analysis.docket import judged, judgements
     from qkablate.analysis.registry import edited_since, grid_of, register, registrations
     from qkablate.analysis.verdict_text import claim_lines
     from qkablate.cli.grid import composing
@@ -228,7 +209,7 @@ def _run(asked: _Asked, flags: dict[str, str]) -> int:
         if not flags["--more"].isdecimal() or not int(flags["--more"]):
             raise UserError(f"--more: '{flags['--more']}' is not a number of seeds")
         known = any(one.claim.hash == claim.hash for one in registrations(asked.out, claim.name))
-        before = [one for one in _judgements(claim, asked.out) if one.verdict and known]
+        before = [one for one in judgements(claim, asked.out) if one.verdict and known]
         if not any(one.is_settled or one.n == looks[-1] for one in before if one.n in looks):
             raise UserError("--more: first the seeds that were declared")
         looks = [looks[-1] + int(flags["--more"])]
@@ -258,19 +239,26 @@ def _run(asked: _Asked, flags: dict[str, str]) -> int:
             return 1
         if code:
             return code
-        found = _judged(claim, asked.out)
+        found = judged(claim, asked.out)
         if found.is_settled:
             break
     with suppress(BrokenPipeError):
         print()
-        _print(found, found)
+        _print(found, found, asked.out)
     return 0
 
 
-def _print(found: Any, newest: Any) -> None:
+def _print(found: Any, newest: Any, out: str) -> None:
+    from qkablate.analysis.docket import judged
+    from qkablate.analysis.registry import registrations
     from qkablate.analysis.verdict_text import lines
 
     print("\n".join(lines(found)))
+    known = [one.claim for one in registrations(out, found.claim.name)]
+    others = [judged(claim, out) for claim in known if claim.hash != found.claim.hash]
+    for other in filter(None, others):
+        told = [_short(other), other.claim.hash[:12], *map("=".join, other.claim.words.items())]
+        print(f"other wording or settings: {' '.join(told)}")
     study = newest.study
     if newest is not found and newest.n != found.n:
         print(f"\nwith {newest.n} seeds {study.ended} of {study.expected} runs have ended")
