@@ -72,6 +72,11 @@ def short_bytes(number: float) -> str:
     return f"{text}B" if text[-1].isalpha() else f"{text} B"
 
 
+def nats(number: float) -> str:
+    """+0.0123; what would round to nothing keeps its sign and size: -3e-06."""
+    return f"{number:+.0e}" if 0 < abs(number) < 5e-5 else f"{number:+z.4f}"
+
+
 def counted(number: int, what: str) -> str:
     """3 layers, 1 layer."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

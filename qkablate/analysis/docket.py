@@ -29,6 +29,7 @@ def judgements(claim: Claim, out: str) -> list[Judgement]:
         if not others:
             return []
         own = others[-1]  # its runs, by the claim as it is worded now
+        reasons = [*reasons, "these are the runs of then; `qkablate claim run` trains its own"]
     try:
         looks = [*own.sweeps.values()][::-1]
         return [judge_claim(claim, read_study(sweep), reasons) for sweep in looks]

@@ -174,6 +174,7 @@ def describe_gap(family: Family, number: int) -> dict[str, Any]:
         "arm": found.arm.name,
         "baseline": family.baseline.name,
         **describe_sample(found.sample),
+        "params_percent": 100 * (found.arm.arm.params / found.baseline.arm.params - 1),
         "perplexity_percent": per_cent(found.sample.mean) if known else None,
         "perplexity_percent_interval": interval and [per_cent(side) for side in interval],
         "p": found.sample.p,

@@ -73,7 +73,7 @@ def _name(found: Gap, along: str, keys: tuple[str, ...]) -> str:
     for key, text in (("d_model", f"d{model.d_model}"), ("heads", f"h{model.heads}")):
         if f"model.{key}" not in keys:
             own.append(text)
-    control = [c for c in arm.controls if c != "none"] if found.arm.arm.mismatch is not None else []
+    control = [] if "none" in arm.controls else arm.controls
     return "-".join([*own, *control])
 
 

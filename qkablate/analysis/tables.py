@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qkablate.analysis.audit import MARKS, OK, Check, worst
+from qkablate.analysis.audit import BROKEN, MARKS, NOTE, OK, WARNING, Check, worst
 from qkablate.analysis.sample import ALPHA
 from qkablate.errors import printable
-from qkablate.table import short, some
+from qkablate.table import counted, nats, short, some
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,23 @@ def _arms(arms: list[dict[str, Any]]) -> Table:
 
 
 def _gaps(baseline: str, gaps: list[dict[str, Any]], floor: dict[str, Any]) -> Table:
-    head = ["arm", "n", "gap", "95 % interval", "perplexity", "p", "detectable", "says"]
+    head = ["arm", "params", "n", "gap", "95 % interval", "perplexity", "p (Holm)"]
+    head += ["detectable", "says"]
     head += ["BCa", "sign flip", "audit"]
     margin = gaps[0]["margin"]
     if margin is not None:
         size = f"{margin['nats']:g}"
-        head[-3:-3] = [f"p of ≥ {size}", f"p of not within ± {size}", f"seeds for ± {size}"]
+        head[-3:-3] = [f"p of ≥ {size}", f"p of beyond ± {size}", f"seeds for ± {size}"]
     rows = []
     for one in gaps:
         percent = one["perplexity_percent"]
-        cells = [one["arm"], str(one["n"]), _signed(one["mean"]), _interval(one["interval"])]
+        cells = [
+            one["arm"],
+            f"{one['params_percent']:+z.1f} %",
+            str(one["n"]),
+            _signed(one["mean"]),
+            _interval(one["interval"]),
+        ]
         cells += ["–" if percent is None else f"{percent:+.2f} %", _p(one["p_holm"])]
         cells += [_number(one["detectable"]), _says(one)]
         if margin is not None:
@@ -94,7 +101,7 @@ def _gaps(baseline: str, gaps: list[dict[str, Any]], floor: dict[str, Any]) -> T
     if any(one["n"] < one["sign_flip_speaks_from"] for one in gaps):
         notes.append(
             f"the sign-flip test can speak from n = {first['sign_flip_speaks_from']} on"
-            f" ({first['comparisons']} comparisons)"
+            f" ({counted(first['comparisons'], 'comparison')})"
         )
     correlations = [one["correlation"] for one in gaps if one["correlation"] is not None]
     if correlations:
@@ -105,12 +112,15 @@ def _gaps(baseline: str, gaps: list[dict[str, Any]], floor: dict[str, Any]) -> T
     return Table(f"gaps to {baseline}, paired by seed", head, rows, notes)
 
 
+_START = ("start", NOTE)  # the only note that no column shows
+
+
 def _warnings(gaps: list[dict[str, Any]]) -> list[str]:
     """What the audits found, each said once, with the arms it is said of."""
     said: dict[tuple[str, str, str], list[str]] = {}
     for one in gaps:
         for check in one["audit"]:
-            if check["state"] in ("warning", "broken"):
+            if check["state"] in (WARNING, BROKEN) or (check["name"], check["state"]) == _START:
                 own = check["says"].replace(one["arm"], "the arm")
                 said.setdefault((check["state"], check["name"], own), []).append(one["arm"])
     return [
@@ -171,6 +181,7 @@ def _rates(found: list[dict[str, Any]]) -> Table:
         head,
         rows,
         [
+            f"default: {', '.join(sorted({_number(one['default'], '.3g') for one in found}))}",
             "least at: of a parabola in ln lr, the interval by Fieller; off by up to 4 ×: what"
             " missing the best costs on average",
             "the gaps are paired by the seeds that serve to tune, on validation",
@@ -228,7 +239,13 @@ def _series(along: str, found: list[dict[str, Any]]) -> Table:
 def _fronts(found: list[dict[str, Any]]) -> Table:
     rows = []
     longest = max(front["tokens"] for front in found)
+    beaten = []
     for front in [front for front in found if front["tokens"] == longest]:
+        beaten += [
+            f"{arm['arm']} ({front['cost']})"
+            for arm in front["arms"]
+            if arm["surely"] and not arm["on_front"]
+        ]
         for arm in front["arms"]:
             if arm["on_front"] or not arm["surely"]:
                 mark = "front" if arm["on_front"] else "beaten by the mean alone"
@@ -238,7 +255,8 @@ def _fronts(found: list[dict[str, Any]]) -> Table:
         f"what no other arm beats at less cost, at {short(longest)} tokens",
         ["arm", "cost", "mean test loss", ""],
         rows,
-        ["time is shown with --times FILE, from `qkablate cost --measure --json`"],
+        [f"surely beaten: {some(beaten, 6)}"] * bool(beaten)
+        + ["time is shown with --times FILE, from `qkablate cost --measure --json`"],
     )
 
 
@@ -257,13 +275,14 @@ def _number(value: float | None, form: str = ".4f") -> str:
 
 
 def _signed(value: float | None) -> str:
-    return "–" if value is None else f"{value:+z.4f}"
+    return "–" if value is None else nats(value)
 
 
-def _interval(value: Sequence[float] | None, form: str = "+z.4f") -> str:
+def _interval(value: Sequence[float] | None, form: str = "") -> str:
     if value is None or not all(map(math.isfinite, value)):
         return "–"
-    return f"[{value[0]:{form}}, {value[1]:{form}}]"
+    low, high = (format(end, form) if form else nats(end) for end in value)
+    return f"[{low}, {high}]"
 
 
 def _p(value: float | None) -> str:

@@ -7,9 +7,9 @@ interval decides all of it, the two one-sided bounds of 95 %:
     worse        gap > margin
 
 SUPPORTED     every part's bound lies inside: all must hold, so nothing is adjusted
-EQUIVALENT    the parts that are not supported say better or worse, and their interval lies within
-              ± margin: there is no such difference
 REFUTED       a part's interval lies wholly outside, by Holm over the parts
+EQUIVALENT    a part says better or worse, and its interval lies within ± margin, by Holm over the
+              parts: there is no such difference
 UNDERPOWERED  none of these: too few seeds for this margin
 """
 
@@ -114,27 +114,36 @@ class Part:
     def needed(self, alpha: float = ALPHA, parts: int = 1) -> int | None:
         """Seeds that would settle it four times of five, were the gap and its spread what they were
         measured to be; None where it lies on the margin, or nothing was measured."""
-        sd, mean = self.sample.sd, self.sample.mean
-        if not sd:
+        if not self.sample.sd:
             return None
+
+        def power(n: int) -> float:
+            return max(self._ways(n, alpha, parts).values())
+
+        return needed(power)
+
+    def would_be(self, n: int, alpha: float = ALPHA, parts: int = 1) -> str:
+        """The word that n seeds would most probably give it."""
+        ways = self._ways(n, alpha, parts)
+        return max(ways, key=lambda word: ways[word])
+
+    def _ways(self, n: int, alpha: float, parts: int) -> dict[str, float]:
+        """How probable each word is with n seeds, were the gap and its spread what was measured."""
+        sd, mean = self.sample.sd or 0.0, self.sample.mean
         above, below = not self.open_above, not self.open_below  # sides that have a bound
         supports = {"noninferior": above, "better": above, "worse": below}
         refutes = {"noninferior": below, "better": below, "worse": above}
         both = above and below
         can_support = supports.get(self.kind, both)
         can_refute = refutes.get(self.kind, below if mean > 0 else above)
-
-        def power(n: int) -> float:
-            ways = [0.0]
-            if can_support:
-                ways.append(self.power(n, mean, sd, alpha))
-            if can_refute:
-                ways.append(self.power_to_refute(n, mean, sd, alpha / parts))
-            if both and self.can_be_nil:
-                ways.append(power_within(mean, self.margin, sd, n, alpha))
-            return max(ways)
-
-        return needed(power)
+        ways = {UNDERPOWERED: 0.0}
+        if can_support:
+            ways[SUPPORTED] = self.power(n, mean, sd, alpha)
+        if can_refute:
+            ways[REFUTED] = self.power_to_refute(n, mean, sd, alpha / parts)
+        if both and self.can_be_nil:
+            ways[EQUIVALENT] = power_within(mean, self.margin, sd, n, alpha / parts)
+        return ways
 
 
 @dataclass(frozen=True)
@@ -146,16 +155,16 @@ class Verdict:
 def judge(parts: Sequence[Part], alpha: float = ALPHA) -> Verdict:
     """Of one claim: each error is made in at most `alpha` of the studies."""
     refuted = [p < alpha for p in holm([part.p_refuted for part in parts])]
+    nil = [p < alpha for p in holm([part.p_nil if part.can_be_nil else 1.0 for part in parts])]
     words = []
-    for part, out in zip(parts, refuted, strict=True):
-        nil = part.can_be_nil and part.p_nil < alpha
+    for part, out, nothing in zip(parts, refuted, nil, strict=True):
         if part.p_supported < alpha:
             words.append(SUPPORTED)
-        elif nil:
+        elif nothing:
             words.append(EQUIVALENT)
         else:
             words.append(REFUTED if out else UNDERPOWERED)
-    for word in (REFUTED, UNDERPOWERED, EQUIVALENT):
+    for word in (REFUTED, EQUIVALENT, UNDERPOWERED):  # one false part is enough
         if word in words:
             return Verdict(word, words)
     return Verdict(SUPPORTED, words)

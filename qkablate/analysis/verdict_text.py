@@ -1,12 +1,12 @@
 """A claim and its verdict, for a person."""
 
-from qkablate.analysis.audit import MARKS
+from qkablate.analysis.audit import BROKEN, MARKS, WARNING
 from qkablate.analysis.claim import Claim, Selector
 from qkablate.analysis.gaps import per_cent
 from qkablate.analysis.judgement import Judged, Judgement
 from qkablate.analysis.sample import Spread, detectable
 from qkablate.errors import printable
-from qkablate.table import aligned
+from qkablate.table import aligned, nats
 
 _KINDS = {
     "noninferior": "is not worse than {} by {:g}",
@@ -48,7 +48,14 @@ def _side(selector: Selector) -> str:
 def lines(found: Judgement) -> list[str]:
     """The verdict, what it rests on, and what would settle it."""
     label = " (exploratory)" if found.exploratory else ""
-    said = [*claim_lines(found.claim), "", f"{found.word}{label}"]
+    doubts = {
+        check.name
+        for one in found.judged
+        for check in one.checks
+        if check.state in (WARNING, BROKEN)
+    }
+    but = f"; the audit warns: {', '.join(sorted(doubts))}" if doubts and found.verdict else ""
+    said = [*claim_lines(found.claim), "", f"{found.word}{label}{but}"]
     said += [f"  exploratory: {reason}" for reason in found.exploratory]
     if found.verdict is None:
         ended, expected = found.study.ended, found.study.expected
@@ -72,10 +79,10 @@ def _row(one: Judged, word: str, alpha: float) -> list[str]:
     part, sample = one.part, one.part.sample
     low, high = sample.interval(1 - 2 * alpha) or (None, None)
     ends = [
-        "−∞" if part.open_below else "–" if low is None else f"{low:+.4f}",
-        "∞" if part.open_above else "–" if high is None else f"{high:+.4f}",
+        "−∞" if part.open_below else "–" if low is None else nats(low),
+        "∞" if part.open_above else "–" if high is None else nats(high),
     ]
-    mean = f"{sample.mean:+.4f}" if sample.n else "–"
+    mean = nats(sample.mean) if sample.n else "–"
     sd = "–" if sample.sd is None else f"{sample.sd:.4f}"
     claimed = _CLAIMED[part.kind].format(part.margin)
     return [part.name, str(sample.n), mean, f"[{', '.join(ends)}]", sd, claimed, word]
@@ -90,11 +97,11 @@ def _beside(one: Judged, alpha: float) -> list[str]:
     if sample.bca and sample.sign_flip is not None and sample.sd:
         low, high = sample.bca
         least = detectable(sample.sd, sample.n, 2 * alpha)
-        said += [f"could have found {least:.4f}", f"BCa 95 % [{low:+.4f}, {high:+.4f}]"]
+        said += [f"could have found {least:.4f}", f"BCa 95 % [{nats(low)}, {nats(high)}]"]
         said += [f"sign flip p {sample.sign_flip:.4f}"]
     if one.comparison.spec.horizon != "growth" and not isinstance(sample, Spread):
         said.append(f"perplexity {per_cent(sample.mean):+.2f} %")
-    every = " ".join(f"{value:+.4f}" for value in sample.values)
+    every = " ".join(map(nats, sample.values))
     return [f"  {part.name}: {', '.join([*said, f'gaps {every}'])}"]
 
 
@@ -102,8 +109,13 @@ def _would_settle(found: Judgement, name: str, seeds: int | None) -> str:
     part = next(one.part for one in found.judged if one.part.name == name)
     if part.sample.n < 2:
         return "nothing was measured"
-    told = f"{seeds} seeds" if seeds else "no number of seeds"
-    return f"at the gap and the spread measured here {told} would settle it"
+    if seeds is None:
+        return "at the gap and the spread measured here no number of seeds would settle it"
+    word = part.would_be(seeds, found.alpha, len(found.judged))
+    return (
+        f"were the gap {nats(part.sample.mean)} and its spread {part.sample.sd:.4f}, as measured,"
+        f" {seeds} seeds would show it {word} four times of five"
+    )
 
 
 def _audit(judged: list[Judged]) -> list[str]:

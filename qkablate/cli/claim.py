@@ -78,7 +78,8 @@ class _Asked:
 
     def __init__(self, words: list[str]) -> None:
         from qkablate.analysis.claim import FREE
-        from qkablate.analysis.claim_file import load_claim
+        from qkablate.analysis.claim_file import known_claims, load_claim
+        from qkablate.analysis.registry import registered_names, registrations
         from qkablate.config import conf_dir, keys, nearest_key
 
         name, *rest = words
@@ -98,7 +99,10 @@ class _Asked:
                 raise UserError(f"{key}: there is no such key{nearest_key(key)}")
         self.out = pairs.get("out", "outputs")
         self.words = words
-        self.claim = load_claim(name, scale, own)
+        if name in registered_names(self.out) and name not in known_claims():
+            self.claim = registrations(self.out, name)[-1].claim  # of a file of one's own
+        else:
+            self.claim = load_claim(name, scale, own)
 
     def command(self, action: str) -> list[str]:
         return ["claim", action, *self.words]
@@ -164,7 +168,9 @@ def _short(found: Any) -> str:
     label = ", exploratory" if found.exploratory else ""
     mark = MARKS[worst([check for one in found.judged for check in one.checks])]
     words = [found.word, *([mark] if mark else [])]
-    return f"{' '.join(words)} ({found.claim.scale}, n = {found.n}{label})"
+    typed = [f", {word}" for word in map("=".join, found.claim.words.items())]
+    more = "".join(typed[:2]) + (f" and {len(typed) - 2} more" if len(typed) > 2 else "")
+    return f"{' '.join(words)} ({found.claim.scale}{more}, n = {found.n}{label})"
 
 
 def _show(asked: _Asked, as_json: bool) -> int:
@@ -240,6 +246,7 @@ def _run(asked: _Asked, flags: dict[str, str]) -> int:
         if code:
             return code
         found = judged(claim, asked.out)
+        assert found is not None
         if found.is_settled:
             break
     with suppress(BrokenPipeError):
@@ -249,7 +256,7 @@ def _run(asked: _Asked, flags: dict[str, str]) -> int:
 
 
 def _print(found: Any, newest: Any, out: str) -> None:
-    from qkablate.analysis.docket import judged
+    from qkablate.analysis.docket import judged, judgements
     from qkablate.analysis.registry import registrations
     from qkablate.analysis.verdict_text import lines
 
@@ -257,8 +264,10 @@ def _print(found: Any, newest: Any, out: str) -> None:
     known = [one.claim for one in registrations(out, found.claim.name)]
     others = [judged(claim, out) for claim in known if claim.hash != found.claim.hash]
     for other in filter(None, others):
-        told = [_short(other), other.claim.hash[:12], *map("=".join, other.claim.words.items())]
-        print(f"other wording or settings: {' '.join(told)}")
+        print(f"other wording or settings: {_short(other)}, {other.claim.hash[:12]}")
+    for other in judgements(found.claim, out):
+        if other.verdict and other.n != found.n:
+            print(f"with {other.n} seeds: {_short(other)}")
     study = newest.study
     if newest is not found and newest.n != found.n:
         print(f"\nwith {newest.n} seeds {study.ended} of {study.expected} runs have ended")
