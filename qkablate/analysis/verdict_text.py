@@ -54,9 +54,10 @@ def lines(found: Judgement) -> list[str]:
         for check in one.checks
         if check.state in (WARNING, BROKEN)
     }
-    but = f"; the audit warns: {', '.join(sorted(doubts))}" if doubts and found.verdict else ""
-    said = [*claim_lines(found.claim), "", f"{found.word}{label}{but}"]
+    said = [*claim_lines(found.claim), "", f"{found.word}{label}"]
     said += [f"  exploratory: {reason}" for reason in found.exploratory]
+    if doubts and found.verdict:
+        said.append(f"  the audit warns: {', '.join(sorted(doubts))}")
     if found.verdict is None:
         ended, expected = found.study.ended, found.study.expected
         said.append(f"  {ended} of {expected} runs have ended; a verdict takes all of them")

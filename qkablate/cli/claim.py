@@ -95,7 +95,8 @@ class _Asked:
         ]
         own = {k: v for k, v in pairs.items() if f"{k}={v}" not in self.free}
         for key in own:
-            if key not in keys() and not (conf_dir() / key).is_dir():
+            own_business = key.partition(".")[0] in ("sweep", "control", "seed", "seeds")
+            if key not in keys() and not own_business and not (conf_dir() / key).is_dir():
                 raise UserError(f"{key}: there is no such key{nearest_key(key)}")
         self.out = pairs.get("out", "outputs")
         self.words = words

@@ -110,7 +110,7 @@ def test_where_nothing_is_done_every_check_still_answers(cached_world):
     found = checks(cached_world(*PAIR))
     assert found["runs"].state == found["pairs"].state == WARNING
     for name in ("precision", "data", "code", "machine", "kernel"):
-        assert found[name].says == "no pairs"
+        assert found[name].says == "not known: no pairs"
 
 
 def test_rates_that_nobody_tuned_are_told(pair):

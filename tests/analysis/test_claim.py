@@ -63,10 +63,10 @@ MISTAKES = {
     "an axis that is not": (part(axis="param"), "parts.within.axis: 'param' is not one of tokens"),
     "an axis that is nearly one": (part(axis="param"), "(nearest: params)"),
     "a horizon that is not": (part(horizon="every"), "'every' is not one of longest, each, growth"),
-    "a measure that is not": (part(of="size"), "parts.within.of: 'size' is not one of gap, dist"),
-    "a distance that is better": (part(of="distance", kind="better"), "parts.within.of: a distan"),
-    "a distance that is equivalent": (part(of="distance", kind="equivalent"), "parts.within.of: "),
-    "a distance that grows": (part(of="distance", horizon="growth"), "parts.within.of: a distance"),
+    "a measure that is not": (part(of="size"), "parts.within.of: 'size' is not one of gap, spr"),
+    "a spread that is better": (part(of="spread", kind="better"), "parts.within.of: a spread"),
+    "a spread that is equivalent": (part(of="spread", kind="equivalent"), "parts.within.of: "),
+    "a spread that grows": (part(of="spread", horizon="growth"), "parts.within.of: a spread"),
     "margin missing": (part(margin=None), "parts.within.margin: 'None' is not a number of nats"),
     "margin negative": (part(margin=-0.01), "parts.within.margin: '-0.01' is not a number of nats"),
     "margin nan": (part(margin=float("nan")), "parts.within.margin: 'nan' is not a number"),
@@ -312,7 +312,8 @@ DECIDING = {
     "kind": part(kind="better"),
     "axis": part(axis="params"),
     "horizon": part(horizon="each"),
-    "what is measured": part(of="distance"),
+    "what is measured": part(of="spread"),
+    "what is said": {"says": "Otherwise said."},
     "arm": part(arm="merged_w"),
     "arm by more": part(arm={"variant": "no_q", "model.heads": 2}),
     "against": part(against="shared_qk"),
@@ -344,7 +345,6 @@ def test_whatever_decides_changes_the_hash_and_every_seed():
 
 
 NOT_DECIDING = {
-    "says": {"says": "Otherwise said."},
     "source": {"source": "https://example.org"},
     "nothing untestable": {"untestable": ""},
     "one look": {"seeds": [6]},

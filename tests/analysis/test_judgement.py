@@ -119,9 +119,12 @@ def test_a_known_truth_gives_its_verdict(world, gap):
         assert found.word == word, (kind, margin)
         assert found.verdict.parts == [word]
         assert found.is_settled == (word != "UNDERPOWERED")
-        assert (found.n, found.exploratory) == (8, [])
+        assert found.n == 8
+        same = found.claim.hash == own.hash
+        assert found.exploratory == ["these runs do not have the seeds of its hash"] * (not same)
         assert found.alpha == pytest.approx(0.05)
     assert_told(found)
+    assert judged(made, own).exploratory == []
     (part,) = describe(found)["parts"]
     assert part["n"] == 8
     assert part["mean"] == pytest.approx(gap, abs=1e-9)
@@ -131,22 +134,23 @@ def test_a_known_truth_gives_its_verdict(world, gap):
     assert (low, high) == pytest.approx((gap - half, gap + half), abs=1e-8)
 
 
-def test_a_distance_is_the_size_of_gaps_whatever_their_sign(world):
+def test_a_spread_is_that_of_gaps_whatever_their_mean(world):
     own = claim(8)
-    made = frozen(world, own).finish(losing(own, 8, 0.0, sd=0.02))
-    size = np.mean(np.abs(gaps(8, 0.0, 0.02)))
+    made = frozen(world, own).finish(losing(own, 8, 5.0, sd=0.02))
     for kind, margin, word in (
         ("noninferior", 0.1, "SUPPORTED"),
         ("noninferior", 0.001, "REFUTED"),
         ("worse", 0.001, "SUPPORTED"),
-        ("worse", 0.1, "EQUIVALENT"),
+        ("worse", 0.1, "REFUTED"),
+        ("worse", 0.019, "UNDERPOWERED"),
     ):
         found = judge_claim(
-            claim(8, within={"kind": kind, "margin": margin, "of": "distance"}), made.study(), []
+            claim(8, within={"kind": kind, "margin": margin, "of": "spread"}), made.study(), []
         )
         assert found.word == word, (kind, margin)
-        assert found.judged[0].part.sample.mean == pytest.approx(size)
-        assert describe(found)["parts"][0]["of"] == "distance"
+        assert found.judged[0].part.sample.mean == pytest.approx(0.02)
+        assert describe(found)["parts"][0]["of"] == "spread"
+        assert_told(found)
 
 
 def test_all_parts_must_hold(world):
@@ -175,9 +179,8 @@ def test_what_would_settle_it_is_told_of_the_parts_that_are_open(world):
     assert list(needed) == ["near"]
     # t test: (1.645 + 0.842)² σ² / δ² = 618 seeds
     assert needed["near"] == pytest.approx(618, rel=0.02)
-    assert f"near: at the gap and the spread measured here {needed['near']} seeds" in "\n".join(
-        lines(found)
-    )
+    said = f"near: were the gap +0.0090 and its spread 0.0100, as measured, {needed['near']} seeds"
+    assert f"{said} would show it SUPPORTED four times of five" in "\n".join(lines(found))
     by_name = {part["part"]: part for part in describe(found)["parts"]}
     assert by_name["near"]["seeds_needed"] == needed["near"]
     assert by_name["far"]["seeds_needed"] is None
@@ -458,7 +461,7 @@ def test_what_is_claimed_is_told_in_words():
         ahead={"kind": "better", "margin": 0, "against": "no_q", "arm": "standard"},
         behind={"kind": "worse", "axis": "params", "arm": {"variant": "no_q", "model.heads": 2}},
         grows={"horizon": "growth"},
-        near={"of": "distance"},
+        near={"of": "spread"},
     )
     said = claim_lines(own)
     assert said[0] == "mine (small): Keys alone are enough."
@@ -470,7 +473,7 @@ def test_what_is_claimed_is_told_in_words():
         "ahead": "standard is better than no_q by more than 0, at equal tokens",
         "behind": "no_q model.heads=2 is worse than standard by more than 0.01, at equal params",
         "grows": "no_q is not worse than standard by 0.01, at equal tokens, per doubling of tokens",
-        "near": "no_q ends less than 0.01 from standard, on average, at equal tokens",
+        "near": "no_q and standard spread by less than 0.01 from pair to pair, at equal tokens",
     }
     assert said[-1] == (
         f"seeds     6 then 12, from its hash {own.hash[:12]}; rates tuned on 2 other seeds"

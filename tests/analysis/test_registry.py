@@ -77,7 +77,7 @@ def test_what_is_written_can_be_read_by_a_person_and_has_its_seeds(tmp_path):
     folder = register(one, str(tmp_path)).folder
     content = json.loads((folder / "claim.json").read_text())
     assert content["hash"] == one.hash
-    assert content["says"] == one.says
+    assert content["claim"]["says"] == one.says
     assert content["source"] == one.source
     assert content["final_seeds"] == one.seeds_of("final", 3)
     assert content["tuning_seeds"] == one.seeds_of("tuning", 2)
@@ -89,7 +89,7 @@ def test_a_claim_is_written_once(tmp_path):
     first = register(claim(), str(tmp_path))
     before = tree(tmp_path)
     assert register(claim(), str(tmp_path)) == first
-    assert register(claim(says="Otherwise said."), str(tmp_path)) == first
+    assert register(claim(source="elsewhere"), str(tmp_path)) == first
     assert tree(tmp_path) == before
 
 
@@ -160,7 +160,7 @@ def test_what_was_changed_by_hand_is_not_read(tmp_path, place):
     assert_damaged(folder, tmp_path)
 
 
-@pytest.mark.parametrize("key", ["hash", "claim", "says", "source"])
+@pytest.mark.parametrize("key", ["hash", "claim", "format", "source"])
 def test_what_lacks_a_key_is_not_read(tmp_path, key):
     folder = register(claim(), str(tmp_path)).folder
     content = json.loads((folder / "claim.json").read_text())
@@ -204,7 +204,8 @@ def test_what_was_edited_is_told_key_by_key():
     assert changes(claim(), claim()) == []
     assert changes(claim(), claim(margin=0.02)) == ["parts.within.margin: 0.01 → 0.02"]
     assert changes(claim(), claim(seeds=6)) == ["seeds: [2, 3] → [6]"]
-    assert changes(claim(), claim(says="Other.", source="other")) == []
+    assert changes(claim(), claim(source="other")) == []
+    assert changes(claim(), claim(says="Other.")) == ["says: Keys alone are enough. → Other."]
     grid = {"variant": "standard,no_q", "model.heads": 2}
     assert changes(claim(), claim(grid=grid)) == ["grid.model.heads: 4 → 2"]
     more = {"variant": "standard,no_q", "model.bias": True}
@@ -257,7 +258,8 @@ def test_an_edit_after_results_is_told_with_when_and_what(ran, tmp_path):
     assert "parts.within.margin: 0.01 → 0.02" in line
     assert "\n" not in line
     assert told(claim(), tmp_path) == []
-    assert told(claim(says="Otherwise said."), tmp_path) == []
+    assert told(claim(source="Otherwise said."), tmp_path) == []
+    assert len(told(claim(says="Otherwise said."), tmp_path)) == 1
 
 
 def test_an_edit_before_any_result_is_none(ran, tmp_path):

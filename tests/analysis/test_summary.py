@@ -151,13 +151,13 @@ def test_the_gap_table_says_what_each_gap_is(cached_world):
 
     world = cached_world(THREE, "seed=range(4)").finish(far)
     _, gaps, ranks, *_ = tables(describe(world.study()))
-    assert [(row[0], row[7]) for row in gaps.rows] == [
+    assert [(row[0], row[8]) for row in gaps.rows] == [
         ("no_q-d16-h2", "worse"),
         ("shared_qk-d16-h2", "better"),
     ]
     assert [row[1] for row in ranks.rows] == ["1", "2", "3"]
     world.write(next(run for run in world.runs() if run.arm.startswith("no_q")), "diverged")
-    assert tables(describe(world.study()))[1].rows[0][7] == "diverges"
+    assert tables(describe(world.study()))[1].rows[0][8] == "diverges"
 
 
 @pytest.mark.parametrize(("gap", "says"), [(0.0, "equivalent"), (-0.03, "not worse")])
@@ -170,18 +170,18 @@ def test_with_a_margin_the_table_says_what_is_within_it(cached_world, gap, says)
 
     world = cached_world("variant=standard,no_q", "seed=range(10)").finish(close)
     found = describe(world.study(), {}, 1.0)
-    assert tables(found)[1].rows[0][7] == says
+    assert tables(found)[1].rows[0][8] == says
     margin = found["gaps"][0]["margin"]
     assert margin["p_noninferior"] < 0.05
     assert (margin["p_equivalent"] < 0.05) == (says == "equivalent")
     assert margin["seeds_needed"] >= 2
-    assert len(tables(found)[1].columns) == 14
+    assert len(tables(found)[1].columns) == 15
 
 
 def test_one_seed_is_a_number_in_the_table(cached_world):
     world = cached_world(THREE, "seed=7").finish(loss_of)
     rows = tables(describe(world.study()))[1].rows
-    assert {(row[1], row[3], row[5], row[6], row[7]) for row in rows} == {
+    assert {(row[2], row[4], row[6], row[7], row[8]) for row in rows} == {
         ("1", "–", "–", "–", "a number")
     }
 

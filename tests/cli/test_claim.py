@@ -207,10 +207,13 @@ def test_a_margin_that_is_edited_after_the_runs_is_exploratory(claim, pretended,
 
 def test_what_is_said_of_it_can_be_edited(claim, pretended, write):
     assert claim("run").code == 0
-    write(says="Otherwise said.", source="elsewhere")
+    write(source="elsewhere")
     done = claim("show")
-    assert "mine (small): Otherwise said." in done.out
+    assert "source    elsewhere" in done.out
     assert "\nSUPPORTED\n" in done.out
+    write(says="Otherwise said.", source="elsewhere")
+    assert "\nSUPPORTED (exploratory)\n" in claim("show").out
+    write(source="elsewhere")
     trained = list(pretended.trained)
     assert claim("run").code == 0
     assert pretended.trained == trained
@@ -412,13 +415,16 @@ def test_the_list_has_the_verdicts(qkablate, claim, pretended, tmp_path):
     assert claim("run").code == 0
     out = f"out={tmp_path / 'outputs'}"
     said = {r["claim"]: r for r in json.loads(qkablate("claim", "list", out, "--json").out)}
-    assert said["mine"]["verdicts"] == ["SUPPORTED (small, n = 2)"]
+    (own,) = said["mine"]["verdicts"]
+    assert own.startswith("SUPPORTED ! (small, model.layers=2")  # no rate was tuned
+    assert own.endswith(", n = 2)")
     assert said["one_head"]["verdicts"] == []
-    assert "SUPPORTED (small, n = 2)" in qkablate("claim", "list", out).out
+    assert own in qkablate("claim", "list", out).out
     assert "SUPPORTED" not in qkablate("claim", "list", "out=elsewhere").out
     assert claim("run", "--more", "1").code == 0
     (row,) = [x for x in qkablate("claim", "list", out).out.splitlines() if x.startswith("mine ")]
-    assert "SUPPORTED (small, n = 3, exploratory)" in row
+    assert "SUPPORTED ! (small" in row
+    assert ", n = 3, exploratory)" in row
 
 
 # Mistakes.
@@ -436,7 +442,7 @@ MISTAKES = [
     (["run", "one_head", "control=flops"], "grid: control is the claim's own business"),
     (["run", "one_head", "sweep.tune=false"], "grid: sweep.tune is the claim's own business"),
     (["run", "one_head", "+seed=3"], "seed"),
-    (["run", "one_head", "modl.layers=3"], "modl: there is no such key (nearest: model)"),
+    (["run", "one_head", "modl.layers=3"], "modl.layers: there is no such key (nearest: model.l"),
     (["run", "one_head", "model.layrs=3"], "(nearest: model.layers)"),
     (["run", "one_head", "model.heads=3"], "does not divide"),
     (["run", "one_head", "--more", "0"], "--more: '0' is not a number of seeds"),
