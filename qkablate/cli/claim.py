@@ -20,8 +20,8 @@ NAME is a claim of `claim list`, or the path of a YAML file of your own. Keys ar
 
 Verdicts
   SUPPORTED     every part's one-sided 95 % bound lies inside its margin
-  EQUIVALENT    it says better or worse, and the 90 % interval lies within ± its margin
   REFUTED       a part's interval lies wholly outside (by Holm over the parts)
+  EQUIVALENT    a part says better or worse, and its 90 % interval lies within ± its margin
   UNDERPOWERED  neither: so many seeds would settle it
   INCOMPLETE    its runs have not all ended
 A verdict is `exploratory` where seeds were added beyond those declared, or the claim was edited
