@@ -7,10 +7,12 @@ from qkablate.cli.hydra_app import register
 from qkablate.config import CHOICES, RANGES, Config, conf_dir, flatten, keys, load, variants
 from qkablate.errors import UserError
 
+# Of the sweep (tests/cli/test_grid.py) and of claims (tests/analysis/test_claim.py).
+OTHERS = ("control", "sweep", "claim", "scale")
 OPTIONS = [
     f"{group.name}={option.stem}"
     for group in sorted(conf_dir().iterdir())
-    if group.is_dir() and group.name not in ("control", "sweep")  # of the sweep: test_grid.py
+    if group.is_dir() and group.name not in OTHERS
     for option in sorted(group.glob("*.yaml"))
 ]
 
@@ -35,7 +37,7 @@ def test_every_option_composes(option):
 def test_the_groups_are_all_there():
     assert {option.split("=")[0] for option in OPTIONS} == {"variant", "model", "data", "optim"}
     assert {path.name for path in conf_dir().iterdir() if path.is_dir()} == {
-        *("variant", "model", "data", "optim", "control", "sweep")
+        *("variant", "model", "data", "optim", *OTHERS)
     }
     assert set(variants()) >= {"standard", "merged_w", "shared_qk", "no_q"}
 
