@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -45,8 +46,9 @@ _NARROWEST = 12
 def print_json(value: Any) -> None:
     text = json.dumps(value, indent=1, ensure_ascii=False)
     # What is repeated of files must not steer the terminal; JSON can say it otherwise.
-    plain = (c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
-    print("".join(plain))
+    print(
+        re.sub(r"[^\n -~]", lambda m: m[0] if m[0].isprintable() else json.dumps(m[0])[1:-1], text)
+    )
 
 
 def print_csv(rows: list[dict[str, Any]]) -> None:

@@ -14,7 +14,8 @@ from qkablate.table import some
 ANNEALED = 0.1  # of the peak: what a learning rate has to come down to
 TOLERANCE = 0.01  # of parameters or FLOPs, to be called matched
 
-OK, NOTE, WARNING, BROKEN = "ok", "note", "warning", "broken"
+# Fine; worth knowing; it may have moved the number; not to be compared.
+STATES = OK, NOTE, WARNING, BROKEN = "ok", "note", "warning", "broken"
 MARKS = {OK: "", NOTE: "·", WARNING: "!", BROKEN: "✗"}
 
 
@@ -23,9 +24,7 @@ class Check:
     """One question of the audit, and what the runs answer."""
 
     name: str
-    state: (
-        str  # ok; note: worth knowing; warning: may have moved the number; broken: not comparable
-    )
+    state: str  # one of STATES
     says: str
 
     def as_json(self) -> dict[str, str]:
@@ -68,8 +67,7 @@ def audit(
 
 
 def worst(checks: list[Check]) -> str:
-    order = (OK, NOTE, WARNING, BROKEN)
-    return max((check.state for check in checks), key=order.index, default=OK)
+    return max((check.state for check in checks), key=STATES.index, default=OK)
 
 
 def _complete(sides: tuple[Entry, ...]) -> Check:
@@ -175,9 +173,8 @@ def _start(found: Gap) -> Check:
             words.append(f"{entry.name} naive")
         elif match != "exact":
             # An arm whose start cannot be matched is what it is; it is not the form alone.
-            state = max(
-                state, NOTE if match == "spread" else WARNING, key=(OK, NOTE, WARNING).index
-            )
+            own = NOTE if match == "spread" else WARNING
+            state = max(state, own, key=STATES.index)
             words.append(f"{entry.name} {match}")
         if config.lr == "same" and found.arm.arm.config.variant.lr != "same":
             words.append(f"{entry.name} at the same rate")

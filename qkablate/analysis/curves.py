@@ -10,7 +10,7 @@ import numpy as np
 
 from qkablate.analysis.gaps import Gap, describe_sample
 from qkablate.analysis.sample import ALPHA, Interval, Sample
-from qkablate.analysis.study import Seeds, course
+from qkablate.analysis.study import Seeds
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ def curve(found: Gap) -> Curve | None:
     """None where no reading is common to all."""
     by_seed: dict[Seeds, tuple[dict[int, float], dict[int, float]]] = {}
     for key in found.pairs:
-        one, other = found.arm.records[key], found.baseline.records[key]
-        by_seed[key] = course(one.folder), course(other.folder)
+        by_seed[key] = found.arm.records[key].course, found.baseline.records[key].course
     every = [{*curve} for pair in by_seed.values() for curve in pair]
     common = sorted(set.intersection(*every)) if every else []
     if not common:

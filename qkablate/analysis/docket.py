@@ -7,12 +7,11 @@ from qkablate.analysis.study import read_study
 from qkablate.errors import UserError
 
 
-def judged(claim: Claim, out: str) -> Judgement | None:
-    """The judgement of a claim, or None before its first sweep: by its newest look, but for seeds
-    beyond those declared, which count when all of them are there."""
-    found = judgements(claim, out)
-    counting = (one for one in found if one.verdict or one.n in claim.seeds)
-    return next(counting, found[0] if found else None)
+def judged(looks: list[Judgement]) -> Judgement | None:
+    """The one that counts, or None before the first sweep: the newest, but for seeds beyond those
+    declared, which count when all of them are there."""
+    counting = (one for one in looks if one.verdict or one.n in one.claim.seeds)
+    return next(counting, looks[0] if looks else None)
 
 
 def judgements(claim: Claim, out: str) -> list[Judgement]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from qkablate.analysis.audit import BROKEN, Check, audit
+from qkablate.analysis.audit import BROKEN, Check, audit, worst
 from qkablate.analysis.bowls import bowls
 from qkablate.analysis.claim import Claim, Comparison, comparisons
 from qkablate.analysis.curves import slopes
@@ -70,7 +70,8 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
                 one,
                 found_bowls,
                 axis=comparison.spec.axis,
-                margin=comparison.spec.margin,
+                # A growth is in nats per doubling, and says nothing of one length.
+                margin=None if comparison.spec.horizon == "growth" else comparison.spec.margin,
                 twin=_twin(one, study, entries),
             )
             for one in gaps
@@ -137,10 +138,9 @@ def _twin(found: Gap, study: Study, entries: dict[str, Entry]) -> Gap | None:
 
 def _together(audits: list[list[Check]]) -> list[Check]:
     """The audits of several gaps as one: of each check the worst answers, said once."""
-    order = ("ok", "note", "warning", "broken")
     together = []
     for checks in zip(*audits, strict=True):
-        state = max((check.state for check in checks), key=order.index)
+        state = worst([*checks])
         says = dict.fromkeys(check.says for check in checks if check.state == state)
         together.append(Check(checks[0].name, state, "; ".join(says)))
     return together

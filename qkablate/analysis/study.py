@@ -13,6 +13,7 @@ from qkablate.runs import is_number, read_json, read_result
 from qkablate.sweeps import manifest as manifests
 from qkablate.sweeps.manifest import Arm, Manifest, SweepRun
 from qkablate.sweeps.state import Standing
+from qkablate.sweeps.summary import next_words
 from qkablate.sweeps.tuning import Bowl
 
 Seeds = tuple[tuple[str, int], ...]  # what two runs share that are a pair
@@ -34,6 +35,11 @@ class Record:
     def loss(self) -> float | None:
         """Of the test split, where the run is done and may be compared."""
         return self.test if self.status == "done" else None
+
+    @cached_property
+    def course(self) -> dict[int, float]:
+        """Validation loss by tokens."""
+        return course(self.folder)
 
     @property
     def seed(self) -> str:
@@ -72,6 +78,7 @@ class Study:
     tuning: Mapping[tuple[str, float], Mapping[Seeds, Record]]  # by arm and rate
     bowls: Mapping[str, Bowl]
     expected: int  # runs, those included that are not begun
+    next_words: list[list[str]]  # the command that goes on with it, where there is something to do
 
     @property
     def name(self) -> str:
@@ -91,16 +98,6 @@ class Study:
         """Runs that have come to a result which is no accident."""
         tuning = [record for by_seed in self.tuning.values() for record in by_seed.values()]
         return sum(record.status in ("done", "diverged") for record in self.records + tuning)
-
-    @property
-    def next_words(self) -> list[str]:
-        """The command that goes on with what has not ended; [] if all has."""
-        if self.is_complete:
-            return []
-        tuning = [record for by_seed in self.tuning.values() for record in by_seed.values()]
-        open_ = {r.status for r in self.records + tuning} - {"done", "diverged"}
-        retry = ["--retry", "failed"] if open_ == {"failed"} else []
-        return [*self.manifest.command[1:], *retry]
 
     @property
     def where(self) -> list[str]:
@@ -147,7 +144,7 @@ def read_study(folder: Path) -> Study:
             groups.items(), key=lambda item: (order[item[0][0]], item[0][1] or 0.0)
         )
     ]
-    return Study(found, entries, tuning, bowls, standing.expected())
+    return Study(found, entries, tuning, bowls, standing.expected(), next_words(standing))
 
 
 def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> Record:

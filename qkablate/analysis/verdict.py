@@ -125,7 +125,10 @@ class Part:
     def would_be(self, n: int, alpha: float = ALPHA, parts: int = 1) -> str:
         """The word that n seeds would most probably give it."""
         ways = self._ways(n, alpha, parts)
-        return max(ways, key=lambda word: ways[word])
+        word = max(ways, key=lambda word: ways[word])
+        # What lies within the margin is on the wrong side of it, too, and shows that first.
+        nil = word == REFUTED and ways.get(EQUIVALENT, 0.0) > alpha
+        return f"{EQUIVALENT} or {REFUTED}" if nil else word
 
     def _ways(self, n: int, alpha: float, parts: int) -> dict[str, float]:
         """How probable each word is with n seeds, were the gap and its spread what was measured."""

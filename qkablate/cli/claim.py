@@ -111,7 +111,7 @@ class _Asked:
 
 def _list(words: list[str], *, as_json: bool) -> int:
     from qkablate.analysis.claim_file import known_claims, load_claim
-    from qkablate.analysis.docket import judged
+    from qkablate.analysis.docket import judged, judgements
     from qkablate.analysis.registry import registered_names, registrations
 
     out = "outputs"
@@ -123,7 +123,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
     for name in dict.fromkeys([*known_claims(), *registered_names(out)]):
         try:
             found = registrations(out, name)
-            known = [_short(one) for own in found if (one := judged(own.claim, out))]
+            known = [_short(one) for own in found if (one := judged(judgements(own.claim, out)))]
         except UserError as damaged:
             found, known = [], [f"damaged: {damaged}"]
         if name not in known_claims() and not found:
@@ -182,7 +182,8 @@ def _show(asked: _Asked, as_json: bool) -> int:
     claim = asked.claim
     if claim.untestable:
         raise UserError(f"{claim.name} is not testable yet: {claim.untestable}")
-    found = judged(claim, asked.out)
+    looks = judgements(claim, asked.out)
+    found = judged(looks)
     if found is None:
         if as_json:
             print_json({"claim": claim.name, "scale": claim.scale, "verdict": None})
@@ -194,7 +195,7 @@ def _show(asked: _Asked, as_json: bool) -> int:
         if as_json:
             print_json(describe(found))
         else:
-            _print(found, judgements(claim, asked.out)[0], asked.out)
+            _print(found, looks, asked.out)
         sys.stdout.flush()
     return 0 if found.verdict else 1
 
@@ -246,34 +247,37 @@ def _run(asked: _Asked, flags: dict[str, str]) -> int:
             return 1
         if code:
             return code
-        found = judged(claim, asked.out)
+        looks_now = judgements(claim, asked.out)
+        found = judged(looks_now)
         assert found is not None
         if found.is_settled:
             break
     with suppress(BrokenPipeError):
         print()
-        _print(found, found, asked.out)
+        _print(found, looks_now, asked.out)
     return 0
 
 
-def _print(found: Any, newest: Any, out: str) -> None:
+def _print(found: Any, looks: list[Any], out: str) -> None:
+    """The judgement that counts, and in a line each what else was judged here."""
     from qkablate.analysis.docket import judged, judgements
     from qkablate.analysis.registry import registrations
     from qkablate.analysis.verdict_text import lines
 
     print("\n".join(lines(found)))
+    for look in looks:
+        if look is not found:
+            told = _short(look)
+            if look.verdict is None:
+                told += f", {look.study.ended} of {look.study.expected} runs have ended"
+            print(f"with {look.n} seeds: {told}")
     known = [one.claim for one in registrations(out, found.claim.name)]
-    others = [judged(claim, out) for claim in known if claim.hash != found.claim.hash]
-    for other in filter(None, others):
-        print(f"other wording or settings: {_short(other)}, {other.claim.hash[:12]}")
-    for other in judgements(found.claim, out):
-        if other.verdict and other.n != found.n:
-            print(f"with {other.n} seeds: {_short(other)}")
-    study = newest.study
-    if newest is not found and newest.n != found.n:
-        print(f"\nwith {newest.n} seeds {study.ended} of {study.expected} runs have ended")
+    for claim in known:
+        if claim.hash != found.claim.hash and (other := judged(judgements(claim, out))):
+            print(f"other wording or settings: {_short(other)}, {claim.hash[:12]}")
+    study = looks[0].study
     if study.next_words:
-        next_commands(study.next_words, ["status", *study.where])
+        next_commands(*study.next_words, ["status", *study.where])
     else:
         next_commands(["results", *study.where])
 

@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
         else:
             print_tables(tables(found))
             own = ["results", *study.where]
-            more = [study.next_words] if study.next_words else []
+            more = [*study.next_words]
             more += [[*own, "--margin", "0.01"]] if margin is None else []
             next_commands(*more, [*own, "--format", "json"])
         sys.stdout.flush()

@@ -576,6 +576,29 @@ def test_an_arm_against_itself_is_no_claim(world):
         asked(world, within={"arm": {"variant": "standard"}})
 
 
+def test_the_longest_is_that_of_each_place(world):
+    """A context, or a width, with fewer tokens than another is judged all the same."""
+    found, _ = asked(world, {"variant": "standard,no_q", "model.context": "8,16"}, long={})
+    assert len(found) == 2
+
+
+def test_arms_that_differ_in_more_than_was_asked_for_are_no_pair(world):
+    grid = {"variant": "standard,no_q", "model.d_model": "16,32"}
+    found, arms = asked(world, grid, within={})
+    assert [one.pairs for one in found] == [
+        [("no_q-d16-h2", "standard-d16-h2")],
+        [("no_q-d32-h2", "standard-d32-h2")],
+    ]
+    own = dataclasses.replace(claim(), grid=grid)
+    with pytest.raises(UserError, match="the grid has no"):
+        comparisons(own, [arms["no_q-d32-h2"], arms["standard-d16-h2"]])
+
+
+def test_growth_of_runs_that_do_not_come_down_is_refused(world):
+    with pytest.raises(UserError, match="does not come down"):
+        asked(world, LENGTHS | {"optim.lr_final": "1.0"}, within={"horizon": "growth"})
+
+
 # The claims that come with the program.
 
 SHIPPED = known_claims()

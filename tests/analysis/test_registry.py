@@ -262,6 +262,15 @@ def test_an_edit_after_results_is_told_with_when_and_what(ran, tmp_path):
     assert len(told(claim(says="Otherwise said."), tmp_path)) == 1
 
 
+def test_a_wording_that_was_registered_before_those_runs_is_no_edit_of_theirs(ran, tmp_path):
+    """Both were written down before anything was known; an edit after that is one."""
+    register(claim(margin=0.02), str(tmp_path / "outputs"))
+    ran(claim())
+    assert told(claim(margin=0.02), tmp_path) == []
+    register(claim(margin=0.03), str(tmp_path / "outputs"))
+    assert len(told(claim(margin=0.03), tmp_path)) == 1
+
+
 def test_an_edit_before_any_result_is_none(ran, tmp_path):
     ran(claim(), results=0)
     assert told(claim(margin=0.02), tmp_path) == []

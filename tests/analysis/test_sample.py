@@ -15,11 +15,13 @@ from statsmodels.stats.power import TTestPower
 from qkablate.analysis.curves import Curve, slopes
 from qkablate.analysis.sample import (
     Sample,
+    Spread,
     detectable,
     holm,
     needed,
     power_apart,
     power_below,
+    power_spread,
     power_within,
     sign_flip_speaks_from,
 )
@@ -496,3 +498,30 @@ def test_slopes_are_least_squares(tokens, seed):
 def test_one_reading_has_no_slope():
     assert slopes([100], np.ones((6, 1))).n == 0
     assert slopes([], np.ones((6, 0))).n == 0
+
+
+# The spread of gaps, by chi squared.
+
+
+def test_a_spread_is_judged_as_often_wrongly_as_it_may_be():
+    """At its edge, either way, and whatever the mean."""
+    draws = np.random.default_rng(5).normal(3.0, 1.0, (2000, 8))
+    spreads = [Spread(tuple(map(float, row))) for row in draws]
+    slack = 3 * math.sqrt(0.05 * 0.95 / len(spreads))
+    assert np.mean([s.p_above(1.0) < 0.05 for s in spreads]) == pytest.approx(0.05, abs=slack)
+    assert np.mean([s.p_below(1.0) < 0.05 for s in spreads]) == pytest.approx(0.05, abs=slack)
+    held = [low <= 1.0 <= high for low, high in (s.interval(0.9) for s in spreads)]
+    slack = 3 * math.sqrt(0.1 * 0.9 / len(spreads))
+    assert np.mean(held) == pytest.approx(0.9, abs=slack)
+    for above, bound in ((True, 0.6), (False, 1.8)):
+        p = Spread.p_above if above else Spread.p_below
+        found = np.mean([p(s, bound) < 0.05 for s in spreads])
+        promised = power_spread(1.0, bound, 8, above=above)
+        slack = 3 * math.sqrt(promised * (1 - promised) / len(spreads))
+        assert found == pytest.approx(promised, abs=slack)
+
+
+@pytest.mark.parametrize("values", [(), (1.0,)])
+def test_one_number_has_no_spread(values):
+    assert Spread(values).interval() is None
+    assert (Spread(values).p_above(0.1), Spread(values).p_below(0.1)) == (1.0, 1.0)

@@ -242,3 +242,11 @@ def test_runs_that_are_missing_at_one_length_leave_the_others_measured(cached_wo
     assert [point["n"] for point in described["points"]] == [4, 4, 4, 0]
     assert described["equivalent_tokens"] == "not measured"
     json.dumps(described, allow_nan=False)
+
+
+def test_runs_that_do_not_come_down_are_no_basis_for_growth_or_worth(cached_world):
+    world = of_tokens(
+        cached_world(*HORIZONS, "optim.lr_final=1.0"),
+        lambda run, tokens: power_law(tokens) + 0.01 * is_arm(run) + run.changes["seed"] / 10,
+    )
+    assert series(families(world.study())) == []

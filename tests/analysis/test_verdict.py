@@ -434,3 +434,21 @@ def test_of_6_12_and_20_the_first_look_has_next_to_nothing():
     shares = spent([6, 12, 20])
     assert shares == sorted(shares)
     assert shares[0] < 0.001 < 0.035 < shares[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mean", "word"),
+    [
+        ("noninferior", 0.0, SUPPORTED),
+        ("noninferior", 2.0, REFUTED),
+        ("better", 0.0, "EQUIVALENT or REFUTED"),
+        ("better", 2.0, REFUTED),
+        ("worse", 2.0, SUPPORTED),
+    ],
+)
+def test_what_more_seeds_would_show_is_told_by_its_word(kind, mean, word):
+    values = tuple(mean + 3 * z for z in (-1.0, 0.5, 1.0, -1.5, 0.2, 0.8))
+    part = Part("a", kind, 1.0, Sample(values))
+    seeds = part.needed()
+    assert seeds is not None
+    assert part.would_be(seeds) == word

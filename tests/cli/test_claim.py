@@ -427,6 +427,16 @@ def test_the_list_has_the_verdicts(qkablate, claim, pretended, tmp_path):
     assert ", n = 3, exploratory)" in row
 
 
+def test_a_damaged_registration_spoils_no_list(qkablate, claim, pretended, tmp_path):
+    assert claim("run").code == 0
+    (file,) = tmp_path.glob("outputs/claims/*/claim.json")
+    file.write_text("{")
+    done = qkablate("claim", "list", f"out={tmp_path / 'outputs'}")
+    assert done.code == 0
+    assert "one_head" in done.out
+    assert "claim.json' is damaged" in done.err
+
+
 # Mistakes.
 
 MISTAKES = [
