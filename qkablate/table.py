@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import math
 import re
 import shutil
 import sys
@@ -77,6 +78,15 @@ def short_bytes(number: float) -> str:
 def nats(number: float) -> str:
     """+0.0123; what would round to nothing keeps its sign and size: -3e-06."""
     return f"{number:+.0e}" if 0 < abs(number) < 5e-5 else f"{number:+z.4f}"
+
+
+def digits(value: float, half: float | None, *, signed: bool = False) -> str:
+    """With no more digits than an interval so wide supports: two of its half. Four decimals where
+    there is none."""
+    places = 4
+    if half is not None and math.isfinite(half) and half > 0:
+        places = min(6, max(0, 1 - math.floor(math.log10(half))))
+    return f"{value:{'+z' if signed else 'z'}.{places}f}"
 
 
 def counted(number: int, what: str) -> str:

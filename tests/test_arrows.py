@@ -28,10 +28,12 @@ MAY = {
     "sweeps": {
         *("sweeps", "training", "cost", "catalogue", "data", "runs", "ownership", "tracking"),
     },
-    "analysis": {"analysis", "sweeps", "runs"},
+    "analysis": {"analysis", "sweeps", "runs", "ownership"},
+    "report": {"report", "analysis"},
     "verify": {"verify", "cost", "model", "attention"},
     "cli": {
         "cli",
+        "report",
         "analysis",
         "sweeps",
         "verify",
@@ -104,7 +106,13 @@ def test_the_command_itself_imports_nothing_heavy(words):
 
 def test_analysis_needs_no_torch():
     names = [f"qkablate.analysis.{file.stem}" for file in (ROOT / "analysis").glob("*.py")]
-    names += ["qkablate.cli.results", "qkablate.cli.compare", "qkablate.cli.claim"]
+    names += [f"qkablate.report.{file.stem}" for file in (ROOT / "report").glob("*.py")]
+    names += [
+        "qkablate.cli.results",
+        "qkablate.cli.report",
+        "qkablate.cli.compare",
+        "qkablate.cli.claim",
+    ]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

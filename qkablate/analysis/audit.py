@@ -147,6 +147,8 @@ def _annealed(sides: tuple[Entry, ...]) -> Check:
 
 def _matched(found: Gap, axis: str) -> Check:
     one, other = found.arm.arm, found.baseline.arm
+    if not one.params or not other.params:
+        return Check("matched", WARNING, "sizes not known: no run has a result")
     differ = {
         "params": one.params / other.params - 1,
         "training FLOPs": one.flops / other.flops - 1,

@@ -3,6 +3,7 @@ Runs in the middle of their schedule are no basis for a ranking: this describes,
 nothing."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,14 @@ import numpy as np
 
 from qkablate.analysis.gaps import Gap, describe_sample
 from qkablate.analysis.sample import ALPHA, Interval, Sample
-from qkablate.analysis.study import Seeds
+from qkablate.analysis.study import VAL, Course, Entry
+
+READINGS = 48  # that a curve is shown at: more make its band wider, and nothing clearer
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Of one gap, on validation, over the readings that all its runs have."""
+    """Numbers of several runs, over the readings that all of them have."""
 
     tokens: list[int]
     samples: list[Sample]  # by reading
@@ -28,19 +31,41 @@ class Curve:
         return [sample.interval(level) for sample in self.samples]
 
 
-def curve(found: Gap) -> Curve | None:
-    """None where no reading is common to all."""
-    by_seed: dict[Seeds, tuple[dict[int, float], dict[int, float]]] = {}
-    for key in found.pairs:
-        by_seed[key] = found.arm.records[key].course, found.baseline.records[key].course
-    every = [{*curve} for pair in by_seed.values() for curve in pair]
-    common = sorted(set.intersection(*every)) if every else []
+def curve(found: Gap, metric: str = VAL, most: int = READINGS) -> Curve | None:
+    """Of the gap, pair by pair; None where no reading is common to all."""
+    pairs = [
+        (found.arm.records[key].courses[metric], found.baseline.records[key].courses[metric])
+        for key in found.pairs
+    ]
+    gaps = [{t: one[t] - other[t] for t in one if t in other} for one, other in pairs]
+    return _together(gaps, most)
+
+
+def arm_curve(entry: Entry, metric: str = VAL, most: int = READINGS) -> Curve | None:
+    """Of the loss, over the runs that are done."""
+    done = [record.courses[metric] for record in entry.having("done")]
+    return _together(done, most)
+
+
+def _together(courses: list[Course], most: int) -> Curve | None:
+    common = sorted(set.intersection(*map(set, courses))) if courses else []
     if not common:
         return None
-    gaps_ST = np.array([[a[t] - b[t] for t in common] for a, b in by_seed.values()])
-    samples = [Sample(tuple(map(float, column))) for column in gaps_ST.T]
+    values_ST = np.array([[course[t] for t in common] for course in courses])
     late = [i for i, tokens in enumerate(common) if 2 * tokens >= common[-1]]
-    return Curve(common, samples, slopes([common[i] for i in late], gaps_ST[:, late]))
+    growth = slopes([common[i] for i in late], values_ST[:, late])
+    shown = [common.index(t) for t in thinned(common, most)]
+    samples = [Sample(tuple(map(float, column))) for column in values_ST[:, shown].T]
+    return Curve([common[i] for i in shown], samples, growth)
+
+
+def thinned(tokens: Sequence[int], most: int) -> list[int]:
+    """At most so many of the rising numbers, evenly on a logarithmic scale; first and last stay."""
+    if len(tokens) <= most:
+        return [*tokens]
+    ideal = np.geomspace(tokens[0], tokens[-1], most)
+    nearest = np.abs(np.log(np.array(tokens, float))[:, None] - np.log(ideal)).argmin(axis=0)
+    return [tokens[i] for i in sorted({*map(int, nearest)})]
 
 
 def slopes(tokens: list[int], gaps_ST: Any) -> Sample:

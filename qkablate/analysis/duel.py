@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.analysis.gaps import per_cent
-from qkablate.analysis.study import course, facts_of
+from qkablate.analysis.study import VAL, courses, facts_of
 from qkablate.errors import UserError
-from qkablate.runs import is_number, read_result
+from qkablate.runs import is_number, read_config, read_result
 
 _LIKE = ("data_fingerprint", "precision", "device", "kernel", "threads", "code", "torch", "cpu")
 _FREE = ("id", "identity", "out", "track", "threads")
@@ -29,7 +29,7 @@ def duel(one: Path, other: Path) -> dict[str, Any]:
         split: [_loss(result, split) for result in results] for split in ("train", "val", "test")
     }
     gaps = {split: a - b for split, (a, b) in losses.items() if is_number(a) and is_number(b)}
-    curves = [course(folder) for folder in folders]
+    curves = [courses(folder)[VAL] for folder in folders]
     return {
         "runs": [folder.resolve().name for folder in folders],
         "status": [(result or {}).get("status", "no result") for result in results],
@@ -64,15 +64,10 @@ def _number(value: Any, key: str) -> Any:
 
 def _config(folder: Path) -> dict[str, Any]:
     """The leaves of a run's config, as data and nothing more."""
-    import yaml
-
     try:
-        content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("no map")
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"'{folder / 'config.yaml'}' cannot be read: {reason}") from None
+        content = read_config(folder)
+    except ValueError as error:
+        raise UserError(f"'{folder / 'config.yaml'}' cannot be read: {error}") from None
     return {
         f"{key}.{inner}" if inner != "" else str(key): _plain(value)
         for key, part in content.items()

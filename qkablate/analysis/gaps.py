@@ -102,7 +102,7 @@ class Family:
         adjusted = iter(holm(known))
         return [None if g.sample.p is None else next(adjusted) for g in self.gaps]
 
-    @property
+    @cached_property
     def comparisons(self) -> int:
         return sum(g.sample.p is not None for g in self.gaps)
 
@@ -139,6 +139,11 @@ def families(study: Study) -> list[Family]:
     return list(found.values())
 
 
+def _percent(one: float, other: float) -> float | None:
+    """How much more; None where it is not known, as of runs without a result."""
+    return 100 * (one / other - 1) if one and other else None
+
+
 def per_cent(nats: float) -> float:
     """A gap in nats, as a part of the baseline's perplexity."""
     return 100 * math.expm1(min(nats, 700.0))
@@ -146,7 +151,7 @@ def per_cent(nats: float) -> float:
 
 def describe_arm(entry: Entry) -> dict[str, Any]:
     """An arm on its own, every run of it visible."""
-    sample = Sample(tuple(entry.losses.values()))
+    sample = entry.sample
     return {
         "arm": entry.name,
         "variant": entry.arm.variant,
@@ -174,7 +179,8 @@ def describe_gap(family: Family, number: int) -> dict[str, Any]:
         "arm": found.arm.name,
         "baseline": family.baseline.name,
         **describe_sample(found.sample),
-        "params_percent": 100 * (found.arm.arm.params / found.baseline.arm.params - 1),
+        "params_percent": _percent(found.arm.arm.params, found.baseline.arm.params),
+        "flops_percent": _percent(found.arm.arm.flops, found.baseline.arm.flops),
         "perplexity_percent": per_cent(found.sample.mean) if known else None,
         "perplexity_percent_interval": interval and [per_cent(side) for side in interval],
         "p": found.sample.p,
@@ -204,7 +210,7 @@ def describe_sample(sample: Sample) -> dict[str, Any]:
 
 def noise_floor(family: Family) -> dict[str, Any]:
     """What is no difference at this size: between seeds, and by rounding alone."""
-    spread = Sample(tuple(family.baseline.losses.values())).sd
+    spread = family.baseline.sample.sd
     twin = family.twin.sample if family.twin else None
     return {
         "baseline": family.baseline.name,

@@ -74,7 +74,7 @@ def _rank(axis: str, baseline: Entry, arms: list[Entry]) -> Ranking:
     rows = [
         Ranked(
             entry,
-            Sample(tuple(entry.losses.values())).mean,
+            entry.sample.mean,
             len(entry.losses),
             1 + ahead[entry.name],
             len(entries) - behind[entry.name],
@@ -131,14 +131,15 @@ def _cost(cost: str, entry: Entry, milliseconds: Mapping[str, float]) -> float |
         return milliseconds.get(arm.name)
     if cost == "KV bytes per token":
         return None if arm.cached is None else 2.0 * arm.cached  # of 16-bit numbers
-    return float(arm.params) if cost == "params" else arm.flops
+    # Of runs without a result, sizes may be unknown.
+    return (float(arm.params) if cost == "params" else arm.flops) or None
 
 
 def _on_front(entry: Entry, entries: list[Entry], priced: Mapping[str, Any]) -> dict[str, Any]:
-    cost, mean = priced[entry.name], Sample(tuple(entry.losses.values())).mean
+    cost, mean = priced[entry.name], entry.sample.mean
     beaten_by = []
     for other in entries:
-        theirs = Sample(tuple(other.losses.values())).mean
+        theirs = other.sample.mean
         if (priced[other.name], theirs) != (cost, mean) and priced[other.name] <= cost:
             beaten_by += [other] * (theirs <= mean)
     surely = any(gap(entry, other).sample.p_above(0) < ALPHA for other in beaten_by)

@@ -53,7 +53,7 @@ class Sample:
         """Where the mean lies, by Student's t; None for fewer than two numbers."""
         if self.sd is None:
             return None
-        half = float(stats.t.isf((1 - level) / 2, self.n - 1)) * self.sd / math.sqrt(self.n)
+        half = _t_quantile((1 - level) / 2, self.n - 1) * self.sd / math.sqrt(self.n)
         return self.mean - half, self.mean + half
 
     def p_below(self, bound: float) -> float:
@@ -63,7 +63,7 @@ class Sample:
     def p_above(self, bound: float) -> float:
         return float(stats.t.sf(self._t(bound), self.n - 1)) if self.n > 1 else 1.0
 
-    @property
+    @cached_property
     def p(self) -> float | None:
         """How probable a mean as far from zero is, were it zero: two-sided."""
         return min(1.0, 2 * min(self.p_below(0), self.p_above(0))) if self.n > 1 else None
@@ -103,6 +103,11 @@ class Sample:
         sums = np.abs((1 - 2 * flipped) @ np.array(self.values))
         as_far = int(np.sum(sums >= abs(math.fsum(self.values)) * (1 - 1e-12)))
         return as_far / len(sums) if exact else (as_far + 1) / (len(sums) + 1)
+
+
+@lru_cache(maxsize=4096)
+def _t_quantile(tail: float, freedom: int) -> float:
+    return float(stats.t.isf(tail, freedom))
 
 
 class Spread(Sample):
@@ -214,10 +219,16 @@ def detectable(sd: float, n: int, alpha: float = ALPHA, power: float = POWER) ->
         return None
     if not sd:
         return 0.0
-    high = sd
-    while power_apart(high, sd, n, alpha) < power:
+    return sd * _detectable(n, alpha, power)
+
+
+@lru_cache(maxsize=4096)
+def _detectable(n: int, alpha: float, power: float) -> float:
+    """In standard deviations."""
+    high = 1.0
+    while power_apart(high, 1.0, n, alpha) < power:
         high *= 2
-    return float(optimize.brentq(lambda e: power_apart(e, sd, n, alpha) - power, 0, high))
+    return float(optimize.brentq(lambda e: power_apart(e, 1.0, n, alpha) - power, 0, high))
 
 
 def needed(power_at: Callable[[int], float], power: float = POWER) -> int | None:

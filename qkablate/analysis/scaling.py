@@ -38,7 +38,8 @@ def series(families: Sequence[Family]) -> list[Series]:
         groups: dict[tuple[Any, ...], list[Gap]] = {}
         for family in families:
             for one in family.gaps:
-                if not all(is_annealed(entry.arm.config.optim) for entry in _both(one)):
+                annealed = all(is_annealed(entry.arm.config.optim) for entry in _both(one))
+                if not annealed or not _x(along, one.baseline):
                     continue
                 groups.setdefault(_without(one, keys), []).append(one)
         for gaps in groups.values():

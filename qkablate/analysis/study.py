@@ -3,20 +3,23 @@ read is there too, and says so: nothing is left out in silence."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from qkablate.analysis.sample import Sample
 from qkablate.runs import is_number, read_json, read_result
 from qkablate.sweeps import manifest as manifests
 from qkablate.sweeps.manifest import Arm, Manifest, SweepRun
-from qkablate.sweeps.state import Standing
+from qkablate.sweeps.state import Standing, State
 from qkablate.sweeps.summary import next_words
 from qkablate.sweeps.tuning import Bowl
 
 Seeds = tuple[tuple[str, int], ...]  # what two runs share that are a pair
+Course = dict[int, float]  # loss by tokens
+VAL, TRAIN = "val/loss", "train/loss"
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Record:
     """One run, as its folder tells it."""
 
     folder: Path
+    run: SweepRun
     seeds: Seeds
     status: str
     reason: str  # why it is not done
@@ -37,9 +41,9 @@ class Record:
         return self.test if self.status == "done" else None
 
     @cached_property
-    def course(self) -> dict[int, float]:
-        """Validation loss by tokens."""
-        return course(self.folder)
+    def courses(self) -> dict[str, Course]:
+        """How it went: `val/loss` and `train/loss` by tokens."""
+        return courses(self.folder)
 
     @property
     def seed(self) -> str:
@@ -57,9 +61,14 @@ class Entry:
     rate: float | None  # None: tuned, and none was chosen
     records: Mapping[Seeds, Record]
 
-    @property
+    @cached_property
     def losses(self) -> dict[Seeds, float]:
         return {key: r.loss for key, r in self.records.items() if r.loss is not None}
+
+    @cached_property
+    def sample(self) -> Sample:
+        """The test losses of the runs that are done."""
+        return Sample(tuple(self.losses.values()))
 
     @property
     def tokens(self) -> int:
@@ -79,6 +88,7 @@ class Study:
     bowls: Mapping[str, Bowl]
     expected: int  # runs, those included that are not begun
     next_words: list[list[str]]  # the command that goes on with it, where there is something to do
+    unread: tuple[str, ...] = ()  # folders of runs that no run can be made of, and why
 
     @property
     def name(self) -> str:
@@ -118,17 +128,29 @@ def read_study(folder: Path) -> Study:
     """UserError if it is no sweep."""
     standing = Standing(manifests.read(folder))
     standing.look()
-    found = standing.manifest
+    bowls = {bowl.arm: bowl for bowl in standing.bowls}
+    states = standing.states.values()
+    return gather(standing.manifest, states, bowls, standing.expected(), next_words(standing))
+
+
+def gather(
+    found: Manifest,
+    states: Iterable[State],
+    bowls: Mapping[str, Bowl],
+    expected: int,
+    next_words: list[list[str]],
+    unread: tuple[str, ...] = (),
+) -> Study:
+    """The runs by their arms and rates."""
     groups: dict[tuple[str, float | None], dict[Seeds, Record]] = {}
     tuning: dict[tuple[str, float], dict[Seeds, Record]] = {}
-    for state in standing.states.values():
+    for state in states:
         run, rate = state.run, float(state.run.changes["optim.lr"])
         record = _record(run, state.folder, state.status, state.reason, found.arms[run.arm])
         if run.tuning:
             tuning.setdefault((run.arm, rate), {})[record.seeds] = record
         else:
             groups.setdefault((run.arm, rate), {})[record.seeds] = record
-    bowls = {bowl.arm: bowl for bowl in standing.bowls}
     for arm in {*bowls} - {arm for arm, _ in groups}:  # its rate is not chosen, or never will be
         groups[arm, None] = {}
     several = len(groups) > len({arm for arm, _ in groups})
@@ -144,7 +166,7 @@ def read_study(folder: Path) -> Study:
             groups.items(), key=lambda item: (order[item[0][0]], item[0][1] or 0.0)
         )
     ]
-    return Study(found, entries, tuning, bowls, standing.expected(), next_words(standing))
+    return Study(found, entries, tuning, bowls, expected, next_words, unread)
 
 
 def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> Record:
@@ -159,6 +181,7 @@ def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> 
     )
     return Record(
         folder=folder,
+        run=run,
         seeds=seeds,
         status=status,
         reason=reason,
@@ -188,20 +211,34 @@ def facts_of(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def course(folder: Path) -> dict[int, float]:
-    """How a run went: tokens → validation loss. Lines of metrics.jsonl that are none are passed
-    over."""
-    found: dict[int, float] = {}
+def courses(folder: Path) -> dict[str, Course]:
+    """How a run went, by metrics.jsonl. Lines that are none are passed over; of very many readings
+    those that stand evenly on a logarithmic scale are taken, and the last."""
     try:
         lines = (folder / "metrics.jsonl").read_bytes().splitlines()
     except OSError:
         lines = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-            tokens, loss = row["tokens"], row["val/loss"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-        if type(tokens) is int and tokens > 0 and is_number(loss):
-            found[tokens] = float(loss)
-    return dict(sorted(found.items()))
+    found: dict[str, Course] = {}
+    for metric in (VAL, TRAIN):
+        sign = f'"{metric}"'.encode()
+        own = [line for line in lines if sign in line]
+        picked = [own[place] for place in _kept(len(own))]
+        found[metric] = {}
+        for line in picked:
+            try:
+                row = json.loads(line.decode())
+                tokens, loss = row["tokens"], row[metric]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue
+            if type(tokens) is int and tokens > 0 and is_number(loss):
+                found[metric][tokens] = float(loss)
+        found[metric] = dict(sorted(found[metric].items()))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _kept(count: int) -> list[int]:
+    """Of so many readings the first 32, then 16 of every doubling, the same ones for every run; and
+    the last."""
+    few = [i for i in range(count - 1) if i < 32 or i % (1 << (i.bit_length() - 5)) == 0]
+    return [*few, count - 1] if count else []

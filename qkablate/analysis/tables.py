@@ -75,13 +75,13 @@ def _gaps(baseline: str, gaps: list[dict[str, Any]], floor: dict[str, Any]) -> T
         percent = one["perplexity_percent"]
         cells = [
             one["arm"],
-            f"{one['params_percent']:+z.1f} %",
+            percent_more(one["params_percent"]),
             str(one["n"]),
             _signed(one["mean"]),
             _interval(one["interval"]),
         ]
         cells += ["–" if percent is None else f"{percent:+.2f} %", _p(one["p_holm"])]
-        cells += [_number(one["detectable"]), _says(one)]
+        cells += [_number(one["detectable"]), says(one)]
         if margin is not None:
             own = one["margin"]
             cells += [_p(own["p_noninferior"]), _p(own["p_equivalent"]), _seeds(own)]
@@ -135,7 +135,7 @@ def _seeds(margin: dict[str, Any]) -> str:
     return str(margin["seeds_needed"] or "too many")
 
 
-def _says(one: dict[str, Any]) -> str:
+def says(one: dict[str, Any]) -> str:
     if one["interval"] is None:
         return "a number" if one["n"] else "nothing"
     if one["arm_diverged"] or one["baseline_diverged"]:
@@ -272,6 +272,10 @@ def markdown(table: Table) -> str:
 
 def _number(value: float | None, form: str = ".4f") -> str:
     return "–" if value is None else format(value, form)
+
+
+def percent_more(value: float | None) -> str:
+    return "–" if value is None else f"{value:+z.1f} %"
 
 
 def _signed(value: float | None) -> str:

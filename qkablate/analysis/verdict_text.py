@@ -62,18 +62,27 @@ def lines(found: Judgement) -> list[str]:
         ended, expected = found.study.ended, found.study.expected
         said.append(f"  {ended} of {expected} runs have ended; a verdict takes all of them")
         return [*map(printable, said)]
-    rows = [
-        _row(one, word, found.alpha)
-        for one, word in zip(found.judged, found.verdict.parts, strict=True)
-    ]
+    head, rows = part_table(found)
+    said += ["", *aligned(head, rows), "", *(f"  {line}" for line in beside(found))]
+    said += ["", "audit", *_audit(found.judged)]
+    said += [line for needs in settling(found) for line in ("", needs)]
+    return [*map(printable, [*said, "", f"runs  {found.study.manifest.folder}"])]
+
+
+def part_table(found: Judgement) -> tuple[list[str], list[list[str]]]:
+    """A row for each part; without a verdict, what is known so far is not told."""
     level = f"{100 * (1 - 2 * found.alpha):.3g} % interval"
     head = ["part", "n", "gap", level, "sd", "claimed", "verdict"]
-    said += ["", *aligned(head, rows), ""]
-    said += [line for one in found.judged for line in _beside(one, found.alpha)]
-    said += ["", "audit", *_audit(found.judged)]
-    for name, seeds in found.needed().items():
-        said += ["", f"{name}: {_would_settle(found, name, seeds)}"]
-    return [*map(printable, [*said, "", f"runs  {found.study.manifest.folder}"])]
+    words = found.verdict.parts if found.verdict else []
+    pairs = zip(found.judged, words, strict=False)
+    return head, [_row(one, word, found.alpha) for one, word in pairs]
+
+
+def beside(found: Judgement) -> list[str]:
+    """What stands beside the intervals, part by part."""
+    if found.verdict is None:
+        return []
+    return [line for one in found.judged for line in _beside(one, found.alpha)]
 
 
 def _row(one: Judged, word: str, alpha: float) -> list[str]:
@@ -103,7 +112,12 @@ def _beside(one: Judged, alpha: float) -> list[str]:
     if one.comparison.spec.horizon != "growth" and not isinstance(sample, Spread):
         said.append(f"perplexity {per_cent(sample.mean):+.2f} %")
     every = " ".join(map(nats, sample.values))
-    return [f"  {part.name}: {', '.join([*said, f'gaps {every}'])}"]
+    return [f"{part.name}: {', '.join([*said, f'gaps {every}'])}"]
+
+
+def settling(found: Judgement) -> list[str]:
+    """What would settle the parts that are open."""
+    return [f"{name}: {_would_settle(found, name, n)}" for name, n in found.needed().items()]
 
 
 def _would_settle(found: Judgement, name: str, seeds: int | None) -> str:

@@ -12,6 +12,7 @@ VERBS = {
     "sweep": "a whole grid of runs, frozen, resumable",
     "status": "where a sweep stands",
     "results": "what a sweep says, with its uncertainty",
+    "report": "the same as a page to read and to send, or as pictures",
     "compare": "two runs side by side",
     "claim": "hypotheses written down before their runs, and their verdicts",
     "data": "what there is to train on: list, prepare, info, show",

@@ -3,6 +3,7 @@
 import csv
 import sys
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from qkablate.cli.compose import next_commands, take_flags
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
     if form not in FORMATS:
         one_of = f"{', '.join(FORMATS)}{nearest(form, FORMATS)}"
         raise UserError(f"--format: '{form}' is not one of {one_of}")
-    margin = _margin(flags.get("--margin"))
+    margin = margin_of(flags.get("--margin"))
     word, out = sweep_words(words)
     need_analysis()
 
@@ -83,7 +84,7 @@ def main(argv: list[str]) -> int:
     return 0 if study.is_complete else 1
 
 
-def _margin(word: str | None) -> float | None:
+def margin_of(word: str | None) -> float | None:
     if word is None:
         return None
     try:
@@ -95,16 +96,15 @@ def _margin(word: str | None) -> float | None:
     return margin
 
 
-def need_analysis() -> None:
-    """UserError where what analysis is done with is not installed."""
-    try:
-        import scipy
-        import statsmodels
-    except ImportError as error:
-        raise UserError(
-            f"this needs {error.name}, of the extra 'report': pip install 'qkablate[report]'"
-        ) from None
-    del scipy, statsmodels
+def need_analysis(*more: str) -> None:
+    """UserError where what analysis (and a report) is done with is not installed."""
+    for name in ("scipy", "statsmodels", *more):
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise UserError(
+                f"this needs {error.name}, of the extra 'report': pip install 'qkablate[report]'"
+            ) from None
 
 
 def print_tables(tables: list[Any]) -> None:

@@ -107,22 +107,7 @@ class Standing:
         if state.run.id in self.here:  # what is there may be of an earlier try
             state.status, state.row, state.reason = "running", newest_row(folder), ""
             return
-        state.result = read_result(folder)
-        if state.result is not None and state.result.get("id") != state.run.id:
-            state.result = None  # another run's
-        if state.result is not None:
-            state.status, state.row, state.reason = state.result["status"], None, ""
-            if state.status == "failed":
-                state.reason = str(state.result.get("error"))
-            elif state.status == "diverged":
-                state.reason = f"not finite at step {state.result['diverged_at']}"
-        elif self._observer.is_owned(folder):
-            state.status, state.row, state.reason = "running", newest_row(folder), ""
-        elif (folder / "config.yaml").exists():
-            state.status, state.row = "interrupted", newest_row(folder)
-            state.reason = state.reason or last_line(folder)
-        else:
-            state.status, state.reason = "waiting", state.reason or last_line(folder)
+        read_run(state, self._observer)
 
     def expected(self) -> int:
         """How many runs there will be, as far as is known."""
@@ -178,6 +163,27 @@ class Standing:
             state = self._know(run)
             self.look_at(state)
         return state.result
+
+
+def read_run(state: State, observer: Observer) -> None:
+    """What the run's folder says."""
+    folder = state.folder
+    state.result = read_result(folder)
+    if state.result is not None and state.result.get("id") != state.run.id:
+        state.result = None  # another run's
+    if state.result is not None:
+        state.status, state.row, state.reason = state.result["status"], None, ""
+        if state.status == "failed":
+            state.reason = str(state.result.get("error"))
+        elif state.status == "diverged":
+            state.reason = f"not finite at step {state.result['diverged_at']}"
+    elif observer.is_owned(folder):
+        state.status, state.row, state.reason = "running", newest_row(folder), ""
+    elif (folder / "config.yaml").exists():
+        state.status, state.row = "interrupted", newest_row(folder)
+        state.reason = state.reason or last_line(folder)
+    else:
+        state.status, state.reason = "waiting", state.reason or last_line(folder)
 
 
 def newest_row(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.catalogue import settle
@@ -18,7 +17,7 @@ from qkablate.config import DATA_KEYS, Config, check, explain
 from qkablate.data import TASKS, tokenizers
 from qkablate.errors import UserError, tell
 from qkablate.model import GPT
-from qkablate.runs import find_run, read_json
+from qkablate.runs import find_run, read_config, read_json
 from qkablate.training import checkpoint
 
 __all__ = ["Restored", "find_run", "restore"]
@@ -97,14 +96,7 @@ def _read(path: Path) -> tuple[Config, dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"'{path.parent}' is no run: it has no {path.name}")
     try:
-        text = path.read_text(encoding="utf-8")
-        for event in yaml.parse(text, yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):  # a few could stand for gigabytes
-                raise ValueError("a frozen config holds no alias")
-            if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
-                # OmegaConf would look it up, even in the environment.
-                raise ValueError("a frozen config holds no ${…}")
-        plain = yaml.safe_load(text)
+        plain = read_config(path.parent)
         identity = plain.pop("identity")
         foreign, vocabulary = identity["circuits_from_outside"], identity["vocabulary"]
         del plain["id"]
@@ -117,8 +109,8 @@ def _read(path: Path) -> tuple[Config, dict[str, Any]]:
         return config, identity
     except OmegaConfBaseException as error:
         reason = explain(error)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
+    except ValueError as error:
+        reason = str(error)
     except (KeyError, TypeError, AttributeError) as error:
         reason = f"it is not what a run writes ({type(error).__name__}: {error})"
     raise UserError(f"'{path}' is damaged: {reason}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qkablate.analysis.gaps import families
-from qkablate.analysis.study import course, facts_of, read_study
+from qkablate.analysis.study import VAL, courses, facts_of, read_study
 from qkablate.analysis.summary import describe
 from qkablate.analysis.tables import markdown, tables
 from qkablate.errors import UserError
@@ -343,8 +343,8 @@ def test_the_course_of_a_run_is_its_validation_losses_by_tokens(tmp_path):
         b'{"step": 1, "tokens": 32, "val/loss": 4}',
         b'{"step": 2, "tokens": 64, "val/loss": 3.25}',  # read anew after an interruption
     )
-    assert course(tmp_path) == {32: 4.0, 64: 3.25}
-    assert [*course(tmp_path)] == [32, 64]
+    assert courses(tmp_path)[VAL] == {32: 4.0, 64: 3.25}
+    assert [*courses(tmp_path)[VAL]] == [32, 64]
 
 
 GARBAGE = {
@@ -380,14 +380,14 @@ GARBAGE = {
 def test_lines_that_are_no_reading_are_passed_over(tmp_path, line):
     good = b'{"step": 1, "tokens": 32, "val/loss": 4.0}', b'{"tokens": 64, "val/loss": 3.5}'
     write_lines(tmp_path, line, good[0], line, good[1], line)
-    assert course(tmp_path) == {32: 4.0, 64: 3.5}
+    assert courses(tmp_path)[VAL] == {32: 4.0, 64: 3.5}
 
 
 def test_a_course_that_is_not_there_is_empty(tmp_path):
-    assert course(tmp_path) == {}
-    assert course(tmp_path / "nowhere") == {}
+    assert courses(tmp_path)[VAL] == {}
+    assert courses(tmp_path / "nowhere")[VAL] == {}
     (tmp_path / "metrics.jsonl").mkdir()
-    assert course(tmp_path) == {}
+    assert courses(tmp_path)[VAL] == {}
 
 
 UNFINISHED = ("nothing", "torn", "binary", "zeros", "a list", "a word", "null", "deep")

@@ -1,0 +1,180 @@
+"""Runs that are in no sweep, or are asked for by themselves, read as if one held them: an arm is
+what shares its config but for seed and learning rate, and stands against standard attention in the
+same surroundings."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qkablate.analysis.study import Study, gather
+from qkablate.config import Config, conf_dir, explain, flatten
+from qkablate.config.sweep import as_quoted
+from qkablate.ownership import Observer
+from qkablate.runs import label, read_config, read_result
+from qkablate.sweeps.manifest import Arm, Changes, Manifest, SweepRun
+from qkablate.sweeps.state import State, read_run
+
+# What differs from run to run of one arm, or changes no number.
+_OF_THE_RUN = ("seed", "seeds", "track", "out", "threads", "device", "attention", "id", "identity")
+_APART = {("optim", "lr"), ("train", "checkpoint_every"), ("train", "read_test"), ("data", "cache")}
+
+
+def study_of(folders: Iterable[Path]) -> Study:
+    """What cannot be read is named in `unread`."""
+    arms: dict[str, Arm] = {}  # by what its runs share
+    states: dict[str, tuple[State, str]] = {}
+    unread = []
+    observer = Observer()
+    for folder in folders:
+        try:
+            content = read_config(folder)
+            key = json.dumps(_shared(content), sort_keys=True, default=str)
+            if key not in arms:
+                arms[key] = _arm(content)
+            run = _run(content, arms[key])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            unread.append(f"{folder.resolve().name}: its config.yaml cannot be read: {error}")
+            continue
+        state = State(run, folder)
+        read_run(state, observer)
+        states[run.id] = state, key
+        if arms[key].params == 0:
+            arms[key] = _measured(arms[key], read_result(folder))
+    named = _named(arms)
+    for state, key in states.values():
+        state.run = dataclasses.replace(state.run, arm=named[key].name)
+    found = Manifest(
+        name="runs",
+        out=str(folder.parent.parent) if unread or states else "outputs",
+        arms={arm.name: arm for arm in _with_baselines(list(named.values()))},
+        runs=[state.run for state, _ in states.values()],
+        finals=[],
+        left_out=[],
+        excluded=0,
+    )
+    known = [state for state, _ in states.values()]
+    return gather(found, known, {}, len(known), [], tuple(unread))
+
+
+def _shared(content: dict[str, Any]) -> dict[str, Any]:
+    """What the runs of one arm have in common."""
+    shared = {key: value for key, value in content.items() if key not in _OF_THE_RUN}
+    for part, key in _APART:
+        shared[part] = {k: v for k, v in shared[part].items() if k != key}
+    identity = content["identity"]
+    return shared | {"circuits": identity["circuits_from_outside"]}
+
+
+def _arm(content: dict[str, Any]) -> Arm:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    plain = {key: value for key, value in content.items() if key not in ("id", "identity")}
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
+    except OmegaConfBaseException as error:
+        raise ValueError(explain(error)) from None
+    assert isinstance(config, Config)
+    if not isinstance(config.train.steps, int):
+        raise ValueError(f"train.steps: '{config.train.steps}' is not what a frozen config holds")
+    identity = content["identity"]
+    return Arm(
+        name=label(config).removesuffix(f"-s{config.seed}"),
+        variant=config.variant.name,
+        controls=["none"],
+        baseline=None,
+        words=_words(config),
+        config=config,
+        facts={"vocabulary": identity["vocabulary"]},
+        held_out=0,
+        params=0,
+        total_params=0,
+        flops=0.0,
+    )
+
+
+def _run(content: dict[str, Any], arm: Arm) -> SweepRun:
+    changes: Changes = {"seed": int(content["seed"]), "optim.lr": float(content["optim"]["lr"])}
+    for key, value in content["seeds"].items():
+        if value != content["seed"]:
+            changes[f"seeds.{key}"] = int(value)
+    tuning = content["train"]["read_test"] is False
+    return SweepRun(str(content["id"]), f"{arm.name}-s{changes['seed']}", arm.name, tuning, changes)
+
+
+def _measured(arm: Arm, result: Mapping[str, Any] | None) -> Arm:
+    """With the sizes that a run recorded."""
+    params = (result or {}).get("params")
+    flops = (result or {}).get("flops_per_token")
+    if not isinstance(params, dict) or not isinstance(flops, float):
+        return arm
+    total, embedding = params.get("total"), params.get("embedding")
+    if type(total) is not int or type(embedding) is not int or not 0 <= embedding < total:
+        return arm
+    return dataclasses.replace(arm, params=total - embedding, total_params=total, flops=flops)
+
+
+def _named(arms: dict[str, Arm]) -> dict[str, Arm]:
+    """With names that tell them apart: what the arms of one name differ in is added."""
+    by_name: dict[str, list[str]] = {}
+    for key, arm in arms.items():
+        by_name.setdefault(arm.name, []).append(key)
+    named: dict[str, Arm] = {}
+    for name, keys in by_name.items():
+        words = {key: arms[key].words for key in keys}
+        every = dict.fromkeys(word for own in words.values() for word in own)
+        differ = [w for w in every if len({own.get(w) for own in words.values()}) > 1]
+        for place, key in enumerate(keys):
+            own = [f"{w.rpartition('.')[2]}={words[key].get(w, 'default')}" for w in differ]
+            full = "-".join([name, *own]) if len(keys) > 1 else name
+            several = full in {arm.name for arm in named.values()}
+            named[key] = dataclasses.replace(arms[key], name=f"{full}-{place}" if several else full)
+    return {key: named[key] for key in arms}
+
+
+def _with_baselines(arms: list[Arm]) -> list[Arm]:
+    """Standard attention in the same surroundings, with the MLP that is nearest in width."""
+
+    def around(arm: Arm) -> dict[str, str]:
+        pays = ("variant", "model.mlp_ratio")
+        return {k: v for k, v in arm.words.items() if not k.startswith(pays)}
+
+    standard = [arm for arm in arms if arm.variant == "standard"]
+    found = []
+    for arm in arms:
+        ratio = arm.config.model.mlp_ratio
+        beside = [one for one in standard if arm not in standard and around(one) == around(arm)]
+        beside.sort(key=lambda one: abs(one.config.model.mlp_ratio - ratio))
+        found.append(dataclasses.replace(arm, baseline=beside[0].name if beside else None))
+    return sorted(found, key=lambda arm: arm.variant != "standard")
+
+
+def _words(config: Config) -> dict[str, str]:
+    """What makes the arm on the command line: the two groups, and every value that is not the
+    default."""
+    defaults = flatten(Config()) | _group("variant", config.variant.name)
+    defaults |= _group("data", config.data.source)
+    words = {"variant": config.variant.name, "data": config.data.source}
+    skipped = {f"{part}.{key}" for part, key in _APART} | {"data.source", "optim.lr"}
+    for key, value in flatten(config).items():
+        own = key.partition(".")[0]
+        if own in ("seed", "seeds", "track", "out", "device") or key in skipped:
+            continue
+        unused = value is None and key in ("variant.rank", "variant.groups")
+        if value != defaults.get(key) and not unused:
+            words[key] = as_quoted(value)
+    return words
+
+
+def _group(group: str, name: str) -> dict[str, Any]:
+    """The values of one of the config groups' files; {} where there is no such file."""
+    path = conf_dir() / group / f"{name}.yaml"
+    if not name.isidentifier() or not path.is_file():
+        return {}
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    own = {key: value for key, value in content.items() if key != "defaults"}
+    return {f"{group}.{key}": value for key, value in own.items()}

@@ -1,0 +1,172 @@
+"""The answer in two sentences, for somebody who knows what a test loss is and no statistics."""
+
+from typing import Any
+
+from qkablate.analysis.tables import says
+from qkablate.analysis.verdict import EQUIVALENT, REFUTED, SUPPORTED
+from qkablate.report.chapter import Chapter, span
+from qkablate.report.charts import told_gap, told_loss
+from qkablate.table import counted, digits, short, some
+
+_VERDICTS = {
+    SUPPORTED: "The runs support it",
+    REFUTED: "The runs refute it",
+    EQUIVALENT: "The runs show that there is no such difference",
+}
+
+
+def answer(chapter: Chapter) -> list[str]:
+    if chapter.judgement is not None:
+        return _of_claim(chapter)
+    if not chapter.found["gaps"]:
+        return _of_runs(chapter)
+    measured = [one for one in chapter.found["gaps"] if one["n"]]
+    if not measured:
+        return [f"{_so_far(chapter)}No pair of runs is there yet, so there is nothing to say."]
+    if max(one["n"] for one in measured) < 2:
+        return [
+            f"{_so_far(chapter)}With one seed, {_numbers(measured)}.",
+            "One pair is a number and no answer: chance alone makes such gaps, and only more seeds"
+            " show how large ones.",
+        ]
+    return [f"{_so_far(chapter)}{_compared(chapter, measured)}.", _caution(measured)]
+
+
+def _so_far(chapter: Chapter) -> str:
+    counts, study = chapter.counts, chapter.study
+    bad = [f"{counts[word]} {word}" for word in ("diverged", "failed", "damaged") if counts[word]]
+    if study.is_complete:
+        return f"Of {counted(study.expected, 'run')}, {' and '.join(bad)}. " if bad else ""
+    told = f"{study.ended:,} of {counted(study.expected, 'run')} have ended"
+    return f"So far ({', '.join([told, *bad])}): "
+
+
+def _compared(chapter: Chapter, measured: list[dict[str, Any]]) -> str:
+    """By verdict: which variants, at how many of their sizes, by how much."""
+    entries = chapter.entries
+    by_word: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    sizes: dict[str, int] = {}
+    for one in measured:
+        variant = entries[one["arm"]].arm.variant
+        sizes[variant] = sizes.get(variant, 0) + 1
+        by_word.setdefault(says(one), {}).setdefault(variant, []).append(one)
+    against = {entries[one["baseline"]].arm.variant for one in measured}
+    parts = []
+    for word, told in _TOLD.items():
+        if own := by_word.get(word):
+            names = [
+                f"{variant}{_sizes(len(gaps), sizes[variant])}{_by(gaps, word)}"
+                for variant, gaps in own.items()
+            ]
+            parts.append(told.format(_listed(names)))
+    beside = _listed(sorted(against))
+    return f"Compared with {beside} on the same data and seeds, {'; '.join(parts)}"
+
+
+_TOLD = {
+    "better": "{} did better (lower test loss)",
+    "worse": "{} did worse (higher test loss)",
+    "equivalent": "{} lay within the margin either way",
+    "not worse": "{} did not do worse by the margin",
+    "diverges": "runs diverged of {}",
+    "none found": "no difference was found for {}",
+    "a number": "one pair only is there of {}",
+}
+
+
+def _listed(names: list[str], most: int = 6) -> str:
+    """a, b and c."""
+    if len(names) > most:
+        return some(names, most)
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _sizes(count: int, of: int) -> str:
+    return "" if of == 1 else f" at {count} of {of} sizes"
+
+
+def _by(gaps: list[dict[str, Any]], word: str) -> str:
+    if word not in ("better", "worse"):
+        return ""
+    sizes = sorted(
+        (abs(one["mean"]), digits(abs(one["mean"]), (one["interval"][1] - one["interval"][0]) / 2))
+        for one in gaps
+    )
+    low, high = sizes[0][1], sizes[-1][1]
+    return f" (by {low} nats)" if low == high else f" (by {low} to {high} nats)"
+
+
+def _caution(measured: list[dict[str, Any]]) -> str:
+    """How much it rests on, and what it could not have seen."""
+    rests = f"This rests on {span([one['n'] for one in measured])} pairs of runs an arm"
+    missed = [one["detectable"] for one in measured if one["detectable"] is not None]
+    if missed:
+        low, high = (f"{value:.2g}" for value in (min(missed), max(missed)))
+        sizes = low if low == high else f"{low} to {high}"
+        rests += f", which would probably have missed true gaps below {sizes} nats"
+        if any(says(one) == "none found" for one in measured):
+            rests += ": not found does not mean equal"
+    doubts = sorted(
+        {
+            check["name"]
+            for one in measured
+            for check in one["audit"]
+            if check["state"] in ("warning", "broken") and check["name"] not in ("runs", "pairs")
+        }
+    )
+    warns = f"; the audit warns of what else may have moved the gaps: {', '.join(doubts)}"
+    return f"{rests}{warns if doubts else ''}."
+
+
+def _numbers(measured: list[dict[str, Any]]) -> str:
+    told = [f"{one['arm']} is {one['mean']:+.4f} nats from {one['baseline']}" for one in measured]
+    return some(told, 3)
+
+
+def _of_runs(chapter: Chapter) -> list[str]:
+    """Of runs that are compared with nothing."""
+    told = []
+    for arm in chapter.found["arms"]:
+        entry = chapter.entries[arm["arm"]]
+        if arm["n"] == 1:
+            loss = next(iter(entry.losses.values()))
+            told.append(f"{arm['arm']} reached {loss:.4f} after {short(arm['tokens'])} tokens")
+        elif arm["n"]:
+            own = told_loss(entry.sample)
+            told.append(f"{arm['arm']} reached {own} ({span([arm['n']])})")
+    if not told:
+        said = f"{_so_far(chapter)}No run is done yet, so there is nothing to say."
+        return [said]
+    return [
+        f"{_so_far(chapter)}Test loss in nats per token: {some(told)}.",
+        "There is nothing here to compare it with: the same seeds with variant=standard would be.",
+    ]
+
+
+def _of_claim(chapter: Chapter) -> list[str]:
+    found = chapter.judgement
+    assert found is not None
+    if found.verdict is None:
+        ended, expected = found.study.ended, found.study.expected
+        return [
+            f"There is no verdict yet: {ended:,} of {counted(expected, 'run')} have ended, and it"
+            " takes all of them."
+        ]
+    said = _VERDICTS.get(found.word, "The runs cannot tell: there are too few for this margin")
+    if found.exploratory:
+        said += ", but this is exploratory and confirms nothing"
+    told = []
+    for one in found.judged:
+        sample = one.part.sample
+        if sample.n:
+            interval = sample.interval(1 - 2 * found.alpha)
+            gap = told_gap(sample.mean, interval)
+            spec = one.comparison.spec
+            what = "growth per doubling" if spec.horizon == "growth" else spec.of
+            diverged = " with runs that diverged" if one.part.open_above else ""
+            told.append(f"{one.part.name}: {what} {gap}{diverged} ({span([sample.n])})")
+    level = f"{100 * (1 - 2 * found.alpha):.3g} %"
+    return [
+        f"{said}.",
+        f"Measured, in nats per token with {level} interval: {some(told)}.",
+    ]

@@ -1,0 +1,88 @@
+"""One part of a report: a sweep, a claim or some runs, with everything that is told of it."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from qkablate.analysis.gaps import Family, families
+from qkablate.analysis.judgement import Judgement
+from qkablate.analysis.study import TRAIN, VAL, Entry, Study
+from qkablate.analysis.summary import describe
+from qkablate.report.palette import Look, looks
+
+_CURVE = 5  # readings of validation that make a curve
+
+
+@dataclass(frozen=True)
+class Chapter:
+    title: str
+    study: Study
+    found: Mapping[str, Any]  # all that is described of the study
+    judgement: Judgement | None = None  # of a claim
+
+    @classmethod
+    def of(
+        cls, title: str, study: Study, margin: float | None, judgement: Judgement | None = None
+    ) -> "Chapter":
+        return cls(title, study, describe(study, margin=margin), judgement)
+
+    @cached_property
+    def families(self) -> list[Family]:
+        return families(self.study)
+
+    @cached_property
+    def looks(self) -> dict[str, Look]:
+        return looks(entry.arm.variant for entry in self.study.entries)
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        return {entry.name: entry for entry in self.study.entries}
+
+    @cached_property
+    def groups(self) -> dict[str, list[Entry]]:
+        """What is drawn in one panel: the arms that stand against one baseline, with it, and those
+        that stand against none."""
+        found: dict[str, list[Entry]] = {}
+        for family in self.families:
+            found[family.baseline.name] = [family.baseline, *(g.arm for g in family.gaps)]
+        placed = {entry.name for group in found.values() for entry in group}
+        alone = [entry for entry in self.study.entries if entry.name not in placed]
+        for entry in alone:
+            found.setdefault(entry.name if len(alone) <= 4 else "", []).append(entry)
+        return found
+
+    @cached_property
+    def metric(self) -> str:
+        """Whose curves are drawn: validation's, unless it was read a few times only."""
+        counts = [len(record.courses[VAL]) for record in self.study.records]
+        few = sum(count >= _CURVE for count in counts) * 2 < len(counts)
+        return TRAIN if few and any(r.courses[TRAIN] for r in self.study.records) else VAL
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """Of the runs, by status; those included that are known to come."""
+        tuning = [r for by_seed in self.study.tuning.values() for r in by_seed.values()]
+        found = Counter(record.status for record in [*self.study.records, *tuning])
+        found["waiting"] += max(0, self.study.expected - found.total())
+        return +found
+
+    @cached_property
+    def seeds(self) -> str:
+        """n = 6, or n = 2 to 6: how many pairs a gap has."""
+        return span([one["n"] for one in self.found["gaps"]] or [len(e.losses) for e in self.all])
+
+    @property
+    def all(self) -> list[Entry]:
+        return self.study.entries
+
+
+def span(numbers: list[int]) -> str:
+    low, high = min(numbers, default=0), max(numbers, default=0)
+    return f"n = {low}" if low == high else f"n = {low} to {high}"
+
+
+def place_of(name: str, variant: str) -> str:
+    """d64-h2 of merged_w-d64-h2: what an arm's name says beyond its variant."""
+    return name.removeprefix(variant).strip("- ")

@@ -1,0 +1,42 @@
+"""The report as text, for a README or a paper: the same numbers, without pictures."""
+
+from collections.abc import Sequence
+
+from qkablate.analysis.tables import Table, markdown, tables
+from qkablate.analysis.verdict_text import beside, claim_lines, part_table
+from qkablate.errors import printable
+from qkablate.report import rows
+from qkablate.report.answer import answer
+from qkablate.report.chapter import Chapter
+from qkablate.report.page import status
+
+
+def text(chapters: Sequence[Chapter]) -> str:
+    return "\n\n".join(map(_chapter, chapters)) + "\n"
+
+
+def _chapter(chapter: Chapter) -> str:
+    judgement = chapter.judgement
+    parts = [printable(f"# {_plain(chapter.title)}"), _plain(status(chapter))]
+    if judgement is not None:
+        parts.append(f"**{judgement.word}** {_plain(judgement.claim.says)}")
+    parts += map(_plain, answer(chapter))
+    parts += [f"- could not be read: {_plain(line)}" for line in chapter.study.unread]
+    if judgement is not None:
+        said = [_plain(line) for line in claim_lines(judgement.claim)]
+        columns, found = part_table(judgement)
+        parts.append(markdown(Table("parts of the claim", columns, found, beside(judgement))))
+        parts.append("\n".join(f"- {line}" for line in said))
+    every = [Table("verdicts", rows.COLUMNS, [[c.text for c in r] for r in rows.verdicts(chapter)])]
+    every += tables(dict(chapter.found))
+    every.append(Table("audit", ["", "check", "answer", "arms"], rows.audit(chapter)))
+    columns, runs = rows.runs(chapter)
+    every.append(Table("runs", columns, [[*run[:-1], f"`{run[-1]}`"] for run in runs]))
+    every.append(Table("environment", ["what", "of the runs"], rows.surroundings(chapter)))
+    parts += [markdown(table) for table in every if table.rows]
+    return "\n\n".join(parts)
+
+
+def _plain(line: str) -> str:
+    """Names hold no marks that Markdown would read."""
+    return printable(line).replace("<", "&lt;").replace("|", "∣")

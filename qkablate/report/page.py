@@ -1,0 +1,164 @@
+"""The page: one file with everything in it, that asks nothing of any network and runs no script but
+its own, whatever the names in it are."""
+
+import base64
+import gzip
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from qkablate import __version__
+from qkablate.analysis.tables import tables
+from qkablate.analysis.verdict_text import beside, claim_lines, part_table
+from qkablate.errors import printable
+from qkablate.report import rows
+from qkablate.report.answer import answer
+from qkablate.report.chapter import Chapter
+from qkablate.report.charts import Chart, charts
+from qkablate.report.palette import DARK, LIGHT, css
+from qkablate.report.pictures import CONFIG, SHAPE_PATHS
+from qkablate.table import counted
+
+
+def page(chapters: Sequence[Chapter], title: str) -> str:
+    import vl_convert
+    from jinja2 import Environment
+
+    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    script = _file("page.js")
+    panels: list[Any] = []
+    shown = [_chapter(chapter, number, panels) for number, chapter in enumerate(chapters)]
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    specs = {"config": CONFIG, "panels": panels}
+    return environment.from_string(_file("page.html")).render(
+        title=printable(title),
+        version=__version__,
+        written=time.strftime("%Y-%m-%d %H:%M %Z"),
+        policy=_policy(library, script),
+        style=_file("page.css").replace("LIGHT", css(LIGHT)).replace("DARK", css(DARK)),
+        chapters=shown,
+        specs=_packed(specs),
+        library=library,
+        script=script,
+    )
+
+
+def _chapter(chapter: Chapter, number: int, panels: list[Any]) -> dict[str, Any]:
+    found, study, judgement = chapter.found, chapter.study, chapter.judgement
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for table in tables(dict(found))[1:]:  # the first is told by verdicts and runs
+        kinds.setdefault(_kind(table.title), []).append(vars(table))
+    run_columns, run_rows = rows.runs(chapter)
+    verdicts = rows.verdicts(chapter)
+    claim = None
+    if judgement is not None:
+        columns, parts = part_table(judgement)
+        said = claim_lines(judgement.claim)
+        claim = {"columns": columns, "rows": parts, "said": said, "beside": beside(judgement)}
+    return _clean(
+        {
+            "id": f"c{number + 1}",
+            "title": chapter.title,
+            "status": status(chapter),
+            "answer": answer(chapter),
+            "verdict": judgement and judgement.word,
+            "says": judgement and judgement.claim.says,
+            "unread": [*study.unread],
+            "claim": claim,
+            "columns": rows.COLUMNS,
+            "arms": verdicts,
+            "words": sorted({str(row[2].key) for row in verdicts}),
+            "notes": _notes(chapter),
+            "charts": [_chart(chart, chapter, panels) for chart in charts(chapter)],
+            "tables": kinds,
+            "audit": rows.audit(chapter),
+            "left_out": [[left.arm, left.control, left.reason] for left in study.manifest.left_out],
+            "run_columns": run_columns,
+            "runs": run_rows,
+            "surroundings": rows.surroundings(chapter),
+            "where": f"read from {study.manifest.folder}" if study.manifest.arms else "",
+        }
+    )
+
+
+_KINDS = {"gaps to": "Gaps, with every test", "ranks at": "Ranks"}
+_KINDS |= {"gap by": "Gap by length and size"}
+
+
+def _kind(title: str) -> str:
+    """Tables that differ in what they stand beside are shown together."""
+    own = next((kind for begin, kind in _KINDS.items() if title.startswith(begin)), title)
+    return own[:1].upper() + own[1:]
+
+
+def status(chapter: Chapter) -> str:
+    """64 runs: 60 done, 2 diverged, 2 waiting."""
+    counts = chapter.counts
+    told = ", ".join(f"{n:,} {word}" for word, n in counts.most_common())
+    said = f"{counted(counts.total(), 'run')}: {told}" if told else "no run"
+    missing = chapter.study.expected - chapter.study.ended
+    return said if missing <= 0 else f"{said}. {missing:,} have no result yet, or failed."
+
+
+def _notes(chapter: Chapter) -> list[str]:
+    return [
+        "gap: test loss of the arm minus that of its baseline with the same seed; below zero is"
+        " better. The interval is Student's, of the pairs, for one arm by itself; p is adjusted by"
+        " Holm over the arms of one size, and decides the verdict.",
+        "could have found: the smallest gap that these seeds would have found four times of five."
+        " “none found” is no sign that there is none.",
+        "verdicts with ! or ✗: the audit below warns. Parameters without embeddings; KV cache with"
+        " 16-bit numbers. 0.01 nats are 1 % of perplexity.",
+    ]
+
+
+def _chart(chart: Chart, chapter: Chapter, panels: list[Any]) -> dict[str, Any]:
+    shown = []
+    for panel in chart.panels:
+        shown.append({"title": panel.title, "number": len(panels)})
+        wide = {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
+        panels.append(panel.spec if "width" in panel.spec else panel.spec | wide)
+    legend = [
+        {
+            "name": name,
+            "colour": look.colour,
+            "dash": " ".join(map(str, look.dash)) if look.dash != [1, 0] else "none",
+            "shape": SHAPE_PATHS[look.shape],
+        }
+        for name in chart.variants
+        for look in [chapter.looks[name]]
+    ]
+    own = {"name": chart.name, "title": chart.title, "caption": chart.caption}
+    return own | {"panels": shown, "legend": legend}
+
+
+def _clean(value: Any) -> Any:
+    """No sign that steers: what stands in files may hold them, and HTML has no use for any."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {key: _clean(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_clean(inner) for inner in value]
+    if isinstance(value, rows.Cell):
+        return rows.Cell(printable(value.text), _clean(value.key))
+    return value
+
+
+def _packed(value: Any) -> str:
+    """JSON, a tenth of its size, in signs that end no element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def _policy(*scripts: str) -> str:
+    hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+
+
+def _file(name: str) -> str:
+    return (resources.files("qkablate.report") / name).read_text(encoding="utf-8")

@@ -1,0 +1,95 @@
+"""Time, memory and size of a report over thousands of runs.
+
+    python scripts/time_report.py [--seeds 8] [--points 1000] [sweep=full variant=… …]
+
+The sweep is frozen as a real one is; its results are made up, in a folder of its own that is
+removed again.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from qkablate.cli.grid import composing
+from qkablate.sweeps.expand import Expansion, Grid
+from qkablate.sweeps.manifest import Manifest, SweepRun, freeze
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--points", type=int, default=1000)
+    parser.add_argument("--keep", action="store_true", help="leave the folder, and say where")
+    parser.add_argument("words", nargs="*", default=["sweep=full"])
+    asked = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="time-report-"))
+    try:
+        began = time.monotonic()
+        manifest = frozen([*asked.words, f"seed=range({asked.seeds})"], folder)
+        chance = random.Random(0)
+        for run in manifest.runs:
+            finish(manifest, run, asked.points, chance)
+        print(f"{len(manifest.runs):,} runs of {len(manifest.arms):,} arms,", end=" ")
+        print(f"{asked.points:,} points each; made in {time.monotonic() - began:.1f} s")
+        for form in ("html", "md"):
+            began = time.monotonic()
+            target = folder / f"report.{form}"
+            command = ["-m", "qkablate", "report", str(manifest.folder), "-o", str(target)]
+            subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+            seconds = time.monotonic() - began
+            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+            size = target.stat().st_size / 1e6
+            print(f"{form:5} {seconds:6.1f} s   {peak:5.2f} GiB at most   {size:5.2f} MB")
+    finally:
+        if asked.keep:
+            print(folder)
+        else:
+            shutil.rmtree(folder)
+
+
+def frozen(words: list[str], folder: Path) -> Manifest:
+    with composing() as composer:
+        asked = composer.ask([*words, "precision=fp32", "threads=1", "device=cpu"])
+        grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
+        manifest = Expansion(grid, composer.config).manifest(["qkablate", "sweep", *words])
+    return freeze(dataclasses.replace(manifest, out=str(folder)), [])
+
+
+def finish(manifest: Manifest, run: SweepRun, points: int, chance: random.Random) -> None:
+    """A result and a course, with a gap that the arm's name decides."""
+    arm = manifest.arms[run.arm]
+    folder = Path(manifest.out) / "runs" / run.name
+    folder.mkdir(parents=True)
+    base = 2 + run.changes["seed"] / 50 + (hash(run.arm) % 100) / 1000 + chance.gauss(0, 0.005)
+    tokens = [1 + arm.tokens * (i + 1) // points for i in range(points)]
+    rows = [
+        {"step": i, "tokens": at, "flops": arm.flops * at, "seconds": i / 10}
+        | {"val/loss": base + 3 / (1 + i) + chance.gauss(0, 0.01), "val/bits_per_byte": 3.0}
+        for i, at in enumerate(tokens)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = {"versions": {"torch": "2.13.0"}, "machine": {"cpu": "a CPU"}, "code": None}
+    (folder / "environment.json").write_text(json.dumps(environment))
+    result = {
+        **{"id": run.id, "label": run.label, "status": "done", "packed": 1, "attempt": 1},
+        **{"loss": {"train": base, "val": base, "test": base}, "steps": arm.config.train.steps},
+        **{"init": {"match": "exact"}, "lr": {}, "precision": "fp32", "device": "cpu"},
+        **{"kernel": "flash", "compile": False, "threads": 1, "version": "0.1.0"},
+        **{"data_fingerprint": arm.facts["data_fingerprint"], "seconds": 1.0},
+        **{"tokens": arm.tokens, "params": {}, "flops_per_token": arm.flops},
+    }
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
