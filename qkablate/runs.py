@@ -266,7 +266,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())[:200]) from None
     if not isinstance(content, dict):
-        raise ValueError("it is no map")
+        raise ValueError("it is not what a run writes: no map")
     return content
 
 

@@ -42,58 +42,57 @@ def _so_far(chapter: Chapter) -> str:
 
 
 def _compared(chapter: Chapter, measured: list[dict[str, Any]]) -> str:
-    """By verdict: which variants, at how many of their sizes, by how much."""
+    """Every variant once, by what was found of it at any of its sizes."""
     entries = chapter.entries
-    by_word: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    sizes: dict[str, int] = {}
+    by_variant: dict[str, list[dict[str, Any]]] = {}
     for one in measured:
-        variant = entries[one["arm"]].arm.variant
-        sizes[variant] = sizes.get(variant, 0) + 1
-        by_word.setdefault(says(one), {}).setdefault(variant, []).append(one)
-    against = {entries[one["baseline"]].arm.variant for one in measured}
-    parts = []
-    for word, told in _TOLD.items():
-        if own := by_word.get(word):
-            names = [
-                f"{variant}{_sizes(len(gaps), sizes[variant])}{_by(gaps, word)}"
-                for variant, gaps in own.items()
-            ]
-            parts.append(told.format(_listed(names)))
-    beside = _listed(sorted(against))
+        by_variant.setdefault(entries[one["arm"]].arm.variant, []).append(one)
+    told: dict[str, list[str]] = {word: [] for word in _TOLD}
+    for variant, gaps in by_variant.items():
+        words = [says(one) for one in gaps]
+        word = "mixed" if {"better", "worse"} <= {*words} else min(words, key=[*_TOLD].index)
+        own = [one for one in gaps if word in ("mixed", says(one))]
+        told[word].append(f"{variant}{_how(own, len(gaps), word)}")
+    beside = _listed(sorted({entries[one["baseline"]].arm.variant for one in measured}))
+    parts = [_TOLD[word].format(_listed(names)) for word, names in told.items() if names]
     return f"Compared with {beside} on the same data and seeds, {'; '.join(parts)}"
 
 
+# What is told first decides: what was found at one size is told, whatever else was not.
 _TOLD = {
+    "mixed": "better at some sizes and worse at others is {}",
     "better": "{} did better (lower test loss)",
     "worse": "{} did worse (higher test loss)",
-    "equivalent": "{} lay within the margin either way",
-    "not worse": "{} did not do worse by the margin",
     "diverges": "runs diverged of {}",
     "none found": "no difference was found for {}",
+    "not worse": "{} did not do worse by the margin",
+    "equivalent": "{} lay within the margin either way",
     "a number": "one pair only is there of {}",
+    "nothing": "nothing is known of {}",
 }
 
 
-def _listed(names: list[str], most: int = 6) -> str:
+def _listed(names: list[str], most: int = 4) -> str:
     """a, b and c."""
     if len(names) > most:
-        return some(names, most)
+        return some(names, most - 1)
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def _sizes(count: int, of: int) -> str:
-    return "" if of == 1 else f" at {count} of {of} sizes"
+def _how(gaps: list[dict[str, Any]], sizes: int, word: str) -> str:
+    """(at 2 of 4 sizes, by 0.012 to 0.015 nats)."""
+    at = f"at {len(gaps)} of {sizes} sizes" if sizes > 1 and word != "mixed" else ""
+    by = _by(gaps) if word in ("better", "worse") else ""
+    return f" ({', '.join(filter(None, [at, by]))})" if at or by else ""
 
 
-def _by(gaps: list[dict[str, Any]], word: str) -> str:
-    if word not in ("better", "worse"):
-        return ""
+def _by(gaps: list[dict[str, Any]]) -> str:
     sizes = sorted(
         (abs(one["mean"]), digits(abs(one["mean"]), (one["interval"][1] - one["interval"][0]) / 2))
         for one in gaps
     )
     low, high = sizes[0][1], sizes[-1][1]
-    return f" (by {low} nats)" if low == high else f" (by {low} to {high} nats)"
+    return f"by {low} nats" if low == high else f"by {low} to {high} nats"
 
 
 def _caution(measured: list[dict[str, Any]]) -> str:
@@ -160,8 +159,12 @@ def _of_claim(chapter: Chapter) -> list[str]:
         sample = one.part.sample
         if sample.n:
             interval = sample.interval(1 - 2 * found.alpha)
-            gap = told_gap(sample.mean, interval)
             spec = one.comparison.spec
+            gap = (
+                told_loss(sample, 1 - 2 * found.alpha)
+                if spec.of == "spread"
+                else told_gap(sample.mean, interval)
+            )
             what = "growth per doubling" if spec.horizon == "growth" else spec.of
             diverged = " with runs that diverged" if one.part.open_above else ""
             told.append(f"{one.part.name}: {what} {gap}{diverged} ({span([sample.n])})")

@@ -9,7 +9,7 @@ from typing import Any
 
 from qkablate.analysis.curves import Curve, arm_curve, curve, thinned
 from qkablate.analysis.gaps import Family
-from qkablate.analysis.sample import Sample
+from qkablate.analysis.sample import ALPHA, Sample
 from qkablate.analysis.study import VAL, Entry
 from qkablate.report.chapter import Chapter, place_of, span
 from qkablate.table import digits
@@ -43,8 +43,58 @@ class Chart:
 
 def charts(chapter: Chapter) -> list[Chart]:
     """All that there is something to draw for."""
-    every = (gaps, losses, gap_curves, heat, costs, bowls)
+    every = (claim, gaps, losses, gap_curves, heat, costs, bowls)
     return [chart for make in every if (chart := make(chapter)) is not None]
+
+
+def claim(chapter: Chapter) -> Chart | None:
+    """The parts of a claim, each with the margin it is judged by."""
+    found = chapter.judgement
+    if found is None or found.verdict is None:
+        return None
+    rows, margins = [], []
+    for one, word in zip(found.judged, found.verdict.parts, strict=True):
+        part, spec = one.part, one.comparison.spec
+        interval = part.sample.interval(1 - 2 * found.alpha)
+        if interval is None:
+            continue
+        label = f"{part.name}  (n = {part.sample.n})"
+        low, high = interval
+        told = told_gap(part.sample.mean, interval) + " open above" * part.open_above
+        rows.append(
+            {"arm": label, "gap": part.sample.mean, "told": told + " open below" * part.open_below}
+            | {"low": low, "high": high, "verdict": word}
+        )
+        sides = {"noninferior": [1], "worse": [1], "better": [-1]}.get(part.kind, [-1, 1])
+        margins += [{"arm": label, "at": side * spec.margin, "what": "margin"} for side in sides]
+    if not rows:
+        return None
+    y = _names([row["arm"] for row in rows])
+    x: Spec = {"type": "quantitative", "title": "nats per token", "scale": {"zero": True}}
+    tooltip = [_tip("arm", "part"), _tip("told", "measured"), _tip("verdict")]
+    layers = [
+        _zero("x"),
+        {
+            "data": {"values": margins},
+            "mark": {"type": "tick", "thickness": 3, "size": 20, "color": "var(--warn)"},
+            "encoding": {"x": x | {"field": "at"}, "y": y, "tooltip": [_tip("at", "margin")]},
+        },
+        {
+            "mark": {"type": "rule", "strokeWidth": 3, "color": "var(--ink)"},
+            "encoding": {"x": x | {"field": "low"}, "x2": {"field": "high"}, "y": y},
+        },
+        {
+            "mark": {"type": "point", "filled": True, "size": 70, "color": "var(--ink)"},
+            "encoding": {"x": x | {"field": "gap"}, "y": y, "tooltip": tooltip},
+        },
+    ]
+    drawn: Spec = {"height": _ROW * len(rows) + _ROW, "data": {"values": rows}, "layer": layers}
+    level = f"{100 * (1 - 2 * found.alpha):.3g} %"
+    caption = (
+        f"What each part of the claim measured: point and {level} interval; thick mark: the margin"
+        f" that it is judged by ({span([one.part.sample.n for one in found.judged])})."
+    )
+    return Chart("claim", "Measured, and claimed", caption, [Panel("", drawn, [])])
 
 
 def gaps(chapter: Chapter) -> Chart | None:
@@ -68,19 +118,11 @@ def gaps(chapter: Chapter) -> Chart | None:
     if not rows:
         return None
     names = [row["arm"] for row in rows]
-    y: Spec = {"field": "arm", "type": "nominal", "sort": names, "title": None}
-    y |= {"axis": {"labelLimit": 220, "ticks": False, "domain": False, "grid": False}}
-    y |= {"scale": {"domain": names}}
+    y = _names(names)
     x: Spec = {"type": "quantitative", "title": "gap, nats per token"}
     x |= {"scale": {"zero": True, "nice": True}}
     tooltip = [_tip("arm"), _tip("told", "gap, 95 % interval"), _tip("baseline", "against")]
-    layers: list[Spec] = [
-        {
-            "data": {"values": [{"at": 0}]},
-            "mark": {"type": "rule", "color": "var(--faint)", "strokeDash": [3, 3]},
-            "encoding": {"x": {"field": "at", "type": "quantitative"}},
-        }
-    ]
+    layers = [_zero("x")]
     if len(pairs) <= 2_000:
         layers.append(
             {
@@ -103,7 +145,11 @@ def gaps(chapter: Chapter) -> Chart | None:
             | _shape(chapter),
         },
     ]
-    spec: Spec = {"height": _ROW * len(names), "data": {"values": rows}, "layer": layers}
+    spec: Spec = {
+        "height": _ROW * len(names) + _ROW // 2,
+        "data": {"values": rows},
+        "layer": layers,
+    }
     caption = (
         "Test loss of an arm minus that of its baseline with the same seed: left of zero is better."
         " Point: mean; bar: 95 %"
@@ -368,7 +414,8 @@ def bowls(chapter: Chapter) -> Chart | None:
 
 def _bowl_panel(chapter: Chapter, rows: list[Spec], lost: list[Spec]) -> Spec:
     x: Spec = {"field": "lr", "type": "quantitative", "title": "learning rate"}
-    x |= {"scale": {"type": "log"}, "axis": {"format": "~g", "tickCount": 5}}
+    x |= {"scale": {"type": "log", "nice": False, "padding": 16}}
+    x |= {"axis": {"format": "~g", "tickCount": 5}}
     y: Spec = {"type": "quantitative", "title": "validation loss", "scale": {"zero": False}}
     tooltip = [_tip("arm"), _tip("lr", "learning rate"), _tip("told", "loss, 95 % interval")]
     tooltip.append(_tip("n"))
@@ -416,13 +463,7 @@ def _lines(
     lines = {"x": x, "y": y, "detail": {"field": "arm"}} | _colour(chapter)
     layers: list[Spec] = []
     if zero:
-        layers.append(
-            {
-                "data": {"values": [{"at": 0}]},
-                "mark": {"type": "rule", "color": "var(--faint)", "strokeDash": [3, 3]},
-                "encoding": {"y": {"field": "at", "type": "quantitative"}},
-            }
-        )
+        layers.append(_zero("y"))
     if single:
         layers.append(
             {
@@ -486,8 +527,8 @@ def told_gap(mean: float, interval: Sequence[float] | None) -> str:
     return f"{said} [{', '.join(digits(end, half, signed=True) for end in interval)}]"
 
 
-def told_loss(sample: Sample) -> str:
-    interval = sample.interval()
+def told_loss(sample: Sample, level: float = 1 - ALPHA) -> str:
+    interval = sample.interval(level)
     half = _half(interval)
     said = digits(sample.mean, half)
     if interval is None:
@@ -497,6 +538,22 @@ def told_loss(sample: Sample) -> str:
 
 def _half(interval: Sequence[float] | None) -> float | None:
     return None if interval is None else (interval[1] - interval[0]) / 2
+
+
+def _names(names: list[str]) -> Spec:
+    """A row for each, in this order."""
+    y: Spec = {"field": "arm", "type": "nominal", "sort": names, "title": None}
+    y |= {"axis": {"labelLimit": 220, "ticks": False, "domain": False, "grid": False}}
+    return y | {"scale": {"domain": names}}
+
+
+def _zero(axis: str) -> Spec:
+    """A dashed line where there is no difference."""
+    return {
+        "data": {"values": [{"at": 0}]},
+        "mark": {"type": "rule", "color": "var(--faint)", "strokeDash": [3, 3]},
+        "encoding": {axis: {"field": "at", "type": "quantitative"}},
+    }
 
 
 def _tip(field: str, title: str = "") -> Spec:

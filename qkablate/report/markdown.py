@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from qkablate.analysis.tables import Table, markdown, tables
-from qkablate.analysis.verdict_text import beside, claim_lines, part_table
+from qkablate.analysis.verdict_text import beside, claim_lines, part_table, settling
 from qkablate.errors import printable
 from qkablate.report import rows
 from qkablate.report.answer import answer
@@ -25,7 +25,8 @@ def _chapter(chapter: Chapter) -> str:
     if judgement is not None:
         said = [_plain(line) for line in claim_lines(judgement.claim)]
         columns, found = part_table(judgement)
-        parts.append(markdown(Table("parts of the claim", columns, found, beside(judgement))))
+        more = [*judgement.exploratory, *beside(judgement), *settling(judgement)]
+        parts.append(markdown(Table("parts of the claim", columns, found, more)))
         parts.append("\n".join(f"- {line}" for line in said))
     every = [Table("verdicts", rows.COLUMNS, [[c.text for c in r] for r in rows.verdicts(chapter)])]
     every += tables(dict(chapter.found))

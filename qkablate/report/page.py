@@ -12,7 +12,7 @@ from typing import Any
 
 from qkablate import __version__
 from qkablate.analysis.tables import tables
-from qkablate.analysis.verdict_text import beside, claim_lines, part_table
+from qkablate.analysis.verdict_text import beside, claim_lines, part_table, settling
 from qkablate.errors import printable
 from qkablate.report import rows
 from qkablate.report.answer import answer
@@ -57,7 +57,8 @@ def _chapter(chapter: Chapter, number: int, panels: list[Any]) -> dict[str, Any]
     if judgement is not None:
         columns, parts = part_table(judgement)
         said = claim_lines(judgement.claim)
-        claim = {"columns": columns, "rows": parts, "said": said, "beside": beside(judgement)}
+        more = [*judgement.exploratory, *beside(judgement), *settling(judgement)]
+        claim = {"columns": columns, "rows": parts, "said": said, "beside": more}
     return _clean(
         {
             "id": f"c{number + 1}",
@@ -68,6 +69,7 @@ def _chapter(chapter: Chapter, number: int, panels: list[Any]) -> dict[str, Any]
             "says": judgement and judgement.claim.says,
             "unread": [*study.unread],
             "claim": claim,
+            "heading": "Verdicts" if judgement is None else "Arm by arm",
             "columns": rows.COLUMNS,
             "arms": verdicts,
             "words": sorted({str(row[2].key) for row in verdicts}),
@@ -104,7 +106,12 @@ def status(chapter: Chapter) -> str:
 
 
 def _notes(chapter: Chapter) -> list[str]:
+    beside = (
+        "Here every arm stands by itself, and is asked whether there is any gap at all. What the"
+        " claim says, with its margin, is decided above."
+    )
     return [
+        *([beside] if chapter.judgement is not None else []),
         "gap: test loss of the arm minus that of its baseline with the same seed; below zero is"
         " better. The interval is Student's, of the pairs, for one arm by itself; p is adjusted by"
         " Holm over the arms of one size, and decides the verdict.",

@@ -7,6 +7,7 @@ which the nearest two are furthest apart under normal sight, deuteranopia, prota
 tritanopia, with a contrast of 3 : 1 or more to the ground.
 """
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ _SLOTS: dict[str, int] = {
     for place, name in enumerate(names)
 }
 
+_FOREIGN = len(_SLOTS) + 99
+
 
 @dataclass(frozen=True)
 class Look:
@@ -84,19 +87,27 @@ class Look:
 
 
 def looks(variants: Iterable[str]) -> dict[str, Look]:
-    """Standard is grey; a variant that is not ours takes the first look that none of these has."""
-    names = sorted({*variants}, key=lambda name: (name != "standard", _SLOTS.get(name, 99), name))
-    taken = {_SLOTS[name] for name in names if name in _SLOTS}
-    free = (slot for slot in range(10**6) if slot not in taken)
-    found = {}
-    for name in names:
-        if name == "standard":
-            found[name] = Look("var(--c0)", DASHES[0], SHAPES[0])
-            continue
-        slot = _SLOTS[name] if name in _SLOTS else next(free)
+    """Standard is grey. Of several ranks or groups of a variant the first has its look; these, and
+    variants that are not ours, take the first looks that are free. Beyond 28 they come again."""
+    slots: dict[str, int] = {}
+    names = sorted({*variants}, key=lambda name: (name != "standard", _slot(name), name))
+    for name in names[names[:1] == ["standard"] :]:
+        own = _slot(name)
+        slots[name] = own if own not in (*slots.values(), _FOREIGN) else -1
+    # What is nobody's is taken before what is another's who is not here.
+    unused = [slot for slot in range(HUES * len(DASHES)) if slot not in slots.values()]
+    free = itertools.cycle(sorted(unused or [0], key=lambda slot: slot in _SLOTS.values()))
+    found = {"standard": Look("var(--c0)", DASHES[0], SHAPES[0])} if "standard" in names else {}
+    for name, own in slots.items():
+        slot = own if own >= 0 else next(free)
         row = slot // HUES % len(DASHES)
         found[name] = Look(f"var(--c{1 + slot % HUES})", DASHES[row], SHAPES[row])
     return found
+
+
+def _slot(name: str) -> int:
+    """That of low_rank_w for low_rank_w_r64."""
+    return _SLOTS.get(name, _SLOTS.get(re.sub(r"_[rg]\d+$", "", name), _FOREIGN))
 
 
 def plain(text: str) -> str:

@@ -288,8 +288,9 @@ def test_a_claim_is_as_good_as_its_parts(parts, alpha):
     assert (verdict.word == REFUTED) == (REFUTED in verdict.parts)
     for one, found in zip(parts, verdict.parts, strict=True):
         alone = judge([one], alpha).word
-        # Company can only take away a refutation.
-        assert found == alone or (alone, found) == (REFUTED, UNDERPOWERED)
+        # Company can only take away what is adjusted for it: what is nil may still be refuted.
+        weaker = {REFUTED: [UNDERPOWERED], EQUIVALENT: [REFUTED, UNDERPOWERED]}
+        assert found in [alone, *weaker.get(alone, [])]
 
 
 @settings(deadline=None)
