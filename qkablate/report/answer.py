@@ -5,7 +5,7 @@ from typing import Any
 from qkablate.analysis.tables import says
 from qkablate.analysis.verdict import EQUIVALENT, REFUTED, SUPPORTED
 from qkablate.report.chapter import Chapter, span
-from qkablate.report.charts import told_gap, told_loss
+from qkablate.report.told import told_gap, told_loss
 from qkablate.table import counted, digits, short, some
 
 _VERDICTS = {

@@ -9,7 +9,8 @@ from qkablate.analysis.audit import BROKEN, MARKS, OK, STATES, WARNING
 from qkablate.analysis.study import Entry, Record
 from qkablate.analysis.tables import percent_more, says
 from qkablate.report.chapter import Chapter
-from qkablate.report.charts import MOST_RUNS, told_gap, told_loss
+from qkablate.report.charts import MOST_RUNS
+from qkablate.report.told import told_gap, told_loss
 from qkablate.table import short, some
 
 COLUMNS = [

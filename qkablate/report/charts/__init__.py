@@ -1,0 +1,15 @@
+"""The pictures of a report, as Vega-Lite: one colour scheme for paper and screens, see palette."""
+
+from qkablate.report.chapter import Chapter
+from qkablate.report.charts.courses import MOST_RUNS, gap_curves, losses
+from qkablate.report.charts.forest import claim, gaps
+from qkablate.report.charts.parts import Chart, Panel, Spec
+from qkablate.report.charts.sizes import bowls, costs, heat
+
+__all__ = ["MOST_RUNS", "Chart", "Panel", "Spec", "charts"]
+
+
+def charts(chapter: Chapter) -> list[Chart]:
+    """All that there is something to draw for."""
+    every = (claim, gaps, losses, gap_curves, heat, costs, bowls)
+    return [chart for make in every if (chart := make(chapter)) is not None]
