@@ -8,7 +8,7 @@ from qkablate.cli.compose import next_commands, take_flags
 from qkablate.cli.results import margin_of, need_analysis
 from qkablate.cli.status import sweep_names
 from qkablate.errors import UserError, nearest
-from qkablate.table import short_bytes, some
+from qkablate.table import counted, short_bytes, some
 
 FORMATS = ("html", "md", "png", "svg")
 
@@ -163,17 +163,18 @@ def _chapter(kind: str, folders: list[Path], margin: float | None) -> Any:
     from qkablate.analysis.study import read_study
     from qkablate.report.chapter import Chapter
 
+    where = f"read from {some([*map(str, folders)], 3)}"
     if kind == "runs":
-        names = [folder.resolve().name for folder in folders]
-        return Chapter.of(some(names, 2), study_of(folders), margin)
+        one = folders[0].resolve().name if len(folders) == 1 else counted(len(folders), "run")
+        return Chapter.of(one, where, study_of(folders), margin)
     if kind == "sweep":
         study = read_study(folders[0])
-        return Chapter.of(study.name, study, margin)
+        return Chapter.of(study.name, where, study, margin)
     claim = read_registration(folders[0]).claim
     found = judged(judgements(claim, str(folders[0].resolve().parent.parent)))
     if found is None:
         raise UserError(f"claim {claim.name} has not been run yet: qkablate claim run {claim.name}")
-    return Chapter.of(f"claim {claim.title}", found.study, margin, found)
+    return Chapter.of(f"claim {claim.title}", where, found.study, margin, found)
 
 
 def _write_pictures(chapters: list[Any], target: Path, form: str) -> None:

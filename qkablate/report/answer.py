@@ -138,7 +138,8 @@ def _of_runs(chapter: Chapter) -> list[str]:
         return [said]
     return [
         f"{_so_far(chapter)}Test loss in nats per token: {some(told)}.",
-        "There is nothing here to compare it with: the same seeds with variant=standard would be.",
+        "There is nothing here to compare with: the same seeds with "
+        f"{'another variant' if 'standard' in chapter.looks else 'variant=standard'} would be.",
     ]
 
 

@@ -18,15 +18,21 @@ _CURVE = 5  # readings of validation that make a curve
 @dataclass(frozen=True)
 class Chapter:
     title: str
+    where: str  # it was read from
     study: Study
     found: Mapping[str, Any]  # all that is described of the study
     judgement: Judgement | None = None  # of a claim
 
     @classmethod
     def of(
-        cls, title: str, study: Study, margin: float | None, judgement: Judgement | None = None
+        cls,
+        title: str,
+        where: str,
+        study: Study,
+        margin: float | None = None,
+        judgement: Judgement | None = None,
     ) -> "Chapter":
-        return cls(title, study, describe(study, margin=margin), judgement)
+        return cls(title, where, study, describe(study, margin=margin), judgement)
 
     @cached_property
     def families(self) -> list[Family]:
@@ -67,15 +73,6 @@ class Chapter:
         found = Counter(record.status for record in [*self.study.records, *tuning])
         found["waiting"] += max(0, self.study.expected - found.total())
         return +found
-
-    @cached_property
-    def seeds(self) -> str:
-        """n = 6, or n = 2 to 6: how many pairs a gap has."""
-        return span([one["n"] for one in self.found["gaps"]] or [len(e.losses) for e in self.all])
-
-    @property
-    def all(self) -> list[Entry]:
-        return self.study.entries
 
 
 def span(numbers: list[int]) -> str:

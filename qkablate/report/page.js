@@ -76,7 +76,8 @@
           (!word.value || row.dataset.word === word.value));
         shown += !row.hidden;
       }
-      count.textContent = shown === rows.length ? `${shown} arms` : `${shown} of ${rows.length} arms`;
+      const all = `${rows.length} arm${rows.length === 1 ? "" : "s"}`;
+      count.textContent = shown === rows.length ? all : `${shown} of ${all}`;
     };
     input.addEventListener("input", apply);
     word.addEventListener("change", apply);

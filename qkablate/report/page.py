@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib import resources
 from typing import Any
 
@@ -24,10 +25,9 @@ from qkablate.table import counted
 
 
 def page(chapters: Sequence[Chapter], title: str) -> str:
-    import vl_convert
     from jinja2 import Environment
 
-    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    library = _library()
     script = _file("page.js")
     panels: list[Any] = []
     shown = [_chapter(chapter, number, panels) for number, chapter in enumerate(chapters)]
@@ -72,6 +72,7 @@ def _chapter(chapter: Chapter, number: int, panels: list[Any]) -> dict[str, Any]
             "heading": "Verdicts" if judgement is None else "Arm by arm",
             "columns": rows.COLUMNS,
             "arms": verdicts,
+            "count": counted(len(verdicts), "arm"),
             "words": sorted({str(row[2].key) for row in verdicts}),
             "notes": _notes(chapter),
             "charts": [_chart(chart, chapter, panels) for chart in charts(chapter)],
@@ -81,7 +82,7 @@ def _chapter(chapter: Chapter, number: int, panels: list[Any]) -> dict[str, Any]
             "run_columns": run_columns,
             "runs": run_rows,
             "surroundings": rows.surroundings(chapter),
-            "where": f"read from {study.manifest.folder}" if study.manifest.arms else "",
+            "where": chapter.where,
         }
     )
 
@@ -159,6 +160,14 @@ def _packed(value: Any) -> str:
     """JSON, a tenth of its size, in signs that end no element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+@lru_cache
+def _library() -> str:
+    """Vega, Vega-Lite and what embeds them: two seconds' work."""
+    import vl_convert
+
+    return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
 
 
 def _policy(*scripts: str) -> str:

@@ -10,7 +10,7 @@ from qkablate.analysis.study import Entry, Record
 from qkablate.analysis.tables import percent_more, says
 from qkablate.report.chapter import Chapter
 from qkablate.report.charts import MOST_RUNS
-from qkablate.report.told import told_gap, told_loss
+from qkablate.report.told import told_loss, told_open
 from qkablate.table import short, some
 
 COLUMNS = [
@@ -76,7 +76,7 @@ def _judged(one: dict[str, Any] | None, is_baseline: bool) -> list[Cell]:
     if one is None:
         word = "baseline" if is_baseline else "compared with none"
         return [Cell("–"), Cell(word, word), Cell("–"), Cell("–"), Cell("–")]
-    gap = told_gap(one["mean"], one["interval"]) if one["n"] else "–"
+    gap = told_open(one) if one["n"] else "–"
     p, least, word = one["p_holm"], one["detectable"], says(one)
     doubt = max((check["state"] for check in one["audit"]), key=STATES.index, default=OK)
     mark = f" {MARKS[doubt]}" if doubt in (WARNING, BROKEN) else ""

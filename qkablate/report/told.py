@@ -1,18 +1,28 @@
 """Numbers as a report tells them: with no more digits than their interval supports."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from qkablate.analysis.sample import ALPHA, Sample
 from qkablate.table import digits
 
 
-def told_gap(mean: float, interval: Sequence[float] | None) -> str:
-    """+0.012 [+0.008, +0.016], with no more digits than the interval supports."""
+def told_gap(
+    mean: float, interval: Sequence[float] | None, *, below: bool = False, above: bool = False
+) -> str:
+    """+0.012 [+0.008, +0.016]; a side on which runs diverged has no end."""
     half = half_of(interval)
     said = digits(mean, half, signed=True)
     if interval is None:
         return f"{said}, no interval"
-    return f"{said} [{', '.join(digits(end, half, signed=True) for end in interval)}]"
+    low, high = (digits(end, half, signed=True) for end in interval)
+    return f"{said} {'(−∞' if below else f'[{low}'}, {'∞)' if above else f'{high}]'}"
+
+
+def told_open(one: Mapping[str, Any]) -> str:
+    """The gap of an arm as it was described."""
+    above, below = one["arm_diverged"] > 0, one["baseline_diverged"] > 0
+    return told_gap(one["mean"], one["interval"], below=below, above=above)
 
 
 def told_loss(sample: Sample, level: float = 1 - ALPHA) -> str:

@@ -6,7 +6,17 @@ from qkablate.analysis.curves import Curve, arm_curve, curve, thinned
 from qkablate.analysis.gaps import Family
 from qkablate.analysis.study import VAL, Entry
 from qkablate.report.chapter import Chapter, place_of, span
-from qkablate.report.charts.parts import Chart, Panel, Spec, colour, dash, tip, variants, zero
+from qkablate.report.charts.parts import (
+    Chart,
+    Panel,
+    Spec,
+    colour,
+    dash,
+    tip,
+    variants,
+    where_known,
+    zero,
+)
 from qkablate.report.told import half_of
 from qkablate.table import digits
 
@@ -77,8 +87,7 @@ def gap_curves(chapter: Chapter) -> Chart | None:
         " readings at once in 95 of 100 studies. In the middle of a schedule this describes, and"
         " decides nothing."
     )
-    if min(counts) < 2:
-        caption += " One pair alone has no band."
+    caption += " One pair alone has no band." if min(counts) < 2 else ""
     return Chart("gap-curves", "Gap while training", caption, panels)
 
 
@@ -105,11 +114,13 @@ def _lines(
     if rows:
         band = {**y, "field": "low"}
         layers += [
-            {
-                "mark": {"type": "area", "opacity": 0.13},
-                "encoding": lines | {"y": band, "y2": {"field": "high"}},
-                "transform": [{"filter": {"field": "low", "valid": True}}],
-            },
+            *where_known(
+                rows,
+                {
+                    "mark": {"type": "area", "opacity": 0.13},
+                    "encoding": lines | {"y": band, "y2": {"field": "high"}},
+                },
+            ),
             {
                 "mark": {"type": "line", "strokeWidth": 2},
                 "encoding": lines | dash(chapter),

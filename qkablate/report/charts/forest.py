@@ -11,9 +11,11 @@ from qkablate.report.charts.parts import (
     shape,
     tip,
     variants,
+    where_known,
     zero,
 )
-from qkablate.report.told import told_gap
+from qkablate.report.told import told_gap, told_open
+from qkablate.table import counted
 
 
 def claim(chapter: Chapter) -> Chart | None:
@@ -30,13 +32,14 @@ def claim(chapter: Chapter) -> Chart | None:
             continue
         label = f"{part.name}  (n = {part.sample.n})"
         low, high = interval
-        told = told_gap(part.sample.mean, interval) + " open above" * part.open_above
+        sides = {"below": part.open_below, "above": part.open_above}
         rows.append(
-            {"arm": label, "gap": part.sample.mean, "told": told + " open below" * part.open_below}
+            {"arm": label, "gap": part.sample.mean}
+            | {"told": told_gap(part.sample.mean, interval, **sides)}
             | {"low": low, "high": high, "verdict": word}
         )
-        sides = {"noninferior": [1], "worse": [1], "better": [-1]}.get(part.kind, [-1, 1])
-        margins += [{"arm": label, "at": side * spec.margin, "what": "margin"} for side in sides]
+        edges = {"noninferior": [1], "worse": [1], "better": [-1]}.get(part.kind, [-1, 1])
+        margins += [{"arm": label, "at": side * spec.margin} for side in edges]
     if not rows:
         return None
     y = rows_of([row["arm"] for row in rows])
@@ -76,13 +79,11 @@ def gaps(chapter: Chapter) -> Chart | None:
             continue
         variant = chapter.entries[one["arm"]].arm.variant
         low, high = one["interval"] or (None, None)
-        label = f"{one['arm']}  (n = {one['n']})"
         diverged = one["arm_diverged"] + one["baseline_diverged"]
-        told = told_gap(one["mean"], one["interval"])
-        told += f", {diverged} diverged" if diverged else ""
+        label = f"{one['arm']}  (n = {one['n']}{f', {diverged} diverged' if diverged else ''})"
         rows.append(
             {"arm": label, "variant": variant, "gap": one["mean"], "low": low, "high": high}
-            | {"told": told, "n": one["n"], "baseline": one["baseline"]}
+            | {"told": told_open(one), "n": one["n"], "baseline": one["baseline"]}
         )
         every = [pair["gap"] for pair in one["pairs"]]
         pairs += [{"arm": label, "variant": variant, "gap": gap} for gap in every]
@@ -103,12 +104,14 @@ def gaps(chapter: Chapter) -> Chart | None:
             }
         )
     layers += [
-        {
-            "mark": {"type": "rule", "strokeWidth": 3, "opacity": 0.75},
-            "encoding": {"x": x | {"field": "low"}, "x2": {"field": "high"}, "y": y}
-            | colour(chapter),
-            "transform": [{"filter": {"field": "low", "valid": True}}],
-        },
+        *where_known(
+            rows,
+            {
+                "mark": {"type": "rule", "strokeWidth": 3, "opacity": 0.75},
+                "encoding": {"x": x | {"field": "low"}, "x2": {"field": "high"}, "y": y}
+                | colour(chapter),
+            },
+        ),
         {
             "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
             "encoding": {"x": x | {"field": "gap"}, "y": y, "tooltip": tooltip}
@@ -123,9 +126,9 @@ def gaps(chapter: Chapter) -> Chart | None:
     }
     caption = (
         "Test loss of an arm minus that of its baseline with the same seed: left of zero is better."
-        " Point: mean; bar: 95 %"
-        f" t interval, not adjusted for several arms; ticks: the pairs ({chapter.seeds})."
+        " Point: mean; bar: 95 % t interval, not adjusted for several arms; ticks: the pairs"
+        f" ({span([row['n'] for row in rows])})."
     )
     single = sum(row["low"] is None for row in rows)
-    caption += f" No bar: fewer than two pairs ({single} arms)." if single else ""
+    caption += f" No bar: one pair alone ({counted(single, 'arm')})." if single else ""
     return Chart("gaps", "Gaps", caption, [Panel("", spec, variants(rows))])

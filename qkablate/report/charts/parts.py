@@ -47,6 +47,13 @@ def zero(axis: str) -> Spec:
     }
 
 
+def where_known(rows: list[Spec], layer: Spec) -> list[Spec]:
+    """The layer, of the rows that have an interval; none where no row has."""
+    if all(row["low"] is None for row in rows):
+        return []
+    return [layer | {"transform": [{"filter": {"field": "low", "valid": True}}]}]
+
+
 def tip(field: str, title: str = "") -> Spec:
     return {"field": field, "type": "nominal", "title": title or field}
 

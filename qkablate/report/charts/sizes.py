@@ -2,8 +2,18 @@
 
 from qkablate.analysis.sample import Sample
 from qkablate.report.chapter import Chapter, place_of, span
-from qkablate.report.charts.parts import Chart, Panel, Spec, colour, dash, shape, tip, variants
-from qkablate.report.told import half_of, told_gap, told_loss
+from qkablate.report.charts.parts import (
+    Chart,
+    Panel,
+    Spec,
+    colour,
+    dash,
+    shape,
+    tip,
+    variants,
+    where_known,
+)
+from qkablate.report.told import half_of, told_loss, told_open
 from qkablate.table import digits
 
 
@@ -25,7 +35,7 @@ def heat(chapter: Chapter) -> Chart | None:
         cells.setdefault(rest, []).append(
             {"variant": arm.variant, "size": size, "order": model.d_model * 1000 + model.heads}
             | {"gap": one["mean"], "n": one["n"], "text": text if sure else f"({text})"}
-            | {"told": told_gap(one["mean"], interval), "arm": one["arm"]}
+            | {"told": told_open(one), "arm": one["arm"]}
             | {
                 "half": ""
                 if interval is None
@@ -140,11 +150,13 @@ def _cost_panel(chapter: Chapter, rows: list[Spec], what: str) -> Spec:
         "height": 260,
         "data": {"values": rows},
         "layer": [
-            {
-                "mark": {"type": "rule", "opacity": 0.6},
-                "encoding": {"x": x, "y": y | {"field": "low"}, "y2": {"field": "high"}} | own,
-                "transform": [{"filter": {"field": "low", "valid": True}}],
-            },
+            *where_known(
+                rows,
+                {
+                    "mark": {"type": "rule", "opacity": 0.6},
+                    "encoding": {"x": x, "y": y | {"field": "low"}, "y2": {"field": "high"}} | own,
+                },
+            ),
             {
                 "mark": {"type": "point", "filled": True, "size": 60, "opacity": 0.9},
                 "encoding": {"x": x, "y": y | {"field": "loss"}, "tooltip": tooltip}
@@ -210,11 +222,13 @@ def _bowl_panel(chapter: Chapter, rows: list[Spec], lost: list[Spec]) -> Spec:
             | own
             | dash(chapter),
         },
-        {
-            "mark": {"type": "rule", "opacity": 0.5},
-            "encoding": {"x": x, "y": y | {"field": "low"}, "y2": {"field": "high"}} | own,
-            "transform": [{"filter": {"field": "low", "valid": True}}],
-        },
+        *where_known(
+            rows,
+            {
+                "mark": {"type": "rule", "opacity": 0.5},
+                "encoding": {"x": x, "y": y | {"field": "low"}, "y2": {"field": "high"}} | own,
+            },
+        ),
         {
             "mark": {"type": "point", "filled": True, "opacity": 1},
             "encoding": {"x": x, "y": y | {"field": "loss"}, "tooltip": tooltip, "size": best}

@@ -1,0 +1,300 @@
+"""The page in a real browser, as a reader opens it: from disk."""
+
+import os
+import random
+import shutil
+import struct
+import zlib
+
+import pytest
+
+from qkablate.report.chapter import Chapter
+from qkablate.report.page import page
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+HOSTILE = '</script><script>alert(1)</script><img src="https://x.invalid/" onerror="alert(2)">'
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "device_scale_factor": 2}
+SWEEP = ("variant=standard,no_q,shared_qk", "model.d_model=16,32", "seed=range(4)")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Headless; where there is none, the tests skip, unless the surroundings say that it must be
+    there."""
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        missing = f"no browser: none of {', '.join(BROWSERS)} is on the path"
+        if os.environ.get("QKABLATE_NEEDS_BROWSER"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # Containers have no user namespaces; the page is our own.
+        started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+def losses(manifest):
+    """Made-up test losses: no_q is worse, shared_qk is not."""
+    chance = random.Random(0)
+
+    def loss(run):
+        worse = 0.05 if manifest.arms[run.arm].variant == "no_q" else 0.0
+        return 2 + run.changes["seed"] / 10 + worse + chance.gauss(0, 0.002)
+
+    return loss
+
+
+def write(made, path):
+    path.write_text(page([Chapter.of("A sweep", "", made.study())], "A sweep"), encoding="utf-8")
+    return path.as_uri()
+
+
+@pytest.fixture
+def address(cached_world, tmp_path):
+    """A report with something of everything: curves, a divergence, a failure with hostile words."""
+    made = cached_world(*SWEEP)
+    loss = losses(made.manifest)
+    for number, run in enumerate(made.runs()):
+        outcome = loss(run)
+        if number == 22:
+            outcome = "diverged"
+        elif number == 23:
+            outcome = {"status": "failed", "error": HOSTILE}
+            outcome["loss"] = {"train": None, "val": None, "test": None}
+        made.write(run, outcome)
+        made.curve(run, {step: 2 + 4 / step + loss(run) / 100 for step in range(1, 13)})
+    return write(made, tmp_path / "report.html")
+
+
+@pytest.fixture
+def opened(browser):
+    """Open a page, and fail where it says anything to the console, asks for anything, or has a
+    script of a stranger run."""
+    contexts = []
+    trouble: list[str] = []
+
+    def open_page(address, **settings):
+        context = browser.new_context(**settings)
+        contexts.append(context)
+        shown = context.new_page()
+        shown.on("console", lambda message: trouble.append(f"console: {message.text}"))
+        shown.on("pageerror", lambda error: trouble.append(f"error: {error}"))
+        shown.on("dialog", lambda dialog: trouble.append(f"dialog: {dialog.message}"))
+
+        def asked(request):
+            if request.url != address and not request.url.startswith(("data:", "blob:")):
+                trouble.append(f"request: {request.url}")
+
+        shown.on("request", asked)
+        shown.goto(address)
+        shown.wait_for_selector("html[data-ready]", state="attached")
+        return shown
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert trouble == []
+
+
+def brightness(shown) -> float:
+    """Of the page's upper left corner, from 0 to 255."""
+    png = shown.screenshot(clip={"x": 1, "y": 1, "width": 1, "height": 1})
+    place, data = 8, b""
+    while place < len(png):
+        size, kind = struct.unpack(">I4s", png[place : place + 8])
+        data += png[place + 8 : place + 8 + size] if kind == b"IDAT" else b""
+        place += 12 + size
+    return sum(zlib.decompress(data)[1:4]) / 3
+
+
+def fits(shown) -> bool:
+    """Whether nothing makes the page itself scroll sideways."""
+    return shown.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_every_picture_is_drawn_and_nothing_else_happens(opened, address):
+    shown = opened(address)
+    places = shown.locator(".vega")
+    assert places.count() >= 7
+    for place in places.all():
+        assert place.locator("svg").count() == 1
+        assert place.locator("svg path").count() > 0
+    assert "1 diverged, 1 failed" in shown.locator("table.sortable").inner_text()
+
+
+def test_hostile_words_are_words(opened, address):
+    shown = opened(address)
+    shown.locator("summary", has_text="Every run").click()
+    assert shown.get_by_text(HOSTILE).count() >= 1
+    assert shown.locator("img").count() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_light"),
+    [
+        ({"color_scheme": "light"}, True),
+        ({"color_scheme": "dark"}, False),
+        (PHONE, True),
+        (PHONE | {"color_scheme": "dark"}, False),
+    ],
+    ids=["light", "dark", "phone", "phone, dark"],
+)
+def test_it_fits_and_has_the_readers_colours(opened, address, settings, is_light, tmp_path):
+    shown = opened(address, **settings)
+    assert (brightness(shown) > 200) == is_light
+    assert (brightness(shown) < 60) != is_light
+    assert fits(shown)
+    assert len(shown.screenshot(full_page=True, path=tmp_path / "page.png")) > 20_000
+    # Every picture is inside its place.
+    assert shown.evaluate(
+        "[...document.querySelectorAll('.vega')].every(place => {"
+        " const svg = place.querySelector('svg').getBoundingClientRect();"
+        " return svg.width <= place.closest('.panel').scrollWidth + 1 && svg.height > 20; })"
+    )
+
+
+def test_wide_tables_scroll_by_themselves(opened, address):
+    shown = opened(address, **PHONE)
+    table = shown.locator(".scroll").first
+    assert table.evaluate("box => box.scrollWidth > box.clientWidth")
+    assert fits(shown)
+
+
+def test_pictures_follow_the_theme_and_paper_is_white(opened, address):
+    shown = opened(address, color_scheme="light")
+    colour = "getComputedStyle(document.querySelector('.vega .mark-symbol path')).fill"
+    light = shown.evaluate(colour)
+    theme = shown.locator("#theme")
+    theme.click()  # light, whatever the system says
+    assert shown.evaluate(colour) == light
+    theme.click()
+    assert "dark" in theme.inner_text()
+    assert shown.evaluate(colour) != light
+    assert brightness(shown) < 60
+    shown.emulate_media(media="print")
+    assert brightness(shown) > 200
+    assert shown.evaluate(colour) == light
+    assert not theme.is_visible()
+
+
+def column(shown, number) -> list[str]:
+    rows = "[...document.querySelectorAll('table.sortable tbody tr:not([hidden])')]"
+    return shown.evaluate(f"{rows}.map(row => row.cells[{number}].textContent)")
+
+
+def numbers(texts) -> list[float]:
+    return [float(text.split()[0].replace(",", "")) for text in texts if text != "–"]
+
+
+def test_sorting(opened, address):
+    shown = opened(address)
+    before = column(shown, 0)
+    button = shown.locator("table.sortable th button", has_text="gap, nats")
+    head = shown.locator("table.sortable thead th").nth(1)
+    button.click()
+    rising = column(shown, 1)
+    assert numbers(rising) == sorted(numbers(rising))
+    assert rising[-2:] == ["–", "–"]  # baselines come last, either way
+    assert head.get_attribute("aria-sort") == "ascending"
+    button.click()
+    falling = column(shown, 1)
+    assert numbers(falling) == sorted(numbers(falling), reverse=True)
+    assert falling[-2:] == ["–", "–"]
+    assert head.get_attribute("aria-sort") == "descending"
+    assert sorted(column(shown, 0)) == sorted(before)
+    shown.locator("table.sortable th button").first.click()
+    assert column(shown, 0) == sorted(before)
+    assert head.get_attribute("aria-sort") is None
+    shown.locator("table.sortable th button", has_text="parameters").click()
+    sizes = numbers(column(shown, 3))
+    assert sizes == sorted(sizes)
+
+
+def test_filtering(opened, address):
+    shown = opened(address)
+    shown.locator("[data-filter]").fill("no_q d32")
+    assert column(shown, 0) == ["no_q-d32-h2"]
+    assert shown.locator("output").inner_text() == "1 of 6 arms"
+    shown.locator("[data-filter]").fill("")
+    shown.locator("[data-verdict]").select_option("worse")
+    assert {name.partition("-")[0] for name in column(shown, 0)} == {"no_q"}
+    shown.locator("[data-verdict]").select_option("")
+    assert shown.locator("output").inner_text() == "6 arms"
+
+
+def test_the_keyboard_is_enough(opened, address):
+    shown = opened(address)
+    seen = []
+    while "gap, nats [95 %]" not in seen and len(seen) < 40:
+        shown.keyboard.press("Tab")
+        seen.append(shown.evaluate("document.activeElement.textContent.trim()"))
+    assert seen[0] == "To the answer"
+    assert seen[-1] == "gap, nats [95 %]"
+    shown.keyboard.press("Enter")
+    assert shown.locator("th[aria-sort=ascending]").inner_text().startswith("gap")
+
+
+def test_everything_has_a_name(opened, address):
+    """For those who hear the page."""
+    shown = opened(address)
+    nameless = """
+    [...document.querySelectorAll('button, input, select, .scroll, .vega, section, figure')]
+      .filter(node => !(node.textContent.trim() || node.getAttribute('aria-label')
+        || (node.labels && node.labels.length && node.labels[0].textContent.trim())))
+      .map(node => node.outerHTML.slice(0, 80))"""
+    assert shown.evaluate(nameless) == []
+    assert shown.evaluate("document.documentElement.lang") == "en"
+    assert shown.locator("h1").count() == 1
+    assert shown.locator("th:not([scope])").count() == 0
+
+
+def test_hovering_tells_number_interval_and_n(opened, address):
+    shown = opened(address)
+    shown.locator("#c1-gaps .vega .mark-symbol path").first.hover(force=True)
+    told = shown.locator("#vg-tooltip-element.visible")
+    told.wait_for()
+    assert "[" in told.inner_text()
+    assert "n = " in told.inner_text()
+    assert "standard-d" in told.inner_text()
+
+
+def test_axes_can_be_made_linear(opened, address):
+    shown = opened(address)
+
+    def ticks():
+        shown.wait_for_selector("html[data-ready]", state="attached")
+        return shown.locator("#c1-losses .vega .role-axis-label text").all_inner_texts()
+
+    logarithmic = ticks()
+    shown.locator("#linear").check()
+    assert ticks() != logarithmic
+    shown.locator("#linear").uncheck()
+    assert ticks() == logarithmic
+
+
+def test_of_many_sizes_one_is_shown_at_a_time(opened, world, tmp_path):
+    sizes = ",".join(str(8 * k) for k in range(1, 15))
+    made = world(
+        "variant=standard,no_q", f"model.d_model={sizes}", "model.heads=1", "seed=range(2)"
+    )
+    loss = losses(made.manifest)
+    for run in made.runs():
+        made.write(run, loss(run))
+        made.curve(run, {step: 2 + 4 / step + loss(run) / 100 for step in range(1, 9)})
+    shown = opened(write(made, tmp_path / "many.html"))
+    panels = shown.locator("#c1-losses .panel")
+    assert [panel.is_visible() for panel in panels.all()] == [True] + [False] * 13
+    shown.locator("#c1-losses select").select_option("9")
+    shown.wait_for_selector("html[data-ready]", state="attached")
+    assert [panel.is_visible() for panel in panels.all()].index(True) == 9
+    assert panels.nth(9).locator("svg path").count() > 0
+
+
+def test_a_sweep_without_a_result_is_a_page(opened, world, tmp_path):
+    shown = opened(write(world("variant=standard,no_q", "seed=range(2)"), tmp_path / "none.html"))
+    assert "nothing to say" in shown.locator(".answer").inner_text()
+    assert "4 waiting" in shown.locator(".status").inner_text()
+    assert shown.locator("svg").count() == 0
