@@ -1,4 +1,4 @@
-.PHONY: help train test check venv clean
+.PHONY: help train test check pictures venv clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -15,6 +15,11 @@ check: venv ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+pictures: venv ## those of the README, from a real sweep (some 9 minutes on 2 cores)
+	$(BIN)/qkablate sweep sweep=quick sweep.name=readme 'seed=range(6)'
+	mkdir -p docs
+	$(BIN)/qkablate report readme -o docs/report.svg
 
 venv: .venv/ready ## the environment alone, from pinned versions
 

@@ -36,6 +36,7 @@ Examples
   qkablate sweep sweep=quick --dry-run                 a whole grid: what it is, what it costs
   qkablate sweep sweep=quick                           run it; the same command goes on with it
   qkablate results quick                               gaps, intervals, ranks, audit
+  qkablate report quick                                the same as a page to send
   qkablate claim run one_head                          a hypothesis, to its verdict
   qkablate sample merged_w prompt='def main('          text from a run
   qkablate variants                                    what can be compared

@@ -279,7 +279,8 @@ def _print(found: Any, looks: list[Any], out: str) -> None:
     if study.next_words:
         next_commands(*study.next_words, ["status", *study.where])
     else:
-        next_commands(["results", *study.where])
+        where = study.where[1:]  # out=, where it is not the usual one
+        next_commands(["results", *study.where], ["report", found.claim.folder_name, *where])
 
 
 def words() -> list[str]:

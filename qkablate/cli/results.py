@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
             own = ["results", *study.where]
             more = [*study.next_words]
             more += [[*own, "--margin", "0.01"]] if margin is None else []
-            next_commands(*more, [*own, "--format", "json"])
+            next_commands(*more, ["report", *study.where], [*own, "--format", "json"])
         sys.stdout.flush()
     return 0 if study.is_complete else 1
 
