@@ -21,7 +21,7 @@ def _chapter(chapter: Chapter) -> str:
     if judgement is not None:
         parts.append(f"**{judgement.word}** {_plain(judgement.claim.says)}")
     parts += map(_plain, answer(chapter))
-    parts += [f"- could not be read: {_plain(line)}" for line in chapter.study.unread]
+    parts += [f"- failed, or could not be read: {_plain(line)}" for line in rows.trouble(chapter)]
     if judgement is not None:
         said = [_plain(line) for line in claim_lines(judgement.claim)]
         columns, found = part_table(judgement)

@@ -67,7 +67,7 @@ def _chapter(chapter: Chapter, number: int, panels: list[Any]) -> dict[str, Any]
             "answer": answer(chapter),
             "verdict": judgement and judgement.word,
             "says": judgement and judgement.claim.says,
-            "unread": [*study.unread],
+            "trouble": rows.trouble(chapter),
             "claim": claim,
             "heading": "Verdicts" if judgement is None else "Arm by arm",
             "columns": rows.COLUMNS,

@@ -89,6 +89,26 @@ def _judged(one: dict[str, Any] | None, is_baseline: bool) -> list[Cell]:
     ]
 
 
+def trouble(chapter: Chapter) -> list[str]:
+    """What could not be read, and what failed, by name."""
+    said = [*chapter.study.unread]
+    for status in ("damaged", "failed"):
+        records = [record for record in _every(chapter) if record.status == status]
+        said += [f"{r.folder.name}: {_told(r)}" for r in records[:_MOST_TROUBLE]]
+        if (more := len(records) - _MOST_TROUBLE) > 0:
+            said.append(f"{more:,} more {status}: see every run, below")
+    return said
+
+
+def _every(chapter: Chapter) -> list[Record]:
+    """The runs, and those that serve to tune."""
+    tuning = [r for by_seed in chapter.study.tuning.values() for r in by_seed.values()]
+    return [*chapter.study.records, *tuning]
+
+
+_MOST_TROUBLE = 10  # of a kind, told one by one
+
+
 def audit(chapter: Chapter) -> list[list[str]]:
     """Every answer of the audit once, the worst first, with the arms it is given for."""
     said: dict[tuple[str, str, str], list[str]] = {}
@@ -123,10 +143,9 @@ ARMS = ["arm", "lr", "done", "test loss of every seed", "command"]
 
 def runs(chapter: Chapter) -> tuple[list[str], list[list[str]]]:
     """Every run; a row an arm where these are many. The last column is a command."""
-    tuning = [r for by_seed in chapter.study.tuning.values() for r in by_seed.values()]
-    records = chapter.study.records
-    if len(records) + len(tuning) <= MOST_RUNS:
-        return RUNS, [_run(chapter, record) for record in [*records, *tuning]]
+    every = _every(chapter)
+    if len(every) <= MOST_RUNS:
+        return RUNS, [_run(chapter, record) for record in every]
     rows = [
         _arm(chapter, entry.name, entry.rate, [*entry.records.values()])
         for entry in chapter.study.entries
@@ -178,8 +197,7 @@ def _told(record: Record) -> str:
 
 def surroundings(chapter: Chapter) -> list[list[str]]:
     """What the runs were computed with and from, and how many of them."""
-    tuning = [r for by_seed in chapter.study.tuning.values() for r in by_seed.values()]
-    began = [r for r in [*chapter.study.records, *tuning] if r.facts.get("device")]
+    began = [record for record in _every(chapter) if record.facts.get("device")]
     rows = []
     for key, what in _FACTS.items():
         found = Counter(str(record.facts.get(key)) for record in began)

@@ -163,7 +163,7 @@ def test_wide_tables_scroll_by_themselves(opened, address):
     assert fits(shown)
 
 
-def test_pictures_follow_the_theme_and_paper_is_white(opened, address):
+def test_pictures_follow_the_theme(opened, address):
     shown = opened(address, color_scheme="light")
     colour = "getComputedStyle(document.querySelector('.vega .mark-symbol path')).fill"
     light = shown.evaluate(colour)
@@ -178,6 +178,19 @@ def test_pictures_follow_the_theme_and_paper_is_white(opened, address):
     assert brightness(shown) > 200
     assert shown.evaluate(colour) == light
     assert not theme.is_visible()
+
+
+def test_paper_is_white_for_those_who_read_in_the_dark(opened, address):
+    shown = opened(address, color_scheme="dark", viewport={"width": 1280, "height": 900})
+    assert brightness(shown) < 60
+    shown.emulate_media(media="print")
+    shown.set_viewport_size({"width": 700, "height": 900})
+    assert brightness(shown) > 200
+    assert fits(shown)
+    assert shown.evaluate(
+        "[...document.querySelectorAll('.vega svg')].every("
+        "svg => svg.getBoundingClientRect().right <= innerWidth)"
+    )
 
 
 def column(shown, number) -> list[str]:
