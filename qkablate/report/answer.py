@@ -98,13 +98,13 @@ def _by(gaps: list[dict[str, Any]]) -> str:
 def _caution(measured: list[dict[str, Any]]) -> str:
     """How much it rests on, and what it could not have seen."""
     rests = f"This rests on {span([one['n'] for one in measured])} pairs of runs an arm"
-    missed = [one["detectable"] for one in measured if one["detectable"] is not None]
-    if missed:
-        low, high = (f"{value:.2g}" for value in (min(missed), max(missed)))
-        sizes = low if low == high else f"{low} to {high}"
-        rests += f", which would probably have missed true gaps below {sizes} nats"
+    found = [one["detectable"] for one in measured if one["detectable"] is not None]
+    if found:
+        low, high = (f"{value:.2g}" for value in (min(found), max(found)))
+        sizes = f"{low} nats" if low == high else f"{low} to {high} nats (by arm)"
+        rests += f", which find a true gap of {sizes} four times of five, a smaller one less often"
         if any(says(one) == "none found" for one in measured):
-            rests += ": not found does not mean equal"
+            rests += ": no difference found does not mean equal"
     doubts = sorted(
         {
             check["name"]
