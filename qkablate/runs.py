@@ -265,6 +265,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         content = yaml.load(text, loader)
     except (OSError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())[:200]) from None
+    except (LookupError, AttributeError, TypeError, OverflowError):  # `!!int ''`
+        raise ValueError("it is not what a run writes: a value that is none of its kind") from None
     if not isinstance(content, dict):
         raise ValueError("it is not what a run writes: no map")
     return content

@@ -4,6 +4,7 @@ same surroundings."""
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import yaml
 
 from qkablate.analysis.study import Study, gather
-from qkablate.config import Config, conf_dir, explain, flatten
+from qkablate.config import Config, check, conf_dir, explain, flatten, resolve_variant, variants
 from qkablate.config.sweep import as_quoted
+from qkablate.errors import UserError
 from qkablate.ownership import Observer
 from qkablate.runs import label, read_config, read_result
 from qkablate.sweeps.manifest import Arm, Changes, Manifest, SweepRun
@@ -29,14 +31,11 @@ def study_of(folders: Iterable[Path]) -> Study:
     states: dict[str, tuple[State, str]] = {}
     unread = []
     observer = Observer()
+    folders = [*folders]
     for folder in folders:
         try:
-            content = read_config(folder)
-            key = json.dumps(_shared(content), sort_keys=True, default=str)
-            if key not in arms:
-                arms[key] = _arm(content)
-            run = _run(content, arms[key])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            run, key = _read(folder, arms)
+        except ValueError as error:
             unread.append(f"{folder.resolve().name}: its config.yaml cannot be read: {error}")
             continue
         state = State(run, folder)
@@ -49,7 +48,7 @@ def study_of(folders: Iterable[Path]) -> Study:
         state.run = dataclasses.replace(state.run, arm=named[key].name)
     found = Manifest(
         name="runs",
-        out=str(folder.parent.parent) if unread or states else "outputs",
+        out=str(folders[0].parent.parent) if folders else "outputs",
         arms={arm.name: arm for arm in _with_baselines(list(named.values()))},
         runs=[state.run for state, _ in states.values()],
         finals=[],
@@ -60,13 +59,40 @@ def study_of(folders: Iterable[Path]) -> Study:
     return gather(found, known, {}, len(known), [], tuple(unread))
 
 
+def _read(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
+    """The run in a folder, and the key of its arm, which joins the others; ValueError for what no
+    run writes."""
+    try:
+        content = read_config(folder)
+        key = json.dumps(_shared(content), sort_keys=True, default=str)
+        arm = arms.get(key) or _arm(content)
+        run = _run(content, arm)
+        _check(arm.config_of(run.changes))
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"it is not what a run writes ({type(error).__name__})") from None
+    arms[key] = arm
+    return run, key
+
+
+def _check(config: Config) -> None:
+    """Of a frozen config: where there is no cool-down, zero stands for it."""
+    optim = config.optim
+    if optim.schedule != "wsd" and optim.cooldown == 0:
+        optim = dataclasses.replace(optim, cooldown="auto")
+    check(dataclasses.replace(config, optim=optim))
+
+
 def _shared(content: dict[str, Any]) -> dict[str, Any]:
     """What the runs of one arm have in common."""
     shared = {key: value for key, value in content.items() if key not in _OF_THE_RUN}
     for part, key in _APART:
         shared[part] = {k: v for k, v in shared[part].items() if k != key}
     identity = content["identity"]
-    return shared | {"circuits": identity["circuits_from_outside"]}
+    # Another text under the same path, or other numerics, makes another run of the same config.
+    own = ("circuits_from_outside", "data_fingerprint", "numerics")
+    return shared | {"identity": [identity[key] for key in own]}
 
 
 def _arm(content: dict[str, Any]) -> Arm:
@@ -89,7 +115,7 @@ def _arm(content: dict[str, Any]) -> Arm:
         baseline=None,
         words=_words(config),
         config=config,
-        facts={"vocabulary": identity["vocabulary"]},
+        facts={key: identity[key] for key in ("vocabulary", "data_fingerprint")},
         held_out=0,
         params=0,
         total_params=0,
@@ -140,8 +166,9 @@ def _with_baselines(arms: list[Arm]) -> list[Arm]:
     """Standard attention in the same surroundings, with the MLP that is nearest in width."""
 
     def around(arm: Arm) -> dict[str, str]:
-        pays = ("variant", "model.mlp_ratio")
-        return {k: v for k, v in arm.words.items() if not k.startswith(pays)}
+        apart = ("variant", "model.mlp_ratio", "threads", "attention.kernel")
+        own = {k: v for k, v in arm.words.items() if not k.startswith(apart)}
+        return own | {"data": str(arm.facts["data_fingerprint"])}
 
     standard = [arm for arm in arms if arm.variant == "standard"]
     found = []
@@ -156,18 +183,29 @@ def _with_baselines(arms: list[Arm]) -> list[Arm]:
 def _words(config: Config) -> dict[str, str]:
     """What makes the arm on the command line: the two groups, and every value that is not the
     default."""
-    defaults = flatten(Config()) | _group("variant", config.variant.name)
-    defaults |= _group("data", config.data.source)
-    words = {"variant": config.variant.name, "data": config.data.source}
+    own = _variant_word(config)
+    defaults = flatten(Config()) | _group("variant", own) | _group("data", config.data.source)
+    defaults["variant.name"] = resolve_variant(
+        dataclasses.replace(config.variant, name=own), config.model
+    ).name
+    words = {"variant": own, "data": config.data.source}
     skipped = {f"{part}.{key}" for part, key in _APART} | {"data.source", "optim.lr"}
+    if config.optim.schedule != "wsd":
+        skipped.add("optim.cooldown")  # there is none to set
     for key, value in flatten(config).items():
-        own = key.partition(".")[0]
-        if own in ("seed", "seeds", "track", "out", "device") or key in skipped:
+        if key.partition(".")[0] in ("seed", "seeds", "track", "out", "device") or key in skipped:
             continue
         unused = value is None and key in ("variant.rank", "variant.groups")
         if value != defaults.get(key) and not unused:
             words[key] = as_quoted(value)
     return words
+
+
+def _variant_word(config: Config) -> str:
+    """The entry of the catalogue that the variant is nearest to: low_rank_w for low_rank_w_r4."""
+    name = config.variant.name
+    begins = re.sub(r"_[rg]\d+$", "", name)
+    return next((word for word in (name, begins) if word in variants()), "standard")
 
 
 def _group(group: str, name: str) -> dict[str, Any]:

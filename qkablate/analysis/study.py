@@ -221,7 +221,7 @@ def courses(folder: Path) -> dict[str, Course]:
     found: dict[str, Course] = {}
     for metric in (VAL, TRAIN):
         sign = f'"{metric}"'.encode()
-        own = [line for line in lines if sign in line]
+        own = [line for line in lines if sign in line and line.endswith(b"}")]
         picked = [own[place] for place in _kept(len(own))]
         found[metric] = {}
         for line in picked:

@@ -1,6 +1,7 @@
 """What a sweep says, as tables for a person."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -262,12 +263,29 @@ def _fronts(found: list[dict[str, Any]]) -> Table:
 
 def markdown(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
-        return printable(f"| {' | '.join(cell.replace('|', '∣') for cell in cells)} |")
+        return f"| {' | '.join(_as_cell(cell) for cell in cells)} |"
 
     rule = ["---", *["---:"] * (len(table.columns) - 1)]
     lines = [line(table.columns), line(rule), *map(line, table.rows)]
-    notes = [printable(f"- {note}") for note in table.notes]
-    return "\n".join([printable(f"### {table.title}"), "", *lines, "", *notes])
+    notes = [f"- {as_markdown(note)}" for note in table.notes]
+    return "\n".join([f"### {as_markdown(table.title)}", "", *lines, "", *notes])
+
+
+class Code(str):
+    """A cell that is to be typed as it stands."""
+
+
+def _as_cell(cell: str) -> str:
+    if not isinstance(cell, Code):
+        return as_markdown(cell)
+    ticks = "`" * (1 + max(map(len, re.findall("`+", cell)), default=0))
+    space = " " if "`" in cell else ""
+    return f"{ticks}{space}{printable(cell)}{space}{ticks}".replace("|", "\\|").replace("\n", " ")
+
+
+def as_markdown(text: str) -> str:
+    """A line of it in which names and reasons are words, and neither marks nor elements."""
+    return printable(" ".join(text.split())).replace("|", "∣").replace("<", "&lt;")
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

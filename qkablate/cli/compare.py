@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.compose import next_commands, take_flags
+from qkablate.cli.compose import next_commands, take_flags, take_out
 from qkablate.cli.results import need_analysis
 from qkablate.errors import UserError, printable
 from qkablate.table import print_json, print_table, short
@@ -29,10 +29,7 @@ def main(argv: list[str]) -> int:
     if {"--help", "-h"} & {*flags}:
         print(HELP, end="")
         return 0
-    out = "outputs"
-    for word in [word for word in words if word.startswith("out=")]:
-        out = word.removeprefix("out=")
-        words.remove(word)
+    words, out = take_out(words)
     if len(words) != 2:
         raise UserError(f"give two runs, not {len(words)}: qkablate compare RUN RUN")
     need_analysis()

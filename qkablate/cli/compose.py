@@ -1,5 +1,6 @@
 """Configs for verbs that train nothing: `key=value` words, several values of a key with commas."""
 
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ def take_flags(
             value = value if equals else words.pop(0) if words else ""
             if not value:
                 raise UserError(f"{flag}: a value is missing")
+            if flags.get(flag, value) != value:
+                raise UserError(f"{flag} is given twice: '{flags[flag]}' and '{value}'")
             flags[flag] = value
         elif flag not in alone:
             known = sorted({*alone, *with_value})
@@ -37,6 +40,15 @@ def take_flags(
         else:
             flags[flag] = ""
     return flags, rest
+
+
+def take_out(words: list[str]) -> tuple[list[str], str]:
+    """The words without `out=FOLDER`, and the folder that runs, sweeps and claims lie in."""
+    given = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+    out = given[-1] if given else "outputs"
+    if os.path.expanduser(out).startswith("~"):
+        raise UserError(f"out: there is no home of '{out}'")
+    return [word for word in words if not word.startswith("out=")], out
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """`qkablate report`: one page to read and to send, or its pictures, or its text."""
 
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.compose import next_commands, take_flags
+from qkablate.cli.compose import next_commands, take_flags, take_out
 from qkablate.cli.results import margin_of, need_analysis
 from qkablate.cli.status import sweep_names
-from qkablate.errors import UserError, nearest
+from qkablate.errors import UserError, nearest, printable
+from qkablate.runs import meant
 from qkablate.table import counted, short_bytes, some
 
 FORMATS = ("html", "md", "png", "svg")
@@ -37,7 +40,7 @@ Flags
   --format html|md|png|svg
   --margin NATS   as in `qkablate results`
 
-Exit codes: 0 it is written · 1 it cannot be written · 2 a mistake in the command
+Exit codes: 0 it is written · 2 it cannot be, or a mistake in the command
 """
 
 
@@ -48,34 +51,24 @@ def main(argv: list[str]) -> int:
         return 0
     form = _format(flags.get("--format"), flags.get("-o"))
     margin = margin_of(flags.get("--margin"))
-    out = "outputs"
-    for word in [word for word in words if word.startswith("out=")]:
-        out = word.removeprefix("out=")
-        words.remove(word)
+    words, out = take_out(words)
     need_analysis("jinja2", "vl_convert")
     sources = _sources(words, out)
-    target = _target(flags.get("-o"), form, sources, out)
-
-    from qkablate.report import markdown, page
+    target = _target(flags.get("-o"), form, sources)
 
     chapters = [_chapter(kind, folders, margin) for kind, folders in sources]
     try:
-        if form == "html":
-            title = ", ".join(chapter.title for chapter in chapters)
-            _write(target, page.page(chapters, title).encode())
-        elif form == "md":
-            _write(target, markdown.text(chapters).encode())
-        else:
-            _write_pictures(chapters, target, form)
+        written = [_write(path, content) for path, content in _files(chapters, target, form)]
     except OSError as error:
-        raise UserError(f"-o: '{target}' cannot be written: {error.strerror}") from None
-    names = [
-        chapter.study.name
-        for (kind, _), chapter in zip(sources, chapters, strict=True)
-        if kind != "runs"
-    ]
-    more = [["report", *words, "--format", "svg"]] if form == "html" else []
-    next_commands(*more, *([["results", *names[:1]]] if names else []))
+        given = "-o: " * ("-o" in flags)
+        raise UserError(f"{given}'{target}' cannot be written: {error.strerror}") from None
+    print(printable("\n".join(written)))
+    commands = [["results", *chapter.study.where] for chapter in chapters if chapter.is_of_a_sweep]
+    if form == "html":
+        again = [word for word in argv if "=" in word or word in words]
+        commands.insert(0, ["report", *again, "--format", "svg"])
+    if commands:
+        next_commands(*commands[:2])
     return 0
 
 
@@ -101,8 +94,12 @@ def _sources(words: list[str], out: str) -> list[Source]:
         return [("sweep", [manifest.find(None, out)])]
     found: list[Source] = []
     runs: list[Path] = []
-    for word in dict.fromkeys(words):
+    known: set[Path] = set()
+    for word in words:
         kind, folder = _meant(word, out)
+        if folder.resolve() in known:
+            continue
+        known.add(folder.resolve())
         if kind == "run":
             if not runs:
                 found.append(("runs", runs))
@@ -113,47 +110,60 @@ def _sources(words: list[str], out: str) -> list[Source]:
 
 
 _FILES = {"manifest.json": "sweep", "claim.json": "claim", "config.yaml": "run"}
-_OF_A_RUN = ("result.json", "metrics.jsonl", "checkpoints", "output.log", "environment.json")
+_OF_A_RUN = ("result.json", "metrics.jsonl", "checkpoints", "environment.json", "owner", "attempts")
 
 
 def _meant(word: str, out: str) -> tuple[str, Path]:
     """What a word names: a folder, or a name in `out`."""
-    from qkablate.runs import meant
-
     folder = os.path.expanduser(word)  # these functions take any word, however odd
     for name, kind in _FILES.items():
         if os.path.isfile(os.path.join(folder, name)):
             return kind, Path(folder)
-    if any(os.path.exists(os.path.join(folder, name)) for name in _OF_A_RUN):
-        return "run", Path(folder)  # a damaged one, which the report will name
-    root = Path(out).expanduser()
-    matches: list[tuple[str, Path]] = []
+    named_so = re.search(r"-[0-9a-f]{12}$", os.path.basename(os.path.normpath(folder)))
+    if any(os.path.exists(os.path.join(folder, name)) for name in _OF_A_RUN) or (
+        named_so and os.path.isdir(folder)
+    ):
+        return "run", Path(folder)  # begun a moment ago, or damaged: the report will name it
+    return _named(word, Path(out).expanduser())
+
+
+def _named(word: str, root: Path) -> tuple[str, Path]:
+    found: list[tuple[str, Path]] = []
+    unclear = []
     known: set[str] = set()
-    for place, name in (("sweeps", "manifest.json"), ("claims", "claim.json"), ("runs", "")):
-        names = sorted(path.parent.name for path in root.glob(f"{place}/*/{name or 'config.yaml'}"))
+    for file, kind in _FILES.items():
+        place = f"{kind}s"
+        names = sorted(path.parent.name for path in root.glob(f"{place}/*/{file}"))
         known |= {part for own in names for part in (own, own.rpartition("-")[0])}
-        if word and (match := meant(word, names, place)):
-            matches.append((_FILES[name or "config.yaml"], root / place / match))
-    if len(matches) > 1:
-        kinds = " and ".join(f"a {kind} ({folder.name})" for kind, folder in matches)
-        raise UserError(f"'{word}' is {kinds}; give the folder")
-    if not matches:
-        hint = nearest(word, known)
-        raise UserError(f"there is no sweep, claim or run '{word}' in '{root}'{hint}")
-    return matches[0]
+        try:
+            if word and (match := meant(word, names, place)):
+                found.append((kind, root / place / match))
+        except UserError as several:
+            unclear.append(str(several))
+    if len(found) + len(unclear) > 1:
+        kinds = " and ".join(f"a {kind} ({folder.name})" for kind, folder in found)
+        told = [f"'{word}' is {kinds}"] * bool(kinds)
+        raise UserError(f"{'; '.join([*told, *unclear])}; give the folder")
+    if unclear:
+        raise UserError(unclear[0])
+    if not found:
+        raise UserError(
+            f"there is no sweep, claim or run '{word}' in '{root}'{nearest(word, known)}"
+        )
+    return found[0]
 
 
-def _target(given: str | None, form: str, sources: list[Source], out: str) -> Path:
+def _target(given: str | None, form: str, sources: list[Source]) -> Path:
+    """Unsaid: in the folder of what is reported, or above those of several."""
     if given is not None:
-        target = Path(given).expanduser()
-        if not target.parent.is_dir():
-            raise UserError(f"-o: there is no folder '{target.parent}'")
-        if target.is_dir():
+        target = os.path.expanduser(given)
+        if not os.path.isdir(os.path.dirname(target) or "."):
+            raise UserError(f"-o: there is no folder '{os.path.dirname(target)}'")
+        if os.path.isdir(target):
             raise UserError(f"-o: '{target}' is a folder; give a file")
-        return target
-    first = [folder for _, folders in sources for folder in folders]
-    parent = first[0] if len(first) == 1 else Path(out).expanduser()
-    return parent / f"report.{form}"
+        return Path(target)
+    first, *others = [folder for _, folders in sources for folder in folders]
+    return (first.absolute().parent.parent if others else first) / f"report.{form}"
 
 
 def _chapter(kind: str, folders: list[Path], margin: float | None) -> Any:
@@ -177,30 +187,36 @@ def _chapter(kind: str, folders: list[Path], margin: float | None) -> Any:
     return Chapter.of(f"claim {claim.title}", where, found.study, margin, found)
 
 
-def _write_pictures(chapters: list[Any], target: Path, form: str) -> None:
-    """A file for each chart, beside one another."""
+def _files(chapters: list[Any], target: Path, form: str) -> Iterator[tuple[Path, bytes]]:
+    """What is written: one file, or one for each chart, beside one another."""
+    from qkablate.report import markdown, page
     from qkablate.report.charts import charts
     from qkablate.report.pictures import picture
 
-    written = 0
-    for number, chapter in enumerate(chapters, 1):
-        for chart in charts(chapter):
+    if form == "html":
+        title = ", ".join(chapter.title for chapter in chapters)
+        yield target, page.page(chapters, title).encode()
+    elif form == "md":
+        yield target, markdown.text(chapters).encode()
+    else:
+        drawn = [(i, own, chart) for i, own in enumerate(chapters, 1) for chart in charts(own)]
+        if not drawn:
+            raise UserError("there is nothing to draw yet: no run has a reading")
+        for number, chapter, chart in drawn:
             part = f"-{number}" if len(chapters) > 1 else ""
-            path = target.with_name(f"{target.stem}{part}-{chart.name}.{form}")
-            _write(path, picture(chart, chapter, form))
-            written += 1
-    if not written:
-        raise UserError("there is nothing to draw yet: no run has a reading")
+            name = f"{target.stem}{part}-{chart.name}.{form}"
+            yield target.with_name(name), picture(chart, chapter, form)
 
 
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def _write(path: Path, content: bytes) -> str:
+    """All of it or nothing; what is told of it."""
+    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    print(f"{path}  {short_bytes(len(content))}")
+    return f"{path}  {short_bytes(len(content))}"
 
 
 def words() -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from qkablate.cli.compose import next_commands, take_flags
+from qkablate.cli.compose import next_commands, take_flags, take_out
 from qkablate.errors import UserError
 from qkablate.table import print_csv, print_json
 
@@ -93,16 +93,10 @@ def main(argv: list[str]) -> int:
 
 def sweep_words(words: list[str]) -> tuple[str | None, str]:
     """The sweep that is named, if one is, and where to look for it."""
-    out, word = "outputs", None
-    for given in words:
-        key, equals, value = given.partition("=")
-        if key == "out" and equals:
-            out = value
-        elif word is not None:
-            raise UserError(f"'{given}': one sweep at a time, and '{word}' was given")
-        else:
-            word = given
-    return word, out
+    words, out = take_out(words)
+    if len(words) > 1:
+        raise UserError(f"'{words[1]}': one sweep at a time, and '{words[0]}' was given")
+    return (words[0] if words else None), out
 
 
 def sweep_names() -> list[str]:

@@ -1,6 +1,5 @@
 """The schema of a sweep: what is compared, what is held equal, and how the runs are run."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,5 +86,18 @@ def as_word(value: Any) -> str:
 
 def as_quoted(value: Any) -> str:
     """The same, of a text that stands for nothing but itself."""
-    plain = not isinstance(value, str) or re.fullmatch(r"[\w./+-]+", value)
-    return as_word(value) if plain else json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, str) or (re.fullmatch(r"[\w./+-]+", value) and not _is_read(value)):
+        return as_word(value)
+    # In Hydra's quotes a backslash is one, but before a quote.
+    inner = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    inner = re.sub(r"(\\+)$", r"\1\1", inner)
+    return f'"{inner}"'
+
+
+def _is_read(word: str) -> bool:
+    """Whether Hydra takes it for something else than a text."""
+    try:
+        float(word.replace("_", ""))
+    except ValueError:
+        return word.lower() in ("null", "true", "false")
+    return True

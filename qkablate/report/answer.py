@@ -6,7 +6,7 @@ from qkablate.analysis.tables import says
 from qkablate.analysis.verdict import EQUIVALENT, REFUTED, SUPPORTED
 from qkablate.report.chapter import Chapter, span
 from qkablate.report.told import told_gap, told_loss
-from qkablate.table import counted, digits, short, some
+from qkablate.table import counted, digits, nats, short, some
 
 _VERDICTS = {
     SUPPORTED: "The runs support it",
@@ -118,7 +118,7 @@ def _caution(measured: list[dict[str, Any]]) -> str:
 
 
 def _numbers(measured: list[dict[str, Any]]) -> str:
-    told = [f"{one['arm']} is {one['mean']:+.4f} nats from {one['baseline']}" for one in measured]
+    told = [f"{one['arm']} is {nats(one['mean'])} nats from {one['baseline']}" for one in measured]
     return some(told, 3)
 
 
@@ -172,5 +172,7 @@ def _of_claim(chapter: Chapter) -> list[str]:
     level = f"{100 * (1 - 2 * found.alpha):.3g} %"
     return [
         f"{said}.",
-        f"Measured, in nats per token with {level} interval: {some(told)}.",
+        f"Measured, in nats per token with {level} interval: {some(told)}."
+        if told
+        else "Nothing could be measured: there is no pair of runs that are done.",
     ]

@@ -34,6 +34,10 @@ class Chapter:
     ) -> "Chapter":
         return cls(title, where, study, describe(study, margin=margin), judgement)
 
+    @property
+    def is_of_a_sweep(self) -> bool:
+        return (self.study.manifest.folder / "manifest.json").exists()
+
     @cached_property
     def families(self) -> list[Family]:
         return families(self.study)

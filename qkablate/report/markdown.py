@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from qkablate.analysis.tables import Table, markdown, tables
+from qkablate.analysis.tables import Code, Table, as_markdown, markdown, tables
 from qkablate.analysis.verdict_text import beside, claim_lines, part_table, settling
-from qkablate.errors import printable
 from qkablate.report import rows
 from qkablate.report.answer import answer
 from qkablate.report.chapter import Chapter
@@ -17,13 +16,13 @@ def text(chapters: Sequence[Chapter]) -> str:
 
 def _chapter(chapter: Chapter) -> str:
     judgement = chapter.judgement
-    parts = [printable(f"# {_plain(chapter.title)}"), _plain(status(chapter))]
+    parts = [f"# {as_markdown(chapter.title)}", as_markdown(status(chapter))]
     if judgement is not None:
-        parts.append(f"**{judgement.word}** {_plain(judgement.claim.says)}")
-    parts += map(_plain, answer(chapter))
-    parts += [f"- failed, or could not be read: {_plain(line)}" for line in rows.trouble(chapter)]
+        parts.append(f"**{judgement.word}** {as_markdown(judgement.claim.says)}")
+    parts += map(as_markdown, answer(chapter))
+    parts += [f"- {as_markdown(line)}" for line in rows.trouble(chapter)]
     if judgement is not None:
-        said = [_plain(line) for line in claim_lines(judgement.claim)]
+        said = [as_markdown(line) for line in claim_lines(judgement.claim)]
         columns, found = part_table(judgement)
         more = [*judgement.exploratory, *beside(judgement), *settling(judgement)]
         parts.append(markdown(Table("parts of the claim", columns, found, more)))
@@ -32,12 +31,7 @@ def _chapter(chapter: Chapter) -> str:
     every += tables(dict(chapter.found))
     every.append(Table("audit", ["", "check", "answer", "arms"], rows.audit(chapter)))
     columns, runs = rows.runs(chapter)
-    every.append(Table("runs", columns, [[*run[:-1], f"`{run[-1]}`"] for run in runs]))
+    every.append(Table("runs", columns, [[*run[:-1], Code(run[-1])] for run in runs]))
     every.append(Table("environment", ["what", "of the runs"], rows.surroundings(chapter)))
     parts += [markdown(table) for table in every if table.rows]
     return "\n\n".join(parts)
-
-
-def _plain(line: str) -> str:
-    """Names hold no marks that Markdown would read."""
-    return printable(line).replace("<", "&lt;").replace("|", "∣")

@@ -21,6 +21,7 @@ from qkablate.report.chapter import Chapter
 from qkablate.report.charts import Chart, charts
 from qkablate.report.palette import DARK, LIGHT, css
 from qkablate.report.pictures import CONFIG, SHAPE_PATHS
+from qkablate.report.told import cleaned
 from qkablate.table import counted
 
 
@@ -32,7 +33,7 @@ def page(chapters: Sequence[Chapter], title: str) -> str:
     panels: list[Any] = []
     shown = [_chapter(chapter, number, panels) for number, chapter in enumerate(chapters)]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    specs = {"config": CONFIG, "panels": panels}
+    specs = {"config": CONFIG, "panels": cleaned(panels)}
     return environment.from_string(_file("page.html")).render(
         title=printable(title),
         version=__version__,
@@ -52,14 +53,14 @@ def _chapter(chapter: Chapter, number: int, panels: list[Any]) -> dict[str, Any]
     for table in tables(dict(found))[1:]:  # the first is told by verdicts and runs
         kinds.setdefault(_kind(table.title), []).append(vars(table))
     run_columns, run_rows = rows.runs(chapter)
-    verdicts = rows.verdicts(chapter)
+    verdicts = [[_shown(cell) for cell in row] for row in rows.verdicts(chapter)]
     claim = None
     if judgement is not None:
         columns, parts = part_table(judgement)
         said = claim_lines(judgement.claim)
         more = [*judgement.exploratory, *beside(judgement), *settling(judgement)]
         claim = {"columns": columns, "rows": parts, "said": said, "beside": more}
-    return _clean(
+    return cleaned(
         {
             "id": f"c{number + 1}",
             "title": chapter.title,
@@ -85,6 +86,10 @@ def _chapter(chapter: Chapter, number: int, panels: list[Any]) -> dict[str, Any]
             "where": chapter.where,
         }
     )
+
+
+def _shown(cell: rows.Cell) -> rows.Cell:
+    return rows.Cell(cleaned(cell.text), cleaned(cell.key))
 
 
 _KINDS = {"gaps to": "Gaps, with every test", "ranks at": "Ranks"}
@@ -141,19 +146,6 @@ def _chart(chart: Chart, chapter: Chapter, panels: list[Any]) -> dict[str, Any]:
     ]
     own = {"name": chart.name, "title": chart.title, "caption": chart.caption}
     return own | {"panels": shown, "legend": legend}
-
-
-def _clean(value: Any) -> Any:
-    """No sign that steers: what stands in files may hold them, and HTML has no use for any."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, dict):
-        return {key: _clean(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_clean(inner) for inner in value]
-    if isinstance(value, rows.Cell):
-        return rows.Cell(printable(value.text), _clean(value.key))
-    return value
 
 
 def _packed(value: Any) -> str:

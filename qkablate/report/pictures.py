@@ -6,6 +6,7 @@ from typing import Any
 from qkablate.report.chapter import Chapter
 from qkablate.report.charts import Chart, Spec
 from qkablate.report.palette import plain
+from qkablate.report.told import cleaned
 
 MOST = 24  # panels that one picture holds
 _AXIS = {"gridColor": "var(--line)", "gridOpacity": 0.6, "domainColor": "var(--line)"}
@@ -31,7 +32,7 @@ def picture(chart: Chart, chapter: Chapter, form: str) -> bytes:
     """A chart as `svg` or `png`."""
     import vl_convert
 
-    text = plain(json.dumps(_whole(chart, chapter)))
+    text = plain(json.dumps(cleaned(_whole(chart, chapter))))
     if form == "svg":
         return str(vl_convert.vegalite_to_svg(text)).encode()
     return bytes(vl_convert.vegalite_to_png(text, scale=2))

@@ -91,7 +91,7 @@ def _judged(one: dict[str, Any] | None, is_baseline: bool) -> list[Cell]:
 
 def trouble(chapter: Chapter) -> list[str]:
     """What could not be read, and what failed, by name."""
-    said = [*chapter.study.unread]
+    said = [f"could not be read: {line}" for line in chapter.study.unread]
     for status in ("damaged", "failed"):
         records = [record for record in _every(chapter) if record.status == status]
         said += [f"{r.folder.name}: {_told(r)}" for r in records[:_MOST_TROUBLE]]

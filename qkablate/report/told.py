@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qkablate.analysis.sample import ALPHA, Sample
+from qkablate.errors import printable
 from qkablate.table import digits
 
 
@@ -36,3 +37,15 @@ def told_loss(sample: Sample, level: float = 1 - ALPHA) -> str:
 
 def half_of(interval: Sequence[float] | None) -> float | None:
     return None if interval is None else (interval[1] - interval[0]) / 2
+
+
+def cleaned(value: Any) -> Any:
+    """Without signs that steer: files may hold them, and neither page nor picture has a use for
+    any."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(key): cleaned(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [cleaned(inner) for inner in value]
+    return value

@@ -42,7 +42,9 @@ def losses(chapter: Chapter) -> Chart | None:
                 single += _single(entry, chapter.metric, most)
         if means or single:
             y: Spec = {"field": "loss", "type": "quantitative", "title": "loss, nats per token"}
-            lowest = min(row["low"] or row["loss"] for row in [*means, *single])
+            lowest = min(
+                row["loss"] if row["low"] is None else row["low"] for row in [*means, *single]
+            )
             y |= {"scale": {"type": "log", "nice": False} if lowest > 0 else {"zero": False}}
             title = place_of(name, group[0].arm.variant)
             panels.append(Panel(title, _lines(chapter, means, single, y), variants(means, single)))

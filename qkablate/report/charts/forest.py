@@ -67,7 +67,7 @@ def claim(chapter: Chapter) -> Chart | None:
         f"What each part of the claim measured: point and {level} interval; thick mark: the margin"
         f" that it is judged by ({span([one.part.sample.n for one in found.judged])})."
     )
-    return Chart("claim", "Measured, and claimed", caption, [Panel("", drawn, [])])
+    return Chart("parts", "Measured, and claimed", caption, [Panel("", drawn, [])])
 
 
 def gaps(chapter: Chapter) -> Chart | None:
