@@ -26,6 +26,7 @@ from qkablate.runs import (
     identity,
     label,
     publish_json,
+    read_config,
     read_json,
     run_id,
     write_json,
@@ -181,3 +182,85 @@ def test_environment_holds_no_secret(monkeypatch):
     assert "planted-secret-key" not in json.dumps(found)
     assert found["versions"]["torch"]
     assert found["machine"]["cpu"]
+
+
+# The frozen config, read again.
+
+
+def test_a_frozen_config_is_read_as_plain_data(tmp_path):
+    run, config = Run(tmp_path, "label", "id"), Config(track=TrackConfig(tags=["a: b", "ä ∑"]))
+    with run.owned():
+        run.freeze(config, {"heads": 4, "nothing": None, "circuits_from_outside": {"mine": "f"}})
+    found = read_config(run.folder)
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))  # a tuple comes back as a list
+    identity = found.pop("identity")
+    assert identity == {"heads": 4, "nothing": None, "circuits_from_outside": {"mine": "f"}}
+    assert found.pop("id") == "id"
+    assert found == plain
+    kinds = {type(value) for value in [found, *found.values(), *found["model"].values()]}
+    assert kinds <= {dict, list, str, int, float, bool, type(None)}
+
+
+NO_CONFIGS = {
+    "nothing": b"",
+    "a list": b"- a\n- b\n",
+    "a word": b"seed",
+    "a number": b"3\n",
+    "null": b"null\n",
+    "two of them": b"a: 1\n---\nb: 2\n",
+    "half": b"variant:\n  name: no_q\n  qk: [",
+    "an alias": b"a: &a [1, 2]\nb: *a\n",
+    "aliases of aliases": b"a: &a [1]\nb: &b [*a, *a]\nc: [*b, *b]\n",
+    "an alias that is nothing": b"a: *b\n",
+    "an interpolation": b"a: ${b}\nb: 1\n",
+    "an interpolation in a word": b"a: before ${b} after\n",
+    "an interpolation in a list": b"a: [1, ['${b}']]\n",
+    "an interpolation in a key": b"'${b}': 1\n",
+    "the environment": b"a: ${oc.env:PLANTED}\n",
+    "code": b"a: !!python/object/apply:os.mkdir ['made']\n",
+    "an object": b"a: !!python/name:os.system\n",
+    "a tag of nobody": b"a: !mine 3\n",
+    "binary": bytes(range(256)),
+    "zeros": b"\0" * 300,
+    "no utf-8": b"a: \xff\xfe\n",
+    "utf-16": "a: 1\n".encode("utf-16"),
+    "tabs": b"a:\n\tb: 1\n",
+    "several lines wrong": b"a: [\n" * 9,
+    "deep": b"[" * 5_000,
+    "a deep map": b"{a: " * 5_000,
+    "a day that is none": b"a: 2020-13-45\n",
+    "a date in words": b"a: !!timestamp soon\n",
+    "a number that is empty": b"a: !!int ''\n",
+    "a float that is empty": b"a: !!float ''\n",
+    "a number in words": b"a: !!int many\n",
+    "truth in words": b"a: !!bool perhaps\n",
+    "a number of 5000 digits": b"a: " + b"9" * 5000 + b"\n",
+    "a list for a key": b"? [a]\n: 1\n",
+}
+
+
+@pytest.mark.parametrize("content", NO_CONFIGS.values(), ids=NO_CONFIGS)
+def test_what_no_run_writes_is_no_config_and_says_why_in_a_line(tmp_path, monkeypatch, content):
+    monkeypatch.setenv("PLANTED", "planted-secret-key")
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=r"\S") as told:
+        read_config(tmp_path)
+    assert "\n" not in str(told.value)
+    assert len(str(told.value)) < 300
+    assert "planted-secret-key" not in str(told.value)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_config_that_is_not_there_says_so_in_a_line(tmp_path):
+    with pytest.raises(ValueError, match="No such file") as told:
+        read_config(tmp_path / "nowhere")
+    assert "\n" not in str(told.value)
+    (tmp_path / "config.yaml").mkdir()
+    with pytest.raises(ValueError, match="directory"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("word", ["$", "$b", "{b}", "$ {b}", "cost: 3 $", "&a", "*a"])
+def test_words_that_only_look_so_are_words(tmp_path, word):
+    (tmp_path / "config.yaml").write_text(f"a: {json.dumps(word)}  # ${{b}}\n")
+    assert read_config(tmp_path) == {"a": word}

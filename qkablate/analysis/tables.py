@@ -285,7 +285,8 @@ def _as_cell(cell: str) -> str:
 
 def as_markdown(text: str) -> str:
     """A line of it in which names and reasons are words, and neither marks nor elements."""
-    return printable(" ".join(text.split())).replace("|", "∣").replace("<", "&lt;")
+    line = printable(" ".join(text.split())).replace("|", "∣").replace("<", "&lt;")
+    return line.replace("](", "\\](")  # no picture, and no link
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

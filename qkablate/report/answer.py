@@ -37,8 +37,12 @@ def _so_far(chapter: Chapter) -> str:
     bad = [f"{counts[word]} {word}" for word in ("diverged", "failed", "damaged") if counts[word]]
     if study.is_complete:
         return f"Of {counted(study.expected, 'run')}, {' and '.join(bad)}. " if bad else ""
-    told = f"{study.ended:,} of {counted(study.expected, 'run')} have ended"
+    told = f"{study.ended:,} of {_have(study.expected)} ended"
     return f"So far ({', '.join([told, *bad])}): "
+
+
+def _have(runs: int) -> str:
+    return f"{counted(runs, 'run')} {'has' if runs == 1 else 'have'}"
 
 
 def _compared(chapter: Chapter, measured: list[dict[str, Any]]) -> str:
@@ -149,7 +153,7 @@ def _of_claim(chapter: Chapter) -> list[str]:
     if found.verdict is None:
         ended, expected = found.study.ended, found.study.expected
         return [
-            f"There is no verdict yet: {ended:,} of {counted(expected, 'run')} have ended, and it"
+            f"There is no verdict yet: {ended:,} of {_have(expected)} ended, and it"
             " takes all of them."
         ]
     said = _VERDICTS.get(found.word, "The runs cannot tell: there are too few for this margin")

@@ -25,7 +25,8 @@ def _chapter(chapter: Chapter) -> str:
         said = [as_markdown(line) for line in claim_lines(judgement.claim)]
         columns, found = part_table(judgement)
         more = [*judgement.exploratory, *beside(judgement), *settling(judgement)]
-        parts.append(markdown(Table("parts of the claim", columns, found, more)))
+        if found:
+            parts.append(markdown(Table("parts of the claim", columns, found, more)))
         parts.append("\n".join(f"- {line}" for line in said))
     every = [Table("verdicts", rows.COLUMNS, [[c.text for c in r] for r in rows.verdicts(chapter)])]
     every += tables(dict(chapter.found))

@@ -108,7 +108,7 @@ def status(chapter: Chapter) -> str:
     told = ", ".join(f"{n:,} {word}" for word, n in counts.most_common())
     said = f"{counted(counts.total(), 'run')}: {told}" if told else "no run"
     missing = chapter.study.expected - chapter.study.ended
-    return said if missing <= 0 else f"{said}. {missing:,} have no result yet, or failed."
+    return said if missing <= 0 else f"{said}. {missing:,} without a result yet, or failed."
 
 
 def _notes(chapter: Chapter) -> list[str]:

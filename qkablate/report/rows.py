@@ -11,7 +11,7 @@ from qkablate.analysis.tables import percent_more, says
 from qkablate.report.chapter import Chapter
 from qkablate.report.charts import MOST_RUNS
 from qkablate.report.told import told_loss, told_open
-from qkablate.table import short, some
+from qkablate.table import counted, short, some
 
 COLUMNS = [
     *("arm", "gap, nats [95 %]", "verdict", "parameters", "FLOPs per token", "pairs n", "p (Holm)"),
@@ -202,7 +202,8 @@ def surroundings(chapter: Chapter) -> list[list[str]]:
     for key, what in _FACTS.items():
         found = Counter(str(record.facts.get(key)) for record in began)
         values = [
-            f"{value} ({n} runs)" if len(found) > 1 else value for value, n in found.most_common()
+            f"{value} ({counted(n, 'run')})" if len(found) > 1 else value
+            for value, n in found.most_common()
         ]
         rows.append([what, some(values, 6) if values else "not known: no run has a result"])
     return rows

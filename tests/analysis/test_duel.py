@@ -210,7 +210,7 @@ def test_a_config_that_is_not_there_or_is_binary_is_a_users_mistake(make, tmp_pa
     with pytest.raises(UserError, match="cannot be read"):
         duel(broken, make("other"))
     with pytest.raises(UserError, match="holds no alias"):
-        duel(make("circle", CONFIG + "own: &a [*a]\n"), make("other"))
+        duel(make("circle", CONFIG + "own: &a [*a]\n"), make("third"))
 
 
 @pytest.mark.parametrize(

@@ -426,9 +426,60 @@ def test_what_is_detectable_has_the_power(n, alpha, power):
     assert power_apart(0.99 * effect, 0.015, n, alpha) < power
 
 
-def test_what_is_detectable_scales_with_the_spread():
-    assert detectable(3, 6) == pytest.approx(3 * detectable(1, 6))
-    assert detectable(0.0, 6) == 0
+@settings(deadline=None)
+@given(
+    st.floats(1e-9, 1e6),
+    st.floats(1e-3, 1e3),
+    st.integers(2, 60),
+    st.sampled_from([0.05, 0.0125]),
+    st.sampled_from([0.5, 0.8, 0.95]),
+)
+def test_what_is_detectable_scales_with_the_spread(sd, times, n, alpha, power):
+    found = detectable(sd, n, alpha, power)
+    assert found > 0
+    assert detectable(times * sd, n, alpha, power) == pytest.approx(times * found, rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 6, 60])
+def test_without_a_spread_anything_is_detectable(n):
+    assert detectable(0.0, n) == 0
+
+
+@settings(deadline=None)
+@given(st.floats(1e-6, 10), st.integers(3, 40), st.sampled_from([0.05, 0.0125]))
+def test_more_is_detectable_with_more_seeds_and_less_is_asked_for(sd, n, alpha):
+    found = detectable(sd, n, alpha)
+    assert detectable(sd, n + 1, alpha) < found
+    assert detectable(sd, n, alpha, 0.7) < found < detectable(sd, n, alpha, 0.9)
+    assert detectable(sd, n, alpha / 2) > found
+
+
+def found_by_halving(sd, n, alpha, power):
+    """The least effect with that power, by a search that knows of nothing else."""
+    low, high = 0.0, 1e4 * sd
+    for _ in range(200):
+        middle = (low + high) / 2
+        if power_apart(middle, sd, n, alpha) < power:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+@pytest.mark.parametrize(
+    ("sd", "n", "alpha", "power"),
+    [
+        (0.015, 5, 0.05, 0.8),
+        (0.002, 10, 0.05, 0.8),
+        (1.0, 2, 0.05, 0.8),
+        (30.0, 3, 0.0125, 0.95),
+        (1e-7, 20, 0.01, 0.5),
+        (0.5, 100, 0.05, 0.8),
+    ],
+)
+def test_what_is_detectable_is_what_a_search_finds(sd, n, alpha, power):
+    expected = found_by_halving(sd, n, alpha, power)
+    assert detectable(sd, n, alpha, power) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_hundredth_of_a_nat_takes_twenty_seeds():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qkablate.analysis.gaps import families
-from qkablate.analysis.study import VAL, courses, facts_of, read_study
+from qkablate.analysis.study import TRAIN, VAL, courses, facts_of, read_study
 from qkablate.analysis.summary import describe
 from qkablate.analysis.tables import markdown, tables
 from qkablate.errors import UserError
@@ -388,6 +388,97 @@ def test_a_course_that_is_not_there_is_empty(tmp_path):
     assert courses(tmp_path / "nowhere")[VAL] == {}
     (tmp_path / "metrics.jsonl").mkdir()
     assert courses(tmp_path)[VAL] == {}
+
+
+def write_readings(folder, count, *, val_every=1, damage=()):
+    """metrics.jsonl as a run writes it: training loss at every step, validation at some; a torn
+    line before each of the steps of `damage`."""
+    lines = []
+    for step in range(1, count + 1):
+        row = {"step": step, "tokens": 32 * step}
+        if step in damage:
+            lines.append(b'{"tokens": 7, "val/loss": 3.0, "train/loss": 3.0, "ti')
+        lines.append(json.dumps(row | {"train/loss": 5 - step / count}).encode())
+        if step % val_every == 0:
+            lines.append(json.dumps(row | {"val/loss": 4 - step / count}).encode())
+    write_lines(folder, *lines)
+    return folder
+
+
+def steps_of(course):
+    return [tokens // 32 for tokens in course]
+
+
+def test_both_losses_are_read_each_at_its_own_steps(tmp_path):
+    found = courses(write_readings(tmp_path, 12, val_every=4))
+    assert {*found} == {VAL, TRAIN}
+    assert found[TRAIN] == pytest.approx({32 * s: 5 - s / 12 for s in range(1, 13)})
+    assert found[VAL] == pytest.approx({32 * s: 4 - s / 12 for s in (4, 8, 12)})
+
+
+def test_a_row_may_hold_both_losses(tmp_path):
+    write_lines(tmp_path, b'{"tokens": 32, "val/loss": 4.0, "train/loss": 5.0}')
+    assert courses(tmp_path) == {VAL: {32: 4.0}, TRAIN: {32: 5.0}}
+
+
+def test_a_bad_value_of_one_loss_takes_none_of_the_other(tmp_path):
+    write_lines(tmp_path, b'{"tokens": 32, "val/loss": "nan", "train/loss": 5.0}')
+    assert courses(tmp_path) == {VAL: {}, TRAIN: {32: 5.0}}
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33])
+def test_of_few_readings_all_are_taken(tmp_path, count):
+    found = courses(write_readings(tmp_path, count))
+    for metric in (VAL, TRAIN):
+        assert steps_of(found[metric]) == [*range(1, count + 1)]
+
+
+@pytest.mark.parametrize("count", [34, 63, 64, 65, 100, 127, 128, 129, 1000, 5000])
+def test_of_many_readings_the_first_32_then_16_of_every_doubling_and_the_last(tmp_path, count):
+    places = [*range(32)]
+    begin = 32
+    while begin < count:
+        places += range(begin, 2 * begin, begin // 16)
+        begin *= 2
+    expected = [place + 1 for place in places if place < count - 1] + [count]
+    found = courses(write_readings(tmp_path, count))
+    for metric in (VAL, TRAIN):
+        assert steps_of(found[metric]) == expected
+    assert found[VAL][32 * count] == pytest.approx(3.0)
+
+
+def test_each_loss_is_thinned_by_its_own_readings(tmp_path):
+    found = courses(write_readings(tmp_path, 320, val_every=10))
+    assert steps_of(found[VAL]) == [*range(10, 321, 10)]  # 32 of them
+    assert len(found[TRAIN]) < 100
+
+
+@pytest.mark.parametrize(("short", "long"), [(40, 41), (64, 1000), (77, 78), (300, 5000)])
+def test_runs_of_different_lengths_keep_the_same_readings(tmp_path, short, long):
+    """As far as the shorter one goes, apart from its last: so a pair has them in common."""
+    one = courses(write_readings(tmp_path / "short", short))
+    other = courses(write_readings(tmp_path / "long", long))
+    for metric in (VAL, TRAIN):
+        *kept, last = steps_of(one[metric])
+        assert last == short
+        assert kept == [step for step in steps_of(other[metric]) if step < short]
+
+
+def test_damaged_lines_are_passed_over_in_both(tmp_path):
+    found = courses(write_readings(tmp_path, 12, damage=(1, 5, 12)))
+    for metric, start in ((VAL, 4), (TRAIN, 5)):
+        assert found[metric] == pytest.approx({32 * s: start - s / 12 for s in range(1, 13)})
+
+
+def test_damaged_lines_among_many_readings_make_none_up(tmp_path):
+    whole = courses(write_readings(tmp_path / "whole", 1000))
+    found = courses(write_readings(tmp_path / "torn", 1000, damage=range(3, 1000, 50)))
+    for metric, start in ((VAL, 4), (TRAIN, 5)):
+        expected = {tokens: start - tokens / 32 / 1000 for tokens in found[metric]}
+        assert found[metric] == pytest.approx(expected)
+        assert [*found[metric]] == sorted(found[metric])
+        assert abs(len(found[metric]) - len(whole[metric])) < 20
+        assert 32 * 1000 in found[metric]
 
 
 UNFINISHED = ("nothing", "torn", "binary", "zeros", "a list", "a word", "null", "deep")

@@ -150,9 +150,10 @@ def test_a_claim_of_ones_own_is_trained_to_a_verdict(claim, qkablate, tmp_path, 
     content = json.loads(path.read_text())
     seeds = {r["seed"] for r in map(_result, tmp_path.glob("outputs/runs/*/result.json"))}
     assert seeds == {*content["final_seeds"]}
-    (results,) = proposed(done)
-    assert results[:2] == ["qkablate", "results"]
+    results, report = proposed(done)
+    assert (results[1], report[1]) == ("results", "report")
     assert qkablate(*results[1:]).code == 0
+    assert qkablate(*report[1:], "--format", "md").code == 0
 
     done = claim("show")
     assert (done.code, done.err) == (0, "")

@@ -216,9 +216,10 @@ def test_a_margin_is_tested_for(qkablate, sweep):
 def test_what_is_proposed_works(qkablate, sweep):
     done = qkablate("results")
     commands = proposed(done)
-    assert [words[:3] for words in commands] == [["qkablate", "results", sweep.name]] * 2
+    verbs = ["results", "report", "results"]
+    assert [words[:3] for words in commands] == [["qkablate", verb, sweep.name] for verb in verbs]
     assert commands[0][-2:] == ["--margin", "0.01"]
-    assert commands[1][-2:] == ["--format", "json"]
+    assert commands[2][-2:] == ["--format", "json"]
     for words in commands:
         assert qkablate(*words[1:]).code == 0
 
@@ -226,7 +227,7 @@ def test_what_is_proposed_works(qkablate, sweep):
 def test_what_is_proposed_works_with_another_out(qkablate, finished, tmp_path):
     done = qkablate("results", "small", f"out={finished}")
     commands = proposed(done)
-    assert len(commands) == 2
+    assert len(commands) == 3
     for words in commands:
         assert f"out={finished}" in words
         assert qkablate(*words[1:]).code == 0

@@ -1,0 +1,131 @@
+"""Chapters of sweeps whose results are made up, as those of tests/analysis are."""
+
+import dataclasses
+import importlib.util
+import inspect
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qkablate.analysis.claim_file import parse
+from qkablate.analysis.judgement import judge_claim
+from qkablate.analysis.registry import grid_of
+from qkablate.report.chapter import Chapter
+
+_FILE = Path(__file__).parents[1] / "analysis" / "conftest.py"
+_spec = importlib.util.spec_from_file_location("worlds", _FILE)
+_worlds = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_worlds)
+corpus, world = _worlds.corpus, _worlds.world
+_composed, cached_world = _worlds._composed, _worlds.cached_world
+
+TRUTH = {"no_q": 0.05, "shared_qk": -0.03, "merged_w": 0.0}  # gaps; the others have none
+STEPS = (2, 4, 6, 8, 10, 12)
+
+
+@pytest.fixture(scope="session")
+def made(corpus, _composed, tmp_path_factory) -> Callable[..., Any]:
+    """As `cached_world`, in a folder that outlives the test."""
+
+    def freeze_sweep(*words: str) -> Any:
+        folder = tmp_path_factory.mktemp("made")
+        compose = inspect.unwrap(world)(corpus, folder)
+        return inspect.unwrap(cached_world)(compose, _composed, folder)(*words)
+
+    return freeze_sweep
+
+
+@pytest.fixture(scope="session")
+def loss_of() -> Callable[..., float]:
+    """Gaps as in TRUTH, with a little noise; a bowl by learning rate, least at 1e-3."""
+
+    def loss(run: Any, truth: dict[str, float] = TRUTH) -> float:
+        noise = random.Random(f"{run.arm} {run.changes}").gauss(0, 0.004)
+        rate = run.changes["optim.lr"] / 1e-3
+        shared = run.changes["seed"] % 10 / 7 + 0.1 * (rate - 1) ** 2 / rate
+        return 2.0 + shared + noise + truth.get(run.arm.split("-")[0], 0.0)
+
+    return loss
+
+
+@pytest.fixture(scope="session")
+def with_curves(loss_of) -> Callable[..., Any]:
+    """Give all runs that have a folder their curves."""
+
+    def write(world: Any, steps: tuple[int, ...] = STEPS) -> Any:
+        for run in world.runs():
+            if world.run_folder(run).exists():
+                last = loss_of(run)
+                world.curve(run, {step: last * (1 + 1 / step) for step in steps})
+        return world
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def chapter_of() -> Callable[..., Chapter]:
+    def make(world: Any, margin: float | None = None) -> Chapter:
+        study = world.study()
+        return Chapter.of(study.name, f"read from {study.manifest.folder}", study, margin)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def finished(made, loss_of, with_curves) -> Any:
+    """Three variants at two sizes with six seeds, all of them done. To look at, not to change."""
+    words = ("variant=standard,no_q,shared_qk", "model.d_model=16,32", "seed=range(6)")
+    return with_curves(made(*words).finish(loss_of))
+
+
+@pytest.fixture(scope="session")
+def chapter(finished, chapter_of) -> Chapter:
+    return chapter_of(finished)
+
+
+@pytest.fixture(scope="session")
+def claimed(corpus, tmp_path_factory) -> Callable[..., Chapter]:
+    """A chapter of the claim that no_q is no worse than standard by 0.01, and of runs with exactly
+    that gap; or of the same runs by a part that says something else, which is exploratory."""
+    grid = {"variant": "standard,no_q"}
+    frozen: list[Any] = []
+
+    def claim(says: str, **part: Any) -> Any:
+        part = {"arm": "no_q", "kind": "noninferior", "margin": 0.01} | part
+        content = {"says": says, "source": "a comment", "seeds": 4, "parts": {"within": part}}
+        content |= {"tuning_seeds": 0, "grid": grid}
+        return dataclasses.replace(parse("mine", content, "small", {}), grid=grid)
+
+    def judge(
+        gap: float,
+        ended: int = 8,
+        says: str = "Keys alone are enough.",
+        reasons: tuple[str, ...] = (),
+        end: Callable[[int], Any] = lambda number: None,
+        **part: Any,
+    ) -> Chapter:
+        """`end` says how the n-th run of no_q ends, where that is not its loss."""
+        folder = tmp_path_factory.mktemp("claimed")
+        own = claim("Keys alone are enough.")
+        if not frozen:
+            asked, words = grid_of(own, 4)
+            frozen.append(inspect.unwrap(world)(corpus, folder)(*words, grid=asked).manifest)
+        manifest = dataclasses.replace(frozen[0], out=str(folder / "outputs"))
+        made = _worlds.World(_worlds.freeze(manifest, ["the plan"]))
+        offsets = (-0.001, 0.001, -0.0005, 0.0005)
+        seeds = own.seeds_of("final", 4)
+        for run in made.runs()[:ended]:
+            number = seeds.index(run.changes["seed"])
+            loss = 2.0 + number / 7
+            if run.arm.startswith("no_q"):
+                loss = end(number) or loss + gap + offsets[number]
+            made.write(run, loss)
+        worded = claim(says, **part)
+        found = judge_claim(worded, made.study(), [*reasons])
+        title = f"claim {worded.title}"
+        return Chapter.of(title, "read from here", found.study, judgement=found)
+
+    return judge

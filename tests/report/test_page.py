@@ -1,0 +1,345 @@
+"""The page: one file that needs nothing else, runs nothing but its own, and repeats whatever names
+there are as words."""
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from qkablate.analysis.loose import study_of
+from qkablate.report.chapter import Chapter
+from qkablate.report.charts import charts
+from qkablate.report.page import page
+
+ONE = ("variant=standard,no_q", "seed=range(2)")
+FULL = ("variant=standard,no_q", "model.d_model=16,32", "seed=range(2)", "sweep.tune=true")
+SIGNS = ("\x1b", "\x07", "\u202e", "\u2028", "\u2029", "\u200b")  # that steer, or hide
+WORDS = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</script>", "<!--")
+WORDS += ("${x}", "{{7*7}}", "{% raw %}", "&lt;b&gt;", "'onfocus='alert(1)")
+HOSTILE = " ".join([*WORDS, "a\x1b[31mred\x07", *SIGNS])
+VOID = {"meta", "input", "link", "br", "img", "hr", "base", "embed", "source"}
+
+
+class Page(HTMLParser):
+    """Elements, texts and scripts, as a browser finds them; what is not closed is an error."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.elements = []
+        self.scripts = []
+        self.styles = []
+        self.words = []
+        self.rows = []
+        self._open = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attributes), ""))
+        if tag == "table":
+            self.rows.append([])
+        if tag == "tr":
+            self.rows[-1].append([])
+        if tag in ("td", "th"):
+            self.rows[-1][-1].append("")
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        inside = self._open[-1] if self._open else ""
+        if inside == "script":
+            attributes, text = self.scripts[-1]
+            self.scripts[-1] = attributes, text + data
+        elif inside == "style":
+            self.styles.append(data)
+        else:
+            self.words.append(data)
+            if {"td", "th"} & {*self._open}:
+                self.rows[-1][-1][-1] += data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def ids(self):
+        return [attributes["id"] for _, attributes in self.elements if "id" in attributes]
+
+    @property
+    def text(self):
+        return "\n".join(self.words)
+
+    @property
+    def specs(self):
+        (packed,) = [text for own, text in self.scripts if own.get("id") == "specs"]
+        assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed)
+        return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+    @property
+    def panels(self):
+        return [int(own["data-spec"]) for _, own in self.elements if "data-spec" in own]
+
+
+@pytest.fixture(scope="module")
+def full(made, loss_of, with_curves, chapter_of):
+    """A sweep with something of everything."""
+    return chapter_of(with_curves(made(*FULL).finish(loss_of)))
+
+
+@pytest.fixture(scope="module")
+def written(full):
+    return page([full], "a sweep")
+
+
+@pytest.fixture(scope="module")
+def parsed(written):
+    return Page(written)
+
+
+def assert_sound(text, chapters=1):
+    """What every page promises."""
+    found = Page(text)
+    assert len({*found.ids}) == len(found.ids)
+    assert len(found.all("article")) == len(found.all("h1")) == chapters
+    assert len(found.scripts) == 3
+    for _, attributes in found.elements:
+        for key, value in attributes.items():
+            assert not key.startswith("on")
+            if key in ("src", "href", "srcset", "action", "data", "poster", "formaction"):
+                assert value.startswith("#")
+                assert value[1:] in found.ids
+            if key in ("aria-labelledby", "data-filter", "data-verdict", "data-count"):
+                assert value in found.ids
+    for rows in found.rows:
+        assert rows
+        assert {len(row) for row in rows} == {len(rows[0])}
+    for attributes in found.all("th"):
+        assert attributes.get("scope") in ("col", "row")
+    specs = found.specs
+    assert found.panels == [*range(len(specs["panels"]))]
+    shown = found.text + json.dumps(specs, ensure_ascii=False)
+    shown += json.dumps(found.elements, ensure_ascii=False)
+    for sign in SIGNS:
+        assert sign not in shown
+    return found
+
+
+# One file
+
+
+def test_it_is_one_file_that_asks_nothing_of_any_network(written, parsed):
+    assert_sound(written)
+    assert not parsed.all("link")
+    assert not parsed.all("img")
+    assert not parsed.all("iframe")
+    style = "".join(parsed.styles)
+    assert "url(" not in style
+    assert "@import" not in style
+    assert written.startswith("<!doctype html>")
+    assert parsed.all("html") == [{"lang": "en"}]
+    assert {"charset": "utf-8"} in parsed.all("meta")
+
+
+def policy_of(found):
+    (content,) = [
+        own["content"]
+        for own in found.all("meta")
+        if own.get("http-equiv") == "Content-Security-Policy"
+    ]
+    return {words[0]: words[1:] for words in (part.split() for part in content.split(";")) if words}
+
+
+def test_the_policy_lets_the_pages_own_scripts_run_and_nothing_else(parsed):
+    policy = policy_of(parsed)
+    assert policy["default-src"] == ["'none'"]
+    run = [text for own, text in parsed.scripts if own.get("type") != "text/plain"]
+    assert len(run) == 2
+    hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in run]
+    assert sorted(policy["script-src"]) == sorted(f"'sha256-{digest}'" for digest in hashes)
+    assert not {"connect-src", "frame-src", "object-src"} & {*policy}
+    said = " ".join(word for words in policy.values() for word in words)
+    assert "unsafe-eval" not in said
+    assert "http" not in said
+    assert "*" not in said
+
+
+def test_no_browser_reads_a_script_otherwise_than_it_was_hashed(written, parsed):
+    """Line ends would be made alike, and a comment or an end tag would end it."""
+    assert "\r" not in written
+    assert "\0" not in written
+    for _, text in parsed.scripts:
+        assert not re.search(r"</script|<!--|<script", text, re.IGNORECASE)
+
+
+# What stands on it
+
+
+def test_the_parts_stand_in_their_order(parsed):
+    sections = [own for tag, own in parsed.elements if tag == "section"]
+    assert sections[0]["class"] == "answer"
+    named = [own["id"] for own in sections if "id" in own]
+    assert named == [
+        f"c1-{name}"
+        for name in (
+            *("verdicts", "gaps", "losses", "gap-curves", "heat", "costs", "rates"),
+            *("audit", "runs", "environment"),
+        )
+    ]
+
+
+def test_every_picture_is_there_with_its_caption(full, parsed):
+    drawn = charts(full)
+    panels = [panel for chart in drawn for panel in chart.panels]
+    packed = parsed.specs["panels"]
+    assert len(packed) == len(panels) == len(parsed.panels)
+    for own, panel in zip(packed, panels, strict=True):
+        assert {key: own[key] for key in panel.spec} == panel.spec
+        assert own.get("width")
+    for chart in drawn:
+        assert chart.title in parsed.text
+        assert chart.caption in parsed.text
+    labels = [own["aria-label"] for _, own in parsed.elements if own.get("class") == "vega"]
+    assert all(label.endswith(".") and "n = " in label for label in labels)
+    entries = {name for chart in drawn for name in chart.variants}
+    assert entries <= {word.strip() for word in parsed.words}
+
+
+def test_the_tables_hold_the_numbers_of_the_tables_on_the_terminal(full, parsed):
+    cells = {cell for rows in parsed.rows for row in rows for cell in row}
+    assert {entry.name for entry in full.study.entries} <= cells
+    for name in ("Gaps, with every test", "Ranks", "Learning rates, by validation loss"):
+        assert name in parsed.text
+    for one in full.found["gaps"]:
+        assert f"{one['mean']:+.4f}" in cells
+
+
+def test_every_run_is_there_with_its_command(full, parsed):
+    commands = [word for word in parsed.words if word.startswith("qkablate train ")]
+    tuning = sum(len(records) for records in full.study.tuning.values())
+    assert len(commands) == len(full.study.records) + tuning == 48
+
+
+def test_the_status_counts_the_runs(full, written, cached_world, loss_of, chapter_of):
+    assert "48 runs: 48 done" in written
+    made = cached_world("variant=standard,no_q", "seed=range(4)")
+    made.finish(lambda run: (loss_of(run), "diverged", "failed", None)[run.changes["seed"]])
+    text = page([chapter_of(made)], "half")
+    assert "8 runs: 2 done, 2 diverged, 2 failed, 2 waiting" in text
+    assert "ValueError: no" in text
+
+
+def test_a_sweep_without_a_result_has_a_page(cached_world, chapter_of):
+    found = assert_sound(page([chapter_of(cached_world(*ONE))], "nothing yet"))
+    assert found.panels == []
+    assert "4 runs: 4 waiting" in found.text
+    assert "nothing to say" in found.text
+    assert "not known: no run has a result" in found.text
+
+
+def test_no_run_at_all_has_a_page(tmp_path):
+    (tmp_path / "nothing-here").mkdir()
+    study = study_of([tmp_path / "nothing-here"])
+    found = assert_sound(page([Chapter.of("nothing", "read from nowhere", study)], "nothing"))
+    assert "nothing-here: its config.yaml cannot be read" in found.text
+    assert_sound(page([Chapter.of("nothing", "read from nowhere", study_of([]))], "nothing"))
+
+
+def test_several_chapters_are_one_page(full, chapter, claimed, cached_world, chapter_of):
+    chapters = [full, claimed(0.0), chapter, chapter_of(cached_world(*ONE))]
+    found = assert_sound(page(chapters, "all of it"), chapters=4)
+    links = [own["href"] for own in found.all("a") if own["href"] != "#main"]
+    assert links == ["#c1", "#c2", "#c3", "#c4"]
+    assert len(found.panels) == sum(len(chart.panels) for one in chapters for chart in charts(one))
+    for one in chapters:
+        assert one.title in found.text
+
+
+def test_one_chapter_needs_no_list_of_chapters(parsed):
+    assert [own["href"] for own in parsed.all("a")] == ["#main"]
+
+
+def test_a_claim_is_told_with_its_verdict(claimed):
+    chapter = claimed(0.0)
+    found = assert_sound(page([chapter], "a claim"))
+    assert "SUPPORTED" in found.words
+    assert "Keys alone are enough." in found.text
+    assert "The claim" in found.words
+    assert "Arm by arm" in found.words
+    assert "within" in {cell for rows in found.rows for row in rows for cell in row}
+    waiting = assert_sound(page([claimed(0.0, ended=3)], "a claim"))
+    assert "INCOMPLETE" in waiting.words
+    assert "3 of 8 runs have ended" in waiting.text
+
+
+# Hostile names
+
+
+@pytest.fixture
+def spoilt(cached_world, loss_of, with_curves):
+    """A sweep in whose folders everything that can hold words holds hostile ones."""
+    made = cached_world("variant=standard,no_q", "seed=range(3)")
+    made.finish(loss_of)
+    for run in made.runs():
+        words = dict.fromkeys(("kernel", "precision", "device", "data_fingerprint"), HOSTILE)
+        words |= {"version": HOSTILE, "compile": HOSTILE, "threads": HOSTILE, "packed": 1}
+        words |= {"init": {"mode": HOSTILE, "match": HOSTILE}, "label": HOSTILE}
+        words |= {"loss": {"train": 2.0, "val": loss_of(run), "test": loss_of(run)}}
+        if run.changes["seed"] == 2:
+            words |= {"status": "failed", "error": HOSTILE}
+        made.write(run, words)
+        environment = {
+            "versions": {"torch": HOSTILE},
+            "machine": {"cpu": HOSTILE},
+            "code": {"commit": HOSTILE, "diff": HOSTILE},
+        }
+        (made.run_folder(run) / "environment.json").write_text(json.dumps(environment))
+    with_curves(made)
+    for number, run in enumerate(made.runs()):
+        name = HOSTILE.replace("/", "∕")
+        made.run_folder(run).rename(made.run_folder(run).with_name(f"{name}{number}-{run.id}"))
+    return made
+
+
+def test_hostile_words_in_folders_are_words_on_the_page(spoilt, chapter_of):
+    chapter = chapter_of(spoilt)
+    chapter = Chapter.of(HOSTILE, HOSTILE, chapter.study)
+    found = assert_sound(page([chapter], HOSTILE))
+    assert not found.all("img")
+    assert policy_of(found)["default-src"] == ["'none'"]
+    for word in WORDS:
+        assert word in found.text  # shown, and as it was written
+    assert found.panels
+
+
+def test_hostile_words_in_a_claim_are_words_on_the_page(claimed):
+    chapter = claimed(0.0, says=HOSTILE)
+    found = assert_sound(page([chapter], "a claim"))
+    assert not found.all("img")
+    for word in WORDS:
+        assert word in found.text
+
+
+def test_hostile_names_of_runs_are_words_on_the_page(tmp_path, train):
+    folder = train(tmp_path, "train.steps=2", "train.batch_size=2")
+    name = HOSTILE.replace("/", "∕")
+    run = folder.rename(folder.with_name(name))
+    broken = tmp_path / f"broken {name}"
+    broken.mkdir()
+    (broken / "config.yaml").write_text(f"a: [{json.dumps(HOSTILE)}")
+    study = study_of([run, broken])
+    assert len(study.records) == len(study.unread) == 1
+    found = assert_sound(page([Chapter.of("runs", "read from here", study)], "runs"))
+    assert not found.all("img")
+    assert '"><img src=x onerror=alert(1)>' in found.text

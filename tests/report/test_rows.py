@@ -1,0 +1,289 @@
+"""The tables of a report: every arm and every run has its row, and says what it is."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from qkablate.analysis.loose import study_of
+from qkablate.analysis.tables import says
+from qkablate.report import rows
+from qkablate.report.chapter import Chapter
+from qkablate.report.charts import MOST_RUNS
+
+THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
+ONE = ("variant=standard,no_q", "seed=range(2)")
+TUNED = ("variant=standard,no_q", "seed=range(2)", "sweep.tune=true")
+ENDS = {("no_q", 1): "diverged", ("no_q", 4): "failed", ("shared_qk", 2): None}
+
+
+@pytest.fixture(scope="module")
+def mixed(made, loss_of, chapter_of):
+    """One run diverged, one failed, one is still to come."""
+
+    def end(run):
+        return ENDS.get((run.arm.split("-")[0], run.changes["seed"]), loss_of(run))
+
+    return chapter_of(made(*THREE).finish(end))
+
+
+def verdicts(chapter):
+    """Each row by its column."""
+    return [dict(zip(rows.COLUMNS, row, strict=True)) for row in rows.verdicts(chapter)]
+
+
+def texts(chapter, column):
+    return {row["arm"].text: row[column].text for row in verdicts(chapter)}
+
+
+# Verdicts
+
+
+def test_every_arm_has_a_row_and_the_baselines_are_marked(chapter):
+    found = verdicts(chapter)
+    assert [row["arm"].text for row in found] == [entry.name for entry in chapter.study.entries]
+    assert len(found) == 6
+    gaps = {one["arm"]: one for one in chapter.found["gaps"]}
+    for row in found:
+        name, verdict = row["arm"].text, row["verdict"].text
+        if name.startswith("standard"):
+            assert verdict == "baseline"
+            assert row["gap, nats [95 %]"].text == row["p (Holm)"].text == "–"
+        else:
+            assert verdict.split(" ")[0] == says(gaps[name]).split(" ")[0]
+            assert row["pairs n"].text == "6"
+
+
+def test_an_arm_without_a_baseline_is_compared_with_none(cached_world, loss_of, chapter_of):
+    words = ("variant=no_q,shared_qk", "seed=range(2)", "sweep.baseline=null")
+    chapter = chapter_of(cached_world(*words).finish(loss_of))
+    assert {*texts(chapter, "verdict").values()} == {"compared with none"}
+    assert all("[" in text for text in texts(chapter, "test loss, nats [95 %]").values())
+
+
+def test_runs_are_counted_with_what_became_of_the_others(mixed):
+    assert texts(mixed, "runs done") == {
+        "standard-d16-h2": "6/6",
+        "no_q-d16-h2": "4/6 (1 diverged, 1 failed)",
+        "shared_qk-d16-h2": "5/6 (1 waiting)",
+    }
+    assert texts(mixed, "pairs n")["no_q-d16-h2"] == "4"
+    assert "∞" in texts(mixed, "gap, nats [95 %]")["no_q-d16-h2"]
+
+
+def test_an_arm_whose_gap_is_doubted_is_marked(mixed):
+    for name, verdict in texts(mixed, "verdict").items():
+        assert verdict.endswith((" !", " ✗")) == (name != "standard-d16-h2")
+
+
+def first_number(text):
+    return float(re.search(r"[+-]?[\d.,]+", text)[0].replace(",", ""))
+
+
+@pytest.mark.parametrize("name", ["chapter", "mixed"])
+def test_rows_are_sorted_by_what_they_say(request, name):
+    for row in verdicts(request.getfixturevalue(name)):
+        for column, cell in row.items():
+            if cell.text == "–":
+                assert cell.key is None, column
+            elif column == "verdict":
+                assert cell.text.removesuffix(" !").removesuffix(" ✗") == cell.key
+            elif isinstance(cell.key, str):
+                assert cell.text == cell.key, column
+            elif column == "FLOPs per token":
+                assert float(cell.text.split(" ")[0]) * 1000 == pytest.approx(cell.key, rel=0.01)
+            elif cell.text.startswith("<"):
+                assert cell.key < 1e-4
+            else:
+                near = 10.0 ** -len(cell.text.split(" ")[0].partition(".")[2])
+                assert first_number(cell.text) == pytest.approx(cell.key, abs=near), column
+
+
+def test_sizes_are_told_beside_those_of_the_baseline(chapter):
+    arms = {entry.name: entry.arm for entry in chapter.study.entries}
+    for name, text in texts(chapter, "parameters").items():
+        more = 100 * (arms[name].params / arms[f"standard{name[name.index('-') :]}"].params - 1)
+        assert text.startswith(f"{arms[name].params:,}")
+        assert (f"({more:+.1f} %)" in text) == (arms[name].variant != "standard")
+    for name, text in texts(chapter, "KV bytes per token").items():
+        assert text == f"{2 * arms[name].cached:,}"
+
+
+def test_before_the_first_result_the_rows_are_there(cached_world, chapter_of):
+    chapter = chapter_of(cached_world(*ONE))
+    assert {*texts(chapter, "runs done").values()} == {"0/2 (2 waiting)"}
+    assert {*texts(chapter, "gap, nats [95 %]").values()} == {"–"}
+    assert {*texts(chapter, "test loss, nats [95 %]").values()} == {"–"}
+    assert texts(chapter, "verdict")["no_q-d16-h2"].startswith("nothing")
+
+
+# Audit
+
+
+def test_the_audit_begins_with_the_worst(mixed, chapter):
+    order = ["broken", "warning", "note", "ok"]
+    for found in (mixed, chapter):
+        audited = rows.audit(found)
+        states = [order.index(row[0].split(" ")[1]) for row in audited]
+        assert states == sorted(states)
+        assert all(len(row) == 4 for row in audited)
+    assert any("1 diverged" in row[2] and row[0] == "! warning" for row in rows.audit(mixed))
+
+
+def test_every_answer_of_the_audit_is_said_once_with_its_arms(chapter):
+    audited = rows.audit(chapter)
+    asked = {check["name"] for one in chapter.found["gaps"] for check in one["audit"]}
+    assert {row[1] for row in audited} == asked
+    assert len(asked) == 11
+    assert len({tuple(row) for row in audited}) == len(audited)
+    matched = [row for row in audited if row[1] == "matched"]
+    assert sorted(row[3] for row in matched) == [
+        *("no_q-d16-h2, shared_qk-d16-h2", "no_q-d32-h2, shared_qk-d32-h2")
+    ]
+
+
+def test_what_is_broken_is_told_first(cached_world, loss_of, chapter_of):
+    made = cached_world(*ONE).finish(loss_of)
+    run = next(run for run in made.runs() if run.arm.startswith("no_q"))
+    (made.run_folder(run) / "result.json").write_text("{")
+    first = rows.audit(chapter_of(made))[0]
+    assert first[:2] == ["✗ broken", "runs"]
+    assert "damaged" in first[2]
+
+
+# Runs
+
+
+def test_every_run_has_a_row_with_the_command_that_repeats_it(mixed):
+    head, found = rows.runs(mixed)
+    assert head == rows.RUNS
+    assert len(found) == 18
+    by_run = {row[0]: row for row in found}
+    for record in mixed.study.records:
+        row = dict(zip(head, by_run[record.folder.name], strict=True))
+        assert row["status"].startswith(record.status)
+        assert row["seed"] == str(record.run.changes["seed"])
+        assert float(row["lr"]) == record.run.changes["optim.lr"]
+        losses = (row["validation loss"], row["test loss"])
+        if record.status == "done":
+            assert losses == (f"{record.val:.4f}", f"{record.test:.4f}")
+        else:
+            assert losses == ("–", "–")
+        words = mixed.study.manifest.words_of(record.run)
+        assert shlex.split(row["command"]) == ["qkablate", "train", *words]
+    statuses = [row[1] for row in found if not row[1].startswith("done")]
+    assert sorted(statuses) == [
+        "diverged: not finite at step 3",
+        "failed: ValueError: no",
+        "waiting",
+    ]
+
+
+def test_runs_that_serve_to_tune_are_told_as_such(cached_world, loss_of, chapter_of):
+    chapter = chapter_of(cached_world(*TUNED).finish(loss_of))
+    _, found = rows.runs(chapter)
+    tuning = [row for row in found if row[0].endswith(" (tuning)")]
+    assert len(tuning) == 20
+    assert len(found) == 24
+    assert all(row[5] == "–" and row[4] != "–" for row in tuning)
+    assert all("train.read_test=false" in row[-1] for row in tuning)
+    assert not any("read_test" in row[-1] for row in found if row not in tuning)
+
+
+def test_very_many_runs_are_told_arm_by_arm(mixed, monkeypatch):
+    assert MOST_RUNS == 200
+    monkeypatch.setattr(rows, "MOST_RUNS", 17)
+    head, found = rows.runs(mixed)
+    assert head == rows.ARMS
+    told = {row[0]: dict(zip(head, row, strict=True)) for row in found}
+    assert [row["done"] for row in told.values()] == ["6/6", "4/6", "5/6"]
+    for entry in mixed.study.entries:
+        row = told[entry.name]
+        every = row["test loss of every seed"].split(" · ")
+        assert len(every) == 6
+        for record, text in zip(entry.records.values(), every, strict=True):
+            assert text.startswith(f"{record.seed} ")
+            if record.status == "done":
+                assert text == f"{record.seed} {record.test:.4f}"
+            else:
+                assert f"({record.status}" in text
+        first = next(iter(entry.records.values()))
+        words = mixed.study.manifest.words_of(first.run)
+        assert shlex.split(row["command"]) == ["qkablate", "train", *words]
+    monkeypatch.setattr(rows, "MOST_RUNS", 18)
+    assert rows.runs(mixed)[0] == rows.RUNS
+
+
+def test_very_many_runs_that_serve_to_tune_are_there_too(
+    cached_world, loss_of, chapter_of, monkeypatch
+):
+    monkeypatch.setattr(rows, "MOST_RUNS", 10)
+    _, found = rows.runs(chapter_of(cached_world(*TUNED).finish(loss_of)))
+    tuning = [row for row in found if row[0].endswith(" (tuning)")]
+    assert len(tuning) == 10
+    assert [row[2] for row in tuning] == ["2/2"] * 10
+    assert all(len(row[3].split(" · ")) == 2 for row in tuning)
+
+
+def test_a_damaged_run_is_named(cached_world, loss_of, chapter_of):
+    made = cached_world(*ONE).finish(loss_of)
+    one, other, *_ = made.runs()
+    (made.run_folder(one) / "result.json").write_text("[")
+    source = (made.run_folder(other) / "result.json").read_text()
+    (made.run_folder(other) / "result.json").write_text(source.replace(other.id, "0" * 12))
+    found = {row[0]: row[1] for row in rows.runs(chapter_of(made))[1]}
+    assert found[one.name] == "damaged: its result.json cannot be read"
+    assert found[other.name] == "damaged: its result.json is another run's"
+
+
+def test_what_went_wrong_is_named_by_run(cached_world, loss_of, chapter_of):
+    made = cached_world(*THREE)
+    assert rows.trouble(chapter_of(made)) == []
+    made.finish(lambda run: "diverged" if "no_q" in run.arm else loss_of(run))
+    assert rows.trouble(chapter_of(made)) == []  # a result, and no accident
+    runs = made.runs()
+    for run in runs[:12]:
+        made.write(run, "failed")
+    (made.run_folder(runs[12]) / "result.json").write_text("{")
+    said = rows.trouble(chapter_of(made))
+    assert sum("failed: ValueError: no" in line for line in said) >= 10
+    assert any("2 more failed" in line for line in said)
+    (damaged,) = [line for line in said if "damaged" in line]
+    assert runs[12].name in damaged
+
+
+def test_runs_in_no_sweep_have_rows_too(train, tmp_path):
+    folder = train(tmp_path, "train.steps=2", "train.batch_size=2")
+    study = study_of([folder])
+    chapter = Chapter.of(folder.name, f"read from {folder}", study)
+    head, found = rows.runs(chapter)
+    (row,) = found
+    result = json.loads((folder / "result.json").read_text())
+    assert row[0] == folder.name
+    assert row[1] == "done"
+    assert row[head.index("test loss")] == f"{result['loss']['test']:.4f}"
+    assert texts(chapter, "runs done") == {"standard-d16-h2": "1/1"}
+    params = result["params"]
+    assert texts(chapter, "parameters") == {
+        "standard-d16-h2": f"{params['total'] - params['embedding']:,}"
+    }
+
+
+# Surroundings
+
+
+def test_the_surroundings_are_those_of_the_runs(cached_world, loss_of, chapter_of):
+    made = cached_world(*ONE).finish(loss_of)
+    first, *_ = made.runs()
+    environment = {"versions": {"torch": "2.14.0"}, "machine": {"cpu": "another CPU"}}
+    (made.run_folder(first) / "environment.json").write_text(json.dumps(environment))
+    found = dict(rows.surroundings(chapter_of(made)))
+    assert found["CPU"].startswith("a CPU (3 runs), another CPU (1 run")
+    assert found["torch"].startswith("2.13.0 (3 runs), 2.14.0 (1 run")
+    assert (found["device"], found["precision"], found["threads"]) == ("cpu", "fp32", "1")
+
+
+def test_without_a_result_the_surroundings_are_not_known(cached_world, chapter_of):
+    found = rows.surroundings(chapter_of(cached_world(*ONE)))
+    assert {told for _, told in found} == {"not known: no run has a result"}
