@@ -456,7 +456,7 @@ def test_a_sweep_that_is_not_finished_says_how_much_is_missing(text, run_of, swe
     for count in ("11 done", "2 waiting", "1 running", "1 interrupted"):
         assert count in said
     assert "11 of 15 runs have ended" in told
-    assert "4 have no result yet" in said
+    assert "4 without a result yet" in said
 
 
 def test_a_sweep_without_any_result_is_a_report(text, outputs):
