@@ -18,8 +18,8 @@ check: venv ## ruff and mypy
 
 pictures: venv ## those of the README, from a real sweep (some 9 minutes on 2 cores)
 	$(BIN)/qkablate sweep sweep=quick sweep.name=readme 'seed=range(6)'
-	mkdir -p docs
-	$(BIN)/qkablate report readme -o docs/report.svg
+	$(BIN)/qkablate report readme -o outputs/report.svg
+	cp outputs/report-gaps.svg outputs/report-gap-curves.svg docs/
 
 venv: .venv/ready ## the environment alone, from pinned versions
 
