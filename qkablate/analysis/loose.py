@@ -16,12 +16,13 @@ from qkablate.config import Config, check, conf_dir, explain, flatten, resolve_v
 from qkablate.config.sweep import as_quoted
 from qkablate.errors import UserError
 from qkablate.ownership import Observer
-from qkablate.runs import label, read_config, read_result
+from qkablate.runs import is_number, label, read_config, read_result
 from qkablate.sweeps.manifest import Arm, Changes, Manifest, SweepRun
 from qkablate.sweeps.state import State, read_run
 
 # What differs from run to run of one arm, or changes no number.
 _OF_THE_RUN = ("seed", "seeds", "track", "out", "threads", "device", "attention", "id", "identity")
+_NO_NUMBER = ("threads", "attention.kernel", "train.eval_every")  # of a pair the two may differ
 _APART = {("optim", "lr"), ("train", "checkpoint_every"), ("train", "read_test"), ("data", "cache")}
 
 
@@ -30,6 +31,7 @@ def study_of(folders: Iterable[Path]) -> Study:
     arms: dict[str, Arm] = {}  # by what its runs share
     states: dict[str, tuple[State, str]] = {}
     unread = []
+    taken: dict[tuple[Any, ...], str] = {}
     observer = Observer()
     folders = [*folders]
     for folder in folders:
@@ -38,6 +40,11 @@ def study_of(folders: Iterable[Path]) -> Study:
         except ValueError as error:
             unread.append(f"{folder.resolve().name}: its config.yaml cannot be read: {error}")
             continue
+        # Another device or kernel makes another run of the same arm and seed.
+        place = (key, *run.changes.items())
+        if taken.setdefault(place, run.id) != run.id:
+            arms[f"{key} {run.id}"] = arms[key]
+            key = f"{key} {run.id}"
         state = State(run, folder)
         read_run(state, observer)
         states[run.id] = state, key
@@ -136,12 +143,13 @@ def _measured(arm: Arm, result: Mapping[str, Any] | None) -> Arm:
     """With the sizes that a run recorded."""
     params = (result or {}).get("params")
     flops = (result or {}).get("flops_per_token")
-    if not isinstance(params, dict) or not isinstance(flops, float):
+    if not isinstance(params, dict) or not is_number(flops) or flops <= 0:
         return arm
     total, embedding = params.get("total"), params.get("embedding")
-    if type(total) is not int or type(embedding) is not int or not 0 <= embedding < total:
+    if type(total) is not int or type(embedding) is not int or not 0 <= embedding < total < 2**60:
         return arm
-    return dataclasses.replace(arm, params=total - embedding, total_params=total, flops=flops)
+    own = total - embedding
+    return dataclasses.replace(arm, params=own, total_params=total, flops=float(flops))
 
 
 def _named(arms: dict[str, Arm]) -> dict[str, Arm]:
@@ -155,8 +163,8 @@ def _named(arms: dict[str, Arm]) -> dict[str, Arm]:
         every = dict.fromkeys(word for own in words.values() for word in own)
         differ = [w for w in every if len({own.get(w) for own in words.values()}) > 1]
         for place, key in enumerate(keys):
-            own = [f"{w.rpartition('.')[2]}={words[key].get(w, 'default')}" for w in differ]
-            full = "-".join([name, *own]) if len(keys) > 1 else name
+            own = [f"{w.rpartition('.')[2]}={words[key][w]}" for w in differ if w in words[key]]
+            full = "-".join([name, *own])
             several = full in {arm.name for arm in named.values()}
             named[key] = dataclasses.replace(arms[key], name=f"{full}-{place}" if several else full)
     return {key: named[key] for key in arms}
@@ -166,7 +174,7 @@ def _with_baselines(arms: list[Arm]) -> list[Arm]:
     """Standard attention in the same surroundings, with the MLP that is nearest in width."""
 
     def around(arm: Arm) -> dict[str, str]:
-        apart = ("variant", "model.mlp_ratio", "threads", "attention.kernel")
+        apart = ("variant", "model.mlp_ratio", *_NO_NUMBER)
         own = {k: v for k, v in arm.words.items() if not k.startswith(apart)}
         return own | {"data": str(arm.facts["data_fingerprint"])}
 

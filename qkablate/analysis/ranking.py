@@ -106,15 +106,17 @@ def describe_ranking(ranking: Ranking) -> dict[str, Any]:
 
 
 def fronts(study: Study, milliseconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Of all arms that saw the same tokens: which are beaten by none that costs no more. `surely`
-    is false where an arm is beaten by its mean alone: its runs leave it possible that it is not."""
+    """Of all arms that saw as many tokens of the same data: which are beaten by none that costs no
+    more. `surely` is false where an arm is beaten by its mean alone: its runs leave it possible
+    that it is not."""
     found = []
-    groups: dict[int, list[Entry]] = {}
+    groups: dict[tuple[int, str], list[Entry]] = {}
     for entry in study.entries:
         done = entry.losses and not entry.having("diverged")
         if done and is_annealed(entry.arm.config.optim):
-            groups.setdefault(entry.tokens, []).append(entry)
-    for tokens, entries in groups.items():
+            data = str(entry.arm.facts.get("data_fingerprint"))
+            groups.setdefault((entry.tokens, data), []).append(entry)
+    for (tokens, _), entries in groups.items():
         for cost in ("params", "training FLOPs", "KV bytes per token", "ms per step"):
             priced = {e.name: _cost(cost, e, milliseconds) for e in entries}
             known = [e for e in entries if priced[e.name] is not None]

@@ -3,6 +3,7 @@ read is there too, and says so: nothing is left out in silence."""
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -171,7 +172,7 @@ def gather(
 
 def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> Record:
     result = read_result(folder)
-    if result is None and (folder / "result.json").exists():
+    if result is None and os.path.exists(folder / "result.json"):
         status, reason = "damaged", "its result.json cannot be read"
     elif result is not None and result.get("id") != run.id:
         status, reason, result = "damaged", "its result.json is another run's", None
@@ -221,7 +222,7 @@ def courses(folder: Path) -> dict[str, Course]:
     found: dict[str, Course] = {}
     for metric in (VAL, TRAIN):
         sign = f'"{metric}"'.encode()
-        own = [line for line in lines if sign in line and line.endswith(b"}")]
+        own = [line for line in lines if sign in line]
         picked = [own[place] for place in _kept(len(own))]
         found[metric] = {}
         for line in picked:
@@ -230,7 +231,7 @@ def courses(folder: Path) -> dict[str, Course]:
                 tokens, loss = row["tokens"], row[metric]
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
-            if type(tokens) is int and tokens > 0 and is_number(loss):
+            if type(tokens) is int and 0 < tokens < 2**60 and is_number(loss):
                 found[metric][tokens] = float(loss)
         found[metric] = dict(sorted(found[metric].items()))
     return found

@@ -137,10 +137,12 @@ def _seeds(margin: dict[str, Any]) -> str:
 
 
 def says(one: dict[str, Any]) -> str:
+    if one["arm_diverged"]:
+        return "diverges"
+    if one["baseline_diverged"]:
+        return "baseline diverges"
     if one["interval"] is None:
         return "a number" if one["n"] else "nothing"
-    if one["arm_diverged"] or one["baseline_diverged"]:
-        return "diverges"
     if one["p_holm"] is not None and one["p_holm"] < ALPHA:
         return "worse" if one["mean"] > 0 else "better"
     margin = one["margin"] or {}

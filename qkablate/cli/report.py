@@ -64,12 +64,16 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{given}'{target}' cannot be written: {error.strerror}") from None
     print(printable("\n".join(written)))
     commands = [["results", *chapter.study.where] for chapter in chapters if chapter.is_of_a_sweep]
-    if form == "html":
-        again = [word for word in argv if "=" in word or word in words]
-        commands.insert(0, ["report", *again, "--format", "svg"])
+    if form == "html" and len(words) <= _MOST_WORDS:
+        again = [word for word in argv if word.startswith("out=")]
+        again += ["--margin", flags["--margin"]] if margin is not None else []
+        commands.insert(0, ["report", *words, *again, "--format", "svg"])
     if commands:
         next_commands(*commands[:2])
     return 0
+
+
+_MOST_WORDS = 4  # that are worth typing again
 
 
 def _format(flag: str | None, target: str | None) -> str:
@@ -110,7 +114,10 @@ def _sources(words: list[str], out: str) -> list[Source]:
 
 
 _FILES = {"manifest.json": "sweep", "claim.json": "claim", "config.yaml": "run"}
-_OF_A_RUN = ("result.json", "metrics.jsonl", "checkpoints", "environment.json", "owner", "attempts")
+_OF_A_RUN = (
+    *("result.json", "metrics.jsonl", "checkpoints", "environment.json", "output.log"),
+    *("owner", "attempts"),
+)
 
 
 def _meant(word: str, out: str) -> tuple[str, Path]:
@@ -128,6 +135,7 @@ def _meant(word: str, out: str) -> tuple[str, Path]:
 
 
 def _named(word: str, root: Path) -> tuple[str, Path]:
+
     found: list[tuple[str, Path]] = []
     unclear = []
     known: set[str] = set()
@@ -146,6 +154,10 @@ def _named(word: str, root: Path) -> tuple[str, Path]:
         raise UserError(f"{'; '.join([*told, *unclear])}; give the folder")
     if unclear:
         raise UserError(unclear[0])
+    from qkablate.analysis.claim_file import known_claims
+
+    if not found and word in known_claims():
+        raise UserError(f"claim {word} has not been run in '{root}': qkablate claim run {word}")
     if not found:
         raise UserError(
             f"there is no sweep, claim or run '{word}' in '{root}'{nearest(word, known)}"

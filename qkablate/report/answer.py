@@ -1,7 +1,9 @@
 """The answer in two sentences, for somebody who knows what a test loss is and no statistics."""
 
+from collections import Counter
 from typing import Any
 
+from qkablate.analysis.audit import BROKEN, WARNING, Check
 from qkablate.analysis.tables import says
 from qkablate.analysis.verdict import EQUIVALENT, REFUTED, SUPPORTED
 from qkablate.report.chapter import Chapter, span
@@ -20,10 +22,10 @@ def answer(chapter: Chapter) -> list[str]:
         return _of_claim(chapter)
     if not chapter.found["gaps"]:
         return _of_runs(chapter)
-    measured = [one for one in chapter.found["gaps"] if one["n"]]
+    measured = [one for one in chapter.found["gaps"] if one["n"] or says(one) in _DIVERGED]
     if not measured:
         return [f"{_so_far(chapter)}No pair of runs is there yet, so there is nothing to say."]
-    if max(one["n"] for one in measured) < 2:
+    if max(one["n"] for one in measured) < 2 and not {*map(says, measured)} & {*_DIVERGED}:
         return [
             f"{_so_far(chapter)}With one seed, {_numbers(measured)}.",
             "One pair is a number and no answer: chance alone makes such gaps, and only more seeds"
@@ -49,6 +51,7 @@ def _compared(chapter: Chapter, measured: list[dict[str, Any]]) -> str:
     """Every variant once, by what was found of it at any of its sizes."""
     entries = chapter.entries
     by_variant: dict[str, list[dict[str, Any]]] = {}
+    asked = Counter(entries[one["arm"]].arm.variant for one in chapter.found["gaps"])
     for one in measured:
         by_variant.setdefault(entries[one["arm"]].arm.variant, []).append(one)
     told: dict[str, list[str]] = {word: [] for word in _TOLD}
@@ -56,21 +59,26 @@ def _compared(chapter: Chapter, measured: list[dict[str, Any]]) -> str:
         words = [says(one) for one in gaps]
         word = "mixed" if {"better", "worse"} <= {*words} else min(words, key=[*_TOLD].index)
         own = [one for one in gaps if word in ("mixed", says(one))]
-        told[word].append(f"{variant}{_how(own, len(gaps), word)}")
+        told[word].append(f"{variant}{_how(own, asked[variant], word)}")
     beside = _listed(sorted({entries[one["baseline"]].arm.variant for one in measured}))
-    parts = [_TOLD[word].format(_listed(names)) for word, names in told.items() if names]
+    nats = measured[0]["margin"] and f"{measured[0]['margin']['nats']:g} nats"
+    parts = [
+        _TOLD[word].format(_listed(names), margin=nats) for word, names in told.items() if names
+    ]
     return f"Compared with {beside} on the same data and seeds, {'; '.join(parts)}"
 
 
+_DIVERGED = ("diverges", "baseline diverges")
 # What is told first decides: what was found at one size is told, whatever else was not.
 _TOLD = {
-    "mixed": "better at some sizes and worse at others is {}",
+    "mixed": "better in some comparisons and worse in others is {}",
     "better": "{} did better (lower test loss)",
     "worse": "{} did worse (higher test loss)",
     "diverges": "runs diverged of {}",
+    "baseline diverges": "runs of the baseline diverged beside {}",
     "none found": "no difference was found for {}",
-    "not worse": "{} did not do worse by the margin",
-    "equivalent": "{} lay within the margin either way",
+    "not worse": "{} did not do worse by {margin}",
+    "equivalent": "{} lay within ± {margin}",
     "a number": "one pair only is there of {}",
     "nothing": "nothing is known of {}",
 }
@@ -83,9 +91,9 @@ def _listed(names: list[str], most: int = 4) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def _how(gaps: list[dict[str, Any]], sizes: int, word: str) -> str:
-    """(at 2 of 4 sizes, by 0.012 to 0.015 nats)."""
-    at = f"at {len(gaps)} of {sizes} sizes" if sizes > 1 and word != "mixed" else ""
+def _how(gaps: list[dict[str, Any]], asked: int, word: str) -> str:
+    """(in 2 of 4 comparisons, by 0.012 to 0.015 nats)."""
+    at = f"in {len(gaps)} of {asked} comparisons" if asked > 1 and word != "mixed" else ""
     by = _by(gaps) if word in ("better", "worse") else ""
     return f" ({', '.join(filter(None, [at, by]))})" if at or by else ""
 
@@ -109,16 +117,14 @@ def _caution(measured: list[dict[str, Any]]) -> str:
         rests += f", which find a true gap of {sizes} four times of five, a smaller one less often"
         if any(says(one) == "none found" for one in measured):
             rests += ": no difference found does not mean equal"
-    doubts = sorted(
-        {
-            check["name"]
-            for one in measured
-            for check in one["audit"]
-            if check["state"] in ("warning", "broken") and check["name"] not in ("runs", "pairs")
-        }
-    )
-    warns = f"; the audit warns of what else may have moved the gaps: {', '.join(doubts)}"
-    return f"{rests}{warns if doubts else ''}."
+    return f"{rests}{_doubts([Check(**check) for one in measured for check in one['audit']])}."
+
+
+def _doubts(checks: list[Check]) -> str:
+    """What the audit warns of; missing runs are counted elsewhere."""
+    doubts = {check.name for check in checks if check.state in (WARNING, BROKEN)}
+    told = ", ".join(sorted(doubts - {"runs", "pairs"}))
+    return f"; the audit warns of what else may have moved the gaps: {told}" if told else ""
 
 
 def _numbers(measured: list[dict[str, Any]]) -> str:
@@ -160,7 +166,7 @@ def _of_claim(chapter: Chapter) -> list[str]:
     if found.exploratory:
         said += ", but this is exploratory and confirms nothing"
     told = []
-    for one in found.judged:
+    for one, word in zip(found.judged, found.verdict.parts, strict=True):
         sample = one.part.sample
         if sample.n:
             interval = sample.interval(1 - 2 * found.alpha)
@@ -168,14 +174,15 @@ def _of_claim(chapter: Chapter) -> list[str]:
             gap = (
                 told_loss(sample, 1 - 2 * found.alpha)
                 if spec.of == "spread"
-                else told_gap(sample.mean, interval)
+                else told_gap(
+                    sample.mean, interval, below=one.part.open_below, above=one.part.open_above
+                )
             )
             what = "growth per doubling" if spec.horizon == "growth" else spec.of
-            diverged = " with runs that diverged" if one.part.open_above else ""
-            told.append(f"{one.part.name}: {what} {gap}{diverged} ({span([sample.n])})")
+            told.append(f"{one.part.name}: {what} {gap} ({span([sample.n])}), {word}")
     level = f"{100 * (1 - 2 * found.alpha):.3g} %"
     return [
-        f"{said}.",
+        f"{said}{_doubts([check for one in found.judged for check in one.checks])}.",
         f"Measured, in nats per token with {level} interval: {some(told)}."
         if told
         else "Nothing could be measured: there is no pair of runs that are done.",

@@ -66,9 +66,10 @@ class Chapter:
     @cached_property
     def metric(self) -> str:
         """Whose curves are drawn: validation's, unless it was read a few times only."""
-        counts = [len(record.courses[VAL]) for record in self.study.records]
-        few = sum(count >= _CURVE for count in counts) * 2 < len(counts)
-        return TRAIN if few and any(r.courses[TRAIN] for r in self.study.records) else VAL
+        begun = [record for record in self.study.records if record.courses[TRAIN]]
+        done = [record for record in begun if record.status == "done"] or begun
+        many = sum(len(record.courses[VAL]) >= _CURVE for record in done)
+        return TRAIN if done and 2 * many < len(done) else VAL
 
     @cached_property
     def counts(self) -> Counter[str]:

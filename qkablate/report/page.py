@@ -118,6 +118,7 @@ def _notes(chapter: Chapter) -> list[str]:
     )
     return [
         *([beside] if chapter.judgement is not None else []),
+        *_margin(chapter),
         "gap: test loss of the arm minus that of its baseline with the same seed; below zero is"
         " better. The interval is Student's, of the pairs, for one arm by itself; p is adjusted by"
         " Holm over the arms of one size, and decides the verdict.",
@@ -125,6 +126,15 @@ def _notes(chapter: Chapter) -> list[str]:
         " “none found” is no sign that there is none.",
         "verdicts with ! or ✗: the audit below warns. Parameters without embeddings; KV cache with"
         " 16-bit numbers. 0.01 nats are 1 % of perplexity.",
+    ]
+
+
+def _margin(chapter: Chapter) -> list[str]:
+    margins = [one["margin"]["nats"] for one in chapter.found["gaps"] if one["margin"]]
+    return [
+        f"margin: {nats:g} nats. “not worse”: the gap is below it; “equivalent”: within ± it; by"
+        " one-sided t tests, adjusted by Holm. Their p stands under gaps, with every test."
+        for nats in margins[:1]
     ]
 
 
@@ -165,7 +175,8 @@ def _library() -> str:
 def _policy(*scripts: str) -> str:
     hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+    own = f"script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+    return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
 
 
 def _file(name: str) -> str:

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from qkablate.errors import UserError
 from qkablate.report.chapter import Chapter
 from qkablate.report.charts import Chart, Spec
 from qkablate.report.palette import plain
@@ -33,9 +34,12 @@ def picture(chart: Chart, chapter: Chapter, form: str) -> bytes:
     import vl_convert
 
     text = plain(json.dumps(cleaned(_whole(chart, chapter))))
-    if form == "svg":
-        return str(vl_convert.vegalite_to_svg(text)).encode()
-    return bytes(vl_convert.vegalite_to_png(text, scale=2))
+    try:
+        if form == "svg":
+            return str(vl_convert.vegalite_to_svg(text)).encode()
+        return bytes(vl_convert.vegalite_to_png(text, scale=2))
+    except ValueError:  # a name that means something to what draws, as `constructor` does
+        raise UserError(f"the picture of {chart.title.lower()} cannot be drawn") from None
 
 
 def _whole(chart: Chart, chapter: Chapter) -> Spec:
@@ -57,7 +61,10 @@ def _whole(chart: Chart, chapter: Chapter) -> Spec:
     title = {"text": [f"{chart.title} · {chapter.title}"], "anchor": "start", "fontSize": 15}
     title |= {"subtitle": _lines(caption, 112 if columns == 2 else 96), "subtitleFontSize": 11}
     config = CONFIG | {"background": "var(--ground)", "font": "sans-serif"}
-    return {"concat": panels, "columns": columns, "title": title, "config": config, "padding": 14}
+    whole = {"concat": panels, "columns": columns, "title": title, "config": config, "padding": 14}
+    # Shades are of one panel; variants are of all.
+    own = {} if chart.variants else {"resolve": {"scale": {"color": "independent"}}}
+    return whole | own
 
 
 def _with_legend(value: Any, variants: list[str]) -> Any:

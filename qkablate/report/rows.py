@@ -159,7 +159,7 @@ def runs(chapter: Chapter) -> tuple[list[str], list[list[str]]]:
 
 
 def _run(chapter: Chapter, record: Record) -> list[str]:
-    status = f"{record.status}: {record.reason}" if record.reason else record.status
+    status = _told(record)
     return [
         record.folder.name + " (tuning)" * record.run.tuning,
         status,

@@ -671,7 +671,7 @@ MISTAKES = [
     (["--margin", "1", "--margin", "2", "-o", "a.md"], "--margin"),
     (["smalll"], "there is no sweep, claim or run 'smalll' in 'outputs' (nearest: small)"),
     (["miine"], "(nearest: mine"),
-    (["no_q-d16-h2-s9"], "(nearest: no_q-d16-h2-s"),
+    (["no_q-d16-h2-s9x"], "(nearest: no_q-d16-h2-s"),
     ([""], "there is no sweep, claim or run ''"),
     (["~nobody-of-this-name"], "there is no sweep, claim or run '~nobody-of-this-name'"),
     (["\x1b[31mred"], "there is no sweep, claim or run '�[31mred'"),

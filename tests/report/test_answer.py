@@ -74,26 +74,26 @@ def test_none_found_is_not_equal(said):
 
 def test_what_was_found_at_one_size_is_told(said):
     first, _ = said(SIZES, end=lambda run: False, truth={"no_q": 0.05})
-    assert "no_q (at 2 of 2 sizes, by 0.0" in first
+    assert "no_q (in 2 of 2 comparisons, by 0.0" in first
     first, _ = said(
         SIZES,
         end=lambda run: run.changes["seed"] / 7 + 2 + (run.arm == "no_q-d16-h2") * 0.05,
     )
-    assert "no_q (at 1 of 2 sizes, by 0.0500 nats) did worse" in first
+    assert "no_q (in 1 of 2 comparisons, by 0.0500 nats) did worse" in first
     assert "no difference was found for shared_qk" in first
 
 
 def test_better_at_one_size_and_worse_at_another_is_both(said, loss_of):
     gaps = {"no_q-d16-h2": 0.05, "no_q-d32-h2": -0.05}
     first, _ = said(SIZES, end=lambda run: loss_of(run, {}) + gaps.get(run.arm, 0.0))
-    assert "better at some sizes and worse at others is no_q" in first
+    assert "better in some comparisons and worse in others is no_q" in first
     assert "did better" not in first
     assert "did worse" not in first
 
 
 def test_with_a_margin_it_is_told_what_is_within(said, loss_of):
     first, _ = said(THREE, margin=0.1)
-    assert re.search(r"(lay within the margin|did not do worse by the margin)", first)
+    assert re.search(r"(lay within ± 0.1 nats|did not do worse by 0.1 nats)", first)
     assert "no difference was found" not in first
 
 
@@ -224,7 +224,8 @@ def test_a_verdict_is_said_in_words(claimed, gap, word, sentence):
     chapter = claimed(gap)
     assert chapter.judgement.word == word
     first, second = answer(chapter)
-    assert first == sentence
+    assert first.startswith(sentence.removesuffix("."))
+    assert first.endswith("; the audit warns of what else may have moved the gaps: learning rate.")
     assert second.startswith("Measured, in nats per token with 90 % interval: within: gap ")
     assert "(n = 4)" in second
     found = float(re.search(r"gap ([+-][\d.]+)", second)[1])
@@ -245,16 +246,16 @@ def test_there_is_no_verdict_before_the_last_run(claimed):
 
 def test_what_is_exploratory_confirms_nothing(claimed):
     first, _ = answer(claimed(0.0, reasons=("edited after the runs",)))
-    assert first == "The runs support it, but this is exploratory and confirms nothing."
+    assert first.startswith("The runs support it, but this is exploratory and confirms nothing;")
     first, _ = answer(claimed(0.0, margin=0.02))  # worded anew after the runs
-    assert first == "The runs support it, but this is exploratory and confirms nothing."
+    assert first.startswith("The runs support it, but this is exploratory and confirms nothing;")
 
 
 def test_runs_that_diverged_leave_a_side_open(claimed):
     chapter = claimed(0.0, end=lambda number: "diverged" if number == 1 else None)
     first, second = answer(chapter)
     assert first.startswith("The runs cannot tell")
-    assert "diverged" in second
+    assert "∞)" in second
     assert "(n = 3)" in second
 
 

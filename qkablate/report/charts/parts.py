@@ -34,7 +34,7 @@ class Chart:
 def rows_of(names: list[str]) -> Spec:
     """A row for each, in this order."""
     y: Spec = {"field": "arm", "type": "nominal", "sort": names, "title": None}
-    y |= {"axis": {"labelLimit": 220, "ticks": False, "domain": False, "grid": False}}
+    y |= {"axis": {"labelLimit": 340, "ticks": False, "domain": False, "grid": False}}
     return y | {"scale": {"domain": names}}
 
 

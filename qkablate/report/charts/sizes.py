@@ -1,6 +1,7 @@
 """Gap and loss by what an arm is: its size, its cost, its learning rate."""
 
 from qkablate.analysis.sample import Sample
+from qkablate.analysis.tables import says
 from qkablate.report.chapter import Chapter, place_of, span
 from qkablate.report.charts.parts import (
     Chart,
@@ -29,7 +30,7 @@ def heat(chapter: Chapter) -> Chart | None:
         place = place_of(one["arm"], arm.variant)
         rest = place.replace(f"d{model.d_model}-h{model.heads}", "", 1).strip("- ")
         interval = one["interval"]
-        sure = interval is not None and (interval[0] > 0 or interval[1] < 0)
+        sure = says(one) in ("better", "worse")
         half = half_of(interval)
         text = digits(one["mean"], half, signed=True)
         cells.setdefault(rest, []).append(
@@ -48,7 +49,7 @@ def heat(chapter: Chapter) -> Chart | None:
     ns = [row["n"] for rows in cells.values() for row in rows]
     caption = (
         f"Gap in test loss, nats per token, ± half of its 95 % t interval ({span(ns)}). Blue is"
-        " better. In brackets: nothing was found, for the interval holds zero or there is none."
+        " better. In brackets: no difference was found (by Holm over the arms of one size)."
     )
     return Chart("heat", "Gap by size", caption, panels)
 
