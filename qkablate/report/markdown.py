@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from qkablate.analysis.tables import Code, Table, as_markdown, markdown, tables
+from qkablate.analysis.tables import Code, Table, as_markdown, markdown
 from qkablate.analysis.verdict_text import beside, claim_lines, part_table, settling
 from qkablate.report import rows
 from qkablate.report.answer import answer
 from qkablate.report.chapter import Chapter
-from qkablate.report.page import status
+from qkablate.report.page import notes, status
 
 
 def text(chapters: Sequence[Chapter]) -> str:
@@ -28,8 +28,8 @@ def _chapter(chapter: Chapter) -> str:
         if found:
             parts.append(markdown(Table("parts of the claim", columns, found, more)))
         parts.append("\n".join(f"- {line}" for line in said))
-    every = [Table("verdicts", rows.COLUMNS, [[c.text for c in r] for r in rows.verdicts(chapter)])]
-    every += tables(dict(chapter.found))
+    verdicts = [[cell.text for cell in row] for row in rows.verdicts(chapter)]
+    every = [Table("verdicts", rows.COLUMNS, verdicts, notes(chapter))]
     every.append(Table("audit", ["", "check", "answer", "arms"], rows.audit(chapter)))
     columns, runs = rows.runs(chapter)
     every.append(Table("runs", columns, [[*run[:-1], Code(run[-1])] for run in runs]))

@@ -12,7 +12,6 @@ from importlib import resources
 from typing import Any
 
 from qkablate import __version__
-from qkablate.analysis.tables import tables
 from qkablate.analysis.verdict_text import beside, claim_lines, part_table, settling
 from qkablate.errors import printable
 from qkablate.report import rows
@@ -48,10 +47,7 @@ def page(chapters: Sequence[Chapter], title: str) -> str:
 
 
 def _chapter(chapter: Chapter, number: int, panels: list[Any]) -> dict[str, Any]:
-    found, study, judgement = chapter.found, chapter.study, chapter.judgement
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for table in tables(dict(found))[1:]:  # the first is told by verdicts and runs
-        kinds.setdefault(_kind(table.title), []).append(vars(table))
+    study, judgement = chapter.study, chapter.judgement
     run_columns, run_rows = rows.runs(chapter)
     verdicts = [[_shown(cell) for cell in row] for row in rows.verdicts(chapter)]
     claim = None
@@ -75,9 +71,8 @@ def _chapter(chapter: Chapter, number: int, panels: list[Any]) -> dict[str, Any]
             "arms": verdicts,
             "count": counted(len(verdicts), "arm"),
             "words": sorted({str(row[2].key) for row in verdicts}),
-            "notes": _notes(chapter),
+            "notes": notes(chapter),
             "charts": [_chart(chart, chapter, panels) for chart in charts(chapter)],
-            "tables": kinds,
             "audit": rows.audit(chapter),
             "left_out": [[left.arm, left.control, left.reason] for left in study.manifest.left_out],
             "run_columns": run_columns,
@@ -92,16 +87,6 @@ def _shown(cell: rows.Cell) -> rows.Cell:
     return rows.Cell(cleaned(cell.text), cleaned(cell.key))
 
 
-_KINDS = {"gaps to": "Gaps, with every test", "ranks at": "Ranks"}
-_KINDS |= {"gap by": "Gap by length and size"}
-
-
-def _kind(title: str) -> str:
-    """Tables that differ in what they stand beside are shown together."""
-    own = next((kind for begin, kind in _KINDS.items() if title.startswith(begin)), title)
-    return own[:1].upper() + own[1:]
-
-
 def status(chapter: Chapter) -> str:
     """64 runs: 60 done, 2 diverged, 2 waiting."""
     counts = chapter.counts
@@ -111,7 +96,7 @@ def status(chapter: Chapter) -> str:
     return said if missing <= 0 else f"{said}. {missing:,} without a result yet, or failed."
 
 
-def _notes(chapter: Chapter) -> list[str]:
+def notes(chapter: Chapter) -> list[str]:
     beside = (
         "Here every arm stands by itself, and is asked whether there is any gap at all. What the"
         " claim says, with its margin, is decided above."
@@ -124,6 +109,7 @@ def _notes(chapter: Chapter) -> list[str]:
         " Holm over the arms of one size, and decides the verdict.",
         "could have found: the smallest gap that these seeds would have found four times of five."
         " “none found” is no sign that there is none.",
+        "ranks, growth, equivalents and every test: qkablate results",
         "verdicts with ! or ✗: the audit below warns. Parameters without embeddings; KV cache with"
         " 16-bit numbers. 0.01 nats are 1 % of perplexity.",
     ]

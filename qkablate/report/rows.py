@@ -192,7 +192,7 @@ def _arm(chapter: Chapter, name: str, rate: float | None, records: list[Record])
 
 def _told(record: Record) -> str:
     """Why it has no loss, in a few words."""
-    return f"{record.status}: {record.reason[:80]}" if record.reason else record.status
+    return f"{record.status}: {record.reason[:200]}" if record.reason else record.status
 
 
 def surroundings(chapter: Chapter) -> list[list[str]]:

@@ -216,15 +216,6 @@ def test_every_picture_is_there_with_its_caption(full, parsed):
     assert entries <= {word.strip() for word in parsed.words}
 
 
-def test_the_tables_hold_the_numbers_of_the_tables_on_the_terminal(full, parsed):
-    cells = {cell for rows in parsed.rows for row in rows for cell in row}
-    assert {entry.name for entry in full.study.entries} <= cells
-    for name in ("Gaps, with every test", "Ranks", "Learning rates, by validation loss"):
-        assert name in parsed.text
-    for one in full.found["gaps"]:
-        assert f"{one['mean']:+.4f}" in cells
-
-
 def test_every_run_is_there_with_its_command(full, parsed):
     commands = [word for word in parsed.words if word.startswith("qkablate train ")]
     tuning = sum(len(records) for records in full.study.tuning.values())
