@@ -40,6 +40,9 @@ def study_of(folders: Iterable[Path]) -> Study:
         except ValueError as error:
             unread.append(f"{folder.resolve().name}: its config.yaml cannot be read: {error}")
             continue
+        if run.id in states:
+            unread.append(f"{folder}: the same run as {states[run.id][0].folder}, which is shown")
+            continue
         # Another device or kernel makes another run of the same arm and seed.
         place = (key, *run.changes.items())
         if taken.setdefault(place, run.id) != run.id:

@@ -36,14 +36,22 @@ class Registration:
     @property
     def sweeps(self) -> dict[int, Path]:
         """Of its looks, by rising number of seeds."""
-        found = {}
-        for link in self.folder.glob("n*"):
-            if link.name[1:].isdecimal() and link.is_symlink():
-                # Not as seen through the link: a sweep's runs lie beside its own folder.
-                sweep = Path(os.path.normpath(self.folder / os.readlink(link)))
-                if (sweep / "manifest.json").exists():
-                    found[int(link.name[1:])] = sweep
-        return dict(sorted(found.items()))
+        linked = self._linked()
+        return {n: linked[n] for n in sorted(linked) if (linked[n] / "manifest.json").exists()}
+
+    @property
+    def lost(self) -> list[Path]:
+        """Sweeps that were begun, and are not there."""
+        return [*{*self._linked().values()} - {*self.sweeps.values()}]
+
+    def _linked(self) -> dict[int, Path]:
+        links = [link for link in self.folder.glob("n*") if link.name[1:].isdecimal()]
+        return {
+            # Not as seen through the link: a sweep's runs lie beside its own folder.
+            int(link.name[1:]): Path(os.path.normpath(self.folder / os.readlink(link)))
+            for link in links
+            if link.is_symlink()
+        }
 
     def add(self, seeds: int, sweep: Path) -> None:
         """Link the sweep of a look, of which there is one."""

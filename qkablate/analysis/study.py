@@ -3,10 +3,12 @@ read is there too, and says so: nothing is left out in silence."""
 
 import hashlib
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +157,13 @@ def gather(
     for arm in {*bowls} - {arm for arm, _ in groups}:  # its rate is not chosen, or never will be
         groups[arm, None] = {}
     several = len(groups) > len({arm for arm, _ in groups})
+    rates = {rate for _, rate in groups if rate is not None}
+    form = ".3g" if len({f"{rate:.3g}" for rate in rates}) == len(rates) else ""
     order = {name: place for place, name in enumerate(found.arms)}
     entries = [
         Entry(
             found.arms[arm],
-            f"{arm} lr {rate:.3g}" if several and rate is not None else arm,
+            f"{arm} lr {rate:{form}}" if several and rate is not None else arm,
             rate,
             records,
         )
@@ -214,7 +218,7 @@ def facts_of(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
 
 def courses(folder: Path) -> dict[str, Course]:
     """How a run went, by metrics.jsonl. Lines that are none are passed over; of very many readings
-    those that stand evenly on a logarithmic scale are taken, and the last."""
+    some are taken that stand evenly on a logarithmic scale."""
     try:
         lines = (folder / "metrics.jsonl").read_bytes().splitlines()
     except OSError:
@@ -223,7 +227,7 @@ def courses(folder: Path) -> dict[str, Course]:
     for metric in (VAL, TRAIN):
         sign = f'"{metric}"'.encode()
         own = [line for line in lines if sign in line]
-        picked = [own[place] for place in _kept(len(own))]
+        picked = own if len(own) <= _ALL else _spread(own)
         found[metric] = {}
         for line in picked:
             try:
@@ -237,9 +241,15 @@ def courses(folder: Path) -> dict[str, Course]:
     return found
 
 
-@lru_cache(maxsize=256)
-def _kept(count: int) -> list[int]:
-    """Of so many readings the first 32, then 16 of every doubling, the same ones for every run; and
-    the last."""
-    few = [i for i in range(count - 1) if i < 32 or i % (1 << (i.bit_length() - 5)) == 0]
-    return [*few, count - 1] if count else []
+_ALL = 64  # readings that are all taken
+_TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
+
+
+def _spread(lines: list[bytes]) -> list[bytes]:
+    """The first of every sixteenth of a doubling of tokens, and the last: the same ones of every
+    run that has them, whatever lines it has lost."""
+    found: dict[int, bytes] = {}
+    for line in lines:
+        if (tokens := _TOKENS.search(line)) is not None:
+            found.setdefault(int(16 * math.log2(int(tokens[1]) or 1)), line)
+    return [*found.values(), lines[-1]]

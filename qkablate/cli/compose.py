@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from qkablate.cli.hydra_app import one_line, refuse_list, register
 from qkablate.config import Config, conf_dir, load
-from qkablate.errors import UserError, nearest, tell
+from qkablate.errors import UserError, nearest, printable, tell
 
 T = TypeVar("T")
 
@@ -48,6 +48,13 @@ def take_out(words: list[str]) -> tuple[list[str], str]:
     out = given[-1] if given else "outputs"
     if os.path.expanduser(out).startswith("~"):
         raise UserError(f"out: there is no home of '{out}'")
+    try:
+        os.stat(os.path.expanduser(out))
+    except FileNotFoundError:
+        pass  # it is made when something is written
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"out: '{printable(out[:60])}' cannot be a folder: {why}") from None
     return [word for word in words if not word.startswith("out=")], out
 
 

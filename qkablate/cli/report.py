@@ -56,7 +56,9 @@ def main(argv: list[str]) -> int:
     sources = _sources(words, out)
     target = _target(flags.get("-o"), form, sources)
 
-    chapters = [_chapter(kind, folders, margin) for kind, folders in sources]
+    from qkablate.report.chapter import together
+
+    chapters = together([_chapter(kind, folders, margin) for kind, folders in sources])
     try:
         written = [_write(path, content) for path, content in _files(chapters, target, form)]
     except OSError as error:
@@ -192,8 +194,11 @@ def _chapter(kind: str, folders: list[Path], margin: float | None) -> Any:
     if kind == "sweep":
         study = read_study(folders[0])
         return Chapter.of(study.name, where, study, margin)
-    claim = read_registration(folders[0]).claim
+    registration = read_registration(folders[0])
+    claim = registration.claim
     found = judged(judgements(claim, str(folders[0].resolve().parent.parent)))
+    if found is None and registration.lost:
+        raise UserError(f"claim {claim.name}: its sweep '{registration.lost[0]}' is gone")
     if found is None:
         raise UserError(f"claim {claim.name} has not been run yet: qkablate claim run {claim.name}")
     return Chapter.of(f"claim {claim.title}", where, found.study, margin, found)

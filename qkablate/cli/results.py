@@ -58,10 +58,11 @@ def main(argv: list[str]) -> int:
     word, out = sweep_words(words)
     need_analysis()
 
+    from qkablate.analysis.markdown import markdown
     from qkablate.analysis.ranking import read_times
     from qkablate.analysis.study import read_study
     from qkablate.analysis.summary import describe
-    from qkablate.analysis.tables import markdown, tables
+    from qkablate.analysis.tables import tables
     from qkablate.sweeps import manifest
 
     study = read_study(manifest.find(word, out))

@@ -184,8 +184,9 @@ def _print_end(launcher: Any, address: str | None) -> None:
         runs = shlex.quote(str(manifest.folder.absolute() / "runs"))
         print(f"         wandb sync {runs}/*/wandb/offline-run-*")
     where = [] if manifest.out == "outputs" else [f"out={manifest.out}"]
-    shown = "results" if launcher.standing.counts()["done"] else "status"
-    next_commands(*summary.next_words(launcher.standing), [shown, name, *where])
+    shown = ["results", "report"] if launcher.standing.counts()["done"] else ["status"]
+    also = [[verb, name, *where] for verb in shown]
+    next_commands(*summary.next_words(launcher.standing), *also)
 
 
 def _sweeps() -> str:

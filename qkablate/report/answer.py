@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from qkablate.analysis.audit import BROKEN, WARNING, Check
+from qkablate.analysis.sample import ALPHA, holm
 from qkablate.analysis.tables import says
 from qkablate.analysis.verdict import EQUIVALENT, REFUTED, SUPPORTED
 from qkablate.report.chapter import Chapter, span
@@ -49,23 +50,39 @@ def _have(runs: int) -> str:
 
 def _compared(chapter: Chapter, measured: list[dict[str, Any]]) -> str:
     """Every variant once, by what was found of it at any of its sizes."""
-    entries = chapter.entries
+    entries, words = chapter.entries, _said(measured)
     by_variant: dict[str, list[dict[str, Any]]] = {}
     asked = Counter(entries[one["arm"]].arm.variant for one in chapter.found["gaps"])
     for one in measured:
         by_variant.setdefault(entries[one["arm"]].arm.variant, []).append(one)
     told: dict[str, list[str]] = {word: [] for word in _TOLD}
     for variant, gaps in by_variant.items():
-        words = [says(one) for one in gaps]
-        word = "mixed" if {"better", "worse"} <= {*words} else min(words, key=[*_TOLD].index)
-        own = [one for one in gaps if word in ("mixed", says(one))]
+        own_words = {words[one["arm"]] for one in gaps}
+        both = {"better", "worse"} <= own_words
+        word = "mixed" if both else min(own_words, key=[*_TOLD].index)
+        own = [one for one in gaps if word in ("mixed", words[one["arm"]])]
         told[word].append(f"{variant}{_how(own, asked[variant], word)}")
     beside = _listed(sorted({entries[one["baseline"]].arm.variant for one in measured}))
     nats = measured[0]["margin"] and f"{measured[0]['margin']['nats']:g} nats"
     parts = [
-        _TOLD[word].format(_listed(names), margin=nats) for word, names in told.items() if names
+        _TOLD[word].format(_listed(names), margin=nats, every=len(measured))
+        for word, names in told.items()
+        if names
     ]
     return f"Compared with {beside} on the same data and seeds, {'; '.join(parts)}"
+
+
+def _said(measured: list[dict[str, Any]]) -> dict[str, str]:
+    """What is said of each arm where all of them are told in one sentence: among very many some
+    stand out by chance, so that p is adjusted by Holm over them all."""
+    known = [one for one in measured if one["p"] is not None]
+    adjusted = holm([one["p"] for one in known])
+    chance = {one["arm"] for one, p in zip(known, adjusted, strict=True) if p >= ALPHA}
+    found = {one["arm"]: says(one) for one in measured}
+    return {
+        arm: "alone" if word in ("better", "worse") and arm in chance else word
+        for arm, word in found.items()
+    }
 
 
 _DIVERGED = ("diverges", "baseline diverges")
@@ -76,6 +93,7 @@ _TOLD = {
     "worse": "{} did worse (higher test loss)",
     "diverges": "runs diverged of {}",
     "baseline diverges": "runs of the baseline diverged beside {}",
+    "alone": "{} stood out at its own size, and not among all {every} comparisons",
     "none found": "no difference was found for {}",
     "not worse": "{} did not do worse by {margin}",
     "equivalent": "{} lay within ± {margin}",
@@ -162,7 +180,9 @@ def _of_claim(chapter: Chapter) -> list[str]:
             f"There is no verdict yet: {ended:,} of {_have(expected)} ended, and it"
             " takes all of them."
         ]
-    said = _VERDICTS.get(found.word, "The runs cannot tell: there are too few for this margin")
+    diverged = any(one.part.open_below or one.part.open_above for one in found.judged)
+    why = "some diverged, and have no gap" if diverged else "there are too few for this margin"
+    said = _VERDICTS.get(found.word, f"The runs cannot tell: {why}")
     if found.exploratory:
         said += ", but this is exploratory and confirms nothing"
     told = []

@@ -1,8 +1,8 @@
 """One part of a report: a sweep, a claim or some runs, with everything that is told of it."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ class Chapter:
     study: Study
     found: Mapping[str, Any]  # all that is described of the study
     judgement: Judgement | None = None  # of a claim
+    beside: tuple[str, ...] = ()  # variants of other chapters on the page
 
     @classmethod
     def of(
@@ -44,7 +45,11 @@ class Chapter:
 
     @cached_property
     def looks(self) -> dict[str, Look]:
-        return looks(entry.arm.variant for entry in self.study.entries)
+        return looks([*self.variants, *self.beside])
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(entry.arm.variant for entry in self.study.entries))
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -78,6 +83,12 @@ class Chapter:
         found = Counter(record.status for record in [*self.study.records, *tuning])
         found["waiting"] += max(0, self.study.expected - found.total())
         return +found
+
+
+def together(chapters: Sequence[Chapter]) -> list[Chapter]:
+    """On one page, where a variant has one look."""
+    every = tuple(variant for chapter in chapters for variant in chapter.variants)
+    return [replace(chapter, beside=every) for chapter in chapters]
 
 
 def span(numbers: list[int]) -> str:

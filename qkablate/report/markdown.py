@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from qkablate.analysis.tables import Code, Table, as_markdown, markdown
+from qkablate.analysis.markdown import Code, Table, as_markdown, markdown
 from qkablate.analysis.verdict_text import beside, claim_lines, part_table, settling
 from qkablate.report import rows
 from qkablate.report.answer import answer
@@ -33,6 +33,8 @@ def _chapter(chapter: Chapter) -> str:
     every.append(Table("audit", ["", "check", "answer", "arms"], rows.audit(chapter)))
     columns, runs = rows.runs(chapter)
     every.append(Table("runs", columns, [[*run[:-1], Code(run[-1])] for run in runs]))
+    left_out = [[one.arm, one.control, one.reason] for one in chapter.study.manifest.left_out]
+    every.append(Table("left out", ["arm", "control", "why"], left_out))
     every.append(Table("environment", ["what", "of the runs"], rows.surroundings(chapter)))
     parts += [markdown(table) for table in every if table.rows]
     return "\n\n".join(parts)

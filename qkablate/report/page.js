@@ -14,8 +14,13 @@
     if (place.dataset.drawn === String(linear.checked) || place.closest("[hidden]")) return;
     place.dataset.drawn = String(linear.checked);
     const spec = panels[Number(place.dataset.spec)];
-    await vegaEmbed(place, linear.checked ? straight(spec) : spec,
-      {config, actions: false, renderer: "svg", ast: true});
+    try {
+      await vegaEmbed(place, linear.checked ? straight(spec) : spec,
+        {config, actions: false, renderer: "svg", ast: true});
+    } catch (error) {
+      place.textContent = `This picture could not be drawn: ${error.message}`;
+      console.error(error);
+    }
   }
   async function drawAll() {
     delete root.dataset.ready;

@@ -65,7 +65,7 @@ HUES = 7
 DASHES = ([1, 0], [6, 3], [2, 2], [9, 3, 2, 3])
 SHAPES = ("circle", "square", "triangle-up", "diamond")
 
-# Those that are asked about most have a plain line and a hue of their own.
+# Those that are asked about most have a hue of their own.
 _FIRST = ("merged_w", "shared_qk", "no_q", "no_v", "no_k", "gqa", "no_o")
 _SECOND = ("symmetric_w", "low_rank_w", "qk_norm", "tied_kv", "no_qk", "mqa", "tied_qkv")
 _THIRD = ("sym_pairwise", "four_matrix", "wide_qk", "merged_ov", "uniform", "collaborative")
@@ -100,7 +100,7 @@ def looks(variants: Iterable[str]) -> dict[str, Look]:
     found = {"standard": Look("var(--c0)", DASHES[0], SHAPES[0])} if "standard" in names else {}
     for name, own in slots.items():
         slot = own if own >= 0 else next(free)
-        row = slot // HUES % len(DASHES)
+        row = (slot // HUES + slot % HUES) % len(DASHES)  # neighbours differ in more than colour
         found[name] = Look(f"var(--c{1 + slot % HUES})", DASHES[row], SHAPES[row])
     return found
 

@@ -92,8 +92,10 @@ def _judged(one: dict[str, Any] | None, is_baseline: bool) -> list[Cell]:
 def trouble(chapter: Chapter) -> list[str]:
     """What could not be read, and what failed, by name."""
     said = [f"could not be read: {line}" for line in chapter.study.unread]
-    for status in ("damaged", "failed"):
-        records = [record for record in _every(chapter) if record.status == status]
+    for status in ("damaged", "failed", "waiting"):
+        # One that waits has a reason where its folder is there and cannot be read.
+        records = [r for r in _every(chapter) if r.status == status]
+        records = [r for r in records if r.reason or status != "waiting"]
         said += [f"{r.folder.name}: {_told(r)}" for r in records[:_MOST_TROUBLE]]
         if (more := len(records) - _MOST_TROUBLE) > 0:
             said.append(f"{more:,} more {status}: see every run, below")

@@ -13,8 +13,9 @@ import yaml
 
 from qkablate.analysis.gaps import families
 from qkablate.analysis.loose import study_of
+from qkablate.analysis.markdown import markdown
 from qkablate.analysis.summary import describe
-from qkablate.analysis.tables import markdown, tables
+from qkablate.analysis.tables import tables
 from qkablate.cli.compose import jobs
 from qkablate.config.schema import SeedsConfig
 from qkablate.ownership import owning

@@ -8,8 +8,9 @@ import unicodedata
 
 import pytest
 
+from qkablate.analysis.markdown import Table, markdown
 from qkablate.analysis.summary import describe
-from qkablate.analysis.tables import Table, markdown, tables
+from qkablate.analysis.tables import tables
 from qkablate.cli.results import print_tables
 from qkablate.table import print_json
 

@@ -362,6 +362,15 @@ def test_a_sweep_named_twice_is_one_chapter(text, sweep):
     assert chapters(text("small", sweep.name, sweep)) == [sweep.name]
 
 
+def test_a_run_copied_to_a_second_folder_is_shown_once_and_named(text, outputs, run_of):
+    folder = run_of("no_q", 0)
+    copy = outputs / "runs" / "again-0123456789ab"
+    shutil.copytree(folder, copy)
+    told = text(str(folder), str(copy))
+    assert told.startswith("# 2 runs\n\n1 run: 1 done")
+    assert f"{copy}: the same run as {folder}, which is shown" in told
+
+
 def test_several_are_written_beside_one_another(qkablate, outputs, run_of):
     one, other = run_of("no_q", 0), run_of("standard", 0)
     done = qkablate("report", one.name, other.name, "--format", "md")
@@ -688,6 +697,8 @@ MISTAKES = [
     (["--fromat", "md"], "(nearest: --format)"),
     (["--jsn"], "'--jsn' is not one of "),
     (["--help=1"], "--help takes no value"),
+    (["out=" + 5000 * "x"], "cannot be a folder: File name too long"),
+    (["out=a\0b"], "out: 'a�b' cannot be a folder: embedded null byte"),
 ]
 
 
@@ -719,6 +730,13 @@ def test_a_claim_that_was_never_run_is_told(qkablate, outputs, tmp_path):
     for words in (["other"], [str(folder)], ["small", "other"]):
         assert_refused(qkablate("report", *words), "qkablate claim run other")
     assert tree(outputs) == before
+
+
+def test_a_claim_whose_sweep_is_gone_is_told(qkablate, claim):
+    (link,) = claim.glob("n*")
+    gone = link.resolve()
+    gone.rename(gone.with_name("elsewhere"))
+    assert_refused(qkablate("report", str(claim)), f"{gone.name}' is gone")
 
 
 @pytest.mark.parametrize("kind", ["sweep", "claim"])

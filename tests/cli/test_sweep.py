@@ -223,8 +223,9 @@ def test_a_sweep_ends_with_a_table_and_what_to_type_next(qkablate, small, tmp_pa
     assert f"results  {folder}/results.csv\n" in done.out
     assert (folder / "results.csv").exists()
     assert list(tmp_path.glob("outputs/**/wandb")) == []
-    proposed = shlex.split(done.out.splitlines()[-1])
+    proposed, report = map(shlex.split, done.out.splitlines()[-2:])
     assert proposed[:3] == ["qkablate", "results", folder.name]
+    assert report[:3] == ["qkablate", "report", folder.name]
     assert "gaps to standard-d16-h2" in qkablate(*proposed[1:]).out
     # Again: nothing is trained, the table is the same; and a dry run knows.
     again = qkablate(*small)

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from qkablate.analysis.tables import says
 from qkablate.report.answer import answer
 
 THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
@@ -89,6 +90,26 @@ def test_better_at_one_size_and_worse_at_another_is_both(said, loss_of):
     assert "better in some comparisons and worse in others is no_q" in first
     assert "did better" not in first
     assert "did worse" not in first
+
+
+def test_among_very_many_sizes_some_stand_out_by_chance(made, chapter_of):
+    """And are not named as found: p is adjusted over all that one sentence tells."""
+    made = made("variant=standard,no_q", "model.d_model=16,32,64,128", "seed=range(3)")
+    noise = {0: -0.001, 1: 0.0, 2: 0.001}
+
+    def loss(run):
+        if "no_q" not in run.arm:
+            return 2.0
+        seed = run.changes["seed"]
+        # p = 0.02 at one size: found where it stands alone, and by chance among four.
+        return 2.0 + (0.004 if "d16" in run.arm else 0.0) + noise[seed]
+
+    chapter = chapter_of(made.finish(loss))
+    assert [says(one) for one in chapter.found["gaps"]].count("worse") == 1
+    first, _ = answer(chapter)
+    told = "no_q (in 1 of 4 comparisons) stood out at its own size, and not among all 4 comparisons"
+    assert told in first
+    assert "worse" not in first
 
 
 def test_with_a_margin_it_is_told_what_is_within(said, loss_of):
@@ -254,7 +275,7 @@ def test_what_is_exploratory_confirms_nothing(claimed):
 def test_runs_that_diverged_leave_a_side_open(claimed):
     chapter = claimed(0.0, end=lambda number: "diverged" if number == 1 else None)
     first, second = answer(chapter)
-    assert first.startswith("The runs cannot tell")
+    assert first.startswith("The runs cannot tell: some diverged")
     assert "∞)" in second
     assert "(n = 3)" in second
 

@@ -1,10 +1,15 @@
 """The page in a real browser, as a reader opens it: from disk."""
 
+import base64
+import gzip
+import json
 import os
 import random
 import shutil
 import struct
 import zlib
+from pathlib import Path
+from urllib.parse import unquote, urlparse
 
 import pytest
 
@@ -123,6 +128,25 @@ def test_every_picture_is_drawn_and_nothing_else_happens(opened, address):
         assert place.locator("svg").count() == 1
         assert place.locator("svg path").count() > 0
     assert "1 diverged, 1 failed" in shown.locator("table.sortable").inner_text()
+
+
+def test_a_picture_that_cannot_be_drawn_spoils_no_other(address, browser, tmp_path):
+    """A browser that lacks what one of them needs, say: here one spec is no picture."""
+    text = Path(unquote(urlparse(address).path)).read_text(encoding="utf-8")
+    begin = text.index(">", text.index('id="specs"')) + 1
+    packed = text[begin : text.index("<", begin)]
+    specs = json.loads(gzip.decompress(base64.b64decode(packed)))
+    specs["panels"][0] = {"mark": {"type": "no such mark"}, "data": {"values": [{"a": 1}]}}
+    again = base64.b64encode(gzip.compress(json.dumps(specs).encode())).decode()
+    path = tmp_path / "one-is-broken.html"
+    path.write_text(text.replace(packed, again), encoding="utf-8")
+    shown = browser.new_page()
+    shown.goto(path.as_uri())
+    shown.wait_for_selector("html[data-ready]", state="attached")
+    first, *others = shown.locator(".vega").all()
+    assert "This picture could not be drawn: " in first.inner_text()
+    assert all(place.locator("svg").count() == 1 for place in others)
+    shown.close()
 
 
 def test_hostile_words_are_words(opened, address):

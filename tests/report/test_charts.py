@@ -154,7 +154,13 @@ def test_a_band_that_reaches_zero_is_on_no_logarithmic_axis(cached_world, chapte
     for run in made.runs():
         made.curve(run, dict.fromkeys(range(1, 7), losses[run.changes["seed"]]))
     (panel,) = drawn(chapter_of(made))["losses"].panels
-    assert {row["low"] for row in panel.spec["data"]["values"]} == {0.0}
+    assert {row["low"] for row in panel.spec["data"]["values"]} == {1.0844e-05}
+    logarithmic = {"scale": {"type": "log", "nice": False}}
+    assert not [
+        own
+        for own in within(panel.spec)
+        if own.get("field") == "loss" and {"scale": own.get("scale")} == logarithmic
+    ]
     assert_drawable(panel.spec)
 
 
@@ -213,6 +219,44 @@ def test_what_diverged_stands_beside_its_row(chapter_named):
         assert "∞" in row["told"]
 
 
+def edges(chart):
+    """Where bars reach that have no end."""
+    layers = [layer for panel in chart.panels for layer in panel.spec["layer"]]
+    return {
+        layer["transform"][0]["filter"]["field"]: layer["encoding"]["x2"]["value"]
+        for layer in layers
+        if "value" in layer["encoding"].get("x2", {})
+    }
+
+
+def test_a_side_on_which_runs_diverged_is_drawn_to_the_edge(chapter_named, claimed):
+    forest = drawn(chapter_named("diverged"))["gaps"]
+    assert edges(forest) == {"open_below": 0, "open_above": "width"}
+    assert "has no end" in forest.caption
+    assert edges(drawn(chapter_named("finished"))["gaps"]) == {}
+    claim = claimed(0.0, end=lambda number: "diverged" if number == 1 else None)
+    parts = drawn(claim)["parts"]
+    assert edges(parts) == {"open_above": "width"}
+    assert "has no end" in parts.caption
+    assert "∞" in drawn(chapter_named("diverged"))["heat"].caption
+
+
+def test_an_arm_of_which_all_diverged_is_in_the_pictures(chapter_named):
+    found = drawn(chapter_named("all of an arm diverged"))
+    (panel,) = found["gaps"].panels
+    (said,) = [layer for layer in panel.spec["layer"] if layer["mark"].get("text")]
+    (row,) = said["data"]["values"]
+    assert row["variant"] == "no_q"
+    assert row["arm"] in panel.spec["layer"][-1]["encoding"]["y"]["scale"]["domain"]
+    assert "6 diverged" in row["arm"]
+    (cell,) = [
+        row
+        for row in heat_rows(chapter_named("all of an arm diverged"))
+        if row["variant"] == "no_q"
+    ]
+    assert cell["text"] == "diverged"
+
+
 def test_one_pair_has_no_bar_and_the_caption_says_so(chapter_named):
     chapter = chapter_named("one seed")
     assert all(row["low"] is None for row in gap_rows(chapter))
@@ -247,6 +291,9 @@ def test_what_was_not_found_stands_in_brackets(chapter_named, name):
     for row in rows:
         low, high = intervals[row["arm"]]
         assert (row["text"][0] + row["text"][-1] == "()") == (row["arm"] not in found), row["arm"]
+        if name == "diverged":
+            assert row["half"] == "(−∞, ∞)"
+            continue
         half = float(row["half"].removeprefix("± "))
         assert half == pytest.approx((high - low) / 2, rel=0.06, abs=1e-6)
 
@@ -380,6 +427,15 @@ def test_costs_are_those_of_the_arms(chapter):
         }
         for row in rows:
             assert row["loss"] == chapter.entries[row["arm"]].sample.mean
+
+
+def test_of_several_lengths_of_training_the_longest_alone_has_a_price(chapter_named):
+    """But for FLOPs, of which more tokens cost more."""
+    chart = drawn(chapter_named("lengths"))["costs"]
+    for panel in chart.panels:
+        lengths = {row["arm"].rpartition("-")[2] for row in panel.spec["data"]["values"]}
+        assert len(lengths) == (2 if "FLOPs" in panel.title else 1), panel.title
+    assert "the longest alone" in chart.caption
 
 
 def test_the_best_rate_is_large_and_what_diverged_is_a_cross(chapter_named):

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from qkablate.analysis.loose import study_of
-from qkablate.report.chapter import Chapter
+from qkablate.report.chapter import Chapter, together
 from qkablate.report.charts import charts
 from qkablate.report.page import page
 
@@ -255,6 +255,17 @@ def test_several_chapters_are_one_page(full, chapter, claimed, cached_world, cha
     assert len(found.panels) == sum(len(chart.panels) for one in chapters for chart in charts(one))
     for one in chapters:
         assert one.title in found.text
+
+
+def test_a_variant_has_one_look_in_all_chapters(cached_world, chapter_of):
+    """Also one that has no look of its own: another rank than that of its entry."""
+    words = ("model.d_model=16", "model.heads=2", "variant.rank=2,3,4")
+    many = chapter_of(cached_world("variant=standard,low_rank_w", "seed=0", *words))
+    few = chapter_of(cached_world("variant=standard,low_rank_w", "seed=0", "variant.rank=4"))
+    name = "low_rank_w_r4"
+    assert many.looks[name] != few.looks[name]
+    one, other = together([many, few])
+    assert one.looks[name] == other.looks[name]
 
 
 def test_one_chapter_needs_no_list_of_chapters(parsed):

@@ -237,6 +237,19 @@ def test_a_damaged_run_is_named(cached_world, loss_of, chapter_of):
     assert found[other.name] == "damaged: its result.json is another run's"
 
 
+def test_a_folder_that_cannot_be_read_is_named(cached_world, loss_of, chapter_of):
+    made = cached_world("variant=standard,no_q", "seed=0,1").finish(loss_of)
+    folder = made.run_folder(made.runs()[0])
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    folder.symlink_to(folder)  # which nobody can read, root neither
+    chapter = chapter_of(made)
+    (told,) = rows.trouble(chapter)
+    assert told.startswith(f"{folder.name}: waiting: ")
+    assert "symbolic link" in told
+
+
 def test_what_went_wrong_is_named_by_run(cached_world, loss_of, chapter_of):
     made = cached_world(*THREE)
     assert rows.trouble(chapter_of(made)) == []

@@ -17,8 +17,7 @@ from qkablate.report.charts.parts import (
     where_known,
     zero,
 )
-from qkablate.report.told import half_of
-from qkablate.table import digits
+from qkablate.report.told import told_gap, told_loss
 
 MOST_RUNS = 200  # whose curves are drawn one by one
 _POINTS = 6_000  # of all curves of one chart
@@ -42,10 +41,11 @@ def losses(chapter: Chapter) -> Chart | None:
                 single += _single(entry, chapter.metric, most)
         if means or single:
             y: Spec = {"field": "loss", "type": "quantitative", "title": "loss, nats per token"}
-            lowest = min(
-                row["loss"] if row["low"] is None else row["low"] for row in [*means, *single]
-            )
-            y |= {"scale": {"type": "log", "nice": False} if lowest > 0 else {"zero": False}}
+            rows = [*means, *single]
+            lowest = min(row["loss"] if row["low"] is None else row["low"] for row in rows)
+            # A band that all but reaches zero would take the whole of a logarithmic axis.
+            logarithmic = lowest > 1e-3 * max(row["loss"] for row in rows)
+            y |= {"scale": {"type": "log", "nice": False} if logarithmic else {"zero": False}}
             title = place_of(name, group[0].arm.variant)
             panels.append(Panel(title, _lines(chapter, means, single, y), variants(means, single)))
     if not panels:
@@ -100,7 +100,7 @@ def _lines(
     x: Spec = {"field": "tokens", "type": "quantitative", "title": "tokens"}
     x |= {"scale": {"type": "log", "nice": False}, "axis": {"format": "~s", "tickCount": 5}}
     tooltip = [tip("arm"), {"field": "tokens", "type": "quantitative", "format": ","}]
-    tooltip += [tip("loss", "mean"), tip("low", "from"), tip("high", "to"), tip("n")]
+    tooltip += [tip("told", "mean and interval"), tip("n")]
     lines = {"x": x, "y": y, "detail": {"field": "arm"}} | colour(chapter)
     layers: list[Spec] = []
     if gap:
@@ -141,11 +141,10 @@ def _readings(own: Curve, entry: Entry, *, band: bool = False) -> list[Spec]:
     for tokens, sample, interval in zip(own.tokens, own.samples, intervals, strict=True):
         if not math.isfinite(sample.mean):
             continue
-        # As many digits as the interval supports, which is a tenth of what one sees of it.
-        half = half_of(interval)
-        low, high = (float(digits(end, half)) for end in interval) if interval else (None, None)
+        low, high = map(_fine, interval) if interval else (None, None)
         row = {"arm": entry.name, "variant": entry.arm.variant, "tokens": tokens, "n": sample.n}
-        rows.append(row | {"loss": float(digits(sample.mean, half)), "low": low, "high": high})
+        row |= {"told": told_gap(sample.mean, interval) if band else told_loss(sample)}
+        rows.append(row | {"loss": _fine(sample.mean), "low": low, "high": high})
     return rows
 
 
@@ -155,7 +154,10 @@ def _single(entry: Entry, metric: str, most: int) -> list[Spec]:
         course = record.courses[metric]
         shown = thinned([*course], most) if course else []
         own = {"run": f"{entry.name} {place}", "variant": entry.arm.variant, "low": None}
-        rows += [
-            own | {"tokens": tokens, "loss": float(f"{course[tokens]:.5g}")} for tokens in shown
-        ]
+        rows += [own | {"tokens": tokens, "loss": _fine(course[tokens])} for tokens in shown]
     return rows
+
+
+def _fine(value: float) -> float:
+    """As finely as anybody sees."""
+    return float(f"{value:.5g}")

@@ -2,6 +2,7 @@
 
 from qkablate.report.chapter import Chapter, span
 from qkablate.report.charts.parts import (
+    OPEN,
     ROW,
     Chart,
     Panel,
@@ -12,6 +13,7 @@ from qkablate.report.charts.parts import (
     tip,
     variants,
     where_known,
+    without_end,
     zero,
 )
 from qkablate.report.told import told_gap, told_open
@@ -30,13 +32,15 @@ def claim(chapter: Chapter) -> Chart | None:
         interval = part.sample.interval(1 - 2 * found.alpha)
         if interval is None:
             continue
-        label = f"{part.name}  (n = {part.sample.n})"
+        each = ", per doubling" if spec.horizon == "growth" else ""
+        label = f"{part.name}{each}  (n = {part.sample.n})"
         low, high = interval
         sides = {"below": part.open_below, "above": part.open_above}
         rows.append(
             {"arm": label, "gap": part.sample.mean}
             | {"told": told_gap(part.sample.mean, interval, **sides)}
             | {"low": low, "high": high, "verdict": word}
+            | {f"open_{side}": is_open for side, is_open in sides.items()}
         )
         edges = {"noninferior": [1], "worse": [1], "better": [-1]}.get(part.kind, [-1, 1])
         margins += [{"arm": label, "at": side * spec.margin} for side in edges]
@@ -52,6 +56,7 @@ def claim(chapter: Chapter) -> Chart | None:
             "mark": {"type": "tick", "thickness": 3, "size": 20, "color": "var(--warn)"},
             "encoding": {"x": x | {"field": "at"}, "y": y, "tooltip": [tip("at", "margin")]},
         },
+        *without_end(rows, y, {"color": {"value": "var(--ink)"}}),
         {
             "mark": {"type": "rule", "strokeWidth": 3, "color": "var(--ink)"},
             "encoding": {"x": x | {"field": "low"}, "x2": {"field": "high"}, "y": y},
@@ -67,6 +72,7 @@ def claim(chapter: Chapter) -> Chart | None:
         f"What each part of the claim measured: point and {level} interval; thick mark: the margin"
         f" that it is judged by ({span([one.part.sample.n for one in found.judged])})."
     )
+    caption += OPEN if any(row["open_below"] or row["open_above"] for row in rows) else ""
     return Chart("parts", "Measured, and claimed", caption, [Panel("", drawn, [])])
 
 
@@ -74,22 +80,28 @@ def gaps(chapter: Chapter) -> Chart | None:
     """The forest: a row an arm."""
     rows: list[Spec] = []
     pairs: list[Spec] = []
+    nothing: list[Spec] = []  # of arms without a pair
+    names: list[str] = []
     for one in chapter.found["gaps"]:
-        if one["mean"] is None:
+        diverged = one["arm_diverged"] + one["baseline_diverged"]
+        if one["mean"] is None and not diverged:
             continue
         variant = chapter.entries[one["arm"]].arm.variant
         low, high = one["interval"] or (None, None)
-        diverged = one["arm_diverged"] + one["baseline_diverged"]
         label = f"{one['arm']}  (n = {one['n']}{f', {diverged} diverged' if diverged else ''})"
+        names.append(label)
+        if one["mean"] is None:
+            nothing.append({"arm": label, "variant": variant})
+            continue
         rows.append(
             {"arm": label, "variant": variant, "gap": one["mean"], "low": low, "high": high}
             | {"told": told_open(one), "n": one["n"], "baseline": one["baseline"]}
+            | {"open_above": one["arm_diverged"] > 0, "open_below": one["baseline_diverged"] > 0}
         )
         every = [pair["gap"] for pair in one["pairs"]]
         pairs += [{"arm": label, "variant": variant, "gap": gap} for gap in every]
     if not rows:
         return None
-    names = [row["arm"] for row in rows]
     y = rows_of(names)
     x: Spec = {"type": "quantitative", "title": "gap, nats per token"}
     x |= {"scale": {"zero": True, "nice": True}}
@@ -103,7 +115,17 @@ def gaps(chapter: Chapter) -> Chart | None:
                 "encoding": {"x": x | {"field": "gap"}, "y": y} | colour(chapter),
             }
         )
+    if nothing:
+        said = {"type": "text", "align": "left", "dx": 4, "text": "no pair that did not diverge"}
+        layers.append(
+            {
+                "data": {"values": nothing},
+                "mark": said | {"color": "var(--warn)", "fontSize": 11},
+                "encoding": {"x": {"value": 0}, "y": y},
+            }
+        )
     layers += [
+        *without_end(rows, y, colour(chapter)),
         *where_known(
             rows,
             {
@@ -131,4 +153,5 @@ def gaps(chapter: Chapter) -> Chart | None:
     )
     single = sum(row["low"] is None for row in rows)
     caption += f" No bar: one pair alone ({counted(single, 'arm')})." if single else ""
-    return Chart("gaps", "Gaps", caption, [Panel("", spec, variants(rows))])
+    caption += OPEN if any(row["open_below"] or row["open_above"] for row in rows) else ""
+    return Chart("gaps", "Gaps", caption, [Panel("", spec, variants(rows, nothing))])

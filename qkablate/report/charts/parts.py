@@ -54,6 +54,21 @@ def where_known(rows: list[Spec], layer: Spec) -> list[Spec]:
     return [layer | {"transform": [{"filter": {"field": "low", "valid": True}}]}]
 
 
+OPEN = " A pale bar to the edge: on that side runs diverged, and the interval has no end."
+
+
+def without_end(rows: list[Spec], y: Spec, own: Spec) -> list[Spec]:
+    """Pale bars from the mean to the edge, where runs diverged."""
+    layers: list[Spec] = []
+    for key, edge in (("open_below", 0), ("open_above", "width")):
+        if any(row[key] for row in rows):
+            x = {"x": {"field": "gap", "type": "quantitative"}, "x2": {"value": edge}}
+            mark = {"type": "rule", "strokeWidth": 3, "opacity": 0.3}
+            layer = {"transform": [{"filter": {"field": key, "equal": True}}], "mark": mark}
+            layers.append(layer | {"encoding": {**x, "y": y} | own})
+    return layers
+
+
 def tip(field: str, title: str = "") -> Spec:
     return {"field": field, "type": "nominal", "title": title or field}
 

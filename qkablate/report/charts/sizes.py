@@ -1,6 +1,9 @@
 """Gap and loss by what an arm is: its size, its cost, its learning rate."""
 
+from collections.abc import Callable
+
 from qkablate.analysis.sample import Sample
+from qkablate.analysis.study import Entry
 from qkablate.analysis.tables import says
 from qkablate.report.chapter import Chapter, place_of, span
 from qkablate.report.charts.parts import (
@@ -22,7 +25,8 @@ def heat(chapter: Chapter) -> Chart | None:
     """Variant × d_model × heads."""
     cells: dict[str, list[Spec]] = {}
     for one in chapter.found["gaps"]:
-        if one["mean"] is None:
+        diverged = one["arm_diverged"] or one["baseline_diverged"]
+        if one["mean"] is None and not diverged:
             continue
         arm = chapter.entries[one["arm"]].arm
         model = arm.config.model
@@ -32,25 +36,28 @@ def heat(chapter: Chapter) -> Chart | None:
         interval = one["interval"]
         sure = says(one) in ("better", "worse")
         half = half_of(interval)
-        text = digits(one["mean"], half, signed=True)
+        beside = f"± {digits(half, half)}" if half is not None else ""
+        if one["mean"] is None:
+            text, told = "diverged", "no pair that did not diverge"
+        else:
+            text, told = digits(one["mean"], half, signed=True), told_open(one)
+            text = text if sure else f"({text})"
+            beside = told.partition(" ")[2] if diverged else beside
         cells.setdefault(rest, []).append(
             {"variant": arm.variant, "size": size, "order": model.d_model * 1000 + model.heads}
-            | {"gap": one["mean"], "n": one["n"], "text": text if sure else f"({text})"}
-            | {"told": told_open(one), "arm": one["arm"]}
-            | {
-                "half": ""
-                if interval is None
-                else f"± {digits(half_of(interval) or 0, half_of(interval))}"
-            }
+            | {"gap": one["mean"] or 0.0, "n": one["n"], "text": text}
+            | {"told": told, "arm": one["arm"], "half": beside}
         )
     panels = [_heat_panel(rest, rows) for rest, rows in cells.items() if len(rows) > 1]
     if not panels:
         return None
-    ns = [row["n"] for rows in cells.values() for row in rows]
+    ns = [row["n"] for rows in cells.values() for row in rows if row["n"]]
     caption = (
         f"Gap in test loss, nats per token, ± half of its 95 % t interval ({span(ns)}). Blue is"
         " better. In brackets: no difference was found (by Holm over the arms of one size)."
     )
+    if any("∞" in row["half"] for rows in cells.values() for row in rows):
+        caption += " ∞: on that side runs diverged, and the interval has no end."
     return Chart("heat", "Gap by size", caption, panels)
 
 
@@ -100,35 +107,48 @@ def _heat_panel(title: str, rows: list[Spec]) -> Panel:
     return Panel(title, spec, [])
 
 
+_WORK = "training FLOPs"
+_COSTS: dict[str, Callable[[Entry], float]] = {
+    "parameters, embeddings apart": lambda entry: float(entry.arm.params),
+    _WORK: lambda entry: entry.arm.work,
+    "KV cache, bytes per token (16 bit)": lambda entry: 2.0 * (entry.arm.cached or 0),
+}
+
+
 def costs(chapter: Chapter) -> Chart | None:
     """Loss against what an arm costs."""
-    done = [entry for entry in chapter.study.entries if entry.losses]
-    axes = {
-        "parameters, embeddings apart": [float(e.arm.params) for e in done],
-        "training FLOPs": [e.arm.work for e in done],
-        "KV cache, bytes per token (16 bit)": [2.0 * (e.arm.cached or 0) for e in done],
-    }
-    panels = []
-    for what, costs in axes.items():
-        rows = []
-        for entry, cost in zip(done, costs, strict=True):
-            sample = entry.sample
-            low, high = sample.interval() or (None, None)
-            if cost > 0:
-                rows.append(
-                    {"arm": entry.name, "variant": entry.arm.variant, "cost": cost}
-                    | {"loss": sample.mean, "low": low, "high": high, "n": sample.n}
-                    | {"told": told_loss(sample)}
-                )
-        if len({row["cost"] for row in rows}) > 1:
-            panels.append(Panel(what, _cost_panel(chapter, rows, what), variants(rows)))
+    by_data: dict[str, list[Entry]] = {}
+    for entry in chapter.study.entries:
+        if entry.losses:
+            by_data.setdefault(str(entry.arm.facts.get("data_fingerprint")), []).append(entry)
+    panels, shorter, shown = [], 0, []
+    for what, cost in _COSTS.items():
+        for every in by_data.values():
+            longest = max(entry.tokens for entry in every)
+            # More tokens lower the loss, and are a cost in FLOPs alone.
+            own = [entry for entry in every if what == _WORK or entry.tokens == longest]
+            rows = [_priced(entry, cost(entry)) for entry in own if cost(entry) > 0]
+            if len({row["cost"] for row in rows}) > 1:
+                title = f"{what} ({own[0].arm.config.data.source})" if len(by_data) > 1 else what
+                panels.append(Panel(title, _cost_panel(chapter, rows, what), variants(rows)))
+                shorter += len(every) - len(own)
+                shown += [row["n"] for row in rows]
     if not panels:
         return None
     caption = (
         "Mean test loss of every arm; bar: 95 % t interval of the mean over seeds"
-        f" ({span([len(entry.losses) for entry in done])}). Lower and further left is better."
+        f" ({span(shown)}). Lower and further left is better."
     )
+    if shorter:
+        caption += f" By {_WORK} all lengths of training are shown, else the longest alone."
     return Chart("costs", "Loss against cost", caption, panels)
+
+
+def _priced(entry: Entry, cost: float) -> Spec:
+    sample = entry.sample
+    low, high = sample.interval() or (None, None)
+    row = {"arm": entry.name, "variant": entry.arm.variant, "cost": cost, "told": told_loss(sample)}
+    return row | {"loss": sample.mean, "low": low, "high": high, "n": sample.n}
 
 
 def _cost_panel(chapter: Chapter, rows: list[Spec], what: str) -> Spec:
