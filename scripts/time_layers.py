@@ -22,7 +22,7 @@ from qkablate.catalogue import attention
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.cost import attention_cost, mean_causal_keys
 from qkablate.errors import UserError
-from qkablate.training.hardware import native_bf16
+from qkablate.training.hardware import fast_bf16
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALLOWED = 1.5
@@ -47,8 +47,8 @@ def main() -> None:
         f" {words.device}, {words.threads} threads, B {batch}, h {heads}, T {context}, d {d_model}"
     )
     for precision in words.precision.split(","):
-        if precision == "bf16" and words.device == "cpu" and not native_bf16():
-            print("bf16 is emulated on this CPU")
+        if precision == "bf16" and words.device == "cpu" and not fast_bf16():
+            print("bf16 is slower than fp32 on this CPU")
         _report(names, precision, batch, heads, context, d_model, words)
 
 

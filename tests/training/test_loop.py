@@ -22,7 +22,7 @@ from qkablate.config import (
     variants,
 )
 from qkablate.data.batches import Windows
-from qkablate.training.hardware import native_bf16, resolve
+from qkablate.training.hardware import fast_bf16, resolve
 from qkablate.training.optimizer import learning_rate
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -133,7 +133,7 @@ def test_bf16_is_close_to_fp32_and_not_the_same(qkablate, tiny, tmp_path):
 
 
 def test_auto_precision_follows_the_hardware(monkeypatch):
-    expected = "bf16" if native_bf16() else "fp32"
+    expected = "bf16" if fast_bf16() else "fp32"
     assert resolve(Config(device="cpu")).precision == expected
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
