@@ -8,6 +8,7 @@ efficient  torch's memory-efficient CUDA kernel; widths may differ, any float ty
 math       scores, softmax and average written out (by torch)
 folded     the same as batched products with mask and scale inside the product; heads that share a
            key are folded into the query length, so that their scores are ONE product against it
+blocked    the same in blocks of queries (blocked.py): half the products, and memory for one block
 static     scores without content: one softmax for the whole batch
 
 Shape suffixes as in qk/base.py, and R heads per key head.
@@ -21,7 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout as dropout_
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-KERNELS = ("auto", "math", "flash", "efficient", "folded")
+from qkablate.attention.blocked import blocked
+
+KERNELS = ("auto", "math", "flash", "efficient", "folded", "blocked")
+LONG = 512  # positions, from which blocks pay
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -43,11 +47,13 @@ class Shapes:
     dropout: float
     addend: bool = False  # something is added to the scores
     learned: bool = False  # and it has a gradient
+    context: int = 0  # the most positions
 
 
 def choose_kernel(shapes: Shapes) -> str:
     """The kernel for these shapes. A key (or value) that is wide because all heads share it is
-    folded; what is a little narrower than the other is padded and fused."""
+    folded, in blocks where the context is long; what is a little narrower than the other is padded
+    and fused."""
     width, value_width, device = shapes.width, shapes.value_width, shapes.device
     if width == 0:
         return "static"
@@ -56,7 +62,7 @@ def choose_kernel(shapes: Shapes) -> str:
     wide_key = shapes.key_heads == 1 and width > value_width
     wide_value = shapes.value_heads == 1 and value_width > width
     if shapes.heads > 1 and (wide_key or wide_value):
-        return "folded"
+        return "blocked" if shapes.context >= LONG and not shapes.dropout else "folded"
     if device == "cpu":
         return "flash" if width <= value_width and not shapes.dropout else "folded"
     if device == "cuda" and width % 8 == value_width % 8 == 0:
@@ -75,6 +81,9 @@ def why_not(kernel: str, shapes: Shapes) -> str:
         return "efficient is a CUDA kernel"
     if kernel == "efficient" and odd:
         return f"efficient wants widths that 8 divides, not {widths[0]} and {widths[1]}"
+    if kernel == "blocked" and (shapes.dropout or shapes.learned or shapes.width == 0):
+        what = "dropout" if shapes.dropout else "gradient for what is added to the scores"
+        return f"blocked has no {what}" if shapes.width else "blocked wants queries, and has none"
     if kernel != "flash":
         return ""
     if shapes.device not in ("cpu", "cuda"):
@@ -103,6 +112,9 @@ def attend(
     fewer heads than the queries, each shared by as many."""
     if kernel == "static":
         return _static(q_BHTE, v_BGSV, causal, addend, dropout)
+    if kernel == "blocked":
+        assert not dropout
+        return blocked(q_BHTE, k_BGSE, v_BGSV, scale, causal, addend)
     if kernel == "folded":
         return _folded(q_BHTE, k_BGSE, v_BGSV, scale, causal, addend, dropout)
     heads, width, value_width = q_BHTE.shape[1], q_BHTE.shape[-1], v_BGSV.shape[-1]

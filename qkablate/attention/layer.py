@@ -91,6 +91,7 @@ class Attention(nn.Module):
             dropout=dropout,
             addend=mask_self or position == "alibi" or learned,
             learned=learned,
+            context=spec.context or 0,
         )
         if reason := why_not(kernel, shapes):
             raise Meaningless(f"attention.kernel={kernel}: {reason}")
@@ -115,8 +116,10 @@ class Attention(nn.Module):
             first = cache.length
             k_BGSE, v_BGSV = self._remembered(y_BSD, k_BGSE, cache)
             cache.length += x_BTD.shape[1]
-            if kernel not in ("static", "folded"):
-                kernel = "math"  # a few queries against many keys
+            # A few queries against many keys.
+            kernel = {"static": "static", "folded": "folded", "blocked": "folded"}.get(
+                kernel, "math"
+            )
         q_BHTE, k_BGSE = self.modified(q_BHTE, k_BGSE, first)
         o_BHTV = attend(
             q_BHTE,

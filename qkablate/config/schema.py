@@ -151,7 +151,7 @@ CHOICES = {
     "variant.init": ("matched", "naive"),
     "variant.lr": ("matched", "same"),
     "variant.norm": ("none", "qk", "unit_keys"),
-    "attention.kernel": ("auto", "math", "flash", "efficient", "folded"),
+    "attention.kernel": ("auto", "math", "flash", "efficient", "folded", "blocked"),
     "model.position": ("learned", "none", "alibi", "rope"),
     "model.norm": ("pre", "none"),
     "model.init": ("gpt2", "linear"),

@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkablate.attention.kernels import Shapes, attend, choose_kernel
 
@@ -25,6 +26,11 @@ def choose(**other):
         ({"key_heads": 1}, "flash"),
         ({"key_heads": 1, "width": 128}, "folded"),
         ({"key_heads": 1, "width": 128, "value_width": 128}, "flash"),
+        ({"key_heads": 1, "width": 128, "context": 511}, "folded"),
+        ({"key_heads": 1, "width": 128, "context": 512}, "blocked"),
+        ({"key_heads": 1, "width": 128, "context": 512, "dropout": 0.1}, "folded"),
+        ({"value_heads": 1, "value_width": 128, "context": 1024}, "blocked"),
+        ({"context": 1024}, "flash"),
         ({"value_heads": 1, "value_width": 128}, "folded"),
         ({"key_heads": 1, "width": 128, "value_heads": 1, "value_width": 128}, "flash"),
         ({"heads": 1, "key_heads": 1, "value_heads": 1, "value_width": 128}, "flash"),
@@ -48,7 +54,7 @@ def test_choice(shapes, kernel):
     assert choose(**shapes) == kernel
 
 
-@pytest.mark.parametrize("kernel", ["flash", "folded"])
+@pytest.mark.parametrize("kernel", ["flash", "folded", "blocked"])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("widths", [(8, 8), (6, 8), (8, 6)], ids=str)
 def test_all_kernels_agree(kernel, groups, widths):
@@ -69,6 +75,62 @@ def test_all_kernels_agree(kernel, groups, widths):
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
         assert results[0][0].shape == (2, 4, 9, value_width)
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 9, 64])
+@pytest.mark.parametrize(("groups", "value_groups"), [(1, 4), (4, 1), (2, 1), (1, 1), (4, 4)])
+def test_blocks_of_any_size_come_to_the_same(monkeypatch, queries, groups, value_groups):
+    """Outputs and gradients, of blocks that fit the length and that do not."""
+    monkeypatch.setattr("qkablate.attention.blocked.QUERIES", queries)
+    torch.manual_seed(0)
+    shapes = ((4, 6), (groups, 6), (value_groups, 3))
+    inputs = [torch.randn(2, n, 10, width).double().requires_grad_() for n, width in shapes]
+    addends = [None, torch.randn(10, 10).double(), torch.randn(4, 10, 10).double()]
+    for causal, addend in product((True, False), addends):
+        results = []
+        for name in ("math", "blocked"):
+            out = attend(*inputs, scale=0.3, causal=causal, kernel=name, addend=addend)
+            results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that anything makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple) else (made,):
+            if isinstance(one, torch.Tensor):
+                self.numbers = max(self.numbers, one.numel())
+        return made
+
+
+@pytest.mark.parametrize(("kernel", "most"), [("folded", 1.0), ("blocked", 1 / 16)])
+def test_of_long_rows_there_are_scores_of_one_block_alone(kernel, most):
+    heads, length = 4, 1024
+    shapes = ((heads, 32), (1, 32), (heads, 8))
+    inputs = [torch.randn(1, n, length, width, requires_grad=True) for n, width in shapes]
+    with Largest() as largest:
+        attend(*inputs, scale=0.1, causal=True, kernel=kernel).sum().backward()
+    assert largest.numbers == heads * length * length * most
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_blocks_under_autocast_are_those_of_folded(dtype):
+    torch.manual_seed(0)
+    shapes = ((4, 16), (1, 16), (4, 4))
+    results = []
+    inputs = [torch.randn(2, n, 150, width, requires_grad=True) for n, width in shapes]
+    for kernel in ("folded", "blocked"):
+        with torch.autocast("cpu", dtype):
+            out = attend(*inputs, scale=0.25, causal=True, kernel=kernel)
+        assert out.dtype == dtype
+        gradients = torch.autograd.grad(out.float().square().sum(), inputs)
+        assert {one.dtype for one in gradients} == {torch.float32}
+        results.append([out.float(), *gradients])
+    torch.testing.assert_close(*results, rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize("value_groups", [1, 2, 4])

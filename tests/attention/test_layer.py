@@ -150,8 +150,8 @@ def test_kernels_that_may_be_forced_agree(pair):
     for other in ({}, {"mask_self": True, "position": "alibi"}):
         auto = random_layer(*pair, bias=True, **other)
         x = stream(7).requires_grad_()
-        for kernel in ("math", "flash", "folded"):
-            if auto.kernel == "static" and kernel == "flash":
+        for kernel in ("math", "flash", "folded", "blocked"):
+            if auto.kernel == "static" and kernel in ("flash", "blocked"):
                 continue
             forced = random_layer(*pair, bias=True, kernel=kernel, **other)
             assert forced.kernel == kernel
