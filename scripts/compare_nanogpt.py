@@ -33,11 +33,12 @@ from qkablate.errors import UserError, nearest
 from qkablate.randomness import stream
 from qkablate.runs import environment
 from qkablate.training import hardware
-from qkablate.training.loop import EVAL_TOKENS, Trainer
+from qkablate.training.loop import Trainer
 from qkablate.training.optimizer import learning_rate
 from qkablate.training.plan import Plan, plan
 
 WARMUP = 5  # steps before the clock starts
+EVAL_BATCH = 8192  # tokens
 EXAMPLE = """examples
   python scripts/compare_nanogpt.py --nanogpt ~/src/nanoGPT
   python scripts/compare_nanogpt.py --nanogpt ~/src/nanoGPT --shapes small --variants standard,no_q
@@ -134,7 +135,7 @@ class NanoGPT:
         self.model.eval()
         context, device = self.plan.config.model.context, self.plan.config.device
         text, losses = self.plan.data.split("val"), []
-        for batch in whole(text, batch_size=EVAL_TOKENS // context, context=context):
+        for batch in whole(text, batch_size=EVAL_BATCH // context, context=context):
             tokens, targets = batch[:2]
             with self.autocast:
                 losses.append(self.model(tokens.to(device), targets.to(device))[1].item())
@@ -149,7 +150,7 @@ def configure(shape: Shape, variant: str, steps: int, folder: Path, *more: str) 
     words += [f"variant={variant}", f"train.steps={steps}", "track.wandb=disabled", *more]
     config = load(compose("train", words))
     config.out, config.data.cache = str(folder), str(folder / "data")
-    config.data.val_tokens = 4 * EVAL_TOKENS + 1  # as much as fills whole batches
+    config.data.val_tokens = 4 * EVAL_BATCH + 1  # as much as fills whole batches
     return config
 
 
