@@ -1,4 +1,4 @@
-.PHONY: help train test check pictures venv clean
+.PHONY: help train test check bench pictures venv clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -15,6 +15,10 @@ check: venv ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: venv ## how fast it is here (some 10 minutes); beside nanoGPT with NANOGPT=FOLDER
+	$(if $(NANOGPT),$(BIN)/python scripts/compare_nanogpt.py --nanogpt $(NANOGPT))
+	$(BIN)/python scripts/bench.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
 pictures: venv ## those of the README, from a real sweep (some 9 minutes on 2 cores)
 	$(BIN)/qkablate sweep sweep=quick sweep.name=readme 'seed=range(6)'

@@ -116,6 +116,16 @@ class GPT(nn.Module):
         x_BAD = x_BTD.gather(1, where_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))
         return F.linear(x_BAD, self.token_embedding.weight)
 
+    def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> "GPT":
+        """As torch's own, which imports half of its compiler to make a tensor like one of no
+        device."""
+        assert recurse
+
+        def empty(like: Tensor) -> Tensor:
+            return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+        return self._apply(empty)  # type: ignore[no-untyped-call]
+
     def caches(self) -> list[Cache]:
         """Empty ones, for a decoder."""
         return [Cache(self.config.context) for _ in self.blocks]

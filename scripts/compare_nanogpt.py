@@ -237,15 +237,18 @@ def import_model(checkout: Path) -> Any:
     return module
 
 
-def header(config: Config, module: Any) -> str:
+def header(config: Config, module: Any = None) -> str:
     facts = environment(config, hardware.describe(config))
     machine, versions, code = facts["machine"], facts["versions"], facts["code"]
     device = "" if config.device == "cpu" else f", {machine['device']}"
     state = f"{code['commit'][:12]}{' + changes' if code['diff'] else ''}" if code else "no git"
+    theirs = ""
+    if module is not None:
+        digest = hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()[:12]
+        theirs = f", nanoGPT's model.py {digest} (sha256)"
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {config.threads} threads{device}\n"
-        f"torch {versions['torch']}, qkablate {versions['qkablate']} ({state}), nanoGPT's model.py"
-        f" {hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()[:12]} (sha256)\n"
+        f"torch {versions['torch']}, qkablate {versions['qkablate']} ({state}){theirs}\n"
         f"{time.strftime('%Y-%m-%d %H:%M %z')}"
     )
 

@@ -110,7 +110,7 @@ def prepare(config: Config) -> None:
     torch.set_num_threads(config.threads)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-    torch.use_deterministic_algorithms(config.deterministic)
+    _be_deterministic(config.deterministic)
     torch.backends.cudnn.deterministic = config.deterministic
     if config.compile:
         # What earlier runs of this process compiled counts towards a limit past which torch
@@ -120,6 +120,12 @@ def prepare(config: Config) -> None:
         if ":" in config.device:
             torch.cuda.set_device(config.device)
         torch.backends.cuda.matmul.allow_tf32 = False  # fp32 says fp32
+
+
+def _be_deterministic(wish: bool) -> None:
+    """Only where it changes anything: torch imports its compiler to do so, in two seconds."""
+    if wish != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(wish)
 
 
 def autocast(config: Config) -> contextlib.AbstractContextManager[Any]:
@@ -211,6 +217,6 @@ def process_state() -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(deterministic)
+            _be_deterministic(deterministic)
             torch.backends.cudnn.deterministic = deterministic
             torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -1,5 +1,6 @@
 """AdamW in groups, and the course of the learning rate."""
 
+import inspect
 import math
 from collections import defaultdict
 
@@ -10,7 +11,18 @@ from qkablate.config import Config, OptimConfig
 from qkablate.model import GPT
 
 
-def make_optimizer(model: GPT, config: Config) -> torch.optim.AdamW:
+class AdamW(torch.optim.AdamW):
+    """torch's own, without what keeps its compiler out of these methods: to do so torch imports
+    that compiler, which takes a second, and nothing here compiles an optimiser."""
+
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+def make_optimizer(model: GPT, config: Config) -> AdamW:
     """Groups by learning-rate multiplier and decay; matrices decay, vectors don't.
 
     With f factors in a circuit and multiplier m, its matrices decay by λ · 2/(f · m), so that the
@@ -26,7 +38,7 @@ def make_optimizer(model: GPT, config: Config) -> torch.optim.AdamW:
     for parameter in model.parameters():
         rate, decay = multipliers.get(parameter, (1.0, 1.0))
         groups[rate, decay if parameter.dim() >= 2 else 0.0].append(parameter)
-    return torch.optim.AdamW(
+    return AdamW(
         [
             {
                 "params": parameters,

@@ -1,0 +1,307 @@
+"""What qkablate's time goes into on this machine, and how near that is to what the machine can do.
+
+    make bench                            # all of it, some ten minutes on 2 cores
+    python scripts/bench.py --only variants --variants merged_w,no_q
+    make bench NANOGPT=~/src/nanoGPT      # beside nanoGPT: one run, and a sweep
+
+Everything that is compared takes turns in one process, and medians are told. Under each table
+stands what we want it to be.
+"""
+
+import argparse
+import multiprocessing
+import os
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import compare_nanogpt as compare
+import numpy as np
+import torch
+from compare_nanogpt import SHAPES, Shape, configure
+from hydra import initialize_config_dir
+
+from qkablate.catalogue import attention, settle
+from qkablate.cli.hydra_app import register
+from qkablate.config import Config, conf_dir, variants
+from qkablate.cost import cost
+from qkablate.errors import UserError, nearest
+from qkablate.table import print_table
+from qkablate.tracking.journal import Journal
+from qkablate.tracking.mirror import Identity, Mirror
+from qkablate.training import hardware
+from qkablate.training.measure import step_times
+from qkablate.training.plan import empty_model, plan
+
+LONG = Shape(2, 768, 12, 1024, 2, steps=1)
+ALLOWED = 1.25
+RUN = "model.layers=4 model.d_model=128 model.heads=4 model.context=64 train.batch_size=12"
+EMPTY = "model.layers=1 model.d_model=16 model.heads=2 model.context=16 train.steps=1"
+SHORT = "data.val_tokens=15361 data.test_tokens=15361 track.wandb=disabled"  # 20 batches
+STEPS = 500
+
+
+def products(folder: Path, args: argparse.Namespace) -> None:
+    """Large matrix products: what a step can come near to."""
+    rows = []
+    for precision in ("fp32", "bf16"):
+        config = hardware.resolve(configure(SHAPES["small"], "standard", 1, folder))
+        config.precision = precision
+        found = sorted(hardware.peak_flops(config) for _ in range(9))
+        rows.append([precision, f"{found[4] / 1e9:,.0f}", f"{found[-1] / 1e9:,.0f}"])
+    print_table(["matrix product", "GFLOP/s", "at best"], rows)
+
+
+def steps(folder: Path, args: argparse.Namespace) -> None:
+    """Whole training steps of every variant."""
+    for label, shape in (*SHAPES.items(), ("long", LONG)):
+        configs: list[Config] = []
+        for name in dict.fromkeys(["standard", *args.variants]):
+            try:
+                configs.append(settle(configure(shape, name, 1000, folder))[0])
+            except UserError as refused:
+                print(f"left out: {refused}")
+        resolved = [hardware.resolve(config) for config in configs]
+        models = [empty_model(config, 256) for config in resolved]
+        tokens = shape.batch_size * shape.context
+        flops = [cost(model, tokens_per_pass=tokens, number_bytes=4).training for model in models]
+        peak = hardware.peak_flops(resolved[0])
+        found = step_times(configs, 256, lambda part: None)
+        rows = []
+        for config, model, work, times in zip(resolved, models, flops, found, strict=True):
+            ratio = times.median / found[0].median
+            allowed = ALLOWED * max(1.0, work / flops[0])
+            rows.append(
+                [
+                    *(config.variant.name, model.attentions()[0].kernel),
+                    *(f"{1000 * times.median:,.1f}", f"{tokens / times.median:,.0f}"),
+                    f"{100 * work * tokens / times.median / peak:.0f} %",
+                    *(f"{ratio:.2f}", f"{work / flops[0]:.2f}", f"{allowed:.2f}"),
+                    "" if ratio <= allowed else "over",
+                ]
+            )
+        print(
+            f"\n{label}: L {shape.layers}, d {shape.d_model}, h {shape.heads}, T {shape.context},"
+            f" B {shape.batch_size}, {resolved[0].precision}, {found[0].rounds} rounds"
+        )
+        head = ["variant", "kernel", "ms a step", "tokens/s", "of product", "time", "FLOPs"]
+        print_table([*head, f"× {ALLOWED}", ""], rows)
+        over = sum(bool(row[-1]) for row in rows)
+        print(f"wanted: time ≤ {ALLOWED} × max(1, FLOPs); over: {over} of {len(rows)}")
+
+
+def memory(folder: Path, args: argparse.Namespace) -> None:
+    """Of one attention layer, forward and backward, in a process of its own."""
+    rows = []
+    for name, kernel in (("standard", "auto"), ("merged_w", "auto"), ("merged_w", "folded")):
+        with multiprocessing.get_context("spawn").Pool(1) as alone:
+            used, own = alone.apply(_layer_memory, (name, kernel))
+        rows.append([name, own, f"{used / 2**20:,.0f} MiB"])
+    scores = 4 * LONG.batch_size * LONG.heads * LONG.context**2
+    print_table([f"one layer, T {LONG.context}", "kernel", "memory"], rows)
+    print(f"all scores at once would be {scores / 2**20:,.0f} MiB, and a gradient needs several")
+
+
+def _layer_memory(name: str, kernel: str) -> tuple[int, str]:
+    torch.set_num_threads(2)
+    with initialize(), tempfile.TemporaryDirectory() as folder:
+        config = settle(configure(LONG, name, 1, Path(folder)))[0]
+    layer = attention(config.model, config.variant, kernel=kernel)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    x_BTD = torch.randn(LONG.batch_size, LONG.context, LONG.d_model, requires_grad=True)
+    layer(x_BTD[:, :64]).sum().backward()  # what products need at first
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    layer(x_BTD).sum().backward()
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), layer.kernel
+
+
+def sweep(folder: Path, args: argparse.Namespace) -> None:
+    """32 runs of the small shape, everything included; and what a run costs beside its training."""
+    words = f"sweep variant=standard,no_q,no_k,shared_qk seed=range(8) train.steps={STEPS} {RUN}"
+    words += f" train.eval_every={STEPS} {SHORT}"
+    seconds, busy = _timed(words, folder / "sweep")
+    cores = os.cpu_count() or 1
+    rows = [["qkablate sweep, 32 runs", f"{seconds:.0f} s", f"{32 * 3600 / seconds:,.0f}"]]
+    if args.nanogpt is not None:
+        alone = statistics.median(_nanogpt(args.nanogpt, folder) for _ in range(3))
+        rows.append(
+            ["nanoGPT's train.py, one by one", f"{32 * alone:.0f} s", f"{3600 / alone:,.0f}"]
+        )
+    print_table([f"{STEPS} steps each", "32 runs", "runs an hour"], rows)
+    print(f"the machine was busy {100 * busy:.0f} % of {cores} cores, all that runs on it included")
+    for what, more in (("without W&B", ""), ("W&B offline", "track.wandb=offline")):
+        took = []
+        for runs in (8, 40):
+            words = f"sweep variant=standard seed=range({runs}) {EMPTY} {SHORT} data.val_tokens=65"
+            words += f" data.test_tokens=65 sweep.name={what[0]}{runs} {more}"
+            took.append(_timed(words, folder / f"empty-{what[0]}")[0])
+        each = (took[1] - took[0]) / 32
+        print(f"a run of one step, {what}: {1000 * each:.0f} ms of the machine")
+    print("wanted: 3 × nanoGPT's runs an hour, 95 % busy, 150 ms a run")
+
+
+def _timed(words: str, out: Path) -> tuple[float, float]:
+    """Seconds of a command, and how busy the machine was."""
+    began, work = time.perf_counter(), _jiffies()
+    command = [sys.executable, "-m", "qkablate", *shlex.split(words), f"out={out}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{words}: {done.stderr.strip().splitlines()[-1]}")
+    busy, every = (after - before for after, before in zip(_jiffies(), work, strict=True))
+    return time.perf_counter() - began, busy / max(1, every)
+
+
+def _jiffies() -> tuple[int, int]:
+    """Of all cores since the machine began: those that worked, and all."""
+    try:
+        times = [
+            *map(int, Path("/proc/stat").read_text(encoding="ascii").split("\n")[0].split()[1:9])
+        ]
+    except OSError:
+        return 0, 0
+    return sum(times) - times[3] - times[4], sum(times)
+
+
+def _nanogpt(checkout: Path, folder: Path) -> float:
+    """Seconds of its own train.py at the same shape: as many steps and tokens of evaluation."""
+    place = folder / "nanogpt"
+    data = place / "data" / "ours"
+    if not data.exists():
+        data.mkdir(parents=True)
+        (place / "configurator.py").symlink_to(checkout / "configurator.py")
+        text = plan(configure(SHAPES["small"], "standard", 1, folder)).data.split("train")
+        for split in ("train", "val"):
+            np.asarray(text).astype(np.uint16).tofile(data / f"{split}.bin")
+    words = f"--dataset=ours --device=cpu --compile=False --eval_iters=20 --eval_interval={STEPS}"
+    words += " --log_interval=10 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4"
+    words += f" --n_embd=128 --max_iters={STEPS} --lr_decay_iters={STEPS} --dropout=0.0"
+    words += " --gradient_accumulation_steps=1 --warmup_iters=10 --always_save_checkpoint=False"
+    began = time.perf_counter()
+    command = [sys.executable, str(checkout / "train.py"), *words.split(), "--out_dir=out"]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"--nanogpt: {(done.stderr.strip() or 'it failed').splitlines()[-1]}")
+    return time.perf_counter() - began
+
+
+def start(folder: Path, args: argparse.Namespace) -> None:
+    """From the command to the first word, and to the first step."""
+    own = [sys.executable, "-m", "qkablate"]
+    helped = statistics.median(_seconds([*own, "--help"]) for _ in range(9))
+    print(f"--help: {1000 * helped:.0f} ms (wanted: 100)")
+    words = shlex.split(
+        f"train {RUN} {SHORT} train.steps=20 track.log_every=1 out={folder / 'start'}"
+    )
+    firsts = [_first_row([*own, *words, f"seed={seed}"], folder / "start") for seed in range(5)]
+    print(f"train to its first step: {statistics.median(firsts):.2f} s (wanted: 3)")
+    step_ms = (
+        1000
+        * step_times(
+            [configure(SHAPES["small"], "standard", 1000, folder)], 256, lambda part: None
+        )[0].median
+    )
+    row = {"step": 1, "tokens": 768, "seconds": 1.0, "train/loss": 2.5, "train/grad_norm": 0.5}
+    row |= {"train/lr": 1e-3, "perf/tokens_per_second": 2e4, "perf/mfu": 0.5, "flops": 1e12}
+    config = configure(SHAPES["small"], "standard", 1, folder, "track.wandb=offline")
+    journal = Journal(folder / "metrics.jsonl")
+    mirror = Mirror(config.track, Identity("a", "a", "a", "a", ()), folder, {}, lambda note: None)
+    took = []
+    for _ in range(500):
+        began = time.perf_counter()
+        journal.log(row)
+        mirror.log(row)
+        took.append(1000 * (time.perf_counter() - began))
+    each = statistics.median(took)
+    mirror.close({}, 0)
+    journal.close()
+    part = each / config.track.log_every / step_ms
+    print(
+        f"metrics and W&B offline: {each:.2f} ms a row, {100 * part:.2f} % of the steps (wanted: 1)"
+    )
+
+
+def _seconds(command: list[str]) -> float:
+    began = time.perf_counter()
+    subprocess.run(command, capture_output=True, check=True)
+    return time.perf_counter() - began
+
+
+def _first_row(command: list[str], out: Path) -> float:
+    before = {*out.glob("runs/*/metrics.jsonl")}
+    began = time.perf_counter()
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while running.poll() is None:
+        for journal in {*out.glob("runs/*/metrics.jsonl")} - before:
+            if b"train/loss" in journal.read_bytes():
+                took = time.perf_counter() - began
+                running.wait()
+                return took
+        time.sleep(0.005)
+    raise UserError(f"{shlex.join(command)} made no step")
+
+
+@contextmanager
+def initialize() -> Iterator[None]:
+    register()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def listed(text: str) -> list[str]:
+        return text.split(",")
+
+    parser.add_argument(
+        "--only", type=listed, default=[*SECTIONS], help=f"of {', '.join(SECTIONS)}"
+    )
+    parser.add_argument("--variants", type=listed, default=[*variants()], help="default: all")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT, to run beside")
+    args = parser.parse_args()
+    for flag, given, known in (
+        ("--only", args.only, [*SECTIONS]),
+        ("--variants", args.variants, [*variants()]),
+    ):
+        if wrong := next((name for name in given if name not in known), None):
+            one_of = f"{', '.join(known)}{nearest(wrong, known)}"
+            raise UserError(f"{flag}: '{wrong}' is not one of {one_of}")
+    if args.nanogpt is not None:
+        args.nanogpt = args.nanogpt.expanduser().resolve()
+        if not (args.nanogpt / "train.py").is_file():
+            raise UserError(f"--nanogpt: there is no train.py in '{args.nanogpt}'")
+    warnings.filterwarnings("ignore", module="torch")
+    with initialize(), tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        config = hardware.resolve(configure(SHAPES["small"], "standard", 1, folder))
+        print(compare.header(config))
+        for name in args.only:
+            print(f"\n{name}: {SECTIONS[name].__doc__}\n", flush=True)
+            SECTIONS[name](folder, args)
+
+
+SECTIONS: dict[str, Callable[[Path, argparse.Namespace], None]] = {
+    "products": products,
+    "variants": steps,
+    "memory": memory,
+    "sweep": sweep,
+    "start": start,
+}
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as mistake:
+        print(f"bench: {mistake}", file=sys.stderr)
+        sys.exit(2)
