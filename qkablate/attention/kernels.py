@@ -25,7 +25,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from qkablate.attention.blocked import blocked
 
 KERNELS = ("auto", "math", "flash", "efficient", "folded", "blocked")
-LONG = 512  # positions, from which blocks pay
+# Positions from which blocks pay, where heads share a wide key or value and where each has its own.
+LONG, LONGER = 128, 512
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -63,8 +64,10 @@ def choose_kernel(shapes: Shapes) -> str:
     wide_value = shapes.value_heads == 1 and value_width > width
     if shapes.heads > 1 and (wide_key or wide_value):
         return "blocked" if shapes.context >= LONG and not shapes.dropout else "folded"
+    if device == "cpu" and (width > value_width or shapes.dropout):
+        return "blocked" if shapes.context >= LONGER and not shapes.dropout else "folded"
     if device == "cpu":
-        return "flash" if width <= value_width and not shapes.dropout else "folded"
+        return "flash"
     if device == "cuda" and width % 8 == value_width % 8 == 0:
         fits = shapes.half and width <= value_width <= 256 and not shapes.addend
         return "flash" if fits else "efficient"
