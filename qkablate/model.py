@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qkablate import output
 from qkablate.attention import Attention, Cache, Draw
 from qkablate.catalogue import GPT2_SIGMA, attention
 from qkablate.config import ModelConfig, VariantConfig
@@ -96,6 +97,11 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Cross-entropy in nats; targets of -100 do not count. Where only some positions are to
         answer, `where` names them, and the others never reach the output projection."""
+        weight_VD = self.token_embedding.weight
+        many = targets_BA.numel() * len(weight_VD) > output.LOGITS
+        if many and reduction == "mean" and torch.is_grad_enabled():
+            x_BAD = self._asked(tokens_BT, where_BA)
+            return output.blocked_loss(x_BAD.flatten(0, 1), weight_VD, targets_BA.flatten())
         logits_BAV = self._answers(tokens_BT, where_BA)
         return F.cross_entropy(
             logits_BAV.flatten(0, 1).float(), targets_BA.flatten(), reduction=reduction
@@ -110,11 +116,14 @@ class GPT(nn.Module):
         return losses_BA, logits_BAV.argmax(-1) == targets_BA
 
     def _answers(self, tokens_BT: Tensor, where_BA: Tensor | None) -> Tensor:
-        if where_BA is None:
-            return self(tokens_BT)
+        return F.linear(self._asked(tokens_BT, where_BA), self.token_embedding.weight)
+
+    def _asked(self, tokens_BT: Tensor, where_BA: Tensor | None) -> Tensor:
+        """What the output projection reads, of the positions that are to answer."""
         x_BTD = self.hidden(tokens_BT)
-        x_BAD = x_BTD.gather(1, where_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))
-        return F.linear(x_BAD, self.token_embedding.weight)
+        if where_BA is None:
+            return x_BTD
+        return x_BTD.gather(1, where_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))
 
     def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> "GPT":
         """As torch's own, which imports half of its compiler to make a tensor like one of no

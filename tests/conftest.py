@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkablate.cli import main
 
@@ -117,3 +118,22 @@ def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def largest():
+    """A context that knows how many numbers the largest tensor has that was made in it."""
+
+    class Largest(TorchDispatchMode):
+        """How many numbers the largest tensor has that anything makes."""
+
+        numbers = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            for one in made if isinstance(made, tuple) else (made,):
+                if isinstance(one, torch.Tensor):
+                    self.numbers = max(self.numbers, one.numel())
+            return made
+
+    return Largest

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from qkablate import output
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.catalogue import attention
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
@@ -316,3 +317,20 @@ def test_flops_of_few_answers():
     model = gpt("standard")
     all_, half = (training_flops_per_token(model, 8, part) for part in (1.0, 0.5))
     assert all_ - half == pytest.approx(3 * 0.5 * 2 * model.token_embedding.weight.numel())
+
+
+@pytest.mark.parametrize("answers", [None, 3])
+def test_a_model_with_many_logits_never_has_them_all(monkeypatch, largest, answers):
+    model, tokens = gpt(mlp_ratio=1.0, d_model=4, heads=1, context=12), tokens_of(8, 12)
+    where = None if answers is None else torch.arange(answers).expand(8, -1)
+    targets = tokens if answers is None else tokens[:, :answers]
+    losses = []
+    for most in (output.LOGITS, 50 * 10):
+        monkeypatch.setattr(output, "LOGITS", most)
+        model.zero_grad()
+        with largest() as found:
+            loss = model.loss(tokens, targets, where)
+            loss.backward()
+        assert (found.numbers < targets.numel() * 50) == (most == 500)
+        losses.append([loss, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
