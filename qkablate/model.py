@@ -98,7 +98,7 @@ class GPT(nn.Module):
         """Cross-entropy in nats; targets of -100 do not count. Where only some positions are to
         answer, `where` names them, and the others never reach the output projection."""
         weight_VD = self.token_embedding.weight
-        many = targets_BA.numel() * len(weight_VD) > output.LOGITS
+        many = targets_BA.numel() > output.rows(len(weight_VD))
         if many and reduction == "mean" and torch.is_grad_enabled():
             x_BAD = self._asked(tokens_BT, where_BA)
             return output.blocked_loss(x_BAD.flatten(0, 1), weight_VD, targets_BA.flatten())

@@ -14,6 +14,11 @@ LOGITS = 2**25  # of one block, in fp32 an eighth of a gigabyte; another number 
 IGNORE = -100  # the target of a position that does not count
 
 
+def rows(vocabulary: int) -> int:
+    """How many answers make a block."""
+    return max(1, LOGITS // vocabulary)
+
+
 def blocked_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
     """Mean cross-entropy of x weightᵀ in nats. The gradient is computed on the way, block by block,
     so that every logit is computed once, and none is kept."""
@@ -33,9 +38,9 @@ class _BlockedLoss(torch.autograd.Function):
         x, weight = x_ND.to(half), weight_VD.to(half)
         dx_ND, dw_VD = torch.empty_like(x_ND), torch.zeros_like(weight_VD, dtype=sums)
         total = x_ND.new_zeros((), dtype=sums)
-        rows = max(1, LOGITS // len(weight_VD))
-        for begin in range(0, len(x_ND), rows):
-            own = slice(begin, begin + rows)
+        size = rows(len(weight_VD))
+        for begin in range(0, len(x_ND), size):
+            own = slice(begin, begin + size)
             logits_NV = (x[own] @ weight.T).to(sums)
             total += F.cross_entropy(logits_NV, targets_N[own], reduction="sum")
             # What each logit adds to the sum: its probability, less one for the right answer. The

@@ -11,7 +11,7 @@ stands what we want it to be.
 import argparse
 import multiprocessing
 import os
-import resource
+import pickle
 import shlex
 import statistics
 import subprocess
@@ -20,7 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import compare_nanogpt as compare
@@ -38,15 +38,16 @@ from qkablate.table import print_table
 from qkablate.tracking.journal import Journal
 from qkablate.tracking.mirror import Identity, Mirror
 from qkablate.training import hardware
-from qkablate.training.measure import step_times
+from qkablate.training.measure import check_memory, step_times
 from qkablate.training.plan import empty_model, plan
 
 LONG = Shape(2, 768, 12, 1024, 2, steps=1)
+PRODUCT = 8192 if torch.cuda.is_available() else 2048  # rows and columns of a large product
 ALLOWED = 1.25
 RUN = "model.layers=4 model.d_model=128 model.heads=4 model.context=64 train.batch_size=12"
 EMPTY = "model.layers=1 model.d_model=16 model.heads=2 model.context=16 train.steps=1"
 SHORT = "data.val_tokens=15361 data.test_tokens=15361 track.wandb=disabled"  # 20 batches
-STEPS = 500
+STEPS = 200
 
 
 def products(folder: Path, args: argparse.Namespace) -> None:
@@ -55,13 +56,13 @@ def products(folder: Path, args: argparse.Namespace) -> None:
     for precision in ("fp32", "bf16"):
         config = hardware.resolve(configure(SHAPES["small"], "standard", 1, folder))
         config.precision = precision
-        found = sorted(hardware.peak_flops(config) for _ in range(9))
+        found = sorted(hardware.peak_flops(config, PRODUCT) for _ in range(9))
         rows.append([precision, f"{found[4] / 1e9:,.0f}", f"{found[-1] / 1e9:,.0f}"])
     print_table(["matrix product", "GFLOP/s", "at best"], rows)
 
 
 def steps(folder: Path, args: argparse.Namespace) -> None:
-    """Whole training steps of every variant."""
+    """Training steps of every variant: forward, backward, optimiser."""
     for label, shape in (*SHAPES.items(), ("long", LONG)):
         configs: list[Config] = []
         for name in dict.fromkeys(["standard", *args.variants]):
@@ -73,10 +74,12 @@ def steps(folder: Path, args: argparse.Namespace) -> None:
         models = [empty_model(config, 256) for config in resolved]
         tokens = shape.batch_size * shape.context
         flops = [cost(model, tokens_per_pass=tokens, number_bytes=4).training for model in models]
-        peak = hardware.peak_flops(resolved[0])
+        check_memory([sum(model.ledger().values()) // 2 for model in models], resolved[0].device)
+        peak = hardware.peak_flops(resolved[0], PRODUCT)
         found = step_times(configs, 256, lambda part: None)
         rows = []
         for config, model, work, times in zip(resolved, models, flops, found, strict=True):
+            peak = max(peak, hardware.peak_flops(resolved[0], PRODUCT))
             ratio = times.median / found[0].median
             allowed = ALLOWED * max(1.0, work / flops[0])
             rows.append(
@@ -119,9 +122,17 @@ def _layer_memory(name: str, kernel: str) -> tuple[int, str]:
         torch.nn.init.normal_(parameter, std=0.02)
     x_BTD = torch.randn(LONG.batch_size, LONG.context, LONG.d_model, requires_grad=True)
     layer(x_BTD[:, :64]).sum().backward()  # what products need at first
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _most_bytes()
     layer(x_BTD).sum().backward()
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), layer.kernel
+    return _most_bytes() - before, layer.kernel
+
+
+def _most_bytes() -> int:
+    """This process has held at once; getrusage would count what its parent held before."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    return hardware.peak_memory("cpu")
 
 
 def sweep(folder: Path, args: argparse.Namespace) -> None:
@@ -137,13 +148,13 @@ def sweep(folder: Path, args: argparse.Namespace) -> None:
             ["nanoGPT's train.py, one by one", f"{32 * alone:.0f} s", f"{3600 / alone:,.0f}"]
         )
     print_table([f"{STEPS} steps each", "32 runs", "runs an hour"], rows)
-    print(f"the machine was busy {100 * busy:.0f} % of {cores} cores, all that runs on it included")
+    print(f"busy: {100 * busy:.0f} % of {cores} cores (all that ran on the machine; 0: not known)")
     for what, more in (("without W&B", ""), ("W&B offline", "track.wandb=offline")):
         took = []
         for runs in (8, 40):
             words = f"sweep variant=standard seed=range({runs}) {EMPTY} {SHORT} data.val_tokens=65"
-            words += f" data.test_tokens=65 sweep.name={what[0]}{runs} {more}"
-            took.append(_timed(words, folder / f"empty-{what[0]}")[0])
+            words += f" data.test_tokens=65 {more}"
+            took.append(_timed(words, folder / f"{what.replace(' ', '-')}-{runs}")[0])
         each = (took[1] - took[0]) / 32
         print(f"a run of one step, {what}: {1000 * each:.0f} ms of the machine")
     print("wanted: 3 × nanoGPT's runs an hour, 95 % busy, 150 ms a run")
@@ -155,7 +166,7 @@ def _timed(words: str, out: Path) -> tuple[float, float]:
     command = [sys.executable, "-m", "qkablate", *shlex.split(words), f"out={out}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(f"{words}: {done.stderr.strip().splitlines()[-1]}")
+        raise UserError(f"{words}: {(done.stderr.strip() or 'it failed').splitlines()[-1]}")
     busy, every = (after - before for after, before in zip(_jiffies(), work, strict=True))
     return time.perf_counter() - began, busy / max(1, every)
 
@@ -168,7 +179,8 @@ def _jiffies() -> tuple[int, int]:
         ]
     except OSError:
         return 0, 0
-    return sum(times) - times[3] - times[4], sum(times)
+    idle, elsewhere = times[3] + times[4], times[7]  # what other machines had of these cores
+    return sum(times) - idle - elsewhere, sum(times) - elsewhere
 
 
 def _nanogpt(checkout: Path, folder: Path) -> float:
@@ -178,10 +190,15 @@ def _nanogpt(checkout: Path, folder: Path) -> float:
     if not data.exists():
         data.mkdir(parents=True)
         (place / "configurator.py").symlink_to(checkout / "configurator.py")
-        text = plan(configure(SHAPES["small"], "standard", 1, folder)).data.split("train")
+        source = plan(configure(SHAPES["small"], "standard", 1, folder)).data
+        text = source.split("train")
         for split in ("train", "val"):
             np.asarray(text).astype(np.uint16).tofile(data / f"{split}.bin")
-    words = f"--dataset=ours --device=cpu --compile=False --eval_iters=20 --eval_interval={STEPS}"
+        (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": source.vocabulary}))
+    device = hardware.resolve(configure(SHAPES["small"], "standard", 1, folder)).device
+    words = (
+        f"--dataset=ours --device={device} --compile=False --eval_iters=20 --eval_interval={STEPS}"
+    )
     words += " --log_interval=10 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4"
     words += f" --n_embd=128 --max_iters={STEPS} --lr_decay_iters={STEPS} --dropout=0.0"
     words += " --gradient_accumulation_steps=1 --warmup_iters=10 --always_save_checkpoint=False"
@@ -215,7 +232,8 @@ def start(folder: Path, args: argparse.Namespace) -> None:
     journal = Journal(folder / "metrics.jsonl")
     mirror = Mirror(config.track, Identity("a", "a", "a", "a", ()), folder, {}, lambda note: None)
     took = []
-    for _ in range(500):
+    for number in range(500):
+        row["step"] = number
         began = time.perf_counter()
         journal.log(row)
         mirror.log(row)

@@ -168,7 +168,7 @@ def contestants(module: Any, shape: Shape, args: argparse.Namespace, folder: Pat
         words = (f"precision={precision}", f"compile={compiled}")
         found.append(Ours(plan(configure(shape, variant, steps, folder, *words))))
     same = zip(found[0].batch, found[2].trainer.feed.take(0)[0][:2], strict=True)
-    assert all(torch.equal(theirs.cpu(), ours) for theirs, ours in same)
+    assert all(torch.equal(theirs.cpu(), ours.cpu()) for theirs, ours in same)
     return found
 
 

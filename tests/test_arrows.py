@@ -15,7 +15,8 @@ GROUND = {"config", "errors", "randomness", "table", "__init__"}
 MAY = {
     "attention": {"attention"},
     "catalogue": {"attention"},
-    "model": {"catalogue", "attention"},
+    "output": set(),
+    "model": {"output", "catalogue", "attention"},
     "cost": {"model", "attention"},
     "data": {"data"},
     "ownership": set(),
@@ -23,6 +24,7 @@ MAY = {
     "tracking": {"tracking", "runs"},
     "training": {
         *("training", "cost", "model", "catalogue", "data", "runs", "tracking", "attention"),
+        "output",
         "ownership",
     },
     "sweeps": {

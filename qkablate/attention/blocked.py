@@ -91,19 +91,21 @@ def _weights(
     q_BHTE: Tensor, k_BGSE: Tensor, scale: float, causal: bool, addend: Tensor | None, own: slice
 ) -> Tensor:
     """The softmax of one block."""
-    scores_BHTS = _product(q_BHTE * scale, k_BGSE.mT)
+    scores_BHTS = _product(q_BHTE, k_BGSE.mT, scale)
     if addend is not None:
         scores_BHTS += addend[..., own, : scores_BHTS.shape[-1]]
     if causal:
-        ahead_TS = torch.ones(2 * q_BHTE.shape[2:3], dtype=torch.bool, device=q_BHTE.device).triu(1)
-        scores_BHTS[..., own.start :].masked_fill_(ahead_TS, -torch.inf)
+        own_BHTS = scores_BHTS[..., own.start :]  # the only keys that some of these do not see
+        ahead_TS = torch.ones(own_BHTS.shape[2:], dtype=torch.bool, device=q_BHTE.device).triu(1)
+        own_BHTS.masked_fill_(ahead_TS, -torch.inf)
     sums = torch.promote_types(scores_BHTS.dtype, torch.float32)
     return scores_BHTS.softmax(-1, dtype=sums).to(scores_BHTS.dtype)
 
 
-def _product(x_BHTE: Tensor, y_BGEV: Tensor) -> Tensor:
-    """x y, where several heads of x share one of y."""
-    found_NFV = torch.bmm(_folded(x_BHTE, y_BGEV.shape[1]), y_BGEV.flatten(0, 1))
+def _product(x_BHTE: Tensor, y_BGEV: Tensor, scale: float = 1.0) -> Tensor:
+    """scale · x y, where several heads of x share one of y."""
+    x_NFE, y_NEV = _folded(x_BHTE, y_BGEV.shape[1]), y_BGEV.flatten(0, 1)
+    found_NFV = torch.baddbmm(x_BHTE.new_zeros(()), x_NFE, y_NEV, beta=0, alpha=scale)
     return found_NFV.view(*x_BHTE.shape[:-1], y_BGEV.shape[-1])
 
 

@@ -25,7 +25,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from qkablate.attention.blocked import blocked
 
 KERNELS = ("auto", "math", "flash", "efficient", "folded", "blocked")
-# Positions from which blocks pay, where heads share a wide key or value and where each has its own.
+# Positions from which blocks pay on a CPU (on a GPU nobody has timed them: `attention.kernel` asks
+# for them), where heads share a wide key or value and where each has its own.
 LONG, LONGER = 128, 512
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -63,7 +64,8 @@ def choose_kernel(shapes: Shapes) -> str:
     wide_key = shapes.key_heads == 1 and width > value_width
     wide_value = shapes.value_heads == 1 and value_width > width
     if shapes.heads > 1 and (wide_key or wide_value):
-        return "blocked" if shapes.context >= LONG and not shapes.dropout else "folded"
+        long = device == "cpu" and shapes.context >= LONG and not shapes.dropout
+        return "blocked" if long else "folded"
     if device == "cpu" and (width > value_width or shapes.dropout):
         return "blocked" if shapes.context >= LONGER and not shapes.dropout else "folded"
     if device == "cpu":

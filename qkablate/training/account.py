@@ -49,6 +49,7 @@ def base_result(plan: Plan, packed: int) -> dict[str, Any]:
         "precision": config.precision,
         "device": config.device.partition(":")[0],
         "kernel": plan.kernel,
+        "loss_blocks": plan.loss_blocks,
         "compile": config.compile,
         "threads": config.threads,
         "data_fingerprint": plan.data.fingerprint,

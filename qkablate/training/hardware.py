@@ -88,6 +88,8 @@ def fast_bf16() -> bool:
     """Whether this CPU multiplies faster in bf16 than in fp32. A question of what it is, and not
     of a time that was taken: the answer is part of a run's id."""
     found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if not torch.backends.mkldnn.is_available():  # which has the products
+        return False
     if found.get("amx_bf16") or found.get("bf16"):  # the latter is ARM's
         return True
     # Intel's CPUs that are meant to use AMX have the vector instruction at half the rate of fp32,
@@ -145,9 +147,11 @@ def seed(device: str, key: int) -> None:
         torch.mps.manual_seed(value)
 
 
-def peak_flops(config: Config) -> float:
+def peak_flops(config: Config, size: int | None = None) -> float:
     """FLOP/s of large matrix products on this device in this precision: what `mfu` is a part of."""
-    size = 8192 if config.device.startswith("cuda") else 512  # 1,024 cost a short run 0.1 s
+    if size is None:  # 1,024 with one thread would cost a short run 0.1 s
+        few = config.device == "cpu" and config.threads in (1, 2)
+        size = 8192 if config.device.startswith("cuda") else 512 if few else 1024
     a, b = (
         torch.ones(size, size, dtype=DTYPES[config.precision], device=config.device)
         for _ in range(2)

@@ -81,7 +81,7 @@ def training_step(config: Config, vocabulary: int) -> Callable[[], None]:
     shape = (config.train.batch_size, config.model.context + 1)
     tokens_BT = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
     tokens_BT = tokens_BT.to(config.device)
-    loss: Any = torch.compile(model.loss) if config.compile else model.loss
+    loss: Any = torch.compile(model.loss, dynamic=False) if config.compile else model.loss
 
     def step() -> None:
         with hardware.autocast(config):

@@ -1,5 +1,6 @@
 """A run before its first step: everything resolved and checked, nothing computed yet."""
 
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from qkablate import output
 from qkablate.catalogue import settle
 from qkablate.config import Config
 from qkablate.cost import training_flops_per_token
@@ -37,6 +39,12 @@ class Plan:
     def tokens_per_step(self) -> int:
         train = self.config.train
         return train.batch_size * train.accumulate * self.config.model.context
+
+    @property
+    def loss_blocks(self) -> int:
+        """In how many blocks the logits of a batch are computed."""
+        answers = self.config.train.batch_size * self.config.model.context * self.data.answers
+        return math.ceil(round(answers) / output.rows(self.data.vocabulary))
 
     def build(self) -> GPT:
         """The model, without values yet."""

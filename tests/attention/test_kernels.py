@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from qkablate.attention.kernels import Shapes, attend, choose_kernel
+from qkablate.attention.kernels import Shapes, attend, choose_kernel, why_not
+from qkablate.output import blocked_loss
 
 
 def choose(**other):
@@ -48,6 +49,7 @@ def choose(**other):
         ({"device": "cuda", "half": True, "width": 12, "value_width": 12}, "math"),
         ({"device": "cuda", "half": True, "key_heads": 1, "width": 128}, "folded"),
         ({"device": "cuda", "half": True, "value_heads": 1, "value_width": 128}, "folded"),
+        ({"device": "cuda", "key_heads": 1, "width": 128, "context": 1024}, "folded"),
         ({"device": "mps"}, "math"),
     ],
     ids=str,
@@ -94,6 +96,55 @@ def test_blocks_of_any_size_come_to_the_same(monkeypatch, queries, groups, value
             out = attend(*inputs, scale=0.3, causal=causal, kernel=name, addend=addend)
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("queries", "keys"), [(10, 4), (4, 10)])
+def test_blocks_of_other_lengths_than_the_keys(monkeypatch, queries, keys, causal):
+    monkeypatch.setattr("qkablate.attention.blocked.QUERIES", 3)
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, queries, 6).double()
+    k, v = torch.randn(2, 1, keys, 6).double(), torch.randn(2, 4, keys, 3).double()
+    one, other = (
+        attend(q, k, v, scale=0.3, causal=causal, kernel=name) for name in ("folded", "blocked")
+    )
+    torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "why"),
+    [
+        ({"dropout": 0.1}, "blocked has no dropout"),
+        ({"learned": True}, "blocked has no gradient for what is added to the scores"),
+        ({"width": 0}, "blocked wants queries, and has none"),
+        ({}, ""),
+        ({"device": "cuda", "width": 128, "key_heads": 1}, ""),
+    ],
+    ids=str,
+)
+def test_what_blocks_cannot_do_is_told(shapes, why):
+    base = {"heads": 4, "key_heads": 4, "width": 32, "value_heads": 4, "value_width": 32}
+    base |= {"device": "cpu", "half": False, "dropout": 0.0}
+    assert why_not("blocked", Shapes(**base | shapes)) == why
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_can_be_compiled():
+    """Attention's and the loss's, in one graph."""
+    torch.manual_seed(0)
+    shapes = ((2, 8), (1, 8), (2, 4))
+    q, k, v = (torch.randn(1, n, 70, width, requires_grad=True) for n, width in shapes)
+    weight, targets = torch.randn(9, 4, requires_grad=True), torch.arange(140) % 9
+
+    def loss(q, k, v, weight):
+        o_BHTV = attend(q, k, v, scale=0.3, causal=True, kernel="blocked")
+        return blocked_loss(o_BHTV.flatten(0, 2), weight, targets)
+
+    results = []
+    for function in (loss, torch.compile(loss, dynamic=False, backend="aot_eager", fullgraph=True)):
+        found = function(q, k, v, weight)
+        results.append([found, *torch.autograd.grad(found, (q, k, v, weight))])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(("kernel", "most"), [("folded", 1.0), ("blocked", 1 / 16)])

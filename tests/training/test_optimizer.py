@@ -41,6 +41,7 @@ def test_a_run_imports_no_compiler(tmp_path):
     """torch's own takes longer to import than everything else until the first step."""
     words = ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"]
     words += ["train.steps=2", "data.val_tokens=64", "data.test_tokens=64", "track.wandb=disabled"]
+    words += ["device=cpu", "compile=false"]
     code = (
         "import sys; from qkablate.cli import main\n"
         f"try: main({['train', *words, f'out={tmp_path}']!r})\n"
