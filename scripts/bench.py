@@ -149,12 +149,12 @@ def sweep(folder: Path, args: argparse.Namespace) -> None:
         )
     print_table([f"{STEPS} steps each", "32 runs", "runs an hour"], rows)
     print(f"busy: {100 * busy:.0f} % of {cores} cores (all that ran on the machine; 0: not known)")
-    for what, more in (("without W&B", ""), ("W&B offline", "track.wandb=offline")):
+    for what, more in (("without W&B", "disabled"), ("W&B offline", "offline")):
         took = []
         for runs in (8, 40):
-            words = f"sweep variant=standard seed=range({runs}) {EMPTY} {SHORT} data.val_tokens=65"
-            words += f" data.test_tokens=65 {more}"
-            took.append(_timed(words, folder / f"{what.replace(' ', '-')}-{runs}")[0])
+            words = f"sweep variant=standard seed=range({runs}) {EMPTY} data.val_tokens=65"
+            words += f" data.test_tokens=65 track.wandb={more}"
+            took.append(_timed(words, folder / f"{more}-{runs}")[0])
         each = (took[1] - took[0]) / 32
         print(f"a run of one step, {what}: {1000 * each:.0f} ms of the machine")
     print("wanted: 3 × nanoGPT's runs an hour, 95 % busy, 150 ms a run")
