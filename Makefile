@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 help: ## what can be made
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s%s\n", $$1, $$2}'
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s%s\n", $$1, $$2}'
 
 train: venv ## set up, then train merged_w on the embedded default
 	$(BIN)/qkablate train variant=merged_w
@@ -16,7 +16,7 @@ check: venv ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: venv ## how fast it is here (some 10 minutes); beside nanoGPT with NANOGPT=FOLDER
+bench: venv ## how fast it is here (some 20 minutes); beside nanoGPT with NANOGPT=FOLDER
 	$(if $(NANOGPT),$(BIN)/python scripts/compare_nanogpt.py --nanogpt $(NANOGPT))
 	$(BIN)/python scripts/bench.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 

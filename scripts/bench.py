@@ -1,6 +1,6 @@
 """What qkablate's time goes into on this machine, and how near that is to what the machine can do.
 
-    make bench                            # all of it, some ten minutes on 2 cores
+    make bench                            # all of it, some 20 minutes on 2 cores
     python scripts/bench.py --only variants --variants merged_w,no_q
     make bench NANOGPT=~/src/nanoGPT      # beside nanoGPT: one run, and a sweep
 

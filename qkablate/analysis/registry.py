@@ -42,7 +42,7 @@ class Registration:
     @property
     def lost(self) -> list[Path]:
         """Sweeps that were begun, and are not there."""
-        return [*{*self._linked().values()} - {*self.sweeps.values()}]
+        return [sweep for n, sweep in sorted(self._linked().items()) if n not in self.sweeps]
 
     def _linked(self) -> dict[int, Path]:
         links = [link for link in self.folder.glob("n*") if link.name[1:].isdecimal()]
