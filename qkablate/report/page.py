@@ -106,7 +106,8 @@ def notes(chapter: Chapter) -> list[str]:
         *_margin(chapter),
         "gap: test loss of the arm minus that of its baseline with the same seed; below zero is"
         " better. The interval is Student's, of the pairs, for one arm by itself; p is adjusted by"
-        " Holm over the arms of one size, and decides the verdict.",
+        " Holm over the arms of one size, and decides the verdict; the answer above takes all"
+        " gaps together.",
         "could have found: the smallest gap that these seeds would have found four times of five."
         " “none found” is no sign that there is none.",
         "ranks, growth, equivalents and every test: qkablate results",
