@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-QUERIES = 64  # of a block; another number is another rounding
+# Queries of a block; other numbers are another rounding. Fewer where heads share a key or a value:
+# theirs stand in one product.
+ALONE, SHARED = 128, 64
 
 
 def blocked(
@@ -47,10 +49,10 @@ class _Blocked(torch.autograd.Function):
         addend: Tensor | None,
     ) -> Tensor:
         o_BHTV = q_BHTE.new_empty(*q_BHTE.shape[:3], v_BGSV.shape[-1])
-        for own, seen in _blocks(q_BHTE.shape[2], k_BGSE.shape[2], causal):
-            k_BGSE_, v_BGSV_ = k_BGSE[:, :, seen], v_BGSV[:, :, seen]
-            weights_BHTS = _weights(q_BHTE[:, :, own], k_BGSE_, scale, causal, addend, own)
-            o_BHTV[:, :, own] = _product(weights_BHTS, v_BGSV_)
+        k_NSE, v_NSV = _flat(k_BGSE), _flat(v_BGSV)
+        for own, seen in _blocks(q_BHTE, k_BGSE, v_BGSV, causal):
+            weights_BHTS = _weights(q_BHTE[:, :, own], k_NSE[:, seen], scale, causal, addend, own)
+            o_BHTV[:, :, own] = _product(weights_BHTS, v_NSV[:, seen])
         ctx.save_for_backward(q_BHTE, k_BGSE, v_BGSV, o_BHTV, addend)
         ctx.scale, ctx.causal = scale, causal
         return o_BHTV
@@ -62,36 +64,39 @@ class _Blocked(torch.autograd.Function):
         dq_BHTE = torch.empty_like(q_BHTE)
         # Sums over blocks, in fp32 also of 16 bits.
         sums = torch.promote_types(q_BHTE.dtype, torch.float32)
-        dk_BGSE, dv_BGSV = (torch.zeros_like(x, dtype=sums) for x in (k_BGSE, v_BGSV))
-        for own, seen in _blocks(q_BHTE.shape[2], k_BGSE.shape[2], ctx.causal):
-            q, k, v, do = (
-                q_BHTE[:, :, own],
-                k_BGSE[:, :, seen],
-                v_BGSV[:, :, seen],
-                do_BHTV[:, :, own],
-            )
+        k_NSE, v_NSV = _flat(k_BGSE), _flat(v_BGSV)
+        dk_NSE, dv_NSV = (torch.zeros_like(x, dtype=sums) for x in (k_NSE, v_NSV))
+        for own, seen in _blocks(q_BHTE, k_BGSE, v_BGSV, ctx.causal):
+            q, do, k, v = q_BHTE[:, :, own], do_BHTV[:, :, own], k_NSE[:, seen], v_NSV[:, seen]
             weights_BHTS = _weights(q, k, ctx.scale, ctx.causal, addend, own)
-            dv_BGSV[:, :, seen] += _sum_over_queries(weights_BHTS, do, v.shape[1])
+            _add_over_queries(dv_NSV[:, seen], weights_BHTS, do)
             # What the softmax passes on: w (dw − Σ w dw), and Σ w dw = Σ o do.
             shift_BHT1 = (o_BHTV[:, :, own].to(sums) * do.to(sums)).sum(-1, keepdim=True)
             ds_BHTS = _product(do, v.mT).sub_(shift_BHT1).mul_(weights_BHTS).mul_(ctx.scale)
             dq_BHTE[:, :, own] = _product(ds_BHTS, k)
-            dk_BGSE[:, :, seen] += _sum_over_queries(ds_BHTS, q, k.shape[1])
-        return dq_BHTE, dk_BGSE.to(k_BGSE.dtype), dv_BGSV.to(v_BGSV.dtype), None, None, None
+            _add_over_queries(dk_NSE[:, seen], ds_BHTS, q)
+        dk_BGSE, dv_BGSV = (
+            d.view(x.shape).to(x.dtype) for d, x in ((dk_NSE, k_BGSE), (dv_NSV, v_BGSV))
+        )
+        return dq_BHTE, dk_BGSE, dv_BGSV, None, None, None
 
 
-def _blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice]]:
+def _blocks(
+    q_BHTE: Tensor, k_BGSE: Tensor, v_BGSV: Tensor, causal: bool
+) -> Iterator[tuple[slice, slice]]:
     """The queries of each block, and the keys that they see."""
-    for begin in range(0, queries, QUERIES):
-        end = min(begin + QUERIES, queries)
+    (heads, queries), keys = q_BHTE.shape[1:3], k_BGSE.shape[2]
+    size = ALONE if k_BGSE.shape[1] == v_BGSV.shape[1] == heads else SHARED
+    for begin in range(0, queries, size):
+        end = min(begin + size, queries)
         yield slice(begin, end), slice(0, end if causal else keys)
 
 
 def _weights(
-    q_BHTE: Tensor, k_BGSE: Tensor, scale: float, causal: bool, addend: Tensor | None, own: slice
+    q_BHTE: Tensor, k_NSE: Tensor, scale: float, causal: bool, addend: Tensor | None, own: slice
 ) -> Tensor:
     """The softmax of one block."""
-    scores_BHTS = _product(q_BHTE, k_BGSE.mT, scale)
+    scores_BHTS = _product(q_BHTE, k_NSE.mT, scale)
     if addend is not None:
         scores_BHTS += addend[..., own, : scores_BHTS.shape[-1]]
     if causal:
@@ -102,19 +107,28 @@ def _weights(
     return scores_BHTS.softmax(-1, dtype=sums).to(scores_BHTS.dtype)
 
 
-def _product(x_BHTE: Tensor, y_BGEV: Tensor, scale: float = 1.0) -> Tensor:
+def _product(x_BHTE: Tensor, y_NEV: Tensor, scale: float = 1.0) -> Tensor:
     """scale · x y, where several heads of x share one of y."""
-    x_NFE, y_NEV = _folded(x_BHTE, y_BGEV.shape[1]), y_BGEV.flatten(0, 1)
+    x_NFE = _folded(x_BHTE, len(y_NEV))
     found_NFV = torch.baddbmm(x_BHTE.new_zeros(()), x_NFE, y_NEV, beta=0, alpha=scale)
-    return found_NFV.view(*x_BHTE.shape[:-1], y_BGEV.shape[-1])
+    return found_NFV.view(*x_BHTE.shape[:-1], y_NEV.shape[-1])
 
 
-def _sum_over_queries(x_BHTS: Tensor, y_BHTE: Tensor, groups: int) -> Tensor:
-    """xᵀ y, added up over the queries and over the heads that share a key."""
-    found_NSE = torch.bmm(_folded(x_BHTS, groups).mT, _folded(y_BHTE, groups))
-    return found_NSE.unflatten(0, (-1, groups))
+def _add_over_queries(sum_NSE: Tensor, x_BHTS: Tensor, y_BHTE: Tensor) -> None:
+    """Add xᵀ y, summed over the queries and over the heads that share a key."""
+    x_NFS, y_NFE = _folded(x_BHTS, len(sum_NSE)), _folded(y_BHTE, len(sum_NSE))
+    if sum_NSE.dtype == x_NFS.dtype:
+        sum_NSE.baddbmm_(x_NFS.mT, y_NFE)
+    else:
+        sum_NSE += torch.bmm(x_NFS.mT, y_NFE)
 
 
-def _folded(x_BHTE: Tensor, groups: int) -> Tensor:
+def _flat(x_BGSE: Tensor) -> Tensor:
+    """As x_NSE, its numbers side by side: each block reads a part of them again."""
+    return x_BGSE.flatten(0, 1).contiguous()
+
+
+def _folded(x_BHTE: Tensor, n: int) -> Tensor:
     """As x_NFE."""
+    groups = n // x_BHTE.shape[0]
     return x_BHTE.unflatten(1, (groups, -1)).flatten(2, 3).flatten(0, 1)

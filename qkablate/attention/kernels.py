@@ -27,7 +27,7 @@ from qkablate.attention.blocked import blocked
 KERNELS = ("auto", "math", "flash", "efficient", "folded", "blocked")
 # Positions from which blocks pay on a CPU (on a GPU nobody has timed them: `attention.kernel` asks
 # for them), where heads share a wide key or value and where each has its own.
-LONG, LONGER = 128, 512
+LONG, LONGER = 128, 256
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -198,10 +198,17 @@ def _static(
         scores = causal_mask(scores)
     if addend is not None:
         scores = scores + addend
-    weights_BHTS = scores.softmax(-1).to(v_BGSV.dtype).expand(batch, heads, -1, -1)
+    weights = scores.softmax(-1).to(v_BGSV.dtype)
     if dropout:
-        weights_BHTS = dropout_(weights_BHTS, dropout)
-    return _average(weights_BHTS, v_BGSV)
+        return _average(dropout_(weights.expand(batch, heads, -1, -1), dropout), v_BGSV)
+    # The same for every sequence, so that one product averages the values of all of them.
+    if weights.dim() == 2:
+        o_TBGV = torch.tensordot(weights, v_BGSV, ([1], [2]))
+        return _per_head(o_TBGV.movedim(0, 2), heads)
+    groups = v_BGSV.shape[1]
+    weights_GFS = weights.unflatten(0, (groups, -1)).flatten(1, 2)
+    o_GFN = weights_GFS @ v_BGSV.permute(1, 2, 0, 3).flatten(2)  # N = B · V
+    return o_GFN.view(heads, queries, batch, -1).permute(2, 0, 1, 3)
 
 
 def _average(weights_BHTS: Tensor, v_BGSV: Tensor) -> Tensor:

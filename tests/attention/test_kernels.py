@@ -22,8 +22,8 @@ def choose(**other):
         ({"addend": True}, "flash"),
         ({"width": 16}, "flash"),  # padded with zeros
         ({"value_width": 16}, "folded"),
-        ({"value_width": 16, "context": 511}, "folded"),
-        ({"value_width": 16, "context": 512}, "blocked"),
+        ({"value_width": 16, "context": 255}, "folded"),
+        ({"value_width": 16, "context": 256}, "blocked"),
         ({"dropout": 0.1, "context": 512}, "folded"),
         ({"dropout": 0.1}, "folded"),
         ({"key_heads": 1}, "flash"),
@@ -85,7 +85,8 @@ def test_all_kernels_agree(kernel, groups, widths):
 @pytest.mark.parametrize(("groups", "value_groups"), [(1, 4), (4, 1), (2, 1), (1, 1), (4, 4)])
 def test_blocks_of_any_size_come_to_the_same(monkeypatch, queries, groups, value_groups):
     """Outputs and gradients, of blocks that fit the length and that do not."""
-    monkeypatch.setattr("qkablate.attention.blocked.QUERIES", queries)
+    for size in ("ALONE", "SHARED"):
+        monkeypatch.setattr(f"qkablate.attention.blocked.{size}", queries)
     torch.manual_seed(0)
     shapes = ((4, 6), (groups, 6), (value_groups, 3))
     inputs = [torch.randn(2, n, 10, width).double().requires_grad_() for n, width in shapes]
@@ -101,7 +102,8 @@ def test_blocks_of_any_size_come_to_the_same(monkeypatch, queries, groups, value
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("queries", "keys"), [(10, 4), (4, 10)])
 def test_blocks_of_other_lengths_than_the_keys(monkeypatch, queries, keys, causal):
-    monkeypatch.setattr("qkablate.attention.blocked.QUERIES", 3)
+    for size in ("ALONE", "SHARED"):
+        monkeypatch.setattr(f"qkablate.attention.blocked.{size}", 3)
     torch.manual_seed(0)
     q = torch.randn(2, 4, queries, 6).double()
     k, v = torch.randn(2, 1, keys, 6).double(), torch.randn(2, 4, keys, 3).double()
