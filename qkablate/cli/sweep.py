@@ -146,7 +146,7 @@ def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool)
     from qkablate.sweeps.manifest import freeze
     from qkablate.tracking.mirror import resolve_mode
 
-    wandb = resolve_mode(manifest.track) != "disabled"
+    mirrored = resolve_mode(manifest.track) != "disabled"
     plan = plan_text.lines(manifest, len(slots))
     typed = asked.choices.get("threads", ["auto"]) != ["auto"]
     manifest = freeze(manifest, plan, keep_threads=not typed)
@@ -156,7 +156,7 @@ def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool)
         board.note(line)
     launcher = Launcher(
         manifest,
-        Local(slots, wandb=wandb),
+        Local(slots, wandb=manifest.folder if mirrored else None),
         board,
         retry_failed=retry,
         stop_on_failure=asked.settings.on_failure == "stop",

@@ -12,14 +12,20 @@ from qkablate.errors import UserError, tell
 from qkablate.ownership import Lost, Observer, Owned
 from qkablate.runs import EXIT_CODES
 from qkablate.sweeps.engines import LOG, LOST, OWNED, Task
+from qkablate.tracking import service
 from qkablate.training import session
 from qkablate.training.plan import plan
 from qkablate.training.signals import Stopped
 
 
-def work(task: Task, gpu: str | None, lifeline: Connection) -> None:
-    """Train the run, and exit as it went."""
+def work(
+    task: Task, gpu: str | None, lifeline: Connection, wandb: str, keeper: Connection | None
+) -> None:
+    """Train the run, and exit as it went. `wandb` is where W&B's process is, which stays as long as
+    anybody has the `keeper`."""
     os.setsid()  # Ctrl-C in the terminal is for the launcher, which passes it on
+    if wandb:
+        os.environ[service.VARIABLE] = wandb
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     task.folder.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from qkablate.config import TrackConfig
 from qkablate.errors import UserError
+from qkablate.tracking.service import VARIABLE
 
 CONNECT_SECONDS = 5  # for any answer of the server at all
 INIT_SECONDS = 10
@@ -212,6 +213,7 @@ class Mirror:
 
         with contextlib.suppress(Exception, SystemExit):
             wandb.teardown()
+        os.environ.pop(VARIABLE, None)  # nor is one that others use the right one any more
 
     def _sync_command(self, kind: str) -> str:
         return f"wandb sync {shlex.quote(str(self._recorded))}/{kind}-*"

@@ -3,8 +3,10 @@
 W&B holds on to a process, so that each sweep here has one of its own.
 """
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +89,40 @@ def test_offline(words, tmp_path, home):
     # And nothing is written outside the folders of the sweep and its runs.
     assert list(home.rglob("*")) == []
     assert not (tmp_path / "wandb").exists()
+
+
+def test_all_runs_have_one_process_of_its_own_and_can_do_without(spawn, words, tmp_path, home):
+    """It is killed while two runs are mirrored: they end well, and the others are mirrored."""
+    words = [*words, "variant=standard", "seed=range(4)", "control=none", "train.steps=300"]
+    launcher = spawn("sweep", *words, "track.wandb=offline")
+    while launcher.poll() is None:
+        begun = [
+            path for path in tmp_path.glob("outputs/runs/*/metrics.jsonl") if path.stat().st_size
+        ]
+        if len(begun) >= 2 and (core := wandb_processes(home)):
+            break
+    assert len(core) == 1
+    os.kill(core[0], signal.SIGKILL)
+    _, err = launcher.communicate(timeout=BOUND)
+    assert launcher.returncode == 0, err
+    logs = [log for path in tmp_path.glob("outputs/runs/*") for log in recorded(path)]
+    assert len(logs) >= 4
+    assert sum(log.exit_code == 0 for log in logs) >= 2
+    assert wandb_processes(home) == []
+
+
+def wandb_processes(home):
+    """Those of this test."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            name = (path / "cmdline").read_bytes().split(b"\0")[0]
+            if (
+                name.endswith(b"wandb-core")
+                and str(home).encode() in (path / "environ").read_bytes()
+            ):
+                found.append(int(path.name))
+    return found
 
 
 def status(folder):

@@ -12,9 +12,12 @@ from pathlib import Path
 
 from qkablate.sweeps import worker
 from qkablate.sweeps.engines import Ended, Task
+from qkablate.tracking.service import keep
 
 # What a run imports on its way, besides: half a second for each of them otherwise.
 PRELOADED = [worker.__name__, "omegaconf"]
+_WANDB = ["wandb", "wandb.sdk.launch"]  # the latter is imported by its start, in a quarter second
+_PATIENCE = 10.0  # seconds for W&B's process to come up
 
 
 @dataclass
@@ -25,27 +28,55 @@ class _Running:
     kills: int  # what the kernel had killed for memory before
 
 
+@dataclass(frozen=True)
+class Service:
+    """W&B's process: where it is (empty: each run starts its own), and what keeps it."""
+
+    address: str = ""
+    keeper: connection.Connection | None = None
+    process: BaseProcess | None = None
+
+
 class Local:
     """`devices` has an entry for every slot: the GPU it stands for, or None for the CPU."""
 
-    def __init__(self, devices: list[str | None], *, wandb: bool) -> None:
+    def __init__(self, devices: list[str | None], *, wandb: Path | None) -> None:
+        """`wandb` is the folder for what W&B's own process writes, if there is to be one."""
         self._devices = devices
         self.slots = len(devices)
         self._running: dict[str, _Running] = {}
         self._context = multiprocessing.get_context("forkserver")
         # The server imports and computes nothing: a thread of its own would hang its children.
-        self._context.set_forkserver_preload(PRELOADED + ["wandb"] * wandb)
+        self._context.set_forkserver_preload(PRELOADED + _WANDB * (wandb is not None))
+        self._wandb, self._service = wandb, Service()
 
     def start(self, task: Task) -> None:
         taken = {running.slot for running in self._running.values()}
         slot = next(number for number in range(self.slots) if number not in taken)
+        if self._wandb is not None and self._service.keeper is None:
+            self._service = self._served(self._wandb)
         end, lifeline = self._context.Pipe(duplex=False)
         process = self._context.Process(
-            target=worker.work, args=(task, self._devices[slot], end), name=task.id
+            target=worker.work,
+            args=(task, self._devices[slot], end, self._service.address, self._service.keeper),
+            name=task.id,
         )
         process.start()
         end.close()
         self._running[task.id] = _Running(process, slot, lifeline, _killed_for_memory())
+
+    def _served(self, folder: Path) -> "Service":
+        """W&B's process, for all runs; it goes when the launcher and all of them are gone."""
+        others, keeper = self._context.Pipe(duplex=False)
+        answer, found = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=keep, args=(folder, found, others), name="W&B")
+        process.start()
+        others.close()
+        found.close()
+        address = ""
+        with contextlib.suppress(EOFError):
+            address = answer.recv() if answer.poll(_PATIENCE) else ""
+        return Service(address, keeper, process)
 
     def ended(self, seconds: float) -> list[Ended]:
         waiting = {running.process.sentinel: id for id, running in self._running.items()}
@@ -74,6 +105,9 @@ class Local:
         for running in self._running.values():
             running.process.join()
         self._running.clear()
+        if self._service.keeper is not None and self._service.process is not None:
+            self._service.keeper.close()
+            self._service.process.join(_PATIENCE)
 
 
 def _killed_for_memory() -> int:

@@ -1,0 +1,29 @@
+"""W&B's own process, one for many runs: to start it takes each run longer than to be mirrored."""
+
+import contextlib
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+VARIABLE = "WANDB_SERVICE"  # where W&B looks for a process that is there already
+
+
+def keep(folder: Path, found: Connection, others: Connection) -> None:
+    """Start it, tell where it is, and keep it until none of the others is left: nobody ever writes
+    to that connection, so that it ends with the last of them."""
+    os.setsid()  # Ctrl-C in the terminal is not for us: runs have something to tell yet
+    for what in ("CACHE", "DATA"):  # its own logs
+        os.environ.setdefault(f"WANDB_{what}_DIR", str(folder / "wandb" / what.lower()))
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    address = ""
+    with contextlib.suppress(Exception, SystemExit):  # without it each run starts its own
+        import wandb
+
+        wandb.setup(wandb.Settings(silent=True))
+        address = os.environ.get(VARIABLE, "")
+    with contextlib.suppress(OSError):
+        found.send(address)
+    with contextlib.suppress(EOFError, OSError):
+        others.recv_bytes()
+    with contextlib.suppress(Exception, SystemExit):
+        wandb.teardown()
