@@ -9,6 +9,7 @@ stands what we want it to be.
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import pickle
@@ -38,6 +39,7 @@ from qkablate.table import print_table
 from qkablate.tracking.journal import Journal
 from qkablate.tracking.mirror import Identity, Mirror
 from qkablate.training import hardware
+from qkablate.training.loop import Trainer
 from qkablate.training.measure import check_memory, step_times
 from qkablate.training.plan import empty_model, plan
 
@@ -46,6 +48,7 @@ PRODUCT = 8192 if torch.cuda.is_available() else 2048  # rows and columns of a l
 ALLOWED = 1.25
 RUN = "model.layers=4 model.d_model=128 model.heads=4 model.context=64 train.batch_size=12"
 EMPTY = "model.layers=1 model.d_model=16 model.heads=2 model.context=16 train.steps=1"
+LONG_RUN = "model.layers=2 model.d_model=768 model.heads=12 model.context=1024 train.batch_size=2"
 SHORT = "data.val_tokens=15361 data.test_tokens=15361 track.wandb=disabled"  # 20 batches
 STEPS = 200
 
@@ -108,6 +111,12 @@ def memory(folder: Path, args: argparse.Namespace) -> None:
         with multiprocessing.get_context("spawn").Pool(1) as alone:
             used, own = alone.apply(_layer_memory, (name, kernel))
         rows.append([name, own, f"{used / 2**20:,.0f} MiB"])
+    for name in ("standard", "merged_w"):
+        words = f"train variant={name} {LONG_RUN} {SHORT} train.steps=3 train.eval_every=3"
+        _timed(words, folder / f"memory-{name}")
+        (path,) = folder.glob(f"memory-{name}/runs/*/result.json")
+        used = json.loads(path.read_text(encoding="utf-8"))["peak_memory_bytes"]
+        rows.append([f"{name}, a whole run", "auto", f"{used / 2**20:,.0f} MiB"])
     scores = 4 * LONG.batch_size * LONG.heads * LONG.context**2
     print_table([f"one layer, T {LONG.context}", "kernel", "memory"], rows)
     print(f"all scores at once would be {scores / 2**20:,.0f} MiB, and a gradient needs several")
@@ -158,6 +167,60 @@ def sweep(folder: Path, args: argparse.Namespace) -> None:
         each = (took[1] - took[0]) / 32
         print(f"a run of one step, {what}: {1000 * each:.0f} ms of the machine")
     print("wanted: 3 × nanoGPT's runs an hour, 95 % busy, 150 ms a run")
+
+
+def many(folder: Path, args: argparse.Namespace) -> None:
+    """Whether a run costs as much in a sweep of 1,000 as in a small one, and its files."""
+    rows, before = [], (0, 0.0)
+    for runs in (10, 100, 1000):
+        out = folder / f"many-{runs}"
+        words = f"sweep variant=standard seed=range({runs}) {EMPTY} data.val_tokens=65"
+        seconds = _timed(words + " data.test_tokens=65 track.wandb=disabled", out)[0]
+        each = (seconds - before[1]) / (runs - before[0])
+        before = runs, seconds
+        files = [path for path in out.rglob("*") if not path.is_dir()]
+        size = sum(path.lstat().st_blocks * 512 for path in files)
+        folders = sum(path.is_dir() for path in out.rglob("*"))
+        rows.append(
+            [
+                *(str(runs), f"{seconds:.1f} s", f"{1000 * each:.0f} ms"),
+                *(
+                    f"{len(files) / runs:.1f}",
+                    f"{folders / runs:.1f}",
+                    f"{size / runs / 1000:.1f} kB",
+                ),
+            ]
+        )
+    head = ["runs", "time", "each further one", "files a run", "folders a run", "on disk a run"]
+    print_table(head, rows)
+    print("wanted: as much for each further run")
+
+
+def evaluation(folder: Path, args: argparse.Namespace) -> None:
+    """Whether a token of evaluation costs no more than its share of the FLOPs of training."""
+    rows = []
+    for label, shape in SHAPES.items():
+        for name in ("standard", "merged_w"):
+            planned = plan(configure(shape, name, 1000, folder, "data.val_tokens=16385"))
+            hardware.prepare(planned.config)
+            model = planned.build().to_empty(device="cpu").init_(0).to(planned.config.device)
+            trainer = Trainer(
+                planned, model, None, sinks=(), save=lambda _: None, stop=lambda: False
+            )
+            count = max(1, 16384 // planned.tokens_per_step)  # as many tokens of either
+            training, reading = [], []
+            for _ in range(5):
+                began = time.perf_counter()
+                for step in range(count):
+                    trainer._step(step)
+                between = time.perf_counter()
+                trainer.evaluate("val")
+                training.append((between - began) / count / planned.tokens_per_step)
+                reading.append((time.perf_counter() - between) / 16384)
+            ratio = statistics.median(reading) / statistics.median(training)
+            own = cost(model, tokens_per_pass=shape.batch_size * shape.context, number_bytes=4)
+            rows.append([label, name, f"{ratio:.2f}", f"{own.forward / own.training:.2f}"])
+    print_table(["shape", "variant", "time of training's", "FLOPs of training's"], rows)
 
 
 def _timed(words: str, out: Path) -> tuple[float, float]:
@@ -303,7 +366,7 @@ def main() -> None:
     with initialize(), tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         config = hardware.resolve(configure(SHAPES["small"], "standard", 1, folder))
-        print(compare.header(config))
+        print(compare.header(config, args.nanogpt and args.nanogpt / "model.py"))
         for name in args.only:
             print(f"\n{name}: {SECTIONS[name].__doc__}\n", flush=True)
             SECTIONS[name](folder, args)
@@ -314,6 +377,8 @@ SECTIONS: dict[str, Callable[[Path, argparse.Namespace], None]] = {
     "variants": steps,
     "memory": memory,
     "sweep": sweep,
+    "many": many,
+    "evaluation": evaluation,
     "start": start,
 }
 

@@ -237,14 +237,15 @@ def import_model(checkout: Path) -> Any:
     return module
 
 
-def header(config: Config, module: Any = None) -> str:
+def header(config: Config, module: Path | None = None) -> str:
+    """`module` is nanoGPT's model.py."""
     facts = environment(config, hardware.describe(config))
     machine, versions, code = facts["machine"], facts["versions"], facts["code"]
     device = "" if config.device == "cpu" else f", {machine['device']}"
     state = f"{code['commit'][:12]}{' + changes' if code['diff'] else ''}" if code else "no git"
     theirs = ""
     if module is not None:
-        digest = hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()[:12]
+        digest = hashlib.sha256(module.read_bytes()).hexdigest()[:12]
         theirs = f", nanoGPT's model.py {digest} (sha256)"
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {config.threads} threads{device}\n"
@@ -292,7 +293,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
     ):
         config = hardware.resolve(configure(SHAPES["small"], "standard", 1, Path(folder)))
-        print(header(config, module))
+        print(header(config, Path(module.__file__)))
         title = f"\n{'shape':<7}{'':<38}{'tokens/s':>10}{'ratio to the best nanoGPT':>27}"
         print(f"{title}{'loss':>5} before after")
         for label in args.shapes:
