@@ -179,7 +179,7 @@ def meant(word: str, names: list[str], what: str) -> str | None:
     return found[0] if found else None
 
 
-def environment(config: Config, device: Mapping[str, Any]) -> dict[str, Any]:
+def environment(config: Config, device: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     """Versions, machine and code state; no variable of the environment, where keys live."""
     return {
         "versions": {"python": platform.python_version(), **_versions()},
@@ -191,6 +191,7 @@ def environment(config: Config, device: Mapping[str, Any]) -> dict[str, Any]:
             **device,
         },
         "threads": config.threads,
+        "processes": processes,
         "code": _code_state(),
     }
 

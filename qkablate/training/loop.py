@@ -16,11 +16,13 @@ from qkablate.training.checkpoint import Checkpoint
 from qkablate.training.feed import Feed, on_device
 from qkablate.training.optimizer import learning_rate, make_optimizer
 from qkablate.training.plan import Plan
+from qkablate.training.ranks import ALONE, Ranks
 from qkablate.training.state import Progress
 
 # In one forward pass of an evaluation; more than fit the caches of a CPU take half as long again.
 EVAL_TOKENS = {"cpu": 2048, "cuda": 8192, "mps": 8192}
 EVAL_LOGITS = 2**25  # and as many logits at most
+NEVER = 2**62  # a step that is not reached
 WARM_UP = 5  # steps of a sitting that do not count for tokens per second
 
 
@@ -53,10 +55,12 @@ class Trainer:
         save: Callable[[Checkpoint], None],
         stop: Callable[[], bool],
         began: float | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         config = plan.config
         self.plan, self.config, self.device = plan, config, config.device
         self.model, self.sinks, self.save, self.stop = model, list(sinks), save, stop
+        self.ranks = ranks
         self.optimizer = make_optimizer(model, config)
         self.scaler = torch.amp.GradScaler(
             config.device.partition(":")[0], enabled=config.precision == "fp16"
@@ -72,18 +76,21 @@ class Trainer:
         if config.compile:
             self.loss = torch.compile(model.loss, dynamic=False)
             self.graded = torch.compile(model.graded, dynamic=False)
+        self.training_loss = ranks.parallel(model, self.loss)
         steps = plan.data.batches(
             seed=config.seeds.data,
             batch_size=config.train.batch_size,
             accumulate=config.train.accumulate,
             context=config.model.context,
         )
-        self.feed = Feed(steps, self.device)
+        self.feed = Feed(steps, self.device, ranks.own)
         # Kept on the device, so that steps need not wait for each other.
-        self._loss_sum = torch.tensor(self.progress.loss_sum, device=self.device)
+        self._loss_sum = torch.tensor(
+            self.progress.own_loss_sum(ranks.rank, ranks.count), device=self.device
+        )
         self._first_bad = torch.tensor(-1, device=self.device)
         self._saved = -1 if resumed is None else resumed.progress.step
-        self._peak = hardware.peak_flops(config)
+        self._peak = hardware.peak_flops(config) * ranks.count
         self._mark = time.perf_counter()
         self._began = self._mark if began is None else began
         self._paused = 0.0
@@ -94,6 +101,8 @@ class Trainer:
         """Train to the last step, or until Interrupted or Diverged."""
         train, progress = self.config.train, self.progress
         assert isinstance(train.steps, int)
+        if self.ranks.count > 1 and progress.step < train.steps:
+            self._settle_buckets()
         while True:
             step = progress.step
             last = step == train.steps
@@ -115,11 +124,13 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_multiplier"]
         accumulate = self.config.train.accumulate
-        for micro, batch in enumerate(self.feed.take(step)):
+        own = self.ranks.own(range(accumulate))
+        for micro, batch in zip(own, self.feed.take(step), strict=True):
             hardware.seed(self.device, key(self.config.seeds.dropout, "dropout", step, micro, 0))
-            with hardware.autocast(self.config):
-                loss = self.loss(*batch[:3])
-            self.scaler.scale(loss / accumulate).backward()
+            with self.ranks.averaging(self.training_loss, now=micro == own[-1]):
+                with hardware.autocast(self.config):
+                    loss = self.training_loss(*batch[:3])
+                self.scaler.scale(loss / len(own)).backward()
             self._loss_sum += loss.detach() / accumulate
         self.feed.fetch_ahead(step + 1)
         self.scaler.unscale_(self.optimizer)
@@ -137,10 +148,19 @@ class Trainer:
         self._first_bad = torch.where(fine, self._first_bad, step + 1)
         return norm
 
+    def _settle_buckets(self) -> None:
+        """DDP orders its buckets by the first pass, and an order is a rounding of its own: without
+        a pass before all others, a resumed run would go on as no undisturbed one does."""
+        batch = self.feed.take(self.progress.step)[0]
+        with hardware.autocast(self.config):
+            loss = self.training_loss(*batch[:3])
+        loss.backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
     def _log_training(self, norm: torch.Tensor) -> None:
         self._check_finite()
         progress = self.progress
-        loss = float(self._loss_sum) / progress.loss_count
+        loss = sum(self.ranks.gather(float(self._loss_sum))) / progress.loss_count
         self._loss_sum.zero_()
         progress.loss_count = 0
         row = {
@@ -177,9 +197,12 @@ class Trainer:
         tally = Tally()
         self.model.eval()
         try:
-            for batch in data.reading(split, batch_size=max(1, most // context), context=context):
+            reading = data.reading(split, batch_size=max(1, most // context), context=context)
+            for batch in self.ranks.deal(reading):
                 if self.stop():
                     self._interrupt()
+                if batch is None:
+                    continue
                 inputs = on_device(batch, self.device)
                 with hardware.autocast(self.config):
                     if batch.slices is None:
@@ -190,6 +213,9 @@ class Trainer:
                         tally.grade(batch, losses.cpu().numpy(), hits.cpu().numpy())
         finally:
             self.model.train()
+        tally, *others = self.ranks.gather(tally)
+        for other in others:
+            tally.merge(other)
         return data.measures(split, tally)
 
     def checkpoint(self) -> None:
@@ -197,7 +223,9 @@ class Trainer:
         if self._saved == self.progress.step:
             return
         self._check_finite()
-        self.progress.loss_sum = float(self._loss_sum)
+        shares = self.ranks.gather(float(self._loss_sum))
+        self.progress.loss_sum = sum(shares)
+        self.progress.loss_shares = shares if len(shares) > 1 else []
         now = time.perf_counter()
         self.progress.seconds += now - self._began
         self._began = now
@@ -212,10 +240,12 @@ class Trainer:
 
     def _interrupt(self) -> None:
         self.checkpoint()
+        self.ranks.wait()  # torchrun ends all as soon as one has ended: not before that is written
         raise Interrupted
 
     def _check_finite(self) -> None:
-        if (first := int(self._first_bad)) >= 0:
+        first = int(self._first_bad)
+        if (first := self.ranks.least(first if first >= 0 else NEVER)) < NEVER:
             raise Diverged(first)
 
     def _pausing(self, action: Callable[[], None]) -> None:
