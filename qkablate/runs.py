@@ -67,7 +67,8 @@ def identity(
     frozen = dataclasses.asdict(config)
     for key in _NOT_IDENTITY:
         del frozen[key]
-    del frozen["train"]["checkpoint_every"], frozen["variant"]["name"], frozen["variant"]["file"]
+    del frozen["train"]["checkpoint_every"], frozen["train"]["checkpoint_activations"]
+    del frozen["variant"]["name"], frozen["variant"]["file"]
     if frozen["train"]["read_test"]:  # left out only where something is: it changes no number
         del frozen["train"]["read_test"]
     frozen |= {"circuits_from_outside": dict(circuits_from_outside)}

@@ -23,11 +23,22 @@ _OTHER_CONFIGS = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name"
 
 
 def main(argv: list[str]) -> int:
+    """The verb, by one process or by several that torchrun has started."""
+    ranks = Ranks.found()
+    ranks.keep_quiet()
+    try:
+        return _main(argv, ranks)
+    except UserError as mistake:
+        if ranks.first:
+            raise
+        ranks.refuse(str(mistake))
+        return 2
+
+
+def _main(argv: list[str], ranks: Ranks) -> int:
     """Take the verb's own flags off, and give the rest to Hydra."""
     from qkablate.cli import multirun
 
-    ranks = Ranks.found()
-    ranks.keep_quiet()
     if ranks.count > 1 and {"-m", "--multirun"} & {*argv}:
         raise UserError(
             "-m: several processes train one run together; without torchrun, -m trains many"
@@ -44,6 +55,8 @@ def main(argv: list[str]) -> int:
         try:
             codes.append(_train(composed, rerun, several, ranks))
         except UserError as mistake:  # told here: Hydra would add lines of its own
+            if not ranks.first:
+                raise
             tell(f"qkablate: {mistake}")
             codes.append(2)
         except OSError as error:  # before training began: a full disk, say

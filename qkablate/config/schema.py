@@ -77,6 +77,7 @@ class TrainConfig:
     eval_every: int = 250
     checkpoint_every: int = 250
     read_test: bool = True
+    checkpoint_activations: bool = False
 
 
 @dataclass

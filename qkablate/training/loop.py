@@ -240,7 +240,6 @@ class Trainer:
 
     def _interrupt(self) -> None:
         self.checkpoint()
-        self.ranks.wait()  # torchrun ends all as soon as one has ended: not before that is written
         raise Interrupted
 
     def _check_finite(self) -> None:

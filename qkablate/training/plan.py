@@ -92,7 +92,7 @@ def plan(config: Config, *, writes: bool = True) -> Plan:
 def empty_model(config: Config, vocabulary: int) -> GPT:
     """The model without values."""
     with torch.device("meta"):
-        return GPT(
+        model = GPT(
             config.model,
             config.variant,
             vocabulary,
@@ -100,6 +100,8 @@ def empty_model(config: Config, vocabulary: int) -> GPT:
             half=hardware.flash_in_half(config),
             kernel=config.attention.kernel,
         )
+    model.checkpoint_activations = config.train.checkpoint_activations
+    return model
 
 
 def _check_out(out: Path, params: int) -> None:

@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
@@ -109,10 +109,12 @@ class Ranks:
         self._preparing = distributed.new_group(backend="gloo", timeout=_PREPARING)
 
     def leave(self) -> None:
-        """After an end that all know of."""
+        """End together: torchrun ends all as soon as one has ended with an error."""
         from torch import distributed
 
         if self.count > 1 and distributed.is_initialized():
+            with suppress(RuntimeError):  # the first one did not come to its end
+                self.wait()
             distributed.destroy_process_group()
 
     def tell(self, what: Any) -> None:
@@ -127,9 +129,16 @@ class Ranks:
     def hear(self) -> Any:
         from torch import distributed
 
-        word = [None]
-        distributed.broadcast_object_list(word, src=0, group=self._preparing)
+        word, group, self._preparing = [None], self._preparing, None
+        distributed.broadcast_object_list(word, src=0, group=group)
         return word[0]
+
+    def refuse(self, reason: str) -> None:
+        """What any but the first does with a mistake it has found before `join`. The first finds it
+        too, and torchrun ends all as soon as that has said it; else it hears of it here."""
+        self.join("cpu")
+        if not isinstance(self.hear(), int):
+            self.gather(reason)
 
     def share(self, value: Any, device: str) -> Any:
         """What the first process has, for all: tensors one by one, for they may be large."""
@@ -196,10 +205,12 @@ class Ranks:
         return values
 
     def stopping(self, signals: Signals) -> bool:
-        """Whether a signal has come to any of them."""
-        if self.count > 1:
-            signals.received = self.most(signals.received)
-        return bool(signals)
+        """Whether a signal has come to any of them, for all at the same step."""
+        if self.count == 1:
+            return bool(signals)
+        if agreed := self.most(signals.received):  # one may come while they agree on none
+            signals.received = agreed
+        return bool(agreed)
 
     def parallel(
         self, model: "nn.Module", loss: Callable[..., "Tensor"]

@@ -81,7 +81,9 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
     plan = _recorded(plan, notes, ranks.count)
     config = plan.config
     ranks.tell(Brief(dataclasses.replace(config, device=config.device.partition(":")[0]), run.id))
-    _check_all_can(ranks, None)
+    for rank, reason in enumerate(ranks.gather(None)):
+        if reason is not None:  # another machine may lack what this one has
+            raise UserError(f"process {rank}: {reason}")
     for name in ("result.json", "error.txt"):  # of a sitting that failed
         (run.folder / name).unlink(missing_ok=True)
     result = account.base_result(plan, packed, ranks.count)
@@ -177,7 +179,8 @@ def follow(ranks: Ranks) -> int:
             refusal = f"its data or its variant is another: it would train {plan.run.id}"
     except UserError as mistake:
         refusal = str(mistake)
-    _check_all_can(ranks, refusal)
+    if any(ranks.gather(refusal)):
+        return 2
     signals = Signals()
     with signals.listening(), hardware.process_state():
         try:
@@ -204,13 +207,6 @@ def _shared(
     parts = resumed and (resumed.progress, resumed.weights, resumed.state)
     parts = ranks.share(parts, device)
     return parts and checkpoint.Checkpoint(*parts)
-
-
-def _check_all_can(ranks: Ranks, refusal: str | None) -> None:
-    """Another machine may lack what this one has."""
-    for rank, reason in enumerate(ranks.gather(refusal)):
-        if reason is not None:
-            raise UserError(f"process {rank}: {reason}")
 
 
 def _publish(run: Run, owner: Owner, result: dict[str, Any]) -> None:
