@@ -67,7 +67,8 @@ def identity(
     frozen = dataclasses.asdict(config)
     for key in _NOT_IDENTITY:
         del frozen[key]
-    del frozen["train"]["checkpoint_every"], frozen["train"]["checkpoint_activations"]
+    for key in ("checkpoint_every", "checkpoint_activations", "shard"):
+        del frozen["train"][key]
     del frozen["variant"]["name"], frozen["variant"]["file"]
     if frozen["train"]["read_test"]:  # left out only where something is: it changes no number
         del frozen["train"]["read_test"]

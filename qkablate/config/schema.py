@@ -78,6 +78,7 @@ class TrainConfig:
     checkpoint_every: int = 250
     read_test: bool = True
     checkpoint_activations: bool = False
+    shard: bool = False
 
 
 @dataclass

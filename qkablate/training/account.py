@@ -12,7 +12,8 @@ BESIDES_LOSS = ("bits_per_byte", "accuracy")  # of text and of tasks: null where
 
 def header(plan: Plan, processes: int = 1) -> list[str]:
     config, model = plan.config, plan.config.model
-    together = f"{processes} processes with " if processes > 1 else ""
+    sharded = " that share the weights" if config.train.shard else ""
+    together = f"{processes} processes{sharded} with " if processes > 1 else ""
     return [
         f"run      {plan.run.folder}",
         f"variant  {config.variant.name}: {plan.equation}",

@@ -61,6 +61,8 @@ class Trainer:
         self.plan, self.config, self.device = plan, config, config.device
         self.model, self.sinks, self.save, self.stop = model, list(sinks), save, stop
         self.ranks = ranks
+        if config.train.shard:
+            ranks.spread(model, self.device)
         self.optimizer = make_optimizer(model, config)
         self.scaler = torch.amp.GradScaler(
             config.device.partition(":")[0], enabled=config.precision == "fp16"
@@ -68,7 +70,7 @@ class Trainer:
         self.progress = Progress()
         if resumed is not None:
             self.progress = resumed.progress
-            self.optimizer.load_state_dict(resumed.state["optimizer"])
+            self.optimizer.load_state_dict(ranks.parts(resumed.state["optimizer"], self.optimizer))
             self.scaler.load_state_dict(resumed.state["scaler"])
         # dynamic=False: else what was compiled first would decide what is compiled next, and a
         # resumed run would compute in another way than an undisturbed one.
@@ -166,7 +168,7 @@ class Trainer:
         row = {
             "train/loss": loss,
             "train/lr": self.optimizer.param_groups[0]["lr"],
-            "train/grad_norm": float(norm),
+            "train/grad_norm": float(self.ranks.whole(norm)),
         }
         if self._stretch:
             seconds = time.perf_counter() - self._mark - self._paused
@@ -198,19 +200,19 @@ class Trainer:
         self.model.eval()
         try:
             reading = data.reading(split, batch_size=max(1, most // context), context=context)
-            for batch in self.ranks.deal(reading):
+            for batch, counts in self.ranks.deal(reading):
                 if self.stop():
                     self._interrupt()
-                if batch is None:
-                    continue
                 inputs = on_device(batch, self.device)
                 with hardware.autocast(self.config):
                     if batch.slices is None:
                         loss = self.loss(*inputs[:3], reduction="sum").item()
-                        tally.add(loss, int((batch.targets_NA != IGNORE).sum()))
+                        if counts:
+                            tally.add(loss, int((batch.targets_NA != IGNORE).sum()))
                     else:
                         losses, hits = self.graded(*inputs[:3])
-                        tally.grade(batch, losses.cpu().numpy(), hits.cpu().numpy())
+                        if counts:
+                            tally.grade(batch, losses.cpu().numpy(), hits.cpu().numpy())
         finally:
             self.model.train()
         tally, *others = self.ranks.gather(tally)
@@ -231,6 +233,7 @@ class Trainer:
         self._began = now
         weights = {name: value.detach() for name, value in self.model.state_dict().items()}
         state = {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        weights, state = self.ranks.whole((weights, state), keep=self.ranks.first)
         self.save(Checkpoint(self.progress, weights, state))
         self._saved = self.progress.step
 

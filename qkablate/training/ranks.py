@@ -20,7 +20,9 @@ from qkablate.errors import UserError
 from qkablate.training.signals import Signals
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
+
+    from qkablate.model import GPT
 
 T = TypeVar("T")
 
@@ -42,6 +44,7 @@ class Ranks:
     local_rank: int = 0  # on this machine
     local_count: int = 1
     _preparing: Any = None  # the group of those that wait, until the first one has told them all
+    _sharded: Any = None  # the model, where each has a part of it
 
     @classmethod
     def found(cls) -> "Ranks":
@@ -75,13 +78,20 @@ class Ranks:
                 f"device: {config.device} is one device, and there are {self.count} processes"
                 " (allowed: auto, cpu, cuda)"
             )
+        if config.train.shard and config.compile is True:
+            raise UserError("train.shard: true needs compile=false")
         threads = config.threads
         if threads == "auto":  # torchrun would have it be one
             cores = (
                 os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
             )
             threads = max(1, len(cores) // self.local_count)
-        return dataclasses.replace(config, device=self._device(config.device), threads=threads)
+        return dataclasses.replace(
+            config,
+            device=self._device(config.device),
+            threads=threads,
+            compile=False if config.train.shard else config.compile,
+        )
 
     def _device(self, name: str) -> str:
         import torch
@@ -144,37 +154,20 @@ class Ranks:
         """What the first process has, for all: tensors one by one, for they may be large."""
         if self.count == 1:
             return value
-        import torch
-        from torch import distributed
+        from qkablate.training import sharing
 
-        tensors: list[Tensor] = []
-
-        def describe(tensor: "Tensor") -> "_Like":
-            tensors.append(tensor)
-            return _Like(tuple(tensor.shape), tensor.dtype, tensor.device.type)
-
-        def make(like: "_Like") -> "Tensor":
-            on = "cpu" if like.device == "cpu" else device
-            tensors.append(torch.empty(like.shape, dtype=like.dtype, device=on))
-            return tensors[-1]
-
-        described = [_changed(value, torch.Tensor, describe) if self.first else None]
-        distributed.broadcast_object_list(described, src=0)
-        if not self.first:
-            value = _changed(described[0], _Like, make)
-        for tensor in tensors:
-            distributed.broadcast(tensor.detach(), src=0)
-        return value
+        return sharing.broadcast(value, device, self.first)
 
     def own(self, items: Sequence[T]) -> Sequence[T]:
         """Of what all see."""
         return items[self.rank :: self.count]
 
-    def deal(self, items: Iterable[T]) -> Iterator[T | None]:
-        """Every W-th item; None in the last round if it is not whole, so that all have as many."""
+    def deal(self, items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+        """Every W-th item. All get as many: one may come a second time, and then does not count."""
         rest = iter(items)
         while some := list(islice(rest, self.count)):
-            yield some[self.rank] if self.rank < len(some) else None
+            counts = self.rank < len(some)
+            yield some[self.rank if counts else 0], counts
 
     def most(self, number: int) -> int:
         """The largest of all numbers."""
@@ -212,11 +205,33 @@ class Ranks:
             signals.received = agreed
         return bool(agreed)
 
-    def parallel(
-        self, model: "nn.Module", loss: Callable[..., "Tensor"]
-    ) -> Callable[..., "Tensor"]:
+    def spread(self, model: "GPT", device: str) -> None:
+        """Give each process a part of the model."""
+        if self.count > 1:
+            from qkablate.training import sharding
+
+            sharding.shard(model, device, self.count)
+            self._sharded = model
+
+    def parts(self, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+        """The optimiser's state, as this process needs it."""
+        if self._sharded is None:
+            return state
+        from qkablate.training import sharding
+
+        return sharding.parts(state, optimizer)
+
+    def whole(self, value: Any, keep: bool = True) -> Any:
+        """What was given out in parts, for whoever keeps it."""
+        if self._sharded is None:
+            return value
+        from qkablate.training import sharding
+
+        return sharding.whole(value, keep)
+
+    def parallel(self, model: "GPT", loss: Callable[..., "Tensor"]) -> Callable[..., "Tensor"]:
         """The loss, with gradients that are averaged over all processes."""
-        if self.count == 1:
+        if self.count == 1 or self._sharded is not None:
             return loss
         from torch.nn import Module
         from torch.nn.parallel import DistributedDataParallel
@@ -237,6 +252,9 @@ class Ranks:
 
     def averaging(self, loss: Any, now: bool) -> AbstractContextManager[Any]:
         """Average the gradients in this pass, or leave that to a later one."""
+        if self._sharded is not None:
+            self._sharded.set_requires_gradient_sync(now)
+            return nullcontext()
         return nullcontext() if self.count == 1 or now else loss.no_sync()
 
     def lost(self, error: BaseException) -> bool:
@@ -246,26 +264,6 @@ class Ranks:
         from torch import distributed
 
         return isinstance(error, distributed.DistError) or "gloo" in str(error)
-
-
-@dataclass(frozen=True)
-class _Like:
-    """A tensor without its numbers."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    device: str
-
-
-def _changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """With every `kind` in it changed."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _changed(part, kind, change) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_changed(part, kind, change) for part in value)
-    return value
 
 
 ALONE = Ranks()

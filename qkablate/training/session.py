@@ -63,6 +63,8 @@ def run(
     """Train the run, as one of `packed` that share the machine, or find its result: a failed one is
     trained again, unless `retry` is false. Raises Owned, Stopped or Lost. Of several processes
     the first one calls this, and the others `follow`."""
+    if plan.config.train.shard and ranks.count > 1 and plan.config.precision == "fp16":
+        raise UserError("train.shard: true has no loss scaling for fp16 (allowed: bf16, fp32)")
     with plan.run.owned(observer) as owner:
         if rerun:
             plan.run.restart()
@@ -92,7 +94,7 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
         try:
             hardware.prepare(config)
             resumed = checkpoint.load_newest(
-                run.checkpoints, config.device, run.metrics, notes.append
+                run.checkpoints, _whole_on(plan, ranks), run.metrics, notes.append
             )
             progress = resumed.progress if resumed else Progress()
             if resumed:
@@ -121,10 +123,10 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
                 owner.check()
                 return ranks.stopping(signals)
 
-            resumed = _shared(ranks, resumed, config.device)
+            resumed = _shared(ranks, resumed, _whole_on(plan, ranks))
             trainer = Trainer(
                 plan,
-                _model(plan, resumed),
+                _model(plan, resumed, _whole_on(plan, ranks)),
                 resumed,
                 sinks=(_Fence(owner), journal, terminal, mirror),
                 save=save,
@@ -185,10 +187,10 @@ def follow(ranks: Ranks) -> int:
     with signals.listening(), hardware.process_state():
         try:
             hardware.prepare(config)
-            resumed = _shared(ranks, None, config.device)
+            resumed = _shared(ranks, None, _whole_on(plan, ranks))
             trainer = Trainer(
                 plan,
-                _model(plan, resumed),
+                _model(plan, resumed, _whole_on(plan, ranks)),
                 resumed,
                 sinks=(),
                 save=lambda _: None,
@@ -256,10 +258,15 @@ def _train(plan: Plan, trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _model(plan: Plan, resumed: checkpoint.Checkpoint | None) -> GPT:
-    model = plan.build().to_empty(device="cpu" if resumed is None else plan.config.device)
+def _whole_on(plan: Plan, ranks: Ranks) -> str:
+    """Where all weights have room at once."""
+    return "cpu" if plan.config.train.shard and ranks.count > 1 else plan.config.device
+
+
+def _model(plan: Plan, resumed: checkpoint.Checkpoint | None, device: str) -> GPT:
+    model = plan.build().to_empty(device="cpu" if resumed is None else device)
     if resumed is None:
-        return model.init_(plan.config.seeds.init).to(plan.config.device)
+        return model.init_(plan.config.seeds.init).to(device)
     model.load_state_dict(resumed.weights)
     return model
 

@@ -159,6 +159,32 @@ def test_killed_and_stopped_it_ends_as_if_nothing_had_been(qkablate, torchrun, t
     assert read(folder_of(tmp_path, "fewer"), "result.json")["processes"] == 1
 
 
+def test_each_may_hold_a_part_of_the_model(qkablate, torchrun, tiny, tmp_path):
+    """What is written is whole: such a run goes on so, to the same bits, or in one process."""
+    words = (*tiny, *SHARED)
+    sharded = ("train.shard=true", "train.checkpoint_activations=true")
+    assert qkablate("train", *words, "out=alone").code == 0
+    process = torchrun(*words, *sharded, "out=calm")
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    alone, calm = folder_of(tmp_path, "alone"), folder_of(tmp_path, "calm")
+    assert alone.name == calm.name
+    assert_close(alone, calm)
+    process = torchrun(*words, *sharded, "out=rough")
+    after_rows(process, tmp_path, "rough", 12)
+    process.terminate()
+    _, err = process.communicate()
+    assert "stopped; the same command goes on from here" in err
+    shutil.copytree(tmp_path / "rough", tmp_path / "whole")
+    process = torchrun(*words, *sharded, "out=rough")
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "going on from step" in err
+    assert_identical(calm, folder_of(tmp_path, "rough"))
+    assert qkablate("train", *words, "out=whole").code == 0
+    assert_close(alone, folder_of(tmp_path, "whole"))
+
+
 def test_they_diverge_together(qkablate, torchrun, tiny, tmp_path):
     words = (*tiny, *SHARED, "optim.lr=1000", "optim.clip=0", "model.norm=none")
     assert qkablate("train", *words, "out=alone").code == 3
@@ -183,6 +209,10 @@ def test_they_diverge_together(qkablate, torchrun, tiny, tmp_path):
         (
             ["train.accumulate=2", "device=cuda:1"],
             "device: cuda:1 is one device, and there are 2 processes (allowed: auto, cpu, cuda)",
+        ),
+        (
+            ["train.accumulate=2", "train.shard=true", "compile=true"],
+            "train.shard: true needs compile=false",
         ),
         (["-m", "seed=0,1"], "-m: several processes train one run together; without torchrun, -m"),
         (["trian.steps=1"], "trian.steps: there is no such key"),
@@ -230,8 +260,13 @@ def test_every_process_has_a_gpu_of_its_own(monkeypatch):
 
 
 def test_all_have_as_many_items():
-    dealt = [list(Ranks(rank, 3).deal(range(7))) for rank in range(3)]
-    assert dealt == [[0, 3, 6], [1, 4, None], [2, 5, None]]
+    dealt = [list(Ranks(rank, 3).deal("abcdefg")) for rank in range(3)]
+    assert [[item for item, counts in own if counts] for own in dealt] == [
+        ["a", "d", "g"],
+        ["b", "e"],
+        ["c", "f"],
+    ]
+    assert [len(own) for own in dealt] == [3, 3, 3]
 
 
 def test_where_a_sum_goes_on():
