@@ -9,6 +9,7 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from qkablate import output
 from qkablate.attention import Attention, Cache, Draw
@@ -71,6 +72,8 @@ class GPT(nn.Module):
             for _ in range(config.layers)
         )
         self.norm = _norm(config)
+        # Keep of each block its input alone, and compute the rest again for the gradients.
+        self.checkpoint_activations = False
 
     def forward(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
         """Logits over the next token, logits_BTV. With caches (a layer each), the tokens are those
@@ -84,8 +87,13 @@ class GPT(nn.Module):
             first = caches[0].length if caches else 0
             x_BTD = x_BTD + self.position_embedding.weight[first : first + tokens_BT.shape[1]]
         x_BTD = self.dropout(x_BTD)
+        again = self.checkpoint_activations and self.training and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, caches[layer] if caches else None)
+            if again:
+                drawn = bool(self.config.dropout)
+                x_BTD = checkpoint(block, x_BTD, use_reentrant=False, preserve_rng_state=drawn)
+            else:
+                x_BTD = block(x_BTD, caches[layer] if caches else None)
         return self.norm(x_BTD)
 
     def loss(

@@ -67,7 +67,9 @@ def identity(
     frozen = dataclasses.asdict(config)
     for key in _NOT_IDENTITY:
         del frozen[key]
-    del frozen["train"]["checkpoint_every"], frozen["variant"]["name"], frozen["variant"]["file"]
+    for key in ("checkpoint_every", "checkpoint_activations", "shard"):
+        del frozen["train"][key]
+    del frozen["variant"]["name"], frozen["variant"]["file"]
     if frozen["train"]["read_test"]:  # left out only where something is: it changes no number
         del frozen["train"]["read_test"]
     frozen |= {"circuits_from_outside": dict(circuits_from_outside)}
@@ -179,7 +181,7 @@ def meant(word: str, names: list[str], what: str) -> str | None:
     return found[0] if found else None
 
 
-def environment(config: Config, device: Mapping[str, Any]) -> dict[str, Any]:
+def environment(config: Config, device: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     """Versions, machine and code state; no variable of the environment, where keys live."""
     return {
         "versions": {"python": platform.python_version(), **_versions()},
@@ -191,6 +193,7 @@ def environment(config: Config, device: Mapping[str, Any]) -> dict[str, Any]:
             **device,
         },
         "threads": config.threads,
+        "processes": processes,
         "code": _code_state(),
     }
 

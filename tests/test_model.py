@@ -334,3 +334,42 @@ def test_a_model_with_many_logits_never_has_them_all(monkeypatch, largest, answe
         assert (found.numbers < targets.numel() * 50) == (most == 500)
         losses.append([loss, *(p.grad for p in model.parameters())])
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_activations_computed_twice_are_the_same(name, dropout):
+    """To the last bit, and with dropout the same units are dropped again."""
+    found = []
+    for again in (False, True):
+        model = gpt(name, dropout=dropout)
+        model.checkpoint_activations = again
+        tokens_BT = tokens_of(2, 17)
+        torch.manual_seed(1)
+        loss = model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
+        loss.backward()
+        found.append([loss, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_activations_computed_twice_are_not_kept():
+    """Of each block its input alone."""
+    kept = []
+    for again in (False, True):
+        model = gpt(layers=6)
+        model.checkpoint_activations = again
+        parameters = {parameter.data_ptr() for parameter in model.parameters()}
+        saved: dict[int, int] = {}
+
+        def keep(tensor, saved=saved, parameters=parameters):
+            if tensor.data_ptr() not in parameters:
+                saved[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        tokens_BT = tokens_of(2, 17)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
+        kept.append(sum(saved.values()))
+    stream = 2 * 16 * 32  # what goes from block to block
+    assert kept[0] > 6 * 10 * stream
+    assert kept[1] < 6 * stream + 8 * stream  # and what embedding, norm and loss keep

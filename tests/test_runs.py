@@ -68,7 +68,7 @@ def test_what_cannot_change_the_result_does_not():
             threads=7,
             track=TrackConfig(wandb="disabled", tags=["x"], group="g", log_every=3),
             data=DataConfig(path="/somewhere", cache="/else"),
-            train=TrainConfig(checkpoint_every=5),
+            train=TrainConfig(checkpoint_every=5, checkpoint_activations=True, shard=True),
             variant=VariantConfig(name="mine"),
         ),
         device="cpu",

@@ -24,6 +24,7 @@ from qkablate.sweeps.state import State, read_run
 _OF_THE_RUN = ("seed", "seeds", "track", "out", "threads", "device", "attention", "id", "identity")
 _NO_NUMBER = ("threads", "attention.kernel", "train.eval_every")  # of a pair the two may differ
 _APART = {("optim", "lr"), ("train", "checkpoint_every"), ("train", "read_test"), ("data", "cache")}
+_APART |= {("train", "checkpoint_activations"), ("train", "shard")}
 
 
 def study_of(folders: Iterable[Path]) -> Study:

@@ -11,6 +11,7 @@ from qkablate.config import load, variants
 from qkablate.errors import UserError, tell
 from qkablate.ownership import SILENCE, Lost, Observer, Owned
 from qkablate.runs import EXIT_CODES
+from qkablate.training.ranks import Ranks
 
 # What belongs to one variant, and not to the one that is proposed beside it.
 _OF_A_VARIANT = tuple(
@@ -22,9 +23,26 @@ _OTHER_CONFIGS = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name"
 
 
 def main(argv: list[str]) -> int:
+    """The verb, by one process or by several that torchrun has started."""
+    ranks = Ranks.found()
+    ranks.keep_quiet()
+    try:
+        return _main(argv, ranks)
+    except UserError as mistake:
+        if ranks.first:
+            raise
+        ranks.refuse(str(mistake))
+        return 2
+
+
+def _main(argv: list[str], ranks: Ranks) -> int:
     """Take the verb's own flags off, and give the rest to Hydra."""
     from qkablate.cli import multirun
 
+    if ranks.count > 1 and {"-m", "--multirun"} & {*argv}:
+        raise UserError(
+            "-m: several processes train one run together; without torchrun, -m trains many"
+        )
     rerun = "--rerun" in argv
     codes: list[int] = []
     multirun.CheckEveryJob.runs = []
@@ -35,13 +53,18 @@ def main(argv: list[str]) -> int:
 
         several = HydraConfig.get().mode == RunMode.MULTIRUN
         try:
-            codes.append(_train(composed, rerun, several))
+            codes.append(_train(composed, rerun, several, ranks))
         except UserError as mistake:  # told here: Hydra would add lines of its own
+            if not ranks.first:
+                raise
             tell(f"qkablate: {mistake}")
             codes.append(2)
         except OSError as error:  # before training began: a full disk, say
             tell(f"qkablate: {error}")
             codes.append(1)
+        ranks.tell(codes[-1])
+        if codes[-1] != 1:
+            ranks.leave()
 
     argv = [word for word in argv if word != "--rerun"]
     flags = {word.partition("=")[0] for word in argv}
@@ -64,27 +87,38 @@ def _check(words: list[str]) -> None:
     built(jobs(words), lambda config: empty_model(hardware.resolve(config), 1))
 
 
-def _train(composed: Any, rerun: bool, several: bool) -> int:
+def _train(composed: Any, rerun: bool, several: bool, ranks: Ranks) -> int:
     """Train one run, tell what became of it, and give its exit code."""
     from hydra.core.hydra_config import HydraConfig
 
-    config = load(composed)
+    config = ranks.settled(load(composed))
     from qkablate.data.corpus import look
 
     look(config.data)
     from qkablate.training.plan import plan
-    from qkablate.training.session import run
+    from qkablate.training.session import follow, run
     from qkablate.training.signals import Stopped
 
-    planned = plan(config)
+    ranks.join(config.device)
     try:
-        outcome = run(planned, rerun=rerun, observer=_settled(planned.run.folder))
+        if not ranks.first:
+            return follow(ranks)
+        planned = plan(config)
+        observer = _settled(planned.run.folder)
+        outcome = run(planned, rerun=rerun, observer=observer, ranks=ranks)
     except (Owned, Lost) as other:
         tell(f"qkablate: {other}")
         return 1
     except Stopped as stopped:
+        ranks.leave()
         # In a multirun, too: whoever interrupts does not want the next job to start.
         raise SystemExit(stopped.exit_code) from None
+    except RuntimeError as error:
+        if not ranks.lost(error):
+            raise
+        others = f"another of the {ranks.count} processes has ended"
+        tell(f"qkablate: {others}; the same command goes on from the last checkpoint")
+        return 1
     with suppress(BrokenPipeError):  # nobody reads on, as in `| head`; the run is done all the same
         _print_result(outcome.result, outcome.trained, planned.run.folder)
         if not several:

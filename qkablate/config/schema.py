@@ -77,6 +77,8 @@ class TrainConfig:
     eval_every: int = 250
     checkpoint_every: int = 250
     read_test: bool = True
+    checkpoint_activations: bool = False
+    shard: bool = False
 
 
 @dataclass

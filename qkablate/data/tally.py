@@ -27,6 +27,11 @@ class Sums:
     def accuracy(self) -> float:
         return self.hits / self.count
 
+    def merge(self, other: "Sums") -> None:
+        self.count += other.count
+        self.loss += other.loss
+        self.hits += other.hits
+
 
 @dataclass
 class Tally:
@@ -38,6 +43,13 @@ class Tally:
     def add(self, loss: float, count: int) -> None:
         self.all.loss += loss
         self.all.count += count
+
+    def merge(self, other: "Tally") -> None:
+        """Add what another process has read."""
+        self.all.merge(other.all)
+        for name, slices in other.slices.items():
+            for i, sums in slices.items():
+                self.slices[name].setdefault(i, Sums()).merge(sums)
 
     def grade(self, batch: Batch, losses_NA: np.ndarray, hits_NA: np.ndarray) -> None:
         """Add graded answers; those that don't count have a target of -100."""

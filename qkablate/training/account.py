@@ -10,8 +10,10 @@ from qkablate.training.plan import Plan
 BESIDES_LOSS = ("bits_per_byte", "accuracy")  # of text and of tasks: null where there is none
 
 
-def header(plan: Plan) -> list[str]:
+def header(plan: Plan, processes: int = 1) -> list[str]:
     config, model = plan.config, plan.config.model
+    sharded = " that share the weights" if config.train.shard else ""
+    together = f"{processes} processes{sharded} with " if processes > 1 else ""
     return [
         f"run      {plan.run.folder}",
         f"variant  {config.variant.name}: {plan.equation}",
@@ -20,12 +22,12 @@ def header(plan: Plan) -> list[str]:
         f"model    {model.layers} layers, d {model.d_model}, {model.heads} heads, context"
         f" {model.context}: {plan.params['total']:,} parameters",
         f"data     {plan.data.told}",
-        f"machine  {config.device}, {config.precision}, {config.threads} threads,"
+        f"machine  {config.device}, {config.precision}, {together}{config.threads} threads,"
         f" kernel {plan.kernel}{', compiled' if config.compile else ''}",
     ]
 
 
-def base_result(plan: Plan, packed: int) -> dict[str, Any]:
+def base_result(plan: Plan, packed: int, processes: int = 1) -> dict[str, Any]:
     config, model = plan.config, plan.config.model
     return {
         "id": plan.run.id,
@@ -52,6 +54,7 @@ def base_result(plan: Plan, packed: int) -> dict[str, Any]:
         "loss_blocks": plan.loss_blocks,
         "compile": config.compile,
         "threads": config.threads,
+        "processes": processes,
         "data_fingerprint": plan.data.fingerprint,
         "attempt": plan.run.attempt,
         "version": __version__,

@@ -1,5 +1,7 @@
 """The batches of each step, where they are computed with."""
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
 
 from qkablate.data import Batch, Steps
@@ -9,8 +11,14 @@ class Feed:
     """On a GPU the next step's batches are on their way, from pinned memory, while this one's
     computes: a kernel is only queued when Python goes on."""
 
-    def __init__(self, steps: Steps, device: str) -> None:
-        self._steps, self._device = steps, device
+    def __init__(
+        self,
+        steps: Steps,
+        device: str,
+        own: Callable[[Sequence[Batch]], Sequence[Batch]] = lambda batches: batches,
+    ) -> None:
+        """`own`: which of a step's batches this process takes."""
+        self._steps, self._device, self._own = steps, device, own
         self._ahead: tuple[int, list[Batch]] = (-1, [])
 
     def take(self, step: int) -> list[Batch]:
@@ -22,7 +30,7 @@ class Feed:
             self._ahead = step, self._fetch(step)
 
     def _fetch(self, step: int) -> list[Batch]:
-        return [on_device(batch, self._device) for batch in self._steps.step(step)]
+        return [on_device(batch, self._device) for batch in self._own(self._steps.step(step))]
 
 
 def on_device(batch: Batch, device: str) -> Batch:

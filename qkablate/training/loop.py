@@ -16,11 +16,13 @@ from qkablate.training.checkpoint import Checkpoint
 from qkablate.training.feed import Feed, on_device
 from qkablate.training.optimizer import learning_rate, make_optimizer
 from qkablate.training.plan import Plan
+from qkablate.training.ranks import ALONE, Ranks
 from qkablate.training.state import Progress
 
 # In one forward pass of an evaluation; more than fit the caches of a CPU take half as long again.
 EVAL_TOKENS = {"cpu": 2048, "cuda": 8192, "mps": 8192}
 EVAL_LOGITS = 2**25  # and as many logits at most
+NEVER = 2**62  # a step that is not reached
 WARM_UP = 5  # steps of a sitting that do not count for tokens per second
 
 
@@ -53,10 +55,14 @@ class Trainer:
         save: Callable[[Checkpoint], None],
         stop: Callable[[], bool],
         began: float | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         config = plan.config
         self.plan, self.config, self.device = plan, config, config.device
         self.model, self.sinks, self.save, self.stop = model, list(sinks), save, stop
+        self.ranks = ranks
+        if config.train.shard:
+            ranks.spread(model, self.device)
         self.optimizer = make_optimizer(model, config)
         self.scaler = torch.amp.GradScaler(
             config.device.partition(":")[0], enabled=config.precision == "fp16"
@@ -64,7 +70,7 @@ class Trainer:
         self.progress = Progress()
         if resumed is not None:
             self.progress = resumed.progress
-            self.optimizer.load_state_dict(resumed.state["optimizer"])
+            self.optimizer.load_state_dict(ranks.parts(resumed.state["optimizer"], self.optimizer))
             self.scaler.load_state_dict(resumed.state["scaler"])
         # dynamic=False: else what was compiled first would decide what is compiled next, and a
         # resumed run would compute in another way than an undisturbed one.
@@ -72,18 +78,21 @@ class Trainer:
         if config.compile:
             self.loss = torch.compile(model.loss, dynamic=False)
             self.graded = torch.compile(model.graded, dynamic=False)
+        self.training_loss = ranks.parallel(model, self.loss)
         steps = plan.data.batches(
             seed=config.seeds.data,
             batch_size=config.train.batch_size,
             accumulate=config.train.accumulate,
             context=config.model.context,
         )
-        self.feed = Feed(steps, self.device)
+        self.feed = Feed(steps, self.device, ranks.own)
         # Kept on the device, so that steps need not wait for each other.
-        self._loss_sum = torch.tensor(self.progress.loss_sum, device=self.device)
+        self._loss_sum = torch.tensor(
+            self.progress.own_loss_sum(ranks.rank, ranks.count), device=self.device
+        )
         self._first_bad = torch.tensor(-1, device=self.device)
         self._saved = -1 if resumed is None else resumed.progress.step
-        self._peak = hardware.peak_flops(config)
+        self._peak = hardware.peak_flops(config) * ranks.count
         self._mark = time.perf_counter()
         self._began = self._mark if began is None else began
         self._paused = 0.0
@@ -94,6 +103,8 @@ class Trainer:
         """Train to the last step, or until Interrupted or Diverged."""
         train, progress = self.config.train, self.progress
         assert isinstance(train.steps, int)
+        if self.ranks.count > 1 and progress.step < train.steps:
+            self._settle_buckets()
         while True:
             step = progress.step
             last = step == train.steps
@@ -115,11 +126,13 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_multiplier"]
         accumulate = self.config.train.accumulate
-        for micro, batch in enumerate(self.feed.take(step)):
+        own = self.ranks.own(range(accumulate))
+        for micro, batch in zip(own, self.feed.take(step), strict=True):
             hardware.seed(self.device, key(self.config.seeds.dropout, "dropout", step, micro, 0))
-            with hardware.autocast(self.config):
-                loss = self.loss(*batch[:3])
-            self.scaler.scale(loss / accumulate).backward()
+            with self.ranks.averaging(self.training_loss, now=micro == own[-1]):
+                with hardware.autocast(self.config):
+                    loss = self.training_loss(*batch[:3])
+                self.scaler.scale(loss / len(own)).backward()
             self._loss_sum += loss.detach() / accumulate
         self.feed.fetch_ahead(step + 1)
         self.scaler.unscale_(self.optimizer)
@@ -137,16 +150,25 @@ class Trainer:
         self._first_bad = torch.where(fine, self._first_bad, step + 1)
         return norm
 
+    def _settle_buckets(self) -> None:
+        """DDP orders its buckets by the first pass, and an order is a rounding of its own: without
+        a pass before all others, a resumed run would go on as no undisturbed one does."""
+        batch = self.feed.take(self.progress.step)[0]
+        with hardware.autocast(self.config):
+            loss = self.training_loss(*batch[:3])
+        loss.backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
     def _log_training(self, norm: torch.Tensor) -> None:
         self._check_finite()
         progress = self.progress
-        loss = float(self._loss_sum) / progress.loss_count
+        loss = sum(self.ranks.gather(float(self._loss_sum))) / progress.loss_count
         self._loss_sum.zero_()
         progress.loss_count = 0
         row = {
             "train/loss": loss,
             "train/lr": self.optimizer.param_groups[0]["lr"],
-            "train/grad_norm": float(norm),
+            "train/grad_norm": float(self.ranks.whole(norm)),
         }
         if self._stretch:
             seconds = time.perf_counter() - self._mark - self._paused
@@ -177,19 +199,25 @@ class Trainer:
         tally = Tally()
         self.model.eval()
         try:
-            for batch in data.reading(split, batch_size=max(1, most // context), context=context):
+            reading = data.reading(split, batch_size=max(1, most // context), context=context)
+            for batch, counts in self.ranks.deal(reading):
                 if self.stop():
                     self._interrupt()
                 inputs = on_device(batch, self.device)
                 with hardware.autocast(self.config):
                     if batch.slices is None:
                         loss = self.loss(*inputs[:3], reduction="sum").item()
-                        tally.add(loss, int((batch.targets_NA != IGNORE).sum()))
+                        if counts:
+                            tally.add(loss, int((batch.targets_NA != IGNORE).sum()))
                     else:
                         losses, hits = self.graded(*inputs[:3])
-                        tally.grade(batch, losses.cpu().numpy(), hits.cpu().numpy())
+                        if counts:
+                            tally.grade(batch, losses.cpu().numpy(), hits.cpu().numpy())
         finally:
             self.model.train()
+        tally, *others = self.ranks.gather(tally)
+        for other in others:
+            tally.merge(other)
         return data.measures(split, tally)
 
     def checkpoint(self) -> None:
@@ -197,12 +225,15 @@ class Trainer:
         if self._saved == self.progress.step:
             return
         self._check_finite()
-        self.progress.loss_sum = float(self._loss_sum)
+        shares = self.ranks.gather(float(self._loss_sum))
+        self.progress.loss_sum = sum(shares)
+        self.progress.loss_shares = shares if len(shares) > 1 else []
         now = time.perf_counter()
         self.progress.seconds += now - self._began
         self._began = now
         weights = {name: value.detach() for name, value in self.model.state_dict().items()}
         state = {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        weights, state = self.ranks.whole((weights, state), keep=self.ranks.first)
         self.save(Checkpoint(self.progress, weights, state))
         self._saved = self.progress.step
 
@@ -215,7 +246,8 @@ class Trainer:
         raise Interrupted
 
     def _check_finite(self) -> None:
-        if (first := int(self._first_bad)) >= 0:
+        first = int(self._first_bad)
+        if (first := self.ranks.least(first if first >= 0 else NEVER)) < NEVER:
             raise Diverged(first)
 
     def _pausing(self, action: Callable[[], None]) -> None:

@@ -51,12 +51,14 @@ class Plan:
         return empty_model(self.config, self.data.vocabulary)
 
 
-def plan(config: Config) -> Plan:
-    """Resolve what depends on machine and data; UserError for whatever can't be."""
+def plan(config: Config, *, writes: bool = True) -> Plan:
+    """Resolve what depends on machine and data; UserError for whatever can't be. Of a process that
+    `writes` nothing no room is asked."""
     config, hashes = settle(hardware.resolve(config))
-    resolve_mode(config.track)
-    # The cheap looks first: data may have to be prepared.
-    _check_out(Path(config.out).expanduser(), empty_model(config, 1).ledger()["total"])
+    if writes:
+        resolve_mode(config.track)
+        # The cheap looks first: data may have to be prepared.
+        _check_out(Path(config.out).expanduser(), empty_model(config, 1).ledger()["total"])
     data = open_data(config.data, config.model.context)
     data.check_context(config.model.context)
     model = empty_model(config, data.vocabulary)
@@ -90,7 +92,7 @@ def plan(config: Config) -> Plan:
 def empty_model(config: Config, vocabulary: int) -> GPT:
     """The model without values."""
     with torch.device("meta"):
-        return GPT(
+        model = GPT(
             config.model,
             config.variant,
             vocabulary,
@@ -98,6 +100,8 @@ def empty_model(config: Config, vocabulary: int) -> GPT:
             half=hardware.flash_in_half(config),
             kernel=config.attention.kernel,
         )
+    model.checkpoint_activations = config.train.checkpoint_activations
+    return model
 
 
 def _check_out(out: Path, params: int) -> None:

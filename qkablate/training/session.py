@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from qkablate.config import Config
+from qkablate.errors import UserError
 from qkablate.model import GPT
 from qkablate.ownership import Lost, Observer, Owner
 from qkablate.runs import (
@@ -24,6 +26,8 @@ from qkablate.tracking import Journal, Mirror, Terminal
 from qkablate.training import account, checkpoint, hardware
 from qkablate.training.loop import Diverged, Interrupted, Trainer
 from qkablate.training.plan import Plan
+from qkablate.training.plan import plan as make_plan
+from qkablate.training.ranks import ALONE, Ranks
 from qkablate.training.signals import Signals, Stopped
 from qkablate.training.state import Progress
 
@@ -54,9 +58,13 @@ def run(
     retry: bool = True,
     packed: int = 1,
     observer: Observer | None = None,
+    ranks: Ranks = ALONE,
 ) -> Outcome:
     """Train the run, as one of `packed` that share the machine, or find its result: a failed one is
-    trained again, unless `retry` is false. Raises Owned, Stopped or Lost."""
+    trained again, unless `retry` is false. Raises Owned, Stopped or Lost. Of several processes
+    the first one calls this, and the others `follow`."""
+    if plan.config.train.shard and ranks.count > 1 and plan.config.precision == "fp16":
+        raise UserError("train.shard: true has no loss scaling for fp16 (allowed: bf16, fp32)")
     with plan.run.owned(observer) as owner:
         if rerun:
             plan.run.restart()
@@ -65,24 +73,28 @@ def run(
             return Outcome(result, trained=False)
         signals = Signals()
         with signals.listening(), hardware.process_state():
-            result = _sit(plan, signals, owner, packed)
+            result = _sit(plan, signals, owner, packed, ranks)
             return Outcome(result, trained=True, signal=signals.received)
 
 
-def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int) -> dict[str, Any]:
+def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) -> dict[str, Any]:
     began = time.perf_counter()
     run, notes = plan.run, list[str]()
-    plan = _recorded(plan, notes)
+    plan = _recorded(plan, notes, ranks.count)
     config = plan.config
+    ranks.tell(Brief(dataclasses.replace(config, device=config.device.partition(":")[0]), run.id))
+    for rank, reason in enumerate(ranks.gather(None)):
+        if reason is not None:  # another machine may lack what this one has
+            raise UserError(f"process {rank}: {reason}")
     for name in ("result.json", "error.txt"):  # of a sitting that failed
         (run.folder / name).unlink(missing_ok=True)
-    result = account.base_result(plan, packed)
+    result = account.base_result(plan, packed, ranks.count)
     trainer: Trainer | None = None
     with ExitStack() as opened:
         try:
             hardware.prepare(config)
             resumed = checkpoint.load_newest(
-                run.checkpoints, config.device, run.metrics, notes.append
+                run.checkpoints, _whole_on(plan, ranks), run.metrics, notes.append
             )
             progress = resumed.progress if resumed else Progress()
             if resumed:
@@ -91,7 +103,7 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int) -> dict[str, A
             opened.callback(journal.close)
             terminal = Terminal(run.label, int(config.train.steps), progress.step)
             opened.callback(terminal.close)
-            for note in account.header(plan) + notes:
+            for note in account.header(plan, ranks.count) + notes:
                 terminal.note(note)
             mirror = Mirror(
                 config.track,
@@ -109,16 +121,18 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int) -> dict[str, A
 
             def stop() -> bool:
                 owner.check()
-                return bool(signals)
+                return ranks.stopping(signals)
 
+            resumed = _shared(ranks, resumed, _whole_on(plan, ranks))
             trainer = Trainer(
                 plan,
-                _model(plan, resumed),
+                _model(plan, resumed, _whole_on(plan, ranks)),
                 resumed,
                 sinks=(_Fence(owner), journal, terminal, mirror),
                 save=save,
                 stop=stop,
                 began=began,
+                ranks=ranks,
             )
             result |= _train(plan, trainer)
         except Interrupted:
@@ -127,6 +141,8 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int) -> dict[str, A
         except Lost:
             raise
         except Exception as error:
+            if ranks.lost(error):
+                raise
             owner.verify()  # what fails here is no result of a run that is someone else's
             # A failed run is a result too: what went wrong stands beside the others' numbers.
             first = (str(error).strip() or "no message").splitlines()[0]
@@ -141,6 +157,58 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int) -> dict[str, A
     result["peak_memory_bytes"] = hardware.peak_memory(config.device)
     _publish(plan.run, owner, result)
     return result
+
+
+@dataclass(frozen=True)
+class Brief:
+    """What the first of several processes tells the others when there is something to train."""
+
+    config: Config
+    id: str
+
+
+def follow(ranks: Ranks) -> int:
+    """All that the processes but the first do: compute, and write nothing. The exit code; raises
+    Stopped as `run` does."""
+    word = ranks.hear()
+    if not isinstance(word, Brief):
+        return int(word)
+    config = ranks.settled(word.config)
+    refusal = None
+    try:
+        plan = make_plan(config, writes=False)
+        if plan.run.id != word.id:
+            refusal = f"its data or its variant is another: it would train {plan.run.id}"
+    except UserError as mistake:
+        refusal = str(mistake)
+    if any(ranks.gather(refusal)):
+        return 2
+    signals = Signals()
+    with signals.listening(), hardware.process_state():
+        try:
+            hardware.prepare(config)
+            resumed = _shared(ranks, None, _whole_on(plan, ranks))
+            trainer = Trainer(
+                plan,
+                _model(plan, resumed, _whole_on(plan, ranks)),
+                resumed,
+                sinks=(),
+                save=lambda _: None,
+                stop=lambda: ranks.stopping(signals),
+                ranks=ranks,
+            )
+            return EXIT_CODES[_train(plan, trainer)["status"]]
+        except Interrupted:
+            raise Stopped(signals.received) from None
+
+
+def _shared(
+    ranks: Ranks, resumed: checkpoint.Checkpoint | None, device: str
+) -> checkpoint.Checkpoint | None:
+    """What the first process has read, for all."""
+    parts = resumed and (resumed.progress, resumed.weights, resumed.state)
+    parts = ranks.share(parts, device)
+    return parts and checkpoint.Checkpoint(*parts)
 
 
 def _publish(run: Run, owner: Owner, result: dict[str, Any]) -> None:
@@ -190,31 +258,41 @@ def _train(plan: Plan, trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _model(plan: Plan, resumed: checkpoint.Checkpoint | None) -> GPT:
-    model = plan.build().to_empty(device="cpu" if resumed is None else plan.config.device)
+def _whole_on(plan: Plan, ranks: Ranks) -> str:
+    """Where all weights have room at once."""
+    return "cpu" if plan.config.train.shard and ranks.count > 1 else plan.config.device
+
+
+def _model(plan: Plan, resumed: checkpoint.Checkpoint | None, device: str) -> GPT:
+    model = plan.build().to_empty(device="cpu" if resumed is None else device)
     if resumed is None:
-        return model.init_(plan.config.seeds.init).to(plan.config.device)
+        return model.init_(plan.config.seeds.init).to(device)
     model.load_state_dict(resumed.weights)
     return model
 
 
-def _recorded(plan: Plan, notes: list[str]) -> Plan:
+def _recorded(plan: Plan, notes: list[str], processes: int) -> Plan:
     """The plan with the threads this run began with; begins the record where there is none."""
     folder, config = plan.run.folder, plan.config
     if plan.data.tokenizer is not None:
         write_json(folder / "tokenizer.json", plan.data.tokenizer)
     known = read_json(folder / "environment.json")
-    now = environment(config, hardware.describe(config))
+    now = environment(config, hardware.describe(config), processes)
     if known is None or not (folder / "config.yaml").exists():
         plan.run.freeze(config, plan.identity)
         write_json(folder / "environment.json", now)
         return plan
-    if known["threads"] != config.threads:
+    began = known.get("processes", 1)
+    if began != processes:
+        told = f"{began} process{'es' * (began > 1)}"
+        notes.append(f"this run began with {told}, and goes on with {processes}")
+    elif known["threads"] != config.threads:
         notes.append(f"threads: {known['threads']}, as this run began, not {config.threads}")
     for what in ("torch", "numpy", "qkablate"):
         before, after = known["versions"].get(what), now["versions"].get(what)
         if before != after:
             notes.append(f"this run began with {what} {before}, and goes on with {after}")
-    config = dataclasses.replace(config, threads=known["threads"])
+    if began == processes:  # else the sums have another order in any case
+        config = dataclasses.replace(config, threads=known["threads"])
     plan.run.freeze(config, plan.identity)
     return dataclasses.replace(plan, config=config)

@@ -18,15 +18,16 @@ class Signals:
     """SIGINT and SIGTERM ask for an end at the next step; a second SIGINT takes it."""
 
     def __init__(self) -> None:
-        self.received = 0
+        self.received = 0  # here, or by another process of this run
+        self._here = 0
 
     def __bool__(self) -> bool:
         return bool(self.received)
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self.received and number == signal.SIGINT:
+        if self._here and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = number
+        self.received = self._here = number
 
     @contextmanager
     def listening(self) -> Iterator[None]:

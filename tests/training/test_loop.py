@@ -242,3 +242,23 @@ def test_golden_losses(variant, tmp_path, monkeypatch):
     assert golden_run(variant, tmp_path, monkeypatch) == pytest.approx(
         json.loads(GOLDEN.read_text())[variant], rel=1e-5
     )
+
+
+def test_activations_computed_twice_change_nothing_but_memory(qkablate, tiny, tmp_path):
+    words = [*tiny, "model.dropout=0.1"]
+    assert qkablate("train", *words, "out=kept").code == 0
+    assert qkablate("train", *words, "out=twice", "train.checkpoint_activations=true").code == 0
+    kept, twice = metrics(tmp_path, "kept"), metrics(tmp_path, "twice")
+    for mine, theirs in zip(kept, twice, strict=True):
+        assert drop_clocks(mine) == drop_clocks(theirs)
+    names = [next((tmp_path / out / "runs").iterdir()).name for out in ("kept", "twice")]
+    assert names[0] == names[1]  # one run
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_compiled_activations_can_be_computed_twice(qkablate, tiny, tmp_path):
+    words = [*tiny, "compile=true", "train.steps=4", "train.checkpoint_activations=true"]
+    assert qkablate("train", *words, "out=compiled").code == 0
+    assert qkablate("train", *words, "out=eager", "compile=false").code == 0
+    compiled, eager = (metrics(tmp_path, out)[1][-1]["val/loss"] for out in ("compiled", "eager"))
+    assert compiled == pytest.approx(eager, rel=1e-5)
