@@ -209,7 +209,7 @@ def evaluation(folder: Path, args: argparse.Namespace) -> None:
             )
             count = max(1, 16384 // planned.tokens_per_step)  # as many tokens of either
             training, reading = [], []
-            for _ in range(5):
+            for _ in range(3):
                 began = time.perf_counter()
                 for step in range(count):
                     trainer._step(step)
