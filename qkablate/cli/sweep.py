@@ -95,9 +95,11 @@ def expanded(
     """The manifest, and a slot for each run that can run at once."""
     from tqdm import tqdm
 
+    from qkablate.sweeps.engines.choose import check
     from qkablate.sweeps.expand import Expansion, Grid
     from qkablate.sweeps.packing import pack
 
+    check(asked.settings.engine)
     grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
     with tqdm(
         desc="expanding", unit=" arms", leave=False, disable=not sys.stderr.isatty(), delay=0.5
@@ -141,7 +143,7 @@ def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool)
     """Train what is not done, and tell how it ended."""
     from qkablate.sweeps import plan_text, summary
     from qkablate.sweeps.board import Board
-    from qkablate.sweeps.engines.local import Local
+    from qkablate.sweeps.engines.choose import opened
     from qkablate.sweeps.launch import Launcher
     from qkablate.sweeps.manifest import freeze
     from qkablate.tracking.mirror import resolve_mode
@@ -156,7 +158,7 @@ def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool)
         board.note(line)
     launcher = Launcher(
         manifest,
-        Local(slots, wandb=wandb),
+        opened(asked.settings.engine, manifest, slots, wandb=wandb),
         board,
         retry_failed=retry,
         stop_on_failure=asked.settings.on_failure == "stop",

@@ -3,6 +3,7 @@ train is waited for."""
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,15 +17,16 @@ from qkablate.sweeps.board import Board
 from qkablate.sweeps.engines import DELIBERATE, LOG, LOST, OWNED, Ended, Engine, Task
 from qkablate.sweeps.manifest import Manifest
 from qkablate.sweeps.state import ENDED, Standing, State, link
+from qkablate.table import counted
 from qkablate.training.checkpoint import bytes_needed
 from qkablate.training.plan import plan
 from qkablate.training.session import record_failure
 
-_ROUND = 0.5  # seconds between two looks at what runs here
-_SCAN = 4  # rounds between two looks at everything else
+_SCAN = 4  # looks at the engine for one at everything
 _PAUSE = 15.0  # seconds between two tables of results
 # A process that was ended from outside can go on; one that died of itself would die again.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_MOVES = 5  # times that one run goes on elsewhere
 
 
 class Launcher:
@@ -44,6 +46,7 @@ class Launcher:
         self._stop_on_failure = stop_on_failure
         self._here: dict[str, State] = {}  # what runs here
         self._tried: set[str] = set()  # what this launcher has had its try at
+        self._moves: Counter[str] = Counter()  # how often a run has lost its machine
         self._alone = ""  # the run that has the machine for itself
         self._had_alone: set[str] = set()
         self._stopped = ""  # why nothing more is started
@@ -62,6 +65,7 @@ class Launcher:
 
     def _run(self) -> int:
         rounds = 0
+        self._adopt()
         self.board.show(self.standing)
         with self._listening():
             try:
@@ -73,9 +77,10 @@ class Launcher:
                     self.board.show(self.standing)
                     if not self._here and (self._stopped or not self._elsewhere()):
                         break
-                    ended = self.engine.ended(_ROUND)
+                    ended = self.engine.ended(self.engine.pause)
                     for one in ended:
                         self._note_end(one)
+                    self.standing.queued = set(self.engine.queued())
                     for state in self._here.values():
                         self.standing.look_at(state)
                     rounds = 0 if ended else rounds + 1
@@ -97,6 +102,14 @@ class Launcher:
     def _all(self) -> list[State]:
         return list(self.standing.states.values())
 
+    def _adopt(self) -> None:
+        """Take over what an earlier launcher has left with the engine."""
+        able = [id for id, state in self.standing.states.items() if state.status not in ENDED]
+        for id in self.engine.adopt(able):
+            self._await(self.standing.states[id])
+        if self._here:
+            self.board.note(f"{counted(len(self._here), 'run')} with the engine since before")
+
     def _start_what_can_be(self) -> None:
         while not self._stopped and not self._signals and len(self._here) < self.engine.slots:
             state, packed = self._next()
@@ -116,7 +129,7 @@ class Launcher:
             largest = max(beside, key=lambda state: arms[state.run.arm].work)
             elsewhere = sum(s.status == "running" for s in self._all()) - len(self._here)
             here = min(self.engine.slots, len(able) + len(self._here))
-            return largest, here + elsewhere
+            return largest, here + elsewhere if self.engine.shares else 1
         if able and not self._here:
             return able[0], 1
         return None, 0
@@ -139,11 +152,15 @@ class Launcher:
             self._alone = id
             self._had_alone.add(id)
             self.board.note(f"again, alone: {state.run.label} ran out of memory beside others")
-        self._tried.add(id)
         self._again.discard(id)
         retry = state.status == "failed"
         config = self.manifest.config_of(state.run)
         self.engine.start(Task(id, state.folder, config, packed, retry))
+        self._await(state)
+
+    def _await(self, state: State) -> None:
+        id = state.run.id
+        self._tried.add(id)
         self._here[id] = state
         self.standing.here.add(id)
         state.status, state.row, state.reason = "running", None, ""
@@ -151,10 +168,16 @@ class Launcher:
     def _note_end(self, ended: Ended) -> None:
         state = self._here.pop(ended.id)
         self.standing.here.discard(ended.id)
+        self.standing.queued.discard(ended.id)
         state.reason = ""
         self.standing.look_at(state)
         if ended.code in (OWNED, LOST):
             self._tried.discard(ended.id)  # its owner may die yet
+            return
+        if ended.gone and state.status not in ENDED and self._moves[ended.id] < _MOVES:
+            self._moves[ended.id] += 1
+            self._tried.discard(ended.id)
+            self.board.note(f"again, elsewhere: {state.run.label}: {ended.gone}")
             return
         if state.status not in ENDED and not self._stopped and not self._signals:
             self._note_death(state, ended)
@@ -170,15 +193,18 @@ class Launcher:
         """The process is gone and has left no result: a failure, if it died of itself."""
         if ended.code in DELIBERATE:
             return  # it has said why
-        if ended.code < 0:
+        if ended.gone:
+            state.reason = ended.gone
+        elif ended.code < 0:
             state.reason = f"its process was ended by {signal.Signals(-ended.code).name}"
         elif ended.code != 1 or not state.reason:  # 1: an exception, the last line of its log
             state.reason = f"its process ended with code {ended.code}"
         with suppress(OSError), (state.folder / LOG).open("a", encoding="utf-8") as log:
             log.write(f"{state.reason}\n")  # for others who look
-        if ended.out_of_memory or -ended.code not in _FROM_OUTSIDE:
+        if ended.out_of_memory or not (ended.gone or -ended.code in _FROM_OUTSIDE):
             reason = "out of memory" if ended.out_of_memory else state.reason
-            packed = 1 if self._alone == ended.id else self.engine.slots
+            alone = self._alone == ended.id or not self.engine.shares
+            packed = 1 if alone else self.engine.slots
             with suppress(Owned, Lost, UserError, OSError):  # a full disk: it is interrupted
                 planned = plan(self.manifest.config_of(state.run))
                 record_failure(planned, reason, out_of_memory=ended.out_of_memory, packed=packed)

@@ -25,6 +25,11 @@ def pack(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = cores or 1
     runs = len(manifest.runs)
+    if settings.engine.name != "local":  # which has machines of its own, and a queue
+        count = settings.workers if isinstance(settings.workers, int) else runs
+        each = settings.engine.cpus or 1
+        arms_there = {arm.name: _with_threads(arm, each) for arm in arms}
+        return replace(manifest, arms=arms_there), [None] * count
     if any(device.startswith("cuda") for device in devices):
         slots = _on_gpus(settings, devices, runs)
     else:

@@ -5,6 +5,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -28,6 +29,9 @@ class _Running:
 class Local:
     """`devices` has an entry for every slot: the GPU it stands for, or None for the CPU."""
 
+    shares = True
+    pause = 0.5
+
     def __init__(self, devices: list[str | None], *, wandb: bool) -> None:
         self._devices = devices
         self.slots = len(devices)
@@ -35,6 +39,12 @@ class Local:
         self._context = multiprocessing.get_context("forkserver")
         # The server imports and computes nothing: a thread of its own would hang its children.
         self._context.set_forkserver_preload(PRELOADED + ["wandb"] * wandb)
+
+    def adopt(self, ids: Collection[str]) -> list[str]:
+        return []  # its runs end with their launcher
+
+    def queued(self) -> Collection[str]:
+        return ()
 
     def start(self, task: Task) -> None:
         taken = {running.slot for running in self._running.values()}
