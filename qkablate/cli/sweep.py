@@ -99,8 +99,10 @@ def expanded(
     from qkablate.sweeps.expand import Expansion, Grid
     from qkablate.sweeps.packing import pack
 
-    check(asked.settings.engine)
-    grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
+    engine = asked.settings.engine
+    check(engine)
+    elsewhere = engine.name != "local"
+    grid = Grid(asked.settings.sweep, asked.controls, asked.choices, elsewhere)
     with tqdm(
         desc="expanding", unit=" arms", leave=False, disable=not sys.stderr.isatty(), delay=0.5
     ) as bar:

@@ -57,7 +57,10 @@ def ask(*command: str, given: str | None = None) -> str:
 
 def one_line(said: str) -> str:
     """SLURM's words without the names of its programs."""
-    lines = [re.sub(r"^(\w+: )?((error|fatal): )*", "", line) for line in said.splitlines()]
+    lines = [
+        re.sub(r"^(sbatch: |\w+: error: |allocation failure: |error: |fatal: )*", "", line)
+        for line in said.splitlines()
+    ]
     kept = [line.strip() for line in lines if line.strip() and not line.startswith("Try ")]
     return "; ".join(dict.fromkeys(kept))
 
