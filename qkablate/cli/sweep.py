@@ -95,7 +95,7 @@ def expanded(
     """The manifest, and a slot for each run that can run at once."""
     from tqdm import tqdm
 
-    from qkablate.sweeps.engines.choose import check
+    from qkablate.sweeps.engines.choose import check, check_runs
     from qkablate.sweeps.expand import Expansion, Grid
     from qkablate.sweeps.packing import pack
 
@@ -113,7 +113,9 @@ def expanded(
 
         manifest = Expansion(grid, compose, note).manifest(["qkablate", *command])
     _check_out(manifest.out)
-    return pack(manifest, asked.settings)
+    manifest, slots = pack(manifest, asked.settings)
+    check_runs(engine, manifest)
+    return manifest, slots
 
 
 def _check_out(out: str) -> None:

@@ -161,7 +161,7 @@ REFUSED = {
     "engine.partition=debgu": r"engine.partition: there is no 'debgu'; .*\(nearest: debug\)",
     "engine.hours=100": r"engine.hours: 100 is more than partition debug gives \(1-00:00:00\)",
     "engine.cpus=4000": "engine: sbatch would refuse the jobs: Requested node configuration",
-    "engine.gpus=3": "engine: sbatch would refuse the jobs: Invalid generic resource",
+    "engine.gpus=3": "engine.gpus: 3, and the runs would be trained on the cpu; give device=cuda",
     "engine.memory_gb=1000000": "engine: sbatch would refuse the jobs: Requested node",
     "engine.sbatch={constraint: a100}": "engine: sbatch would refuse .*: Invalid feature",
     "engine.sbatch={nope: 1}": "engine: sbatch would refuse .*: unrecognized option '--nope=1'",
@@ -183,6 +183,14 @@ def test_what_cannot_be_is_said_in_one_line_before_anything_is_done(qkablate, gr
     assert re.search(REFUSED[word], done.err), done.err
     assert len(done.err.strip().splitlines()) == 1
     assert not list(tmp_path.glob("outputs/sweeps/*/manifest.json"))
+
+
+def test_a_sweep_for_gpus_can_be_planned_where_there_is_none(qkablate, grid, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["seed=0", "device=cuda", "precision=bf16"]
+    done = qkablate(*grid, *words, "compile=false")
+    assert "sbatch would refuse the jobs: Invalid generic resource" in done.err  # it wants a GPU
+    assert "compile: auto is settled by the GPU" in qkablate(*grid, *words, "compile=auto").err
 
 
 def test_without_slurm_it_says_so(monkeypatch, tmp_path):
