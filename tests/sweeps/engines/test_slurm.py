@@ -14,7 +14,7 @@ from watching import assert_same, final_state, results, status, wait_for_progres
 
 from qkablate.config import EngineConfig
 from qkablate.errors import UserError
-from qkablate.sweeps.engines import slurm_cluster
+from qkablate.sweeps.engines import choose, slurm_cluster
 from qkablate.sweeps.engines.slurm_cluster import Unanswered, minutes, one_line
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm-one-machine"
@@ -69,7 +69,6 @@ def test_a_job_whose_time_is_over_goes_on_where_it_was(spawn, qkablate, grid, tm
     ((job, *_),) = jobs(tmp_path)
     subprocess.run(["scancel", "--signal=USR2", job], check=True)  # as submitit asked for
     wait_for(lambda: [j for j in jobs(tmp_path) if j[1:] == ("PENDING", "BeginTime")], launcher)
-    wait_for(lambda: "waiting" in status(qkablate)[1].values(), launcher)
     subprocess.run(["scontrol", "update", f"jobid={job}", "starttime=now"], check=True)
     assert launcher.wait(timeout=120) == 0, launcher.communicate()
     assert_calm(tmp_path, reference)
@@ -191,6 +190,12 @@ def test_a_sweep_for_gpus_can_be_planned_where_there_is_none(qkablate, grid, mon
     done = qkablate(*grid, *words, "compile=false")
     assert "sbatch would refuse the jobs: Invalid generic resource" in done.err  # it wants a GPU
     assert "compile: auto is settled by the GPU" in qkablate(*grid, *words, "compile=auto").err
+
+
+def test_without_submitit_it_names_the_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs submitit, .*: pip install 'qkablate\[slurm\]'"):
+        choose.check(EngineConfig("slurm"))
 
 
 def test_without_slurm_it_says_so(monkeypatch, tmp_path):
