@@ -11,6 +11,7 @@ from qkablate.cli.hydra_app import one_line, refuse_list, register
 from qkablate.config import (
     Config,
     ControlConfig,
+    EngineConfig,
     GridConfig,
     SweepConfig,
     check,
@@ -147,6 +148,8 @@ class Composer:
         from omegaconf.errors import OmegaConfBaseException
 
         try:
+            # A map that is open to any key: Hydra adds to it only what has the plus.
+            words = [f"+{word}" if word.startswith("engine.sbatch") else word for word in words]
             composed = hydra.compose("sweep", words)
             plain = OmegaConf.to_container(
                 OmegaConf.masked_copy(composed, _ours(composed)), resolve=True
@@ -215,7 +218,10 @@ def _is_own(key: str) -> bool:
     known = {"sweep", *SWEEP_KEYS}
     known |= {f"sweep.{item.name}" for item in fields(GridConfig)}
     known |= {f"control.{item.name}" for item in fields(ControlConfig)}
-    if head == "sweep" or key.startswith("control."):
+    known |= {f"engine.{item.name}" for item in fields(EngineConfig)} - {"engine.name"}
+    if head == "engine" and key.startswith("engine.sbatch."):
+        return True
+    if head in ("sweep", "engine") or key.startswith("control."):
         if key in ("sweep.axes", "sweep.fixed"):
             raise UserError(f"{key}: on the command line an axis is written key=value,value")
         if key not in known:

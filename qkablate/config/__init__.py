@@ -26,21 +26,31 @@ from qkablate.config.schema import (
     TrainConfig,
     VariantConfig,
     flatten,
+    from_plain,
     keys,
     nearest_key,
 )
-from qkablate.config.sweep import ControlConfig, GridConfig, SweepConfig, check_sweep
+from qkablate.config.sweep import (
+    ENGINE_KEYS,
+    ControlConfig,
+    EngineConfig,
+    GridConfig,
+    SweepConfig,
+    check_sweep,
+)
 from qkablate.config.variant import check_variant, conf_dir, resolve_variant, variants
 from qkablate.errors import Impossible, UserError, nearest
 
 __all__ = [
     "CHOICES",
     "DATA_KEYS",
+    "ENGINE_KEYS",
     "RANGES",
     "TEXT_SOURCES",
     "Config",
     "ControlConfig",
     "DataConfig",
+    "EngineConfig",
     "GridConfig",
     "ModelConfig",
     "OptimConfig",
@@ -53,6 +63,7 @@ __all__ = [
     "conf_dir",
     "explain",
     "flatten",
+    "from_plain",
     "keys",
     "load",
     "nearest_key",

@@ -211,6 +211,16 @@ WORDS = dict.fromkeys(
 )
 
 
+def from_plain(content: dict[str, Any]) -> Config:
+    """The config that `dataclasses.asdict` made this of."""
+    config, parts = Config(), dict[str, Any]()
+    for item in dataclasses.fields(Config):
+        own, value = getattr(config, item.name), content[item.name]
+        kind: Any = type(own)
+        parts[item.name] = kind(**value) if dataclasses.is_dataclass(own) else value
+    return Config(**parts)
+
+
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """'model.d_model' → value, for every leaf."""
     leaves: dict[str, Any] = {}

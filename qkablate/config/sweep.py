@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 from qkablate.config.schema import BIG
@@ -31,9 +32,26 @@ class GridConfig:
 
 
 @dataclass
+class EngineConfig:
+    """Where the runs are trained. A key that is none of the engine's own stays None."""
+
+    name: str = "local"
+    partition: str | None = None
+    account: str | None = None
+    hours: float | None = None
+    grace: int | None = None
+    address: str | None = None
+    cpus: int | None = None
+    gpus: int | float | str | None = None
+    memory_gb: int | float | str | None = None
+    sbatch: dict[str, Any] | None = None
+
+
+@dataclass
 class SweepConfig:
     sweep: GridConfig = field(default_factory=GridConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     workers: int | str = "auto"
     per_gpu: int = 1
     on_failure: str = "continue"
@@ -45,7 +63,20 @@ CHOICES = {
     "on_failure": ("continue", "stop"),
 }
 # Keys of the sweep itself; all others belong to its runs.
-SWEEP_KEYS = ("workers", "per_gpu", "on_failure")
+SWEEP_KEYS = ("workers", "per_gpu", "on_failure", "engine")
+# Each engine's own.
+ENGINE_KEYS = {
+    "local": (),
+    "slurm": ("partition", "account", "hours", "grace", "cpus", "gpus", "memory_gb", "sbatch"),
+    "ray": ("address", "cpus", "gpus"),
+}
+_ENGINE_RANGES = {
+    "hours": (0.02, 24 * 365),
+    "grace": (1, 24 * 3600),
+    "cpus": (1, 4096),
+    "gpus": (0, 64),
+    "memory_gb": (0.1, 2**20),
+}
 
 
 def check_sweep(config: SweepConfig) -> None:
@@ -66,6 +97,9 @@ def check_sweep(config: SweepConfig) -> None:
         raise UserError(f"workers: '{config.workers}' is not auto, or a number from 1 to 4096")
     if not 1 <= config.per_gpu <= 64:
         raise UserError(f"per_gpu: {config.per_gpu} is not a number from 1 to 64")
+    _check_engine(config.engine)
+    if config.per_gpu != 1 and config.engine.name != "local":
+        raise UserError(f"per_gpu: engine={config.engine.name} has engine.gpus; write a part of 1")
     grid = config.sweep
     if not re.fullmatch(r"\w[\w+-]*", grid.name):
         raise UserError(f"sweep.name: '{grid.name}' is not made of letters, digits, _, + and -")
@@ -74,6 +108,29 @@ def check_sweep(config: SweepConfig) -> None:
     if not isinstance(grid.baseline, str | dict | None):
         raise UserError(
             f"sweep.baseline: '{grid.baseline}' is not a variant, a map of keys to values, or null"
+        )
+
+
+def _check_engine(engine: EngineConfig) -> None:
+    """That every key given belongs to the engine, and is in its range."""
+    own = ENGINE_KEYS[engine.name]
+    for key, value in vars(engine).items():
+        if key in ("name", *own) or value is None:
+            continue
+        has = f"; it has {', '.join(own)}" if own else ""
+        raise UserError(f"engine.{key}: engine={engine.name} has no such key{has}")
+    for key, (least, most) in _ENGINE_RANGES.items():
+        value = getattr(engine, key)
+        if key not in own or (value == "auto" and key in ("gpus", "memory_gb")):
+            continue
+        if isinstance(value, (bool, str, NoneType)) or not least <= value <= most:
+            auto = "auto, or " if key in ("gpus", "memory_gb") else ""
+            raise UserError(f"engine.{key}: '{value}' is not {auto}a number from {least} to {most}")
+    if engine.name == "slurm" and engine.gpus != "auto" and int(engine.gpus or 0) != engine.gpus:
+        raise UserError(f"engine.gpus: '{engine.gpus}': SLURM has whole GPUs; Ray has parts of one")
+    if engine.grace is not None and engine.grace >= 3600 * (engine.hours or 0):
+        raise UserError(
+            f"engine.grace: {engine.grace} s are not less than engine.hours, {engine.hours:g} h"
         )
 
 

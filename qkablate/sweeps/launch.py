@@ -3,6 +3,7 @@ train is waited for."""
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,15 +17,17 @@ from qkablate.sweeps.board import Board
 from qkablate.sweeps.engines import DELIBERATE, LOG, LOST, OWNED, Ended, Engine, Task
 from qkablate.sweeps.manifest import Manifest
 from qkablate.sweeps.state import ENDED, Standing, State, link
+from qkablate.table import counted
 from qkablate.training.checkpoint import bytes_needed
 from qkablate.training.plan import plan
 from qkablate.training.session import record_failure
 
-_ROUND = 0.5  # seconds between two looks at what runs here
-_SCAN = 4  # rounds between two looks at everything else
+_SCAN = 4  # looks at the engine for one at everything
 _PAUSE = 15.0  # seconds between two tables of results
 # A process that was ended from outside can go on; one that died of itself would die again.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_HEARD = 0.5  # seconds until a signal is
+_MOVES = 5  # times that one run goes on elsewhere without having got further
 
 
 class Launcher:
@@ -44,9 +47,12 @@ class Launcher:
         self._stop_on_failure = stop_on_failure
         self._here: dict[str, State] = {}  # what runs here
         self._tried: set[str] = set()  # what this launcher has had its try at
+        self._moves: Counter[str] = Counter()  # how often a run has lost its machine
+        self._steps: dict[str, int] = {}  # and how far it had come
         self._alone = ""  # the run that has the machine for itself
         self._had_alone: set[str] = set()
         self._stopped = ""  # why nothing more is started
+        self._linked: set[str] = set()  # what is shown in the sweep's folder
         self._written = 0.0  # when the table of results was
         self._signal = self._signals = 0  # the last one, and how many
         self.standing.look()
@@ -62,6 +68,7 @@ class Launcher:
 
     def _run(self) -> int:
         rounds = 0
+        self._adopt()
         self.board.show(self.standing)
         with self._listening():
             try:
@@ -70,14 +77,13 @@ class Launcher:
                     if rounds % _SCAN == 0:
                         self.standing.look()
                     self._start_what_can_be()
+                    self._look_here()
                     self.board.show(self.standing)
                     if not self._here and (self._stopped or not self._elsewhere()):
                         break
-                    ended = self.engine.ended(_ROUND)
+                    ended = self._ended()
                     for one in ended:
                         self._note_end(one)
-                    for state in self._here.values():
-                        self.standing.look_at(state)
                     rounds = 0 if ended else rounds + 1
             finally:
                 self.engine.close()
@@ -97,29 +103,53 @@ class Launcher:
     def _all(self) -> list[State]:
         return list(self.standing.states.values())
 
+    def _adopt(self) -> None:
+        """Take over what an earlier launcher has left with the engine."""
+        able = [id for id, state in self.standing.states.items() if state.status not in ENDED]
+        for id in self.engine.adopt(able):
+            self._await(self.standing.states[id])
+        if self._here:
+            self.board.note(f"{counted(len(self._here), 'run')} with the engine since before")
+
+    def _ended(self) -> list[Ended]:
+        """Wait for the engine; but a signal is heard at once."""
+        until = time.monotonic() + self.engine.pause
+        signals = self._signals
+        while True:
+            ended = self.engine.ended(min(_HEARD, self.engine.pause))
+            if ended or signals != self._signals or time.monotonic() >= until:
+                return ended
+
+    def _look_here(self) -> None:
+        self.standing.queued = set(self.engine.queued())
+        for state in self._here.values():
+            self.standing.look_at(state)
+
     def _start_what_can_be(self) -> None:
-        while not self._stopped and not self._signals and len(self._here) < self.engine.slots:
-            state, packed = self._next()
-            if state is None or not self._has_room(state):
+        for state, packed in self._next():
+            if not self._has_room(state):
                 return
             self._start(state, packed)
+            if self._stopped or self._signals or len(self._here) >= self.engine.slots:
+                return
 
-    def _next(self) -> tuple[State | None, int]:
-        """The largest run that can be started, and how many share the machine; what ran out of
-        memory comes last, alone."""
-        if self._alone in self._here:
-            return None, 0
+    def _next(self) -> Iterator[tuple[State, int]]:
+        """What can be started, the largest first, and how many will share the machine; what ran
+        out of memory comes last, alone. There may be thousands: all are looked at once."""
+        full = self._stopped or self._signals or len(self._here) >= self.engine.slots
+        if full or self._alone in self._here:
+            return
         able = [state for state in self._all() if self._is_startable(state)]
         beside = [state for state in able if not _ran_out_of_memory_beside_others(state)]
         if beside:
             arms = self.manifest.arms
-            largest = max(beside, key=lambda state: arms[state.run.arm].work)
             elsewhere = sum(s.status == "running" for s in self._all()) - len(self._here)
             here = min(self.engine.slots, len(able) + len(self._here))
-            return largest, here + elsewhere
-        if able and not self._here:
-            return able[0], 1
-        return None, 0
+            packed = here + elsewhere if self.engine.shares else 1
+            beside.sort(key=lambda state: -arms[state.run.arm].work)
+            yield from ((state, packed) for state in beside)
+        elif able and not self._here:
+            yield able[0], 1
 
     def _is_startable(self, state: State) -> bool:
         id = state.run.id
@@ -139,11 +169,15 @@ class Launcher:
             self._alone = id
             self._had_alone.add(id)
             self.board.note(f"again, alone: {state.run.label} ran out of memory beside others")
-        self._tried.add(id)
         self._again.discard(id)
         retry = state.status == "failed"
         config = self.manifest.config_of(state.run)
         self.engine.start(Task(id, state.folder, config, packed, retry))
+        self._await(state)
+
+    def _await(self, state: State) -> None:
+        id = state.run.id
+        self._tried.add(id)
         self._here[id] = state
         self.standing.here.add(id)
         state.status, state.row, state.reason = "running", None, ""
@@ -151,18 +185,25 @@ class Launcher:
     def _note_end(self, ended: Ended) -> None:
         state = self._here.pop(ended.id)
         self.standing.here.discard(ended.id)
+        self.standing.queued.discard(ended.id)
         state.reason = ""
         self.standing.look_at(state)
         if ended.code in (OWNED, LOST):
             self._tried.discard(ended.id)  # its owner may die yet
+            return
+        if state.step > self._steps.get(ended.id, 0):  # it gets on, if not at one go
+            self._steps[ended.id], self._moves[ended.id] = state.step, 0
+        moved = ended.gone and state.status not in ENDED and self._moves[ended.id] < _MOVES
+        if moved and not self._stopped and not self._signals:
+            self._moves[ended.id] += 1
+            self._tried.discard(ended.id)
+            self.board.note(f"again, elsewhere: {state.run.label}: {ended.gone}")
             return
         if state.status not in ENDED and not self._stopped and not self._signals:
             self._note_death(state, ended)
         again = _ran_out_of_memory_beside_others(state)
         if state.status == "failed" and self._stop_on_failure and not again:
             self._stop(f"{state.run.label} failed, and on_failure=stop")
-        with suppress(OSError):
-            link(self.manifest, state)
         if time.monotonic() - self._written > _PAUSE:
             self._write_results()
 
@@ -170,24 +211,30 @@ class Launcher:
         """The process is gone and has left no result: a failure, if it died of itself."""
         if ended.code in DELIBERATE:
             return  # it has said why
-        if ended.code < 0:
+        if ended.gone:
+            state.reason = ended.gone
+        elif ended.code < 0:
             state.reason = f"its process was ended by {signal.Signals(-ended.code).name}"
         elif ended.code != 1 or not state.reason:  # 1: an exception, the last line of its log
             state.reason = f"its process ended with code {ended.code}"
         with suppress(OSError), (state.folder / LOG).open("a", encoding="utf-8") as log:
             log.write(f"{state.reason}\n")  # for others who look
-        if ended.out_of_memory or -ended.code not in _FROM_OUTSIDE:
+        if ended.out_of_memory or not (ended.gone or -ended.code in _FROM_OUTSIDE):
             reason = "out of memory" if ended.out_of_memory else state.reason
-            packed = 1 if self._alone == ended.id else self.engine.slots
+            alone = self._alone == ended.id or not self.engine.shares
+            packed = 1 if alone else self.engine.slots
             with suppress(Owned, Lost, UserError, OSError):  # a full disk: it is interrupted
-                planned = plan(self.manifest.config_of(state.run))
+                config = self.manifest.config_of(state.run)
+                planned = plan(config, elsewhere=not self.engine.shares)
                 record_failure(planned, reason, out_of_memory=ended.out_of_memory, packed=packed)
             self.standing.look_at(state)
 
     def _write_results(self) -> None:
         try:
             for state in self._all():
-                link(self.manifest, state)
+                if state.run.id not in self._linked and state.status != "waiting":
+                    link(self.manifest, state)
+                    self._linked.add(state.run.id)
             results.write(self.standing)
             self._written = time.monotonic()
         except OSError as error:  # they can be made again at any moment

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate import __version__
-from qkablate.config import Config, TrackConfig
+from qkablate.config import Config, TrackConfig, from_plain
 from qkablate.errors import UserError, nearest
 from qkablate.runs import NUMERICS, identity, label, meant, run_id, write_atomic
 from qkablate.table import some
@@ -283,13 +283,7 @@ def _out(folder: Path) -> str:
 
 
 def _arm(content: dict[str, Any]) -> Arm:
-    config = Config()
-    parts: dict[str, Any] = {}
-    for item in dataclasses.fields(Config):
-        own, value = getattr(config, item.name), content["config"][item.name]
-        kind: Any = type(own)
-        parts[item.name] = kind(**value) if dataclasses.is_dataclass(own) else value
-    return Arm(**{**content, "config": Config(**parts)})
+    return Arm(**{**content, "config": from_plain(content["config"])})
 
 
 def _sha256(content: dict[str, Any]) -> str:

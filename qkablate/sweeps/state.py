@@ -50,6 +50,7 @@ class Standing:
         self._launchers = manifest.folder / "launchers"
         self._runs = Path(manifest.out).expanduser() / "runs"
         self.here: set[str] = set()  # what runs in a process of our own, which may not show yet
+        self.queued: set[str] = set()  # and what of it waits in a queue of the engine's
         self._there: dict[str, str] = {}  # the folders of runs, by id
         self._settled: dict[str, tuple[list[SweepRun], Bowl]] = {}
         self._observer = Observer()
@@ -104,6 +105,9 @@ class Standing:
     def _look_at(self, state: State) -> None:
         """Read one run. The id finds its folder: another label makes no other run."""
         folder = state.folder = self._runs / self._there.get(state.run.id, state.folder.name)
+        if state.run.id in self.queued:
+            state.status, state.row, state.reason = "waiting", None, ""
+            return
         if state.run.id in self.here:  # what is there may be of an earlier try
             state.status, state.row, state.reason = "running", newest_row(folder), ""
             return

@@ -1,9 +1,15 @@
-"""The process of one run: from its frozen config to its result, with a log beside it."""
+"""The process of one run: from its frozen config to its result, with a log beside it.
+
+A local launcher forks it (`work`). Elsewhere it is a command, `python -m qkablate.sweeps.worker`:
+one line of standard input is the task, and the input's end says that nobody waits any more.
+"""
 
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from tqdm import tqdm
@@ -28,6 +34,17 @@ def work(
         os.environ[service.VARIABLE] = wandb
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    sys.exit(_logged(task, lifeline.recv_bytes))
+
+
+def main() -> None:
+    """The same, of a task that comes from another machine."""
+    task = Task.from_json(sys.stdin.readline())
+    sys.exit(_logged(task, sys.stdin.readline))
+
+
+def _logged(task: Task, wait: Callable[[], object]) -> int:
+    """Train it, with all it says in a file; what ends the `wait` is the end of the launcher."""
     task.folder.mkdir(parents=True, exist_ok=True)
     log = os.open(task.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (sys.stdout, sys.stderr):
@@ -36,8 +53,8 @@ def work(
         os.dup2(log, descriptor)
     # tqdm's own lock is one between processes, and would bring a process of its own to watch it.
     tqdm.set_lock(threading.RLock())
-    threading.Thread(target=_end_with_launcher, args=(lifeline,), daemon=True).start()
-    sys.exit(_train(task))
+    threading.Thread(target=_end_with_launcher, args=(wait,), daemon=True).start()
+    return _train(task)
 
 
 def _train(task: Task) -> int:
@@ -65,9 +82,12 @@ def _train(task: Task) -> int:
         return 2
 
 
-def _end_with_launcher(lifeline: Connection) -> None:
+def _end_with_launcher(wait: Callable[[], object]) -> None:
     """The launcher never writes; what ends the wait is its own end."""
-    try:
-        lifeline.recv_bytes()
-    except (EOFError, OSError):
-        os.kill(os.getpid(), signal.SIGTERM)
+    with suppress(EOFError, OSError):
+        wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

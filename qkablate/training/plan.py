@@ -51,10 +51,10 @@ class Plan:
         return empty_model(self.config, self.data.vocabulary)
 
 
-def plan(config: Config, *, writes: bool = True) -> Plan:
-    """Resolve what depends on machine and data; UserError for whatever can't be. Of a process that
-    `writes` nothing no room is asked."""
-    config, hashes = settle(hardware.resolve(config))
+def plan(config: Config, *, elsewhere: bool = False, writes: bool = True) -> Plan:
+    """Resolve what depends on machine and data; UserError for whatever can't be. `elsewhere`: this
+    machine does not train it. Of a process that `writes` nothing no room is asked."""
+    config, hashes = settle(hardware.resolve(config, elsewhere=elsewhere))
     if writes:
         resolve_mode(config.track)
         # The cheap looks first: data may have to be prepared.

@@ -5,6 +5,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from qkablate.sweeps import worker
 from qkablate.sweeps.engines import Ended, Task
+from qkablate.sweeps.engines.remote import killed_for_memory
 from qkablate.tracking.service import keep
 
 # What a run imports on its way, besides: half a second for each of them otherwise.
@@ -40,6 +42,9 @@ class Service:
 class Local:
     """`devices` has an entry for every slot: the GPU it stands for, or None for the CPU."""
 
+    shares = True
+    pause = 0.5
+
     def __init__(self, devices: list[str | None], *, wandb: Path | None) -> None:
         """`wandb` is the folder for what W&B's own process writes, if there is to be one."""
         self._devices = devices
@@ -49,6 +54,12 @@ class Local:
         # The server imports and computes nothing: a thread of its own would hang its children.
         self._context.set_forkserver_preload(PRELOADED + _WANDB * (wandb is not None))
         self._wandb, self._service = wandb, Service()
+
+    def adopt(self, ids: Collection[str]) -> list[str]:
+        return []  # its runs end with their launcher
+
+    def queued(self) -> Collection[str]:
+        return ()
 
     def start(self, task: Task) -> None:
         taken = {running.slot for running in self._running.values()}
@@ -63,7 +74,7 @@ class Local:
         )
         process.start()
         end.close()
-        self._running[task.id] = _Running(process, slot, lifeline, _killed_for_memory())
+        self._running[task.id] = _Running(process, slot, lifeline, killed_for_memory())
 
     def _served(self, folder: Path) -> "Service":
         """W&B's process, for all runs; it goes when the launcher and all of them are gone."""
@@ -87,7 +98,7 @@ class Local:
             running.process.join()
             running.lifeline.close()
             code = running.process.exitcode or 0
-            starved = code == -signal.SIGKILL and _killed_for_memory() > running.kills
+            starved = code == -signal.SIGKILL and killed_for_memory() > running.kills
             found.append(Ended(id, code, starved))
         return found
 
@@ -108,14 +119,3 @@ class Local:
         if self._service.keeper is not None and self._service.process is not None:
             self._service.keeper.close()
             self._service.process.join(_PATIENCE)
-
-
-def _killed_for_memory() -> int:
-    """How many processes the kernel has killed to get memory back, as far as it says."""
-    total = 0
-    for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
-        with contextlib.suppress(OSError, ValueError):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                if line.startswith("oom_kill "):
-                    total += int(line.split()[1])
-    return total
