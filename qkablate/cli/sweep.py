@@ -158,7 +158,7 @@ def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool)
         board.note(line)
     launcher = Launcher(
         manifest,
-        opened(asked.settings.engine, manifest, slots, wandb=wandb),
+        opened(asked.settings, manifest, slots, wandb=wandb, note=board.note),
         board,
         retry_failed=retry,
         stop_on_failure=asked.settings.on_failure == "stop",

@@ -42,8 +42,8 @@ class EngineConfig:
     grace: int | None = None
     address: str | None = None
     cpus: int | None = None
-    gpus: float | str | None = None
-    memory_gb: float | str | None = None
+    gpus: int | float | str | None = None
+    memory_gb: int | float | str | None = None
     sbatch: dict[str, Any] | None = None
 
 

@@ -26,6 +26,7 @@ _SCAN = 4  # looks at the engine for one at everything
 _PAUSE = 15.0  # seconds between two tables of results
 # A process that was ended from outside can go on; one that died of itself would die again.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_HEARD = 0.5  # seconds until a signal is
 _MOVES = 5  # times that one run goes on elsewhere
 
 
@@ -74,15 +75,13 @@ class Launcher:
                     if rounds % _SCAN == 0:
                         self.standing.look()
                     self._start_what_can_be()
+                    self._look_here()
                     self.board.show(self.standing)
                     if not self._here and (self._stopped or not self._elsewhere()):
                         break
-                    ended = self.engine.ended(self.engine.pause)
+                    ended = self._ended()
                     for one in ended:
                         self._note_end(one)
-                    self.standing.queued = set(self.engine.queued())
-                    for state in self._here.values():
-                        self.standing.look_at(state)
                     rounds = 0 if ended else rounds + 1
             finally:
                 self.engine.close()
@@ -110,29 +109,45 @@ class Launcher:
         if self._here:
             self.board.note(f"{counted(len(self._here), 'run')} with the engine since before")
 
+    def _ended(self) -> list[Ended]:
+        """Wait for the engine; but a signal is heard at once."""
+        until = time.monotonic() + self.engine.pause
+        signals = self._signals
+        while True:
+            ended = self.engine.ended(min(_HEARD, self.engine.pause))
+            if ended or signals != self._signals or time.monotonic() >= until:
+                return ended
+
+    def _look_here(self) -> None:
+        self.standing.queued = set(self.engine.queued())
+        for state in self._here.values():
+            self.standing.look_at(state)
+
     def _start_what_can_be(self) -> None:
-        while not self._stopped and not self._signals and len(self._here) < self.engine.slots:
-            state, packed = self._next()
-            if state is None or not self._has_room(state):
+        for state, packed in self._next():
+            if not self._has_room(state):
                 return
             self._start(state, packed)
+            if self._stopped or self._signals or len(self._here) >= self.engine.slots:
+                return
 
-    def _next(self) -> tuple[State | None, int]:
-        """The largest run that can be started, and how many share the machine; what ran out of
-        memory comes last, alone."""
-        if self._alone in self._here:
-            return None, 0
+    def _next(self) -> Iterator[tuple[State, int]]:
+        """What can be started, the largest first, and how many will share the machine; what ran
+        out of memory comes last, alone. There may be thousands: all are looked at once."""
+        full = self._stopped or self._signals or len(self._here) >= self.engine.slots
+        if full or self._alone in self._here:
+            return
         able = [state for state in self._all() if self._is_startable(state)]
         beside = [state for state in able if not _ran_out_of_memory_beside_others(state)]
         if beside:
             arms = self.manifest.arms
-            largest = max(beside, key=lambda state: arms[state.run.arm].work)
             elsewhere = sum(s.status == "running" for s in self._all()) - len(self._here)
             here = min(self.engine.slots, len(able) + len(self._here))
-            return largest, here + elsewhere if self.engine.shares else 1
-        if able and not self._here:
-            return able[0], 1
-        return None, 0
+            packed = here + elsewhere if self.engine.shares else 1
+            beside.sort(key=lambda state: -arms[state.run.arm].work)
+            yield from ((state, packed) for state in beside)
+        elif able and not self._here:
+            yield able[0], 1
 
     def _is_startable(self, state: State) -> bool:
         id = state.run.id
@@ -174,7 +189,8 @@ class Launcher:
         if ended.code in (OWNED, LOST):
             self._tried.discard(ended.id)  # its owner may die yet
             return
-        if ended.gone and state.status not in ENDED and self._moves[ended.id] < _MOVES:
+        moved = ended.gone and state.status not in ENDED and self._moves[ended.id] < _MOVES
+        if moved and not self._stopped and not self._signals:
             self._moves[ended.id] += 1
             self._tried.discard(ended.id)
             self.board.note(f"again, elsewhere: {state.run.label}: {ended.gone}")

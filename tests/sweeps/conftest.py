@@ -1,6 +1,10 @@
 """Small sweeps, and circuits that go wrong on purpose."""
 
-from collections.abc import Callable
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +48,62 @@ _ACTS = {
     "starves": "torch.empty(2**60)",
     "starves_once": "first and torch.empty(2**60)",
 }
+
+# What asks for each engine, with two runs at once.
+ENGINES = {
+    "local": ["engine=local", "workers=2"],
+    "slurm": ["engine=slurm", "engine.memory_gb=1", "workers=2"],
+}
+# A launcher in a process of its own looks as often as one in ours.
+_COMMAND = """
+import sys
+from qkablate.cli import main
+from qkablate.sweeps.engines.slurm import Slurm
+Slurm.pause = 0.5
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> list[str]:
+    """The words that ask for an engine: what a sweep promises, it promises with each of them."""
+    if request.param == "slurm":
+        request.getfixturevalue("slurm")
+    return ENGINES[request.param]
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster that SLURM_CONF names, looked at more often than a large one should be."""
+    if "SLURM_CONF" not in os.environ or shutil.which("squeue") is None:
+        missing = "SLURM is not on this machine (scripts/slurm-one-machine starts one)"
+        if os.environ.get("QKABLATE_NEEDS_SLURM"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    from qkablate.sweeps.engines.slurm import Slurm
+
+    monkeypatch.setattr(Slurm, "pause", 0.5)
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """The command, in a process of its own."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _COMMAND, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture

@@ -21,8 +21,15 @@ def status(qkablate, *words):
 
 
 @pytest.fixture
-def grid(tiny):
+def here(tiny):
+    """A sweep on this machine."""
     return ["sweep", *tiny, "sweep.baseline=null", "workers=2"]
+
+
+@pytest.fixture
+def grid(tiny, engine):
+    """The same with every engine: see `engine` in conftest.py."""
+    return ["sweep", *tiny, "sweep.baseline=null", *engine]
 
 
 def test_one_bad_run_harms_no_other(qkablate, grid, circuit, tmp_path):
@@ -78,9 +85,9 @@ def test_failed_runs_are_tried_again_when_asked(qkablate, grid, circuit, tmp_pat
     assert all(path.stat().st_mtime_ns > b for path, b in zip(results, before, strict=True))
 
 
-def test_what_runs_out_of_memory_beside_others_is_tried_once_alone(qkablate, grid, circuit):
+def test_what_runs_out_of_memory_beside_others_is_tried_once_alone(qkablate, here, circuit):
     files = f"{circuit('starves_once')},{circuit('starves')}"
-    done = qkablate(*grid, f"variant.file={files}", "seed=0")
+    done = qkablate(*here, f"variant.file={files}", "seed=0")
     assert done.code == 1
     found, states = status(qkablate)
     assert states == {("starves_once", 0): "done", ("starves", 0): "failed"}

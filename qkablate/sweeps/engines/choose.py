@@ -1,9 +1,9 @@
 """The engine that a sweep's settings ask for."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from qkablate.config import EngineConfig
+from qkablate.config import EngineConfig, SweepConfig
 from qkablate.errors import UserError
 from qkablate.sweeps.engines import Engine
 from qkablate.sweeps.manifest import Manifest
@@ -19,13 +19,42 @@ def check(engine: EngineConfig) -> None:
             f"engine: {engine.name} needs {needed}, which is not installed:"
             f" pip install 'qkablate[{engine.name}]'"
         )
-    # Here each engine's own look at the machine: SLURM's commands, the partition, Ray's address.
+    if engine.name == "slurm":
+        from qkablate.sweeps.engines import slurm_cluster
+
+        slurm_cluster.check(engine)
+    if engine.name == "ray":
+        from qkablate.sweeps.engines import ray
+
+        ray.check(engine)
 
 
 def opened(
-    engine: EngineConfig, manifest: Manifest, devices: Sequence[str | None], *, wandb: bool
+    settings: SweepConfig,
+    manifest: Manifest,
+    devices: Sequence[str | None],
+    *,
+    wandb: bool,
+    note: Callable[[str], None],
 ) -> Engine:
-    """`devices` has an entry for every run that the engine may have at once."""
+    """`devices` has an entry for every run that the engine may have at once; `note` is told what
+    a person should know of it."""
+    engine = settings.engine
+    if engine.name == "slurm":
+        from qkablate.sweeps.engines.slurm import Slurm
+        from qkablate.sweeps.engines.slurm_cluster import parameters
+        from qkablate.sweeps.packing import gpus_of_a_run, memory_of_a_run
+
+        limit = settings.workers if isinstance(settings.workers, int) else None
+        given = parameters(
+            engine, memory_of_a_run(manifest, engine), gpus_of_a_run(manifest, engine)
+        )
+        return Slurm(manifest.folder, given, limit, note)
+    if engine.name == "ray":
+        from qkablate.sweeps.engines.ray import Ray
+        from qkablate.sweeps.packing import gpus_of_a_run
+
+        return Ray(engine, gpus_of_a_run(manifest, engine), len(devices), manifest.folder, note)
     from qkablate.sweeps.engines.local import Local
 
     assert engine.name == "local"

@@ -9,10 +9,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 from qkablate.sweeps import worker
 from qkablate.sweeps.engines import Ended, Task
+from qkablate.sweeps.engines.remote import killed_for_memory
 
 # What a run imports on its way, besides: half a second for each of them otherwise.
 PRELOADED = [worker.__name__, "omegaconf"]
@@ -55,7 +55,7 @@ class Local:
         )
         process.start()
         end.close()
-        self._running[task.id] = _Running(process, slot, lifeline, _killed_for_memory())
+        self._running[task.id] = _Running(process, slot, lifeline, killed_for_memory())
 
     def ended(self, seconds: float) -> list[Ended]:
         waiting = {running.process.sentinel: id for id, running in self._running.items()}
@@ -66,7 +66,7 @@ class Local:
             running.process.join()
             running.lifeline.close()
             code = running.process.exitcode or 0
-            starved = code == -signal.SIGKILL and _killed_for_memory() > running.kills
+            starved = code == -signal.SIGKILL and killed_for_memory() > running.kills
             found.append(Ended(id, code, starved))
         return found
 
@@ -84,14 +84,3 @@ class Local:
         for running in self._running.values():
             running.process.join()
         self._running.clear()
-
-
-def _killed_for_memory() -> int:
-    """How many processes the kernel has killed to get memory back, as far as it says."""
-    total = 0
-    for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
-        with contextlib.suppress(OSError, ValueError):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                if line.startswith("oom_kill "):
-                    total += int(line.split()[1])
-    return total
