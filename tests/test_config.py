@@ -7,7 +7,8 @@ from qkablate.cli.hydra_app import register
 from qkablate.config import CHOICES, RANGES, Config, conf_dir, flatten, keys, load, variants
 from qkablate.errors import UserError
 
-# Of the sweep (tests/cli/test_grid.py), its engines (tests/sweeps/engines) and of claims (tests/analysis/test_claim.py).
+# Of the sweep (tests/cli/test_grid.py), its engines (tests/sweeps) and of claims
+# (tests/analysis/test_claim.py).
 OTHERS = ("control", "engine", "sweep", "claim", "scale")
 OPTIONS = [
     f"{group.name}={option.stem}"

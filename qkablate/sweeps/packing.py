@@ -88,13 +88,12 @@ def _on_gpus(settings: SweepConfig, devices: list[str], runs: int) -> Slots:
 
 
 def _check_devices(devices: Sequence[str]) -> None:
-    others = sorted({device for device in devices if device != "cuda"})
-    if len(others) < len({*devices}) or any(device.startswith("cuda:") for device in others):
-        if others:
-            raise UserError(
-                f"device: a sweep takes the GPUs as they come; give device=cuda, not"
-                f" {', '.join(others)}"
-            )
+    others = sorted({*devices} - {"cuda"})
+    if others and any(device.startswith("cuda") for device in devices):
+        raise UserError(
+            f"device: a sweep takes the GPUs as they come; give device=cuda, not"
+            f" {', '.join(others)}"
+        )
 
 
 def _on_cpu(workers: int | str, arms: Sequence[Arm], runs: int, cores: int) -> int:

@@ -46,10 +46,8 @@ def opened(
         from qkablate.sweeps.packing import gpus_of_a_run, memory_of_a_run
 
         limit = settings.workers if isinstance(settings.workers, int) else None
-        given = parameters(
-            engine, memory_of_a_run(manifest, engine), gpus_of_a_run(manifest, engine)
-        )
-        return Slurm(manifest.folder, given, limit, note)
+        memory, gpus = memory_of_a_run(manifest, engine), gpus_of_a_run(manifest, engine)
+        return Slurm(manifest.folder, parameters(engine, memory, int(gpus)), limit, note)
     if engine.name == "ray":
         from qkablate.sweeps.engines.ray import Ray
         from qkablate.sweeps.packing import gpus_of_a_run

@@ -4,11 +4,11 @@ the next one takes them over.
 <sweep>/slurm/
     lock               one launcher at a time submits
     <batch>/           of one array; its jobs are called <sweep>.<batch> in SLURM's queue
-        batch.json     the ids of its runs, in the order of its tasks, written before they are submitted
+        batch.json     the ids of its runs, in the order of its tasks; written before sbatch
         <task>.json    where the task began, and how its run ended
         …              submitit's: script, tasks, logs
 
-What stands there is believed only as far as SLURM's queue knows the jobs, and no pickle is read back.
+What stands there is believed only as far as SLURM's queue knows the jobs; no pickle is read back.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
-"""What is asked of SLURM's own commands: what the cluster has, whether it would take a job, and what
-became of those in its queue."""
+"""What is asked of SLURM's own commands: what the cluster has, whether it would take a job, and
+what became of those in its queue."""
 
 import math
 import re
@@ -157,7 +157,7 @@ def executor(folder: Path, given: Mapping[str, Any], name: str) -> Any:
 
 
 def queue(user: int, names: Collection[str]) -> dict[tuple[str, int], Row]:
-    """All jobs of these names, those that ended a moment ago too; by name and number of the task."""
+    """All jobs of these names, also those that ended just now; by name and number of the task."""
     if not names:
         return {}
     said = ask(
