@@ -146,7 +146,8 @@ class RayNodes:
             said += line
 
     def stop(self) -> None:
-        for node in reversed(self._nodes):
+        while self._nodes:
+            node = self._nodes.pop()
             node.terminate()
             node.communicate()
         shutil.rmtree(self.folder, ignore_errors=True)

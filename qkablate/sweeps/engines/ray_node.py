@@ -13,8 +13,7 @@ def look(paths: list[str], cwd: str, token: str) -> tuple[str, str]:
     if not os.path.isdir(cwd):
         return "folder", f"has no folder '{cwd}', in which the sweep was started"
     if not os.path.exists(token):
-        folder = os.path.dirname(os.path.dirname(token))
-        return "out", f"does not see the sweep's folder '{folder}'"
+        return "out", f"does not see the sweep's folder '{os.path.dirname(token)}'"
     try:
         import qkablate
     except ImportError as error:

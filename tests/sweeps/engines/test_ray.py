@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -73,11 +74,12 @@ def test_what_is_killed_leaves_checkpoints(spawn, qkablate, grid, ray, tmp_path,
         assert launcher.returncode == 1
         assert err.splitlines()[-1].startswith("qkablate: the Ray cluster")
         assert "Traceback" not in err
-    while any(map(is_owned, folders)):
-        pass
+    wait_for_their_end(folders)
     assert all(list(folder.glob("checkpoints/step-*")) for folder in folders)
     found = json.loads(qkablate("status", "--json").out)
     assert {state["status"] for state in found["states"]} <= {"interrupted", "waiting"}
+    if who == "driver":
+        return
     steps = [int(p.name[5:]) for p in tmp_path.glob("outputs/runs/*/checkpoints/step-*")]
     launcher = spawn(*words)
     wait_for_progress(launcher, tmp_path, above=max(steps))
@@ -97,8 +99,7 @@ def test_a_cluster_that_ends_is_told_in_a_line(spawn, qkablate, grid, other_ray,
     assert err.splitlines()[-1].startswith("qkablate: the Ray cluster")
     assert "Traceback" not in err
     folders = list(tmp_path.glob("outputs/runs/*"))
-    while any(map(is_owned, folders)):
-        pass
+    wait_for_their_end(folders)
     found = json.loads(qkablate("status", "--json").out)
     assert "interrupted" in {state["status"] for state in found["states"]}
 
@@ -184,7 +185,13 @@ def wait_for_progress(launcher, tmp_path, above=0, runs=1):
             found += any("train/loss" in row and row["step"] > above for row in rows)
         if found >= runs:
             return
+        time.sleep(0.05)
     raise AssertionError(launcher.communicate())
+
+
+def wait_for_their_end(folders):
+    while any(map(is_owned, folders)):
+        time.sleep(0.05)
 
 
 def running(tmp_path) -> list[int]:
