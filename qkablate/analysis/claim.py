@@ -21,6 +21,7 @@ HORIZONS = ("longest", "each", "growth")
 # What changes no number: not part of a claim.
 FREE = (
     *("out", "device", "threads", "workers", "per_gpu", "on_failure", "track"),
+    "engine",
     *("data.cache", "train.checkpoint_every"),
 )
 Selector = Mapping[str, Any]

@@ -237,7 +237,7 @@ def _run(asked: _Asked, flags: dict[str, str]) -> int:
         if "--dry-run" in flags:
             asked_for = counted(len(asks), "comparison")
             print("\n".join([*claim_lines(claim), "", f"{asked_for} of {seeds} pairs", ""]))
-            return dry_run(manifest, slots, as_json=False)
+            return dry_run(manifest, slots, wanted, as_json=False)
         try:
             registration = register(claim, asked.out)
             registration.add(seeds, manifest.folder)

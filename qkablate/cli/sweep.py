@@ -1,4 +1,4 @@
-"""`qkablate sweep`: a grid, frozen, trained on this machine."""
+"""`qkablate sweep`: a grid, frozen, trained on this machine or a cluster."""
 
 import shlex
 import sys
@@ -46,7 +46,10 @@ Keys of a sweep
   sweep.tune=true          choose optim.lr for every arm on validation (sweep.tuning_seeds), then
                            run the seeds at the best
   sweep.name=NAME          how the sweep's folder begins
-  workers=auto             runs side by side; auto: one per GPU, on a CPU one per core
+  engine=local             where: local (here), slurm (job arrays of a cluster), ray;
+                           `engine.…` has the keys of each: docs/clusters.md
+  workers=auto             runs side by side; auto: one per GPU, on a CPU one per core, on a
+                           cluster all that it has room for
   per_gpu=1                runs that share a GPU, with workers=auto
   on_failure=continue      or stop
 
@@ -81,7 +84,7 @@ def main(argv: list[str]) -> int:
         command = ["sweep", *words, *(["--yes"] if "--yes" in flags else [])]
         manifest, slots = expanded(asked, composer.config, command)
     if "--dry-run" in flags:
-        return dry_run(manifest, slots, as_json="--json" in flags)
+        return dry_run(manifest, slots, asked, as_json="--json" in flags)
     try:
         return launch(manifest, slots, asked, retry="--retry" in flags)
     except OSError as error:  # a full disk, say: what is on it stays
@@ -95,12 +98,14 @@ def expanded(
     """The manifest, and a slot for each run that can run at once."""
     from tqdm import tqdm
 
-    from qkablate.sweeps.engines.choose import check
+    from qkablate.sweeps.engines.choose import check, check_runs
     from qkablate.sweeps.expand import Expansion, Grid
     from qkablate.sweeps.packing import pack
 
-    check(asked.settings.engine)
-    grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
+    engine = asked.settings.engine
+    check(engine)
+    elsewhere = engine.name != "local"
+    grid = Grid(asked.settings.sweep, asked.controls, asked.choices, elsewhere)
     with tqdm(
         desc="expanding", unit=" arms", leave=False, disable=not sys.stderr.isatty(), delay=0.5
     ) as bar:
@@ -111,7 +116,9 @@ def expanded(
 
         manifest = Expansion(grid, compose, note).manifest(["qkablate", *command])
     _check_out(manifest.out)
-    return pack(manifest, asked.settings)
+    manifest, slots = pack(manifest, asked.settings)
+    check_runs(engine, manifest)
+    return manifest, slots
 
 
 def _check_out(out: str) -> None:
@@ -121,20 +128,23 @@ def _check_out(out: str) -> None:
         raise UserError(f"out: cannot write in '{out}': {error.strerror}") from None
 
 
-def dry_run(manifest: Any, slots: list[str | None], *, as_json: bool) -> int:
+def dry_run(manifest: Any, slots: list[str | None], asked: Asked, *, as_json: bool) -> int:
     from qkablate.sweeps import plan_text
-    from qkablate.sweeps.estimate import estimate
+    from qkablate.sweeps.estimate import estimate, is_here
     from qkablate.sweeps.state import Standing
 
     standing = Standing(manifest)
     standing.look()
     done = [id for id, state in standing.states.items() if state.status in ("done", "diverged")]
-    estimated = estimate(manifest, slots)
+    engine = asked.settings.engine
+    # On a cluster, this machine is one that people log in to: it times one run alone, if any.
+    timed = slots if engine.name == "local" else slots[:1]
+    estimated = estimate(manifest, timed) if is_here(manifest) else None
     if as_json:
         print_json(plan_text.as_json(manifest, len(slots), estimated, done))
         return 0
     with suppress(BrokenPipeError):
-        print("\n".join(plan_text.lines(manifest, len(slots), estimated, done)))
+        print("\n".join(plan_text.lines(manifest, len(slots), estimated, done, engine)))
         next_commands(manifest.command[1:])
     return 0
 
@@ -149,12 +159,13 @@ def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool)
     from qkablate.tracking.mirror import resolve_mode
 
     wandb = resolve_mode(manifest.track) != "disabled"
-    plan = plan_text.lines(manifest, len(slots))
+    engine = asked.settings.engine
+    plan = plan_text.lines(manifest, len(slots), engine=engine)
     typed = asked.choices.get("threads", ["auto"]) != ["auto"]
     manifest = freeze(manifest, plan, keep_threads=not typed)
     board = Board()
     board.note(f"sweep    {manifest.folder}")
-    for line in plan_text.summary(manifest, len(slots)):
+    for line in plan_text.summary(manifest, len(slots), engine=engine):
         board.note(line)
     launcher = Launcher(
         manifest,

@@ -128,6 +128,10 @@ def _check_engine(engine: EngineConfig) -> None:
             raise UserError(f"engine.{key}: '{value}' is not {auto}a number from {least} to {most}")
     if engine.name == "slurm" and engine.gpus != "auto" and int(engine.gpus or 0) != engine.gpus:
         raise UserError(f"engine.gpus: '{engine.gpus}': SLURM has whole GPUs; Ray has parts of one")
+    if engine.grace is not None and engine.grace >= 3600 * (engine.hours or 0):
+        raise UserError(
+            f"engine.grace: {engine.grace} s are not less than engine.hours, {engine.hours:g} h"
+        )
 
 
 def as_word(value: Any) -> str:

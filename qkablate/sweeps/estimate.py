@@ -70,6 +70,12 @@ def estimate(manifest: Manifest, slots: Slots) -> dict[str, Estimate]:
     return {arm.name: _of(arm, smallest, largest) for arm in arms}
 
 
+def is_here(manifest: Manifest) -> bool:
+    """Whether this machine has the device that the runs are trained on."""
+    device = next(iter(manifest.arms.values())).config.device
+    return not device.startswith("cuda") or torch.cuda.is_available()
+
+
 def total_seconds(
     manifest: Manifest,
     estimates: Mapping[str, Estimate],

@@ -41,6 +41,7 @@ class Grid:
     settings: GridConfig
     controls: dict[str, ControlConfig]
     choices: dict[str, list[str]]  # key → its values, as they are typed
+    elsewhere: bool = False  # whether other machines than this train the runs
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,8 @@ class Expansion:
         return self._seen[key]
 
     def _look(self, words: Words) -> _Known:
-        config, hashes = settle(hardware.resolve(self.compose(words)))
+        asked = self.compose(words)
+        config, hashes = settle(hardware.resolve(asked, elsewhere=self.grid.elsewhere))
         data = self._opened(config)
         model = empty_model(config, data.vocabulary)
         facts = {

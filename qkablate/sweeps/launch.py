@@ -222,7 +222,8 @@ class Launcher:
             alone = self._alone == ended.id or not self.engine.shares
             packed = 1 if alone else self.engine.slots
             with suppress(Owned, Lost, UserError, OSError):  # a full disk: it is interrupted
-                planned = plan(self.manifest.config_of(state.run))
+                config = self.manifest.config_of(state.run)
+                planned = plan(config, elsewhere=not self.engine.shares)
                 record_failure(planned, reason, out_of_memory=ended.out_of_memory, packed=packed)
             self.standing.look_at(state)
 

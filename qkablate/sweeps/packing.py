@@ -39,9 +39,16 @@ def pack(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
 
 def _on_cluster(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
     """An engine that has machines of its own, and a queue."""
-    arms = manifest.arms.values()
+    arms, engine = list(manifest.arms.values()), settings.engine
     _check_devices([arm.config.device for arm in arms])
-    cores = settings.engine.cpus or 1
+    if engine.gpus not in ("auto", 0, None) and not any(
+        arm.config.device == "cuda" for arm in arms
+    ):
+        raise UserError(
+            f"engine.gpus: {engine.gpus}, and the runs would be trained on the"
+            f" {arms[0].config.device}; give device=cuda"
+        )
+    cores = engine.cpus or 1
     most = max((int(arm.config.threads) for arm in arms if _has_threads(arm)), default=1)
     if most > cores:
         raise UserError(f"threads: {most} on {cores} of a machine's cores: give engine.cpus={most}")

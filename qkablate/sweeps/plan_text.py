@@ -4,8 +4,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from qkablate.config import EngineConfig
 from qkablate.sweeps.estimate import Estimate, total_seconds
 from qkablate.sweeps.manifest import Arm, Manifest
+from qkablate.sweeps.packing import gpus_of_a_run, memory_of_a_run
 from qkablate.sweeps.state import duration
 from qkablate.table import aligned, counted, short, some
 
@@ -17,6 +19,7 @@ def lines(
     slots: int,
     estimates: Estimates | None = None,
     done: Collection[str] = (),
+    engine: EngineConfig | None = None,
 ) -> list[str]:
     """All of it. `done` are the ids of runs that need not be trained."""
     head = ["arm", "params", "with embeddings", "mismatch", "MLP", "FLOPs/token", "runs"]
@@ -34,7 +37,7 @@ def lines(
             cells += [f"{'~' * own.beyond}{duration(own.seconds)}", f"{short(own.bytes)}B"]
         rows.append(cells)
     left = _left_out(manifest)
-    said = summary(manifest, slots, estimates, done, "above")
+    said = summary(manifest, slots, estimates, done, engine, "above")
     return [*aligned(head, rows), "", *left, *said]
 
 
@@ -43,6 +46,7 @@ def summary(
     slots: int,
     estimates: Estimates | None = None,
     done: Collection[str] = (),
+    engine: EngineConfig | None = None,
     where: str = "in plan.txt",
 ) -> list[str]:
     """In a few lines."""
@@ -63,10 +67,7 @@ def summary(
         said.append(f"left out {counted(len(manifest.left_out), 'arm')}: {told} (reasons {where})")
     if manifest.excluded:
         said.append(f"         {counted(manifest.excluded, 'arm')} excluded by sweep.where")
-    threads = sorted({int(arm.config.threads) for arm in arms.values()})
-    device = next(iter(arms.values())).facts["device"]
-    each = f", {some([counted(n, 'thread') for n in threads])} each" if device == "cpu" else ""
-    said.append(f"packing  {slots} at once on {device}{each}; the largest first")
+    said.append(f"packing  {_packing(manifest, slots, engine)}; the largest first")
     if done:
         said.append(f"done     {counted(len(done), 'run')} already, in this sweep or another")
     if estimates is not None:
@@ -78,19 +79,40 @@ def summary(
             f"cost     about {duration(total)}, {short(work)}FLOP; memory {short(most.bytes)}B at"
             f" most for one run, {short(slots * most.bytes)}B for {slots} of them"
         )
+        if engine is not None and engine.name != "local":
+            said.append("         timed on this machine, one run alone, without waiting in a queue")
         if any(one.beyond for one in estimates.values()):
             said.append("         ~ larger than what could be timed here: a guess by FLOPs")
     return said
 
 
+def _packing(manifest: Manifest, slots: int, engine: EngineConfig | None) -> str:
+    """How many run at once, where, and what each of them has."""
+    arms = manifest.arms.values()
+    device = next(iter(arms)).facts["device"]
+    if engine is None or engine.name == "local":
+        threads = sorted({int(arm.config.threads) for arm in arms})
+        each = f", {some([counted(n, 'thread') for n in threads])} each" if device == "cpu" else ""
+        return f"{slots} at once on {device}{each}"
+    parts = [f"{slots} at once at most on {engine.name}"]
+    parts += [f"partition {engine.partition}"] if engine.partition else []
+    parts += [f"on {device}", f"{counted(engine.cpus or 1, 'core')}"]
+    if gpus := gpus_of_a_run(manifest, engine):
+        parts[-1] += f" and {gpus:g} GPU{'s' * (gpus > 1)}"
+    if engine.name == "slurm":
+        parts[-1] += f", {memory_of_a_run(manifest, engine):g} GB, {engine.hours:g} h"
+    return f"{', '.join(parts)} each"
+
+
 def as_json(
-    manifest: Manifest, slots: int, estimates: Estimates, done: Collection[str]
+    manifest: Manifest, slots: int, estimates: Estimates | None, done: Collection[str]
 ) -> dict[str, Any]:
     """For a program."""
+    known = estimates or {}
     return {
         "sweep": f"{manifest.name}-{manifest.id}",
         "slots": slots,
-        "seconds": total_seconds(manifest, estimates, slots, done),
+        "seconds": total_seconds(manifest, known, slots, done) if known else None,
         "done": sorted(done),
         "arms": [
             {
@@ -102,8 +124,8 @@ def as_json(
                 "params_with_embeddings": arm.total_params,
                 "mismatch": arm.mismatch,
                 "flops_per_token": arm.flops,
-                "seconds_per_run": estimates[arm.name].seconds,
-                "bytes_per_run": estimates[arm.name].bytes,
+                "seconds_per_run": known[arm.name].seconds if known else None,
+                "bytes_per_run": known[arm.name].bytes if known else None,
                 "words": arm.words,
             }
             for arm in manifest.arms.values()

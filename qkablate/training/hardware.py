@@ -21,8 +21,11 @@ from qkablate.errors import Impossible, UserError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def resolve(config: Config) -> Config:
-    """The config with device, precision, compile and threads settled, or why they can't be."""
+def resolve(config: Config, *, elsewhere: bool = False) -> Config:
+    """The config with device, precision, compile and threads settled, or why they can't be.
+    `elsewhere`: it is trained on another machine, which may have a GPU where this one has none."""
+    if elsewhere and config.device == "cuda" and not torch.cuda.is_available():
+        return _unseen(config)
     device = _device(config.device)
     threads = config.threads
     return dataclasses.replace(
@@ -32,6 +35,17 @@ def resolve(config: Config) -> Config:
         compile=_compile(config.compile, device),
         threads=torch.get_num_threads() if threads == "auto" else threads,
     )
+
+
+def _unseen(config: Config) -> Config:
+    """What a GPU that is not here would have settled, the user has to."""
+    for key, allowed in (("precision", "bf16, fp16 or fp32"), ("compile", "true or false")):
+        if getattr(config, key) == "auto":
+            raise UserError(
+                f"{key}: auto is settled by the GPU, and there is none on this machine; give"
+                f" {allowed}"
+            )
+    return dataclasses.replace(config, threads=1 if config.threads == "auto" else config.threads)
 
 
 def _device(name: str) -> str:
@@ -103,6 +117,8 @@ def flash_in_half(config: Config) -> bool:
     if config.precision == "fp32":
         return False
     cuda = config.device.startswith("cuda")
+    if cuda and not torch.cuda.is_available():  # it is elsewhere, and bf16 is for those that do
+        return config.precision == "bf16"
     return not cuda or torch.cuda.get_device_capability(config.device)[0] >= 8
 
 

@@ -51,9 +51,10 @@ class Plan:
         return empty_model(self.config, self.data.vocabulary)
 
 
-def plan(config: Config) -> Plan:
-    """Resolve what depends on machine and data; UserError for whatever can't be."""
-    config, hashes = settle(hardware.resolve(config))
+def plan(config: Config, *, elsewhere: bool = False) -> Plan:
+    """Resolve what depends on machine and data; UserError for whatever can't be. `elsewhere`: this
+    machine does not train it."""
+    config, hashes = settle(hardware.resolve(config, elsewhere=elsewhere))
     resolve_mode(config.track)
     # The cheap looks first: data may have to be prepared.
     _check_out(Path(config.out).expanduser(), empty_model(config, 1).ledger()["total"])

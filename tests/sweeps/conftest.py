@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # for watching.py
+
 _FILE = """
 import os
 import pathlib

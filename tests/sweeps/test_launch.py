@@ -8,16 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from watching import assert_same, final_state, results, status, wait_for_progress
 
 from qkablate.cli import main
-
-
-def status(qkablate, *words):
-    """Status of each run, by variant and seed."""
-    found = json.loads(qkablate("status", *words, "--json").out)
-    return found, {(s["variant"], s["seed"]): s["status"] for s in found["states"]}
 
 
 @pytest.fixture
@@ -30,6 +23,47 @@ def here(tiny):
 def grid(tiny, engine):
     """The same with every engine: see `engine` in conftest.py."""
     return ["sweep", *tiny, "sweep.baseline=null", *engine]
+
+
+def test_engines_train_the_same_runs(qkablate, grid, here, tmp_path):
+    """Bit for bit, under the same ids: so each goes on with what another has begun."""
+    words = ["variant=standard,no_q", "seed=0", "threads=1"]
+    assert qkablate(*here, *words, "out=reference").code == 0
+    assert qkablate(*grid, *words).code == 0
+    reference = {path.parent.name: path.parent for path in results(tmp_path, "reference")}
+    found = results(tmp_path)
+    assert {path.parent.name for path in found} == reference.keys()
+    for path in found:
+        assert_same(final_state(path.parent), final_state(reference[path.parent.name]))
+    for again in (grid, here):
+        assert qkablate(*again, *words).code == 0
+    assert results(tmp_path) == found
+    assert len(list(tmp_path.glob("outputs/sweeps/*/manifest.json"))) == 1
+
+
+def test_kill_9_of_a_launcher_loses_and_doubles_nothing(spawn, grid, here, qkablate, tmp_path):
+    words = [
+        "variant=standard,no_q",
+        "seed=0",
+        "threads=1",
+        "train.steps=1000",
+        "train.eval_every=1000",
+    ]
+    words += ["train.checkpoint_every=100"]
+    assert qkablate(*here, *words, "out=reference").code == 0
+    launcher = spawn(*grid, *words)
+    wait_for_progress(launcher, tmp_path)
+    _, states = status(qkablate)  # from another shell
+    assert "running" in states.values()
+    assert "done" not in states.values()
+    launcher.kill()
+    launcher.wait()
+    assert qkablate(*grid, *words).code == 0
+    for path in results(tmp_path, "reference"):
+        folder = tmp_path / "outputs" / "runs" / path.parent.name
+        assert_same(final_state(folder), final_state(path.parent))
+        if "engine=slurm" in grid:  # its jobs had stayed, and were taken over
+            assert json.loads((folder / "result.json").read_text())["attempt"] == 1
 
 
 def test_one_bad_run_harms_no_other(qkablate, grid, circuit, tmp_path):
@@ -70,7 +104,7 @@ def test_one_bad_run_harms_no_other(qkablate, grid, circuit, tmp_path):
 
 def test_failed_runs_are_tried_again_when_asked(qkablate, grid, circuit, tmp_path):
     path = circuit("raises")
-    words = [*grid, f"variant.file={path}", "seed=0,1"]
+    words = [*grid, f"variant.file={path}", "seed=0"]
     assert qkablate(*words).code == 1
     (tmp_path / "outputs" / "runs").rename(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").rename(tmp_path / "outputs" / "runs")
@@ -102,10 +136,10 @@ def test_after_a_failure_it_stops_if_told_to(qkablate, grid, circuit):
     assert "on_failure=stop" in done.err
 
 
-def test_a_sweep_that_grows_runs_only_what_is_new(qkablate, grid, tmp_path):
-    assert qkablate(*grid, "variant=standard", "seed=0,1").code == 0
+def test_a_sweep_that_grows_runs_only_what_is_new(qkablate, here, tmp_path):
+    assert qkablate(*here, "variant=standard", "seed=0,1").code == 0
     before = results(tmp_path)
-    done = qkablate(*grid, "variant=standard,no_q", "seed=0,1,2")
+    done = qkablate(*here, "variant=standard,no_q", "seed=0,1,2")
     assert done.code == 0
     after = results(tmp_path)
     assert len(before) == 2
@@ -226,34 +260,3 @@ def quietly(words, folder, home):
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     main(words)
-
-
-def wait_for_progress(launcher, tmp_path, word="train/loss", above=0):
-    """Until a run has trained past a step."""
-    while launcher.poll() is None:
-        for path in tmp_path.glob("outputs/runs/*/metrics.jsonl"):
-            lines = path.read_text().splitlines()[:-1]
-            if any(word in line and json.loads(line)["step"] > above for line in lines):
-                return
-    raise AssertionError(launcher.communicate())
-
-
-def results(tmp_path, out="outputs"):
-    return {path: path.stat().st_mtime_ns for path in tmp_path.glob(f"{out}/runs/*/result.json")}
-
-
-def final_state(folder):
-    """Weights and metrics but the clocks'."""
-    (newest,) = folder.glob("checkpoints/step-*")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        for key in [key for key in row if key.startswith("perf/") or key == "seconds"]:
-            del row[key]
-    return load_file(newest / "weights.safetensors"), rows
-
-
-def assert_same(one, other):
-    assert one[1] == other[1]
-    assert one[0].keys() == other[0].keys()
-    for name, tensor in one[0].items():
-        assert torch.equal(tensor, other[0][name]), name

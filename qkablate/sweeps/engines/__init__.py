@@ -13,8 +13,9 @@ from qkablate.config import Config, from_plain
 
 LOG = "output.log"  # what a process said, in the run's folder
 OWNED, LOST = 75, 76  # exit codes of a process that found another one training its run
+STOPPED = 128 + signal.SIGTERM  # that of one which was told to end
 # Those with which a process ends without a result, and has said why.
-DELIBERATE = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM, OWNED, LOST)
+DELIBERATE = (2, 128 + signal.SIGINT, STOPPED, OWNED, LOST)
 
 
 @dataclass(frozen=True)

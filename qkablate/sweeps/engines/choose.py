@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from qkablate.config import EngineConfig, SweepConfig
 from qkablate.errors import UserError
@@ -29,6 +30,14 @@ def check(engine: EngineConfig) -> None:
         ray.check(engine)
 
 
+def check_runs(engine: EngineConfig, manifest: Manifest) -> None:
+    """The same, now that it is known what the runs need."""
+    if engine.name == "slurm":
+        from qkablate.sweeps.engines import slurm_cluster
+
+        slurm_cluster.check_job(_of_a_job(engine, manifest))
+
+
 def opened(
     settings: SweepConfig,
     manifest: Manifest,
@@ -42,12 +51,9 @@ def opened(
     engine = settings.engine
     if engine.name == "slurm":
         from qkablate.sweeps.engines.slurm import Slurm
-        from qkablate.sweeps.engines.slurm_cluster import parameters
-        from qkablate.sweeps.packing import gpus_of_a_run, memory_of_a_run
 
         limit = settings.workers if isinstance(settings.workers, int) else None
-        memory, gpus = memory_of_a_run(manifest, engine), gpus_of_a_run(manifest, engine)
-        return Slurm(manifest.folder, parameters(engine, memory, int(gpus)), limit, note)
+        return Slurm(manifest.folder, _of_a_job(engine, manifest), limit, note)
     if engine.name == "ray":
         from qkablate.sweeps.engines.ray import Ray
         from qkablate.sweeps.packing import gpus_of_a_run
@@ -57,3 +63,11 @@ def opened(
 
     assert engine.name == "local"
     return Local(list(devices), wandb=wandb)
+
+
+def _of_a_job(engine: EngineConfig, manifest: Manifest) -> dict[str, Any]:
+    from qkablate.sweeps.engines.slurm_cluster import parameters
+    from qkablate.sweeps.packing import gpus_of_a_run, memory_of_a_run
+
+    gpus = int(gpus_of_a_run(manifest, engine))
+    return parameters(engine, memory_of_a_run(manifest, engine), gpus)

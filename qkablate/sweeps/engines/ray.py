@@ -16,7 +16,8 @@ from qkablate.config import EngineConfig
 from qkablate.errors import UserError
 from qkablate.ownership import Observer
 from qkablate.sweeps.engines import Ended, Task
-from qkablate.sweeps.engines.ray_cluster import Wish, drive
+from qkablate.sweeps.engines.ray_cluster import drive
+from qkablate.sweeps.engines.ray_entry import Wish
 
 _CONNECT = 10.0  # seconds for an address to answer at all
 _OPEN = 90.0  # and for Ray, with all its nodes

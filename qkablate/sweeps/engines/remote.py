@@ -12,13 +12,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from qkablate.sweeps.engines import DELIBERATE, Task
+from qkablate.sweeps.engines import DELIBERATE, STOPPED, Task
+
+_WORKER = (sys.executable, "-m", "qkablate.sweeps.worker")
 
 
 class Child:
-    """The process of one run. Its signals come from here alone: it is in a session of its own."""
+    """The process of one run."""
 
-    command: Sequence[str] = (sys.executable, "-m", "qkablate.sweeps.worker")
+    # A cluster's signals may go to everything that it has started; those that would kill a
+    # process which knows nothing of them are not meant for this one.
+    command: Sequence[str] = ("sh", "-c", 'trap "" USR1 USR2; exec "$@"', "sh", *_WORKER)
 
     def __init__(self, task: Task, cwd: str, environment: Mapping[str, str]) -> None:
         self._kills = killed_for_memory()
@@ -38,6 +42,10 @@ class Child:
     def wait(self) -> int:
         """How it ended; negative: the signal that ended it. A signal's handler may call this
         while it is being called."""
+        code = self._code()
+        return STOPPED if code == -signal.SIGTERM else code  # it was told before it could listen
+
+    def _code(self) -> int:
         if not hasattr(os, "waitid"):  # macOS, before Python 3.13
             return self._process.wait()
         # Not taken away (WNOWAIT), so that two may wait, and the number stays the child's.
@@ -64,7 +72,7 @@ class Sheltered(Child):
     """Under a shell, for a parent that kills its children before it is killed itself: the shell
     dies then, and the run sees its input end and writes a checkpoint."""
 
-    command = ("/bin/sh", "-c", '"$@"; exit $?', "sh", *Child.command)
+    command = ("sh", "-c", '"$@"; exit $?', "sh", *_WORKER)
 
     def wait(self) -> int:
         code = super().wait()

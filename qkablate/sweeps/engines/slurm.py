@@ -27,7 +27,7 @@ from typing import Any
 
 from qkablate.errors import UserError
 from qkablate.runs import read_json, write_json
-from qkablate.sweeps.engines import Ended, Task
+from qkablate.sweeps.engines import STOPPED, Ended, Task
 from qkablate.sweeps.engines.slurm_cluster import (
     Row,
     Unanswered,
@@ -39,7 +39,6 @@ from qkablate.sweeps.engines.slurm_cluster import (
 )
 from qkablate.table import counted
 
-_STOPPED = 128 + signal.SIGTERM
 # A job in one of these, or not in the queue at all, will not go on.
 _OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
@@ -128,7 +127,7 @@ class Slurm:
     def stop(self, *, now: bool) -> None:
         self._stopping = "now" if now else "soon"
         for id in self._collected:
-            self._ended.append(Ended(id, _STOPPED))
+            self._ended.append(Ended(id, STOPPED))
         self._collected.clear()
         self._cancel()
         self._next_look = 0.0
@@ -252,17 +251,17 @@ class Slurm:
             return None
         said = read_json(job.file)
         if said is None and not job.batch.folder.exists():  # another launcher has seen to it
-            return Ended(job.id, _STOPPED)
+            return Ended(job.id, STOPPED)
         code = said.get("code") if isinstance(said, dict) else None
         # Told to end, it may be on its way back into the queue.
-        if isinstance(code, int) and (over or code != _STOPPED):
+        if isinstance(code, int) and (over or code != STOPPED):
             self._begun = True
             return Ended(job.id, code, said.get("out_of_memory") is True)
         job.over += over
         if job.over < _LOOKS:
             return None
         if job.state == "CANCELLED" or self._stopping:  # by hand: who did that wants no other one
-            return Ended(job.id, _STOPPED)
+            return Ended(job.id, STOPPED)
         job.batch.silent = True
         if job.state == "OUT_OF_MEMORY":
             return Ended(job.id, -signal.SIGKILL, out_of_memory=True)

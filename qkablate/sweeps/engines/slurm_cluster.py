@@ -57,13 +57,16 @@ def ask(*command: str, given: str | None = None) -> str:
 
 def one_line(said: str) -> str:
     """SLURM's words without the names of its programs."""
-    lines = [re.sub(r"^(\w+: )?((error|fatal): )*", "", line) for line in said.splitlines()]
+    lines = [
+        re.sub(r"^(sbatch: |\w+: error: |allocation failure: |error: |fatal: )*", "", line)
+        for line in said.splitlines()
+    ]
     kept = [line.strip() for line in lines if line.strip() and not line.startswith("Try ")]
     return "; ".join(dict.fromkeys(kept))
 
 
 def check(engine: EngineConfig) -> None:
-    """UserError for what this cluster would not take, as far as it says so beforehand."""
+    """UserError for what the cluster does not have, before any work."""
     for name in ("sbatch", "squeue", "scancel", "sinfo", "scontrol"):
         if shutil.which(name) is None:
             raise UserError(
@@ -91,12 +94,15 @@ def check(engine: EngineConfig) -> None:
                 f" ({limit}); a run that needs longer goes on in another job"
             )
     _check_sbatch(engine.sbatch or {})
-    memory = engine.memory_gb if isinstance(engine.memory_gb, int | float) else 0.1
-    script = executor(Path("."), parameters(engine, memory, 0), "check")
+
+
+def check_job(given: Mapping[str, Any]) -> None:
+    """UserError for a job that sbatch would not take, in its own words."""
+    script = executor(Path("."), given, "check")._make_submission_file_text("true", "")
     try:
-        ask("sbatch", "--test-only", given=script._make_submission_file_text("true", ""))
+        ask("sbatch", "--test-only", given=script)
     except Unanswered as reason:
-        if not re.search("busy|not available \\(|temporarily", str(reason)):
+        if not re.search("(?i)busy|down|temporarily", str(reason)):  # that passes
             raise UserError(f"engine: sbatch would refuse the jobs: {reason}") from None
 
 

@@ -11,10 +11,8 @@ from typing import Any
 from submitit.core.utils import DelayedSubmission
 
 from qkablate.runs import write_json
-from qkablate.sweeps.engines import Task
+from qkablate.sweeps.engines import STOPPED, Task
 from qkablate.sweeps.engines.remote import Child
-
-STOPPED = 128 + signal.SIGTERM  # a run's exit code when it was told to end
 
 
 class Job:
