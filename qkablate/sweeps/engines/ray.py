@@ -20,7 +20,8 @@ from qkablate.sweeps.engines.ray_cluster import drive
 from qkablate.sweeps.engines.ray_entry import Wish
 
 _CONNECT = 10.0  # seconds for an address to answer at all
-_OPEN = 90.0  # and for Ray, with all its nodes
+_JOIN = 40.0  # and for Ray to take us in, or to start
+_LOOK = 90.0  # and for all nodes to answer
 _CLOSE = 30.0  # seconds in which it ends where nothing runs
 _SHORT = 32  # characters; the paths of Ray's sockets are some 70 longer, and 107 is the most
 _ADDRESS = re.compile(r"(?:ray://)?(?P<host>[\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
@@ -81,16 +82,19 @@ class Ray:
 
     def _opened(self) -> tuple[int, int]:
         """How many runs share a node at most, and how many run at once."""
-        if not self._pipe.poll(_OPEN):
-            raise UserError(f"engine.address: no Ray cluster {self._name} answers")
-        try:
-            word, *what = self._pipe.recv()
-        except EOFError:
-            raise UserError(
-                f"engine.address: Ray has ended without a cluster {self._name}"
-            ) from None
-        if word == "refused":
-            raise UserError(what[0])
+        what: list[Any] = []
+        for seconds in (_JOIN, _LOOK):  # to be connected, then to be ready
+            if not self._pipe.poll(seconds):
+                self._driver.kill()
+                raise UserError(f"engine.address: no Ray cluster {self._name} answers")
+            try:
+                word, *what = self._pipe.recv()
+            except EOFError:
+                raise UserError(
+                    f"engine.address: Ray has ended without a cluster {self._name}"
+                ) from None
+            if word == "refused":
+                raise UserError(what[0])
         return what[0], what[1]
 
     def adopt(self, ids: Collection[str]) -> list[str]:

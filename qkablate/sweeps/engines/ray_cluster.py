@@ -35,14 +35,15 @@ class _Place:
 
 
 def drive(pipe: Connection, wish: Wish) -> None:
-    """Messages: ("start", task), ("stop", now) come; ("ready", most runs on a node, in all),
-    ("refused", why), ("begun", id), ("ended", how) go. The pipe's end is the launcher's."""
+    """Messages: ("start", task), ("stop", now) come; ("connected",), ("ready", most runs on a
+    node, in all), ("refused", why), ("begun", id), ("ended", how) go. The pipe's end is the launcher's."""
     os.setsid()  # Ctrl-C in the terminal is for the launcher
     log = os.open(Path(wish.temporary) / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     try:
         connect(wish)
+        pipe.send(("connected",))
         room = check(wish)
         cluster = _Cluster(pipe.send, wish)
         pipe.send(("ready", *room))

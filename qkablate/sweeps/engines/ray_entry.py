@@ -34,7 +34,7 @@ class Wish:
 
 def connect(wish: Wish) -> None:
     settings: dict[str, Any] = {"address": wish.address}
-    host = (wish.address or _LOOPBACK[0]).rpartition(":")[0] or _LOOPBACK[0]
+    host = (wish.address or "").rpartition(":")[0]
     if wish.address is None:
         # Nobody else may use it: it listens on loopback alone, and asks for a word nobody knows.
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -70,7 +70,7 @@ def check(wish: Wish) -> tuple[int, int]:
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"]]
-    rooms = {node["NodeID"]: _room(node["Resources"], wish) for node in alive}
+    rooms = {node["NodeID"]: room_for(node["Resources"], wish) for node in alive}
     if not any(rooms.values()):
         for key, kind in (("cpus", "CPU"), ("gpus", "GPU")):
             most = max((node["Resources"].get(kind, 0) for node in alive), default=0)
@@ -82,7 +82,7 @@ def check(wish: Wish) -> tuple[int, int]:
     return max(rooms.values()), sum(rooms.values())
 
 
-def _room(resources: dict[str, float], wish: Wish) -> int:
+def room_for(resources: dict[str, float], wish: Wish) -> int:
     """How many runs a node takes."""
     room = int(resources.get("CPU", 0) // wish.cpus)
     if wish.gpus >= 1:

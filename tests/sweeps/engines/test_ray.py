@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from watching import assert_same, final_state
 
 from qkablate.ownership import is_owned
+from qkablate.sweeps.engines.ray_entry import Wish, room_for
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None and not os.environ.get("QKABLATE_NEEDS_RAY"),
@@ -106,9 +109,20 @@ def test_a_cluster_that_ends_is_told_in_a_line(
     assert "interrupted" in {state["status"] for state in found["states"]}
 
 
-def test_runs_share_a_gpu(spawn, grid, ray, tmp_path):
-    words = [f"engine.address={ray}", "engine.gpus=0.5", "train.steps=100000"]
-    launcher = spawn(*grid, *words)
+# Ray believes in a GPU here, and torch does not: the runs ask for a part of it, and train on the CPU.
+_ON_A_PART = """
+import sys
+from qkablate.cli import main
+from qkablate.sweeps import packing
+packing.gpus_of_a_run = lambda *_: float(sys.argv[1])
+main(sys.argv[2:])
+"""
+
+
+def test_runs_share_a_gpu(grid, ray, tmp_path):
+    words = [*grid, f"engine.address={ray}", "train.steps=100000"]
+    command = [sys.executable, "-c", _ON_A_PART, "0.5", *words]
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for_runs(launcher, tmp_path, runs=2)
     runs = running(tmp_path)
     assert len(runs) == 2
@@ -117,6 +131,15 @@ def test_runs_share_a_gpu(spawn, grid, ray, tmp_path):
     _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 143
     assert "room for 2 at once" in err
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "room"), [(1, 0, 8), (3, 0, 2), (1, 1, 2), (1, 0.5, 4), (1, 0.3, 6), (8, 2, 1)]
+)
+def test_how_many_runs_a_node_takes(cpus, gpus, room):
+    """A part of a GPU never lies on two."""
+    wish = Wish(None, cpus, gpus, "", "")
+    assert room_for({"CPU": 8.0, "GPU": 2.0}, wish) == room
 
 
 def test_a_folder_that_a_node_does_not_see_is_named(qkablate, grid, other_ray, tmp_path):
@@ -137,17 +160,16 @@ def test_a_folder_that_a_node_does_not_see_is_named(qkablate, grid, other_ray, t
     assert not list(folder.glob(".ray-*"))
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["engine.cpus=3"], "engine.cpus: 3 for a run, and the largest node has 2"),
-        (["engine.gpus=2"], "engine.gpus: 2 for a run, and the largest node has 1"),
-    ],
-)
-def test_no_node_is_large_enough(qkablate, grid, ray, words, says, tmp_path):
-    done = qkablate(*grid, f"engine.address={ray}", *words)
+def test_no_node_is_large_enough(qkablate, grid, ray, tmp_path, monkeypatch):
+    done = qkablate(*grid, f"engine.address={ray}", "engine.cpus=3")
     assert done.code == 2
-    assert done.err.splitlines()[-1] == f"qkablate: {says}"
+    says = "qkablate: engine.cpus: 3 for a run, and the largest node has 2"
+    assert done.err.splitlines()[-1] == says
+    monkeypatch.setattr("qkablate.sweeps.packing.gpus_of_a_run", lambda *_: 2)
+    done = qkablate(*grid, f"engine.address={ray}")
+    assert done.code == 2
+    says = "qkablate: engine.gpus: 2 for a run, and the largest node has 1"
+    assert done.err.splitlines()[-1] == says
     assert not list(tmp_path.glob("outputs/runs/*"))
 
 
