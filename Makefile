@@ -1,6 +1,7 @@
 .PHONY: help train test check bench pictures venv clean
 PYTHON ?= python3
 BIN := .venv/bin
+EXTRAS ?= report,dev
 
 help: ## what can be made
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s%s\n", $$1, $$2}'
@@ -30,7 +31,7 @@ venv: .venv/ready ## the environment alone, from pinned versions
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qkablate needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --editable '.[report,dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@
 
 clean: ## remove the environment and caches; runs stay

@@ -27,7 +27,7 @@ _PAUSE = 15.0  # seconds between two tables of results
 # A process that was ended from outside can go on; one that died of itself would die again.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _HEARD = 0.5  # seconds until a signal is
-_MOVES = 5  # times that one run goes on elsewhere
+_MOVES = 5  # times that one run goes on elsewhere without having got further
 
 
 class Launcher:
@@ -48,6 +48,7 @@ class Launcher:
         self._here: dict[str, State] = {}  # what runs here
         self._tried: set[str] = set()  # what this launcher has had its try at
         self._moves: Counter[str] = Counter()  # how often a run has lost its machine
+        self._steps: dict[str, int] = {}  # and how far it had come
         self._alone = ""  # the run that has the machine for itself
         self._had_alone: set[str] = set()
         self._stopped = ""  # why nothing more is started
@@ -189,6 +190,8 @@ class Launcher:
         if ended.code in (OWNED, LOST):
             self._tried.discard(ended.id)  # its owner may die yet
             return
+        if state.step > self._steps.get(ended.id, 0):  # it gets on, if not at one go
+            self._steps[ended.id], self._moves[ended.id] = state.step, 0
         moved = ended.gone and state.status not in ENDED and self._moves[ended.id] < _MOVES
         if moved and not self._stopped and not self._signals:
             self._moves[ended.id] += 1

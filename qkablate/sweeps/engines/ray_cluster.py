@@ -35,8 +35,9 @@ class _Place:
 
 
 def drive(pipe: Connection, wish: Wish) -> None:
-    """Messages: ("start", task), ("stop", now) come; ("connected",), ("ready", most runs on a
-    node, in all), ("refused", why), ("begun", id), ("ended", how) go. The pipe's end is the launcher's."""
+    """What comes: ("start", task), ("stop", now). What goes: ("connected",), ("ready", most runs on
+    a node, in all) or ("refused", why); then ("begun", id) and ("ended", how). When the pipe ends,
+    the launcher has gone."""
     os.setsid()  # Ctrl-C in the terminal is for the launcher
     log = os.open(Path(wish.temporary) / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):

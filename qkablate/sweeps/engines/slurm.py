@@ -1,23 +1,11 @@
 """A SLURM cluster: job arrays over the runs, by submitit. A launcher that goes leaves its jobs, and
-the next one takes them over.
-
-<sweep>/slurm/
-    lock               one launcher at a time submits
-    <batch>/           of one array; its jobs are called <sweep>.<batch> in SLURM's queue
-        batch.json     the ids of its runs, in the order of its tasks; written before sbatch
-        <task>.json    where the task began, and how its run ended
-        …              submitit's: script, tasks, logs
-
-What stands there is believed only as far as SLURM's queue knows the jobs; no pickle is read back.
-"""
+the next one takes them over."""
 
 import contextlib
 import fcntl
 import io
 import os
 import re
-import secrets
-import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -26,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.errors import UserError
-from qkablate.runs import read_json, write_json
 from qkablate.sweeps.engines import STOPPED, Ended, Task
+from qkablate.sweeps.engines.slurm_batch import Batch, batches
 from qkablate.sweeps.engines.slurm_cluster import (
     Row,
     Unanswered,
@@ -49,27 +37,14 @@ _AWAY = re.compile("(?i)contact|timed out|communicat|not respond|temporarily|con
 _LOOKS = 2  # that find a job over, and nothing from it, before that is believed
 
 
-@dataclass(eq=False)
-class _Batch:
-    folder: Path
-    name: str  # of its jobs
-    left: int  # of its runs, how many have not ended
-    room: int  # how many run at once
-    silent: bool = False  # one of them ended without a word: its log stays
-
-
 @dataclass
 class _Job:
     id: str
-    batch: _Batch
+    batch: Batch
     number: int  # of the task in its array
     job: str = ""  # SLURM's number of the array
     state: str = "PENDING"
     over: int = 0  # looks that found it so
-
-    @property
-    def file(self) -> Path:
-        return self.batch.folder / f"{self.number}.json"
 
 
 class Slurm:
@@ -87,7 +62,6 @@ class Slurm:
         note: Callable[[str], None],
     ) -> None:
         self._folder = folder.absolute() / "slurm"
-        self._sweep = folder.name
         self._parameters, self._limit, self._note = parameters, limit, note
         self._collected: dict[str, Task] = {}  # to be submitted
         self._jobs: dict[str, _Job] = {}  # by the run's id
@@ -175,19 +149,15 @@ class Slurm:
 
         from qkablate.sweeps.engines.slurm_job import Job
 
-        token = secrets.token_hex(6)
-        batch = _Batch(self._folder / token, f"{self._sweep}.{token}", len(tasks), room)
-        batch.folder.mkdir()
-        # Before they are submitted: whoever comes after us must know what the jobs are.
-        write_json(batch.folder / "batch.json", {"runs": [task.id for task in tasks]})
+        batch = Batch.new(self._folder, [task.id for task in tasks], room)
         parameters = {**self._parameters, "array_parallelism": room}
         jobs = [_Job(task.id, batch, number) for number, task in enumerate(tasks)]
-        made = [Job(task, os.getcwd(), job.file) for task, job in zip(tasks, jobs, strict=True)]
+        made = [Job(task, os.getcwd(), batch.file(number)) for number, task in enumerate(tasks)]
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # it would print what it raises
                 submitted = executor(batch.folder, parameters, batch.name).submit_array(made)
         except (FailedJobError, FailedSubmissionError) as error:
-            shutil.rmtree(batch.folder, ignore_errors=True)
+            batch.remove()
             raise Unanswered(one_line(str(error)) or "sbatch failed") from None
         for job, known in zip(jobs, submitted, strict=True):
             job.job = known.job_id.partition("_")[0]
@@ -197,13 +167,7 @@ class Slurm:
     def _take_over(self, ids: Collection[str]) -> None:
         """Jobs of these runs that others have submitted, and that will go on."""
         known = {job.batch.folder for job in self._jobs.values()}
-        found: list[tuple[_Batch, list[str]]] = []
-        for folder in sorted(self._folder.iterdir()):
-            content = read_json(folder / "batch.json") if folder not in known else None
-            runs = content.get("runs") if isinstance(content, dict) else None
-            if re.fullmatch("[0-9a-f]{12}", folder.name) and isinstance(runs, list):
-                batch = _Batch(folder, f"{self._sweep}.{folder.name}", 0, 0)
-                found.append((batch, runs))
+        found = [pair for pair in batches(self._folder) if pair[0].folder not in known]
         rows = queue(os.getuid(), [batch.name for batch, _ in found])
         for batch, runs in found:
             live = False
@@ -216,7 +180,7 @@ class Slurm:
                     self._jobs[id] = _Job(id, batch, number, row.job, row.state)
                     batch.left += 1
             if not live:
-                shutil.rmtree(batch.folder, ignore_errors=True)
+                batch.remove()
             batch.room = len(runs)
 
     def _look(self) -> None:
@@ -228,6 +192,11 @@ class Slurm:
         try:
             rows = queue(os.getuid(), {job.batch.name for job in self._jobs.values()})
         except Unanswered as reason:
+            if self._stopping == "now":
+                self._note(f"SLURM does not answer, and its jobs may still be there: {reason}")
+                self._ended += [Ended(id, STOPPED) for id in self._jobs]
+                self._jobs.clear()
+                return
             self._complain(f"SLURM does not answer, and is waited for: {reason}")
             return
         if self._complaint:
@@ -249,12 +218,12 @@ class Slurm:
         if not over and job.state != "COMPLETING":
             job.over = 0
             return None
-        said = read_json(job.file)
+        said = job.batch.said(job.number)
         if said is None and not job.batch.folder.exists():  # another launcher has seen to it
             return Ended(job.id, STOPPED)
-        code = said.get("code") if isinstance(said, dict) else None
+        code = said.get("code") if said else None
         # Told to end, it may be on its way back into the queue.
-        if isinstance(code, int) and (over or code != STOPPED):
+        if said and isinstance(code, int) and (over or code != STOPPED):
             self._begun = True
             return Ended(job.id, code, said.get("out_of_memory") is True)
         job.over += over
@@ -266,10 +235,9 @@ class Slurm:
         if job.state == "OUT_OF_MEMORY":
             return Ended(job.id, -signal.SIGKILL, out_of_memory=True)
         where = f" on {row.node}" if row and row.node else ""
-        # On a network file system, only a listing asks for new files.
-        others = {other.batch.folder for other in self._jobs.values()}
-        files = [name for folder in others for name in os.listdir(folder)]
-        if not self._begun and not any(re.fullmatch(r"\d+\.json", name) for name in files):
+        if not self._begun and not any(
+            b.is_begun() for b in {j.batch for j in self._jobs.values()}
+        ):
             self._fail_to_begin(job, where)
         how = "is not in the queue any more" if row is None else f"ended as {job.state}{where}"
         return Ended(job.id, -signal.SIGKILL, gone=f"its job {job.job} {how}, and left no word")
@@ -277,9 +245,7 @@ class Slurm:
     def _fail_to_begin(self, job: _Job, where: str) -> None:
         """The first job could not even say that it is there: so would all others."""
         self.stop(now=True)
-        logs = sorted(job.batch.folder.glob(f"*_{job.number}_*log.out"))
-        lines = logs[0].read_text(errors="replace").split("\n") if logs else []
-        if last := " ".join([line for line in lines if line.strip()][-1:]):
+        if last := job.batch.last_words(job.number):
             raise UserError(f"engine: the first job{where} ended before its run began: {last}")
         raise UserError(
             f"out: the first job{where} ended before it could write anything in"
@@ -291,7 +257,7 @@ class Slurm:
         del self._jobs[job.id]
         job.batch.left -= 1
         if job.batch.left == 0 and not job.batch.silent:
-            shutil.rmtree(job.batch.folder, ignore_errors=True)
+            job.batch.remove()
 
     def _widen(self) -> None:
         """The last array began beside others, in the room they left; that grows as they end."""

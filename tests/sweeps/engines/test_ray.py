@@ -109,7 +109,7 @@ def test_a_cluster_that_ends_is_told_in_a_line(
     assert "interrupted" in {state["status"] for state in found["states"]}
 
 
-# Ray believes in a GPU here, and torch does not: the runs ask for a part of it, and train on the CPU.
+# Ray believes in a GPU here, and torch does not: runs ask for a part of it, and train on the CPU.
 _ON_A_PART = """
 import sys
 from qkablate.cli import main

