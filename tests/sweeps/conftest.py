@@ -1,9 +1,13 @@
 """Small sweeps, and circuits that go wrong on purpose."""
 
+import importlib.util
 import os
+import secrets
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -55,6 +59,7 @@ _ACTS = {
 ENGINES = {
     "local": ["engine=local", "workers=2"],
     "slurm": ["engine=slurm", "engine.memory_gb=1", "workers=2"],
+    "ray": ["engine=ray", "workers=2"],  # and an address
 }
 # A launcher in a process of its own looks as often as one in ours.
 _COMMAND = """
@@ -71,6 +76,8 @@ def engine(request: pytest.FixtureRequest) -> list[str]:
     """The words that ask for an engine: what a sweep promises, it promises with each of them."""
     if request.param == "slurm":
         request.getfixturevalue("slurm")
+    if request.param == "ray":
+        return [*ENGINES["ray"], f"engine.address={request.getfixturevalue('ray')}"]
     return ENGINES[request.param]
 
 
@@ -85,6 +92,94 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     from qkablate.sweeps.engines.slurm import Slurm
 
     monkeypatch.setattr(Slurm, "pause", 0.5)
+
+
+# Ray puts the machine's address in loopback's place, or does not let a second node join there.
+_RAY = """
+from ray._private import services
+services.resolve_ip_for_localhost = lambda host: host
+from ray.scripts.scripts import main
+main()
+"""
+_NODE = [
+    *("--block", "--node-ip-address=127.0.0.1", "--min-worker-port=0", "--max-worker-port=0"),
+    *("--dashboard-agent-listen-port=0", "--object-store-memory=83886080"),
+    "--disable-usage-stats",
+]
+
+
+class RayNodes:
+    """Nodes of a Ray cluster, on this machine."""
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("ray") is None:
+            if os.environ.get("QKABLATE_NEEDS_RAY"):
+                pytest.fail("Ray is not installed")
+            pytest.skip("Ray is not installed")
+        self.folder = Path(tempfile.mkdtemp(prefix="qkt-", dir="/tmp"))
+        (self.folder / "home").mkdir()
+        self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.address = ""
+        self._nodes: list[subprocess.Popen[str]] = []
+
+    def start(self, *words: str, before: tuple[str, ...] = (), **environment: str) -> None:
+        """A node, and with the first one the cluster."""
+        if self.address:
+            words = (f"--address={self.address}", *words)
+        else:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            self.address = f"127.0.0.1:{port}"
+            folder = f"--temp-dir={self.folder}/ray"
+            words = ("--head", f"--port={port}", folder, "--include-dashboard=false", *words)
+        node = subprocess.Popen(
+            [*before, sys.executable, "-c", _RAY, "start", *_NODE, *words],
+            env={**os.environ, **self.token, "HOME": f"{self.folder}/home", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._nodes.append(node)
+        assert node.stdout is not None
+        said = ""
+        while "--block" not in said:
+            line = node.stdout.readline()
+            assert line, said
+            said += line
+
+    def stop(self) -> None:
+        while self._nodes:
+            node = self._nodes.pop()
+            node.terminate()
+            node.communicate()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_nodes() -> Iterator[RayNodes]:
+    """A cluster for all tests: one node with two cores and, as it believes, a GPU."""
+    nodes = RayNodes()
+    nodes.start("--num-cpus=2", "--num-gpus=1")
+    yield nodes
+    nodes.stop()
+
+
+@pytest.fixture
+def ray(ray_nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Its address."""
+    for name, value in ray_nodes.token.items():
+        monkeypatch.setenv(name, value)
+    return ray_nodes.address
+
+
+@pytest.fixture
+def other_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayNodes]:
+    """A cluster that is still without nodes, to do to it what one likes."""
+    nodes = RayNodes()
+    for name, value in nodes.token.items():
+        monkeypatch.setenv(name, value)
+    yield nodes
+    nodes.stop()
 
 
 @pytest.fixture

@@ -24,6 +24,10 @@ def check(engine: EngineConfig) -> None:
         from qkablate.sweeps.engines import slurm_cluster
 
         slurm_cluster.check(engine)
+    if engine.name == "ray":
+        from qkablate.sweeps.engines import ray
+
+        ray.check(engine)
 
 
 def check_runs(engine: EngineConfig, manifest: Manifest) -> None:
@@ -50,6 +54,11 @@ def opened(
 
         limit = settings.workers if isinstance(settings.workers, int) else None
         return Slurm(manifest.folder, _of_a_job(engine, manifest), limit, note)
+    if engine.name == "ray":
+        from qkablate.sweeps.engines.ray import Ray
+        from qkablate.sweeps.packing import gpus_of_a_run
+
+        return Ray(engine, gpus_of_a_run(manifest, engine), len(devices), manifest.folder, note)
     from qkablate.sweeps.engines.local import Local
 
     assert engine.name == "local"

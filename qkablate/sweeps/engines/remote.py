@@ -9,10 +9,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from qkablate.sweeps.engines import STOPPED, Task
+from qkablate.sweeps.engines import DELIBERATE, STOPPED, Task
 
 _WORKER = (sys.executable, "-m", "qkablate.sweeps.worker")
 
@@ -20,12 +20,14 @@ _WORKER = (sys.executable, "-m", "qkablate.sweeps.worker")
 class Child:
     """The process of one run."""
 
+    # A cluster's signals may go to everything that it has started; those that would kill a
+    # process which knows nothing of them are not meant for this one.
+    command: Sequence[str] = ("sh", "-c", 'trap "" USR1 USR2; exec "$@"', "sh", *_WORKER)
+
     def __init__(self, task: Task, cwd: str, environment: Mapping[str, str]) -> None:
         self._kills = killed_for_memory()
         self._process = subprocess.Popen(
-            # A cluster's signals may go to everything that it has started; those that would kill a
-            # process which knows nothing of them are not meant for this one.
-            ["sh", "-c", 'trap "" USR1 USR2; exec "$@"', "sh", *_WORKER],
+            self.command,
             stdin=subprocess.PIPE,
             cwd=cwd,
             env={**os.environ, **environment},
@@ -64,6 +66,28 @@ class Child:
     def starved(self) -> bool:
         """Once it has ended: whether the system did that to get memory back."""
         return self.wait() == -signal.SIGKILL and killed_for_memory() > self._kills
+
+
+class Sheltered(Child):
+    """Under a shell, for a parent that kills its children before it is killed itself: the shell
+    dies then, and the run sees its input end and writes a checkpoint."""
+
+    command = ("sh", "-c", '"$@"; exit $?', "sh", *_WORKER)
+
+    def wait(self) -> int:
+        code = super().wait()
+        # A shell says 128 + n for signal n; so does a run that was asked to end.
+        return code if code <= 128 or code in DELIBERATE else 128 - code
+
+    def terminate(self) -> None:
+        """The end of its input asks the run itself."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def killed_for_memory() -> int:
