@@ -232,8 +232,7 @@ class Launcher:
     def _write_results(self) -> None:
         try:
             for state in self._all():
-                if state.run.id not in self._linked and state.status != "waiting":
-                    link(self.manifest, state)
+                if state.run.id not in self._linked and link(self.manifest, state):
                     self._linked.add(state.run.id)
             results.write(self.standing)
             self._written = time.monotonic()

@@ -217,17 +217,20 @@ def last_line(folder: Path) -> str:
     return lines[-1].removeprefix("qkablate: ") if lines else ""
 
 
-def link(manifest: Manifest, state: State) -> None:
-    """Show the run in the sweep's folder."""
+def link(manifest: Manifest, state: State) -> bool:
+    """Show the run in the sweep's folder; whether it is there to be shown."""
     path = manifest.folder / "runs" / state.folder.name
-    if path.is_symlink() or not state.folder.exists():
-        return
+    if path.is_symlink():
+        return True
+    if not state.folder.exists():
+        return False
     path.parent.mkdir(parents=True, exist_ok=True)
     target = os.path.relpath(state.folder.resolve(), path.parent.resolve())
     # Two launchers may come here at once, and one link is enough.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.symlink_to(target)
     temporary.replace(path)
+    return True
 
 
 def duration(seconds: float) -> str:
