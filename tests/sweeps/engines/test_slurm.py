@@ -18,6 +18,7 @@ from qkablate.sweeps.engines import choose, slurm_cluster
 from qkablate.sweeps.engines.slurm import Slurm, _Job
 from qkablate.sweeps.engines.slurm_batch import Batch
 from qkablate.sweeps.engines.slurm_cluster import Unanswered, minutes, one_line
+from qkablate.sweeps.estimate import _Timed
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm-one-machine"
 
@@ -209,6 +210,22 @@ def test_a_sweep_for_gpus_can_be_planned_where_there_is_none(qkablate, grid, mon
     done = qkablate(*grid, *words, "compile=false")
     assert "sbatch would refuse the jobs: Invalid generic resource" in done.err  # it wants a GPU
     assert "compile: auto is settled by the GPU" in qkablate(*grid, *words, "compile=auto").err
+
+
+def test_a_dry_run_says_how_it_will_be_packed(qkablate, grid, monkeypatch):
+    asked = []
+    timed = _Timed(1e6, 1e-3, 1.0, 10**8)
+    monkeypatch.setattr(
+        "qkablate.sweeps.estimate._timed", lambda arm, m, slots, k: asked.append(slots) or timed
+    )
+    words = ["seed=range(40)", "workers=32", "engine.partition=debug", "--dry-run"]
+    done = qkablate(*grid, *words)
+    assert done.code == 0
+    assert (
+        "packing  32 at once at most on slurm, partition debug, on cpu, 1 core, 1 GB, 24 h each"
+        in done.out
+    )
+    assert set(map(len, asked)) == {1}, "people log in to this machine"
 
 
 def test_without_submitit_it_names_the_extra(monkeypatch):
