@@ -162,7 +162,9 @@ def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool)
     engine = asked.settings.engine
     plan = plan_text.lines(manifest, len(slots), engine=engine)
     typed = asked.choices.get("threads", ["auto"]) != ["auto"]
-    manifest = freeze(manifest, plan, keep_threads=not typed)
+    # On a cluster a run has the cores it asks for; one that has begun keeps its threads anyway.
+    keep = not typed and engine.name == "local"
+    manifest = freeze(manifest, plan, keep_threads=keep)
     board = Board()
     board.note(f"sweep    {manifest.folder}")
     for line in plan_text.summary(manifest, len(slots), engine=engine):

@@ -30,7 +30,7 @@ Examples
   qkablate verify variant.file=my_variant.py
   qkablate verify outputs/runs/merged_w-d128-h4-s0-…
 """
-LENGTH = 72  # tokens of a sequence that is looked at: more than a block of queries
+LENGTH = 136  # tokens of a sequence that is looked at: more than a block of queries
 MOST_STEPS = 2**37  # some two minutes
 
 

@@ -74,7 +74,7 @@ _ENGINE_RANGES = {
     "hours": (0.02, 24 * 365),
     "grace": (1, 24 * 3600),
     "cpus": (1, 4096),
-    "gpus": (0, 64),
+    "gpus": (0, 1),  # a run of a sweep has one at most: see docs/clusters.md for torchrun
     "memory_gb": (0.1, 2**20),
 }
 
@@ -99,7 +99,8 @@ def check_sweep(config: SweepConfig) -> None:
         raise UserError(f"per_gpu: {config.per_gpu} is not a number from 1 to 64")
     _check_engine(config.engine)
     if config.per_gpu != 1 and config.engine.name != "local":
-        raise UserError(f"per_gpu: engine={config.engine.name} has engine.gpus; write a part of 1")
+        what = "engine.gpus; write a part of 1" if config.engine.name == "ray" else "whole GPUs"
+        raise UserError(f"per_gpu: engine={config.engine.name} has {what}")
     grid = config.sweep
     if not re.fullmatch(r"\w[\w+-]*", grid.name):
         raise UserError(f"sweep.name: '{grid.name}' is not made of letters, digits, _, + and -")

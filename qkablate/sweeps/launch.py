@@ -143,7 +143,8 @@ class Launcher:
         beside = [state for state in able if not _ran_out_of_memory_beside_others(state)]
         if beside:
             arms = self.manifest.arms
-            elsewhere = sum(s.status == "running" for s in self._all()) - len(self._here)
+            running = (state.run.id for state in self._all() if state.status == "running")
+            elsewhere = sum(id not in self._here for id in running)
             here = min(self.engine.slots, len(able) + len(self._here))
             packed = here + elsewhere if self.engine.shares else 1
             beside.sort(key=lambda state: -arms[state.run.arm].work)
@@ -225,7 +226,9 @@ class Launcher:
             packed = 1 if alone else self.engine.slots
             with suppress(Owned, Lost, UserError, OSError):  # a full disk: it is interrupted
                 config = self.manifest.config_of(state.run)
-                planned = plan(config, elsewhere=not self.engine.shares)
+                planned = plan(config, elsewhere=self.engine.elsewhere)
+                if planned.run.id != ended.id:  # here it would be computed in another way
+                    return
                 record_failure(planned, reason, out_of_memory=ended.out_of_memory, packed=packed)
             self.standing.look_at(state)
 

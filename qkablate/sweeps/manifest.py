@@ -263,11 +263,12 @@ def find(word: str | None, out: str) -> Path:
 
 def _as_today(frozen: Arm, today: Arm, keep_threads: bool) -> Arm:
     config, now = frozen.config, today.config
-    every = now.train.checkpoint_every
+    same = ("checkpoint_every", "checkpoint_activations", "shard")
+    todays = {key: getattr(now.train, key) for key in same}
     config = dataclasses.replace(
         config,
         track=now.track,
-        train=dataclasses.replace(config.train, checkpoint_every=every),
+        train=dataclasses.replace(config.train, **todays),
         threads=config.threads if keep_threads else now.threads,
     )
     words = {**today.words, "threads": str(config.threads)}

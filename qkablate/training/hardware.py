@@ -39,7 +39,8 @@ def resolve(config: Config, *, elsewhere: bool = False) -> Config:
 
 def _unseen(config: Config) -> Config:
     """What a GPU that is not here would have settled, the user has to."""
-    for key, allowed in (("precision", "bf16, fp16 or fp32"), ("compile", "true or false")):
+    precisions = "bf16 (fp16 where the GPUs are older than Ampere) or fp32"
+    for key, allowed in (("precision", precisions), ("compile", "true or false")):
         if getattr(config, key) == "auto":
             raise UserError(
                 f"{key}: auto is settled by the GPU, and there is none on this machine; give"

@@ -120,9 +120,11 @@ class Ranks:
 
     def leave(self) -> None:
         """End together: torchrun ends all as soon as one has ended with an error."""
+        if self.count == 1:
+            return
         from torch import distributed
 
-        if self.count > 1 and distributed.is_initialized():
+        if distributed.is_initialized():
             with suppress(RuntimeError):  # the first one did not come to its end
                 self.wait()
             distributed.destroy_process_group()

@@ -82,6 +82,23 @@ def test_what_was_frozen_first_stays(manifest):
     assert {path: path.read_bytes() for path in manifest.folder.iterdir()} == before
 
 
+def test_what_changes_no_result_is_as_it_is_typed_today(manifest):
+    """As the cure of a run that was out of memory."""
+    freeze(manifest, ["the plan"])
+    today = {"checkpoint_activations": True, "shard": True, "checkpoint_every": 7}
+
+    def asked(arm):
+        train = dataclasses.replace(arm.config.train, **today)
+        return dataclasses.replace(arm, config=dataclasses.replace(arm.config, train=train))
+
+    later = dataclasses.replace(
+        manifest, arms={name: asked(arm) for name, arm in manifest.arms.items()}
+    )
+    assert later.folder == manifest.folder
+    for arm in freeze(later, ["another plan"]).arms.values():
+        assert {key: getattr(arm.config.train, key) for key in today} == today
+
+
 def refused(folder):
     """What is said of it, by those who read and by those who begin; and nothing is touched."""
     path = folder / FILE

@@ -52,6 +52,7 @@ class Ended:
 class Engine(Protocol):
     slots: int  # runs that it takes at once, to train or to let them wait in a queue of its own
     shares: bool  # whether runs share a machine, so that one may want it for itself
+    elsewhere: bool  # whether its machines are others than the launcher's
     pause: float  # seconds between two looks at it
 
     def adopt(self, ids: Collection[str]) -> list[str]:

@@ -43,6 +43,7 @@ class Local:
     """`devices` has an entry for every slot: the GPU it stands for, or None for the CPU."""
 
     shares = True
+    elsewhere = False
     pause = 0.5
 
     def __init__(self, devices: list[str | None], *, wandb: Path | None) -> None:

@@ -49,6 +49,7 @@ class Ray:
     """`slots`: how many runs it takes at once, `gpus` what each of them asks for."""
 
     shares = True
+    elsewhere = True
     pause = 0.5
 
     def __init__(
@@ -64,7 +65,7 @@ class Ray:
         self._tasks: dict[str, Task] = {}
         self._queued: set[str] = set()
         self._lost: dict[str, Ended] = {}  # what may still be writing its checkpoint
-        self._observer = Observer()
+        self._observer, self._at_once = Observer(), False
         short = len(tempfile.gettempdir()) < _SHORT
         self._temporary = tempfile.mkdtemp(prefix="qkr-", dir=None if short else "/tmp")
         wish = Wish(engine.address, engine.cpus or 1, gpus, str(folder.absolute()), self._temporary)
@@ -113,14 +114,16 @@ class Ray:
         found: list[Ended] = []
         while not found and (left := until - time.monotonic()) > 0:
             self._hear(left)
-            for id in list(self._lost):
-                if not self._observer.is_owned(self._tasks[id].folder):
+            for id, end in list(self._lost.items()):
+                writes = (end.gone or end.out_of_memory) and not self._at_once
+                if not writes or not self._observer.is_owned(self._tasks[id].folder):
                     found.append(self._lost.pop(id))
         for ended in found:
             del self._tasks[ended.id]
         return found
 
     def stop(self, *, now: bool) -> None:
+        self._at_once |= now
         self._tell("stop", now)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.errors import UserError
-from qkablate.sweeps.engines import STOPPED, Ended, Task
+from qkablate.sweeps.engines import OWNED, STOPPED, Ended, Task
 from qkablate.sweeps.engines.slurm_batch import Batch, batches
 from qkablate.sweeps.engines.slurm_cluster import (
     Row,
@@ -32,8 +32,12 @@ _OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "TIMEOUT"),
 }
+# In one of these, it was not the run or a person that wanted its end.
+_TAKEN = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "PREEMPTED", "REVOKED", "TIMEOUT"}
+_CRASHES = {-number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)}
 _AT_WORK = {"RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED"}
 _AWAY = re.compile("(?i)contact|timed out|communicat|not respond|temporarily|connection")
+_FULL = 60.0  # seconds until what was refused is submitted again
 _LOOKS = 2  # that find a job over, and nothing from it, before that is believed
 
 
@@ -47,11 +51,16 @@ class _Job:
     over: int = 0  # looks that found it so
 
 
+class Refused(Unanswered):
+    """sbatch will not have the jobs."""
+
+
 class Slurm:
     """`limit`: how many may run at once; None: as many as the cluster has room for."""
 
     slots = 10**9
     shares = False
+    elsewhere = True
     pause = 5.0
 
     def __init__(
@@ -66,6 +75,7 @@ class Slurm:
         self._collected: dict[str, Task] = {}  # to be submitted
         self._jobs: dict[str, _Job] = {}  # by the run's id
         self._ended: list[Ended] = []  # not yet told
+        self._submitted = False  # whether sbatch has taken anything
         self._begun = False  # whether any job has got as far as to write
         self._stopping: str = ""  # how
         self._next_look = 0.0
@@ -77,7 +87,8 @@ class Slurm:
     def adopt(self, ids: Collection[str]) -> list[str]:
         while True:
             with contextlib.suppress(Unanswered), self._alone():
-                self._take_over(ids)
+                self._take_over(ids, unheard=True)
+                self._throttle()
                 return list(self._jobs)
             self._complain("SLURM does not answer")
             time.sleep(self.pause)
@@ -138,10 +149,17 @@ class Slurm:
                         self._submit_array([*self._collected.values()][: self._most], room)
                         self._next_look = 0.0
                 self._complaint = ""
+            except Refused as reason:
+                longest = min(self._most, len(self._collected))
+                if longest > 1:  # there may be a limit to what one user may submit
+                    self._most = longest // 2
+                    continue
+                if not self._submitted:
+                    raise UserError(f"engine: sbatch refuses the jobs: {reason}") from None
+                self._most, self._hold = 0, time.monotonic() + _FULL
+                self._complain(f"not submitted yet: {reason}")
             except Unanswered as reason:
                 self._hold = time.monotonic() + 2 * self.pause
-                if not self._jobs and not _AWAY.search(str(reason)):
-                    raise UserError(f"engine: sbatch refuses the jobs: {reason}") from None
                 self._complain(f"not submitted yet: {reason}")
 
     def _submit_array(self, tasks: list[Task], room: int) -> None:
@@ -158,14 +176,17 @@ class Slurm:
                 submitted = executor(batch.folder, parameters, batch.name).submit_array(made)
         except (FailedJobError, FailedSubmissionError) as error:
             batch.remove()
-            raise Unanswered(one_line(str(error)) or "sbatch failed") from None
+            reason = one_line(str(error)) or "sbatch failed"
+            raise (Unanswered if _AWAY.search(reason) else Refused)(reason) from None
+        self._submitted = True
         for job, known in zip(jobs, submitted, strict=True):
             job.job = known.job_id.partition("_")[0]
             self._jobs[job.id] = job
             del self._collected[job.id]
 
-    def _take_over(self, ids: Collection[str]) -> None:
-        """Jobs of these runs that others have submitted, and that will go on."""
+    def _take_over(self, ids: Collection[str], *, unheard: bool = False) -> None:
+        """Jobs of these runs that others have submitted, and that will go on; also those that
+        crashed while nobody heard of it."""
         known = {job.batch.folder for job in self._jobs.values()}
         found = [pair for pair in batches(self._folder) if pair[0].folder not in known]
         rows = queue(os.getuid(), [batch.name for batch, _ in found])
@@ -173,13 +194,17 @@ class Slurm:
             live = False
             for number, id in enumerate(runs):
                 row = rows.get((batch.name, number))
-                if row is None or row.state in _OVER:
+                over = row is None or row.state in _OVER
+                code = (batch.said(number) or {}).get("code") if over else None
+                batch.silent |= over and not isinstance(code, int)
+                wanted = isinstance(id, str) and id in ids and id not in self._jobs
+                if over and not (unheard and wanted and code in _CRASHES):
                     continue
                 live = True
-                if isinstance(id, str) and id in ids and id not in self._jobs:
-                    self._jobs[id] = _Job(id, batch, number, row.job, row.state)
+                if wanted:
+                    self._jobs[id] = _Job(id, batch, number, *((row.job, row.state) if row else ()))
                     batch.left += 1
-            if not live:
+            if not live and not batch.silent:
                 batch.remove()
             batch.room = len(runs)
 
@@ -220,11 +245,13 @@ class Slurm:
             return None
         said = job.batch.said(job.number)
         if said is None and not job.batch.folder.exists():  # another launcher has seen to it
-            return Ended(job.id, STOPPED)
+            return Ended(job.id, OWNED)  # and it may have submitted it again
         code = said.get("code") if said else None
         # Told to end, it may be on its way back into the queue.
         if said and isinstance(code, int) and (over or code != STOPPED):
             self._begun = True
+            if code == STOPPED and job.state in _TAKEN and not self._stopping:
+                return Ended(job.id, code, gone=f"its job {job.job} ended as {job.state}")
             return Ended(job.id, code, said.get("out_of_memory") is True)
         job.over += over
         if job.over < _LOOKS:
@@ -270,6 +297,15 @@ class Slurm:
             with contextlib.suppress(Unanswered):
                 ask("scontrol", "update", f"JobId={number}", f"ArrayTaskThrottle={room}")
                 newest.room = room
+
+    def _throttle(self) -> None:
+        """What was adopted began with another limit, perhaps."""
+        limit = f"ArrayTaskThrottle={self._limit or 0}"
+        adopted = {job.job: job.batch for job in self._jobs.values() if job.job}
+        for number, batch in adopted.items():
+            with contextlib.suppress(Unanswered):  # a job alone has no throttle
+                ask("scontrol", "update", f"JobId={number}", limit)
+                batch.room = self._limit or batch.room
 
     def _tell_reasons(self, rows: Collection[Row]) -> None:
         """Why jobs wait, once for each reason, where it may not pass by itself."""

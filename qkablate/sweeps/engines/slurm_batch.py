@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,13 @@ class Batch:
     def is_begun(self) -> bool:
         """Whether any task has said something. On a network file system, only a listing asks for
         new files."""
-        return any(re.fullmatch(r"\d+\.json", path.name) for path in self.folder.iterdir())
+        with suppress(OSError):  # another launcher has removed it
+            return any(re.fullmatch(r"\d+\.json", path.name) for path in self.folder.iterdir())
+        return False
 
     def last_words(self, task: int) -> str:
         """The end of a task's log, where there is one."""
-        for path in self.folder.glob(f"*_{task}_*log.out"):
+        for path in self.folder.glob(f"*_{task}_0_log.out"):
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             return next((line for line in reversed(lines) if line.strip()), "")
         return ""

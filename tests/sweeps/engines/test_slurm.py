@@ -14,10 +14,10 @@ from watching import assert_same, final_state, results, status, wait_for_progres
 
 from qkablate.config import EngineConfig
 from qkablate.errors import UserError
-from qkablate.sweeps.engines import choose, slurm_cluster
-from qkablate.sweeps.engines.slurm import Slurm, _Job
+from qkablate.sweeps.engines import OWNED, choose, slurm_cluster
+from qkablate.sweeps.engines.slurm import Refused, Slurm, _Job
 from qkablate.sweeps.engines.slurm_batch import Batch
-from qkablate.sweeps.engines.slurm_cluster import Unanswered, minutes, one_line
+from qkablate.sweeps.engines.slurm_cluster import Row, Unanswered, minutes, one_line
 from qkablate.sweeps.estimate import _Timed
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm-one-machine"
@@ -149,12 +149,15 @@ def test_what_stands_in_the_folder_runs_nothing(qkablate, grid, tmp_path):
         (batch / "0.json").write_text("cos\nsystem\n(S'touch ran'\ntR.")
         (batch / "1_0_result.pkl").write_text("cos\nsystem\n(S'touch ran'\ntR.")
     (folder / "x,y").mkdir()
-    (folder / "0123456789ab").symlink_to("/")
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "batch.json").write_text('{"runs": []}')
+    (folder / "0123456789ab").symlink_to(kept)
     (folder / "0123456789cd").write_text("no folder")
     done = qkablate(*words)
     assert done.code == 0, done.err
     assert not (tmp_path / "ran").exists()
-    assert Path("/etc").exists()
+    assert (kept / "batch.json").exists()
 
 
 def test_it_can_be_left_while_the_controller_is_away(slurm, monkeypatch, tmp_path):
@@ -176,11 +179,80 @@ def test_it_can_be_left_while_the_controller_is_away(slurm, monkeypatch, tmp_pat
     assert "its jobs may still be there" in said[-1]
 
 
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    """One without a cluster: its queue is empty, and sbatch takes nothing."""
+    (tmp_path / "sweep").mkdir()
+    monkeypatch.setattr("qkablate.sweeps.engines.slurm.queue", lambda *_: {})
+    monkeypatch.setattr("qkablate.sweeps.engines.slurm.largest_array", lambda: 1000)
+    return Slurm(tmp_path / "sweep", {}, None, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "goes_on"),
+    [
+        *(("PREEMPTED", 143, True), ("TIMEOUT", 143, True), ("CANCELLED", 143, False)),
+        *(("COMPLETED", 0, False), ("FAILED", 1, False)),
+    ],
+)
+def test_what_slurm_has_taken_goes_on(engine, tmp_path, state, code, goes_on):
+    batch = Batch.new(tmp_path, ["run"], 1)
+    batch.file(0).write_text(json.dumps({"code": code}))
+    ended = engine._judge(_Job("run", batch, 0, "7"), Row("7", state, "node", ""))
+    assert (ended.code, bool(ended.gone)) == (code, goes_on)
+
+
+def test_what_another_launcher_has_seen_to_may_be_submitted_again(engine, tmp_path):
+    ended = engine._judge(_Job("run", Batch(tmp_path / "0123456789ab"), 0, "7"), None)
+    assert ended.code == OWNED
+
+
+def test_a_log_stays_where_a_task_has_left_no_word(engine, tmp_path):
+    folder = tmp_path / "sweep" / "slurm"
+    folder.mkdir()
+    silent, told = Batch.new(folder, ["a"], 1), Batch.new(folder, ["b"], 1)
+    crashed = Batch.new(folder, ["c"], 1)
+    told.file(0).write_text('{"code": 0}')
+    crashed.file(0).write_text('{"code": -6}')
+    assert engine.adopt(["a", "b", "c"]) == ["c"]  # of which nobody has heard yet
+    assert [ended.code for ended in engine.ended(0.0)] == [-6]
+    assert [batch.folder.exists() for batch in (silent, told, crashed)] == [True, False, False]
+
+
+def test_shorter_arrays_where_a_user_may_not_submit_as_many(engine, monkeypatch):
+    taken = []
+
+    def submit(tasks, room):
+        if len(tasks) > 3:
+            raise Refused("Job violates accounting/QOS policy")
+        engine._submitted = True
+        taken.append(len(tasks))
+        for task in tasks:
+            del engine._collected[task]
+
+    monkeypatch.setattr(engine, "_submit_array", submit)
+    monkeypatch.setattr("qkablate.sweeps.engines.slurm.Slurm._take_over", lambda *_, **__: None)
+    engine._collected = {number: number for number in range(10)}
+    engine._submit()
+    assert sum(taken) == 10
+    assert max(taken) <= 3
+    engine._submitted = False
+    engine._collected = {0: 0}
+    monkeypatch.setattr(engine, "_submit_array", refuse)
+    with pytest.raises(UserError, match="engine: sbatch refuses the jobs: Invalid account"):
+        engine._submit()
+
+
+def refuse(tasks, room):
+    raise Refused("Invalid account")
+
+
 REFUSED = {
     "engine.partition=debgu": r"engine.partition: there is no 'debgu'; .*\(nearest: debug\)",
     "engine.hours=100": r"engine.hours: 100 is more than partition debug gives \(1-00:00:00\)",
     "engine.cpus=4000": "engine: sbatch would refuse the jobs: Requested node configuration",
-    "engine.gpus=3": "engine.gpus: 3, and the runs would be trained on the cpu; give device=cuda",
+    "engine.gpus=3": "engine.gpus: '3' is not auto, or a number from 0 to 1",
+    "engine.gpus=1": "engine.gpus: 1, and the runs would be trained on the cpu; give device=cuda",
     "engine.memory_gb=1000000": "engine: sbatch would refuse the jobs: Requested node",
     "engine.sbatch={constraint: a100}": "engine: sbatch would refuse .*: Invalid feature",
     "engine.sbatch={nope: 1}": "engine: sbatch would refuse .*: unrecognized option '--nope=1'",
