@@ -201,13 +201,14 @@ def evaluation(folder: Path, args: argparse.Namespace) -> None:
     rows = []
     for label, shape in SHAPES.items():
         for name in ("standard", "merged_w"):
-            planned = plan(configure(shape, name, 1000, folder, "data.val_tokens=16385"))
+            planned = plan(configure(shape, name, 1000, folder))
+            tokens = len(planned.data.split("val")) - 1
             hardware.prepare(planned.config)
             model = planned.build().to_empty(device="cpu").init_(0).to(planned.config.device)
             trainer = Trainer(
                 planned, model, None, sinks=(), save=lambda _: None, stop=lambda: False
             )
-            count = max(1, 16384 // planned.tokens_per_step)  # as many tokens of either
+            count = max(1, tokens // 4 // planned.tokens_per_step)
             training, reading = [], []
             for _ in range(3):
                 began = time.perf_counter()
@@ -216,7 +217,7 @@ def evaluation(folder: Path, args: argparse.Namespace) -> None:
                 between = time.perf_counter()
                 trainer.evaluate("val")
                 training.append((between - began) / count / planned.tokens_per_step)
-                reading.append((time.perf_counter() - between) / 16384)
+                reading.append((time.perf_counter() - between) / tokens)
             ratio = statistics.median(reading) / statistics.median(training)
             own = cost(model, tokens_per_pass=shape.batch_size * shape.context, number_bytes=4)
             rows.append([label, name, f"{ratio:.2f}", f"{own.forward / own.training:.2f}"])
