@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qkablate import output
 from qkablate.attention import Attention, Cache, Draw
+from qkablate.attention.products import Linear, linear
 from qkablate.catalogue import GPT2_SIGMA, attention
 from qkablate.config import ModelConfig, VariantConfig
 from qkablate.randomness import stream
@@ -22,8 +23,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden = round(config.mlp_ratio * config.d_model)
-        self.up = nn.Linear(config.d_model, hidden, bias=config.bias)
-        self.down = nn.Linear(hidden, config.d_model, bias=config.bias)
+        self.up = Linear(config.d_model, hidden, bias=config.bias)
+        self.down = Linear(hidden, config.d_model, bias=config.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_BTD)))
@@ -78,7 +79,7 @@ class GPT(nn.Module):
     def forward(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
         """Logits over the next token, logits_BTV. With caches (a layer each), the tokens are those
         that come after what is in them."""
-        return F.linear(self.hidden(tokens_BT, caches), self.token_embedding.weight)
+        return linear(self.hidden(tokens_BT, caches), self.token_embedding.weight)
 
     def hidden(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
         """What the output projection reads, x_BTD."""
@@ -124,7 +125,7 @@ class GPT(nn.Module):
         return losses_BA, logits_BAV.argmax(-1) == targets_BA
 
     def _answers(self, tokens_BT: Tensor, where_BA: Tensor | None) -> Tensor:
-        return F.linear(self._asked(tokens_BT, where_BA), self.token_embedding.weight)
+        return linear(self._asked(tokens_BT, where_BA), self.token_embedding.weight)
 
     def _asked(self, tokens_BT: Tensor, where_BA: Tensor | None) -> Tensor:
         """What the output projection reads, of the positions that are to answer."""

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from qkablate.attention.products import linear
+
 LOGITS = 2**25  # of one block, in fp32 an eighth of a gigabyte; another number is another rounding
 IGNORE = -100  # the target of a position that does not count
 
@@ -41,7 +43,7 @@ class _BlockedLoss(torch.autograd.Function):
         size = rows(len(weight_VD))
         for begin in range(0, len(x_ND), size):
             own = slice(begin, begin + size)
-            logits_NV = (x[own] @ weight.T).to(sums)
+            logits_NV = linear(x[own], weight).to(sums)
             total += F.cross_entropy(logits_NV, targets_N[own], reduction="sum")
             # What each logit adds to the sum: its probability, less one for the right answer. The
             # number of answers divides at the end, for in 16 bits such small numbers would vanish.
@@ -50,8 +52,8 @@ class _BlockedLoss(torch.autograd.Function):
             right_N1 = targets_N[own].where(counts_N, 0)[:, None]
             d_NV.scatter_add_(1, right_N1, torch.full_like(right_N1, -1, dtype=sums))
             d_NV = d_NV.mul_(counts_N[:, None]).to(half)
-            dx_ND[own] = d_NV @ weight
-            dw_VD += d_NV.T @ x[own]
+            dx_ND[own] = linear(d_NV, weight.T)
+            dw_VD += linear(d_NV.T, x[own].T)
         count = (targets_N != IGNORE).sum()
         ctx.save_for_backward(dx_ND, dw_VD.to(weight_VD.dtype), count)
         return total / count

@@ -33,7 +33,7 @@ from qkablate.errors import UserError, nearest
 from qkablate.ownership import Observer, Owner, is_owned, name_exclusively, owning
 from qkablate.table import some
 
-NUMERICS = 4  # raised whenever losses may move by a bit: old and new never share a run
+NUMERICS = 5  # raised whenever losses may move by a bit: old and new never share a run
 # What cannot change a result, and the paths: no part of a run's id.
 # (Of `attention`, the kernel that was chosen stands in the identity.)
 _NOT_IDENTITY = ("data", "track", "out", "threads", "attention")

@@ -26,6 +26,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor
 
+from qkablate.attention import products
 from qkablate.cli.hydra_app import register
 from qkablate.config import Config, conf_dir, load, variants
 from qkablate.data.batches import whole
@@ -69,7 +70,10 @@ class Ours:
         self.trainer = Trainer(
             plan, model, None, sinks=(), save=lambda state: None, stop=lambda: False
         )
-        self.step = self.trainer._step
+
+    def step(self, step: int) -> None:
+        products.choose(self.trainer.config.products)  # of the process: the contestants take turns
+        self.trainer._step(step)
 
     def loss(self) -> float:
         return self.trainer.evaluate("val")["loss"]

@@ -100,13 +100,19 @@ def qkablate(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
 
 
 @pytest.fixture
-def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def program() -> list[str]:
+    """What is typed before the words of the command."""
+    return [sys.executable, "-m", "qkablate"]
+
+
+@pytest.fixture
+def spawn(program: list[str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """The command, in a process of its own."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*words: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "qkablate", *words],
+            [*program, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

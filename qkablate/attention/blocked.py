@@ -1,8 +1,9 @@
 """Exact softmax attention in blocks of queries, for keys and values that heads share.
 
 A block of queries sees the keys until its own end and no other, so that a causal window costs half
-the products, and its scores are computed again for the gradient: no more than one block of them is
-ever there. Heads that share a key are folded into the query length, as in `folded`.
+the products. In a long context its weights are computed again for the gradient: no more than one
+block of them is ever there. Heads that share a key are folded into the query length, as in
+`folded`.
 
 Shape suffixes: B batch, H heads, G key (or value) heads, T queries, S keys, E width of the scores,
 V of the values; F the R = H / G heads of a key by the queries of a block, N = B · G.
@@ -18,6 +19,8 @@ from torch.autograd.function import once_differentiable
 # Queries of a block; other numbers are another rounding. Fewer where heads share a key or a value:
 # theirs stand in one product.
 ALONE, SHARED = 128, 64
+# Queries up to which all weights are kept for the gradient: no more than the activations of an MLP.
+KEPT = 512
 
 
 def blocked(
@@ -48,33 +51,38 @@ class _Blocked(torch.autograd.Function):
         causal: bool,
         addend: Tensor | None,
     ) -> Tensor:
-        o_BHTV = q_BHTE.new_empty(*q_BHTE.shape[:3], v_BGSV.shape[-1])
+        batch, heads, queries, _ = q_BHTE.shape
+        # In memory as BTHV: whoever puts the heads side by side need not copy them.
+        o_BHTV = q_BHTE.new_empty(batch, queries, heads, v_BGSV.shape[-1]).transpose(1, 2)
         k_NSE, v_NSV = _flat(k_BGSE), _flat(v_BGSV)
+        kept = []
         for own, seen in _blocks(q_BHTE, k_BGSE, v_BGSV, causal):
             weights_BHTS = _weights(q_BHTE[:, :, own], k_NSE[:, seen], scale, causal, addend, own)
             o_BHTV[:, :, own] = _product(weights_BHTS, v_NSV[:, seen])
-        ctx.save_for_backward(q_BHTE, k_BGSE, v_BGSV, o_BHTV, addend)
+            kept += [weights_BHTS] if queries <= KEPT else []
+        ctx.save_for_backward(q_BHTE, k_BGSE, v_BGSV, addend, *kept)
         ctx.scale, ctx.causal = scale, causal
         return o_BHTV
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_BHTV: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHTE, k_BGSE, v_BGSV, o_BHTV, addend = ctx.saved_tensors
+        q_BHTE, k_BGSE, v_BGSV, addend, *kept = ctx.saved_tensors
+        scale = ctx.scale
         dq_BHTE = torch.empty_like(q_BHTE)
         # Sums over blocks, in fp32 also of 16 bits.
         sums = torch.promote_types(q_BHTE.dtype, torch.float32)
         k_NSE, v_NSV = _flat(k_BGSE), _flat(v_BGSV)
         dk_NSE, dv_NSV = (torch.zeros_like(x, dtype=sums) for x in (k_NSE, v_NSV))
-        for own, seen in _blocks(q_BHTE, k_BGSE, v_BGSV, ctx.causal):
+        for block, (own, seen) in enumerate(_blocks(q_BHTE, k_BGSE, v_BGSV, ctx.causal)):
             q, do, k, v = q_BHTE[:, :, own], do_BHTV[:, :, own], k_NSE[:, seen], v_NSV[:, seen]
-            weights_BHTS = _weights(q, k, ctx.scale, ctx.causal, addend, own)
+            weights_BHTS = kept[block] if kept else _weights(q, k, scale, ctx.causal, addend, own)
             _add_over_queries(dv_NSV[:, seen], weights_BHTS, do)
-            # What the softmax passes on: w (dw − Σ w dw), and Σ w dw = Σ o do.
-            shift_BHT1 = (o_BHTV[:, :, own].to(sums) * do.to(sums)).sum(-1, keepdim=True)
-            ds_BHTS = _product(do, v.mT).sub_(shift_BHT1).mul_(weights_BHTS).mul_(ctx.scale)
-            dq_BHTE[:, :, own] = _product(ds_BHTS, k)
-            _add_over_queries(dk_NSE[:, seen], ds_BHTS, q)
+            ds_BHTS = torch._softmax_backward_data(
+                _product(do, v.mT), weights_BHTS, -1, weights_BHTS.dtype
+            )
+            dq_BHTE[:, :, own] = _product(ds_BHTS, k, scale)
+            _add_over_queries(dk_NSE[:, seen], ds_BHTS, q, scale)
         dk_BGSE, dv_BGSV = (
             d.view(x.shape).to(x.dtype) for d, x in ((dk_NSE, k_BGSE), (dv_NSV, v_BGSV))
         )
@@ -101,10 +109,8 @@ def _weights(
         scores_BHTS += addend[..., own, : scores_BHTS.shape[-1]]
     if causal:
         own_BHTS = scores_BHTS[..., own.start :]  # the only keys that some of these do not see
-        ahead_TS = torch.ones(own_BHTS.shape[2:], dtype=torch.bool, device=q_BHTE.device).triu(1)
-        own_BHTS.masked_fill_(ahead_TS, -torch.inf)
-    sums = torch.promote_types(scores_BHTS.dtype, torch.float32)
-    return scores_BHTS.softmax(-1, dtype=sums).to(scores_BHTS.dtype)
+        own_BHTS += own_BHTS.new_full(own_BHTS.shape[2:], -torch.inf).triu_(1)
+    return scores_BHTS.softmax(-1)  # in fp32 inside, also of 16 bits
 
 
 def _product(x_BHTE: Tensor, y_NEV: Tensor, scale: float = 1.0) -> Tensor:
@@ -114,13 +120,13 @@ def _product(x_BHTE: Tensor, y_NEV: Tensor, scale: float = 1.0) -> Tensor:
     return found_NFV.view(*x_BHTE.shape[:-1], y_NEV.shape[-1])
 
 
-def _add_over_queries(sum_NSE: Tensor, x_BHTS: Tensor, y_BHTE: Tensor) -> None:
-    """Add xᵀ y, summed over the queries and over the heads that share a key."""
+def _add_over_queries(sum_NSE: Tensor, x_BHTS: Tensor, y_BHTE: Tensor, scale: float = 1.0) -> None:
+    """Add scale · xᵀ y, summed over the queries and over the heads that share a key."""
     x_NFS, y_NFE = _folded(x_BHTS, len(sum_NSE)), _folded(y_BHTE, len(sum_NSE))
     if sum_NSE.dtype == x_NFS.dtype:
-        sum_NSE.baddbmm_(x_NFS.mT, y_NFE)
+        sum_NSE.baddbmm_(x_NFS.mT, y_NFE, alpha=scale)
     else:
-        sum_NSE += torch.bmm(x_NFS.mT, y_NFE)
+        sum_NSE += torch.baddbmm(y_NFE.new_zeros(()), x_NFS.mT, y_NFE, beta=0, alpha=scale)
 
 
 def _flat(x_BGSE: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ from qkablate.attention.blocked import blocked
 
 KERNELS = ("auto", "math", "flash", "efficient", "folded", "blocked")
 # Positions from which blocks pay on a CPU (on a GPU nobody has timed them: `attention.kernel` asks
-# for them), where heads share a wide key or value and where each has its own.
-LONG, LONGER = 128, 256
+# for them), where heads share a wide key or value, where each has its own, and the latter in bf16.
+LONG, LONGER, LONGEST = 128, 256, 512
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -68,6 +68,8 @@ def choose_kernel(shapes: Shapes) -> str:
         return "blocked" if long else "folded"
     if device == "cpu" and (width > value_width or shapes.dropout):
         return "blocked" if shapes.context >= LONGER and not shapes.dropout else "folded"
+    if device == "cpu" and shapes.half and shapes.context:  # flash is for fp32, and slow in bf16
+        return "blocked" if shapes.context >= LONGEST else "folded"
     if device == "cpu":
         return "flash"
     if device == "cuda" and width % 8 == value_width % 8 == 0:

@@ -8,6 +8,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from qkablate.attention.products import linear
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -125,7 +127,7 @@ def split_heads(x_BTF: Tensor, heads: int) -> Tensor:
 
 def project(x_BTD: Tensor, w_DF: Tensor, b_F: Tensor | None = None) -> Tensor:
     """x W (+ b), with the weight in the row-vector convention of the equations."""
-    return nn.functional.linear(x_BTD, w_DF.T, b_F)
+    return linear(x_BTD, w_DF.T, b_F)
 
 
 def by_head(w_DF: Tensor, heads: int) -> Tensor:

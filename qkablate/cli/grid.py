@@ -147,6 +147,10 @@ class Composer:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
+        for word in words:
+            key, _, value = word.partition("=")
+            if key == "engine.sbatch" and not value.startswith("{"):
+                raise UserError(f"{key}: '{value}' is no map, as {{constraint: a100}} is")
         try:
             # A map that is open to any key: Hydra adds to it only what has the plus.
             words = [f"+{word}" if word.startswith("engine.sbatch") else word for word in words]

@@ -122,6 +122,7 @@ class Config:
     seed: int = 0
     seeds: SeedsConfig = field(default_factory=SeedsConfig)
     precision: str = "auto"
+    products: str = "auto"
     device: str = "auto"
     compile: bool | str = "auto"
     threads: int | str = "auto"
@@ -161,6 +162,7 @@ CHOICES = {
     "data.tokenizer": TOKENIZERS,  # of text; a task has none
     "optim.schedule": ("cosine", "wsd"),
     "precision": ("auto", "fp32", "bf16", "fp16"),
+    "products": ("auto", "torch", "onednn"),
     "track.wandb": ("auto", "online", "offline", "disabled"),
 }
 

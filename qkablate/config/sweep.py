@@ -33,7 +33,7 @@ class GridConfig:
 
 @dataclass
 class EngineConfig:
-    """Where the runs are trained. A key that is none of the engine's own stays None."""
+    """Where the runs are trained. A key that is none of the engine's own stays empty."""
 
     name: str = "local"
     partition: str | None = None
@@ -44,7 +44,7 @@ class EngineConfig:
     cpus: int | None = None
     gpus: int | float | str | None = None
     memory_gb: int | float | str | None = None
-    sbatch: dict[str, Any] | None = None
+    sbatch: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -116,7 +116,7 @@ def _check_engine(engine: EngineConfig) -> None:
     """That every key given belongs to the engine, and is in its range."""
     own = ENGINE_KEYS[engine.name]
     for key, value in vars(engine).items():
-        if key in ("name", *own) or value is None:
+        if key in ("name", *own) or value in (None, {}):
             continue
         has = f"; it has {', '.join(own)}" if own else ""
         raise UserError(f"engine.{key}: engine={engine.name} has no such key{has}")

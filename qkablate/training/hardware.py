@@ -1,6 +1,7 @@
 """What this machine can do: every `auto` that depends on it is resolved here."""
 
 import contextlib
+import ctypes
 import dataclasses
 import importlib.util
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from qkablate.attention import products
 from qkablate.config import Config
 from qkablate.errors import Impossible, UserError
 
@@ -27,11 +29,13 @@ def resolve(config: Config, *, elsewhere: bool = False) -> Config:
     if elsewhere and config.device == "cuda" and not torch.cuda.is_available():
         return _unseen(config)
     device = _device(config.device)
+    precision = _precision(config.precision, device)
     threads = config.threads
     return dataclasses.replace(
         config,
         device=device,
-        precision=_precision(config.precision, device),
+        precision=precision,
+        products=_products(config.products, device, precision),
         compile=_compile(config.compile, device),
         threads=torch.get_num_threads() if threads == "auto" else threads,
     )
@@ -46,7 +50,11 @@ def _unseen(config: Config) -> Config:
                 f"{key}: auto is settled by the GPU, and there is none on this machine; give"
                 f" {allowed}"
             )
-    return dataclasses.replace(config, threads=1 if config.threads == "auto" else config.threads)
+    return dataclasses.replace(
+        config,
+        products=_products(config.products, config.device, config.precision),
+        threads=1 if config.threads == "auto" else config.threads,
+    )
 
 
 def _device(name: str) -> str:
@@ -75,6 +83,18 @@ def _precision(name: str, device: str) -> str:
         # Older GPUs emulate bf16; their tensor cores are for fp16.
         return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
     return "bf16" if kind == "cpu" and fast_bf16() else "fp32"
+
+
+def _products(name: str, device: str, precision: str) -> str:
+    possible = device == "cpu" and precision == "fp32" and torch.backends.mkldnn.is_available()
+    if name == "onednn" and not possible:
+        raise UserError(
+            f"products: onednn multiplies in fp32 on a CPU, not in {precision} on {device}"
+            " (allowed: torch)"
+        )
+    if name != "auto":
+        return name
+    return "onednn" if possible and slow_fp32() else "torch"
 
 
 def _compile(wish: bool | str, device: str) -> bool:
@@ -113,6 +133,14 @@ def fast_bf16() -> bool:
     return bool(found.get("avx512_bf16") and not meant_for_amx)
 
 
+def slow_fp32() -> bool:
+    """Whether torch's products in fp32 leave half of this CPU unused: they are MKL's, which keeps
+    AVX-512 for Intel's. Like the above, a question of what it is."""
+    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    amd = "AMD" in str(found.get("cpu_name", ""))
+    return bool(amd and found.get("avx512_f") and torch.backends.mkl.is_available())
+
+
 def flash_in_half(config: Config) -> bool:
     """Whether products are 16 bits wide on a device whose flash kernel takes them."""
     if config.precision == "fp32":
@@ -127,6 +155,9 @@ def prepare(config: Config) -> None:
     """Set what holds for the whole process."""
     assert isinstance(config.threads, int)
     torch.set_num_threads(config.threads)
+    products.choose(config.products)
+    if config.device == "cpu":
+        _keep_memory()
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     _be_deterministic(config.deterministic)
@@ -139,6 +170,15 @@ def prepare(config: Config) -> None:
         if ":" in config.device:
             torch.cuda.set_device(config.device)
         torch.backends.cuda.matmul.allow_tf32 = False  # fp32 says fp32
+
+
+def _keep_memory() -> None:
+    """Have malloc keep what is freed, for the next step: glibc gives large blocks back, and to take
+    them again, a page at a time, costs up to a fifth of a step."""
+    with contextlib.suppress(OSError, AttributeError):  # another libc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX: no block is the system's own
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: nor is the end of the heap
 
 
 def _be_deterministic(wish: bool) -> None:
@@ -230,7 +270,7 @@ def describe(config: Config) -> dict[str, Any]:
 @contextlib.contextmanager
 def process_state() -> Iterator[None]:
     """Put back what a run sets, for the next one in this process."""
-    threads = torch.get_num_threads()
+    threads, multiplies = torch.get_num_threads(), products.chosen()
     deterministic = torch.are_deterministic_algorithms_enabled()
     tf32 = torch.backends.cuda.matmul.allow_tf32
     with torch.random.fork_rng(devices=[]):
@@ -238,6 +278,7 @@ def process_state() -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(threads)
+            products.choose(multiplies)
             _be_deterministic(deterministic)
             torch.backends.cudnn.deterministic = deterministic
             torch.backends.cuda.matmul.allow_tf32 = tf32

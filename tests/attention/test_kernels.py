@@ -34,6 +34,10 @@ def choose(**other):
         ({"key_heads": 1, "width": 128, "context": 512, "dropout": 0.1}, "folded"),
         ({"value_heads": 1, "value_width": 128, "context": 1024}, "blocked"),
         ({"context": 1024}, "flash"),
+        ({"half": True}, "flash"),
+        ({"half": True, "context": 511}, "folded"),
+        ({"half": True, "context": 512}, "blocked"),
+        ({"half": True, "context": 512, "dropout": 0.1}, "folded"),
         ({"value_heads": 1, "value_width": 128}, "folded"),
         ({"key_heads": 1, "width": 128, "value_heads": 1, "value_width": 128}, "flash"),
         ({"heads": 1, "key_heads": 1, "value_heads": 1, "value_width": 128}, "flash"),
@@ -97,6 +101,20 @@ def test_blocks_of_any_size_come_to_the_same(monkeypatch, queries, groups, value
             out = attend(*inputs, scale=0.3, causal=causal, kernel=name, addend=addend)
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_weights_computed_again_are_those_that_were_kept(monkeypatch, groups, dtype):
+    torch.manual_seed(0)
+    shapes = ((4, 8), (groups, 8), (4, 8))
+    inputs = [torch.randn(2, n, 200, width, dtype=dtype).requires_grad_() for n, width in shapes]
+    results = []
+    for most in (200, 199):
+        monkeypatch.setattr("qkablate.attention.blocked.KEPT", most)
+        out = attend(*inputs, scale=0.3, causal=True, kernel="blocked")
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("causal", [True, False])

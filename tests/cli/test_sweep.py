@@ -96,6 +96,8 @@ MISTAKES = [
     (["--json"], "--json goes with --dry-run"),
     (["seed=range(10001)"], "this grid has 20,002 runs"),
     (["workers=0"], "workers: '0' is not auto, or a number from 1 to 4096"),
+    (["engine.sbatch.qos=1"], "engine.sbatch: engine=local has no such key"),
+    (["engine=slurm", "engine.sbatch=3"], "engine.sbatch: '3' is no map, as {constraint: a100} is"),
     (["per_gpu=0"], "per_gpu: 0 is not a number from 1 to 64"),
     (["per_gpu=x"], "per_gpu: 'x' is not a whole number"),
     (["sweep.tune=maybe"], "sweep.tune: 'maybe' is not true or false"),

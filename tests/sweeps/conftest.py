@@ -183,24 +183,8 @@ def other_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayNodes]:
 
 
 @pytest.fixture
-def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """The command, in a process of its own."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*words: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+def program() -> list[str]:
+    return [sys.executable, "-c", _COMMAND]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from qkablate.training.state import Progress
 
 CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu"}
 SHARED = ("train.accumulate=4", "model.dropout=0.1", "train.steps=60", "track.log_every=1")
-SHARED += ("train.eval_every=30", "train.checkpoint_every=7", "optim.warmup=0")
+SHARED += ("train.eval_every=30", "train.checkpoint_every=7", "optim.warmup=0", "precision=fp32")
 
 
 @pytest.fixture

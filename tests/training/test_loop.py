@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from qkablate.config import (
     variants,
 )
 from qkablate.data.batches import Windows
+from qkablate.errors import UserError
 from qkablate.training.hardware import fast_bf16, resolve
 from qkablate.training.optimizer import learning_rate
 
@@ -145,6 +147,58 @@ def test_auto_precision_follows_the_hardware(monkeypatch):
         assert (config.device, config.precision, config.compile) == ("cuda", precision, True)
 
 
+@pytest.mark.parametrize(
+    ("cpu", "precision", "expected"),
+    [
+        ({"cpu_name": "AMD EPYC", "avx512_f": True}, "fp32", "onednn"),
+        ({"cpu_name": "AMD EPYC", "avx512_f": True}, "bf16", "torch"),
+        ({"cpu_name": "AMD EPYC"}, "fp32", "torch"),
+        ({"cpu_name": "Intel(R) Xeon(R)", "avx512_f": True}, "fp32", "torch"),
+        ({}, "fp32", "torch"),
+    ],
+    ids=str,
+)
+def test_auto_products_are_those_that_are_fast(monkeypatch, cpu, precision, expected):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: cpu)
+    monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
+    assert resolve(Config(device="cpu", precision=precision)).products == expected
+    if precision == "bf16":
+        with pytest.raises(UserError, match="products: onednn multiplies in fp32 on a CPU, not in"):
+            resolve(Config(device="cpu", precision=precision, products="onednn"))
+
+
+def test_a_run_has_the_products_it_says(qkablate, tiny, tmp_path):
+    """Another sum, and the same course."""
+    losses = []
+    for name in ("torch", "onednn"):
+        done = qkablate("train", *tiny, "precision=fp32", f"products={name}", f"out={name}")
+        assert done.code == 0
+        losses.append(metrics(tmp_path, name)[1][-1]["val/loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert {path.parts[-4] for path in tmp_path.glob("*/runs/*/config.yaml")} == {"torch", "onednn"}
+    for name in ("torch", "onednn"):
+        (path,) = tmp_path.glob(f"{name}/runs/*/config.yaml")
+        assert f"products: {name}" in path.read_text()
+    ids = {path.name.rpartition("-")[2] for path in tmp_path.glob("*/runs/*")}
+    assert len(ids) == 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="this is how glibc allocates")
+def test_memory_that_is_freed_is_kept_for_the_next_step():
+    """Without it, each of these tensors costs 16,384 page faults every time."""
+    from qkablate.training import hardware
+
+    def faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    with hardware.process_state():
+        hardware.prepare(Config(device="cpu", threads=1, compile=False, products="torch"))
+        assert sorted(faults() for _ in range(9))[4] < 100  # malloc has to find its place first
+
+
 def test_a_gpu_without_an_index_can_be_prepared(monkeypatch):
     """As far as a machine without one can show it: torch refuses set_device("cuda")."""
     from qkablate.training import hardware
@@ -153,7 +207,7 @@ def test_a_gpu_without_an_index_can_be_prepared(monkeypatch):
     monkeypatch.setattr("torch.cuda.set_device", asked.append)
     with hardware.process_state():
         for device in ("cuda", "cuda:1"):
-            hardware.prepare(Config(device=device, threads=1, compile=False))
+            hardware.prepare(Config(device=device, threads=1, compile=False, products="torch"))
     assert asked == ["cuda:1"]
 
 

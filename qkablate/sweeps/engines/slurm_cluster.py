@@ -93,7 +93,7 @@ def check(engine: EngineConfig) -> None:
                 f"engine.hours: {engine.hours:g} is more than partition {name.rstrip('*')} gives"
                 f" ({limit}); a run that needs longer goes on in another job"
             )
-    _check_sbatch(engine.sbatch or {})
+    _check_sbatch(engine.sbatch)
 
 
 def check_job(given: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ def largest_array() -> int:
 
 def parameters(engine: EngineConfig, memory_gb: float, gpus: int) -> dict[str, Any]:
     """What submitit is told of every job."""
-    more = {str(key).replace("_", "-"): value for key, value in (engine.sbatch or {}).items()}
+    more = {str(key).replace("_", "-"): value for key, value in engine.sbatch.items()}
     more = {key: value for key, value in more.items() if value is not False}
     found: dict[str, Any] = {
         "time": math.ceil(60 * (engine.hours or 1)),
