@@ -199,9 +199,11 @@ def _code(pairs: list[tuple[Record, Record]]) -> Check:
 
 
 def _machine(pairs: list[tuple[Record, Record]]) -> Check:
-    return _same_in_pairs(
-        "machine", pairs, lambda r: f"{r.facts['device']} ({r.facts['cpu'] or 'not known'})"
-    )
+    def machine(record: Record) -> str:
+        by = ", by oneDNN" if record.facts["products"] == "onednn" else ""
+        return f"{record.facts['device']} ({record.facts['cpu'] or 'not known'}){by}"
+
+    return _same_in_pairs("machine", pairs, machine)
 
 
 def _same_in_pairs(

@@ -8,7 +8,8 @@ from qkablate.analysis.study import VAL, courses, facts_of
 from qkablate.errors import UserError
 from qkablate.runs import is_number, read_config, read_result
 
-_LIKE = ("data_fingerprint", "precision", "device", "kernel", "threads", "code", "torch", "cpu")
+_LIKE = ["data_fingerprint", "precision", "products", "device", "kernel", "threads", "code"]
+_LIKE += ["torch", "cpu"]
 _FREE = ("id", "identity", "out", "track", "threads")
 
 

@@ -198,8 +198,10 @@ def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> 
 
 def facts_of(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """The circumstances of a run: what it was computed from, with and on."""
-    own = ("precision", "device", "kernel", "compile", "threads", "data_fingerprint", "steps")
-    facts: dict[str, Any] = {key: result.get(key) for key in (*own, "packed", "attempt", "version")}
+    own = ("precision", "products", "device", "kernel", "compile", "threads", "data_fingerprint")
+    facts: dict[str, Any] = {
+        key: result.get(key) for key in (*own, "steps", "packed", "attempt", "version")
+    }
     for key in ("init", "lr"):
         facts[key] = value if isinstance(value := result.get(key), dict) else {}
     environment = read_json(folder / "environment.json")

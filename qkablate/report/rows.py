@@ -217,6 +217,7 @@ _FACTS = {
     "cpu": "CPU",
     "device": "device",
     "precision": "precision",
+    "products": "products by",
     "kernel": "attention kernel",
     "threads": "threads",
     "packed": "runs side by side",

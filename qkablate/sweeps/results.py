@@ -99,7 +99,9 @@ def _row(standing: Standing, state: State, blank: dict[str, Any]) -> dict[str, A
     }
     for key in ("steps", "tokens", "seconds", "tokens_per_second", "packed", "threads"):
         row[key] = result.get(key)
-    for key in ("peak_memory_bytes", "precision", "device", "kernel", "attempt", "diverged_at"):
+    for key in ("peak_memory_bytes", "precision", "products", "device", "kernel"):
+        row[key] = result.get(key)
+    for key in ("attempt", "diverged_at"):
         row[key] = result.get(key)
     for name in ("loss", "bits_per_byte", "accuracy"):
         row |= {f"{split}_{name}": value for split, value in (result.get(name) or {}).items()}
@@ -124,5 +126,5 @@ COLUMNS: dict[str, type] = {
     **dict.fromkeys(("steps", "tokens"), int),
     **dict.fromkeys(("seconds", "tokens_per_second"), float),
     **dict.fromkeys(("packed", "threads", "peak_memory_bytes", "attempt", "diverged_at"), int),
-    **dict.fromkeys(("precision", "device", "kernel", "folder", "error"), str),
+    **dict.fromkeys(("precision", "products", "device", "kernel", "folder", "error"), str),
 }

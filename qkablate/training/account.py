@@ -13,6 +13,7 @@ BESIDES_LOSS = ("bits_per_byte", "accuracy")  # of text and of tasks: null where
 def header(plan: Plan, processes: int = 1) -> list[str]:
     config, model = plan.config, plan.config.model
     sharded = " that share the weights" if config.train.shard else ""
+    by = " by oneDNN" if config.products == "onednn" else ""
     together = f"{processes} processes{sharded} with " if processes > 1 else ""
     return [
         f"run      {plan.run.folder}",
@@ -22,7 +23,7 @@ def header(plan: Plan, processes: int = 1) -> list[str]:
         f"model    {model.layers} layers, d {model.d_model}, {model.heads} heads, context"
         f" {model.context}: {plan.params['total']:,} parameters",
         f"data     {plan.data.told}",
-        f"machine  {config.device}, {config.precision}, {together}{config.threads} threads,"
+        f"machine  {config.device}, {config.precision}{by}, {together}{config.threads} threads,"
         f" kernel {plan.kernel}{', compiled' if config.compile else ''}",
     ]
 
@@ -49,6 +50,7 @@ def base_result(plan: Plan, packed: int, processes: int = 1) -> dict[str, Any]:
         "tokens_per_second": None,
         "packed": packed,  # beside others, a speed says little
         "precision": config.precision,
+        "products": config.products,
         "device": config.device.partition(":")[0],
         "kernel": plan.kernel,
         "loss_blocks": plan.loss_blocks,

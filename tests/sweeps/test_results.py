@@ -14,14 +14,14 @@ COLUMNS = [
     *("train_loss", "val_loss", "test_loss", "val_bits_per_byte", "test_bits_per_byte"),
     *("val_accuracy", "test_accuracy", "params", "params_with_embeddings", "mismatch"),
     *("flops_per_token", "steps", "tokens", "seconds", "tokens_per_second", "packed", "threads"),
-    *("peak_memory_bytes", "attempt", "diverged_at", "precision", "device", "kernel", "folder"),
-    "error",
+    *("peak_memory_bytes", "attempt", "diverged_at", "precision", "products", "device", "kernel"),
+    *("folder", "error"),
 ]
 # These are the result's, under the same name.
 SAME = [
     *("id", "label", "variant", "seed", "d_model", "heads", "layers", "context", "steps"),
     *("tokens", "seconds", "tokens_per_second", "packed", "threads", "peak_memory_bytes"),
-    *("attempt", "precision", "device", "kernel", "flops_per_token"),
+    *("attempt", "precision", "products", "device", "kernel", "flops_per_token"),
 ]
 
 

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import resource
 import shutil
 import sys
 from pathlib import Path
@@ -23,7 +22,6 @@ from qkablate.config import (
     variants,
 )
 from qkablate.data.batches import Windows
-from qkablate.errors import UserError
 from qkablate.training.hardware import fast_bf16, resolve
 from qkablate.training.optimizer import learning_rate
 
@@ -147,27 +145,6 @@ def test_auto_precision_follows_the_hardware(monkeypatch):
         assert (config.device, config.precision, config.compile) == ("cuda", precision, True)
 
 
-@pytest.mark.parametrize(
-    ("cpu", "precision", "expected"),
-    [
-        ({"cpu_name": "AMD EPYC", "avx512_f": True}, "fp32", "onednn"),
-        ({"cpu_name": "AMD EPYC", "avx512_f": True}, "bf16", "torch"),
-        ({"cpu_name": "AMD EPYC"}, "fp32", "torch"),
-        ({"cpu_name": "Intel(R) Xeon(R)", "avx512_f": True}, "fp32", "torch"),
-        ({}, "fp32", "torch"),
-    ],
-    ids=str,
-)
-def test_auto_products_are_those_that_are_fast(monkeypatch, cpu, precision, expected):
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: cpu)
-    monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
-    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
-    assert resolve(Config(device="cpu", precision=precision)).products == expected
-    if precision == "bf16":
-        with pytest.raises(UserError, match="products: onednn multiplies in fp32 on a CPU, not in"):
-            resolve(Config(device="cpu", precision=precision, products="onednn"))
-
-
 def test_a_run_has_the_products_it_says(qkablate, tiny, tmp_path):
     """Another sum, and the same course."""
     losses = []
@@ -182,21 +159,6 @@ def test_a_run_has_the_products_it_says(qkablate, tiny, tmp_path):
         assert f"products: {name}" in path.read_text()
     ids = {path.name.rpartition("-")[2] for path in tmp_path.glob("*/runs/*")}
     assert len(ids) == 2
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="this is how glibc allocates")
-def test_memory_that_is_freed_is_kept_for_the_next_step():
-    """Without it, each of these tensors costs 16,384 page faults every time."""
-    from qkablate.training import hardware
-
-    def faults():
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(2**24)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    with hardware.process_state():
-        hardware.prepare(Config(device="cpu", threads=1, compile=False, products="torch"))
-        assert sorted(faults() for _ in range(9))[4] < 100  # malloc has to find its place first
 
 
 def test_a_gpu_without_an_index_can_be_prepared(monkeypatch):
