@@ -1,4 +1,4 @@
-.PHONY: help train test check bench pictures venv clean
+.PHONY: help train test check bench torture pictures venv clean
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS ?= report,dev
@@ -20,6 +20,9 @@ check: venv ## ruff and mypy
 bench: venv ## how fast it is here (some 20 minutes); beside nanoGPT with NANOGPT=FOLDER
 	$(if $(NANOGPT),$(BIN)/python scripts/compare_nanogpt.py --nanogpt $(NANOGPT))
 	$(BIN)/python scripts/bench.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
+
+torture: venv ## faults of all kinds, hundreds of each (under half an hour)
+	$(BIN)/python tests/torture
 
 pictures: venv ## those of the README, from a real sweep (some 9 minutes on 2 cores)
 	$(BIN)/qkablate sweep sweep=quick sweep.name=readme 'seed=range(6)'

@@ -1,0 +1,19 @@
+"""A few cases of every fault; `make torture` tries many."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tally import FAULTS
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_nothing_is_lost_and_nothing_wrong(name, tmp_path):
+    fault = importlib.import_module(f"fault_{name}")
+    found = fault.torture(fault.SHORT, 0, tmp_path)
+    assert found.cases >= fault.SHORT
+    assert (found.lost, found.wrong) == ([], [])
