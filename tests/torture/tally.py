@@ -1,7 +1,7 @@
 """What all faults have in common: cases, and what was lost or wrong in them.
 
-A fault is a module `fault_<name>.py` beside this file with a docstring that names it, `SHORT` and `FULL`
-(how many cases the tests and `make torture` try) and
+A fault is a module `fault_<name>.py` beside this file with a docstring that names it, `SHORT` and
+`FULL` (how many cases the tests and `make torture` try) and
 
     def torture(cases: int, seed: int, folder: Path) -> Tally
 
