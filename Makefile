@@ -1,7 +1,8 @@
-.PHONY: help train test check bench torture pictures venv clean
+.PHONY: help train test check bench torture pictures venv audit hashes clean
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS ?= report,dev
+PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet
 
 help: ## what can be made
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s%s\n", $$1, $$2}'
@@ -34,8 +35,22 @@ venv: .venv/ready ## the environment alone, from pinned versions
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qkablate needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(PIP) setuptools hatchling editables
+	$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]'
+	@touch $@
+
+audit: .tools/ready ## known vulnerabilities of what constraints.txt pins (asks the package index)
+	.tools/bin/pip-audit --no-deps --disable-pip --requirement constraints.txt
+
+hashes: .tools/ready ## those that CI installs by: after every change of constraints.txt
+	grep -v '^torch==' constraints.txt > .tools/pins.in
+	.tools/bin/pip-compile --quiet --rebuild --generate-hashes --allow-unsafe --no-header --no-annotate \
+		--no-emit-index-url --no-emit-find-links --no-emit-trusted-host -o .ci/hashes.txt .tools/pins.in
+
+.tools/ready:
+	$(PYTHON) -m venv .tools
+	.tools/bin/python -m pip install --quiet pip-tools pip-audit
 	@touch $@
 
 clean: ## remove the environment and caches; runs stay
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .tools .pytest_cache .ruff_cache .mypy_cache
