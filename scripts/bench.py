@@ -56,11 +56,17 @@ STEPS = 200
 def products(folder: Path, args: argparse.Namespace) -> None:
     """Large matrix products: what a step can come near to."""
     rows = []
-    for precision in ("fp32", "bf16"):
-        config = hardware.resolve(configure(SHAPES["small"], "standard", 1, folder))
-        config.precision = precision
-        found = sorted(hardware.peak_flops(config, PRODUCT) for _ in range(9))
-        rows.append([precision, f"{found[4] / 1e9:,.0f}", f"{found[-1] / 1e9:,.0f}"])
+    for precision, by in (("fp32", "torch"), ("fp32", "onednn"), ("bf16", "torch")):
+        words = (f"precision={precision}", f"products={by}")
+        try:
+            config = hardware.resolve(configure(SHAPES["small"], "standard", 1, folder, *words))
+        except UserError:  # no oneDNN, or a GPU
+            continue
+        with hardware.process_state():
+            hardware.prepare(config)
+            found = sorted(hardware.peak_flops(config, PRODUCT) for _ in range(9))
+        best = f"{found[-1] / 1e9:,.0f}"
+        rows.append([f"{precision}, products={by}", f"{found[4] / 1e9:,.0f}", best])
     print_table(["matrix product", "GFLOP/s", "at best"], rows)
 
 
