@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -71,15 +72,14 @@ class _Disk:
 
 
 def _torn(sure: bytes, seen: bytes, chance: random.Random) -> bytes:
-    """Of every sector the old or the new content, or zeros where the two differ; of any length
+    """Of every sector the old or the new content, or zeros where there was none; of any length
     between."""
     shorter, longer = sorted((len(sure), len(seen)))
     size = chance.choice((len(sure), len(seen), chance.randint(shorter, longer)))
     found = bytearray()
     for at in range(0, size, _SECTOR):
         old, new = sure[at : at + _SECTOR], seen[at : at + _SECTOR]
-        choices = [part for part in (old, new) if part] + ([b""] if old != new else [])
-        found += chance.choice(choices).ljust(_SECTOR, b"\0")
+        found += chance.choice((old, new or old)).ljust(_SECTOR, b"\0")
     return bytes(found[:size])
 
 
@@ -212,25 +212,27 @@ def _recover(words: list[str], folder: Path, calm: Path, disk: _Disk, name: str)
 def _lane(cases: int, chance: random.Random, folder: Path, number: int) -> Tally:
     found, calm = Tally(), dict[int, Path]()
     chains = 0
+    here = folder / "here"  # always: prepared data belongs to a text at its place
     while found.cases < cases:
         kind = chance.choice(range(number, len(_KINDS), warm.LANES))
         words = ["train", *warm.RUN, *_KINDS[kind]]
-        recorded = warm.prepare(folder / f"{chains}")
+        warm.prepare(here)
         for power_cuts in range(1, 4):  # of a run, of its recovery, and of that one's
-            moments = _record(words, recorded)
+            moments = _record(words, here)
+            recorded = here.rename(folder / f"{chains}-{power_cuts}")
             calm.setdefault(kind, recorded)
             for state in range(_STATES):
                 if found.cases >= cases:
                     return found
-                at = chance.randrange(len(moments))
-                target = folder / f"{chains}-{power_cuts}-{state}"
-                moments[at].after_a_cut(target, chance)
-                (target / "corpus.txt").write_bytes((recorded / "corpus.txt").read_bytes())
-                if state == _STATES - 1:
-                    recorded = target  # the next to be recorded
-                    break
-                name = f"state {target.name} of {folder.name}, moment {at}"
-                found.add(_recover(words, target, calm[kind], moments[at], name))
+                last = max(0, len(moments) - 25)  # where the result is written
+                at = chance.randrange(chance.choice((0, 0, last)), len(moments))
+                moments[at].after_a_cut(here, chance)
+                shutil.copy2(recorded / "corpus.txt", here)
+                if state < _STATES - 1:  # the last one's recovery is recorded
+                    name = f"state {state} of {recorded}, moment {at}"
+                    found.add(_recover(words, here, calm[kind], moments[at], name))
+                    shutil.rmtree(here)
+        shutil.rmtree(here)
         chains += 1
     return found
 

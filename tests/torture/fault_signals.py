@@ -1,5 +1,6 @@
 """SIGTERM, SIGINT, SIGHUP and SIGUSR2 at any moment of runs, multiruns and sweeps."""
 
+import json
 import os
 import random
 import signal
@@ -55,6 +56,7 @@ def _interrupted(
         twice = number == signal.SIGINT and chance.random() < 0.3
         seconds = chance.random() * (took + 3.0 * cold)
         told = f"{name}: {number.name}{' twice' * twice} after {seconds:.3f} s{' (cold)' * cold}"
+        before = _rows(folder)
         pid = warm.start(words, folder, cold=cold)
         code = warm.wait(pid, seconds)
         if code is None:
@@ -77,7 +79,7 @@ def _interrupted(
         elif "Traceback" in said:
             found.wrong.append(f"{told}: {said[-2000:]}")
         elif number in ASKS and not twice:
-            found.wrong += [f"{told}: {what}" for what in _unsaved(folder, said)]
+            found.wrong += [f"{told}: {what}" for what in _unsaved(folder, before, said)]
     code = warm.wait(pid := warm.start(words, folder))
     if code is None:
         warm.kill(pid)
@@ -91,15 +93,19 @@ def _interrupted(
     return found
 
 
-def _unsaved(folder: Path, said: str) -> list[str]:
-    """The runs that had begun to train and were not written down as far as they had come."""
+def _rows(folder: Path) -> dict[Path, bytes]:
+    """Of the runs that have any and have no result."""
+    unfinished = (run for run in warm.runs(folder) if not (run / "result.json").exists())
+    files = {run: run / "metrics.jsonl" for run in unfinished}
+    return {run: file.read_bytes() for run, file in files.items() if file.exists()}
+
+
+def _unsaved(folder: Path, before: dict[Path, bytes], said: str) -> list[str]:
+    """The runs that have trained now and were not written down as far as they had come."""
     found = []
-    for run in warm.runs(folder):
-        rows = run / "metrics.jsonl"
-        if (run / "result.json").exists() or not rows.exists():
-            continue
-        steps = [int(line.split(b'"step": ')[1].split(b",")[0]) for line in rows.open("rb")]
-        if steps and warm.saved(run) < max(steps):
+    for run, rows in _rows(folder).items():
+        steps = [json.loads(row)["step"] for row in rows.splitlines()]
+        if before.get(run) != rows and steps and warm.saved(run) < max(steps):
             found.append(f"{run.name} had come to step {max(steps)}: {said[-1000:]}")
     return found
 
