@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qkablate.disk import make_folder
+
 BEAT = 5.0  # seconds between two heartbeats
 SILENCE = 60.0  # seconds without one, after which the owner counts as dead
 _RELEASED = b"released\n"
@@ -198,7 +200,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 def _take(folder: Path, observer: Observer) -> Owner | None:
     """None where someone else was faster."""
-    (folder / "owner").mkdir(parents=True, exist_ok=True)
+    make_folder(folder / "owner")
     found = observer.judge(folder)
     if found.alive:
         raise Owned(f"{folder} is being trained by {found.by}")

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from qkablate.config import Config
+from qkablate.disk import sync_folder
 from qkablate.errors import UserError, nearest
 from qkablate.ownership import Observer, Owner, is_owned, name_exclusively, owning
 from qkablate.table import some
@@ -232,15 +233,6 @@ def _write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` outlast a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_json(path: Path) -> Any:

@@ -17,6 +17,7 @@ from qkablate import __version__
 from qkablate.analysis.claim import Claim, PartSpec
 from qkablate.analysis.ranking import AXES
 from qkablate.config import GridConfig
+from qkablate.disk import make_folder
 from qkablate.errors import UserError
 from qkablate.runs import read_json, write_json
 
@@ -87,7 +88,7 @@ def register(claim: Claim, out: str) -> Registration:
     """Write it down, unless that was done before."""
     folder = Path(out).expanduser() / "claims" / claim.folder_name
     if not (folder / FILE).exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         most = claim.seeds[-1]
         write_json(
             folder / FILE,

@@ -9,6 +9,7 @@ from typing import Any
 
 from qkablate.cli.compose import next_commands, take_flags
 from qkablate.cli.grid import Asked, composing
+from qkablate.disk import make_folder
 from qkablate.errors import UserError, tell
 from qkablate.table import print_json
 
@@ -123,7 +124,7 @@ def expanded(
 
 def _check_out(out: str) -> None:
     try:
-        (Path(out).expanduser() / "sweeps").mkdir(parents=True, exist_ok=True)
+        make_folder(Path(out).expanduser() / "sweeps")
     except OSError as error:
         raise UserError(f"out: cannot write in '{out}': {error.strerror}") from None
 

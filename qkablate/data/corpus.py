@@ -27,6 +27,7 @@ from qkablate.data.batches import Batch, Windows, whole
 from qkablate.data.prepare import SPLITS, prepare, within_reach
 from qkablate.data.progress import Progress
 from qkablate.data.tally import Tally
+from qkablate.disk import make_folder, sync_folder
 from qkablate.errors import Impossible, UserError
 
 FORMAT = 1  # raised when the same text would be prepared into other tokens
@@ -108,7 +109,7 @@ def open_corpus(config: DataConfig) -> Corpus:
     cache = folder.parent
     try:
         if not (folder / "manifest.json").is_file():
-            cache.mkdir(parents=True, exist_ok=True)
+            make_folder(cache)
             with _locked(folder.with_suffix(".lock"), f"preparing {config.source}"):
                 if not (folder / "manifest.json").is_file():
                     _prepare(config, folder)
@@ -215,7 +216,9 @@ def _prepare(config: DataConfig, folder: Path) -> None:
                 json.dump(content, text_file, indent=1)
                 text_file.flush()
                 os.fsync(text_file.fileno())
+        sync_folder(temporary)
         temporary.rename(folder)
+        sync_folder(folder.parent)
     finally:
         progress.close()
         shutil.rmtree(temporary, ignore_errors=True)

@@ -21,6 +21,7 @@ from typing import Any
 
 from qkablate import __version__
 from qkablate.config import Config, TrackConfig, from_plain
+from qkablate.disk import make_folder
 from qkablate.errors import UserError, nearest
 from qkablate.runs import NUMERICS, identity, label, meant, run_id, write_atomic
 from qkablate.table import some
@@ -180,7 +181,7 @@ class Manifest:
 
     def write(self) -> None:
         """Freeze it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         content = {
             "format": FORMAT,
             "version": __version__,
@@ -202,7 +203,7 @@ def freeze(manifest: Manifest, plan: list[str], *, keep_threads: bool = True) ->
             for name, arm in frozen.arms.items()
         }
         return dataclasses.replace(frozen, out=manifest.out, arms=arms)
-    manifest.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(manifest.folder)
     write_atomic(manifest.folder / "plan.txt", "\n".join(plan) + "\n")
     manifest.write()
     return manifest

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 from tqdm import tqdm
 
+from qkablate.disk import make_folder
 from qkablate.errors import UserError, tell
 from qkablate.ownership import Lost, Observer, Owned
 from qkablate.runs import EXIT_CODES
@@ -30,6 +31,7 @@ def work(
     """Train the run, and exit as it went. `wandb` is where W&B's process is, which stays as long as
     anybody has the `keeper`."""
     os.setsid()  # Ctrl-C in the terminal is for the launcher, which passes it on
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # unlike the server
     if wandb:
         os.environ[service.VARIABLE] = wandb
     if gpu is not None:
@@ -45,7 +47,7 @@ def main() -> None:
 
 def _logged(task: Task, wait: Callable[[], object]) -> int:
     """Train it, with all it says in a file; what ends the `wait` is the end of the launcher."""
-    task.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(task.folder)
     log = os.open(task.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

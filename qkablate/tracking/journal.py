@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from qkablate.disk import sync_folder
+
 
 class Journal:
     """Appends rows; can be cut back to where a checkpoint was taken."""
@@ -13,6 +15,7 @@ class Journal:
     def __init__(self, path: Path, cut: int = 0) -> None:
         """Open the journal and drop what stands after byte `cut`."""
         self._file = path.open("ab")
+        sync_folder(path.parent)  # rows that are forced to disk need a file of that name
         if self._file.tell() < cut:
             raise ValueError(f"{path} is shorter than its checkpoint says")
         self._file.truncate(cut)

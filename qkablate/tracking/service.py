@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -12,6 +13,7 @@ def keep(folder: Path, found: Connection, others: Connection) -> None:
     """Start it, tell where it is, and keep it until none of the others is left: nobody ever writes
     to that connection, so that it ends with the last of them."""
     os.setsid()  # Ctrl-C in the terminal is not for us: runs have something to tell yet
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # unlike who has forked us
     for what in ("CACHE", "DATA"):  # its own logs
         os.environ.setdefault(f"WANDB_{what}_DIR", str(folder / "wandb" / what.lower()))
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

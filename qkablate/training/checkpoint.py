@@ -19,7 +19,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from qkablate.runs import sync_folder
+from qkablate.disk import make_folder, sync_folder
 from qkablate.training.state import Progress
 
 KEEP = 2  # the newest, and the one before it in case the newest is damaged
@@ -42,7 +42,7 @@ class Checkpoint:
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write one checkpoint in full, then drop the oldest."""
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     final = folder / f"step-{checkpoint.progress.step:08d}"
     temporary = folder / f".{final.name}.tmp"
     for unfinished in folder.glob(".step-*.tmp"):

@@ -13,6 +13,7 @@ from qkablate.catalogue import settle
 from qkablate.config import Config
 from qkablate.cost import training_flops_per_token
 from qkablate.data import Data, open_data
+from qkablate.disk import make_folder
 from qkablate.errors import UserError
 from qkablate.model import GPT
 from qkablate.runs import Run, free_bytes, identity, label, run_id
@@ -106,7 +107,7 @@ def empty_model(config: Config, vocabulary: int) -> GPT:
 
 def _check_out(out: Path, params: int) -> None:
     try:
-        (out / "runs").mkdir(parents=True, exist_ok=True)
+        make_folder(out / "runs")
         with tempfile.NamedTemporaryFile(dir=out / "runs") as probe:
             probe.write(b"x" * 4096)
             probe.flush()

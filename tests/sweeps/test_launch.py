@@ -202,6 +202,21 @@ def test_an_interrupted_sweep_goes_on(spawn, grid, qkablate, tmp_path):
     assert launcher.wait(timeout=120) == 130
 
 
+def test_sigterm_to_all_processes_of_a_launcher_ends_its_server_last(spawn, here, tmp_path):
+    """As `timeout` and systemd send it; without its server it would not know how a run went."""
+    words = ["variant=standard", "seed=0", "train.steps=2000", "train.eval_every=2000"]
+    launcher = spawn(*here, *words)
+    wait_for_progress(launcher, tmp_path)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    assert children
+    for pid in children:
+        os.kill(int(pid), signal.SIGTERM)
+    _, err = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, err
+    (said,) = tmp_path.glob("outputs/runs/*/output.log")
+    assert "its process ended" not in said.read_text()
+
+
 def test_a_second_interrupt_ends_it_at_once(spawn, grid, qkablate, tmp_path, circuit):
     launcher = spawn(*grid, "variant=standard", "seed=0", "train.steps=100000", "model.layers=8")
     wait_for_progress(launcher, tmp_path)

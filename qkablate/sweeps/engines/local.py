@@ -5,9 +5,9 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -20,6 +20,17 @@ from qkablate.tracking.service import keep
 PRELOADED = [worker.__name__, "omegaconf"]
 _WANDB = ["wandb", "wandb.sdk.launch"]  # the latter is imported by its start, in a quarter second
 _PATIENCE = 10.0  # seconds for W&B's process to come up
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """What is started now does not hear SIGTERM, which may come to a whole group of processes: the
+    launcher needs the server until what runs has written its checkpoints."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass
@@ -65,6 +76,9 @@ class Local:
     def start(self, task: Task) -> None:
         taken = {running.slot for running in self._running.values()}
         slot = next(number for number in range(self.slots) if number not in taken)
+        resource_tracker.ensure_running()  # its start would unblock the signal
+        with _deaf():
+            forkserver.ensure_running()
         if self._wandb is not None and self._service.keeper is None:
             self._service = self._served(self._wandb)
         end, lifeline = self._context.Pipe(duplex=False)

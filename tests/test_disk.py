@@ -1,0 +1,50 @@
+"""What must outlast a power cut is forced to disk, with the folders that hold its name."""
+
+import os
+
+import pytest
+
+from qkablate.disk import make_folder
+from qkablate.tracking import Journal
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """The inodes that were, in order."""
+    found = []
+
+    def fsync(descriptor, original=os.fsync):
+        original(descriptor)
+        found.append(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return found
+
+
+def test_the_names_of_new_folders_are_forced(tmp_path, forced):
+    made = tmp_path / "a" / "b" / "c"
+    make_folder(made)
+    above = [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    assert forced == [path.stat().st_ino for path in above]
+    make_folder(made)
+    assert len(forced) == len(above)
+
+
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(OSError, match="file"):
+            make_folder(path)
+
+
+def test_the_name_of_a_journal_is_forced(tmp_path, forced):
+    Journal(tmp_path / "metrics.jsonl").close()
+    assert tmp_path.stat().st_ino in forced
+
+
+def test_every_folder_of_a_run_and_of_its_data_is_forced(qkablate, tiny, tmp_path, forced):
+    assert qkablate("train", *tiny).code == 0
+    holding = {path.parent for top in ("outputs", "cache") for path in (tmp_path / top).rglob("*")}
+    holding = {path for path in holding if path.name != "owner"}  # no claim outlasts the machine
+    assert len(holding) >= 7
+    assert [path for path in holding if path.stat().st_ino not in forced] == []
