@@ -235,7 +235,7 @@ def _digest(value: object) -> str:
 @contextmanager
 def _locked(path: Path, doing: str) -> Iterator[None]:
     """Hold the lock at `path`; the system lets go of it when the process ends, however it ends."""
-    with path.open("w") as file:
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
