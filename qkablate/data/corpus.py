@@ -185,7 +185,7 @@ def load(folder: Path) -> Corpus:
                 raise ValueError(f"{split}.bin does not have its checksum")
             if stat.st_size and int(corpus.split(split).max()) >= corpus.vocabulary:
                 raise ValueError(f"{split}.bin has a token beyond the vocabulary")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"data.cache: '{folder}' is damaged ({error}); remove that folder"
         ) from None

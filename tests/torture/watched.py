@@ -71,10 +71,12 @@ def command(
     room: int = 2**30,
     seconds: int = 60,
     before: Callable[[], object] = lambda: None,
+    notes_in: Path | None = None,
 ) -> Said:
     """Say it in the folder `box`, all that may be written; `room` is the memory it may take beyond
     what is taken."""
-    notes = {name: box.with_name(f"{box.name}.{name}") for name in ("out", "err", "harm")}
+    beside = notes_in or box.parent
+    notes = {name: beside / f"{box.name}.{name}" for name in ("out", "err", "harm")}
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     files = [os.open(path, flags) for path in notes.values()]
     for stream in (sys.stdout, sys.stderr):
