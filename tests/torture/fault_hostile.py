@@ -353,7 +353,9 @@ def _parquet(world: World) -> bytes:
     words = pyarrow.DictionaryArray.from_arrays(
         pyarrow.array([0] * 2**16, pyarrow.int32()), pyarrow.array(["x" * 2**20])
     )
-    parquet.write_table(pyarrow.table({"text": words}), sink, compression="zstd")
+    parquet.write_table(
+        pyarrow.table({"text": words}), sink, compression="zstd", store_schema=False
+    )
     return sink.getvalue().to_pybytes()
 
 
@@ -463,7 +465,7 @@ TRAPS: dict[str, Trap] = {
     "a bomb in a line": Trap(
         _text("bomb.jsonl.gz", lambda _: gzip.compress(b'{"text": "' + b"x" * 2**31, 1)),
         _data("bomb.jsonl.gz"),
-        "line 1 of",
+        "cannot read",
     ),
     "a bomb of rows": Trap(
         _text("bomb.parquet", _parquet), _data("bomb.parquet")[:1], "cannot read"
@@ -483,7 +485,7 @@ TRAPS: dict[str, Trap] = {
     ),
     **{
         f"{' '.join(words)} of a torch file": Trap(
-            _text("evil.pt", lambda world: _torch_file(world, b"")), [words], "evil.pt"
+            _text("evil.pt", lambda world: _torch_file(world, b"")), [words], "evil.pt|variant.file"
         )
         for words in (
             *(["sample", "evil.pt"], ["verify", "evil.pt"], ["report", "evil.pt"]),
@@ -588,4 +590,4 @@ def torture(cases: int, seed: int, folder: Path) -> Tally:
     return tally
 
 
-SHORT, FULL = 12, 180
+SHORT, FULL = 8, 120
