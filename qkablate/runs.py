@@ -39,6 +39,7 @@ NUMERICS = 5  # raised whenever losses may move by a bit: old and new never shar
 # (Of `attention`, the kernel that was chosen stands in the identity.)
 _NOT_IDENTITY = ("data", "track", "out", "threads", "attention")
 _PACKAGES = ("qkablate", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
+_DEEPEST = 32  # maps and lists in each other, in a frozen config
 # The files of one attempt. The result goes first: from then on the run counts as unfinished.
 _OF_ATTEMPT = (
     "result.json",
@@ -114,6 +115,8 @@ class Run:
     @contextmanager
     def owned(self, observer: Observer | None = None) -> Iterator[Owner]:
         """Own the run while training it; raises Owned where someone else does."""
+        refuse_links(self.folder)
+        refuse_links(self.checkpoints)
         with owning(self.folder, observer) as owner:
             self._put_away()
             yield owner
@@ -145,6 +148,14 @@ class Run:
 
         content = {**dataclasses.asdict(config), "id": self.id, "identity": dict(identity)}
         write_atomic(self.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(content)))
+
+
+def refuse_links(folder: Path) -> None:
+    """What is written in a folder must not end up elsewhere because of what stands there."""
+    if folder.is_dir():
+        for entry in os.scandir(folder):
+            if entry.is_symlink():
+                raise UserError(f"'{entry.path}' is a link, and would be written through")
 
 
 def find_run(word: str, out: str | Path = "outputs") -> Path:
@@ -251,7 +262,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is
     try:
         text = (folder / "config.yaml").read_text(encoding="utf-8")
+        depth = 0
         for event in yaml.parse(text, loader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:  # the time to read it grows with its square
+                raise ValueError("it is not what a run writes: too deep")
             if isinstance(event, yaml.AliasEvent):  # a few could stand for gigabytes
                 raise ValueError("a frozen config holds no alias")
             if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
@@ -273,6 +289,38 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     return result if isinstance(result, dict) and _is_whole(result) else None
 
 
+def sealed(result: Mapping[str, Any], metrics: Path) -> dict[str, Any]:
+    """With the checksums of the run's course and of the result itself."""
+    course = sha256(metrics.read_bytes()) if metrics.exists() else None
+    content = {**result, "metrics_sha256": course}
+    return {**content, "sha256": _seal(content)}
+
+
+def _seal(result: Mapping[str, Any]) -> str:
+    own = {key: value for key, value in result.items() if key != "sha256"}
+    return sha256(json.dumps(own, sort_keys=True).encode())
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def check_identity(content: Mapping[str, Any]) -> None:
+    """ValueError where a frozen config is not what the run's id was made of."""
+    identity = content["identity"]
+    if run_id(identity) != content["id"] or not _holds(content, identity):
+        raise ValueError("its values are not those that the run's id was made of")
+
+
+def _holds(content: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
+    """Whether all that is in both is the same; a device may have a number, and has none there."""
+    return all(
+        _holds(content[key], value) if isinstance(value, dict) else content[key] == value
+        for key, value in identity.items()
+        if key in content and key != "device"
+    )
+
+
 def is_number(value: Any) -> TypeGuard[float]:
     """What a result or a metric can be: no infinity, and none of the words that JSON has for it."""
     return type(value) in (int, float) and abs(value) < 1e18  # of NaN, this is false
@@ -280,6 +328,8 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 def _is_whole(result: Mapping[str, Any]) -> bool:
     loss, status = result.get("loss"), result.get("status")
+    if result.get("sha256") not in (None, _seal(result)):  # older ones have none
+        return False
     if status not in ("done", "diverged", "failed") or not isinstance(loss, dict):
         return False
     numbers = [result.get("tokens"), result.get("seconds"), result.get("packed", 1)]

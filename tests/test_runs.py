@@ -264,3 +264,18 @@ def test_a_config_that_is_not_there_says_so_in_a_line(tmp_path):
 def test_words_that_only_look_so_are_words(tmp_path, word):
     (tmp_path / "config.yaml").write_text(f"a: {json.dumps(word)}  # ${{b}}\n")
     assert read_config(tmp_path) == {"a": word}
+
+
+def test_a_result_that_was_changed_is_none(tmp_path):
+    from qkablate.runs import read_result, sealed
+
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("{}")
+    result = {"status": "done", "loss": {"val": 1.25}, "tokens": 1, "seconds": 1.0}
+    write_json(tmp_path / "result.json", result)  # as those of before, without a checksum
+    assert read_result(tmp_path) == result
+    write_json(tmp_path / "result.json", sealed(result, metrics))
+    assert read_result(tmp_path) == sealed(result, metrics)
+    text = (tmp_path / "result.json").read_text().replace("1.25", "1.35")
+    (tmp_path / "result.json").write_text(text)
+    assert read_result(tmp_path) is None

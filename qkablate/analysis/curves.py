@@ -43,7 +43,8 @@ def curve(found: Gap, metric: str = VAL, most: int = READINGS) -> Curve | None:
 
 def arm_curve(entry: Entry, metric: str = VAL, most: int = READINGS) -> Curve | None:
     """Of the loss, over the runs that are done."""
-    done = [record.courses[metric] for record in entry.having("done")]
+    courses = (record.courses[metric] for record in entry.having("done"))
+    done = [course for course in courses if course]  # of what is damaged there is none
     return _together(done, most)
 
 

@@ -16,7 +16,7 @@ from qkablate.config import Config, check, conf_dir, explain, flatten, resolve_v
 from qkablate.config.sweep import as_quoted
 from qkablate.errors import UserError
 from qkablate.ownership import Observer
-from qkablate.runs import is_number, label, read_config, read_result
+from qkablate.runs import check_identity, is_number, label, read_config, read_result
 from qkablate.sweeps.manifest import Arm, Changes, Manifest, SweepRun
 from qkablate.sweeps.state import State, read_run
 
@@ -79,6 +79,7 @@ def _read(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
         arm = arms.get(key) or _arm(content)
         run = _run(content, arm)
         _check(arm.config_of(run.changes))
+        check_identity(content)
     except UserError as error:
         raise ValueError(str(error)) from None
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.analysis.sample import Sample
-from qkablate.runs import is_number, read_json, read_result
+from qkablate.errors import tell
+from qkablate.runs import is_number, read_json, read_result, sha256
 from qkablate.sweeps import manifest as manifests
 from qkablate.sweeps.manifest import Arm, Manifest, SweepRun
 from qkablate.sweeps.state import Standing, State
@@ -221,10 +222,16 @@ def facts_of(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
 def courses(folder: Path) -> dict[str, Course]:
     """How a run went, by metrics.jsonl. Lines that are none are passed over; of very many readings
     some are taken that stand evenly on a logarithmic scale."""
+    path = folder / "metrics.jsonl"
     try:
-        lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+        content = path.read_bytes()
     except OSError:
-        lines = []
+        content = b""
+    known = (read_result(folder) or {}).get("metrics_sha256")
+    if content and known not in (None, sha256(content)):
+        tell(f"qkablate: '{path}' is damaged: its course is not shown")
+        content = b""
+    lines = content.splitlines()
     found: dict[str, Course] = {}
     for metric in (VAL, TRAIN):
         sign = f'"{metric}"'.encode()

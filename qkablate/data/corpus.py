@@ -186,7 +186,7 @@ def load(folder: Path) -> Corpus:
                 raise ValueError(f"{split}.bin does not have its checksum")
             if stat.st_size and int(corpus.split(split).max()) >= corpus.vocabulary:
                 raise ValueError(f"{split}.bin has a token beyond the vocabulary")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"data.cache: '{folder}' is damaged ({error}); remove that folder"
         ) from None
@@ -238,7 +238,7 @@ def _digest(value: object) -> str:
 @contextmanager
 def _locked(path: Path, doing: str) -> Iterator[None]:
     """Hold the lock at `path`; the system lets go of it when the process ends, however it ends."""
-    with path.open("w") as file:
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

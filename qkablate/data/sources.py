@@ -63,7 +63,7 @@ def read(found: list[Path], field: str | None) -> Iterator[Document]:
                 yield from ([text] for text in _parquet_rows(file, field or "text"))
             else:
                 yield _plain(file)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, MemoryError) as error:
             raise _unreadable(file, error) from None
 
 
@@ -172,7 +172,8 @@ def _no_text(field: str, place: str, known: dict[Any, Any]) -> UserError:
 
 
 def _unreadable(file: Path, error: Exception) -> UserError:
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    said = str(error).splitlines() or [type(error).__name__]
+    reason = getattr(error, "strerror", None) or said[0]
     return UserError(f"data.path: cannot read '{file}': {reason}")
 
 

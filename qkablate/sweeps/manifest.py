@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from qkablate import __version__
 from qkablate.config import Config, TrackConfig, from_plain
 from qkablate.disk import make_folder
 from qkablate.errors import UserError, nearest
-from qkablate.runs import NUMERICS, identity, label, meant, run_id, write_atomic
+from qkablate.runs import NUMERICS, identity, label, meant, refuse_links, run_id, write_atomic
 from qkablate.table import some
 
 FORMAT = 1
@@ -196,13 +197,18 @@ class Manifest:
 def freeze(manifest: Manifest, plan: list[str], *, keep_threads: bool = True) -> Manifest:
     """The manifest as it was frozen, now or when this sweep was first begun. What changes no result
     is as it was typed today; the threads only if they were."""
+    refuse_links(manifest.folder)
     if (manifest.folder / FILE).exists():
         frozen = read(manifest.folder)
+        if frozen.id != manifest.id:
+            raise UserError(f"'{manifest.folder / FILE}' is another sweep's; move it away")
+        # The id says that what is typed today is what was frozen. What is trained comes from there:
+        # a file must not name what to import or where to write.
         arms = {
-            name: _as_today(arm, manifest.arms[name], keep_threads)
-            for name, arm in frozen.arms.items()
+            name: _as_frozen(arm, frozen.arms[name].config.threads) if keep_threads else arm
+            for name, arm in manifest.arms.items()
         }
-        return dataclasses.replace(frozen, out=manifest.out, arms=arms)
+        return dataclasses.replace(manifest, command=frozen.command, arms=arms)
     make_folder(manifest.folder)
     write_atomic(manifest.folder / "plan.txt", "\n".join(plan) + "\n")
     manifest.write()
@@ -224,11 +230,15 @@ def read(folder: Path) -> Manifest:
         if content.pop("sha256") != _sha256(content):
             raise ValueError("it does not have its checksum")
         arms = {name: _arm(arm) for name, arm in content["arms"].items()}
+        runs = [SweepRun(**run) for run in content["runs"]]
+        for name in (content["name"], *(run.name for run in runs)):  # of folders
+            if not re.fullmatch(r"\w[\w+-]*", name):
+                raise ValueError(f"{name!r} is no name")
         return Manifest(
             name=content["name"],
             out=_out(folder),
             arms=arms,
-            runs=[SweepRun(**run) for run in content["runs"]],
+            runs=runs,
             finals=content["finals"],
             left_out=[LeftOut(**left) for left in content["left_out"]],
             excluded=content["excluded"],
@@ -262,18 +272,9 @@ def find(word: str | None, out: str) -> Path:
     raise UserError(f"there is no sweep '{word}' in '{sweeps}'{nearest(word, known)}")
 
 
-def _as_today(frozen: Arm, today: Arm, keep_threads: bool) -> Arm:
-    config, now = frozen.config, today.config
-    same = ("checkpoint_every", "checkpoint_activations", "shard")
-    todays = {key: getattr(now.train, key) for key in same}
-    config = dataclasses.replace(
-        config,
-        track=now.track,
-        train=dataclasses.replace(config.train, **todays),
-        threads=config.threads if keep_threads else now.threads,
-    )
-    words = {**today.words, "threads": str(config.threads)}
-    return dataclasses.replace(frozen, config=config, words=words)
+def _as_frozen(arm: Arm, threads: int | str) -> Arm:
+    config = dataclasses.replace(arm.config, threads=threads)
+    return dataclasses.replace(arm, config=config, words={**arm.words, "threads": str(threads)})
 
 
 def _out(folder: Path) -> str:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ import safetensors.torch
 import torch
 
 from qkablate.disk import make_folder, sync_folder
+from qkablate.training.hardware import is_out_of_memory
 from qkablate.training.state import Progress
 
 KEEP = 2  # the newest, and the one before it in case the newest is damaged
@@ -92,8 +94,23 @@ def load(path: Path, device: str) -> Checkpoint:
     """One checkpoint; ValueError if it is not what was written."""
     found = load_weights(path, device)
     _check_sums(path, _FILES[1])
-    found.state = torch.load(path / _FILES[1], map_location=device, weights_only=True)
+    found.state = _load_state(path / _FILES[1], device)
     return found
+
+
+def _load_state(path: Path, device: str) -> dict[str, Any]:
+    """Checked before it is read: what is packed, as nothing of ours is, may be of any size."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            whole = sum(one.file_size for one in archive.infolist()) <= path.stat().st_size
+        state = torch.load(path, map_location=device, weights_only=True) if whole else None
+    except Exception as error:  # of many types, whatever is in it
+        if is_out_of_memory(error):
+            raise
+        state = None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path.name} is not what training writes")
+    return state
 
 
 def load_weights(path: Path, device: str) -> Checkpoint:

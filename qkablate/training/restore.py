@@ -17,7 +17,7 @@ from qkablate.config import DATA_KEYS, Config, check, explain
 from qkablate.data import TASKS, tokenizers
 from qkablate.errors import UserError, tell
 from qkablate.model import GPT
-from qkablate.runs import find_run, read_config, read_json
+from qkablate.runs import check_identity, find_run, read_config, read_json
 from qkablate.training import checkpoint
 
 __all__ = ["Restored", "find_run", "restore"]
@@ -78,6 +78,10 @@ def restore(
     found = _newest_checkpoint(folder, device)
     model = _build(config, identity["vocabulary"], device, folder)
     _check_shapes(model, found, folder)
+    try:
+        check_identity(read_config(folder))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"'{folder / 'config.yaml'}' is damaged: {error}") from None
     model.to_empty(device=device).load_state_dict(found.weights)
     return Restored(
         config=config,

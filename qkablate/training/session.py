@@ -19,6 +19,7 @@ from qkablate.runs import (
     environment,
     publish_json,
     read_json,
+    sealed,
     write_atomic,
     write_json,
 )
@@ -215,7 +216,7 @@ def _publish(run: Run, owner: Owner, result: dict[str, Any]) -> None:
     result["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     owner.verify()
     try:
-        publish_json(run.folder / "result.json", result)
+        publish_json(run.folder / "result.json", sealed(result, run.metrics))
     except FileExistsError:
         raise Lost(f"{run.folder} has another process's result; this process stopped") from None
     if result["status"] == "done":

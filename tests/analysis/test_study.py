@@ -587,3 +587,16 @@ def test_an_arm_without_a_chosen_rate_is_there_and_waits(cached_world):
     assert study.expected == 2 * (5 * 2 + 2)  # the final runs are waited for, too
     assert not study.is_complete
     sound(study)
+
+
+def test_a_course_that_was_changed_is_not_shown(tmp_path, capsys):
+    from qkablate.runs import sealed, write_json
+
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 3, "tokens": 96, "val/loss": 2.5}\n')
+    result = {"status": "done", "loss": {"val": 2.5}, "tokens": 96, "seconds": 1.0}
+    write_json(tmp_path / "result.json", sealed(result, metrics))
+    assert courses(tmp_path)["val/loss"] == {96: 2.5}
+    metrics.write_text(metrics.read_text().replace("2.5", "2.6"))
+    assert courses(tmp_path)["val/loss"] == {}
+    assert "metrics.jsonl' is damaged" in capsys.readouterr().err

@@ -380,3 +380,21 @@ def test_what_was_written_half_is_not_there(expanded, tmp_path, monkeypatch):
     assert freeze(sweep, ["the plan"]) == sweep
     assert read(sweep.folder) == sweep
     assert (sweep.folder / "plan.txt").read_text(encoding="utf-8") == "the plan\n"
+
+
+@pytest.mark.parametrize("key", ["label", "id"])
+def test_a_run_that_is_no_name_is_damage(written, key):
+    sealed(written, lambda content: content["runs"][0].update({key: "../../x"}))
+    assert "is no name" in refused(written)
+
+
+def test_what_is_trained_is_what_is_typed_and_not_what_a_file_names(manifest):
+    freeze(manifest, ["the plan"])
+
+    def change(content):
+        for arm in content["arms"].values():
+            arm["config"]["variant"]["file"] = "evil.py"
+            arm["config"]["data"]["cache"] = "/elsewhere"
+
+    sealed(manifest.folder, change)
+    assert freeze(manifest, ["the plan"]) == manifest

@@ -340,3 +340,17 @@ def test_find_run(tmp_path):
             find_run(word)
     with pytest.raises(UserError, match="there is no run 'a', and none at all in 'elsewhere/runs'"):
         find_run("a", out="elsewhere")
+
+
+def test_a_config_that_is_not_the_ids_is_damaged(train, tmp_path):
+    """Two heads or four: the weights have the same shapes."""
+    run = train(tmp_path, *STEPS, "variant=standard")
+    rewrite("heads: 2", "heads: 4")(run)
+    with pytest.raises(UserError, match="not those that the run's id was made of"):
+        restore(run)
+
+
+def test_a_deep_config_takes_no_time(run):
+    (run / "config.yaml").write_text('{"a":' * 200_000)
+    with pytest.raises(UserError, match="too deep"):
+        restore(run)

@@ -456,3 +456,40 @@ def test_a_run_leaves_the_process_as_it_was(qkablate, tiny):
     assert not torch.are_deterministic_algorithms_enabled()
     for number in (signal.SIGINT, signal.SIGTERM):
         assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "attempts", "attempt-1.tmp"])
+def test_a_link_in_a_run_is_not_written_through(qkablate, tiny, tmp_path, name):
+    assert qkablate("train", *tiny).code == 0
+    folder, outside = folder_of(tmp_path), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "step-00000001").mkdir()
+    shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(outside)
+    done = qkablate("train", *tiny, "--rerun")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert f"{name}' is a link" in done.err
+    assert [path.name for path in outside.iterdir()] == ["step-00000001"]
+
+
+def test_a_state_that_is_packed_is_damaged(qkablate, tiny, tmp_path):
+    """Of what is packed, a small file may be of any size in memory."""
+    import zipfile
+
+    from qkablate.training import checkpoint
+
+    assert qkablate("train", *tiny).code == 0
+    (path,) = folder_of(tmp_path).glob("checkpoints/step-*/state.pt")
+    before = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, part in parts.items():
+            archive.writestr(name, bytes(2**22) if "/data/" in name else part)
+    for content in (path.read_bytes(), b"[1]", b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="is not what training writes"):
+            checkpoint._load_state(path, "cpu")
+    path.write_bytes(before)
+    assert checkpoint._load_state(path, "cpu")

@@ -1,0 +1,211 @@
+"""A command in a forked child, watched: what it says, how it ends, and what it does that no command
+should: start a program, reach for the network, write outside its folder."""
+
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from qkablate.cli import VERBS, main
+
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# That a run asks for its own circumstances.
+ASKED = {"git", "uname", "lscpu"}
+STARTS = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "pty.spawn"}
+
+TINY = [
+    *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"),
+    *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "train.checkpoint_every=4"),
+    *("track.log_every=2", "track.wandb=disabled", "data=text", "data.path=corpus.txt"),
+    "data.cache=cache",
+]
+SECRET = "a planted secret"
+CORPUS = "the cat sat on the mat, ähnlich ∑\n" * 60
+
+
+@dataclass(frozen=True)
+class Said:
+    """How a command ended; a negative code is the signal that killed it."""
+
+    code: int
+    out: str
+    err: str
+    harm: list[str]
+
+    @property
+    def all(self) -> str:
+        return self.out + self.err
+
+
+def warm() -> None:
+    """Import what the commands need, so that a child only runs them."""
+    for verb in VERBS:
+        import_module(f"qkablate.cli.{verb}")
+    for name in ("training.session", "training.restore", "report.page", "verify", "data.corpus"):
+        import_module(f"qkablate.{name}")
+    for name in (
+        "omegaconf",
+        "hydra.core.hydra_config",
+        "pyarrow.parquet",
+        "altair",
+        "scipy.stats",
+    ):
+        with suppress(ImportError):
+            import_module(name)
+
+
+def command(
+    words: list[str],
+    box: Path,
+    *,
+    room: int = 2**30,
+    seconds: int = 60,
+    before: Callable[[], object] = lambda: None,
+    notes_in: Path | None = None,
+) -> Said:
+    """Say it in the folder `box`, all that may be written; `room` is the memory it may take beyond
+    what is taken."""
+    beside = notes_in or box.parent
+    notes = {name: beside / f"{box.name}.{name}" for name in ("out", "err", "harm")}
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    files = [os.open(path, flags) for path in notes.values()]
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            signal.alarm(seconds)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            code = _child(words, box, room, files, before)
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
+        finally:
+            with suppress(BaseException):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+    for file in files:
+        os.close(file)
+    _, status = os.waitpid(child, 0)
+    out, err, harm = (path.read_text("utf-8", "replace") for path in notes.values())
+    return Said(os.waitstatus_to_exitcode(status), out, err, harm.splitlines())
+
+
+def _child(
+    words: list[str], box: Path, room: int, files: list[int], before: Callable[[], object]
+) -> int:
+    out, err, harm = files
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    sys.stdout, sys.stderr = (
+        open(one, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        for one in (1, 2)
+    )
+    os.chdir(box)
+    for name in [one for one in os.environ if one.startswith(("WANDB_", "HYDRA_", "XDG_"))]:
+        del os.environ[name]
+    home = str(box / "home")
+    os.environ |= {"HOME": home, "PLANTED": SECRET, "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor"}
+    tempfile.tempdir = home
+    taken = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + room,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    before()
+    sys.addaudithook(_Watch(box.resolve(), harm))
+    try:
+        main(words)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 98  # the command ends by SystemExit, always
+
+
+class _Watch:
+    """Notes what no command should do. An audit hook."""
+
+    def __init__(self, box: Path, harm: int) -> None:
+        self._box, self._harm = str(box), harm
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in STARTS or (event == "socket.connect" and args[0].family != socket.AF_UNIX):
+            self._note(event, args)
+        elif event == "subprocess.Popen":
+            if os.path.basename(os.fsdecode(args[1][0])) not in ASKED:
+                self._note(event, args)
+        elif event == "open":
+            path, mode, flags = args
+            if isinstance(path, str | bytes | os.PathLike) and (
+                flags & WRITES or (mode and {*"wax+"} & {*mode})
+            ):
+                self._check(event, os.path.realpath(os.fsdecode(path)))
+        elif event in ("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod"):
+            self._entry(event, args[0], args[-1] if event != "os.truncate" else -1)
+        elif event in ("os.rename", "os.link"):
+            self._entry(event, args[0], args[2])
+            self._entry(event, args[1], args[3])
+        elif event == "os.symlink":
+            self._entry(event, args[1], args[2])
+
+    def _entry(self, event: str, path: Any, folder: Any) -> None:
+        """Of an entry of a folder: the link itself, not where it points to."""
+        if isinstance(path, int):
+            return
+        name = os.fsdecode(path)
+        if isinstance(folder, int) and folder >= 0:
+            name = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
+        parent, own = os.path.split(os.path.abspath(name))
+        self._check(event, os.path.join(os.path.realpath(parent), own))
+
+    def _check(self, event: str, path: str) -> None:
+        if not (path + "/").startswith(self._box + "/") and not path.startswith(
+            ("/dev/", "/proc/")
+        ):
+            self._note(event, path)
+
+    def _note(self, event: str, what: Any) -> None:
+        os.write(self._harm, f"{event} {str(what)[:300]!r}\n".encode())
+
+
+def fresh(kept: Path, box: Path) -> None:
+    """The box as it was kept, times included: under the same path, for data are found by it."""
+    shutil.rmtree(box, ignore_errors=True)
+    shutil.copytree(kept, box, symlinks=True)
+
+
+def interrupt_at(step: int) -> Callable[[], None]:
+    """As Ctrl-C would: what is in the last checkpoint is all that is left."""
+
+    def patch() -> None:
+        from qkablate.training.loop import Trainer
+
+        def stop(self: Any, now: int, original: Any = Trainer._step) -> Any:
+            if now == step:
+                raise KeyboardInterrupt
+            return original(self, now)
+
+        Trainer._step = stop
+
+    return patch
+
+
+def begin(box: Path) -> None:
+    """An empty box with a text."""
+    (box / "home").mkdir(parents=True)
+    (box / "corpus.txt").write_text(CORPUS, encoding="utf-8")
+
+
+def done(words: list[str], box: Path) -> None:
+    """A command that must do what it should."""
+    said = command(words, box)
+    if said.code or said.harm:
+        raise RuntimeError(f"{words[:3]}: {said}")
