@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 
 from qkablate import __version__
-from qkablate.errors import UserError, nearest, tell
+from qkablate.errors import UserError, nearest, refuse_secrets, tell
 
 VERBS = {
     "train": "train one variant, from config to result",
@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def dispatch(argv: list[str]) -> int:
     """The exit code of the verb that argv names."""
+    refuse_secrets({f"word {number}": word for number, word in enumerate(argv, 1)})
     verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help", "help"):
         print(HELP.format(verbs="\n".join(f"  {n:<10}{text}" for n, text in VERBS.items())), end="")
