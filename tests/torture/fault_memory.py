@@ -17,8 +17,8 @@ _BOUND = 400  # seconds: then it hangs
 _FEW = 100  # runs, of which half must have ended before the launcher has all it needs
 _GROWTH = 0.05  # of its memory from then on: a fifth or, of few, half of the runs
 # With two runs at once: of the launcher, and of its processes (the server that forks, the one that
-# watches over semaphores, two runs and one that ends).
-_MOST = {"files": 16, "processes": 6, "shared": 4}
+# watches over semaphores, two runs and two that end, each with a git that tells the code's state).
+_MOST = {"files": 16, "processes": 11, "shared": 4}
 
 # Each asks for more memory than there is, in its own way.
 _STARVES = {
