@@ -1,5 +1,7 @@
 """Keys and passwords are neither written nor told; what only looks like them stays."""
 
+import sys
+
 import pytest
 
 from qkablate.errors import UserError, refuse_secrets, tell
@@ -58,6 +60,18 @@ def test_a_value_that_is_a_secret_is_refused_without_repeating_it(monkeypatch):
 def test_a_mistake_that_repeats_one_is_told_without(capsys):
     tell("no answer from https://me:secret@there.org")
     assert capsys.readouterr().err == "no answer from https://***@there.org\n"
+
+
+def test_a_traceback_is_told_without(qkablate, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    qkablate("--version")
+    try:
+        raise ValueError("https://me:secret@there.org")
+    except ValueError as error:
+        sys.excepthook(ValueError, error, error.__traceback__)
+    told = capfd.readouterr().err
+    assert "Traceback" in told
+    assert told.endswith("ValueError: https://***@there.org\n")
 
 
 def test_no_command_takes_one(qkablate, tiny, tmp_path, monkeypatch):

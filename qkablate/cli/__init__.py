@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from importlib import import_module
 
 from qkablate import __version__
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("stdout", "stderr"):  # closed by the shell, as in `>&-`
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    sys.excepthook = lambda *what: tell("".join(traceback.format_exception(*what)).rstrip())
     code: object
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)

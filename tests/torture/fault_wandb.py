@@ -26,7 +26,7 @@ from qkablate.tracking import Mirror
 
 SHORT, FULL = 3, 18
 _AT_ONCE = 4  # they wait rather than compute
-_LOG, _CLOSE, _BEGIN = 1.0, 30.0, 30.0  # seconds that training waits for W&B
+_LOG, _CLOSE, _BEGIN = 1.0, 30.0, 60.0  # seconds that training waits for W&B
 _GRACE = 2.0  # that a busy machine takes besides, at the end and the beginning
 _BOUND = 180  # then it hangs
 _KEY = "0123456789abcdef0123456789abcdef01234567"
