@@ -2,7 +2,10 @@
 
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from qkablate.redaction import redacted
 
 
 class UserError(Exception):
@@ -15,7 +18,17 @@ class Impossible(UserError):
 
 def tell(text: str) -> None:
     """A line on stderr."""
-    print(printable(text), file=sys.stderr)
+    print(printable(redacted(text)), file=sys.stderr)
+
+
+def refuse_secrets(values: Mapping[str, Any]) -> None:
+    """UserError for a key or a password among what the user sets: it is all written down."""
+    for name, value in values.items():
+        if redacted(f"{value}") != f"{value}":
+            raise UserError(
+                f"{redacted(name)}: a key or a password is not written down; W&B and the Hub find"
+                " theirs in WANDB_API_KEY, HF_TOKEN or .netrc"
+            )
 
 
 def printable(text: str) -> str:

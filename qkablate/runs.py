@@ -32,6 +32,7 @@ from qkablate.config import Config
 from qkablate.disk import sync_folder
 from qkablate.errors import UserError, nearest
 from qkablate.ownership import Observer, Owner, is_owned, name_exclusively, owning
+from qkablate.redaction import redacted
 from qkablate.table import some
 
 NUMERICS = 5  # raised whenever losses may move by a bit: old and new never share a run
@@ -375,7 +376,7 @@ def _code_state() -> dict[str, Any] | None:
         return done.stdout.decode("utf-8", "replace")
 
     try:
-        diff = git("diff", "HEAD", "--", "qkablate", "conf")
+        diff = redacted(git("diff", "HEAD", "--", "qkablate", "conf"))  # somebody typed a key there
         return {"commit": git("rev-parse", "HEAD").strip(), "diff": diff[:1_000_000]}
     except (OSError, subprocess.SubprocessError):
         return None

@@ -10,7 +10,7 @@ import pytest
 import qkablate
 
 ROOT = Path(qkablate.__file__).parent
-GROUND = {"config", "disk", "errors", "randomness", "table", "__init__"}
+GROUND = {"config", "disk", "errors", "randomness", "redaction", "table", "__init__"}
 # What each part may import of the project, besides the ground floor.
 MAY = {
     "attention": {"attention"},

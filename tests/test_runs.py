@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from qkablate import runs
 from qkablate.config import (
     Config,
     DataConfig,
@@ -182,6 +183,21 @@ def test_environment_holds_no_secret(monkeypatch):
     assert "planted-secret-key" not in json.dumps(found)
     assert found["versions"]["torch"]
     assert found["machine"]["cpu"]
+
+
+def test_a_key_in_the_code_that_runs_is_not_kept(tmp_path, monkeypatch):
+    """Somebody typed it into a file that is not committed."""
+    (tmp_path / "qkablate").mkdir()
+    (tmp_path / "conf").mkdir()
+    file = tmp_path / "conf" / "train.yaml"
+    file.write_text("a: 1\n")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "conf"], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *words], check=True)
+    file.write_text(f"a: 2  # WANDB_API_KEY={'0123456789' * 4}\n")
+    monkeypatch.setattr(runs, "__file__", str(tmp_path / "qkablate" / "runs.py"))
+    diff = environment(Config(), {})["code"]["diff"]
+    assert "+a: 2  # WANDB_API_KEY=***" in diff
 
 
 # The frozen config, read again.

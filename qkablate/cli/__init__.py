@@ -2,10 +2,11 @@
 
 import os
 import sys
+import traceback
 from importlib import import_module
 
 from qkablate import __version__
-from qkablate.errors import UserError, nearest, tell
+from qkablate.errors import UserError, nearest, refuse_secrets, tell
 
 VERBS = {
     "train": "train one variant, from config to result",
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("stdout", "stderr"):  # closed by the shell, as in `>&-`
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    sys.excepthook = lambda *what: tell("".join(traceback.format_exception(*what)).rstrip())
     code: object
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
@@ -76,6 +78,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def dispatch(argv: list[str]) -> int:
     """The exit code of the verb that argv names."""
+    refuse_secrets({f"word {number}": word for number, word in enumerate(argv, 1)})
     verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help", "help"):
         print(HELP.format(verbs="\n".join(f"  {n:<10}{text}" for n, text in VERBS.items())), end="")

@@ -39,7 +39,7 @@ from qkablate.config.sweep import (
     check_sweep,
 )
 from qkablate.config.variant import check_variant, conf_dir, resolve_variant, variants
-from qkablate.errors import Impossible, UserError, nearest
+from qkablate.errors import Impossible, UserError, nearest, refuse_secrets
 
 __all__ = [
     "CHOICES",
@@ -93,6 +93,7 @@ def load(composed: Any) -> Config:
 def check(config: Config) -> None:
     """Every rule that needs neither the machine nor the data."""
     values = flatten(config)
+    refuse_secrets(values)
     for key, allowed in CHOICES.items():
         if values[key] is not None and values[key] not in allowed:
             hint = nearest(str(values[key]), allowed)

@@ -1,12 +1,13 @@
 """The schema of a sweep: what is compared, what is held equal, and how the runs are run."""
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
 from qkablate.config.schema import BIG
-from qkablate.errors import UserError, nearest
+from qkablate.errors import UserError, nearest, refuse_secrets
 
 
 @dataclass
@@ -81,6 +82,7 @@ _ENGINE_RANGES = {
 
 def check_sweep(config: SweepConfig) -> None:
     """Every rule that needs no run."""
+    refuse_secrets(dataclasses.asdict(config))
     values = {"on_failure": config.on_failure}
     values |= {f"control.{key}": getattr(config.control, key) for key in ("match", "knob")}
     for key, value in values.items():

@@ -5,6 +5,7 @@ import sys
 from contextlib import suppress
 
 from qkablate.errors import printable
+from qkablate.redaction import redacted
 from qkablate.sweeps.state import STATUSES, Standing, State, duration, now
 from qkablate.table import counted
 
@@ -38,7 +39,7 @@ class Board:
 
     def note(self, text: str) -> None:
         """A line that stays."""
-        erased, text = self._erased(), printable(text)
+        erased, text = self._erased(), printable(redacted(text))
         self._drawn = 0
         self._write(f"{erased}{text}\n" if self._live else f"{now()}  {text}\n")
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from qkablate.disk import make_folder
 from qkablate.errors import UserError, tell
 from qkablate.ownership import Lost, Observer, Owned
+from qkablate.redaction import redacted
 from qkablate.runs import EXIT_CODES
 from qkablate.sweeps.engines import LOG, LOST, OWNED, Task
 from qkablate.tracking import service
@@ -82,6 +84,9 @@ def _train(task: Task) -> int:
     except UserError as mistake:
         tell(f"qkablate: {mistake}")
         return 2
+    except Exception:
+        print(redacted(traceback.format_exc()), file=sys.stderr)
+        return 1
 
 
 def _end_with_launcher(wait: Callable[[], object]) -> None:

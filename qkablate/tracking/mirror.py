@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from qkablate.config import TrackConfig
 from qkablate.errors import UserError
+from qkablate.redaction import redacted
 from qkablate.tracking.service import VARIABLE
 
 CONNECT_SECONDS = 5  # for any answer of the server at all
@@ -169,6 +170,7 @@ class Mirror:
         settings = wandb.Settings(
             silent=True,
             console="off",
+            disable_git=True,  # of the folder we are in; its remote may hold a token
             init_timeout=INIT_SECONDS,
             finish_timeout=FINISH_SECONDS,
             finish_timeout_raises=True,
@@ -189,7 +191,9 @@ class Mirror:
             config=config,
             settings=settings,
         )
-        self.address = run.url if mode == "online" else self._sync_command("offline-run")
+        self.address = (
+            run.url and redacted(run.url) if mode == "online" else self._sync_command("offline-run")
+        )
         return run
 
     def _answers(self) -> bool:

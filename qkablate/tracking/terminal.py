@@ -8,6 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from qkablate.errors import printable
+from qkablate.redaction import redacted
 
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} [{elapsed}, {remaining} left]"
 
@@ -41,7 +42,7 @@ class Terminal:
     def note(self, text: str) -> None:
         """A line that the bar must not write over."""
         with suppress(OSError), tqdm.external_write_mode(file=sys.stderr):
-            print(printable(text), file=sys.stderr, flush=True)
+            print(printable(redacted(text)), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

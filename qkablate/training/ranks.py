@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from qkablate.config import Config
 from qkablate.errors import UserError
+from qkablate.redaction import redacted
 from qkablate.training.signals import Signals
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ class Ranks:
         """The first process speaks for all; only what breaks is heard from the others, too."""
         if not self.first:
             sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-            sys.excepthook = lambda *what: traceback.print_exception(*what, file=sys.__stderr__)
+            sys.excepthook = lambda *what: print(
+                redacted("".join(traceback.format_exception(*what))), file=sys.__stderr__
+            )
 
     def settled(self, config: Config) -> Config:
         """With this process's device and threads; UserError for what cannot be shared."""

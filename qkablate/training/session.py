@@ -13,6 +13,7 @@ from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.model import GPT
 from qkablate.ownership import Lost, Observer, Owner
+from qkablate.redaction import redacted
 from qkablate.runs import (
     EXIT_CODES,
     Run,
@@ -147,9 +148,9 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
             owner.verify()  # what fails here is no result of a run that is someone else's
             # A failed run is a result too: what went wrong stands beside the others' numbers.
             first = (str(error).strip() or "no message").splitlines()[0]
-            result |= {"status": "failed", "error": f"{type(error).__name__}: {first}"}
+            result |= {"status": "failed", "error": redacted(f"{type(error).__name__}: {first}")}
             result["out_of_memory"] = hardware.is_out_of_memory(error)
-            write_atomic(run.folder / "error.txt", traceback.format_exc())
+            write_atomic(run.folder / "error.txt", redacted(traceback.format_exc()))
     result["seconds"] = round(time.perf_counter() - began, 3)
     if trainer is not None:
         result["steps"] = result.get("diverged_at", trainer.progress.step)

@@ -28,6 +28,12 @@ def test_plain_lines_where_nobody_watches(capsys):
     assert lines[-2:] == ["step 12/12  val 2.5000", "a note"]
 
 
+def test_a_note_that_repeats_others_steers_no_terminal(capsys):
+    terminal = Terminal("a run", 12, 0)
+    terminal.note("a server says \x1b[2J\x07 of https://me:secret@there.org")
+    assert capsys.readouterr().err == "a server says �[2J� of https://***@there.org\n"
+
+
 def test_a_long_run_fills_no_log_with_lines(capsys):
     terminal = Terminal("a run", 2000, 0)
     train(terminal, 2000)
