@@ -111,7 +111,7 @@ def _begin(
     sleeps_at: int | None = None,
     pause: float = 0.0,
 ) -> int:
-    """A child that trains, with a clock, a time zone, and a machine's name and kernel of its own."""
+    """A child that trains, with a clock, a time zone, a machine's name and a kernel of its own."""
     if child := os.fork():
         return child
     code = 70
