@@ -11,6 +11,9 @@ from qkablate.redaction import redacted
 class UserError(Exception):
     """A mistake the user can mend: one line on stderr, exit code 2, no traceback."""
 
+    def __str__(self) -> str:
+        return super().__str__().replace("\n", "�")  # of a word or a file that is repeated in it
+
 
 class Impossible(UserError):
     """Values that are fine one by one, and make no model together."""

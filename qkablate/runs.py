@@ -335,7 +335,7 @@ def _is_whole(result: Mapping[str, Any]) -> bool:
         return False
     numbers = [result.get("tokens"), result.get("seconds"), result.get("packed", 1)]
     if status == "done":
-        numbers += [loss.get("val"), 0 if loss.get("test") is None else loss["test"]]
+        numbers += [loss.get("val"), 0 if loss.get("test", "") is None else loss.get("test")]
     if status == "diverged":
         numbers.append(result.get("diverged_at"))
     return all(map(is_number, numbers))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from qkablate.cli.hydra_app import one_line, refuse_list, register
+from qkablate.cli.hydra_app import one_line, refuse_odd, register
 from qkablate.config import Config, conf_dir, load
 from qkablate.errors import UserError, nearest, printable, tell
 
@@ -79,7 +79,7 @@ def jobs(words: list[str], implied: str = "") -> list[Job]:
     for word in words:
         if "=" not in word or word.startswith("="):
             raise UserError(f"'{word}' is not key=value, as in variant=merged_w")
-        refuse_list(word)
+        refuse_odd(word)
     register()
     basic: Any = get_class("hydra._internal.core_plugins.basic_sweeper.BasicSweeper")
     job = ""
@@ -96,7 +96,7 @@ def jobs(words: list[str], implied: str = "") -> list[Job]:
                 job = f" (in {' '.join(told)})" if told else ""
                 found.append(Job(load(hydra.compose("train", list(overrides))), list(overrides)))
             return found
-    except (UserError, HydraException, OmegaConfBaseException) as error:
+    except (UserError, HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(one_line(error) + job) from None
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from qkablate.cli.hydra_app import one_line, refuse_list, register
+from qkablate.cli.hydra_app import is_group, one_line, refuse_odd, register
 from qkablate.config import (
     Config,
     ControlConfig,
@@ -73,7 +73,7 @@ class Composer:
             key, equals, _ = word.lstrip("+").partition("=")
             if not equals or not key or word.startswith("-"):
                 raise UserError(f"'{word}' is not key=value, as in variant=standard,merged_w")
-            refuse_list(word)
+            refuse_odd(word)
             word = word.lstrip("+")
             several = len(self._choice(word)[1]) > 1
             (own if _is_own(key) else grid).append(word)
@@ -137,7 +137,7 @@ class Composer:
                 composed = hydra.compose("train", list(groups))
                 plain = OmegaConf.to_container(OmegaConf.masked_copy(composed, _ours(composed)))
                 self._bases[groups] = OmegaConf.merge(OmegaConf.structured(Config), plain)
-            except (HydraException, OmegaConfBaseException) as error:
+            except (HydraException, OmegaConfBaseException, ValueError) as error:  # variant=1
                 raise UserError(one_line(error)) from None
         return self._bases[groups]
 
@@ -161,7 +161,7 @@ class Composer:
             settings = OmegaConf.to_object(
                 OmegaConf.merge(OmegaConf.structured(SweepConfig), plain)
             )
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, ValueError) as error:  # control=1
             raise UserError(one_line(error, {*flatten(SweepConfig())})) from None
         assert isinstance(settings, SweepConfig)
         check_sweep(settings)
@@ -185,7 +185,7 @@ class Composer:
                 raise UserError(f"'{word}': a grid has values, not an interval")
             some = itertools.islice(override.sweep_string_iterator(), MOST_VALUES + 1)
             values = list(dict.fromkeys(some))
-        except HydraException as error:
+        except (HydraException, ValueError) as error:  # range(0,1,0)
             raise UserError(one_line(error)) from None
         if len(values) > MOST_VALUES:
             raise UserError(f"'{word}': these are more than {MOST_VALUES:,} values")
@@ -205,11 +205,6 @@ class Composer:
             except HydraException as error:
                 raise UserError(one_line(error)) from None
         return self._values[word]
-
-
-def is_group(key: str) -> bool:
-    """Whether the key chooses a file of conf/, as `variant` does."""
-    return "." not in key and (conf_dir() / key).is_dir()
 
 
 def _ours(composed: Any) -> list[str]:

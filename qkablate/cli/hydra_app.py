@@ -20,6 +20,7 @@ _CHOICES = {"--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all")}
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _WITH_VALUE = {*_CHOICES, "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp"}
 _WITH_VALUE |= {"--config-name", "-cn"}
+_LONGEST = 200  # bytes of a file's name, with room for its ending
 
 
 def run_hydra(verb: str, argv: list[str], task: Callable[[Any], Any]) -> None:
@@ -71,7 +72,7 @@ def _flags_first(argv: list[str]) -> list[str]:
         flag, equals, value = words.pop(0).partition("=")
         if not flag:
             raise UserError(f"'={value}' is not key=value, as in variant=merged_w")
-        refuse_list(f"{flag}{equals}{value}")
+        refuse_odd(f"{flag}{equals}{value}")
         if flag.startswith("~") and not flag.startswith("~hydra"):
             raise UserError(f"'{flag}': no key can be taken out; write key=value")
         if equals and flag.lstrip("-") in {*keys(), *vars(Config())} and flag.startswith("-"):
@@ -82,7 +83,8 @@ def _flags_first(argv: list[str]) -> list[str]:
             overrides.append(f"{flag}{equals}{value}")
         elif flag in _WITH_VALUE:
             value = value if equals else words.pop(0) if words else ""
-            allowed = _CHOICES.get(flag, (value,) if value else ("a value",))
+            missing = not value or value.startswith("-")  # another flag is no value of this one
+            allowed = _CHOICES.get(flag, ("a value",) if missing else (value,))
             if value not in allowed:
                 raise UserError(f"{flag}: '{value}' is not {' or '.join(allowed)}")
             flags += [flag, value]
@@ -101,13 +103,22 @@ def _flags_first(argv: list[str]) -> list[str]:
     return [*flags, *overrides]
 
 
-def refuse_list(word: str) -> None:
-    """Hydra would merge a list of a group's files, the last one on top: nobody means that; and of
-    null it makes an error of its own."""
+def is_group(key: str) -> bool:
+    """Whether the key chooses a file of conf/, as `variant` does."""
+    return "." not in key and os.path.isdir(conf_dir() / key)  # of any key, however odd
+
+
+def refuse_odd(word: str) -> None:
+    """Hydra would merge a list of a group's files, the last one on top: nobody means that; of null
+    it makes an error of its own; and it looks for files of any name, too long ones included."""
     key, _, value = word.lstrip("+").partition("=")
-    if "null" in value.split(",") and (conf_dir() / key).is_dir():
+    chosen = value.split(",") if is_group(key) else []
+    for name in (key, *chosen):
+        if len(name.encode("utf-8", "surrogatepass")) > _LONGEST:
+            raise UserError(f"'{name[:40]}…' is too long for a key or for one of its choices")
+    if "null" in chosen:
         raise UserError(f"{key}: null is not a value")
-    if value.startswith("[") and (conf_dir() / key).is_dir():
+    if value.startswith("[") and is_group(key):
         names = value.strip("[]").replace(" ", "")
         raise UserError(f"{key}: '{value}' is a list; several are written {key}={names}")
 

@@ -34,14 +34,13 @@ class CheckEveryJob(Callback):
             raise SystemExit(1) from None
 
     def _plan(self, job: list[str], config_name: str) -> Any:
-        import hydra
         from hydra.errors import HydraException
         from omegaconf.errors import OmegaConfBaseException
 
         from qkablate.training.plan import plan
 
         try:
-            return plan(load(hydra.compose(config_name, job))).run
+            return plan(load(_composed(config_name, job))).run
         except (UserError, HydraException, OmegaConfBaseException) as error:
             raise UserError(f"{one_line(error)} (in job {_varied(job, set())})") from None
 
@@ -59,8 +58,20 @@ def _jobs(config: Any) -> list[list[str]]:
     words = [f"{key}={value}" for key, value in (sweeper.params or {}).items()]
     words += config.hydra.overrides.task
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-    (jobs,) = basic.split_arguments(parser.parse_overrides(words), None)
+    try:
+        (jobs,) = basic.split_arguments(parser.parse_overrides(words), None)
+    except ValueError as error:  # range(0,1,0)
+        raise UserError(str(error)) from None
     return list(jobs)
+
+
+def _composed(config_name: str, job: list[str]) -> Any:
+    import hydra
+
+    try:
+        return hydra.compose(config_name, job)
+    except ValueError as error:  # variant=1
+        raise UserError(str(error)) from None
 
 
 def _varied(job: list[str], besides: set[str]) -> str:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ Source = Iterable[tuple[str, Iterable[Document]]]  # by the split they were publ
 
 _PIECE = 2**20
 _IN_ROWS = (".jsonl", ".parquet")
+# What comes of a file that is cut, no .gz at all, or a bomb.
+_DAMAGED = (OSError, EOFError, MemoryError, zlib.error)
 # Tests, vendored packages, and tables of numbers that are no text.
 _NOT_TEXT = {
     "test",
@@ -63,7 +66,7 @@ def read(found: list[Path], field: str | None) -> Iterator[Document]:
                 yield from ([text] for text in _parquet_rows(file, field or "text"))
             else:
                 yield _plain(file)
-        except (OSError, EOFError, MemoryError) as error:
+        except _DAMAGED as error:
             raise _unreadable(file, error) from None
 
 
@@ -106,7 +109,7 @@ def _plain(file: Path) -> Iterator[bytes]:
     except UnicodeDecodeError as error:
         at = begins + error.start
         raise UserError(f"data.path: '{file}' is not UTF-8 text (byte {at})") from None
-    except (OSError, EOFError) as error:
+    except _DAMAGED as error:
         raise _unreadable(file, error) from None
 
 
@@ -162,6 +165,8 @@ def _parquet_rows(file: Path, field: str) -> Iterator[bytes]:
                 yield from (str(text).encode() for text in batch.column(0).to_pylist() if text)
     except pyarrow.ArrowException as error:
         raise _unreadable(file, error) from None
+    except UnicodeDecodeError:  # pyarrow looks at a column's text only when it is asked for it
+        raise UserError(f"data.path: '{field}' is not UTF-8 text in '{file}'") from None
 
 
 def _no_text(field: str, place: str, known: dict[Any, Any]) -> UserError:

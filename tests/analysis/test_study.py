@@ -180,6 +180,7 @@ BROKEN = {
     "loss a list": {"loss": [2.0, 2.1, 2.0]},
     "loss a number": {"loss": 2.0},
     "loss empty": {"loss": {}},
+    "no test": {"loss": {"val": 2.0}},
     "val null": {"loss": {"val": None, "test": 2.0}},
     "val NaN": {"loss": {"val": math.nan, "test": 2.0}},
     "val a word": {"loss": {"val": "2.0", "test": 2.0}},

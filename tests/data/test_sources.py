@@ -83,6 +83,8 @@ def test_long_rows_and_long_files(tmp_path):
         ("a.txt", b"ab\0c", None, "is no text: byte 2 is 0"),
         ("a.txt.gz", b"this is no gzip", None, "cannot read"),
         ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:-9], None, "cannot read"),
+        ("a.txt.gz", gzip.compress(b"")[:10] + b"\xff" * 9, None, "cannot read"),
+        ("a.jsonl.gz", gzip.compress(b"")[:10] + b"\xff" * 9, None, "cannot read"),
         ("a.txt.zst", b"this is no zstd", None, "cannot read"),
         ("a.parquet", b"this is no parquet", None, "cannot read"),
         ("a.jsonl", b'{"text": "a"}\n{"text": ', None, "line 2 of"),
@@ -114,3 +116,12 @@ def test_what_is_not_there(tmp_path, path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"data\.path: "):
         documents(tmp_path / path)
+
+
+def test_a_parquet_whose_text_is_no_utf8(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": ["a" * 20]})
+    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+    path.write_bytes(path.read_bytes().replace(b"a" * 20, b"\xff" * 20))
+    with pytest.raises(UserError, match="'text' is not UTF-8 text in"):
+        documents(path)

@@ -1,0 +1,530 @@
+"""Nonsense as input: words of the command line, YAML, and every file that is read.
+
+Each case ends within 5 seconds of computing: either it works, or it is refused in one line with
+exit code 2, no traceback, and nothing is written. No case trains: where a run would begin, it ends.
+"""
+
+import contextlib
+import copy
+import json
+import logging
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from readers import SMALL, Ended, Reader, readers, text, told
+from tally import Tally
+
+from qkablate.config import ENGINE_KEYS, keys
+from qkablate.training.signals import Stopped
+
+SHORT = 200
+FULL = 10_000
+_WORDS = 0.2  # of the cases are commands, which take ten times as long as the others
+_SECONDS = 5  # of computing
+_PATIENCE = 60  # seconds by the clock: the machine may be busy
+_BEGAN = 128 + signal.SIGTERM  # how a command ends that would have trained
+
+
+def torture(cases: int, seed: int, folder: Path) -> Tally:
+    """In one process for each core where there are many cases."""
+    parts = 1 if cases < 1000 else len(os.sched_getaffinity(0))
+    jobs = [(cases // parts + 1, seed * parts + n, folder / str(n)) for n in range(parts)]
+    if parts == 1:
+        return _part(*jobs[0])
+    total = Tally()
+    with multiprocessing.get_context("fork").Pool(parts) as pool:
+        for found in pool.starmap(_part, jobs):
+            total.add(found)
+    return total
+
+
+def _part(cases: int, seed: int, folder: Path) -> Tally:
+    folder.mkdir()
+    hypothesis.configuration.set_hypothesis_home_dir(folder / "hypothesis")
+    with _apart(folder):
+        trial = _Trial()
+        reading = readers(folder / "sweep")
+        words = int(cases * _WORDS)
+        each = (cases - words) // len(reading) + 1
+        for n, (name, reader) in enumerate(reading.items()):
+            trial.many(_contents(reader), each, seed * 1000 + n, name, reader.try_)
+        try_ = _Command(folder / "commands")
+        trial.many(_COMMANDS, words - words // 4, seed, "words", try_.words)
+        trial.many(_YAML, words // 4, seed, "yaml", try_.yaml)
+        return trial.tally()
+
+
+@contextlib.contextmanager
+def _apart(folder: Path) -> Iterator[None]:
+    """Away from the user's home, from any network, and from this process's own settings."""
+    home, before = folder / "home", Path.cwd()
+    home.mkdir()
+    environment = {"HOME": str(home), "HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": str(home)}
+    handlers, level = logging.root.handlers[:], logging.root.level
+    try:
+        with (
+            mock.patch.dict(os.environ, environment),
+            mock.patch.object(socket, "getaddrinfo", side_effect=OSError("no network")),
+        ):
+            yield
+    finally:
+        os.chdir(before)
+        logging.root.handlers[:], logging.root.level = handlers, level
+
+
+class Hung(BaseException):
+    """It took too long; no `except Exception` shall keep it."""
+
+
+@contextlib.contextmanager
+def _in_time() -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise Hung
+
+    kinds = ((signal.ITIMER_PROF, signal.SIGPROF, _SECONDS),)
+    kinds += ((signal.ITIMER_REAL, signal.SIGALRM, _PATIENCE),)
+    before = [signal.signal(number, late) for _, number, _ in kinds]
+    try:
+        for timer, _, seconds in kinds:
+            signal.setitimer(timer, seconds)
+        yield
+    finally:
+        for (timer, number, _), handler in zip(kinds, before, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)
+
+
+class _Trial:
+    """Many cases; what goes wrong in one place is told once, with the first case and a count."""
+
+    def __init__(self) -> None:
+        self.cases = 0
+        self._lost: dict[str, list[str]] = {}
+        self._wrong: dict[str, list[str]] = {}
+
+    def many(
+        self, strategy: Any, cases: int, seed: int, name: str, try_: Callable[[Any], None]
+    ) -> None:
+        end = self.cases + cases
+        while self.cases < end:  # hypothesis ends early where it believes to have seen everything
+
+            @settings(
+                max_examples=end - self.cases,
+                database=None,
+                deadline=None,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            @hypothesis.seed(seed)
+            @given(strategy)
+            def each(case: Any) -> None:
+                self._one(name, case, try_)
+
+            each()
+            seed += 1_000_000
+
+    def _one(self, name: str, case: Any, try_: Callable[[Any], None]) -> None:
+        self.cases += 1
+        try:
+            with _in_time():
+                try_(case)
+        except Hung as hung:
+            self._lost.setdefault(f"{name}: it hung at {_place(hung)}", []).append(repr(case))
+        except Exception as error:
+            said = (
+                "" if isinstance(error, Ended) else f"{type(error).__name__} at {_place(error)}: "
+            )
+            kind = f"{name}: {said}{error}"[:300]
+            kind = re.sub(r"\d+", "0", kind) if said else kind
+            self._wrong.setdefault(kind, []).append(repr(case))
+
+    def tally(self) -> Tally:
+        lost, wrong = (
+            [f"{kind} ({len(cases)} times, as with {cases[0][:400]})" for kind, cases in of.items()]
+            for of in (self._lost, self._wrong)
+        )
+        return Tally(self.cases, lost, wrong)
+
+
+def _place(error: BaseException) -> str:
+    """Where in qkablate it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/qkablate/" in frame.filename] or list(frames)
+    return f"{Path(own[-1].filename).name}, {own[-1].name}"
+
+
+# Contents of files: the good ones, edited.
+
+_BITS = [b"\0", b"\xff", b"\xc3", b"\n", b"\r", b'"', b"{", b"}", b"[", b"]", b":", b",", b"-"]
+_BITS += [b"NaN", b"Infinity", b"1e999", b"null", b"true", b"9" * 30, b"9" * 5000, b"[" * 3000]
+_BITS += [
+    b"&a ",
+    b"*a",
+    b"!!python/object:os.system ",
+    b"!!int x",
+    b"${oc.env:HOME}",
+    b"\xef\xbb\xbf",
+]
+_BITS += [
+    b"'",
+    b"\\ud800",
+    b"\\",
+    b"# ",
+    b"---\n",
+    b"0x",
+    b"1_0",
+    b"? ",
+    b"- ",
+    b"2001-01-01",
+    b"==",
+]
+_KINDS = ("flip", "cut", "insert", "remove", "repeat")
+_EDIT = st.tuples(
+    st.sampled_from(_KINDS), st.integers(0, 2**20), st.sampled_from(_BITS) | st.binary(max_size=6)
+)
+_DEEP: Any = []
+for _ in range(200):
+    _DEEP = [_DEEP]
+_VALUES = [None, True, False, 0, -1, 1, 2**31, 10**30, -(10**400), 0.5, 1e308, float("nan")]
+_VALUES += [float("inf"), "", "x", "NaN", "1", "\0", "\ud800", "∑" * 100, [], {}, [[]], [1, "a"]]
+_VALUES += [{"a": 1}, {"": None}, _DEEP, ["x"] * 1000]
+_CHANGE = st.tuples(st.integers(0, 2**20), st.sampled_from(_VALUES), st.booleans())
+
+
+def _contents(reader: Reader) -> Any:
+    edits = st.lists(_EDIT, min_size=1, max_size=4).map(lambda some: _edited(reader.good, some))
+    found = edits | st.binary(max_size=64)
+    if reader.path.suffix == ".json":
+        found |= st.lists(_CHANGE, min_size=1, max_size=3).map(
+            lambda some: json.dumps(_changed(json.loads(reader.good), some)).encode()
+        )
+    if reader.path.suffix == ".jsonl":
+        lines = reader.good.splitlines()
+        found |= st.tuples(st.integers(0, len(lines) - 1), _CHANGE).map(
+            lambda at: _with_line(lines, at[0], at[1])
+        )
+    return found
+
+
+def _edited(content: bytes, edits: list[tuple[str, int, bytes]]) -> bytes:
+    for kind, place, new in edits:
+        at = place % (len(content) + 1)
+        rest = content[at:]
+        if kind == "flip" and rest:
+            rest = bytes([rest[0] ^ (1 << place % 8)]) + rest[1:]
+        content = (
+            content[:at]
+            + {
+                "flip": rest,
+                "cut": b"",
+                "insert": new + rest,
+                "remove": rest[1 + place % 16 :],
+                "repeat": content[max(0, at - 20) : at] + rest,
+            }[kind]
+        )
+    return content
+
+
+def _changed(plain: Any, changes: list[tuple[int, Any, bool]]) -> Any:
+    """A value anywhere is another, or its key is gone."""
+    for place, value, gone in changes:
+        spots = list(_spots(plain))
+        if not spots:
+            return copy.deepcopy(value)
+        holder, key = spots[place % len(spots)]
+        if gone:
+            del holder[key]
+        else:
+            holder[key] = copy.deepcopy(value)
+    return plain
+
+
+def _spots(plain: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+    inner = plain.items() if isinstance(plain, dict) else enumerate(plain)
+    for key, value in list(inner):
+        yield plain, key
+        if isinstance(value, dict | list) and depth < 8:
+            yield from _spots(value, depth + 1)
+
+
+def _with_line(lines: list[bytes], number: int, change: tuple[int, Any, bool]) -> bytes:
+    line = json.dumps(_changed(json.loads(lines[number]), [change])).encode()
+    return b"\n".join([*lines[:number], line, *lines[number + 1 :]]) + b"\n"
+
+
+# Words of the command line.
+
+_NUMBERS = ["0", "-1", "1", "2", "7", "0.5", "1e3", "1e999", "nan", "inf", "-inf", "9" * 20]
+_NUMBERS += ["9" * 400, "1_000", "0x10", "٣", "9007199254740992", "9007199254740993", "1e-320"]
+_SIGNS = [
+    "",
+    "null",
+    "true",
+    "auto",
+    "[",
+    "]",
+    "[]",
+    "[1,2]",
+    "[[1]]",
+    "{}",
+    "{a:1}",
+    "{a:{b:[1]}}",
+]
+_SIGNS += [
+    "{",
+    "}",
+    "(",
+    ")",
+    "'",
+    '"',
+    "\\",
+    "a\\",
+    '\\"',
+    '"a',
+    "'a'",
+    '""',
+    ",",
+    "1,",
+    ",1",
+    "1,2",
+]
+_SIGNS += ["${seed}", "${out}", "${nope}", "${", "$", "${oc.env:HOME}", "${oc.env:NOPE}", "???"]
+_SIGNS += [
+    "${oc.decode:'['}",
+    "${hydra:job.name}",
+    "${.seed}",
+    "${..seed}",
+    "${seed:1}",
+    "${${seed}}",
+]
+_SIGNS += [
+    "range(3)",
+    "range(1000000000)",
+    "range(0,1,0)",
+    "range(0,1,1e-9)",
+    "choice(1,2)",
+    "glob(*)",
+]
+_SIGNS += ["interval(0,1)", "shuffle(1,2)", "sort(2,1)", "tag(a,1)", "int(x)", "float(1)", "str([)"]
+_SIGNS += ["extend_list(1)", "json_str({a:1})", "nope(1)", "glob([*],exclude=x*)", "bool(maybe)"]
+_SIGNS += [
+    "a b",
+    " ",
+    "\t",
+    "\n",
+    "\x1b[31m",
+    "\x7f",
+    "\x01",
+    "é",
+    "∑",
+    "𝔘",
+    "\u202e",
+    "\udcff",
+    "#",
+]
+_SIGNS += [
+    "=",
+    "==",
+    ":",
+    "@",
+    "a@b",
+    "a:b",
+    "*",
+    "a" * 300,
+    "a" * 5000,
+    "[" * 60,
+    "(" * 60,
+    "%s",
+    "{0}",
+]
+_SIGNS += [
+    "standard",
+    "merged_w,no_q",
+    "recall",
+    "text",
+    "hub",
+    "bpe",
+    "chars",
+    "gpt2",
+    "cuda",
+    "bf16",
+]
+_OTHERS = [
+    "variant",
+    "model",
+    "data",
+    "attention",
+    "train",
+    "optim",
+    "track",
+    "hydra",
+    "seeds",
+    "lr",
+]
+_OTHERS += [
+    "variant@x",
+    "model.",
+    ".model",
+    "model..layers",
+    "nope",
+    "é",
+    "",
+    "hydra.verbose",
+    "a b",
+]
+_SWEEP = [
+    "sweep",
+    "sweep.name",
+    "sweep.axes",
+    "sweep.where",
+    "sweep.baseline",
+    "sweep.tune",
+    "engine",
+]
+_SWEEP += [
+    "sweep.tuning_seeds",
+    "control",
+    "control.knob",
+    "control.tolerance",
+    "workers",
+    "per_gpu",
+]
+_SWEEP += ["on_failure", "engine.nope", *(f"engine.{key}" for key in ENGINE_KEYS["slurm"])]
+_FLAGS = [
+    "--rerun",
+    "-m",
+    "--multirun",
+    "--cfg",
+    "job",
+    "--cfg=job",
+    "--cfg=all",
+    "--help",
+]
+_FLAGS += [
+    "--nope",
+    "-x",
+    "--",
+    "-",
+    "--config-name",
+    "--config-dir",
+    "--package",
+    "--yes",
+    "--retry",
+]
+_FLAGS += ["--dry-run", "--json", "--resolve", "--run", "=", "seed", "+seed=1", "++seed=1", "~seed"]
+
+_VALUE = st.sampled_from(_NUMBERS) | st.sampled_from(_SIGNS) | st.text(max_size=6)
+_KEY = st.sampled_from(keys()) | st.sampled_from(keys()) | st.sampled_from(_OTHERS)
+_KEY |= st.sampled_from(_SWEEP)
+_PAIR = st.tuples(_KEY, _VALUE).map("=".join)
+_MUTATED = st.tuples(_PAIR, st.integers(0, 2**16), _VALUE).map(
+    lambda at: at[0][: at[1] % (len(at[0]) + 1)] + at[2] + at[0][at[1] % (len(at[0]) + 1) :]
+)
+_WORD = _PAIR | _PAIR | _MUTATED | st.sampled_from(_FLAGS) | _VALUE
+_COMMANDS = st.tuples(st.sampled_from(["train", "sweep"]), st.lists(_WORD, min_size=1, max_size=3))
+
+_LINES = ["name: mine", "qk: no_q", "ov: separate", "qk: {a: 1}", "qk: [1]", "name: 1", "rank: 1e9"]
+_LINES += [
+    "rank: ${nope}",
+    "mask_self: maybe",
+    "- a",
+    "a: &x [*x]",
+    "defaults: [nope]",
+    "? [1]",
+    "\t",
+]
+_LINES += [
+    "defaults:\n  - standard",
+    "# @package nope",
+    "# @package _global_",
+    "seed: 1",
+    "qk: !!int x",
+]
+_LINES += [
+    "name: ???",
+    "qk:",
+    "'",
+    '"',
+    "{",
+    "qk: no_q\nqk: no_q",
+    "file: nope.py",
+    "lr: [",
+    "%YAML 9",
+]
+_LINES += [
+    "name: ${oc.env:NOPE}",
+    "groups: -1",
+    "init: é",
+    "norm: qk",
+    "...",
+    "null",
+    "1: 2",
+    "name: \x01",
+]
+_YAML = st.lists(st.sampled_from(_LINES) | st.text(max_size=8), max_size=5).map("\n".join)
+
+
+class _Command:
+    """A command with words of its own after those that make it small."""
+
+    def __init__(self, folder: Path) -> None:
+        self.text = text(folder / "data")
+        self.folder = folder / "here"
+
+    def words(self, case: tuple[str, list[str]]) -> None:
+        verb, words = case
+        # A path that leads elsewhere would be taken at its word.
+        words = [re.sub(r"[/~]|\.\.", "", w) if re.search("out|cache|dir", w) else w for w in words]
+        words = [w for w in words if "\0" not in w and not re.search("[\ud800-\udc7f]", w)]
+        # Ten thousand layers are none too many, and take half a minute to count.
+        words = ["model.layers=3" if w.startswith("model.layers=9007") else w for w in words]
+        axes = ["variant=standard,no_q", "seed=0,1"] if verb == "sweep" else []
+        self._told(verb, *SMALL, *self.text, "out=outputs", *axes, *words)
+
+    def yaml(self, content: str) -> None:
+        """A variant of one's own."""
+        self._anew()
+        (self.folder / "own" / "variant").mkdir(parents=True)
+        path = self.folder / "own" / "variant" / "mine.yaml"
+        path.write_bytes(content.encode("utf-8", "surrogatepass"))
+        given = ["--config-dir", "own", "variant=mine"]
+        self._told("train", *SMALL, *self.text, "out=outputs", *given, anew=False)
+
+    def _anew(self) -> None:
+        os.chdir(self.folder.parent)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+        os.chdir(self.folder)
+
+    def _told(self, *words: str, anew: bool = True) -> None:
+        from hydra.core.global_hydra import GlobalHydra
+
+        if anew:
+            self._anew()
+        GlobalHydra.instance().clear()  # of a command that was too late
+        try:
+            with (
+                mock.patch("qkablate.training.session.run", side_effect=Stopped(signal.SIGTERM)),
+                mock.patch("qkablate.cli.sweep.launch", return_value=_BEGAN),
+                mock.patch("qkablate.cli.sweep.dry_run", return_value=0),
+            ):
+                said = told(*words, codes=(0, 2, _BEGAN))
+            if said.code == 2:
+                left = [p for p in self.folder.rglob("*") if p.is_file() and "runs" in p.parts]
+                left += self.folder.glob("outputs/sweeps/*")
+                if left:
+                    raise Ended(f"it was refused and has written {left[0]}")
+        finally:
+            logging.disable(logging.NOTSET)
