@@ -116,7 +116,10 @@ def _load_state(path: Path, device: str) -> dict[str, Any]:
 def load_weights(path: Path, device: str) -> Checkpoint:
     """The same without state.pt, which only training needs."""
     _check_sums(path, _FILES[0], _FILES[2])
-    progress = Progress(**json.loads((path / _FILES[2]).read_text(encoding="utf-8")))
+    try:
+        progress = Progress(**json.loads((path / _FILES[2]).read_text(encoding="utf-8")))
+    except RecursionError as error:
+        raise ValueError(f"{_FILES[2]}: {error}") from None
     for name, value in asdict(Progress()).items():
         kinds = (int, float) if isinstance(value, float) else type(value)
         if not isinstance(getattr(progress, name), kinds):
