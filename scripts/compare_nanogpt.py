@@ -76,6 +76,7 @@ class Ours:
         self.trainer._step(step)
 
     def loss(self) -> float:
+        products.choose(self.trainer.config.products)
         return self.trainer.evaluate("val")["loss"]
 
 

@@ -287,7 +287,7 @@ def test_a_result_that_was_changed_is_none(tmp_path):
 
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("{}")
-    result = {"status": "done", "loss": {"val": 1.25}, "tokens": 1, "seconds": 1.0}
+    result = {"status": "done", "loss": {"val": 1.25, "test": 1.5}, "tokens": 1, "seconds": 1.0}
     write_json(tmp_path / "result.json", result)  # as those of before, without a checksum
     assert read_result(tmp_path) == result
     write_json(tmp_path / "result.json", sealed(result, metrics))

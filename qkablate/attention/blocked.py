@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 # Queries of a block; other numbers are another rounding. Fewer where heads share a key or a value:
 # theirs stand in one product.
 ALONE, SHARED = 128, 64
-# Queries up to which all weights are kept for the gradient: no more than the activations of an MLP.
+# Queries up to which all weights are kept for the gradient: about the activations of an MLP.
 KEPT = 512
 
 
@@ -55,11 +55,11 @@ class _Blocked(torch.autograd.Function):
         # In memory as BTHV: whoever puts the heads side by side need not copy them.
         o_BHTV = q_BHTE.new_empty(batch, queries, heads, v_BGSV.shape[-1]).transpose(1, 2)
         k_NSE, v_NSV = _flat(k_BGSE), _flat(v_BGSV)
-        kept = []
+        keep, kept = queries <= KEPT and any(ctx.needs_input_grad), []
         for own, seen in _blocks(q_BHTE, k_BGSE, v_BGSV, causal):
             weights_BHTS = _weights(q_BHTE[:, :, own], k_NSE[:, seen], scale, causal, addend, own)
             o_BHTV[:, :, own] = _product(weights_BHTS, v_NSV[:, seen])
-            kept += [weights_BHTS] if queries <= KEPT else []
+            kept += [weights_BHTS] if keep else []
         ctx.save_for_backward(q_BHTE, k_BGSE, v_BGSV, addend, *kept)
         ctx.scale, ctx.causal = scale, causal
         return o_BHTV

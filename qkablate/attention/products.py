@@ -26,7 +26,7 @@ def linear(x_BTD: Tensor, w_FD: Tensor, b_F: Tensor | None = None) -> Tensor:
     In fp32 torch multiplies with MKL, which has no AVX-512 for CPUs other than Intel's. oneDNN has,
     and torch uses it to convolve: a convolution by one point is this product, in the same fp32.
     """
-    if not _onednn or x_BTD.dtype != torch.float32 or x_BTD.numel() <= SMALL:
+    if not _onednn or x_BTD.dtype != torch.float32 or x_BTD.numel() <= SMALL or not len(w_FD):
         return F.linear(x_BTD, w_FD, b_F)
     if x_BTD.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return F.linear(x_BTD, w_FD, b_F)

@@ -86,15 +86,18 @@ def _precision(name: str, device: str) -> str:
 
 
 def _products(name: str, device: str, precision: str) -> str:
-    possible = device == "cpu" and precision == "fp32" and torch.backends.mkldnn.is_available()
+    here = torch.backends.mkldnn.is_available()
+    possible = device == "cpu" and precision == "fp32"
     if name == "onednn" and not possible:
-        raise UserError(
+        raise Impossible(
             f"products: onednn multiplies in fp32 on a CPU, not in {precision} on {device}"
             " (allowed: torch)"
         )
+    if name == "onednn" and not here:
+        raise UserError("products: this build of torch has no oneDNN (allowed: torch)")
     if name != "auto":
         return name
-    return "onednn" if possible and slow_fp32() else "torch"
+    return "onednn" if possible and here and slow_fp32() else "torch"
 
 
 def _compile(wish: bool | str, device: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from qkablate.attention import products
 from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.training import hardware
@@ -33,6 +34,13 @@ def step_times(
 ) -> list[Measured]:
     """The time of a training step of each config. All run on one device with one set of threads;
     `progress` hears how large a part is done."""
+    with hardware.process_state():
+        return _in_turns(configs, vocabulary, progress)
+
+
+def _in_turns(
+    configs: Sequence[Config], vocabulary: int, progress: Callable[[float], Any]
+) -> list[Measured]:
     first = hardware.resolve(configs[0])
     hardware.prepare(first)
     steps = [training_step(hardware.resolve(config), vocabulary) for config in configs]
@@ -84,6 +92,7 @@ def training_step(config: Config, vocabulary: int) -> Callable[[], None]:
     loss: Any = torch.compile(model.loss, dynamic=False) if config.compile else model.loss
 
     def step() -> None:
+        products.choose(config.products)  # of the process: several configs take turns
         with hardware.autocast(config):
             value = loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
         value.backward()

@@ -195,7 +195,8 @@ def _round(folder: Path, text: Path, many: int, expected: dict[str, Any], choice
     said = {path.stem: path.read_text() for place in ("actors", "launchers")
             for path in (folder / place).iterdir()}  # fmt: skip
     if any(codes.values()):
-        found.lost.append(f"exit codes {codes}: {said['all'][-1000:]}")
+        ends = "\n".join(f"{name}: {told[-500:]}" for name, told in said.items())
+        found.lost.append(f"exit codes {codes}\n{ends}")
     for name, told in said.items():
         if re.search("Traceback|half a report|ended with", told):
             found.wrong.append(f"{name} said {told[-1000:]}")

@@ -16,6 +16,9 @@ FAULTS = sorted(
 )
 
 
+assert FAULTS
+
+
 @dataclass
 class Tally:
     """What became of the cases of one fault."""

@@ -14,6 +14,8 @@ from tally import FAULTS
 @pytest.mark.parametrize("name", FAULTS)
 def test_nothing_is_lost_and_nothing_wrong(name, tmp_path):
     fault = importlib.import_module(f"fault_{name}")
-    found = fault.torture(fault.SHORT, 0, tmp_path)
+    folder = tmp_path / "torture"
+    folder.mkdir()
+    found = fault.torture(fault.SHORT, 0, folder)
     assert found.cases >= fault.SHORT
     assert (found.lost, found.wrong) == ([], [])

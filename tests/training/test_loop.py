@@ -145,19 +145,28 @@ def test_auto_precision_follows_the_hardware(monkeypatch):
         assert (config.device, config.precision, config.compile) == ("cuda", precision, True)
 
 
-def test_a_run_has_the_products_it_says(qkablate, tiny, tmp_path):
+def test_a_run_has_the_products_it_says(qkablate, tiny, tmp_path, monkeypatch):
     """Another sum, and the same course."""
-    losses = []
+    convolve, calls = torch.nn.functional.conv2d, []
+
+    def counted(*given, **more):
+        calls[-1] += torch.is_grad_enabled()
+        return convolve(*given, **more)
+
+    monkeypatch.setattr("torch.nn.functional.conv2d", counted)
+    losses, ids = [], set()
     for name in ("torch", "onednn"):
-        done = qkablate("train", *tiny, "precision=fp32", f"products={name}", f"out={name}")
-        assert done.code == 0
+        calls.append(0)
+        words = ("precision=fp32", f"products={name}", "train.batch_size=100", f"out={name}")
+        assert qkablate("train", *tiny, *words).code == 0
         losses.append(metrics(tmp_path, name)[1][-1]["val/loss"])
+        (path,) = tmp_path.glob(f"{name}/runs/*/result.json")
+        result = json.loads(path.read_text())
+        assert result["products"] == name
+        ids.add(result["id"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert {path.parts[-4] for path in tmp_path.glob("*/runs/*/config.yaml")} == {"torch", "onednn"}
-    for name in ("torch", "onednn"):
-        (path,) = tmp_path.glob(f"{name}/runs/*/config.yaml")
-        assert f"products: {name}" in path.read_text()
-    ids = {path.name.rpartition("-")[2] for path in tmp_path.glob("*/runs/*")}
+    assert calls[0] == 0
+    assert calls[1] > 0
     assert len(ids) == 2
 
 
