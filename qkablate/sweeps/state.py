@@ -84,7 +84,8 @@ class Standing:
         """Be one of those who run the sweep, for others to see."""
         own = self._launchers / f"{socket.gethostname()}-{os.getpid()}"
         for other in self._launchers.glob("*"):
-            if not self._observer.is_owned(other):  # it was killed
+            # It was killed; but one without a claim may be about to make it.
+            if any(other.glob("owner/[0-9]*")) and not self._observer.is_owned(other):
                 shutil.rmtree(other, ignore_errors=True)
         try:
             with owning(own):
