@@ -11,8 +11,10 @@ _VARIABLES = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "RAY_AUTH_T
 _SHORTEST = 8  # characters: `HF_TOKEN=x` is no key, and an x is everywhere
 _SHAPES = (
     re.compile(r"()(?:hf_[A-Za-z0-9]{20,}|wandb_v1_\w{20,})"),
-    # W&B's keys before that look like any hash: a name tells them apart.
-    re.compile(r"(?i)((?:key|token|secret|password)\w*[\"']?[\s=:]+[\"']?)(?:local-)?[0-9a-f]{40}"),
+    # W&B's keys before that look like any hash: a name tells them apart. (`tokens=` has a number.)
+    re.compile(
+        r"(?i)((?:key|token(?!s\b)|secret|password)\w*[\"']?[\s=:]+[\"']?)(?:local-)?[0-9a-f]{40}"
+    ),
     re.compile(r"(://)[^/\s@]*:[^/\s@]+(?=@)"),  # user:password@
 )
 

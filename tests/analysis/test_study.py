@@ -595,7 +595,8 @@ def test_a_course_that_was_changed_is_not_shown(tmp_path, capsys):
 
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 3, "tokens": 96, "val/loss": 2.5}\n')
-    result = {"status": "done", "loss": {"val": 2.5}, "tokens": 96, "seconds": 1.0}
+    loss = {"val": 2.5, "test": 2.5}
+    result = {"status": "done", "loss": loss, "tokens": 96, "seconds": 1.0}
     write_json(tmp_path / "result.json", sealed(result, metrics))
     assert courses(tmp_path)["val/loss"] == {96: 2.5}
     metrics.write_text(metrics.read_text().replace("2.5", "2.6"))
