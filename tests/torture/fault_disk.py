@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 import watched
 from tally import Tally
-from watched import TINY, Said
+from watched import CLAIM, TINY, Said
 
 from qkablate.training import checkpoint
 
@@ -26,15 +26,6 @@ SIZE = "48m"  # more than what a run asks for before it begins
 CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu"}
 TRAIN = ["train", "variant=merged_w", *TINY]
 SWEEP = ["sweep", "sweep.name=small", "variant=merged_w", "seed=7", *TINY]
-CLAIM = """
-says: Keys alone are enough.
-source: a comment
-seeds: 2
-tuning_seeds: 0
-grid: {variant: "standard,no_q"}
-parts:
-  within: {arm: no_q, kind: noninferior, margin: 3}
-"""
 
 
 class Disk:

@@ -23,20 +23,11 @@ from pathlib import Path
 
 import watched
 from tally import Tally
-from watched import SECRET, TINY, Said
+from watched import CLAIM, SECRET, TINY, Said
 
 RESUME = ["train", "variant=merged_w", *TINY]  # a run that was interrupted
 AGAIN = [*RESUME, "seed=3"]  # one that is done
 SWEEP = ["sweep", "sweep.name=small", "variant=standard,no_q", "seed=0,1", *TINY]
-CLAIM = """
-says: Keys alone are enough.
-source: a comment
-seeds: 2
-tuning_seeds: 0
-grid: {variant: "standard,no_q"}
-parts:
-  within: {arm: no_q, kind: noninferior, margin: 3}
-"""
 CLAIMED = ["mine.yaml", *TINY]
 ROOM = 2**29  # bytes that a command may take, beyond what it takes anyhow
 _RAW = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x9b\u202e]")
@@ -453,7 +444,7 @@ TRAPS: dict[str, Trap] = {
     **{
         f"{key}={name}": Trap(lambda _: None, [[*words, f"{key}={name}"]], key)
         for key, words in (("sweep.name", SWEEP), ("variant.name", RESUME))
-        for name in ("'../../../outside/x'", "/tmp/x", "..", "'.'")
+        for name in ("'../../../outside/x'", "/elsewhere/x", "..", "'.'")
     },
     "texts in a circle": Trap(_loop, _data("texts")),
     "a bomb of text": Trap(

@@ -1,8 +1,8 @@
 """Every reader for some seconds under atheris, which looks for inputs that reach new code.
 
     pip install atheris          # for Python 3.11; no part of the tests
-    python tests/torture/fuzz_readers.py 60 /tmp/found
-    python tests/torture/fuzz_readers.py 60 /tmp/found 'metrics.jsonl' 'claim'
+    python tests/torture/fuzz_readers.py 60 FOLDER
+    python tests/torture/fuzz_readers.py 60 FOLDER 'metrics.jsonl' 'claim'
 
 An input that brings a reader down stays in the folder as crash-…, and its traceback is shown; the
 exit code is 1 then.

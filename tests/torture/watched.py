@@ -29,6 +29,15 @@ TINY = [
     *("track.log_every=2", "track.wandb=disabled", "data=text", "data.path=corpus.txt"),
     "data.cache=cache",
 ]
+CLAIM = """
+says: Keys alone are enough.
+source: a comment
+seeds: 2
+tuning_seeds: 0
+grid: {variant: "standard,no_q"}
+parts:
+  within: {arm: no_q, kind: noninferior, margin: 3}
+"""
 SECRET = "a planted secret"
 CORPUS = "the cat sat on the mat, ähnlich ∑\n" * 60
 
