@@ -1,7 +1,11 @@
-"""Names that outlast a power cut: a folder has to be forced to disk, not only what is in it."""
+"""Names that outlast a power cut: a folder has to be forced to disk, not only what is in it. And
+files that are files: to open a pipe may take for ever."""
 
+import errno
 import os
+import stat
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 
 
@@ -21,3 +25,28 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         with suppress(PermissionError):  # one may write there without reading
             sync_folder(folder.parent)
+
+
+def open_file(path: Path) -> BufferedReader:
+    """To read; OSError for what is no file."""
+    # Nothing is waited for, and nothing is taken out of what is no file.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return file
+
+
+def read_file(path: Path, last: int | None = None) -> bytes:
+    """All of a file, or its last bytes; OSError for what is none."""
+    with open_file(path) as file:
+        if last is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last))
+        return file.read()
+
+
+def append(path: Path) -> int:
+    """A descriptor that writes at the end of a file, made where there is none; OSError for a link
+    and for what is no file."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.open(path, flags, 0o666)

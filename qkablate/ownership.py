@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -268,10 +269,12 @@ def _newest(folder: Path) -> Claim | None:
 def _read(path: Path) -> Claim:
     try:
         # Opened even for its size: on a network file system only that asks the server.
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except PermissionError:
         return Claim(int(path.name), path.stat().st_size, False, None, None, _SOMEONE)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return Claim(int(path.name), 0, False, None, None, _SOMEONE)
         size = os.fstat(descriptor).st_size
         head = os.pread(descriptor, 4096, 0)  # dots may be many
         released = os.pread(descriptor, 4096, max(0, size - len(_RELEASED))) == _RELEASED

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from qkablate.config import Config
-from qkablate.disk import sync_folder
+from qkablate.disk import read_file, sync_folder
 from qkablate.errors import UserError, nearest
 from qkablate.ownership import Observer, Owner, is_owned, name_exclusively, owning
 from qkablate.redaction import redacted
@@ -116,8 +116,8 @@ class Run:
     @contextmanager
     def owned(self, observer: Observer | None = None) -> Iterator[Owner]:
         """Own the run while training it; raises Owned where someone else does."""
-        refuse_links(self.folder)
-        refuse_links(self.checkpoints)
+        refuse_strangers(self.folder)
+        refuse_strangers(self.checkpoints)
         with owning(self.folder, observer) as owner:
             self._put_away()
             yield owner
@@ -151,12 +151,14 @@ class Run:
         write_atomic(self.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(content)))
 
 
-def refuse_links(folder: Path) -> None:
+def refuse_strangers(folder: Path) -> None:
     """What is written in a folder must not end up elsewhere because of what stands there."""
     if folder.is_dir():
         for entry in os.scandir(folder):
             if entry.is_symlink():
                 raise UserError(f"'{entry.path}' is a link, and would be written through")
+            if not (entry.is_file() or entry.is_dir()):
+                raise UserError(f"'{entry.path}' is neither a file nor a folder")
 
 
 def find_run(word: str, out: str | Path = "outputs") -> Path:
@@ -250,7 +252,11 @@ def _write_synced(path: Path, text: str) -> None:
 def read_json(path: Path) -> Any:
     """The content, or None where there is no such file or no whole JSON in it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = read_file(path).decode()
+        value = json.loads(text)
+        if "\\u" in text:  # half of a pair is no character, and could be written nowhere
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -262,7 +268,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is
     try:
-        text = (folder / "config.yaml").read_text(encoding="utf-8")
+        text = read_file(folder / "config.yaml").decode()
         depth = 0
         for event in yaml.parse(text, loader):
             depth += isinstance(event, yaml.CollectionStartEvent)
@@ -292,7 +298,7 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 def sealed(result: Mapping[str, Any], metrics: Path) -> dict[str, Any]:
     """With the checksums of the run's course and of the result itself."""
-    course = sha256(metrics.read_bytes()) if metrics.exists() else None
+    course = sha256(read_file(metrics)) if metrics.exists() else None
     content = {**result, "metrics_sha256": course}
     return {**content, "sha256": _seal(content)}
 

@@ -110,9 +110,9 @@ def spawn(program: list[str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """The command, in a process of its own."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*words: str) -> subprocess.Popen[str]:
+    def start(*words: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*program, *words],
+            [*before, *program, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

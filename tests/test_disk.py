@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from qkablate.disk import make_folder
+from qkablate.disk import append, make_folder, read_file
 from qkablate.tracking import Journal
 
 
@@ -42,9 +42,32 @@ def test_the_name_of_a_journal_is_forced(tmp_path, forced):
     assert tmp_path.stat().st_ino in forced
 
 
-def test_every_folder_of_a_run_and_of_its_data_is_forced(qkablate, tiny, tmp_path, forced):
+def test_everything_of_a_run_and_of_its_data_is_forced(qkablate, tiny, tmp_path, forced):
     assert qkablate("train", *tiny).code == 0
     holding = {path.parent for top in ("outputs", "cache") for path in (tmp_path / top).rglob("*")}
     holding = {path for path in holding if path.name != "owner"}  # no claim outlasts the machine
     assert len(holding) >= 7
     assert [path for path in holding if path.stat().st_ino not in forced] == []
+    files = [path for folder in holding for path in folder.iterdir() if path.is_file()]
+    files = [path for path in files if path.suffix != ".lock"]  # which hold nothing
+    assert len(files) >= 12
+    assert [path for path in files if path.stat().st_ino not in forced] == []
+
+
+@pytest.mark.parametrize("use", [read_file, append], ids=["read", "append"])
+def test_a_pipe_is_no_file_and_is_not_waited_for(tmp_path, use):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError):
+        use(tmp_path / "pipe")
+
+
+def test_nothing_is_appended_through_a_link(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        append(tmp_path / "link")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_last_bytes_of_a_file(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    assert [read_file(tmp_path / "file", last) for last in (None, 2, 9)] == [b"abc", b"bc", b"abc"]

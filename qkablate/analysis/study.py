@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.analysis.sample import Sample
+from qkablate.disk import read_file
 from qkablate.errors import tell
 from qkablate.runs import is_number, read_json, read_result, sha256
 from qkablate.sweeps import manifest as manifests
@@ -224,7 +225,7 @@ def courses(folder: Path) -> dict[str, Course]:
     some are taken that stand evenly on a logarithmic scale."""
     path = folder / "metrics.jsonl"
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except OSError:
         content = b""
     known = (read_result(folder) or {}).get("metrics_sha256")

@@ -27,7 +27,7 @@ from qkablate.data.batches import Batch, Windows, whole
 from qkablate.data.prepare import SPLITS, prepare, within_reach
 from qkablate.data.progress import Progress
 from qkablate.data.tally import Tally
-from qkablate.disk import make_folder, sync_folder
+from qkablate.disk import make_folder, open_file, read_file, sync_folder
 from qkablate.errors import Impossible, UserError
 
 FORMAT = 1  # raised when the same text would be prepared into other tokens
@@ -160,8 +160,8 @@ def prepared_folder(config: DataConfig) -> Path:
 def load(folder: Path) -> Corpus:
     """What is prepared in a folder, once its checksums are right."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        manifest = json.loads(read_file(folder / "manifest.json"))
+        tokenizer = json.loads(read_file(folder / "tokenizer.json"))
         checksum = manifest.pop("checksum")
         if checksum != _digest(manifest):
             raise ValueError("manifest.json does not have its checksum")
@@ -227,7 +227,7 @@ def _prepare(config: DataConfig, folder: Path) -> None:
 @functools.lru_cache(maxsize=64)
 def _sha256(path: Path, size: int, changed: int) -> str:
     """Of a file as it stood then: once a process is enough."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

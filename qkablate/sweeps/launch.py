@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from qkablate.disk import append
 from qkablate.errors import UserError
 from qkablate.ownership import Lost, Owned
 from qkablate.runs import free_bytes
@@ -218,7 +219,7 @@ class Launcher:
             state.reason = f"its process was ended by {signal.Signals(-ended.code).name}"
         elif ended.code != 1 or not state.reason:  # 1: an exception, the last line of its log
             state.reason = f"its process ended with code {ended.code}"
-        with suppress(OSError), (state.folder / LOG).open("a", encoding="utf-8") as log:
+        with suppress(OSError), open(append(state.folder / LOG), "a", encoding="utf-8") as log:
             log.write(f"{state.reason}\n")  # for others who look
         if ended.out_of_memory or not (ended.gone or -ended.code in _FROM_OUTSIDE):
             reason = "out of memory" if ended.out_of_memory else state.reason

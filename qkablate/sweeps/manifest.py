@@ -22,9 +22,9 @@ from typing import Any
 
 from qkablate import __version__
 from qkablate.config import Config, TrackConfig, from_plain
-from qkablate.disk import make_folder
+from qkablate.disk import make_folder, read_file
 from qkablate.errors import UserError, nearest
-from qkablate.runs import NUMERICS, identity, label, meant, refuse_links, run_id, write_atomic
+from qkablate.runs import NUMERICS, identity, label, meant, refuse_strangers, run_id, write_atomic
 from qkablate.table import some
 
 FORMAT = 1
@@ -197,7 +197,7 @@ class Manifest:
 def freeze(manifest: Manifest, plan: list[str], *, keep_threads: bool = True) -> Manifest:
     """The manifest as it was frozen, now or when this sweep was first begun. What changes no result
     is as it was typed today; the threads only if they were."""
-    refuse_links(manifest.folder)
+    refuse_strangers(manifest.folder)
     if (manifest.folder / FILE).exists():
         frozen = read(manifest.folder)
         if frozen.id != manifest.id:
@@ -219,7 +219,7 @@ def read(folder: Path) -> Manifest:
     """The manifest in a sweep's folder, if it is what was written there."""
     path = folder / FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_file(path))
         if not isinstance(content, dict):
             raise ValueError("no map")
         if content.get("format") != FORMAT:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qkablate.disk import read_file
 from qkablate.ownership import Observer, owning
 from qkablate.runs import read_result
 from qkablate.sweeps.engines import LOG
@@ -194,10 +195,7 @@ def read_run(state: State, observer: Observer) -> None:
 def newest_row(folder: Path) -> dict[str, Any]:
     """The newest value of each metric."""
     try:
-        with (folder / "metrics.jsonl").open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL))
-            lines = file.read().splitlines()
+        lines = read_file(folder / "metrics.jsonl", _TAIL).splitlines()
     except OSError:
         return {}
     row: dict[str, Any] = {}
@@ -212,7 +210,7 @@ def newest_row(folder: Path) -> dict[str, Any]:
 def last_line(folder: Path) -> str:
     """What the run's process said last."""
     try:
-        lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = read_file(folder / LOG, _TAIL).decode("utf-8", "replace").strip().splitlines()
     except OSError:
         return ""
     return lines[-1].removeprefix("qkablate: ") if lines else ""

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 from tqdm import tqdm
 
-from qkablate.disk import make_folder
+from qkablate.disk import append, make_folder
 from qkablate.errors import UserError, tell
 from qkablate.ownership import Lost, Observer, Owned
 from qkablate.redaction import redacted
@@ -50,7 +50,7 @@ def main() -> None:
 def _logged(task: Task, wait: Callable[[], object]) -> int:
     """Train it, with all it says in a file; what ends the `wait` is the end of the launcher."""
     make_folder(task.folder)
-    log = os.open(task.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    log = append(task.folder / LOG)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     for descriptor in (1, 2):

@@ -20,7 +20,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from qkablate.disk import make_folder, sync_folder
+from qkablate.disk import make_folder, open_file, read_file, sync_folder
 from qkablate.training.hardware import is_out_of_memory
 from qkablate.training.state import Progress
 
@@ -117,7 +117,7 @@ def load_weights(path: Path, device: str) -> Checkpoint:
     """The same without state.pt, which only training needs."""
     _check_sums(path, _FILES[0], _FILES[2])
     try:
-        progress = Progress(**json.loads((path / _FILES[2]).read_text(encoding="utf-8")))
+        progress = Progress(**json.loads(read_file(path / _FILES[2]).decode()))
     except RecursionError as error:
         raise ValueError(f"{_FILES[2]}: {error}") from None
     for name, value in asdict(Progress()).items():
@@ -136,14 +136,14 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def _check_sums(path: Path, *names: str) -> None:
-    lines = (path / "SHA256SUMS").read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = read_file(path / "SHA256SUMS").decode("utf-8", "replace").splitlines()
     for name in names:
         if f"{_sha256(path / name)}  {name}" not in lines:
             raise ValueError(f"{name} does not have its checksum")
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -1,9 +1,12 @@
-"""SIGINT and SIGTERM: how someone asks for a sitting's end."""
+"""How someone asks for a sitting's end: Ctrl-C, `kill`, a terminal that is closed, a cluster that
+needs the machine."""
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+_ASK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
 class Stopped(Exception):
@@ -15,7 +18,7 @@ class Stopped(Exception):
 
 
 class Signals:
-    """SIGINT and SIGTERM ask for an end at the next step; a second SIGINT takes it."""
+    """Each asks for an end at the next step; a second SIGINT takes it."""
 
     def __init__(self) -> None:
         self.received = 0  # here, or by another process of this run
@@ -31,8 +34,11 @@ class Signals:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
+        asks = set(_ASK)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: it goes on without terminal
+            asks.remove(signal.SIGHUP)
         try:
-            before = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+            before = {number: signal.signal(number, self._handle) for number in asks}
         except ValueError:  # not the main thread: signals are someone else's
             before = {}
         try:

@@ -362,9 +362,9 @@ def _attempt(world: World) -> None:
 
 def _lock(world: World) -> None:
     """The next preparation's lock is a link."""
-    data = next((world.box / "cache").glob("text-*"))
-    shutil.rmtree(data) if data.is_dir() else data.unlink()
-    lock = next((world.box / "cache").glob("*.lock"), data.with_suffix(".lock"))
+    data = next(path for path in (world.box / "cache").glob("text-*") if path.is_dir())
+    shutil.rmtree(data)
+    lock = data.with_suffix(".lock")
     lock.unlink(missing_ok=True)
     lock.symlink_to(world.outside / "precious.txt")
 
@@ -511,6 +511,13 @@ def _replace(world: World, place: Place, payload: Payload) -> None:
         sums.write_text(sums.read_text().replace(old, new))
 
 
+def _pipe(world: World, place: Place) -> None:
+    """Nobody writes into it: who waits for it waits for ever."""
+    path = world.box / _named(world, place.path)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
 def _be_patient() -> None:
     """For a second, not for a minute: a claim that nobody renews."""
     from qkablate import ownership
@@ -560,6 +567,11 @@ def torture(cases: int, seed: int, folder: Path) -> Tally:
         )
         for place in PLACES
         for payload in PAYLOADS
+    } | {
+        f"a pipe for {place}": Trap(
+            functools.partial(_pipe, place=PLACES[place]), PLACES[place].commands
+        )
+        for place in PLACES
     }
     known = [*placed.items(), *TRAPS.items()]
     tally = Tally()

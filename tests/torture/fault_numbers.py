@@ -16,6 +16,7 @@ import torch
 from readers import SMALL, command, text, wrong
 from tally import Tally
 
+from qkablate.training import hardware
 from qkablate.training.loop import Trainer
 from qkablate.training.session import _model
 
@@ -93,8 +94,7 @@ def _absurd(chance: random.Random, out: Path, words: list[str]) -> tuple[str, st
         ]
     )
     said = command("train", *words, *more, f"seed={chance.randrange(10**6)}", f"out={out}")
-    (path,) = out.glob("runs/*/result.json")
-    status = json.loads(path.read_text(encoding="utf-8"))["status"]
+    status = _end(out)["status"]
     told = f"exit code {said.code} of a {status} run" * (
         said.code != {"done": 0, "diverged": 3}[status]
     )
@@ -120,6 +120,49 @@ def _started(chance: random.Random, out: Path, words: list[str]) -> tuple[str, s
     with mock.patch("qkablate.training.session._model", grown):
         said = command("train", *words, f"precision={half}", f"out={out}")
     return f"start times {scale}, {half}", wrong(said, (3,)) or _diverged_at(out, 0)
+
+
+def _overflowing(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
+    """Gradients that no fp16 can hold: the scaler passes these steps over and finds a scale, also
+    when the run is interrupted meanwhile. (fp16 for GPUs, computed here.)"""
+    exponent, stop = chance.randrange(22, 28), chance.randrange(1, 29)
+    words = [*words, "train.steps=30", "train.checkpoint_every=7", "track.log_every=1"]
+    scalers = []
+
+    def scaler(device: str, enabled: bool, original: Any = torch.amp.GradScaler) -> Any:
+        scalers.append(original(device, init_scale=2.0**exponent, growth_interval=4))
+        return scalers[-1]
+
+    def stopped(self: Trainer, at: int, original: Any = Trainer._step) -> torch.Tensor:
+        if at == stop:
+            raise KeyboardInterrupt
+        return original(self, at)
+
+    def half(*_: Any) -> Any:
+        return torch.autocast("cpu", torch.float16)
+
+    with (
+        mock.patch.object(torch.amp, "GradScaler", scaler),
+        mock.patch.object(hardware, "autocast", half),
+    ):
+        calm = command("train", *words, f"out={out / 'calm'}")
+        with mock.patch.object(Trainer, "_step", stopped):
+            command("train", *words, f"out={out / 'rough'}")
+        rough = command("train", *words, f"out={out / 'rough'}")
+    name = f"a scale of 2**{exponent}, interrupted at step {stop}"
+    if found := wrong(calm, (0,)) or wrong(rough, (0,)):
+        return name, found
+    if not all(1 < one.get_scale() <= 2.0**20 for one in (scalers[0], scalers[-1])):
+        return name, f"scales of {[one.get_scale() for one in scalers]}"
+    calm_end, rough_end = (_end(out / each) for each in ("calm", "rough"))
+    if calm_end["loss"]["test"] > 5.4:  # of 256 bytes, 5.55 is nothing learned
+        return name, f"nothing is learned: {calm_end['loss']}"
+    return name, "" if calm_end["loss"] == rough_end["loss"] else "it went on otherwise"
+
+
+def _end(out: Path) -> Any:
+    (path,) = out.glob("runs/*/result.json")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _swept(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
@@ -164,12 +207,11 @@ def _swept(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str
     return name, "a nan in the report" if re.search(r"\bnan\b", told) else ""
 
 
-_WHAT = (_poisoned, _swept, _absurd, _started, _poisoned, _poisoned, _refused, _poisoned)
+_WHAT = (_poisoned, _swept, _overflowing, _absurd, _started, _poisoned, _refused, _poisoned)
 
 
 def _diverged_at(out: Path, step: int) -> str:
-    (path,) = out.glob("runs/*/result.json")
-    result = json.loads(path.read_text(encoding="utf-8"))
+    result = _end(out)
     found = result["status"], result.get("diverged_at")
     return "" if found == ("diverged", step) else f"{found}, not diverged at {step}"
 

@@ -156,7 +156,10 @@ class _Watch:
             if isinstance(path, str | bytes | os.PathLike) and (
                 flags & WRITES or (mode and {*"wax+"} & {*mode})
             ):
-                self._check(event, os.path.realpath(os.fsdecode(path)))
+                if flags & os.O_NOFOLLOW:  # a link in its place is refused
+                    self._entry(event, path, -1)
+                else:
+                    self._check(event, os.path.realpath(os.fsdecode(path)))
         elif event in ("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod"):
             self._entry(event, args[0], args[-1] if event != "os.truncate" else -1)
         elif event in ("os.rename", "os.link"):

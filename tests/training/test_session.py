@@ -82,7 +82,10 @@ def test_kill_9_costs_nothing_but_time(qkablate, spawn, tiny, tmp_path, precisio
     assert_identical(folder_of(tmp_path, "calm"), folder_of(tmp_path, "rough"))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR2, 140)],
+)
 def test_signals_write_a_checkpoint(qkablate, spawn, tiny, tmp_path, number, code):
     words = [*tiny, "train.steps=12", "train.checkpoint_every=1000", "train.eval_every=1000"]
     assert qkablate("train", *words, "out=calm").code == 0
@@ -98,6 +101,14 @@ def test_signals_write_a_checkpoint(qkablate, spawn, tiny, tmp_path, number, cod
     assert len(list((folder / "checkpoints").glob("step-*"))) == 1
     assert qkablate("train", *words, "out=rough").code == 0
     assert_identical(folder_of(tmp_path, "calm"), folder)
+
+
+def test_nohup_trains_on(spawn, tiny, tmp_path):
+    process = spawn("train", *tiny, "out=rough", before=("nohup",))
+    wait_for(lambda: lines(tmp_path, "rough") >= 1, process)
+    process.send_signal(signal.SIGHUP)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
 
 
 def interrupted_after(monkeypatch, calls: int):

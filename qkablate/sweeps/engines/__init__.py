@@ -15,7 +15,8 @@ LOG = "output.log"  # what a process said, in the run's folder
 OWNED, LOST = 75, 76  # exit codes of a process that found another one training its run
 STOPPED = 128 + signal.SIGTERM  # that of one which was told to end
 # Those with which a process ends without a result, and has said why.
-DELIBERATE = (2, 128 + signal.SIGINT, STOPPED, OWNED, LOST)
+_TOLD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+DELIBERATE = (2, *(128 + number for number in _TOLD), OWNED, LOST)
 
 
 @dataclass(frozen=True)
