@@ -22,6 +22,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -40,6 +41,7 @@ NUMERICS = 5  # raised whenever losses may move by a bit: old and new never shar
 # (Of `attention`, the kernel that was chosen stands in the identity.)
 _NOT_IDENTITY = ("data", "track", "out", "threads", "attention")
 _PACKAGES = ("qkablate", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
+_CHECK = b', "crc32": "%08x"}'  # at the end of a row
 _DEEPEST = 32  # maps and lists in each other, in a frozen config
 # The files of one attempt. The result goes first: from then on the run counts as unfinished.
 _OF_ATTEMPT = (
@@ -288,6 +290,26 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("it is not what a run writes: no map")
     return content
+
+
+def row_line(row: Mapping[str, Any]) -> bytes:
+    """A row of metrics.jsonl, with a checksum of what stands before it."""
+    own = json.dumps(row, allow_nan=False)[:-1].encode()
+    return own + _CHECK % zlib.crc32(own)
+
+
+def read_row(line: bytes) -> dict[str, Any]:
+    """The same, read; ValueError where it is not what was written."""
+    own, check = line[: -len(_CHECK % 0)], line[-len(_CHECK % 0) :]
+    if b'"crc32"' in line and check != _CHECK % zlib.crc32(own):  # older ones have none
+        raise ValueError("a row does not have its checksum")
+    try:
+        row = json.loads(line)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(row, dict):
+        raise ValueError("a row is no map")
+    return row
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -29,6 +30,8 @@ from qkablate.runs import (
     publish_json,
     read_config,
     read_json,
+    read_row,
+    row_line,
     run_id,
     write_json,
 )
@@ -295,3 +298,21 @@ def test_a_result_that_was_changed_is_none(tmp_path):
     text = (tmp_path / "result.json").read_text().replace("1.25", "1.35")
     (tmp_path / "result.json").write_text(text)
     assert read_result(tmp_path) is None
+
+
+@pytest.mark.parametrize("row", [{"step": 3, "val/loss": 1 / 3}, {"a": ["é", None, {"b": []}]}])
+def test_a_row_that_was_changed_tells_nothing_else(row):
+    line = row_line(row)
+    assert json.loads(line).items() >= row.items()
+    assert read_row(line).items() >= row.items()
+    for place in range(len(line)):
+        for bit in range(8):
+            changed = line[:place] + bytes([line[place] ^ 1 << bit]) + line[place + 1 :]
+            with suppress(ValueError):  # unless it is the word "crc32" that was changed
+                assert read_row(changed).items() >= row.items()
+
+
+def test_older_rows_have_no_checksum():
+    assert read_row(b'{"step": 3}') == {"step": 3}
+    with pytest.raises(ValueError, match="checksum"):
+        read_row(row_line({"step": 3}).replace(b"3", b"4", 1))

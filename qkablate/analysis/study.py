@@ -2,11 +2,10 @@
 read is there too, and says so: nothing is left out in silence."""
 
 import hashlib
-import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from qkablate.analysis.sample import Sample
 from qkablate.disk import read_file
 from qkablate.errors import tell
-from qkablate.runs import is_number, read_json, read_result, sha256
+from qkablate.runs import is_number, read_json, read_result, read_row, sha256
 from qkablate.sweeps import manifest as manifests
 from qkablate.sweeps.manifest import Arm, Manifest, SweepRun
 from qkablate.sweeps.state import Standing, State
@@ -48,7 +47,12 @@ class Record:
     @cached_property
     def courses(self) -> dict[str, Course]:
         """How it went: `val/loss` and `train/loss` by tokens."""
-        return courses(self.folder)
+        return courses(self.folder, self.lacks.append)
+
+    @cached_property
+    def lacks(self) -> list[str]:
+        """What of its course is damaged; known once that was read."""
+        return []
 
     @property
     def seed(self) -> str:
@@ -220,35 +224,47 @@ def facts_of(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def courses(folder: Path) -> dict[str, Course]:
-    """How a run went, by metrics.jsonl. Lines that are none are passed over; of very many readings
-    some are taken that stand evenly on a logarithmic scale."""
+def courses(folder: Path, note: Callable[[str], None] | None = None) -> dict[str, Course]:
+    """How a run went, by metrics.jsonl. Lines that are none are passed over, and that is told and
+    noted; of very many readings some are taken that stand evenly on a logarithmic scale."""
+    found, damage = _courses(folder)
+    if damage:
+        tell(f"qkablate: '{folder / 'metrics.jsonl'}' is damaged: {damage}")
+        if note is not None:
+            note(f"metrics.jsonl is damaged: {damage}")
+    return found
+
+
+def _courses(folder: Path) -> tuple[dict[str, Course], str]:
     path = folder / "metrics.jsonl"
     try:
         content = read_file(path)
     except OSError:
         content = b""
     known = (read_result(folder) or {}).get("metrics_sha256")
+    found: dict[str, Course] = {VAL: {}, TRAIN: {}}
     if content and known not in (None, sha256(content)):
-        tell(f"qkablate: '{path}' is damaged: its course is not shown")
-        content = b""
+        return found, "its course is not shown"
     lines = content.splitlines()
-    found: dict[str, Course] = {}
+    unfinished = b"" if content.endswith(b"\n") else lines[-1] if lines else b""
+    damaged = set()
     for metric in (VAL, TRAIN):
         sign = f'"{metric}"'.encode()
         own = [line for line in lines if sign in line]
         picked = own if len(own) <= _ALL else _spread(own)
-        found[metric] = {}
         for line in picked:
             try:
-                row = json.loads(line.decode())
+                row = read_row(line)
                 tokens, loss = row["tokens"], row[metric]
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except ValueError:
+                damaged |= {line} - {unfinished}  # which is just being written
+                continue
+            except KeyError:
                 continue
             if type(tokens) is int and 0 < tokens < 2**60 and is_number(loss):
                 found[metric][tokens] = float(loss)
         found[metric] = dict(sorted(found[metric].items()))
-    return found
+    return found, f"of its rows, {len(damaged)} are not shown" if damaged else ""
 
 
 _ALL = 64  # readings that are all taken

@@ -1,6 +1,7 @@
 """Multirun: every job is looked at before the first one starts, and read from disk at the end."""
 
 import traceback
+from itertools import islice
 from typing import Any, ClassVar
 
 from hydra.experimental.callback import Callback
@@ -10,6 +11,7 @@ from qkablate.config import load
 from qkablate.errors import UserError, tell
 from qkablate.runs import Run
 
+MOST_JOBS = 10_000  # of one multirun: each is planned before the first one starts
 # What a run's label tells already.
 _IN_LABEL = {"variant", "model.d_model", "model.heads", "seed"}
 
@@ -49,6 +51,7 @@ def _jobs(config: Any) -> list[list[str]]:
     """The overrides of each job, as Hydra's basic sweeper will expand them."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
     from hydra.utils import get_class
 
     sweeper = config.hydra.sweeper
@@ -59,9 +62,15 @@ def _jobs(config: Any) -> list[list[str]]:
     words += config.hydra.overrides.task
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     try:
-        (jobs,) = basic.split_arguments(parser.parse_overrides(words), None)
-    except ValueError as error:  # range(0,1,0)
-        raise UserError(str(error)) from None
+        overrides = parser.parse_overrides(words)
+        count = 1
+        for one in filter(lambda override: override.is_discrete_sweep(), overrides):
+            count *= sum(1 for _ in islice(one.sweep_string_iterator(), MOST_JOBS + 1))
+            if count > MOST_JOBS:
+                raise UserError(f"-m: these are more than {MOST_JOBS:,} jobs")
+        (jobs,) = basic.split_arguments(overrides, None)
+    except (HydraException, ValueError) as error:  # interval(0,3), range(0,1,0)
+        raise UserError(" ".join(str(error).split())) from None
     return list(jobs)
 
 
@@ -71,7 +80,7 @@ def _composed(config_name: str, job: list[str]) -> Any:
     try:
         return hydra.compose(config_name, job)
     except ValueError as error:  # variant=1
-        raise UserError(str(error)) from None
+        raise UserError(one_line(error)) from None
 
 
 def _varied(job: list[str], besides: set[str]) -> str:

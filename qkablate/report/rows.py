@@ -99,6 +99,9 @@ def trouble(chapter: Chapter) -> list[str]:
         said += [f"{r.folder.name}: {_told(r)}" for r in records[:_MOST_TROUBLE]]
         if (more := len(records) - _MOST_TROUBLE) > 0:
             said.append(f"{more:,} more {status}: see every run, below")
+    for record in chapter.study.records:
+        if record.courses and record.lacks:
+            said += [f"{record.folder.name}: {line}" for line in record.lacks]
     return said
 
 

@@ -1,7 +1,6 @@
 """Where a sweep stands, read from its runs' folders: the same for its launcher, another launcher,
 and anyone who looks."""
 
-import json
 import os
 import shutil
 import socket
@@ -15,7 +14,7 @@ from typing import Any
 
 from qkablate.disk import read_file
 from qkablate.ownership import Observer, owning
-from qkablate.runs import read_result
+from qkablate.runs import read_result, read_row
 from qkablate.sweeps.engines import LOG
 from qkablate.sweeps.manifest import Manifest, SweepRun
 from qkablate.sweeps.tuning import Bowl, further
@@ -201,9 +200,9 @@ def newest_row(folder: Path) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for line in lines:
         try:
-            row |= json.loads(line)
-        except (ValueError, TypeError, RecursionError):
-            continue  # cut by our tail, or half-written
+            row |= read_row(line)
+        except ValueError:
+            continue  # cut by our tail, half-written or damaged
     return row
 
 

@@ -1,12 +1,12 @@
 """metrics.jsonl: one row a line, on disk as soon as it is written."""
 
-import json
 import math
 import os
 from pathlib import Path
 from typing import Any
 
 from qkablate.disk import sync_folder
+from qkablate.runs import row_line
 
 
 class Journal:
@@ -22,7 +22,7 @@ class Journal:
 
     def log(self, row: dict[str, Any]) -> None:
         finite = {k: _plain(value) for k, value in row.items()}
-        self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
+        self._file.write(row_line(finite) + b"\n")
         self._file.flush()
 
     def sync(self) -> int:

@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 
 from qkablate.disk import make_folder, open_file, read_file, sync_folder
+from qkablate.runs import read_row
 from qkablate.training.hardware import is_out_of_memory
 from qkablate.training.state import Progress
 
@@ -70,12 +71,15 @@ def load_newest(
     folder: Path, device: str, metrics: Path, note: Callable[[str], None]
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole, with its rows in `metrics`; others are named."""
-    rows = metrics.stat().st_size if metrics.exists() else 0
+    rows = read_file(metrics) if metrics.exists() else b""
     for path in newest_first(folder):
         try:
             found = load(path, device)
-            if found.progress.metrics_end > rows:
+            own = rows[: found.progress.metrics_end]
+            if len(own) < found.progress.metrics_end or own[-1:] not in (b"", b"\n"):
                 raise ValueError(f"{metrics.name} has lost rows since")
+            if damaged := sum(map(_is_damaged, own.splitlines())):
+                note(f"{metrics} is damaged: of its rows, {damaged} will not be shown")
             return found
         except (OSError, ValueError, TypeError) as error:
             note(f"checkpoint {path} is damaged ({error}): not used")
@@ -83,6 +87,14 @@ def load_newest(
             shutil.rmtree(path.with_name(f"damaged-{path.name}"), ignore_errors=True)
             path.rename(path.with_name(f"damaged-{path.name}"))
     return None
+
+
+def _is_damaged(line: bytes) -> bool:
+    try:
+        read_row(line)
+    except ValueError:
+        return True
+    return False
 
 
 def keep_newest(folder: Path, count: int) -> None:

@@ -88,6 +88,8 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
     for rank, reason in enumerate(ranks.gather(None)):
         if reason is not None:  # another machine may lack what this one has
             raise UserError(f"process {rank}: {reason}")
+    if run.result is None and (run.folder / "result.json").exists():
+        notes.append("result.json is damaged: it is made anew")
     for name in ("result.json", "error.txt"):  # of a sitting that failed
         (run.folder / name).unlink(missing_ok=True)
     result = account.base_result(plan, packed, ranks.count)
@@ -280,6 +282,8 @@ def _recorded(plan: Plan, notes: list[str], processes: int) -> Plan:
         write_json(folder / "tokenizer.json", plan.data.tokenizer)
     known = read_json(folder / "environment.json")
     now = environment(config, hardware.describe(config), processes)
+    if known is None and (folder / "environment.json").exists():
+        notes.append("environment.json is damaged: it is written anew, as things are now")
     if known is None or not (folder / "config.yaml").exists():
         plan.run.freeze(config, plan.identity)
         write_json(folder / "environment.json", now)

@@ -128,6 +128,8 @@ MISTAKES = [
     (["variant=" + "x" * 300], "is too long for a key or for one of its choices"),
     (["train\nsteps"], "'train�steps' is not key=value"),
     (["-m", "seed=range(0,1,0)"], "arg 3 must not be zero"),
+    (["-m", "seed=range(1000000000)"], "more than 10,000 jobs"),
+    (["-m", "seed=interval(0,3)"], "does not support sweep type"),
     (["-m", "variant=1,2"], "must be a string or a list. Got int (in job variant=1)"),
     (["--config-name", "nope"], "there is no configuration called 'nope'"),
     (["model.heads=3"], "model.heads: 3 does not divide model.d_model=16"),

@@ -1,7 +1,7 @@
 """Damage to files: bytes flipped, cut, zeroed, doubled or added, in runs, a sweep and data.
 
 Whoever reads finds the number that was written, or none and says so; and training goes on from the
-last state that is whole. (The rows of a run that has not ended have no checksum yet.)
+last state that is whole.
 """
 
 import random
@@ -84,7 +84,7 @@ class World:
         return {
             "checkpoint": [file for step in steps for file in step.iterdir()],
             "config": [path / "config.yaml" for path in (*swept, self.rough)],
-            "metrics": [path / "metrics.jsonl" for path in swept],
+            "metrics": [path / "metrics.jsonl" for path in (*swept, self.rough)],
             "result": [path / "result.json" for path in swept],
             "record": [path / "environment.json" for path in (*swept, self.rough)],
             "tokenizer": [path / "tokenizer.json" for path in swept[:2]],
@@ -169,7 +169,7 @@ def _wrong_numbers(calm: Reading, found: Reading) -> Iterator[str]:
             yield f"{key} is {value!r:.80}, and was {calm.get(key)!r:.80}"
 
 
-def _resumed(world: World) -> Iterator[str]:
+def _resumed(world: World, kind: str) -> Iterator[str]:
     """What training goes on from, and what it says."""
     notes: list[str] = []
     found = checkpoint.load_newest(
@@ -183,7 +183,7 @@ def _resumed(world: World) -> Iterator[str]:
         yield "goes on from a state that was never written"
     if (found is None or found.progress.step != 8) and not notes:
         yield "says nothing of a checkpoint that is not used"
-    if found is None:
+    if found is None and kind == "checkpoint":
         yield "uses none of the checkpoints, of which one is whole"
 
 
@@ -224,9 +224,9 @@ def torture(cases: int, seed: int, folder: Path) -> Tally:
                     continue
                 wrong = _wrong_numbers(world.calm[reader], found)
                 tally.wrong += [f"{name}: {reader}: {one}" for one in wrong]
-            if kind == "checkpoint":
+            if kind == "checkpoint" or path == world.rough / "metrics.jsonl":
                 copy = shutil.copytree(world.rough, folder / "rough")
-                tally.wrong += [f"{name}: {one}" for one in _resumed(world)]
+                tally.wrong += [f"{name}: {one}" for one in _resumed(world, kind)]
                 shutil.rmtree(world.rough)
                 shutil.move(copy, world.rough)
         except Exception as error:

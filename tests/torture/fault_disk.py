@@ -23,7 +23,7 @@ from watched import CLAIM, TINY, Said
 from qkablate.training import checkpoint
 
 SIZE = "48m"  # more than what a run asks for before it begins
-CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu"}
+CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu", "crc32"}
 TRAIN = ["train", "variant=merged_w", *TINY]
 SWEEP = ["sweep", "sweep.name=small", "variant=merged_w", "seed=7", *TINY]
 

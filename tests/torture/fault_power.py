@@ -1,29 +1,36 @@
 """Power loss: what was not forced to disk is there, half there, zeros, or not there.
 
-A run is recorded: before and after every call that moves names or forces something to disk, how
-its folder looks, and what of that must outlast a power cut by what was forced: a file's content by
-fsync of the file, a name by fsync of its folder, and nothing else by anything else. So every
-moment allows many states of the disk, some of which are tried.
+A run or a sweep is recorded: before and after every call of any of its processes that moves names
+or forces something to disk, how its folder looks, and what of that must outlast a power cut by what
+was forced: a file's content by fsync of the file, a name by fsync of its folder, and nothing else
+by anything else. So every moment allows many states of the disk, some of which are tried.
 """
 
-import atexit
 import os
-import pickle
 import random
 import re
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import warm
 from tally import Tally
 
+from qkablate.sweeps.engines import LOG
+
 SHORT = 5
 FULL = 150
-_KINDS = [[], ["precision=bf16"], ["variant=merged_w", "train.checkpoint_every=3"]]
+_KINDS = [
+    ["train"],
+    ["train", "precision=bf16"],
+    ["train", "variant=merged_w", "train.checkpoint_every=3"],
+    ["sweep", "variant=standard,no_q", "seed=0", "workers=2", "sweep.baseline=null"],
+]
 _STATES = 6  # that are tried of one recording
 _SECTOR = 512
 _IGNORED = {"log", "corpus.txt"}
@@ -35,17 +42,19 @@ Names = dict[str, int]  # of one folder: what each name stands for
 class _Disk:
     """At one moment: what there is, and what is sure to be there after a power cut."""
 
-    seen: dict[int, Names | bytes] = field(default_factory=dict)
-    sure: dict[int, Names | bytes] = field(default_factory=dict)
+    seen: dict[int, Names | bytes | str] = field(default_factory=dict)  # a str is a link
+    sure: dict[int, Names | bytes | str] = field(default_factory=dict)
     # Changes of names in a folder since it was forced to disk; each alone may have happened.
     pending: dict[int, list[dict[str, int | None]]] = field(default_factory=dict)
     root: int = 0
-    step: int = -1  # of the newest checkpoint that was finished
-    ended: bool = False  # whether there is a result
+    # By the folder of a run: the step of the newest checkpoint that was finished.
+    steps: dict[str, int] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)  # those with a result
 
     def copy(self) -> "_Disk":
         pending = {folder: list(changes) for folder, changes in self.pending.items()}
-        return _Disk(dict(self.seen), dict(self.sure), pending, self.root, self.step, self.ended)
+        steps, ended = dict(self.steps), set(self.ended)
+        return _Disk(dict(self.seen), dict(self.sure), pending, self.root, steps, ended)
 
     def after_a_cut(self, target: Path, chance: random.Random) -> None:
         """One of the states that the disk may be in, made in a new folder."""
@@ -54,6 +63,9 @@ class _Disk:
 
     def _make(self, id: int, target: Path, chance: random.Random, likely: float) -> None:
         seen = self.seen[id]
+        if isinstance(seen, str):
+            target.symlink_to(seen)
+            return
         if isinstance(seen, bytes):
             sure = self.sure.get(id, b"")
             assert isinstance(sure, bytes)
@@ -84,36 +96,60 @@ def _torn(sure: bytes, seen: bytes, chance: random.Random) -> bytes:
 
 
 class _Recorder:
-    """Looks at the working directory of its process, whenever it is told to."""
+    """Looks at a folder, whenever one of the processes at work there tells it to and waits."""
 
-    def __init__(self) -> None:
-        self.disk, self.moments = _Disk(), list[_Disk]()
-        self._ids: dict[int, int] = {}  # by inode, whose numbers are used again
-        self._last = 0
-        self._lock = threading.RLock()
+    def __init__(self, folder: Path) -> None:
+        self.disk, self.moments, self._folder = _Disk(), list[_Disk](), folder
+        self._held: dict[int, int] = {}  # descriptors by inode: no number is used again meanwhile
+        self._lock = threading.Lock()
         self._look()
         self.disk.sure, self.disk.pending = dict(self.disk.seen), {}
-        self.disk.root = self._ids[os.stat(".").st_ino]
+        self.disk.root = folder.stat().st_ino
 
-    def look(self, forced: int | None = None) -> None:
-        """Note a moment; `forced` is the inode that has just been forced to disk."""
+    def serve(self, listener: Listener) -> None:
+        """Until nobody can come any more."""
+        with suppress(OSError):
+            while True:
+                one = listener.accept()
+                threading.Thread(target=self._hear, args=(one,), daemon=True).start()
+
+    def close(self) -> None:
+        for descriptor in self._held.values():
+            os.close(descriptor)
+
+    def _hear(self, one: Connection) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                forced, run, step = one.recv()
+                self._note(forced, run, step)
+                one.send(None)
+
+    def _note(self, forced: int | None, run: str, step: int | None) -> None:
+        """A moment: the inode that has just been forced to disk, or the run that has just got a
+        checkpoint, or, with no step, its result."""
         with self._lock:
             self._look()
-            id = self._ids.get(forced or 0)
-            if id is not None:
-                self.disk.sure[id] = self.disk.seen[id]
-                self.disk.pending.pop(id, None)
+            if forced in self.disk.seen:
+                self.disk.sure[forced] = self.disk.seen[forced]
+                self.disk.pending.pop(forced, None)
+            if run and step is None:
+                self.disk.ended.add(run)
+            elif run:
+                self.disk.steps[run] = step or 0
             self.moments.append(self.disk.copy())
 
     def _look(self) -> None:
-        found = dict(self._walk(Path()))
-        self._ids = {inode: id for inode, id in self._ids.items() if id in found}
+        while True:
+            with suppress(FileNotFoundError):  # another process has moved on
+                found = dict(self._walk(self._folder))
+                break
         for id, now in found.items():
             before = self.disk.seen.get(id)
-            if isinstance(now, bytes):
-                now = before if before == now else now  # memory is shared between moments
-            elif now != before:
-                self.disk.pending.setdefault(id, []).extend(_changes(before or {}, now))
+            if isinstance(now, dict):
+                if now != before:
+                    self.disk.pending.setdefault(id, []).extend(_changes(before or {}, now))
+            elif before == now:
+                now = before  # memory is shared between moments
             self.disk.seen[id] = now  # what is gone stays: a name of it may come back
 
     def _walk(self, folder: Path) -> Iterator[tuple[int, Any]]:
@@ -121,18 +157,18 @@ class _Recorder:
         for entry in os.scandir(folder):
             if entry.name in _IGNORED:
                 continue
-            names[entry.name] = self._id(entry.inode())
-            if entry.is_dir(follow_symlinks=False):
+            names[entry.name] = inode = entry.inode()
+            if inode not in self._held:
+                kind = os.O_PATH if entry.is_symlink() else os.O_RDONLY
+                self._held[inode] = os.open(entry.path, kind | os.O_NOFOLLOW)
+            if entry.is_symlink():
+                yield inode, os.readlink(entry.path)
+            elif entry.is_dir():
                 yield from self._walk(folder / entry.name)
             else:
-                yield names[entry.name], Path(entry.path).read_bytes()
-        yield self._id(os.stat(folder).st_ino), names
-
-    def _id(self, inode: int) -> int:
-        if inode not in self._ids:
-            self._last += 1
-            self._ids[inode] = self._last
-        return self._ids[inode]
+                file = self._held[inode]
+                yield inode, os.pread(file, os.fstat(file).st_size, 0)
+        yield folder.stat().st_ino, names
 
 
 def _changes(before: Any, now: Names) -> list[dict[str, int | None]]:
@@ -147,66 +183,91 @@ def _changes(before: Any, now: Names) -> list[dict[str, int | None]]:
     return [*changes, *({name: None} for name in gone)]
 
 
-def _recording(file: Path) -> None:
-    """In a process: record what it does, and leave the moments in a file."""
+def _recording(address: str) -> None:
+    """In a process, and in those that it forks: tell the recorder of what is done."""
     from qkablate.tracking import Journal
     from qkablate.training import checkpoint, session
     from qkablate.training.loop import Trainer
 
-    recorder = _Recorder()
-    atexit.register(lambda: file.write_bytes(pickle.dumps(recorder.moments)))
+    own: dict[int, Connection] = {}
+    lock = threading.RLock()
+
+    def tell(forced: int | None = None, run: str = "", step: int | None = None) -> None:
+        with lock:
+            if os.getpid() not in own:
+                own[os.getpid()] = Client(address, "AF_UNIX")
+            own[os.getpid()].send((forced, run, step))
+            own[os.getpid()].recv()
 
     def watch(owner: Any, name: str) -> None:
         original = getattr(owner, name)
 
         def watched(*arguments: Any, **named: Any) -> Any:
-            recorder.look()
+            tell()
             found = original(*arguments, **named)
-            forced = os.fstat(arguments[0]).st_ino if name == "fsync" else None
-            if owner is checkpoint:
-                recorder.disk.step = arguments[1].progress.step
-            recorder.disk.ended |= owner is session
-            recorder.look(forced)
+            if name == "fsync":
+                tell(forced=os.fstat(arguments[0]).st_ino)
+            elif owner is checkpoint:
+                tell(run=arguments[0].parent.name, step=arguments[1].progress.step)
+            elif owner is session:
+                tell(run=arguments[0].parent.name)
+            else:
+                tell()
             return found
 
         setattr(owner, name, watched)
 
-    for name in ("fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir"):
+    for name in ("fsync", "rename", "replace", "link", "symlink", "unlink", "mkdir", "rmdir"):
         watch(os, name)
     for owner, name in ((Trainer, "_step"), (Journal, "log"), (checkpoint, "save")):
         watch(owner, name)
     watch(session, "publish_json")
+    os.register_at_fork(after_in_child=lambda: lock.__init__())  # type: ignore[misc]
 
 
 def _record(words: list[str], folder: Path) -> list[_Disk]:
-    file = folder.with_suffix(".moments")
-    code = warm.wait(warm.start(words, folder, before=lambda: _recording(file.absolute())))
+    address = str(folder.with_name("recorder"))
+    with Listener(address, "AF_UNIX") as listener:
+        recorder = _Recorder(folder)
+        threading.Thread(target=recorder.serve, args=(listener,), daemon=True).start()
+        code = warm.wait(warm.start(words, folder, before=lambda: _recording(address)))
+    recorder.close()
     if code:
         raise RuntimeError(f"code {code} of {words}: {warm.log(folder)}")
-    moments: list[_Disk] = pickle.loads(file.read_bytes())
-    file.unlink()
-    return moments
+    return recorder.moments
 
 
 def _recover(words: list[str], folder: Path, calm: Path, disk: _Disk, name: str) -> Tally:
     """The same command, after the power is back."""
-    found = Tally(1)
+    found, results = Tally(1), _results(folder)
+    found.lost += [f"{name}: the result of {run}" for run in disk.ended - results.keys()]
     code = warm.wait(pid := warm.start(words, folder))
     said = warm.log(folder)
     if code is None:
         warm.kill(pid)
         found.lost.append(f"{name}: it never ends")
-    elif code:
+        return found
+    if code:
         found.lost.append(f"{name}: code {code}: {said}")
-    else:
-        used = re.search(r"going on from step (\d+)", said)
-        step = int(used[1]) if used else -1
-        if "this run has ended before" not in said and (disk.ended or step < disk.step):
-            what = "its result" if disk.ended else f"step {disk.step}"
-            found.lost.append(f"{name}: {what} was not used: {said[-2000:]}")
-        if different := warm.difference(calm, folder):
-            found.wrong.append(f"{name}: {different}")
+        return found
+    now = _results(folder)
+    for run in disk.ended & results.keys():
+        if now[run] != results[run]:
+            found.lost.append(f"{name}: {run} had its result, and was trained again")
+    for run, step in disk.steps.items():
+        log = folder / "outputs" / "runs" / run / LOG
+        told = log.read_text("utf-8", "replace") if log.exists() else said
+        used = [-1, *map(int, re.findall(r"going on from step (\d+)", told))][-1]
+        if run not in results and used < step:
+            found.lost.append(f"{name}: step {step} of {run} was not used: {told[-2000:]}")
+    if different := warm.difference(calm, folder):
+        found.wrong.append(f"{name}: {different}")
     return found
+
+
+def _results(folder: Path) -> dict[str, bytes]:
+    files = folder.glob("outputs/runs/*/result.json")
+    return {file.parent.name: file.read_bytes() for file in files}
 
 
 def _lane(cases: int, chance: random.Random, folder: Path, number: int) -> Tally:
@@ -215,7 +276,7 @@ def _lane(cases: int, chance: random.Random, folder: Path, number: int) -> Tally
     here = folder / "here"  # always: prepared data belongs to a text at its place
     while found.cases < cases:
         kind = chance.choice(range(number, len(_KINDS), warm.LANES))
-        words = ["train", *warm.RUN, *_KINDS[kind]]
+        words = [_KINDS[kind][0], *warm.RUN, *_KINDS[kind][1:]]
         warm.prepare(here)
         for power_cuts in range(1, 4):  # of a run, of its recovery, and of that one's
             moments = _record(words, here)

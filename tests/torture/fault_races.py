@@ -30,7 +30,7 @@ _PRELOADED = [
     *("qkablate.sweeps.worker", "omegaconf", "hydra", "pyarrow.parquet"),
     *("qkablate.cli.sweep", "qkablate.cli.status", "qkablate.cli.results", "qkablate.cli.report"),
 ]
-_CLOCKS = ("seconds", "perf/")
+_CLOCKS = ("seconds", "perf/", "crc32")
 
 
 def _train_words(folder: Path, out: Path, cache: Path) -> list[str]:

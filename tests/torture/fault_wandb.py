@@ -30,7 +30,7 @@ _LOG, _CLOSE, _BEGIN = 1.0, 30.0, 60.0  # seconds that training waits for W&B
 _GRACE = 2.0  # that a busy machine takes besides, at the end and the beginning
 _BOUND = 180  # then it hangs
 _KEY = "0123456789abcdef0123456789abcdef01234567"
-_CLOCKS = ("seconds", "perf/")
+_CLOCKS = ("seconds", "perf/", "crc32")
 
 
 class _Slow(FakeServer):

@@ -25,7 +25,7 @@ from tally import Tally
 LANES = 2
 PATIENCE = 120.0  # seconds for a command that takes one or two: then it never ends
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
-_CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu"}
+_CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu", "crc32"}
 RUN = [
     *("model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"),
     *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "train.checkpoint_every=4"),

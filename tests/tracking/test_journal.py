@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from qkablate.runs import read_row, row_line
 from qkablate.tracking import Journal
 
 
@@ -9,7 +10,7 @@ def test_each_row_is_a_line_and_there_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     journal = Journal(path)
     journal.log({"step": 1, "train/loss": 2.5})
-    assert path.read_text() == '{"step": 1, "train/loss": 2.5}\n'
+    assert path.read_bytes() == row_line({"step": 1, "train/loss": 2.5}) + b"\n"
     journal.log({"step": 2})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
     journal.close()
@@ -29,7 +30,7 @@ def test_what_came_after_the_checkpoint_is_cut(tmp_path):
     second = Journal(path, cut=end)
     second.log({"step": 2})
     second.close()
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert [read_row(line)["step"] for line in path.read_bytes().splitlines()] == [1, 2]
 
 
 def test_a_start_from_nothing_leaves_no_old_rows(tmp_path):
@@ -57,4 +58,5 @@ def test_what_json_cannot_say_is_written_as_its_name(tmp_path):
         raise AssertionError(f"{name} is no JSON")
 
     row = json.loads(path.read_text(), parse_constant=refuse)
+    del row["crc32"]
     assert row == {"a": "nan", "b": "inf", "c": "-inf", "d": 1.0}

@@ -57,7 +57,8 @@ def runs(tmp_path: Path) -> Callable[[], list[Path]]:
 
 
 def journal(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "crc32"} for row in rows]
 
 
 def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -16,7 +16,7 @@ from qkablate.errors import UserError
 from qkablate.training.ranks import Ranks
 from qkablate.training.state import Progress
 
-CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu"}
+CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu", "crc32"}
 SHARED = ("train.accumulate=4", "model.dropout=0.1", "train.steps=60", "track.log_every=1")
 SHARED += ("train.eval_every=30", "train.checkpoint_every=7", "optim.warmup=0", "precision=fp32")
 
