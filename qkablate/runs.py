@@ -7,6 +7,7 @@ training, so that reports can read runs anywhere.
     environment.json   versions, machine, threads, code
     metrics.jsonl      one row a line: the truth about the run's course
     checkpoints/       step-00000250/ …
+    start/             what it began from, where that is a trained run: see training/start.py
     result.json        written last, in one stroke
     owner/             who trains it: see ownership.py
     attempts/          earlier attempts, after --rerun
@@ -77,6 +78,10 @@ def identity(
     del frozen["variant"]["name"], frozen["variant"]["file"]
     if frozen["train"]["read_test"]:  # left out only where something is: it changes no number
         del frozen["train"]["read_test"]
+    # Of what a run begins from its content counts, and not where it lies; of most there is nothing.
+    del frozen["start"]["run"]
+    if config.start.run is None:
+        del frozen["start"]
     frozen |= {"circuits_from_outside": dict(circuits_from_outside)}
     frozen |= {"device": device, "kernel": kernel, "numerics": NUMERICS}
     return frozen | {"data_fingerprint": data_fingerprint, "vocabulary": vocabulary}
@@ -89,8 +94,8 @@ def run_id(identity: Mapping[str, Any]) -> str:
 
 def label(config: Config) -> str:
     """What a person reads; the id tells runs apart."""
-    model = config.model
-    return f"{config.variant.name}-d{model.d_model}-h{model.heads}-s{config.seed}"
+    model, begun = config.model, "" if config.start.run is None else "healed-"
+    return f"{begun}{config.variant.name}-d{model.d_model}-h{model.heads}-s{config.seed}"
 
 
 class Run:
@@ -103,6 +108,7 @@ class Run:
         self.id, self.label = id, self.folder.name.removesuffix(f"-{id}")
         self.metrics = self.folder / "metrics.jsonl"
         self.checkpoints = self.folder / "checkpoints"
+        self.start = self.folder / "start"
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -120,6 +126,7 @@ class Run:
         """Own the run while training it; raises Owned where someone else does."""
         refuse_strangers(self.folder)
         refuse_strangers(self.checkpoints)
+        refuse_strangers(self.start)
         with owning(self.folder, observer) as owner:
             self._put_away()
             yield owner

@@ -25,16 +25,13 @@ def scaled_circuit(qk: QK) -> tuple[Tensor, Tensor | None]:
 
 def distance(one: QK, other: QK) -> Tensor:
     """Frobenius norm of the difference of the scores' matrices, biases included."""
-    (b_HDD, u_HD), (c_HDD, w_HD) = scaled_circuit(one), scaled_circuit(other)
-    zero = torch.zeros_like(b_HDD[..., 0])
-    apart = torch.cat(
-        [
-            b_HDD - c_HDD,
-            ((zero if u_HD is None else u_HD) - (zero if w_HD is None else w_HD))[..., None],
-        ],
-        -1,
-    )
-    return apart.norm()
+    return (with_bias(*scaled_circuit(one)) - with_bias(*scaled_circuit(other))).norm()
+
+
+def with_bias(b_HDD: Tensor, u_HD: Tensor | None) -> Tensor:
+    """u as one more column of B."""
+    u_HD = torch.zeros_like(b_HDD[..., 0]) if u_HD is None else u_HD
+    return torch.cat([b_HDD, u_HD.unsqueeze(-1)], -1)
 
 
 def convert_ov(source: OV, source_qk: QK, target: OV, target_qk: QK) -> float:

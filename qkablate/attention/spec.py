@@ -70,6 +70,7 @@ class Circuit(nn.Module):
     uses: ClassVar[tuple[str, ...]] = ()  # which of rank, groups it reads from the spec
     factors = 2  # matrices in the product: each decays, so the product decays that many times
     match = "exact"  # how well the start meets standard's: exact, spread or none
+    has_places = False  # head h is tied to slice h of the stream: heads cannot change places
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()

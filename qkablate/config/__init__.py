@@ -22,6 +22,7 @@ from qkablate.config.schema import (
     DataConfig,
     ModelConfig,
     OptimConfig,
+    StartConfig,
     TrackConfig,
     TrainConfig,
     VariantConfig,
@@ -54,6 +55,7 @@ __all__ = [
     "GridConfig",
     "ModelConfig",
     "OptimConfig",
+    "StartConfig",
     "SweepConfig",
     "TrackConfig",
     "TrainConfig",
@@ -131,10 +133,25 @@ def check(config: Config) -> None:
         raise UserError(
             f"variant.name: '{config.variant.name}' is not made of letters, digits, _, + and -"
         )
+    _check_start(config.start)
     if not config.out:
         raise UserError("out: give a folder")
     if config.variant.file == "":
         raise UserError("variant.file: give a path")
+
+
+def _check_start(start: StartConfig) -> None:
+    """Found by `run`; what else is known of it must be what a run writes."""
+    if start.run == "":
+        raise UserError("start.run: give a run: its folder, or how its name or its id begins")
+    for key, form in (("id", r"[0-9a-f]{12}"), ("weights", r"[0-9a-f]{64}")):
+        value = getattr(start, key)
+        if value is not None and not re.fullmatch(form, str(value)):
+            digits = re.sub(r".*\{(\d+)\}", r"\1", form)
+            raise UserError(f"start.{key}: '{value}' is not {digits} digits from 0 to f")
+    given = [key for key in ("id", "weights", "step") if getattr(start, key) is not None]
+    if given and start.run is None:
+        raise UserError(f"start.{given[0]}: is that of a run to begin from; give start.run, too")
 
 
 _NEEDED = {"text": ("path", "FILE_OR_FOLDER"), "hub": ("name", "NAME_ON_THE_HUB")}

@@ -94,6 +94,16 @@ class OptimConfig:
 
 
 @dataclass
+class StartConfig:
+    """The trained run that this one begins from; all null: it begins from fresh weights."""
+
+    run: str | None = None
+    id: str | None = None
+    weights: str | None = None
+    step: int | None = None
+
+
+@dataclass
 class SeedsConfig:
     init: int = 0
     data: int = 0
@@ -121,6 +131,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     seed: int = 0
     seeds: SeedsConfig = field(default_factory=SeedsConfig)
+    start: StartConfig = field(default_factory=StartConfig)
     precision: str = "auto"
     products: str = "auto"
     device: str = "auto"
@@ -203,6 +214,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "seeds.init": (0, BIG),
     "seeds.data": (0, BIG),
     "seeds.dropout": (0, BIG),
+    "start.step": (0, BIG),
     "threads": (1, 4096),
     "track.log_every": (1, BIG),
 }
@@ -217,7 +229,10 @@ def from_plain(content: dict[str, Any]) -> Config:
     """The config that `dataclasses.asdict` made this of."""
     config, parts = Config(), dict[str, Any]()
     for item in dataclasses.fields(Config):
-        own, value = getattr(config, item.name), content[item.name]
+        own = getattr(config, item.name)
+        if item.name == "start" and item.name not in content:  # written before there was one
+            continue
+        value = content[item.name]
         kind: Any = type(own)
         parts[item.name] = kind(**value) if dataclasses.is_dataclass(own) else value
     return Config(**parts)

@@ -247,6 +247,11 @@ class Expansion:
 
     def _look(self, words: Words) -> _Known:
         asked = self.compose(words)
+        if asked.start.run is not None:
+            raise UserError(
+                "start.run: the runs of a sweep begin from fresh weights; one run from another is"
+                " qkablate project, or qkablate train start.run=RUN"
+            )
         config, hashes = settle(hardware.resolve(asked, elsewhere=self.grid.elsewhere))
         data = self._opened(config)
         model = empty_model(config, data.vocabulary)

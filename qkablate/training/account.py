@@ -18,7 +18,7 @@ def header(plan: Plan, processes: int = 1) -> list[str]:
     return [
         f"run      {plan.run.folder}",
         f"variant  {config.variant.name}: {plan.equation}",
-        f"start    matched to standard: {plan.match}; learning rates of the circuits:"
+        f"start    {_begun(plan)}; learning rates of the circuits:"
         f" QK × {plan.lr_multiplier['qk']:.3g}, OV × {plan.lr_multiplier['ov']:.3g}",
         f"model    {model.layers} layers, d {model.d_model}, {model.heads} heads, context"
         f" {model.context}: {plan.params['total']:,} parameters",
@@ -26,6 +26,13 @@ def header(plan: Plan, processes: int = 1) -> list[str]:
         f"machine  {config.device}, {config.precision}{by}, {together}{config.threads} threads,"
         f" kernel {plan.kernel}{', compiled' if config.compile else ''}",
     ]
+
+
+def _begun(plan: Plan) -> str:
+    start = plan.config.start
+    if start.run is None:
+        return f"matched to standard: {plan.match}"
+    return f"from run {start.id} after {start.step:,} steps, put into this form"
 
 
 def base_result(plan: Plan, packed: int, processes: int = 1) -> dict[str, Any]:
@@ -58,6 +65,7 @@ def base_result(plan: Plan, packed: int, processes: int = 1) -> dict[str, Any]:
         "threads": config.threads,
         "processes": processes,
         "data_fingerprint": plan.data.fingerprint,
+        **({"start": plan.identity["start"]} if config.start.run is not None else {}),
         "attempt": plan.run.attempt,
         "version": __version__,
         "steps": 0,
@@ -82,7 +90,7 @@ def wandb_identity(plan: Plan) -> Identity:
 def wandb_config(plan: Plan) -> dict[str, Any]:
     config = dataclasses.asdict(plan.config)
     config["data"] = {k: v for k, v in config["data"].items() if k not in ("path", "cache")}
-    del config["out"], config["track"]
+    del config["out"], config["track"], config["start"]["run"]
     return config | {"run_id": plan.run.id, "kernel": plan.kernel, "params": plan.params}
 
 

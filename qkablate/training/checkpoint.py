@@ -143,6 +143,12 @@ def load_weights(path: Path, device: str) -> Checkpoint:
     return Checkpoint(progress, weights)
 
 
+def weights_sha256(path: Path) -> str:
+    """Of the weights in a checkpoint; ValueError or OSError if they are not what was written."""
+    _check_sums(path, _FILES[0], _FILES[2])
+    return _sha256(path / _FILES[0])
+
+
 def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True)
 

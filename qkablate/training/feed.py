@@ -16,9 +16,11 @@ class Feed:
         steps: Steps,
         device: str,
         own: Callable[[Sequence[Batch]], Sequence[Batch]] = lambda batches: batches,
+        first: int = 0,
     ) -> None:
-        """`own`: which of a step's batches this process takes."""
-        self._steps, self._device, self._own = steps, device, own
+        """`own`: which of a step's batches this process takes; `first`: where in the order of the
+        batches step 0 stands."""
+        self._steps, self._device, self._own, self._first = steps, device, own, first
         self._ahead: tuple[int, list[Batch]] = (-1, [])
 
     def take(self, step: int) -> list[Batch]:
@@ -30,7 +32,10 @@ class Feed:
             self._ahead = step, self._fetch(step)
 
     def _fetch(self, step: int) -> list[Batch]:
-        return [on_device(batch, self._device) for batch in self._own(self._steps.step(step))]
+        return [
+            on_device(batch, self._device)
+            for batch in self._own(self._steps.step(self._first + step))
+        ]
 
 
 def on_device(batch: Batch, device: str) -> Batch:

@@ -70,6 +70,7 @@ class Trainer:
         self.progress = Progress()
         if resumed is not None:
             self.progress = resumed.progress
+        if resumed is not None and resumed.state:  # none where a trained run is begun from
             self.optimizer.load_state_dict(ranks.parts(resumed.state["optimizer"], self.optimizer))
             self.scaler.load_state_dict(resumed.state["scaler"])
         # dynamic=False: else what was compiled first would decide what is compiled next, and a
@@ -85,7 +86,9 @@ class Trainer:
             accumulate=config.train.accumulate,
             context=config.model.context,
         )
-        self.feed = Feed(steps, self.device, ranks.own)
+        # Steps are counted from where a trained run that this one begins from has come to.
+        self._first = config.start.step or 0
+        self.feed = Feed(steps, self.device, ranks.own, self._first)
         # Kept on the device, so that steps need not wait for each other.
         self._loss_sum = torch.tensor(
             self.progress.own_loss_sum(ranks.rank, ranks.count), device=self.device
@@ -128,7 +131,8 @@ class Trainer:
         accumulate = self.config.train.accumulate
         own = self.ranks.own(range(accumulate))
         for micro, batch in zip(own, self.feed.take(step), strict=True):
-            hardware.seed(self.device, key(self.config.seeds.dropout, "dropout", step, micro, 0))
+            at = self._first + step
+            hardware.seed(self.device, key(self.config.seeds.dropout, "dropout", at, micro, 0))
             with self.ranks.averaging(self.training_loss, now=micro == own[-1]):
                 with hardware.autocast(self.config):
                     loss = self.training_loss(*batch[:3])

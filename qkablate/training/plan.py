@@ -18,7 +18,7 @@ from qkablate.errors import UserError
 from qkablate.model import GPT
 from qkablate.runs import Run, free_bytes, identity, label, run_id
 from qkablate.tracking.mirror import resolve_mode
-from qkablate.training import checkpoint, hardware
+from qkablate.training import checkpoint, hardware, start
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Plan:
 def plan(config: Config, *, elsewhere: bool = False, writes: bool = True) -> Plan:
     """Resolve what depends on machine and data; UserError for whatever can't be. `elsewhere`: this
     machine does not train it. Of a process that `writes` nothing no room is asked."""
+    config, parent = start.settled(config)
     config, hashes = settle(hardware.resolve(config, elsewhere=elsewhere))
     if writes:
         resolve_mode(config.track)
@@ -63,6 +64,8 @@ def plan(config: Config, *, elsewhere: bool = False, writes: bool = True) -> Pla
     data = open_data(config.data, config.model.context)
     data.check_context(config.model.context)
     model = empty_model(config, data.vocabulary)
+    if parent is not None:
+        start.check(parent, config, model, data.fingerprint)
     attention = model.attentions()[0]
     frozen = identity(
         config,

@@ -32,6 +32,8 @@ class Restored:
     tokenizer_description: Any  # as it stands in the folder; None where there is none
     folder: Path
     step: int
+    checkpoint: Path  # where its weights stand
+    identity: dict[str, Any]
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """What turns text into the model's tokens and back."""
@@ -68,16 +70,18 @@ def restore(
     qk: str | None = None,
     ov: str | None = None,
     device: str = "cpu",
+    weights: str | None = None,
 ) -> Restored:
-    """The model of a run's newest whole checkpoint, in eval mode. `variant_file`, `qk` and `ov` are
-    what the user names on the command line, where the run has circuits from outside."""
-    config, identity = _read(folder / "config.yaml")
+    """The model of a run's newest whole checkpoint, in eval mode, or of the one whose weights have
+    this sha256. `variant_file`, `qk` and `ov` are what the user names on the command line, where
+    the run has circuits from outside."""
+    config, identity = _frozen(folder)
     config = _with_circuits(config, identity["circuits_from_outside"], variant_file, qk, ov)
     # Of the recorded values these alone shape the model, and must make sense.
     check(Config(variant=config.variant, model=config.model))
-    found = _newest_checkpoint(folder, device)
+    path, found = _newest_checkpoint(folder, device, weights)
     model = _build(config, identity["vocabulary"], device, folder)
-    _check_shapes(model, found, folder)
+    check_shapes(model, found, folder)
     try:
         check_identity(read_config(folder))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -89,11 +93,14 @@ def restore(
         tokenizer_description=read_json(folder / "tokenizer.json"),
         folder=folder,
         step=found.progress.step,
+        checkpoint=path,
+        identity=identity,
     )
 
 
-def _read(path: Path) -> tuple[Config, dict[str, Any]]:
+def _frozen(folder: Path) -> tuple[Config, dict[str, Any]]:
     """The config and the identity, with the types they must have."""
+    path = folder / "config.yaml"
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -171,20 +178,26 @@ def _check_file(file: str, name: str, sha256: str) -> None:
         raise UserError(f"variant.file: '{file}' is not the file the run was trained with")
 
 
-def _newest_checkpoint(folder: Path, device: str) -> checkpoint.Checkpoint:
+def _newest_checkpoint(
+    folder: Path, device: str, weights: str | None
+) -> tuple[Path, checkpoint.Checkpoint]:
     paths = checkpoint.newest_first(folder / "checkpoints")
     if not paths:
         raise UserError(f"'{folder}' has no checkpoint yet")
     damaged = []
     for path in paths:
         try:
+            if weights not in (None, checkpoint.weights_sha256(path)):
+                continue
             found = checkpoint.load_weights(path, device)
         except (OSError, ValueError, TypeError) as error:
             damaged.append(f"checkpoint '{path}' is damaged ({error})")
             continue
         for line in damaged:
             tell(f"qkablate: {line}: not used")
-        return found
+        return path, found
+    if weights is not None:
+        damaged.insert(0, f"'{folder}' has no weights of sha256 {weights[:12]}… any more")
     raise UserError("; ".join(damaged))
 
 
@@ -201,7 +214,7 @@ def _build(config: Config, vocabulary: int, device: str, folder: Path) -> GPT:
         raise UserError(f"no model can be built from '{path}': {reason}") from None
 
 
-def _check_shapes(model: GPT, found: checkpoint.Checkpoint, folder: Path) -> None:
+def check_shapes(model: GPT, found: checkpoint.Checkpoint, folder: Path) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in sorted({*expected, *found.weights}):
         given = found.weights.get(name)

@@ -25,7 +25,7 @@ from qkablate.runs import (
     write_json,
 )
 from qkablate.tracking import Journal, Mirror, Terminal
-from qkablate.training import account, checkpoint, hardware
+from qkablate.training import account, checkpoint, hardware, start
 from qkablate.training.loop import Diverged, Interrupted, Trainer
 from qkablate.training.plan import Plan
 from qkablate.training.plan import plan as make_plan
@@ -82,6 +82,8 @@ def run(
 def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) -> dict[str, Any]:
     began = time.perf_counter()
     run, notes = plan.run, list[str]()
+    if not checkpoint.newest_first(run.checkpoints):
+        start.keep(plan)  # a mistake in `start` is told before anything is written
     plan = _recorded(plan, notes, ranks.count)
     config = plan.config
     ranks.tell(Brief(dataclasses.replace(config, device=config.device.partition(":")[0]), run.id))
@@ -100,9 +102,11 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
             resumed = checkpoint.load_newest(
                 run.checkpoints, _whole_on(plan, ranks), run.metrics, notes.append
             )
-            progress = resumed.progress if resumed else Progress()
             if resumed:
-                notes.append(f"going on from step {progress.step}")
+                notes.append(f"going on from step {resumed.progress.step}")
+            else:  # None for all but those that begin from a trained run
+                resumed = start.keep(plan)
+            progress = resumed.progress if resumed else Progress()
             journal = Journal(run.metrics, progress.metrics_end)
             opened.callback(journal.close)
             terminal = Terminal(run.label, int(config.train.steps), progress.step)

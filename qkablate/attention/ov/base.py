@@ -56,6 +56,21 @@ class OV(Circuit):
         """Take over M_h, or what of it this form can hold."""
         raise Meaningless(f"{type(self).__name__} cannot be set from a given M_h")
 
+    def offset(self, qk: QK) -> Tensor:
+        """c_D: what is written whatever the stream holds, all of it by biases."""
+        nothing_11D = self.like.new_zeros(1, 1, self.spec.d_model)
+        v_1G1V = self.values(nothing_11D, qk.keys(nothing_11D))
+        return self.write(v_1G1V.repeat_interleave(self.spec.heads // v_1G1V.shape[1], 1))[0, 0]
+
+    @torch.no_grad()
+    def set_offset_(self, c_D: Tensor) -> None:
+        """Take over c, after `set_circuit_` has left every bias at zero."""
+        bias = getattr(self, "b_o", None)
+        if bias is not None:
+            bias.copy_(c_D)
+        elif self.spec.bias:
+            raise Meaningless(f"{type(self).__name__} has no bias to hold what another one writes")
+
     @property
     def written(self) -> float:
         """Size of an entry of v W_o at the start, for a v of ones: what b_v has beside b_o's 1."""

@@ -63,6 +63,11 @@ class MergedOV(OV):
         self.w_ov.copy_(m_HDD.flatten(0, 1))
         zero_(self.b_ov)
 
+    @torch.no_grad()
+    def set_offset_(self, c_D: Tensor) -> None:
+        if self.b_ov is not None:
+            self.b_ov.copy_(c_D)
+
     def lr_multiplier(self) -> float:
         return self.speed / self.spec.heads
 

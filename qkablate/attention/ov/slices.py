@@ -23,6 +23,7 @@ class NoV(OV):
     """
 
     factors = 1
+    has_places = True
     match = "spread"
     equation = "M_h = g E_h W_o, v is a slice of x"
     params = "d²"
@@ -66,6 +67,7 @@ class NoO(OV):
     """
 
     factors = 1
+    has_places = True
     match = "spread"
     equation = "M_h = g W_v E_hᵀ, heads write their slice"
     params = "d²"
@@ -94,6 +96,11 @@ class NoO(OV):
         self.w_v.copy_(torch.cat(columns, 1) / self.gain)
         zero_(self.b_v)
 
+    @torch.no_grad()
+    def set_offset_(self, c_D: Tensor) -> None:
+        if self.b_v is not None:
+            self.b_v.copy_(c_D / self.gain)
+
     def lr_multiplier(self) -> float:
         return self.speed / self.gain
 
@@ -110,6 +117,7 @@ class NoVO(OV):
     """
 
     factors = 1
+    has_places = True
     match = "spread"
     equation = "M_h = g_h E_h E_hᵀ, slices in and out"
     params = "h"

@@ -20,6 +20,7 @@ class NoQ(QK):
     """
 
     factors = 1
+    has_places = True
     match = "spread"
     equation = "B_h = E_h W_kᵀ, q is a slice of x"
     params = "d²"
@@ -59,6 +60,7 @@ class NoK(QK):
     """No W_k: head h's key is its slice of x, B_h = W_q,h E_hᵀ. Start and speed as in NoQ."""
 
     factors = 1
+    has_places = True
     match = "spread"
     equation = "B_h = W_q E_hᵀ, k is a slice of x"
     params = "d²"
@@ -107,6 +109,7 @@ class NoQK(QK):
     """
 
     factors = 1
+    has_places = True
     match = "none"
     equation = "B_h = E_h E_hᵀ, q = k = a slice of x"
     params = "0"

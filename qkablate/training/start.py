@@ -1,0 +1,131 @@
+"""A run that begins from a trained one: the parent's weights, put into the form of its own variant.
+
+They are kept in the run's folder, as start/step-00000000/, written and checked like a checkpoint:
+a parent that is trained further or deleted changes nothing.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from qkablate.attention import Attention
+from qkablate.attention.projection import Lost, project_layer, why_not
+from qkablate.catalogue import attention
+from qkablate.config import Config, VariantConfig, flatten, resolve_variant, variants
+from qkablate.errors import UserError, tell
+from qkablate.model import GPT
+from qkablate.runs import run_id
+from qkablate.training import checkpoint
+from qkablate.training.restore import Restored, check_shapes, find_run, restore
+from qkablate.training.state import Progress
+
+if TYPE_CHECKING:
+    from qkablate.training.plan import Plan
+
+_MAY_DIFFER = ("model.dropout",)  # it has no weights
+
+
+def settled(config: Config) -> tuple[Config, Restored | None]:
+    """With what is known of the run to begin from (its id, its weights, how far it has come), and
+    that run, if it had to be looked at."""
+    start = config.start
+    if start.run is None or None not in (start.id, start.weights, start.step):
+        return config, None
+    parent = parent_of(config)
+    known = {
+        "id": run_id(parent.identity),
+        "weights": checkpoint.weights_sha256(parent.checkpoint),
+        "step": (parent.config.start.step or 0) + parent.step,
+    }
+    for key, value in known.items():
+        if getattr(start, key) not in (None, value):
+            raise UserError(
+                f"start.{key}: {getattr(start, key)} given, and of '{start.run}' it is {value}"
+            )
+    return dataclasses.replace(config, start=dataclasses.replace(start, **known)), parent
+
+
+def parent_of(config: Config) -> Restored:
+    """The trained run that `start` names."""
+    start = config.start
+    assert start.run is not None
+    try:
+        folder = find_run(start.run, config.out)
+        return restore(folder, weights=start.weights)
+    except UserError as mistake:
+        told = str(mistake)
+        if told.startswith("variant."):  # no key of this run can name the parent's file
+            told = (
+                f"'{start.run}' has a circuit from outside, and can be begun from by no other run"
+            )
+        raise UserError(f"start.run: {told}") from None
+
+
+def check(parent: Restored, config: Config, model: GPT, data_fingerprint: str) -> None:
+    """UserError where this run cannot begin from that one."""
+    name = parent.folder.resolve().name
+    theirs = flatten(parent.config)
+    for key, own in flatten(config).items():
+        if key.startswith("model.") and key not in _MAY_DIFFER and own != theirs[key]:
+            raise UserError(
+                f"{key}: {own} given, and '{name}' has {theirs[key]}: a run begins from one of its"
+                " own size"
+            )
+    if parent.identity["data_fingerprint"] != data_fingerprint:
+        raise UserError(f"start.run: '{name}' was trained on other data; give its data keys")
+    source = parent.model.attentions()[0]  # of all layers the same can be said
+    if reason := why_not(source, model.attentions()[0]):
+        can = [own for own in variants() if _holds(source, config, own)]
+        raise UserError(
+            f"start.run: '{name}' cannot be put into the form of {config.variant.name}: {reason}"
+            f" (possible: {', '.join(can) or 'none but its own'})"
+        )
+
+
+def _holds(source: Attention, config: Config, name: str) -> bool:
+    """Whether one of the catalogue's variants can hold something of this layer."""
+    named = VariantConfig(**{**variants()[name], "init": config.variant.init})
+    try:
+        with torch.device("meta"):
+            target = attention(config.model, resolve_variant(named, config.model))
+    except UserError:
+        return False
+    return not why_not(source, target)
+
+
+def project(parent: GPT, model: GPT) -> list[Lost]:
+    """Set all of `model`: what is outside the two circuits is the parent's. What each layer lost."""
+    inside = {name for name, _ in model.named_parameters() if ".attention." in name}
+    weights = parent.state_dict()
+    rest = {name: value for name, value in weights.items() if ".attention." not in name}
+    missing = model.load_state_dict(rest, strict=False)
+    assert {*missing.missing_keys} == inside
+    assert not missing.unexpected_keys
+    layers = zip(parent.attentions(), model.attentions(), strict=True)
+    return [project_layer(source, target) for source, target in layers]
+
+
+def keep(plan: "Plan") -> checkpoint.Checkpoint | None:
+    """What the run begins with, from its folder; put there first, where it is not. None for a run
+    from fresh weights."""
+    config, folder = plan.config, plan.run.start
+    if config.start.run is None:
+        return None
+    for path in checkpoint.newest_first(folder):
+        try:
+            found = checkpoint.load_weights(path, "cpu")
+        except (OSError, ValueError, TypeError) as error:
+            tell(f"qkablate: {path} is damaged ({error}): not used")
+            continue
+        check_shapes(plan.build(), found, plan.run.folder)
+        # Of what stands there the weights alone: nothing has been trained yet.
+        return checkpoint.Checkpoint(Progress(), found.weights)
+    parent = parent_of(config)
+    model = plan.build()
+    check(parent, config, model, plan.data.fingerprint)
+    model = model.to_empty(device="cpu")
+    project(parent.model, model)
+    found = checkpoint.Checkpoint(Progress(), model.state_dict())
+    checkpoint.save(folder, found)
+    return found
