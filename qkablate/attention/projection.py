@@ -126,10 +126,10 @@ def _set_writing_(source: Attention, target: Attention, heads: list[int]) -> Ten
 def _lost_scores(source: Attention, target: Attention, heads: list[int]) -> Tensor:
     """Set the scores with the heads in this order; of each place the square of what is lost."""
     b_HDD, u_HD = scaled_circuit(source.qk)
-    wanted_HL = with_bias(b_HDD, u_HD).flatten(1)[heads]
-    b_HDD, u_HD = (None if t is None else t[heads] / target.qk.scale for t in (b_HDD, u_HD))
-    assert b_HDD is not None
-    target.qk.set_circuit_(b_HDD, u_HD)
+    b_HDD, u_HD = b_HDD[heads], None if u_HD is None else u_HD[heads]
+    wanted_HL = with_bias(b_HDD, u_HD).flatten(1)
+    scale = target.qk.scale
+    target.qk.set_circuit_(b_HDD / scale, None if u_HD is None else u_HD / scale)
     found_HL = with_bias(*scaled_circuit(target.qk)).flatten(1)
     return _parts(found_HL - wanted_HL, wanted_HL)
 

@@ -174,7 +174,8 @@ def _print_next(result: dict[str, Any], overrides: list[str]) -> None:
         other = "standard" if result["variant"] != "standard" else "merged_w"
         lines.append(f"qkablate train variant={other} seed={result['seed']} {words}".rstrip())
         pair = f"variant={other},{result['variant']}"
-        if result["variant"] in variants():
+        begun = any(word.startswith("start.") for word in overrides)
+        if result["variant"] in variants() and not begun:  # those would have parents of their own
             lines.append(f"qkablate train -m {pair} seed=0,1,2 {words}".rstrip())
     if result.get("wandb"):
         lines.append(result["wandb"])

@@ -32,10 +32,8 @@ class Feed:
             self._ahead = step, self._fetch(step)
 
     def _fetch(self, step: int) -> list[Batch]:
-        return [
-            on_device(batch, self._device)
-            for batch in self._own(self._steps.step(self._first + step))
-        ]
+        batches = self._own(self._steps.step(self._first + step))
+        return [on_device(batch, self._device) for batch in batches]
 
 
 def on_device(batch: Batch, device: str) -> Batch:

@@ -12,7 +12,7 @@ import torch
 from qkablate.attention import Attention
 from qkablate.attention.projection import Lost, project_layer, why_not
 from qkablate.catalogue import attention
-from qkablate.config import Config, VariantConfig, flatten, resolve_variant, variants
+from qkablate.config import Config, StartConfig, VariantConfig, flatten, resolve_variant, variants
 from qkablate.errors import UserError, tell
 from qkablate.model import GPT
 from qkablate.runs import run_id
@@ -33,17 +33,16 @@ def settled(config: Config) -> tuple[Config, Restored | None]:
     if start.run is None or None not in (start.id, start.weights, start.step):
         return config, None
     parent = parent_of(config)
-    known = {
-        "id": run_id(parent.identity),
-        "weights": checkpoint.weights_sha256(parent.checkpoint),
-        "step": (parent.config.start.step or 0) + parent.step,
-    }
-    for key, value in known.items():
-        if getattr(start, key) not in (None, value):
-            raise UserError(
-                f"start.{key}: {getattr(start, key)} given, and of '{start.run}' it is {value}"
-            )
-    return dataclasses.replace(config, start=dataclasses.replace(start, **known)), parent
+    known = StartConfig(
+        run=start.run,
+        id=run_id(parent.identity),
+        weights=checkpoint.weights_sha256(parent.checkpoint),
+        step=(parent.config.start.step or 0) + parent.step,
+    )
+    for key, value in vars(start).items():
+        if value not in (None, right := getattr(known, key)):
+            raise UserError(f"start.{key}: {value} given, and of '{start.run}' it is {right}")
+    return dataclasses.replace(config, start=known), parent
 
 
 def parent_of(config: Config) -> Restored:
@@ -57,7 +56,7 @@ def parent_of(config: Config) -> Restored:
         told = str(mistake)
         if told.startswith("variant."):  # no key of this run can name the parent's file
             told = (
-                f"'{start.run}' has a circuit from outside, and can be begun from by no other run"
+                f"'{start.run}' has a circuit from outside, and no other run can begin from it"
             )
         raise UserError(f"start.run: {told}") from None
 
@@ -95,7 +94,7 @@ def _holds(source: Attention, config: Config, name: str) -> bool:
 
 
 def project(parent: GPT, model: GPT) -> list[Lost]:
-    """Set all of `model`: what is outside the two circuits is the parent's. What each layer lost."""
+    """Set all of `model`; what is outside the circuits is the parent's. What each layer lost."""
     inside = {name for name, _ in model.named_parameters() if ".attention." in name}
     weights = parent.state_dict()
     rest = {name: value for name, value in weights.items() if ".attention." not in name}
