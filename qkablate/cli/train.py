@@ -104,7 +104,7 @@ def _train(composed: Any, rerun: bool, several: bool, ranks: Ranks) -> int:
         if not ranks.first:
             return follow(ranks)
         planned = plan(config)
-        observer = _settled(planned.run.folder)
+        observer = settled(planned.run.folder)
         outcome = run(planned, rerun=rerun, observer=observer, ranks=ranks)
     except (Owned, Lost) as other:
         tell(f"qkablate: {other}")
@@ -128,7 +128,7 @@ def _train(composed: Any, rerun: bool, several: bool, ranks: Ranks) -> int:
     return EXIT_CODES[outcome.result["status"]]
 
 
-def _settled(folder: Path) -> Observer:
+def settled(folder: Path) -> Observer:
     """An observer that knows whether the run is owned. What another machine, or this one before it
     was switched off, left behind shows only in time."""
     observer = Observer()

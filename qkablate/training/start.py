@@ -32,7 +32,7 @@ def settled(config: Config) -> tuple[Config, Restored | None]:
     start = config.start
     if start.run is None or None not in (start.id, start.weights, start.step):
         return config, None
-    parent = parent_of(config)
+    parent = parent_of(start, config.out)
     known = StartConfig(
         run=start.run,
         id=run_id(parent.identity),
@@ -45,19 +45,16 @@ def settled(config: Config) -> tuple[Config, Restored | None]:
     return dataclasses.replace(config, start=known), parent
 
 
-def parent_of(config: Config) -> Restored:
+def parent_of(start: StartConfig, out: str) -> Restored:
     """The trained run that `start` names."""
-    start = config.start
     assert start.run is not None
     try:
-        folder = find_run(start.run, config.out)
+        folder = find_run(start.run, out)
         return restore(folder, weights=start.weights)
     except UserError as mistake:
         told = str(mistake)
         if told.startswith("variant."):  # no key of this run can name the parent's file
-            told = (
-                f"'{start.run}' has a circuit from outside, and no other run can begin from it"
-            )
+            told = f"'{start.run}' has a circuit from outside, and no other run can begin from it"
         raise UserError(f"start.run: {told}") from None
 
 
@@ -120,7 +117,7 @@ def keep(plan: "Plan") -> checkpoint.Checkpoint | None:
         check_shapes(plan.build(), found, plan.run.folder)
         # Of what stands there the weights alone: nothing has been trained yet.
         return checkpoint.Checkpoint(Progress(), found.weights)
-    parent = parent_of(config)
+    parent = parent_of(config.start, config.out)
     model = plan.build()
     check(parent, config, model, plan.data.fingerprint)
     model = model.to_empty(device="cpu")

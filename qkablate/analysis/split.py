@@ -1,0 +1,89 @@
+"""A gap split in two: what a form cannot represent, and what training does not find.
+
+A trained model is put into the form and healed; its parent goes on for as many steps. The gap that
+is left bounds what the form cannot represent, from above: more healing can only lower it. What a
+run from scratch lacks beyond that, its training has not found.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qkablate.analysis.sample import Sample
+from qkablate.errors import UserError
+from qkablate.runs import is_number, read_result, sha256
+
+SPLITS = ("val", "test")
+PARTS = ("at_once", "healed", "scratch", "training")
+Losses = dict[str, float | None]
+
+
+def split(parent: Path, continued: Path, projected: Path, scratch: Path | None) -> dict[str, Any]:
+    """The losses of four runs, and the gaps between them, in nats; None where one is missing."""
+    begun = {"parent": _at_once(continued), "projected": _at_once(projected)}
+    losses = {
+        "parent": _losses(parent),
+        "continued": _losses(continued),
+        "projected": _losses(projected),
+        "scratch": _losses(scratch),
+    }
+    gaps = {
+        "at_once": {"val": _minus(begun["projected"], begun["parent"]), "test": None},
+        "healed": _gap(losses["projected"], losses["continued"]),
+        "scratch": _gap(losses["scratch"], losses["parent"]),
+    }
+    gaps["training"] = _gap(gaps["scratch"], gaps["healed"])
+    return {"at_once": begun, "loss": losses, "gap": gaps}
+
+
+def means(splits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of every gap over the seeds, with Student's interval of 95 % from two seeds on."""
+    found: dict[str, Any] = {}
+    for part in PARTS:
+        found[part] = {}
+        for name in SPLITS:
+            own = [one["gap"][part][name] for one in splits]
+            sample = Sample(tuple(value for value in own if value is not None))
+            known = sample.interval()
+            found[part][name] = {
+                "n": sample.n,
+                "mean": sample.mean if sample.n else None,
+                "interval": None if known is None else list(known),
+            }
+    return found
+
+
+def _losses(folder: Path | None) -> Losses:
+    """Of a run that is done; of no other there is a loss."""
+    result = None if folder is None else read_result(folder)
+    if result is None or result["status"] != "done":
+        return dict.fromkeys(SPLITS)
+    return {name: result["loss"].get(name) for name in SPLITS}
+
+
+def _gap(one: Losses, other: Losses) -> Losses:
+    return {name: _minus(one[name], other[name]) for name in SPLITS}
+
+
+def _minus(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one - other
+
+
+def _at_once(folder: Path) -> float | None:
+    """The validation loss before the first step."""
+    result, path = read_result(folder) or {}, folder / "metrics.jsonl"
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror}") from None
+    if sha256(content) != result.get("metrics_sha256", sha256(content)):
+        raise UserError(f"'{path}' is damaged: it is not what the run has written")
+    for line in content.splitlines():
+        try:
+            row = json.loads(line)
+            if row["step"] == 0 and is_number(row["val/loss"]):
+                return float(row["val/loss"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return None

@@ -1,0 +1,348 @@
+"""`qkablate project`: a trained run put into another form and healed, so that a gap is split into
+what the form cannot represent and what training does not find."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qkablate.cli.compose import jobs, next_commands, take_flags, take_out
+from qkablate.cli.results import need_analysis
+from qkablate.errors import UserError, tell
+from qkablate.table import counted, nats, print_json, print_table
+
+if TYPE_CHECKING:
+    from qkablate.config import Config
+    from qkablate.training.plan import Plan
+    from qkablate.training.restore import Restored
+
+HELP = """qkablate project: a trained run put into another form, and healed.
+
+Usage: qkablate project RUN [RUN …] variant=NAME [heal.steps=200] [key=value …] [--json]
+
+RUN is a run's folder, or how its name or its id begins. What is outside the two circuits is copied;
+each layer's circuits are set from the trained ones as well as the form can hold them, heads in the
+places where they lose least. Then two runs train, each in its folder: the projected model, and the
+trained one as it is, for as many steps with the same settings and batches, which go on where RUN
+stopped. The variant's own run from scratch is found if it is there. So a gap is split:
+
+  at once       projected − trained
+  healed        the same after healing: what the form cannot represent is no more than this
+  from scratch  the variant's run − RUN
+  training      from scratch − healed: what training does not find
+
+The rate of healing is 0.3 of RUN's (optim.lr), with a warm-up of a twentieth of the steps. Several
+RUNs are one arm with several seeds: then each gap has its mean and its interval.
+
+Keys
+  variant=NAME       the form, or variant.qk=…, variant.ov=…, as in train
+  heal.steps=200     steps of both runs
+  optim.lr=RATE      and what else of train, optim and track is to be another than RUN's
+  out=outputs        where runs/ lies
+
+Examples
+  qkablate project standard variant=no_q
+  qkablate project standard variant=low_rank_w variant.rank=4 heal.steps=1000
+  qkablate project standard-d128-h4-s0 standard-d128-h4-s1 standard-d128-h4-s2 variant=shared_qk
+
+A run that was stopped or killed goes on when the same command is given again; what is done is not
+done twice.
+
+Exit codes: 0 · 1 a run failed, or another process owns it · 2 a mistake in the command ·
+3 diverged · 130/143 interrupted (checkpoint written)
+"""
+KEYS = ("variant=", "heal.steps=", "optim.lr=", "out=", "--json", "--help")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One RUN: what is to be trained, and what it is compared with."""
+
+    parent: "Restored"
+    continued: "Plan"
+    projected: "Plan"
+    scratch: "Plan | None"  # None where RUN itself did not begin from fresh weights
+
+
+def main(argv: list[str]) -> int:
+    flags, words = take_flags(argv, ("--help", "-h", "--json"))
+    if {"--help", "-h"} & {*flags}:
+        print(HELP, end="")
+        return 0
+    runs, words, steps = parse(words)
+    words, out = take_out(words)
+    need_analysis()
+    tasks = _planned(runs, words, steps, out)
+    layers = [_lost(task) for task in tasks]
+    from qkablate.runs import EXIT_CODES
+
+    for task in tasks:
+        for plan in (task.continued, task.projected):
+            status = _train(plan)
+            if status != "done":
+                return EXIT_CODES.get(status, 1)
+    found = _described(tasks, layers, words)
+    with suppress(BrokenPipeError):
+        if "--json" in flags:
+            print_json(found)
+        else:
+            _print(found)
+    return 0
+
+
+def words() -> Iterator[str]:
+    """What can be typed after `qkablate project`."""
+    yield from (path.parent.name for path in sorted(Path("outputs/runs").glob("*/config.yaml")))
+    yield from KEYS
+
+
+def parse(words: list[str]) -> tuple[list[str], list[str], int]:
+    """The runs, the words that belong to a run, and the steps of healing."""
+    from qkablate.training.healing import STEPS
+
+    runs, rest, steps = [], [], str(STEPS)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or "/" in key:
+            runs.append(word)
+        elif key == "heal.steps":
+            steps = value
+        elif key == "heal" or key.startswith("heal."):
+            raise UserError(f"{key}: there is no such key (nearest: heal.steps)")
+        else:
+            rest.append(word)
+    form = "qkablate project RUN variant=NAME"
+    if not runs:
+        raise UserError(f"no run given: write {form}")
+    if not any(word.partition("=")[0].partition(".")[0] == "variant" for word in rest):
+        raise UserError(f"variant: into which form? write {form}")
+    if not (steps.isascii() and steps.isdecimal() and 1 <= int(steps[:17]) <= 2**53):
+        raise UserError(f"heal.steps: '{steps}' is not a whole number from 1")
+    return runs, rest, int(steps)
+
+
+def _planned(runs: list[str], words: list[str], steps: int, out: str) -> list[Task]:
+    """Everything looked at before anything is trained."""
+    from qkablate.config import StartConfig
+    from qkablate.data.corpus import look
+    from qkablate.runs import find_run
+    from qkablate.training import healing
+    from qkablate.training.plan import plan
+    from qkablate.training.start import parent_of
+
+    given = [word.partition("=")[0].lstrip("+") for word in words]
+    healing.check_given(given)
+    parents = []
+    for run in runs:
+        folder = str(find_run(run, out))
+        parents.append(parent_of(StartConfig(run=folder), out))
+    healing.check_alike(parents)
+    tasks = []
+    for parent in parents:
+        planned = jobs([*words, *healing.composed(parent.config, given, steps), f"out={out}"])
+        if len(planned) > 1:
+            raise UserError(
+                f"one form at a time, and these are {len(planned)}: give one value a key"
+            )
+        wish = planned[0].config
+        look(parent.config.data)
+        made = [plan(healing.healed(parent, wish, given, own)) for own in (False, True)]
+        fresh = None
+        if parent.config.start.run is None:
+            fresh = plan(healing.scratch(parent, wish), writes=False)
+        tasks.append(Task(parent, *made, fresh))
+    return tasks
+
+
+def _lost(task: Task) -> list[dict[str, Any]]:
+    """What the projection loses, layer by layer."""
+    from qkablate.training.start import project
+
+    model = task.projected.build().to_empty(device="cpu")
+    return [
+        {"layer": layer, "qk": lost.qk, "ov": lost.ov, "heads": list(lost.heads)}
+        for layer, lost in enumerate(project(task.parent.model, model))
+    ]
+
+
+def _train(planned: "Plan") -> str:
+    """Train one run, or find it done; its status."""
+    from qkablate.cli.train import settled
+    from qkablate.ownership import Lost, Owned
+    from qkablate.training.session import run
+    from qkablate.training.signals import Stopped
+
+    result = planned.run.result
+    if result is not None and result["status"] != "failed":
+        return str(result["status"])
+    try:
+        outcome = run(planned, observer=settled(planned.run.folder))
+    except (Owned, Lost) as other:
+        tell(f"qkablate: {other}")
+        return "owned"
+    except Stopped as stopped:
+        raise SystemExit(stopped.exit_code) from None
+    if outcome.signal:
+        raise SystemExit(128 + outcome.signal)
+    status = str(outcome.result["status"])
+    if status != "done":
+        said = outcome.result.get("error") or "the loss was not finite any more"
+        tell(f"qkablate: {planned.run.folder.name}: {status}: {said}")
+    return status
+
+
+def _described(
+    tasks: list[Task], layers: list[list[dict[str, Any]]], words: list[str]
+) -> dict[str, Any]:
+    from qkablate.analysis.split import means, split
+
+    runs = []
+    for task, lost in zip(tasks, layers, strict=True):
+        fresh = task.scratch
+        there = fresh is not None and fresh.run.result is not None
+        folders = {
+            "parent": task.parent.folder,
+            "continued": task.continued.run.folder,
+            "projected": task.projected.run.folder,
+            "scratch": fresh.run.folder if fresh is not None and there else None,
+        }
+        names = {
+            key: None if path is None else path.resolve().name for key, path in folders.items()
+        }
+        command = None if fresh is None or there else _command(fresh.config, words)
+        runs.append(
+            {
+                "seed": task.parent.config.seed,
+                "folders": names,
+                "scratch_command": command,
+                "layers": lost,
+                **split(**folders),
+            }
+        )
+    config = tasks[0].projected.config
+    return {
+        "variant": config.variant.name,
+        "of": tasks[0].parent.config.variant.name,
+        "steps": config.train.steps,
+        "lr": config.optim.lr,
+        "n": len(runs),
+        "runs": runs,
+        "mean": means(runs),
+    }
+
+
+def _command(config: "Config", words: list[str]) -> str:
+    """What trains this run: the words for all that this machine would not settle so by itself."""
+    import shlex
+
+    from qkablate.config import flatten
+    from qkablate.config.sweep import as_quoted
+    from qkablate.training import hardware
+
+    own = [word for word in words if word.partition("=")[0].partition(".")[0] == "variant"]
+    sized = [f"model.{key}={value}".lower() for key, value in vars(config.model).items()]
+    base = [f"data={config.data.source}", f"seed={config.seed}"]
+    (plain,) = jobs([*own, *base, *sized, f"train.steps={config.train.steps}"])
+    settled = flatten(hardware.resolve(plain.config))
+    differ = []
+    for key, value in flatten(config).items():
+        part = key.partition(".")[0]
+        sized_apart = part == "model" and value != flatten(type(config)())[key]
+        apart = value != settled[key] and part not in ("track", "variant", "start", "threads")
+        no_cooldown = key == "optim.cooldown" and config.optim.schedule != "wsd"
+        if (apart or sized_apart or (key == "train.steps" and value != 1000)) and not no_cooldown:
+            differ.append(f"{key}={as_quoted(value)}")
+    return shlex.join(["qkablate", "train", *own, *base, *differ])
+
+
+_TOLD = {
+    "at_once": "at once",
+    "healed": "healed",
+    "scratch": "from scratch",
+    "training": "training",
+}
+
+
+def _print(found: dict[str, Any]) -> None:
+    runs, name = found["runs"], found["variant"]
+    for one in runs:
+        print(f"{name} from {one['folders']['parent']}: what of each layer's circuits is lost")
+        rows = [
+            [
+                str(layer["layer"]),
+                _part(layer["qk"]),
+                _part(layer["ov"]),
+                " ".join(map(str, layer["heads"])),
+            ]
+            for layer in one["layers"]
+        ]
+        print_table(["layer", "QK lost", "OV lost", "heads"], rows)
+        print()
+        _print_losses(one, found)
+    _print_split(found)
+    commands = [one["scratch_command"] for one in runs if one["scratch_command"]]
+    if commands:
+        print("\nNext: what training does not find needs the run from scratch")
+        print("\n".join(f"  {command}" for command in commands))
+    else:
+        next_commands(["compare", runs[0]["folders"]["projected"], runs[0]["folders"]["continued"]])
+
+
+def _print_losses(one: dict[str, Any], found: dict[str, Any]) -> None:
+    begun, loss, gap = one["at_once"], one["loss"], one["gap"]
+    healed = f"after {counted(found['steps'], 'step')}"
+    rows = [["at once", "val", begun["parent"], begun["projected"], gap["at_once"]["val"]]]
+    for told, this, other, part in (
+        (healed, "continued", "projected", "healed"),
+        ("from scratch", "parent", "scratch", "scratch"),
+    ):
+        for split in ("val", "test"):
+            if loss[this][split] is not None:
+                rows.append([told, split, loss[this][split], loss[other][split], gap[part][split]])
+    told_rows = [
+        [told, split, *(_loss(v) for v in (base, own)), "–" if apart is None else nats(apart)]
+        for told, split, base, own, apart in rows
+    ]
+    print_table(["loss", "", found["of"], found["variant"], "gap"], told_rows, left=2)
+    print()
+
+
+def _print_split(found: dict[str, Any]) -> None:
+    mean, n = found["mean"], found["n"]
+    split = "test" if mean["healed"]["test"]["n"] else "val"
+    told = {
+        "healed": "what the form cannot represent: at most",
+        "training": "what training does not find: at least",
+        "scratch": "the whole gap, from scratch",
+    }
+    rows = []
+    for part, text in told.items():
+        value = mean[part][split]
+        known = value["interval"]
+        rows.append(
+            [
+                text,
+                "–" if value["mean"] is None else nats(value["mean"]),
+                "–" if known is None else f"[{nats(known[0])}, {nats(known[1])}]",
+                str(value["n"]),
+            ]
+        )
+    print_table([f"nats of {split} loss", "mean", "95 % interval", "n"], rows)
+    print(
+        f"\n“at most”: given {counted(found['steps'], 'step')} of healing at rate"
+        f" {found['lr']:g}; more may lower it, and the projection is the nearest by entries,"
+        " not by loss"
+    )
+    if n == 1:
+        print(
+            "n = 1 seed: a number, and no verdict; give several RUNs, one a seed, for an interval"
+        )
+
+
+def _part(value: float) -> str:
+    return "0" if value == 0 else f"{value:.3f}" if value >= 5e-4 else f"{value:.0e}"
+
+
+def _loss(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

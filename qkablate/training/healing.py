@@ -1,0 +1,108 @@
+"""The runs that split a gap: a trained model put into another form and healed, the same model going
+on as it is, and the other form from scratch. Their configs; nothing here trains."""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from qkablate.config import Config, StartConfig, flatten
+from qkablate.errors import UserError
+from qkablate.training.restore import Restored
+
+STEPS = 200
+# Of the parent's peak rate. At its end a schedule has come down to a tenth; to mend a projection,
+# circuits have to move again, and a full peak would undo what the parent has learned.
+RATE = 0.3
+# What may be given beside the variant; all else is the parent's.
+MAY = ("train", "optim", "attention", "track", "device", "precision", "products", "compile")
+MAY += ("threads", "deterministic", "out", "seeds.data", "seeds.dropout")
+# What is settled for a device, or for a precision, is settled anew with another.
+_WITH = {"device": ("precision", "products", "compile"), "precision": ("products",)}
+
+
+def rate(parent: Config) -> float:
+    return float(f"{RATE * parent.optim.lr:.6g}")
+
+
+def composed(parent: Config, given: Collection[str], steps: int) -> list[str]:
+    """The words, beside those that were given, that make a config of the parent's size."""
+    words = [f"model.{key}={value}".lower() for key, value in vars(parent.model).items()]
+    words.append(f"train.steps={steps}")
+    if not {"optim", "optim.schedule"} & {*given}:
+        words.append(f"optim.schedule={parent.optim.schedule}")
+    if not {"optim", "optim.lr"} & {*given}:
+        words.append(f"optim.lr={rate(parent)!r}")
+    return words
+
+
+def check_given(given: Collection[str]) -> None:
+    """UserError for a key that is the parent's to say."""
+    for key in given:
+        root = key.partition(".")[0]
+        if key in ("train.steps", "train.tokens"):
+            raise UserError(f"{key}: write heal.steps={STEPS}, the steps of healing")
+        if root != "variant" and key not in MAY and root not in MAY:
+            raise UserError(
+                f"{key}: is what the trained run was trained with; beside variant, heal.steps and"
+                f" {', '.join(MAY)} can be given"
+            )
+
+
+def healed(parent: Restored, wish: Config, given: Collection[str], variant: bool) -> Config:
+    """The parent's config for a healing run, with what was given taken of the `wish`: in the form
+    of its `variant`, or in the parent's own."""
+    own = {*given} | {key for word in given for key in _WITH.get(word, ())}
+    own |= {"train.steps", "optim.lr", "optim.schedule", "optim.warmup", "optim.cooldown"}
+    own -= {key for key in own if key.partition(".")[0] == "variant"}
+    if variant:
+        own.add("variant")
+    config = _with(parent.config, wish, own)
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, tokens=None, shard=False),
+        start=StartConfig(run=str(parent.folder)),
+        out=wish.out,
+        track=wish.track,
+    )
+
+
+def scratch(parent: Restored, wish: Config) -> Config:
+    """The run of the other form that its parent's training would have made."""
+    config = parent.config
+    return dataclasses.replace(config, variant=wish.variant, out=wish.out, track=wish.track)
+
+
+def _with(config: Config, other: Config, keys: Collection[str]) -> Config:
+    """The config with these keys, leaves or whole parts, of another."""
+    parts: dict[str, Any] = {}
+    for part, value in vars(config).items():
+        theirs = getattr(other, part)
+        if part in keys or not dataclasses.is_dataclass(value):
+            parts[part] = theirs if part in keys else value
+        else:
+            own = {k: getattr(theirs, k) for k in vars(theirs) if f"{part}.{k}" in keys}
+            parts[part] = dataclasses.replace(value, **own)  # type: ignore[type-var]
+    return Config(**parts)
+
+
+def check_alike(parents: list[Restored]) -> None:
+    """UserError for several runs that are not one arm with several seeds."""
+    first, *others = parents
+    names = [one.folder.resolve().name for one in parents]
+    apart = ("seed", "seeds", "track", "out", "threads", "start", "device")
+    for name, other in zip(names[1:], others, strict=True):
+        theirs = flatten(other.config)
+        for key, value in flatten(first.config).items():
+            if key.partition(".")[0] not in apart and theirs[key] != value:
+                raise UserError(
+                    f"'{names[0]}' and '{name}' differ in {key} ({value} and {theirs[key]}):"
+                    " several runs are one arm with several seeds"
+                )
+    seeds = [one.config.seed for one in parents]
+    for place, seed in enumerate(seeds):
+        if seed in seeds[:place]:
+            twin = names[seeds.index(seed)]
+            raise UserError(
+                f"'{twin}' and '{names[place]}' share seed {seed}: several runs are one arm with"
+                " several seeds"
+            )
