@@ -5,6 +5,7 @@ from torch import Tensor
 
 from qkablate.attention.ov import OV
 from qkablate.attention.qk import QK
+from qkablate.attention.seen import with_bias
 
 
 def convert(source: QK, target: QK) -> float:
@@ -26,12 +27,6 @@ def scaled_circuit(qk: QK) -> tuple[Tensor, Tensor | None]:
 def distance(one: QK, other: QK) -> Tensor:
     """Frobenius norm of the difference of the scores' matrices, biases included."""
     return (with_bias(*scaled_circuit(one)) - with_bias(*scaled_circuit(other))).norm()
-
-
-def with_bias(b_HDD: Tensor, u_HD: Tensor | None) -> Tensor:
-    """u as one more column of B."""
-    u_HD = torch.zeros_like(b_HDD[..., 0]) if u_HD is None else u_HD
-    return torch.cat([b_HDD, u_HD.unsqueeze(-1)], -1)
 
 
 def convert_ov(source: OV, source_qk: QK, target: OV, target_qk: QK) -> float:

@@ -1,47 +1,83 @@
 """A trained layer put into another form, or what of it that form can hold.
 
-What a form leaves free is used to lose less: within a head the factors are free (`set_circuit_`
-sees to it), and heads may change places where the form ties a place to a slice of the stream. The
-stream itself is not rotated: gains of norms and a tied output make that another model.
+What a form leaves free is used to lose less. Within a head the factors are free: `set_circuit_`
+sees to it. Heads may change places where a place is tied to a slice of the stream. And what is held
+is what counts most for a stream as the layer sees it (seen.py). The stream itself is not rotated:
+gains of norms and a tied output would make that another model.
 
-Shape suffixes: H heads, D d_model, L what is flattened.
+Shape suffixes: T positions, H heads, P places of heads, D d_model, L = D + 1.
 """
 
 import copy
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from qkablate.attention.circuits import scaled_circuit, with_bias
+from qkablate.attention.circuits import scaled_circuit
 from qkablate.attention.layer import Attention
+from qkablate.attention.places import cheapest
+from qkablate.attention.seen import Seen, firm, with_bias
 from qkablate.attention.spec import Circuit, Meaningless
+
+Parts = tuple[Tensor, Tensor]  # of each head: by entries, and as it is seen
 
 
 @dataclass(frozen=True)
 class Lost:
-    """What the projection of one layer lost, as parts of the norms of B and M: 0 is exact."""
+    """What the projection of one layer lost, as parts of the whole: 0 is exact."""
 
-    qk: float
-    ov: float
+    qk: float  # Frobenius norm, of all B_h
+    qk_seen: float  # root mean square of the scores, but for what softmax cannot see
+    ov: float  # Frobenius norm, of all M_h
+    ov_seen: float  # root mean square of what the heads write
     heads: tuple[int, ...]  # which head stands in each place
 
 
 @torch.no_grad()
-def project_layer(source: Attention, target: Attention) -> Lost:
+def look(layers: Sequence[Attention], read: Callable[[], object]) -> list[Seen]:
+    """What these layers see while `read` passes a model."""
+    sums: dict[Attention, list[Tensor]] = {}
+
+    def add(layer: Attention, given: tuple[Tensor, ...]) -> None:
+        for x_1TD in given[0].split(1):  # one sequence at a time: a softmax is T × T for every head
+            z_HTD = (layer.weights(x_1TD) @ x_1TD.unsqueeze(1))[0].double()
+            x_TL = pad(x_1TD[0].double(), (0, 1), value=1.0)
+            own = [x_TL.mT @ x_TL, z_HTD.mT @ z_HTD, torch.tensor(len(x_TL))]
+            before = sums.get(layer, [torch.zeros_like(one) for one in own])
+            sums[layer] = [a + b for a, b in zip(before, own, strict=True)]
+
+    hooks = [layer.register_forward_pre_hook(add) for layer in layers]
+    try:
+        read()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = []
+    for layer in layers:
+        x_LL, z_HDD, count = sums[layer]
+        found.append(Seen(firm(x_LL / count), firm(z_HDD / count)))
+    return found
+
+
+@torch.no_grad()
+def project_layer(source: Attention, target: Attention, seen: Seen) -> Lost:
     """Set `target` to what it can hold of `source`. Raises Meaningless where a circuit is no matrix
     or cannot be set."""
+    home = tuple(range(source.qk.spec.heads))
     if same_scores(source, target) and alike(source.ov, target.ov):
         target.load_state_dict(source.state_dict())
-        return Lost(0.0, 0.0, tuple(range(source.qk.spec.heads)))
+        return Lost(0.0, 0.0, 0.0, 0.0, home)
     # In fp64: what is lost is to be the form's doing alone.
     one, other = (copy.deepcopy(layer).double() for layer in (source, target))
-    heads = best_places(one, other)
-    qk, ov = _set_scores_(one, other, heads), _set_writing_(one, other, heads)
+    heads = best_places(one, other, seen)
+    qk = _set_scores_(one, other, heads, seen)
+    ov = _set_writing_(one, other, heads, seen)
     target.load_state_dict(other.state_dict())
-    return Lost(float(qk), float(ov), tuple(heads))
+    qk_lost, qk_seen, ov_lost, ov_seen = (float(part.sum().sqrt()) for part in (*qk, *ov))
+    return Lost(qk_lost, qk_seen, ov_lost, ov_seen, tuple(heads))
 
 
 @torch.no_grad()
@@ -59,8 +95,7 @@ def why_not(source: Attention, target: Attention) -> str:
 
 def same_scores(source: Attention, target: Attention) -> bool:
     """Whether the parameters that make the scores mean the same in both."""
-    norms = [type(layer.norm) for layer in (source, target)]
-    return norms[0] is norms[1] and alike(source.qk, target.qk)
+    return type(source.norm) is type(target.norm) and alike(source.qk, target.qk)
 
 
 def alike(one: Circuit, other: Circuit) -> bool:
@@ -73,25 +108,24 @@ def alike(one: Circuit, other: Circuit) -> bool:
     return type(one) is type(other) and constants[0] == constants[1] and shapes[0] == shapes[1]
 
 
-def best_places(source: Attention, target: Attention) -> list[int]:
-    """Which head of `source` loses least in each place of `target`, all of them together."""
-    heads = source.qk.spec.heads
-    home = list(range(heads))
+def best_places(source: Attention, target: Attention, seen: Seen) -> list[int]:
+    """Which head of `source` to put in each place of `target`, so that all together lose least."""
+    home = list(range(source.qk.spec.heads))
     if not may_move(source, target):
         return home
-    cost_HP = torch.zeros(heads, heads, dtype=torch.float64)  # of a head in a place
-    for shift in range(heads):
-        order = [(place - shift) % heads for place in home]
+    cost_HP = torch.zeros(len(home), len(home), dtype=torch.float64)
+    for shift in home:
+        order = [(place - shift) % len(home) for place in home]
         # Of a circuit without places every order loses the same.
         if target.qk.has_places:
-            cost_HP[order, home] += _lost_scores(source, target, order)
+            cost_HP[order, home] += _set_scores_(source, target, order, seen)[1]
         if target.ov.has_places:
-            cost_HP[order, home] += _lost_writing(source, target, order)
-    places = cheapest(cost_HP.tolist())
-    costs = [float(cost_HP[home, own].sum()) for own in (places, home)]
-    if costs[0] >= costs[1] * (1 - 1e-9):  # what only rounding prefers stays at home
+            cost_HP[order, home] += _set_writing_(source, target, order, seen)[1]
+    place_of = cheapest(cost_HP.tolist())
+    moved, stayed = (float(cost_HP[home, places].sum()) for places in (place_of, home))
+    if moved >= stayed * (1 - 1e-9):  # what only rounding prefers stays at home
         return home
-    return sorted(home, key=places.__getitem__)
+    return sorted(home, key=place_of.__getitem__)
 
 
 def may_move(source: Attention, target: Attention) -> bool:
@@ -102,85 +136,61 @@ def may_move(source: Attention, target: Attention) -> bool:
     return any(one.has_places for one in circuits) and matrices and not tied
 
 
-def _set_scores_(source: Attention, target: Attention, heads: list[int]) -> Tensor:
+def _set_scores_(
+    source: Attention, target: Attention, heads: list[int], seen: Seen | None = None
+) -> Parts:
+    """Set the scores with the heads in this order; the squares of the parts that are lost. With
+    nothing `seen`, by entries."""
     if same_scores(source, target) and heads == sorted(heads):
         target.qk.load_state_dict(source.qk.state_dict())
         if source.norm is not None and target.norm is not None:
             target.norm.load_state_dict(source.norm.state_dict())
-        return torch.zeros(())
+        return torch.zeros(1), torch.zeros(1)
     for layer in (source, target):
         if layer.no_circuit:
             raise Meaningless(layer.no_circuit)
-    return _lost_scores(source, target, heads).sum().sqrt()
+    b_HDD, u_HD = scaled_circuit(source.qk)
+    b_HDD, u_HD = b_HDD[heads], None if u_HD is None else u_HD[heads]
+    scale = target.qk.scale
+    given = b_HDD / scale, None if u_HD is None else u_HD / scale
+    if seen is None:
+        target.qk.set_circuit_(*given)
+    else:
+        target.qk.set_nearest_(*given, seen)
+    wanted_HLD = with_bias(b_HDD, u_HD)
+    apart_HLD = with_bias(*scaled_circuit(target.qk)) - wanted_HLD
+    return _parts(apart_HLD, wanted_HLD, None if seen is None else seen.scores)
 
 
-def _set_writing_(source: Attention, target: Attention, heads: list[int]) -> Tensor:
+def _set_writing_(
+    source: Attention, target: Attention, heads: list[int], seen: Seen | None = None
+) -> Parts:
+    """The same of what is written; what biases write is held by biases."""
     # Values that are the keys are the same only where the keys are.
     own_values = target.ov.cached != "k" or same_scores(source, target)
     if alike(source.ov, target.ov) and heads == sorted(heads) and own_values:
         target.ov.load_state_dict(source.ov.state_dict())
-        return torch.zeros(())
-    return _lost_writing(source, target, heads).sum().sqrt()
-
-
-def _lost_scores(source: Attention, target: Attention, heads: list[int]) -> Tensor:
-    """Set the scores with the heads in this order; of each place the square of what is lost."""
-    b_HDD, u_HD = scaled_circuit(source.qk)
-    b_HDD, u_HD = b_HDD[heads], None if u_HD is None else u_HD[heads]
-    wanted_HL = with_bias(b_HDD, u_HD).flatten(1)
-    scale = target.qk.scale
-    target.qk.set_circuit_(b_HDD / scale, None if u_HD is None else u_HD / scale)
-    found_HL = with_bias(*scaled_circuit(target.qk)).flatten(1)
-    return _parts(found_HL - wanted_HL, wanted_HL)
-
-
-def _lost_writing(source: Attention, target: Attention, heads: list[int]) -> Tensor:
-    """The same of what is written; what biases write is held by biases."""
+        return torch.zeros(1), torch.zeros(1)
     wanted_HDD = source.ov.circuit(source.qk)[heads]
-    target.ov.set_circuit_(wanted_HDD)
+    if seen is None:
+        target.ov.set_circuit_(wanted_HDD)
+    else:
+        seen = replace(seen, z_HDD=seen.z_HDD[heads])
+        target.ov.set_nearest_(wanted_HDD, seen)
     target.ov.set_offset_(source.ov.offset(source.qk))
-    found_HDD = target.ov.circuit(target.qk)
-    return _parts((found_HDD - wanted_HDD).flatten(1), wanted_HDD.flatten(1))
+    apart_HDD = target.ov.circuit(target.qk) - wanted_HDD
+    return _parts(apart_HDD, wanted_HDD, None if seen is None else seen.writing)
 
 
-def _parts(apart_HL: Tensor, whole_HL: Tensor) -> Tensor:
-    """Squares, as parts of the square of the whole; 0 of nothing is 0."""
-    least = torch.finfo(whole_HL.dtype).tiny
-    return apart_HL.square().sum(1) / whole_HL.square().sum().clamp(min=least)
+def _parts(apart_HLD: Tensor, whole_HLD: Tensor, size: Callable[[Tensor], Tensor] | None) -> Parts:
+    """Of each head, the square of what is lost as a part of the square of the whole: by entries,
+    and by the `size` that is seen; 0 of nothing is 0."""
 
+    def entries(b_HLD: Tensor) -> Tensor:
+        return b_HLD.square().sum((1, 2))
 
-def cheapest(cost: Sequence[Sequence[float]]) -> list[int]:
-    """The place of every head that costs least in sum, exactly: shortest augmenting paths (Kuhn,
-    1955; Jonker & Volgenant, 1987), in O(n³). Of equals the identity."""
-    count = len(cost)
-    of_head, of_place = [0.0] * count, [0.0] * (count + 1)  # prices; the last place is the door
-    owner = [-1] * (count + 1)
-    for head in range(count):
-        owner[count], here = head, count
-        least, came_from = [math.inf] * count, [count] * count
-        seen = {count}
-        while owner[here] >= 0:
-            now = owner[here]
-            for place in range(count):
-                if place not in seen:
-                    reduced = cost[now][place] - of_head[now] - of_place[place]
-                    if reduced < least[place]:
-                        least[place], came_from[place] = reduced, here
-            there = min((p for p in range(count) if p not in seen), key=least.__getitem__)
-            step = least[there]
-            for place in seen:
-                of_head[owner[place]] += step
-                of_place[place] -= step
-            for place in range(count):
-                if place not in seen:
-                    least[place] -= step
-            here = there
-            if owner[here] >= 0:
-                seen.add(here)
-        while here != count:  # everyone on the way moves on
-            owner[here], here = owner[came_from[here]], came_from[here]
-        owner[count] = -1
-    places = [0] * count
-    for place in range(count):
-        places[owner[place]] = place
-    return places
+    least = torch.finfo(whole_HLD.dtype).tiny
+    by_entries, by_size = (
+        own(apart_HLD) / own(whole_HLD).sum().clamp(min=least) for own in (entries, size or entries)
+    )
+    return by_entries, by_size

@@ -142,16 +142,14 @@ def _planned(runs: list[str], words: list[str], steps: int, out: str) -> list[Ta
     for parent in parents:
         planned = jobs([*words, *healing.composed(parent.config, given, steps), f"out={out}"])
         if len(planned) > 1:
-            raise UserError(
-                f"one form at a time, and these are {len(planned)}: give one value a key"
-            )
+            raise UserError(f"one form at a time, not {len(planned)}: give each key one value")
         wish = planned[0].config
         look(parent.config.data)
         made = [plan(healing.healed(parent, wish, given, own)) for own in (False, True)]
         fresh = None
         if parent.config.start.run is None:
             fresh = plan(healing.scratch(parent, wish), writes=False)
-        tasks.append(Task(parent, *made, fresh))
+        tasks.append(Task(parent, made[0], made[1], fresh))
     return tasks
 
 
@@ -161,8 +159,8 @@ def _lost(task: Task) -> list[dict[str, Any]]:
 
     model = task.projected.build().to_empty(device="cpu")
     return [
-        {"layer": layer, "qk": lost.qk, "ov": lost.ov, "heads": list(lost.heads)}
-        for layer, lost in enumerate(project(task.parent.model, model))
+        {"layer": layer, **dataclasses.asdict(lost), "heads": list(lost.heads)}
+        for layer, lost in enumerate(project(task.parent.model, model, task.projected))
     ]
 
 
@@ -201,15 +199,13 @@ def _described(
     for task, lost in zip(tasks, layers, strict=True):
         fresh = task.scratch
         there = fresh is not None and fresh.run.result is not None
-        folders = {
+        folders: dict[str, Any] = {
             "parent": task.parent.folder,
             "continued": task.continued.run.folder,
             "projected": task.projected.run.folder,
             "scratch": fresh.run.folder if fresh is not None and there else None,
         }
-        names = {
-            key: None if path is None else path.resolve().name for key, path in folders.items()
-        }
+        names = {key: path and path.resolve().name for key, path in folders.items()}
         command = None if fresh is None or there else _command(fresh.config, words)
         runs.append(
             {
@@ -271,13 +267,13 @@ def _print(found: dict[str, Any]) -> None:
         rows = [
             [
                 str(layer["layer"]),
-                _part(layer["qk"]),
-                _part(layer["ov"]),
+                *(_part(layer[key]) for key in ("qk", "qk_seen", "ov", "ov_seen")),
                 " ".join(map(str, layer["heads"])),
             ]
             for layer in one["layers"]
         ]
-        print_table(["layer", "QK lost", "OV lost", "heads"], rows)
+        columns = ["layer", "QK by entries", "as seen", "OV by entries", "as seen", "heads"]
+        print_table(columns, rows)
         print()
         _print_losses(one, found)
     _print_split(found)
@@ -331,13 +327,10 @@ def _print_split(found: dict[str, Any]) -> None:
     print_table([f"nats of {split} loss", "mean", "95 % interval", "n"], rows)
     print(
         f"\n“at most”: given {counted(found['steps'], 'step')} of healing at rate"
-        f" {found['lr']:g}; more may lower it, and the projection is the nearest by entries,"
-        " not by loss"
+        f" {found['lr']:g}; more may lower it, and so may a better projection"
     )
     if n == 1:
-        print(
-            "n = 1 seed: a number, and no verdict; give several RUNs, one a seed, for an interval"
-        )
+        print("n = 1 seed: a number, and no verdict; several RUNs, one a seed, give an interval")
 
 
 def _part(value: float) -> str:

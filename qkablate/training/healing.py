@@ -14,8 +14,10 @@ STEPS = 200
 # circuits have to move again, and a full peak would undo what the parent has learned.
 RATE = 0.3
 # What may be given beside the variant; all else is the parent's.
-MAY = ("train", "optim", "attention", "track", "device", "precision", "products", "compile")
-MAY += ("threads", "deterministic", "out", "seeds.data", "seeds.dropout")
+MAY = (
+    *("train", "optim", "attention", "track", "device", "precision", "products", "compile"),
+    *("threads", "deterministic", "out", "seeds.data", "seeds.dropout"),
+)
 # What is settled for a device, or for a precision, is settled anew with another.
 _WITH = {"device": ("precision", "products", "compile"), "precision": ("products",)}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qkablate.attention import Attention
-from qkablate.attention.projection import Lost, project_layer, why_not
+from qkablate.attention.projection import Lost, look, project_layer, why_not
 from qkablate.catalogue import attention
 from qkablate.config import Config, StartConfig, VariantConfig, flatten, resolve_variant, variants
 from qkablate.errors import UserError, tell
@@ -23,6 +23,7 @@ from qkablate.training.state import Progress
 if TYPE_CHECKING:
     from qkablate.training.plan import Plan
 
+TOKENS = 64  # to look at per dimension of the stream: many more than a moment has directions
 _MAY_DIFFER = ("model.dropout",)  # it has no weights
 
 
@@ -90,16 +91,36 @@ def _holds(source: Attention, config: Config, name: str) -> bool:
     return not why_not(source, target)
 
 
-def project(parent: GPT, model: GPT) -> list[Lost]:
-    """Set all of `model`; what is outside the circuits is the parent's. What each layer lost."""
+def project(parent: GPT, model: GPT, plan: "Plan") -> list[Lost]:
+    """Set all of `model`; what is outside the circuits is the parent's. What each layer lost, of
+    what it sees of the batches to come."""
     inside = {name for name, _ in model.named_parameters() if ".attention." in name}
     weights = parent.state_dict()
     rest = {name: value for name, value in weights.items() if ".attention." not in name}
     missing = model.load_state_dict(rest, strict=False)
     assert {*missing.missing_keys} == inside
     assert not missing.unexpected_keys
-    layers = zip(parent.attentions(), model.attentions(), strict=True)
-    return [project_layer(source, target) for source, target in layers]
+    layers = parent.attentions()
+    seen = look(layers, lambda: _read(parent, plan))
+    every = zip(layers, model.attentions(), seen, strict=True)
+    return [project_layer(source, target, own) for source, target, own in every]
+
+
+def _read(model: GPT, plan: "Plan") -> None:
+    """Pass some batches of the run that is to begin."""
+    config = plan.config
+    steps = plan.data.batches(
+        seed=config.seeds.data,
+        batch_size=config.train.batch_size,
+        accumulate=config.train.accumulate,
+        context=config.model.context,
+    )
+    least, read, step = TOKENS * config.model.d_model, 0, config.start.step or 0
+    while read < least:
+        for batch in steps.step(step):
+            model.hidden(batch.tokens_NT)
+            read += batch.tokens_NT.numel()
+        step += 1
 
 
 def keep(plan: "Plan") -> checkpoint.Checkpoint | None:
@@ -121,7 +142,7 @@ def keep(plan: "Plan") -> checkpoint.Checkpoint | None:
     model = plan.build()
     check(parent, config, model, plan.data.fingerprint)
     model = model.to_empty(device="cpu")
-    project(parent.model, model)
+    project(parent.model, model, plan)
     found = checkpoint.Checkpoint(Progress(), model.state_dict())
     checkpoint.save(folder, found)
     return found

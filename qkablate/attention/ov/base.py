@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qkablate.attention.qk import QK
+from qkablate.attention.seen import Seen
 from qkablate.attention.spec import Circuit, Draw, Meaningless, Spec
 
 
@@ -55,6 +56,10 @@ class OV(Circuit):
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """Take over M_h, or what of it this form can hold."""
         raise Meaningless(f"{type(self).__name__} cannot be set from a given M_h")
+
+    def set_nearest_(self, m_HDD: Tensor, seen: Seen) -> None:
+        """The same, such that what is written of what is `seen` loses little."""
+        self.set_circuit_(m_HDD)
 
     def offset(self, qk: QK) -> Tensor:
         """c_D: what is written whatever the stream holds, all of it by biases."""

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from qkablate.attention.ov.base import OV, join_heads, zero_
 from qkablate.attention.qk import QK
+from qkablate.attention.seen import Seen
 from qkablate.attention.spec import (
     Draw,
     Spec,
@@ -51,6 +52,15 @@ class NoV(OV):
         k = self.spec.d_head
         self.w_o.copy_(torch.cat([m[h * k : (h + 1) * k] for h, m in enumerate(m_HDD)]) / self.gain)
         zero_(self.b_o)
+
+    @torch.no_grad()
+    def set_nearest_(self, m_HDD: Tensor, seen: Seen) -> None:
+        """The slice stands for the rest of what a head averages, too, as well as it can."""
+        held_HDD = torch.zeros_like(m_HDD)
+        for head, (m_DD, z_DD) in enumerate(zip(m_HDD, seen.z_HDD, strict=True)):
+            own = slice(head * self.spec.d_head, (head + 1) * self.spec.d_head)
+            held_HDD[head, own] = torch.linalg.solve(z_DD[own, own], z_DD[own] @ m_DD)
+        self.set_circuit_(held_HDD)
 
     def lr_multiplier(self) -> float:
         return self.speed / self.gain

@@ -7,12 +7,14 @@ Shape suffixes: B batch, T queries, S keys, D d_model, H heads, G key heads (H, 
 K head size, E width of the score product.
 """
 
+import copy
 import math
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from qkablate.attention.seen import Seen, roots, with_bias
 from qkablate.attention.spec import Circuit, Meaningless, Spec
 
 
@@ -70,6 +72,30 @@ class QK(Circuit):
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Take over B_h (and u_h), or what of it this form can hold."""
         raise Meaningless(f"{type(self).__name__} cannot be set from a given B_h")
+
+    @torch.no_grad()
+    def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, seen: Seen) -> None:
+        """The same, such that the scores of what is `seen` lose little: of the nearest matrices
+        after several changes of basis the one that loses least."""
+        wanted_HLD = with_bias(b_HDD, u_HD)
+        whole = float(seen.scores(wanted_HLD).sum())
+
+        def lost() -> float:
+            return float(seen.scores(with_bias(*self.circuit()) - wanted_HLD).sum())
+
+        self.set_circuit_(b_HDD, u_HD)
+        least, best = lost(), copy.deepcopy(self.state_dict())
+        if least <= 1e-18 * whole:
+            return
+        x_DD, keys_DD = seen.stream(), seen.keys()
+        # A form may be one basis for both sides alone.
+        for left_DD, right_DD in ((x_DD, keys_DD), (x_DD, x_DD), (keys_DD, keys_DD)):
+            (left, left_back), (right, right_back) = roots(left_DD), roots(right_DD)
+            self.set_circuit_(left @ b_HDD @ right, u_HD)
+            self.set_circuit_(left_back @ self.circuit()[0] @ right_back, u_HD)
+            if (now := lost()) < least:
+                least, best = now, copy.deepcopy(self.state_dict())
+        self.load_state_dict(best)
 
     @property
     def key_length(self) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qkablate.attention.qk.base import QK
+from qkablate.attention.seen import Seen, with_bias
 from qkablate.attention.spec import Spec, matrix, project, side_by_side, split_heads, vector
 
 
@@ -50,6 +51,16 @@ class NoQ(QK):
         self.w_k.copy_(side_by_side(rows_HKD.mT))
         if self.b_k is not None:
             self.b_k.zero_()
+
+    @torch.no_grad()
+    def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, seen: Seen) -> None:
+        """The slice stands for the rest of x, too, as well as a linear map can guess it."""
+        held_HDD = torch.zeros_like(b_HDD)
+        for head, wanted_LD in enumerate(with_bias(b_HDD, u_HD)):
+            own = slice(head * self.spec.d_head, (head + 1) * self.spec.d_head)
+            x_LL = seen.x_LL
+            held_HDD[head, own] = torch.linalg.solve(x_LL[own, own], x_LL[own] @ wanted_LD)
+        self.set_circuit_(held_HDD, u_HD)
 
     def lr_multiplier(self) -> float:
         # Unscaled, one step moves the scores 1/(2 σ√d) times as far as standard's; matched, half.
@@ -93,6 +104,17 @@ class NoK(QK):
             zero_HD = torch.zeros_like(b_HDD[..., 0])
             u_HD = zero_HD if u_HD is None else u_HD
             self.b_q.copy_(torch.cat([u_HD[h, own[h]] for h in range(heads)]))
+
+    @torch.no_grad()
+    def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, seen: Seen) -> None:
+        """As NoQ's, on the other side."""
+        held_HLD = torch.zeros_like(with_bias(b_HDD, u_HD))
+        for head, wanted_LD in enumerate(with_bias(b_HDD, u_HD)):
+            own = slice(head * self.spec.d_head, (head + 1) * self.spec.d_head)
+            keys_DD = seen.keys()
+            guess_DL = torch.linalg.solve(keys_DD[own, own], keys_DD[own] @ wanted_LD.mT)
+            held_HLD[head, :, own] = guess_DL.mT
+        self.set_circuit_(held_HLD[:, :-1], None if u_HD is None else held_HLD[:, -1])
 
     def lr_multiplier(self) -> float:
         return 2.0 if self.spec.init == "matched" else 2 * self.spec.length
