@@ -38,6 +38,7 @@ from qkablate.redaction import redacted
 from qkablate.table import some
 
 NUMERICS = 5  # raised whenever losses may move by a bit: old and new never share a run
+PROJECTION = 1  # the same, of the weights that a run from a trained one begins with
 # What cannot change a result, and the paths: no part of a run's id.
 # (Of `attention`, the kernel that was chosen stands in the identity.)
 _NOT_IDENTITY = ("data", "track", "out", "threads", "attention")
@@ -79,9 +80,9 @@ def identity(
     if frozen["train"]["read_test"]:  # left out only where something is: it changes no number
         del frozen["train"]["read_test"]
     # Of what a run begins from its content counts, and not where it lies; of most there is nothing.
-    del frozen["start"]["run"]
-    if config.start.run is None:
-        del frozen["start"]
+    known = frozen.pop("start")
+    if known.pop("run") is not None:
+        frozen["start"] = known | {"projection": PROJECTION}
     frozen |= {"circuits_from_outside": dict(circuits_from_outside)}
     frozen |= {"device": device, "kernel": kernel, "numerics": NUMERICS}
     return frozen | {"data_fingerprint": data_fingerprint, "vocabulary": vocabulary}

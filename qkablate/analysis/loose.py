@@ -12,7 +12,16 @@ from typing import Any
 import yaml
 
 from qkablate.analysis.study import Study, gather
-from qkablate.config import Config, check, conf_dir, explain, flatten, resolve_variant, variants
+from qkablate.config import (
+    Config,
+    StartConfig,
+    check,
+    conf_dir,
+    explain,
+    flatten,
+    resolve_variant,
+    variants,
+)
 from qkablate.config.sweep import as_quoted
 from qkablate.errors import UserError
 from qkablate.ownership import Observer
@@ -25,6 +34,8 @@ _OF_THE_RUN = ("seed", "seeds", "track", "out", "threads", "device", "attention"
 _NO_NUMBER = ("threads", "attention.kernel", "train.eval_every")  # of a pair the two may differ
 _APART = {("optim", "lr"), ("train", "checkpoint_every"), ("train", "read_test"), ("data", "cache")}
 _APART |= {("train", "checkpoint_activations"), ("train", "shard")}
+# Runs of one arm that were begun from trained ones have a parent each.
+_APART |= {("start", "run"), ("start", "id"), ("start", "weights")}
 
 
 def study_of(folders: Iterable[Path]) -> Study:
@@ -75,6 +86,7 @@ def _read(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
     run writes."""
     try:
         content = read_config(folder)
+        content.setdefault("start", dict(vars(StartConfig())))  # older runs have none
         key = json.dumps(_shared(content), sort_keys=True, default=str)
         arm = arms.get(key) or _arm(content)
         run = _run(content, arm)

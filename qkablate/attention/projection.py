@@ -63,13 +63,15 @@ def look(layers: Sequence[Attention], read: Callable[[], object]) -> list[Seen]:
 
 
 @torch.no_grad()
-def project_layer(source: Attention, target: Attention, seen: Seen) -> Lost:
-    """Set `target` to what it can hold of `source`. Raises Meaningless where a circuit is no matrix
-    or cannot be set."""
-    home = tuple(range(source.qk.spec.heads))
-    if same_scores(source, target) and alike(source.ov, target.ov):
+def project_layer(source: Attention, target: Attention, seen: Seen | None) -> Lost:
+    """Set `target` to what it can hold of `source`; for the same form nothing has to be `seen`.
+    Raises Meaningless where a circuit is no matrix or cannot be set."""
+    if same_form(source, target):
         target.load_state_dict(source.state_dict())
-        return Lost(0.0, 0.0, 0.0, 0.0, home)
+        return Lost(0.0, 0.0, 0.0, 0.0, tuple(range(source.qk.spec.heads)))
+    assert seen is not None
+    if reason := why_not(source, target):
+        raise Meaningless(reason)
     # In fp64: what is lost is to be the form's doing alone.
     one, other = (copy.deepcopy(layer).double() for layer in (source, target))
     heads = best_places(one, other, seen)
@@ -93,6 +95,10 @@ def why_not(source: Attention, target: Attention) -> str:
     return ""
 
 
+def same_form(source: Attention, target: Attention) -> bool:
+    return same_scores(source, target) and alike(source.ov, target.ov)
+
+
 def same_scores(source: Attention, target: Attention) -> bool:
     """Whether the parameters that make the scores mean the same in both."""
     return type(source.norm) is type(target.norm) and alike(source.qk, target.qk)
@@ -108,6 +114,7 @@ def alike(one: Circuit, other: Circuit) -> bool:
     return type(one) is type(other) and constants[0] == constants[1] and shapes[0] == shapes[1]
 
 
+@torch.no_grad()
 def best_places(source: Attention, target: Attention, seen: Seen) -> list[int]:
     """Which head of `source` to put in each place of `target`, so that all together lose least."""
     home = list(range(source.qk.spec.heads))

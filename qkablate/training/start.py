@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qkablate.attention import Attention
-from qkablate.attention.projection import Lost, look, project_layer, why_not
+from qkablate.attention.projection import Lost, look, project_layer, same_form, why_not
 from qkablate.catalogue import attention
 from qkablate.config import Config, StartConfig, VariantConfig, flatten, resolve_variant, variants
 from qkablate.errors import UserError, tell
@@ -101,9 +101,11 @@ def project(parent: GPT, model: GPT, plan: "Plan") -> list[Lost]:
     assert {*missing.missing_keys} == inside
     assert not missing.unexpected_keys
     layers = parent.attentions()
+    pairs = [*zip(layers, model.attentions(), strict=True)]
+    if all(same_form(*pair) for pair in pairs):
+        return [project_layer(*pair, None) for pair in pairs]
     seen = look(layers, lambda: _read(parent, plan))
-    every = zip(layers, model.attentions(), seen, strict=True)
-    return [project_layer(source, target, own) for source, target, own in every]
+    return [project_layer(*pair, own) for pair, own in zip(pairs, seen, strict=True)]
 
 
 def _read(model: GPT, plan: "Plan") -> None:
