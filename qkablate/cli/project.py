@@ -30,7 +30,7 @@ stopped. The variant's own run from scratch is found if it is there. So a gap is
   at once       projected − trained
   healed        the same after healing: what the form cannot represent is no more than this
   from scratch  the variant's run − RUN
-  training      from scratch − healed: what training does not find
+  training      from scratch − healed: what training does not find is no less than this
 
 The rate of healing is 0.3 of RUN's (optim.lr), with a warm-up of a twentieth of the steps. Several
 RUNs are one arm with several seeds: then each gap has its mean and its interval.
@@ -239,6 +239,8 @@ def _command(config: "Config", words: list[str]) -> str:
     own = [word for word in words if word.partition("=")[0].partition(".")[0] == "variant"]
     sized = [f"model.{key}={value}".lower() for key, value in vars(config.model).items()]
     base = [f"data={config.data.source}", f"seed={config.seed}"]
+    needed = {"data.path": config.data.path, "data.name": config.data.name}
+    base += [f"{key}={as_quoted(value)}" for key, value in needed.items() if value is not None]
     (plain,) = jobs([*own, *base, *sized, f"train.steps={config.train.steps}"])
     settled = flatten(hardware.resolve(plain.config))
     differ = []
@@ -250,14 +252,6 @@ def _command(config: "Config", words: list[str]) -> str:
         if (apart or sized_apart or (key == "train.steps" and value != 1000)) and not no_cooldown:
             differ.append(f"{key}={as_quoted(value)}")
     return shlex.join(["qkablate", "train", *own, *base, *differ])
-
-
-_TOLD = {
-    "at_once": "at once",
-    "healed": "healed",
-    "scratch": "from scratch",
-    "training": "training",
-}
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -308,9 +302,9 @@ def _print_split(found: dict[str, Any]) -> None:
     mean, n = found["mean"], found["n"]
     split = "test" if mean["healed"]["test"]["n"] else "val"
     told = {
-        "healed": "what the form cannot represent: at most",
-        "training": "what training does not find: at least",
-        "scratch": "the whole gap, from scratch",
+        "healed": "healed: the form cannot represent this, at most",
+        "training": "scratch − healed: training does not find this, at least",
+        "scratch": "from scratch: the whole gap",
     }
     rows = []
     for part, text in told.items():
@@ -329,6 +323,11 @@ def _print_split(found: dict[str, Any]) -> None:
         f"\n“at most”: given {counted(found['steps'], 'step')} of healing at rate"
         f" {found['lr']:g}; more may lower it, and so may a better projection"
     )
+    if (mean["training"][split]["mean"] or 0) < 0:
+        print(
+            "scratch − healed is negative: from scratch more is found than healing mends. So the"
+            " form\ncannot represent the gap from scratch, at most; of training nothing is shown"
+        )
     if n == 1:
         print("n = 1 seed: a number, and no verdict; several RUNs, one a seed, give an interval")
 

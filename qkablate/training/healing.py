@@ -64,14 +64,13 @@ def healed(parent: Restored, wish: Config, given: Collection[str], variant: bool
         train=dataclasses.replace(config.train, tokens=None, shard=False),
         start=StartConfig(run=str(parent.folder)),
         out=wish.out,
-        track=wish.track,
     )
 
 
 def scratch(parent: Restored, wish: Config) -> Config:
     """The run of the other form that its parent's training would have made."""
     config = parent.config
-    return dataclasses.replace(config, variant=wish.variant, out=wish.out, track=wish.track)
+    return dataclasses.replace(config, variant=wish.variant, out=wish.out)
 
 
 def _with(config: Config, other: Config, keys: Collection[str]) -> Config:

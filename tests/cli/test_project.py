@@ -1,0 +1,209 @@
+"""`qkablate project` as a user types it."""
+
+import json
+import shlex
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from qkablate.cli import main
+from qkablate.runs import read_config
+
+SIZES = ["model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
+LENGTH = ["train.steps=30", "train.batch_size=4", "train.eval_every=10", "track.wandb=disabled"]
+RUNS = (["seed=0"], ["seed=1"], ["seed=0", "variant=no_q"], ["seed=0", "model.heads=1"])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Real runs: standard with two seeds, no_q from scratch with one, and another size."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "corpus.txt").write_text("the cat sat on the mat, ähnlich ∑\n" * 200)
+    data = ["data=text", f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
+    for words in RUNS:
+        with pytest.raises(SystemExit) as exit_:
+            main(["train", *SIZES, *LENGTH, *data, f"out={folder / 'outputs'}", *words])
+        assert exit_.value.code == 0
+    return folder / "outputs"
+
+
+@pytest.fixture
+def outputs(trained, tmp_path):
+    return Path(shutil.copytree(trained, tmp_path / "outputs", symlinks=True))
+
+
+def projected(qkablate, *words):
+    done = qkablate("project", *words, "--json")
+    assert done.code == 0, done.err
+    return json.loads(done.out, parse_constant=pytest.fail)
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def trees(outputs, name):
+    return {path: path.lstat().st_mtime_ns for path in (outputs / "runs").glob(f"{name}/*")}
+
+
+def test_help(qkablate):
+    done = qkablate("project", "--help")
+    assert (done.code, done.err) == (0, "")
+    assert "Usage: qkablate project RUN [RUN …] variant=NAME" in done.out
+
+
+def test_a_gap_split_in_two(qkablate, outputs):
+    """Every number is one of a run's files, and what is there is not trained again."""
+    words = ["standard-d16-h2-s0", "variant=no_q", "heal.steps=8"]
+    said = projected(qkablate, *words)
+    (one,) = said["runs"]
+    folders = {key: outputs / "runs" / name for key, name in one["folders"].items()}
+    assert folders["scratch"].name.startswith("no_q-d16-h2-s0-")
+    assert folders["continued"].name.startswith("healed-standard-d16-h2-s0-")
+    losses = {key: result(folder)["loss"] for key, folder in folders.items()}
+    for split in ("val", "test"):
+        healed = losses["projected"][split] - losses["continued"][split]
+        scratch = losses["scratch"][split] - losses["parent"][split]
+        assert one["gap"]["healed"][split] == healed
+        assert one["gap"]["scratch"][split] == scratch
+        assert one["gap"]["training"][split] == scratch - healed
+    assert one["at_once"]["parent"] == pytest.approx(losses["parent"]["val"], rel=1e-6)
+    assert one["gap"]["at_once"]["val"] > 0
+    assert [layer["layer"] for layer in one["layers"]] == [0, 1]
+    assert all(0 < layer["qk_seen"] < 1 and layer["ov_seen"] < 1e-6 for layer in one["layers"])
+    assert (said["n"], said["steps"], said["lr"]) == (1, 8, 3e-4)
+    config = read_config(folders["projected"])
+    assert (config["train"]["steps"], config["optim"]["warmup"], config["seed"]) == (8, 0, 0)
+    assert config["start"]["step"] == 30
+    before = trees(outputs, "*")
+    assert projected(qkablate, *words) == said
+    assert trees(outputs, "*") == before
+
+
+def test_the_parent_going_on_is_trained_once(qkablate, outputs):
+    one = projected(qkablate, "standard-d16-h2-s0", "variant=no_q", "heal.steps=4")["runs"][0]
+    other = projected(qkablate, "standard-d16-h2-s0", "variant=no_k", "heal.steps=4")["runs"][0]
+    assert one["folders"]["continued"] == other["folders"]["continued"]
+    assert len([*(outputs / "runs").glob("healed-*")]) == 3
+
+
+def test_onto_a_form_that_holds_it_there_is_no_gap_at_once(qkablate, outputs):
+    said = projected(qkablate, "standard-d16-h2-s0", "variant=merged_w", "heal.steps=2")
+    (one,) = said["runs"]
+    assert abs(one["gap"]["at_once"]["val"]) < 1e-5
+    assert max(layer["qk"] for layer in one["layers"]) < 1e-6
+    own = projected(qkablate, "standard-d16-h2-s0", "variant=standard", "heal.steps=2")["runs"][0]
+    assert own["gap"]["healed"] == {"val": 0, "test": 0}
+    assert own["folders"]["projected"] == own["folders"]["continued"]
+
+
+def test_without_the_run_from_scratch_its_command_is_told(qkablate, outputs):
+    """And that command trains the very run that is then found."""
+    words = ["standard-d16-h2-s0", "variant=low_rank_w", "variant.rank=3", "heal.steps=2"]
+    done = qkablate("project", *words)
+    assert done.code == 0, done.err
+    line = done.out.splitlines()[-1]
+    assert line.startswith("  qkablate train variant=low_rank_w variant.rank=3 data=text seed=0 ")
+    assert "n = 1 seed: a number, and no verdict" in done.out
+    again = shlex.split(line)[1:]
+    assert qkablate(*again, "threads=1", "track.wandb=disabled").code == 0
+    (one,) = projected(qkablate, *words)["runs"]
+    assert one["scratch_command"] is None
+    assert one["gap"]["training"]["test"] is not None
+
+
+def test_several_seeds_have_an_interval(qkablate, outputs):
+    words = ["standard-d16-h2-s0", "standard-d16-h2-s1", "variant=no_q", "heal.steps=2"]
+    said = projected(qkablate, *words)
+    gaps = [one["gap"]["healed"]["test"] for one in said["runs"]]
+    found = said["mean"]["healed"]["test"]
+    assert (found["n"], found["mean"]) == (2, pytest.approx(sum(gaps) / 2))
+    assert found["interval"][0] < found["mean"] < found["interval"][1]
+    assert said["mean"]["training"]["test"]["n"] == 1  # of one seed there is none from scratch
+    done = qkablate("project", *words)
+    assert "a number, and no verdict" not in done.out
+    assert "seed=1" in done.out.splitlines()[-1]
+
+
+def test_what_is_given_is_taken_by_both(qkablate, outputs):
+    words = ["optim.lr=1e-4", "train.batch_size=2", "optim.warmup=1", "track.tags=[x]"]
+    (one,) = projected(qkablate, "standard-d16-h2-s0", "variant=no_q", "heal.steps=3", *words)[
+        "runs"
+    ]
+    for key in ("continued", "projected"):
+        config = read_config(outputs / "runs" / one["folders"][key])
+        assert (config["optim"]["lr"], config["train"]["batch_size"]) == (1e-4, 2)
+        assert (config["optim"]["warmup"], config["optim"]["weight_decay"]) == (1, 0.1)
+        assert config["variant"]["name"] == {"continued": "standard", "projected": "no_q"}[key]
+
+
+def test_stopped_it_goes_on(qkablate, spawn, outputs):
+    words = ["project", "standard-d16-h2-s0", "variant=no_q", "heal.steps=6", "--json"]
+    undisturbed = Path(shutil.copytree(outputs, outputs.parent / "calm", symlinks=True))
+    expected = json.loads(qkablate(*words, f"out={undisturbed}").out)
+    process = spawn(*words)
+    while not [*(outputs / "runs").glob("healed-*/metrics.jsonl")] and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode in (0, 130)
+    done = qkablate(*words)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["runs"][0]["loss"] == expected["runs"][0]["loss"]
+
+
+MISTAKES = [
+    ([], "no run given: write qkablate project RUN variant=NAME"),
+    (["standard-d16-h2-s0"], "variant: into which form? write qkablate project"),
+    (["nope", "variant=no_q"], "there is no run 'nope'"),
+    (["standard", "variant=no_q"], "'standard' may be any of 3 runs: "),
+    (["S", "variant=nope"], "variant: 'nope' is not one of "),
+    (["S", "variant=no_q", "heal.steps=0"], "heal.steps: '0' is not a whole number from 1"),
+    (["S", "variant=no_q", "heal.stps=3"], "heal.stps: there is no such key"),
+    (["S", "variant=no_q", "train.steps=3"], "train.steps: write heal.steps=200"),
+    (["S", "variant=no_q", "model.d_model=32"], "model.d_model: is what the trained run was"),
+    (["S", "variant=no_q", "data=recall"], "data: is what the trained run was trained with"),
+    (["S", "variant=no_q", "seed=4"], "seed: is what the trained run was trained with"),
+    (["S", "variant=no_q", "optim.lrr=4"], "optim.lrr: there is no such key"),
+    (["S", "variant=no_q,no_k"], "one form at a time, not 2"),
+    (["S", "variant=static_scores"], "the scores do not depend on x (possible: standard, "),
+    (["S", "variant=no_qk"], "cannot be put into the form of no_qk: NoQK cannot be set"),
+    (["S", "variant=no_q", "--jsn"], "'--jsn' is not one of"),
+    (["S", "S", "variant=no_q"], "share seed 0: several runs are one arm with several seeds"),
+    (["S", "standard-d16-h1-s0", "variant=no_q"], "differ in model.heads (2 and 1)"),
+    (["S", "no_q-d16-h2-s0", "variant=no_q"], "differ in variant.name (standard and no_q)"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES, ids=lambda x: str(x)[:50])
+def test_mistakes(qkablate, outputs, words, line):
+    """One line, exit code 2, before anything is trained."""
+    done = qkablate("project", *("standard-d16-h2-s0" if word == "S" else word for word in words))
+    assert (done.code, done.out) == (2, "")
+    assert line in done.err
+    assert done.err.startswith("qkablate: ")
+    assert done.err.count("\n") == 1
+    assert not [*(outputs / "runs").glob("healed-*")]
+
+
+def test_a_run_without_a_checkpoint(qkablate, outputs):
+    (folder,) = (outputs / "runs").glob("standard-d16-h2-s0-*")
+    shutil.rmtree(folder / "checkpoints")
+    done = qkablate("project", folder.name, "variant=no_q")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "has no checkpoint yet" in done.err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(qkablate, monkeypatch, outputs, shell):
+    monkeypatch.setattr(sys, "argv", ["qkablate"])
+    for line, expected in (
+        ("qkablate pro", ["project"]),
+        ("qkablate project hea", ["heal.steps="]),
+        ("qkablate project standard-d16-h1", [p.name for p in outputs.glob("runs/*-h1-*")]),
+    ):
+        monkeypatch.setenv("COMP_LINE", line)
+        assert qkablate("-sc", f"query={shell}").out.split() == expected
