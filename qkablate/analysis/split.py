@@ -5,14 +5,14 @@ is left bounds what the form cannot represent, from above: more healing can only
 run from scratch lacks beyond that, its training has not found.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qkablate.analysis.sample import Sample
+from qkablate.disk import read_file
 from qkablate.errors import UserError
-from qkablate.runs import is_number, read_result, sha256
+from qkablate.runs import is_number, read_result, read_row, sha256
 
 SPLITS = ("val", "test")
 PARTS = ("at_once", "healed", "scratch", "training")
@@ -74,16 +74,16 @@ def _at_once(folder: Path) -> float | None:
     """The validation loss before the first step."""
     result, path = read_result(folder) or {}, folder / "metrics.jsonl"
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror}") from None
     if sha256(content) != result.get("metrics_sha256", sha256(content)):
         raise UserError(f"'{path}' is damaged: it is not what the run has written")
     for line in content.splitlines():
         try:
-            row = json.loads(line)
-            if row["step"] == 0 and is_number(row["val/loss"]):
-                return float(row["val/loss"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+            row = read_row(line)
+        except ValueError:
             continue
+        if row.get("step") == 0 and is_number(row.get("val/loss")):
+            return float(row["val/loss"])
     return None
