@@ -74,7 +74,6 @@ def main(argv: list[str]) -> int:
     words, out = take_out(words)
     need_analysis()
     tasks = _planned(runs, words, steps, out)
-    layers = [_lost(task) for task in tasks]
     from qkablate.runs import EXIT_CODES
 
     for task in tasks:
@@ -82,7 +81,7 @@ def main(argv: list[str]) -> int:
             status = _train(plan)
             if status != "done":
                 return EXIT_CODES.get(status, 1)
-    found = _described(tasks, layers, words)
+    found = _described(tasks, words)
     with suppress(BrokenPipeError):
         if "--json" in flags:
             print_json(found)
@@ -155,12 +154,11 @@ def _planned(runs: list[str], words: list[str], steps: int, out: str) -> list[Ta
 
 def _lost(task: Task) -> list[dict[str, Any]]:
     """What the projection loses, layer by layer."""
-    from qkablate.training.start import project
+    from qkablate.training.start import lost_of
 
-    model = task.projected.build().to_empty(device="cpu")
     return [
         {"layer": layer, **dataclasses.asdict(lost), "heads": list(lost.heads)}
-        for layer, lost in enumerate(project(task.parent.model, model, task.projected))
+        for layer, lost in enumerate(lost_of(task.projected, task.parent.model))
     ]
 
 
@@ -190,13 +188,11 @@ def _train(planned: "Plan") -> str:
     return status
 
 
-def _described(
-    tasks: list[Task], layers: list[list[dict[str, Any]]], words: list[str]
-) -> dict[str, Any]:
+def _described(tasks: list[Task], words: list[str]) -> dict[str, Any]:
     from qkablate.analysis.split import means, split
 
     runs = []
-    for task, lost in zip(tasks, layers, strict=True):
+    for task in tasks:
         fresh = task.scratch
         there = fresh is not None and fresh.run.result is not None
         folders: dict[str, Any] = {
@@ -212,7 +208,7 @@ def _described(
                 "seed": task.parent.config.seed,
                 "folders": names,
                 "scratch_command": command,
-                "layers": lost,
+                "layers": _lost(task),
                 **split(**folders),
             }
         )

@@ -15,7 +15,7 @@ from qkablate.catalogue import attention
 from qkablate.config import Config, StartConfig, VariantConfig, flatten, resolve_variant, variants
 from qkablate.errors import UserError, tell
 from qkablate.model import GPT
-from qkablate.runs import run_id
+from qkablate.runs import is_number, read_json, run_id, write_json
 from qkablate.training import checkpoint
 from qkablate.training.restore import Restored, check_shapes, find_run, restore
 from qkablate.training.state import Progress
@@ -144,7 +144,24 @@ def keep(plan: "Plan") -> checkpoint.Checkpoint | None:
     model = plan.build()
     check(parent, config, model, plan.data.fingerprint)
     model = model.to_empty(device="cpu")
-    project(parent.model, model, plan)
+    lost = project(parent.model, model, plan)
     found = checkpoint.Checkpoint(Progress(), model.state_dict())
     checkpoint.save(folder, found)
+    write_json(folder / "lost.json", [dataclasses.asdict(own) for own in lost])
     return found
+
+
+def lost_of(plan: "Plan", parent: GPT) -> list[Lost]:
+    """What the projection that the run began with has lost, as its folder says; where that says
+    nothing, as it is found again."""
+    layers, heads = plan.config.model.layers, plan.config.model.heads
+    try:
+        content = read_json(plan.run.start / "lost.json")
+        found = [Lost(**{**own, "heads": tuple(own["heads"])}) for own in content]
+        orders = all(sorted(own.heads) == [*range(heads)] for own in found)
+        parts = [part for own in found for part in (own.qk, own.qk_seen, own.ov, own.ov_seen)]
+        if len(found) == layers and orders and all(map(is_number, parts)):
+            return found
+    except (TypeError, ValueError, KeyError):
+        pass
+    return project(parent, plan.build().to_empty(device="cpu"), plan)

@@ -207,3 +207,15 @@ def test_completion(qkablate, monkeypatch, outputs, shell):
     ):
         monkeypatch.setenv("COMP_LINE", line)
         assert qkablate("-sc", f"query={shell}").out.split() == expected
+
+
+def test_what_was_lost_is_kept_and_not_believed_blindly(qkablate, outputs):
+    words = ["standard-d16-h2-s0", "variant=no_q", "heal.steps=2"]
+    said = projected(qkablate, *words)["runs"][0]
+    kept = outputs / "runs" / said["folders"]["projected"] / "start" / "lost.json"
+    assert json.loads(kept.read_text())[1]["qk"] == said["layers"][1]["qk"]
+    for content in ("[]", "{", "[1, 2]", '[{"qk": 0}, {}]', "null", "[" * 10_000):
+        kept.write_text(content)
+        again = projected(qkablate, *words)["runs"][0]["layers"]
+        assert [own["heads"] for own in again] == [own["heads"] for own in said["layers"]]
+        assert [own["qk"] for own in again] == pytest.approx([own["qk"] for own in said["layers"]])
