@@ -136,6 +136,31 @@ def test_the_runs_of_an_arm_differ_in_their_seed_and_learning_rate_alone(run):
     assert entries["no_q-d16-h2 lr 0.002"].sample.values == (9.0,)
 
 
+def test_runs_that_began_from_trained_ones_stand_beside_each_other(run):
+    """An arm of its own, whatever the parents of its seeds; never among runs from fresh weights."""
+
+    def begun(seed):
+        known = {"run": f"parent{seed}", "id": f"{seed}" * 12, "weights": f"{seed}" * 64}
+        return [f"start.{key}={value}" for key, value in (known | {"step": 12}).items()]
+
+    folders = [
+        run(f"seed={seed}", *variant, *start, test=2 + seed + gap)
+        for seed in (0, 1)
+        for variant, gap in ((["variant=no_q"], 0.25), ([], 0.0))
+        for start in (begun(seed), [])
+    ]
+    study = study_of(folders)
+    names = ["standard-d16-h2", "no_q-d16-h2"]
+    assert {*by_name(study)} == {*names, *(f"healed-{name}" for name in names)}
+    assert study.unread == ()
+    baselines = {entry.arm.name: entry.arm.baseline for entry in study.entries}
+    assert baselines["healed-no_q-d16-h2"] == "healed-standard-d16-h2"
+    assert baselines["no_q-d16-h2"] == "standard-d16-h2"
+    gaps = [gap for family in families(study) for gap in family.gaps]
+    assert [[*gap.pairs.values()] for gap in gaps] == [pytest.approx([0.25, 0.25])] * 2
+    sound(study)
+
+
 def test_the_order_in_which_runs_are_named_changes_no_number(run):
     folders = of_seeds(run, range(3)) + of_seeds(run, range(3), "variant=no_q", gap=0.3)
     one, other = (sound(study_of(order)) for order in (folders, folders[::-1]))
