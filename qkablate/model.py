@@ -3,8 +3,10 @@
 Shape suffixes: B batch, T context, A answers, D d_model, V vocabulary.
 """
 
+import copy
 import math
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -83,11 +85,7 @@ class GPT(nn.Module):
 
     def hidden(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
         """What the output projection reads, x_BTD."""
-        x_BTD = self.token_embedding(tokens_BT)
-        if self.position_embedding is not None:
-            first = caches[0].length if caches else 0
-            x_BTD = x_BTD + self.position_embedding.weight[first : first + tokens_BT.shape[1]]
-        x_BTD = self.dropout(x_BTD)
+        x_BTD = self._embedded(tokens_BT, caches[0].length if caches else 0)
         again = self.checkpoint_activations and self.training and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks):
             if again:
@@ -96,6 +94,21 @@ class GPT(nn.Module):
             else:
                 x_BTD = block(x_BTD, caches[layer] if caches else None)
         return self.norm(x_BTD)
+
+    def _embedded(self, tokens_BT: Tensor, first: int = 0) -> Tensor:
+        x_BTD = self.token_embedding(tokens_BT)
+        if self.position_embedding is not None:
+            x_BTD = x_BTD + self.position_embedding.weight[first : first + tokens_BT.shape[1]]
+        return self.dropout(x_BTD)
+
+    def streams(self, tokens_BT: Tensor) -> Iterator[tuple[Attention, Tensor]]:
+        """Each attention layer, and what it reads, x_BTD: for looking at."""
+        x_BTD = self._embedded(tokens_BT)
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        for block in blocks:
+            yield block.attention, block.norm_1(x_BTD)
+            if block is not blocks[-1]:
+                x_BTD = block(x_BTD)
 
     def loss(
         self,
@@ -158,10 +171,7 @@ class GPT(nn.Module):
         inside = {id(part) for layer in self.attentions() for part in layer.modules()}
         for prefix, module in self.named_modules():
             if isinstance(module, Attention):
-                module.qk.init_(draw.within(f"{prefix}.qk"))
-                module.ov.init_(draw.within(f"{prefix}.ov"))
-                if module.norm is not None:
-                    module.norm.init_(draw.within(f"{prefix}.norm"))
+                draw.start_(module, prefix)
             elif id(module) in inside:
                 continue  # what a circuit is made of, it starts itself
             elif isinstance(module, nn.Embedding):
@@ -179,6 +189,16 @@ class GPT(nn.Module):
                 if module.bias is not None:
                     module.bias.copy_(draw(f"{prefix}.bias", (fan_out,), fan_in=fan_in))
         return self
+
+    @torch.no_grad()
+    def starts(self, seed: int) -> Iterator[Attention]:
+        """Each attention layer as `init_` sets it, made anew on the CPU, one at a time."""
+        draw = _Init(self.config, seed)
+        for prefix, module in self.named_modules():
+            if isinstance(module, Attention):
+                layer = copy.deepcopy(module).to_empty(device="cpu")
+                draw.start_(layer, prefix)
+                yield layer
 
     def ledger(self) -> dict[str, int]:
         """Parameters by part; the parts sum to the total."""
@@ -215,6 +235,13 @@ class _Init:
             return torch.zeros(shape)
         std = GPT2_SIGMA / (2 * self.config.layers) ** 0.5 if residual else GPT2_SIGMA
         return self.normal(name, shape, std)
+
+    def start_(self, layer: Attention, prefix: str) -> None:
+        """The attention layer that stands at `prefix`."""
+        layer.qk.init_(self.within(f"{prefix}.qk"))
+        layer.ov.init_(self.within(f"{prefix}.ov"))
+        if layer.norm is not None:
+            layer.norm.init_(self.within(f"{prefix}.norm"))
 
     def normal(self, name: str, shape: tuple[int, ...], std: float = GPT2_SIGMA) -> Tensor:
         normal = stream(self.seed, "init", name).standard_normal(shape, dtype="float32")

@@ -41,7 +41,7 @@ NUMERICS = 5  # raised whenever losses may move by a bit: old and new never shar
 PROJECTION = 1  # the same, of the weights that a run from a trained one begins with
 # What cannot change a result, and the paths: no part of a run's id.
 # (Of `attention`, the kernel that was chosen stands in the identity.)
-_NOT_IDENTITY = ("data", "track", "out", "threads", "attention")
+_NOT_IDENTITY = ("data", "track", "out", "threads", "attention", "diagnose")
 _PACKAGES = ("qkablate", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
 _CHECK = b', "crc32": "%08x"}'  # at the end of a row
 _DEEPEST = 32  # maps and lists in each other, in a frozen config

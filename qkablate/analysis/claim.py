@@ -22,7 +22,7 @@ HORIZONS = ("longest", "each", "growth")
 FREE = (
     *("out", "device", "threads", "workers", "per_gpu", "on_failure", "track"),
     "engine",
-    *("data.cache", "train.checkpoint_every"),
+    *("data.cache", "train.checkpoint_every", "diagnose"),
 )
 Selector = Mapping[str, Any]
 

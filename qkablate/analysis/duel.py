@@ -10,7 +10,7 @@ from qkablate.runs import is_number, read_config, read_result
 
 _LIKE = ["data_fingerprint", "precision", "products", "device", "kernel", "threads", "code"]
 _LIKE += ["torch", "cpu"]
-_FREE = ("id", "identity", "out", "track", "threads")
+_FREE = ("id", "identity", "out", "track", "threads", "diagnose")
 
 
 def duel(one: Path, other: Path) -> dict[str, Any]:

@@ -30,7 +30,10 @@ from qkablate.sweeps.manifest import Arm, Changes, Manifest, SweepRun
 from qkablate.sweeps.state import State, read_run
 
 # What differs from run to run of one arm, or changes no number.
-_OF_THE_RUN = ("seed", "seeds", "track", "out", "threads", "device", "attention", "id", "identity")
+_OF_THE_RUN = (
+    *("seed", "seeds", "track", "out", "threads", "device", "attention", "diagnose"),
+    *("id", "identity"),
+)
 _NO_NUMBER = ("threads", "attention.kernel", "train.eval_every")  # of a pair the two may differ
 _APART = {("optim", "lr"), ("train", "checkpoint_every"), ("train", "read_test"), ("data", "cache")}
 _APART |= {("train", "checkpoint_activations"), ("train", "shard")}
@@ -218,7 +221,8 @@ def _words(config: Config) -> dict[str, str]:
     if config.optim.schedule != "wsd":
         skipped.add("optim.cooldown")  # there is none to set
     for key, value in flatten(config).items():
-        if key.partition(".")[0] in ("seed", "seeds", "track", "out", "device") or key in skipped:
+        own_of_run = ("seed", "seeds", "track", "out", "device", "diagnose")
+        if key.partition(".")[0] in own_of_run or key in skipped:
             continue
         unused = value is None and key in ("variant.rank", "variant.groups")
         if value != defaults.get(key) and not unused:

@@ -155,6 +155,16 @@ class Attention(nn.Module):
             addend=self._addend(q_BHTE, 0, length, causal, True),
         )
 
+    def scores(self, x_BTD: Tensor, causal: bool = True) -> Tensor:
+        """What softmax sees, S_BHTS, −∞ where a position is hidden: for looking at."""
+        q_BHTE, k_BGSE = self.modified(*self.qk(x_BTD, x_BTD))
+        heads, length = q_BHTE.shape[1:3]
+        k_BHSE = k_BGSE.repeat_interleave(heads // k_BGSE.shape[1], 1)
+        s_BHTS = self.scale * (q_BHTE @ k_BHSE.mT)
+        addend = self._addend(q_BHTE, 0, length, causal, True)
+        s_BHTS = s_BHTS if addend is None else s_BHTS + addend
+        return s_BHTS + causal_mask(s_BHTS) if causal else s_BHTS
+
     def _addend(
         self, q_BHTE: Tensor, first: int, keys: int, causal: bool, own: bool
     ) -> Tensor | None:

@@ -211,12 +211,14 @@ def resolve(config: Config) -> Config:
     data = config.data
     if data.tokenizer == "bpe" and data.vocab_size is None:
         data = dataclasses.replace(data, vocab_size=BPE_SIZE)
+    every = train.eval_every if config.diagnose.every == "auto" else config.diagnose.every
     return dataclasses.replace(
         config,
         data=data,
         variant=resolve_variant(config.variant, config.model),
         train=dataclasses.replace(train, steps=steps, tokens=None),
         optim=dataclasses.replace(optim, warmup=warmup, cooldown=cooldown),
+        diagnose=dataclasses.replace(config.diagnose, every=every),
     )
 
 

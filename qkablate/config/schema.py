@@ -111,6 +111,11 @@ class SeedsConfig:
 
 
 @dataclass
+class DiagnoseConfig:
+    every: int | str = "auto"
+
+
+@dataclass
 class TrackConfig:
     wandb: str = "auto"
     project: str | None = None
@@ -138,6 +143,7 @@ class Config:
     compile: bool | str = "auto"
     threads: int | str = "auto"
     deterministic: bool = False
+    diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     out: str = "outputs"
 
@@ -216,11 +222,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "seeds.dropout": (0, BIG),
     "start.step": (0, BIG),
     "threads": (1, 4096),
+    "diagnose.every": (0, BIG),
     "track.log_every": (1, BIG),
 }
 # Where a word may stand in a number's place.
 WORDS = dict.fromkeys(
-    ("variant.rank", "variant.groups", "train.steps", "optim.warmup", "optim.cooldown", "threads"),
+    (
+        *("variant.rank", "variant.groups", "train.steps", "optim.warmup", "optim.cooldown"),
+        *("threads", "diagnose.every"),
+    ),
     "auto",
 )
 
@@ -232,10 +242,15 @@ def from_plain(content: dict[str, Any]) -> Config:
         own = getattr(config, item.name)
         if item.name == "start" and item.name not in content:  # written before there was one
             continue
-        value = content[item.name]
+        value = _plain(content, item.name)
         kind: Any = type(own)
         parts[item.name] = kind(**value) if dataclasses.is_dataclass(own) else value
     return Config(**parts)
+
+
+def _plain(content: dict[str, Any], name: str) -> Any:
+    """What is frozen without this section began without diagnostics, and goes on so."""
+    return content.get(name, {"every": 0}) if name == "diagnose" else content[name]
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

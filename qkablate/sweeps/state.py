@@ -22,6 +22,7 @@ from qkablate.sweeps.tuning import Bowl, further
 ENDED = ("done", "diverged", "failed")
 STATUSES = ("done", "running", "waiting", "interrupted", "diverged", "failed")
 _TAIL = 4096  # bytes of metrics.jsonl that hold the newest rows
+_LONGEST_TAIL = 2**22  # where they lie behind others
 
 
 @dataclass
@@ -193,8 +194,16 @@ def read_run(state: State, observer: Observer) -> None:
 
 def newest_row(folder: Path) -> dict[str, Any]:
     """The newest value of each metric."""
+    tail, lines = _TAIL, list[bytes]()
     try:
-        lines = read_file(folder / "metrics.jsonl", _TAIL).splitlines()
+        while True:  # past the diagnostics, which are long and no progress
+            content = read_file(folder / "metrics.jsonl", tail)
+            whole = len(content) < tail
+            lines = content.splitlines()[not whole :]
+            lines = [line for line in lines if b'"mechanism"' not in line]
+            if whole or tail >= _LONGEST_TAIL or sum(map(len, lines)) >= _TAIL // 2:
+                break
+            tail *= 8
     except OSError:
         return {}
     row: dict[str, Any] = {}

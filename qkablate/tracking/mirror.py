@@ -126,7 +126,7 @@ class Mirror:
         if self._run is None:
             return
         try:
-            self._run.log(row, step=row["step"])
+            self._run.log(_flat(row), step=row["step"])
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}; going on without it")
             run, self._run = self._run, None
@@ -221,6 +221,19 @@ class Mirror:
 
     def _sync_command(self, kind: str) -> str:
         return f"wandb sync {shlex.quote(str(self._recorded))}/{kind}-*"
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """With the diagnostics as scalars, means over the heads of a layer: qk/stable_rank/L0. A
+    spectrum has no such mean."""
+    flat = {name: value for name, value in row.items() if name != "mechanism"}
+    for part, found in row.get("mechanism", {}).items():
+        for name, layers in found.items():
+            for layer, heads in enumerate(layers):
+                known = [value for value in heads or () if isinstance(value, float)]
+                if known:
+                    flat[f"{part}/{name}/L{layer}"] = sum(known) / len(known)
+    return flat
 
 
 def _global_settings() -> Any:

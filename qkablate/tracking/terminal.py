@@ -27,6 +27,8 @@ class Terminal:
             )
 
     def log(self, row: dict[str, Any]) -> None:
+        if "mechanism" in row:  # many numbers, and none of them a progress
+            return
         step = int(row["step"])
         if self._bar is not None:
             self._seen |= row

@@ -15,7 +15,7 @@ def header(plan: Plan, processes: int = 1) -> list[str]:
     sharded = " that share the weights" if config.train.shard else ""
     by = " by oneDNN" if config.products == "onednn" else ""
     together = f"{processes} processes{sharded} with " if processes > 1 else ""
-    return [
+    lines = [
         f"run      {plan.run.folder}",
         f"variant  {config.variant.name}: {plan.equation}",
         f"start    {_begun(plan)}; learning rates of the circuits:"
@@ -26,6 +26,9 @@ def header(plan: Plan, processes: int = 1) -> list[str]:
         f"machine  {config.device}, {config.precision}{by}, {together}{config.threads} threads,"
         f" kernel {plan.kernel}{', compiled' if config.compile else ''}",
     ]
+    if sharded and processes > 1 and config.diagnose.every:
+        lines.append("diagnose nothing: with train.shard=true no process has all of the weights")
+    return lines
 
 
 def _begun(plan: Plan) -> str:

@@ -1,5 +1,6 @@
 """The loop: batches in, steps, rows out. Everything around it is in session.py."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -9,6 +10,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from qkablate.data import IGNORE, Tally
+from qkablate.mechanism.panel import LENGTH, TOKENS, Panel
 from qkablate.model import GPT
 from qkablate.randomness import key
 from qkablate.training import hardware
@@ -113,6 +115,8 @@ class Trainer:
             last = step == train.steps
             if (last or step % train.eval_every == 0) and progress.evaluated < step:
                 self._pausing(self._validate)
+            if self._diagnoses(step) and progress.diagnosed < step:
+                self._pausing(self._diagnose)
             if last or (step and step % train.checkpoint_every == 0):
                 self._pausing(self.checkpoint)
             if last:
@@ -193,6 +197,34 @@ class Trainer:
         self.progress.val = measures
         self._log({f"val/{name}": value for name, value in measures.items()})
         self.progress.evaluated = self.progress.step
+
+    def _diagnoses(self, step: int) -> bool:
+        every = self.config.diagnose.every
+        assert isinstance(every, int)
+        if not every or self.ranks.in_parts(self.config):
+            return False
+        return step % every == 0 or step == self.config.train.steps
+
+    def _diagnose(self) -> None:
+        """The first process looks, at what all of them have."""
+        self._check_finite()
+        if self.ranks.first:
+            self._log({"mechanism": self._panel.row()})
+        self.progress.diagnosed = self.progress.step
+
+    @functools.cached_property
+    def _panel(self) -> Panel:
+        data, context = self.plan.data, self.config.model.context
+        # Whole windows alone: where there are fewer, a reading is filled up.
+        count = max(1, min(TOKENS // min(context, LENGTH), (data.tokens["val"] - 1) // context))
+        batch = next(iter(data.reading("val", batch_size=count, context=context)))
+        tokens_NT = on_device(batch, self.device).tokens_NT[:, :LENGTH]
+        return Panel(
+            self.model,
+            tokens_NT,
+            seed=self.config.seeds.init,
+            autocast=lambda: hardware.autocast(self.config),
+        )
 
     @torch.no_grad()
     def evaluate(self, split: str) -> dict[str, float]:

@@ -210,6 +210,10 @@ class Ranks:
             signals.received = agreed
         return bool(agreed)
 
+    def in_parts(self, config: Config) -> bool:
+        """Whether no process has all of the weights."""
+        return config.train.shard and self.count > 1
+
     def spread(self, model: "GPT", device: str) -> None:
         """Give each process a part of the model."""
         if self.count > 1:

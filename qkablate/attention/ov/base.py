@@ -44,14 +44,27 @@ class OV(Circuit):
 
     def circuit(self, qk: QK) -> Tensor:
         """M_HDD."""
-        d, heads = self.spec.d_model, self.spec.heads
-        # Values are affine and writing is, so the images of 0 and of the unit vectors say all.
-        x_1ND = torch.cat([self.like.new_zeros(1, d), torch.eye(d).to(self.like)]).unsqueeze(0)
-        v_GNV = self.values(x_1ND, qk.keys(x_1ND))[0]
-        v_HDV = (v_GNV[:, 1:] - v_GNV[:, :1]).repeat_interleave(heads // v_GNV.shape[0], 0)
+        v_HDV = self._values_of_units(qk)
         one_head_HHDV = torch.diag_embed(v_HDV.movedim(0, -1)).permute(2, 3, 0, 1)
         nothing_HHDV = torch.zeros_like(one_head_HHDV[:1])
         return self.write(one_head_HHDV) - self.write(nothing_HHDV)
+
+    def thin(self, qk: QK) -> tuple[Tensor, Tensor] | None:
+        """(left_HDV, right_HDV) with M_h = left_h right_hᵀ; None where the whole matrix is
+        learned."""
+        # What head h writes for each unit vector, while the others have nothing to write.
+        one_head_HHVV = torch.eye(self.spec.heads)[..., None, None] * torch.eye(self.width)
+        one_head_HHVV = one_head_HHVV.to(self.like)
+        w_HVD = self.write(one_head_HHVV) - self.write(torch.zeros_like(one_head_HHVV[:1]))
+        return self._values_of_units(qk), w_HVD.mT
+
+    def _values_of_units(self, qk: QK) -> Tensor:
+        """v_HDV: values are affine and writing is, so the images of 0 and of the unit vectors say
+        all."""
+        d, heads = self.spec.d_model, self.spec.heads
+        x_1ND = torch.cat([self.like.new_zeros(1, d), torch.eye(d).to(self.like)]).unsqueeze(0)
+        v_GNV = self.values(x_1ND, qk.keys(x_1ND))[0]
+        return (v_GNV[:, 1:] - v_GNV[:, :1]).repeat_interleave(heads // v_GNV.shape[0], 0)
 
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """Take over M_h, or what of it this form can hold."""

@@ -68,6 +68,12 @@ class MergedOV(OV):
         if self.b_ov is not None:
             self.b_ov.copy_(c_D)
 
+    def circuit(self, qk: QK) -> Tensor:
+        return self.w_ov.unflatten(0, (self.spec.heads, -1))
+
+    def thin(self, qk: QK) -> None:
+        return None
+
     def lr_multiplier(self) -> float:
         return self.speed / self.spec.heads
 

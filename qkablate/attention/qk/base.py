@@ -62,6 +62,12 @@ class QK(Circuit):
         k_HNE = k_GNE.repeat_interleave(heads // k_GNE.shape[0], 0)
         return q_HNE[:, 1:] - q_HNE[:, :1], k_HNE[:, 1:] - k_HNE[:, :1], q_HNE[:, 0]
 
+    def thin(self) -> tuple[Tensor, Tensor] | None:
+        """(left_HDE, right_HDE) with B_h = left_h right_hᵀ; None where the whole matrix is learned.
+        Raises Meaningless where there is none."""
+        q_HDE, k_HDE, _ = self.halves()
+        return q_HDE, k_HDE
+
     def circuit(self) -> tuple[Tensor, Tensor | None]:
         """B_HDD, and with biases u_HD: score = scale · (x_iᵀ B_h x_j + u_h·x_j), up to what
         softmax over j cannot see. Raises Meaningless where there is no such matrix."""

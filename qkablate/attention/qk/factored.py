@@ -136,6 +136,9 @@ class ReassociatedQK(SeparateQK):
     def keys(self, y_BSD: Tensor) -> Tensor:
         return y_BSD.unsqueeze(1)
 
+    def thin(self) -> tuple[Tensor, Tensor]:
+        return by_head(self.w_q, self.spec.heads), by_head(self.w_k, self.spec.heads)
+
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         raise Meaningless("standard_reassociated is a twin of standard, not a form of its own")
 

@@ -75,6 +75,9 @@ class MergedQK(QK):
         # u takes the place of b_q alone, as softmax cannot see b_k.
         return self.spec.d_head * self.spec.sigma / math.sqrt(self.spec.d_model)
 
+    def thin(self) -> None:
+        return None
+
     def circuit(self) -> tuple[Tensor, Tensor | None]:
         u_HD = None if self.u is None else self.u.unflatten(0, (self.spec.heads, -1))
         return by_head(self.w_qk, self.spec.heads), u_HD
@@ -109,6 +112,9 @@ class SymmetricQK(QK):
 
     def keys(self, y_BSD: Tensor) -> Tensor:
         return y_BSD.unsqueeze(1)
+
+    def thin(self) -> None:
+        return None
 
     def _full(self) -> Tensor:
         """W_HDD, from its triangle."""
