@@ -21,12 +21,13 @@ from fake_server import FakeServer, dead_url
 from qkablate.config import TrackConfig
 from qkablate.errors import UserError
 from qkablate.tracking import Mirror
-from qkablate.tracking.mirror import Identity, resolve_mode
+from qkablate.tracking.mirror import Identity, _flat, resolve_mode
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 METRICS = {
     *("train/loss", "train/lr", "train/grad_norm", "val/loss", "val/bits_per_byte"),
     *("perf/tokens_per_second", "perf/mfu"),
+    *("qk/stable_rank/L0", "ov/moved/L1", "attention/entropy/L0", "attention/induction/L1"),
 }
 BOUND = 120  # seconds: then it hangs
 
@@ -66,9 +67,22 @@ def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
         # Its own columns are left out, and the clock, which goes on between two rows of a step.
-        own = {name: plain(x) for name, x in row.items() if name[0] != "_" and name != "seconds"}
+        apart = ("seconds", "mechanism")
+        own = {name: plain(x) for name, x in row.items() if name[0] != "_" and name not in apart}
+        own |= means(row.get("mechanism", {}))
         merged.setdefault(row["step"], {}).update(own)
     return merged
+
+
+def means(mechanism: dict[str, Any]) -> dict[str, float]:
+    """Of the diagnostics: over the heads of each layer."""
+    return {
+        f"{part}/{name}/L{layer}": sum(heads) / len(heads)
+        for part, measures in mechanism.items()
+        for name, layers in measures.items()
+        for layer, heads in enumerate(layers)
+        if heads is not None and name != "singular"
+    }
 
 
 def plain(value: Any) -> Any:
@@ -85,6 +99,28 @@ def offline(run: Path) -> list[wandb_log.Recorded]:
 def holding(text: str, *folders: Path) -> list[Path]:
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     return [path for path in files if text.encode() in path.read_bytes()]
+
+
+def test_diagnostics_are_sent_as_means_over_heads():
+    row = {
+        "step": 3,
+        "mechanism": {
+            "qk": {
+                "symmetry": [[0.5, 1.0], None],
+                "singular": [[[2.0, 1.0]], None],
+                "balance": [[None, 0.25], [None, None]],
+            },
+            "attention": {"entropy": [[1.0, 3.0], [0.0, 0.0]]},
+        },
+    }
+    assert _flat(row) == {
+        "step": 3,
+        "qk/symmetry/L0": 0.75,
+        "qk/balance/L0": 0.25,
+        "attention/entropy/L0": 2.0,
+        "attention/entropy/L1": 0.0,
+    }
+    assert _flat({"step": 1, "train/loss": 2.0}) == {"step": 1, "train/loss": 2.0}
 
 
 # Which mode
@@ -407,7 +443,7 @@ def test_training_goes_on_when_the_server_dies(overrides, runs):
     assert command in done.stdout
     result = json.loads((run / "result.json").read_text())
     assert (result["status"], result["wandb"]) == ("done", command)
-    assert [row["step"] for row in journal(run)] == [0, 2, 4, 6, 6, 8, 10, 12, 12]
+    assert [row["step"] for row in journal(run)] == [0, 0, 2, 4, 6, 6, 6, *(8, 10, 12, 12, 12)]
     # What could not be sent is on disk.
     (folder,) = (run / "wandb").glob("run-*")
     assert by_step(wandb_log.read(folder).rows) == by_step(journal(run))

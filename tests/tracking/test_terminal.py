@@ -78,3 +78,10 @@ def test_a_bar_on_a_terminal(monkeypatch):
     before, _, after = shown.partition("a note\r\n")
     assert before.endswith("\r")
     assert after
+
+
+def test_diagnostics_are_not_for_the_terminal(capsys):
+    terminal = Terminal("a run", 12, 0)
+    terminal.log({"step": 12, "mechanism": {"qk": {}, "ov": {}, "attention": {}}})
+    terminal.close()
+    assert capsys.readouterr().err == ""
