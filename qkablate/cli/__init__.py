@@ -19,6 +19,7 @@ VERBS = {
     "data": "what there is to train on: list, prepare, info, show",
     "sample": "text from a trained run",
     "project": "a trained run put into another form, and healed: the form or the training?",
+    "inspect": "what its circuits and its attention are like, head by head",
     "variants": "the catalogue: what can be compared",
     "cost": "parameters, FLOPs and memory of variants at a size",
     "verify": "that a variant is what it says, by exact checks",
@@ -42,6 +43,7 @@ Examples
   qkablate claim run one_head                          a hypothesis, to its verdict
   qkablate sample merged_w prompt='def main('          text from a run
   qkablate project standard variant=no_q               is it the form, or the training?
+  qkablate inspect merged_w                            what its heads have become
   qkablate variants                                    what can be compared
   qkablate data show data=recall                       what a model is trained on
   qkablate cost --at gpt-j                             what it costs, at a size of one's choice

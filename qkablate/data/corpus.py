@@ -193,6 +193,17 @@ def load(folder: Path) -> Corpus:
     return corpus
 
 
+def find(fingerprint: str, cache: Path) -> Corpus | None:
+    """What is prepared in a cache and has these tokens, whatever it was made of."""
+    for path in sorted(cache.glob("*/manifest.json")):
+        try:
+            if json.loads(path.read_text(encoding="utf-8"))["fingerprint"] == fingerprint:
+                return load(path.parent)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            continue  # no manifest
+    return None
+
+
 def _prepare(config: DataConfig, folder: Path) -> None:
     temporary = folder.with_suffix(".tmp")
     for interrupted in (folder, temporary):

@@ -10,11 +10,12 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from qkablate.data import IGNORE, Tally
-from qkablate.mechanism.panel import LENGTH, TOKENS, Panel
+from qkablate.mechanism import Panel
 from qkablate.model import GPT
 from qkablate.randomness import key
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint
+from qkablate.training.diagnose import validation_tokens
 from qkablate.training.feed import Feed, on_device
 from qkablate.training.optimizer import learning_rate, make_optimizer
 from qkablate.training.plan import Plan
@@ -214,14 +215,10 @@ class Trainer:
 
     @functools.cached_property
     def _panel(self) -> Panel:
-        data, context = self.plan.data, self.config.model.context
-        # Whole windows alone: where there are fewer, a reading is filled up.
-        count = max(1, min(TOKENS // min(context, LENGTH), (data.tokens["val"] - 1) // context))
-        batch = next(iter(data.reading("val", batch_size=count, context=context)))
-        tokens_NT = on_device(batch, self.device).tokens_NT[:, :LENGTH]
+        tokens_NT = validation_tokens(self.plan.data, self.config.model.context)
         return Panel(
             self.model,
-            tokens_NT,
+            tokens_NT.to(self.device),
             seed=self.config.seeds.init,
             autocast=lambda: hardware.autocast(self.config),
         )

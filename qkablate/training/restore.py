@@ -71,15 +71,16 @@ def restore(
     ov: str | None = None,
     device: str = "cpu",
     weights: str | None = None,
+    step: int | None = None,
 ) -> Restored:
     """The model of a run's newest whole checkpoint, in eval mode, or of the one whose weights have
-    this sha256. `variant_file`, `qk` and `ov` are what the user names on the command line, where
-    the run has circuits from outside."""
+    this sha256, or of the one at `step`. `variant_file`, `qk` and `ov` are what the user names on
+    the command line, where the run has circuits from outside."""
     config, identity = _frozen(folder)
     config = _with_circuits(config, identity["circuits_from_outside"], variant_file, qk, ov)
     # Of the recorded values these alone shape the model, and must make sense.
     check(Config(variant=config.variant, model=config.model))
-    path, found = _newest_checkpoint(folder, device, weights)
+    path, found = _newest_checkpoint(folder, device, weights, step)
     model = _build(config, identity["vocabulary"], device, folder)
     check_shapes(model, found, folder)
     try:
@@ -179,11 +180,16 @@ def _check_file(file: str, name: str, sha256: str) -> None:
 
 
 def _newest_checkpoint(
-    folder: Path, device: str, weights: str | None
+    folder: Path, device: str, weights: str | None, step: int | None
 ) -> tuple[Path, checkpoint.Checkpoint]:
     paths = checkpoint.newest_first(folder / "checkpoints")
     if not paths:
         raise UserError(f"'{folder}' has no checkpoint yet")
+    if step is not None:
+        known = {path.name.removeprefix("step-").lstrip("0") or "0": path for path in paths}
+        if str(step) not in known:
+            raise UserError(f"step: there is no checkpoint of step {step}, but {', '.join(known)}")
+        paths = [known[str(step)]]
     damaged = []
     for path in paths:
         try:

@@ -1,0 +1,234 @@
+"""`qkablate inspect` as a user types it."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from qkablate.cli.heads import number, sparkline
+from qkablate.cli.inspect import FLAGS, HELP, KEYS
+from qkablate.mechanism import attention_weights, circuits, patterns
+from qkablate.training.restore import restore
+
+STEPS = ("train.steps=30", "train.batch_size=8", "data.val_tokens=2000", "data.test_tokens=100")
+
+
+@pytest.fixture(scope="module")
+def trained(train, tmp_path_factory):
+    words = (*STEPS, "train.checkpoint_every=10", "diagnose.every=20", "variant=merged_w")
+    return train(tmp_path_factory.mktemp("trained"), *words)
+
+
+@pytest.fixture
+def cache(trained):
+    return f"data.cache={trained.parent.parent.parent / 'cache'}"
+
+
+@pytest.fixture
+def inspect(qkablate, trained, cache):
+    return lambda *words: qkablate("inspect", str(trained), cache, *words)
+
+
+def last_row(run):
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row["mechanism"] for row in rows if "mechanism" in row][-1]
+
+
+def test_the_numbers_are_those_that_training_wrote(inspect, trained):
+    done = inspect("--json")
+    assert (done.code, done.err) == (0, "")
+    found = json.loads(done.out)
+    assert (found["run"], found["step"], found["variant"]) == (trained.name, 30, "merged_w")
+    assert found["tokens"]["of"].startswith("the validation split of ")
+    assert found["no_circuit"] is None
+    expected = last_row(trained)
+    for part, measures in expected.items():
+        assert found[part].keys() == measures.keys()
+        for name, layers in measures.items():
+            for mine, theirs in zip(found[part][name], layers, strict=True):
+                flat = [x and torch.tensor(x).flatten().tolist() for x in (mine, theirs)]
+                assert flat[0] is flat[1] or flat[0] == pytest.approx(flat[1], rel=1e-3, abs=1e-6)
+
+
+def test_tables(inspect, trained):
+    done = inspect()
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[0] == f"{trained.name}, step 30: B_h = W, free d × d; M_h = W_v W_o"
+    heads = [line.split() for line in lines if line[:1] == " " and line.split()[0].isdecimal()]
+    assert [words[:2] for words in heads] == 3 * [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
+    columns = [line.split()[2:] for line in lines if line.startswith("layer")]
+    left_out = {"singular"}
+    assert columns[0] == [m for m in circuits.MEASURES if m not in {*left_out, "balance"}]
+    assert columns[1] == [m for m in circuits.MEASURES if m not in {*left_out, "off_rank"}]
+    assert columns[2] == list(patterns.MEASURES)
+    assert lines[-2] == "Next"
+    assert lines[-1].startswith(f"  qkablate inspect {trained} data.cache=")
+    assert "--layer " in lines[-1]
+    expected = last_row(trained)["qk"]["frobenius"][1][0]
+    assert heads[2][5] == number(expected)
+
+
+def test_one_head(inspect, trained):
+    done = inspect("--layer", "1", "--head=0")
+    heads = [line for line in done.out.splitlines() if line[:1] == " " and line.split()[0] == "1"]
+    assert len(heads) == 3
+    assert done.out.count("  L1 H0  █") == 2
+    assert done.out.splitlines()[-1] == f"  qkablate sample {trained}"
+    assert inspect("--head", "1").out.count("  L0 H1  █") == 2
+
+
+def test_a_text(inspect, trained):
+    text = "the mat, ähn"
+    found = json.loads(inspect("--json", "--text", text).out)["text"]
+    ids = list(text.encode())
+    assert found["ids"] == ids
+    assert "".join(found["tokens"][:9]) == "the mat, "
+    a_LHTS = attention_weights(restore(trained).model, torch.tensor(ids))
+    torch.testing.assert_close(torch.tensor(found["attention"]), a_LHTS, rtol=1e-4, atol=1e-7)
+    out = inspect("--layer", "0", "--head", "1", "--text", "a\nb").out
+    assert "What each token looks at, layer 0, head 1" in out
+    assert "\n0   'a'    'a' at 0: 1.00\n1   '\\n'   " in out
+
+
+def test_a_checkpoint_by_its_step(inspect):
+    assert json.loads(inspect("--json", "step=30").out)["step"] == 30
+    done = inspect("step=7")
+    assert (done.code, done.err) == (
+        2,
+        "qkablate: step: there is no checkpoint of step 7, but 30\n",
+    )
+
+
+def test_without_the_data_random_tokens_do(qkablate, trained, tmp_path):
+    """No path of the run's folder is read, and nothing is prepared."""
+    done = qkablate("inspect", str(trained), "--json")
+    assert done.code == 0
+    assert done.err.count("\n") == 1
+    assert "the run's data is not prepared in" in done.err
+    found = json.loads(done.out)
+    assert found["tokens"]["of"] == "random tokens"
+    assert found["qk"] == json.loads(qkablate("inspect", str(trained), "--json").out)["qk"]
+    assert not (tmp_path / "home" / ".cache").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["variant=static_scores"],
+        ["variant=qk_norm"],
+        ["variant=standard", "model.position=rope"],
+        ["variant=merged_ov", "model.position=alibi"],
+    ],
+    ids=str,
+)
+def test_other_layers(train, qkablate, tmp_path, words):
+    run = train(tmp_path, *STEPS, *words)
+    done = qkablate("inspect", str(run), f"data.cache={tmp_path / 'cache'}")
+    assert (done.code, done.err) == (0, "")
+    told = {
+        "variant=static_scores": "B_h, what a head scores: no matrix, for the scores do not depend",
+        "variant=qk_norm": "B_h, what a head scores (a norm stands between the weights and the",
+        "variant=standard": "B_h, what a head scores (with rope there is another B_h at every dis",
+    }
+    assert told.get(words[0], "M_h, what a head writes") in done.out
+
+
+def test_a_task(qkablate, tmp_path):
+    words = ["data=copy", "data.payload=4", "data.val_tokens=640", "data.test_tokens=64"]
+    words += ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"]
+    words += ["train.steps=2", "track.wandb=disabled", "threads=1"]
+    assert qkablate("train", *words).code == 0
+    done = qkablate("inspect", "standard")
+    assert (done.code, done.err) == (0, "")
+    assert "of the validation split of copy" in done.out
+    done = qkablate("inspect", "standard", "--json", "--text", "x")
+    assert done.code == 2
+    assert "learned a task, whose tokens are no text" in done.err
+
+
+MISTAKES = [
+    ([], "no run given: write qkablate inspect RUN"),
+    (["a", "b"], "2 runs given (a, b)"),
+    (["a", "stp=1"], "stp: there is no such key (nearest: step)"),
+    (["a", "step="], "step: is empty"),
+    (["a", "step=x"], "step: 'x' is not a whole number"),
+    (["a", "--layer", "-1"], "--layer: '-1' is not a whole number from 0 on"),
+    (["a", "--layer"], "--layer: a value is missing"),
+    (["a", "--hed=1"], "'--hed' is not one of"),
+    (["a", "--json", "--head", "0"], "--json gives every layer and head"),
+    (["a", "--text", "x"], "--text: which head is to read it?"),
+    (["a", "--json", "--text", "\udcff"], "--text: it is not UTF-8 text"),
+    (["a"], "there is no run 'a'"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES, ids=lambda x: str(x)[:30])
+def test_mistakes(qkablate, words, line):
+    done = qkablate("inspect", *words)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith("qkablate: ")
+    assert line in done.err
+
+
+def test_what_a_model_does_not_have(inspect):
+    for words, line in (
+        (["--layer", "2"], "--layer: there is no 2 (allowed: 0 to 1)"),
+        (["--head", "9", "--layer", "0"], "--head: there is no 9 (allowed: 0 to 1)"),
+        (
+            ["--json", "--text", "x" * 17],
+            "--text: 17 tokens are more than the 16 that can be shown",
+        ),
+    ):
+        done = inspect(*words)
+        assert (done.code, done.out, done.err) == (2, "", f"qkablate: {line}\n")
+
+
+def test_help(qkablate):
+    done = qkablate("inspect", "--help")
+    assert (done.code, done.out, done.err) == (0, HELP, "")
+    assert all(f"  {key}=" in HELP for key in KEYS)
+    assert all(flag in HELP for flag in FLAGS if flag != "--help")
+    names = {*circuits.MEASURES, *patterns.MEASURES} - {"singular"}
+    assert all(name in HELP for name in names)
+
+
+def test_nothing_heavy_before_the_words_are_right():
+    code = (
+        "import sys, qkablate.cli\n"
+        "try: qkablate.cli.main(['inspect', 'a', 'stp=1'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_completion(qkablate, trained, monkeypatch):
+    monkeypatch.chdir(trained.parent.parent.parent)
+    for line, found in [
+        ("qkablate ins", ["inspect"]),
+        ("qkablate inspect merg", [trained.name]),
+        ("qkablate inspect x --la", ["--layer"]),
+        ("qkablate inspect x ste", ["step="]),
+    ]:
+        monkeypatch.setenv("COMP_LINE", line)
+        assert qkablate("-sc", "query=bash").out.split() == found
+
+
+def test_a_damaged_run_is_one_line(qkablate, trained, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "copy")
+    next(run.glob("checkpoints/*/weights.safetensors")).write_bytes(b"damaged")
+    done = qkablate("inspect", str(run))
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+
+
+def test_bars_and_numbers():
+    assert sparkline([1.0, 0.5, 0.0]) == "█▅▁"
+    assert sparkline([0.0, 0.0]) == "▁▁"
+    assert sparkline([]) == ""
+    told = [number(x) for x in (None, 0.0, 0.12345, -0.5, 1.0, 12.345, 1234.5, 2e-5, -0.0)]
+    assert told == ["–", "0.000", "0.123", "-0.500", "1.00", "12.35", "1234", "2e-05", "0.000"]
