@@ -60,11 +60,15 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def assert_close(one: Path, other: Path) -> None:
     """Every row, training and validation, to 1e-5."""
-    mine, theirs = rows(one), rows(other)
+    mine, theirs = ([r for r in rows(f) if "mechanism" not in r] for f in (one, other))
     assert len(mine) == len(theirs)
     for a, b in zip(mine, theirs, strict=True):
         assert a.keys() == b.keys()
         assert all(b[key] == pytest.approx(a[key], rel=1e-5) for key in a if "norm" not in key)
+
+
+def diagnosed(folder: Path) -> list[dict]:
+    return [row for row in rows(folder) if "mechanism" in row]
 
 
 def assert_identical(one: Path, other: Path) -> None:
@@ -103,6 +107,12 @@ def test_two_processes_train_the_run_that_one_trains(qkablate, torchrun, tiny, t
     alone, both = folder_of(tmp_path, "alone"), folder_of(tmp_path, "both")
     assert alone.name == both.name  # the id does not know how many they were
     assert_close(alone, both)
+    # The first process alone looks at the model, and sees what one would.
+    assert [row["step"] for row in diagnosed(alone)] == [0, 30, 60]
+    for a, b in zip(diagnosed(alone), diagnosed(both), strict=True):
+        for part, measure in (("qk", "nuclear"), ("ov", "moved"), ("attention", "entropy")):
+            for mine, theirs in zip(*(r["mechanism"][part][measure] for r in (a, b)), strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-3)
     results = [read(folder, "result.json") for folder in (alone, both)]
     for split in ("train", "val", "test"):
         assert results[1]["loss"][split] == pytest.approx(results[0]["loss"][split], rel=1e-5)
@@ -170,6 +180,8 @@ def test_each_may_hold_a_part_of_the_model(qkablate, torchrun, tiny, tmp_path):
     alone, calm = folder_of(tmp_path, "alone"), folder_of(tmp_path, "calm")
     assert alone.name == calm.name
     assert_close(alone, calm)
+    assert "diagnose nothing: with train.shard=true no process has all of the weights" in err
+    assert not diagnosed(calm)
     process = torchrun(*words, *sharded, "out=rough")
     after_rows(process, tmp_path, "rough", 12)
     process.terminate()
