@@ -10,7 +10,7 @@ import torch
 
 from qkablate.mechanism import circuits, patterns
 
-CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu"}
+CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu", "crc32"}  # of these, too
 
 
 def folder_of(tmp_path: Path, out: str) -> Path:
