@@ -1,10 +1,22 @@
 """The schema: every option composes, `auto` is resolved, names tell the truth."""
 
+import dataclasses
+
 import pytest
 from hydra import compose, initialize_config_dir
 
 from qkablate.cli.hydra_app import register
-from qkablate.config import CHOICES, RANGES, Config, conf_dir, flatten, keys, load, variants
+from qkablate.config import (
+    CHOICES,
+    RANGES,
+    Config,
+    conf_dir,
+    flatten,
+    from_plain,
+    keys,
+    load,
+    variants,
+)
 from qkablate.errors import UserError
 
 # Of the sweep (tests/cli/test_grid.py), its engines (tests/sweeps) and of claims
@@ -67,6 +79,8 @@ def test_auto_is_resolved():
     assert loaded("train.steps=1").optim.warmup == 0
     assert loaded("seed=7", "seeds.data=1").seeds.data == 1
     assert loaded("seed=7").seeds.init == 7
+    assert loaded("train.eval_every=40").diagnose.every == 40
+    assert loaded("train.eval_every=40", "diagnose.every=0").diagnose.every == 0
 
 
 @pytest.mark.parametrize(
@@ -108,6 +122,7 @@ def test_the_variants_name_tells_the_truth(overrides, name):
         ("compile=maybe", "compile: 'maybe' is not one of auto, true, false"),
         ("threads=0", "threads: 0 is not auto, or a number from 1"),
         ("seed=-1", "seed: -1 is not 0 or more"),
+        ("diagnose.every=-1", "diagnose.every: -1 is not auto, or 0 or more"),
         ("data.path=x", "data.path: data=stdlib has no such key (write data=text data.path=…)"),
         ("data=text", "data.path: data=text needs data.path=FILE_OR_FOLDER"),
         ("data=hub", "data.name: data=hub needs data.name=NAME_ON_THE_HUB"),
@@ -166,3 +181,15 @@ def test_null_is_no_number(variant, key, least):
     assert getattr(config.variant, key) == least
     assert config.variant.name == f"{variant}_r{least}"
     assert loaded("variant=gqa", "variant.groups=null").variant.groups == 2
+
+
+def test_a_config_comes_back_from_plain_data():
+    config = loaded("diagnose.every=5", "train.steps=10")
+    plain = dataclasses.asdict(config)
+    assert from_plain(plain) == config
+    # One that was frozen before there were diagnostics has none.
+    del plain["diagnose"]
+    assert from_plain(plain).diagnose.every == 0
+    del plain["train"]
+    with pytest.raises(KeyError):
+        from_plain(plain)

@@ -29,6 +29,7 @@ from qkablate.errors import UserError, nearest
 MOST_VALUES = 1_000_000  # of one key
 # Of these there is one for the whole sweep.
 _ONE = ("out", "device", "threads")
+_OF_ALL = ("track.", "diagnose.")
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Composer:
             word = word.lstrip("+")
             several = len(self._choice(word)[1]) > 1
             (own if _is_own(key) else grid).append(word)
-            if several and (_is_own(key) or key in _ONE or key.startswith("track.")):
+            if several and (_is_own(key) or key in _ONE or key.startswith(_OF_ALL)):
                 raise UserError(f"'{word}': a sweep has one value of {key}")
         settings = self._settings(own)
         if given is not None:

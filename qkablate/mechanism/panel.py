@@ -35,12 +35,12 @@ class Panel:
         `autocast`: of the training, for what computes the streams that attention reads."""
         self.model, self.tokens_BT, self.autocast = model, tokens_BT, autocast
         self.repeats_BT = repeated(tokens_BT)
-        device = tokens_BT.device
-        # Kept beside the model, on the CPU: what they were at the start.
-        self.starts = [
-            {side: m and m.to("cpu") for side, m in _matrices(layer.to(device)).items()}
-            for layer in model.starts(seed)
-        ]
+        # What the matrices were at the start, kept on the CPU: a copy of the attention's weights.
+        self.starts: dict[str, list[Any]] = {side: [] for side in ("qk", "ov")}
+        for layer in model.starts(seed):
+            for side, starts in self.starts.items():
+                matrix = _matrix(side, layer.to(tokens_BT.device))
+                starts.append(matrix and matrix.to("cpu"))
 
     @torch.no_grad()
     def row(self) -> dict[str, dict[str, list[Any]]]:
@@ -50,40 +50,41 @@ class Panel:
         self.model.eval()
         try:
             with torch.autocast(kind, enabled=False):
-                layers = self.model.attentions()
-                found = [_matrices(layer) for layer in layers]
-                row = {side: self._circuits(side, found, layers) for side in ("qk", "ov")}
+                row = {side: self._circuits(side) for side in self.starts}
                 row["attention"] = self._attention()
         finally:
             self.model.train(training)
         return row
 
-    def _circuits(
-        self, side: str, found: list[dict[str, Any]], layers: list[Attention]
-    ) -> dict[str, list[Any]]:
+    def _circuits(self, side: str) -> dict[str, list[Any]]:
+        layers, starts = self.model.attentions(), self.starts[side]
         row: dict[str, list[Any]] = {name: [None] * len(layers) for name in circuits.MEASURES}
-        own = [number for number, matrices in enumerate(found) if _is_finite(matrices[side])]
-        circuit: Any = getattr(layers[0], side)
-        spec = circuit.spec
-        while own:
-            size = sum(t.numel() for t in vars(found[own[0]][side]).values())
-            together, own = _first(own, max(1, _NUMBERS // size))
-            device = "cpu" if self.tokens_BT.device.type == "mps" else self.tokens_BT.device
-            matrix, start = (
-                circuits.stacked([kept[number][side] for number in together]).to(
-                    device, torch.float64
-                )
-                for kept in (found, self.starts)
-            )
+        if starts[0] is None:
+            return row
+        # On the model's own device, but for one that has no fp64.
+        device = "cpu" if self.tokens_BT.device.type == "mps" else self.tokens_BT.device
+        spec, factors = layers[0].qk.spec, getattr(layers[0], side).factors
+        size = max(1, _NUMBERS // sum(t.numel() for t in vars(starts[0]).values()))
+        for first in range(0, len(layers), size):
+            numbers = range(first, min(first + size, len(layers)))
+            found = {number: _matrix(side, layers[number]) for number in numbers}
+            found = {number: matrix for number, matrix in found.items() if _is_finite(matrix)}
+            if not found:
+                continue
+            matrix = circuits.stacked([*found.values()]).to(device, torch.float64)
+            start = circuits.stacked([starts[number] for number in found])
             try:
                 values = circuits.measures(
-                    matrix, start, rank=spec.d_head, two_factors=circuit.factors == 2
+                    matrix,
+                    start.to(device, torch.float64),
+                    rank=spec.d_head,
+                    two_factors=factors == 2,
                 )
             except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # no decomposition found
                 continue
             for name, value in values.items():
                 if value is not None:
-                    for number, own_H in zip(together, value.split(spec.heads), strict=True):
+                    for number, own_H in zip(found, value.cpu().split(spec.heads), strict=True):
                         row[name][number] = rounded(own_H.tolist())
         return row
 
@@ -120,16 +121,11 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
-def _matrices(layer: Attention) -> dict[str, circuits.Matrix | None]:
-    return {
-        "qk": circuits.qk_matrix(layer.qk),
-        "ov": circuits.ov_matrix(layer.ov, layer.qk),
-    }
+def _matrix(side: str, layer: Attention) -> circuits.Matrix | None:
+    if side == "qk":
+        return circuits.qk_matrix(layer.qk)
+    return circuits.ov_matrix(layer.ov, layer.qk)
 
 
 def _is_finite(matrix: circuits.Matrix | None) -> bool:
     return matrix is not None and all(bool(t.isfinite().all()) for t in vars(matrix).values())
-
-
-def _first(items: list[int], count: int) -> tuple[list[int], list[int]]:
-    return items[:count], items[count:]

@@ -295,6 +295,7 @@ MISTAKES = [
     (["control=params", "control.knb=mlp"], "control.knb: there is no such key (nearest: control."),
     (["control=params", "control.tolerance=2"], "control.tolerance: 2"),
     (["control.tolerance=0.1"], "'control.tolerance=0.1' has no meaning with control=none"),
+    (["seed=0,1", "diagnose.every=0,5"], "a sweep has one value of diagnose.every"),
     (["sweep.tun=true"], "sweep.tun: there is no such key (nearest: sweep.tune)"),
     (["sweep.name=../x"], "sweep.name: '../x' is not made of letters"),
     (["sweep.baseline=[a]"], "sweep.baseline: "),

@@ -321,6 +321,7 @@ def test_the_same_command_finds_its_sweep_again(expand):
     first = expand(*words, "seed=0,1")
     assert expand(*words, "seed=0,1") == first
     more = ["track.group=mine", "track.tags=[a]", "train.checkpoint_every=3", "threads=2"]
+    more += ["diagnose.every=7"]
     assert expand(*words, "seed=0,1", *more).id == first.id
     for workers in (1, 2, "auto"):
         assert pack(first, SweepConfig(workers=workers))[0].id == first.id

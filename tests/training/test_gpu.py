@@ -39,3 +39,29 @@ def test_deterministic_training_repeats_itself(qkablate, tiny, tmp_path):
         (file,) = (tmp_path / out).glob("runs/*/result.json")
         results.append(json.loads(file.read_text())["loss"])
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("variant", ["standard", "merged_w"])
+def test_diagnostics_are_those_of_a_cpu_and_move_nothing(
+    qkablate, tiny, tmp_path, variant, precision
+):
+    words = [*tiny, f"variant={variant}", "compile=false", "deterministic=true"]
+    gpu = [*words, "device=cuda", f"precision={precision}"]
+    assert qkablate("train", *gpu, "diagnose.every=0", "out=without").code == 0
+    assert qkablate("train", *gpu, "out=cuda").code == 0
+    assert qkablate("train", *words, "device=cpu", "precision=fp32", "out=cpu").code == 0
+    rows = {}
+    for out in ("without", "cuda", "cpu"):
+        (file,) = tmp_path.glob(f"{out}/runs/*/metrics.jsonl")
+        rows[out] = [json.loads(line) for line in file.read_text().splitlines()]
+    losses = [[row["val/loss"] for row in rows[out] if "val/loss" in row] for out in rows]
+    assert losses[0] == losses[1]
+    # At the start the weights are the same.
+    one, other = (
+        next(r["mechanism"] for r in rows[o] if "mechanism" in r) for o in ("cuda", "cpu")
+    )
+    assert one["qk"]["moved"] == [[0.0, 0.0]] * 2
+    for part, measure in (("qk", "nuclear"), ("ov", "symmetry"), ("attention", "entropy")):
+        for mine, theirs in zip(one[part][measure], other[part][measure], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-2 if part == "attention" else 1e-3)
