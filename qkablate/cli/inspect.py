@@ -203,7 +203,8 @@ def _inspect(wish: Wish) -> int:
         print_measures(row[part], shown)
         if close:
             print_spectra(row[part]["singular"], shown)
-    print(f"\nAttention, on {counted(rows, 'sequence')} of {counted(length, 'token')} of {source}")
+    looked_at = f"{counted(rows, 'sequence')} of {counted(length, 'token')} of {printable(source)}"
+    print(f"\nAttention, on {looked_at}")
     print_measures(row["attention"], shown)
     if text is not None:
         print_looks(text, *shown[0])

@@ -197,7 +197,7 @@ def find(fingerprint: str, cache: Path) -> Corpus | None:
     """What is prepared in a cache and has these tokens, whatever it was made of."""
     for path in sorted(cache.glob("*/manifest.json")):
         try:
-            if json.loads(path.read_text(encoding="utf-8"))["fingerprint"] == fingerprint:
+            if json.loads(read_file(path))["fingerprint"] == fingerprint:
                 return load(path.parent)
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             continue  # no manifest

@@ -213,6 +213,7 @@ _RUN = "outputs/runs/{rough}"
 _STEP = f"{_RUN}/checkpoints/step-00000008"
 _SWEPT = "outputs/runs/{swept}"
 _SAMPLE = ["sample", "{rough}", "prompt=the", "tokens=3"]
+_INSPECT = ["inspect", "{rough}", "data.cache=cache"]
 _PAIR = [["compare", "{done}", "{swept}"], ["report", "{done}", "{rough}", "-o", "page.html"]]
 _TABLES = [
     ["status", "{sweep}"],
@@ -224,12 +225,16 @@ _CLAIM = [["claim", "show", *CLAIMED], ["claim", "list"], ["report", "mine", "-o
 _DATA = ["data=text", "data.path=corpus.txt", "data.cache=cache"]
 
 PLACES = {
-    "weights": Place(f"{_STEP}/weights.safetensors", [RESUME, _SAMPLE], sums=True),
+    "weights": Place(f"{_STEP}/weights.safetensors", [RESUME, _SAMPLE, _INSPECT], sums=True),
     "state": Place(f"{_STEP}/state.pt", [RESUME], sums=True),
     "progress": Place(f"{_STEP}/progress.json", [_SAMPLE, RESUME], sums=True),
     "sums": Place(f"{_STEP}/SHA256SUMS", [_SAMPLE, RESUME]),
-    "config": Place(f"{_RUN}/config.yaml", [_SAMPLE, ["verify", "{rough}"], *_PAIR, RESUME]),
-    "tokenizer": Place(f"{_RUN}/tokenizer.json", [_SAMPLE, RESUME]),
+    "config": Place(
+        f"{_RUN}/config.yaml", [_SAMPLE, ["verify", "{rough}"], _INSPECT, *_PAIR, RESUME]
+    ),
+    "tokenizer": Place(
+        f"{_RUN}/tokenizer.json", [_SAMPLE, [*_INSPECT, "--json", "--text", "the cat"], RESUME]
+    ),
     "environment": Place(f"{_RUN}/environment.json", [_PAIR[1], RESUME]),
     "metrics": Place(f"{_RUN}/metrics.jsonl", [_PAIR[1], RESUME]),
     "claim on a run": Place(f"{_RUN}/owner/00000099", [_PAIR[1], RESUME]),
@@ -244,7 +249,9 @@ PLACES = {
     "claim": Place("outputs/claims/{claim}/claim.json", _CLAIM),
     "claim's file": Place("mine.yaml", _CLAIM[:1]),
     "tokens": Place("cache/{data}/train.bin", [["data", "show", *_DATA], RESUME]),
-    "data's manifest": Place("cache/{data}/manifest.json", [["data", "info", *_DATA], RESUME]),
+    "data's manifest": Place(
+        "cache/{data}/manifest.json", [["data", "info", *_DATA], _INSPECT, RESUME]
+    ),
     "data's tokenizer": Place(
         "cache/{data}/tokenizer.json", [["data", "list", "data.cache=cache"], RESUME]
     ),
