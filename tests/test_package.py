@@ -72,7 +72,7 @@ def test_the_readmes_commands_work(qkablate, tiny, text, command, tmp_path, monk
     """As they stand, on a tiny model and text; where data and output lie is the test's choice."""
     words = shlex.split(command)[1:]
     (tmp_path / "book.txt").write_bytes(text.read_bytes())
-    if words[0] == "sample":
+    if words[0] in ("sample", "inspect"):
         assert qkablate("train", f"variant={words[1]}", *tiny).code == 0
     if words[0] == "data" and words[1] in ("info", "show"):
         assert qkablate("data", "prepare", *words[2:]).code == 0
