@@ -151,7 +151,7 @@ def _inspect(wish: Wish) -> int:
     folder = find_run(wish.run, wish.out)
 
     from qkablate.mechanism import Panel
-    from qkablate.training.diagnose import tokens_for
+    from qkablate.training.diagnose import starts_of, tokens_for
     from qkablate.training.restore import restore
 
     keys = wish.keys
@@ -167,7 +167,7 @@ def _inspect(wish: Wish) -> int:
     _check_within("--head", wish.head, config.model.heads)
     text = _read(restored, wish.text) if wish.text is not None else None
     tokens_BT, source = tokens_for(restored, keys.get("data.cache", "auto"))
-    row = Panel(model, tokens_BT, seed=config.seeds.init).row()
+    row = Panel(model, tokens_BT, starts=starts_of(model, config, folder / "start")).row()
     attention = model.attentions()[0]
     name = folder.resolve().name
     rows, length = tokens_BT.shape

@@ -1,7 +1,7 @@
 """The panel: all diagnostics of a model at one moment, as a row of metrics holds them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,19 +28,19 @@ class Panel:
         model: GPT,
         tokens_BT: Tensor,
         *,
-        seed: int,
+        starts: Iterable[Attention],
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """`tokens`: what the attention is looked at with; `seed`: what the model started from;
+        """`tokens`: what the attention is looked at with; `starts`: the layers as they began;
         `autocast`: of the training, for what computes the streams that attention reads."""
         self.model, self.tokens_BT, self.autocast = model, tokens_BT, autocast
         self.repeats_BT = repeated(tokens_BT)
         # What the matrices were at the start, kept on the CPU: a copy of the attention's weights.
         self.starts: dict[str, list[Any]] = {side: [] for side in ("qk", "ov")}
-        for layer in model.starts(seed):
-            for side, starts in self.starts.items():
+        for layer in starts:
+            for side, own in self.starts.items():
                 matrix = _matrix(side, layer.to(tokens_BT.device))
-                starts.append(matrix and matrix.to("cpu"))
+                own.append(matrix and matrix.to("cpu"))
 
     @torch.no_grad()
     def row(self) -> dict[str, dict[str, list[Any]]]:

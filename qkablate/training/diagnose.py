@@ -1,14 +1,21 @@
 """What the diagnostics of a run look at: the same of every run on the same data and context."""
 
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from qkablate.attention import Attention
 from qkablate.config import Config, DataConfig, check
 from qkablate.data import TASKS, Data, corpus
 from qkablate.errors import UserError, tell
 from qkablate.mechanism.panel import LENGTH, TOKENS
+from qkablate.model import GPT
 from qkablate.randomness import stream
 from qkablate.runs import read_config
+from qkablate.training import checkpoint
 from qkablate.training.restore import Restored
 
 _MOST, _LARGEST = 2**20, 2**14  # tokens of a task that are drawn for a look, and of its vocabulary
@@ -20,6 +27,27 @@ def validation_tokens(data: Data, context: int) -> Tensor:
     count = max(1, min(TOKENS // min(context, LENGTH), (data.tokens["val"] - 1) // context))
     batch = next(iter(data.reading("val", batch_size=count, context=context)))
     return batch.tokens_NT[:, :LENGTH]
+
+
+def starts_of(model: GPT, config: Config, folder: Path) -> Iterator[Attention]:
+    """Each attention layer as the run began, on the CPU, one at a time: drawn again from the seed,
+    or, of a run that began from another, what its `folder` of starts keeps."""
+    if config.start.run is None:
+        yield from model.starts(config.seeds.init)
+        return
+    for path in checkpoint.newest_first(folder):
+        try:
+            weights = checkpoint.load_weights(path, "cpu").weights
+        except (OSError, ValueError, TypeError):
+            continue
+        for prefix, module in model.named_modules():
+            if isinstance(module, Attention):
+                layer = copy.deepcopy(module).to_empty(device="cpu")
+                own = {name: weights[f"{prefix}.{name}"] for name in layer.state_dict()}
+                layer.load_state_dict(own)
+                yield layer
+        return
+    raise UserError(f"'{folder}' does not hold what the run began with")
 
 
 def tokens_for(restored: Restored, cache: str) -> tuple[Tensor, str]:

@@ -15,7 +15,7 @@ from qkablate.model import GPT
 from qkablate.randomness import key
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint
-from qkablate.training.diagnose import validation_tokens
+from qkablate.training.diagnose import starts_of, validation_tokens
 from qkablate.training.feed import Feed, on_device
 from qkablate.training.optimizer import learning_rate, make_optimizer
 from qkablate.training.plan import Plan
@@ -219,7 +219,7 @@ class Trainer:
         return Panel(
             self.model,
             tokens_NT.to(self.device),
-            seed=self.config.seeds.init,
+            starts=starts_of(self.model, self.config, self.plan.run.start),
             autocast=lambda: hardware.autocast(self.config),
         )
 

@@ -34,7 +34,7 @@ FULL = ("merged_w", "symmetric_w", "wide_qk")
 @pytest.mark.parametrize("name", variants())
 def test_every_variant_has_a_row(name):
     model = model_of(name)
-    found = Panel(model, TOKENS, seed=1)
+    found = Panel(model, TOKENS, starts=model.starts(1))
     start, row = found.row(), None
     moved(model)
     row = found.row()
@@ -64,10 +64,10 @@ def test_every_variant_has_a_row(name):
 def test_layers_looked_at_together_or_apart_are_the_same(monkeypatch):
     for name in ("standard", "merged_w"):
         model = moved(model_of(name))
-        one = Panel(model, TOKENS, seed=1).row()
+        one = Panel(model, TOKENS, starts=model.starts(1)).row()
         with monkeypatch.context() as patch:
             patch.setattr(panel, "_NUMBERS", 1)
-            other = Panel(model, TOKENS, seed=1).row()
+            other = Panel(model, TOKENS, starts=model.starts(1)).row()
         for part in one:
             for measure, layers in one[part].items():
                 for a, b in zip(layers, other[part][measure], strict=True):
@@ -82,7 +82,7 @@ def test_nothing_is_touched():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state, numpy_state = torch.get_rng_state(), __import__("numpy").random.get_state()[1].copy()
     model.train()
-    found = Panel(model, TOKENS, seed=1)
+    found = Panel(model, TOKENS, starts=model.starts(1))
     assert found.row() == found.row()
     assert model.training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -93,7 +93,7 @@ def test_nothing_is_touched():
 
 def test_numbers_that_are_none_are_null():
     model = model_of()
-    found = Panel(model, TOKENS, seed=1)
+    found = Panel(model, TOKENS, starts=model.starts(1))
     with torch.no_grad():
         model.blocks[1].attention.qk.w_q[0, 0] = torch.nan
         model.blocks[2].attention.ov.w_o[0, 0] = torch.inf
@@ -107,7 +107,8 @@ def test_numbers_that_are_none_are_null():
 
 def test_a_context_of_one_position():
     config = ModelConfig(layers=1, d_model=16, heads=4, context=1)
-    row = Panel(model_of(config=config), TOKENS[:, :1], seed=1).row()
+    model = model_of(config=config)
+    row = Panel(model, TOKENS[:, :1], starts=model.starts(1)).row()
     assert row["attention"]["entropy"] == row["attention"]["induction"] == [[None] * 4]
 
 

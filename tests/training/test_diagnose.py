@@ -160,3 +160,18 @@ def test_a_diverged_run_ends_as_it_would(qkablate, tiny, tmp_path):
     ends = [json.loads((folder / "result.json").read_text()) for folder in (one, other)]
     assert ends[0]["status"] == ends[1]["status"]
     assert ends[0].get("diverged_at") == ends[1].get("diverged_at")
+
+
+def test_a_run_that_began_from_another_has_moved_from_there(qkablate, tiny, tmp_path):
+    assert qkablate("train", *tiny, "diagnose.every=0").code == 0
+    parent = folder_of(tmp_path, "outputs")
+    begun = [*tiny, f"start.run={parent}", "variant=no_q", "out=begun"]
+    assert qkablate("train", *begun).code == 0
+    folder = folder_of(tmp_path, "begun")
+    moved = [row["mechanism"]["qk"]["moved"] for row in mechanisms(folder)]
+    assert moved[0] == [[0.0, 0.0]] * 2
+    assert all(value > 0 for heads in moved[-1] for value in heads)
+    done = qkablate("inspect", str(folder), "--json", f"data.cache={tmp_path / 'cache'}")
+    assert done.code == 0
+    for mine, theirs in zip(json.loads(done.out)["qk"]["moved"], moved[-1], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3)
