@@ -152,7 +152,7 @@ def measures(matrix: Any, start: Any, *, rank: int, two_factors: bool) -> dict[s
         "frobenius": square_N.sqrt(),
         "symmetry": matrix.turned() / square_N,
         "directionality": directionality(matrix),
-        "moved": matrix.apart(start) / start.square().sqrt(),
+        "moved": None if start is None else matrix.apart(start) / start.square().sqrt(),
         "off_rank": tail_N / square_N.sqrt() if s_NE.shape[-1] > rank else None,
         "balance": balance(matrix) if two_factors and isinstance(matrix, Thin) else None,
     }

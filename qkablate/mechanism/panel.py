@@ -31,8 +31,9 @@ class Panel:
         starts: Iterable[Attention],
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """`tokens`: what the attention is looked at with; `starts`: the layers as they began;
-        `autocast`: of the training, for what computes the streams that attention reads."""
+        """`tokens`: what the attention is looked at with; `starts`: the layers as they began,
+        where that is known; `autocast`: of the training, for what computes the streams that
+        attention reads."""
         self.model, self.tokens_BT, self.autocast = model, tokens_BT, autocast
         self.repeats_BT = repeated(tokens_BT)
         # What the matrices were at the start, kept on the CPU: a copy of the attention's weights.
@@ -59,12 +60,12 @@ class Panel:
     def _circuits(self, side: str) -> dict[str, list[Any]]:
         layers, starts = self.model.attentions(), self.starts[side]
         row: dict[str, list[Any]] = {name: [None] * len(layers) for name in circuits.MEASURES}
-        if starts[0] is None:
+        if (one := _matrix(side, layers[0])) is None:
             return row
         # On the model's own device, but for one that has no fp64.
         device = "cpu" if self.tokens_BT.device.type == "mps" else self.tokens_BT.device
         spec, factors = layers[0].qk.spec, getattr(layers[0], side).factors
-        size = max(1, _NUMBERS // sum(t.numel() for t in vars(starts[0]).values()))
+        size = max(1, _NUMBERS // sum(t.numel() for t in vars(one).values()))
         for first in range(0, len(layers), size):
             numbers = range(first, min(first + size, len(layers)))
             found = {number: _matrix(side, layers[number]) for number in numbers}
@@ -72,11 +73,11 @@ class Panel:
             if not found:
                 continue
             matrix = circuits.stacked([*found.values()]).to(device, torch.float64)
-            start = circuits.stacked([starts[number] for number in found])
+            start = circuits.stacked([starts[number] for number in found]) if starts else None
             try:
                 values = circuits.measures(
                     matrix,
-                    start.to(device, torch.float64),
+                    start and start.to(device, torch.float64),
                     rank=spec.d_head,
                     two_factors=factors == 2,
                 )

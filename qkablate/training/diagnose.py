@@ -31,23 +31,32 @@ def validation_tokens(data: Data, context: int) -> Tensor:
 
 def starts_of(model: GPT, config: Config, folder: Path) -> Iterator[Attention]:
     """Each attention layer as the run began, on the CPU, one at a time: drawn again from the seed,
-    or, of a run that began from another, what its `folder` of starts keeps."""
+    or, of a run that began from another, what its `folder` of starts keeps; none where that is
+    lost."""
     if config.start.run is None:
         yield from model.starts(config.seeds.init)
         return
     for path in checkpoint.newest_first(folder):
         try:
             weights = checkpoint.load_weights(path, "cpu").weights
-        except (OSError, ValueError, TypeError):
+            layers = [_with_weights(model, name, weights) for name in _attentions(model)]
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError):
             continue
-        for prefix, module in model.named_modules():
-            if isinstance(module, Attention):
-                layer = copy.deepcopy(module).to_empty(device="cpu")
-                own = {name: weights[f"{prefix}.{name}"] for name in layer.state_dict()}
-                layer.load_state_dict(own)
-                yield layer
+        yield from layers
         return
-    raise UserError(f"'{folder}' does not hold what the run began with")
+    tell(f"qkablate: '{folder}' does not hold what the run began with: `moved` is left out")
+
+
+def _attentions(model: GPT) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, Attention)]
+
+
+def _with_weights(model: GPT, name: str, weights: dict[str, Tensor]) -> Attention:
+    """A layer like the one of that name, on the CPU."""
+    layer = copy.deepcopy(model.get_submodule(name)).to_empty(device="cpu")
+    layer.load_state_dict({key: weights[f"{name}.{key}"] for key in layer.state_dict()})
+    assert isinstance(layer, Attention)
+    return layer
 
 
 def tokens_for(restored: Restored, cache: str) -> tuple[Tensor, str]:

@@ -1,6 +1,7 @@
 """Diagnostics while training: rows at their steps, once, and nothing else is another for them."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -175,3 +176,10 @@ def test_a_run_that_began_from_another_has_moved_from_there(qkablate, tiny, tmp_
     assert done.code == 0
     for mine, theirs in zip(json.loads(done.out)["qk"]["moved"], moved[-1], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3)
+    shutil.rmtree(folder / "start")
+    done = qkablate("inspect", str(folder), "--json", f"data.cache={tmp_path / 'cache'}")
+    assert (done.code, done.err.count("\n")) == (0, 1)
+    assert "does not hold what the run began with" in done.err
+    found = json.loads(done.out)
+    assert found["qk"]["moved"] == found["ov"]["moved"] == [None, None]
+    assert found["qk"]["nuclear"][0]
