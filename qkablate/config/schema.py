@@ -235,22 +235,18 @@ WORDS = dict.fromkeys(
 )
 
 
+# Sections that older files lack, as if they had them: those runs began without diagnostics.
+_SINCE = {"start": {}, "diagnose": {"every": 0}}
+
+
 def from_plain(content: dict[str, Any]) -> Config:
     """The config that `dataclasses.asdict` made this of."""
     config, parts = Config(), dict[str, Any]()
     for item in dataclasses.fields(Config):
-        own = getattr(config, item.name)
-        if item.name == "start" and item.name not in content:  # written before there was one
-            continue
-        value = _plain(content, item.name)
+        own, value = getattr(config, item.name), (_SINCE | content)[item.name]
         kind: Any = type(own)
         parts[item.name] = kind(**value) if dataclasses.is_dataclass(own) else value
     return Config(**parts)
-
-
-def _plain(content: dict[str, Any], name: str) -> Any:
-    """What is frozen without this section began without diagnostics, and goes on so."""
-    return content.get(name, {"every": 0}) if name == "diagnose" else content[name]
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
