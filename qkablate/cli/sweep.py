@@ -157,7 +157,7 @@ def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool)
     from qkablate.sweeps.engines.choose import opened
     from qkablate.sweeps.launch import Launcher
     from qkablate.sweeps.manifest import freeze
-    from qkablate.tracking.mirror import resolve_mode
+    from qkablate.tracking.mode import resolve_mode
 
     wandb = resolve_mode(manifest.track) != "disabled"
     engine = asked.settings.engine

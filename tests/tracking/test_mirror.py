@@ -21,7 +21,8 @@ from fake_server import FakeServer, dead_url
 from qkablate.config import TrackConfig
 from qkablate.errors import UserError
 from qkablate.tracking import Mirror
-from qkablate.tracking.mirror import Identity, resolve_mode
+from qkablate.tracking.mirror import Identity
+from qkablate.tracking.mode import resolve_mode
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 METRICS = {
@@ -319,9 +320,9 @@ MIRROR = """
 import json, os, sys
 from pathlib import Path
 from qkablate.config import TrackConfig
-from qkablate.tracking import mirror
+from qkablate.tracking import mirror, mode
 
-mirror.CONNECT_SECONDS, mirror.INIT_SECONDS, mirror.FINISH_SECONDS = 1, 1, 1
+mode.CONNECT_SECONDS, mirror.INIT_SECONDS, mirror.FINISH_SECONDS = 1, 1, 1
 {before}
 notes, folder = [], Path(sys.argv[1])
 folder.mkdir()
