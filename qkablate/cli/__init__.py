@@ -16,6 +16,7 @@ VERBS = {
     "report": "the same as a page to read and to send, or as pictures",
     "compare": "two runs side by side",
     "claim": "hypotheses written down before their runs, and their verdicts",
+    "sync": "what was recorded offline, to Weights & Biases",
     "data": "what there is to train on: list, prepare, info, show",
     "sample": "text from a trained run",
     "project": "a trained run put into another form, and healed: the form or the training?",

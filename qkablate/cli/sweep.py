@@ -9,6 +9,7 @@ from typing import Any
 
 from qkablate.cli.compose import next_commands, take_flags
 from qkablate.cli.grid import Asked, composing
+from qkablate.cli.shown import shown
 from qkablate.disk import make_folder
 from qkablate.errors import UserError, tell
 from qkablate.table import print_json
@@ -179,7 +180,10 @@ def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool)
     )
     code = launcher.run()
     last = launcher.trained and not launcher.standing.is_run()
-    address = summary.mirror(launcher.standing, board.note) if last else None
+    address = None
+    if last and wandb:
+        more = shown(manifest.folder, board.note)
+        address = summary.mirror(launcher.standing, board.note, more)
     with suppress(BrokenPipeError):
         _print_end(launcher, address)
     return code

@@ -225,7 +225,8 @@ class Mirror:
                 if files:
                     artifact = wandb.Artifact(f"{kind}-{self._identity.id}", type=kind)
                     for name, path in files.items():
-                        artifact.add_file(str(path), name, policy="immutable", skip_cache=True)
+                        own = str(path.absolute())
+                        artifact.add_file(own, name, policy="immutable", skip_cache=True)
                     run.log_artifact(artifact)
         except Exception as error:
             self._note(f"W&B: no artifact: {_first_line(error)}")

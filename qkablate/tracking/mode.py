@@ -65,6 +65,13 @@ def _chosen_server() -> str | None:
     return settings.get("default", "base_url", fallback=None)
 
 
+def server() -> str:
+    """The address of the server that would be asked."""
+    import wandb
+
+    return _chosen_server() or str(wandb.Settings().base_url)
+
+
 def global_settings() -> Any:
     """W&B's, with what its files and variables say; silent, so that it never asks for a key."""
     import wandb
