@@ -72,8 +72,8 @@ def main(argv: list[str]) -> int:
     if dry:
         return _list(plan, argv)
     if not plan.logs:
-        what = counted(plan.there, "log")
-        print(f"{what} at the server before" if plan.there else "there is nothing to send")
+        what = f"{counted(plan.there, 'log')} sent before"
+        print(f"nothing to send{f'; {what}' if plan.there else ''}")
         return 1 if plan.bad else 0
     if silence := silence_of(server()):
         tell(f"qkablate: W&B: {silence}; nothing was sent")
@@ -205,7 +205,7 @@ def _list(plan: Plan, argv: list[str]) -> int:
         if rows:
             print_table(["run", "id", "size", "folder"], rows, 2)
             print()
-        print(f"{counted(len(rows), 'log')} to send, {plan.there:,} at the server before")
+        print(f"{counted(len(rows), 'log')} to send; {plan.there:,} sent before")
         if rows:
             next_commands(["sync", *(word for word in argv if word != "--dry-run")])
     return 1 if plan.bad else 0

@@ -7,9 +7,11 @@ import contextlib
 import json
 import os
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from qkablate.tracking.recorded import is_whole, unsent_mark
 from qkablate.tracking.service import VARIABLE
 
 INIT_SECONDS = 10
-FINISH_SECONDS = 30
+FINISH_SECONDS = 25
+ARTIFACT_SECONDS = 5  # that the server is asked whether it may be
 LOG_SECONDS = 2
 MODEL_SECONDS = 300  # where a checkpoint is to be sent, too
 POSITIONS = ("step", "tokens", "flops", "seconds")  # what a row stands at: axes, and no charts
@@ -227,7 +230,7 @@ class Mirror:
                     for name, path in files.items():
                         own = str(path.absolute())
                         artifact.add_file(own, name, policy="immutable", skip_cache=True)
-                    run.log_artifact(artifact)
+                    _within(ARTIFACT_SECONDS, partial(run.log_artifact, artifact))
         except Exception as error:
             self._note(f"W&B: no artifact: {_first_line(error)}")
 
@@ -257,6 +260,25 @@ def best(metrics: Path) -> dict[str, float]:
                 if isinstance(row[name], int | float):
                     found[name] = BEST[name][1]([row[name], found.get(name, row[name])])
     return found
+
+
+def _within(seconds: float, action: Callable[[], object]) -> None:
+    """W&B asks its server here, and has more patience with one that is gone."""
+    errors: list[Exception] = []
+
+    def act() -> None:
+        try:
+            action()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer in {seconds} s")
+    if errors:
+        raise errors[0]
 
 
 def _becomes_whole(file: Path) -> bool:

@@ -128,6 +128,8 @@ class FakeServer:
         return {}
 
     def _artifact(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
+        if operation == "ArtifactType":
+            return {"project": None}  # there is none of that name
         if operation == "CreateArtifact":
             asked = given["input"]
             kind = asked["artifactTypeName"]
