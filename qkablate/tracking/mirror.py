@@ -78,7 +78,7 @@ class Mirror:
     ) -> None:
         self._note, self._identity = note, identity
         self._run: Any = None
-        self._file: Path | None = None  # W&B's log, where it is the only record
+        self._file: Path | None = None  # W&B's log: also what is sent goes through it
         self._patience = MODEL_SECONDS if track.artifacts else FINISH_SECONDS
         self._best: dict[str, float] | None = None  # None: no row was logged here
         self.address: str | None = None  # where to look: a URL, or the command that makes one
@@ -153,8 +153,9 @@ class Mirror:
         except TimeoutError:
             self.address, seconds = self._sync_command("run"), self._patience
             self._note(f"W&B: not all was sent in {seconds} s; to send it: {self.address}")
-            with contextlib.suppress(Exception):
-                unsent_mark(Path(run.settings.sync_file)).touch()
+            with contextlib.suppress(OSError):
+                if self._file:
+                    unsent_mark(self._file).touch()
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}")
 
@@ -198,7 +199,7 @@ class Mirror:
             run.define_metric(name, hidden=True)
         for name in BEST:
             run.define_metric(name, step_metric="step", summary="none")
-        self._file = Path(run.settings.sync_file) if mode == "offline" else None
+        self._file = Path(run.settings.sync_file)
         self.address = (
             run.url and redacted(run.url) if mode == "online" else self._sync_command("offline-run")
         )
