@@ -43,6 +43,7 @@ Examples
   qkablate claim run one_head                          a hypothesis, to its verdict
   qkablate sample merged_w prompt='def main('          text from a run
   qkablate project standard variant=no_q               is it the form, or the training?
+  qkablate sync                                        what was recorded offline, to W&B
   qkablate variants                                    what can be compared
   qkablate data show data=recall                       what a model is trained on
   qkablate cost --at gpt-j                             what it costs, at a size of one's choice

@@ -1,6 +1,5 @@
 """`qkablate sweep`: a grid, frozen, trained on this machine or a cluster."""
 
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -198,14 +197,12 @@ def _print_end(launcher: Any, address: str | None) -> None:
     manifest = launcher.manifest
     name = f"{manifest.name}-{manifest.id}"
     print(f"\nresults  {manifest.folder / 'results.csv'}")
-    if address:
+    recorded = bool(address and address.startswith("wandb sync"))
+    if address and not recorded:
         print(f"W&B      {address}")
-    if address and address.startswith("wandb sync"):
-        runs = shlex.quote(str(manifest.folder.absolute() / "runs"))
-        print(f"         wandb sync {runs}/*/wandb/offline-run-*")
     where = [] if manifest.out == "outputs" else [f"out={manifest.out}"]
     shown = ["results", "report"] if launcher.standing.counts()["done"] else ["status"]
-    also = [[verb, name, *where] for verb in shown]
+    also = [[verb, name, *where] for verb in (*shown, *["sync"] * recorded)]
     next_commands(*summary.next_words(launcher.standing), *also)
 
 

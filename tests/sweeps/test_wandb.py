@@ -99,7 +99,7 @@ def test_offline(words, tmp_path, home):
     (page,) = media.glob("report_*.html")
     assert log.summary["answer"].partition(".")[0] in page.read_text()
     assert any("<svg" in path.read_text() for path in media.glob("charts/gaps_*.html"))
-    assert f"wandb sync {folder}/wandb/offline-run-*" in done.stdout
+    assert f"qkablate sync {folder.name} out={folder.parents[1]}" in done.stdout
 
     # What has been done before is not told again.
     again = sweep(*words)

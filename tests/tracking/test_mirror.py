@@ -221,9 +221,9 @@ def test_an_offline_run_holds_everything_and_can_be_sent_later(overrides, runs, 
     assert not (tmp_path / "wandb").exists()
     assert holding(KEY, tmp_path / "outputs") == []
 
-    command = done.stdout.strip().splitlines()[-1].strip()
+    assert done.stdout.strip().endswith(f"qkablate sync {run}")
+    command = result["wandb"]
     assert command == f"wandb sync {run}/wandb/offline-run-*"
-    assert result["wandb"] == command
     with FakeServer() as server:
         wandb = shlex.quote(str(Path(sys.executable).with_name("wandb")))
         subprocess.run(
@@ -391,7 +391,7 @@ def test_training_goes_on_offline_where_no_server_is(overrides, runs):
     (run,) = runs()
     (recorded,) = offline(run)
     assert by_step(recorded.rows) == by_step(journal(run))
-    assert f"wandb sync {run}/wandb/offline-run-*" in done.stdout
+    assert done.stdout.strip().endswith(f"qkablate sync {run}")
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_training_goes_on_when_the_server_dies(overrides, runs):
     (run,) = runs()
     command = f"wandb sync {run}/wandb/run-*"
     assert f"W&B: not all was sent in 2 s; to send it: {command}" in done.stderr
-    assert command in done.stdout
+    assert done.stdout.strip().endswith(f"qkablate sync {run}")
     result = json.loads((run / "result.json").read_text())
     assert (result["status"], result["wandb"]) == ("done", command)
     assert [row["step"] for row in journal(run)] == [0, 2, 4, 6, 6, 8, 10, 12, 12]
