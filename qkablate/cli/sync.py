@@ -186,7 +186,8 @@ def _tell(plan: Plan) -> None:
     for name in plan.busy:
         tell(f"left for later: {name} is being trained")
     if plan.empty:
-        tell(f"nothing is in {counted(len(plan.empty), 'log')}: killed in its first second")
+        number = counted(len(plan.empty), "log")
+        tell(f"nothing can be read in {number}: killed in its first second, or damaged")
     for file, why in plan.bad.items():
         tell(f"not sent: {file}: {why}")
     for log in plan.logs:

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config import TrackConfig
+from qkablate.disk import read_file
 from qkablate.redaction import redacted
+from qkablate.runs import is_number, read_row
 from qkablate.tracking.mode import global_settings, resolve_mode, silence_of
 from qkablate.tracking.recorded import is_whole, unsent_mark
 from qkablate.tracking.service import VARIABLE
@@ -207,7 +209,7 @@ class Mirror:
 
     def _keep_best(self, row: dict[str, Any]) -> None:
         """Of all sittings: the journal has the rows of those before."""
-        names = [name for name in BEST if isinstance(row.get(name), int | float)]
+        names = [name for name in BEST if is_number(row.get(name))]
         if names and self._best is None:
             self._best = best(self._recorded.parent / "metrics.jsonl")
         for name in names:
@@ -254,12 +256,13 @@ def _first_line(error: Exception) -> str:
 def best(metrics: Path) -> dict[str, float]:
     """The best readings that stand in a journal."""
     found: dict[str, float] = {}
-    with contextlib.suppress(OSError, ValueError):
-        for line in metrics.read_bytes().splitlines():
-            row = json.loads(line) if b'"val/' in line else {}
-            for name in BEST.keys() & row.keys():
-                if isinstance(row[name], int | float):
-                    found[name] = BEST[name][1]([row[name], found.get(name, row[name])])
+    with contextlib.suppress(OSError):
+        for line in read_file(metrics).splitlines():
+            with contextlib.suppress(ValueError):
+                row = read_row(line) if b'"val/' in line else {}
+                for name in BEST.keys() & row.keys():
+                    if is_number(row[name]):
+                        found[name] = BEST[name][1]([row[name], found.get(name, row[name])])
     return found
 
 

@@ -9,9 +9,12 @@
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from qkablate.disk import open_file
 
 _BLOCK, _FILE_HEADER, _HEADER = 32 * 1024, 7, 7
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
@@ -31,6 +34,14 @@ class Log:
 def read(file: Path) -> Log:
     """OSError where it cannot be read, ValueError where it is none."""
     found = Log(file)
+    with suppress(ValueError):  # W&B makes of it what it can
+        _fill(found, file)
+    if not found.id:
+        raise ValueError("it is no log of W&B's")
+    return found
+
+
+def _fill(found: Log, file: Path) -> None:
     for record in _records(file, 0):
         kind = record.WhichOneof("record_type")
         if kind == "run":
@@ -41,9 +52,6 @@ def read(file: Path) -> Log:
         elif kind == "files":
             found.paths += [file.parent / "files" / entry.path for entry in record.files.files]
         found.ended |= kind == "exit"
-    if not found.id:
-        raise ValueError("it is no log of W&B's")
-    return found
 
 
 def is_whole(file: Path) -> bool:
@@ -62,7 +70,7 @@ def _records(file: Path, start: int) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
     make: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]
-    with file.open("rb") as log:
+    with open_file(file) as log:
         log.seek(start)
         data = log.read()
     position, parts = (0 if start else _FILE_HEADER), b""

@@ -99,8 +99,11 @@ def wandb_config(plan: Plan) -> dict[str, Any]:
 
 def _code(plan: Plan) -> dict[str, Any] | None:
     """The commit, and whether anything was changed since: the change itself is in the artifact."""
-    found = (read_json(plan.run.folder / "environment.json") or {}).get("code")
-    return found and {"commit": found["commit"], "changed": bool(found["diff"])}
+    known = read_json(plan.run.folder / "environment.json")
+    found = known.get("code") if isinstance(known, dict) else None
+    if not isinstance(found, dict):
+        return None
+    return {"commit": found.get("commit"), "changed": bool(found.get("diff"))}
 
 
 def left(plan: Plan, result: dict[str, Any]) -> Left | None:

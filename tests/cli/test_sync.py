@@ -266,7 +266,7 @@ def test_logs_that_are_none(recorded, server, qkablate):
     second.with_name(f"{second.name}.synced").symlink_to(a / "elsewhere")
     done = qkablate("sync")
     assert done.code == 1
-    assert "nothing is in 1 log" in done.err
+    assert "nothing can be read in 1 log" in done.err
     assert "is a link, and would be written through" in done.err
     assert not (a / "elsewhere").exists()
     assert steps(server, IDS[1]) == [0, 1, 2]
