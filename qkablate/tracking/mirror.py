@@ -26,7 +26,7 @@ from qkablate.tracking.service import VARIABLE
 INIT_SECONDS = 10
 FINISH_SECONDS = 25
 ARTIFACT_SECONDS = 5  # that the server is asked whether it may be
-LOG_SECONDS = 2
+LOG_SECONDS = 5  # that W&B is given to write the end of its log
 MODEL_SECONDS = 300  # where a checkpoint is to be sent, too
 POSITIONS = ("step", "tokens", "flops", "seconds")  # what a row stands at: axes, and no charts
 # Of these a table of runs shows the best and the last reading; of all others W&B shows the last.
@@ -151,7 +151,9 @@ class Mirror:
                 self._keep(run, left)
             run.finish(exit_code=exit_code)
             if self._file and not _becomes_whole(self._file):
-                self._note(f"W&B: not all was recorded{_why(self._file)}; metrics.jsonl has it all")
+                self._note(
+                    f"W&B: not all was recorded{_why(self._file)}; our own files have it all"
+                )
         except TimeoutError:
             self.address, seconds = self._sync_command("run"), self._patience
             self._note(f"W&B: not all was sent in {seconds} s; to send it: {self.address}")

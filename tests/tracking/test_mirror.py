@@ -496,7 +496,7 @@ def test_a_full_disk_under_the_log_alone_is_told(tmp_path):
     notes, address = mirrored(
         tmp_path / "run", FULL_DISK, "it.log({'step': step, 'a': 'b' * 4000})"
     )
-    assert notes == ["W&B: not all was recorded (File too large); metrics.jsonl has it all"]
+    assert notes == ["W&B: not all was recorded (File too large); our own files have it all"]
     assert address == f"wandb sync {tmp_path / 'run'}/wandb/offline-run-*"
 
 
