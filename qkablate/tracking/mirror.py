@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,13 +19,12 @@ from qkablate.disk import read_file
 from qkablate.redaction import redacted
 from qkablate.runs import is_number, read_row
 from qkablate.tracking.mode import global_settings, resolve_mode, silence_of
-from qkablate.tracking.recorded import is_whole, unsent_mark
+from qkablate.tracking.recorded import becomes_whole, unsent_mark, why_not
 from qkablate.tracking.service import VARIABLE
 
 INIT_SECONDS = 10
 FINISH_SECONDS = 25
 ARTIFACT_SECONDS = 5  # that the server is asked whether it may be
-LOG_SECONDS = 5  # that W&B is given to write the end of its log
 MODEL_SECONDS = 300  # where a checkpoint is to be sent, too
 POSITIONS = ("step", "tokens", "flops", "seconds")  # what a row stands at: axes, and no charts
 # Of these a table of runs shows the best and the last reading; of all others W&B shows the last.
@@ -150,9 +148,9 @@ class Mirror:
             if left is not None:
                 self._keep(run, left)
             run.finish(exit_code=exit_code)
-            if self._file and not _becomes_whole(self._file):
+            if self._file and not becomes_whole(self._file):
                 self._note(
-                    f"W&B: not all was recorded{_why(self._file)}; our own files have it all"
+                    f"W&B: not all was recorded{why_not(self._file)}; our own files have it all"
                 )
         except TimeoutError:
             self.address, seconds = self._sync_command("run"), self._patience
@@ -285,24 +283,3 @@ def _within(seconds: float, action: Callable[[], object]) -> None:
         raise TimeoutError(f"no answer in {seconds} s")
     if errors:
         raise errors[0]
-
-
-def _becomes_whole(file: Path) -> bool:
-    """W&B's process writes the end when we are told that it is there: a millisecond later."""
-    until = time.monotonic() + LOG_SECONDS
-    while not (whole := is_whole(file)) and time.monotonic() < until:
-        time.sleep(0.002)
-    return whole
-
-
-def _why(file: Path) -> str:
-    """W&B writes in another process, which tells nobody what it could not write: so we try."""
-    trial = file.with_name("trial")
-    try:
-        trial.write_bytes(bytes(2**16))
-    except OSError as error:
-        return f" ({error.strerror})"
-    finally:
-        with contextlib.suppress(OSError):
-            trial.unlink(missing_ok=True)
-    return ""

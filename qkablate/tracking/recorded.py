@@ -8,6 +8,7 @@
 """
 
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 
 from qkablate.disk import open_file
 
+LOG_SECONDS = 5  # that W&B is given to write the end of its log
 _BLOCK, _FILE_HEADER, _HEADER = 32 * 1024, 7, 7
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
@@ -62,6 +64,27 @@ def is_whole(file: Path) -> bool:
         return any(r.WhichOneof("record_type") == "exit" for r in _records(file, start))
     except (OSError, ValueError):
         return False
+
+
+def becomes_whole(file: Path) -> bool:
+    """W&B's process writes the end when we are told that it is there: a millisecond later."""
+    until = time.monotonic() + LOG_SECONDS
+    while not (whole := is_whole(file)) and time.monotonic() < until:
+        time.sleep(0.002)
+    return whole
+
+
+def why_not(file: Path) -> str:
+    """W&B writes in another process, which tells nobody what it could not write: so we try."""
+    trial = file.with_name("trial")
+    try:
+        trial.write_bytes(bytes(2**16))
+    except OSError as error:
+        return f" ({error.strerror})"
+    finally:
+        with suppress(OSError):
+            trial.unlink(missing_ok=True)
+    return ""
 
 
 def _records(file: Path, start: int) -> Iterator[Any]:
