@@ -16,6 +16,7 @@ VERBS = {
     "report": "the same as a page to read and to send, or as pictures",
     "compare": "two runs side by side",
     "claim": "hypotheses written down before their runs, and their verdicts",
+    "sync": "what was recorded offline, to Weights & Biases",
     "data": "what there is to train on: list, prepare, info, show",
     "sample": "text from a trained run",
     "project": "a trained run put into another form, and healed: the form or the training?",
@@ -44,6 +45,7 @@ Examples
   qkablate sample merged_w prompt='def main('          text from a run
   qkablate project standard variant=no_q               is it the form, or the training?
   qkablate inspect merged_w                            what its heads have become
+  qkablate sync                                        what was recorded offline, to W&B
   qkablate variants                                    what can be compared
   qkablate data show data=recall                       what a model is trained on
   qkablate cost --at gpt-j                             what it costs, at a size of one's choice

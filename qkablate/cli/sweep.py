@@ -1,6 +1,5 @@
 """`qkablate sweep`: a grid, frozen, trained on this machine or a cluster."""
 
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,6 +8,7 @@ from typing import Any
 
 from qkablate.cli.compose import next_commands, take_flags
 from qkablate.cli.grid import Asked, composing
+from qkablate.cli.shown import shown
 from qkablate.disk import make_folder
 from qkablate.errors import UserError, tell
 from qkablate.table import print_json
@@ -157,7 +157,7 @@ def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool)
     from qkablate.sweeps.engines.choose import opened
     from qkablate.sweeps.launch import Launcher
     from qkablate.sweeps.manifest import freeze
-    from qkablate.tracking.mirror import resolve_mode
+    from qkablate.tracking.mode import resolve_mode
 
     wandb = resolve_mode(manifest.track) != "disabled"
     engine = asked.settings.engine
@@ -179,7 +179,10 @@ def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool)
     )
     code = launcher.run()
     last = launcher.trained and not launcher.standing.is_run()
-    address = summary.mirror(launcher.standing, board.note) if last else None
+    address = None
+    if last and wandb:
+        more = shown(manifest.folder, board.note)
+        address = summary.mirror(launcher.standing, board.note, more)
     with suppress(BrokenPipeError):
         _print_end(launcher, address)
     return code
@@ -194,14 +197,12 @@ def _print_end(launcher: Any, address: str | None) -> None:
     manifest = launcher.manifest
     name = f"{manifest.name}-{manifest.id}"
     print(f"\nresults  {manifest.folder / 'results.csv'}")
-    if address:
+    recorded = bool(address and address.startswith("wandb sync"))
+    if address and not recorded:
         print(f"W&B      {address}")
-    if address and address.startswith("wandb sync"):
-        runs = shlex.quote(str(manifest.folder.absolute() / "runs"))
-        print(f"         wandb sync {runs}/*/wandb/offline-run-*")
     where = [] if manifest.out == "outputs" else [f"out={manifest.out}"]
     shown = ["results", "report"] if launcher.standing.counts()["done"] else ["status"]
-    also = [[verb, name, *where] for verb in shown]
+    also = [[verb, name, *where] for verb in (*shown, *["sync"] * recorded)]
     next_commands(*summary.next_words(launcher.standing), *also)
 
 

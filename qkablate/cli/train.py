@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.compose import built, jobs
+from qkablate.cli.compose import built, jobs, next_commands
 from qkablate.cli.hydra_app import run_hydra
 from qkablate.config import load, variants
 from qkablate.errors import UserError, tell
@@ -122,7 +122,8 @@ def _train(composed: Any, rerun: bool, several: bool, ranks: Ranks) -> int:
     with suppress(BrokenPipeError):  # nobody reads on, as in `| head`; the run is done all the same
         _print_result(outcome.result, outcome.trained, planned.run.folder)
         if not several:
-            _print_next(outcome.result, list(HydraConfig.get().overrides.task))
+            words = list(HydraConfig.get().overrides.task)
+            _print_next(outcome.result, words, planned.run.folder)
     if several and outcome.signal:
         raise SystemExit(128 + outcome.signal)
     return EXIT_CODES[outcome.result["status"]]
@@ -164,7 +165,7 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
     print(f"  folder    {folder}")
 
 
-def _print_next(result: dict[str, Any], overrides: list[str]) -> None:
+def _print_next(result: dict[str, Any], overrides: list[str], folder: Path) -> None:
     """The commands one types next."""
     lines = []
     if result["status"] == "done":
@@ -177,7 +178,9 @@ def _print_next(result: dict[str, Any], overrides: list[str]) -> None:
         begun = any(word.startswith("start.") for word in overrides)
         if result["variant"] in variants() and not begun:  # those would have parents of their own
             lines.append(f"qkablate train -m {pair} seed=0,1,2 {words}".rstrip())
-    if result.get("wandb"):
+    if _is_recorded(result):
+        lines.append(shlex.join(["qkablate", "sync", str(folder)]))
+    elif result.get("wandb"):
         lines.append(result["wandb"])
     if lines:
         print("\nNext\n" + "\n".join(f"  {line}" for line in lines))
@@ -201,9 +204,14 @@ def _print_table(outcomes: list[dict[str, Any]]) -> None:
         more = [_number(o.get(key, {}).get("test"), 9, 4) for key in shown]
         line = [f"{name}  {o['status']:<8}  {val}  {test}", *more, _number(o["seconds"], 8, 1)]
         print("  ".join(line))
-    commands = [o["wandb"] for o in outcomes if str(o.get("wandb")).startswith("wandb sync")]
-    if commands:
-        print("\nNext\n" + "\n".join(f"  {command}" for command in commands))
+    if any(map(_is_recorded, outcomes)):
+        out = str(outcomes[0]["folder"].parent.parent)
+        next_commands(["sync", *([] if out == "outputs" else [f"out={out}"])])
+
+
+def _is_recorded(result: dict[str, Any]) -> bool:
+    """Whether W&B's server does not have it yet."""
+    return str(result.get("wandb")).startswith("wandb sync")
 
 
 def _number(value: float | None, width: int, digits: int) -> str:

@@ -123,6 +123,7 @@ class TrackConfig:
     group: str | None = None
     job_type: str | None = None
     tags: list[str] = field(default_factory=list)
+    artifacts: bool = False
     log_every: int = 10
 
 

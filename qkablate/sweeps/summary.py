@@ -1,5 +1,6 @@
 """What a sweep has come to: for a person at its end, and as one run in W&B."""
 
+import dataclasses
 import shlex
 import statistics
 from typing import Any
@@ -8,7 +9,7 @@ from qkablate.errors import printable
 from qkablate.sweeps.results import columns, rows
 from qkablate.sweeps.state import Standing, State
 from qkablate.table import print_table
-from qkablate.tracking.mirror import Identity, Mirror
+from qkablate.tracking.mirror import Identity, Mirror, Shown
 
 
 def print_arms(standing: Standing) -> None:
@@ -75,8 +76,8 @@ def print_failures(standing: Standing) -> None:
             print(f"\n{bowl.arm}: no learning rate was chosen: {why}")
 
 
-def mirror(standing: Standing, note: Any) -> str | None:
-    """One run in W&B that holds the table; where to find it."""
+def mirror(standing: Standing, note: Any, more: Shown | None = None) -> str | None:
+    """One run in W&B that holds the table, and what more there is to show; where to find it."""
     manifest = standing.manifest
     name = f"{manifest.name}-{manifest.id}"
     track = manifest.track
@@ -84,7 +85,9 @@ def mirror(standing: Standing, note: Any) -> str | None:
     identity = Identity(f"sweep-{manifest.id}", name, group, "sweep", ("sweep", *track.tags))
     config = {"sweep": name, "command": shlex.join(manifest.command), "arms": [*manifest.arms]}
     own = Mirror(track, identity, manifest.folder, config, note)
-    own.table("runs", list(columns(manifest)), [list(row.values()) for row in rows(standing)])
+    shown = more or Shown()
+    table = list(columns(manifest)), [list(row.values()) for row in rows(standing)]
+    own.show(dataclasses.replace(shown, tables={"runs": table, **shown.tables}))
     counts = standing.counts()
     finished = counts["done"] + counts["diverged"] == standing.expected()
     own.close({f"runs/{status}": count for status, count in counts.items()}, int(not finished))

@@ -3,30 +3,36 @@
 Nothing is ever asked of the user: no key means offline, and an unreachable server does too.
 """
 
-import configparser
 import contextlib
-import netrc
+import json
 import os
 import shlex
-import ssl
-import urllib.error
-import urllib.request
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from qkablate.config import TrackConfig
-from qkablate.errors import UserError
+from qkablate.disk import read_file
 from qkablate.redaction import redacted
+from qkablate.runs import is_number, read_row
+from qkablate.tracking.mode import global_settings, resolve_mode, silence_of
+from qkablate.tracking.recorded import becomes_whole, unsent_mark, why_not
 from qkablate.tracking.service import VARIABLE
 
-CONNECT_SECONDS = 5  # for any answer of the server at all
 INIT_SECONDS = 10
-FINISH_SECONDS = 30
-# Where a key of `wandb login` stands in .netrc: W&B knows its own server by both names.
-_HOSTS = {"api.wandb.ai", "api.forge.coreweave.com"}
+FINISH_SECONDS = 25
+ARTIFACT_SECONDS = 5  # that the server is asked whether it may be
+MODEL_SECONDS = 300  # where a checkpoint is to be sent, too
+POSITIONS = ("step", "tokens", "flops", "seconds")  # what a row stands at: axes, and no charts
+# Of these a table of runs shows the best and the last reading; of all others W&B shows the last.
+BEST: dict[str, tuple[str, Callable[[Iterable[float]], float]]] = {
+    "val/loss": ("min", min),
+    "val/bits_per_byte": ("min", min),
+    "val/accuracy": ("max", max),
+}
 
 
 @dataclass(frozen=True)
@@ -40,55 +46,27 @@ class Identity:
     tags: tuple[str, ...]
 
 
-def resolve_mode(track: TrackConfig) -> str:
-    """online, offline or disabled; WANDB_MODE speaks where the config says auto."""
-    mode = track.wandb
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE", "auto").lower()
-        mode = {"dryrun": "offline", "run": "online", "shared": "online"}.get(mode, mode)
-        if mode not in ("auto", "online", "offline", "disabled"):
-            raise UserError(f"WANDB_MODE: '{mode}' is not one of online, offline, disabled")
-    if mode == "disabled":
-        return mode
-    if mode == "auto":
-        return "online" if has_key() else "offline"
-    if mode == "online" and not has_key():
-        raise UserError(
-            "track.wandb: online needs a key (`wandb login`, or WANDB_API_KEY);"
-            " offline records now and syncs later"
-        )
-    return mode
+@dataclass(frozen=True)
+class Left:
+    """What a run leaves behind: files that do not change any more, by their names in an artifact,
+    and its result, which is not written yet."""
+
+    result: dict[str, Any]
+    files: Mapping[str, Path]
+    model: Mapping[str, Path]
 
 
-def has_key() -> bool:
-    """Whether W&B would find credentials without asking."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
-    try:
-        entries = netrc.netrc(path)
-    except (OSError, netrc.NetrcParseError):
-        return False
-    own = urlsplit(_chosen_server() or "").netloc
-    hosts = _HOSTS if not own or own in _HOSTS else {own}
-    return any(entry[2] for entry in map(entries.authenticators, hosts) if entry)
+@dataclass(frozen=True)
+class Shown:
+    """What is to be seen of many runs."""
 
-
-def _chosen_server() -> str | None:
-    """The server's address, where a variable or `wandb login --host` gives one."""
-    if os.environ.get("WANDB_BASE_URL"):
-        return os.environ["WANDB_BASE_URL"]
-    settings = configparser.ConfigParser(interpolation=None)
-    try:
-        folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
-        settings.read(folder / "settings", encoding="utf-8")
-    except (configparser.Error, ValueError):
-        return None
-    return settings.get("default", "base_url", fallback=None)
+    tables: dict[str, tuple[list[str], list[list[Any]]]] = field(default_factory=dict)
+    pages: dict[str, str] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
 
 
 class Mirror:
-    """One W&B run. `log` and `close` never raise."""
+    """One W&B run. `log`, `show` and `close` never raise."""
 
     def __init__(
         self,
@@ -98,8 +76,11 @@ class Mirror:
         config: dict[str, Any],
         note: Callable[[str], None],
     ) -> None:
-        self._note = note
+        self._note, self._identity = note, identity
         self._run: Any = None
+        self._file: Path | None = None  # W&B's log: also what is sent goes through it
+        self._patience = MODEL_SECONDS if track.artifacts else FINISH_SECONDS
+        self._best: dict[str, float] | None = None  # None: no row was logged here
         self.address: str | None = None  # where to look: a URL, or the command that makes one
         mode = resolve_mode(track)
         if mode == "disabled":
@@ -111,7 +92,8 @@ class Mirror:
         # Its reports of its own errors keep the process waiting at the end when the server is gone.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
-            if mode == "online" and not self._answers():
+            if mode == "online" and (silence := silence_of(global_settings().base_url)):
+                self._note(f"W&B: {silence}; recording offline")
                 mode = "offline"
             self._run = self._start(mode, track, identity, config)
         except Exception as error:
@@ -122,11 +104,16 @@ class Mirror:
             except Exception as again:
                 self._note(f"W&B: {_first_line(again)}; going on without it")
 
+    @property
+    def is_on(self) -> bool:
+        return self._run is not None
+
     def log(self, row: dict[str, Any]) -> None:
         if self._run is None:
             return
         try:
             self._run.log(_flat(row), step=row["step"])
+            self._keep_best(row)
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}; going on without it")
             run, self._run = self._run, None
@@ -134,26 +121,43 @@ class Mirror:
                 run.finish(exit_code=1)
             self._forget_everything()
 
-    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+    def show(self, shown: Shown) -> None:
+        """In one row, without a step."""
         if self._run is None:
             return
         try:
             import wandb
 
-            self._run.log({name: wandb.Table(columns=list[str | int](columns), data=rows)})
+            row: dict[str, Any] = {
+                name: wandb.Table(columns=list[str | int](columns), data=rows)
+                for name, (columns, rows) in shown.tables.items()
+            }
+            # inject: W&B would put a style of its own into what is whole.
+            row |= {name: wandb.Html(page, inject=False) for name, page in shown.pages.items()}
+            self._run.log(row)
+            self._run.summary.update(shown.summary)
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}")
 
-    def close(self, summary: dict[str, Any], exit_code: int) -> None:
+    def close(self, summary: dict[str, Any], exit_code: int, left: Left | None = None) -> None:
         if self._run is None:
             return
         run, self._run = self._run, None
         try:
             run.summary.update(summary)
+            if left is not None:
+                self._keep(run, left)
             run.finish(exit_code=exit_code)
+            if self._file and not becomes_whole(self._file):
+                self._note(
+                    f"W&B: not all was recorded{why_not(self._file)}; our own files have it all"
+                )
         except TimeoutError:
-            self.address = self._sync_command("run")
-            self._note(f"W&B: not all was sent in {FINISH_SECONDS} s; to send it: {self.address}")
+            self.address, seconds = self._sync_command("run"), self._patience
+            self._note(f"W&B: not all was sent in {seconds} s; to send it: {self.address}")
+            with contextlib.suppress(OSError):
+                if self._file:
+                    unsent_mark(self._file).touch()
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}")
 
@@ -166,13 +170,13 @@ class Mirror:
     ) -> Any:
         import wandb
 
-        _global_settings()
+        global_settings()
         settings = wandb.Settings(
             silent=True,
             console="off",
             disable_git=True,  # of the folder we are in; its remote may hold a token
             init_timeout=INIT_SECONDS,
-            finish_timeout=FINISH_SECONDS,
+            finish_timeout=self._patience,
             finish_timeout_raises=True,
             x_transaction_log_flush_interval=1,
         )
@@ -191,25 +195,47 @@ class Mirror:
             config=config,
             settings=settings,
         )
+        # Of the best readings W&B would know those of this sitting alone.
+        run.define_metric("*", step_metric="step")
+        for name in POSITIONS:
+            run.define_metric(name, hidden=True)
+        for name in BEST:
+            run.define_metric(name, step_metric="step", summary="none")
+        self._file = Path(run.settings.sync_file)
         self.address = (
             run.url and redacted(run.url) if mode == "online" else self._sync_command("offline-run")
         )
         return run
 
-    def _answers(self) -> bool:
-        """Whether anything answers at the server's address: a dead one is told in seconds."""
-        url = _global_settings().base_url
+    def _keep_best(self, row: dict[str, Any]) -> None:
+        """Of all sittings: the journal has the rows of those before."""
+        names = [name for name in BEST if is_number(row.get(name))]
+        if names and self._best is None:
+            self._best = best(self._recorded.parent / "metrics.jsonl")
+        for name in names:
+            assert self._best is not None
+            word, choose = BEST[name]
+            self._best[name] = choose([row[name], self._best.get(name, row[name])])
+            self._run.summary[name] = {word: self._best[name], "last": row[name]}
+
+    def _keep(self, run: Any, left: Left) -> None:
+        """As artifacts, whose files are sent from where they lie: nothing is copied."""
+        import wandb
+
         try:
-            with urllib.request.urlopen(url, timeout=CONNECT_SECONDS):
-                return True
-        except urllib.error.HTTPError:
-            return True  # an answer, too
-        except OSError as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, ssl.SSLCertVerificationError):
-                return True  # W&B may know more certificates than Python
-            self._note(f"W&B: {url} does not answer ({reason}); recording offline")
-            return False
+            result = Path(run.dir).with_name("result.json")
+            text = json.dumps(left.result, indent=1, ensure_ascii=False)
+            result.write_text(f"{text}\n", encoding="utf-8")
+            parts = {"run": {**left.files, result.name: result}, "model": left.model}
+            for kind, files in parts.items():
+                if files:
+                    artifact = wandb.Artifact(f"{kind}-{self._identity.id}", type=kind)
+                    for name, path in files.items():
+                        own = str(path.absolute())
+                        artifact.add_file(own, name, policy="immutable", skip_cache=True)
+                    _within(ARTIFACT_SECONDS, partial(run.log_artifact, artifact))
+        except Exception as error:
+            self._note(f"W&B: no artifact: {_first_line(error)}")
 
     def _forget_everything(self) -> None:
         """End W&B's process: it holds on to the id of a run that could not begin, or is broken."""
@@ -236,12 +262,37 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _global_settings() -> Any:
-    """W&B's, with what its files and variables say; silent, so that it never asks for a key."""
-    import wandb
-
-    return wandb.setup(wandb.Settings(silent=True)).settings
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def best(metrics: Path) -> dict[str, float]:
+    """The best readings that stand in a journal."""
+    found: dict[str, float] = {}
+    with contextlib.suppress(OSError):
+        for line in read_file(metrics).splitlines():
+            with contextlib.suppress(ValueError):
+                row = read_row(line) if b'"val/' in line else {}
+                for name in BEST.keys() & row.keys():
+                    if is_number(row[name]):
+                        found[name] = BEST[name][1]([row[name], found.get(name, row[name])])
+    return found
+
+
+def _within(seconds: float, action: Callable[[], object]) -> None:
+    """W&B asks its server here, and has more patience with one that is gone."""
+    errors: list[Exception] = []
+
+    def act() -> None:
+        try:
+            action()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer in {seconds} s")
+    if errors:
+        raise errors[0]

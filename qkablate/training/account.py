@@ -4,7 +4,9 @@ import dataclasses
 from typing import Any
 
 from qkablate import __version__
-from qkablate.tracking.mirror import Identity
+from qkablate.runs import read_json, sealed
+from qkablate.tracking.mirror import Identity, Left
+from qkablate.training.checkpoint import newest_first
 from qkablate.training.plan import Plan
 
 BESIDES_LOSS = ("bits_per_byte", "accuracy")  # of text and of tasks: null where there is none
@@ -94,7 +96,34 @@ def wandb_config(plan: Plan) -> dict[str, Any]:
     config = dataclasses.asdict(plan.config)
     config["data"] = {k: v for k, v in config["data"].items() if k not in ("path", "cache")}
     del config["out"], config["track"], config["start"]["run"]
-    return config | {"run_id": plan.run.id, "kernel": plan.kernel, "params": plan.params}
+    config |= {"run_id": plan.run.id, "kernel": plan.kernel, "params": plan.params}
+    return config | {"code": _code(plan)}
+
+
+def _code(plan: Plan) -> dict[str, Any] | None:
+    """The commit, and whether anything was changed since: the change itself is in the artifact."""
+    known = read_json(plan.run.folder / "environment.json")
+    found = known.get("code") if isinstance(known, dict) else None
+    if not isinstance(found, dict):
+        return None
+    return {"commit": found.get("commit"), "changed": bool(found.get("diff"))}
+
+
+def left(plan: Plan, result: dict[str, Any]) -> Left | None:
+    """What W&B is given of a run that has ended."""
+    run = plan.run
+    if "status" not in result:
+        return None
+    names = ["config.yaml", "environment.json"]
+    if result["status"] != "failed":  # it may be tried again, and then has other rows
+        names.append("metrics.jsonl")
+    model = {}
+    newest = newest_first(run.checkpoints)
+    if plan.config.track.artifacts and result["status"] == "done" and newest:
+        paths = [*newest[0].iterdir(), run.folder / "config.yaml", run.folder / "tokenizer.json"]
+        model = {str(path.relative_to(run.folder)): path for path in paths if path.exists()}
+    files = {name: run.folder / name for name in names}
+    return Left(sealed(result, run.metrics), files, model)
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
@@ -102,5 +131,8 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     flat = {f"final/{split}_loss": value for split, value in result["loss"].items()}
     for name in BESIDES_LOSS:
         flat |= {f"final/{split}_{name}": value for split, value in result[name].items()}
-    flat |= {"final/status": result.get("status"), "params": result["params"]["total"]}
+    for name in ("status", "tokens", "seconds", "tokens_per_second"):
+        flat[f"final/{name}"] = result.get(name)
+    flat |= {"params": result["params"]["total"], "flops_per_token": result["flops_per_token"]}
+    flat["final/flops"] = result["tokens"] * result["flops_per_token"]
     return {name: value for name, value in flat.items() if value is not None}

@@ -17,7 +17,7 @@ from qkablate.disk import make_folder
 from qkablate.errors import UserError
 from qkablate.model import GPT
 from qkablate.runs import Run, free_bytes, identity, label, run_id
-from qkablate.tracking.mirror import resolve_mode
+from qkablate.tracking.mode import resolve_mode
 from qkablate.training import checkpoint, hardware, start
 
 

@@ -33,6 +33,8 @@ from qkablate.training.ranks import ALONE, Ranks
 from qkablate.training.signals import Signals, Stopped
 from qkablate.training.state import Progress
 
+_CLOCK = "%Y-%m-%dT%H:%M:%S%z"
+
 
 @dataclass(frozen=True)
 class _Fence:
@@ -120,7 +122,7 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
                 account.wandb_config(plan),
                 terminal.note,
             )
-            opened.callback(_close, mirror, result)
+            opened.callback(_close, mirror, plan, result)
 
             def save(state: checkpoint.Checkpoint) -> None:
                 owner.verify()
@@ -157,12 +159,13 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
             result |= {"status": "failed", "error": redacted(f"{type(error).__name__}: {first}")}
             result["out_of_memory"] = hardware.is_out_of_memory(error)
             write_atomic(run.folder / "error.txt", redacted(traceback.format_exc()))
-    result["seconds"] = round(time.perf_counter() - began, 3)
-    if trainer is not None:
-        result["steps"] = result.get("diverged_at", trainer.progress.step)
-        result["tokens"] = result["steps"] * plan.tokens_per_step
-        result["seconds"] = round(trainer.seconds(), 3)
-    result["peak_memory_bytes"] = hardware.peak_memory(config.device)
+        result["seconds"] = round(time.perf_counter() - began, 3)
+        if trainer is not None:
+            result["steps"] = result.get("diverged_at", trainer.progress.step)
+            result["tokens"] = result["steps"] * plan.tokens_per_step
+            result["seconds"] = round(trainer.seconds(), 3)
+        result["peak_memory_bytes"] = hardware.peak_memory(config.device)
+        result["ended"] = time.strftime(_CLOCK)
     _publish(plan.run, owner, result)
     return result
 
@@ -220,7 +223,7 @@ def _shared(
 
 
 def _publish(run: Run, owner: Owner, result: dict[str, Any]) -> None:
-    result["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    result.setdefault("ended", time.strftime(_CLOCK))
     owner.verify()
     try:
         publish_json(run.folder / "result.json", sealed(result, run.metrics))
@@ -239,8 +242,10 @@ def record_failure(plan: Plan, reason: str, *, out_of_memory: bool, packed: int)
             _publish(plan.run, owner, result)
 
 
-def _close(mirror: Mirror, result: dict[str, Any]) -> None:
-    mirror.close(account.summary(result), EXIT_CODES.get(result.get("status", ""), 1))
+def _close(mirror: Mirror, plan: Plan, result: dict[str, Any]) -> None:
+    left = account.left(plan, result) if mirror.is_on else None
+    code = EXIT_CODES.get(result.get("status", ""), 1)
+    mirror.close(account.summary(result), code, left)
     result["wandb"] = mirror.address
 
 

@@ -29,7 +29,7 @@ def test_unknown_verb(qkablate):
     assert done.code == 2
     assert done.err == (
         "qkablate: 'trian' is not a verb; there is train, sweep, status, results, report, compare,"
-        " claim, data, sample, project, inspect, variants, cost, verify, --help, --version"
+        " claim, sync, data, sample, project, inspect, variants, cost, verify, --help, --version"
         " (nearest: train)\n"
     )
 

@@ -45,12 +45,13 @@ def recorded(folder):
 
 
 def test_offline(words, tmp_path, home):
-    done = sweep(*words, "track.wandb=offline", "track.tags=[mine]")
+    words = [*words, "seed=0,1", "track.wandb=offline", "track.tags=[mine]"]
+    done = sweep(*words)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("outputs/sweeps/*/")
     manifest = json.loads((folder / "manifest.json").read_text())
     own = {run["id"]: run for run in manifest["runs"]}
-    assert len(own) == 3
+    assert len(own) == 6
     for id, run in own.items():
         (path,) = tmp_path.glob(f"outputs/runs/*-{id}")
         (log,) = recorded(path)
@@ -73,17 +74,35 @@ def test_offline(words, tmp_path, home):
     assert log.id == f"sweep-{folder.name.rpartition('-')[2]}"
     assert set(log.tags) == {"sweep", "mine"}
     assert log.exit_code == 0
-    assert log.summary["runs/done"] == 3
-    (path,) = folder.glob("wandb/offline-run-*/files/media/table/runs_*.json")
-    table = json.loads(path.read_text())
-    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-    told = json.loads(status(folder))["states"]
-    assert rows == told
+    assert log.summary["runs/done"] == 6
+    rows = table(folder, "runs")
+    assert rows == told("status", folder)["states"]
     assert {row["id"] for row in rows} == set(own)
-    assert f"wandb sync {folder}/wandb/offline-run-*" in done.stdout
+
+    # The answer: gaps with what they are worth, verdicts, charts and the page.
+    gaps, found = table(folder, "gaps"), told("results", folder, "--format")["gaps"]
+    assert [gap["arm"] for gap in gaps] == ["no_q-d16-h2", "no_q-d16-h2-params"]
+    for gap, one in zip(gaps, found, strict=True):
+        assert (gap["gap"], [gap["low"], gap["high"]]) == (one["mean"], one["interval"])
+        for name in ("arm", "baseline", "n", "sd", "p", "p_holm", "detectable"):
+            assert gap[name] == one[name]
+        assert gap["verdict"] in ("better", "worse", "none found")
+        in_line = log.summary[f"gap/{gap['arm']}"]
+        assert in_line == {name: gap[name] for name in in_line}
+        assert {"gap", "low", "high", "n", "p_holm", "verdict"} <= set(in_line)
+        run = next(run for run in own.values() if run["arm"] == gap["arm"])
+        (path,) = tmp_path.glob(f"outputs/runs/*-{run['id']}")
+        assert not any("gap" in name for name in recorded(path)[0].summary)  # it takes two runs
+    assert [row["arm"] for row in table(folder, "verdicts")] == [*manifest["arms"]]
+    assert "Compared with standard on the same data and seeds" in log.summary["answer"]
+    media = next(folder.glob("wandb/offline-run-*/files/media/html"))
+    (page,) = media.glob("report_*.html")
+    assert log.summary["answer"].partition(".")[0] in page.read_text()
+    assert any("<svg" in path.read_text() for path in media.glob("charts/gaps_*.html"))
+    assert f"qkablate sync {folder.name} out={folder.parents[1]}" in done.stdout
 
     # What has been done before is not told again.
-    again = sweep(*words, "track.wandb=offline", "track.tags=[mine]")
+    again = sweep(*words)
     assert again.returncode == 0
     assert len(recorded(folder)) == 1
     # And nothing is written outside the folders of the sweep and its runs.
@@ -125,26 +144,52 @@ def wandb_processes(home):
     return found
 
 
-def status(folder):
-    command = [sys.executable, "-m", "qkablate", "status", str(folder), "--json"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def table(folder, name):
+    (path,) = folder.glob(f"wandb/offline-run-*/files/media/table/{name}_*.json")
+    content = json.loads(path.read_text())
+    return [dict(zip(content["columns"], row, strict=True)) for row in content["data"]]
 
 
-class TableServer(FakeServer):
-    """It has every table already, so that none is asked of us."""
+def told(verb, folder, flag=""):
+    command = [sys.executable, "-m", "qkablate", verb, str(folder)]
+    command += [flag, "json"] if flag else ["--json"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
 
-    def _graphql(self, operation, given):
-        if operation == "ArtifactType":
-            return {"project": None}
-        if operation == "CreateArtifact":
-            sequence = {"id": "1", "latestArtifact": None}
-            artifact = {"id": "1", "state": "COMMITTED", "artifactSequence": sequence}
-            return {"createArtifact": {"artifact": artifact}}
-        return super()._graphql(operation, given)
+
+WITHOUT = """
+import sys
+{broken}
+from qkablate.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("sys.modules['jinja2'] = None", "this needs jinja2, of the extra 'report'"),
+        ("import qkablate.report.page as p; p.page = lambda *_: 1 / 0", "division by zero"),
+    ],
+)
+def test_without_the_extra_or_with_a_fault_the_table_is_there(broken, said, words, tmp_path):
+    script = ["-c", WITHOUT.format(broken=broken), "sweep", *words, "track.wandb=offline"]
+    done = subprocess.run(
+        [sys.executable, *script],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "W&B: the table of runs" in line]
+    assert said in line
+    (folder,) = tmp_path.glob("outputs/sweeps/*/")
+    assert len(table(folder, "runs")) == 3
+    assert recorded(folder)[0].exit_code == 0
 
 
 def test_online(words, tmp_path):
-    with TableServer() as server:
+    with FakeServer() as server:
         done = sweep(
             *words,
             *("track.project=ours", "track.group=august", "sweep.name=which"),
@@ -164,5 +209,11 @@ def test_online(words, tmp_path):
         assert (run.complete, run.exit_code) == (True, 0)
     (row,) = table.rows
     assert row["runs"]["nrows"] == 3
+    assert {name for name in row if name[0] != "_"} >= {"runs", "gaps", "verdicts", "report"}
+    assert {one.name.rpartition("-")[2] for one in server.artifacts if one.kind == "run_table"} == {
+        *("runs", "gaps", "verdicts")
+    }
+    assert table.files[row["report"]["path"]].startswith(b"<!doctype html>")
+    assert all(server.of(f"{run['id']}-1")["run"].whole for run in manifest["runs"])
     assert server.url in done.stdout
     assert KEY not in done.stdout + done.stderr

@@ -222,6 +222,7 @@ _TABLES = [
 ]
 _PAGE = [["report", "{sweep}", "-o", "page.html"]]
 _CLAIM = [["claim", "show", *CLAIMED], ["claim", "list"], ["report", "mine", "-o", "page.html"]]
+_SYNC = [["sync", "--dry-run"], ["sync", "{rough}", "--dry-run"], ["sync"]]
 _DATA = ["data=text", "data.path=corpus.txt", "data.cache=cache"]
 
 PLACES = {
@@ -244,6 +245,7 @@ PLACES = {
     "swept environment": Place(f"{_SWEPT}/environment.json", [*_TABLES, *_PAGE]),
     "swept metrics": Place(f"{_SWEPT}/metrics.jsonl", [*_TABLES, *_PAGE]),
     "log": Place(f"{_SWEPT}/output.log", _TABLES),
+    "W&B's log": Place(f"{_RUN}/wandb/offline-run-20260101_000000-x/run-x.wandb", _SYNC),
     "manifest": Place("outputs/sweeps/{sweep}/manifest.json", [*_TABLES, *_PAGE, SWEEP]),
     "table": Place("outputs/sweeps/{sweep}/results.parquet", [*_TABLES, *_PAGE]),
     "claim": Place("outputs/claims/{claim}/claim.json", _CLAIM),
@@ -511,6 +513,7 @@ def _named(world: World, text: str) -> str:
 def _replace(world: World, place: Place, payload: Payload) -> None:
     path = world.box / _named(world, place.path)
     before = path.read_bytes() if path.is_file() else b"{}"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(payload(world, before))
     if place.sums:
         sums = path.with_name("SHA256SUMS")
@@ -522,6 +525,7 @@ def _pipe(world: World, place: Place) -> None:
     """Nobody writes into it: who waits for it waits for ever."""
     path = world.box / _named(world, place.path)
     path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     os.mkfifo(path)
 
 

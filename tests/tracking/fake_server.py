@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import quote, unquote
 
 from wandb_log import Described
 
@@ -17,6 +18,10 @@ class Received(Described):
     """What the server was told of one run."""
 
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    system: dict[int, dict[str, Any]] = field(default_factory=dict)  # the machine, by the time
+    files: dict[str, bytes] = field(default_factory=dict)
+    sittings: int = 0  # how often its end was told
     exit_code: int | None = None
     complete: bool = False
 
@@ -24,6 +29,18 @@ class Received(Described):
     def rows(self) -> list[dict[str, Any]]:
         """The history, in order; what came twice counts once."""
         return [self.lines[number] for number in sorted(self.lines)]
+
+
+@dataclass
+class Artifact:
+    """A thing that a run has left at the server."""
+
+    name: str
+    kind: str
+    run: str
+    files: dict[str, bytes] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
+    whole: bool = False
 
 
 class _Http(ThreadingHTTPServer):
@@ -48,6 +65,7 @@ class FakeServer:
         self.dead = threading.Event()
         self.over = threading.Event()
         self.runs: dict[str, Received] = {}
+        self.artifacts: list[Artifact] = []
         self.keys: set[str] = set()
         self._http = _Http(("127.0.0.1", 0), _Handler)
         self._http.fake = self
@@ -75,7 +93,21 @@ class FakeServer:
             return {"data": self._graphql(name, asked.get("variables") or {})}
         if path.endswith("/file_stream"):
             self._stream(path.split("/")[-2], json.loads(body))
+        if path.startswith("/put/"):
+            self._put(*map(unquote, path.removeprefix("/put/").split("/", 2)), body)
         return {}
+
+    def _put(self, kind: str, owner: str, name: str, body: bytes) -> None:
+        if kind == "run":
+            self.runs[owner].files[name] = body
+        elif kind == "artifact":
+            self.artifacts[int(owner)].files[name] = body
+        else:
+            self.artifacts[int(owner)].manifest = json.loads(body)
+
+    def of(self, run: str) -> dict[str, Artifact]:
+        """By kind, what artifacts the run has left, whole."""
+        return {one.kind: one for one in self.artifacts if one.run == run and one.whole}
 
     def _graphql(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
         if "Viewer" in operation:
@@ -84,12 +116,59 @@ class FakeServer:
         if operation == "UpsertBucket":
             return {"upsertBucket": {"bucket": self._bucket(given), "inserted": True}}
         if operation == "RunResumeStatus":
-            project = {"id": "1", "name": given.get("project"), "entity": None, "bucket": None}
-            return {"model": {**project, "entity": {"id": "1", "name": "somebody"}}}
+            project = {"id": "1", "name": given.get("project")}
+            bucket = self._resumed(given["name"])
+            return {"model": {**project, "entity": {"id": "1", "name": "somebody"}, **bucket}}
         if operation == "CreateRunFiles":
-            files = [{"name": f, "uploadUrl": f"{self.url}/put/{f}"} for f in given["files"]]
+            place = f"{self.url}/put/run/{given['run']}"
+            files = [{"name": f, "uploadUrl": f"{place}/{quote(f)}"} for f in given["files"]]
             return {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files}}
+        if "Artifact" in operation:
+            return self._artifact(operation, given)
         return {}
+
+    def _artifact(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
+        if operation == "ArtifactType":
+            return {"project": None}  # there is none of that name
+        if operation == "CreateArtifact":
+            asked = given["input"]
+            kind = asked["artifactTypeName"]
+            self.artifacts.append(Artifact(asked["artifactCollectionName"], kind, asked["runName"]))
+            sequence = {"id": "1", "latestArtifact": None}
+            own = {"id": str(len(self.artifacts) - 1), "state": "PENDING"}
+            return {"createArtifact": {"artifact": {**own, "artifactSequence": sequence}}}
+        if operation in ("CreateArtifactManifest", "UpdateArtifactManifest"):
+            id = given.get("artifactID") or given["artifactManifestID"]
+            file = {"id": "1", "uploadUrl": f"{self.url}/put/manifest/{id}/it", "uploadHeaders": []}
+            answer = {"artifactManifest": {"id": id, "file": file}}
+            return {operation[0].lower() + operation[1:]: answer}
+        if operation == "CreateArtifactFiles":
+            edges = []
+            for spec in given["input"]["artifactFiles"]:
+                id, name = spec["artifactID"], spec["name"]
+                url = f"{self.url}/put/artifact/{id}/{quote(name)}"
+                node = {"storagePath": name, "uploadUrl": url, "uploadHeaders": []}
+                edges.append({"node": {**node, "artifact": {"id": id}}})
+            return {"createArtifactFiles": {"files": {"edges": edges}}}
+        if operation == "CommitArtifact":
+            self.artifacts[int(given["artifactID"])].whole = True
+            return {"commitArtifact": {"artifact": {"id": given["artifactID"], "digest": ""}}}
+        return {}
+
+    def _resumed(self, name: str) -> dict[str, Any]:
+        """What the server knows of a run that begins again."""
+        run = self.runs.get(name)
+        if run is None:
+            return {"bucket": None}
+        own: dict[str, Any] = {"id": "1", "name": name, "displayName": run.name, "tags": run.tags}
+        counts = {"historyLineCount": len(run.lines), "logLineCount": 0}
+        counts["eventsLineCount"] = len(run.system)
+        tails = {
+            "historyTail": json.dumps([json.dumps(row) for row in run.rows[-1:]]),
+            "eventsTail": "[]",
+            "summaryMetrics": json.dumps(run.summary),
+        }
+        return {"bucket": {**own, **counts, **tails, "config": "{}", "wandbConfig": "{}"}}
 
     def _bucket(self, given: dict[str, Any]) -> dict[str, Any]:
         run = self.runs.setdefault(given["name"], Received())
@@ -104,16 +183,21 @@ class FakeServer:
         entity = {"id": "1", "name": run.entity or "somebody"}
         project = {"id": "1", "name": run.project, "entity": entity}
         bucket = {"id": "1", "name": given["name"], "displayName": run.name, "config": "{}"}
-        return {**bucket, "sweepName": None, "historyLineCount": 0, "project": project}
+        count = len(run.lines)
+        return {**bucket, "sweepName": None, "historyLineCount": count, "project": project}
 
     def _stream(self, name: str, sent: dict[str, Any]) -> None:
         run = self.runs[name]
-        history = (sent.get("files") or {}).get("wandb-history.jsonl")
-        if history:
-            for number, line in enumerate(history["content"], history.get("offset", 0)):
-                run.lines[number] = json.loads(line)
+        files = sent.get("files") or {}
+        for file, lines in (("history", run.lines), ("events", run.system)):
+            part = files.get(f"wandb-{file}.jsonl") or {"content": []}
+            for number, line in enumerate(part["content"], part.get("offset", 0)):
+                lines[number] = json.loads(line)
+        if told := files.get("wandb-summary.json"):
+            run.summary = json.loads(told["content"][-1])
         if sent.get("complete"):
             run.complete, run.exit_code = True, sent.get("exitcode")
+            run.sittings += 1
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import wandb_log
@@ -21,7 +22,8 @@ from fake_server import FakeServer, dead_url
 from qkablate.config import TrackConfig
 from qkablate.errors import UserError
 from qkablate.tracking import Mirror
-from qkablate.tracking.mirror import Identity, _flat, resolve_mode
+from qkablate.tracking.mirror import Identity, _flat
+from qkablate.tracking.mode import resolve_mode
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 METRICS = {
@@ -88,6 +90,11 @@ def means(mechanism: dict[str, Any]) -> dict[str, float]:
 def plain(value: Any) -> Any:
     """NaN by its name, as in the journal, so that it equals itself."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def best_and_last(rows: list[dict[str, Any]]) -> dict[str, float]:
+    losses = [row["val/loss"] for row in rows if "val/loss" in row]
+    return {"min": min(losses), "last": losses[-1]}
 
 
 def offline(run: Path) -> list[wandb_log.Recorded]:
@@ -219,12 +226,29 @@ def test_an_offline_run_holds_everything_and_can_be_sent_later(overrides, runs, 
     assert recorded.config["model"]["d_model"] == 16
     assert recorded.config["run_id"] == result["id"]
     assert recorded.exit_code == 0
-    assert recorded.summary["final/test_loss"] == result["loss"]["test"]
+    summary, read = recorded.summary, result["loss"]
+    assert [summary[f"final/{split}_loss"] for split in ("train", "val", "test")] == [
+        read[split] for split in ("train", "val", "test")
+    ]
+    assert (summary["params"], summary["final/tokens"]) == (result["params"]["total"], 384)
+    assert summary["final/flops"] == result["flops_per_token"] * 384
+    assert recorded.machine
 
     rows = journal(run)
     assert by_step(recorded.rows) == by_step(rows)
     assert set(by_step(recorded.rows)) == {0, 2, 4, 6, 8, 10, 12}
     assert all(row["_step"] == row["step"] for row in recorded.rows)
+    assert recorded.metrics["*"].step_metric == "step"
+    assert all(recorded.metrics[name].options.hidden for name in ("tokens", "flops", "seconds"))
+    assert summary["val/loss"] == best_and_last(rows)
+
+    assert set(recorded.artifacts) == {"run"}
+    files = recorded.artifacts["run"]
+    assert set(files) == {"config.yaml", "environment.json", "metrics.jsonl", "result.json"}
+    assert json.loads(files.pop("result.json").read_text()).items() <= (
+        {**result, "sha256": ANY, "wandb": None}.items()
+    )
+    assert all(path == run / name for name, path in files.items())  # nothing is copied
     assert set().union(*recorded.rows) >= METRICS
     assert all({"step", "tokens", "flops"} <= set(row) for row in recorded.rows + rows)
 
@@ -233,9 +257,9 @@ def test_an_offline_run_holds_everything_and_can_be_sent_later(overrides, runs, 
     assert not (tmp_path / "wandb").exists()
     assert holding(KEY, tmp_path / "outputs") == []
 
-    command = done.stdout.strip().splitlines()[-1].strip()
+    assert done.stdout.strip().endswith(f"qkablate sync {run}")
+    command = result["wandb"]
     assert command == f"wandb sync {run}/wandb/offline-run-*"
-    assert result["wandb"] == command
     with FakeServer() as server:
         wandb = shlex.quote(str(Path(sys.executable).with_name("wandb")))
         subprocess.run(
@@ -308,7 +332,11 @@ def test_sittings_of_one_attempt_share_an_id_and_a_rerun_has_its_own(overrides, 
     assert len(first[0].rows) >= 3  # killed, but not with empty hands
     assert [set(by_step(recorded.rows)) for recorded in first[1:]] == [{6, 8}, {10, 12}]
     together = by_step([row for recorded in first for row in recorded.rows])
-    assert set(together) == set(by_step(journal(run / "attempts" / "1")))
+    rows = journal(run / "attempts" / "1")
+    assert set(together) == set(by_step(rows))
+    assert first[2].summary["val/loss"] == best_and_last(rows)  # not of the last sitting alone
+    assert [set(recorded.artifacts) for recorded in first] == [set(), {"run"}, {"run"}]
+    assert "metrics.jsonl" not in first[1].artifacts["run"]  # it failed, and has other rows since
 
     assert [(recorded.id, recorded.exit_code) for recorded in second] == [(f"{id_}-2", 0)]
     assert by_step(second[0].rows) == by_step(journal(run))
@@ -338,6 +366,13 @@ def test_several_online_runs_of_one_process_stay_apart(overrides, runs, home, tm
         assert received.project == "ours"
         assert received.tags == ["standard"]
         assert received.config["seed"] == result["seed"]
+        assert received.system
+        left = server.of(f"{result['id']}-1")
+        assert json.loads(left["run"].files["result.json"])["status"] == result["status"]
+        assert left["run"].files["metrics.jsonl"] == (run / "metrics.jsonl").read_bytes()
+        if result["status"] == "done":
+            assert received.summary["val/loss"] == best_and_last(journal(run))
+            assert received.summary["final/test_loss"] == result["loss"]["test"]
         assert received.complete
         assert received.exit_code == (0 if result["status"] == "done" else 3)
         assert result["wandb"].startswith(server.url)
@@ -355,9 +390,9 @@ MIRROR = """
 import json, os, sys
 from pathlib import Path
 from qkablate.config import TrackConfig
-from qkablate.tracking import mirror
+from qkablate.tracking import mirror, mode
 
-mirror.CONNECT_SECONDS, mirror.INIT_SECONDS, mirror.FINISH_SECONDS = 1, 1, 1
+mode.CONNECT_SECONDS, mirror.INIT_SECONDS, mirror.FINISH_SECONDS = 1, 1, 1
 {before}
 notes, folder = [], Path(sys.argv[1])
 folder.mkdir()
@@ -392,7 +427,7 @@ def test_training_goes_on_offline_where_no_server_is(overrides, runs):
     (run,) = runs()
     (recorded,) = offline(run)
     assert by_step(recorded.rows) == by_step(journal(run))
-    assert f"wandb sync {run}/wandb/offline-run-*" in done.stdout
+    assert done.stdout.strip().endswith(f"qkablate sync {run}")
 
 
 @pytest.mark.parametrize(
@@ -440,13 +475,18 @@ def test_training_goes_on_when_the_server_dies(overrides, runs):
     (run,) = runs()
     command = f"wandb sync {run}/wandb/run-*"
     assert f"W&B: not all was sent in 2 s; to send it: {command}" in done.stderr
-    assert command in done.stdout
+    assert done.stdout.strip().endswith(f"qkablate sync {run}")
     result = json.loads((run / "result.json").read_text())
     assert (result["status"], result["wandb"]) == ("done", command)
     assert [row["step"] for row in journal(run)] == [0, 0, 2, 4, 6, 6, 6, *(8, 10, 12, 12, 12)]
-    # What could not be sent is on disk.
+    # What could not be sent is on disk, and known to be missing.
     (folder,) = (run / "wandb").glob("run-*")
     assert by_step(wandb_log.read(folder).rows) == by_step(journal(run))
+    with FakeServer() as server:
+        variables = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
+        sent = python("-m", "qkablate", "sync", f"out={run.parents[1]}", **variables)
+        assert sent.returncode == 0, sent.stderr
+        assert by_step(server.runs[f"{result['id']}-1"].rows) == by_step(journal(run))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for a process in /proc")
@@ -478,6 +518,45 @@ mirror.resolve_mode = lambda track: "online"
         "W&B: No API key configured. Use `wandb login` to log in.; recording offline instead"
     ]
     assert len(offline(run)) == 1
+
+
+FULL_DISK = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+"""
+
+
+def test_a_full_disk_under_the_log_alone_is_told(tmp_path):
+    """W&B's process can write but a little; it tells nobody."""
+    notes, address = mirrored(
+        tmp_path / "run", FULL_DISK, "it.log({'step': step, 'a': 'b' * 4000})"
+    )
+    assert notes == ["W&B: not all was recorded (File too large); our own files have it all"]
+    assert address == f"wandb sync {tmp_path / 'run'}/wandb/offline-run-*"
+
+
+def test_the_last_checkpoint_goes_with_track_artifacts(overrides, runs, tmp_path):
+    with FakeServer() as server:
+        done = python(
+            *("-m", "qkablate", "train", *overrides, "track.artifacts=true"),
+            **{"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY},
+        )
+        assert done.returncode == 0, done.stderr
+    (run,) = runs()
+    id_ = json.loads((run / "result.json").read_text())["id"]
+    model = server.of(f"{id_}-1")["model"]
+    step = "checkpoints/step-00000012"
+    assert {name for name in model.files if name.startswith(step)} == {
+        f"{step}/{path.name}" for path in (run / step).iterdir()
+    }
+    assert all(content == (run / name).read_bytes() for name, content in model.files.items())
+    for name, content in model.files.items():  # what comes back is a run to sample from
+        path = tmp_path / "back" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    sampled = python("-m", "qkablate", "sample", str(tmp_path / "back"))
+    assert sampled.returncode == 0, sampled.stderr
 
 
 class Stub:

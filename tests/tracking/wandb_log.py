@@ -33,6 +33,9 @@ class Recorded(Described):
 
     id: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)  # how each was defined
+    artifacts: dict[str, dict[str, Path]] = field(default_factory=dict)  # files, by kind
+    machine: list[dict[str, Any]] = field(default_factory=list)  # readings of the machine
     summary: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
 
@@ -55,6 +58,13 @@ def read(folder: Path) -> Recorded:
             run.rows.append(_values(record.history.item))
         elif kind == "summary":
             run.summary |= _values(record.summary.update)
+        elif kind == "metric":
+            run.metrics[record.metric.name or record.metric.glob_name] = record.metric
+        elif kind == "artifact":
+            entries = record.artifact.manifest.contents
+            run.artifacts[record.artifact.type] = {e.path: Path(e.local_path) for e in entries}
+        elif kind == "stats":
+            run.machine.append(_values(record.stats.item))
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
     return run

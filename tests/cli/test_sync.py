@@ -1,0 +1,273 @@
+"""`qkablate sync`: everything arrives once, in order, whatever breaks off in between."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "tracking"))
+from fake_server import FakeServer, dead_url
+
+from qkablate.ownership import owning
+from qkablate.tracking import upload
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+# Four runs of six rows each; the second in two sittings.
+RECORD = """
+import json, sys, time
+from pathlib import Path
+from qkablate.config import TrackConfig
+from qkablate.tracking.mirror import Identity, Left, Mirror
+
+runs = [("a", range(6)), ("b", range(3)), ("c", range(6)), ("b", range(3, 6)), ("d", range(6))]
+for run, steps in runs:
+    began = int(time.time())
+    folder = Path(sys.argv[1]) / "runs" / f"arm-s0-{run * 12}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(f"id: {run * 12}\\n")
+    identity = Identity(f"{run * 12}-1", f"arm {run}", "g", "j", ())
+    mirror = Mirror(TrackConfig(wandb="offline"), identity, folder, {"seed": 1}, print)
+    for step in steps:
+        mirror.log({"step": step, "train/loss": 3 - step / 10})
+    left = Left({"status": "done"}, {"config.yaml": folder / "config.yaml"}, {})
+    mirror.close({"final/status": "done"}, 0, left if steps.stop == 6 else None)
+    while run == "b" and int(time.time()) == began:
+        pass  # W&B calls a sitting by the second in which it begins
+"""
+IDS = [f"{letter * 12}-1" for letter in "abcd"]
+
+
+def record(out, script=RECORD):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    words = [sys.executable, "-c", script, str(out)]
+    subprocess.run(words, check=True, capture_output=True, timeout=120, env=env)
+    return out
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """They lie elsewhere than where they were recorded, so that their files are missed."""
+    folder = tmp_path_factory.mktemp("made")
+    return record(folder / "first").rename(folder / "then")
+
+
+@pytest.fixture
+def recorded(made, tmp_path, monkeypatch):
+    """A copy of these in `outputs`, and a key."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    shutil.copytree(made, tmp_path / "outputs", symlinks=True)
+    return tmp_path / "outputs"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with FakeServer() as fake:
+        monkeypatch.setenv("WANDB_BASE_URL", fake.url)
+        yield fake
+
+
+def steps(server, run):
+    return [row["step"] for row in server.runs[run].rows]
+
+
+def missing(server):
+    """What of the four runs is not there."""
+    return [id for id in IDS if id not in server.runs or {*steps(server, id)} != {*range(6)}]
+
+
+def test_everything_is_sent_once(recorded, server, qkablate, home):
+    done = qkablate("sync")
+    assert done.code == 0, done.err
+    assert set(server.runs) == {*IDS}
+    for id in IDS:
+        assert steps(server, id) == [*range(6)]
+        assert server.runs[id].summary["final/status"] == "done"
+        assert server.runs[id].complete
+        assert server.runs[id].config["seed"] == 1
+    assert [server.runs[id].sittings for id in IDS] == [1, 2, 1, 1]
+    assert "5 of 5 logs sent" in done.out
+    assert all(f"{server.url}/somebody/qkablate/runs/{id}" in done.out for id in IDS)
+    assert "sent 5 of 5" in done.err
+    again = qkablate("sync")
+    assert (again.code, again.out) == (0, "nothing to send; 5 logs sent before\n")
+    assert [server.runs[id].sittings for id in IDS] == [1, 2, 1, 1]
+    assert list(home.rglob("*")) == []
+    assert KEY not in done.out + done.err
+
+
+def test_files_go_with_their_rows(server, qkablate, monkeypatch, tmp_path):
+    """From where they lay then; what has moved away is told, and the rows go."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    out = record(tmp_path / "there")
+    shutil.move(out / "runs" / f"arm-s0-{'b' * 12}", out / "runs" / f"other-s0-{'b' * 12}")
+    done = qkablate("sync", f"out={out}")
+    assert done.code == 0, done.err
+    left = server.of(IDS[0])["run"].files
+    assert json.loads(left["result.json"]) == {"status": "done"}
+    assert left["config.yaml"] == b"id: aaaaaaaaaaaa\n"
+    assert server.of(IDS[1]) == {}
+    assert missing(server) == []
+    told = [line for line in done.err.splitlines() if "without its files" in line]
+    assert [line.partition(": ")[2].partition(":")[0] for line in told] == ["arm b"]
+
+
+def test_one_run_a_dry_run_and_what_is_not_there(recorded, server, qkablate, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY")
+    dry = qkablate("sync", "--dry-run")
+    assert dry.code == 0
+    assert "5 logs to send; 0 sent before" in dry.out
+    assert "qkablate sync" in dry.out.splitlines()[-1]
+    names = [line.split()[2] for line in dry.out.splitlines()[1:6]]
+    assert sorted(names) == sorted([*IDS, IDS[1]])
+    asked = qkablate("sync")
+    assert asked.code == 2
+    assert asked.err == "qkablate: sync needs a key: `wandb login`, or WANDB_API_KEY\n"
+    assert server.runs == {}
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert qkablate("sync", "bbbb").code == 0
+    assert steps(server, IDS[1]) == [*range(6)]
+    assert len(server.runs) == 1
+    unknown = qkablate("sync", "arm-s1")
+    assert unknown.code == 2
+    assert "there is no sweep or run 'arm-s1' in 'outputs' (nearest: arm-s0" in unknown.err
+
+
+class Closing(FakeServer):
+    """It takes some runs whole, and then no more."""
+
+    def __init__(self, most: int, then: str) -> None:
+        super().__init__()
+        self.most, self.then, self.full = most, then, threading.Event()
+
+    def _stream(self, name, sent):
+        if sum(run.complete for run in self.runs.values()) >= self.most:
+            self.full.set()
+            if self.then == "dies":
+                self.die()
+            else:
+                self.over.wait()
+        super()._stream(name, sent)
+
+
+def test_a_server_that_is_gone_midway_and_comes_again(recorded, qkablate, monkeypatch):
+    monkeypatch.setattr(upload, "SILENT_SECONDS", 1)
+    with Closing(1, "dies") as first:
+        monkeypatch.setenv("WANDB_BASE_URL", first.url)
+        done = qkablate("sync")
+    assert done.code == 1
+    (line,) = [line for line in done.err.splitlines() if "not sent" in line]
+    assert "does not answer" in line
+    assert "the same command tries again" in line
+    sent = [*recorded.rglob("*.synced")]
+    assert 1 <= len(sent) < 5
+    with FakeServer() as second:
+        second.runs |= first.runs  # it has kept what it had
+        monkeypatch.setenv("WANDB_BASE_URL", second.url)
+        done = qkablate("sync")
+        assert done.code == 0, done.err
+        assert missing(second) == []
+    assert f"{5 - len(sent)} of" in done.out
+
+
+def test_kill_9_and_again(recorded, spawn, qkablate, monkeypatch):
+    with Closing(1, "waits") as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        process = spawn("sync")
+        assert server.full.wait(60)
+        children = processes_of(process.pid)
+        assert children
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        while any(map(is_alive, children)):  # else they would send beside the next call
+            pass
+        server.most = 100
+        server.over.set()
+        done = qkablate("sync")
+        assert done.code == 0, done.err
+        assert missing(server) == []
+    assert len([*recorded.rglob("*.synced")]) == 5
+
+
+def processes_of(pid):
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [one for child in children for one in (child, *processes_of(child))]
+
+
+def is_alive(pid):
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def test_no_server_is_one_line(recorded, qkablate, monkeypatch):
+    monkeypatch.setenv("WANDB_BASE_URL", dead_url())
+    done = qkablate("sync")
+    assert done.code == 1
+    (line,) = [line for line in done.err.splitlines() if "without its files" not in line]
+    assert "does not answer" in line
+    assert list(recorded.rglob("*.synced")) == []
+
+
+def test_a_key_that_is_refused_is_told(recorded, qkablate, monkeypatch):
+    with FakeServer(status=401) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        done = qkablate("sync", "aaaa")
+    assert done.code == 1
+    assert "W&B: not sent: arm-s0-aaaaaaaaaaaa: " in done.err
+
+
+def test_what_is_being_trained_is_left_for_later(recorded, server, qkablate):
+    with owning(recorded / "runs" / f"arm-s0-{'b' * 12}"):
+        done = qkablate("sync")
+    assert done.code == 0
+    assert f"left for later: arm-s0-{'b' * 12} is being trained" in done.err
+    assert set(server.runs) == {*IDS} - {IDS[1]}
+    assert qkablate("sync").code == 0
+    assert missing(server) == []
+
+
+def test_two_calls_at_once_send_nothing_twice(recorded, server, qkablate):
+    held = os.open(recorded, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    done = qkablate("sync")
+    os.close(held)
+    assert done.code == 1
+    assert "another `qkablate sync` is at work" in done.err
+    assert server.runs == {}
+    assert qkablate("sync").code == 0
+
+
+def test_a_strangers_log_cannot_have_our_files_sent(recorded, server, qkablate, tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the secret")
+    script = RECORD.replace("{'config.yaml': folder", "{'x': folder")
+    script = script.replace('folder / "config.yaml"}', f'Path("{secret}")}}')
+    out = tmp_path / "stranger"
+    record(out, script)
+    done = qkablate("sync", "aaaa", f"out={out}")
+    assert done.code == 1
+    assert f"it wants to send '{secret}', which is not the run's" in done.err
+    assert (server.runs, server.artifacts) == ({}, [])
+
+
+def test_logs_that_are_none(recorded, server, qkablate):
+    a, b = (recorded / "runs" / f"arm-s0-{x * 12}" for x in "ab")
+    (file,) = a.glob("wandb/offline-run-*/*.wandb")
+    file.write_bytes(file.read_bytes()[:7])  # killed in its first second
+    first, second = sorted(b.glob("wandb/offline-run-*/*.wandb"))
+    second.with_name(f"{second.name}.synced").symlink_to(a / "elsewhere")
+    done = qkablate("sync")
+    assert done.code == 1
+    assert "nothing can be read in 1 log" in done.err
+    assert "is a link, and would be written through" in done.err
+    assert not (a / "elsewhere").exists()
+    assert steps(server, IDS[1]) == [0, 1, 2]
+    assert first.with_name(f"{first.name}.synced").exists()
