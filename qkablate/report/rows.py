@@ -92,6 +92,8 @@ def _judged(one: dict[str, Any] | None, is_baseline: bool) -> list[Cell]:
 def trouble(chapter: Chapter) -> list[str]:
     """What could not be read, and what failed, by name."""
     said = [f"could not be read: {line}" for line in chapter.study.unread]
+    apart = [line for one in chapter.found["function_distance"] for line in one["faults"]]
+    said += [f"function distance: {line}" for line in apart]
     for status in ("damaged", "failed", "waiting"):
         # One that waits has a reason where its folder is there and cannot be read.
         records = [r for r in _every(chapter) if r.status == status]
