@@ -129,7 +129,7 @@ def _of_family(family: Family, most: int) -> Distances | None:
     for step in steps:
         tokens = step * tokens_per_step
         said = {key: files.said(record, step) for key, record in base.items()}
-        for one, other in neighbours([*said.values()]):
+        for one, other in neighbours([own for own in said.values() if own is not None]):
             files.compare(values[""][tokens], "another seed", one, other)
         for found in arms:
             for key in found.pairs:
