@@ -1,0 +1,234 @@
+"""What the heads are like: spectra, maps and curves of what diagnosing steps measured.
+
+Shape suffixes: L layers, H heads, K singular values.
+"""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+
+from qkablate.analysis.curves import thinned
+from qkablate.analysis.heads import (
+    BY_HEAD,
+    BY_TOKENS,
+    SPECTRUM,
+    Watched,
+    sorted_heads,
+    spectra,
+)
+from qkablate.report.chapter import Chapter, place_of, span
+from qkablate.report.charts.courses import lines_by_tokens, mean_readings
+from qkablate.report.charts.parts import Chart, Panel, Spec, colour, dash, tip, variants
+
+_POINTS = 6_000  # of all curves of a chart
+_VALUES = 32  # singular values that a spectrum is drawn with
+_PANELS = 12
+_LEAST = 1e-4  # of the largest singular value: what is below is not looked at
+_CELLS = 6_000  # of all maps
+_ROOMY = 8  # heads of an arm whose cells have room for a number
+
+
+def groups(chapter: Chapter) -> dict[str, list[Watched]]:
+    """What is drawn in one panel: the arms of one size that were watched."""
+    found = {
+        place_of(name, group[0].arm.variant): [
+            chapter.heads[entry.name] for entry in group if entry.name in chapter.heads
+        ]
+        for name, group in chapter.groups.items()
+    }
+    return {place: group for place, group in found.items() if group}
+
+
+def _titled(what: str, place: str, several: bool) -> str:
+    return f"{what}, {place}" if several and place else what
+
+
+def head_curves(chapter: Chapter) -> Chart | None:
+    """Means over all heads, by tokens."""
+    found = groups(chapter)
+    most = max(6, min(24, _POINTS // max(1, len(BY_TOKENS) * len(chapter.heads))))
+    panels, counts = [], []
+    for place, group in found.items():
+        for name, what in BY_TOKENS.items():
+            rows: list[Spec] = []
+            for own in group:
+                if (curve := own.curve(name, most)) is not None:
+                    rows += mean_readings(curve, own.entry)
+                    counts.append(curve.samples[0].n)
+            if rows:
+                y: Spec = {"field": "loss", "type": "quantitative", "title": what}
+                y |= {"scale": {"zero": False}}
+                title = _titled(what, place, len(found) > 1)
+                spec = lines_by_tokens(chapter, rows, [], y)
+                panels.append(Panel(title, spec, variants(rows)))
+    if not panels:
+        return None
+    caption = (
+        "Mean over all heads and layers that have it, and over an arm's runs that are done"
+        f" ({span(counts)}); band: 95 % t interval of that mean, at each reading by itself. B is"
+        " what a head's scores are made with, xᵢᵀ B xⱼ; it has moved by 1 where it is as far from"
+        " its start as that was from zero."
+    )
+    return Chart("heads", "Heads while training", caption, panels)
+
+
+def head_spectra(chapter: Chapter) -> Chart | None:
+    """Singular values of B at the start and at the end, by layer."""
+    found = groups(chapter)
+    layers_shown = max(1, _PANELS // max(1, len(found)))
+    panels, counts = [], []
+    for place, group in found.items():
+        rows: dict[int, list[Spec]] = {}
+        for own in group:
+            for when, tokens in _ends(own):
+                arrays = own.at(SPECTRUM, tokens)
+                if not arrays:
+                    continue
+                counts.append(len(arrays))
+                for layer, values_K in enumerate(spectra(arrays)):
+                    rows.setdefault(layer, []).extend(_spectrum(own, when, values_K))
+        known = sorted(layer for layer in rows if rows[layer])
+        for layer in known if len(known) <= layers_shown else _some(known, layers_shown):
+            title = _titled(f"layer {layer}", place, len(found) > 1)
+            spec = _spectrum_panel(chapter, rows[layer])
+            panels.append(Panel(title, spec, variants(rows[layer])))
+    if not panels:
+        return None
+    caption = (
+        "Singular values of B, a head's by its largest, from the first to the d_head-th; mean over"
+        f" the heads of a layer and over runs ({span(counts)}). Thick: at the end of training;"
+        " thin: at its start. A line that falls early is a head that looks in few directions."
+    )
+    return Chart("spectra", "Spectra of the QK circuit", caption, panels)
+
+
+def _ends(own: Watched) -> list[tuple[str, int]]:
+    tokens = own.tokens
+    last = [("end", own.entry.tokens)] if own.entry.tokens in tokens else []
+    return ([("start", 0)] if 0 in tokens else []) + last
+
+
+def _some(items: list[int], count: int) -> list[int]:
+    """First and last among them; of one, the last."""
+    if count == 1:
+        return items[-1:]
+    return [items[round(i)] for i in np.linspace(0, len(items) - 1, count)]
+
+
+def _spectrum(own: Watched, when: str, values_K: np.ndarray) -> list[Spec]:
+    arm = {"arm": own.entry.name, "variant": own.entry.arm.variant, "when": when}
+    shown = thinned([*range(1, len(values_K) + 1)], _VALUES)
+    known = [(i, float(values_K[i - 1])) for i in shown]
+    return [
+        arm | {"line": f"{own.entry.name} {when}", "i": i, "value": float(f"{value:.3g}")}
+        for i, value in known
+        if math.isfinite(value) and value >= _LEAST
+    ]
+
+
+def _spectrum_panel(chapter: Chapter, rows: list[Spec]) -> Spec:
+    x: Spec = {"field": "i", "type": "quantitative", "title": "singular value, the largest first"}
+    x |= {"scale": {"type": "log", "nice": False}, "axis": {"format": "~s", "tickCount": 5}}
+    y: Spec = {"field": "value", "type": "quantitative", "title": "by the largest"}
+    y |= {"scale": {"type": "log", "nice": False}, "axis": {"format": "~g", "tickCount": 5}}
+    lines = {"x": x, "y": y, "detail": {"field": "line"}} | colour(chapter)
+    tooltip = [tip("arm"), tip("when"), tip("i", "singular value"), tip("value", "by the largest")]
+    ends = {when: [row for row in rows if row["when"] == when] for when in ("start", "end")}
+    thin: Spec = {"type": "line", "strokeWidth": 1, "opacity": 0.55}
+    thick: Spec = {"type": "line", "strokeWidth": 2.5}
+    layers = [
+        {"data": {"values": ends[when]}, "mark": mark, "encoding": lines | dash(chapter)}
+        for when, mark in (("start", thin), ("end", thick))
+        if ends[when]
+    ]
+    mark = {"type": "point", "size": 70, "opacity": 0, "filled": True}
+    layers.append({"mark": mark, "encoding": lines | {"tooltip": tooltip}})
+    return {"height": 200, "data": {"values": rows}, "layer": layers}
+
+
+def head_maps(chapter: Chapter) -> Chart | None:
+    """Layers by heads at the end, an arm beside the other."""
+    found = groups(chapter)
+    panels: list[Panel] = []
+    counts, cells = list[int](), 0
+    for place, group in found.items():
+        for name, what in BY_HEAD.items():
+            rows: list[Spec] = []
+            for own in group:
+                if arrays := own.last(name):
+                    counts.append(len(arrays))
+                    rows += _cells(own, sorted_heads(arrays))
+            cells += len(rows)
+            if rows and (cells <= _CELLS or not panels):
+                panels.append(Panel(_titled(what, place, len(found) > 1), _map(rows), []))
+    if not panels:
+        return None
+    caption = (
+        "At the end of training, a row a layer. A layer's heads stand in the order of their values,"
+        f" the largest first, and each place is a mean over runs ({span(counts)}): which number a"
+        " head has means nothing from seed to seed. Symmetry is 1 of a symmetric B and −1 of an"
+        " antisymmetric one; induction is the attention to what came after the same token before."
+    )
+    if cells > _CELLS:
+        caption += " The first sizes alone."
+    return Chart("head-maps", "Head by head", caption, panels)
+
+
+def _cells(own: Watched, values_LH: np.ndarray) -> list[Spec]:
+    return [
+        {"arm": own.entry.name, "layer": layer, "head": head + 1}
+        | {"value": float(f"{value:.3g}"), "told": f"{value:.2g}"}
+        for layer, values_H in enumerate(values_LH)
+        for head, value in enumerate(map(float, values_H))
+        if math.isfinite(value)
+    ]
+
+
+def _map(rows: list[Spec]) -> Spec:
+    names = list(dict.fromkeys(row["arm"] for row in rows))
+    heads = max(row["head"] for row in rows)
+    roomy = heads <= _ROOMY
+    layers: list[Spec] = [
+        {
+            "mark": {"type": "rect", "stroke": "var(--ground)", "strokeWidth": 1},
+            "encoding": {"color": {"field": "value", "type": "quantitative"} | _shades(rows)},
+        }
+    ]
+    if roomy:
+        mark = {"type": "text", "fontSize": 10, "color": "var(--ink)"}
+        layers.append({"mark": mark, "encoding": {"text": {"field": "told"}}})
+    axis = {"ticks": False, "domain": False, "labelAngle": 0}
+    header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 11, "labelPadding": 2}
+    return {
+        "data": {"values": rows},
+        "facet": {"field": "arm", "type": "nominal", "sort": names, "header": header},
+        "columns": max(1, (20 if roomy else 32) // heads),
+        "spacing": 14,
+        "spec": {
+            "width": {"step": 34 if roomy else 12},
+            "height": {"step": 20 if roomy else 12},
+            "encoding": {
+                "x": {"field": "head", "type": "ordinal", "title": None, "axis": None},
+                "y": {"field": "layer", "type": "ordinal", "title": None, "axis": axis},
+                "tooltip": [tip("arm"), tip("layer"), tip("head", "place"), tip("value")],
+            },
+            "layer": layers,
+        },
+    }
+
+
+def _shades(rows: list[Spec]) -> Spec:
+    """Steps of blue; where there are negative ones, of orange above zero and of blue below."""
+    values = [row["value"] for row in rows]
+    low, high = min(values), max(values)
+    if low < 0:
+        most = max(-low, high)
+        steps = [most * part for part in (-0.6, -0.3, -0.1, 0.1, 0.3, 0.6)]
+        names = ["low3", "low2", "low1", "mid", "high1", "high2", "high3"]
+    else:
+        steps = [low + (high - low or 1.0) * part / 4 for part in (1, 2, 3)]
+        names = ["mid", "low1", "low2", "low3"]
+    assert all(one < other for one, other in pairwise(steps))
+    scale = {"type": "threshold", "domain": steps, "range": [f"var(--{name})" for name in names]}
+    return {"scale": scale, "legend": None}
