@@ -28,7 +28,7 @@ BY_HEAD = {
 BY_TOKENS = {
     "qk/stable_rank": "stable rank of B",
     "attention/entropy": "entropy of attention, nats",
-    "qk/moved": "how far B has moved, in its start",
+    "qk/moved": "distance of B from its start",
 }
 MEASURES = (SPECTRUM, *dict.fromkeys([*BY_HEAD, *BY_TOKENS]))
 _SIGN = b'"mechanism"'

@@ -27,17 +27,19 @@ _PANELS = 12
 _LEAST = 1e-4  # of the largest singular value: what is below is not looked at
 _CELLS = 6_000  # of all maps
 _ROOMY = 8  # heads of an arm whose cells have room for a number
+_WIDE, _GAP = 530, 14  # pixels of a panel, and between two arms
 
 
-def groups(chapter: Chapter) -> dict[str, list[Watched]]:
+def groups(chapter: Chapter) -> list[tuple[str, list[Watched]]]:
     """What is drawn in one panel: the arms of one size that were watched."""
-    found = {
-        place_of(name, group[0].arm.variant): [
-            chapter.heads[entry.name] for entry in group if entry.name in chapter.heads
-        ]
+    found = [
+        (
+            place_of(name, group[0].arm.variant),
+            [chapter.heads[entry.name] for entry in group if entry.name in chapter.heads],
+        )
         for name, group in chapter.groups.items()
-    }
-    return {place: group for place, group in found.items() if group}
+    ]
+    return [(place, group) for place, group in found if group]
 
 
 def _titled(what: str, place: str, several: bool) -> str:
@@ -49,7 +51,7 @@ def head_curves(chapter: Chapter) -> Chart | None:
     found = groups(chapter)
     most = max(6, min(24, _POINTS // max(1, len(BY_TOKENS) * len(chapter.heads))))
     panels, counts = [], []
-    for place, group in found.items():
+    for place, group in found:
         for name, what in BY_TOKENS.items():
             rows: list[Spec] = []
             for own in group:
@@ -67,8 +69,8 @@ def head_curves(chapter: Chapter) -> Chart | None:
     caption = (
         "Mean over all heads and layers that have it, and over an arm's runs that are done"
         f" ({span(counts)}); band: 95 % t interval of that mean, at each reading by itself. B is"
-        " what a head's scores are made with, xᵢᵀ B xⱼ; it has moved by 1 where it is as far from"
-        " its start as that was from zero."
+        " the matrix of a head's scores. Its distance from its start is told in the size of that"
+        " start."
     )
     return Chart("heads", "Heads while training", caption, panels)
 
@@ -78,7 +80,7 @@ def head_spectra(chapter: Chapter) -> Chart | None:
     found = groups(chapter)
     layers_shown = max(1, _PANELS // max(1, len(found)))
     panels, counts = [], []
-    for place, group in found.items():
+    for place, group in found:
         rows: dict[int, list[Spec]] = {}
         for own in group:
             for when, tokens in _ends(own):
@@ -152,13 +154,13 @@ def head_maps(chapter: Chapter) -> Chart | None:
     found = groups(chapter)
     panels: list[Panel] = []
     counts, cells = list[int](), 0
-    for place, group in found.items():
+    for place, group in found:
         for name, what in BY_HEAD.items():
             rows: list[Spec] = []
-            for own in group:
+            for label, own in _labelled(group):
                 if arrays := own.last(name):
                     counts.append(len(arrays))
-                    rows += _cells(own, sorted_heads(arrays))
+                    rows += _cells(label, sorted_heads(arrays))
             cells += len(rows)
             if rows and (cells <= _CELLS or not panels):
                 panels.append(Panel(_titled(what, place, len(found) > 1), _map(rows), []))
@@ -175,10 +177,16 @@ def head_maps(chapter: Chapter) -> Chart | None:
     return Chart("head-maps", "Head by head", caption, panels)
 
 
-def _cells(own: Watched, values_LH: np.ndarray) -> list[Spec]:
+def _labelled(group: list[Watched]) -> list[tuple[str, Watched]]:
+    """By their variants, where these tell them apart."""
+    short = [own.entry.arm.variant for own in group]
+    names = short if len({*short}) == len(short) else [own.entry.name for own in group]
+    return [*zip(names, group, strict=True)]
+
+
+def _cells(label: str, values_LH: np.ndarray) -> list[Spec]:
     return [
-        {"arm": own.entry.name, "layer": layer, "head": head + 1}
-        | {"value": float(f"{value:.3g}"), "told": f"{value:.2g}"}
+        {"arm": label, "layer": layer, "head": head + 1, "value": float(f"{value:.3g}")}
         for layer, values_H in enumerate(values_LH)
         for head, value in enumerate(map(float, values_H))
         if math.isfinite(value)
@@ -189,6 +197,7 @@ def _map(rows: list[Spec]) -> Spec:
     names = list(dict.fromkeys(row["arm"] for row in rows))
     heads = max(row["head"] for row in rows)
     roomy = heads <= _ROOMY
+    step = 28 if roomy else 12
     layers: list[Spec] = [
         {
             "mark": {"type": "rect", "stroke": "var(--ground)", "strokeWidth": 1},
@@ -197,17 +206,20 @@ def _map(rows: list[Spec]) -> Spec:
     ]
     if roomy:
         mark = {"type": "text", "fontSize": 10, "color": "var(--ink)"}
-        layers.append({"mark": mark, "encoding": {"text": {"field": "told"}}})
+        most = max(abs(row["value"]) for row in rows)
+        form = ".1%" if most < 0.1 else ".2f" if most < 10 else ".0f" if most < 1e4 else ".0e"
+        text = {"field": "value", "type": "quantitative", "format": form}
+        layers.append({"mark": mark, "encoding": {"text": text}})
     axis = {"ticks": False, "domain": False, "labelAngle": 0}
     header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 11, "labelPadding": 2}
     return {
         "data": {"values": rows},
         "facet": {"field": "arm", "type": "nominal", "sort": names, "header": header},
-        "columns": max(1, (20 if roomy else 32) // heads),
-        "spacing": 14,
+        "columns": max(1, _WIDE // (step * heads + _GAP)),
+        "spacing": _GAP,
         "spec": {
-            "width": {"step": 34 if roomy else 12},
-            "height": {"step": 20 if roomy else 12},
+            "width": {"step": step},
+            "height": {"step": 20 if roomy else step},
             "encoding": {
                 "x": {"field": "head", "type": "ordinal", "title": None, "axis": None},
                 "y": {"field": "layer", "type": "ordinal", "title": None, "axis": axis},
@@ -227,7 +239,8 @@ def _shades(rows: list[Spec]) -> Spec:
         steps = [most * part for part in (-0.6, -0.3, -0.1, 0.1, 0.3, 0.6)]
         names = ["low3", "low2", "low1", "mid", "high1", "high2", "high3"]
     else:
-        steps = [low + (high - low or 1.0) * part / 4 for part in (1, 2, 3)]
+        width = max(high - low, high / 4) or 1.0  # what hardly differs looks alike
+        steps = [low + width * part / 4 for part in (1, 2, 3)]
         names = ["mid", "low1", "low2", "low3"]
     assert all(one < other for one, other in pairwise(steps))
     scale = {"type": "threshold", "domain": steps, "range": [f"var(--{name})" for name in names]}
