@@ -155,15 +155,13 @@ def head_maps(chapter: Chapter) -> Chart | None:
     panels: list[Panel] = []
     counts, cells = list[int](), 0
     for place, group in found:
-        for name, what in BY_HEAD.items():
-            rows: list[Spec] = []
-            for label, own in _labelled(group):
-                if arrays := own.last(name):
-                    counts.append(len(arrays))
-                    rows += _cells(label, sorted_heads(arrays))
-            cells += len(rows)
-            if rows and (cells <= _CELLS or not panels):
-                panels.append(Panel(_titled(what, place, len(found) > 1), _map(rows), []))
+        own, seen, size = _maps(group)
+        cells += size
+        if own and (cells <= _CELLS or not panels):
+            counts += seen
+            panels += [
+                Panel(_titled(what, place, len(found) > 1), spec, []) for what, spec in own.items()
+            ]
     if not panels:
         return None
     caption = (
@@ -175,6 +173,22 @@ def head_maps(chapter: Chapter) -> Chart | None:
     if cells > _CELLS:
         caption += " The first sizes alone."
     return Chart("head-maps", "Head by head", caption, panels)
+
+
+def _maps(group: list[Watched]) -> tuple[dict[str, Spec], list[int], int]:
+    """Of one size: a picture for each measure, of how many runs they are, and their cells."""
+    specs: dict[str, Spec] = {}
+    counts, cells = list[int](), 0
+    for name, what in BY_HEAD.items():
+        rows: list[Spec] = []
+        for label, own in _labelled(group):
+            if arrays := own.last(name):
+                counts.append(len(arrays))
+                rows += _cells(label, sorted_heads(arrays))
+        if rows:
+            specs[what] = _map(rows)
+            cells += len(rows)
+    return specs, counts, cells
 
 
 def _labelled(group: list[Watched]) -> list[tuple[str, Watched]]:
