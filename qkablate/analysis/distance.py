@@ -7,7 +7,7 @@ Shape suffixes: P positions, V vocabulary.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +23,6 @@ from qkablate.analysis.study import Entry, Record
 from qkablate.table import counted
 
 ARM, ROUNDING, SEEDS = "arm", "rounding", "seeds"
-MEASURE = "mean of the two KL divergences between arm and baseline, nats per position"
 _READINGS = 1_000  # pairs of files that a sweep is told from
 _FAULTS = 20  # that are told one by one
 
@@ -235,41 +234,3 @@ class _Files:
         more = len(self._faults) - _FAULTS
         shown = self._faults[:_FAULTS] + [f"{more:,} more of the kind"] * (more > 0)
         return shown + unlike
-
-
-def describe_distances(found: Iterable[Distances]) -> list[dict[str, Any]]:
-    return [
-        {
-            "baseline": one.baseline,
-            "measure": MEASURE,
-            "positions": one.positions,
-            "apart": [_described(apart, one) for apart in one.apart],
-            "faults": one.faults,
-        }
-        for one in found
-    ]
-
-
-def _described(own: Apart, found: Distances) -> dict[str, Any]:
-    def times(kind: str) -> float | None:
-        beside = found.of(kind)
-        floor = beside.end if beside is not None and beside is not own else None
-        return own.end / floor if floor and own.end is not None else None
-
-    last = own.last if own.last in own.readings else None
-    interval = last and own.interval(last)
-    return {
-        "arm": own.name,
-        "kind": own.kind,
-        "variant": own.variant,
-        "n": len(own.readings[last]) if last else 0,
-        "end": own.end,
-        "interval": interval and [*interval],
-        "times_another_seed": times(SEEDS),
-        "times_rounding": times(ROUNDING),
-        "readings": [
-            {"tokens": tokens, "n": len(values), "mean": own.mean(tokens)}
-            | {"band": (band := own.band(tokens)) and [*band]}
-            for tokens, values in own.readings.items()
-        ],
-    }

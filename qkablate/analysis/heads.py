@@ -49,7 +49,8 @@ class Watched:
 
     def curve(self, name: str, most: int) -> Curve | None:
         """The mean over all heads that have the measure, over the runs."""
-        return together([_course(run, name) for run in self.runs], most)
+        courses = (_course(run, name) for run in self.runs)
+        return together([course for course in courses if course], most)
 
     def last(self, name: str) -> list[np.ndarray]:
         """Of each run that has it, at the end of training: measure_LH."""

@@ -6,7 +6,8 @@ from typing import Any
 from qkablate.analysis.audit import Check, audit
 from qkablate.analysis.bowls import Bowl, bowls, describe_bowls
 from qkablate.analysis.curves import describe_curve
-from qkablate.analysis.distance import describe_distances, distances
+from qkablate.analysis.distance import distances
+from qkablate.analysis.distance_text import describe_distances
 from qkablate.analysis.gaps import Family, describe_arm, describe_gap, families, noise_floor
 from qkablate.analysis.ranking import describe_ranking, fronts, rankings
 from qkablate.analysis.sample import ALPHA, holm, needed, power_within

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qkablate.analysis.audit import BROKEN, MARKS, NOTE, OK, WARNING, Check, worst
+from qkablate.analysis.distance_text import apart_table
 from qkablate.analysis.markdown import Table
 from qkablate.analysis.sample import ALPHA
 from qkablate.table import counted, nats, short, some
@@ -203,35 +204,6 @@ def _curves(found: list[dict[str, Any]]) -> Table:
             "in the middle of a schedule these describe, and decide nothing",
         ],
     )
-
-
-def apart_table(found: dict[str, Any]) -> Table:
-    rows = []
-    for one in found["apart"]:
-        cells = [one["arm"], str(one["n"]), _plain(one["end"])]
-        interval = one["interval"] and [*map(_plain, one["interval"])]
-        cells.append(f"[{', '.join(interval)}]" if interval else "–")
-        cells += [_times(one["times_another_seed"]), _times(one["times_rounding"])]
-        rows.append(cells)
-    return Table(
-        f"function distance from {found['baseline']} at the end",
-        ["arm", "n", "nats", "95 % interval", "times another seed", "times rounding"],
-        rows,
-        [
-            f"½ (KL(p‖q) + KL(q‖p)) at {found['positions']:,} positions of the validation split;"
-            " geometric mean over pairs. It has no direction: less is not better",
-            *(f"not read: {line}" for line in found["faults"]),
-        ],
-    )
-
-
-def _plain(value: float | None) -> str:
-    """Of any size."""
-    return "–" if value is None else f"{value:.3g}"
-
-
-def _times(value: float | None) -> str:
-    return "–" if value is None else f"× {value:,.0f}" if 99.5 < value < 1e5 else f"× {value:.2g}"
 
 
 def _series(along: str, found: list[dict[str, Any]]) -> Table:

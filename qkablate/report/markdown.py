@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from qkablate.analysis.distance_text import apart_table
 from qkablate.analysis.markdown import Code, Table, as_markdown, markdown
-from qkablate.analysis.tables import apart_table
 from qkablate.analysis.verdict_text import beside, claim_lines, part_table, settling
 from qkablate.report import rows
 from qkablate.report.answer import answer

@@ -3,6 +3,7 @@
 from typing import Any
 
 from qkablate.analysis.distance import ARM, ROUNDING, SEEDS
+from qkablate.analysis.distance_text import told_times
 from qkablate.report.chapter import Chapter, place_of, span
 from qkablate.report.charts.parts import (
     Chart,
@@ -60,14 +61,10 @@ def _ends(found: dict[str, Any]) -> list[str]:
     said = []
     for own in found["apart"]:
         beside = {"another seed": own["times_another_seed"], "rounding": own["times_rounding"]}
-        known = [f"{_times(n)} times as far as {what}" for what, n in beside.items() if n]
+        known = [f"{told_times(n)} times as far as {what}" for what, n in beside.items() if n]
         if known and own["kind"] == ARM:
             said.append(f"{own['arm']} is {' and '.join(known)}")
     return said
-
-
-def _times(value: float) -> str:
-    return f"{value:,.0f}" if 99.5 <= value < 1e5 else f"{value:.2g}"
 
 
 def _readings(own: dict[str, Any], most: int) -> list[Spec]:
