@@ -22,7 +22,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from qkablate.config import Config
-from qkablate.disk import make_folder
+from qkablate.disk import make_folder, read_file
 from qkablate.runs import write_atomic
 
 FOLDER = "predictions"
@@ -125,7 +125,7 @@ def _content(path: Path) -> bytes:
         raise ValueError("it is no file")
     if found.st_size > MOST_BYTES + _HEADER:
         raise ValueError("it is too large")
-    return path.read_bytes()
+    return read_file(path)
 
 
 def _check(about: About, digest: Any, log_PV: np.ndarray, step: int) -> None:

@@ -3,7 +3,6 @@
 Shape suffixes: L layers, H heads, K singular values, S seeds.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ import numpy as np
 
 from qkablate.analysis.curves import Curve, together
 from qkablate.analysis.study import Course, Entry, metrics_of
-from qkablate.runs import is_number
+from qkablate.errors import tell
+from qkablate.runs import is_number, read_row
 
 SPECTRUM = "qk/singular"
 # What is drawn of each, by its name in the rows.
@@ -110,11 +110,24 @@ def watch(entry: Entry, names: Iterable[str], most: int) -> Watched:
 def readings(folder: Path, names: Iterable[str], most: int) -> dict[int, Heads]:
     """By tokens, so many at most. Lines that are none are passed over, as numbers that are none."""
     lines: dict[int, bytes] = {}
-    for line in (metrics_of(folder) or b"").splitlines():
+    content = metrics_of(folder) or b""  # `courses` tells of what is not the result's
+    for line in content[: content.rfind(b"\n") + 1].splitlines():
         if _SIGN in line and len(line) <= _LONGEST and (tokens := _TOKENS.search(line)):
             lines[int(tokens[1])] = line
-    found = {tokens: _heads(lines[tokens], names) for tokens in _evenly(sorted(lines), most)}
-    return {tokens: heads for tokens, heads in found.items() if heads}
+    found: dict[int, Heads] = {}
+    damaged = 0
+    for tokens_read in _evenly(sorted(lines), most):
+        try:
+            heads = _heads(read_row(lines[tokens_read]), names)
+        except ValueError:
+            damaged += 1
+            continue
+        if heads:
+            found[tokens_read] = heads
+    if damaged:
+        path = folder / "metrics.jsonl"
+        tell(f"qkablate: '{path}' is damaged: of its rows on heads, {damaged} are not shown")
+    return found
 
 
 def _evenly(tokens: list[int], most: int) -> list[int]:
@@ -125,16 +138,12 @@ def _evenly(tokens: list[int], most: int) -> list[int]:
     return [tokens[i] for i in sorted({*map(int, places)})]
 
 
-def _heads(line: bytes, names: Iterable[str]) -> Heads:
-    try:
-        row = json.loads(line.decode())["mechanism"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return {}
+def _heads(row: dict[str, Any], names: Iterable[str]) -> Heads:
     found = {}
     for name in names:
         part, _, measure = name.partition("/")
         try:
-            array = _array(row[part][measure], 3 if name == SPECTRUM else 2)
+            array = _array(row["mechanism"][part][measure], 3 if name == SPECTRUM else 2)
         except (ValueError, LookupError, TypeError):
             continue
         if array is not None:

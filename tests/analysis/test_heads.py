@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from qkablate.analysis.heads import SPECTRUM, readings, sorted_heads, spectra, watch
+from qkablate.runs import row_line
 
 NAMES = ("qk/stable_rank", "attention/entropy", SPECTRUM)
 PER_STEP = 32
@@ -79,6 +80,15 @@ def test_what_no_run_writes_is_passed_over(tmp_path, name):
 def test_torn_and_hostile_lines_are_passed_over(tmp_path, more):
     write(tmp_path, row(1, of(1.0)), more=more)
     assert [*readings(tmp_path, NAMES, 10)] == [PER_STEP]
+
+
+def test_a_row_without_its_checksum_is_not_read_and_that_is_told(tmp_path, capsys):
+    lines = [row_line(row(step, of(1.0))) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_bytes(
+        lines[0].replace(b"1.0", b"9.0") + b"\n" + lines[1] + b"\n"
+    )
+    assert [*readings(tmp_path, NAMES, 10)] == [2 * PER_STEP]
+    assert "of its rows on heads, 1 are not shown" in capsys.readouterr().err
 
 
 def test_no_more_rows_are_read_than_asked_for(tmp_path):
