@@ -4,7 +4,7 @@ Shape suffixes: L layers, H heads, K singular values, S seeds.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,12 +103,20 @@ def _course(run: dict[int, Heads], name: str) -> Course:
 
 def watch(entry: Entry, names: Iterable[str], most: int) -> Watched:
     names = tuple(names)
-    done = (readings(record.folder, names, most) for record in entry.having("done"))
+    done = (
+        readings(record.folder, names, most, record.lacks.append) for record in entry.having("done")
+    )
     return Watched(entry, [one for one in done if one])
 
 
-def readings(folder: Path, names: Iterable[str], most: int) -> dict[int, Heads]:
-    """By tokens, so many at most. Lines that are none are passed over, as numbers that are none."""
+def readings(
+    folder: Path,
+    names: Iterable[str],
+    most: int,
+    note: Callable[[str], None] | None = None,
+) -> dict[int, Heads]:
+    """By tokens, so many at most. Lines that are none are passed over, and that is told and noted;
+    numbers that are none are not known."""
     lines: dict[int, bytes] = {}
     content = metrics_of(folder) or b""  # `courses` tells of what is not the result's
     for line in content[: content.rfind(b"\n") + 1].splitlines():
@@ -125,8 +133,10 @@ def readings(folder: Path, names: Iterable[str], most: int) -> dict[int, Heads]:
         if heads:
             found[tokens_read] = heads
     if damaged:
-        path = folder / "metrics.jsonl"
-        tell(f"qkablate: '{path}' is damaged: of its rows on heads, {damaged} are not shown")
+        said = f"is damaged: of its rows on heads, {damaged} are not shown"
+        tell(f"qkablate: '{folder / 'metrics.jsonl'}' {said}")
+        if note is not None:
+            note(f"metrics.jsonl {said}")
     return found
 
 

@@ -102,7 +102,9 @@ def trouble(chapter: Chapter) -> list[str]:
         if (more := len(records) - _MOST_TROUBLE) > 0:
             said.append(f"{more:,} more {status}: see every run, below")
     for record in chapter.study.records:
-        if record.courses and record.lacks:
+        if (
+            record.courses and chapter.heads is not None and record.lacks
+        ):  # known once both are read
             said += [f"{record.folder.name}: {line}" for line in record.lacks]
     return said
 

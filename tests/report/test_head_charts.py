@@ -12,6 +12,7 @@ import vl_convert
 from qkablate.report.charts import charts
 from qkablate.report.page import page
 from qkablate.report.pictures import picture
+from qkablate.report.rows import trouble
 
 NAMES = ("heads", "spectra", "head-maps")
 WORDS = ("variant=standard,no_q", "seed=range(3)")
@@ -195,6 +196,16 @@ def test_odd_numbers_make_no_broken_picture(measured, value):
         for panel in chart.panels:
             json.dumps(panel.spec, allow_nan=False)
             assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
+
+
+def test_damaged_rows_are_named_on_the_page(made, loss_of, chapter_of):
+    world = measure(made(*WORDS).finish(loss_of))
+    run = next(run for run in world.runs() if run.arm.startswith("no_q"))
+    path = world.run_folder(run) / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"entropy"', b'"entropy', 1))
+    assert trouble(chapter_of(world)) == [
+        f"{run.name}: metrics.jsonl is damaged: of its rows on heads, 1 are not shown"
+    ]
 
 
 def test_runs_without_rows_have_the_page_they_had(finished, chapter):
