@@ -137,6 +137,11 @@ class GPT(nn.Module):
         losses_BA = F.cross_entropy(logits_BAV.transpose(1, 2), targets_BA, reduction="none")
         return losses_BA, logits_BAV.argmax(-1) == targets_BA
 
+    def log_probabilities(self, tokens_BT: Tensor, rows_P: Tensor, columns_P: Tensor) -> Tensor:
+        """Of the next token, in fp32, at some positions: log_PV."""
+        x_PD = self.hidden(tokens_BT)[rows_P, columns_P]
+        return F.log_softmax(linear(x_PD, self.token_embedding.weight).float(), dim=-1)
+
     def _answers(self, tokens_BT: Tensor, where_BA: Tensor | None) -> Tensor:
         return linear(self._asked(tokens_BT, where_BA), self.token_embedding.weight)
 

@@ -8,6 +8,7 @@ training, so that reports can read runs anywhere.
     metrics.jsonl      one row a line: the truth about the run's course
     checkpoints/       step-00000250/ …
     start/             what it began from, where that is a trained run: see training/start.py
+    predictions/       what it predicts at fixed positions, while it trains: see predictions.py
     result.json        written last, in one stroke
     owner/             who trains it: see ownership.py
     attempts/          earlier attempts, after --rerun
@@ -51,6 +52,7 @@ _OF_ATTEMPT = (
     "error.txt",
     "metrics.jsonl",
     "checkpoints",
+    "predictions",
     "environment.json",
     "config.yaml",
     "tokenizer.json",
@@ -128,6 +130,7 @@ class Run:
         refuse_strangers(self.folder)
         refuse_strangers(self.checkpoints)
         refuse_strangers(self.start)
+        refuse_strangers(self.folder / "predictions")
         with owning(self.folder, observer) as owner:
             self._put_away()
             yield owner
@@ -239,11 +242,11 @@ def publish_json(path: Path, value: Any) -> None:
     sync_folder(path.parent)
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """All of it or nothing, whatever happens meanwhile."""
     # A name of its own: two launchers of a sweep may write the same file at once.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    _write_synced(temporary, text)
+    _write_synced(temporary, content)
     temporary.replace(path)
     sync_folder(path.parent)
 
@@ -252,9 +255,9 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
+def _write_synced(path: Path, content: str | bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
 

@@ -38,17 +38,18 @@ def curve(found: Gap, metric: str = VAL, most: int = READINGS) -> Curve | None:
         for key in found.pairs
     ]
     gaps = [{t: one[t] - other[t] for t in one if t in other} for one, other in pairs]
-    return _together(gaps, most)
+    return together(gaps, most)
 
 
 def arm_curve(entry: Entry, metric: str = VAL, most: int = READINGS) -> Curve | None:
     """Of the loss, over the runs that are done."""
     courses = (record.courses[metric] for record in entry.having("done"))
     done = [course for course in courses if course]  # of what is damaged there is none
-    return _together(done, most)
+    return together(done, most)
 
 
-def _together(courses: list[Course], most: int) -> Curve | None:
+def together(courses: list[Course], most: int) -> Curve | None:
+    """Of runs that were read at the same moments."""
     common = sorted(set.intersection(*map(set, courses))) if courses else []
     if not common:
         return None

@@ -236,14 +236,9 @@ def courses(folder: Path, note: Callable[[str], None] | None = None) -> dict[str
 
 
 def _courses(folder: Path) -> tuple[dict[str, Course], str]:
-    path = folder / "metrics.jsonl"
-    try:
-        content = read_file(path)
-    except OSError:
-        content = b""
-    known = (read_result(folder) or {}).get("metrics_sha256")
+    content = metrics_of(folder)
     found: dict[str, Course] = {VAL: {}, TRAIN: {}}
-    if content and known not in (None, sha256(content)):
+    if content is None:
         return found, "its course is not shown"
     lines = content.splitlines()
     unfinished = b"" if content.endswith(b"\n") else lines[-1] if lines else b""
@@ -265,6 +260,16 @@ def _courses(folder: Path) -> tuple[dict[str, Course], str]:
                 found[metric][tokens] = float(loss)
         found[metric] = dict(sorted(found[metric].items()))
     return found, f"of its rows, {len(damaged)} are not shown" if damaged else ""
+
+
+def metrics_of(folder: Path) -> bytes | None:
+    """metrics.jsonl; None where it is not what the result was made with."""
+    try:
+        content = read_file(folder / "metrics.jsonl")
+    except OSError:
+        return b""
+    known = (read_result(folder) or {}).get("metrics_sha256")
+    return content if not content or known in (None, sha256(content)) else None
 
 
 _ALL = 64  # readings that are all taken

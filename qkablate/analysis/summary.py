@@ -6,6 +6,8 @@ from typing import Any
 from qkablate.analysis.audit import Check, audit
 from qkablate.analysis.bowls import Bowl, bowls, describe_bowls
 from qkablate.analysis.curves import describe_curve
+from qkablate.analysis.distance import distances
+from qkablate.analysis.distance_text import describe_distances
 from qkablate.analysis.gaps import Family, describe_arm, describe_gap, families, noise_floor
 from qkablate.analysis.ranking import describe_ranking, fronts, rankings
 from qkablate.analysis.sample import ALPHA, holm, needed, power_within
@@ -42,6 +44,7 @@ def describe(
             for g in family.gaps
             if (shown := describe_curve(g)) is not None
         ],
+        "function_distance": describe_distances(distances(found)),
         "series": [describe_series(one) for one in series(found)],
         "learning_rates": describe_bowls(study),
         "rankings": [describe_ranking(one) for one in rankings(found)],

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qkablate.analysis.audit import BROKEN, MARKS, NOTE, OK, WARNING, Check, worst
+from qkablate.analysis.distance_text import apart_table
 from qkablate.analysis.markdown import Table
 from qkablate.analysis.sample import ALPHA
 from qkablate.table import counted, nats, short, some
@@ -23,6 +24,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
         shown.append(_rates(found["learning_rates"]))
     if found["curves"]:
         shown.append(_curves(found["curves"]))
+    shown += [apart_table(one) for one in found["function_distance"]]
     shown += [
         _series(along, rows)
         for along in ("tokens", "parameters")

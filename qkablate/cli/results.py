@@ -33,6 +33,8 @@ A gap is an arm's test loss minus that of its baseline with the same seed, in na
 is the paired t interval; `p` is adjusted by Holm over the arms of one size. `detectable` is the
 smallest gap these seeds would have found four times of five. The BCa bootstrap and the exact
 sign-flip test stand beside it. The audit says what else than the arm may have moved the number.
+The function distance says how far apart what arm and baseline predict is, beside what another seed
+and what rounding alone (variant=standard_reassociated) come to.
 
 Flags
   --margin NATS   test every arm for being not worse by it, and for lying within ± of it; a gap that

@@ -56,6 +56,10 @@ class Data(Protocol):
 
     def reading(self, split: str, *, batch_size: int, context: int) -> Iterator[Batch]: ...
 
+    def sample(self, split: str, *, count: int, context: int) -> Batch:
+        """So many windows of a split, spread evenly over it."""
+        ...
+
     def measures(self, split: str, tally: Tally) -> dict[str, float]: ...
 
 

@@ -45,6 +45,21 @@ class Windows:
         return [Batch(part[:, :-1], part[:, 1:]) for part in windows_NT.split(self.batch_size)]
 
 
+def spread(tokens: np.ndarray, *, count: int, context: int) -> Batch:
+    """So many whole windows, or as many as there are, evenly from first to last."""
+    import torch
+
+    windows_NT = sliding_window_view(tokens, context + 1)[::context]
+    found_NT = torch.from_numpy(windows_NT[evenly(count, len(windows_NT))].astype(np.int64))
+    return Batch(found_NT[:, :-1], found_NT[:, 1:])
+
+
+def evenly(count: int, among: int) -> np.ndarray:
+    """So many whole numbers below `among`, or all of them."""
+    count = min(count, among)
+    return (2 * np.arange(count, dtype=np.int64) + 1) * among // (2 * max(1, count))
+
+
 def whole(tokens: np.ndarray, *, batch_size: int, context: int) -> Iterator[Batch]:
     """The whole split, once, in order: every token but the first is predicted exactly once.
 

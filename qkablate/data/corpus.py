@@ -23,7 +23,7 @@ import numpy as np
 
 from qkablate.config import TEXT_SOURCES, DataConfig
 from qkablate.data import hub, sources
-from qkablate.data.batches import Batch, Windows, whole
+from qkablate.data.batches import Batch, Windows, spread, whole
 from qkablate.data.prepare import SPLITS, prepare, within_reach
 from qkablate.data.progress import Progress
 from qkablate.data.tally import Tally
@@ -87,6 +87,9 @@ class Corpus:
         """A whole split; of the training split as much as there is to validate on."""
         most = self.tokens["val"] if split == "train" else None
         return whole(self.split(split)[:most], batch_size=batch_size, context=context)
+
+    def sample(self, split: str, *, count: int, context: int) -> Batch:
+        return spread(self.split(split), count=count, context=context)
 
     def measures(self, split: str, tally: Tally) -> dict[str, float]:
         """What an evaluation says of a split."""

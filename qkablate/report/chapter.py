@@ -7,12 +7,14 @@ from functools import cached_property
 from typing import Any
 
 from qkablate.analysis.gaps import Family, families
+from qkablate.analysis.heads import MEASURES, Watched, watch
 from qkablate.analysis.judgement import Judgement
 from qkablate.analysis.study import TRAIN, VAL, Entry, Study
 from qkablate.analysis.summary import describe
 from qkablate.report.palette import Look, looks
 
 _CURVE = 5  # readings of validation that make a curve
+_LOOKS, _ALL_LOOKS = 24, 2_000  # diagnosing steps that are read of a run, and of all runs
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,13 @@ class Chapter:
         for entry in alone:
             found.setdefault(entry.name if len(alone) <= 4 else "", []).append(entry)
         return found
+
+    @cached_property
+    def heads(self) -> dict[str, Watched]:
+        """What diagnosing steps measured of every arm, where they did."""
+        most = max(2, min(_LOOKS, _ALL_LOOKS // max(1, len(self.study.records))))
+        found = (watch(entry, MEASURES, most) for entry in self.study.entries)
+        return {own.entry.name: own for own in found if own.runs}
 
     @cached_property
     def metric(self) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from qkablate.analysis.distance_text import apart_table
 from qkablate.analysis.markdown import Code, Table, as_markdown, markdown
 from qkablate.analysis.verdict_text import beside, claim_lines, part_table, settling
 from qkablate.report import rows
@@ -32,6 +33,7 @@ def _chapter(chapter: Chapter) -> str:
     every = [Table("verdicts", rows.COLUMNS, verdicts, notes(chapter))]
     every.append(Table("audit", ["", "check", "answer", "arms"], rows.audit(chapter)))
     columns, runs = rows.runs(chapter)
+    every += map(apart_table, chapter.found["function_distance"])
     every.append(Table("runs", columns, [[*run[:-1], Code(run[-1])] for run in runs]))
     left_out = [[one.arm, one.control, one.reason] for one in chapter.study.manifest.left_out]
     every.append(Table("left out", ["arm", "control", "why"], left_out))

@@ -130,7 +130,7 @@ def _chart(chart: Chart, chapter: Chapter, panels: list[Any]) -> dict[str, Any]:
     for panel in chart.panels:
         shown.append({"title": panel.title, "number": len(panels)})
         wide = {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
-        panels.append(panel.spec if "width" in panel.spec else panel.spec | wide)
+        panels.append(panel.spec if {"width", "facet"} & {*panel.spec} else panel.spec | wide)
     legend = [
         {
             "name": name,

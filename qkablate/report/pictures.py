@@ -52,7 +52,8 @@ def _whole(chart: Chart, chapter: Chapter) -> Spec:
     width = 620 if columns == 1 else 360
     panels = []
     for place, panel in enumerate(shown):
-        spec = panel.spec if "width" in panel.spec else {"width": width} | panel.spec
+        wide = {"width", "facet"} & {*panel.spec}
+        spec = panel.spec if wide else {"width": width} | panel.spec
         if panel.title:
             spec = {"title": {"text": panel.title, "anchor": "start", "fontSize": 12}} | spec
         if place == 0:

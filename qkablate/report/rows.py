@@ -92,6 +92,8 @@ def _judged(one: dict[str, Any] | None, is_baseline: bool) -> list[Cell]:
 def trouble(chapter: Chapter) -> list[str]:
     """What could not be read, and what failed, by name."""
     said = [f"could not be read: {line}" for line in chapter.study.unread]
+    apart = [line for one in chapter.found["function_distance"] for line in one["faults"]]
+    said += [f"function distance: {line}" for line in apart]
     for status in ("damaged", "failed", "waiting"):
         # One that waits has a reason where its folder is there and cannot be read.
         records = [r for r in _every(chapter) if r.status == status]
@@ -99,6 +101,7 @@ def trouble(chapter: Chapter) -> list[str]:
         said += [f"{r.folder.name}: {_told(r)}" for r in records[:_MOST_TROUBLE]]
         if (more := len(records) - _MOST_TROUBLE) > 0:
             said.append(f"{more:,} more {status}: see every run, below")
+    _ = chapter.heads  # what its rows lack is known once they are read
     for record in chapter.study.records:
         if record.courses and record.lacks:
             said += [f"{record.folder.name}: {line}" for line in record.lacks]

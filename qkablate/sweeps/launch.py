@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from qkablate import predictions
 from qkablate.disk import append
 from qkablate.errors import UserError
 from qkablate.ownership import Lost, Owned
@@ -248,9 +249,10 @@ class Launcher:
         return any(state.status == "running" or self._is_startable(state) for state in self._all())
 
     def _has_room(self, state: State) -> bool:
-        """Whether the disk can take the run's checkpoints."""
+        """Whether the disk can take what the run writes."""
         arm = self.manifest.arms[state.run.arm]
-        need, out = bytes_needed(arm.total_params), Path(self.manifest.out).expanduser()
+        need = bytes_needed(arm.total_params) + predictions.bytes_needed(arm.config)
+        out = Path(self.manifest.out).expanduser()
         free = free_bytes(out)
         if free >= need:
             return True

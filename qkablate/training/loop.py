@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from qkablate import predictions
 from qkablate.data import IGNORE, Tally
 from qkablate.mechanism import Panel
 from qkablate.model import GPT
@@ -59,11 +60,12 @@ class Trainer:
         stop: Callable[[], bool],
         began: float | None = None,
         ranks: Ranks = ALONE,
+        predict: Callable[[GPT, int], None] | None = None,
     ) -> None:
         config = plan.config
         self.plan, self.config, self.device = plan, config, config.device
         self.model, self.sinks, self.save, self.stop = model, list(sinks), save, stop
-        self.ranks = ranks
+        self.ranks, self.predict = ranks, predict
         if config.train.shard:
             ranks.spread(model, self.device)
         self.optimizer = make_optimizer(model, config)
@@ -118,6 +120,8 @@ class Trainer:
                 self._pausing(self._validate)
             if self._diagnoses(step) and progress.diagnosed < step:
                 self._pausing(self._diagnose)
+            if progress.predicted < step and predictions.are_kept(self.config, step):
+                self._pausing(self._predict)
             if last or (step and step % train.checkpoint_every == 0):
                 self._pausing(self.checkpoint)
             if last:
@@ -222,6 +226,12 @@ class Trainer:
             starts=starts_of(self.model, self.config, self.plan.run.start),
             autocast=lambda: hardware.autocast(self.config),
         )
+
+    def _predict(self) -> None:
+        """Keep what the model says now, for those that compare runs."""
+        if self.predict is not None:
+            self.predict(self.model, self.progress.step)
+        self.progress.predicted = self.progress.step
 
     @torch.no_grad()
     def evaluate(self, split: str) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from qkablate import output
+from qkablate import output, predictions
 from qkablate.catalogue import settle
 from qkablate.config import Config
 from qkablate.cost import training_flops_per_token
@@ -60,7 +60,9 @@ def plan(config: Config, *, elsewhere: bool = False, writes: bool = True) -> Pla
     if writes:
         resolve_mode(config.track)
         # The cheap looks first: data may have to be prepared.
-        _check_out(Path(config.out).expanduser(), empty_model(config, 1).ledger()["total"])
+        total = empty_model(config, 1).ledger()["total"]
+        need = checkpoint.bytes_needed(total) + predictions.bytes_needed(config)
+        _check_out(Path(config.out).expanduser(), need)
     data = open_data(config.data, config.model.context)
     data.check_context(config.model.context)
     model = empty_model(config, data.vocabulary)
@@ -108,7 +110,7 @@ def empty_model(config: Config, vocabulary: int) -> GPT:
     return model
 
 
-def _check_out(out: Path, params: int) -> None:
+def _check_out(out: Path, need: int) -> None:
     try:
         make_folder(out / "runs")
         with tempfile.NamedTemporaryFile(dir=out / "runs") as probe:
@@ -117,7 +119,6 @@ def _check_out(out: Path, params: int) -> None:
         free = free_bytes(out)
     except OSError as error:
         raise UserError(f"out: cannot write in '{out}': {error.strerror or error}") from None
-    need = checkpoint.bytes_needed(params)
     if free < need:
         raise UserError(
             f"out: '{out}' has {free / 2**20:,.0f} MB free; this run needs {need / 2**20:,.0f} MB"

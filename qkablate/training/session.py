@@ -9,6 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from qkablate import predictions
 from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.model import GPT
@@ -29,6 +32,7 @@ from qkablate.training import account, checkpoint, hardware, start
 from qkablate.training.loop import Diverged, Interrupted, Trainer
 from qkablate.training.plan import Plan
 from qkablate.training.plan import plan as make_plan
+from qkablate.training.predictor import Predictor
 from qkablate.training.ranks import ALONE, Ranks
 from qkablate.training.signals import Signals, Stopped
 from qkablate.training.state import Progress
@@ -129,6 +133,10 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
                 state.progress.metrics_end = journal.sync()
                 checkpoint.save(run.checkpoints, state)
 
+            def keep(about: predictions.About, log_PV: np.ndarray) -> None:
+                owner.verify()
+                predictions.write(run.folder, about, log_PV)
+
             def stop() -> bool:
                 owner.check()
                 return ranks.stopping(signals)
@@ -143,6 +151,7 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
                 stop=stop,
                 began=began,
                 ranks=ranks,
+                predict=Predictor(plan, keep),
             )
             result |= _train(plan, trainer)
         except Interrupted:
@@ -207,6 +216,7 @@ def follow(ranks: Ranks) -> int:
                 save=lambda _: None,
                 stop=lambda: ranks.stopping(signals),
                 ranks=ranks,
+                predict=Predictor(plan, lambda *_: None),
             )
             return EXIT_CODES[_train(plan, trainer)["status"]]
         except Interrupted:

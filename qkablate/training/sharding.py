@@ -18,7 +18,7 @@ def shard(model: GPT, device: str, count: int) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for name in ("loss", "graded"):
+    for name in ("loss", "graded", "log_probabilities"):
         register_fsdp_forward_method(model, name)
 
 

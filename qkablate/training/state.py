@@ -10,6 +10,7 @@ class Progress:
     step: int = 0  # steps done
     evaluated: int = -1  # the last step at which validation was read
     diagnosed: int = -1  # the last step whose diagnostics are written
+    predicted: int = -1  # the last step whose predictions were kept
     loss_sum: float = 0.0  # training loss since the last row of metrics
     loss_count: int = 0
     loss_shares: list[float] = field(default_factory=list)  # of each of several processes

@@ -390,6 +390,7 @@ _LINKS = {
     "metrics": (f"{_RUN}/metrics.jsonl", "precious.txt"),
     "new metrics": (f"{_RUN}/metrics.jsonl", "nothing"),
     "checkpoints": (f"{_RUN}/checkpoints", "run/checkpoints"),
+    "predictions": (f"{_RUN}/predictions", "run/predictions"),
     "config": (f"{_RUN}/config.yaml", "precious.txt"),
     "environment": (f"{_RUN}/environment.json", "precious.txt"),
     "result": (f"{_RUN}/result.json", "precious.txt"),

@@ -35,7 +35,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     import safetensors.torch
     import torch
 
-    from qkablate import ownership, runs
+    from qkablate import ownership, predictions, runs
     from qkablate.cli import sweep, train
     from qkablate.data import corpus, spool
     from qkablate.data import prepare as preparing
@@ -45,7 +45,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     from qkablate.training.loop import Trainer
 
     return {
-        "start": (4, [(train, "load"), (train, "_settled"), (session, "_recorded")]),
+        "start": (4, [(train, "load"), (train, "settled"), (session, "_recorded")]),
         "data": (
             8,
             [
@@ -54,6 +54,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
             ],
         ),
         "owner": (4, [(ownership, "_make"), (ownership, "_sweep"), (ownership.Owner, "release")]),
+        "predictions": (6, [(predictions, "write"), (predictions, "write_atomic")]),
         "step": (12, [(Trainer, "_step")]),
         "row": (9, [(Journal, "log")]),
         "evaluation": (5, [(Trainer, "evaluate")]),

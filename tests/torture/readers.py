@@ -17,8 +17,9 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from qkablate import ownership
+from qkablate import ownership, predictions
 from qkablate.analysis.claim_file import load_claim
+from qkablate.analysis.heads import MEASURES, readings
 from qkablate.analysis.study import courses, facts_of
 from qkablate.cli import main
 from qkablate.config import DataConfig
@@ -135,6 +136,7 @@ def readers(folder: Path) -> dict[str, Reader]:
     (cut,) = folder.glob("outputs/runs/standard-*-s1-*")
     (cut / "result.json").unlink()  # as if it were interrupted
     newest = checkpoint.newest_first(run / "checkpoints")[0]
+    predicted = predictions.kept(run)[6]
     (prepared,) = folder.glob("data/cache/*/")
     claim = folder / "mine.yaml"
     claim.write_text(CLAIM, encoding="utf-8")
@@ -168,6 +170,11 @@ def readers(folder: Path) -> dict[str, Reader]:
         "result.json, compare": Reader(run / "result.json", compare, ()),
         "environment.json": Reader(run / "environment.json", lambda: facts_of(run, {}), ()),
         "metrics.jsonl": Reader(run / "metrics.jsonl", lambda: [courses(run), newest_row(run)], ()),
+        "metrics.jsonl, heads": Reader(
+            cut / "metrics.jsonl", lambda: readings(cut, MEASURES, 9), ()
+        ),
+        "predictions": Reader(predicted, lambda: predictions.read(predicted), (ValueError,)),
+        "predictions, results": Reader(predicted, results, ()),
         "metrics.jsonl, status": Reader(cut / "metrics.jsonl", status, ()),
         "metrics.jsonl, compare": Reader(run / "metrics.jsonl", compare, ()),
         "manifest.json": Reader(sweep / manifest.FILE, lambda: manifest.read(sweep), refused),

@@ -243,12 +243,16 @@ def _facts(run: Path) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
+    from qkablate.runs import sha256
+
     result = json.loads((run / "result.json").read_text(encoding="utf-8"))
     facts = {key: result[key] for key in ("status", "loss", "bits_per_byte", "measures", "steps")}
     text = (run / "metrics.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.split("\n")[:-1]]
     facts["rows"] = [{k: v for k, v in row.items() if k not in _CLOCKS} for row in rows]
     facts["end of rows"] = text[-1:]
+    kept = sorted((run / "predictions").iterdir())
+    facts["predictions"] = {path.name: sha256(path.read_bytes()) for path in kept}
     newest = max((run / "checkpoints").glob("step-*"))
     facts["checkpoint"] = newest.name
     facts["weights"] = _numbers(load_file(newest / "weights.safetensors"))

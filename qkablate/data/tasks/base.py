@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from qkablate.config import DATA_KEYS, DataConfig
-from qkablate.data.batches import IGNORE, Batch
+from qkablate.data.batches import IGNORE, Batch, evenly
 from qkablate.data.tally import Sums, Tally
 from qkablate.errors import Impossible, UserError
 from qkablate.randomness import stream
@@ -130,6 +130,10 @@ class Task:
             batch = examples.batch(rows % count)
             batch.targets_NA[rows >= count] = IGNORE
             yield batch
+
+    def sample(self, split: str, *, count: int, context: int) -> Batch:
+        examples = self._read(split)
+        return examples.batch(evenly(count, len(examples.tokens_NT)))
 
     def measures(self, split: str, tally: Tally) -> dict[str, float]:
         """What an evaluation says of a split."""

@@ -2,7 +2,9 @@
 
 from qkablate.report.chapter import Chapter
 from qkablate.report.charts.courses import MOST_RUNS, gap_curves, losses
+from qkablate.report.charts.distance import function_distance
 from qkablate.report.charts.forest import claim, gaps
+from qkablate.report.charts.heads import head_curves, head_maps, head_spectra
 from qkablate.report.charts.parts import Chart, Panel, Spec
 from qkablate.report.charts.sizes import bowls, costs, heat
 
@@ -11,5 +13,8 @@ __all__ = ["MOST_RUNS", "Chart", "Panel", "Spec", "charts"]
 
 def charts(chapter: Chapter) -> list[Chart]:
     """All that there is something to draw for."""
-    every = (claim, gaps, losses, gap_curves, heat, costs, bowls)
+    every = (
+        *(claim, gaps, losses, gap_curves, function_distance, heat, costs, bowls),
+        *(head_curves, head_spectra, head_maps),
+    )
     return [chart for make in every if (chart := make(chapter)) is not None]

@@ -35,7 +35,7 @@ def losses(chapter: Chapter) -> Chart | None:
         for entry in group:
             own = arm_curve(entry, chapter.metric, most)
             if own is not None:
-                means += _readings(own, entry)
+                means += mean_readings(own, entry)
                 counts.append(own.samples[0].n)
             if each:
                 single += _single(entry, chapter.metric, most)
@@ -47,7 +47,8 @@ def losses(chapter: Chapter) -> Chart | None:
             logarithmic = lowest > 1e-3 * max(row["loss"] for row in rows)
             y |= {"scale": {"type": "log", "nice": False} if logarithmic else {"zero": False}}
             title = place_of(name, group[0].arm.variant)
-            panels.append(Panel(title, _lines(chapter, means, single, y), variants(means, single)))
+            spec = lines_by_tokens(chapter, means, single, y)
+            panels.append(Panel(title, spec, variants(means, single)))
     if not panels:
         return None
     what = "Validation" if chapter.metric == VAL else "Training"
@@ -69,14 +70,14 @@ def gap_curves(chapter: Chapter) -> Chart | None:
         own = curve(one, chapter.metric, most)
         if own is not None:
             _, rows = by_family.setdefault(family.baseline.name, (family, []))
-            rows += _readings(own, one.arm, band=True)
+            rows += mean_readings(own, one.arm, band=True)
             counts.append(own.samples[0].n)
     y: Spec = {"field": "loss", "type": "quantitative", "title": "gap, nats per token"}
     y |= {"scale": {"zero": True}}
     panels = [
         Panel(
             place_of(name, family.baseline.arm.variant),
-            _lines(chapter, rows, [], y, gap=True),
+            lines_by_tokens(chapter, rows, [], y, gap=True),
             variants(rows),
         )
         for name, (family, rows) in by_family.items()
@@ -93,7 +94,7 @@ def gap_curves(chapter: Chapter) -> Chart | None:
     return Chart("gap-curves", "Gap while training", caption, panels)
 
 
-def _lines(
+def lines_by_tokens(
     chapter: Chapter, rows: list[Spec], single: list[Spec], y: Spec, *, gap: bool = False
 ) -> Spec:
     """Lines by tokens, with their bands, and thin ones below."""
@@ -135,7 +136,7 @@ def _lines(
     return {"height": 240, "data": {"values": rows}, "layer": layers}
 
 
-def _readings(own: Curve, entry: Entry, *, band: bool = False) -> list[Spec]:
+def mean_readings(own: Curve, entry: Entry, *, band: bool = False) -> list[Spec]:
     intervals = own.band() if band else [sample.interval() for sample in own.samples]
     rows = []
     for tokens, sample, interval in zip(own.tokens, own.samples, intervals, strict=True):
