@@ -14,6 +14,7 @@ VERBS = {
     "status": "where a sweep stands",
     "results": "what a sweep says, with its uncertainty",
     "report": "the same as a page to read and to send, or as pictures",
+    "dashboard": "the saved view of a sweep in W&B",
     "compare": "two runs side by side",
     "claim": "hypotheses written down before their runs, and their verdicts",
     "data": "what there is to train on: list, prepare, info, show",

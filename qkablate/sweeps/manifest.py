@@ -139,9 +139,16 @@ class Manifest:
     def called(self, run: SweepRun) -> str:
         """What a person reads: the arm and the seed, and the rate where the sweep has several."""
         own = {key: value for key, value in run.changes.items() if key.startswith("seeds.")}
-        rate = f" lr {run.changes['optim.lr']:.3g}" if self._several_rates else ""
         said = "".join(f" {key}={value}" for key, value in own.items())
-        return f"{run.arm}-s{run.changes['seed']}{said}{rate}{' (tuning)' * run.tuning}"
+        return f"{run.arm}-s{run.changes['seed']}{said}{self._beyond_seed(run)}"
+
+    def alike(self, run: SweepRun) -> str:
+        """What is told of a run but for its seed: those of one mean."""
+        return f"{run.arm}{self._beyond_seed(run)}"
+
+    def _beyond_seed(self, run: SweepRun) -> str:
+        rate = f" lr {run.changes['optim.lr']:.3g}" if self._several_rates else ""
+        return f"{rate}{' (tuning)' * run.tuning}"
 
     @functools.cached_property
     def _several_rates(self) -> bool:
@@ -160,7 +167,7 @@ class Manifest:
             track=dataclasses.replace(
                 track,
                 group=track.group or f"{self.name}-{self.id}",
-                job_type=track.job_type or arm.name,
+                job_type=track.job_type or self.alike(run),
                 tags=[*track.tags, *tags],
             ),
         )

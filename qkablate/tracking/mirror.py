@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from qkablate.config import TrackConfig
 from qkablate.errors import UserError
 from qkablate.redaction import redacted
-from qkablate.tracking.service import VARIABLE
+from qkablate.tracking.service import VARIABLE, stay_within
 
 CONNECT_SECONDS = 5  # for any answer of the server at all
 INIT_SECONDS = 10
@@ -74,6 +74,12 @@ def has_key() -> bool:
     return any(entry[2] for entry in map(entries.authenticators, hosts) if entry)
 
 
+def place(track: TrackConfig) -> tuple[str, str | None]:
+    """The project, and the entity where one is named."""
+    project = track.project or os.environ.get("WANDB_PROJECT") or "qkablate"
+    return project, track.entity or os.environ.get("WANDB_ENTITY")
+
+
 def _chosen_server() -> str | None:
     """The server's address, where a variable or `wandb login --host` gives one."""
     if os.environ.get("WANDB_BASE_URL"):
@@ -104,12 +110,8 @@ class Mirror:
         mode = resolve_mode(track)
         if mode == "disabled":
             return
-        # W&B keeps logs of its own in a cache folder; nothing is written outside the run's folder.
         self._recorded = folder.absolute() / "wandb"
-        for what in ("CACHE", "DATA"):
-            os.environ.setdefault(f"WANDB_{what}_DIR", str(self._recorded / what.lower()))
-        # Its reports of its own errors keep the process waiting at the end when the server is gone.
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        stay_within(self._recorded)
         try:
             if mode == "online" and not self._answers():
                 mode = "offline"
@@ -167,6 +169,7 @@ class Mirror:
         import wandb
 
         _global_settings()
+        project, entity = place(track)
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -183,8 +186,8 @@ class Mirror:
             name=identity.name,
             resume="allow" if mode == "online" else None,
             reinit="create_new",
-            project=track.project or os.environ.get("WANDB_PROJECT") or "qkablate",
-            entity=track.entity or os.environ.get("WANDB_ENTITY"),
+            project=project,
+            entity=entity,
             group=identity.group,
             job_type=identity.job_type,
             tags=identity.tags,
@@ -197,19 +200,10 @@ class Mirror:
         return run
 
     def _answers(self) -> bool:
-        """Whether anything answers at the server's address: a dead one is told in seconds."""
         url = _global_settings().base_url
-        try:
-            with urllib.request.urlopen(url, timeout=CONNECT_SECONDS):
-                return True
-        except urllib.error.HTTPError:
-            return True  # an answer, too
-        except OSError as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, ssl.SSLCertVerificationError):
-                return True  # W&B may know more certificates than Python
-            self._note(f"W&B: {url} does not answer ({reason}); recording offline")
-            return False
+        if why := silence(url):
+            self._note(f"W&B: {url} does not answer ({why}); recording offline")
+        return not why
 
     def _forget_everything(self) -> None:
         """End W&B's process: it holds on to the id of a run that could not begin, or is broken."""
@@ -228,6 +222,21 @@ def _global_settings() -> Any:
     import wandb
 
     return wandb.setup(wandb.Settings(silent=True)).settings
+
+
+def silence(url: str) -> str | None:
+    """Why nothing answers at the server's address, if nothing does: a dead one is told in
+    seconds."""
+    try:
+        with urllib.request.urlopen(url, timeout=CONNECT_SECONDS):
+            return None
+    except urllib.error.HTTPError:
+        return None  # an answer, too
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            return None  # W&B may know more certificates than Python
+        return str(reason) or type(reason).__name__
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,96 @@
+"""A saved view in W&B, through wandb-workspaces: as data, and on a server."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qkablate.errors import UserError
+from qkablate.redaction import redacted
+from qkablate.tracking.mirror import silence
+
+ANSWER_SECONDS = 10  # for each request; a server that fails is asked once more
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A view on a server."""
+
+    url: str
+    is_new: bool
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that answers, and knows the key."""
+
+    app_url: str
+    entity: str  # where no other is named
+
+
+def content(view: Any) -> dict[str, Any]:
+    """What would be sent to a server, with ids that are the same every time. The library has no
+    public name for it, so that this function alone knows the private one."""
+    sent: dict[str, Any] = view._to_model().model_dump(by_alias=True, exclude_none=True)
+    for number, section in enumerate(sent["spec"]["section"]["panelBankConfig"]["sections"]):
+        for place, panel in enumerate(section["panels"]):
+            panel["__id__"] = f"{number}-{place}"
+    return {key: value for key, value in sent.items() if value != ""}
+
+
+def connect() -> Server:
+    """UserError where W&B's server is not there, or does not know the key."""
+    import wandb
+
+    settings = wandb.Settings(
+        silent=True,
+        x_graphql_retry_max=1,
+        x_graphql_timeout_seconds=ANSWER_SECONDS,
+    )
+    kept = wandb.setup(settings).settings
+    if why := silence(kept.base_url):
+        raise UserError(
+            f"W&B: {kept.base_url} does not answer ({why}); --spec FILE needs no server"
+        )
+    try:
+        entity = wandb.Api(timeout=ANSWER_SECONDS).default_entity
+    except Exception as error:
+        raise refused(error) from None
+    return Server(kept.app_url, entity or "")
+
+
+def save(view: Any, app_url: str, known: Iterable[str]) -> Saved:
+    """Save it: in the place of one of those that are known, if that is still there."""
+    own = re.escape(f"{app_url.rstrip('/')}/{view.entity}/{view.project}?nw=") + r"[a-z0-9]+"
+    try:
+        for url in known:
+            if re.fullmatch(own, url) and (there := _found(view, url)):
+                there.save()
+                return Saved(there.url, is_new=False)
+        view.save()
+        return Saved(view.url, is_new=True)
+    except Exception as error:
+        raise refused(error) from None
+
+
+def _found(view: Any, url: str) -> Any:
+    """The view at the address, with what this one holds; None where somebody has deleted it."""
+    try:
+        there = type(view).from_url(url)
+    except ValueError:
+        return None
+    for part in ("name", "sections", "settings", "runset_settings"):
+        setattr(there, part, getattr(view, part))
+    return there
+
+
+def refused(error: Exception) -> UserError:
+    """What W&B said, in one line."""
+    said = str(error).strip().partition("\n")[0] or type(error).__name__
+    return UserError(f"W&B: the view is not saved: {redacted(said)}")
+
+
+def urls(content: Any) -> list[str]:
+    """Those that a dashboard.json holds."""
+    found = content.get("views") if isinstance(content, Mapping) else None
+    return [url for url in found if isinstance(url, str)] if isinstance(found, list) else []
