@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ view it is stands in {FILE}, in the sweep's folder.
 Flags
   --entity NAME    unsaid: track.entity of the sweep, WANDB_ENTITY, or whose key it is
   --project NAME   unsaid: track.project of the sweep, WANDB_PROJECT, or qkablate
-  --spec [FILE]    write the view as JSON instead, to the screen or to a file that ends in .json
+  --spec [FILE]    write the view as JSON instead, to the screen or to a file that ends in .json;
+                   the sweep's own run is pinned only where --entity or the like says in whose place
 
 Exit codes: 0 it is saved or written · 2 it cannot be, or a mistake in the command
 """
@@ -42,7 +44,7 @@ Exit codes: 0 it is saved or written · 2 it cannot be, or a mistake in the comm
 
 def main(argv: list[str]) -> int:
     argv, spec = _take_spec(argv)
-    flags, words = take_flags(argv, ("--help", "-h"), ("--entity", "--project"))
+    flags, words = take_flags(argv, ("--help", "-h", "--spec"), ("--entity", "--project"))
     if {"--help", "-h"} & {*flags}:
         print(HELP, end="")
         return 0
@@ -66,20 +68,18 @@ def main(argv: list[str]) -> int:
             project=flags.get("--project", track.project),
         )
     )
-    if spec is None:
-        _check_online()
-        refuse_links(folder)
-        stay_within(folder.absolute() / "wandb")
-    standing.look()
     if spec is not None:
+        standing.look()
         _write(spec, standing, entity or "", project)
-    else:
-        _save(folder, standing, entity, project)
-    if spec:
-        again = [word for word in argv if word != spec]
-        next_commands(["dashboard", *again])
-    elif spec is None:
-        next_commands(["report", folder.name, *_where(out)])
+        if spec:
+            next_commands(["dashboard", *words, *_flags(flags)])
+        return 0
+    _check_online()
+    refuse_links(folder)
+    stay_within(folder.absolute() / "wandb")
+    standing.look()
+    _save(standing, entity, project)
+    next_commands(["report", folder.name, *_where(out)])
     return 0
 
 
@@ -106,6 +106,10 @@ def _take_spec(argv: list[str]) -> tuple[list[str], str | None]:
 
 def _where(out: str) -> list[str]:
     return [] if out == "outputs" else [f"out={out}"]
+
+
+def _flags(flags: dict[str, str]) -> list[str]:
+    return [word for pair in flags.items() for word in pair]
 
 
 def _check_online() -> None:
@@ -139,19 +143,23 @@ def _write(spec: str, standing: Any, entity: str, project: str) -> None:
     print(printable(f"{spec}  {short_bytes(len(text.encode()))}"))
 
 
-def _save(folder: Path, standing: Any, entity: str | None, project: str) -> None:
+def _save(standing: Any, entity: str | None, project: str) -> None:
     from qkablate.runs import read_json, write_atomic
-    from qkablate.sweeps.dashboard import group, mixed, view
+    from qkablate.sweeps.dashboard import mixed, view
     from qkablate.tracking.view import connect, save, urls
 
     server = connect()
     entity = entity or server.entity
-    known = urls(read_json(folder / FILE))
+    if not entity:
+        raise UserError("W&B does not say whose key this is; give --entity NAME")
+    path = standing.manifest.folder / FILE
+    known = urls(read_json(path))
     saved = save(view(standing, entity, project), server.app_url, known)
-    kept = [saved.url, *(url for url in known if url != saved.url)]
-    write_atomic(folder / FILE, json.dumps({"views": kept}, indent=1) + "\n")
+    place = saved.url.partition("?")[0]  # one view for each: others are of other projects
+    kept = [saved.url, *(url for url in known if url.partition("?")[0] != place)]
+    write_atomic(path, json.dumps({"views": kept}, indent=1) + "\n")
     print(printable(f"{'saved' if saved.is_new else 'updated'}  {saved.url}"))
-    print(printable(f"shows  the runs of group {group(standing.manifest)} in {entity}/{project}"))
+    print(printable(f"shows  the runs of group {standing.manifest.group} in {entity}/{project}"))
     for line in _missing(standing):
         tell(line)
     if mixed(standing.manifest):
@@ -160,19 +168,19 @@ def _save(folder: Path, standing: Any, entity: str | None, project: str) -> None
 
 def _missing(standing: Any) -> list[str]:
     """What the view cannot show yet: runs that W&B has not been sent."""
-    track, out = standing.manifest.track, standing.manifest.out
-    if track.wandb == "disabled":
-        return ["track.wandb is disabled: W&B knows nothing of these runs"]
-    logs = [
-        log
-        for state in standing.states.values()
-        for log in state.folder.glob("wandb/offline-run-*/run-*.wandb")
-        if not log.with_name(f"{log.name}.synced").exists()
-    ]
-    if not logs:
+    manifest = standing.manifest
+    if manifest.track.wandb == "disabled":
+        return ["track.wandb is disabled: W&B knows nothing of the runs that were trained so"]
+    waiting = sum(
+        not log.with_name(f"{log.name}.synced").exists()  # as `wandb sync` marks them
+        for folder in (manifest.folder, *(state.folder for state in standing.states.values()))
+        for log in folder.glob("wandb/offline-run-*/run-*.wandb")
+    )
+    if not waiting:
         return []
-    told = f"{counted(len({log.parent.parent.parent for log in logs}), 'run')} recorded offline"
-    return [f"{told}, which W&B has not been sent: wandb sync {out}/runs/*/wandb/offline-run-*"]
+    folder = shlex.quote(str(manifest.folder))
+    told = f"{counted(waiting, 'record')} made offline and not sent yet: wandb sync"
+    return [f"{told} {folder}/wandb/offline-run-* {folder}/runs/*/wandb/offline-run-*"]
 
 
 def words() -> list[str]:

@@ -133,6 +133,11 @@ class Manifest:
         return next(iter(self.arms.values())).config.track
 
     @property
+    def group(self) -> str:
+        """Of the runs in W&B."""
+        return self.track.group or f"{self.name}-{self.id}"
+
+    @property
     def folder(self) -> Path:
         return Path(self.out).expanduser() / "sweeps" / f"{self.name}-{self.id}"
 
@@ -166,7 +171,7 @@ class Manifest:
             out=self.out,
             track=dataclasses.replace(
                 track,
-                group=track.group or f"{self.name}-{self.id}",
+                group=self.group,
                 job_type=track.job_type or self.alike(run),
                 tags=[*track.tags, *tags],
             ),
