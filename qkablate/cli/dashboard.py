@@ -160,6 +160,8 @@ def _save(standing: Any, entity: str | None, project: str) -> None:
     write_atomic(path, json.dumps({"views": kept}, indent=1) + "\n")
     print(printable(f"{'saved' if saved.is_new else 'updated'}  {saved.url}"))
     print(printable(f"shows  the runs of group {standing.manifest.group} in {entity}/{project}"))
+    if saved.lost:
+        tell(f"{saved.lost} is gone or cannot be read: this is a new one")
     for line in _missing(standing):
         tell(line)
     if mixed(standing.manifest):

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from qkablate.errors import UserError
 from qkablate.redaction import redacted
@@ -18,6 +19,7 @@ class Saved:
 
     url: str
     is_new: bool
+    lost: str | None  # where there was one before
 
 
 @dataclass(frozen=True)
@@ -60,24 +62,24 @@ def connect() -> Server:
 
 
 def save(view: Any, app_url: str, known: Iterable[str]) -> Saved:
-    """Save it: in the place of one of those that are known, if that is still there."""
-    own = re.escape(f"{app_url.rstrip('/')}/{view.entity}/{view.project}?nw=") + r"[a-z0-9]+"
+    """Save it: in the place of the one that is known in this project, if that is still there."""
+    server = urlsplit(app_url)
+    own = re.escape(f"{server.scheme}://{server.netloc}/{view.entity}/{view.project}?nw=")
+    before = next((url for url in known if re.fullmatch(own + "[a-z0-9]+", url)), None)
     try:
-        for url in known:
-            if re.fullmatch(own, url) and (there := _found(view, url)):
-                there.save()
-                return Saved(there.url, is_new=False)
-        view.save()
-        return Saved(view.url, is_new=True)
+        there = _found(view, before) if before else None
+        saved = (there or view).save()
     except Exception as error:
         raise refused(error) from None
+    return Saved(saved.url, is_new=there is None, lost=None if there else before)
 
 
 def _found(view: Any, url: str) -> Any:
-    """The view at the address, with what this one holds; None where somebody has deleted it."""
+    """The view at the address, with what this one holds; None where it is gone, or has become
+    something that the library does not read."""
     try:
         there = type(view).from_url(url)
-    except ValueError:
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
     for part in ("name", "sections", "settings", "runset_settings"):
         setattr(there, part, getattr(view, part))

@@ -147,13 +147,15 @@ def _words(found):
 
 
 @needs_workspaces
-def test_it_is_saved_and_then_updated(qkablate, sweep):
+def test_it_is_saved_and_then_updated(qkablate, outputs, sweep):
     spec = json.loads(qkablate("dashboard", "--spec", "--entity=somebody").out)["spec"]
     with ViewServer() as server:
         first = dashboard(WANDB_BASE_URL=server.url)
         (name,) = server.views
         saved = dict(server.views[name])
         server.views[name]["spec"] = saved["spec"].replace('"Loss"', '"Lost"')  # somebody's hand
+        for log in outputs.glob("*/*/wandb/offline-run-*/*.wandb"):
+            log.with_name(f"{log.name}.synced").touch()  # as `wandb sync` does
         second = dashboard(WANDB_BASE_URL=server.url)
         assert [*server.views] == [name]
     assert first.returncode == 0, first.stderr
@@ -169,6 +171,7 @@ def test_it_is_saved_and_then_updated(qkablate, sweep):
     assert without_ids(json.dumps(json.loads(server.views[name]["spec"]))) == plain
     assert json.loads((sweep / "dashboard.json").read_text()) == {"views": [link]}
     assert "5 records made offline and not sent yet: wandb sync " in first.stderr
+    assert second.stderr == ""
     told = first.stdout + first.stderr + (sweep / "dashboard.json").read_text()
     assert KEY not in told
 
@@ -187,6 +190,12 @@ def test_a_view_for_each_project_and_a_new_one_for_what_was_deleted(sweep):
         del server.views[one]
         done = dashboard(**where)
         assert done.stdout.startswith("saved")
+        assert f"?nw={one[3:-2]} is gone or cannot be read: this is a new one" in done.stderr
+        (again,) = {*server.views} - {other}
+        server.views[again]["spec"] = '{"section": 3}'
+        assert "cannot be read: this is a new one" in dashboard(**where).stderr
+        done = dashboard(**where)
+        assert done.stdout.startswith("updated")
     kept = json.loads((sweep / "dashboard.json").read_text())["views"]
     assert len(kept) == 2
     assert kept[0] in done.stdout
