@@ -36,7 +36,8 @@ def view(standing: Standing, entity: str, project: str) -> Any:
 
 def means(manifest: Manifest) -> list[str]:
     """The means that there are: of runs that differ in their seed alone."""
-    return list(dict.fromkeys([*map(manifest.alike, manifest.runs), *manifest.arms]))
+    to_come = manifest.arms if manifest.finals else ()  # at rates that are not known yet
+    return list(dict.fromkeys([*map(manifest.alike, manifest.runs), *to_come]))
 
 
 def by_variant(manifest: Manifest) -> bool:
@@ -126,6 +127,8 @@ def sections(manifest: Manifest, lines: int) -> list[Any]:
 
 
 def _told(manifest: Manifest) -> str:
+    """What one must know to read it."""
+    many = len(means(manifest))
     together = "variant" if by_variant(manifest) else "job type (arm and learning rate)"
     what = "and more: all arms have one job type" if mixed(manifest) else "alone"
     return "\n\n".join(
@@ -136,5 +139,7 @@ def _told(manifest: Manifest) -> str:
             " show, and decide nothing: what is known, with its interval, stands in the tables and"
             f" pictures of the run sweep-{manifest.id}.",
             "Runs that served to tune a learning rate have the tag `tuning`.",
+            *[f"A panel draws {_MOST_LINES} of {many:,} means: filter the runs."]
+            * (many > _MOST_LINES),
         ]
     )

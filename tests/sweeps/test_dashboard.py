@@ -234,6 +234,14 @@ def test_tuning_runs_are_told_apart(manifest):
     assert made.config_of(final).track.job_type == f"{arm.name} lr 0.001"
 
 
+def test_more_means_than_a_panel_draws(spec):
+    rates = ",".join(f"{rate}e-5" for rate in range(1, 61))
+    own = spec(f"optim.lr={rates}")
+    assert {one["limit"] for one in curves(own, "Loss")} == {100}
+    assert "A panel draws 100 of 120 means" in str(panels(own, "Answer"))
+    assert "A panel draws" not in str(panels(spec(), "Answer"))
+
+
 def test_a_job_type_of_the_users_own_tells_nothing_apart(spec):
     own = spec("track.job_type=mine", "model.d_model=16,32")
     assert {one.get("groupBy") for one in curves(own, "Loss")} == {"variant.value.name"}
