@@ -113,7 +113,8 @@ class Mirror:
         self._recorded = folder.absolute() / "wandb"
         stay_within(self._recorded)
         try:
-            if mode == "online" and not self._answers():
+            if mode == "online" and (silence := silence_of(_global_settings().base_url)):
+                self._note(f"W&B: {silence}; recording offline")
                 mode = "offline"
             self._run = self._start(mode, track, identity, config)
         except Exception as error:
@@ -199,12 +200,6 @@ class Mirror:
         )
         return run
 
-    def _answers(self) -> bool:
-        url = _global_settings().base_url
-        if why := silence(url):
-            self._note(f"W&B: {url} does not answer ({why}); recording offline")
-        return not why
-
     def _forget_everything(self) -> None:
         """End W&B's process: it holds on to the id of a run that could not begin, or is broken."""
         import wandb
@@ -224,19 +219,18 @@ def _global_settings() -> Any:
     return wandb.setup(wandb.Settings(silent=True)).settings
 
 
-def silence(url: str) -> str | None:
-    """Why nothing answers at the server's address, if nothing does: a dead one is told in
-    seconds."""
+def silence_of(url: str) -> str:
+    """Why nothing answers at the address, which is known in seconds; '' if anything does."""
     try:
         with urllib.request.urlopen(url, timeout=CONNECT_SECONDS):
-            return None
+            return ""
     except urllib.error.HTTPError:
-        return None  # an answer, too
+        return ""  # an answer, too
     except OSError as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLCertVerificationError):
-            return None  # W&B may know more certificates than Python
-        return str(reason) or type(reason).__name__
+            return ""  # W&B may know more certificates than Python
+        return f"{url} does not answer ({reason})"
 
 
 def _first_line(error: Exception) -> str:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from qkablate.errors import UserError
 from qkablate.redaction import redacted
-from qkablate.tracking.mirror import silence
+from qkablate.tracking.mirror import silence_of
 
 ANSWER_SECONDS = 10  # for each request; a server that fails is asked once more
 
@@ -50,10 +50,8 @@ def connect() -> Server:
         x_graphql_timeout_seconds=ANSWER_SECONDS,
     )
     kept = wandb.setup(settings).settings
-    if why := silence(kept.base_url):
-        raise UserError(
-            f"W&B: {kept.base_url} does not answer ({why}); --spec FILE needs no server"
-        )
+    if silence := silence_of(kept.base_url):
+        raise UserError(f"W&B: {silence}; --spec FILE needs no server")
     try:
         entity = wandb.Api(timeout=ANSWER_SECONDS).default_entity
     except Exception as error:
