@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     refuse_secrets(flags)
     word, out = sweep_words(words)
 
-    from qkablate.runs import refuse_links
+    from qkablate.runs import refuse_strangers
     from qkablate.sweeps import manifest
     from qkablate.sweeps.state import Standing
     from qkablate.tracking.mirror import place
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
             next_commands(["dashboard", *words, *_flags(flags)])
         return 0
     _check_online()
-    refuse_links(folder)
+    refuse_strangers(folder)
     stay_within(folder.absolute() / "wandb")
     standing.look()
     _save(standing, entity, project)

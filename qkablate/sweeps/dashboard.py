@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+from qkablate.disk import read_file
 from qkablate.redaction import redacted
 from qkablate.runs import read_config
 from qkablate.sweeps.manifest import Manifest
@@ -85,9 +86,10 @@ def _quoted(text: str) -> str:
 def _elsewhere(standing: Standing) -> Iterator[str]:
     """The W&B ids of runs that stand in another group: a run belongs to no sweep."""
     own = standing.manifest.group
+    line = f"\n  group: {own}\n".encode()
     for state in standing.states.values():
         try:
-            if f"\n  group: {own}\n" in (state.folder / "config.yaml").read_text(encoding="utf-8"):
+            if line in read_file(state.folder / "config.yaml"):
                 continue  # as most do: to parse thousands takes seconds
             track = read_config(state.folder).get("track")
         except (OSError, ValueError):
