@@ -131,7 +131,7 @@ def _write(spec: str, standing: Any, entity: str, project: str) -> None:
     from qkablate.sweeps.dashboard import view
     from qkablate.tracking.view import content
 
-    text = json.dumps(content(view(standing, entity, project)), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(content(view(standing, entity, project)), indent=1) + "\n"
     if not spec:
         sys.stdout.write(text)
         return

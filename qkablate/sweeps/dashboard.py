@@ -86,7 +86,7 @@ def _quoted(text: str) -> str:
 def _elsewhere(standing: Standing) -> Iterator[str]:
     """The W&B ids of runs that stand in another group: a run belongs to no sweep."""
     own = standing.manifest.group
-    line = f"\n  group: {own}\n".encode()
+    line = f"\n  group: {own}\n".encode(errors="replace")
     for state in standing.states.values():
         try:
             if line in read_file(state.folder / "config.yaml"):
