@@ -16,11 +16,12 @@ VERBS = {
     "report": "the same as a page to read and to send, or as pictures",
     "compare": "two runs side by side",
     "claim": "hypotheses written down before their runs, and their verdicts",
-    "sync": "what was recorded offline, to Weights & Biases",
     "data": "what there is to train on: list, prepare, info, show",
     "sample": "text from a trained run",
-    "project": "a trained run put into another form, and healed: the form or the training?",
     "inspect": "what its circuits and its attention are like, head by head",
+    "project": "a trained run put into another form, and healed: the form or the training?",
+    "dashboard": "the saved view of a sweep in Weights & Biases",
+    "sync": "what was recorded offline, to Weights & Biases",
     "variants": "the catalogue: what can be compared",
     "cost": "parameters, FLOPs and memory of variants at a size",
     "verify": "that a variant is what it says, by exact checks",
@@ -43,8 +44,8 @@ Examples
   qkablate report quick                                the same as a page to send
   qkablate claim run one_head                          a hypothesis, to its verdict
   qkablate sample merged_w prompt='def main('          text from a run
-  qkablate project standard variant=no_q               is it the form, or the training?
   qkablate inspect merged_w                            what its heads have become
+  qkablate project standard variant=no_q               is it the form, or the training?
   qkablate sync                                        what was recorded offline, to W&B
   qkablate variants                                    what can be compared
   qkablate data show data=recall                       what a model is trained on

@@ -4,6 +4,7 @@ import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeVar
 
 from qkablate.cli.hydra_app import one_line, refuse_odd, register
@@ -122,6 +123,17 @@ def built(planned: list[Job], build: Callable[[Config], T]) -> list[tuple[Job, T
 def proposed(kept: list[Job]) -> Job:
     """The one to go on with: the first that is not the baseline."""
     return next((job for job in kept if job.config.variant.name != "standard"), kept[0])
+
+
+def need_extra(extra: str, *names: str) -> None:
+    """UserError where what an extra brings is not installed."""
+    for name in names:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise UserError(
+                f"this needs {error.name}, of the extra '{extra}': pip install 'qkablate[{extra}]'"
+            ) from None
 
 
 def next_commands(*commands: list[str]) -> None:

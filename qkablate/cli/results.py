@@ -3,10 +3,9 @@
 import csv
 import sys
 from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
-from qkablate.cli.compose import next_commands, take_flags
+from qkablate.cli.compose import need_extra, next_commands, take_flags
 from qkablate.cli.status import sweep_names, sweep_words
 from qkablate.errors import UserError, nearest, printable
 from qkablate.table import print_json, print_table
@@ -101,13 +100,7 @@ def margin_of(word: str | None) -> float | None:
 
 def need_analysis(*more: str) -> None:
     """UserError where what analysis (and a report) is done with is not installed."""
-    for name in ("scipy", "statsmodels", *more):
-        try:
-            import_module(name)
-        except ImportError as error:
-            raise UserError(
-                f"this needs {error.name}, of the extra 'report': pip install 'qkablate[report]'"
-            ) from None
+    need_extra("report", "scipy", "statsmodels", *more)
 
 
 def print_tables(tables: list[Any]) -> None:

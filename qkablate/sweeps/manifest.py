@@ -133,15 +133,27 @@ class Manifest:
         return next(iter(self.arms.values())).config.track
 
     @property
+    def group(self) -> str:
+        """Of the runs in W&B."""
+        return self.track.group or f"{self.name}-{self.id}"
+
+    @property
     def folder(self) -> Path:
         return Path(self.out).expanduser() / "sweeps" / f"{self.name}-{self.id}"
 
     def called(self, run: SweepRun) -> str:
         """What a person reads: the arm and the seed, and the rate where the sweep has several."""
         own = {key: value for key, value in run.changes.items() if key.startswith("seeds.")}
-        rate = f" lr {run.changes['optim.lr']:.3g}" if self._several_rates else ""
         said = "".join(f" {key}={value}" for key, value in own.items())
-        return f"{run.arm}-s{run.changes['seed']}{said}{rate}{' (tuning)' * run.tuning}"
+        return f"{run.arm}-s{run.changes['seed']}{said}{self._beyond_seed(run)}"
+
+    def alike(self, run: SweepRun) -> str:
+        """What is told of a run but for its seed: those of one mean."""
+        return f"{run.arm}{self._beyond_seed(run)}"
+
+    def _beyond_seed(self, run: SweepRun) -> str:
+        rate = f" lr {run.changes['optim.lr']:.3g}" if self._several_rates else ""
+        return f"{rate}{' (tuning)' * run.tuning}"
 
     @functools.cached_property
     def _several_rates(self) -> bool:
@@ -159,8 +171,8 @@ class Manifest:
             out=self.out,
             track=dataclasses.replace(
                 track,
-                group=track.group or f"{self.name}-{self.id}",
-                job_type=track.job_type or arm.name,
+                group=self.group,
+                job_type=track.job_type or self.alike(run),
                 tags=[*track.tags, *tags],
             ),
         )

@@ -81,8 +81,9 @@ def mirror(standing: Standing, note: Any, more: Shown | None = None) -> str | No
     manifest = standing.manifest
     name = f"{manifest.name}-{manifest.id}"
     track = manifest.track
-    group = track.group or name
-    identity = Identity(f"sweep-{manifest.id}", name, group, "sweep", ("sweep", *track.tags))
+    identity = Identity(
+        f"sweep-{manifest.id}", name, manifest.group, "sweep", ("sweep", *track.tags)
+    )
     config = {"sweep": name, "command": shlex.join(manifest.command), "arms": [*manifest.arms]}
     own = Mirror(track, identity, manifest.folder, config, note)
     shown = more or Shown()

@@ -18,9 +18,9 @@ from qkablate.config import TrackConfig
 from qkablate.disk import read_file
 from qkablate.redaction import redacted
 from qkablate.runs import is_number, read_row
-from qkablate.tracking.mode import global_settings, resolve_mode, silence_of
+from qkablate.tracking.mode import global_settings, place, resolve_mode, silence_of
 from qkablate.tracking.recorded import becomes_whole, unsent_mark, why_not
-from qkablate.tracking.service import VARIABLE
+from qkablate.tracking.service import VARIABLE, stay_within
 
 INIT_SECONDS = 10
 FINISH_SECONDS = 25
@@ -85,12 +85,8 @@ class Mirror:
         mode = resolve_mode(track)
         if mode == "disabled":
             return
-        # W&B keeps logs of its own in a cache folder; nothing is written outside the run's folder.
         self._recorded = folder.absolute() / "wandb"
-        for what in ("CACHE", "DATA"):
-            os.environ.setdefault(f"WANDB_{what}_DIR", str(self._recorded / what.lower()))
-        # Its reports of its own errors keep the process waiting at the end when the server is gone.
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        stay_within(self._recorded)
         try:
             if mode == "online" and (silence := silence_of(global_settings().base_url)):
                 self._note(f"W&B: {silence}; recording offline")
@@ -171,6 +167,7 @@ class Mirror:
         import wandb
 
         global_settings()
+        project, entity = place(track)
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -187,8 +184,8 @@ class Mirror:
             name=identity.name,
             resume="allow" if mode == "online" else None,
             reinit="create_new",
-            project=track.project or os.environ.get("WANDB_PROJECT") or "qkablate",
-            entity=track.entity or os.environ.get("WANDB_ENTITY"),
+            project=project,
+            entity=entity,
             group=identity.group,
             job_type=identity.job_type,
             tags=identity.tags,

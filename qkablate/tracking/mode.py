@@ -52,6 +52,12 @@ def has_key() -> bool:
     return any(entry[2] for entry in map(entries.authenticators, hosts) if entry)
 
 
+def place(track: TrackConfig) -> tuple[str, str | None]:
+    """The project, and the entity where one is named."""
+    project = track.project or os.environ.get("WANDB_PROJECT") or "qkablate"
+    return project, track.entity or os.environ.get("WANDB_ENTITY")
+
+
 def _chosen_server() -> str | None:
     """The server's address, where a variable or `wandb login --host` gives one."""
     if os.environ.get("WANDB_BASE_URL"):

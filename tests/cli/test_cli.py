@@ -28,8 +28,9 @@ def test_unknown_verb(qkablate):
     done = qkablate("trian")
     assert done.code == 2
     assert done.err == (
-        "qkablate: 'trian' is not a verb; there is train, sweep, status, results, report, compare,"
-        " claim, sync, data, sample, project, inspect, variants, cost, verify, --help, --version"
+        "qkablate: 'trian' is not a verb; there is train, sweep, status, results, report,"
+        " compare, claim, data, sample, inspect, project, dashboard, sync, variants, cost, verify,"
+        " --help, --version"
         " (nearest: train)\n"
     )
 

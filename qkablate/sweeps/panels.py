@@ -1,0 +1,169 @@
+"""The panels of a sweep's view in W&B, section by section.
+
+The tables `gaps`, `verdicts` and `runs`, the page `report` and the pictures `charts/<name>` are
+those of the sweep's own run; a chart has the name that it has in `qkablate report`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from qkablate.config import Config
+
+# What a diagnosing step says of a circuit: the mean over heads of each layer, `qk/moved/L0`.
+_FACTORS = (
+    *("stable_rank", "effective_rank", "nuclear", "frobenius", "symmetry", "directionality"),
+    *("moved", "off_rank", "balance"),
+)
+CIRCUITS = {
+    "qk": _FACTORS,
+    "ov": _FACTORS,
+    "attention": (
+        *("score_std", "score_max", "entropy", "self", "first", "previous", "sink", "induction"),
+        "repeat_previous",
+    ),
+}
+_MOST_GPUS = 8
+
+
+class Panels:
+    """The panels of each section."""
+
+    def __init__(self, configs: Sequence[Config], by_variant: bool, lines: int) -> None:
+        import wandb_workspaces.reports.v2 as wr
+
+        self._wr: Any = wr
+        self._configs = configs
+        self._by = self._wr.Config("variant.name") if by_variant else self._wr.Metric("JobType")
+        self._lines = lines
+
+    def answer(self, told: str) -> Sequence[Any]:
+        wr = self._wr
+        return [
+            wr.MarkdownPanel(markdown=told),
+            self._chart("gaps", "Gaps, with their intervals"),
+            wr.WeavePanelSummaryTable(table_name="gaps"),
+            wr.WeavePanelSummaryTable(table_name="verdicts"),
+        ]
+
+    def losses(self) -> Sequence[Any]:
+        from qkablate.data.tasks import TASKS
+
+        tasks = {config.data.source in TASKS for config in self._configs}
+        besides = ["val/bits_per_byte"] * (False in tasks) + ["val/accuracy"] * (True in tasks)
+        return [
+            self._curve("Validation loss", "val/loss", x="tokens"),
+            self._curve("Training loss", "train/loss", x="tokens"),
+            self._curve("Validation loss: all seeds", "val/loss", x="tokens", band="minmax"),
+            *(self._curve(name, name, x="tokens") for name in besides),
+        ]
+
+    def gaps(self) -> Sequence[Any]:
+        return [
+            self._chart("gap-curves", "Gap while training"),
+            self._final("Test loss, mean and standard deviation over seeds", "final/test_loss"),
+            self._final("Validation loss, the same", "final/val_loss"),
+            self._wr.MediaBrowser(title="The whole report", media_keys=["report"], num_columns=1),
+        ]
+
+    def sizes(self) -> Sequence[Any]:
+        wr = self._wr
+        columns = [
+            (wr.Config("variant.name"), "variant", None),
+            (wr.Config("model.d_model"), "d_model", None),
+            (wr.Config("model.heads"), "heads", None),
+            (wr.Config("optim.lr"), "learning rate", True),
+            (wr.SummaryMetric("params"), "parameters", True),
+            (wr.SummaryMetric("final/test_loss"), "test loss", None),
+        ]
+        return [
+            self._chart("heat", "Gap by variant and size"),
+            self._chart("costs", "Loss against cost"),
+            wr.ParallelCoordinatesPlot(
+                title="Variant, size and test loss",
+                columns=[
+                    wr.ParallelCoordinatesPlotColumn(metric=metric, display_name=name, log=log)
+                    for metric, name, log in columns
+                ],
+            ),
+            wr.ScatterPlot(
+                title="Test loss by parameters",
+                x=wr.SummaryMetric("params"),
+                y=wr.SummaryMetric("final/test_loss"),
+                log_x=True,
+            ),
+        ]
+
+    def rates(self) -> Sequence[Any]:
+        wr = self._wr
+        return [
+            wr.ScatterPlot(
+                title="Validation loss by learning rate, tuning runs among them",
+                x=wr.Config("optim.lr"),
+                y=wr.SummaryMetric("final/val_loss"),
+                log_x=True,
+            ),
+            self._chart("rates", "Learning rates: the bowls"),
+        ]
+
+    def circuit(self, circuit: str) -> Sequence[Any]:
+        return [
+            self._curve(
+                f"{circuit}: {measure.replace('_', ' ')}",
+                pattern=rf"^{circuit}/{measure}/L\d+$",
+            )
+            for measure in CIRCUITS[circuit]
+        ]
+
+    def speed(self) -> Sequence[Any]:
+        found = [
+            self._curve("Tokens per second", "perf/tokens_per_second"),
+            self._curve("Speed, as a part of the fastest stretch", "perf/mfu"),
+            self._curve("Seconds", "seconds", x="tokens"),
+            self._curve("Norm of the gradient", "train/grad_norm"),
+            self._curve("Learning rate", "train/lr"),
+            self._system("CPU, %", "system/cpu"),
+            self._system("Memory of the process, MB", "system/proc.memory.rssMB"),
+        ]
+        if any(config.device.startswith("cuda") for config in self._configs):
+            for title, what in (("GPU, %", "gpu"), ("Memory of the GPU, %", "memoryAllocated")):
+                names = [f"system/gpu.{number}.{what}" for number in range(_MOST_GPUS)]
+                found.append(self._system(title, *names))
+        return found
+
+    def runs(self) -> Sequence[Any]:
+        return [
+            self._wr.WeavePanelSummaryTable(table_name="runs"),
+            self._wr.RunComparer(diff_only="split"),
+        ]
+
+    def _curve(
+        self, title: str, metric: str = "", *, pattern: str = "", x: str = "Step", band: str = ""
+    ) -> Any:
+        """A mean with a band over seeds."""
+        return self._wr.LinePlot(
+            title=title,
+            x=x,
+            y=[metric] if metric else [],
+            metric_regex=pattern or None,
+            groupby=self._by,
+            groupby_aggfunc="mean",
+            groupby_rangefunc=band or "stddev",
+            max_runs_to_show=self._lines,
+        )
+
+    def _final(self, title: str, metric: str) -> Any:
+        return self._wr.BarPlot(
+            title=title,
+            metrics=[metric],
+            groupby=self._by,
+            groupby_aggfunc="mean",
+            groupby_rangefunc="stddev",
+            max_runs_to_show=self._lines,
+            max_bars_to_show=self._lines,
+        )
+
+    def _system(self, title: str, *names: str) -> Any:
+        return self._wr.LinePlot(title=title, x="RelativeTime(Process)", y=[*names])
+
+    def _chart(self, name: str, title: str) -> Any:
+        return self._wr.MediaBrowser(title=title, media_keys=[f"charts/{name}"], num_columns=1)

@@ -1,0 +1,349 @@
+"""`qkablate dashboard`: a sweep's view, as JSON without a server, and saved at one on loopback.
+
+W&B holds on to a process, so that what asks a server has a process of its own.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "tracking"))
+import wandb_log
+from fake_server import dead_url
+from view_server import ViewServer
+
+from qkablate.cli import main
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+BOUND = 120  # seconds: then it hangs
+WORDS = [
+    *("sweep.name=small", "variant=standard,no_q", "seed=0,1", "workers=2"),
+    *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "data=text"),
+    *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "track.log_every=2"),
+]
+needs_workspaces = pytest.mark.skipif(
+    importlib.util.find_spec("wandb_workspaces") is None
+    and not os.environ.get("QKABLATE_NEEDS_DASHBOARD"),
+    reason="wandb-workspaces is not installed",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The outputs of a small sweep, mirrored offline."""
+    folder = tmp_path_factory.mktemp("dashboard")
+    corpus = folder / "corpus.txt"
+    corpus.write_text("the cat sat on the mat, ähnlich ∑\n" * 200, encoding="utf-8")
+    paths = {"data.path": corpus, "data.cache": folder / "cache", "out": folder / "outputs"}
+    words = [*WORDS, "track.wandb=offline", *(f"{key}={path}" for key, path in paths.items())]
+    command = [sys.executable, "-m", "qkablate", "sweep", *words]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    return folder / "outputs"
+
+
+@pytest.fixture
+def outputs(finished, tmp_path):
+    """A copy to do with as one likes, where the command looks for it."""
+    return Path(shutil.copytree(finished, tmp_path / "outputs", symlinks=True))
+
+
+@pytest.fixture
+def sweep(outputs):
+    (folder,) = (outputs / "sweeps").glob("small-*")
+    return folder
+
+
+def dashboard(*words, key=KEY, **variables):
+    """The command in a process of its own, without a terminal."""
+    return subprocess.run(
+        [sys.executable, "-m", "qkablate", "dashboard", *words],
+        env={**os.environ, "WANDB_API_KEY": key, **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+    )
+
+
+def assert_refused(done, line):
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("qkablate: ")
+    assert line in done.err
+    assert done.err.count("\n") == 1
+
+
+def without_ids(text):
+    return re.sub(r'"__id__": *"[^"]*"', "", text)
+
+
+# As JSON.
+
+
+@needs_workspaces
+def test_the_view_as_json_on_the_screen(qkablate, sweep):
+    """Without a key, as all tests are."""
+    done = qkablate("dashboard", "--spec")
+    assert (done.code, done.err) == (0, "")
+    view = json.loads(done.out)
+    assert view["displayName"] == sweep.name
+    assert view["project"] == "qkablate"
+    assert "entity" not in view
+    assert qkablate("dashboard", "small", "--spec").out == done.out
+
+
+@needs_workspaces
+@pytest.mark.parametrize("words", [["--spec", "view.json"], ["--spec=view.json"]])
+def test_the_view_as_json_in_a_file(qkablate, sweep, tmp_path, words):
+    done = qkablate("dashboard", "small", *words, "--entity", "team")
+    assert (done.code, done.err) == (0, "")
+    assert re.match(r"view\.json  [\d.]+ kB\n", done.out)
+    assert done.out.endswith("\nNext\n  qkablate dashboard small --entity team\n")
+    assert json.loads((tmp_path / "view.json").read_text())["entity"] == "team"
+    assert not (sweep / "dashboard.json").exists()
+
+
+@needs_workspaces
+def test_project_and_entity_from_the_variables(qkablate, sweep, monkeypatch):
+    monkeypatch.setenv("WANDB_ENTITY", "team")
+    monkeypatch.setenv("WANDB_PROJECT", "ours")
+    view = json.loads(qkablate("dashboard", "--spec").out)
+    assert (view["entity"], view["project"]) == ("team", "ours")
+    view = json.loads(qkablate("dashboard", "--spec", "--project=theirs").out)
+    assert (view["entity"], view["project"]) == ("team", "theirs")
+
+
+@needs_workspaces
+def test_what_the_panels_name_is_what_runs_log(qkablate, outputs):
+    logs = [wandb_log.read(log) for log in outputs.glob("runs/*/wandb/offline-run-*")]
+    rows = {key for log in logs for row in log.rows for key in row}
+    summary = {key for log in logs for key in log.summary}
+    view = json.loads(qkablate("dashboard", "--spec").out)["spec"]["section"]
+    text = json.dumps(view)
+    lines = {key for found in re.findall(r'"metrics": \[([^\]]*)\]', text) for key in _words(found)}
+    of_runs = {key for key in lines if not key.startswith(("system/", "final/"))}
+    assert {"val/loss", "train/loss"} <= of_runs <= rows
+    finals = {key for key in lines if key.startswith("final/")}
+    assert finals | {*re.findall(r'"summary:([^"]*)"', text)} <= summary
+    configs = re.findall(r'"config:(\w+)\.value\.?([\w.]*)"', text)
+    assert configs
+    for first, rest in configs:
+        assert all(rest in log.config[first] if rest else first in log.config for log in logs)
+    (group,) = view["runSets"][0]["filters"]["filters"]
+    assert {log.group for log in logs} == {group["value"]}
+
+
+def _words(found):
+    return re.findall(r'"([^"]*)"', found)
+
+
+# At a server.
+
+
+@needs_workspaces
+def test_it_is_saved_and_then_updated(qkablate, outputs, sweep):
+    spec = json.loads(qkablate("dashboard", "--spec", "--entity=somebody").out)["spec"]
+    with ViewServer() as server:
+        first = dashboard(WANDB_BASE_URL=server.url)
+        (name,) = server.views
+        saved = dict(server.views[name])
+        server.views[name]["spec"] = saved["spec"].replace('"Loss"', '"Lost"')  # somebody's hand
+        for log in outputs.glob("*/*/wandb/offline-run-*/*.wandb"):
+            log.with_name(f"{log.name}.synced").touch()  # as `wandb sync` does
+        second = dashboard(WANDB_BASE_URL=server.url)
+        assert [*server.views] == [name]
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 0, second.stderr
+    link = f"{server.url}/somebody/qkablate?nw={name.removeprefix('nw-').removesuffix('-v')}"
+    assert first.stdout.startswith(f"saved  {link}\n")
+    assert second.stdout.startswith(f"updated  {link}\n")
+    assert first.stdout.endswith(f"\nNext\n  qkablate report {sweep.name}\n")
+    assert (saved["entityName"], saved["projectName"]) == ("somebody", "qkablate")
+    assert (saved["displayName"], saved["type"]) == (sweep.name, "project-view")
+    plain = without_ids(json.dumps(spec))
+    assert without_ids(json.dumps(json.loads(saved["spec"]))) == plain
+    assert without_ids(json.dumps(json.loads(server.views[name]["spec"]))) == plain
+    assert json.loads((sweep / "dashboard.json").read_text()) == {"views": [link]}
+    assert "5 records made offline and not sent yet: wandb sync " in first.stderr
+    assert second.stderr == ""
+    told = first.stdout + first.stderr + (sweep / "dashboard.json").read_text()
+    assert KEY not in told
+
+
+@needs_workspaces
+def test_a_view_for_each_project_and_a_new_one_for_what_was_deleted(sweep):
+    with ViewServer() as server:
+        where = {"WANDB_BASE_URL": server.url}
+        assert dashboard(**where).returncode == 0
+        assert dashboard("--entity", "team", "--project", "p", **where).stdout.startswith("saved")
+        (one, other) = server.views
+        assert server.views[other]["entityName"] == "team"
+        assert server.views[other]["projectName"] == "p"
+        assert dashboard(**where).stdout.startswith("updated")
+        assert [*server.views] == [one, other]
+        del server.views[one]
+        done = dashboard(**where)
+        assert done.stdout.startswith("saved")
+        assert f"?nw={one[3:-2]} is gone or cannot be read: this is a new one" in done.stderr
+        (again,) = {*server.views} - {other}
+        server.views[again]["spec"] = '{"section": 3}'
+        assert "cannot be read: this is a new one" in dashboard(**where).stderr
+        done = dashboard(**where)
+        assert done.stdout.startswith("updated")
+    kept = json.loads((sweep / "dashboard.json").read_text())["views"]
+    assert len(kept) == 2
+    assert kept[0] in done.stdout
+
+
+@needs_workspaces
+@pytest.mark.parametrize(
+    "text",
+    ["[", '{"views": 3}', '{"views": [1, null, "https://else.where/a/b?nw=c", "x"]}', "[]"],
+)
+def test_a_file_of_views_that_says_something_else(sweep, text):
+    (sweep / "dashboard.json").write_text(text)
+    with ViewServer() as server:
+        done = dashboard(WANDB_BASE_URL=server.url)
+        assert "View" not in server.operations
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("saved")
+
+
+def test_nothing_is_written_through_a_link(sweep, tmp_path):
+    pytest.importorskip("wandb_workspaces")
+    (tmp_path / "mine.json").write_text("mine")
+    (sweep / "dashboard.json").symlink_to(tmp_path / "mine.json")
+    done = dashboard(WANDB_BASE_URL=dead_url())
+    assert done.returncode == 2
+    assert "is a link, and would be written through" in done.stderr
+    assert (tmp_path / "mine.json").read_text() == "mine"
+
+
+SERVERS = [
+    ({"refuses": "UpsertView2"}, "W&B: the view is not saved: input: UpsertView2 is not allowed"),
+    ({"status": 401}, "W&B: the view is not saved: Failed to verify credentials"),
+    ({"status": 500}, "W&B: the view is not saved: "),
+]
+
+
+@needs_workspaces
+@pytest.mark.parametrize(("ways", "line"), SERVERS, ids=["refuses", "401", "500"])
+def test_a_server_that_does_not_take_it(sweep, ways, line):
+    with ViewServer(**ways) as server:
+        done = dashboard(WANDB_BASE_URL=server.url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"qkablate: {line}")
+    assert done.stderr.count("\n") == 1
+    assert not (sweep / "dashboard.json").exists()
+
+
+@needs_workspaces
+def test_a_dead_server(sweep):
+    url = dead_url()
+    done = dashboard(WANDB_BASE_URL=url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"W&B: {url} does not answer (" in done.stderr
+    assert "--spec FILE needs no server" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@needs_workspaces
+def test_what_was_not_mirrored_is_told(outputs, tiny):
+    with pytest.raises(SystemExit):
+        main(["sweep", *tiny, "sweep.name=unsent", "variant=standard"])
+    with ViewServer() as server:
+        done = dashboard("unsent", WANDB_BASE_URL=server.url)
+    assert done.returncode == 0, done.stderr
+    assert "track.wandb is disabled: W&B knows nothing of the runs" in done.stderr
+
+
+# Mistakes.
+
+
+@needs_workspaces
+def test_without_a_key(qkablate, sweep):
+    line = "that needs a key (`wandb login`, or WANDB_API_KEY); --spec FILE writes it without"
+    assert_refused(qkablate("dashboard"), line)
+
+
+@needs_workspaces
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_where_w_and_b_is_to_be_left_alone(qkablate, sweep, monkeypatch, mode):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    assert_refused(qkablate("dashboard"), f"WANDB_MODE is {mode}, and a view is saved online")
+
+
+def test_without_the_library_the_extra_is_named(qkablate, sweep, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    line = (
+        "this needs wandb_workspaces, of the extra 'dashboard': pip install 'qkablate[dashboard]'"
+    )
+    assert_refused(qkablate("dashboard"), line)
+    assert_refused(qkablate("dashboard", "--spec"), line)
+
+
+MISTAKES = [
+    (["smal-0"], "there is no sweep 'smal-0' in 'outputs/sweeps' (nearest: small"),
+    (["out=nowhere"], "there is no sweep in 'nowhere/sweeps'"),
+    (["one", "two"], "'two': one sweep at a time, and 'one' was given"),
+    (["--spek"], "(nearest: --spec)"),
+    (["--project"], "--project: a value is missing"),
+    (["--spec="], "--spec: a file is missing after ="),
+    (["--spec=a.json", "--spec=b.json"], "--spec is given twice"),
+    (["--entity", KEY, f"--project=key={KEY}"], "a key or a password is not written down"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES, ids=[w[0][0] for w in MISTAKES])
+def test_mistakes(qkablate, sweep, words, line):
+    assert_refused(qkablate("dashboard", *words), line)
+
+
+@needs_workspaces
+@pytest.mark.parametrize("path", ["nowhere/view.json", "outputs", "~nobody-of-this-name/x"])
+def test_where_it_cannot_be_written(qkablate, sweep, path):
+    assert_refused(qkablate("dashboard", f"--spec={path}"), f"--spec: '{path}' cannot be written: ")
+
+
+# What every verb has.
+
+
+def test_help(qkablate):
+    done = qkablate("dashboard", "--help")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("qkablate dashboard: ")
+    assert "Examples" in done.out
+    assert qkablate("dashboard", "-h").out == done.out
+    assert "dashboard" in qkablate("--help").out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(qkablate, monkeypatch, sweep, shell):
+    def query(line):
+        monkeypatch.setenv("COMP_LINE", line)
+        monkeypatch.setattr(sys, "argv", ["qkablate"])
+        return qkablate("-sc", f"query={shell}").out.split()
+
+    assert query("qkablate dash") == ["dashboard"]
+    assert {sweep.name, "--spec", "--entity", "--project"} <= {*query("qkablate dashboard ")}
+    assert query("qkablate dashboard sm") == [sweep.name]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["nothing"], []])
+def test_what_is_slow_is_imported_when_it_is_needed(sweep, words):
+    code = (
+        "import sys, qkablate.cli\n"
+        f"try: qkablate.cli.main(['dashboard', *{words}])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'wandb', 'datasets', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
