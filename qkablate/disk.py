@@ -50,3 +50,14 @@ def append(path: Path) -> int:
     and for what is no file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.open(path, flags, 0o666)
+
+
+def name_exclusively(temporary: Path, name: Path) -> None:
+    """Give a file its name; FileExistsError if that is taken."""
+    try:
+        os.link(temporary, name)
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links here, as on exFAT: who makes the name first may replace it
+        os.close(os.open(name, os.O_CREAT | os.O_EXCL))
+        temporary.replace(name)

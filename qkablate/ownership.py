@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qkablate.disk import make_folder
+from qkablate.disk import make_folder, name_exclusively
 
 BEAT = 5.0  # seconds between two heartbeats
 SILENCE = 60.0  # seconds without one, after which the owner counts as dead
@@ -208,17 +208,6 @@ def _take(folder: Path, observer: Observer) -> Owner | None:
     with suppress(FileExistsError, FileNotFoundError):
         return Owner(folder, found.number + 1)
     return None
-
-
-def name_exclusively(temporary: Path, name: Path) -> None:
-    """Give a file its name; FileExistsError if that is taken."""
-    try:
-        os.link(temporary, name)
-    except FileExistsError:
-        raise
-    except OSError:  # no hard links here, as on exFAT: who makes the name first may replace it
-        os.close(os.open(name, os.O_CREAT | os.O_EXCL))
-        temporary.replace(name)
 
 
 def _make(folder: Path, number: int, token: str) -> int:

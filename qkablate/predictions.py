@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 
 from qkablate.config import Config
 from qkablate.disk import make_folder, read_file
-from qkablate.runs import write_atomic
+from qkablate.records import write_atomic
 
 FOLDER = "predictions"
 MOST_FILES = 20  # of one run

@@ -21,18 +21,19 @@ MAY = {
     "mechanism": {"mechanism", "model", "attention"},
     "data": {"data"},
     "ownership": set(),
-    "runs": {"ownership"},
-    "predictions": {"runs"},
-    "tracking": {"tracking", "runs"},
+    "records": set(),
+    "runs": {"records", "ownership"},
+    "predictions": {"records", "runs"},
+    "tracking": {"tracking", "records"},
     "training": {
         *("training", "cost", "model", "catalogue", "data", "runs", "tracking", "attention"),
-        *("output", "ownership", "mechanism", "predictions"),
+        *("output", "ownership", "mechanism", "predictions", "records"),
     },
     "sweeps": {
         *("sweeps", "training", "cost", "catalogue", "data", "runs", "ownership", "tracking"),
-        "predictions",
+        *("predictions", "records"),
     },
-    "analysis": {"analysis", "sweeps", "runs", "ownership", "predictions"},
+    "analysis": {"analysis", "sweeps", "runs", "ownership", "predictions", "records"},
     "report": {"report", "analysis"},
     "verify": {"verify", "cost", "model", "attention"},
     "cli": {
@@ -52,12 +53,13 @@ MAY = {
         "tracking",
         "data",
         "mechanism",
+        "records",
     },
     "generate": {"model", "data"},
     "__main__": {"cli"},
 }
 
-LIGHT = ("config", "ownership", "runs", "predictions", "tracking", "errors")
+LIGHT = ("config", "ownership", "records", "runs", "predictions", "tracking", "errors")
 
 
 def imports(file: Path) -> set[str]:

@@ -13,7 +13,7 @@ from qkablate.analysis.verdict import KINDS
 from qkablate.config import conf_dir, keys, nearest_key, variants
 from qkablate.config.sweep import as_word
 from qkablate.errors import UserError, nearest
-from qkablate.runs import is_number
+from qkablate.records import is_number
 
 MOST_SEEDS = 1000
 

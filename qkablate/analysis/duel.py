@@ -6,7 +6,7 @@ from typing import Any
 from qkablate.analysis.gaps import per_cent
 from qkablate.analysis.study import VAL, courses, facts_of
 from qkablate.errors import UserError
-from qkablate.runs import is_number, read_config, read_result
+from qkablate.records import is_number, read_config, read_result
 
 _LIKE = ["data_fingerprint", "precision", "products", "device", "kernel", "threads", "code"]
 _LIKE += ["torch", "cpu"]

@@ -14,7 +14,7 @@ import numpy as np
 from qkablate.analysis.curves import Curve, together
 from qkablate.analysis.study import Course, Entry, metrics_of
 from qkablate.errors import tell
-from qkablate.runs import is_number, read_row
+from qkablate.records import is_number, read_row
 
 SPECTRUM = "qk/singular"
 # What is drawn of each, by its name in the rows.

@@ -25,7 +25,8 @@ from qkablate.config import (
 from qkablate.config.sweep import as_quoted
 from qkablate.errors import UserError
 from qkablate.ownership import Observer
-from qkablate.runs import check_identity, is_number, label, read_config, read_result
+from qkablate.records import is_number, read_config, read_result
+from qkablate.runs import check_identity, label
 from qkablate.sweeps.manifest import Arm, Changes, Manifest, SweepRun
 from qkablate.sweeps.state import State, read_run
 

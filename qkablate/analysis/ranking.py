@@ -14,7 +14,7 @@ from qkablate.analysis.sample import ALPHA, Sample, holm
 from qkablate.analysis.study import Entry, Study
 from qkablate.config import flatten
 from qkablate.errors import UserError
-from qkablate.runs import is_number
+from qkablate.records import is_number
 
 AXES = {"tokens": "none", "params": "params", "flops": "flops"}  # what is equal → its control
 

@@ -19,7 +19,7 @@ from qkablate.analysis.ranking import AXES
 from qkablate.config import GridConfig
 from qkablate.disk import make_folder
 from qkablate.errors import UserError
-from qkablate.runs import read_json, write_json
+from qkablate.records import read_json, write_json
 
 FORMAT = 1
 FILE = "claim.json"

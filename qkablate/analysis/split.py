@@ -12,7 +12,7 @@ from typing import Any
 from qkablate.analysis.sample import Sample
 from qkablate.disk import read_file
 from qkablate.errors import UserError
-from qkablate.runs import is_number, read_result, read_row, sha256
+from qkablate.records import is_number, read_result, read_row, sha256
 
 SPLITS = ("val", "test")
 PARTS = ("at_once", "healed", "scratch", "training")

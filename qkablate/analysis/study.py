@@ -14,7 +14,7 @@ from typing import Any
 from qkablate.analysis.sample import Sample
 from qkablate.disk import read_file
 from qkablate.errors import tell
-from qkablate.runs import is_number, read_json, read_result, read_row, sha256
+from qkablate.records import is_number, read_json, read_result, read_row, sha256
 from qkablate.sweeps import manifest as manifests
 from qkablate.sweeps.manifest import Arm, Manifest, SweepRun
 from qkablate.sweeps.state import Standing, State

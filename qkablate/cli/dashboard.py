@@ -127,7 +127,7 @@ def _check_online() -> None:
 
 
 def _write(spec: str, standing: Any, entity: str, project: str) -> None:
-    from qkablate.runs import write_atomic
+    from qkablate.records import write_atomic
     from qkablate.sweeps.dashboard import view
     from qkablate.tracking.view import content
 
@@ -144,7 +144,7 @@ def _write(spec: str, standing: Any, entity: str, project: str) -> None:
 
 
 def _save(standing: Any, entity: str | None, project: str) -> None:
-    from qkablate.runs import read_json, write_atomic
+    from qkablate.records import read_json, write_atomic
     from qkablate.sweeps.dashboard import mixed, view
     from qkablate.tracking.view import connect, save, urls
 

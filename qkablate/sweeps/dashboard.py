@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from qkablate.disk import read_file
+from qkablate.records import read_config
 from qkablate.redaction import redacted
-from qkablate.runs import read_config
 from qkablate.sweeps.manifest import Manifest
 from qkablate.sweeps.panels import Panels
 from qkablate.sweeps.state import Standing

@@ -18,7 +18,8 @@ import torch
 
 from qkablate.config import Config
 from qkablate.errors import UserError
-from qkablate.runs import NUMERICS, cpu_name, read_json, run_id, write_json
+from qkablate.records import read_json, write_json
+from qkablate.runs import NUMERICS, cpu_name, run_id
 from qkablate.sweeps.engines.local import PRELOADED
 from qkablate.sweeps.manifest import Arm, Manifest
 from qkablate.sweeps.packing import Slots

@@ -24,7 +24,8 @@ from qkablate import __version__
 from qkablate.config import Config, TrackConfig, from_plain
 from qkablate.disk import make_folder, read_file
 from qkablate.errors import UserError, nearest
-from qkablate.runs import NUMERICS, identity, label, meant, refuse_strangers, run_id, write_atomic
+from qkablate.records import write_atomic
+from qkablate.runs import NUMERICS, identity, label, meant, refuse_strangers, run_id
 from qkablate.table import some
 
 FORMAT = 1

@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from qkablate.runs import write_atomic
+from qkablate.records import write_atomic
 from qkablate.sweeps.manifest import Manifest
 from qkablate.sweeps.state import Standing, State
 

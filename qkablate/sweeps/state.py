@@ -14,7 +14,7 @@ from typing import Any
 
 from qkablate.disk import read_file
 from qkablate.ownership import Observer, owning
-from qkablate.runs import read_result, read_row
+from qkablate.records import read_result, read_row
 from qkablate.sweeps.engines import LOG
 from qkablate.sweeps.manifest import Manifest, SweepRun
 from qkablate.sweeps.tuning import Bowl, further

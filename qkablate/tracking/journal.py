@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.disk import sync_folder
-from qkablate.runs import row_line
+from qkablate.records import row_line
 
 
 class Journal:

@@ -16,8 +16,8 @@ from typing import Any
 
 from qkablate.config import TrackConfig
 from qkablate.disk import read_file
+from qkablate.records import is_number, read_row
 from qkablate.redaction import redacted
-from qkablate.runs import is_number, read_row
 from qkablate.tracking.mode import global_settings, place, resolve_mode, silence_of
 from qkablate.tracking.recorded import becomes_whole, unsent_mark, why_not
 from qkablate.tracking.service import VARIABLE, stay_within

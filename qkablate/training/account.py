@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from qkablate import __version__
-from qkablate.runs import read_json, sealed
+from qkablate.records import read_json, sealed
 from qkablate.tracking.mirror import Identity, Left
 from qkablate.training.checkpoint import newest_first
 from qkablate.training.plan import Plan

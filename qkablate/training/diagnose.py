@@ -14,7 +14,7 @@ from qkablate.errors import UserError, tell
 from qkablate.mechanism.panel import LENGTH, TOKENS
 from qkablate.model import GPT
 from qkablate.randomness import stream
-from qkablate.runs import read_config
+from qkablate.records import read_config
 from qkablate.training import checkpoint
 from qkablate.training.restore import Restored
 

@@ -17,7 +17,8 @@ from qkablate.config import DATA_KEYS, Config, check, explain
 from qkablate.data import TASKS, tokenizers
 from qkablate.errors import UserError, tell
 from qkablate.model import GPT
-from qkablate.runs import check_identity, find_run, read_config, read_json
+from qkablate.records import read_config, read_json
+from qkablate.runs import check_identity, find_run
 from qkablate.training import checkpoint
 
 __all__ = ["Restored", "find_run", "restore"]

@@ -16,17 +16,9 @@ from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.model import GPT
 from qkablate.ownership import Lost, Observer, Owner
+from qkablate.records import publish_json, read_json, sealed, write_atomic, write_json
 from qkablate.redaction import redacted
-from qkablate.runs import (
-    EXIT_CODES,
-    Run,
-    environment,
-    publish_json,
-    read_json,
-    sealed,
-    write_atomic,
-    write_json,
-)
+from qkablate.runs import EXIT_CODES, Run, environment
 from qkablate.tracking import Journal, Mirror, Terminal
 from qkablate.training import account, checkpoint, hardware, start
 from qkablate.training.loop import Diverged, Interrupted, Trainer

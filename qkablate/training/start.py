@@ -15,7 +15,8 @@ from qkablate.catalogue import attention
 from qkablate.config import Config, StartConfig, VariantConfig, flatten, resolve_variant, variants
 from qkablate.errors import UserError, tell
 from qkablate.model import GPT
-from qkablate.runs import is_number, read_json, run_id, write_json
+from qkablate.records import is_number, read_json, write_json
+from qkablate.runs import run_id
 from qkablate.training import checkpoint
 from qkablate.training.restore import Restored, check_shapes, find_run, restore
 from qkablate.training.state import Progress

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qkablate.analysis.heads import SPECTRUM, readings, sorted_heads, spectra, watch
-from qkablate.runs import row_line
+from qkablate.records import row_line
 
 NAMES = ("qk/stable_rank", "attention/entropy", SPECTRUM)
 PER_STEP = 32

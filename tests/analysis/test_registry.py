@@ -18,7 +18,7 @@ from qkablate.analysis.registry import (
     registrations,
 )
 from qkablate.errors import UserError
-from qkablate.runs import write_json
+from qkablate.records import write_json
 from qkablate.sweeps.state import Standing, link
 
 CLAIM = {

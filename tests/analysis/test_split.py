@@ -6,7 +6,7 @@ import pytest
 
 from qkablate.analysis.split import means, split
 from qkablate.errors import UserError
-from qkablate.runs import sealed
+from qkablate.records import sealed
 
 
 def write(folder, val, test, first=None, status="done"):

@@ -591,7 +591,7 @@ def test_an_arm_without_a_chosen_rate_is_there_and_waits(cached_world):
 
 
 def test_a_course_that_was_changed_is_not_shown(tmp_path, capsys):
-    from qkablate.runs import sealed, write_json
+    from qkablate.records import sealed, write_json
 
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 3, "tokens": 96, "val/loss": 2.5}\n')

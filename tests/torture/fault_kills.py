@@ -35,7 +35,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     import safetensors.torch
     import torch
 
-    from qkablate import ownership, predictions, runs
+    from qkablate import ownership, predictions, records
     from qkablate.cli import sweep, train
     from qkablate.data import corpus, spool
     from qkablate.data import prepare as preparing
@@ -68,7 +68,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
         "resuming": (3, [(checkpoint, "load_newest"), (checkpoint, "load"), (hardware, "prepare")]),
         "result": (
             3,
-            [(session, "_publish"), (runs, "name_exclusively"), (session, "publish_json")],
+            [(session, "_publish"), (records, "name_exclusively"), (session, "publish_json")],
         ),
         "W&B": (9, [(Mirror, "_start"), (Mirror, "log"), (Mirror, "close")]),
         "fsync": (40, [(os, "fsync")]),

@@ -25,7 +25,7 @@ from qkablate.cli import main
 from qkablate.config import DataConfig
 from qkablate.data import corpus
 from qkablate.errors import UserError
-from qkablate.runs import read_config, read_result
+from qkablate.records import read_config, read_result
 from qkablate.sweeps import manifest
 from qkablate.sweeps.state import newest_row
 from qkablate.training import checkpoint

@@ -243,7 +243,7 @@ def _facts(run: Path) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
-    from qkablate.runs import sha256
+    from qkablate.records import sha256
 
     result = json.loads((run / "result.json").read_text(encoding="utf-8"))
     facts = {key: result[key] for key in ("status", "loss", "bits_per_byte", "measures", "steps")}

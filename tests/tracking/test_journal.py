@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from qkablate.runs import read_row, row_line
+from qkablate.records import read_row, row_line
 from qkablate.tracking import Journal
 
 

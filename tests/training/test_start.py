@@ -11,7 +11,8 @@ import torch
 from test_session import assert_identical, interrupted_after, rows, wait_for
 
 from qkablate.config import Config, StartConfig, resolve
-from qkablate.runs import PROJECTION, identity, label, read_config, run_id
+from qkablate.records import read_config
+from qkablate.runs import PROJECTION, identity, label, run_id
 from qkablate.training.restore import restore
 
 SIZES = ["model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16"]

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qkablate.runs import read_json, write_json
+from qkablate.records import read_json, write_json
 
 
 class Batch:

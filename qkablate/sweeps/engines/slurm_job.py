@@ -10,7 +10,7 @@ from typing import Any
 
 from submitit.core.utils import DelayedSubmission
 
-from qkablate.runs import write_json
+from qkablate.records import write_json
 from qkablate.sweeps.engines import STOPPED, Task
 from qkablate.sweeps.engines.remote import Child
 
