@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
@@ -123,6 +123,27 @@ def built(planned: list[Job], build: Callable[[Config], T]) -> list[tuple[Job, T
 def proposed(kept: list[Job]) -> Job:
     """The one to go on with: the first that is not the baseline."""
     return next((job for job in kept if job.config.variant.name != "standard"), kept[0])
+
+
+def run_and_keys(words: list[str], keys: Collection[str], form: str) -> tuple[str, dict[str, str]]:
+    """Of a command whose `form` is a run and some of these keys."""
+    runs, given = [], dict[str, str]()
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or "/" in key:
+            runs.append(word)
+        elif key not in keys:
+            raise UserError(f"{key}: there is no such key{nearest(key, keys)}")
+        elif key in given:
+            raise UserError(f"{key}: given twice")
+        elif not value:
+            raise UserError(f"{key}: is empty; leave it out for the default")
+        else:
+            given[key] = value
+    if len(runs) != 1:
+        told = f"{len(runs)} runs given ({', '.join(runs)})" if runs else "no run given"
+        raise UserError(f"{told}: write qkablate {form}")
+    return runs[0], given
 
 
 def need_extra(extra: str, *names: str) -> None:

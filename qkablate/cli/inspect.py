@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.compose import next_commands, take_flags, take_out
+from qkablate.cli.compose import next_commands, run_and_keys, take_flags, take_out
 from qkablate.cli.heads import print_looks, print_measures, print_spectra
-from qkablate.errors import UserError, nearest, printable
+from qkablate.errors import UserError, printable
 from qkablate.table import counted, print_json
 
 HELP = """qkablate inspect: what the circuits and the attention of a trained run are like.
@@ -97,23 +97,8 @@ def words() -> Iterator[str]:
 
 def parse(flags: dict[str, str], words: list[str]) -> Wish:
     """Strict, and before anything heavy is imported."""
-    runs, given = [], dict[str, str]()
     rest, out = take_out(words)
-    for word in rest:
-        key, equals, value = word.partition("=")
-        if not equals or "/" in key:
-            runs.append(word)
-        elif key not in KEYS:
-            raise UserError(f"{key}: there is no such key{nearest(key, KEYS)}")
-        elif key in given:
-            raise UserError(f"{key}: given twice")
-        elif not value:
-            raise UserError(f"{key}: is empty; leave it out for the default")
-        else:
-            given[key] = value
-    if len(runs) != 1:
-        told = f"{len(runs)} runs given ({', '.join(runs)})" if runs else "no run given"
-        raise UserError(f"{told}: write qkablate inspect RUN")
+    run, given = run_and_keys(rest, KEYS, "inspect RUN")
     step = given.pop("step", None)
     layer, head, text = (flags.get(f"--{name}") for name in ("layer", "head", "text"))
     as_json = "--json" in flags
@@ -126,7 +111,7 @@ def parse(flags: dict[str, str], words: list[str]) -> Wish:
     except UnicodeEncodeError:  # the shell's bytes were no UTF-8
         raise UserError("--text: it is not UTF-8 text") from None
     return Wish(
-        run=runs[0],
+        run=run,
         keys=given,
         out=out,
         step=_whole("step", step),

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unicodedata import bidirectional, category
 
-from qkablate.cli.compose import take_flags
-from qkablate.errors import UserError, nearest, tell
+from qkablate.cli.compose import run_and_keys, take_flags
+from qkablate.errors import UserError, tell
 
 HELP = """qkablate sample: text from a trained run.
 
@@ -84,23 +84,7 @@ def words() -> Iterator[str]:
 
 def parse(words: list[str]) -> Wish:
     """Strict, and before anything heavy is imported."""
-    runs: list[str] = []
-    given: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or "/" in key:
-            runs.append(word)
-        elif key not in KEYS:
-            raise UserError(f"{key}: there is no such key{nearest(key, KEYS)}")
-        elif key in given:
-            raise UserError(f"{key}: given twice")
-        elif not value:
-            raise UserError(f"{key}: is empty; leave it out for the default")
-        else:
-            given[key] = value
-    if len(runs) != 1:
-        told = f"{len(runs)} runs given ({', '.join(runs)})" if runs else "no run given"
-        raise UserError(f"{told}: write qkablate sample RUN prompt='a text'")
+    run, given = run_and_keys(words, KEYS, "sample RUN prompt='a text'")
     try:
         given.get("prompt", "").encode("utf-8")
     except UnicodeEncodeError:  # the shell's bytes were no UTF-8
@@ -109,7 +93,7 @@ def parse(words: list[str]) -> Wish:
     parsed |= {key: _whole(key, given[key]) for key in WHOLE if key in given}
     if "temperature" in given:
         parsed["temperature"] = _temperature(given["temperature"])
-    return Wish(runs[0], **parsed)  # type: ignore[arg-type]
+    return Wish(run, **parsed)  # type: ignore[arg-type]
 
 
 def _whole(key: str, value: str) -> int:
