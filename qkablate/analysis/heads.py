@@ -35,6 +35,7 @@ _SIGN = b'"mechanism"'
 _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})[,}]')
 _LONGEST = 2**24  # bytes of one row
 _MOST = 2**12  # layers, heads or singular values of a run
+_BEYOND = 4  # times as many numbers as a row has bytes: a null may stand for many of them
 
 # By the measure's name, as `qk/stable_rank`: NaN where a head has none.
 Heads = dict[str, np.ndarray]
@@ -126,7 +127,7 @@ def readings(
     damaged = 0
     for tokens_read in _evenly(sorted(lines), most):
         try:
-            heads = _heads(read_row(lines[tokens_read]), names)
+            heads = _heads(lines[tokens_read], names)
         except ValueError:
             damaged += 1
             continue
@@ -148,12 +149,13 @@ def _evenly(tokens: list[int], most: int) -> list[int]:
     return [tokens[i] for i in sorted({*map(int, places)})]
 
 
-def _heads(row: dict[str, Any], names: Iterable[str]) -> Heads:
-    found = {}
+def _heads(line: bytes, names: Iterable[str]) -> Heads:
+    found, row, length = {}, read_row(line), len(line)
     for name in names:
         part, _, measure = name.partition("/")
         try:
-            array = _array(row["mechanism"][part][measure], 3 if name == SPECTRUM else 2)
+            depth = 3 if name == SPECTRUM else 2
+            array = _array(row["mechanism"][part][measure], depth, _BEYOND * length)
         except (ValueError, LookupError, TypeError):
             continue
         if array is not None:
@@ -161,9 +163,9 @@ def _heads(row: dict[str, Any], names: Iterable[str]) -> Heads:
     return found
 
 
-def _array(layers: Any, depth: int) -> np.ndarray | None:
+def _array(layers: Any, depth: int, most: int) -> np.ndarray | None:
     """Of lists in each other, as many as `depth`; what is null on any level is NaN. ValueError for
-    what is ragged or no list."""
+    what is ragged or no list; None where it would be of more numbers than `most`."""
     shape: list[int] = [0] * depth
 
     def measure(value: Any, level: int) -> None:
@@ -178,7 +180,7 @@ def _array(layers: Any, depth: int) -> np.ndarray | None:
             measure(inner, level + 1)
 
     measure(layers, 0)
-    if 0 in shape or np.prod(shape, dtype=float) > _LONGEST:
+    if 0 in shape or np.prod(shape, dtype=float) > most:
         return None
     array = np.full(shape, np.nan)
 

@@ -37,9 +37,10 @@ Measures of B_h and M_h
   stable_rank     ‖B‖² / σ₁², how many directions share the strength
   effective_rank  exp of the entropy of the normalised singular values σ
   nuclear         Σσ
-  frobenius       ‖B‖
+  frobenius       ‖B‖; of B_h as if its scores had standard's scale, so that forms compare
   symmetry        1: B = Bᵀ, -1: B = -Bᵀ
-  directionality  1: single columns stand out (keys), -1: single rows (queries)
+  directionality  1: single columns stand out (of B_h: what keys must be like; of M_h: what is
+                  written), -1: single rows (queries; what is read)
   moved           ‖B - start‖ / ‖start‖
   off_rank        what the nearest matrix of rank d_head leaves of ‖B‖
   balance         0: the two factors are even, 1: one of them has it all

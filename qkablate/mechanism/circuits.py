@@ -6,6 +6,7 @@ so that no d × d matrix is made or decomposed where a k × k one says the same.
 Shape suffixes: N heads, of one layer or of many, D d_model, E width of the product.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,12 +109,15 @@ def stacked(matrices: list[Any]) -> Any:
 
 @torch.no_grad()
 def qk_matrix(qk: QK) -> Matrix | None:
-    """B_h of every head; None where there is none. (A norm or a rotation that stands between it and
-    the scores is left aside: this is what the weights are.)"""
+    """B_h of every head, in the scale that standard's scores have, so that forms compare; None
+    where there is none. (A norm or a rotation that stands between it and the scores is left aside:
+    this is what the weights are.)"""
     if qk.no_circuit:
         return None
-    thin = qk.thin()
-    return Dense(qk.circuit()[0].detach()) if thin is None else Thin(*(t.detach() for t in thin))
+    scale, thin = qk.scale * math.sqrt(qk.spec.d_head), qk.thin()
+    if thin is None:
+        return Dense(qk.circuit()[0].detach() * scale)
+    return Thin(*(factor.detach() * math.sqrt(scale) for factor in thin))  # no factor outweighs
 
 
 @torch.no_grad()

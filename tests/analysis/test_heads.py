@@ -55,6 +55,7 @@ BAD = {
     "true": {"qk": {"stable_rank": [[True, False]]}},
     "huge": {"qk": {"stable_rank": [[1e300]]}},
     "too many": {"qk": {"stable_rank": [[1.0] * 5000]}},
+    "a bomb": {"qk": {"stable_rank": [[1.0] + [None] * 999] + [None] * 999}},
     "spectrum without values": {"qk": {"singular": [[1.0]]}},
     "no part": {"qk": None},
 }

@@ -14,7 +14,7 @@ from qkablate.report.page import page
 from qkablate.report.pictures import picture
 from qkablate.report.rows import trouble
 
-NAMES = ("heads", "spectra", "head-maps")
+NAMES = ("heads", "spectra", "spectra-training", "head-maps")
 WORDS = ("variant=standard,no_q", "seed=range(3)")
 STEPS = (0, 6, 12)
 
@@ -145,6 +145,22 @@ def test_a_spectrum_is_drawn_at_start_and_end_by_layer(chapter):
     thin, thick = chart.panels[0].spec["layer"][:2]
     assert thin["mark"]["strokeWidth"] < thick["mark"]["strokeWidth"]
     assert {row["when"] for row in thick["data"]["values"]} == {"end"}
+
+
+def test_an_arm_has_its_spectra_over_training(chapter):
+    chart = drawn(chapter)["spectra-training"]
+    assert {panel.variants[0] for panel in chart.panels} == {"standard", "no_q"}
+    domains = set()
+    for panel in chart.panels:
+        rows = rows_of(panel)
+        by_tokens = {row["tokens"]: row["age"] for row in rows}
+        assert len(by_tokens) > 2
+        assert [*sorted(by_tokens)] == sorted(by_tokens, key=by_tokens.get)  # paler is earlier
+        assert by_tokens[max(by_tokens)] == 1
+        for row in rows:
+            assert row["value"] == pytest.approx(2.0 ** (1 - row["i"]))
+        domains.add(tuple(panel.spec["layer"][0]["encoding"]["y"]["scale"]["domain"]))
+    assert len(domains) == 1  # so that arms compare
 
 
 def test_a_size_has_panels_of_its_own(measured):

@@ -4,9 +4,10 @@ from qkablate.report.chapter import Chapter
 from qkablate.report.charts.courses import MOST_RUNS, gap_curves, losses
 from qkablate.report.charts.distance import function_distance
 from qkablate.report.charts.forest import claim, gaps
-from qkablate.report.charts.heads import head_curves, head_maps, head_spectra
+from qkablate.report.charts.heads import head_curves, head_maps
 from qkablate.report.charts.parts import Chart, Panel, Spec
 from qkablate.report.charts.sizes import bowls, costs, heat
+from qkablate.report.charts.spectra import head_spectra, spectra_by_tokens
 
 __all__ = ["MOST_RUNS", "Chart", "Panel", "Spec", "charts"]
 
@@ -15,6 +16,6 @@ def charts(chapter: Chapter) -> list[Chart]:
     """All that there is something to draw for."""
     every = (
         *(claim, gaps, losses, gap_curves, function_distance, heat, costs, bowls),
-        *(head_curves, head_spectra, head_maps),
+        *(head_curves, head_spectra, spectra_by_tokens, head_maps),
     )
     return [chart for make in every if (chart := make(chapter)) is not None]

@@ -1,4 +1,4 @@
-"""What the heads are like: spectra, maps and curves of what diagnosing steps measured.
+"""What the heads are like: maps and curves of what diagnosing steps measured.
 
 Shape suffixes: L layers, H heads, K singular values.
 """
@@ -8,23 +8,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from qkablate.analysis.curves import thinned
 from qkablate.analysis.heads import (
     BY_HEAD,
     BY_TOKENS,
-    SPECTRUM,
     Watched,
     sorted_heads,
-    spectra,
 )
 from qkablate.report.chapter import Chapter, place_of, span
 from qkablate.report.charts.courses import lines_by_tokens, mean_readings
-from qkablate.report.charts.parts import Chart, Panel, Spec, colour, dash, tip, variants
+from qkablate.report.charts.parts import Chart, Panel, Spec, tip, variants
 
 _POINTS = 6_000  # of all curves of a chart
-_VALUES = 32  # singular values that a spectrum is drawn with
-_PANELS = 12
-_LEAST = 1e-4  # of the largest singular value: what is below is not looked at
 _CELLS = 6_000  # of all maps
 _ROOMY = 8  # heads of an arm whose cells have room for a number
 _WIDE, _GAP = 530, 14  # pixels of a panel, and between two arms
@@ -42,7 +36,7 @@ def groups(chapter: Chapter) -> list[tuple[str, list[Watched]]]:
     return [(place, group) for place, group in found if group]
 
 
-def _titled(what: str, place: str, several: bool) -> str:
+def titled(what: str, place: str, several: bool) -> str:
     return f"{what}, {place}" if several and place else what
 
 
@@ -61,7 +55,7 @@ def head_curves(chapter: Chapter) -> Chart | None:
             if rows:
                 y: Spec = {"field": "loss", "type": "quantitative", "title": what}
                 y |= {"scale": {"zero": False}}
-                title = _titled(what, place, len(found) > 1)
+                title = titled(what, place, len(found) > 1)
                 spec = lines_by_tokens(chapter, rows, [], y)
                 panels.append(Panel(title, spec, variants(rows)))
     if not panels:
@@ -75,80 +69,6 @@ def head_curves(chapter: Chapter) -> Chart | None:
     return Chart("heads", "Heads while training", caption, panels)
 
 
-def head_spectra(chapter: Chapter) -> Chart | None:
-    """Singular values of B at the start and at the end, by layer."""
-    found = groups(chapter)
-    layers_shown = max(1, _PANELS // max(1, len(found)))
-    panels, counts = [], []
-    for place, group in found:
-        rows: dict[int, list[Spec]] = {}
-        for own in group:
-            for when, tokens in _ends(own):
-                arrays = own.at(SPECTRUM, tokens)
-                if not arrays:
-                    continue
-                counts.append(len(arrays))
-                for layer, values_K in enumerate(spectra(arrays)):
-                    rows.setdefault(layer, []).extend(_spectrum(own, when, values_K))
-        known = sorted(layer for layer in rows if rows[layer])
-        for layer in known if len(known) <= layers_shown else _some(known, layers_shown):
-            title = _titled(f"layer {layer}", place, len(found) > 1)
-            spec = _spectrum_panel(chapter, rows[layer])
-            panels.append(Panel(title, spec, variants(rows[layer])))
-    if not panels:
-        return None
-    caption = (
-        "Singular values of B, a head's by its largest, from the first to the d_head-th; mean over"
-        f" the heads of a layer and over runs ({span(counts)}). Thick: at the end of training;"
-        " thin: at its start. A line that falls early is a head that looks in few directions."
-    )
-    return Chart("spectra", "Spectra of the QK circuit", caption, panels)
-
-
-def _ends(own: Watched) -> list[tuple[str, int]]:
-    tokens = own.tokens
-    last = [("end", own.entry.tokens)] if own.entry.tokens in tokens else []
-    return ([("start", 0)] if 0 in tokens else []) + last
-
-
-def _some(items: list[int], count: int) -> list[int]:
-    """First and last among them; of one, the last."""
-    if count == 1:
-        return items[-1:]
-    return [items[round(i)] for i in np.linspace(0, len(items) - 1, count)]
-
-
-def _spectrum(own: Watched, when: str, values_K: np.ndarray) -> list[Spec]:
-    arm = {"arm": own.entry.name, "variant": own.entry.arm.variant, "when": when}
-    shown = thinned([*range(1, len(values_K) + 1)], _VALUES)
-    known = [(i, float(values_K[i - 1])) for i in shown]
-    return [
-        arm | {"line": f"{own.entry.name} {when}", "i": i, "value": float(f"{value:.3g}")}
-        for i, value in known
-        if math.isfinite(value) and value >= _LEAST
-    ]
-
-
-def _spectrum_panel(chapter: Chapter, rows: list[Spec]) -> Spec:
-    x: Spec = {"field": "i", "type": "quantitative", "title": "singular value, the largest first"}
-    x |= {"scale": {"type": "log", "nice": False}, "axis": {"format": "~s", "tickCount": 5}}
-    y: Spec = {"field": "value", "type": "quantitative", "title": "by the largest"}
-    y |= {"scale": {"type": "log", "nice": False}, "axis": {"format": "~g", "tickCount": 5}}
-    lines = {"x": x, "y": y, "detail": {"field": "line"}} | colour(chapter)
-    tooltip = [tip("arm"), tip("when"), tip("i", "singular value"), tip("value", "by the largest")]
-    ends = {when: [row for row in rows if row["when"] == when] for when in ("start", "end")}
-    thin: Spec = {"type": "line", "strokeWidth": 1, "opacity": 0.55}
-    thick: Spec = {"type": "line", "strokeWidth": 2.5}
-    layers = [
-        {"data": {"values": ends[when]}, "mark": mark, "encoding": lines | dash(chapter)}
-        for when, mark in (("start", thin), ("end", thick))
-        if ends[when]
-    ]
-    mark = {"type": "point", "size": 70, "opacity": 0, "filled": True}
-    layers.append({"mark": mark, "encoding": lines | {"tooltip": tooltip}})
-    return {"height": 200, "data": {"values": rows}, "layer": layers}
-
-
 def head_maps(chapter: Chapter) -> Chart | None:
     """Layers by heads at the end, an arm beside the other."""
     found = groups(chapter)
@@ -160,7 +80,7 @@ def head_maps(chapter: Chapter) -> Chart | None:
         if own and (cells <= _CELLS or not panels):
             counts += seen
             panels += [
-                Panel(_titled(what, place, len(found) > 1), spec, []) for what, spec in own.items()
+                Panel(titled(what, place, len(found) > 1), spec, []) for what, spec in own.items()
             ]
     if not panels:
         return None
