@@ -76,11 +76,16 @@ def test_the_readmes_commands_work(qkablate, tiny, text, command, tmp_path, monk
         assert qkablate("train", f"variant={words[1]}", *tiny).code == 0
     if words[0] == "data" and words[1] in ("info", "show"):
         assert qkablate("data", "prepare", *words[2:]).code == 0
-    if words[0] in ("status", "results", "report"):
+    if words[0] in ("status", "results", "report", "sync", "dashboard"):
         assert qkablate("sweep", *tiny, "variant=standard,no_q", "sweep.name=quick").code == 0
     if words[0] == "report":  # a claim takes a hundred runs, and a shell expands the rest
         words = [word for word in words if word != "one_head"]
         words = [name for word in words for name in sorted(glob.glob(word)) or [word]]
+    if words[0] == "sync":  # no server
+        words = [*words, *["--dry-run"] * ("--dry-run" not in words)]
+    if words[0] == "dashboard":
+        pytest.importorskip("wandb_workspaces")
+        words = [*words, "--spec"]
     if words[0] == "compare":
         for variant in words[1:3]:
             assert qkablate("train", f"variant={variant}", *tiny).code == 0

@@ -31,7 +31,7 @@ def final_state(folder):
     (newest,) = folder.glob("checkpoints/step-*")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
-        for key in [key for key in row if key.startswith("perf/") or key == "seconds"]:
+        for key in [key for key in row if key.startswith(("perf/", "seconds", "crc32"))]:
             del row[key]
     return load_file(newest / "weights.safetensors"), rows
 
