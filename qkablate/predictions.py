@@ -133,7 +133,7 @@ def _check(about: About, digest: Any, log_PV: np.ndarray, step: int) -> None:
         if type(getattr(about, key)) is not kind:
             raise ValueError(f"its {key} is not what a run writes")
     if about.step != step:
-        raise ValueError(f"it is of step {about.step}, whatever its name says")
+        raise ValueError("it is of another step than its name says")
     if log_PV.dtype != np.float32 or log_PV.ndim != 2 or not log_PV.size:
         raise ValueError(f"its numbers are {log_PV.dtype} {log_PV.shape}")
     if len(log_PV) != about.positions:

@@ -6,6 +6,7 @@ exit code 2, no traceback, and nothing is written. No case trains: where a run w
 
 import contextlib
 import copy
+import io
 import json
 import logging
 import multiprocessing
@@ -138,7 +139,7 @@ class _Trial:
     def _one(self, name: str, case: Any, try_: Callable[[Any], None]) -> None:
         self.cases += 1
         try:
-            with _in_time():
+            with _in_time(), contextlib.redirect_stderr(io.StringIO()):
                 try_(case)
         except Hung as hung:
             self._lost.setdefault(f"{name}: it hung at {_place(hung)}", []).append(repr(case))
