@@ -30,7 +30,7 @@ MOST_FILES = 20  # of one run
 MOST_POSITIONS = 1024
 MOST_BYTES = 2**21  # of one file; a float16 would tell no rounding from none
 _NAME = re.compile(r"step-(\d{8,18})\.safetensors")
-_TENSOR, _ABOUT = "log_probabilities", "about"
+_TENSOR, ABOUT = "log_probabilities", "about"
 _HEADER = 4096  # bytes: ours is far smaller
 _SLACK = 1e-3  # of what float32 makes of a sum of probabilities
 
@@ -82,7 +82,7 @@ def write(folder: Path, about: About, log_PV: np.ndarray) -> None:
     log_PV = np.ascontiguousarray(log_PV, np.float32)
     # In one piece: of several the order would change from process to process.
     told = json.dumps({**asdict(about), "sha256": _checksum(about, log_PV)})
-    content = safetensors.numpy.save({_TENSOR: log_PV}, {_ABOUT: told})
+    content = safetensors.numpy.save({_TENSOR: log_PV}, {ABOUT: told})
     write_atomic(folder / FOLDER / f"step-{about.step:08d}.safetensors", content)
 
 
@@ -97,21 +97,31 @@ def kept(folder: Path) -> dict[int, Path]:
 
 def read(path: Path) -> tuple[About, np.ndarray]:
     """One file, as data of a stranger: ValueError for what no run writes."""
+    own, tensors = unpacked(path, MOST_BYTES)
     try:
-        content = _content(path)
+        digest = own.pop("sha256")
+        about = About(**own)
+        log_PV = tensors[_TENSOR]
+    except (LookupError, TypeError):
+        raise ValueError("it is not what a run writes") from None
+    _check(about, digest, log_PV, int(path.stem.removeprefix("step-")))
+    return about, log_PV
+
+
+def unpacked(path: Path, most: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What a small safetensors file tells of itself, and its tensors, of so many bytes at most;
+    ValueError for what cannot be read."""
+    try:
+        content = _content(path, most)
         size = int.from_bytes(content[:8], "little")
         if size > _HEADER:
             raise ValueError("its header is too long")
-        own = dict(json.loads(json.loads(content[8 : 8 + size])["__metadata__"][_ABOUT]))
-        digest = own.pop("sha256")
-        about = About(**own)
-        log_PV = safetensors.numpy.load(content)[_TENSOR]
+        own = dict(json.loads(json.loads(content[8 : 8 + size])["__metadata__"][ABOUT]))
+        return own, safetensors.numpy.load(content)
     except OSError as error:
         raise ValueError(error.strerror or "it cannot be read") from None
     except (SafetensorError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError("it is not what a run writes") from None
-    _check(about, digest, log_PV, int(path.stem.removeprefix("step-")))
-    return about, log_PV
 
 
 def _checksum(about: About, log_PV: np.ndarray) -> str:
@@ -119,11 +129,11 @@ def _checksum(about: About, log_PV: np.ndarray) -> str:
     return hashlib.sha256(told + log_PV.tobytes()).hexdigest()
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Path, most: int) -> bytes:
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is no file")
-    if found.st_size > MOST_BYTES + _HEADER:
+    if found.st_size > most + _HEADER:
         raise ValueError("it is too large")
     return read_file(path)
 

@@ -9,6 +9,7 @@ training, so that reports can read runs anywhere.
     checkpoints/       step-00000250/ …
     start/             what it began from, where that is a trained run: see training/start.py
     predictions/       what it predicts at fixed positions, while it trains: see predictions.py
+    example.safetensors  the attention of one text, at the end: see example.py
     result.json        written last, in one stroke
     owner/             who trains it: see ownership.py
     attempts/          earlier attempts, after --rerun
@@ -49,6 +50,7 @@ _OF_ATTEMPT = (
     "metrics.jsonl",
     "checkpoints",
     "predictions",
+    "example.safetensors",
     "environment.json",
     "config.yaml",
     "tokenizer.json",

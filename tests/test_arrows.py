@@ -24,17 +24,20 @@ MAY = {
     "records": set(),
     "runs": {"records", "ownership"},
     "predictions": {"records", "runs"},
+    "example": {"records", "predictions"},
     "tracking": {"tracking", "records"},
     "training": {
         *("training", "cost", "model", "catalogue", "data", "runs", "tracking", "attention"),
-        *("output", "ownership", "mechanism", "predictions", "records"),
+        *("output", "ownership", "mechanism", "predictions", "example", "records"),
     },
     "sweeps": {
         *("sweeps", "training", "cost", "catalogue", "data", "runs", "ownership", "tracking"),
         *("predictions", "records"),
     },
-    "analysis": {"analysis", "sweeps", "runs", "ownership", "predictions", "records"},
-    "report": {"report", "analysis"},
+    "analysis": {
+        *("analysis", "sweeps", "data", "runs", "ownership", "predictions", "example", "records"),
+    },
+    "report": {"report", "analysis", "example"},
     "verify": {"verify", "cost", "model", "attention"},
     "cli": {
         "cli",
@@ -59,7 +62,9 @@ MAY = {
     "__main__": {"cli"},
 }
 
-LIGHT = ("config", "ownership", "records", "runs", "predictions", "tracking", "errors")
+LIGHT = (
+    *("config", "ownership", "records", "runs", "predictions", "example", "tracking", "errors"),
+)
 
 
 def imports(file: Path) -> set[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from qkablate.analysis.examples import Example, example_of
 from qkablate.analysis.gaps import Family, families
 from qkablate.analysis.heads import MEASURES, Watched, watch
 from qkablate.analysis.judgement import Judgement
@@ -76,6 +77,12 @@ class Chapter:
         most = max(2, min(_LOOKS, _ALL_LOOKS // max(1, len(self.study.records))))
         found = (watch(entry, MEASURES, most) for entry in self.study.entries)
         return {own.entry.name: own for own in found if own.runs}
+
+    @cached_property
+    def examples(self) -> list[Example]:
+        """What the first run of every arm does with one text, where that was kept."""
+        found = (example_of(entry) for entry in self.study.entries)
+        return [own for own in found if own is not None]
 
     @cached_property
     def metric(self) -> str:

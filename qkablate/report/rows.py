@@ -101,9 +101,10 @@ def trouble(chapter: Chapter) -> list[str]:
         said += [f"{r.folder.name}: {_told(r)}" for r in records[:_MOST_TROUBLE]]
         if (more := len(records) - _MOST_TROUBLE) > 0:
             said.append(f"{more:,} more {status}: see every run, below")
-    _ = chapter.heads  # what its rows lack is known once they are read
+    _ = chapter.heads, chapter.examples  # what they lack is known once they are read
     for record in chapter.study.records:
-        if record.courses and record.lacks:
+        _ = record.courses
+        if record.lacks:
             said += [f"{record.folder.name}: {line}" for line in record.lacks]
     return said
 

@@ -61,11 +61,12 @@ class Trainer:
         began: float | None = None,
         ranks: Ranks = ALONE,
         predict: Callable[[GPT, int], None] | None = None,
+        exemplify: Callable[[GPT, int], None] | None = None,
     ) -> None:
         config = plan.config
         self.plan, self.config, self.device = plan, config, config.device
         self.model, self.sinks, self.save, self.stop = model, list(sinks), save, stop
-        self.ranks, self.predict = ranks, predict
+        self.ranks, self.predict, self.exemplify = ranks, predict, exemplify
         if config.train.shard:
             ranks.spread(model, self.device)
         self.optimizer = make_optimizer(model, config)
@@ -215,6 +216,8 @@ class Trainer:
         self._check_finite()
         if self.ranks.first:
             self._log({"mechanism": self._panel.row()})
+            if self.exemplify is not None and self.progress.step == self.config.train.steps:
+                self.exemplify(self.model, self.progress.step)
         self.progress.diagnosed = self.progress.step
 
     @functools.cached_property

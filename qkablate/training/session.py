@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from qkablate import predictions
+from qkablate import example, predictions
 from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.model import GPT
@@ -21,6 +21,7 @@ from qkablate.redaction import redacted
 from qkablate.runs import EXIT_CODES, Run, environment
 from qkablate.tracking import Journal, Mirror, Terminal
 from qkablate.training import account, checkpoint, hardware, start
+from qkablate.training.exemplify import Exemplify
 from qkablate.training.loop import Diverged, Interrupted, Trainer
 from qkablate.training.plan import Plan
 from qkablate.training.plan import plan as make_plan
@@ -129,6 +130,12 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
                 owner.verify()
                 predictions.write(run.folder, about, log_PV)
 
+            def keep_example(
+                about: example.About, tokens_T: np.ndarray, a_LHTT: np.ndarray
+            ) -> None:
+                owner.verify()
+                example.write(run.folder, about, tokens_T, a_LHTT)
+
             def stop() -> bool:
                 owner.check()
                 return ranks.stopping(signals)
@@ -144,6 +151,7 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
                 began=began,
                 ranks=ranks,
                 predict=Predictor(plan, keep),
+                exemplify=Exemplify(plan, keep_example),
             )
             result |= _train(plan, trainer)
         except Interrupted:

@@ -1,6 +1,7 @@
 """The pictures of a report, as Vega-Lite: one colour scheme for paper and screens, see palette."""
 
 from qkablate.report.chapter import Chapter
+from qkablate.report.charts.attention import attention
 from qkablate.report.charts.courses import MOST_RUNS, gap_curves, losses
 from qkablate.report.charts.distance import function_distance
 from qkablate.report.charts.forest import claim, gaps
@@ -16,6 +17,6 @@ def charts(chapter: Chapter) -> list[Chart]:
     """All that there is something to draw for."""
     every = (
         *(claim, gaps, losses, gap_curves, function_distance, heat, costs, bowls),
-        *(head_curves, head_spectra, spectra_by_tokens, head_maps),
+        *(head_curves, head_spectra, spectra_by_tokens, head_maps, attention),
     )
     return [chart for make in every if (chart := make(chapter)) is not None]

@@ -1,0 +1,170 @@
+"""What heads do with one text: maps of their attention, layers by heads.
+
+Shape suffixes: L layers, H heads, T tokens.
+"""
+
+import numpy as np
+
+from qkablate.analysis.examples import ASKED, Example
+from qkablate.example import WHOLE
+from qkablate.report.chapter import Chapter
+from qkablate.report.charts.parts import Chart, Panel, Spec, tip
+from qkablate.table import counted, some
+
+_ARMS, _HEADS, _ROW = 6, 16, 8  # drawn: arms, heads of each, and heads in a row
+_CELLS = 16_000  # of all maps
+_WIDE, _GAP = 480, 10  # pixels of a row of maps, and between two
+_STEPS = (0.03, 0.1, 0.3)  # where a shade begins
+_COLOURS = ("low1", "low2", "low3")
+
+
+def attention(chapter: Chapter) -> Chart | None:
+    """A panel for each arm."""
+    found = chapter.examples
+    if not found:
+        return None
+    drawn = found[:_ARMS]
+    places = [_places(own) for own in drawn]
+    length = _length(drawn, places)
+    panels = [
+        Panel(_title(own, chapter), _maps(own, places_own, length), [])
+        for own, places_own in zip(drawn, places, strict=True)
+    ]
+    texts = list(dict.fromkeys(own.tokens[:length] for own in drawn))
+    caption = (
+        "At the end of training, how much each token (down) looks at each before it (across), for"
+        f" the first {length} tokens of the validation split: {_text(texts[0])}."
+    )
+    if len(texts) > 1:
+        caption += " Other arms read other data, and another text."
+    caption += (
+        f" Palest: below {_STEPS[0]:.0%} of a token's attention; darker from"
+        f" {', '.join(f'{step:.0%}' for step in _STEPS)} on. {_looks(drawn)}"
+    )
+    left = [own.entry.name for own in found[_ARMS:]]
+    if left:
+        caption += f" Not drawn: {some(left, 6)}."
+    if hidden := _hidden(drawn, places):
+        caption += f" {hidden}"
+    return Chart("attention", "Attention of one text", caption, panels)
+
+
+def _title(own: Example, chapter: Chapter) -> str:
+    alike = [other for other in chapter.examples if other.entry.arm.variant == _variant(own)]
+    return f"{_variant(own) if len(alike) == 1 else own.entry.name}, {own.record.seed}"
+
+
+def _variant(own: Example) -> str:
+    return own.entry.arm.variant
+
+
+def _places(own: Example) -> list[tuple[int, list[int]]]:
+    """The layers and heads that are drawn: layers from the first to the last, and of each the first
+    heads."""
+    layers, heads = own.a_LHTT.shape[:2]
+    wide = min(heads, _ROW)
+    tall = min(layers, _HEADS // wide)
+    rows = dict.fromkeys(round(at) for at in np.linspace(layers - 1, 0, tall))
+    return [(layer, [*range(wide)]) for layer in sorted(rows)]
+
+
+def _hidden(drawn: list[Example], places: list[list[tuple[int, list[int]]]]) -> str:
+    most = max(own.a_LHTT.shape[0] * own.a_LHTT.shape[1] for own in drawn)
+    shown = max(sum(len(heads) for _, heads in own) for own in places)
+    return f"Of {counted(most, 'head')} of an arm, {shown} are drawn." if shown < most else ""
+
+
+def _length(drawn: list[Example], places: list[list[tuple[int, list[int]]]]) -> int:
+    """So many tokens that the page stays small."""
+    most = min(len(own.tokens) for own in drawn)
+    maps = sum(len(heads) for own in places for _, heads in own)
+    while most > 2 and maps * most * (most + 1) // 2 > _CELLS:
+        most -= 1
+    return most
+
+
+def _text(tokens: tuple[str, ...]) -> str:
+    """“the␣cat”; ids, of a task, with a space between them."""
+    between = "" if not all(token.isdecimal() for token in tokens) else " "
+    return f"“{between.join(tokens)}”"
+
+
+def _looks(drawn: list[Example]) -> str:
+    """Which heads look where most, in numbers of the maps."""
+    if not drawn[0].asked:
+        return ""
+    said = []
+    for own in drawn:
+        most = []
+        for name, what in ASKED.items():
+            values_LH = own.asked[name]
+            layer, head = np.unravel_index(int(values_LH.argmax()), values_LH.shape)
+            most.append(
+                f"{what} {values_LH.mean():.0%} (layer {layer} head {head}: {values_LH.max():.0%})"
+            )
+        said.append(f"{_variant(own)}: {', '.join(most)}")
+    share = drawn[0].equal_share
+    told = "; ".join(said)
+    return f"A head's mean attention to {told}. An equal share would be {share:.0%}."
+
+
+def _maps(own: Example, places: list[tuple[int, list[int]]], length: int) -> Spec:
+    heads = max(len(heads) for _, heads in places)
+    cell = max(2, min(9, (_WIDE - _GAP * heads) // (heads * length)))
+    rows: list[Spec] = []
+    for layer, own_heads in places:
+        for head in own_heads:
+            rows += _cells(own, layer, head, length)
+    edge = [-0.5, length - 0.5]
+    axis: Spec = {"type": "quantitative", "axis": None}
+    x: Spec = axis | {"scale": {"domain": edge, "nice": False, "zero": False}}
+    y: Spec = axis | {"scale": {"domain": edge, "nice": False, "zero": False, "reverse": True}}
+    scale = {"type": "threshold", "domain": [step * 100 for step in _STEPS[1:]]}
+    scale |= {"range": [f"var(--{name})" for name in _COLOURS]}
+    colour = {"field": "share", "type": "quantitative", "scale": scale, "legend": None}
+    triangle = [{"k": edge[0], "q": edge[0]}, {"k": edge[1], "q": edge[1]}]
+    below: Spec = {
+        "data": {"values": triangle},
+        "mark": {"type": "area", "color": "var(--line)", "opacity": 0.45},
+        "encoding": {"x": x | {"field": "k"}, "y": y | {"field": "q"}, "y2": {"datum": edge[1]}},
+    }
+    mark = {"type": "square", "size": cell * cell, "opacity": 1, "strokeWidth": 0, "aria": False}
+    cells: Spec = {
+        "mark": mark,
+        "encoding": {
+            "x": x | {"field": "k"},
+            "y": y | {"field": "q"},
+            "color": colour,
+            "tooltip": [
+                *(tip("layer"), tip("head"), tip("from", "token"), tip("to", "looks at")),
+                tip("share", "%"),
+            ],
+        },
+    }
+    header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 11, "labelPadding": 3}
+    return {
+        "data": {"values": rows},
+        "facet": {
+            "row": {"field": "layer", "type": "nominal", "header": header | {"labelAngle": 0}},
+            "column": {"field": "head", "type": "nominal", "header": header},
+        },
+        "spacing": _GAP,
+        "spec": {"width": cell * length, "height": cell * length, "layer": [below, cells]},
+    }
+
+
+def _cells(own: Example, layer: int, head: int, length: int) -> list[Spec]:
+    a_TT = own.a_LHTT[layer, head, :length, :length]
+    seen = np.argwhere(a_TT >= _STEPS[0] * WHOLE).tolist()
+    return [
+        {
+            "layer": f"layer {layer}",
+            "head": f"head {head}",
+            "q": query,
+            "k": key,
+            "from": f"{query} {own.tokens[query]}",
+            "to": f"{key} {own.tokens[key]}",
+            "share": round(100 * int(a_TT[query, key]) / WHOLE),
+        }
+        for query, key in seen
+    ]
