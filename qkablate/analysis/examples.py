@@ -18,9 +18,9 @@ from qkablate.records import read_json
 
 # What is asked of a head, and how it is told.
 ASKED = {
-    "previous": "the previous token",
-    "first": "the first",
-    "self": "itself",
+    "previous": "on the previous token",
+    "first": "on the first",
+    "self": "on itself",
 }
 _SPELLED = ("bytes", "chars", "bpe")  # what can be read without asking a network
 _LONGEST, _SHOWN = 2**24, 16  # bytes of a tokenizer's file, and characters of a token
@@ -98,10 +98,10 @@ def _told(tokens_T: np.ndarray, folder: Path) -> tuple[str, ...]:
 
 
 def _shown(token: bytes) -> str:
-    """Signs that cannot be seen as their numbers; of a part of a character, too."""
+    """Signs that cannot be seen, and parts of a character, as their numbers."""
     try:
         text = token.decode("utf-8")
     except UnicodeDecodeError:
         return token.hex(" ")
-    text = text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣").replace("\0", "∎")
-    return printable(text)[:_SHOWN]
+    seen = (one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return printable("".join(seen))[:_SHOWN]

@@ -391,6 +391,7 @@ _LINKS = {
     "new metrics": (f"{_RUN}/metrics.jsonl", "nothing"),
     "checkpoints": (f"{_RUN}/checkpoints", "run/checkpoints"),
     "predictions": (f"{_RUN}/predictions", "run/predictions"),
+    "example": (f"{_RUN}/example.safetensors", "precious.txt"),
     "config": (f"{_RUN}/config.yaml", "precious.txt"),
     "environment": (f"{_RUN}/environment.json", "precious.txt"),
     "result": (f"{_RUN}/result.json", "precious.txt"),

@@ -35,7 +35,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     import safetensors.torch
     import torch
 
-    from qkablate import ownership, predictions, records
+    from qkablate import example, ownership, predictions, records
     from qkablate.cli import sweep, train
     from qkablate.data import corpus, spool
     from qkablate.data import prepare as preparing
@@ -55,6 +55,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
         ),
         "owner": (4, [(ownership, "_make"), (ownership, "_sweep"), (ownership.Owner, "release")]),
         "predictions": (6, [(predictions, "write"), (predictions, "write_atomic")]),
+        "example": (1, [(example, "write"), (example, "write_atomic")]),
         "step": (12, [(Trainer, "_step")]),
         "row": (9, [(Journal, "log")]),
         "evaluation": (5, [(Trainer, "evaluate")]),

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from qkablate import ownership, predictions
+from qkablate import example, ownership, predictions
 from qkablate.analysis.claim_file import load_claim
 from qkablate.analysis.heads import MEASURES, readings
 from qkablate.analysis.study import courses, facts_of
@@ -136,7 +136,7 @@ def readers(folder: Path) -> dict[str, Reader]:
     (cut,) = folder.glob("outputs/runs/standard-*-s1-*")
     (cut / "result.json").unlink()  # as if it were interrupted
     newest = checkpoint.newest_first(run / "checkpoints")[0]
-    predicted = predictions.kept(run)[6]
+    predicted, kept = predictions.kept(run)[6], run / example.NAME
     (prepared,) = folder.glob("data/cache/*/")
     claim = folder / "mine.yaml"
     claim.write_text(CLAIM, encoding="utf-8")
@@ -174,6 +174,7 @@ def readers(folder: Path) -> dict[str, Reader]:
             cut / "metrics.jsonl", lambda: readings(cut, MEASURES, 9), ()
         ),
         "predictions": Reader(predicted, lambda: predictions.read(predicted), (ValueError,)),
+        "example": Reader(kept, lambda: example.read(kept), (ValueError,)),
         "predictions, results": Reader(predicted, results, ()),
         "metrics.jsonl, status": Reader(cut / "metrics.jsonl", status, ()),
         "metrics.jsonl, compare": Reader(run / "metrics.jsonl", compare, ()),

@@ -253,6 +253,7 @@ def _facts(run: Path) -> dict[str, Any]:
     facts["end of rows"] = text[-1:]
     kept = sorted((run / "predictions").iterdir())
     facts["predictions"] = {path.name: sha256(path.read_bytes()) for path in kept}
+    facts["example"] = sha256((run / "example.safetensors").read_bytes())
     newest = max((run / "checkpoints").glob("step-*"))
     facts["checkpoint"] = newest.name
     facts["weights"] = _numbers(load_file(newest / "weights.safetensors"))

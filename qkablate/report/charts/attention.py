@@ -14,7 +14,7 @@ from qkablate.table import counted, some
 _ARMS, _HEADS, _ROW = 6, 16, 8  # drawn: arms, heads of each, and heads in a row
 _CELLS = 16_000  # of all maps
 _WIDE, _GAP = 480, 10  # pixels of a row of maps, and between two
-_STEPS = (0.03, 0.1, 0.3)  # where a shade begins
+_STEPS = (0.06, 0.15, 0.4)  # where a shade begins
 _COLOURS = ("low1", "low2", "low3")
 
 
@@ -27,7 +27,7 @@ def attention(chapter: Chapter) -> Chart | None:
     places = [_places(own) for own in drawn]
     length = _length(drawn, places)
     panels = [
-        Panel(_title(own, chapter), _maps(own, places_own, length), [])
+        Panel(f"{_name(own, chapter)}, {own.record.seed}", _maps(own, places_own, length), [])
         for own, places_own in zip(drawn, places, strict=True)
     ]
     texts = list(dict.fromkeys(own.tokens[:length] for own in drawn))
@@ -39,9 +39,9 @@ def attention(chapter: Chapter) -> Chart | None:
         caption += " Other arms read other data, and another text."
     caption += (
         f" Palest: below {_STEPS[0]:.0%} of a token's attention; darker from"
-        f" {', '.join(f'{step:.0%}' for step in _STEPS)} on. {_looks(drawn)}"
+        f" {', '.join(f'{step:.0%}' for step in _STEPS)} on. {_looks(drawn, chapter)}"
     )
-    left = [own.entry.name for own in found[_ARMS:]]
+    left = [_name(own, chapter) for own in found[_ARMS:]]
     if left:
         caption += f" Not drawn: {some(left, 6)}."
     if hidden := _hidden(drawn, places):
@@ -49,13 +49,11 @@ def attention(chapter: Chapter) -> Chart | None:
     return Chart("attention", "Attention of one text", caption, panels)
 
 
-def _title(own: Example, chapter: Chapter) -> str:
-    alike = [other for other in chapter.examples if other.entry.arm.variant == _variant(own)]
-    return f"{_variant(own) if len(alike) == 1 else own.entry.name}, {own.record.seed}"
-
-
-def _variant(own: Example) -> str:
-    return own.entry.arm.variant
+def _name(own: Example, chapter: Chapter) -> str:
+    """Its variant, where that tells it from the others."""
+    variants = [other.entry.arm.variant for other in chapter.examples]
+    variant = own.entry.arm.variant
+    return variant if variants.count(variant) == 1 else own.entry.name
 
 
 def _places(own: Example) -> list[tuple[int, list[int]]]:
@@ -84,12 +82,12 @@ def _length(drawn: list[Example], places: list[list[tuple[int, list[int]]]]) -> 
 
 
 def _text(tokens: tuple[str, ...]) -> str:
-    """“the␣cat”; ids, of a task, with a space between them."""
-    between = "" if not all(token.isdecimal() for token in tokens) else " "
+    """“the cat”; ids, of a task, with a space between them."""
+    between = " " if all(token.isdecimal() for token in tokens) else ""
     return f"“{between.join(tokens)}”"
 
 
-def _looks(drawn: list[Example]) -> str:
+def _looks(drawn: list[Example], chapter: Chapter) -> str:
     """Which heads look where most, in numbers of the maps."""
     if not drawn[0].asked:
         return ""
@@ -99,13 +97,13 @@ def _looks(drawn: list[Example]) -> str:
         for name, what in ASKED.items():
             values_LH = own.asked[name]
             layer, head = np.unravel_index(int(values_LH.argmax()), values_LH.shape)
-            most.append(
-                f"{what} {values_LH.mean():.0%} (layer {layer} head {head}: {values_LH.max():.0%})"
-            )
-        said.append(f"{_variant(own)}: {', '.join(most)}")
-    share = drawn[0].equal_share
-    told = "; ".join(said)
-    return f"A head's mean attention to {told}. An equal share would be {share:.0%}."
+            best = f"layer {layer} head {head}: {values_LH.max():.0%}"
+            most.append(f"{what} {values_LH.mean():.0%} ({best})")
+        said.append(f"{_name(own, chapter)}: {', '.join(most)}")
+    return (
+        "Mean over all heads, and the head that has most of it, where an equal share would be"
+        f" {drawn[0].equal_share:.0%}: {'; '.join(said)}."
+    )
 
 
 def _maps(own: Example, places: list[tuple[int, list[int]]], length: int) -> Spec:
@@ -162,8 +160,8 @@ def _cells(own: Example, layer: int, head: int, length: int) -> list[Spec]:
             "head": f"head {head}",
             "q": query,
             "k": key,
-            "from": f"{query} {own.tokens[query]}",
-            "to": f"{key} {own.tokens[key]}",
+            "from": f"{query} “{own.tokens[query]}”",
+            "to": f"{key} “{own.tokens[key]}”",
             "share": round(100 * int(a_TT[query, key]) / WHOLE),
         }
         for query, key in seen
