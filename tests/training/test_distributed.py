@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from qkablate import example
 from qkablate.config import Config, TrainConfig
 from qkablate.errors import UserError
 from qkablate.training.ranks import Ranks
@@ -113,6 +115,9 @@ def test_two_processes_train_the_run_that_one_trains(qkablate, torchrun, tiny, t
         for part, measure in (("qk", "nuclear"), ("ov", "moved"), ("attention", "entropy")):
             for mine, theirs in zip(*(r["mechanism"][part][measure] for r in (a, b)), strict=True):
                 assert mine == pytest.approx(theirs, rel=1e-3)
+    (_, tokens, mine), (_, same, theirs) = (example.read(f / example.NAME) for f in (alone, both))
+    assert tokens.tolist() == same.tolist()
+    assert np.abs(mine.astype(int) - theirs).max() <= 2
     results = [read(folder, "result.json") for folder in (alone, both)]
     for split in ("train", "val", "test"):
         assert results[1]["loss"][split] == pytest.approx(results[0]["loss"][split], rel=1e-5)
@@ -182,6 +187,7 @@ def test_each_may_hold_a_part_of_the_model(qkablate, torchrun, tiny, tmp_path):
     assert_close(alone, calm)
     assert "diagnose nothing: with train.shard=true no process has all of the weights" in err
     assert not diagnosed(calm)
+    assert not (calm / example.NAME).exists()
     process = torchrun(*words, *sharded, "out=rough")
     after_rows(process, tmp_path, "rough", 12)
     process.terminate()

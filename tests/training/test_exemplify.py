@@ -102,7 +102,7 @@ def test_nothing_is_written_through_a_link(qkablate, tiny, tmp_path):
 
 
 def test_what_diverges_keeps_none(qkablate, tiny, tmp_path):
-    done = qkablate("train", *tiny, "optim.lr=1e9")
+    done = qkablate("train", *tiny, "optim.lr=1000", "optim.clip=0", "model.norm=none")
     folder = run_of(tmp_path)
     result = json.loads((folder / "result.json").read_text())
     assert (done.code, result["status"]) == (3, "diverged")
