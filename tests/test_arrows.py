@@ -55,6 +55,7 @@ MAY = {
         "attention",
         "tracking",
         "data",
+        "example",
         "mechanism",
         "records",
     },

@@ -28,10 +28,11 @@ _LONGEST, _SHOWN = 2**24, 16  # bytes of a tokenizer's file, and characters of a
 
 @dataclass(frozen=True)
 class Example:
-    """Of one arm: the run that is shown, and its attention."""
+    """Of one run, mostly the first of its arm."""
 
-    entry: Entry
-    record: Record
+    arm: str
+    variant: str
+    which: str  # of the arm's runs
     tokens: tuple[str, ...]
     a_LHTT: np.ndarray  # in 255ths
 
@@ -63,7 +64,8 @@ def example_of(entry: Entry) -> Example | None:
         except ValueError as error:
             record.lacks.append(f"{example.NAME}: {error}")
             continue
-        return Example(entry, record, _told(tokens_T, record.folder), a_LHTT)
+        tokens = _told(tokens_T, record.folder)
+        return Example(entry.name, entry.arm.variant, record.seed, tokens, a_LHTT)
     return None
 
 
@@ -91,17 +93,17 @@ def _told(tokens_T: np.ndarray, folder: Path) -> tuple[str, ...]:
             described = read_json(path)
             if isinstance(described, dict) and described.get("name") in _SPELLED:
                 spelled = tokenizers.load(described)
-                return tuple(_shown(spelled.decode([one])) for one in ids)
+                return tuple(seen(spelled.decode([one])) for one in ids)
     except (OSError, ValueError, LookupError, TypeError, UserError):
         pass
     return tuple(map(str, ids))
 
 
-def _shown(token: bytes) -> str:
+def seen(token: bytes) -> str:
     """Signs that cannot be seen, and parts of a character, as their numbers."""
     try:
         text = token.decode("utf-8")
     except UnicodeDecodeError:
         return token.hex(" ")
-    seen = (one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-    return printable("".join(seen))[:_SHOWN]
+    signs = (one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return printable("".join(signs))[:_SHOWN]

@@ -1,5 +1,6 @@
 """`qkablate inspect`: what the circuits and the attention of a trained run are like."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,12 +8,14 @@ from typing import Any
 
 from qkablate.cli.compose import next_commands, run_and_keys, take_flags, take_out
 from qkablate.cli.heads import print_looks, print_measures, print_spectra
+from qkablate.cli.results import need_analysis
 from qkablate.errors import UserError, printable
 from qkablate.table import counted, print_json
 
 HELP = """qkablate inspect: what the circuits and the attention of a trained run are like.
 
 Usage: qkablate inspect RUN [key=value …] [--layer N] [--head N] [--text TEXT] [--json]
+                            [-o FILE]
 
 RUN is the folder of a run, or how its name or its id in outputs/runs begins. Its newest checkpoint
 is looked at; it may still be training. Two tables are of the matrices, B_h (what head h scores) and
@@ -23,6 +26,7 @@ Flags
   --layer N --head N  only these, with their spectrum; from 0
   --text TEXT         how much each token of it looks at which: with --layer and --head the three
                       it looks at most, with --json the weights of all layers and heads
+  -o FILE             with --text: a picture of that, of all heads or of one; FILE.svg or FILE.png
   --json              every number, of every layer and head
 
 Keys
@@ -58,10 +62,12 @@ Examples
   qkablate inspect merged_w
   qkablate inspect merged_w --layer 0 --head 2
   qkablate inspect merged_w --layer 0 --head 2 --text 'def main(self):'
+  qkablate inspect merged_w --text 'def main(self):' -o heads.svg
   qkablate inspect outputs/runs/merged_w-d128-h4-s0-0123456789ab --json > merged_w.json
 """
 KEYS = ("step", "out", "data.cache", "variant.file", "variant.qk", "variant.ov")
-FLAGS = ("--layer", "--head", "--text", "--json", "--help")
+FLAGS = ("--layer", "--head", "--text", "--json", "-o", "--help")
+_PICTURES = (".svg", ".png")
 _PARTS = {"qk": "B_h, what a head scores", "ov": "M_h, what a head writes"}
 
 
@@ -77,11 +83,12 @@ class Wish:
     head: int | None
     text: str | None
     json: bool
+    picture: str | None
 
 
 def main(argv: list[str]) -> int:
     flags, words = take_flags(
-        argv, ("--help", "-h", "--json"), with_value=("--layer", "--head", "--text")
+        argv, ("--help", "-h", "--json"), with_value=("--layer", "--head", "--text", "-o")
     )
     if {"--help", "-h"} & {*flags}:
         print(HELP, end="")
@@ -105,8 +112,15 @@ def parse(flags: dict[str, str], words: list[str]) -> Wish:
     as_json = "--json" in flags
     if as_json and (layer or head):
         raise UserError("--json gives every layer and head; leave out --layer and --head")
-    if text is not None and not as_json and (layer is None or head is None):
-        raise UserError("--text: which head is to read it? Give --layer and --head, or --json")
+    picture = flags.get("-o")
+    one = layer is not None and head is not None
+    if text is not None and not (as_json or picture or one):
+        raise UserError("--text: which head is to read it? Give --layer and --head, --json or -o")
+    if picture is not None and text is None:
+        raise UserError("-o: a picture of which text? Give --text")
+    if picture is not None and one != (layer is not None or head is not None):
+        raise UserError("-o: a picture of all heads, or of one: give both --layer and --head")
+    _check_picture(picture)
     try:
         (text or "").encode("utf-8")
     except UnicodeEncodeError:  # the shell's bytes were no UTF-8
@@ -120,7 +134,20 @@ def parse(flags: dict[str, str], words: list[str]) -> Wish:
         head=_whole("--head", head),
         text=text,
         json=as_json,
+        picture=picture,
     )
+
+
+def _check_picture(path: str | None) -> None:
+    """Whether a picture can be made and written there."""
+    if path is None:
+        return
+    ending = os.path.splitext(path)[1].lower()
+    if ending not in _PICTURES:
+        raise UserError(f"-o: '{path}' does not end in {' or '.join(_PICTURES)}")
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
+        raise UserError(f"-o: '{path}' cannot be written: it is a folder, or in none")
+    need_analysis("vl_convert")
 
 
 def _whole(name: str, value: str | None) -> int | None:
@@ -156,6 +183,7 @@ def _inspect(wish: Wish) -> int:
     row = Panel(model, tokens_BT, starts=starts_of(model, config, folder / "start")).row()
     attention = model.attentions()[0]
     name = folder.resolve().name
+    drawn = _draw(wish, text, name, restored) if text is not None and wish.picture else ""
     rows, length = tokens_BT.shape
     if wish.json:
         print_json(
@@ -192,8 +220,10 @@ def _inspect(wish: Wish) -> int:
     looked_at = f"{counted(rows, 'sequence')} of {counted(length, 'token')} of {printable(source)}"
     print(f"\nAttention, on {looked_at}")
     print_measures(row["attention"], shown)
-    if text is not None:
+    if text is not None and close:
         print_looks(text, *shown[0])
+    if drawn:
+        print(f"\n{printable(drawn)}")
     next_commands(_following(wish, config, row))
     return 0
 
@@ -221,6 +251,38 @@ def _read(restored: Any, text: str) -> dict[str, Any]:
     a_LHTS = attention_weights(restored.model, torch.tensor(ids))
     tokens = [tokenizer.decode([token]).decode("utf-8", "replace") for token in ids]
     return {"tokens": tokens, "ids": ids, "attention": rounded(a_LHTS.tolist())}
+
+
+def _draw(wish: Wish, text: dict[str, Any], name: str, restored: Any) -> str:
+    """Write the picture; what is told of it."""
+    import numpy as np
+
+    from qkablate.analysis.examples import Example, seen
+    from qkablate.cli.report import write
+    from qkablate.example import rounded
+    from qkablate.report.charts.attention import attention_of
+    from qkablate.report.pictures import picture
+
+    weights_LHTT = np.array(text["attention"], np.float64)  # None becomes NaN
+    if not np.isfinite(weights_LHTT).all():
+        raise UserError("-o: there is nothing to draw: the weights of this run are no numbers")
+    tokenizer = restored.tokenizer()
+    tokens = tuple(seen(tokenizer.decode([token])) for token in text["ids"])
+    variant, which = restored.config.variant.name, f"step {restored.step}"
+    own = Example(name, variant, which, tokens, rounded(weights_LHTT))
+    only = None if wish.layer is None or wish.head is None else (wish.layer, wish.head)
+    path = Path(str(wish.picture))
+    chart = attention_of([own], f"At step {restored.step}", only)
+    try:
+        content = picture(chart, _Named(name), path.suffix[1:].lower())
+        return write(path, content)
+    except OSError as error:
+        raise UserError(f"-o: '{path}' cannot be written: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class _Named:
+    title: str
 
 
 def _following(wish: Wish, config: Any, row: dict[str, Any]) -> list[str]:

@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
     chapters = together([_chapter(kind, folders, margin) for kind, folders in sources])
     try:
-        written = [_write(path, content) for path, content in _files(chapters, target, form)]
+        written = [write(path, content) for path, content in _files(chapters, target, form)]
     except OSError as error:
         given = "-o: " * ("-o" in flags)
         raise UserError(f"{given}'{target}' cannot be written: {error.strerror}") from None
@@ -225,7 +225,7 @@ def _files(chapters: list[Any], target: Path, form: str) -> Iterator[tuple[Path,
             yield target.with_name(name), picture(chart, chapter, form)
 
 
-def _write(path: Path, content: bytes) -> str:
+def write(path: Path, content: bytes) -> str:
     """All of it or nothing; what is told of it."""
     temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.tmp")
     try:

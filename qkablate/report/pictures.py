@@ -1,10 +1,9 @@
 """The same charts as files: SVG and PNG, in the light colours, with their captions."""
 
 import json
-from typing import Any
+from typing import Any, Protocol
 
 from qkablate.errors import UserError
-from qkablate.report.chapter import Chapter
 from qkablate.report.charts import Chart, Spec
 from qkablate.report.palette import plain
 from qkablate.report.told import cleaned
@@ -29,11 +28,18 @@ SHAPE_PATHS = {
 }
 
 
-def picture(chart: Chart, chapter: Chapter, form: str) -> bytes:
+class Titled(Protocol):
+    """What a chart is of: a chapter, or a run."""
+
+    @property
+    def title(self) -> str: ...
+
+
+def picture(chart: Chart, of: Titled, form: str) -> bytes:
     """A chart as `svg` or `png`."""
     import vl_convert
 
-    text = plain(json.dumps(cleaned(_whole(chart, chapter))))
+    text = plain(json.dumps(cleaned(_whole(chart, of))))
     try:
         if form == "svg":
             return str(vl_convert.vegalite_to_svg(text)).encode()
@@ -42,7 +48,7 @@ def picture(chart: Chart, chapter: Chapter, form: str) -> bytes:
         raise UserError(f"the picture of {chart.title.lower()} cannot be drawn") from None
 
 
-def _whole(chart: Chart, chapter: Chapter) -> Spec:
+def _whole(chart: Chart, of: Titled) -> Spec:
     """All panels in one, with a legend and the caption."""
     shown = chart.panels[:MOST]
     caption = chart.caption
@@ -59,7 +65,7 @@ def _whole(chart: Chart, chapter: Chapter) -> Spec:
         if place == 0:
             spec = _with_legend(spec, chart.variants)
         panels.append(spec)
-    title = {"text": [f"{chart.title} · {chapter.title}"], "anchor": "start", "fontSize": 15}
+    title = {"text": [f"{chart.title} · {of.title}"], "anchor": "start", "fontSize": 15}
     title |= {"subtitle": _lines(caption, 112 if columns == 2 else 96), "subtitleFontSize": 11}
     config = CONFIG | {"background": "var(--ground)", "font": "sans-serif"}
     whole = {"concat": panels, "columns": columns, "title": title, "config": config, "padding": 14}

@@ -185,7 +185,7 @@ def test_many_heads_of_many_arms_stay_a_small_page(kept, chapter_of):
     chart = chart_of(own)
     assert len(chart.panels) == 6
     assert "Not drawn: " in chart.caption
-    assert "Of 144 heads of an arm, 16 are drawn." in chart.caption
+    assert "Of 144 heads of an arm, 16 drawn." in chart.caption
     assert {row["layer"] for row in chart.panels[0].spec["data"]["values"]} == {
         "layer 0",
         "layer 11",

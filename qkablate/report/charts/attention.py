@@ -15,67 +15,67 @@ _ARMS, _HEADS, _ROW = 6, 16, 8  # drawn: arms, heads of each, and heads in a row
 _CELLS = 16_000  # of all maps
 _WIDE, _GAP = 480, 10  # pixels of a row of maps, and between two
 _STEPS = (0.06, 0.15, 0.4)  # where a shade begins
+Place = tuple[int, int]  # a layer, and a head of it
 _COLOURS = ("low1", "low2", "low3")
 
 
 def attention(chapter: Chapter) -> Chart | None:
-    """A panel for each arm."""
-    found = chapter.examples
-    if not found:
-        return None
+    """A panel for each arm, where runs keep an example."""
+    said = "At the end of training, on the beginning of the validation split"
+    return attention_of(chapter.examples, said) if chapter.examples else None
+
+
+def attention_of(found: list[Example], said: str, only: Place | None = None) -> Chart:
+    """Maps of all of them; or of one layer and head alone."""
     drawn = found[:_ARMS]
-    places = [_places(own) for own in drawn]
+    places = [_places(own) if only is None else [only] for own in drawn]
     length = _length(drawn, places)
     panels = [
-        Panel(f"{_name(own, chapter)}, {own.record.seed}", _maps(own, places_own, length), [])
-        for own, places_own in zip(drawn, places, strict=True)
+        Panel(f"{_name(own, found)}, {own.which}", _maps(own, own_places, length), [])
+        for own, own_places in zip(drawn, places, strict=True)
     ]
     texts = list(dict.fromkeys(own.tokens[:length] for own in drawn))
     caption = (
-        "At the end of training, how much each token (down) looks at each before it (across), for"
-        f" the first {length} tokens of the validation split: {_text(texts[0])}."
+        f"{said}: how much each of {counted(length, 'token')} (down) looks at each before it"
+        f" (across), of {_text(texts[0])}."
     )
     if len(texts) > 1:
-        caption += " Other arms read other data, and another text."
+        caption += " Other arms read another text, or less of it."
     caption += (
         f" Palest: below {_STEPS[0]:.0%} of a token's attention; darker from"
-        f" {', '.join(f'{step:.0%}' for step in _STEPS)} on. {_looks(drawn, chapter)}"
+        f" {some([f'{step:.0%}' for step in _STEPS], 3)} on."
     )
-    left = [_name(own, chapter) for own in found[_ARMS:]]
-    if left:
-        caption += f" Not drawn: {some(left, 6)}."
-    if hidden := _hidden(drawn, places):
-        caption += f" {hidden}"
-    return Chart("attention", "Attention of one text", caption, panels)
+    caption += _looks(drawn, found)
+    left = [_name(own, found) for own in found[_ARMS:]]
+    caption += f" Not drawn: {some(left, 6)}." if left else ""
+    return Chart("attention", "Attention of one text", caption + _hidden(drawn, places), panels)
 
 
-def _name(own: Example, chapter: Chapter) -> str:
+def _name(own: Example, found: list[Example]) -> str:
     """Its variant, where that tells it from the others."""
-    variants = [other.entry.arm.variant for other in chapter.examples]
-    variant = own.entry.arm.variant
-    return variant if variants.count(variant) == 1 else own.entry.name
+    alike = [other for other in found if other.variant == own.variant]
+    return own.variant if len(alike) == 1 else own.arm
 
 
-def _places(own: Example) -> list[tuple[int, list[int]]]:
-    """The layers and heads that are drawn: layers from the first to the last, and of each the first
-    heads."""
+def _places(own: Example) -> list[Place]:
+    """What is drawn: layers from the first to the last, and of each the first heads."""
     layers, heads = own.a_LHTT.shape[:2]
     wide = min(heads, _ROW)
     tall = min(layers, _HEADS // wide)
-    rows = dict.fromkeys(round(at) for at in np.linspace(layers - 1, 0, tall))
-    return [(layer, [*range(wide)]) for layer in sorted(rows)]
+    rows = {round(at) for at in np.linspace(layers - 1, 0, tall)}
+    return [(layer, head) for layer in sorted(rows) for head in range(wide)]
 
 
-def _hidden(drawn: list[Example], places: list[list[tuple[int, list[int]]]]) -> str:
+def _hidden(drawn: list[Example], places: list[list[Place]]) -> str:
     most = max(own.a_LHTT.shape[0] * own.a_LHTT.shape[1] for own in drawn)
-    shown = max(sum(len(heads) for _, heads in own) for own in places)
-    return f"Of {counted(most, 'head')} of an arm, {shown} are drawn." if shown < most else ""
+    shown = max(map(len, places))
+    return f" Of {counted(most, 'head')} of an arm, {shown} drawn." if shown < most else ""
 
 
-def _length(drawn: list[Example], places: list[list[tuple[int, list[int]]]]) -> int:
-    """So many tokens that the page stays small."""
-    most = min(len(own.tokens) for own in drawn)
-    maps = sum(len(heads) for own in places for _, heads in own)
+def _length(drawn: list[Example], places: list[list[Place]]) -> int:
+    """So many tokens at most that the page stays small."""
+    most = max(len(own.tokens) for own in drawn)
+    maps = sum(map(len, places))
     while most > 2 and maps * most * (most + 1) // 2 > _CELLS:
         most -= 1
     return most
@@ -87,32 +87,32 @@ def _text(tokens: tuple[str, ...]) -> str:
     return f"“{between.join(tokens)}”"
 
 
-def _looks(drawn: list[Example], chapter: Chapter) -> str:
+def _looks(drawn: list[Example], found: list[Example]) -> str:
     """Which heads look where most, in numbers of the maps."""
-    if not drawn[0].asked:
+    told = [own for own in drawn if own.asked]
+    if not told:
         return ""
     said = []
-    for own in drawn:
+    for own in told:
         most = []
         for name, what in ASKED.items():
             values_LH = own.asked[name]
             layer, head = np.unravel_index(int(values_LH.argmax()), values_LH.shape)
             best = f"layer {layer} head {head}: {values_LH.max():.0%}"
             most.append(f"{what} {values_LH.mean():.0%} ({best})")
-        said.append(f"{_name(own, chapter)}: {', '.join(most)}")
+        said.append(f"{_name(own, found)}: {', '.join(most)}")
+    shares = dict.fromkeys(f"{own.equal_share:.0%}" for own in told)
     return (
-        "Mean over all heads, and the head that has most of it, where an equal share would be"
-        f" {drawn[0].equal_share:.0%}: {'; '.join(said)}."
+        " Mean over all heads, and the head that has most of it, where an equal share would be"
+        f" {' or '.join(shares)}: {'; '.join(said)}."
     )
 
 
-def _maps(own: Example, places: list[tuple[int, list[int]]], length: int) -> Spec:
-    heads = max(len(heads) for _, heads in places)
-    cell = max(2, min(9, (_WIDE - _GAP * heads) // (heads * length)))
-    rows: list[Spec] = []
-    for layer, own_heads in places:
-        for head in own_heads:
-            rows += _cells(own, layer, head, length)
+def _maps(own: Example, places: list[Place], length: int) -> Spec:
+    length = min(length, len(own.tokens))
+    heads = len({head for _, head in places})
+    cell = max(1, min(9, (_WIDE - _GAP * heads) // (heads * length)))
+    rows = [row for layer, head in places for row in _cells(own, layer, head, length)]
     edge = [-0.5, length - 0.5]
     axis: Spec = {"type": "quantitative", "axis": None}
     x: Spec = axis | {"scale": {"domain": edge, "nice": False, "zero": False}}
