@@ -1,14 +1,13 @@
 """`qkablate inspect`: what the circuits and the attention of a trained run are like."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qkablate.cli.compose import next_commands, run_and_keys, take_flags, take_out
+from qkablate.cli.drawn import check_picture, draw
 from qkablate.cli.heads import print_looks, print_measures, print_spectra
-from qkablate.cli.results import need_analysis
 from qkablate.errors import UserError, printable
 from qkablate.table import counted, print_json
 
@@ -67,7 +66,6 @@ Examples
 """
 KEYS = ("step", "out", "data.cache", "variant.file", "variant.qk", "variant.ov")
 FLAGS = ("--layer", "--head", "--text", "--json", "-o", "--help")
-_PICTURES = (".svg", ".png")
 _PARTS = {"qk": "B_h, what a head scores", "ov": "M_h, what a head writes"}
 
 
@@ -120,7 +118,7 @@ def parse(flags: dict[str, str], words: list[str]) -> Wish:
         raise UserError("-o: a picture of which text? Give --text")
     if picture is not None and one != (layer is not None or head is not None):
         raise UserError("-o: a picture of all heads, or of one: give both --layer and --head")
-    _check_picture(picture)
+    check_picture(picture)
     try:
         (text or "").encode("utf-8")
     except UnicodeEncodeError:  # the shell's bytes were no UTF-8
@@ -136,18 +134,6 @@ def parse(flags: dict[str, str], words: list[str]) -> Wish:
         json=as_json,
         picture=picture,
     )
-
-
-def _check_picture(path: str | None) -> None:
-    """Whether a picture can be made and written there."""
-    if path is None:
-        return
-    ending = os.path.splitext(path)[1].lower()
-    if ending not in _PICTURES:
-        raise UserError(f"-o: '{path}' does not end in {' or '.join(_PICTURES)}")
-    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
-        raise UserError(f"-o: '{path}' cannot be written: it is a folder, or in none")
-    need_analysis("vl_convert")
 
 
 def _whole(name: str, value: str | None) -> int | None:
@@ -183,7 +169,10 @@ def _inspect(wish: Wish) -> int:
     row = Panel(model, tokens_BT, starts=starts_of(model, config, folder / "start")).row()
     attention = model.attentions()[0]
     name = folder.resolve().name
-    drawn = _draw(wish, text, name, restored) if text is not None and wish.picture else ""
+    drawn = ""
+    if text is not None and wish.picture is not None:
+        only = None if wish.layer is None or wish.head is None else (wish.layer, wish.head)
+        drawn = draw(Path(wish.picture), text, name, restored, only)
     rows, length = tokens_BT.shape
     if wish.json:
         print_json(
@@ -251,38 +240,6 @@ def _read(restored: Any, text: str) -> dict[str, Any]:
     a_LHTS = attention_weights(restored.model, torch.tensor(ids))
     tokens = [tokenizer.decode([token]).decode("utf-8", "replace") for token in ids]
     return {"tokens": tokens, "ids": ids, "attention": rounded(a_LHTS.tolist())}
-
-
-def _draw(wish: Wish, text: dict[str, Any], name: str, restored: Any) -> str:
-    """Write the picture; what is told of it."""
-    import numpy as np
-
-    from qkablate.analysis.examples import Example, seen
-    from qkablate.cli.report import write
-    from qkablate.example import rounded
-    from qkablate.report.charts.attention import attention_of
-    from qkablate.report.pictures import picture
-
-    weights_LHTT = np.array(text["attention"], np.float64)  # None becomes NaN
-    if not np.isfinite(weights_LHTT).all():
-        raise UserError("-o: there is nothing to draw: the weights of this run are no numbers")
-    tokenizer = restored.tokenizer()
-    tokens = tuple(seen(tokenizer.decode([token])) for token in text["ids"])
-    variant, which = restored.config.variant.name, f"step {restored.step}"
-    own = Example(name, variant, which, tokens, rounded(weights_LHTT))
-    only = None if wish.layer is None or wish.head is None else (wish.layer, wish.head)
-    path = Path(str(wish.picture))
-    chart = attention_of([own], f"At step {restored.step}", only)
-    try:
-        content = picture(chart, _Named(name), path.suffix[1:].lower())
-        return write(path, content)
-    except OSError as error:
-        raise UserError(f"-o: '{path}' cannot be written: {error.strerror}") from None
-
-
-@dataclass(frozen=True)
-class _Named:
-    title: str
 
 
 def _following(wish: Wish, config: Any, row: dict[str, Any]) -> list[str]:

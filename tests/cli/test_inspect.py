@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -232,3 +233,58 @@ def test_bars_and_numbers():
     assert sparkline([]) == ""
     told = [number(x) for x in (None, 0.0, 0.12345, -0.5, 1.0, 12.345, 1234.5, 2e-5, -0.0)]
     assert told == ["–", "0.000", "0.123", "-0.500", "1.00", "12.35", "1234", "2e-05", "0.000"]
+
+
+@pytest.mark.parametrize("name", ["heads.svg", "heads.PNG"])
+def test_a_picture_of_a_text(inspect, tmp_path, name):
+    done = inspect("--text", "the cat", "-o", str(tmp_path / name))
+    assert (done.code, done.err) == (0, "")
+    assert f"{tmp_path / name}  " in done.out
+    assert "What each token looks at" not in done.out  # that is of one head
+    content = (tmp_path / name).read_bytes()
+    if name.endswith("svg"):
+        words = "".join(ElementTree.fromstring(content).itertext())
+        assert all(word in words for word in ("layer 0", "layer 1", "head 0", "head 1"))
+        assert "the cat" in words
+    else:
+        assert content.startswith(b"\x89PNG")
+
+
+def test_a_picture_of_one_head_names_its_tokens(inspect, tmp_path):
+    path = tmp_path / "head.svg"
+    words = ("--text", "on the mat", "--layer", "1", "--head", "0", "-o", str(path))
+    done = inspect(*words)
+    assert (done.code, done.err) == (0, "")
+    assert "What each token looks at, layer 1, head 0" in done.out
+    found = [one.text for one in ElementTree.fromstring(path.read_bytes()).iter() if one.text]
+    assert "layer 0" not in found
+    assert [found.count(one) for one in "tmh"] == [4, 2, 2]  # beside the map and below it
+    before = path.read_bytes()
+    assert inspect(*words, "--json").code == 2  # all heads, or one
+    assert inspect("--json", *words[:2], "-o", str(path)).code == 0
+    assert path.read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-o", "x.svg"], "-o: a picture of which text? Give --text"),
+        (["--text", "cat", "-o", "x.gif"], "-o: 'x.gif' does not end in .svg or .png"),
+        (["--text", "cat", "-o", "svg"], "-o: 'svg' does not end in .svg or .png"),
+        (["--text", "cat", "-o", "no/x.svg"], "-o: 'no/x.svg' cannot be written"),
+        (["--text", "cat", "-o", "x.svg", "--layer", "0"], "-o: a picture of all heads, or of one"),
+    ],
+)
+def test_a_picture_that_cannot_be_is_told_before_any_work(inspect, words, said, tmp_path):
+    done = inspect(*words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"qkablate: {said}")
+    assert done.err.count("\n") == 1
+    assert not [*tmp_path.glob("*svg")]
+
+
+def test_the_extra_that_draws_is_named(inspect, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    done = inspect("--text", "cat", "-o", "x.svg")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "report" in done.err

@@ -192,3 +192,13 @@ def test_many_heads_of_many_arms_stay_a_small_page(kept, chapter_of):
     }
     assert sum(len(panel.spec["data"]["values"]) for panel in chart.panels) <= 16_000
     assert len(picture(chart, own, "svg")) < 4_000_000
+
+
+def test_arms_of_another_context_have_maps_of_their_own_length(kept, chapter_of):
+    def own(run):
+        return previous(run, tokens=2 if run.arm.endswith("=2") else 8)
+
+    words = ("variant=standard", "seed=0", "model.layers=2", "model.context=2,16")
+    chart = chart_of(chapter_of(kept(own, words)))
+    assert [max(row["q"] for row in p.spec["data"]["values"]) for p in chart.panels] == [1, 7]
+    assert "less of it" in chart.caption

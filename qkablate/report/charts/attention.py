@@ -14,6 +14,7 @@ from qkablate.table import counted, some
 _ARMS, _HEADS, _ROW = 6, 16, 8  # drawn: arms, heads of each, and heads in a row
 _CELLS = 16_000  # of all maps
 _WIDE, _GAP = 480, 10  # pixels of a row of maps, and between two
+_ROOMY = 8  # pixels of a token that has room for its name
 _STEPS = (0.06, 0.15, 0.4)  # where a shade begins
 Place = tuple[int, int]  # a layer, and a head of it
 _COLOURS = ("low1", "low2", "low3")
@@ -139,6 +140,9 @@ def _maps(own: Example, places: list[Place], length: int) -> Spec:
             ],
         },
     }
+    layers = [below, cells]
+    if cell >= _ROOMY and len(places) == 1:
+        layers += _labels(own, length, x, y)
     header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 11, "labelPadding": 3}
     return {
         "data": {"values": rows},
@@ -147,8 +151,25 @@ def _maps(own: Example, places: list[Place], length: int) -> Spec:
             "column": {"field": "head", "type": "nominal", "header": header},
         },
         "spacing": _GAP,
-        "spec": {"width": cell * length, "height": cell * length, "layer": [below, cells]},
+        "spec": {"width": cell * length, "height": cell * length, "layer": layers},
     }
+
+
+def _labels(own: Example, length: int, x: Spec, y: Spec) -> list[Spec]:
+    """The tokens, beside the map and below it."""
+    data = {"values": [{"at": i, "token": own.tokens[i]} for i in range(length)]}
+    mark = {"type": "text", "fontSize": 9, "color": "var(--faint)", "align": "right"}
+    text = {"text": {"field": "token", "type": "nominal"}}
+    beside = {"x": {"value": -4}, "y": y | {"field": "at"}}
+    below = {"x": x | {"field": "at"}, "y": {"value": "height"}}
+    return [
+        {"data": data, "mark": mark | {"baseline": "middle"}, "encoding": beside | text},
+        {
+            "data": data,
+            "mark": mark | {"baseline": "middle", "angle": 270, "dx": -4},
+            "encoding": below | text,
+        },
+    ]
 
 
 def _cells(own: Example, layer: int, head: int, length: int) -> list[Spec]:
