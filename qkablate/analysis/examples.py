@@ -3,9 +3,10 @@
 Shape suffixes: L layers, H heads, T tokens.
 """
 
+import json
 import stat
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ import numpy as np
 from qkablate import example
 from qkablate.analysis.study import Entry, Record
 from qkablate.data import tokenizers
+from qkablate.data.tokenizers import Tokenizer
+from qkablate.disk import read_file
 from qkablate.errors import UserError, printable
-from qkablate.records import read_json
 
 # What is asked of a head, and how it is told.
 ASKED = {
@@ -76,7 +78,7 @@ def _read(path: Path, entry: Entry, record: Record) -> tuple[np.ndarray, np.ndar
         raise ValueError("it is another run's")
     if about.data_fingerprint != record.facts["data_fingerprint"]:
         raise ValueError("it is of other data than its run")
-    if about.step != entry.arm.config.train.steps:
+    if about.step != int(entry.arm.config.train.steps):
         raise ValueError(f"it is of step {about.step}")
     if a_LHTT.shape[:2] != (model.layers, model.heads):
         raise ValueError(f"its attention is of {a_LHTT.shape[0]} layers × {a_LHTT.shape[1]} heads")
@@ -90,13 +92,19 @@ def _told(tokens_T: np.ndarray, folder: Path) -> tuple[str, ...]:
     try:
         found = path.lstat()
         if stat.S_ISREG(found.st_mode) and found.st_size <= _LONGEST:
-            described = read_json(path)
-            if isinstance(described, dict) and described.get("name") in _SPELLED:
-                spelled = tokenizers.load(described)
-                return tuple(seen(spelled.decode([one])) for one in ids)
-    except (OSError, ValueError, LookupError, TypeError, UserError):
+            tokenizer = _tokenizer(read_file(path))
+            return tuple(seen(tokenizer.decode([one])) for one in ids)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, UserError):
         pass
     return tuple(map(str, ids))
+
+
+@lru_cache(maxsize=4)  # that of a sweep's first run is mostly that of all
+def _tokenizer(content: bytes) -> Tokenizer:
+    described = json.loads(content)
+    if not isinstance(described, dict) or described.get("name") not in _SPELLED:
+        raise ValueError("it cannot be read without asking a network")
+    return tokenizers.load(described)
 
 
 def seen(token: bytes) -> str:
