@@ -11,9 +11,11 @@ from qkablate.report.chapter import Chapter
 from qkablate.report.charts.parts import Chart, Panel, Spec, tip
 from qkablate.table import counted, some
 
-_ARMS, _HEADS, _ROW = 6, 16, 8  # drawn: arms, heads of each, and heads in a row
+_ARMS, _HEADS = 6, 16  # that are drawn, and heads of each
+_ROW, _COLUMN = 8, 6  # heads of a layer, and layers
 _CELLS = 16_000  # of all maps
-_WIDE, _GAP = 480, 10  # pixels of a row of maps, and between two
+_WIDE, _TALL, _GAP = 480, 400, 10  # pixels of a row of maps, of a column, and between two
+_LEAST, _MOST = 3, 9  # of a token, where there is room
 _ROOMY = 8  # pixels of a token that has room for its name
 _STEPS = (0.06, 0.15, 0.4)  # where a shade begins
 Place = tuple[int, int]  # a layer, and a head of it
@@ -62,7 +64,7 @@ def _places(own: Example) -> list[Place]:
     """What is drawn: layers from the first to the last, and of each the first heads."""
     layers, heads = own.a_LHTT.shape[:2]
     wide = min(heads, _ROW)
-    tall = min(layers, _HEADS // wide)
+    tall = min(layers, _HEADS // wide, _COLUMN)
     rows = {round(at) for at in np.linspace(layers - 1, 0, tall)}
     return [(layer, head) for layer in sorted(rows) for head in range(wide)]
 
@@ -111,8 +113,9 @@ def _looks(drawn: list[Example], found: list[Example]) -> str:
 
 def _maps(own: Example, places: list[Place], length: int) -> Spec:
     length = min(length, len(own.tokens))
-    heads = len({head for _, head in places})
-    cell = max(1, min(9, (_WIDE - _GAP * heads) // (heads * length)))
+    layers, heads = len({layer for layer, _ in places}), len({head for _, head in places})
+    across, down = (_WIDE - _GAP * heads) // (heads * length), _TALL // (layers * length)
+    cell = max(1, min(_MOST, across, max(_LEAST, down)))
     rows = [row for layer, head in places for row in _cells(own, layer, head, length)]
     edge = [-0.5, length - 0.5]
     axis: Spec = {"type": "quantitative", "axis": None}
@@ -140,9 +143,9 @@ def _maps(own: Example, places: list[Place], length: int) -> Spec:
             ],
         },
     }
-    layers = [below, cells]
+    drawn = [below, cells]
     if cell >= _ROOMY and len(places) == 1:
-        layers += _labels(own, length, x, y)
+        drawn += _labels(own, length, x, y)
     header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 11, "labelPadding": 3}
     return {
         "data": {"values": rows},
@@ -151,7 +154,7 @@ def _maps(own: Example, places: list[Place], length: int) -> Spec:
             "column": {"field": "head", "type": "nominal", "header": header},
         },
         "spacing": _GAP,
-        "spec": {"width": cell * length, "height": cell * length, "layer": layers},
+        "spec": {"width": cell * length, "height": cell * length, "layer": drawn},
     }
 
 
