@@ -190,6 +190,9 @@ def test_many_heads_of_many_arms_stay_a_small_page(kept, chapter_of):
         "layer 0",
         "layer 11",
     }
+    facet = chart.panels[0].spec["facet"]
+    assert facet["row"]["sort"] == ["layer 0", "layer 11"]  # a layer 2 would stand between them
+    assert facet["column"]["sort"] == [f"head {head}" for head in range(8)]
     assert sum(len(panel.spec["data"]["values"]) for panel in chart.panels) <= 16_000
     assert len(picture(chart, own, "svg")) < 4_000_000
 

@@ -146,12 +146,15 @@ def _maps(own: Example, places: list[Place], length: int) -> Spec:
     drawn = [below, cells]
     if cell >= _ROOMY and len(places) == 1:
         drawn += _labels(own, length, x, y)
+    order = {key: list(dict.fromkeys(row[key] for row in rows)) for key in ("layer", "head")}
     header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 11, "labelPadding": 3}
     return {
         "data": {"values": rows},
         "facet": {
-            "row": {"field": "layer", "type": "nominal", "header": header | {"labelAngle": 0}},
-            "column": {"field": "head", "type": "nominal", "header": header},
+            "row": {"field": "layer", "type": "nominal", "sort": order["layer"]}
+            | {"header": header | {"labelAngle": 0}},
+            "column": {"field": "head", "type": "nominal", "sort": order["head"]}
+            | {"header": header},
         },
         "spacing": _GAP,
         "spec": {"width": cell * length, "height": cell * length, "layer": drawn},
