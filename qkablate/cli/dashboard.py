@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     refuse_strangers(folder)
     stay_within(folder.absolute() / "wandb")
     standing.look()
-    _save(standing, entity, project)
+    _save(standing, entity, project, out)
     next_commands(["report", folder.name, *_where(out)])
     return 0
 
@@ -143,7 +143,7 @@ def _write(spec: str, standing: Any, entity: str, project: str) -> None:
     print(printable(f"{spec}  {short_bytes(len(text.encode()))}"))
 
 
-def _save(standing: Any, entity: str | None, project: str) -> None:
+def _save(standing: Any, entity: str | None, project: str, out: str) -> None:
     from qkablate.records import read_json, write_atomic
     from qkablate.sweeps.dashboard import mixed, view
     from qkablate.tracking.view import connect, save, urls
@@ -162,27 +162,28 @@ def _save(standing: Any, entity: str | None, project: str) -> None:
     print(printable(f"shows  the runs of group {standing.manifest.group} in {entity}/{project}"))
     if saved.lost:
         tell(f"{saved.lost} is gone or cannot be read: this is a new one")
-    for line in _missing(standing):
+    for line in _missing(standing, out):
         tell(line)
     if mixed(standing.manifest):
         tell("track.job_type is one for all arms: means are by variant, over more than seeds")
 
 
-def _missing(standing: Any) -> list[str]:
+def _missing(standing: Any, out: str) -> list[str]:
     """What the view cannot show yet: runs that W&B has not been sent."""
+    from qkablate.tracking.recorded import logs, synced_mark
+
     manifest = standing.manifest
     if manifest.track.wandb == "disabled":
         return ["track.wandb is disabled: W&B knows nothing of the runs that were trained so"]
     waiting = sum(
-        not log.with_name(f"{log.name}.synced").exists()  # as `wandb sync` marks them
+        not synced_mark(log).exists()
         for folder in (manifest.folder, *(state.folder for state in standing.states.values()))
-        for log in folder.glob("wandb/offline-run-*/run-*.wandb")
+        for log in logs(folder)
     )
     if not waiting:
         return []
-    folder = shlex.quote(str(manifest.folder))
-    told = f"{counted(waiting, 'record')} made offline and not sent yet: wandb sync"
-    return [f"{told} {folder}/wandb/offline-run-* {folder}/runs/*/wandb/offline-run-*"]
+    command = shlex.join(["qkablate", "sync", manifest.folder.name, *_where(out)])
+    return [f"{counted(waiting, 'log')} recorded offline and not sent yet: {command}"]
 
 
 def words() -> list[str]:

@@ -17,6 +17,10 @@ GAPS = [
     *("perplexity_percent", "params_percent", "flops_percent", "arm_diverged"),
     *("baseline_diverged", "audit"),
 ]
+DISTANCES = [
+    *("arm", "baseline", "n", "nats", "low", "high", "times_another_seed", "times_rounding"),
+    "positions",
+]
 MOST = 100  # gaps in the summary: it is one line of a table
 _HTML = (
     '<!doctype html><meta charset="utf-8"><title>chart</title>'
@@ -64,6 +68,7 @@ def _shown(folder: Path, note: Callable[[str], None]) -> Shown:
         tables={
             "verdicts": ([*rows.COLUMNS], [[*row] for row in verdicts]),
             "gaps": (GAPS, [list(one.values()) for one in gaps]),
+            "distances": (DISTANCES, _distances(chapter.found["function_distance"])),
         },
         pages=pages,
         summary={"answer": " ".join(answer(chapter))}
@@ -81,6 +86,18 @@ def _gap(one: dict[str, Any]) -> dict[str, Any]:
     own = {"gap": one["mean"], "low": low, "high": high, "verdict": says(one)}
     own["audit"] = "; ".join(doubts)
     return {name: _plain(own.get(name, one.get(name))) for name in GAPS}
+
+
+def _distances(found: list[dict[str, Any]]) -> list[list[Any]]:
+    """How far apart what arm and baseline predict is at the end, by every baseline."""
+    rows = []
+    for one in found:
+        for apart in one["apart"]:
+            low, high = apart["interval"] or (None, None)
+            own = apart | {"nats": apart["end"], "low": low, "high": high}
+            own |= {"baseline": one["baseline"], "positions": one["positions"]}
+            rows.append([_plain(own[name]) for name in DISTANCES])
+    return rows
 
 
 def _in_summary(one: Mapping[str, Any]) -> dict[str, Any]:

@@ -190,6 +190,7 @@ def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool)
 
 def _print_end(launcher: Any, address: str | None) -> None:
     from qkablate.sweeps import summary
+    from qkablate.tracking.mirror import OFFLINE
 
     print()
     summary.print_arms(launcher.standing)
@@ -197,7 +198,7 @@ def _print_end(launcher: Any, address: str | None) -> None:
     manifest = launcher.manifest
     name = f"{manifest.name}-{manifest.id}"
     print(f"\nresults  {manifest.folder / 'results.csv'}")
-    recorded = bool(address and address.startswith("wandb sync"))
+    recorded = address == OFFLINE
     if address and not recorded:
         print(f"W&B      {address}")
     where = [] if manifest.out == "outputs" else [f"out={manifest.out}"]

@@ -62,11 +62,13 @@ def main(argv: list[str]) -> int:
         print(HELP, end="")
         return 0
     words, out = take_out(words)
-    from qkablate.tracking.mode import has_key, server, silence_of
+    from qkablate.tracking.mode import has_key, server, silence_of, wrong_server
 
     dry = "--dry-run" in flags
     if not dry and not has_key():
         raise UserError("sync needs a key: `wandb login`, or WANDB_API_KEY")
+    if not dry and (wrong := wrong_server()):
+        raise UserError(wrong)
     plan = _plan(_folders(words, Path(out).expanduser()))
     _tell(plan)
     if dry:
@@ -167,18 +169,19 @@ def _plan(folders: dict[Path, bool]) -> Plan:
 
 def _strange(log: Any, folder: Path) -> str:
     """Why a log is not sent: a stranger's could name any file here, and W&B would take it."""
-    from qkablate.tracking.recorded import synced_mark
-
+    if log.strange:
+        return printable(log.strange)
     own = [folder.resolve()]
     if place := os.environ.get("WANDB_DATA_DIR"):
         own.append(Path(place).resolve())
     for path in log.paths:
         whole = path.resolve()
         if whole.exists() and not any(whole.is_relative_to(root) for root in own):
-            return f"it wants to send '{path}', which is not the run's"
-    for mark in (synced_mark(log.file), log.file.with_name(f"{log.file.name}.syncstate")):
-        if mark.is_symlink():
-            return f"'{mark.name}' is a link, and would be written through"
+            return printable(f"it wants to send '{path}', which is not the run's")
+    logs = log.file.with_name("logs")  # of W&B's processes, with links of its own
+    for path in log.file.parent.rglob("*"):
+        if path.is_symlink() and path.parent != logs:
+            return printable(f"'{path.name}' is a link, and would be written through")
     return ""
 
 

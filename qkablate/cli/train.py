@@ -211,7 +211,9 @@ def _print_table(outcomes: list[dict[str, Any]]) -> None:
 
 def _is_recorded(result: dict[str, Any]) -> bool:
     """Whether W&B's server does not have it yet."""
-    return str(result.get("wandb")).startswith("wandb sync")
+    from qkablate.tracking.mirror import OFFLINE
+
+    return result.get("wandb") == OFFLINE
 
 
 def _number(value: float | None, width: int, digits: int) -> str:

@@ -1,7 +1,8 @@
 """The panels of a sweep's view in W&B, section by section.
 
-The tables `gaps`, `verdicts` and `runs`, the page `report` and the pictures `charts/<name>` are
-those of the sweep's own run; a chart has the name that it has in `qkablate report`.
+The tables `gaps`, `verdicts`, `distances` and `runs`, the page `report` and the pictures
+`charts/<name>` are those of the sweep's own run; a chart has the name that it has in
+`qkablate report`.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,15 @@ CIRCUITS = {
         *("score_std", "score_max", "entropy", "self", "first", "previous", "sink", "induction"),
         "repeat_previous",
     ),
+}
+# What the report draws of them.
+_PICTURES = {
+    "qk": (
+        ("heads", "Heads while training"),
+        ("spectra", "Spectra of the QK circuit"),
+        ("head-maps", "Head by head"),
+    ),
+    "attention": (("attention", "What heads attend to"),),
 }
 _MOST_GPUS = 8
 
@@ -55,14 +65,18 @@ class Panels:
             self._curve("Training loss", "train/loss", x="tokens"),
             self._curve("Validation loss: all seeds", "val/loss", x="tokens", band="minmax"),
             *(self._curve(name, name, x="tokens") for name in besides),
+            self._chart("losses", "Loss, as the report draws it"),
         ]
 
     def gaps(self) -> Sequence[Any]:
+        wr = self._wr
         return [
             self._chart("gap-curves", "Gap while training"),
             self._final("Test loss, mean and standard deviation over seeds", "final/test_loss"),
             self._final("Validation loss, the same", "final/val_loss"),
-            self._wr.MediaBrowser(title="The whole report", media_keys=["report"], num_columns=1),
+            self._chart("function-distance", "How far apart arm and baseline are as functions"),
+            wr.WeavePanelSummaryTable(table_name="distances"),
+            wr.MediaBrowser(title="The whole report", media_keys=["report"], num_columns=1),
         ]
 
     def sizes(self) -> Sequence[Any]:
@@ -107,11 +121,14 @@ class Panels:
 
     def circuit(self, circuit: str) -> Sequence[Any]:
         return [
-            self._curve(
-                f"{circuit}: {measure.replace('_', ' ')}",
-                pattern=rf"^{circuit}/{measure}/L\d+$",
-            )
-            for measure in CIRCUITS[circuit]
+            *(
+                self._curve(
+                    f"{circuit}: {measure.replace('_', ' ')}",
+                    pattern=rf"^{circuit}/{measure}/L\d+$",
+                )
+                for measure in CIRCUITS[circuit]
+            ),
+            *(self._chart(name, title) for name, title in _PICTURES.get(circuit, ())),
         ]
 
     def speed(self) -> Sequence[Any]:

@@ -18,10 +18,11 @@ from qkablate.config import TrackConfig
 from qkablate.disk import read_file
 from qkablate.records import is_number, read_row
 from qkablate.redaction import redacted
-from qkablate.tracking.mode import global_settings, place, resolve_mode, silence_of
+from qkablate.tracking.mode import global_settings, place, resolve_mode, silence_of, wrong_server
 from qkablate.tracking.recorded import becomes_whole, unsent_mark, why_not
 from qkablate.tracking.service import VARIABLE, stay_within
 
+OFFLINE = "offline"  # the address of what the server does not have, or not all of
 INIT_SECONDS = 10
 FINISH_SECONDS = 25
 ARTIFACT_SECONDS = 5  # that the server is asked whether it may be
@@ -81,14 +82,16 @@ class Mirror:
         self._file: Path | None = None  # W&B's log: also what is sent goes through it
         self._patience = MODEL_SECONDS if track.artifacts else FINISH_SECONDS
         self._best: dict[str, float] | None = None  # None: no row was logged here
-        self.address: str | None = None  # where to look: a URL, or the command that makes one
+        self.address: str | None = None  # where to look: a URL, or OFFLINE
         mode = resolve_mode(track)
         if mode == "disabled":
             return
         self._recorded = folder.absolute() / "wandb"
         stay_within(self._recorded)
         try:
-            if mode == "online" and (silence := silence_of(global_settings().base_url)):
+            if mode == "online" and (
+                silence := wrong_server() or silence_of(global_settings().base_url)
+            ):
                 self._note(f"W&B: {silence}; recording offline")
                 mode = "offline"
             self._run = self._start(mode, track, identity, config)
@@ -149,8 +152,9 @@ class Mirror:
                     f"W&B: not all was recorded{why_not(self._file)}; our own files have it all"
                 )
         except TimeoutError:
-            self.address, seconds = self._sync_command("run"), self._patience
-            self._note(f"W&B: not all was sent in {seconds} s; to send it: {self.address}")
+            self.address = OFFLINE
+            command = shlex.join(["qkablate", "sync", str(self._recorded.parent)])
+            self._note(f"W&B: not all was sent in {self._patience} s; to send it: {command}")
             with contextlib.suppress(OSError):
                 if self._file:
                     unsent_mark(self._file).touch()
@@ -199,9 +203,7 @@ class Mirror:
         for name in BEST:
             run.define_metric(name, step_metric="step", summary="none")
         self._file = Path(run.settings.sync_file)
-        self.address = (
-            run.url and redacted(run.url) if mode == "online" else self._sync_command("offline-run")
-        )
+        self.address = run.url and redacted(run.url) if mode == "online" else OFFLINE
         return run
 
     def _keep_best(self, row: dict[str, Any]) -> None:
@@ -241,9 +243,6 @@ class Mirror:
         with contextlib.suppress(Exception, SystemExit):
             wandb.teardown()
         os.environ.pop(VARIABLE, None)  # nor is one that others use the right one any more
-
-    def _sync_command(self, kind: str) -> str:
-        return f"wandb sync {shlex.quote(str(self._recorded))}/{kind}-*"
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

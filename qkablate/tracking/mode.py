@@ -1,17 +1,21 @@
 """Whether W&B is asked at all, and where its server is; with no question to anyone."""
 
 import configparser
+import contextlib
+import http.client
 import netrc
 import os
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from qkablate.config import TrackConfig
 from qkablate.errors import UserError
+from qkablate.redaction import redacted
 
 CONNECT_SECONDS = 5  # for any answer of the server at all
 # Where a key of `wandb login` stands in .netrc: W&B knows its own server by both names.
@@ -47,7 +51,10 @@ def has_key() -> bool:
         entries = netrc.netrc(path)
     except (OSError, netrc.NetrcParseError):
         return False
-    own = urlsplit(_chosen_server() or "").netloc
+    try:
+        own = urlsplit(_chosen_server() or "").netloc
+    except ValueError:  # which `wrong_server` tells
+        return False
     hosts = _HOSTS if not own or own in _HOSTS else {own}
     return any(entry[2] for entry in map(entries.authenticators, hosts) if entry)
 
@@ -78,11 +85,39 @@ def server() -> str:
     return _chosen_server() or str(wandb.Settings().base_url)
 
 
-def global_settings() -> Any:
-    """W&B's, with what its files and variables say; silent, so that it never asks for a key."""
+def wrong_server() -> str:
+    """Why the address that was chosen is none, in W&B's eyes; '' if it may be one."""
     import wandb
 
-    return wandb.setup(wandb.Settings(silent=True)).settings
+    if not (url := _chosen_server()):
+        return ""
+    try:
+        wandb.Settings(base_url=url)
+    except ValueError as error:
+        said = str(error).splitlines()
+        why = said[2].partition(" [type=")[0].strip() if len(said) > 2 else said[0]
+        where = "WANDB_BASE_URL" if os.environ.get("WANDB_BASE_URL") else "W&B's base_url"
+        return redacted(f"{where}: '{url}' is no address of a server ({why})")
+    return ""
+
+
+def global_settings() -> Any:
+    """W&B's, with what its files and variables say; silent, so that it never asks for a key. With
+    a wrong address in its variable it would not even record offline."""
+    import wandb
+
+    with _without("WANDB_BASE_URL") if wrong_server() else contextlib.nullcontext():
+        return wandb.setup(wandb.Settings(silent=True)).settings
+
+
+@contextlib.contextmanager
+def _without(name: str) -> Iterator[None]:
+    value = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[name] = value
 
 
 def silence_of(url: str) -> str:
@@ -92,8 +127,8 @@ def silence_of(url: str) -> str:
             return ""
     except urllib.error.HTTPError:
         return ""  # an answer, too
-    except OSError as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:  # no address, or rubbish
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLCertVerificationError):
             return ""  # W&B may know more certificates than Python
-        return f"{url} does not answer ({reason})"
+        return f"{url} does not answer ({str(reason).strip() or type(reason).__name__})"

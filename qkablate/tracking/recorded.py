@@ -20,6 +20,11 @@ from qkablate.disk import open_file
 LOG_SECONDS = 5  # that W&B is given to write the end of its log
 _BLOCK, _FILE_HEADER, _HEADER = 32 * 1024, 7, 7
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+# What our runs write. Of the other kinds some have W&B read, write or remove files anywhere.
+_KINDS = {
+    *("header", "run", "environment", "config", "summary", "history", "stats", "metric", "files"),
+    *("artifact", "telemetry", "preempting", "exit", "final", "footer"),
+}
 
 
 @dataclass
@@ -31,13 +36,16 @@ class Log:
     name: str = ""
     ended: bool = False
     paths: list[Path] = field(default_factory=list)  # files that are to be sent beside it
+    strange: str = ""  # why it cannot be one of ours, or may hold more than we have read
 
 
 def read(file: Path) -> Log:
     """OSError where it cannot be read, ValueError where it is none."""
     found = Log(file)
-    with suppress(ValueError):  # W&B makes of it what it can
+    try:
         _fill(found, file)
+    except ValueError as error:  # W&B may read on where we do not
+        found.strange = found.strange or f"it is damaged: {error}"
     if not found.id:
         raise ValueError("it is no log of W&B's")
     return found
@@ -46,6 +54,7 @@ def read(file: Path) -> Log:
 def _fill(found: Log, file: Path) -> None:
     for record in _records(file, 0):
         kind = record.WhichOneof("record_type")
+        found.strange = found.strange or _strange(kind, record)
         if kind == "run":
             found.id, found.name = record.run.run_id, record.run.display_name
         elif kind == "artifact":
@@ -54,6 +63,24 @@ def _fill(found: Log, file: Path) -> None:
         elif kind == "files":
             found.paths += [file.parent / "files" / entry.path for entry in record.files.files]
         found.ended |= kind == "exit"
+
+
+def _strange(kind: str | None, record: Any) -> str:
+    """Why a record is none of ours."""
+    if kind not in _KINDS:
+        return f"it holds a record of the kind '{kind}', as none of ours does"
+    if kind == "files":
+        for path in (Path(entry.path) for entry in record.files.files):
+            if path.is_absolute() or ".." in path.parts:
+                return f"it wants to send '{path}', which is not the run's"
+    if kind == "artifact":
+        manifest = record.artifact.manifest
+        others = [entry.ref for entry in manifest.contents if entry.ref]
+        if manifest.manifest_file_path:
+            others.append(manifest.manifest_file_path)  # a list of any files
+        if others:
+            return f"its artifact refers to '{others[0]}', as none of ours does"
+    return ""
 
 
 def is_whole(file: Path) -> bool:
@@ -88,7 +115,8 @@ def why_not(file: Path) -> str:
 
 
 def _records(file: Path, start: int) -> Iterator[Any]:
-    """The whole ones, from a block on; a process that was killed leaves half a one at the end."""
+    """The whole ones, from a block on; a process that was killed leaves half a one at the end, and
+    a power cut zeros. ValueError where anything stands after what cannot be read."""
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
@@ -96,20 +124,26 @@ def _records(file: Path, start: int) -> Iterator[Any]:
     with open_file(file) as log:
         log.seek(start)
         data = log.read()
-    position, parts = (0 if start else _FILE_HEADER), b""
+    position = 0 if start else _FILE_HEADER
+    parts: bytes | None = None  # of a record that has begun
     while position + _HEADER <= len(data):
         if _BLOCK - position % _BLOCK < _HEADER:  # padding: no header fits
             position += _BLOCK - position % _BLOCK
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
+        crosses = position % _BLOCK + _HEADER + length > _BLOCK
+        if kind not in (_FULL, _FIRST, _MIDDLE, _LAST) or crosses:
+            if any(data[position:]):
+                raise ValueError(f"no record begins at byte {start + position:,}")
+            return
         position += _HEADER
         chunk = data[position : position + length]
         position += length
-        if kind not in (_FULL, _FIRST, _MIDDLE, _LAST) or len(chunk) < length:
+        if len(chunk) < length:
             return
         if kind in (_FULL, _FIRST):
             parts = b""
-        elif not parts:
+        elif parts is None:
             continue  # its beginning lies before `start`
         parts += chunk
         if kind in (_FULL, _LAST):
@@ -118,6 +152,7 @@ def _records(file: Path, start: int) -> Iterator[Any]:
                 record.ParseFromString(parts)
             except DecodeError as error:
                 raise ValueError(str(error)) from None
+            parts = None
             yield record
 
 

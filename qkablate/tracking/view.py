@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from qkablate.errors import UserError
 from qkablate.redaction import redacted
-from qkablate.tracking.mode import silence_of
+from qkablate.tracking.mode import silence_of, wrong_server
 
 ANSWER_SECONDS = 10  # for each request; a server that fails is asked once more
 
@@ -44,6 +44,8 @@ def connect() -> Server:
     """UserError where W&B's server is not there, or does not know the key."""
     import wandb
 
+    if wrong := wrong_server():
+        raise UserError(f"{wrong}; --spec FILE needs no server")
     settings = wandb.Settings(
         silent=True,
         x_graphql_retry_max=1,

@@ -170,7 +170,8 @@ def test_it_is_saved_and_then_updated(qkablate, outputs, sweep):
     assert without_ids(json.dumps(json.loads(saved["spec"]))) == plain
     assert without_ids(json.dumps(json.loads(server.views[name]["spec"]))) == plain
     assert json.loads((sweep / "dashboard.json").read_text()) == {"views": [link]}
-    assert "5 records made offline and not sent yet: wandb sync " in first.stderr
+    told = f"5 logs recorded offline and not sent yet: qkablate sync {sweep.name}\n"
+    assert told in first.stderr
     assert second.stderr == ""
     told = first.stdout + first.stderr + (sweep / "dashboard.json").read_text()
     assert KEY not in told
@@ -251,6 +252,33 @@ def test_a_dead_server(sweep):
     assert f"W&B: {url} does not answer (" in done.stderr
     assert "--spec FILE needs no server" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@needs_workspaces
+@pytest.mark.parametrize("url", ["foo", "http://:x"])
+def test_an_address_that_is_none(sweep, url):
+    done = dashboard(WANDB_BASE_URL=url)
+    assert (done.returncode, done.stdout) == (2, "")
+    line = f"qkablate: WANDB_BASE_URL: '{url}' is no address of a server ("
+    assert done.stderr.startswith(line)
+    assert done.stderr.endswith("; --spec FILE needs no server\n")
+    assert done.stderr.count("\n") == 1
+
+
+@needs_workspaces
+def test_what_is_told_to_be_missing_is_what_sync_would_send(sweep, outputs, tmp_path):
+    """Those of earlier attempts, too, and what was online and could not be sent whole."""
+    one, other = sorted(path for path in (outputs / "runs").iterdir())[:2]
+    (one / "attempts" / "1").mkdir(parents=True)
+    shutil.copytree(one / "wandb", one / "attempts" / "1" / "wandb", symlinks=True)
+    (log,) = other.glob("wandb/offline-run-*/*.wandb")
+    online = log.parent.rename(log.parent.with_name(log.parent.name.removeprefix("offline-")))
+    (online / f"{log.name}.unsent").touch()
+    moved = outputs.rename(tmp_path / "else where")
+    with ViewServer() as server:
+        done = dashboard(f"out={moved}", WANDB_BASE_URL=server.url)
+    command = f"qkablate sync {sweep.name} 'out={moved}'"
+    assert f"6 logs recorded offline and not sent yet: {command}\n" in done.stderr
 
 
 @needs_workspaces

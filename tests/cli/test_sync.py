@@ -1,6 +1,7 @@
 """`qkablate sync`: everything arrives once, in order, whatever breaks off in between."""
 
 import fcntl
+import gzip
 import json
 import os
 import shutil
@@ -10,10 +11,13 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from wandb.proto import wandb_internal_pb2
 
 sys.path.append(str(Path(__file__).parents[1] / "tracking"))
+import wandb_log
 from fake_server import FakeServer, dead_url
 
 from qkablate.ownership import owning
@@ -256,6 +260,111 @@ def test_a_strangers_log_cannot_have_our_files_sent(recorded, server, qkablate, 
     assert done.code == 1
     assert f"it wants to send '{secret}', which is not the run's" in done.err
     assert (server.runs, server.artifacts) == ({}, [])
+
+
+def lists(record, folder):
+    listed = folder.parent / "list.json.gz"
+    entries = {"x": {"digest": "", "local_path": str(folder / "secret.txt"), "size": 10}}
+    listed.write_bytes(gzip.compress(json.dumps({"version": 1, "contents": entries}).encode()))
+    record.artifact.type = "run"
+    record.artifact.name = "run-x"
+    record.artifact.manifest.manifest_file_path = str(listed)
+
+
+def refers(record, folder):
+    record.artifact.manifest.contents.add(path="x", ref=f"file://{folder}/secret.txt")
+
+
+def names(record, folder):
+    record.artifact.manifest.contents.add(path="x", local_path=f"{folder}/secret.txt")
+
+
+def climbs(record, folder):
+    record.files.files.add(path="../" * 9 + "secret.txt")
+
+
+def begins_at_the_root(record, folder):
+    record.files.files.add(path=f"{folder}/secret.txt")
+
+
+def watches(record, folder):
+    record.tbrecord.log_dir = str(folder)
+    record.tbrecord.save = True
+
+
+def sends(record, folder):
+    names(record.request.log_artifact, folder)
+
+
+def fetches(record, folder):
+    record.request.download_artifact.artifact_id = "x"
+    record.request.download_artifact.download_root = str(folder)
+
+
+def uses(record, folder):
+    record.use_artifact.id = "x"
+
+
+WAYS = [lists, refers, names, climbs, begins_at_the_root, watches, sends, fetches, uses]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_record_that_may_name_any_file_is_refused(way, recorded, server, qkablate, tmp_path):
+    (tmp_path / "secret.txt").write_text("the secret")
+    (file,) = recorded.glob("runs/*/wandb/offline-run-*/run-aaaa*.wandb")
+    record = wandb_internal_pb2.Record()
+    way(record, tmp_path)
+    wandb_log.edit(file, lambda records: records.insert(-1, record))
+    done = qkablate("sync", "aaaa")
+    assert done.code == 1
+    (line,) = [line for line in done.err.splitlines() if line.startswith("not sent: ")]
+    assert line.startswith(f"not sent: {file.relative_to(tmp_path)}: it")
+    assert (server.runs, server.artifacts) == ({}, [])
+
+
+def test_nothing_is_hidden_behind_damage(recorded, server, qkablate):
+    """W&B may read on behind what we cannot read."""
+    a, b, c, d = (
+        next(recorded.glob(f"runs/*/wandb/offline-run-*/run-{x * 12}-1.wandb")) for x in "abcd"
+    )
+    whole = a.read_bytes()
+    a.write_bytes(whole + bytes(7) + b"more")
+    b.write_bytes(whole + b"\0\0\0\0\xff\xff\1")  # longer than a block
+    none = SimpleNamespace(SerializeToString=lambda: b"\xff" * 4)
+    wandb_log.edit(c, lambda records: records.insert(3, none))
+    d.write_bytes(d.read_bytes() + bytes(9_000))  # a power cut
+    done = qkablate("sync", "--dry-run")
+    damaged = [line for line in done.err.splitlines() if ": it is damaged: " in line]
+    assert [line.split(": ")[1] for line in damaged] == [
+        str(file.relative_to(recorded.parent)) for file in (a, b, c)
+    ]
+    assert IDS[3] in done.out
+    assert done.code == 1
+
+
+def test_links_where_wandb_writes(recorded, server, qkablate, tmp_path):
+    (tmp_path / "mine.yaml").write_text("mine")
+    (files,) = recorded.glob(f"runs/*-{'a' * 12}/wandb/offline-run-*/files")
+    (files / "config.yaml").symlink_to(tmp_path / "mine.yaml")
+    (other,) = recorded.glob(f"runs/*-{'d' * 12}/wandb/offline-run-*/files")
+    other.rename(tmp_path / "files")
+    other.symlink_to(tmp_path / "files")
+    done = qkablate("sync", "aaaa", "dddd")
+    assert done.code == 1
+    assert "'config.yaml' is a link, and would be written through" in done.err
+    assert done.err.count("not sent: ") == 2
+    assert server.runs == {}
+    assert (tmp_path / "mine.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize("url", ["foo", "http://:x"])
+def test_an_address_that_is_none(url, recorded, qkablate, monkeypatch):
+    monkeypatch.setenv("WANDB_BASE_URL", url)
+    done = qkablate("sync")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"qkablate: WANDB_BASE_URL: '{url}' is no address of a server (")
+    assert done.err.count("\n") == 1
+    assert qkablate("sync", "--dry-run").code == 0
 
 
 def test_logs_that_are_none(recorded, server, qkablate):

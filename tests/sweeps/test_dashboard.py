@@ -12,9 +12,11 @@ import pytest
 
 import qkablate
 from qkablate.cli.grid import Composer, composing
+from qkablate.mechanism import circuits, patterns
 from qkablate.runs import Run
 from qkablate.sweeps.dashboard import view
 from qkablate.sweeps.expand import Expansion, Grid
+from qkablate.sweeps.panels import CIRCUITS
 from qkablate.sweeps.state import Standing
 from qkablate.tracking.view import content
 
@@ -115,18 +117,30 @@ def test_what_the_sweeps_own_run_tells(spec):
         if panel["viewType"] == "Media Browser"
         for key in panel["config"]["mediaKeys"]
     }
-    assert {"report", "charts/gaps", "charts/gap-curves", "charts/heat"} <= media
     charts = "".join(
         path.read_text() for path in Path(qkablate.__file__).parent.glob("report/charts/*.py")
     )
     drawn = {f"charts/{name}" for name in re.findall(r'return Chart\("([\w-]+)"', charts)}
-    assert media - {"report"} <= drawn
+    assert drawn - {"charts/parts"} <= media  # that one is a claim's
+    assert media - {"report", "charts/attention"} <= drawn
     tables = [
         panel["config"]["panel2Config"]["exp"]["fromOp"]["inputs"]["key"]["val"]
         for panel in found
         if panel["viewType"] == "Weave"
     ]
-    assert tables == ["gaps", "verdicts", "runs"]
+    assert tables == ["gaps", "verdicts", "distances", "runs"]
+
+
+@pytest.mark.parametrize(
+    ("circuit", "measures"),
+    [
+        ("qk", circuits.MEASURES),
+        ("ov", circuits.MEASURES),
+        ("attention", patterns.MEASURES),
+    ],
+)
+def test_every_measure_has_its_panel(circuit, measures):
+    assert set(CIRCUITS[circuit]) == {*measures} - {"singular"}  # a spectrum is no scalar
 
 
 def test_learning_rates(spec):

@@ -93,6 +93,14 @@ def test_offline(words, tmp_path, home):
         run = next(run for run in own.values() if run["arm"] == gap["arm"])
         (path,) = tmp_path.glob(f"outputs/runs/*-{run['id']}")
         assert not any("gap" in name for name in recorded(path)[0].summary)  # it takes two runs
+    (apart,) = told("results", folder, "--format")["function_distance"]
+    distances = table(folder, "distances")
+    assert len(distances) == len(apart["apart"]) == 3  # two arms, and another seed
+    for row, one in zip(distances, apart["apart"], strict=True):
+        assert (row["baseline"], row["positions"]) == (apart["baseline"], apart["positions"])
+        assert (row["nats"], [row["low"], row["high"]]) == (one["end"], one["interval"])
+        for name in ("arm", "n", "times_another_seed", "times_rounding"):
+            assert row[name] == one[name]
     assert [row["arm"] for row in table(folder, "verdicts")] == [*manifest["arms"]]
     assert "Compared with standard on the same data and seeds" in log.summary["answer"]
     media = next(folder.glob("wandb/offline-run-*/files/media/html"))
@@ -209,9 +217,11 @@ def test_online(words, tmp_path):
         assert (run.complete, run.exit_code) == (True, 0)
     (row,) = table.rows
     assert row["runs"]["nrows"] == 3
-    assert {name for name in row if name[0] != "_"} >= {"runs", "gaps", "verdicts", "report"}
+    assert {name for name in row if name[0] != "_"} >= {
+        *("runs", "gaps", "verdicts", "distances", "report")
+    }
     assert {one.name.rpartition("-")[2] for one in server.artifacts if one.kind == "run_table"} == {
-        *("runs", "gaps", "verdicts")
+        *("runs", "gaps", "verdicts", "distances")
     }
     assert table.files[row["report"]["path"]].startswith(b"<!doctype html>")
     assert all(server.of(f"{run['id']}-1")["run"].whole for run in manifest["runs"])

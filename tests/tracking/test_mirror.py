@@ -7,9 +7,10 @@ starts it runs in a process of its own, in the empty home that every test has.
 import json
 import math
 import os
-import shlex
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from fake_server import FakeServer, dead_url
 from qkablate.config import TrackConfig
 from qkablate.errors import UserError
 from qkablate.tracking import Mirror
-from qkablate.tracking.mirror import Identity, _flat
-from qkablate.tracking.mode import resolve_mode
+from qkablate.tracking.mirror import OFFLINE, Identity, _flat
+from qkablate.tracking.mode import resolve_mode, silence_of
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 METRICS = {
@@ -258,17 +259,11 @@ def test_an_offline_run_holds_everything_and_can_be_sent_later(overrides, runs, 
     assert holding(KEY, tmp_path / "outputs") == []
 
     assert done.stdout.strip().endswith(f"qkablate sync {run}")
-    command = result["wandb"]
-    assert command == f"wandb sync {run}/wandb/offline-run-*"
+    assert result["wandb"] == OFFLINE
     with FakeServer() as server:
-        wandb = shlex.quote(str(Path(sys.executable).with_name("wandb")))
-        subprocess.run(
-            ["bash", "-c", wandb + command.removeprefix("wandb")],
-            env={**os.environ, "WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY},
-            check=True,
-            capture_output=True,
-            timeout=BOUND,
-        )
+        variables = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
+        sent = python("-m", "qkablate", "sync", str(run), **variables)
+        assert sent.returncode == 0, sent.stderr
         assert by_step(server.runs[recorded.id].rows) == by_step(rows)
 
 
@@ -430,6 +425,53 @@ def test_training_goes_on_offline_where_no_server_is(overrides, runs):
     assert done.stdout.strip().endswith(f"qkablate sync {run}")
 
 
+@pytest.mark.parametrize("url", ["foo", "http://:x", "http://app.wandb.ai"])
+def test_training_goes_on_offline_where_the_address_is_none(url, overrides, runs):
+    words = ["-m", "qkablate", "train", *overrides]
+    done = python(*words, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "W&B" in line or "wandb" in line]
+    assert f"WANDB_BASE_URL: '{url}' is no address of a server (" in line
+    assert line.endswith("; recording offline")
+    (run,) = runs()
+    (recorded,) = offline(run)
+    assert by_step(recorded.rows) == by_step(journal(run))
+    assert done.stdout.strip().endswith(f"qkablate sync {run}")
+
+
+def test_a_wrong_address_matters_nothing_offline(tmp_path):
+    run = tmp_path / "run"
+    assert mirrored(run, WANDB_BASE_URL="foo") == [[], OFFLINE]
+    assert len(offline(run)[0].rows) == 5
+
+
+@pytest.mark.parametrize("url", ["foo", "http://:x", "http://[::1", "http://a b/"])
+def test_an_address_that_is_none_is_silent(url):
+    assert silence_of(url).startswith(f"{url} does not answer (")
+
+
+def test_a_server_that_answers_rubbish_is_silent():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(10_000)
+                connection.sendall(b"rubbish\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert silence_of(url) == f"{url} does not answer (rubbish)"
+        thread.join()
+
+
+def test_a_wrong_address_has_no_key_of_its_own(home, monkeypatch):
+    (home / ".netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://[::1")
+    assert resolve_mode(TrackConfig()) == "offline"
+
+
 @pytest.mark.parametrize(
     ("server", "key", "said"),
     [
@@ -447,7 +489,7 @@ def test_a_run_that_cannot_begin_online_is_recorded_offline(server, key, said, t
     assert len(notes) == 1
     assert said in notes[0]
     assert "recording offline" in notes[0]
-    assert address == f"wandb sync {run}/wandb/offline-run-*"
+    assert address == OFFLINE
     (recorded,) = offline(run)
     assert [row["step"] for row in recorded.rows] == [0, 1, 2, 3, 4]
     assert recorded.exit_code == 0
@@ -473,11 +515,10 @@ def test_training_goes_on_when_the_server_dies(overrides, runs):
         assert server.dead.is_set()
     assert done.returncode == 0, done.stderr
     (run,) = runs()
-    command = f"wandb sync {run}/wandb/run-*"
-    assert f"W&B: not all was sent in 2 s; to send it: {command}" in done.stderr
+    assert f"W&B: not all was sent in 2 s; to send it: qkablate sync {run}\n" in done.stderr
     assert done.stdout.strip().endswith(f"qkablate sync {run}")
     result = json.loads((run / "result.json").read_text())
-    assert (result["status"], result["wandb"]) == ("done", command)
+    assert (result["status"], result["wandb"]) == ("done", OFFLINE)
     assert [row["step"] for row in journal(run)] == [0, 0, 2, 4, 6, 6, 6, *(8, 10, 12, 12, 12)]
     # What could not be sent is on disk, and known to be missing.
     (folder,) = (run / "wandb").glob("run-*")
@@ -533,7 +574,7 @@ def test_a_full_disk_under_the_log_alone_is_told(tmp_path):
         tmp_path / "run", FULL_DISK, "it.log({'step': step, 'a': 'b' * 4000})"
     )
     assert notes == ["W&B: not all was recorded (File too large); our own files have it all"]
-    assert address == f"wandb sync {tmp_path / 'run'}/wandb/offline-run-*"
+    assert address == OFFLINE
 
 
 def test_the_last_checkpoint_goes_with_track_artifacts(overrides, runs, tmp_path):

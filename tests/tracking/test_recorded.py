@@ -1,11 +1,13 @@
 """What W&B has recorded, as far as we read it ourselves. The logs here are W&B's own."""
 
+import struct
 import subprocess
 import sys
 
 import pytest
+import wandb_log
 
-from qkablate.tracking.recorded import is_whole, logs, read, synced_mark, unsent_mark
+from qkablate.tracking.recorded import _records, is_whole, logs, read, synced_mark, unsent_mark
 
 RECORD = """
 import sys
@@ -46,6 +48,28 @@ def test_a_log_that_is_cut_anywhere_is_not_whole(made, tmp_path):
         for size in [*range(0, len(content), 997), *range(len(content) - 40, len(content))]:
             cut.write_bytes(content[:size])
             assert not is_whole(cut), size
+
+
+def test_a_record_that_begins_with_nothing_is_read(made, tmp_path):
+    """As one does for which a block has room for its header alone."""
+    content = bytearray(made[3].read_bytes())
+    _, length, kind = struct.unpack_from("<IHB", content, 7)
+    assert kind == wandb_log.FULL
+    path = tmp_path / "log.wandb"
+    first = struct.pack("<IHB", 0, 0, wandb_log.FIRST)
+    content[7:14] = first + struct.pack("<IHB", 0, length, wandb_log.LAST)
+    path.write_bytes(content)
+    kinds = [[one.WhichOneof("record_type") for one in _records(x, 0)] for x in (path, made[3])]
+    assert kinds[0] == kinds[1]
+
+
+def test_our_own_logs_are_not_strange(made, tmp_path):
+    for file in made.values():
+        assert read(file).strange == ""
+        cut = tmp_path / "cut.wandb"
+        for size in range(2000, file.stat().st_size, 997):
+            cut.write_bytes(file.read_bytes()[:size])
+            assert read(cut).strange == ""
 
 
 def test_what_is_no_log(tmp_path):

@@ -2,7 +2,8 @@
 
 import json
 import struct
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,27 @@ def read(folder: Path) -> Recorded:
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
     return run
+
+
+def edit(path: Path, change: Callable[[list[Any]], None]) -> None:
+    """Write a log anew, with other records."""
+    whole = path.read_bytes()
+    records = [wandb_internal_pb2.Record.FromString(one) for one in _contents(whole)]
+    change(records)
+    log = bytearray(whole[:FILE_HEADER])
+    for record in records:
+        rest, kinds = record.SerializeToString(), (FULL, FIRST)
+        while kinds:
+            room = BLOCK - len(log) % BLOCK
+            if room < CHUNK_HEADER:
+                log += bytes(room)
+                continue
+            part, rest = rest[: room - CHUNK_HEADER], rest[room - CHUNK_HEADER :]
+            kind = kinds[bool(rest)]
+            checksum = zlib.crc32(bytes([kind]) + part)
+            log += struct.pack("<IHB", checksum, len(part), kind) + part
+            kinds = (LAST, MIDDLE) if rest else ()
+    path.write_bytes(log)
 
 
 def _values(items: Any) -> dict[str, Any]:
