@@ -28,9 +28,10 @@ _PICTURES = {
     "qk": (
         ("heads", "Heads while training"),
         ("spectra", "Spectra of the QK circuit"),
+        ("spectra-training", "Spectra over training"),
         ("head-maps", "Head by head"),
     ),
-    "attention": (("attention", "What heads attend to"),),
+    "attention": (("attention", "Attention of one text"),),
 }
 _MOST_GPUS = 8
 
