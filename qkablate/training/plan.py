@@ -113,7 +113,7 @@ def empty_model(config: Config, vocabulary: int) -> GPT:
 def _check_out(out: Path, need: int) -> None:
     try:
         make_folder(out / "runs")
-        with tempfile.NamedTemporaryFile(dir=out / "runs") as probe:
+        with tempfile.TemporaryFile(dir=out / "runs") as probe:  # a power cut leaves no name
             probe.write(b"x" * 4096)
             probe.flush()
         free = free_bytes(out)
