@@ -281,7 +281,8 @@ def _command(config: "Config", words: list[str]) -> str:
     for key, value in flatten(config).items():
         part = key.partition(".")[0]
         sized_apart = part == "model" and value != flatten(type(config)())[key]
-        apart = value != settled[key] and part not in ("track", "variant", "start", "threads")
+        told = part not in ("track", "variant", "start", "threads", "diagnose")
+        apart = told and value != settled[key]
         no_cooldown = key == "optim.cooldown" and config.optim.schedule != "wsd"
         if (apart or sized_apart or (key == "train.steps" and value != 1000)) and not no_cooldown:
             differ.append(f"{key}={as_quoted(value)}")

@@ -147,13 +147,12 @@ def _with(config: Config, other: Config, keys: Collection[str]) -> Config:
 
 def check_alike(parents: list[Restored]) -> None:
     """UserError for several runs that are not one arm with several seeds."""
-    first, *others = parents
     names = [one.folder.resolve().name for one in parents]
-    apart = ("seed", "seeds", "track", "out", "threads", "start", "device")
-    for name, other in zip(names[1:], others, strict=True):
-        theirs = flatten(other.config)
-        for key, value in flatten(first.config).items():
-            if key.partition(".")[0] not in apart and theirs[key] != value:
+    apart = {"seed", "seeds", "out", "start", "device", *_OURS, *(f"data.{k}" for k in _PLACES)}
+    known = [flatten(one.config) | {"data": one.identity["data_fingerprint"]} for one in parents]
+    for name, theirs in zip(names[1:], known[1:], strict=True):
+        for key, value in known[0].items():
+            if not {key, key.partition(".")[0]} & apart and theirs[key] != value:
                 raise UserError(
                     f"'{names[0]}' and '{name}' differ in {key} ({value} and {theirs[key]}):"
                     " several runs are one arm with several seeds"

@@ -11,6 +11,7 @@ import pytest
 
 from qkablate.cli import main
 from qkablate.records import read_config
+from qkablate.runs import run_id
 
 SIZES = ["model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
 LENGTH = ["train.steps=30", "train.batch_size=4", "train.eval_every=10", "track.wandb=disabled"]
@@ -71,6 +72,14 @@ def test_help(qkablate):
     done = qkablate("project", "--help")
     assert (done.code, done.err) == (0, "")
     assert "Usage: qkablate project RUN [RUN …] variant=NAME" in done.out
+    for word in ("data.path=PATH", "data.cache=FOLDER", "lowest validation loss"):
+        assert word in done.out
+
+
+@pytest.mark.parametrize("verb", ["train", "project", "claim", "sweep"])
+def test_every_signal_is_in_the_exit_codes(qkablate, verb):
+    """Not those alone that are sent most often."""
+    assert "128 + signal interrupted, as 130 by Ctrl-C" in qkablate(verb, "--help").out
 
 
 def test_a_gap_split_in_two(qkablate, outputs):
@@ -144,6 +153,20 @@ def test_several_seeds_have_an_interval(qkablate, outputs):
     done = qkablate("project", *words)
     assert "a number, and no verdict" not in done.out
     assert "seed=1" in done.out.splitlines()[-1]
+
+
+def test_seeds_that_were_trained_in_different_places_are_one_arm(qkablate, outputs):
+    (parent,) = (outputs / "runs").glob("standard-d16-h2-s1-*")
+    reword(parent, data={"cache": "elsewhere", "path": "there.txt"}, diagnose={"every": 3})
+    words = ["standard-d16-h2-s0", parent.name, "variant=no_q", "heal.steps=2"]
+    assert projected(qkablate, *words)["n"] == 2
+    config = read_config(parent)
+    config["identity"]["data_fingerprint"] = "another"
+    config["id"] = run_id(config["identity"])
+    (parent / "config.yaml").write_text(json.dumps(config))
+    done = qkablate("project", *words)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "differ in data (" in done.err
 
 
 def test_what_is_given_is_taken_by_both(qkablate, outputs):

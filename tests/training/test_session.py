@@ -505,3 +505,19 @@ def test_a_state_that_is_packed_is_damaged(qkablate, tiny, tmp_path):
             checkpoint._load_state(path, "cpu")
     path.write_bytes(before)
     assert checkpoint._load_state(path, "cpu")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{", '{"versions": {}, "threads": "x"}', '{"threads": 1}'],
+)
+def test_a_record_that_is_none_is_written_anew(qkablate, tiny, tmp_path, monkeypatch, content):
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, 6)
+        assert qkablate("train", *tiny).code == 143
+    record = folder_of(tmp_path) / "environment.json"
+    record.write_text(content)
+    done = qkablate("train", *tiny)
+    assert done.code == 0
+    assert "environment.json is damaged: it is written anew" in done.err
+    assert json.loads(record.read_text())["threads"] == 1
