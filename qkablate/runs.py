@@ -38,7 +38,7 @@ from qkablate.redaction import redacted
 from qkablate.table import some
 
 NUMERICS = 5  # raised whenever losses may move by a bit: old and new never share a run
-PROJECTION = 1  # the same, of the weights that a run from a trained one begins with
+PROJECTION = 2  # the same, of the weights that a run from a trained one begins with
 # What cannot change a result, and the paths: no part of a run's id.
 # (Of `attention`, the kernel that was chosen stands in the identity.)
 _NOT_IDENTITY = ("data", "track", "out", "threads", "attention", "diagnose")
@@ -210,7 +210,7 @@ def meant(word: str, names: list[str], what: str) -> str | None:
 def environment(config: Config, device: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     """Versions, machine and code state; no variable of the environment, where keys live."""
     return {
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions()},
         "machine": {
             "host": socket.gethostname(),
             "platform": platform.platform(),
@@ -244,7 +244,8 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages that compute and write."""
     found = {}
     for name in _PACKAGES:
         try:

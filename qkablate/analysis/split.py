@@ -5,6 +5,7 @@ is left bounds what the form cannot represent, from above: more healing can only
 run from scratch lacks beyond that, its training has not found.
 """
 
+import glob
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 from qkablate.analysis.sample import Sample
 from qkablate.disk import read_file
 from qkablate.errors import UserError
-from qkablate.records import is_number, read_result, read_row, sha256
+from qkablate.records import is_number, read_config, read_result, read_row, sha256
+from qkablate.runs import check_identity
 
 SPLITS = ("val", "test")
 PARTS = ("at_once", "healed", "scratch", "training")
@@ -35,6 +37,30 @@ def split(parent: Path, continued: Path, projected: Path, scratch: Path | None) 
     }
     gaps["training"] = _gap(gaps["scratch"], gaps["healed"])
     return {"at_once": begun, "loss": losses, "gap": gaps}
+
+
+def at_rates(folder: Path, identity: Mapping[str, Any]) -> dict[float, Path]:
+    """The finished runs beside a run's `folder` that differ from it in their learning rate alone,
+    by rate; the one with the lowest validation loss first."""
+    found = []
+    arm = folder.name.rpartition("-")[0]
+    for path in sorted(folder.parent.glob(f"{glob.escape(arm)}-*/config.yaml")):
+        try:
+            config = read_config(path.parent)
+            check_identity(config)
+            rate = config["identity"]["optim"]["lr"]
+        except (ValueError, LookupError, TypeError, AttributeError):
+            continue  # no run of ours
+        loss = _losses(path.parent)["val"]
+        if loss is None or not is_number(rate):
+            continue
+        if _but_rate(config["identity"]) == _but_rate(identity):
+            found.append((loss, rate, path.parent))
+    return {rate: path for _, rate, path in sorted(found)}
+
+
+def _but_rate(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {**identity, "optim": {**identity["optim"], "lr": None}}
 
 
 def means(splits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

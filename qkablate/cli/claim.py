@@ -42,7 +42,7 @@ Flags
   --json           with list and show
 
 Exit codes: 0 there is a verdict · 1 some runs are not done · 2 a mistake in the command ·
-130/143 interrupted (checkpoints written)
+128 + signal interrupted, as 130 by Ctrl-C (checkpoints written)
 """
 ACTIONS = ("list", "run", "show")
 

@@ -33,13 +33,23 @@ stopped. The variant's own run from scratch is found if it is there. So a gap is
   from scratch  the variant's run − RUN
   training      from scratch − healed: what training does not find is no less than this
 
-The rate of healing is 0.3 of RUN's (optim.lr), with a warm-up of a twentieth of the steps. Several
-RUNs are one arm with several seeds: then each gap has its mean and its interval.
+The rate of healing is 0.3 of RUN's (optim.lr), with a warm-up of a twentieth of the steps. From
+scratch the variant trains at RUN's rate; where there are runs of it at other rates, all else alike,
+the one with the lowest validation loss is taken. A variant that was tried at RUN's rate alone may
+do better at another: then training is blamed for too much. Several RUNs are one arm with several
+seeds: then each gap has its mean and its interval.
+
+What RUN learned is looked for in your own cache, by its fingerprint. No path that stands in RUN's
+folder is read: where the text is not prepared, give data.path (or data.name) yourself. W&B's keys,
+threads and caches are yours, too, and not RUN's.
 
 Keys
   variant=NAME       the form, or variant.qk=…, variant.ov=…, as in train
   heal.steps=200     steps of both runs
-  optim.lr=RATE      and what else of train, optim and track is to be another than RUN's
+  optim.lr=RATE      and what else of train and optim is to be another than RUN's
+  track.KEY=…        as in train; W&B's group is healed-… of RUN's arm, unless said
+  data.cache=FOLDER  where RUN's data is prepared (default: where it is unless said)
+  data.path=PATH     the text RUN has learned, where it is not prepared yet
   out=outputs        where runs/ lies
 
 Examples
@@ -51,9 +61,12 @@ A run that was stopped or killed goes on when the same command is given again; w
 done twice.
 
 Exit codes: 0 · 1 a run failed, or another process owns it · 2 a mistake in the command ·
-3 diverged · 130/143 interrupted (checkpoint written)
+3 diverged · 128 + signal interrupted, as 130 by Ctrl-C (checkpoint written)
 """
-KEYS = ("variant=", "heal.steps=", "optim.lr=", "out=", "--json", "--help")
+KEYS = (
+    *("variant=", "heal.steps=", "optim.lr=", "data.cache=", "data.path=", "out="),
+    *("--json", "--help"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +100,7 @@ def main(argv: list[str]) -> int:
         if "--json" in flags:
             print_json(found)
         else:
-            tell_split(found)
+            tell_split(found, out)
     return 0
 
 
@@ -125,7 +138,6 @@ def parse(words: list[str]) -> tuple[list[str], list[str], int]:
 def _planned(runs: list[str], words: list[str], steps: int, out: str) -> list[Task]:
     """Everything looked at before anything is trained."""
     from qkablate.config import StartConfig
-    from qkablate.data.corpus import look
     from qkablate.runs import find_run
     from qkablate.training import healing
     from qkablate.training.plan import plan
@@ -144,22 +156,25 @@ def _planned(runs: list[str], words: list[str], steps: int, out: str) -> list[Ta
         if len(planned) > 1:
             raise UserError(f"one form at a time, not {len(planned)}: give each key one value")
         wish = planned[0].config
-        look(parent.config.data)
-        made = [plan(healing.healed(parent, wish, given, own)) for own in (False, True)]
+        healed = [healing.healed(parent, wish, given, own) for own in (False, True)]
+        data = healing.data_of(parent, healed[0], given)
+        made = [plan(config, data=data) for config in healed]
         fresh = None
         if parent.config.start.run is None:
-            fresh = plan(healing.scratch(parent, wish), writes=False)
+            fresh = plan(healing.scratch(parent, wish, given), writes=False, data=data)
         tasks.append(Task(parent, made[0], made[1], fresh))
     return tasks
 
 
 def _lost(task: Task) -> list[dict[str, Any]]:
     """What the projection loses, layer by layer."""
+    from qkablate.training.record import as_begun
     from qkablate.training.start import lost_of
 
+    plan, _ = as_begun(task.projected, processes=1)
     return [
         {"layer": layer, **dataclasses.asdict(lost), "heads": list(lost.heads)}
-        for layer, lost in enumerate(lost_of(task.projected, task.parent.model))
+        for layer, lost in enumerate(lost_of(plan, task.parent.model))
     ]
 
 
@@ -194,21 +209,19 @@ def _described(tasks: list[Task], words: list[str]) -> dict[str, Any]:
 
     runs = []
     for task in tasks:
-        fresh = task.scratch
-        there = fresh is not None and fresh.run.result is not None
+        scratch, told = _scratch(task.scratch, words)
         folders: dict[str, Any] = {
             "parent": task.parent.folder,
             "continued": task.continued.run.folder,
             "projected": task.projected.run.folder,
-            "scratch": fresh.run.folder if fresh is not None and there else None,
+            "scratch": scratch,
         }
         names = {key: path and path.resolve().name for key, path in folders.items()}
-        command = None if fresh is None or there else _command(fresh.config, words)
         runs.append(
             {
                 "seed": task.parent.config.seed,
                 "folders": names,
-                "scratch_command": command,
+                **told,
                 "layers": _lost(task),
                 **split(**folders),
             }
@@ -223,6 +236,30 @@ def _described(tasks: list[Task], words: list[str]) -> dict[str, Any]:
         "runs": runs,
         "mean": means(runs),
     }
+
+
+def _scratch(fresh: "Plan | None", words: list[str]) -> tuple[Path | None, dict[str, Any]]:
+    """The run from scratch, at the best of the rates that it was trained at, and what to say of it:
+    where none is done, what becomes one."""
+    from qkablate.analysis.split import at_rates
+    from qkablate.training.healing import RATE
+
+    told: dict[str, Any] = {"scratch_status": None, "scratch_lr": None, "scratch_lrs": []}
+    if fresh is None:
+        return None, told | {"scratch_command": None}
+    folder, result, config = fresh.run.folder, fresh.run.result, fresh.config
+    rates = at_rates(folder, fresh.identity)
+    if rates:
+        best = next(iter(rates))
+        told |= {"scratch_status": "done", "scratch_lr": best, "scratch_lrs": sorted(rates)}
+        return rates[best], told | {"scratch_command": None}
+    if result is not None:
+        told |= {"scratch_status": result["status"], "scratch_lr": config.optim.lr}
+        if result["status"] == "diverged":  # as it would again
+            lower = dataclasses.replace(config.optim, lr=float(f"{RATE * config.optim.lr:.6g}"))
+            config = dataclasses.replace(config, optim=lower)
+    command = _command(config, words)
+    return None if result is None else folder, told | {"scratch_command": command}
 
 
 def _command(config: "Config", words: list[str]) -> str:
@@ -244,7 +281,8 @@ def _command(config: "Config", words: list[str]) -> str:
     for key, value in flatten(config).items():
         part = key.partition(".")[0]
         sized_apart = part == "model" and value != flatten(type(config)())[key]
-        apart = value != settled[key] and part not in ("track", "variant", "start", "threads")
+        told = part not in ("track", "variant", "start", "threads", "diagnose")
+        apart = told and value != settled[key]
         no_cooldown = key == "optim.cooldown" and config.optim.schedule != "wsd"
         if (apart or sized_apart or (key == "train.steps" and value != 1000)) and not no_cooldown:
             differ.append(f"{key}={as_quoted(value)}")

@@ -3,10 +3,11 @@
 from typing import Any
 
 from qkablate.cli.compose import next_commands
+from qkablate.errors import printable
 from qkablate.table import counted, nats, print_table
 
 
-def tell_split(found: dict[str, Any]) -> None:
+def tell_split(found: dict[str, Any], out: str) -> None:
     runs, name = found["runs"], found["variant"]
     for one in runs:
         print(f"{name} from {one['folders']['parent']}: what of each layer's circuits is lost")
@@ -23,12 +24,35 @@ def tell_split(found: dict[str, Any]) -> None:
         print()
         _print_losses(one, found)
     _print_split(found)
+    for one in runs:
+        _print_scratch(one, name)
     commands = [one["scratch_command"] for one in runs if one["scratch_command"]]
     if commands:
         print("\nNext: what training does not find needs the run from scratch")
-        print("\n".join(f"  {command}" for command in commands))
+        print("\n".join(f"  {printable(command)}" for command in commands))
     else:
-        next_commands(["compare", runs[0]["folders"]["projected"], runs[0]["folders"]["continued"]])
+        pair = [runs[0]["folders"][key] for key in ("projected", "continued")]
+        next_commands(["compare", *pair, *([] if out == "outputs" else [f"out={out}"])])
+
+
+def _print_scratch(one: dict[str, Any], name: str) -> None:
+    """What must be known of the run from scratch."""
+    status, lr, lrs = (one[f"scratch_{key}"] for key in ("status", "lr", "lrs"))
+    if status is None:
+        return
+    which = f"{name} from scratch, seed {one['seed']}"
+    if status == "diverged":
+        print(f"{which}: diverged at rate {lr:g}; at a lower one it may not")
+    elif status == "failed":
+        print(
+            f"{which}: failed, as {one['folders']['scratch']}/error.txt says; it can be tried anew"
+        )
+    elif len(lrs) > 1:
+        print(f"{which}: at rate {lr:g}, whose validation loss is the lowest of {len(lrs)} rates")
+    else:
+        print(
+            f"{which}: at rate {lr:g} alone; another may suit it, and training is blamed for less"
+        )
 
 
 def _print_losses(one: dict[str, Any], found: dict[str, Any]) -> None:

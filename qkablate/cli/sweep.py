@@ -61,7 +61,7 @@ Flags
   --json           with --dry-run: the plan as JSON
 
 Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake in the command ·
-130/143 interrupted (checkpoints written; Ctrl-C twice: at once)
+128 + signal interrupted, as 130 by Ctrl-C (checkpoints written; twice: at once)
 """
 
 

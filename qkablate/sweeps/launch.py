@@ -21,8 +21,8 @@ from qkablate.sweeps.manifest import Manifest
 from qkablate.sweeps.state import ENDED, Standing, State, link
 from qkablate.table import counted
 from qkablate.training.checkpoint import bytes_needed
+from qkablate.training.ending import record_failure
 from qkablate.training.plan import plan
-from qkablate.training.session import record_failure
 
 _SCAN = 4  # looks at the engine for one at everything
 _PAUSE = 15.0  # seconds between two tables of results

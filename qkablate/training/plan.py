@@ -52,9 +52,12 @@ class Plan:
         return empty_model(self.config, self.data.vocabulary)
 
 
-def plan(config: Config, *, elsewhere: bool = False, writes: bool = True) -> Plan:
+def plan(
+    config: Config, *, elsewhere: bool = False, writes: bool = True, data: Data | None = None
+) -> Plan:
     """Resolve what depends on machine and data; UserError for whatever can't be. `elsewhere`: this
-    machine does not train it. Of a process that `writes` nothing no room is asked."""
+    machine does not train it. Of a process that `writes` nothing no room is asked. `data`: what is
+    open already."""
     config, parent = start.settled(config)
     config, hashes = settle(hardware.resolve(config, elsewhere=elsewhere))
     if writes:
@@ -63,7 +66,8 @@ def plan(config: Config, *, elsewhere: bool = False, writes: bool = True) -> Pla
         total = empty_model(config, 1).ledger()["total"]
         need = checkpoint.bytes_needed(total) + predictions.bytes_needed(config)
         _check_out(Path(config.out).expanduser(), need)
-    data = open_data(config.data, config.model.context)
+    if data is None:
+        data = open_data(config.data, config.model.context)
     data.check_context(config.model.context)
     model = empty_model(config, data.vocabulary)
     if parent is not None:

@@ -194,7 +194,7 @@ def _newest_checkpoint(
     damaged = []
     for path in paths:
         try:
-            if weights not in (None, checkpoint.weights_sha256(path)):
+            if weights is not None and weights != checkpoint.weights_sha256(path):
                 continue
             found = checkpoint.load_weights(path, device)
         except (OSError, ValueError, TypeError) as error:

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import statistics
 import time
-import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +15,9 @@ from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.model import GPT
 from qkablate.ownership import Lost, Observer, Owner
-from qkablate.records import publish_json, read_json, sealed, write_atomic, write_json
-from qkablate.redaction import redacted
-from qkablate.runs import EXIT_CODES, Run, environment
+from qkablate.runs import EXIT_CODES, Run
 from qkablate.tracking import Journal, Mirror, Terminal
-from qkablate.training import account, checkpoint, hardware, start
+from qkablate.training import account, checkpoint, ending, hardware, record, start
 from qkablate.training.exemplify import Exemplify
 from qkablate.training.loop import Diverged, Interrupted, Trainer
 from qkablate.training.plan import Plan
@@ -29,8 +26,6 @@ from qkablate.training.predictor import Predictor
 from qkablate.training.ranks import ALONE, Ranks
 from qkablate.training.signals import Signals, Stopped
 from qkablate.training.state import Progress
-
-_CLOCK = "%Y-%m-%dT%H:%M:%S%z"
 
 
 @dataclass(frozen=True)
@@ -41,6 +36,28 @@ class _Fence:
 
     def log(self, row: dict[str, Any]) -> None:
         self.owner.check()
+
+
+@dataclass(frozen=True)
+class _Keeper:
+    """What a run's folder keeps, written by its owner alone."""
+
+    owner: Owner
+    run: Run
+    journal: Journal
+
+    def save(self, state: checkpoint.Checkpoint) -> None:
+        self.owner.verify()
+        state.progress.metrics_end = self.journal.sync()
+        checkpoint.save(self.run.checkpoints, state)
+
+    def predicted(self, about: predictions.About, log_PV: np.ndarray) -> None:
+        self.owner.verify()
+        predictions.write(self.run.folder, about, log_PV)
+
+    def exemplified(self, about: example.About, tokens_T: np.ndarray, a_LHTT: np.ndarray) -> None:
+        self.owner.verify()
+        example.write(self.run.folder, about, tokens_T, a_LHTT)
 
 
 @dataclass(frozen=True)
@@ -80,27 +97,20 @@ def run(
 
 def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) -> dict[str, Any]:
     began = time.perf_counter()
-    run, notes = plan.run, list[str]()
+    run = plan.run
+    plan, notes = record.as_begun(plan, ranks.count)
     if not checkpoint.newest_first(run.checkpoints):
         start.keep(plan)  # a mistake in `start` is told before anything is written
-    plan = _recorded(plan, notes, ranks.count)
-    config = plan.config
-    ranks.tell(Brief(dataclasses.replace(config, device=config.device.partition(":")[0]), run.id))
-    for rank, reason in enumerate(ranks.gather(None)):
-        if reason is not None:  # another machine may lack what this one has
-            raise UserError(f"process {rank}: {reason}")
-    if run.result is None and (run.folder / "result.json").exists():
-        notes.append("result.json is damaged: it is made anew")
-    for name in ("result.json", "error.txt"):  # of a sitting that failed
-        (run.folder / name).unlink(missing_ok=True)
+    record.write(plan, ranks.count)
+    _tell(ranks, plan)
+    notes += _cleared(run)
     result = account.base_result(plan, packed, ranks.count)
     trainer: Trainer | None = None
     with ExitStack() as opened:
         try:
-            hardware.prepare(config)
-            resumed = checkpoint.load_newest(
-                run.checkpoints, _whole_on(plan, ranks), run.metrics, notes.append
-            )
+            hardware.prepare(plan.config)
+            whole_on = _whole_on(plan, ranks)
+            resumed = checkpoint.load_newest(run.checkpoints, whole_on, run.metrics, notes.append)
             if resumed:
                 notes.append(f"going on from step {resumed.progress.step}")
             else:  # None for all but those that begin from a trained run
@@ -108,50 +118,30 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
             progress = resumed.progress if resumed else Progress()
             journal = Journal(run.metrics, progress.metrics_end)
             opened.callback(journal.close)
-            terminal = Terminal(run.label, int(config.train.steps), progress.step)
+            terminal = Terminal(run.label, int(plan.config.train.steps), progress.step)
             opened.callback(terminal.close)
             for note in account.header(plan, ranks.count) + notes:
                 terminal.note(note)
-            mirror = Mirror(
-                config.track,
-                account.wandb_identity(plan),
-                run.folder,
-                account.wandb_config(plan),
-                terminal.note,
-            )
-            opened.callback(_close, mirror, plan, result)
-
-            def save(state: checkpoint.Checkpoint) -> None:
-                owner.verify()
-                state.progress.metrics_end = journal.sync()
-                checkpoint.save(run.checkpoints, state)
-
-            def keep(about: predictions.About, log_PV: np.ndarray) -> None:
-                owner.verify()
-                predictions.write(run.folder, about, log_PV)
-
-            def keep_example(
-                about: example.About, tokens_T: np.ndarray, a_LHTT: np.ndarray
-            ) -> None:
-                owner.verify()
-                example.write(run.folder, about, tokens_T, a_LHTT)
+            mirror = _mirror(plan, terminal)
+            opened.callback(ending.close, mirror, plan, result)
+            keeper = _Keeper(owner, run, journal)
 
             def stop() -> bool:
                 owner.check()
                 return ranks.stopping(signals)
 
-            resumed = _shared(ranks, resumed, _whole_on(plan, ranks))
+            resumed = _shared(ranks, resumed, whole_on)
             trainer = Trainer(
                 plan,
-                _model(plan, resumed, _whole_on(plan, ranks)),
+                _model(plan, resumed, whole_on),
                 resumed,
                 sinks=(_Fence(owner), journal, terminal, mirror),
-                save=save,
+                save=keeper.save,
                 stop=stop,
                 began=began,
                 ranks=ranks,
-                predict=Predictor(plan, keep),
-                exemplify=Exemplify(plan, keep_example),
+                predict=Predictor(plan, keeper.predicted),
+                exemplify=Exemplify(plan, keeper.exemplified),
             )
             result |= _train(plan, trainer)
         except Interrupted:
@@ -163,20 +153,33 @@ def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) 
             if ranks.lost(error):
                 raise
             owner.verify()  # what fails here is no result of a run that is someone else's
-            # A failed run is a result too: what went wrong stands beside the others' numbers.
-            first = (str(error).strip() or "no message").splitlines()[0]
-            result |= {"status": "failed", "error": redacted(f"{type(error).__name__}: {first}")}
-            result["out_of_memory"] = hardware.is_out_of_memory(error)
-            write_atomic(run.folder / "error.txt", redacted(traceback.format_exc()))
-        result["seconds"] = round(time.perf_counter() - began, 3)
-        if trainer is not None:
-            result["steps"] = result.get("diverged_at", trainer.progress.step)
-            result["tokens"] = result["steps"] * plan.tokens_per_step
-            result["seconds"] = round(trainer.seconds(), 3)
-        result["peak_memory_bytes"] = hardware.peak_memory(config.device)
-        result["ended"] = time.strftime(_CLOCK)
-    _publish(plan.run, owner, result)
+            result |= ending.failed(run, error)
+        result |= ending.spent(plan, trainer, result, began)
+    ending.publish(plan.run, owner, result)
     return result
+
+
+def _tell(ranks: Ranks, plan: Plan) -> None:
+    """Tell the other processes what there is to train; UserError where one of them cannot."""
+    config = plan.config
+    kind = config.device.partition(":")[0]
+    ranks.tell(Brief(dataclasses.replace(config, device=kind), plan.run.id))
+    for rank, reason in enumerate(ranks.gather(None)):
+        if reason is not None:  # another machine may lack what this one has
+            raise UserError(f"process {rank}: {reason}")
+
+
+def _cleared(run: Run) -> list[str]:
+    """Take away what a sitting that failed has left; what there is to say of it."""
+    damaged = run.result is None and (run.folder / "result.json").exists()
+    for name in ("result.json", "error.txt"):
+        (run.folder / name).unlink(missing_ok=True)
+    return ["result.json is damaged: it is made anew"] * damaged
+
+
+def _mirror(plan: Plan, terminal: Terminal) -> Mirror:
+    identity, config = account.wandb_identity(plan), account.wandb_config(plan)
+    return Mirror(plan.config.track, identity, plan.run.folder, config, terminal.note)
 
 
 @dataclass(frozen=True)
@@ -232,33 +235,6 @@ def _shared(
     return parts and checkpoint.Checkpoint(*parts)
 
 
-def _publish(run: Run, owner: Owner, result: dict[str, Any]) -> None:
-    result.setdefault("ended", time.strftime(_CLOCK))
-    owner.verify()
-    try:
-        publish_json(run.folder / "result.json", sealed(result, run.metrics))
-    except FileExistsError:
-        raise Lost(f"{run.folder} has another process's result; this process stopped") from None
-    if result["status"] == "done":
-        checkpoint.keep_newest(run.checkpoints, 1)
-
-
-def record_failure(plan: Plan, reason: str, *, out_of_memory: bool, packed: int) -> None:
-    """The result of a run whose process died before it could write one."""
-    with plan.run.owned() as owner:
-        if plan.run.result is None:
-            result = account.base_result(plan, packed)
-            result |= {"status": "failed", "error": reason, "out_of_memory": out_of_memory}
-            _publish(plan.run, owner, result)
-
-
-def _close(mirror: Mirror, plan: Plan, result: dict[str, Any]) -> None:
-    left = account.left(plan, result) if mirror.is_on else None
-    code = EXIT_CODES.get(result.get("status", ""), 1)
-    mirror.close(account.summary(result), code, left)
-    result["wandb"] = mirror.address
-
-
 def _train(plan: Plan, trainer: Trainer) -> dict[str, Any]:
     """Train, then read every split once; what the result says of it."""
     progress = trainer.progress
@@ -292,32 +268,3 @@ def _model(plan: Plan, resumed: checkpoint.Checkpoint | None, device: str) -> GP
         return model.init_(plan.config.seeds.init).to(device)
     model.load_state_dict(resumed.weights)
     return model
-
-
-def _recorded(plan: Plan, notes: list[str], processes: int) -> Plan:
-    """The plan with the threads this run began with; begins the record where there is none."""
-    folder, config = plan.run.folder, plan.config
-    if plan.data.tokenizer is not None:
-        write_json(folder / "tokenizer.json", plan.data.tokenizer)
-    known = read_json(folder / "environment.json")
-    now = environment(config, hardware.describe(config), processes)
-    if known is None and (folder / "environment.json").exists():
-        notes.append("environment.json is damaged: it is written anew, as things are now")
-    if known is None or not (folder / "config.yaml").exists():
-        plan.run.freeze(config, plan.identity)
-        write_json(folder / "environment.json", now)
-        return plan
-    began = known.get("processes", 1)
-    if began != processes:
-        told = f"{began} process{'es' * (began > 1)}"
-        notes.append(f"this run began with {told}, and goes on with {processes}")
-    elif known["threads"] != config.threads:
-        notes.append(f"threads: {known['threads']}, as this run began, not {config.threads}")
-    for what in ("torch", "numpy", "qkablate"):
-        before, after = known["versions"].get(what), now["versions"].get(what)
-        if before != after:
-            notes.append(f"this run began with {what} {before}, and goes on with {after}")
-    if began == processes:  # else the sums have another order in any case
-        config = dataclasses.replace(config, threads=known["threads"])
-    plan.run.freeze(config, plan.identity)
-    return dataclasses.replace(plan, config=config)

@@ -17,7 +17,7 @@ from qkablate.errors import UserError, tell
 from qkablate.model import GPT
 from qkablate.records import is_number, read_json, write_json
 from qkablate.runs import run_id
-from qkablate.training import checkpoint
+from qkablate.training import checkpoint, hardware
 from qkablate.training.restore import Restored, check_shapes, find_run, restore
 from qkablate.training.state import Progress
 
@@ -94,7 +94,8 @@ def _holds(source: Attention, config: Config, name: str) -> bool:
 
 def project(parent: GPT, model: GPT, plan: "Plan") -> list[Lost]:
     """Set all of `model`; what is outside the circuits is the parent's. What each layer lost, of
-    what it sees of the batches to come."""
+    what it sees of the batches to come. Computed as the run computes, whatever else this process
+    does: the same run begins with the same weights."""
     inside = {name for name, _ in model.named_parameters() if ".attention." in name}
     weights = parent.state_dict()
     rest = {name: value for name, value in weights.items() if ".attention." not in name}
@@ -103,10 +104,12 @@ def project(parent: GPT, model: GPT, plan: "Plan") -> list[Lost]:
     assert not missing.unexpected_keys
     layers = parent.attentions()
     pairs = [*zip(layers, model.attentions(), strict=True)]
-    if all(same_form(*pair) for pair in pairs):
-        return [project_layer(*pair, None) for pair in pairs]
-    seen = look(layers, lambda: _read(parent, plan))
-    return [project_layer(*pair, own) for pair, own in zip(pairs, seen, strict=True)]
+    with hardware.process_state():
+        hardware.prepare(plan.config)
+        if all(same_form(*pair) for pair in pairs):
+            return [project_layer(*pair, None) for pair in pairs]
+        seen = look(layers, lambda: _read(parent, plan))
+        return [project_layer(*pair, own) for pair, own in zip(pairs, seen, strict=True)]
 
 
 def _read(model: GPT, plan: "Plan") -> None:

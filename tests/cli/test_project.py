@@ -11,6 +11,7 @@ import pytest
 
 from qkablate.cli import main
 from qkablate.records import read_config
+from qkablate.runs import run_id
 
 SIZES = ["model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
 LENGTH = ["train.steps=30", "train.batch_size=4", "train.eval_every=10", "track.wandb=disabled"]
@@ -31,8 +32,26 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def outputs(trained, tmp_path):
+def outputs(trained, tmp_path, monkeypatch):
+    """Where the data is prepared in the user's own cache."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    shutil.copytree(trained.parent / "cache", tmp_path / "home" / ".cache" / "qkablate" / "data")
     return Path(shutil.copytree(trained, tmp_path / "outputs", symlinks=True))
+
+
+def reseal(folder, status, **changes):
+    """The run's result, as if it had ended so."""
+    path = folder / "result.json"
+    content = {k: v for k, v in json.loads(path.read_text()).items() if k != "sha256"}
+    path.write_text(json.dumps(content | {"status": status} | changes))
+
+
+def reword(folder, **parts):
+    """The run's config with other values, as a stranger may hand it on."""
+    config = read_config(folder)
+    for part, values in parts.items():
+        config[part] = config[part] | values if isinstance(values, dict) else values
+    (folder / "config.yaml").write_text(json.dumps(config))
 
 
 def projected(qkablate, *words):
@@ -53,6 +72,14 @@ def test_help(qkablate):
     done = qkablate("project", "--help")
     assert (done.code, done.err) == (0, "")
     assert "Usage: qkablate project RUN [RUN …] variant=NAME" in done.out
+    for word in ("data.path=PATH", "data.cache=FOLDER", "lowest validation loss"):
+        assert word in done.out
+
+
+@pytest.mark.parametrize("verb", ["train", "project", "claim", "sweep"])
+def test_every_signal_is_in_the_exit_codes(qkablate, verb):
+    """Not those alone that are sent most often."""
+    assert "128 + signal interrupted, as 130 by Ctrl-C" in qkablate(verb, "--help").out
 
 
 def test_a_gap_split_in_two(qkablate, outputs):
@@ -128,6 +155,20 @@ def test_several_seeds_have_an_interval(qkablate, outputs):
     assert "seed=1" in done.out.splitlines()[-1]
 
 
+def test_seeds_that_were_trained_in_different_places_are_one_arm(qkablate, outputs):
+    (parent,) = (outputs / "runs").glob("standard-d16-h2-s1-*")
+    reword(parent, data={"cache": "elsewhere", "path": "there.txt"}, diagnose={"every": 3})
+    words = ["standard-d16-h2-s0", parent.name, "variant=no_q", "heal.steps=2"]
+    assert projected(qkablate, *words)["n"] == 2
+    config = read_config(parent)
+    config["identity"]["data_fingerprint"] = "another"
+    config["id"] = run_id(config["identity"])
+    (parent / "config.yaml").write_text(json.dumps(config))
+    done = qkablate("project", *words)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "differ in data (" in done.err
+
+
 def test_what_is_given_is_taken_by_both(qkablate, outputs):
     words = ["optim.lr=1e-4", "train.batch_size=2", "optim.warmup=1", "track.tags=[x]"]
     (one,) = projected(qkablate, "standard-d16-h2-s0", "variant=no_q", "heal.steps=3", *words)[
@@ -155,6 +196,111 @@ def test_stopped_it_goes_on(qkablate, spawn, outputs):
     assert json.loads(done.out)["runs"][0]["loss"] == expected["runs"][0]["loss"]
 
 
+def test_w_and_b_is_told_what_the_user_says_and_not_what_the_parent_was(qkablate, outputs):
+    (parent,) = (outputs / "runs").glob("standard-d16-h2-s0-*")
+    theirs = {"group": "theirs", "job_type": "theirs", "tags": ["theirs"], "entity": "stranger"}
+    reword(parent, track=theirs | {"project": "theirs", "log_every": 3})
+    words = [parent.name, "variant=low_rank_w", "variant.rank=3", "heal.steps=2"]
+    one = projected(qkablate, *words, "track.project=mine")["runs"][0]
+    for key in ("continued", "projected"):
+        track = read_config(outputs / "runs" / one["folders"][key])["track"]
+        assert track["group"] == "healed-standard-d16-h2"
+        assert (track["job_type"], track["tags"], track["entity"]) == (None, [], None)
+        assert (track["project"], track["log_every"]) == ("mine", 10)
+    words[-1] = "heal.steps=3"
+    one = projected(qkablate, *words, "track.group=mine", "track.tags=[x]")["runs"][0]
+    track = read_config(outputs / "runs" / one["folders"]["projected"])["track"]
+    assert (track["group"], track["tags"]) == ("mine", ["x"])
+
+
+def test_what_the_parent_s_folder_says_of_this_machine_is_not_obeyed(qkablate, outputs, tmp_path):
+    (parent,) = (outputs / "runs").glob("standard-d16-h2-s0-*")
+    elsewhere = tmp_path / "stranger"
+    reword(
+        parent,
+        data={"cache": str(elsewhere / "cache"), "path": "/dev/stdin"},
+        threads=7,
+        out=str(elsewhere / "out"),
+        train={"checkpoint_every": 1},
+        diagnose={"every": 1},
+    )
+    one = projected(qkablate, parent.name, "variant=no_q", "heal.steps=2")["runs"][0]
+    for key in ("continued", "projected"):
+        config = read_config(outputs / "runs" / one["folders"][key])
+        assert (config["data"]["cache"], config["threads"], config["out"]) == ("auto", 1, "outputs")
+        assert config["train"]["checkpoint_every"] == 250
+        assert config["diagnose"]["every"] == config["train"]["eval_every"] == 10
+    assert one["folders"]["scratch"].startswith("no_q-")  # the same run, by whatever path
+    assert not elsewhere.exists()
+
+
+def test_a_text_that_is_not_prepared_is_read_only_where_the_user_says(
+    qkablate, outputs, trained, tmp_path
+):
+    shutil.rmtree(tmp_path / "home" / ".cache")
+    text = trained.parent / "corpus.txt"
+    words = ["standard-d16-h2-s0", "variant=no_q", "heal.steps=2"]
+    done = qkablate("project", *words)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "data.path: what 'standard-d16-h2-s0-" in done.err
+    assert f"data.path={text}" in done.err
+    assert not (tmp_path / "home" / ".cache").exists()
+    other = tmp_path / "other.txt"
+    other.write_text("something else altogether\n" * 300)
+    done = qkablate("project", *words, f"data.path={other}")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "was trained on other data" in done.err
+    assert not [*(outputs / "runs").glob("healed-*")]
+    said = projected(qkablate, *words, f"data.path={text}", "data.cache=mine")
+    assert said["runs"][0]["gap"]["healed"]["val"] is not None
+    assert projected(qkablate, *words, "data.cache=mine")["runs"] == said["runs"]
+
+
+@pytest.mark.parametrize("status", ["failed", "diverged"])
+def test_a_run_from_scratch_that_came_to_nothing_is_told(qkablate, outputs, status):
+    (folder,) = (outputs / "runs").glob("no_q-*")
+    loss = dict.fromkeys(("train", "val", "test"))
+    reseal(folder, status, loss=loss, error="x", diverged_at=3)
+    words = ["standard-d16-h2-s0", "variant=no_q", "heal.steps=2"]
+    done = qkablate("project", *words)
+    assert done.code == 0, done.err
+    assert f"no_q from scratch, seed 0: {status}" in done.out
+    line = done.out.splitlines()[-1]
+    assert line.startswith("  qkablate train variant=no_q ")
+    assert ("optim.lr=0.0003" in line) == (status == "diverged")
+    again = shlex.split(line)[1:]
+    assert qkablate(*again, "threads=1").code == 0
+    (one,) = projected(qkablate, *words)["runs"]
+    assert one["gap"]["training"]["test"] is not None
+    assert one["scratch_lr"] == (3e-4 if status == "diverged" else 1e-3)
+
+
+def test_of_runs_from_scratch_at_several_rates_the_best_is_taken(qkablate, outputs):
+    words = ["standard-d16-h2-s0", "variant=no_q", "heal.steps=2"]
+    done = qkablate("project", *words)
+    assert "no_q from scratch, seed 0: at rate 0.001 alone" in done.out
+    (folder,) = (outputs / "runs").glob("no_q-*")
+    path = read_config(folder)["data"]["path"]
+    same = [*SIZES, *LENGTH, "data=text", f"data.path={path}", "seed=0", "variant=no_q"]
+    for more in (["optim.lr=4e-3"], ["optim.lr=1e-5"], ["optim.lr=8e-3", "optim.weight_decay=0"]):
+        assert qkablate("train", *same, *more).code == 0
+    done = qkablate("project", *words)
+    assert "at rate 0.004, whose validation loss is the lowest of 3 rates" in done.out
+    (one,) = projected(qkablate, *words)["runs"]
+    assert (one["scratch_lr"], one["scratch_lrs"]) == (4e-3, [1e-5, 1e-3, 4e-3])
+    taken = result(outputs / "runs" / one["folders"]["scratch"])["loss"]
+    assert one["loss"]["scratch"]["val"] == taken["val"] < result(folder)["loss"]["val"]
+
+
+def test_the_next_command_finds_the_runs_where_they_are(qkablate, outputs):
+    elsewhere = outputs.rename(outputs.parent / "else where")
+    words = ["standard-d16-h2-s0", "variant=no_q", "heal.steps=2", f"out={elsewhere}"]
+    line = qkablate("project", *words).out.splitlines()[-1]
+    assert line.startswith("  qkablate compare healed-no_q")
+    done = qkablate(*shlex.split(line)[1:])
+    assert done.code == 0, done.err
+
+
 MISTAKES = [
     ([], "no run given: write qkablate project RUN variant=NAME"),
     (["standard-d16-h2-s0"], "variant: into which form? write qkablate project"),
@@ -165,6 +311,8 @@ MISTAKES = [
     (["S", "variant=no_q", "heal.stps=3"], "heal.stps: there is no such key"),
     (["S", "variant=no_q", "train.steps=3"], "train.steps: write heal.steps=200"),
     (["S", "variant=no_q", "model.d_model=32"], "model.d_model: is what the trained run was"),
+    (["S", "variant=no_q", "data.tokenizer=chars"], "data.tokenizer: is what the trained run"),
+    (["S", "variant=no_q", "data.name=x"], "data.name: data=text has no such key"),
     (["S", "variant=no_q", "data=recall"], "data: is what the trained run was trained with"),
     (["S", "variant=no_q", "seed=4"], "seed: is what the trained run was trained with"),
     (["S", "variant=no_q", "optim.lrr=4"], "optim.lrr: there is no such key"),

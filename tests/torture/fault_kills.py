@@ -41,11 +41,11 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     from qkablate.data import prepare as preparing
     from qkablate.sweeps import launch, manifest, results, worker
     from qkablate.tracking import Journal, Mirror
-    from qkablate.training import checkpoint, hardware, session
+    from qkablate.training import checkpoint, ending, hardware, record
     from qkablate.training.loop import Trainer
 
     return {
-        "start": (4, [(train, "load"), (train, "settled"), (session, "_recorded")]),
+        "start": (4, [(train, "load"), (train, "settled"), (record, "write")]),
         "data": (
             8,
             [
@@ -69,7 +69,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
         "resuming": (3, [(checkpoint, "load_newest"), (checkpoint, "load"), (hardware, "prepare")]),
         "result": (
             3,
-            [(session, "_publish"), (records, "name_exclusively"), (session, "publish_json")],
+            [(ending, "publish"), (records, "name_exclusively"), (ending, "publish_json")],
         ),
         "W&B": (9, [(Mirror, "_start"), (Mirror, "log"), (Mirror, "close")]),
         "fsync": (40, [(os, "fsync")]),

@@ -186,7 +186,7 @@ def _changes(before: Any, now: Names) -> list[dict[str, int | None]]:
 def _recording(address: str) -> None:
     """In a process, and in those that it forks: tell the recorder of what is done."""
     from qkablate.tracking import Journal
-    from qkablate.training import checkpoint, session
+    from qkablate.training import checkpoint, ending
     from qkablate.training.loop import Trainer
 
     own: dict[int, Connection] = {}
@@ -209,7 +209,7 @@ def _recording(address: str) -> None:
                 tell(forced=os.fstat(arguments[0]).st_ino)
             elif owner is checkpoint:
                 tell(run=arguments[0].parent.name, step=arguments[1].progress.step)
-            elif owner is session:
+            elif owner is ending:
                 tell(run=arguments[0].parent.name)
             else:
                 tell()
@@ -221,7 +221,7 @@ def _recording(address: str) -> None:
         watch(os, name)
     for owner, name in ((Trainer, "_step"), (Journal, "log"), (checkpoint, "save")):
         watch(owner, name)
-    watch(session, "publish_json")
+    watch(ending, "publish_json")
     os.register_at_fork(after_in_child=lambda: lock.__init__())  # type: ignore[misc]
 
 

@@ -14,6 +14,7 @@ import torch
 
 from qkablate import catalogue
 from qkablate.errors import UserError
+from qkablate.training import checkpoint
 from qkablate.training.restore import find_run, restore
 
 STEPS = ("train.steps=3", "train.batch_size=2")
@@ -93,6 +94,22 @@ def test_the_newest_whole_checkpoint(run, capsys):
     assert err.count("\n") == 1
     assert "step-00000009' is damaged (weights.safetensors does not have its checksum)" in err
     assert tree(run) == before
+
+
+def test_weights_are_hashed_only_to_be_found(run, monkeypatch):
+    """Each reads all of them once more."""
+    hashed = []
+
+    def weights_sha256(path, original=checkpoint.weights_sha256):
+        hashed.append(path)
+        return original(path)
+
+    monkeypatch.setattr(checkpoint, "weights_sha256", weights_sha256)
+    path = restore(run).checkpoint
+    assert hashed == []
+    assert restore(run, weights=checkpoint.weights_sha256(path)).checkpoint == path
+    with pytest.raises(UserError, match="has no weights of sha256 000000000000… any more"):
+        restore(run, weights="0" * 64)
 
 
 def test_nothing_is_unpickled(run, tmp_path):

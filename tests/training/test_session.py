@@ -256,13 +256,13 @@ def test_a_reader_that_goes_away_stops_nothing(spawn, tiny, tmp_path):
 
 
 def test_a_signal_that_comes_too_late_stops_the_next_job(qkablate, tiny, tmp_path, monkeypatch):
-    from qkablate.training import session
+    from qkablate.training import ending
 
-    def late(path, value, original=session.publish_json):
+    def late(path, value, original=ending.publish_json):
         original(path, value)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(session, "publish_json", late)
+    monkeypatch.setattr(ending, "publish_json", late)
     assert qkablate("train", *tiny, "-m", "seed=0,1,2").code == 130
     assert len(list((tmp_path / "outputs" / "runs").glob("*/result.json"))) == 1
     assert qkablate("train", *tiny, "seed=5").code == 0  # alone, it has done what it should
@@ -423,13 +423,13 @@ def test_who_loses_a_run_writes_no_more(qkablate, tiny, tmp_path, monkeypatch, m
 
 def test_a_result_is_never_written_over(qkablate, tiny, tmp_path, monkeypatch):
     """Even if the run changes hands between the last look and the result."""
-    from qkablate.training import session
+    from qkablate.training import ending
 
-    def publish(path, value, original=session.publish_json):
+    def publish(path, value, original=ending.publish_json):
         path.write_text('{"status": "failed", "by": "another"}')
         original(path, value)
 
-    monkeypatch.setattr(session, "publish_json", publish)
+    monkeypatch.setattr(ending, "publish_json", publish)
     done = qkablate("train", *tiny)
     assert done.code == 1
     assert "has another process's result; this process stopped" in done.err
@@ -505,3 +505,19 @@ def test_a_state_that_is_packed_is_damaged(qkablate, tiny, tmp_path):
             checkpoint._load_state(path, "cpu")
     path.write_bytes(before)
     assert checkpoint._load_state(path, "cpu")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{", '{"versions": {}, "threads": "x"}', '{"threads": 1}'],
+)
+def test_a_record_that_is_none_is_written_anew(qkablate, tiny, tmp_path, monkeypatch, content):
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, 6)
+        assert qkablate("train", *tiny).code == 143
+    record = folder_of(tmp_path) / "environment.json"
+    record.write_text(content)
+    done = qkablate("train", *tiny)
+    assert done.code == 0
+    assert "environment.json is damaged: it is written anew" in done.err
+    assert json.loads(record.read_text())["threads"] == 1

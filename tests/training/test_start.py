@@ -170,6 +170,42 @@ def test_a_damaged_start_is_made_again_from_the_parent(qkablate, tiny, tmp_path,
     assert rows(folder) == before
 
 
+def test_the_projection_is_computed_as_the_run_is(qkablate, tiny, tmp_path, parent, monkeypatch):
+    """With the threads and the products of the run, whatever the process has; also when a start is
+    made again later, with the threads that the run began with."""
+    from qkablate.attention import products
+    from qkablate.training import start
+
+    seen = []
+
+    def project_layer(*pair, original=start.project_layer):
+        seen.append((torch.get_num_threads(), products.chosen()))
+        return original(*pair)
+
+    monkeypatch.setattr(start, "project_layer", project_layer)
+    words = [
+        *tiny,
+        "seed=3",
+        "variant=no_q",
+        f"start.run={parent.name}",
+        "products=onednn",
+        "precision=fp32",
+    ]
+    torch.set_num_threads(3)
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, 2)
+        assert qkablate("train", *words, "threads=2").code == 143
+    assert {*seen} == {(2, "onednn")}
+    assert (torch.get_num_threads(), products.chosen()) == (3, "torch")
+    seen.clear()
+    folder = begun(tmp_path)
+    for made in ("checkpoints", "start"):
+        shutil.rmtree(folder / made)
+    assert qkablate("train", *words, "threads=1").code == 0
+    assert {*seen} == {(2, "onednn")}
+    assert json.loads((folder / "result.json").read_text())["threads"] == 2
+
+
 def test_nothing_is_written_through_a_link(qkablate, tiny, tmp_path, parent):
     words = [*tiny, "seed=3", "variant=no_q", f"start.run={parent.name}"]
     assert qkablate("train", *words).code == 0
