@@ -122,7 +122,7 @@ def test_what_the_sweeps_own_run_tells(spec):
     )
     drawn = {f"charts/{name}" for name in re.findall(r'return Chart\("([\w-]+)"', charts)}
     assert drawn - {"charts/parts"} <= media  # that one is a claim's
-    assert media - {"report", "charts/attention"} <= drawn
+    assert media - {"report"} <= drawn
     tables = [
         panel["config"]["panel2Config"]["exp"]["fromOp"]["inputs"]["key"]["val"]
         for panel in found
