@@ -65,11 +65,12 @@ def main(argv: list[str]) -> int:
     from qkablate.tracking.mode import has_key, server, silence_of, wrong_server
 
     dry = "--dry-run" in flags
+    folders = _folders(words, Path(out).expanduser())
     if not dry and not has_key():
-        raise UserError("sync needs a key: `wandb login`, or WANDB_API_KEY")
+        raise UserError("sync needs a key: `wandb login`, or WANDB_API_KEY; --dry-run needs none")
     if not dry and (wrong := wrong_server()):
         raise UserError(wrong)
-    plan = _plan(_folders(words, Path(out).expanduser()))
+    plan = _plan(folders)
     _tell(plan)
     if dry:
         return _list(plan, argv)

@@ -33,7 +33,7 @@ def work(
     """Train the run, and exit as it went. `wandb` is where W&B's process is, which stays as long as
     anybody has the `keeper`."""
     os.setsid()  # Ctrl-C in the terminal is for the launcher, which passes it on
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # unlike the server
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, service.UNHEARD)  # unlike the server
     if wandb:
         os.environ[service.VARIABLE] = wandb
     if gpu is not None:

@@ -6,6 +6,8 @@ import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+# What the server does not hear that forks what a launcher starts; who is forked hears it again.
+UNHEARD = {signal.SIGINT, signal.SIGTERM}
 VARIABLE = "WANDB_SERVICE"  # where W&B looks for a process that is there already
 
 
@@ -21,7 +23,7 @@ def keep(folder: Path, found: Connection, others: Connection) -> None:
     """Start it, tell where it is, and keep it until none of the others is left: nobody ever writes
     to that connection, so that it ends with the last of them."""
     os.setsid()  # Ctrl-C in the terminal is not for us: runs have something to tell yet
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # unlike who has forked us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)  # unlike who has forked us
     stay_within(folder / "wandb")
     address = ""
     with contextlib.suppress(Exception, SystemExit):  # without it each run starts its own

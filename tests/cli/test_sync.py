@@ -133,7 +133,10 @@ def test_one_run_a_dry_run_and_what_is_not_there(recorded, server, qkablate, mon
     assert sorted(names) == sorted([*IDS, IDS[1]])
     asked = qkablate("sync")
     assert asked.code == 2
-    assert asked.err == "qkablate: sync needs a key: `wandb login`, or WANDB_API_KEY\n"
+    assert (
+        asked.err
+        == "qkablate: sync needs a key: `wandb login`, or WANDB_API_KEY; --dry-run needs none\n"
+    )
     assert server.runs == {}
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     assert qkablate("sync", "bbbb").code == 0

@@ -115,6 +115,7 @@ def lines_by_tokens(
             }
         )
     if rows:
+        seen = int(len({row["tokens"] for row in rows}) == 1)
         band = {**y, "field": "low"}
         layers += [
             *where_known(
@@ -129,7 +130,8 @@ def lines_by_tokens(
                 "encoding": lines | dash(chapter),
             },
             {
-                "mark": {"type": "point", "size": 90, "opacity": 0, "filled": True},
+                # To be pointed at; to be seen where there is one reading, which makes no line.
+                "mark": {"type": "point", "size": 90, "opacity": seen, "filled": True},
                 "encoding": lines | {"tooltip": tooltip},
             },
         ]

@@ -102,10 +102,12 @@ def _panel(chapter: Chapter, title: str, rows: list[Spec], seeds: list[Spec]) ->
     layers = where_known(
         rows, {"mark": {"type": "area", "opacity": 0.13, "clip": True}, "encoding": area}
     )
+    seen = int(len({row["tokens"] for row in rows}) == 1)
     layers += [
         {"mark": {"type": "line", "strokeWidth": 2}, "encoding": lines | dash(chapter)},
         {
-            "mark": {"type": "point", "size": 90, "opacity": 0, "filled": True},
+            # To be pointed at; to be seen where there is one reading, which makes no line.
+            "mark": {"type": "point", "size": 90, "opacity": seen, "filled": True},
             "encoding": lines | {"tooltip": tooltip},
         },
     ]

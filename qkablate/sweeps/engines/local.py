@@ -14,7 +14,7 @@ from pathlib import Path
 from qkablate.sweeps import worker
 from qkablate.sweeps.engines import Ended, Task
 from qkablate.sweeps.engines.remote import killed_for_memory
-from qkablate.tracking.service import keep
+from qkablate.tracking.service import UNHEARD, keep
 
 # What a run imports on its way, besides: half a second for each of them otherwise.
 PRELOADED = [worker.__name__, "omegaconf"]
@@ -24,9 +24,9 @@ _PATIENCE = 10.0  # seconds for W&B's process to come up
 
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
-    """What is started now does not hear SIGTERM, which may come to a whole group of processes: the
-    launcher needs the server until what runs has written its checkpoints."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    """What is started now does not hear what may come to a whole group of processes: the launcher
+    needs the server until what runs has written its checkpoints, and also while it starts up."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
     try:
         yield
     finally:

@@ -1,0 +1,28 @@
+"""The engine of this machine, but for what all engines promise: tests/sweeps/test_launch.py."""
+
+import subprocess
+import sys
+
+import pytest
+
+TOLD_EARLY = """
+import multiprocessing, os, signal, sys
+from multiprocessing import forkserver
+from qkablate.sweeps.engines import local
+
+multiprocessing.set_forkserver_preload(local.PRELOADED)
+with local._deaf():
+    forkserver.ensure_running()
+os.kill(forkserver._forkserver._forkserver_pid, signal.Signals[sys.argv[1]])  # it imports torch yet
+process = multiprocessing.get_context("forkserver").Process(target=print, args=("started",))
+process.start()
+process.join()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_the_server_of_processes_outlives_what_its_group_is_told(name):
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD_EARLY, name], capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.returncode) == ("started\n", 0), done.stderr
