@@ -7,10 +7,11 @@ import pytest
 
 TOLD_EARLY = """
 import multiprocessing, os, signal, sys
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from qkablate.sweeps.engines import local
 
 multiprocessing.set_forkserver_preload(local.PRELOADED)
+resource_tracker.ensure_running()
 with local._deaf():
     forkserver.ensure_running()
 os.kill(forkserver._forkserver._forkserver_pid, signal.Signals[sys.argv[1]])  # it imports torch yet
