@@ -93,6 +93,8 @@ def test_the_readmes_commands_work(qkablate, tiny, text, command, tmp_path, monk
         words = [word.replace("-d128-h4-", "-d16-h2-") for word in words]
         for seed in range(len(words) - 2):
             assert qkablate("train", f"seed={seed}", *tiny).code == 0
+        # Where its data lies, a run's folder is not asked.
+        words += [word for word in tiny if word.startswith(("data.", "track."))]
     if words[:2] == ["claim", "run"]:  # a hundred runs: tests/cli/test_claim.py has a small one
         lengths = ["train.steps=2,3,4", *(word for word in tiny if "train.steps" not in word)]
         done = qkablate(*words, *lengths, *(["--dry-run"] * ("--dry-run" not in words)))
