@@ -23,7 +23,7 @@ bench: venv ## how fast it is here (some 20 minutes); beside nanoGPT with NANOGP
 	$(BIN)/python scripts/bench.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
 torture: venv ## faults of all kinds, hundreds of each (under half an hour)
-	$(BIN)/python tests/torture
+	$(BIN)/python -m tests.torture
 
 pictures: venv ## those of the README, from a real sweep (some 9 minutes on 2 cores)
 	$(BIN)/qkablate sweep sweep=quick sweep.name=readme 'seed=range(6)'

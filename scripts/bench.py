@@ -30,18 +30,18 @@ import torch
 from compare_nanogpt import SHAPES, Shape, configure
 from hydra import initialize_config_dir
 
-from qkablate.catalogue import attention, settle
-from qkablate.cli.hydra_app import register
+from qkablate.cli.hydra.app import register
 from qkablate.config import Config, conf_dir, variants
-from qkablate.cost import cost
 from qkablate.errors import UserError, nearest
+from qkablate.models.catalogue import attention, settle
+from qkablate.models.cost import cost
 from qkablate.table import print_table
-from qkablate.tracking.journal import Journal
-from qkablate.tracking.mirror import Identity, Mirror
+from qkablate.tracking.metrics_file import Journal
+from qkablate.tracking.wandb.run import Identity, Mirror
 from qkablate.training import hardware
 from qkablate.training.loop import Trainer
 from qkablate.training.measure import check_memory, step_times
-from qkablate.training.plan import empty_model, plan
+from qkablate.training.resolve import empty_model, plan
 
 LONG = Shape(2, 768, 12, 1024, 2, steps=1)
 PRODUCT = 8192 if torch.cuda.is_available() else 2048  # rows and columns of a large product

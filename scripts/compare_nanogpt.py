@@ -26,17 +26,17 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor
 
-from qkablate.attention import products
-from qkablate.cli.hydra_app import register
+from qkablate.attention.kernels import matmul
+from qkablate.cli.hydra.app import register
 from qkablate.config import Config, conf_dir, load, variants
 from qkablate.data.batches import whole
 from qkablate.errors import UserError, nearest
 from qkablate.randomness import stream
-from qkablate.runs import environment
+from qkablate.runs.run import environment
 from qkablate.training import hardware
 from qkablate.training.loop import Trainer
 from qkablate.training.optimizer import learning_rate
-from qkablate.training.plan import Plan, plan
+from qkablate.training.resolve import Plan, plan
 
 WARMUP = 5  # steps before the clock starts
 EVAL_BATCH = 8192  # tokens
@@ -72,11 +72,11 @@ class Ours:
         )
 
     def step(self, step: int) -> None:
-        products.choose(self.trainer.config.products)  # of the process: the contestants take turns
+        matmul.choose(self.trainer.config.products)  # of the process: the contestants take turns
         self.trainer._step(step)
 
     def loss(self) -> float:
-        products.choose(self.trainer.config.products)
+        matmul.choose(self.trainer.config.products)
         return self.trainer.evaluate("val")["loss"]
 
 

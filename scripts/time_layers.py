@@ -18,10 +18,10 @@ import time
 import torch
 
 from qkablate import __version__
-from qkablate.catalogue import attention
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
-from qkablate.cost import attention_cost, mean_causal_keys
 from qkablate.errors import UserError
+from qkablate.models.catalogue import attention
+from qkablate.models.cost import attention_cost, mean_causal_keys
 from qkablate.training.hardware import fast_bf16
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

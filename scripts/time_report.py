@@ -18,9 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from qkablate.cli.grid import composing
-from qkablate.sweeps.expand import Expansion, Grid
-from qkablate.sweeps.manifest import Manifest, SweepRun, freeze
+from qkablate.cli.hydra.grid import composing
+from qkablate.sweeps.planning.expand import Expansion, Grid
+from qkablate.sweeps.planning.manifest import Manifest, SweepRun, freeze
 
 
 def main() -> None:

@@ -14,58 +14,29 @@ GROUND = {"config", "disk", "errors", "randomness", "redaction", "table", "__ini
 # What each part may import of the project, besides the ground floor.
 MAY = {
     "attention": {"attention"},
-    "catalogue": {"attention"},
-    "output": {"attention"},
-    "model": {"output", "catalogue", "attention"},
-    "cost": {"model", "attention"},
-    "mechanism": {"mechanism", "model", "attention"},
     "data": {"data"},
-    "ownership": set(),
-    "records": set(),
-    "runs": {"records", "ownership"},
-    "predictions": {"records", "runs"},
-    "example": {"records", "predictions"},
-    "tracking": {"tracking", "records"},
+    "models": {"models", "attention", "data"},
+    "diagnostics": {"diagnostics", "models", "attention"},
+    "verify": {"verify", "models", "attention"},
+    "runs": {"runs"},
+    "tracking": {"tracking", "runs"},
     "training": {
-        *("training", "cost", "model", "catalogue", "data", "runs", "tracking", "attention"),
-        *("output", "ownership", "mechanism", "predictions", "example", "records"),
+        *("training", "models", "diagnostics", "attention", "data", "runs", "tracking"),
     },
-    "sweeps": {
-        *("sweeps", "training", "cost", "catalogue", "data", "runs", "ownership", "tracking"),
-        *("predictions", "records"),
+    "sweeps": {"sweeps", "training", "models", "data", "runs", "tracking"},
+    "analysis": {"analysis", "report", "sweeps", "data", "runs"},
+    "report": {"report", "analysis", "runs", "cli"},
+    "dashboard": {
+        *("dashboard", "report", "analysis", "sweeps", "data", "runs", "tracking", "cli"),
     },
-    "analysis": {
-        *("analysis", "sweeps", "data", "runs", "ownership", "predictions", "example", "records"),
-    },
-    "report": {"report", "analysis", "example"},
-    "verify": {"verify", "cost", "model", "attention"},
     "cli": {
-        "cli",
-        "report",
-        "analysis",
-        "sweeps",
-        "verify",
-        "training",
-        "cost",
-        "model",
-        "catalogue",
-        "runs",
-        "ownership",
-        "generate",
-        "attention",
-        "tracking",
-        "data",
-        "example",
-        "mechanism",
-        "records",
+        *("cli", "dashboard", "report", "analysis", "verify", "sweeps", "training", "diagnostics"),
+        *("models", "attention", "data", "runs", "tracking"),
     },
-    "generate": {"model", "data"},
     "__main__": {"cli"},
 }
 
-LIGHT = (
-    *("config", "ownership", "records", "runs", "predictions", "example", "tracking", "errors"),
-)
+LIGHT = ("config", "runs", "tracking", "errors")
 
 
 def imports(file: Path) -> set[str]:
@@ -120,8 +91,11 @@ def test_the_command_itself_imports_nothing_heavy(words):
 
 
 def test_analysis_needs_no_torch():
-    names = [f"qkablate.analysis.{file.stem}" for file in (ROOT / "analysis").glob("*.py")]
-    names += [f"qkablate.report.{file.stem}" for file in (ROOT / "report").glob("*.py")]
+    names = [
+        ".".join(("qkablate", *file.relative_to(ROOT).with_suffix("").parts))
+        for part in ("analysis", "report")
+        for file in (ROOT / part).rglob("*.py")
+    ]
     names += [
         "qkablate.cli.results",
         "qkablate.cli.report",

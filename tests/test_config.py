@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hydra import compose, initialize_config_dir
 
-from qkablate.cli.hydra_app import register
+from qkablate.cli.hydra.app import register
 from qkablate.config import (
     CHOICES,
     RANGES,

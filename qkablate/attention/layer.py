@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from qkablate.attention.kernels import Shapes, attend, causal_mask, choose_kernel, why_not
+from qkablate.attention.kernels.dispatch import Shapes, attend, causal_mask, choose_kernel, why_not
 from qkablate.attention.modifiers import (
     NORMS,
     POSITIONS,

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from qkablate.attention.products import linear
+from qkablate.attention.kernels.matmul import linear
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from qkablate.cli.compose import next_commands, take_flags
+from qkablate.cli.hydra.configs import next_commands, take_flags
 from qkablate.cli.results import need_analysis
 from qkablate.errors import UserError, nearest, tell
 from qkablate.table import counted, print_json, print_table
@@ -77,9 +77,9 @@ class _Asked:
     """A claim, with the words it was asked for with."""
 
     def __init__(self, words: list[str]) -> None:
-        from qkablate.analysis.claim import FREE
-        from qkablate.analysis.claim_file import known_claims, load_claim
-        from qkablate.analysis.registry import registered_names, registrations
+        from qkablate.analysis.claims.claim import FREE
+        from qkablate.analysis.claims.parse import known_claims, load_claim
+        from qkablate.analysis.claims.registry import registered_names, registrations
         from qkablate.config import conf_dir, keys, nearest_key
 
         name, *rest = words
@@ -110,9 +110,9 @@ class _Asked:
 
 
 def _list(words: list[str], *, as_json: bool) -> int:
-    from qkablate.analysis.claim_file import known_claims, load_claim
-    from qkablate.analysis.docket import judged, judgements
-    from qkablate.analysis.registry import registered_names, registrations
+    from qkablate.analysis.claims.docket import judged, judgements
+    from qkablate.analysis.claims.parse import known_claims, load_claim
+    from qkablate.analysis.claims.registry import registered_names, registrations
 
     out = "outputs"
     for word in words:
@@ -164,7 +164,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
 
 
 def _short(found: Any) -> str:
-    from qkablate.analysis.audit import MARKS, worst
+    from qkablate.analysis.comparison.audit import MARKS, worst
 
     label = ", exploratory" if found.exploratory else ""
     mark = MARKS[worst([check for one in found.judged for check in one.checks])]
@@ -175,9 +175,9 @@ def _short(found: Any) -> str:
 
 
 def _show(asked: _Asked, as_json: bool) -> int:
-    from qkablate.analysis.docket import judged, judgements
-    from qkablate.analysis.judgement import describe
-    from qkablate.analysis.verdict_text import claim_lines
+    from qkablate.analysis.claims.docket import judged, judgements
+    from qkablate.analysis.claims.judgement import describe
+    from qkablate.report.text.claims import claim_lines
 
     claim = asked.claim
     if claim.untestable:
@@ -201,13 +201,13 @@ def _show(asked: _Asked, as_json: bool) -> int:
 
 
 def _run(asked: _Asked, flags: dict[str, str]) -> int:
-    from qkablate.analysis.claim import comparisons
-    from qkablate.analysis.claim_file import MOST_SEEDS
-    from qkablate.analysis.docket import judged, judgements
-    from qkablate.analysis.registry import edited_since, grid_of, register, registrations
-    from qkablate.analysis.verdict_text import claim_lines
-    from qkablate.cli.grid import composing
+    from qkablate.analysis.claims.claim import comparisons
+    from qkablate.analysis.claims.docket import judged, judgements
+    from qkablate.analysis.claims.parse import MOST_SEEDS
+    from qkablate.analysis.claims.registry import edited_since, grid_of, register, registrations
+    from qkablate.cli.hydra.grid import composing
     from qkablate.cli.sweep import dry_run, expanded, launch
+    from qkablate.report.text.claims import claim_lines
 
     claim = asked.claim
     if claim.untestable:
@@ -260,9 +260,9 @@ def _run(asked: _Asked, flags: dict[str, str]) -> int:
 
 def _print(found: Any, looks: list[Any], out: str) -> None:
     """The judgement that counts, and in a line each what else was judged here."""
-    from qkablate.analysis.docket import judged, judgements
-    from qkablate.analysis.registry import registrations
-    from qkablate.analysis.verdict_text import lines
+    from qkablate.analysis.claims.docket import judged, judgements
+    from qkablate.analysis.claims.registry import registrations
+    from qkablate.report.text.claims import lines
 
     print("\n".join(lines(found)))
     for look in looks:

@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.compose import next_commands, take_flags, take_out
+from qkablate.cli.hydra.configs import next_commands, take_flags, take_out
 from qkablate.cli.results import need_analysis
 from qkablate.errors import UserError, printable
 from qkablate.table import print_json, print_table, short
@@ -34,8 +34,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"give two runs, not {len(words)}: qkablate compare RUN RUN")
     need_analysis()
 
-    from qkablate.analysis.duel import duel
-    from qkablate.runs import find_run
+    from qkablate.analysis.comparison.two_runs import duel
+    from qkablate.runs.run import find_run
 
     found = duel(*(find_run(word, out) for word in words))
     with suppress(BrokenPipeError):

@@ -53,7 +53,7 @@ def _ask_hydra(verb: str, request: str) -> int:
 
     import hydra
 
-    from qkablate.cli.hydra_app import register
+    from qkablate.cli.hydra.app import register
     from qkablate.config import conf_dir
 
     register()

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from qkablate.cli.compose import Job, built, jobs, next_commands, proposed, take_flags, varies
+from qkablate.cli.hydra.configs import Job, built, jobs, next_commands, proposed, take_flags, varies
 from qkablate.cli.verify import MOST_STEPS, steps
 from qkablate.config import Config, flatten, variants
 from qkablate.errors import UserError, nearest
@@ -93,9 +93,9 @@ def _vocabulary(flags: dict[str, str]) -> int:
 
 def _rows(planned: list[Job], vocabulary: int) -> tuple[list[dict[str, Any]], list[Job]]:
     """A row for each job that has a meaning, and those jobs."""
-    from qkablate.cost import cost
+    from qkablate.models.cost import cost
     from qkablate.training import hardware
-    from qkablate.training.plan import empty_model
+    from qkablate.training.resolve import empty_model
 
     rows: list[dict[str, Any]] = []
     models = built(planned, lambda config: empty_model(hardware.resolve(config), vocabulary))

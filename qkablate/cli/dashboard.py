@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.compose import need_extra, next_commands, take_flags
+from qkablate.cli.hydra.configs import need_extra, next_commands, take_flags
 from qkablate.cli.status import sweep_names, sweep_words
 from qkablate.errors import UserError, printable, refuse_secrets, tell
 from qkablate.table import counted, short_bytes
@@ -51,11 +51,11 @@ def main(argv: list[str]) -> int:
     refuse_secrets(flags)
     word, out = sweep_words(words)
 
-    from qkablate.runs import refuse_strangers
-    from qkablate.sweeps import manifest
-    from qkablate.sweeps.state import Standing
-    from qkablate.tracking.mode import place
-    from qkablate.tracking.service import stay_within
+    from qkablate.runs.run import refuse_strangers
+    from qkablate.sweeps.planning import manifest
+    from qkablate.sweeps.running.state import Standing
+    from qkablate.tracking.wandb.mode import place
+    from qkablate.tracking.wandb.service import stay_within
 
     folder = manifest.find(word, out)
     standing = Standing(manifest.read(folder))
@@ -115,7 +115,7 @@ def _flags(flags: dict[str, str]) -> list[str]:
 def _check_online() -> None:
     """UserError unless W&B may be asked, and would know us."""
     from qkablate.config import TrackConfig
-    from qkablate.tracking.mode import has_key, resolve_mode
+    from qkablate.tracking.wandb.mode import has_key, resolve_mode
 
     if not has_key():
         raise UserError(
@@ -127,9 +127,9 @@ def _check_online() -> None:
 
 
 def _write(spec: str, standing: Any, entity: str, project: str) -> None:
-    from qkablate.records import write_atomic
-    from qkablate.sweeps.dashboard import view
-    from qkablate.tracking.view import content
+    from qkablate.dashboard.server import content
+    from qkablate.dashboard.view import view
+    from qkablate.runs.records import write_atomic
 
     text = json.dumps(content(view(standing, entity, project)), indent=1) + "\n"
     if not spec:
@@ -144,9 +144,9 @@ def _write(spec: str, standing: Any, entity: str, project: str) -> None:
 
 
 def _save(standing: Any, entity: str | None, project: str, out: str) -> None:
-    from qkablate.records import read_json, write_atomic
-    from qkablate.sweeps.dashboard import mixed, view
-    from qkablate.tracking.view import connect, save, urls
+    from qkablate.dashboard.server import connect, save, urls
+    from qkablate.dashboard.view import mixed, view
+    from qkablate.runs.records import read_json, write_atomic
 
     server = connect()
     entity = entity or server.entity
@@ -170,7 +170,7 @@ def _save(standing: Any, entity: str | None, project: str, out: str) -> None:
 
 def _missing(standing: Any, out: str) -> list[str]:
     """What the view cannot show yet: runs that W&B has not been sent."""
-    from qkablate.tracking.recorded import logs, synced_mark
+    from qkablate.tracking.wandb.offline_log import logs, synced_mark
 
     manifest = standing.manifest
     if manifest.track.wandb == "disabled":

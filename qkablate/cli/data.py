@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkablate.cli.compose import Job, jobs, next_commands, take_flags
+from qkablate.cli.hydra.configs import Job, jobs, next_commands, take_flags
 from qkablate.config import TEXT_SOURCES, Config, conf_dir
 from qkablate.errors import UserError, nearest
 from qkablate.table import counted, print_json, print_table, short_bytes

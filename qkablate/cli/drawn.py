@@ -34,11 +34,11 @@ def draw(
     """Write the picture; what is told of it."""
     import numpy as np
 
-    from qkablate.analysis.examples import Example, seen
+    from qkablate.analysis.study.attention_maps import Example, seen
     from qkablate.cli.report import write
-    from qkablate.example import rounded
     from qkablate.report.charts.attention import attention_of
-    from qkablate.report.pictures import picture
+    from qkablate.report.render import picture
+    from qkablate.runs.attention_map import rounded
 
     weights_LHTT = np.array(text["attention"], np.float64)  # None becomes NaN
     if not np.isfinite(weights_LHTT).all():

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.compose import next_commands, run_and_keys, take_flags, take_out
 from qkablate.cli.drawn import check_picture, draw
-from qkablate.cli.heads import print_looks, print_measures, print_spectra
+from qkablate.cli.hydra.configs import next_commands, run_and_keys, take_flags, take_out
 from qkablate.errors import UserError, printable
+from qkablate.report.text.heads import print_looks, print_measures, print_spectra
 from qkablate.table import counted, print_json
 
 HELP = """qkablate inspect: what the circuits and the attention of a trained run are like.
@@ -145,13 +145,13 @@ def _whole(name: str, value: str | None) -> int | None:
 
 
 def _inspect(wish: Wish) -> int:
-    from qkablate.runs import find_run
+    from qkablate.runs.run import find_run
 
     folder = find_run(wish.run, wish.out)
 
-    from qkablate.mechanism import Panel
-    from qkablate.training.diagnose import starts_of, tokens_for
-    from qkablate.training.restore import restore
+    from qkablate.diagnostics import Panel
+    from qkablate.training.recorders.diagnostics import starts_of, tokens_for
+    from qkablate.training.warm_start.restore import restore
 
     keys = wish.keys
     restored = restore(
@@ -227,8 +227,8 @@ def _read(restored: Any, text: str) -> dict[str, Any]:
     """The tokens of a text, and the weights A_LHTS."""
     import torch
 
-    from qkablate.mechanism import attention_weights
-    from qkablate.mechanism.panel import LENGTH, rounded
+    from qkablate.diagnostics import attention_weights
+    from qkablate.diagnostics.panel import LENGTH, rounded
 
     tokenizer = restored.tokenizer()
     if unknown := tokenizer.unknown(text):

@@ -7,16 +7,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkablate.cli.compose import jobs, take_flags, take_out
-from qkablate.cli.project_text import tell_split
+from qkablate.cli.hydra.configs import jobs, take_flags, take_out
 from qkablate.cli.results import need_analysis
 from qkablate.errors import UserError, tell
+from qkablate.report.text.projection import tell_split
 from qkablate.table import print_json
 
 if TYPE_CHECKING:
     from qkablate.config import Config
-    from qkablate.training.plan import Plan
-    from qkablate.training.restore import Restored
+    from qkablate.training.resolve import Plan
+    from qkablate.training.warm_start.restore import Restored
 
 HELP = """qkablate project: a trained run put into another form, and healed.
 
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
     words, out = take_out(words)
     need_analysis()
     tasks = _planned(runs, words, steps, out)
-    from qkablate.runs import EXIT_CODES
+    from qkablate.runs.run import EXIT_CODES
 
     for task in tasks:
         for plan in (task.continued, task.projected):
@@ -112,7 +112,7 @@ def words() -> Iterator[str]:
 
 def parse(words: list[str]) -> tuple[list[str], list[str], int]:
     """The runs, the words that belong to a run, and the steps of healing."""
-    from qkablate.training.healing import STEPS
+    from qkablate.training.warm_start.finetune import STEPS
 
     runs, rest, steps = [], [], str(STEPS)
     for word in words:
@@ -138,38 +138,38 @@ def parse(words: list[str]) -> tuple[list[str], list[str], int]:
 def _planned(runs: list[str], words: list[str], steps: int, out: str) -> list[Task]:
     """Everything looked at before anything is trained."""
     from qkablate.config import StartConfig
-    from qkablate.runs import find_run
-    from qkablate.training import healing
-    from qkablate.training.plan import plan
-    from qkablate.training.start import parent_of
+    from qkablate.runs.run import find_run
+    from qkablate.training.resolve import plan
+    from qkablate.training.warm_start import finetune
+    from qkablate.training.warm_start.start import parent_of
 
     given = [word.partition("=")[0].lstrip("+") for word in words]
-    healing.check_given(given)
+    finetune.check_given(given)
     parents = []
     for run in runs:
         folder = str(find_run(run, out))
         parents.append(parent_of(StartConfig(run=folder), out))
-    healing.check_alike(parents)
+    finetune.check_alike(parents)
     tasks = []
     for parent in parents:
-        planned = jobs([*words, *healing.composed(parent.config, given, steps), f"out={out}"])
+        planned = jobs([*words, *finetune.composed(parent.config, given, steps), f"out={out}"])
         if len(planned) > 1:
             raise UserError(f"one form at a time, not {len(planned)}: give each key one value")
         wish = planned[0].config
-        healed = [healing.healed(parent, wish, given, own) for own in (False, True)]
-        data = healing.data_of(parent, healed[0], given)
+        healed = [finetune.healed(parent, wish, given, own) for own in (False, True)]
+        data = finetune.data_of(parent, healed[0], given)
         made = [plan(config, data=data) for config in healed]
         fresh = None
         if parent.config.start.run is None:
-            fresh = plan(healing.scratch(parent, wish, given), writes=False, data=data)
+            fresh = plan(finetune.scratch(parent, wish, given), writes=False, data=data)
         tasks.append(Task(parent, made[0], made[1], fresh))
     return tasks
 
 
 def _lost(task: Task) -> list[dict[str, Any]]:
     """What the projection loses, layer by layer."""
-    from qkablate.training.record import as_begun
-    from qkablate.training.start import lost_of
+    from qkablate.training.environment import as_begun
+    from qkablate.training.warm_start.start import lost_of
 
     plan, _ = as_begun(task.projected, processes=1)
     return [
@@ -181,7 +181,7 @@ def _lost(task: Task) -> list[dict[str, Any]]:
 def _train(planned: "Plan") -> str:
     """Train one run, or find it done; its status."""
     from qkablate.cli.train import settled
-    from qkablate.ownership import Lost, Owned
+    from qkablate.runs.lease import Lost, Owned
     from qkablate.training.session import run
     from qkablate.training.signals import Stopped
 
@@ -205,7 +205,7 @@ def _train(planned: "Plan") -> str:
 
 
 def _described(tasks: list[Task], words: list[str]) -> dict[str, Any]:
-    from qkablate.analysis.split import means, split
+    from qkablate.analysis.comparison.projection_gap import means, split
 
     runs = []
     for task in tasks:
@@ -241,8 +241,8 @@ def _described(tasks: list[Task], words: list[str]) -> dict[str, Any]:
 def _scratch(fresh: "Plan | None", words: list[str]) -> tuple[Path | None, dict[str, Any]]:
     """The run from scratch, at the best of the rates that it was trained at, and what to say of it:
     where none is done, what becomes one."""
-    from qkablate.analysis.split import at_rates
-    from qkablate.training.healing import RATE
+    from qkablate.analysis.comparison.projection_gap import at_rates
+    from qkablate.training.warm_start.finetune import RATE
 
     told: dict[str, Any] = {"scratch_status": None, "scratch_lr": None, "scratch_lrs": []}
     if fresh is None:

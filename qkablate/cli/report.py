@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.compose import next_commands, take_flags, take_out
+from qkablate.cli.hydra.configs import next_commands, take_flags, take_out
 from qkablate.cli.results import margin_of, need_analysis
 from qkablate.cli.status import sweep_names
 from qkablate.errors import UserError, nearest, printable
-from qkablate.runs import meant
+from qkablate.runs.run import meant
 from qkablate.table import counted, short_bytes, some
 
 FORMATS = ("html", "md", "png", "svg")
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     sources = _sources(words, out)
     target = _target(flags.get("-o"), form, sources)
 
-    from qkablate.report.chapter import together
+    from qkablate.report.section import together
 
     chapters = together([_chapter(kind, folders, margin) for kind, folders in sources])
     try:
@@ -94,7 +94,7 @@ Source = tuple[str, list[Path]]  # sweep, claim or runs, and the folders
 
 
 def _sources(words: list[str], out: str) -> list[Source]:
-    from qkablate.sweeps import manifest
+    from qkablate.sweeps.planning import manifest
 
     if not words:
         return [("sweep", [manifest.find(None, out)])]
@@ -156,7 +156,7 @@ def _named(word: str, root: Path) -> tuple[str, Path]:
         raise UserError(f"{'; '.join([*told, *unclear])}; give the folder")
     if unclear:
         raise UserError(unclear[0])
-    from qkablate.analysis.claim_file import known_claims
+    from qkablate.analysis.claims.parse import known_claims
 
     if not found and word in known_claims():
         raise UserError(f"claim {word} has not been run in '{root}': qkablate claim run {word}")
@@ -181,11 +181,11 @@ def _target(given: str | None, form: str, sources: list[Source]) -> Path:
 
 
 def _chapter(kind: str, folders: list[Path], margin: float | None) -> Any:
-    from qkablate.analysis.docket import judged, judgements
-    from qkablate.analysis.loose import study_of
-    from qkablate.analysis.registry import read_registration
-    from qkablate.analysis.study import read_study
-    from qkablate.report.chapter import Chapter
+    from qkablate.analysis.claims.docket import judged, judgements
+    from qkablate.analysis.claims.registry import read_registration
+    from qkablate.analysis.study.standalone_runs import study_of
+    from qkablate.analysis.study.study import read_study
+    from qkablate.report.section import Chapter
 
     where = f"read from {some([*map(str, folders)], 3)}"
     if kind == "runs":
@@ -206,9 +206,10 @@ def _chapter(kind: str, folders: list[Path], margin: float | None) -> Any:
 
 def _files(chapters: list[Any], target: Path, form: str) -> Iterator[tuple[Path, bytes]]:
     """What is written: one file, or one for each chart, beside one another."""
-    from qkablate.report import markdown, page
+    from qkablate.report import page
     from qkablate.report.charts import charts
-    from qkablate.report.pictures import picture
+    from qkablate.report.render import picture
+    from qkablate.report.text import page as markdown
 
     if form == "html":
         title = ", ".join(chapter.title for chapter in chapters)

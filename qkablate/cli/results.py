@@ -5,7 +5,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from qkablate.cli.compose import need_extra, next_commands, take_flags
+from qkablate.cli.hydra.configs import need_extra, next_commands, take_flags
 from qkablate.cli.status import sweep_names, sweep_words
 from qkablate.errors import UserError, nearest, printable
 from qkablate.table import print_json, print_table
@@ -59,12 +59,12 @@ def main(argv: list[str]) -> int:
     word, out = sweep_words(words)
     need_analysis()
 
-    from qkablate.analysis.markdown import markdown
-    from qkablate.analysis.ranking import read_times
-    from qkablate.analysis.study import read_study
-    from qkablate.analysis.summary import describe
-    from qkablate.analysis.tables import tables
-    from qkablate.sweeps import manifest
+    from qkablate.analysis.comparison.ranking import read_times
+    from qkablate.analysis.comparison.summary import describe
+    from qkablate.analysis.study.study import read_study
+    from qkablate.report.text.table import markdown
+    from qkablate.report.text.tables import tables
+    from qkablate.sweeps.planning import manifest
 
     study = read_study(manifest.find(word, out))
     times = read_times(flags["--times"], study) if "--times" in flags else {}

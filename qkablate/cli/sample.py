@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unicodedata import bidirectional, category
 
-from qkablate.cli.compose import run_and_keys, take_flags
+from qkablate.cli.hydra.configs import run_and_keys, take_flags
 from qkablate.errors import UserError, tell
 
 HELP = """qkablate sample: text from a trained run.
@@ -115,12 +115,12 @@ def _temperature(value: str) -> float:
 
 
 def _sample(wish: Wish) -> int:
-    from qkablate.runs import find_run
+    from qkablate.runs.run import find_run
 
     folder = find_run(wish.run, wish.out)
 
-    from qkablate.generate import characters, generate
-    from qkablate.training.restore import restore
+    from qkablate.models.generate import characters, generate
+    from qkablate.training.warm_start.restore import restore
 
     restored = restore(
         folder, variant_file=wish.variant_file, qk=wish.variant_qk, ov=wish.variant_ov

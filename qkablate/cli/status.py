@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from qkablate.cli.compose import next_commands, take_flags, take_out
+from qkablate.cli.hydra.configs import next_commands, take_flags, take_out
 from qkablate.errors import UserError
 from qkablate.table import print_csv, print_json
 
@@ -40,11 +40,11 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{' and '.join(sorted(flags))}: give one of the two")
     word, out = sweep_words(words)
 
-    from qkablate.sweeps import manifest
-    from qkablate.sweeps.board import Board, picture
-    from qkablate.sweeps.results import rows
-    from qkablate.sweeps.state import Standing
-    from qkablate.sweeps.summary import next_words, print_arms
+    from qkablate.sweeps.planning import manifest
+    from qkablate.sweeps.running.progress_table import Board, picture
+    from qkablate.sweeps.running.results_table import rows
+    from qkablate.sweeps.running.state import Standing
+    from qkablate.sweeps.running.summary import next_words, print_arms
 
     folder = manifest.find(word, out)
     standing = Standing(manifest.read(folder))

@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.compose import next_commands, take_flags
-from qkablate.cli.grid import Asked, composing
-from qkablate.cli.shown import shown
+from qkablate.cli.hydra.configs import next_commands, take_flags
+from qkablate.cli.hydra.grid import Asked, composing
+from qkablate.dashboard.sweep_run import shown
 from qkablate.disk import make_folder
 from qkablate.errors import UserError, tell
 from qkablate.table import print_json
@@ -99,9 +99,9 @@ def expanded(
     """The manifest, and a slot for each run that can run at once."""
     from tqdm import tqdm
 
-    from qkablate.sweeps.engines.choose import check, check_runs
-    from qkablate.sweeps.expand import Expansion, Grid
-    from qkablate.sweeps.packing import pack
+    from qkablate.sweeps.engines.factory import check, check_runs
+    from qkablate.sweeps.planning.expand import Expansion, Grid
+    from qkablate.sweeps.planning.packing import pack
 
     engine = asked.settings.engine
     check(engine)
@@ -130,9 +130,9 @@ def _check_out(out: str) -> None:
 
 
 def dry_run(manifest: Any, slots: list[str | None], asked: Asked, *, as_json: bool) -> int:
-    from qkablate.sweeps import plan_text
-    from qkablate.sweeps.estimate import estimate, is_here
-    from qkablate.sweeps.state import Standing
+    from qkablate.sweeps.planning import text
+    from qkablate.sweeps.planning.estimate import estimate, is_here
+    from qkablate.sweeps.running.state import Standing
 
     standing = Standing(manifest)
     standing.look()
@@ -142,33 +142,34 @@ def dry_run(manifest: Any, slots: list[str | None], asked: Asked, *, as_json: bo
     timed = slots if engine.name == "local" else slots[:1]
     estimated = estimate(manifest, timed) if is_here(manifest) else None
     if as_json:
-        print_json(plan_text.as_json(manifest, len(slots), estimated, done))
+        print_json(text.as_json(manifest, len(slots), estimated, done))
         return 0
     with suppress(BrokenPipeError):
-        print("\n".join(plan_text.lines(manifest, len(slots), estimated, done, engine)))
+        print("\n".join(text.lines(manifest, len(slots), estimated, done, engine)))
         next_commands(manifest.command[1:])
     return 0
 
 
 def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool) -> int:
     """Train what is not done, and tell how it ended."""
-    from qkablate.sweeps import plan_text, summary
-    from qkablate.sweeps.board import Board
-    from qkablate.sweeps.engines.choose import opened
-    from qkablate.sweeps.launch import Launcher
-    from qkablate.sweeps.manifest import freeze
-    from qkablate.tracking.mode import resolve_mode
+    from qkablate.sweeps.engines.factory import opened
+    from qkablate.sweeps.planning import text
+    from qkablate.sweeps.planning.manifest import freeze
+    from qkablate.sweeps.running import summary
+    from qkablate.sweeps.running.launcher import Launcher
+    from qkablate.sweeps.running.progress_table import Board
+    from qkablate.tracking.wandb.mode import resolve_mode
 
     wandb = resolve_mode(manifest.track) != "disabled"
     engine = asked.settings.engine
-    plan = plan_text.lines(manifest, len(slots), engine=engine)
+    plan = text.lines(manifest, len(slots), engine=engine)
     typed = asked.choices.get("threads", ["auto"]) != ["auto"]
     # On a cluster a run has the cores it asks for; one that has begun keeps its threads anyway.
     keep = not typed and engine.name == "local"
     manifest = freeze(manifest, plan, keep_threads=keep)
     board = Board()
     board.note(f"sweep    {manifest.folder}")
-    for line in plan_text.summary(manifest, len(slots), engine=engine):
+    for line in text.summary(manifest, len(slots), engine=engine):
         board.note(line)
     launcher = Launcher(
         manifest,
@@ -189,8 +190,8 @@ def launch(manifest: Any, slots: list[str | None], asked: Asked, *, retry: bool)
 
 
 def _print_end(launcher: Any, address: str | None) -> None:
-    from qkablate.sweeps import summary
-    from qkablate.tracking.mirror import OFFLINE
+    from qkablate.sweeps.running import summary
+    from qkablate.tracking.wandb.run import OFFLINE
 
     print()
     summary.print_arms(launcher.standing)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.compose import next_commands, take_flags, take_out
+from qkablate.cli.hydra.configs import next_commands, take_flags, take_out
 from qkablate.cli.status import sweep_names
 from qkablate.errors import UserError, nearest, printable, tell
-from qkablate.ownership import SILENCE, Observer
-from qkablate.runs import meant
+from qkablate.runs.lease import SILENCE, Observer
+from qkablate.runs.run import meant
 from qkablate.table import counted, print_table, short_bytes, some
 
 HELP = """qkablate sync: send what was recorded offline to Weights & Biases, with its files.
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         print(HELP, end="")
         return 0
     words, out = take_out(words)
-    from qkablate.tracking.mode import has_key, server, silence_of, wrong_server
+    from qkablate.tracking.wandb.mode import has_key, server, silence_of, wrong_server
 
     dry = "--dry-run" in flags
     folders = _folders(words, Path(out).expanduser())
@@ -111,8 +111,8 @@ def _folders(words: list[str], out: Path) -> dict[Path, bool]:
 
 
 def _of_sweep(folder: Path, *, with_runs: bool) -> tuple[bool, list[Path]]:
-    from qkablate.sweeps import manifest
-    from qkablate.sweeps.state import Standing
+    from qkablate.sweeps.planning import manifest
+    from qkablate.sweeps.running.state import Standing
 
     standing = Standing(manifest.read(folder))
     if with_runs:
@@ -141,7 +141,7 @@ def _meant(word: str, out: Path) -> tuple[str, Path]:
 
 
 def _plan(folders: dict[Path, bool]) -> Plan:
-    from qkablate.tracking.recorded import begun, logs, read, synced_mark
+    from qkablate.tracking.wandb.offline_log import begun, logs, read, synced_mark
 
     plan = Plan()
     for folder, busy in folders.items():
@@ -219,7 +219,7 @@ def _list(plan: Plan, argv: list[str]) -> int:
 def _send(plan: Plan, server: str) -> int:
     from tqdm import tqdm
 
-    from qkablate.tracking.upload import send
+    from qkablate.tracking.wandb.sync import send
 
     locks = _locked({folder.resolve().parent.parent for folder in plan.folders.values()})
     if locks is None:

@@ -5,13 +5,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qkablate.cli.compose import built, jobs, next_commands
-from qkablate.cli.hydra_app import run_hydra
+from qkablate.cli.hydra.app import run_hydra
+from qkablate.cli.hydra.configs import built, jobs, next_commands
 from qkablate.config import load, variants
 from qkablate.errors import UserError, tell
-from qkablate.ownership import SILENCE, Lost, Observer, Owned
-from qkablate.runs import EXIT_CODES
-from qkablate.training.ranks import Ranks
+from qkablate.runs.lease import SILENCE, Lost, Observer, Owned
+from qkablate.runs.run import EXIT_CODES
+from qkablate.training.distributed.ranks import Ranks
 
 # What belongs to one variant, and not to the one that is proposed beside it.
 _OF_A_VARIANT = tuple(
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 def _main(argv: list[str], ranks: Ranks) -> int:
     """Take the verb's own flags off, and give the rest to Hydra."""
-    from qkablate.cli import multirun
+    from qkablate.cli.hydra import multirun
 
     if ranks.count > 1 and {"-m", "--multirun"} & {*argv}:
         raise UserError(
@@ -82,7 +82,7 @@ def _main(argv: list[str], ranks: Ranks) -> int:
 def _check(words: list[str]) -> None:
     """Hydra would show a configuration that no run can have."""
     from qkablate.training import hardware
-    from qkablate.training.plan import empty_model
+    from qkablate.training.resolve import empty_model
 
     built(jobs(words), lambda config: empty_model(hardware.resolve(config), 1))
 
@@ -95,7 +95,7 @@ def _train(composed: Any, rerun: bool, several: bool, ranks: Ranks) -> int:
     from qkablate.data.corpus import look
 
     look(config.data)
-    from qkablate.training.plan import plan
+    from qkablate.training.resolve import plan
     from qkablate.training.session import follow, run
     from qkablate.training.signals import Stopped
 
@@ -211,7 +211,7 @@ def _print_table(outcomes: list[dict[str, Any]]) -> None:
 
 def _is_recorded(result: dict[str, Any]) -> bool:
     """Whether W&B's server does not have it yet."""
-    from qkablate.tracking.mirror import OFFLINE
+    from qkablate.tracking.wandb.run import OFFLINE
 
     return result.get("wandb") == OFFLINE
 

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from qkablate.cli.compose import next_commands, take_flags
+from qkablate.cli.hydra.configs import next_commands, take_flags
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.errors import UserError
 from qkablate.table import print_json, print_table
@@ -73,7 +73,7 @@ def _in_order() -> list[tuple[str, dict[str, Any]]]:
 def _row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     from qkablate.attention.ov.factored import SeparateOV
     from qkablate.attention.qk.factored import SeparateQK
-    from qkablate.catalogue import attention
+    from qkablate.models.catalogue import attention
 
     model = ModelConfig()
     variant = resolve_variant(VariantConfig(**entry), model)

@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from typing import Any
 
-from qkablate.cli.compose import Job, built, jobs, next_commands, proposed, take_flags, varies
+from qkablate.cli.hydra.configs import Job, built, jobs, next_commands, proposed, take_flags, varies
 from qkablate.config import TEXT_SOURCES, Config, variants
 from qkablate.errors import UserError, tell
 from qkablate.table import counted, print_json, print_table
@@ -62,7 +62,7 @@ def _fresh(words: list[str]) -> tuple[list[Any], list[str]]:
     import torch
     from tqdm import tqdm
 
-    from qkablate.catalogue import attention
+    from qkablate.models.catalogue import attention
     from qkablate.verify import fresh_layer, stream, verify
 
     with torch.device("meta"):
@@ -109,7 +109,7 @@ def _of_a_run(word: str, words: list[str]) -> tuple[list[Any], list[str]]:
         )
     from tqdm import tqdm
 
-    from qkablate.training.restore import find_run, restore
+    from qkablate.training.warm_start.restore import find_run, restore
     from qkablate.verify import streams_of, verify
 
     found = restore(

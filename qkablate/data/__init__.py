@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from qkablate.config import DataConfig
 from qkablate.data.batches import IGNORE, Batch
 from qkablate.data.corpus import Corpus, open_corpus
-from qkablate.data.tally import Tally
+from qkablate.data.eval_metrics import Tally
 from qkablate.data.tasks import TASKS, Task
 
 __all__ = ["IGNORE", "TASKS", "Batch", "Corpus", "Data", "Steps", "Tally", "Task", "open_data"]

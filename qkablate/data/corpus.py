@@ -24,9 +24,9 @@ import numpy as np
 from qkablate.config import TEXT_SOURCES, DataConfig
 from qkablate.data import hub, sources
 from qkablate.data.batches import Batch, Windows, spread, whole
+from qkablate.data.eval_metrics import Tally
 from qkablate.data.prepare import SPLITS, prepare, within_reach
 from qkablate.data.progress import Progress
-from qkablate.data.tally import Tally
 from qkablate.disk import make_folder, open_file, read_file, sync_folder
 from qkablate.errors import Impossible, UserError
 

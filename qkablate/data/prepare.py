@@ -16,9 +16,9 @@ import numpy as np
 
 from qkablate.config import DataConfig
 from qkablate.data import hub, sources, tokenizers
+from qkablate.data.document_store import HELD_OUT, Room, Spans, Spool, held_out
 from qkablate.data.progress import Progress
 from qkablate.data.sources import Source
-from qkablate.data.spool import HELD_OUT, Room, Spans, Spool, held_out
 from qkablate.data.tokenizers import Tokenizer
 from qkablate.errors import UserError
 

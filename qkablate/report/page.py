@@ -12,15 +12,15 @@ from importlib import resources
 from typing import Any
 
 from qkablate import __version__
-from qkablate.analysis.verdict_text import beside, claim_lines, part_table, settling
 from qkablate.errors import printable
 from qkablate.report import rows
-from qkablate.report.answer import answer
-from qkablate.report.chapter import Chapter
 from qkablate.report.charts import Chart, charts
 from qkablate.report.palette import DARK, LIGHT, css
-from qkablate.report.pictures import CONFIG, SHAPE_PATHS
-from qkablate.report.told import cleaned
+from qkablate.report.render import CONFIG, SHAPE_PATHS
+from qkablate.report.section import Chapter
+from qkablate.report.text.claims import beside, claim_lines, part_table, settling
+from qkablate.report.text.numbers import cleaned
+from qkablate.report.text.summary import answer
 from qkablate.table import counted
 
 

@@ -5,12 +5,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from qkablate.analysis.audit import BROKEN, MARKS, OK, STATES, WARNING
-from qkablate.analysis.study import Entry, Record
-from qkablate.analysis.tables import percent_more, says
-from qkablate.report.chapter import Chapter
+from qkablate.analysis.comparison.audit import BROKEN, MARKS, OK, STATES, WARNING
+from qkablate.analysis.study.study import Entry, Record
 from qkablate.report.charts import MOST_RUNS
-from qkablate.report.told import told_loss, told_open
+from qkablate.report.section import Chapter
+from qkablate.report.text.numbers import told_loss, told_open
+from qkablate.report.text.tables import percent_more, says
 from qkablate.table import counted, short, some
 
 COLUMNS = [

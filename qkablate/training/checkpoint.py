@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 
 from qkablate.disk import make_folder, open_file, read_file, sync_folder
-from qkablate.records import read_row
+from qkablate.runs.records import read_row
 from qkablate.training.hardware import is_out_of_memory
 from qkablate.training.state import Progress
 

@@ -4,14 +4,15 @@ import time
 import traceback
 from typing import Any
 
-from qkablate.ownership import Lost, Owner
-from qkablate.records import publish_json, sealed, write_atomic
 from qkablate.redaction import redacted
-from qkablate.runs import EXIT_CODES, Run
+from qkablate.runs.lease import Lost, Owner
+from qkablate.runs.records import publish_json, sealed, write_atomic
+from qkablate.runs.run import EXIT_CODES, Run
 from qkablate.tracking import Mirror
-from qkablate.training import account, checkpoint, hardware
+from qkablate.training import checkpoint, hardware
+from qkablate.training import result as account
 from qkablate.training.loop import Trainer
-from qkablate.training.plan import Plan
+from qkablate.training.resolve import Plan
 
 _CLOCK = "%Y-%m-%dT%H:%M:%S%z"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qkablate.attention import products
+from qkablate.attention.kernels import matmul as products
 from qkablate.config import Config
 from qkablate.errors import Impossible, UserError
 

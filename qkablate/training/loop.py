@@ -9,18 +9,18 @@ from typing import Any, Protocol
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from qkablate import predictions
 from qkablate.data import IGNORE, Tally
-from qkablate.mechanism import Panel
-from qkablate.model import GPT
+from qkablate.diagnostics import Panel
+from qkablate.models.gpt import GPT
 from qkablate.randomness import key
+from qkablate.runs import predictions
 from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint
-from qkablate.training.diagnose import starts_of, validation_tokens
+from qkablate.training.distributed.ranks import ALONE, Ranks
 from qkablate.training.feed import Feed, on_device
 from qkablate.training.optimizer import learning_rate, make_optimizer
-from qkablate.training.plan import Plan
-from qkablate.training.ranks import ALONE, Ranks
+from qkablate.training.recorders.diagnostics import starts_of, validation_tokens
+from qkablate.training.resolve import Plan
 from qkablate.training.state import Progress
 
 # In one forward pass of an evaluation; on a CPU more are no faster.

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from qkablate.attention import products
+from qkablate.attention.kernels import matmul
 from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.training import hardware
 from qkablate.training.optimizer import make_optimizer
-from qkablate.training.plan import empty_model
+from qkablate.training.resolve import empty_model
 
 WARM_UP = 2
 SECONDS = 60.0  # of measuring, shared by all models; each is timed three times at least
@@ -92,7 +92,7 @@ def training_step(config: Config, vocabulary: int) -> Callable[[], None]:
     loss: Any = torch.compile(model.loss, dynamic=False) if config.compile else model.loss
 
     def step() -> None:
-        products.choose(config.products)  # of the process: several configs take turns
+        matmul.choose(config.products)  # of the process: several configs take turns
         with hardware.autocast(config):
             value = loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
         value.backward()

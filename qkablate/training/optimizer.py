@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from qkablate.config import Config, OptimConfig
-from qkablate.model import GPT
+from qkablate.models.gpt import GPT
 
 
 class AdamW(torch.optim.AdamW):

@@ -10,22 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from qkablate import example, predictions
 from qkablate.config import Config
 from qkablate.errors import UserError
-from qkablate.model import GPT
-from qkablate.ownership import Lost, Observer, Owner
-from qkablate.runs import EXIT_CODES, Run
+from qkablate.models.gpt import GPT
+from qkablate.runs import attention_map, predictions
+from qkablate.runs.lease import Lost, Observer, Owner
+from qkablate.runs.run import EXIT_CODES, Run
 from qkablate.tracking import Journal, Mirror, Terminal
-from qkablate.training import account, checkpoint, ending, hardware, record, start
-from qkablate.training.exemplify import Exemplify
+from qkablate.training import checkpoint, ending, environment, hardware
+from qkablate.training import result as account
+from qkablate.training.distributed.ranks import ALONE, Ranks
 from qkablate.training.loop import Diverged, Interrupted, Trainer
-from qkablate.training.plan import Plan
-from qkablate.training.plan import plan as make_plan
-from qkablate.training.predictor import Predictor
-from qkablate.training.ranks import ALONE, Ranks
+from qkablate.training.recorders.attention_map import Exemplify
+from qkablate.training.recorders.predictions import Predictor
+from qkablate.training.resolve import Plan
+from qkablate.training.resolve import plan as make_plan
 from qkablate.training.signals import Signals, Stopped
 from qkablate.training.state import Progress
+from qkablate.training.warm_start import start
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,11 @@ class _Keeper:
         self.owner.verify()
         predictions.write(self.run.folder, about, log_PV)
 
-    def exemplified(self, about: example.About, tokens_T: np.ndarray, a_LHTT: np.ndarray) -> None:
+    def exemplified(
+        self, about: attention_map.About, tokens_T: np.ndarray, a_LHTT: np.ndarray
+    ) -> None:
         self.owner.verify()
-        example.write(self.run.folder, about, tokens_T, a_LHTT)
+        attention_map.write(self.run.folder, about, tokens_T, a_LHTT)
 
 
 @dataclass(frozen=True)
@@ -98,10 +102,10 @@ def run(
 def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) -> dict[str, Any]:
     began = time.perf_counter()
     run = plan.run
-    plan, notes = record.as_begun(plan, ranks.count)
+    plan, notes = environment.as_begun(plan, ranks.count)
     if not checkpoint.newest_first(run.checkpoints):
         start.keep(plan)  # a mistake in `start` is told before anything is written
-    record.write(plan, ranks.count)
+    environment.write(plan, ranks.count)
     _tell(ranks, plan)
     notes += _cleared(run)
     result = account.base_result(plan, packed, ranks.count)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qkablate.attention import Attention
-from qkablate.model import GPT
+from qkablate.models.gpt import GPT
 from qkablate.randomness import key
 
 # Importing them enters their checks in the list, in this order.

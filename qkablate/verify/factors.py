@@ -8,8 +8,9 @@ import copy
 import torch
 from torch import Tensor
 
-from qkablate.attention import Attention, circuits
+from qkablate.attention import Attention
 from qkablate.attention.ov.factored import SeparateOV
+from qkablate.attention.projection import convert as circuits
 from qkablate.attention.qk.factored import LowRankQK, ReassociatedQK, SeparateQK, WideQK
 from qkablate.attention.qk.merged import MergedQK
 from qkablate.attention.spec import by_head, truncated_svd

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from qkablate.attention import Attention, Cache, circuits
-from qkablate.attention.kernels import attend
+from qkablate.attention import Attention, Cache
+from qkablate.attention.kernels.dispatch import attend
+from qkablate.attention.projection import convert as circuits
 from qkablate.attention.qk.contentless import Uniform
 from qkablate.attention.qk.merged import MergedQK
-from qkablate.cost import attention_cost
+from qkablate.models.cost import attention_cost
 from qkablate.verify.check import (
     Found,
     apart,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from qkablate.attention import Attention
-from qkablate.attention.kernels import attend
+from qkablate.attention.kernels.dispatch import attend
 from qkablate.attention.ov.factored import SeparateOV
 from qkablate.attention.ov.slices import NoO, NoVO
 from qkablate.attention.qk.factored import SeparateQK

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from qkablate.analysis.study import Study, read_study
-from qkablate.cli.grid import composing
+from qkablate.analysis.study.study import Study, read_study
+from qkablate.cli.hydra.grid import composing
 from qkablate.config import GridConfig
-from qkablate.sweeps.expand import Expansion, Grid
-from qkablate.sweeps.manifest import Manifest, SweepRun, freeze
-from qkablate.sweeps.state import Standing
+from qkablate.sweeps.planning.expand import Expansion, Grid
+from qkablate.sweeps.planning.manifest import Manifest, SweepRun, freeze
+from qkablate.sweeps.running.state import Standing
 
 ENVIRONMENT = {
     "versions": {"torch": "2.13.0", "python": "3.11.7"},

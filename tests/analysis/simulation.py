@@ -16,18 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from qkablate.analysis.curves import Curve
-from qkablate.analysis.sample import (
-    ALPHA,
-    POWER,
-    Sample,
-    detectable,
-    holm,
-    power_apart,
-    power_below,
-    power_within,
-)
-from qkablate.analysis.verdict import (
+from qkablate.analysis.claims.verdict import (
     EQUIVALENT,
     KINDS,
     REFUTED,
@@ -38,6 +27,17 @@ from qkablate.analysis.verdict import (
     Verdict,
     judge,
     spent,
+)
+from qkablate.analysis.comparison.curves import Curve
+from qkablate.analysis.stats import (
+    ALPHA,
+    POWER,
+    Sample,
+    detectable,
+    holm,
+    power_apart,
+    power_below,
+    power_within,
 )
 
 STUDIES = 2_000

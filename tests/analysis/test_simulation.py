@@ -3,18 +3,13 @@
 the same."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 
-from qkablate.analysis.sample import ALPHA
-from qkablate.analysis.verdict import EQUIVALENT, KINDS, REFUTED, SUPPORTED, UNDERPOWERED
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import simulation
-from simulation import EDGE, FOUR, INSIDE, ONE, STUDIES, untrue
+from qkablate.analysis.claims.verdict import EQUIVALENT, KINDS, REFUTED, SUPPORTED, UNDERPOWERED
+from qkablate.analysis.stats import ALPHA
+from tests.analysis import simulation
+from tests.analysis.simulation import EDGE, FOUR, INSIDE, ONE, STUDIES, untrue
 
 FEWER = 1_000  # of what takes several verdicts each; the table has all
 

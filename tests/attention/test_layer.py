@@ -2,12 +2,12 @@
 
 from itertools import product
 
-import naive
 import pytest
 import torch
-from random_layers import CROSSED, PAIRS, random_layer, some_spec, stream
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Cache, Meaningless
+from tests.attention import naive
+from tests.attention.random_layers import CROSSED, PAIRS, random_layer, some_spec, stream
 
 CIRCUITS = [pair for pair in PAIRS if pair not in CROSSED]
 BY_NAME = "+".join  # ids

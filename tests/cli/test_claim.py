@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qkablate.analysis.claim_file import known_claims, load_claim
-from qkablate.sweeps.state import link
+from qkablate.analysis.claims.parse import known_claims, load_claim
+from qkablate.sweeps.running.state import link
 
 PART = {"arm": "no_q", "kind": "noninferior", "margin": 3}
 CLAIM = {
@@ -103,7 +103,9 @@ class Pretended:
 @pytest.fixture
 def pretended(monkeypatch):
     found = Pretended()
-    monkeypatch.setattr("qkablate.sweeps.launch.Launcher.run", lambda launcher: found.run(launcher))
+    monkeypatch.setattr(
+        "qkablate.sweeps.running.launcher.Launcher.run", lambda launcher: found.run(launcher)
+    )
     return found
 
 
@@ -271,10 +273,10 @@ def test_more_seeds_that_were_interrupted_go_on(claim, qkablate, pretended):
 
 
 def test_a_dry_run_writes_nothing_down(claim, tmp_path, monkeypatch):
-    from qkablate.sweeps.estimate import _Timed
+    from qkablate.sweeps.planning.estimate import _Timed
 
     timed = _Timed(1e6, 1e-3, 1.0, 10**8)
-    monkeypatch.setattr("qkablate.sweeps.estimate._timed", lambda *_: timed)
+    monkeypatch.setattr("qkablate.sweeps.planning.estimate._timed", lambda *_: timed)
     done = claim("run", "--dry-run")
     assert done.code == 0, done.err
     assert "mine (small): Keys alone are enough." in done.out

@@ -175,7 +175,7 @@ def test_out_is_a_file(qkablate, tiny, text):
 
 
 def test_out_is_full(qkablate, tiny, monkeypatch):
-    monkeypatch.setattr("qkablate.training.plan.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("qkablate.training.resolve.free_bytes", lambda folder: 1000)
     done = qkablate("train", *tiny)
     assert done.code == 2
     assert re.search(r"out: '.*' has 0 MB free; this run needs \d+ MB", done.err)

@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "tracking"))
-import wandb_log
-from fake_server import dead_url
-from view_server import ViewServer
-
 from qkablate.cli import main
+from tests.dashboard.view_server import ViewServer
+from tests.tracking.wandb import log_reader
+from tests.tracking.wandb.fake_server import dead_url
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 BOUND = 120  # seconds: then it hangs
@@ -121,7 +119,7 @@ def test_project_and_entity_from_the_variables(qkablate, sweep, monkeypatch):
 
 @needs_workspaces
 def test_what_the_panels_name_is_what_runs_log(qkablate, outputs):
-    logs = [wandb_log.read(log) for log in outputs.glob("runs/*/wandb/offline-run-*")]
+    logs = [log_reader.read(log) for log in outputs.glob("runs/*/wandb/offline-run-*")]
     rows = {key for log in logs for row in log.rows for key in row}
     summary = {key for log in logs for key in log.summary}
     view = json.loads(qkablate("dashboard", "--spec").out)["spec"]["section"]

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from qkablate.cli.heads import number, sparkline
 from qkablate.cli.inspect import FLAGS, HELP, KEYS
-from qkablate.mechanism import attention_weights, circuits, patterns
-from qkablate.training.restore import restore
+from qkablate.diagnostics import attention_weights, circuits, patterns
+from qkablate.report.text.heads import number, sparkline
+from qkablate.training.warm_start.restore import restore
 
 STEPS = ("train.steps=30", "train.batch_size=8", "data.val_tokens=2000", "data.test_tokens=100")
 

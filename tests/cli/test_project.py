@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from qkablate.cli import main
-from qkablate.records import read_config
-from qkablate.runs import run_id
+from qkablate.runs.records import read_config
+from qkablate.runs.run import run_id
 
 SIZES = ["model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
 LENGTH = ["train.steps=30", "train.batch_size=4", "train.eval_every=10", "track.wandb=disabled"]

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from qkablate.cli import main
-from qkablate.ownership import owning
-from qkablate.runs import Run, identity
-from qkablate.sweeps.state import link
+from qkablate.runs.lease import owning
+from qkablate.runs.run import Run, identity
+from qkablate.sweeps.running.state import link
 
 GAPS = {"no_q": 0.05, "shared_qk": 0.0}
 SPREAD = (-0.002, -0.001, 0.0, 0.001, 0.002)
@@ -80,7 +80,7 @@ def finished(tmp_path_factory):
     paths["out"] = folder / "outputs"
     common = [*SIZES, *LENGTH, *(f"{key}={path}" for key, path in paths.items())]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qkablate.sweeps.launch.Launcher.run", finish)
+        patch.setattr("qkablate.sweeps.running.launcher.Launcher.run", finish)
         for words in (["claim", "run", str(folder / "mine.yaml")], ["sweep", *SWEEP]):
             with pytest.raises(SystemExit) as exit_:
                 main([*words, *common])
@@ -721,8 +721,8 @@ def test_a_word_that_is_two_things_is_told(qkablate, outputs, sweep, claim, plac
 
 
 def test_a_claim_that_was_never_run_is_told(qkablate, outputs, tmp_path):
-    from qkablate.analysis.claim_file import load_claim
-    from qkablate.analysis.registry import register
+    from qkablate.analysis.claims.parse import load_claim
+    from qkablate.analysis.claims.registry import register
 
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(CLAIM), encoding="utf-8")
     folder = register(load_claim(str(tmp_path / "other.yaml")), "outputs").folder

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qkablate.cli import main
-from qkablate.sweeps.state import link
+from qkablate.sweeps.running.state import link
 
 GAPS = {"no_q": 0.05, "shared_qk": 0.0}
 SPREAD = (-0.002, -0.001, 0.0, 0.001, 0.002)
@@ -58,7 +58,7 @@ def finished(tmp_path_factory):
     paths["out"] = folder / "outputs"
     words = [*WORDS, *(f"{key}={path}" for key, path in paths.items())]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qkablate.sweeps.launch.Launcher.run", finish)
+        patch.setattr("qkablate.sweeps.running.launcher.Launcher.run", finish)
         with pytest.raises(SystemExit) as exit_:
             main(["sweep", *words])
     assert exit_.value.code == 0

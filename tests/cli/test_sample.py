@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qkablate.cli.sample import HELP, KEYS, _write, parse
-from qkablate.training.restore import restore
+from qkablate.training.warm_start.restore import restore
 
 STEPS = ("train.steps=30", "train.batch_size=8")
 REPORT = r"{}, step 30: {} tokens, [\d,]+ tokens/s\n"

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from qkablate.cli import main
-from qkablate.ownership import owning
-from qkablate.sweeps.results import COLUMNS
+from qkablate.runs.lease import owning
+from qkablate.sweeps.running.results_table import COLUMNS
 
 WORDS = [
     *("sweep.name=small", "variant=standard,no_q", "seed=0,1", "workers=2"),

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from qkablate.config import conf_dir
-from qkablate.sweeps.estimate import _Timed
+from qkablate.sweeps.planning.estimate import _Timed
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def nothing_timed(monkeypatch):
     """Dry runs that measure nothing: every step takes a millisecond."""
     flops, step, start = 1e6, 1e-3, 1.0
     monkeypatch.setattr(
-        "qkablate.sweeps.estimate._timed", lambda *_: _Timed(flops, step, start, 10**8)
+        "qkablate.sweeps.planning.estimate._timed", lambda *_: _Timed(flops, step, start, 10**8)
     )
 
 
 @pytest.fixture
 def nothing_trained(monkeypatch):
     """Sweeps that are frozen, and not begun."""
-    monkeypatch.setattr("qkablate.sweeps.launch.Launcher.run", lambda self: 1)
+    monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", lambda self: 1)
 
 
 def test_help_lists_every_sweep(qkablate):

@@ -16,12 +16,10 @@ from types import SimpleNamespace
 import pytest
 from wandb.proto import wandb_internal_pb2
 
-sys.path.append(str(Path(__file__).parents[1] / "tracking"))
-import wandb_log
-from fake_server import FakeServer, dead_url
-
-from qkablate.ownership import owning
-from qkablate.tracking import upload
+from qkablate.runs.lease import owning
+from qkablate.tracking.wandb import sync
+from tests.tracking.wandb import log_reader
+from tests.tracking.wandb.fake_server import FakeServer, dead_url
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 # Four runs of six rows each; the second in two sittings.
@@ -29,7 +27,7 @@ RECORD = """
 import json, sys, time
 from pathlib import Path
 from qkablate.config import TrackConfig
-from qkablate.tracking.mirror import Identity, Left, Mirror
+from qkablate.tracking.wandb.run import Identity, Left, Mirror
 
 runs = [("a", range(6)), ("b", range(3)), ("c", range(6)), ("b", range(3, 6)), ("d", range(6))]
 for run, steps in runs:
@@ -165,7 +163,7 @@ class Closing(FakeServer):
 
 
 def test_a_server_that_is_gone_midway_and_comes_again(recorded, qkablate, monkeypatch):
-    monkeypatch.setattr(upload, "SILENT_SECONDS", 1)
+    monkeypatch.setattr(sync, "SILENT_SECONDS", 1)
     with Closing(1, "dies") as first:
         monkeypatch.setenv("WANDB_BASE_URL", first.url)
         done = qkablate("sync")
@@ -317,7 +315,7 @@ def test_a_record_that_may_name_any_file_is_refused(way, recorded, server, qkabl
     (file,) = recorded.glob("runs/*/wandb/offline-run-*/run-aaaa*.wandb")
     record = wandb_internal_pb2.Record()
     way(record, tmp_path)
-    wandb_log.edit(file, lambda records: records.insert(-1, record))
+    log_reader.edit(file, lambda records: records.insert(-1, record))
     done = qkablate("sync", "aaaa")
     assert done.code == 1
     (line,) = [line for line in done.err.splitlines() if line.startswith("not sent: ")]
@@ -334,7 +332,7 @@ def test_nothing_is_hidden_behind_damage(recorded, server, qkablate):
     a.write_bytes(whole + bytes(7) + b"more")
     b.write_bytes(whole + b"\0\0\0\0\xff\xff\1")  # longer than a block
     none = SimpleNamespace(SerializeToString=lambda: b"\xff" * 4)
-    wandb_log.edit(c, lambda records: records.insert(3, none))
+    log_reader.edit(c, lambda records: records.insert(3, none))
     d.write_bytes(d.read_bytes() + bytes(9_000))  # a power cut
     done = qkablate("sync", "--dry-run")
     damaged = [line for line in done.err.splitlines() if ": it is damaged: " in line]

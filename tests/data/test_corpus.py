@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkablate.config import DataConfig
-from qkablate.data import corpus, open_data, spool, tokenizers
+from qkablate.data import corpus, document_store, open_data, tokenizers
 from qkablate.data.corpus import open_corpus
 from qkablate.errors import UserError
 
@@ -332,8 +332,8 @@ def _killed(config, where):
             os.kill(os.getpid(), signal.SIGKILL)
 
     if stage == "reading":
-        tokens = spool.Room.tokens
-        spool.Room.tokens = lambda self, piece: (die(), tokens(self, piece))[1]
+        tokens = document_store.Room.tokens
+        document_store.Room.tokens = lambda self, piece: (die(), tokens(self, piece))[1]
     else:
         encode = tokenizers.Bytes.encode
         tokenizers.Bytes.encode = lambda self, piece: (die(), encode(self, piece))[1]

@@ -8,20 +8,16 @@ import io
 import json
 import shutil
 import socket
-import sys
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_hub import commit, serving
-
 from qkablate.config import DataConfig
 from qkablate.data.corpus import open_corpus
 from qkablate.errors import UserError
+from tests.data.fake_hub import commit, serving
 
 CARD = b"""---
 configs:

@@ -1,26 +1,20 @@
 """Chapters of sweeps whose results are made up, as those of tests/analysis are."""
 
 import dataclasses
-import importlib.util
 import inspect
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qkablate.analysis.claim_file import parse
-from qkablate.analysis.judgement import judge_claim
-from qkablate.analysis.registry import grid_of
-from qkablate.report.chapter import Chapter
+from qkablate.analysis.claims.judgement import judge_claim
+from qkablate.analysis.claims.parse import parse
+from qkablate.analysis.claims.registry import grid_of
+from qkablate.report.section import Chapter
+from tests.analysis.conftest import World, _composed, cached_world, corpus, freeze, world
 
-_FILE = Path(__file__).parents[1] / "analysis" / "conftest.py"
-_spec = importlib.util.spec_from_file_location("worlds", _FILE)
-_worlds = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_worlds)
-corpus, world = _worlds.corpus, _worlds.world
-_composed, cached_world = _worlds._composed, _worlds.cached_world
+__all__ = ["_composed", "cached_world", "corpus", "world"]
 
 TRUTH = {"no_q": 0.05, "shared_qk": -0.03, "merged_w": 0.0}  # gaps; the others have none
 STEPS = (2, 4, 6, 8, 10, 12)
@@ -114,7 +108,7 @@ def claimed(corpus, tmp_path_factory) -> Callable[..., Chapter]:
             asked, words = grid_of(own, 4)
             frozen.append(inspect.unwrap(world)(corpus, folder)(*words, grid=asked).manifest)
         manifest = dataclasses.replace(frozen[0], out=str(folder / "outputs"))
-        made = _worlds.World(_worlds.freeze(manifest, ["the plan"]))
+        made = World(freeze(manifest, ["the plan"]))
         offsets = (-0.001, 0.001, -0.0005, 0.0005)
         seeds = own.seeds_of("final", 4)
         for run in made.runs()[:ended]:

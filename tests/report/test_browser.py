@@ -13,8 +13,8 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
-from qkablate.report.chapter import Chapter
 from qkablate.report.page import page
+from qkablate.report.section import Chapter
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 HOSTILE = '</script><script>alert(1)</script><img src="https://x.invalid/" onerror="alert(2)">'

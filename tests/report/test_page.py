@@ -10,10 +10,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from qkablate.analysis.loose import study_of
-from qkablate.report.chapter import Chapter, together
+from qkablate.analysis.study.standalone_runs import study_of
 from qkablate.report.charts import charts
 from qkablate.report.page import page
+from qkablate.report.section import Chapter, together
 
 ONE = ("variant=standard,no_q", "seed=range(2)")
 FULL = ("variant=standard,no_q", "model.d_model=16,32", "seed=range(2)", "sweep.tune=true")

@@ -6,11 +6,11 @@ import shlex
 
 import pytest
 
-from qkablate.analysis.loose import study_of
-from qkablate.analysis.tables import says
+from qkablate.analysis.study.standalone_runs import study_of
 from qkablate.report import rows
-from qkablate.report.chapter import Chapter
 from qkablate.report.charts import MOST_RUNS
+from qkablate.report.section import Chapter
+from qkablate.report.text.tables import says
 
 THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
 ONE = ("variant=standard,no_q", "seed=range(2)")

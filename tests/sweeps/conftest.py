@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for watching.py
-
 _FILE = """
 import os
 import pathlib
@@ -65,7 +63,7 @@ ENGINES = {
 _COMMAND = """
 import sys
 from qkablate.cli import main
-from qkablate.sweeps.engines.slurm import Slurm
+from qkablate.sweeps.engines.slurm.engine import Slurm
 Slurm.pause = 0.5
 main(sys.argv[1:])
 """
@@ -89,7 +87,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
         if os.environ.get("QKABLATE_NEEDS_SLURM"):
             pytest.fail(missing)
         pytest.skip(missing)
-    from qkablate.sweeps.engines.slurm import Slurm
+    from qkablate.sweeps.engines.slurm.engine import Slurm
 
     monkeypatch.setattr(Slurm, "pause", 0.5)
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "tracking"))
-import wandb_log
-from fake_server import FakeServer
+from tests.tracking.wandb import log_reader
+from tests.tracking.wandb.fake_server import FakeServer
 
 BOUND = 240  # seconds: then it hangs
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -41,7 +40,7 @@ def sweep(*words, **variables):
 
 
 def recorded(folder):
-    return [wandb_log.read(path) for path in sorted((folder / "wandb").glob("offline-run-*"))]
+    return [log_reader.read(path) for path in sorted((folder / "wandb").glob("offline-run-*"))]
 
 
 def test_offline(words, tmp_path, home):

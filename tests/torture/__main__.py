@@ -1,8 +1,8 @@
 """Faults of all kinds, many of each, and whether qkablate loses a run or tells a wrong number.
 
     make torture                                # under half an hour on 2 cores
-    python tests/torture --only kills --seed 7
-    python tests/torture --short                # what `make test` tries
+    python -m tests.torture --only kills --seed 7
+    python -m tests.torture --short                # what `make test` tries
 
 Exit code 1 if anything was lost or wrong.
 """
@@ -14,12 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from tally import FAULTS, Tally
-
 from qkablate.errors import nearest
 from qkablate.table import print_table
+from tests.torture.tally import FAULTS, Tally
 
 
 def names(text: str) -> list[str]:
@@ -32,7 +29,7 @@ def names(text: str) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python tests/torture",
+        prog="python -m tests.torture",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -42,7 +39,7 @@ def main() -> int:
     args = parser.parse_args()
     rows, bad = [], Tally()
     for name in args.only:
-        module = importlib.import_module(f"fault_{name}")
+        module = importlib.import_module(f"tests.torture.fault_{name}")
         cases = module.SHORT if args.short else module.FULL
         print(f"{name}: {module.__doc__.strip().splitlines()[0]} ({cases} cases)", flush=True)
         began = time.perf_counter()

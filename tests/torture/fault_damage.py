@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import watched
-from tally import Tally
-from watched import TINY
 
-from qkablate.analysis.loose import study_of
-from qkablate.analysis.study import Study, read_study
+from qkablate.analysis.study.standalone_runs import study_of
+from qkablate.analysis.study.study import Study, read_study
 from qkablate.data import corpus
 from qkablate.errors import UserError
-from qkablate.sweeps import results
-from qkablate.sweeps.manifest import read
-from qkablate.sweeps.state import Standing
+from qkablate.sweeps.planning.manifest import read
+from qkablate.sweeps.running import results_table
+from qkablate.sweeps.running.state import Standing
 from qkablate.training import checkpoint
-from qkablate.training.restore import restore
+from qkablate.training.warm_start.restore import restore
+from tests.torture import watched
+from tests.torture.tally import Tally
+from tests.torture.watched import TINY
 
 ROUGH = ["train", "variant=merged_w", *TINY]
 SWEEP = ["sweep", "sweep.name=small", "variant=standard,no_q", "seed=0,1", *TINY]
@@ -116,7 +116,7 @@ def _sweep(world: World) -> Reading:
     found = _of_study(read_study(world.sweep))
     standing = Standing(read(world.sweep))
     standing.look()
-    for row in results.rows(standing):
+    for row in results_table.rows(standing):
         for key in row.keys() - _WORDS:
             found[f"row {row['id']} {key}"] = row[key]
     return found

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-import watched
-from tally import Tally
-from watched import CLAIM, TINY, Said
 
 from qkablate.training import checkpoint
+from tests.torture import watched
+from tests.torture.tally import Tally
+from tests.torture.watched import CLAIM, TINY, Said
 
 SIZE = "48m"  # more than what a run asks for before it begins
 CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu", "crc32"}

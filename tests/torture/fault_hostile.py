@@ -21,9 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import watched
-from tally import Tally
-from watched import CLAIM, SECRET, TINY, Said
+from tests.torture import watched
+from tests.torture.tally import Tally
+from tests.torture.watched import CLAIM, SECRET, TINY, Said
 
 RESUME = ["train", "variant=merged_w", *TINY]  # a run that was interrupted
 AGAIN = [*RESUME, "seed=3"]  # one that is done
@@ -67,7 +67,7 @@ class World:
 
 def _train_nothing() -> None:
     """Of a claim, what is written before its first run."""
-    from qkablate.sweeps.launch import Launcher
+    from qkablate.sweeps.running.launcher import Launcher
 
     Launcher.run = lambda launcher: 1
 
@@ -533,9 +533,9 @@ def _pipe(world: World, place: Place) -> None:
 
 def _be_patient() -> None:
     """For a second, not for a minute: a claim that nobody renews."""
-    from qkablate import ownership
+    from qkablate.runs import lease
 
-    ownership.SILENCE = 1.0
+    lease.SILENCE = 1.0
 
 
 def _judge(world: World, words: list[str], said: Said) -> list[str]:

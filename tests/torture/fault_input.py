@@ -24,11 +24,11 @@ from unittest import mock
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from readers import SMALL, Ended, Reader, readers, text, told
-from tally import Tally
 
 from qkablate.config import ENGINE_KEYS, keys
 from qkablate.training.signals import Stopped
+from tests.torture.readers import SMALL, Ended, Reader, readers, text, told
+from tests.torture.tally import Tally
 
 SHORT = 200
 FULL = 10_000

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import warm
-from tally import Tally
-
 from qkablate.sweeps.engines import LOG
+from tests.torture import warm
+from tests.torture.tally import Tally
 
 SHORT = 6
 FULL = 300
@@ -35,27 +34,28 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     import safetensors.torch
     import torch
 
-    from qkablate import example, ownership, predictions, records
     from qkablate.cli import sweep, train
-    from qkablate.data import corpus, spool
+    from qkablate.data import corpus, document_store
     from qkablate.data import prepare as preparing
-    from qkablate.sweeps import launch, manifest, results, worker
+    from qkablate.runs import attention_map, lease, predictions, records
+    from qkablate.sweeps.planning import manifest
+    from qkablate.sweeps.running import launcher, results_table, worker
     from qkablate.tracking import Journal, Mirror
-    from qkablate.training import checkpoint, ending, hardware, record
+    from qkablate.training import checkpoint, ending, environment, hardware
     from qkablate.training.loop import Trainer
 
     return {
-        "start": (4, [(train, "load"), (train, "settled"), (record, "write")]),
+        "start": (4, [(train, "load"), (train, "settled"), (environment, "write")]),
         "data": (
             8,
             [
-                *((corpus, "_prepare"), (corpus, "load"), (spool.Spool, "fill")),
+                *((corpus, "_prepare"), (corpus, "load"), (document_store.Spool, "fill")),
                 *((preparing, "_divided"), (preparing._Writer, "write"), (corpus, "_digest")),
             ],
         ),
-        "owner": (4, [(ownership, "_make"), (ownership, "_sweep"), (ownership.Owner, "release")]),
+        "owner": (4, [(lease, "_make"), (lease, "_sweep"), (lease.Owner, "release")]),
         "predictions": (6, [(predictions, "write"), (predictions, "write_atomic")]),
-        "example": (1, [(example, "write"), (example, "write_atomic")]),
+        "example": (1, [(attention_map, "write"), (attention_map, "write_atomic")]),
         "step": (12, [(Trainer, "_step")]),
         "row": (9, [(Journal, "log")]),
         "evaluation": (5, [(Trainer, "evaluate")]),
@@ -79,8 +79,12 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
         "sweep": (
             8,
             [
-                *((sweep, "expanded"), (manifest, "write_atomic"), (launch, "link")),
-                *((launch.Launcher, "_start"), (launch.Launcher, "_note_end"), (results, "write")),
+                *((sweep, "expanded"), (manifest, "write_atomic"), (launcher, "link")),
+                *(
+                    (launcher.Launcher, "_start"),
+                    (launcher.Launcher, "_note_end"),
+                    (results_table, "write"),
+                ),
                 *((worker, "_train"), (worker, "_logged")),
             ],
         ),

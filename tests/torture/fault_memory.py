@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tally import Tally
+from tests.torture.tally import Tally
 
 SHORT, FULL = 15, 505
 _BOUND = 400  # seconds: then it hangs

@@ -13,12 +13,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from readers import SMALL, command, text, wrong
-from tally import Tally
 
 from qkablate.training import hardware
 from qkablate.training.loop import Trainer
 from qkablate.training.session import _model
+from tests.torture.readers import SMALL, command, text, wrong
+from tests.torture.tally import Tally
 
 SHORT = 4
 FULL = 40

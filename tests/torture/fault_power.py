@@ -18,10 +18,9 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-import warm
-from tally import Tally
-
 from qkablate.sweeps.engines import LOG
+from tests.torture import warm
+from tests.torture.tally import Tally
 
 SHORT = 5
 FULL = 150

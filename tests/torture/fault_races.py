@@ -17,17 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tally import Tally
 from tqdm import tqdm
 
 from qkablate.cli import main
+from tests.torture.tally import Tally
 
 SHORT, FULL = 1, 10
 _AT_ONCE = {SHORT: 3}
 _MANY = 8  # otherwise
 _BOUND = 300  # seconds: then it hangs
 _PRELOADED = [
-    *("qkablate.sweeps.worker", "omegaconf", "hydra", "pyarrow.parquet"),
+    *("qkablate.sweeps.running.worker", "omegaconf", "hydra", "pyarrow.parquet"),
     *("qkablate.cli.sweep", "qkablate.cli.status", "qkablate.cli.results", "qkablate.cli.report"),
 ]
 _CLOCKS = ("seconds", "perf/", "crc32")

@@ -9,9 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tally import Tally
-
 import qkablate
+from tests.torture.tally import Tally
 
 SHORT, FULL = 2, 4
 _BOUND = 120  # seconds: then it hangs
@@ -83,7 +82,7 @@ class _Place:
         remote = ["remote", "add", "origin", f"https://{token}@huggingface.co/a/b"]
         for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all of it"], remote):
             subprocess.run([*git, *words], check=True, capture_output=True)
-        for file in ("conf/train.yaml", "qkablate/model.py"):
+        for file in ("conf/train.yaml", "qkablate/models/gpt.py"):
             with (code / file).open("a") as opened:
                 opened.write(line)
 

@@ -7,8 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-import warm
-from tally import Tally
+from tests.torture import warm
+from tests.torture.tally import Tally
 
 SHORT = 4
 FULL = 60

@@ -13,11 +13,10 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from readers import SMALL, command, text, wrong
-from tally import Tally
-
-from qkablate import ownership
+from qkablate.runs import lease
 from qkablate.training.loop import Trainer
+from tests.torture.readers import SMALL, command, text, wrong
+from tests.torture.tally import Tally
 
 SHORT = 3
 FULL = 21
@@ -36,7 +35,7 @@ def torture(cases: int, seed: int, folder: Path) -> Tally:
     for n in range(cases):
         kind = (_clock_jumps, _two_machines, _owner_sleeps)[n % 3]
         out = folder / str(n)
-        with mock.patch.multiple(ownership, BEAT=_BEAT, SILENCE=_SILENCE):
+        with mock.patch.multiple(lease, BEAT=_BEAT, SILENCE=_SILENCE):
             what, found = kind(chance, out, [*words, f"out={out}"])
         if not found and _numbers(out) != calm:
             found = "its numbers are not those of the calm run"
@@ -136,7 +135,7 @@ def _begin(
             mock.patch.object(time, "time", side_effect=lambda: clock() + shift),
             mock.patch.object(time, "strftime", side_effect=told),
             mock.patch.object(socket, "gethostname", return_value=host),
-            mock.patch.object(ownership, "_where_locks_hold", return_value=elsewhere),
+            mock.patch.object(lease, "_where_locks_hold", return_value=elsewhere),
             mock.patch.object(Trainer, "_step", stepped),
         ):
             said = command("train", *words)

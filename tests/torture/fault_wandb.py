@@ -9,7 +9,6 @@ import resource
 import shutil
 import socketserver
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +17,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "tracking"))
-
-from fake_server import FakeServer, dead_url
-from tally import Tally
-
 from qkablate.cli import main
 from qkablate.tracking import Mirror
+from tests.torture.tally import Tally
+from tests.tracking.wandb.fake_server import FakeServer, dead_url
 
 SHORT, FULL = 3, 19
 _AT_ONCE = 4  # they wait rather than compute
@@ -200,7 +196,7 @@ def torture(cases: int, seed: int, folder: Path) -> Tally:
     (folder / "text.txt").write_text("the cat sat on the mat and saw two dogs\n" * 400)
     # Each from a process that has imported all, and never started W&B.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qkablate.sweeps.worker", "wandb"])
+    context.set_forkserver_preload(["qkablate.sweeps.running.worker", "wandb"])
     tally = Tally()
     if not _apart(context, "", seed, folder, folder / "without"):
         return Tally(1, ["without W&B: never ends"])

@@ -1,8 +1,8 @@
 """Every reader for some seconds under atheris, which looks for inputs that reach new code.
 
     pip install atheris          # for Python 3.11; no part of the tests
-    python tests/torture/fuzz_readers.py 60 FOLDER
-    python tests/torture/fuzz_readers.py 60 FOLDER 'metrics.jsonl' 'claim'
+    python -m tests.torture.fuzz_readers 60 FOLDER
+    python -m tests.torture.fuzz_readers 60 FOLDER 'metrics.jsonl' 'claim'
 
 An input that brings a reader down stays in the folder as crash-…, and its traceback is shown; the
 exit code is 1 then.
@@ -12,12 +12,10 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import atheris
 
 with atheris.instrument_imports(include=["qkablate"]):
-    from readers import Reader, readers
+    from tests.torture.readers import Reader, readers
 
 
 def fuzz(reader: Reader, seconds: str, folder: Path) -> bool:

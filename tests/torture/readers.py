@@ -17,19 +17,19 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from qkablate import example, ownership, predictions
-from qkablate.analysis.claim_file import load_claim
-from qkablate.analysis.heads import MEASURES, readings
-from qkablate.analysis.study import courses, facts_of
+from qkablate.analysis.claims.parse import load_claim
+from qkablate.analysis.comparison.head_metrics import MEASURES, readings
+from qkablate.analysis.study.study import courses, facts_of
 from qkablate.cli import main
 from qkablate.config import DataConfig
 from qkablate.data import corpus
 from qkablate.errors import UserError
-from qkablate.records import read_config, read_result
-from qkablate.sweeps import manifest
-from qkablate.sweeps.state import newest_row
+from qkablate.runs import attention_map, lease, predictions
+from qkablate.runs.records import read_config, read_result
+from qkablate.sweeps.planning import manifest
+from qkablate.sweeps.running.state import newest_row
 from qkablate.training import checkpoint
-from qkablate.training.restore import restore
+from qkablate.training.warm_start.restore import restore
 
 TEXT = "the cat sat on the mat, ähnlich ∑\n" * 100
 SMALL = [
@@ -136,7 +136,7 @@ def readers(folder: Path) -> dict[str, Reader]:
     (cut,) = folder.glob("outputs/runs/standard-*-s1-*")
     (cut / "result.json").unlink()  # as if it were interrupted
     newest = checkpoint.newest_first(run / "checkpoints")[0]
-    predicted, kept = predictions.kept(run)[6], run / example.NAME
+    predicted, kept = predictions.kept(run)[6], run / attention_map.NAME
     (prepared,) = folder.glob("data/cache/*/")
     claim = folder / "mine.yaml"
     claim.write_text(CLAIM, encoding="utf-8")
@@ -174,7 +174,7 @@ def readers(folder: Path) -> dict[str, Reader]:
             cut / "metrics.jsonl", lambda: readings(cut, MEASURES, 9), ()
         ),
         "predictions": Reader(predicted, lambda: predictions.read(predicted), (ValueError,)),
-        "example": Reader(kept, lambda: example.read(kept), (ValueError,)),
+        "example": Reader(kept, lambda: attention_map.read(kept), (ValueError,)),
         "predictions, results": Reader(predicted, results, ()),
         "metrics.jsonl, status": Reader(cut / "metrics.jsonl", status, ()),
         "metrics.jsonl, compare": Reader(run / "metrics.jsonl", compare, ()),
@@ -202,7 +202,7 @@ def readers(folder: Path) -> dict[str, Reader]:
         ),
         "tokenizer.json": Reader(run / "tokenizer.json", lambda: restore(run).tokenizer(), refused),
         "tokenizer.json, sample": Reader(run / "tokenizer.json", sample, ()),
-        "owner": Reader(max(run.glob("owner/0*")), lambda: ownership.Observer().judge(run), ()),
+        "owner": Reader(max(run.glob("owner/0*")), lambda: lease.Observer().judge(run), ()),
         "claim": Reader(claim, lambda: load_claim(str(claim)), refused),
         **{
             f"prepared {name}": Reader(prepared / name, lambda: corpus.load(prepared), refused)

@@ -1,19 +1,15 @@
 """A few cases of every fault; `make torture` tries many."""
 
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from tally import FAULTS
+from tests.torture.tally import FAULTS
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_nothing_is_lost_and_nothing_wrong(name, tmp_path):
-    fault = importlib.import_module(f"fault_{name}")
+    fault = importlib.import_module(f"tests.torture.fault_{name}")
     folder = tmp_path / "torture"
     folder.mkdir()
     found = fault.torture(fault.SHORT, 0, folder)

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tally import Tally
+from tests.torture.tally import Tally
 
 LANES = 2
 PATIENCE = 120.0  # seconds for a command that takes one or two: then it never ends
@@ -58,11 +58,11 @@ def main(lane: Lane) -> None:
     import hydra  # noqa: F401
     import omegaconf  # noqa: F401
 
-    import qkablate.cli.multirun
+    import qkablate.cli.hydra.multirun
     import qkablate.cli.sweep
     import qkablate.cli.train
-    import qkablate.sweeps.launch
-    import qkablate.sweeps.worker  # noqa: F401
+    import qkablate.sweeps.running.launcher
+    import qkablate.sweeps.running.worker  # noqa: F401
 
     pids = []
     for number in range(LANES):
@@ -243,7 +243,7 @@ def _facts(run: Path) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
-    from qkablate.records import sha256
+    from qkablate.runs.records import sha256
 
     result = json.loads((run / "result.json").read_text(encoding="utf-8"))
     facts = {key: result[key] for key in ("status", "loss", "bits_per_byte", "measures", "steps")}

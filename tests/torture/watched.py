@@ -60,7 +60,13 @@ def warm() -> None:
     """Import what the commands need, so that a child only runs them."""
     for verb in VERBS:
         import_module(f"qkablate.cli.{verb}")
-    for name in ("training.session", "training.restore", "report.page", "verify", "data.corpus"):
+    for name in (
+        "training.session",
+        "training.warm_start.restore",
+        "report.page",
+        "verify",
+        "data.corpus",
+    ):
         import_module(f"qkablate.{name}")
     for name in (
         "omegaconf",

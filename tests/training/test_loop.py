@@ -233,7 +233,8 @@ def test_schedules_of_very_short_runs(steps, schedule):
 
 def golden_run(variant: str, folder: Path, monkeypatch) -> list[float]:
     """20 steps in fp32 on one thread: text whose pieces come twice, and scores that matter."""
-    from qkablate.training import loop, plan
+    from qkablate.training import loop
+    from qkablate.training import resolve as plan
 
     text = folder / "tokens.txt"
     pieces = np.random.default_rng(1).zipf(1.3, (1_200, 8)) % 64 + 32
@@ -266,7 +267,7 @@ def golden_run(variant: str, folder: Path, monkeypatch) -> list[float]:
 @pytest.mark.parametrize("variant", variants())
 def test_golden_losses(variant, tmp_path, monkeypatch):
     """A refactor that moves the numbers is seen here. If they must move: raise NUMERICS in
-    runs.py, and write the new ones with `python tests/training/write_golden.py`."""
+    runs.py, and write the new ones with `python -m tests.training.write_golden`."""
     assert golden_run(variant, tmp_path, monkeypatch) == pytest.approx(
         json.loads(GOLDEN.read_text())[variant], rel=1e-5
     )

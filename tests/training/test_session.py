@@ -288,7 +288,7 @@ def test_a_second_train_of_a_run_in_training_says_who_owns_it(qkablate, spawn, t
 
 @pytest.mark.parametrize(("log_every", "checkpoint_every"), [(1, 4), (5, 4), (100, 100)])
 def test_divergence_is_a_result(qkablate, tiny, tmp_path, monkeypatch, log_every, checkpoint_every):
-    from qkablate.model import GPT
+    from qkablate.models.gpt import GPT
 
     calls = 0
 
@@ -355,7 +355,7 @@ def content(*roots: Path) -> dict[Path, bytes]:
 )
 def test_who_loses_a_run_writes_no_more(qkablate, tiny, tmp_path, monkeypatch, moment, woken):
     """Taken over by another machine, in the middle of something, and trained there to its end."""
-    from qkablate import ownership
+    from qkablate.runs import lease
     from qkablate.training import session
     from qkablate.training.loop import Trainer
 
@@ -363,7 +363,7 @@ def test_who_loses_a_run_writes_no_more(qkablate, tiny, tmp_path, monkeypatch, m
     plans, outcomes = [], []
     kernel = "one"
     observers_time = 0.0
-    observer = ownership.Observer(lambda: observers_time)
+    observer = lease.Observer(lambda: observers_time)
 
     def run(plan, original=session.run, **named):
         plans.append(plan)
@@ -376,11 +376,11 @@ def test_who_loses_a_run_writes_no_more(qkablate, tiny, tmp_path, monkeypatch, m
         kernel = "another"
         folder = plans[0].run.folder
         assert observer.is_owned(folder)
-        observers_time += ownership.SILENCE
+        observers_time += lease.SILENCE
         outcomes.append(session.run(plans[0], observer=observer))
         left.update(content(*kept(folder.absolute())))
         if woken:
-            monkeypatch.setattr(ownership, "now", lambda now=ownership.now: now() + 3600)
+            monkeypatch.setattr(lease, "now", lambda now=lease.now: now() + 3600)
         if moment == "failing":
             raise MemoryError
 
@@ -399,9 +399,9 @@ def test_who_loses_a_run_writes_no_more(qkablate, tiny, tmp_path, monkeypatch, m
         return [folder / name for name in names]
 
     left: dict[Path, bytes] = {}
-    monkeypatch.setattr(ownership, "BEAT", 1000.0)
+    monkeypatch.setattr(lease, "BEAT", 1000.0)
     monkeypatch.setattr(
-        ownership, "_where_locks_hold", lambda descriptor: {"boot": kernel, "device": 1}
+        lease, "_where_locks_hold", lambda descriptor: {"boot": kernel, "device": 1}
     )
     monkeypatch.setattr(session, "run", run)
     monkeypatch.setattr(Trainer, "_step", step)
@@ -437,14 +437,14 @@ def test_a_result_is_never_written_over(qkablate, tiny, tmp_path, monkeypatch):
 
 
 def test_a_run_goes_on_after_its_machine_was_switched_off(qkablate, tiny, tmp_path, monkeypatch):
-    from qkablate import ownership
+    from qkablate.runs import lease
 
     with monkeypatch.context() as patch:
         interrupted_after(patch, 8)
         assert qkablate("train", *tiny).code == 143
     claim = {"token": "t", "host": "h", "pid": 7, "boot": "before", "device": 1, "since": "then"}
     (folder_of(tmp_path) / "owner" / "00000002").write_text(json.dumps(claim) + "\n...")
-    monkeypatch.setattr(ownership, "SILENCE", 0.0)
+    monkeypatch.setattr(lease, "SILENCE", 0.0)
     done = qkablate("train", *tiny)
     assert done.code == 0
     assert "for a sign of life of process 7 on h since then" in done.err

@@ -1,14 +1,14 @@
-"""Write golden.json anew: `python tests/training/write_golden.py`."""
+"""Write golden.json anew: `python -m tests.training.write_golden`."""
 
 import json
 import tempfile
 from pathlib import Path
 
 import pytest
-import test_loop
 import torch
 
 from qkablate.config import variants
+from tests.training import test_loop
 
 torch.set_num_threads(1)
 golden = {}

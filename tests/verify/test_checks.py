@@ -12,7 +12,7 @@ import torch
 
 from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Cache, Spec
 from qkablate.attention import layer as layer_
-from qkablate.attention.kernels import attend
+from qkablate.attention.kernels.dispatch import attend
 from qkablate.attention.modifiers import QKNorm, UnitKeys
 from qkablate.attention.ov.factored import GroupedOV, SeparateOV
 from qkablate.attention.ov.merged import MergedOV

@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from qkablate.attention.projection.moments import Seen
 from qkablate.attention.qk import QK
-from qkablate.attention.seen import Seen
 from qkablate.attention.spec import Circuit, Draw, Meaningless, Spec
 
 

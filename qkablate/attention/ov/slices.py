@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from qkablate.attention.ov.base import OV, join_heads, zero_
+from qkablate.attention.projection.moments import Seen
 from qkablate.attention.qk import QK
-from qkablate.attention.seen import Seen
 from qkablate.attention.spec import (
     Draw,
     Spec,

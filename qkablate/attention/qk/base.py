@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qkablate.attention.seen import Seen, roots, with_bias
+from qkablate.attention.projection.moments import Seen, roots, with_bias
 from qkablate.attention.spec import Circuit, Meaningless, Spec
 
 

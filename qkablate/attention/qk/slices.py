@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from qkablate.attention.projection.moments import Seen, with_bias
 from qkablate.attention.qk.base import QK
-from qkablate.attention.seen import Seen, with_bias
 from qkablate.attention.spec import Spec, matrix, project, side_by_side, split_heads, vector
 
 

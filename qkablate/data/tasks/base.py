@@ -17,7 +17,7 @@ import numpy as np
 
 from qkablate.config import DATA_KEYS, DataConfig
 from qkablate.data.batches import IGNORE, Batch, evenly
-from qkablate.data.tally import Sums, Tally
+from qkablate.data.eval_metrics import Sums, Tally
 from qkablate.errors import Impossible, UserError
 from qkablate.randomness import stream
 

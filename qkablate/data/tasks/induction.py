@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from qkablate.data.tally import Tally
+from qkablate.data.eval_metrics import Tally
 from qkablate.data.tasks.base import Examples, Task, distinct, together
 
 _OCCURRENCES = ("first", "second", "later")

@@ -5,10 +5,10 @@ Shape suffixes: L layers, H heads, T tokens.
 
 import numpy as np
 
-from qkablate.analysis.examples import ASKED, Example
-from qkablate.example import WHOLE
-from qkablate.report.chapter import Chapter
-from qkablate.report.charts.parts import Chart, Panel, Spec, tip
+from qkablate.analysis.study.attention_maps import ASKED, Example
+from qkablate.report.charts.base import Chart, Panel, Spec, tip
+from qkablate.report.section import Chapter
+from qkablate.runs.attention_map import WHOLE
 from qkablate.table import counted, some
 
 _ARMS, _HEADS = 6, 16  # that are drawn, and heads of each

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from qkablate.analysis.distance import ARM, ROUNDING, SEEDS
-from qkablate.analysis.distance_text import told_times
-from qkablate.report.chapter import Chapter, place_of, span
-from qkablate.report.charts.parts import (
+from qkablate.analysis.comparison.function_distance import ARM, ROUNDING, SEEDS
+from qkablate.report.charts.base import (
     Chart,
     Panel,
     Spec,
@@ -15,6 +13,8 @@ from qkablate.report.charts.parts import (
     variants,
     where_known,
 )
+from qkablate.report.section import Chapter, place_of, span
+from qkablate.report.text.distance import told_times
 from qkablate.table import some
 
 _POINTS = 6_000  # of all curves

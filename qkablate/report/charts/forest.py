@@ -1,7 +1,6 @@
 """Means with their intervals, a row each."""
 
-from qkablate.report.chapter import Chapter, span
-from qkablate.report.charts.parts import (
+from qkablate.report.charts.base import (
     OPEN,
     ROW,
     Chart,
@@ -16,7 +15,8 @@ from qkablate.report.charts.parts import (
     without_end,
     zero,
 )
-from qkablate.report.told import told_gap, told_open
+from qkablate.report.section import Chapter, span
+from qkablate.report.text.numbers import told_gap, told_open
 from qkablate.table import counted
 
 

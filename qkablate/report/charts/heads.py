@@ -8,15 +8,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from qkablate.analysis.heads import (
+from qkablate.analysis.comparison.head_metrics import (
     BY_HEAD,
     BY_TOKENS,
     Watched,
     sorted_heads,
 )
-from qkablate.report.chapter import Chapter, place_of, span
-from qkablate.report.charts.courses import lines_by_tokens, mean_readings
-from qkablate.report.charts.parts import Chart, Panel, Spec, tip, variants
+from qkablate.report.charts.base import Chart, Panel, Spec, tip, variants
+from qkablate.report.charts.curves import lines_by_tokens, mean_readings
+from qkablate.report.section import Chapter, place_of, span
 
 _POINTS = 6_000  # of all curves of a chart
 _CELLS = 6_000  # of all maps

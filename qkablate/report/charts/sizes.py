@@ -2,11 +2,9 @@
 
 from collections.abc import Callable
 
-from qkablate.analysis.sample import Sample
-from qkablate.analysis.study import Entry
-from qkablate.analysis.tables import says
-from qkablate.report.chapter import Chapter, place_of, span
-from qkablate.report.charts.parts import (
+from qkablate.analysis.stats import Sample
+from qkablate.analysis.study.study import Entry
+from qkablate.report.charts.base import (
     Chart,
     Panel,
     Spec,
@@ -17,7 +15,9 @@ from qkablate.report.charts.parts import (
     variants,
     where_known,
 )
-from qkablate.report.told import half_of, told_loss, told_open
+from qkablate.report.section import Chapter, place_of, span
+from qkablate.report.text.numbers import half_of, told_loss, told_open
+from qkablate.report.text.tables import says
 from qkablate.table import digits
 
 

@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 
-from qkablate.analysis.curves import thinned
-from qkablate.analysis.heads import SPECTRUM, Watched, mean, spectra
-from qkablate.report.chapter import Chapter, span
+from qkablate.analysis.comparison.curves import thinned
+from qkablate.analysis.comparison.head_metrics import SPECTRUM, Watched, mean, spectra
+from qkablate.report.charts.base import Chart, Panel, Spec, colour, dash, tip, variants
 from qkablate.report.charts.heads import groups, titled
-from qkablate.report.charts.parts import Chart, Panel, Spec, colour, dash, tip, variants
+from qkablate.report.section import Chapter, span
 from qkablate.table import short
 
 _VALUES = 32  # singular values that a spectrum is drawn with

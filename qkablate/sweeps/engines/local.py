@@ -11,10 +11,10 @@ from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from qkablate.sweeps import worker
 from qkablate.sweeps.engines import Ended, Task
 from qkablate.sweeps.engines.remote import killed_for_memory
-from qkablate.tracking.service import UNHEARD, keep
+from qkablate.sweeps.running import worker
+from qkablate.tracking.wandb.service import UNHEARD, keep
 
 # What a run imports on its way, besides: half a second for each of them otherwise.
 PRELOADED = [worker.__name__, "omegaconf"]

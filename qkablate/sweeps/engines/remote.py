@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qkablate.sweeps.engines import DELIBERATE, STOPPED, Task
 
-_WORKER = (sys.executable, "-m", "qkablate.sweeps.worker")
+_WORKER = (sys.executable, "-m", "qkablate.sweeps.running.worker")
 
 
 class Child:

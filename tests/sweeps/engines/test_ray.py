@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from watching import assert_same, final_state
 
-from qkablate.ownership import is_owned
-from qkablate.sweeps.engines.ray_entry import Wish, room_for
+from qkablate.runs.lease import is_owned
+from qkablate.sweeps.engines.ray.cluster import Wish, room_for
+from tests.sweeps.watching import assert_same, final_state
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None and not os.environ.get("QKABLATE_NEEDS_RAY"),
@@ -165,7 +165,7 @@ def test_no_node_is_large_enough(qkablate, grid, ray, tmp_path, monkeypatch):
     assert done.code == 2
     says = "qkablate: engine.cpus: 3 for a run, and the largest node has 2"
     assert done.err.splitlines()[-1] == says
-    monkeypatch.setattr("qkablate.sweeps.packing.gpus_of_a_run", lambda *_: 2)
+    monkeypatch.setattr("qkablate.sweeps.planning.packing.gpus_of_a_run", lambda *_: 2)
     done = qkablate(*grid, f"engine.address={ray}")
     assert done.code == 2
     says = "qkablate: engine.gpus: 2 for a run, and the largest node has 1"

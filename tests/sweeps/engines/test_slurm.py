@@ -10,15 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
-from watching import assert_same, final_state, results, status, wait_for_progress
 
 from qkablate.config import EngineConfig
 from qkablate.errors import UserError
-from qkablate.sweeps.engines import OWNED, choose, slurm_cluster
-from qkablate.sweeps.engines.slurm import Refused, Slurm, _Job
-from qkablate.sweeps.engines.slurm_batch import Batch
-from qkablate.sweeps.engines.slurm_cluster import Row, Unanswered, minutes, one_line
-from qkablate.sweeps.estimate import _Timed
+from qkablate.sweeps.engines import OWNED, factory
+from qkablate.sweeps.engines.slurm import cluster as slurm_cluster
+from qkablate.sweeps.engines.slurm.batch import Batch
+from qkablate.sweeps.engines.slurm.cluster import Row, Unanswered, minutes, one_line
+from qkablate.sweeps.engines.slurm.engine import Refused, Slurm, _Job
+from qkablate.sweeps.planning.estimate import _Timed
+from tests.sweeps.watching import assert_same, final_state, results, status, wait_for_progress
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm-one-machine"
 
@@ -170,7 +171,7 @@ def test_it_can_be_left_while_the_controller_is_away(slurm, monkeypatch, tmp_pat
     def away(*command, given=None):
         raise Unanswered("Unable to contact slurm controller")
 
-    monkeypatch.setattr("qkablate.sweeps.engines.slurm.ask", away)
+    monkeypatch.setattr("qkablate.sweeps.engines.slurm.engine.ask", away)
     monkeypatch.setattr(slurm_cluster, "ask", away)
     engine.stop(now=False)
     assert engine.ended(0.1) == []  # it is waited for
@@ -183,8 +184,8 @@ def test_it_can_be_left_while_the_controller_is_away(slurm, monkeypatch, tmp_pat
 def engine(monkeypatch, tmp_path):
     """One without a cluster: its queue is empty, and sbatch takes nothing."""
     (tmp_path / "sweep").mkdir()
-    monkeypatch.setattr("qkablate.sweeps.engines.slurm.queue", lambda *_: {})
-    monkeypatch.setattr("qkablate.sweeps.engines.slurm.largest_array", lambda: 1000)
+    monkeypatch.setattr("qkablate.sweeps.engines.slurm.engine.queue", lambda *_: {})
+    monkeypatch.setattr("qkablate.sweeps.engines.slurm.engine.largest_array", lambda: 1000)
     return Slurm(tmp_path / "sweep", {}, None, lambda _: None)
 
 
@@ -231,7 +232,9 @@ def test_shorter_arrays_where_a_user_may_not_submit_as_many(engine, monkeypatch)
             del engine._collected[task]
 
     monkeypatch.setattr(engine, "_submit_array", submit)
-    monkeypatch.setattr("qkablate.sweeps.engines.slurm.Slurm._take_over", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "qkablate.sweeps.engines.slurm.engine.Slurm._take_over", lambda *_, **__: None
+    )
     engine._collected = {number: number for number in range(10)}
     engine._submit()
     assert sum(taken) == 10
@@ -288,7 +291,8 @@ def test_a_dry_run_says_how_it_will_be_packed(qkablate, grid, monkeypatch):
     asked = []
     timed = _Timed(1e6, 1e-3, 1.0, 10**8)
     monkeypatch.setattr(
-        "qkablate.sweeps.estimate._timed", lambda arm, m, slots, k: asked.append(slots) or timed
+        "qkablate.sweeps.planning.estimate._timed",
+        lambda arm, m, slots, k: asked.append(slots) or timed,
     )
     words = ["seed=range(40)", "workers=32", "engine.partition=debug", "--dry-run"]
     done = qkablate(*grid, *words)
@@ -303,7 +307,7 @@ def test_a_dry_run_says_how_it_will_be_packed(qkablate, grid, monkeypatch):
 def test_without_submitit_it_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs submitit, .*: pip install 'qkablate\[slurm\]'"):
-        choose.check(EngineConfig("slurm"))
+        factory.check(EngineConfig("slurm"))
 
 
 def test_without_slurm_it_says_so(monkeypatch, tmp_path):

@@ -1,0 +1,1 @@
+"""Claims: hypotheses written down before their runs, and their verdicts."""

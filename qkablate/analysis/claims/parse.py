@@ -1,0 +1,224 @@
+"""Claims as files: conf/claim/NAME.yaml or a user's own, at one of the sizes of conf/scale."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qkablate.analysis.claims.claim import FREE, HORIZONS, MEASURES, Claim, PartSpec
+from qkablate.analysis.claims.verdict import KINDS
+from qkablate.analysis.comparison.ranking import AXES
+from qkablate.config import conf_dir, keys, nearest_key, variants
+from qkablate.config.sweep import as_word
+from qkablate.errors import UserError, nearest
+from qkablate.runs.records import is_number
+
+MOST_SEEDS = 1000
+
+
+def claims_dir() -> Path:
+    return conf_dir() / "claim"
+
+
+def known_claims() -> list[str]:
+    return sorted(path.stem for path in claims_dir().glob("*.yaml"))
+
+
+def scales() -> list[str]:
+    """The sizes a claim can be run at, the smallest first."""
+    return sorted((path.stem for path in (conf_dir() / "scale").glob("*.yaml")), reverse=True)
+
+
+def scale_keys(scale: str) -> dict[str, Any]:
+    text = (conf_dir() / "scale" / f"{scale}.yaml").read_text(encoding="utf-8")
+    return _map(f"conf/scale/{scale}.yaml", yaml.safe_load(text))
+
+
+def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None = None) -> Claim:
+    """A claim by its name, or by the path of a file; `words` are keys its grid is changed in."""
+    path = Path(word)
+    if path.suffix in (".yaml", ".yml"):
+        if not re.fullmatch(r"\w[\w+-]*", path.stem):
+            raise UserError(f"'{path.name}': a claim is called by letters, digits, _, + and -")
+    else:
+        path = claims_dir() / f"{word}.yaml"
+        if not path.is_file() or word not in known_claims():
+            raise UserError(
+                f"there is no claim '{word}'{nearest(word, known_claims())}; `qkablate claim list`"
+                " shows them, and a file of your own is given as PATH.yaml"
+            )
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"'{path}': {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"'{path}' is no YAML: {' '.join(str(error).split())}") from None
+    try:
+        return parse(path.stem, content, scale, words or {})
+    except UserError as error:
+        raise UserError(f"{path.name}: {error}") from None
+
+
+_KEYS = (
+    *("says", "source", "untestable", "seeds", "tuning_seeds"),
+    *("grid", "where", "baseline", "parts", "scale"),
+)
+_PART_KEYS = ("kind", "margin", "arm", "against", "of", "axis", "horizon")
+
+
+def parse(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Claim:
+    """The claim in a file's content; UserError for whatever is wrong with it."""
+    content = _map("", content, _KEYS)
+    texts = {key: content.get(key) for key in ("says", "source")}
+    for key, text in texts.items():
+        if not isinstance(text, str) or not text.strip():
+            raise UserError(f"{key}: a text is missing")
+    says, source = (" ".join(str(text).split()) for text in texts.values())
+    if content.get("untestable"):
+        return Claim(name, says, source, " ".join(str(content["untestable"]).split()))
+    if scale not in scales():
+        one_of = f"{', '.join(scales())}{nearest(scale, scales())}"
+        raise UserError(f"scale: '{scale}' is not one of {one_of}")
+    by_scale = _map("scale", content.get("scale") or {}, scales())
+    own = dict(_map(f"scale.{scale}", by_scale.get(scale) or {}))
+    baseline = own.pop("baseline", content.get("baseline", "standard"))
+    parts = _map("parts", own.pop("parts", content.get("parts")))
+    given = scale_keys(scale) | _map("grid", content.get("grid")) | own
+    grid = {key: _values(key, value) for key, value in given.items()} | dict(words)
+    grid = dict(sorted(grid.items()))  # a file with its keys in another order is the same claim
+    for key in grid:
+        if key == "control" or key.partition(".")[0] in ("seed", "seeds", "sweep", "control"):
+            raise UserError(f"grid: {key} is the claim's own business, not its grid's")
+        if key in FREE or key.partition(".")[0] in FREE:
+            raise UserError(f"grid: {key} changes no number, and is no part of a claim")
+    tuning_seeds = content.get("tuning_seeds", 3)
+    if type(tuning_seeds) is not int or not 0 <= tuning_seeds <= MOST_SEEDS:
+        raise UserError(f"tuning_seeds: {tuning_seeds} is not a number of seeds; 0: no tuning")
+    rates = grid.get("optim.lr", "")
+    if not tuning_seeds and ("," in rates or "(" in rates):
+        raise UserError(f"grid: optim.lr={rates}: one rate, or tuning_seeds to choose among them")
+    if not parts:
+        raise UserError("parts: a claim has one at least")
+    where = [] if content.get("where") is None else content["where"]
+    if not isinstance(where, list) or not all(isinstance(one, str) for one in where):
+        raise UserError("where: is a list of predicates")
+    return Claim(
+        name=name,
+        says=says,
+        source=source,
+        scale=scale,
+        seeds=_seeds(content.get("seeds")),
+        tuning_seeds=tuning_seeds,
+        grid=grid,
+        words=dict(words),
+        where=tuple(where),
+        baseline=_baseline(baseline),
+        parts={key: _part(key, value, grid) for key, value in parts.items()},
+    )
+
+
+def _seeds(value: Any) -> tuple[int, ...]:
+    looks = value if isinstance(value, list) else [value]
+    whole = all(type(n) is int and 2 <= n <= MOST_SEEDS for n in looks)
+    if not looks or not whole or sorted({*looks}) != looks:
+        raise UserError(
+            f"seeds: {value} is not a number from 2 on, or a rising list of looks, as [6, 12, 20]"
+        )
+    return tuple(looks)
+
+
+def _baseline(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        raise UserError(f"baseline: '{value}' is not a variant, a map of keys to values, or null")
+    found = _map("baseline", value)
+    for key, one in found.items():
+        if not isinstance(one, str | bool) and not is_number(one):
+            raise UserError(f"baseline: {key} is no value of a key")
+    return {key: as_word(one) for key, one in found.items()}
+
+
+def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:
+    value = _map(f"parts.{name}", value, _PART_KEYS)
+    kind, margin = value.get("kind"), value.get("margin")
+    of, axis = value.get("of", "gap"), value.get("axis", "tokens")
+    horizon = value.get("horizon", "longest")
+    for key, word, choices in (
+        ("kind", kind, KINDS),
+        ("of", of, MEASURES),
+        ("axis", axis, AXES),
+        ("horizon", horizon, HORIZONS),
+    ):
+        if not isinstance(word, str) or word not in choices:
+            hint = nearest(str(word), choices)
+            raise UserError(
+                f"parts.{name}.{key}: '{word}' is not one of {', '.join(choices)}{hint}"
+            )
+    margin = _number(margin)
+    if margin is None or not 0 <= margin < 100:
+        said = value.get("margin")
+        raise UserError(f"parts.{name}.margin: '{said}' is not a number of nats, 0 or more")
+    if margin == 0 and kind in ("noninferior", "equivalent"):
+        raise UserError(f"parts.{name}.margin: nothing is shown to be {kind} within 0")
+    if of == "spread" and (kind not in ("noninferior", "worse") or horizon == "growth"):
+        raise UserError(f"parts.{name}.of: a spread is noninferior or worse, and does not grow")
+    if of == "spread" and margin == 0:
+        raise UserError(f"parts.{name}.margin: every spread is more than 0")
+    if "arm" not in value:
+        raise UserError(f"parts.{name}.arm: is missing")
+    return PartSpec(
+        kind=kind,
+        margin=margin,
+        arm=_selector(f"parts.{name}.arm", value["arm"], grid),
+        against=_selector(f"parts.{name}.against", value.get("against", "standard"), grid),
+        of=of,
+        axis=axis,
+        horizon=horizon,
+    )
+
+
+def _number(value: Any) -> float | None:
+    """1e-2 is a text to YAML, and a number to whoever writes it."""
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _selector(where: str, value: Any, grid: Mapping[str, str]) -> dict[str, Any]:
+    """A variant, or a map of keys to values."""
+    found = {"variant": value} if isinstance(value, str) else _map(where, value)
+    if not found:
+        raise UserError(f"{where}: names no arm")
+    for key in found:
+        if key != "variant" and key not in keys():
+            raise UserError(f"{where}: {key}: there is no such key{nearest_key(key)}")
+    variant = found.get("variant", "standard")
+    if variant not in variants() and "variant.file" not in grid:
+        raise UserError(
+            f"{where}: there is no variant '{variant}'{nearest(str(variant), variants())}"
+        )
+    return {key: as_word(one) for key, one in found.items()}
+
+
+def _values(key: str, value: Any) -> str:
+    """A grid's values, as they are typed."""
+    if isinstance(value, list):
+        return ",".join(map(as_word, value))
+    if isinstance(value, dict):
+        raise UserError(f"grid: the values of {key} are written 32,64 or range(3)")
+    return as_word(value)
+
+
+def _map(where: str, value: Any, known: Sequence[str] = ()) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise UserError(f"{where}: is not a map of keys to values".removeprefix(": "))
+    for key in value:
+        if known and key not in known:
+            there_is = f"{', '.join(known)}{nearest(key, known)}"
+            place = f"{where}.{key}".removeprefix(".")
+            raise UserError(f"{place}: there is no such key; there is {there_is}")
+    return value

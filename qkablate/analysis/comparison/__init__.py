@@ -1,0 +1,1 @@
+"""Comparisons of arms: gaps, curves, ranks, distances, audit."""

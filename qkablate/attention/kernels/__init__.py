@@ -1,0 +1,1 @@
+"""Algorithms for attention: dispatch, blocked scores, matrix products."""

@@ -1,0 +1,1 @@
+"""Circuits put into another form: conversion, projection, assignment of heads."""

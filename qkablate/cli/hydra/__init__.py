@@ -1,0 +1,1 @@
+"""Everything that knows Hydra's internals."""

@@ -1,0 +1,1 @@
+"""Models, the catalogue of variants, cost and generation."""

@@ -1,0 +1,1 @@
+"""Results as text: numbers, tables, verdicts."""

@@ -1,0 +1,1 @@
+"""Run folders: identity, records, lease, recorded artifacts."""

@@ -1,0 +1,1 @@
+"""From a grid to frozen runs."""

@@ -1,0 +1,1 @@
+"""Launcher, worker and state of a sweep."""

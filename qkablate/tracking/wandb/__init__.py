@@ -1,0 +1,1 @@
+"""Tracking in Weights & Biases."""

@@ -1,0 +1,1 @@
+"""Recorders of predictions, attention maps and diagnostics during training."""

@@ -1,0 +1,1 @@
+"""Training from the weights of another run."""

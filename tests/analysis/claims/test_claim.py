@@ -1,0 +1,690 @@
+"""Claims: what a file may say, what its hash and seeds are made of, and which arms it asks for."""
+
+import dataclasses
+import itertools
+import json
+import random
+import statistics
+
+import pytest
+import yaml
+
+from qkablate.analysis.claims.claim import comparisons
+from qkablate.analysis.claims.parse import known_claims, load_claim, parse, scales
+from qkablate.analysis.claims.registry import grid_of
+from qkablate.cli.hydra.grid import composing
+from qkablate.errors import UserError
+from qkablate.sweeps.planning.expand import Expansion, Grid
+
+PART = {"arm": "no_q", "kind": "noninferior", "margin": 0.01}
+CLAIM = {
+    "says": "Keys alone are enough.",
+    "source": "a comment",
+    "seeds": 6,
+    "tuning_seeds": 0,
+    "grid": {"variant": "standard,no_q"},
+    "parts": {"within": PART},
+}
+
+
+def written(path, **changes):
+    """A file with the claim of this module, changed; None takes a key out."""
+    content = {key: value for key, value in (CLAIM | changes).items() if value is not None}
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return str(path)
+
+
+def part(**changes):
+    own = {key: value for key, value in (PART | changes).items() if value is not None}
+    return {"parts": {"within": own}}
+
+
+def assert_one_line(error, line):
+    text = str(error.value)
+    assert line in text
+    assert "\n" not in text
+    assert "Traceback" not in text
+
+
+SEEDS = "seeds: {} is not a number from 2 on, or a rising list of looks, as [6, 12, 20]"
+MISTAKES = {
+    "a key that is not": ({"margn": 1}, "margn: there is no such key; there is says, source"),
+    "a key that is nearly one": ({"tuning_seed": 1}, "(nearest: tuning_seeds)"),
+    "says missing": ({"says": None}, "says: a text is missing"),
+    "says empty": ({"says": " \n"}, "says: a text is missing"),
+    "says a number": ({"says": 3}, "says: a text is missing"),
+    "source missing": ({"source": None}, "source: a text is missing"),
+    "a key of a part": (part(margn=1), "parts.within.margn: there is no such key"),
+    "a key of a part, nearly": (part(magin=1), "(nearest: margin)"),
+    "a kind that is not": (part(kind="same"), "'same' is not one of noninferior, equivalent"),
+    "a kind that is nearly one": (part(kind="noninferor"), "(nearest: noninferior)"),
+    "a kind that is a list": (part(kind=["better"]), "parts.within.kind: "),
+    "kind missing": (part(kind=None), "parts.within.kind: 'None' is not one of"),
+    "an axis that is not": (part(axis="param"), "parts.within.axis: 'param' is not one of tokens"),
+    "an axis that is nearly one": (part(axis="param"), "(nearest: params)"),
+    "a horizon that is not": (part(horizon="every"), "'every' is not one of longest, each, growth"),
+    "a measure that is not": (part(of="size"), "parts.within.of: 'size' is not one of gap, spr"),
+    "a spread that is better": (part(of="spread", kind="better"), "parts.within.of: a spread"),
+    "a spread that is equivalent": (part(of="spread", kind="equivalent"), "parts.within.of: "),
+    "a spread that grows": (part(of="spread", horizon="growth"), "parts.within.of: a spread"),
+    "margin missing": (part(margin=None), "parts.within.margin: 'None' is not a number of nats"),
+    "margin negative": (part(margin=-0.01), "parts.within.margin: '-0.01' is not a number of nats"),
+    "margin nan": (part(margin=float("nan")), "parts.within.margin: 'nan' is not a number"),
+    "margin inf": (part(margin=float("inf")), "parts.within.margin: 'inf' is not a number"),
+    "margin text": (part(margin="0.01 nats"), "parts.within.margin: '0.01 nats' is not a number"),
+    "margin true": (part(margin=True), "parts.within.margin: 'True' is not a number"),
+    "margin list": (part(margin=[0.01]), "parts.within.margin: "),
+    "margin huge": (part(margin=1e9), "parts.within.margin: "),
+    "margin 0, noninferior": (part(margin=0), "nothing is shown to be noninferior within 0"),
+    "margin 0, equivalent": (
+        part(margin=0.0, kind="equivalent"),
+        "nothing is shown to be equivalent within 0",
+    ),
+    "arm missing": (part(arm=None), "parts.within.arm: is missing"),
+    "arm a list": (part(arm=["no_q"]), "parts.within.arm: is not a map of keys to values"),
+    "against a number": (part(against=3), "parts.within.against: is not a map"),
+    "parts missing": ({"parts": None}, "parts: is not a map of keys to values"),
+    "parts empty": ({"parts": {}}, "parts: a claim has one at least"),
+    "parts a list": ({"parts": [PART]}, "parts: is not a map of keys to values"),
+    "a part that is none": ({"parts": {"within": 3}}, "parts.within: is not a map"),
+    "seeds missing": ({"seeds": None}, SEEDS.format("None")),
+    "one seed": ({"seeds": 1}, SEEDS.format("1")),
+    "no seed": ({"seeds": 0}, SEEDS.format("0")),
+    "negative seeds": ({"seeds": -6}, SEEDS.format("-6")),
+    "no look": ({"seeds": []}, SEEDS.format("[]")),
+    "falling looks": ({"seeds": [12, 6]}, SEEDS.format("[12, 6]")),
+    "the same look twice": ({"seeds": [6, 6]}, SEEDS.format("[6, 6]")),
+    "a look of one": ({"seeds": [1, 6]}, SEEDS.format("[1, 6]")),
+    "looks in a look": ({"seeds": [[6]]}, SEEDS.format("[[6]]")),
+    "seeds a text": ({"seeds": "8"}, SEEDS.format("8")),
+    "seeds true": ({"seeds": True}, SEEDS.format("True")),
+    "seeds a fraction": ({"seeds": 6.0}, SEEDS.format("6.0")),
+    "seeds a map": ({"seeds": {6: 1}}, SEEDS.format("{6: 1}")),
+    "too many seeds": ({"seeds": 10**9}, SEEDS.format(10**9)),
+    "tuning seeds negative": ({"tuning_seeds": -1}, "tuning_seeds: -1 is not a number of seeds"),
+    "tuning seeds a text": ({"tuning_seeds": "2"}, "tuning_seeds: 2 is not a number of seeds"),
+    "tuning seeds true": ({"tuning_seeds": True}, "tuning_seeds: True is not a number of seeds"),
+    "tuning seeds a fraction": ({"tuning_seeds": 1.5}, "tuning_seeds: 1.5 is not a number"),
+    "tuning seeds a list": ({"tuning_seeds": [1]}, "tuning_seeds: [1] is not a number"),
+    "too many tuning seeds": ({"tuning_seeds": 10**9}, "tuning_seeds: 1000000000 is not"),
+    "grid missing": ({"grid": None}, "grid: is not a map of keys to values"),
+    "grid a list": ({"grid": ["variant"]}, "grid: is not a map of keys to values"),
+    "grid of numbers": ({"grid": {1: 2}}, "grid: is not a map of keys to values"),
+    "grid of maps": ({"grid": {"variant": {"a": 1}}}, "grid: the values of variant are written"),
+    "where a text": ({"where": "model.d_model > 3"}, "where: is a list of predicates"),
+    "where of numbers": ({"where": [3]}, "where: is a list of predicates"),
+    "scale a list": ({"scale": ["small"]}, "scale: is not a map of keys to values"),
+    "scale not known": ({"scale": {"smal": {}}}, "scale.smal: there is no such key"),
+    "scale nearly known": ({"scale": {"smal": {}}}, "(nearest: small)"),
+    "scale a number": ({"scale": {"small": 3}}, "scale.small: is not a map of keys to values"),
+}
+
+
+@pytest.mark.parametrize(("changes", "line"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_told_in_one_line_with_the_file_and_the_place(tmp_path, changes, line):
+    with pytest.raises(UserError) as error:
+        load_claim(written(tmp_path / "mine.yaml", **changes))
+    assert_one_line(error, line)
+    assert str(error.value).startswith("mine.yaml: ")
+
+
+@pytest.mark.parametrize("axis", [["tokens"], {"tokens": 1}])
+def test_an_axis_that_is_no_word_is_told(tmp_path, axis):
+    with pytest.raises(UserError) as error:
+        load_claim(written(tmp_path / "mine.yaml", **part(axis=axis)))
+    assert_one_line(error, "parts.within.axis: ")
+
+
+BASELINES = {
+    "a date": "2020-01-01",
+    "a date within": "{variant: 2020-01-01}",
+    "a set": "!!set {a}",
+    "keys of two kinds": "{1: 2, a: 3}",
+    "itself": "&it [*it]",
+}
+
+
+@pytest.mark.parametrize("text", BASELINES.values(), ids=BASELINES)
+def test_a_baseline_that_is_none_is_told(tmp_path, text):
+    path = tmp_path / "mine.yaml"
+    written(path)
+    with path.open("a") as file:
+        file.write(f"baseline: {text}\n")
+    with pytest.raises(UserError, match="baseline"):
+        _ = load_claim(str(path)).hash
+
+
+OWN = ["seed", "seeds.init", "control", "control.knob", "sweep.tune", "sweep.where"]
+FREE = ["out", "device", "threads", "workers", "data.cache", "track.wandb", "track"]
+
+
+@pytest.mark.parametrize("key", [*OWN, *FREE])
+def test_what_is_not_the_grids_is_refused_in_the_file_and_on_the_line(tmp_path, key):
+    path = tmp_path / "mine.yaml"
+    with pytest.raises(UserError) as error:
+        load_claim(written(path, grid=CLAIM["grid"] | {key: 3}))
+    assert_one_line(error, f"grid: {key} ")
+    with pytest.raises(UserError) as error:
+        load_claim(written(path, scale={"small": {key: 3}}))
+    assert_one_line(error, f"grid: {key} ")
+    with pytest.raises(UserError) as error:
+        load_claim(written(path), words={key: "3"})
+    assert_one_line(error, f"grid: {key} ")
+
+
+FILES = {
+    "not YAML": ("says: [", "is no YAML: "),
+    "a list": ("- says", "is not a map of keys to values"),
+    "a text": ("says", "is not a map of keys to values"),
+    "nothing": ("", "is not a map of keys to values"),
+    "two documents": ("a: 1\n---\nb: 1\n", "is no YAML: "),
+    "deep lists": ("[" * 20_000, "is no YAML: "),
+    "deep maps": ("{a: " * 20_000, "is no YAML: "),
+    "a tab": ("says:\n\ta: 1", "is no YAML: "),
+    "an alias of nothing": ("says: *x", "is no YAML: "),
+}
+
+
+@pytest.mark.parametrize(("text", "line"), FILES.values(), ids=FILES)
+def test_what_is_no_claim_is_told_in_one_line(tmp_path, text, line):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        load_claim(str(path))
+    assert_one_line(error, line)
+    assert "mine.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "!!python/object/apply:os.mkdir ['{}']",
+        "!!python/object/apply:os.system ['mkdir {}']",
+        "!!python/object/new:pathlib.Path ['{}']",
+        "!!python/name:os.mkdir",
+        "!!python/module:os",
+    ],
+)
+@pytest.mark.parametrize("key", ["", "says: ", "baseline: "])
+def test_a_file_runs_nothing(tmp_path, tag, key):
+    path, made = tmp_path / "mine.yaml", tmp_path / "made"
+    path.write_text(key + tag.format(made) + "\n")
+    with pytest.raises(UserError) as error:
+        load_claim(str(path))
+    assert_one_line(error, "is no YAML: could not determine a constructor")
+    assert not made.exists()
+
+
+def test_bytes_that_are_no_text_are_told(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"says: \xff\xfe\n")
+    with pytest.raises(UserError) as error:
+        load_claim(str(path))
+    assert_one_line(error, "is no YAML: ")
+
+
+def test_a_path_where_no_file_is_is_told(tmp_path):
+    folder = tmp_path / "folder.yaml"
+    folder.mkdir()
+    for path, line in ((tmp_path / "none.yaml", "No such file"), (folder, "Is a directory")):
+        with pytest.raises(UserError) as error:
+            load_claim(str(path))
+        assert_one_line(error, line)
+        assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["one_hed", "", "../claim/one_head", "*", "one_head/", "."])
+def test_a_name_that_is_none_is_told_with_the_nearest(name):
+    with pytest.raises(UserError) as error:
+        load_claim(name)
+    assert_one_line(error, f"there is no claim '{name}'")
+    assert "qkablate claim list" in str(error.value)
+    if name == "one_hed":
+        assert "(nearest: one_head)" in str(error.value)
+
+
+def test_a_scale_that_is_none_is_told(tmp_path):
+    with pytest.raises(UserError) as error:
+        load_claim("one_head", "smal")
+    assert_one_line(error, "scale: 'smal' is not one of small, gpu")
+
+
+def test_an_untestable_claim_says_why_and_needs_no_more(tmp_path):
+    found = load_claim(written(tmp_path / "mine.yaml", untestable="no\n encoder", parts=None))
+    assert found.untestable == "no encoder"
+    assert (found.seeds, found.parts) == ((), {})
+    written(tmp_path / "mine.yaml", untestable="no encoder", source=None)
+    with pytest.raises(UserError, match="source: a text is missing"):
+        load_claim(str(tmp_path / "mine.yaml"))
+
+
+def test_what_is_unsaid_has_its_default(tmp_path):
+    content = {key: value for key, value in CLAIM.items() if key != "tuning_seeds"}
+    found = parse("mine", content, "small", {})
+    assert found.tuning_seeds == 3
+    assert found.seeds == (6,)
+    assert found.baseline == "standard"
+    (one,) = found.parts.values()
+    assert (one.arm, one.against) == ({"variant": "no_q"}, {"variant": "standard"})
+    assert (one.kind, one.margin) == ("noninferior", 0.01)
+    assert (one.of, one.axis, one.horizon) == ("gap", "tokens", "longest")
+
+
+def test_a_margin_of_zero_is_one_for_better_and_worse():
+    for kind in ("better", "worse"):
+        found = parse("mine", CLAIM | part(kind=kind, margin=0), "small", {})
+        assert found.parts["within"].margin == 0
+
+
+def test_the_grid_is_the_scales_then_the_files_then_the_files_at_the_scale_then_the_lines():
+    at = {"small": {"model.layers": 5, "model.d_model": [32, 64]}, "gpu": {"model.layers": 7}}
+    content = CLAIM | {"grid": CLAIM["grid"] | {"model.layers": 4, "model.heads": 2}, "scale": at}
+    small = parse("mine", content, "small", {"model.heads": "8"}).grid
+    assert small["model.layers"] == "5"
+    assert small["model.d_model"] == "32,64"
+    assert small["model.heads"] == "8"
+    assert small["precision"] == "fp32"
+    gpu = parse("mine", content, "gpu", {}).grid
+    assert gpu["model.layers"] == "7"
+    assert gpu["data"] == "openwebtext"
+
+
+def test_a_scale_can_have_its_own_baseline():
+    content = CLAIM | {"baseline": "no_q", "scale": {"small": {"baseline": {"model.layers": 4}}}}
+    assert parse("mine", content, "small", {}).baseline == {"model.layers": "4"}
+    assert parse("mine", content, "gpu", {}).baseline == "no_q"
+    assert "baseline" not in parse("mine", content, "small", {}).grid
+
+
+# What a verdict hangs on: the hash, and the seeds made of it.
+
+
+def claim(**changes):
+    """A claim parsed of the content of this module, changed."""
+    words = changes.pop("words", {})
+    scale = changes.pop("at", "small")
+    name = changes.pop("name", "mine")
+    return parse(name, CLAIM | changes, scale, words)
+
+
+DECIDING = {
+    "margin": part(margin=0.02),
+    "kind": part(kind="better"),
+    "axis": part(axis="params"),
+    "horizon": part(horizon="each"),
+    "what is measured": part(of="spread"),
+    "what is said": {"says": "Otherwise said."},
+    "arm": part(arm="merged_w"),
+    "arm by more": part(arm={"variant": "no_q", "model.heads": 2}),
+    "against": part(against="shared_qk"),
+    "the part's name": {"parts": {"without": PART}},
+    "a second part": {"parts": {"within": PART, "again": PART}},
+    "seeds": {"seeds": 7},
+    "looks": {"seeds": [3, 6]},
+    "tuning seeds": {"tuning_seeds": 2},
+    "grid": {"grid": {"variant": "standard,no_q,merged_w"}},
+    "a key more": {"grid": CLAIM["grid"] | {"model.heads": 2}},
+    "where": {"where": ["model.d_model > 1"]},
+    "baseline": {"baseline": "no_q"},
+    "no baseline": {"baseline": {"model.heads": 2}},
+    "at the scale": {"scale": {"small": {"model.layers": 3}}},
+    "the scale": {"at": "gpu"},
+    "the line": {"words": {"train.steps": "30"}},
+    "the line, as the file has it": {"words": {"variant": "standard,no_q"}},
+    "the name": {"name": "yours"},
+}
+
+
+def test_whatever_decides_changes_the_hash_and_every_seed():
+    found = {what: claim(**changes) for what, changes in DECIDING.items()} | {"": claim()}
+    assert len({one.hash for one in found.values()}) == len(found)
+    assert len({one.folder_name for one in found.values()}) == len(found)
+    seeds = [{*one.seeds_of("final", 20), *one.seeds_of("tuning", 20)} for one in found.values()]
+    assert all(len(own) == 40 for own in seeds)
+    assert len(set.union(*seeds)) == 40 * len(found)
+
+
+NOT_DECIDING = {
+    "source": {"source": "https://example.org"},
+    "nothing untestable": {"untestable": ""},
+    "one look": {"seeds": [6]},
+    "the default measure": part(of="gap"),
+    "the default axis": part(axis="tokens"),
+    "the default horizon": part(horizon="longest"),
+    "the default against": part(against={"variant": "standard"}),
+    "another scale's": {"scale": {"gpu": {"model.layers": 3}}},
+    "no predicate": {"where": []},
+    "the default baseline": {"baseline": "standard"},
+    "a list of values": {"grid": {"variant": ["standard", "no_q"]}},
+}
+
+
+@pytest.mark.parametrize("changes", NOT_DECIDING.values(), ids=NOT_DECIDING)
+def test_what_decides_nothing_leaves_the_hash(changes):
+    assert claim(**changes).hash == claim().hash
+
+
+def test_the_order_of_keys_is_no_content():
+    mixed = dict(reversed(CLAIM.items())) | part(**dict(reversed(PART.items())))
+    assert parse("mine", mixed, "small", {}).hash == claim().hash
+    several = {"variant": "standard,no_q", "model.heads": "1,2"}
+    other = dict(reversed(several.items()))
+    assert claim(grid=several).hash == claim(grid=other).hash
+
+
+def test_random_claims_have_the_same_hash_only_with_the_same_content():
+    rng = random.Random(0)
+    found: dict[str, str] = {}
+    for _ in range(400):
+        own = part(
+            kind=rng.choice(["noninferior", "better"]),
+            margin=rng.choice([0.01, 0.02]),
+            axis=rng.choice(["tokens", "params"]),
+        )
+        one = claim(
+            **own,
+            seeds=rng.choice([6, 8, [6, 8]]),
+            tuning_seeds=rng.choice([0, 2]),
+            says=rng.choice(["this", "that"]),
+        )
+        content = json.dumps(one.content, sort_keys=True)
+        assert found.setdefault(one.hash, content) == content
+    assert len(found) == len({*found.values()})
+    assert len(found) > 40
+
+
+def test_seeds_are_a_function_of_the_claim_and_begin_the_same_whatever_their_number():
+    one, same = claim(), claim()
+    for purpose in ("final", "tuning"):
+        many = one.seeds_of(purpose, 100)
+        assert many == same.seeds_of(purpose, 100)
+        assert many[:7] == one.seeds_of(purpose, 7)
+        assert all(type(seed) is int and 0 <= seed < 2**31 for seed in many)
+        assert statistics.fmean(many) == pytest.approx(2**30, rel=0.3)
+    assert one.seeds_of("final", 0) == []
+    assert not {*one.seeds_of("final", 1000)} & {*one.seeds_of("tuning", 1000)}
+
+
+# Which arms the parts ask for.
+
+
+def asked(world, grid=None, **parts):
+    """The comparisons of a claim with these parts over this grid, and the arms by name."""
+    content = {"grid": grid or CLAIM["grid"], "seeds": 2}
+    content["parts"] = {name: PART | changes for name, changes in parts.items()}
+    own = claim(**content)
+    # The sizes of this module's sweeps, not those of the scale.
+    own = dataclasses.replace(own, grid=dict(grid or CLAIM["grid"]))
+    given, words = grid_of(own, 2)
+    manifest = world(*words, grid=given).manifest
+    return comparisons(own, manifest.arms.values()), manifest.arms
+
+
+def test_one_arm_against_one(world):
+    found, _ = asked(world, within={})
+    assert [(one.name, one.part) for one in found] == [("within", "within")]
+    assert found[0].pairs == [("no_q-d16-h2", "standard-d16-h2")]
+
+
+LENGTHS = {"variant": "standard,no_q", "train.steps": "12,24,48"}
+
+
+def test_the_longest_is_one_comparison_and_each_is_one_for_every_length(world):
+    found, arms = asked(world, LENGTHS, long={}, every={"horizon": "each"})
+    (long,) = [one for one in found if one.part == "long"]
+    every = [one for one in found if one.part == "every"]
+    assert long.name == "long"
+    assert [arms[name].config.train.steps for name in long.pairs[0]] == [48, 48]
+    assert sorted(arms[one.pairs[0][0]].config.train.steps for one in every) == [12, 24, 48]
+    assert {one.name for one in every} == {f"every {n} tokens" for n in ("384", "768", "1,536")}
+    for one in every:
+        assert len(one.pairs) == 1
+        assert len({arms[name].tokens for name in one.pairs[0]}) == 1
+
+
+def test_growth_is_one_comparison_over_all_lengths_from_short_to_long(world):
+    grid = LENGTHS | {"train.steps": "48,12,24"}
+    found, arms = asked(world, grid, grows={"horizon": "growth"})
+    (one,) = found
+    assert one.name == "grows"
+    assert [arms[name].tokens for name, _ in one.pairs] == [384, 768, 1536]
+    assert [arms[name].tokens for _, name in one.pairs] == [384, 768, 1536]
+    assert {arms[name].variant for name, _ in one.pairs} == {"no_q"}
+    assert {arms[name].variant for _, name in one.pairs} == {"standard"}
+
+
+@pytest.mark.parametrize("steps", ["12", "12,24"])
+def test_growth_over_fewer_than_three_lengths_is_refused(world, steps):
+    with pytest.raises(UserError) as error:
+        asked(world, LENGTHS | {"train.steps": steps}, grows={"horizon": "growth"})
+    assert_one_line(error, "parts.grows: growth is measured over 3 lengths of training or more")
+
+
+def test_sizes_are_compared_one_by_one_and_named(world):
+    grid = {"variant": "standard,no_q", "model.d_model": "16,32", "model.heads": "1,2"}
+    found, arms = asked(world, grid, within={})
+    assert {one.name for one in found} == {
+        f"within d_model={d} heads={h}" for d in (16, 32) for h in (1, 2)
+    }
+    for one in found:
+        ((arm, other),) = one.pairs
+        models = [arms[name].config.model for name in (arm, other)]
+        assert models[0] == models[1]
+        assert (arms[arm].variant, arms[other].variant) == ("no_q", "standard")
+
+
+def test_growth_is_measured_at_every_size_by_itself(world):
+    found, arms = asked(world, LENGTHS | {"model.heads": "1,2"}, grows={"horizon": "growth"})
+    assert {one.name for one in found} == {"grows heads=1", "grows heads=2"}
+    for one in found:
+        assert len(one.pairs) == 3
+        assert len({arms[name].config.model.heads for pair in one.pairs for name in pair}) == 1
+
+
+def test_a_size_can_be_asked_for(world):
+    grid = {"variant": "standard,no_q", "model.heads": "1,2"}
+    side = {"arm": {"variant": "no_q", "model.heads": "2"}}
+    found, arms = asked(world, grid, within=side | {"against": {"variant": "standard"}})
+    heads = [[arms[name].config.model.heads for name in one.pairs[0]] for one in found]
+    # Of the other side nothing was said but its variant: it may have any number of heads.
+    assert sorted(heads) == [[2, 1], [2, 2]]
+    both = side | {"against": {"variant": "standard", "model.heads": "2.0"}}
+    (one,), arms = asked(world, grid, within=both)
+    assert {arms[name].config.model.heads for name in one.pairs[0]} == {2}
+
+
+def test_sizes_can_stand_against_each_other(world):
+    sides = {"arm": {"model.heads": "1"}, "against": {"model.heads": "2"}}
+    found, arms = asked(world, {"variant": "standard", "model.heads": "1,2"}, heads=sides)
+    (one,) = found
+    assert [arms[name].config.model.heads for name in one.pairs[0]] == [1, 2]
+
+
+def test_at_equal_params_and_flops_the_arms_are_those_of_that_control(world):
+    axes = {axis: {"axis": axis} for axis in ("tokens", "params", "flops")}
+    found, arms = asked(world, {"variant": "standard,no_q", "model.d_model": "64"}, **axes)
+    assert [one.part for one in found] == ["tokens", "params", "flops"]
+    by_axis = {one.part: [arms[name] for name in one.pairs[0]] for one in found}
+    assert {other.name for _, other in by_axis.values()} == {"standard-d64-h2"}
+    arm, other = by_axis["params"]
+    assert abs(arm.params / other.params - 1) <= 0.01
+    arm, other = by_axis["flops"]
+    assert abs(arm.flops / other.flops - 1) <= 0.01
+    arm, other = by_axis["tokens"]
+    assert arm.params < other.params
+    assert arm.config.model == other.config.model
+
+
+def test_arms_can_be_had_at_equal_params_alone(world):
+    found, arms = asked(world, {"variant": "standard,no_q"}, equal={"axis": "params"})
+    assert arms[found[0].pairs[0][0]].controls == ["params"]
+    assert not [arm for arm in arms.values() if arm.variant == "no_q" and "none" in arm.controls]
+
+
+def test_an_arm_that_is_not_in_the_grid_is_told(world):
+    _, arms = asked(world, within={})
+    for changes, told in (
+        ({"arm": "merged_w"}, "no variant=merged_w against variant=standard"),
+        ({"against": "tied_qkv"}, "no variant=no_q against variant=tied_qkv"),
+        ({"arm": {"variant": "no_q", "model.heads": 9}}, "no variant=no_q, model.heads=9"),
+        ({"arm": {"data.max_tokens": 1}}, "no data.max_tokens=1"),
+        ({"axis": "params"}, "no variant=no_q against variant=standard at equal params"),
+    ):
+        with pytest.raises(UserError) as error:
+            comparisons(claim(parts={"within": PART | changes}), arms.values())
+        assert_one_line(error, f"parts.within: the grid has {told}")
+
+
+def test_an_arm_is_found_by_the_name_it_was_asked_by_and_by_its_own(world):
+    """One group of gqa is mqa."""
+    grid = {"variant": "standard,gqa", "model.heads": "2"}
+    for name in ("gqa", "mqa"):
+        found, _ = asked(world, grid, within={"arm": {"variant": name}})
+        assert found[0].pairs == [("mqa-d16-h2", "standard-d16-h2")]
+
+
+@pytest.mark.parametrize("key", ["precision=fp32,bf16", "deterministic=true,false"])
+def test_arms_that_differ_in_anything_else_are_no_pair(world, key):
+    key, _, values = key.partition("=")
+    found, arms = asked(world, {"variant": "standard,no_q", key: values}, within={})
+    for one in found:
+        assert len({getattr(arms[name].config, key) for name in one.pairs[0]}) == 1
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("arm", "told"),
+    [
+        (
+            {"model.hedas": 2},
+            "parts.within.arm: model.hedas: there is no such key (nearest: ",
+        ),
+        ("no_qq", "parts.within.arm: there is no variant 'no_qq' (nearest: no_q"),
+        ({}, "parts.within.arm: names no arm"),
+    ],
+)
+def test_an_arm_that_cannot_be_is_told_with_the_nearest(arm, told):
+    part = CLAIM["parts"]["within"] | {"arm": arm}
+    with pytest.raises(UserError) as error:
+        parse("mine", CLAIM | {"parts": {"within": part}}, "small", {})
+    assert told in str(error.value)
+
+
+def test_an_arm_against_itself_is_no_claim(world):
+    """As is written by whoever forgets `against`."""
+    with pytest.raises(UserError):
+        asked(world, within={"arm": {"variant": "standard"}})
+
+
+def test_the_longest_is_that_of_each_place(world):
+    """A context, or a width, with fewer tokens than another is judged all the same."""
+    found, _ = asked(world, {"variant": "standard,no_q", "model.context": "8,16"}, long={})
+    assert len(found) == 2
+
+
+def test_arms_that_differ_in_more_than_was_asked_for_are_no_pair(world):
+    grid = {"variant": "standard,no_q", "model.d_model": "16,32"}
+    found, arms = asked(world, grid, within={})
+    assert [one.pairs for one in found] == [
+        [("no_q-d16-h2", "standard-d16-h2")],
+        [("no_q-d32-h2", "standard-d32-h2")],
+    ]
+    own = dataclasses.replace(claim(), grid=grid)
+    with pytest.raises(UserError, match="the grid has no"):
+        comparisons(own, [arms["no_q-d32-h2"], arms["standard-d16-h2"]])
+
+
+def test_growth_of_runs_that_do_not_come_down_is_refused(world):
+    with pytest.raises(UserError, match="does not come down"):
+        asked(world, LENGTHS | {"optim.lr_final": "1.0"}, within={"horizon": "growth"})
+
+
+# The claims that come with the program.
+
+SHIPPED = known_claims()
+TESTABLE = [name for name in SHIPPED if not load_claim(name).untestable]
+
+
+@pytest.mark.parametrize("scale", scales())
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_claim_can_be_read_at_every_scale(name, scale):
+    found = load_claim(name, scale)
+    assert len(found.says) > 20
+    assert len(found.source) > 10
+    if found.untestable:
+        assert len(found.untestable) > 20
+        return
+    assert found.scale == scale
+    assert min(found.seeds) >= 6
+    assert found.parts
+    assert len({one.hash for one in (found, *(load_claim(name, s) for s in scales()))}) == len(
+        scales()
+    )
+
+
+def test_there_are_claims_of_both_kinds():
+    assert len(TESTABLE) > 10
+    assert len(SHIPPED) > len(TESTABLE)
+    assert len({load_claim(name, scale).hash for name in TESTABLE for scale in scales()}) == len(
+        TESTABLE
+    ) * len(scales())
+
+
+@pytest.fixture(scope="module")
+def tiny_text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("the cat sat on the mat\n" * 400, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", TESTABLE)
+def test_every_shipped_claim_finds_its_arms(name, tiny_text):
+    own = load_claim(name, "small", {"data": "text", "data.path": str(tiny_text / "text.txt")})
+    grid, words = grid_of(own, own.seeds[-1])
+    free = ["threads=1", "track.wandb=disabled", f"data.cache={tiny_text / 'cache'}"]
+    with composing() as composer:
+        found = composer.ask([*words, *free], grid)
+        manifest = Expansion(
+            Grid(found.settings.sweep, found.controls, found.choices), composer.config
+        ).manifest(["qkablate"])
+    assert manifest.left_out == []
+    assert [changes["seed"] for changes in manifest.finals or _changes(manifest)] == (
+        own.seeds_of("final", own.seeds[-1])
+    )
+    asks = comparisons(own, manifest.arms.values())
+    assert {one.part for one in asks} == {*own.parts}
+    assert len({one.name for one in asks}) == len(asks)
+    for one in asks:
+        pairs = [[manifest.arms[side] for side in pair] for pair in one.pairs]
+        for arm, other in pairs:
+            assert arm.name != other.name
+            assert arm.tokens == other.tokens
+            assert arm.facts["data_fingerprint"] == other.facts["data_fingerprint"]
+            if one.spec.axis in ("params", "flops"):
+                sizes = [getattr(side, one.spec.axis) for side in (arm, other)]
+                assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+        lengths = [arm.tokens for arm, _ in pairs]
+        assert (len({*lengths}) >= 3) == (one.spec.horizon == "growth")
+        assert lengths == sorted(lengths)
+    for part_name, one in own.parts.items():
+        lengths = {manifest.arms[a.pairs[0][0]].tokens for a in asks if a.part == part_name}
+        every = {arm.tokens for arm in manifest.arms.values()}
+        if one.horizon == "each":
+            assert lengths == every
+        elif one.horizon == "longest":
+            assert lengths == {max(every)}
+
+
+def _changes(manifest):
+    first = manifest.runs[0].arm
+    return [run.changes for run in manifest.runs if run.arm == first]
+
+
+def test_no_shipped_claim_shares_a_seed_with_another():
+    used = [
+        seed
+        for name, scale in itertools.product(TESTABLE, scales())
+        for purpose in ("final", "tuning")
+        for seed in load_claim(name, scale).seeds_of(purpose, 8)
+    ]
+    assert len({*used}) == len(used)

@@ -1,0 +1,502 @@
+"""Claims and their runs: whether a truth that is known gives the verdict it should."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from qkablate.analysis.claims.judgement import INCOMPLETE, describe, judge_claim
+from qkablate.analysis.claims.parse import parse
+from qkablate.analysis.claims.registry import grid_of
+from qkablate.analysis.claims.verdict import spent
+from qkablate.errors import UserError
+from qkablate.report.text.claims import claim_lines, lines
+
+PART = {"arm": "no_q", "kind": "noninferior", "margin": 0.01}
+GRID = {"variant": "standard,no_q"}
+LENGTHS = GRID | {"train.steps": "12,24,48"}
+
+
+def claim(seeds=6, grid=None, tuning_seeds=0, says="Keys alone are enough.", **parts):
+    parts = {name: PART | changes for name, changes in (parts or {"within": {}}).items()}
+    content = {"says": says, "source": "a comment", "seeds": seeds, "parts": parts}
+    content |= {"tuning_seeds": tuning_seeds, "grid": grid or GRID}
+    # The sizes of this module's sweeps, not those of the scale.
+    return dataclasses.replace(parse("mine", content, "small", {}), grid=dict(grid or GRID))
+
+
+def frozen(world, own, seeds=None):
+    grid, words = grid_of(own, seeds or own.seeds[-1])
+    return world(*words, grid=grid)
+
+
+def gaps(n, mean, sd):
+    """n numbers with exactly this mean and this standard deviation."""
+    z = np.random.default_rng(n).normal(size=n)
+    z = (z - z.mean()) / z.std(ddof=1)
+    return [float(v) for v in mean + sd * z]
+
+
+def losing(own, n, mean, sd=0.001, arm="no_q"):
+    """Losses with that gap; between seeds they differ by more."""
+    seeds = own.seeds_of("final", n)
+    gap = dict(zip(seeds, gaps(n, mean, sd), strict=True))
+    level = dict(zip(seeds, np.random.default_rng(1).normal(2, 0.1, n), strict=True))
+
+    def loss(run):
+        seed = run.changes["seed"]
+        own_gap = gap[seed] if run.arm.split("-")[0] == arm else 0.0
+        return float(level[seed]) + own_gap
+
+    return loss
+
+
+def judged(made, own, reasons=()):
+    """The judgement, which can be written and printed whatever it says."""
+    found = judge_claim(own, made.study(), list(reasons))
+    assert_told(found)
+    return found
+
+
+def assert_told(found):
+    text = json.dumps(describe(found), allow_nan=False)
+    assert json.loads(text)["verdict"] == found.word
+    assert json.loads(text)["exploratory"] == found.exploratory
+    said = "\n".join(lines(found))
+    assert said.isprintable() or "\n" in said
+    assert ("(exploratory)" in said) == bool(found.exploratory)
+    assert f"\n{found.word}" in said
+
+
+# gap → kind, margin → verdict; the spread is 0.001 over 8 seeds, so a bound is 0.0007 away.
+TRUTHS = {
+    0.0: {
+        ("noninferior", 0.01): "SUPPORTED",
+        ("equivalent", 0.01): "SUPPORTED",
+        ("better", 0.01): "EQUIVALENT",
+        ("worse", 0.01): "EQUIVALENT",
+        ("better", 0.0): "UNDERPOWERED",
+        ("worse", 0.0): "UNDERPOWERED",
+        ("noninferior", 0.0005): "UNDERPOWERED",
+        ("equivalent", 0.0005): "UNDERPOWERED",
+        ("better", 0.0005): "UNDERPOWERED",
+    },
+    0.02: {
+        ("noninferior", 0.01): "REFUTED",
+        ("equivalent", 0.01): "REFUTED",
+        ("better", 0.01): "REFUTED",
+        ("better", 0.0): "REFUTED",
+        ("worse", 0.01): "SUPPORTED",
+        ("worse", 0.0): "SUPPORTED",
+        ("worse", 0.03): "EQUIVALENT",
+        ("noninferior", 0.03): "SUPPORTED",
+        ("noninferior", 0.02): "UNDERPOWERED",
+        ("worse", 0.02): "UNDERPOWERED",
+    },
+    -0.02: {
+        ("noninferior", 0.01): "SUPPORTED",
+        ("equivalent", 0.01): "REFUTED",
+        ("better", 0.01): "SUPPORTED",
+        ("better", 0.0): "SUPPORTED",
+        ("better", 0.03): "EQUIVALENT",
+        ("worse", 0.01): "REFUTED",
+        ("worse", 0.0): "REFUTED",
+        ("better", 0.02): "UNDERPOWERED",
+    },
+}
+
+
+@pytest.mark.parametrize("gap", TRUTHS)
+def test_a_known_truth_gives_its_verdict(world, gap):
+    own = claim(8)
+    made = frozen(world, own).finish(losing(own, 8, gap))
+    study = made.study()
+    for (kind, margin), word in TRUTHS[gap].items():
+        # What is judged are the runs that are there: the seeds are not made anew here.
+        found = judge_claim(claim(8, within={"kind": kind, "margin": margin}), study, [])
+        assert found.word == word, (kind, margin)
+        assert found.verdict.parts == [word]
+        assert found.is_settled == (word != "UNDERPOWERED")
+        assert found.n == 8
+        same = found.claim.hash == own.hash
+        assert found.exploratory == ["these runs do not have the seeds of its hash"] * (not same)
+        assert found.alpha == pytest.approx(0.05)
+    assert_told(found)
+    assert judged(made, own).exploratory == []
+    (part,) = describe(found)["parts"]
+    assert part["n"] == 8
+    assert part["mean"] == pytest.approx(gap, abs=1e-9)
+    assert part["sd"] == pytest.approx(0.001)
+    low, high = part["interval"]
+    half = 1.894579 * 0.001 / math.sqrt(8)  # t of 7 degrees of freedom, 95 % one-sided
+    assert (low, high) == pytest.approx((gap - half, gap + half), abs=1e-8)
+
+
+def test_a_spread_is_that_of_gaps_whatever_their_mean(world):
+    own = claim(8)
+    made = frozen(world, own).finish(losing(own, 8, 5.0, sd=0.02))
+    for kind, margin, word in (
+        ("noninferior", 0.1, "SUPPORTED"),
+        ("noninferior", 0.001, "REFUTED"),
+        ("worse", 0.001, "SUPPORTED"),
+        ("worse", 0.1, "REFUTED"),
+        ("worse", 0.019, "UNDERPOWERED"),
+    ):
+        found = judge_claim(
+            claim(8, within={"kind": kind, "margin": margin, "of": "spread"}), made.study(), []
+        )
+        assert found.word == word, (kind, margin)
+        assert found.judged[0].part.sample.mean == pytest.approx(0.02)
+        assert describe(found)["parts"][0]["of"] == "spread"
+        assert_told(found)
+
+
+def test_all_parts_must_hold(world):
+    own = claim(8)
+    made = frozen(world, own).finish(losing(own, 8, 0.02))
+    true, false = {"margin": 0.03}, {"margin": 0.01}
+    open_ = {"margin": 0.02}
+    for parts, word in (
+        ({"a": true, "b": true | {"margin": 0.04}}, "SUPPORTED"),
+        ({"a": true, "b": false}, "REFUTED"),
+        ({"a": open_, "b": true}, "UNDERPOWERED"),
+        ({"a": open_, "b": false}, "REFUTED"),
+        ({"a": true, "b": {"kind": "worse", "margin": 0.03}}, "EQUIVALENT"),
+    ):
+        found = judge_claim(claim(8, **parts), made.study(), [])
+        assert found.word == word
+        assert [one.comparison.part for one in found.judged] == ["a", "b"]
+
+
+def test_what_would_settle_it_is_told_of_the_parts_that_are_open(world):
+    own = claim(8)
+    made = frozen(world, own).finish(losing(own, 8, 0.009, sd=0.01))
+    found = judged(made, claim(8, near={"margin": 0.01}, far={"margin": 1}))
+    assert found.word == "UNDERPOWERED"
+    needed = found.needed()
+    assert list(needed) == ["near"]
+    # t test: (1.645 + 0.842)² σ² / δ² = 618 seeds
+    assert needed["near"] == pytest.approx(618, rel=0.02)
+    said = f"near: were the gap +0.0090 and its spread 0.0100, as measured, {needed['near']} seeds"
+    assert f"{said} would show it SUPPORTED four times of five" in "\n".join(lines(found))
+    by_name = {part["part"]: part for part in describe(found)["parts"]}
+    assert by_name["near"]["seeds_needed"] == needed["near"]
+    assert by_name["far"]["seeds_needed"] is None
+    exactly = judged(made, claim(8, near={"margin": 0.009}))
+    assert exactly.needed() == {"near": None}
+
+
+@pytest.mark.parametrize("state", ["nothing", "some", "all but one", "a failure"])
+def test_there_is_no_verdict_before_all_runs_have_ended(world, state):
+    own = claim(3)
+    made = frozen(world, own)
+    runs = made.runs()
+    ended = {"nothing": 0, "some": 3}.get(state, 5)
+    loss = losing(own, 3, 0.0)
+    for run in runs[:ended]:
+        made.write(run, loss(run))
+    if state == "a failure":
+        made.write(runs[-1], "failed")
+    found = judged(made, own)
+    assert found.word == INCOMPLETE == "INCOMPLETE"
+    assert found.verdict is None
+    assert not found.is_settled
+    assert found.needed() == {}
+    assert f"{ended} of 6 runs have ended" in "\n".join(lines(found))
+    assert all(part["verdict"] == INCOMPLETE for part in describe(found)["parts"])
+    made.write(runs[-1], loss(runs[-1]))
+    for run in runs:
+        made.write(run, loss(run))
+    assert judged(made, own).word == "SUPPORTED"
+
+
+def test_with_tuning_the_runs_that_follow_are_waited_for(world):
+    own = claim(2, tuning_seeds=1)
+    made = frozen(world, own)
+    best = made.manifest.arms["no_q-d16-h2"].config.optim.lr
+
+    def loss(run):
+        gap = 0.3 * (run.changes["seed"] % 5) * 1e-4 if "no_q" in run.arm else 0.0
+        return 2.0 + gap + abs(math.log(run.changes["optim.lr"] / best))
+
+    tuning = [run for run in made.runs() if run.tuning]
+    for run in tuning:
+        made.write(run, loss(run))
+    assert len(tuning) == 10
+    assert len(made.runs()) == 14
+    found = judged(made, own)
+    assert found.word == INCOMPLETE
+    assert found.n == 2
+    found = judged(made.finish(loss), own)
+    assert found.word == "SUPPORTED"
+    assert (found.n, found.exploratory) == (2, [])
+    rates = [check for check in found.judged[0].checks if check.name == "learning rate"]
+    assert [check.state for check in rates] == ["ok"]
+
+
+@pytest.mark.parametrize("how", ["cut", "not ours", "no numbers"])
+def test_a_damaged_run_is_not_complete_and_said(world, how):
+    own = claim(2)
+    made = frozen(world, own).finish(losing(own, 2, 0.0, 1e-6))
+    assert judged(made, own).word == "SUPPORTED"
+    run = made.runs()[0]
+    path = made.run_folder(run) / "result.json"
+    text = {
+        "cut": path.read_text()[:40],
+        "not ours": path.read_text().replace(run.id, "0" * len(run.id)),
+        "no numbers": path.read_text().replace('"val": ', '"val": null, "was": '),
+    }[how]
+    path.write_text(text)
+    found = judged(made, own)
+    assert found.word == INCOMPLETE
+    assert any("damaged" in reason for reason in found.exploratory)
+    assert "3 of 4 runs have ended" in "\n".join(lines(found))
+
+
+@pytest.mark.parametrize("side", ["no_q", "standard"])
+@pytest.mark.parametrize("diverged", [1, 6])
+def test_what_diverged_has_no_bound_on_its_side(world, side, diverged):
+    own = claim(6)
+    loss = losing(own, 6, -0.5 if side == "no_q" else 0.5)
+    out = {*own.seeds_of("final", 6)[:diverged]}
+
+    def diverging(run):
+        hit = run.arm.startswith(side) and run.changes["seed"] in out
+        return "diverged" if hit else loss(run)
+
+    made = frozen(world, own).finish(diverging)
+    kinds = ("noninferior", "equivalent", "better", "worse")
+    found = {kind: judged(made, claim(6, within={"kind": kind})) for kind in kinds}
+    # Not to be had of runs that are left, whatever these say.
+    shut = ("noninferior", "better", "equivalent") if side == "no_q" else ("worse", "equivalent")
+    for kind in shut:
+        assert found[kind].word != "SUPPORTED", kind
+    assert not any(one.word == "EQUIVALENT" for one in found.values())
+    for one in found.values():
+        (part,) = describe(one)["parts"]
+        assert part["arm_diverged"] == (diverged if side == "no_q" else 0)
+        assert part["baseline_diverged"] == (diverged if side == "standard" else 0)
+        assert part["n"] == 6 - diverged
+        assert len(part["unpaired"]) == diverged
+        assert one.verdict is not None
+        assert ("∞]" if side == "no_q" else "[−∞") in "\n".join(lines(one))
+    # What the side that is open leaves to be said is said.
+    sure = "worse" if side == "no_q" else "noninferior"
+    if diverged == 6:
+        assert {one.word for one in found.values()} == {"UNDERPOWERED"}
+    else:
+        assert found[sure].word != "SUPPORTED"  # they are half a nat on the other side
+
+
+def test_no_number_of_seeds_settles_what_diverges(world):
+    own = claim(6)
+    out = own.seeds_of("final", 6)[0]
+    loss = losing(own, 6, 0.0)
+    made = frozen(world, own).finish(
+        lambda run: "diverged" if "no_q" in run.arm and run.changes["seed"] == out else loss(run)
+    )
+    found = judged(made, own)
+    assert found.word == "UNDERPOWERED"
+    assert found.needed() == {"within": None}
+
+
+def test_where_nothing_was_measured_nothing_is_said_to_lie_on_the_margin(world):
+    own = claim(2)
+    made = frozen(world, own).finish(lambda run: "diverged" if "no_q" in run.arm else 2.0)
+    assert "it lies on the margin" not in "\n".join(lines(judged(made, own)))
+
+
+# Over lengths of training.
+
+
+def at_lengths(own, n, gap_at):
+    """Losses whose gap is `gap_at(log2 of tokens, number of the seed)`."""
+    numbers = {seed: number for number, seed in enumerate(own.seeds_of("final", n))}
+
+    def make(made):
+        def loss(run):
+            number = numbers[run.changes["seed"]]
+            x = math.log2(made.manifest.arms[run.arm].tokens)
+            own_gap = gap_at(x, number) if run.arm.startswith("no_q") else 0.0
+            return 9.0 + number / 7 - x / 4 + own_gap
+
+        return made.finish(loss)
+
+    return make
+
+
+def test_growth_is_the_slope_of_each_seed_per_doubling(world):
+    own = claim(5, LENGTHS, grows={"horizon": "growth", "kind": "worse"})
+    slopes = gaps(5, 0.05, 0.002)
+    finish = at_lengths(own, 5, lambda x, number: 0.3 + slopes[number] * x)
+    made = finish(frozen(world, own))
+    found = judged(made, own)
+    (one,) = found.judged
+    assert sorted(one.part.sample.values) == pytest.approx(sorted(slopes))
+    assert len(one.gaps) == 3
+    assert found.word == "SUPPORTED"
+    for kind, margin, word in (
+        ("worse", 0.05, "UNDERPOWERED"),
+        ("noninferior", 0.01, "REFUTED"),
+        ("noninferior", 0.1, "SUPPORTED"),
+        ("better", 0.0, "REFUTED"),
+    ):
+        part = {"horizon": "growth", "kind": kind, "margin": margin}
+        assert judge_claim(claim(5, LENGTHS, grows=part), made.study(), []).word == word
+    # The gap itself is another thing.
+    within = judged(made, claim(5, LENGTHS, within={"margin": 0.2, "horizon": "each"}))
+    assert within.word == "REFUTED"
+    assert len(within.judged) == 3
+    means = [one.part.sample.mean for one in within.judged]
+    assert np.diff(sorted(means)) == pytest.approx([0.05, 0.05])
+
+
+def test_a_diverged_run_leaves_growth_open_both_ways(world):
+    own = claim(4, LENGTHS, grows={"horizon": "growth"})
+    made = at_lengths(own, 4, lambda x, number: -0.5 * x)(frozen(world, own))
+    assert judged(made, own).word == "SUPPORTED"
+    for arm in ("no_q", "standard"):
+        made = at_lengths(own, 4, lambda x, number: -0.5 * x)(frozen(world, own))
+        run = next(r for r in made.runs() if r.arm.startswith(arm))
+        before = (made.run_folder(run) / "result.json").read_text()
+        made.write(run, "diverged")
+        for kind in ("noninferior", "worse", "better", "equivalent"):
+            part = {"horizon": "growth", "kind": kind}
+            found = judge_claim(claim(4, LENGTHS, grows=part), made.study(), [])
+            assert found.word == "UNDERPOWERED", kind
+            assert found.judged[0].part.sample.n == 3
+        (made.run_folder(run) / "result.json").write_text(before)
+
+
+# Looks, and seeds that were not declared.
+
+
+def test_the_alpha_of_the_looks_adds_up(world):
+    for looks in ([6], [6, 12], [6, 12, 20], [2, 3, 4, 5]):
+        own = spent(looks)
+        assert sum(own) == pytest.approx(0.05)
+        assert own == sorted(own)
+        assert all(alpha > 0 for alpha in own)
+    assert spent([10, 20])[0] == pytest.approx(0.0056, abs=1e-4)  # O'Brien and Fleming
+
+
+def test_a_look_spends_its_own_alpha(world):
+    own = claim([4, 8])
+    first, second = spent([4, 8])
+    # One-sided p of about 0.02 at either look: below 0.05, above what the first may spend.
+    made = frozen(world, own, 4).finish(losing(own, 4, 0.0, sd=0.0055))
+    found = judged(made, own)
+    p = found.judged[0].part.p_supported
+    assert first < p < second
+    assert found.n == 4
+    assert found.alpha == first
+    assert found.word == "UNDERPOWERED"
+    assert not found.is_settled
+    assert found.exploratory == []
+    # Were it the only one that was declared, it would do.
+    assert judged(made, claim(4)).word == "SUPPORTED"
+    made = frozen(world, own, 8).finish(losing(own, 8, 0.0, sd=0.011))
+    found = judged(made, own)
+    assert first < found.judged[0].part.p_supported < second
+    assert (found.n, found.alpha, found.word) == (8, second, "SUPPORTED")
+    level = describe(found)["parts"][0]["interval_level"]
+    assert level == pytest.approx(1 - 2 * second)
+
+
+def test_seeds_beyond_those_declared_are_exploratory(world):
+    own = claim(4)
+    made = frozen(world, own, 5).finish(losing(own, 5, 0.0))
+    found = judged(made, own)
+    assert found.word == "SUPPORTED"
+    assert found.n == 5
+    assert found.exploratory == ["5 seeds, and 4 were declared"]
+    assert "SUPPORTED (exploratory)\n  exploratory: 5 seeds, and 4 were declared" in "\n".join(
+        lines(found)
+    )
+    looks = judged(made, claim([3, 4, 6]))
+    assert looks.exploratory[-1] == "5 seeds, and 3 or 4 or 6 were declared"
+    assert looks.alpha == 0.05
+
+
+def test_fewer_seeds_than_were_declared_are_exploratory_too(world):
+    own = claim(4)
+    made = frozen(world, own, 3).finish(losing(own, 3, 0.0))
+    assert judged(made, own).exploratory == ["3 seeds, and 4 were declared"]
+
+
+def test_the_reasons_that_are_known_already_are_told_with_the_others(world):
+    own = claim(3)
+    made = frozen(world, own, 4).finish(losing(own, 4, 0.0))
+    found = judged(made, own, ["edited after the runs"])
+    assert found.exploratory == ["edited after the runs", "4 seeds, and 3 were declared"]
+
+
+def test_runs_on_different_data_are_exploratory_and_no_pair(world):
+    own = claim(3)
+    made = frozen(world, own).finish(losing(own, 3, 0.0))
+    run = next(run for run in made.runs() if run.arm.startswith("no_q"))
+    made.write(run, {"data_fingerprint": "another", "loss": {"train": 2, "val": 2, "test": 2}})
+    found = judged(made, own)
+    assert found.judged[0].part.sample.n == 2
+    assert any("different data" in line for line in describe(found)["parts"][0]["unpaired"])
+
+
+def test_several_rates_are_there_to_choose_among_alone():
+    with pytest.raises(UserError, match="one rate, or tuning_seeds"):
+        claim(3, GRID | {"optim.lr": "1e-3,2e-3"})
+
+
+# What is printed.
+
+
+def test_what_is_claimed_is_told_in_words():
+    own = claim(
+        [6, 12],
+        LENGTHS,
+        2,
+        within={"horizon": "each"},
+        same={"kind": "equivalent", "margin": 0.002},
+        ahead={"kind": "better", "margin": 0, "against": "no_q", "arm": "standard"},
+        behind={"kind": "worse", "axis": "params", "arm": {"variant": "no_q", "model.heads": 2}},
+        grows={"horizon": "growth"},
+        near={"of": "spread"},
+    )
+    said = claim_lines(own)
+    assert said[0] == "mine (small): Keys alone are enough."
+    assert said[1] == "source    a comment"
+    parts = dict(line.removeprefix("part").strip().split(": ", 1) for line in said[2:-1])
+    assert parts == {
+        "within": "no_q is not worse than standard by 0.01, at equal tokens, at each length",
+        "same": "no_q is within ± 0.002 of standard, at equal tokens",
+        "ahead": "standard is better than no_q by more than 0, at equal tokens",
+        "behind": "no_q model.heads=2 is worse than standard by more than 0.01, at equal params",
+        "grows": "no_q is not worse than standard by 0.01, at equal tokens, per doubling of tokens",
+        "near": "no_q and standard spread by less than 0.01 from pair to pair, at equal tokens",
+    }
+    assert said[-1] == (
+        f"seeds     6 then 12, from its hash {own.hash[:12]}; rates tuned on 2 other seeds"
+    )
+
+
+def test_what_a_file_says_cannot_steer_the_terminal(world):
+    own = claim(2, says="a\x1b[31m\x07 red one")
+    assert all(line.isprintable() for line in claim_lines(own))
+    made = frozen(world, own)
+    assert all(line.isprintable() for line in lines(judged(made, own)))
+
+
+def test_every_check_of_the_audit_is_in_the_text_and_in_the_json(world):
+    own = claim(3)
+    made = frozen(world, own).finish(losing(own, 3, 0.0))
+    found = judged(made, own)
+    said = lines(found)
+    told = said[said.index("audit") + 1 :]
+    checks = describe(found)["parts"][0]["audit"]
+    assert len(checks) == 11
+    for check, line in zip(checks, told, strict=False):
+        assert check["name"] in line
+        assert check["says"] in line
+        assert {"ok": "✓", "note": "·", "warning": "!"}[check["state"]] in line
+    assert said[-1] == f"runs  {made.folder}"

@@ -1,0 +1,382 @@
+"""The audit: every state that every check can take, and the words that matter."""
+
+import json
+import math
+
+import pytest
+
+from qkablate.analysis.comparison.audit import BROKEN, NOTE, OK, WARNING, Check, audit, worst
+from qkablate.analysis.comparison.gaps import families
+from qkablate.analysis.comparison.lr_curves import bowls
+from qkablate.analysis.comparison.summary import audit_of
+
+PAIR = ("variant=standard,no_q", "seed=range(3)")
+TUNED = (*PAIR, "sweep.tune=true")
+TWIN = ("variant=standard,no_q,standard_reassociated", "seed=range(4)")
+NAMES = ["runs", "pairs", "learning rate", "annealed", "matched", "start", "precision", "data"]
+NAMES += ["code", "machine", "kernel"]
+
+
+def loss_of(run):
+    return 2.0 + run.changes["seed"] / 7 + (0.3 if run.arm.startswith("no_q") else 0.0)
+
+
+def is_arm(run):
+    return run.arm.startswith("no_q")
+
+
+def checks(world, number=0):
+    study = world.study()
+    family = families(study)[0]
+    found = audit_of(family, number, bowls(study))
+    assert [check.name for check in found] == NAMES
+    json.dumps([check.as_json() for check in found], allow_nan=False)
+    return {check.name: check for check in found}
+
+
+def change(world, which, **more):
+    """What some runs' results say besides."""
+    for run in world.runs():
+        if which(run) and not run.tuning:
+            path = world.run_folder(run) / "result.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+
+def surroundings(world, which, **more):
+    """What some runs' environments say besides."""
+    for run in world.runs():
+        if which(run):
+            path = world.run_folder(run) / "environment.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+
+@pytest.fixture
+def pair(cached_world):
+    return cached_world(*PAIR).finish(loss_of)
+
+
+def test_a_fair_comparison_that_is_not_tuned_has_one_thing_to_say(pair):
+    found = checks(pair)
+    assert {name for name, check in found.items() if check.state not in (OK, NOTE)} == {
+        "learning rate"
+    }
+    assert found["runs"].says == "all 6 are done"
+    assert found["pairs"].says.startswith("3 by seed, correlation +1.00")
+    assert found["start"] == Check("start", OK, "matched exactly")
+    assert found["precision"] == Check("precision", OK, "fp32")
+    assert found["kernel"] == Check("kernel", OK, "flash")
+    assert found["annealed"] == Check("annealed", OK, "whole schedules of 384 tokens")
+
+
+def test_the_worst_state_is_that_of_all():
+    assert worst([]) == OK
+    states = [OK, NOTE, WARNING, BROKEN]
+    for end in range(1, 5):
+        assert worst([Check("a", state, "") for state in states[:end]][::-1]) == states[end - 1]
+
+
+@pytest.mark.parametrize("outcome", ["diverged", "failed", None])
+def test_missing_runs_are_counted_and_named(cached_world, outcome):
+    world = cached_world(*PAIR).finish(
+        lambda run: outcome if is_arm(run) and run.changes["seed"] != 1 else loss_of(run)
+    )
+    found = checks(world)
+    word = outcome or "waiting"
+    assert found["runs"] == Check("runs", WARNING, f"no_q-d16-h2: 2 {word} (s0, s2)")
+    assert found["pairs"].state == WARNING
+    assert found["pairs"].says.startswith("1, and unpaired")
+    assert f"no_q-d16-h2 {word}" in found["pairs"].says
+
+
+def test_an_interrupted_run_is_named(pair):
+    run = next(run for run in pair.runs() if is_arm(run))
+    (pair.run_folder(run) / "result.json").unlink()
+    assert checks(pair)["runs"] == Check("runs", WARNING, "no_q-d16-h2: 1 interrupted (s0)")
+
+
+def test_a_damaged_run_breaks_the_comparison(pair):
+    run = next(run for run in pair.runs() if not is_arm(run))
+    (pair.run_folder(run) / "result.json").write_text("{")
+    found = checks(pair)["runs"]
+    assert (found.state, found.says) == (BROKEN, "standard-d16-h2: 1 damaged (s0)")
+
+
+def test_one_pair_is_a_number(cached_world):
+    found = checks(cached_world("variant=standard,no_q", "seed=0").finish(loss_of))["pairs"]
+    assert found == Check("pairs", WARNING, "1: a number, not a comparison")
+
+
+def test_where_nothing_is_done_every_check_still_answers(cached_world):
+    found = checks(cached_world(*PAIR))
+    assert found["runs"].state == found["pairs"].state == WARNING
+    for name in ("precision", "data", "code", "machine", "kernel"):
+        assert found[name].says == "not known: no pairs"
+
+
+def test_rates_that_nobody_tuned_are_told(pair):
+    found = checks(pair)["learning rate"]
+    assert found.state == WARNING
+    assert "neither was tuned" in found.says
+    assert "0.001" in found.says
+
+
+def bowl(least):
+    return lambda run: (
+        2 + math.log(run.changes["optim.lr"] / least(run)) ** 2 / 10 if run.tuning else loss_of(run)
+    )
+
+
+def test_rates_that_were_tuned_and_bracketed_are_fair(cached_world):
+    least = {True: 2e-3, False: 1e-3}
+    found = checks(cached_world(*TUNED).finish(bowl(lambda run: least[is_arm(run)])))
+    assert found["learning rate"].state == OK
+    assert "tuned and bracketed: no_q-d16-h2 0.002, standard-d16-h2 0.001" in (
+        found["learning rate"].says
+    )
+
+
+def test_a_best_rate_on_the_edge_is_told_with_its_arm(cached_world):
+    """However far the ladder was extended, a higher rate was better still."""
+    least = {True: 1e6, False: 1e-3}
+    found = checks(cached_world(*TUNED).finish(bowl(lambda run: least[is_arm(run)])))
+    assert found["learning rate"] == Check(
+        "learning rate", WARNING, "the best of no_q-d16-h2 is on the edge"
+    )
+
+
+def test_an_arm_that_diverges_at_every_rate_is_told(cached_world):
+    whole = bowl(lambda run: 1e-3)
+    world = cached_world(*TUNED).finish(lambda run: "diverged" if is_arm(run) else whole(run))
+    found = checks(world)
+    assert "no_q-d16-h2: no learning rate was chosen" in found["runs"].says
+    assert found["learning rate"].state == WARNING
+
+
+def test_rates_beside_the_best_of_several_are_told(cached_world):
+    world = cached_world("variant=standard,no_q", "seed=0,1", "optim.lr=5e-4,1e-3,2e-3").finish(
+        lambda run: 2 + math.log(run.changes["optim.lr"] / 1e-3) ** 2 + run.changes["seed"] / 10
+    )
+    study = world.study()
+    states = {}
+    for family in families(study):
+        (check,) = [c for c in audit_of(family, 0, bowls(study)) if c.name == "learning rate"]
+        states[family.baseline.rate] = check
+    assert states[1e-3].state == OK
+    for rate in (5e-4, 2e-3):
+        assert states[rate].state == WARNING
+        assert f"no_q-d16-h2 lr {rate:.3g} runs at {rate:.3g}, best is 0.001" in states[rate].says
+
+
+@pytest.mark.parametrize(
+    "words", [("optim.lr_final=1.0",), ("optim.schedule=wsd", "optim.cooldown=0.0")]
+)
+def test_schedules_that_do_not_come_down_are_told(cached_world, words):
+    found = checks(cached_world(*PAIR, *words).finish(loss_of))["annealed"]
+    assert found.state == WARNING
+    assert "no_q-d16-h2 and standard-d16-h2 does not come down" in found.says
+
+
+def test_schedules_of_different_lengths_are_noted(cached_world):
+    world = cached_world(
+        "variant=standard", "train.steps=12,24", "seed=0,1", "sweep.baseline={train.steps:12}"
+    )
+    found = checks(world.finish(loss_of))["annealed"]
+    assert found.state == NOTE
+    assert "768 against 384" in found.says
+
+
+def test_a_mismatch_at_equal_tokens_is_noted(pair):
+    found = checks(pair)["matched"]
+    assert found.state == NOTE
+    assert found.says.startswith("at equal tokens: params -8.2%")
+    assert "training FLOPs -3.4%" in found.says
+
+
+def test_what_is_equal_is_called_equal(cached_world):
+    found = checks(cached_world(*TWIN[:1], "seed=0").finish(loss_of), 1)["matched"]
+    assert "equal params" in found.says
+
+
+@pytest.mark.parametrize(("control", "what"), [("params", "params"), ("flops", "training FLOPs")])
+def test_what_a_control_held_is_asked_for(cached_world, control, what):
+    world = cached_world(*PAIR, f"control={control}").finish(loss_of)
+    study = world.study()
+    (found,) = families(study)[0].gaps
+    by_axis = {
+        axis: next(
+            check
+            for check in audit(found, {}, axis=axis, margin=None, twin=None)
+            if check.name == "matched"
+        )
+        for axis in ("params", "flops", "tokens")
+    }
+    assert by_axis[control].state == OK
+    assert what in by_axis[control].says
+    assert checks(world)["matched"] == by_axis[control]
+    assert by_axis["tokens"].says.startswith("at equal tokens: ")
+
+
+def test_what_was_to_be_held_and_is_not_is_a_warning(pair):
+    (found,) = families(pair.study())[0].gaps
+    for axis in ("params", "flops"):
+        state = {
+            check.name: check.state for check in audit(found, {}, axis=axis, margin=None, twin=None)
+        }
+        assert state["matched"] == WARNING
+
+
+@pytest.mark.parametrize(
+    ("match", "state"), [("exact", OK), ("spread", NOTE), ("none", WARNING), (None, WARNING)]
+)
+def test_how_well_the_start_was_matched_is_told(pair, match, state):
+    change(pair, is_arm, init={"mode": "matched", "match": match})
+    found = checks(pair)["start"]
+    assert found.state == state
+    assert found.says == ("matched exactly" if state == OK else f"matched: no_q-d16-h2 {match}")
+
+
+def test_a_start_of_which_nothing_is_known_is_a_warning(pair):
+    change(pair, is_arm, init=None)
+    assert checks(pair)["start"].state == WARNING
+
+
+def test_a_naive_start_is_a_warning(cached_world):
+    found = checks(cached_world(*PAIR, "variant.init=naive").finish(loss_of))["start"]
+    assert found.state == WARNING
+    assert "no_q-d16-h2 naive" in found.says
+
+
+def test_a_rate_that_one_side_did_not_have_matched_is_named(cached_world):
+    world = cached_world(
+        "variant=merged_w", "variant.lr=matched,same", "seed=0", "sweep.baseline={variant.lr:same}"
+    )
+    assert "at the same rate" in checks(world.finish(lambda run: 2.0))["start"].says
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "state"),
+    [("precision", "precision", WARNING), ("data_fingerprint", "data", BROKEN)],
+)
+def test_what_is_mixed_is_told(pair, key, name, state):
+    change(pair, lambda run: run.changes["seed"] == 1, **{key: "another"})
+    found = checks(pair)[name]
+    assert found.state == state
+    assert "mixed" in found.says
+    assert "another" in found.says
+
+
+@pytest.mark.parametrize("key", ["precision", "data_fingerprint"])
+def test_what_is_not_known_is_told(pair, key):
+    change(pair, lambda run: True, **{key: None})
+    found = checks(pair)[key.removesuffix("_fingerprint")]
+    assert (found.state, found.says) == (WARNING, "not known")
+
+
+def test_other_data_in_one_arm_leaves_no_pair(pair):
+    change(pair, is_arm, data_fingerprint="another")
+    found = checks(pair)
+    assert found["pairs"].state == WARNING
+    assert found["pairs"].says.startswith("0, and unpaired")
+    assert "different data" in found["pairs"].says
+
+
+MIXED = {
+    "commit": ("code", {"code": {"commit": "f" * 40, "diff": ""}}, "ffffffffff"),
+    "edits": ("code", {"code": {"commit": "0123456789abcdef", "diff": "+ a"}}, "0123456789+"),
+    "torch": ("code", {"versions": {"torch": "2.14.1"}}, "2.14.1"),
+    "cpu": ("machine", {"machine": {"cpu": "another CPU"}}, "another CPU"),
+}
+
+
+@pytest.mark.parametrize(("name", "more", "word"), MIXED.values(), ids=MIXED.keys())
+def test_a_pair_of_two_codes_or_machines_is_a_warning(pair, name, more, word):
+    surroundings(pair, lambda run: is_arm(run) and run.changes["seed"] == 2, **more)
+    found = checks(pair)[name]
+    assert found.state == WARNING
+    assert "1 of 3 pairs" in found.says
+    assert word in found.says
+
+
+@pytest.mark.parametrize(("name", "more", "word"), MIXED.values(), ids=MIXED.keys())
+def test_codes_or_machines_that_change_from_pair_to_pair_are_told(pair, name, more, word):
+    surroundings(pair, lambda run: run.changes["seed"] == 2, **more)
+    found = checks(pair)[name]
+    assert found.state in (NOTE, WARNING)
+    assert "each pair" in found.says
+    assert word in found.says
+
+
+def test_another_device_is_another_machine(pair):
+    change(pair, is_arm, device="cuda")
+    found = checks(pair)["machine"]
+    assert found.state == WARNING
+    assert "3 of 3 pairs" in found.says
+
+
+def test_one_kernel_is_fair(pair):
+    assert checks(pair)["kernel"].state == OK
+
+
+def test_two_kernels_without_a_twin_are_a_warning(pair):
+    change(pair, is_arm, kernel="math")
+    found = checks(pair)["kernel"]
+    assert found.state == WARNING
+    assert "flash and math" in found.says
+    assert "no arm here says what rounding is worth" in found.says
+
+
+def twins(cached_world, rounding):
+    """A twin that lies ± rounding beside standard."""
+
+    def loss(run):
+        sign = 1 if run.changes["seed"] % 2 else -1
+        own = sign * rounding if "reassociated" in run.arm else 0.0
+        return loss_of(run) + own + sign * 0.01 * is_arm(run)
+
+    world = cached_world(*TWIN).finish(loss)
+    change(world, is_arm, kernel="math")
+    return world
+
+
+@pytest.mark.parametrize("part", [0.5, 0.99, 1.01, 4.0])
+def test_two_kernels_are_held_against_a_third_of_the_margin(cached_world, part):
+    (family,) = families(twins(cached_world, 1e-3).study())
+    most = max(map(abs, family.twin.bounds(0.90)))
+    margin = 3 * most / part
+    found = audit(family.gaps[0], {}, axis="tokens", margin=margin, twin=family.twin)[-1]
+    assert found.state == (OK if part < 1 else WARNING)
+    assert f"rounding is worth {most:.4f} at most" in found.says
+    assert f"the margin is {margin:g}" in found.says
+
+
+def test_two_kernels_without_a_margin_are_noted(cached_world):
+    (family,) = families(twins(cached_world, 1e-3).study())
+    found = audit(family.gaps[0], {}, axis="tokens", margin=None, twin=family.twin)[-1]
+    assert found.state == NOTE
+    assert "rounding is worth" in found.says
+
+
+def test_a_twin_of_one_pair_bounds_nothing(cached_world):
+    world = twins(cached_world, 1e-3)
+    for run in world.runs():
+        if "reassociated" in run.arm and run.changes["seed"]:
+            world.write(run, "failed")
+    assert "no arm here says" in checks(world)["kernel"].says
+    assert checks(world)["kernel"].state == WARNING
+
+
+def test_a_twin_that_diverges_makes_no_comparison_fair(cached_world):
+    world = twins(cached_world, 1e-9)
+    run = next(run for run in world.runs() if "reassociated" in run.arm)
+    world.write(run, "diverged")
+    (family,) = families(world.study())
+    found = audit(family.gaps[0], {}, axis="tokens", margin=0.1, twin=family.twin)[-1]
+    assert found.state == WARNING  # nothing bounds what rounding is worth: not a third of 0.1
+
+
+def test_the_twins_own_kernels_are_what_is_measured(cached_world):
+    world = twins(cached_world, 1e-3)
+    change(world, lambda run: "reassociated" in run.arm, kernel="math")
+    found = checks(world, 1)["kernel"]
+    assert found.state == OK
+    assert "what rounding is worth" in found.says

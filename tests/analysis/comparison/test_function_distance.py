@@ -1,0 +1,268 @@
+"""The function distance: known distributions, pairs alone, twins, what is missing."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkablate.analysis.comparison.function_distance import Said, distances, divergence, neighbours
+from qkablate.analysis.comparison.gaps import families
+from qkablate.analysis.comparison.summary import describe
+from qkablate.runs import predictions
+from qkablate.runs.predictions import About
+
+STEPS = (0, 6, 12)
+PER_STEP = 32
+WORDS = ("variant=standard,no_q,standard_reassociated", "seed=range(4)")
+
+
+def log_softmax(raw):
+    raw = np.asarray(raw, np.float64)
+    raw = raw - raw.max(axis=-1, keepdims=True)
+    return (raw - np.log(np.exp(raw).sum(axis=-1, keepdims=True))).astype(np.float32)
+
+
+def pair(lift):
+    """Two tokens; the first with probability 1/2 + lift."""
+    return np.log(np.array([[0.5 + lift, 0.5 - lift]] * 3)).astype(np.float32)
+
+
+def expected(one, other):
+    """By hand, one number after the other."""
+    total = 0.0
+    for p_row, q_row in zip(one, other, strict=True):
+        p, q = [math.exp(v) for v in p_row], [math.exp(v) for v in q_row]
+        forth = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+        back = sum(b * math.log(b / a) for a, b in zip(p, q, strict=True))
+        total += (forth + back) / 2
+    return total / len(one)
+
+
+# The number
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(2, 9), st.integers(0, 2**32 - 1))
+def test_it_is_the_mean_of_the_two_kl_divergences(positions, vocabulary, seed):
+    rng = np.random.default_rng(seed)
+    one, other = (log_softmax(rng.normal(0, 3, (positions, vocabulary))) for _ in range(2))
+    found = divergence(Said.from_logs(one), Said.from_logs(other))
+    assert found == pytest.approx(expected(one, other), rel=1e-4, abs=1e-6)
+    assert found == divergence(Said.from_logs(other), Said.from_logs(one))
+
+
+def test_a_known_one():
+    """Of 3/4 and 1/4: KL = ½ ln 3 either way."""
+    found = divergence(Said.from_logs(pair(0.25)), Said.from_logs(pair(-0.25)))
+    assert found == pytest.approx(math.log(3) / 2, rel=1e-6)
+
+
+def test_of_what_is_the_same_it_is_nothing():
+    own = log_softmax(np.random.default_rng(0).normal(size=(5, 300)))
+    assert divergence(Said.from_logs(own), Said.from_logs(own.copy())) == 0
+
+
+def test_what_all_but_agrees_is_not_lost():
+    """Differences of 1e-6 make some 1e-13, as their squares say, on any normalisation."""
+    rng = np.random.default_rng(0)
+    raw = rng.normal(size=(50, 100))
+    moved = raw + rng.normal(0, 1e-4, raw.shape)
+    found = divergence(Said.from_logs(log_softmax(raw)), Said.from_logs(log_softmax(moved)))
+    p = np.exp(log_softmax(raw).astype(float))
+    delta = moved - raw
+    spread = (p * delta**2).sum(1) - (p * delta).sum(1) ** 2
+    assert found == pytest.approx(spread.mean() / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("count", "found"), [(0, []), (1, []), (2, ["ab"]), (3, ["ab", "bc", "ca"])]
+)
+def test_neighbours_are_each_pair_once(count, found):
+    assert ["".join(two) for two in neighbours("abc"[:count])] == found
+
+
+# Of sweeps
+
+
+@pytest.fixture
+def predicting(cached_world):
+    """A sweep whose runs are done and predict what `lift(run, step)` says; None: no file."""
+
+    def make(lift, words=WORDS):
+        world = cached_world(*words).finish(lambda run: 2.0 + run.changes["seed"])
+        for run in world.runs():
+            for step in STEPS:
+                value = lift(run, step)
+                if value is not None:
+                    put(world, run, step, pair(value))
+        return world
+
+    return make
+
+
+def put(world, of, step, logs, **more):
+    arm = world.manifest.arms[of.arm]
+    own = About(of.id, step, arm.facts["data_fingerprint"], "a" * 64, len(logs), 16)
+    predictions.write(world.run_folder(of), dataclasses.replace(own, **more), logs)
+
+
+def lifted(run, step):
+    """no_q is 0.1 from its baseline, rounding 0.001, and the next seed 0.02."""
+    own = {"no_q": 0.1, "standard_reassociated": 0.001}.get(run.arm.partition("-")[0], 0.0)
+    return 0.02 * run.changes["seed"] + own * step / 12
+
+
+def only(world):
+    (found,) = distances(families(world.study()))
+    return found
+
+
+def named(found, arm):
+    return next(one for one in found.apart if one.name.startswith(arm))
+
+
+def test_pairs_are_compared_and_the_twins_beside_them(predicting):
+    found = only(predicting(lifted))
+    assert found.faults == []
+    assert found.positions == 3
+    assert [one.kind for one in found.apart] == ["arm", "rounding", "seeds"]
+    for name, own in (("no_q", 0.1), ("standard_reassociated", 0.001)):
+        one = named(found, name)
+        assert [*one.readings] == [step * PER_STEP for step in STEPS]
+        values = [expected(pair(0.02 * s), pair(0.02 * s + own)) for s in range(4)]
+        assert one.readings[12 * PER_STEP] == pytest.approx(values, rel=1e-3)
+        assert one.end == pytest.approx(math.prod(values) ** (1 / 4), rel=1e-3)
+        assert one.readings[0] == (0.0,) * 4
+        assert one.mean(0) == 0
+        assert one.interval(0) is None
+        low, high = one.interval(12 * PER_STEP)
+        assert low < one.end < high
+        wide = one.band(12 * PER_STEP)
+        assert wide[0] < low < high < wide[1]
+    seeds = found.of("seeds")
+    values = [expected(pair(0.02 * a), pair(0.02 * b)) for a, b in ((0, 1), (1, 2), (2, 3), (3, 0))]
+    assert seeds.readings[0] == pytest.approx(values, rel=1e-3)
+    assert seeds.interval(0) is None  # neighbours share runs
+
+
+def test_all_of_it_is_described_in_plain_types(predicting):
+    (found,) = describe(predicting(lifted).study())["function_distance"]
+    json.dumps(found, allow_nan=False)
+    no_q, rounding, seeds = found["apart"]
+    assert no_q["n"] == 4
+    assert no_q["times_another_seed"] == pytest.approx(no_q["end"] / seeds["end"])
+    assert no_q["times_rounding"] == pytest.approx(no_q["end"] / rounding["end"])
+    assert rounding["times_rounding"] is None
+    assert seeds["times_another_seed"] is None
+    assert [one["tokens"] for one in no_q["readings"]] == [step * PER_STEP for step in STEPS]
+
+
+def test_equal_runs_have_no_distance(predicting):
+    found = only(predicting(lambda run, step: 0.0))
+    assert {one.end for one in found.apart} == {0.0}
+    (described,) = describe(predicting(lambda run, step: 0.0).study())["function_distance"]
+    assert {one["times_rounding"] for one in described["apart"]} == {None}
+
+
+def test_two_seeds_are_one_pair_and_one_is_none(predicting):
+    words = ("variant=standard,no_q", "seed=range(2)")
+    assert len(only(predicting(lifted, words)).of("seeds").readings[0]) == 1
+    words = ("variant=standard,no_q", "seed=5")
+    found = only(predicting(lifted, words))
+    assert [one.kind for one in found.apart] == ["arm"]
+    assert found.apart[0].interval(12 * PER_STEP) is None
+
+
+def test_runs_that_keep_nothing_have_no_distance(predicting):
+    world = predicting(lambda run, step: None)
+    assert distances(families(world.study())) == []
+    assert describe(world.study())["function_distance"] == []
+
+
+def test_runs_without_a_partner_are_not_compared(predicting):
+    world = predicting(lifted)
+    lost = next(run for run in world.runs() if run.arm.startswith("no_q"))
+    world.write(lost, "failed")
+    found = only(world)
+    assert len(named(found, "no_q").readings[0]) == 3
+    assert len(named(found, "standard_reassociated").readings[0]) == 4
+
+
+def run_named(world, arm, seed):
+    return next(r for r in world.runs() if r.arm.startswith(arm) and r.changes["seed"] == seed)
+
+
+def test_what_is_missing_or_damaged_is_named_and_left_out(predicting):
+    world = predicting(lifted)
+    absent, torn, gone = (run_named(world, "no_q", seed) for seed in (0, 1, 2))
+    folders = [world.run_folder(run) / "predictions" for run in (absent, torn, gone)]
+    (folders[0] / "step-00000012.safetensors").unlink()
+    (folders[1] / "step-00000006.safetensors").write_bytes(b"torn")
+    for path in folders[2].iterdir():
+        path.unlink()
+    found = only(world)
+    counts = [len(values) for values in named(found, "no_q").readings.values()]
+    assert counts == [3, 2, 2]
+    assert found.faults == [
+        f"{absent.name} keeps no predictions of step 12",
+        f"{gone.name} keeps no predictions",
+        f"{torn.name}/predictions/step-00000006.safetensors: its header is too long",
+    ]
+
+
+def test_a_damaged_baseline_is_named_once_whoever_asks(predicting):
+    world = predicting(lifted)
+    run = run_named(world, "standard-", 1)
+    path = world.run_folder(run) / "predictions" / "step-00000012.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    found = only(world)
+    assert len(found.faults) == 1
+    assert [len(one.readings[12 * PER_STEP]) for one in found.apart] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"run": "ba9876543210"}, "another run's"),
+        ({"data_fingerprint": "0" * 64}, "other data"),
+        ({"context": 32}, "model.context=32"),
+    ],
+)
+def test_a_file_of_something_else_is_not_compared(predicting, more, reason):
+    world = predicting(lifted)
+    put(world, run_named(world, "no_q", 0), 12, pair(0.3), **more)
+    found = only(world)
+    assert len(named(found, "no_q").readings[12 * PER_STEP]) == 3
+    (fault,) = found.faults
+    assert reason in fault
+
+
+def test_unlike_positions_are_not_compared(predicting):
+    world = predicting(lifted)
+    put(world, run_named(world, "no_q", 0), 12, pair(0.3), positions_sha256="b" * 64)
+    put(world, run_named(world, "no_q", 1), 12, pair(0.3)[:2])
+    found = only(world)
+    assert len(named(found, "no_q").readings[12 * PER_STEP]) == 2
+    assert found.faults == [
+        "no_q-d16-h2: 2 pairs of files at other positions, which are not compared"
+    ]
+
+
+def test_the_end_is_that_of_training_or_not_known(predicting):
+    found = only(predicting(lambda run, step: None if step == 12 else lifted(run, step)))
+    assert {one.end for one in found.apart} == {None}
+    (described,) = describe(predicting(lambda r, s: None if s == 12 else 0.1).study())[
+        "function_distance"
+    ]
+    assert described["apart"][0]["n"] == 0
+
+
+def test_of_a_large_sweep_fewer_readings_are_told(predicting, monkeypatch):
+    monkeypatch.setattr("qkablate.analysis.comparison.function_distance._READINGS", 8)
+    found = only(predicting(lifted))
+    assert {len(one.readings) for one in found.apart} == {1}
+    assert named(found, "no_q").end is not None

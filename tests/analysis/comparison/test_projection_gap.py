@@ -1,0 +1,80 @@
+"""A gap split in two, from the files of four runs."""
+
+import json
+
+import pytest
+
+from qkablate.analysis.comparison.projection_gap import means, split
+from qkablate.errors import UserError
+from qkablate.runs.records import sealed
+
+
+def write(folder, val, test, first=None, status="done"):
+    folder.mkdir()
+    rows = [{"step": 0, "val/loss": first}] if first is not None else []
+    rows.append({"step": 4, "val/loss": val})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = {"status": status, "tokens": 1, "seconds": 1.0, "loss": {"val": val, "test": test}}
+    if status == "diverged":
+        result["diverged_at"] = 3
+    (folder / "result.json").write_text(json.dumps(sealed(result, folder / "metrics.jsonl")))
+    return folder
+
+
+@pytest.fixture
+def four(tmp_path):
+    return {
+        "parent": write(tmp_path / "parent", 2.0, 2.125),
+        "continued": write(tmp_path / "continued", 1.75, 1.875, first=2.0),
+        "projected": write(tmp_path / "projected", 1.875, 2.125, first=3.5),
+        "scratch": write(tmp_path / "scratch", 2.5, 2.75),
+    }
+
+
+def test_the_parts(four):
+    gap = split(**four)["gap"]
+    assert gap["at_once"] == {"val": 1.5, "test": None}
+    assert gap["healed"] == {"val": 0.125, "test": 0.25}
+    assert gap["scratch"] == {"val": 0.5, "test": 0.625}
+    assert gap["training"] == {"val": 0.375, "test": 0.375}
+
+
+def test_without_the_run_from_scratch_there_is_no_part_of_training(four):
+    for scratch in (None, four["parent"].parent / "nothing"):
+        gap = split(**(four | {"scratch": scratch}))["gap"]
+        assert gap["healed"] == {"val": 0.125, "test": 0.25}
+        assert gap["scratch"] == gap["training"] == {"val": None, "test": None}
+
+
+def test_a_tuning_run_has_no_test_loss(four, tmp_path):
+    other = write(tmp_path / "tuning", 2.25, None)
+    gap = split(**(four | {"scratch": other}))["gap"]
+    assert gap["scratch"] == {"val": 0.25, "test": None}
+
+
+def test_what_diverged_has_no_loss(four, tmp_path):
+    other = write(tmp_path / "diverged", 2.25, 2.5, status="diverged")
+    assert split(**(four | {"scratch": other}))["gap"]["training"] == {"val": None, "test": None}
+
+
+def test_a_course_that_was_changed_is_not_believed(four):
+    (four["projected"] / "metrics.jsonl").write_text('{"step": 0, "val/loss": 2.0}\n')
+    with pytest.raises(UserError, match=r"projected/metrics.jsonl' is damaged"):
+        split(**four)
+
+
+def test_over_seeds_with_students_interval():
+    """Of 1, 2 and 3: a mean of 2, and 4.303 standard errors to both sides."""
+    seeds = [
+        {"gap": {part: {"val": value, "test": None} for part in _PARTS}}
+        for value in (1.0, 2.0, 3.0)
+    ]
+    found = means(seeds)["healed"]
+    assert found["val"]["n"] == 3
+    assert found["val"]["mean"] == 2
+    assert found["val"]["interval"] == pytest.approx([2 - 2.4841377, 2 + 2.4841377])
+    assert found["test"] == {"n": 0, "mean": None, "interval": None}
+    assert means(seeds[:1])["healed"]["val"] == {"n": 1, "mean": 1.0, "interval": None}
+
+
+_PARTS = ("at_once", "healed", "scratch", "training")

@@ -1,0 +1,297 @@
+"""Ranks as far as the runs decide them, and the arms that none beats at less cost."""
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+from scipy import stats
+
+from qkablate.analysis.comparison.gaps import families
+from qkablate.analysis.comparison.ranking import describe_ranking, fronts, rankings, read_times
+from qkablate.errors import UserError
+
+ARMS = ("standard", "no_q", "shared_qk", "tied_kv")
+FOUR = (f"variant={','.join(ARMS)}", "seed=range(4)")
+PAIR = ("variant=standard,no_q", "seed=range(3)")
+COSTS = ("params", "training FLOPs", "KV bytes per token")
+
+
+def variant(run):
+    return run.arm.split("-")[0]
+
+
+def drawn(rng, means, noise):
+    return lambda run: means[variant(run)] + run.changes["seed"] / 10 + rng.gauss(0, noise)
+
+
+def holm(p_values):
+    """By its definition."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, most = [0.0] * len(p_values), 0.0
+    for place, i in enumerate(order):
+        most = max(most, min(1.0, (len(p_values) - place) * p_values[i]))
+        adjusted[i] = most
+    return adjusted
+
+
+def ranges(losses):
+    """The best and the worst rank of each arm, pair by pair."""
+    pairs = [*itertools.combinations(losses, 2)]
+    adjusted = holm([stats.ttest_rel(losses[a], losses[b]).pvalue for a, b in pairs])
+    found = {name: [1, len(losses)] for name in losses}
+    for (a, b), p in zip(pairs, adjusted, strict=True):
+        if p < 0.05:
+            better, worse = (a, b) if sum(losses[a]) < sum(losses[b]) else (b, a)
+            found[worse][0] += 1
+            found[better][1] -= 1
+    return found
+
+
+def test_ranks_are_what_every_pairs_test_leaves_possible(cached_world):
+    world, rng = cached_world(*FOUR), random.Random(0)
+    seen = set()
+    for _ in range(25):
+        means = {name: 2 + rng.choice((0, 0.05, 0.2)) for name in ARMS}
+        study = world.finish(drawn(rng, means, rng.choice((0.001, 0.02, 0.1)))).study()
+        (ranking,) = rankings(families(study))
+        losses = {entry.name: [*entry.losses.values()] for entry in study.entries}
+        expected = ranges(losses)
+        assert {row.entry.name: [row.first, row.last] for row in ranking.rows} == expected
+        assert [row.mean for row in ranking.rows] == sorted(row.mean for row in ranking.rows)
+        assert ranking.unranked == []
+        seen |= {(first, last) for first, last in expected.values()}
+    assert {(1, 4), (1, 1)} <= seen  # nothing known, and all
+
+
+def test_arms_far_apart_have_one_rank_each(cached_world):
+    means = dict(zip(ARMS, (2.0, 3.0, 1.0, 4.0), strict=True))
+    world = cached_world(*FOUR).finish(drawn(random.Random(1), means, 0.001))
+    (ranking,) = rankings(families(world.study()))
+    assert [(row.entry.arm.variant, row.first, row.last) for row in ranking.rows] == [
+        ("shared_qk", 1, 1),
+        ("standard", 2, 2),
+        ("no_q", 3, 3),
+        ("tied_kv", 4, 4),
+    ]
+
+
+def test_one_seed_ranks_nobody(cached_world):
+    world = cached_world("variant=standard,no_q,shared_qk", "seed=0").finish(
+        drawn(random.Random(1), dict(zip(ARMS, (1, 2, 3, 4), strict=True)), 0.0)
+    )
+    (ranking,) = rankings(families(world.study()))
+    assert {(row.first, row.last) for row in ranking.rows} == {(1, 3)}
+
+
+def test_arms_that_compute_the_very_same_share_their_ranks(cached_world):
+    world = cached_world(*PAIR).finish(lambda run: 2 + run.changes["seed"])
+    (ranking,) = rankings(families(world.study()))
+    assert {(row.first, row.last) for row in ranking.rows} == {(1, 2)}
+
+
+@pytest.mark.parametrize(
+    "words", [("optim.lr_final=1.0",), ("optim.schedule=wsd", "optim.cooldown=0.0")]
+)
+def test_runs_in_the_middle_of_their_schedule_are_not_ranked(cached_world, words):
+    world = cached_world(*PAIR, *words).finish(lambda run: 2 + run.changes["seed"] / 10)
+    study = world.study()
+    (ranking,) = rankings(families(study))
+    assert ranking.rows == []
+    assert len(ranking.unranked) == 2
+    assert all("does not come down" in line for line in ranking.unranked)
+    assert fronts(study, {}) == []
+
+
+def test_annealed_wsd_is_ranked(cached_world):
+    world = cached_world(*PAIR, "optim.schedule=wsd").finish(lambda run: 2.0)
+    (ranking,) = rankings(families(world.study()))
+    assert len(ranking.rows) == 2
+
+
+def test_arms_that_diverge_or_are_not_done_are_named_and_not_ranked(cached_world):
+    def loss(run):
+        if variant(run) == "no_q":
+            return "diverged" if run.changes["seed"] == 2 else 1.0
+        if variant(run) == "shared_qk":
+            return "failed"
+        return 2 + run.changes["seed"] / 10
+
+    study = cached_world(*FOUR).finish(loss).study()
+    (ranking,) = rankings(families(study))
+    assert [row.entry.arm.variant for row in ranking.rows] == ["standard", "tied_kv"]
+    assert ranking.unranked == [
+        "no_q-d16-h2: 1 of 4 runs diverged",
+        "shared_qk-d16-h2: no run is done",
+    ]
+    assert {(row.first, row.last) for row in ranking.rows} == {(1, 2)}
+    shown = {row["arm"] for front in fronts(study, {}) for row in front["arms"]}
+    assert shown == {"standard-d16-h2", "tied_kv-d16-h2"}
+    json.dumps(describe_ranking(ranking), allow_nan=False)
+
+
+def test_each_control_has_a_ranking_of_its_own(cached_world):
+    world = cached_world(
+        "variant=standard,no_q,shared_qk", "seed=0,1", "control=none,params,flops"
+    ).finish(lambda run: 2 + run.changes["seed"] / 10)
+    found = {ranking.axis: ranking for ranking in rankings(families(world.study()))}
+    assert [*found] == ["tokens", "params", "flops"]
+    for axis, control in (("tokens", "none"), ("params", "params"), ("flops", "flops")):
+        names = {row.entry.name for row in found[axis].rows}
+        assert "standard-d16-h2" in names
+        for row in found[axis].rows:
+            arm = row.entry.arm
+            assert arm.baseline is None or control in arm.controls
+        assert len(names) == 3
+
+
+def test_lengths_and_sizes_are_ranked_apart(cached_world):
+    world = cached_world("variant=standard,no_q", "seed=0,1", "train.steps=12,24").finish(
+        lambda run: 2.0
+    )
+    found = rankings(families(world.study()))
+    assert len(found) == 2
+    for ranking in found:
+        assert len({row.entry.tokens for row in ranking.rows}) == 1
+
+
+def cost_of(arm, cost):
+    return {
+        "params": arm.params,
+        "training FLOPs": arm.flops,
+        "KV bytes per token": 2 * arm.cached,
+    }[cost]
+
+
+def test_fronts_are_what_no_other_arm_beats_at_less_cost(cached_world):
+    world, rng = cached_world(*FOUR, "control=none,params"), random.Random(2)
+    for _ in range(15):
+        means = {name: 2 + rng.choice((0, 0.05, 0.1)) for name in ARMS}
+        noise = rng.choice((0.0, 0.003, 0.05))
+        study = world.finish(drawn(rng, means, noise)).study()
+        found = {front["cost"]: front for front in fronts(study, {})}
+        assert {*found} <= {*COSTS}
+        for cost in COSTS:
+            points = {
+                entry.name: (cost_of(entry.arm, cost), math.fsum(entry.losses.values()) / 4, entry)
+                for entry in study.entries
+            }
+            if len({price for price, *_ in points.values()}) == 1:
+                assert cost not in found
+                continue
+            assert {row["arm"] for row in found[cost]["arms"]} == {*points}
+            for row in found[cost]["arms"]:
+                price, mean, entry = points[row["arm"]]
+                assert (row["cost"], row["mean"]) == (price, pytest.approx(mean))
+                beaters = [
+                    other
+                    for p, m, other in points.values()
+                    if p <= price and m <= mean and (p, m) != (price, mean)
+                ]
+                assert row["on_front"] is (not beaters)
+                tests = []
+                for other in beaters:
+                    gaps = [entry.losses[key] - other.losses[key] for key in entry.losses]
+                    if len({*gaps}) == 1:
+                        tests.append(0.0 if gaps[0] > 0 else 1.0)
+                    else:
+                        test = stats.ttest_1samp(gaps, 0, alternative="greater")
+                        tests.append(float(test.pvalue))
+                assert row["surely"] is (not beaters or min(tests) < 0.05)
+
+
+def test_fronts_are_among_arms_that_saw_the_same_tokens(cached_world):
+    world = cached_world("variant=standard,no_q", "seed=0,1", "train.steps=12,24").finish(
+        lambda run: 2.0 if "steps=24" in run.arm else 3.0
+    )
+    found = fronts(world.study(), {})
+    assert {front["tokens"] for front in found} == {384, 768}
+    for front in found:
+        assert {row["arm"].rpartition("=")[2] for row in front["arms"]} == {
+            "12" if front["tokens"] == 384 else "24"
+        }
+
+
+def row_of(**more):
+    """As `qkablate cost --measure --json` prints it."""
+    sizes = {"variant": "standard", "d_model": 16, "heads": 2, "layers": 1, "context": 16}
+    return {**sizes, "vocabulary": 256, "params": 1, "step_ms": 2.5, "step_ratio": 1.0, **more}
+
+
+@pytest.fixture
+def times(tmp_path):
+    def write(content):
+        path = tmp_path / "times.json"
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        return str(path)
+
+    return write
+
+
+def test_times_are_of_the_arms_whose_variant_and_sizes_match(cached_world, times):
+    world = cached_world("variant=standard,no_q", "seed=0", "model.d_model=16,32")
+    study = world.finish(lambda run: 2.0).study()
+    rows = [
+        row_of(),
+        row_of(variant="no_q", step_ms=1.5),
+        row_of(variant="no_q", d_model=32, step_ms=3.5),
+        row_of(variant="standard", d_model=64, step_ms=99.0),
+        row_of(variant="standard", d_model=32, layers=9, step_ms=99.0),
+        row_of(variant="mqa", step_ms=99.0),
+    ]
+    found = read_times(times(rows), study)
+    assert found == {"standard-d16-h2": 2.5, "no_q-d16-h2": 1.5, "no_q-d32-h2": 3.5}
+    (front,) = [front for front in fronts(study, found) if front["cost"] == "ms per step"]
+    assert {row["arm"]: row["cost"] for row in front["arms"]} == found
+
+
+def test_an_arm_with_another_mlp_is_not_timed_by_the_row_of_the_default(cached_world, times):
+    world = cached_world("variant=standard,no_q", "seed=0", "control=none,params")
+    study = world.finish(lambda run: 2.0).study()
+    found = read_times(times([row_of(), row_of(variant="no_q", step_ms=1.5)]), study)
+    assert found == {"standard-d16-h2": 2.5, "no_q-d16-h2": 1.5}
+    ratio = study.manifest.arms["no_q-d16-h2-params"].config.model.mlp_ratio
+    row = row_of(variant="no_q", **{"model.mlp_ratio": ratio}, step_ms=4.0)
+    assert read_times(times([row]), study) == {"no_q-d16-h2-params": 4.0}
+
+
+BAD = {
+    "empty": b"",
+    "half": b'[{"variant": "standard", "step_ms": 2',
+    "binary": bytes(range(256)),
+    "deep": b"[" * 20_000,
+    "a map": {"variant": "standard", "step_ms": 2.5},
+    "null": None,
+    "no rows": [],
+    "rows of nothing": [None],
+    "rows of words": ["standard"],
+    "rows of numbers": [1],
+    "no time": [{"variant": "standard"}],
+    "time null": [row_of(step_ms=None)],
+    "time a word": [row_of(step_ms="fast")],
+    "time a list": [row_of(step_ms=[2.5])],
+    "time NaN": [row_of(step_ms=math.nan)],
+    "time infinite": [row_of(step_ms=math.inf)],
+    "time no float": [row_of(step_ms=10**400)],
+    "time negative": [row_of(step_ms=-1.0)],
+    "no arm": [row_of(variant="mqa")],
+    "no size": [row_of(d_model=8)],
+    "lists as sizes": [row_of(d_model=[16])],
+    "nothing but a time": [{"step_ms": 2.5}],
+}
+
+
+@pytest.mark.parametrize("content", BAD.values(), ids=BAD.keys())
+def test_a_file_without_times_is_a_users_mistake_in_one_line(cached_world, times, content):
+    study = cached_world(*PAIR).study()
+    with pytest.raises(UserError, match="--times") as told:
+        read_times(times(content), study)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("path", ["nowhere.json", ".", "a\0b", "", "~nobody-has-this-name/t.json"])
+def test_a_path_without_times_is_a_users_mistake_in_one_line(cached_world, path):
+    study = cached_world(*PAIR).study()
+    with pytest.raises(UserError, match="--times"):
+        read_times(path, study)

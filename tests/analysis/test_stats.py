@@ -1,0 +1,578 @@
+"""What is said of n numbers, held against other libraries, published examples, and brute force."""
+
+import gc
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, special, stats
+from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.power import TTestPower
+
+from qkablate.analysis.comparison.curves import Curve, slopes
+from qkablate.analysis.stats import (
+    Sample,
+    Spread,
+    detectable,
+    holm,
+    needed,
+    power_apart,
+    power_below,
+    power_spread,
+    power_within,
+    sign_flip_speaks_from,
+)
+
+# Cushny and Peebles's additional hours of sleep: Student's own example, in R as `sleep`.
+SLEEP = Sample((1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4))
+# Darwin's maize, crossed minus self-fertilised: Fisher's example of a permutation test, 1935.
+MAIZE = Sample(tuple(map(float, (49, -67, 8, 16, 6, 23, 28, 41, 14, 29, 56, 24, 75, 60, -48))))
+
+SIZES = (2, 3, 6, 10, 30)
+# Eighths add up without rounding: two sums that should tie do.
+EIGHTHS = st.integers(-80, 80).map(lambda k: k / 8)
+NUMBERS = st.floats(-1e3, 1e3).map(lambda v: round(v, 6))
+PROBABILITIES = st.floats(0, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage():
+    """statsmodels collects garbage at every correction: 50 ms with all the modules of the tests,
+    and nothing while these are set aside."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def drawn(n, *, seed=0, mean=0.3):
+    return Sample(tuple(map(float, np.random.default_rng(seed).normal(mean, 1, n))))
+
+
+def signs_by_brute_force(values):
+    """Two-sided p over all 2ⁿ signs."""
+    signs = np.array(list(itertools.product([1, -1], repeat=len(values))))
+    sums = np.abs(signs @ np.array(values))
+    return float(np.mean(sums >= abs(sum(values)) - 1e-9))
+
+
+def bca_by_hand(values, resamples=20_000):
+    """Efron's interval (1987): bias from the share below the mean, acceleration from leaving one
+    out."""
+    x = np.array(values)
+    drawn_again = np.random.default_rng(1).choice(x, (resamples, len(x))).mean(1)
+    ties = (drawn_again == x.mean()).mean() / 2
+    bias = stats.norm.ppf((drawn_again < x.mean()).mean() + ties)
+    without = (x.sum() - x) / (len(x) - 1)
+    away = without.mean() - without
+    bend = (away**3).sum() / (6 * (away**2).sum() ** 1.5)
+    z = bias + stats.norm.ppf([0.025, 0.975])
+    return np.quantile(drawn_again, stats.norm.cdf(bias + z / (1 - bend * z)))
+
+
+# The t interval
+
+
+def test_students_own_example():
+    """As R prints it: t = 4.0621, p = 0.002833, 95 percent: 0.7001142 2.4598858."""
+    assert SLEEP.mean == pytest.approx(1.58)
+    assert SLEEP.interval() == pytest.approx((0.7001142, 2.4598858), abs=1e-7)
+    assert SLEEP.p == pytest.approx(0.002833, abs=1e-6)
+
+
+def test_darwins_maize():
+    """Fisher: t = 2.148, where 2.145 is 5 percent."""
+    assert MAIZE.p == pytest.approx(0.0497, abs=1e-4)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("level", [0.8, 0.95, 0.999])
+def test_the_interval_is_scipys(n, level):
+    sample = drawn(n)
+    reference = stats.ttest_1samp(sample.values, 0).confidence_interval(level)
+    assert sample.interval(level) == pytest.approx((reference.low, reference.high))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("bound", [-1.5, 0.0, 0.02, 2.0])
+def test_the_p_values_are_scipys(n, bound):
+    sample = drawn(n)
+    for found, alternative in ((sample.p_below, "less"), (sample.p_above, "greater")):
+        reference = stats.ttest_1samp(sample.values, bound, alternative=alternative).pvalue
+        assert found(bound) == pytest.approx(reference)
+    assert sample.p == pytest.approx(stats.ttest_1samp(sample.values, 0).pvalue)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_bound_at_the_end_of_the_interval_has_just_alpha(n):
+    """Interval and p are one statement: the interval of 90 % is the two one-sided tests of 5 %."""
+    sample = drawn(n)
+    low, high = sample.interval(0.9)
+    assert sample.p_above(low) == pytest.approx(0.05)
+    assert sample.p_below(high) == pytest.approx(0.05)
+
+
+@settings(deadline=None)
+@given(st.lists(NUMBERS, min_size=2, max_size=20), NUMBERS)
+def test_below_and_above_are_the_whole(values, bound):
+    sample = Sample(tuple(values))
+    assert sample.p_below(bound) + sample.p_above(bound) == pytest.approx(1)
+    low, high = sample.interval()
+    assert low <= sample.mean <= high
+
+
+@settings(deadline=None)
+@given(st.lists(NUMBERS, min_size=2, max_size=12))
+def test_the_other_sign_is_the_mirror_image(values):
+    sample, mirrored = Sample(tuple(values)), Sample(tuple(-v for v in values))
+    assert mirrored.p == sample.p
+    assert mirrored.p_above(-0.25) == sample.p_below(0.25)
+    low, high = sample.interval()
+    assert mirrored.interval() == (-high, -low)
+
+
+@settings(deadline=None)
+@given(st.lists(NUMBERS, min_size=3, max_size=12), st.randoms(use_true_random=False))
+def test_the_order_changes_nothing(values, random):
+    shuffled = [*values]
+    random.shuffle(shuffled)
+    one, other = Sample(tuple(values)), Sample(tuple(shuffled))
+    assert other.mean == one.mean
+    assert other.interval() == pytest.approx(one.interval(), rel=1e-9, abs=1e-9)
+
+
+def test_the_order_changes_no_test_and_the_bootstrap_by_little():
+    one, other = drawn(10), Sample(drawn(10).values[::-1])
+    assert other.p == pytest.approx(one.p)
+    assert other.sign_flip == one.sign_flip
+    assert other.bca == pytest.approx(one.bca, abs=0.05 * one.sd)  # other resamples
+
+
+# Few numbers, equal ones, far ones
+
+
+@pytest.mark.parametrize("values", [(), (0.7,)])
+def test_fewer_than_two_numbers_say_nothing(values):
+    sample = Sample(values)
+    assert sample.n == len(values)
+    assert [sample.sd, sample.interval(), sample.p, sample.bca, sample.sign_flip] == [None] * 5
+    assert sample.p_below(100) == sample.p_above(-100) == 1
+    assert math.isnan(sample.mean) if not values else sample.mean == 0.7
+
+
+def test_two_numbers_have_an_interval_but_no_bootstrap():
+    sample = Sample((1.0, 2.0))
+    reference = stats.ttest_1samp(sample.values, 0).confidence_interval()
+    assert sample.interval() == pytest.approx((reference.low, reference.high))
+    assert sample.bca is None
+    assert sample.sign_flip == 0.5
+
+
+@pytest.mark.parametrize("n", [2, 3, 6, 17])
+def test_equal_numbers_are_certain(n):
+    sample = Sample((0.25,) * n)
+    assert sample.sd == 0
+    assert sample.interval() == (0.25, 0.25)
+    assert (sample.p_below(0.3), sample.p_above(0.3)) == (0, 1)
+    assert (sample.p_below(0.2), sample.p_above(0.2)) == (1, 0)
+    assert sample.p_below(0.25) == sample.p_above(0.25) == 0.5
+    assert sample.p == 0
+    assert sample.bca is None
+
+
+@pytest.mark.parametrize("n", [2, 3, 6, 17])
+def test_arms_that_compute_the_same_do_not_differ(n):
+    sample = Sample((0.0,) * n)
+    assert sample.interval() == (0, 0)
+    assert sample.p == sample.sign_flip == 1
+    assert sample.bca is None
+
+
+def test_equal_numbers_that_do_not_add_up_exactly_are_as_good_as_certain():
+    """Three times 0.1 is not 0.3 in binary: the standard deviation is 2e-17, not 0."""
+    sample = Sample((0.1,) * 3)
+    assert sample.interval() == pytest.approx((0.1, 0.1))
+    assert sample.p < 1e-12
+    assert sample.bca is None or sample.bca == pytest.approx((0.1, 0.1))
+
+
+def test_one_huge_outlier_takes_all_certainty():
+    sample = Sample((*drawn(9, mean=5.0).values, 1e9))
+    low, high = sample.interval()
+    assert low < 0 < high < 1e10
+    assert sample.p == pytest.approx(0.343, abs=0.001)  # of t = 1 with nine degrees of freedom
+    assert sample.bca[0] < sample.mean < sample.bca[1]
+    assert sample.sign_flip == pytest.approx(2 / 2**10)  # all are positive, whatever their size
+
+
+# The bootstrap
+
+
+@pytest.mark.parametrize("sample", [SLEEP, MAIZE, drawn(6), drawn(20)])
+def test_the_bootstrap_is_efrons(sample):
+    assert sample.bca == pytest.approx(bca_by_hand(sample.values), abs=0.06 * sample.sd)
+    assert sample.bca[0] < sample.mean < sample.bca[1]
+
+
+def test_the_bootstrap_is_scipys_with_other_draws():
+    sample = drawn(12)
+    other = stats.bootstrap(
+        (np.array(sample.values),), np.mean, method="BCa", rng=np.random.default_rng(7)
+    ).confidence_interval
+    assert sample.bca == pytest.approx((other.low, other.high), abs=0.05 * sample.sd)
+
+
+@settings(deadline=None)
+@given(st.lists(EIGHTHS, min_size=3, max_size=8))
+def test_the_bootstrap_is_finite_and_within_the_numbers(values):
+    found = Sample(tuple(values)).bca
+    if found is None:
+        assert len({*values}) == 1
+    else:
+        assert min(values) <= found[0] <= found[1] <= max(values)
+
+
+def test_the_bootstrap_and_the_random_signs_repeat_themselves():
+    one, other = drawn(17), drawn(17)
+    assert (one.bca, one.sign_flip) == (other.bca, other.sign_flip)
+
+
+# Signs
+
+
+def test_fishers_permutation_of_darwins_maize():
+    """863 of the 32 768 sums are as great as the observed one, and as many as small."""
+    assert MAIZE.sign_flip == 1726 / 32768
+
+
+@settings(deadline=None)
+@given(st.lists(EIGHTHS, min_size=2, max_size=10))
+def test_the_signs_are_all_tried(values):
+    assert Sample(tuple(values)).sign_flip == pytest.approx(signs_by_brute_force(values))
+
+
+@pytest.mark.parametrize(("n", "mean"), [(17, 0.0), (17, 0.4), (18, 0.6)])
+def test_random_signs_are_close_to_all_of_them(n, mean):
+    sample = drawn(n, mean=mean)
+    exact = signs_by_brute_force(sample.values)
+    error = math.sqrt(exact * (1 - exact) / 99_999)
+    assert sample.sign_flip == pytest.approx(exact, abs=4 * error + 2e-5)
+
+
+@pytest.mark.parametrize("n", [17, 40])
+def test_random_signs_never_say_impossible(n):
+    """The observed signs count as one of those drawn."""
+    assert 0 < Sample((1.0,) * n).sign_flip <= 2 / 10_000
+
+
+@pytest.mark.parametrize(("comparisons", "n"), [(1, 6), (4, 8), (25, 10)])
+def test_signs_speak_from_six_eight_and_ten(comparisons, n):
+    """The clearest data there can be: all of one sign. One pair less, and not even they pass when
+    every comparison has them; with n, one such comparison passes beside any others."""
+    assert sign_flip_speaks_from(comparisons) == n
+    fewer, enough = (Sample(tuple(map(float, range(1, m + 1)))).sign_flip for m in (n - 1, n))
+    assert (fewer, enough) == (2 / 2 ** (n - 1), 2 / 2**n)
+    assert min(holm([fewer] * comparisons)) > 0.05
+    assert min(holm([enough] + [1.0] * (comparisons - 1))) < 0.05
+
+
+@settings(deadline=None)
+@given(st.integers(1, 500), st.sampled_from([0.1, 0.05, 0.01, 0.001]))
+def test_signs_speak_from_the_least_n(comparisons, alpha):
+    n = sign_flip_speaks_from(comparisons, alpha)
+    assert comparisons * 2 / 2**n <= alpha < comparisons * 2 / 2 ** (n - 1)
+
+
+# Holm
+
+
+def test_holms_textbook_example():
+    """0.005 × 4, 0.01 × 3, 0.03 × 2, and 0.04 × 1 raised to the one before: two are rejected."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+
+def test_holm_of_one_and_of_none():
+    assert holm([0.04]) == [0.04]
+    assert holm([]) == []
+
+
+@settings(deadline=None)
+@given(st.lists(PROBABILITIES, min_size=1, max_size=30))
+def test_holm_is_statsmodels_s(p_values):
+    assert holm(p_values) == pytest.approx([*multipletests(p_values, method="holm")[1]])
+
+
+@settings(deadline=None)
+@given(st.lists(PROBABILITIES, min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_holm_only_raises_keeps_the_order_and_follows_the_hypotheses(p_values, random):
+    adjusted = holm(p_values)
+    assert all(p <= q <= min(1, len(p_values) * p) for p, q in zip(p_values, adjusted, strict=True))
+    by_p = sorted(zip(p_values, adjusted, strict=True))
+    assert [q for _, q in by_p] == sorted(adjusted)
+    order = random.sample(range(len(p_values)), len(p_values))
+    assert holm([p_values[i] for i in order]) == [adjusted[i] for i in order]
+
+
+@settings(deadline=None)
+@given(st.lists(PROBABILITIES, min_size=1, max_size=6), st.integers(0, 5), PROBABILITIES)
+def test_a_smaller_p_value_never_raises_an_adjusted_one(p_values, at, smaller):
+    at %= len(p_values)
+    lower = [*p_values]
+    lower[at] = min(smaller, lower[at])
+    pairs = zip(holm(lower), holm(p_values), strict=True)
+    assert all(new <= old for new, old in pairs)
+
+
+# Power
+
+
+@pytest.mark.parametrize("n", [2, 3, 6, 20, 50])
+@pytest.mark.parametrize("effect", [0.0, 0.1, -0.3, 0.7, 1.5])
+@pytest.mark.parametrize("alpha", [0.05, 0.0125])
+def test_power_is_the_noncentral_ts(n, effect, alpha):
+    scale = 0.02  # of everything: power knows the effect in standard deviations only
+    shift = effect * math.sqrt(n)
+    beyond, one_sided = stats.t.isf([alpha / 2, alpha], n - 1)
+    apart = stats.nct.sf(beyond, n - 1, shift) + stats.nct.cdf(-beyond, n - 1, shift)
+    if math.isfinite(apart):  # of which scipy is short far out
+        found = power_apart(effect * scale, scale, n, alpha)
+        assert found == pytest.approx(apart, abs=2e-5)
+    below = stats.nct.cdf(-one_sided, n - 1, shift)
+    if math.isfinite(below):
+        found = power_below(effect * scale, 0, scale, n, alpha)
+        assert found == pytest.approx(below, abs=2e-5)
+
+
+@pytest.mark.parametrize("n", [6, 12, 40])
+def test_power_is_statsmodels_s(n):
+    reference = TTestPower().power(0.8, n, 0.05, alternative="two-sided")
+    assert power_apart(0.8, 1, n) == pytest.approx(reference, abs=2e-5)
+    reference = TTestPower().power(0.8, n, 0.05, alternative="larger")
+    assert power_below(0, 0.8, 1, n) == pytest.approx(reference, abs=2e-5)
+
+
+def power_within_by_owen(mean, margin, sd, n, alpha=0.05):
+    """Owen's Q (1965): the chi density times the normal probability, up to the spread at which the
+    interval is as wide as the margins."""
+    df, t = n - 1, stats.t.isf(alpha, n - 1)
+    error = sd / math.sqrt(n)
+    widest = margin / (t * error)
+
+    def both(ratio):
+        low, high = (-margin - mean) / error + t * ratio, (margin - mean) / error - t * ratio
+        # The chi distribution over √df, at this ratio.
+        logged = math.log(2) + df / 2 * math.log(df / 2) - special.gammaln(df / 2)
+        density = ratio ** (df - 1) * math.exp(logged - df * ratio**2 / 2)
+        return density * (special.ndtr(high) - special.ndtr(low))
+
+    return integrate.quad(both, 0, widest, points=[min(1, widest)], limit=200)[0]
+
+
+@pytest.mark.parametrize("n", [2, 3, 6, 12, 30])
+@pytest.mark.parametrize(
+    ("mean", "margin"), [(0, 0.5), (0, 1), (0.3, 1), (-0.3, 1), (1, 1), (2, 1)]
+)
+def test_the_power_of_two_one_sided_tests_is_owens(n, mean, margin):
+    reference = power_within_by_owen(mean, margin, 1, n)
+    assert power_within(mean, margin, 1, n) == pytest.approx(reference, abs=1e-4)
+
+
+def test_the_power_of_two_one_sided_tests_is_what_is_counted():
+    x_SN = np.random.default_rng(0).normal(0.2, 1, (200_000, 8))
+    half = stats.t.isf(0.05, 7) * x_SN.std(1, ddof=1) / math.sqrt(8)
+    counted = np.mean(np.abs(x_SN.mean(1)) + half < 1)
+    assert power_within(0.2, 1, 1, 8) == pytest.approx(counted, abs=4 * math.sqrt(0.25 / 200_000))
+
+
+@pytest.mark.parametrize("n", [3, 6, 20])
+def test_without_an_effect_power_is_alpha(n):
+    assert power_apart(0, 0.01, n) == pytest.approx(0.05, abs=1e-5)
+    assert power_below(0.3, 0.3, 0.01, n) == pytest.approx(0.05, abs=1e-5)
+    assert power_within(0.3, 0.3, 0.01, n) <= 0.05 + 1e-5
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_one_number_has_no_power(n):
+    assert power_apart(9, 1, n) == power_below(0, 9, 1, n) == power_within(0, 9, 1, n) == 0
+    assert detectable(1, n) is None
+
+
+@settings(deadline=None)
+@given(st.floats(-3, 3), st.floats(0.1, 3), st.integers(2, 60), st.sampled_from([0.05, 0.01]))
+def test_power_is_a_probability_and_mirrors(mean, margin, n, alpha):
+    for power in (power_apart(mean, 1, n, alpha), power_within(mean, margin, 1, n, alpha)):
+        assert 0 <= power <= 1
+    assert power_apart(-mean, 1, n, alpha) == pytest.approx(power_apart(mean, 1, n, alpha))
+    mirrored = power_within(-mean, margin, 1, n, alpha)
+    assert mirrored == pytest.approx(power_within(mean, margin, 1, n, alpha))
+    assert power_within(mean, margin, 1, n, alpha) <= power_below(mean, margin, 1, n, alpha) + 1e-12
+
+
+# What can be found, and with how many
+
+
+def test_what_five_and_ten_seeds_can_find():
+    assert detectable(0.002, 5) == pytest.approx(0.0034, abs=5e-5)
+    assert detectable(0.002, 10) == pytest.approx(0.0020, abs=5e-5)
+
+
+@pytest.mark.parametrize("n", [2, 3, 6, 20, 100])
+@pytest.mark.parametrize(("alpha", "power"), [(0.05, 0.8), (0.0125, 0.8), (0.05, 0.95)])
+def test_what_is_detectable_has_the_power(n, alpha, power):
+    effect = detectable(0.015, n, alpha, power)
+    assert power_apart(effect, 0.015, n, alpha) == pytest.approx(power, abs=1e-6)
+    assert power_apart(0.99 * effect, 0.015, n, alpha) < power
+
+
+@settings(deadline=None)
+@given(
+    st.floats(1e-9, 1e6),
+    st.floats(1e-3, 1e3),
+    st.integers(2, 60),
+    st.sampled_from([0.05, 0.0125]),
+    st.sampled_from([0.5, 0.8, 0.95]),
+)
+def test_what_is_detectable_scales_with_the_spread(sd, times, n, alpha, power):
+    found = detectable(sd, n, alpha, power)
+    assert found > 0
+    assert detectable(times * sd, n, alpha, power) == pytest.approx(times * found, rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 6, 60])
+def test_without_a_spread_anything_is_detectable(n):
+    assert detectable(0.0, n) == 0
+
+
+@settings(deadline=None)
+@given(st.floats(1e-6, 10), st.integers(3, 40), st.sampled_from([0.05, 0.0125]))
+def test_more_is_detectable_with_more_seeds_and_less_is_asked_for(sd, n, alpha):
+    found = detectable(sd, n, alpha)
+    assert detectable(sd, n + 1, alpha) < found
+    assert detectable(sd, n, alpha, 0.7) < found < detectable(sd, n, alpha, 0.9)
+    assert detectable(sd, n, alpha / 2) > found
+
+
+def found_by_halving(sd, n, alpha, power):
+    """The least effect with that power, by a search that knows of nothing else."""
+    low, high = 0.0, 1e4 * sd
+    for _ in range(200):
+        middle = (low + high) / 2
+        if power_apart(middle, sd, n, alpha) < power:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+@pytest.mark.parametrize(
+    ("sd", "n", "alpha", "power"),
+    [
+        (0.015, 5, 0.05, 0.8),
+        (0.002, 10, 0.05, 0.8),
+        (1.0, 2, 0.05, 0.8),
+        (30.0, 3, 0.0125, 0.95),
+        (1e-7, 20, 0.01, 0.5),
+        (0.5, 100, 0.05, 0.8),
+    ],
+)
+def test_what_is_detectable_is_what_a_search_finds(sd, n, alpha, power):
+    expected = found_by_halving(sd, n, alpha, power)
+    assert detectable(sd, n, alpha, power) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_hundredth_of_a_nat_takes_twenty_seeds():
+    assert needed(lambda n: power_apart(0.01, 0.015, n)) == 20
+
+
+@pytest.mark.parametrize("effect", [0.2, 0.5, 1.0, 3.0, 20.0])
+def test_what_is_needed_is_the_least(effect):
+    def power(n):
+        return power_apart(effect, 1, n)
+
+    n = needed(power)
+    assert power(n) >= 0.8
+    assert n == 2 or power(n - 1) < 0.8
+    reference = TTestPower().solve_power(effect, alpha=0.05, power=0.8) if effect < 2 else n
+    assert n == math.ceil(reference)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 60_000))
+def test_any_least_n_is_found(least):
+    assert needed(lambda n: float(n >= least)) == least
+
+
+def test_no_number_of_seeds_finds_nothing():
+    assert needed(lambda n: power_apart(0, 1, n)) is None
+    assert needed(lambda n: power_below(1, 1, 1, n)) is None
+
+
+# The band of a curve, and its slope
+
+
+@pytest.mark.parametrize("readings", [1, 2, 12])
+def test_a_band_is_bonferronis(readings):
+    x_TS = np.random.default_rng(0).normal(size=(readings, 6))
+    samples = [Sample(tuple(map(float, x_S))) for x_S in x_TS]
+    band = Curve([*range(1, readings + 1)], samples, Sample(())).band()
+    assert len(band) == readings
+    for x_S, found in zip(x_TS, band, strict=True):
+        reference = stats.ttest_1samp(x_S, 0).confidence_interval(1 - 0.05 / readings)
+        assert found == pytest.approx((reference.low, reference.high))
+
+
+def test_a_band_of_one_run_or_of_no_reading():
+    assert Curve([10, 20], [Sample((1.0,)), Sample((2.0,))], Sample(())).band() == [None, None]
+    assert Curve([], [], Sample(())).band() == []
+
+
+def test_slopes_are_nats_per_doubling():
+    tokens = [100, 200, 400, 800]
+    found = slopes(tokens, np.array([[0, 1, 2, 3], [5, 5, 5, 5], [3, 1, -1, -3]]))
+    assert found.values == pytest.approx((1, 0, -2))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 10**9), min_size=2, max_size=8, unique=True).map(sorted),
+    st.integers(0, 99),
+)
+def test_slopes_are_least_squares(tokens, seed):
+    gaps_ST = np.random.default_rng(seed).normal(size=(3, len(tokens)))
+    x_T = np.log2(tokens)
+    reference = [np.cov(x_T, gap_T)[0, 1] / x_T.var(ddof=1) for gap_T in gaps_ST]
+    assert slopes(tokens, gaps_ST).values == pytest.approx(reference, rel=1e-6, abs=1e-6)
+
+
+def test_one_reading_has_no_slope():
+    assert slopes([100], np.ones((6, 1))).n == 0
+    assert slopes([], np.ones((6, 0))).n == 0
+
+
+# The spread of gaps, by chi squared.
+
+
+def test_a_spread_is_judged_as_often_wrongly_as_it_may_be():
+    """At its edge, either way, and whatever the mean."""
+    draws = np.random.default_rng(5).normal(3.0, 1.0, (2000, 8))
+    spreads = [Spread(tuple(map(float, row))) for row in draws]
+    slack = 3 * math.sqrt(0.05 * 0.95 / len(spreads))
+    assert np.mean([s.p_above(1.0) < 0.05 for s in spreads]) == pytest.approx(0.05, abs=slack)
+    assert np.mean([s.p_below(1.0) < 0.05 for s in spreads]) == pytest.approx(0.05, abs=slack)
+    held = [low <= 1.0 <= high for low, high in (s.interval(0.9) for s in spreads)]
+    slack = 3 * math.sqrt(0.1 * 0.9 / len(spreads))
+    assert np.mean(held) == pytest.approx(0.9, abs=slack)
+    for above, bound in ((True, 0.6), (False, 1.8)):
+        p = Spread.p_above if above else Spread.p_below
+        found = np.mean([p(s, bound) < 0.05 for s in spreads])
+        promised = power_spread(1.0, bound, 8, above=above)
+        slack = 3 * math.sqrt(promised * (1 - promised) / len(spreads))
+        assert found == pytest.approx(promised, abs=slack)
+
+
+@pytest.mark.parametrize("values", [(), (1.0,)])
+def test_one_number_has_no_spread(values):
+    assert Spread(values).interval() is None
+    assert (Spread(values).p_above(0.1), Spread(values).p_below(0.1)) == (1.0, 1.0)

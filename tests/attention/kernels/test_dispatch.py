@@ -1,0 +1,230 @@
+"""The kernel's name is chosen from shapes, and what is named is what runs."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from qkablate.attention.kernels.dispatch import Shapes, attend, choose_kernel, why_not
+from qkablate.models.blocked_loss import blocked_loss
+
+
+def choose(**other):
+    base = {"heads": 4, "key_heads": 4, "width": 32, "value_heads": 4, "value_width": 32}
+    base |= {"device": "cpu", "half": False, "dropout": 0.0}
+    return choose_kernel(Shapes(**(base | other)))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kernel"),
+    [
+        ({}, "flash"),
+        ({"addend": True}, "flash"),
+        ({"width": 16}, "flash"),  # padded with zeros
+        ({"value_width": 16}, "folded"),
+        ({"value_width": 16, "context": 255}, "folded"),
+        ({"value_width": 16, "context": 256}, "blocked"),
+        ({"dropout": 0.1, "context": 512}, "folded"),
+        ({"dropout": 0.1}, "folded"),
+        ({"key_heads": 1}, "flash"),
+        ({"key_heads": 1, "width": 128}, "folded"),
+        ({"key_heads": 1, "width": 128, "value_width": 128}, "flash"),
+        ({"key_heads": 1, "width": 128, "context": 127}, "folded"),
+        ({"key_heads": 1, "width": 128, "context": 128}, "blocked"),
+        ({"key_heads": 1, "width": 128, "context": 512, "dropout": 0.1}, "folded"),
+        ({"value_heads": 1, "value_width": 128, "context": 1024}, "blocked"),
+        ({"context": 1024}, "flash"),
+        ({"half": True}, "flash"),
+        ({"half": True, "context": 511}, "folded"),
+        ({"half": True, "context": 512}, "blocked"),
+        ({"half": True, "context": 512, "dropout": 0.1}, "folded"),
+        ({"value_heads": 1, "value_width": 128}, "folded"),
+        ({"key_heads": 1, "width": 128, "value_heads": 1, "value_width": 128}, "flash"),
+        ({"heads": 1, "key_heads": 1, "value_heads": 1, "value_width": 128}, "flash"),
+        ({"width": 0, "value_width": 128}, "static"),
+        ({"width": 0, "device": "cuda", "half": True}, "static"),
+        ({"device": "cuda", "half": True}, "flash"),
+        ({"device": "cuda", "half": True, "dropout": 0.1}, "flash"),
+        ({"device": "cuda", "half": True, "width": 16}, "flash"),
+        ({"device": "cuda", "half": True, "addend": True}, "efficient"),
+        ({"device": "cuda", "half": True, "value_width": 16}, "efficient"),
+        ({"device": "cuda", "half": True, "width": 512, "value_width": 512}, "efficient"),
+        ({"device": "cuda", "half": False}, "efficient"),
+        ({"device": "cuda", "half": True, "width": 12, "value_width": 12}, "math"),
+        ({"device": "cuda", "half": True, "key_heads": 1, "width": 128}, "folded"),
+        ({"device": "cuda", "half": True, "value_heads": 1, "value_width": 128}, "folded"),
+        ({"device": "cuda", "key_heads": 1, "width": 128, "context": 1024}, "folded"),
+        ({"device": "mps"}, "math"),
+    ],
+    ids=str,
+)
+def test_choice(shapes, kernel):
+    assert choose(**shapes) == kernel
+
+
+@pytest.mark.parametrize("kernel", ["flash", "folded", "blocked"])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("widths", [(8, 8), (6, 8), (8, 6)], ids=str)
+def test_all_kernels_agree(kernel, groups, widths):
+    """Outputs and gradients, with queries and keys narrower than values and wider, with keys and
+    values that heads share, with nothing added to the scores or something, by head or not."""
+    torch.manual_seed(0)
+    width, value_width = widths
+    q = torch.randn(2, 4, 9, width, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(2, groups, 9, width, dtype=torch.float64, requires_grad=True)
+    addends = [None, torch.randn(9, 9).double(), torch.randn(4, 9, 9).double()]
+    learned = [t.requires_grad_() for t in addends[1:] if kernel == "folded"]
+    for causal, addend, value_groups in product((True, False), addends, {groups, 4}):
+        v = torch.randn(2, value_groups, 9, value_width, dtype=torch.float64, requires_grad=True)
+        results = []
+        for name in ("math", kernel):
+            out = attend(q, k, v, scale=0.3, causal=causal, kernel=name, addend=addend)
+            inputs = (q, k, v, *(t for t in learned if t is addend))
+            results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+        assert results[0][0].shape == (2, 4, 9, value_width)
+        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 9, 64])
+@pytest.mark.parametrize(("groups", "value_groups"), [(1, 4), (4, 1), (2, 1), (1, 1), (4, 4)])
+def test_blocks_of_any_size_come_to_the_same(monkeypatch, queries, groups, value_groups):
+    """Outputs and gradients, of blocks that fit the length and that do not."""
+    for size in ("ALONE", "SHARED"):
+        monkeypatch.setattr(f"qkablate.attention.kernels.blocked.{size}", queries)
+    torch.manual_seed(0)
+    shapes = ((4, 6), (groups, 6), (value_groups, 3))
+    inputs = [torch.randn(2, n, 10, width).double().requires_grad_() for n, width in shapes]
+    addends = [None, torch.randn(10, 10).double(), torch.randn(4, 10, 10).double()]
+    for causal, addend in product((True, False), addends):
+        results = []
+        for name in ("math", "blocked"):
+            out = attend(*inputs, scale=0.3, causal=causal, kernel=name, addend=addend)
+            results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_weights_computed_again_are_those_that_were_kept(monkeypatch, groups, dtype):
+    torch.manual_seed(0)
+    shapes = ((4, 8), (groups, 8), (4, 8))
+    inputs = [torch.randn(2, n, 200, width, dtype=dtype).requires_grad_() for n, width in shapes]
+    results = []
+    for most in (200, 199):
+        monkeypatch.setattr("qkablate.attention.kernels.blocked.KEPT", most)
+        out = attend(*inputs, scale=0.3, causal=True, kernel="blocked")
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("queries", "keys"), [(10, 4), (4, 10)])
+def test_blocks_of_other_lengths_than_the_keys(monkeypatch, queries, keys, causal):
+    for size in ("ALONE", "SHARED"):
+        monkeypatch.setattr(f"qkablate.attention.kernels.blocked.{size}", 3)
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, queries, 6).double()
+    k, v = torch.randn(2, 1, keys, 6).double(), torch.randn(2, 4, keys, 3).double()
+    one, other = (
+        attend(q, k, v, scale=0.3, causal=causal, kernel=name) for name in ("folded", "blocked")
+    )
+    torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "why"),
+    [
+        ({"dropout": 0.1}, "blocked has no dropout"),
+        ({"learned": True}, "blocked has no gradient for what is added to the scores"),
+        ({"width": 0}, "blocked wants queries, and has none"),
+        ({}, ""),
+        ({"device": "cuda", "width": 128, "key_heads": 1}, ""),
+    ],
+    ids=str,
+)
+def test_what_blocks_cannot_do_is_told(shapes, why):
+    base = {"heads": 4, "key_heads": 4, "width": 32, "value_heads": 4, "value_width": 32}
+    base |= {"device": "cpu", "half": False, "dropout": 0.0}
+    assert why_not("blocked", Shapes(**base | shapes)) == why
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_can_be_compiled():
+    """Attention's and the loss's, in one graph."""
+    torch.manual_seed(0)
+    shapes = ((2, 8), (1, 8), (2, 4))
+    q, k, v = (torch.randn(1, n, 70, width, requires_grad=True) for n, width in shapes)
+    weight, targets = torch.randn(9, 4, requires_grad=True), torch.arange(140) % 9
+
+    def loss(q, k, v, weight):
+        o_BHTV = attend(q, k, v, scale=0.3, causal=True, kernel="blocked")
+        return blocked_loss(o_BHTV.flatten(0, 2), weight, targets)
+
+    results = []
+    for function in (loss, torch.compile(loss, dynamic=False, backend="aot_eager", fullgraph=True)):
+        found = function(q, k, v, weight)
+        results.append([found, *torch.autograd.grad(found, (q, k, v, weight))])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(("kernel", "most"), [("folded", 1.0), ("blocked", 1 / 16)])
+def test_of_long_rows_there_are_scores_of_one_block_alone(largest, kernel, most):
+    heads, length = 4, 1024
+    shapes = ((heads, 32), (1, 32), (heads, 8))
+    inputs = [torch.randn(1, n, length, width, requires_grad=True) for n, width in shapes]
+    with largest() as found:
+        attend(*inputs, scale=0.1, causal=True, kernel=kernel).sum().backward()
+    assert found.numbers == heads * length * length * most
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_blocks_under_autocast_are_those_of_folded(dtype):
+    torch.manual_seed(0)
+    shapes = ((4, 16), (1, 16), (4, 4))
+    results = []
+    inputs = [torch.randn(2, n, 150, width, requires_grad=True) for n, width in shapes]
+    for kernel in ("folded", "blocked"):
+        with torch.autocast("cpu", dtype):
+            out = attend(*inputs, scale=0.25, causal=True, kernel=kernel)
+        assert out.dtype == dtype
+        gradients = torch.autograd.grad(out.float().square().sum(), inputs)
+        assert {one.dtype for one in gradients} == {torch.float32}
+        results.append([out.float(), *gradients])
+    torch.testing.assert_close(*results, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("value_groups", [1, 2, 4])
+def test_static_scores_are_what_is_added(value_groups):
+    torch.manual_seed(0)
+    q = torch.empty(3, 4, 5, 0)
+    k = torch.empty(3, 4, 5, 0)
+    v = torch.randn(3, value_groups, 5, 6)
+    table = torch.randn(4, 5, 5)
+    seen = torch.ones(5, 5).tril()
+    v_BHSV = v.repeat_interleave(4 // value_groups, 1)
+    for addend, causal in product((table, None), (True, False)):
+        odds = (torch.zeros(4, 5, 5) if addend is None else addend).exp() * (seen if causal else 1)
+        weights_HTS = odds / odds.sum(-1, keepdim=True)
+        out = attend(q, k, v, scale=1.0, causal=causal, kernel="static", addend=addend)
+        torch.testing.assert_close(out, weights_HTS @ v_BHSV)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("what", ["dropout", "learned addend"])
+def test_a_kernel_that_cannot_run_is_no_silent_fall_back(what):
+    q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    if what == "dropout":
+        other = {"dropout": 0.5}
+    else:
+        other = {"addend": torch.zeros(4, 4, requires_grad=True)}
+    with pytest.raises(RuntimeError):
+        attend(q, k, v, scale=1.0, causal=False, kernel="flash", **other)
+
+
+@pytest.mark.parametrize(("kernel", "width"), [("folded", 4), ("static", 0), ("math", 4)])
+def test_dropout_keeps_the_mean(kernel, width):
+    torch.manual_seed(0)
+    q, k, v = torch.zeros(1, 2, 64, width), torch.zeros(1, 1, 64, width), torch.ones(1, 2, 64, 3)
+    out = attend(q, k, v, scale=1.0, causal=False, kernel=kernel, dropout=0.5)
+    assert out.std() > 0.01
+    assert abs(out.mean() - 1) < 0.1

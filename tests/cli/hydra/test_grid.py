@@ -1,0 +1,402 @@
+"""The words of `qkablate sweep`: what a sweep's file and the command line ask for."""
+
+import itertools
+
+import pytest
+
+from qkablate.cli.hydra.configs import jobs
+from qkablate.cli.hydra.grid import Composer, composing
+from qkablate.config import conf_dir, flatten, variants
+from qkablate.errors import UserError
+from qkablate.sweeps.planning.predicates import holds
+from qkablate.sweeps.planning.tuning import ladder
+
+SWEEPS = sorted(file.stem for file in (conf_dir() / "sweep").glob("*.yaml"))
+FOUR = {"standard", "merged_w", "no_q", "shared_qk"}
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """Composes once for every choice of groups."""
+    return Composer()
+
+
+@pytest.fixture
+def composer(kept):
+    with composing():
+        yield kept
+
+
+def configs(composer, asked):
+    """Of every combination of values."""
+    for values in itertools.product(*asked.choices.values()):
+        yield composer.config(dict(zip(asked.choices, values, strict=True)))
+
+
+# What the first line of each file says.
+
+
+def test_quick_has_4_variants_2_widths_2_head_counts_2_seeds(composer):
+    asked = composer.ask(["sweep=quick"])
+    assert asked.axes == ["variant", "model.d_model", "model.heads", "seed"]
+    assert set(asked.choices["variant"]) == FOUR
+    found = [
+        (config.variant.name, config.model.d_model, config.model.heads, config.seed)
+        for config in configs(composer, asked)
+    ]
+    assert [len({*column}) for column in zip(*found, strict=True)] == [4, 2, 2, 2]
+    assert len({*found}) == asked.count() == 4 * 2 * 2 * 2
+
+
+def test_full_has_every_variant_at_every_size(composer):
+    asked = composer.ask(["sweep=full"])
+    assert set(asked.choices["variant"]) == {*variants()}
+    assert [int(d) for d in asked.choices["model.d_model"]] == [128, 256, 512, 1024, 2048]
+    assert [int(h) for h in asked.choices["model.heads"]] == [1, 2, 4, 8, 16]
+    assert asked.count() == len(variants()) * 5 * 5 * len(asked.choices["seed"])
+    shape = composer.config({"model": asked.choices["model"][0]}).model
+    assert (shape.layers, shape.context) == (12, 1024)
+
+
+def test_heads_compares_shapes_of_equal_size(composer):
+    asked = composer.ask(["sweep=heads"])
+    assert [control.match for control in asked.controls.values()] == ["params"]
+    shapes = set()
+    for config in configs(composer, asked):
+        if all(holds(predicate, flatten(config)) for predicate in asked.settings.sweep.where):
+            model = config.model
+            shapes.add((model.layers, model.d_model, model.heads))
+    assert len({12 * layers * d_model**2 for layers, d_model, _ in shapes}) == 1
+    assert len({layers for layers, _, _ in shapes}) >= 3
+    deepest, shallowest = max(shapes)[0], min(shapes)[0]
+    assert any(layers == deepest and heads == 1 for layers, _, heads in shapes)
+    widest = max(width for layers, width, _ in shapes if layers == shallowest)
+    assert (shallowest, widest, max(heads for _, _, heads in shapes)) in shapes
+    said = asked.settings.sweep.baseline
+    baseline = composer.config({key: str(value) for key, value in said.items()}).model
+    assert (baseline.layers, baseline.d_model, baseline.heads) in shapes
+    assert (baseline.layers, baseline.heads) == (shallowest, max(h for _, _, h in shapes))
+
+
+def test_horizons_has_several_lengths_each_with_its_own_schedule(composer):
+    asked = composer.ask(["sweep=horizons"])
+    steps = [int(value) for value in asked.choices["train.steps"]]
+    assert len(steps) == 4
+    assert steps == sorted(set(steps))
+    assert set(asked.choices["variant"]) == FOUR
+    found = {config.train.steps: config.optim.warmup for config in configs(composer, asked)}
+    assert found == {number: number // 20 for number in steps}
+
+
+def test_lr_has_rates_enough_for_a_bowl(composer):
+    asked = composer.ask(["sweep=lr"])
+    rates = [float(value) for value in asked.choices["optim.lr"]]
+    assert ladder(rates, composer.config({})) == rates
+    assert len(rates) >= 5
+    assert composer.config({}).optim.lr in rates
+    assert set(asked.choices["variant"]) == FOUR
+
+
+def test_ov_has_every_ov_circuit_with_and_without_the_skip(composer):
+    asked = composer.ask(["sweep=ov"])
+    found = {
+        (config.variant.ov, config.model.attention_skip) for config in configs(composer, asked)
+    }
+    circuits = {entry["ov"] for entry in variants().values()} - {"grouped"}
+    assert found == {*itertools.product(circuits, (True, False))}
+    assert [*asked.controls] == ["none", "params"]
+
+
+def test_qk_has_every_qk_circuit_at_equal_parameters_and_without(composer):
+    asked = composer.ask(["sweep=qk"])
+    own = {name for name, entry in variants().items() if entry["ov"] == "separate"}
+    assert set(asked.choices["variant"]) == own
+    assert [*asked.controls] == ["none", "params"]
+
+
+def test_rank_goes_from_a_quarter_of_a_head_to_the_whole_width(composer):
+    asked = composer.ask(["sweep=rank"])
+    model = composer.config({}).model
+    ranks = [config.variant.rank for config in configs(composer, asked)]
+    assert min(ranks) == model.d_model // model.heads // 4
+    assert max(ranks) == model.d_model
+    assert [*asked.controls] == ["none", "params"]
+
+
+def test_grid_has_no_axes_of_its_own(composer):
+    with pytest.raises(UserError, match="the grid is empty: give sweep=quick, or axes such as"):
+        composer.ask(["sweep=grid"])
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_every_shipped_sweep_can_be_read(composer, name):
+    asked = composer.ask([f"sweep={name}", *(["seed=range(2)"] if name == "grid" else [])])
+    assert asked.settings.sweep.name == name
+    assert len(asked.choices["seed"]) >= 2
+    first = {key: values[0] for key, values in asked.choices.items()}
+    flat = flatten(composer.config(first))
+    assert all(isinstance(holds(each, flat), bool) for each in asked.settings.sweep.where)
+
+
+# The command line on top of a file.
+
+
+def test_words_replace_an_axis_of_the_file(composer):
+    asked = composer.ask(["sweep=quick", "variant=standard,wide_qk", "seed=range(2,5)"])
+    assert asked.choices["variant"] == ["standard", "wide_qk"]
+    assert asked.choices["seed"] == ["2", "3", "4"]
+    assert asked.choices["model.heads"] == ["2", "4"]
+    assert asked.axes == ["variant", "model.d_model", "model.heads", "seed"]
+
+
+def test_words_replace_a_fixed_key_of_the_file(composer):
+    assert composer.ask(["sweep=quick", "train.steps=7"]).choices["train.steps"] == ["7"]
+    asked = composer.ask(["sweep=horizons", "train.steps=7,9", "seed=0", "optim.lr=2e-3"])
+    assert asked.count() == 8
+    found = [*configs(composer, asked)]
+    assert {config.train.steps for config in found} == {7, 9}
+    assert {config.optim.lr for config in found} == {2e-3}
+
+
+def test_words_replace_the_control_of_the_file(composer):
+    assert [*composer.ask(["sweep=heads", "control=flops"]).controls] == ["flops"]
+    asked = composer.ask(["sweep=ov", "control=params,flops", "control.tolerance=0.1"])
+    assert [(c.match, c.tolerance) for c in asked.controls.values()] == [
+        ("params", 0.1),
+        ("flops", 0.1),
+    ]
+    assert [*composer.ask(["sweep=quick"]).controls] == ["none"]
+
+
+def test_words_replace_the_settings_of_the_file(composer):
+    words = ["sweep=heads", "sweep.baseline=null", "sweep.tune=true", "sweep.name=mine"]
+    settings = composer.ask([*words, "workers=3", "on_failure=stop"]).settings
+    assert settings.sweep.baseline is None
+    assert settings.sweep.tune
+    assert settings.sweep.name == "mine"
+    assert (settings.workers, settings.on_failure) == (3, "stop")
+    where = composer.ask(["sweep=quick", "sweep.where=['model.heads > 2','seed == 0']"])
+    assert where.settings.sweep.where == ["model.heads > 2", "seed == 0"]
+
+
+def test_ways_to_write_values(composer):
+    def values(word):
+        ((_, found),) = composer.ask([word]).choices.items()
+        return found
+
+    assert values("seed=range(3)") == ["0", "1", "2"]
+    assert values("seed=range(1,8,3)") == ["1", "4", "7"]
+    assert values("seed=choice(3,1)") == ["3", "1"]
+    assert values("seed=3,3,1,3") == ["3", "1"]
+    assert values("+seed=1,2") == ["1", "2"]
+    assert values("variant=glob(no_*)") == ["no_k", "no_o", "no_q", "no_qk", "no_v", "no_vo"]
+    assert set(values("variant=glob(*)")) == {*variants()}
+    assert values("variant=glob(*,exclude=no_*)") == sorted(
+        name for name in variants() if not name.startswith("no_")
+    )
+
+
+def test_a_list_is_one_value(composer):
+    asked = composer.ask(["optim.betas=[0.9,0.95],[0.8,0.99]", "track.tags=[a,b]"])
+    found = [(config.optim.betas, config.track.tags) for config in configs(composer, asked)]
+    assert found == [([0.9, 0.95], ["a", "b"]), ([0.8, 0.99], ["a", "b"])]
+
+
+def test_quoted_values_keep_their_signs(composer):
+    asked = composer.ask(["data=text", """data.path='/a b,c (1).txt',"/it's",plain.txt"""])
+    found = [config.data.path for config in configs(composer, asked)]
+    assert found == ["/a b,c (1).txt", "/it's", "plain.txt"]
+    (config,) = configs(composer, composer.ask(["track.group='a, b'", "seed='3'"]))
+    assert config.track.group == "a, b"
+
+
+# Composer.config makes what `train` would.
+COMBINATIONS = [
+    {},
+    {"variant": "merged_w", "seed": "3"},
+    {"seed": "3", "seeds.data": "7"},
+    {"seeds.init": "5"},
+    {"variant": "low_rank_w", "variant.rank": "8"},
+    {"variant": "low_rank_w"},
+    {"variant": "collaborative", "variant.rank": "auto", "variant.init": "naive"},
+    {"variant": "gqa", "model.heads": "8"},
+    {"variant": "mqa", "variant.name": "mine"},
+    {"variant": "qk_norm", "variant.lr": "same", "variant.mask_self": "true"},
+    {"variant.qk": "merged", "variant.ov": "no_o"},
+    {"data": "recall", "data.pairs": "4"},
+    {"data": "dyck", "model.context": "32"},
+    {"data": "text", "data.path": "'/a b.txt'", "data.tokenizer": "bpe"},
+    {"optim.schedule": "wsd", "optim.cooldown": "0.5"},
+    {"optim.schedule": "wsd", "optim.warmup": "3", "optim.lr": "6e-4"},
+    {"model.d_model": "128", "model": "baby", "model.heads": "4"},
+    {"model": "gpt2", "train.tokens": "100000", "train.accumulate": "2"},
+    {"model.mlp_ratio": "4.517578125", "model.position": "rope", "model.bias": "True"},
+    {"optim.betas": "[0.8,0.9]", "track.tags": "[a,b]", "track.group": "null"},
+    {"threads": "1", "compile": "false", "precision": "bf16", "out": "else/where"},
+    {"train.steps": "auto", "train.read_test": "false", "optim.weight_decay": "0"},
+    {"seed": "4", "seeds.dropout": "${seed}", "out": "runs_of_${variant.name}"},
+]
+
+
+def typed(words):
+    return [f"{key}={value}" for key, value in words.items()]
+
+
+@pytest.mark.parametrize("words", COMBINATIONS, ids=lambda words: " ".join(typed(words)) or "none")
+def test_a_config_is_the_one_that_train_composes(kept, words):
+    with composing():
+        own = kept.config(words)
+    (job,) = jobs(typed(words))
+    assert own == job.config
+
+
+def test_one_config_leaves_no_trace_in_the_next(composer):
+    before = composer.config({})
+    tagged = {"track.tags": "[a]", "optim.betas": "[0.8,0.9]", "model.heads": "8", "seed": "3"}
+    composer.config(tagged).track.tags.append("b")
+    assert composer.config(tagged).track.tags == ["a"]
+    assert composer.config({}) == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"model.d_model": "abc"},
+        {"seed": "1.5"},
+        {"train.stps": "5"},
+        {"lr": "1e-3"},
+        {"model": "nanoo"},
+        {"variant": "mergedw"},
+        {"model.heads": "3"},
+        {"train.steps": "null"},
+        {"optim.schedule": "cosin"},
+        {"optim.betas": "[a,b]"},
+        {"optim.cooldown": "0.5"},
+        {"data": "recall", "data.path": "x"},
+        {"seed": ""},
+    ],
+    ids=typed,
+)
+def test_a_mistake_is_told_as_train_tells_it(kept, words):
+    with pytest.raises(UserError) as of_train:
+        jobs(typed(words))
+    with composing(), pytest.raises(UserError) as own:
+        kept.config(words)
+    assert str(own.value) == str(of_train.value)
+
+
+MISTAKES = [
+    ([], "the grid is empty: give sweep=quick"),
+    (["control=params"], "the grid is empty"),
+    (["sweep=quik"], "rank (nearest: quick)"),
+    (["control=parms"], "control: 'parms' is not one of flops, none, params (nearest: params)"),
+    (["control.knob=mlpp"], "control.knob: 'mlpp' is not one of mlp, d_model, layers"),
+    (["control=params", "control.match=param"], "(nearest: params)"),
+    (["control=params", "control.knb=mlp"], "control.knb: there is no such key (nearest: control."),
+    (["control=params", "control.tolerance=2"], "control.tolerance: 2"),
+    (["control.tolerance=0.1"], "'control.tolerance=0.1' has no meaning with control=none"),
+    (["seed=0,1", "diagnose.every=0,5"], "a sweep has one value of diagnose.every"),
+    (["sweep.tun=true"], "sweep.tun: there is no such key (nearest: sweep.tune)"),
+    (["sweep.name=../x"], "sweep.name: '../x' is not made of letters"),
+    (["sweep.baseline=[a]"], "sweep.baseline: "),
+    (["sweep.baseline=standrd"], "(nearest: standard)"),
+    (
+        ["sweep.baseline={model.haeds: 2}"],
+        "model.haeds: there is no such key (nearest: model.heads",
+    ),
+    (["sweep.tuning_seeds=[]"], "sweep.tuning_seeds: [] are not one or more seeds"),
+    (["sweep.tuning_seeds=[-1]"], "sweep.tuning_seeds: [-1] are not one or more seeds"),
+    (["sweep=quick", "sweep.axes={seed: {a: 1}}"], "on the command line an axis is written"),
+    (["workers=0"], "workers: '0' is not auto, or a number from 1"),
+    (["workers=many"], "workers: 'many' is not auto, or a number from 1"),
+    (["per_gpu=0"], "per_gpu: 0 is not a number from 1"),
+    (["on_failure=stpo"], "on_failure: 'stpo' is not one of continue, stop (nearest: stop)"),
+    (["worker=2"], "worker: there is no such key (nearest: workers)"),
+    (["on_failur=stop"], "on_failur: there is no such key (nearest: on_failure)"),
+    (["swep=quick"], "swep: there is no such key (nearest: sweep)"),
+    (["contrl=params"], "contrl: there is no such key (nearest: control)"),
+    (["variant=standard,no_qq"], "variant: 'no_qq' is not one of "),
+    (["varient=standard,no_q"], "varient: there is no such key (nearest: variant)"),
+    (["model.haeds=2,4"], "model.haeds: there is no such key (nearest: model.heads)"),
+    (["model.heads=2,four"], "model.heads: 'four' is not a whole number"),
+    (["model=null"], "model"),
+    (["control=null"], "control"),
+    (["sweep=null"], "sweep"),
+    (["seed=0,1.5"], "seed: '1.5' is not a whole number"),
+    (["optim.lr=1e-3,fast"], "optim.lr: 'fast' is not a number"),
+    (["seed=interval(0,9)"], "'seed=interval(0,9)': a grid has values, not an interval"),
+    (["seed=range(3,1)"], "'seed=range(3,1)': there is no value in it"),
+    (["variant=glob(nix*)"], "'variant=glob(nix*)': there is no value in it"),
+    (["variant=[standard,no_q]"], "several are written variant=standard,no_q"),
+    (["~model"], "'~model' is not key=value"),
+    (["~model=nano"], "'~model=nano': write key=value"),
+    (["~sweep=quick"], "'~sweep=quick': write key=value"),
+    (["model@here=nano"], "'model@here=nano': write key=value"),
+    (["quick"], "'quick' is not key=value, as in variant=standard,merged_w"),
+    (["=3"], "'=3' is not key=value"),
+    (["seed=[1"], "'seed=[1' cannot be read"),
+    (["--variant=no_q"], "'--variant' is not one of "),
+    (["--dry"], "(nearest: --dry-run)"),
+    (["--retry", "all"], "--retry: takes failed, not 'all'"),
+    (["seed=range(20000)"], "20,000 runs, before anything is left out; add --yes"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES, ids=lambda x: str(x)[:40])
+def test_mistakes(qkablate, tmp_path, words, line):
+    """One line on stderr, exit code 2, and nothing was begun."""
+    own = [] if line.startswith("the grid is empty") else ["seed=0"]
+    done = qkablate("sweep", *own, *words, "--dry-run")
+    assert done.code == 2
+    assert line in done.err
+    assert done.err.startswith("qkablate: ")
+    assert done.err.count("\n") == 1
+    assert done.out == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"home"}
+
+
+def said(composer, word):
+    try:
+        composer.ask(["seed=0", word])
+    except UserError as refused:
+        return str(refused)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "control.tolerance=wide",
+        "sweep.tune=maybe",
+        "sweep.where=3",
+        "sweep.where='model.heads > 2'",
+        "sweep.tuning_seeds=[x]",
+        "sweep.tuning_seeds=3",
+        "sweep.axes=3",
+        "sweep.fixed=null",
+        "sweep.axes={seed: 3}",
+        "sweep.name=null",
+        "per_gpu=two",
+    ],
+)
+def test_a_key_that_there_is_is_not_called_unknown(composer, word):
+    assert "no such key" not in said(composer, word)
+
+
+@pytest.mark.parametrize(
+    "word", ["sweep=quick,lr", "workers=1,2", "sweep.name=a,b", "sweep.axes.seed=range(3)"]
+)
+def test_no_advice_that_would_not_help(composer, word):
+    """A sweep has no -m."""
+    assert "-m for a run each" not in said(composer, word)
+    assert "multirun" not in said(composer, word)
+
+
+def test_help_names_every_sweep_and_control(qkablate):
+    done = qkablate("sweep", "--help")
+    assert done.code == 0
+    for name in SWEEPS:
+        first = (conf_dir() / "sweep" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+        assert first.removeprefix("# ") in done.out
+    for file in (conf_dir() / "control").glob("*.yaml"):
+        assert f"\n  {file.stem}" in done.out

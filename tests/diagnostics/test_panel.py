@@ -1,0 +1,145 @@
+"""The row: one of one shape for every variant, the same whoever asks, and nothing is touched."""
+
+import json
+
+import pytest
+import torch
+
+from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
+from qkablate.diagnostics import circuits, panel, patterns
+from qkablate.diagnostics.panel import Panel, repeated, rounded
+from qkablate.models.gpt import GPT
+
+MODEL = ModelConfig(layers=3, d_model=16, heads=4, context=12)
+TOKENS = torch.arange(36).view(3, 12) * 5 % 23
+
+
+def model_of(name="standard", config=MODEL, seed=1):
+    variant = resolve_variant(VariantConfig(**variants()[name]), config)
+    return GPT(config, variant, 30).init_(seed)
+
+
+def moved(model):
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+NO_MATRIX = ("static_scores", "uniform")
+FULL = ("merged_w", "symmetric_w", "wide_qk")
+
+
+@pytest.mark.parametrize("name", variants())
+def test_every_variant_has_a_row(name):
+    model = model_of(name)
+    found = Panel(model, TOKENS, starts=model.starts(1))
+    start, row = found.row(), None
+    moved(model)
+    row = found.row()
+    assert list(row) == ["qk", "ov", "attention"]
+    assert tuple(row["qk"]) == tuple(row["ov"]) == circuits.MEASURES
+    assert tuple(row["attention"]) == patterns.MEASURES
+    assert json.loads(json.dumps(row, allow_nan=False)) == row
+    for part, measures in row.items():
+        for measure, layers in measures.items():
+            assert len(layers) == 3
+            if part == "qk" and name in NO_MATRIX:
+                assert layers == [None] * 3
+            elif measure not in ("balance", "off_rank"):
+                assert all(len(heads) == 4 for heads in layers), (part, measure)
+    assert all(len(s) == 4 for s in row["ov"]["singular"][0])
+    assert (row["qk"]["off_rank"][0] is not None) == (name in FULL)
+    assert (row["qk"]["balance"][0] is None) == (
+        model.attentions()[0].qk.factors != 2 or name in NO_MATRIX
+    )
+    for part in ("qk", "ov"):
+        if row[part]["moved"][0] is not None:
+            assert start[part]["moved"] == [[0.0] * 4] * 3
+            still = part == "qk" and name == "no_qk"
+            assert all((x > 0) != still for heads in row[part]["moved"] for x in heads)
+
+
+def test_layers_looked_at_together_or_apart_are_the_same(monkeypatch):
+    for name in ("standard", "merged_w"):
+        model = moved(model_of(name))
+        one = Panel(model, TOKENS, starts=model.starts(1)).row()
+        with monkeypatch.context() as patch:
+            patch.setattr(panel, "_NUMBERS", 1)
+            other = Panel(model, TOKENS, starts=model.starts(1)).row()
+        for part in one:
+            for measure, layers in one[part].items():
+                for a, b in zip(layers, other[part][measure], strict=True):
+                    assert (a is None) == (b is None)
+                    if a is not None:
+                        flat = [torch.tensor(x).flatten().tolist() for x in (a, b)]
+                        assert flat[0] == pytest.approx(flat[1], rel=1e-4, abs=1e-6)
+
+
+def test_nothing_is_touched():
+    model = moved(model_of())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state, numpy_state = torch.get_rng_state(), __import__("numpy").random.get_state()[1].copy()
+    model.train()
+    found = Panel(model, TOKENS, starts=model.starts(1))
+    assert found.row() == found.row()
+    assert model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (__import__("numpy").random.get_state()[1] == numpy_state).all()
+
+
+def test_numbers_that_are_none_are_null():
+    model = model_of()
+    found = Panel(model, TOKENS, starts=model.starts(1))
+    with torch.no_grad():
+        model.blocks[1].attention.qk.w_q[0, 0] = torch.nan
+        model.blocks[2].attention.ov.w_o[0, 0] = torch.inf
+    row = found.row()
+    assert [heads is None for heads in row["qk"]["nuclear"]] == [False, True, False]
+    assert [heads is None for heads in row["ov"]["nuclear"]] == [False, False, True]
+    assert row["attention"]["entropy"][1][0] is None
+    assert row["attention"]["entropy"][0][0] > 0
+    json.dumps(row, allow_nan=False)
+
+
+def test_a_context_of_one_position():
+    config = ModelConfig(layers=1, d_model=16, heads=4, context=1)
+    model = model_of(config=config)
+    row = Panel(model, TOKENS[:, :1], starts=model.starts(1)).row()
+    assert row["attention"]["entropy"] == row["attention"]["induction"] == [[None] * 4]
+
+
+def test_repeats():
+    repeats_BT = repeated(TOKENS)
+    assert repeats_BT.shape == TOKENS.shape
+    assert torch.equal(repeats_BT[:, :6], repeats_BT[:, 6:])
+    assert set(repeats_BT.flatten().tolist()) <= set(TOKENS.flatten().tolist())
+    assert all(len(set(block)) == 6 for block in repeats_BT[:, :6].tolist())
+    assert torch.equal(repeats_BT, repeated(TOKENS))
+    assert not torch.equal(repeats_BT[0], repeats_BT[1])
+    few = repeated(torch.tensor([[0, 1, 0, 1, 1, 0, 1]]))
+    assert few.shape == (1, 6)
+    assert torch.equal(few[:, :3], few[:, 3:])
+
+
+def test_five_digits():
+    assert rounded([1.23456789, [1e-9 / 3, 123456.0], float("nan"), float("inf")]) == [
+        *(1.2346, [3.3333e-10, 123460.0]),
+        *(None, None),
+    ]
+
+
+def test_the_start_is_that_of_the_seed():
+    for name in ("standard", "merged_w", "static_scores", "qk_norm"):
+        model = model_of(name, seed=7)
+        for own, made in zip(model.attentions(), model.starts(7), strict=True):
+            for (key, a), (other, b) in zip(
+                own.state_dict().items(), made.state_dict().items(), strict=True
+            ):
+                assert key == other
+                assert torch.equal(a, b)
+        first = next(model.starts(8))
+        assert name != "standard" or not torch.equal(first.qk.w_q, model.attentions()[0].qk.w_q)

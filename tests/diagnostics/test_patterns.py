@@ -1,0 +1,180 @@
+"""The measures of attention: against a slow count, and on attention whose answer is known."""
+
+import math
+
+import pytest
+import torch
+
+from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
+from qkablate.diagnostics import attention_weights
+from qkablate.diagnostics.patterns import patterns, repeat_patterns
+from qkablate.models.gpt import GPT
+
+MODEL = ModelConfig(layers=2, d_model=16, heads=4, context=12, init="linear")
+
+
+def causal(s):
+    return s + torch.full(s.shape[-2:], -torch.inf).triu(1).to(s)
+
+
+def normal(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def looking(targets, length, strength=60.0):
+    """Scores by which query i looks at targets(i), and at nothing else."""
+    s = torch.zeros(1, 1, length, length, dtype=torch.float64)
+    for i in range(length):
+        s[0, 0, i, targets(i)] = strength
+    return causal(s)
+
+
+def slow(s):
+    """Of one head, by the definitions: s_BTS."""
+    spread = freedom = 0.0
+    entropies, own, first, previous, sinks, largest = [], [], [], [], [], -math.inf
+    length = s.shape[-1]
+    for rows in s.tolist():
+        weights = []
+        for i, row in enumerate(rows):
+            visible = [j for j in range(length) if row[j] != -math.inf]
+            mean = sum(row[j] for j in visible) / len(visible)
+            spread += sum((row[j] - mean) ** 2 for j in visible)
+            freedom += len(visible) - 1
+            largest = max(largest, *(row[j] for j in visible))
+            total = sum(math.exp(row[j]) for j in visible)
+            a = [math.exp(x) / total if x != -math.inf else 0.0 for x in row]
+            weights.append((a, len(visible)))
+            if len(visible) > 1:
+                entropies.append(-sum(p * math.log(p) for p in a if p))
+                own.append(a[i])
+                first.append(a[0])
+                previous.append(a[i - 1])
+        late = weights[length // 2 :]
+        received = [sum(a[j] - 1 / n for a, n in late) / len(late) for j in range(length // 2)]
+        sinks.append(max(received))
+    means = [sum(x) / len(x) for x in (entropies, own, first, previous, sinks)]
+    names = ("entropy", "self", "first", "previous", "sink")
+    return {
+        "score_std": math.sqrt(spread / freedom),
+        "score_max": largest,
+        **dict(zip(names, means, strict=True)),
+    }
+
+
+@pytest.mark.parametrize("length", [2, 3, 8, 9])
+@pytest.mark.parametrize("mask_self", [False, True])
+def test_the_measures_are_what_the_definitions_say(length, mask_self):
+    if mask_self and length == 2:
+        pytest.skip("no query sees two positions")
+    s = causal(3 * normal(2, 3, length, length))
+    if mask_self:
+        own = torch.arange(1, length)
+        s[:, :, own, own] = -torch.inf
+    found = patterns(s)
+    for head in range(3):
+        expected = slow(s[:, head])
+        assert {name: value[head].item() for name, value in found.items()} == pytest.approx(
+            expected
+        )
+
+
+def test_uniform_attention():
+    length = 16
+    found = {k: v.item() for k, v in patterns(causal(torch.zeros(3, 1, length, length))).items()}
+    seen = range(2, length + 1)
+    share = sum(1 / n for n in seen) / len(seen)
+    assert found["score_std"] == found["score_max"] == 0
+    assert found["entropy"] == pytest.approx(sum(map(math.log, seen)) / len(seen))
+    for name in ("self", "first", "previous"):
+        assert found[name] == pytest.approx(share)
+    assert found["sink"] == pytest.approx(0, abs=1e-6)
+
+
+def test_heads_that_look_at_one_place():
+    length = 16
+    for name, targets in {
+        "self": lambda i: i,
+        "first": lambda i: 0,
+        "previous": lambda i: max(0, i - 1),
+    }.items():
+        found = {k: v.item() for k, v in patterns(looking(targets, length)).items()}
+        assert found[name] == pytest.approx(1)
+        assert found["entropy"] == pytest.approx(0, abs=1e-12)
+        assert found["score_max"] == 60
+        # All on one position is a sink; on one's own, no earlier position gets even its share.
+        assert (found["sink"] > 0.9) == (name == "first")
+        assert (found["sink"] < 0) == (name == "self")
+    # A sink need not be the first position.
+    assert patterns(looking(lambda i: min(i, 5), length))["sink"].item() > 0.9
+
+
+def test_what_softmax_cannot_see_changes_nothing_but_the_maximum():
+    s, shift = causal(normal(2, 3, 8, 8)), 5 * normal(2, 3, 8, 1, seed=1)
+    one, other = patterns(s), patterns(s + shift)
+    for name in one.keys() - {"score_max"}:
+        torch.testing.assert_close(one[name], other[name])
+
+
+def test_an_induction_head_and_a_previous_token_head():
+    block = 8
+    found = repeat_patterns(looking(lambda i: max(0, i - block + 1), 2 * block))
+    assert found["induction"].item() == pytest.approx(1)
+    assert found["repeat_previous"].item() < 0.2
+    found = repeat_patterns(looking(lambda i: max(0, i - 1), 2 * block))
+    assert found["repeat_previous"].item() == pytest.approx(1)
+    assert found["induction"].item() == pytest.approx(0, abs=1e-12)
+    # One that looks at the same token, and not at what came after it.
+    found = repeat_patterns(looking(lambda i: max(0, i - block), 2 * block))
+    assert found["induction"].item() == pytest.approx(0, abs=1e-12)
+
+
+def test_where_there_is_nothing_to_see_there_is_no_number():
+    assert all(
+        v.isnan().all() for k, v in patterns(torch.zeros(1, 2, 1, 1)).items() if "_" not in k
+    )
+    assert all(v.isnan().all() for v in repeat_patterns(causal(torch.zeros(1, 2, 3, 3))).values())
+
+
+@pytest.mark.parametrize("position", ["learned", "alibi", "rope", "none"])
+@pytest.mark.parametrize("name", variants())
+def test_scores_and_weights_are_those_that_the_layer_computes_with(name, position):
+    """Softmax of the scores, times the values, is what the layer writes."""
+    from dataclasses import replace
+
+    from qkablate.errors import UserError
+
+    config = replace(MODEL, position=position)
+    try:
+        variant = resolve_variant(VariantConfig(**variants()[name]), config)
+        model = GPT(config, variant, 20)
+    except UserError:
+        pytest.skip("has no meaning")
+    model.init_(1).double().eval()
+    tokens_T = torch.arange(12) % 7
+    a_LHTS = attention_weights(model, tokens_T).double()
+    assert a_LHTS.shape == (2, 4, 12, 12)
+    torch.testing.assert_close(a_LHTS.sum(-1), torch.ones(2, 4, 12).double())
+    assert not a_LHTS.triu(1).any()
+    with torch.no_grad():
+        for number, (layer, x_BTD) in enumerate(model.streams(tokens_T[None])):
+            v_BGTV = layer.ov.values(x_BTD, layer.qk.keys(x_BTD))
+            v_BHTV = v_BGTV.repeat_interleave(4 // v_BGTV.shape[1], 1)
+            written = layer.ov.write(a_LHTS[number][None] @ v_BHTV)
+            torch.testing.assert_close(written, layer(x_BTD), rtol=1e-5, atol=1e-6)
+
+
+def test_the_streams_are_what_the_layers_read():
+    model = GPT(MODEL, resolve_variant(VariantConfig(), MODEL), 20).init_(1).eval()
+    seen = []
+    for layer in model.attentions():
+        layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    tokens_BT = torch.arange(24).view(2, 12) % 20
+    model(tokens_BT)
+    read, seen[:] = list(seen), []
+    for (layer, x_BTD), own, x in zip(
+        model.streams(tokens_BT), model.attentions(), read, strict=True
+    ):
+        assert layer is own
+        assert torch.equal(x_BTD, x)

@@ -1,0 +1,213 @@
+"""From names to circuits: combinations, refusals, a user's own file, and installed packages."""
+
+import importlib
+import sys
+import textwrap
+
+import pytest
+
+from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
+from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant, variants
+from qkablate.errors import UserError
+from qkablate.models.catalogue import attention, circuits, load_file, settle
+
+OWN = """
+    from qkablate.attention import QK, matrix, project, split_heads
+
+    class Own(QK):
+        params = "d²"
+        def __init__(self, spec):
+            super().__init__(spec)
+            self.w_q = matrix(spec.d_model, spec.d_model)
+        def queries(self, x_BTD):
+            return split_heads(project(x_BTD, self.w_q), self.spec.heads)
+        def keys(self, y_BSD):
+            return split_heads(y_BSD, self.spec.heads)
+"""
+OWN_OV = """
+    from qkablate.attention import OV, split_heads
+
+    class Halved(OV):
+        cached = "x"
+        def values(self, y_BSD, k_BGSE):
+            return split_heads(y_BSD, self.spec.heads) / 2
+        def write(self, o_BHTV):
+            return o_BHTV.transpose(1, 2).flatten(2)
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    def write(text, name="own_qk.py"):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def settled(**variant):
+    config = Config(variant=resolve_variant(VariantConfig(**variant), ModelConfig()))
+    return settle(config)
+
+
+def test_every_circuit_has_a_variant():
+    entries = variants().values()
+    assert {entry["qk"] for entry in entries} == {*QK_CIRCUITS}
+    assert {entry["ov"] for entry in entries} == {*OV_CIRCUITS}
+
+
+@pytest.mark.parametrize("name", variants())
+def test_the_files_of_the_catalogue_are_named_as_their_variants(name):
+    model = ModelConfig()
+    variant = resolve_variant(VariantConfig(**variants()[name]), model)
+    assert variant.name.startswith(name)
+    assert attention(model, variant).equation
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"qk": "merged", "ov": "no_o"}, "merged+no_o"),
+        ({"qk": "shared", "norm": "qk"}, "shared+qk_norm"),
+        ({"qk": "shared", "norm": "unit_keys", "mask_self": True}, "shared_qk_reformer"),
+        ({"qk": "low_rank"}, "low_rank_w_r16"),
+        ({"qk": "low_rank", "rank": 5}, "low_rank_w_r5"),
+        ({"qk": "collaborative"}, "collaborative_r32"),
+        ({"qk": "grouped", "ov": "grouped"}, "gqa_g2"),
+        ({"qk": "grouped", "ov": "grouped", "groups": 1}, "mqa"),
+        ({"qk": "grouped", "ov": "tied"}, "grouped+tied_g2"),
+        ({"qk": "shared", "ov": "tied", "name": "merged_w"}, "tied_qkv"),
+        ({"qk": "shared", "ov": "tied", "name": "my_own"}, "my_own"),
+        ({"qk": "low_rank", "name": "low_rank_w_r16"}, "low_rank_w_r16"),
+        ({"mask_self": True}, "separate+mask_self"),
+    ],
+)
+def test_the_label_says_what_it_is(given, name):
+    assert resolve_variant(VariantConfig(**given), ModelConfig()).name == name
+
+
+def test_the_default_rank_and_groups_are_no_standard():
+    one_head = ModelConfig(heads=1)
+    assert resolve_variant(VariantConfig(qk="low_rank"), one_head).rank == 64
+    assert resolve_variant(VariantConfig(qk="grouped", ov="grouped"), one_head).groups == 1
+    six = ModelConfig(d_model=96, heads=6)
+    assert resolve_variant(VariantConfig(qk="grouped", ov="grouped"), six).groups == 3
+    assert resolve_variant(VariantConfig(), six).rank is None
+
+
+def test_a_file_brings_its_circuit_and_its_hash(own):
+    path = own(OWN)
+    config, hashes = settled(file=path)
+    assert (config.variant.qk, config.variant.name) == ("own_qk", "own_qk")
+    qk, ov = circuits(config.variant)
+    assert (qk.__name__, ov) == ("Own", OV_CIRCUITS["separate"])
+    assert hashes == {"own_qk": load_file(path).sha256}
+    attention(config.model, config.variant)
+
+
+def test_a_file_may_bring_an_ov_circuit(own):
+    config, _ = settled(file=own(OWN_OV, "halved.py"), qk="merged")
+    assert config.variant.name == "merged+halved"
+    assert type(attention(config.model, config.variant).ov).__name__ == "Halved"
+
+
+def test_names_of_rank_and_groups_reach_a_file(own):
+    text = OWN.replace('params = "d²"', 'uses = ("rank",)')
+    with pytest.raises(UserError, match=r"variant\.rank: Own needs a number"):
+        settled(file=own(text))
+    assert settled(file=own(text, "own_rank.py"), rank=7)[0].variant.name == "own_rank_r7"
+    with pytest.raises(UserError, match=r"variant\.rank: 7 given, but qk=own_qk, ov=separate have"):
+        settled(file=own(OWN), rank=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        ("def f(:", "bad.py", r"bad\.py' line 1: invalid syntax"),
+        ("\nimport nothing_of_the_kind", "bad.py", r"line 2: ModuleNotFoundError"),
+        ("x = 1", "bad.py", "defines 0"),
+        (OWN + OWN_OV, "bad.py", r"defines 2 \(Own, Halved\)"),
+        ("import sys\nsys.exit(7)", "bad.py", "line 2: SystemExit: 7"),
+        (
+            OWN.replace("self.w_q = matrix(spec.d_model, spec.d_model)", "self.w_q = Linear(8, 8)")
+            .replace("project(x_BTD, self.w_q)", "self.w_q(x_BTD)")
+            .replace("    from", "    from torch.nn import Linear\n    from", 1),
+            "bad.py",
+            "Own has torch modules, and no `init_` to start them",
+        ),
+        ("x = 1\0", "bad.py", "null bytes"),
+        (OWN.partition("    def keys")[0], "bad.py", "Own has no `keys`"),
+        (OWN.replace("self.spec.heads)", "2 * self.spec.heads)"), "bad.py", r"qk\.width=32 say"),
+        (OWN, "merged.py", "no name that there is already"),
+        (OWN, "my-file.py", "letters, digits and _"),
+        (OWN.replace("self.w_q = ", "self.w_q = oops"), "bad.py", "line 8: NameError"),
+        (OWN.replace("split_heads(y_BSD, self.spec.heads)", "y_BSD"), "bad.py", "keys of shape"),
+        (OWN.replace("project(x_BTD", "project(x_BTD[0]"), "bad.py", "queries of shape"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line(own, text, name, says):
+    path = own(text, name)
+
+    def use():
+        config, _ = settled(file=path)
+        attention(config.model, config.variant)
+
+    with pytest.raises(UserError, match=says) as error:
+        use()
+    assert "\n" not in str(error.value)
+
+
+def test_one_side_cannot_be_two_circuits(own):
+    """variant=merged_w variant.file=own_qk.py: which of the two?"""
+    with pytest.raises(UserError, match=r"is the QK circuit, and variant\.qk is 'merged' already"):
+        settled(file=own(OWN), qk="merged")
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match=r"variant\.file: cannot read .*: No such file"):
+        settled(file=str(tmp_path / "none.py"))
+
+
+@pytest.fixture
+def installed(own, tmp_path, monkeypatch):
+    """A package that offers a circuit by an entry point."""
+    own(OWN, "some_package_of_circuits.py")
+    info = tmp_path / "some_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[qkablate.circuits]\noffered = some_package_of_circuits:Own\n"
+        "broken = some_package_of_circuits:Nothing\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("some_package_of_circuits", None)
+    importlib.invalidate_caches()
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_package_offers_a_circuit():
+    config, hashes = settled(qk="offered")
+    assert circuits(config.variant)[0].__name__ == "Own"
+    assert len(hashes["offered"]) == 64
+
+
+@pytest.mark.usefixtures("installed")
+def test_both_sides_may_come_from_outside(own):
+    """The id of a run must know both."""
+    config, hashes = settled(qk="offered", file=own(OWN_OV, "halved.py"))
+    assert config.variant.name == "offered+halved"
+    assert [*hashes] == ["halved", "offered"]
+    attention(config.model, config.variant)
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_offer_that_cannot_be_loaded_is_one_line():
+    with pytest.raises(UserError, match=r"variant\.qk: 'broken' .* cannot be loaded"):
+        settled(qk="broken")
+
+
+def test_an_unknown_name_tells_the_nearest():
+    with pytest.raises(UserError, match=r"variant\.ov: 'no_w' is not one of .* \(nearest: no_v"):
+        circuits(VariantConfig(ov="no_w"))

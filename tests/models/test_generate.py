@@ -1,0 +1,128 @@
+"""Text, token by token: what the caches give is what whole forwards give."""
+
+import pytest
+import torch
+
+from qkablate.config import ModelConfig, VariantConfig, resolve_variant
+from qkablate.data.tokenizers import Bytes, Chars
+from qkablate.errors import UserError
+from qkablate.models.generate import characters, generate
+from qkablate.models.gpt import GPT
+
+CONTEXT = 12
+PROMPT = [3, 1, 4]
+
+
+def wild(position="learned", **variant):
+    """A model whose every token depends on all that it sees: far from a start's small weights."""
+    config = ModelConfig(layers=2, d_model=16, heads=4, context=CONTEXT, position=position)
+    model = GPT(config, resolve_variant(VariantConfig(**variant), config), 50).init_(0).double()
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn(parameter.shape, generator=noise, dtype=torch.float64)
+        # Else the tied embedding says the last token again.
+        model.norm.weight.copy_(torch.randn(16, generator=noise))
+    return model.eval()
+
+
+def by_whole_forwards(model, prompt, count):
+    """Greedy, and no cache: the window grows to the context, then begins at its last half."""
+    tokens, first = list(prompt), 0
+    for _ in range(count):
+        if len(tokens) - first > CONTEXT:
+            first = len(tokens) - CONTEXT // 2
+        tokens.append(int(model(torch.tensor([tokens[first:]]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("position", ["learned", "none", "alibi", "rope"])
+@pytest.mark.parametrize("prompt", [PROMPT, list(range(CONTEXT)), list(range(40))], ids=len)
+def test_greedy_is_the_argmax_of_whole_forwards(position, prompt):
+    model = wild(position)
+    text = list(generate(model, prompt, count=60, temperature=0))
+    assert text == by_whole_forwards(model, prompt, 60)
+    assert len(set(text)) > 6  # a model that says one thing would show nothing
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"qk": "merged"},
+        {"qk": "no_q"},
+        {"qk": "static"},
+        {"ov": "no_v"},
+        {"qk": "grouped", "ov": "grouped"},
+        {"norm": "qk"},
+        {"qk": "shared", "norm": "unit_keys", "mask_self": True},
+    ],
+    ids=str,
+)
+def test_greedy_whatever_a_decoder_keeps(variant):
+    model = wild(**variant)
+    text = list(generate(model, PROMPT, count=40, temperature=0))
+    assert text == by_whole_forwards(model, PROMPT, 40)
+
+
+def test_a_context_of_one():
+    config = ModelConfig(layers=1, d_model=8, heads=2, context=1)
+    model = GPT(config, resolve_variant(VariantConfig(), config), 5).init_(0).eval()
+    assert len(list(generate(model, [1, 2], count=4, temperature=0))) == 4
+
+
+def test_the_seed_decides():
+    model = wild()
+
+    def text(**changed):
+        settings = {"count": 40, "temperature": 1.0, "seed": 0} | changed
+        return list(generate(model, PROMPT, **settings))
+
+    assert text() == text()
+    assert text() != text(seed=1)
+    assert text(top_k=50) == text()  # all there are
+    assert text(top_k=10**9) == text()
+    assert text(top_k=3) != text()
+
+
+def test_one_candidate_is_no_choice():
+    model = wild()
+    greedy = list(generate(model, PROMPT, count=40, temperature=0))
+    for settings in ({"top_k": 1, "temperature": 5.0}, {"temperature": 1e-300}):
+        assert list(generate(model, PROMPT, count=40, seed=7, **settings)) == greedy
+
+
+def test_draws_follow_temperature_and_top_k():
+    """Frequencies of the first token against softmax(logits / T) among the k likeliest."""
+    model = wild()
+    logits = model(torch.tensor([PROMPT]))[0, -1] / 3
+    likeliest, ids = logits.topk(4)
+    draws = [
+        next(generate(model, PROMPT, count=1, temperature=3.0, top_k=4, seed=seed))
+        for seed in range(800)
+    ]
+    found = torch.tensor([draws.count(i) / len(draws) for i in ids])
+    torch.testing.assert_close(found.double(), likeliest.softmax(0), atol=0.05, rtol=0)
+    assert {*draws} <= {*ids.tolist()}
+
+
+def test_a_diverged_model():
+    model = wild()
+    with torch.no_grad():
+        model.norm.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match="not finite"):
+        next(generate(model, PROMPT, count=1, temperature=1.0))
+
+
+def test_pieces_are_whole_characters():
+    """A character of several bytes comes with its last one; bytes that make none are replaced."""
+    pulled = []
+
+    def ids(text):
+        for byte in text:
+            pulled.append(byte)
+            yield byte
+
+    seen = [(piece, len(pulled)) for piece in characters(Bytes(), ids("aé∑𝄞".encode()))]
+    assert seen == [("a", 1), ("é", 3), ("∑", 6), ("𝄞", 10)]
+    assert "".join(characters(Bytes(), b"a\xffb\xe2\x88")) == "a\ufffdb\ufffd"
+    assert list(characters(Chars("aé∑"), [2, 0, 1])) == ["∑", "a", "é"]

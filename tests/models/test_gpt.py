@@ -1,0 +1,375 @@
+"""The GPT: names, pairing, the ledger, the price of a token, and decoding."""
+
+import re
+from itertools import product
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
+from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
+from qkablate.errors import UserError
+from qkablate.models import blocked_loss
+from qkablate.models.catalogue import attention
+from qkablate.models.cost import (
+    attention_cost,
+    forward_flops_per_token,
+    mean_causal_keys,
+    training_flops_per_token,
+)
+from qkablate.models.gpt import GPT
+
+# The catalogue, and circuits that have no name of their own in it.
+ALL = variants() | {
+    "grouped+separate": {"qk": "grouped"},
+    "separate+grouped": {"ov": "grouped"},
+    "merged+merged": {"qk": "merged", "ov": "merged"},
+    "low_rank+tied": {"qk": "low_rank", "ov": "tied"},
+}
+CONTENTLESS = ("static", "uniform")
+ROTATABLE = {*QK_CIRCUITS} - {"merged", "symmetric", "reassociated", *CONTENTLESS}
+
+
+def gpt(name="standard", *, seed=0, variant=None, kernel="auto", **model):
+    """A small model at its start; `variant` has more keys for the variant called `name`."""
+    config = ModelConfig(**({"layers": 2, "d_model": 32, "heads": 4, "context": 16} | model))
+    given = resolve_variant(VariantConfig(**ALL[name] | (variant or {})), config)
+    return GPT(config, given, 50, kernel=kernel).init_(seed)
+
+
+def tokens_of(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_no_circuit_is_left_out():
+    assert {entry.get("qk", "separate") for entry in ALL.values()} == {*QK_CIRCUITS}
+    assert {entry.get("ov", "separate") for entry in ALL.values()} == {*OV_CIRCUITS}
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_every_parameter_is_set(name, bias):
+    norms = ("none",) if ALL[name].get("qk") in CONTENTLESS else ("none", "qk", "unit_keys")
+    for draws, init, norm in product(("gpt2", "linear"), ("matched", "naive"), norms):
+        config = ModelConfig(layers=1, d_model=16, heads=4, context=8, bias=bias, init=draws)
+        variant = resolve_variant(VariantConfig(**ALL[name] | {"init": init, "norm": norm}), config)
+        with torch.device("meta"):
+            model = GPT(config, variant, 50)
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, float("nan"))
+        model.init_(0)
+        assert not [n for n, p in model.named_parameters() if not p.isfinite().all()]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("draws", ["gpt2", "linear"])
+def test_variants_share_what_they_share(name, draws):
+    """Tensors of the same name and shape are bit-equal at the start, across variants."""
+    for init in ("matched", "naive"):
+        standard, ours = (
+            dict(gpt(n, seed=3, bias=True, init=draws, variant={"init": init}).named_parameters())
+            for n in ("standard", name)
+        )
+        shared = [n for n in ours if n in standard and ours[n].shape == standard[n].shape]
+        assert len(shared) >= 10
+        assert all(torch.equal(ours[n], standard[n]) for n in shared)
+
+
+def test_layers_and_context_do_not_shift_the_draws():
+    """A tensor's start depends on its name alone, not on what else the model holds."""
+    small, deep, long = (
+        dict(gpt(**more).named_parameters()) for more in ({}, {"layers": 3}, {"context": 8})
+    )
+    for name in small:
+        if not name.endswith(("w_o", "down.weight")):  # scaled by the depth, as GPT-2 does
+            assert torch.equal(small[name], deep[name]), name
+        if name != "position_embedding.weight":
+            assert torch.equal(small[name], long[name]), name
+    other = dict(gpt(seed=1).named_parameters())
+    assert not torch.equal(other["blocks.0.mlp.up.weight"], small["blocks.0.mlp.up.weight"])
+
+
+@pytest.mark.parametrize("name", ["merged_w", "merged_ov", "merged+merged"])
+@pytest.mark.parametrize("draws", ["gpt2", "linear"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_merged_forms_start_as_standard(name, draws, bias):
+    """The matched start is the product of the very tensors that standard draws."""
+    logits = [gpt(n, init=draws, bias=bias).double()(tokens_of(3, 16)) for n in ("standard", name)]
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ledger_sums_to_numel(name):
+    for bias, norm, position in product((False, True), ("pre", "none"), ("learned", "alibi")):
+        model = gpt(name, bias=bias, norm=norm, position=position)
+        ledger = model.ledger()
+        assert ledger["total"] == sum(p.numel() for p in model.parameters())
+        assert ledger["total"] == sum(ledger[p] for p in ("embedding", "attention", "mlp", "norm"))
+        assert ledger["embedding"] == 32 * (50 + 16 * (position == "learned"))
+        assert (ledger["norm"] == 0) == (norm == "none")
+        assert ledger["attention"] == sum(
+            p.numel() for a in model.attentions() for p in a.parameters()
+        )
+
+
+def evaluated(formula: str, **sizes: int) -> float:
+    """'h d (d+1) / 2': what stands side by side is multiplied."""
+    formula = re.sub(r"(?<=[\w²)]) (?=[\w(])", " * ", formula).replace("²", " ** 2")
+    return eval(formula, {}, sizes)
+
+
+@pytest.mark.parametrize("qk", QK_CIRCUITS)
+def test_parameters_are_as_the_formulas_say(qk):
+    """For every pair of circuits, at sizes of which none is another."""
+    model = ModelConfig(d_model=24, heads=4, context=17)
+    sizes = {"d": 24, "h": 4, "k": 6, "r": 5, "g": 2, "T": 17}
+    for ov, norm in product(OV_CIRCUITS, ("none", "qk", "unit_keys")):
+        variant = VariantConfig(qk=qk, ov=ov, norm=norm, rank=5, groups=2)
+        try:
+            layer = attention(model, variant)
+        except UserError:
+            continue
+        for part in (layer.qk, layer.ov, layer.norm):
+            if part is not None:
+                real = sum(p.numel() for p in part.parameters())
+                assert evaluated(part.params, **sizes) == real, type(part).__name__
+                assert part.count() == real
+        assert evaluated(layer.params, **sizes) == sum(p.numel() for p in layer.parameters())
+        cost = attention_cost(layer, keys=1, context=17, tokens_per_pass=1)
+        assert cost.params == sum(p.numel() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_flops_against_torchs_counter(name):
+    """Our sum of terms is what torch counts (which knows no causal saving)."""
+    for bias, batch in ((False, 2), (True, 3)):
+        model = gpt(name, bias=bias, kernel="math")  # the counter sees into this kernel
+        tokens = tokens_of(batch, 16)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens)
+        ours = forward_flops_per_token(model, keys=16, tokens_per_pass=tokens.numel())
+        assert counter.get_total_flops() == pytest.approx(ours * tokens.numel(), rel=1e-12)
+
+
+def test_training_flops_count_causal_keys_and_the_way_back():
+    model = gpt()
+    assert mean_causal_keys(16) == sum(range(1, 17)) / 16
+    forward = forward_flops_per_token(model, keys=8.5, tokens_per_pass=32)
+    assert training_flops_per_token(model, tokens_per_pass=32) == 3 * forward
+
+
+@pytest.mark.parametrize(
+    ("variant", "params", "projections", "scores", "values", "cached"),
+    [
+        ({}, 589_824, 1_179_648, 98_688, 98_688, 1536),
+        ({"qk": "grouped", "ov": "grouped", "groups": 2}, 393_216, 786_432, 98_688, 98_688, 512),
+        ({"qk": "grouped", "ov": "grouped", "groups": 1}, 344_064, 688_128, 98_688, 98_688, 256),
+        ({"qk": "shared"}, 442_368, 884_736, 98_688, 98_688, 1536),
+        ({"qk": "sym_pairwise"}, 466_944, 933_888, 98_688, 98_688, 1536),
+        ({"ov": "tied"}, 442_368, 884_736, 98_688, 98_688, 768),
+        ({"qk": "shared", "ov": "tied"}, 294_912, 589_824, 98_688, 98_688, 768),
+        ({"qk": "merged"}, 1_179_648, 2_359_296, 592_128, 98_688, 1536),
+        ({"qk": "low_rank", "rank": 16}, 368_640, 737_280, 24_672, 98_688, 960),
+        # Without the 576 multiplications of the mixing, which are no matrix product.
+        ({"qk": "collaborative", "rank": 96}, 369_216, 737_280, 148_032, 98_688, 960),
+        ({"qk": "no_q"}, 442_368, 884_736, 98_688, 98_688, 1536),
+        ({"ov": "no_v"}, 442_368, 884_736, 98_688, 98_688, 1536),
+        ({"ov": "no_o"}, 442_368, 884_736, 98_688, 98_688, 1536),
+        ({"qk": "static"}, 688_128, 589_824, 0, 98_688, 768),
+        # With the values absorbed: averages of x, and x is all that is kept.
+        ({"qk": "merged", "ov": "merged"}, 1_769_472, 3_538_944, 592_128, 592_128, 768),
+    ],
+    ids=lambda value: "+".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_golden_costs(variant, params, projections, scores, values, cached):
+    """The cost table of the variants at d=384, h=6, k=64, T=256; the cache in bytes of fp16."""
+    model = ModelConfig(d_model=384, heads=6, context=256)
+    layer = attention(model, resolve_variant(VariantConfig(**variant), model))
+    cost = attention_cost(layer, keys=mean_causal_keys(256), context=256, tokens_per_pass=1e9)
+    assert (cost.params, cost.projections) == (params, projections)
+    assert (cost.scores, cost.values) == (scores, values)
+    assert cost.flops == projections + scores + values
+    assert 2 * cost.cached == cached
+    assert cost.scores_held == 6 * 256**2
+
+
+def test_reassociation_costs_a_product_of_weights_each_pass():
+    model = ModelConfig(d_model=384, heads=6, context=256)
+    layer = attention(model, resolve_variant(VariantConfig(qk="reassociated"), model))
+    few, many = (
+        attention_cost(layer, keys=128.5, context=256, tokens_per_pass=n) for n in (1, 256)
+    )
+    per_pass = 2 * 384 * 64 * 384 * 6
+    assert few.projections - many.projections == pytest.approx(per_pass * (1 - 1 / 256))
+    assert few.params == 589_824
+    assert few.scores == 592_128
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("position", ["learned", "none", "alibi", "rope"])
+def test_cached_decoding_is_the_full_forward(name, position):
+    """In pieces of five, one and ten tokens."""
+    if position == "rope" and ALL[name].get("qk", "separate") not in ROTATABLE:
+        with pytest.raises(UserError, match="rope"):
+            gpt(name, position=position)
+        return
+    model, tokens = gpt(name, position=position, bias=True).double(), tokens_of(2, 16)
+    caches = model.caches()
+    pieces = torch.cat([model(piece, caches) for piece in tokens.split((5, 1, 10), 1)], 1)
+    torch.testing.assert_close(pieces, model(tokens), rtol=1e-10, atol=1e-10)
+    for cache, layer in zip(caches, model.attentions(), strict=True):
+        assert cache.length == 16
+        assert cache.bytes_per_token() == 8 * layer.cached_per_token
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_dropout_is_for_training(name):
+    model, tokens = gpt(name, dropout=0.5), tokens_of(2, 16)
+    torch.manual_seed(0)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_attention_skip_and_norm():
+    """Without skip the attention's output replaces the stream, without norm nothing rescales it."""
+    tokens = torch.randint(50, (2, 16))
+    base, no_skip, no_norm = gpt(), gpt(attention_skip=False), gpt(norm="none")
+    assert not torch.allclose(base(tokens), no_skip(tokens))
+    assert not any(isinstance(m, torch.nn.LayerNorm) for m in no_norm.modules())
+    block, x = no_skip.blocks[0], torch.randn(1, 16, 32)
+    written = block.attention(block.norm_1(x))
+    torch.testing.assert_close(block(x), written + block.mlp(block.norm_2(written)))
+
+
+def test_no_position_means_no_order():
+    """Without positions the last token's logits ignore the order of those before it."""
+    model = gpt(position="none", layers=1)
+    tokens = torch.tensor([[1, 2, 3, 4], [3, 1, 2, 4]])
+    logits = model(tokens)
+    torch.testing.assert_close(logits[0, -1], logits[1, -1])
+    assert not torch.allclose(*gpt(layers=1)(tokens)[:, -1])
+
+
+def test_loss_ignores_padding():
+    model = gpt()
+    tokens, targets = torch.randint(50, (2, 16)), torch.randint(50, (2, 16))
+    padded = targets.clone()
+    padded[1] = -100
+    one = model.loss(tokens[:1], targets[:1], reduction="sum")
+    torch.testing.assert_close(model.loss(tokens, padded, reduction="sum"), one)
+
+
+def test_what_a_circuit_is_made_of_starts_as_the_circuit_says(monkeypatch):
+    """The model's own draws are for its own layers."""
+
+    class Made(QK_CIRCUITS["separate"]):
+        def __init__(self, spec):
+            super().__init__(spec)
+            self.inner = torch.nn.Linear(spec.d_model, spec.d_model)
+
+        @torch.no_grad()
+        def init_(self, draw):
+            self.w_q.fill_(1)
+            self.inner.weight.fill_(2)
+            self.inner.bias.fill_(3)
+
+    monkeypatch.setitem(QK_CIRCUITS, "separate", Made)
+    qk = gpt("standard").attentions()[0].qk
+    started = (qk.w_q, qk.inner.weight, qk.inner.bias)
+    assert {float(t.detach().unique()) for t in started} == {1, 2, 3}
+
+
+def test_answers_at_some_places_are_those_of_all_places():
+    """Only the positions that answer reach the output projection: same losses, same gradients."""
+    model, other = (gpt("standard") for _ in range(2))
+    tokens_BT = torch.randint(31, (3, 8))
+    where_BA = torch.tensor([[1, 7], [0, 3], [2, 0]])
+    targets_BA = torch.tensor([[4, 5], [6, 7], [8, -100]])
+    dense_BT = torch.full((3, 8), -100).scatter(1, where_BA, targets_BA)
+    few = model.loss(tokens_BT, targets_BA, where_BA)
+    all_ = other.loss(tokens_BT, dense_BT)
+    torch.testing.assert_close(few, all_)
+    few.backward()
+    all_.backward()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    losses_BA, hits_BA = model.graded(tokens_BT, targets_BA, where_BA)
+    torch.testing.assert_close(losses_BA.sum() / 5, few)
+    likeliest_BA = model(tokens_BT).argmax(-1).gather(1, where_BA)
+    assert torch.equal(hits_BA, likeliest_BA == targets_BA)
+    losses_BT, _ = model.graded(tokens_BT, dense_BT)
+    torch.testing.assert_close(losses_BT.sum(), losses_BA.sum())
+
+
+def test_a_model_without_mlp():
+    model = gpt("standard", mlp_ratio=0.0)
+    assert model.ledger()["mlp"] == 0
+    assert not any("norm_2" in name for name, _ in model.named_parameters())
+    x_BTD = torch.randn(2, 5, model.config.d_model)
+    block = model.blocks[0]
+    torch.testing.assert_close(block(x_BTD), x_BTD + block.attention(block.norm_1(x_BTD)))
+
+
+def test_flops_of_few_answers():
+    model = gpt("standard")
+    all_, half = (training_flops_per_token(model, 8, part) for part in (1.0, 0.5))
+    assert all_ - half == pytest.approx(3 * 0.5 * 2 * model.token_embedding.weight.numel())
+
+
+@pytest.mark.parametrize("answers", [None, 3])
+def test_a_model_with_many_logits_never_has_them_all(monkeypatch, largest, answers):
+    model, tokens = gpt(mlp_ratio=1.0, d_model=4, heads=1, context=12), tokens_of(8, 12)
+    where = None if answers is None else torch.arange(answers).expand(8, -1)
+    targets = tokens if answers is None else tokens[:, :answers]
+    losses = []
+    for most in (blocked_loss.LOGITS, 50 * 10):
+        monkeypatch.setattr(blocked_loss, "LOGITS", most)
+        model.zero_grad()
+        with largest() as found:
+            loss = model.loss(tokens, targets, where)
+            loss.backward()
+        assert (found.numbers < targets.numel() * 50) == (most == 500)
+        losses.append([loss, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_activations_computed_twice_are_the_same(name, dropout):
+    """To the last bit, and with dropout the same units are dropped again."""
+    found = []
+    for again in (False, True):
+        model = gpt(name, dropout=dropout)
+        model.checkpoint_activations = again
+        tokens_BT = tokens_of(2, 17)
+        torch.manual_seed(1)
+        loss = model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
+        loss.backward()
+        found.append([loss, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_activations_computed_twice_are_not_kept():
+    """Of each block its input alone."""
+    kept = []
+    for again in (False, True):
+        model = gpt(layers=6)
+        model.checkpoint_activations = again
+        parameters = {parameter.data_ptr() for parameter in model.parameters()}
+        saved: dict[int, int] = {}
+
+        def keep(tensor, saved=saved, parameters=parameters):
+            if tensor.data_ptr() not in parameters:
+                saved[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        tokens_BT = tokens_of(2, 17)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
+        kept.append(sum(saved.values()))
+    stream = 2 * 16 * 32  # what goes from block to block
+    assert kept[0] > 6 * 10 * stream
+    assert kept[1] < 6 * stream + 8 * stream  # and what embedding, norm and loss keep

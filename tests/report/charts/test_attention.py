@@ -1,0 +1,211 @@
+"""The picture of one text's attention: the numbers of the files, where runs have them."""
+
+import json
+import os
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import vl_convert
+
+from qkablate.report.charts import charts
+from qkablate.report.page import page
+from qkablate.report.render import picture
+from qkablate.report.rows import trouble
+from qkablate.runs import attention_map
+from qkablate.runs.attention_map import About
+
+WORDS = ("variant=standard,no_q", "seed=range(3)", "model.layers=2")
+TEXT = "the cat\n"
+BYTES = tuple(TEXT.encode())
+
+
+def previous(run, layers=2, heads=2, tokens=8):
+    """All look at the token before; no_q's head 1 of layer 0 at the first, by 60 of 100."""
+    a_LHTT = np.zeros((layers, heads, tokens, tokens))
+    queries = np.arange(1, tokens)
+    a_LHTT[..., 0, 0] = 1
+    a_LHTT[..., queries, queries - 1] = 1
+    if run.arm.startswith("no_q"):
+        a_LHTT[0, 1] *= 0.4
+        a_LHTT[0, 1, :, 0] += 0.6
+    return a_LHTT
+
+
+def exemplify(world, of=previous, tokens=BYTES):
+    for run in world.runs():
+        arm = world.manifest.arms[run.arm]
+        about = About(run.id, int(arm.config.train.steps), arm.facts["data_fingerprint"])
+        a_LHTT = attention_map.rounded(of(run))
+        attention_map.write(
+            world.run_folder(run), about, np.array(tokens)[: a_LHTT.shape[-1]], a_LHTT
+        )
+        (world.run_folder(run) / "tokenizer.json").write_text('{"name": "bytes"}')
+    return world
+
+
+@pytest.fixture(scope="module")
+def kept(made, loss_of):
+    def make(of=previous, words=WORDS, **more):
+        return exemplify(made(*words).finish(loss_of), of, **more)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def chapter(kept, chapter_of):
+    return chapter_of(kept())
+
+
+def chart_of(chapter):
+    return next((own for own in charts(chapter) if own.name == "attention"), None)
+
+
+def cells(panel, head="head 0", layer="layer 0"):
+    rows = panel.spec["data"]["values"]
+    own = [row for row in rows if (row["layer"], row["head"]) == (layer, head)]
+    return {(row["q"], row["k"]): row["share"] for row in own}
+
+
+def test_it_compiles_and_is_drawn(chapter):
+    chart = chart_of(chapter)
+    for panel in chart.panels:
+        assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
+        json.dumps(panel.spec, allow_nan=False)
+    text = picture(chart, chapter, "svg").decode()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "var(" not in text
+    assert picture(chart, chapter, "png").startswith(b"\x89PNG")
+
+
+def test_every_arm_has_the_maps_of_its_first_run(chapter):
+    chart = chart_of(chapter)
+    assert [panel.title for panel in chart.panels] == ["standard, s0", "no_q, s0"]
+    expected = {(0, 0): 100} | {(i, i - 1): 100 for i in range(1, 8)}
+    assert cells(chart.panels[0]) == cells(chart.panels[1], layer="layer 1") == expected
+    own = cells(chart.panels[1], head="head 1")
+    assert (own[7, 0], own[7, 6], own[1, 0]) == (60, 40, 100)
+
+
+def test_the_caption_tells_the_text_and_who_looks_where(chapter):
+    caption = chart_of(chapter).caption
+    assert "“the cat\\n”" in caption
+    assert "standard: on the previous token 100% (layer 0 head 0: 100%)" in caption
+    assert "no_q: on the previous token 85%" in caption
+    assert "on the first 15% (layer 0 head 1: 60%)" in caption
+
+
+def test_tokens_are_told_where_the_mouse_is(chapter):
+    rows = chart_of(chapter).panels[0].spec["data"]["values"]
+    found = {(row["from"], row["to"]) for row in rows}
+    assert {("0 “t”", "0 “t”"), ("4 “c”", "3 “ ”"), ("7 “\\n”", "6 “t”")} <= found
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"name": "gpt2"}',  # would ask a network
+        '{"name": "chars", "characters": "ab"}',
+        '{"name": "bpe", "merged": 3}',
+        '{"name": ["bytes"]}',
+        "[" * 100_000,
+        None,
+    ],
+)
+def test_where_no_text_is_known_ids_are_told(kept, chapter_of, content):
+    world = kept()
+    for run in world.runs():
+        path = world.run_folder(run) / "tokenizer.json"
+        path.unlink()
+        if content is None:
+            os.mkfifo(path)
+        else:
+            path.write_text(content)
+    caption = chart_of(chapter_of(world)).caption
+    assert f"“{' '.join(map(str, BYTES))}”" in caption
+
+
+def test_runs_that_keep_nothing_have_the_page_they_had(made, loss_of, chapter_of, chapter):
+    old = chapter_of(made(*WORDS).finish(loss_of))
+    assert chart_of(old) is None
+    assert trouble(old) == []
+    assert 'id="c1-attention"' not in page([old], "old")
+    assert 'id="c1-attention"' in page([chapter], "new")
+
+
+def damage(world, run, kind):
+    path = world.run_folder(run) / attention_map.NAME
+    other = next(one for one in world.runs() if one.id != run.id)
+    about, tokens_T, a_LHTT = attention_map.read(path)
+    if kind == "no file":
+        path.write_bytes(b"<script>")
+    elif kind == "another run's":
+        path.write_bytes((world.run_folder(other) / attention_map.NAME).read_bytes())
+    elif kind == "a link":
+        path.rename(path.with_suffix(".kept"))
+        path.symlink_to(path.with_suffix(".kept"))
+    elif kind == "another model's":
+        attention_map.write(path.parent, about, tokens_T, a_LHTT[:1])
+    elif kind == "other data":
+        attention_map.write(path.parent, About(about.run, about.step, "0"), tokens_T, a_LHTT)
+    else:
+        attention_map.write(
+            path.parent, About(about.run, 3, about.data_fingerprint), tokens_T, a_LHTT
+        )
+
+
+KINDS = ["no file", "another run's", "a link", "another model's", "other data", "another step"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_damaged_is_named_and_the_next_run_is_shown(kept, chapter_of, kind):
+    world = kept()
+    run = next(r for r in world.runs() if r.arm.startswith("no_q") and r.changes["seed"] == 0)
+    damage(world, run, kind)
+    own = chapter_of(world)
+    (line,) = trouble(own)
+    assert line.startswith(f"{run.name}: example.safetensors: ")
+    assert [panel.title for panel in chart_of(own).panels] == ["standard, s0", "no_q, s1"]
+
+
+def test_runs_that_are_not_done_are_passed_over(kept, chapter_of):
+    world = kept()
+    run = next(r for r in world.runs() if r.arm.startswith("standard") and r.changes["seed"] == 0)
+    world.write(run, "diverged")
+    assert chart_of(chapter_of(world)).panels[0].title == "standard, s1"
+
+
+def test_many_heads_of_many_arms_stay_a_small_page(kept, chapter_of):
+    rng = np.random.default_rng(0)
+
+    def wild(run):
+        raw = np.tril(rng.exponential(size=(12, 12, 32, 32)) ** 3)
+        return raw / raw.sum(-1, keepdims=True)
+
+    names = "standard,no_q,no_k,shared_qk,merged_w,no_v,no_o,qk_norm"
+    words = (f"variant={names}", "seed=0", "model.layers=12", "model.heads=12")
+    words += ("model.d_model=24", "model.context=32")
+    own = chapter_of(kept(wild, words, tokens=tuple(range(40, 72))))
+    chart = chart_of(own)
+    assert len(chart.panels) == 6
+    assert "Not drawn: " in chart.caption
+    assert "Of 144 heads of an arm, 16 drawn." in chart.caption
+    assert {row["layer"] for row in chart.panels[0].spec["data"]["values"]} == {
+        "layer 0",
+        "layer 11",
+    }
+    facet = chart.panels[0].spec["facet"]
+    assert facet["row"]["sort"] == ["layer 0", "layer 11"]  # a layer 2 would stand between them
+    assert facet["column"]["sort"] == [f"head {head}" for head in range(8)]
+    assert sum(len(panel.spec["data"]["values"]) for panel in chart.panels) <= 16_000
+    assert len(picture(chart, own, "svg")) < 4_000_000
+
+
+def test_arms_of_another_context_have_maps_of_their_own_length(kept, chapter_of):
+    def own(run):
+        return previous(run, tokens=2 if run.arm.endswith("=2") else 8)
+
+    words = ("variant=standard", "seed=0", "model.layers=2", "model.context=2,16")
+    chart = chart_of(chapter_of(kept(own, words)))
+    assert [max(row["q"] for row in p.spec["data"]["values"]) for p in chart.panels] == [1, 7]
+    assert "less of it" in chart.caption

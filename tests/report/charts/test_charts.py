@@ -1,0 +1,537 @@
+"""Pictures show the numbers of the analysis, in looks that are the same in all of them, whatever
+the runs came to."""
+
+import dataclasses
+import json
+import math
+import re
+from collections import defaultdict
+from xml.etree import ElementTree
+
+import pytest
+import vl_convert
+
+from qkablate.analysis.comparison.curves import READINGS, describe_curve
+from qkablate.report.charts import MOST_RUNS, charts
+from qkablate.report.palette import plain
+from qkablate.report.render import picture
+from qkablate.report.text.numbers import told_gap
+from qkablate.report.text.tables import says
+
+THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
+TUNED = ("variant=standard,no_q", "seed=range(2)", "sweep.tune=true")
+RATES = ("variant=standard,no_q", "seed=range(2)", "optim.lr=5e-4,1e-3,2e-3")
+ALONE = ("variant=no_q", "seed=0", "sweep.baseline=null")
+
+
+def number_of(run):
+    return run.changes["seed"] + len(run.arm)
+
+
+# How the runs of a sweep end; ... is the loss of `loss_of`.
+WORLDS = {
+    "running": (THREE, lambda run: ... if number_of(run) % 2 else None),
+    "not begun": (THREE, lambda run: None),
+    "diverged": (THREE, lambda run: "diverged" if run.changes["seed"] == 1 else ...),
+    "all of an arm diverged": (THREE, lambda run: "diverged" if "no_q" in run.arm else ...),
+    "all diverged": (THREE, lambda run: "diverged"),
+    "failed": (THREE, lambda run: "failed" if number_of(run) % 3 == 0 else ...),
+    "alike": (THREE, lambda run: 2.0),
+    "nothing lost": (THREE, lambda run: 0.0 if "no_q" in run.arm else ...),
+    "tiny": (THREE, lambda run: 1e-12 * number_of(run)),
+    "huge": (THREE, lambda run: 1e16 * number_of(run)),
+    "one seed": (("variant=standard,no_q,shared_qk", "seed=3"), lambda run: ...),
+    "one run": (ALONE, lambda run: ...),
+    "no baseline": (("variant=no_q,no_k", "seed=0,1", "sweep.baseline=null"), lambda run: ...),
+    "tuned": (TUNED, lambda run: ...),
+    "tuning": (TUNED, lambda run: ... if run.tuning else None),
+    "tuned, diverged": (TUNED, lambda run: "diverged" if run.changes["optim.lr"] > 3e-3 else ...),
+    "rates": (RATES, lambda run: ...),
+    "lengths": (("variant=standard,no_q", "seed=0,1", "train.steps=12,24"), lambda run: ...),
+}
+
+
+@pytest.fixture(scope="module")
+def chapter_named(made, loss_of, with_curves, chapter_of, chapter):
+    """The chapter of one of WORLDS, each made once."""
+    known = {"finished": chapter}
+
+    def make(name):
+        if name not in known:
+            words, end = WORLDS[name]
+            world = made(*words).finish(
+                lambda run: loss_of(run) if (own := end(run)) is ... else own
+            )
+            known[name] = chapter_of(with_curves(world))
+        return known[name]
+
+    return make
+
+
+def drawn(chapter):
+    return {chart.name: chart for chart in charts(chapter)}
+
+
+def within(value):
+    """Every map of a spec."""
+    if isinstance(value, dict):
+        yield value
+        for own in value.values():
+            yield from within(own)
+    elif isinstance(value, list):
+        for own in value:
+            yield from within(own)
+
+
+def numbers(value):
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list):
+        return [number for own in value for number in numbers(own)]
+    return [value] if isinstance(value, float | int) and not isinstance(value, bool) else []
+
+
+# Whatever the runs came to
+
+
+@pytest.mark.parametrize("name", ["finished", *WORLDS])
+def test_whatever_the_runs_came_to_the_pictures_are_sound(chapter_named, name):
+    chapter = chapter_named(name)
+    for chart in charts(chapter):
+        assert_told(chart, chapter)
+        assert {*chart.variants} <= {*chapter.looks}
+        for panel in chart.panels:
+            assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
+            json.dumps(panel.spec, allow_nan=False)
+            assert all(map(math.isfinite, numbers(panel.spec)))
+            assert_drawable(panel.spec)
+            assert_looks(panel.spec, chapter.looks)
+            assert_plain_data(panel.spec)
+
+
+def assert_told(chart, chapter):
+    """How many runs it shows, and what its intervals are."""
+    assert re.search(r"n = \d+( to \d+)?\b", chart.caption), chart.name
+    assert "n = 0" not in chart.caption or not any(e.losses for e in chapter.study.entries)
+    assert re.search(r"95 (%|of 100)", chart.caption), chart.name
+    assert re.search("interval|bands hold", chart.caption), chart.name
+
+
+def assert_drawable(spec):
+    """What stands on a logarithmic axis is above zero."""
+    for layer in spec["layer"]:
+        rows = layer.get("data", spec["data"])["values"]
+        for channel in layer["encoding"].values():
+            if not isinstance(channel, dict) or channel.get("scale", {}).get("type") != "log":
+                continue
+            values = [row.get(channel["field"]) for row in rows]
+            assert all(value > 0 for value in values if value is not None), channel["field"]
+
+
+def assert_looks(spec, looks):
+    """A variant has the same colour, dash and shape in every picture."""
+    parts = {"color": "colour", "strokeDash": "dash", "shape": "shape"}
+    for found in within(spec):
+        for channel, part in parts.items():
+            own = found.get(channel)
+            if isinstance(own, dict) and own.get("field") == "variant":
+                scale = dict(zip(own["scale"]["domain"], own["scale"]["range"], strict=True))
+                assert scale == {name: getattr(look, part) for name, look in looks.items()}
+
+
+def assert_plain_data(spec):
+    """No name is part of an expression, and nothing is looked up."""
+    for found in within(spec):
+        assert not {"expr", "calculate", "signal", "href", "url", "params"} & {*found}
+        if isinstance(test := found.get("test"), str):
+            assert test == "datum.best"
+
+
+def test_a_band_that_reaches_zero_is_on_no_logarithmic_axis(cached_world, chapter_of):
+    made = cached_world("variant=standard", "seed=0,1")
+    losses = {0: 0.46065, 1: 0.53935}  # 0.5 ± 0.5
+    made.finish(lambda run: losses[run.changes["seed"]])
+    for run in made.runs():
+        made.curve(run, dict.fromkeys(range(1, 7), losses[run.changes["seed"]]))
+    (panel,) = drawn(chapter_of(made))["losses"].panels
+    assert {row["low"] for row in panel.spec["data"]["values"]} == {1.0844e-05}
+    logarithmic = {"scale": {"type": "log", "nice": False}}
+    assert not [
+        own
+        for own in within(panel.spec)
+        if own.get("field") == "loss" and {"scale": own.get("scale")} == logarithmic
+    ]
+    assert_drawable(panel.spec)
+
+
+def test_what_there_is_to_draw_is_drawn(chapter_named):
+    expected = {
+        "finished": ["gaps", "losses", "gap-curves", "heat", "costs"],
+        "not begun": [],
+        "one run": ["losses"],
+        "one seed": ["gaps", "losses", "gap-curves", "heat", "costs"],
+        "tuned": ["gaps", "losses", "gap-curves", "costs", "rates"],
+    }
+    for name, found in expected.items():
+        own = [*drawn(chapter_named(name))]
+        assert [one for one in own if one != "heat" or name != "one seed"] == [
+            one for one in found if one != "heat" or name != "one seed"
+        ], name
+
+
+# The forest
+
+
+def gap_rows(chapter):
+    (panel,) = drawn(chapter)["gaps"].panels
+    return panel.spec["data"]["values"]
+
+
+@pytest.mark.parametrize("name", ["finished", "running", "diverged", "one seed", "rates"])
+def test_the_forest_shows_the_gaps_that_were_found(chapter_named, name):
+    chapter = chapter_named(name)
+    found = [one for one in chapter.found["gaps"] if one["n"]]
+    rows = gap_rows(chapter)
+    assert len(rows) == len(found) > 0
+    for row, one in zip(rows, found, strict=True):
+        assert row["arm"].startswith(f"{one['arm']}  (n = {one['n']}")
+        assert row["gap"] == one["mean"]
+        assert [row["low"], row["high"]] == (one["interval"] or [None, None])
+        assert row["n"] == one["n"]
+        assert row["baseline"] == one["baseline"]
+    (panel,) = drawn(chapter)["gaps"].panels
+    ticks = [
+        layer["data"]["values"] for layer in panel.spec["layer"] if layer["mark"]["type"] == "tick"
+    ]
+    assert sorted(tick["gap"] for tick in ticks[0]) == sorted(
+        pair["gap"] for one in found for pair in one["pairs"]
+    )
+
+
+def test_the_forest_tells_mean_and_interval(chapter):
+    for row, one in zip(gap_rows(chapter), chapter.found["gaps"], strict=True):
+        assert row["told"] == told_gap(one["mean"], one["interval"])
+
+
+def test_what_diverged_stands_beside_its_row(chapter_named):
+    for row in gap_rows(chapter_named("diverged")):
+        assert "2 diverged" in row["arm"] + row["told"]
+        assert "∞" in row["told"]
+
+
+def edges(chart):
+    """Where bars reach that have no end."""
+    layers = [layer for panel in chart.panels for layer in panel.spec["layer"]]
+    return {
+        layer["transform"][0]["filter"]["field"]: layer["encoding"]["x2"]["value"]
+        for layer in layers
+        if "value" in layer["encoding"].get("x2", {})
+    }
+
+
+def test_a_side_on_which_runs_diverged_is_drawn_to_the_edge(chapter_named, claimed):
+    forest = drawn(chapter_named("diverged"))["gaps"]
+    assert edges(forest) == {"open_below": 0, "open_above": "width"}
+    assert "has no end" in forest.caption
+    assert edges(drawn(chapter_named("finished"))["gaps"]) == {}
+    claim = claimed(0.0, end=lambda number: "diverged" if number == 1 else None)
+    parts = drawn(claim)["parts"]
+    assert edges(parts) == {"open_above": "width"}
+    assert "has no end" in parts.caption
+    assert "∞" in drawn(chapter_named("diverged"))["heat"].caption
+
+
+def test_an_arm_of_which_all_diverged_is_in_the_pictures(chapter_named):
+    found = drawn(chapter_named("all of an arm diverged"))
+    (panel,) = found["gaps"].panels
+    (said,) = [layer for layer in panel.spec["layer"] if layer["mark"].get("text")]
+    (row,) = said["data"]["values"]
+    assert row["variant"] == "no_q"
+    assert row["arm"] in panel.spec["layer"][-1]["encoding"]["y"]["scale"]["domain"]
+    assert "6 diverged" in row["arm"]
+    (cell,) = [
+        row
+        for row in heat_rows(chapter_named("all of an arm diverged"))
+        if row["variant"] == "no_q"
+    ]
+    assert cell["text"] == "diverged"
+
+
+def test_one_pair_has_no_bar_and_the_caption_says_so(chapter_named):
+    chapter = chapter_named("one seed")
+    assert all(row["low"] is None for row in gap_rows(chapter))
+    assert "No bar" in drawn(chapter)["gaps"].caption
+
+
+# The heat
+
+
+def heat_rows(chapter):
+    return [row for panel in drawn(chapter)["heat"].panels for row in panel.spec["data"]["values"]]
+
+
+def test_the_heat_has_a_cell_for_each_variant_and_size(chapter):
+    rows = heat_rows(chapter)
+    cells = [(row["variant"], row["size"]) for row in rows]
+    assert len({*cells}) == len(cells)
+    assert {*cells} == {
+        (variant, size) for variant in ("no_q", "shared_qk") for size in ("d16 h2", "d32 h2")
+    }
+    gaps = {one["arm"]: one["mean"] for one in chapter.found["gaps"]}
+    assert {row["arm"]: row["gap"] for row in rows} == gaps
+
+
+@pytest.mark.parametrize("name", ["finished", "running", "alike", "failed", "huge", "diverged"])
+def test_what_was_not_found_stands_in_brackets(chapter_named, name):
+    chapter = chapter_named(name)
+    intervals = {one["arm"]: one["interval"] for one in chapter.found["gaps"]}
+    found = {one["arm"] for one in chapter.found["gaps"] if says(one) in ("better", "worse")}
+    rows = heat_rows(chapter) if "heat" in drawn(chapter) else []
+    assert rows or name != "finished"
+    for row in rows:
+        low, high = intervals[row["arm"]]
+        assert (row["text"][0] + row["text"][-1] == "()") == (row["arm"] not in found), row["arm"]
+        if name == "diverged":
+            assert row["half"] == "(−∞, ∞)"
+            continue
+        half = float(row["half"].removeprefix("± "))
+        assert half == pytest.approx((high - low) / 2, rel=0.06, abs=1e-6)
+
+
+def test_the_sizes_of_the_heat_rise(chapter):
+    (panel,) = drawn(chapter)["heat"].panels
+    assert panel.spec["encoding"]["x"]["sort"] == ["d16 h2", "d32 h2"]
+
+
+def test_the_shades_of_the_heat_go_from_better_to_worse(chapter):
+    (panel,) = drawn(chapter)["heat"].panels
+    (scale,) = [
+        layer["encoding"]["color"]["scale"]
+        for layer in panel.spec["layer"]
+        if "color" in layer.get("encoding", {})
+    ]
+    shades = scale["range"]
+    assert [shade[6:9] for shade in shades] == ["low"] * 3 + ["mid"] + ["hig"] * 3
+    assert scale["domain"] == sorted(scale["domain"])
+    assert len(shades) == len(scale["domain"]) + 1
+
+
+# Curves
+
+
+@pytest.fixture(scope="module")
+def long(made, loss_of, with_curves, chapter_of):
+    """Two arms with three hundred readings a run."""
+    world = made("variant=standard,no_q", "seed=range(3)").finish(loss_of)
+    return chapter_of(with_curves(world, tuple(range(1, 301))))
+
+
+def by(rows, key):
+    found = defaultdict(list)
+    for row in rows:
+        found[row[key]].append(row)
+    return found
+
+
+@pytest.mark.parametrize("name", ["losses", "gap-curves"])
+def test_a_curve_keeps_its_ends_and_no_more_readings_than_it_may(long, name):
+    (panel,) = drawn(long)[name].panels
+    arms = by(panel.spec["data"]["values"], "arm")
+    assert {*arms} == {"no_q-d16-h2"} | ({"standard-d16-h2"} if name == "losses" else set())
+    for rows in arms.values():
+        tokens = [row["tokens"] for row in rows]
+        assert tokens == sorted({*tokens})
+        assert READINGS / 2 < len(tokens) <= READINGS
+        assert (tokens[0], tokens[-1]) == (32, 300 * 32)
+        for row in rows:
+            assert row["low"] <= row["loss"] <= row["high"]
+            assert row["n"] == 3
+
+
+def thin(chart):
+    """The lines of single runs."""
+    return [
+        row
+        for panel in chart.panels
+        for layer in panel.spec["layer"]
+        if layer["encoding"].get("detail") == {"field": "run"}
+        for row in layer["data"]["values"]
+    ]
+
+
+def test_every_run_is_a_thin_line(long, chapter_named):
+    lines = by(thin(drawn(long)["losses"]), "run")
+    assert len(lines) == 6
+    for rows in lines.values():
+        assert len(rows) <= READINGS
+        assert (rows[0]["tokens"], rows[-1]["tokens"]) == (32, 300 * 32)
+    assert len(by(thin(drawn(chapter_named("diverged"))["losses"]), "run")) == 18
+
+
+def test_the_mean_of_a_curve_is_that_of_the_runs_that_are_done(chapter_named):
+    chapter = chapter_named("diverged")
+    (panel,) = drawn(chapter)["losses"].panels
+    for name, rows in by(panel.spec["data"]["values"], "arm").items():
+        done = chapter.entries[name].having("done")
+        for row in rows:
+            losses = [record.courses["val/loss"][row["tokens"]] for record in done]
+            assert row["n"] == len(losses) == 5
+            assert row["loss"] == pytest.approx(math.fsum(losses) / 5, rel=0.05)
+
+
+def test_the_curve_of_a_gap_is_that_of_the_analysis(chapter):
+    rows = [
+        row for panel in drawn(chapter)["gap-curves"].panels for row in panel.spec["data"]["values"]
+    ]
+    gaps = [one for family in chapter.families for one in family.gaps]
+    found = {one.arm.name: describe_curve(one)["readings"] for one in gaps}
+    shown = by(rows, "arm")
+    assert {*shown} == {*found}
+    for name, readings in found.items():
+        for row, reading in zip(shown[name], readings, strict=True):
+            low, high = reading["band"]
+            half = (high - low) / 2
+            assert row["tokens"] == reading["tokens"]
+            for key, value in (("loss", reading["mean"]), ("low", low), ("high", high)):
+                assert row[key] == pytest.approx(value, abs=half / 10)
+
+
+@pytest.mark.parametrize(("most", "each"), [(36, True), (35, False)])
+def test_of_very_many_runs_the_means_alone_are_drawn(chapter, monkeypatch, most, each):
+    assert MOST_RUNS == 200
+    monkeypatch.setattr("qkablate.report.charts.curves.MOST_RUNS", most)
+    chart = drawn(chapter)["losses"]
+    assert len(by(thin(chart), "run")) == (36 if each else 0)
+    assert ("Thin" in chart.caption) == each
+    for panel in chart.panels:
+        assert len(by(panel.spec["data"]["values"], "arm")) == 3
+
+
+def test_sizes_are_panels_of_their_own(chapter):
+    for name in ("losses", "gap-curves"):
+        assert [panel.title for panel in drawn(chapter)[name].panels] == ["d16-h2", "d32-h2"]
+
+
+# Costs and learning rates
+
+
+def test_costs_are_those_of_the_arms(chapter):
+    arms = {entry.name: entry.arm for entry in chapter.study.entries}
+    panels = {panel.title: panel.spec["data"]["values"] for panel in drawn(chapter)["costs"].panels}
+    assert len(panels) == 3
+    of = {"parameters": lambda a: a.params, "FLOPs": lambda a: a.work, "KV": lambda a: 2 * a.cached}
+    for title, rows in panels.items():
+        (cost,) = [own for word, own in of.items() if word in title]
+        assert {row["arm"]: row["cost"] for row in rows} == {
+            name: cost(arm) for name, arm in arms.items()
+        }
+        for row in rows:
+            assert row["loss"] == chapter.entries[row["arm"]].sample.mean
+
+
+def test_of_several_lengths_of_training_the_longest_alone_has_a_price(chapter_named):
+    """But for FLOPs, of which more tokens cost more."""
+    chart = drawn(chapter_named("lengths"))["costs"]
+    for panel in chart.panels:
+        lengths = {row["arm"].rpartition("-")[2] for row in panel.spec["data"]["values"]}
+        assert len(lengths) == (2 if "FLOPs" in panel.title else 1), panel.title
+    assert "the longest alone" in chart.caption
+
+
+def test_the_best_rate_is_large_and_what_diverged_is_a_cross(chapter_named):
+    chapter = chapter_named("tuned, diverged")
+    chart = drawn(chapter)["rates"]
+    (panel,) = chart.panels
+    for name, rows in by(panel.spec["data"]["values"], "arm").items():
+        (best,) = [row for row in rows if row["best"]]
+        assert best["loss"] == min(row["loss"] for row in rows)
+        assert best["lr"] == 1e-3, name
+    (crosses,) = [
+        layer["data"]["values"]
+        for layer in panel.spec["layer"]
+        if layer["mark"].get("shape") == "cross"
+    ]
+    assert {(row["arm"], row["lr"]) for row in crosses} == {
+        ("standard-d16-h2", 4e-3),
+        ("no_q-d16-h2", 4e-3),
+    }
+    assert "Cross: 2 rates at which a run diverged" in chart.caption
+
+
+# Claims
+
+
+@pytest.mark.parametrize(
+    ("kind", "edges"),
+    [
+        ("noninferior", [0.01]),
+        ("worse", [0.01]),
+        ("better", [-0.01]),
+        ("equivalent", [-0.01, 0.01]),
+    ],
+)
+def test_a_claim_is_drawn_with_its_margin(claimed, kind, edges):
+    chapter = claimed(0.004, kind=kind)
+    first = charts(chapter)[0]
+    assert first.name == "parts"
+    assert "90 % interval" in first.caption
+    assert "n = 4" in first.caption
+    (panel,) = first.panels
+    (row,) = panel.spec["data"]["values"]
+    (one,) = chapter.judgement.judged
+    assert row["gap"] == one.part.sample.mean
+    assert (row["low"], row["high"]) == one.part.sample.interval(0.9)
+    assert row["verdict"] == chapter.judgement.word
+    (margins,) = [
+        layer["data"]["values"] for layer in panel.spec["layer"] if layer["mark"]["type"] == "tick"
+    ]
+    assert [margin["at"] for margin in margins] == edges
+    assert vl_convert.vegalite_to_vega(panel.spec)
+
+
+def test_no_verdict_is_drawn_before_there_is_one(claimed):
+    assert "parts" not in drawn(claimed(0.0, ended=5))
+
+
+# Files
+
+
+@pytest.mark.parametrize("name", ["finished", "tuned, diverged"])
+def test_a_picture_is_an_svg_by_itself(chapter_named, name):
+    chapter = chapter_named(name)
+    for chart in charts(chapter):
+        text = picture(chart, chapter, "svg").decode()
+        root = ElementTree.fromstring(text)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "var(" not in text
+        assert "NaN" not in text
+        assert not [own for own in root.iter() if own.tag.endswith(("script", "image"))]
+        words = " ".join("".join(own.itertext()) for own in root.iter() if "text" in own.tag)
+        assert chart.title in words
+        assert chapter.title in words
+        assert re.search(r"n = \d", words)
+        for variant in chart.variants:
+            assert variant in words
+
+
+def test_a_hostile_title_is_words_in_a_picture(chapter):
+    title = "</text><script>alert(1)</script> var(--c1) \x1b[31m ${x} \u202e"
+    own = dataclasses.replace(chapter, title=title)
+    root = ElementTree.fromstring(picture(drawn(own)["gaps"], own, "svg").decode())
+    assert not [found for found in root.iter() if found.tag.endswith("script")]
+    words = " ".join("".join(found.itertext()) for found in root.iter() if "text" in found.tag)
+    assert "<script>alert(1)</script>" in words
+    assert "\x1b" not in words
+    assert "\u202e" not in words
+
+
+def test_a_picture_is_a_png_by_itself(chapter):
+    content = picture(drawn(chapter)["gaps"], chapter, "png")
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert content.rstrip(b"\0").endswith(b"IEND\xaeB`\x82")
+
+
+def test_a_picture_has_the_colours_of_its_variants(chapter):
+    text = picture(drawn(chapter)["gaps"], chapter, "svg").decode().lower()
+    for variant in ("no_q", "shared_qk"):
+        assert plain(chapter.looks[variant].colour) in text

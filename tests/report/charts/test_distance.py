@@ -1,0 +1,151 @@
+"""The picture of the function distance: numbers of the analysis, the twins, and a sentence."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import vl_convert
+
+from qkablate.report.charts import charts
+from qkablate.report.page import page
+from qkablate.report.render import picture
+from qkablate.report.rows import trouble
+from qkablate.report.text import page as markdown
+from qkablate.runs import predictions
+from qkablate.runs.predictions import About
+
+WORDS = ("variant=standard,no_q,standard_reassociated", "seed=range(3)")
+STEPS = (0, 3, 6, 9, 12)
+
+
+def predict(world, lift):
+    """Every run says 1/2 + lift(run, step) of the first of two tokens."""
+    for run in world.runs():
+        fingerprint = world.manifest.arms[run.arm].facts["data_fingerprint"]
+        for step in STEPS:
+            p = 0.5 + lift(run, step)
+            logs = np.log(np.array([[p, 1 - p]] * 4)).astype(np.float32)
+            about = About(run.id, step, fingerprint, "a" * 64, 4, 16)
+            predictions.write(world.run_folder(run), about, logs)
+    return world
+
+
+def lifted(run, step, rounding=0.01):
+    own = {"no_q": 0.1, "standard_reassociated": rounding}.get(run.arm.partition("-")[0], 0.0)
+    return 0.02 * run.changes["seed"] + own * (1 + step) / 13
+
+
+@pytest.fixture(scope="module")
+def apart(made, loss_of, chapter_of):
+    def make(lift=lifted, words=WORDS):
+        return chapter_of(predict(made(*words).finish(loss_of), lift))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def chapter(apart):
+    return apart()
+
+
+def chart_of(chapter):
+    return next((own for own in charts(chapter) if own.name == "function-distance"), None)
+
+
+def rows_with(panel, mark):
+    for layer in panel.spec["layer"]:
+        if layer["mark"]["type"] == mark:
+            yield layer.get("data", panel.spec["data"])["values"]
+
+
+def test_it_shows_the_distances_that_were_found(chapter):
+    (panel,) = chart_of(chapter).panels
+    (found,) = chapter.found["function_distance"]
+    assert panel.variants == ["no_q", "standard_reassociated"]
+    arms, seeds = rows_with(panel, "line")
+    for rows, own in ((arms, found["apart"][:2]), (seeds, found["apart"][2:])):
+        expected = [
+            (one["arm"], reading["tokens"], pytest.approx(reading["mean"], rel=1e-3))
+            for one in own
+            for reading in one["readings"]
+            if reading["tokens"]
+        ]
+        assert [(row["arm"], row["tokens"], row["apart"]) for row in rows] == expected
+    assert all(row["low"] < row["apart"] < row["high"] for row in arms)
+    assert all(row["low"] is row["high"] is None for row in seeds)
+    ((word,),) = rows_with(panel, "text")
+    assert word == seeds[-1]
+
+
+def test_the_axes_are_logarithmic_and_compile(chapter):
+    chart = chart_of(chapter)
+    for panel in chart.panels:
+        for layer in panel.spec["layer"]:
+            for row in layer.get("data", panel.spec["data"])["values"]:
+                assert row["tokens"] > 0
+                assert row["apart"] > 0
+            assert {layer["encoding"][axis]["scale"]["type"] for axis in "xy"} == {"log"}
+        assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
+        json.dumps(panel.spec, allow_nan=False)
+    assert b"another seed" in picture(chart, chapter, "svg")
+
+
+def test_the_caption_says_how_far_in_twins(chapter):
+    (found,) = chapter.found["function_distance"]
+    caption = chart_of(chapter).caption
+    told = re.search(
+        r"At the end: no_q-d16-h2 is (\S+) times as far as another seed and (\S+) times as far as"
+        r" rounding\.$",
+        caption,
+    )
+    assert float(told[1]) == pytest.approx(found["apart"][0]["times_another_seed"], rel=0.06)
+    assert float(told[2].replace(",", "")) == pytest.approx(
+        found["apart"][0]["times_rounding"], rel=0.06
+    )
+    assert "n = 3" in caption
+    assert "4 positions" in caption
+
+
+def test_where_rounding_is_far_below_the_others_have_a_panel_of_their_own(apart):
+    chapter = apart(lambda run, step: lifted(run, step, rounding=1e-5))
+    both, others = chart_of(chapter).panels
+    assert both.title == "d16-h2"
+    assert others.title == "d16-h2, without rounding"
+    assert others.variants == ["no_q"]
+    domain = others.spec["layer"][1]["encoding"]["y"]["scale"]["domain"]
+    assert domain[0] > 1e-5
+
+
+def test_a_size_is_a_panel(apart):
+    words = ("variant=standard,no_q", "seed=0,1", "model.d_model=16,32")
+    chart = chart_of(apart(words=words))
+    assert [panel.title for panel in chart.panels] == ["d16-h2", "d32-h2"]
+    assert "rounding" not in chart.caption
+
+
+@pytest.mark.parametrize("lift", [lambda run, step: 0.0, lambda run, step: 0.1 * (step == 12)])
+def test_what_is_equal_has_no_place_on_a_logarithmic_axis(apart, lift):
+    assert chart_of(apart(lift)) is None
+
+
+def test_runs_that_keep_nothing_have_the_page_they_had(made, loss_of, chapter_of):
+    chapter = chapter_of(made(*WORDS).finish(loss_of))
+    assert chart_of(chapter) is None
+    assert "unction distance" not in page([chapter], "old")
+    assert "unction distance" not in markdown.text([chapter])
+    assert trouble(chapter) == []
+
+
+def test_the_page_and_the_text_hold_it(chapter):
+    text = page([chapter], "new")
+    assert 'id="c1-function-distance"' in text
+    assert "function distance from standard" in markdown.text([chapter])
+
+
+def test_what_is_damaged_is_told_on_the_page(made, loss_of, chapter_of):
+    world = predict(made(*WORDS).finish(loss_of), lifted)
+    run = next(run for run in world.runs() if run.arm.startswith("no_q"))
+    (world.run_folder(run) / "predictions/step-00000012.safetensors").write_bytes(b"<script>")
+    (line,) = trouble(chapter_of(world))
+    assert line.startswith(f"function distance: {run.name}/predictions/step-00000012")

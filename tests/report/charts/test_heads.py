@@ -1,0 +1,238 @@
+"""Pictures of what heads are like: the numbers of the rows, where runs have them, and no others."""
+
+import json
+import math
+import random
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import vl_convert
+
+from qkablate.report.charts import charts
+from qkablate.report.page import page
+from qkablate.report.render import picture
+from qkablate.report.rows import trouble
+
+NAMES = ("heads", "spectra", "spectra-training", "head-maps")
+WORDS = ("variant=standard,no_q", "seed=range(3)")
+STEPS = (0, 6, 12)
+
+
+def mechanism(run, step, layers=2, heads=3, values=4):
+    """no_q has half of standard's stable rank; a head's number says nothing; layer 1 of no_q has
+    no circuit."""
+    rng = random.Random(f"{run.arm} {run.changes} {step}")
+    half = 0.5 if run.arm.startswith("no_q") else 1.0
+
+    def each(value):
+        order = rng.sample(range(heads), heads)
+        return [[value + 0.01 * i for i in order] for _ in range(layers)]
+
+    ranks = each(half * (10 - step / 2))
+    if half < 1:
+        ranks[1] = None
+    spectrum = [[[8.0 * 2.0**-k for k in range(values)] for _ in range(heads)]] * layers
+    return {
+        "qk": {
+            "stable_rank": ranks,
+            "symmetry": each(-0.5 if half < 1 else 0.5),
+            "moved": each(step / 12),
+            "singular": spectrum,
+        },
+        "attention": {"entropy": each(3.0), "previous": each(0.05), "induction": each(0.3)},
+    }
+
+
+def measure(world, of=mechanism):
+    for run in world.runs():
+        arm = world.manifest.arms[run.arm]
+        per_step = arm.tokens // int(arm.config.train.steps)
+        rows = [
+            {"step": step, "tokens": step * per_step, "mechanism": of(run, step)} for step in STEPS
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (world.run_folder(run) / "metrics.jsonl").write_text(text)
+    return world
+
+
+@pytest.fixture(scope="module")
+def measured(made, loss_of, chapter_of):
+    def make(of=mechanism, words=WORDS):
+        return chapter_of(measure(made(*words).finish(loss_of), of))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def chapter(measured):
+    return measured()
+
+
+def drawn(chapter):
+    return {chart.name: chart for chart in charts(chapter) if chart.name in NAMES}
+
+
+def panel_of(chapter, name, title):
+    (found,) = [panel for panel in drawn(chapter)[name].panels if panel.title.startswith(title)]
+    return found
+
+
+def rows_of(panel):
+    return panel.spec["data"]["values"]
+
+
+def test_all_three_are_drawn_and_compile(chapter):
+    found = drawn(chapter)
+    assert [*found] == [*NAMES]
+    for chart in found.values():
+        assert "n = 3" in chart.caption
+        for panel in chart.panels:
+            assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
+            json.dumps(panel.spec, allow_nan=False)
+        text = picture(chart, chapter, "svg").decode()
+        assert ElementTree.fromstring(text).tag.endswith("svg")
+        assert "var(" not in text
+        assert picture(chart, chapter, "png").startswith(b"\x89PNG")
+
+
+def test_curves_are_means_over_heads_with_intervals_over_seeds(chapter):
+    rows = rows_of(panel_of(chapter, "heads", "stable rank"))
+    found = {(row["variant"], row["tokens"]): row for row in rows}
+    assert {tokens for _, tokens in found} == {6 * 32, 12 * 32}
+    assert found["standard", 384]["loss"] == pytest.approx(4.01)
+    assert found["no_q", 384]["loss"] == pytest.approx(2.01)  # of the layer that has a circuit
+    assert all(row["n"] == 3 and row["low"] <= row["loss"] <= row["high"] for row in rows)
+    moved = rows_of(panel_of(chapter, "heads", "distance of B"))
+    assert [row["loss"] for row in moved if row["variant"] == "no_q"] == pytest.approx([0.51, 1.01])
+
+
+def test_maps_hold_every_layer_of_every_arm_with_the_largest_first(chapter):
+    rows = rows_of(panel_of(chapter, "head-maps", "stable rank"))
+    found = {(row["arm"], row["layer"], row["head"]): row["value"] for row in rows}
+    expected = {
+        (arm, layer, head + 1): pytest.approx(value + 0.02 - 0.01 * head)
+        for arm, value, layers in (("standard", 4.0, 2), ("no_q", 2.0, 1))
+        for layer in range(layers)
+        for head in range(3)
+    }
+    assert found == expected
+
+
+def test_shades_have_two_sides_where_numbers_have(chapter):
+    def colours(title):
+        panel = panel_of(chapter, "head-maps", title)
+        return panel.spec["spec"]["layer"][0]["encoding"]["color"]["scale"]
+
+    both, one = colours("symmetry"), colours("stable rank")
+    assert both["domain"] == [-step for step in reversed(both["domain"])]
+    assert {"var(--low3)", "var(--mid)", "var(--high3)"} <= {*both["range"]}
+    assert "var(--high3)" not in one["range"]
+    for scale in (both, one, colours("entropy")):
+        assert len(scale["range"]) == len(scale["domain"]) + 1
+        assert scale["domain"] == sorted({*scale["domain"]})
+
+
+def test_a_spectrum_is_drawn_at_start_and_end_by_layer(chapter):
+    chart = drawn(chapter)["spectra"]
+    assert [panel.title for panel in chart.panels] == ["layer 0", "layer 1"]
+    rows = rows_of(chart.panels[0])
+    assert {(row["variant"], row["when"]) for row in rows} == {
+        (variant, when) for variant in ("standard", "no_q") for when in ("start", "end")
+    }
+    for row in rows:
+        assert row["value"] == pytest.approx(2.0 ** (1 - row["i"]))
+    thin, thick = chart.panels[0].spec["layer"][:2]
+    assert thin["mark"]["strokeWidth"] < thick["mark"]["strokeWidth"]
+    assert {row["when"] for row in thick["data"]["values"]} == {"end"}
+
+
+def test_an_arm_has_its_spectra_over_training(chapter):
+    chart = drawn(chapter)["spectra-training"]
+    assert {panel.variants[0] for panel in chart.panels} == {"standard", "no_q"}
+    domains = set()
+    for panel in chart.panels:
+        rows = rows_of(panel)
+        by_tokens = {row["tokens"]: row["age"] for row in rows}
+        assert len(by_tokens) > 2
+        assert [*sorted(by_tokens)] == sorted(by_tokens, key=by_tokens.get)  # paler is earlier
+        assert by_tokens[max(by_tokens)] == 1
+        for row in rows:
+            assert row["value"] == pytest.approx(2.0 ** (1 - row["i"]))
+        domains.add(tuple(panel.spec["layer"][0]["encoding"]["y"]["scale"]["domain"]))
+    assert len(domains) == 1  # so that arms compare
+
+
+def test_a_size_has_panels_of_its_own(measured):
+    found = drawn(measured(words=(*WORDS[:1], "seed=0", "model.d_model=16,32")))
+    assert len(found["heads"].panels) == 6
+    assert {panel.title for panel in found["spectra"].panels} == {
+        f"layer {layer}, d{width}-h2" for layer in (0, 1) for width in (16, 32)
+    }
+    assert "n = 1" in found["heads"].caption
+
+
+def test_many_layers_heads_and_values_stay_few_points(measured):
+    def large(run, step):
+        return mechanism(run, step, layers=24, heads=16, values=128)
+
+    chapter = measured(large, ("variant=standard,no_q", "seed=0,1"))
+    found = drawn(chapter)
+    titles = [panel.title for panel in found["spectra"].panels]
+    assert (titles[0], titles[-1]) == ("layer 0", "layer 23")
+    assert len({*titles}) == len(titles) <= 12
+    assert all(len(rows_of(panel)) <= 128 for panel in found["spectra"].panels)
+    for panel in found["head-maps"].panels:
+        assert panel.spec["columns"] >= 1
+        assert len(panel.spec["spec"]["layer"]) == 1  # no room for numbers
+        assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
+
+
+def test_two_arms_of_one_variant_are_told_apart(measured):
+    chapter = measured(words=("variant=standard,no_q", "seed=0,1", "control=none,params"))
+    rows = rows_of(panel_of(chapter, "head-maps", "entropy"))
+    names = [entry.name for entry in chapter.study.entries]
+    assert len({*names}) == 3
+    assert list(dict.fromkeys(row["arm"] for row in rows)) == names
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.0, 1e17, -1.0])
+def test_odd_numbers_make_no_broken_picture(measured, value):
+    def odd(run, step):
+        own = mechanism(run, step)
+        for part in own.values():
+            for name, layers in part.items():
+                filled = np.full(
+                    np.shape(own["qk"]["singular"]) if name == "singular" else (2, 3), value
+                )
+                layers[:] = filled.tolist()
+        return own
+
+    for chart in drawn(measured(odd)).values():
+        for panel in chart.panels:
+            json.dumps(panel.spec, allow_nan=False)
+            assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
+
+
+def test_damaged_rows_are_named_on_the_page(made, loss_of, chapter_of):
+    world = measure(made(*WORDS).finish(loss_of))
+    run = next(run for run in world.runs() if run.arm.startswith("no_q"))
+    path = world.run_folder(run) / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"entropy"', b'"entropy', 1))
+    assert trouble(chapter_of(world)) == [
+        f"{run.name}: metrics.jsonl is damaged: of its rows on heads, 1 are not shown"
+    ]
+
+
+def test_runs_without_rows_have_the_page_they_had(finished, chapter):
+    from qkablate.report.section import Chapter
+
+    study = finished.study()
+    old = Chapter.of(study.name, "here", study)
+    assert drawn(old) == {}
+    text = page([old], "old")
+    for name in NAMES:
+        assert f'id="c1-{name}"' not in text
+    with_them = page([chapter], "new")
+    for name in NAMES:
+        assert f'id="c1-{name}"' in with_them

@@ -1,0 +1,174 @@
+"""What a run is: its id, its owner, its files."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from qkablate.config import (
+    Config,
+    DataConfig,
+    OptimConfig,
+    TrackConfig,
+    TrainConfig,
+    VariantConfig,
+    resolve,
+)
+from qkablate.runs import run as runs
+from qkablate.runs.lease import Owned
+from qkablate.runs.records import read_json, write_json
+from qkablate.runs.run import Run, environment, identity, label, run_id
+
+
+def id_of(config=None, **other):
+    base = {"data_fingerprint": "f", "vocabulary": 256, "device": "cpu", "kernel": "flash"}
+    base["circuits_from_outside"] = {}
+    return run_id(identity(resolve(config or Config()), **(base | other)))
+
+
+def change(**parts):
+    return dataclasses.replace(Config(), **parts)
+
+
+def test_what_can_change_the_result_changes_the_id():
+    ids = [
+        id_of(),
+        id_of(change(seed=1)),
+        id_of(change(variant=VariantConfig(qk="merged"))),
+        id_of(change(variant=VariantConfig(init="naive"))),
+        id_of(change(variant=VariantConfig(lr="same"))),
+        id_of(change(optim=OptimConfig(lr=2e-3))),
+        id_of(change(train=TrainConfig(eval_every=7))),
+        id_of(change(precision="bf16")),
+        id_of(change(compile=True)),
+        id_of(data_fingerprint="g"),
+        id_of(kernel="math"),
+        id_of(device="cuda"),
+    ]
+    assert len(set(ids)) == len(ids)
+
+
+def test_what_cannot_change_the_result_does_not():
+    assert id_of() == id_of(
+        change(
+            out="elsewhere",
+            threads=7,
+            track=TrackConfig(wandb="disabled", tags=["x"], group="g", log_every=3),
+            data=DataConfig(path="/somewhere", cache="/else"),
+            train=TrainConfig(checkpoint_every=5, checkpoint_activations=True, shard=True),
+            variant=VariantConfig(name="mine"),
+        ),
+        device="cpu",
+    )
+
+
+def test_the_id_is_stable():
+    """A changed id would train everything anew: it moves only when it must (see NUMERICS)."""
+    assert id_of() == "f5d55e95fb46"
+    assert label(Config()) == "standard-d128-h4-s0"
+
+
+def test_one_owner(tmp_path):
+    run = Run(tmp_path, "label", "id")
+    assert not run.is_owned
+    own = f"process {os.getpid()} on"
+    with run.owned(), pytest.raises(Owned, match=own), Run(tmp_path, "label", "id").owned():
+        pass
+    assert not run.is_owned
+    with run.owned():
+        assert run.is_owned
+
+
+def test_a_killed_owner_leaves_the_run_free(tmp_path):
+    code = (
+        "import sys, time; from qkablate.runs.run import Run\n"
+        f"with Run({str(tmp_path)!r}, 'label', 'id').owned():\n"
+        "    print('mine', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "mine\n"
+    run = Run(tmp_path, "label", "id")
+    with pytest.raises(Owned, match=f"process {process.pid} on"), run.owned():
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    with run.owned():
+        pass
+
+
+def test_restart_keeps_what_was_there(tmp_path):
+    run = Run(tmp_path, "label", "id")
+    with run.owned():
+        run.freeze(Config(), {"a": 1})
+        run.metrics.write_text("{}\n")
+        write_json(run.folder / "result.json", {"status": "done"})
+        assert run.attempt == 1
+        run.restart()
+        assert run.result is None
+        assert run.attempt == 2
+    kept = run.folder / "attempts" / "1"
+    assert read_json(kept / "result.json") == {"status": "done"}
+    assert (kept / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_attempts_may_be_deleted(tmp_path):
+    run = Run(tmp_path, "label", "id")
+    for attempt in (1, 2, 3):
+        with run.owned():
+            run.freeze(Config(), {})
+            assert run.attempt == attempt
+            run.restart()
+    shutil.rmtree(run.folder / "attempts" / "1")
+    with run.owned():
+        run.freeze(Config(), {})
+        run.restart()
+    assert run.attempt == 5
+
+
+def test_the_id_decides_not_the_label(tmp_path):
+    run = Run(tmp_path, "label", "id")
+    run.folder.mkdir(parents=True)
+    assert Run(tmp_path, "other", "id").folder == run.folder
+
+
+def test_a_restart_cut_short_is_carried_out_by_the_next_owner(tmp_path):
+    run = Run(tmp_path, "label", "id")
+    with run.owned():
+        run.freeze(Config(), {})
+        run.metrics.write_text("{}\n")
+    (run.folder / "attempt-1.tmp").mkdir()  # killed after its first act
+    with run.owned():
+        assert not run.metrics.exists()
+        assert run.attempt == 2
+
+
+def test_environment_holds_no_secret(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "planted-secret-key")
+    found = environment(Config(), {"device": "cpu"})
+    assert "planted-secret-key" not in json.dumps(found)
+    assert found["versions"]["torch"]
+    assert found["machine"]["cpu"]
+
+
+def test_a_key_in_the_code_that_runs_is_not_kept(tmp_path, monkeypatch):
+    """Somebody typed it into a file that is not committed."""
+    (tmp_path / "qkablate").mkdir()
+    (tmp_path / "conf").mkdir()
+    file = tmp_path / "conf" / "train.yaml"
+    file.write_text("a: 1\n")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "conf"], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *words], check=True)
+    file.write_text(f"a: 2  # WANDB_API_KEY={'0123456789' * 4}\n")
+    monkeypatch.setattr(runs, "__file__", str(tmp_path / "qkablate" / "runs.py"))
+    diff = environment(Config(), {})["code"]["diff"]
+    assert "+a: 2  # WANDB_API_KEY=***" in diff
+
+
+# The frozen config, read again.

@@ -1,0 +1,414 @@
+"""From a grid to frozen runs, with real tiny models: what is possible, matched, compared; and that
+every run is the one that `qkablate train` would make of the same words."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from qkablate.cli.hydra.configs import jobs
+from qkablate.cli.hydra.grid import Composer, composing
+from qkablate.config import SweepConfig
+from qkablate.errors import UserError
+from qkablate.sweeps.planning.expand import Expansion, Grid
+from qkablate.sweeps.planning.packing import pack
+from qkablate.training.resolve import empty_model, plan
+
+
+@pytest.fixture
+def base(text, tmp_path):
+    shape = ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"]
+    data = ["data=text", f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
+    train = ["train.steps=12", "train.batch_size=2", "track.wandb=disabled", "threads=1"]
+    return [*shape, *data, *train, f"out={tmp_path / 'outputs'}"]
+
+
+@pytest.fixture(scope="module")
+def composer():
+    """Composes once for every choice of groups."""
+    return Composer()
+
+
+@pytest.fixture
+def expand(base, composer):
+    """The manifest of some words on top of a tiny model; those with other data have their own."""
+
+    def run(*words):
+        other = any(word.startswith("data=") for word in words)
+        kept = [word for word in base if not (other and word.startswith("data"))]
+        with composing():
+            asked = composer.ask([*kept, *words])
+            grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
+            return Expansion(grid, composer.config).manifest(["qkablate", "sweep", *words])
+
+    return run
+
+
+def ids(manifest, variant=None):
+    arms = manifest.arms
+    return {run.id for run in manifest.runs if variant in (None, arms[run.arm].variant)}
+
+
+# What is left out, and what stops everything.
+
+IMPOSSIBLE = [
+    (["model.heads=2,3"], {"standard-d16-h3"}, "model.heads: 3 does not divide model.d_model=16"),
+    (["model.d_model=16,18", "model.heads=4,2"], {"standard-d18-h4"}, "does not divide"),
+    (["variant=standard,merged_w", "model.position=rope"], {"merged_w-d16-h2"}, "is refused"),
+    (
+        ["variant=low_rank_w", "variant.rank=4,17"],
+        {"low_rank_w_r17-d16-h2"},
+        "17 is above model.d_",
+    ),
+    (["variant=gqa", "variant.groups=1,3"], {"gqa_g3-d16-h2"}, "3 does not divide model.heads=2"),
+    (["optim.warmup=1", "train.steps=1,5"], {"standard-d16-h2-steps=1"}, "not below the 1 steps"),
+    (["model.mlp_ratio=4,0.01"], {"standard-d16-h2-mlp_ratio=0.01"}, "without a single unit"),
+]
+
+
+@pytest.mark.parametrize(("words", "named", "why"), IMPOSSIBLE, ids=str)
+def test_what_cannot_be_is_left_out_with_its_reason(expand, words, named, why):
+    manifest = expand(*words, "sweep.baseline=null")
+    assert {left.arm for left in manifest.left_out} == named
+    assert all(left.kind == "impossible" and why in left.reason for left in manifest.left_out)
+    grid = [word.partition("=")[2].split(",") for word in words]
+    assert len(manifest.arms) == len([*itertools.product(*grid)]) - len(named)
+    assert {run.arm for run in manifest.runs} == {*manifest.arms}
+
+
+@pytest.mark.parametrize(("words", "named", "why"), IMPOSSIBLE[:1] + IMPOSSIBLE[2:3], ids=str)
+def test_what_cannot_be_is_an_error_when_it_is_alone(expand, words, named, why):
+    last = [word.partition("=")[0] + "=" + word.rpartition(",")[2] for word in words]
+    alone = [one if "," in word else word for word, one in zip(words, last, strict=True)]
+    with pytest.raises(UserError, match=why):
+        expand(*alone)
+
+
+def test_what_is_left_out_goes_by_its_own_name(expand, circuit):
+    manifest = expand("variant.qk=separate,merged", "model.position=rope")
+    assert not {left.arm for left in manifest.left_out} & {*manifest.arms}
+    manifest = expand(f"variant.file={circuit('raises')}", "model.heads=2,3")
+    assert all("raises" in left.arm for left in manifest.left_out)
+
+
+def test_an_arm_without_its_baseline_is_left_out(expand):
+    words = ["model.d_model=16,12", "sweep.baseline={model.heads: 4, model.d_model: 18}"]
+    with pytest.raises(UserError, match=r"its baseline: .* does not divide .* \(and 1 more"):
+        expand(*words)
+    merged = ["variant=standard", "model.position=rope,learned", "sweep.baseline=merged_w"]
+    manifest = expand(*merged)
+    assert [left.reason[:14] for left in manifest.left_out] == ["its baseline: "]
+    assert {arm.variant for arm in manifest.arms.values()} == {"standard", "merged_w"}
+    assert {arm.config.model.position for arm in manifest.arms.values()} == {"learned"}
+
+
+MISSPELT = [  # more, which need no model, in tests/cli/test_grid.py
+    (["variant=standard,no_qq"], r"variant: 'no_qq' is not one of .*\(nearest: no_q\)"),
+    (["variant.qk=separate,mergd"], r"variant.qk: 'mergd' .*\(nearest: merged\)"),
+    (["model.heads=2,3", "model.norm=pre,post"], r"model\.norm: 'post' is not one of pre, none"),
+    (["seed=0,-1"], "seed: -1 is not"),
+    (["optim.lr=1e-3,5000"], r"optim\.lr: 5000"),
+    (["data.path=/nope"], r"data\.path: there is no file"),
+    (["variant.file=/nope.py"], r"variant\.file: cannot read '/nope.py'"),
+    (["sweep.baseline={model.heads: two}"], r"model\.heads: 'two' is not a whole number"),
+    (["sweep.baseline={data.path: 'a(b'}"], r"data\.path"),
+    (["sweep.where=['model.haeds > 1']"], r"sweep\.where: .*\(nearest: model.heads\)"),
+    (["sweep.where=['model.heads > 1','no']"], r"sweep\.where: 'no': there is no key 'no'"),
+    (["sweep.baseline=null", "control=params"], "control=params needs a baseline"),
+]
+
+
+@pytest.mark.parametrize(("words", "why"), MISSPELT, ids=str)
+def test_a_mistake_anywhere_stops_everything(expand, tmp_path, words, why):
+    with pytest.raises(UserError, match=why):
+        expand("model.layers=1,2", *words)
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("rate", ["abc", "0", "-1e-3", "nan", "null", "0,1,2,3,4"])
+def test_a_rate_that_no_run_can_have_is_no_rate_to_tune_by(expand, rate):
+    with pytest.raises(UserError, match=r"optim\.lr"):
+        expand("sweep.tune=true", f"optim.lr={rate}")
+
+
+def test_quoted_rates_are_rates(expand):
+    plain = expand("sweep.tune=true", "optim.lr=2e-3")
+    assert ids(expand("sweep.tune=true", "optim.lr='2e-3'")) == ids(plain)
+
+
+def test_tuning_seeds_are_no_final_seeds(expand):
+    with pytest.raises(UserError, match=r"sweep.tuning_seeds: 1001 is a seed of the final runs"):
+        expand("sweep.tune=true", "seed=0,1001")
+    with pytest.raises(UserError, match=r"sweep.tuning_seeds: 1 is a seed"):
+        expand("sweep.tune=true", "sweep.tuning_seeds=[5,1]", "seed=range(3)")
+    assert expand("seed=0,1001").runs  # nothing is tuned
+
+
+def test_what_a_predicate_excludes_is_counted(expand):
+    words = ["variant=standard,no_q", "model.heads=1,2,4", "model.d_model=16,32"]
+    where = 'sweep.where=["model.d_model // model.heads >= 8","variant != \'no_q\'"]'
+    manifest = expand(*words, where)
+    shapes = {(arm.config.model.d_model, arm.config.model.heads) for arm in manifest.arms.values()}
+    assert shapes == {(16, 1), (16, 2), (32, 1), (32, 2), (32, 4)}
+    assert {arm.variant for arm in manifest.arms.values()} == {"standard"}
+    assert manifest.excluded == 12 - 5
+    assert not manifest.left_out
+
+
+def test_a_grid_of_which_nothing_is_left_is_a_mistake(expand):
+    with pytest.raises(UserError, match=r"sweep.where: .* 4"):
+        expand("variant=standard,no_q", "model.heads=1,2", "sweep.where=['model.heads > 2']")
+
+
+def attempt(expand, *words):
+    try:
+        return expand(*words), ""
+    except UserError as refused:
+        return None, str(refused)
+
+
+@pytest.mark.parametrize(
+    ("axis", "predicate"), [("seed=0,1", "seed > 0"), ("optim.lr=1e-3,2e-3", "optim.lr > 1e-3")]
+)
+def test_a_predicate_is_not_asked_of_a_default(expand, axis, predicate):
+    """Seeds and rates tell runs apart, and not arms: it chooses among runs, or is refused."""
+    key = axis.partition("=")[0]
+    manifest, said = attempt(expand, axis, f"sweep.where=['{predicate}']")
+    if manifest is None:
+        assert key in said
+    else:
+        assert [run.changes[key] for run in manifest.runs] == [float(axis.rpartition(",")[2])]
+
+
+# Baselines.
+
+
+@pytest.mark.parametrize("variants", ["no_q,merged_w", "no_q,standard,merged_w", "standard"])
+def test_the_baseline_is_there_once(expand, variants):
+    manifest = expand(f"variant={variants}", "seed=0,1", "control=none,params")
+    standard = [arm for arm in manifest.arms.values() if arm.variant == "standard"]
+    assert [arm.name for arm in standard] == ["standard-d16-h2"]
+    assert len(ids(manifest, "standard")) == 2
+    assert len(manifest.runs) == len(ids(manifest)) == 2 * len(manifest.arms)
+    others = {arm.baseline for arm in manifest.arms.values() if arm.variant != "standard"}
+    assert others <= {"standard-d16-h2"}
+    assert standard[0].baseline is None
+
+
+def test_every_size_has_its_own_baseline(expand):
+    manifest = expand("variant=no_q,no_k", "model.d_model=16,32", "model.bias=true,false")
+    for arm in manifest.arms.values():
+        if arm.variant != "standard":
+            beside = manifest.arms[arm.baseline]
+            assert beside.variant == "standard"
+            assert beside.config.model == arm.config.model
+    assert len(manifest.arms) == (2 + 1) * 2 * 2
+
+
+def test_a_baseline_is_another_variant_if_told_so(expand):
+    manifest = expand("variant=low_rank_w", "variant.rank=4,8", "sweep.baseline=no_q")
+    found = [(arm.variant, arm.baseline) for arm in manifest.arms.values()]
+    assert sorted(found, key=str) == [
+        ("low_rank_w_r4", "no_q-d16-h2"),
+        ("low_rank_w_r8", "no_q-d16-h2"),
+        ("no_q", None),
+    ]
+
+
+def test_a_baseline_is_a_map_of_keys(expand):
+    said = "{variant: no_k, model.bias: true, optim.betas: [0.8, 0.9], variant.rank: null}"
+    manifest = expand("variant=no_q", "model.heads=2,4", f"sweep.baseline={said}")
+    beside = {arm.baseline for arm in manifest.arms.values() if arm.variant == "no_q"}
+    assert len(beside) == 2
+    for name in beside:
+        arm = manifest.arms[name]
+        assert (arm.variant, arm.config.model.bias, arm.baseline) == ("no_k", True, None)
+        assert arm.config.optim.betas == [0.8, 0.9]
+    one = expand("model.heads=1,2,4", "sweep.baseline={model.heads: 2}")
+    found = {arm.config.model.heads: arm.baseline for arm in one.arms.values()}
+    assert found == {1: "standard-d16-h2", 2: None, 4: "standard-d16-h2"}
+
+
+@pytest.mark.parametrize(("key", "value"), [("optim.lr", 5e-3), ("seed", 7)])
+def test_what_a_baseline_map_says_is_not_dropped(expand, key, value):
+    """The baseline has that rate or seed, or the map is refused."""
+    words = ["variant=no_q", f"sweep.baseline={{variant: standard, {key}: {value}}}"]
+    manifest, said = attempt(expand, *words)
+    if manifest is None:
+        assert key in said
+    else:
+        found = {manifest.arms[run.arm].variant: run.changes[key] for run in manifest.runs}
+        assert found["standard"] == value
+        assert found["no_q"] != value
+
+
+def test_no_baseline_if_told_so(expand):
+    manifest = expand("variant=no_q,no_k", "sweep.baseline=null")
+    found = [(arm.variant, arm.baseline) for arm in manifest.arms.values()]
+    assert found == [("no_q", None), ("no_k", None)]
+
+
+# Controls.
+
+MATCHED = [
+    ["variant=merged_w,no_q,wide_qk,low_rank_w", "model.heads=2,4", "control=params"],
+    ["variant=merged_w,no_q,no_qk", "model.heads=4", "control=flops", "model.context=32"],
+    ["variant=no_q", "model.layers=8", "control=params", "control.knob=layers"],
+    ["variant=no_qk", "model.d_model=32", "control=params,flops", "control.knob=d_model"],
+    ["model.layers=1,4", "control=params", "sweep.baseline={model.layers: 4}"],
+]
+
+
+@pytest.mark.parametrize("words", MATCHED, ids=" ".join)
+def test_matched_arms_cost_what_their_baseline_costs(expand, words):
+    manifest = expand("model.d_model=32", *words)
+    matched = [arm for arm in manifest.arms.values() if arm.baseline]
+    assert matched
+    for arm in matched:
+        sizes = []
+        for one in (arm, manifest.arms[arm.baseline]):
+            planned = plan(one.config)
+            built = empty_model(one.config, one.facts["vocabulary"]).ledger()
+            sizes.append((built["total"] - built["embedding"], planned.flops_per_token))
+            assert (one.params, one.flops) == sizes[-1]
+            assert one.total_params == built["total"]
+        for kind, own, target in zip(("params", "flops"), *sizes, strict=True):
+            if kind in arm.controls:
+                assert abs(own / target - 1) <= 0.01
+    assert not manifest.left_out
+
+
+def test_out_of_reach_is_left_out_and_named(expand):
+    shape = ["model.d_model=40", "model.heads=10", "control=params"]
+    manifest = expand("variant=merged_w,no_q", *shape)
+    (left,) = manifest.left_out
+    assert (left.arm, left.kind) == ("merged_w-d40-h10-params", "out of reach")
+    assert "needs an MLP of 0 units" in left.reason
+    assert {arm.variant for arm in manifest.arms.values()} == {"standard", "no_q"}
+    with pytest.raises(UserError, match=r"merged_w-d40-h10-params .*needs an MLP of 0 units"):
+        expand("variant=merged_w", *shape)
+
+
+def test_an_arm_that_needs_no_change_stands_under_both_controls(expand):
+    manifest = expand("variant=merged_w,no_q", "control=none,params", "model.heads=2")
+    controls = {name: arm.controls for name, arm in manifest.arms.items()}
+    assert controls["merged_w-d16-h2"] == ["none", "params"]  # d = heads · d_head²
+    assert controls["no_q-d16-h2"] == ["none"]
+    assert controls["no_q-d16-h2-params"] == ["params"]
+
+
+# Names and ids.
+
+
+def test_names_of_arms_are_unique(expand, tmp_path, circuit):
+    mine = expand("variant=no_q,no_k,merged_w", "variant.name=mine", "sweep.baseline=null")
+    assert len(mine.arms) == 3
+    init = expand("variant.init=naive,matched", "model.init=gpt2,linear", "variant=no_q,no_k")
+    assert len(init.arms) == 2 * 2 * (2 + 1)
+    one = circuit("raises")
+    other = tmp_path / "other" / one.name
+    other.parent.mkdir()
+    other.write_text(one.read_text(encoding="utf-8") + "\n# another\n", encoding="utf-8")
+    files = expand(f"variant.file={one},{other}", "sweep.baseline=null")
+    assert len(files.arms) == 2
+    for manifest in (mine, init, files):
+        assert [arm.name for arm in manifest.arms.values()] == [*manifest.arms]
+        assert len(ids(manifest)) == len(manifest.arms) == len({run.arm for run in manifest.runs})
+
+
+def test_the_same_command_finds_its_sweep_again(expand):
+    words = ["variant=no_q,merged_w", "control=none,params", "model.heads=2,3"]
+    first = expand(*words, "seed=0,1")
+    assert expand(*words, "seed=0,1") == first
+    more = ["track.group=mine", "track.tags=[a]", "train.checkpoint_every=3", "threads=2"]
+    more += ["diagnose.every=7"]
+    assert expand(*words, "seed=0,1", *more).id == first.id
+    for workers in (1, 2, "auto"):
+        assert pack(first, SweepConfig(workers=workers))[0].id == first.id
+    others = [
+        expand(*words, "seed=0,1,2"),
+        expand(*words, "seed=0,1", "sweep.baseline=no_k"),
+        expand(*words[:1], *words[2:], "seed=0,1"),
+    ]
+    assert len({first.id, *(other.id for other in others)}) == 4
+    assert ids(first) < ids(others[0])
+
+
+def test_sweeps_share_their_runs(expand):
+    one = expand("variant=standard,no_q", "seed=0,1", "sweep.name=one")
+    other = expand("variant=no_q,merged_w", "seed=1,2", "control=none,params", "workers=2")
+    assert ids(one) & ids(other) == {run.id for run in one.runs if run.changes["seed"] == 1}
+
+
+REPEATED = [
+    ["variant=standard,merged_w", "seed=0,1"],
+    ["variant=no_q", "control=none,params,flops"],
+    ["variant=no_q", "sweep.tune=true", "sweep.tuning_seeds=[7]", "optim.lr=3e-4"],
+    ["variant=low_rank_w,gqa", "model.mlp_ratio=2.7", "train.steps=auto"],
+    ["variant=qk_norm", "seeds.init=5", "seed=0,5", "optim.lr=1e-3,3.7e-4"],
+    ["variant=no_q", "sweep.baseline={variant: no_k, model.bias: true, optim.betas: [0.8, 0.9]}"],
+    ["data=recall", "model.context=64", "variant=no_q", "optim.schedule=wsd", "optim.cooldown=0.5"],
+    ["data=text", "data.path='a b, (c).txt'", "data.cache=cache", "out=out", "track.tags=[a,b]"],
+]
+
+
+@pytest.mark.parametrize("words", REPEATED, ids=" ".join)
+def test_the_words_of_a_run_repeat_it(expand, text, words):
+    text.with_name("a b, (c).txt").write_bytes(text.read_bytes())
+    assert_repeated(expand(*words))
+
+
+def test_the_words_of_a_run_of_a_file_repeat_it(expand, circuit):
+    manifest = expand(f"variant.file={circuit('raises')}", "control=none,params", "model.heads=4")
+    assert {arm.variant for arm in manifest.arms.values()} == {"raises", "standard"}
+    assert_repeated(manifest)
+
+
+def test_a_test_split_that_shall_stay_unread_does(expand):
+    manifest = expand("train.read_test=false", "variant=no_q", "seed=0,1")
+    assert not any(manifest.config_of(run).train.read_test for run in manifest.runs)
+    assert_repeated(manifest)
+
+
+def assert_repeated(manifest):
+    for run in manifest.runs:
+        (job,) = jobs(manifest.words_of(run))
+        alone = plan(job.config)
+        assert alone.run.id == run.id
+        assert alone.run.folder.name == run.name
+        config = manifest.config_of(run)
+        # As it is trained, but for how it is called in W&B.
+        assert dataclasses.replace(config, track=alone.config.track) == alone.config
+        assert plan(config).run.id == run.id
+
+
+@pytest.mark.parametrize("knob", ["layers", "d_model"])
+def test_a_knob_moves_its_key(expand, knob):
+    """So that above, more than an MLP is repeated."""
+    words = ["variant=no_qk", "model.layers=8", "model.d_model=64", "model.heads=1"]
+    manifest = expand(*words, "control=params", f"control.knob={knob}")
+    (own,) = (arm for arm in manifest.arms.values() if arm.variant == "no_qk")
+    before = manifest.arms[own.baseline].config.model
+    assert getattr(own.config.model, knob) != getattr(before, knob)
+    assert_repeated(manifest)
+
+
+def test_a_run_is_called_after_its_sweep_and_arm(expand):
+    manifest = expand("variant=no_q", "control=params", "seed=0,1")
+    for run in manifest.runs:
+        arm, track = manifest.arms[run.arm], manifest.config_of(run).track
+        assert track.group == f"grid-{manifest.id}"
+        assert track.job_type == run.arm
+        controls = {f"control={name}" for name in arm.controls}
+        assert {*track.tags} == {"d_model=16", "heads=2", *controls}
+    assert {"params"} == {*manifest.arms["no_q-d16-h2-params"].controls}
+
+
+def test_what_the_user_says_of_tracking_stays(expand):
+    own = ["track.group=mine", "track.job_type=kind", "track.tags=[a,b]", "track.project=p"]
+    manifest = expand("sweep.tune=true", *own)
+    for run in manifest.runs:
+        track = manifest.config_of(run).track
+        assert (track.group, track.job_type, track.project) == ("mine", "kind", "p")
+        assert track.tags[:2] == ["a", "b"]
+        assert "tuning" in track.tags

@@ -1,0 +1,244 @@
+"""Predicates: sums and comparisons of keys; all else is refused in one line, and nothing is run."""
+
+import operator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkablate.errors import UserError
+from qkablate.sweeps.planning.predicates import holds
+
+VALUES = {
+    "model.d_model": 64,
+    "model.heads": 4,
+    "model.mlp_ratio": 2.5,
+    "model.attention_skip": True,
+    "variant": "merged_w",
+    "variant.name": "merged_w",
+    "variant.rank": None,
+    "seed": 0,
+}
+
+TRUE = [
+    "model.d_model == 64",
+    "model.d_model // model.heads >= 16",
+    "model.d_model / 128 == 0.5",
+    "model.d_model % 60 == model.heads",
+    "model.d_model * model.mlp_ratio == 160",
+    "model.d_model + model.heads - 4 == 64",
+    "2 + 3 * 4 == 14",
+    "(2 + 3) * 4 == 20",
+    "-model.heads == -4",
+    "10 - 3 - 2 == 5",
+    "model.d_model",
+    "model.attention_skip",
+    "not seed",
+    "16 <= model.d_model // model.heads < 32",
+    "model.heads < 8 < model.d_model",
+    "model.d_model != 32",
+    "model.heads > 2 and model.heads < 8",
+    "model.heads > 100 or model.d_model == 64",
+    "not (model.heads > 100 or model.d_model == 32)",
+    "seed and 1 or 1",  # and binds before or
+    "variant == 'merged_w'",
+    'variant != "standard"',
+    "variant in ('standard', 'merged_w')",
+    "variant in ['standard', 'merged_w']",
+    "variant not in ['no_q']",
+    "'merged' in variant",
+    "model.d_model in (64, 128)",
+    "variant.rank == None",
+    "variant.rank in (None, 8)",
+    "variant.rank == None or variant.rank >= 8",  # the second half is not asked
+    "  model.heads == 4  ",
+    "(model.heads ==\n 4)",
+    "((((((((((model.heads))))))))))",
+]
+FALSE = [
+    "model.d_model == 32",
+    "model.d_model // model.heads >= 17",
+    "16 <= model.d_model // model.heads < 16",
+    "model.heads < 2 < model.d_model",
+    "model.d_model < 100 < model.heads",
+    "seed",
+    "not model.heads",
+    "model.heads > 2 and model.heads > 8",
+    "model.heads > 8 or model.heads < 2",
+    "variant == 'merged'",
+    "variant == 0",
+    "variant in ('standard', 'no_q')",
+    "variant not in ('merged_w',)",
+    "variant.rank",
+    "variant.rank == 0",
+    "variant.rank != None and variant.rank >= 8",
+    "variant in ()",
+]
+
+
+@pytest.mark.parametrize("predicate", TRUE)
+def test_true_of_these_keys(predicate):
+    assert holds(predicate, VALUES) is True
+
+
+@pytest.mark.parametrize("predicate", FALSE)
+def test_false_of_these_keys(predicate):
+    assert holds(predicate, VALUES) is False
+
+
+OPERATORS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+
+
+@given(*[st.integers(0, 9)] * 3, *[st.sampled_from([*OPERATORS])] * 2)
+def test_a_chain_is_true_where_both_its_links_are(a, b, c, first, second):
+    keys = {"model.layers": a, "model.heads": b, "seed": c}
+    both = OPERATORS[first](a, b) and OPERATORS[second](b, c)
+    assert holds(f"model.layers {first} model.heads {second} seed", keys) == both
+    written_out = f"model.layers {first} model.heads and model.heads {second} seed"
+    assert holds(written_out, keys) == both
+
+
+@given(st.integers(1, 2**20), st.integers(1, 2**20))
+def test_division_is_whole_or_real_as_written(a, b):
+    keys = {"model.d_model": a, "model.heads": b}
+    whole = "model.d_model // model.heads * model.heads + model.d_model % model.heads"
+    assert holds(f"{whole} == model.d_model", keys)
+    assert holds("model.d_model / model.heads >= model.d_model // model.heads", keys)
+
+
+REFUSED = [
+    ("len(variant) > 3", "'len(variant)' is no comparison or sum"),
+    ("print('here')", "is no comparison or sum"),
+    ("variant.lower() == 'merged_w'", "is no comparison or sum"),
+    ("''.__class__", "there is no key"),
+    ("(1).real == 1", "there is no key"),
+    ("model.d_model.__class__", "there is no key 'model.d_model.__class__'"),
+    ("lambda: 1", "is no comparison or sum"),
+    ("variant[0] == 'm'", "'variant[0]' is no comparison or sum"),
+    ("[1, 2][0]", "is no comparison or sum"),
+    ("[x for x in (1, 2)]", "is no comparison or sum"),
+    ("{x for x in (1, 2)} == 3", "is no comparison or sum"),
+    ("all(x for x in (1, 2))", "is no comparison or sum"),
+    ("{'a': 1} == 1", "is no comparison or sum"),
+    ("f'{variant}' == 'a'", "is no comparison or sum"),
+    ("1 if seed else 2", "is no comparison or sum"),
+    ("(seed := 3)", "is no comparison or sum"),
+    ("variant is None", "is no comparison or sum"),
+    ("2 ** 8 == 256", "'2 ** 8' is no comparison or sum"),
+    ("9 ** 9 ** 9 ** 9", "is no comparison or sum"),
+    ("1 << 10 ** 9", "is no comparison or sum"),
+    ("~seed", "is no comparison or sum"),
+    ("b'a' == 1", "is no comparison or sum"),
+    ("1j", "is no comparison or sum"),
+    ("...", "is no comparison or sum"),
+    ("model.d_modl > 3", "there is no key 'model.d_modl' (nearest: model.d_model)"),
+    ("varient == 'standard'", "there is no key 'varient' (nearest: variant)"),
+    ("d_model > 3", "there is no key 'd_model' (nearest: model.d_model)"),
+    ("__import__", "there is no key '__import__'"),
+    ("model.d_model >", "cannot be read; write for instance"),
+    ("", "cannot be read; write for instance"),
+    ("model.heads = 4", "cannot be read"),
+    ("seed == 1; seed == 2", "cannot be read"),
+    ("import os", "cannot be read"),
+    ("model.heads >= 1, 2)", "cannot be read"),
+    ("model.heads === 4", "cannot be read"),
+    ("a\0b", "cannot be read"),
+    ("model.d_model / seed", "by zero"),
+    ("model.d_model // 0 > 1", "by zero"),
+    ("model.d_model % 0 > 1", "by zero"),
+    ("variant < 3", "not supported between"),
+    ("variant.rank >= 8", "not supported between"),
+    ("3 in model.heads", "not iterable"),
+    ("variant + 'a' == 'merged_wa'", "only numbers can be reckoned with"),
+    ("'a' * 10 == variant", "only numbers can be reckoned with"),
+    ("'a' * 1000000000 == variant", "only numbers can be reckoned with"),
+    ("[0] * 1000000000 == 1", "only numbers can be reckoned with"),
+    ("'%1000000000d' % seed == variant", "only numbers can be reckoned with"),
+    ("'a' * 10 ** 9", "is no comparison or sum"),
+    ("-variant", "bad operand type"),
+]
+
+
+def refusal(predicate):
+    with pytest.raises(UserError) as refused:
+        holds(predicate, VALUES)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("predicate", "why"), REFUSED)
+def test_refused_in_one_line_that_names_it(predicate, why):
+    said = refusal(predicate)
+    assert said.startswith(f"sweep.where: '{predicate}'")
+    assert why in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("predicate", ["model.heads ==\n4", "(model.haeds ==\n4)", "1 +\n\n"])
+def test_one_line_also_of_several(predicate):
+    assert refusal(predicate).startswith("sweep.where: ")
+    assert "\n" not in refusal(predicate)
+
+
+@pytest.mark.parametrize(
+    "predicate",
+    [
+        "-" * 100_000 + "1",
+        "not " * 100_000 + "1",
+        "(" * 100_000 + "1" + ")" * 100_000,
+        "[" * 100_000 + "]" * 100_000,
+        "1" + " + 1" * 100_000,
+        "1" + " == 1 and (1" * 5_000 + ")" * 5_000,
+        "9" * 100_000,
+    ],
+    ids=lambda text: text[:12].strip(),
+)
+def test_what_is_too_deep_or_too_long_is_refused_too(predicate):
+    assert refusal(predicate).startswith("sweep.where: ")
+
+
+class Trap:
+    """A value that notices whoever takes hold of it."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"somebody asked for {name}")
+
+    def __call__(self, *given):
+        raise AssertionError("somebody called it")
+
+    def __getitem__(self, item):
+        raise AssertionError("somebody looked into it")
+
+
+@pytest.mark.parametrize(
+    "predicate",
+    [
+        "__import__('pathlib').Path('here').touch()",
+        "open('here', 'w')",
+        'exec(\'open("here", "w")\')',
+        'eval(\'open("here", "w")\')',
+        "(lambda: open('here', 'w'))()",
+        "[open('here', 'w') for seed in (1,)]",
+        "f'{open(\"here\", \"w\")}' == 'a'",
+        "seed == 0 and open('here', 'w')",
+        "trap()",
+        "trap.touch",
+        "trap.touch()",
+        "trap[0]",
+        "trap.__class__.__mro__",
+        "(seed := 7) == 7",
+    ],
+)
+def test_nothing_is_ever_executed(predicate, tmp_path):
+    values = {**VALUES, "trap": Trap(), "open": open, "exec": exec}
+    before = dict(values)
+    with pytest.raises(UserError):
+        holds(predicate, values)
+    assert not (tmp_path / "here").exists()  # where we are
+    assert values == before

@@ -1,0 +1,343 @@
+"""Learning rates chosen on validation: what follows from which results, and all of it once."""
+
+import dataclasses
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkablate.cli.hydra.grid import composing
+from qkablate.errors import UserError
+from qkablate.sweeps.planning.expand import Expansion, Grid
+from qkablate.sweeps.planning.tuning import EXTENSIONS, ladder
+from qkablate.sweeps.planning.tuning import further as further_kept
+
+MIDDLE = 1e-3
+SEEDS = (1000, 1001)
+ARMS = ("standard-d16-h2", "no_q-d16-h2")
+
+
+@pytest.fixture(scope="module")
+def expand(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tuning")
+    (folder / "corpus.txt").write_text("the cat sat on the mat\n" * 400, encoding="utf-8")
+    words = ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "data=text"]
+    words += [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", "threads=1"]
+    words += ["variant=standard,no_q", "sweep.tune=true"]
+
+    def run(*more):
+        with composing() as composer:
+            asked = composer.ask([*words, *more])
+            grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
+            return Expansion(grid, composer.config).manifest([])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def manifest(expand):
+    """Two arms, five rates around 1e-3 with two seeds, then three seeds at the best."""
+    found = expand("seed=range(3)")
+    assert tuple(found.arms) == ARMS
+    return found
+
+
+def further(manifest, results):
+    """What follows from results by id."""
+    return further_kept(manifest, lambda run: results.get(run.id), {})
+
+
+def done(loss):
+    return {"status": "done", "loss": {"train": loss, "val": loss, "test": None}}
+
+
+DIVERGED = {"status": "diverged", "loss": {"train": None, "val": None, "test": None}}
+FAILED = {"status": "failed", "error": "ValueError: no"}
+
+
+def octave(run):
+    """How often the middle is doubled."""
+    return round(math.log2(run.changes["optim.lr"] / MIDDLE))
+
+
+def bowl_around(best):
+    """The world in which one rate is best, by so many octaves from the middle."""
+    return lambda run: done(2 + (octave(run) - best) ** 2 + run.changes["seed"] / 1e4)
+
+
+def trained(manifest, world, order=None):
+    """All runs, trained one after the other as they become known; their results by id."""
+    results, known = {}, {run.id: run for run in manifest.runs}
+    while waiting := [run for run in known.values() if run.id not in results]:
+        run = order.choice(waiting) if order else waiting[0]
+        results[run.id] = world(run)
+        runs, _ = further(manifest, results)
+        assert {id for id, other in known.items() if other not in manifest.runs} <= {
+            run.id for run in runs
+        }  # what was once asked for stays
+        known |= {run.id: run for run in runs}
+    return known, results
+
+
+def of(manifest, results):
+    """What was chosen for each arm, and the final runs."""
+    runs, bowls = further(manifest, results)
+    assert [bowl.arm for bowl in bowls] == [*manifest.arms]
+    return {bowl.arm: bowl for bowl in bowls}, [run for run in runs if not run.tuning]
+
+
+def test_the_ladder_is_the_beginning(manifest):
+    assert {(run.arm, octave(run), run.changes["seed"]) for run in manifest.runs} == {
+        (arm, number, seed) for arm in ARMS for number in range(-2, 3) for seed in SEEDS
+    }
+    assert len(manifest.runs) == 20
+    assert all(run.tuning for run in manifest.runs)
+    assert [run["seed"] for run in manifest.finals] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("best", [-1, 0, 1])
+def test_the_best_inside_is_chosen(manifest, best):
+    known, results = trained(manifest, bowl_around(best))
+    bowls, finals = of(manifest, results)
+    for bowl in bowls.values():
+        assert (bowl.state, bowl.rate) == ("chosen", MIDDLE * 2**best)
+        assert len(bowl.losses) == 5
+        assert all(len(losses) == 2 for losses in bowl.losses.values())
+    assert len(known) == len(manifest.runs) + len(finals)
+
+
+@pytest.mark.parametrize("best", [-7, -3, -2, 2, 3, 4, 7])
+def test_the_best_on_an_edge_moves_the_edge_by_factors_of_two(manifest, best):
+    known, results = trained(manifest, bowl_around(best))
+    bowls, _ = of(manifest, results)
+    beyond = [run for run in known.values() if run.tuning and run not in manifest.runs]
+    step = 1 if best > 0 else -1
+    octaves = range(3 * step, best + 2 * step, step)
+    assert sorted((run.arm, octave(run), run.changes["seed"]) for run in beyond) == sorted(
+        (arm, number, seed) for arm in ARMS for number in octaves for seed in SEEDS
+    )
+    for bowl in bowls.values():
+        assert (bowl.state, bowl.rate) == ("chosen", pytest.approx(MIDDLE * 2.0**best))
+
+
+@pytest.mark.parametrize("side", [-1, 1])
+def test_an_edge_moves_only_so_far(manifest, side):
+    known, results = trained(manifest, bowl_around(100 * side))
+    bowls, finals = of(manifest, results)
+    last = MIDDLE * 2.0 ** (side * (2 + EXTENSIONS))
+    for bowl in bowls.values():
+        assert (bowl.state, bowl.rate) == ("on the edge", pytest.approx(last))
+        assert len(bowl.losses) == 5 + EXTENSIONS
+    assert len(finals) == 6
+    assert len(known) == 2 * (2 * (5 + EXTENSIONS) + 3)
+
+
+def test_where_everything_diverges_lower_rates_are_tried(manifest):
+    known, results = trained(manifest, lambda run: DIVERGED)
+    bowls, finals = of(manifest, results)
+    assert {octave(run) for run in known.values()} == {*range(-2 - EXTENSIONS, 3)}
+    assert {(bowl.state, bowl.rate) for bowl in bowls.values()} == {("diverged", None)}
+    assert not finals
+
+
+def test_below_what_diverges_the_best_is_chosen(manifest):
+    world = bowl_around(-4)
+    known, results = trained(manifest, lambda r: DIVERGED if octave(r) > -4 else world(r))
+    bowls, _ = of(manifest, results)
+    for bowl in bowls.values():
+        assert (bowl.state, bowl.rate) == ("chosen", pytest.approx(MIDDLE / 16))
+    assert min(octave(run) for run in known.values()) == -5
+
+
+def test_a_rate_at_which_one_seed_diverges_is_no_rate(manifest):
+    """Here the best one of all, by the other seed."""
+    world = bowl_around(1)
+
+    def cliff(run):
+        return DIVERGED if octave(run) == 1 and run.changes["seed"] == SEEDS[0] else world(run)
+
+    _, results = trained(manifest, cliff)
+    bowls, finals = of(manifest, results)
+    assert {bowl.rate for bowl in bowls.values()} <= {MIDDLE, 2**2 * MIDDLE}
+    assert len(finals) == 6
+    for bowl in bowls.values():
+        assert sorted(bowl.losses[2 * MIDDLE], key=str)[-1] is None
+
+
+def test_a_failed_run_holds_up_its_arm_alone(manifest):
+    world = bowl_around(0)
+    (failed,) = (
+        run
+        for run in manifest.runs
+        if (run.arm, octave(run), run.changes["seed"]) == (ARMS[1], -2, SEEDS[1])
+    )
+    _, results = trained(manifest, lambda run: FAILED if run == failed else world(run))
+    bowls, finals = of(manifest, results)
+    assert (bowls[ARMS[0]].state, bowls[ARMS[1]].state) == ("chosen", "stuck")
+    assert bowls[ARMS[1]].rate is None
+    assert {run.arm for run in finals} == {ARMS[0]}
+    results[failed.id] = world(failed)  # tried again
+    assert {bowl.state for bowl in of(manifest, results)[0].values()} == {"chosen"}
+
+
+def test_a_missing_result_is_waited_for(manifest):
+    _, results = trained(manifest, bowl_around(0))
+    for missing in manifest.runs:
+        bowls, finals = of(manifest, {id: r for id, r in results.items() if id != missing.id})
+        assert (bowls[missing.arm].state, bowls[missing.arm].rate) == ("tuning", None)
+        assert {run.arm for run in finals} == {*ARMS} - {missing.arm}
+    runs, bowls = further(manifest, {})
+    assert not runs
+    assert {bowl.state for bowl in bowls} == {"tuning"}
+
+
+def test_final_runs_are_all_seeds_at_the_rate_of_their_arm(expand):
+    manifest = expand("seed=0,1", "seeds.init=0,7")
+
+    def world(run):
+        return bowl_around(1 if run.arm == ARMS[0] else -1)(run)
+
+    _, results = trained(manifest, world)
+    _, finals = of(manifest, results)
+    assert len(finals) == 2 * 2 * 2
+    for run in finals:
+        config = manifest.config_of(run)
+        assert config.optim.lr == (2 * MIDDLE if run.arm == ARMS[0] else MIDDLE / 2)
+        assert config.train.read_test
+    for arm in ARMS:
+        configs = [manifest.config_of(run) for run in finals if run.arm == arm]
+        seeds = {(c.seed, c.seeds.init, c.seeds.data, c.seeds.dropout) for c in configs}
+        assert seeds == {(0, 0, 0, 0), (0, 7, 0, 0), (1, 0, 1, 1), (1, 7, 1, 1)}
+
+
+def test_tuning_runs_read_no_test_split(manifest):
+    known, _ = trained(manifest, bowl_around(3))
+    for run in known.values():
+        assert manifest.config_of(run).train.read_test is not run.tuning
+        arm = manifest.arms[run.arm]
+        assert arm.run(run.changes, tuning=True).id != arm.run(run.changes).id
+        assert run.id == arm.run(run.changes, tuning=run.tuning).id
+
+
+def some_world(chance):
+    """Losses, divergences and failures, drawn for every rate and seed."""
+    drawn = {}
+
+    def world(run):
+        key = (run.arm, octave(run), run.changes["seed"])
+        if key not in drawn:
+            kind = random.Random(f"{chance}{key}")
+            odds = kind.random()
+            drawn[key] = DIVERGED if odds < 0.2 else FAILED if odds < 0.22 else None
+            drawn[key] = drawn[key] or done(kind.random())
+        return drawn[key]
+
+    return world
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 2**32), st.integers(0, 2**32))
+def test_the_order_of_results_does_not_matter(manifest, chance, order):
+    """Not to what is asked for, and not to what is chosen."""
+    known, results = trained(manifest, some_world(chance))
+    others, same = trained(manifest, some_world(chance), random.Random(order))
+    assert known.keys() == others.keys()
+    assert results == same
+    # Nor the order in which the manifest has its runs, nor what an earlier look has kept.
+    shuffled = random.Random(order).sample(manifest.runs, len(manifest.runs))
+    again = dataclasses.replace(manifest, runs=shuffled)
+    bowls, finals = of(manifest, results)
+    mixed, others = of(again, dict(random.Random(order).sample([*results.items()], len(results))))
+    assert {run.id for run in finals} == {run.id for run in others}
+    for name, bowl in bowls.items():
+        assert (bowl.rate, bowl.state) == (mixed[name].rate, mixed[name].state)
+    kept, partly = {}, {}
+    for id, result in results.items():
+        partly[id] = result
+        looked = further_kept(manifest, lambda run: partly.get(run.id), kept)
+        assert looked == further(manifest, partly)
+
+
+# The ladder.
+
+
+@pytest.fixture
+def config(manifest):
+    return next(iter(manifest.arms.values())).config
+
+
+def test_five_rates_around_the_configs_own(config):
+    assert ladder([], config) == [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
+    own = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=8e-3))
+    assert ladder([], own) == [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]
+    assert ladder([8e-3], config) == ladder([], own)
+
+
+def test_given_rates_are_taken_as_they_are(config):
+    given = [4e-3, 1e-3, 2e-3, 5e-4, 8e-3, 6e-3]
+    assert ladder(given, config) == [5e-4, 1e-3, 2e-3, 4e-3, 6e-3, 8e-3]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([1e-3, 2e-3], "2 rates are too few"),
+        ([1e-3, 2e-3, 4e-3, 8e-3], "4 rates are too few"),
+        ([1e-3, 1e-3, 1e-3, 2e-3, 4e-3], "3 rates are too few"),
+        ([1e-3, 2e-3, 4e-3, 8e-3, 2e-2], "at most a factor of two apart"),
+        ([1e-3, 1e-2, 1e-1, 1.0, 10.0], "at most a factor of two apart"),
+    ],
+)
+def test_a_ladder_with_too_few_rungs_or_too_wide_a_gap_is_refused(config, given, why):
+    with pytest.raises(UserError, match=rf"optim\.lr: .*{why}"):
+        ladder(given, config)
+
+
+def test_no_rate_is_beyond_what_a_run_can_have(expand):
+    """`optim.lr` is 1000 at most: the printed command of every run works."""
+    manifest = expand("seed=0", "optim.lr=200")
+    known, _ = trained(manifest, bowl_around(100))
+    assert max(run.changes["optim.lr"] for run in known.values()) <= 1000
+
+
+# The whole of it.
+
+
+def test_a_tuned_sweep_from_ladder_to_table(qkablate, tiny, tmp_path):
+    words = ["sweep", *tiny, "model.layers=1", "variant=no_q", "sweep.baseline=null", "workers=2"]
+    words += ["sweep.tune=true", "sweep.tuning_seeds=[1000]", "seed=0,1", "optim.lr=3e-2"]
+    first = qkablate(*words)
+    assert first.code == 0, first.err
+    results = {}
+    for path in tmp_path.glob("outputs/runs/*/result.json"):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        results[result["id"]] = result
+    tried = {id: result for id, result in results.items() if result["seed"] == 1000}
+    finals = {id: result for id, result in results.items() if id not in tried}
+    assert {result["status"] for result in results.values()} == {"done"}
+    assert len(tried) >= 5
+    assert sorted(result["seed"] for result in finals.values()) == [0, 1]
+    assert all(result["loss"]["test"] is None for result in tried.values())
+    assert all(result["loss"]["test"] > 0 for result in finals.values())
+    assert all(result["loss"]["val"] > 0 for result in results.values())
+
+    (folder,) = tmp_path.glob("outputs/sweeps/*/")
+    (bowl,) = json.loads((folder / "bowls.json").read_text(encoding="utf-8"))
+    assert bowl["arm"] == "no_q-d16-h2"
+    assert bowl["state"] in ("chosen", "on the edge")
+    points = {point["lr"]: point["by_seed"] for point in bowl["val_loss"]}
+    assert len(points) == len(tried)
+    assert sorted(loss for (loss,) in points.values()) == sorted(
+        result["loss"]["val"] for result in tried.values()
+    )
+    assert bowl["chosen"] == min(points, key=lambda rate: points[rate][0])
+    assert f"{bowl['chosen']:.3g}" in first.out
+
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("outputs/runs/*/*")}
+    again = qkablate(*words)
+    assert again.code == 0
+    assert again.out == first.out
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("outputs/runs/*/*")} == before

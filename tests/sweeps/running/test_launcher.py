@@ -1,0 +1,280 @@
+"""A sweep runs to its end, whatever happens to its runs, its launcher and its neighbours."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from qkablate.cli import main
+from tests.sweeps.watching import assert_same, final_state, results, status, wait_for_progress
+
+
+@pytest.fixture
+def here(tiny):
+    """A sweep on this machine."""
+    return ["sweep", *tiny, "sweep.baseline=null", "workers=2"]
+
+
+@pytest.fixture
+def grid(tiny, engine):
+    """The same with every engine: see `engine` in conftest.py."""
+    return ["sweep", *tiny, "sweep.baseline=null", *engine]
+
+
+def test_engines_train_the_same_runs(qkablate, grid, here, tmp_path):
+    """Bit for bit, under the same ids: so each goes on with what another has begun."""
+    words = ["variant=standard,no_q", "seed=0", "threads=1"]
+    assert qkablate(*here, *words, "out=reference").code == 0
+    assert qkablate(*grid, *words).code == 0
+    reference = {path.parent.name: path.parent for path in results(tmp_path, "reference")}
+    found = results(tmp_path)
+    assert {path.parent.name for path in found} == reference.keys()
+    for path in found:
+        assert_same(final_state(path.parent), final_state(reference[path.parent.name]))
+    for again in (grid, here):
+        assert qkablate(*again, *words).code == 0
+    assert results(tmp_path) == found
+    assert len(list(tmp_path.glob("outputs/sweeps/*/manifest.json"))) == 1
+
+
+def test_kill_9_of_a_launcher_loses_and_doubles_nothing(spawn, grid, here, qkablate, tmp_path):
+    words = [
+        "variant=standard,no_q",
+        "seed=0",
+        "threads=1",
+        "train.steps=1000",
+        "train.eval_every=1000",
+    ]
+    words += ["train.checkpoint_every=100"]
+    assert qkablate(*here, *words, "out=reference").code == 0
+    launcher = spawn(*grid, *words)
+    wait_for_progress(launcher, tmp_path)
+    _, states = status(qkablate)  # from another shell
+    assert "running" in states.values()
+    assert "done" not in states.values()
+    launcher.kill()
+    launcher.wait()
+    assert qkablate(*grid, *words).code == 0
+    for path in results(tmp_path, "reference"):
+        folder = tmp_path / "outputs" / "runs" / path.parent.name
+        assert_same(final_state(folder), final_state(path.parent))
+        if "engine=slurm" in grid:  # its jobs had stayed, and were taken over
+            assert json.loads((folder / "result.json").read_text())["attempt"] == 1
+
+
+def test_one_bad_run_harms_no_other(qkablate, grid, circuit, tmp_path):
+    names = ("raises", "killed", "crashes", "diverges", "starves")
+    files = ",".join(str(circuit(name)) for name in names)
+    words = [*grid, f"variant.file={files}", "seed=0"]
+    done = qkablate(*words)
+    assert done.code == 1
+    found, states = status(qkablate)
+    assert states == {
+        ("raises", 0): "failed",
+        ("killed", 0): "interrupted",
+        ("crashes", 0): "failed",
+        ("diverges", 0): "diverged",
+        ("starves", 0): "failed",
+    }
+    said = {state["variant"]: state["error"] for state in found["states"]}
+    assert said["raises"] == "ValueError: no queries today"
+    assert "SIGKILL" in said["killed"]
+    assert "SIGABRT" in said["crashes"]
+    assert "memory" in said["starves"]
+    for name in ("raises", "crashes", "starves"):
+        assert said[name] in done.out
+    # The same command resumes what was interrupted, and nothing else.
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("outputs/runs/*/result.json")}
+    again = qkablate(*words)
+    assert again.code == 1
+    _, states = status(qkablate)
+    assert states["killed", 0] == "done"
+    assert states["raises", 0] == "failed"
+    assert (
+        before.items()
+        <= {
+            path: path.stat().st_mtime_ns for path in tmp_path.glob("outputs/runs/*/result.json")
+        }.items()
+    )
+
+
+def test_failed_runs_are_tried_again_when_asked(qkablate, grid, circuit, tmp_path):
+    path = circuit("raises")
+    words = [*grid, f"variant.file={path}", "seed=0"]
+    assert qkablate(*words).code == 1
+    (tmp_path / "outputs" / "runs").rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").rename(tmp_path / "outputs" / "runs")
+    results = sorted(tmp_path.glob("outputs/runs/*/result.json"))
+    before = [path.stat().st_mtime_ns for path in results]
+    assert qkablate(*words).code == 1
+    assert [path.stat().st_mtime_ns for path in results] == before
+    done = qkablate(*words, "--retry", "failed")
+    assert done.code == 1
+    assert all(path.stat().st_mtime_ns > b for path, b in zip(results, before, strict=True))
+
+
+def test_what_runs_out_of_memory_beside_others_is_tried_once_alone(qkablate, here, circuit):
+    files = f"{circuit('starves_once')},{circuit('starves')}"
+    done = qkablate(*here, f"variant.file={files}", "seed=0")
+    assert done.code == 1
+    found, states = status(qkablate)
+    assert states == {("starves_once", 0): "done", ("starves", 0): "failed"}
+    assert [state["packed"] for state in found["states"]] == [1, 1]
+    assert done.err.count("again, alone") == 2
+
+
+def test_after_a_failure_it_stops_if_told_to(qkablate, grid, circuit):
+    words = [*grid, "on_failure=stop", "workers=1"]
+    done = qkablate(*words, f"variant.file={circuit('raises', 1)}", "seed=0,1,2")
+    assert done.code == 1
+    _, states = status(qkablate)
+    assert sorted(states.values()) == ["failed", "waiting", "waiting"]
+    assert "on_failure=stop" in done.err
+
+
+def test_a_sweep_that_grows_runs_only_what_is_new(qkablate, here, tmp_path):
+    assert qkablate(*here, "variant=standard", "seed=0,1").code == 0
+    before = results(tmp_path)
+    done = qkablate(*here, "variant=standard,no_q", "seed=0,1,2")
+    assert done.code == 0
+    after = results(tmp_path)
+    assert len(before) == 2
+    assert len(after) == 6
+    assert before.items() <= after.items()
+    assert len(list((tmp_path / "outputs" / "sweeps").glob("*/manifest.json"))) == 2
+    (newest,) = tmp_path.glob("outputs/sweeps/*/runs/no_q-*-s2-*")
+    assert newest.resolve() in [path.parent.resolve() for path in after]
+
+
+def test_a_run_of_a_sweep_is_the_run_of_train(qkablate, tiny, tmp_path):
+    """Bit for bit, and under the same id."""
+    words = ["variant=merged_w", "optim.lr=2e-3", "control=params", "seed=1"]
+    assert qkablate("sweep", *tiny, "sweep.baseline=standard", *words).code == 0
+    own = {path.parent.name: final_state(path.parent) for path in results(tmp_path)}
+    manifest = json.loads(next(tmp_path.glob("outputs/sweeps/*/manifest.json")).read_text())
+    assert len(own) == 2
+    (tmp_path / "outputs").rename(tmp_path / "of-the-sweep")
+    for run in manifest["runs"]:
+        arm = manifest["arms"][run["arm"]]["words"]
+        changes = [f"{key}={value}" for key, value in run["changes"].items()]
+        assert qkablate("train", *(f"{k}={v}" for k, v in arm.items()), *changes).code == 0
+        (folder,) = tmp_path.glob(f"outputs/runs/*-{run['id']}")
+        assert_same(own[folder.name], final_state(folder))
+
+
+def test_two_launchers_share_the_work(spawn, grid, tmp_path, qkablate):
+    words = [*grid, "variant=standard,no_q", "seed=0,1"]
+    launchers = [spawn(*words) for _ in range(2)]
+    ends = [launcher.communicate(timeout=240) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], ends
+    assert len(results(tmp_path)) == 4
+    # Each run was trained once: its journal has one row for every step that is logged.
+    for path in results(tmp_path):
+        rows = (path.parent / "metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(row)["step"] for row in rows if "train/loss" in row]
+        assert steps == sorted(set(steps))
+        assert json.loads(path.read_text())["attempt"] == 1
+    assert all(end[0] == ends[0][0] for end in ends)  # both show the whole table
+
+
+def test_an_interrupted_sweep_goes_on(spawn, grid, qkablate, tmp_path):
+    words = [*grid, "variant=standard", "seed=0,1,2", "train.steps=2000"]
+    words += ["train.eval_every=2000"]
+    launcher = spawn(*words)
+    wait_for_progress(launcher, tmp_path)
+    launcher.send_signal(signal.SIGINT)
+    out, err = launcher.communicate(timeout=120)
+    assert launcher.returncode == 130, err
+    assert "interrupted" in out
+    _, states = status(qkablate)
+    assert "running" not in states.values()
+    assert "interrupted" in states.values()
+    kept = list(tmp_path.glob("outputs/runs/*/checkpoints/step-*"))
+    assert kept
+    steps = max(int(path.name.removeprefix("step-")) for path in kept)
+    launcher = spawn(*words)
+    wait_for_progress(launcher, tmp_path, "train/loss", above=steps)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=120) == 130
+
+
+def test_sigterm_to_all_processes_of_a_launcher_ends_its_server_last(spawn, here, tmp_path):
+    """As `timeout` and systemd send it; without its server it would not know how a run went."""
+    words = ["variant=standard", "seed=0", "train.steps=2000", "train.eval_every=2000"]
+    launcher = spawn(*here, *words)
+    wait_for_progress(launcher, tmp_path)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    assert children
+    for pid in children:
+        os.kill(int(pid), signal.SIGTERM)
+    _, err = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, err
+    (said,) = tmp_path.glob("outputs/runs/*/output.log")
+    assert "its process ended" not in said.read_text()
+
+
+def test_a_second_interrupt_ends_it_at_once(spawn, grid, qkablate, tmp_path, circuit):
+    launcher = spawn(*grid, "variant=standard", "seed=0", "train.steps=100000", "model.layers=8")
+    wait_for_progress(launcher, tmp_path)
+    launcher.send_signal(signal.SIGSTOP)  # so that both arrive together
+    launcher.send_signal(signal.SIGINT)
+    launcher.send_signal(signal.SIGCONT)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=120) == 130
+    _, states = status(qkablate)
+    assert set(states.values()) == {"interrupted"}
+
+
+def test_kill_9_of_the_launcher_costs_nothing(qkablate, tiny, tmp_path):
+    """Twenty times, at random moments: exactly the runs of an undisturbed sweep, bit for bit."""
+    words = ["sweep", *tiny, "workers=2", "variant=standard,no_q", "seed=0,1,2"]
+    words += ["train.steps=40", "control=none,params"]
+    assert qkablate(*words).code == 0
+    calm = {path.parent.name: final_state(path.parent) for path in results(tmp_path)}
+    assert len(calm) == 9
+    chance = random.Random(0)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["qkablate.sweeps.running.launcher", "qkablate.sweeps.planning.expand"]
+    )
+    rough = [*words, "out=rough"]
+    kills, code = 0, None
+    while code != 0:
+        launcher = context.Process(target=quietly, args=(rough, str(tmp_path), os.environ["HOME"]))
+        launcher.start()
+        launcher.join(chance.uniform(0.1, 2.5) if kills < 20 else 240)
+        code = launcher.exitcode
+        assert code in (None, 0)
+        if code is None:
+            assert kills < 20
+            os.kill(launcher.pid, signal.SIGKILL)
+            launcher.join()
+            kills += 1
+        elif kills < 20:  # it was faster than we: take something away, and go on
+            code = None
+            forget_one(tmp_path / "rough", chance)
+    found = results(tmp_path, "rough")
+    assert {path.parent.name for path in found} == calm.keys()
+    for path in found:
+        assert_same(calm[path.parent.name], final_state(path.parent))
+    assert len(list((tmp_path / "rough" / "sweeps").glob("*/manifest.json"))) == 1
+
+
+def forget_one(out: Path, chance: random.Random) -> None:
+    """One run as it is after kill -9, just before its result."""
+    path = chance.choice(sorted(out.glob("runs/*/result.json")))
+    path.unlink()
+
+
+def quietly(words, folder, home):
+    """A launcher, in a process that is there already."""
+    os.chdir(folder)
+    os.environ["HOME"] = home
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    main(words)

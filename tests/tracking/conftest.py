@@ -1,6 +1,0 @@
-"""So that the tests here can import their helpers."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

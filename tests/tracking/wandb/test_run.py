@@ -1,0 +1,673 @@
+"""W&B is only a mirror: what it shows is right, and whatever it does, training goes on.
+
+W&B keeps a process, credentials and settings for as long as a Python process lives, so what
+starts it runs in a process of its own, in the empty home that every test has.
+"""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+
+from qkablate.config import TrackConfig
+from qkablate.errors import UserError
+from qkablate.tracking import Mirror
+from qkablate.tracking.wandb.mode import resolve_mode, silence_of
+from qkablate.tracking.wandb.run import OFFLINE, Identity, _flat
+from tests.tracking.wandb import log_reader
+from tests.tracking.wandb.fake_server import FakeServer, dead_url
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+METRICS = {
+    *("train/loss", "train/lr", "train/grad_norm", "val/loss", "val/bits_per_byte"),
+    *("perf/tokens_per_second", "perf/mfu"),
+    *("qk/stable_rank/L0", "ov/moved/L1", "attention/entropy/L0", "attention/induction/L1"),
+}
+BOUND = 120  # seconds: then it hangs
+
+Run = subprocess.CompletedProcess[str]
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def python(*words: str, **variables: str) -> Run:
+    """A Python process without a terminal, in the environment of the test."""
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+    )
+
+
+@pytest.fixture
+def overrides(tiny: list[str]) -> list[str]:
+    """A tiny run that asks for W&B, for once."""
+    return [word for word in tiny if not word.startswith("track.wandb=")]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Callable[[], list[Path]]:
+    return lambda: sorted((tmp_path / "outputs" / "runs").iterdir())
+
+
+def journal(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "crc32"} for row in rows]
+
+
+def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """W&B's view: what was said of one step is one row."""
+    merged: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        # Its own columns are left out, and the clock, which goes on between two rows of a step.
+        apart = ("seconds", "mechanism")
+        own = {name: plain(x) for name, x in row.items() if name[0] != "_" and name not in apart}
+        own |= means(row.get("mechanism", {}))
+        merged.setdefault(row["step"], {}).update(own)
+    return merged
+
+
+def means(mechanism: dict[str, Any]) -> dict[str, float]:
+    """Of the diagnostics: over the heads of each layer."""
+    return {
+        f"{part}/{name}/L{layer}": sum(heads) / len(heads)
+        for part, measures in mechanism.items()
+        for name, layers in measures.items()
+        for layer, heads in enumerate(layers)
+        if heads is not None and name != "singular"
+    }
+
+
+def plain(value: Any) -> Any:
+    """NaN by its name, as in the journal, so that it equals itself."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def best_and_last(rows: list[dict[str, Any]]) -> dict[str, float]:
+    losses = [row["val/loss"] for row in rows if "val/loss" in row]
+    return {"min": min(losses), "last": losses[-1]}
+
+
+def offline(run: Path) -> list[log_reader.Recorded]:
+    """What was recorded in a run's folder, in the order of the sittings."""
+    folders = sorted((run / "wandb").glob("offline-run-*"))
+    return [log_reader.read(folder) for folder in folders]
+
+
+def holding(text: str, *folders: Path) -> list[Path]:
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if text.encode() in path.read_bytes()]
+
+
+def test_diagnostics_are_sent_as_means_over_heads():
+    row = {
+        "step": 3,
+        "mechanism": {
+            "qk": {
+                "symmetry": [[0.5, 1.0], None],
+                "singular": [[[2.0, 1.0]], None],
+                "balance": [[None, 0.25], [None, None]],
+            },
+            "attention": {"entropy": [[1.0, 3.0], [0.0, 0.0]]},
+        },
+    }
+    assert _flat(row) == {
+        "step": 3,
+        "qk/symmetry/L0": 0.75,
+        "qk/balance/L0": 0.25,
+        "attention/entropy/L0": 2.0,
+        "attention/entropy/L1": 0.0,
+    }
+    assert _flat({"step": 1, "train/loss": 2.0}) == {"step": 1, "train/loss": 2.0}
+
+
+# Which mode
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "netrc", "mode"),
+    [
+        ("auto", {}, "", "offline"),
+        ("auto", {"WANDB_API_KEY": KEY}, "", "online"),
+        ("auto", {"WANDB_IDENTITY_TOKEN_FILE": "token"}, "", "online"),
+        ("auto", {}, f"machine api.wandb.ai login user password {KEY}", "online"),
+        ("auto", {}, f"default login user password {KEY}", "online"),
+        ("auto", {}, "machine api.wandb.ai login user", "offline"),
+        ("auto", {}, f"machine elsewhere.org login user password {KEY}", "offline"),
+        ("auto", {}, "not a netrc file", "offline"),
+        (
+            "auto",
+            {"WANDB_BASE_URL": "http://own.org:80"},
+            f"machine own.org:80 login user password {KEY}",
+            "online",
+        ),
+        (
+            "auto",
+            {"WANDB_BASE_URL": "http://own.org:80"},
+            f"machine api.wandb.ai login user password {KEY}",
+            "offline",
+        ),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "", "offline"),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "dryrun"}, "", "offline"),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, "", "disabled"),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "online"}, "", "online"),
+        ("offline", {"WANDB_API_KEY": KEY, "WANDB_MODE": "online"}, "", "offline"),
+        ("disabled", {"WANDB_API_KEY": KEY, "WANDB_MODE": "online"}, "", "disabled"),
+        ("online", {"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, "", "online"),
+    ],
+)
+def test_mode(asked, environment, netrc, mode, home, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if netrc:
+        (home / ".netrc").write_text(netrc + "\n")
+    assert resolve_mode(TrackConfig(wandb=asked)) == mode
+
+
+def test_a_server_chosen_by_wandb_login_needs_a_key_of_its_own(home):
+    (home / ".config" / "wandb").mkdir(parents=True)
+    settings = home / ".config" / "wandb" / "settings"
+    settings.write_text("[default]\nbase_url = https://own.org\n")
+    (home / ".netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    assert resolve_mode(TrackConfig()) == "offline"
+    (home / ".netrc").write_text(f"machine own.org login user password {KEY}\n")
+    assert resolve_mode(TrackConfig()) == "online"
+
+
+def test_the_netrc_may_lie_elsewhere(home, monkeypatch):
+    (home / "keys").write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    monkeypatch.setenv("NETRC", "~/keys")
+    assert resolve_mode(TrackConfig()) == "online"
+
+
+def test_online_without_a_key_is_a_mistake(monkeypatch):
+    with pytest.raises(UserError, match=r"track\.wandb: online needs a key"):
+        resolve_mode(TrackConfig(wandb="online"))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(UserError, match="needs a key"):
+        resolve_mode(TrackConfig())
+
+
+def test_an_unknown_mode_is_a_mistake(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    with pytest.raises(UserError, match="WANDB_MODE: 'ofline' is not one of"):
+        resolve_mode(TrackConfig())
+
+
+# Offline
+
+
+def test_an_offline_run_holds_everything_and_can_be_sent_later(overrides, runs, home, tmp_path):
+    done = python(
+        *("-m", "qkablate", "train", *overrides, "track.group=night", "track.tags=[a,b]"),
+        # A key is there, and is not to be used, nor written down.
+        **{"WANDB_MODE": "offline", "WANDB_API_KEY": KEY},
+        **{"WANDB_PROJECT": "ours", "WANDB_ENTITY": "us"},
+    )
+    assert done.returncode == 0, done.stderr
+    (run,) = runs()
+    result = json.loads((run / "result.json").read_text())
+    (recorded,) = offline(run)
+
+    assert recorded.id == f"{result['id']}-1"
+    assert recorded.name == result["label"] == "standard-d16-h2-s0"
+    assert (recorded.project, recorded.entity) == ("ours", "us")
+    assert (recorded.group, recorded.job_type) == ("night", "standard-d16-h2")
+    assert sorted(recorded.tags) == ["a", "b", "standard"]
+    assert recorded.config["model"]["d_model"] == 16
+    assert recorded.config["run_id"] == result["id"]
+    assert recorded.exit_code == 0
+    summary, read = recorded.summary, result["loss"]
+    assert [summary[f"final/{split}_loss"] for split in ("train", "val", "test")] == [
+        read[split] for split in ("train", "val", "test")
+    ]
+    assert (summary["params"], summary["final/tokens"]) == (result["params"]["total"], 384)
+    assert summary["final/flops"] == result["flops_per_token"] * 384
+    assert recorded.machine
+
+    rows = journal(run)
+    assert by_step(recorded.rows) == by_step(rows)
+    assert set(by_step(recorded.rows)) == {0, 2, 4, 6, 8, 10, 12}
+    assert all(row["_step"] == row["step"] for row in recorded.rows)
+    assert recorded.metrics["*"].step_metric == "step"
+    assert all(recorded.metrics[name].options.hidden for name in ("tokens", "flops", "seconds"))
+    assert summary["val/loss"] == best_and_last(rows)
+
+    assert set(recorded.artifacts) == {"run"}
+    files = recorded.artifacts["run"]
+    assert set(files) == {"config.yaml", "environment.json", "metrics.jsonl", "result.json"}
+    assert json.loads(files.pop("result.json").read_text()).items() <= (
+        {**result, "sha256": ANY, "wandb": None}.items()
+    )
+    assert all(path == run / name for name, path in files.items())  # nothing is copied
+    assert set().union(*recorded.rows) >= METRICS
+    assert all({"step", "tokens", "flops"} <= set(row) for row in recorded.rows + rows)
+
+    # Nothing beside the run's folder, nor a key in it.
+    assert list(home.rglob("*")) == []
+    assert not (tmp_path / "wandb").exists()
+    assert holding(KEY, tmp_path / "outputs") == []
+
+    assert done.stdout.strip().endswith(f"qkablate sync {run}")
+    assert result["wandb"] == OFFLINE
+    with FakeServer() as server:
+        variables = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
+        sent = python("-m", "qkablate", "sync", str(run), **variables)
+        assert sent.returncode == 0, sent.stderr
+        assert by_step(server.runs[recorded.id].rows) == by_step(rows)
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from qkablate.cli import main
+from qkablate.tracking import Journal
+
+out, *words = sys.argv[1:]
+from tests.tracking.wandb import log_reader
+
+def log(self, row, real=Journal.log):
+    real(self, row)
+    if row["step"] == 8:
+        # Its records reach the disk within a second, not only at the end.
+        end, (folder,) = time.monotonic() + 10, Path(out).glob("runs/*/wandb/offline-run-*")
+        while len(log_reader.read(folder).rows) < 3 and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Journal.log = log
+main(words)
+"""
+
+FAILED_THEN_DONE_THEN_AGAIN = """
+import contextlib, sys
+from qkablate.cli import main
+from qkablate.training.loop import Trainer
+
+def step(self, number, real=Trainer._step):
+    if number == 9:
+        Trainer._step = real
+        raise RuntimeError("the machine is on fire")
+    return real(self, number)
+
+Trainer._step = step
+words = sys.argv[1:]
+for more, code in ([], 1), ([], 0), (["--rerun"], 0):
+    try:
+        main([*words, *more])
+    except SystemExit as end:
+        assert end.code == code, (end.code, code)
+"""
+
+
+def test_sittings_of_one_attempt_share_an_id_and_a_rerun_has_its_own(overrides, runs, tmp_path):
+    out = str(tmp_path / "outputs")
+    killed = python("-c", KILLED, out, "train", *overrides, PYTHONPATH=str(ROOT))
+    assert killed.returncode == -9, killed.stderr
+    rest = python("-c", FAILED_THEN_DONE_THEN_AGAIN, "train", *overrides)
+    assert rest.returncode == 0, rest.stderr
+    assert "going on from step 4" in rest.stderr
+
+    (run,) = runs()
+    id_ = json.loads((run / "result.json").read_text())["id"]
+    first, second = offline(run / "attempts" / "1"), offline(run)
+    assert [recorded.id for recorded in first] == [f"{id_}-1"] * 3
+    assert [recorded.exit_code for recorded in first] == [None, 1, 0]
+    assert len(first[0].rows) >= 3  # killed, but not with empty hands
+    assert [set(by_step(recorded.rows)) for recorded in first[1:]] == [{6, 8}, {10, 12}]
+    together = by_step([row for recorded in first for row in recorded.rows])
+    rows = journal(run / "attempts" / "1")
+    assert set(together) == set(by_step(rows))
+    assert first[2].summary["val/loss"] == best_and_last(rows)  # not of the last sitting alone
+    assert [set(recorded.artifacts) for recorded in first] == [set(), {"run"}, {"run"}]
+    assert "metrics.jsonl" not in first[1].artifacts["run"]  # it failed, and has other rows since
+
+    assert [(recorded.id, recorded.exit_code) for recorded in second] == [(f"{id_}-2", 0)]
+    assert by_step(second[0].rows) == by_step(journal(run))
+
+
+# Online
+
+
+def test_several_online_runs_of_one_process_stay_apart(overrides, runs, home, tmp_path):
+    with FakeServer() as server:
+        machine = server.url.removeprefix("http://")
+        (home / ".netrc").write_text(f"machine {machine} login user password {KEY}\n")
+        done = python(
+            *("-m", "qkablate", "train", "-m", *overrides),
+            *("optim.lr=1e-3,1e3", "seed=0,1", "track.project=ours"),
+            WANDB_BASE_URL=server.url,
+        )
+    assert done.returncode == 3, done.stderr
+    assert len(server.runs) == len(runs()) == 4
+    statuses = []
+    for run in runs():
+        result = json.loads((run / "result.json").read_text())
+        received = server.runs[f"{result['id']}-1"]
+        assert by_step(received.rows) == by_step(journal(run))
+        assert received.name == result["label"]
+        assert received.group == received.job_type == "standard-d16-h2"
+        assert received.project == "ours"
+        assert received.tags == ["standard"]
+        assert received.config["seed"] == result["seed"]
+        assert received.system
+        left = server.of(f"{result['id']}-1")
+        assert json.loads(left["run"].files["result.json"])["status"] == result["status"]
+        assert left["run"].files["metrics.jsonl"] == (run / "metrics.jsonl").read_bytes()
+        if result["status"] == "done":
+            assert received.summary["val/loss"] == best_and_last(journal(run))
+            assert received.summary["final/test_loss"] == result["loss"]["test"]
+        assert received.complete
+        assert received.exit_code == (0 if result["status"] == "done" else 3)
+        assert result["wandb"].startswith(server.url)
+        statuses.append(result["status"])
+    assert sorted(statuses) == ["diverged", "diverged", "done", "done"]
+    assert "wandb:" not in done.stderr
+    assert [path.name for path in home.rglob("*")] == [".netrc"]
+    assert not (tmp_path / "wandb").exists()
+    assert holding(KEY, tmp_path / "outputs") == []
+
+
+# Trouble
+
+MIRROR = """
+import json, os, sys
+from pathlib import Path
+from qkablate.config import TrackConfig
+from qkablate.tracking import mirror, mode
+
+mode.CONNECT_SECONDS, mirror.INIT_SECONDS, mirror.FINISH_SECONDS = 1, 1, 1
+{before}
+notes, folder = [], Path(sys.argv[1])
+folder.mkdir()
+identity = mirror.Identity("abc-1", "a run", "a group", "an arm", ("a", "b"))
+it = mirror.Mirror(TrackConfig(), identity, folder, {{"seed": 1}}, notes.append)
+for step in range(5):
+    it.log({{"step": step, "train/loss": 1.5}})
+    {after_log}
+it.close({{"final/status": "done"}}, 0)
+print(json.dumps([notes, it.address]))
+"""
+
+
+def mirrored(run: Path, before: str = "", after_log: str = "", **variables: str) -> list[Any]:
+    """A mirror's notes and its address, after five rows."""
+    script = MIRROR.format(before=before, after_log=after_log)
+    done = python("-c", script, str(run), **variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_training_goes_on_offline_where_no_server_is(overrides, runs):
+    done = python(
+        *("-m", "qkablate", "train", *overrides),
+        WANDB_BASE_URL=dead_url(),
+        WANDB_API_KEY=KEY,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "does not answer" in done.stderr
+    assert "recording offline" in done.stderr
+    (run,) = runs()
+    (recorded,) = offline(run)
+    assert by_step(recorded.rows) == by_step(journal(run))
+    assert done.stdout.strip().endswith(f"qkablate sync {run}")
+
+
+@pytest.mark.parametrize("url", ["foo", "http://:x", "http://app.wandb.ai"])
+def test_training_goes_on_offline_where_the_address_is_none(url, overrides, runs):
+    words = ["-m", "qkablate", "train", *overrides]
+    done = python(*words, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "W&B" in line or "wandb" in line]
+    assert f"WANDB_BASE_URL: '{url}' is no address of a server (" in line
+    assert line.endswith("; recording offline")
+    (run,) = runs()
+    (recorded,) = offline(run)
+    assert by_step(recorded.rows) == by_step(journal(run))
+    assert done.stdout.strip().endswith(f"qkablate sync {run}")
+
+
+def test_a_wrong_address_matters_nothing_offline(tmp_path):
+    run = tmp_path / "run"
+    assert mirrored(run, WANDB_BASE_URL="foo") == [[], OFFLINE]
+    assert len(offline(run)[0].rows) == 5
+
+
+@pytest.mark.parametrize("url", ["foo", "http://:x", "http://[::1", "http://a b/"])
+def test_an_address_that_is_none_is_silent(url):
+    assert silence_of(url).startswith(f"{url} does not answer (")
+
+
+def test_a_server_that_answers_rubbish_is_silent():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(10_000)
+                connection.sendall(b"rubbish\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert silence_of(url) == f"{url} does not answer (rubbish)"
+        thread.join()
+
+
+def test_a_wrong_address_has_no_key_of_its_own(home, monkeypatch):
+    (home / ".netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://[::1")
+    assert resolve_mode(TrackConfig()) == "offline"
+
+
+@pytest.mark.parametrize(
+    ("server", "key", "said"),
+    [
+        ({"status": 401}, KEY, "401"),
+        ({}, "short", "WANDB_API_KEY invalid"),
+        ({"hangs_at": "/"}, KEY, "does not answer (timed out)"),
+        ({"hangs_at": "/graphql"}, KEY, "deadline"),
+        ({"dies_at": "/graphql"}, KEY, "deadline"),
+    ],
+)
+def test_a_run_that_cannot_begin_online_is_recorded_offline(server, key, said, tmp_path):
+    run = tmp_path / "run"
+    with FakeServer(**server) as fake:
+        notes, address = mirrored(run, WANDB_BASE_URL=fake.url, WANDB_API_KEY=key)
+    assert len(notes) == 1
+    assert said in notes[0]
+    assert "recording offline" in notes[0]
+    assert address == OFFLINE
+    (recorded,) = offline(run)
+    assert [row["step"] for row in recorded.rows] == [0, 1, 2, 3, 4]
+    assert recorded.exit_code == 0
+
+
+DYING = """
+import sys
+from qkablate.cli import main
+from qkablate.tracking import mirror
+
+mirror.FINISH_SECONDS = 2
+main(sys.argv[1:])
+"""
+
+
+def test_training_goes_on_when_the_server_dies(overrides, runs):
+    with FakeServer(dies_at="/file_stream") as server:
+        done = python(
+            *("-c", DYING, "train", *overrides),
+            WANDB_BASE_URL=server.url,
+            WANDB_API_KEY=KEY,
+        )
+        assert server.dead.is_set()
+    assert done.returncode == 0, done.stderr
+    (run,) = runs()
+    assert f"W&B: not all was sent in 2 s; to send it: qkablate sync {run}\n" in done.stderr
+    assert done.stdout.strip().endswith(f"qkablate sync {run}")
+    result = json.loads((run / "result.json").read_text())
+    assert (result["status"], result["wandb"]) == ("done", OFFLINE)
+    assert [row["step"] for row in journal(run)] == [0, 0, 2, 4, 6, 6, 6, *(8, 10, 12, 12, 12)]
+    # What could not be sent is on disk, and known to be missing.
+    (folder,) = (run / "wandb").glob("run-*")
+    assert by_step(log_reader.read(folder).rows) == by_step(journal(run))
+    with FakeServer() as server:
+        variables = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
+        sent = python("-m", "qkablate", "sync", f"out={run.parents[1]}", **variables)
+        assert sent.returncode == 0, sent.stderr
+        assert by_step(server.runs[f"{result['id']}-1"].rows) == by_step(journal(run))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for a process in /proc")
+def test_w_and_bs_own_process_may_die(tmp_path):
+    kill = """
+    if step == 2:
+        (child,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        os.kill(int(child), 9)
+        os.waitpid(int(child), 0)
+    """
+    notes, _ = mirrored(tmp_path / "run", after_log=kill.strip())
+    assert len(notes) == 1
+    assert notes[0].endswith("going on without it")
+
+
+def test_nobody_is_asked_for_a_key(tmp_path):
+    """Also not on a terminal where we took for a key what W&B does not."""
+    before = """
+import pty, tty
+_, slave = pty.openpty()
+for stream in (0, 2):
+    os.dup2(slave, stream)
+mirror.resolve_mode = lambda track: "online"
+"""
+    run = tmp_path / "run"
+    with FakeServer() as server:
+        notes, _ = mirrored(run, before, WANDB_BASE_URL=server.url, TERM="xterm")
+    assert notes == [
+        "W&B: No API key configured. Use `wandb login` to log in.; recording offline instead"
+    ]
+    assert len(offline(run)) == 1
+
+
+FULL_DISK = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+"""
+
+
+def test_a_full_disk_under_the_log_alone_is_told(tmp_path):
+    """W&B's process can write but a little; it tells nobody."""
+    notes, address = mirrored(
+        tmp_path / "run", FULL_DISK, "it.log({'step': step, 'a': 'b' * 4000})"
+    )
+    assert notes == ["W&B: not all was recorded (File too large); our own files have it all"]
+    assert address == OFFLINE
+
+
+def test_the_last_checkpoint_goes_with_track_artifacts(overrides, runs, tmp_path):
+    with FakeServer() as server:
+        done = python(
+            *("-m", "qkablate", "train", *overrides, "track.artifacts=true"),
+            **{"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY},
+        )
+        assert done.returncode == 0, done.stderr
+    (run,) = runs()
+    id_ = json.loads((run / "result.json").read_text())["id"]
+    model = server.of(f"{id_}-1")["model"]
+    step = "checkpoints/step-00000012"
+    assert {name for name in model.files if name.startswith(step)} == {
+        f"{step}/{path.name}" for path in (run / step).iterdir()
+    }
+    assert all(content == (run / name).read_bytes() for name, content in model.files.items())
+    for name, content in model.files.items():  # what comes back is a run to sample from
+        path = tmp_path / "back" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    sampled = python("-m", "qkablate", "sample", str(tmp_path / "back"))
+    assert sampled.returncode == 0, sampled.stderr
+
+
+class Stub:
+    """A W&B run that does as it likes."""
+
+    def __init__(self, log: Exception | None = None, finish: Exception | None = None) -> None:
+        self.summary: dict[str, Any] = {}
+        self.calls: list[str] = []
+        self._log, self._finish = log, finish
+
+    def log(self, row: dict[str, Any], step: int) -> None:
+        self.calls.append(f"log {step}")
+        if self._log:
+            raise self._log
+
+    def finish(self, exit_code: int) -> None:
+        self.calls.append(f"finish {exit_code}")
+        if self._finish:
+            raise self._finish
+
+
+def stubbed(monkeypatch, folder: Path, start: Callable[..., Any]) -> tuple[Mirror, list[str]]:
+    for name in ("WANDB_CACHE_DIR", "WANDB_ERROR_REPORTING"):
+        monkeypatch.setenv(name, "set here, so that it ends with the test")
+    monkeypatch.setattr(Mirror, "_start", start)
+    monkeypatch.setattr(Mirror, "_forget_everything", lambda self: None)
+    notes: list[str] = []
+    identity = Identity("abc-1", "a run", "a group", "an arm", ())
+    return Mirror(TrackConfig(), identity, folder, {}, notes.append), notes
+
+
+@pytest.mark.parametrize("finish", [None, RuntimeError("no"), TimeoutError("no")])
+def test_an_error_while_logging_ends_the_mirror_and_no_more(finish, monkeypatch, tmp_path):
+    stub = Stub(log=OSError("the disk is full\nand more of it"), finish=finish)
+    mirror, notes = stubbed(monkeypatch, tmp_path, lambda *_: stub)
+    for step in range(3):
+        mirror.log({"step": step})
+    mirror.close({}, 0)
+    assert notes == ["W&B: the disk is full; going on without it"]
+    assert stub.calls == ["log 0", "finish 1"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), TimeoutError("no")])
+def test_an_error_at_the_end_is_told(error, monkeypatch, tmp_path):
+    stub = Stub(finish=error)
+    mirror, notes = stubbed(monkeypatch, tmp_path, lambda *_: stub)
+    mirror.log({"step": 7})
+    mirror.close({"final/status": "done"}, 3)
+    mirror.close({}, 0)
+    assert stub.calls == ["log 7", "finish 3"]
+    assert stub.summary == {"final/status": "done"}
+    assert len(notes) == 1
+
+
+def test_a_mirror_that_cannot_begin_is_absent(monkeypatch, tmp_path):
+    def start(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    mirror, notes = stubbed(monkeypatch, tmp_path, start)
+    mirror.log({"step": 1})
+    mirror.close({}, 0)
+    assert notes[-1] == "W&B: the disk is full; going on without it"
+    assert mirror.address is None
+
+
+def test_disabled_means_that_w_and_b_is_not_even_imported(tmp_path):
+    script = MIRROR.format(before="", after_log="") + "assert 'wandb' not in sys.modules"
+    done = python("-c", script, str(tmp_path / "run"), WANDB_MODE="disabled")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[], None]
+    assert list((tmp_path / "run").iterdir()) == []
