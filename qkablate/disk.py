@@ -1,5 +1,6 @@
 """Names that outlast a power cut: a folder has to be forced to disk, not only what is in it. And
-files that are files: to open a pipe may take for ever."""
+files that are files: to open a pipe may take for ever.
+"""
 
 import errno
 import os
@@ -47,7 +48,8 @@ def read_file(path: Path, last: int | None = None) -> bytes:
 
 def append(path: Path) -> int:
     """A descriptor that writes at the end of a file, made where there is none; OSError for a link
-    and for what is no file."""
+    and for what is no file.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.open(path, flags, 0o666)
 

@@ -1,5 +1,6 @@
 """Keys and passwords: they stay where W&B and the Hub look for them, and reach nothing that is
-written or told."""
+written or told.
+"""
 
 import netrc
 import os

@@ -21,7 +21,8 @@ def aligned(
     columns: list[str], rows: list[list[str]], left: int = 1, wrap: tuple[str, ...] = ()
 ) -> list[str]:
     """The lines of a table: the first `left` columns to the left, numbers to the right. On a
-    terminal that is too narrow, the columns to `wrap` are broken into lines."""
+    terminal that is too narrow, the columns to `wrap` are broken into lines.
+    """
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     may = [i for i, column in enumerate(columns) if column in wrap] if sys.stdout.isatty() else []
     while may and sum(widths) + 2 * (len(widths) - 1) > shutil.get_terminal_size().columns:
@@ -82,7 +83,8 @@ def nats(number: float) -> str:
 
 def digits(value: float, half: float | None, *, signed: bool = False) -> str:
     """With no more digits than an interval so wide supports: two of its half. Four decimals where
-    there is none."""
+    there is none.
+    """
     places = 4
     if half is not None and math.isfinite(half) and half > 0:
         places = min(6, max(0, 1 - math.floor(math.log10(half))))

@@ -1,6 +1,7 @@
 """What n numbers say about the mean they are drawn around. The numbers are gaps of pairs of runs:
 one per seed, independent, roughly normal. The t interval decides; the bootstrap and the permutation
-of signs stand beside it (at n = 6 a BCa interval of 95 % covers 86 %: it is no judge)."""
+of signs stand beside it (at n = 6 a BCa interval of 95 % covers 86 %: it is no judge).
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -92,7 +93,8 @@ class Sample:
     @cached_property
     def sign_flip(self) -> float | None:
         """Two-sided p of the permutation test: a gap has either sign, were there none. Exact up to
-        sixteen numbers."""
+        sixteen numbers.
+        """
         if self.n < 2:
             return None
         exact = self.n <= _EXACT
@@ -112,7 +114,8 @@ def _t_quantile(tail: float, freedom: int) -> float:
 
 class Spread(Sample):
     """The same numbers, asked for their standard deviation: all that is told of a mean is told of
-    it, by the χ² distribution."""
+    it, by the χ² distribution.
+    """
 
     @cached_property
     def mean(self) -> float:
@@ -159,7 +162,8 @@ def sign_flip_speaks_from(comparisons: int = 1, alpha: float = ALPHA) -> int:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted so that all those below α can be believed together. (statsmodels' own collects
-    garbage in each call: 45 ms.)"""
+    garbage in each call: 45 ms.)
+    """
     adjusted, least = [0.0] * len(p_values), 0.0
     for place, number in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         least = max(least, min(1.0, (len(p_values) - place) * p_values[number]))
@@ -199,7 +203,8 @@ def power_within(mean: float, margin: float, sd: float, n: int, alpha: float = A
 
 def _over_sd(found: Callable[[Any], Any], sd: float, n: int, tail: float) -> float:
     """The mean of a probability that depends on half an interval's width, over what the measured
-    standard deviation may come out as. (The noncentral t has no values in the far tails.)"""
+    standard deviation may come out as. (The noncentral t has no values in the far tails.)
+    """
     if n < 2:
         return 0.0
     half = stats.t.isf(tail, n - 1) * sd * _measured(n) / math.sqrt(n)

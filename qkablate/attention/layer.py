@@ -105,7 +105,8 @@ class Attention(nn.Module):
         cache: Cache | None = None,
     ) -> Tensor:
         """What the layer adds to the stream x. With a cache, x are the next positions after what is
-        in it: keys and values of the past come from there."""
+        in it: keys and values of the past come from there.
+        """
         own = y_BSD is None
         y_BSD = x_BTD if y_BSD is None else y_BSD
         q_BHTE, k_BGSE = self.qk(x_BTD, y_BSD)

@@ -42,7 +42,8 @@ class Spec:
 
 class Draw(Protocol):
     """Draws the starting value of the tensor called `name` in this circuit, by that name alone, as
-    large as an entry of a matrix with `fan_in` rows (if not said: with the rows it has)."""
+    large as an entry of a matrix with `fan_in` rows (if not said: with the rows it has).
+    """
 
     def __call__(
         self,
@@ -87,7 +88,8 @@ class Circuit(nn.Module):
 
     def lr_multiplier(self) -> float:
         """What makes the circuit move as far per Adam step as standard's: the first step lowers a
-        loss by η Σ|gradient|, and that sum is standard's."""
+        loss by η Σ|gradient|, and that sum is standard's.
+        """
         return 1.0
 
     def bias_lr_multiplier(self) -> float:

@@ -1,5 +1,6 @@
 """`qkablate project`: a trained run put into another form and healed, so that a gap is split into
-what the form cannot represent and what training does not find."""
+what the form cannot represent and what training does not find.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -240,7 +241,8 @@ def _described(tasks: list[Task], words: list[str]) -> dict[str, Any]:
 
 def _scratch(fresh: "Plan | None", words: list[str]) -> tuple[Path | None, dict[str, Any]]:
     """The run from scratch, at the best of the rates that it was trained at, and what to say of it:
-    where none is done, what becomes one."""
+    where none is done, what becomes one.
+    """
     from qkablate.analysis.comparison.projection_gap import at_rates
     from qkablate.training.warm_start.finetune import RATE
 

@@ -131,7 +131,8 @@ def _train(composed: Any, rerun: bool, several: bool, ranks: Ranks) -> int:
 
 def settled(folder: Path) -> Observer:
     """An observer that knows whether the run is owned. What another machine, or this one before it
-    was switched off, left behind shows only in time."""
+    was switched off, left behind shows only in time.
+    """
     observer = Observer()
     found = observer.judge(folder)
     if not found.sure:

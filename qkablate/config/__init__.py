@@ -233,7 +233,8 @@ _WHAT |= {re.sub(r"\[(\w+), (\w+)\]", r"[\2, \1]", kind): what for kind, what in
 
 def explain(error: BaseException, known: Collection[str] = ()) -> str:
     """One line for what OmegaConf refused, in a config of the `known` keys: those of a run, if
-    unsaid."""
+    unsaid.
+    """
     known = known or keys()
     key = str(getattr(error, "full_key", "") or "").partition("[")[0]
     lines = str(getattr(error, "msg", None) or error).split("\n")

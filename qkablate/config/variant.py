@@ -60,7 +60,8 @@ def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig
 
 def variant_name(variant: VariantConfig) -> str:
     """The name that tells the truth: the user's own, the catalogue's for these circuits, or
-    'qk+ov'; with the rank or the number of groups, where those were open."""
+    'qk+ov'; with the rank or the number of groups, where those were open.
+    """
     ours = dataclasses.asdict(variant)
     known = {
         name: entry

@@ -32,7 +32,8 @@ class Server:
 
 def content(view: Any) -> dict[str, Any]:
     """What would be sent to a server, with ids that are the same every time. The library has no
-    public name for it, so that this function alone knows the private one."""
+    public name for it, so that this function alone knows the private one.
+    """
     sent: dict[str, Any] = view._to_model().model_dump(by_alias=True, exclude_none=True)
     for number, section in enumerate(sent["spec"]["section"]["panelBankConfig"]["sections"]):
         for place, panel in enumerate(section["panels"]):
@@ -76,7 +77,8 @@ def save(view: Any, app_url: str, known: Iterable[str]) -> Saved:
 
 def _found(view: Any, url: str) -> Any:
     """The view at the address, with what this one holds; None where it is gone, or has become
-    something that the library does not read."""
+    something that the library does not read.
+    """
     try:
         there = type(view).from_url(url)
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -14,7 +14,8 @@ PATTERN = r" ?[\p{L}\p{M}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}_]+|\n[ \t]*|[^\S
 
 def learn(texts: Iterable[str], size: int, progress: Callable[[int], object]) -> list[bytes]:
     """`size` tokens, fewer if the text has not so many: the 256 bytes, then each merge in turn of
-    the two neighbours that stand side by side most often. `progress` hears how many there are."""
+    the two neighbours that stand side by side most often. `progress` hears how many there are.
+    """
     words: Counter[str] = Counter()
     for text in texts:
         words.update(regex.findall(PATTERN, text))

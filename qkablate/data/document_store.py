@@ -1,5 +1,6 @@
 """The documents of a corpus on their way: written down as they come, then taken in another
-order."""
+order.
+"""
 
 import hashlib
 from array import array
@@ -60,7 +61,8 @@ class Spool:
 
     def arrange(self) -> dict[str, tuple[Spans, np.ndarray]]:
         """The documents of each published split ("" where there was none): each once, in the order
-        of their hashes; and these hashes, as numbers from 0 to 1."""
+        of their hashes; and these hashes, as numbers from 0 to 1.
+        """
         ends = np.frombuffer(self._ends, dtype=np.uint64).astype(np.int64)
         spans = np.stack([ends[:-1], ends[1:]], axis=1)
         digests = np.frombuffer(bytes(self._digests), dtype=">u8").reshape(-1, 2)
@@ -101,7 +103,8 @@ class Spool:
 class Room:
     """How much of a set of the Hub `data.max_tokens` asks for; of files everything is read, so that
     the splits stay what they are. Tokens that are not known yet can't be counted, so
-    enough is read for the longest; what is too much is left out in the end."""
+    enough is read for the longest; what is too much is left out in the end.
+    """
 
     def __init__(self, config: DataConfig) -> None:
         self._left: dict[str, float] = {}

@@ -27,7 +27,8 @@ _NO_NETWORK = (
 
 def documents(config: DataConfig) -> Source:
     """Every row is a document, or all rows from one that matches `document_start` to the next.
-    That it is within reach is seen at once, the rest when the documents are asked for."""
+    That it is within reach is seen at once, the rest when the documents are asked for.
+    """
     online = local_files(config) is not None or _reachable(config)
     if not online and not _cached(config):
         also = "" if "/" in str(config.name) or config.files else " and no folder of that name"
@@ -200,7 +201,8 @@ def _reachable(config: DataConfig) -> bool:
 
 def _cached(config: DataConfig) -> bool:
     """Whether HF_HOME may hold it; looked up before the library is imported, which takes a
-    while."""
+    while.
+    """
     import huggingface_hub.constants as constants
 
     if config.name in _READERS:

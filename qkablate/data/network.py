@@ -19,7 +19,8 @@ class Unreachable(Exception):
 
 def reachable(address: str, patience: float = PATIENCE) -> bool:
     """Whether a server answers at all, whatever it says. Looking up its name may take longer than
-    any timeout, so it is asked beside us."""
+    any timeout, so it is asked beside us.
+    """
     answered = threading.Event()
 
     def ask() -> None:
@@ -42,7 +43,8 @@ def reachable(address: str, patience: float = PATIENCE) -> bool:
 
 def fetching_tokens(load: Callable[[], T]) -> T:
     """What `load` makes of tiktoken's files: from its cache, or over the network if there is
-    one."""
+    one.
+    """
     import tiktoken.load as tiktoken_load
 
     fetch = tiktoken_load.read_file

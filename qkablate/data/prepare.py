@@ -117,7 +117,8 @@ def _cut(spool: Spool, spans: Spans, size: int) -> tuple[Spans, Spans]:
 
 def within_reach(config: DataConfig) -> tuple[Source, Tokenizer | None]:
     """The text, not read yet, and the tokenizer if it does not depend on it; UserError where one of
-    them cannot be had."""
+    them cannot be had.
+    """
     return _source(config), _known_tokenizer(config)
 
 

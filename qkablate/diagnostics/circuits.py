@@ -33,7 +33,8 @@ class Thin:
 
     def singular(self) -> Tensor:
         """All that can be more than zero, the largest first: of the E × E core between the two
-        factors' orthogonal parts, to 1e-8 of the largest."""
+        factors' orthogonal parts, to 1e-8 of the largest.
+        """
         value_NE, vector_NEE = torch.linalg.eigh(self.left_NDE.mT @ self.left_NDE)
         root_NEE = vector_NEE * value_NE.clamp(min=0).sqrt().unsqueeze(-2)
         core_NEE = root_NEE.mT @ (self.right_NDE.mT @ self.right_NDE) @ root_NEE
@@ -111,7 +112,8 @@ def stacked(matrices: list[Any]) -> Any:
 def qk_matrix(qk: QK) -> Matrix | None:
     """B_h of every head, in the scale that standard's scores have, so that forms compare; None
     where there is none. (A norm or a rotation that stands between it and the scores is left aside:
-    this is what the weights are.)"""
+    this is what the weights are.)
+    """
     if qk.no_circuit:
         return None
     scale, thin = qk.scale * math.sqrt(qk.spec.d_head), qk.thin()
@@ -165,7 +167,8 @@ def measures(matrix: Any, start: Any, *, rank: int, two_factors: bool) -> dict[s
 def directionality(matrix: Any) -> Tensor:
     """(C − R) / (C + R), after Saponati et al. (2025): C sums the norms of the columns that stand
     out of all columns', R those of the rows. 1: the matrix has strong columns alone (in B_h, what a
-    key must be like), −1: rows alone (a query), 0: as much of both, or of neither."""
+    key must be like), −1: rows alone (a query), 0: as much of both, or of neither.
+    """
     columns_N, rows_N = _outstanding(matrix.column_norms()), _outstanding(matrix.row_norms())
     both_N = columns_N + rows_N
     return torch.where(both_N == 0, 0.0, (columns_N - rows_N) / both_N)

@@ -33,7 +33,8 @@ class Panel:
     ) -> None:
         """`tokens`: what the attention is looked at with; `starts`: the layers as they began,
         where that is known; `autocast`: of the training, for what computes the streams that
-        attention reads."""
+        attention reads.
+        """
         self.model, self.tokens_BT, self.autocast = model, tokens_BT, autocast
         self.repeats_BT = repeated(tokens_BT)
         # What the matrices were at the start, kept on the CPU: a copy of the attention's weights.
@@ -46,7 +47,8 @@ class Panel:
     @torch.no_grad()
     def row(self) -> dict[str, dict[str, list[Any]]]:
         """{"qk": {measure: [[value per head] per layer]}, "ov": …, "attention": …}; None for a
-        layer that has no such measure, and for a number that is none."""
+        layer that has no such measure, and for a number that is none.
+        """
         kind, training = self.tokens_BT.device.type, self.model.training
         self.model.eval()
         try:
@@ -105,7 +107,8 @@ class Panel:
 
 def repeated(tokens_BT: Tensor) -> Tensor:
     """Blocks of random tokens, each twice in a row: of half the length, of tokens among the given
-    ones, without a token twice in a block where there are as many. The same whatever asks."""
+    ones, without a token twice in a block where there are as many. The same whatever asks.
+    """
     rows, length = tokens_BT.shape
     block = max(1, length // 2)
     known = np.unique(tokens_BT.cpu().numpy())

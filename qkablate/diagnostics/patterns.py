@@ -53,7 +53,8 @@ def patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
 def sink(a_BHTS: Tensor, seen_BHT: Tensor) -> Tensor:
     """What the later half of the queries give to the position of the earlier half that they give
     most, on average, beyond an equal share (1 of as many as a query sees); mean over sequences.
-    0 is uniform attention, near 1 all looks at one position, below 0 at none of them."""
+    0 is uniform attention, near 1 all looks at one position, below 0 at none of them.
+    """
     half = a_BHTS.shape[-1] // 2
     if not half:
         return a_BHTS.new_full(a_BHTS.shape[1:2], torch.nan)

@@ -23,7 +23,8 @@ def rows(vocabulary: int) -> int:
 
 def blocked_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
     """Mean cross-entropy of x weightᵀ in nats. The gradient is computed on the way, block by block,
-    so that every logit is computed once, and none is kept."""
+    so that every logit is computed once, and none is kept.
+    """
     kind = x_ND.device.type
     half = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_ND.dtype
     with torch.autocast(kind, enabled=False):

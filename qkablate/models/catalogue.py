@@ -36,7 +36,8 @@ class Foreign:
 
 def settle(config: Config) -> tuple[Config, dict[str, str]]:
     """The config with the names of the circuits that `variant.file` brings, and the hashes of the
-    files of all circuits from outside."""
+    files of all circuits from outside.
+    """
     variant = config.variant
     foreign: list[Foreign] = []
     if variant.file is not None:

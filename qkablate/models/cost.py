@@ -52,7 +52,8 @@ def forward_flops_per_token(
     model: GPT, keys: float, tokens_per_pass: float, answers: float = 1.0
 ) -> float:
     """Of the whole model, when a query sees `keys` keys on average, and the part `answers` of the
-    positions reaches the output projection."""
+    positions reaches the output projection.
+    """
     context = model.config.context
     flops = 2.0 * answers * model.token_embedding.weight.numel()  # as output projection
     for module in model.modules():

@@ -80,7 +80,8 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
         """Logits over the next token, logits_BTV. With caches (a layer each), the tokens are those
-        that come after what is in them."""
+        that come after what is in them.
+        """
         return linear(self.hidden(tokens_BT, caches), self.token_embedding.weight)
 
     def hidden(self, tokens_BT: Tensor, caches: list[Cache] | None = None) -> Tensor:
@@ -118,7 +119,8 @@ class GPT(nn.Module):
         reduction: str = "mean",
     ) -> Tensor:
         """Cross-entropy in nats; targets of -100 do not count. Where only some positions are to
-        answer, `where` names them, and the others never reach the output projection."""
+        answer, `where` names them, and the others never reach the output projection.
+        """
         weight_VD = self.token_embedding.weight
         many = targets_BA.numel() > output.rows(len(weight_VD))
         if many and reduction == "mean" and torch.is_grad_enabled():
@@ -154,7 +156,8 @@ class GPT(nn.Module):
 
     def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> "GPT":
         """As torch's own, which imports half of its compiler to make a tensor like one of no
-        device."""
+        device.
+        """
         assert recurse
 
         def empty(like: Tensor) -> Tensor:
@@ -217,7 +220,8 @@ class GPT(nn.Module):
 
 class _Init:
     """Draws starting values by name: GPT-2's (σ = 0.02, smaller where a matrix writes to the
-    residual stream), or torch's default for a linear layer (uniform within ±1/√fan_in)."""
+    residual stream), or torch's default for a linear layer (uniform within ±1/√fan_in).
+    """
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         self.config, self.seed = config, seed

@@ -1,5 +1,6 @@
 """The page: one file with everything in it, that asks nothing of any network and runs no script but
-its own, whatever the names in it are."""
+its own, whatever the names in it are.
+"""
 
 import base64
 import gzip

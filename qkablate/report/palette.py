@@ -88,7 +88,8 @@ class Look:
 
 def looks(variants: Iterable[str]) -> dict[str, Look]:
     """Standard is grey. Of several ranks or groups of a variant the first has its look; these, and
-    variants that are not ours, take the first looks that are free. Beyond 28 they come again."""
+    variants that are not ours, take the first looks that are free. Beyond 28 they come again.
+    """
     slots: dict[str, int] = {}
     names = sorted({*variants}, key=lambda name: (name != "standard", _slot(name), name))
     for name in names[names[:1] == ["standard"] :]:

@@ -61,7 +61,8 @@ class Chapter:
     @cached_property
     def groups(self) -> dict[str, list[Entry]]:
         """What is drawn in one panel: the arms that stand against one baseline, with it, and those
-        that stand against none."""
+        that stand against none.
+        """
         found: dict[str, list[Entry]] = {}
         for family in self.families:
             found[family.baseline.name] = [family.baseline, *(g.arm for g in family.gaps)]

@@ -54,7 +54,8 @@ def positions(vocabulary: int) -> int:
 
 def steps(config: Config) -> range:
     """At which predictions are kept, the last step apart: with every look at the model, or with
-    every second, third, … of them where that were too many files."""
+    every second, third, … of them where that were too many files.
+    """
     last, every = int(config.train.steps), config.diagnose.every
     every = config.train.eval_every if every == "auto" else int(every)
     if not every:
@@ -110,7 +111,8 @@ def read(path: Path) -> tuple[About, np.ndarray]:
 
 def unpacked(path: Path, most: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """What a small safetensors file tells of itself, and its tensors, of so many bytes at most;
-    ValueError for what cannot be read."""
+    ValueError for what cannot be read.
+    """
     try:
         content = _content(path, most)
         size = int.from_bytes(content[:8], "little")

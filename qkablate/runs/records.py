@@ -1,5 +1,6 @@
 """What stands in a run's files, and whether it is what was written: JSON, rows of metrics, the
-frozen config, the result under its seal."""
+frozen config, the result under its seal.
+"""
 
 import hashlib
 import json
@@ -86,7 +87,8 @@ def read_json(path: Path) -> Any:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The frozen config as plain data, with the id and the identity; ValueError for what no run
-    writes."""
+    writes.
+    """
     import yaml
 
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is

@@ -70,7 +70,8 @@ def identity(
     circuits_from_outside: Mapping[str, str],
 ) -> dict[str, Any]:
     """Everything that can change the result. The config must be resolved; of circuits from outside
-    the package, the hashes of their files stand for them."""
+    the package, the hashes of their files stand for them.
+    """
     frozen = dataclasses.asdict(config)
     for key in _NOT_IDENTITY:
         del frozen[key]

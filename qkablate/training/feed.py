@@ -9,7 +9,8 @@ from qkablate.data import Batch, Steps
 
 class Feed:
     """On a GPU the next step's batches are on their way, from pinned memory, while this one's
-    computes: a kernel is only queued when Python goes on."""
+    computes: a kernel is only queued when Python goes on.
+    """
 
     def __init__(
         self,
@@ -19,7 +20,8 @@ class Feed:
         first: int = 0,
     ) -> None:
         """`own`: which of a step's batches this process takes; `first`: where in the order of the
-        batches step 0 stands."""
+        batches step 0 stands.
+        """
         self._steps, self._device, self._own, self._first = steps, device, own, first
         self._ahead: tuple[int, list[Batch]] = (-1, [])
 

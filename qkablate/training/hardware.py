@@ -25,7 +25,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def resolve(config: Config, *, elsewhere: bool = False) -> Config:
     """The config with device, precision, compile and threads settled, or why they can't be.
-    `elsewhere`: it is trained on another machine, which may have a GPU where this one has none."""
+    `elsewhere`: it is trained on another machine, which may have a GPU where this one has none.
+    """
     if elsewhere and config.device == "cuda" and not torch.cuda.is_available():
         return _unseen(config)
     device = _device(config.device)
@@ -124,7 +125,8 @@ def _compile(wish: bool | str, device: str) -> bool:
 
 def fast_bf16() -> bool:
     """Whether this CPU multiplies faster in bf16 than in fp32. A question of what it is, and not
-    of a time that was taken: the answer is part of a run's id."""
+    of a time that was taken: the answer is part of a run's id.
+    """
     found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     if not torch.backends.mkldnn.is_available():  # which has the products
         return False
@@ -138,7 +140,8 @@ def fast_bf16() -> bool:
 
 def slow_fp32() -> bool:
     """Whether torch's products in fp32 leave half of this CPU unused: they are MKL's, which keeps
-    AVX-512 for Intel's. Like the above, a question of what it is."""
+    AVX-512 for Intel's. Like the above, a question of what it is.
+    """
     found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     amd = "AMD" in str(found.get("cpu_name", ""))
     return bool(amd and found.get("avx512_f") and torch.backends.mkl.is_available())
@@ -177,7 +180,8 @@ def prepare(config: Config) -> None:
 
 def _keep_memory() -> None:
     """Have malloc keep what is freed, for the next step: glibc gives large blocks back, and to take
-    them again, a page at a time, costs up to a fifth of a step."""
+    them again, a page at a time, costs up to a fifth of a step.
+    """
     with contextlib.suppress(OSError, AttributeError):  # another libc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: no block is the system's own
@@ -198,7 +202,8 @@ def autocast(config: Config) -> contextlib.AbstractContextManager[Any]:
 
 def seed(device: str, key: int) -> None:
     """Set the global generators, for what draws from them (dropout): torch.manual_seed does the
-    same for every device torch knows, at ten times the cost."""
+    same for every device torch knows, at ten times the cost.
+    """
     value = key % 2**63
     torch.default_generator.manual_seed(value)
     if device.startswith("cuda"):

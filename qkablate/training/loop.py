@@ -166,7 +166,8 @@ class Trainer:
 
     def _settle_buckets(self) -> None:
         """DDP orders its buckets by the first pass, and an order is a rounding of its own: without
-        a pass before all others, a resumed run would go on as no undisturbed one does."""
+        a pass before all others, a resumed run would go on as no undisturbed one does.
+        """
         batch = self.feed.take(self.progress.step)[0]
         with hardware.autocast(self.config):
             loss = self.training_loss(*batch[:3])

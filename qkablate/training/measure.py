@@ -33,7 +33,8 @@ def step_times(
     configs: Sequence[Config], vocabulary: int, progress: Callable[[float], Any]
 ) -> list[Measured]:
     """The time of a training step of each config. All run on one device with one set of threads;
-    `progress` hears how large a part is done."""
+    `progress` hears how large a part is done.
+    """
     with hardware.process_state():
         return _in_turns(configs, vocabulary, progress)
 

@@ -13,7 +13,8 @@ from qkablate.models.gpt import GPT
 
 class AdamW(torch.optim.AdamW):
     """torch's own, without what keeps its compiler out of these methods: to do so torch imports
-    that compiler, which takes a second, and nothing here compiles an optimiser."""
+    that compiler, which takes a second, and nothing here compiles an optimiser.
+    """
 
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
     state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)

@@ -59,7 +59,8 @@ def plan(
 ) -> Plan:
     """Resolve what depends on machine and data; UserError for whatever can't be. `elsewhere`: this
     machine does not train it. Of a process that `writes` nothing no room is asked. `data`: what is
-    open already."""
+    open already.
+    """
     config, parent = start.settled(config)
     config, hashes = settle(hardware.resolve(config, elsewhere=elsewhere))
     if writes:

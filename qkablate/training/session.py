@@ -84,7 +84,8 @@ def run(
 ) -> Outcome:
     """Train the run, as one of `packed` that share the machine, or find its result: a failed one is
     trained again, unless `retry` is false. Raises Owned, Stopped or Lost. Of several processes
-    the first one calls this, and the others `follow`."""
+    the first one calls this, and the others `follow`.
+    """
     if plan.config.train.shard and ranks.count > 1 and plan.config.precision == "fp16":
         raise UserError("train.shard: true has no loss scaling for fp16 (allowed: bf16, fp32)")
     with plan.run.owned(observer) as owner:
@@ -196,7 +197,8 @@ class Brief:
 
 def follow(ranks: Ranks) -> int:
     """All that the processes but the first do: compute, and write nothing. The exit code; raises
-    Stopped as `run` does."""
+    Stopped as `run` does.
+    """
     word = ranks.hear()
     if not isinstance(word, Brief):
         return int(word)

@@ -1,5 +1,6 @@
 """How someone asks for a sitting's end: Ctrl-C, `kill`, a terminal that is closed, a cluster that
-needs the machine."""
+needs the machine.
+"""
 
 import signal
 from collections.abc import Iterator

@@ -29,7 +29,8 @@ def numbers(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
 @check("any weights", "d_head ≥ T: every positive stochastic A is some softmax", standard)
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     """Bhojanapalli et al. (2020), theorem 1, by construction; and its bound: log A, up to a shift
-    per row, has rank d_head at most, so with d_head = 1 the rows of two tokens are tied."""
+    per row, has rank d_head at most, so with d_head = 1 the rows of two tokens are tied.
+    """
     length = 4
     spec = Spec(d_model=6, heads=1)
     qk = SeparateQK(spec).to(x_BTD)
@@ -70,7 +71,8 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
 )
 def _(layer: Attention, x_BTD: Tensor) -> Found:
     """‖A Bᵀ − diag(s)‖² + λ/2 (‖A‖² + ‖B‖²) is least where each singular value is max(0, s − λ/2);
-    ‖W − diag(s)‖² + λ/2 ‖W‖² where it is s / (1 + λ/2)."""
+    ‖W − diag(s)‖² + λ/2 ‖W‖² where it is s / (1 + λ/2).
+    """
     decay = 0.6
     s = torch.tensor([0.2, 0.4, 0.6, 0.8, 1.0]).to(x_BTD)
     a, b = (0.5 * numbers(x_BTD, 5, 5, seed=i) for i in (0, 1))

@@ -46,7 +46,8 @@ class World:
     def finish(self, loss: Callable[[SweepRun], Any]) -> "World":
         """Give every run its result: a number is the test loss of a run that is done (validation a
         tenth higher), a word a status without one, a map what result.json says otherwise; None
-        leaves it waiting. Goes on while new runs follow."""
+        leaves it waiting. Goes on while new runs follow.
+        """
         written: set[str] = set()
         while new := [run for run in self.runs() if run.id not in written]:
             for run in new:

@@ -3,7 +3,8 @@ they find what is there. Gaps are normal, and every study is judged by the code 
 ones. `python tests/analysis/simulation.py` prints the table, in some three minutes;
 `test_simulation.py` holds it to what is promised.
 
-Lengths are in margins: a truth of 1 is a mean gap of one margin, a spread of 1 as wide a one."""
+Lengths are in margins: a truth of 1 is a mean gap of one margin, a spread of 1 as wide a one.
+"""
 
 import gc
 import math
@@ -86,7 +87,8 @@ def rate(hits: Sequence[bool]) -> Rate:
 
 def untrue(kind: str, truth: float) -> set[str]:
     """The words that are wrong of one part. At the edge itself, inside and outside are both wrong:
-    that is where errors are the most frequent."""
+    that is where errors are the most frequent.
+    """
     inside, outside = {
         "noninferior": (truth <= 1, truth >= 1),
         "equivalent": (abs(truth) <= 1, abs(truth) >= 1),
@@ -228,7 +230,8 @@ def peeked(studies: int = STUDIES) -> Rate:
 
 def family(arms: int, correlation: float, n: int = 6, studies: int = STUDIES) -> Rate:
     """Studies in which Holm lets any of some arms differ, and none does. A common baseline
-    correlates their gaps by a half."""
+    correlates their gaps by a half.
+    """
     x_SAN = normals(studies, n, parts=arms, correlation=correlation)
     with little_garbage():
         return rate(
@@ -304,7 +307,8 @@ def kept(kind: str, truth: float, spread: float, n: int) -> tuple[Promise, Promi
 
 def enough(kind: str, truth: float, spread: float) -> tuple[int, Rate]:
     """The seeds that are needed were a pilot study's mean and spread the true ones, and how many
-    studies of that size are settled."""
+    studies of that size are settled.
+    """
     pilot = np.array([-1.0, 0.0, 1.0])
     values = MARGIN * (truth + spread * pilot)
     n = Part(kind, kind, MARGIN, Sample(tuple(map(float, values)))).needed()

@@ -1,6 +1,7 @@
 """What is promised of intervals, verdicts and power, counted in studies whose truth is known: see
 `simulation.py`, which prints it all. A rate may be three standard errors off; the draws are always
-the same."""
+the same.
+"""
 
 import math
 
@@ -87,7 +88,8 @@ def test_of_four_arms_that_do_not_differ_rarely_any_is_said_to(correlation):
 
 def test_the_tests_would_notice():
     """Errors come as often as they may where they are said to, so that a level which is twice too
-    high is seen; and looking all the time without `spent` is."""
+    high is seen; and looking all the time without `spent` is.
+    """
     often = ALPHA - (at_most() - ALPHA)
     narrow, wide = (simulation.of_one("better", -1, spread) for spread in (0.25, 4))
     assert float(narrow[SUPPORTED]) > often

@@ -41,7 +41,8 @@ PROBABILITIES = st.floats(0, 1)
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage():
     """statsmodels collects garbage at every correction: 50 ms with all the modules of the tests,
-    and nothing while these are set aside."""
+    and nothing while these are set aside.
+    """
     gc.freeze()
     yield
     gc.unfreeze()
@@ -60,7 +61,8 @@ def signs_by_brute_force(values):
 
 def bca_by_hand(values, resamples=20_000):
     """Efron's interval (1987): bias from the share below the mean, acceleration from leaving one
-    out."""
+    out.
+    """
     x = np.array(values)
     drawn_again = np.random.default_rng(1).choice(x, (resamples, len(x))).mean(1)
     ties = (drawn_again == x.mean()).mean() / 2
@@ -270,7 +272,8 @@ def test_random_signs_never_say_impossible(n):
 @pytest.mark.parametrize(("comparisons", "n"), [(1, 6), (4, 8), (25, 10)])
 def test_signs_speak_from_six_eight_and_ten(comparisons, n):
     """The clearest data there can be: all of one sign. One pair less, and not even they pass when
-    every comparison has them; with n, one such comparison passes beside any others."""
+    every comparison has them; with n, one such comparison passes beside any others.
+    """
     assert sign_flip_speaks_from(comparisons) == n
     fewer, enough = (Sample(tuple(map(float, range(1, m + 1)))).sign_flip for m in (n - 1, n))
     assert (fewer, enough) == (2 / 2 ** (n - 1), 2 / 2**n)
@@ -355,7 +358,8 @@ def test_power_is_statsmodels_s(n):
 
 def power_within_by_owen(mean, margin, sd, n, alpha=0.05):
     """Owen's Q (1965): the chi density times the normal probability, up to the spread at which the
-    interval is as wide as the margins."""
+    interval is as wide as the margins.
+    """
     df, t = n - 1, stats.t.isf(alpha, n - 1)
     error = sd / math.sqrt(n)
     widest = margin / (t * error)

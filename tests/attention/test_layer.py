@@ -265,7 +265,8 @@ def test_what_has_no_meaning_says_why(qk, ov, other, reason):
 
 def test_everything_else_has_a_meaning():
     """Every pair of the tables, under every norm and position, is built or refused for one of the
-    reasons above."""
+    reasons above.
+    """
     refused = set()
     for qk, ov, norm, position in product(
         QK_CIRCUITS, OV_CIRCUITS, ("none", "qk", "unit_keys"), ("none", "alibi", "rope")

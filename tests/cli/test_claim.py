@@ -1,5 +1,6 @@
 """`qkablate claim` as a user types it: from a file of one's own to a verdict, and what is said when
-it was edited, when it is not finished, and of mistakes."""
+it was edited, when it is not finished, and of mistakes.
+"""
 
 import json
 import shlex

@@ -1,5 +1,6 @@
 """`qkablate report` as a user types it: a page, a text or pictures, of sweeps, claims and runs, and
-what is said of mistakes."""
+what is said of mistakes.
+"""
 
 import json
 import re

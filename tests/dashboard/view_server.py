@@ -8,7 +8,8 @@ from tests.tracking.wandb.fake_server import FakeServer
 
 class ViewServer(FakeServer):
     """views: what was saved, by the name under which it is stored. refuses: an operation that it
-    answers with an error."""
+    answers with an error.
+    """
 
     def __init__(self, refuses: str = "", **ways: Any) -> None:
         super().__init__(**ways)

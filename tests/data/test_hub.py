@@ -56,7 +56,8 @@ def silent():
 @pytest.fixture(autouse=True)
 def point(tmp_path, monkeypatch, nobody):
     """Both libraries have an empty HF_HOME, and a Hub where the test says, or none. A process of
-    its own reads the environment; here they have read it already."""
+    its own reads the environment; here they have read it already.
+    """
     import datasets.config as of_datasets
     import huggingface_hub.constants as of_client
     from huggingface_hub import HfFileSystem

@@ -83,7 +83,8 @@ def chapter(finished, chapter_of) -> Chapter:
 @pytest.fixture(scope="session")
 def claimed(corpus, tmp_path_factory) -> Callable[..., Chapter]:
     """A chapter of the claim that no_q is no worse than standard by 0.01, and of runs with exactly
-    that gap; or of the same runs by a part that says something else, which is exploratory."""
+    that gap; or of the same runs by a part that says something else, which is exploratory.
+    """
     grid = {"variant": "standard,no_q"}
     frozen: list[Any] = []
 

@@ -25,7 +25,8 @@ SWEEP = ("variant=standard,no_q,shared_qk", "model.d_model=16,32", "seed=range(4
 @pytest.fixture(scope="module")
 def browser():
     """Headless; where there is none, the tests skip, unless the surroundings say that it must be
-    there."""
+    there.
+    """
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         missing = f"no browser: none of {', '.join(BROWSERS)} is on the path"
@@ -77,7 +78,8 @@ def address(cached_world, tmp_path):
 @pytest.fixture
 def opened(browser):
     """Open a page, and fail where it says anything to the console, asks for anything, or has a
-    script of a stranger run."""
+    script of a stranger run.
+    """
     contexts = []
     trouble: list[str] = []
 

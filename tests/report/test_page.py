@@ -1,5 +1,6 @@
 """The page: one file that needs nothing else, runs nothing but its own, and repeats whatever names
-there are as words."""
+there are as words.
+"""
 
 import base64
 import gzip

@@ -166,7 +166,7 @@ def test_a_key_in_the_code_that_runs_is_not_kept(tmp_path, monkeypatch):
     for words in (["init", "-q"], ["add", "conf"], ["commit", "-q", "-m", "a"]):
         subprocess.run([*git, *words], check=True)
     file.write_text(f"a: 2  # WANDB_API_KEY={'0123456789' * 4}\n")
-    monkeypatch.setattr(runs, "__file__", str(tmp_path / "qkablate" / "runs.py"))
+    monkeypatch.setattr(runs, "__file__", str(tmp_path / "qkablate" / "runs" / "run.py"))
     diff = environment(Config(), {})["code"]["diff"]
     assert "+a: 2  # WANDB_API_KEY=***" in diff
 

@@ -48,7 +48,8 @@ class Disk:
 
     def lock(self) -> None:
         """It is covered by itself, read-only: no disk on which files are open for writing can be
-        locked, and theirs go on."""
+        locked, and theirs go on.
+        """
         subprocess.run(["mount", "--bind", self.folder, self.folder], check=True)
         subprocess.run(["mount", "-o", "remount,bind,ro", self.folder], check=True)
 

@@ -30,7 +30,8 @@ _TIMED = 0.25  # and that come from outside, by the clock
 
 def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     """The functions at which a process kills itself, by what it does there, and at which of their
-    calls at the latest."""
+    calls at the latest.
+    """
     import safetensors.torch
     import torch
 

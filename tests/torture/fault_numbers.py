@@ -124,7 +124,8 @@ def _started(chance: random.Random, out: Path, words: list[str]) -> tuple[str, s
 
 def _overflowing(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
     """Gradients that no fp16 can hold: the scaler passes these steps over and finds a scale, also
-    when the run is interrupted meanwhile. (fp16 for GPUs, computed here.)"""
+    when the run is interrupted meanwhile. (fp16 for GPUs, computed here.)
+    """
     exponent, stop = chance.randrange(22, 28), chance.randrange(1, 29)
     words = [*words, "train.steps=30", "train.checkpoint_every=7", "track.log_every=1"]
     scalers = []
@@ -167,7 +168,8 @@ def _end(out: Path) -> Any:
 
 def _swept(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
     """Of two arms with three seeds, one run or all runs of one arm go wrong: what is told of the
-    sweep has no NaN, leaves these pairs out, and ranks no such arm."""
+    sweep has no NaN, leaves these pairs out, and ranks no such arm.
+    """
     whole = chance.random() < 0.5
     bad = ["0", "1", "2"] if whole else [str(chance.randrange(3))]
     for arm in ("standard", "no_q"):

@@ -84,7 +84,8 @@ class _Disk:
 
 def _torn(sure: bytes, seen: bytes, chance: random.Random) -> bytes:
     """Of every sector the old or the new content, or zeros where there was none; of any length
-    between."""
+    between.
+    """
     shorter, longer = sorted((len(sure), len(seen)))
     size = chance.choice((len(sure), len(seen), chance.randint(shorter, longer)))
     found = bytearray()
@@ -125,7 +126,8 @@ class _Recorder:
 
     def _note(self, forced: int | None, run: str, step: int | None) -> None:
         """A moment: the inode that has just been forced to disk, or the run that has just got a
-        checkpoint, or, with no step, its result."""
+        checkpoint, or, with no step, its result.
+        """
         with self._lock:
             self._look()
             if forced in self.disk.seen:

@@ -45,7 +45,8 @@ def _train_words(folder: Path, out: Path, cache: Path) -> list[str]:
 
 def _at_once(actors: dict[str, Callable[[], int]], folder: Path) -> dict[str, int | None]:
     """Fork a process for each, which says what it says into <folder>/<name>.txt; their exit codes,
-    None for what hangs."""
+    None for what hangs.
+    """
     folder.mkdir(parents=True)
     pids = {}
     for name, act in actors.items():
@@ -83,7 +84,8 @@ def _command(*words: str) -> int:
 
 def _launch(words: list[str], trained: Path) -> int:
     """A launcher that writes down what is trained; its runs are forked from itself, which is warm
-    already."""
+    already.
+    """
     from qkablate.training import session
 
     def sit(plan: Any, *what: Any, real: Callable[..., Any] = session._sit) -> Any:

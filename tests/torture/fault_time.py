@@ -60,7 +60,8 @@ def _clock_jumps(chance: random.Random, out: Path, words: list[str]) -> tuple[st
 
 def _two_machines(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
     """Two that want the same run, hours apart by their clocks: one trains, the other says by whom
-    it is trained, or finds the result."""
+    it is trained, or finds the result.
+    """
     shifts = [chance.uniform(-1e5, 1e5) for _ in range(2)]
     errs = [out.with_suffix(f".{n}.err") for n in range(2)]
     children = [
@@ -162,6 +163,7 @@ def _numbers(out: Path) -> tuple[object, list[object]]:
 
 def _files(out: Path) -> dict[Path, bytes]:
     """What stands in the run's folder, but for the claims: the sleeper's heart may beat once more
-    in its own, which counts no longer."""
+    in its own, which counts no longer.
+    """
     found = [path for path in out.rglob("*") if path.is_file() and path.parent.name != "owner"]
     return {path: path.read_bytes() for path in found}

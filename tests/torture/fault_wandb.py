@@ -138,7 +138,8 @@ def _words(folder: Path, seed: int) -> list[str]:
 
 def _train(name: str, seed: int, folder: Path, out: Path) -> None:
     """Train beside such a server, or without W&B; how long that made training wait stands in
-    waited.json."""
+    waited.json.
+    """
     out.mkdir(exist_ok=True)
     os.chdir(out)
     for descriptor in (1, 2):

@@ -1,5 +1,6 @@
 """A command in a forked child, watched: what it says, how it ends, and what it does that no command
-should: start a program, reach for the network, write outside its folder."""
+should: start a program, reach for the network, write outside its folder.
+"""
 
 import os
 import resource
@@ -89,7 +90,8 @@ def command(
     notes_in: Path | None = None,
 ) -> Said:
     """Say it in the folder `box`, all that may be written; `room` is the memory it may take beyond
-    what is taken."""
+    what is taken.
+    """
     beside = notes_in or box.parent
     notes = {name: beside / f"{box.name}.{name}" for name in ("out", "err", "harm")}
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND

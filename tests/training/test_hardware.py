@@ -73,7 +73,8 @@ print(sorted(faults() for _ in range(9))[4])  # malloc has to find its place fir
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is how glibc allocates")
 def test_memory_that_is_freed_is_kept_for_the_next_step():
     """Without it, each of these tensors costs 16,384 page faults every time. In a process of its
-    own: of other threads than the main one glibc gives whole heaps back."""
+    own: of other threads than the main one glibc gives whole heaps back.
+    """
     done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 100

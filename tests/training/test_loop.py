@@ -267,7 +267,8 @@ def golden_run(variant: str, folder: Path, monkeypatch) -> list[float]:
 @pytest.mark.parametrize("variant", variants())
 def test_golden_losses(variant, tmp_path, monkeypatch):
     """A refactor that moves the numbers is seen here. If they must move: raise NUMERICS in
-    runs.py, and write the new ones with `python -m tests.training.write_golden`."""
+    runs.py, and write the new ones with `python -m tests.training.write_golden`.
+    """
     assert golden_run(variant, tmp_path, monkeypatch) == pytest.approx(
         json.loads(GOLDEN.read_text())[variant], rel=1e-5
     )

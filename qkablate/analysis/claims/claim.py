@@ -1,5 +1,6 @@
 """A claim: a hypothesis in parts, written down before its runs. Its hash is what its seeds are made
-of: a claim that is changed has other seeds, so that no run of before can count for it."""
+of: a claim that is changed has other seeds, so that no run of before can count for it.
+"""
 
 import dataclasses
 import hashlib
@@ -181,7 +182,8 @@ def _is_same(one: str | None, other: str) -> bool:
 
 def _is_under(arm: Arm, axis: str) -> bool:
     """Whether the arm stands in the grid under what holds this equal. A baseline needs nothing
-    solved for it, and stands under all."""
+    solved for it, and stands under all.
+    """
     return AXES[axis] in arm.controls or (arm.baseline is None and arm.mismatch is None)
 
 

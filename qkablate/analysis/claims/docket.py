@@ -9,7 +9,8 @@ from qkablate.errors import UserError
 
 def judged(looks: list[Judgement]) -> Judgement | None:
     """The one that counts, or None before the first sweep: the newest, but for seeds beyond those
-    declared, which count when all of them are there."""
+    declared, which count when all of them are there.
+    """
     counting = (one for one in looks if one.verdict or one.n in one.claim.seeds)
     return next(counting, looks[0] if looks else None)
 

@@ -1,5 +1,6 @@
 """A claim and its runs: the verdict, with the audit of every number it rests on and what it would
-take to settle it."""
+take to settle it.
+"""
 
 from dataclasses import dataclass
 from typing import Any

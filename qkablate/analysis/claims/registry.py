@@ -167,7 +167,8 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def edited_since(claim: Claim, before: list[Registration]) -> list[str]:
     """Why a verdict on this claim is no confirmation: it was worded otherwise when runs of it were
-    already there. Another scale, or other settings typed on the command line, is another claim."""
+    already there. Another scale, or other settings typed on the command line, is another claim.
+    """
     own = [one for one in before if one.claim.hash == claim.hash]
     return [
         f"edited after the runs of {other.when}: {'; '.join(changes(other.claim, claim))}"

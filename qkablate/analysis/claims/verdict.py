@@ -113,7 +113,8 @@ class Part:
 
     def needed(self, alpha: float = ALPHA, parts: int = 1) -> int | None:
         """Seeds that would settle it four times of five, were the gap and its spread what they were
-        measured to be; None where it lies on the margin, or nothing was measured."""
+        measured to be; None where it lies on the margin, or nothing was measured.
+        """
         if not self.sample.sd:
             return None
 
@@ -175,7 +176,8 @@ def judge(parts: Sequence[Part], alpha: float = ALPHA) -> Verdict:
 
 def spent(looks: Sequence[int]) -> list[float]:
     """The α of each look at the runs, where several are declared: O'Brien and Fleming's spending
-    function, in increments that add up to α whatever the looks have to do with each other."""
+    function, in increments that add up to α whatever the looks have to do with each other.
+    """
     from scipy import stats
 
     z = float(stats.norm.isf(ALPHA / 2))

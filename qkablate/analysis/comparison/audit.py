@@ -1,5 +1,6 @@
 """Whether a comparison was fair: a list of checks, for machines and for the eye, beside every
-number that it could have moved."""
+number that it could have moved.
+"""
 
 import math
 from collections.abc import Callable
@@ -47,7 +48,8 @@ def audit(
     least: float | None = None,
 ) -> list[Check]:
     """Of one gap. `axis` is what was held equal; `twin` is that size's gap by rounding alone.
-    Without a margin, what matters is measured by the `least` gap that could have been found."""
+    Without a margin, what matters is measured by the `least` gap that could have been found.
+    """
     sides = (found.arm, found.baseline)
     pairs = [(found.arm.records[key], found.baseline.records[key]) for key in found.pairs]
     done = [record for pair in pairs for record in pair]
@@ -210,7 +212,8 @@ def _same_in_pairs(
     name: str, pairs: list[tuple[Record, Record]], of: Callable[[Record], str]
 ) -> Check:
     """A pair computed by two versions differs in more than its arm; versions that change from pair
-    to pair add to the spread alone."""
+    to pair add to the spread alone.
+    """
     torn = sum(of(one) != of(other) for one, other in pairs)
     values = sorted({of(record) for pair in pairs for record in pair})
     if torn:

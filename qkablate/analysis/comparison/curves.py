@@ -1,6 +1,7 @@
 """The gap while training: a band that holds at every reading at once, and whether it still grows.
 Runs in the middle of their schedule are no basis for a ranking: this describes, and decides
-nothing."""
+nothing.
+"""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ class Curve:
 
     def band(self) -> list[Interval | None]:
         """Intervals that hold together in 95 of 100 studies, however the readings hang together
-        (Bonferroni's: a band from the correlations measured on ten seeds covers 92 %)."""
+        (Bonferroni's: a band from the correlations measured on ten seeds covers 92 %).
+        """
         level = 1 - ALPHA / max(1, len(self.samples))
         return [sample.interval(level) for sample in self.samples]
 

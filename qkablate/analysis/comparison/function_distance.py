@@ -42,7 +42,8 @@ class Said:
 
 def divergence(one: Said, other: Said) -> float:
     """½ (KL(p‖q) + KL(q‖p)), averaged over the positions: ½ Σ (p − q) ln p/q. No term is below
-    zero, so that what all but agrees is not lost in the rounding of larger numbers."""
+    zero, so that what all but agrees is not lost in the rounding of larger numbers.
+    """
     terms_PV = (one.p_PV - other.p_PV) * (one.log_PV - other.log_PV)
     return max(0.0, float(terms_PV.sum(axis=1).mean()) / 2)
 
@@ -64,7 +65,8 @@ class Apart:
 
     def interval(self, tokens: int, level: float = 1 - ALPHA) -> Interval | None:
         """Of that mean, by Student's t of the logarithms. Neighbouring seeds share runs, and have
-        none; nor has a distance of zero."""
+        none; nor has a distance of zero.
+        """
         values = self.readings[tokens]
         if self.kind == SEEDS or not all(values):
             return None

@@ -36,7 +36,8 @@ class Gap:
 
     def bounds(self, level: float = 1 - ALPHA) -> Interval | None:
         """The t interval; a side on which runs diverged is open: what they would have added to the
-        mean of the others has no end."""
+        mean of the others has no end.
+        """
         found = self.sample.interval(level)
         if found is None:
             return None
@@ -120,7 +121,8 @@ class Family:
     @cached_property
     def twin(self) -> Gap | None:
         """Standard attention multiplied in another order: how far apart two runs come by rounding
-        alone."""
+        alone.
+        """
         for found in self.gaps:
             names = {found.arm.arm.variant, self.baseline.arm.variant}
             if names == {"standard", "standard_reassociated"}:

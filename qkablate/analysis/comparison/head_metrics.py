@@ -75,7 +75,8 @@ def alike(arrays: list[np.ndarray]) -> list[np.ndarray]:
 
 def sorted_heads(arrays_LH: list[np.ndarray]) -> np.ndarray:
     """The mean over seeds, with each layer's heads in the order of their values: the head that has
-    a number in one run has nothing to do with the one that has it in another."""
+    a number in one run has nothing to do with the one that has it in another.
+    """
     ordered_SLH = np.stack([-np.sort(-one_LH, axis=1) for one_LH in arrays_LH])
     return mean(ordered_SLH, axis=0)
 
@@ -117,7 +118,8 @@ def readings(
     note: Callable[[str], None] | None = None,
 ) -> dict[int, Heads]:
     """By tokens, so many at most. Lines that are none are passed over, and that is told and noted;
-    numbers that are none are not known."""
+    numbers that are none are not known.
+    """
     lines: dict[int, bytes] = {}
     content = metrics_of(folder) or b""  # `courses` tells of what is not the result's
     for line in content[: content.rfind(b"\n") + 1].splitlines():
@@ -165,7 +167,8 @@ def _heads(line: bytes, names: Iterable[str]) -> Heads:
 
 def _array(layers: Any, depth: int, most: int) -> np.ndarray | None:
     """Of lists in each other, as many as `depth`; what is null on any level is NaN. ValueError for
-    what is ragged or no list; None where it would be of more numbers than `most`."""
+    what is ragged or no list; None where it would be of more numbers than `most`.
+    """
     shape: list[int] = [0] * depth
 
     def measure(value: Any, level: int) -> None:

@@ -1,5 +1,6 @@
 """Learning rates: where the loss is least and how sure that is, what missing it costs, and the gap
-at the rate one began with beside the gap at each arm's best. All on validation."""
+at the rate one began with beside the gap at each arm's best. All on validation.
+"""
 
 import math
 from dataclasses import dataclass
@@ -56,7 +57,8 @@ class Bowl:
     @cached_property
     def parabola(self) -> "Parabola | None":
         """Least squares in the logarithm of the rate, near the best, with the spread of seeds taken
-        out; None where it has no least."""
+        out; None where it has no least.
+        """
         best = self.best
         if best is None:
             return None
@@ -92,7 +94,8 @@ class Bowl:
 
     def sensitivity(self, at_start: float) -> float | None:
         """What a rate up to four times too high or too low costs on average, in nats: a loss above
-        the one before training counts as that."""
+        the one before training counts as that.
+        """
         best = self.best
         if best is None:
             return None

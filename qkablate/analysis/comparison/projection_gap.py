@@ -41,7 +41,8 @@ def split(parent: Path, continued: Path, projected: Path, scratch: Path | None) 
 
 def at_rates(folder: Path, identity: Mapping[str, Any]) -> dict[float, Path]:
     """The finished runs beside a run's `folder` that differ from it in their learning rate alone,
-    by rate; the one with the lowest validation loss first."""
+    by rate; the one with the lowest validation loss first.
+    """
     found = []
     arm = folder.name.rpartition("-")[0]
     for path in sorted(folder.parent.glob(f"{glob.escape(arm)}-*/config.yaml")):

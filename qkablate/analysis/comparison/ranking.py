@@ -1,5 +1,6 @@
 """Who is ahead, as far as anybody can tell: ranks with their range, at equal tokens, parameters or
-FLOPs; and the arms that no other beats at less cost."""
+FLOPs; and the arms that no other beats at less cost.
+"""
 
 import itertools
 import json
@@ -108,7 +109,8 @@ def describe_ranking(ranking: Ranking) -> dict[str, Any]:
 def fronts(study: Study, milliseconds: Mapping[str, float]) -> list[dict[str, Any]]:
     """Of all arms that saw as many tokens of the same data: which are beaten by none that costs no
     more. `surely` is false where an arm is beaten by its mean alone: its runs leave it possible
-    that it is not."""
+    that it is not.
+    """
     found = []
     groups: dict[tuple[int, str], list[Entry]] = {}
     for entry in study.entries:
@@ -156,7 +158,8 @@ def _on_front(entry: Entry, entries: list[Entry], priced: Mapping[str, Any]) -> 
 
 def read_times(path: str, study: Study) -> dict[str, float]:
     """Milliseconds a step by arm, from what `qkablate cost --measure --json` printed: of the arms
-    whose variant and sizes a row of it has."""
+    whose variant and sizes a row of it has.
+    """
     try:
         rows = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         if not isinstance(rows, list):

@@ -1,6 +1,7 @@
 """The gap over whole trainings of several lengths, and over sizes. What tokens or parameters an arm
 is worth is read off the baseline's own curve, from three points on, never from the middle of a
-run."""
+run.
+"""
 
 import math
 from collections.abc import Sequence
@@ -98,7 +99,8 @@ def _common(along: Series) -> list[Seeds]:
 def equivalent(along: Series) -> Sample:
     """What the arm's longest training (or largest size) is worth: the natural logarithm of how many
     times the tokens (or parameters) the baseline needs for the same loss, a number a seed. Empty
-    where it was not measured: fewer than three points, or far beyond them."""
+    where it was not measured: fewer than three points, or far beyond them.
+    """
     if len(along.gaps) < LEAST:
         return Sample(())
     x = [math.log(value) for value in along.x]
@@ -114,7 +116,8 @@ def equivalent(along: Series) -> Sample:
 
 def _read_off(x: list[float], losses: list[float], loss: float) -> float | None:
     """Where a falling curve has this loss: between its points, and as far beyond the last as that
-    is from the one before."""
+    is from the one before.
+    """
     if any(after >= before for before, after in pairwise(losses)):
         return None  # the baseline itself does not gain by more
     if loss > losses[0]:

@@ -77,7 +77,8 @@ def audit_of(
 
 def describe_margin(family: Family, number: int, margin: float) -> dict[str, Any]:
     """Whether an arm is not worse by the margin, and whether it is within it either way: one-sided
-    t tests, by Holm over the family; and the seeds that show the latter of an arm that is alike."""
+    t tests, by Holm over the family; and the seeds that show the latter of an arm that is alike.
+    """
     parts = [Part.of("", "equivalent", margin, one) for one in family.gaps]
     known = [i for i, part in enumerate(parts) if part.sample.n > 1]
     if number not in known:

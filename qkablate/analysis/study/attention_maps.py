@@ -41,7 +41,8 @@ class Example:
     @cached_property
     def asked(self) -> dict[str, np.ndarray]:
         """Of every head, how much of its weight goes where; mean over the queries that see three
-        tokens or more, for which these are three. measure_LH."""
+        tokens or more, for which these are three. measure_LH.
+        """
         a_LHQT = self.a_LHTT[:, :, 2:] / attention_map.WHOLE
         queries = np.arange(2, self.a_LHTT.shape[-1])
         if not len(queries):

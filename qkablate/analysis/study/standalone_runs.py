@@ -1,6 +1,7 @@
 """Runs that are in no sweep, or are asked for by themselves, read as if one held them: an arm is
 what shares its config but for seed and learning rate, and stands against standard attention in the
-same surroundings."""
+same surroundings.
+"""
 
 import dataclasses
 import json
@@ -87,7 +88,8 @@ def study_of(folders: Iterable[Path]) -> Study:
 
 def _read(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
     """The run in a folder, and the key of its arm, which joins the others; ValueError for what no
-    run writes."""
+    run writes.
+    """
     try:
         content = read_config(folder)
         content.setdefault("start", dict(vars(StartConfig())))  # older runs have none
@@ -211,7 +213,8 @@ def _with_baselines(arms: list[Arm]) -> list[Arm]:
 
 def _words(config: Config) -> dict[str, str]:
     """What makes the arm on the command line: the two groups, and every value that is not the
-    default."""
+    default.
+    """
     own = _variant_word(config)
     defaults = flatten(Config()) | _group("variant", own) | _group("data", config.data.source)
     defaults["variant.name"] = resolve_variant(

@@ -1,5 +1,6 @@
 """The runs of a sweep as numbers with their circumstances, read from the folders. What cannot be
-read is there too, and says so: nothing is left out in silence."""
+read is there too, and says so: nothing is left out in silence.
+"""
 
 import hashlib
 import math
@@ -126,7 +127,8 @@ class Study:
 
     def baseline_of(self, entry: Entry) -> Entry | None:
         """What the entry is compared with: its arm's baseline, at the rate chosen for that one, or
-        at the same rate where several were run."""
+        at the same rate where several were run.
+        """
         beside = [other for other in self.entries if other.arm.name == entry.arm.baseline]
         if len(beside) > 1:
             beside = [other for other in beside if other.rate == entry.rate]
@@ -226,7 +228,8 @@ def facts_of(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
 
 def courses(folder: Path, note: Callable[[str], None] | None = None) -> dict[str, Course]:
     """How a run went, by metrics.jsonl. Lines that are none are passed over, and that is told and
-    noted; of very many readings some are taken that stand evenly on a logarithmic scale."""
+    noted; of very many readings some are taken that stand evenly on a logarithmic scale.
+    """
     found, damage = _courses(folder)
     if damage:
         tell(f"qkablate: '{folder / 'metrics.jsonl'}' is damaged: {damage}")
@@ -278,7 +281,8 @@ _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
 
 def _spread(lines: list[bytes]) -> list[bytes]:
     """The first of every sixteenth of a doubling of tokens, and the last: the same ones of every
-    run that has them, whatever lines it has lost."""
+    run that has them, whatever lines it has lost.
+    """
     found: dict[int, bytes] = {}
     for line in lines:
         if (tokens := _TOKENS.search(line)) is not None:

@@ -55,7 +55,8 @@ class Shapes:
 def choose_kernel(shapes: Shapes) -> str:
     """The kernel for these shapes. A key (or value) that is wide because all heads share it is
     folded, in blocks where the context is long; what is a little narrower than the other is padded
-    and fused."""
+    and fused.
+    """
     width, value_width, device = shapes.width, shapes.value_width, shapes.device
     if width == 0:
         return "static"
@@ -116,7 +117,8 @@ def attend(
     dropout: float = 0.0,
 ) -> Tensor:
     """softmax(scale · q kᵀ + addend) v as o_BHTV. The addend is HTS or TS; keys and values may have
-    fewer heads than the queries, each shared by as many."""
+    fewer heads than the queries, each shared by as many.
+    """
     if kernel == "static":
         return _static(q_BHTE, v_BGSV, causal, addend, dropout)
     if kernel == "blocked":

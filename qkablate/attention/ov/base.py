@@ -51,7 +51,8 @@ class OV(Circuit):
 
     def thin(self, qk: QK) -> tuple[Tensor, Tensor] | None:
         """(left_HDV, right_HDV) with M_h = left_h right_hᵀ; None where the whole matrix is
-        learned."""
+        learned.
+        """
         # What head h writes for each unit vector, while the others have nothing to write.
         one_head_HHVV = torch.eye(self.spec.heads)[..., None, None] * torch.eye(self.width)
         one_head_HHVV = one_head_HHVV.to(self.like)
@@ -60,7 +61,8 @@ class OV(Circuit):
 
     def _values_of_units(self, qk: QK) -> Tensor:
         """v_HDV: values are affine and writing is, so the images of 0 and of the unit vectors say
-        all."""
+        all.
+        """
         d, heads = self.spec.d_model, self.spec.heads
         x_1ND = torch.cat([self.like.new_zeros(1, d), torch.eye(d).to(self.like)]).unsqueeze(0)
         v_GNV = self.values(x_1ND, qk.keys(x_1ND))[0]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 def cheapest(cost: Sequence[Sequence[float]]) -> list[int]:
     """The place of every head that costs least in sum, exactly: shortest augmenting paths (Kuhn,
-    1955; Jonker & Volgenant, 1987), in O(n³). Of equals the identity."""
+    1955; Jonker & Volgenant, 1987), in O(n³). Of equals the identity.
+    """
     count = len(cost)
     of_head, of_place = [0.0] * count, [0.0] * (count + 1)  # prices; the last place is the door
     owner = [-1] * (count + 1)

@@ -10,7 +10,8 @@ from qkablate.attention.qk import QK
 
 def convert(source: QK, target: QK) -> float:
     """Set `target` to the scores of `source`, or to what of them its form holds; what is lost, as a
-    part of the norm. Raises Meaningless where a circuit is no matrix or cannot be set."""
+    part of the norm. Raises Meaningless where a circuit is no matrix or cannot be set.
+    """
     b_HDD, u_HD = scaled_circuit(source)
     if u_HD is not None:  # a form without biases loses it, and that is told
         u_HD = u_HD / target.scale if target.spec.bias else None

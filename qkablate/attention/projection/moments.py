@@ -26,7 +26,8 @@ class Seen:
 
     def keys(self) -> Tensor:
         """The covariance: what all keys share adds the same to all scores of a query, and softmax
-        cannot see it."""
+        cannot see it.
+        """
         mean_D = self.x_LL[-1, :-1]
         return firm(self.stream() - mean_D.outer(mean_D))
 

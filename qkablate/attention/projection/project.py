@@ -65,7 +65,8 @@ def look(layers: Sequence[Attention], read: Callable[[], object]) -> list[Seen]:
 @torch.no_grad()
 def project_layer(source: Attention, target: Attention, seen: Seen | None) -> Lost:
     """Set `target` to what it can hold of `source`; for the same form nothing has to be `seen`.
-    Raises Meaningless where a circuit is no matrix or cannot be set."""
+    Raises Meaningless where a circuit is no matrix or cannot be set.
+    """
     if same_form(source, target):
         target.load_state_dict(source.state_dict())
         return Lost(0.0, 0.0, 0.0, 0.0, tuple(range(source.qk.spec.heads)))
@@ -147,7 +148,8 @@ def _set_scores_(
     source: Attention, target: Attention, heads: list[int], seen: Seen | None = None
 ) -> Parts:
     """Set the scores with the heads in this order; the squares of the parts that are lost. With
-    nothing `seen`, by entries."""
+    nothing `seen`, by entries.
+    """
     if same_scores(source, target) and heads == sorted(heads):
         target.qk.load_state_dict(source.qk.state_dict())
         if source.norm is not None and target.norm is not None:
@@ -191,7 +193,8 @@ def _set_writing_(
 
 def _parts(apart_HLD: Tensor, whole_HLD: Tensor, size: Callable[[Tensor], Tensor] | None) -> Parts:
     """Of each head, the square of what is lost as a part of the square of the whole: by entries,
-    and by the `size` that is seen; 0 of nothing is 0."""
+    and by the `size` that is seen; 0 of nothing is 0.
+    """
 
     def entries(b_HLD: Tensor) -> Tensor:
         return b_HLD.square().sum((1, 2))

@@ -52,7 +52,8 @@ class QK(Circuit):
 
     def halves(self) -> tuple[Tensor, Tensor, Tensor]:
         """(Q_HDE, K_HDE, a_HE): queries are x Q_h + a_h and keys y K_h + c_h, so B_h = Q_h K_hᵀ
-        and u_h = K_h a_h. (What c_h adds is the same for every key: softmax cannot see it.)"""
+        and u_h = K_h a_h. (What c_h adds is the same for every key: softmax cannot see it.)
+        """
         if self.no_circuit:
             raise Meaningless(self.no_circuit)
         d, heads = self.spec.d_model, self.spec.heads
@@ -64,13 +65,15 @@ class QK(Circuit):
 
     def thin(self) -> tuple[Tensor, Tensor] | None:
         """(left_HDE, right_HDE) with B_h = left_h right_hᵀ; None where the whole matrix is learned.
-        Raises Meaningless where there is none."""
+        Raises Meaningless where there is none.
+        """
         q_HDE, k_HDE, _ = self.halves()
         return q_HDE, k_HDE
 
     def circuit(self) -> tuple[Tensor, Tensor | None]:
         """B_HDD, and with biases u_HD: score = scale · (x_iᵀ B_h x_j + u_h·x_j), up to what
-        softmax over j cannot see. Raises Meaningless where there is no such matrix."""
+        softmax over j cannot see. Raises Meaningless where there is no such matrix.
+        """
         q_HDE, k_HDE, a_HE = self.halves()
         u_HD = (k_HDE @ a_HE.unsqueeze(-1)).squeeze(-1) if self.spec.bias else None
         return q_HDE @ k_HDE.mT, u_HD
@@ -82,7 +85,8 @@ class QK(Circuit):
     @torch.no_grad()
     def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, seen: Seen) -> None:
         """The same, such that the scores of what is `seen` lose little: of the nearest matrices
-        after several changes of basis the one that loses least."""
+        after several changes of basis the one that loses least.
+        """
         wanted_HLD = with_bias(b_HDD, u_HD)
         whole = float(seen.scores(wanted_HLD).sum())
 

@@ -149,7 +149,8 @@ class SymPairwise(SharedQK):
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """W spans the k directions that matter most on either side, U is B_h within them. Exact if
-        rows and columns of B_h together span no more."""
+        rows and columns of B_h together span no more.
+        """
         left_HDD, _, _ = torch.linalg.svd(torch.cat([b_HDD, b_HDD.mT], -1))
         w_HDK = left_HDD[..., : self.spec.d_head]
         self.u.copy_(w_HDK.mT @ b_HDD @ w_HDK)

@@ -110,7 +110,8 @@ def is_group(key: str) -> bool:
 
 def refuse_odd(word: str) -> None:
     """Hydra would merge a list of a group's files, the last one on top: nobody means that; of null
-    it makes an error of its own; and it looks for files of any name, too long ones included."""
+    it makes an error of its own; and it looks for files of any name, too long ones included.
+    """
     key, _, value = word.lstrip("+").partition("=")
     chosen = value.split(",") if is_group(key) else []
     for name in (key, *chosen):
@@ -132,7 +133,8 @@ def _raised_by_hydra(error: Exception) -> bool:
 
 def one_line(error: Exception, known: Collection[str] = ()) -> str:
     """What Hydra and OmegaConf say over several lines, of a config that has the `known` keys: those
-    of a run, if unsaid."""
+    of a run, if unsaid.
+    """
     known = known or keys()
     from hydra.errors import MissingConfigException, OverrideParseException
 

@@ -69,7 +69,8 @@ class Job:
 
 def jobs(words: list[str], implied: str = "") -> list[Job]:
     """A checked config for every combination of the values given, as `train -m` would make them.
-    What is `implied` was not typed by the user, and no message speaks of it."""
+    What is `implied` was not typed by the user, and no message speaks of it.
+    """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -103,7 +104,8 @@ def jobs(words: list[str], implied: str = "") -> list[Job]:
 
 def built(planned: list[Job], build: Callable[[Config], T]) -> list[tuple[Job, T]]:
     """What `build` makes of every job, circuits from outside included. What has no meaning is named
-    and left out, but for one alone, which is refused."""
+    and left out, but for one alone, which is refused.
+    """
     from qkablate.models.catalogue import settle
 
     kept = []

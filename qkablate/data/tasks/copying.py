@@ -1,5 +1,6 @@
 """Selective copying (Gu & Dao 2023): what stands among noise is written out, forwards or
-backwards."""
+backwards.
+"""
 
 import numpy as np
 

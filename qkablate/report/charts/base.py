@@ -1,5 +1,6 @@
 """What charts are made of. A picture is made of numbers and of names that are data, never part
-of an expression."""
+of an expression.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -41,7 +41,8 @@ def half_of(interval: Sequence[float] | None) -> float | None:
 
 def cleaned(value: Any) -> Any:
     """Without signs that steer: files may hold them, and neither page nor picture has a use for
-    any."""
+    any.
+    """
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):

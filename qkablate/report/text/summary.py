@@ -74,7 +74,8 @@ def _compared(chapter: Chapter, measured: list[dict[str, Any]]) -> str:
 
 def _said(measured: list[dict[str, Any]]) -> dict[str, str]:
     """What is said of each arm where all of them are told in one sentence: among very many some
-    stand out by chance, so that p is adjusted by Holm over them all."""
+    stand out by chance, so that p is adjusted by Holm over them all.
+    """
     known = [one for one in measured if one["p"] is not None]
     adjusted = holm([one["p"] for one in known])
     chance = {one["arm"] for one, p in zip(known, adjusted, strict=True) if p >= ALPHA}

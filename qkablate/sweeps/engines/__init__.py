@@ -1,5 +1,6 @@
 """Engines carry runs to where they are trained. An engine knows nothing of sweeps: it is given a
-run (its frozen config and its folder) and says how its process ended; all else is read there."""
+run (its frozen config and its folder) and says how its process ended; all else is read there.
+"""
 
 import dataclasses
 import json

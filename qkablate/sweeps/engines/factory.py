@@ -47,7 +47,8 @@ def opened(
     note: Callable[[str], None],
 ) -> Engine:
     """`devices` has an entry for every run that the engine may have at once; `note` is told what
-    a person should know of it."""
+    a person should know of it.
+    """
     engine = settings.engine
     if engine.name == "slurm":
         from qkablate.sweeps.engines.slurm.engine import Slurm

@@ -1,5 +1,6 @@
 """This machine: a fresh process for every run, forked from a server that has torch loaded. A crash
-stays in its run, and a run starts in a few hundredths of a second."""
+stays in its run, and a run starts in a few hundredths of a second.
+"""
 
 import contextlib
 import multiprocessing
@@ -25,7 +26,8 @@ _PATIENCE = 10.0  # seconds for W&B's process to come up
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
     """What is started now does not hear what may come to a whole group of processes: the launcher
-    needs the server until what runs has written its checkpoints, and also while it starts up."""
+    needs the server until what runs has written its checkpoints, and also while it starts up.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
     try:
         yield

@@ -41,7 +41,8 @@ class Child:
 
     def wait(self) -> int:
         """How it ended; negative: the signal that ended it. A signal's handler may call this
-        while it is being called."""
+        while it is being called.
+        """
         code = self._code()
         return STOPPED if code == -signal.SIGTERM else code  # it was told before it could listen
 
@@ -70,7 +71,8 @@ class Child:
 
 class Sheltered(Child):
     """Under a shell, for a parent that kills its children before it is killed itself: the shell
-    dies then, and the run sees its input end and writes a checkpoint."""
+    dies then, and the run sees its input end and writes a checkpoint.
+    """
 
     command = ("sh", "-c", '"$@"; exit $?', "sh", *_WORKER)
 

@@ -43,7 +43,8 @@ def match(
     measure: Callable[[Mapping[str, int | float]], Size],
 ) -> Matched:
     """The keys that make the arm which starts at `start` cost as much as `target`. `measure` gives
-    the arm's size with some keys changed, or UserError where that has no meaning."""
+    the arm's size with some keys changed, or UserError where that has no meaning.
+    """
     arm = _Arm(control, target, start, measure)
     own = arm.size({})
     if own is not None and arm.mismatch(own) == 0:
@@ -73,7 +74,8 @@ class _Option:
 
 class _Arm:
     """One arm at all its sizes; of the coarse key it has n whole steps (one, where only the MLP
-    moves)."""
+    moves).
+    """
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
 """Time and memory of a sweep on this machine, from a few real steps of its smallest arm and of the
-largest that can be timed, and a line through the two. What was measured is kept."""
+largest that can be timed, and a line through the two. What was measured is kept.
+"""
 
 import multiprocessing
 import os

@@ -1,5 +1,6 @@
 """From a grid of values to frozen runs: what is possible, what a control makes of it, and against
-what it is compared. Everything is looked at before anything is trained."""
+what it is compared. Everything is looked at before anything is trained.
+"""
 
 import dataclasses
 import itertools

@@ -209,7 +209,8 @@ class Manifest:
 
 def freeze(manifest: Manifest, plan: list[str], *, keep_threads: bool = True) -> Manifest:
     """The manifest as it was frozen, now or when this sweep was first begun. What changes no result
-    is as it was typed today; the threads only if they were."""
+    is as it was typed today; the threads only if they were.
+    """
     refuse_strangers(manifest.folder)
     if (manifest.folder / FILE).exists():
         frozen = read(manifest.folder)
@@ -292,7 +293,8 @@ def _as_frozen(arm: Arm, threads: int | str) -> Arm:
 
 def _out(folder: Path) -> str:
     """Where the folder is now, in case it was moved with its runs; seen from here, if it is below
-    and was given so."""
+    and was given so.
+    """
     out = Path(os.path.abspath(folder)).parent.parent
     below = out.is_relative_to(Path.cwd()) and not folder.is_absolute()
     return str(out.relative_to(Path.cwd()) if below else out)

@@ -20,7 +20,8 @@ Slots = list[str | None]  # one for each run that can run at once: the GPU it st
 def pack(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
     """The slots of this machine, and the manifest with as many threads for each run as there are
     cores for it, where the user gives none. Measured on two cores: two runs of one thread each are
-    done sooner than one after the other with two, so `auto` gives every run a core."""
+    done sooner than one after the other with two, so `auto` gives every run a core.
+    """
     arms = list(manifest.arms.values())
     devices = sorted({arm.config.device for arm in arms})
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -1,5 +1,6 @@
 """Predicates of a grid: `model.d_model // model.heads >= 16`. Arithmetic and comparisons of keys,
-and nothing that could do anything else."""
+and nothing that could do anything else.
+"""
 
 import ast
 import operator

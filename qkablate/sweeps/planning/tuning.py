@@ -1,6 +1,7 @@
 """Learning rates chosen on validation, per arm and with seeds of their own: a ladder of factor two,
 extended while the best lies on its edge. What follows from what is a function of the results alone,
-so that whoever asks, whenever, gets the same runs."""
+so that whoever asks, whenever, gets the same runs.
+"""
 
 import itertools
 import math
@@ -54,7 +55,8 @@ def further(
     manifest: Manifest, result: Result, settled: dict[str, tuple[list[SweepRun], Bowl]]
 ) -> tuple[list[SweepRun], list[Bowl]]:
     """The runs that follow from the results so far, and the bowls. Arms whose rate is chosen are
-    kept in `settled`: they do not change any more."""
+    kept in `settled`: they do not change any more.
+    """
     tried = defaultdict(list)
     for run in manifest.runs:
         tried[run.arm].append(run)

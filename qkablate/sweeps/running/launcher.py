@@ -1,5 +1,6 @@
 """Run a sweep to its end: what is done is skipped, what was interrupted goes on, and what others
-train is waited for."""
+train is waited for.
+"""
 
 import signal
 import time
@@ -137,7 +138,8 @@ class Launcher:
 
     def _next(self) -> Iterator[tuple[State, int]]:
         """What can be started, the largest first, and how many will share the machine; what ran
-        out of memory comes last, alone. There may be thousands: all are looked at once."""
+        out of memory comes last, alone. There may be thousands: all are looked at once.
+        """
         full = self._stopped or self._signals or len(self._here) >= self.engine.slots
         if full or self._alone in self._here:
             return

@@ -1,5 +1,6 @@
 """Where a sweep stands, read from its runs' folders: the same for its launcher, another launcher,
-and anyone who looks."""
+and anyone who looks.
+"""
 
 import os
 import shutil

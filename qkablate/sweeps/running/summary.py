@@ -14,7 +14,8 @@ from qkablate.tracking.wandb.run import Identity, Mirror, Shown
 
 def print_arms(standing: Standing) -> None:
     """A row for every arm (and learning rate): how many of its runs are done, and their losses with
-    the spread between them. What a difference of two means is worth, these do not say."""
+    the spread between them. What a difference of two means is worth, these do not say.
+    """
     groups: dict[tuple[str, float | None], list[State]] = {}
     for state in standing.states.values():
         if not state.run.tuning:

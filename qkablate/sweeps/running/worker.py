@@ -32,7 +32,8 @@ def work(
     task: Task, gpu: str | None, lifeline: Connection, wandb: str, keeper: Connection | None
 ) -> None:
     """Train the run, and exit as it went. `wandb` is where W&B's process is, which stays as long as
-    anybody has the `keeper`."""
+    anybody has the `keeper`.
+    """
     os.setsid()  # Ctrl-C in the terminal is for the launcher, which passes it on
     signal.pthread_sigmask(signal.SIG_UNBLOCK, service.UNHEARD)  # unlike the server
     if wandb:

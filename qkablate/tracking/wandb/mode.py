@@ -103,7 +103,8 @@ def wrong_server() -> str:
 
 def global_settings() -> Any:
     """W&B's, with what its files and variables say; silent, so that it never asks for a key. With
-    a wrong address in its variable it would not even record offline."""
+    a wrong address in its variable it would not even record offline.
+    """
     import wandb
 
     with _without("WANDB_BASE_URL") if wrong_server() else contextlib.nullcontext():

@@ -116,7 +116,8 @@ def why_not(file: Path) -> str:
 
 def _records(file: Path, start: int) -> Iterator[Any]:
     """The whole ones, from a block on; a process that was killed leaves half a one at the end, and
-    a power cut zeros. ValueError where anything stands after what cannot be read."""
+    a power cut zeros. ValueError where anything stands after what cannot be read.
+    """
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
@@ -166,7 +167,8 @@ def synced_mark(file: Path) -> Path:
 
 def logs(folder: Path) -> list[Path]:
     """The logs of a run or a sweep that the server should have, those of earlier attempts too, in
-    the order in which they were begun. What lies behind a link is not the folder's."""
+    the order in which they were begun. What lies behind a link is not the folder's.
+    """
     own = folder.resolve()
     found = [
         file

@@ -56,7 +56,8 @@ class Identity:
 @dataclass(frozen=True)
 class Left:
     """What a run leaves behind: files that do not change any more, by their names in an artifact,
-    and its result, which is not written yet."""
+    and its result, which is not written yet.
+    """
 
     result: dict[str, Any]
     files: Mapping[str, Path]
@@ -253,7 +254,8 @@ class Mirror:
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
     """With the diagnostics as scalars, means over the heads of a layer: qk/stable_rank/L0. A
-    spectrum has no such mean."""
+    spectrum has no such mean.
+    """
     flat = {name: value for name, value in row.items() if name != "mechanism"}
     for part, found in row.get("mechanism", {}).items():
         for name, layers in found.items():

@@ -21,7 +21,8 @@ def stay_within(folder: Path) -> None:
 
 def keep(folder: Path, found: Connection, others: Connection) -> None:
     """Start it, tell where it is, and keep it until none of the others is left: nobody ever writes
-    to that connection, so that it ends with the last of them."""
+    to that connection, so that it ends with the last of them.
+    """
     os.setsid()  # Ctrl-C in the terminal is not for us: runs have something to tell yet
     signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)  # unlike who has forked us
     stay_within(folder / "wandb")

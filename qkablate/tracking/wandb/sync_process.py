@@ -1,5 +1,6 @@
 """`wandb sync`, in a process that ends with the one that waits for it. Run as a file: it needs
-nothing of the project."""
+nothing of the project.
+"""
 
 import os
 import runpy

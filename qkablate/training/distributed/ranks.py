@@ -134,7 +134,8 @@ class Ranks:
 
     def tell(self, what: Any) -> None:
         """The first process's word to those that `hear`: what to train, or how it ended before
-        there was anything to train. Only the first word counts."""
+        there was anything to train. Only the first word counts.
+        """
         if self.first and self._preparing is not None:
             from torch import distributed
 
@@ -150,7 +151,8 @@ class Ranks:
 
     def refuse(self, reason: str) -> None:
         """What any but the first does with a mistake it has found before `join`. The first finds it
-        too, and torchrun ends all as soon as that has said it; else it hears of it here."""
+        too, and torchrun ends all as soon as that has said it; else it hears of it here.
+        """
         self.join("cpu")
         if not isinstance(self.hear(), int):
             self.gather(reason)

@@ -1,5 +1,6 @@
 """A model whose weights, gradients and moments are spread over the processes: FSDP2. In checkpoints
-they are whole, so that a run goes on with any number of processes, sharded or not."""
+they are whole, so that a run goes on with any number of processes, sharded or not.
+"""
 
 from typing import Any
 

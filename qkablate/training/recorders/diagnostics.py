@@ -32,7 +32,8 @@ def validation_tokens(data: Data, context: int) -> Tensor:
 def starts_of(model: GPT, config: Config, folder: Path) -> Iterator[Attention]:
     """Each attention layer as the run began, on the CPU, one at a time: drawn again from the seed,
     or, of a run that began from another, what its `folder` of starts keeps; none where that is
-    lost."""
+    lost.
+    """
     if config.start.run is None:
         yield from model.starts(config.seeds.init)
         return
@@ -62,7 +63,8 @@ def _with_weights(model: GPT, name: str, weights: dict[str, Tensor]) -> Attentio
 def tokens_for(restored: Restored, cache: str) -> tuple[Tensor, str]:
     """The same for a run on disk, and what a person calls it. No path that its folder names is
     read, and nothing is prepared: the data is known by its fingerprint; without it, random tokens
-    have to do."""
+    have to do.
+    """
     context = restored.config.model.context
     fingerprint = str(read_config(restored.folder)["identity"].get("data_fingerprint"))
     where = corpus.cache_dir(DataConfig(cache=cache))

@@ -71,7 +71,8 @@ def check_given(given: Collection[str]) -> None:
 
 def healed(parent: Restored, wish: Config, given: Collection[str], variant: bool) -> Config:
     """The parent's config for a healing run, with what was given taken of the `wish`: in the form
-    of its `variant`, or in the parent's own."""
+    of its `variant`, or in the parent's own.
+    """
     own = {*given} | {key for word in given for key in _WITH.get(word, ())} | _OURS
     own |= {"train.steps", "optim.lr", "optim.schedule", "optim.warmup", "optim.cooldown"}
     own -= {key for key in own if key.partition(".")[0] == "variant"}
@@ -104,7 +105,8 @@ def scratch(parent: Restored, wish: Config, given: Collection[str]) -> Config:
 
 def data_of(parent: Restored, config: Config, given: Collection[str]) -> Data:
     """What the parent learned, known by its fingerprint in the user's own cache. No path or name
-    that stands in the parent's folder is read; the user has to give it."""
+    that stands in the parent's folder is read; the user has to give it.
+    """
     asked, context = config.data, config.model.context
     check(Config(data=asked))
     if asked.source in TASKS:

@@ -76,7 +76,8 @@ def restore(
 ) -> Restored:
     """The model of a run's newest whole checkpoint, in eval mode, or of the one whose weights have
     this sha256, or of the one at `step`. `variant_file`, `qk` and `ov` are what the user names on
-    the command line, where the run has circuits from outside."""
+    the command line, where the run has circuits from outside.
+    """
     config, identity = _frozen(folder)
     config = _with_circuits(config, identity["circuits_from_outside"], variant_file, qk, ov)
     # Of the recorded values these alone shape the model, and must make sense.

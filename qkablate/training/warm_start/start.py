@@ -30,7 +30,8 @@ _MAY_DIFFER = ("model.dropout",)  # it has no weights
 
 def settled(config: Config) -> tuple[Config, Restored | None]:
     """With what is known of the run to begin from (its id, its weights, how far it has come), and
-    that run, if it had to be looked at."""
+    that run, if it had to be looked at.
+    """
     start = config.start
     if start.run is None or None not in (start.id, start.weights, start.step):
         return config, None
@@ -95,7 +96,8 @@ def _holds(source: Attention, config: Config, name: str) -> bool:
 def project(parent: GPT, model: GPT, plan: "Plan") -> list[Lost]:
     """Set all of `model`; what is outside the circuits is the parent's. What each layer lost, of
     what it sees of the batches to come. Computed as the run computes, whatever else this process
-    does: the same run begins with the same weights."""
+    does: the same run begins with the same weights.
+    """
     inside = {name for name, _ in model.named_parameters() if ".attention." in name}
     weights = parent.state_dict()
     rest = {name: value for name, value in weights.items() if ".attention." not in name}
@@ -131,7 +133,8 @@ def _read(model: GPT, plan: "Plan") -> None:
 
 def keep(plan: "Plan") -> checkpoint.Checkpoint | None:
     """What the run begins with, from its folder; put there first, where it is not. None for a run
-    from fresh weights."""
+    from fresh weights.
+    """
     config, folder = plan.config, plan.run.start
     if config.start.run is None:
         return None
@@ -157,7 +160,8 @@ def keep(plan: "Plan") -> checkpoint.Checkpoint | None:
 
 def lost_of(plan: "Plan", parent: GPT) -> list[Lost]:
     """What the projection that the run began with has lost, as its folder says; where that says
-    nothing, as it is found again."""
+    nothing, as it is found again.
+    """
     layers, heads = plan.config.model.layers, plan.config.model.heads
     try:
         content = read_json(plan.run.start / "lost.json")

@@ -42,7 +42,8 @@ PARTS = st.builds(
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage():
     """statsmodels collects garbage at every correction: 50 ms with all the modules of the tests,
-    and nothing while these are set aside."""
+    and nothing while these are set aside.
+    """
     gc.freeze()
     yield
     gc.unfreeze()
@@ -404,7 +405,8 @@ def test_wider_spreads_and_stricter_levels_need_more():
 
 def test_the_looks_spend_as_obrien_and_fleming():
     """2 − 2Φ(1.96 / √t) at a fifth, two fifths, ...: from tables of Φ at 4.383, 3.099, 2.530,
-    2.191, 1.960."""
+    2.191, 1.960.
+    """
     total = np.cumsum(spent([4, 8, 12, 16, 20]))
     assert total == pytest.approx([0.00001, 0.00194, 0.01140, 0.02842, 0.05], abs=1e-5)
 
@@ -425,7 +427,8 @@ def test_all_looks_together_spend_alpha(looks):
 @pytest.mark.parametrize("count", range(2, 11))
 def test_the_last_look_has_the_most(count):
     """Among looks at equal distances the first have next to nothing: stopping early takes a clear
-    case, and the last is nearly as sharp as a single look."""
+    case, and the last is nearly as sharp as a single look.
+    """
     shares = spent([6 * (i + 1) for i in range(count)])
     assert shares == sorted({*shares})
     assert shares[-1] > 0.05 / count

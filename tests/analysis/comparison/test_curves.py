@@ -29,7 +29,8 @@ STEPS = (1, 2, 4, 6, 8, 10, 12)
 @pytest.fixture
 def curved(cached_world):
     """Two arms of four seeds, done; `draw(loss)` writes a curve for each: loss(run, tokens), None
-    for no reading."""
+    for no reading.
+    """
 
     def draw(loss, seeds=4):
         world = cached_world("variant=standard,no_q", f"seed=range({seeds})").finish(

@@ -48,7 +48,8 @@ def test_growth_per_doubling_is_recovered(cached_world):
 
 def test_an_arm_that_is_worth_less_tokens_is_found_to_be(cached_world):
     """It is the baseline at 0.8 × the tokens, give or take a seed; the curve is read linearly in
-    the logarithm, which moves the answer by less than a hundredth."""
+    the logarithm, which moves the answer by less than a hundredth.
+    """
     rng = random.Random(0)
     worth = {seed: 0.8 * math.exp(rng.gauss(0, 0.02)) for seed in range(4)}
     world = of_tokens(

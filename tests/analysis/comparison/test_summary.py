@@ -1,5 +1,6 @@
 """All that a sweep says, in whatever condition it is: JSON that everybody reads, tables that line
-up, and nothing that steers a terminal."""
+up, and nothing that steers a terminal.
+"""
 
 import json
 import math

@@ -1,5 +1,6 @@
 """Runs in no sweep, read as if one held them: which are one arm, which are a pair, and what
-repeats them."""
+repeats them.
+"""
 
 import dataclasses
 import functools

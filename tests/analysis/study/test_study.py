@@ -1,5 +1,6 @@
 """Runs read from their folders: every one is there with its status, and what is broken, hostile or
-half-written is told and counts for nothing."""
+half-written is told and counts for nothing.
+"""
 
 import json
 import math
@@ -395,7 +396,8 @@ def test_a_course_that_is_not_there_is_empty(tmp_path):
 
 def write_readings(folder, count, *, val_every=1, damage=()):
     """metrics.jsonl as a run writes it: training loss at every step, validation at some; a torn
-    line before each of the steps of `damage`."""
+    line before each of the steps of `damage`.
+    """
     lines = []
     for step in range(1, count + 1):
         row = {"step": step, "tokens": 32 * step}

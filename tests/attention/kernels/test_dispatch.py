@@ -67,7 +67,8 @@ def test_choice(shapes, kernel):
 @pytest.mark.parametrize("widths", [(8, 8), (6, 8), (8, 6)], ids=str)
 def test_all_kernels_agree(kernel, groups, widths):
     """Outputs and gradients, with queries and keys narrower than values and wider, with keys and
-    values that heads share, with nothing added to the scores or something, by head or not."""
+    values that heads share, with nothing added to the scores or something, by head or not.
+    """
     torch.manual_seed(0)
     width, value_width = widths
     q = torch.randn(2, 4, 9, width, dtype=torch.float64, requires_grad=True)

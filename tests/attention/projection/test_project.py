@@ -1,5 +1,6 @@
 """A trained layer in another form: what is exact, what is lost, and that no other choice loses
-less."""
+less.
+"""
 
 import itertools
 import re

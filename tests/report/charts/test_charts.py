@@ -1,5 +1,6 @@
 """Pictures show the numbers of the analysis, in looks that are the same in all of them, whatever
-the runs came to."""
+the runs came to.
+"""
 
 import dataclasses
 import json

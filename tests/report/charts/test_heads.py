@@ -21,7 +21,8 @@ STEPS = (0, 6, 12)
 
 def mechanism(run, step, layers=2, heads=3, values=4):
     """no_q has half of standard's stable rank; a head's number says nothing; layer 1 of no_q has
-    no circuit."""
+    no circuit.
+    """
     rng = random.Random(f"{run.arm} {run.changes} {step}")
     half = 0.5 if run.arm.startswith("no_q") else 1.0
 

@@ -1,5 +1,6 @@
 """The report as text: the numbers of the page, in Markdown that stays what it is whatever names
-are in it."""
+are in it.
+"""
 
 import html
 import json

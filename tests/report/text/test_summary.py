@@ -15,7 +15,8 @@ TWO = ("variant=standard,no_q", "seed=range(2)")
 @pytest.fixture
 def said(cached_world, chapter_of, loss_of):
     """The answer to a sweep in which every variant has the gap one gives it, or ends as `end`
-    says."""
+    says.
+    """
 
     def answered(words, truth=None, end=lambda run: False, margin=None):
         made = cached_world(*words).finish(

@@ -91,7 +91,8 @@ def by_force(
     reach: float = math.inf,
 ) -> tuple[int, int, int] | None:
     """Layers, d_model and MLP by the rule, from all there are, or from as many steps on either
-    side of where the target is met at the ratio of the start; None where none fits."""
+    side of where the target is met at the ratio of the start; None where none fits.
+    """
     goal = cost_of(control, target)
     step = {"mlp": start.d_model, "layers": 1}.get(
         control.knob, start.heads * math.gcd(8, start.d_model // start.heads)
@@ -203,7 +204,8 @@ def test_against_a_model_of_every_width(variant, what):
 @pytest.mark.parametrize("variant", variants())
 def test_against_everything(variant):
     """Every variant at two of the shapes, with all that may pay, beside a usual baseline and one
-    with much more attention."""
+    with much more attention.
+    """
     number = list(variants()).index(variant)
     for model in (SHAPES[number % len(SHAPES)], SHAPES[(number + 3) % len(SHAPES)]):
         measure = measure_of(arm(variant, model))

@@ -1,5 +1,6 @@
 """From a grid to frozen runs, with real tiny models: what is possible, matched, compared; and that
-every run is the one that `qkablate train` would make of the same words."""
+every run is the one that `qkablate train` would make of the same words.
+"""
 
 import dataclasses
 import itertools

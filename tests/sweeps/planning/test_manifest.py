@@ -1,5 +1,6 @@
 """What is frozen is read as it was written, or not at all; and a sweep is found by what it is
-called."""
+called.
+"""
 
 import dataclasses
 import hashlib

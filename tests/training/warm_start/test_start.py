@@ -172,7 +172,8 @@ def test_a_damaged_start_is_made_again_from_the_parent(qkablate, tiny, tmp_path,
 
 def test_the_projection_is_computed_as_the_run_is(qkablate, tiny, tmp_path, parent, monkeypatch):
     """With the threads and the products of the run, whatever the process has; also when a start is
-    made again later, with the threads that the run began with."""
+    made again later, with the threads that the run began with.
+    """
     from qkablate.attention.kernels import matmul
     from qkablate.training.warm_start import start
 

@@ -1,5 +1,6 @@
 """What a Ray cluster must be for a sweep: it answers, its nodes are large enough, see the sweep's
-folder and have this program. All before anything is trained."""
+folder and have this program. All before anything is trained.
+"""
 
 import logging
 import os

@@ -1,5 +1,6 @@
 """The process that speaks with Ray for a launcher. It is one of its own because Ray ends a process
-that has lost its cluster, says so at length, and takes its settings from the environment."""
+that has lost its cluster, says so at length, and takes its settings from the environment.
+"""
 
 import os
 import re
@@ -37,7 +38,8 @@ class _Place:
 def drive(pipe: Connection, wish: Wish) -> None:
     """What comes: ("start", task), ("stop", now). What goes: ("connected",), ("ready", most runs on
     a node, in all) or ("refused", why); then ("begun", id) and ("ended", how). When the pipe ends,
-    the launcher has gone."""
+    the launcher has gone.
+    """
     os.setsid()  # Ctrl-C in the terminal is for the launcher
     log = os.open(Path(wish.temporary) / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):

@@ -1,5 +1,6 @@
 """A Ray cluster, one that is there or one of the sweep's own. Ray gives a run its place on a node;
-there a process of its own trains it, as anywhere else."""
+there a process of its own trains it, as anywhere else.
+"""
 
 import multiprocessing
 import re

@@ -1,5 +1,6 @@
 """What stands on a Ray cluster's nodes. It is sent there by value: only when the launcher's paths
-are known does it import anything of this program."""
+are known does it import anything of this program.
+"""
 
 from typing import Any
 

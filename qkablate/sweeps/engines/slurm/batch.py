@@ -47,7 +47,8 @@ class Batch:
 
     def is_begun(self) -> bool:
         """Whether any task has said something. On a network file system, only a listing asks for
-        new files."""
+        new files.
+        """
         with suppress(OSError):  # another launcher has removed it
             return any(re.fullmatch(r"\d+\.json", path.name) for path in self.folder.iterdir())
         return False

@@ -1,5 +1,6 @@
 """What is asked of SLURM's own commands: what the cluster has, whether it would take a job, and
-what became of those in its queue."""
+what became of those in its queue.
+"""
 
 import math
 import re

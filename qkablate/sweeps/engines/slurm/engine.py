@@ -1,5 +1,6 @@
 """A SLURM cluster: job arrays over the runs, by submitit. A launcher that goes leaves its jobs, and
-the next one takes them over."""
+the next one takes them over.
+"""
 
 import contextlib
 import fcntl
@@ -186,7 +187,8 @@ class Slurm:
 
     def _take_over(self, ids: Collection[str], *, unheard: bool = False) -> None:
         """Jobs of these runs that others have submitted, and that will go on; also those that
-        crashed while nobody heard of it."""
+        crashed while nobody heard of it.
+        """
         known = {job.batch.folder for job in self._jobs.values()}
         found = [pair for pair in batches(self._folder) if pair[0].folder not in known]
         rows = queue(os.getuid(), [batch.name for batch, _ in found])

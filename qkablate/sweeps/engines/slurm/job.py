@@ -1,5 +1,6 @@
 """What SLURM starts on a node: submitit calls it there. It starts the run's process, passes on what
-SLURM wants of it, and writes down how it ended."""
+SLURM wants of it, and writes down how it ended.
+"""
 
 import os
 import signal
@@ -36,7 +37,8 @@ class Job:
 
     def checkpoint(self) -> DelayedSubmission | None:
         """SLURM needs the machine, or the time is over: submitit puts the job back into the queue
-        with what is returned here."""
+        with what is returned here.
+        """
         if self._child is not None:
             code = self._child.stop()
             if code != STOPPED:  # it had ended by itself just now
