@@ -1,45 +1,57 @@
-"""What a user did wrong, in one line."""
+"""Errors of the user, reported in one line."""
 
 import difflib
 import sys
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from typing import Any
 
-from qkablate.redaction import redacted
+from qkablate.redaction import redact
 
 
 class UserError(Exception):
-    """A mistake the user can mend: one line on stderr, exit code 2, no traceback."""
+    """Mistake that the user can correct: one line on stderr, exit code 2, no traceback."""
 
     def __str__(self) -> str:
-        return super().__str__().replace("\n", "�")  # of a word or a file that is repeated in it
+        return super().__str__().replace("\n", "�")  # of quoted input
 
 
-class Impossible(UserError):
-    """Values that are fine one by one, and make no model together."""
+class ImpossibleConfig(UserError):
+    """Values that are valid one by one, but not together."""
 
 
-def tell(text: str) -> None:
-    """A line on stderr."""
-    print(printable(redacted(text)), file=sys.stderr)
+def print_stderr(text: str) -> None:
+    """Print a line on stderr, without secrets and control characters."""
+    print(sanitize(redact(text)), file=sys.stderr)
 
 
-def refuse_secrets(values: Mapping[str, Any]) -> None:
-    """UserError for a key or a password among what the user sets: it is all written down."""
+def reject_secrets(values: Mapping[str, Any]) -> None:
+    """Raise UserError if a setting contains a key or a password: settings are written to disk."""
     for name, value in values.items():
-        if redacted(f"{value}") != f"{value}":
+        if redact(f"{value}") != f"{value}":
             raise UserError(
-                f"{redacted(name)}: a key or a password is not written down; W&B and the Hub find"
-                " theirs in WANDB_API_KEY, HF_TOKEN or .netrc"
+                f"{redact(name)}: keys and passwords must not be settings; W&B and the Hub read"
+                " theirs from WANDB_API_KEY, HF_TOKEN or .netrc"
             )
 
 
-def printable(text: str) -> str:
-    """What is repeated of files and arguments must not steer the terminal."""
+def sanitize(text: str) -> str:
+    """Replace control characters, which could control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """' (nearest: x)' for the known name closest to `word`, or ''."""
+def nearest_hint(word: str, known: Iterable[str]) -> str:
+    """Return ' (nearest: x)' for the known name closest to `word`, or ''."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (nearest: {match[0]})" if match else ""
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Raise UserError where a module of an optional extra is not installed."""
+    for module in modules:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise UserError(
+                f"this needs {error.name}, of the extra '{extra}': pip install 'qkablate[{extra}]'"
+            ) from None

@@ -1,7 +1,7 @@
-"""Randomness by name: every draw comes from (seed, name), never from the order of the calls.
+"""Randomness by name: every draw depends on (seed, name), never on the order of calls.
 
-So two variants share every tensor they both have, a batch depends on its step alone, and neither
-evaluation nor a resume can shift anything.
+So two variants share all tensors of the same name and shape, a batch depends on its step alone, and
+neither evaluation nor a resume changes anything.
 """
 
 import hashlib
@@ -9,12 +9,12 @@ import hashlib
 import numpy as np
 
 
-def key(seed: int, *name: object) -> int:
-    """A 128-bit key for one named draw."""
+def derive_key(seed: int, *name: object) -> int:
+    """Return the 128-bit key of a named draw."""
     text = "\0".join(str(part) for part in (seed, *name))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
 
 
-def stream(seed: int, *name: object) -> np.random.Generator:
-    """The generator of one named draw."""
-    return np.random.Generator(np.random.Philox(key=key(seed, *name)))
+def named_generator(seed: int, *name: object) -> np.random.Generator:
+    """Return the generator of a named draw."""
+    return np.random.Generator(np.random.Philox(key=derive_key(seed, *name)))

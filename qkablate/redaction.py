@@ -1,6 +1,4 @@
-"""Keys and passwords: they stay where W&B and the Hub look for them, and reach nothing that is
-written or told.
-"""
+"""Removal of keys and passwords from everything that is written or printed."""
 
 import netrc
 import os
@@ -9,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _VARIABLES = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "RAY_AUTH_TOKEN")
-_SHORTEST = 8  # characters: `HF_TOKEN=x` is no key, and an x is everywhere
-_SHAPES = (
+_MIN_LENGTH = 8  # characters: the x of `HF_TOKEN=x` occurs everywhere
+_PATTERNS = (
     re.compile(r"()(?:hf_[A-Za-z0-9]{20,}|wandb_v1_\w{20,})"),
-    # W&B's keys before that look like any hash: a name tells them apart. (`tokens=` has a number.)
+    # Older keys of W&B look like any hash, so the name before counts. (`tokens=` has a number.)
     re.compile(
         r"(?i)((?:key|token(?!s\b)|secret|password)\w*[\"']?[\s=:]+[\"']?)(?:local-)?[0-9a-f]{40}"
     ),
@@ -20,22 +18,17 @@ _SHAPES = (
 )
 
 
-def redacted(text: str) -> str:
-    """The text with *** for every key and password."""
-    for secret in _known():
+def redact(text: str) -> str:
+    """Return the text with *** for every key and password."""
+    secrets = {secret for secret in _user_secrets() if len(secret) >= _MIN_LENGTH}
+    for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
         text = text.replace(secret, "***")
-    for shape in _SHAPES:
-        text = shape.sub(r"\1***", text)
+    for pattern in _PATTERNS:
+        text = pattern.sub(r"\1***", text)
     return text
 
 
-def _known() -> list[str]:
-    """Those of this user; what holds another comes first."""
-    found = {secret for secret in _found() if len(secret) >= _SHORTEST}
-    return sorted(found, key=len, reverse=True)
-
-
-def _found() -> Iterator[str]:
+def _user_secrets() -> Iterator[str]:
     yield from (os.environ.get(name, "").strip() for name in _VARIABLES)
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     try:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -14,20 +15,22 @@ from typing import Any
 def print_table(
     columns: list[str], rows: list[list[str]], left: int = 1, wrap: tuple[str, ...] = ()
 ) -> None:
-    print("\n".join(aligned(columns, rows, left, wrap)))
+    """Print a table; see `format_table`."""
+    print("\n".join(format_table(columns, rows, left, wrap)))
 
 
-def aligned(
+def format_table(
     columns: list[str], rows: list[list[str]], left: int = 1, wrap: tuple[str, ...] = ()
 ) -> list[str]:
-    """The lines of a table: the first `left` columns to the left, numbers to the right. On a
-    terminal that is too narrow, the columns to `wrap` are broken into lines.
+    """Return the lines of a table: the first `left` columns aligned left, the others right.
+
+    On a terminal that is too narrow, the cells of the columns in `wrap` are wrapped.
     """
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    may = [i for i, column in enumerate(columns) if column in wrap] if sys.stdout.isatty() else []
-    while may and sum(widths) + 2 * (len(widths) - 1) > shutil.get_terminal_size().columns:
-        widest = max(may, key=lambda i: widths[i])
-        if widths[widest] <= _NARROWEST:
+    to_wrap = [i for i, name in enumerate(columns) if name in wrap and sys.stdout.isatty()]
+    while to_wrap and sum(widths) + 2 * (len(widths) - 1) > shutil.get_terminal_size().columns:
+        widest = max(to_wrap, key=lambda i: widths[i])
+        if widths[widest] <= _MIN_WIDTH:
             break
         widths[widest] -= 1
     lines = []
@@ -42,25 +45,26 @@ def aligned(
     return lines
 
 
-_NARROWEST = 12
+_MIN_WIDTH = 12
 
 
 def print_json(value: Any) -> None:
+    """Print JSON in which control characters are escaped."""
     text = json.dumps(value, indent=1, ensure_ascii=False)
-    # What is repeated of files must not steer the terminal; JSON can say it otherwise.
     print(
         re.sub(r"[^\n -~]", lambda m: m[0] if m[0].isprintable() else json.dumps(m[0])[1:-1], text)
     )
 
 
 def print_csv(rows: list[dict[str, Any]]) -> None:
+    """Print rows as CSV, with the keys of the first row as header."""
     writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
 
 
-def short(number: float) -> str:
-    """Four digits at most, with the unit's prefix: 1.18 M."""
+def format_short(number: float) -> str:
+    """Format with at most four digits and a unit prefix: 1.18 M."""
     for size, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return (
@@ -71,32 +75,48 @@ def short(number: float) -> str:
     return f"{number:.4g}"
 
 
-def short_bytes(number: float) -> str:
-    text = short(number)
+def format_duration(seconds: float) -> str:
+    """Format a time as 8 s, 3 min 20 s, 2 h 05 min or 2.5 days."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole / 86400:,.1f} days"
+
+
+def format_bytes(number: float) -> str:
+    """Format a number of bytes: 1.18 MB."""
+    text = format_short(number)
     return f"{text}B" if text[-1].isalpha() else f"{text} B"
 
 
-def nats(number: float) -> str:
-    """+0.0123; what would round to nothing keeps its sign and size: -3e-06."""
+def format_nats(number: float) -> str:
+    """Format a difference of losses: +0.0123; tiny values keep their magnitude: -3e-06."""
     return f"{number:+.0e}" if 0 < abs(number) < 5e-5 else f"{number:+z.4f}"
 
 
-def digits(value: float, half: float | None, *, signed: bool = False) -> str:
-    """With no more digits than an interval so wide supports: two of its half. Four decimals where
-    there is none.
-    """
+def format_digits(value: float, half: float | None, *, signed: bool = False) -> str:
+    """Round to two significant digits of the interval's half width, or to four decimals."""
     places = 4
     if half is not None and math.isfinite(half) and half > 0:
         places = min(6, max(0, 1 - math.floor(math.log10(half))))
     return f"{value:{'+z' if signed else 'z'}.{places}f}"
 
 
-def counted(number: int, what: str) -> str:
-    """3 layers, 1 layer."""
+def format_count(number: int, what: str) -> str:
+    """Format a number with its noun: 3 layers, 1 layer."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def some(names: list[str], most: int = 4) -> str:
-    """a, b, c, d and 7 more."""
+def format_list(names: list[str], most: int = 4) -> str:
+    """Format the first names: a, b, c, d and 7 more."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def print_next_commands(*commands: list[str]) -> None:
+    """Print the commands that a user may want to type next."""
+    print("\nNext", *(f"  {shlex.join(['qkablate', *words])}" for words in commands), sep="\n")

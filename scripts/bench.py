@@ -32,16 +32,16 @@ from hydra import initialize_config_dir
 
 from qkablate.cli.hydra.app import register
 from qkablate.config import Config, conf_dir, variants
-from qkablate.errors import UserError, nearest
-from qkablate.models.catalogue import attention, settle
-from qkablate.models.cost import cost
+from qkablate.errors import UserError, nearest_hint
+from qkablate.models.catalogue import make_attention, resolve_circuits
+from qkablate.models.cost import compute_cost
 from qkablate.table import print_table
-from qkablate.tracking.metrics_file import Journal
-from qkablate.tracking.wandb.run import Identity, Mirror
+from qkablate.tracking.metrics_file import MetricsFile
+from qkablate.tracking.wandb.run import RunIdentity, WandbRun
 from qkablate.training import hardware
 from qkablate.training.loop import Trainer
-from qkablate.training.measure import check_memory, step_times
-from qkablate.training.resolve import empty_model, plan
+from qkablate.training.measure import check_memory, measure_step_times
+from qkablate.training.resolve import build_empty_model, plan_run
 
 LONG = Shape(2, 768, 12, 1024, 2, steps=1)
 PRODUCT = 8192 if torch.cuda.is_available() else 2048  # rows and columns of a large product
@@ -49,7 +49,7 @@ ALLOWED = 1.25
 RUN = "model.layers=4 model.d_model=128 model.heads=4 model.context=64 train.batch_size=12"
 EMPTY = "model.layers=1 model.d_model=16 model.heads=2 model.context=16 train.steps=1"
 LONG_RUN = "model.layers=2 model.d_model=768 model.heads=12 model.context=1024 train.batch_size=2"
-SHORT = "data.val_tokens=15361 data.test_tokens=15361 track.wandb=disabled"  # 20 batches
+SHORT = "data.val_tokens=15361 data.test_tokens=15361 tracking.wandb=disabled"  # 20 batches
 STEPS = 200
 
 
@@ -57,14 +57,14 @@ def products(folder: Path, args: argparse.Namespace) -> None:
     """Large matrix products: what a step can come near to."""
     rows = []
     for precision, by in (("fp32", "torch"), ("fp32", "onednn"), ("bf16", "torch")):
-        words = (f"precision={precision}", f"products={by}")
+        words = (f"precision={precision}", f"matmul={by}")
         try:
             config = hardware.resolve(configure(SHAPES["small"], "standard", 1, folder, *words))
         except UserError:  # no oneDNN, or a GPU
             continue
-        with hardware.process_state():
-            hardware.prepare(config)
-            found = sorted(hardware.peak_flops(config, PRODUCT) for _ in range(9))
+        with hardware.preserve_process_state():
+            hardware.configure_process(config)
+            found = sorted(hardware.measure_peak_flops(config, PRODUCT) for _ in range(9))
         best = f"{found[-1] / 1e9:,.0f}"
         rows.append([f"{precision}, products={by}", f"{found[4] / 1e9:,.0f}", best])
     print_table(["matrix product", "GFLOP/s", "at best"], rows)
@@ -76,24 +76,24 @@ def steps(folder: Path, args: argparse.Namespace) -> None:
         configs: list[Config] = []
         for name in dict.fromkeys(["standard", *args.variants]):
             try:
-                configs.append(settle(configure(shape, name, 1000, folder))[0])
+                configs.append(resolve_circuits(configure(shape, name, 1000, folder))[0])
             except UserError as refused:
                 print(f"left out: {refused}")
         resolved = [hardware.resolve(config) for config in configs]
-        models = [empty_model(config, 256) for config in resolved]
+        models = [build_empty_model(config, 256) for config in resolved]
         tokens = shape.batch_size * shape.context
-        flops = [cost(model, tokens_per_pass=tokens, number_bytes=4).training for model in models]
-        check_memory([sum(model.ledger().values()) // 2 for model in models], resolved[0].device)
-        peak = hardware.peak_flops(resolved[0], PRODUCT)
-        found = step_times(configs, 256, lambda part: None)
+        flops = [compute_cost(model, tokens_per_pass=tokens, number_bytes=4).training for model in models]
+        check_memory([sum(model.parameter_counts().values()) // 2 for model in models], resolved[0].device)
+        peak = hardware.measure_peak_flops(resolved[0], PRODUCT)
+        found = measure_step_times(configs, 256, lambda part: None)
         rows = []
         for config, model, work, times in zip(resolved, models, flops, found, strict=True):
-            peak = max(peak, hardware.peak_flops(resolved[0], PRODUCT))
+            peak = max(peak, hardware.measure_peak_flops(resolved[0], PRODUCT))
             ratio = times.median / found[0].median
             allowed = ALLOWED * max(1.0, work / flops[0])
             rows.append(
                 [
-                    *(config.variant.name, model.attentions()[0].kernel),
+                    *(config.variant.name, model.attention_layers()[0].module.kernel),
                     *(f"{1000 * times.median:,.1f}", f"{tokens / times.median:,.0f}"),
                     f"{100 * work * tokens / times.median / peak:.0f} %",
                     *(f"{ratio:.2f}", f"{work / flops[0]:.2f}", f"{allowed:.2f}"),
@@ -131,8 +131,8 @@ def memory(folder: Path, args: argparse.Namespace) -> None:
 def _layer_memory(name: str, kernel: str) -> tuple[int, str]:
     torch.set_num_threads(2)
     with initialize(), tempfile.TemporaryDirectory() as folder:
-        config = settle(configure(LONG, name, 1, Path(folder)))[0]
-    layer = attention(config.model, config.variant, kernel=kernel)
+        config = resolve_circuits(configure(LONG, name, 1, Path(folder)))[0]
+    layer = make_attention(config.model, config.variant, kernel=kernel)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     x_BTD = torch.randn(LONG.batch_size, LONG.context, LONG.d_model, requires_grad=True)
@@ -168,7 +168,7 @@ def sweep(folder: Path, args: argparse.Namespace) -> None:
         took = []
         for runs in (8, 40):
             words = f"sweep variant=standard seed=range({runs}) {EMPTY} data.val_tokens=65"
-            words += f" data.test_tokens=65 track.wandb={more}"
+            words += f" data.test_tokens=65 tracking.wandb={more}"
             took.append(_timed(words, folder / f"{more}-{runs}")[0])
         each = (took[1] - took[0]) / 32
         print(f"a run of one step, {what}: {1000 * each:.0f} ms of the machine")
@@ -181,7 +181,7 @@ def many(folder: Path, args: argparse.Namespace) -> None:
     for runs in (10, 100, 1000):
         out = folder / f"many-{runs}"
         words = f"sweep variant=standard seed=range({runs}) {EMPTY} data.val_tokens=65"
-        seconds = _timed(words + " data.test_tokens=65 track.wandb=disabled", out)[0]
+        seconds = _timed(words + " data.test_tokens=65 tracking.wandb=disabled", out)[0]
         each = (seconds - before[1]) / (runs - before[0])
         before = runs, seconds
         files = [path for path in out.rglob("*") if not path.is_dir()]
@@ -207,9 +207,9 @@ def evaluation(folder: Path, args: argparse.Namespace) -> None:
     rows = []
     for label, shape in SHAPES.items():
         for name in ("standard", "merged_w"):
-            planned = plan(configure(shape, name, 1000, folder))
+            planned = plan_run(configure(shape, name, 1000, folder))
             tokens = len(planned.data.split("val")) - 1
-            hardware.prepare(planned.config)
+            hardware.configure_process(planned.config)
             model = planned.build().to_empty(device="cpu").init_(0).to(planned.config.device)
             trainer = Trainer(
                 planned, model, None, sinks=(), save=lambda _: None, stop=lambda: False
@@ -225,7 +225,7 @@ def evaluation(folder: Path, args: argparse.Namespace) -> None:
                 training.append((between - began) / count / planned.tokens_per_step)
                 reading.append((time.perf_counter() - between) / tokens)
             ratio = statistics.median(reading) / statistics.median(training)
-            own = cost(model, tokens_per_pass=shape.batch_size * shape.context, number_bytes=4)
+            own = compute_cost(model, tokens_per_pass=shape.batch_size * shape.context, number_bytes=4)
             rows.append([label, name, f"{ratio:.2f}", f"{own.forward / own.training:.2f}"])
     print_table(["shape", "variant", "time of training's", "FLOPs of training's"], rows)
 
@@ -260,7 +260,7 @@ def _nanogpt(checkout: Path, folder: Path) -> float:
     if not data.exists():
         data.mkdir(parents=True)
         (place / "configurator.py").symlink_to(checkout / "configurator.py")
-        source = plan(configure(SHAPES["small"], "standard", 1, folder)).data
+        source = plan_run(configure(SHAPES["small"], "standard", 1, folder)).data
         text = source.split("train")
         for split in ("train", "val"):
             np.asarray(text).astype(np.uint16).tofile(data / f"{split}.bin")
@@ -286,21 +286,23 @@ def start(folder: Path, args: argparse.Namespace) -> None:
     helped = statistics.median(_seconds([*own, "--help"]) for _ in range(9))
     print(f"--help: {1000 * helped:.0f} ms (wanted: 100)")
     words = shlex.split(
-        f"train {RUN} {SHORT} train.steps=20 track.log_every=1 out={folder / 'start'}"
+        f"train {RUN} {SHORT} train.steps=20 tracking.log_every=1 out={folder / 'start'}"
     )
     firsts = [_first_row([*own, *words, f"seed={seed}"], folder / "start") for seed in range(5)]
     print(f"train to its first step: {statistics.median(firsts):.2f} s (wanted: 3)")
     step_ms = (
         1000
-        * step_times(
+        * measure_step_times(
             [configure(SHAPES["small"], "standard", 1000, folder)], 256, lambda part: None
         )[0].median
     )
     row = {"step": 1, "tokens": 768, "seconds": 1.0, "train/loss": 2.5, "train/grad_norm": 0.5}
     row |= {"train/lr": 1e-3, "perf/tokens_per_second": 2e4, "perf/mfu": 0.5, "flops": 1e12}
-    config = configure(SHAPES["small"], "standard", 1, folder, "track.wandb=offline")
-    journal = Journal(folder / "metrics.jsonl")
-    mirror = Mirror(config.track, Identity("a", "a", "a", "a", ()), folder, {}, lambda note: None)
+    config = configure(SHAPES["small"], "standard", 1, folder, "tracking.wandb=offline")
+    journal = MetricsFile(folder / "metrics.jsonl")
+    mirror = WandbRun(
+        config.tracking, RunIdentity("a", "a", "a", "a", ()), folder, {}, lambda note: None
+    )
     took = []
     for number in range(500):
         row["step"] = number
@@ -311,7 +313,7 @@ def start(folder: Path, args: argparse.Namespace) -> None:
     each = statistics.median(took)
     mirror.close({}, 0)
     journal.close()
-    part = each / config.track.log_every / step_ms
+    part = each / config.tracking.log_every / step_ms
     print(
         f"metrics and W&B offline: {each:.2f} ms a row, {100 * part:.2f} % of the steps (wanted: 1)"
     )
@@ -363,7 +365,7 @@ def main() -> None:
         ("--variants", args.variants, [*variants()]),
     ):
         if wrong := next((name for name in given if name not in known), None):
-            one_of = f"{', '.join(known)}{nearest(wrong, known)}"
+            one_of = f"{', '.join(known)}{nearest_hint(wrong, known)}"
             raise UserError(f"{flag}: '{wrong}' is not one of {one_of}")
     if args.nanogpt is not None:
         args.nanogpt = args.nanogpt.expanduser().resolve()
@@ -380,7 +382,7 @@ def main() -> None:
 
 
 SECTIONS: dict[str, Callable[[Path, argparse.Namespace], None]] = {
-    "products": products,
+    "matmul": products,
     "variants": steps,
     "memory": memory,
     "sweep": sweep,

@@ -29,14 +29,14 @@ from torch import Tensor
 from qkablate.attention.kernels import matmul
 from qkablate.cli.hydra.app import register
 from qkablate.config import Config, conf_dir, load, variants
-from qkablate.data.batches import whole
-from qkablate.errors import UserError, nearest
-from qkablate.randomness import stream
-from qkablate.runs.run import environment
+from qkablate.data.batches import sequential_batches
+from qkablate.errors import UserError, nearest_hint
+from qkablate.randomness import named_generator
+from qkablate.runs.run import describe_environment
 from qkablate.training import hardware
 from qkablate.training.loop import Trainer
 from qkablate.training.optimizer import learning_rate
-from qkablate.training.resolve import Plan, plan
+from qkablate.training.resolve import RunPlan, plan_run
 
 WARMUP = 5  # steps before the clock starts
 EVAL_BATCH = 8192  # tokens
@@ -62,7 +62,7 @@ SHAPES = {"small": Shape(4, 128, 4, 64, 12, steps=50), "large": Shape(6, 384, 6,
 class Ours:
     """qkablate: the Trainer of a real plan."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         config = plan.config
         how = f"{config.precision}, {'compiled' if config.compile else 'eager'}"
         self.name = f"qkablate {config.variant.name} ({how})"
@@ -72,18 +72,18 @@ class Ours:
         )
 
     def step(self, step: int) -> None:
-        matmul.choose(self.trainer.config.products)  # of the process: the contestants take turns
+        matmul.set_backend(self.trainer.config.matmul)  # of the process: the contestants take turns
         self.trainer._step(step)
 
     def loss(self) -> float:
-        matmul.choose(self.trainer.config.products)
+        matmul.set_backend(self.trainer.config.matmul)
         return self.trainer.evaluate("val")["loss"]
 
 
 class NanoGPT:
     """nanoGPT's model and optimiser, in the steps of its train.py."""
 
-    def __init__(self, module: Any, plan: Plan, compiled: bool, data: Path) -> None:
+    def __init__(self, module: Any, plan: RunPlan, compiled: bool, data: Path) -> None:
         config, self.plan, self.data = plan.config, plan, data
         kind = "cuda" if config.device.startswith("cuda") else "cpu"
         precision = config.precision if kind == "cuda" else "fp32"
@@ -122,10 +122,10 @@ class NanoGPT:
         self.optimizer.zero_grad(set_to_none=True)
 
     def read(self, step: int) -> tuple[Tensor, Tensor]:
-        """qkablate's windows of this step, one by one out of a file of uint16 opened anew."""
+        """Qkablate's windows of this step, one by one out of a file of uint16 opened anew."""
         config, tokens = self.plan.config, np.memmap(self.data, dtype=np.uint16, mode="r")
         context, size = config.model.context, config.train.batch_size
-        starts = stream(config.seeds.data, "batch", step).integers(len(tokens) - context, size=size)
+        starts = named_generator(config.seeds.data, "batch", step).integers(len(tokens) - context, size=size)
 
         def rows(shift: int) -> Tensor:
             cuts = (tokens[i + shift : i + shift + context].astype(np.int64) for i in starts)
@@ -140,8 +140,8 @@ class NanoGPT:
         self.model.eval()
         context, device = self.plan.config.model.context, self.plan.config.device
         text, losses = self.plan.data.split("val"), []
-        for batch in whole(text, batch_size=EVAL_BATCH // context, context=context):
-            tokens, targets = batch[:2]
+        for batch in sequential_batches(text, batch_size=EVAL_BATCH // context, context=context):
+            tokens, targets = batch.tokens_NT, batch.targets_NA
             with self.autocast:
                 losses.append(self.model(tokens.to(device), targets.to(device))[1].item())
         self.model.train()
@@ -152,7 +152,7 @@ def configure(shape: Shape, variant: str, steps: int, folder: Path, *more: str) 
     """The config of `qkablate train` with this shape."""
     words = [f"model.{key}={getattr(shape, key)}" for key in ("layers", "d_model", "heads")]
     words += [f"model.context={shape.context}", f"train.batch_size={shape.batch_size}"]
-    words += [f"variant={variant}", f"train.steps={steps}", "track.wandb=disabled", *more]
+    words += [f"variant={variant}", f"train.steps={steps}", "tracking.wandb=disabled", *more]
     config = load(compose("train", words))
     config.out, config.data.cache = str(folder), str(folder / "data")
     config.data.val_tokens = 4 * EVAL_BATCH + 1  # as much as fills whole batches
@@ -160,10 +160,10 @@ def configure(shape: Shape, variant: str, steps: int, folder: Path, *more: str) 
 
 
 def contestants(module: Any, shape: Shape, args: argparse.Namespace, folder: Path) -> list[Any]:
-    """nanoGPT's two ways, then every variant in the precision of `auto` and in fp32."""
+    """NanoGPT's two ways, then every variant in the precision of `auto` and in fp32."""
     steps = WARMUP + args.rounds * (args.steps or shape.steps)
-    auto = plan(configure(shape, "standard", steps, folder))
-    hardware.prepare(auto.config)
+    auto = plan_run(configure(shape, "standard", steps, folder))
+    hardware.configure_process(auto.config)
     data = folder / "nanogpt.bin"
     auto.data.split("train").astype(np.uint16).tofile(data)
     found: list[Any] = [NanoGPT(module, auto, compiled, data) for compiled in (False, True)]
@@ -171,9 +171,10 @@ def contestants(module: Any, shape: Shape, args: argparse.Namespace, folder: Pat
     ways = dict.fromkeys((auto.config.compile, auto.config.compile or args.compile))
     for variant, precision, compiled in product(args.variants, precisions, ways):
         words = (f"precision={precision}", f"compile={compiled}")
-        found.append(Ours(plan(configure(shape, variant, steps, folder, *words))))
-    same = zip(found[0].batch, found[2].trainer.feed.take(0)[0][:2], strict=True)
-    assert all(torch.equal(theirs.cpu(), ours.cpu()) for theirs, ours in same)
+        found.append(Ours(plan_run(configure(shape, variant, steps, folder, *words))))
+    ours = found[2].trainer.train_step.feed.take(0)[0]
+    same = zip(found[0].batch, (ours.tokens_NT, ours.targets_NA), strict=True)
+    assert all(torch.equal(theirs.cpu(), own.cpu()) for theirs, own in same)
     return found
 
 
@@ -244,7 +245,7 @@ def import_model(checkout: Path) -> Any:
 
 def header(config: Config, module: Path | None = None) -> str:
     """`module` is nanoGPT's model.py."""
-    facts = environment(config, hardware.describe(config))
+    facts = describe_environment(config, hardware.describe_device(config))
     machine, versions, code = facts["machine"], facts["versions"], facts["code"]
     device = "" if config.device == "cpu" else f", {machine['device']}"
     state = f"{code['commit'][:12]}{' + changes' if code['diff'] else ''}" if code else "no git"
@@ -281,7 +282,7 @@ def arguments() -> argparse.Namespace:
         ("--variants", args.variants, variants()),
     ):
         if wrong := next((name for name in given if name not in known), None):
-            listed = f"{', '.join(known)}{nearest(wrong, known)}"
+            listed = f"{', '.join(known)}{nearest_hint(wrong, known)}"
             raise UserError(f"{flag}: '{wrong}' is not one of {listed}")
     if args.rounds < 1 or (args.steps is not None and args.steps < 1):
         raise UserError("--rounds, --steps: give 1 or more")

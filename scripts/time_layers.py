@@ -20,9 +20,9 @@ import torch
 from qkablate import __version__
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.errors import UserError
-from qkablate.models.catalogue import attention
-from qkablate.models.cost import attention_cost, mean_causal_keys
-from qkablate.training.hardware import fast_bf16
+from qkablate.models.catalogue import make_attention
+from qkablate.models.cost import compute_attention_cost, mean_causal_keys
+from qkablate.training.hardware import has_fast_bf16
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALLOWED = 1.5
@@ -47,7 +47,7 @@ def main() -> None:
         f" {words.device}, {words.threads} threads, B {batch}, h {heads}, T {context}, d {d_model}"
     )
     for precision in words.precision.split(","):
-        if precision == "bf16" and words.device == "cpu" and not fast_bf16():
+        if precision == "bf16" and words.device == "cpu" and not has_fast_bf16():
             print("bf16 is slower than fp32 on this CPU")
         _report(names, precision, batch, heads, context, d_model, words)
 
@@ -67,7 +67,7 @@ def _report(
         variant = resolve_variant(VariantConfig(**variants()[name]), model)
         half = precision != "fp32"
         try:
-            layer = attention(model, variant, device=words.device, half=half, kernel=words.kernel)
+            layer = make_attention(model, variant, device=words.device, half=half, kernel=words.kernel)
         except UserError as refused:
             print(f"left out: {refused}")
             continue
@@ -76,7 +76,7 @@ def _report(
             torch.nn.init.normal_(parameter, std=0.02)
         steps[name] = _step(layer, batch, context, d_model, precision, words.device)
         keys = mean_causal_keys(context)
-        found = attention_cost(layer, keys=keys, context=context, tokens_per_pass=batch * context)
+        found = compute_attention_cost(layer, keys=keys, context=context, tokens_per_pass=batch * context)
         flops[name], kernels[name] = found.flops, layer.kernel
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(words.rounds + 2):

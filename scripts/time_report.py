@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from qkablate.cli.hydra.grid import composing
-from qkablate.sweeps.planning.expand import Expansion, Grid
+from qkablate.cli.hydra.grid import open_composer
+from qkablate.sweeps.planning.expand import Grid, expand_grid
 from qkablate.sweeps.planning.manifest import Manifest, SweepRun, freeze
 
 
@@ -58,10 +58,10 @@ def main() -> None:
 
 
 def frozen(words: list[str], folder: Path) -> Manifest:
-    with composing() as composer:
-        asked = composer.ask([*words, "precision=fp32", "threads=1", "device=cpu"])
+    with open_composer() as composer:
+        asked = composer.request([*words, "precision=fp32", "threads=1", "device=cpu"])
         grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
-        manifest = Expansion(grid, composer.config).manifest(["qkablate", "sweep", *words])
+        manifest = expand_grid(grid, composer.config, ["qkablate", "sweep", *words])
     return freeze(dataclasses.replace(manifest, out=str(folder)), [])
 
 

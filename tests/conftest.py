@@ -16,12 +16,12 @@ from qkablate.cli import main
 
 SMALL = [
     *("model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16"),
-    *("track.wandb=disabled", "threads=1"),
+    *("tracking.wandb=disabled", "threads=1"),
 ]
 TINY = [
     *SMALL,
     *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "train.checkpoint_every=4"),
-    "track.log_every=2",
+    "tracking.log_every=2",
 ]
 
 

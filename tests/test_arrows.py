@@ -1,8 +1,10 @@
-"""The arrows of the house: imports go downwards, and what is light stays light."""
+"""The architecture, as docs/architecture.md describes it."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,71 +12,142 @@ import pytest
 import qkablate
 
 ROOT = Path(qkablate.__file__).parent
-GROUND = {"config", "disk", "errors", "randomness", "redaction", "table", "__init__"}
-# What each part may import of the project, besides the ground floor.
-MAY = {
-    "attention": {"attention"},
-    "data": {"data"},
-    "models": {"models", "attention", "data"},
-    "diagnostics": {"diagnostics", "models", "attention"},
-    "verify": {"verify", "models", "attention"},
-    "runs": {"runs"},
-    "tracking": {"tracking", "runs"},
-    "training": {
-        *("training", "models", "diagnostics", "attention", "data", "runs", "tracking"),
-    },
-    "sweeps": {"sweeps", "training", "models", "data", "runs", "tracking"},
-    "analysis": {"analysis", "report", "sweeps", "data", "runs"},
-    "report": {"report", "analysis", "runs", "cli"},
-    "dashboard": {
-        *("dashboard", "report", "analysis", "sweeps", "data", "runs", "tracking", "cli"),
-    },
+TESTS = Path(__file__).parent
+# Modules of the lowest level: they import nothing of the project but each other.
+GROUND = {"config", "disk", "errors", "randomness", "redaction", "strict_json", "table", "__init__"}
+# The packages that each package may import, besides itself and the lowest level.
+ALLOWED = {
+    "attention": set(),
+    "data": set(),
+    "runs": set(),
+    "models": {"attention", "data"},
+    "diagnostics": {"models", "attention"},
+    "verify": {"models", "attention"},
+    "tracking": {"runs"},
+    "training": {"models", "diagnostics", "attention", "data", "runs", "tracking"},
+    "sweeps": {"training", "models", "data", "runs", "tracking"},
+    "analysis": {"sweeps", "data", "runs"},
+    "report": {"analysis", "runs"},
+    "dashboard": {"report", "analysis", "sweeps", "data", "runs", "tracking"},
     "cli": {
-        *("cli", "dashboard", "report", "analysis", "verify", "sweeps", "training", "diagnostics"),
+        *("dashboard", "report", "analysis", "verify", "sweeps", "training", "diagnostics"),
         *("models", "attention", "data", "runs", "tracking"),
     },
     "__main__": {"cli"},
 }
+WITHOUT_TORCH = ("config", "runs", "tracking", "errors")
+MOST_FILES = 12  # in a folder, __init__.py aside
+FRAGMENT = re.compile(r"(What|Of|Whether|Who|How|That|Where|As|So that)\b(?! to\b)")
 
-LIGHT = ("config", "runs", "tracking", "errors")
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
 
 
-def imports(file: Path) -> set[str]:
-    """First and second names of every import in a file, wherever it stands."""
-    found = set()
+FILES = {module_name(file): file for file in sorted(ROOT.rglob("*.py"))}
+
+
+def imported_names(file: Path) -> set[str]:
+    """Return every name that a file imports, at any depth of the file."""
+    names = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
-    return found
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
-def part_of(file: Path) -> str:
-    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+def imported_modules(file: Path) -> set[str]:
+    """Return the modules of the project that a file imports."""
+    names = imported_names(file)
+    return {name if name in FILES else name.rpartition(".")[0] for name in names} & FILES.keys()
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda f: str(f.relative_to(ROOT)))
-def test_imports_go_downwards(file):
-    part = part_of(file)
-    ours = {name.split(".")[1] for name in imports(file) if name.startswith("qkablate.")}
-    ours = {name for name in ours if (ROOT / name).exists() or (ROOT / f"{name}.py").exists()}
+def part_of(module: str) -> str:
+    """Return the top-level package or module that a module belongs to."""
+    return [*module.split("."), "__init__"][1]
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_go_downwards(module):
+    part = part_of(module)
+    imported = {part_of(name) for name in imported_modules(FILES[module])} - {part}
     if part in GROUND:
-        assert ours <= GROUND
+        assert imported <= GROUND
     elif part == "attention":  # knows torch, and nothing of this project
-        assert ours <= MAY[part]
+        assert not imported
     else:
-        assert part in MAY, f"{part} has no place in the house yet"
-        assert ours <= MAY[part] | GROUND
+        assert part in ALLOWED, f"{part} has no place in the architecture yet"
+        assert imported <= ALLOWED[part] | GROUND
 
 
-@pytest.mark.parametrize("part", LIGHT)
+def import_circles() -> list[list[str]]:
+    """Return the strongly connected components of the import graph (Tarjan, 1972)."""
+    graph = {name: imported_modules(file) - {name} for name, file in FILES.items()}
+    index: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    circles = []
+
+    def visit(module: str) -> None:
+        index[module] = lowest[module] = len(index)
+        stack.append(module)
+        for other in graph[module]:
+            if other not in index:
+                visit(other)
+            if other in stack:
+                lowest[module] = min(lowest[module], lowest[other])
+        if lowest[module] == index[module]:
+            component = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(component) > 1:
+                circles.append(sorted(component))
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    return circles
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert import_circles() == []
+
+
+def test_verbs_import_no_verbs():
+    from qkablate.cli import VERBS
+
+    verbs = {f"qkablate.cli.{verb}" for verb in VERBS}
+    for module in FILES:
+        if module.startswith("qkablate.cli."):
+            assert not (imported_modules(FILES[module]) - {module}) & verbs, module
+
+
+def test_folders_hold_a_dozen_files_at_most():
+    from qkablate.cli import VERBS
+
+    files = Counter(file.parent for file in FILES.values() if file.name != "__init__.py")
+    verbs = [ROOT / "cli" / f"{verb}.py" for verb in VERBS]
+    files[ROOT / "cli"] -= len(verbs)
+    assert all(verb.exists() for verb in verbs)
+    assert {str(folder): n for folder, n in files.items() if n > MOST_FILES} == {}
+
+
+def test_tests_mirror_the_package():
+    """Every folder of tests has its package, and every test file that names a module has one."""
+    other = {TESTS / "torture"}
+    for folder in {file.parent for file in TESTS.rglob("test_*.py")} - other:
+        assert (ROOT / folder.relative_to(TESTS)).is_dir(), folder
+
+
+@pytest.mark.parametrize("part", WITHOUT_TORCH)
 def test_light_parts_need_no_torch(part):
-    for file in [ROOT / f"{part}.py", *(ROOT / part).rglob("*.py")]:
-        if file.exists():
-            heavy = {name.split(".")[0] for name in imports(file)} & {"torch", "datasets"}
-            assert not heavy, file
+    for module, file in FILES.items():
+        if part_of(module) == part:
+            heavy = {name.split(".")[0] for name in imported_names(file)} & {"torch", "datasets"}
+            assert not heavy, module
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["trian"]])
@@ -83,7 +156,8 @@ def test_the_command_itself_imports_nothing_heavy(words):
         "import sys, qkablate.cli\n"
         f"try: qkablate.cli.main({words})\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'hydra', 'omegaconf', 'wandb', 'datasets', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'hydra', 'omegaconf', 'wandb', 'datasets', 'numpy', 'scipy'}\n"
+        "heavy &= set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -91,17 +165,8 @@ def test_the_command_itself_imports_nothing_heavy(words):
 
 
 def test_analysis_needs_no_torch():
-    names = [
-        ".".join(("qkablate", *file.relative_to(ROOT).with_suffix("").parts))
-        for part in ("analysis", "report")
-        for file in (ROOT / part).rglob("*.py")
-    ]
-    names += [
-        "qkablate.cli.results",
-        "qkablate.cli.report",
-        "qkablate.cli.compare",
-        "qkablate.cli.claim",
-    ]
+    names = [name for name in FILES if part_of(name) in ("analysis", "report")]
+    names += [f"qkablate.cli.{verb}" for verb in ("results", "report", "compare", "claim")]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -109,3 +174,30 @@ def test_analysis_needs_no_torch():
 def test_text_is_prepared_without_torch():
     code = "import sys, qkablate.data, qkablate.cli.data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def docstrings(file: Path) -> list[tuple[int, str]]:
+    """Return the line and the text of every docstring of a file."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    texts = [(getattr(node, "lineno", 1), ast.get_docstring(node)) for node in nodes]
+    return [(line, text) for line, text in texts if text]
+
+
+@pytest.mark.parametrize("top", [ROOT, TESTS, ROOT.parent / "scripts"], ids=lambda path: path.name)
+def test_docstrings_are_sentences(top):
+    fragments = [
+        f"{file.relative_to(top)}:{line}: {text.splitlines()[0]}"
+        for file in sorted(top.rglob("*.py"))
+        for line, text in docstrings(file)
+        if FRAGMENT.match(text)
+    ]
+    assert fragments == []
+
+
+def test_a_fragment_is_recognised():
+    assert FRAGMENT.match("What all see.")
+    assert not FRAGMENT.match("Whatever is left is ignored.")
+    assert not FRAGMENT.match("How to read a run folder.")
+    assert not FRAGMENT.match("Return whether all ranks are done.")

@@ -1,26 +1,33 @@
-"""The schema: every option composes, `auto` is resolved, names tell the truth."""
+"""The config: options compose, `auto` is resolved, and the table of keys is complete."""
 
 import dataclasses
+import re
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from qkablate.cli.hydra.app import register
 from qkablate.config import (
-    CHOICES,
-    RANGES,
+    KEYS,
     Config,
+    Role,
+    SweepConfig,
     conf_dir,
     flatten,
     from_plain,
-    keys,
+    has_role,
+    is_key,
     load,
+    names_of,
     variants,
 )
+from qkablate.config import keys as config_keys
+from qkablate.config.sweep import SWEEP_KEYS
+from qkablate.config.table import RENAMED
 from qkablate.errors import UserError
 
-# Of the sweep (tests/cli/test_grid.py), its engines (tests/sweeps) and of claims
-# (tests/analysis/test_claim.py).
+# Groups of sweeps (tests/cli/hydra/test_grid.py), engines (tests/sweeps) and claims
+# (tests/analysis/claims).
 OTHERS = ("control", "engine", "sweep", "claim", "scale")
 OPTIONS = [
     f"{group.name}={option.stem}"
@@ -47,7 +54,7 @@ def test_every_option_composes(option):
     assert isinstance(config.train.steps, int)
 
 
-def test_the_groups_are_all_there():
+def test_all_groups_exist():
     assert {option.split("=")[0] for option in OPTIONS} == {"variant", "model", "data", "optim"}
     assert {path.name for path in conf_dir().iterdir() if path.is_dir()} == {
         *("variant", "model", "data", "optim", *OTHERS)
@@ -55,20 +62,172 @@ def test_the_groups_are_all_there():
     assert set(variants()) >= {"standard", "merged_w", "shared_qk", "no_q"}
 
 
-def test_the_defaults_of_yaml_and_schema_are_the_same():
-    """What a user reads in conf/ is what a test gets from Config()."""
+def test_defaults_in_yaml_equal_those_of_the_schema():
+    """conf/ and Config() have the same values."""
     from omegaconf import OmegaConf
 
     yaml = OmegaConf.to_container(composed(), resolve=True)
     yaml.pop("hydra", None)
     plain = flatten(Config())
-    assert set(keys()) == set(plain)
+    assert set(KEYS) == set(plain)
     for key, value in plain.items():
         assert OmegaConf.select(OmegaConf.create(yaml), key) == value, key
 
 
-def test_rules_name_keys_that_exist():
-    assert set(CHOICES) | set(RANGES) <= set(keys())
+# The table of keys.
+
+
+@pytest.mark.parametrize(("name", "info"), [*KEYS.items(), *SWEEP_KEYS.items()])
+def test_every_key_has_help_and_a_role(name, info):
+    assert info.help
+    assert not info.help.endswith(".")
+    assert info.role
+
+
+def test_every_key_that_is_not_in_the_identity_is_accounted_for():
+    """The id hashes what the key leads to, or the key changes no number; two are explained here."""
+    others = {
+        key for key in KEYS if not KEYS[key].role & (Role.IDENTITY | Role.CONTENT | Role.LOCAL)
+    }
+    assert others == {
+        "variant.name",  # a label
+        "train.fsdp",  # distributes the same computation
+    }
+
+
+def test_roles_do_not_contradict_each_other():
+    for name, info in KEYS.items():
+        assert not (info.role & Role.RUN and info.role & Role.ARM), name
+        assert not (info.role & Role.LOCAL and info.role & (Role.IDENTITY | Role.ARM)), name
+        assert not info.role & (Role.GRID | Role.LAUNCH), name
+    assert all(info.role in (Role.GRID, Role.LAUNCH) for info in SWEEP_KEYS.values())
+
+
+def test_the_keys_of_each_role():
+    assert {*names_of(Role.RUN)} == {"seed", "seeds", "optim.lr"}
+    assert {*names_of(Role.VARIANT)} == {
+        f"variant.{key}"
+        for key in ("name", "qk", "ov", "norm", "mask_self", "rank", "groups", "file")
+    }
+    assert {*names_of(Role.ONE_PER_SWEEP)} == {
+        *("out", "device", "threads", "tracking", "diagnostics")
+    }
+    assert {*names_of(Role.PAIR_FREE)} == {"threads", "attention", "train.eval_every"}
+    assert {*names_of(Role.LOCAL)} == {
+        *("out", "threads", "tracking", "diagnostics", "data.cache"),
+        *("train.checkpoint_every", "train.checkpoint_activations"),
+    }
+    assert {*names_of(Role.FINETUNE)} == {
+        *("variant", "train", "optim", "attention", "diagnostics", "tracking", "device"),
+        *("precision", "matmul", "compile", "threads", "deterministic", "out", "seeds.data"),
+        *("seeds.dropout", "data.cache", "data.path", "data.name", "data.files"),
+    }
+    assert has_role("tracking", Role.LOCAL)
+    assert not has_role("train", Role.LOCAL)
+    assert has_role("engine.sbatch.qos", Role.LAUNCH)
+    assert not has_role("nope", Role.LOCAL)
+
+
+def test_a_key_without_a_role_is_rejected():
+    with pytest.raises(TypeError, match="role"):
+        config_keys.key(3, "a help without a role")
+
+    @dataclasses.dataclass
+    class Forgotten:
+        known: int = config_keys.key(1, "declared", Role.LOCAL)
+        plain: int = 3
+
+    with pytest.raises(TypeError, match=r"plain of Forgotten is not declared with key\(\)"):
+        config_keys.key_table(Forgotten)
+
+
+@pytest.mark.parametrize("name", [name for name, info in KEYS.items() if info.choices])
+def test_help_names_every_choice(name):
+    if name != "data.source":  # a group: --help lists its options
+        for choice in KEYS[name].choices:
+            assert choice in KEYS[name].help or choice == "auto", choice
+
+
+def test_every_number_has_bounds():
+    table = {**KEYS, **SWEEP_KEYS}
+    for config in (Config, SweepConfig):
+        for name, kind in leaf_types(config):
+            if re.search(r"\b(int|float)\b", str(kind)):
+                assert table[name].bounds is not None, name
+            else:
+                assert table[name].bounds is None, name
+
+
+def leaf_types(config, prefix=""):
+    for item in dataclasses.fields(config):
+        if dataclasses.is_dataclass(item.type):
+            yield from leaf_types(item.type, f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, item.type
+
+
+COMMENTED = {
+    "train.yaml": (KEYS, ""),
+    "optim/adamw.yaml": (KEYS, "optim."),
+    "sweep.yaml": (SWEEP_KEYS, ""),
+    "sweep/grid.yaml": (SWEEP_KEYS, "sweep."),
+    "control/params.yaml": (SWEEP_KEYS, "control."),
+    "control/flops.yaml": (SWEEP_KEYS, "control."),
+    "engine/slurm.yaml": (SWEEP_KEYS, "engine."),
+    "engine/ray.yaml": (SWEEP_KEYS, "engine."),
+}
+
+
+@pytest.mark.parametrize("file", COMMENTED)
+def test_comments_are_the_help_of_the_keys(file):
+    table, prefix = COMMENTED[file]
+    text, seen, section = (conf_dir() / file).read_text(), set(), ""
+    for line in text.partition("\nhydra:")[0].splitlines():
+        if match := re.fullmatch(r"( *)(\w+):(?: (.*?))?(?: ?# (.*))?", line):
+            indent, name, value, comment = match.groups()
+            section = section if indent else name
+            full = prefix + (f"{section}.{name}" if indent else name)
+            if full in table and full != "engine.name":
+                assert comment == table[full].help, full
+                assert value
+                seen.add(full)
+    if file == "train.yaml":
+        elsewhere = ("variant.", "model.", "data.", "optim.")
+        assert seen == {name for name in KEYS if not name.startswith(elsewhere)}
+    elif file == "optim/adamw.yaml":
+        assert seen == {name for name in KEYS if name.startswith("optim.")}
+    assert seen
+
+
+RENAMED_WORDS = [
+    ("products=torch", "matmul"),
+    ("start.run=x", "init_from.run"),
+    ("train.shard=true", "train.fsdp"),
+    ("shard=true", "train.fsdp"),
+    ("train.accumulate=2", "train.grad_accum"),
+    ("train.read_test=false", "train.evaluate_test"),
+    ("diagnose.every=3", "diagnostics.every"),
+    ("track.wandb=disabled", "tracking.wandb"),
+    ("data.payload=3", "data.copy_length"),
+    ("control.knob=mlp", "control.adjust"),
+    ("per_gpu=2", "runs_per_gpu"),
+    ("heal.steps=3", "finetune.steps"),
+    ("sweep.where=[a]", "sweep.filter"),
+]
+
+
+@pytest.mark.parametrize(("word", "name"), RENAMED_WORDS)
+@pytest.mark.parametrize("verb", ["train", "sweep", "cost"])
+def test_an_old_key_is_rejected_with_its_new_name(qkablate, verb, word, name):
+    done = qkablate(verb, *["seed=0"] * (verb == "sweep"), word)
+    assert done.code == 2
+    old = word.partition("=")[0]
+    assert done.err == f"qkablate: {old}: there is no such key (nearest: {name})\n"
+
+
+def test_renamed_keys_exist():
+    assert {"finetune"} == {new for new in RENAMED.values() if not is_key(new) and new not in KEYS}
+    assert not any(is_key(old) for old in RENAMED)
 
 
 def test_auto_is_resolved():
@@ -79,8 +238,8 @@ def test_auto_is_resolved():
     assert loaded("train.steps=1").optim.warmup == 0
     assert loaded("seed=7", "seeds.data=1").seeds.data == 1
     assert loaded("seed=7").seeds.init == 7
-    assert loaded("train.eval_every=40").diagnose.every == 40
-    assert loaded("train.eval_every=40", "diagnose.every=0").diagnose.every == 0
+    assert loaded("train.eval_every=40").diagnostics.every == 40
+    assert loaded("train.eval_every=40", "diagnostics.every=0").diagnostics.every == 0
 
 
 @pytest.mark.parametrize(
@@ -92,7 +251,7 @@ def test_auto_is_resolved():
         (["variant=merged_w", "variant.name=mine"], "mine"),
     ],
 )
-def test_the_variants_name_tells_the_truth(overrides, name):
+def test_variant_name_describes_its_circuits(overrides, name):
     assert loaded(*overrides).variant.name == name
 
 
@@ -122,23 +281,23 @@ def test_the_variants_name_tells_the_truth(overrides, name):
         ("compile=maybe", "compile: 'maybe' is not one of auto, true, false"),
         ("threads=0", "threads: 0 is not auto, or a number from 1"),
         ("seed=-1", "seed: -1 is not 0 or more"),
-        ("diagnose.every=-1", "diagnose.every: -1 is not auto, or 0 or more"),
+        ("diagnostics.every=-1", "diagnostics.every: -1 is not auto, or 0 or more"),
         ("data.path=x", "data.path: data=stdlib has no such key (write data=text data.path=…)"),
         ("data=text", "data.path: data=text needs data.path=FILE_OR_FOLDER"),
         ("data=hub", "data.name: data=hub needs data.name=NAME_ON_THE_HUB"),
         ("data.tokenizer=byte", "'byte' is not one of bytes, chars, bpe, gpt2, cl100k_base, o2"),
-        ("data.tokenizer=null", "data.tokenizer: data=stdlib needs one"),
-        ("data.vocab_size=512", "data.vocab_size: is that of data.tokenizer=bpe"),
+        ("data.tokenizer=null", "data.tokenizer: data=stdlib needs a value"),
+        ("data.vocab_size=512", "data.vocab_size: only data.tokenizer=bpe has this key"),
         ("data.pairs=4", "data.pairs: data=stdlib has no such key; it has tokenizer, vocab_size"),
         ("data.max_tokens=0", "data.max_tokens: 0 is not 1 or more"),
         ("data.cycle=2", "data.cycle: 2 is not"),
-        ("model.mlp_ratio=0.001", "leaves the MLP without a single unit (0 takes it out)"),
-        ("track.wandb=of", "track.wandb: 'of' is not one of auto, online, offline, disabled"),
+        ("model.mlp_ratio=0.001", "leaves the MLP without a single unit (0 removes the MLP)"),
+        ("tracking.wandb=of", "tracking.wandb: 'of' is not one of auto, online, offline, disabled"),
         ("out=''", "out: give a folder"),
         ("variant.file=''", "variant.file: give a path"),
     ],
 )
-def test_mistakes_are_one_clear_line(override, line):
+def test_mistakes_are_reported_in_one_line(override, line):
     with pytest.raises(UserError) as error:
         loaded(override)
     assert line in str(error.value)
@@ -151,17 +310,17 @@ def test_mistakes_are_one_clear_line(override, line):
         ("data=recall data.tokenizer=chars", "data.tokenizer: data=recall has no such key; it has"),
         ("data=recall data.segment=4", "data.segment: data=recall has no such key"),
         ("data=recall data.pairs=null", "data.pairs: data=recall needs a number"),
-        ("data.tokenizer=bpe data.vocab_size=256", "data.vocab_size: 257 at least for bpe"),
-        ("data=hub data.name=x data.document_start='\"(\"'", "is no regular expression"),
+        ("data.tokenizer=bpe data.vocab_size=256", "data.vocab_size: bpe needs at least 257"),
+        ("data=hub data.name=x data.document_start='\"(\"'", "not a regular expression"),
     ],
 )
-def test_keys_of_other_data_are_refused(overrides, line):
+def test_keys_of_other_sources_are_rejected(overrides, line):
     with pytest.raises(UserError) as error:
         loaded(*overrides.split())
     assert line in str(error.value)
 
 
-def test_a_bpe_has_a_size():
+def test_bpe_has_a_default_vocabulary_size():
     assert loaded("data.tokenizer=bpe").data.vocab_size == 8192
     assert loaded("data.tokenizer=bpe", "data.vocab_size=512").data.vocab_size == 512
     assert loaded().data.vocab_size is None
@@ -175,21 +334,21 @@ def test_steps_and_tokens_exclude_each_other():
 @pytest.mark.parametrize(
     ("variant", "key", "least"), [("low_rank_w", "rank", 16), ("collaborative", "rank", 32)]
 )
-def test_null_is_no_number(variant, key, least):
-    """A null that reached the circuit would be standard's number, under another label."""
+def test_null_resolves_like_auto(variant, key, least):
+    """A circuit that got null would use standard's number under another label."""
     config = loaded(f"variant={variant}", f"variant.{key}=null")
     assert getattr(config.variant, key) == least
     assert config.variant.name == f"{variant}_r{least}"
     assert loaded("variant=gqa", "variant.groups=null").variant.groups == 2
 
 
-def test_a_config_comes_back_from_plain_data():
-    config = loaded("diagnose.every=5", "train.steps=10")
+def test_config_round_trips_through_plain_data():
+    config = loaded("diagnostics.every=5", "train.steps=10")
     plain = dataclasses.asdict(config)
     assert from_plain(plain) == config
     # One that was frozen before there were diagnostics has none.
-    del plain["diagnose"]
-    assert from_plain(plain).diagnose.every == 0
+    del plain["diagnostics"]
+    assert from_plain(plain).diagnostics.every == 0
     del plain["train"]
     with pytest.raises(KeyError):
         from_plain(plain)

@@ -1,73 +1,73 @@
-"""What must outlast a power cut is forced to disk, with the folders that hold its name."""
+"""Sync of files and folders, and refusal of links and FIFOs."""
 
 import os
 
 import pytest
 
-from qkablate.disk import append, make_folder, read_file
-from qkablate.tracking import Journal
+from qkablate.disk import make_folder, open_append, read_file
+from qkablate.tracking import MetricsFile
 
 
 @pytest.fixture
-def forced(monkeypatch):
-    """The inodes that were, in order."""
-    found = []
+def synced(monkeypatch):
+    """Return the inodes that were synced, in order."""
+    inodes = []
 
     def fsync(descriptor, original=os.fsync):
         original(descriptor)
-        found.append(os.fstat(descriptor).st_ino)
+        inodes.append(os.fstat(descriptor).st_ino)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    return found
+    return inodes
 
 
-def test_the_names_of_new_folders_are_forced(tmp_path, forced):
-    made = tmp_path / "a" / "b" / "c"
-    make_folder(made)
+def test_new_folders_are_synced(tmp_path, synced):
+    folder = tmp_path / "a" / "b" / "c"
+    make_folder(folder)
     above = [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
-    assert forced == [path.stat().st_ino for path in above]
-    make_folder(made)
-    assert len(forced) == len(above)
+    assert synced == [path.stat().st_ino for path in above]
+    make_folder(folder)
+    assert len(synced) == len(above)
 
 
-def test_a_folder_is_no_file(tmp_path):
+def test_file_in_place_of_a_folder_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(OSError, match="file"):
             make_folder(path)
 
 
-def test_the_name_of_a_journal_is_forced(tmp_path, forced):
-    Journal(tmp_path / "metrics.jsonl").close()
-    assert tmp_path.stat().st_ino in forced
+def test_metrics_file_is_synced(tmp_path, synced):
+    MetricsFile(tmp_path / "metrics.jsonl").close()
+    assert tmp_path.stat().st_ino in synced
 
 
-def test_everything_of_a_run_and_of_its_data_is_forced(qkablate, tiny, tmp_path, forced):
+def test_all_files_of_a_run_and_its_data_are_synced(qkablate, tiny, tmp_path, synced):
     assert qkablate("train", *tiny).code == 0
-    holding = {path.parent for top in ("outputs", "cache") for path in (tmp_path / top).rglob("*")}
-    holding = {path for path in holding if path.name != "owner"}  # no claim outlasts the machine
-    assert len(holding) >= 7
-    assert [path for path in holding if path.stat().st_ino not in forced] == []
-    files = [path for folder in holding for path in folder.iterdir() if path.is_file()]
-    files = [path for path in files if path.suffix != ".lock"]  # which hold nothing
+    folders = {path.parent for top in ("outputs", "cache") for path in (tmp_path / top).rglob("*")}
+    folders = {path for path in folders if path.name != "lease"}  # no lease outlasts the machine
+    assert len(folders) >= 7
+    assert [path for path in folders if path.stat().st_ino not in synced] == []
+    files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
+    files = [path for path in files if path.suffix != ".lock"]  # which are empty
     assert len(files) >= 12
-    assert [path for path in files if path.stat().st_ino not in forced] == []
+    assert [path for path in files if path.stat().st_ino not in synced] == []
 
 
-@pytest.mark.parametrize("use", [read_file, append], ids=["read", "append"])
-def test_a_pipe_is_no_file_and_is_not_waited_for(tmp_path, use):
+@pytest.mark.parametrize("use", [read_file, open_append], ids=["read", "append"])
+def test_fifo_is_refused_without_blocking(tmp_path, use):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match=r"no file|No such device"):
+    with pytest.raises(OSError, match=r"not a regular file|No such device"):
         use(tmp_path / "pipe")
 
 
-def test_nothing_is_appended_through_a_link(tmp_path):
+def test_append_refuses_links(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic links"):
-        append(tmp_path / "link")
+        open_append(tmp_path / "link")
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_the_last_bytes_of_a_file(tmp_path):
+def test_last_bytes_are_read(tmp_path):
     (tmp_path / "file").write_bytes(b"abc")
     assert [read_file(tmp_path / "file", last) for last in (None, 2, 9)] == [b"abc", b"bc", b"abc"]

@@ -1,4 +1,4 @@
-"""What a user gets: the wheel, the README's commands, the pinned versions."""
+"""The package as users get it: wheel, commands of the README, pinned versions."""
 
 import glob
 import os
@@ -8,9 +8,12 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from qkablate.cli import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -18,9 +21,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The folder of the commands of a clean environment that holds the wheel.
+    """Install the wheel into a clean environment; return its folder of commands.
 
-    What the wheel needs is lent by the environment of the tests: no network.
+    The environment of the tests provides the dependencies, for want of a network.
     """
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -33,7 +36,7 @@ def installed(tmp_path_factory) -> Path:
     target = ["install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
     subprocess.run([*pip, *target], check=True, capture_output=True)
     # After the wheel, so that the checkout's own editable install cannot come first.
-    (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return environment / "bin"
 
 
@@ -54,7 +57,7 @@ def test_the_wheel_trains_from_any_folder(installed, tiny, tmp_path):
 
 
 def commands() -> list[str]:
-    """Every qkablate command that the README shows in a block of shell."""
+    """Return every qkablate command that the README shows in a block of shell."""
     blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", README, re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = [line.split("  #")[0].strip().removeprefix("$ ") for line in lines]
@@ -67,35 +70,68 @@ def test_the_readme_shows_commands():
     assert "make test" in README
 
 
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Callable[..., Path]:
+    """Return a function that trains into a folder of the given name, once for the module."""
+    folders: dict[str, Path] = {}
+
+    def make(name: str, *commands: list[str]) -> Path:
+        if name not in folders:
+            folder = folders[name] = tmp_path_factory.mktemp(name)
+            for words in commands:
+                with pytest.raises(SystemExit) as exit_:
+                    main([*words, f"out={folder / 'outputs'}"])
+                assert exit_.value.code == 0
+        return folders[name]
+
+    return make
+
+
+@pytest.fixture
+def prepared(workspace, tiny, monkeypatch) -> Callable[[list[str]], None]:
+    """Return a function that goes to a folder with the runs that a command reads."""
+
+    def prepare(words: list[str]) -> None:
+        verb, *names = words
+        if verb in ("sample", "inspect"):
+            folder = workspace(names[0], ["train", f"variant={names[0]}", *tiny])
+        elif verb in ("status", "results", "report", "sync", "dashboard"):
+            sweep = ["sweep", *tiny, "variant=standard,no_q", "sweep.name=quick"]
+            folder = workspace("sweep", sweep)
+        elif verb == "compare":
+            runs = [["train", f"variant={variant}", *tiny] for variant in names[:2]]
+            folder = workspace("-".join(names[:2]), *runs)
+        elif verb == "project":
+            runs = [["train", f"seed={seed}", *tiny] for seed in range(len(words) - 2)]
+            folder = workspace(f"project-{len(runs)}", *runs)
+        else:
+            return
+        monkeypatch.chdir(folder)
+
+    return prepare
+
+
 @pytest.mark.parametrize("command", commands())
-def test_the_readmes_commands_work(qkablate, tiny, text, command, tmp_path, monkeypatch):
-    """As they stand, on a tiny model and text; where data and output lie is the test's choice."""
+def test_commands_of_the_readme_work(qkablate, prepared, tiny, text, command, tmp_path):
+    """Run them as they are written, on a tiny model, with data and outputs in a test folder."""
     words = shlex.split(command)[1:]
     (tmp_path / "book.txt").write_bytes(text.read_bytes())
-    if words[0] in ("sample", "inspect"):
-        assert qkablate("train", f"variant={words[1]}", *tiny).code == 0
+    prepared(words)
     if words[0] == "data" and words[1] in ("info", "show"):
         assert qkablate("data", "prepare", *words[2:]).code == 0
-    if words[0] in ("status", "results", "report", "sync", "dashboard"):
-        assert qkablate("sweep", *tiny, "variant=standard,no_q", "sweep.name=quick").code == 0
-    if words[0] == "report":  # a claim takes a hundred runs, and a shell expands the rest
+    if words[0] == "report":  # a claim takes a hundred runs, and a shell expands the patterns
         words = [word for word in words if word != "one_head"]
         words = [name for word in words for name in sorted(glob.glob(word)) or [word]]
-    if words[0] == "sync":  # no server
+    if words[0] == "sync":  # there is no server
         words = [*words, *["--dry-run"] * ("--dry-run" not in words)]
     if words[0] == "dashboard":
         pytest.importorskip("wandb_workspaces")
         words = [*words, "--spec"]
-    if words[0] == "compare":
-        for variant in words[1:3]:
-            assert qkablate("train", f"variant={variant}", *tiny).code == 0
     if words[0] == "project":
         words = [word.replace("-d128-h4-", "-d16-h2-") for word in words]
-        for seed in range(len(words) - 2):
-            assert qkablate("train", f"seed={seed}", *tiny).code == 0
-        # Where its data lies, a run's folder is not asked.
-        words += [word for word in tiny if word.startswith(("data.", "track."))]
-    if words[:2] == ["claim", "run"]:  # a hundred runs: tests/cli/test_claim.py has a small one
+        # The location of the data is not read from the run's folder.
+        words += [word for word in tiny if word.startswith(("data.", "tracking."))]
+    if words[:2] == ["claim", "run"]:  # a hundred runs; tests/cli/test_claim.py runs a small one
         lengths = ["train.steps=2,3,4", *(word for word in tiny if "train.steps" not in word)]
         done = qkablate(*words, *lengths, *(["--dry-run"] * ("--dry-run" not in words)))
         assert done.code == 0, done.err
@@ -140,7 +176,7 @@ def test_make_help_lists_every_target():
         assert f"make {target}" in out
 
 
-def test_the_claim_that_contributing_shows(qkablate, tiny, tmp_path):
+def test_claim_of_contributing_plans(qkablate, tiny, tmp_path):
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "my_claim.yaml").write_text(block, encoding="utf-8")
@@ -150,8 +186,8 @@ def test_the_claim_that_contributing_shows(qkablate, tiny, tmp_path):
     assert "3 comparisons of 16 pairs" in done.out
 
 
-def test_the_variant_that_contributing_shows(qkablate, tiny, tmp_path):
-    """In under 25 lines: it is verified, priced and trained like the built-in ones."""
+def test_variant_of_contributing_is_verified_and_trained(qkablate, tiny, tmp_path):
+    """It has under 25 lines, and is verified, costed and trained like the built-in ones."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     name = re.search(r"variant\.file=(\w+\.py)", text)[1]
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]

@@ -1,12 +1,12 @@
-"""The two circuits of attention. This package knows torch and nothing of the project."""
+"""Attention as two circuits; this package depends on torch and no other part of the project."""
 
 from qkablate.attention.layer import Attention, Cache
 from qkablate.attention.ov import OV, OV_CIRCUITS
 from qkablate.attention.qk import QK, QK_CIRCUITS
 from qkablate.attention.spec import (
     Draw,
-    Meaningless,
     Spec,
+    UnsupportedCombination,
     by_head,
     matrix,
     project,
@@ -23,8 +23,8 @@ __all__ = [
     "Attention",
     "Cache",
     "Draw",
-    "Meaningless",
     "Spec",
+    "UnsupportedCombination",
     "by_head",
     "matrix",
     "project",

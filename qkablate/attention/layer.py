@@ -1,4 +1,4 @@
-"""Where heads, mask, norm, position and the two circuits meet. Shape suffixes as in qk/base.py."""
+"""The attention layer: heads, masks, norms, positions, circuits. Suffixes as in qk/base.py."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,7 +6,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from qkablate.attention.kernels.dispatch import Shapes, attend, causal_mask, choose_kernel, why_not
+from qkablate.attention.kernels.dispatch import (
+    Shapes,
+    attend,
+    causal_mask,
+    choose_kernel,
+    unsupported_reason,
+)
 from qkablate.attention.modifiers import (
     NORMS,
     POSITIONS,
@@ -18,38 +24,40 @@ from qkablate.attention.modifiers import (
 )
 from qkablate.attention.ov import OV
 from qkablate.attention.qk import QK
-from qkablate.attention.spec import Meaningless, Spec
+from qkablate.attention.spec import Spec, UnsupportedCombination
 
 MATCHES = ("none", "spread", "exact")
+# With a cache there are few queries against many keys, which "blocked" is not made for.
+_DECODING_KERNELS = {"static": "static", "folded": "folded", "blocked": "folded"}
 
 
 class Cache:
-    """What a decoder keeps of the past: the stream, the keys or the values, as the circuits ask."""
+    """Decoder cache of a layer: the stream, the keys or the values, as the circuits require."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0
-        self.kept: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
 
-    def add(self, name: str, new: Tensor) -> Tensor:
-        """Everything called `name` until now, new included; positions are the last but one axis."""
-        if name not in self.kept:
-            self.kept[name] = new.new_empty(*new.shape[:-2], self.capacity, new.shape[-1])
+    def append(self, name: str, new: Tensor) -> Tensor:
+        """Return all of `name` so far, new included; positions are the last but one axis."""
+        if name not in self.tensors:
+            self.tensors[name] = new.new_empty(*new.shape[:-2], self.capacity, new.shape[-1])
         end = self.length + new.shape[-2]
         if end > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} positions, and no more")
-        self.kept[name][..., self.length : end, :] = new
-        return self.kept[name][..., :end, :]
+            raise ValueError(f"the cache has {self.capacity} positions, {end} are needed")
+        self.tensors[name][..., self.length : end, :] = new
+        return self.tensors[name][..., :end, :]
 
     def bytes_per_token(self) -> int:
-        """Of one sequence."""
-        kept = self.kept.values()
-        return sum(t[0].numel() // self.capacity * t.element_size() for t in kept)
+        """Return the size of one position of one sequence."""
+        tensors = self.tensors.values()
+        return sum(t[0].numel() // self.capacity * t.element_size() for t in tensors)
 
 
 class Attention(nn.Module):
     """Multi-head attention with any QK circuit and any OV circuit.
 
-    Queries come from one stream, keys and values from another; self-attention gives one stream.
+    Queries come from one stream, keys and values from another; self-attention uses one stream.
     """
 
     def __init__(
@@ -69,7 +77,7 @@ class Attention(nn.Module):
         super().__init__()
         assert norm in NORMS
         assert position in POSITIONS
-        # Under a norm the weights' own scale is nothing: they start as they would if matched.
+        # A norm removes the scale of the weights, so they get the matched initialization.
         self.qk = qk(spec if norm == "none" else dataclasses.replace(spec, init="matched"))
         self.ov = ov(spec, self.qk)
         self.norm: QKNorm | UnitKeys | None = None
@@ -79,7 +87,7 @@ class Attention(nn.Module):
         self.scale = self.qk.scale if self.norm is None else self.norm.scale
         if position == "rope":
             check_rope(self.qk)
-        learned = type(self.qk).addend is not QK.addend
+        learned_bias = type(self.qk).score_bias is not QK.score_bias
         shapes = Shapes(
             heads=spec.heads,
             key_heads=self.qk.key_heads,
@@ -89,12 +97,12 @@ class Attention(nn.Module):
             device=device,
             half=half,
             dropout=dropout,
-            addend=mask_self or position == "alibi" or learned,
-            learned=learned,
+            score_bias=mask_self or position == "alibi" or learned_bias,
+            learned_bias=learned_bias,
             context=spec.context or 0,
         )
-        if reason := why_not(kernel, shapes):
-            raise Meaningless(f"attention.kernel={kernel}: {reason}")
+        if reason := unsupported_reason(kernel, shapes):
+            raise UnsupportedCombination(f"attention.kernel={kernel}: {reason}")
         self.kernel = choose_kernel(shapes) if kernel == "auto" else kernel
 
     def forward(
@@ -104,10 +112,11 @@ class Attention(nn.Module):
         causal: bool = True,
         cache: Cache | None = None,
     ) -> Tensor:
-        """What the layer adds to the stream x. With a cache, x are the next positions after what is
-        in it: keys and values of the past come from there.
+        """Return what the layer adds to the stream x.
+
+        With a cache, x holds the positions that follow those in it, whose keys and values it gives.
         """
-        own = y_BSD is None
+        is_self = y_BSD is None
         y_BSD = x_BTD if y_BSD is None else y_BSD
         q_BHTE, k_BGSE = self.qk(x_BTD, y_BSD)
         first, kernel = 0, self.kernel
@@ -115,13 +124,10 @@ class Attention(nn.Module):
             v_BGSV = self.ov.values(y_BSD, k_BGSE)
         else:
             first = cache.length
-            k_BGSE, v_BGSV = self._remembered(y_BSD, k_BGSE, cache)
+            k_BGSE, v_BGSV = self._from_cache(y_BSD, k_BGSE, cache)
             cache.length += x_BTD.shape[1]
-            # A few queries against many keys.
-            kernel = {"static": "static", "folded": "folded", "blocked": "folded"}.get(
-                kernel, "math"
-            )
-        q_BHTE, k_BGSE = self.modified(q_BHTE, k_BGSE, first)
+            kernel = _DECODING_KERNELS.get(kernel, "math")
+        q_BHTE, k_BGSE = self.apply_modifiers(q_BHTE, k_BGSE, first)
         o_BHTV = attend(
             q_BHTE,
             k_BGSE,
@@ -129,76 +135,85 @@ class Attention(nn.Module):
             scale=self.scale,
             causal=causal and first == 0,
             kernel=kernel,
-            addend=self._addend(q_BHTE, first, v_BGSV.shape[2], causal, own),
+            score_bias=self._score_bias(q_BHTE, first, v_BGSV.shape[2], causal, is_self),
             dropout=self.dropout if self.training else 0.0,
         )
         return self.ov.write(o_BHTV)
 
-    def modified(self, q_BHTE: Tensor, k_BGSE: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Queries and keys after norm and rotation; the queries stand from `first` on."""
+    def apply_modifiers(
+        self, q_BHTE: Tensor, k_BGSE: Tensor, first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return normalized and rotated queries and keys; the first query has position `first`."""
         if self.norm is not None:
             q_BHTE, k_BGSE = self.norm(q_BHTE, k_BGSE)
         if self.position == "rope":
             q_BHTE, k_BGSE = rotate(q_BHTE, first), rotate(k_BGSE)
         return q_BHTE, k_BGSE
 
-    def weights(self, x_BTD: Tensor, causal: bool = True) -> Tensor:
-        """The softmax itself, A_BHTS: for looking at, not for training."""
-        q_BHTE, k_BGSE = self.modified(*self.qk(x_BTD, x_BTD))
-        batch, length, _ = x_BTD.shape
+    def weights(self, x_BTD: Tensor, y_BSD: Tensor | None = None, *, causal: bool = True) -> Tensor:
+        """Return the attention weights A_BHTS, for inspection."""
+        q_BHTE, k_BGSE, bias = self._score_inputs(x_BTD, y_BSD, causal)
+        batch, _, keys, _ = k_BGSE.shape
         return attend(
             q_BHTE,
             k_BGSE,
-            torch.eye(length).to(x_BTD).expand(batch, 1, -1, -1),
+            torch.eye(keys).to(x_BTD).expand(batch, 1, -1, -1),
             scale=self.scale,
             causal=causal,
             kernel="static" if self.kernel == "static" else "folded",
-            addend=self._addend(q_BHTE, 0, length, causal, True),
+            score_bias=bias,
         )
 
-    def scores(self, x_BTD: Tensor, causal: bool = True) -> Tensor:
-        """What softmax sees, S_BHTS, −∞ where a position is hidden: for looking at."""
-        q_BHTE, k_BGSE = self.modified(*self.qk(x_BTD, x_BTD))
-        heads, length = q_BHTE.shape[1:3]
-        k_BHSE = k_BGSE.repeat_interleave(heads // k_BGSE.shape[1], 1)
+    def scores(self, x_BTD: Tensor, y_BSD: Tensor | None = None, *, causal: bool = True) -> Tensor:
+        """Return the input of the softmax, S_BHTS, −∞ where masked, for inspection."""
+        q_BHTE, k_BGSE, bias = self._score_inputs(x_BTD, y_BSD, causal)
+        k_BHSE = k_BGSE.repeat_interleave(q_BHTE.shape[1] // k_BGSE.shape[1], 1)
         s_BHTS = self.scale * (q_BHTE @ k_BHSE.mT)
-        addend = self._addend(q_BHTE, 0, length, causal, True)
-        s_BHTS = s_BHTS if addend is None else s_BHTS + addend
+        s_BHTS = s_BHTS if bias is None else s_BHTS + bias
         return s_BHTS + causal_mask(s_BHTS) if causal else s_BHTS
 
-    def _addend(
-        self, q_BHTE: Tensor, first: int, keys: int, causal: bool, own: bool
+    def _score_inputs(
+        self, x_BTD: Tensor, y_BSD: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return queries, keys and the bias of their scores."""
+        keys_BSD = x_BTD if y_BSD is None else y_BSD
+        q_BHTE, k_BGSE = self.apply_modifiers(*self.qk(x_BTD, keys_BSD))
+        bias = self._score_bias(q_BHTE, 0, keys_BSD.shape[1], causal, y_BSD is None)
+        return q_BHTE, k_BGSE, bias
+
+    def _score_bias(
+        self, q_BHTE: Tensor, first: int, keys: int, causal: bool, is_self: bool
     ) -> Tensor | None:
-        """What is added to the scores, as HTS or TS, if anything is."""
+        """Return the sum of all that is added to the scores, as HTS or TS; None for nothing."""
         heads, queries = q_BHTE.shape[1:3]
-        parts = [self.qk.addend(first, queries, keys)]
+        parts = [self.qk.score_bias(first, queries, keys)]
         if self.position == "alibi":
             parts.append(alibi(heads, first, queries, keys, q_BHTE))
-        if self.mask_self and own:
-            alone = (first == 0 and causal) or keys == 1
-            parts.append(self_mask(q_BHTE, first, queries, keys, alone))
-        if causal and first:  # the queries stand at the end of a longer row
+        if self.mask_self and is_self:
+            keep_first = (first == 0 and causal) or keys == 1
+            parts.append(self_mask(q_BHTE, first, queries, keys, keep_first))
+        if causal and first:  # the queries are at the end of a longer sequence
             parts.append(causal_mask(q_BHTE.new_empty(queries, keys), first))
-        given = [part for part in parts if part is not None]
-        return torch.stack(torch.broadcast_tensors(*given)).sum(0) if given else None
+        biases = [part for part in parts if part is not None]
+        return torch.stack(torch.broadcast_tensors(*biases)).sum(0) if biases else None
 
-    def _remembered(self, y_BSD: Tensor, k_BGSE: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
-        """Keys and values of all positions until now, from the least that gives them back."""
+    def _from_cache(self, y_BSD: Tensor, k_BGSE: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all positions so far, and cache what they need."""
         v_BGSV = self.ov.values(y_BSD, k_BGSE) if self.ov.cached == "v" else None
         if "x" in (self.qk.cached, self.ov.cached):
-            y_BSD = cache.add("x", y_BSD)
+            y_BSD = cache.append("x", y_BSD)
         if self.qk.cached == "k":
-            k_BGSE = cache.add("k", k_BGSE)
+            k_BGSE = cache.append("k", k_BGSE)
         elif self.qk.cached == "x":
             k_BGSE = self.qk.keys(y_BSD)
-        v_BGSV = self.ov.values(y_BSD, k_BGSE) if v_BGSV is None else cache.add("v", v_BGSV)
-        if not self.qk.cached:  # no key is kept, for none has any width
+        v_BGSV = self.ov.values(y_BSD, k_BGSE) if v_BGSV is None else cache.append("v", v_BGSV)
+        if not self.qk.cached:  # keys have width zero and are not cached
             k_BGSE = k_BGSE.new_empty(*k_BGSE.shape[:2], v_BGSV.shape[2], 0)
         return k_BGSE, v_BGSV
 
     @property
     def cached_per_token(self) -> int:
-        """Numbers that a decoder keeps per token."""
+        """Number of values that a decoder caches per token."""
         size = {
             "x": self.qk.spec.d_model,
             "k": self.qk.key_heads * self.qk.width,
@@ -207,70 +222,72 @@ class Attention(nn.Module):
         return sum(size[name] for name in {self.qk.cached, self.ov.cached} - {""})
 
     @property
-    def no_circuit(self) -> str:
-        """Why the scores are not scale · (x_iᵀ B_h x_j + u_h·x_j); empty where they are."""
+    def no_circuit_reason(self) -> str:
+        """Why the scores are not scale · (x_iᵀ B_h x_j + u_h·x_j); empty if they are."""
         if self.norm is not None:
-            return "a norm stands between the weights and the scores"
+            return "the queries or keys are normalized, so the scores are not bilinear in x"
         if self.position == "rope":
-            return "with rope there is another B_h at every distance"
-        return self.qk.no_circuit
+            return "with rope, B_h is different at every distance"
+        return self.qk.no_circuit_reason
 
     @property
     def equation(self) -> str:
-        """Of the whole layer, in one line."""
+        """The equation of the layer, in one line."""
         parts = [self.qk.equation, self.norm.equation if self.norm else ""]
-        parts += ["no token sees itself" if self.mask_self else "", self.ov.equation]
+        parts += ["no token attends to itself" if self.mask_self else "", self.ov.equation]
         return "; ".join(part for part in parts if part)
 
     @property
     def params(self) -> str:
-        """How many without biases, as a formula; empty where a circuit does not say."""
+        """Formula of the number of parameters without biases; empty if a circuit has none."""
         parts = [part.params for part in (self.qk, self.ov, self.norm) if part is not None]
-        counted: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for term in " + ".join(parts).split(" + "):
             number, _, letters = term.partition(" ") if term[:1].isdigit() else ("1", "", term)
-            counted[letters] = counted.get(letters, 0) + int(number)
+            counts[letters] = counts.get(letters, 0) + int(number)
         terms = [
-            f"{n if n > 1 else ''} {letters}".strip() for letters, n in counted.items() if letters
+            f"{n if n > 1 else ''} {letters}".strip() for letters, n in counts.items() if letters
         ]
         return " + ".join(terms) if all(parts) else ""
 
     @property
     def match(self) -> str:
-        """How well the start meets standard's: that of the part that meets it worst."""
+        """Match of the initialization with standard's: the worst of its parts."""
         qk = self.qk.match
-        if self.mask_self and self.qk.match == "none" and self.qk.only_own_scores_differ:
-            qk = "spread"  # what differed is masked
-        elif self.mask_self and qk == "exact":
+        only_masked_differ = qk == "none" and self.qk.only_diagonal_differs
+        if self.mask_self and (only_masked_differ or qk == "exact"):
             qk = "spread"
         if self.norm is not None:
             qk = min(qk, self.norm.match, key=MATCHES.index)
         return min(qk, self.ov.match, key=MATCHES.index)
 
     def lr_multipliers(self) -> dict[str, float]:
-        """Of the matrices of the two circuits."""
-        slow_down = self.norm.slow_down() if self.norm is not None else 1.0
-        return {"qk": self.qk.lr_multiplier() * slow_down, "ov": self.ov.lr_multiplier()}
+        """Return the learning-rate multiplier of the matrices of each circuit."""
+        norm_scale = self.norm.lr_scale() if self.norm is not None else 1.0
+        return {"qk": self.qk.lr_multiplier() * norm_scale, "ov": self.ov.lr_multiplier()}
 
     def rates(self) -> Iterator[tuple[nn.Parameter, float, float]]:
-        """(parameter, learning-rate multiplier, decay of the circuit) of everything in the layer.
+        """Yield (parameter, learning-rate multiplier, weight-decay multiplier) for all parameters.
 
         Vectors do not decay.
         """
-        slow_down = self.norm.slow_down() if self.norm is not None else 1.0
-        for circuit, share in ((self.qk, slow_down), (self.ov, 1.0)):
+        norm_scale = self.norm.lr_scale() if self.norm is not None else 1.0
+        for circuit, scale in ((self.qk, norm_scale), (self.ov, 1.0)):
             for parameter in circuit.parameters():
                 if parameter.dim() >= 2:
-                    yield parameter, share * circuit.lr_multiplier(), circuit.decay
+                    yield parameter, scale * circuit.lr_multiplier(), circuit.decay
                 else:
-                    yield parameter, share * circuit.bias_lr_multiplier(), 0.0
+                    yield parameter, scale * circuit.bias_lr_multiplier(), 0.0
         if self.norm is not None:
             yield from ((gain, 1.0, 0.0) for gain in self.norm.parameters())
 
 
-def self_mask(like: Tensor, first: int, queries: int, keys: int, alone: bool) -> Tensor:
-    """−∞ where a token would see itself, but for one that has nothing else to see, as TS."""
+def self_mask(like: Tensor, first: int, queries: int, keys: int, keep_first: bool) -> Tensor:
+    """Return −∞ where a token would attend to itself, as TS.
+
+    With `keep_first` the first query, which sees no other token, still attends to itself.
+    """
     mask_TS = like.new_zeros(queries, keys)
-    own_T = torch.arange(int(alone), queries, device=like.device)
-    mask_TS[own_T, own_T + first] = -torch.inf
+    query_T = torch.arange(int(keep_first), queries, device=like.device)
+    mask_TS[query_T, query_T + first] = -torch.inf
     return mask_TS

@@ -1,4 +1,4 @@
-"""What a circuit is built from, and what all circuits have in common."""
+"""Building blocks of the circuits: sizes, base class, tensor helpers."""
 
 import math
 import re
@@ -13,16 +13,16 @@ from qkablate.attention.kernels.matmul import linear
 
 @dataclass(frozen=True)
 class Spec:
-    """Sizes and starting scale of one attention layer."""
+    """Sizes and initial scale of one attention layer."""
 
     d_model: int
     heads: int
     bias: bool = False
-    sigma: float = 0.02  # standard deviation of standard's W_q, W_k and W_v at the start
-    residual: float = 1.0  # W_o starts at this part of sigma (GPT-2: 1/√(2 layers))
-    init: str = "matched"  # matched: start where standard starts; naive: as one writes it at first
-    rank: int | None = None  # width of the score product, where a circuit leaves it open
-    groups: int | None = None  # key and value heads, where heads share them
+    sigma: float = 0.02  # initial standard deviation of W_q, W_k and W_v in the standard variant
+    residual: float = 1.0  # W_o is initialized at this multiple of sigma (GPT-2: 1/√(2 layers))
+    init: str = "matched"  # matched: start where standard does; naive: default initialization
+    rank: int | None = None  # width of the score product, where a circuit lets it vary
+    groups: int | None = None  # number of key and value heads, where heads share them
     context: int | None = None  # longest sequence, where a circuit has a table of positions
 
     @property
@@ -31,18 +31,19 @@ class Spec:
 
     @property
     def score_std(self) -> float:
-        """Spread of standard's scores at the start, for normed x (‖x‖² = d)."""
+        """Standard deviation of standard's initial scores for normalized x (‖x‖² = d)."""
         return self.sigma**2 * self.d_model
 
     @property
-    def length(self) -> float:
-        """Size of an entry of x W at the start, for normed x."""
+    def projection_std(self) -> float:
+        """Standard deviation of the initial entries of x W for normalized x."""
         return self.sigma * math.sqrt(self.d_model)
 
 
 class Draw(Protocol):
-    """Draws the starting value of the tensor called `name` in this circuit, by that name alone, as
-    large as an entry of a matrix with `fan_in` rows (if not said: with the rows it has).
+    """Draws the initial value of a tensor of a circuit from its name alone.
+
+    The scale is that of a matrix with `fan_in` rows (default: the rows of the shape).
     """
 
     def __call__(
@@ -55,107 +56,137 @@ class Draw(Protocol):
     ) -> Tensor: ...
 
 
-class Meaningless(ValueError):
-    """A combination that has no meaning, or a form that cannot hold what it is given: why."""
+class UnsupportedCombination(ValueError):
+    """Raised where options cannot be combined or a form cannot hold a given circuit."""
 
 
 class Circuit(nn.Module):
     """Base of the QK and the OV circuits."""
 
     equation: ClassVar[str] = ""
-    removes: ClassVar[str] = ""  # of standard's matrices
-    source: ClassVar[str] = ""  # the paper or discussion it comes from
+    removes: ClassVar[str] = ""  # of the matrices of the standard variant
+    source: ClassVar[str] = ""  # paper or discussion
     # Parameters without biases, in d (d_model), h (heads), k (d_head = d/h), r (rank), g (groups)
-    # and T (context). It is shown to users, and `count` evaluates it.
+    # and T (context). Shown to users and evaluated by `count_params`.
     params: str = ""
     uses: ClassVar[tuple[str, ...]] = ()  # which of rank, groups it reads from the spec
-    factors = 2  # matrices in the product: each decays, so the product decays that many times
-    match = "exact"  # how well the start meets standard's: exact, spread or none
-    has_places = False  # head h is tied to slice h of the stream: heads cannot change places
+    factors = 2  # matrices in the product; weight decay acts on each of them
+    match = "exact"  # how well the initialization matches standard's: exact, spread or none
+    naive_match: ClassVar[str] = ""  # the same for the default initialization, where it differs
+    has_head_slices = False  # head h is tied to slice h of the stream, so heads cannot be permuted
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
         self.spec = spec
-        # Holds nothing; it knows dtype and device also where there is no parameter.
+        if spec.init == "naive":
+            self.match = self.naive_match or self.match
+        # Empty; gives dtype and device of circuits without parameters, too.
         self.register_buffer("like", torch.empty(0), persistent=False)
         self.like: Tensor
 
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:
-        """Set every parameter, from draws by name."""
+        """Set every parameter from draws by name."""
         for name, parameter in self.named_parameters():
             parameter.copy_(draw(name, tuple(parameter.shape)))
 
     def lr_multiplier(self) -> float:
-        """What makes the circuit move as far per Adam step as standard's: the first step lowers a
-        loss by η Σ|gradient|, and that sum is standard's.
+        """Return the learning-rate multiplier that matches the speed of standard's circuit.
+
+        The first Adam step lowers the loss by η Σ|gradient|; this makes that sum standard's.
         """
         return 1.0
 
     def bias_lr_multiplier(self) -> float:
-        """The same for what the vectors do."""
+        """Return the same multiplier for the vectors."""
         return 1.0
 
     @property
     def decay(self) -> float:
-        """Weight decay of each matrix: standard's two take one each, so f factors take 2/f."""
+        """Weight-decay multiplier of each matrix: standard's two have 1 each, f factors 2/f."""
         return 2 / self.factors
 
     def flops_per_token(self) -> int:
-        """Forward FLOPs of the projections, per token (2 per multiply-add)."""
+        """Return the forward FLOPs of the projections per token (2 per multiply-add)."""
         return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
 
     def flops_per_pass(self) -> int:
-        """Forward FLOPs that a pass costs whatever its number of tokens."""
+        """Return the forward FLOPs of a pass that do not depend on its number of tokens."""
         return 0
 
-    def count(self) -> int:
-        """What `params` comes to."""
+    def count_params(self) -> int:
+        """Evaluate the formula `params`."""
         spec = self.spec
         sizes = {"d": spec.d_model, "h": spec.heads, "k": spec.d_head}
         sizes |= {"r": spec.rank or 0, "g": spec.groups or 0, "T": spec.context or 0}
-        written = re.sub(r"(?<=[\w²)]) (?=[\w(])", " * ", self.params).replace("²", "**2")
-        return int(eval(written, {"__builtins__": {}}, sizes))
+        code = re.sub(r"(?<=[\w²)]) (?=[\w(])", " * ", self.params).replace("²", "**2")
+        return int(eval(code, {"__builtins__": {}}, sizes))
 
     @property
-    def no_circuit(self) -> str:
-        """Why the circuit is no d × d matrix; empty where it is one."""
+    def no_circuit_reason(self) -> str:
+        """Why the circuit is not a d × d matrix; empty if it is one."""
         return ""
 
 
 def split_heads(x_BTF: Tensor, heads: int) -> Tensor:
     """(B, T, H·E) → (B, H, T, E)."""
-    return x_BTF.unflatten(-1, (heads, -1)).transpose(1, 2)
+    x_BTHE: Tensor = x_BTF.unflatten(-1, (heads, -1))
+    return x_BTHE.transpose(1, 2)
 
 
 def project(x_BTD: Tensor, w_DF: Tensor, b_F: Tensor | None = None) -> Tensor:
-    """x W (+ b), with the weight in the row-vector convention of the equations."""
+    """Return x W (+ b), with W in the row-vector convention of the equations."""
     return linear(x_BTD, w_DF.T, b_F)
 
 
 def by_head(w_DF: Tensor, heads: int) -> Tensor:
     """(D, H·E) → (H, D, E): the matrix of each head."""
-    return w_DF.unflatten(1, (heads, -1)).transpose(0, 1)
+    w_DHE: Tensor = w_DF.unflatten(1, (heads, -1))
+    return w_DHE.transpose(0, 1)
 
 
 def side_by_side(w_HDE: Tensor) -> Tensor:
-    """(H, D, E) → (D, H·E), the way back."""
+    """(H, D, E) → (D, H·E), the inverse of `by_head`."""
     return w_HDE.transpose(0, 1).flatten(1)
 
 
 def matrix(rows: int, columns: int) -> nn.Parameter:
+    """Return an uninitialized matrix."""
     return nn.Parameter(torch.empty(rows, columns))
 
 
 def vector(spec: Spec, size: int) -> nn.Parameter | None:
-    """A bias, where the model has biases."""
+    """Return an uninitialized bias, or None where the model has no biases."""
     return nn.Parameter(torch.empty(size)) if spec.bias else None
 
 
 def truncated_svd(m_HDC: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The best m ≈ left_HDR right_HCRᵀ, balanced: leftᵀ left = rightᵀ right."""
+    """Return the best m ≈ left_HDR right_HCRᵀ, balanced: leftᵀ left = rightᵀ right."""
     u, s, vh = torch.linalg.svd(m_HDC, full_matrices=False)
     root = s[..., :rank].sqrt().unsqueeze(-2)
     left, right = u[..., :rank] * root, vh.mT[..., :rank] * root
     missing = max(0, rank - s.shape[-1])
     return nn.functional.pad(left, (0, missing)), nn.functional.pad(right, (0, missing))
+
+
+def head_slices(m_HDC: Tensor) -> Tensor:
+    """(H, H·K, C) → (H, K, C): the rows of each head's slice of the stream."""
+    m_HHKC: Tensor = m_HDC.unflatten(1, (len(m_HDC), -1))
+    return m_HHKC.diagonal(dim1=0, dim2=1).movedim(-1, 0)
+
+
+def fit_slices(moment_HLL: Tensor, target_HLC: Tensor, d_head: int) -> Tensor:
+    """Return the least-squares prediction of x @ target from each head's slice of x, as HKC.
+
+    The second moments of x are given for each head.
+    """
+    solutions = []
+    for head, (moment_LL, target_LC) in enumerate(zip(moment_HLL, target_HLC, strict=True)):
+        rows = slice(head * d_head, (head + 1) * d_head)
+        solutions.append(torch.linalg.solve(moment_LL[rows, rows], moment_LL[rows] @ target_LC))
+    return torch.stack(solutions)
+
+
+def affine_basis(like: Tensor, d_model: int) -> Tensor:
+    """Return 0 and the unit vectors as one sequence x_1ND; their images define an affine map."""
+    return torch.cat([like.new_zeros(1, d_model), torch.eye(d_model).to(like)]).unsqueeze(0)

@@ -1,86 +1,97 @@
-"""`qkablate claim`: hypotheses, written down before their runs, and their verdicts."""
+"""`qkablate claim`: hypotheses, registered before their runs, and their verdicts."""
 
 import sys
+from argparse import Namespace
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qkablate.cli.hydra.configs import next_commands, take_flags
-from qkablate.cli.results import need_analysis
-from qkablate.errors import UserError, nearest, tell
-from qkablate.table import counted, print_json, print_table
+from qkablate.cli.arguments import Parser, one_of, whole_number
+from qkablate.errors import UserError, nearest_hint, print_stderr
+from qkablate.table import format_count, print_json, print_next_commands, print_table
 
-HELP = """qkablate claim: a hypothesis, written down before its runs, and the verdict they give.
+if TYPE_CHECKING:
+    from qkablate.analysis.claims.judgement import Judgement
+
+HELP = """qkablate claim: a hypothesis, registered before its runs, and their verdict on it.
 
 Usage: qkablate claim list [--json]
        qkablate claim run NAME [scale=small|gpu] [key=value …] [--flag …]
        qkablate claim show NAME [scale=small|gpu] [key=value …] [--json]
 
-NAME is a claim of `claim list`, or the path of a YAML file of your own. Keys are those of
-`qkablate train`: another data set, say, makes another claim, with seeds of its own.
+NAME is a claim of `claim list`, or the path of your own YAML file. Keys are those of
+`qkablate train`; a claim on another data set, for example, is another claim with its own seeds.
 
 Verdicts
-  SUPPORTED     every part's one-sided 95 % bound lies inside its margin
-  REFUTED       a part's interval lies wholly outside (by Holm over the parts)
-  EQUIVALENT    a part says better or worse, and its 90 % interval lies within ± its margin
-  UNDERPOWERED  neither: so many seeds would settle it
-  INCOMPLETE    its runs have not all ended
-A verdict is `exploratory` where seeds were added beyond those declared, or the claim was edited
-after runs of it. Its seeds are derived from its hash, so that no earlier run can count.
+  SUPPORTED     the one-sided 95 % bound of every part lies within its margin
+  REFUTED       the interval of a part lies wholly outside its margin (Holm over the parts)
+  EQUIVALENT    a part states a direction, and its 90 % interval lies within ± its margin
+  UNDERPOWERED  none of these; the number of seeds that would decide is shown
+  INCOMPLETE    some runs have not ended
+A verdict is `exploratory` if seeds were added beyond the declared ones, or if the claim was edited
+after runs of it. The seeds are derived from the hash of the claim, so that no earlier run counts.
 
 Examples
   qkablate claim list
-  qkablate claim run one_head --dry-run         what it trains, and how long that takes here
-  qkablate claim run one_head                   the same command goes on where it stopped
-  qkablate claim show one_head                  verdict, intervals, audit, what would settle it
+  qkablate claim run one_head --dry-run         its runs, and how long they take here
+  qkablate claim run one_head                   train them; the same command resumes
+  qkablate claim show one_head                  verdict, intervals, audit, seeds needed
   qkablate claim run one_head scale=gpu
   qkablate claim run my_claim.yaml data=text data.path=book.txt
 
 Flags
-  --dry-run        show the design; train nothing, write nothing down
-  --more N         N seeds beyond those declared: the verdict is exploratory from then on
-  --retry failed   train failed runs again, too
-  --json           with list and show
+{flags}
 
 Exit codes: 0 there is a verdict · 1 some runs are not done · 2 a mistake in the command ·
 128 + signal interrupted, as 130 by Ctrl-C (checkpoints written)
 """
-ACTIONS = ("list", "run", "show")
+# The flags that each action takes.
+ACTIONS = {"list": ("json",), "run": ("dry_run", "more", "retry"), "show": ("json",)}
+
+
+PARSER = Parser(HELP)
+PARSER.switch("--dry-run", "show the design; train and register nothing")
+PARSER.option(
+    "--more",
+    "N",
+    "add N seeds to the declared ones: the verdict is exploratory",
+    whole_number(1),
+)
+PARSER.option("--retry", "failed", "train failed runs again, too", one_of(["failed"]))
+PARSER.switch("--json", "with list and show: print JSON")
 
 
 def main(argv: list[str]) -> int:
-    alone = ("--help", "-h", "--dry-run", "--json")
-    flags, words = take_flags(argv, alone, ("--more", "--retry"))
-    if {"--help", "-h"} & {*flags} or not words:
-        print(HELP, end="")
+    """List claims, run one, or show its verdict."""
+    args = PARSER.parse(argv)
+    if not args.words:
+        PARSER.print_help()
         return 0
-    action, *words = words
+    action, *words = args.words
     if action not in ACTIONS:
-        raise UserError(f"'{action}' is not one of {', '.join(ACTIONS)}{nearest(action, ACTIONS)}")
-    allowed = {"list": ("--json",), "show": ("--json",), "run": ("--dry-run", "--more", "--retry")}
-    for flag in flags:
-        if flag not in allowed[action]:
-            raise UserError(f"{flag} has no meaning with claim {action}")
-    if flags.get("--retry", "failed") != "failed":
-        raise UserError(f"--retry: takes failed, not '{flags['--retry']}'")
-    need_analysis()
+        raise UserError(
+            f"'{action}' is not one of {', '.join(ACTIONS)}{nearest_hint(action, ACTIONS)}"
+        )
+    for name in ("dry_run", "json", "more", "retry"):
+        if getattr(args, name) and name not in ACTIONS[action]:
+            raise UserError(f"--{name.replace('_', '-')} has no meaning with claim {action}")
     if action == "list":
-        return _list(words, as_json="--json" in flags)
+        return _list(words, as_json=args.json)
     if not words:
         raise UserError(
             f"give a claim: qkablate claim {action} NAME; `qkablate claim list` has them"
         )
-    asked = _Asked(words)
-    return _show(asked, "--json" in flags) if action == "show" else _run(asked, flags)
+    request = _ClaimRequest(words)
+    return _show(request, args.json) if action == "show" else _run(request, args)
 
 
-class _Asked:
-    """A claim, with the words it was asked for with."""
+class _ClaimRequest:
+    """A testable claim, with the words that name it."""
 
     def __init__(self, words: list[str]) -> None:
-        from qkablate.analysis.claims.claim import FREE
-        from qkablate.analysis.claims.parse import known_claims, load_claim
-        from qkablate.analysis.claims.registry import registered_names, registrations
-        from qkablate.config import conf_dir, keys, nearest_key
+        from qkablate.analysis.claims.claim import NON_CLAIM_KEYS
+        from qkablate.analysis.claims.parse import claim_names, load_claim
+        from qkablate.analysis.claims.registry import find_registrations, registered_names
+        from qkablate.config import KEYS, conf_dir, has_role, nearest_key
 
         name, *rest = words
         pairs = {}
@@ -90,46 +101,50 @@ class _Asked:
                 raise UserError(f"'{word}' is not key=value, as in scale=gpu or data=wikitext2")
             pairs[key] = value
         scale = pairs.pop("scale", "small")
-        self.free = [
-            f"{k}={v}" for k, v in pairs.items() if k in FREE or k.partition(".")[0] in FREE
-        ]
-        own = {k: v for k, v in pairs.items() if f"{k}={v}" not in self.free}
-        for key in own:
-            own_business = key.partition(".")[0] in ("sweep", "control", "seed", "seeds")
-            if key not in keys() and not own_business and not (conf_dir() / key).is_dir():
+        self.run_words = [f"{k}={v}" for k, v in pairs.items() if has_role(k, NON_CLAIM_KEYS)]
+        claim_keys = {k: v for k, v in pairs.items() if f"{k}={v}" not in self.run_words}
+        for key in claim_keys:
+            is_reserved = key.partition(".")[0] in ("sweep", "control", "seed", "seeds")
+            if key not in KEYS and not is_reserved and not (conf_dir() / key).is_dir():
                 raise UserError(f"{key}: there is no such key{nearest_key(key)}")
         self.out = pairs.get("out", "outputs")
         self.words = words
-        if name in registered_names(self.out) and name not in known_claims():
-            self.claim = registrations(self.out, name)[-1].claim  # of a file of one's own
+        if name in registered_names(self.out) and name not in claim_names():
+            self.claim = find_registrations(self.out, name)[-1].claim  # from a user's file
         else:
-            self.claim = load_claim(name, scale, own)
+            self.claim = load_claim(name, scale, claim_keys)
+        if self.claim.untestable:
+            raise UserError(f"{self.claim.name} is not testable yet: {self.claim.untestable}")
 
     def command(self, action: str) -> list[str]:
         return ["claim", action, *self.words]
 
 
 def _list(words: list[str], *, as_json: bool) -> int:
-    from qkablate.analysis.claims.docket import judged, judgements
-    from qkablate.analysis.claims.parse import known_claims, load_claim
-    from qkablate.analysis.claims.registry import registered_names, registrations
+    from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
+    from qkablate.analysis.claims.parse import claim_names, load_claim
+    from qkablate.analysis.claims.registry import find_registrations, registered_names
 
     out = "outputs"
     for word in words:
         if not word.startswith("out="):
-            raise UserError(f"'{word}': claim list takes out=FOLDER alone")
+            raise UserError(f"'{word}': claim list takes only out=FOLDER")
         out = word.removeprefix("out=")
     rows: list[dict[str, Any]] = []
-    for name in dict.fromkeys([*known_claims(), *registered_names(out)]):
+    for name in dict.fromkeys([*claim_names(), *registered_names(out)]):
         try:
-            found = registrations(out, name)
-            known = [_short(one) for own in found if (one := judged(judgements(own.claim, out)))]
-        except UserError as damaged:
-            found, known = [], [f"damaged: {damaged}"]
-        if name not in known_claims() and not found:
-            tell(f"qkablate: {known[0]}")
+            registrations = find_registrations(out, name)
+            verdicts = [
+                _summarize(judgement)
+                for entry in registrations
+                if (judgement := counting_judgement(judge_looks(entry.claim, out)))
+            ]
+        except UserError as error:
+            registrations, verdicts = [], [f"damaged: {error}"]
+        if name not in claim_names() and not registrations:
+            print_stderr(f"qkablate: {verdicts[0]}")
             continue
-        claim = load_claim(name) if name in known_claims() else found[-1].claim
+        claim = load_claim(name) if name in claim_names() else registrations[-1].claim
         rows.append(
             {
                 "claim": name,
@@ -137,7 +152,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
                 "source": claim.source,
                 "seeds": [*claim.seeds],
                 "untestable": claim.untestable,
-                "verdicts": known,
+                "verdicts": verdicts,
             }
         )
     with suppress(BrokenPipeError):
@@ -159,134 +174,139 @@ def _list(words: list[str], *, as_json: bool) -> int:
         for row in rows:
             if row["untestable"]:
                 print(f"\n{row['claim']}: {row['untestable']}")
-        next_commands(["claim", "run", "one_head", "--dry-run"])
+        print_next_commands(["claim", "run", "one_head", "--dry-run"])
     return 0
 
 
-def _short(found: Any) -> str:
-    from qkablate.analysis.comparison.audit import MARKS, worst
+def _summarize(judgement: "Judgement") -> str:
+    from qkablate.analysis.comparison.audit import MARKS, worst_state
 
-    label = ", exploratory" if found.exploratory else ""
-    mark = MARKS[worst([check for one in found.judged for check in one.checks])]
-    words = [found.word, *([mark] if mark else [])]
-    typed = [f", {word}" for word in map("=".join, found.claim.words.items())]
-    more = "".join(typed[:2]) + (f" and {len(typed) - 2} more" if len(typed) > 2 else "")
-    return f"{' '.join(words)} ({found.claim.scale}{more}, n = {found.n}{label})"
+    label = ", exploratory" if judgement.exploratory else ""
+    mark = MARKS[worst_state([check for part in judgement.parts for check in part.checks])]
+    words = [judgement.word, *([mark] if mark else [])]
+    keys = [f", {word}" for word in map("=".join, judgement.claim.words.items())]
+    more = "".join(keys[:2]) + (f" and {len(keys) - 2} more" if len(keys) > 2 else "")
+    return f"{' '.join(words)} ({judgement.claim.scale}{more}, n = {judgement.n}{label})"
 
 
-def _show(asked: _Asked, as_json: bool) -> int:
-    from qkablate.analysis.claims.docket import judged, judgements
-    from qkablate.analysis.claims.judgement import describe
-    from qkablate.report.text.claims import claim_lines
+def _show(request: _ClaimRequest, as_json: bool) -> int:
+    from qkablate.analysis.claims.judgement import (
+        counting_judgement,
+        judge_looks,
+        judgement_to_json,
+    )
+    from qkablate.report.text.claims import format_claim
 
-    claim = asked.claim
-    if claim.untestable:
-        raise UserError(f"{claim.name} is not testable yet: {claim.untestable}")
-    looks = judgements(claim, asked.out)
-    found = judged(looks)
-    if found is None:
+    claim = request.claim
+    looks = judge_looks(claim, request.out)
+    judgement = counting_judgement(looks)
+    if judgement is None:
         if as_json:
             print_json({"claim": claim.name, "scale": claim.scale, "verdict": None})
             return 1
-        print("\n".join([*claim_lines(claim), "", "not run yet"]))
-        next_commands([*asked.command("run"), "--dry-run"], asked.command("run"))
+        print("\n".join([*format_claim(claim), "", "not run yet"]))
+        print_next_commands([*request.command("run"), "--dry-run"], request.command("run"))
         return 1
     with suppress(BrokenPipeError):
         if as_json:
-            print_json(describe(found))
+            print_json(judgement_to_json(judgement))
         else:
-            _print(found, looks, asked.out)
+            _print(judgement, looks, request.out)
         sys.stdout.flush()
-    return 0 if found.verdict else 1
+    return 0 if judgement.verdict else 1
 
 
-def _run(asked: _Asked, flags: dict[str, str]) -> int:
-    from qkablate.analysis.claims.claim import comparisons
-    from qkablate.analysis.claims.docket import judged, judgements
+def _run(request: _ClaimRequest, args: Namespace) -> int:
+    from qkablate.analysis.claims.claim import find_comparisons
+    from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
     from qkablate.analysis.claims.parse import MOST_SEEDS
-    from qkablate.analysis.claims.registry import edited_since, grid_of, register, registrations
-    from qkablate.cli.hydra.grid import composing
-    from qkablate.cli.sweep import dry_run, expanded, launch
-    from qkablate.report.text.claims import claim_lines
+    from qkablate.analysis.claims.registry import (
+        claim_grid,
+        edits_since,
+        find_registrations,
+        register_claim,
+    )
+    from qkablate.cli.hydra.grid import open_composer
+    from qkablate.cli.launch import plan_sweep, run_sweep, show_plan
+    from qkablate.report.text.claims import format_claim
 
-    claim = asked.claim
-    if claim.untestable:
-        raise UserError(f"{claim.name} is not testable yet: {claim.untestable}")
+    claim = request.claim
     looks = list(claim.seeds)
-    if "--more" in flags:
-        if not flags["--more"].isdecimal() or not int(flags["--more"]):
-            raise UserError(f"--more: '{flags['--more']}' is not a number of seeds")
-        known = any(one.claim.hash == claim.hash for one in registrations(asked.out, claim.name))
-        before = [one for one in judgements(claim, asked.out) if one.verdict and known]
-        if not any(one.is_settled or one.n == looks[-1] for one in before if one.n in looks):
-            raise UserError("--more: first the seeds that were declared")
-        looks = [looks[-1] + int(flags["--more"])]
+    registrations = find_registrations(request.out, claim.name)
+    if args.more:
+        is_registered = any(entry.claim.hash == claim.hash for entry in registrations)
+        earlier = [x for x in judge_looks(claim, request.out) if x.verdict and is_registered]
+        if not any(x.is_conclusive or x.n == looks[-1] for x in earlier if x.n in looks):
+            raise UserError("--more: run the declared seeds first")
+        looks = [looks[-1] + args.more]
         if looks[0] > MOST_SEEDS:
             raise UserError(f"--more: {looks[0]:,} seeds are more than {MOST_SEEDS:,}")
-    for reason in edited_since(claim, registrations(asked.out, claim.name)):
-        tell(f"exploratory, whatever comes out: {reason}")
+    for reason in edits_since(claim, registrations):
+        print_stderr(f"the verdict will be exploratory: {reason}")
+    judgement: Judgement | None = None
     for seeds in looks:
-        grid, words = grid_of(claim, seeds)
-        with composing() as composer:
-            wanted = composer.ask([*words, *asked.free], grid)
-            more = ["--more", flags["--more"]] if "--more" in flags else []
-            manifest, slots = expanded(wanted, composer.config, [*asked.command("run"), *more])
+        grid, words = claim_grid(claim, seeds)
+        with open_composer() as composer:
+            sweep_request = composer.request([*words, *request.run_words], grid)
+            more = ["--more", str(args.more)] if args.more else []
+            command = [*request.command("run"), *more]
+            manifest, slots = plan_sweep(sweep_request, composer.config, command)
         for left in manifest.left_out:
             raise UserError(f"{claim.name}: {left.arm} is {left.kind}: {left.reason}")
-        asks = comparisons(claim, manifest.arms.values())
-        if "--dry-run" in flags:
-            asked_for = counted(len(asks), "comparison")
-            print("\n".join([*claim_lines(claim), "", f"{asked_for} of {seeds} pairs", ""]))
-            return dry_run(manifest, slots, wanted, as_json=False)
+        comparisons = find_comparisons(claim, manifest.arms.values())
+        if args.dry_run:
+            count = format_count(len(comparisons), "comparison")
+            print("\n".join([*format_claim(claim), "", f"{count} of {seeds} pairs", ""]))
+            return show_plan(manifest, slots, sweep_request, as_json=False)
         try:
-            registration = register(claim, asked.out)
+            registration = register_claim(claim, request.out)
             registration.add(seeds, manifest.folder)
-            code = launch(manifest, slots, wanted, retry="--retry" in flags)
+            code = run_sweep(manifest, slots, sweep_request, retry=args.retry is not None)
         except OSError as error:
-            tell(f"qkablate: {error}")
+            print_stderr(f"qkablate: {error}")
             return 1
         if code:
             return code
-        looks_now = judgements(claim, asked.out)
-        found = judged(looks_now)
-        assert found is not None
-        if found.is_settled:
+        judged_looks = judge_looks(claim, request.out)
+        judgement = counting_judgement(judged_looks)
+        if judgement and judgement.is_conclusive:
             break
+    assert judgement is not None
     with suppress(BrokenPipeError):
         print()
-        _print(found, looks_now, asked.out)
+        _print(judgement, judged_looks, request.out)
     return 0
 
 
-def _print(found: Any, looks: list[Any], out: str) -> None:
-    """The judgement that counts, and in a line each what else was judged here."""
-    from qkablate.analysis.claims.docket import judged, judgements
-    from qkablate.analysis.claims.registry import registrations
-    from qkablate.report.text.claims import lines
+def _print(judgement: "Judgement", looks: list["Judgement"], out: str) -> None:
+    """Print the judgement that counts, and one line for each of the others."""
+    from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
+    from qkablate.analysis.claims.registry import find_registrations
+    from qkablate.report.text.claims import format_judgement
 
-    print("\n".join(lines(found)))
+    print("\n".join(format_judgement(judgement)))
     for look in looks:
-        if look is not found:
-            told = _short(look)
+        if look is not judgement:
+            summary = _summarize(look)
             if look.verdict is None:
-                told += f", {look.study.ended} of {look.study.expected} runs have ended"
-            print(f"with {look.n} seeds: {told}")
-    known = [one.claim for one in registrations(out, found.claim.name)]
-    for claim in known:
-        if claim.hash != found.claim.hash and (other := judged(judgements(claim, out))):
-            print(f"other wording or settings: {_short(other)}, {claim.hash[:12]}")
+                summary += f", {look.study.ended} of {look.study.expected} runs have ended"
+            print(f"with {look.n} seeds: {summary}")
+    for claim in (entry.claim for entry in find_registrations(out, judgement.claim.name)):
+        if claim.hash != judgement.claim.hash and (
+            other := counting_judgement(judge_looks(claim, out))
+        ):
+            print(f"other wording or settings: {_summarize(other)}, {claim.hash[:12]}")
     study = looks[0].study
-    if study.next_words:
-        next_commands(*study.next_words, ["status", *study.where])
+    if study.resume_commands:
+        print_next_commands(*study.resume_commands, ["status", *study.cli_arguments])
     else:
-        where = study.where[1:]  # out=, where it is not the usual one
-        next_commands(["results", *study.where], ["report", found.claim.folder_name, *where])
+        report = ["report", judgement.claim.folder_name, *study.cli_arguments[1:]]
+        print_next_commands(["results", *study.cli_arguments], report)
 
 
-def words() -> list[str]:
-    """What can be typed after `qkablate claim`."""
+def completions() -> list[str]:
+    """Return the words that can follow `qkablate claim`."""
     from qkablate.config import conf_dir
 
-    names = [path.stem for path in (conf_dir() / "claim").glob("*.yaml")]
-    flags = ["--dry-run", "--more", "--retry", "--json"]
-    return [*ACTIONS, *sorted(names), "scale=small", "scale=gpu", "out=", *flags]
+    names = sorted(path.stem for path in (conf_dir() / "claim").glob("*.yaml"))
+    return [*ACTIONS, *names, "scale=small", "scale=gpu", "out="]

@@ -5,20 +5,23 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from qkablate.cli.hydra.configs import need_extra, next_commands, take_flags
-from qkablate.cli.status import sweep_names, sweep_words
-from qkablate.errors import UserError, printable, refuse_secrets, tell
-from qkablate.table import counted, short_bytes
+from qkablate.cli.arguments import Parser, out_words, sweep_and_out
+from qkablate.errors import UserError, print_stderr, require_extra, sanitize
+from qkablate.table import format_bytes, format_count, print_next_commands
+
+if TYPE_CHECKING:
+    from qkablate.sweeps.running.state import SweepState
 
 FILE = "dashboard.json"
+_STDOUT = "-"
 
 HELP = f"""qkablate dashboard: the saved view of a sweep in W&B.
 
 Usage: qkablate dashboard [SWEEP] [--entity NAME] [--project NAME] [--spec [FILE]] [out=FOLDER]
 
-SWEEP is a sweep's folder, or how its name or id begins; unsaid, the newest one.
+SWEEP is a sweep's folder, or the beginning of its name or id; the default is the newest sweep.
 
 Examples
   qkablate dashboard                        the newest sweep: save its view, print the link
@@ -26,166 +29,151 @@ Examples
   qkablate dashboard quick --spec           the view as JSON: no server, no key, no network
   qkablate dashboard quick --spec view.json
 
-It shows the runs of the sweep alone, grouped by variant (by arm and learning rate where a variant
-stands more than once): losses by tokens with bands over seeds, the gaps, verdicts and pictures that
-the sweep's own run holds, sizes, learning rates, circuits, attention, speed. The same command
-again updates that view, and replaces what was changed in it by hand: W&B's menu makes a copy. Which
-view it is stands in {FILE}, in the sweep's folder.
+The view shows the runs of the sweep only, grouped by variant (by arm and learning rate where there
+are several per variant): losses over tokens with bands over seeds, the gaps, verdicts and charts
+logged by the sweep's own run, sizes, learning rates, circuits, attention and speed. The same
+command, given again, updates the view and overwrites manual changes; to keep them, copy the view
+in W&B's menu. The links of saved views are kept in {FILE}, in the sweep's folder.
 
 Flags
-  --entity NAME    unsaid: track.entity of the sweep, WANDB_ENTITY, or whose key it is
-  --project NAME   unsaid: track.project of the sweep, WANDB_PROJECT, or qkablate
-  --spec [FILE]    write the view as JSON instead, to the screen or to a file that ends in .json;
-                   the sweep's own run is pinned only where --entity or the like says in whose place
+{{flags}}
 
-Exit codes: 0 it is saved or written · 2 it cannot be, or a mistake in the command
+Exit codes: 0 the view is saved or written · 2 it cannot be, or a mistake in the command
 """
 
 
+PARSER = Parser(HELP, ("sweep",), ("out=",))
+default = "default: tracking.{0} of the sweep, WANDB_{1}, or "
+PARSER.option("--entity", "NAME", default.format("entity", "ENTITY") + "the owner of the key")
+PARSER.option("--project", "NAME", default.format("project", "PROJECT") + "qkablate")
+PARSER.option(
+    "--spec",
+    "[FILE]",
+    "write the view as JSON instead, to stdout or to a file that ends in .json; the sweep's own"
+    " run is pinned only where the entity is known",
+)
+
+
 def main(argv: list[str]) -> int:
-    argv, spec = _take_spec(argv)
-    flags, words = take_flags(argv, ("--help", "-h", "--spec"), ("--entity", "--project"))
-    if {"--help", "-h"} & {*flags}:
-        print(HELP, end="")
-        return 0
-    refuse_secrets(flags)
-    word, out = sweep_words(words)
+    """Save the view of a sweep, or write it as JSON."""
+    args = PARSER.parse(_name_stdout(argv))
+    word, out = sweep_and_out(args.words)
 
-    from qkablate.runs.run import refuse_strangers
+    from qkablate.runs.run import refuse_links
     from qkablate.sweeps.planning import manifest
-    from qkablate.sweeps.running.state import Standing
-    from qkablate.tracking.wandb.mode import place
-    from qkablate.tracking.wandb.service import stay_within
+    from qkablate.sweeps.running.state import SweepState
+    from qkablate.tracking.wandb.mode import project_and_entity
+    from qkablate.tracking.wandb.service import keep_files_in
 
-    folder = manifest.find(word, out)
-    standing = Standing(manifest.read(folder))
-    need_extra("dashboard", "wandb_workspaces")
-    track = standing.manifest.track
-    project, entity = place(
+    folder = manifest.find_sweep(word, out)
+    sweep_state = SweepState(manifest.read_manifest(folder))
+    require_extra("dashboard", "wandb_workspaces")
+    tracking = sweep_state.manifest.tracking
+    project, entity = project_and_entity(
         dataclasses.replace(
-            track,
-            entity=flags.get("--entity", track.entity),
-            project=flags.get("--project", track.project),
+            tracking,
+            entity=args.entity or tracking.entity,
+            project=args.project or tracking.project,
         )
     )
-    if spec is not None:
-        standing.look()
-        _write(spec, standing, entity or "", project)
-        if spec:
-            next_commands(["dashboard", *words, *_flags(flags)])
+    if args.spec:
+        sweep_state.refresh()
+        _write(args.spec, sweep_state, entity or "", project)
+        if args.spec != _STDOUT:
+            named = {"--entity": args.entity, "--project": args.project}
+            options = [word for pair in named.items() if pair[1] for word in pair]
+            print_next_commands(["dashboard", *args.words, *options])
         return 0
     _check_online()
-    refuse_strangers(folder)
-    stay_within(folder.absolute() / "wandb")
-    standing.look()
-    _save(standing, entity, project, out)
-    next_commands(["report", folder.name, *_where(out)])
+    refuse_links(folder)
+    keep_files_in(folder.absolute() / "wandb")
+    sweep_state.refresh()
+    _save(sweep_state, entity, project, out)
+    print_next_commands(["report", folder.name, *out_words(out)])
     return 0
 
 
-def _take_spec(argv: list[str]) -> tuple[list[str], str | None]:
-    """The other words, and where to write; "" is the screen."""
-    rest: list[str] = []
-    spec = None
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag != "--spec":
-            rest.append(word)
-            continue
-        if equals and not value:
-            raise UserError("--spec: a file is missing after =")
-        if not equals and words and words[0].endswith(".json"):
-            value = words.pop(0)
-        if spec not in (None, value):
-            raise UserError("--spec is given twice")
-        spec = value
-    return rest, spec
-
-
-def _where(out: str) -> list[str]:
-    return [] if out == "outputs" else [f"out={out}"]
-
-
-def _flags(flags: dict[str, str]) -> list[str]:
-    return [word for pair in flags.items() for word in pair]
+def _name_stdout(argv: list[str]) -> list[str]:
+    """Return the words with `--spec=-` for a `--spec` without a file."""
+    return [
+        f"--spec={_STDOUT}" if word == "--spec" and not following.endswith(".json") else word
+        for word, following in zip(argv, [*argv[1:], ""], strict=True)
+    ]
 
 
 def _check_online() -> None:
-    """UserError unless W&B may be asked, and would know us."""
-    from qkablate.config import TrackConfig
+    """Raise UserError unless W&B is online and there is a key."""
+    from qkablate.config import TrackingConfig
     from qkablate.tracking.wandb.mode import has_key, resolve_mode
 
     if not has_key():
         raise UserError(
-            "a view is saved at W&B, and that needs a key (`wandb login`, or WANDB_API_KEY);"
-            " --spec FILE writes it without"
+            "saving a view needs a key of W&B (`wandb login`, or WANDB_API_KEY); --spec FILE writes"
+            " it without a key"
         )
-    if (mode := resolve_mode(TrackConfig())) != "online":
-        raise UserError(f"WANDB_MODE is {mode}, and a view is saved online; --spec FILE writes it")
+    if (mode := resolve_mode(TrackingConfig())) != "online":
+        raise UserError(
+            f"WANDB_MODE is {mode}, and a view is saved online; --spec FILE writes it to a file"
+        )
 
 
-def _write(spec: str, standing: Any, entity: str, project: str) -> None:
-    from qkablate.dashboard.server import content
-    from qkablate.dashboard.view import view
+def _write(spec: str, sweep_state: "SweepState", entity: str, project: str) -> None:
+    from qkablate.dashboard.server import view_content
+    from qkablate.dashboard.view import make_workspace
     from qkablate.runs.records import write_atomic
 
-    text = json.dumps(content(view(standing, entity, project)), indent=1) + "\n"
-    if not spec:
+    text = json.dumps(view_content(make_workspace(sweep_state, entity, project)), indent=1) + "\n"
+    if spec == _STDOUT:
         sys.stdout.write(text)
         return
     try:
         write_atomic(Path(spec).expanduser(), text)
     except (OSError, RuntimeError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"--spec: '{spec}' cannot be written: {why}") from None
-    print(printable(f"{spec}  {short_bytes(len(text.encode()))}"))
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"--spec: '{spec}' cannot be written: {reason}") from None
+    print(sanitize(f"{spec}  {format_bytes(len(text.encode()))}"))
 
 
-def _save(standing: Any, entity: str | None, project: str, out: str) -> None:
-    from qkablate.dashboard.server import connect, save, urls
-    from qkablate.dashboard.view import mixed, view
+def _save(sweep_state: "SweepState", entity: str | None, project: str, out: str) -> None:
+    from qkablate.dashboard.server import connect, find_urls, save_view
+    from qkablate.dashboard.view import is_mixed, make_workspace
     from qkablate.runs.records import read_json, write_atomic
 
     server = connect()
     entity = entity or server.entity
     if not entity:
         raise UserError("W&B does not say whose key this is; give --entity NAME")
-    path = standing.manifest.folder / FILE
-    known = urls(read_json(path))
-    saved = save(view(standing, entity, project), server.app_url, known)
-    place = saved.url.partition("?")[0]  # one view for each: others are of other projects
-    kept = [saved.url, *(url for url in known if url.partition("?")[0] != place)]
+    path = sweep_state.manifest.folder / FILE
+    known = find_urls(read_json(path))
+    saved = save_view(make_workspace(sweep_state, entity, project), server.app_url, known)
+    workspace = saved.url.partition("?")[0]  # one view per project is kept
+    kept = [saved.url, *(url for url in known if url.partition("?")[0] != workspace)]
     write_atomic(path, json.dumps({"views": kept}, indent=1) + "\n")
-    print(printable(f"{'saved' if saved.is_new else 'updated'}  {saved.url}"))
-    print(printable(f"shows  the runs of group {standing.manifest.group} in {entity}/{project}"))
+    print(sanitize(f"{'saved' if saved.is_new else 'updated'}  {saved.url}"))
+    print(sanitize(f"shows  the runs of group {sweep_state.manifest.group} in {entity}/{project}"))
     if saved.lost:
-        tell(f"{saved.lost} is gone or cannot be read: this is a new one")
-    for line in _missing(standing, out):
-        tell(line)
-    if mixed(standing.manifest):
-        tell("track.job_type is one for all arms: means are by variant, over more than seeds")
+        print_stderr(f"{saved.lost} is gone or cannot be read: a new view was saved")
+    for line in _find_missing(sweep_state, out):
+        print_stderr(line)
+    if is_mixed(sweep_state.manifest):
+        print_stderr(
+            "tracking.job_type is the same for all arms: means are per variant, not per arm"
+        )
 
 
-def _missing(standing: Any, out: str) -> list[str]:
-    """What the view cannot show yet: runs that W&B has not been sent."""
-    from qkablate.tracking.wandb.offline_log import logs, synced_mark
+def _find_missing(sweep_state: "SweepState", out: str) -> list[str]:
+    """Return warnings about runs that were not uploaded to W&B."""
+    from qkablate.tracking.wandb.offline_log import find_logs, synced_mark
 
-    manifest = standing.manifest
-    if manifest.track.wandb == "disabled":
-        return ["track.wandb is disabled: W&B knows nothing of the runs that were trained so"]
+    manifest = sweep_state.manifest
+    if manifest.tracking.wandb == "disabled":
+        return ["tracking.wandb is disabled: W&B has no data of runs trained with it"]
     waiting = sum(
         not synced_mark(log).exists()
-        for folder in (manifest.folder, *(state.folder for state in standing.states.values()))
-        for log in logs(folder)
+        for folder in (manifest.folder, *(state.folder for state in sweep_state.states.values()))
+        for log in find_logs(folder)
     )
     if not waiting:
         return []
-    command = shlex.join(["qkablate", "sync", manifest.folder.name, *_where(out)])
-    return [f"{counted(waiting, 'log')} recorded offline and not sent yet: {command}"]
-
-
-def words() -> list[str]:
-    """What can be typed after `qkablate dashboard`."""
-    return [*sweep_names(), "--entity", "--project", "--spec", "out="]
+    command = shlex.join(["qkablate", "sync", manifest.folder.name, *out_words(out)])
+    return [f"{format_count(waiting, 'log')} recorded offline and not uploaded yet: {command}"]

@@ -1,61 +1,70 @@
-"""`qkablate inspect`: what the circuits and the attention of a trained run are like."""
+"""`qkablate inspect`: measures of the circuits and the attention of a trained run."""
 
-from collections.abc import Iterator
+import os
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qkablate.cli.drawn import check_picture, draw
-from qkablate.cli.hydra.configs import next_commands, run_and_keys, take_flags, take_out
-from qkablate.errors import UserError, printable
-from qkablate.report.text.heads import print_looks, print_measures, print_spectra
-from qkablate.table import counted, print_json
+from qkablate.cli.arguments import (
+    Parser,
+    check_utf8,
+    convert_key,
+    out_words,
+    run_and_keys,
+    take_out,
+    whole_number,
+)
+from qkablate.disk import replace_file
+from qkablate.errors import UserError, require_extra, sanitize
+from qkablate.report.text.heads import print_attention, print_measures, print_spectra
+from qkablate.table import format_bytes, format_count, print_json, print_next_commands
 
-HELP = """qkablate inspect: what the circuits and the attention of a trained run are like.
+if TYPE_CHECKING:
+    from qkablate.config import Config
+    from qkablate.training.warm_start.restore import RestoredRun
+
+HELP = """qkablate inspect: measures of the circuits and the attention of a trained run.
 
 Usage: qkablate inspect RUN [key=value …] [--layer N] [--head N] [--text TEXT] [--json]
                             [-o FILE]
 
-RUN is the folder of a run, or how its name or its id in outputs/runs begins. Its newest checkpoint
-is looked at; it may still be training. Two tables are of the matrices, B_h (what head h scores) and
-M_h (what it writes), one is of the attention on the beginning of the validation split, if that is
-prepared on this machine. Training writes the same numbers (diagnose.every).
+RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its newest checkpoint is
+used; the run may still be training. Two tables describe the matrices B_h (the scores of head h) and
+M_h (its output), the third describes the attention at the beginning of the validation split, if
+that is prepared on this machine. Training logs the same numbers (diagnostics.every).
 
 Flags
-  --layer N --head N  only these, with their spectrum; from 0
-  --text TEXT         how much each token of it looks at which: with --layer and --head the three
-                      it looks at most, with --json the weights of all layers and heads
-  -o FILE             with --text: a picture of that, of all heads or of one; FILE.svg or FILE.png
-  --json              every number, of every layer and head
+{flags}
 
 Keys
   step=N              the checkpoint of this step (default: the newest)
-  out=outputs         where runs/ lies
-  data.cache=FOLDER   where the run's data is prepared (default: where it is unless said)
+  out=outputs         the folder that holds runs/
+  data.cache=FOLDER   where the run's data is prepared (default: as in train)
   variant.file=PATH   the file of the run's own circuit, if it was trained with one
-  variant.qk=NAME     the name of its QK circuit, if that is an installed package's
-  variant.ov=NAME     the same of its OV circuit
+  variant.qk=NAME     the name of its QK circuit, if it comes from an installed package
+  variant.ov=NAME     the same for its OV circuit
 
 Measures of B_h and M_h
-  stable_rank     ‖B‖² / σ₁², how many directions share the strength
+  stable_rank     ‖B‖² / σ₁², the number of directions that carry the norm
   effective_rank  exp of the entropy of the normalised singular values σ
   nuclear         Σσ
-  frobenius       ‖B‖; of B_h as if its scores had standard's scale, so that forms compare
+  frobenius       ‖B‖; of B_h at the score scale of standard, so that variants are comparable
   symmetry        1: B = Bᵀ, -1: B = -Bᵀ
-  directionality  1: single columns stand out (of B_h: what keys must be like; of M_h: what is
-                  written), -1: single rows (queries; what is read)
-  moved           ‖B - start‖ / ‖start‖
-  off_rank        what the nearest matrix of rank d_head leaves of ‖B‖
-  balance         0: the two factors are even, 1: one of them has it all
+  directionality  1: single columns dominate (of B_h: properties of keys; of M_h: outputs), -1:
+                  single rows (queries; inputs)
+  moved           ‖B - B_start‖ / ‖B_start‖
+  off_rank        ‖B - its best approximation of rank d_head‖ / ‖B‖
+  balance         0: the two factors have equal norms, 1: one of them has all of it
 
 Measures of the attention
-  score_std       spread of the scores that a query sees
+  score_std       standard deviation of the scores of a query
   score_max       the largest score
   entropy         of the weights of a query, in nats
-  self, first, previous  weight on a query's own position, the first, the one before
-  sink            what the position that is looked at most gets beyond an equal share
-  induction       on a random block that comes twice: weight on what came after the same token
-  repeat_previous on the same block: weight on the token before
+  self, first, previous  weight on the query's own position, the first, the preceding one
+  sink            weight of the most attended position beyond an equal share
+  induction       on a repeated random block: weight on the token after the same token
+  repeat_previous on the same block: weight on the preceding token
 
 Examples
   qkablate inspect merged_w
@@ -65,199 +74,216 @@ Examples
   qkablate inspect outputs/runs/merged_w-d128-h4-s0-0123456789ab --json > merged_w.json
 """
 KEYS = ("step", "out", "data.cache", "variant.file", "variant.qk", "variant.ov")
-FLAGS = ("--layer", "--head", "--text", "--json", "-o", "--help")
-_PARTS = {"qk": "B_h, what a head scores", "ov": "M_h, what a head writes"}
+_PARTS = {"qk": "B_h, the scores of a head", "ov": "M_h, the output of a head"}
+_IMAGES = (".svg", ".png")
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What the user asked for."""
-
-    run: str
-    keys: dict[str, str]
-    out: str
-    step: int | None
-    layer: int | None
-    head: int | None
-    text: str | None
-    json: bool
-    picture: str | None
+PARSER = Parser(HELP, ("run",), [f"{key}=" for key in KEYS])
+PARSER.option("--layer", "N", "only this layer, with spectra; from 0", whole_number())
+PARSER.option("--head", "N", "only this head, with its spectrum; from 0", whole_number())
+PARSER.option(
+    "--text",
+    "TEXT",
+    "the attention between its tokens: with --layer and --head the three most attended tokens"
+    " of each, with --json the weights of all layers and heads",
+)
+PARSER.option(
+    "-o", "FILE", "with --text: draw the attention of all heads or of one; FILE.svg or FILE.png"
+)
+PARSER.switch("--json", "print all measures of all layers and heads")
 
 
 def main(argv: list[str]) -> int:
-    flags, words = take_flags(
-        argv, ("--help", "-h", "--json"), with_value=("--layer", "--head", "--text", "-o")
-    )
-    if {"--help", "-h"} & {*flags}:
-        print(HELP, end="")
-        return 0
-    return _inspect(parse(flags, words))
+    """Print measures of the circuits and the attention of a run."""
+    return _inspect(_parse_args(argv))
 
 
-def words() -> Iterator[str]:
-    """What completion offers: the runs, then the keys and flags."""
-    yield from (path.parent.name for path in sorted(Path("outputs/runs").glob("*/config.yaml")))
-    yield from (f"{key}=" for key in KEYS)
-    yield from FLAGS
+def _parse_args(argv: list[str]) -> Namespace:
+    """Parse the words, before anything heavy is imported."""
+    args = PARSER.parse(argv)
+    words, args.out = take_out(args.words)
+    args.run, args.keys = run_and_keys(words, KEYS, "inspect RUN")
+    step = args.keys.pop("step", None)
+    args.step = None if step is None else convert_key("step", step, whole_number())
+    has_both = args.layer is not None and args.head is not None
+    has_any = args.layer is not None or args.head is not None
+    if args.json and has_any:
+        raise UserError("--json prints all layers and heads; leave out --layer and --head")
+    if args.text and not (args.json or args.o or has_both):
+        raise UserError("--text: for which head? Give --layer and --head, --json or -o")
+    if args.o:
+        if not args.text:
+            raise UserError("-o: an image of which text? Give --text")
+        if has_both != has_any:
+            raise UserError("-o: an image of all heads, or of one: give both --layer and --head")
+        _check_image(args.o)
+    check_utf8("--text", args.text or "")
+    return args
 
 
-def parse(flags: dict[str, str], words: list[str]) -> Wish:
-    """Strict, and before anything heavy is imported."""
-    rest, out = take_out(words)
-    run, given = run_and_keys(rest, KEYS, "inspect RUN")
-    step = given.pop("step", None)
-    layer, head, text = (flags.get(f"--{name}") for name in ("layer", "head", "text"))
-    as_json = "--json" in flags
-    if as_json and (layer or head):
-        raise UserError("--json gives every layer and head; leave out --layer and --head")
-    picture = flags.get("-o")
-    one = layer is not None and head is not None
-    if text is not None and not (as_json or picture or one):
-        raise UserError("--text: which head is to read it? Give --layer and --head, --json or -o")
-    if picture is not None and text is None:
-        raise UserError("-o: a picture of which text? Give --text")
-    if picture is not None and one != (layer is not None or head is not None):
-        raise UserError("-o: a picture of all heads, or of one: give both --layer and --head")
-    check_picture(picture)
-    try:
-        (text or "").encode("utf-8")
-    except UnicodeEncodeError:  # the shell's bytes were no UTF-8
-        raise UserError("--text: it is not UTF-8 text") from None
-    return Wish(
-        run=run,
-        keys=given,
-        out=out,
-        step=_whole("step", step),
-        layer=_whole("--layer", layer),
-        head=_whole("--head", head),
-        text=text,
-        json=as_json,
-        picture=picture,
-    )
+def _check_image(path: str) -> None:
+    """Raise UserError unless an image can be drawn and written there."""
+    if os.path.splitext(path)[1].lower() not in _IMAGES:
+        raise UserError(f"-o: '{path}' does not end in {' or '.join(_IMAGES)}")
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
+        raise UserError(f"-o: '{path}' cannot be written: it is not a writable file path")
+    require_extra("report", "vl_convert")
 
 
-def _whole(name: str, value: str | None) -> int | None:
-    if value is None:
-        return None
-    if not (value.isascii() and value.isdecimal() and len(value) < 16):
-        raise UserError(f"{name}: '{printable(value[:40])}' is not a whole number from 0 on")
-    return int(value)
-
-
-def _inspect(wish: Wish) -> int:
+def _inspect(args: Namespace) -> int:
     from qkablate.runs.run import find_run
 
-    folder = find_run(wish.run, wish.out)
+    folder = find_run(args.run, args.out)
 
-    from qkablate.diagnostics import Panel
-    from qkablate.training.recorders.diagnostics import starts_of, tokens_for
+    from qkablate.diagnostics import DiagnosticPanel
+    from qkablate.training.recorders.diagnostics import choose_tokens, initial_layers
     from qkablate.training.warm_start.restore import restore
 
-    keys = wish.keys
+    keys = args.keys
     restored = restore(
         folder,
         variant_file=keys.get("variant.file"),
         qk=keys.get("variant.qk"),
         ov=keys.get("variant.ov"),
-        step=wish.step,
+        step=args.step,
     )
     model, config = restored.model, restored.config
-    _check_within("--layer", wish.layer, config.model.layers)
-    _check_within("--head", wish.head, config.model.heads)
-    text = _read(restored, wish.text) if wish.text is not None else None
-    tokens_BT, source = tokens_for(restored, keys.get("data.cache", "auto"))
-    row = Panel(model, tokens_BT, starts=starts_of(model, config, folder / "start")).row()
-    attention = model.attentions()[0]
+    _check_index("--layer", args.layer, config.model.layers)
+    _check_index("--head", args.head, config.model.heads)
+    text = _attend(restored, args.text) if args.text is not None else None
+    tokens_BT, source = choose_tokens(restored, keys.get("data.cache", "auto"))
+    row = DiagnosticPanel(
+        model, tokens_BT, starts=initial_layers(model, config, folder / "start")
+    ).row()
+    attention = model.attention_layers()[0].module
     name = folder.resolve().name
-    drawn = ""
-    if text is not None and wish.picture is not None:
-        only = None if wish.layer is None or wish.head is None else (wish.layer, wish.head)
-        drawn = draw(Path(wish.picture), text, name, restored, only)
+    image = ""
+    if text is not None and args.o is not None:
+        only = None if args.layer is None or args.head is None else (args.layer, args.head)
+        image = _draw(Path(args.o), text, restored, only)
     rows, length = tokens_BT.shape
-    if wish.json:
+    if args.json:
         print_json(
             {
                 "run": name,
                 "step": restored.step,
                 "variant": config.variant.name,
                 "equation": attention.equation,
-                "no_circuit": attention.no_circuit or None,
+                "no_circuit": attention.no_circuit_reason or None,
                 "tokens": {"of": source, "sequences": rows, "length": length},
                 **row,
                 **({} if text is None else {"text": text}),
             }
         )
         return 0
-    print(f"{printable(name)}, step {restored.step}: {attention.equation}")
+    print(f"{sanitize(name)}, step {restored.step}: {attention.equation}")
     shown = [
         (layer, head)
         for layer in range(config.model.layers)
         for head in range(config.model.heads)
-        if wish.layer in (None, layer) and wish.head in (None, head)
+        if args.layer in (None, layer) and args.head in (None, head)
     ]
-    close = wish.layer is not None or wish.head is not None
+    is_selection = args.layer is not None or args.head is not None
     for part, title in _PARTS.items():
         if row[part]["frobenius"][0] is None:
-            why = getattr(attention, part).no_circuit or "its numbers are none"
-            print(f"\n{title}: no matrix, for {why}")
+            reason = getattr(attention, part).no_circuit_reason or "its values are not finite"
+            print(f"\n{title}: no matrix: {reason}")
             continue
-        aside = f" ({attention.no_circuit})" if part == "qk" and attention.no_circuit else ""
-        print(f"\n{title}{aside}")
+        remark = (
+            f" ({attention.no_circuit_reason})"
+            if part == "qk" and attention.no_circuit_reason
+            else ""
+        )
+        print(f"\n{title}{remark}")
         print_measures(row[part], shown)
-        if close:
+        if is_selection:
             print_spectra(row[part]["singular"], shown)
-    looked_at = f"{counted(rows, 'sequence')} of {counted(length, 'token')} of {printable(source)}"
-    print(f"\nAttention, on {looked_at}")
+    tokens = f"{format_count(rows, 'sequence')} of {format_count(length, 'token')} of {sanitize(source)}"
+    print(f"\nAttention, on {tokens}")
     print_measures(row["attention"], shown)
-    if text is not None and close:
-        print_looks(text, *shown[0])
-    if drawn:
-        print(f"\n{printable(drawn)}")
-    next_commands(_following(wish, config, row))
+    if text is not None and is_selection:
+        print_attention(text, *shown[0])
+    if image:
+        print(f"\n{sanitize(image)}")
+    print_next_commands(_propose(args, config, row))
     return 0
 
 
-def _check_within(flag: str, value: int | None, count: int) -> None:
+def _check_index(flag: str, value: int | None, count: int) -> None:
     if value is not None and value >= count:
-        allowed = f"0 to {count - 1}" if count > 1 else "0 alone"
+        allowed = f"0 to {count - 1}" if count > 1 else "0"
         raise UserError(f"{flag}: there is no {value} (allowed: {allowed})")
 
 
-def _read(restored: Any, text: str) -> dict[str, Any]:
-    """The tokens of a text, and the weights A_LHTS."""
+def _attend(restored: "RestoredRun", text: str) -> dict[str, Any]:
+    """Return the tokens of a text, and the attention weights A_LHTS."""
     import torch
 
     from qkablate.diagnostics import attention_weights
-    from qkablate.diagnostics.panel import LENGTH, rounded
+    from qkablate.diagnostics.panel import LENGTH, round_digits
 
     tokenizer = restored.tokenizer()
     if unknown := tokenizer.unknown(text):
-        raise UserError(f"--text: this run's tokenizer knows no {', '.join(map(repr, unknown))}")
+        raise UserError(
+            f"--text: the tokenizer of this run does not know {', '.join(map(repr, unknown))}"
+        )
     ids = tokenizer.encode(text.encode()).tolist()
-    most = min(LENGTH, restored.config.model.context)
-    if len(ids) > most:
-        raise UserError(f"--text: {len(ids)} tokens are more than the {most} that can be shown")
+    limit = min(LENGTH, restored.config.model.context)
+    if len(ids) > limit:
+        raise UserError(f"--text: {len(ids)} tokens are more than the limit of {limit}")
     a_LHTS = attention_weights(restored.model, torch.tensor(ids))
     tokens = [tokenizer.decode([token]).decode("utf-8", "replace") for token in ids]
-    return {"tokens": tokens, "ids": ids, "attention": rounded(a_LHTS.tolist())}
+    return {"tokens": tokens, "ids": ids, "attention": round_digits(a_LHTS.tolist())}
 
 
-def _following(wish: Wish, config: Any, row: dict[str, Any]) -> list[str]:
-    """A closer look at the head whose scores spread most; after that, what the model writes."""
+def _draw(
+    path: Path, text: dict[str, Any], restored: "RestoredRun", only: tuple[int, int] | None
+) -> str:
+    """Write an image of the attention on a text, and return its path and size."""
+    import numpy as np
+
+    from qkablate.analysis.study.attention_maps import ArmAttention, show_token
+    from qkablate.report.charts.attention import make_attention_chart
+    from qkablate.report.render import render_chart
+    from qkablate.runs.attention_map import quantize
+
+    weights_LHTT = np.array(text["attention"], np.float64)  # None becomes NaN
+    if not np.isfinite(weights_LHTT).all():
+        raise UserError("-o: there is nothing to draw: the attention weights are not finite")
+    tokenizer = restored.tokenizer()
+    tokens = tuple(show_token(tokenizer.decode([token])) for token in text["ids"])
+    name, step = restored.folder.resolve().name, f"step {restored.step}"
+    variant = restored.config.variant.name
+    attention = ArmAttention(name, variant, step, tokens, quantize(weights_LHTT))
+    chart = make_attention_chart([attention], f"At {step}", only)
+    content = render_chart(chart, _Title(name), path.suffix[1:].lower())
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        raise UserError(f"-o: '{path}' cannot be written: {error.strerror}") from None
+    return f"{path}  {format_bytes(len(content))}"
+
+
+@dataclass(frozen=True)
+class _Title:
+    title: str
+
+
+def _propose(args: Namespace, config: "Config", row: dict[str, Any]) -> list[str]:
+    """Return a command: the head whose scores spread most, or after that a sample."""
     from qkablate.config import TEXT_SOURCES
 
-    own = [f"{key}={value}" for key, value in wish.keys.items()]
-    own += [] if wish.out == "outputs" else [f"out={wish.out}"]
-    if wish.layer is None and wish.head is None:
-        own += [] if wish.step is None else [f"step={wish.step}"]
+    words = [f"{key}={value}" for key, value in args.keys.items()] + out_words(args.out)
+    if args.layer is None and args.head is None:
+        words += [] if args.step is None else [f"step={args.step}"]
         heads = {
             (layer, head): value
             for layer, values in enumerate(row["attention"]["score_std"])
             for head, value in enumerate(values)
             if value is not None
         }
-        layer, head = max(heads, key=lambda place: heads[place], default=(0, 0))
-        return ["inspect", wish.run, *own, "--layer", str(layer), "--head", str(head)]
-    if config.data.source not in TEXT_SOURCES:  # a task's tokens are no text
+        layer, head = max(heads, key=heads.__getitem__, default=(0, 0))
+        return ["inspect", args.run, *words, "--layer", str(layer), "--head", str(head)]
+    if config.data.source not in TEXT_SOURCES:  # the tokens of a task are not text
         return ["data", "info", f"data={config.data.source}"]
-    return ["sample", wish.run, *(word for word in own if not word.startswith("data.cache="))]
+    return ["sample", args.run, *(word for word in words if not word.startswith("data.cache="))]

@@ -1,133 +1,123 @@
-"""`qkablate results`: what a sweep says, with its uncertainty."""
+"""`qkablate results`: the comparisons of a sweep, with their uncertainty."""
 
 import csv
+import dataclasses
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qkablate.cli.hydra.configs import need_extra, next_commands, take_flags
-from qkablate.cli.status import sweep_names, sweep_words
-from qkablate.errors import UserError, nearest, printable
-from qkablate.table import print_json, print_table
+from qkablate.cli.arguments import Parser, margin, one_of, sweep_and_out
+from qkablate.errors import sanitize
+from qkablate.table import print_json, print_next_commands, print_table
+
+if TYPE_CHECKING:
+    from qkablate.analysis.comparison.summary import GapSummary
 
 FORMATS = ("table", "csv", "json", "md")
 
-HELP = """qkablate results: what a sweep says, and how sure one can be.
+HELP = """qkablate results: the comparisons of a sweep, with their uncertainty.
 
 Usage: qkablate results [SWEEP] [--margin NATS] [--format table|csv|json|md] [--times FILE]
                         [out=FOLDER]
 
-SWEEP is a sweep's folder, or how its name or id begins; unsaid, the newest one.
+SWEEP is a sweep's folder, or the beginning of its name or id; the default is the newest sweep.
 
 Examples
   qkablate results                       the newest sweep
   qkablate results quick --margin 0.01   and which arms are not worse by 0.01
   qkablate results quick --format md     tables to paste
   qkablate results quick --format json   everything: every run, every check of the audit
-  qkablate results quick --format csv    a row a gap
+  qkablate results quick --format csv    one row per gap
   qkablate cost variant=standard,merged_w --measure --json > times.json
-  qkablate results --times times.json    with the arms that none beats at less time
+  qkablate results --times times.json    with the Pareto front of loss and time
 
-A gap is an arm's test loss minus that of its baseline with the same seed, in nats. What decides
-is the paired t interval; `p` is adjusted by Holm over the arms of one size. `detectable` is the
-smallest gap these seeds would have found four times of five. The BCa bootstrap and the exact
-sign-flip test stand beside it. The audit says what else than the arm may have moved the number.
-The function distance says how far apart what arm and baseline predict is, beside what another seed
-and what rounding alone (variant=standard_reassociated) come to.
+A gap is the test loss of an arm minus that of its baseline with the same seed, in nats. The paired
+t interval decides; `p` is adjusted by Holm's method over the arms of one size. `detectable` is the
+smallest gap that these seeds detect with 80 % power. The BCa bootstrap and the exact sign-flip test
+are shown for comparison. The audit lists what else than the arm may explain the gap. The function
+distance measures how much the predictions of arm and baseline differ, next to the distance between
+two seeds and the distance that rounding alone causes (variant=standard_reassociated).
 
 Flags
-  --margin NATS   test every arm for being not worse by it, and for lying within ± of it; a gap that
-                  was not found is no sign that there is none
-  --format table|csv|json|md
-  --times FILE    from `qkablate cost --measure --json`: no time is taken from runs that shared a
-                  machine
+{flags}
 
 Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake in the command
 """
 
 
+PARSER = Parser(HELP, ("sweep",), (*FORMATS, "out="))
+PARSER.option(
+    "--margin",
+    "NATS",
+    "test every arm for non-inferiority and equivalence within this margin; a gap that was not"
+    " detected does not show equality",
+    margin,
+)
+PARSER.option("--format", "|".join(FORMATS), "output format", one_of(FORMATS))
+PARSER.option(
+    "--times",
+    "FILE",
+    "step times from `qkablate cost --measure --json`; times of runs that shared a machine are"
+    " not used",
+)
+
+
 def main(argv: list[str]) -> int:
-    flags, words = take_flags(argv, ("--help", "-h"), ("--format", "--times", "--margin"))
-    if {"--help", "-h"} & {*flags}:
-        print(HELP, end="")
-        return 0
-    form = flags.get("--format", "table")
-    if form not in FORMATS:
-        one_of = f"{', '.join(FORMATS)}{nearest(form, FORMATS)}"
-        raise UserError(f"--format: '{form}' is not one of {one_of}")
-    margin = margin_of(flags.get("--margin"))
-    word, out = sweep_words(words)
-    need_analysis()
+    """Print the comparisons of a sweep."""
+    args = PARSER.parse(argv)
+    form = args.format or "table"
+    word, out = sweep_and_out(args.words)
 
     from qkablate.analysis.comparison.ranking import read_times
-    from qkablate.analysis.comparison.summary import describe
+    from qkablate.analysis.comparison.summary import describe_study
     from qkablate.analysis.study.study import read_study
-    from qkablate.report.text.table import markdown
-    from qkablate.report.text.tables import tables
+    from qkablate.report.text.table import format_markdown
+    from qkablate.report.text.tables import make_tables
     from qkablate.sweeps.planning import manifest
 
-    study = read_study(manifest.find(word, out))
-    times = read_times(flags["--times"], study) if "--times" in flags else {}
-    found = describe(study, times, margin)
+    study = read_study(manifest.find_sweep(word, out))
+    times = read_times(args.times, study) if args.times else {}
+    found = describe_study(study, times, args.margin)
     with suppress(BrokenPipeError):
         if form == "json":
-            print_json(found)
+            print_json(dataclasses.asdict(found))
         elif form == "csv":
-            _print_csv(found["gaps"])
+            _print_csv(found.gaps)
         elif form == "md":
-            print(f"# {study.name}\n\n" + "\n\n".join(map(markdown, tables(found))))
+            print(f"# {study.name}\n\n" + "\n\n".join(map(format_markdown, make_tables(found))))
         else:
-            print_tables(tables(found))
-            own = ["results", *study.where]
-            more = [*study.next_words]
-            more += [[*own, "--margin", "0.01"]] if margin is None else []
-            next_commands(*more, ["report", *study.where], [*own, "--format", "json"])
+            print_tables(make_tables(found))
+            command = ["results", *study.cli_arguments]
+            more = [*study.resume_commands]
+            more += [[*command, "--margin", "0.01"]] if args.margin is None else []
+            print_next_commands(
+                *more, ["report", *study.cli_arguments], [*command, "--format", "json"]
+            )
         sys.stdout.flush()
     return 0 if study.is_complete else 1
 
 
-def margin_of(word: str | None) -> float | None:
-    if word is None:
-        return None
-    try:
-        margin = float(word)
-    except ValueError:
-        margin = 0.0
-    if not 0 < margin < 100:
-        raise UserError(f"--margin: '{word}' is not a number of nats above 0, as 0.01 is")
-    return margin
-
-
-def need_analysis(*more: str) -> None:
-    """UserError where what analysis (and a report) is done with is not installed."""
-    need_extra("report", "scipy", "statsmodels", *more)
-
-
-def print_tables(tables: list[Any]) -> None:
-    for number, table in enumerate(tables):
-        print(("\n" if number else "") + printable(table.title) + "\n")
-        print_table(table.columns, [[*map(printable, row)] for row in table.rows], 1, table.wrap)
+def print_tables(make_tables: list[Any]) -> None:
+    """Print tables with their titles and notes."""
+    for number, table in enumerate(make_tables):
+        print(("\n" if number else "") + sanitize(table.title) + "\n")
+        print_table(table.columns, [[*map(sanitize, row)] for row in table.rows], 1, table.wrap)
         for note in table.notes:
-            print(printable(f"  {note}"))
+            print(sanitize(f"  {note}"))
 
 
-def _print_csv(gaps: list[dict[str, Any]]) -> None:
+def _print_csv(gaps: "list[GapSummary]") -> None:
     columns = ["arm", "baseline", "n", "mean", "sd", "low", "high", "p", "p_holm", "bca_low"]
     columns += ["bca_high", "sign_flip", "detectable", "perplexity_percent", "correlation"]
     columns += ["arm_diverged", "baseline_diverged", "unpaired", "audit"]
     writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
-    for one in gaps:
-        low, high = one["interval"] or (None, None)
-        bca_low, bca_high = one["bca"] or (None, None)
-        bad = [f"{c['state']}: {c['name']}" for c in one["audit"] if c["state"] != "ok"]
+    for gap in gaps:
+        low, high = gap.interval or (None, None)
+        bca_low, bca_high = gap.bca or (None, None)
+        doubts = [f"{check.state}: {check.name}" for check in gap.audit if check.state != "ok"]
         writer.writerow(
-            one
+            vars(gap)
             | {"low": low, "high": high, "bca_low": bca_low, "bca_high": bca_high}
-            | {"unpaired": "; ".join(one["unpaired"]), "audit": "; ".join(bad)}
+            | {"unpaired": "; ".join(gap.unpaired), "audit": "; ".join(doubts)}
         )
-
-
-def words() -> list[str]:
-    """What can be typed after `qkablate results`."""
-    return [*sweep_names(), "--margin", "--format", *FORMATS, "--times", "out="]

@@ -1,38 +1,38 @@
-"""`qkablate sample`: text from a trained run."""
+"""`qkablate sample`: generate text with a trained run."""
 
-import math
 import os
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from unicodedata import bidirectional, category
 
-from qkablate.cli.hydra.configs import run_and_keys, take_flags
-from qkablate.errors import UserError, tell
+from qkablate.cli.arguments import Parser, check_utf8, convert_key, run_and_keys, whole_number
+from qkablate.errors import UserError, print_stderr
 
-HELP = """qkablate sample: text from a trained run.
+HELP = """qkablate sample: generate text with a trained run.
 
 Usage: qkablate sample RUN [key=value …]
 
-RUN is the folder of a run, or how its name or its id in outputs/runs begins. Its newest checkpoint
-writes; it may still be training. Where prompt and text outgrow the model's context, it goes on from
-the last half of it.
+RUN is a run's folder, or the beginning of its name or id in outputs/runs. Its newest checkpoint is
+used; the run may still be training. When the text exceeds the model's context, generation continues
+from the last half of the context.
 
 Keys
-  prompt=TEXT        what the text begins with, as it stands: \\n is no newline (default: a newline)
-  tokens=200         how many to write
-  temperature=0.8    below 1 is less daring; 0 always takes the likeliest token
-  top_k=K            draw from the K likeliest alone (default: from all)
-  seed=0             same seed, same text
-  out=outputs        where runs/ lies
+  prompt=TEXT        the beginning of the text, verbatim: \\n is not a newline (default: a newline)
+  tokens=200         how many to generate
+  temperature=0.8    below 1 for less randomness; 0 always takes the most likely token
+  top_k=K            draw from the K most likely tokens only (default: from all)
+  seed=0             the same seed gives the same text
+  out=outputs        the folder that holds runs/
   variant.file=PATH  the file of the run's own circuit, if it was trained with one
-  variant.qk=NAME    the name of its QK circuit, if that is an installed package's
-  variant.ov=NAME    the same of its OV circuit
+  variant.qk=NAME    the name of its QK circuit, if it comes from an installed package
+  variant.ov=NAME    the same for its OV circuit
 
-Prompt and text go to stdout, what wrote them to stderr.
+Flags
+{flags}
+
+Prompt and text go to stdout, the run and the speed to stderr.
 
 Examples
   qkablate sample merged_w prompt='def main('
@@ -40,8 +40,12 @@ Examples
   qkablate sample 0123 seed=1 top_k=20 prompt=$'import os\\n' > text.txt
 """
 
-# Number keys: least, most.
-WHOLE = {"tokens": (1, 10**9), "top_k": (1, 10**9), "seed": (0, 2**53)}
+_COUNTS = {
+    "tokens": whole_number(1, 10**9),
+    "top_k": whole_number(1, 10**9),
+    "seed": whole_number(0, 2**53),
+}
+_DIRECTIONS = {*["LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"]}
 KEYS = (
     *("prompt", "tokens", "temperature", "top_k", "seed", "out"),
     *("variant.file", "variant.qk", "variant.ov"),
@@ -49,8 +53,8 @@ KEYS = (
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the user asked for."""
+class Args:
+    """The arguments of the command."""
 
     run: str
     prompt: str | None = None
@@ -64,110 +68,93 @@ class Wish:
     variant_ov: str | None = None
 
 
+PARSER = Parser(HELP, ("run",), [f"{key}=" for key in KEYS])
+
+
 def main(argv: list[str]) -> int:
-    flags, words = take_flags(argv, ("--help", "-h"))
-    if flags:
-        print(HELP, end="")
-        return 0
+    """Generate text with a trained run."""
+    args = parse_args(PARSER.parse(argv).words)
     try:
-        return _sample(parse(words))
+        return _sample(args)
     except KeyboardInterrupt:
         print(f"{_line_break()}qkablate: interrupted", file=sys.stderr)
         return 130
 
 
-def words() -> Iterator[str]:
-    """What completion offers: the runs, then the keys."""
-    yield from (path.parent.name for path in sorted(Path("outputs/runs").glob("*/config.yaml")))
-    yield from (f"{key}=" for key in KEYS)
+def parse_args(words: list[str]) -> Args:
+    """Parse the words, before anything heavy is imported."""
+    run, values = run_and_keys(words, KEYS, "sample RUN prompt='a text'")
+    check_utf8("prompt", values.get("prompt", ""))
+    parsed: dict[str, object] = {key.replace(".", "_"): value for key, value in values.items()}
+    for key, convert in (_COUNTS | {"temperature": _temperature}).items():
+        if key in values:
+            parsed[key] = convert_key(key, values[key], convert)
+    return Args(run, **parsed)  # type: ignore[arg-type]
 
 
-def parse(words: list[str]) -> Wish:
-    """Strict, and before anything heavy is imported."""
-    run, given = run_and_keys(words, KEYS, "sample RUN prompt='a text'")
+def _temperature(text: str) -> float:
     try:
-        given.get("prompt", "").encode("utf-8")
-    except UnicodeEncodeError:  # the shell's bytes were no UTF-8
-        raise UserError("prompt: it is not UTF-8 text") from None
-    parsed: dict[str, object] = {key.replace(".", "_"): value for key, value in given.items()}
-    parsed |= {key: _whole(key, given[key]) for key in WHOLE if key in given}
-    if "temperature" in given:
-        parsed["temperature"] = _temperature(given["temperature"])
-    return Wish(run, **parsed)  # type: ignore[arg-type]
-
-
-def _whole(key: str, value: str) -> int:
-    least, most = WHOLE[key]
-    digits = value.isascii() and value.isdecimal() and len(value) < 20
-    if not digits or not least <= int(value) <= most:
-        raise UserError(f"{key}: '{value}' is not a whole number from {least} to {most}")
-    return int(value)
-
-
-def _temperature(value: str) -> float:
-    try:
-        number = float(value)
+        value = float(text)
     except ValueError:
-        number = math.nan
-    if not 0 <= number <= 100:
-        raise UserError(f"temperature: '{value}' is not a number from 0 to 100")
-    return number
+        value = -1.0
+    if not 0 <= value <= 100:
+        raise ValueError("a number from 0 to 100")
+    return value
 
 
-def _sample(wish: Wish) -> int:
+def _sample(args: Args) -> int:
     from qkablate.runs.run import find_run
 
-    folder = find_run(wish.run, wish.out)
+    folder = find_run(args.run, args.out)
 
-    from qkablate.models.generate import characters, generate
+    from qkablate.models.generate import decode_text, generate
     from qkablate.training.warm_start.restore import restore
 
     restored = restore(
-        folder, variant_file=wish.variant_file, qk=wish.variant_qk, ov=wish.variant_ov
+        folder, variant_file=args.variant_file, qk=args.variant_qk, ov=args.variant_ov
     )
     tokenizer = restored.tokenizer()
-    prompt = wish.prompt
-    if prompt is None:  # a newline, or the first character there is
+    prompt = args.prompt
+    if prompt is None:  # a newline, or the first token
         prompt = "\n" if not tokenizer.unknown("\n") else tokenizer.decode([0]).decode()
     if unknown := tokenizer.unknown(prompt):
-        some = ", ".join(map(repr, unknown[:10])) + (", …" if len(unknown) > 10 else "")
-        raise UserError(f"prompt: this run's tokenizer knows no {some}; write prompt=TEXT without")
-    _write(prompt)
+        characters = ", ".join(map(repr, unknown[:10])) + (", …" if len(unknown) > 10 else "")
+        raise UserError(f"prompt: the tokenizer of this run does not know {characters}")
+    write_text(prompt)
     began = time.perf_counter()
     ids = generate(
         restored.model,
         tokenizer.encode(prompt.encode()).tolist(),
-        count=wish.tokens,
-        temperature=wish.temperature,
-        top_k=wish.top_k,
-        seed=wish.seed,
+        count=args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
     )
-    for piece in characters(tokenizer, ids):
-        _write(piece)
-    pace = wish.tokens / (time.perf_counter() - began)
-    tell(
-        f"{_line_break()}{folder.resolve().name}, step {restored.step}: {wish.tokens} tokens,"
-        f" {pace:,.0f} tokens/s"
+    for piece in decode_text(tokenizer, ids):
+        write_text(piece)
+    speed = args.tokens / (time.perf_counter() - began)
+    print_stderr(
+        f"{_line_break()}{folder.resolve().name}, step {restored.step}: {args.tokens} tokens,"
+        f" {speed:,.0f} tokens/s"
     )
     return 0
 
 
-def _write(text: str) -> None:
-    """In UTF-8 whatever the locale, at once."""
-    if sys.stdout.isatty():  # a byte of a model must not steer the terminal
-        text = "".join("�" if _steers(c) else c for c in text)
+def write_text(text: str) -> None:
+    """Write text at once, in UTF-8 whatever the locale."""
+    if sys.stdout.isatty():  # generated control characters must not reach the terminal
+        text = "".join("�" if _is_control(c) else c for c in text)
     sys.stdout.buffer.write(text.encode())
     sys.stdout.buffer.flush()
 
 
-def _steers(c: str) -> bool:
-    """Control characters, and those that turn the direction of what follows."""
-    turns = bidirectional(c) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
-    return turns or (category(c) == "Cc" and c not in "\n\t")
+def _is_control(c: str) -> bool:
+    """Return whether a character controls the terminal or the direction of text."""
+    return bidirectional(c) in _DIRECTIONS or (category(c) == "Cc" and c not in "\n\t")
 
 
 def _line_break() -> str:
-    """Between text and report where both go to one place, as on a terminal."""
+    """Return a newline if stdout and stderr are the same file, as on a terminal."""
     with suppress(OSError, ValueError):
         return "\n" * os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
     return ""

@@ -1,108 +1,94 @@
-"""`qkablate status`: where a sweep stands, from any shell, at any time."""
+"""`qkablate status`: the progress of a sweep."""
 
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 
-from qkablate.cli.hydra.configs import next_commands, take_flags, take_out
+from qkablate.cli.arguments import Parser, out_words, sweep_and_out
 from qkablate.errors import UserError
-from qkablate.table import print_csv, print_json
+from qkablate.table import print_csv, print_json, print_next_commands
 
-HELP = """qkablate status: where a sweep stands, read from its runs' folders.
+HELP = """qkablate status: the progress of a sweep, read from the folders of its runs.
 
 Usage: qkablate status [SWEEP] [--watch | --json | --csv] [out=FOLDER]
 
-SWEEP is a sweep's folder, or how its name or id begins; unsaid, the newest one.
+SWEEP is a sweep's folder, or the beginning of its name or id; the default is the newest sweep.
 
 Examples
   qkablate status                     the newest sweep
   qkablate status quick --watch       until it ends, or Ctrl-C
   qkablate status quick --json        counts, and every run with its state
-  qkablate status quick --csv         a row a run, rebuilt from the runs now
+  qkablate status quick --csv         one row per run
 
 Flags
-  --watch   draw it again every two seconds, while anything runs
-  --json, --csv
+{flags}
 
 Exit codes: 0 every run is done or has diverged · 1 some are not · 2 a mistake in the command
 """
-_EVERY = 2.0
+_INTERVAL = 2.0  # seconds between two updates of --watch
+
+
+PARSER = Parser(HELP, ("sweep",), ("out=",))
+PARSER.switch("--watch", "update every two seconds while any run is being trained")
+PARSER.switch("--json", "print JSON")
+PARSER.switch("--csv", "print CSV")
 
 
 def main(argv: list[str]) -> int:
-    flags, words = take_flags(argv, ("--help", "-h", "--watch", "--json", "--csv"))
-    if {"--help", "-h"} & {*flags}:
-        print(HELP, end="")
-        return 0
-    if len(flags) > 1:
-        raise UserError(f"{' and '.join(sorted(flags))}: give one of the two")
-    word, out = sweep_words(words)
+    """Print the progress of a sweep."""
+    args = PARSER.parse(argv)
+    modes = [f"--{name}" for name in ("csv", "json", "watch") if getattr(args, name)]
+    if len(modes) > 1:
+        raise UserError(f"{' and '.join(modes)}: give one of the two")
+    word, out = sweep_and_out(args.words)
 
     from qkablate.sweeps.planning import manifest
-    from qkablate.sweeps.running.progress_table import Board, picture
-    from qkablate.sweeps.running.results_table import rows
-    from qkablate.sweeps.running.state import Standing
-    from qkablate.sweeps.running.summary import next_words, print_arms
+    from qkablate.sweeps.running.progress_table import ProgressTable, render_table
+    from qkablate.sweeps.running.results_table import result_rows
+    from qkablate.sweeps.running.state import SweepState
+    from qkablate.sweeps.running.summary import print_arms, resume_commands
 
-    folder = manifest.find(word, out)
-    standing = Standing(manifest.read(folder))
-    standing.look()
-    if "--watch" in flags:
-        board = Board()
-        if not sys.stderr.isatty() and (standing.counts()["running"] or standing.is_run()):
-            print("\n".join(picture(standing)), flush=True)
+    folder = manifest.find_sweep(word, out)
+    sweep_state = SweepState(manifest.read_manifest(folder))
+    sweep_state.refresh()
+    if args.watch:
+        board = ProgressTable()
+        if not sys.stderr.isatty() and (
+            sweep_state.status_counts()["running"] or sweep_state.is_running()
+        ):
+            print("\n".join(render_table(sweep_state)), flush=True)
         while True:
-            board.show(standing)
-            if not standing.counts()["running"] and not standing.is_run():
+            board.show(sweep_state)
+            if not sweep_state.status_counts()["running"] and not sweep_state.is_running():
                 break
-            time.sleep(_EVERY)
-            standing.look()
-    counts = standing.counts()
-    finished = counts["done"] + counts["diverged"] == standing.expected()
+            time.sleep(_INTERVAL)
+            sweep_state.refresh()
+    counts = sweep_state.status_counts()
+    is_finished = counts["done"] + counts["diverged"] == sweep_state.expected_runs()
     with suppress(BrokenPipeError):
-        if "--json" in flags:
+        if args.json:
             print_json(
                 {
                     "sweep": folder.name,
                     "folder": str(folder),
-                    "runs": standing.expected(),
+                    "runs": sweep_state.expected_runs(),
                     **{status: counts[status] for status in counts},
-                    "seconds_left": standing.seconds_left(),
-                    "states": rows(standing),
+                    "seconds_left": sweep_state.seconds_left(),
+                    "states": result_rows(sweep_state),
                 }
             )
-        elif "--csv" in flags:
-            print_csv(rows(standing))
-        elif "--watch" not in flags or not sys.stderr.isatty():
-            print("\n".join(picture(standing)))
+        elif args.csv:
+            print_csv(result_rows(sweep_state))
+        elif not args.watch or not sys.stderr.isatty():
+            print("\n".join(render_table(sweep_state)))
             if counts["done"]:
                 print()
-                print_arms(standing)
+                print_arms(sweep_state)
                 print(f"\nresults  {folder / 'results.csv'}")
-            commands = next_words(standing)
+            commands = resume_commands(sweep_state)
             if counts["done"]:
-                where = [] if out == "outputs" else [f"out={out}"]
-                commands.append(["results", folder.name, *where])
+                commands.append(["results", folder.name, *out_words(out)])
             if commands:
-                next_commands(*commands)
+                print_next_commands(*commands)
         sys.stdout.flush()
-    return 0 if finished else 1
-
-
-def sweep_words(words: list[str]) -> tuple[str | None, str]:
-    """The sweep that is named, if one is, and where to look for it."""
-    words, out = take_out(words)
-    if len(words) > 1:
-        raise UserError(f"'{words[1]}': one sweep at a time, and '{words[0]}' was given")
-    return (words[0] if words else None), out
-
-
-def sweep_names() -> list[str]:
-    return [path.name for path in Path("outputs/sweeps").glob("*-*")]
-
-
-def words() -> Iterable[str]:
-    """What can be typed after `qkablate status`."""
-    return [*sweep_names(), "--watch", "--json", "--csv", "out="]
+    return 0 if is_finished else 1

@@ -1,51 +1,56 @@
-"""`qkablate variants`: the catalogue."""
+"""`qkablate variants`: the catalogue of variants."""
 
 import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from qkablate.cli.hydra.configs import next_commands, take_flags
+from qkablate.cli.arguments import Parser
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.errors import UserError
-from qkablate.table import print_json, print_table
+from qkablate.table import print_json, print_next_commands, print_table
 
-HELP = """qkablate variants: what can be compared.
+HELP = """qkablate variants: the catalogue of variants.
 
 Usage: qkablate variants [--json]
 
-Each is a way to parametrise the scores of a head, scale · x_iᵀ B_h x_j, and what a position writes,
+A variant parametrises the scores of a head, scale · x_iᵀ B_h x_j, and the output of a position,
 x_jᵀ M_h. Parameters are per layer, without biases: d is d_model, h heads, k d_head, r variant.rank,
 g variant.groups, T model.context.
 
-The two axes combine freely; a pair that means nothing is refused with the reason.
+The two circuits combine freely; a combination without a meaning is refused with the reason.
+
+Flags
+{flags}
 
 Examples
   qkablate train variant=low_rank_w variant.rank=8
-  qkablate train variant.qk=merged variant.ov=no_o      a pair that has no name of its own
-  qkablate cost variant=standard,merged_w --at gpt-j    what it would cost
-  qkablate verify variant=merged_w                      that it is what it says
+  qkablate train variant.qk=merged variant.ov=no_o      a combination without a name of its own
+  qkablate cost variant=standard,merged_w --at gpt-j    its cost
+  qkablate verify variant=merged_w                      its exact checks
 """
 
 
+PARSER = Parser(HELP)
+PARSER.switch("--json", "print JSON")
+
+
 def main(argv: list[str]) -> int:
-    flags, rest = take_flags(argv, ("--help", "-h", "--json"))
-    if rest:
-        raise UserError(f"'{rest[0]}': `qkablate variants` takes no key")
-    if {"--help", "-h"} & {*flags}:
-        print(HELP, end="")
-        return 0
+    """Print the catalogue."""
+    args = PARSER.parse(argv)
+    if args.words:
+        raise UserError(f"'{args.words[0]}': `qkablate variants` takes no key")
     from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
     from qkablate.attention.modifiers import NORMS
 
-    rows = [_row(name, entry) for name, entry in _in_order()]
-    if "--json" in flags:
+    rows = [_row(name, entry) for name, entry in sorted(variants().items(), key=_order)]
+    if args.json:
         print_json(rows)
         return 0
     columns = ["variant", "parameters", "without", "equation", "source"]
     cells = [[row[column] for column in columns] for row in rows]
     print_table(columns, cells, left=5, wrap=("parameters", "without", "equation", "source"))
     print("\nParameters per layer: d d_model, h heads, k d_head, r rank, g groups, T context.")
-    print("Where an equation says only one of B_h and M_h, the other is standard's.")
+    print("Where an equation defines only one of B_h and M_h, the other is that of standard.")
     print("\nFreely combined")
     axes: dict[str, Iterable[str]]
     axes = {"qk": QK_CIRCUITS, "ov": OV_CIRCUITS, "norm": NORMS, "mask_self": ("false", "true")}
@@ -55,31 +60,27 @@ def main(argv: list[str]) -> int:
                 f"  variant.{key:<9}  {', '.join(names)}", 100, subsequent_indent=" " * 21
             )
         )
-    next_commands(["cost"], ["verify"], ["train", "variant=merged_w"])
+    print_next_commands(["cost"], ["verify"], ["train", "variant=merged_w"])
     return 0
 
 
-def _in_order() -> list[tuple[str, dict[str, Any]]]:
-    """Standard first, then by what they change: scores, values, both."""
-
-    def key(item: tuple[str, dict[str, Any]]) -> tuple[bool, bool, bool, str]:
-        name, entry = item
-        changes_ov, changes_qk = entry["ov"] != "separate", entry["qk"] != "separate"
-        return name != "standard", changes_ov, changes_ov and changes_qk, name
-
-    return sorted(variants().items(), key=key)
+def _order(item: tuple[str, dict[str, Any]]) -> tuple[bool, bool, bool, str]:
+    """Return a sort key: standard, then variants that change scores, values, both."""
+    name, entry = item
+    changes_ov, changes_qk = entry["ov"] != "separate", entry["qk"] != "separate"
+    return name != "standard", changes_ov, changes_ov and changes_qk, name
 
 
 def _row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     from qkablate.attention.ov.factored import SeparateOV
     from qkablate.attention.qk.factored import SeparateQK
-    from qkablate.models.catalogue import attention
+    from qkablate.models.catalogue import make_attention
 
     model = ModelConfig()
     variant = resolve_variant(VariantConfig(**entry), model)
-    layer = attention(model, variant)
+    layer = make_attention(model, variant)
     removes = [part for part in (layer.qk.removes, layer.ov.removes) if part]
-    # What is as in standard goes without saying.
+    # Parts that are those of standard are not mentioned.
     changed = [part for part in (layer.qk, layer.norm, layer.ov) if part is not None]
     changed = [p for p in changed if type(p) not in (SeparateQK, SeparateOV)] or [layer.qk]
     equations = [part.equation for part in changed] if name != "standard" else [layer.equation]
@@ -98,7 +99,7 @@ def _row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_number(params: str, groups: int | None) -> str:
-    """mqa has one group, and its formula no g."""
+    """Return the formula with the number of groups in place of g."""
     return (
         params if groups is None else params.replace(" g ", " " if groups == 1 else f" {groups} ")
     )

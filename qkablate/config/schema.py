@@ -1,273 +1,294 @@
-"""The schema of a run: every key a user may set, what it may be, and what it is when unsaid."""
+"""The schema of a run: every key a user may set, with its default and its meaning (see keys.py)."""
 
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from qkablate.errors import nearest
+from qkablate.config.data import DataConfig
+from qkablate.config.keys import (
+    BIG,
+    LOCAL,
+    LOGGING,
+    PARAMETER,
+    TRAINING,
+    VARYING,
+    Role,
+    key,
+    section,
+)
+
+_VARIANT = TRAINING | Role.VARIANT
 
 
 @dataclass
 class VariantConfig:
-    name: str = "standard"
-    qk: str = "separate"
-    ov: str = "separate"
-    norm: str = "none"
-    mask_self: bool = False
-    rank: int | str | None = "auto"
-    groups: int | str | None = "auto"
-    init: str = "matched"
-    lr: str = "matched"
-    file: str | None = None
+    """The parametrization of the QK and the OV circuit."""
+
+    name: str = key(
+        "standard", "name of the variant, in labels", Role.ARM | Role.VARIANT | Role.FINETUNE
+    )
+    qk: str = key("separate", "parametrization of the QK circuit", _VARIANT)
+    ov: str = key("separate", "parametrization of the OV circuit", _VARIANT)
+    norm: str = key(
+        "none",
+        "normalization of queries and keys: none, qk, unit_keys",
+        _VARIANT,
+        choices=("none", "qk", "unit_keys"),
+    )
+    mask_self: bool = key(False, "true: no token attends to itself", _VARIANT)
+    rank: int | str | None = key(
+        "auto",
+        "rank of a low-rank circuit; auto: half of d_head, or d_model / 4",
+        _VARIANT,
+        bounds=(1, 2**20),
+        word="auto",
+    )
+    groups: int | str | None = key(
+        "auto",
+        "groups of heads that share keys and values; auto: the most below heads",
+        _VARIANT,
+        bounds=(1, 2**20),
+        word="auto",
+    )
+    init: str = key(
+        "matched",
+        "matched: scores start as large as standard's; naive: default initialization",
+        TRAINING,
+        choices=("matched", "naive"),
+    )
+    lr: str = key(
+        "matched",
+        "matched: scores move as fast as standard's; same: one rate for all weights",
+        TRAINING,
+        choices=("matched", "same"),
+    )
+    file: str | None = key(
+        None,
+        "Python file with circuits of your own",
+        Role.CONTENT | Role.ARM | Role.VARIANT | Role.FINETUNE,
+    )
 
 
 @dataclass
 class ModelConfig:
-    layers: int = 4
-    d_model: int = 128
-    heads: int = 4
-    context: int = 64
-    mlp_ratio: float = 4.0
-    dropout: float = 0.0
-    bias: bool = False
-    position: str = "learned"
-    norm: str = "pre"
-    attention_skip: bool = True
-    init: str = "gpt2"
+    """The size and shape of the GPT around the attention layers."""
+
+    layers: int = key(4, "transformer blocks", PARAMETER, bounds=(1, 10_000))
+    d_model: int = key(128, "width of the residual stream", PARAMETER, bounds=(1, 2**20))
+    heads: int = key(4, "attention heads per layer", PARAMETER, bounds=(1, 2**20))
+    context: int = key(64, "context length in tokens", PARAMETER, bounds=(1, 2**24))
+    mlp_ratio: float = key(4.0, "MLP width / d_model; 0: no MLP", PARAMETER, bounds=(0, 1000))
+    dropout: float = key(0.0, "dropout probability", PARAMETER, bounds=(0, 0.99))
+    bias: bool = key(False, "biases in all linear maps and norms", PARAMETER)
+    position: str = key(
+        "learned",
+        "positions: learned, none, alibi, rope",
+        PARAMETER,
+        choices=("learned", "none", "alibi", "rope"),
+    )
+    norm: str = key(
+        "pre", "layer norm before each sublayer: pre, none", PARAMETER, choices=("pre", "none")
+    )
+    attention_skip: bool = key(True, "false: the attention's output replaces its input", PARAMETER)
+    init: str = key(
+        "gpt2",
+        "gpt2 (σ = 0.02, residual-scaled), linear (torch's default for nn.Linear)",
+        PARAMETER,
+        choices=("gpt2", "linear"),
+    )
 
 
 @dataclass
 class AttentionConfig:
-    kernel: str = "auto"
+    """The computation of attention."""
 
-
-@dataclass
-class DataConfig:
-    """Each source has some of these keys (DATA_KEYS); the others are null."""
-
-    source: str = "stdlib"
-    path: str | None = None
-    name: str | None = None
-    files: str | None = None
-    subset: str | None = None
-    revision: str | None = None
-    split: str | None = None
-    field: str | None = None
-    document_start: str | None = None
-    tokenizer: str | None = "bytes"
-    vocab_size: int | None = None
-    max_tokens: int | None = None
-    pairs: int | None = None
-    segment: int | None = None
-    payload: int | None = None
-    cycle: int | None = None
-    kinds: int | None = None
-    depth: int | None = None
-    val_tokens: int = 65536
-    test_tokens: int = 65536
-    cache: str | None = "auto"
+    kernel: str = key(
+        "auto",
+        "math, flash, efficient (CUDA), folded, blocked; auto: the cheapest exact one",
+        Role.CONTENT | Role.PAIR_FREE | Role.FINETUNE,
+        choices=("auto", "math", "flash", "efficient", "folded", "blocked"),
+    )
 
 
 @dataclass
 class TrainConfig:
-    steps: int | str = "auto"
-    tokens: int | None = None
-    batch_size: int = 16
-    accumulate: int = 1
-    eval_every: int = 250
-    checkpoint_every: int = 250
-    read_test: bool = True
-    checkpoint_activations: bool = False
-    shard: bool = False
+    """The training loop."""
+
+    steps: int | str = key(
+        "auto",
+        "optimizer steps; auto: as many as train.tokens needs, or 1000",
+        TRAINING,
+        bounds=(1, BIG),
+        word="auto",
+    )
+    tokens: int | None = key(
+        None, "tokens to train on, instead of steps", TRAINING, bounds=(1, BIG)
+    )
+    batch_size: int = key(
+        16, "windows of model.context tokens per forward pass", TRAINING, bounds=(1, 2**24)
+    )
+    grad_accum: int = key(1, "forward passes per step", TRAINING, bounds=(1, 2**20))
+    eval_every: int = key(
+        250,
+        "steps between evaluations on the whole validation split",
+        TRAINING | Role.PAIR_FREE,
+        bounds=(1, BIG),
+    )
+    checkpoint_every: int = key(
+        250, "steps between checkpoints; a kill -9 costs no more", LOCAL, bounds=(1, BIG)
+    )
+    evaluate_test: bool = key(  # part of the identity where it is false
+        True, "false: a tuning run, which never reads the test split", Role.IDENTITY | Role.FINETUNE
+    )
+    checkpoint_activations: bool = key(
+        False, "true: recompute activations in the backward pass; less memory", LOCAL
+    )
+    fsdp: bool = key(
+        False,
+        "true: shard the model over torchrun's processes; needs compile=false",
+        Role.FINETUNE,
+    )
 
 
 @dataclass
 class OptimConfig:
-    lr: float = 1e-3
-    schedule: str = "cosine"
-    warmup: int | str = "auto"
-    cooldown: float | str = "auto"
-    lr_final: float = 0.1
-    weight_decay: float = 0.1
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    clip: float = 1.0
+    """AdamW and its schedule."""
+
+    lr: float = key(
+        1e-3,
+        "peak learning rate; variant.lr=matched scales it for the QK circuit",
+        VARYING | Role.FINETUNE,
+        bounds=(1e-12, 1000),
+    )
+    schedule: str = key(
+        "cosine",
+        "cosine; wsd: warm-up, stable, decay",
+        TRAINING,
+        choices=("cosine", "wsd"),
+    )
+    warmup: int | str = key(
+        "auto",
+        "warm-up steps; auto: 5 % of the steps, at most 1000",
+        TRAINING,
+        bounds=(0, BIG),
+        word="auto",
+    )
+    cooldown: float | str = key(
+        "auto",
+        "fraction of a wsd run in which the rate falls; auto: 0.2",
+        TRAINING,
+        bounds=(0, 1),
+        word="auto",
+    )
+    lr_final: float = key(0.1, "final learning rate / peak", TRAINING, bounds=(0, 1))
+    weight_decay: float = key(0.1, "weight decay, on matrices only", TRAINING, bounds=(0, 1000))
+    betas: list[float] = key([0.9, 0.95], "AdamW's β₁ and β₂", TRAINING, bounds=(0, 1))
+    clip: float = key(1.0, "largest gradient norm; 0: no clipping", TRAINING, bounds=(0, 1000))
 
 
 @dataclass
-class StartConfig:
-    """The trained run that this one begins from; all null: it begins from fresh weights."""
+class InitFromConfig:
+    """The trained run that this one starts from; all null: fresh weights."""
 
-    run: str | None = None
-    id: str | None = None
-    weights: str | None = None
-    step: int | None = None
+    run: str | None = key(
+        None, "a trained run to start from: its folder, or how its name or id begins", Role.CONTENT
+    )
+    id: str | None = key(
+        None,
+        "its id; with id, weights and step given, the run need not exist any more",
+        Role.IDENTITY,
+    )
+    weights: str | None = key(
+        None, "sha256 of its weights; null: those of its newest checkpoint", Role.IDENTITY
+    )
+    step: int | None = key(
+        None,
+        "steps behind it, after which the order of the batches continues",
+        PARAMETER,
+        bounds=(0, BIG),
+    )
 
 
 @dataclass
 class SeedsConfig:
-    init: int = 0
-    data: int = 0
-    dropout: int = 0
+    """The seeds of single sources of randomness."""
+
+    init: int = key(0, "seed of the initial weights", VARYING, bounds=(0, BIG))
+    data: int = key(0, "seed of the order of the batches", VARYING | Role.FINETUNE, bounds=(0, BIG))
+    dropout: int = key(0, "seed of dropout", VARYING | Role.FINETUNE, bounds=(0, BIG))
 
 
 @dataclass
-class DiagnoseConfig:
-    every: int | str = "auto"
+class DiagnosticsConfig:
+    """What is recorded of circuits, attention and predictions while a run trains."""
+
+    every: int | str = key(
+        "auto",
+        "steps between diagnostics; auto: train.eval_every; 0: never",
+        LOGGING,
+        bounds=(0, BIG),
+        word="auto",
+    )
 
 
 @dataclass
-class TrackConfig:
-    wandb: str = "auto"
-    project: str | None = None
-    entity: str | None = None
-    group: str | None = None
-    job_type: str | None = None
-    tags: list[str] = field(default_factory=list)
-    artifacts: bool = False
-    log_every: int = 10
+class TrackingConfig:
+    """What is logged, and where in W&B."""
+
+    wandb: str = key(
+        "auto",
+        "online, offline, disabled; auto: online if W&B has a key, else offline",
+        LOGGING,
+        choices=("auto", "online", "offline", "disabled"),
+    )
+    project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or qkablate", LOGGING)
+    entity: str | None = key(None, "W&B entity; null: WANDB_ENTITY", LOGGING)
+    group: str | None = key(None, "W&B group; null: the arm, or the sweep", LOGGING)
+    job_type: str | None = key(None, "W&B job type; null: variant and size", LOGGING)
+    tags: list[str] = key([], "W&B tags beside the variant's name", LOGGING)
+    artifacts: bool = key(False, "true: upload the last checkpoint to W&B, too", LOGGING)
+    log_every: int = key(10, "steps between rows of training metrics", LOGGING, bounds=(1, BIG))
 
 
 @dataclass
 class Config:
-    variant: VariantConfig = field(default_factory=VariantConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    seed: int = 0
-    seeds: SeedsConfig = field(default_factory=SeedsConfig)
-    start: StartConfig = field(default_factory=StartConfig)
-    precision: str = "auto"
-    products: str = "auto"
-    device: str = "auto"
-    compile: bool | str = "auto"
-    threads: int | str = "auto"
-    deterministic: bool = False
-    diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
-    track: TrackConfig = field(default_factory=TrackConfig)
-    out: str = "outputs"
+    """One run."""
 
-
-_TEXT = ("tokenizer", "vocab_size", "max_tokens", "val_tokens", "test_tokens", "cache")
-_HUB = ("name", "files", "subset", "revision", "split", "field", "document_start")
-_TASK = ("val_tokens", "test_tokens")
-# What each source of data is made of: the keys of `data` that it reads.
-DATA_KEYS: dict[str, tuple[str, ...]] = {
-    "stdlib": _TEXT,
-    "text": ("path", "field", *_TEXT),
-    "hub": (*_HUB, *_TEXT),
-    "recall": ("vocab_size", "pairs", *_TASK),
-    "induction": ("vocab_size", "segment", *_TASK),
-    "copy": ("vocab_size", "payload", *_TASK),
-    "reverse": ("vocab_size", "payload", *_TASK),
-    "directed": ("vocab_size", "cycle", *_TASK),
-    "dyck": ("kinds", "depth", *_TASK),
-}
-TEXT_SOURCES = ("stdlib", "text", "hub")
-TOKENIZERS = ("bytes", "chars", "bpe", "gpt2", "cl100k_base", "o200k_base")
-BPE_SIZE = 8192  # where data.vocab_size does not say it
-
-CHOICES = {
-    "variant.init": ("matched", "naive"),
-    "variant.lr": ("matched", "same"),
-    "variant.norm": ("none", "qk", "unit_keys"),
-    "attention.kernel": ("auto", "math", "flash", "efficient", "folded", "blocked"),
-    "model.position": ("learned", "none", "alibi", "rope"),
-    "model.norm": ("pre", "none"),
-    "model.init": ("gpt2", "linear"),
-    "data.source": tuple(DATA_KEYS),
-    "data.tokenizer": TOKENIZERS,  # of text; a task has none
-    "optim.schedule": ("cosine", "wsd"),
-    "precision": ("auto", "fp32", "bf16", "fp16"),
-    "products": ("auto", "torch", "onednn"),
-    "track.wandb": ("auto", "online", "offline", "disabled"),
-}
-
-BIG = 2**53
-# key: least, most.
-RANGES: dict[str, tuple[float, float]] = {
-    "variant.rank": (1, 2**20),
-    "variant.groups": (1, 2**20),
-    "model.layers": (1, 10_000),
-    "model.d_model": (1, 2**20),
-    "model.heads": (1, 2**20),
-    "model.context": (1, 2**24),
-    "model.mlp_ratio": (0, 1000),
-    "model.dropout": (0, 0.99),
-    "data.vocab_size": (2, 2**24),
-    "data.max_tokens": (1, BIG),
-    "data.pairs": (1, 2**20),
-    "data.segment": (2, 2**20),
-    "data.payload": (1, 2**20),
-    "data.cycle": (3, 2**20),
-    "data.kinds": (1, 2**16),
-    "data.depth": (1, 2**20),
-    "data.val_tokens": (2, BIG),
-    "data.test_tokens": (2, BIG),
-    "train.steps": (1, BIG),
-    "train.tokens": (1, BIG),
-    "train.batch_size": (1, 2**24),
-    "train.accumulate": (1, 2**20),
-    "train.eval_every": (1, BIG),
-    "train.checkpoint_every": (1, BIG),
-    "optim.lr": (1e-12, 1000),
-    "optim.warmup": (0, BIG),
-    "optim.cooldown": (0, 1),
-    "optim.lr_final": (0, 1),
-    "optim.weight_decay": (0, 1000),
-    "optim.clip": (0, 1000),
-    "seed": (0, BIG),
-    "seeds.init": (0, BIG),
-    "seeds.data": (0, BIG),
-    "seeds.dropout": (0, BIG),
-    "start.step": (0, BIG),
-    "threads": (1, 4096),
-    "diagnose.every": (0, BIG),
-    "track.log_every": (1, BIG),
-}
-# Where a word may stand in a number's place.
-WORDS = dict.fromkeys(
-    (
-        *("variant.rank", "variant.groups", "train.steps", "optim.warmup", "optim.cooldown"),
-        *("threads", "diagnose.every"),
-    ),
-    "auto",
-)
-
-
-# Sections that older files lack, as if they had them: those runs began without diagnostics.
-_SINCE = {"start": {}, "diagnose": {"every": 0}}
-
-
-def from_plain(content: dict[str, Any]) -> Config:
-    """The config that `dataclasses.asdict` made this of."""
-    config, parts = Config(), dict[str, Any]()
-    for item in dataclasses.fields(Config):
-        own, value = getattr(config, item.name), (_SINCE | content)[item.name]
-        kind: Any = type(own)
-        parts[item.name] = kind(**value) if dataclasses.is_dataclass(own) else value
-    return Config(**parts)
-
-
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """'model.d_model' → value, for every leaf."""
-    leaves: dict[str, Any] = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            leaves |= flatten(value, f"{prefix}{item.name}.")
-        else:
-            leaves[prefix + item.name] = value
-    return leaves
-
-
-def keys() -> list[str]:
-    """Every key a user may set."""
-    return list(flatten(Config()))
-
-
-def nearest_key(word: str) -> str:
-    """' (nearest: x)' among the keys and groups; `lr` means optim.lr."""
-    own = ", ".join(key for key in keys() if key.endswith(f".{word}"))
-    return f" (nearest: {own})" if own else nearest(word, {*keys(), *vars(Config())})
+    variant: VariantConfig = section(VariantConfig)
+    model: ModelConfig = section(ModelConfig)
+    attention: AttentionConfig = section(AttentionConfig)
+    data: DataConfig = section(DataConfig)
+    train: TrainConfig = section(TrainConfig)
+    optim: OptimConfig = section(OptimConfig)
+    seed: int = key(0, "seed of the run; the runs of a pair share it", VARYING, bounds=(0, BIG))
+    seeds: SeedsConfig = section(SeedsConfig, "vary one source of randomness alone")
+    init_from: InitFromConfig = section(
+        InitFromConfig, "start from a trained run, converted to this variant: qkablate project"
+    )
+    precision: str = key(
+        "auto",
+        "fp32, bf16, fp16 (CUDA); auto: bf16 where it is faster",
+        TRAINING,
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
+    matmul: str = key(
+        "auto",
+        "torch, onednn (fp32 on a CPU); auto: onednn where torch is slow (AMD with AVX-512)",
+        TRAINING,
+        choices=("auto", "torch", "onednn"),
+    )
+    device: str = key(
+        "auto", "cpu, cuda, cuda:N, mps", Role.IDENTITY | Role.ONE_PER_SWEEP | Role.FINETUNE
+    )
+    compile: bool | str = key("auto", "true, false; auto: true on CUDA", TRAINING)
+    threads: int | str = key(
+        "auto",
+        "CPU threads; recorded, and reused when the run is resumed",
+        LOGGING | Role.PAIR_FREE,
+        bounds=(1, 4096),
+        word="auto",
+    )
+    deterministic: bool = key(False, "true: deterministic CUDA algorithms only", TRAINING)
+    diagnostics: DiagnosticsConfig = section(
+        DiagnosticsConfig, "recorded circuits, attention and predictions; they change no number"
+    )
+    tracking: TrackingConfig = section(TrackingConfig)
+    out: str = key("outputs", "runs are in <out>/runs/<label>-<id>/", LOGGING)

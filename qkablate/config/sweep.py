@@ -1,108 +1,165 @@
-"""The schema of a sweep: what is compared, what is held equal, and how the runs are run."""
+"""The schema of a sweep: what is compared, what is held equal, and how the runs are executed."""
 
-import dataclasses
 import re
-from dataclasses import dataclass, field
-from types import NoneType
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from qkablate.config.schema import BIG
-from qkablate.errors import UserError, nearest, refuse_secrets
+from qkablate.config.keys import BIG, Role, flatten, key, key_table, section
+from qkablate.errors import UserError, reject_secrets
+
+_CLUSTERS = ("slurm", "ray")
+_SLURM = ("slurm",)
 
 
 @dataclass
 class ControlConfig:
-    """What every arm has as much of as the baseline, and what pays for it."""
+    """What every arm has as much of as its baseline, and what is adjusted for it."""
 
-    match: str = "none"
-    knob: str = "mlp"
-    tolerance: float = 0.01
+    match: str = key(
+        "none",
+        "what is held equal: none, params, flops",
+        Role.GRID,
+        choices=("none", "params", "flops"),
+    )
+    adjust: str = key(
+        "mlp",
+        "what pays: mlp (its width), or d_model, layers (whole steps; the MLP takes the rest)",
+        Role.GRID,
+        choices=("mlp", "d_model", "layers"),
+    )
+    tolerance: float = key(
+        0.01,
+        "largest mismatch, relative to the baseline; beyond it an arm is out of reach",
+        Role.GRID,
+        bounds=(0, 1),
+    )
 
 
 @dataclass
 class GridConfig:
     """The runs of a sweep. Values are written as on the command line: `32,64`, `range(3)`."""
 
-    name: str = "grid"
-    axes: dict[str, Any] = field(default_factory=dict)
-    fixed: dict[str, Any] = field(default_factory=dict)
-    baseline: Any = "standard"
-    where: list[str] = field(default_factory=list)
-    tune: bool = False
-    tuning_seeds: list[int] = field(default_factory=lambda: [1000, 1001])
+    name: str = key("grid", "name of the sweep's folder", Role.GRID)
+    axes: dict[str, Any] = key(
+        {}, "key: its values, as on the command line: 32,64 or range(3) or glob(*)", Role.GRID
+    )
+    fixed: dict[str, Any] = key({}, "key: its one value", Role.GRID)
+    baseline: Any = key(
+        "standard",
+        "a variant, at each arm's own size; or a map of keys to values; or null",
+        Role.GRID,
+    )
+    filter: list[str] = key(
+        [],
+        "keep the arms for which all of these are true, as `model.d_model // model.heads >= 16`",
+        Role.GRID,
+    )
+    tune: bool = key(
+        False,
+        "choose optim.lr for every arm on validation, then run the seeds at the best",
+        Role.GRID,
+    )
+    tuning_seeds: list[int] = key([1000, 1001], "with tune=true", Role.GRID, bounds=(0, BIG))
 
 
 @dataclass
 class EngineConfig:
-    """Where the runs are trained. A key that is none of the engine's own stays empty."""
+    """Where the runs are trained. A key that the engine does not have stays empty."""
 
-    name: str = "local"
-    partition: str | None = None
-    account: str | None = None
-    hours: float | None = None
-    grace: int | None = None
-    address: str | None = None
-    cpus: int | None = None
-    gpus: int | float | str | None = None
-    memory_gb: int | float | str | None = None
-    sbatch: dict[str, Any] = field(default_factory=dict)
+    name: str = key("local", "where runs are trained; choose it with engine=…", Role.LAUNCH)
+    partition: str | None = key(None, "null: the cluster's default", Role.LAUNCH, used_by=_SLURM)
+    account: str | None = key(None, "null: the cluster's default", Role.LAUNCH, used_by=_SLURM)
+    hours: float | None = key(
+        None,
+        "time limit of a job; a longer run writes a checkpoint, is queued again and resumes",
+        Role.LAUNCH,
+        bounds=(0.02, 24 * 365),
+        used_by=_SLURM,
+    )
+    grace: int | None = key(
+        None,
+        "seconds before its end at which a job is told so",
+        Role.LAUNCH,
+        bounds=(1, 24 * 3600),
+        used_by=_SLURM,
+    )
+    address: str | None = key(
+        None,
+        "null: a cluster on this machine, for this sweep; auto or HOST:PORT: a running one",
+        Role.LAUNCH,
+        used_by=("ray",),
+    )
+    cpus: int | None = key(
+        None, "CPU cores of a run", Role.LAUNCH, bounds=(1, 4096), used_by=_CLUSTERS
+    )
+    gpus: int | float | str | None = key(  # at most one: docs/clusters.md has torchrun
+        None,
+        "GPUs of a run; auto: one with device=cuda; with Ray, a fraction of one, as 0.5",
+        Role.LAUNCH,
+        bounds=(0, 1),
+        word="auto",
+        used_by=_CLUSTERS,
+    )
+    memory_gb: int | float | str | None = key(
+        None,
+        "memory of a run; auto: by the size of its model",
+        Role.LAUNCH,
+        bounds=(0.1, 2**20),
+        word="auto",
+        used_by=_SLURM,
+    )
+    sbatch: dict[str, Any] = key(
+        {}, "other options of sbatch, as {constraint: a100, qos: long}", Role.LAUNCH, used_by=_SLURM
+    )
 
 
 @dataclass
 class SweepConfig:
-    sweep: GridConfig = field(default_factory=GridConfig)
-    control: ControlConfig = field(default_factory=ControlConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    workers: int | str = "auto"
-    per_gpu: int = 1
-    on_failure: str = "continue"
+    """One sweep."""
+
+    sweep: GridConfig = section(GridConfig)
+    control: ControlConfig = section(ControlConfig)
+    engine: EngineConfig = section(EngineConfig)
+    workers: int | str = key(
+        "auto",
+        "concurrent runs; auto: one per GPU or CPU core; on a cluster, as many as fit",
+        Role.LAUNCH,
+        bounds=(1, 4096),
+        word="auto",
+    )
+    runs_per_gpu: int = key(
+        1, "runs that share a GPU, with workers=auto and engine=local", Role.LAUNCH, bounds=(1, 64)
+    )
+    on_failure: str = key(
+        "continue",
+        "stop: after a failed run nothing more starts, and running ones are interrupted",
+        Role.LAUNCH,
+        choices=("continue", "stop"),
+    )
 
 
-CHOICES = {
-    "control.match": ("none", "params", "flops"),
-    "control.knob": ("mlp", "d_model", "layers"),
-    "on_failure": ("continue", "stop"),
-}
-# Keys of the sweep itself; all others belong to its runs.
-SWEEP_KEYS = ("workers", "per_gpu", "on_failure", "engine")
+SWEEP_KEYS = key_table(SweepConfig)
 # Each engine's own.
 ENGINE_KEYS = {
-    "local": (),
-    "slurm": ("partition", "account", "hours", "grace", "cpus", "gpus", "memory_gb", "sbatch"),
-    "ray": ("address", "cpus", "gpus"),
-}
-_ENGINE_RANGES = {
-    "hours": (0.02, 24 * 365),
-    "grace": (1, 24 * 3600),
-    "cpus": (1, 4096),
-    "gpus": (0, 1),  # a run of a sweep has one at most: see docs/clusters.md for torchrun
-    "memory_gb": (0.1, 2**20),
+    engine: tuple(name for name, info in key_table(EngineConfig).items() if engine in info.used_by)
+    for engine in ("local", *_CLUSTERS)
 }
 
 
 def check_sweep(config: SweepConfig) -> None:
-    """Every rule that needs no run."""
-    refuse_secrets(dataclasses.asdict(config))
-    values = {"on_failure": config.on_failure}
-    values |= {f"control.{key}": getattr(config.control, key) for key in ("match", "knob")}
-    for key, value in values.items():
-        if value not in CHOICES[key]:
-            names = ", ".join(CHOICES[key])
-            raise UserError(f"{key}: '{value}' is not one of {names}{nearest(value, CHOICES[key])}")
-    if not 0 <= config.control.tolerance < 1:
-        raise UserError(
-            f"control.tolerance: {config.control.tolerance} is not from 0 to below 1, as 0.01 is"
-        )
-    if config.workers != "auto" and not (
-        isinstance(config.workers, int) and 1 <= config.workers <= 4096
-    ):
-        raise UserError(f"workers: '{config.workers}' is not auto, or a number from 1 to 4096")
-    if not 1 <= config.per_gpu <= 64:
-        raise UserError(f"per_gpu: {config.per_gpu} is not a number from 1 to 64")
+    """Check every rule that needs no run."""
+    reject_secrets(asdict(config))
+    values = flatten(config)
+    for name, info in SWEEP_KEYS.items():
+        info.check(name, values[name])
+    if config.control.tolerance == 1:
+        raise UserError("control.tolerance: 1.0 is not below 1")
     _check_engine(config.engine)
-    if config.per_gpu != 1 and config.engine.name != "local":
-        what = "engine.gpus; write a part of 1" if config.engine.name == "ray" else "whole GPUs"
-        raise UserError(f"per_gpu: engine={config.engine.name} has {what}")
+    if config.runs_per_gpu != 1 and config.engine.name != "local":
+        instead = "whole GPUs"
+        if config.engine.name == "ray":
+            instead = "engine.gpus; write a fraction of 1"
+        raise UserError(f"runs_per_gpu: engine={config.engine.name} has {instead}")
     grid = config.sweep
     if not re.fullmatch(r"\w[\w+-]*", grid.name):
         raise UserError(f"sweep.name: '{grid.name}' is not made of letters, digits, _, + and -")
@@ -115,47 +172,44 @@ def check_sweep(config: SweepConfig) -> None:
 
 
 def _check_engine(engine: EngineConfig) -> None:
-    """That every key given belongs to the engine, and is in its range."""
+    """Check that every key given belongs to the engine, and that no number is missing."""
     own = ENGINE_KEYS[engine.name]
-    for key, value in vars(engine).items():
-        if key in ("name", *own) or value in (None, {}):
-            continue
-        has = f"; it has {', '.join(own)}" if own else ""
-        raise UserError(f"engine.{key}: engine={engine.name} has no such key{has}")
-    for key, (least, most) in _ENGINE_RANGES.items():
-        value = getattr(engine, key)
-        if key not in own or (value == "auto" and key in ("gpus", "memory_gb")):
-            continue
-        if isinstance(value, (bool, str, NoneType)) or not least <= value <= most:
-            auto = "auto, or " if key in ("gpus", "memory_gb") else ""
-            raise UserError(f"engine.{key}: '{value}' is not {auto}a number from {least} to {most}")
+    for name, value in vars(engine).items():
+        if name != "name" and name not in own and value not in (None, {}):
+            has = f"; it has {', '.join(own)}" if own else ""
+            raise UserError(f"engine.{name}: engine={engine.name} has no such key{has}")
+        info = SWEEP_KEYS[f"engine.{name}"]
+        if name in own and value is None and info.bounds:
+            raise UserError(f"engine.{name}: null is not {info.allowed()}")
     if engine.name == "slurm" and engine.gpus != "auto" and int(engine.gpus or 0) != engine.gpus:
-        raise UserError(f"engine.gpus: '{engine.gpus}': SLURM has whole GPUs; Ray has parts of one")
+        raise UserError(
+            f"engine.gpus: {engine.gpus} is not a whole number; only Ray shares a GPU among runs"
+        )
     if engine.grace is not None and engine.grace >= 3600 * (engine.hours or 0):
         raise UserError(
-            f"engine.grace: {engine.grace} s are not less than engine.hours, {engine.hours:g} h"
+            f"engine.grace: {engine.grace} s is not less than engine.hours, {engine.hours:g} h"
         )
 
 
 def as_word(value: Any) -> str:
-    """A value of a file, as it is typed on the command line."""
+    """Format a value of a file as it is typed on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
 
 
 def as_quoted(value: Any) -> str:
-    """The same, of a text that stands for nothing but itself."""
-    if not isinstance(value, str) or (re.fullmatch(r"[\w./+-]+", value) and not _is_read(value)):
+    """Format a value as on the command line, quoted where Hydra would interpret it."""
+    if not isinstance(value, str) or (re.fullmatch(r"[\w./+-]+", value) and not _is_typed(value)):
         return as_word(value)
-    # In Hydra's quotes a backslash is one, but before a quote.
+    # Hydra unescapes a backslash only before a quote.
     inner = re.sub(r'(\\*)"', r'\1\1\\"', value)
     inner = re.sub(r"(\\+)$", r"\1\1", inner)
     return f'"{inner}"'
 
 
-def _is_read(word: str) -> bool:
-    """Whether Hydra takes it for something else than a text."""
+def _is_typed(word: str) -> bool:
+    """Return whether Hydra reads the word as a number, a boolean or null."""
     try:
         float(word.replace("_", ""))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The variants by name, and what is settled about one before a run: rank, groups, its true name."""
+"""The catalogue of variants, and the resolved rank, groups and name of one."""
 
 import dataclasses
 import functools
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config.schema import ModelConfig, VariantConfig
-from qkablate.errors import Impossible
+from qkablate.errors import ImpossibleConfig
 
-# Circuits that leave a number open, and what `auto` makes of it: the least that is not standard's.
+# Circuits with a rank, and what `auto` resolves to.
 RANKS: dict[str, Callable[[ModelConfig], int]] = {
     "low_rank": lambda model: max(1, model.d_model // model.heads // 2),
     "collaborative": lambda model: max(1, model.d_model // 4),
@@ -18,35 +18,31 @@ GROUPED = ("grouped",)
 
 
 def check_variant(variant: VariantConfig, model: ModelConfig) -> None:
+    """Check rank and groups against the model's size, and that the circuits use them."""
     if isinstance(variant.rank, int) and variant.rank > model.d_model:
-        raise Impossible(
+        raise ImpossibleConfig(
             f"variant.rank: {variant.rank} is above model.d_model={model.d_model},"
             " and no matrix of that width has a higher rank"
         )
     if isinstance(variant.groups, int) and model.heads % variant.groups:
-        some = [g for g in range(1, model.heads + 1) if model.heads % g == 0 and g <= 64]
-        raise Impossible(
+        raise ImpossibleConfig(
             f"variant.groups: {variant.groups} does not divide model.heads={model.heads}"
-            f" (allowed: {', '.join(map(str, some))})"
+            f" (allowed: {list_divisors(model.heads)})"
         )
-    own = {entry[side] for entry in variants().values() for side in ("qk", "ov")}
-    if variant.file is not None or not {variant.qk, variant.ov} <= own:
-        return  # a circuit from outside says itself what it uses
-    for key, holders, used in (
-        ("rank", RANKS, variant.qk in RANKS),
-        ("groups", GROUPED, bool({variant.qk, variant.ov} & {*GROUPED})),
-    ):
-        given = getattr(variant, key)
-        if given not in ("auto", None) and not used:
-            raise Impossible(
-                f"variant.{key}: {given} given, but qk={variant.qk}, ov={variant.ov} have none"
-                f" ({', '.join(holders)} would)"
+    known = {entry[side] for entry in variants().values() for side in ("qk", "ov")}
+    if variant.file is not None or not {variant.qk, variant.ov} <= known:
+        return  # a circuit from a file checks its own keys
+    for key, circuits in (("rank", RANKS), ("groups", GROUPED)):
+        value = getattr(variant, key)
+        if value not in ("auto", None) and not {variant.qk, variant.ov} & {*circuits}:
+            raise ImpossibleConfig(
+                f"variant.{key}: {value} given, but qk={variant.qk}, ov={variant.ov} have none"
+                f" ({', '.join(circuits)} would)"
             )
 
 
 def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig:
-    """With numbers for rank and groups where the circuits have them, and a name that is true."""
-    # Nothing is no number, either: null is what a resolved config says where none is used.
+    """Resolve rank and groups where the circuits use them (else null), and the name."""
     rank = None if variant.rank == "auto" else variant.rank
     groups = None if variant.groups == "auto" else variant.groups
     if rank is None and variant.qk in RANKS:
@@ -59,22 +55,23 @@ def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig
 
 
 def variant_name(variant: VariantConfig) -> str:
-    """The name that tells the truth: the user's own, the catalogue's for these circuits, or
-    'qk+ov'; with the rank or the number of groups, where those were open.
+    """Return the user's own name, the catalogue's for these circuits, or 'qk+ov'.
+
+    Rank or groups are appended where the catalogue leaves them open.
     """
-    ours = dataclasses.asdict(variant)
+    values = dataclasses.asdict(variant)
     known = {
         name: entry
         for name, entry in variants().items()
-        if all(ours[key] == value for key, value in entry.items() if key != "name")
+        if all(values[key] == value for key, value in entry.items() if key != "name")
     }
-    # mqa is gqa with one group: the entry that says most.
+    # mqa is gqa with one group: take the most specific entry.
     name = max(known, key=lambda name: (len(known[name]), name == variant.name), default="")
     entry = known.get(name, {})
     numbers = "".join(
-        f"_{key[0]}{ours[key]}"
+        f"_{key[0]}{values[key]}"
         for key in ("rank", "groups")
-        if ours[key] is not None and key not in entry
+        if values[key] is not None and key not in entry
     )
     if variant.name.removesuffix(numbers) not in variants():
         name = variant.name.removesuffix(numbers)
@@ -90,19 +87,24 @@ def variant_name(variant: VariantConfig) -> str:
 
 @functools.cache
 def variants() -> dict[str, dict[str, Any]]:
-    """The catalogue: variant name → what its file says, read from conf/variant; standard first."""
+    """Return the catalogue in conf/variant: {name: the values of its file}; standard first."""
     from omegaconf import OmegaConf
 
-    plain = {"ov": "separate", "norm": "none", "mask_self": False}
+    defaults = {"ov": "separate", "norm": "none", "mask_self": False}
     files = sorted(
         (conf_dir() / "variant").glob("*.yaml"), key=lambda file: (file.stem != "standard", file)
     )
     entries: list[Any] = [OmegaConf.to_container(OmegaConf.load(file)) for file in files]
-    said = [{key: value for key, value in entry.items() if value != "auto"} for entry in entries]
-    return {entry["name"]: plain | entry for entry in said}
+    fixed = [{key: value for key, value in entry.items() if value != "auto"} for entry in entries]
+    return {entry["name"]: defaults | entry for entry in fixed}
 
 
 def conf_dir() -> Path:
-    """conf/ inside an installed package, or beside it in a checkout."""
+    """Return conf/ inside an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
+
+
+def list_divisors(number: int) -> str:
+    """List the divisors of a number up to 64."""
+    return ", ".join(str(n) for n in range(1, min(number, 64) + 1) if number % n == 0)

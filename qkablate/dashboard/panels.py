@@ -1,8 +1,7 @@
-"""The panels of a sweep's view in W&B, section by section.
+"""Panels of the W&B view of a sweep.
 
-The tables `gaps`, `verdicts`, `distances` and `runs`, the page `report` and the pictures
-`charts/<name>` are those of the sweep's own run; a chart has the name that it has in
-`qkablate report`.
+The sweep's own W&B run holds the tables `gaps`, `verdicts`, `distances` and `runs`, the page
+`report` and the charts `charts/<name>`, named as in `qkablate report`.
 """
 
 from collections.abc import Sequence
@@ -10,34 +9,34 @@ from typing import Any
 
 from qkablate.config import Config
 
-# What a diagnosing step says of a circuit: the mean over heads of each layer, `qk/moved/L0`.
-_FACTORS = (
+# Diagnostics of a circuit, as the mean over the heads of each layer: `qk/moved/L0`.
+_CIRCUIT_METRICS = (
     *("stable_rank", "effective_rank", "nuclear", "frobenius", "symmetry", "directionality"),
     *("moved", "off_rank", "balance"),
 )
 CIRCUITS = {
-    "qk": _FACTORS,
-    "ov": _FACTORS,
+    "qk": _CIRCUIT_METRICS,
+    "ov": _CIRCUIT_METRICS,
     "attention": (
         *("score_std", "score_max", "entropy", "self", "first", "previous", "sink", "induction"),
         "repeat_previous",
     ),
 }
-# What the report draws of them.
-_PICTURES = {
+# Charts of the report for each circuit.
+_CHARTS = {
     "qk": (
-        ("heads", "Heads while training"),
+        ("heads", "Heads during training"),
         ("spectra", "Spectra of the QK circuit"),
-        ("spectra-training", "Spectra over training"),
+        ("spectra-training", "Spectra during training"),
         ("head-maps", "Head by head"),
     ),
     "attention": (("attention", "Attention of one text"),),
 }
-_MOST_GPUS = 8
+_MAX_GPUS = 8
 
 
-class Panels:
-    """The panels of each section."""
+class PanelFactory:
+    """Build the panels of each section."""
 
     def __init__(self, configs: Sequence[Config], by_variant: bool, lines: int) -> None:
         import wandb_workspaces.reports.v2 as wr
@@ -47,11 +46,11 @@ class Panels:
         self._by = self._wr.Config("variant.name") if by_variant else self._wr.Metric("JobType")
         self._lines = lines
 
-    def answer(self, told: str) -> Sequence[Any]:
+    def summary(self, introduction: str) -> Sequence[Any]:
         wr = self._wr
         return [
-            wr.MarkdownPanel(markdown=told),
-            self._chart("gaps", "Gaps, with their intervals"),
+            wr.MarkdownPanel(markdown=introduction),
+            self._chart("gaps", "Gaps with 95 % intervals"),
             wr.WeavePanelSummaryTable(table_name="gaps"),
             wr.WeavePanelSummaryTable(table_name="verdicts"),
         ]
@@ -66,18 +65,20 @@ class Panels:
             self._curve("Training loss", "train/loss", x="tokens"),
             self._curve("Validation loss: all seeds", "val/loss", x="tokens", band="minmax"),
             *(self._curve(name, name, x="tokens") for name in besides),
-            self._chart("losses", "Loss, as the report draws it"),
+            self._chart("losses", "Loss (report)"),
         ]
 
     def gaps(self) -> Sequence[Any]:
         wr = self._wr
         return [
-            self._chart("gap-curves", "Gap while training"),
+            self._chart("gap-curves", "Gap during training"),
             self._final("Test loss, mean and standard deviation over seeds", "final/test_loss"),
-            self._final("Validation loss, the same", "final/val_loss"),
-            self._chart("function-distance", "How far apart arm and baseline are as functions"),
+            self._final(
+                "Validation loss, mean and standard deviation over seeds", "final/val_loss"
+            ),
+            self._chart("function-distance", "Function distance between arm and baseline"),
             wr.WeavePanelSummaryTable(table_name="distances"),
-            wr.MediaBrowser(title="The whole report", media_keys=["report"], num_columns=1),
+            wr.MediaBrowser(title="Full report", media_keys=["report"], num_columns=1),
         ]
 
     def sizes(self) -> Sequence[Any]:
@@ -112,12 +113,12 @@ class Panels:
         wr = self._wr
         return [
             wr.ScatterPlot(
-                title="Validation loss by learning rate, tuning runs among them",
+                title="Validation loss by learning rate, including tuning runs",
                 x=wr.Config("optim.lr"),
                 y=wr.SummaryMetric("final/val_loss"),
                 log_x=True,
             ),
-            self._chart("rates", "Learning rates: the bowls"),
+            self._chart("rates", "Learning-rate curves"),
         ]
 
     def circuit(self, circuit: str) -> Sequence[Any]:
@@ -129,22 +130,22 @@ class Panels:
                 )
                 for measure in CIRCUITS[circuit]
             ),
-            *(self._chart(name, title) for name, title in _PICTURES.get(circuit, ())),
+            *(self._chart(name, title) for name, title in _CHARTS.get(circuit, ())),
         ]
 
     def speed(self) -> Sequence[Any]:
         found = [
             self._curve("Tokens per second", "perf/tokens_per_second"),
-            self._curve("Speed, as a part of the fastest stretch", "perf/mfu"),
+            self._curve("MFU", "perf/mfu"),
             self._curve("Seconds", "seconds", x="tokens"),
-            self._curve("Norm of the gradient", "train/grad_norm"),
+            self._curve("Gradient norm", "train/grad_norm"),
             self._curve("Learning rate", "train/lr"),
             self._system("CPU, %", "system/cpu"),
-            self._system("Memory of the process, MB", "system/proc.memory.rssMB"),
+            self._system("Process memory, MB", "system/proc.memory.rssMB"),
         ]
         if any(config.device.startswith("cuda") for config in self._configs):
-            for title, what in (("GPU, %", "gpu"), ("Memory of the GPU, %", "memoryAllocated")):
-                names = [f"system/gpu.{number}.{what}" for number in range(_MOST_GPUS)]
+            for title, what in (("GPU, %", "gpu"), ("GPU memory, %", "memoryAllocated")):
+                names = [f"system/gpu.{number}.{what}" for number in range(_MAX_GPUS)]
                 found.append(self._system(title, *names))
         return found
 
@@ -157,7 +158,7 @@ class Panels:
     def _curve(
         self, title: str, metric: str = "", *, pattern: str = "", x: str = "Step", band: str = ""
     ) -> Any:
-        """A mean with a band over seeds."""
+        """Return a line plot of the mean with a band over seeds."""
         return self._wr.LinePlot(
             title=title,
             x=x,

@@ -7,14 +7,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from qkablate.errors import UserError
-from qkablate.redaction import redacted
-from qkablate.tracking.wandb.mode import silence_of, wrong_server
+from qkablate.redaction import redact
+from qkablate.tracking.wandb.mode import probe_server, server_address_error
 
-ANSWER_SECONDS = 10  # for each request; a server that fails is asked once more
+TIMEOUT_SECONDS = 10  # for each request; a server that fails is asked once more
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedView:
     """A view on a server."""
 
     url: str
@@ -24,15 +24,16 @@ class Saved:
 
 @dataclass(frozen=True)
 class Server:
-    """One that answers, and knows the key."""
+    """A reachable W&B server that accepts the API key."""
 
     app_url: str
-    entity: str  # where no other is named
+    entity: str  # the default one
 
 
-def content(view: Any) -> dict[str, Any]:
-    """What would be sent to a server, with ids that are the same every time. The library has no
-    public name for it, so that this function alone knows the private one.
+def view_content(view: Any) -> dict[str, Any]:
+    """Return the request body of a view, with reproducible ids.
+
+    The library has no public function for it; only this one uses the private method.
     """
     sent: dict[str, Any] = view._to_model().model_dump(by_alias=True, exclude_none=True)
     for number, section in enumerate(sent["spec"]["section"]["panelBankConfig"]["sections"]):
@@ -42,43 +43,41 @@ def content(view: Any) -> dict[str, Any]:
 
 
 def connect() -> Server:
-    """UserError where W&B's server is not there, or does not know the key."""
+    """Connect to the W&B server; raise UserError if it is unreachable or rejects the key."""
     import wandb
 
-    if wrong := wrong_server():
+    if wrong := server_address_error():
         raise UserError(f"{wrong}; --spec FILE needs no server")
     settings = wandb.Settings(
         silent=True,
         x_graphql_retry_max=1,
-        x_graphql_timeout_seconds=ANSWER_SECONDS,
+        x_graphql_timeout_seconds=TIMEOUT_SECONDS,
     )
     kept = wandb.setup(settings).settings
-    if silence := silence_of(kept.base_url):
+    if silence := probe_server(kept.base_url):
         raise UserError(f"W&B: {silence}; --spec FILE needs no server")
     try:
-        entity = wandb.Api(timeout=ANSWER_SECONDS).default_entity
+        entity = wandb.Api(timeout=TIMEOUT_SECONDS).default_entity
     except Exception as error:
-        raise refused(error) from None
+        raise make_save_error(error) from None
     return Server(kept.app_url, entity or "")
 
 
-def save(view: Any, app_url: str, known: Iterable[str]) -> Saved:
-    """Save it: in the place of the one that is known in this project, if that is still there."""
+def save_view(view: Any, app_url: str, known: Iterable[str]) -> SavedView:
+    """Save a view, replacing the known one of this project if it still exists."""
     server = urlsplit(app_url)
     own = re.escape(f"{server.scheme}://{server.netloc}/{view.entity}/{view.project}?nw=")
     before = next((url for url in known if re.fullmatch(own + "[a-z0-9]+", url)), None)
     try:
-        there = _found(view, before) if before else None
+        there = _load_view(view, before) if before else None
         saved = (there or view).save()
     except Exception as error:
-        raise refused(error) from None
-    return Saved(saved.url, is_new=there is None, lost=None if there else before)
+        raise make_save_error(error) from None
+    return SavedView(saved.url, is_new=there is None, lost=None if there else before)
 
 
-def _found(view: Any, url: str) -> Any:
-    """The view at the address, with what this one holds; None where it is gone, or has become
-    something that the library does not read.
-    """
+def _load_view(view: Any, url: str) -> Any:
+    """Load the view at a URL with the content of this one; None if it is gone or unreadable."""
     try:
         there = type(view).from_url(url)
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -88,13 +87,13 @@ def _found(view: Any, url: str) -> Any:
     return there
 
 
-def refused(error: Exception) -> UserError:
-    """What W&B said, in one line."""
+def make_save_error(error: Exception) -> UserError:
+    """Return W&B's error as one line."""
     said = str(error).strip().partition("\n")[0] or type(error).__name__
-    return UserError(f"W&B: the view is not saved: {redacted(said)}")
+    return UserError(f"W&B: the view is not saved: {redact(said)}")
 
 
-def urls(content: Any) -> list[str]:
-    """Those that a dashboard.json holds."""
+def find_urls(content: Any) -> list[str]:
+    """Return the URLs in the content of a dashboard.json."""
     found = content.get("views") if isinstance(content, Mapping) else None
     return [url for url in found if isinstance(url, str)] if isinstance(found, list) else []

@@ -1,110 +1,110 @@
-"""What the W&B run of a sweep shows beside its table of runs: the answer, gaps, charts, the page.
+"""Content of a sweep's own W&B run: summary, gaps, charts, report page.
 
-Gaps belong here: each takes two runs. Nothing of this may make a sweep fail that has ended well.
+Gaps are logged here because each needs two runs. An error here never fails a finished sweep.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from qkablate.cli.results import need_analysis
-from qkablate.errors import UserError
-from qkablate.tracking.wandb.run import Shown
+from qkablate.errors import UserError, require_extra
+from qkablate.tracking.wandb.run import SweepTables
 
-GAPS = [
+if TYPE_CHECKING:
+    from qkablate.analysis.comparison.function_distance import FunctionDistance
+    from qkablate.analysis.comparison.summary import GapSummary
+
+GAP_COLUMNS = [
     *("arm", "baseline", "n", "gap", "low", "high", "sd", "p", "p_holm", "detectable", "verdict"),
     *("perplexity_percent", "params_percent", "flops_percent", "arm_diverged"),
     *("baseline_diverged", "audit"),
 ]
-DISTANCES = [
+DISTANCE_COLUMNS = [
     *("arm", "baseline", "n", "nats", "low", "high", "times_another_seed", "times_rounding"),
     "positions",
 ]
-MOST = 100  # gaps in the summary: it is one line of a table
-_HTML = (
+MAX_SUMMARY_GAPS = 100  # gaps in the summary: it is one line of a table
+_HTML_HEAD = (
     '<!doctype html><meta charset="utf-8"><title>chart</title>'
     '<body style="margin:0;background:#fff">'
 )
 
 
-def shown(folder: Path, note: Callable[[str], None]) -> Shown:
-    """All that can be made of the sweep in this folder; what is missing is told in a line."""
+def make_sweep_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
+    """Make the tables, charts and page of a sweep; note in a line what is missing."""
     try:
-        need_analysis("jinja2", "vl_convert")
+        require_extra("report", "jinja2", "vl_convert")
     except UserError as missing:
         note(f"W&B: the table of runs, without gaps, charts and the page: {missing}")
-        return Shown()
+        return SweepTables()
     try:
-        return _shown(folder, note)
+        return _make_tables(folder, note)
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         note(f"W&B: the table of runs, without gaps, charts and the page: {first}")
-        return Shown()
+        return SweepTables()
 
 
-def _shown(folder: Path, note: Callable[[str], None]) -> Shown:
+def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
     from qkablate.analysis.study.study import read_study
     from qkablate.report import rows
-    from qkablate.report.charts import charts
-    from qkablate.report.page import page
-    from qkablate.report.render import picture
-    from qkablate.report.section import Chapter
-    from qkablate.report.text.summary import answer
+    from qkablate.report.charts import make_charts
+    from qkablate.report.page import render_page
+    from qkablate.report.render import render_chart
+    from qkablate.report.section import Section
+    from qkablate.report.text.summary import summarize
 
     study = read_study(folder)
-    chapter = Chapter.of(study.name, f"read from {folder}", study)
-    verdicts = [[cell.text for cell in row] for row in rows.verdicts(chapter)]
-    gaps = [_gap(one) for one in chapter.found["gaps"]]
-    pages = {"report": page([chapter], chapter.title)}
-    for chart in charts(chapter):
+    section = Section.from_study(study.name, f"read from {folder}", study)
+    verdicts = [[cell.text for cell in row] for row in rows.make_verdict_rows(section)]
+    gaps = [_gap_row(one) for one in section.summary.gaps]
+    pages = {"report": render_page([section], section.title)}
+    for chart in make_charts(section):
         try:
-            drawn = picture(chart, chapter, "svg").decode()
+            drawn = render_chart(chart, section, "svg").decode()
         except UserError as error:
             note(f"W&B: {error}")
         else:
-            pages[f"charts/{chart.name}"] = f"{_HTML}{drawn}"
-    return Shown(
+            pages[f"charts/{chart.name}"] = f"{_HTML_HEAD}{drawn}"
+    return SweepTables(
         tables={
             "verdicts": ([*rows.COLUMNS], [[*row] for row in verdicts]),
-            "gaps": (GAPS, [list(one.values()) for one in gaps]),
-            "distances": (DISTANCES, _distances(chapter.found["function_distance"])),
+            "gaps": (GAP_COLUMNS, [list(one.values()) for one in gaps]),
+            "distances": (DISTANCE_COLUMNS, _distance_rows(section.summary.function_distance)),
         },
         pages=pages,
-        summary={"answer": " ".join(answer(chapter))}
-        | {f"gap/{one['arm']}": _in_summary(one) for one in gaps[:MOST]},
+        summary={"answer": " ".join(summarize(section))}
+        | {f"gap/{one['arm']}": _summary_entry(one) for one in gaps[:MAX_SUMMARY_GAPS]},
     )
 
 
-def _gap(one: dict[str, Any]) -> dict[str, Any]:
-    """A row of the table of gaps."""
-    from qkablate.analysis.comparison.audit import OK
-    from qkablate.report.text.tables import says
-
-    low, high = one["interval"] or (None, None)
-    doubts = [f"{check['name']}: {check['says']}" for check in one["audit"] if check["state"] != OK]
-    own = {"gap": one["mean"], "low": low, "high": high, "verdict": says(one)}
-    own["audit"] = "; ".join(doubts)
-    return {name: _plain(own.get(name, one.get(name))) for name in GAPS}
+def _gap_row(gap: "GapSummary") -> dict[str, object]:
+    """Return one row of the table of gaps."""
+    low, high = gap.interval or (None, None)
+    doubts = [f"{check.name}: {check.message}" for check in gap.audit if check.state != "ok"]
+    row = {**vars(gap), "gap": gap.mean, "low": low, "high": high, "verdict": str(gap.decision)}
+    row["audit"] = "; ".join(doubts)
+    return {name: _finite_or_none(row[name]) for name in GAP_COLUMNS}
 
 
-def _distances(found: list[dict[str, Any]]) -> list[list[Any]]:
-    """How far apart what arm and baseline predict is at the end, by every baseline."""
+def _distance_rows(families: "list[FunctionDistance]") -> list[list[object]]:
+    """Return the function distances at the end of training, by baseline."""
     rows = []
-    for one in found:
-        for apart in one["apart"]:
-            low, high = apart["interval"] or (None, None)
-            own = apart | {"nats": apart["end"], "low": low, "high": high}
-            own |= {"baseline": one["baseline"], "positions": one["positions"]}
-            rows.append([_plain(own[name]) for name in DISTANCES])
+    for family in families:
+        for distance in family.distances:
+            low, high = distance.interval or (None, None)
+            row = {**vars(distance), "nats": distance.end, "low": low, "high": high}
+            row |= {"baseline": family.baseline, "positions": family.positions}
+            rows.append([_finite_or_none(row[name]) for name in DISTANCE_COLUMNS])
     return rows
 
 
-def _in_summary(one: Mapping[str, Any]) -> dict[str, Any]:
+def _summary_entry(one: Mapping[str, object]) -> dict[str, object]:
     names = ("gap", "low", "high", "n", "p_holm", "detectable", "verdict")
     return {name: one[name] for name in names}
 
 
-def _plain(value: Any) -> Any:
-    """Of an interval without an end no number is told."""
+def _finite_or_none(value: object) -> object:
+    """Return None for infinite bounds and NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,69 +1,69 @@
-"""What the saved W&B view of a sweep shows: its own runs, and sections of panels over them.
+"""The saved W&B view of a sweep: its runs and the sections of panels.
 
-Curves come from the runs; gaps, verdicts and pictures from the sweep's own run, sweep-<id>, which
-holds what `qkablate report` says.
+Curves come from the runs; gaps, verdicts and charts from the sweep's own W&B run, sweep-<id>, which
+holds the output of `qkablate report`.
 """
 
 import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from qkablate.dashboard.panels import Panels
+from qkablate.dashboard.panels import PanelFactory
 from qkablate.disk import read_file
-from qkablate.redaction import redacted
+from qkablate.redaction import redact
 from qkablate.runs.records import read_config
 from qkablate.sweeps.planning.manifest import Manifest
-from qkablate.sweeps.running.state import Standing
-from qkablate.table import counted
+from qkablate.sweeps.running.state import SweepState
+from qkablate.table import format_count
 
-_MOST_LINES = 100  # of one panel, W&B's own bound
+_MAX_LINES = 100  # of one panel, W&B's own bound
 
 
-def view(standing: Standing, entity: str, project: str) -> Any:
-    """The workspace, as wandb-workspaces knows it; nothing is asked of any network."""
+def make_workspace(sweep_state: SweepState, entity: str, project: str) -> Any:
+    """Return the wandb-workspaces workspace of a sweep, without network access."""
     import wandb_workspaces.workspaces as ws
 
-    manifest = standing.manifest
-    lines = min(_MOST_LINES, len(means(manifest)) + 1)
+    manifest = sweep_state.manifest
+    lines = min(_MAX_LINES, len(find_run_groups(manifest)) + 1)
     return ws.Workspace(
         entity=entity,
         project=project,
         name=f"{manifest.name}-{manifest.id}".replace("+", "_"),  # it takes no +
-        sections=sections(manifest, lines),
+        sections=make_sections(manifest, lines),
         settings=ws.WorkspaceSettings(max_runs=lines),
-        runset_settings=_runs(standing, own_run=bool(entity)),
+        runset_settings=_make_run_set(sweep_state, own_run=bool(entity)),
     )
 
 
-def means(manifest: Manifest) -> list[str]:
-    """The means that there are: of runs that differ in their seed alone."""
+def find_run_groups(manifest: Manifest) -> list[str]:
+    """Return the groups of runs that differ only in their seed."""
     to_come = manifest.arms if manifest.finals else ()  # at rates that are not known yet
-    return list(dict.fromkeys([*map(manifest.alike, manifest.runs), *to_come]))
+    return list(dict.fromkeys([*map(manifest.run_group, manifest.runs), *to_come]))
 
 
-def by_variant(manifest: Manifest) -> bool:
-    """Whether the variant tells all of them apart; else the job type does, if it is ours."""
-    alone = len({arm.variant for arm in manifest.arms.values()}) == len(means(manifest))
-    return alone or manifest.track.job_type is not None
+def is_grouped_by_variant(manifest: Manifest) -> bool:
+    """Return whether the view groups runs by variant rather than by job type."""
+    alone = len({arm.variant for arm in manifest.arms.values()}) == len(find_run_groups(manifest))
+    return alone or manifest.tracking.job_type is not None
 
 
-def mixed(manifest: Manifest) -> bool:
-    """Whether a mean is of more than seeds, because the user gave all arms one job type."""
+def is_mixed(manifest: Manifest) -> bool:
+    """Return whether a mean mixes arms because the user gave all of them one job type."""
     variants = {arm.variant for arm in manifest.arms.values()}
-    return by_variant(manifest) and len(variants) < len(means(manifest))
+    return is_grouped_by_variant(manifest) and len(variants) < len(find_run_groups(manifest))
 
 
-def _runs(standing: Standing, *, own_run: bool) -> Any:
-    """Those of the sweep's group, and those that it shares with an older sweep."""
+def _make_run_set(sweep_state: SweepState, *, own_run: bool) -> Any:
+    """Return the sweep's group of runs and those shared with older sweeps."""
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr
 
-    manifest = standing.manifest
-    wanted = f'Metric("Group") == {_quoted(manifest.group)}'
-    if shared := sorted(_elsewhere(standing)):
-        wanted += f' or Metric("ID") in [{", ".join(map(_quoted, shared))}]'
+    manifest = sweep_state.manifest
+    wanted = f'Metric("Group") == {_quote(manifest.group)}'
+    if shared := sorted(_find_shared_ids(sweep_state)):
+        wanted += f' or Metric("ID") in [{", ".join(map(_quote, shared))}]'
     groupby: list[Any] = [expr.Config("variant.name")]
-    groupby += [] if by_variant(manifest) else [expr.Metric("JobType")]
+    groupby += [] if is_grouped_by_variant(manifest) else [expr.Metric("JobType")]
     return ws.RunsetSettings(
         filters=wanted,
         groupby=groupby,
@@ -72,39 +72,41 @@ def _runs(standing: Standing, *, own_run: bool) -> Any:
             *("summary:final/test_loss", "summary:final/val_loss", "summary:params"),
             *("config:seed.value", "config:optim.value.lr"),
         ],
-        # Always fetched, however many runs there are: it holds the tables and the pictures.
+        # A pinned run is always fetched; this one holds the tables and charts.
         pinned_runs=[f"sweep-{manifest.id}"] if own_run else [],
     )
 
 
-def _quoted(text: str) -> str:
-    """For a filter, whose signs (=, <, >) the library would replace in values, too."""
+def _quote(text: str) -> str:
+    """Quote a value of a filter; the library would also rewrite =, < and > inside values."""
     plain = (c if c.isascii() and (c.isalnum() or c in "-_") else f"\\U{ord(c):08x}" for c in text)
     return f'"{"".join(plain)}"'
 
 
-def _elsewhere(standing: Standing) -> Iterator[str]:
-    """The W&B ids of runs that stand in another group: a run belongs to no sweep."""
-    own = standing.manifest.group
+def _find_shared_ids(sweep_state: SweepState) -> Iterator[str]:
+    """Yield the W&B ids of the sweep's runs that belong to another group."""
+    own = sweep_state.manifest.group
     line = f"\n  group: {own}\n".encode(errors="replace")
-    for state in standing.states.values():
+    for state in sweep_state.states.values():
         try:
             if line in read_file(state.folder / "config.yaml"):
-                continue  # as most do: to parse thousands takes seconds
-            track = read_config(state.folder).get("track")
+                continue  # the usual case; parsing thousands of files takes seconds
+            tracking = read_config(state.folder).get("tracking")
         except (OSError, ValueError):
-            continue  # not begun, or damaged
-        if not isinstance(track, dict) or track.get("group") == own:
+            continue  # not started, or damaged
+        if not isinstance(tracking, dict) or tracking.get("group") == own:
             continue
         attempt = (state.result or {}).get("attempt")
         yield f"{state.run.id}-{attempt if isinstance(attempt, int) else 1}"
 
 
-def sections(manifest: Manifest, lines: int) -> list[Any]:
-    """In the order in which one reads them; those that few need are closed."""
+def make_sections(manifest: Manifest, lines: int) -> list[Any]:
+    """Return the sections in reading order; details are collapsed."""
     import wandb_workspaces.workspaces as ws
 
-    panels = Panels([arm.config for arm in manifest.arms.values()], by_variant(manifest), lines)
+    panels = PanelFactory(
+        [arm.config for arm in manifest.arms.values()], is_grouped_by_variant(manifest), lines
+    )
     layout = ws.SectionLayoutSettings(columns=3, rows=3)
     return [
         ws.Section(
@@ -114,7 +116,7 @@ def sections(manifest: Manifest, lines: int) -> list[Any]:
             layout_settings=layout if len(found) > 6 else ws.SectionLayoutSettings(columns=2),
         )
         for name, opened, found in (
-            ("Answer", True, panels.answer(_told(manifest))),
+            ("Summary", True, panels.summary(_format_introduction(manifest))),
             ("Loss", True, panels.losses()),
             ("Gaps", True, panels.gaps()),
             ("Sizes", True, panels.sizes()),
@@ -128,20 +130,20 @@ def sections(manifest: Manifest, lines: int) -> list[Any]:
     ]
 
 
-def _told(manifest: Manifest) -> str:
-    """What one must know to read it."""
-    many = len(means(manifest))
-    together = "variant" if by_variant(manifest) else "job type (arm and learning rate)"
-    what = "and more: all arms have one job type" if mixed(manifest) else "alone"
+def _format_introduction(manifest: Manifest) -> str:
+    """Return the introduction of the view."""
+    many = len(find_run_groups(manifest))
+    together = "variant" if is_grouped_by_variant(manifest) else "job type (arm and learning rate)"
+    what = "and more: all arms have one job type" if is_mixed(manifest) else "alone"
     return "\n\n".join(
         [
-            f"**{manifest.name}-{manifest.id}**: {counted(len(manifest.arms), 'arm')}",
-            f"`{redacted(shlex.join(manifest.command))}`",
+            f"**{manifest.name}-{manifest.id}**: {format_count(len(manifest.arms), 'arm')}",
+            f"`{redact(shlex.join(manifest.command))}`",
             f"Lines are means by {together}, bands one standard deviation over seeds {what}. They"
-            " show, and decide nothing: what is known, with its interval, stands in the tables and"
-            f" pictures of the run sweep-{manifest.id}.",
-            "Runs that served to tune a learning rate have the tag `tuning`.",
-            *[f"A panel draws {_MOST_LINES} of {many:,} means: filter the runs."]
-            * (many > _MOST_LINES),
+            " are descriptive; estimates with intervals are in the tables and charts of the run"
+            f" sweep-{manifest.id}.",
+            "Runs that tune a learning rate have the tag `tuning`.",
+            *[f"A panel draws {_MAX_LINES} of {many:,} means: filter the runs."]
+            * (many > _MAX_LINES),
         ]
     )

@@ -1,4 +1,4 @@
-"""Text and generated tasks → tokens → batches. Knows no model."""
+"""Text and generated tasks → tokens → batches. Imports no model."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -6,20 +6,32 @@ from typing import Any, Protocol
 from qkablate.config import DataConfig
 from qkablate.data.batches import IGNORE, Batch
 from qkablate.data.corpus import Corpus, open_corpus
-from qkablate.data.eval_metrics import Tally
+from qkablate.data.eval_metrics import EvalMetrics
 from qkablate.data.tasks import TASKS, Task
 
-__all__ = ["IGNORE", "TASKS", "Batch", "Corpus", "Data", "Steps", "Tally", "Task", "open_data"]
+__all__ = [
+    "IGNORE",
+    "TASKS",
+    "Batch",
+    "Corpus",
+    "Data",
+    "EvalMetrics",
+    "Task",
+    "TrainingBatches",
+    "open_data",
+]
 
 
-class Steps(Protocol):
+class TrainingBatches(Protocol):
+    """Batches of the training split by step."""
+
     def step(self, step: int) -> list[Batch]:
-        """The micro-batches of a step."""
+        """Return the micro-batches of a step."""
         ...
 
 
 class Data(Protocol):
-    """What training asks of its data; a Corpus or a Task."""
+    """Data of a run, as training uses it: a Corpus or a Task."""
 
     @property
     def name(self) -> str: ...
@@ -32,39 +44,41 @@ class Data(Protocol):
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Of each split."""
+        """Number of tokens of each split."""
         ...
 
     @property
-    def answers(self) -> float:
-        """The part of the positions that answer."""
+    def answer_fraction(self) -> float:
+        """Fraction of the positions that have a target."""
         ...
 
     @property
-    def told(self) -> str:
-        """For a person."""
+    def description(self) -> str:
+        """One line for people."""
         ...
 
     @property
     def tokenizer(self) -> Any:
-        """The description of it, where tokens are text."""
+        """Description of the tokenizer; None if the tokens are no text."""
         ...
 
     def check_context(self, context: int) -> None: ...
 
-    def batches(self, *, seed: int, batch_size: int, accumulate: int, context: int) -> Steps: ...
+    def batches(
+        self, *, seed: int, batch_size: int, grad_accum: int, context: int
+    ) -> TrainingBatches: ...
 
-    def reading(self, split: str, *, batch_size: int, context: int) -> Iterator[Batch]: ...
+    def split_batches(self, split: str, *, batch_size: int, context: int) -> Iterator[Batch]: ...
 
     def sample(self, split: str, *, count: int, context: int) -> Batch:
-        """So many windows of a split, spread evenly over it."""
+        """Return `count` windows that are spread evenly over a split."""
         ...
 
-    def measures(self, split: str, tally: Tally) -> dict[str, float]: ...
+    def metrics(self, split: str, totals: EvalMetrics) -> dict[str, float]: ...
 
 
 def open_data(config: DataConfig, context: int) -> Data:
-    """The data of a run, prepared now where it must be; UserError where it cannot be."""
+    """Return the data of a run, preparing it if needed; UserError where that is impossible."""
     if config.source in TASKS:
         return TASKS[config.source](config, context)
     return open_corpus(config)

@@ -1,4 +1,4 @@
-"""Batches by step: which windows a step sees depends on (seed, step) alone.
+"""Batches by step: the windows of a step depend on (seed, step) alone.
 
 Shape suffixes: N windows, T context, A answers.
 """
@@ -9,61 +9,63 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from qkablate.randomness import stream
+from qkablate.randomness import named_generator
 
-if TYPE_CHECKING:  # text is prepared and looked at without it
+if TYPE_CHECKING:  # data is prepared and shown without importing torch
     from torch import Tensor
 
 IGNORE = -100  # a target that does not count
 
 
 class Batch(NamedTuple):
-    """What one forward pass reads, and what it is to answer."""
+    """Inputs and targets of one forward pass."""
 
-    tokens_NT: "Tensor"
+    inputs: "tuple[Tensor, ...]"  # of the model; the last are the tokens that it predicts
     targets_NA: "Tensor"
-    where_NA: "Tensor | None" = None  # which positions answer; None: all, in their order
-    slices: dict[str, np.ndarray] | None = None  # of each answer, the slice it counts in; by name
+    positions_NA: "Tensor | None" = None  # the positions with a target; None: all, in order
+    slices: dict[str, np.ndarray] | None = None  # by name, the slice that each target counts in
+
+    @property
+    def tokens_NT(self) -> "Tensor":  # noqa: N802 - shape suffix
+        """Tokens of the sequence whose positions the targets belong to."""
+        return self.inputs[-1]
 
 
-class Windows:
+class RandomWindows:
     """Random windows of a corpus."""
 
     def __init__(
-        self, tokens: np.ndarray, *, seed: int, batch_size: int, accumulate: int, context: int
+        self, tokens: np.ndarray, *, seed: int, batch_size: int, grad_accum: int, context: int
     ) -> None:
-        self.seed, self.batch_size, self.accumulate = seed, batch_size, accumulate
+        self.seed, self.batch_size, self.grad_accum = seed, batch_size, grad_accum
         self._windows = sliding_window_view(tokens, context + 1)  # a view: nothing is read yet
 
     def step(self, step: int) -> list[Batch]:
-        """The micro-batches of this step."""
-        import torch
-
-        count = self.batch_size * self.accumulate
-        starts_N = stream(self.seed, "batch", step).integers(len(self._windows), size=count)
-        windows_NT = torch.from_numpy(self._windows[starts_N].astype(np.int64))
-        return [Batch(part[:, :-1], part[:, 1:]) for part in windows_NT.split(self.batch_size)]
-
-
-def spread(tokens: np.ndarray, *, count: int, context: int) -> Batch:
-    """So many whole windows, or as many as there are, evenly from first to last."""
-    import torch
-
-    windows_NT = sliding_window_view(tokens, context + 1)[::context]
-    found_NT = torch.from_numpy(windows_NT[evenly(count, len(windows_NT))].astype(np.int64))
-    return Batch(found_NT[:, :-1], found_NT[:, 1:])
+        """Return the micro-batches of a step."""
+        count = self.batch_size * self.grad_accum
+        generator = named_generator(self.seed, "batch", step)
+        starts_N = generator.integers(len(self._windows), size=count)
+        windows_NW = _to_tensor(self._windows[starts_N])
+        return [Batch((part[:, :-1],), part[:, 1:]) for part in windows_NW.split(self.batch_size)]
 
 
-def evenly(count: int, among: int) -> np.ndarray:
-    """So many whole numbers below `among`, or all of them."""
-    count = min(count, among)
-    return (2 * np.arange(count, dtype=np.int64) + 1) * among // (2 * max(1, count))
+def spread_windows(tokens: np.ndarray, *, count: int, context: int) -> Batch:
+    """Return `count` whole windows, or as many as there are, spread evenly over the tokens."""
+    windows_NW = sliding_window_view(tokens, context + 1)[::context]
+    chosen_NW = _to_tensor(windows_NW[evenly_spaced(count, len(windows_NW))])
+    return Batch((chosen_NW[:, :-1],), chosen_NW[:, 1:])
 
 
-def whole(tokens: np.ndarray, *, batch_size: int, context: int) -> Iterator[Batch]:
-    """The whole split, once, in order: every token but the first is predicted exactly once.
+def evenly_spaced(count: int, below: int) -> np.ndarray:
+    """Return `count` evenly spaced integers below `below`, or all of them."""
+    count = min(count, below)
+    return (2 * np.arange(count, dtype=np.int64) + 1) * below // (2 * max(1, count))
 
-    All batches have one shape; what is missing at the end is filled with targets that don't count.
+
+def sequential_batches(tokens: np.ndarray, *, batch_size: int, context: int) -> Iterator[Batch]:
+    """Yield the whole split in order: every token but the first is predicted exactly once.
+
+    All batches have the same shape; the last one is padded with targets that do not count.
     """
     import torch
 
@@ -74,5 +76,12 @@ def whole(tokens: np.ndarray, *, batch_size: int, context: int) -> Iterator[Batc
         inputs, targets = np.zeros(step, np.int64), np.full(step, IGNORE, np.int64)
         inputs[: len(part) - 1], targets[: len(part) - 1] = part[:-1], part[1:]
         yield Batch(
-            torch.from_numpy(inputs).view(-1, context), torch.from_numpy(targets).view(-1, context)
+            (torch.from_numpy(inputs).view(-1, context),),
+            torch.from_numpy(targets).view(-1, context),
         )
+
+
+def _to_tensor(tokens: np.ndarray) -> "Tensor":
+    import torch
+
+    return torch.from_numpy(tokens.astype(np.int64))

@@ -1,8 +1,8 @@
-"""A prepared corpus: tokens on disk, made once, in whole, even when many runs start at one moment.
+"""Prepared corpus: tokens on disk, written once, also if many runs start at the same time.
 
 <cache>/<source>-<tokenizer>-<key>/
     train.bin val.bin test.bin   token ids
-    tokenizer.json               what turns them back into text
+    tokenizer.json               description of the tokenizer
     manifest.json                sources, counts, split rule, checksums, fingerprint
 """
 
@@ -15,23 +15,56 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from qkablate.config import TEXT_SOURCES, DataConfig
 from qkablate.data import hub, sources
-from qkablate.data.batches import Batch, Windows, spread, whole
-from qkablate.data.eval_metrics import Tally
-from qkablate.data.prepare import SPLITS, prepare, within_reach
+from qkablate.data.batches import Batch, RandomWindows, sequential_batches, spread_windows
+from qkablate.data.eval_metrics import EvalMetrics
+from qkablate.data.prepare import SPLITS, open_source, prepare
 from qkablate.data.progress import Progress
 from qkablate.disk import make_folder, open_file, read_file, sync_folder
-from qkablate.errors import Impossible, UserError
+from qkablate.errors import ImpossibleConfig, UserError
+from qkablate.strict_json import from_json, parse_json
 
 FORMAT = 1  # raised when the same text would be prepared into other tokens
 _LAYOUT = 3  # raised when the prepared folder has other files
+
+
+@dataclass(frozen=True)
+class CorpusManifest:
+    """Content of manifest.json."""
+
+    fingerprint: str  # of the tokens and the tokenizer, whatever the path of the text
+    format: int
+    tokenizer: str
+    tokenizer_sha256: str
+    sources: dict[str, Any]
+    split: str  # the rule, in words
+    duplicates: int
+    vocabulary: int
+    dtype: Literal["uint8", "uint16", "uint32"]
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    bytes: dict[str, int]
+    sha256: dict[str, str]
+    checksum: str = ""
+
+    @property
+    def source_name(self) -> str:
+        """Name of the text, for people."""
+        keys = ("path", "files", "name", "source")
+        return str(next(self.sources[key] for key in keys if self.sources.get(key)))
+
+    def compute_checksum(self) -> str:
+        """Return the hash of all other fields."""
+        content = asdict(self)
+        del content["checksum"]
+        return _digest(content)
 
 
 @dataclass(frozen=True)
@@ -39,22 +72,29 @@ class Corpus:
     """Text as tokens."""
 
     folder: Path
-    fingerprint: str  # of the tokens and the tokenizer, whatever the path they came by
-    vocabulary: int
-    tokens: dict[str, int]
-    bytes: dict[str, int]
-    dtype: str
-    tokenizer: dict[str, Any] = field(repr=False)  # its description, from which it can be loaded
-    manifest: dict[str, Any] = field(repr=False)
+    manifest: CorpusManifest = field(repr=False)
+    tokenizer: dict[str, Any] = field(repr=False)  # its description
 
-    answers = 1.0  # the part of the positions that answer: all
+    answer_fraction = 1.0  # every position has a target
 
     @property
     def name(self) -> str:
-        return called(self.manifest["sources"])
+        return self.manifest.source_name
 
     @property
-    def told(self) -> str:
+    def fingerprint(self) -> str:
+        return self.manifest.fingerprint
+
+    @property
+    def vocabulary(self) -> int:
+        return self.manifest.vocabulary
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        return self.manifest.tokens
+
+    @property
+    def description(self) -> str:
         tokens = self.tokens
         return (
             f"{self.name}, {self.tokenizer['name']}: {tokens['train']:,} tokens to train on,"
@@ -62,52 +102,50 @@ class Corpus:
         )
 
     def split(self, name: str) -> np.ndarray:
+        """Return the tokens of a split, mapped from disk."""
         if not self.tokens[name]:  # an empty file cannot be mapped
-            return np.empty(0, dtype=self.dtype)
-        return np.memmap(self.folder / f"{name}.bin", dtype=self.dtype, mode="r")
+            return np.empty(0, dtype=self.manifest.dtype)
+        return np.memmap(self.folder / f"{name}.bin", dtype=self.manifest.dtype, mode="r")
 
     def check_context(self, context: int) -> None:
         for split, tokens in self.tokens.items():
             if tokens <= context:
-                raise Impossible(
+                raise ImpossibleConfig(
                     f"model.context: {context} is longer than the data: the {split} split holds"
                     f" {tokens} tokens and must hold {context + 1} at least"
                 )
 
-    def batches(self, *, seed: int, batch_size: int, accumulate: int, context: int) -> Windows:
-        return Windows(
+    def batches(
+        self, *, seed: int, batch_size: int, grad_accum: int, context: int
+    ) -> RandomWindows:
+        return RandomWindows(
             self.split("train"),
             seed=seed,
             batch_size=batch_size,
-            accumulate=accumulate,
+            grad_accum=grad_accum,
             context=context,
         )
 
-    def reading(self, split: str, *, batch_size: int, context: int) -> Iterator[Batch]:
-        """A whole split; of the training split as much as there is to validate on."""
-        most = self.tokens["val"] if split == "train" else None
-        return whole(self.split(split)[:most], batch_size=batch_size, context=context)
+    def split_batches(self, split: str, *, batch_size: int, context: int) -> Iterator[Batch]:
+        """Yield a whole split; of the training split as much as of the validation split."""
+        limit = self.tokens["val"] if split == "train" else None
+        return sequential_batches(self.split(split)[:limit], batch_size=batch_size, context=context)
 
     def sample(self, split: str, *, count: int, context: int) -> Batch:
-        return spread(self.split(split), count=count, context=context)
+        return spread_windows(self.split(split), count=count, context=context)
 
-    def measures(self, split: str, tally: Tally) -> dict[str, float]:
-        """What an evaluation says of a split."""
-        loss = tally.all.mean
+    def metrics(self, split: str, totals: EvalMetrics) -> dict[str, float]:
+        """Return the metrics of an evaluated split."""
+        loss = totals.all.mean
         return {"loss": loss, "bits_per_byte": self.bits_per_byte(split, loss)}
 
-    def bits_per_byte(self, name: str, loss: float) -> float:
-        """From nats per token, so that tokenizers compare."""
-        return loss / float(np.log(2)) * self.tokens[name] / self.bytes[name]
-
-
-def called(source: dict[str, Any]) -> str:
-    """What a person calls a text, from where it came from."""
-    return str(next(source[key] for key in ("path", "files", "name", "source") if source.get(key)))
+    def bits_per_byte(self, split: str, loss: float) -> float:
+        """Convert a loss in nats per token, to compare tokenizers."""
+        return loss / float(np.log(2)) * self.tokens[split] / self.manifest.bytes[split]
 
 
 def open_corpus(config: DataConfig) -> Corpus:
-    """The prepared corpus, prepared now if it is not there yet."""
+    """Return the prepared corpus, preparing it first if needed."""
     folder = prepared_folder(config)
     cache = folder.parent
     try:
@@ -119,16 +157,17 @@ def open_corpus(config: DataConfig) -> Corpus:
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"data.cache: cannot write in '{cache}': {reason}") from None
-    return load(folder)
+    return load_corpus(folder)
 
 
-def look(config: DataConfig) -> None:
-    """UserError for what is neither prepared nor within reach; imports nothing heavy."""
+def check_available(config: DataConfig) -> None:
+    """Raise UserError if a text is neither prepared nor available; imports nothing heavy."""
     if config.source in TEXT_SOURCES and not is_prepared(config):
-        within_reach(config)
+        open_source(config)
 
 
 def is_prepared(config: DataConfig) -> bool:
+    """Return whether a text is prepared."""
     folder = prepared_folder(config)
     try:
         return (folder / "manifest.json").is_file()
@@ -137,6 +176,7 @@ def is_prepared(config: DataConfig) -> bool:
 
 
 def cache_dir(config: DataConfig) -> Path:
+    """Return the folder of all prepared texts."""
     if config.cache is not None and config.cache != "auto":
         return Path(os.path.expanduser(config.cache))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -144,66 +184,62 @@ def cache_dir(config: DataConfig) -> Path:
 
 
 def prepared_folder(config: DataConfig) -> Path:
-    """Named by what would be prepared: files as they stand, or what is asked of the Hub."""
+    """Return the folder of a text, named by its files as they are now or its keys on the Hub."""
     keys = ("name", "files", "subset", "revision", "split", "document_start")
     try:
-        files = hub.local_files(config) if config.source == "hub" else sources.files(config)
-        stats = [(str(file.absolute()), file.stat()) for file in files or ()]
+        find = hub.find_local_files if config.source == "hub" else sources.find_files
+        stats = [(str(file.absolute()), file.stat()) for file in find(config) or ()]
     except OSError as error:
-        place = f"data.{'name' if config.source == 'hub' else 'path'}"
-        raise UserError(f"{place}: cannot read '{error.filename}': {error.strerror}") from None
-    what: list[Any] = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    what += [getattr(config, key) for key in keys]
+        key = f"data.{'name' if config.source == 'hub' else 'path'}"
+        raise UserError(f"{key}: cannot read '{error.filename}': {error.strerror}") from None
+    content: list[Any] = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    content += [getattr(config, key) for key in keys]
     rules = [FORMAT, _LAYOUT, config.source, config.tokenizer, config.vocab_size, config.field]
     rules += [config.max_tokens, config.val_tokens, config.test_tokens]
-    key = _digest([rules, what])[:12]
+    key = _digest([rules, content])[:12]
     return cache_dir(config) / f"{config.source}-{config.tokenizer}-{key}"
 
 
-def load(folder: Path) -> Corpus:
-    """What is prepared in a folder, once its checksums are right."""
+def read_manifest(folder: Path) -> CorpusManifest:
+    """Read manifest.json; ValueError if it is not what `prepare` writes."""
+    manifest = from_json(CorpusManifest, parse_json(read_file(folder / "manifest.json")))
+    if manifest.checksum != manifest.compute_checksum():
+        raise ValueError("the checksum of manifest.json is wrong")
+    return manifest
+
+
+def load_corpus(folder: Path) -> Corpus:
+    """Return what is prepared in a folder; UserError if a checksum is wrong."""
     try:
-        manifest = json.loads(read_file(folder / "manifest.json"))
-        tokenizer = json.loads(read_file(folder / "tokenizer.json"))
-        checksum = manifest.pop("checksum")
-        if checksum != _digest(manifest):
-            raise ValueError("manifest.json does not have its checksum")
-        if _digest(tokenizer) != manifest["tokenizer_sha256"]:
-            raise ValueError("tokenizer.json does not have its checksum")
-        corpus = Corpus(
-            folder=folder,
-            fingerprint=manifest["fingerprint"],
-            vocabulary=manifest["vocabulary"],
-            tokens=manifest["tokens"],
-            bytes=manifest["bytes"],
-            dtype=manifest["dtype"],
-            tokenizer=tokenizer,
-            manifest=manifest,
-        )
+        manifest = read_manifest(folder)
+        tokenizer = parse_json(read_file(folder / "tokenizer.json"))
+        if _digest(tokenizer) != manifest.tokenizer_sha256:
+            raise ValueError("the checksum of tokenizer.json is wrong")
+        corpus = Corpus(folder, manifest, tokenizer)
         for split in SPLITS:
             path = folder / f"{split}.bin"
             stat = path.stat()
-            if stat.st_size != corpus.tokens[split] * np.dtype(corpus.dtype).itemsize:
+            if stat.st_size != corpus.tokens[split] * np.dtype(manifest.dtype).itemsize:
                 raise ValueError(f"{split}.bin has {stat.st_size} bytes")
-            if _sha256(path, stat.st_size, stat.st_mtime_ns) != manifest["sha256"][split]:
-                raise ValueError(f"{split}.bin does not have its checksum")
+            if _sha256(path, stat.st_size, stat.st_mtime_ns) != manifest.sha256[split]:
+                raise ValueError(f"the checksum of {split}.bin is wrong")
             if stat.st_size and int(corpus.split(split).max()) >= corpus.vocabulary:
                 raise ValueError(f"{split}.bin has a token beyond the vocabulary")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"data.cache: '{folder}' is damaged ({error}); remove that folder"
         ) from None
     return corpus
 
 
-def find(fingerprint: str, cache: Path) -> Corpus | None:
-    """What is prepared in a cache and has these tokens, whatever it was made of."""
+def find_corpus(fingerprint: str, cache: Path) -> Corpus | None:
+    """Return the corpus of a cache with these tokens, if any."""
     for path in sorted(cache.glob("*/manifest.json")):
         try:
-            if json.loads(read_file(path))["fingerprint"] == fingerprint:
-                return load(path.parent)
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            continue  # no manifest
+            if parse_json(read_file(path))["fingerprint"] == fingerprint:
+                return load_corpus(path.parent)
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
     return None
 
 
@@ -214,18 +250,18 @@ def _prepare(config: DataConfig, folder: Path) -> None:
     temporary.mkdir()
     progress = Progress(f"data={config.source}")
     try:
-        found = prepare(config, temporary, progress)
-        tokenizer = found.pop("tokenizer")
-        identity = {"format": FORMAT, "tokenizer": tokenizer, "sha256": found["sha256"]}
-        manifest = {
-            "fingerprint": _digest(identity),
-            "format": FORMAT,
-            "tokenizer": tokenizer["name"],
-            "tokenizer_sha256": _digest(tokenizer),
-            **found,
-        }
-        manifest["checksum"] = _digest(manifest)
-        for name, content in (("tokenizer", tokenizer), ("manifest", manifest)):
+        entries = prepare(config, temporary, progress)
+        tokenizer = entries.pop("tokenizer")
+        identity = {"format": FORMAT, "tokenizer": tokenizer, "sha256": entries["sha256"]}
+        manifest = CorpusManifest(
+            fingerprint=_digest(identity),
+            format=FORMAT,
+            tokenizer=tokenizer["name"],
+            tokenizer_sha256=_digest(tokenizer),
+            **entries,
+        )
+        manifest = replace(manifest, checksum=manifest.compute_checksum())
+        for name, content in (("tokenizer", tokenizer), ("manifest", asdict(manifest))):
             with (temporary / f"{name}.json").open("w", encoding="utf-8") as text_file:
                 json.dump(content, text_file, indent=1)
                 text_file.flush()
@@ -240,7 +276,7 @@ def _prepare(config: DataConfig, folder: Path) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _sha256(path: Path, size: int, changed: int) -> str:
-    """Of a file as it stood then: once a process is enough."""
+    """Return the hash of a file of this size and time, computed once in a process."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -250,12 +286,12 @@ def _digest(value: object) -> str:
 
 
 @contextmanager
-def _locked(path: Path, doing: str) -> Iterator[None]:
-    """Hold the lock at `path`; the system lets go of it when the process ends, however it ends."""
+def _locked(path: Path, task: str) -> Iterator[None]:
+    """Hold the lock at `path`; it is freed when the process ends, however it ends."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting for another process that is {doing}", file=sys.stderr)
+            print(f"waiting for another process that is {task}", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

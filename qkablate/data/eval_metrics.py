@@ -1,4 +1,4 @@
-"""What an evaluation adds up.
+"""Totals of an evaluation, over all answers and over slices of them.
 
 Shape suffixes: N windows, A answers.
 """
@@ -12,8 +12,8 @@ from qkablate.data.batches import IGNORE, Batch
 
 
 @dataclass
-class Sums:
-    """Of some answers."""
+class AnswerSums:
+    """Number, total loss and hits of some answers."""
 
     count: int = 0
     loss: float = 0.0
@@ -27,43 +27,40 @@ class Sums:
     def accuracy(self) -> float:
         return self.hits / self.count
 
-    def merge(self, other: "Sums") -> None:
+    def merge(self, other: "AnswerSums") -> None:
         self.count += other.count
         self.loss += other.loss
         self.hits += other.hits
 
+    def add(self, losses: np.ndarray, hits: np.ndarray) -> None:
+        self.merge(AnswerSums(len(losses), float(losses.sum()), int(hits.sum())))
+
 
 @dataclass
-class Tally:
-    """Of all answers, and of each slice of them."""
+class EvalMetrics:
+    """Sums over all answers, and over each slice of them."""
 
-    all: Sums = field(default_factory=Sums)
-    slices: dict[str, dict[int, Sums]] = field(default_factory=lambda: defaultdict(dict))
+    all: AnswerSums = field(default_factory=AnswerSums)
+    slices: dict[str, dict[int, AnswerSums]] = field(default_factory=lambda: defaultdict(dict))
 
-    def add(self, loss: float, count: int) -> None:
-        self.all.loss += loss
-        self.all.count += count
-
-    def merge(self, other: "Tally") -> None:
-        """Add what another process has read."""
+    def merge(self, other: "EvalMetrics") -> None:
+        """Add the sums of another process."""
         self.all.merge(other.all)
         for name, slices in other.slices.items():
-            for i, sums in slices.items():
-                self.slices[name].setdefault(i, Sums()).merge(sums)
+            for index, sums in slices.items():
+                self.slices[name].setdefault(index, AnswerSums()).merge(sums)
 
-    def grade(self, batch: Batch, losses_NA: np.ndarray, hits_NA: np.ndarray) -> None:
-        """Add graded answers; those that don't count have a target of -100."""
+    def add_loss(self, loss: float, count: int) -> None:
+        """Add the total loss of answers whose hits and slices are not counted."""
+        self.all.merge(AnswerSums(count, loss))
+
+    def add_answers(self, batch: Batch, losses_NA: np.ndarray, hits_NA: np.ndarray) -> None:
+        """Add the answers of a batch that have a target."""
         counts_NA = batch.targets_NA.numpy() != IGNORE
         losses, hits = losses_NA[counts_NA].astype(np.float64), hits_NA[counts_NA]
-        _add(self.all, losses, hits)
+        self.all.add(losses, hits)
         for name, slice_NA in (batch.slices or {}).items():
-            ids = np.broadcast_to(slice_NA, counts_NA.shape)[counts_NA]
-            for i in np.unique(ids):
-                sums = self.slices[name].setdefault(int(i), Sums())
-                _add(sums, losses[ids == i], hits[ids == i])
-
-
-def _add(sums: Sums, losses: np.ndarray, hits: np.ndarray) -> None:
-    sums.count += len(losses)
-    sums.loss += float(losses.sum())
-    sums.hits += int(hits.sum())
+            indices = np.broadcast_to(slice_NA, counts_NA.shape)[counts_NA]
+            for i in np.unique(indices):
+                sums = self.slices[name].setdefault(int(i), AnswerSums())
+                sums.add(losses[indices == i], hits[indices == i])

@@ -1,4 +1,4 @@
-"""What needs a network, with an end to waiting: retries of half a minute help nobody."""
+"""Network probes with timeouts."""
 
 import http.client
 import threading
@@ -9,24 +9,25 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PATIENCE = 2.0  # seconds until a server counts as out of reach
-TOKENS_FROM = "https://openaipublic.blob.core.windows.net"
+TIMEOUT = 2.0  # seconds until a server counts as unreachable
+TOKEN_FILES_URL = "https://openaipublic.blob.core.windows.net"
 
 
 class Unreachable(Exception):
     """There is no network, or the server does not answer."""
 
 
-def reachable(address: str, patience: float = PATIENCE) -> bool:
-    """Whether a server answers at all, whatever it says. Looking up its name may take longer than
-    any timeout, so it is asked beside us.
-    """
-    answered = threading.Event()
+def is_reachable(address: str, timeout: float = TIMEOUT) -> bool:
+    """Return whether a server answers at all, with success or with an error.
 
-    def ask() -> None:
+    A name lookup may take longer than any timeout, so the request runs in a thread of its own.
+    """
+    answered, done = threading.Event(), threading.Event()
+
+    def request() -> None:
         try:
             with urllib.request.urlopen(
-                urllib.request.Request(address, method="HEAD"), timeout=patience
+                urllib.request.Request(address, method="HEAD"), timeout=timeout
             ):
                 answered.set()
         except urllib.error.HTTPError:
@@ -35,32 +36,29 @@ def reachable(address: str, patience: float = PATIENCE) -> bool:
             pass
         done.set()
 
-    done = threading.Event()
-    threading.Thread(target=ask, daemon=True).start()
-    done.wait(patience)
+    threading.Thread(target=request, daemon=True).start()
+    done.wait(timeout)
     return answered.is_set()
 
 
-def fetching_tokens(load: Callable[[], T]) -> T:
-    """What `load` makes of tiktoken's files: from its cache, or over the network if there is
-    one.
-    """
+def with_token_files(load: Callable[[], T]) -> T:
+    """Return what `load` makes of tiktoken's files, from its cache or over the network."""
     import tiktoken.load as tiktoken_load
 
     fetch = tiktoken_load.read_file
 
     def refuse(blobpath: str) -> bytes:
-        raise Unreachable(f"no answer from {TOKENS_FROM}")
+        raise Unreachable(f"no answer from {TOKEN_FILES_URL}")
 
     tiktoken_load.read_file = refuse
     try:
         return load()
     except Unreachable:
-        if not reachable(TOKENS_FROM):
+        if not is_reachable(TOKEN_FILES_URL):
             raise
     finally:
         tiktoken_load.read_file = fetch
     try:
         return load()
-    except (OSError, ValueError) as error:  # it went away meanwhile, or sends something else
+    except (OSError, ValueError) as error:  # unreachable meanwhile, or another content
         raise Unreachable(str(error).splitlines()[0]) from None

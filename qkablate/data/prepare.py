@@ -1,7 +1,7 @@
 """Documents → splits → tokens on disk.
 
-A published split is kept. Otherwise a document's hash decides which split it is in, whatever else
-the corpus holds; a few documents are split by position, as one is.
+A published split is kept. Otherwise the split of a document depends on its hash alone; few
+documents are split by position, as a single one is.
 """
 
 import hashlib
@@ -16,76 +16,83 @@ import numpy as np
 
 from qkablate.config import DataConfig
 from qkablate.data import hub, sources, tokenizers
-from qkablate.data.document_store import HELD_OUT, Room, Spans, Spool, held_out
+from qkablate.data.document_store import (
+    HELD_OUT_FRACTION,
+    DocumentStore,
+    Spans,
+    TokenBudget,
+    held_out_split,
+)
 from qkablate.data.progress import Progress
 from qkablate.data.sources import Source
 from qkablate.data.tokenizers import Tokenizer
 from qkablate.errors import UserError
 
 SPLITS = ("train", "val", "test")
-DOCUMENT_END = b"\0"  # what the token stands for that closes a document of several
-FEW = 300  # documents; of fewer, no hash would hold out 3 % for sure
-LEARN_FROM = 2**25  # bytes of training text that a bpe is learned from
+DOCUMENT_END = b"\0"  # the byte of the token that ends each of several documents
+MIN_HASHED_DOCUMENTS = 300  # fewer are not sure to fill splits of 3 %
+BPE_SAMPLE_BYTES = 2**25  # of the training split
 _THREADS = 4
 
 
 def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, Any]:
-    """Write <split>.bin into `folder`; what the manifest says of them, the tokenizer included."""
-    source, known = within_reach(config)
-    spool = Spool(folder / "documents")
+    """Write <split>.bin into `folder`; return their entries of the manifest and the tokenizer."""
+    source, known = open_source(config)
+    store = DocumentStore(folder / "documents")
     progress.stage("reading")
-    spool.fill(source, Room(config), progress)
-    if not spool.size:
-        raise UserError(f"{_place(config)} is empty")
-    splits, rule = _divided(spool)
+    store.fill(source, TokenBudget(config), progress)
+    if not store.size:
+        raise UserError(f"{_source_key(config)} is empty")
+    splits, rule = _divide(store)
     closed = any(len(spans) > 1 for spans in splits.values())
-    tokenizer = known or _made_tokenizer(config, spool, splits, closed, progress)
-    progress.stage("writing", spool.size)
-    writer = _Writer(folder, spool, tokenizer, closed, progress)
-    rooms = {"train": config.max_tokens, "val": config.val_tokens, "test": config.test_tokens}
-    found = {split: writer.write(split, splits[split], rooms[split]) for split in SPLITS}
+    tokenizer = known or _make_tokenizer(config, store, splits, closed, progress)
+    progress.stage("writing", store.size)
+    writer = _Writer(folder, store, tokenizer, closed, progress)
+    limits = {"train": config.max_tokens, "val": config.val_tokens, "test": config.test_tokens}
+    written = {split: writer.write(split, splits[split], limits[split]) for split in SPLITS}
     for split in SPLITS:
-        if found[split]["tokens"] < 2:
-            hint = "; raise data.max_tokens" if spool.cut else ""
+        if written[split]["tokens"] < 2:
+            hint = "; raise data.max_tokens" if store.truncated else ""
             raise UserError(
-                f"{_place(config)} is too little text: nothing is left for {split}{hint}"
+                f"{_source_key(config)} is too little text: nothing is left for {split}{hint}"
             )
     os.remove(folder / "documents")
     return {
-        "sources": _told(config),
+        "sources": _source_keys(config),
         "split": rule,
-        "duplicates": spool.duplicates,
+        "duplicates": store.duplicates,
         "vocabulary": tokenizer.vocabulary,
         "dtype": writer.dtype.name,
         "tokenizer": tokenizer.describe(),
-        **{key: {split: found[split][key] for split in SPLITS} for key in found["train"]},
+        **{key: {split: written[split][key] for split in SPLITS} for key in written["train"]},
     }
 
 
-def _divided(spool: Spool) -> tuple[dict[str, Spans], str]:
-    """The documents of each split, and the rule in words."""
-    arranged = spool.arrange()
+def _divide(store: DocumentStore) -> tuple[dict[str, Spans], str]:
+    """Return the documents of each split, and the rule in words."""
+    arranged = store.arrange()
     splits = {split: arranged[split][0] for split in ("val", "test") if len(arranged[split][0])}
     missing = [split for split in ("val", "test") if split not in splits]
-    spans, places = arranged["train" if len(arranged["train"][0]) else ""]
+    spans, hashes = arranged["train" if len(arranged["train"][0]) else ""]
     if not missing:
         return {**splits, "train": spans}, "as published"
-    told = " and ".join(missing)
+    names = " and ".join(missing)
     if not len(spans):
         return {**dict.fromkeys(SPLITS, spans), **splits}, "as published"
-    if len(spans) < FEW and not spool.cut:  # more would turn them into many
-        parts = _by_position(spool, spans, len(missing))
-        rule = f"by position: the last 5 % each for {told}"
+    if len(spans) < MIN_HASHED_DOCUMENTS and not store.truncated:  # else their number is not known
+        parts = _by_position(store, spans, len(missing))
+        rule = f"by position: the last 5 % each for {names}"
         return {**splits, **dict(zip(("train", *missing), parts, strict=True))}, rule
-    kinds = np.array([held_out(place) or "train" for place in places.tolist()])
+    kinds = np.array([held_out_split(value) or "train" for value in hashes.tolist()])
     kinds[np.isin(kinds, missing, invert=True)] = "train"
     for split in ("train", *missing):
         splits[split] = spans[kinds == split]
-    return splits, f"by the sha256 of a document: {HELD_OUT:.0%} each are held out for {told}"
+    share = f"{HELD_OUT_FRACTION:.0%}"
+    return splits, f"by the sha256 of a document: {share} each are held out for {names}"
 
 
-def _by_position(spool: Spool, spans: Spans, missing: int) -> list[Spans]:
-    """All but the last parts of 5 %, then these: cut between documents where one ends near by."""
+def _by_position(store: DocumentStore, spans: Spans, missing: int) -> list[Spans]:
+    """Split off the last `missing` parts of 5 %, between documents if one ends close by."""
     ends = np.cumsum(spans[:, 1] - spans[:, 0])
     share = int(ends[-1]) // 20
     parts: list[Spans] = []
@@ -95,19 +102,19 @@ def _by_position(spool: Spool, spans: Spans, missing: int) -> list[Spans]:
         nearest = int(ends[np.abs(ends - cut).argmin()])
         if abs(nearest - cut) <= share // 2:
             cut = nearest
-        part, rest = _cut(spool, rest, cut - before)
+        part, rest = _cut(store, rest, cut - before)
         parts, before = [*parts, part], cut
     return [*parts, rest]
 
 
-def _cut(spool: Spool, spans: Spans, size: int) -> tuple[Spans, Spans]:
-    """The first `size` bytes, to the beginning of a character, and the rest."""
+def _cut(store: DocumentStore, spans: Spans, size: int) -> tuple[Spans, Spans]:
+    """Return the first `size` bytes, up to a whole character, and the rest."""
     if not len(spans):
         return spans, spans
     ends = np.cumsum(spans[:, 1] - spans[:, 0])
-    index = int(np.searchsorted(ends, size))  # the first whose end is there or later
+    index = int(np.searchsorted(ends, size))  # the first that ends there or later
     start, end = spans[index].tolist()
-    middle = spool.boundary(end - (int(ends[index]) - size))
+    middle = store.character_start(end - (int(ends[index]) - size))
     head = [[start, middle]] if start < middle else []
     tail = [[middle, end]] if middle < end else []
     left = np.array([*spans[:index].tolist(), *head], dtype=np.int64)
@@ -115,33 +122,37 @@ def _cut(spool: Spool, spans: Spans, size: int) -> tuple[Spans, Spans]:
     return left.reshape(-1, 2), right.reshape(-1, 2)
 
 
-def within_reach(config: DataConfig) -> tuple[Source, Tokenizer | None]:
-    """The text, not read yet, and the tokenizer if it does not depend on it; UserError where one of
-    them cannot be had.
+def open_source(config: DataConfig) -> tuple[Source, Tokenizer | None]:
+    """Return the text, not read yet, and the tokenizer unless it is made from the text.
+
+    UserError where one of them is not available.
     """
-    return _source(config), _known_tokenizer(config)
-
-
-def _known_tokenizer(config: DataConfig) -> Tokenizer | None:
-    """That which does not depend on the text."""
+    if config.source == "hub":
+        source = hub.read_documents(config)
+    else:
+        source = [("", sources.read_documents(sources.find_files(config), config.field))]
     if config.tokenizer in ("chars", "bpe"):
-        return None
-    return tokenizers.load({"name": config.tokenizer})
+        return source, None
+    return source, tokenizers.load_tokenizer({"name": config.tokenizer})
 
 
-def _made_tokenizer(
-    config: DataConfig, spool: Spool, splits: dict[str, Spans], closed: bool, progress: Progress
+def _make_tokenizer(
+    config: DataConfig,
+    store: DocumentStore,
+    splits: dict[str, Spans],
+    closed: bool,
+    progress: Progress,
 ) -> Tokenizer:
-    """That which is made of the text."""
+    """Return the tokenizer that is made from the text."""
     if config.tokenizer == "chars":
-        # Of all splits: a character that was never seen has no token.
-        everything = itertools.chain.from_iterable(map(spool.text, splits.values()))
-        texts = (text for text, _ in everything)
-        return tokenizers.Chars.of(itertools.chain([DOCUMENT_END] * closed, texts))
+        # Of all splits: a character that does not occur has no token.
+        pieces = itertools.chain.from_iterable(map(store.text, splits.values()))
+        texts = (text for text, _ in pieces)
+        return tokenizers.CharTokenizer.of(itertools.chain([DOCUMENT_END] * closed, texts))
     assert config.vocab_size is not None
     progress.stage("learning", config.vocab_size, "tokens")
-    sample = _first(LEARN_FROM, (text for text, _ in spool.text(splits["train"])))
-    return tokenizers.Learned.of(sample, config.vocab_size, progress.at)
+    sample = _first(BPE_SAMPLE_BYTES, (text for text, _ in store.text(splits["train"])))
+    return tokenizers.BpeTokenizer.of(sample, config.vocab_size, progress.update)
 
 
 def _first(size: int, texts: Iterable[bytes]) -> Iterator[bytes]:
@@ -153,30 +164,35 @@ def _first(size: int, texts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class _Writer:
-    """Turns documents into files of tokens."""
+    """Files of tokens, made from documents."""
 
     def __init__(
-        self, folder: Path, spool: Spool, tokenizer: Tokenizer, closed: bool, progress: Progress
+        self,
+        folder: Path,
+        store: DocumentStore,
+        tokenizer: Tokenizer,
+        closed: bool,
+        progress: Progress,
     ) -> None:
-        self._folder, self._spool, self._tokenizer = folder, spool, tokenizer
+        self._folder, self._store, self._tokenizer = folder, store, tokenizer
         self._closed, self._progress = closed, progress
         self._done = self._tokens = 0
         self.dtype = tokenizers.smallest_dtype(tokenizer.vocabulary)
 
-    def write(self, split: str, spans: Spans, room: int | None) -> dict[str, Any]:
-        """At most `room` tokens; where that ends, the document ends."""
+    def write(self, split: str, spans: Spans, limit: int | None) -> dict[str, Any]:
+        """Write at most `limit` tokens of a split; return their counts and hash."""
         digest, tokens, size, documents = hashlib.sha256(), 0, 0, 0
         with (self._folder / f"{split}.bin").open("wb") as file:
-            for text, ids, last in self._encoded(self._spool.text(spans)):
-                kept = ids[: None if room is None else room - tokens].astype(self.dtype)
+            for text, ids, last in self._encoded(self._store.text(spans)):
+                kept = ids[: None if limit is None else limit - tokens].astype(self.dtype)
                 file.write(kept.data)
                 digest.update(kept.data)
                 tokens += len(kept)
                 size += int(self._tokenizer.token_bytes[kept].sum())
                 self._done += len(text)
                 self._tokens += len(kept)
-                self._progress.at(self._done, f"{self._tokens / 1e6:,.1f} M tokens")
-                full = tokens == room
+                self._progress.update(self._done, f"{self._tokens / 1e6:,.1f} M tokens")
+                full = tokens == limit
                 documents += last or full
                 if full:
                     break
@@ -188,11 +204,11 @@ class _Writer:
     def _encoded(
         self, pieces: Iterator[tuple[bytes, bool]]
     ) -> Iterator[tuple[bytes, np.ndarray, bool]]:
-        """Pieces with their tokens, in order; several at once, for tiktoken can do that."""
+        """Yield pieces with their tokens, in order; tiktoken encodes several in parallel."""
         with ThreadPoolExecutor(_THREADS) as pool:
-            at_once = 1  # a split may be full soon
-            while some := list(itertools.islice(pieces, at_once)):
-                for (text, last), ids in zip(some, pool.map(self._encode, some), strict=True):
+            at_once = 1  # the split may be full soon
+            while batch := list(itertools.islice(pieces, at_once)):
+                for (text, last), ids in zip(batch, pool.map(self._encode, batch), strict=True):
                     yield text, ids, last
                 at_once = min(2 * at_once, 64)
 
@@ -205,20 +221,14 @@ class _Writer:
         return ids
 
 
-def _source(config: DataConfig) -> Source:
-    if config.source == "hub":
-        return hub.documents(config)
-    return [("", sources.read(sources.files(config), config.field))]
-
-
-def _place(config: DataConfig) -> str:
-    """What the user wrote for where the text is."""
+def _source_key(config: DataConfig) -> str:
+    """Return the key and value that name the text, as the user typed them."""
     key = next((key for key in ("path", "files", "name") if getattr(config, key)), "source")
     return f"data.{key}: '{getattr(config, key)}'"
 
 
-def _told(config: DataConfig) -> dict[str, Any]:
-    """What a person is told of where it came from."""
+def _source_keys(config: DataConfig) -> dict[str, Any]:
+    """Return the keys that name the text."""
     keys = ("source", "path", "name", "files", "subset", "revision", "split", "field")
-    told = {key: getattr(config, key) for key in keys}
-    return {key: value for key, value in told.items() if value is not None}
+    values = {key: getattr(config, key) for key in keys}
+    return {key: value for key, value in values.items() if value is not None}

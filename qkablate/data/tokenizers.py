@@ -1,7 +1,7 @@
-"""From text to token ids, and back.
+"""Conversion of text to token ids and back.
 
-Documents of a corpus are closed by one more token, which stands for the byte 0: so every tokenizer
-counts the same bytes of the same corpus.
+One more token, which stands for the byte 0, ends each document of a corpus, so that all tokenizers
+count the same bytes of a corpus.
 """
 
 import base64
@@ -12,22 +12,22 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from qkablate.data import bpe
-from qkablate.data.network import Unreachable, fetching_tokens
+from qkablate.data.network import Unreachable, with_token_files
 from qkablate.errors import UserError
 
-# A run of white space of half a million characters overflows the stack of tiktoken.
-CHUNK = 2**17
+# Half a million consecutive spaces overflow the stack of tiktoken.
+CHUNK_BYTES = 2**17
 
 
 class Tokenizer(Protocol):
-    """Turns a document into ids; `describe` holds all that decides which, and `load` reads it."""
+    """Tokenizer that can be restored from its description by `load_tokenizer`."""
 
     vocabulary: int
-    token_bytes: np.ndarray  # how many bytes of text each id stands for
+    token_bytes: np.ndarray  # number of bytes of text of each id
 
     @property
     def end(self) -> int | None:
-        """The id that closes a document."""
+        """Id that ends a document; None if there is none."""
         ...
 
     def encode(self, text: bytes) -> np.ndarray: ...
@@ -35,14 +35,14 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> bytes: ...
 
     def unknown(self, text: str) -> str:
-        """The characters that no token stands for, each once."""
+        """Return the characters without a token, each once."""
         ...
 
     def describe(self) -> dict[str, object]: ...
 
 
-class Bytes:
-    """One token a byte."""
+class ByteTokenizer:
+    """One token per byte."""
 
     vocabulary = 256
     token_bytes = np.ones(256, dtype=np.int64)
@@ -65,8 +65,8 @@ class Bytes:
         return cls()
 
 
-class Chars:
-    """One token a character."""
+class CharTokenizer:
+    """One token per character."""
 
     def __init__(self, characters: str) -> None:
         self.characters = characters
@@ -79,11 +79,11 @@ class Chars:
 
     @classmethod
     def of(cls, texts: Iterable[bytes]) -> Self:
-        """The characters of a corpus, in the order of their code points."""
-        found: set[str] = set()
+        """Return the tokenizer of all characters of a corpus, sorted by code point."""
+        characters: set[str] = set()
         for text in texts:
-            found.update(text.decode("utf-8"))
-        return cls("".join(sorted(found)))
+            characters.update(text.decode("utf-8"))
+        return cls("".join(sorted(characters)))
 
     def encode(self, text: bytes) -> np.ndarray:
         points = np.frombuffer(text.decode("utf-8").encode("utf-32-le"), dtype=np.uint32)
@@ -102,44 +102,44 @@ class Chars:
     def load(cls, description: dict[str, Any]) -> Self:
         characters = description.get("characters")
         if not isinstance(characters, str) or len({*characters}) != len(characters):
-            raise ValueError("its characters are no text in which each stands once")
+            raise ValueError("its characters are not a text of distinct characters")
         return cls(characters)
 
 
-class Subwords:
-    """Byte-pair encoding, by tiktoken; any text can be written in it."""
+class SubwordTokenizer:
+    """Byte-pair encoding of any text, by tiktoken."""
 
     def __init__(self, encoding: Any) -> None:
         self.encoding = encoding
         self.vocabulary = encoding.n_vocab
         self.end = encoding.eot_token
-        self.spelled = [self._spelled(token) for token in range(self.vocabulary)]
-        self.token_bytes = np.array([len(token) for token in self.spelled])
+        self.token_texts = [self._token_text(token) for token in range(self.vocabulary)]
+        self.token_bytes = np.array([len(token) for token in self.token_texts])
 
     def encode(self, text: bytes) -> np.ndarray:
         parts = [
             self.encoding.encode_to_numpy(part.decode("utf-8"), disallowed_special=())
-            for part in chunks(text)
+            for part in split_chunks(text)
         ]
         return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
     def decode(self, ids: Iterable[int]) -> bytes:
-        return b"".join(self.spelled[i] for i in ids)
+        return b"".join(self.token_texts[i] for i in ids)
 
-    def _spelled(self, token: int) -> bytes:
+    def _token_text(self, token: int) -> bytes:
         if token == self.end:
             return b"\0"
         try:
             return bytes(self.encoding.decode_single_token_bytes(token))
-        except KeyError:  # OpenAI's have gaps
+        except KeyError:  # OpenAI's encodings have gaps
             return b""
 
     def unknown(self, text: str) -> str:
         return ""
 
     def describe(self) -> dict[str, object]:
-        """Of OpenAI's, the name and what tells whether it is the same one."""
-        lines = b"\n".join(map(base64.b64encode, self.spelled))
+        """Return the name of OpenAI's encoding and the hash of its tokens."""
+        lines = b"\n".join(map(base64.b64encode, self.token_texts))
         return {"name": self.encoding.name, "sha256": hashlib.sha256(lines).hexdigest()}
 
     @classmethod
@@ -148,20 +148,21 @@ class Subwords:
 
         name = description["name"]
         try:
-            found = cls(fetching_tokens(lambda: tiktoken.get_encoding(name)))
+            tokenizer = cls(with_token_files(lambda: tiktoken.get_encoding(name)))
         except Unreachable as error:
             raise UserError(
-                f"data.tokenizer: the files of '{name}' are not here and cannot be fetched"
+                f"data.tokenizer: the files of '{name}' are not cached and cannot be downloaded"
                 f" ({error}); set TIKTOKEN_CACHE_DIR to a folder that has them,"
-                " or take data.tokenizer=bpe or bytes"
+                " or use data.tokenizer=bpe or bytes"
             ) from None
-        if description.get("sha256", found.describe()["sha256"]) != found.describe()["sha256"]:
-            raise ValueError(f"it was made with another '{name}' than is here")
-        return found
+        sha256 = tokenizer.describe()["sha256"]
+        if description.get("sha256", sha256) != sha256:
+            raise ValueError(f"it was made with another version of '{name}' than is installed")
+        return tokenizer
 
 
-class Learned(Subwords):
-    """Our own, learned from the training split."""
+class BpeTokenizer(SubwordTokenizer):
+    """Byte-pair encoding learned from the training split."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         import tiktoken
@@ -177,7 +178,7 @@ class Learned(Subwords):
 
     @classmethod
     def of(cls, texts: Iterable[bytes], size: int, progress: Callable[[int], object]) -> Self:
-        return cls(bpe.learn((text.decode("utf-8") for text in texts), size - 1, progress))
+        return cls(bpe.learn_tokens((text.decode("utf-8") for text in texts), size - 1, progress))
 
     def describe(self) -> dict[str, object]:
         merged = [base64.b64encode(token).decode() for token in self.tokens[256:]]
@@ -185,22 +186,22 @@ class Learned(Subwords):
 
     @classmethod
     def load(cls, description: dict[str, Any]) -> Self:
-        """The pattern is not in the description, which may be a stranger's."""
+        """Restore the tokenizer; the description is untrusted and holds no pattern."""
         merged = description.get("merged")
         if not isinstance(merged, list) or len(merged) > 2**24:
-            raise ValueError("it holds no list of merged tokens")
+            raise ValueError("it has no list of merged tokens")
         try:
-            found = [base64.b64decode(token, validate=True) for token in merged]
+            decoded = [base64.b64decode(token, validate=True) for token in merged]
         except (TypeError, ValueError):
             raise ValueError("its merged tokens are not base64") from None
-        tokens = [bytes([byte]) for byte in range(256)] + found
-        if len({*tokens}) != len(tokens) or not all(found):
-            raise ValueError("its merged tokens are not each another one")
+        tokens = [bytes([byte]) for byte in range(256)] + decoded
+        if len({*tokens}) != len(tokens) or not all(decoded):
+            raise ValueError("its merged tokens are empty or not distinct")
         return cls(tokens)
 
 
-def chunks(text: bytes, size: int = CHUNK) -> Iterator[bytes]:
-    """Pieces of a long text of about `size` bytes: whole lines, or whole characters at least."""
+def split_chunks(text: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """Yield pieces of about `size` bytes: whole lines, or whole characters at least."""
     start = 0
     while len(text) - start > size:
         end = text.rfind(b"\n", start + size // 2, start + size) + 1 or start + size
@@ -212,21 +213,21 @@ def chunks(text: bytes, size: int = CHUNK) -> Iterator[bytes]:
         yield text[start:]
 
 
-_CLASSES: dict[str, type[Bytes] | type[Chars] | type[Subwords]]
-_CLASSES = {"bytes": Bytes, "chars": Chars, "bpe": Learned}
-_CLASSES |= dict.fromkeys(("gpt2", "cl100k_base", "o200k_base"), Subwords)
+_CLASSES: dict[str, type[ByteTokenizer] | type[CharTokenizer] | type[SubwordTokenizer]]
+_CLASSES = {"bytes": ByteTokenizer, "chars": CharTokenizer, "bpe": BpeTokenizer}
+_CLASSES |= dict.fromkeys(("gpt2", "cl100k_base", "o200k_base"), SubwordTokenizer)
 
 
-def load(description: object) -> Tokenizer:
-    """The tokenizer that `describe` described; ValueError if it is no such thing."""
+def load_tokenizer(description: object) -> Tokenizer:
+    """Return the tokenizer of a description; ValueError for anything else."""
     name = description.get("name") if isinstance(description, dict) else None
     if not isinstance(name, str) or name not in _CLASSES:
-        raise ValueError(f"it describes none of {', '.join(_CLASSES)}")
+        raise ValueError(f"it does not describe one of {', '.join(_CLASSES)}")
     assert isinstance(description, dict)
     return _CLASSES[name].load(description)
 
 
 def smallest_dtype(vocabulary: int) -> np.dtype:
-    """The narrowest unsigned type that holds every id."""
+    """Return the smallest unsigned type that holds every id."""
     fitting = (t for t in (np.uint8, np.uint16, np.uint32) if vocabulary - 1 <= np.iinfo(t).max)
     return np.dtype(next(fitting))

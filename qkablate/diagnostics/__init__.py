@@ -1,6 +1,6 @@
-"""Why an arm wins: what its circuits' matrices and its attention are like."""
+"""Diagnostics that explain a gap: measures of circuit matrices and of attention."""
 
-from qkablate.diagnostics.panel import Panel, repeated
+from qkablate.diagnostics.panel import DiagnosticPanel, repeat_blocks
 from qkablate.diagnostics.patterns import attention_weights
 
-__all__ = ["Panel", "attention_weights", "repeated"]
+__all__ = ["DiagnosticPanel", "attention_weights", "repeat_blocks"]

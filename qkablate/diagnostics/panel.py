@@ -1,4 +1,4 @@
-"""The panel: all diagnostics of a model at one moment, as a row of metrics holds them."""
+"""All diagnostics of a model at one step, as a row of metrics."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,43 +11,45 @@ from torch import Tensor
 
 from qkablate.attention import Attention
 from qkablate.diagnostics import circuits, patterns
-from qkablate.models.gpt import GPT
-from qkablate.randomness import stream
+from qkablate.models.base import Model
+from qkablate.randomness import named_generator
 
-TOKENS = 1024  # of each reading, in as many sequences as that makes
-LENGTH = 512  # of a sequence; of a longer context its first positions
+TOKENS = 1024  # per measurement, split into sequences
+LENGTH = 512  # of a sequence; of longer contexts the first positions
 DIGITS = 5
-_NUMBERS = 2**24  # of the matrices that are looked at together
+_MAX_NUMEL = 2**24  # of the matrices that are measured together
 
 
-class Panel:
-    """Looks at one model, again and again, without touching it."""
+class DiagnosticPanel:
+    """Measures one model repeatedly without changing it."""
 
     def __init__(
         self,
-        model: GPT,
+        model: Model,
         tokens_BT: Tensor,
         *,
         starts: Iterable[Attention],
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """`tokens`: what the attention is looked at with; `starts`: the layers as they began,
-        where that is known; `autocast`: of the training, for what computes the streams that
-        attention reads.
+        """Prepare the measurements.
+
+        `tokens` are the input of the model, `starts` its attention layers at initialization, where
+        known, and `autocast` that of training, under which the streams are computed.
         """
         self.model, self.tokens_BT, self.autocast = model, tokens_BT, autocast
-        self.repeats_BT = repeated(tokens_BT)
-        # What the matrices were at the start, kept on the CPU: a copy of the attention's weights.
+        self.repeats_BT = repeat_blocks(tokens_BT)
+        # The initial matrices stay on the CPU: they are a copy of the attention weights.
         self.starts: dict[str, list[Any]] = {side: [] for side in ("qk", "ov")}
         for layer in starts:
-            for side, own in self.starts.items():
+            for side, matrices in self.starts.items():
                 matrix = _matrix(side, layer.to(tokens_BT.device))
-                own.append(matrix and matrix.to("cpu"))
+                matrices.append(matrix and matrix.to("cpu"))
 
     @torch.no_grad()
     def row(self) -> dict[str, dict[str, list[Any]]]:
-        """{"qk": {measure: [[value per head] per layer]}, "ov": …, "attention": …}; None for a
-        layer that has no such measure, and for a number that is none.
+        """Return {"qk": {measure: [[value per head] per layer]}, "ov": …, "attention": …}.
+
+        None replaces layers without the measure and values that are not finite.
         """
         kind, training = self.tokens_BT.device.type, self.model.training
         self.model.eval()
@@ -60,68 +62,74 @@ class Panel:
         return row
 
     def _circuits(self, side: str) -> dict[str, list[Any]]:
-        layers, starts = self.model.attentions(), self.starts[side]
+        layers = [layer.module for layer in self.model.attention_layers()]
+        starts = self.starts[side]
         row: dict[str, list[Any]] = {name: [None] * len(layers) for name in circuits.MEASURES}
-        if (one := _matrix(side, layers[0])) is None:
+        if (first_matrix := _matrix(side, layers[0])) is None:
             return row
-        # On the model's own device, but for one that has no fp64.
+        # On the device of the model, except where it does not support fp64.
         device = "cpu" if self.tokens_BT.device.type == "mps" else self.tokens_BT.device
         spec, factors = layers[0].qk.spec, getattr(layers[0], side).factors
-        size = max(1, _NUMBERS // sum(t.numel() for t in vars(one).values()))
+        size = max(1, _MAX_NUMEL // sum(t.numel() for t in vars(first_matrix).values()))
         for first in range(0, len(layers), size):
             numbers = range(first, min(first + size, len(layers)))
-            found = {number: _matrix(side, layers[number]) for number in numbers}
-            found = {number: matrix for number, matrix in found.items() if _is_finite(matrix)}
-            if not found:
+            matrices = {number: _matrix(side, layers[number]) for number in numbers}
+            matrices = {n: matrix for n, matrix in matrices.items() if _is_finite(matrix)}
+            if not matrices:
                 continue
-            matrix = circuits.stacked([*found.values()]).to(device, torch.float64)
-            start = circuits.stacked([starts[number] for number in found]) if starts else None
+            matrix = circuits.stack([*matrices.values()]).to(device, torch.float64)
+            start = circuits.stack([starts[number] for number in matrices]) if starts else None
             try:
-                values = circuits.measures(
+                values = circuits.compute_measures(
                     matrix,
                     start and start.to(device, torch.float64),
                     rank=spec.d_head,
                     two_factors=factors == 2,
                 )
-            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # no decomposition found
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # not converged
                 continue
             for name, value in values.items():
                 if value is not None:
-                    for number, own_H in zip(found, value.cpu().split(spec.heads), strict=True):
-                        row[name][number] = rounded(own_H.tolist())
+                    for number, value_H in zip(
+                        matrices, value.cpu().split(spec.heads), strict=True
+                    ):
+                        row[name][number] = round_digits(value_H.tolist())
         return row
 
     def _attention(self) -> dict[str, list[Any]]:
         row: dict[str, list[Any]] = {name: [] for name in patterns.MEASURES}
-        for tokens_BT, look in (
-            (self.tokens_BT, patterns.patterns),
-            (self.repeats_BT, patterns.repeat_patterns),
+        for tokens_BT, measure in (
+            (self.tokens_BT, patterns.compute_patterns),
+            (self.repeats_BT, patterns.compute_repeat_patterns),
         ):
             with self.autocast():
-                for layer, x_BTD in self.model.streams(tokens_BT):
+                for layer, inputs in self.model.attention_inputs(tokens_BT):
                     with torch.autocast(tokens_BT.device.type, enabled=False):
-                        for name, value_H in look(patterns.scores(layer, x_BTD)).items():
-                            row[name].append(rounded(value_H.tolist()))
+                        for name, value_H in measure(
+                            patterns.attention_scores(layer, inputs)
+                        ).items():
+                            row[name].append(round_digits(value_H.tolist()))
         return row
 
 
-def repeated(tokens_BT: Tensor) -> Tensor:
-    """Blocks of random tokens, each twice in a row: of half the length, of tokens among the given
-    ones, without a token twice in a block where there are as many. The same whatever asks.
+def repeat_blocks(tokens_BT: Tensor) -> Tensor:
+    """Return sequences of a random block of tokens and its repetition, always the same.
+
+    The tokens of a block are drawn from the given ones, without replacement where there are enough.
     """
     rows, length = tokens_BT.shape
     block = max(1, length // 2)
     known = np.unique(tokens_BT.cpu().numpy())
-    rng = stream(0, "mechanism", "repeats")
-    few = len(known) < block
-    blocks_BT = np.stack([rng.choice(known, block, replace=few) for _ in range(rows)])
+    rng = named_generator(0, "mechanism", "repeats")
+    replace = len(known) < block
+    blocks_BT = np.stack([rng.choice(known, block, replace=replace) for _ in range(rows)])
     return torch.from_numpy(np.tile(blocks_BT, 2)).to(tokens_BT)
 
 
-def rounded(value: Any) -> Any:
-    """To the digits that are kept; None for what is no number."""
+def round_digits(value: Any) -> Any:
+    """Round to the digits that are stored; None for values that are not finite."""
     if isinstance(value, list):
-        return [rounded(one) for one in value]
+        return [round_digits(item) for item in value]
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""What the attention does: how far scores spread, what is looked at, heads that go on with repeats.
+"""Measures of attention: spread of the scores, attended positions, induction heads.
 
 Shape suffixes: B sequences, T queries, S keys, H heads, L layers.
 """
@@ -6,8 +6,7 @@ Shape suffixes: B sequences, T queries, S keys, H heads, L layers.
 import torch
 from torch import Tensor
 
-from qkablate.attention import Attention
-from qkablate.models.gpt import GPT
+from qkablate.models.base import AttentionLayer, Model
 
 MEASURES = (
     *("score_std", "score_max", "entropy", "self", "first", "previous", "sink"),
@@ -15,30 +14,31 @@ MEASURES = (
 )
 
 
-def patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
-    """Of the scores that softmax sees, −∞ where a position is hidden. A query counts where it sees
-    two positions or more; NaN where there is none.
+def compute_patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
+    """Return the measures of scores that are −∞ where masked.
 
-    score_std  of the visible scores of a query about their mean, pooled over queries
-    score_max  the largest of all
-    entropy    of a query's weights, in nats; mean, as of all that follow
+    Only queries that see two positions or more are counted; NaN if there are none.
+
+    score_std  standard deviation of the visible scores of a query, pooled over queries
+    score_max  the largest score
+    entropy    of the weights of a query, in nats; mean over queries, like the following
     self       weight on the query's own position
-    first      on the first position
-    previous   on the position before
-    sink       see there
+    first      weight on the first position
+    previous   weight on the preceding position
+    sink       see `sink`
     """
     a_BHTS, visible_BHTS = s_BHTS.softmax(-1), s_BHTS != -torch.inf
-    seen_BHT = visible_BHTS.sum(-1)
-    counts_BHT = (seen_BHT > 1).to(s_BHTS.dtype)
+    num_visible_BHT = visible_BHTS.sum(-1)
+    counts_BHT = (num_visible_BHT > 1).to(s_BHTS.dtype)
     queries_H = counts_BHT.sum((0, 2))
 
     def mean(x_BHT: Tensor) -> Tensor:
         return (x_BHT * counts_BHT).sum((0, 2)) / queries_H
 
-    known_BHTS = s_BHTS.where(visible_BHTS, 0.0)
-    middle_BHT1 = (known_BHTS.sum(-1) / seen_BHT).unsqueeze(-1)
-    square_BHTS = (known_BHTS - middle_BHT1).square().where(visible_BHTS, 0.0)
-    freedom_H = (seen_BHT - 1).clamp(min=0).sum((0, 2))
+    visible_scores_BHTS = s_BHTS.where(visible_BHTS, 0.0)
+    mean_BHT1 = (visible_scores_BHTS.sum(-1) / num_visible_BHT).unsqueeze(-1)
+    square_BHTS = (visible_scores_BHTS - mean_BHT1).square().where(visible_BHTS, 0.0)
+    freedom_H = (num_visible_BHT - 1).clamp(min=0).sum((0, 2))
     return {
         "score_std": (square_BHTS.sum((0, 2, 3)) / freedom_H).sqrt(),
         "score_max": s_BHTS.amax((0, 2, 3)),
@@ -46,36 +46,38 @@ def patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
         "self": mean(a_BHTS.diagonal(dim1=-2, dim2=-1)),
         "first": mean(a_BHTS[..., 0]),
         "previous": mean(_previous(a_BHTS)),
-        "sink": sink(a_BHTS, seen_BHT),
+        "sink": sink(a_BHTS, num_visible_BHT),
     }
 
 
-def sink(a_BHTS: Tensor, seen_BHT: Tensor) -> Tensor:
-    """What the later half of the queries give to the position of the earlier half that they give
-    most, on average, beyond an equal share (1 of as many as a query sees); mean over sequences.
-    0 is uniform attention, near 1 all looks at one position, below 0 at none of them.
+def sink(a_BHTS: Tensor, num_visible_BHT: Tensor) -> Tensor:
+    """Return the attention to the strongest sink, beyond uniform attention; mean over sequences.
+
+    The sink is the position of the first half that gets the most weight from the queries of the
+    second half, on average. 0 is uniform attention, near 1 all weight is on one position, and below
+    0 the first half gets less than its share.
     """
     half = a_BHTS.shape[-1] // 2
     if not half:
         return a_BHTS.new_full(a_BHTS.shape[1:2], torch.nan)
     received_BHS = a_BHTS[:, :, half:, :half].mean(2)
-    equal_BH = (1 / seen_BHT[:, :, half:]).mean(2)
-    return (received_BHS.amax(-1) - equal_BH).mean(0)
+    uniform_BH = (1 / num_visible_BHT[:, :, half:]).mean(2)
+    return (received_BHS.amax(-1) - uniform_BH).mean(0)
 
 
-def repeat_patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
-    """Of the scores on a block of tokens that comes twice.
+def compute_repeat_patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
+    """Return the measures of scores on a repeated block of tokens.
 
-    induction        weight that the second copy gives to what came after a token's first coming
+    induction        weight from a token of the second copy on the successor of its first occurrence
                      (Elhage et al., 2021; Olsson et al., 2022)
-    repeat_previous  weight on the position before, which such a head needs below itself
+    repeat_previous  weight on the preceding position, which induction needs in an earlier layer
     """
     block = s_BHTS.shape[-1] // 2
-    if block < 2:  # what comes after is the token itself
+    if block < 2:  # the successor is the token itself
         nan_H = s_BHTS.new_full(s_BHTS.shape[1:2], torch.nan)
         return {"induction": nan_H, "repeat_previous": nan_H}
     a_BHTS = s_BHTS.softmax(-1)
-    # Entry t of this diagonal is the query block − 1 + t, which looks at the key t.
+    # Entry t of this diagonal is the weight of the query block − 1 + t on the key t.
     after_BHT = a_BHTS.diagonal(1 - block, -2, -1)[..., 1:]
     return {
         "induction": after_BHT.mean((0, 2)),
@@ -84,17 +86,18 @@ def repeat_patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def attention_weights(model: GPT, tokens_T: Tensor) -> Tensor:
-    """A_LHTS: the attention of every layer and head for one row of tokens."""
-    layers = model.streams(tokens_T.unsqueeze(0))
-    return torch.stack([scores(layer, x_BTD)[0].softmax(-1) for layer, x_BTD in layers])
+def attention_weights(model: Model, tokens_T: Tensor) -> Tensor:
+    """Return the attention weights A_LHTS of all layers and heads for one sequence."""
+    layers = model.attention_inputs(tokens_T.unsqueeze(0))
+    return torch.stack([attention_scores(*layer)[0].softmax(-1) for layer in layers])
 
 
-def scores(layer: Attention, x_BTD: Tensor) -> Tensor:
-    """S_BHTS in the weights' own precision, whatever x was computed in."""
-    return layer.scores(x_BTD.to(layer.qk.like.dtype))
+def attention_scores(layer: AttentionLayer, inputs: tuple[Tensor, ...]) -> Tensor:
+    """Return S_BHTS in the precision of the weights, whatever that of the inputs."""
+    dtype = layer.module.qk.like.dtype
+    return layer.module.scores(*(x.to(dtype) for x in inputs), causal=layer.causal)
 
 
 def _previous(a_BHTS: Tensor) -> Tensor:
-    """Of every query; the first has none."""
+    """Return the weight of each query on the preceding position; 0 for the first query."""
     return torch.nn.functional.pad(a_BHTS.diagonal(-1, -2, -1), (1, 0))

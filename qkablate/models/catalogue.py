@@ -1,6 +1,6 @@
-"""From names to circuits: the built-in ones, a user's own file, and what installed packages offer.
+"""Circuits by name: built-in ones, a user's file, and entry points of installed packages.
 
-A file is imported because the command line names it, never because a run folder does.
+A file is executed only if the command line names it, never because a run folder does.
 """
 
 import copy
@@ -16,17 +16,25 @@ from types import ModuleType
 
 import torch
 
-from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Meaningless, Spec
+from qkablate.attention import (
+    OV,
+    OV_CIRCUITS,
+    QK,
+    QK_CIRCUITS,
+    Attention,
+    Spec,
+    UnsupportedCombination,
+)
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
-from qkablate.errors import Impossible, UserError, nearest
+from qkablate.errors import ImpossibleConfig, UserError, nearest_hint
 
-ENTRY_POINTS = "qkablate.circuits"  # the group in which a package offers circuits
+ENTRY_POINTS = "qkablate.circuits"  # the entry-point group for circuits of other packages
 GPT2_SIGMA = 0.02
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """A circuit from outside: its class, and the hash of the file it stands in."""
+class ExternalCircuit:
+    """A circuit from a user's file or another package, with the hash of its file."""
 
     name: str
     circuit: type[QK] | type[OV]
@@ -34,52 +42,58 @@ class Foreign:
     file: Path
 
 
-def settle(config: Config) -> tuple[Config, dict[str, str]]:
-    """The config with the names of the circuits that `variant.file` brings, and the hashes of the
-    files of all circuits from outside.
+def resolve_circuits(config: Config) -> tuple[Config, dict[str, str]]:
+    """Return the config with the circuit of `variant.file` filled in, and hashes of external files.
+
+    The hashes (name → sha256) cover circuits of `variant.file` and of installed packages.
     """
     variant = config.variant
-    foreign: list[Foreign] = []
+    external: list[ExternalCircuit] = []
     if variant.file is not None:
-        own = load_file(variant.file)
-        side = "qk" if issubclass(own.circuit, QK) else "ov"
-        if (given := getattr(variant, side)) not in ("separate", own.name):
+        from_file = load_file(variant.file)
+        side = "qk" if issubclass(from_file.circuit, QK) else "ov"
+        if (current := getattr(variant, side)) not in ("separate", from_file.name):
             raise UserError(
-                f"variant.file: '{variant.file}' is the {side.upper()} circuit, and variant.{side}"
-                f" is '{given}' already; give one of the two"
+                f"variant.file: '{variant.file}' defines the {side.upper()} circuit, but"
+                f" variant.{side} is '{current}'; set only one of the two"
             )
-        plain = resolve_variant(replace(variant, name="standard"), config.model).name
-        if variant.name == plain:  # not the user's own name, and not true any more
+        default_name = resolve_variant(replace(variant, name="standard"), config.model).name
+        if variant.name == default_name:  # not chosen by the user, and wrong with this circuit
             variant = replace(variant, name="standard")
-        variant = replace(variant, **{side: own.name})  # type: ignore[arg-type]
+        variant = replace(variant, **{side: from_file.name})  # type: ignore[arg-type]
         variant = resolve_variant(variant, config.model)
-        foreign.append(own)
+        external.append(from_file)
     for side in ("qk", "ov"):
         name = getattr(variant, side)
-        if name not in {own.name for own in foreign} and (found := _offered(side, name)):
-            foreign.append(found)
-    if foreign:
-        _check_used(variant)
-    return replace(config, variant=variant), {own.name: own.sha256 for own in foreign}
+        if name not in {circuit.name for circuit in external} and (
+            circuit := _find_entry_point(side, name)
+        ):
+            external.append(circuit)
+    if external:
+        _check_sizes(variant)
+    return replace(config, variant=variant), {circuit.name: circuit.sha256 for circuit in external}
 
 
-def circuits(variant: VariantConfig) -> tuple[type[QK], type[OV]]:
-    """The two classes that a variant's names stand for."""
-    own = load_file(variant.file) if variant.file is not None else None
+def circuit_classes(variant: VariantConfig) -> tuple[type[QK], type[OV]]:
+    """Return the QK and the OV class of a variant."""
+    from_file = load_file(variant.file) if variant.file is not None else None
     pair = []
     for kind, known in (("qk", QK_CIRCUITS), ("ov", OV_CIRCUITS)):
         name = getattr(variant, kind)
-        foreign = own if own is not None and own.name == name else _offered(kind, name)
-        if foreign is None and name not in known:
+        is_from_file = from_file is not None and from_file.name == name
+        external = from_file if is_from_file else _find_entry_point(kind, name)
+        if external is None and name not in known:
             names = ", ".join(known)
-            raise UserError(f"variant.{kind}: '{name}' is not one of {names}{nearest(name, known)}")
-        pair.append(foreign.circuit if foreign is not None else known[name])
+            raise UserError(
+                f"variant.{kind}: '{name}' is not one of {names}{nearest_hint(name, known)}"
+            )
+        pair.append(external.circuit if external is not None else known[name])
     return pair[0], pair[1]  # type: ignore[return-value]
 
 
-def spec(model: ModelConfig, variant: VariantConfig) -> Spec:
-    """What the circuits need to know of the model around them."""
-    linear_sigma = (3 * model.d_model) ** -0.5  # of a uniform within ±1/√d
+def make_spec(model: ModelConfig, variant: VariantConfig) -> Spec:
+    """Return the sizes and the initial scale of the circuits of a model."""
+    linear_sigma = (3 * model.d_model) ** -0.5  # of a uniform distribution within ±1/√d
     gpt2 = model.init == "gpt2"
     assert variant.rank is None or isinstance(variant.rank, int)
     assert variant.groups is None or isinstance(variant.groups, int)
@@ -96,7 +110,7 @@ def spec(model: ModelConfig, variant: VariantConfig) -> Spec:
     )
 
 
-def attention(
+def make_attention(
     model: ModelConfig,
     variant: VariantConfig,
     *,
@@ -104,12 +118,12 @@ def attention(
     half: bool = False,
     kernel: str = "auto",
 ) -> Attention:
-    """One attention layer of this model, without values yet; UserError for what has no meaning."""
-    qk, ov = circuits(variant)
-    own = load_file(variant.file) if variant.file is not None else None
+    """Return an uninitialized attention layer; UserError for an unsupported combination."""
+    qk, ov = circuit_classes(variant)
+    from_file = load_file(variant.file) if variant.file is not None else None
     try:
         layer = Attention(
-            spec(model, variant),
+            make_spec(model, variant),
             qk,
             ov,
             norm=variant.norm,
@@ -120,64 +134,66 @@ def attention(
             dropout=model.dropout,
             kernel=kernel,
         )
-        if own is not None:
-            _try(own, layer)
+        if from_file is not None:
+            _check_shapes(from_file, layer)
         return layer
-    except Meaningless as refused:
-        raise Impossible(f"variant: {variant.name} is refused: {refused}") from None
+    except UnsupportedCombination as reason:
+        raise ImpossibleConfig(f"variant: {variant.name} is not supported: {reason}") from None
     except Exception as error:
-        if own is None or isinstance(error, UserError):
+        if from_file is None or isinstance(error, UserError):
             raise
-        raise UserError(f"variant.file: {blame(error, own.file)}") from None
+        raise UserError(f"variant.file: {describe_error(error, from_file.file)}") from None
 
 
-def load_file(path: str) -> Foreign:
-    """The one circuit that a user's Python file defines."""
+def load_file(path: str) -> ExternalCircuit:
+    """Return the circuit that a user's Python file defines."""
     try:
         return _load(path, Path(path).expanduser().read_bytes())
     except OSError as error:
         raise UserError(f"variant.file: cannot read '{path}': {error.strerror}") from None
-    except ValueError as error:  # a path that no file can have
+    except ValueError as error:  # not a valid path
         raise UserError(f"variant.file: cannot read {path!r}: {error}") from None
 
 
 @functools.cache
-def _load(path: str, source: bytes) -> Foreign:
+def _load(path: str, source: bytes) -> ExternalCircuit:
     file = Path(path).expanduser()
     name = file.stem
     if name in {*QK_CIRCUITS, *OV_CIRCUITS} or not name.isidentifier():
         raise UserError(
-            f"variant.file: '{file.name}' gives the circuit its name: letters, digits and _,"
-            " and no name that there is already"
+            f"variant.file: the name of '{file.name}' becomes the name of the circuit; it must"
+            " consist of letters, digits and _ and must not be the name of a built-in circuit"
         )
     module = ModuleType(f"qkablate_variant_{name}")
     module.__file__ = str(file)
     sys.modules[module.__name__] = module
     try:
-        exec(compile(source, str(file), "exec"), module.__dict__)  # what was hashed is what runs
+        exec(
+            compile(source, str(file), "exec"), module.__dict__
+        )  # exactly the bytes that were hashed
     except SyntaxError as error:
         where = f" line {error.lineno}" if error.lineno else ""
         raise UserError(f"variant.file: '{path}'{where}: {error.msg}") from None
     except (Exception, SystemExit) as error:
-        raise UserError(f"variant.file: {blame(error, file)}") from None
-    own = [
+        raise UserError(f"variant.file: {describe_error(error, file)}") from None
+    circuits = [
         value
         for value in vars(module).values()
         if inspect.isclass(value)
         and issubclass(value, (QK, OV))
         and value.__module__ == module.__name__
     ]
-    if len(own) != 1:
-        names = f" ({', '.join(circuit.__name__ for circuit in own)})" if own else ""
+    if len(circuits) != 1:
+        names = f" ({', '.join(circuit.__name__ for circuit in circuits)})" if circuits else ""
         raise UserError(
-            f"variant.file: '{path}' must define one class, a QK or an OV,"
-            f" and defines {len(own)}{names}"
+            f"variant.file: '{path}' must define exactly one subclass of QK or OV, but defines"
+            f" {len(circuits)}{names}"
         )
-    return Foreign(name, own[0], hashlib.sha256(source).hexdigest(), file)
+    return ExternalCircuit(name, circuits[0], hashlib.sha256(source).hexdigest(), file)
 
 
-def blame(error: BaseException, file: Path) -> str:
-    """What went wrong in a user's file, and where in it."""
+def describe_error(error: BaseException, file: Path) -> str:
+    """Return the file, the line and the message of an error in a user's file."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(file)]
     where = f"'{file}'" + (f" line {lines[-1]}" if lines else "")
@@ -185,48 +201,51 @@ def blame(error: BaseException, file: Path) -> str:
     return f"{where}: {type(error).__name__}: {first}"
 
 
-def _check_used(variant: VariantConfig) -> None:
-    """What config checks for the built-in circuits."""
-    pair = circuits(variant)
+def _check_sizes(variant: VariantConfig) -> None:
+    """Check rank and groups for external circuits, as the config does for built-in ones."""
+    pair = circuit_classes(variant)
     for key in ("rank", "groups"):
-        given, users = getattr(variant, key), [c.__name__ for c in pair if key in c.uses]
-        if users and given is None:
+        value, users = getattr(variant, key), [c.__name__ for c in pair if key in c.uses]
+        if users and value is None:
             raise UserError(f"variant.{key}: {users[0]} needs a number")
-        if given is not None and not users:
+        if value is not None and not users:
             raise UserError(
-                f"variant.{key}: {given} given, but qk={variant.qk}, ov={variant.ov} have none"
+                f"variant.{key}: {value} given, but qk={variant.qk} and ov={variant.ov} do not use"
+                " it"
             )
 
 
-def _try(own: Foreign, layer: Attention) -> None:
-    """Look at the shapes of what a user's circuit gives, before anything is trained."""
-    circuit = layer.qk if isinstance(layer.qk, own.circuit) else layer.ov
+def _check_shapes(external: ExternalCircuit, layer: Attention) -> None:
+    """Check the shapes that a user's circuit returns, before anything is trained."""
+    circuit = layer.qk if isinstance(layer.qk, external.circuit) else layer.ov
     inherited = type(circuit).init_.__module__.startswith("qkablate.")
     if inherited and next(circuit.children(), None) is not None:
-        name = own.circuit.__name__
-        raise UserError(f"variant.file: {name} has torch modules, and no `init_` to start them")
+        name = external.circuit.__name__
+        raise UserError(
+            f"variant.file: {name} contains torch modules but no `init_` that initializes them"
+        )
     model = copy.deepcopy(layer).to("meta")
     x_BTD = torch.empty(2, 3, layer.qk.spec.d_model, device="meta")
     q_BHTE, k_BGSE = model.qk(x_BTD, x_BTD)
     v_BGSV = model.ov.values(x_BTD, k_BGSE)
     qk, ov, heads = layer.qk, layer.ov, layer.qk.spec.heads
-    for what, found, expected in (
+    for what, result, expected in (
         ("queries", q_BHTE, (2, heads, 3, qk.width)),
         ("keys", k_BGSE, (2, qk.key_heads, 3, qk.width)),
         ("values", v_BGSV, (2, ov.value_heads, 3, ov.width)),
         ("write", model.ov.write(v_BGSV.new_empty(2, heads, 3, ov.width)), tuple(x_BTD.shape)),
     ):
-        if tuple(found.shape) != expected:
-            says = "qk.width" if what in ("queries", "keys") else "ov.width"
+        if tuple(result.shape) != expected:
+            key = "qk.width" if what in ("queries", "keys") else "ov.width"
             raise UserError(
-                f"variant.file: {own.circuit.__name__} gives {what} of shape {tuple(found.shape)}"
-                f" for 2 sequences of 3 tokens; {expected} is what its heads and its"
-                f" {says}={expected[-1]} say"
+                f"variant.file: `{what}` of {external.circuit.__name__} returns shape"
+                f" {tuple(result.shape)} for 2 sequences of 3 tokens; {expected} is expected from"
+                f" its heads and {key}={expected[-1]}"
             )
 
 
-def _offered(kind: str, name: str) -> Foreign | None:
-    """What an installed package offers under this name."""
+def _find_entry_point(kind: str, name: str) -> ExternalCircuit | None:
+    """Return the circuit that an installed package registers under this name."""
     if name in QK_CIRCUITS or name in OV_CIRCUITS:
         return None
     for entry in metadata.entry_points(group=ENTRY_POINTS, name=name):
@@ -239,5 +258,7 @@ def _offered(kind: str, name: str) -> Foreign | None:
             ) from None
         if inspect.isclass(circuit) and issubclass(circuit, QK if kind == "qk" else OV):
             file = Path(inspect.getfile(circuit))
-            return Foreign(name, circuit, hashlib.sha256(file.read_bytes()).hexdigest(), file)
+            return ExternalCircuit(
+                name, circuit, hashlib.sha256(file.read_bytes()).hexdigest(), file
+            )
     return None

@@ -1,36 +1,38 @@
-"""What a variant costs: parameters, FLOPs, score memory, KV cache. By formula, from the circuits'
-own; tests hold them against the real counts.
+"""Cost of a variant by formula: parameters, FLOPs, score memory, KV cache.
 
-FLOPs count 2 per multiply-add of every matrix product, the output head included; softmax, norms and
-activations do not count. A causal query sees (T + 1)/2 keys on average, and only those count.
+The formulas are those of the circuits; tests compare them with measured counts. FLOPs count 2 per
+multiply-add of every matmul, the output projection included; softmax, norms and activations are not
+counted. A causal query attends to (T + 1)/2 keys on average, and only those are counted.
 """
 
 from dataclasses import dataclass
 
 from qkablate.attention import Attention
-from qkablate.models.gpt import GPT, MLP
+from qkablate.config import ModelConfig
+from qkablate.models.base import Model
+from qkablate.models.gpt import MLP
 
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Of one layer; FLOPs are forward, per token."""
+    """Cost of one layer; FLOPs are forward, per token."""
 
     params: int
     projections: float
     scores: float
     values: float
-    cached: int  # numbers that a decoder keeps per token
-    scores_held: int  # numbers of a whole score matrix, per sequence
+    cached: int  # numbers that a decoder caches per token
+    score_numel: int  # numbers of a full score matrix, per sequence
 
     @property
     def flops(self) -> float:
         return self.projections + self.scores + self.values
 
 
-def attention_cost(
+def compute_attention_cost(
     layer: Attention, *, keys: float, context: int, tokens_per_pass: float
 ) -> AttentionCost:
-    """`keys` is how many keys a query sees on average."""
+    """Return the cost of a layer whose queries attend to `keys` keys on average."""
     qk, ov = layer.qk, layer.ov
     per_pass = qk.flops_per_pass() + ov.flops_per_pass()
     return AttentionCost(
@@ -39,26 +41,27 @@ def attention_cost(
         scores=2 * qk.spec.heads * qk.width * keys,
         values=2 * qk.spec.heads * ov.width * keys,
         cached=layer.cached_per_token,
-        scores_held=qk.spec.heads * context**2,
+        score_numel=qk.spec.heads * context**2,
     )
 
 
 def mean_causal_keys(context: int) -> float:
-    """How many keys a query of a causal window sees on average, itself included."""
+    """Return how many keys a query of a causal window attends to on average, itself included."""
     return (context + 1) / 2
 
 
 def forward_flops_per_token(
-    model: GPT, keys: float, tokens_per_pass: float, answers: float = 1.0
+    model: Model, keys: float, tokens_per_pass: float, answer_fraction: float = 1.0
 ) -> float:
-    """Of the whole model, when a query sees `keys` keys on average, and the part `answers` of the
-    positions reaches the output projection.
+    """Return the forward FLOPs of the model where queries attend to `keys` keys on average.
+
+    Only `answer_fraction` of the positions reaches the output projection.
     """
     context = model.config.context
-    flops = 2.0 * answers * model.token_embedding.weight.numel()  # as output projection
+    flops = 2.0 * answer_fraction * model.output_weight.numel()
     for module in model.modules():
         if isinstance(module, Attention):
-            flops += attention_cost(
+            flops += compute_attention_cost(
                 module, keys=keys, context=context, tokens_per_pass=tokens_per_pass
             ).flops
         elif isinstance(module, MLP):
@@ -66,33 +69,46 @@ def forward_flops_per_token(
     return flops
 
 
+def training_flops_per_token(
+    model: Model, tokens_per_pass: float, answer_fraction: float = 1.0
+) -> float:
+    """Return forward and backward FLOPs; the backward pass of a matmul costs two matmuls."""
+    keys = mean_causal_keys(model.config.context)
+    return 3 * forward_flops_per_token(model, keys, tokens_per_pass, answer_fraction)
+
+
 @dataclass(frozen=True)
 class Cost:
-    """Of a model; FLOPs per token, bytes at the width of one number."""
+    """Cost of a model; FLOPs are per token."""
 
     params: dict[str, int]
     layer: AttentionCost
     forward: float
     training: float
     cache_bytes: int  # per token, all layers
-    score_bytes: int  # of one sequence in one layer, where a kernel holds them
+    score_bytes: int  # of one sequence in one layer, where a kernel stores them
 
 
-def cost(model: GPT, *, tokens_per_pass: float, number_bytes: int) -> Cost:
+def compute_cost(model: Model, *, tokens_per_pass: float, number_bytes: int) -> Cost:
+    """Return the cost of a model whose caches and scores take `number_bytes` per number."""
     context, keys = model.config.context, mean_causal_keys(model.config.context)
-    layers = model.attentions()
-    layer = attention_cost(layers[0], keys=keys, context=context, tokens_per_pass=tokens_per_pass)
+    layers = model.attention_layers()
+    layer = compute_attention_cost(
+        layers[0].module, keys=keys, context=context, tokens_per_pass=tokens_per_pass
+    )
     return Cost(
-        params=model.ledger(),
+        params=model.parameter_counts(),
         layer=layer,
         forward=forward_flops_per_token(model, keys, tokens_per_pass),
         training=training_flops_per_token(model, tokens_per_pass),
         cache_bytes=layer.cached * number_bytes * len(layers),
-        score_bytes=layer.scores_held * number_bytes,
+        score_bytes=layer.score_numel * number_bytes,
     )
 
 
-def training_flops_per_token(model: GPT, tokens_per_pass: float, answers: float = 1.0) -> float:
-    """Forward and backward: each product costs twice itself in the backward pass."""
-    keys = mean_causal_keys(model.config.context)
-    return 3 * forward_flops_per_token(model, keys, tokens_per_pass, answers)
+MAX_DECOMPOSITION = 2**37  # a few minutes
+
+
+def decomposition_steps(model: ModelConfig) -> int:
+    """Return the order of the steps that decompose every B_h of a layer: d³ per head."""
+    return model.heads * model.d_model**3

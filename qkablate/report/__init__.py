@@ -1,1 +1,1 @@
-"""What the analysis found, for the eye: one page, pictures, markdown, all from the same specs."""
+"""Reports of the analysis: an HTML page, charts as files, Markdown."""

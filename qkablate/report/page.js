@@ -7,7 +7,7 @@
   const root = document.documentElement;
   const linear = document.getElementById("linear");
 
-  // Pictures. Those that are hidden have no width yet, and are drawn when they are shown.
+  // Charts. A hidden panel has no width yet and is drawn once it is shown.
   const straight = (spec) => JSON.parse(JSON.stringify(spec), (key, value) =>
     value && value.type === "log" ? {...value, type: "linear", zero: false} : value);
   async function draw(place) {
@@ -18,7 +18,7 @@
       await vegaEmbed(place, linear.checked ? straight(spec) : spec,
         {config, actions: false, renderer: "svg", ast: true});
     } catch (error) {
-      place.textContent = `This picture could not be drawn: ${error.message}`;
+      place.textContent = `This chart could not be drawn: ${error.message}`;
       console.error(error);
     }
   }
@@ -36,8 +36,8 @@
     });
   }
 
-  // Light and dark: pictures are drawn in the page's own variables, and follow.
-  const themes = ["as the system", "light", "dark"];
+  // Light and dark: charts use CSS variables of the page and follow its theme.
+  const themes = ["system", "light", "dark"];
   const button = document.getElementById("theme");
   button.addEventListener("click", () => {
     const next = themes[(themes.indexOf(root.dataset.theme || themes[0]) + 1) % themes.length];

@@ -1,5 +1,6 @@
-"""The page: one file with everything in it, that asks nothing of any network and runs no script but
-its own, whatever the names in it are.
+"""The HTML page: one self-contained file that makes no network requests.
+
+A content security policy allows no script but its own, whatever the names in the data are.
 """
 
 import base64
@@ -13,120 +14,128 @@ from importlib import resources
 from typing import Any
 
 from qkablate import __version__
-from qkablate.errors import printable
+from qkablate.errors import sanitize
 from qkablate.report import rows
-from qkablate.report.charts import Chart, charts
-from qkablate.report.palette import DARK, LIGHT, css
+from qkablate.report.charts import Chart, make_charts
+from qkablate.report.palette import DARK, LIGHT, to_css
 from qkablate.report.render import CONFIG, SHAPE_PATHS
-from qkablate.report.section import Chapter
-from qkablate.report.text.claims import beside, claim_lines, part_table, settling
-from qkablate.report.text.numbers import cleaned
-from qkablate.report.text.summary import answer
-from qkablate.table import counted
+from qkablate.report.section import Section
+from qkablate.report.text.claims import (
+    format_claim,
+    format_details,
+    format_seeds_needed,
+    make_part_table,
+)
+from qkablate.report.text.numbers import sanitize_all
+from qkablate.report.text.summary import summarize
+from qkablate.table import format_count
 
 
-def page(chapters: Sequence[Chapter], title: str) -> str:
+def render_page(sections: Sequence[Section], title: str) -> str:
+    """Return the page as HTML."""
     from jinja2 import Environment
 
-    library = _library()
-    script = _file("page.js")
+    library = _load_library()
+    script = _read_resource("page.js")
     panels: list[Any] = []
-    shown = [_chapter(chapter, number, panels) for number, chapter in enumerate(chapters)]
+    shown = [_make_section(section, number, panels) for number, section in enumerate(sections)]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    specs = {"config": CONFIG, "panels": cleaned(panels)}
-    return environment.from_string(_file("page.html")).render(
-        title=printable(title),
+    specs = {"config": CONFIG, "panels": sanitize_all(panels)}
+    return environment.from_string(_read_resource("page.html")).render(
+        title=sanitize(title),
         version=__version__,
         written=time.strftime("%Y-%m-%d %H:%M %Z"),
-        policy=_policy(library, script),
-        style=_file("page.css").replace("LIGHT", css(LIGHT)).replace("DARK", css(DARK)),
-        chapters=shown,
-        specs=_packed(specs),
+        policy=_make_policy(library, script),
+        style=_read_resource("page.css")
+        .replace("LIGHT", to_css(LIGHT))
+        .replace("DARK", to_css(DARK)),
+        sections=shown,
+        specs=_pack(specs),
         library=library,
         script=script,
     )
 
 
-def _chapter(chapter: Chapter, number: int, panels: list[Any]) -> dict[str, Any]:
-    study, judgement = chapter.study, chapter.judgement
-    run_columns, run_rows = rows.runs(chapter)
-    verdicts = [[_shown(cell) for cell in row] for row in rows.verdicts(chapter)]
+def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str, Any]:
+    study, judgement = section.study, section.judgement
+    run_columns, run_rows = rows.make_run_rows(section)
+    verdicts = [[_sanitize_cell(cell) for cell in row] for row in rows.make_verdict_rows(section)]
     claim = None
     if judgement is not None:
-        columns, parts = part_table(judgement)
-        said = claim_lines(judgement.claim)
-        more = [*judgement.exploratory, *beside(judgement), *settling(judgement)]
+        columns, parts = make_part_table(judgement)
+        said = format_claim(judgement.claim)
+        more = [*judgement.exploratory, *format_details(judgement), *format_seeds_needed(judgement)]
         claim = {"columns": columns, "rows": parts, "said": said, "beside": more}
-    return cleaned(
+    return sanitize_all(
         {
             "id": f"c{number + 1}",
-            "title": chapter.title,
-            "status": status(chapter),
-            "answer": answer(chapter),
+            "title": section.title,
+            "status": format_status(section),
+            "answer": summarize(section),
             "verdict": judgement and judgement.word,
             "says": judgement and judgement.claim.says,
-            "trouble": rows.trouble(chapter),
+            "trouble": rows.find_problems(section),
             "claim": claim,
             "heading": "Verdicts" if judgement is None else "Arm by arm",
             "columns": rows.COLUMNS,
             "arms": verdicts,
-            "count": counted(len(verdicts), "arm"),
+            "count": format_count(len(verdicts), "arm"),
             "words": sorted({str(row[2].key) for row in verdicts}),
-            "notes": notes(chapter),
-            "charts": [_chart(chart, chapter, panels) for chart in charts(chapter)],
-            "audit": rows.audit(chapter),
-            "left_out": [[left.arm, left.control, left.reason] for left in study.manifest.left_out],
+            "notes": make_notes(section),
+            "charts": [_make_chart(chart, section, panels) for chart in make_charts(section)],
+            "audit": rows.make_audit_rows(section),
+            "left_out": [[left.arm, left.control, left.reason] for left in study.left_out],
             "run_columns": run_columns,
             "runs": run_rows,
-            "surroundings": rows.surroundings(chapter),
-            "where": chapter.where,
+            "surroundings": rows.make_environment_rows(section),
+            "where": section.source,
         }
     )
 
 
-def _shown(cell: rows.Cell) -> rows.Cell:
-    return rows.Cell(cleaned(cell.text), cleaned(cell.key))
+def _sanitize_cell(cell: rows.Cell) -> rows.Cell:
+    return rows.Cell(sanitize_all(cell.text), sanitize_all(cell.key))
 
 
-def status(chapter: Chapter) -> str:
-    """64 runs: 60 done, 2 diverged, 2 waiting."""
-    counts = chapter.counts
+def format_status(section: Section) -> str:
+    """Format the status of the runs: 64 runs: 60 done, 2 diverged, 2 waiting."""
+    counts = section.counts
     told = ", ".join(f"{n:,} {word}" for word, n in counts.most_common())
-    said = f"{counted(counts.total(), 'run')}: {told}" if told else "no run"
-    missing = chapter.study.expected - chapter.study.ended
+    said = f"{format_count(counts.total(), 'run')}: {told}" if told else "no run"
+    missing = section.study.expected - section.study.ended
     return said if missing <= 0 else f"{said}. {missing:,} without a result yet, or failed."
 
 
-def notes(chapter: Chapter) -> list[str]:
-    beside = (
-        "Here every arm stands by itself, and is asked whether there is any gap at all. What the"
-        " claim says, with its margin, is decided above."
+def make_notes(section: Section) -> list[str]:
+    """Return the notes below the table of verdicts."""
+    exploratory = (
+        "This table tests each arm separately for any difference from its baseline. The claim,"
+        " with its margin, is judged above."
     )
     return [
-        *([beside] if chapter.judgement is not None else []),
-        *_margin(chapter),
-        "gap: test loss of the arm minus that of its baseline with the same seed; below zero is"
-        " better. The interval is Student's, of the pairs, for one arm by itself; p is adjusted by"
-        " Holm over the arms of one size, and decides the verdict; the answer above takes all"
-        " gaps together.",
-        "could have found: the smallest gap that these seeds would have found four times of five."
-        " “none found” is no sign that there is none.",
-        "ranks, growth, equivalents and every test: qkablate results",
-        "verdicts with ! or ✗: the audit below warns. Parameters without embeddings; KV cache with"
-        " 16-bit numbers. 0.01 nats are 1 % of perplexity.",
+        *([exploratory] if section.judgement is not None else []),
+        *_margin_notes(section),
+        "gap: test loss of the arm minus test loss of its baseline with the same seed; negative is"
+        " better. Intervals are Student's t intervals over pairs, unadjusted; verdicts use p"
+        " adjusted by Holm over the arms of one size; the summary above adjusts over all gaps.",
+        "smallest detectable effect: the gap that these seeds detect with 80 % power."
+        " “no difference found” does not mean that the arms are equal.",
+        "ranks, scaling, equivalents and all tests: qkablate results",
+        "! or ✗: the audit below has a warning. Parameters exclude embeddings; KV cache in 16-bit"
+        " numbers. 0.01 nats correspond to 1 % in perplexity.",
     ]
 
 
-def _margin(chapter: Chapter) -> list[str]:
-    margins = [one["margin"]["nats"] for one in chapter.found["gaps"] if one["margin"]]
+def _margin_notes(section: Section) -> list[str]:
+    margins = [gap.margin.nats for gap in section.summary.gaps if gap.margin]
     return [
-        f"margin: {nats:g} nats. “not worse”: the gap is below it; “equivalent”: within ± it; by"
-        " one-sided t tests, adjusted by Holm. Their p stands under gaps, with every test."
+        f"margin: {nats:g} nats. “not worse”: the gap is below the margin; “equivalent”: within ±"
+        " the margin; one-sided t tests, adjusted by Holm. qkablate results lists their p values."
         for nats in margins[:1]
     ]
 
 
-def _chart(chart: Chart, chapter: Chapter, panels: list[Any]) -> dict[str, Any]:
+def _make_chart(chart: Chart, section: Section, panels: list[Any]) -> dict[str, Any]:
     shown = []
     for panel in chart.panels:
         shown.append({"title": panel.title, "number": len(panels)})
@@ -135,37 +144,37 @@ def _chart(chart: Chart, chapter: Chapter, panels: list[Any]) -> dict[str, Any]:
     legend = [
         {
             "name": name,
-            "colour": look.colour,
+            "color": look.color,
             "dash": " ".join(map(str, look.dash)) if look.dash != [1, 0] else "none",
             "shape": SHAPE_PATHS[look.shape],
         }
         for name in chart.variants
-        for look in [chapter.looks[name]]
+        for look in [section.styles[name]]
     ]
     own = {"name": chart.name, "title": chart.title, "caption": chart.caption}
     return own | {"panels": shown, "legend": legend}
 
 
-def _packed(value: Any) -> str:
-    """JSON, a tenth of its size, in signs that end no element."""
+def _pack(value: Any) -> str:
+    """Return gzipped JSON as base64, which cannot close an HTML element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 @lru_cache
-def _library() -> str:
-    """Vega, Vega-Lite and what embeds them: two seconds' work."""
+def _load_library() -> str:
+    """Return Vega, Vega-Lite and vega-embed as one script; takes two seconds."""
     import vl_convert
 
     return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
 
 
-def _policy(*scripts: str) -> str:
+def _make_policy(*scripts: str) -> str:
     hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     own = f"script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
     return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
 
 
-def _file(name: str) -> str:
+def _read_resource(name: str) -> str:
     return (resources.files("qkablate.report") / name).read_text(encoding="utf-8")

@@ -1,10 +1,10 @@
-"""The look of a variant, the same in every picture: a colour, and a dash and a shape for those who
-see no colours or print in grey.
+"""Styles of variants, the same in every chart: a color, a dash pattern and a point shape.
 
-Colours are names of CSS variables, so that one picture serves light, dark and paper; `plain` puts
-the light ones in their place, for files that stand alone. Each set was searched for: seven hues in
-which the nearest two are furthest apart under normal sight, deuteranopia, protanopia and
-tritanopia, with a contrast of 3 : 1 or more to the ground.
+Dashes and shapes keep variants distinguishable in grayscale and for color-blind readers. Colors are
+CSS variables, so that one chart serves light and dark themes; `use_light_colors` inserts the light
+values for standalone files. Each set of seven hues maximizes the smallest distance between two of
+them under normal vision, deuteranopia, protanopia and tritanopia, with a contrast of at least 3 : 1
+to the background.
 """
 
 import itertools
@@ -28,7 +28,7 @@ LIGHT = {
     "c5": "#b28f00",
     "c6": "#149ecc",
     "c7": "#4c0000",
-    # Lower loss is blue, higher is orange, and nothing is the ground.
+    # Diverging scale: lower loss is blue, higher is orange, no difference is neutral.
     "low3": "#5b8fd6",
     "low2": "#9bbce8",
     "low1": "#d3e1f5",
@@ -65,7 +65,7 @@ HUES = 7
 DASHES = ([1, 0], [6, 3], [2, 2], [9, 3, 2, 3])
 SHAPES = ("circle", "square", "triangle-up", "diamond")
 
-# Those that are asked about most have a hue of their own.
+# The most common variants have a hue of their own.
 _FIRST = ("merged_w", "shared_qk", "no_q", "no_v", "no_k", "gqa", "no_o")
 _SECOND = ("symmetric_w", "low_rank_w", "qk_norm", "tied_kv", "no_qk", "mqa", "tied_qkv")
 _THIRD = ("sym_pairwise", "four_matrix", "wide_qk", "merged_ov", "uniform", "collaborative")
@@ -76,45 +76,50 @@ _SLOTS: dict[str, int] = {
     for place, name in enumerate(names)
 }
 
-_FOREIGN = len(_SLOTS) + 99
+_NO_SLOT = len(_SLOTS) + 99
 
 
 @dataclass(frozen=True)
-class Look:
-    colour: str
+class Style:
+    """Color, dash pattern and point shape of a variant."""
+
+    color: str
     dash: list[int]
     shape: str
 
 
-def looks(variants: Iterable[str]) -> dict[str, Look]:
-    """Standard is grey. Of several ranks or groups of a variant the first has its look; these, and
-    variants that are not ours, take the first looks that are free. Beyond 28 they come again.
+def assign_styles(variants: Iterable[str]) -> dict[str, Style]:
+    """Return the style of each variant; standard is gray.
+
+    Of several ranks or groups of a variant, the first has the variant's own style. The others, and
+    variants from user files, take free styles in order; styles repeat after 28.
     """
     slots: dict[str, int] = {}
     names = sorted({*variants}, key=lambda name: (name != "standard", _slot(name), name))
     for name in names[names[:1] == ["standard"] :]:
         own = _slot(name)
-        slots[name] = own if own not in (*slots.values(), _FOREIGN) else -1
-    # What is nobody's is taken before what is another's who is not here.
+        slots[name] = own if own not in (*slots.values(), _NO_SLOT) else -1
+    # Slots that belong to no built-in variant come first.
     unused = [slot for slot in range(HUES * len(DASHES)) if slot not in slots.values()]
     free = itertools.cycle(sorted(unused or [0], key=lambda slot: slot in _SLOTS.values()))
-    found = {"standard": Look("var(--c0)", DASHES[0], SHAPES[0])} if "standard" in names else {}
+    found = {"standard": Style("var(--c0)", DASHES[0], SHAPES[0])} if "standard" in names else {}
     for name, own in slots.items():
         slot = own if own >= 0 else next(free)
-        row = (slot // HUES + slot % HUES) % len(DASHES)  # neighbours differ in more than colour
-        found[name] = Look(f"var(--c{1 + slot % HUES})", DASHES[row], SHAPES[row])
+        row = (slot // HUES + slot % HUES) % len(DASHES)  # neighbours differ in more than color
+        found[name] = Style(f"var(--c{1 + slot % HUES})", DASHES[row], SHAPES[row])
     return found
 
 
 def _slot(name: str) -> int:
-    """That of low_rank_w for low_rank_w_r64."""
-    return _SLOTS.get(name, _SLOTS.get(re.sub(r"_[rg]\d+$", "", name), _FOREIGN))
+    """Return the slot of a variant; low_rank_w_r64 has that of low_rank_w."""
+    return _SLOTS.get(name, _SLOTS.get(re.sub(r"_[rg]\d+$", "", name), _NO_SLOT))
 
 
-def plain(text: str) -> str:
-    """With the light colours in the place of their names."""
-    return re.sub(r"var\(--(\w+)\)", lambda found: LIGHT.get(found[1], found[0]), text)
+def use_light_colors(text: str) -> str:
+    """Replace CSS variables with the colors of the light theme."""
+    return re.sub(r"var\(--(\w+)\)", lambda match: LIGHT.get(match[1], match[0]), text)
 
 
-def css(colours: dict[str, str]) -> str:
-    return ";".join(f"--{name}:{colour}" for name, colour in colours.items())
+def to_css(colors: dict[str, str]) -> str:
+    """Return colors as declarations of CSS variables."""
+    return ";".join(f"--{name}:{color}" for name, color in colors.items())

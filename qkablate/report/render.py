@@ -1,14 +1,15 @@
-"""The same charts as files: SVG and PNG, in the light colours, with their captions."""
+"""Charts as standalone SVG and PNG files, with captions, in the light theme."""
 
 import json
+import textwrap
 from typing import Any, Protocol
 
 from qkablate.errors import UserError
 from qkablate.report.charts import Chart, Spec
-from qkablate.report.palette import plain
-from qkablate.report.text.numbers import cleaned
+from qkablate.report.palette import use_light_colors
+from qkablate.report.text.numbers import sanitize_all
 
-MOST = 24  # panels that one picture holds
+MAX_PANELS = 24  # of one file
 _AXIS = {"gridColor": "var(--line)", "gridOpacity": 0.6, "domainColor": "var(--line)"}
 _AXIS |= {"tickColor": "var(--line)", "labelColor": "var(--ink)", "titleColor": "var(--faint)"}
 CONFIG: Spec = {
@@ -29,65 +30,61 @@ SHAPE_PATHS = {
 
 
 class Titled(Protocol):
-    """What a chart is of: a chapter, or a run."""
+    """Anything with a title that a chart belongs to: a section or a run."""
 
     @property
     def title(self) -> str: ...
 
 
-def picture(chart: Chart, of: Titled, form: str) -> bytes:
-    """A chart as `svg` or `png`."""
+def render_chart(chart: Chart, subject: Titled, form: str) -> bytes:
+    """Return a chart as `svg` or `png`."""
     import vl_convert
 
-    text = plain(json.dumps(cleaned(_whole(chart, of))))
+    text = use_light_colors(json.dumps(sanitize_all(_combine_panels(chart, subject))))
     try:
         if form == "svg":
             return str(vl_convert.vegalite_to_svg(text)).encode()
         return bytes(vl_convert.vegalite_to_png(text, scale=2))
-    except ValueError:  # a name that means something to what draws, as `constructor` does
-        raise UserError(f"the picture of {chart.title.lower()} cannot be drawn") from None
+    except ValueError:  # a name that Vega reserves, such as `constructor`
+        raise UserError(f"chart '{chart.name}' cannot be rendered") from None
 
 
-def _whole(chart: Chart, of: Titled) -> Spec:
-    """All panels in one, with a legend and the caption."""
-    shown = chart.panels[:MOST]
+def _combine_panels(chart: Chart, subject: Titled) -> Spec:
+    """Return all panels as one spec, with a legend and the caption."""
+    shown = chart.panels[:MAX_PANELS]
     caption = chart.caption
     if len(shown) < len(chart.panels):
-        caption += f" The first {MOST} of {len(chart.panels)} sizes."
+        caption += f" Only the first {MAX_PANELS} of {len(chart.panels)} panels are shown."
     columns = 1 if len(shown) == 1 else 2
     width = 620 if columns == 1 else 360
     panels = []
-    for place, panel in enumerate(shown):
+    for index, panel in enumerate(shown):
         wide = {"width", "facet"} & {*panel.spec}
         spec = panel.spec if wide else {"width": width} | panel.spec
         if panel.title:
             spec = {"title": {"text": panel.title, "anchor": "start", "fontSize": 12}} | spec
-        if place == 0:
+        if index == 0:
             spec = _with_legend(spec, chart.variants)
         panels.append(spec)
-    title = {"text": [f"{chart.title} · {of.title}"], "anchor": "start", "fontSize": 15}
-    title |= {"subtitle": _lines(caption, 112 if columns == 2 else 96), "subtitleFontSize": 11}
+    title = {"text": [f"{chart.title} · {subject.title}"], "anchor": "start", "fontSize": 15}
+    title |= {
+        "subtitle": textwrap.wrap(caption, 112 if columns == 2 else 96),
+        "subtitleFontSize": 11,
+    }
     config = CONFIG | {"background": "var(--ground)", "font": "sans-serif"}
     whole = {"concat": panels, "columns": columns, "title": title, "config": config, "padding": 14}
-    # Shades are of one panel; variants are of all.
-    own = {} if chart.variants else {"resolve": {"scale": {"color": "independent"}}}
-    return whole | own
+    # A sequential scale belongs to one panel; the scale of variants to all.
+    return whole if chart.variants else whole | {"resolve": {"scale": {"color": "independent"}}}
 
 
 def _with_legend(value: Any, variants: list[str]) -> Any:
-    """The variants of the chart are told once, above the first panel."""
+    """Return the spec of a panel with the legend of all variants of its chart."""
     if isinstance(value, list):
         return [_with_legend(inner, variants) for inner in value]
     if not isinstance(value, dict):
         return value
-    found = {key: _with_legend(inner, variants) for key, inner in value.items()}
-    if found.get("field") == "variant" and "legend" in found and "scale" in found:
-        found["legend"] = {"title": None, "orient": "top", "values": variants, "columns": 6}
-        found["legend"] |= {"symbolOpacity": 1}
-    return found
-
-
-def _lines(text: str, width: int) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, width)
+    spec = {key: _with_legend(inner, variants) for key, inner in value.items()}
+    if spec.get("field") == "variant" and "legend" in spec and "scale" in spec:
+        spec["legend"] = {"title": None, "orient": "top", "values": variants, "columns": 6}
+        spec["legend"] |= {"symbolOpacity": 1}
+    return spec

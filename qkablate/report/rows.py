@@ -1,46 +1,58 @@
-"""The tables of a report that are its own: verdicts, audit, runs, surroundings."""
+"""Rows of the report's tables: verdicts, audit, runs, environment."""
 
 import shlex
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
-from qkablate.analysis.comparison.audit import BROKEN, MARKS, OK, STATES, WARNING
+from qkablate.analysis.comparison.audit import BROKEN, MARKS, STATES, WARNING, worst_state
+from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.analysis.study.study import Entry, Record
-from qkablate.report.charts import MOST_RUNS
-from qkablate.report.section import Chapter
-from qkablate.report.text.numbers import told_loss, told_open
-from qkablate.report.text.tables import percent_more, says
-from qkablate.table import counted, short, some
+from qkablate.report.charts import MAX_RUNS
+from qkablate.report.section import Section
+from qkablate.report.text.numbers import format_gap_summary, format_loss
+from qkablate.report.text.tables import format_percent_more
+from qkablate.table import format_count, format_list, format_short
 
 COLUMNS = [
     *("arm", "gap, nats [95 %]", "verdict", "parameters", "FLOPs per token", "pairs n", "p (Holm)"),
-    *("could have found, nats", "test loss, nats [95 %]", "runs done", "KV bytes per token"),
+    *(
+        "smallest detectable effect, nats",
+        "test loss, nats [95 %]",
+        "runs done",
+        "KV bytes per token",
+    ),
     *("variant", "d_model", "heads"),
 ]
 
 
 @dataclass(frozen=True)
 class Cell:
+    """A cell's text and the key it is sorted by."""
+
     text: str
-    key: float | str | None = None  # what it is sorted by; None comes last
+    key: float | str | None = None  # None sorts last
 
 
-def verdicts(chapter: Chapter) -> list[list[Cell]]:
-    """A row an arm, the baselines too."""
-    gaps = {one["arm"]: one for one in chapter.found["gaps"]}
-    baselines = {one["baseline"] for one in chapter.found["gaps"]}
-    return [_row(entry, gaps.get(entry.name), baselines) for entry in chapter.study.entries]
+def make_verdict_rows(section: Section) -> list[list[Cell]]:
+    """Return one row per arm, baselines included."""
+    gaps = {one.arm: one for one in section.summary.gaps}
+    baselines = {one.baseline for one in section.summary.gaps}
+    return [_verdict_row(entry, gaps.get(entry.name), baselines) for entry in section.study.entries]
 
 
-def _row(entry: Entry, one: dict[str, Any] | None, baselines: set[str]) -> list[Cell]:
+def _verdict_row(entry: Entry, one: GapSummary | None, baselines: set[str]) -> list[Cell]:
     arm, model = entry.arm, entry.arm.config.model
-    more = one or {}
-    params = _more(f"{arm.params:,}", more.get("params_percent")) if arm.params else "–"
-    flops = _more(short(arm.flops), more.get("flops_percent")) if arm.flops else "–"
-    cached = 2 * arm.cached if arm.cached is not None else None
+    params = (
+        _with_percent(f"{arm.params:,}", one.params_percent if one else None) if arm.params else "–"
+    )
+    flops = (
+        _with_percent(format_short(arm.flops), one.flops_percent if one else None)
+        if arm.flops
+        else "–"
+    )
+    cached = 2 * arm.kv_cache_numbers if arm.kv_cache_numbers is not None else None
     sample = entry.sample
-    gap, verdict, n, p, detectable = _judged(one, entry.name in baselines)
+    gap, verdict, n, p, detectable = _gap_cells(one, entry.name in baselines)
     return [
         Cell(entry.name, entry.name),
         gap,
@@ -50,8 +62,8 @@ def _row(entry: Entry, one: dict[str, Any] | None, baselines: set[str]) -> list[
         n,
         p,
         detectable,
-        Cell(told_loss(sample), sample.mean) if sample.n else Cell("–"),
-        Cell(_ended(entry), len(entry.losses)),
+        Cell(format_loss(sample), sample.mean) if sample.n else Cell("–"),
+        Cell(_format_done(entry), len(entry.losses)),
         Cell("–" if cached is None else f"{cached:,}", cached),
         Cell(arm.variant, arm.variant),
         Cell(str(model.d_model), model.d_model),
@@ -59,116 +71,110 @@ def _row(entry: Entry, one: dict[str, Any] | None, baselines: set[str]) -> list[
     ]
 
 
-def _more(text: str, percent: float | None) -> str:
-    return text if percent is None else f"{text} ({percent_more(percent)})"
+def _with_percent(text: str, percent: float | None) -> str:
+    return text if percent is None else f"{text} ({format_percent_more(percent)})"
 
 
-def _ended(entry: Entry) -> str:
-    """6/6, or 4/6 (1 diverged, 1 failed)."""
+def _format_done(entry: Entry) -> str:
+    """Format the runs that are done: 6/6, or 4/6 (1 diverged, 1 failed)."""
     statuses = Counter(record.status for record in entry.records.values())
     rest = [f"{n} {status}" for status, n in statuses.items() if status != "done"]
     said = f"{statuses['done']}/{len(entry.records)}"
     return f"{said} ({', '.join(rest)})" if rest else said
 
 
-def _judged(one: dict[str, Any] | None, is_baseline: bool) -> list[Cell]:
-    """Gap, verdict, pairs, p, and what could have been found."""
+def _gap_cells(one: GapSummary | None, is_baseline: bool) -> list[Cell]:
+    """Return gap, verdict, pairs, p and smallest detectable effect."""
     if one is None:
         word = "baseline" if is_baseline else "compared with none"
         return [Cell("–"), Cell(word, word), Cell("–"), Cell("–"), Cell("–")]
-    gap = told_open(one) if one["n"] else "–"
-    p, least, word = one["p_holm"], one["detectable"], says(one)
-    doubt = max((check["state"] for check in one["audit"]), key=STATES.index, default=OK)
+    gap = format_gap_summary(one) if one.n else "–"
+    p, least, word = one.p_holm, one.detectable, one.decision
+    doubt = worst_state(one.audit)
     mark = f" {MARKS[doubt]}" if doubt in (WARNING, BROKEN) else ""
     return [
-        Cell(gap, one["mean"]),
+        Cell(gap, one.mean),
         Cell(f"{word}{mark}", word),
-        Cell(str(one["n"]), one["n"]),
+        Cell(str(one.n), one.n),
         Cell("–" if p is None else "< 0.0001" if p < 1e-4 else f"{p:.2g}", p),
         Cell("–" if least is None else f"{least:.2g}", least),
     ]
 
 
-def trouble(chapter: Chapter) -> list[str]:
-    """What could not be read, and what failed, by name."""
-    said = [f"could not be read: {line}" for line in chapter.study.unread]
-    apart = [line for one in chapter.found["function_distance"] for line in one["faults"]]
+def find_problems(section: Section) -> list[str]:
+    """Return a line per run or file that failed or could not be read."""
+    said = [f"could not be read: {line}" for line in section.study.unread]
+    apart = [line for one in section.summary.function_distance for line in one.faults]
     said += [f"function distance: {line}" for line in apart]
     for status in ("damaged", "failed", "waiting"):
-        # One that waits has a reason where its folder is there and cannot be read.
-        records = [r for r in _every(chapter) if r.status == status]
+        # A waiting run has a reason if its folder exists and cannot be read.
+        records = [r for r in section.all_records if r.status == status]
         records = [r for r in records if r.reason or status != "waiting"]
-        said += [f"{r.folder.name}: {_told(r)}" for r in records[:_MOST_TROUBLE]]
-        if (more := len(records) - _MOST_TROUBLE) > 0:
-            said.append(f"{more:,} more {status}: see every run, below")
-    _ = chapter.heads, chapter.examples  # what they lack is known once they are read
-    for record in chapter.study.records:
-        _ = record.courses
-        if record.lacks:
-            said += [f"{record.folder.name}: {line}" for line in record.lacks]
+        said += [f"{r.folder.name}: {_format_status(r)}" for r in records[:_MAX_PROBLEMS]]
+        if (more := len(records) - _MAX_PROBLEMS) > 0:
+            said.append(f"{more:,} more {status}: see the table of runs below")
+    _ = section.heads, section.examples  # reading them records their problems
+    for record in section.study.records:
+        _ = record.loss_curves
+        if record.problems:
+            said += [f"{record.folder.name}: {line}" for line in record.problems]
     return said
 
 
-def _every(chapter: Chapter) -> list[Record]:
-    """The runs, and those that serve to tune."""
-    tuning = [r for by_seed in chapter.study.tuning.values() for r in by_seed.values()]
-    return [*chapter.study.records, *tuning]
+_MAX_PROBLEMS = 10  # listed per status
 
 
-_MOST_TROUBLE = 10  # of a kind, told one by one
-
-
-def audit(chapter: Chapter) -> list[list[str]]:
-    """Every answer of the audit once, the worst first, with the arms it is given for."""
+def make_audit_rows(section: Section) -> list[list[str]]:
+    """Return each result of the audit once with its arms, the worst first."""
     said: dict[tuple[str, str, str], list[str]] = {}
-    for one in chapter.found["gaps"]:
-        for check in one["audit"]:
-            text = check["says"].replace(one["arm"], "the arm")
-            text = text.replace(one["baseline"], "the baseline")
-            said.setdefault((check["state"], check["name"], text), []).append(one["arm"])
-    every = len(chapter.found["gaps"])
+    for one in section.summary.gaps:
+        for check in one.audit:
+            text = check.message.replace(one.arm, "the arm")
+            text = text.replace(one.baseline, "the baseline")
+            said.setdefault((check.state, check.name, text), []).append(one.arm)
+    every = len(section.summary.gaps)
     rows: dict[tuple[str, str], list[list[str]]] = {}
     for (state, name, text), arms in sorted(said.items(), key=lambda item: -len(item[1])):
-        own = "all" if len(arms) == every else some(arms)
+        own = "all" if len(arms) == every else format_list(arms)
         rows.setdefault((state, name), []).append(
             [f"{MARKS[state] or '✓'} {state}", name, text, own]
         )
     found = []
     for (state, name), answers in sorted(rows.items(), key=lambda one: -STATES.index(one[0][0])):
-        most = _MOST_DOUBTS if state in (WARNING, BROKEN) else _MOST_ANSWERS
+        most = _MAX_WARNINGS if state in (WARNING, BROKEN) else _MAX_ANSWERS
         found += answers[:most]
         if more := answers[most:]:
-            told = f"{len(more)} answers more: qkablate results --format json"
+            told = f"{len(more)} more: qkablate results --format json"
             found.append([answers[0][0], name, told, ""])
     return found
 
 
-_MOST_ANSWERS, _MOST_DOUBTS = 4, 40  # that are told one by one
+_MAX_ANSWERS, _MAX_WARNINGS = 4, 40  # listed per check
 
 
-RUNS = ["run", "status", "seed", "lr", "validation loss", "test loss", "command"]
-ARMS = ["arm", "lr", "done", "test loss of every seed", "command"]
+RUN_COLUMNS = ["run", "status", "seed", "lr", "validation loss", "test loss", "command"]
+ARM_COLUMNS = ["arm", "lr", "done", "test loss of every seed", "command"]
 
 
-def runs(chapter: Chapter) -> tuple[list[str], list[list[str]]]:
-    """Every run; a row an arm where these are many. The last column is a command."""
-    every = _every(chapter)
-    if len(every) <= MOST_RUNS:
-        return RUNS, [_run(chapter, record) for record in every]
+def make_run_rows(section: Section) -> tuple[list[str], list[list[str]]]:
+    """Return header and one row per run, or per arm if there are many; the command comes last."""
+    every = section.all_records
+    if len(every) <= MAX_RUNS:
+        return RUN_COLUMNS, [_run_row(section, record) for record in every]
     rows = [
-        _arm(chapter, entry.name, entry.rate, [*entry.records.values()])
-        for entry in chapter.study.entries
+        _arm_row(section, entry.name, entry.rate, [*entry.records.values()])
+        for entry in section.study.entries
         if entry.records
     ]
     rows += [
-        _arm(chapter, f"{arm} (tuning)", rate, [*by_seed.values()])
-        for (arm, rate), by_seed in chapter.study.tuning.items()
+        _arm_row(section, f"{arm} (tuning)", rate, [*by_seed.values()])
+        for (arm, rate), by_seed in section.study.tuning.items()
     ]
-    return ARMS, rows
+    return ARM_COLUMNS, rows
 
 
-def _run(chapter: Chapter, record: Record) -> list[str]:
-    status = _told(record)
+def _run_row(section: Section, record: Record) -> list[str]:
+    status = _format_status(record)
     return [
         record.folder.name + " (tuning)" * record.run.tuning,
         status,
@@ -176,19 +182,19 @@ def _run(chapter: Chapter, record: Record) -> list[str]:
         f"{record.run.changes['optim.lr']:.3g}",
         "–" if record.val is None else f"{record.val:.4f}",
         "–" if record.test is None else f"{record.test:.4f}",
-        shlex.join(["qkablate", "train", *chapter.study.manifest.words_of(record.run)]),
+        shlex.join(["qkablate", "train", *section.study.overrides_of(record.run)]),
     ]
 
 
-def _arm(chapter: Chapter, name: str, rate: float | None, records: list[Record]) -> list[str]:
-    """The command is that of its first run."""
+def _arm_row(section: Section, name: str, rate: float | None, records: list[Record]) -> list[str]:
+    """Return the row of an arm, with the command of its first run."""
     done = sum(record.status == "done" for record in records)
     losses = [record.val if record.run.tuning else record.test for record in records]
     every = [
-        f"{record.seed} {f'{loss:.4f}' if loss is not None else f'({_told(record)})'}"
+        f"{record.seed} {f'{loss:.4f}' if loss is not None else f'({_format_status(record)})'}"
         for record, loss in zip(records, losses, strict=True)
     ]
-    words = chapter.study.manifest.words_of(records[0].run)
+    words = section.study.overrides_of(records[0].run)
     command = shlex.join(["qkablate", "train", *words])
     return [
         name,
@@ -199,32 +205,32 @@ def _arm(chapter: Chapter, name: str, rate: float | None, records: list[Record])
     ]
 
 
-def _told(record: Record) -> str:
-    """Why it has no loss, in a few words."""
+def _format_status(record: Record) -> str:
+    """Format the status of a run, with the reason of a failure."""
     return f"{record.status}: {record.reason[:200]}" if record.reason else record.status
 
 
-def surroundings(chapter: Chapter) -> list[list[str]]:
-    """What the runs were computed with and from, and how many of them."""
-    began = [record for record in _every(chapter) if record.facts.get("device")]
+def make_environment_rows(section: Section) -> list[list[str]]:
+    """Return the software, hardware and data of the runs."""
+    began = [record for record in section.all_records if record.facts.get("device")]
     rows = []
     for key, what in _FACTS.items():
         found = Counter(str(record.facts.get(key)) for record in began)
         values = [
-            f"{value} ({counted(n, 'run')})" if len(found) > 1 else value
+            f"{value} ({format_count(n, 'run')})" if len(found) > 1 else value
             for value, n in found.most_common()
         ]
-        rows.append([what, some(values, 6) if values else "not known: no run has a result"])
+        rows.append([what, format_list(values, 6) if values else "unknown: no run has a result"])
     return rows
 
 
 _FACTS = {
-    "code": "code of qkablate",
+    "code": "qkablate source hash",
     "torch": "torch",
     "cpu": "CPU",
     "device": "device",
     "precision": "precision",
-    "products": "products by",
+    "matmul": "matmul by",
     "kernel": "attention kernel",
     "threads": "threads",
     "packed": "runs side by side",

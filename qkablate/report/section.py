@@ -1,54 +1,56 @@
-"""One part of a report: a sweep, a claim or some runs, with everything that is told of it."""
+"""A section of the report: a sweep, a claim or standalone runs, with their analysis."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from qkablate.analysis.claims.judgement import Judgement
-from qkablate.analysis.comparison.gaps import Family, families
-from qkablate.analysis.comparison.head_metrics import MEASURES, Watched, watch
-from qkablate.analysis.comparison.summary import describe
-from qkablate.analysis.study.attention_maps import Example, example_of
-from qkablate.analysis.study.study import TRAIN, VAL, Entry, Study
-from qkablate.report.palette import Look, looks
+from qkablate.analysis.comparison.gaps import Family, find_families
+from qkablate.analysis.comparison.head_metrics import MEASURES, HeadMetrics, read_head_metrics
+from qkablate.analysis.comparison.summary import StudySummary, describe_study
+from qkablate.analysis.study.attention_maps import ArmAttention, read_arm_attention
+from qkablate.analysis.study.study import TRAIN, VAL, Entry, Record, Study
+from qkablate.report.palette import Style, assign_styles
 
-_CURVE = 5  # readings of validation that make a curve
-_LOOKS, _ALL_LOOKS = 24, 2_000  # diagnosing steps that are read of a run, and of all runs
+_MIN_CURVE = 5  # validation readings that make a curve
+_MAX_STEPS, _MAX_ALL_STEPS = 24, 2_000  # diagnostic steps read of one run, and of all runs
 
 
 @dataclass(frozen=True)
-class Chapter:
+class Section:
+    """A study with its summary and, for a claim, its judgement."""
+
     title: str
-    where: str  # it was read from
+    source: str  # where it was read from
     study: Study
-    found: Mapping[str, Any]  # all that is described of the study
+    summary: StudySummary
     judgement: Judgement | None = None  # of a claim
-    beside: tuple[str, ...] = ()  # variants of other chapters on the page
+    other_variants: tuple[str, ...] = ()  # of the other sections on the page
 
     @classmethod
-    def of(
+    def from_study(
         cls,
         title: str,
-        where: str,
+        source: str,
         study: Study,
         margin: float | None = None,
         judgement: Judgement | None = None,
-    ) -> "Chapter":
-        return cls(title, where, study, describe(study, margin=margin), judgement)
+    ) -> "Section":
+        """Describe the study."""
+        return cls(title, source, study, describe_study(study, margin=margin), judgement)
 
     @property
-    def is_of_a_sweep(self) -> bool:
-        return (self.study.manifest.folder / "manifest.json").exists()
+    def is_sweep(self) -> bool:
+        return self.study.manifest is not None
 
     @cached_property
     def families(self) -> list[Family]:
-        return families(self.study)
+        return find_families(self.study)
 
     @cached_property
-    def looks(self) -> dict[str, Look]:
-        return looks([*self.variants, *self.beside])
+    def styles(self) -> dict[str, Style]:
+        return assign_styles([*self.variants, *self.other_variants])
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -60,59 +62,63 @@ class Chapter:
 
     @cached_property
     def groups(self) -> dict[str, list[Entry]]:
-        """What is drawn in one panel: the arms that stand against one baseline, with it, and those
-        that stand against none.
-        """
-        found: dict[str, list[Entry]] = {}
+        """The arms of each panel: a baseline with its arms, then arms without a baseline."""
+        groups: dict[str, list[Entry]] = {}
         for family in self.families:
-            found[family.baseline.name] = [family.baseline, *(g.arm for g in family.gaps)]
-        placed = {entry.name for group in found.values() for entry in group}
+            groups[family.baseline.name] = [family.baseline, *(g.arm for g in family.gaps)]
+        placed = {entry.name for group in groups.values() for entry in group}
         alone = [entry for entry in self.study.entries if entry.name not in placed]
         for entry in alone:
-            found.setdefault(entry.name if len(alone) <= 4 else "", []).append(entry)
-        return found
+            groups.setdefault(entry.name if len(alone) <= 4 else "", []).append(entry)
+        return groups
 
     @cached_property
-    def heads(self) -> dict[str, Watched]:
-        """What diagnosing steps measured of every arm, where they did."""
-        most = max(2, min(_LOOKS, _ALL_LOOKS // max(1, len(self.study.records))))
-        found = (watch(entry, MEASURES, most) for entry in self.study.entries)
-        return {own.entry.name: own for own in found if own.runs}
+    def heads(self) -> dict[str, HeadMetrics]:
+        """Head metrics of each arm that has diagnostics."""
+        most = max(2, min(_MAX_STEPS, _MAX_ALL_STEPS // max(1, len(self.study.records))))
+        metrics = (read_head_metrics(entry, MEASURES, most) for entry in self.study.entries)
+        return {arm.entry.name: arm for arm in metrics if arm.runs}
 
     @cached_property
-    def examples(self) -> list[Example]:
-        """What the first run of every arm does with one text, where that was kept."""
-        found = (example_of(entry) for entry in self.study.entries)
-        return [own for own in found if own is not None]
+    def examples(self) -> list[ArmAttention]:
+        """Attention maps of the first run of each arm that has any."""
+        maps = (read_arm_attention(entry) for entry in self.study.entries)
+        return [arm for arm in maps if arm is not None]
 
     @cached_property
     def metric(self) -> str:
-        """Whose curves are drawn: validation's, unless it was read a few times only."""
-        begun = [record for record in self.study.records if record.courses[TRAIN]]
-        done = [record for record in begun if record.status == "done"] or begun
-        many = sum(len(record.courses[VAL]) >= _CURVE for record in done)
+        """The loss that curves show: validation, or training where validation has few readings."""
+        started = [record for record in self.study.records if record.loss_curves[TRAIN]]
+        done = [record for record in started if record.status == "done"] or started
+        many = sum(len(record.loss_curves[VAL]) >= _MIN_CURVE for record in done)
         return TRAIN if done and 2 * many < len(done) else VAL
 
     @cached_property
-    def counts(self) -> Counter[str]:
-        """Of the runs, by status; those included that are known to come."""
+    def all_records(self) -> list[Record]:
+        """All runs, then those that tune a learning rate."""
         tuning = [r for by_seed in self.study.tuning.values() for r in by_seed.values()]
-        found = Counter(record.status for record in [*self.study.records, *tuning])
-        found["waiting"] += max(0, self.study.expected - found.total())
-        return +found
+        return [*self.study.records, *tuning]
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """Number of runs by status; expected runs that have no folder yet are waiting."""
+        counts = Counter(record.status for record in self.all_records)
+        counts["waiting"] += max(0, self.study.expected - counts.total())
+        return +counts
 
 
-def together(chapters: Sequence[Chapter]) -> list[Chapter]:
-    """On one page, where a variant has one look."""
-    every = tuple(variant for chapter in chapters for variant in chapter.variants)
-    return [replace(chapter, beside=every) for chapter in chapters]
+def share_styles(sections: Sequence[Section]) -> list[Section]:
+    """Give each variant the same style in all sections of a page."""
+    every = tuple(variant for section in sections for variant in section.variants)
+    return [replace(section, other_variants=every) for section in sections]
 
 
-def span(numbers: list[int]) -> str:
+def format_n(numbers: list[int]) -> str:
+    """Format sample sizes: n = 4, or n = 2 to 4."""
     low, high = min(numbers, default=0), max(numbers, default=0)
     return f"n = {low}" if low == high else f"n = {low} to {high}"
 
 
-def place_of(name: str, variant: str) -> str:
-    """d64-h2 of merged_w-d64-h2: what an arm's name says beyond its variant."""
+def size_label(name: str, variant: str) -> str:
+    """Return the part of an arm's name after its variant: d64-h2 of merged_w-d64-h2."""
     return name.removeprefix(variant).strip("- ")

@@ -1,12 +1,12 @@
-"""Who trains a run: a lease that holds between processes, and between machines that share a folder.
+"""Lease on a run: one process trains it, also among machines that share a folder.
 
-<folder>/owner/
-    00000001    a claim: one line of JSON, a dot for every heartbeat, "released" at the end
+<folder>/lease/
+    00000001    a record: one line of JSON, a dot for every heartbeat, "released" at the end
     00000002    the highest number is the one that counts
 
-A number is never used twice. On one kernel a lock says whether the owner lives: it ends with the
-process, even by kill -9. Between kernels the claim's size does: whoever sees it stand still for
-SILENCE seconds takes over. No clock of another machine, and no time of a file, is believed.
+A number is never used twice. On one kernel a lock shows whether the holder is alive: it ends with
+the process, even by kill -9. Between kernels the size of the record does: an observer that sees no
+heartbeat for TIMEOUT seconds takes over. Neither clocks of other machines nor file times are used.
 """
 
 import fcntl
@@ -25,206 +25,196 @@ from typing import Any, NamedTuple
 
 from qkablate.disk import make_folder, name_exclusively
 
-BEAT = 5.0  # seconds between two heartbeats
-SILENCE = 60.0  # seconds without one, after which the owner counts as dead
+FOLDER = "lease"
+HEARTBEAT = 5.0  # seconds between two heartbeats
+TIMEOUT = 60.0  # seconds without a heartbeat after which the holder counts as dead
 _RELEASED = b"released\n"
-_CLAIM = re.compile("[0-9]{8,}")
-_SOMEONE = "another process"
-# It goes on while the machine sleeps, unlike Linux's monotonic clock: sleep must be noticed.
-_AWAKE_OR_NOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_NAME = re.compile("[0-9]{8,}")
+_UNKNOWN = "another process"
+# Unlike Linux's monotonic clock it includes the time a machine is suspended.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
-class Owned(Exception):
-    """Another process trains the run."""
+class AlreadyRunning(Exception):
+    """Another process holds the lease."""
 
 
-class Lost(Exception):
-    """Another process has taken the run over: this one must write no more."""
+class LeaseLost(Exception):
+    """Another process has taken the lease over: this one must not write any more."""
 
 
-class Claim(NamedTuple):
-    """What stands on disk, at one look."""
+class LeaseRecord(NamedTuple):
+    """The newest record on disk, read once."""
 
     number: int
-    size: int
-    released: bool
-    locked: bool | None  # None where only the heartbeat can tell
-    token: str | None  # None where the claim is damaged
-    by: str
+    size: int = 0
+    released: bool = False
+    locked: bool | None = None  # None: only the heartbeat shows whether the holder is alive
+    token: str | None = None  # None: the record is damaged
+    holder: str = _UNKNOWN
 
 
-class Judgement(NamedTuple):
-    """What an observer makes of a claim."""
+class LeaseState(NamedTuple):
+    """An observer's conclusion about a lease."""
 
-    number: int  # of the claim that counts, 0 where there is none
+    number: int  # of the newest record; 0: there is none
     alive: bool
-    sure: bool  # not merely because it was not watched for long enough
-    by: str
+    sure: bool  # False: it counts as alive only because it was not watched for long enough
+    holder: str
 
 
 def now() -> float:
-    return time.clock_gettime(_AWAKE_OR_NOT)
+    """Return the seconds since the machine was started, including suspended time."""
+    return time.clock_gettime(_CLOCK)
 
 
-class Observer:
-    """Judges claims; the more often it looks, the more it knows."""
+class LeaseObserver:
+    """Liveness of leases, judged by what changes between two looks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # The counter, since when, and whether it has moved under the observer's eyes.
+        # (number, size) of the record, since when, and whether it has changed while observed.
         self._seen: dict[Path, tuple[tuple[int, int] | None, float, bool]] = {}
 
-    def is_owned(self, folder: Path) -> bool:
-        return self.judge(folder).alive
+    def is_leased(self, folder: Path) -> bool:
+        return self.observe(folder).alive
 
-    def judge(self, folder: Path) -> Judgement:
-        before = self._clock()  # a look that takes long, as on a stalled disk, is no silence
-        claim = _newest(folder)
-        if claim is None or claim.released:
-            return Judgement(claim.number if claim else 0, alive=False, sure=True, by="")
-        if claim.locked is not None:
-            return Judgement(claim.number, claim.locked, sure=True, by=claim.by)
-        counter = claim.number, claim.size
-        seen, since, moved = self._seen.get(folder, (None, 0.0, False))
+    def observe(self, folder: Path) -> LeaseState:
+        before = self._clock()  # the time of a slow read, as on a stalled disk, is no silence
+        record = _newest(folder)
+        if record is None or record.released:
+            return LeaseState(record.number if record else 0, alive=False, sure=True, holder="")
+        if record.locked is not None:
+            return LeaseState(record.number, record.locked, sure=True, holder=record.holder)
+        counter = record.number, record.size
+        seen, since, changed = self._seen.get(folder, (None, 0.0, False))
+        timed_out = seen == counter and before - since >= TIMEOUT
         if seen != counter:
-            moved = seen is not None
-            self._seen[folder] = counter, self._clock(), moved
-            return Judgement(claim.number, alive=True, sure=moved, by=claim.by)
-        silent = before - since >= SILENCE
-        return Judgement(claim.number, not silent, sure=silent or moved, by=claim.by)
+            changed = seen is not None
+            self._seen[folder] = counter, self._clock(), changed
+        return LeaseState(record.number, not timed_out, timed_out or changed, record.holder)
 
-    def settle(self, folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Look until it is sure whether the run is owned: about SILENCE seconds at most."""
-        while not self.judge(folder).sure:
+    def wait_until_sure(self, folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Observe until it is certain whether the holder is alive: about TIMEOUT seconds."""
+        while not self.observe(folder).sure:
             sleep(1.0)
 
 
-def is_owned(folder: Path) -> bool:
-    """Whether a process is training the run, at one look."""
-    return Observer().is_owned(folder)
+def is_leased(folder: Path) -> bool:
+    """Return whether the lease is held, as far as a single look can tell."""
+    return LeaseObserver().is_leased(folder)
 
 
 @contextmanager
-def owning(folder: Path, observer: Observer | None = None) -> Iterator["Owner"]:
-    """Own the run; raises Owned where its owner is alive."""
-    observer = observer or Observer()
-    while (owner := _take(folder, observer)) is None:
-        pass
+def hold_lease(folder: Path, observer: LeaseObserver | None = None) -> Iterator["Lease"]:
+    """Hold the lease on a folder; raise AlreadyRunning if its holder is alive."""
+    observer, lease = observer or LeaseObserver(), None
+    while lease is None:
+        make_folder(folder / FOLDER)
+        state = observer.observe(folder)
+        if state.alive:
+            raise AlreadyRunning(f"{folder} is being trained by {state.holder}")
+        with suppress(FileExistsError, FileNotFoundError):  # another process was faster
+            lease = Lease(folder, state.number + 1)
     try:
-        _sweep(folder, owner.number)
-        yield owner
+        _remove_old(folder, lease.number)
+        yield lease
     finally:
-        owner.release()
+        lease.release()
 
 
-class Owner:
-    """A claim that was made, and whether it still counts."""
+class Lease:
+    """A lease that this process has acquired, and may have lost since."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        """Make the claim of this number; FileExistsError if someone else was first."""
+        """Create the record of this number; FileExistsError if another process was first."""
         self.folder, self.number, self._token = folder, number, secrets.token_hex()
         self._lost_to: str | None = None
-        self._looked = now()
-        self._descriptor = _make(folder, number, self._token)
-        _OWNERS.add(self)
-        self._end = threading.Event()
-        self._heart = threading.Thread(target=self._live, name="heartbeat", daemon=True)
-        self._heart.start()
+        self._last_look = now()
+        self._descriptor = _create(folder, number, self._token)
+        _LEASES.add(self)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep_alive, name="heartbeat", daemon=True)
+        self._thread.start()
 
-    def lost(self) -> bool:
-        """Cheap: it looks only if none has for two beats, as after a sleep of the machine."""
-        if self._lost_to is None and now() - self._looked > 2 * BEAT:
+    def is_lost(self) -> bool:
+        """Return whether the lease is lost; reads the disk only after two missed heartbeats."""
+        if self._lost_to is None and now() - self._last_look > 2 * HEARTBEAT:
             with suppress(OSError):
                 self._look()
         return self._lost_to is not None
 
     def check(self) -> None:
-        """Raise Lost where `lost` says so."""
-        if self.lost():
-            raise Lost(f"{self.folder} was taken over by {self._lost_to}; this process stopped")
+        """Raise LeaseLost if the lease is known to be lost."""
+        if self.is_lost():
+            raise LeaseLost(
+                f"{self.folder} was taken over by {self._lost_to}; this process stopped"
+            )
 
     def verify(self) -> None:
-        """Look now, and raise Lost if the claim counts no more."""
+        """Read the newest record, and raise LeaseLost if it is another process's."""
         self._look()
         self.check()
 
     def beat(self) -> None:
-        """One heartbeat, and one look. A disk that is full or away does not end the run here."""
+        """Write a heartbeat and look for a newer record; failures of the disk are ignored."""
         with suppress(OSError):
             os.write(self._descriptor, b".")
-            os.fsync(self._descriptor)  # a network file system would keep it back
+            os.fsync(self._descriptor)  # a network file system would delay it
         with suppress(OSError):
             self._look()
 
     def release(self) -> None:
-        if self._descriptor < 0:  # in a forked child: the claim is its parent's
+        if self._descriptor < 0:  # in a forked child: the lease is its parent's
             return
-        self._end.set()
-        self._heart.join()
+        self._stop.set()
+        self._thread.join()
         if self._lost_to is None:
-            with suppress(OSError):  # then the lock or the silence tells
+            with suppress(OSError):  # the lock or the timeout frees it as well
                 os.write(self._descriptor, _RELEASED)
-        self.forget()
+        self.close()
 
-    def forget(self) -> None:
-        """Close the claim, and with its last descriptor the lock."""
-        _OWNERS.discard(self)
+    def close(self) -> None:
+        """Close the record, and with its last descriptor the lock."""
+        _LEASES.discard(self)
         with suppress(OSError):
             os.close(self._descriptor)
-        self._descriptor, self._lost_to = -1, self._lost_to or _SOMEONE
+        self._descriptor, self._lost_to = -1, self._lost_to or _UNKNOWN
 
-    def _live(self) -> None:
-        while self._lost_to is None and not self._end.wait(BEAT):
+    def _keep_alive(self) -> None:
+        while self._lost_to is None and not self._stop.wait(HEARTBEAT):
             self.beat()
 
     def _look(self) -> None:
         before = now()
-        claim = _newest(self.folder)
-        if claim is None:
-            self._lost_to = self._lost_to or "someone who removed its claim"
-        elif claim.number != self.number or claim.token not in (self._token, None):
-            self._lost_to = claim.by
-        self._looked = before
+        record = _newest(self.folder)
+        if record is None:
+            self._lost_to = self._lost_to or "a process that removed its record"
+        elif record.number != self.number or record.token not in (self._token, None):
+            self._lost_to = record.holder
+        self._last_look = before
 
 
-_OWNERS: set[Owner] = set()
-
-
-def _forget_all() -> None:
-    for owner in list(_OWNERS):
-        owner.forget()
-
-
+_LEASES: set[Lease] = set()
 # A forked child would share the lock, and keep it when its parent is killed.
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=lambda: any(map(Lease.close, list(_LEASES))))
 
 
-def _take(folder: Path, observer: Observer) -> Owner | None:
-    """None where someone else was faster."""
-    make_folder(folder / "owner")
-    found = observer.judge(folder)
-    if found.alive:
-        raise Owned(f"{folder} is being trained by {found.by}")
-    with suppress(FileExistsError, FileNotFoundError):
-        return Owner(folder, found.number + 1)
-    return None
-
-
-def _make(folder: Path, number: int, token: str) -> int:
-    """Make a claim, whole and locked before it has its name; its descriptor."""
-    claim: dict[str, Any] = {"token": token, "host": socket.gethostname(), "pid": os.getpid()}
-    claim |= {"boot": None, "device": None, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    temporary = folder / "owner" / f".{token}.tmp"
+def _create(folder: Path, number: int, token: str) -> int:
+    """Create a record, complete and locked before it gets its name; return its descriptor."""
+    content: dict[str, Any] = {"token": token, "host": socket.gethostname(), "pid": os.getpid()}
+    content |= {"boot": None, "device": None, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    temporary = folder / FOLDER / f".{token}.tmp"
     descriptor = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        with suppress(OSError):  # where there are no locks, the heartbeat speaks alone
+        with suppress(OSError):  # a file system without locks: only the heartbeat counts
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            claim |= _where_locks_hold(descriptor)
-        os.write(descriptor, json.dumps(claim).encode() + b"\n")
+            content |= _lock_scope(descriptor)
+        os.write(descriptor, json.dumps(content).encode() + b"\n")
         os.fsync(descriptor)
-        name_exclusively(temporary, folder / "owner" / f"{number:08d}")
-        if max(map(int, _claims(folder)), default=0) > number:
-            raise FileExistsError(number)  # it had been swept up: a number of the past
+        name_exclusively(temporary, folder / FOLDER / f"{number:08d}")
+        if max(map(int, _names(folder)), default=0) > number:
+            raise FileExistsError(number)  # the number had been used, and its record removed
     except BaseException:
         os.close(descriptor)
         raise
@@ -233,57 +223,63 @@ def _make(folder: Path, number: int, token: str) -> int:
     return descriptor
 
 
-def _sweep(folder: Path, number: int) -> None:
-    """Remove the claims before the last one, and what killed processes left half made."""
-    for name in os.listdir(folder / "owner"):
-        if not _CLAIM.fullmatch(name) or int(name) < number - 1:
+def _remove_old(folder: Path, number: int) -> None:
+    """Remove all records but the last two, and unfinished files of killed processes."""
+    for name in os.listdir(folder / FOLDER):
+        if not _NAME.fullmatch(name) or int(name) < number - 1:
             with suppress(OSError):
-                (folder / "owner" / name).unlink()
+                (folder / FOLDER / name).unlink()
 
 
-def _claims(folder: Path) -> list[str]:
-    try:
-        return list(filter(_CLAIM.fullmatch, os.listdir(folder / "owner")))
-    except FileNotFoundError:
-        return []
+def _names(folder: Path) -> list[str]:
+    with suppress(FileNotFoundError):
+        return list(filter(_NAME.fullmatch, os.listdir(folder / FOLDER)))
+    return []
 
 
-def _newest(folder: Path) -> Claim | None:
-    while names := _claims(folder):
-        with suppress(FileNotFoundError):  # swept up meanwhile: there are newer ones
-            return _read(folder / "owner" / max(names, key=int))
+def _newest(folder: Path) -> LeaseRecord | None:
+    while names := _names(folder):
+        with suppress(FileNotFoundError):  # removed meanwhile: there are newer ones
+            return _read(folder / FOLDER / max(names, key=int))
     return None
 
 
-def _read(path: Path) -> Claim:
+def _read(path: Path) -> LeaseRecord:
+    number = int(path.name)
     try:
-        # Opened even for its size: on a network file system only that asks the server.
+        # On a network file system only opening the file updates its size.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except PermissionError:
-        return Claim(int(path.name), path.stat().st_size, False, None, None, _SOMEONE)
+        return LeaseRecord(number, path.stat().st_size)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return Claim(int(path.name), 0, False, None, None, _SOMEONE)
-        size = os.fstat(descriptor).st_size
-        head = os.pread(descriptor, 4096, 0)  # dots may be many
-        released = os.pread(descriptor, 4096, max(0, size - len(_RELEASED))) == _RELEASED
-        claim = _parsed(head)
-        here = claim.get("boot") and claim.items() >= _where_locks_hold(descriptor).items()
-        locked = _is_locked(descriptor) if here else None
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return LeaseRecord(number)
+        content = _parse(os.pread(descriptor, 4096, 0))  # the heartbeats may be many
+        end = os.pread(descriptor, 4096, max(0, status.st_size - len(_RELEASED)))
+        same_scope = content.get("boot") and content.items() >= _lock_scope(descriptor).items()
+        locked = _is_locked(descriptor) if same_scope else None
     finally:
         os.close(descriptor)
-    by = "process {pid} on {host} since {since}".format_map(claim) if claim else _SOMEONE
-    return Claim(int(path.name), size, released, locked, claim.get("token"), by)
+    template = "process {pid} on {host} since {since}" if content else _UNKNOWN
+    return LeaseRecord(
+        number,
+        status.st_size,
+        released=end == _RELEASED,
+        locked=locked,
+        token=content.get("token"),
+        holder=template.format_map(content),
+    )
 
 
-def _parsed(head: bytes) -> dict[str, Any]:
-    """The line of JSON; empty where it is damaged."""
+def _parse(head: bytes) -> dict[str, Any]:
+    """Return the JSON line of a record; an empty dict if it is damaged."""
     try:
-        claim = json.loads(head.partition(b"\n")[0])
+        content = json.loads(head.partition(b"\n")[0])
     except (ValueError, RecursionError):
         return {}
     keys = {"token", "host", "pid", "boot", "device", "since"}
-    return claim if isinstance(claim, dict) and claim.keys() >= keys else {}
+    return content if isinstance(content, dict) and content.keys() >= keys else {}
 
 
 def _is_locked(descriptor: int) -> bool | None:
@@ -296,8 +292,8 @@ def _is_locked(descriptor: int) -> bool | None:
     return False
 
 
-def _where_locks_hold(descriptor: int) -> dict[str, Any]:
-    """The running kernel, and the mount: two mounts of one network folder may share no locks."""
+def _lock_scope(descriptor: int) -> dict[str, Any]:
+    """Return the running kernel and the mount: two mounts of a network folder may share no lock."""
     boot = None
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

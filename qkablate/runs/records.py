@@ -1,6 +1,4 @@
-"""What stands in a run's files, and whether it is what was written: JSON, rows of metrics, the
-frozen config, the result under its seal.
-"""
+"""Files of a run with their checksums: JSON, rows of metrics, the frozen config, the result."""
 
 import hashlib
 import json
@@ -12,18 +10,20 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from qkablate.disk import name_exclusively, read_file, sync_folder
+from qkablate.strict_json import parse_json
 
 _CHECK = b', "crc32": "%08x"}'  # at the end of a row
-_DEEPEST = 32  # maps and lists in each other, in a frozen config
+_MAX_DEPTH = 32  # nested maps and lists in a frozen config
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically."""
     write_atomic(path, _json(value))
 
 
-def publish_json(path: Path, value: Any) -> None:
-    """The same, but what stands there already stays: FileExistsError."""
-    # A name of its own: two processes that both believe they own the run must not share it.
+def write_json_once(path: Path, value: Any) -> None:
+    """Write JSON atomically; FileExistsError if the file exists."""
+    # A unique name: two processes may both believe that they hold the lease.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         _write_synced(temporary, _json(value))
@@ -34,8 +34,8 @@ def publish_json(path: Path, value: Any) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """All of it or nothing, whatever happens meanwhile."""
-    # A name of its own: two launchers of a sweep may write the same file at once.
+    """Write all of a file or nothing."""
+    # A unique name: two launchers of a sweep may write the same file at the same time.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     _write_synced(temporary, content)
     temporary.replace(path)
@@ -53,98 +53,94 @@ def _write_synced(path: Path, content: str | bytes) -> None:
         os.fsync(file.fileno())
 
 
-def row_line(row: Mapping[str, Any]) -> bytes:
-    """A row of metrics.jsonl, with a checksum of what stands before it."""
-    own = json.dumps(row, allow_nan=False)[:-1].encode()
-    return own + _CHECK % zlib.crc32(own)
+def encode_row(row: Mapping[str, Any]) -> bytes:
+    """Return a row of metrics.jsonl, with a checksum of the text before it."""
+    text = json.dumps(row, allow_nan=False)[:-1].encode()
+    return text + _CHECK % zlib.crc32(text)
 
 
-def read_row(line: bytes) -> dict[str, Any]:
-    """The same, read; ValueError where it is not what was written."""
-    own, check = line[: -len(_CHECK % 0)], line[-len(_CHECK % 0) :]
-    if b'"crc32"' in line and check != _CHECK % zlib.crc32(own):  # older ones have none
-        raise ValueError("a row does not have its checksum")
-    try:
-        row = json.loads(line)
-    except RecursionError as error:
-        raise ValueError(str(error)) from None
+def decode_row(line: bytes) -> dict[str, Any]:
+    """Return the values of a row; ValueError if it is not as it was written."""
+    text, check = line[: -len(_CHECK % 0)], line[-len(_CHECK % 0) :]
+    if b'"crc32"' in line and check != _CHECK % zlib.crc32(text):  # older rows have none
+        raise ValueError("the checksum of a row is wrong")
+    row = parse_json(line)
     if not isinstance(row, dict):
-        raise ValueError("a row is no map")
+        raise ValueError("a row is not a map")
     return row
 
 
 def read_json(path: Path) -> Any:
-    """The content, or None where there is no such file or no whole JSON in it."""
+    """Return the content of a file, or None if it does not exist or is not complete JSON."""
     try:
         text = read_file(path).decode()
-        value = json.loads(text)
-        if "\\u" in text:  # half of a pair is no character, and could be written nowhere
+        value = parse_json(text)
+        if "\\u" in text:  # half of a surrogate pair could not be written again
             json.dumps(value, ensure_ascii=False).encode()
         return value
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The frozen config as plain data, with the id and the identity; ValueError for what no run
-    writes.
-    """
+    """Return the frozen config as plain data, with id and identity; ValueError if it is damaged."""
     import yaml
 
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if available
     try:
         text = read_file(folder / "config.yaml").decode()
         depth = 0
         for event in yaml.parse(text, loader):
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST:  # the time to read it grows with its square
-                raise ValueError("it is not what a run writes: too deep")
-            if isinstance(event, yaml.AliasEvent):  # a few could stand for gigabytes
-                raise ValueError("a frozen config holds no alias")
+            if depth > _MAX_DEPTH:  # reading takes quadratic time
+                raise ValueError("it is not what a run writes: nested too deep")
+            if isinstance(event, yaml.AliasEvent):  # a few could expand to gigabytes
+                raise ValueError("a frozen config contains no alias")
             if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
-                # OmegaConf would look it up, even in the environment.
-                raise ValueError("a frozen config holds no ${…}")
+                # OmegaConf would resolve it, even from the environment.
+                raise ValueError("a frozen config contains no ${…}")
         content = yaml.load(text, loader)
     except (OSError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())[:200]) from None
     except (LookupError, AttributeError, TypeError, OverflowError):  # `!!int ''`
-        raise ValueError("it is not what a run writes: a value that is none of its kind") from None
+        raise ValueError("it is not what a run writes: a value does not fit its type") from None
     if not isinstance(content, dict):
-        raise ValueError("it is not what a run writes: no map")
+        raise ValueError("it is not what a run writes: not a map")
     return content
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """The result of a run that has ended; None where there is none, or one that cannot be."""
+    """Return the result of a run that has ended; None if there is none, or it is damaged."""
     result = read_json(folder / "result.json")
-    return result if isinstance(result, dict) and _is_whole(result) else None
+    return result if isinstance(result, dict) and _is_valid(result) else None
 
 
-def sealed(result: Mapping[str, Any], metrics: Path) -> dict[str, Any]:
-    """With the checksums of the run's course and of the result itself."""
-    course = sha256(read_file(metrics)) if metrics.exists() else None
-    content = {**result, "metrics_sha256": course}
+def seal_result(result: Mapping[str, Any], metrics: Path) -> dict[str, Any]:
+    """Return the result with checksums of the metrics and of itself."""
+    metrics_sha256 = sha256(read_file(metrics)) if metrics.exists() else None
+    content = {**result, "metrics_sha256": metrics_sha256}
     return {**content, "sha256": _seal(content)}
 
 
 def _seal(result: Mapping[str, Any]) -> str:
-    own = {key: value for key, value in result.items() if key != "sha256"}
-    return sha256(json.dumps(own, sort_keys=True).encode())
+    content = {key: value for key, value in result.items() if key != "sha256"}
+    return sha256(json.dumps(content, sort_keys=True).encode())
 
 
 def sha256(content: bytes) -> str:
+    """Return the SHA-256 of some bytes in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """What a result or a metric can be: no infinity, and none of the words that JSON has for it."""
-    return type(value) in (int, float) and abs(value) < 1e18  # of NaN, this is false
+    """Return whether a value is a plausible number: no bool, infinity or NaN."""
+    return type(value) in (int, float) and abs(value) < 1e18  # False for NaN
 
 
-def _is_whole(result: Mapping[str, Any]) -> bool:
+def _is_valid(result: Mapping[str, Any]) -> bool:
     loss, status = result.get("loss"), result.get("status")
-    if result.get("sha256") not in (None, _seal(result)):  # older ones have none
+    if result.get("sha256") not in (None, _seal(result)):  # older results have none
         return False
     if status not in ("done", "diverged", "failed") or not isinstance(loss, dict):
         return False

@@ -1,1 +1,1 @@
-"""From a grid to frozen runs, and from these to results."""
+"""Sweeps: a grid becomes frozen runs, engines train them, and their results become one table."""

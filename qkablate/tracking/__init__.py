@@ -1,7 +1,7 @@
-"""Where a run's events go: the journal on disk is the truth, the terminal and W&B mirror it."""
+"""Outputs of a run: metrics.jsonl, which is authoritative, the terminal, and W&B, if wanted."""
 
-from qkablate.tracking.metrics_file import Journal
+from qkablate.tracking.metrics_file import MetricsFile
 from qkablate.tracking.terminal import Terminal
-from qkablate.tracking.wandb.run import Mirror
+from qkablate.tracking.wandb.run import WandbRun
 
-__all__ = ["Journal", "Mirror", "Terminal"]
+__all__ = ["MetricsFile", "Terminal", "WandbRun"]

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one row a line, on disk as soon as it is written."""
+"""metrics.jsonl: one row per line, written out at once."""
 
 import math
 import os
@@ -6,27 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.disk import sync_folder
-from qkablate.runs.records import row_line
+from qkablate.runs.records import encode_row
 
 
-class Journal:
-    """Appends rows; can be cut back to where a checkpoint was taken."""
+class MetricsFile:
+    """Append-only rows, which can be truncated to the state of a checkpoint."""
 
-    def __init__(self, path: Path, cut: int = 0) -> None:
-        """Open the journal and drop what stands after byte `cut`."""
+    def __init__(self, path: Path, end: int = 0) -> None:
+        """Open the file and drop everything after byte `end`."""
         self._file = path.open("ab")
-        sync_folder(path.parent)  # rows that are forced to disk need a file of that name
-        if self._file.tell() < cut:
+        sync_folder(path.parent)  # synced rows are lost if the file's name is not
+        if self._file.tell() < end:
             raise ValueError(f"{path} is shorter than its checkpoint says")
-        self._file.truncate(cut)
+        self._file.truncate(end)
 
     def log(self, row: dict[str, Any]) -> None:
-        finite = {k: _plain(value) for k, value in row.items()}
-        self._file.write(row_line(finite) + b"\n")
+        finite = {k: _to_json(value) for k, value in row.items()}
+        self._file.write(encode_row(finite) + b"\n")
         self._file.flush()
 
     def sync(self) -> int:
-        """Force the rows to disk; where they end."""
+        """Force the rows to disk and return the file's length."""
         os.fsync(self._file.fileno())
         return self._file.tell()
 
@@ -35,6 +35,6 @@ class Journal:
         self._file.close()
 
 
-def _plain(value: Any) -> Any:
-    """JSON knows no NaN: such a number is written as its name."""
+def _to_json(value: Any) -> Any:
+    """Return NaN and infinities as strings, because JSON has no such numbers."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -7,8 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from qkablate.errors import printable
-from qkablate.redaction import redacted
+from qkablate.errors import sanitize
+from qkablate.redaction import redact
 
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} [{elapsed}, {remaining} left]"
 
@@ -19,7 +19,7 @@ class Terminal:
     def __init__(self, label: str, steps: int, start: int) -> None:
         self._steps, self._start, self._began = steps, start, time.monotonic()
         self._last_line = start
-        self._seen: dict[str, float] = {}
+        self._latest: dict[str, float] = {}
         self._bar: tqdm[Any] | None = None
         if sys.stderr.isatty():
             self._bar = tqdm(
@@ -27,24 +27,24 @@ class Terminal:
             )
 
     def log(self, row: dict[str, Any]) -> None:
-        if "mechanism" in row:  # many numbers, and none of them a progress
+        if "diagnostics" in row:  # diagnostics show no progress
             return
         step = int(row["step"])
         if self._bar is not None:
-            self._seen |= row
-            with suppress(OSError):  # a terminal that is gone is no reason to stop
-                self._bar.bar_format = f"{_BAR}  {_summary(self._seen)}"
+            self._latest |= row
+            with suppress(OSError):  # a closed terminal must not stop the run
+                self._bar.bar_format = f"{_BAR}  {_summary(self._latest)}"
                 self._bar.update(step - self._bar.n)
             return
-        # Plain lines: one an evaluation, and at least twenty a run.
+        # Plain lines: one per evaluation, and at least twenty per run.
         if "val/loss" in row or step - self._last_line >= max(1, self._steps // 20):
             self._last_line = step
             self.note(f"step {step}/{self._steps}  {_summary(row)}{self._left(step)}")
 
     def note(self, text: str) -> None:
-        """A line that the bar must not write over."""
+        """Print a line above the bar."""
         with suppress(OSError), tqdm.external_write_mode(file=sys.stderr):
-            print(printable(redacted(text)), file=sys.stderr, flush=True)
+            print(sanitize(redact(text)), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

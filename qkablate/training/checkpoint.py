@@ -1,10 +1,10 @@
-"""Checkpoints: whole or not there, checked before use, nothing in them that could run code.
+"""Checkpoints: written atomically, verified before use, free of executable content.
 
 checkpoints/step-00000250/
     weights.safetensors   the model
-    state.pt              optimiser and scaler, loadable with weights_only=True
-    progress.json         step, sums, clocks, and where metrics.jsonl stood
-    SHA256SUMS            of the three, as `sha256sum -c` reads it
+    state.pt              optimizer and gradient scaler, loadable with weights_only=True
+    progress.json         step, sums, clocks, and the length of metrics.jsonl
+    SHA256SUMS            of the three, in the format of `sha256sum -c`
 """
 
 import hashlib
@@ -21,30 +21,53 @@ import safetensors.torch
 import torch
 
 from qkablate.disk import make_folder, open_file, read_file, sync_folder
-from qkablate.runs.records import read_row
+from qkablate.runs.records import decode_row
+from qkablate.strict_json import from_json, parse_json
 from qkablate.training.hardware import is_out_of_memory
-from qkablate.training.state import Progress
 
 KEEP = 2  # the newest, and the one before it in case the newest is damaged
 _FILES = ("weights.safetensors", "state.pt", "progress.json")
 
 
-def bytes_needed(params: int) -> int:
-    """Weights and two moments, in fp32, of all checkpoints that can exist at one moment."""
-    return 12 * params * (KEEP + 1) + 2**24
+@dataclass
+class TrainProgress:
+    """The state of a run besides weights and optimizer, as plain numbers for JSON."""
+
+    step: int = 0  # completed steps
+    evaluated: int = -1  # step of the last validation
+    diagnosed: int = -1  # step of the last diagnostics
+    predicted: int = -1  # step of the last predictions
+    loss_sum: float = 0.0  # training loss since the last row of metrics
+    loss_count: int = 0
+    loss_shares: list[float] = field(default_factory=list)  # loss_sum of each rank
+    metrics_end: int = 0  # length of metrics.jsonl in bytes
+    seconds: float = 0.0  # of all sessions
+    speeds: list[float] = field(default_factory=list)  # tokens/s between rows, without warm-up
+    val: dict[str, float] = field(default_factory=dict)  # metrics of the last validation
+
+    def initial_loss_sum(self, rank: int, count: int) -> float:
+        """Return the loss sum that one of `count` ranks resumes from."""
+        if len(self.loss_shares) == count:
+            return self.loss_shares[rank]
+        return self.loss_sum if rank == 0 else 0.0
 
 
 @dataclass
 class Checkpoint:
-    """What training goes on from."""
+    """The state that training resumes from."""
 
-    progress: Progress
+    progress: TrainProgress
     weights: dict[str, torch.Tensor]
     state: dict[str, Any] = field(default_factory=dict)
 
 
+def bytes_needed(params: int) -> int:
+    """Return the size of all checkpoints that can exist at once: fp32 weights and two moments."""
+    return 12 * params * (KEEP + 1) + 2**24
+
+
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write one checkpoint in full, then drop the oldest."""
+    """Write a checkpoint atomically, then delete the oldest."""
     make_folder(folder)
     final = folder / f"step-{checkpoint.progress.step:08d}"
     temporary = folder / f".{final.name}.tmp"
@@ -70,20 +93,20 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
 def load_newest(
     folder: Path, device: str, metrics: Path, note: Callable[[str], None]
 ) -> Checkpoint | None:
-    """The newest checkpoint that is whole, with its rows in `metrics`; others are named."""
+    """Load the newest intact checkpoint whose rows are in `metrics`; note and skip damaged ones."""
     rows = read_file(metrics) if metrics.exists() else b""
-    for path in newest_first(folder):
+    for path in find_checkpoints(folder):
         try:
-            found = load(path, device)
-            own = rows[: found.progress.metrics_end]
-            if len(own) < found.progress.metrics_end or own[-1:] not in (b"", b"\n"):
+            checkpoint = load(path, device)
+            logged = rows[: checkpoint.progress.metrics_end]
+            if len(logged) < checkpoint.progress.metrics_end or logged[-1:] not in (b"", b"\n"):
                 raise ValueError(f"{metrics.name} has lost rows since")
-            if damaged := sum(map(_is_damaged, own.splitlines())):
-                note(f"{metrics} is damaged: of its rows, {damaged} will not be shown")
-            return found
+            if damaged := sum(map(_is_damaged, logged.splitlines())):
+                note(f"{metrics} is damaged: {damaged} of its rows will not be shown")
+            return checkpoint
         except (OSError, ValueError, TypeError) as error:
             note(f"checkpoint {path} is damaged ({error}): not used")
-            # Out of the way of those to come: it must not count as one of the newest.
+            # Renamed, so that it does not count as one of the newest.
             shutil.rmtree(path.with_name(f"damaged-{path.name}"), ignore_errors=True)
             path.rename(path.with_name(f"damaged-{path.name}"))
     return None
@@ -91,32 +114,33 @@ def load_newest(
 
 def _is_damaged(line: bytes) -> bool:
     try:
-        read_row(line)
+        decode_row(line)
     except ValueError:
         return True
     return False
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    for old in newest_first(folder)[count:]:
-        shutil.rmtree(old, ignore_errors=True)
+    """Delete all but the newest checkpoints."""
+    for path in find_checkpoints(folder)[count:]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def load(path: Path, device: str) -> Checkpoint:
-    """One checkpoint; ValueError if it is not what was written."""
-    found = load_weights(path, device)
+    """Load a checkpoint; raise ValueError if it is damaged."""
+    checkpoint = load_weights(path, device)
     _check_sums(path, _FILES[1])
-    found.state = _load_state(path / _FILES[1], device)
-    return found
+    checkpoint.state = _load_state(path / _FILES[1], device)
+    return checkpoint
 
 
 def _load_state(path: Path, device: str) -> dict[str, Any]:
-    """Checked before it is read: what is packed, as nothing of ours is, may be of any size."""
+    """Load state.pt, unless it is compressed: then it could expand to any size."""
     try:
         with zipfile.ZipFile(path) as archive:
-            whole = sum(one.file_size for one in archive.infolist()) <= path.stat().st_size
-        state = torch.load(path, map_location=device, weights_only=True) if whole else None
-    except Exception as error:  # of many types, whatever is in it
+            stored = sum(file.file_size for file in archive.infolist()) <= path.stat().st_size
+        state = torch.load(path, map_location=device, weights_only=True) if stored else None
+    except Exception as error:  # damaged files raise many types
         if is_out_of_memory(error):
             raise
         state = None
@@ -126,16 +150,8 @@ def _load_state(path: Path, device: str) -> dict[str, Any]:
 
 
 def load_weights(path: Path, device: str) -> Checkpoint:
-    """The same without state.pt, which only training needs."""
-    _check_sums(path, _FILES[0], _FILES[2])
-    try:
-        progress = Progress(**json.loads(read_file(path / _FILES[2]).decode()))
-    except RecursionError as error:
-        raise ValueError(f"{_FILES[2]}: {error}") from None
-    for name, value in asdict(Progress()).items():
-        kinds = (int, float) if isinstance(value, float) else type(value)
-        if not isinstance(getattr(progress, name), kinds):
-            raise TypeError(f"{_FILES[2]}: {name} is {getattr(progress, name)!r}")
+    """Load a checkpoint without state.pt, which only training needs."""
+    progress = load_progress(path)
     try:
         weights = safetensors.torch.load_file(path / _FILES[0], device=device)
     except safetensors.SafetensorError as error:
@@ -143,13 +159,20 @@ def load_weights(path: Path, device: str) -> Checkpoint:
     return Checkpoint(progress, weights)
 
 
+def load_progress(path: Path) -> TrainProgress:
+    """Load the progress of a checkpoint, after the checksums of weights and progress."""
+    _check_sums(path, _FILES[0], _FILES[2])
+    return from_json(TrainProgress, parse_json(read_file(path / _FILES[2])), _FILES[2])
+
+
 def weights_sha256(path: Path) -> str:
-    """Of the weights in a checkpoint; ValueError or OSError if they are not what was written."""
+    """Return the hash of a checkpoint's weights; raise ValueError or OSError if damaged."""
     _check_sums(path, _FILES[0], _FILES[2])
     return _sha256(path / _FILES[0])
 
 
-def newest_first(folder: Path) -> list[Path]:
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, newest first."""
     return sorted(folder.glob("step-*"), reverse=True)
 
 

@@ -1,62 +1,65 @@
-"""What a run began with, in its folder: the threads, the versions, the config it is frozen as."""
+"""The environment a run began with, kept in its folder: threads, versions, the frozen config."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
-from qkablate.config import RANGES
+from qkablate.config import KEYS
 from qkablate.runs.records import read_json, write_json
-from qkablate.runs.run import environment, versions
+from qkablate.runs.run import describe_environment, package_versions
 from qkablate.training import hardware
-from qkablate.training.resolve import Plan
+from qkablate.training.resolve import RunPlan
 
-_MOST = RANGES["threads"][1]
+_MAX_THREADS = (KEYS["threads"].bounds or (1, 1))[1]
 
 
-def as_begun(plan: Plan, processes: int) -> tuple[Plan, list[str]]:
-    """The plan with the threads this run began with, and what there is to say of that."""
+def restore_environment(plan: RunPlan, processes: int) -> tuple[RunPlan, list[str]]:
+    """Return the plan with the threads this run began with, and notes on what has changed."""
     folder, config, notes = plan.run.folder, plan.config, list[str]()
-    known = _known(plan)
-    if known is None:
+    recorded = _read_environment(folder)
+    if recorded is None:
         if (folder / "environment.json").exists() and _read(folder) is None:
-            notes.append("environment.json is damaged: it is written anew, as things are now")
+            notes.append("environment.json is damaged: it is written again with current values")
         return plan, notes
-    began = known.get("processes", 1)
-    if began != processes:
-        told = f"{began} process{'es' * (began > 1)}"
-        notes.append(f"this run began with {told}, and goes on with {processes}")
-    elif known["threads"] != config.threads:
-        notes.append(f"threads: {known['threads']}, as this run began, not {config.threads}")
-    now = versions()
-    for what in ("torch", "numpy", "qkablate"):
-        before, after = known["versions"].get(what), now.get(what)
+    count = recorded.get("processes", 1)
+    if count != processes:
+        before = f"{count} process{'es' * (count > 1)}"
+        notes.append(f"this run began with {before} and resumes with {processes}")
+    elif recorded["threads"] != config.threads:
+        notes.append(f"threads: {recorded['threads']}, as this run began, not {config.threads}")
+    current = package_versions()
+    for package in ("torch", "numpy", "qkablate"):
+        before, after = recorded["versions"].get(package), current.get(package)
         if before != after:
-            notes.append(f"this run began with {what} {before}, and goes on with {after}")
-    if began == processes:  # else the sums have another order in any case
-        config = dataclasses.replace(config, threads=known["threads"])
+            notes.append(f"this run began with {package} {before} and resumes with {after}")
+    if count == processes:  # otherwise the order of sums differs in any case
+        config = dataclasses.replace(config, threads=recorded["threads"])
     return dataclasses.replace(plan, config=config), notes
 
 
-def write(plan: Plan, processes: int) -> None:
-    """Freeze the config; begin the record where there is none."""
-    folder, known = plan.run.folder, _known(plan)
+def write(plan: RunPlan, processes: int) -> None:
+    """Freeze the config, and write environment.json unless the run has one."""
+    folder = plan.run.folder
+    recorded = _read_environment(folder)
     if plan.data.tokenizer is not None:
         write_json(folder / "tokenizer.json", plan.data.tokenizer)
     plan.run.freeze(plan.config, plan.identity)
-    if known is None:
-        now = environment(plan.config, hardware.describe(plan.config), processes)
-        write_json(folder / "environment.json", now)
+    if recorded is None:
+        current = describe_environment(
+            plan.config, hardware.describe_device(plan.config), processes
+        )
+        write_json(folder / "environment.json", current)
 
 
-def _known(plan: Plan) -> dict[str, Any] | None:
-    """The record, if there is a run that it belongs to."""
-    return _read(plan.run.folder) if (plan.run.folder / "config.yaml").exists() else None
+def _read_environment(folder: Path) -> dict[str, Any] | None:
+    """Read environment.json if the folder holds a run."""
+    return _read(folder) if (folder / "config.yaml").exists() else None
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    """What stands there, if it can be one."""
-    known = read_json(folder / "environment.json")
-    if not isinstance(known, dict) or not isinstance(known.get("versions"), dict):
+    """Read environment.json, or None if it is missing or damaged."""
+    content = read_json(folder / "environment.json")
+    if not isinstance(content, dict) or not isinstance(content.get("versions"), dict):
         return None
-    counts = (known.get("threads"), known.get("processes", 1))
-    return known if all(type(n) is int and 1 <= n <= _MOST for n in counts) else None
+    counts = (content.get("threads"), content.get("processes", 1))
+    return content if all(type(n) is int and 1 <= n <= _MAX_THREADS for n in counts) else None

@@ -1,4 +1,4 @@
-"""What this machine can do: every `auto` that depends on it is resolved here."""
+"""Hardware of this machine: its capabilities, and every `auto` that depends on them."""
 
 import contextlib
 import ctypes
@@ -10,55 +10,54 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qkablate.attention.kernels import matmul as products
+from qkablate.attention.kernels import matmul
 from qkablate.config import Config
-from qkablate.errors import Impossible, UserError
+from qkablate.errors import ImpossibleConfig, UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def resolve(config: Config, *, elsewhere: bool = False) -> Config:
-    """The config with device, precision, compile and threads settled, or why they can't be.
-    `elsewhere`: it is trained on another machine, which may have a GPU where this one has none.
+def resolve(config: Config, *, remote: bool = False) -> Config:
+    """Resolve device, precision, matmul, compile and threads; raise UserError if impossible.
+
+    A `remote` run is trained on another machine, which may have a GPU where this one has none.
     """
-    if elsewhere and config.device == "cuda" and not torch.cuda.is_available():
-        return _unseen(config)
-    device = _device(config.device)
-    precision = _precision(config.precision, device)
-    threads = config.threads
+    if remote and config.device == "cuda" and not torch.cuda.is_available():
+        return _resolve_without_gpu(config)
+    device = _resolve_device(config.device)
+    precision = _resolve_precision(config.precision, device)
     return dataclasses.replace(
         config,
         device=device,
         precision=precision,
-        products=_products(config.products, device, precision),
-        compile=_compile(config.compile, device),
-        threads=torch.get_num_threads() if threads == "auto" else threads,
+        matmul=_resolve_matmul(config.matmul, device, precision),
+        compile=_resolve_compile(config.compile, device),
+        threads=torch.get_num_threads() if config.threads == "auto" else config.threads,
     )
 
 
-def _unseen(config: Config) -> Config:
-    """What a GPU that is not here would have settled, the user has to."""
+def _resolve_without_gpu(config: Config) -> Config:
+    """Require explicit values in place of each `auto` that needs the absent GPU."""
     precisions = "bf16 (fp16 where the GPUs are older than Ampere) or fp32"
     for key, allowed in (("precision", precisions), ("compile", "true or false")):
         if getattr(config, key) == "auto":
             raise UserError(
-                f"{key}: auto is settled by the GPU, and there is none on this machine; give"
-                f" {allowed}"
+                f"{key}: auto depends on the GPU, and this machine has none; give {allowed}"
             )
     return dataclasses.replace(
         config,
-        products=_products(config.products, config.device, config.precision),
+        matmul=_resolve_matmul(config.matmul, config.device, config.precision),
         threads=1 if config.threads == "auto" else config.threads,
     )
 
 
-def _device(name: str) -> str:
+def _resolve_device(name: str) -> str:
     has_mps = torch.backends.mps.is_available()
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
@@ -66,49 +65,51 @@ def _device(name: str) -> str:
     if kind == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
-            raise UserError(f"device: {name} asked for, but torch sees no GPU here (allowed: cpu)")
+            raise UserError(f"device: {name} requested, but torch sees no GPU here (allowed: cpu)")
         if index and int(index) >= count:
-            raise UserError(f"device: {name} asked for, but the last GPU here is cuda:{count - 1}")
+            raise UserError(f"device: {name} requested, but the last GPU here is cuda:{count - 1}")
     if kind == "mps" and not has_mps:
-        raise UserError("device: mps asked for, but torch sees no Apple GPU here (allowed: cpu)")
+        raise UserError("device: mps requested, but torch sees no Apple GPU here (allowed: cpu)")
     return name
 
 
-def _precision(name: str, device: str) -> str:
+def _resolve_precision(name: str, device: str) -> str:
     kind = device.partition(":")[0]
     if name == "fp16" and kind != "cuda":
-        raise Impossible(f"precision: fp16 needs a CUDA device, not {kind} (allowed: bf16, fp32)")
+        raise ImpossibleConfig(
+            f"precision: fp16 needs a CUDA device, not {kind} (allowed: bf16, fp32)"
+        )
     if name != "auto":
         return name
     if kind == "cuda":
         # Older GPUs emulate bf16; their tensor cores are for fp16.
         return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
-    return "bf16" if kind == "cpu" and fast_bf16() else "fp32"
+    return "bf16" if kind == "cpu" and has_fast_bf16() else "fp32"
 
 
-def _products(name: str, device: str, precision: str) -> str:
-    here = torch.backends.mkldnn.is_available()
-    possible = device == "cpu" and precision == "fp32"
-    if name == "onednn" and not possible:
-        raise Impossible(
-            f"products: onednn multiplies in fp32 on a CPU, not in {precision} on {device}"
+def _resolve_matmul(name: str, device: str, precision: str) -> str:
+    available = torch.backends.mkldnn.is_available()
+    supported = device == "cpu" and precision == "fp32"
+    if name == "onednn" and not supported:
+        raise ImpossibleConfig(
+            f"matmul: onednn multiplies in fp32 on a CPU, not in {precision} on {device}"
             " (allowed: torch)"
         )
-    if name == "onednn" and not here:
-        raise UserError("products: this build of torch has no oneDNN (allowed: torch)")
+    if name == "onednn" and not available:
+        raise UserError("matmul: this build of torch has no oneDNN (allowed: torch)")
     if name != "auto":
         return name
-    return "onednn" if possible and here and slow_fp32() else "torch"
+    return "onednn" if supported and available and has_slow_fp32() else "torch"
 
 
-def _compile(wish: bool | str, device: str) -> bool:
-    """`auto` compiles on CUDA, where everything is there that compiling needs."""
+def _resolve_compile(requested: bool | str, device: str) -> bool:
+    """Return whether to compile; `auto` compiles on CUDA if what that needs is installed."""
     cuda = device.startswith("cuda")
-    if wish is False or (wish == "auto" and not cuda):
+    if requested is False or (requested == "auto" and not cuda):
         return False
-    # What inductor (on a CPU) and Triton (on CUDA) call, and the headers they compile against.
-    own = os.environ.get("CC" if cuda else "CXX")
-    compilers = [own] if own else ["gcc", "clang"] if cuda else ["g++", "clang++"]
+    # The compilers of inductor (on a CPU) and Triton (on CUDA), and the headers they need.
+    compiler = os.environ.get("CC" if cuda else "CXX")
+    compilers = [compiler] if compiler else ["gcc", "clang"] if cuda else ["g++", "clang++"]
     missing = ""
     if not any(shutil.which(name.split()[0]) for name in compilers):
         missing = f"a compiler ({' or '.join(compilers)})"
@@ -118,91 +119,96 @@ def _compile(wish: bool | str, device: str) -> bool:
         missing = "triton"
     elif cuda and torch.cuda.get_device_capability(device)[0] < 7:
         missing = "a GPU of capability 7.0 or newer"
-    if missing and wish is True:
-        raise UserError(f"compile: true needs {missing}, which is not here (allowed: false)")
+    if missing and requested is True:
+        raise UserError(f"compile: true needs {missing}, which is missing here (allowed: false)")
     return not missing
 
 
-def fast_bf16() -> bool:
-    """Whether this CPU multiplies faster in bf16 than in fp32. A question of what it is, and not
-    of a time that was taken: the answer is part of a run's id.
+def has_fast_bf16() -> bool:
+    """Return whether this CPU multiplies faster in bf16 than in fp32.
+
+    Decided by its instructions, not by a timing: the answer is part of a run's id.
     """
-    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    if not torch.backends.mkldnn.is_available():  # which has the products
+    capabilities = _cpu_capabilities()
+    if not torch.backends.mkldnn.is_available():  # has the bf16 kernels
         return False
-    if found.get("amx_bf16") or found.get("bf16"):  # the latter is ARM's
+    if capabilities.get("amx_bf16") or capabilities.get("bf16"):  # Intel's, ARM's
         return True
-    # Intel's CPUs that are meant to use AMX have the vector instruction at half the rate of fp32,
-    # and virtual machines may hide AMX: there bf16 takes twice the time.
-    meant_for_amx = found.get("avx512_fp16") and "Intel" in str(found.get("cpu_name", "Intel"))
-    return bool(found.get("avx512_bf16") and not meant_for_amx)
+    # Intel's CPUs with AMX run the vector instruction at half the rate of fp32, and virtual
+    # machines may hide AMX: there bf16 takes twice the time.
+    is_intel = "Intel" in str(capabilities.get("cpu_name", "Intel"))
+    return bool(
+        capabilities.get("avx512_bf16") and not (capabilities.get("avx512_fp16") and is_intel)
+    )
 
 
-def slow_fp32() -> bool:
-    """Whether torch's products in fp32 leave half of this CPU unused: they are MKL's, which keeps
-    AVX-512 for Intel's. Like the above, a question of what it is.
-    """
-    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    amd = "AMD" in str(found.get("cpu_name", ""))
-    return bool(amd and found.get("avx512_f") and torch.backends.mkl.is_available())
+def has_slow_fp32() -> bool:
+    """Return whether torch's fp32 matmuls are slow here: MKL does not use AVX-512 on AMD."""
+    capabilities = _cpu_capabilities()
+    amd = "AMD" in str(capabilities.get("cpu_name", ""))
+    return bool(amd and capabilities.get("avx512_f") and torch.backends.mkl.is_available())
 
 
-def flash_in_half(config: Config) -> bool:
-    """Whether products are 16 bits wide on a device whose flash kernel takes them."""
+def _cpu_capabilities() -> Mapping[str, Any]:
+    return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+
+
+def has_half_precision_flash(config: Config) -> bool:
+    """Return whether matmuls are 16 bits wide on a device whose flash kernel supports that."""
     if config.precision == "fp32":
         return False
-    cuda = config.device.startswith("cuda")
-    if cuda and not torch.cuda.is_available():  # it is elsewhere, and bf16 is for those that do
+    if not config.device.startswith("cuda"):
+        return True
+    if not torch.cuda.is_available():  # a remote GPU; those with bf16 support it
         return config.precision == "bf16"
-    return not cuda or torch.cuda.get_device_capability(config.device)[0] >= 8
+    return torch.cuda.get_device_capability(config.device)[0] >= 8
 
 
-def prepare(config: Config) -> None:
-    """Set what holds for the whole process."""
+def configure_process(config: Config) -> None:
+    """Apply the settings that hold for the whole process."""
     assert isinstance(config.threads, int)
     torch.set_num_threads(config.threads)
-    products.choose(config.products)
+    matmul.set_backend(config.matmul)
     if config.device == "cpu":
-        _keep_memory()
+        _keep_freed_memory()
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-    _be_deterministic(config.deterministic)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # needed by cuBLAS
+    _set_deterministic(config.deterministic)
     torch.backends.cudnn.deterministic = config.deterministic
     if config.compile:
-        # What earlier runs of this process compiled counts towards a limit past which torch
-        # silently goes back to eager.
+        # Earlier compilations count towards a limit past which torch silently stays eager.
         torch.compiler.reset()
     if config.device.startswith("cuda"):
         if ":" in config.device:
             torch.cuda.set_device(config.device)
-        torch.backends.cuda.matmul.allow_tf32 = False  # fp32 says fp32
+        torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
 
 
-def _keep_memory() -> None:
-    """Have malloc keep what is freed, for the next step: glibc gives large blocks back, and to take
-    them again, a page at a time, costs up to a fifth of a step.
-    """
+def _keep_freed_memory() -> None:
+    """Make glibc keep freed memory: page faults to get it back take up to a fifth of a step."""
     with contextlib.suppress(OSError, AttributeError):  # another libc
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no block is the system's own
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: nor is the end of the heap
+        mallopt(-4, 0)  # M_MMAP_MAX: no mapped blocks
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never trim the heap
 
 
-def _be_deterministic(wish: bool) -> None:
-    """Only where it changes anything: torch imports its compiler to do so, in two seconds."""
-    if wish != torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(wish)
+def _set_deterministic(enabled: bool) -> None:
+    """Set the flag if it differs: setting it imports torch's compiler, which takes two seconds."""
+    if enabled != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(enabled)
 
 
 def autocast(config: Config) -> contextlib.AbstractContextManager[Any]:
+    """Return the autocast context of the config's precision."""
     kind = config.device.partition(":")[0]
     half = config.precision != "fp32"
     return torch.autocast(kind, DTYPES[config.precision] if half else None, enabled=half)
 
 
-def seed(device: str, key: int) -> None:
-    """Set the global generators, for what draws from them (dropout): torch.manual_seed does the
-    same for every device torch knows, at ten times the cost.
+def seed_generators(device: str, key: int) -> None:
+    """Seed the global generators, which dropout draws from.
+
+    torch.manual_seed does so for every device torch knows, at ten times the cost.
     """
     value = key % 2**63
     torch.default_generator.manual_seed(value)
@@ -212,26 +218,27 @@ def seed(device: str, key: int) -> None:
         torch.mps.manual_seed(value)
 
 
-def peak_flops(config: Config, size: int | None = None) -> float:
-    """FLOP/s of large matrix products on this device in this precision: what `mfu` is a part of."""
+def measure_peak_flops(config: Config, size: int | None = None) -> float:
+    """Measure the FLOP/s of large matmuls on this device in this precision, the unit of `mfu`."""
     if size is None:  # 1,024 with one thread would cost a short run 0.1 s
-        few = config.device == "cpu" and config.threads in (1, 2)
-        size = 8192 if config.device.startswith("cuda") else 512 if few else 1024
+        size = 512 if config.device == "cpu" and config.threads in (1, 2) else 1024
+        size = 8192 if config.device.startswith("cuda") else size
     a, b = (
         torch.ones(size, size, dtype=DTYPES[config.precision], device=config.device)
         for _ in range(2)
     )
-    best = float("inf")
+    times = []
     for _ in range(5):
         synchronize(config.device)
         began = time.perf_counter()
-        products.linear(a, b)
+        matmul.linear(a, b)
         synchronize(config.device)
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
+        times.append(time.perf_counter() - began)
+    return 2 * size**3 / min(times)
 
 
 def synchronize(device: str) -> None:
+    """Wait until the device has computed everything queued."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
     elif device == "mps":
@@ -239,46 +246,46 @@ def synchronize(device: str) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it was memory that was missing; torch on a CPU says it in words alone."""
+    """Return whether memory ran out; on a CPU only torch's message says so."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def free_memory() -> float:
-    """Bytes that this process and its children may still take; infinite where nobody says."""
-    known = []
+    """Return the bytes that this process and its children may still allocate, or infinity."""
+    limits = [float("inf")]
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        own = next(line for line in lines if line.startswith("MemAvailable:"))
-        known.append(1024.0 * int(own.split()[1]))
-    with contextlib.suppress(OSError, ValueError):  # a container's own limit
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        limits.append(1024.0 * int(available.split()[1]))
+    with contextlib.suppress(OSError, ValueError):  # a container's limit
         folder = Path("/sys/fs/cgroup")
-        most, now = ((folder / f"memory.{what}").read_text() for what in ("max", "current"))
-        known.append(float(int(most) - int(now)))
-    return min(known, default=float("inf"))
+        limit, used = ((folder / f"memory.{name}").read_text() for name in ("max", "current"))
+        limits.append(float(int(limit) - int(used)))
+    return min(limits)
 
 
 def peak_memory(device: str) -> int:
-    """The most bytes that this process has held at one moment, on the device it computes on."""
+    """Return the peak memory of this process in bytes, on the device it computes on."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
-def describe(config: Config) -> dict[str, Any]:
-    """What environment.json says of the device."""
+def describe_device(config: Config) -> dict[str, Any]:
+    """Describe the device for environment.json."""
     if config.device.startswith("cuda"):
-        properties = torch.cuda.get_device_properties(config.device)
-        return {"device": properties.name, "device_memory": properties.total_memory}
+        device = torch.cuda.get_device_properties(config.device)
+        return {"device": device.name, "device_memory": device.total_memory}
     return {"device": config.device, "cpu_capability": torch.backends.cpu.get_cpu_capability()}
 
 
 @contextlib.contextmanager
-def process_state() -> Iterator[None]:
-    """Put back what a run sets, for the next one in this process."""
-    threads, multiplies = torch.get_num_threads(), products.chosen()
+def preserve_process_state() -> Iterator[None]:
+    """Restore the settings of the process when the context ends."""
+    threads, backend = torch.get_num_threads(), matmul.get_backend()
     deterministic = torch.are_deterministic_algorithms_enabled()
     tf32 = torch.backends.cuda.matmul.allow_tf32
     with torch.random.fork_rng(devices=[]):
@@ -286,7 +293,7 @@ def process_state() -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(threads)
-            products.choose(multiplies)
-            _be_deterministic(deterministic)
+            matmul.set_backend(backend)
+            _set_deterministic(deterministic)
             torch.backends.cudnn.deterministic = deterministic
             torch.backends.cuda.matmul.allow_tf32 = tf32

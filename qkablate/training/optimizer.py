@@ -1,4 +1,4 @@
-"""AdamW in groups, and the course of the learning rate."""
+"""AdamW with parameter groups, and the learning-rate schedule."""
 
 import inspect
 import math
@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from qkablate.config import Config, OptimConfig
-from qkablate.models.gpt import GPT
+from qkablate.models.base import Model
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's own, without what keeps its compiler out of these methods: to do so torch imports
-    that compiler, which takes a second, and nothing here compiles an optimiser.
+    """torch's AdamW without the wrappers that keep torch.compile out of its methods.
+
+    They import the compiler, which takes a second, and no optimizer is compiled here.
     """
 
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
@@ -23,16 +24,16 @@ class AdamW(torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
-def make_optimizer(model: GPT, config: Config) -> AdamW:
-    """Groups by learning-rate multiplier and decay; matrices decay, vectors don't.
+def make_optimizer(model: Model, config: Config) -> AdamW:
+    """Group parameters by learning-rate multiplier and decay; matrices decay, vectors don't.
 
     With f factors in a circuit and multiplier m, its matrices decay by λ · 2/(f · m), so that the
     circuit shrinks per step as standard's does.
     """
     multipliers: dict[nn.Parameter, tuple[float, float]] = {}
     matched = config.variant.lr == "matched"
-    for attention in model.attentions():
-        for parameter, rate, decay in attention.rates():
+    for layer in model.attention_layers():
+        for parameter, rate, decay in layer.module.rates():
             rate = rate if matched else 1.0
             multipliers[parameter] = rate, decay / rate
     groups: defaultdict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
@@ -55,15 +56,15 @@ def make_optimizer(model: GPT, config: Config) -> AdamW:
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
-    """The rate of step 0 … steps - 1, before a group's multiplier."""
+    """Return the learning rate of step 0 … steps - 1, before a group's multiplier."""
     assert isinstance(optim.warmup, int)
     assert isinstance(optim.cooldown, float)
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
     last = max(steps - 1, optim.warmup + 1)
     if optim.schedule == "cosine":
-        done = (step - optim.warmup) / (last - optim.warmup)
-        height = 0.5 * (1 + math.cos(math.pi * done))
+        fraction = (step - optim.warmup) / (last - optim.warmup)
+        height = 0.5 * (1 + math.cos(math.pi * fraction))
     else:  # wsd: stable, then straight down
         begin = max(optim.warmup, last - round(optim.cooldown * steps))
         height = 1.0 if step <= begin else (last - step) / (last - begin)

@@ -1,4 +1,4 @@
-"""A run before its first step: everything resolved and checked, nothing computed yet."""
+"""The plan of a run: everything resolved and checked, nothing computed yet."""
 
 import math
 import tempfile
@@ -13,27 +13,28 @@ from qkablate.data import Data, open_data
 from qkablate.disk import make_folder
 from qkablate.errors import UserError
 from qkablate.models import blocked_loss
-from qkablate.models.catalogue import settle
+from qkablate.models.base import Model
+from qkablate.models.build import build_model
+from qkablate.models.catalogue import resolve_circuits
 from qkablate.models.cost import training_flops_per_token
-from qkablate.models.gpt import GPT
 from qkablate.runs import predictions
 from qkablate.runs.run import Run, free_bytes, identity, label, run_id
 from qkablate.tracking.wandb.mode import resolve_mode
 from qkablate.training import checkpoint, hardware
-from qkablate.training.warm_start import start
+from qkablate.training.warm_start.start import check_parent, resolve_parent
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A frozen run."""
 
-    config: Config  # without a single `auto` that bears on the result
+    config: Config  # without any `auto` that affects the result
     data: Data
     identity: dict[str, Any]
     run: Run
     kernel: str
     equation: str
-    match: str  # how well the start meets standard's
+    match: str  # how well the initialization matches standard's
     lr_multiplier: dict[str, float]  # of the QK and the OV circuit
     params: dict[str, int]
     flops_per_token: float  # of training: forward and backward
@@ -41,41 +42,46 @@ class Plan:
     @property
     def tokens_per_step(self) -> int:
         train = self.config.train
-        return train.batch_size * train.accumulate * self.config.model.context
+        return train.batch_size * train.grad_accum * self.config.model.context
 
     @property
     def loss_blocks(self) -> int:
-        """In how many blocks the logits of a batch are computed."""
-        answers = self.config.train.batch_size * self.config.model.context * self.data.answers
-        return math.ceil(round(answers) / blocked_loss.rows(self.data.vocabulary))
+        """Return the number of blocks in which the logits of a batch are computed."""
+        answers = (
+            self.config.train.batch_size * self.config.model.context * self.data.answer_fraction
+        )
+        return math.ceil(round(answers) / blocked_loss.rows_per_block(self.data.vocabulary))
 
-    def build(self) -> GPT:
-        """The model, without values yet."""
-        return empty_model(self.config, self.data.vocabulary)
+    def build(self) -> Model:
+        """Build the model without values."""
+        return build_empty_model(self.config, self.data.vocabulary)
 
 
-def plan(
-    config: Config, *, elsewhere: bool = False, writes: bool = True, data: Data | None = None
-) -> Plan:
-    """Resolve what depends on machine and data; UserError for whatever can't be. `elsewhere`: this
-    machine does not train it. Of a process that `writes` nothing no room is asked. `data`: what is
-    open already.
+def plan_run(
+    config: Config, *, remote: bool = False, is_writer: bool = True, data: Data | None = None
+) -> RunPlan:
+    """Resolve what depends on machine and data; raise UserError for anything impossible.
+
+    A `remote` run is trained on another machine. Disk and W&B are checked only if this process
+    `is_writer`. `data` is given if it is open already.
     """
-    config, parent = start.settled(config)
-    config, hashes = settle(hardware.resolve(config, elsewhere=elsewhere))
-    if writes:
-        resolve_mode(config.track)
-        # The cheap looks first: data may have to be prepared.
-        total = empty_model(config, 1).ledger()["total"]
-        need = checkpoint.bytes_needed(total) + predictions.bytes_needed(config)
-        _check_out(Path(config.out).expanduser(), need)
+    config, parent = resolve_parent(config)
+    config, hashes = resolve_circuits(hardware.resolve(config, remote=remote))
+    if is_writer:
+        resolve_mode(config.tracking)
+        # The cheap checks first: data may have to be prepared.
+        total = build_empty_model(config, 1).parameter_counts()["total"]
+        _check_out(
+            Path(config.out).expanduser(),
+            checkpoint.bytes_needed(total) + predictions.bytes_needed(config),
+        )
     if data is None:
         data = open_data(config.data, config.model.context)
     data.check_context(config.model.context)
-    model = empty_model(config, data.vocabulary)
+    model = build_empty_model(config, data.vocabulary)
     if parent is not None:
-        start.check(parent, config, model, data.fingerprint)
-    attention = model.attentions()[0]
+        check_parent(parent, config, model, data.fingerprint)
+    attention = model.attention_layers()[0].module
     frozen = identity(
         config,
         data_fingerprint=data.fingerprint,
@@ -84,7 +90,8 @@ def plan(
         kernel=attention.kernel,
         circuits_from_outside=hashes,
     )
-    return Plan(
+    is_matched = config.variant.lr == "matched"
+    return RunPlan(
         config=config,
         data=data,
         identity=frozen,
@@ -92,41 +99,40 @@ def plan(
         kernel=attention.kernel,
         equation=attention.equation,
         match=attention.match,
-        lr_multiplier=attention.lr_multipliers()
-        if config.variant.lr == "matched"
-        else {"qk": 1.0, "ov": 1.0},
-        params=model.ledger(),
+        lr_multiplier=attention.lr_multipliers() if is_matched else {"qk": 1.0, "ov": 1.0},
+        params=model.parameter_counts(),
         flops_per_token=training_flops_per_token(
-            model, config.train.batch_size * config.model.context, data.answers
+            model, config.train.batch_size * config.model.context, data.answer_fraction
         ),
     )
 
 
-def empty_model(config: Config, vocabulary: int) -> GPT:
-    """The model without values."""
+def build_empty_model(config: Config, vocabulary: int) -> Model:
+    """Build the model of a resolved config without values."""
     with torch.device("meta"):
-        model = GPT(
+        model = build_model(
             config.model,
             config.variant,
             vocabulary,
             device=config.device.partition(":")[0],
-            half=hardware.flash_in_half(config),
+            half=hardware.has_half_precision_flash(config),
             kernel=config.attention.kernel,
         )
     model.checkpoint_activations = config.train.checkpoint_activations
     return model
 
 
-def _check_out(out: Path, need: int) -> None:
+def _check_out(out: Path, required: int) -> None:
     try:
         make_folder(out / "runs")
-        with tempfile.TemporaryFile(dir=out / "runs") as probe:  # a power cut leaves no name
+        with tempfile.TemporaryFile(dir=out / "runs") as probe:  # leaves no name after a crash
             probe.write(b"x" * 4096)
             probe.flush()
         free = free_bytes(out)
     except OSError as error:
         raise UserError(f"out: cannot write in '{out}': {error.strerror or error}") from None
-    if free < need:
+    if free < required:
         raise UserError(
-            f"out: '{out}' has {free / 2**20:,.0f} MB free; this run needs {need / 2**20:,.0f} MB"
+            f"out: '{out}' has {free / 2**20:,.0f} MB free; this run needs"
+            f" {required / 2**20:,.0f} MB"
         )

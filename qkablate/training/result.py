@@ -1,46 +1,51 @@
-"""What a run says of itself: on the terminal, in result.json, in W&B."""
+"""The result of a run: on the terminal, in result.json, in W&B."""
 
 import dataclasses
+import time
+import traceback
 from typing import Any
 
 from qkablate import __version__
-from qkablate.runs.records import read_json, sealed
-from qkablate.tracking.wandb.run import Identity, Left
-from qkablate.training.checkpoint import newest_first
-from qkablate.training.resolve import Plan
+from qkablate.redaction import redact
+from qkablate.runs.lease import Lease, LeaseLost
+from qkablate.runs.records import read_json, seal_result, write_atomic, write_json_once
+from qkablate.runs.run import Run
+from qkablate.tracking.wandb.run import RunArtifacts, RunIdentity
+from qkablate.training import checkpoint, hardware
+from qkablate.training.resolve import RunPlan
 
-BESIDES_LOSS = ("bits_per_byte", "accuracy")  # of text and of tasks: null where there is none
+OTHER_METRICS = ("bits_per_byte", "accuracy")  # of text and of tasks; null for the other
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 
 
-def header(plan: Plan, processes: int = 1) -> list[str]:
+def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
+    """Return the lines that describe a run on the terminal before it trains."""
     config, model = plan.config, plan.config.model
-    sharded = " that share the weights" if config.train.shard else ""
-    by = " by oneDNN" if config.products == "onednn" else ""
-    together = f"{processes} processes{sharded} with " if processes > 1 else ""
+    if config.init_from.run is None:
+        start = f"matched to standard: {plan.match}"
+    else:
+        start = f"projected from run {config.init_from.id} after {config.init_from.step:,} steps"
+    sharded = " with sharded weights" if config.train.fsdp else ""
+    backend = " by oneDNN" if config.matmul == "onednn" else ""
+    together = f"{processes} processes{sharded} of " if processes > 1 else ""
     lines = [
         f"run      {plan.run.folder}",
         f"variant  {config.variant.name}: {plan.equation}",
-        f"start    {_begun(plan)}; learning rates of the circuits:"
+        f"start    {start}; learning rates of the circuits:"
         f" QK × {plan.lr_multiplier['qk']:.3g}, OV × {plan.lr_multiplier['ov']:.3g}",
         f"model    {model.layers} layers, d {model.d_model}, {model.heads} heads, context"
         f" {model.context}: {plan.params['total']:,} parameters",
-        f"data     {plan.data.told}",
-        f"machine  {config.device}, {config.precision}{by}, {together}{config.threads} threads,"
-        f" kernel {plan.kernel}{', compiled' if config.compile else ''}",
+        f"data     {plan.data.description}",
+        f"machine  {config.device}, {config.precision}{backend}, {together}{config.threads}"
+        f" threads, kernel {plan.kernel}{', compiled' if config.compile else ''}",
     ]
-    if sharded and processes > 1 and config.diagnose.every:
-        lines.append("diagnose nothing: with train.shard=true no process has all of the weights")
+    if sharded and processes > 1 and config.diagnostics.every:
+        lines.append("no diagnostics: with train.fsdp=true no process has all of the weights")
     return lines
 
 
-def _begun(plan: Plan) -> str:
-    start = plan.config.start
-    if start.run is None:
-        return f"matched to standard: {plan.match}"
-    return f"from run {start.id} after {start.step:,} steps, put into this form"
-
-
-def base_result(plan: Plan, packed: int, processes: int = 1) -> dict[str, Any]:
+def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str, Any]:
+    """Return the content of result.json before training."""
     config, model = plan.config, plan.config.model
     return {
         "id": plan.run.id,
@@ -52,7 +57,7 @@ def base_result(plan: Plan, packed: int, processes: int = 1) -> dict[str, Any]:
         "layers": model.layers,
         "context": model.context,
         "loss": {"train": None, "val": None, "test": None},
-        **{name: {"val": None, "test": None} for name in BESIDES_LOSS},
+        **{name: {"val": None, "test": None} for name in OTHER_METRICS},
         "measures": {},
         "data": {key: value for key, value in vars(config.data).items() if value is not None},
         "params": plan.params,
@@ -60,9 +65,9 @@ def base_result(plan: Plan, packed: int, processes: int = 1) -> dict[str, Any]:
         "init": {"mode": config.variant.init, "match": plan.match},
         "lr": {"mode": config.variant.lr, "multiplier": plan.lr_multiplier},
         "tokens_per_second": None,
-        "packed": packed,  # beside others, a speed says little
+        "packed": packed,  # speeds of packed runs are not comparable
         "precision": config.precision,
-        "products": config.products,
+        "matmul": config.matmul,
         "device": config.device.partition(":")[0],
         "kernel": plan.kernel,
         "loss_blocks": plan.loss_blocks,
@@ -70,7 +75,7 @@ def base_result(plan: Plan, packed: int, processes: int = 1) -> dict[str, Any]:
         "threads": config.threads,
         "processes": processes,
         "data_fingerprint": plan.data.fingerprint,
-        **({"start": plan.identity["start"]} if config.start.run is not None else {}),
+        **({"init_from": plan.identity["init_from"]} if config.init_from.run is not None else {}),
         "attempt": plan.run.attempt,
         "version": __version__,
         "steps": 0,
@@ -80,59 +85,99 @@ def base_result(plan: Plan, packed: int, processes: int = 1) -> dict[str, Any]:
     }
 
 
-def wandb_identity(plan: Plan) -> Identity:
+def make_failure(run: Run, error: Exception) -> dict[str, Any]:
+    """Return the result of a failed run, and write the traceback to error.txt."""
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    write_atomic(run.folder / "error.txt", redact(traceback.format_exc()))
+    return {
+        "status": "failed",
+        "error": redact(f"{type(error).__name__}: {first_line}"),
+        "out_of_memory": hardware.is_out_of_memory(error),
+    }
+
+
+def now() -> str:
+    """Return the time as result.json holds it."""
+    return time.strftime(_TIME_FORMAT)
+
+
+def publish(run: Run, lease: Lease, result: dict[str, Any]) -> None:
+    """Write result.json once; raise LeaseLost if another process has written one."""
+    lease.verify()
+    try:
+        write_json_once(run.folder / "result.json", seal_result(result, run.metrics))
+    except FileExistsError:
+        raise LeaseLost(
+            f"{run.folder} has another process's result; this process stopped"
+        ) from None
+    if result["status"] == "done":
+        checkpoint.keep_newest(run.checkpoints, 1)
+
+
+def record_failure(plan: RunPlan, reason: str, *, out_of_memory: bool, packed: int) -> None:
+    """Write the result of a run whose process died before it could."""
+    with plan.run.hold_lease() as lease:
+        if plan.run.result is None:
+            failure = {"status": "failed", "error": reason, "out_of_memory": out_of_memory}
+            result = make_base_result(plan, packed) | failure | {"ended": now()}
+            publish(plan.run, lease, result)
+
+
+def make_wandb_identity(plan: RunPlan) -> RunIdentity:
+    """Return the names of the run in W&B."""
     config, run = plan.config, plan.run
     arm = run.label.rpartition("-s")[0]
-    return Identity(
+    return RunIdentity(
         id=f"{run.id}-{run.attempt}",
         name=run.label,
-        group=config.track.group or arm,
-        job_type=config.track.job_type or arm,
-        tags=(config.variant.name, *config.track.tags),
+        group=config.tracking.group or arm,
+        job_type=config.tracking.job_type or arm,
+        tags=(config.variant.name, *config.tracking.tags),
     )
 
 
-def wandb_config(plan: Plan) -> dict[str, Any]:
+def make_wandb_config(plan: RunPlan) -> dict[str, Any]:
+    """Return the config in W&B: without local paths, with the commit."""
     config = dataclasses.asdict(plan.config)
     config["data"] = {k: v for k, v in config["data"].items() if k not in ("path", "cache")}
-    del config["out"], config["track"], config["start"]["run"]
+    del config["out"], config["tracking"], config["init_from"]["run"]
     config |= {"run_id": plan.run.id, "kernel": plan.kernel, "params": plan.params}
-    return config | {"code": _code(plan)}
+    return config | {"code": _code_state(plan)}
 
 
-def _code(plan: Plan) -> dict[str, Any] | None:
-    """The commit, and whether anything was changed since: the change itself is in the artifact."""
-    known = read_json(plan.run.folder / "environment.json")
-    found = known.get("code") if isinstance(known, dict) else None
-    if not isinstance(found, dict):
+def _code_state(plan: RunPlan) -> dict[str, Any] | None:
+    """Return the commit and whether the code differs from it; the diff is in the artifact."""
+    environment = read_json(plan.run.folder / "environment.json")
+    code = environment.get("code") if isinstance(environment, dict) else None
+    if not isinstance(code, dict):
         return None
-    return {"commit": found.get("commit"), "changed": bool(found.get("diff"))}
+    return {"commit": code.get("commit"), "changed": bool(code.get("diff"))}
 
 
-def left(plan: Plan, result: dict[str, Any]) -> Left | None:
-    """What W&B is given of a run that has ended."""
+def collect_artifacts(plan: RunPlan, result: dict[str, Any]) -> RunArtifacts | None:
+    """Return the files of an ended run that W&B receives."""
     run = plan.run
     if "status" not in result:
         return None
     names = ["config.yaml", "environment.json"]
-    if result["status"] != "failed":  # it may be tried again, and then has other rows
+    if result["status"] != "failed":  # a retry would have other rows
         names.append("metrics.jsonl")
     model = {}
-    newest = newest_first(run.checkpoints)
-    if plan.config.track.artifacts and result["status"] == "done" and newest:
+    newest = checkpoint.find_checkpoints(run.checkpoints)
+    if plan.config.tracking.artifacts and result["status"] == "done" and newest:
         paths = [*newest[0].iterdir(), run.folder / "config.yaml", run.folder / "tokenizer.json"]
         model = {str(path.relative_to(run.folder)): path for path in paths if path.exists()}
     files = {name: run.folder / name for name in names}
-    return Left(sealed(result, run.metrics), files, model)
+    return RunArtifacts(seal_result(result, run.metrics), files, model)
 
 
-def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """What W&B shows of the end, under the names of the metrics."""
-    flat = {f"final/{split}_loss": value for split, value in result["loss"].items()}
-    for name in BESIDES_LOSS:
-        flat |= {f"final/{split}_{name}": value for split, value in result[name].items()}
+def summarize(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the summary of the run in W&B."""
+    summary = {f"final/{split}_loss": value for split, value in result["loss"].items()}
+    for name in OTHER_METRICS:
+        summary |= {f"final/{split}_{name}": value for split, value in result[name].items()}
     for name in ("status", "tokens", "seconds", "tokens_per_second"):
-        flat[f"final/{name}"] = result.get(name)
-    flat |= {"params": result["params"]["total"], "flops_per_token": result["flops_per_token"]}
-    flat["final/flops"] = result["tokens"] * result["flops_per_token"]
-    return {name: value for name, value in flat.items() if value is not None}
+        summary[f"final/{name}"] = result.get(name)
+    summary |= {"params": result["params"]["total"], "flops_per_token": result["flops_per_token"]}
+    summary["final/flops"] = result["tokens"] * result["flops_per_token"]
+    return {name: value for name, value in summary.items() if value is not None}

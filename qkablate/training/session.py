@@ -1,4 +1,4 @@
-"""One sitting of a run: own the folder, go on from what is there, end in a result."""
+"""One session of a run: hold its lease, resume from its folder, end with a result."""
 
 import dataclasses
 import math
@@ -12,263 +12,285 @@ import numpy as np
 
 from qkablate.config import Config
 from qkablate.errors import UserError
-from qkablate.models.gpt import GPT
+from qkablate.models.base import Model
 from qkablate.runs import attention_map, predictions
-from qkablate.runs.lease import Lost, Observer, Owner
+from qkablate.runs.attention_map import AttentionMapHeader
+from qkablate.runs.lease import Lease, LeaseLost, LeaseObserver
+from qkablate.runs.predictions import PredictionsHeader
 from qkablate.runs.run import EXIT_CODES, Run
-from qkablate.tracking import Journal, Mirror, Terminal
-from qkablate.training import checkpoint, ending, environment, hardware
-from qkablate.training import result as account
-from qkablate.training.distributed.ranks import ALONE, Ranks
+from qkablate.tracking import MetricsFile, Terminal, WandbRun
+from qkablate.training import checkpoint, environment, hardware, result
+from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
 from qkablate.training.loop import Diverged, Interrupted, Trainer
-from qkablate.training.recorders.attention_map import Exemplify
-from qkablate.training.recorders.predictions import Predictor
-from qkablate.training.resolve import Plan
-from qkablate.training.resolve import plan as make_plan
+from qkablate.training.recorders.attention_map import AttentionRecorder
+from qkablate.training.recorders.predictions import PredictionRecorder
+from qkablate.training.resolve import RunPlan, plan_run
 from qkablate.training.signals import Signals, Stopped
-from qkablate.training.state import Progress
-from qkablate.training.warm_start import start
+from qkablate.training.warm_start.start import load_or_project
 
 
 @dataclass(frozen=True)
-class _Fence:
-    """The first of the sinks: whoever has lost the run adds no row to its owner's."""
+class _LeaseCheck:
+    """The first sink: stop logging once the lease is lost."""
 
-    owner: Owner
+    lease: Lease
 
     def log(self, row: dict[str, Any]) -> None:
-        self.owner.check()
+        self.lease.check()
 
 
 @dataclass(frozen=True)
-class _Keeper:
-    """What a run's folder keeps, written by its owner alone."""
+class _RunWriter:
+    """Writes into the run's folder while the lease is held."""
 
-    owner: Owner
+    lease: Lease
     run: Run
-    journal: Journal
+    metrics: MetricsFile
 
     def save(self, state: checkpoint.Checkpoint) -> None:
-        self.owner.verify()
-        state.progress.metrics_end = self.journal.sync()
+        self.lease.verify()
+        state.progress.metrics_end = self.metrics.sync()
         checkpoint.save(self.run.checkpoints, state)
 
-    def predicted(self, about: predictions.About, log_PV: np.ndarray) -> None:
-        self.owner.verify()
-        predictions.write(self.run.folder, about, log_PV)
+    def save_predictions(self, header: PredictionsHeader, log_PV: np.ndarray) -> None:
+        self.lease.verify()
+        predictions.write_predictions(self.run.folder, header, log_PV)
 
-    def exemplified(
-        self, about: attention_map.About, tokens_T: np.ndarray, a_LHTT: np.ndarray
+    def save_attention(
+        self, header: AttentionMapHeader, tokens_T: np.ndarray, a_LHTT: np.ndarray
     ) -> None:
-        self.owner.verify()
-        attention_map.write(self.run.folder, about, tokens_T, a_LHTT)
+        self.lease.verify()
+        attention_map.write_attention_map(self.run.folder, header, tokens_T, a_LHTT)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run, and how it came to this process."""
+    """The result of a run, and how this process got it."""
 
     result: dict[str, Any]
-    trained: bool  # now, not in an earlier sitting
-    signal: int = 0  # that came too late to stop this run
+    trained: bool  # now, not in an earlier session
+    signal: int = 0  # arrived too late to stop this run
 
 
-def run(
-    plan: Plan,
+def train_run(
+    plan: RunPlan,
     *,
     rerun: bool = False,
     retry: bool = True,
     packed: int = 1,
-    observer: Observer | None = None,
-    ranks: Ranks = ALONE,
+    observer: LeaseObserver | None = None,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> Outcome:
-    """Train the run, as one of `packed` that share the machine, or find its result: a failed one is
-    trained again, unless `retry` is false. Raises Owned, Stopped or Lost. Of several processes
-    the first one calls this, and the others `follow`.
+    """Train the run, as one of `packed` on this machine, or return the result it has.
+
+    A failed run is trained again unless `retry` is false. Raises AlreadyRunning, Stopped or
+    LeaseLost. Of several processes, rank 0 calls this and the others `follow`.
     """
-    if plan.config.train.shard and ranks.count > 1 and plan.config.precision == "fp16":
-        raise UserError("train.shard: true has no loss scaling for fp16 (allowed: bf16, fp32)")
-    with plan.run.owned(observer) as owner:
+    if ranks.has_sharded_weights(plan.config) and plan.config.precision == "fp16":
+        raise UserError("train.fsdp: true has no loss scaling for fp16 (allowed: bf16, fp32)")
+    with plan.run.hold_lease(observer) as lease:
         if rerun:
             plan.run.restart()
-        result = plan.run.result
-        if result is not None and (result["status"] != "failed" or not retry):
-            return Outcome(result, trained=False)
+        known = plan.run.result
+        if known is not None and (known["status"] != "failed" or not retry):
+            return Outcome(known, trained=False)
         signals = Signals()
-        with signals.listening(), hardware.process_state():
-            result = _sit(plan, signals, owner, packed, ranks)
-            return Outcome(result, trained=True, signal=signals.received)
+        with signals.listen(), hardware.preserve_process_state():
+            trained = _train_session(plan, signals, lease, packed, ranks)
+            return Outcome(trained, trained=True, signal=signals.received)
 
 
-def _sit(plan: Plan, signals: Signals, owner: Owner, packed: int, ranks: Ranks) -> dict[str, Any]:
+def _train_session(
+    plan: RunPlan, signals: Signals, lease: Lease, packed: int, ranks: Ranks
+) -> dict[str, Any]:
+    """Train until the run ends; write and return its result."""
     began = time.perf_counter()
     run = plan.run
-    plan, notes = environment.as_begun(plan, ranks.count)
-    if not checkpoint.newest_first(run.checkpoints):
-        start.keep(plan)  # a mistake in `start` is told before anything is written
+    plan, notes = environment.restore_environment(plan, ranks.count)
+    start = None
+    if not checkpoint.find_checkpoints(run.checkpoints):
+        start = _load_start(plan)  # raises UserError before anything is written
     environment.write(plan, ranks.count)
-    _tell(ranks, plan)
-    notes += _cleared(run)
-    result = account.base_result(plan, packed, ranks.count)
+    _send_job(ranks, plan)
+    notes += _remove_failure(run)
+    content = result.make_base_result(plan, packed, ranks.count)
     trainer: Trainer | None = None
-    with ExitStack() as opened:
+    with ExitStack() as stack:
         try:
-            hardware.prepare(plan.config)
-            whole_on = _whole_on(plan, ranks)
-            resumed = checkpoint.load_newest(run.checkpoints, whole_on, run.metrics, notes.append)
+            hardware.configure_process(plan.config)
+            device = _load_device(plan, ranks)
+            resumed = checkpoint.load_newest(run.checkpoints, device, run.metrics, notes.append)
             if resumed:
-                notes.append(f"going on from step {resumed.progress.step}")
-            else:  # None for all but those that begin from a trained run
-                resumed = start.keep(plan)
-            progress = resumed.progress if resumed else Progress()
-            journal = Journal(run.metrics, progress.metrics_end)
-            opened.callback(journal.close)
+                notes.append(f"resuming from step {resumed.progress.step}")
+            else:
+                resumed = start or _load_start(plan)
+            progress = resumed.progress if resumed else checkpoint.TrainProgress()
+            metrics = MetricsFile(run.metrics, progress.metrics_end)
+            stack.callback(metrics.close)
             terminal = Terminal(run.label, int(plan.config.train.steps), progress.step)
-            opened.callback(terminal.close)
-            for note in account.header(plan, ranks.count) + notes:
+            stack.callback(terminal.close)
+            for note in result.format_header(plan, ranks.count) + notes:
                 terminal.note(note)
-            mirror = _mirror(plan, terminal)
-            opened.callback(ending.close, mirror, plan, result)
-            keeper = _Keeper(owner, run, journal)
+            identity, config = result.make_wandb_identity(plan), result.make_wandb_config(plan)
+            wandb_run = WandbRun(plan.config.tracking, identity, run.folder, config, terminal.note)
+            stack.callback(_close_wandb, wandb_run, plan, content)
+            writer = _RunWriter(lease, run, metrics)
 
             def stop() -> bool:
-                owner.check()
-                return ranks.stopping(signals)
+                lease.check()
+                return ranks.agree_to_stop(signals)
 
-            resumed = _shared(ranks, resumed, whole_on)
+            resumed = _broadcast(ranks, resumed, device)
             trainer = Trainer(
                 plan,
-                _model(plan, resumed, whole_on),
+                _build_model(plan, resumed, device),
                 resumed,
-                sinks=(_Fence(owner), journal, terminal, mirror),
-                save=keeper.save,
+                sinks=(_LeaseCheck(lease), metrics, terminal, wandb_run),
+                save=writer.save,
                 stop=stop,
                 began=began,
                 ranks=ranks,
-                predict=Predictor(plan, keeper.predicted),
-                exemplify=Exemplify(plan, keeper.exemplified),
+                record_predictions=PredictionRecorder(plan, writer.save_predictions),
+                record_attention=AttentionRecorder(plan, writer.save_attention),
             )
-            result |= _train(plan, trainer)
+            content |= _train(plan, trainer)
         except Interrupted:
-            terminal.note("stopped; the same command goes on from here")
+            terminal.note("stopped; the same command resumes from here")
             raise Stopped(signals.received) from None
-        except Lost:
+        except LeaseLost:
             raise
         except Exception as error:
-            if ranks.lost(error):
+            if ranks.is_peer_failure(error):
                 raise
-            owner.verify()  # what fails here is no result of a run that is someone else's
-            result |= ending.failed(run, error)
-        result |= ending.spent(plan, trainer, result, began)
-    ending.publish(plan.run, owner, result)
-    return result
+            lease.verify()  # without the lease, a failure is no result of the run
+            content |= result.make_failure(run, error)
+        content["seconds"] = round(time.perf_counter() - began, 3)
+        if trainer is not None:
+            steps = content.get("diverged_at", trainer.progress.step)
+            content |= {"seconds": round(trainer.seconds(), 3), "steps": steps}
+            content["tokens"] = steps * plan.tokens_per_step
+        content["peak_memory_bytes"] = hardware.peak_memory(plan.config.device)
+        content["ended"] = result.now()
+    result.publish(run, lease, content)
+    return content
 
 
-def _tell(ranks: Ranks, plan: Plan) -> None:
-    """Tell the other processes what there is to train; UserError where one of them cannot."""
-    config = plan.config
-    kind = config.device.partition(":")[0]
-    ranks.tell(Brief(dataclasses.replace(config, device=kind), plan.run.id))
-    for rank, reason in enumerate(ranks.gather(None)):
-        if reason is not None:  # another machine may lack what this one has
-            raise UserError(f"process {rank}: {reason}")
+def _load_start(plan: RunPlan) -> checkpoint.Checkpoint | None:
+    """Return the projected weights of a run that begins from a trained one."""
+    if plan.config.init_from.run is None:
+        return None
+    return load_or_project(plan.run, plan.config, plan.data, plan.build())
 
 
-def _cleared(run: Run) -> list[str]:
-    """Take away what a sitting that failed has left; what there is to say of it."""
+def _remove_failure(run: Run) -> list[str]:
+    """Remove what a failed session left; return notes."""
     damaged = run.result is None and (run.folder / "result.json").exists()
     for name in ("result.json", "error.txt"):
         (run.folder / name).unlink(missing_ok=True)
-    return ["result.json is damaged: it is made anew"] * damaged
+    return ["result.json is damaged: it is written again"] * damaged
 
 
-def _mirror(plan: Plan, terminal: Terminal) -> Mirror:
-    identity, config = account.wandb_identity(plan), account.wandb_config(plan)
-    return Mirror(plan.config.track, identity, plan.run.folder, config, terminal.note)
+def _close_wandb(wandb_run: WandbRun, plan: RunPlan, content: dict[str, Any]) -> None:
+    artifacts = result.collect_artifacts(plan, content) if wandb_run.is_on else None
+    code = EXIT_CODES.get(content.get("status", ""), 1)
+    wandb_run.close(result.summarize(content), code, artifacts)
+    content["wandb"] = wandb_run.address
 
 
 @dataclass(frozen=True)
-class Brief:
-    """What the first of several processes tells the others when there is something to train."""
+class TrainJob:
+    """The run that rank 0 asks the other ranks to train."""
 
     config: Config
     id: str
 
 
+def _send_job(ranks: Ranks, plan: RunPlan) -> None:
+    """Send the run to the other ranks; raise UserError if one of them cannot train it."""
+    config = plan.config
+    kind = config.device.partition(":")[0]
+    ranks.send_job(TrainJob(dataclasses.replace(config, device=kind), plan.run.id))
+    for rank, reason in enumerate(ranks.all_gather(None)):
+        if reason is not None:  # another machine may lack what this one has
+            raise UserError(f"process {rank}: {reason}")
+
+
 def follow(ranks: Ranks) -> int:
-    """All that the processes but the first do: compute, and write nothing. The exit code; raises
-    Stopped as `run` does.
+    """Train as one of the ranks after the first, without writing; return the exit code.
+
+    Raises Stopped as `train_run` does.
     """
-    word = ranks.hear()
-    if not isinstance(word, Brief):
-        return int(word)
-    config = ranks.settled(word.config)
+    job = ranks.receive_job()
+    if not isinstance(job, TrainJob):
+        return int(job)
+    config = ranks.resolve(job.config)
     refusal = None
     try:
-        plan = make_plan(config, writes=False)
-        if plan.run.id != word.id:
-            refusal = f"its data or its variant is another: it would train {plan.run.id}"
+        plan = plan_run(config, is_writer=False)
+        if plan.run.id != job.id:
+            refusal = f"its data or its variant differs: it would train {plan.run.id}"
     except UserError as mistake:
         refusal = str(mistake)
-    if any(ranks.gather(refusal)):
+    if any(ranks.all_gather(refusal)):
         return 2
     signals = Signals()
-    with signals.listening(), hardware.process_state():
+    with signals.listen(), hardware.preserve_process_state():
         try:
-            hardware.prepare(config)
-            resumed = _shared(ranks, None, _whole_on(plan, ranks))
+            hardware.configure_process(config)
+            device = _load_device(plan, ranks)
+            resumed = _broadcast(ranks, None, device)
             trainer = Trainer(
                 plan,
-                _model(plan, resumed, _whole_on(plan, ranks)),
+                _build_model(plan, resumed, device),
                 resumed,
                 sinks=(),
                 save=lambda _: None,
-                stop=lambda: ranks.stopping(signals),
+                stop=lambda: ranks.agree_to_stop(signals),
                 ranks=ranks,
-                predict=Predictor(plan, lambda *_: None),
+                record_predictions=PredictionRecorder(plan, lambda *_: None),
             )
             return EXIT_CODES[_train(plan, trainer)["status"]]
         except Interrupted:
             raise Stopped(signals.received) from None
 
 
-def _shared(
+def _broadcast(
     ranks: Ranks, resumed: checkpoint.Checkpoint | None, device: str
 ) -> checkpoint.Checkpoint | None:
-    """What the first process has read, for all."""
+    """Return the checkpoint that rank 0 has read."""
     parts = resumed and (resumed.progress, resumed.weights, resumed.state)
-    parts = ranks.share(parts, device)
+    parts = ranks.broadcast(parts, device)
     return parts and checkpoint.Checkpoint(*parts)
 
 
-def _train(plan: Plan, trainer: Trainer) -> dict[str, Any]:
-    """Train, then read every split once; what the result says of it."""
+def _train(plan: RunPlan, trainer: Trainer) -> dict[str, Any]:
+    """Train, then evaluate every split; return the outcome for result.json."""
     progress = trainer.progress
     try:
         trainer.fit()
-        # As much of the training split as there is to validate on: how far the two are apart.
-        sample, val = trainer.evaluate("train"), progress.val
-        test = trainer.evaluate("test") if plan.config.train.read_test else {}
-        read = {"train": sample, "val": val, "test": test}
-        if not all(math.isfinite(m["loss"]) for m in read.values() if m):
+        # As many tokens of the training split as validation has, to measure the generalization gap.
+        train, val = trainer.evaluate("train"), progress.val
+        test = trainer.evaluate("test") if plan.config.train.evaluate_test else {}
+        splits = {"train": train, "val": val, "test": test}
+        if not all(math.isfinite(metrics["loss"]) for metrics in splits.values() if metrics):
             raise Diverged(progress.step)
     except Diverged as diverged:
         return {"status": "diverged", "diverged_at": diverged.step}
     return {
         "status": "done",
-        "loss": {split: measures.get("loss") for split, measures in read.items()},
-        **{name: {"val": val.get(name), "test": test.get(name)} for name in account.BESIDES_LOSS},
+        "loss": {split: metrics.get("loss") for split, metrics in splits.items()},
+        **{name: {"val": val.get(name), "test": test.get(name)} for name in result.OTHER_METRICS},
         "measures": {"val": val, "test": test},
         "tokens_per_second": statistics.median(progress.speeds) if progress.speeds else None,
     }
 
 
-def _whole_on(plan: Plan, ranks: Ranks) -> str:
-    """Where all weights have room at once."""
-    return "cpu" if plan.config.train.shard and ranks.count > 1 else plan.config.device
+def _load_device(plan: RunPlan, ranks: Ranks) -> str:
+    """Return the device that can hold all weights."""
+    return "cpu" if ranks.has_sharded_weights(plan.config) else plan.config.device
 
 
-def _model(plan: Plan, resumed: checkpoint.Checkpoint | None, device: str) -> GPT:
+def _build_model(plan: RunPlan, resumed: checkpoint.Checkpoint | None, device: str) -> Model:
     model = plan.build().to_empty(device="cpu" if resumed is None else device)
     if resumed is None:
         return model.init_(plan.config.seeds.init).to(device)

@@ -1,17 +1,15 @@
-"""How someone asks for a sitting's end: Ctrl-C, `kill`, a terminal that is closed, a cluster that
-needs the machine.
-"""
+"""Signals that ask a session to stop: Ctrl-C, `kill`, a closed terminal, a preempting cluster."""
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_ASK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
 class Stopped(Exception):
-    """A signal ended the sitting; a checkpoint is written."""
+    """A signal ended the session; a checkpoint is written."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
@@ -19,28 +17,29 @@ class Stopped(Exception):
 
 
 class Signals:
-    """Each asks for an end at the next step; a second SIGINT takes it."""
+    """Stop requests: each takes effect at the next step, a second SIGINT at once."""
 
     def __init__(self) -> None:
-        self.received = 0  # here, or by another process of this run
-        self._here = 0
+        self.received = 0  # by this process or by another rank
+        self._received_here = 0
 
     def __bool__(self) -> bool:
         return bool(self.received)
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self._here and number == signal.SIGINT:
+        if self._received_here and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = self._here = number
+        self.received = self._received_here = number
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        asks = set(_ASK)
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: it goes on without terminal
-            asks.remove(signal.SIGHUP)
+    def listen(self) -> Iterator[None]:
+        """Handle the stop signals until the context ends."""
+        numbers = set(_STOP_SIGNALS)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+            numbers.remove(signal.SIGHUP)
         try:
-            before = {number: signal.signal(number, self._handle) for number in asks}
-        except ValueError:  # not the main thread: signals are someone else's
+            before = {number: signal.signal(number, self._handle) for number in numbers}
+        except ValueError:  # only the main thread can handle signals
             before = {}
         try:
             yield

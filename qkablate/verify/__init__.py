@@ -1,7 +1,7 @@
-"""The exact checks: identities that a variant must fulfil, on fresh weights or a run's own.
+"""Exact checks: identities that a variant must satisfy, with random weights or those of a run.
 
-fp64 decides, at a relative residual of 1e-10; fp32 is shown beside it, with the tolerance that its
-rounding allows.
+The result in fp64 decides, at a relative tolerance of 1e-10; fp32 is shown with the tolerance that
+its rounding allows.
 """
 
 from collections.abc import Iterator
@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from qkablate.attention import Attention
-from qkablate.models.gpt import GPT
-from qkablate.randomness import key
+from qkablate.models.base import Model
+from qkablate.randomness import derive_key
 
-# Importing them enters their checks in the list, in this order.
+# Importing these modules registers their checks, in this order.
 from qkablate.verify import layers  # isort: skip
 from qkablate.verify import twins, factors, gauge, symmetry, theorems  # isort: skip
-from qkablate.verify.check import CHECKS, Check, Found
+from qkablate.verify.check import CHECKS, Check, Deviation
 
 __all__ = [
-    "Line",
+    "CheckResult",
     "factors",
-    "fresh_layer",
     "gauge",
     "layers",
-    "stream",
-    "streams_of",
+    "random_stream",
+    "randomize_layer",
+    "record_inputs",
     "symmetry",
     "theorems",
     "twins",
@@ -36,8 +36,8 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Line:
-    """The outcome of one check of one variant."""
+class CheckResult:
+    """The result of one check of one variant."""
 
     variant: str
     check: str
@@ -49,17 +49,17 @@ class Line:
 
     @property
     def holds(self) -> bool:
-        return self.residual <= self.tolerance  # false for NaN, too
+        return self.residual <= self.tolerance  # False for NaN, too
 
 
 def verify(
     variant: str, attentions: list[Attention], streams: list[Tensor], *, fresh: bool
-) -> Iterator[Line]:
-    """Every check that applies, at its worst over the layers; a stream of inputs for each."""
+) -> Iterator[CheckResult]:
+    """Run every applicable check on each layer and its stream; yield the worst result."""
     numbers = [t for layer in attentions for t in layer.parameters()] + streams
     if not all(t.isfinite().all() for t in numbers):
-        says = "weights, and what the layer reads, are numbers"
-        yield Line(variant, "finite", says, nan, 0.0, nan, 0.0)
+        says = "the weights and the inputs of the layers are finite"
+        yield CheckResult(variant, "finite", says, nan, 0.0, nan, 0.0)
         return
     for check in CHECKS:
         if not check.applies(attentions[0]) or (theorems.fresh_only(check.name) and not fresh):
@@ -67,15 +67,15 @@ def verify(
         worst = {
             dtype: max(
                 (
-                    _find(check, layer.to(dtype), x_BTD.to(dtype))
+                    _run(check, layer.to(dtype), x_BTD.to(dtype))
                     for layer, x_BTD in zip(attentions, streams, strict=True)
                 ),
-                key=_badness,
+                key=_nan_as_inf,
             )
             for dtype in (torch.float32, torch.float64)
         }
         double, single = worst[torch.float64], worst[torch.float32]
-        yield Line(
+        yield CheckResult(
             variant,
             check.name,
             check.says,
@@ -86,46 +86,43 @@ def verify(
         )
 
 
-def _find(check: Check, layer: Attention, x_BTD: Tensor) -> Found:
+def _run(check: Check, layer: Attention, x_BTD: Tensor) -> Deviation:
     try:
         return check.find(layer, x_BTD)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # too large to decompose
-        return Found(nan)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # not converged
+        return Deviation(nan)
 
 
-def _badness(found: Found) -> float:
-    return inf if isnan(found.residual) else found.residual
+def _nan_as_inf(deviation: Deviation) -> float:
+    return inf if isnan(deviation.residual) else deviation.residual
 
 
 @torch.no_grad()
-def fresh_layer(layer: Attention, seed: int) -> Attention:
-    """Every tensor drawn anew, at a size that makes scores of order one."""
+def randomize_layer(layer: Attention, seed: int) -> Attention:
+    """Draw every tensor anew at a scale that gives scores of order 1."""
     for name, parameter in layer.named_parameters():
-        generator = torch.Generator().manual_seed(key(seed, "verify", name) % 2**63)
+        generator = torch.Generator().manual_seed(derive_key(seed, "verify", name) % 2**63)
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         wide = parameter.dim() >= 2 and not name.endswith("table")
         parameter.copy_(noise / layer.qk.spec.d_model**0.5 if wide else noise)
     return layer
 
 
-def streams_of(model: GPT, length: int, seed: int) -> list[Tensor]:
-    """What each attention layer of a model sees when it reads random tokens."""
-    seen: list[Tensor] = []
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
-        for layer in model.attentions()
-    ]
-    generator = torch.Generator().manual_seed(key(seed, "verify", "tokens") % 2**63)
-    vocabulary = model.token_embedding.num_embeddings
+def record_inputs(model: Model, length: int, seed: int) -> tuple[list[Attention], list[Tensor]]:
+    """Return the self-attention layers of a model, and their inputs for random tokens."""
+    generator = torch.Generator().manual_seed(derive_key(seed, "verify", "tokens") % 2**63)
+    tokens_BT = torch.randint(model.vocabulary, (2, length), generator=generator)
+    layers, streams = [], []
     with torch.no_grad():
-        model(torch.randint(vocabulary, (2, length), generator=generator))
-    for hook in hooks:
-        hook.remove()
-    return seen
+        for layer, (x_BTD, *_) in model.attention_inputs(tokens_BT):
+            if layer.role == "self":
+                layers.append(layer.module)
+                streams.append(x_BTD)
+    return layers, streams
 
 
-def stream(d_model: int, length: int, seed: int) -> Tensor:
-    """A normed stream of two sequences."""
-    generator = torch.Generator().manual_seed(key(seed, "verify", "stream") % 2**63)
+def random_stream(d_model: int, length: int, seed: int) -> Tensor:
+    """Return a normalized random stream of two sequences."""
+    generator = torch.Generator().manual_seed(derive_key(seed, "verify", "stream") % 2**63)
     x_BTD = torch.randn(2, length, d_model, generator=generator, dtype=torch.float64)
     return torch.nn.functional.layer_norm(x_BTD, (d_model,))

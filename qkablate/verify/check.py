@@ -1,6 +1,6 @@
-"""What a check is: an identity that a layer must fulfil, and how far it is from it.
+"""Checks: identities that a layer must satisfy, and the deviation from them.
 
-Shape suffixes as in qkablate/attention/qk/base.py; C for a d_model seen as columns.
+Shape suffixes as in qkablate/attention/qk/base.py.
 """
 
 import math
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from qkablate.attention import Attention
 
-EXACT = 1e-10  # relative, in fp64: what decides
-SLACK = 64  # in fp32: SLACK · eps · √(length of the longest sum), for information beside it
+EXACT = 1e-10  # relative tolerance in fp64, which decides
+SLACK = 64  # in fp32, shown for information: SLACK · eps · √(length of the longest sum)
 
 
 @dataclass(frozen=True)
-class Found:
-    """How far from the identity, relative to its size, and the length of the longest sum in it."""
+class Deviation:
+    """Relative deviation from an identity, and the length of the longest sum in it."""
 
     residual: float
     length: int = 1
-    tolerance: float = EXACT  # 0 where bits or counts must agree
+    tolerance: float = EXACT  # 0 where bits or counts must be equal
 
     def tolerance_at(self, dtype: torch.dtype) -> float:
         if dtype == torch.float64 or self.tolerance == 0:
@@ -30,65 +30,66 @@ class Found:
         return SLACK * torch.finfo(dtype).eps * math.sqrt(self.length)
 
 
+Applies = Callable[[Attention], bool]
+Find = Callable[[Attention, Tensor], Deviation]
+
+
 @dataclass(frozen=True)
 class Check:
-    """An identity, by its name, and for which layers it must hold."""
+    """A named identity and the layers for which it must hold."""
 
     name: str
     says: str
-    applies: Callable[[Attention], bool]
-    find: Callable[[Attention, Tensor], Found]
+    applies: Applies
+    find: Find
 
 
 CHECKS: list[Check] = []
 
 
-def check(
-    name: str, says: str, applies: Callable[[Attention], bool] = lambda layer: True
-) -> Callable[[Callable[[Attention, Tensor], Found]], Callable[[Attention, Tensor], Found]]:
-    """Enter a function of (layer, x_BTD) in the list."""
+def check(name: str, says: str, applies: Applies = lambda layer: True) -> Callable[[Find], Find]:
+    """Register a function of (layer, x_BTD) as a check."""
 
-    def enter(
-        find: Callable[[Attention, Tensor], Found],
-    ) -> Callable[[Attention, Tensor], Found]:
+    def register(find: Find) -> Find:
         CHECKS.append(Check(name, says, applies, find))
         return find
 
-    return enter
+    return register
 
 
-def apart(one: Tensor, other: Tensor, size: Tensor | None = None) -> float:
-    """Largest difference, relative to the largest entry (or to `size`)."""
-    if not one.numel():
+def rel_diff(actual: Tensor, expected: Tensor, size: Tensor | None = None) -> float:
+    """Return the largest difference, relative to the largest entry (or to `size`)."""
+    if not actual.numel():
         return 0.0
-    one, other = one.detach(), other.detach()
-    largest = other.abs().max() if size is None else size.detach()
-    return float((one - other).abs().max() / largest.clamp(min=torch.finfo(other.dtype).tiny))
+    actual, expected = actual.detach(), expected.detach()
+    largest = expected.abs().max() if size is None else size.detach()
+    smallest = torch.finfo(expected.dtype).tiny
+    return float((actual - expected).abs().max() / largest.clamp(min=smallest))
 
 
 def largest(*residuals: float) -> float:
-    """NaN if one of them is: Python's max would lose it."""
+    """Return the maximum, or NaN if any residual is NaN (unlike Python's max)."""
     return float(torch.tensor(residuals, dtype=torch.float64).max())
 
 
-def worst(violation: Tensor) -> float:
-    """The largest entry, of what should be 0 or less."""
+def max_violation(violation: Tensor) -> float:
+    """Return the largest entry of a tensor that should be at most 0."""
     return largest(0.0, float(violation.detach().max()))
 
 
-def pull(out: Tensor) -> Tensor:
-    """A fixed loss of some output: its gradient is not constant in anything."""
+def probe_loss(out: Tensor) -> Tensor:
+    """Return a fixed loss of an output whose gradient depends on every entry."""
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
     return (out * weight.view_as(out)).sum() + out.square().mean()
 
 
 def scores(layer: Attention, x_BTD: Tensor) -> Tensor:
-    """The content scores of the layer, scaled, before anything is added."""
-    q_BHTE, k_BGSE = layer.modified(*layer.qk(x_BTD, x_BTD))
+    """Return the scaled content scores of the layer, without masks and biases."""
+    q_BHTE, k_BGSE = layer.apply_modifiers(*layer.qk(x_BTD, x_BTD))
     k_BHSE = k_BGSE.repeat_interleave(q_BHTE.shape[1] // k_BGSE.shape[1], 1)
     return layer.scale * q_BHTE @ k_BHSE.mT
 
 
-def up_to_a_row_shift(s_BHTS: Tensor) -> Tensor:
-    """What softmax sees."""
+def center_rows(s_BHTS: Tensor) -> Tensor:
+    """Remove the row means, to which softmax is invariant."""
     return s_BHTS - s_BHTS.mean(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The gauges of a product: weights that differ, compute the same, and what follows for training.
+"""Gauge symmetries of a product: different weights for the same function, and conserved quantities.
 
 Shape suffixes as in qkablate/attention/qk/base.py; L for d_model and one row of biases.
 """
@@ -13,36 +13,37 @@ from qkablate.attention.modifiers import QKNorm
 from qkablate.attention.ov.factored import SeparateOV
 from qkablate.attention.qk.factored import SeparateQK
 from qkablate.attention.spec import by_head, side_by_side
-from qkablate.verify.check import Found, apart, check, largest, pull, worst
-from qkablate.verify.factors import factored, factors, gradients, plain
+from qkablate.verify.check import Deviation, check, largest, max_violation, probe_loss, rel_diff
+from qkablate.verify.factors import gradients, is_factored, is_standard_family, qk_factors
 
 
 def gauge_matrix(size: int, like: Tensor) -> Tensor:
-    """An invertible A with cond(A) = 4, the same every time."""
+    """Return a fixed invertible A with cond(A) = 4."""
     generator = torch.Generator().manual_seed(size)
     noise = torch.randn(2, size, size, generator=generator, dtype=torch.float64)
     (left, right), _ = torch.linalg.qr(noise)
-    return (left * torch.linspace(0.5, 2, size) @ right).to(like)
+    a_EE: Tensor = (left * torch.linspace(0.5, 2, size) @ right).to(like)
+    return a_EE
 
 
-@check("gauge", "W_q A, W_k A⁻ᵀ (and W_v B, B⁻¹ W_o): other weights, same outputs", factored)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+@check("gauge", "W_q A, W_k A⁻ᵀ (and W_v B, B⁻¹ W_o): different weights, same outputs", is_factored)
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     other = copy.deepcopy(layer)
-    qk, w_q_HDE, w_k_GDE = factors(other)
+    qk, w_q_HDE, w_k_GDE = qk_factors(other)
     a_EE = gauge_matrix(w_q_HDE.shape[-1], x_BTD)
     inverse_EE = torch.linalg.inv(a_EE).mT
     with torch.no_grad():
         qk.w_q.copy_(side_by_side(w_q_HDE @ a_EE))
         qk.w_k.copy_(side_by_side(w_k_GDE @ inverse_EE))
-        for b, turn in ((qk.b_q, a_EE), (qk.b_k, inverse_EE)):
+        for b, basis_EE in ((qk.b_q, a_EE), (qk.b_k, inverse_EE)):
             if b is not None:
-                b.copy_((b.view(-1, 1, len(turn)) @ turn).flatten())
+                b.copy_((b.view(-1, 1, len(basis_EE)) @ basis_EE).flatten())
         if isinstance(other.ov, SeparateOV):
-            _turn_values_(other.ov, x_BTD)
-    return Found(apart(other(x_BTD), layer(x_BTD)), length=16 * x_BTD.shape[-1])
+            _transform_values_(other.ov, x_BTD)
+    return Deviation(rel_diff(other(x_BTD), layer(x_BTD)), length=16 * x_BTD.shape[-1])
 
 
-def _turn_values_(ov: SeparateOV, like: Tensor) -> None:
+def _transform_values_(ov: SeparateOV, like: Tensor) -> None:
     b_VV = gauge_matrix(ov.width, like)
     ov.w_v.copy_(side_by_side(by_head(ov.w_v, ov.value_heads) @ b_VV))
     w_o_HVD = torch.linalg.inv(b_VV) @ ov.w_o.unflatten(0, (ov.spec.heads, -1))
@@ -53,11 +54,13 @@ def _turn_values_(ov: SeparateOV, like: Tensor) -> None:
 
 @check(
     "order of heads",
-    "heads in another order: same outputs",
-    # Slices and slopes belong to a head's place.
-    lambda layer: plain(layer) and type(layer.ov) is SeparateOV and layer.position != "alibi",
+    "a permutation of the heads gives the same outputs",
+    # Slices and ALiBi slopes are tied to the index of a head.
+    lambda layer: (
+        is_standard_family(layer) and type(layer.ov) is SeparateOV and layer.position != "alibi"
+    ),
 )
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     other = copy.deepcopy(layer)
     with torch.no_grad():
         for name, parameter in other.named_parameters():
@@ -65,24 +68,24 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
                 continue
             rows = name == "ov.w_o"
             by = parameter if rows else parameter.movedim(-1, 0)
-            turned = by.unflatten(0, (layer.qk.spec.heads, -1)).flip(0).flatten(0, 1)
-            parameter.copy_(turned if rows else turned.movedim(0, -1))
-    return Found(apart(other(x_BTD), layer(x_BTD)), length=x_BTD.shape[-1])
+            flipped = by.unflatten(0, (layer.qk.spec.heads, -1)).flip(0).flatten(0, 1)
+            parameter.copy_(flipped if rows else flipped.movedim(0, -1))
+    return Deviation(rel_diff(other(x_BTD), layer(x_BTD)), length=x_BTD.shape[-1])
 
 
-@check("gauge gradient", "W_qᵀ ∂W_q = (W_kᵀ ∂W_k)ᵀ per key head, for any loss", factored)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+@check("gauge gradient", "W_qᵀ ∂W_q = (W_kᵀ ∂W_k)ᵀ per key head, for any loss", is_factored)
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     q_side, k_side = _gauge_sides(layer, x_BTD)
-    return Found(apart(q_side, k_side.mT), length=x_BTD.shape[1] * x_BTD.shape[-1])
+    return Deviation(rel_diff(q_side, k_side.mT), length=x_BTD.shape[1] * x_BTD.shape[-1])
 
 
 def _gauge_sides(layer: Attention, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """W_qᵀ ∂W_q and W_kᵀ ∂W_k per key head; a bias counts as one more row of its matrix."""
-    qk, w_q_HDE, w_k_GDE = factors(layer)
+    """Return W_qᵀ ∂W_q and W_kᵀ ∂W_k per key head, with biases as a further row."""
+    qk, w_q_HDE, w_k_GDE = qk_factors(layer)
     names = ["w_q", "w_k"] + (["b_q", "b_k"] if qk.spec.bias else [])
     values = [getattr(qk, name) for name in names]
-    seen = torch.autograd.grad(pull(layer(x_BTD)), values, allow_unused=True)
-    grads = [torch.zeros_like(v) if g is None else g for v, g in zip(values, seen, strict=True)]
+    results = torch.autograd.grad(probe_loss(layer(x_BTD)), values, allow_unused=True)
+    grads = [torch.zeros_like(v) if g is None else g for v, g in zip(values, results, strict=True)]
     sides = []
     for at, heads in enumerate((len(w_q_HDE), len(w_k_GDE))):
         w_LF = torch.cat([v.reshape(-1, v.shape[-1]) for v in values[at::2]])
@@ -92,18 +95,18 @@ def _gauge_sides(layer: Attention, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     return sides[0], sides[1]
 
 
-def _turned(layer: Attention) -> bool:
-    """Factors with rope between them, and nothing else that reads the keys."""
-    plain_rope = layer.position == "rope" and layer.norm is None
-    return isinstance(layer.qk, SeparateQK) and plain_rope and layer.ov.cached != "k"
+def _has_rope_factors(layer: Attention) -> bool:
+    """Return whether only rope is between the factors, and keys are not values."""
+    only_rope = layer.position == "rope" and layer.norm is None
+    return isinstance(layer.qk, SeparateQK) and only_rope and layer.ov.cached != "k"
 
 
 @check(
     "rope gradient",
-    "with rope only trace and rotation of each plane survive",
-    _turned,
+    "with rope only the trace and the rotation of each plane are conserved",
+    _has_rope_factors,
 )
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     q_GEE, k_GEE = _gauge_sides(layer, x_BTD)
     half = q_GEE.shape[-1] // 2
     a = torch.arange(half)
@@ -114,18 +117,18 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
 
     (trace_q, skew_q), (trace_k, skew_k) = plane(q_GEE), plane(k_GEE)
     size = q_GEE.abs().max()
-    residual = largest(apart(trace_q, trace_k, size), apart(skew_q, -skew_k, size))
-    return Found(residual, length=x_BTD.shape[1] * x_BTD.shape[-1])
+    residual = largest(rel_diff(trace_q, trace_k, size), rel_diff(skew_q, -skew_k, size))
+    return Deviation(residual, length=x_BTD.shape[1] * x_BTD.shape[-1])
 
 
 @check(
     "rope gauge",
-    "with rope one complex number per plane is left of the gauge: q z and k / z̄",
-    _turned,
+    "with rope the gauge is one complex number per plane: q z and k / z̄",
+    _has_rope_factors,
 )
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     other = copy.deepcopy(layer)
-    qk, w_q_HDE, w_k_GDE = factors(other)
+    qk, w_q_HDE, w_k_GDE = qk_factors(other)
     half = w_q_HDE.shape[-1] // 2
     size_P, angle_P = torch.linspace(0.5, 2, half).to(x_BTD), torch.linspace(0, 3, half).to(x_BTD)
     real_P, imaginary_P = size_P * angle_P.cos(), size_P * angle_P.sin()
@@ -141,27 +144,27 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
         for b, scalar in ((qk.b_q, (real_P, imaginary_P)), (qk.b_k, inverse)):
             if b is not None:
                 b.copy_(times(b.view(-1, 2 * half), *scalar).flatten())
-    return Found(apart(other(x_BTD), layer(x_BTD)), length=16 * x_BTD.shape[-1])
+    return Deviation(rel_diff(other(x_BTD), layer(x_BTD)), length=16 * x_BTD.shape[-1])
 
 
 @check(
     "norm gradient",
-    "under a norm the gradient is at right angles to the weights: ⟨W_q, ∂W_q⟩ = 0 per head",
+    "under a norm the gradient is orthogonal to the weights: ⟨W_q, ∂W_q⟩ = 0 per head",
     lambda layer: (
         isinstance(layer.qk, SeparateQK)
         and isinstance(layer.norm, QKNorm)
-        and layer.qk.width > 1  # a single number has no direction, and no gradient
+        and layer.qk.width > 1  # a normalized scalar is constant
         and not layer.qk.spec.bias
         and layer.ov.cached != "k"
     ),
 )
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    qk, w_q_HDE, _ = factors(layer)
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
+    qk, w_q_HDE, _ = qk_factors(layer)
     (d_q,) = gradients(layer, x_BTD, qk.w_q)
     g_HDE = by_head(d_q, qk.spec.heads)
     inner_H = (w_q_HDE * g_HDE).sum((1, 2))
     size_H = w_q_HDE.norm(dim=(1, 2)) * g_HDE.norm(dim=(1, 2))
-    return Found(worst((inner_H / size_H).abs()), length=x_BTD.shape[-1] ** 2)
+    return Deviation(max_violation((inner_H / size_H).abs()), length=x_BTD.shape[-1] ** 2)
 
 
 @check(
@@ -169,7 +172,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     "W_vᵀ ∂W_v = ∂W_o W_oᵀ per value head",
     lambda layer: isinstance(layer.ov, SeparateOV),
 )
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     ov = layer.ov
     assert isinstance(ov, SeparateOV)
     d_v, d_o = gradients(layer, x_BTD, ov.w_v, ov.w_o)
@@ -181,23 +184,23 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
         left_GVV = left_GVV + rows[0].unsqueeze(2) * rows[1].unsqueeze(1)
     right_HVV = d_o.unflatten(0, (heads, -1)) @ ov.w_o.unflatten(0, (heads, -1)).mT
     right_GVV = right_HVV.unflatten(0, (groups, -1)).sum(1)
-    return Found(apart(left_GVV, right_GVV), length=x_BTD.shape[1] * x_BTD.shape[-1])
+    return Deviation(rel_diff(left_GVV, right_GVV), length=x_BTD.shape[1] * x_BTD.shape[-1])
 
 
 @check(
     "one step",
-    "W_qᵀW_q − W_kᵀW_k after a step of gradient descent, exactly",
-    # With biases, a bias is one more row, and the step moves it, too.
-    lambda layer: plain(layer) and not layer.qk.spec.bias,
+    "W_qᵀW_q − W_kᵀW_k after one step of gradient descent, exactly",
+    # A bias would be a further row of its matrix, which the step changes, too.
+    lambda layer: is_standard_family(layer) and not layer.qk.spec.bias,
 )
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     eta, decay = 0.1, 0.3
-    qk, w_q_HDE, w_k_HDE = factors(layer)
+    qk, w_q_HDE, w_k_HDE = qk_factors(layer)
     grads = gradients(layer, x_BTD, qk.w_q, qk.w_k)
     g_q, g_k = (by_head(g, qk.spec.heads) for g in grads)
     new_q, new_k = ((1 - eta * decay) * w - eta * g for w, g in ((w_q_HDE, g_q), (w_k_HDE, g_k)))
     expected = (1 - eta * decay) ** 2 * (w_q_HDE.mT @ w_q_HDE - w_k_HDE.mT @ w_k_HDE)
     expected = expected + eta**2 * (g_q.mT @ g_q - g_k.mT @ g_k)
     size = (w_q_HDE.mT @ w_q_HDE).abs().max()
-    found = new_q.mT @ new_q - new_k.mT @ new_k
-    return Found(apart(found, expected, size), length=x_BTD.shape[-1])
+    actual = new_q.mT @ new_q - new_k.mT @ new_k
+    return Deviation(rel_diff(actual, expected, size), length=x_BTD.shape[-1])

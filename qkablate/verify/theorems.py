@@ -1,4 +1,4 @@
-"""Theorems that need no trained weights: they are run with `standard`, on fresh numbers alone.
+"""Theorems that do not concern trained weights; run for `standard` on random numbers.
 
 Shape suffixes as in qkablate/attention/qk/base.py.
 """
@@ -10,101 +10,113 @@ from torch.nn.functional import gelu
 from qkablate.attention import Attention
 from qkablate.attention.kernels.dispatch import attend
 from qkablate.attention.ov.factored import SeparateOV
-from qkablate.attention.ov.slices import NoO, NoVO
+from qkablate.attention.ov.unprojected import NoO, NoVO
 from qkablate.attention.qk.factored import SeparateQK
-from qkablate.attention.qk.slices import NoQ
+from qkablate.attention.qk.unprojected import NoQ
 from qkablate.attention.spec import Spec
-from qkablate.verify.check import Found, apart, check, largest, up_to_a_row_shift, worst
+from qkablate.verify.check import Deviation, center_rows, check, largest, max_violation, rel_diff
 
 
-def standard(layer: Attention) -> bool:
+def is_standard(layer: Attention) -> bool:
+    """Return whether both circuits are standard's, without a norm."""
     return type(layer.qk) is SeparateQK and type(layer.ov) is SeparateOV and layer.norm is None
 
 
-def numbers(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
+def random_numbers(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
+    """Return fixed normal numbers of the dtype of `like`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
 
 
-@check("any weights", "d_head ≥ T: every positive stochastic A is some softmax", standard)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    """Bhojanapalli et al. (2020), theorem 1, by construction; and its bound: log A, up to a shift
-    per row, has rank d_head at most, so with d_head = 1 the rows of two tokens are tied.
+@check(
+    "any weights", "for d_head ≥ T every positive stochastic A is a softmax of scores", is_standard
+)
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
+    """Check theorem 1 of Bhojanapalli et al. (2020) by construction, and its bound.
+
+    Up to a shift per row log A has rank at most d_head, so d_head = 1 ties the rows of two tokens.
     """
     length = 4
     spec = Spec(d_model=6, heads=1)
     qk = SeparateQK(spec).to(x_BTD)
-    x_TD = torch.linalg.qr(numbers(x_BTD, 6, length))[0].T
-    a_TS = numbers(x_BTD, length, length, seed=1).softmax(-1)
+    x_TD = torch.linalg.qr(random_numbers(x_BTD, 6, length))[0].T
+    a_TS = random_numbers(x_BTD, length, length, seed=1).softmax(-1)
     inverse_DT = torch.linalg.pinv(x_TD)
     qk.set_circuit_((inverse_DT @ a_TS.log() @ inverse_DT.T / qk.scale).unsqueeze(0))
     q_BHTE, k_BGSE = qk(x_TD.unsqueeze(0), x_TD.unsqueeze(0))
-    found = apart((qk.scale * q_BHTE @ k_BGSE.mT).softmax(-1)[0, 0], a_TS)
-    thin = SeparateQK(Spec(d_model=6, heads=6)).to(x_BTD)
+    residual = rel_diff((qk.scale * q_BHTE @ k_BGSE.mT).softmax(-1)[0, 0], a_TS)
+    low_rank_factors = SeparateQK(Spec(d_model=6, heads=6)).to(x_BTD)
     with torch.no_grad():
-        for seed, parameter in enumerate(thin.parameters(), 2):
-            parameter.copy_(numbers(x_BTD, 6, 6, seed=seed))
-    q_BHTE, k_BGSE = thin(x_TD.unsqueeze(0), x_TD.unsqueeze(0))
-    log_BHTS = (thin.scale * q_BHTE @ k_BGSE.mT).log_softmax(-1)
-    size_BHN = torch.linalg.svdvals(up_to_a_row_shift(log_BHTS))
-    too_many = worst(size_BHN[..., 1] / size_BHN[..., 0])
-    return Found(largest(found, too_many), length=length * 6)
+        for seed, parameter in enumerate(low_rank_factors.parameters(), 2):
+            parameter.copy_(random_numbers(x_BTD, 6, 6, seed=seed))
+    q_BHTE, k_BGSE = low_rank_factors(x_TD.unsqueeze(0), x_TD.unsqueeze(0))
+    log_BHTS = (low_rank_factors.scale * q_BHTE @ k_BGSE.mT).log_softmax(-1)
+    size_BHN = torch.linalg.svdvals(center_rows(log_BHTS))
+    too_many = max_violation(size_BHN[..., 1] / size_BHN[..., 0])
+    return Deviation(largest(residual, too_many), length=length * 6)
 
 
-@check("row shift", "what is added to a whole row of scores, softmax does not see", standard)
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+@check("row shift", "softmax is invariant to a shift of a row of scores", is_standard)
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     q_BHTE, k_BGSE = layer.qk(x_BTD, x_BTD)
     v_BGSV = layer.ov.values(x_BTD, k_BGSE)
     length = x_BTD.shape[1]
-    shift_TS = numbers(x_BTD, length, 1).expand(-1, length)
+    shift_TS = random_numbers(x_BTD, length, 1).expand(-1, length)
     shifted_BHTV, plain_BHTV = (
-        attend(q_BHTE, k_BGSE, v_BGSV, scale=1, causal=True, kernel=layer.kernel, addend=addend)
-        for addend in (shift_TS, None)
+        attend(
+            q_BHTE, k_BGSE, v_BGSV, scale=1, causal=True, kernel=layer.kernel, score_bias=score_bias
+        )
+        for score_bias in (shift_TS, None)
     )
-    return Found(apart(shifted_BHTV, plain_BHTV), length=x_BTD.shape[-1])
+    return Deviation(rel_diff(shifted_BHTV, plain_BHTV), length=x_BTD.shape[-1])
 
 
 @check(
     "decay",
-    "decay on two factors cuts small singular values off, on one matrix it only shrinks them",
-    standard,
+    "weight decay on two factors zeros small singular values, on one matrix it only shrinks them",
+    is_standard,
 )
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    """‖A Bᵀ − diag(s)‖² + λ/2 (‖A‖² + ‖B‖²) is least where each singular value is max(0, s − λ/2);
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
+    """Minimize two penalized losses by gradient descent.
+
+    ‖A Bᵀ − diag(s)‖² + λ/2 (‖A‖² + ‖B‖²) is minimal where each singular value is max(0, s − λ/2),
     ‖W − diag(s)‖² + λ/2 ‖W‖² where it is s / (1 + λ/2).
     """
     decay = 0.6
     s = torch.tensor([0.2, 0.4, 0.6, 0.8, 1.0]).to(x_BTD)
-    a, b = (0.5 * numbers(x_BTD, 5, 5, seed=i) for i in (0, 1))
-    w = numbers(x_BTD, 5, 5, seed=2)
+    a, b = (0.5 * random_numbers(x_BTD, 5, 5, seed=i) for i in (0, 1))
+    w = random_numbers(x_BTD, 5, 5, seed=2)
     for _ in range(2000):
         error = 2 * (a @ b.T - s.diag())
         a, b = a - 0.1 * (error @ b + decay * a), b - 0.1 * (error.T @ a + decay * b)
         w = w - 0.1 * (2 * (w - s.diag()) + decay * w)
-    cut = apart(torch.linalg.svdvals(a @ b.T).flip(0), (s - decay / 2).clamp(min=0))
-    shrunk = apart(torch.linalg.svdvals(w).flip(0), s / (1 + decay / 2))
-    return Found(largest(cut, shrunk), length=25)
+    truncated = rel_diff(torch.linalg.svdvals(a @ b.T).flip(0), (s - decay / 2).clamp(min=0))
+    shrunk = rel_diff(torch.linalg.svdvals(w).flip(0), s / (1 + decay / 2))
+    return Deviation(largest(truncated, shrunk), length=25)
 
 
 @check(
     "bare block",
-    "without skip and norm W_q and W_o (or W_v and W_o) fold into the MLPs around; with them not",
-    standard,
+    "without skip and norm W_q and W_o (or W_v and W_o) fold into the adjacent MLPs; with them not",
+    is_standard,
 )
-def _(layer: Attention, x_BTD: Tensor) -> Found:
-    """Graef (2024); Karbevski & Mijoski (2025), theorem 4.1. MLP, attention, MLP: x = z W_down."""
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
+    """Check theorem 4.1 of Karbevski & Mijoski (2025), after Graef (2024).
+
+    The network is MLP, attention, MLP, with x = z W_down.
+    """
     spec = Spec(d_model=12, heads=3, sigma=1.0, init="naive")
     full = Attention(spec, SeparateQK, SeparateOV).to(x_BTD)
     with torch.no_grad():
         for seed, parameter in enumerate(full.parameters()):
-            parameter.copy_(numbers(x_BTD, 12, 12, seed=seed) / 12**0.5)
-    down_DD, up_DD = (numbers(x_BTD, 12, 12, seed=9 + i) / 12**0.5 for i in (0, 1))
-    z_BTD = gelu(numbers(x_BTD, 2, 7, 12, seed=11))
+            parameter.copy_(random_numbers(x_BTD, 12, 12, seed=seed) / 12**0.5)
+    down_DD, up_DD = (random_numbers(x_BTD, 12, 12, seed=9 + i) / 12**0.5 for i in (0, 1))
+    z_BTD = gelu(random_numbers(x_BTD, 2, 7, 12, seed=11))
     qk, ov = full.qk, full.ov
     assert isinstance(qk, SeparateQK)
     assert isinstance(ov, SeparateOV)
     expected_BTD = gelu(full(z_BTD @ down_DD) @ up_DD)
-    residuals, kept = [], []
+    residuals, violations = [], []
     for basis_DD, forms in ((qk.w_q, (NoQ, NoO)), (ov.w_v, (SeparateQK, NoVO))):
         back_DD = torch.linalg.inv(basis_DD)
         bare = Attention(spec, *forms).to(x_BTD)
@@ -116,11 +128,11 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
                 bare.ov.gain.fill_(1)
         x_BTD_, y_BTD = z_BTD @ down_DD, z_BTD @ (down_DD @ basis_DD)
         folded_DD = ov.w_o @ up_DD
-        residuals.append(apart(gelu(bare(y_BTD) @ folded_DD), expected_BTD))
-        # The same map with a skip and a norm: the stream that is added is in the wrong basis.
+        residuals.append(rel_diff(gelu(bare(y_BTD) @ folded_DD), expected_BTD))
+        # With a skip and a norm the stream that is added is in the wrong basis.
         with_skip_BTD = gelu((x_BTD_ + full(_normed(x_BTD_))) @ up_DD)
-        kept.append(apart(gelu((y_BTD + bare(_normed(y_BTD))) @ folded_DD), with_skip_BTD))
-    return Found(largest(*residuals) if min(kept) > 1e-2 else 1.0, length=12 * 12)
+        violations.append(rel_diff(gelu((y_BTD + bare(_normed(y_BTD))) @ folded_DD), with_skip_BTD))
+    return Deviation(largest(*residuals) if min(violations) > 1e-2 else 1.0, length=12 * 12)
 
 
 def _normed(x_BTD: Tensor) -> Tensor:
@@ -128,5 +140,5 @@ def _normed(x_BTD: Tensor) -> Tensor:
 
 
 def fresh_only(name: str) -> bool:
-    """Whether a check has nothing to do with a run's weights."""
+    """Return whether a check does not concern the weights of a run."""
     return name in {"any weights", "decay", "bare block"}

@@ -1,4 +1,4 @@
-"""The checks of limits: where one variant becomes another, and must be it to the letter.
+"""Checks of limits in which one variant equals another.
 
 Shape suffixes as in qkablate/attention/qk/base.py.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from qkablate.attention import Attention
 from qkablate.attention.ov.factored import GroupedOV, SeparateOV
 from qkablate.attention.ov.merged import MergedOV
-from qkablate.attention.ov.slices import NoO
+from qkablate.attention.ov.unprojected import NoO
 from qkablate.attention.qk.factored import (
     CollaborativeQK,
     FourMatrixQK,
@@ -24,52 +24,57 @@ from qkablate.attention.qk.factored import (
 )
 from qkablate.attention.qk.merged import MergedQK
 from qkablate.attention.qk.shared import SharedQK, SymPairwise
-from qkablate.attention.qk.slices import NoK, NoQ
-from qkablate.verify.check import Found, apart, check, largest, scores
+from qkablate.attention.qk.unprojected import NoK, NoQ
+from qkablate.verify.check import Deviation, check, largest, rel_diff, scores
 
 
-def is_a(*kinds: type) -> Callable[[Attention], bool]:
+def has_qk(*kinds: type) -> Callable[[Attention], bool]:
+    """Return a predicate for layers with one of these QK circuits."""
     return lambda layer: type(layer.qk) in kinds
 
 
 def _rebuilt(layer: Attention, qk: type, ov: type | None = None, **changes: object) -> Attention:
-    """A layer of other circuits at the same sizes, in the same precision and place."""
+    """Return a layer of other circuits with the same sizes, dtype and device."""
     spec = dataclasses.replace(layer.qk.spec, **changes)  # type: ignore[arg-type]
-    made = Attention(spec, qk, ov or type(layer.ov)).to(layer.qk.like)
+    rebuilt = Attention(spec, qk, ov or type(layer.ov)).to(layer.qk.like)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in rebuilt.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(noise / spec.d_model**0.5)
-    return made
+    return rebuilt
 
 
-def _give_(target: torch.nn.Module, source: torch.nn.Module) -> None:
-    """Copy what has the same name and shape."""
-    own = dict(target.named_parameters())
+def _copy_shared_(target: torch.nn.Module, source: torch.nn.Module) -> None:
+    """Copy the parameters that have the same name and shape."""
+    parameters = dict(target.named_parameters())
     with torch.no_grad():
         for name, parameter in source.named_parameters():
-            if name in own and own[name].shape == parameter.shape:
-                own[name].copy_(parameter)
+            if name in parameters and parameters[name].shape == parameter.shape:
+                parameters[name].copy_(parameter)
 
 
-def _same(one: Attention, other: Attention, x_BTD: Tensor, tolerance: float = 1e-10) -> Found:
-    return Found(apart(one(x_BTD), other(x_BTD)), x_BTD.shape[-1], tolerance)
+def _same(one: Attention, other: Attention, x_BTD: Tensor, tolerance: float = 1e-10) -> Deviation:
+    return Deviation(rel_diff(one(x_BTD), other(x_BTD)), x_BTD.shape[-1], tolerance)
 
 
-@check("rank d_head", "low rank at rank d_head is standard, bit for bit", is_a(LowRankQK))
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+@check("rank d_head", "low rank at rank d_head equals standard bit for bit", has_qk(LowRankQK))
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     low = _rebuilt(layer, LowRankQK, SeparateOV, rank=layer.qk.spec.d_head)
     standard = _rebuilt(layer, SeparateQK, SeparateOV)
-    _give_(standard, low)
+    _copy_shared_(standard, low)
     return _same(low, standard, x_BTD, tolerance=0)
 
 
-@check("one head", "at one head without W_q (or W_k) is merged with W = W_kᵀ", is_a(NoQ, NoK))
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+@check(
+    "one head",
+    "with one head, no W_q (or W_k) equals merged with W = W_kᵀ (or W_q)",
+    has_qk(NoQ, NoK),
+)
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     one = _rebuilt(layer, type(layer.qk), SeparateOV, heads=1, bias=False)
     merged = _rebuilt(layer, MergedQK, SeparateOV, heads=1, bias=False)
-    _give_(merged.ov, one.ov)
+    _copy_shared_(merged.ov, one.ov)
     assert isinstance(one.qk, (NoQ, NoK))
     assert isinstance(merged.qk, MergedQK)
     w_DD = one.qk.w_k.T if isinstance(one.qk, NoQ) else one.qk.w_q
@@ -79,13 +84,15 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
 
 
 @check(
-    "one-hot mixing", "at rank d_model with one-hot mixing it is standard", is_a(CollaborativeQK)
+    "one-hot mixing",
+    "at rank d_model with one-hot mixing it equals standard",
+    has_qk(CollaborativeQK),
 )
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     spec = layer.qk.spec
     ours = _rebuilt(layer, CollaborativeQK, SeparateOV, rank=spec.d_model, bias=False)
     standard = _rebuilt(layer, SeparateQK, SeparateOV, bias=False)
-    _give_(standard, ours)
+    _copy_shared_(standard, ours)
     assert isinstance(ours.qk, CollaborativeQK)
     eye_H1D = torch.eye(spec.heads).repeat_interleave(spec.d_head, 1).unsqueeze(1)
     with torch.no_grad():
@@ -93,16 +100,18 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return _same(ours, standard, x_BTD)
 
 
-@check("g = h", "as many groups as heads is standard; one group is one key", is_a(GroupedQK))
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+@check(
+    "g = h", "as many groups as heads equals standard; one group repeats one key", has_qk(GroupedQK)
+)
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     heads = layer.qk.spec.heads
     standard = _rebuilt(layer, SeparateQK, SeparateOV)
     all_groups = _rebuilt(layer, GroupedQK, GroupedOV, groups=heads)
-    _give_(all_groups, standard)
+    _copy_shared_(all_groups, standard)
     one_group = _rebuilt(layer, GroupedQK, GroupedOV, groups=1)
-    _give_(standard.qk, one_group.qk)
-    _give_(standard.ov, one_group.ov)
-    found = apart(all_groups(x_BTD), _same_heads(standard, all_groups)(x_BTD))
+    _copy_shared_(standard.qk, one_group.qk)
+    _copy_shared_(standard.ov, one_group.ov)
+    residual = rel_diff(all_groups(x_BTD), _same_heads(standard, all_groups)(x_BTD))
     with torch.no_grad():
         for name in ("w_k", "b_k"):
             if getattr(standard.qk, name) is not None:
@@ -112,35 +121,37 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
             if getattr(standard.ov, name) is not None:
                 wide = getattr(one_group.ov, name)
                 getattr(standard.ov, name).copy_(torch.cat([wide] * heads, -1))
-    return Found(largest(found, apart(one_group(x_BTD), standard(x_BTD))), x_BTD.shape[-1])
+    return Deviation(
+        largest(residual, rel_diff(one_group(x_BTD), standard(x_BTD))), x_BTD.shape[-1]
+    )
 
 
 def _same_heads(standard: Attention, grouped: Attention) -> Attention:
-    twin = copy.deepcopy(standard)
-    _give_(twin, grouped)
-    return twin
+    copied = copy.deepcopy(standard)
+    _copy_shared_(copied, grouped)
+    return copied
 
 
-@check("U = 1", "U = 1 is shared_qk, a skew U makes S antisymmetric", is_a(SymPairwise))
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+@check("U = 1", "U = 1 equals shared_qk; a skew U makes S antisymmetric", has_qk(SymPairwise))
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     ours = _rebuilt(layer, SymPairwise, SeparateOV, bias=False)
     shared = _rebuilt(layer, SharedQK, SeparateOV, bias=False)
-    _give_(shared, ours)
+    _copy_shared_(shared, ours)
     assert isinstance(ours.qk, SymPairwise)
     with torch.no_grad():
         skew = ours.qk.u - ours.qk.u.mT
         ours.qk.u.copy_(torch.eye(skew.shape[-1]))
-        found = _same(ours, shared, x_BTD)
+        equal = _same(ours, shared, x_BTD)
         ours.qk.u.copy_(skew)
         s_BHTS = scores(ours, x_BTD)
-    return Found(largest(found.residual, apart(s_BHTS, -s_BHTS.mT)), x_BTD.shape[-1])
+    return Deviation(largest(equal.residual, rel_diff(s_BHTS, -s_BHTS.mT)), x_BTD.shape[-1])
 
 
-@check("folding", "the four factors fold into two: A_q W_q and A_k W_k", is_a(FourMatrixQK))
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+@check("folding", "the four factors fold into two: A_q W_q and A_k W_k", has_qk(FourMatrixQK))
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     ours = _rebuilt(layer, FourMatrixQK, SeparateOV)
     standard = _rebuilt(layer, SeparateQK, SeparateOV)
-    _give_(standard, ours)
+    _copy_shared_(standard, ours)
     assert isinstance(ours.qk, FourMatrixQK)
     assert isinstance(standard.qk, SeparateQK)
     with torch.no_grad():
@@ -149,22 +160,22 @@ def _(layer: Attention, x_BTD: Tensor) -> Found:
     return _same(ours, standard, x_BTD)
 
 
-@check("precision twin", "standard_reassociated is standard", is_a(ReassociatedQK))
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+@check("precision twin", "standard_reassociated equals standard", has_qk(ReassociatedQK))
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     standard = _rebuilt(layer, SeparateQK, type(layer.ov))
-    twin = _rebuilt(layer, ReassociatedQK, type(layer.ov))
-    _give_(standard, twin)
-    return _same(twin, standard, x_BTD)
+    reassociated = _rebuilt(layer, ReassociatedQK, type(layer.ov))
+    _copy_shared_(standard, reassociated)
+    return _same(reassociated, standard, x_BTD)
 
 
 @check(
     "one value head",
-    "at one head it is standard with W_v' = W_v W_o",
+    "with one head it equals standard with W_v' = W_v W_o",
     lambda layer: type(layer.ov) in (NoO, MergedOV),
 )
-def _(layer: Attention, x_BTD: Tensor) -> Found:
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     standard = _rebuilt(layer, SeparateQK, SeparateOV, heads=1, bias=False)
     ours = _rebuilt(layer, SeparateQK, type(layer.ov), heads=1, bias=False)
-    _give_(ours.qk, standard.qk)
+    _copy_shared_(ours.qk, standard.qk)
     ours.ov.set_circuit_(standard.ov.circuit(standard.qk).detach())
     return _same(ours, standard, x_BTD)

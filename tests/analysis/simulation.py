@@ -6,42 +6,30 @@ ones. `python tests/analysis/simulation.py` prints the table, in some three minu
 Lengths are in margins: a truth of 1 is a mean gap of one margin, a spread of 1 as wide a one.
 """
 
-import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
-from qkablate.analysis.claims.verdict import (
-    EQUIVALENT,
-    KINDS,
-    REFUTED,
-    SUPPORTED,
-    UNDERPOWERED,
-    VERDICTS,
-    Part,
-    Verdict,
-    judge,
-    spent,
-)
+from qkablate.analysis.claims.verdict import KINDS, ClaimVerdict, Part, judge_parts, spend_alpha
 from qkablate.analysis.comparison.curves import Curve
+from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.stats import (
     ALPHA,
     POWER,
     Sample,
-    detectable,
+    detectable_effect,
     holm,
-    power_apart,
     power_below,
-    power_within,
+    power_equivalence,
+    power_two_sided,
 )
 
 STUDIES = 2_000
+VERDICTS = [verdict for verdict in Verdict if verdict != Verdict.INCOMPLETE]
 MARGIN = 0.01
 EDGE = {"noninferior": 1, "equivalent": 1, "better": -1, "worse": 1}
 # So far inside that a part with a narrow spread is always supported.
@@ -95,15 +83,12 @@ def untrue(kind: str, truth: float) -> set[str]:
         "better": (truth <= -1, truth >= -1),
         "worse": (truth >= 1, truth <= 1),
     }[kind]
-    wrong = {SUPPORTED: outside, REFUTED: inside, EQUIVALENT: abs(truth) >= 1}
+    wrong = {
+        Verdict.SUPPORTED: outside,
+        Verdict.REFUTED: inside,
+        Verdict.EQUIVALENT: abs(truth) >= 1,
+    }
     return {word for word, is_wrong in wrong.items() if is_wrong}
-
-
-@contextmanager
-def little_garbage() -> Iterator[None]:
-    """statsmodels collects garbage at every correction, which takes longer than all the rest."""
-    with patch.object(gc, "collect", lambda: 0):
-        yield
 
 
 def normals(
@@ -161,23 +146,22 @@ def judged(
     n: int = 6,
     correlation: float = 0.0,
     studies: int = STUDIES,
-) -> list[Verdict]:
+) -> list[ClaimVerdict]:
     """Studies of one claim, whose parts are of these kinds and have these truths."""
     x_SPN = spread * normals(studies, n, parts=len(asks), correlation=correlation)
     x_SPN = MARGIN * (x_SPN + np.array([truth for _, truth in asks])[:, None])
-    with little_garbage():
-        return [
-            judge(
-                [
-                    Part(kind, kind, MARGIN, Sample(tuple(x_N)))
-                    for (kind, _), x_N in zip(asks, x_PN, strict=True)
-                ]
-            )
-            for x_PN in x_SPN.tolist()
-        ]
+    return [
+        judge_parts(
+            [
+                Part(kind, kind, MARGIN, Sample(tuple(x_N)))
+                for (kind, _), x_N in zip(asks, x_PN, strict=True)
+            ]
+        )
+        for x_PN in x_SPN.tolist()
+    ]
 
 
-def rates(verdicts: Sequence[Verdict]) -> dict[str, Rate]:
+def rates(verdicts: Sequence[ClaimVerdict]) -> dict[str, Rate]:
     counted = Counter(verdict.word for verdict in verdicts)
     return {word: Rate(counted[word], len(verdicts)) for word in VERDICTS}
 
@@ -201,19 +185,18 @@ def of_four(
 def looked(kind: str, truth: float, spread: float, studies: int = STUDIES) -> dict[str, Rate]:
     """Studies that stop at the first look that settles them, each look with its share of α."""
     x_SN = MARGIN * (truth + spread * normals(studies, LOOKS[-1])[:, 0])
-    with little_garbage():
-        ends = [
-            _first_settled(kind, x_N, zip(LOOKS, spent(LOOKS), strict=True))
-            for x_N in x_SN.tolist()
-        ]
+    ends = [
+        _first_settled(kind, x_N, zip(LOOKS, spend_alpha(LOOKS), strict=True))
+        for x_N in x_SN.tolist()
+    ]
     return rates(ends)
 
 
-def _first_settled(kind: str, gaps: list[float], looks: Any) -> Verdict:
-    verdict = Verdict(UNDERPOWERED, [])
+def _first_settled(kind: str, gaps: list[float], looks: Any) -> ClaimVerdict:
+    verdict = ClaimVerdict(Verdict.UNDERPOWERED, [])
     for n, alpha in looks:
-        verdict = judge([Part(kind, kind, MARGIN, Sample(tuple(gaps[:n])))], alpha)
-        if verdict.word != UNDERPOWERED:
+        verdict = judge_parts([Part(kind, kind, MARGIN, Sample(tuple(gaps[:n])))], alpha)
+        if verdict.word != Verdict.UNDERPOWERED:
             break
     return verdict
 
@@ -233,13 +216,9 @@ def family(arms: int, correlation: float, n: int = 6, studies: int = STUDIES) ->
     correlates their gaps by a half.
     """
     x_SAN = normals(studies, n, parts=arms, correlation=correlation)
-    with little_garbage():
-        return rate(
-            [
-                min(holm([Sample(tuple(x_N)).p or 0 for x_N in x_AN])) < ALPHA
-                for x_AN in x_SAN.tolist()
-            ]
-        )
+    return rate(
+        [min(holm([Sample(tuple(x_N)).p or 0 for x_N in x_AN])) < ALPHA for x_AN in x_SAN.tolist()]
+    )
 
 
 # Power
@@ -283,9 +262,11 @@ def promises(n: int, studies: int = STUDIES) -> list[Promise]:
         return Part("", "equivalent", 1.2 * unit * sd, sample).p_supported < ALPHA
 
     return [
-        _promise("apart", power_apart(unit * sd, sd, n), _apart, unit, n, studies),
+        _promise("apart", power_two_sided(unit * sd, sd, n), _apart, unit, n, studies),
         _promise("below", power_below(0, unit * sd, sd, n), below, 0, n, studies),
-        _promise("within", power_within(0.2 * sd, 1.2 * unit * sd, sd, n), within, 0.2, n, studies),
+        _promise(
+            "within", power_equivalence(0.2 * sd, 1.2 * unit * sd, sd, n), within, 0.2, n, studies
+        ),
     ]
 
 
@@ -311,16 +292,16 @@ def enough(kind: str, truth: float, spread: float) -> tuple[int, Rate]:
     """
     pilot = np.array([-1.0, 0.0, 1.0])
     values = MARGIN * (truth + spread * pilot)
-    n = Part(kind, kind, MARGIN, Sample(tuple(map(float, values)))).needed()
+    n = Part(kind, kind, MARGIN, Sample(tuple(map(float, values)))).seeds_needed()
     assert n is not None
     found = of_one(kind, truth, spread, n)
-    settled = found[UNDERPOWERED].studies - found[UNDERPOWERED].hits
-    return n, Rate(settled, found[UNDERPOWERED].studies)
+    settled = found[Verdict.UNDERPOWERED].studies - found[Verdict.UNDERPOWERED].hits
+    return n, Rate(settled, found[Verdict.UNDERPOWERED].studies)
 
 
 def detected(n: int, studies: int = STUDIES) -> Promise:
     """Of the effect that is said to be detectable."""
-    effect = detectable(MARGIN, n)
+    effect = detectable_effect(MARGIN, n)
     assert effect is not None
 
     return _promise("detectable", POWER, _apart, effect / MARGIN, n, studies)

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from qkablate.analysis.claims.verdict import EQUIVALENT, KINDS, REFUTED, SUPPORTED, UNDERPOWERED
+from qkablate.analysis.claims.verdict import KINDS
+from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.stats import ALPHA
 from tests.analysis import simulation
 from tests.analysis.simulation import EDGE, FOUR, INSIDE, ONE, STUDIES, untrue
@@ -37,18 +38,18 @@ def is_kept(promise):
 
 
 @pytest.mark.parametrize("n", [6, 10, 20])
-def test_the_t_interval_holds_the_truth_in_95_of_100_studies(n):
+def test_t_interval_holds_the_truth_in_95_of_100_studies(n):
     assert float(simulation.coverage(n)) == pytest.approx(0.95, abs=0.015)
 
 
-def test_the_bootstrap_does_not_with_six_numbers():
+def test_bootstrap_does_not_with_six_numbers():
     """That is why it decides nothing: 500 studies are enough to see it."""
     found = simulation.bca_coverage(6, studies=500)
     assert float(found) + 3 * found.error() < float(simulation.coverage(6))
 
 
 @pytest.mark.parametrize("correlation", [0, 0.9])
-def test_a_band_holds_the_whole_curve(correlation):
+def test_band_holds_the_whole_curve(correlation):
     found = simulation.band_coverage(6, 12, correlation, FEWER)
     assert float(found) >= 0.95 - 3 * found.error(0.95)
 
@@ -82,19 +83,19 @@ def test_errors_are_as_rare_with_looks(kind):
 
 
 @pytest.mark.parametrize("correlation", [0, 0.5])
-def test_of_four_arms_that_do_not_differ_rarely_any_is_said_to(correlation):
+def test_family_wise_error_of_four_arms_is_controlled(correlation):
     assert float(simulation.family(4, correlation)) <= at_most()
 
 
-def test_the_tests_would_notice():
+def test_tests_would_notice():
     """Errors come as often as they may where they are said to, so that a level which is twice too
     high is seen; and looking all the time without `spent` is.
     """
     often = ALPHA - (at_most() - ALPHA)
     narrow, wide = (simulation.of_one("better", -1, spread) for spread in (0.25, 4))
-    assert float(narrow[SUPPORTED]) > often
-    assert float(narrow[EQUIVALENT]) > often
-    assert float(wide[REFUTED]) > often
+    assert float(narrow[Verdict.SUPPORTED]) > often
+    assert float(narrow[Verdict.EQUIVALENT]) > often
+    assert float(wide[Verdict.REFUTED]) > often
     assert float(simulation.peeked(studies=300)) > 2 * at_most()
 
 
@@ -102,19 +103,19 @@ def test_the_tests_would_notice():
 
 
 @pytest.mark.parametrize("n", [6, 20])
-def test_power_is_what_is_counted(n):
+def test_power_equals_the_simulated_rate(n):
     assert [one for one in simulation.promises(n) if not is_kept(one)] == []
 
 
 @pytest.mark.parametrize("n", [6, 10])
-def test_a_detectable_effect_is_found_four_times_of_five(n):
+def test_detectable_effect_is_found_with_80_percent_power(n):
     assert is_kept(simulation.detected(n))
 
 
 @pytest.mark.parametrize(
     ("kind", "truth"), [("noninferior", 0.3), ("equivalent", 0.2), ("better", -1.8), ("worse", 1.8)]
 )
-def test_a_part_is_supported_as_often_as_it_says(kind, truth):
+def test_part_is_supported_with_the_promised_power(kind, truth):
     supported, _ = simulation.kept(kind, truth, 1, 10)
     assert 0.5 < supported.promised < 0.95
     assert is_kept(supported)
@@ -124,7 +125,7 @@ def test_a_part_is_supported_as_often_as_it_says(kind, truth):
     ("kind", "truth"),
     [("noninferior", 1.8), ("equivalent", -1.9), ("better", -0.2), ("worse", 0.2)],
 )
-def test_a_part_is_refuted_as_often_as_it_says(kind, truth):
+def test_part_is_refuted_with_the_promised_power(kind, truth):
     _, refuted = simulation.kept(kind, truth, 1, 10)
     assert 0.5 < refuted.promised < 0.95
     assert is_kept(refuted)
@@ -140,7 +141,7 @@ def test_a_part_is_refuted_as_often_as_it_says(kind, truth):
         ("equivalent", 2.5, 2),  # refuted
     ],
 )
-def test_the_seeds_that_are_needed_settle_it_four_times_of_five(kind, truth, spread):
+def test_seeds_needed_give_80_percent_power(kind, truth, spread):
     """Or more often: only the likeliest of the words that settle it is counted on."""
     n, settled = simulation.enough(kind, truth, spread)
     assert 3 < n < 30
@@ -148,7 +149,7 @@ def test_the_seeds_that_are_needed_settle_it_four_times_of_five(kind, truth, spr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_clear_is_settled_early_or_late_but_settled(kind):
+def test_clear_effects_are_decided_at_some_look(kind):
     found = simulation.looked(kind, INSIDE[kind], 0.5, studies=200)
-    assert float(found[SUPPORTED]) > 0.99
-    assert found[UNDERPOWERED].hits <= 2
+    assert float(found[Verdict.SUPPORTED]) > 0.99
+    assert found[Verdict.UNDERPOWERED].hits <= 2

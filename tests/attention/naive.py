@@ -1,4 +1,4 @@
-"""Attention written out: one query, one key, one head at a time, from the equations alone.
+"""Reference implementation of attention: one query, one key, one head at a time.
 
 Nothing here calls a circuit: parameters by their names, sizes from the spec, and a few lines for
 each class. x and y are single tokens, h is a head; d, k, r as in the equations.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def columns(a, name: str, n: int, width: int):
-    """The n-th `width` columns of a matrix or entries of a bias; 0 where there is no such bias."""
+    """Return the n-th `width` columns of a matrix or entries of a bias; 0 for a missing bias."""
     return a.p[name][..., n * width : (n + 1) * width] if name in a.p else 0.0
 
 
@@ -20,13 +20,13 @@ def affine(a, x: Tensor, w: str, b: str, n: int, width: int) -> Tensor:
     return x @ columns(a, w, n, width) + columns(a, b, n, width)
 
 
-def own(a, x: Tensor, h: int) -> Tensor:
-    """E_h: the head's slice of a token."""
+def head_slice(a, x: Tensor, h: int) -> Tensor:
+    """Return x E_h, the head's slice of a token."""
     return x[h * a.k : (h + 1) * a.k]
 
 
 def symmetric(a, x: Tensor, h: int) -> Tensor:
-    """x W + u with W_ij = W_ji; of the triangle i ≤ j, row by row, is what there is."""
+    """Return x W + u with W_ij = W_ji; the parameters are the triangle i ≤ j, row by row."""
     at = {pair: n for n, pair in enumerate((i, j) for i in range(a.d) for j in range(i, a.d))}
     mirrored = [[at[min(i, j), max(i, j)] for j in range(a.d)] for i in range(a.d)]
     return x @ a.p["triangle"][h][torch.tensor(mirrored)] + columns(a, "u", h, a.d)
@@ -44,7 +44,7 @@ def w_k(a, y: Tensor, h: int, width: int) -> Tensor:
     return affine(a, y, "w_k", "b_k", h, width)
 
 
-# The query of a token in a head, and the key.
+# The query and the key of a token in a head.
 QUERY = {
     "SeparateQK": lambda a, x, h: w_q(a, x, h, a.k),
     "LowRankQK": lambda a, x, h: w_q(a, x, h, a.r),
@@ -58,9 +58,9 @@ QUERY = {
     "SharedQK": lambda a, x, h: w_k(a, x, h, a.k),
     "SymDiag": lambda a, x, h: w_k(a, x, h, a.k) * columns(a, "diagonal", h, a.k),
     "SymPairwise": lambda a, x, h: w_k(a, x, h, a.k) @ a.p["u"][h],
-    "NoQ": own,
+    "NoQ": head_slice,
     "NoK": lambda a, x, h: w_q(a, x, h, a.k),
-    "NoQK": own,
+    "NoQK": head_slice,
 }
 KEY = {
     "SeparateQK": lambda a, y, h: w_k(a, y, h, a.k),
@@ -76,17 +76,17 @@ KEY = {
     "SymDiag": lambda a, y, h: w_k(a, y, h, a.k),
     "SymPairwise": lambda a, y, h: w_k(a, y, h, a.k),
     "NoQ": lambda a, y, h: w_k(a, y, h, a.k),
-    "NoK": own,
-    "NoQK": own,
+    "NoK": head_slice,
+    "NoQK": head_slice,
 }
 VALUE = {
     "SeparateOV": lambda a, y, h, key: affine(a, y, "w_v", "b_v", h, a.k),
     "GroupedOV": lambda a, y, h, key: affine(a, y, "w_v", "b_v", group(a, h), a.k),
-    "NoV": lambda a, y, h, key: own(a, y, h) * (a.length if a.matched else 1),
+    "NoV": lambda a, y, h, key: head_slice(a, y, h) * (a.length if a.matched else 1),
     "NoO": lambda a, y, h, key: (
         affine(a, y, "w_v", "b_v", h, a.k) * (a.length * a.residual if a.matched else 1)
     ),
-    "NoVO": lambda a, y, h, key: own(a, y, h) * a.p["gain"][h],
+    "NoVO": lambda a, y, h, key: head_slice(a, y, h) * a.p["gain"][h],
     "MergedOV": lambda a, y, h, key: y,
     "TiedOV": lambda a, y, h, key: key,
 }
@@ -94,7 +94,7 @@ OUT = {"MergedOV": "w_ov", "NoO": None, "NoVO": None}  # else w_o
 
 
 def scale(name: str, a) -> float:
-    """1/√d_head, but where the class says otherwise."""
+    """Return the scale of the scores, 1/√d_head by default."""
     if not a.matched:
         return {"CollaborativeQK": math.sqrt(a.heads / (a.r or 1))}.get(name, 1 / math.sqrt(a.k))
     return {
@@ -108,7 +108,7 @@ def scale(name: str, a) -> float:
 
 
 def normed(layer, name: str, a, query: Tensor, key: Tensor, h: int):
-    """The query, the key and the scale after the norm, if there is one."""
+    """Return the query, the key and the scale after the norm, if there is one."""
     norm = type(layer.norm).__name__
     if norm == "NoneType":
         return query, key, scale(name, a)
@@ -117,13 +117,13 @@ def normed(layer, name: str, a, query: Tensor, key: Tensor, h: int):
         return layer.norm.gain[h] * query / query.norm(), unit, 1.0
     if layer.norm.spec.init == "naive":
         return query, unit, 1 / math.sqrt(a.k)
-    # At the start an entry of y has size 1, one of y W has size σ√d.
+    # Initially entries of y have size 1 and those of y W size σ√d.
     entry = 1 if name in ("MergedQK", "SymmetricQK", "ReassociatedQK", "NoK", "NoQK") else a.length
     return query, unit, scale(name, a) * entry * math.sqrt(len(key))
 
 
-def turned(x: Tensor, position: int) -> Tensor:
-    """Rotary: the plane (a, a + E/2) by the angle position · 10000^(−2a/E)."""
+def rotated(x: Tensor, position: int) -> Tensor:
+    """Rotate the plane (a, a + E/2) by the angle position · 10000^(−2a/E)."""
     half = len(x) // 2
     out = [None] * len(x)
     for a in range(half):
@@ -150,7 +150,7 @@ def facts(circuit) -> SimpleNamespace:
 
 
 def attention(layer, x_BTD: Tensor, y_BSD: Tensor | None, causal: bool) -> Tensor:
-    """The whole layer; y is None where a stream attends to itself."""
+    """Return the output of a layer; y is None for self-attention."""
     return torch.stack(
         [
             one_sequence(layer, x_TD, x_TD if y_BSD is None else y_BSD[n], y_BSD is None, causal)
@@ -169,11 +169,11 @@ def one_sequence(layer, x_TD: Tensor, y_SD: Tensor, same: bool, causal: bool) ->
         values = [VALUE[write](b, y, h, key) for y, key in zip(y_SD, keys, strict=True)]
         for i, x in enumerate(x_TD):
             query = QUERY[name](a, x, h) if content else None
-            seen = [j for j in range(len(y_SD)) if j <= i or not causal]
-            if layer.mask_self and same and seen != [i]:
-                seen.remove(i)
+            visible = [j for j in range(len(y_SD)) if j <= i or not causal]
+            if layer.mask_self and same and visible != [i]:
+                visible.remove(i)
             row = []
-            for j in seen:
+            for j in visible:
                 if name == "StaticScores":
                     score = a.p["table"][h, i, j]
                 elif name == "Uniform":
@@ -181,16 +181,16 @@ def one_sequence(layer, x_TD: Tensor, y_SD: Tensor, same: bool, causal: bool) ->
                 else:
                     q, k, factor = normed(layer, name, a, query, keys[j], h)
                     if layer.position == "rope":
-                        q, k = turned(q, i), turned(k, j)
+                        q, k = rotated(q, i), rotated(k, j)
                     score = factor * (q @ k)
                 if layer.position == "alibi":
                     score = score - 2 ** (-8 * (h + 1) / a.heads) * abs(i - j)
                 row.append(score)
             weights = (torch.stack(row) - max(row).detach()).exp()
             weights = weights / weights.sum()
-            average = sum(weight * values[j] for weight, j in zip(weights, seen, strict=True))
+            average = sum(weight * values[j] for weight, j in zip(weights, visible, strict=True))
             matrix = OUT.get(write, "w_o")
-            if matrix is None:  # straight into the head's slice
+            if matrix is None:  # into the head's slice
                 rest = (a.heads - h - 1) * a.k
                 written[i] = written[i] + torch.nn.functional.pad(average, (h * a.k, rest))
             else:

@@ -1,11 +1,11 @@
-"""Attention layers with random values, small enough to be written out."""
+"""Small attention layers with random values."""
 
 import torch
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Spec
 
 CONTEXT = 8
-# Pairs from both tables that have more to do with each other than every pair has.
+# Pairs of circuits that interact more than others.
 CROSSED = [
     ("merged", "no_o"),
     ("merged", "merged"),
@@ -31,7 +31,7 @@ def some_spec(d: int = 12, heads: int = 3, **other) -> Spec:
 
 
 def randomized(module: torch.nn.Module, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    """Every parameter drawn anew, biases and gains too."""
+    """Draw every parameter anew, biases and gains too."""
     torch.manual_seed(0)
     for parameter in module.to(dtype).parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -52,6 +52,6 @@ def random_qk(name: str, **other):
 
 
 def stream(length: int, batch: int = 2, d: int = 12, dtype=torch.float64) -> torch.Tensor:
-    """x_BTD, the same every time."""
+    """Return a fixed random x_BTD."""
     generator = torch.Generator().manual_seed(length)
     return torch.randn(batch, length, d, generator=generator, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Where variants start and how fast they move, measured against what the classes claim."""
+"""Initialization and training speed of the variants, measured against what the classes claim."""
 
 import functools
 import math
@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Meaningless, Spec
+from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Spec, UnsupportedCombination
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
 from qkablate.models.gpt import GPT
 from qkablate.training.optimizer import make_optimizer
@@ -21,15 +21,15 @@ NORMABLE = [name for name in QK_CIRCUITS if name not in ("static", "uniform")]
 INITS = ("matched", "naive")
 
 
-def started(
+def initialized(
     qk="separate", ov="separate", init="matched", *, seed=1, norm="none", mask_self=False, **other
 ) -> Attention:
-    """A layer at its start, from draws as the model's."""
+    """Return an initialized layer, with draws like those of a model."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name, shape, *, residual=False, fan_in=None):
         std = SIGMA * (RESIDUAL if residual else 1)
-        # Vectors start at zero, as GPT-2's biases do.
+        # Vectors are zero, like the biases of GPT-2.
         return torch.randn(shape, generator=generator) * (std if len(shape) > 1 else 0)
 
     sizes = {"rank": RANK.get(qk, 16), "groups": 2, "context": T} | other
@@ -50,25 +50,25 @@ OWN = torch.eye(T).bool()
 
 
 def scores(layer: Attention) -> torch.Tensor:
-    """scores_BHTS, scaled, before any mask."""
-    q, k = layer.modified(*layer.qk(X, X))
+    """Return the scaled scores_BHTS without a mask."""
+    q, k = layer.apply_modifiers(*layer.qk(X, X))
     found = layer.scale * q @ k.repeat_interleave(HEADS // k.shape[1], 1).mT
-    table = layer.qk.addend(0, T, T)
+    table = layer.qk.score_bias(0, T, T)
     return found if table is None else found + table
 
 
 def spread(layer: Attention) -> float:
-    """Between two tokens; a token's own score is another matter."""
+    """Return the standard deviation of scores between different tokens."""
     return float(scores(layer).detach()[..., ~OWN].std())
 
 
-def written(layer: Attention) -> torch.Tensor:
-    """What is written where every token attends to itself."""
+def diagonal_output(layer: Attention) -> torch.Tensor:
+    """Return the output if every token attends only to itself."""
     v = layer.ov.values(X, layer.qk.keys(X))
     return layer.ov.write(v.repeat_interleave(HEADS // v.shape[1], 1)).detach()
 
 
-# How well the starts meet standard's, matched and naive.
+# How well the initializations match standard's, matched and naive.
 QK_MATCH = {
     "separate": ("exact", "exact"),
     "reassociated": ("exact", "exact"),
@@ -87,14 +87,14 @@ OV_MATCH = {
 
 
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
-def test_what_qk_circuits_say_of_their_start(qk):
-    said = tuple(started(qk, init=init).match for init in INITS)
+def test_match_of_qk_circuits(qk):
+    said = tuple(initialized(qk, init=init).match for init in INITS)
     assert said == QK_MATCH.get(qk, ("spread", "none"))
 
 
 @pytest.mark.parametrize("ov", OV_CIRCUITS)
-def test_what_ov_circuits_say_of_their_start(ov):
-    said = tuple(started(ov=ov, init=init).match for init in INITS)
+def test_match_of_ov_circuits(ov):
+    said = tuple(initialized(ov=ov, init=init).match for init in INITS)
     assert said == OV_MATCH.get(ov, ("spread", "none"))
 
 
@@ -106,10 +106,10 @@ def test_what_ov_circuits_say_of_their_start(ov):
         ("wide", {"heads": 1}, "exact"),
         ("grouped", {"groups": HEADS}, "exact"),
         ("grouped", {"groups": 1}, "spread"),
-        ("sym_diag", {"heads": D}, "none"),  # signs cancel in pairs, and there is but one
+        ("sym_diag", {"heads": D}, "none"),  # signs cancel in pairs, and there is only one
         ("separate", {"mask_self": True}, "spread"),
         ("uniform", {"mask_self": True}, "none"),
-        # What keeps these from standard's start is a token's own score, which the mask takes away.
+        # These differ from standard only in the scores that the mask removes.
         ("shared", {"mask_self": True}, "spread"),
         ("no_qk", {"mask_self": True}, "spread"),
         ("no_qk", {"mask_self": True, "init": "naive"}, "none"),
@@ -124,19 +124,19 @@ def test_what_ov_circuits_say_of_their_start(ov):
     ],
     ids=str,
 )
-def test_what_layers_say_of_their_start(qk, other, match):
-    assert started(qk, **other).match == match
+def test_match_of_layers(qk, other, match):
+    assert initialized(qk, **other).match == match
 
 
 @pytest.mark.parametrize("norm", ["none", "qk", "unit_keys"])
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
 def test_matched_spread_of_scores(qk, norm):
-    """σ²d for every start that says so, however it is normed."""
+    """The spread is σ²d for every initialization that claims so, with any norm."""
     if norm != "none" and qk not in NORMABLE:
-        with pytest.raises(Meaningless):
-            started(qk, norm=norm)
+        with pytest.raises(UnsupportedCombination):
+            initialized(qk, norm=norm)
         return
-    layer = started(qk, norm=norm)
+    layer = initialized(qk, norm=norm)
     if layer.match != "none":
         assert spread(layer) == pytest.approx(STANDARD, rel=0.05)
         own = scores(layer).detach()[..., OWN]
@@ -146,10 +146,12 @@ def test_matched_spread_of_scores(qk, norm):
 
 
 @pytest.mark.parametrize("name", ["merged", "separate"])
-def test_a_start_that_is_exact_draws_what_standard_draws(name):
-    for layer in (started(name), started(ov=name)):
-        torch.testing.assert_close(scores(layer), scores(started()), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(written(layer), written(started()), rtol=1e-4, atol=1e-5)
+def test_exact_match_draws_the_tensors_of_standard(name):
+    for layer in (initialized(name), initialized(ov=name)):
+        torch.testing.assert_close(scores(layer), scores(initialized()), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            diagonal_output(layer), diagonal_output(initialized()), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
@@ -172,35 +174,35 @@ def test_a_start_that_is_exact_draws_what_standard_draws(name):
     ],
 )
 def test_naive_spread_of_scores(qk, norm, expected):
-    """What the forms come to as one writes them at first."""
-    assert spread(started(qk, init="naive", norm=norm)) == pytest.approx(expected, rel=0.05)
+    """The spread follows from the default initialization of each form."""
+    assert spread(initialized(qk, init="naive", norm=norm)) == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("qk", ["shared", "no_qk"])
-def test_equal_queries_and_keys_score_themselves(qk):
-    """√k σ²d on average, where standard's own scores have mean zero; no start mends it."""
-    own = float(scores(started(qk)).detach()[..., OWN].mean())
+def test_mean_score_of_a_token_with_itself_when_queries_are_keys(qk):
+    """The mean is √k σ²d in every initialization, and zero for standard."""
+    own = float(scores(initialized(qk)).detach()[..., OWN].mean())
     assert own == pytest.approx(math.sqrt(K) * STANDARD, rel=0.05)
-    assert abs(float(scores(started()).detach()[..., OWN].mean())) < 0.25 * STANDARD
+    assert abs(float(scores(initialized()).detach()[..., OWN].mean())) < 0.25 * STANDARD
 
 
 @pytest.mark.parametrize("qk", ["sym_diag", "sym_pairwise"])
-def test_naive_middles_are_shared_qk(qk):
-    naive, shared = started(qk, init="naive"), started("shared")
+def test_naive_sym_variants_start_as_shared_qk(qk):
+    naive, shared = initialized(qk, init="naive"), initialized("shared")
     naive.qk.w_k.data.copy_(shared.qk.w_k.data)
     torch.testing.assert_close(scores(naive), scores(shared))
 
 
-def test_a_symmetric_start_has_own_scores_of_root_two():
-    own = scores(started("symmetric")).detach()[..., OWN]
+def test_symmetric_initialization_scales_diagonal_scores_by_root_two():
+    own = scores(initialized("symmetric")).detach()[..., OWN]
     assert float(own.std()) == pytest.approx(math.sqrt(2) * STANDARD, rel=0.08)
 
 
 @pytest.mark.parametrize("ov", OV_CIRCUITS)
-def test_matched_size_of_what_is_written(ov):
-    expected = float(written(started()).std())
+def test_matched_scale_of_the_output(ov):
+    expected = float(diagonal_output(initialized()).std())
     assert expected == pytest.approx(STANDARD * RESIDUAL, rel=0.05)
-    assert float(written(started(ov=ov)).std()) == pytest.approx(expected, rel=0.05)
+    assert float(diagonal_output(initialized(ov=ov)).std()) == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -214,13 +216,16 @@ def test_matched_size_of_what_is_written(ov):
         ("grouped", 1.0),
     ],
 )
-def test_naive_size_of_what_is_written(ov, factor):
-    found = float(written(started(ov=ov, init="naive")).std() / written(started()).std())
+def test_naive_scale_of_the_output(ov, factor):
+    found = float(
+        diagonal_output(initialized(ov=ov, init="naive")).std()
+        / diagonal_output(initialized()).std()
+    )
     assert found == pytest.approx(factor, rel=0.05)
 
 
 def descent(layer: Attention, loss: torch.Tensor, parameters) -> float:
-    """What Adam's first step takes off a loss, in units of η: Σ rate · |gradient|."""
+    """Return how much Adam's first step lowers a loss, in units of η: Σ rate · |gradient|."""
     rates = {id(parameter): rate for parameter, rate, _ in layer.rates()}
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     pairs = zip(parameters, gradients, strict=True)
@@ -232,29 +237,29 @@ SEEDS = (1, 2, 3)
 
 @functools.cache
 def qk_descent(qk: str, init: str, norm: str = "none") -> float:
-    """Of random pulls at the causal scores, over a few starts."""
-    pull = noise(2, 1, HEADS, T, T).tril()
+    """Return the descent of random losses of the causal scores, over several seeds."""
+    weight = noise(2, 1, HEADS, T, T).tril()
     total = 0.0
     for seed in SEEDS:
-        layer = started(qk, init=init, norm=norm, seed=seed)
+        layer = initialized(qk, init=init, norm=norm, seed=seed)
         parameters = list(layer.qk.parameters())
         parameters += [] if layer.norm is None else list(layer.norm.parameters())
-        total += descent(layer, (scores(layer) * pull).sum(), parameters)
+        total += descent(layer, (scores(layer) * weight).sum(), parameters)
     return total
 
 
 @functools.cache
 def ov_descent(ov: str, init: str, groups: int = 2) -> float:
-    """Of random pulls at what the layer writes."""
-    pull = noise(3, 1, T, D)
-    layers = [started(ov=ov, init=init, seed=seed, groups=groups) for seed in SEEDS]
-    return sum(descent(a, (a(X) * pull).sum(), list(a.ov.parameters())) for a in layers)
+    """Return the descent of random losses of the output."""
+    weight = noise(3, 1, T, D)
+    layers = [initialized(ov=ov, init=init, seed=seed, groups=groups) for seed in SEEDS]
+    return sum(descent(a, (a(X) * weight).sum(), list(a.ov.parameters())) for a in layers)
 
 
 @pytest.mark.parametrize("norm", ["none", "qk", "unit_keys"])
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("qk", LEARNED)
-def test_first_step_is_as_long_as_standards(qk, init, norm):
+def test_first_step_of_the_scores_matches_standard(qk, init, norm):
     """Adam's first step lowers the loss by η Σ|gradient|, for any gradient of the scores."""
     if norm == "none" or qk in NORMABLE:
         ratio = qk_descent(qk, init, norm) / qk_descent("separate", "matched")
@@ -263,26 +268,26 @@ def test_first_step_is_as_long_as_standards(qk, init, norm):
 
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("ov", [ov for ov in OV_CIRCUITS if ov not in ("no_vo", "tied")])
-def test_first_step_of_the_values_is_as_long_as_standards(ov, init):
+def test_first_step_of_the_output_matches_standard(ov, init):
     ratio = ov_descent(ov, init) / ov_descent("separate", "matched")
     assert ratio == pytest.approx(1, rel=0.08)
 
 
-def test_first_step_of_values_that_all_heads_share():
-    """Without its multiplier of 1.15 it would be well below."""
+def test_first_step_of_shared_values_matches_standard():
+    """The multiplier of 1.15 is needed for this."""
     ratio = ov_descent("grouped", "matched", groups=1) / ov_descent("separate", "matched")
     assert ratio == pytest.approx(1, rel=0.08)
-    assert started(ov="grouped", groups=1).ov.lr_multiplier() == pytest.approx(1.35 / 1.175)
+    assert initialized(ov="grouped", groups=1).ov.lr_multiplier() == pytest.approx(1.35 / 1.175)
 
 
 @pytest.mark.parametrize("rank", [16, 64, 128])
 @pytest.mark.parametrize("qk", ["low_rank", "collaborative"])
 def test_first_step_at_other_ranks(qk, rank):
-    pull = noise(2, 1, HEADS, T, T).tril()
+    weight = noise(2, 1, HEADS, T, T).tril()
     total = 0.0
     for seed in SEEDS:
-        layer = started(qk, seed=seed, rank=rank)
-        total += descent(layer, (scores(layer) * pull).sum(), list(layer.qk.parameters()))
+        layer = initialized(qk, seed=seed, rank=rank)
+        total += descent(layer, (scores(layer) * weight).sum(), list(layer.qk.parameters()))
     assert total / qk_descent("separate", "matched") == pytest.approx(1, rel=0.07)
 
 
@@ -296,22 +301,22 @@ def test_first_step_at_other_ranks(qk, rank):
         ("no_q", {}),
     ],
 )
-def test_tied_values_start_and_move_as_w_o_does(qk, other):
-    """W_k is the QK circuit's, as is its rate; W_o has standard's share, however wide the keys."""
-    written_, pull = 0.0, noise(3, 1, T, D)
+def test_tied_values_are_initialized_and_trained_like_w_o(qk, other):
+    """W_k has the rate of the QK circuit; W_o has standard's share for keys of any width."""
+    written_, weight = 0.0, noise(3, 1, T, D)
     total = 0.0
     for seed in SEEDS:
-        layer = started(qk, "tied", seed=seed, **other)
-        written_ += float(written(layer).square().mean()) / len(SEEDS)
-        total += descent(layer, (layer(X) * pull).sum(), [layer.ov.w_o])
+        layer = initialized(qk, "tied", seed=seed, **other)
+        written_ += float(diagonal_output(layer).square().mean()) / len(SEEDS)
+        total += descent(layer, (layer(X) * weight).sum(), [layer.ov.w_o])
     assert math.sqrt(written_) == pytest.approx(STANDARD * RESIDUAL, rel=0.08)
     share = total / ov_descent("separate", "matched")
     assert share == pytest.approx(1 / (1 + RESIDUAL), rel=0.08)
 
 
-def test_a_gain_alone_is_not_matched_and_says_so():
-    assert "its rate is not matched" in " ".join(OV_CIRCUITS["no_vo"].__doc__.split())
-    assert started(ov="no_vo").lr_multipliers()["ov"] == 1.0
+def test_speed_of_a_single_gain_is_not_matched():
+    assert "its learning rate is not matched" in " ".join(OV_CIRCUITS["no_vo"].__doc__.split())
+    assert initialized(ov="no_vo").lr_multipliers()["ov"] == 1.0
     assert ov_descent("no_vo", "matched") < 0.05 * ov_descent("separate", "matched")
 
 
@@ -332,22 +337,22 @@ def test_a_gain_alone_is_not_matched_and_says_so():
         ("grouped", "matched", (1 + math.sqrt(1 / 2)) / 2),
     ],
 )
-def test_multipliers_undo_the_known_ratios(qk, init, ratio):
-    """How far one step moves the scores at standard's rate, from the papers' side."""
-    assert started(qk, init=init).qk.lr_multiplier() == pytest.approx(1 / ratio)
+def test_multipliers_invert_the_known_speed_ratios(qk, init, ratio):
+    """The ratios say how far a step at standard's rate moves the scores, after the papers."""
+    assert initialized(qk, init=init).qk.lr_multiplier() == pytest.approx(1 / ratio)
 
 
 @functools.cache
 def bias_descent(qk: str, init: str) -> float:
-    """What b_q does in standard: to add u_h · x_j to the scores."""
-    pull = noise(2, 1, HEADS, T, T)
-    pull = pull - pull.mean(-1, keepdim=True)  # softmax cannot see what a row has in common
+    """Return the descent of the biases that add u_h · x_j to the scores, as b_q in standard."""
+    weight = noise(2, 1, HEADS, T, T)
+    weight = weight - weight.mean(-1, keepdim=True)  # softmax is invariant to row shifts
     total = 0.0
     for seed in range(1, 9):
-        layer = started(qk, init=init, seed=seed, bias=True)
+        layer = initialized(qk, init=init, seed=seed, bias=True)
         biases = [p for n, p in layer.qk.named_parameters() if n in ("b_q", "b_k", "u")]
-        biases = [p for p in biases if p.dim() == 1]  # sym_pairwise has another u
-        total += descent(layer, (scores(layer) * pull).sum(), biases)
+        biases = [p for p in biases if p.dim() == 1]  # u of sym_pairwise is a matrix
+        total += descent(layer, (scores(layer) * weight).sum(), biases)
     return total
 
 
@@ -360,14 +365,14 @@ def test_first_step_of_the_biases(qk, init):
 
 @functools.cache
 def value_bias_descent(ov: str, init: str, qk: str = "separate") -> float:
-    """What b_v and b_o (and b_k, where keys are values) do to what is written."""
-    pull = noise(3, 1, T, D)
+    """Return the descent of the biases of the output (with b_k, where keys are values)."""
+    weight = noise(3, 1, T, D)
     total = 0.0
     for seed in range(1, 5):
-        layer = started(qk, ov, init=init, seed=seed, bias=True)
+        layer = initialized(qk, ov, init=init, seed=seed, bias=True)
         biases = [p for n, p in layer.ov.named_parameters() if p.dim() == 1]
         biases += [layer.qk.b_k] if ov == "tied" else []
-        total += descent(layer, (layer(X) * pull).sum(), biases)
+        total += descent(layer, (layer(X) * weight).sum(), biases)
     return total
 
 
@@ -379,7 +384,7 @@ def test_first_step_of_the_value_biases(ov, init):
 
 
 def decayed(lr: str, **variant):
-    """A layer in double precision before and after one step without a gradient."""
+    """Measure a layer in fp64 before and after one step without a gradient."""
     model_config = ModelConfig(layers=1, d_model=32, heads=4, context=8, bias=True)
     named = resolve_variant(VariantConfig(lr=lr, **variant), model_config)
     config = Config(model=model_config, variant=named, device="cpu")
@@ -387,9 +392,9 @@ def decayed(lr: str, **variant):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("b_q", "b_k", "b_v", "b_o", ".u")):
-                parameter.add_(1)  # so that a decay of it would show
+                parameter.add_(1)  # so that its decay would be visible
     optimizer = make_optimizer(model, config)
-    layer = model.attentions()[0]
+    layer = model.attention_layers()[0].module
     vectors = {n: p.detach().clone() for n, p in layer.named_parameters() if p.dim() < 2}
 
     def measure():
@@ -413,8 +418,8 @@ def decayed(lr: str, **variant):
 @pytest.mark.parametrize("lr", ["matched", "same"])
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("qk", LEARNED)
-def test_decay_shrinks_the_scores_as_standards(qk, init, lr):
-    """Per step B_h shrinks by 2 η λ, whatever the factors and the multiplier; vectors stay."""
+def test_decay_shrinks_the_scores_as_in_standard(qk, init, lr):
+    """B_h shrinks by 2 η λ per step for any factors and multiplier; vectors do not decay."""
     norms = ("none", "qk", "unit_keys") if qk in NORMABLE else ("none",)
     for norm in norms:
         b, m = decayed(lr, qk=qk, init=init, norm=norm)
@@ -423,7 +428,7 @@ def test_decay_shrinks_the_scores_as_standards(qk, init, lr):
 
 @pytest.mark.parametrize("lr", ["matched", "same"])
 @pytest.mark.parametrize("ov", OV_CIRCUITS)
-def test_decay_shrinks_what_is_written_as_standards(ov, lr):
+def test_decay_shrinks_the_output_as_in_standard(ov, lr):
     for init in INITS:
         b, m = decayed(lr, ov=ov, init=init)
         assert b == pytest.approx(2, rel=1e-3)
@@ -433,8 +438,8 @@ def test_decay_shrinks_what_is_written_as_standards(ov, lr):
 @pytest.mark.parametrize(
     "qk", ["separate", "no_q", "collaborative", "sym_pairwise", "four_matrix", "shared", "wide"]
 )
-def test_decay_shrinks_both_circuits_where_keys_are_values(qk):
-    """W_k's decay is what its QK circuit takes, W_o's what is left."""
+def test_decay_of_tied_values_is_split_between_the_circuits(qk):
+    """W_k decays like its QK circuit, W_o by the remainder."""
     for init in INITS:
         b, m = decayed("matched", qk=qk, ov="tied", init=init)
         assert (b, m) == (pytest.approx(2, rel=1e-3), pytest.approx(2, rel=1e-3))
@@ -442,26 +447,26 @@ def test_decay_shrinks_both_circuits_where_keys_are_values(qk):
 
 @pytest.mark.parametrize("qk", ["separate", "wide", "low_rank", "collaborative", "no_q", "shared"])
 @pytest.mark.parametrize("draws", ["gpt2", "linear"])
-def test_tied_values_are_written_at_standards_size_from_any_draws(qk, draws):
-    """Draws that depend on a matrix' rows must not see how wide the keys are."""
+def test_scale_of_tied_values_does_not_depend_on_the_draws(qk, draws):
+    """Draws that depend on the rows of a matrix do not depend on the width of the keys."""
     model = ModelConfig(layers=1, d_model=128, heads=4, context=8, init=draws)
     sizes = []
     for sides in ({}, {"qk": qk, "ov": "tied"}):
         variant = resolve_variant(VariantConfig(**sides), model)
-        (layer,) = GPT(model, variant, 16).init_(0).attentions()
-        sizes.append(float(written(layer).std()))
+        ((_, _, layer, _),) = GPT(model, variant, 16).init_(0).attention_layers()
+        sizes.append(float(diagonal_output(layer).std()))
     assert sizes[1] == pytest.approx(sizes[0], rel=0.15)
 
 
 @pytest.mark.parametrize("draws", ["gpt2", "linear"])
-def test_a_naive_triangle_is_drawn_as_the_square_is(draws):
+def test_naive_triangle_has_the_distribution_of_a_full_matrix(draws):
     model = ModelConfig(layers=1, d_model=128, heads=4, context=8, init=draws)
     spreads = []
     for qk in ("merged", "symmetric"):
         variant = resolve_variant(VariantConfig(qk=qk, init="naive"), model)
-        (layer,) = GPT(model, variant, 16).init_(0).attentions()
+        ((_, _, layer, _),) = GPT(model, variant, 16).init_(0).attention_layers()
         spreads.append(spread(layer))
-    # torch's default draws a matrix that writes h·d columns by its d rows, as for one head.
+    # torch's default depends on the d rows of a matrix and not on its h·d columns.
     assert spreads[1] == pytest.approx(spreads[0], rel=0.1)
 
 
@@ -474,7 +479,7 @@ def test_rates_reach_the_optimizer(lr):
     optimizer = make_optimizer(model, config)
     rate = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     assert len(rate) == len(list(model.parameters()))
-    for layer in model.attentions():
+    for _, _, layer, _ in model.attention_layers():
         for parameter, multiplier, decay in layer.rates():
             group = rate[id(parameter)]
             expected = multiplier if lr == "matched" else 1.0
@@ -485,9 +490,9 @@ def test_rates_reach_the_optimizer(lr):
             )
 
 
-def test_norms_slow_the_circuit_down_by_their_hotter_start():
+def test_naive_norms_reduce_the_learning_rate():
     for norm, qk in product(("qk", "unit_keys"), ("separate", "merged")):
-        matched, naive = (started(qk, init=init, norm=norm) for init in INITS)
+        matched, naive = (initialized(qk, init=init, norm=norm) for init in INITS)
         hotter = spread(naive) / spread(matched)
         found = naive.lr_multipliers()["qk"] / matched.lr_multipliers()["qk"]
         assert found == pytest.approx(1 / hotter, rel=0.05)

@@ -1,23 +1,23 @@
-"""Every circuit against attention written out, forward and backward; decoding; what is refused."""
+"""Attention layers against a reference implementation; decoding; unsupported combinations."""
 
 from itertools import product
 
 import pytest
 import torch
 
-from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Cache, Meaningless
+from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Cache, UnsupportedCombination
 from tests.attention import naive
 from tests.attention.random_layers import CROSSED, PAIRS, random_layer, some_spec, stream
 
 CIRCUITS = [pair for pair in PAIRS if pair not in CROSSED]
 BY_NAME = "+".join  # ids
-# Queries and keys that can be normed, and those that can be rotated.
+# Queries and keys that can be normalized, and those that can be rotated.
 NORMABLE = [qk for qk in QK_CIRCUITS if qk not in ("static", "uniform")]
 ROTATABLE = [qk for qk in NORMABLE if qk not in ("merged", "symmetric", "reassociated")]
 
 
 def check(layer, x, y=None, causal=True):
-    """Same outputs, same gradients of both streams and of every parameter."""
+    """Compare outputs and gradients of the streams and of every parameter with the reference."""
     streams = [x.requires_grad_()] if y is None else [x.requires_grad_(), y.requires_grad_()]
     tolerance = 1e-10 if x.dtype == torch.float64 else 1e-4
     inputs = [*streams, *layer.parameters()]
@@ -26,7 +26,7 @@ def check(layer, x, y=None, causal=True):
         weight = torch.linspace(-1, 1, out.numel(), dtype=x.dtype).view_as(out)
         results.append([out, *torch.autograd.grad((out * weight).sum(), inputs, allow_unused=True)])
     for ours, theirs in zip(*results, strict=True):
-        # What has no way to the output has no gradient, or a gradient of zero.
+        # Parameters that do not affect the output have no gradient or a zero one.
         ours, theirs = (torch.zeros(()) if t is None else t for t in (ours, theirs))
         if not ours.dim() or not theirs.dim():
             assert float(ours.abs().max()) < tolerance
@@ -38,14 +38,14 @@ def check(layer, x, y=None, causal=True):
 @pytest.mark.parametrize("pair", CIRCUITS, ids=BY_NAME)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_parity(pair, bias, heads):
+def test_circuits_match_the_reference(pair, bias, heads):
     layer = random_layer(*pair, heads=heads, bias=bias)
     for length, causal in product((1, 7), (True, False)):
         check(layer, stream(length), causal=causal)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
-def test_parity_in_single_precision(pair):
+def test_circuits_match_the_reference_in_fp32(pair):
     layer = random_layer(*pair, bias=True, dtype=torch.float32)
     check(layer, stream(7, batch=1, dtype=torch.float32))
     check(layer, stream(1, batch=1, dtype=torch.float32), causal=False)
@@ -53,7 +53,7 @@ def test_parity_in_single_precision(pair):
 
 @pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_parity_across_two_streams(pair, bias):
+def test_cross_attention_matches_the_reference(pair, bias):
     layer = random_layer(*pair, bias=bias)
     for queries, keys in ((5, 3), (3, 5), (1, 4)):
         check(layer, stream(queries), stream(keys), causal=False)
@@ -61,19 +61,19 @@ def test_parity_across_two_streams(pair, bias):
 
 @pytest.mark.parametrize("pair", CROSSED, ids=BY_NAME)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_parity_of_crossed_circuits(pair, bias):
+def test_crossed_circuits_match_the_reference(pair, bias):
     for heads, d, groups in ((1, 12, 1), (4, 12, 2), (5, 15, 5)):
         layer = random_layer(*pair, d=d, heads=heads, groups=groups, bias=bias)
         check(layer, stream(6, batch=1, d=d))
 
 
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
-def test_parity_of_every_pair(qk):
+def test_every_pair_matches_the_reference(qk):
     met = 0
     for ov in OV_CIRCUITS:
         try:
             layer = random_layer(qk, ov, heads=2, groups=1, bias=True)
-        except Meaningless:
+        except UnsupportedCombination:
             continue
         check(layer, stream(4, batch=1))
         met += 1
@@ -81,8 +81,8 @@ def test_parity_of_every_pair(qk):
 
 
 @pytest.mark.parametrize("pair", CIRCUITS, ids=BY_NAME)
-def test_parity_of_odd_shapes_and_naive_starts(pair):
-    """d_head 5 and rank 7 above it; one group, as many groups as heads, and between."""
+def test_odd_shapes_and_naive_initialization_match_the_reference(pair):
+    """d_head is 5 and the rank 7; there are one group, as many as heads, and numbers in between."""
     layer = random_layer(*pair, d=15, rank=7, init="naive")
     check(layer, stream(5, batch=1, d=15))
     for groups in (1, 2, 4):
@@ -92,7 +92,7 @@ def test_parity_of_odd_shapes_and_naive_starts(pair):
 
 @pytest.mark.parametrize("qk", NORMABLE)
 @pytest.mark.parametrize("norm", ["qk", "unit_keys"])
-def test_parity_with_norms(qk, norm):
+def test_norms_match_the_reference(qk, norm):
     for init, mask_self in (("matched", False), ("naive", True)):
         layer = random_layer(qk, norm=norm, mask_self=mask_self, init=init, bias=True)
         check(layer, stream(5, batch=1))
@@ -100,14 +100,14 @@ def test_parity_with_norms(qk, norm):
 
 
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
-def test_parity_with_positions_and_self_mask(qk):
+def test_positions_and_self_mask_match_the_reference(qk):
     for position, mask_self in product(("none", "alibi", "rope"), (False, True)):
         if position == "rope" and qk not in ROTATABLE:
             continue
         layer = random_layer(qk, position=position, mask_self=mask_self, bias=True)
         for causal in (True, False):
             check(layer, stream(5, batch=1), causal=causal)
-        check(layer, stream(1, batch=1), causal=False)  # alone: it may see itself
+        check(layer, stream(1, batch=1), causal=False)  # a single token attends to itself
         check(layer, stream(4, batch=1), stream(4, batch=1), causal=False)
 
 
@@ -118,13 +118,12 @@ def test_tied_values_are_keys_before_norm_and_rotation(qk, norm):
     check(layer, stream(5, batch=1))
 
 
-def test_odd_width_can_be_rotated_where_the_score_product_is_even():
+def test_rope_needs_an_even_score_width_only():
     check(random_layer("low_rank", d=15, rank=8, position="rope"), stream(5, batch=1, d=15))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
-def test_causality(pair):
-    """What comes later changes nothing."""
+def test_outputs_do_not_depend_on_later_tokens(pair):
     changed = stream(8, batch=1)
     changed[:, 5:] += 1
     for mask_self in (False, True):
@@ -134,19 +133,19 @@ def test_causality(pair):
         assert not torch.allclose(before[:, 5:], after[:, 5:])
 
 
-def test_no_token_sees_itself_unless_it_is_alone():
-    """The value of a token reaches every later one, but of its own output only the first's."""
+def test_self_mask_excludes_every_token_but_the_first():
+    """The value of a token affects later outputs, and its own output only for the first token."""
     x = stream(4, batch=1).requires_grad_()
     layer = random_layer("uniform", mask_self=True)
     reached = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0][0] for out in layer(x)[0]]
-    sees = torch.stack([(row.abs().sum(-1) > 0) for row in reached])
+    attends = torch.stack([(row.abs().sum(-1) > 0) for row in reached])
     expected = torch.ones(4, 4).tril(-1)
     expected[0, 0] = 1
-    assert torch.equal(sees, expected.bool())
+    assert torch.equal(attends, expected.bool())
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
-def test_kernels_that_may_be_forced_agree(pair):
+def test_supported_kernels_agree(pair):
     for other in ({}, {"mask_self": True, "position": "alibi"}):
         auto = random_layer(*pair, bias=True, **other)
         x = stream(7).requires_grad_()
@@ -163,17 +162,17 @@ def test_kernels_that_may_be_forced_agree(pair):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
-def test_cached_decoding_is_the_full_forward(pair):
-    """In pieces of 3, 1 and 3 positions; and the cache holds what the cost says."""
+def test_cached_decoding_equals_the_full_forward_pass(pair):
+    """Pieces have 3, 1 and 3 positions; the size of the cache agrees with the formula."""
     for bias, mask_self in ((True, False), (False, True)):
-        decoded_as_at_once(random_layer(*pair, bias=bias, mask_self=mask_self))
-    decoded_as_at_once(random_layer(*pair, heads=4, groups=2, dtype=torch.float32))
+        check_decoding(random_layer(*pair, bias=bias, mask_self=mask_self))
+    check_decoding(random_layer(*pair, heads=4, groups=2, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
-def test_cached_decoding_by_a_forced_kernel(pair):
+def test_cached_decoding_with_a_forced_kernel(pair):
     for kernel, mask_self in product(("math", "folded"), (False, True)):
-        decoded_as_at_once(random_layer(*pair, bias=True, kernel=kernel, mask_self=mask_self))
+        check_decoding(random_layer(*pair, bias=True, kernel=kernel, mask_self=mask_self))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=BY_NAME)
@@ -181,12 +180,12 @@ def test_cached_decoding_with_norms_and_positions(pair):
     for norm, position in product(("none", "qk", "unit_keys"), ("none", "alibi", "rope")):
         if (norm == "none" or pair[0] in NORMABLE) and (position != "rope" or pair[0] in ROTATABLE):
             for mask_self in (False, True):
-                decoded_as_at_once(
+                check_decoding(
                     random_layer(*pair, norm=norm, position=position, mask_self=mask_self)
                 )
 
 
-def decoded_as_at_once(layer):
+def check_decoding(layer):
     dtype = layer.qk.like.dtype
     x, cache = stream(7, dtype=dtype), Cache(7)
     with torch.no_grad():
@@ -196,10 +195,10 @@ def decoded_as_at_once(layer):
     assert cache.bytes_per_token() == layer.cached_per_token * x.element_size()
 
 
-def test_what_is_cached():
-    """Keys and values, the one that serves as both, or the stream where it gives them back."""
+def test_cached_tensors():
+    """Keys and values, one that serves as both, or the stream that determines them are cached."""
     d, k = 12, 4
-    kept = {
+    expected = {
         ("separate", "separate"): 2 * d,
         ("grouped", "grouped"): 2 * k,
         ("separate", "tied"): d,
@@ -214,20 +213,20 @@ def test_what_is_cached():
         ("uniform", "separate"): d,
         ("uniform", "merged"): d,
     }
-    assert {pair: random_layer(*pair).cached_per_token for pair in kept} == kept
+    assert {pair: random_layer(*pair).cached_per_token for pair in expected} == expected
 
 
-def test_a_full_cache_takes_no_more():
+def test_full_cache_is_rejected():
     layer, cache = random_layer("separate"), Cache(4)
     layer(stream(3), cache=cache)
     with pytest.raises(ValueError, match="holds 4 positions"):
         layer(stream(2), cache=cache)
 
 
-def test_a_table_of_positions_ends():
+def test_static_scores_reject_longer_sequences():
     layer = random_layer("static", context=6)
     assert layer(stream(6)).shape == (2, 6, 12)
-    with pytest.raises(ValueError, match="knows 6 positions"):
+    with pytest.raises(ValueError, match="static_scores has 6 positions"):
         layer(stream(7))
 
 
@@ -247,34 +246,32 @@ def test_a_table_of_positions_ends():
         ("reassociated", "tied", {}, "keys are x itself"),
         ("no_k", "tied", {}, "keys are x itself"),
         ("no_qk", "tied", {}, "keys are x itself"),
-        ("static", "tied", {}, "no keys to be values"),
-        ("uniform", "tied", {}, "no keys to be values"),
-        ("static", "separate", {"norm": "qk"}, "no queries and keys to norm"),
-        ("uniform", "separate", {"norm": "qk"}, "no queries and keys to norm"),
-        ("static", "separate", {"norm": "unit_keys"}, "no keys to norm"),
-        ("uniform", "separate", {"norm": "unit_keys"}, "no keys to norm"),
-        ("static", "separate", {"kernel": "flash"}, "flash multiplies queries and keys"),
-        ("uniform", "separate", {"kernel": "flash"}, "flash multiplies queries and keys"),
+        ("static", "tied", {}, "no keys to use as values"),
+        ("uniform", "tied", {}, "no keys to use as values"),
+        ("static", "separate", {"norm": "qk"}, "no queries and keys to normalize"),
+        ("uniform", "separate", {"norm": "qk"}, "no queries and keys to normalize"),
+        ("static", "separate", {"norm": "unit_keys"}, "no keys to normalize"),
+        ("uniform", "separate", {"norm": "unit_keys"}, "no keys to normalize"),
+        ("static", "separate", {"kernel": "flash"}, "flash needs queries and keys"),
+        ("uniform", "separate", {"kernel": "flash"}, "flash needs queries and keys"),
         ("uniform", "separate", {"kernel": "efficient"}, "efficient multiplies queries"),
     ],
 )
-def test_what_has_no_meaning_says_why(qk, ov, other, reason):
-    with pytest.raises(Meaningless, match=reason):
+def test_unsupported_combinations_are_explained(qk, ov, other, reason):
+    with pytest.raises(UnsupportedCombination, match=reason):
         random_layer(qk, ov, **other)
 
 
-def test_everything_else_has_a_meaning():
-    """Every pair of the tables, under every norm and position, is built or refused for one of the
-    reasons above.
-    """
-    refused = set()
+def test_all_other_combinations_are_supported():
+    """Every pair, norm and position is supported or rejected for one of the reasons above."""
+    rejected = set()
     for qk, ov, norm, position in product(
         QK_CIRCUITS, OV_CIRCUITS, ("none", "qk", "unit_keys"), ("none", "alibi", "rope")
     ):
         try:
             Attention(some_spec(), QK_CIRCUITS[qk], OV_CIRCUITS[ov], norm=norm, position=position)
-        except Meaningless:
-            refused.add((qk, ov, norm, position))
+        except UnsupportedCombination:
+            rejected.add((qk, ov, norm, position))
     expected = {
         (qk, ov, norm, position)
         for qk, ov, norm, position in product(
@@ -285,11 +282,11 @@ def test_everything_else_has_a_meaning():
         or (qk not in ROTATABLE and position == "rope")
         or (ov == "tied" and qk in (*(set(QK_CIRCUITS) - set(ROTATABLE)), "no_k", "no_qk"))
     }
-    assert refused == expected
+    assert rejected == expected
 
 
-def test_a_layer_says_why_its_scores_are_no_matrix():
-    assert random_layer("separate").no_circuit == ""
-    assert "norm" in random_layer("separate", norm="qk").no_circuit
-    assert "distance" in random_layer("separate", position="rope").no_circuit
-    assert "do not depend on x" in random_layer("static").no_circuit
+def test_no_circuit_reason_of_norms_and_rope():
+    assert random_layer("separate").no_circuit_reason == ""
+    assert "norm" in random_layer("separate", norm="qk").no_circuit_reason
+    assert "distance" in random_layer("separate", position="rope").no_circuit_reason
+    assert "do not depend on x" in random_layer("static").no_circuit_reason

@@ -3,16 +3,15 @@ it was edited, when it is not finished, and of mistakes.
 """
 
 import json
-import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from qkablate.analysis.claims.parse import known_claims, load_claim
-from qkablate.sweeps.running.state import link
+from qkablate.analysis.claims.parse import claim_names, load_claim
+from qkablate.sweeps.running.state import link_run
+from tests.cli.helpers import assert_refused, complete, proposed_commands
 
 PART = {"arm": "no_q", "kind": "noninferior", "margin": 3}
 CLAIM = {
@@ -67,9 +66,9 @@ class Pretended:
         return loss
 
     def run(self, launcher):
-        manifest, standing = launcher.manifest, launcher.standing
+        manifest, sweep_state = launcher.manifest, launcher.sweep_state
         seeds = list(dict.fromkeys(run.changes["seed"] for run in manifest.runs))
-        for state in list(standing.states.values()):
+        for state in list(sweep_state.states.values()):
             run = state.run
             if state.status in ("done", "diverged"):
                 continue
@@ -78,10 +77,10 @@ class Pretended:
             if outcome is not None:
                 self.trained.append(run.id)
                 self._write(manifest, run, outcome)
-                standing.look_at(state)
-                link(manifest, state)
-        standing.look()
-        finished = all(s.status in ("done", "diverged") for s in standing.states.values())
+                sweep_state.refresh_run(state)
+                link_run(manifest, state)
+        sweep_state.refresh()
+        finished = all(s.status in ("done", "diverged") for s in sweep_state.states.values())
         return int(not finished) if self.code is None else self.code
 
     def _write(self, manifest, run, outcome):
@@ -114,19 +113,6 @@ def registered(tmp_path):
     return sorted((tmp_path / "outputs").glob("claims/*/claim.json"))
 
 
-def proposed(done):
-    """The last commands under Next."""
-    return [shlex.split(line) for line in done.out.rpartition("\nNext\n")[2].splitlines()]
-
-
-def assert_refused(done, *told):
-    assert (done.code, done.out) == (2, ""), done
-    assert done.err.startswith("qkablate: ")
-    assert done.err.count("\n") == 1
-    for line in told:
-        assert line in done.err
-
-
 def test_help(qkablate):
     done = qkablate("claim", "--help")
     assert (done.code, done.err) == (0, "")
@@ -153,7 +139,7 @@ def test_a_claim_of_ones_own_is_trained_to_a_verdict(claim, qkablate, tmp_path, 
     content = json.loads(path.read_text())
     seeds = {r["seed"] for r in map(_result, tmp_path.glob("outputs/runs/*/result.json"))}
     assert seeds == {*content["final_seeds"]}
-    results, report = proposed(done)
+    results, report = proposed_commands(done)
     assert (results[1], report[1]) == ("results", "report")
     assert qkablate(*results[1:]).code == 0
     assert qkablate(*report[1:], "--format", "md").code == 0
@@ -243,7 +229,7 @@ def test_an_edit_that_leaves_the_runs_behind_can_be_shown(claim, pretended, writ
 
 
 def test_more_seeds_are_exploratory_and_say_how_many_were_declared(claim, pretended, tmp_path):
-    assert_refused(claim("run", "--more", "1"), "--more: first the seeds that were declared")
+    assert_refused(claim("run", "--more", "1"), "--more: run the declared seeds first")
     assert claim("run").code == 0
     assert len(pretended.trained) == 4
     done = claim("run", "--more", "1")
@@ -266,7 +252,7 @@ def test_more_seeds_that_were_interrupted_go_on(claim, qkablate, pretended):
     outcome, pretended.outcome, pretended.code = pretended.outcome, lambda run: None, 130
     assert claim("run", "--more", "1").code == 130
     pretended.outcome, pretended.code = outcome, None
-    words = proposed(claim("show"))[0]
+    words = proposed_commands(claim("show"))[0]
     assert words[-2:] == ["--more", "1"]
     done = qkablate(*words[1:])
     assert done.code == 0, done.err
@@ -274,10 +260,10 @@ def test_more_seeds_that_were_interrupted_go_on(claim, qkablate, pretended):
 
 
 def test_a_dry_run_writes_nothing_down(claim, tmp_path, monkeypatch):
-    from qkablate.sweeps.planning.estimate import _Timed
+    from qkablate.sweeps.planning.estimate import _Timing
 
-    timed = _Timed(1e6, 1e-3, 1.0, 10**8)
-    monkeypatch.setattr("qkablate.sweeps.planning.estimate._timed", lambda *_: timed)
+    timed = _Timing(1e6, 1e-3, 1.0, 10**8)
+    monkeypatch.setattr("qkablate.sweeps.planning.estimate._measure", lambda *_: timed)
     done = claim("run", "--dry-run")
     assert done.code == 0, done.err
     assert "mine (small): Keys alone are enough." in done.out
@@ -286,7 +272,7 @@ def test_a_dry_run_writes_nothing_down(claim, tmp_path, monkeypatch):
     assert registered(tmp_path) == []
     assert list(tmp_path.glob("outputs/runs/*")) == []
     assert list(tmp_path.glob("outputs/sweeps/*/manifest.json")) == []
-    (words,) = proposed(done)
+    (words,) = proposed_commands(done)
     assert words[:3] == ["qkablate", "claim", "run"]
     assert "--dry-run" not in words
 
@@ -307,10 +293,10 @@ def test_runs_that_have_not_ended_are_no_verdict(claim, pretended, how):
     assert done.code == 1
     assert "\nINCOMPLETE\n" in done.out
     ended = 0 if how == "interrupted" else 2
-    assert f"{ended} of 4 runs have ended; a verdict takes all of them" in done.out
+    assert f"{ended} of 4 runs have ended; the verdict needs all of them" in done.out
     assert json.loads(claim("show", "--json").out)["verdict"] == "INCOMPLETE"
     assert claim("show", "--json").code == 1
-    assert_refused(claim("run", "--more", "1"), "--more: first the seeds that were declared")
+    assert_refused(claim("run", "--more", "1"), "--more: run the declared seeds first")
     pretended.outcome, pretended.code = good, None
     done = claim("run", *(["--retry", "failed"] if how == "failed" else []))
     assert done.code == 0
@@ -320,7 +306,7 @@ def test_runs_that_have_not_ended_are_no_verdict(claim, pretended, how):
 def test_what_failed_is_proposed_to_be_tried_again(claim, pretended):
     pretended.outcome = lambda run: "failed"
     assert claim("run").code == 1
-    assert proposed(claim("show"))[0][-2:] == ["--retry", "failed"]
+    assert proposed_commands(claim("show"))[0][-2:] == ["--retry", "failed"]
 
 
 def looks(write, margin):
@@ -400,7 +386,7 @@ def test_the_list_has_every_claim_and_says_which_cannot_be_tested(qkablate):
     done = qkablate("claim", "list")
     assert (done.code, done.err) == (0, "")
     rows = {line.split()[0]: line for line in done.out.splitlines() if line.strip()}
-    for name in known_claims():
+    for name in claim_names():
         found = load_claim(name)
         expected = "not testable yet" if found.untestable else "not run"
         assert expected in rows[name]
@@ -408,10 +394,10 @@ def test_the_list_has_every_claim_and_says_which_cannot_be_tested(qkablate):
         if found.untestable:
             assert f"\n{name}: {found.untestable}\n" in done.out
     said = json.loads(qkablate("claim", "list", "--json").out)
-    assert [row["claim"] for row in said] == known_claims()
+    assert [row["claim"] for row in said] == claim_names()
     assert all(row["source"] and row["verdicts"] == [] for row in said)
     assert {row["claim"] for row in said if row["untestable"]} >= {"encoder_decoder"}
-    for words in proposed(done):
+    for words in proposed_commands(done):
         assert words[:3] == ["qkablate", "claim", "run"]
 
 
@@ -452,23 +438,23 @@ MISTAKES = [
     (["run", "one_head", "gpu"], "'gpu' is not key=value"),
     (["run", "one_head", "=3"], "'=3' is not key=value"),
     (["show", "one_head", "scale=smal"], "scale: 'smal' is not one of small, gpu"),
-    (["run", "one_head", "seed=3"], "grid: seed is the claim's own business"),
-    (["run", "one_head", "control=flops"], "grid: control is the claim's own business"),
-    (["run", "one_head", "sweep.tune=false"], "grid: sweep.tune is the claim's own business"),
+    (["run", "one_head", "seed=3"], "grid: seed is set by the claim itself"),
+    (["run", "one_head", "control=flops"], "grid: control is set by the claim itself"),
+    (["run", "one_head", "sweep.tune=false"], "grid: sweep.tune is set by the claim itself"),
     (["run", "one_head", "+seed=3"], "seed"),
     (["run", "one_head", "modl.layers=3"], "modl.layers: there is no such key (nearest: model.l"),
     (["run", "one_head", "model.layrs=3"], "(nearest: model.layers)"),
     (["run", "one_head", "model.heads=3"], "does not divide"),
-    (["run", "one_head", "--more", "0"], "--more: '0' is not a number of seeds"),
-    (["run", "one_head", "--more", "-1"], "--more: '-1' is not a number of seeds"),
-    (["run", "one_head", "--more", "x"], "--more: 'x' is not a number of seeds"),
+    (["run", "one_head", "--more", "0"], "--more: '0' is not a whole number from 1"),
+    (["run", "one_head", "--more", "-1"], "--more: '-1' is not a whole number from 1"),
+    (["run", "one_head", "--more", "x"], "--more: 'x' is not a whole number from 1"),
     (["run", "one_head", "--more"], "--more: a value is missing"),
-    (["run", "one_head", "--retry", "all"], "--retry: takes failed, not 'all'"),
+    (["run", "one_head", "--retry", "all"], "--retry: 'all' is not one of failed"),
     (["run", "one_head", "--json"], "--json has no meaning with claim run"),
     (["show", "one_head", "--dry-run"], "--dry-run has no meaning with claim show"),
     (["show", "one_head", "--more", "1"], "--more has no meaning with claim show"),
     (["list", "--retry", "failed"], "--retry has no meaning with claim list"),
-    (["list", "one_head"], "'one_head': claim list takes out=FOLDER alone"),
+    (["list", "one_head"], "'one_head': claim list takes only out=FOLDER"),
     (["run", "one_head", "--dryrun"], "(nearest: --dry-run)"),
     (["run", "one_head", "--dry-run=1"], "--dry-run takes no value"),
     (["run", "one_head", "out=/proc/here"], "out: cannot write in '/proc/here'"),
@@ -482,7 +468,7 @@ def test_mistakes(qkablate, pretended, tmp_path, words, line):
 
 
 @pytest.mark.parametrize("action", ["run", "show"])
-@pytest.mark.parametrize("name", [n for n in known_claims() if load_claim(n).untestable])
+@pytest.mark.parametrize("name", [n for n in claim_names() if load_claim(n).untestable])
 def test_what_cannot_be_tested_says_why(qkablate, action, name):
     done = qkablate("claim", action, name)
     assert_refused(done, f"{name} is not testable yet: {load_claim(name).untestable}")
@@ -492,8 +478,8 @@ FILES = {
     "a kind": ({"parts": {"within": PART | {"kind": "noninferor"}}}, "(nearest: noninferior)"),
     "an arm": ({"parts": {"within": PART | {"arm": "merged_w"}}}, "the grid has no variant=merg"),
     "a variant": ({"grid": {"variant": "standard,no_qq"}}, "variant: 'no_qq' is not one of"),
-    "a predicate": ({"where": ["model.d_modl > 3"]}, "there is no key 'model.d_modl'"),
-    "no arm left": ({"where": ["model.d_model > 999"]}, "excludes all arms"),
+    "a predicate": ({"filter": ["model.d_modl > 3"]}, "there is no key 'model.d_modl'"),
+    "no arm left": ({"filter": ["model.d_model > 999"]}, "excludes all arms"),
     "a baseline": ({"baseline": 5}, "baseline: '5' is not a variant"),
     "growth": ({"parts": {"within": PART | {"horizon": "growth"}}}, "3 lengths of training"),
     "seeds": ({"seeds": 1}, "seeds: 1 is not a number from 2 on"),
@@ -508,21 +494,17 @@ def test_mistakes_in_a_file(claim, pretended, write, tmp_path, changes, line):
     assert pretended.trained == []
 
 
-def query(qkablate, monkeypatch, line, shell):
-    monkeypatch.setenv("COMP_LINE", line)
-    monkeypatch.setattr(sys, "argv", ["qkablate"])
-    return qkablate("-sc", f"query={shell}").out.split()
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(qkablate, monkeypatch, shell):
-    assert query(qkablate, monkeypatch, "qkablate cla", shell) == ["claim"]
-    offered = {*query(qkablate, monkeypatch, "qkablate claim ", shell)}
-    assert {"list", "run", "show", *known_claims(), "scale=small", "scale=gpu"} <= offered
-    assert query(qkablate, monkeypatch, "qkablate claim sh", shell) == ["show"]
-    assert query(qkablate, monkeypatch, "qkablate claim run one_h", shell) == ["one_head"]
-    assert query(qkablate, monkeypatch, "qkablate claim run one_head sc", shell) == [
+    assert complete(qkablate, monkeypatch, "qkablate cla", shell) == ["claim"]
+    offered = {*complete(qkablate, monkeypatch, "qkablate claim ", shell)}
+    assert {"list", "run", "show", *claim_names(), "scale=small", "scale=gpu"} <= offered
+    assert complete(qkablate, monkeypatch, "qkablate claim sh", shell) == ["show"]
+    assert complete(qkablate, monkeypatch, "qkablate claim run one_h", shell) == ["one_head"]
+    assert complete(qkablate, monkeypatch, "qkablate claim run one_head sc", shell) == [
         "scale=small",
         "scale=gpu",
     ]
-    assert query(qkablate, monkeypatch, "qkablate claim run one_head --d", shell) == ["--dry-run"]
+    assert complete(qkablate, monkeypatch, "qkablate claim run one_head --d", shell) == [
+        "--dry-run"
+    ]

@@ -2,34 +2,22 @@
 
 import json
 import shlex
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
-from qkablate.cli import main
+from tests.cli.helpers import SIZES, assert_refused, run_in
 
-SIZES = ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
-LENGTH = ["train.steps=12", "train.batch_size=2", "train.eval_every=6", "track.wandb=disabled"]
+LENGTH = ["train.steps=12", "train.batch_size=2", "train.eval_every=6", "tracking.wandb=disabled"]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Three real runs: standard with two seeds, no_q with one of them."""
+def finished(tmp_path_factory):
+    """Return the outputs of three runs: standard with two seeds, no_q with one of them."""
     folder = tmp_path_factory.mktemp("compare")
-    (folder / "corpus.txt").write_text("the cat sat on the mat, ähnlich ∑\n" * 200)
-    data = ["data=text", f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
     for words in (["seed=0"], ["seed=1"], ["variant=no_q", "seed=0"]):
-        with pytest.raises(SystemExit) as exit_:
-            main(["train", *SIZES, *LENGTH, *data, f"out={folder / 'outputs'}", *words])
-        assert exit_.value.code == 0
+        run_in(folder, "train", *SIZES, *LENGTH, *words)
     return folder / "outputs"
-
-
-@pytest.fixture
-def outputs(trained, tmp_path):
-    return Path(shutil.copytree(trained, tmp_path / "outputs", symlinks=True))
 
 
 @pytest.fixture
@@ -190,12 +178,12 @@ MISTAKES = [
     ([], "give two runs, not 0: qkablate compare RUN RUN"),
     (["no_q"], "give two runs, not 1"),
     (["no_q", "standard", "no_q"], "give two runs, not 3"),
-    (["no_q", "standard"], "'standard' may be any of 2 runs"),
+    (["no_q", "standard"], "'standard' matches 2 runs"),
     (["no_q", "standrd-d16-h2-s0"], "there is no run 'standrd-d16-h2-s0'"),
     (["no_q", "standrd-d16-h2-s0"], "(nearest: standard-d16-h2-s0"),
     (["no_q", ""], "give a run: its folder"),
-    (["no_q", "no_q", "out=nowhere"], "there is no run 'no_q', and none at all in 'nowhere/runs'"),
-    (["no_q", "outputs"], "'outputs' is no run: it has no config.yaml"),
+    (["no_q", "no_q", "out=nowhere"], "there is no run 'no_q'; 'nowhere/runs' has no runs"),
+    (["no_q", "outputs"], "'outputs' is not a run: it has no config.yaml"),
     (["no_q", "--jso"], "(nearest: --json)"),
     (["--json=1", "no_q", "no_q"], "--json takes no value"),
     (["no_q", "\x1b[31mred"], "there is no run '�[31mred'"),
@@ -205,13 +193,6 @@ MISTAKES = [
 @pytest.mark.parametrize(("words", "line"), MISTAKES, ids=[" ".join(w)[:30] for w, _ in MISTAKES])
 def test_mistakes(qkablate, runs, words, line):
     assert_refused(qkablate("compare", *words), line)
-
-
-def assert_refused(done, line):
-    assert (done.code, done.out) == (2, ""), done
-    assert done.err.startswith("qkablate: ")
-    assert line in done.err
-    assert done.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,10 @@ def test_csv(qkablate):
 def test_what_is_refused_is_left_out_with_its_reason(qkablate):
     done = qkablate("cost", "model.position=rope", "--json")
     assert done.code == 0
-    assert "left out: variant: merged_w is refused: model.position=rope: one W cannot" in done.err
+    assert (
+        "left out: variant: merged_w is not supported: model.position=rope: one W cannot"
+        in done.err
+    )
     assert "merged_w" not in {row["variant"] for row in json.loads(done.out)}
     alone = qkablate("cost", "variant=merged_w", "model.position=rope")
     assert (alone.code, alone.out) == (2, "")
@@ -134,7 +137,7 @@ def test_measure_times_real_steps(qkablate, monkeypatch):
 def test_measure_says_when_memory_is_short(qkablate):
     done = qkablate("cost", "variant=standard,wide_qk", "--at", "gpt-j", "--measure")
     assert done.code == 2
-    assert "GB side by side" in done.err
+    assert "GB together" in done.err
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,10 @@ def test_measure_says_when_memory_is_short(qkablate):
         (["merged_w"], "'merged_w' is not key=value"),
         (["--json", "--csv"], "give one of the two"),
         (["--at=gpt-j", "model=nano"], "--at and model=…: give one of the two"),
-        (["variant=[standard,no_q]"], "is a list; several are written variant=standard,no_q"),
+        (
+            ["variant=[standard,no_q]"],
+            "is a list; several values are written variant=standard,no_q",
+        ),
         (["foo=1"], "qkablate: foo: there is no such key\n"),
         (["variant=low_rank_w", "variant.rank=1.5"], "'1.5' is not a whole number or auto"),
         (["variant.mask_self=maybe"], "variant.mask_self: 'maybe' is not true or false"),
@@ -169,7 +175,7 @@ def test_measure_says_when_memory_is_short(qkablate):
         (["variant=gqa", "variant.groups=3"], "variant.groups: 3 does not divide model.heads=4"),
         (["variant=gqa", "variant.qk=shared"], "shared keys are the queries, too"),
         (["variant=tied_kv", "variant.qk=merged"], "the keys are x itself"),
-        (["variant=uniform", "variant.norm=qk"], "no queries and keys to norm"),
+        (["variant=uniform", "variant.norm=qk"], "no queries and keys to normalize"),
         (["variant=uniform", "attention.kernel=flash"], "there are none"),
         (["variant=standard", "model.position=rope", "model.d_model=12"], "3 wide, an odd number"),
         (["variant.file=none.py"], "variant.file: cannot read 'none.py'"),

@@ -10,11 +10,11 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from qkablate.cli import main
+from tests.cli.helpers import assert_refused
 from tests.dashboard.view_server import ViewServer
 from tests.tracking.wandb import log_reader
 from tests.tracking.wandb.fake_server import dead_url
@@ -24,7 +24,7 @@ BOUND = 120  # seconds: then it hangs
 WORDS = [
     *("sweep.name=small", "variant=standard,no_q", "seed=0,1", "workers=2"),
     *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "data=text"),
-    *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "track.log_every=2"),
+    *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "tracking.log_every=2"),
 ]
 needs_workspaces = pytest.mark.skipif(
     importlib.util.find_spec("wandb_workspaces") is None
@@ -40,22 +40,10 @@ def finished(tmp_path_factory):
     corpus = folder / "corpus.txt"
     corpus.write_text("the cat sat on the mat, ähnlich ∑\n" * 200, encoding="utf-8")
     paths = {"data.path": corpus, "data.cache": folder / "cache", "out": folder / "outputs"}
-    words = [*WORDS, "track.wandb=offline", *(f"{key}={path}" for key, path in paths.items())]
+    words = [*WORDS, "tracking.wandb=offline", *(f"{key}={path}" for key, path in paths.items())]
     command = [sys.executable, "-m", "qkablate", "sweep", *words]
     subprocess.run(command, check=True, capture_output=True, timeout=240)
     return folder / "outputs"
-
-
-@pytest.fixture
-def outputs(finished, tmp_path):
-    """A copy to do with as one likes, where the command looks for it."""
-    return Path(shutil.copytree(finished, tmp_path / "outputs", symlinks=True))
-
-
-@pytest.fixture
-def sweep(outputs):
-    (folder,) = (outputs / "sweeps").glob("small-*")
-    return folder
 
 
 def dashboard(*words, key=KEY, **variables):
@@ -68,13 +56,6 @@ def dashboard(*words, key=KEY, **variables):
         text=True,
         timeout=BOUND,
     )
-
-
-def assert_refused(done, line):
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("qkablate: ")
-    assert line in done.err
-    assert done.err.count("\n") == 1
 
 
 def without_ids(text):
@@ -168,7 +149,7 @@ def test_it_is_saved_and_then_updated(qkablate, outputs, sweep):
     assert without_ids(json.dumps(json.loads(saved["spec"]))) == plain
     assert without_ids(json.dumps(json.loads(server.views[name]["spec"]))) == plain
     assert json.loads((sweep / "dashboard.json").read_text()) == {"views": [link]}
-    told = f"5 logs recorded offline and not sent yet: qkablate sync {sweep.name}\n"
+    told = f"5 logs recorded offline and not uploaded yet: qkablate sync {sweep.name}\n"
     assert told in first.stderr
     assert second.stderr == ""
     told = first.stdout + first.stderr + (sweep / "dashboard.json").read_text()
@@ -189,7 +170,7 @@ def test_a_view_for_each_project_and_a_new_one_for_what_was_deleted(sweep):
         del server.views[one]
         done = dashboard(**where)
         assert done.stdout.startswith("saved")
-        assert f"?nw={one[3:-2]} is gone or cannot be read: this is a new one" in done.stderr
+        assert f"?nw={one[3:-2]} is gone or cannot be read: a new view was saved" in done.stderr
         (again,) = {*server.views} - {other}
         server.views[again]["spec"] = '{"section": 3}'
         assert "cannot be read: this is a new one" in dashboard(**where).stderr
@@ -220,7 +201,7 @@ def test_nothing_is_written_through_a_link(sweep, tmp_path):
     (sweep / "dashboard.json").symlink_to(tmp_path / "mine.json")
     done = dashboard(WANDB_BASE_URL=dead_url())
     assert done.returncode == 2
-    assert "is a link, and would be written through" in done.stderr
+    assert "is a link; qkablate does not write through links" in done.stderr
     assert (tmp_path / "mine.json").read_text() == "mine"
 
 
@@ -276,7 +257,7 @@ def test_what_is_told_to_be_missing_is_what_sync_would_send(sweep, outputs, tmp_
     with ViewServer() as server:
         done = dashboard(f"out={moved}", WANDB_BASE_URL=server.url)
     command = f"qkablate sync {sweep.name} 'out={moved}'"
-    assert f"6 logs recorded offline and not sent yet: {command}\n" in done.stderr
+    assert f"6 logs recorded offline and not uploaded yet: {command}\n" in done.stderr
 
 
 @needs_workspaces
@@ -286,7 +267,7 @@ def test_what_was_not_mirrored_is_told(outputs, tiny):
     with ViewServer() as server:
         done = dashboard("unsent", WANDB_BASE_URL=server.url)
     assert done.returncode == 0, done.stderr
-    assert "track.wandb is disabled: W&B knows nothing of the runs" in done.stderr
+    assert "tracking.wandb is disabled: W&B has no data of runs" in done.stderr
 
 
 # Mistakes.
@@ -294,7 +275,9 @@ def test_what_was_not_mirrored_is_told(outputs, tiny):
 
 @needs_workspaces
 def test_without_a_key(qkablate, sweep):
-    line = "that needs a key (`wandb login`, or WANDB_API_KEY); --spec FILE writes it without"
+    line = (
+        "needs a key of W&B (`wandb login`, or WANDB_API_KEY); --spec FILE writes it without a key"
+    )
     assert_refused(qkablate("dashboard"), line)
 
 
@@ -321,9 +304,9 @@ MISTAKES = [
     (["one", "two"], "'two': one sweep at a time, and 'one' was given"),
     (["--spek"], "(nearest: --spec)"),
     (["--project"], "--project: a value is missing"),
-    (["--spec="], "--spec: a file is missing after ="),
+    (["--spec="], "--spec: a value is missing"),
     (["--spec=a.json", "--spec=b.json"], "--spec is given twice"),
-    (["--entity", KEY, f"--project=key={KEY}"], "a key or a password is not written down"),
+    (["--entity", KEY, f"--project=key={KEY}"], "keys and passwords must not be settings"),
 ]
 
 

@@ -132,8 +132,8 @@ def test_a_run_of_every_task(qkablate, tiny, tmp_path, task, variant):
     small = {
         "recall": ["data.vocab_size=32", "data.pairs=4"],
         "induction": ["data.segment=8"],
-        "copy": ["data.payload=4"],
-        "reverse": ["data.payload=4"],
+        "copy": ["data.copy_length=4"],
+        "reverse": ["data.copy_length=4"],
         "dyck": ["data.depth=4"],
     }
     words = [word for word in tiny if not word.startswith("data")]

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from qkablate.cli.inspect import FLAGS, HELP, KEYS
+from qkablate.cli.inspect import KEYS, PARSER
 from qkablate.diagnostics import attention_weights, circuits, patterns
-from qkablate.report.text.heads import number, sparkline
+from qkablate.report.text.heads import format_number, sparkline
 from qkablate.training.warm_start.restore import restore
 
 STEPS = ("train.steps=30", "train.batch_size=8", "data.val_tokens=2000", "data.test_tokens=100")
@@ -19,7 +19,7 @@ STEPS = ("train.steps=30", "train.batch_size=8", "data.val_tokens=2000", "data.t
 
 @pytest.fixture(scope="module")
 def trained(train, tmp_path_factory):
-    words = (*STEPS, "train.checkpoint_every=10", "diagnose.every=20", "variant=merged_w")
+    words = (*STEPS, "train.checkpoint_every=10", "diagnostics.every=20", "variant=merged_w")
     return train(tmp_path_factory.mktemp("trained"), *words)
 
 
@@ -35,7 +35,7 @@ def inspect(qkablate, trained, cache):
 
 def last_row(run):
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [row["mechanism"] for row in rows if "mechanism" in row][-1]
+    return [row["diagnostics"] for row in rows if "diagnostics" in row][-1]
 
 
 def test_the_numbers_are_those_that_training_wrote(inspect, trained):
@@ -70,7 +70,7 @@ def test_tables(inspect, trained):
     assert lines[-1].startswith(f"  qkablate inspect {trained} data.cache=")
     assert "--layer " in lines[-1]
     expected = last_row(trained)["qk"]["frobenius"][1][0]
-    assert heads[2][5] == number(expected)
+    assert heads[2][5] == format_number(expected)
 
 
 def test_one_head(inspect, trained):
@@ -91,7 +91,7 @@ def test_a_text(inspect, trained):
     a_LHTS = attention_weights(restore(trained).model, torch.tensor(ids))
     torch.testing.assert_close(torch.tensor(found["attention"]), a_LHTS, rtol=1e-4, atol=1e-7)
     out = inspect("--layer", "0", "--head", "1", "--text", "a\nb").out
-    assert "What each token looks at, layer 0, head 1" in out
+    assert "Largest attention weights, layer 0, head 1" in out
     assert "\n0   'a'    'a' at 0: 1.00\n1   '\\n'   " in out
 
 
@@ -100,7 +100,7 @@ def test_a_checkpoint_by_its_step(inspect):
     done = inspect("step=7")
     assert (done.code, done.err) == (
         2,
-        "qkablate: step: there is no checkpoint of step 7, but 30\n",
+        "qkablate: step: there is no checkpoint of step 7 (allowed: 30)\n",
     )
 
 
@@ -132,16 +132,16 @@ def test_other_layers(train, qkablate, tmp_path, words):
     assert (done.code, done.err) == (0, "")
     told = {
         "variant=static_scores": "B_h, what a head scores: no matrix, for the scores do not depend",
-        "variant=qk_norm": "B_h, what a head scores (a norm stands between the weights and the",
-        "variant=standard": "B_h, what a head scores (with rope there is another B_h at every dis",
+        "variant=qk_norm": "B_h, what a head scores (the queries or keys are normalized, so the",
+        "variant=standard": "B_h, what a head scores (with rope, B_h is different at every dis",
     }
     assert told.get(words[0], "M_h, what a head writes") in done.out
 
 
 def test_a_task(qkablate, tmp_path):
-    words = ["data=copy", "data.payload=4", "data.val_tokens=640", "data.test_tokens=64"]
+    words = ["data=copy", "data.copy_length=4", "data.val_tokens=640", "data.test_tokens=64"]
     words += ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"]
-    words += ["train.steps=2", "track.wandb=disabled", "threads=1"]
+    words += ["train.steps=2", "tracking.wandb=disabled", "threads=1"]
     assert qkablate("train", *words).code == 0
     done = qkablate("inspect", "standard")
     assert (done.code, done.err) == (0, "")
@@ -157,11 +157,11 @@ MISTAKES = [
     (["a", "stp=1"], "stp: there is no such key (nearest: step)"),
     (["a", "step="], "step: is empty"),
     (["a", "step=x"], "step: 'x' is not a whole number"),
-    (["a", "--layer", "-1"], "--layer: '-1' is not a whole number from 0 on"),
+    (["a", "--layer", "-1"], "--layer: '-1' is not a whole number from 0"),
     (["a", "--layer"], "--layer: a value is missing"),
     (["a", "--hed=1"], "'--hed' is not one of"),
-    (["a", "--json", "--head", "0"], "--json gives every layer and head"),
-    (["a", "--text", "x"], "--text: which head is to read it?"),
+    (["a", "--json", "--head", "0"], "--json prints all layers and heads"),
+    (["a", "--text", "x"], "--text: for which head?"),
     (["a", "--json", "--text", "\udcff"], "--text: it is not UTF-8 text"),
     (["a"], "there is no run 'a'"),
 ]
@@ -181,7 +181,7 @@ def test_what_a_model_does_not_have(inspect):
         (["--head", "9", "--layer", "0"], "--head: there is no 9 (allowed: 0 to 1)"),
         (
             ["--json", "--text", "x" * 17],
-            "--text: 17 tokens are more than the 16 that can be shown",
+            "--text: 17 tokens are more than the limit of 16",
         ),
     ):
         done = inspect(*words)
@@ -190,11 +190,11 @@ def test_what_a_model_does_not_have(inspect):
 
 def test_help(qkablate):
     done = qkablate("inspect", "--help")
-    assert (done.code, done.out, done.err) == (0, HELP, "")
-    assert all(f"  {key}=" in HELP for key in KEYS)
-    assert all(flag in HELP for flag in FLAGS if flag != "--help")
+    assert (done.code, done.out, done.err) == (0, PARSER.format_help(), "")
+    assert all(f"  {key}=" in done.out for key in KEYS)
+    assert all(flag in done.out for flag in PARSER.flags)
     names = {*circuits.MEASURES, *patterns.MEASURES} - {"singular"}
-    assert all(name in HELP for name in names)
+    assert all(name in done.out for name in names)
 
 
 def test_nothing_heavy_before_the_words_are_right():
@@ -231,7 +231,7 @@ def test_bars_and_numbers():
     assert sparkline([1.0, 0.5, 0.0]) == "█▅▁"
     assert sparkline([0.0, 0.0]) == "▁▁"
     assert sparkline([]) == ""
-    told = [number(x) for x in (None, 0.0, 0.12345, -0.5, 1.0, 12.345, 1234.5, 2e-5, -0.0)]
+    told = [format_number(x) for x in (None, 0.0, 0.12345, -0.5, 1.0, 12.345, 1234.5, 2e-5, -0.0)]
     assert told == ["–", "0.000", "0.123", "-0.500", "1.00", "12.35", "1234", "2e-05", "0.000"]
 
 
@@ -240,7 +240,7 @@ def test_a_picture_of_a_text(inspect, tmp_path, name):
     done = inspect("--text", "the cat", "-o", str(tmp_path / name))
     assert (done.code, done.err) == (0, "")
     assert f"{tmp_path / name}  " in done.out
-    assert "What each token looks at" not in done.out  # that is of one head
+    assert "Largest attention weights" not in done.out  # that is of one head
     content = (tmp_path / name).read_bytes()
     if name.endswith("svg"):
         words = "".join(ElementTree.fromstring(content).itertext())
@@ -255,7 +255,7 @@ def test_a_picture_of_one_head_names_its_tokens(inspect, tmp_path):
     words = ("--text", "on the mat", "--layer", "1", "--head", "0", "-o", str(path))
     done = inspect(*words)
     assert (done.code, done.err) == (0, "")
-    assert "What each token looks at, layer 1, head 0" in done.out
+    assert "Largest attention weights, layer 1, head 0" in done.out
     found = [one.text for one in ElementTree.fromstring(path.read_bytes()).iter() if one.text]
     assert "layer 0" not in found
     assert [found.count(one) for one in "tmh"] == [4, 2, 2]  # beside the map and below it
@@ -268,11 +268,11 @@ def test_a_picture_of_one_head_names_its_tokens(inspect, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-o", "x.svg"], "-o: a picture of which text? Give --text"),
+        (["-o", "x.svg"], "-o: an image of which text? Give --text"),
         (["--text", "cat", "-o", "x.gif"], "-o: 'x.gif' does not end in .svg or .png"),
         (["--text", "cat", "-o", "svg"], "-o: 'svg' does not end in .svg or .png"),
         (["--text", "cat", "-o", "no/x.svg"], "-o: 'no/x.svg' cannot be written"),
-        (["--text", "cat", "-o", "x.svg", "--layer", "0"], "-o: a picture of all heads, or of one"),
+        (["--text", "cat", "-o", "x.svg", "--layer", "0"], "-o: an image of all heads, or of one"),
     ],
 )
 def test_a_picture_that_cannot_be_is_told_before_any_work(inspect, words, said, tmp_path):

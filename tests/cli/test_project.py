@@ -9,25 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from qkablate.cli import main
 from qkablate.runs.records import read_config
 from qkablate.runs.run import run_id
+from tests.cli.helpers import run_in
 
 SIZES = ["model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
-LENGTH = ["train.steps=30", "train.batch_size=4", "train.eval_every=10", "track.wandb=disabled"]
+LENGTH = ["train.steps=30", "train.batch_size=4", "train.eval_every=10", "tracking.wandb=disabled"]
 RUNS = (["seed=0"], ["seed=1"], ["seed=0", "variant=no_q"], ["seed=0", "model.heads=1"])
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Real runs: standard with two seeds, no_q from scratch with one, and another size."""
+    """Return the outputs of standard with two seeds, no_q with one, and another size."""
     folder = tmp_path_factory.mktemp("project")
-    (folder / "corpus.txt").write_text("the cat sat on the mat, ähnlich ∑\n" * 200)
-    data = ["data=text", f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
     for words in RUNS:
-        with pytest.raises(SystemExit) as exit_:
-            main(["train", *SIZES, *LENGTH, *data, f"out={folder / 'outputs'}", *words])
-        assert exit_.value.code == 0
+        run_in(folder, "train", *SIZES, *LENGTH, *words)
     return folder / "outputs"
 
 
@@ -84,69 +80,71 @@ def test_every_signal_is_in_the_exit_codes(qkablate, verb):
 
 def test_a_gap_split_in_two(qkablate, outputs):
     """Every number is one of a run's files, and what is there is not trained again."""
-    words = ["standard-d16-h2-s0", "variant=no_q", "heal.steps=8"]
+    words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=8"]
     said = projected(qkablate, *words)
     (one,) = said["runs"]
     folders = {key: outputs / "runs" / name for key, name in one["folders"].items()}
     assert folders["scratch"].name.startswith("no_q-d16-h2-s0-")
-    assert folders["continued"].name.startswith("healed-standard-d16-h2-s0-")
+    assert folders["continued"].name.startswith("finetuned-standard-d16-h2-s0-")
     losses = {key: result(folder)["loss"] for key, folder in folders.items()}
     for split in ("val", "test"):
         healed = losses["projected"][split] - losses["continued"][split]
         scratch = losses["scratch"][split] - losses["parent"][split]
-        assert one["gap"]["healed"][split] == healed
+        assert one["gap"]["finetuned"][split] == healed
         assert one["gap"]["scratch"][split] == scratch
         assert one["gap"]["training"][split] == scratch - healed
     assert one["at_once"]["parent"] == pytest.approx(losses["parent"]["val"], rel=1e-6)
     assert one["gap"]["at_once"]["val"] > 0
     assert [layer["layer"] for layer in one["layers"]] == [0, 1]
-    assert all(0 < layer["qk_seen"] < 1 and layer["ov_seen"] < 1e-6 for layer in one["layers"])
+    assert all(0 < layer["qk_scores"] < 1 and layer["ov_output"] < 1e-6 for layer in one["layers"])
     assert (said["n"], said["steps"], said["lr"]) == (1, 8, 3e-4)
     config = read_config(folders["projected"])
     assert (config["train"]["steps"], config["optim"]["warmup"], config["seed"]) == (8, 0, 0)
-    assert config["start"]["step"] == 30
+    assert config["init_from"]["step"] == 30
     before = trees(outputs, "*")
     assert projected(qkablate, *words) == said
     assert trees(outputs, "*") == before
 
 
 def test_the_parent_going_on_is_trained_once(qkablate, outputs):
-    one = projected(qkablate, "standard-d16-h2-s0", "variant=no_q", "heal.steps=4")["runs"][0]
-    other = projected(qkablate, "standard-d16-h2-s0", "variant=no_k", "heal.steps=4")["runs"][0]
+    one = projected(qkablate, "standard-d16-h2-s0", "variant=no_q", "finetune.steps=4")["runs"][0]
+    other = projected(qkablate, "standard-d16-h2-s0", "variant=no_k", "finetune.steps=4")["runs"][0]
     assert one["folders"]["continued"] == other["folders"]["continued"]
-    assert len([*(outputs / "runs").glob("healed-*")]) == 3
+    assert len([*(outputs / "runs").glob("finetuned-*")]) == 3
 
 
 def test_onto_a_form_that_holds_it_there_is_no_gap_at_once(qkablate, outputs):
-    said = projected(qkablate, "standard-d16-h2-s0", "variant=merged_w", "heal.steps=2")
+    said = projected(qkablate, "standard-d16-h2-s0", "variant=merged_w", "finetune.steps=2")
     (one,) = said["runs"]
     assert abs(one["gap"]["at_once"]["val"]) < 1e-5
     assert max(layer["qk"] for layer in one["layers"]) < 1e-6
-    own = projected(qkablate, "standard-d16-h2-s0", "variant=standard", "heal.steps=2")["runs"][0]
-    assert own["gap"]["healed"] == {"val": 0, "test": 0}
+    own = projected(qkablate, "standard-d16-h2-s0", "variant=standard", "finetune.steps=2")["runs"][
+        0
+    ]
+    assert own["gap"]["finetuned"] == {"val": 0, "test": 0}
     assert own["folders"]["projected"] == own["folders"]["continued"]
 
 
 def test_without_the_run_from_scratch_its_command_is_told(qkablate, outputs):
     """And that command trains the very run that is then found."""
-    words = ["standard-d16-h2-s0", "variant=low_rank_w", "variant.rank=3", "heal.steps=2"]
+    words = ["standard-d16-h2-s0", "variant=low_rank_w", "variant.rank=3", "finetune.steps=2"]
     done = qkablate("project", *words)
     assert done.code == 0, done.err
     line = done.out.splitlines()[-1]
     assert line.startswith("  qkablate train variant=low_rank_w variant.rank=3 data=text seed=0 ")
     assert "n = 1 seed: a number, and no verdict" in done.out
     again = shlex.split(line)[1:]
-    assert qkablate(*again, "threads=1", "track.wandb=disabled").code == 0
+    assert qkablate(*again, "threads=1", "tracking.wandb=disabled").code == 0
     (one,) = projected(qkablate, *words)["runs"]
     assert one["scratch_command"] is None
     assert one["gap"]["training"]["test"] is not None
 
 
 def test_several_seeds_have_an_interval(qkablate, outputs):
-    words = ["standard-d16-h2-s0", "standard-d16-h2-s1", "variant=no_q", "heal.steps=2"]
+    words = ["standard-d16-h2-s0", "standard-d16-h2-s1", "variant=no_q", "finetune.steps=2"]
     said = projected(qkablate, *words)
-    gaps = [one["gap"]["healed"]["test"] for one in said["runs"]]
-    found = said["mean"]["healed"]["test"]
+    gaps = [one["gap"]["finetuned"]["test"] for one in said["runs"]]
+    found = said["mean"]["finetuned"]["test"]
     assert (found["n"], found["mean"]) == (2, pytest.approx(sum(gaps) / 2))
     assert found["interval"][0] < found["mean"] < found["interval"][1]
     assert said["mean"]["training"]["test"]["n"] == 1  # of one seed there is none from scratch
@@ -157,8 +155,8 @@ def test_several_seeds_have_an_interval(qkablate, outputs):
 
 def test_seeds_that_were_trained_in_different_places_are_one_arm(qkablate, outputs):
     (parent,) = (outputs / "runs").glob("standard-d16-h2-s1-*")
-    reword(parent, data={"cache": "elsewhere", "path": "there.txt"}, diagnose={"every": 3})
-    words = ["standard-d16-h2-s0", parent.name, "variant=no_q", "heal.steps=2"]
+    reword(parent, data={"cache": "elsewhere", "path": "there.txt"}, diagnostics={"every": 3})
+    words = ["standard-d16-h2-s0", parent.name, "variant=no_q", "finetune.steps=2"]
     assert projected(qkablate, *words)["n"] == 2
     config = read_config(parent)
     config["identity"]["data_fingerprint"] = "another"
@@ -170,8 +168,8 @@ def test_seeds_that_were_trained_in_different_places_are_one_arm(qkablate, outpu
 
 
 def test_what_is_given_is_taken_by_both(qkablate, outputs):
-    words = ["optim.lr=1e-4", "train.batch_size=2", "optim.warmup=1", "track.tags=[x]"]
-    (one,) = projected(qkablate, "standard-d16-h2-s0", "variant=no_q", "heal.steps=3", *words)[
+    words = ["optim.lr=1e-4", "train.batch_size=2", "optim.warmup=1", "tracking.tags=[x]"]
+    (one,) = projected(qkablate, "standard-d16-h2-s0", "variant=no_q", "finetune.steps=3", *words)[
         "runs"
     ]
     for key in ("continued", "projected"):
@@ -182,11 +180,11 @@ def test_what_is_given_is_taken_by_both(qkablate, outputs):
 
 
 def test_stopped_it_goes_on(qkablate, spawn, outputs):
-    words = ["project", "standard-d16-h2-s0", "variant=no_q", "heal.steps=6", "--json"]
+    words = ["project", "standard-d16-h2-s0", "variant=no_q", "finetune.steps=6", "--json"]
     undisturbed = Path(shutil.copytree(outputs, outputs.parent / "calm", symlinks=True))
     expected = json.loads(qkablate(*words, f"out={undisturbed}").out)
     process = spawn(*words)
-    while not [*(outputs / "runs").glob("healed-*/metrics.jsonl")] and process.poll() is None:
+    while not [*(outputs / "runs").glob("finetuned-*/metrics.jsonl")] and process.poll() is None:
         pass
     process.send_signal(signal.SIGINT)
     process.communicate()
@@ -199,18 +197,18 @@ def test_stopped_it_goes_on(qkablate, spawn, outputs):
 def test_w_and_b_is_told_what_the_user_says_and_not_what_the_parent_was(qkablate, outputs):
     (parent,) = (outputs / "runs").glob("standard-d16-h2-s0-*")
     theirs = {"group": "theirs", "job_type": "theirs", "tags": ["theirs"], "entity": "stranger"}
-    reword(parent, track=theirs | {"project": "theirs", "log_every": 3})
-    words = [parent.name, "variant=low_rank_w", "variant.rank=3", "heal.steps=2"]
-    one = projected(qkablate, *words, "track.project=mine")["runs"][0]
+    reword(parent, tracking=theirs | {"project": "theirs", "log_every": 3})
+    words = [parent.name, "variant=low_rank_w", "variant.rank=3", "finetune.steps=2"]
+    one = projected(qkablate, *words, "tracking.project=mine")["runs"][0]
     for key in ("continued", "projected"):
-        track = read_config(outputs / "runs" / one["folders"][key])["track"]
-        assert track["group"] == "healed-standard-d16-h2"
-        assert (track["job_type"], track["tags"], track["entity"]) == (None, [], None)
-        assert (track["project"], track["log_every"]) == ("mine", 10)
-    words[-1] = "heal.steps=3"
-    one = projected(qkablate, *words, "track.group=mine", "track.tags=[x]")["runs"][0]
-    track = read_config(outputs / "runs" / one["folders"]["projected"])["track"]
-    assert (track["group"], track["tags"]) == ("mine", ["x"])
+        tracking = read_config(outputs / "runs" / one["folders"][key])["tracking"]
+        assert tracking["group"] == "finetuned-standard-d16-h2"
+        assert (tracking["job_type"], tracking["tags"], tracking["entity"]) == (None, [], None)
+        assert (tracking["project"], tracking["log_every"]) == ("mine", 10)
+    words[-1] = "finetune.steps=3"
+    one = projected(qkablate, *words, "tracking.group=mine", "tracking.tags=[x]")["runs"][0]
+    tracking = read_config(outputs / "runs" / one["folders"]["projected"])["tracking"]
+    assert (tracking["group"], tracking["tags"]) == ("mine", ["x"])
 
 
 def test_what_the_parent_s_folder_says_of_this_machine_is_not_obeyed(qkablate, outputs, tmp_path):
@@ -222,14 +220,14 @@ def test_what_the_parent_s_folder_says_of_this_machine_is_not_obeyed(qkablate, o
         threads=7,
         out=str(elsewhere / "out"),
         train={"checkpoint_every": 1},
-        diagnose={"every": 1},
+        diagnostics={"every": 1},
     )
-    one = projected(qkablate, parent.name, "variant=no_q", "heal.steps=2")["runs"][0]
+    one = projected(qkablate, parent.name, "variant=no_q", "finetune.steps=2")["runs"][0]
     for key in ("continued", "projected"):
         config = read_config(outputs / "runs" / one["folders"][key])
         assert (config["data"]["cache"], config["threads"], config["out"]) == ("auto", 1, "outputs")
         assert config["train"]["checkpoint_every"] == 250
-        assert config["diagnose"]["every"] == config["train"]["eval_every"] == 10
+        assert config["diagnostics"]["every"] == config["train"]["eval_every"] == 10
     assert one["folders"]["scratch"].startswith("no_q-")  # the same run, by whatever path
     assert not elsewhere.exists()
 
@@ -239,7 +237,7 @@ def test_a_text_that_is_not_prepared_is_read_only_where_the_user_says(
 ):
     shutil.rmtree(tmp_path / "home" / ".cache")
     text = trained.parent / "corpus.txt"
-    words = ["standard-d16-h2-s0", "variant=no_q", "heal.steps=2"]
+    words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2"]
     done = qkablate("project", *words)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert "data.path: what 'standard-d16-h2-s0-" in done.err
@@ -250,9 +248,9 @@ def test_a_text_that_is_not_prepared_is_read_only_where_the_user_says(
     done = qkablate("project", *words, f"data.path={other}")
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "was trained on other data" in done.err
-    assert not [*(outputs / "runs").glob("healed-*")]
+    assert not [*(outputs / "runs").glob("finetuned-*")]
     said = projected(qkablate, *words, f"data.path={text}", "data.cache=mine")
-    assert said["runs"][0]["gap"]["healed"]["val"] is not None
+    assert said["runs"][0]["gap"]["finetuned"]["val"] is not None
     assert projected(qkablate, *words, "data.cache=mine")["runs"] == said["runs"]
 
 
@@ -261,7 +259,7 @@ def test_a_run_from_scratch_that_came_to_nothing_is_told(qkablate, outputs, stat
     (folder,) = (outputs / "runs").glob("no_q-*")
     loss = dict.fromkeys(("train", "val", "test"))
     reseal(folder, status, loss=loss, error="x", diverged_at=3)
-    words = ["standard-d16-h2-s0", "variant=no_q", "heal.steps=2"]
+    words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2"]
     done = qkablate("project", *words)
     assert done.code == 0, done.err
     assert f"no_q from scratch, seed 0: {status}" in done.out
@@ -276,7 +274,7 @@ def test_a_run_from_scratch_that_came_to_nothing_is_told(qkablate, outputs, stat
 
 
 def test_of_runs_from_scratch_at_several_rates_the_best_is_taken(qkablate, outputs):
-    words = ["standard-d16-h2-s0", "variant=no_q", "heal.steps=2"]
+    words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2"]
     done = qkablate("project", *words)
     assert "no_q from scratch, seed 0: at rate 0.001 alone" in done.out
     (folder,) = (outputs / "runs").glob("no_q-*")
@@ -294,33 +292,33 @@ def test_of_runs_from_scratch_at_several_rates_the_best_is_taken(qkablate, outpu
 
 def test_the_next_command_finds_the_runs_where_they_are(qkablate, outputs):
     elsewhere = outputs.rename(outputs.parent / "else where")
-    words = ["standard-d16-h2-s0", "variant=no_q", "heal.steps=2", f"out={elsewhere}"]
+    words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2", f"out={elsewhere}"]
     line = qkablate("project", *words).out.splitlines()[-1]
-    assert line.startswith("  qkablate compare healed-no_q")
+    assert line.startswith("  qkablate compare finetuned-no_q")
     done = qkablate(*shlex.split(line)[1:])
     assert done.code == 0, done.err
 
 
 MISTAKES = [
     ([], "no run given: write qkablate project RUN variant=NAME"),
-    (["standard-d16-h2-s0"], "variant: into which form? write qkablate project"),
+    (["standard-d16-h2-s0"], "variant: to which variant? write qkablate project"),
     (["nope", "variant=no_q"], "there is no run 'nope'"),
-    (["standard", "variant=no_q"], "'standard' may be any of 3 runs: "),
+    (["standard", "variant=no_q"], "'standard' matches 3 runs: "),
     (["S", "variant=nope"], "variant: 'nope' is not one of "),
-    (["S", "variant=no_q", "heal.steps=0"], "heal.steps: '0' is not a whole number from 1"),
-    (["S", "variant=no_q", "heal.stps=3"], "heal.stps: there is no such key"),
-    (["S", "variant=no_q", "train.steps=3"], "train.steps: write heal.steps=200"),
-    (["S", "variant=no_q", "model.d_model=32"], "model.d_model: is what the trained run was"),
-    (["S", "variant=no_q", "data.tokenizer=chars"], "data.tokenizer: is what the trained run"),
+    (["S", "variant=no_q", "finetune.steps=0"], "finetune.steps: '0' is not a whole number from 1"),
+    (["S", "variant=no_q", "finetune.stps=3"], "finetune.stps: there is no such key"),
+    (["S", "variant=no_q", "train.steps=3"], "train.steps: write finetune.steps=200"),
+    (["S", "variant=no_q", "model.d_model=32"], "model.d_model: is fixed by the trained run"),
+    (["S", "variant=no_q", "data.tokenizer=chars"], "data.tokenizer: is fixed by the trained run"),
     (["S", "variant=no_q", "data.name=x"], "data.name: data=text has no such key"),
-    (["S", "variant=no_q", "data=recall"], "data: is what the trained run was trained with"),
-    (["S", "variant=no_q", "seed=4"], "seed: is what the trained run was trained with"),
+    (["S", "variant=no_q", "data=recall"], "data: is fixed by the trained run"),
+    (["S", "variant=no_q", "seed=4"], "seed: is fixed by the trained run"),
     (["S", "variant=no_q", "optim.lrr=4"], "optim.lrr: there is no such key"),
-    (["S", "variant=no_q,no_k"], "one form at a time, not 2"),
+    (["S", "variant=no_q,no_k"], "one variant at a time, not 2"),
     (["S", "variant=static_scores"], "the scores do not depend on x (possible: standard, "),
-    (["S", "variant=no_qk"], "cannot be put into the form of no_qk: NoQK cannot be set"),
+    (["S", "variant=no_qk"], "cannot be projected to no_qk: NoQK cannot be set"),
     (["S", "variant=no_q", "--jsn"], "'--jsn' is not one of"),
-    (["S", "S", "variant=no_q"], "share seed 0: several runs are one arm with several seeds"),
+    (["S", "S", "variant=no_q"], "share seed 0: several runs must be one arm"),
     (["S", "standard-d16-h1-s0", "variant=no_q"], "differ in model.heads (2 and 1)"),
     (["S", "no_q-d16-h2-s0", "variant=no_q"], "differ in variant.name (standard and no_q)"),
 ]
@@ -334,7 +332,7 @@ def test_mistakes(qkablate, outputs, words, line):
     assert line in done.err
     assert done.err.startswith("qkablate: ")
     assert done.err.count("\n") == 1
-    assert not [*(outputs / "runs").glob("healed-*")]
+    assert not [*(outputs / "runs").glob("finetuned-*")]
 
 
 def test_a_run_without_a_checkpoint(qkablate, outputs):
@@ -350,7 +348,7 @@ def test_completion(qkablate, monkeypatch, outputs, shell):
     monkeypatch.setattr(sys, "argv", ["qkablate"])
     for line, expected in (
         ("qkablate pro", ["project"]),
-        ("qkablate project hea", ["heal.steps="]),
+        ("qkablate project fine", ["finetune.steps="]),
         ("qkablate project standard-d16-h1", [p.name for p in outputs.glob("runs/*-h1-*")]),
     ):
         monkeypatch.setenv("COMP_LINE", line)
@@ -358,9 +356,9 @@ def test_completion(qkablate, monkeypatch, outputs, shell):
 
 
 def test_what_was_lost_is_kept_and_not_believed_blindly(qkablate, outputs):
-    words = ["standard-d16-h2-s0", "variant=no_q", "heal.steps=2"]
+    words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2"]
     said = projected(qkablate, *words)["runs"][0]
-    kept = outputs / "runs" / said["folders"]["projected"] / "start" / "lost.json"
+    kept = outputs / "runs" / said["folders"]["projected"] / "start" / "projection_losses.json"
     assert json.loads(kept.read_text())[1]["qk"] == said["layers"][1]["qk"]
     for content in ("[]", "{", "[1, 2]", '[{"qk": 0}, {}]', "null", "[" * 10_000):
         kept.write_text(content)

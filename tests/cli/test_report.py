@@ -4,7 +4,6 @@ what is said of mistakes.
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -14,16 +13,9 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from qkablate.cli import main
-from qkablate.runs.lease import owning
-from qkablate.runs.run import Run, identity
-from qkablate.sweeps.running.state import link
+from qkablate.runs.lease import hold_lease
+from tests.cli.helpers import assert_refused, complete, proposed_commands
 
-GAPS = {"no_q": 0.05, "shared_qk": 0.0}
-SPREAD = (-0.002, -0.001, 0.0, 0.001, 0.002)
-SIZES = ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
-LENGTH = ["train.steps=12", "train.batch_size=2", "track.wandb=disabled", "data=text"]
-SWEEP = ["sweep.name=small", "variant=standard,no_q,shared_qk", "seed=range(5)", "workers=1"]
 CLAIM = {
     "says": "Keys alone are enough.",
     "source": "a comment",
@@ -33,72 +25,6 @@ CLAIM = {
     "parts": {"within": {"arm": "no_q", "kind": "noninferior", "margin": 3}},
 }
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def finish(launcher):
-    """In the place of training: whole folders of runs, with gaps of which the truth is known."""
-    manifest = launcher.manifest
-    states = launcher.standing.states.values()
-    places = list(dict.fromkeys(state.run.changes["seed"] for state in states))
-    for state in states:
-        run, arm = state.run, manifest.arms[state.run.arm]
-        place = places.index(run.changes["seed"])
-        loss = 2 + place / 10 + GAPS.get(arm.variant, 0.0)
-        if arm.variant != "standard":
-            loss += SPREAD[place] * (1 if arm.variant == "no_q" else -1)
-        own = Run(manifest.out, run.label, run.id)
-        own.folder.mkdir(parents=True)
-        config = arm.config_of(run.changes, tuning=run.tuning)
-        own.freeze(config, identity(config, **arm.facts))
-        rows = [
-            {"step": step, "tokens": step * 32, "val/loss": loss + 1 / step - 1 / 12}
-            for step in (1, 2, 4, 6, 8, 12)
-        ]
-        own.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        embedding = arm.total_params - arm.params
-        result = {
-            **{"id": run.id, "label": run.label, "status": "done", "packed": 1, "threads": 1},
-            **{"loss": {"train": loss, "val": loss, "test": loss}, "precision": "fp32"},
-            **{"device": "cpu", "kernel": "flash", "compile": False, "attempt": 1},
-            **{"data_fingerprint": arm.facts["data_fingerprint"], "seconds": 1.0, "steps": 12},
-            **{"params": {"total": arm.total_params, "embedding": embedding}, "version": "0"},
-            **{"tokens": arm.tokens, "flops_per_token": arm.flops},
-            **{"init": {"mode": "matched", "match": "exact"}, "lr": {"mode": "matched"}},
-        }
-        (own.folder / "result.json").write_text(json.dumps(result))
-        launcher.standing.look_at(state)
-        link(manifest, state)
-    return 0
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The outputs of a claim that has its verdict, and of a sweep, the newer one."""
-    folder = tmp_path_factory.mktemp("report")
-    (folder / "corpus.txt").write_text("the cat sat on the mat\n" * 400, encoding="utf-8")
-    (folder / "mine.yaml").write_text(yaml.safe_dump(CLAIM), encoding="utf-8")
-    paths = {"data.path": folder / "corpus.txt", "data.cache": folder / "cache"}
-    paths["out"] = folder / "outputs"
-    common = [*SIZES, *LENGTH, *(f"{key}={path}" for key, path in paths.items())]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qkablate.sweeps.running.launcher.Launcher.run", finish)
-        for words in (["claim", "run", str(folder / "mine.yaml")], ["sweep", *SWEEP]):
-            with pytest.raises(SystemExit) as exit_:
-                main([*words, *common])
-            assert exit_.value.code == 0
-    return folder / "outputs"
-
-
-@pytest.fixture
-def outputs(finished, tmp_path):
-    """A copy to do with as one likes, where the command looks for it."""
-    return Path(shutil.copytree(finished, tmp_path / "outputs", symlinks=True))
-
-
-@pytest.fixture
-def sweep(outputs):
-    (folder,) = (outputs / "sweeps").glob("small-*")
-    return folder
 
 
 @pytest.fixture
@@ -136,11 +62,6 @@ def change(folder, **more):
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
 
 
-def proposed(done):
-    """The commands under Next."""
-    return [shlex.split(line) for line in done.out.partition("\nNext\n")[2].splitlines()]
-
-
 def written(done):
     """The files that are told, each with its size."""
     lines = done.out.partition("\nNext")[0].strip().splitlines()
@@ -149,13 +70,6 @@ def written(done):
 
 def tree(*folders):
     return {p: p.lstat().st_mtime_ns for folder in folders for p in folder.rglob("*")}
-
-
-def assert_refused(done, line):
-    assert (done.code, done.out) == (2, ""), done
-    assert done.err.startswith("qkablate: ")
-    assert line in done.err
-    assert done.err.count("\n") == 1
 
 
 def chapters(text):
@@ -185,7 +99,7 @@ def test_help_needs_no_torch_and_no_scipy():
         "import sys, qkablate.cli\n"
         "try: qkablate.cli.main(['report', '--help'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'scipy', 'statsmodels', 'vl_convert', 'jinja2'}\n"
+        "heavy = {'torch', 'scipy', 'vl_convert', 'jinja2'}\n"
         "sys.exit(str(heavy & set(sys.modules) or '') or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -229,7 +143,7 @@ def test_the_newest_sweep_is_a_page_in_its_folder(qkablate, sweep):
     assert "+0.05" in told
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page.partition("<script")[0])
     assert [file.name for file in sweep.iterdir() if file.name.startswith(".")] == []
-    commands = proposed(done)
+    commands = proposed_commands(done)
     assert ["qkablate", "results", sweep.name] in commands
     assert any(words[1] == "report" and words[-2:] == ["--format", "svg"] for words in commands)
 
@@ -284,7 +198,7 @@ def test_another_out_is_looked_in(qkablate, finished, sweep):
 @pytest.mark.parametrize("form", ["md", "html"])
 def test_what_is_proposed_works_with_another_out(qkablate, finished, form):
     done = qkablate("report", "small", f"out={finished}", "-o", f"other.{form}")
-    commands = proposed(done)
+    commands = proposed_commands(done)
     assert commands
     for words in commands:
         more = ["-o", "pictures.svg"] if words[1] == "report" else []
@@ -297,7 +211,7 @@ def test_what_is_proposed_works_of_a_folder_that_was_given(qkablate, finished):
         (folder,) = finished.glob(place)
         done = qkablate("report", str(folder), "-o", "other.md")
         assert done.code == 0
-        for words in proposed(done):
+        for words in proposed_commands(done):
             again = qkablate(*words[1:])
             assert (again.code, again.err) == (0, ""), words
 
@@ -305,7 +219,7 @@ def test_what_is_proposed_works_of_a_folder_that_was_given(qkablate, finished):
 def test_next_is_said_only_with_something_under_it(qkablate, run_of):
     done = qkablate("report", str(run_of("no_q", 0)), "-o", "one.md")
     assert done.code == 0
-    assert proposed(done) or "Next" not in done.out
+    assert proposed_commands(done) or "Next" not in done.out
 
 
 def test_a_claim_is_found_by_its_name_or_folder(text, claim):
@@ -438,7 +352,7 @@ def test_a_config_that_cannot_be_so_is_named_and_spoils_nothing(text, run_of, ol
 def test_a_run_that_has_just_begun_spoils_nothing(text, outputs, run_of):
     """As a wildcard names it while a sweep is running."""
     folder = outputs / "runs" / "no_q-d16-h2-s9-0123456789ab"
-    with owning(folder):
+    with hold_lease(folder):
         told = text(folder, run_of("no_q", 1), run_of("standard", 1))
     assert "2 runs: 2 done" in told
     assert f"could not be read: {folder.name}" in told
@@ -459,7 +373,7 @@ def test_a_sweep_that_is_not_finished_says_how_much_is_missing(text, run_of, swe
         shutil.rmtree(run_of(variant, seed))
     (run_of("no_q", 4) / "result.json").unlink()
     (run_of("no_q", 3) / "result.json").unlink()
-    with owning(run_of("no_q", 3)):
+    with hold_lease(run_of("no_q", 3)):
         told = text()
     assert chapters(told) == [sweep.name]
     said = next(line for line in told.splitlines() if line.startswith("15 runs: "))
@@ -527,7 +441,7 @@ def test_markdown_in_the_sweeps_folder(qkablate, sweep):
     for block in told.split("\n\n"):
         lines = [line for line in block.splitlines() if line.startswith("|")]
         assert len({line.count("|") for line in lines}) <= 1
-    for words in proposed(done):
+    for words in proposed_commands(done):
         assert qkablate(*words[1:]).code == 0
 
 
@@ -686,7 +600,7 @@ MISTAKES = [
     (["~nobody-of-this-name"], "there is no sweep, claim or run '~nobody-of-this-name'"),
     (["\x1b[31mred"], "there is no sweep, claim or run '�[31mred'"),
     (["small", "nothing-here"], "there is no sweep, claim or run 'nothing-here'"),
-    (["no_q"], "'no_q' may be any of 7 runs"),
+    (["no_q"], "'no_q' matches 7 runs"),
     (["out=nowhere"], "there is no sweep in 'nowhere/sweeps'"),
     (["small", "out=nowhere"], "there is no sweep, claim or run 'small' in 'nowhere'"),
     (["--margin", "some"], "--margin: 'some' is not a number of nats above 0, as 0.01 is"),
@@ -723,10 +637,10 @@ def test_a_word_that_is_two_things_is_told(qkablate, outputs, sweep, claim, plac
 
 def test_a_claim_that_was_never_run_is_told(qkablate, outputs, tmp_path):
     from qkablate.analysis.claims.parse import load_claim
-    from qkablate.analysis.claims.registry import register
+    from qkablate.analysis.claims.registry import register_claim
 
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(CLAIM), encoding="utf-8")
-    folder = register(load_claim(str(tmp_path / "other.yaml")), "outputs").folder
+    folder = register_claim(load_claim(str(tmp_path / "other.yaml")), "outputs").folder
     before = tree(outputs)
     for words in (["other"], [str(folder)], ["small", "other"]):
         assert_refused(qkablate("report", *words), "qkablate claim run other")
@@ -756,7 +670,7 @@ def test_without_a_reading_there_is_no_picture(qkablate, outputs, sweep):
     assert tree(outputs) == before
 
 
-@pytest.mark.parametrize("missing", ["vl_convert", "jinja2", "scipy", "statsmodels"])
+@pytest.mark.parametrize("missing", ["vl_convert", "jinja2"])
 def test_without_what_a_report_needs_the_extra_is_named(qkablate, sweep, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     assert_refused(
@@ -769,17 +683,11 @@ def test_without_what_a_report_needs_the_extra_is_named(qkablate, sweep, monkeyp
 # Completion.
 
 
-def query(qkablate, monkeypatch, line, shell):
-    monkeypatch.setenv("COMP_LINE", line)
-    monkeypatch.setattr(sys, "argv", ["qkablate"])
-    return qkablate("-sc", f"query={shell}").out.split()
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(qkablate, monkeypatch, sweep, claim, run_of, shell):
-    assert query(qkablate, monkeypatch, "qkablate rep", shell) == ["report"]
-    offered = {*query(qkablate, monkeypatch, "qkablate report ", shell)}
+    assert complete(qkablate, monkeypatch, "qkablate rep", shell) == ["report"]
+    offered = {*complete(qkablate, monkeypatch, "qkablate report ", shell)}
     assert {sweep.name, claim.name, run_of("no_q", 0).name} <= offered
     assert {"-o", "--format", "--margin", "out=", "html", "md", "png", "svg"} <= offered
-    assert query(qkablate, monkeypatch, "qkablate report sm", shell) == [sweep.name]
-    assert query(qkablate, monkeypatch, "qkablate report small --f", shell) == ["--format"]
+    assert complete(qkablate, monkeypatch, "qkablate report sm", shell) == [sweep.name]
+    assert complete(qkablate, monkeypatch, "qkablate report small --f", shell) == ["--format"]

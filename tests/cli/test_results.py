@@ -4,87 +4,34 @@ import csv
 import io
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from qkablate.cli import main
-from qkablate.sweeps.running.state import link
+from tests.cli.helpers import GAPS, assert_refused, complete, proposed_commands
 
-GAPS = {"no_q": 0.05, "shared_qk": 0.0}
-SPREAD = (-0.002, -0.001, 0.0, 0.001, 0.002)
 WORDS = [
     *("sweep.name=small", "variant=standard,no_q,shared_qk", "seed=range(5)", "workers=1"),
     *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"),
-    *("train.steps=12", "train.batch_size=2", "track.wandb=disabled", "data=text"),
+    *("train.steps=12", "train.batch_size=2", "tracking.wandb=disabled", "data=text"),
 ]
 
 
-def finish(launcher):
-    """In the place of training: gaps of which the truth is known."""
-    manifest = launcher.manifest
-    for state in launcher.standing.states.values():
-        run, arm = state.run, manifest.arms[state.run.arm]
-        seed = run.changes["seed"]
-        loss = 2 + seed / 10 + GAPS.get(arm.variant, 0.0)
-        if arm.variant != "standard":
-            loss += SPREAD[seed] * (1 if arm.variant == "no_q" else -1)
-        folder = Path(manifest.out) / "runs" / run.name
-        folder.mkdir(parents=True)
-        result = {
-            **{"id": run.id, "label": run.label, "status": "done", "packed": 1, "threads": 1},
-            **{"loss": {"train": loss, "val": loss, "test": loss}, "precision": "fp32"},
-            **{"device": "cpu", "kernel": "flash", "compile": False, "attempt": 1},
-            **{"data_fingerprint": arm.facts["data_fingerprint"], "seconds": 1.0, "steps": 12},
-            **{"tokens": arm.tokens, "params": {"total": arm.total_params}, "version": "0"},
-            **{"init": {"mode": "matched", "match": "exact"}, "lr": {"mode": "matched"}},
-        }
-        (folder / "result.json").write_text(json.dumps(result))
-        launcher.standing.look_at(state)
-        link(manifest, state)
-    return 0
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The outputs of a sweep that has come to its end."""
-    folder = tmp_path_factory.mktemp("results")
-    (folder / "corpus.txt").write_text("the cat sat on the mat\n" * 400, encoding="utf-8")
-    paths = {"data.path": folder / "corpus.txt", "data.cache": folder / "cache"}
-    paths["out"] = folder / "outputs"
-    words = [*WORDS, *(f"{key}={path}" for key, path in paths.items())]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qkablate.sweeps.running.launcher.Launcher.run", finish)
-        with pytest.raises(SystemExit) as exit_:
-            main(["sweep", *words])
-    assert exit_.value.code == 0
-    return folder / "outputs"
-
-
-@pytest.fixture
-def outputs(finished, tmp_path):
-    """A copy to do with as one likes, where the command looks for it."""
-    return Path(shutil.copytree(finished, tmp_path / "outputs", symlinks=True))
-
-
-@pytest.fixture
-def sweep(outputs):
-    (folder,) = (outputs / "sweeps").glob("small-*")
-    return folder
+def finished(finished_study, tmp_path_factory):
+    """Return the outputs of the sweep, whose runs have results but no metrics and no configs."""
+    outputs = tmp_path_factory.mktemp("results") / "outputs"
+    shutil.copytree(finished_study, outputs, symlinks=True)
+    for file in [*outputs.glob("runs/*/metrics.jsonl"), *outputs.glob("runs/*/config.yaml")]:
+        file.unlink()
+    return outputs
 
 
 def unfinish(outputs, count=1):
     for path in sorted(outputs.glob("runs/no_q-*/result.json"))[:count]:
         path.unlink()
-
-
-def proposed(done):
-    """The commands under Next."""
-    return [shlex.split(line) for line in done.out.partition("\nNext\n")[2].splitlines()]
 
 
 def test_help(qkablate):
@@ -102,7 +49,7 @@ def test_help_needs_no_torch_and_no_scipy(verb):
         "import sys, qkablate.cli\n"
         f"try: qkablate.cli.main(['{verb}', '--help'])\n"
         "except SystemExit: pass\n"
-        "sys.exit(str({'torch', 'scipy', 'statsmodels'} & set(sys.modules) or '') or 0)"
+        "sys.exit(str({'torch', 'scipy'} & set(sys.modules) or '') or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -120,7 +67,7 @@ def test_the_table_has_every_arm_every_run_and_every_gap(qkablate, sweep):
     rows = {line.split()[0]: line for line in done.out.splitlines() if "[" in line}
     assert "+0.0500" in rows["no_q-d16-h2"]
     assert "worse" in rows["no_q-d16-h2"]
-    assert "none found" in rows["shared_qk-d16-h2"]
+    assert "no difference found" in rows["shared_qk-d16-h2"]
     assert "gaps to standard-d16-h2, paired by seed" in done.out
     assert "neither was tuned" in done.out  # what the audit says
 
@@ -187,7 +134,7 @@ def test_markdown_has_the_tables_to_paste(qkablate, sweep):
     by_arm = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
     assert by_arm["no_q-d16-h2"]["gap"] == "+0.0500"
     assert by_arm["no_q-d16-h2"]["n"] == "5"
-    assert by_arm["no_q-d16-h2"]["says"] == "worse"
+    assert by_arm["no_q-d16-h2"]["decision"] == "worse"
     assert by_arm["shared_qk-d16-h2"]["gap"] == "+0.0000"
     head, *rows = next(rows for title, rows in tables.items() if title.startswith("test loss"))
     assert [row[head.index("done")] for row in rows] == ["5/5"] * 3
@@ -206,16 +153,16 @@ def test_a_margin_is_tested_for(qkablate, sweep):
     assert gaps["0.01"]["no_q-d16-h2"]["p_noninferior"] > 0.95
     assert gaps["0.1"]["no_q-d16-h2"]["p_noninferior"] < 0.05
     done = qkablate("results", "--margin=0.01")
-    assert "p of ≥ 0.01" in done.out
+    assert "p (gap ≥ 0.01)" in done.out
     assert "seeds for ± 0.01" in done.out
     assert "equivalent" in done.out
     # Asked for once, it is not proposed again.
-    assert all("--margin" not in words for words in proposed(done))
+    assert all("--margin" not in words for words in proposed_commands(done))
 
 
 def test_what_is_proposed_works(qkablate, sweep):
     done = qkablate("results")
-    commands = proposed(done)
+    commands = proposed_commands(done)
     verbs = ["results", "report", "results"]
     assert [words[:3] for words in commands] == [["qkablate", verb, sweep.name] for verb in verbs]
     assert commands[0][-2:] == ["--margin", "0.01"]
@@ -226,7 +173,7 @@ def test_what_is_proposed_works(qkablate, sweep):
 
 def test_what_is_proposed_works_with_another_out(qkablate, finished, tmp_path):
     done = qkablate("results", "small", f"out={finished}")
-    commands = proposed(done)
+    commands = proposed_commands(done)
     assert len(commands) == 3
     for words in commands:
         assert f"out={finished}" in words
@@ -237,7 +184,7 @@ def test_what_is_proposed_works_of_a_folder_that_was_given(qkablate, finished):
     (folder,) = finished.glob("sweeps/small-*")
     done = qkablate("results", str(folder))
     assert done.code == 0
-    for words in proposed(done):
+    for words in proposed_commands(done):
         assert qkablate(*words[1:]).code == 0
 
 
@@ -256,7 +203,7 @@ def test_a_sweep_that_is_not_finished_is_shown_as_far_as_it_is(qkablate, outputs
     (row,) = [x for x in done.out.splitlines() if x.startswith("no_q-d16-h2 ") and "/5" in x]
     assert "3/5" in row
     manifest = json.loads((sweep / "manifest.json").read_text())
-    assert proposed(done)[0] == manifest["command"]
+    assert proposed_commands(done)[0] == manifest["command"]
     for form in ("json", "csv", "md"):
         assert qkablate("results", "--format", form).code == 1
     said = json.loads(qkablate("results", "--format", "json").out)
@@ -282,7 +229,7 @@ def test_what_failed_is_proposed_to_be_tried_again(qkablate, outputs):
     path.write_text(json.dumps(result))
     done = qkablate("results")
     assert done.code == 1
-    assert proposed(done)[0][-2:] == ["--retry", "failed"]
+    assert proposed_commands(done)[0][-2:] == ["--retry", "failed"]
 
 
 def test_nothing_is_written(qkablate, outputs):
@@ -333,13 +280,13 @@ def test_times_that_are_none_are_told(qkablate, sweep, tmp_path, text):
     path = tmp_path / "times.json"
     path.write_text(text)
     done = qkablate("results", "--times", str(path))
-    assert_refused(done, f"--times: '{path}' is not what `qkablate cost --measure --json` prints")
+    assert_refused(done, f"--times: '{path}' is not the output of `qkablate cost --measure --json`")
 
 
 def test_times_of_other_arms_are_told(qkablate, sweep, times):
     rows = [row | {"d_model": 32} for row in json.loads(times.read_text())]
     times.write_text(json.dumps(rows))
-    assert_refused(qkablate("results", "--times", str(times)), "none of this sweep's arms")
+    assert_refused(qkablate("results", "--times", str(times)), "has no arm of this sweep")
     assert_refused(qkablate("results", "--times", "nowhere.json"), "--times: 'nowhere.json'")
 
 
@@ -372,44 +319,25 @@ def test_mistakes(qkablate, sweep, words, line):
     assert_refused(qkablate("results", *words), line)
 
 
-def assert_refused(done, line):
-    assert (done.code, done.out) == (2, ""), done
-    assert done.err.startswith("qkablate: ")
-    assert line in done.err
-    assert done.err.count("\n") == 1
-
-
 def test_a_damaged_manifest_is_told(qkablate, sweep):
     (sweep / "manifest.json").write_text('{"format": 1}')
     assert_refused(qkablate("results"), "manifest.json' is damaged")
 
 
-@pytest.mark.parametrize("missing", ["statsmodels", "scipy"])
-@pytest.mark.parametrize(
-    "words", [["results"], ["compare", "a", "b"], ["claim", "list"], ["claim", "show", "one_head"]]
-)
-def test_without_what_analysis_needs_the_extra_is_named(
-    qkablate, sweep, monkeypatch, missing, words
-):
-    monkeypatch.setitem(sys.modules, missing, None)
-    assert_refused(
-        qkablate(*words),
-        f"this needs {missing}, of the extra 'report': pip install 'qkablate[report]'",
-    )
-
-
-def query(qkablate, monkeypatch, line, shell):
-    monkeypatch.setenv("COMP_LINE", line)
-    monkeypatch.setattr(sys, "argv", ["qkablate"])
-    return qkablate("-sc", f"query={shell}").out.split()
+@pytest.mark.parametrize("words", [["results"], ["claim", "list"]])
+def test_analysis_needs_no_extra(qkablate, sweep, monkeypatch, words):
+    for module in ("jinja2", "vl_convert"):
+        monkeypatch.setitem(sys.modules, module, None)
+    done = qkablate(*words)
+    assert (done.code, done.err) == (0, "")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(qkablate, monkeypatch, sweep, shell):
-    assert query(qkablate, monkeypatch, "qkablate res", shell) == ["results"]
-    offered = {*query(qkablate, monkeypatch, "qkablate results ", shell)}
+    assert complete(qkablate, monkeypatch, "qkablate res", shell) == ["results"]
+    offered = {*complete(qkablate, monkeypatch, "qkablate results ", shell)}
     assert {sweep.name, "--margin", "--format", "--times", "out="} <= offered
     assert {"table", "csv", "json", "md"} <= offered
-    assert query(qkablate, monkeypatch, "qkablate results sm", shell) == [sweep.name]
-    assert query(qkablate, monkeypatch, "qkablate results --m", shell) == ["--margin"]
-    assert query(qkablate, monkeypatch, "qkablate results small --format m", shell) == ["md"]
+    assert complete(qkablate, monkeypatch, "qkablate results sm", shell) == [sweep.name]
+    assert complete(qkablate, monkeypatch, "qkablate results --m", shell) == ["--margin"]
+    assert complete(qkablate, monkeypatch, "qkablate results small --format m", shell) == ["md"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qkablate.cli.sample import HELP, KEYS, _write, parse
+from qkablate.cli.sample import KEYS, PARSER, parse_args, write_text
 from qkablate.training.warm_start.restore import restore
 
 STEPS = ("train.steps=30", "train.batch_size=8")
@@ -100,10 +100,10 @@ def test_bytes_that_make_no_character(sample):
 
 def test_a_terminal_is_not_steered(capfd, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    _write("a\x1b[31m\t\x9b2J∑\u3000\r\0\n")
+    write_text("a\x1b[31m\t\x9b2J∑\u3000\r\0\n")
     assert capfd.readouterr().out == "a\ufffd[31m\t\ufffd2J∑\u3000\ufffd\ufffd\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    _write("\x1b")
+    write_text("\x1b")
     assert capfd.readouterr().out == "\x1b"
 
 
@@ -123,8 +123,8 @@ def test_the_run_by_name_or_id(qkablate, trained):
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help(qkablate, flag):
     done = qkablate("sample", "nope", flag)
-    assert (done.code, done.out, done.err) == (0, HELP, "")
-    assert all(f"  {key}=" in HELP for key in KEYS)
+    assert (done.code, done.out, done.err) == (0, PARSER.format_help(), "")
+    assert all(f"  {key}=" in done.out for key in KEYS)
 
 
 MISTAKES = [
@@ -149,9 +149,9 @@ MISTAKES = [
     (["a", "seed=1", "seed=2"], "seed: given twice"),
     (["a", "prompt="], "prompt: is empty; leave it out for the default"),
     (["a", "prompt=\udcff"], "prompt: it is not UTF-8 text"),
-    (["a"], "there is no run 'a', and none at all in 'outputs/runs'"),
+    (["a"], "there is no run 'a'; 'outputs/runs' has no runs"),
     (["./a=b/c"], "there is no run './a=b/c'"),
-    (["home"], "'home' is no run: it has no config.yaml"),
+    (["home"], "'home' is not a run: it has no config.yaml"),
 ]
 
 
@@ -179,12 +179,12 @@ def test_nothing_heavy_before_the_words_are_right(words):
 
 
 def test_defaults():
-    wish = parse(["a"])
-    assert (wish.prompt, wish.tokens, wish.temperature) == (None, 200, 0.8)
-    assert (wish.top_k, wish.seed, wish.out) == (None, 0, "outputs")
-    wish = parse(["variant.file=a=b.py", "a", "top_k=3", "variant.qk=x", "prompt=-h"])
-    assert (wish.variant_file, wish.variant_qk, wish.top_k) == ("a=b.py", "x", 3)
-    assert (wish.run, wish.prompt) == ("a", "-h")
+    args = parse_args(["a"])
+    assert (args.prompt, args.tokens, args.temperature) == (None, 200, 0.8)
+    assert (args.top_k, args.seed, args.out) == (None, 0, "outputs")
+    args = parse_args(["variant.file=a=b.py", "a", "top_k=3", "variant.qk=x", "prompt=-h"])
+    assert (args.variant_file, args.variant_qk, args.top_k) == ("a=b.py", "x", 3)
+    assert (args.run, args.prompt) == ("a", "-h")
 
 
 def test_a_damaged_run_is_one_line(qkablate, trained, tmp_path):

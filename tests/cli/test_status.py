@@ -12,40 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from qkablate.cli import main
-from qkablate.runs.lease import owning
+from qkablate.runs.lease import hold_lease
 from qkablate.sweeps.running.results_table import COLUMNS
+from tests.cli.helpers import run_in
 
 WORDS = [
     *("sweep.name=small", "variant=standard,no_q", "seed=0,1", "workers=2"),
-    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "data=text"),
-    *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "track.wandb=disabled"),
+    *("model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16"),
+    *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "tracking.wandb=disabled"),
 ]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The outputs of a small sweep that has come to its end."""
-    folder = tmp_path_factory.mktemp("status")
-    corpus = folder / "corpus.txt"
-    corpus.write_text("the cat sat on the mat, ähnlich ∑\n" * 200, encoding="utf-8")
-    paths = {"data.path": corpus, "data.cache": folder / "cache", "out": folder / "outputs"}
-    with pytest.raises(SystemExit) as exit_:
-        main(["sweep", *WORDS, *(f"{key}={path}" for key, path in paths.items())])
-    assert exit_.value.code == 0
-    return folder / "outputs"
-
-
-@pytest.fixture
-def outputs(finished, tmp_path):
-    """A copy to do with as one likes, where the command looks for it."""
-    return Path(shutil.copytree(finished, tmp_path / "outputs", symlinks=True))
-
-
-@pytest.fixture
-def sweep(outputs):
-    (folder,) = (outputs / "sweeps").glob("small-*")
-    return folder
+    return run_in(tmp_path_factory.mktemp("status"), "sweep", *WORDS)
 
 
 def tree(folder):
@@ -149,7 +130,7 @@ def test_an_ambiguous_name_is_refused(qkablate, outputs, sweep):
     shutil.copytree(sweep, outputs / "sweeps" / "small-0123456789ab", symlinks=True)
     done = qkablate("status", "small")
     assert done.code == 2
-    assert "'small' may be any of 2 sweeps: " in done.err
+    assert "'small' matches 2 sweeps: " in done.err
     assert "small-0123456789ab" in done.err
 
 
@@ -204,7 +185,7 @@ def at_work(outputs):
     (run / "result.json").unlink()
     row = {"step": 8, "train/loss": 4.5, "perf/tokens_per_second": 250.0}
     (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    with owning(run):
+    with hold_lease(run):
         yield run
 
 

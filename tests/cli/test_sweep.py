@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from qkablate.config import conf_dir
-from qkablate.sweeps.planning.estimate import _Timed
+from qkablate.sweeps.planning.estimate import _Timing
+from tests.cli.helpers import assert_refused, complete
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def nothing_timed(monkeypatch):
     """Dry runs that measure nothing: every step takes a millisecond."""
     flops, step, start = 1e6, 1e-3, 1.0
     monkeypatch.setattr(
-        "qkablate.sweeps.planning.estimate._timed", lambda *_: _Timed(flops, step, start, 10**8)
+        "qkablate.sweeps.planning.estimate._measure", lambda *_: _Timing(flops, step, start, 10**8)
     )
 
 
@@ -91,7 +92,7 @@ def test_mistakes_without_a_grid(qkablate, tmp_path, words, line):
 
 MISTAKES = [
     (["variant=standard,mergd_w,no_q"], "variant: 'mergd_w' is not one of collaborative, "),
-    (["--retry", "x"], "--retry: takes failed, not 'x'"),
+    (["--retry", "x"], "--retry: 'x' is not one of failed"),
     (["--retry"], "--retry: a value is missing"),
     (["--json"], "--json goes with --dry-run"),
     (["seed=range(0,1,0)"], "arg 3 must not be zero"),
@@ -99,20 +100,26 @@ MISTAKES = [
     (["control=1"], "must be a string or a list. Got int"),
     (["x" * 300 + "=1"], f"'{'x' * 40}…' is too long for a key"),
     (["seed=range(10001)"], "this grid has 20,002 runs"),
-    (["workers=0"], "workers: '0' is not auto, or a number from 1 to 4096"),
+    (["workers=0"], "workers: 0 is not auto, or a number from 1 to 4096"),
     (["engine.sbatch.qos=1"], "engine.sbatch: engine=local has no such key"),
-    (["engine=slurm", "engine.sbatch=3"], "engine.sbatch: '3' is no map, as {constraint: a100} is"),
-    (["per_gpu=0"], "per_gpu: 0 is not a number from 1 to 64"),
-    (["per_gpu=x"], "per_gpu: 'x' is not a whole number"),
+    (
+        ["engine=slurm", "engine.sbatch=3"],
+        "engine.sbatch: '3' is not a map, as {constraint: a100} is",
+    ),
+    (["runs_per_gpu=0"], "runs_per_gpu: 0 is not a number from 1 to 64"),
+    (["runs_per_gpu=x"], "runs_per_gpu: 'x' is not a whole number"),
     (["sweep.tune=maybe"], "sweep.tune: 'maybe' is not true or false"),
     (["on_failure=x"], "on_failure: 'x' is not one of continue, stop"),
-    (["control=params", "control.tolerance=2"], "control.tolerance: 2.0 is not from 0 to below 1"),
+    (
+        ["control=params", "control.tolerance=2"],
+        "control.tolerance: 2.0 is not a number from 0 to 1",
+    ),
     (["control.tolerance=0.1"], "'control.tolerance=0.1' has no meaning with control=none"),
     (["control=parms"], "control: 'parms' is not one of flops, none, params (nearest: params)"),
     (["control=params", "sweep.baseline=null"], "control=params needs a baseline"),
     (["sweep.baseline=standrd"], "variant: 'standrd' is not one of "),
-    (['sweep.where=["model.d_model > 99"]'], "sweep.where: "),
-    (['sweep.where=["model.d_modl > 9"]'], "there is no key 'model.d_modl'"),
+    (['sweep.filter=["model.d_model > 99"]'], "sweep.filter: "),
+    (['sweep.filter=["model.d_modl > 9"]'], "there is no key 'model.d_modl'"),
     (["sweep.nme=x"], "sweep.nme: there is no such key (nearest: sweep.name)"),
     (["sweep.name=../x"], "sweep.name: '../x' is not made of letters"),
     (["sweep.tune=true", "sweep.tuning_seeds=[1]"], "1 is a seed of the final runs"),
@@ -122,12 +129,12 @@ MISTAKES = [
     (["sweep.tune=true", "optim.lr=0,1e-3,2e-3,4e-3,8e-3"], "optim.lr: 0"),
     (["sweep.tune=true", "optim.lr=nan,1e-3,2e-3,4e-3,8e-3"], "optim.lr: nan is not a number"),
     (["optim.lr=1e-3,0"], "optim.lr: 0.0 is not a number"),
-    (["seed=interval(0,1)"], "a grid has values, not an interval"),
+    (["seed=interval(0,1)"], "give single values, not an interval"),
     (["seed=range(0)"], "there is no value in it"),
-    (["variant=[standard,no_q]"], "several are written variant=standard,no_q"),
+    (["variant=[standard,no_q]"], "several values are written variant=standard,no_q"),
     (["model.heads=3,5"], "model.heads: 3 does not divide model.d_model=16"),
     (["data.path=/nope/x"], "data.path: there is no file, folder or pattern '/nope/x'"),
-    (["track.wandb=online"], "track.wandb: online needs a key"),
+    (["tracking.wandb=online"], "tracking.wandb: online needs a key"),
     (["out=/proc/here"], "out: cannot write in '/proc/here'"),
     (["out=/proc/here", "--dry-run"], "out: cannot write in '/proc/here'"),
 ]
@@ -138,14 +145,6 @@ def test_mistakes(qkablate, small, tmp_path, nothing_timed, nothing_trained, wor
     assert_refused(qkablate(*small, *words), line)
     assert list(tmp_path.glob("outputs/runs/*")) == []
     assert list(tmp_path.glob("outputs/sweeps/*")) == []
-
-
-def assert_refused(done, line):
-    assert done.code == 2, done
-    assert done.err.startswith("qkablate: ")
-    assert line in done.err
-    assert done.err.count("\n") == 1
-    assert done.out == ""
 
 
 def test_many_runs_are_asked_for_again(qkablate, small, nothing_timed, monkeypatch):
@@ -182,7 +181,7 @@ def test_a_manifest_of_another_format_is_not_read(qkablate, small, tree, tmp_pat
 
 
 def test_a_dry_run_shows_every_arm_and_trains_nothing(qkablate, small, tmp_path, monkeypatch):
-    words = [*small, "control=none,params", "sweep.where=[\"variant != 'standard'\"]"]
+    words = [*small, "control=none,params", "sweep.filter=[\"variant != 'standard'\"]"]
     told = qkablate(*words, "--dry-run")
     assert told.code == 0, told.err
     assert list(tmp_path.glob("outputs/runs/*")) == []
@@ -242,19 +241,13 @@ def test_a_sweep_ends_with_a_table_and_what_to_type_next(qkablate, small, tmp_pa
     assert plan["seconds"] == 0
 
 
-def query(qkablate, monkeypatch, line, shell):
-    monkeypatch.setenv("COMP_LINE", line)
-    monkeypatch.setattr(sys, "argv", ["qkablate"])
-    return qkablate("-sc", f"query={shell}").out.split()
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(qkablate, monkeypatch, tmp_path, shell):
-    assert query(qkablate, monkeypatch, "qkablate sw", shell) == ["sweep"]
-    assert query(qkablate, monkeypatch, "qkablate sweep sweep=qu", shell) == ["sweep=quick"]
-    assert query(qkablate, monkeypatch, "qkablate sweep control=fl", shell) == ["control=flops"]
+    assert complete(qkablate, monkeypatch, "qkablate sw", shell) == ["sweep"]
+    assert complete(qkablate, monkeypatch, "qkablate sweep sweep=qu", shell) == ["sweep=quick"]
+    assert complete(qkablate, monkeypatch, "qkablate sweep control=fl", shell) == ["control=flops"]
     (tmp_path / "outputs" / "sweeps" / "quick-0123456789ab").mkdir(parents=True)
-    offered = query(qkablate, monkeypatch, "qkablate status ", shell)
+    offered = complete(qkablate, monkeypatch, "qkablate status ", shell)
     assert {"quick-0123456789ab", "--watch", "--json", "--csv"} <= set(offered)
-    assert query(qkablate, monkeypatch, "qkablate status qu", shell) == ["quick-0123456789ab"]
-    assert query(qkablate, monkeypatch, "qkablate status --w", shell) == ["--watch"]
+    assert complete(qkablate, monkeypatch, "qkablate status qu", shell) == ["quick-0123456789ab"]
+    assert complete(qkablate, monkeypatch, "qkablate status --w", shell) == ["--watch"]

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from wandb.proto import wandb_internal_pb2
 
-from qkablate.runs.lease import owning
+from qkablate.runs.lease import hold_lease
 from qkablate.tracking.wandb import sync
 from tests.tracking.wandb import log_reader
 from tests.tracking.wandb.fake_server import FakeServer, dead_url
@@ -26,8 +26,8 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 RECORD = """
 import json, sys, time
 from pathlib import Path
-from qkablate.config import TrackConfig
-from qkablate.tracking.wandb.run import Identity, Left, Mirror
+from qkablate.config import TrackingConfig
+from qkablate.tracking.wandb.run import RunArtifacts, RunIdentity, WandbRun
 
 runs = [("a", range(6)), ("b", range(3)), ("c", range(6)), ("b", range(3, 6)), ("d", range(6))]
 for run, steps in runs:
@@ -35,11 +35,11 @@ for run, steps in runs:
     folder = Path(sys.argv[1]) / "runs" / f"arm-s0-{run * 12}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(f"id: {run * 12}\\n")
-    identity = Identity(f"{run * 12}-1", f"arm {run}", "g", "j", ())
-    mirror = Mirror(TrackConfig(wandb="offline"), identity, folder, {"seed": 1}, print)
+    identity = RunIdentity(f"{run * 12}-1", f"arm {run}", "g", "j", ())
+    mirror = WandbRun(TrackingConfig(wandb="offline"), identity, folder, {"seed": 1}, print)
     for step in steps:
         mirror.log({"step": step, "train/loss": 3 - step / 10})
-    left = Left({"status": "done"}, {"config.yaml": folder / "config.yaml"}, {})
+    left = RunArtifacts({"status": "done"}, {"config.yaml": folder / "config.yaml"}, {})
     mirror.close({"final/status": "done"}, 0, left if steps.stop == 6 else None)
     while run == "b" and int(time.time()) == began:
         pass  # W&B calls a sitting by the second in which it begins
@@ -95,11 +95,11 @@ def test_everything_is_sent_once(recorded, server, qkablate, home):
         assert server.runs[id].complete
         assert server.runs[id].config["seed"] == 1
     assert [server.runs[id].sittings for id in IDS] == [1, 2, 1, 1]
-    assert "5 of 5 logs sent" in done.out
+    assert "5 of 5 logs uploaded" in done.out
     assert all(f"{server.url}/somebody/qkablate/runs/{id}" in done.out for id in IDS)
     assert "sent 5 of 5" in done.err
     again = qkablate("sync")
-    assert (again.code, again.out) == (0, "nothing to send; 5 logs sent before\n")
+    assert (again.code, again.out) == (0, "nothing to upload; 5 logs uploaded before\n")
     assert [server.runs[id].sittings for id in IDS] == [1, 2, 1, 1]
     assert list(home.rglob("*")) == []
     assert KEY not in done.out + done.err
@@ -125,7 +125,7 @@ def test_one_run_a_dry_run_and_what_is_not_there(recorded, server, qkablate, mon
     monkeypatch.delenv("WANDB_API_KEY")
     dry = qkablate("sync", "--dry-run")
     assert dry.code == 0
-    assert "5 logs to send; 0 sent before" in dry.out
+    assert "5 logs to upload; 0 uploaded before" in dry.out
     assert "qkablate sync" in dry.out.splitlines()[-1]
     names = [line.split()[2] for line in dry.out.splitlines()[1:6]]
     assert sorted(names) == sorted([*IDS, IDS[1]])
@@ -163,12 +163,12 @@ class Closing(FakeServer):
 
 
 def test_a_server_that_is_gone_midway_and_comes_again(recorded, qkablate, monkeypatch):
-    monkeypatch.setattr(sync, "SILENT_SECONDS", 1)
+    monkeypatch.setattr(sync, "PROBE_SECONDS", 1)
     with Closing(1, "dies") as first:
         monkeypatch.setenv("WANDB_BASE_URL", first.url)
         done = qkablate("sync")
     assert done.code == 1
-    (line,) = [line for line in done.err.splitlines() if "not sent" in line]
+    (line,) = [line for line in done.err.splitlines() if "not uploaded" in line]
     assert "does not answer" in line
     assert "the same command tries again" in line
     sent = [*recorded.rglob("*.synced")]
@@ -226,14 +226,14 @@ def test_a_key_that_is_refused_is_told(recorded, qkablate, monkeypatch):
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         done = qkablate("sync", "aaaa")
     assert done.code == 1
-    assert "W&B: not sent: arm-s0-aaaaaaaaaaaa: " in done.err
+    assert "W&B: not uploaded: arm-s0-aaaaaaaaaaaa: " in done.err
 
 
 def test_what_is_being_trained_is_left_for_later(recorded, server, qkablate):
-    with owning(recorded / "runs" / f"arm-s0-{'b' * 12}"):
+    with hold_lease(recorded / "runs" / f"arm-s0-{'b' * 12}"):
         done = qkablate("sync")
     assert done.code == 0
-    assert f"left for later: arm-s0-{'b' * 12} is being trained" in done.err
+    assert f"skipped: arm-s0-{'b' * 12} is being trained" in done.err
     assert set(server.runs) == {*IDS} - {IDS[1]}
     assert qkablate("sync").code == 0
     assert missing(server) == []
@@ -259,7 +259,7 @@ def test_a_strangers_log_cannot_have_our_files_sent(recorded, server, qkablate, 
     record(out, script)
     done = qkablate("sync", "aaaa", f"out={out}")
     assert done.code == 1
-    assert f"it wants to send '{secret}', which is not the run's" in done.err
+    assert f"it refers to '{secret}', which is not a file of the run" in done.err
     assert (server.runs, server.artifacts) == ({}, [])
 
 
@@ -318,8 +318,8 @@ def test_a_record_that_may_name_any_file_is_refused(way, recorded, server, qkabl
     log_reader.edit(file, lambda records: records.insert(-1, record))
     done = qkablate("sync", "aaaa")
     assert done.code == 1
-    (line,) = [line for line in done.err.splitlines() if line.startswith("not sent: ")]
-    assert line.startswith(f"not sent: {file.relative_to(tmp_path)}: it")
+    (line,) = [line for line in done.err.splitlines() if line.startswith("not uploaded: ")]
+    assert line.startswith(f"not uploaded: {file.relative_to(tmp_path)}: it")
     assert (server.runs, server.artifacts) == ({}, [])
 
 
@@ -352,8 +352,8 @@ def test_links_where_wandb_writes(recorded, server, qkablate, tmp_path):
     other.symlink_to(tmp_path / "files")
     done = qkablate("sync", "aaaa", "dddd")
     assert done.code == 1
-    assert "'config.yaml' is a link, and would be written through" in done.err
-    assert done.err.count("not sent: ") == 2
+    assert "'config.yaml' is a link; qkablate does not write through links" in done.err
+    assert done.err.count("not uploaded: ") == 2
     assert server.runs == {}
     assert (tmp_path / "mine.yaml").read_text() == "mine"
 
@@ -376,8 +376,8 @@ def test_logs_that_are_none(recorded, server, qkablate):
     second.with_name(f"{second.name}.synced").symlink_to(a / "elsewhere")
     done = qkablate("sync")
     assert done.code == 1
-    assert "nothing can be read in 1 log" in done.err
-    assert "is a link, and would be written through" in done.err
+    assert "1 log cannot be read" in done.err
+    assert "is a link; qkablate does not write through links" in done.err
     assert not (a / "elsewhere").exists()
     assert steps(server, IDS[1]) == [0, 1, 2]
     assert first.with_name(f"{first.name}.synced").exists()

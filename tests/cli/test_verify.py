@@ -130,7 +130,7 @@ def test_what_is_refused_is_left_out_and_not_proposed(qkablate):
     assert "Next\n  qkablate train variant=no_k model.d_model=16" in done.out
     none = qkablate("verify", "variant=merged_w,symmetric_w", *words)
     assert (none.code, none.out) == (2, "")
-    assert none.err.endswith("none of these variants has a meaning at this size\n")
+    assert none.err.endswith("no requested variant supports this size\n")
 
 
 @pytest.mark.parametrize("heads", [8, 2])

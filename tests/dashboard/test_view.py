@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import qkablate
-from qkablate.cli.hydra.grid import Composer, composing
+from qkablate.cli.hydra.grid import SweepComposer, open_composer
 from qkablate.dashboard.panels import CIRCUITS
-from qkablate.dashboard.server import content
-from qkablate.dashboard.view import view
+from qkablate.dashboard.server import view_content
+from qkablate.dashboard.view import make_workspace
 from qkablate.diagnostics import circuits, patterns
 from qkablate.runs.run import Run
-from qkablate.sweeps.planning.expand import Expansion, Grid
-from qkablate.sweeps.running.state import Standing
+from qkablate.sweeps.planning.expand import Grid, expand_grid
+from qkablate.sweeps.running.state import SweepState
 
 TASK = ["data=recall", "model.context=64"]
 pytestmark = pytest.mark.skipif(
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def composer():
-    return Composer()
+    return SweepComposer()
 
 
 @pytest.fixture
@@ -39,10 +39,10 @@ def manifest(tiny, composer):
 
     def make(*words):
         own = [word for word in tiny if not (set(words) & {"data=recall"} and word[:4] == "data")]
-        with composing():
-            asked = composer.ask([*own, "variant=standard,no_q", "seed=0,1", *words])
+        with open_composer():
+            asked = composer.request([*own, "variant=standard,no_q", "seed=0,1", *words])
             grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
-            return Expansion(grid, composer.config).manifest(["qkablate", "sweep", *words])
+            return expand_grid(grid, composer.config, ["qkablate", "sweep", *words])
 
     return make
 
@@ -52,7 +52,7 @@ def spec(manifest):
     """What is sent of a sweep's view."""
 
     def make(*words, entity="team"):
-        return content(view(Standing(manifest(*words)), entity, "ours"))
+        return view_content(make_workspace(SweepState(manifest(*words)), entity, "ours"))
 
     return make
 
@@ -88,7 +88,7 @@ def filters(spec):
 def test_sections_in_the_order_of_reading(spec):
     names = [one["name"] for one in section(spec())["panelBankConfig"]["sections"]]
     assert names == [
-        *("Answer", "Loss", "Gaps", "Sizes", "Learning rates", "QK circuit", "OV circuit"),
+        *("Summary", "Loss", "Gaps", "Sizes", "Learning rates", "QK circuit", "OV circuit"),
         *("Attention", "Speed and system", "Runs"),
     ]
 
@@ -174,37 +174,37 @@ def test_speed_and_system(spec):
 def test_only_the_runs_of_the_sweep(spec, manifest):
     own = manifest()
     assert filters(spec()) == [(None, "run", "group", "=", f"{own.name}-{own.id}")]
-    assert filters(spec("track.group=august")) == [(None, "run", "group", "=", "august")]
+    assert filters(spec("tracking.group=august")) == [(None, "run", "group", "=", "august")]
 
 
 @pytest.mark.parametrize("group", ["lr=1", "a<b>c", "it's", "a\\b", "é or 1", "x == y"])
 def test_a_group_of_any_signs_is_meant_as_it_is_written(spec, group):
     quoted = group.replace("'", "\\'")
-    assert filters(spec(f"track.group='{quoted}'"))[0][-1] == group
+    assert filters(spec(f"tracking.group='{quoted}'"))[0][-1] == group
 
 
 def test_runs_of_an_older_sweep_are_shown_too(manifest):
     """A run belongs to no sweep: in W&B it stays in the group for which it was trained."""
     own = manifest()
-    standing = Standing(own)
+    sweep_state = SweepState(own)
     groups = [own.group, "older", None]
-    for state, group in zip(standing.states.values(), groups, strict=False):
+    for state, group in zip(sweep_state.states.values(), groups, strict=False):
         state.folder.mkdir(parents=True)
         config = own.config_of(state.run)
-        config.track.group = group
+        config.tracking.group = group
         Run(own.out, state.run.label, state.run.id).freeze(config, {})
-    ids = sorted(f"{state.run.id}-1" for state in list(standing.states.values())[1:3])
-    (_, others) = filters(content(view(standing, "team", "ours")))
+    ids = sorted(f"{state.run.id}-1" for state in list(sweep_state.states.values())[1:3])
+    (_, others) = filters(view_content(make_workspace(sweep_state, "team", "ours")))
     assert others == ("OR", "run", "name", "IN", ids)
 
 
 def test_a_run_whose_config_is_damaged_is_nobodys(manifest):
-    standing = Standing(manifest())
-    state = next(iter(standing.states.values()))
+    sweep_state = SweepState(manifest())
+    state = next(iter(sweep_state.states.values()))
     state.folder.mkdir(parents=True)
-    for text in ("track: [", "track: 3", "a: &a 1\nb: *a", ""):
+    for text in ("tracking: [", "tracking: 3", "a: &a 1\nb: *a", ""):
         (state.folder / "config.yaml").write_text(text)
-        assert len(filters(content(view(standing, "team", "ours")))) == 1
+        assert len(filters(view_content(make_workspace(sweep_state, "team", "ours")))) == 1
 
 
 ONE_A_VARIANT = [[], TASK]
@@ -232,7 +232,7 @@ def test_what_a_variant_does_not_tell_apart_the_job_type_does(spec, manifest, wo
     for run in made.runs:
         changes = {key: value for key, value in run.changes.items() if not key.startswith("seed")}
         told = (run.arm, run.tuning, tuple(changes.items()))
-        alike[made.config_of(run).track.job_type].add(told)
+        alike[made.config_of(run).tracking.job_type].add(told)
     assert all(len(kinds) == 1 for kinds in alike.values())
     limit = {one["limit"] for one in curves(own, "Loss")}
     assert min(limit) >= len(alike)
@@ -240,26 +240,26 @@ def test_what_a_variant_does_not_tell_apart_the_job_type_does(spec, manifest, wo
 
 def test_tuning_runs_are_told_apart(manifest):
     made = manifest("sweep.tune=true")
-    kinds = {made.config_of(run).track.job_type for run in made.runs}
+    kinds = {made.config_of(run).tracking.job_type for run in made.runs}
     assert kinds
     assert all(kind.endswith(" (tuning)") for kind in kinds)
     (arm,) = (arm for arm in made.arms.values() if arm.variant == "no_q")
     final = arm.run({"seed": 0, "optim.lr": 1e-3})
-    assert made.config_of(final).track.job_type == f"{arm.name} lr 0.001"
+    assert made.config_of(final).tracking.job_type == f"{arm.name} lr 0.001"
 
 
 def test_more_means_than_a_panel_draws(spec):
     rates = ",".join(f"{rate}e-5" for rate in range(1, 61))
     own = spec(f"optim.lr={rates}")
     assert {one["limit"] for one in curves(own, "Loss")} == {100}
-    assert "A panel draws 100 of 120 means" in str(panels(own, "Answer"))
-    assert "A panel draws" not in str(panels(spec(), "Answer"))
+    assert "A panel draws 100 of 120 means" in str(panels(own, "Summary"))
+    assert "A panel draws" not in str(panels(spec(), "Summary"))
 
 
 def test_a_job_type_of_the_users_own_tells_nothing_apart(spec):
-    own = spec("track.job_type=mine", "model.d_model=16,32")
+    own = spec("tracking.job_type=mine", "model.d_model=16,32")
     assert {one.get("groupBy") for one in curves(own, "Loss")} == {"variant.value.name"}
-    assert "over seeds and more: all arms have one job type" in str(panels(own, "Answer"))
+    assert "over seeds and more: all arms have one job type" in str(panels(own, "Summary"))
 
 
 def test_the_sweeps_own_run_is_always_fetched(spec, manifest):

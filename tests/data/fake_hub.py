@@ -1,4 +1,4 @@
-"""As much of the Hub as loading a data set asks for, on this machine alone."""
+"""Local fake of the Hub, as far as loading a data set needs it."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ _FILE = re.compile(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
 class Hub(ThreadingHTTPServer):
-    """Data sets by name (`owner/name@branch`, where it is not main), and what was asked of it."""
+    """Data sets by name (`owner/name@branch`, unless it is main), and a log of requests."""
 
     daemon_threads = True
 
@@ -51,7 +51,7 @@ def serving() -> Iterator[Hub]:
 
 
 def commit(files: Files) -> str:
-    """What a commit of these files is called."""
+    """Return the hash of a commit of these files."""
     content = b"".join(path.encode() + b"\0" + files[path] for path in sorted(files))
     return hashlib.sha1(content).hexdigest()
 
@@ -121,7 +121,7 @@ class _Answer(BaseHTTPRequestHandler):
 
 
 def _tree(files: Files, below: str) -> list[dict[str, object]]:
-    """All files and folders in a folder, as the Hub lists them."""
+    """Return all files and folders of a folder, as the Hub lists them."""
     folders = {path[: cut.start()] for path in files for cut in re.finditer("/", path)}
     entries: list[dict[str, object]] = [
         {"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in folders

@@ -1,21 +1,21 @@
-"""Which windows a step sees, and that a reading is whole."""
+"""Random windows by step, and complete evaluation."""
 
 import numpy as np
 import pytest
 import torch
 
-from qkablate.data.batches import Windows, whole
+from qkablate.data.batches import RandomWindows, sequential_batches
 
 
 def test_windows_depend_on_seed_and_step_alone():
     tokens = np.arange(1000, dtype=np.uint16)
 
     def windows(**other):
-        base = {"seed": 0, "batch_size": 4, "accumulate": 1, "context": 8}
-        return Windows(tokens, **(base | other))
+        base = {"seed": 0, "batch_size": 4, "grad_accum": 1, "context": 8}
+        return RandomWindows(tokens, **(base | other))
 
-    ((x, y, where, slices),) = windows().step(7)
-    assert (where, slices) == (None, None)
+    (((x,), y, positions, slices),) = windows().step(7)
+    assert (positions, slices) == (None, None)
     assert x.shape == y.shape == (4, 8)
     assert x.dtype == y.dtype == torch.int64
     assert torch.equal(x + 1, y)  # the target is the next token
@@ -25,32 +25,32 @@ def test_windows_depend_on_seed_and_step_alone():
     assert torch.equal(again.step(7)[0].tokens_NT, x)
     assert not torch.equal(windows(seed=1).step(7)[0].tokens_NT, x)
     assert not torch.equal(windows().step(8)[0].tokens_NT, x)
-    parts = windows(batch_size=2, accumulate=2).step(7)
+    parts = windows(batch_size=2, grad_accum=2).step(7)
     assert torch.equal(torch.cat([part.tokens_NT for part in parts]), x)
 
 
 def test_windows_reach_both_ends():
     tokens = np.arange(10, dtype=np.uint8)
-    windows = Windows(tokens, seed=0, batch_size=8, accumulate=1, context=8)
+    windows = RandomWindows(tokens, seed=0, batch_size=8, grad_accum=1, context=8)
     seen = [windows.step(step)[0] for step in range(9)]
     assert min(int(batch.tokens_NT.min()) for batch in seen) == 0
     assert max(int(batch.targets_NA.max()) for batch in seen) == 9
 
 
-def test_a_batch_is_read_from_the_map_and_nothing_else(tmp_path):
-    """Also of a file that is larger than any memory: here one with holes."""
+def test_batch_reads_its_windows_only(tmp_path):
+    """Also of a file larger than memory: here a sparse one."""
     path = tmp_path / "large.bin"
     with path.open("wb") as file:
         file.truncate(2**40)
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
-    windows = Windows(tokens, seed=0, batch_size=4, accumulate=1, context=64)
+    windows = RandomWindows(tokens, seed=0, batch_size=4, grad_accum=1, context=64)
     assert all(int(windows.step(step)[0].tokens_NT.sum()) == 0 for step in range(20))
 
 
 @pytest.mark.parametrize("length", [2, 9, 16, 17, 40, 41])
-def test_a_reading_predicts_every_token_once(length):
+def test_evaluation_predicts_every_token_once(length):
     tokens = np.arange(length, dtype=np.uint8)
-    parts = list(whole(tokens, batch_size=2, context=8))
+    parts = list(sequential_batches(tokens, batch_size=2, context=8))
     x = torch.cat([part.tokens_NT for part in parts]).flatten()
     y = torch.cat([part.targets_NA for part in parts]).flatten()
     assert all(part.tokens_NT.shape == (2, 8) for part in parts)

@@ -1,4 +1,4 @@
-"""Documents → splits → tokens on disk: once, in whole, by content."""
+"""Documents → splits → tokens on disk."""
 
 import errno
 import hashlib
@@ -30,7 +30,7 @@ def cache(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Sixty documents, and one of them twice."""
+    """Return a folder with sixty documents, one of them twice."""
     folder = tmp_path / "texts"
     for i in range(60):
         path = folder / f"{i % 3}" / f"{i}.txt"
@@ -41,7 +41,7 @@ def folder(tmp_path):
 
 
 def text(prepared, split):
-    tokenizer = tokenizers.load(prepared.tokenizer)
+    tokenizer = tokenizers.load_tokenizer(prepared.tokenizer)
     return tokenizer.decode(prepared.split(split).tolist())
 
 
@@ -53,7 +53,7 @@ def hash_of(text):
     return hashlib.sha256(text).digest()
 
 
-def test_stdlib(cache):
+def test_standard_library_is_a_corpus(cache):
     prepared = open_corpus(DataConfig(cache=cache))
     assert prepared.tokens["val"] == prepared.tokens["test"] == 65536
     assert prepared.tokens["train"] > 5_000_000
@@ -67,11 +67,11 @@ def test_one_file_is_split_by_position(tmp_path, cache):
     prepared = open_corpus(DataConfig(source="text", path=str(path), cache=cache))
     assert [len(text(prepared, split)) for split in SPLITS] == [3600, 200, 200]
     assert b"".join(text(prepared, split) for split in SPLITS) == content
-    assert prepared.manifest["documents"] == dict.fromkeys(SPLITS, 1)
+    assert prepared.manifest.documents == dict.fromkeys(SPLITS, 1)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
-def test_no_character_is_cut_in_two(tmp_path, cache, tokenizer):
+def test_splits_keep_characters_whole(tmp_path, cache, tokenizer):
     path = tmp_path / "a.txt"
     content = "∑𝄞é\r\n\u2028" * 700
     path.write_bytes(content.encode())
@@ -84,7 +84,7 @@ def test_no_character_is_cut_in_two(tmp_path, cache, tokenizer):
 
 @pytest.fixture
 def rows(tmp_path):
-    """A thousand documents, in a file."""
+    """Write a file with these documents."""
 
     def write(numbers, name="rows.jsonl"):
         path = tmp_path / name
@@ -95,7 +95,7 @@ def rows(tmp_path):
 
 
 def split_of(i):
-    """What the hash of a document says."""
+    """Return the split of a document by its hash."""
     place = int.from_bytes(hash_of(f"<{i:04}>".encode() * 9)[:8]) / 2**64
     return "test" if place < 0.03 else "val" if place < 0.06 else "train"
 
@@ -113,8 +113,8 @@ def test_many_documents_are_split_by_their_hashes(rows, cache, tokenizer):
     assert open_corpus(DataConfig(**base, path=str(other))).fingerprint == prepared.fingerprint
 
 
-def test_no_document_changes_sides(rows, cache):
-    """Whether more text is read, or other bounds hold: what was held out is never trained on."""
+def test_held_out_documents_stay_held_out(rows, cache):
+    """With more text or other bounds, held-out documents are never trained on."""
     held_out, trained = set(), set()
     for number, (count, keys) in enumerate(
         [(400, {}), (1000, {}), (1000, {"max_tokens": 30_000}), (1000, {"val_tokens": 100})]
@@ -155,7 +155,7 @@ def test_few_documents_are_split_by_position(tmp_path, cache, count):
 )
 @settings(max_examples=60, deadline=None)
 def test_splits_are_disjoint_and_bounded(tmp_path_factory, texts, tokenizer, room):
-    """Whatever the documents: each in one split, once; val and test within their bounds."""
+    """Each document is in one split, once; val and test are within their bounds."""
     texts = [chr(65 + i) + text for i, text in enumerate(texts)]
     texts += texts[::3]  # some of them twice
     folder = tmp_path_factory.mktemp("any")
@@ -174,12 +174,12 @@ def test_splits_are_disjoint_and_bounded(tmp_path_factory, texts, tokenizer, roo
     unique = {*texts}
     for split in ("val", "test"):
         assert 2 <= prepared.tokens[split] <= room
-    assert prepared.manifest["documents"]["train"] <= len(unique)
+    assert prepared.manifest.documents["train"] <= len(unique)
     assert len(parts(prepared)["train"]) == len({*parts(prepared)["train"]})
-    assert all(len(text(prepared, s)) == prepared.bytes[s] for s in SPLITS)
+    assert all(len(text(prepared, s)) == prepared.manifest.bytes[s] for s in SPLITS)
 
 
-def test_bounds(tmp_path, cache):
+def test_splits_respect_their_bounds(tmp_path, cache):
     path = tmp_path / "a.txt"
     path.write_text("ab" * 5000)
     base = {"source": "text", "path": str(path), "cache": cache}
@@ -189,7 +189,7 @@ def test_bounds(tmp_path, cache):
     assert open_corpus(config).tokens == {"train": 1234, "val": 500, "test": 500}
 
 
-def test_less_to_train_on_is_held_against_the_same_text(rows, cache):
+def test_max_tokens_does_not_change_held_out_text(rows, cache):
     base = {"source": "text", "path": str(rows(range(1000))), "cache": cache}
     whole, part = open_corpus(DataConfig(**base)), open_corpus(DataConfig(**base, max_tokens=900))
     assert part.tokens["train"] == 900
@@ -197,8 +197,8 @@ def test_less_to_train_on_is_held_against_the_same_text(rows, cache):
         assert text(part, split) == text(whole, split)
 
 
-def test_a_stream_that_is_cut_off_is_one_of_many(rows, cache):
-    """However few documents were read: what is held out of them, is held out of all."""
+def test_truncated_stream_is_split_by_hash(rows, cache):
+    """However few documents are read, the split of each is that in the whole data set."""
     path = str(rows(range(1000)))
     keys = {"source": "hub", "name": "json", "files": path, "tokenizer": "bytes", "cache": cache}
     prepared = open_corpus(DataConfig(**keys, max_tokens=9000))
@@ -214,17 +214,17 @@ def test_a_stream_that_is_cut_off_is_one_of_many(rows, cache):
 def test_duplicates_are_counted(rows, cache):
     path = str(rows([*range(400), *range(41)]))
     prepared = open_corpus(DataConfig(source="text", path=path, cache=cache))
-    assert prepared.manifest["duplicates"] == 41
+    assert prepared.manifest.duplicates == 41
 
 
-def test_a_bpe_is_learned_from_training_text_alone(rows, cache, monkeypatch):
+def test_bpe_is_learned_from_training_text_only(rows, cache, monkeypatch):
     seen = []
 
     def learn(texts, size, progress):
         seen.extend(texts)
         return [bytes([i]) for i in range(256)]
 
-    monkeypatch.setattr(tokenizers.bpe, "learn", learn)
+    monkeypatch.setattr(tokenizers.bpe, "learn_tokens", learn)
     path = rows(range(1000))
     config = DataConfig(source="text", path=str(path), cache=cache, tokenizer="bpe", vocab_size=257)
     prepared = open_corpus(config)
@@ -232,26 +232,26 @@ def test_a_bpe_is_learned_from_training_text_alone(rows, cache, monkeypatch):
     assert len(seen) > 900
 
 
-def test_bits_per_byte_compare_tokenizers(tmp_path, cache):
+def test_bits_per_byte_are_comparable_across_tokenizers(tmp_path, cache):
     path = tmp_path / "a.txt"
     path.write_text("héllo wörld ∑ " * 300, encoding="utf-8")
     base = {"source": "text", "path": str(path), "cache": cache}
     chars = open_corpus(DataConfig(**base, tokenizer="chars"))
     assert chars.vocabulary == len(set("héllo wörld ∑ "))
     # A loss of ln 2 per character is one bit per character.
-    expected = chars.tokens["val"] / chars.bytes["val"]
+    expected = chars.tokens["val"] / chars.manifest.bytes["val"]
     assert chars.bits_per_byte("val", float(np.log(2))) == pytest.approx(expected)
     plain = open_corpus(DataConfig(**base))
     assert plain.fingerprint != chars.fingerprint
     assert plain.bits_per_byte("val", float(np.log(2))) == pytest.approx(1)
     # The same text, whatever the tokens.
     bpe = open_corpus(DataConfig(**base, tokenizer="bpe", vocab_size=280))
-    assert bpe.bytes == plain.bytes == chars.bytes
+    assert bpe.manifest.bytes == plain.manifest.bytes == chars.manifest.bytes
     assert bpe.tokens["train"] < chars.tokens["train"] < plain.tokens["train"]
-    assert bpe.dtype == "uint16"
+    assert bpe.manifest.dtype == "uint16"
 
 
-def test_changed_text_is_prepared_anew(tmp_path, cache):
+def test_changed_text_is_prepared_again(tmp_path, cache):
     path = tmp_path / "a.txt"
     config = DataConfig(source="text", path=str(path), cache=cache)
     path.write_text("a" * 1000)
@@ -261,7 +261,7 @@ def test_changed_text_is_prepared_anew(tmp_path, cache):
     assert open_corpus(config).fingerprint != before
 
 
-def test_the_manifest_tells_everything(folder, cache):
+def test_manifest_describes_the_corpus(folder, cache):
     config = DataConfig(source="text", path=str(folder), cache=cache)
     prepared = open_corpus(config)
     manifest = json.loads((prepared.folder / "manifest.json").read_text())
@@ -277,8 +277,8 @@ def test_the_manifest_tells_everything(folder, cache):
     }
 
 
-def test_threads_and_processes_change_nothing(folder, cache, monkeypatch, tmp_path):
-    """Another process has other hashes of its strings, and more or fewer threads."""
+def test_tokens_do_not_depend_on_threads_or_hash_seed(folder, cache, monkeypatch, tmp_path):
+    """Processes differ in string hashes and numbers of threads."""
     words = ["data=text", f"data.path={folder}", "data.tokenizer=bpe", "data.vocab_size=290"]
     found = set()
     for number, threads in enumerate((1, 2, 7)):
@@ -301,7 +301,7 @@ def _open(arguments):
     return open_corpus(config).fingerprint
 
 
-def test_many_runs_at_once_prepare_once(tmp_path, cache, monkeypatch):
+def test_concurrent_runs_prepare_once(tmp_path, cache, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("abc " * 50_000)
     config = DataConfig(source="text", path=str(path), cache=cache)
@@ -322,7 +322,7 @@ def test_many_runs_at_once_prepare_once(tmp_path, cache, monkeypatch):
 
 
 def _killed(config, where):
-    """Prepare, and die as by kill -9 when so many pieces of text have been read or encoded."""
+    """Prepare, and die by SIGKILL after a number of pieces of text."""
     stage, count = where
     left = [count]
 
@@ -332,11 +332,12 @@ def _killed(config, where):
             os.kill(os.getpid(), signal.SIGKILL)
 
     if stage == "reading":
-        tokens = document_store.Room.tokens
-        document_store.Room.tokens = lambda self, piece: (die(), tokens(self, piece))[1]
+        budget = document_store.TokenBudget
+        estimate = budget.estimate_tokens
+        budget.estimate_tokens = lambda self, piece: (die(), estimate(self, piece))[1]
     else:
-        encode = tokenizers.Bytes.encode
-        tokenizers.Bytes.encode = lambda self, piece: (die(), encode(self, piece))[1]
+        encode = tokenizers.ByteTokenizer.encode
+        tokenizers.ByteTokenizer.encode = lambda self, piece: (die(), encode(self, piece))[1]
     open_corpus(config)
     os._exit(0)
 
@@ -355,12 +356,12 @@ def test_killed_preparation_starts_clean(folder, cache, where):
     assert left.suffix == ".tmp"
     assert (left / "documents").exists()
     prepared = open_corpus(config)
-    assert sum(prepared.manifest["documents"].values()) == 60
+    assert sum(prepared.manifest.documents.values()) == 60
     assert not left.exists()
 
 
-def test_sigterm_leaves_nothing_half_made(tmp_path, cache, spawn):
-    """A cluster's way to end a job."""
+def test_sigterm_leaves_no_temporary_files(tmp_path, cache, spawn):
+    """Clusters end jobs by SIGTERM."""
     path = tmp_path / "a.txt"
     path.write_text("".join(f"{i} word\n" for i in range(3_000_000)))
     words = ["data=text", f"data.path={path}", f"data.cache={cache}", "data.tokenizer=bpe"]
@@ -373,14 +374,14 @@ def test_sigterm_leaves_nothing_half_made(tmp_path, cache, spawn):
     assert not [f for f in (tmp_path / "cache").iterdir() if f.suffix != ".lock"]
 
 
-def test_what_else_is_in_the_cache_is_left_alone(folder, cache, tmp_path):
+def test_other_files_in_the_cache_are_kept(folder, cache, tmp_path):
     (tmp_path / "cache" / "thesis.tmp").mkdir(parents=True)
     open_corpus(DataConfig(source="text", path=str(folder), cache=cache))
     assert (tmp_path / "cache" / "thesis.tmp").exists()
 
 
-def test_others_can_read_what_is_prepared(folder, cache):
-    """Prepared once for all users of a cluster, where their umask says so."""
+def test_prepared_files_follow_the_umask(folder, cache):
+    """All users of a cluster can share them, depending on the umask."""
     prepared = open_corpus(DataConfig(source="text", path=str(folder), cache=cache))
     mask = os.umask(0)
     os.umask(mask)
@@ -391,11 +392,11 @@ def test_others_can_read_what_is_prepared(folder, cache):
     ("name", "damage", "line"),
     [
         ("train.bin", lambda b: b[:100], "train.bin has 100 bytes"),
-        ("val.bin", lambda b: b"x" + b[1:], "val.bin does not have its checksum"),
+        ("val.bin", lambda b: b"x" + b[1:], "the checksum of val.bin is wrong"),
         ("test.bin", lambda b: b + b"x", "test.bin has"),
         ("manifest.json", lambda b: b[:-5], "damaged"),
         ("manifest.json", lambda b: b"[]", "damaged"),
-        ("manifest.json", lambda b: b.replace(b'"uint8"', b'"nonsense"'), "checksum"),
+        ("manifest.json", lambda b: b.replace(b'"uint8"', b'"nonsense"'), "dtype is not of type"),
         (
             "manifest.json",
             lambda b: b.replace(b'vocabulary": 256', b'vocabulary": 300'),
@@ -406,7 +407,7 @@ def test_others_can_read_what_is_prepared(folder, cache):
         ("tokenizer.json", lambda b: b"", "damaged"),
     ],
 )
-def test_damage_is_named(tmp_path, cache, name, damage, line):
+def test_damaged_file_is_named(tmp_path, cache, name, damage, line):
     path = tmp_path / "a.txt"
     path.write_text("abc " * 500)
     config = DataConfig(source="text", path=str(path), cache=cache)
@@ -420,31 +421,31 @@ def test_damage_is_named(tmp_path, cache, name, damage, line):
     assert open_corpus(config).tokens["train"] == 1800
 
 
-def test_a_token_beyond_the_vocabulary(tmp_path, cache, monkeypatch):
-    """Also where every checksum is right."""
+def test_token_beyond_the_vocabulary_is_rejected(tmp_path, cache, monkeypatch):
+    """Even if all checksums are right."""
     path = tmp_path / "a.txt"
     path.write_text("abc " * 500)
-    monkeypatch.setattr(tokenizers.Bytes, "vocabulary", 98)
+    monkeypatch.setattr(tokenizers.ByteTokenizer, "vocabulary", 98)
     with pytest.raises(UserError, match=r"train\.bin has a token beyond the vocabulary"):
         open_corpus(DataConfig(source="text", path=str(path), cache=cache))
 
 
 @pytest.mark.parametrize("content", [b"", b"abc\xff\xfe", b"abc", bytes(5000)])
-def test_bad_files_leave_nothing_behind(tmp_path, cache, content):
+def test_invalid_text_leaves_no_files(tmp_path, cache, content):
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(UserError, match=r"data\.path: '.*a\.txt' is (empty|n|too)"):
         open_corpus(DataConfig(source="text", path=str(tmp_path / "a.txt"), cache=cache))
     assert not [f for f in (tmp_path / "cache").iterdir() if f.suffix != ".lock"]
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path, cache, monkeypatch):
+def test_full_disk_leaves_no_files(tmp_path, cache, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("abc " * 500)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tokenizers.Bytes, "encode", full)
+    monkeypatch.setattr(tokenizers.ByteTokenizer, "encode", full)
     with pytest.raises(UserError, match=r"data\.cache: cannot write in '.*': No space left"):
         open_corpus(DataConfig(source="text", path=str(path), cache=cache))
     assert not [f for f in (tmp_path / "cache").iterdir() if f.suffix != ".lock"]
@@ -452,7 +453,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, cache, monkeypatch):
 
 @pytest.mark.parametrize("key", ["path", "cache"])
 @pytest.mark.parametrize("value", ["x" * 300, "~nosuchuser/x", "/dev/null/x"])
-def test_odd_paths(tmp_path, cache, key, value):
+def test_unusual_paths_are_rejected_or_prepared(tmp_path, cache, key, value):
     (tmp_path / "a.txt").write_text("abc " * 500)
     config = DataConfig(source="text", path=str(tmp_path / "a.txt"), cache=cache)
     setattr(config, key, value)
@@ -463,7 +464,7 @@ def test_odd_paths(tmp_path, cache, key, value):
         open_corpus(config)
 
 
-def test_a_corpus_shorter_than_a_window(tmp_path, cache):
+def test_corpus_shorter_than_a_window_is_rejected(tmp_path, cache):
     path = tmp_path / "a.txt"
     path.write_text("abc " * 50)
     data = open_data(DataConfig(source="text", path=str(path), cache=cache), 64)

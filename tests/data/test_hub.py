@@ -40,7 +40,7 @@ PUBLISHED = {
 
 @pytest.fixture
 def nobody():
-    """The address of a server that is not there."""
+    """Return the address of a missing server."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
@@ -48,15 +48,16 @@ def nobody():
 
 @pytest.fixture
 def silent():
-    """The address of a server that takes calls and never answers."""
+    """Return the address of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.fixture(autouse=True)
 def point(tmp_path, monkeypatch, nobody):
-    """Both libraries have an empty HF_HOME, and a Hub where the test says, or none. A process of
-    its own reads the environment; here they have read it already.
+    """Give both libraries an empty HF_HOME and no Hub, or the one the test chooses.
+
+    Separate processes read the environment; in this one the libraries have already read it.
     """
     import datasets.config as of_datasets
     import huggingface_hub.constants as of_client
@@ -112,7 +113,7 @@ def hub(point):
 
 @pytest.fixture
 def kept(tmp_path):
-    """HF_HOME."""
+    """Return HF_HOME."""
     return tmp_path / "hf"
 
 
@@ -123,7 +124,7 @@ def prepared(name, **words):
 
 
 def refused(name, **words):
-    """What is said of it: one line, and nothing half-written stays."""
+    """Return the one-line error, and assert that no file is left."""
     before = {path for path in Path("cache").glob("*") if path.suffix != ".lock"}
     with pytest.raises(UserError) as error:
         prepared(name, **words)
@@ -137,7 +138,7 @@ def split(corpus, name):
 
 
 def closed(documents):
-    """As they must stand in a split: each with what ends it, in the order of their hashes."""
+    """Return documents as a split holds them: with their ends, in the order of their hashes."""
     ordered = sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest())
     return "".join(f"{text}\0" for text in ordered)
 
@@ -149,7 +150,7 @@ def place(text):
 def assert_published(corpus, **other):
     for name, documents in (PUBLISHED | other).items():
         assert split(corpus, name) == closed(documents)
-    assert corpus.manifest["split"] == "as published"
+    assert corpus.manifest.split == "as published"
 
 
 def jsonl(texts, **columns):
@@ -168,7 +169,7 @@ def parquet(texts, **columns):
 
 
 def published(parts=1):
-    """The files of a set with three splits, of which the first has several parts."""
+    """Return the files of a data set with three splits, the first in several parts."""
     train = PUBLISHED["train"]
     size = len(train) // parts
     files = {
@@ -181,7 +182,7 @@ def published(parts=1):
 
 
 def subsets():
-    """A set of which there are two."""
+    """Return the files of a data set with two subsets."""
     path = "- config_name: {0}\n  data_files:\n  - split: train\n    path: {0}/*\n"
     card = f"---\nconfigs:\n{path.format('small')}{path.format('large')}---\n".encode()
     texts = {name: [f"{name} {i}" for i in range(40)] for name in ("small", "large")}
@@ -197,7 +198,7 @@ def write(folder, files):
 
 
 def keep(kept, name, files):
-    """As the Hub's own client keeps it in HF_HOME; its snapshot."""
+    """Store files like the Hub's client in HF_HOME; return the snapshot."""
     place = kept / "hub" / f"datasets--{name.replace('/', '--')}"
     write(place, {"refs/main": commit(files).encode()})
     return write(place / "snapshots" / commit(files), files)
@@ -207,7 +208,7 @@ def keep(kept, name, files):
 
 
 @pytest.mark.parametrize(("made", "suffix"), [(parquet, "parquet"), (jsonl, "jsonl")])
-def test_a_published_split_is_kept(tmp_path, made, suffix):
+def test_published_split_is_kept(tmp_path, made, suffix):
     names = {"train": "first", "val": "second", "test": "third"}
     files = {f"data/{names[s]}-0.{suffix}": made(texts) for s, texts in PUBLISHED.items()}
     corpus = prepared(write(tmp_path / "set", {"README.md": CARD, **files}))
@@ -215,7 +216,7 @@ def test_a_published_split_is_kept(tmp_path, made, suffix):
     assert corpus.tokenizer == {"name": "bytes"}
 
 
-def test_without_a_published_split_each_document_is_in_one_by_its_content(tmp_path):
+def test_documents_without_split_are_split_by_hash(tmp_path):
     texts = [f"document {i:03} of all" for i in range(500)]
     corpus = prepared(write(tmp_path / "set", {"train.jsonl": jsonl(texts)}))
     found = [split(corpus, name) for name in ("test", "val", "train")]
@@ -229,7 +230,7 @@ def test_without_a_published_split_each_document_is_in_one_by_its_content(tmp_pa
     assert other.fingerprint == corpus.fingerprint
 
 
-def test_what_is_in_test_is_nowhere_else(tmp_path):
+def test_test_documents_are_in_no_other_split(tmp_path):
     folder = write(tmp_path / "set", published())
     again = ["once", *PUBLISHED["train"], PUBLISHED["val"][0]]
     write(folder, {"data/first-00000-of-00001.parquet": parquet(again)})
@@ -238,7 +239,7 @@ def test_what_is_in_test_is_nowhere_else(tmp_path):
     assert_published(prepared(folder))
 
 
-def test_only_validation_is_published(tmp_path):
+def test_published_validation_split_alone_is_kept(tmp_path):
     folder = write(tmp_path / "set", published())
     card = CARD.replace(b"  - split: test\n    path: data/third-*\n", b"")
     corpus = prepared(write(folder, {"README.md": card}))
@@ -249,7 +250,7 @@ def test_only_validation_is_published(tmp_path):
 
 
 @pytest.mark.parametrize(("made", "suffix"), [(parquet, "parquet"), (jsonl, "jsonl")])
-def test_the_column_of_the_text(tmp_path, made, suffix):
+def test_text_column_can_be_chosen(tmp_path, made, suffix):
     texts = [f"title {i}" for i in range(40)]
     bodies, numbers = [f"body {i}" for i in range(40)], list(range(40))
     train = made(texts, body=bodies, number=numbers)
@@ -264,14 +265,14 @@ def test_the_column_of_the_text(tmp_path, made, suffix):
     assert refused(folder, field="number").startswith("data.field: 'number' of ")
 
 
-def test_rows_without_text_are_no_documents(tmp_path):
+def test_rows_without_text_are_skipped(tmp_path):
     texts, other = ["a", None, "", "b"], ["some more to learn from", None] * 3
     folder = write(tmp_path / "set", {"train.jsonl": jsonl(other * 9), "test.jsonl": jsonl(texts)})
     corpus = prepared(folder)
     assert split(corpus, "test") == closed(["a", "b"])
 
 
-def test_lines_make_documents(tmp_path):
+def test_lines_are_grouped_into_documents(tmp_path):
     lines = ["before", " = A = \n", "one\n", "", " = = of A = = ", "two", " = B = ", "three", ""]
     files = {"train.jsonl": jsonl(["other"] * 40), "test.jsonl": jsonl(lines)}
     corpus = prepared(write(tmp_path / "set", files), document_start="^ = [^=]")
@@ -280,14 +281,14 @@ def test_lines_make_documents(tmp_path):
     )
 
 
-def test_a_part_of_a_split(tmp_path):
+def test_slice_of_a_split_is_loaded(tmp_path):
     folder = write(tmp_path / "set", published())
     corpus = prepared(folder, split="train[:50%]")
     assert_published(corpus, train=PUBLISHED["train"][:20])
     assert_published(prepared(folder, split="train[30:]"), train=PUBLISHED["train"][30:])
 
 
-def test_another_split_to_train_on(tmp_path):
+def test_training_split_can_be_chosen(tmp_path):
     folder = write(tmp_path / "set", published())
     corpus = prepared(folder, split="validation")
     assert split(corpus, "test") == closed(PUBLISHED["test"])
@@ -299,7 +300,7 @@ def test_another_split_to_train_on(tmp_path):
     assert "train[:x%]" in refused(folder, split="train[:x%]")
 
 
-def test_max_tokens_bounds_what_is_trained_on(tmp_path):
+def test_max_tokens_limits_the_training_split(tmp_path):
     folder = write(tmp_path / "set", published())
     corpus = prepared(folder, max_tokens=100)
     assert corpus.tokens["train"] == 100
@@ -308,7 +309,7 @@ def test_max_tokens_bounds_what_is_trained_on(tmp_path):
     assert prepared(folder, max_tokens=10**6).tokens == prepared(folder).tokens
 
 
-def test_files_of_text_are_a_document_each(tmp_path):
+def test_each_text_file_is_one_document(tmp_path):
     texts = {f"{i}.txt": f"file {i}\n\nstill file {i}\n" for i in range(10, 50)}
     write(tmp_path / "texts", {path: text.encode() for path, text in texts.items()})
     write(tmp_path / "texts", {"other.md": b"no"})
@@ -322,7 +323,7 @@ def test_files_of_text_are_a_document_each(tmp_path):
     assert refused("text", files="texts/*.nothing").startswith("data.")
 
 
-def test_rows_of_given_files(tmp_path):
+def test_rows_of_local_files_are_documents(tmp_path):
     texts = [f"row {i:02}" for i in range(60)]
     write(tmp_path, {"a.jsonl": jsonl(texts[:30]), "b.jsonl": jsonl(texts[30:])})
     write(tmp_path, {"a.parquet": parquet(texts)})
@@ -331,19 +332,19 @@ def test_rows_of_given_files(tmp_path):
     assert prepared("parquet", files="*.parquet").fingerprint == corpus.fingerprint
 
 
-def test_the_code_of_a_folder_is_not_run(tmp_path):
+def test_code_in_a_folder_is_not_run(tmp_path):
     code = {"set.py": b"from pathlib import Path\nPath('ran').touch()\n"}
-    assert "no code of a data set is run" in refused(write(tmp_path / "set", code))
+    assert "code of data sets is never run" in refused(write(tmp_path / "set", code))
     assert list(tmp_path.rglob("ran")) == []
 
 
-def test_nothing_is_no_data(tmp_path):
+def test_missing_name_is_rejected(tmp_path):
     line = refused(write(tmp_path / "set", {"train.jsonl": b""}))
     assert line.startswith("data.name: ")
     assert line.endswith("it is empty")
 
 
-def test_what_cannot_be_read_is_told_in_one_line(tmp_path, spawn):
+def test_unreadable_data_is_reported_in_one_line(tmp_path, spawn):
     folder = write(tmp_path / "set", {"train.jsonl": b'{"text": "a"}\n{nothing\n'})
     process = spawn("data", "prepare", "data=hub", f"data.name={folder}", "data.tokenizer=bytes")
     _, err = process.communicate(timeout=60)
@@ -356,7 +357,7 @@ def test_what_cannot_be_read_is_told_in_one_line(tmp_path, spawn):
 # The Hub
 
 
-def test_a_set_is_fetched_once(hub, point, nobody, kept):
+def test_data_set_is_downloaded_once(hub, point, nobody, kept):
     hub.sets["owner/name"] = published(parts=2)
     assert_published(prepared("owner/name"))
     assert len([line for line in hub.asked if line.startswith("GET ") and "first-" in line]) == 2
@@ -368,7 +369,7 @@ def test_a_set_is_fetched_once(hub, point, nobody, kept):
     assert again.tokens["test"] == len(closed(PUBLISHED["test"]))
 
 
-def test_a_set_without_a_card(hub):
+def test_data_set_without_card_is_loaded(hub):
     hub.sets["owner/name"] = {
         f"{name}.jsonl": jsonl(PUBLISHED[split])
         for name, split in (("train", "train"), ("validation", "val"), ("test", "test"))
@@ -376,7 +377,7 @@ def test_a_set_without_a_card(hub):
     assert_published(prepared("owner/name"))
 
 
-def test_what_is_cut_off_is_streamed_and_not_kept(hub, kept):
+def test_truncated_data_is_streamed_and_not_cached(hub, kept):
     hub.sets["owner/name"] = published(parts=2)
     corpus = prepared("owner/name", max_tokens=100, val_tokens=10, test_tokens=10)
     assert corpus.tokens == {"train": 100, "val": 10, "test": 10}
@@ -389,7 +390,7 @@ def test_what_is_cut_off_is_streamed_and_not_kept(hub, kept):
     assert everything.fingerprint == whole.fingerprint
 
 
-def test_no_more_is_streamed_than_is_asked_for(hub):
+def test_stream_stops_at_max_tokens(hub):
     hub.sets["owner/name"] = published(parts=4)
     prepared("owner/name", max_tokens=100, val_tokens=10, test_tokens=10)
     parts = {line[-len("00000-of-00004.parquet") :] for line in hub.asked if "GET" in line}
@@ -397,7 +398,7 @@ def test_no_more_is_streamed_than_is_asked_for(hub):
     assert "00003-of-00004.parquet" not in parts
 
 
-def test_a_revision(hub):
+def test_revision_is_loaded(hub):
     before = published()
     hub.sets["owner/name"] = {"train.jsonl": jsonl(["changed"])}
     hub.sets["owner/name@v1"] = before
@@ -406,7 +407,7 @@ def test_a_revision(hub):
     assert "'v2'" in refused("owner/name", revision="v2")
 
 
-def test_a_subset(hub):
+def test_subset_is_loaded(hub):
     hub.sets["owner/name"] = subsets()
     assert "small" in split(prepared("owner/name", subset="small"), "train")
     assert "large" in split(prepared("owner/name", subset="large"), "train")
@@ -414,11 +415,11 @@ def test_a_subset(hub):
     refused("owner/name")
 
 
-def test_a_script_is_refused_and_not_run(hub, tmp_path):
+def test_script_is_refused_and_not_run(hub, tmp_path):
     code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n".encode()
     hub.sets["owner/name"] = {"name.py": code, "README.md": b"A set.\n"}
     line = refused("owner/name")
-    assert "no code of a data set is run" in line
+    assert "code of data sets is never run" in line
     assert not (tmp_path / "ran").exists()
     # What it says to do.
     assert "data.revision=refs/convert/parquet" in line
@@ -430,15 +431,15 @@ def test_a_script_is_refused_and_not_run(hub, tmp_path):
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_an_unknown_name_is_told_in_one_line(hub, status):
+def test_unknown_name_is_reported_in_one_line(hub, status):
     hub.refused["owner/name"] = status
     line = refused("owner/name")
     assert line.startswith("data.name: 'owner/name'")
     assert "doesn't exist on the Hub or cannot be accessed" in line
 
 
-def test_files_from_anywhere(hub, point, nobody):
-    """This takes what fsspec needs for http."""
+def test_files_are_loaded_from_a_url(hub, point, nobody):
+    """Needs the http support of fsspec."""
     pytest.importorskip("aiohttp")
     point(nobody)
     text = "from anywhere\n" * 100
@@ -454,7 +455,7 @@ def test_files_from_anywhere(hub, point, nobody):
 # No network
 
 
-def test_what_the_hubs_client_keeps_is_used(tmp_path, kept, spawn):
+def test_cache_of_the_hub_client_is_used(tmp_path, kept, spawn):
     keep(kept, "owner/name", published(parts=2))
     words = ("data.name=owner/name", "data.tokenizer=bytes", "data.cache=cache")
     process = spawn("data", "prepare", "data=hub", *words)
@@ -465,7 +466,7 @@ def test_what_the_hubs_client_keeps_is_used(tmp_path, kept, spawn):
     assert_published(prepared("owner/name"))
 
 
-def test_a_set_with_a_part_missing_is_refused(kept):
+def test_cache_with_a_missing_part_is_refused(kept):
     snapshot = keep(kept, "owner/name", published(parts=2))
     (snapshot / "data" / "first-00001-of-00002.parquet").unlink()
     line = refused("owner/name")
@@ -473,18 +474,18 @@ def test_a_set_with_a_part_missing_is_refused(kept):
     assert "HF_HOME" in line
 
 
-def test_a_part_of_a_split_that_is_kept(kept):
+def test_slice_of_a_cached_split_is_loaded(kept):
     keep(kept, "owner/name", published())
     corpus = prepared("owner/name", split="train[:50%]")
     assert_published(corpus, train=PUBLISHED["train"][:20])
 
 
-def test_max_tokens_of_what_is_kept(kept):
+def test_max_tokens_limits_cached_data(kept):
     keep(kept, "owner/name", published())
     assert prepared("owner/name", max_tokens=100).tokens["train"] == 100
 
 
-def test_the_librarys_own_cache_is_enough(hub, point, nobody, kept):
+def test_cache_of_the_library_is_used(hub, point, nobody, kept):
     hub.sets["owner/TwoWords"] = published()
     online = prepared("owner/TwoWords")
     shutil.rmtree("cache")
@@ -494,7 +495,7 @@ def test_the_librarys_own_cache_is_enough(hub, point, nobody, kept):
     assert_published(prepared("owner/TwoWords", max_tokens=10**6))
 
 
-def test_another_subset_than_the_librarys_own_cache_has(hub, point, nobody, kept):
+def test_uncached_subset_is_refused_offline(hub, point, nobody, kept):
     hub.sets["owner/name"] = subsets()
     prepared("owner/name", subset="small")
     point(nobody)
@@ -503,7 +504,7 @@ def test_another_subset_than_the_librarys_own_cache_has(hub, point, nobody, kept
     assert "large" in split(prepared("owner/name", subset="large"), "train")
 
 
-def test_another_revision_than_is_kept_is_not_made_up(hub, point, nobody):
+def test_uncached_revision_is_refused_offline(hub, point, nobody):
     files = published()
     hub.sets["owner/name"] = files
     prepared("owner/name")
@@ -513,7 +514,7 @@ def test_another_revision_than_is_kept_is_not_made_up(hub, point, nobody):
     assert_published(prepared("owner/name", revision=commit(files)))
 
 
-def test_told_to_be_offline_nothing_is_asked(hub, kept, monkeypatch):
+def test_offline_mode_sends_no_request(hub, kept, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     keep(kept, "owner/name", published())
     assert_published(prepared("owner/name"))
@@ -521,14 +522,14 @@ def test_told_to_be_offline_nothing_is_asked(hub, kept, monkeypatch):
     assert hub.asked == []
 
 
-def test_files_out_of_reach(nobody):
+def test_unreachable_files_are_refused(nobody):
     line = refused("text", files=f"{nobody}/one.txt")
     assert "HF_HOME" in line
     assert "data=stdlib" in line
 
 
 @pytest.mark.parametrize("server", ["nobody", "silent"])
-def test_without_a_network_the_end_is_near(tmp_path, spawn, monkeypatch, request, server):
+def test_missing_network_is_noticed_quickly(tmp_path, spawn, monkeypatch, request, server):
     monkeypatch.setenv("HF_ENDPOINT", request.getfixturevalue(server))
     cache = tmp_path / "cache"
     started = time.monotonic()

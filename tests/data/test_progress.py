@@ -1,4 +1,4 @@
-"""What a person sees of a preparation."""
+"""Progress bar and lines of a preparation."""
 
 import io
 import sys
@@ -7,22 +7,22 @@ from qkablate.data import progress
 from qkablate.data.progress import Progress
 
 
-def test_plain_lines_where_there_is_no_terminal(monkeypatch, capsys):
-    """One every ten seconds, none for what takes no time."""
+def test_lines_are_printed_without_a_terminal(monkeypatch, capsys):
+    """One line every ten seconds, none for short stages."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     bar = Progress("data=text")
     bar.stage("writing", 40e6)
     for second in range(1, 22):
         now[0] = float(second)
-        bar.at(second * 1e6, f"{second} M tokens")
+        bar.update(second * 1e6, f"{second} M tokens")
     bar.close()
     assert capsys.readouterr().err.splitlines() == [
         "data=text: writing, 11 of 40 MB, 1.0 MB/s, 11 M tokens",
     ]
 
 
-def test_a_bar_on_a_terminal(monkeypatch):
+def test_terminal_shows_a_bar(monkeypatch):
     class Screen(io.StringIO):
         def isatty(self):
             return True
@@ -34,7 +34,7 @@ def test_a_bar_on_a_terminal(monkeypatch):
     bar._bar.delay = 0
     bar._bar.mininterval = 0
     for megabyte in range(4):
-        bar.at(megabyte * 1e6, f"{megabyte} M tokens")
+        bar.update(megabyte * 1e6, f"{megabyte} M tokens")
     bar.close()
     assert "data=text: writing" in screen.getvalue()
     assert "B/s" in screen.getvalue()

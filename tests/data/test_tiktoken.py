@@ -30,7 +30,7 @@ NAMES = ["gpt2", "cl100k_base", "o200k_base"]
 
 @pytest.fixture(autouse=True)
 def encodings(monkeypatch):
-    """tiktoken keeps what it has loaded; and it knows the files of OpenAI by their hashes."""
+    """Clear the cache of tiktoken, and its hashes of the files of OpenAI."""
     import tiktoken.load
     import tiktoken.registry
 
@@ -41,7 +41,7 @@ def encodings(monkeypatch):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A folder that has no files yet, and no network."""
+    """Return an empty cache, without a network."""
     folder = tmp_path / "tiktoken"
     folder.mkdir()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
@@ -49,12 +49,12 @@ def cache(tmp_path, monkeypatch):
     with socket.socket() as bound:  # nobody listens
         bound.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        monkeypatch.setattr(network, "TOKENS_FROM", nowhere)
+        monkeypatch.setattr(network, "TOKEN_FILES_URL", nowhere)
         yield folder
 
 
 def files(name, merges=None):
-    """What tiktoken would fetch: by URL."""
+    """Return the files that tiktoken downloads, by URL."""
     if name == "gpt2":
         return gpt2_files()
     tokens = [bytes([byte]) for byte in range(256)] + (MERGES if merges is None else merges)
@@ -63,7 +63,7 @@ def files(name, merges=None):
 
 
 def gpt2_files():
-    """50,000 merges, of letters with letters and of the pairs with each other."""
+    """Return 50,000 merges of letters, and of pairs of them."""
     printed = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printed]
     spelled = [chr(byte) for byte in printed] + [chr(256 + i) for i in range(len(others))]
@@ -78,15 +78,15 @@ def gpt2_files():
 
 
 def put(folder, found):
-    """As tiktoken keeps them."""
+    """Store files like tiktoken."""
     for url, content in found.items():
         (folder / hashlib.sha1(url.encode()).hexdigest()).write_bytes(content)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_files_that_are_here_are_enough(cache, name):
+def test_cached_files_are_enough(cache, name):
     put(cache, files(name))
-    tokenizer = tokenizers.load({"name": name})
+    tokenizer = tokenizers.load_tokenizer({"name": name})
     text = TEXT.encode() * 3
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -101,39 +101,39 @@ def test_files_that_are_here_are_enough(cache, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_any_text_comes_back(cache, name):
+def test_any_text_round_trips(cache, name):
     put(cache, files(name))
-    tokenizer = tokenizers.load({"name": name})
+    tokenizer = tokenizers.load_tokenizer({"name": name})
     draws = np.random.default_rng(0)
     points = [*draws.integers(0, 0xD800, 3000), *draws.integers(0xE000, 0x110000, 3000)]
     text = "".join(map(chr, draws.permutation(points))).encode()
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_long_run_of_white_space(cache):
-    """tiktoken alone would overflow its stack."""
+def test_long_white_space_is_encoded(cache):
+    """The stack of tiktoken alone would overflow."""
     put(cache, files("cl100k_base"))
-    tokenizer = tokenizers.load({"name": "cl100k_base"})
+    tokenizer = tokenizers.load_tokenizer({"name": "cl100k_base"})
     text = b" " * 2**20
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gpt2", "uint16"), ("o200k_base", "uint32")])
-def test_a_corpus(tmp_path, cache, name, dtype):
+def test_corpus_is_prepared_with_openai_tokens(tmp_path, cache, name, dtype):
     put(cache, files(name))
     path = tmp_path / "a.txt"
     path.write_bytes(TEXT.encode() * 300)
     config = DataConfig(source="text", path=str(path), cache=str(tmp_path / "c"), tokenizer=name)
     corpus = open_corpus(config)
-    assert corpus.dtype == dtype
-    tokenizer = tokenizers.load(json.loads(json.dumps(corpus.tokenizer)))
+    assert corpus.manifest.dtype == dtype
+    tokenizer = tokenizers.load_tokenizer(json.loads(json.dumps(corpus.tokenizer)))
     assert tokenizer.vocabulary == corpus.vocabulary
     parts = {split: tokenizer.decode(corpus.split(split)) for split in ("train", "val", "test")}
     assert b"".join(parts.values()) == path.read_bytes()
-    assert {split: len(text) for split, text in parts.items()} == corpus.bytes
+    assert {split: len(text) for split, text in parts.items()} == corpus.manifest.bytes
 
 
-def test_documents_of_a_corpus_are_closed(tmp_path, cache):
+def test_documents_of_a_corpus_end_with_the_end_token(tmp_path, cache):
     put(cache, files("cl100k_base"))
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -142,31 +142,31 @@ def test_documents_of_a_corpus_are_closed(tmp_path, cache):
     base = {"source": "text", "path": str(folder), "cache": str(tmp_path / "c")}
     corpus = open_corpus(DataConfig(**base, tokenizer="cl100k_base"))
     plain = open_corpus(DataConfig(**base, tokenizer="bytes"))
-    tokenizer = tokenizers.load(corpus.tokenizer)
+    tokenizer = tokenizers.load_tokenizer(corpus.tokenizer)
     # The same text in the same order, and of the same size: so bits per byte compare.
     train = tokenizer.decode(corpus.split("train"))
     assert train == plain.split("train").tobytes()[-len(train) :]
-    assert corpus.bytes["train"] == len(train)
+    assert corpus.manifest.bytes["train"] == len(train)
     ends = (corpus.split("train") == tokenizer.end).sum()
-    assert ends == train.count(b"\0") == corpus.manifest["documents"]["train"]
+    assert ends == train.count(b"\0") == corpus.manifest.documents["train"]
 
 
-def test_other_tokens_under_the_same_name_are_refused(cache, encodings):
+def test_other_tokens_of_the_same_name_are_refused(cache, encodings):
     put(cache, files("cl100k_base"))
-    described = tokenizers.load({"name": "cl100k_base"}).describe()
+    described = tokenizers.load_tokenizer({"name": "cl100k_base"}).describe()
     assert described["name"] == "cl100k_base"
     assert len(described["sha256"]) == 64
-    assert tokenizers.load(described).describe() == described
+    assert tokenizers.load_tokenizer(described).describe() == described
     encodings.ENCODINGS.clear()
     put(cache, files("cl100k_base", [*MERGES, b"another"]))
-    with pytest.raises(ValueError, match="another 'cl100k_base'"):
-        tokenizers.load(described)
+    with pytest.raises(ValueError, match="another version of 'cl100k_base'"):
+        tokenizers.load_tokenizer(described)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_files_and_network_it_is_one_line(tmp_path, cache, name):
+def test_missing_files_are_reported_in_one_line(tmp_path, cache, name):
     with pytest.raises(UserError) as error:
-        tokenizers.load({"name": name})
+        tokenizers.load_tokenizer({"name": name})
     (line,) = str(error.value).splitlines()
     assert line.startswith("data.tokenizer: ")
     assert f"'{name}'" in line
@@ -181,13 +181,13 @@ def test_without_files_and_network_it_is_one_line(tmp_path, cache, name):
     assert [path for path in folder.iterdir() if path.suffix != ".lock"] == []
 
 
-def test_no_network_is_asked_where_the_files_are_here(cache, monkeypatch):
+def test_cached_files_need_no_network(cache, monkeypatch):
     put(cache, files("cl100k_base"))
-    monkeypatch.setattr(network, "reachable", lambda *_: pytest.fail("it was asked"))
-    assert tokenizers.load({"name": "cl100k_base"}).vocabulary > 256
+    monkeypatch.setattr(network, "is_reachable", lambda *_: pytest.fail("it was asked"))
+    assert tokenizers.load_tokenizer({"name": "cl100k_base"}).vocabulary > 256
 
 
-def test_files_are_fetched_once(cache, encodings, monkeypatch):
+def test_files_are_downloaded_once(cache, encodings, monkeypatch):
     fetched = []
     found = files("cl100k_base")
 
@@ -196,22 +196,22 @@ def test_files_are_fetched_once(cache, encodings, monkeypatch):
         return found[url]
 
     monkeypatch.setattr("tiktoken.load.read_file", fetch)
-    monkeypatch.setattr(network, "reachable", lambda *_: True)
-    described = tokenizers.load({"name": "cl100k_base"}).describe()
+    monkeypatch.setattr(network, "is_reachable", lambda *_: True)
+    described = tokenizers.load_tokenizer({"name": "cl100k_base"}).describe()
     encodings.ENCODINGS.clear()
-    assert tokenizers.load({"name": "cl100k_base"}).describe() == described
+    assert tokenizers.load_tokenizer({"name": "cl100k_base"}).describe() == described
     assert fetched == list(found)
 
 
 @pytest.mark.parametrize("met", [ConnectionError("gone\nfar away"), ValueError("Hash mismatch")])
-def test_a_network_that_fails_on_the_way_is_one_line(cache, monkeypatch, met):
+def test_failing_download_is_reported_in_one_line(cache, monkeypatch, met):
     def fetch(url):
         raise met
 
     monkeypatch.setattr("tiktoken.load.read_file", fetch)
-    monkeypatch.setattr(network, "reachable", lambda *_: True)
+    monkeypatch.setattr(network, "is_reachable", lambda *_: True)
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR") as error:
-        tokenizers.load({"name": "o200k_base"})
+        tokenizers.load_tokenizer({"name": "o200k_base"})
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -220,7 +220,7 @@ def test_a_network_that_fails_on_the_way_is_one_line(cache, monkeypatch, met):
 
 @pytest.fixture
 def answering(monkeypatch):
-    """Servers that answer with a status, or with what is no HTTP."""
+    """Start servers that answer with a status, or with other bytes."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     started = []
 
@@ -250,31 +250,31 @@ def answering(monkeypatch):
 
 
 @pytest.mark.parametrize("status", [200, 401, 404, 500])
-def test_a_server_that_answers_is_reachable_whatever_it_says(answering, status):
-    assert network.reachable(answering(status), patience=30)
+def test_answering_server_is_reachable(answering, status):
+    assert network.is_reachable(answering(status), timeout=30)
 
 
-def test_a_server_that_is_not_there_is_out_of_reach():
+def test_missing_server_is_unreachable():
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        assert not network.reachable(f"http://127.0.0.1:{bound.getsockname()[1]}", patience=30)
+        assert not network.is_reachable(f"http://127.0.0.1:{bound.getsockname()[1]}", timeout=30)
 
 
-def test_a_server_that_never_answers_is_out_of_reach():
+def test_silent_server_is_unreachable():
     with socket.create_server(("127.0.0.1", 0)) as server:
         started = time.monotonic()
-        assert not network.reachable(f"http://127.0.0.1:{server.getsockname()[1]}", patience=0.2)
+        assert not network.is_reachable(f"http://127.0.0.1:{server.getsockname()[1]}", timeout=0.2)
         assert time.monotonic() - started < 5
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("address", ["nothing", "http://127.0.0.1:port", "http://[", "", "no://a"])
-def test_what_is_no_address_is_out_of_reach(address):
+def test_invalid_address_is_unreachable(address):
     started = time.monotonic()
-    assert not network.reachable(address, patience=30)
+    assert not network.is_reachable(address, timeout=30)
     assert time.monotonic() - started < 20
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_speaks_no_http_is_out_of_reach(answering):
-    assert not network.reachable(answering(b"something else\r\n\r\n"), patience=30)
+def test_server_without_http_is_unreachable(answering):
+    assert not network.is_reachable(answering(b"something else\r\n\r\n"), timeout=30)

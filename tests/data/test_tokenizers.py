@@ -1,4 +1,4 @@
-"""From text to ids and back."""
+"""Text to ids and back."""
 
 import json
 import string
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkablate.data import tokenizers
-from qkablate.data.tokenizers import Bytes, Chars, Learned, chunks
+from qkablate.data.tokenizers import BpeTokenizer, ByteTokenizer, CharTokenizer, split_chunks
 
 ANY = st.text(alphabet=st.characters(exclude_categories=["Cs"]))
 
@@ -18,35 +18,35 @@ ANY = st.text(alphabet=st.characters(exclude_categories=["Cs"]))
 @settings(deadline=None)
 def test_round_trips(text):
     data = text.encode()
-    for tokenizer in (Bytes(), Chars.of([data])):
-        again = tokenizers.load(json.loads(json.dumps(tokenizer.describe())))
+    for tokenizer in (ByteTokenizer(), CharTokenizer.of([data])):
+        again = tokenizers.load_tokenizer(json.loads(json.dumps(tokenizer.describe())))
         ids = again.encode(data)
         assert again.decode(ids) == data
         assert ids.tolist() == tokenizer.encode(data).tolist()
         assert int(again.token_bytes[ids].sum()) == len(data)
 
 
-def test_unknown_characters():
-    assert Bytes().unknown("anything ∑") == ""
-    chars = Chars.of([b"hello", "wörld".encode()])
+def test_unknown_characters_are_listed():
+    assert ByteTokenizer().unknown("anything ∑") == ""
+    chars = CharTokenizer.of([b"hello", "wörld".encode()])
     assert chars.describe() == {"name": "chars", "characters": "dehlorwö"}
     assert chars.unknown("wörld") == ""
     assert chars.unknown("Hey, hey 𝄞") == "Hy, 𝄞"  # each once, in their order
 
 
-def test_the_order_of_characters_is_the_descriptions():
-    tokenizer = tokenizers.load({"name": "chars", "characters": "ba"})
+def test_characters_keep_the_order_of_the_description():
+    tokenizer = tokenizers.load_tokenizer({"name": "chars", "characters": "ba"})
     assert tokenizer.encode(b"ab").tolist() == [1, 0]
     assert tokenizer.decode([1, 0]) == b"ab"
 
 
-def test_the_end_of_a_document_is_a_zero_byte():
-    learned = Learned([bytes([i]) for i in range(256)])
-    for tokenizer in (Bytes(), Chars("\0ab"), learned):
+def test_document_end_is_a_zero_byte():
+    learned = BpeTokenizer([bytes([i]) for i in range(256)])
+    for tokenizer in (ByteTokenizer(), CharTokenizer("\0ab"), learned):
         assert tokenizer.decode([tokenizer.end]) == b"\0"
         assert tokenizer.token_bytes[tokenizer.end] == 1
     assert learned.vocabulary == 257
-    assert Chars("ab").end is None
+    assert CharTokenizer("ab").end is None
 
 
 @pytest.mark.parametrize(
@@ -68,16 +68,16 @@ def test_the_end_of_a_document_is_a_zero_byte():
         {"name": "bpe", "merged": ["YQ=="]},  # a single byte, which it has already
     ],
 )
-def test_what_describes_no_tokenizer_is_refused(description):
+def test_invalid_description_is_refused(description):
     with pytest.raises(ValueError, match=r"."):
-        tokenizers.load(description)
+        tokenizers.load_tokenizer(description)
 
 
 @given(st.text(alphabet="aé∑𝄞 \n", max_size=200), st.integers(4, 40))
 @settings(deadline=None)
-def test_chunks(text, size):
+def test_chunks_are_whole_characters(text, size):
     data = text.encode()
-    parts = list(chunks(data, size))
+    parts = list(split_chunks(data, size))
     assert b"".join(parts) == data
     assert all(0 < len(part) <= size for part in parts)
     assert all(part.decode() for part in parts)  # no character is cut
@@ -86,10 +86,10 @@ def test_chunks(text, size):
 @pytest.mark.parametrize(
     "text", [" " * 1_000_000, "a" * 1_000_000, "é\t" * 300_000, "\n" * 700_000]
 )
-def test_one_huge_line(text):
-    """tiktoken's own stack overflows on the first of these."""
+def test_huge_line_is_encoded(text):
+    """The stack of tiktoken overflows on the first of these."""
     merged = ["".join(pair).encode() for pair in zip(string.ascii_letters, "  ", strict=False)]
-    tokenizer = Learned([*(bytes([i]) for i in range(256)), b"  ", b"aa", *merged])
+    tokenizer = BpeTokenizer([*(bytes([i]) for i in range(256)), b"  ", b"aa", *merged])
     assert tokenizer.decode(tokenizer.encode(text.encode())) == text.encode()
 
 
@@ -97,5 +97,5 @@ def test_one_huge_line(text):
     ("vocabulary", "dtype"),
     [(2, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")],
 )
-def test_ids_are_as_wide_as_they_must(vocabulary, dtype):
+def test_smallest_dtype_holds_all_ids(vocabulary, dtype):
     assert tokenizers.smallest_dtype(vocabulary) == np.dtype(dtype)

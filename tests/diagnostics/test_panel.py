@@ -1,4 +1,4 @@
-"""The row: one of one shape for every variant, the same whoever asks, and nothing is touched."""
+"""Rows of diagnostics: the same shape for every variant, deterministic, without side effects."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.diagnostics import circuits, panel, patterns
-from qkablate.diagnostics.panel import Panel, repeated, rounded
+from qkablate.diagnostics.panel import DiagnosticPanel, repeat_blocks, round_digits
 from qkablate.models.gpt import GPT
 
 MODEL = ModelConfig(layers=3, d_model=16, heads=4, context=12)
@@ -34,7 +34,7 @@ FULL = ("merged_w", "symmetric_w", "wide_qk")
 @pytest.mark.parametrize("name", variants())
 def test_every_variant_has_a_row(name):
     model = model_of(name)
-    found = Panel(model, TOKENS, starts=model.starts(1))
+    found = DiagnosticPanel(model, TOKENS, starts=model.initial_attention_layers(1))
     start, row = found.row(), None
     moved(model)
     row = found.row()
@@ -52,7 +52,7 @@ def test_every_variant_has_a_row(name):
     assert all(len(s) == 4 for s in row["ov"]["singular"][0])
     assert (row["qk"]["off_rank"][0] is not None) == (name in FULL)
     assert (row["qk"]["balance"][0] is None) == (
-        model.attentions()[0].qk.factors != 2 or name in NO_MATRIX
+        model.attention_layers()[0].module.qk.factors != 2 or name in NO_MATRIX
     )
     for part in ("qk", "ov"):
         if row[part]["moved"][0] is not None:
@@ -61,13 +61,13 @@ def test_every_variant_has_a_row(name):
             assert all((x > 0) != still for heads in row[part]["moved"] for x in heads)
 
 
-def test_layers_looked_at_together_or_apart_are_the_same(monkeypatch):
+def test_batching_of_layers_does_not_matter(monkeypatch):
     for name in ("standard", "merged_w"):
         model = moved(model_of(name))
-        one = Panel(model, TOKENS, starts=model.starts(1)).row()
+        one = DiagnosticPanel(model, TOKENS, starts=model.initial_attention_layers(1)).row()
         with monkeypatch.context() as patch:
-            patch.setattr(panel, "_NUMBERS", 1)
-            other = Panel(model, TOKENS, starts=model.starts(1)).row()
+            patch.setattr(panel, "_MAX_NUMEL", 1)
+            other = DiagnosticPanel(model, TOKENS, starts=model.initial_attention_layers(1)).row()
         for part in one:
             for measure, layers in one[part].items():
                 for a, b in zip(layers, other[part][measure], strict=True):
@@ -77,12 +77,12 @@ def test_layers_looked_at_together_or_apart_are_the_same(monkeypatch):
                         assert flat[0] == pytest.approx(flat[1], rel=1e-4, abs=1e-6)
 
 
-def test_nothing_is_touched():
+def test_model_and_generators_are_unchanged():
     model = moved(model_of())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state, numpy_state = torch.get_rng_state(), __import__("numpy").random.get_state()[1].copy()
     model.train()
-    found = Panel(model, TOKENS, starts=model.starts(1))
+    found = DiagnosticPanel(model, TOKENS, starts=model.initial_attention_layers(1))
     assert found.row() == found.row()
     assert model.training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -91,9 +91,9 @@ def test_nothing_is_touched():
     assert (__import__("numpy").random.get_state()[1] == numpy_state).all()
 
 
-def test_numbers_that_are_none_are_null():
+def test_non_finite_values_become_none():
     model = model_of()
-    found = Panel(model, TOKENS, starts=model.starts(1))
+    found = DiagnosticPanel(model, TOKENS, starts=model.initial_attention_layers(1))
     with torch.no_grad():
         model.blocks[1].attention.qk.w_q[0, 0] = torch.nan
         model.blocks[2].attention.ov.w_o[0, 0] = torch.inf
@@ -105,41 +105,44 @@ def test_numbers_that_are_none_are_null():
     json.dumps(row, allow_nan=False)
 
 
-def test_a_context_of_one_position():
+def test_context_of_one_position():
     config = ModelConfig(layers=1, d_model=16, heads=4, context=1)
     model = model_of(config=config)
-    row = Panel(model, TOKENS[:, :1], starts=model.starts(1)).row()
+    row = DiagnosticPanel(model, TOKENS[:, :1], starts=model.initial_attention_layers(1)).row()
     assert row["attention"]["entropy"] == row["attention"]["induction"] == [[None] * 4]
 
 
-def test_repeats():
-    repeats_BT = repeated(TOKENS)
+def test_repeated_blocks():
+    repeats_BT = repeat_blocks(TOKENS)
     assert repeats_BT.shape == TOKENS.shape
     assert torch.equal(repeats_BT[:, :6], repeats_BT[:, 6:])
     assert set(repeats_BT.flatten().tolist()) <= set(TOKENS.flatten().tolist())
     assert all(len(set(block)) == 6 for block in repeats_BT[:, :6].tolist())
-    assert torch.equal(repeats_BT, repeated(TOKENS))
+    assert torch.equal(repeats_BT, repeat_blocks(TOKENS))
     assert not torch.equal(repeats_BT[0], repeats_BT[1])
-    few = repeated(torch.tensor([[0, 1, 0, 1, 1, 0, 1]]))
+    few = repeat_blocks(torch.tensor([[0, 1, 0, 1, 1, 0, 1]]))
     assert few.shape == (1, 6)
     assert torch.equal(few[:, :3], few[:, 3:])
 
 
-def test_five_digits():
-    assert rounded([1.23456789, [1e-9 / 3, 123456.0], float("nan"), float("inf")]) == [
+def test_values_have_five_digits():
+    assert round_digits([1.23456789, [1e-9 / 3, 123456.0], float("nan"), float("inf")]) == [
         *(1.2346, [3.3333e-10, 123460.0]),
         *(None, None),
     ]
 
 
-def test_the_start_is_that_of_the_seed():
+def test_initial_layers_follow_the_seed():
     for name in ("standard", "merged_w", "static_scores", "qk_norm"):
         model = model_of(name, seed=7)
-        for own, made in zip(model.attentions(), model.starts(7), strict=True):
+        layers = zip(model.attention_layers(), model.initial_attention_layers(7), strict=True)
+        for layer, initial in layers:
             for (key, a), (other, b) in zip(
-                own.state_dict().items(), made.state_dict().items(), strict=True
+                layer.module.state_dict().items(), initial.state_dict().items(), strict=True
             ):
                 assert key == other
                 assert torch.equal(a, b)
-        first = next(model.starts(8))
-        assert name != "standard" or not torch.equal(first.qk.w_q, model.attentions()[0].qk.w_q)
+        first = next(model.initial_attention_layers(8))
+        assert name != "standard" or not torch.equal(
+            first.qk.w_q, model.attention_layers()[0].module.qk.w_q
+        )

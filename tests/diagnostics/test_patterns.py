@@ -1,4 +1,4 @@
-"""The measures of attention: against a slow count, and on attention whose answer is known."""
+"""Measures of attention: against their definitions, and on attention with known results."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.diagnostics import attention_weights
-from qkablate.diagnostics.patterns import patterns, repeat_patterns
+from qkablate.diagnostics.patterns import compute_patterns, compute_repeat_patterns
 from qkablate.models.gpt import GPT
 
 MODEL = ModelConfig(layers=2, d_model=16, heads=4, context=12, init="linear")
@@ -22,8 +22,8 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def looking(targets, length, strength=60.0):
-    """Scores by which query i looks at targets(i), and at nothing else."""
+def attending(targets, length, strength=60.0):
+    """Return scores by which query i attends only to targets(i)."""
     s = torch.zeros(1, 1, length, length, dtype=torch.float64)
     for i in range(length):
         s[0, 0, i, targets(i)] = strength
@@ -31,7 +31,7 @@ def looking(targets, length, strength=60.0):
 
 
 def slow(s):
-    """Of one head, by the definitions: s_BTS."""
+    """Return the measures of one head, s_BTS, by their definitions."""
     spread = freedom = 0.0
     entropies, own, first, previous, sinks, largest = [], [], [], [], [], -math.inf
     length = s.shape[-1]
@@ -65,14 +65,14 @@ def slow(s):
 
 @pytest.mark.parametrize("length", [2, 3, 8, 9])
 @pytest.mark.parametrize("mask_self", [False, True])
-def test_the_measures_are_what_the_definitions_say(length, mask_self):
+def test_measures_follow_the_definitions(length, mask_self):
     if mask_self and length == 2:
         pytest.skip("no query sees two positions")
     s = causal(3 * normal(2, 3, length, length))
     if mask_self:
         own = torch.arange(1, length)
         s[:, :, own, own] = -torch.inf
-    found = patterns(s)
+    found = compute_patterns(s)
     for head in range(3):
         expected = slow(s[:, head])
         assert {name: value[head].item() for name, value in found.items()} == pytest.approx(
@@ -82,65 +82,71 @@ def test_the_measures_are_what_the_definitions_say(length, mask_self):
 
 def test_uniform_attention():
     length = 16
-    found = {k: v.item() for k, v in patterns(causal(torch.zeros(3, 1, length, length))).items()}
-    seen = range(2, length + 1)
-    share = sum(1 / n for n in seen) / len(seen)
+    found = {
+        k: v.item() for k, v in compute_patterns(causal(torch.zeros(3, 1, length, length))).items()
+    }
+    counts = range(2, length + 1)
+    share = sum(1 / n for n in counts) / len(counts)
     assert found["score_std"] == found["score_max"] == 0
-    assert found["entropy"] == pytest.approx(sum(map(math.log, seen)) / len(seen))
+    assert found["entropy"] == pytest.approx(sum(map(math.log, counts)) / len(counts))
     for name in ("self", "first", "previous"):
         assert found[name] == pytest.approx(share)
     assert found["sink"] == pytest.approx(0, abs=1e-6)
 
 
-def test_heads_that_look_at_one_place():
+def test_heads_that_attend_to_one_position():
     length = 16
     for name, targets in {
         "self": lambda i: i,
         "first": lambda i: 0,
         "previous": lambda i: max(0, i - 1),
     }.items():
-        found = {k: v.item() for k, v in patterns(looking(targets, length)).items()}
+        found = {k: v.item() for k, v in compute_patterns(attending(targets, length)).items()}
         assert found[name] == pytest.approx(1)
         assert found["entropy"] == pytest.approx(0, abs=1e-12)
         assert found["score_max"] == 60
-        # All on one position is a sink; on one's own, no earlier position gets even its share.
+        # Attention to one position is a sink; attention to oneself gives less than uniform.
         assert (found["sink"] > 0.9) == (name == "first")
         assert (found["sink"] < 0) == (name == "self")
-    # A sink need not be the first position.
-    assert patterns(looking(lambda i: min(i, 5), length))["sink"].item() > 0.9
+    # The sink may be any position.
+    assert compute_patterns(attending(lambda i: min(i, 5), length))["sink"].item() > 0.9
 
 
-def test_what_softmax_cannot_see_changes_nothing_but_the_maximum():
+def test_row_shift_changes_only_the_maximum():
     s, shift = causal(normal(2, 3, 8, 8)), 5 * normal(2, 3, 8, 1, seed=1)
-    one, other = patterns(s), patterns(s + shift)
+    one, other = compute_patterns(s), compute_patterns(s + shift)
     for name in one.keys() - {"score_max"}:
         torch.testing.assert_close(one[name], other[name])
 
 
-def test_an_induction_head_and_a_previous_token_head():
+def test_induction_and_previous_token_heads():
     block = 8
-    found = repeat_patterns(looking(lambda i: max(0, i - block + 1), 2 * block))
+    found = compute_repeat_patterns(attending(lambda i: max(0, i - block + 1), 2 * block))
     assert found["induction"].item() == pytest.approx(1)
     assert found["repeat_previous"].item() < 0.2
-    found = repeat_patterns(looking(lambda i: max(0, i - 1), 2 * block))
+    found = compute_repeat_patterns(attending(lambda i: max(0, i - 1), 2 * block))
     assert found["repeat_previous"].item() == pytest.approx(1)
     assert found["induction"].item() == pytest.approx(0, abs=1e-12)
-    # One that looks at the same token, and not at what came after it.
-    found = repeat_patterns(looking(lambda i: max(0, i - block), 2 * block))
+    # A head that attends to the same token instead of its successor.
+    found = compute_repeat_patterns(attending(lambda i: max(0, i - block), 2 * block))
     assert found["induction"].item() == pytest.approx(0, abs=1e-12)
 
 
-def test_where_there_is_nothing_to_see_there_is_no_number():
+def test_measures_without_queries_are_nan():
     assert all(
-        v.isnan().all() for k, v in patterns(torch.zeros(1, 2, 1, 1)).items() if "_" not in k
+        v.isnan().all()
+        for k, v in compute_patterns(torch.zeros(1, 2, 1, 1)).items()
+        if "_" not in k
     )
-    assert all(v.isnan().all() for v in repeat_patterns(causal(torch.zeros(1, 2, 3, 3))).values())
+    assert all(
+        v.isnan().all() for v in compute_repeat_patterns(causal(torch.zeros(1, 2, 3, 3))).values()
+    )
 
 
 @pytest.mark.parametrize("position", ["learned", "alibi", "rope", "none"])
 @pytest.mark.parametrize("name", variants())
-def test_scores_and_weights_are_those_that_the_layer_computes_with(name, position):
-    """Softmax of the scores, times the values, is what the layer writes."""
+def test_scores_and_weights_reproduce_the_output(name, position):
+    """The softmax of the scores times the values gives the output of the layer."""
     from dataclasses import replace
 
     from qkablate.errors import UserError
@@ -150,7 +156,7 @@ def test_scores_and_weights_are_those_that_the_layer_computes_with(name, positio
         variant = resolve_variant(VariantConfig(**variants()[name]), config)
         model = GPT(config, variant, 20)
     except UserError:
-        pytest.skip("has no meaning")
+        pytest.skip("not supported")
     model.init_(1).double().eval()
     tokens_T = torch.arange(12) % 7
     a_LHTS = attention_weights(model, tokens_T).double()
@@ -158,23 +164,23 @@ def test_scores_and_weights_are_those_that_the_layer_computes_with(name, positio
     torch.testing.assert_close(a_LHTS.sum(-1), torch.ones(2, 4, 12).double())
     assert not a_LHTS.triu(1).any()
     with torch.no_grad():
-        for number, (layer, x_BTD) in enumerate(model.streams(tokens_T[None])):
+        layers = model.attention_inputs(tokens_T[None])
+        for number, ((_, _, layer, _), (x_BTD,)) in enumerate(layers):
             v_BGTV = layer.ov.values(x_BTD, layer.qk.keys(x_BTD))
             v_BHTV = v_BGTV.repeat_interleave(4 // v_BGTV.shape[1], 1)
             written = layer.ov.write(a_LHTS[number][None] @ v_BHTV)
             torch.testing.assert_close(written, layer(x_BTD), rtol=1e-5, atol=1e-6)
 
 
-def test_the_streams_are_what_the_layers_read():
+def test_attention_inputs_are_what_the_layers_read():
     model = GPT(MODEL, resolve_variant(VariantConfig(), MODEL), 20).init_(1).eval()
     seen = []
-    for layer in model.attentions():
+    for _, _, layer, _ in model.attention_layers():
         layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     tokens_BT = torch.arange(24).view(2, 12) % 20
     model(tokens_BT)
     read, seen[:] = list(seen), []
-    for (layer, x_BTD), own, x in zip(
-        model.streams(tokens_BT), model.attentions(), read, strict=True
-    ):
-        assert layer is own
+    inputs = model.attention_inputs(tokens_BT)
+    for (layer, (x_BTD,)), expected, x in zip(inputs, model.attention_layers(), read, strict=True):
+        assert layer == expected
         assert torch.equal(x_BTD, x)

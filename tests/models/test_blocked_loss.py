@@ -1,10 +1,10 @@
-"""The loss in blocks is the loss, and needs the logits of one block."""
+"""The blocked loss equals the cross-entropy of all logits."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from qkablate.models import blocked_loss as output
+from qkablate.models import blocked_loss
 
 
 def drawn(count=7, width=5, vocabulary=11, dtype=torch.float64):
@@ -16,24 +16,27 @@ def drawn(count=7, width=5, vocabulary=11, dtype=torch.float64):
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 100])
 @pytest.mark.parametrize("ignored", [[], [0], [1, 2, 6]], ids=str)
-def test_blocks_of_any_size_come_to_the_same(monkeypatch, rows, ignored):
-    monkeypatch.setattr(output, "LOGITS", 11 * rows)
+def test_results_do_not_depend_on_the_block_size(monkeypatch, rows, ignored):
+    monkeypatch.setattr(blocked_loss, "LOGITS_PER_BLOCK", 11 * rows)
     x, weight, targets = drawn()
-    targets[ignored] = output.IGNORE
+    targets[ignored] = blocked_loss.IGNORE_INDEX
     results = []
-    for loss in (F.cross_entropy(x @ weight.T, targets), output.blocked_loss(x, weight, targets)):
+    for loss in (
+        F.cross_entropy(x @ weight.T, targets),
+        blocked_loss.blocked_loss(x, weight, targets),
+    ):
         results.append([loss, *torch.autograd.grad(3 * loss, (x, weight))])
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_16_bits_it_is_as_near_as_all_at_once(monkeypatch, dtype):
-    """Small gradients do not vanish: each is divided by the number of answers at the end."""
-    monkeypatch.setattr(output, "LOGITS", 64 * 100)
+def test_16_bit_blocks_are_as_accurate_as_a_single_pass(monkeypatch, dtype):
+    """Small gradients do not underflow, since the number of answers divides at the end."""
+    monkeypatch.setattr(blocked_loss, "LOGITS_PER_BLOCK", 64 * 100)
     x, weight, targets = drawn(3000, 32, 64, torch.float32)
     exact = F.cross_entropy(x @ weight.T, targets)
     with torch.autocast("cpu", dtype):
-        found = output.blocked_loss(x, weight, targets)
+        found = blocked_loss.blocked_loss(x, weight, targets)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, exact, rtol=0.01, atol=0.01)
     expected = torch.autograd.grad(exact, (x, weight))

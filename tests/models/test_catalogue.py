@@ -1,4 +1,4 @@
-"""From names to circuits: combinations, refusals, a user's own file, and installed packages."""
+"""Circuits by name: combinations, errors, files of users, and installed packages."""
 
 import importlib
 import sys
@@ -9,7 +9,7 @@ import pytest
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.errors import UserError
-from qkablate.models.catalogue import attention, circuits, load_file, settle
+from qkablate.models.catalogue import circuit_classes, load_file, make_attention, resolve_circuits
 
 OWN = """
     from qkablate.attention import QK, matrix, project, split_heads
@@ -46,9 +46,9 @@ def own(tmp_path):
     return write
 
 
-def settled(**variant):
+def resolved(**variant):
     config = Config(variant=resolve_variant(VariantConfig(**variant), ModelConfig()))
-    return settle(config)
+    return resolve_circuits(config)
 
 
 def test_every_circuit_has_a_variant():
@@ -58,11 +58,11 @@ def test_every_circuit_has_a_variant():
 
 
 @pytest.mark.parametrize("name", variants())
-def test_the_files_of_the_catalogue_are_named_as_their_variants(name):
+def test_files_are_named_after_their_variants(name):
     model = ModelConfig()
     variant = resolve_variant(VariantConfig(**variants()[name]), model)
     assert variant.name.startswith(name)
-    assert attention(model, variant).equation
+    assert make_attention(model, variant).equation
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_the_files_of_the_catalogue_are_named_as_their_variants(name):
         ({"mask_self": True}, "separate+mask_self"),
     ],
 )
-def test_the_label_says_what_it_is(given, name):
+def test_variant_label(given, name):
     assert resolve_variant(VariantConfig(**given), ModelConfig()).name == name
 
 
-def test_the_default_rank_and_groups_are_no_standard():
+def test_default_rank_and_groups_differ_from_standard():
     one_head = ModelConfig(heads=1)
     assert resolve_variant(VariantConfig(qk="low_rank"), one_head).rank == 64
     assert resolve_variant(VariantConfig(qk="grouped", ov="grouped"), one_head).groups == 1
@@ -96,29 +96,31 @@ def test_the_default_rank_and_groups_are_no_standard():
     assert resolve_variant(VariantConfig(), six).rank is None
 
 
-def test_a_file_brings_its_circuit_and_its_hash(own):
+def test_file_defines_circuit_and_hash(own):
     path = own(OWN)
-    config, hashes = settled(file=path)
+    config, hashes = resolved(file=path)
     assert (config.variant.qk, config.variant.name) == ("own_qk", "own_qk")
-    qk, ov = circuits(config.variant)
+    qk, ov = circuit_classes(config.variant)
     assert (qk.__name__, ov) == ("Own", OV_CIRCUITS["separate"])
     assert hashes == {"own_qk": load_file(path).sha256}
-    attention(config.model, config.variant)
+    make_attention(config.model, config.variant)
 
 
-def test_a_file_may_bring_an_ov_circuit(own):
-    config, _ = settled(file=own(OWN_OV, "halved.py"), qk="merged")
+def test_file_may_define_an_ov_circuit(own):
+    config, _ = resolved(file=own(OWN_OV, "halved.py"), qk="merged")
     assert config.variant.name == "merged+halved"
-    assert type(attention(config.model, config.variant).ov).__name__ == "Halved"
+    assert type(make_attention(config.model, config.variant).ov).__name__ == "Halved"
 
 
-def test_names_of_rank_and_groups_reach_a_file(own):
+def test_rank_and_groups_reach_the_circuit_of_a_file(own):
     text = OWN.replace('params = "d²"', 'uses = ("rank",)')
     with pytest.raises(UserError, match=r"variant\.rank: Own needs a number"):
-        settled(file=own(text))
-    assert settled(file=own(text, "own_rank.py"), rank=7)[0].variant.name == "own_rank_r7"
-    with pytest.raises(UserError, match=r"variant\.rank: 7 given, but qk=own_qk, ov=separate have"):
-        settled(file=own(OWN), rank=7)
+        resolved(file=own(text))
+    assert resolved(file=own(text, "own_rank.py"), rank=7)[0].variant.name == "own_rank_r7"
+    with pytest.raises(
+        UserError, match=r"variant\.rank: 7 given, but qk=own_qk and ov=separate do not use"
+    ):
+        resolved(file=own(OWN), rank=7)
 
 
 @pytest.mark.parametrize(
@@ -134,44 +136,55 @@ def test_names_of_rank_and_groups_reach_a_file(own):
             .replace("project(x_BTD, self.w_q)", "self.w_q(x_BTD)")
             .replace("    from", "    from torch.nn import Linear\n    from", 1),
             "bad.py",
-            "Own has torch modules, and no `init_` to start them",
+            "Own contains torch modules but no `init_` that initializes them",
         ),
         ("x = 1\0", "bad.py", "null bytes"),
-        (OWN.partition("    def keys")[0], "bad.py", "Own has no `keys`"),
-        (OWN.replace("self.spec.heads)", "2 * self.spec.heads)"), "bad.py", r"qk\.width=32 say"),
-        (OWN, "merged.py", "no name that there is already"),
+        (OWN.partition("    def keys")[0], "bad.py", "Own does not define `keys`"),
+        (
+            OWN.replace("self.spec.heads)", "2 * self.spec.heads)"),
+            "bad.py",
+            r"its heads and qk\.width=32",
+        ),
+        (OWN, "merged.py", "must not be the name of a built-in circuit"),
         (OWN, "my-file.py", "letters, digits and _"),
         (OWN.replace("self.w_q = ", "self.w_q = oops"), "bad.py", "line 8: NameError"),
-        (OWN.replace("split_heads(y_BSD, self.spec.heads)", "y_BSD"), "bad.py", "keys of shape"),
-        (OWN.replace("project(x_BTD", "project(x_BTD[0]"), "bad.py", "queries of shape"),
+        (
+            OWN.replace("split_heads(y_BSD, self.spec.heads)", "y_BSD"),
+            "bad.py",
+            "`keys` of Own returns shape",
+        ),
+        (
+            OWN.replace("project(x_BTD", "project(x_BTD[0]"),
+            "bad.py",
+            "`queries` of Own returns shape",
+        ),
     ],
 )
-def test_what_is_wrong_with_a_file_is_one_line(own, text, name, says):
+def test_errors_in_a_file_are_one_line(own, text, name, says):
     path = own(text, name)
 
     def use():
-        config, _ = settled(file=path)
-        attention(config.model, config.variant)
+        config, _ = resolved(file=path)
+        make_attention(config.model, config.variant)
 
     with pytest.raises(UserError, match=says) as error:
         use()
     assert "\n" not in str(error.value)
 
 
-def test_one_side_cannot_be_two_circuits(own):
-    """variant=merged_w variant.file=own_qk.py: which of the two?"""
-    with pytest.raises(UserError, match=r"is the QK circuit, and variant\.qk is 'merged' already"):
-        settled(file=own(OWN), qk="merged")
+def test_file_and_named_circuit_of_one_side_conflict(own):
+    with pytest.raises(UserError, match=r"defines the QK circuit, but variant\.qk is 'merged'"):
+        resolved(file=own(OWN), qk="merged")
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_file_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"variant\.file: cannot read .*: No such file"):
-        settled(file=str(tmp_path / "none.py"))
+        resolved(file=str(tmp_path / "none.py"))
 
 
 @pytest.fixture
 def installed(own, tmp_path, monkeypatch):
-    """A package that offers a circuit by an entry point."""
+    """Install a package that provides a circuit by an entry point."""
     own(OWN, "some_package_of_circuits.py")
     info = tmp_path / "some_package-1.0.dist-info"
     info.mkdir()
@@ -187,27 +200,27 @@ def installed(own, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_installed_package_offers_a_circuit():
-    config, hashes = settled(qk="offered")
-    assert circuits(config.variant)[0].__name__ == "Own"
+def test_entry_point_provides_a_circuit():
+    config, hashes = resolved(qk="offered")
+    assert circuit_classes(config.variant)[0].__name__ == "Own"
     assert len(hashes["offered"]) == 64
 
 
 @pytest.mark.usefixtures("installed")
-def test_both_sides_may_come_from_outside(own):
-    """The id of a run must know both."""
-    config, hashes = settled(qk="offered", file=own(OWN_OV, "halved.py"))
+def test_both_circuits_may_be_external(own):
+    """The hashes of both enter the id of a run."""
+    config, hashes = resolved(qk="offered", file=own(OWN_OV, "halved.py"))
     assert config.variant.name == "offered+halved"
     assert [*hashes] == ["halved", "offered"]
-    attention(config.model, config.variant)
+    make_attention(config.model, config.variant)
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_offer_that_cannot_be_loaded_is_one_line():
+def test_broken_entry_point_is_reported_in_one_line():
     with pytest.raises(UserError, match=r"variant\.qk: 'broken' .* cannot be loaded"):
-        settled(qk="broken")
+        resolved(qk="broken")
 
 
-def test_an_unknown_name_tells_the_nearest():
+def test_unknown_name_suggests_the_nearest():
     with pytest.raises(UserError, match=r"variant\.ov: 'no_w' is not one of .* \(nearest: no_v"):
-        circuits(VariantConfig(ov="no_w"))
+        circuit_classes(VariantConfig(ov="no_w"))

@@ -1,33 +1,33 @@
-"""Text, token by token: what the caches give is what whole forwards give."""
+"""Generation: decoding with caches equals full forward passes; sampling; text pieces."""
 
 import pytest
 import torch
 
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant
-from qkablate.data.tokenizers import Bytes, Chars
+from qkablate.data.tokenizers import ByteTokenizer, CharTokenizer
 from qkablate.errors import UserError
-from qkablate.models.generate import characters, generate
+from qkablate.models.generate import decode_text, generate
 from qkablate.models.gpt import GPT
 
 CONTEXT = 12
 PROMPT = [3, 1, 4]
 
 
-def wild(position="learned", **variant):
-    """A model whose every token depends on all that it sees: far from a start's small weights."""
+def large_weights_model(position="learned", **variant):
+    """Return a model with large weights, whose predictions depend on the whole context."""
     config = ModelConfig(layers=2, d_model=16, heads=4, context=CONTEXT, position=position)
     model = GPT(config, resolve_variant(VariantConfig(**variant), config), 50).init_(0).double()
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += torch.randn(parameter.shape, generator=noise, dtype=torch.float64)
-        # Else the tied embedding says the last token again.
+        # Otherwise the tied embedding repeats the last token.
         model.norm.weight.copy_(torch.randn(16, generator=noise))
     return model.eval()
 
 
-def by_whole_forwards(model, prompt, count):
-    """Greedy, and no cache: the window grows to the context, then begins at its last half."""
+def greedy_reference(model, prompt, count):
+    """Decode greedily without a cache, restarting from the last half of a full context."""
     tokens, first = list(prompt), 0
     for _ in range(count):
         if len(tokens) - first > CONTEXT:
@@ -38,11 +38,11 @@ def by_whole_forwards(model, prompt, count):
 
 @pytest.mark.parametrize("position", ["learned", "none", "alibi", "rope"])
 @pytest.mark.parametrize("prompt", [PROMPT, list(range(CONTEXT)), list(range(40))], ids=len)
-def test_greedy_is_the_argmax_of_whole_forwards(position, prompt):
-    model = wild(position)
+def test_greedy_decoding_equals_full_forward_passes(position, prompt):
+    model = large_weights_model(position)
     text = list(generate(model, prompt, count=60, temperature=0))
-    assert text == by_whole_forwards(model, prompt, 60)
-    assert len(set(text)) > 6  # a model that says one thing would show nothing
+    assert text == greedy_reference(model, prompt, 60)
+    assert len(set(text)) > 6  # the text is not constant
 
 
 @pytest.mark.parametrize(
@@ -58,20 +58,20 @@ def test_greedy_is_the_argmax_of_whole_forwards(position, prompt):
     ],
     ids=str,
 )
-def test_greedy_whatever_a_decoder_keeps(variant):
-    model = wild(**variant)
+def test_greedy_decoding_with_every_kind_of_cache(variant):
+    model = large_weights_model(**variant)
     text = list(generate(model, PROMPT, count=40, temperature=0))
-    assert text == by_whole_forwards(model, PROMPT, 40)
+    assert text == greedy_reference(model, PROMPT, 40)
 
 
-def test_a_context_of_one():
+def test_context_of_one_position():
     config = ModelConfig(layers=1, d_model=8, heads=2, context=1)
     model = GPT(config, resolve_variant(VariantConfig(), config), 5).init_(0).eval()
     assert len(list(generate(model, [1, 2], count=4, temperature=0))) == 4
 
 
-def test_the_seed_decides():
-    model = wild()
+def test_seed_determines_the_text():
+    model = large_weights_model()
 
     def text(**changed):
         settings = {"count": 40, "temperature": 1.0, "seed": 0} | changed
@@ -79,21 +79,21 @@ def test_the_seed_decides():
 
     assert text() == text()
     assert text() != text(seed=1)
-    assert text(top_k=50) == text()  # all there are
+    assert text(top_k=50) == text()  # the whole vocabulary
     assert text(top_k=10**9) == text()
     assert text(top_k=3) != text()
 
 
-def test_one_candidate_is_no_choice():
-    model = wild()
+def test_top_1_is_greedy():
+    model = large_weights_model()
     greedy = list(generate(model, PROMPT, count=40, temperature=0))
     for settings in ({"top_k": 1, "temperature": 5.0}, {"temperature": 1e-300}):
         assert list(generate(model, PROMPT, count=40, seed=7, **settings)) == greedy
 
 
-def test_draws_follow_temperature_and_top_k():
-    """Frequencies of the first token against softmax(logits / T) among the k likeliest."""
-    model = wild()
+def test_samples_follow_temperature_and_top_k():
+    """Frequencies of the first token follow softmax(logits / T) over the top k."""
+    model = large_weights_model()
     logits = model(torch.tensor([PROMPT]))[0, -1] / 3
     likeliest, ids = logits.topk(4)
     draws = [
@@ -105,16 +105,16 @@ def test_draws_follow_temperature_and_top_k():
     assert {*draws} <= {*ids.tolist()}
 
 
-def test_a_diverged_model():
-    model = wild()
+def test_diverged_model_is_rejected():
+    model = large_weights_model()
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
         next(generate(model, PROMPT, count=1, temperature=1.0))
 
 
-def test_pieces_are_whole_characters():
-    """A character of several bytes comes with its last one; bytes that make none are replaced."""
+def test_pieces_are_complete_characters():
+    """Multi-byte characters are complete, and invalid bytes are replaced."""
     pulled = []
 
     def ids(text):
@@ -122,7 +122,7 @@ def test_pieces_are_whole_characters():
             pulled.append(byte)
             yield byte
 
-    seen = [(piece, len(pulled)) for piece in characters(Bytes(), ids("aé∑𝄞".encode()))]
+    seen = [(piece, len(pulled)) for piece in decode_text(ByteTokenizer(), ids("aé∑𝄞".encode()))]
     assert seen == [("a", 1), ("é", 3), ("∑", 6), ("𝄞", 10)]
-    assert "".join(characters(Bytes(), b"a\xffb\xe2\x88")) == "a\ufffdb\ufffd"
-    assert list(characters(Chars("aé∑"), [2, 0, 1])) == ["∑", "a", "é"]
+    assert "".join(decode_text(ByteTokenizer(), b"a\xffb\xe2\x88")) == "a\ufffdb\ufffd"
+    assert list(decode_text(CharTokenizer("aé∑"), [2, 0, 1])) == ["∑", "a", "é"]

@@ -1,4 +1,4 @@
-"""The GPT: names, pairing, the ledger, the price of a token, and decoding."""
+"""GPT: initialization by name, parameter counts, costs, decoding, loss, memory."""
 
 import re
 from itertools import product
@@ -11,16 +11,16 @@ from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.errors import UserError
 from qkablate.models import blocked_loss
-from qkablate.models.catalogue import attention
+from qkablate.models.catalogue import make_attention
 from qkablate.models.cost import (
-    attention_cost,
+    compute_attention_cost,
     forward_flops_per_token,
     mean_causal_keys,
     training_flops_per_token,
 )
 from qkablate.models.gpt import GPT
 
-# The catalogue, and circuits that have no name of their own in it.
+# The catalogue, and circuits without a variant of their own.
 ALL = variants() | {
     "grouped+separate": {"qk": "grouped"},
     "separate+grouped": {"ov": "grouped"},
@@ -32,7 +32,7 @@ ROTATABLE = {*QK_CIRCUITS} - {"merged", "symmetric", "reassociated", *CONTENTLES
 
 
 def gpt(name="standard", *, seed=0, variant=None, kernel="auto", **model):
-    """A small model at its start; `variant` has more keys for the variant called `name`."""
+    """Return a small initialized model; `variant` overrides keys of the variant `name`."""
     config = ModelConfig(**({"layers": 2, "d_model": 32, "heads": 4, "context": 16} | model))
     given = resolve_variant(VariantConfig(**ALL[name] | (variant or {})), config)
     return GPT(config, given, 50, kernel=kernel).init_(seed)
@@ -42,7 +42,7 @@ def tokens_of(batch: int, length: int) -> torch.Tensor:
     return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-def test_no_circuit_is_left_out():
+def test_all_circuits_are_tested():
     assert {entry.get("qk", "separate") for entry in ALL.values()} == {*QK_CIRCUITS}
     assert {entry.get("ov", "separate") for entry in ALL.values()} == {*OV_CIRCUITS}
 
@@ -65,8 +65,8 @@ def test_every_parameter_is_set(name, bias):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("draws", ["gpt2", "linear"])
-def test_variants_share_what_they_share(name, draws):
-    """Tensors of the same name and shape are bit-equal at the start, across variants."""
+def test_shared_tensors_are_equal_across_variants(name, draws):
+    """Initial tensors of the same name and shape are bit-equal across variants."""
     for init in ("matched", "naive"):
         standard, ours = (
             dict(gpt(n, seed=3, bias=True, init=draws, variant={"init": init}).named_parameters())
@@ -77,8 +77,8 @@ def test_variants_share_what_they_share(name, draws):
         assert all(torch.equal(ours[n], standard[n]) for n in shared)
 
 
-def test_layers_and_context_do_not_shift_the_draws():
-    """A tensor's start depends on its name alone, not on what else the model holds."""
+def test_draws_do_not_depend_on_layers_and_context():
+    """The initial value of a tensor depends on its name alone."""
     small, deep, long = (
         dict(gpt(**more).named_parameters()) for more in ({}, {"layers": 3}, {"context": 8})
     )
@@ -94,58 +94,58 @@ def test_layers_and_context_do_not_shift_the_draws():
 @pytest.mark.parametrize("name", ["merged_w", "merged_ov", "merged+merged"])
 @pytest.mark.parametrize("draws", ["gpt2", "linear"])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_merged_forms_start_as_standard(name, draws, bias):
-    """The matched start is the product of the very tensors that standard draws."""
+def test_merged_forms_are_initialized_as_standard(name, draws, bias):
+    """The matched initialization is the product of the tensors that standard draws."""
     logits = [gpt(n, init=draws, bias=bias).double()(tokens_of(3, 16)) for n in ("standard", name)]
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_ledger_sums_to_numel(name):
+def test_parameter_counts_sum_to_numel(name):
     for bias, norm, position in product((False, True), ("pre", "none"), ("learned", "alibi")):
         model = gpt(name, bias=bias, norm=norm, position=position)
-        ledger = model.ledger()
-        assert ledger["total"] == sum(p.numel() for p in model.parameters())
-        assert ledger["total"] == sum(ledger[p] for p in ("embedding", "attention", "mlp", "norm"))
-        assert ledger["embedding"] == 32 * (50 + 16 * (position == "learned"))
-        assert (ledger["norm"] == 0) == (norm == "none")
-        assert ledger["attention"] == sum(
-            p.numel() for a in model.attentions() for p in a.parameters()
+        counts = model.parameter_counts()
+        assert counts["total"] == sum(p.numel() for p in model.parameters())
+        assert counts["total"] == sum(counts[p] for p in ("embedding", "attention", "mlp", "norm"))
+        assert counts["embedding"] == 32 * (50 + 16 * (position == "learned"))
+        assert (counts["norm"] == 0) == (norm == "none")
+        assert counts["attention"] == sum(
+            p.numel() for layer in model.attention_layers() for p in layer.module.parameters()
         )
 
 
 def evaluated(formula: str, **sizes: int) -> float:
-    """'h d (d+1) / 2': what stands side by side is multiplied."""
+    """Evaluate a formula like 'h d (d+1) / 2'; juxtaposition is multiplication."""
     formula = re.sub(r"(?<=[\w²)]) (?=[\w(])", " * ", formula).replace("²", " ** 2")
     return eval(formula, {}, sizes)
 
 
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
-def test_parameters_are_as_the_formulas_say(qk):
-    """For every pair of circuits, at sizes of which none is another."""
+def test_parameter_formulas(qk):
+    """The formulas hold for every pair of circuits, at pairwise different sizes."""
     model = ModelConfig(d_model=24, heads=4, context=17)
     sizes = {"d": 24, "h": 4, "k": 6, "r": 5, "g": 2, "T": 17}
     for ov, norm in product(OV_CIRCUITS, ("none", "qk", "unit_keys")):
         variant = VariantConfig(qk=qk, ov=ov, norm=norm, rank=5, groups=2)
         try:
-            layer = attention(model, variant)
+            layer = make_attention(model, variant)
         except UserError:
             continue
         for part in (layer.qk, layer.ov, layer.norm):
             if part is not None:
                 real = sum(p.numel() for p in part.parameters())
                 assert evaluated(part.params, **sizes) == real, type(part).__name__
-                assert part.count() == real
+                assert part.count_params() == real
         assert evaluated(layer.params, **sizes) == sum(p.numel() for p in layer.parameters())
-        cost = attention_cost(layer, keys=1, context=17, tokens_per_pass=1)
+        cost = compute_attention_cost(layer, keys=1, context=17, tokens_per_pass=1)
         assert cost.params == sum(p.numel() for p in layer.parameters())
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_flops_against_torchs_counter(name):
-    """Our sum of terms is what torch counts (which knows no causal saving)."""
+def test_flops_agree_with_torchs_counter(name):
+    """The formulas agree with torch, which does not count causal savings."""
     for bias, batch in ((False, 2), (True, 3)):
-        model = gpt(name, bias=bias, kernel="math")  # the counter sees into this kernel
+        model = gpt(name, bias=bias, kernel="math")  # the counter supports this kernel
         tokens = tokens_of(batch, 16)
         with FlopCounterMode(display=False) as counter:
             model(tokens)
@@ -153,7 +153,7 @@ def test_flops_against_torchs_counter(name):
         assert counter.get_total_flops() == pytest.approx(ours * tokens.numel(), rel=1e-12)
 
 
-def test_training_flops_count_causal_keys_and_the_way_back():
+def test_training_flops_count_causal_keys_and_the_backward_pass():
     model = gpt()
     assert mean_causal_keys(16) == sum(range(1, 17)) / 16
     forward = forward_flops_per_token(model, keys=8.5, tokens_per_pass=32)
@@ -172,13 +172,13 @@ def test_training_flops_count_causal_keys_and_the_way_back():
         ({"qk": "shared", "ov": "tied"}, 294_912, 589_824, 98_688, 98_688, 768),
         ({"qk": "merged"}, 1_179_648, 2_359_296, 592_128, 98_688, 1536),
         ({"qk": "low_rank", "rank": 16}, 368_640, 737_280, 24_672, 98_688, 960),
-        # Without the 576 multiplications of the mixing, which are no matrix product.
+        # Without the 576 multiplications of the mixing, which are not a matmul.
         ({"qk": "collaborative", "rank": 96}, 369_216, 737_280, 148_032, 98_688, 960),
         ({"qk": "no_q"}, 442_368, 884_736, 98_688, 98_688, 1536),
         ({"ov": "no_v"}, 442_368, 884_736, 98_688, 98_688, 1536),
         ({"ov": "no_o"}, 442_368, 884_736, 98_688, 98_688, 1536),
         ({"qk": "static"}, 688_128, 589_824, 0, 98_688, 768),
-        # With the values absorbed: averages of x, and x is all that is kept.
+        # The heads average x, and only x is cached.
         ({"qk": "merged", "ov": "merged"}, 1_769_472, 3_538_944, 592_128, 592_128, 768),
     ],
     ids=lambda value: "+".join(map(str, value.values())) if isinstance(value, dict) else "",
@@ -186,20 +186,22 @@ def test_training_flops_count_causal_keys_and_the_way_back():
 def test_golden_costs(variant, params, projections, scores, values, cached):
     """The cost table of the variants at d=384, h=6, k=64, T=256; the cache in bytes of fp16."""
     model = ModelConfig(d_model=384, heads=6, context=256)
-    layer = attention(model, resolve_variant(VariantConfig(**variant), model))
-    cost = attention_cost(layer, keys=mean_causal_keys(256), context=256, tokens_per_pass=1e9)
+    layer = make_attention(model, resolve_variant(VariantConfig(**variant), model))
+    cost = compute_attention_cost(
+        layer, keys=mean_causal_keys(256), context=256, tokens_per_pass=1e9
+    )
     assert (cost.params, cost.projections) == (params, projections)
     assert (cost.scores, cost.values) == (scores, values)
     assert cost.flops == projections + scores + values
     assert 2 * cost.cached == cached
-    assert cost.scores_held == 6 * 256**2
+    assert cost.score_numel == 6 * 256**2
 
 
-def test_reassociation_costs_a_product_of_weights_each_pass():
+def test_reassociation_costs_a_product_of_weights_per_pass():
     model = ModelConfig(d_model=384, heads=6, context=256)
-    layer = attention(model, resolve_variant(VariantConfig(qk="reassociated"), model))
+    layer = make_attention(model, resolve_variant(VariantConfig(qk="reassociated"), model))
     few, many = (
-        attention_cost(layer, keys=128.5, context=256, tokens_per_pass=n) for n in (1, 256)
+        compute_attention_cost(layer, keys=128.5, context=256, tokens_per_pass=n) for n in (1, 256)
     )
     per_pass = 2 * 384 * 64 * 384 * 6
     assert few.projections - many.projections == pytest.approx(per_pass * (1 - 1 / 256))
@@ -209,23 +211,23 @@ def test_reassociation_costs_a_product_of_weights_each_pass():
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("position", ["learned", "none", "alibi", "rope"])
-def test_cached_decoding_is_the_full_forward(name, position):
-    """In pieces of five, one and ten tokens."""
+def test_cached_decoding_equals_the_full_forward_pass(name, position):
+    """Pieces have five, one and ten tokens."""
     if position == "rope" and ALL[name].get("qk", "separate") not in ROTATABLE:
         with pytest.raises(UserError, match="rope"):
             gpt(name, position=position)
         return
     model, tokens = gpt(name, position=position, bias=True).double(), tokens_of(2, 16)
-    caches = model.caches()
+    caches = model.make_caches()
     pieces = torch.cat([model(piece, caches) for piece in tokens.split((5, 1, 10), 1)], 1)
     torch.testing.assert_close(pieces, model(tokens), rtol=1e-10, atol=1e-10)
-    for cache, layer in zip(caches, model.attentions(), strict=True):
+    for cache, layer in zip(caches, model.attention_layers(), strict=True):
         assert cache.length == 16
-        assert cache.bytes_per_token() == 8 * layer.cached_per_token
+        assert cache.bytes_per_token() == 8 * layer.module.cached_per_token
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_dropout_is_for_training(name):
+def test_dropout_is_inactive_in_eval_mode(name):
     model, tokens = gpt(name, dropout=0.5), tokens_of(2, 16)
     torch.manual_seed(0)
     assert not torch.equal(model(tokens), model(tokens))
@@ -234,7 +236,7 @@ def test_dropout_is_for_training(name):
 
 
 def test_attention_skip_and_norm():
-    """Without skip the attention's output replaces the stream, without norm nothing rescales it."""
+    """Without skip the output of the attention replaces the stream, without norm unscaled."""
     tokens = torch.randint(50, (2, 16))
     base, no_skip, no_norm = gpt(), gpt(attention_skip=False), gpt(norm="none")
     assert not torch.allclose(base(tokens), no_skip(tokens))
@@ -244,8 +246,8 @@ def test_attention_skip_and_norm():
     torch.testing.assert_close(block(x), written + block.mlp(block.norm_2(written)))
 
 
-def test_no_position_means_no_order():
-    """Without positions the last token's logits ignore the order of those before it."""
+def test_without_positions_order_does_not_matter():
+    """The logits of the last token do not depend on the order of the others."""
     model = gpt(position="none", layers=1)
     tokens = torch.tensor([[1, 2, 3, 4], [3, 1, 2, 4]])
     logits = model(tokens)
@@ -253,7 +255,7 @@ def test_no_position_means_no_order():
     assert not torch.allclose(*gpt(layers=1)(tokens)[:, -1])
 
 
-def test_loss_ignores_padding():
+def test_loss_ignores_masked_targets():
     model = gpt()
     tokens, targets = torch.randint(50, (2, 16)), torch.randint(50, (2, 16))
     padded = targets.clone()
@@ -262,8 +264,8 @@ def test_loss_ignores_padding():
     torch.testing.assert_close(model.loss(tokens, padded, reduction="sum"), one)
 
 
-def test_what_a_circuit_is_made_of_starts_as_the_circuit_says(monkeypatch):
-    """The model's own draws are for its own layers."""
+def test_circuits_initialize_their_own_submodules(monkeypatch):
+    """The model initializes only its own layers."""
 
     class Made(QK_CIRCUITS["separate"]):
         def __init__(self, spec):
@@ -277,13 +279,13 @@ def test_what_a_circuit_is_made_of_starts_as_the_circuit_says(monkeypatch):
             self.inner.bias.fill_(3)
 
     monkeypatch.setitem(QK_CIRCUITS, "separate", Made)
-    qk = gpt("standard").attentions()[0].qk
+    qk = gpt("standard").attention_layers()[0].module.qk
     started = (qk.w_q, qk.inner.weight, qk.inner.bias)
     assert {float(t.detach().unique()) for t in started} == {1, 2, 3}
 
 
-def test_answers_at_some_places_are_those_of_all_places():
-    """Only the positions that answer reach the output projection: same losses, same gradients."""
+def test_losses_at_selected_positions():
+    """Selected positions have the same losses and gradients as in the full loss."""
     model, other = (gpt("standard") for _ in range(2))
     tokens_BT = torch.randint(31, (3, 8))
     where_BA = torch.tensor([[1, 7], [0, 3], [2, 0]])
@@ -296,37 +298,37 @@ def test_answers_at_some_places_are_those_of_all_places():
     all_.backward()
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
-    losses_BA, hits_BA = model.graded(tokens_BT, targets_BA, where_BA)
+    losses_BA, hits_BA = model.loss_and_hits(tokens_BT, targets_BA, where_BA)
     torch.testing.assert_close(losses_BA.sum() / 5, few)
     likeliest_BA = model(tokens_BT).argmax(-1).gather(1, where_BA)
     assert torch.equal(hits_BA, likeliest_BA == targets_BA)
-    losses_BT, _ = model.graded(tokens_BT, dense_BT)
+    losses_BT, _ = model.loss_and_hits(tokens_BT, dense_BT)
     torch.testing.assert_close(losses_BT.sum(), losses_BA.sum())
 
 
-def test_a_model_without_mlp():
+def test_model_without_mlp():
     model = gpt("standard", mlp_ratio=0.0)
-    assert model.ledger()["mlp"] == 0
+    assert model.parameter_counts()["mlp"] == 0
     assert not any("norm_2" in name for name, _ in model.named_parameters())
     x_BTD = torch.randn(2, 5, model.config.d_model)
     block = model.blocks[0]
     torch.testing.assert_close(block(x_BTD), x_BTD + block.attention(block.norm_1(x_BTD)))
 
 
-def test_flops_of_few_answers():
+def test_flops_depend_on_the_answer_fraction():
     model = gpt("standard")
     all_, half = (training_flops_per_token(model, 8, part) for part in (1.0, 0.5))
-    assert all_ - half == pytest.approx(3 * 0.5 * 2 * model.token_embedding.weight.numel())
+    assert all_ - half == pytest.approx(3 * 0.5 * 2 * model.output_weight.numel())
 
 
 @pytest.mark.parametrize("answers", [None, 3])
-def test_a_model_with_many_logits_never_has_them_all(monkeypatch, largest, answers):
+def test_blocked_loss_never_stores_all_logits(monkeypatch, largest, answers):
     model, tokens = gpt(mlp_ratio=1.0, d_model=4, heads=1, context=12), tokens_of(8, 12)
     where = None if answers is None else torch.arange(answers).expand(8, -1)
     targets = tokens if answers is None else tokens[:, :answers]
     losses = []
-    for most in (blocked_loss.LOGITS, 50 * 10):
-        monkeypatch.setattr(blocked_loss, "LOGITS", most)
+    for most in (blocked_loss.LOGITS_PER_BLOCK, 50 * 10):
+        monkeypatch.setattr(blocked_loss, "LOGITS_PER_BLOCK", most)
         model.zero_grad()
         with largest() as found:
             loss = model.loss(tokens, targets, where)
@@ -338,8 +340,8 @@ def test_a_model_with_many_logits_never_has_them_all(monkeypatch, largest, answe
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_activations_computed_twice_are_the_same(name, dropout):
-    """To the last bit, and with dropout the same units are dropped again."""
+def test_recomputed_activations_are_identical(name, dropout):
+    """They are bit-equal, and dropout drops the same units again."""
     found = []
     for again in (False, True):
         model = gpt(name, dropout=dropout)
@@ -352,9 +354,9 @@ def test_activations_computed_twice_are_the_same(name, dropout):
     assert all(map(torch.equal, *found))
 
 
-def test_activations_computed_twice_are_not_kept():
-    """Of each block its input alone."""
-    kept = []
+def test_recomputed_activations_are_not_stored():
+    """Only the input of each block is stored."""
+    stored = []
     for again in (False, True):
         model = gpt(layers=6)
         model.checkpoint_activations = again
@@ -369,7 +371,7 @@ def test_activations_computed_twice_are_not_kept():
         tokens_BT = tokens_of(2, 17)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
-        kept.append(sum(saved.values()))
-    stream = 2 * 16 * 32  # what goes from block to block
-    assert kept[0] > 6 * 10 * stream
-    assert kept[1] < 6 * stream + 8 * stream  # and what embedding, norm and loss keep
+        stored.append(sum(saved.values()))
+    stream = 2 * 16 * 32  # the numbers between blocks
+    assert stored[0] > 6 * 10 * stream
+    assert stored[1] < 6 * stream + 8 * stream  # plus those of embedding, norm and loss

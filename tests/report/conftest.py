@@ -1,7 +1,6 @@
-"""Chapters of sweeps whose results are made up, as those of tests/analysis are."""
+"""Sections of sweeps whose results are made up, as those of tests/analysis are."""
 
 import dataclasses
-import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,27 +8,28 @@ from typing import Any
 import pytest
 
 from qkablate.analysis.claims.judgement import judge_claim
-from qkablate.analysis.claims.parse import parse
-from qkablate.analysis.claims.registry import grid_of
-from qkablate.report.section import Chapter
-from tests.analysis.conftest import World, _composed, cached_world, corpus, freeze, world
+from qkablate.analysis.claims.parse import parse_claim
+from qkablate.analysis.claims.registry import claim_grid
+from qkablate.report.section import Section
+from tests.analysis.worlds import (
+    cached_manifest,
+    cached_world,
+    compose_manifest,
+    corpus,
+    freeze_world,
+    world,
+)
 
-__all__ = ["_composed", "cached_world", "corpus", "world"]
+__all__ = ["cached_manifest", "cached_world", "corpus", "world"]
 
 TRUTH = {"no_q": 0.05, "shared_qk": -0.03, "merged_w": 0.0}  # gaps; the others have none
 STEPS = (2, 4, 6, 8, 10, 12)
 
 
 @pytest.fixture(scope="session")
-def made(corpus, _composed, tmp_path_factory) -> Callable[..., Any]:
-    """As `cached_world`, in a folder that outlives the test."""
-
-    def freeze_sweep(*words: str) -> Any:
-        folder = tmp_path_factory.mktemp("made")
-        compose = inspect.unwrap(world)(corpus, folder)
-        return inspect.unwrap(cached_world)(compose, _composed, folder)(*words)
-
-    return freeze_sweep
+def made(cached_manifest, tmp_path_factory) -> Callable[..., Any]:
+    """Freeze a sweep as `cached_world` does, in a folder that outlives the test."""
+    return lambda *words: freeze_world(cached_manifest(*words), tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture(scope="session")
@@ -60,10 +60,10 @@ def with_curves(loss_of) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def chapter_of() -> Callable[..., Chapter]:
-    def make(world: Any, margin: float | None = None) -> Chapter:
+def section_of() -> Callable[..., Section]:
+    def make(world: Any, margin: float | None = None) -> Section:
         study = world.study()
-        return Chapter.of(study.name, f"read from {study.manifest.folder}", study, margin)
+        return Section.from_study(study.name, f"read from {study.manifest.folder}", study, margin)
 
     return make
 
@@ -76,13 +76,13 @@ def finished(made, loss_of, with_curves) -> Any:
 
 
 @pytest.fixture(scope="session")
-def chapter(finished, chapter_of) -> Chapter:
-    return chapter_of(finished)
+def section(finished, section_of) -> Section:
+    return section_of(finished)
 
 
 @pytest.fixture(scope="session")
-def claimed(corpus, tmp_path_factory) -> Callable[..., Chapter]:
-    """A chapter of the claim that no_q is no worse than standard by 0.01, and of runs with exactly
+def claimed(corpus, tmp_path_factory) -> Callable[..., Section]:
+    """A section of the claim that no_q is no worse than standard by 0.01, and of runs with exactly
     that gap; or of the same runs by a part that says something else, which is exploratory.
     """
     grid = {"variant": "standard,no_q"}
@@ -92,7 +92,7 @@ def claimed(corpus, tmp_path_factory) -> Callable[..., Chapter]:
         part = {"arm": "no_q", "kind": "noninferior", "margin": 0.01} | part
         content = {"says": says, "source": "a comment", "seeds": 4, "parts": {"within": part}}
         content |= {"tuning_seeds": 0, "grid": grid}
-        return dataclasses.replace(parse("mine", content, "small", {}), grid=grid)
+        return dataclasses.replace(parse_claim("mine", content, "small", {}), grid=grid)
 
     def judge(
         gap: float,
@@ -101,15 +101,14 @@ def claimed(corpus, tmp_path_factory) -> Callable[..., Chapter]:
         reasons: tuple[str, ...] = (),
         end: Callable[[int], Any] = lambda number: None,
         **part: Any,
-    ) -> Chapter:
+    ) -> Section:
         """`end` says how the n-th run of no_q ends, where that is not its loss."""
         folder = tmp_path_factory.mktemp("claimed")
         own = claim("Keys alone are enough.")
         if not frozen:
-            asked, words = grid_of(own, 4)
-            frozen.append(inspect.unwrap(world)(corpus, folder)(*words, grid=asked).manifest)
-        manifest = dataclasses.replace(frozen[0], out=str(folder / "outputs"))
-        made = World(freeze(manifest, ["the plan"]))
+            asked, words = claim_grid(own, 4)
+            frozen.append(compose_manifest(corpus, *words, grid=asked))
+        made = freeze_world(frozen[0], folder)
         offsets = (-0.001, 0.001, -0.0005, 0.0005)
         seeds = own.seeds_of("final", 4)
         for run in made.runs()[:ended]:
@@ -121,6 +120,6 @@ def claimed(corpus, tmp_path_factory) -> Callable[..., Chapter]:
         worded = claim(says, **part)
         found = judge_claim(worded, made.study(), [*reasons])
         title = f"claim {worded.title}"
-        return Chapter.of(title, "read from here", found.study, judgement=found)
+        return Section.from_study(title, "read from here", found.study, judgement=found)
 
     return judge

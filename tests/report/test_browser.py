@@ -13,8 +13,8 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
-from qkablate.report.page import page
-from qkablate.report.section import Chapter
+from qkablate.report.page import render_page
+from qkablate.report.section import Section
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 HOSTILE = '</script><script>alert(1)</script><img src="https://x.invalid/" onerror="alert(2)">'
@@ -54,7 +54,9 @@ def losses(manifest):
 
 
 def write(made, path):
-    path.write_text(page([Chapter.of("A sweep", "", made.study())], "A sweep"), encoding="utf-8")
+    path.write_text(
+        render_page([Section.from_study("A sweep", "", made.study())], "A sweep"), encoding="utf-8"
+    )
     return path.as_uri()
 
 
@@ -270,7 +272,7 @@ def test_the_keyboard_is_enough(opened, address):
     while "gap, nats [95 %]" not in seen and len(seen) < 40:
         shown.keyboard.press("Tab")
         seen.append(shown.evaluate("document.activeElement.textContent.trim()"))
-    assert seen[0] == "To the answer"
+    assert seen[0] == "Skip to the summary"
     assert seen[-1] == "gap, nats [95 %]"
     shown.keyboard.press("Enter")
     assert shown.locator("th[aria-sort=ascending]").inner_text().startswith("gap")
@@ -334,6 +336,6 @@ def test_of_many_sizes_one_is_shown_at_a_time(opened, world, tmp_path):
 
 def test_a_sweep_without_a_result_is_a_page(opened, world, tmp_path):
     shown = opened(write(world("variant=standard,no_q", "seed=range(2)"), tmp_path / "none.html"))
-    assert "nothing to say" in shown.locator(".answer").inner_text()
+    assert "No run is done yet" in shown.locator(".answer").inner_text()
     assert "4 waiting" in shown.locator(".status").inner_text()
     assert shown.locator("svg").count() == 0

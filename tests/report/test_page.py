@@ -11,10 +11,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from qkablate.analysis.study.standalone_runs import study_of
-from qkablate.report.charts import charts
-from qkablate.report.page import page
-from qkablate.report.section import Chapter, together
+from qkablate.analysis.study.standalone_runs import read_standalone_runs
+from qkablate.report.charts import make_charts
+from qkablate.report.page import render_page
+from qkablate.report.section import Section, share_styles
 
 ONE = ("variant=standard,no_q", "seed=range(2)")
 FULL = ("variant=standard,no_q", "model.d_model=16,32", "seed=range(2)", "sweep.tune=true")
@@ -94,14 +94,14 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def full(made, loss_of, with_curves, chapter_of):
+def full(made, loss_of, with_curves, section_of):
     """A sweep with something of everything."""
-    return chapter_of(with_curves(made(*FULL).finish(loss_of)))
+    return section_of(with_curves(made(*FULL).finish(loss_of)))
 
 
 @pytest.fixture(scope="module")
 def written(full):
-    return page([full], "a sweep")
+    return render_page([full], "a sweep")
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +109,11 @@ def parsed(written):
     return Page(written)
 
 
-def assert_sound(text, chapters=1):
+def assert_sound(text, sections=1):
     """What every page promises."""
     found = Page(text)
     assert len({*found.ids}) == len(found.ids)
-    assert len(found.all("article")) == len(found.all("h1")) == chapters
+    assert len(found.all("article")) == len(found.all("h1")) == sections
     assert len(found.scripts) == 3
     for _, attributes in found.elements:
         for key, value in attributes.items():
@@ -201,7 +201,7 @@ def test_the_parts_stand_in_their_order(parsed):
 
 
 def test_every_picture_is_there_with_its_caption(full, parsed):
-    drawn = charts(full)
+    drawn = make_charts(full)
     panels = [panel for chart in drawn for panel in chart.panels]
     packed = parsed.specs["panels"]
     assert len(packed) == len(panels) == len(parsed.panels)
@@ -223,50 +223,59 @@ def test_every_run_is_there_with_its_command(full, parsed):
     assert len(commands) == len(full.study.records) + tuning == 48
 
 
-def test_the_status_counts_the_runs(full, written, cached_world, loss_of, chapter_of):
+def test_the_status_counts_the_runs(full, written, cached_world, loss_of, section_of):
     assert "48 runs: 48 done" in written
     made = cached_world("variant=standard,no_q", "seed=range(4)")
     made.finish(lambda run: (loss_of(run), "diverged", "failed", None)[run.changes["seed"]])
-    text = page([chapter_of(made)], "half")
+    text = render_page([section_of(made)], "half")
     assert "8 runs: 2 done, 2 diverged, 2 failed, 2 waiting" in text
     assert "ValueError: no" in text
 
 
-def test_a_sweep_without_a_result_has_a_page(cached_world, chapter_of):
-    found = assert_sound(page([chapter_of(cached_world(*ONE))], "nothing yet"))
+def test_a_sweep_without_a_result_has_a_page(cached_world, section_of):
+    found = assert_sound(render_page([section_of(cached_world(*ONE))], "nothing yet"))
     assert found.panels == []
     assert "4 runs: 4 waiting" in found.text
-    assert "nothing to say" in found.text
-    assert "not known: no run has a result" in found.text
+    assert "No run is done yet" in found.text
+    assert "unknown: no run has a result" in found.text
 
 
 def test_no_run_at_all_has_a_page(tmp_path):
     (tmp_path / "nothing-here").mkdir()
-    study = study_of([tmp_path / "nothing-here"])
-    found = assert_sound(page([Chapter.of("nothing", "read from nowhere", study)], "nothing"))
+    study = read_standalone_runs([tmp_path / "nothing-here"])
+    found = assert_sound(
+        render_page([Section.from_study("nothing", "read from nowhere", study)], "nothing")
+    )
     assert "nothing-here: its config.yaml cannot be read" in found.text
-    assert_sound(page([Chapter.of("nothing", "read from nowhere", study_of([]))], "nothing"))
+    assert_sound(
+        render_page(
+            [Section.from_study("nothing", "read from nowhere", read_standalone_runs([]))],
+            "nothing",
+        )
+    )
 
 
-def test_several_chapters_are_one_page(full, chapter, claimed, cached_world, chapter_of):
-    chapters = [full, claimed(0.0), chapter, chapter_of(cached_world(*ONE))]
-    found = assert_sound(page(chapters, "all of it"), chapters=4)
+def test_several_chapters_are_one_page(full, section, claimed, cached_world, section_of):
+    sections = [full, claimed(0.0), section, section_of(cached_world(*ONE))]
+    found = assert_sound(render_page(sections, "all of it"), sections=4)
     links = [own["href"] for own in found.all("a") if own["href"] != "#main"]
     assert links == ["#c1", "#c2", "#c3", "#c4"]
-    assert len(found.panels) == sum(len(chart.panels) for one in chapters for chart in charts(one))
-    for one in chapters:
+    assert len(found.panels) == sum(
+        len(chart.panels) for one in sections for chart in make_charts(one)
+    )
+    for one in sections:
         assert one.title in found.text
 
 
-def test_a_variant_has_one_look_in_all_chapters(cached_world, chapter_of):
+def test_a_variant_has_one_look_in_all_chapters(cached_world, section_of):
     """Also one that has no look of its own: another rank than that of its entry."""
     words = ("model.d_model=16", "model.heads=2", "variant.rank=2,3,4")
-    many = chapter_of(cached_world("variant=standard,low_rank_w", "seed=0", *words))
-    few = chapter_of(cached_world("variant=standard,low_rank_w", "seed=0", "variant.rank=4"))
+    many = section_of(cached_world("variant=standard,low_rank_w", "seed=0", *words))
+    few = section_of(cached_world("variant=standard,low_rank_w", "seed=0", "variant.rank=4"))
     name = "low_rank_w_r4"
-    assert many.looks[name] != few.looks[name]
-    one, other = together([many, few])
-    assert one.looks[name] == other.looks[name]
+    assert many.styles[name] != few.styles[name]
+    one, other = share_styles([many, few])
+    assert one.styles[name] == other.styles[name]
 
 
 def test_one_chapter_needs_no_list_of_chapters(parsed):
@@ -274,14 +283,14 @@ def test_one_chapter_needs_no_list_of_chapters(parsed):
 
 
 def test_a_claim_is_told_with_its_verdict(claimed):
-    chapter = claimed(0.0)
-    found = assert_sound(page([chapter], "a claim"))
+    section = claimed(0.0)
+    found = assert_sound(render_page([section], "a claim"))
     assert "SUPPORTED" in found.words
     assert "Keys alone are enough." in found.text
     assert "The claim" in found.words
     assert "Arm by arm" in found.words
     assert "within" in {cell for rows in found.rows for row in rows for cell in row}
-    waiting = assert_sound(page([claimed(0.0, ended=3)], "a claim"))
+    waiting = assert_sound(render_page([claimed(0.0, ended=3)], "a claim"))
     assert "INCOMPLETE" in waiting.words
     assert "3 of 8 runs have ended" in waiting.text
 
@@ -315,10 +324,10 @@ def spoilt(cached_world, loss_of, with_curves):
     return made
 
 
-def test_hostile_words_in_folders_are_words_on_the_page(spoilt, chapter_of):
-    chapter = chapter_of(spoilt)
-    chapter = Chapter.of(HOSTILE, HOSTILE, chapter.study)
-    found = assert_sound(page([chapter], HOSTILE))
+def test_hostile_words_in_folders_are_words_on_the_page(spoilt, section_of):
+    section = section_of(spoilt)
+    section = Section.from_study(HOSTILE, HOSTILE, section.study)
+    found = assert_sound(render_page([section], HOSTILE))
     assert not found.all("img")
     assert policy_of(found)["default-src"] == ["'none'"]
     for word in WORDS:
@@ -327,8 +336,8 @@ def test_hostile_words_in_folders_are_words_on_the_page(spoilt, chapter_of):
 
 
 def test_hostile_words_in_a_claim_are_words_on_the_page(claimed):
-    chapter = claimed(0.0, says=HOSTILE)
-    found = assert_sound(page([chapter], "a claim"))
+    section = claimed(0.0, says=HOSTILE)
+    found = assert_sound(render_page([section], "a claim"))
     assert not found.all("img")
     for word in WORDS:
         assert word in found.text
@@ -341,8 +350,8 @@ def test_hostile_names_of_runs_are_words_on_the_page(tmp_path, train):
     broken = tmp_path / f"broken {name}"
     broken.mkdir()
     (broken / "config.yaml").write_text(f"a: [{json.dumps(HOSTILE)}")
-    study = study_of([run, broken])
+    study = read_standalone_runs([run, broken])
     assert len(study.records) == len(study.unread) == 1
-    found = assert_sound(page([Chapter.of("runs", "read from here", study)], "runs"))
+    found = assert_sound(render_page([Section.from_study("runs", "read from here", study)], "runs"))
     assert not found.all("img")
     assert '"><img src=x onerror=alert(1)>' in found.text

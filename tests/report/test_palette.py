@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from qkablate.config import conf_dir
-from qkablate.report.palette import DARK, DASHES, LIGHT, SHAPES, css, looks, plain
+from qkablate.report.palette import (
+    DARK,
+    DASHES,
+    LIGHT,
+    SHAPES,
+    assign_styles,
+    to_css,
+    use_light_colors,
+)
 
 OURS = sorted(path.stem for path in (conf_dir() / "variant").glob("*.yaml"))
 FOREIGN = ["residual_q", "no_q+no_o", "zebra", "A", "standard2"]
@@ -18,28 +26,28 @@ COLOURS = [f"c{i}" for i in range(8)]
 
 
 def look_of(name, *others):
-    return looks([name, *others])[name]
+    return assign_styles([name, *others])[name]
 
 
 def different(found):
     """How many looks are told apart by colour, dash and shape, all three taken together."""
-    return len({(look.colour, tuple(look.dash), look.shape) for look in found.values()})
+    return len({(look.color, tuple(look.dash), look.shape) for look in found.values()})
 
 
 # Variants
 
 
 def test_no_two_of_our_variants_look_alike():
-    found = looks(OURS)
+    found = assign_styles(OURS)
     assert sorted(found) == OURS
     assert different(found) == len(OURS) == 26
 
 
 def test_standard_alone_is_grey():
-    found = looks(OURS)
-    assert found["standard"].colour == "var(--c0)"
+    found = assign_styles(OURS)
+    assert found["standard"].color == "var(--c0)"
     assert found["standard"].dash == [1, 0]
-    assert [name for name in OURS if found[name].colour == "var(--c0)"] == ["standard"]
+    assert [name for name in OURS if found[name].color == "var(--c0)"] == ["standard"]
     red, green, blue = (int(LIGHT["c0"][i : i + 2], 16) for i in (1, 3, 5))
     assert max(red, green, blue) - min(red, green, blue) < 32
 
@@ -57,17 +65,19 @@ def test_a_variant_of_ours_looks_the_same_in_every_report(name):
 
 def test_the_order_of_the_variants_changes_no_look():
     names = [*OURS, *FOREIGN]
-    expected = looks(names)
+    expected = assign_styles(names)
     for seed in range(5):
         random.Random(seed).shuffle(names)
-        assert looks(names) == expected
-    assert looks(iter(names + names)) == expected
+        assert assign_styles(names) == expected
+    assert assign_styles(iter(names + names)) == expected
 
 
 def test_the_first_rank_has_the_look_of_its_variant_and_the_others_their_own():
     assert look_of("low_rank_w_r4") == look_of("low_rank_w")
     assert look_of("gqa_g2") == look_of("gqa")
-    found = looks(["standard", "low_rank_w_r4", "low_rank_w_r8", "low_rank_w_r16", "merged_w"])
+    found = assign_styles(
+        ["standard", "low_rank_w_r4", "low_rank_w_r8", "low_rank_w_r16", "merged_w"]
+    )
     assert different(found) == 5
     assert found["merged_w"] == look_of("merged_w")
 
@@ -75,10 +85,10 @@ def test_the_first_rank_has_the_look_of_its_variant_and_the_others_their_own():
 @pytest.mark.parametrize("name", FOREIGN)
 def test_what_is_foreign_looks_unlike_what_stands_beside_it(name):
     for others in ([], ["standard"], ["standard", "merged_w", "shared_qk"], OURS):
-        found = looks([name, *others])
+        found = assign_styles([name, *others])
         assert different(found) == len(others) + 1
-        assert found[name].colour != "var(--c0)"
-    assert different(looks(["standard", *FOREIGN])) == len(FOREIGN) + 1
+        assert found[name].color != "var(--c0)"
+    assert different(assign_styles(["standard", *FOREIGN])) == len(FOREIGN) + 1
 
 
 def test_a_few_foreign_variants_take_no_look_of_one_of_ours():
@@ -89,16 +99,16 @@ def test_a_few_foreign_variants_take_no_look_of_one_of_ours():
 def test_more_variants_than_looks_have_looks():
     for count in (28, 29, 57, 300):
         names = [f"foreign{i}" for i in range(count)]
-        found = looks([*names, *OURS])
+        found = assign_styles([*names, *OURS])
         assert {*found} == {*names, *OURS}
         assert different({name: found[name] for name in OURS}) == len(OURS)
-    assert looks([]) == {}
-    assert looks([""])[""].shape in SHAPES
+    assert assign_styles([]) == {}
+    assert assign_styles([""])[""].shape in SHAPES
 
 
 def test_every_look_is_made_of_known_parts():
-    for look in looks([*OURS, *FOREIGN]).values():
-        assert plain(look.colour) in LIGHT.values()
+    for look in assign_styles([*OURS, *FOREIGN]).values():
+        assert use_light_colors(look.color) in LIGHT.values()
         assert look.dash in DASHES
         assert look.shape in SHAPES
 
@@ -236,11 +246,11 @@ def test_every_colour_that_is_named_is_one_of_the_palette():
 
 def test_plain_leaves_no_name_of_a_colour():
     text = " ".join(f"var(--{name})" for name in LIGHT)
-    assert plain(text) == " ".join(LIGHT.values())
-    assert plain("no names") == "no names"
+    assert use_light_colors(text) == " ".join(LIGHT.values())
+    assert use_light_colors("no names") == "no names"
 
 
 def test_the_style_sheet_is_given_every_colour():
     for colours in (LIGHT, DARK):
-        said = dict(one.split(":") for one in css(colours).split(";"))
+        said = dict(one.split(":") for one in to_css(colours).split(";"))
         assert said == {f"--{name}": colour for name, colour in colours.items()}

@@ -6,11 +6,10 @@ import shlex
 
 import pytest
 
-from qkablate.analysis.study.standalone_runs import study_of
+from qkablate.analysis.study.standalone_runs import read_standalone_runs
 from qkablate.report import rows
-from qkablate.report.charts import MOST_RUNS
-from qkablate.report.section import Chapter
-from qkablate.report.text.tables import says
+from qkablate.report.charts import MAX_RUNS
+from qkablate.report.section import Section
 
 THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
 ONE = ("variant=standard,no_q", "seed=range(2)")
@@ -19,47 +18,47 @@ ENDS = {("no_q", 1): "diverged", ("no_q", 4): "failed", ("shared_qk", 2): None}
 
 
 @pytest.fixture(scope="module")
-def mixed(made, loss_of, chapter_of):
+def mixed(made, loss_of, section_of):
     """One run diverged, one failed, one is still to come."""
 
     def end(run):
         return ENDS.get((run.arm.split("-")[0], run.changes["seed"]), loss_of(run))
 
-    return chapter_of(made(*THREE).finish(end))
+    return section_of(made(*THREE).finish(end))
 
 
-def verdicts(chapter):
+def verdicts(section):
     """Each row by its column."""
-    return [dict(zip(rows.COLUMNS, row, strict=True)) for row in rows.verdicts(chapter)]
+    return [dict(zip(rows.COLUMNS, row, strict=True)) for row in rows.make_verdict_rows(section)]
 
 
-def texts(chapter, column):
-    return {row["arm"].text: row[column].text for row in verdicts(chapter)}
+def texts(section, column):
+    return {row["arm"].text: row[column].text for row in verdicts(section)}
 
 
 # Verdicts
 
 
-def test_every_arm_has_a_row_and_the_baselines_are_marked(chapter):
-    found = verdicts(chapter)
-    assert [row["arm"].text for row in found] == [entry.name for entry in chapter.study.entries]
+def test_every_arm_has_a_row_and_the_baselines_are_marked(section):
+    found = verdicts(section)
+    assert [row["arm"].text for row in found] == [entry.name for entry in section.study.entries]
     assert len(found) == 6
-    gaps = {one["arm"]: one for one in chapter.found["gaps"]}
+    gaps = {one.arm: one for one in section.summary.gaps}
     for row in found:
         name, verdict = row["arm"].text, row["verdict"].text
         if name.startswith("standard"):
             assert verdict == "baseline"
             assert row["gap, nats [95 %]"].text == row["p (Holm)"].text == "–"
         else:
-            assert verdict.split(" ")[0] == says(gaps[name]).split(" ")[0]
+            assert verdict.split(" ")[0] == gaps[name].decision.split(" ")[0]
             assert row["pairs n"].text == "6"
 
 
-def test_an_arm_without_a_baseline_is_compared_with_none(cached_world, loss_of, chapter_of):
+def test_an_arm_without_a_baseline_is_compared_with_none(cached_world, loss_of, section_of):
     words = ("variant=no_q,shared_qk", "seed=range(2)", "sweep.baseline=null")
-    chapter = chapter_of(cached_world(*words).finish(loss_of))
-    assert {*texts(chapter, "verdict").values()} == {"compared with none"}
-    assert all("[" in text for text in texts(chapter, "test loss, nats [95 %]").values())
+    section = section_of(cached_world(*words).finish(loss_of))
+    assert {*texts(section, "verdict").values()} == {"compared with none"}
+    assert all("[" in text for text in texts(section, "test loss, nats [95 %]").values())
 
 
 def test_runs_are_counted_with_what_became_of_the_others(mixed):
@@ -81,7 +80,7 @@ def first_number(text):
     return float(re.search(r"[+-]?[\d.,]+", text)[0].replace(",", ""))
 
 
-@pytest.mark.parametrize("name", ["chapter", "mixed"])
+@pytest.mark.parametrize("name", ["section", "mixed"])
 def test_rows_are_sorted_by_what_they_say(request, name):
     for row in verdicts(request.getfixturevalue(name)):
         for column, cell in row.items():
@@ -100,40 +99,42 @@ def test_rows_are_sorted_by_what_they_say(request, name):
                 assert first_number(cell.text) == pytest.approx(cell.key, abs=near), column
 
 
-def test_sizes_are_told_beside_those_of_the_baseline(chapter):
-    arms = {entry.name: entry.arm for entry in chapter.study.entries}
-    for name, text in texts(chapter, "parameters").items():
+def test_sizes_are_told_beside_those_of_the_baseline(section):
+    arms = {entry.name: entry.arm for entry in section.study.entries}
+    for name, text in texts(section, "parameters").items():
         more = 100 * (arms[name].params / arms[f"standard{name[name.index('-') :]}"].params - 1)
         assert text.startswith(f"{arms[name].params:,}")
         assert (f"({more:+.1f} %)" in text) == (arms[name].variant != "standard")
-    for name, text in texts(chapter, "KV bytes per token").items():
-        assert text == f"{2 * arms[name].cached:,}"
+    for name, text in texts(section, "KV bytes per token").items():
+        assert text == f"{2 * arms[name].kv_cache_numbers:,}"
 
 
-def test_before_the_first_result_the_rows_are_there(cached_world, chapter_of):
-    chapter = chapter_of(cached_world(*ONE))
-    assert {*texts(chapter, "runs done").values()} == {"0/2 (2 waiting)"}
-    assert {*texts(chapter, "gap, nats [95 %]").values()} == {"–"}
-    assert {*texts(chapter, "test loss, nats [95 %]").values()} == {"–"}
-    assert texts(chapter, "verdict")["no_q-d16-h2"].startswith("nothing")
+def test_before_the_first_result_the_rows_are_there(cached_world, section_of):
+    section = section_of(cached_world(*ONE))
+    assert {*texts(section, "runs done").values()} == {"0/2 (2 waiting)"}
+    assert {*texts(section, "gap, nats [95 %]").values()} == {"–"}
+    assert {*texts(section, "test loss, nats [95 %]").values()} == {"–"}
+    assert texts(section, "verdict")["no_q-d16-h2"].startswith("nothing")
 
 
 # Audit
 
 
-def test_the_audit_begins_with_the_worst(mixed, chapter):
+def test_the_audit_begins_with_the_worst(mixed, section):
     order = ["broken", "warning", "note", "ok"]
-    for found in (mixed, chapter):
-        audited = rows.audit(found)
+    for found in (mixed, section):
+        audited = rows.make_audit_rows(found)
         states = [order.index(row[0].split(" ")[1]) for row in audited]
         assert states == sorted(states)
         assert all(len(row) == 4 for row in audited)
-    assert any("1 diverged" in row[2] and row[0] == "! warning" for row in rows.audit(mixed))
+    assert any(
+        "1 diverged" in row[2] and row[0] == "! warning" for row in rows.make_audit_rows(mixed)
+    )
 
 
-def test_every_answer_of_the_audit_is_said_once_with_its_arms(chapter):
-    audited = rows.audit(chapter)
-    asked = {check["name"] for one in chapter.found["gaps"] for check in one["audit"]}
+def test_every_answer_of_the_audit_is_said_once_with_its_arms(section):
+    audited = rows.make_audit_rows(section)
+    asked = {check.name for one in section.summary.gaps for check in one.audit}
     assert {row[1] for row in audited} == asked
     assert len(asked) == 11
     assert len({tuple(row) for row in audited}) == len(audited)
@@ -143,11 +144,11 @@ def test_every_answer_of_the_audit_is_said_once_with_its_arms(chapter):
     ]
 
 
-def test_what_is_broken_is_told_first(cached_world, loss_of, chapter_of):
+def test_what_is_broken_is_told_first(cached_world, loss_of, section_of):
     made = cached_world(*ONE).finish(loss_of)
     run = next(run for run in made.runs() if run.arm.startswith("no_q"))
     (made.run_folder(run) / "result.json").write_text("{")
-    first = rows.audit(chapter_of(made))[0]
+    first = rows.make_audit_rows(section_of(made))[0]
     assert first[:2] == ["✗ broken", "runs"]
     assert "damaged" in first[2]
 
@@ -156,8 +157,8 @@ def test_what_is_broken_is_told_first(cached_world, loss_of, chapter_of):
 
 
 def test_every_run_has_a_row_with_the_command_that_repeats_it(mixed):
-    head, found = rows.runs(mixed)
-    assert head == rows.RUNS
+    head, found = rows.make_run_rows(mixed)
+    assert head == rows.RUN_COLUMNS
     assert len(found) == 18
     by_run = {row[0]: row for row in found}
     for record in mixed.study.records:
@@ -170,7 +171,7 @@ def test_every_run_has_a_row_with_the_command_that_repeats_it(mixed):
             assert losses == (f"{record.val:.4f}", f"{record.test:.4f}")
         else:
             assert losses == ("–", "–")
-        words = mixed.study.manifest.words_of(record.run)
+        words = mixed.study.overrides_of(record.run)
         assert shlex.split(row["command"]) == ["qkablate", "train", *words]
     statuses = [row[1] for row in found if not row[1].startswith("done")]
     assert sorted(statuses) == [
@@ -180,22 +181,22 @@ def test_every_run_has_a_row_with_the_command_that_repeats_it(mixed):
     ]
 
 
-def test_runs_that_serve_to_tune_are_told_as_such(cached_world, loss_of, chapter_of):
-    chapter = chapter_of(cached_world(*TUNED).finish(loss_of))
-    _, found = rows.runs(chapter)
+def test_runs_that_serve_to_tune_are_told_as_such(cached_world, loss_of, section_of):
+    section = section_of(cached_world(*TUNED).finish(loss_of))
+    _, found = rows.make_run_rows(section)
     tuning = [row for row in found if row[0].endswith(" (tuning)")]
     assert len(tuning) == 20
     assert len(found) == 24
     assert all(row[5] == "–" and row[4] != "–" for row in tuning)
-    assert all("train.read_test=false" in row[-1] for row in tuning)
-    assert not any("read_test" in row[-1] for row in found if row not in tuning)
+    assert all("train.evaluate_test=false" in row[-1] for row in tuning)
+    assert not any("evaluate_test" in row[-1] for row in found if row not in tuning)
 
 
 def test_very_many_runs_are_told_arm_by_arm(mixed, monkeypatch):
-    assert MOST_RUNS == 200
+    assert MAX_RUNS == 200
     monkeypatch.setattr(rows, "MOST_RUNS", 17)
-    head, found = rows.runs(mixed)
-    assert head == rows.ARMS
+    head, found = rows.make_run_rows(mixed)
+    assert head == rows.ARM_COLUMNS
     told = {row[0]: dict(zip(head, row, strict=True)) for row in found}
     assert [row["done"] for row in told.values()] == ["6/6", "4/6", "5/6"]
     for entry in mixed.study.entries:
@@ -209,57 +210,57 @@ def test_very_many_runs_are_told_arm_by_arm(mixed, monkeypatch):
             else:
                 assert f"({record.status}" in text
         first = next(iter(entry.records.values()))
-        words = mixed.study.manifest.words_of(first.run)
+        words = mixed.study.overrides_of(first.run)
         assert shlex.split(row["command"]) == ["qkablate", "train", *words]
     monkeypatch.setattr(rows, "MOST_RUNS", 18)
-    assert rows.runs(mixed)[0] == rows.RUNS
+    assert rows.make_run_rows(mixed)[0] == rows.RUN_COLUMNS
 
 
 def test_very_many_runs_that_serve_to_tune_are_there_too(
-    cached_world, loss_of, chapter_of, monkeypatch
+    cached_world, loss_of, section_of, monkeypatch
 ):
     monkeypatch.setattr(rows, "MOST_RUNS", 10)
-    _, found = rows.runs(chapter_of(cached_world(*TUNED).finish(loss_of)))
+    _, found = rows.make_run_rows(section_of(cached_world(*TUNED).finish(loss_of)))
     tuning = [row for row in found if row[0].endswith(" (tuning)")]
     assert len(tuning) == 10
     assert [row[2] for row in tuning] == ["2/2"] * 10
     assert all(len(row[3].split(" · ")) == 2 for row in tuning)
 
 
-def test_a_damaged_run_is_named(cached_world, loss_of, chapter_of):
+def test_a_damaged_run_is_named(cached_world, loss_of, section_of):
     made = cached_world(*ONE).finish(loss_of)
     one, other, *_ = made.runs()
     (made.run_folder(one) / "result.json").write_text("[")
     source = (made.run_folder(other) / "result.json").read_text()
     (made.run_folder(other) / "result.json").write_text(source.replace(other.id, "0" * 12))
-    found = {row[0]: row[1] for row in rows.runs(chapter_of(made))[1]}
+    found = {row[0]: row[1] for row in rows.make_run_rows(section_of(made))[1]}
     assert found[one.name] == "damaged: its result.json cannot be read"
     assert found[other.name] == "damaged: its result.json is another run's"
 
 
-def test_a_folder_that_cannot_be_read_is_named(cached_world, loss_of, chapter_of):
+def test_a_folder_that_cannot_be_read_is_named(cached_world, loss_of, section_of):
     made = cached_world("variant=standard,no_q", "seed=0,1").finish(loss_of)
     folder = made.run_folder(made.runs()[0])
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
     folder.symlink_to(folder)  # which nobody can read, root neither
-    chapter = chapter_of(made)
-    (told,) = rows.trouble(chapter)
+    section = section_of(made)
+    (told,) = rows.find_problems(section)
     assert told.startswith(f"{folder.name}: waiting: ")
     assert "symbolic link" in told
 
 
-def test_what_went_wrong_is_named_by_run(cached_world, loss_of, chapter_of):
+def test_what_went_wrong_is_named_by_run(cached_world, loss_of, section_of):
     made = cached_world(*THREE)
-    assert rows.trouble(chapter_of(made)) == []
+    assert rows.find_problems(section_of(made)) == []
     made.finish(lambda run: "diverged" if "no_q" in run.arm else loss_of(run))
-    assert rows.trouble(chapter_of(made)) == []  # a result, and no accident
+    assert rows.find_problems(section_of(made)) == []  # a result, and no accident
     runs = made.runs()
     for run in runs[:12]:
         made.write(run, "failed")
     (made.run_folder(runs[12]) / "result.json").write_text("{")
-    said = rows.trouble(chapter_of(made))
+    said = rows.find_problems(section_of(made))
     assert sum("failed: ValueError: no" in line for line in said) >= 10
     assert any("2 more failed" in line for line in said)
     (damaged,) = [line for line in said if "damaged" in line]
@@ -268,17 +269,17 @@ def test_what_went_wrong_is_named_by_run(cached_world, loss_of, chapter_of):
 
 def test_runs_in_no_sweep_have_rows_too(train, tmp_path):
     folder = train(tmp_path, "train.steps=2", "train.batch_size=2")
-    study = study_of([folder])
-    chapter = Chapter.of(folder.name, f"read from {folder}", study)
-    head, found = rows.runs(chapter)
+    study = read_standalone_runs([folder])
+    section = Section.from_study(folder.name, f"read from {folder}", study)
+    head, found = rows.make_run_rows(section)
     (row,) = found
     result = json.loads((folder / "result.json").read_text())
     assert row[0] == folder.name
     assert row[1] == "done"
     assert row[head.index("test loss")] == f"{result['loss']['test']:.4f}"
-    assert texts(chapter, "runs done") == {"standard-d16-h2": "1/1"}
+    assert texts(section, "runs done") == {"standard-d16-h2": "1/1"}
     params = result["params"]
-    assert texts(chapter, "parameters") == {
+    assert texts(section, "parameters") == {
         "standard-d16-h2": f"{params['total'] - params['embedding']:,}"
     }
 
@@ -286,17 +287,17 @@ def test_runs_in_no_sweep_have_rows_too(train, tmp_path):
 # Surroundings
 
 
-def test_the_surroundings_are_those_of_the_runs(cached_world, loss_of, chapter_of):
+def test_the_surroundings_are_those_of_the_runs(cached_world, loss_of, section_of):
     made = cached_world(*ONE).finish(loss_of)
     first, *_ = made.runs()
     environment = {"versions": {"torch": "2.14.0"}, "machine": {"cpu": "another CPU"}}
     (made.run_folder(first) / "environment.json").write_text(json.dumps(environment))
-    found = dict(rows.surroundings(chapter_of(made)))
+    found = dict(rows.make_environment_rows(section_of(made)))
     assert found["CPU"].startswith("a CPU (3 runs), another CPU (1 run")
     assert found["torch"].startswith("2.13.0 (3 runs), 2.14.0 (1 run")
     assert (found["device"], found["precision"], found["threads"]) == ("cpu", "fp32", "1")
 
 
-def test_without_a_result_the_surroundings_are_not_known(cached_world, chapter_of):
-    found = rows.surroundings(chapter_of(cached_world(*ONE)))
-    assert {told for _, told in found} == {"not known: no run has a result"}
+def test_without_a_result_the_surroundings_are_not_known(cached_world, section_of):
+    found = rows.make_environment_rows(section_of(cached_world(*ONE)))
+    assert {told for _, told in found} == {"unknown: no run has a result"}

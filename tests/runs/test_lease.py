@@ -1,4 +1,4 @@
-"""Who owns a run: one at a time, between processes by a lock, between machines by a heartbeat."""
+"""Lease of a run: by a lock between processes, by a heartbeat between machines."""
 
 import json
 import os
@@ -12,13 +12,20 @@ from contextlib import ExitStack
 import pytest
 
 from qkablate.runs import lease
-from qkablate.runs.lease import SILENCE, Lost, Observer, Owned, is_owned, owning
+from qkablate.runs.lease import (
+    TIMEOUT,
+    AlreadyRunning,
+    LeaseLost,
+    LeaseObserver,
+    hold_lease,
+    is_leased,
+)
 
 
 @pytest.fixture(autouse=True)
-def no_beats(monkeypatch):
-    """Hearts beat where a test says so."""
-    monkeypatch.setattr(lease, "BEAT", 1e6)
+def no_heartbeats(monkeypatch):
+    """Disable heartbeats but for those of the test."""
+    monkeypatch.setattr(lease, "HEARTBEAT", 1e6)
 
 
 class Clock:
@@ -29,21 +36,21 @@ class Clock:
         return self.time
 
 
-def claims(folder):
-    return sorted(os.listdir(folder / "owner"))
+def records(folder):
+    return sorted(os.listdir(folder / "lease"))
 
 
 def newest(folder):
-    return folder / "owner" / claims(folder)[-1]
+    return folder / "lease" / records(folder)[-1]
 
 
-def claim_elsewhere(folder):
-    """Another machine makes the next claim."""
-    (folder / "owner").mkdir(parents=True, exist_ok=True)
-    number = max(map(int, claims(folder)), default=0) + 1
-    claim = {"token": "t", "host": "far", "pid": 7, "boot": "b", "device": 1, "since": "then"}
-    path = folder / "owner" / f"{number:08d}"
-    path.write_text(json.dumps(claim) + "\n")
+def write_record_elsewhere(folder):
+    """Write the next record as another machine."""
+    (folder / "lease").mkdir(parents=True, exist_ok=True)
+    number = max(map(int, records(folder)), default=0) + 1
+    record = {"token": "t", "host": "far", "pid": 7, "boot": "b", "device": 1, "since": "then"}
+    path = folder / "lease" / f"{number:08d}"
+    path.write_text(json.dumps(record) + "\n")
     return path
 
 
@@ -52,14 +59,14 @@ def beat(path):
         file.write(".")
 
 
-def elsewhere(monkeypatch):
-    """From here on this process is on another machine."""
+def pretend_other_machine(monkeypatch):
+    """Make this process look like one on another machine."""
     here = {"boot": "another kernel", "device": 1}
-    monkeypatch.setattr(lease, "_where_locks_hold", lambda descriptor: here)
+    monkeypatch.setattr(lease, "_lock_scope", lambda descriptor: here)
 
 
 def start(code, *words):
-    """A process of its own; one that shares nothing with this one but the file system."""
+    """Start a separate process, which shares nothing but the file system."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, words)],
         stdin=subprocess.PIPE,
@@ -68,57 +75,57 @@ def start(code, *words):
     )
 
 
-def test_one_owner_at_a_time(tmp_path):
+def test_one_process_holds_the_lease(tmp_path):
     run = tmp_path / "run"
-    assert not is_owned(run)
-    assert not run.exists()  # looking makes nothing
+    assert not is_leased(run)
+    assert not run.exists()  # observing creates nothing
     for number in (1, 2, 3):
-        with owning(run) as owner:
-            assert owner.number == number
-            assert not owner.lost()
-            owner.verify()
-            assert is_owned(run)
-            told = re.escape(f"{run} is being trained by process {os.getpid()} on ")
-            with pytest.raises(Owned, match=told + ".+ since .+"), owning(run):
+        with hold_lease(run) as held:
+            assert held.number == number
+            assert not held.is_lost()
+            held.verify()
+            assert is_leased(run)
+            message = re.escape(f"{run} is being trained by process {os.getpid()} on ")
+            with pytest.raises(AlreadyRunning, match=message + ".+ since .+"), hold_lease(run):
                 pass
-        assert not is_owned(run)
+        assert not is_leased(run)
 
 
-def test_an_error_releases_too(tmp_path):
-    with pytest.raises(KeyError), owning(tmp_path):
+def test_lease_is_released_after_an_error(tmp_path):
+    with pytest.raises(KeyError), hold_lease(tmp_path):
         raise KeyError
-    assert not is_owned(tmp_path)
+    assert not is_leased(tmp_path)
 
 
-def test_what_is_left_does_not_pile_up(tmp_path):
+def test_old_records_are_removed(tmp_path):
     for _ in range(5):
-        (tmp_path / "owner").mkdir(exist_ok=True)
-        (tmp_path / "owner" / ".killed.tmp").touch()
-        with owning(tmp_path):
+        (tmp_path / "lease").mkdir(exist_ok=True)
+        (tmp_path / "lease" / ".killed.tmp").touch()
+        with hold_lease(tmp_path):
             pass
-    assert claims(tmp_path) == ["00000004", "00000005"]
+    assert records(tmp_path) == ["00000004", "00000005"]
 
 
 @pytest.mark.parametrize("before", ["nothing", "released", "dead"])
-def test_of_many_threads_one_wins(tmp_path, before):
+def test_one_of_many_threads_gets_the_lease(tmp_path, before):
     for attempt in range(20):
         run = tmp_path / str(attempt)
         if before == "released":
-            with owning(run):
+            with hold_lease(run):
                 pass
         elif before == "dead":
-            with owning(run):
-                claim = newest(run).read_bytes()
-            newest(run).write_bytes(claim)  # without its release, and nobody holds the lock
+            with hold_lease(run):
+                record = newest(run).read_bytes()
+            newest(run).write_bytes(record)  # not released, not locked
         start, end = threading.Barrier(8), threading.Barrier(8)
-        won = []
+        winners = []
 
-        def race(run=run, start=start, end=end, won=won):
+        def race(run=run, start=start, end=end, winners=winners):
             with ExitStack() as stack:
                 start.wait()
                 try:
-                    won.append(stack.enter_context(owning(run)).number)
-                except Owned:
+                    winners.append(stack.enter_context(hold_lease(run)).number)
+                except AlreadyRunning:
                     pass
                 finally:
                     end.wait()
@@ -128,47 +135,47 @@ def test_of_many_threads_one_wins(tmp_path, before):
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(won) == 1
+        assert len(winners) == 1
 
 
 RACE = """
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from qkablate.runs.lease import Owned, owning
+from qkablate.runs.lease import AlreadyRunning, hold_lease
 
 with ExitStack() as stack:
     sys.stdin.readline()
     for number in range(40):
-        with suppress(Owned):
-            stack.enter_context(owning(Path(sys.argv[1]) / str(number)))
+        with suppress(AlreadyRunning):
+            stack.enter_context(hold_lease(Path(sys.argv[1]) / str(number)))
             print(number)
     print("end", flush=True)
     sys.stdin.readline()
 """
 
 
-def test_of_many_processes_one_wins(tmp_path):
+def test_one_of_many_processes_gets_the_lease(tmp_path):
     processes = [start(RACE, tmp_path) for _ in range(4)]
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
-    won = []
+    winners = []
     for process in processes:
         while (line := process.stdout.readline()) != "end\n":
             assert line, "it failed"
-            won.append(int(line))
+            winners.append(int(line))
     for process in processes:
         process.communicate("\n")
-    assert sorted(won) == list(range(40))
+    assert sorted(winners) == list(range(40))
 
 
-OWNER = """
+HOLDER = """
 import os, sys, time
 from pathlib import Path
-from qkablate.runs.lease import owning
+from qkablate.runs.lease import hold_lease
 
-with owning(Path(sys.argv[1])):
+with hold_lease(Path(sys.argv[1])):
     if len(sys.argv) == 2 or not os.fork():
         print(os.getpid(), flush=True)
     time.sleep(600)
@@ -176,19 +183,19 @@ with owning(Path(sys.argv[1])):
 
 
 @pytest.mark.parametrize("forked", [[], ["forked"]])
-def test_kill_9_frees_at_once(tmp_path, forked):
-    """Even if a child that was forked from the owner lives on."""
-    process = start(OWNER, tmp_path, *forked)
+def test_kill_9_frees_the_lease_at_once(tmp_path, forked):
+    """Even if a forked child of the holder lives on."""
+    process = start(HOLDER, tmp_path, *forked)
     child = int(process.stdout.readline())  # or the process itself
     try:
-        assert is_owned(tmp_path)
-        with pytest.raises(Owned, match=f"process {process.pid} on"), owning(tmp_path):
+        assert is_leased(tmp_path)
+        with pytest.raises(AlreadyRunning, match=f"process {process.pid} on"), hold_lease(tmp_path):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert not is_owned(tmp_path)
-        with owning(tmp_path) as owner:
-            assert owner.number == 2
+        assert not is_leased(tmp_path)
+        with hold_lease(tmp_path) as held:
+            assert held.number == 2
     finally:
         process.kill()
         if forked:
@@ -196,60 +203,63 @@ def test_kill_9_frees_at_once(tmp_path, forked):
         process.communicate()
 
 
-def test_a_forked_child_does_not_own(tmp_path):
-    with owning(tmp_path) as owner:
+def test_forked_child_does_not_hold_the_lease(tmp_path):
+    with hold_lease(tmp_path) as held:
         if not (child := os.fork()):
-            lost = owner.lost()
-            owner.release()
+            lost = held.is_lost()
+            held.release()
             os._exit(0 if lost else 1)
         assert os.waitpid(child, 0)[1] == 0
-        owner.verify()
-        assert is_owned(tmp_path)
+        held.verify()
+        assert is_leased(tmp_path)
 
 
-def test_another_machine_is_alive_until_it_is_silent(tmp_path):
-    claim_elsewhere(tmp_path)
+def test_other_machine_holds_the_lease_until_the_timeout(tmp_path):
+    write_record_elsewhere(tmp_path)
     clock = Clock()
-    observer = Observer(clock)
-    assert is_owned(tmp_path)  # whoever looks once cannot know
-    assert observer.is_owned(tmp_path)
-    clock.time += SILENCE - 1
-    assert observer.is_owned(tmp_path)
-    with pytest.raises(Owned, match="process 7 on far since then"), owning(tmp_path, observer):
+    observer = LeaseObserver(clock)
+    assert is_leased(tmp_path)  # a single look cannot tell
+    assert observer.is_leased(tmp_path)
+    clock.time += TIMEOUT - 1
+    assert observer.is_leased(tmp_path)
+    with (
+        pytest.raises(AlreadyRunning, match="process 7 on far since then"),
+        hold_lease(tmp_path, observer),
+    ):
         pass
     clock.time += 1
-    assert not observer.is_owned(tmp_path)
-    assert is_owned(tmp_path)
-    with owning(tmp_path, observer) as owner:
-        assert owner.number == 2
+    assert not observer.is_leased(tmp_path)
+    assert is_leased(tmp_path)
+    with hold_lease(tmp_path, observer) as held:
+        assert held.number == 2
 
 
-def test_every_beat_counts_and_no_other_clock(tmp_path):
-    path = claim_elsewhere(tmp_path)
+def test_heartbeats_count_and_file_times_do_not(tmp_path):
+    path = write_record_elsewhere(tmp_path)
     clock = Clock()
-    observer = Observer(clock)
-    for time in (0, 1e10, 5):  # of the file: long ago, in the future, standing still
+    observer = LeaseObserver(clock)
+    for time in (0, 1e10, 5):  # of the file: long ago, in the future, constant
         beat(path)
         os.utime(path, (time, time))
-        assert observer.is_owned(tmp_path)
-        clock.time += SILENCE - 1
-        assert observer.is_owned(tmp_path)
-    os.utime(path)  # touched, and yet no beat
+        assert observer.is_leased(tmp_path)
+        clock.time += TIMEOUT - 1
+        assert observer.is_leased(tmp_path)
+    os.utime(path)  # touched, without a heartbeat
     clock.time += 1
-    assert not observer.is_owned(tmp_path)
+    assert not observer.is_leased(tmp_path)
     beat(path)
-    assert observer.is_owned(tmp_path)
-    claim_elsewhere(tmp_path)
-    clock.time += SILENCE
-    assert observer.is_owned(tmp_path)
+    assert observer.is_leased(tmp_path)
+    write_record_elsewhere(tmp_path)
+    clock.time += TIMEOUT
+    assert observer.is_leased(tmp_path)
 
 
-def test_a_slow_look_is_no_silence(tmp_path, monkeypatch):
-    """The server that nobody reaches for an hour stops the owner's heart and the observer."""
-    path = claim_elsewhere(tmp_path)
+def test_slow_read_is_not_a_timeout(tmp_path, monkeypatch):
+    """A server that is unreachable for an hour stops the holder and the observer."""
+    path = write_record_elsewhere(tmp_path)
     clock = Clock()
-    observer = Observer(clock)
-    observer.is_owned(tmp_path)
+    observer = LeaseObserver(clock)
+    observer.is_leased(tmp_path)
 
     def stalled(path, original=lease._read):
         clock.time += 3600
@@ -257,16 +267,16 @@ def test_a_slow_look_is_no_silence(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(lease, "_read", stalled)
-        assert observer.is_owned(tmp_path)
+        assert observer.is_leased(tmp_path)
     beat(path)
-    assert observer.is_owned(tmp_path)
+    assert observer.is_leased(tmp_path)
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_an_observer_settles(tmp_path, alive):
-    path = claim_elsewhere(tmp_path)
+def test_observer_waits_until_it_is_sure(tmp_path, alive):
+    path = write_record_elsewhere(tmp_path)
     clock = Clock()
-    observer = Observer(clock)
+    observer = LeaseObserver(clock)
     slept = []
 
     def sleep(seconds):
@@ -275,118 +285,121 @@ def test_an_observer_settles(tmp_path, alive):
         if alive and len(slept) == 5:
             beat(path)
 
-    observer.settle(tmp_path, sleep)
-    assert observer.is_owned(tmp_path) == alive
-    assert sum(slept) == 5 if alive else SILENCE <= sum(slept) <= SILENCE + 2
+    observer.wait_until_sure(tmp_path, sleep)
+    assert observer.is_leased(tmp_path) == alive
+    assert sum(slept) == 5 if alive else TIMEOUT <= sum(slept) <= TIMEOUT + 2
 
 
-class Slow(Observer):
-    """Something happens between its judgement and what it does."""
+class Slow(LeaseObserver):
+    """Observer after whose first free observation something else happens."""
 
     def __init__(self, meanwhile, clock):
         super().__init__(clock)
         self.meanwhile = [meanwhile]
 
-    def judge(self, folder):
-        found = super().judge(folder)
+    def observe(self, folder):
+        found = super().observe(folder)
         if not found.alive and self.meanwhile:
             self.meanwhile.pop()()
         return found
 
 
-def test_of_two_that_see_it_free_one_wins(tmp_path):
-    claim_elsewhere(tmp_path)
+def test_one_of_two_that_see_it_free_gets_the_lease(tmp_path):
+    write_record_elsewhere(tmp_path)
     clock = Clock()
     with ExitStack() as stack:
-        fast = Observer(clock)
-        slow = Slow(lambda: stack.enter_context(owning(tmp_path, fast)), clock)
-        assert fast.is_owned(tmp_path)
-        assert slow.is_owned(tmp_path)
-        clock.time += SILENCE
-        with pytest.raises(Owned, match=f"process {os.getpid()} on"), owning(tmp_path, slow):
+        fast = LeaseObserver(clock)
+        slow = Slow(lambda: stack.enter_context(hold_lease(tmp_path, fast)), clock)
+        assert fast.is_leased(tmp_path)
+        assert slow.is_leased(tmp_path)
+        clock.time += TIMEOUT
+        with (
+            pytest.raises(AlreadyRunning, match=f"process {os.getpid()} on"),
+            hold_lease(tmp_path, slow),
+        ):
             pass
-        assert claims(tmp_path) == ["00000001", "00000002"]
+        assert records(tmp_path) == ["00000001", "00000002"]
 
 
-def test_a_number_of_the_past_is_no_claim(tmp_path):
-    """Slow enough, its number is not only taken but swept up."""
+def test_used_number_gives_no_lease(tmp_path):
+    """The number of a slow process may be taken and already removed."""
 
     def meanwhile():
         for _ in range(3):
-            with owning(tmp_path):
+            with hold_lease(tmp_path):
                 pass
-        stack.enter_context(owning(tmp_path))
+        stack.enter_context(hold_lease(tmp_path))
 
     with ExitStack() as stack:
-        with pytest.raises(Owned), owning(tmp_path, Slow(meanwhile, Clock())):
+        with pytest.raises(AlreadyRunning), hold_lease(tmp_path, Slow(meanwhile, Clock())):
             pass
         assert newest(tmp_path).name == "00000004"
 
 
-def test_who_wakes_up_too_late_has_lost(tmp_path, monkeypatch):
+def test_suspended_holder_loses_the_lease(tmp_path, monkeypatch):
     with ExitStack() as old_stack:
         with monkeypatch.context() as patch:
-            elsewhere(patch)
-            old = old_stack.enter_context(owning(tmp_path))
+            pretend_other_machine(patch)
+            old = old_stack.enter_context(hold_lease(tmp_path))
         clock = Clock()
-        observer = Observer(clock)
-        assert observer.is_owned(tmp_path)
-        clock.time += SILENCE
-        with owning(tmp_path, observer) as new:
+        observer = LeaseObserver(clock)
+        assert observer.is_leased(tmp_path)
+        clock.time += TIMEOUT
+        with hold_lease(tmp_path, observer) as new:
             assert new.number > old.number
             monkeypatch.setattr(lease, "now", lambda now=lease.now: now() + 1e9)
-            assert old.lost()
-            with pytest.raises(Lost, match=f"taken over by process {os.getpid()} on .*; this"):
+            assert old.is_lost()
+            with pytest.raises(LeaseLost, match=f"taken over by process {os.getpid()} on .*; this"):
                 old.verify()
-            old_stack.close()  # its release is no one's business any more
-            assert is_owned(tmp_path)
-            assert not new.lost()
+            old_stack.close()  # releasing it changes nothing
+            assert is_leased(tmp_path)
+            assert not new.is_lost()
             new.verify()
-        with owning(tmp_path) as newest:
+        with hold_lease(tmp_path) as newest:
             assert newest.number == new.number + 1
 
 
-def test_an_owner_that_is_awake_finds_out(tmp_path):
-    with owning(tmp_path) as owner:
-        path = claim_elsewhere(tmp_path)
-        owner.beat()
-        assert owner.lost()
-        with pytest.raises(Lost, match="process 7 on far since then"):
-            owner.check()
+def test_holder_notices_a_newer_record(tmp_path):
+    with hold_lease(tmp_path) as held:
+        path = write_record_elsewhere(tmp_path)
+        held.beat()
+        assert held.is_lost()
+        with pytest.raises(LeaseLost, match="process 7 on far since then"):
+            held.check()
     assert newest(tmp_path) == path
     assert b"released" not in path.read_bytes()
 
 
-def test_verify_needs_no_beat(tmp_path):
-    with owning(tmp_path) as owner:
-        claim_elsewhere(tmp_path)
-        with pytest.raises(Lost):
-            owner.verify()
-        assert owner.lost()
+def test_verify_reads_the_disk(tmp_path):
+    with hold_lease(tmp_path) as held:
+        write_record_elsewhere(tmp_path)
+        with pytest.raises(LeaseLost):
+            held.verify()
+        assert held.is_lost()
 
 
-def test_a_removed_run_is_lost(tmp_path):
-    """Also where a new one, with numbers from 1 on, has come in its place."""
+def test_removed_folder_loses_the_lease(tmp_path):
+    """Even if a new folder, with numbers from 1 on, has replaced it."""
     for again in (False, True):
         run = tmp_path / str(again)
-        with owning(run) as owner:
-            (run / "owner").rename(run / "removed")
+        with hold_lease(run) as held:
+            (run / "lease").rename(run / "removed")
             if again:
-                claim_elsewhere(run)
-            with pytest.raises(Lost):
-                owner.verify()
+                write_record_elsewhere(run)
+            with pytest.raises(LeaseLost):
+                held.verify()
 
 
-def test_the_heart_beats(tmp_path, monkeypatch):
+def test_heartbeat_thread_writes(tmp_path, monkeypatch):
     beaten = threading.Event()
 
-    def once(self, original=lease.Owner.beat):
+    def once(self, original=lease.Lease.beat):
         original(self)
         beaten.set()
 
-    monkeypatch.setattr(lease, "BEAT", 0.001)
-    monkeypatch.setattr(lease.Owner, "beat", once)
-    with owning(tmp_path):
+    monkeypatch.setattr(lease, "HEARTBEAT", 0.001)
+    monkeypatch.setattr(lease.Lease, "beat", once)
+    with hold_lease(tmp_path):
         before = newest(tmp_path).stat().st_size
         assert beaten.wait(60)
         beaten.clear()
@@ -395,53 +408,53 @@ def test_the_heart_beats(tmp_path, monkeypatch):
     assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
-def test_a_disk_that_fails_stops_nothing(tmp_path, monkeypatch):
+def test_failing_disk_does_not_lose_the_lease(tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError(28, "No space left on device")
 
-    with owning(tmp_path) as owner:
+    with hold_lease(tmp_path) as held:
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", fail)
             patch.setattr(os, "listdir", fail)
             patch.setattr(lease, "now", lambda now=lease.now: now() + 1e9)
-            owner.beat()
-            assert not owner.lost()
+            held.beat()
+            assert not held.is_lost()
             with pytest.raises(OSError, match="No space"):
-                owner.verify()
-        claim_elsewhere(tmp_path)
-        owner.beat()
-        assert owner.lost()
+                held.verify()
+        write_record_elsewhere(tmp_path)
+        held.beat()
+        assert held.is_lost()
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\xff\xfe\n", b"[1]\n", b'{"boot": null}\n', b"[" * 100_000]
 )
-def test_of_a_damaged_claim_only_the_heartbeat_tells(tmp_path, content):
-    with owning(tmp_path):
+def test_damaged_record_is_judged_by_its_heartbeat(tmp_path, content):
+    with hold_lease(tmp_path):
         pass
     path = newest(tmp_path)
     path.write_bytes(content)
     clock = Clock()
-    observer = Observer(clock)
-    assert observer.is_owned(tmp_path)
-    with pytest.raises(Owned, match="another process"), owning(tmp_path, observer):
+    observer = LeaseObserver(clock)
+    assert observer.is_leased(tmp_path)
+    with pytest.raises(AlreadyRunning, match="another process"), hold_lease(tmp_path, observer):
         pass
-    clock.time += SILENCE
+    clock.time += TIMEOUT
     beat(path)
-    assert observer.is_owned(tmp_path)
-    clock.time += SILENCE
-    with owning(tmp_path, observer) as owner:
-        assert owner.number == 2
+    assert observer.is_leased(tmp_path)
+    clock.time += TIMEOUT
+    with hold_lease(tmp_path, observer) as held:
+        assert held.number == 2
 
 
-def test_a_damaged_claim_is_still_its_owners(tmp_path):
-    with owning(tmp_path) as owner:
+def test_damaged_record_stays_with_its_holder(tmp_path):
+    with hold_lease(tmp_path) as held:
         newest(tmp_path).write_bytes(b"")
-        owner.verify()
+        held.verify()
 
 
-def test_without_locks_the_heartbeat_speaks_alone(tmp_path, monkeypatch):
-    """Else whoever can ask for a lock would find none, and the owner dead."""
+def test_heartbeat_alone_counts_without_locks(tmp_path, monkeypatch):
+    """Otherwise a process with locks would find none, and the holder dead."""
 
     def fail(*arguments):
         raise OSError(38, "Function not implemented")
@@ -449,16 +462,16 @@ def test_without_locks_the_heartbeat_speaks_alone(tmp_path, monkeypatch):
     with ExitStack() as stack:
         with monkeypatch.context() as patch:
             patch.setattr(lease.fcntl, "flock", fail)
-            stack.enter_context(owning(tmp_path))
-            assert is_owned(tmp_path)
-        assert is_owned(tmp_path)
-    assert not is_owned(tmp_path)
+            stack.enter_context(hold_lease(tmp_path))
+            assert is_leased(tmp_path)
+        assert is_leased(tmp_path)
+    assert not is_leased(tmp_path)
 
 
-def test_other_files_are_no_claims(tmp_path):
-    (tmp_path / "owner").mkdir()
+def test_other_files_are_no_records(tmp_path):
+    (tmp_path / "lease").mkdir()
     for name in ("7", "0000000x", "٠٠٠٠٠٠٠٩", "notes"):
-        (tmp_path / "owner" / name).touch()
-    assert not is_owned(tmp_path)
-    with owning(tmp_path) as owner:
-        assert owner.number == 1
+        (tmp_path / "lease" / name).touch()
+    assert not is_leased(tmp_path)
+    with hold_lease(tmp_path) as held:
+        assert held.number == 1

@@ -1,4 +1,4 @@
-"""What stands in the files of a run, and what is read of them."""
+"""Files of a run: JSON, rows of metrics, config and result."""
 
 import dataclasses
 import json
@@ -8,20 +8,20 @@ import pytest
 
 from qkablate.config import (
     Config,
-    TrackConfig,
+    TrackingConfig,
 )
 from qkablate.runs.records import (
-    publish_json,
+    decode_row,
+    encode_row,
     read_config,
     read_json,
-    read_row,
-    row_line,
     write_json,
+    write_json_once,
 )
 from qkablate.runs.run import Run
 
 
-def test_json_is_written_whole_or_not_at_all(tmp_path):
+def test_json_is_written_completely_or_not_at_all(tmp_path):
     path = tmp_path / "result.json"
     write_json(path, {"a": 1})
     with pytest.raises(ValueError, match="JSON"):
@@ -32,122 +32,125 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     assert read_json(path) is None
 
 
-def test_what_is_published_stays(tmp_path):
+def test_write_json_once_keeps_the_first_file(tmp_path):
     path = tmp_path / "result.json"
-    publish_json(path, {"a": 1})
+    write_json_once(path, {"a": 1})
     with pytest.raises(FileExistsError):
-        publish_json(path, {"a": 2})
+        write_json_once(path, {"a": 2})
     assert read_json(path) == {"a": 1}
     assert sorted(file.name for file in tmp_path.iterdir()) == ["home", "result.json"]
 
 
-def test_a_frozen_config_is_read_as_plain_data(tmp_path):
-    run, config = Run(tmp_path, "label", "id"), Config(track=TrackConfig(tags=["a: b", "ä ∑"]))
-    with run.owned():
+def test_frozen_config_is_read_as_plain_data(tmp_path):
+    run, config = (
+        Run(tmp_path, "label", "id"),
+        Config(tracking=TrackingConfig(tags=["a: b", "ä ∑"])),
+    )
+    with run.hold_lease():
         run.freeze(config, {"heads": 4, "nothing": None, "circuits_from_outside": {"mine": "f"}})
-    found = read_config(run.folder)
-    plain = json.loads(json.dumps(dataclasses.asdict(config)))  # a tuple comes back as a list
-    identity = found.pop("identity")
+    content = read_config(run.folder)
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
+    identity = content.pop("identity")
     assert identity == {"heads": 4, "nothing": None, "circuits_from_outside": {"mine": "f"}}
-    assert found.pop("id") == "id"
-    assert found == plain
-    kinds = {type(value) for value in [found, *found.values(), *found["model"].values()]}
+    assert content.pop("id") == "id"
+    assert content == plain
+    kinds = {type(value) for value in [content, *content.values(), *content["model"].values()]}
     assert kinds <= {dict, list, str, int, float, bool, type(None)}
 
 
-NO_CONFIGS = {
+INVALID_CONFIGS = {
     "nothing": b"",
     "a list": b"- a\n- b\n",
     "a word": b"seed",
     "a number": b"3\n",
     "null": b"null\n",
-    "two of them": b"a: 1\n---\nb: 2\n",
-    "half": b"variant:\n  name: no_q\n  qk: [",
+    "two documents": b"a: 1\n---\nb: 2\n",
+    "truncated": b"variant:\n  name: no_q\n  qk: [",
     "an alias": b"a: &a [1, 2]\nb: *a\n",
     "aliases of aliases": b"a: &a [1]\nb: &b [*a, *a]\nc: [*b, *b]\n",
-    "an alias that is nothing": b"a: *b\n",
+    "an undefined alias": b"a: *b\n",
     "an interpolation": b"a: ${b}\nb: 1\n",
-    "an interpolation in a word": b"a: before ${b} after\n",
+    "an interpolation in text": b"a: before ${b} after\n",
     "an interpolation in a list": b"a: [1, ['${b}']]\n",
     "an interpolation in a key": b"'${b}': 1\n",
     "the environment": b"a: ${oc.env:PLANTED}\n",
     "code": b"a: !!python/object/apply:os.mkdir ['made']\n",
     "an object": b"a: !!python/name:os.system\n",
-    "a tag of nobody": b"a: !mine 3\n",
+    "an unknown tag": b"a: !mine 3\n",
     "binary": bytes(range(256)),
     "zeros": b"\0" * 300,
-    "no utf-8": b"a: \xff\xfe\n",
+    "invalid utf-8": b"a: \xff\xfe\n",
     "utf-16": "a: 1\n".encode("utf-16"),
     "tabs": b"a:\n\tb: 1\n",
-    "several lines wrong": b"a: [\n" * 9,
+    "many errors": b"a: [\n" * 9,
     "deep": b"[" * 5_000,
     "a deep map": b"{a: " * 5_000,
-    "a day that is none": b"a: 2020-13-45\n",
-    "a date in words": b"a: !!timestamp soon\n",
-    "a number that is empty": b"a: !!int ''\n",
-    "a float that is empty": b"a: !!float ''\n",
-    "a number in words": b"a: !!int many\n",
-    "truth in words": b"a: !!bool perhaps\n",
+    "an invalid date": b"a: 2020-13-45\n",
+    "a date as text": b"a: !!timestamp soon\n",
+    "an empty number": b"a: !!int ''\n",
+    "an empty float": b"a: !!float ''\n",
+    "a number as text": b"a: !!int many\n",
+    "a boolean as text": b"a: !!bool perhaps\n",
     "a number of 5000 digits": b"a: " + b"9" * 5000 + b"\n",
-    "a list for a key": b"? [a]\n: 1\n",
+    "a list as key": b"? [a]\n: 1\n",
 }
 
 
-@pytest.mark.parametrize("content", NO_CONFIGS.values(), ids=NO_CONFIGS)
-def test_what_no_run_writes_is_no_config_and_says_why_in_a_line(tmp_path, monkeypatch, content):
+@pytest.mark.parametrize("content", INVALID_CONFIGS.values(), ids=INVALID_CONFIGS)
+def test_invalid_config_is_rejected_in_one_line(tmp_path, monkeypatch, content):
     monkeypatch.setenv("PLANTED", "planted-secret-key")
     (tmp_path / "config.yaml").write_bytes(content)
-    with pytest.raises(ValueError, match=r"\S") as told:
+    with pytest.raises(ValueError, match=r"\S") as error:
         read_config(tmp_path)
-    assert "\n" not in str(told.value)
-    assert len(str(told.value)) < 300
-    assert "planted-secret-key" not in str(told.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+    assert "planted-secret-key" not in str(error.value)
     assert not (tmp_path / "made").exists()
 
 
-def test_a_config_that_is_not_there_says_so_in_a_line(tmp_path):
-    with pytest.raises(ValueError, match="No such file") as told:
+def test_missing_config_is_rejected_in_one_line(tmp_path):
+    with pytest.raises(ValueError, match="No such file") as error:
         read_config(tmp_path / "nowhere")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     (tmp_path / "config.yaml").mkdir()
     with pytest.raises(ValueError, match="directory"):
         read_config(tmp_path)
 
 
 @pytest.mark.parametrize("word", ["$", "$b", "{b}", "$ {b}", "cost: 3 $", "&a", "*a"])
-def test_words_that_only_look_so_are_words(tmp_path, word):
+def test_harmless_special_characters_are_kept(tmp_path, word):
     (tmp_path / "config.yaml").write_text(f"a: {json.dumps(word)}  # ${{b}}\n")
     assert read_config(tmp_path) == {"a": word}
 
 
-def test_a_result_that_was_changed_is_none(tmp_path):
-    from qkablate.runs.records import read_result, sealed
+def test_changed_result_is_not_read(tmp_path):
+    from qkablate.runs.records import read_result, seal_result
 
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("{}")
     result = {"status": "done", "loss": {"val": 1.25, "test": 1.5}, "tokens": 1, "seconds": 1.0}
-    write_json(tmp_path / "result.json", result)  # as those of before, without a checksum
+    write_json(tmp_path / "result.json", result)  # older results have no checksum
     assert read_result(tmp_path) == result
-    write_json(tmp_path / "result.json", sealed(result, metrics))
-    assert read_result(tmp_path) == sealed(result, metrics)
+    write_json(tmp_path / "result.json", seal_result(result, metrics))
+    assert read_result(tmp_path) == seal_result(result, metrics)
     text = (tmp_path / "result.json").read_text().replace("1.25", "1.35")
     (tmp_path / "result.json").write_text(text)
     assert read_result(tmp_path) is None
 
 
 @pytest.mark.parametrize("row", [{"step": 3, "val/loss": 1 / 3}, {"a": ["é", None, {"b": []}]}])
-def test_a_row_that_was_changed_tells_nothing_else(row):
-    line = row_line(row)
+def test_changed_row_is_rejected(row):
+    line = encode_row(row)
     assert json.loads(line).items() >= row.items()
-    assert read_row(line).items() >= row.items()
-    for place in range(len(line)):
+    assert decode_row(line).items() >= row.items()
+    for position in range(len(line)):
         for bit in range(8):
-            changed = line[:place] + bytes([line[place] ^ 1 << bit]) + line[place + 1 :]
-            with suppress(ValueError):  # unless it is the word "crc32" that was changed
-                assert read_row(changed).items() >= row.items()
+            changed = line[:position] + bytes([line[position] ^ 1 << bit]) + line[position + 1 :]
+            with suppress(ValueError):  # unless the key "crc32" was changed
+                assert decode_row(changed).items() >= row.items()
 
 
-def test_older_rows_have_no_checksum():
-    assert read_row(b'{"step": 3}') == {"step": 3}
+def test_rows_without_checksum_are_read():
+    assert decode_row(b'{"step": 3}') == {"step": 3}
     with pytest.raises(ValueError, match="checksum"):
-        read_row(row_line({"step": 3}).replace(b"3", b"4", 1))
+        decode_row(encode_row({"step": 3}).replace(b"3", b"4", 1))

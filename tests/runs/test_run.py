@@ -14,15 +14,15 @@ from qkablate.config import (
     Config,
     DataConfig,
     OptimConfig,
-    TrackConfig,
+    TrackingConfig,
     TrainConfig,
     VariantConfig,
     resolve,
 )
 from qkablate.runs import run as runs
-from qkablate.runs.lease import Owned
+from qkablate.runs.lease import AlreadyRunning
 from qkablate.runs.records import read_json, write_json
-from qkablate.runs.run import Run, environment, identity, label, run_id
+from qkablate.runs.run import Run, describe_environment, identity, label, run_id
 
 
 def id_of(config=None, **other):
@@ -58,9 +58,9 @@ def test_what_cannot_change_the_result_does_not():
         change(
             out="elsewhere",
             threads=7,
-            track=TrackConfig(wandb="disabled", tags=["x"], group="g", log_every=3),
+            tracking=TrackingConfig(wandb="disabled", tags=["x"], group="g", log_every=3),
             data=DataConfig(path="/somewhere", cache="/else"),
-            train=TrainConfig(checkpoint_every=5, checkpoint_activations=True, shard=True),
+            train=TrainConfig(checkpoint_every=5, checkpoint_activations=True, fsdp=True),
             variant=VariantConfig(name="mine"),
         ),
         device="cpu",
@@ -69,42 +69,46 @@ def test_what_cannot_change_the_result_does_not():
 
 def test_the_id_is_stable():
     """A changed id would train everything anew: it moves only when it must (see NUMERICS)."""
-    assert id_of() == "f5d55e95fb46"
+    assert id_of() == "29971079d51f"
     assert label(Config()) == "standard-d128-h4-s0"
 
 
 def test_one_owner(tmp_path):
     run = Run(tmp_path, "label", "id")
-    assert not run.is_owned
+    assert not run.is_leased
     own = f"process {os.getpid()} on"
-    with run.owned(), pytest.raises(Owned, match=own), Run(tmp_path, "label", "id").owned():
+    with (
+        run.hold_lease(),
+        pytest.raises(AlreadyRunning, match=own),
+        Run(tmp_path, "label", "id").hold_lease(),
+    ):
         pass
-    assert not run.is_owned
-    with run.owned():
-        assert run.is_owned
+    assert not run.is_leased
+    with run.hold_lease():
+        assert run.is_leased
 
 
 def test_a_killed_owner_leaves_the_run_free(tmp_path):
     code = (
         "import sys, time; from qkablate.runs.run import Run\n"
-        f"with Run({str(tmp_path)!r}, 'label', 'id').owned():\n"
+        f"with Run({str(tmp_path)!r}, 'label', 'id').hold_lease():\n"
         "    print('mine', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "mine\n"
     run = Run(tmp_path, "label", "id")
-    with pytest.raises(Owned, match=f"process {process.pid} on"), run.owned():
+    with pytest.raises(AlreadyRunning, match=f"process {process.pid} on"), run.hold_lease():
         pass
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    with run.owned():
+    with run.hold_lease():
         pass
 
 
 def test_restart_keeps_what_was_there(tmp_path):
     run = Run(tmp_path, "label", "id")
-    with run.owned():
+    with run.hold_lease():
         run.freeze(Config(), {"a": 1})
         run.metrics.write_text("{}\n")
         write_json(run.folder / "result.json", {"status": "done"})
@@ -120,12 +124,12 @@ def test_restart_keeps_what_was_there(tmp_path):
 def test_attempts_may_be_deleted(tmp_path):
     run = Run(tmp_path, "label", "id")
     for attempt in (1, 2, 3):
-        with run.owned():
+        with run.hold_lease():
             run.freeze(Config(), {})
             assert run.attempt == attempt
             run.restart()
     shutil.rmtree(run.folder / "attempts" / "1")
-    with run.owned():
+    with run.hold_lease():
         run.freeze(Config(), {})
         run.restart()
     assert run.attempt == 5
@@ -139,18 +143,18 @@ def test_the_id_decides_not_the_label(tmp_path):
 
 def test_a_restart_cut_short_is_carried_out_by_the_next_owner(tmp_path):
     run = Run(tmp_path, "label", "id")
-    with run.owned():
+    with run.hold_lease():
         run.freeze(Config(), {})
         run.metrics.write_text("{}\n")
     (run.folder / "attempt-1.tmp").mkdir()  # killed after its first act
-    with run.owned():
+    with run.hold_lease():
         assert not run.metrics.exists()
         assert run.attempt == 2
 
 
 def test_environment_holds_no_secret(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "planted-secret-key")
-    found = environment(Config(), {"device": "cpu"})
+    found = describe_environment(Config(), {"device": "cpu"})
     assert "planted-secret-key" not in json.dumps(found)
     assert found["versions"]["torch"]
     assert found["machine"]["cpu"]
@@ -167,7 +171,7 @@ def test_a_key_in_the_code_that_runs_is_not_kept(tmp_path, monkeypatch):
         subprocess.run([*git, *words], check=True)
     file.write_text(f"a: 2  # WANDB_API_KEY={'0123456789' * 4}\n")
     monkeypatch.setattr(runs, "__file__", str(tmp_path / "qkablate" / "runs" / "run.py"))
-    diff = environment(Config(), {})["code"]["diff"]
+    diff = describe_environment(Config(), {})["code"]["diff"]
     assert "+a: 2  # WANDB_API_KEY=***" in diff
 
 

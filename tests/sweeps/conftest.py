@@ -1,4 +1,4 @@
-"""Small sweeps, and circuits that go wrong on purpose."""
+"""Engines, Ray clusters and circuits that fail on purpose."""
 
 import importlib.util
 import os
@@ -53,25 +53,25 @@ _ACTS = {
     "starves_once": "first and torch.empty(2**60)",
 }
 
-# What asks for each engine, with two runs at once.
+# The arguments that select each engine, with two concurrent runs.
 ENGINES = {
     "local": ["engine=local", "workers=2"],
     "slurm": ["engine=slurm", "engine.memory_gb=1", "workers=2"],
-    "ray": ["engine=ray", "workers=2"],  # and an address
+    "ray": ["engine=ray", "workers=2"],  # plus an address
 }
-# A launcher in a process of its own looks as often as one in ours.
+# A launcher in a separate process, with the short poll interval of the fixture `slurm`.
 _COMMAND = """
 import sys
 from qkablate.cli import main
-from qkablate.sweeps.engines.slurm.engine import Slurm
-Slurm.pause = 0.5
+from qkablate.sweeps.engines.slurm.engine import SlurmEngine
+SlurmEngine.poll_interval = 0.5
 main(sys.argv[1:])
 """
 
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> list[str]:
-    """The words that ask for an engine: what a sweep promises, it promises with each of them."""
+    """Return the arguments that select an engine; tests that use it run with every engine."""
     if request.param == "slurm":
         request.getfixturevalue("slurm")
     if request.param == "ray":
@@ -81,18 +81,18 @@ def engine(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cluster that SLURM_CONF names, looked at more often than a large one should be."""
+    """Use the cluster of SLURM_CONF, with a short poll interval."""
     if "SLURM_CONF" not in os.environ or shutil.which("squeue") is None:
         missing = "SLURM is not on this machine (scripts/slurm-one-machine starts one)"
         if os.environ.get("QKABLATE_NEEDS_SLURM"):
             pytest.fail(missing)
         pytest.skip(missing)
-    from qkablate.sweeps.engines.slurm.engine import Slurm
+    from qkablate.sweeps.engines.slurm.engine import SlurmEngine
 
-    monkeypatch.setattr(Slurm, "pause", 0.5)
+    monkeypatch.setattr(SlurmEngine, "poll_interval", 0.5)
 
 
-# Ray puts the machine's address in loopback's place, or does not let a second node join there.
+# Ray replaces loopback by the machine's address, or lets no second node join there.
 _RAY = """
 from ray._private import services
 services.resolve_ip_for_localhost = lambda host: host
@@ -107,7 +107,7 @@ _NODE = [
 
 
 class RayNodes:
-    """Nodes of a Ray cluster, on this machine."""
+    """A Ray cluster whose nodes all run on this machine."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec("ray") is None:
@@ -121,7 +121,7 @@ class RayNodes:
         self._nodes: list[subprocess.Popen[str]] = []
 
     def start(self, *words: str, before: tuple[str, ...] = (), **environment: str) -> None:
-        """A node, and with the first one the cluster."""
+        """Start a node; the first one starts the cluster."""
         if self.address:
             words = (f"--address={self.address}", *words)
         else:
@@ -155,7 +155,7 @@ class RayNodes:
 
 @pytest.fixture(scope="session")
 def ray_nodes() -> Iterator[RayNodes]:
-    """A cluster for all tests: one node with two cores and, as it believes, a GPU."""
+    """Start one cluster for all tests: a node with two cores and a pretended GPU."""
     nodes = RayNodes()
     nodes.start("--num-cpus=2", "--num-gpus=1")
     yield nodes
@@ -164,7 +164,7 @@ def ray_nodes() -> Iterator[RayNodes]:
 
 @pytest.fixture
 def ray(ray_nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Its address."""
+    """Return the address of the shared cluster."""
     for name, value in ray_nodes.token.items():
         monkeypatch.setenv(name, value)
     return ray_nodes.address
@@ -172,7 +172,7 @@ def ray(ray_nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def other_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayNodes]:
-    """A cluster that is still without nodes, to do to it what one likes."""
+    """Return a private cluster without nodes."""
     nodes = RayNodes()
     for name, value in nodes.token.items():
         monkeypatch.setenv(name, value)
@@ -187,7 +187,7 @@ def program() -> list[str]:
 
 @pytest.fixture
 def circuit(tmp_path: Path) -> Callable[[str], Path]:
-    """A circuit that goes wrong in its own way, at the step asked for."""
+    """Return a function that writes a circuit which fails at some step."""
 
     def write(name: str, step: int = 8) -> Path:
         path = tmp_path / f"{name}.py"

@@ -1,6 +1,6 @@
-"""A sweep in W&B: its runs together, under names one can group and filter by, and one table.
+"""A sweep in W&B: its runs in one group with tags, and one run with its tables.
 
-W&B holds on to a process, so that each sweep here has one of its own.
+W&B keeps state in its process, so that each sweep here runs in a separate one.
 """
 
 import contextlib
@@ -16,19 +16,19 @@ import pytest
 from tests.tracking.wandb import log_reader
 from tests.tracking.wandb.fake_server import FakeServer
 
-BOUND = 240  # seconds: then it hangs
+BOUND = 240  # seconds until a command counts as hanging
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
 def words(tiny):
-    """Three arms, one of which pays for what it lacks; the baseline stands under both controls."""
-    own = [word for word in tiny if not word.startswith("track.wandb=")]
+    """Return arguments of three arms, one with adjusted size; the baseline has both controls."""
+    own = [word for word in tiny if not word.startswith("tracking.wandb=")]
     return [*own, "variant=standard,no_q", "control=none,params", "seed=0", "workers=2"]
 
 
 def sweep(*words, **variables):
-    """The command in a process of its own, without a terminal."""
+    """Run the command in a separate process, without a terminal."""
     return subprocess.run(
         [sys.executable, "-m", "qkablate", "sweep", *words],
         env={**os.environ, **variables},
@@ -43,8 +43,8 @@ def recorded(folder):
     return [log_reader.read(path) for path in sorted((folder / "wandb").glob("offline-run-*"))]
 
 
-def test_offline(words, tmp_path, home):
-    words = [*words, "seed=0,1", "track.wandb=offline", "track.tags=[mine]"]
+def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home):
+    words = [*words, "seed=0,1", "tracking.wandb=offline", "tracking.tags=[mine]"]
     done = sweep(*words)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("outputs/sweeps/*/")
@@ -78,20 +78,20 @@ def test_offline(words, tmp_path, home):
     assert rows == told("status", folder)["states"]
     assert {row["id"] for row in rows} == set(own)
 
-    # The answer: gaps with what they are worth, verdicts, charts and the page.
+    # Gaps with their intervals, verdicts, charts and the report.
     gaps, found = table(folder, "gaps"), told("results", folder, "--format")["gaps"]
     assert [gap["arm"] for gap in gaps] == ["no_q-d16-h2", "no_q-d16-h2-params"]
     for gap, one in zip(gaps, found, strict=True):
         assert (gap["gap"], [gap["low"], gap["high"]]) == (one["mean"], one["interval"])
         for name in ("arm", "baseline", "n", "sd", "p", "p_holm", "detectable"):
             assert gap[name] == one[name]
-        assert gap["verdict"] in ("better", "worse", "none found")
+        assert gap["verdict"] in ("better", "worse", "no difference found")
         in_line = log.summary[f"gap/{gap['arm']}"]
         assert in_line == {name: gap[name] for name in in_line}
         assert {"gap", "low", "high", "n", "p_holm", "verdict"} <= set(in_line)
         run = next(run for run in own.values() if run["arm"] == gap["arm"])
         (path,) = tmp_path.glob(f"outputs/runs/*-{run['id']}")
-        assert not any("gap" in name for name in recorded(path)[0].summary)  # it takes two runs
+        assert not any("gap" in name for name in recorded(path)[0].summary)  # a gap needs two runs
     (apart,) = told("results", folder, "--format")["function_distance"]
     distances = table(folder, "distances")
     assert len(distances) == len(apart["apart"]) == 3  # two arms, and another seed
@@ -111,19 +111,19 @@ def test_offline(words, tmp_path, home):
     assert any("<svg" in path.read_text() for path in media.glob("charts/gaps_*.html"))
     assert f"qkablate sync {folder.name} out={folder.parents[1]}" in done.stdout
 
-    # What has been done before is not told again.
+    # A finished sweep is not logged again.
     again = sweep(*words)
     assert again.returncode == 0
     assert len(recorded(folder)) == 1
-    # And nothing is written outside the folders of the sweep and its runs.
+    # Nothing is written outside the folders of the sweep and its runs.
     assert list(home.rglob("*")) == []
     assert not (tmp_path / "wandb").exists()
 
 
-def test_all_runs_have_one_process_of_its_own_and_can_do_without(spawn, words, tmp_path, home):
-    """It is killed while two runs are mirrored: they end well, and the others are mirrored."""
+def test_runs_survive_the_death_of_their_shared_wandb_process(spawn, words, tmp_path, home):
+    """W&B's process is killed while two runs are logged: they succeed, and the rest is logged."""
     words = [*words, "variant=standard", "seed=range(4)", "control=none", "train.steps=300"]
-    launcher = spawn("sweep", *words, "track.wandb=offline")
+    launcher = spawn("sweep", *words, "tracking.wandb=offline")
     while launcher.poll() is None:
         begun = [
             path for path in tmp_path.glob("outputs/runs/*/metrics.jsonl") if path.stat().st_size
@@ -141,7 +141,7 @@ def test_all_runs_have_one_process_of_its_own_and_can_do_without(spawn, words, t
 
 
 def wandb_processes(home):
-    """Those of this test."""
+    """Return the pids of W&B's processes of this test."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -181,8 +181,8 @@ main(sys.argv[1:])
         ("import qkablate.report.page as p; p.page = lambda *_: 1 / 0", "division by zero"),
     ],
 )
-def test_without_the_extra_or_with_a_fault_the_table_is_there(broken, said, words, tmp_path):
-    script = ["-c", WITHOUT.format(broken=broken), "sweep", *words, "track.wandb=offline"]
+def test_table_is_logged_even_if_the_report_fails(broken, said, words, tmp_path):
+    script = ["-c", WITHOUT.format(broken=broken), "sweep", *words, "tracking.wandb=offline"]
     done = subprocess.run(
         [sys.executable, *script],
         stdin=subprocess.DEVNULL,
@@ -198,11 +198,11 @@ def test_without_the_extra_or_with_a_fault_the_table_is_there(broken, said, word
     assert recorded(folder)[0].exit_code == 0
 
 
-def test_online(words, tmp_path):
+def test_online_sweep_uploads_runs_tables_and_report(words, tmp_path):
     with FakeServer() as server:
         done = sweep(
             *words,
-            *("track.project=ours", "track.group=august", "sweep.name=which"),
+            *("tracking.project=ours", "tracking.group=august", "sweep.name=which"),
             WANDB_BASE_URL=server.url,
             WANDB_API_KEY=KEY,
         )

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from qkablate.errors import nearest
+from qkablate.errors import nearest_hint
 from qkablate.table import print_table
 from tests.torture.tally import FAULTS, Tally
 
@@ -22,7 +22,7 @@ from tests.torture.tally import FAULTS, Tally
 def names(text: str) -> list[str]:
     chosen = text.split(",")
     if wrong := next((name for name in chosen if name not in FAULTS), None):
-        known = f"{', '.join(FAULTS)}{nearest(wrong, FAULTS)}"
+        known = f"{', '.join(FAULTS)}{nearest_hint(wrong, FAULTS)}"
         raise argparse.ArgumentTypeError(f"'{wrong}' is not one of {known}")
     return chosen
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from qkablate.analysis.study.standalone_runs import study_of
+from qkablate.analysis.study.standalone_runs import read_standalone_runs
 from qkablate.analysis.study.study import Study, read_study
 from qkablate.data import corpus
 from qkablate.errors import UserError
-from qkablate.sweeps.planning.manifest import read
+from qkablate.sweeps.planning.manifest import read_manifest
 from qkablate.sweeps.running import results_table
-from qkablate.sweeps.running.state import Standing
+from qkablate.sweeps.running.state import SweepState
 from qkablate.training import checkpoint
 from qkablate.training.warm_start.restore import restore
 from tests.torture import watched
@@ -114,16 +114,16 @@ def _of_study(study: Study) -> Reading:
 
 def _sweep(world: World) -> Reading:
     found = _of_study(read_study(world.sweep))
-    standing = Standing(read(world.sweep))
-    standing.look()
-    for row in results_table.rows(standing):
+    sweep_state = SweepState(read_manifest(world.sweep))
+    sweep_state.refresh()
+    for row in results_table.result_rows(sweep_state):
         for key in row.keys() - _WORDS:
             found[f"row {row['id']} {key}"] = row[key]
     return found
 
 
 def _loose(world: World) -> Reading:
-    return _of_study(study_of([*world.swept, world.rough]))
+    return _of_study(read_standalone_runs([*world.swept, world.rough]))
 
 
 def _models(world: World) -> Reading:
@@ -138,7 +138,7 @@ def _models(world: World) -> Reading:
 
 
 def _tokens(world: World) -> Reading:
-    found = corpus.load(world.data)
+    found = corpus.load_corpus(world.data)
     return {split: found.split(split).tobytes() for split in found.tokens} | {
         "told": found.told,
         "bytes": found.bytes,

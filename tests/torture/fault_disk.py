@@ -124,7 +124,7 @@ def _drawn(chance: random.Random) -> Case:
     words = chance.choice(
         [
             *[TRAIN] * 6,
-            [*TRAIN, "track.wandb=offline"],
+            [*TRAIN, "tracking.wandb=offline"],
             ["data", "prepare", "data=text", "data.path=corpus.txt", "data.cache=other"],
             [*TRAIN, "data.cache=other"],
             SWEEP,

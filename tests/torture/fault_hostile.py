@@ -238,7 +238,7 @@ PLACES = {
     ),
     "environment": Place(f"{_RUN}/environment.json", [_PAIR[1], RESUME]),
     "metrics": Place(f"{_RUN}/metrics.jsonl", [_PAIR[1], RESUME]),
-    "claim on a run": Place(f"{_RUN}/owner/00000099", [_PAIR[1], RESUME]),
+    "claim on a run": Place(f"{_RUN}/lease/00000099", [_PAIR[1], RESUME]),
     "result": Place("outputs/runs/{done}/result.json", [*_PAIR, AGAIN]),
     "swept result": Place(f"{_SWEPT}/result.json", [*_TABLES, *_PAGE]),
     "swept config": Place(f"{_SWEPT}/config.yaml", [["compare", "{done}", "{swept}"], *_PAGE]),
@@ -391,12 +391,12 @@ _LINKS = {
     "new metrics": (f"{_RUN}/metrics.jsonl", "nothing"),
     "checkpoints": (f"{_RUN}/checkpoints", "run/checkpoints"),
     "predictions": (f"{_RUN}/predictions", "run/predictions"),
-    "example": (f"{_RUN}/example.safetensors", "precious.txt"),
+    "example": (f"{_RUN}/attention_map.safetensors", "precious.txt"),
     "config": (f"{_RUN}/config.yaml", "precious.txt"),
     "environment": (f"{_RUN}/environment.json", "precious.txt"),
     "result": (f"{_RUN}/result.json", "precious.txt"),
     "error": (f"{_RUN}/error.txt", "precious.txt"),
-    "owner": (f"{_RUN}/owner", "run/owner"),
+    "lease": (f"{_RUN}/lease", "run/lease"),
     "attempts": (f"{_RUN}/attempts", "run"),
     "W&B's folder": (f"{_RUN}/wandb", "run"),
     "itself": (f"{_RUN}/metrics.jsonl", "../box/outputs/runs"),
@@ -535,7 +535,7 @@ def _be_patient() -> None:
     """For a second, not for a minute: a claim that nobody renews."""
     from qkablate.runs import lease
 
-    lease.SILENCE = 1.0
+    lease.TIMEOUT = 1.0
 
 
 def _judge(world: World, words: list[str], said: Said) -> list[str]:

@@ -25,7 +25,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from qkablate.config import ENGINE_KEYS, keys
+from qkablate.config import ENGINE_KEYS, KEYS
 from qkablate.training.signals import Stopped
 from tests.torture.readers import SMALL, Ended, Reader, readers, text, told
 from tests.torture.tally import Tally
@@ -369,7 +369,7 @@ _OTHERS = [
     "attention",
     "train",
     "optim",
-    "track",
+    "tracking",
     "hydra",
     "seeds",
     "lr",
@@ -389,7 +389,7 @@ _SWEEP = [
     "sweep",
     "sweep.name",
     "sweep.axes",
-    "sweep.where",
+    "sweep.filter",
     "sweep.baseline",
     "sweep.tune",
     "engine",
@@ -397,10 +397,10 @@ _SWEEP = [
 _SWEEP += [
     "sweep.tuning_seeds",
     "control",
-    "control.knob",
+    "control.adjust",
     "control.tolerance",
     "workers",
-    "per_gpu",
+    "runs_per_gpu",
 ]
 _SWEEP += ["on_failure", "engine.nope", *(f"engine.{key}" for key in ENGINE_KEYS["slurm"])]
 _FLAGS = [
@@ -427,7 +427,7 @@ _FLAGS += [
 _FLAGS += ["--dry-run", "--json", "--resolve", "--run", "=", "seed", "+seed=1", "++seed=1", "~seed"]
 
 _VALUE = st.sampled_from(_NUMBERS) | st.sampled_from(_SIGNS) | st.text(max_size=6)
-_KEY = st.sampled_from(keys()) | st.sampled_from(keys()) | st.sampled_from(_OTHERS)
+_KEY = st.sampled_from(KEYS) | st.sampled_from(KEYS) | st.sampled_from(_OTHERS)
 _KEY |= st.sampled_from(_SWEEP)
 _PAIR = st.tuples(_KEY, _VALUE).map("=".join)
 _MUTATED = st.tuples(_PAIR, st.integers(0, 2**16), _VALUE).map(
@@ -517,9 +517,9 @@ class _Command:
         GlobalHydra.instance().clear()  # of a command that was too late
         try:
             with (
-                mock.patch("qkablate.training.session.run", side_effect=Stopped(signal.SIGTERM)),
-                mock.patch("qkablate.cli.sweep.launch", return_value=_BEGAN),
-                mock.patch("qkablate.cli.sweep.dry_run", return_value=0),
+                mock.patch("qkablate.training.session.train_run", side_effect=Stopped(signal.SIGTERM)),
+                mock.patch("qkablate.cli.launch.run_sweep", return_value=_BEGAN),
+                mock.patch("qkablate.cli.launch.show_plan", return_value=0),
             ):
                 said = told(*words, codes=(0, 2, _BEGAN))
             if said.code == 2:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qkablate.sweeps.engines import LOG
+from qkablate.sweeps.engines.base import LOG_FILE
 from tests.torture import warm
 from tests.torture.tally import Tally
 
@@ -19,8 +19,8 @@ _SWEEP = ["variant=standard,no_q", "seed=0,1", "workers=2", "sweep.baseline=null
 KINDS = {
     "fp32": ["train"],
     "bf16": ["train", "precision=bf16", "variant=merged_w"],
-    "bf16, accumulating": ["train", "precision=bf16", "train.accumulate=2"],
-    "W&B": ["train", "track.wandb=offline"],
+    "bf16, accumulating": ["train", "precision=bf16", "train.grad_accum=2"],
+    "W&B": ["train", "tracking.wandb=offline"],
     "sweep": ["sweep", *_SWEEP],
     "bf16 sweep": ["sweep", *_SWEEP, "precision=bf16"],
 }
@@ -41,8 +41,8 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     from qkablate.runs import attention_map, lease, predictions, records
     from qkablate.sweeps.planning import manifest
     from qkablate.sweeps.running import launcher, results_table, worker
-    from qkablate.tracking import Journal, Mirror
-    from qkablate.training import checkpoint, ending, environment, hardware
+    from qkablate.tracking import MetricsFile, WandbRun
+    from qkablate.training import checkpoint, environment, hardware, result
     from qkablate.training.loop import Trainer
 
     return {
@@ -50,15 +50,15 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
         "data": (
             8,
             [
-                *((corpus, "_prepare"), (corpus, "load"), (document_store.Spool, "fill")),
+                *((corpus, "_prepare"), (corpus, "load_corpus"), (document_store.DocumentStore, "fill")),
                 *((preparing, "_divided"), (preparing._Writer, "write"), (corpus, "_digest")),
             ],
         ),
-        "owner": (4, [(lease, "_make"), (lease, "_sweep"), (lease.Owner, "release")]),
-        "predictions": (6, [(predictions, "write"), (predictions, "write_atomic")]),
-        "example": (1, [(attention_map, "write"), (attention_map, "write_atomic")]),
+        "lease": (4, [(lease, "_create"), (lease, "_remove_old"), (lease.Lease, "release")]),
+        "predictions": (6, [(predictions, "write_predictions"), (predictions, "write_atomic")]),
+        "example": (1, [(attention_map, "write_attention_map"), (attention_map, "write_atomic")]),
         "step": (12, [(Trainer, "_step")]),
-        "row": (9, [(Journal, "log")]),
+        "row": (9, [(MetricsFile, "log")]),
         "evaluation": (5, [(Trainer, "evaluate")]),
         "checkpoint": (
             20,
@@ -67,12 +67,12 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
                 *((safetensors.torch, "save_file"), (torch, "save"), (checkpoint, "keep_newest")),
             ],
         ),
-        "resuming": (3, [(checkpoint, "load_newest"), (checkpoint, "load"), (hardware, "prepare")]),
+        "resuming": (3, [(checkpoint, "load_newest"), (checkpoint, "load"), (hardware, "configure_process")]),
         "result": (
             3,
-            [(ending, "publish"), (records, "name_exclusively"), (ending, "publish_json")],
+            [(result, "publish"), (records, "name_exclusively"), (result, "write_json_once")],
         ),
-        "W&B": (9, [(Mirror, "_start"), (Mirror, "log"), (Mirror, "close")]),
+        "W&B": (9, [(WandbRun, "_start"), (WandbRun, "log"), (WandbRun, "close")]),
         "fsync": (40, [(os, "fsync")]),
         "rename": (20, [(os, "rename"), (os, "replace"), (os, "link")]),
         "removal": (20, [(os, "unlink"), (os, "rmdir")]),
@@ -80,13 +80,13 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
         "sweep": (
             8,
             [
-                *((sweep, "expanded"), (manifest, "write_atomic"), (launcher, "link")),
+                *((sweep, "expanded"), (manifest, "write_atomic"), (launcher, "link_run")),
                 *(
                     (launcher.Launcher, "_start"),
-                    (launcher.Launcher, "_note_end"),
-                    (results_table, "write"),
+                    (launcher.Launcher, "_handle_exit"),
+                    (results_table, "write_results"),
                 ),
-                *((worker, "_train"), (worker, "_logged")),
+                *((worker, "_train"), (worker, "_train_logged")),
             ],
         ),
     }
@@ -216,7 +216,7 @@ class _Chain:
             for run, step in written.items():
                 log = self._log(run)
                 said = logs[log][before.get(log, 0) if self.sweep else 0 :]
-                used = re.search(r"going on from step (\d+)", said)
+                used = re.search(r"resuming from step (\d+)", said)
                 if used is None or int(used[1]) != step:
                     self.tally.lost.append(self._told(f"step {step} was not used: {said[-2000:]}"))
             if found := warm.difference(self.calm, self.folder):
@@ -230,7 +230,7 @@ class _Chain:
         return {run: step for run in unfinished if (step := warm.saved(run)) >= 0}
 
     def _log(self, run: Path) -> Path:
-        return run / LOG if self.sweep else self.folder / "log"
+        return run / LOG_FILE if self.sweep else self.folder / "log"
 
     def _logs(self) -> dict[Path, str]:
         paths = {self.folder / "log", *map(self._log, warm.runs(self.folder))}

@@ -16,7 +16,7 @@ import torch
 
 from qkablate.training import hardware
 from qkablate.training.loop import Trainer
-from qkablate.training.session import _model
+from qkablate.training.session import _build_model
 from tests.torture.readers import SMALL, command, text, wrong
 from tests.torture.tally import Tally
 
@@ -63,8 +63,8 @@ def _poisoned(chance: random.Random, out: Path, words: list[str]) -> tuple[str, 
         try:
             if where != "loss":
                 return original(self, at)
-            loss = self.training_loss
-            with mock.patch.object(self, "training_loss", lambda *given: loss(*given) * bad):
+            loss = self.train_step.training_loss
+            with mock.patch.object(self.train_step, "training_loss", lambda *given: loss(*given) * bad):
                 return original(self, at)
         finally:
             if handle is not None:
@@ -72,7 +72,7 @@ def _poisoned(chance: random.Random, out: Path, words: list[str]) -> tuple[str, 
 
     with mock.patch.object(Trainer, "_step", stepped):
         said = command(
-            *("train", *words, f"precision={half}", f"track.log_every={every}", f"out={out}")
+            *("train", *words, f"precision={half}", f"tracking.log_every={every}", f"out={out}")
         )
     # A gradient shows in the loss of the next step, or in a validation before that.
     late = where == "gradient" and (step + 1) % _EVAL_EVERY
@@ -111,13 +111,13 @@ def _started(chance: random.Random, out: Path, words: list[str]) -> tuple[str, s
     scale, half = 10.0 ** chance.randrange(30, 300), chance.choice(["fp32", "bf16"])
 
     def grown(*given: Any) -> Any:
-        model = _model(*given)
+        model = _build_model(*given)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(scale).mul_(scale)
         return model
 
-    with mock.patch("qkablate.training.session._model", grown):
+    with mock.patch("qkablate.training.session._build_model", grown):
         said = command("train", *words, f"precision={half}", f"out={out}")
     return f"start times {scale}, {half}", wrong(said, (3,)) or _diverged_at(out, 0)
 
@@ -127,7 +127,7 @@ def _overflowing(chance: random.Random, out: Path, words: list[str]) -> tuple[st
     when the run is interrupted meanwhile. (fp16 for GPUs, computed here.)
     """
     exponent, stop = chance.randrange(22, 28), chance.randrange(1, 29)
-    words = [*words, "train.steps=30", "train.checkpoint_every=7", "track.log_every=1"]
+    words = [*words, "train.steps=30", "train.checkpoint_every=7", "tracking.log_every=1"]
     scalers = []
 
     def scaler(device: str, enabled: bool, original: Any = torch.amp.GradScaler) -> Any:

@@ -18,7 +18,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from qkablate.sweeps.engines import LOG
+from qkablate.sweeps.engines.base import LOG_FILE
 from tests.torture import warm
 from tests.torture.tally import Tally
 
@@ -186,8 +186,8 @@ def _changes(before: Any, now: Names) -> list[dict[str, int | None]]:
 
 def _recording(address: str) -> None:
     """In a process, and in those that it forks: tell the recorder of what is done."""
-    from qkablate.tracking import Journal
-    from qkablate.training import checkpoint, ending
+    from qkablate.tracking import MetricsFile
+    from qkablate.training import checkpoint, result
     from qkablate.training.loop import Trainer
 
     own: dict[int, Connection] = {}
@@ -210,7 +210,7 @@ def _recording(address: str) -> None:
                 tell(forced=os.fstat(arguments[0]).st_ino)
             elif owner is checkpoint:
                 tell(run=arguments[0].parent.name, step=arguments[1].progress.step)
-            elif owner is ending:
+            elif owner is result:
                 tell(run=arguments[0].parent.name)
             else:
                 tell()
@@ -220,9 +220,9 @@ def _recording(address: str) -> None:
 
     for name in ("fsync", "rename", "replace", "link", "symlink", "unlink", "mkdir", "rmdir"):
         watch(os, name)
-    for owner, name in ((Trainer, "_step"), (Journal, "log"), (checkpoint, "save")):
+    for owner, name in ((Trainer, "_step"), (MetricsFile, "log"), (checkpoint, "save")):
         watch(owner, name)
-    watch(ending, "publish_json")
+    watch(result, "write_json_once")
     os.register_at_fork(after_in_child=lambda: lock.__init__())  # type: ignore[misc]
 
 
@@ -256,9 +256,9 @@ def _recover(words: list[str], folder: Path, calm: Path, disk: _Disk, name: str)
         if now[run] != results[run]:
             found.lost.append(f"{name}: {run} had its result, and was trained again")
     for run, step in disk.steps.items():
-        log = folder / "outputs" / "runs" / run / LOG
+        log = folder / "outputs" / "runs" / run / LOG_FILE
         told = log.read_text("utf-8", "replace") if log.exists() else said
-        used = [-1, *map(int, re.findall(r"going on from step (\d+)", told))][-1]
+        used = [-1, *map(int, re.findall(r"resuming from step (\d+)", told))][-1]
         if run not in results and used < step:
             found.lost.append(f"{name}: step {step} of {run} was not used: {told[-2000:]}")
     if different := warm.difference(calm, folder):

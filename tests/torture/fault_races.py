@@ -36,9 +36,9 @@ _CLOCKS = ("seconds", "perf/", "crc32")
 def _train_words(folder: Path, out: Path, cache: Path) -> list[str]:
     return [
         *("model.layers=1", "model.d_model=8", "model.heads=2", "model.context=16"),
-        *("train.steps=20", "train.batch_size=2", "train.eval_every=10", "track.log_every=5"),
+        *("train.steps=20", "train.batch_size=2", "train.eval_every=10", "tracking.log_every=5"),
         *("data=text", f"data.path={folder}/text.txt", f"data.cache={cache}"),
-        *("data.val_tokens=64", "data.test_tokens=64", "threads=1", "track.wandb=disabled"),
+        *("data.val_tokens=64", "data.test_tokens=64", "threads=1", "tracking.wandb=disabled"),
         *("variant=standard,no_q", "seed=range(3)", "workers=1", f"out={out}"),
     ]
 
@@ -88,12 +88,12 @@ def _launch(words: list[str], trained: Path) -> int:
     """
     from qkablate.training import session
 
-    def sit(plan: Any, *what: Any, real: Callable[..., Any] = session._sit) -> Any:
+    def sit(plan: Any, *what: Any, real: Callable[..., Any] = session._train_session) -> Any:
         with trained.open("a") as file:
             file.write(f"{plan.run.id}\n")
         return real(plan, *what)
 
-    session._sit = sit
+    session._train_session = sit
     forked = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _: forked  # type: ignore[method-assign, assignment]
     return _command("sweep", *words)

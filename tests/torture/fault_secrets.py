@@ -103,7 +103,7 @@ class _Place:
         """A tiny run."""
         return [
             *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"),
-            *("train.steps=4", "train.batch_size=2", "train.eval_every=4", "track.log_every=2"),
+            *("train.steps=4", "train.batch_size=2", "train.eval_every=4", "tracking.log_every=2"),
             *("data=text", f"data.path={self.folder}/text.txt", f"data.cache={self.folder}/cache"),
             *("data.val_tokens=64", "data.test_tokens=64", "threads=1"),
             *(f"out={self.folder}/out", *more),
@@ -142,10 +142,10 @@ def _typed(place: _Place) -> list[str]:
     refused = [
         place.command(verb, *place.words(word))
         for verb, word in (
-            ("train", f"track.project={place.key}"),
-            ("sweep", f"track.tags=[{place.secrets[3]}]"),
+            ("train", f"tracking.project={place.key}"),
+            ("sweep", f"tracking.tags=[{place.secrets[3]}]"),
             ("train", f"data.path=https://me:{place.password}@there.org/a.txt"),
-            ("train", "track.project=${oc.env:WANDB_API_KEY}"),
+            ("train", "tracking.project=${oc.env:WANDB_API_KEY}"),
         )
     ]
     wrong = [] if refused == [2] * 4 else [f"words with keys ended with {refused}"]

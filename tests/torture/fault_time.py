@@ -35,7 +35,7 @@ def torture(cases: int, seed: int, folder: Path) -> Tally:
     for n in range(cases):
         kind = (_clock_jumps, _two_machines, _owner_sleeps)[n % 3]
         out = folder / str(n)
-        with mock.patch.multiple(lease, BEAT=_BEAT, SILENCE=_SILENCE):
+        with mock.patch.multiple(lease, HEARTBEAT=_BEAT, TIMEOUT=_SILENCE):
             what, found = kind(chance, out, [*words, f"out={out}"])
         if not found and _numbers(out) != calm:
             found = "its numbers are not those of the calm run"
@@ -165,5 +165,5 @@ def _files(out: Path) -> dict[Path, bytes]:
     """What stands in the run's folder, but for the claims: the sleeper's heart may beat once more
     in its own, which counts no longer.
     """
-    found = [path for path in out.rglob("*") if path.is_file() and path.parent.name != "owner"]
+    found = [path for path in out.rglob("*") if path.is_file() and path.parent.name != "lease"]
     return {path: path.read_bytes() for path in found}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.cli import main
-from qkablate.tracking import Mirror
+from qkablate.tracking import WandbRun
 from tests.torture.tally import Tally
 from tests.tracking.wandb.fake_server import FakeServer, dead_url
 
@@ -68,7 +68,7 @@ def _fake(kind: type[FakeServer] = FakeServer, **how: Any) -> Iterator[str]:
 def _full_disk() -> Iterator[str]:
     """W&B's own process can write but a little into any file."""
 
-    def begin(self: Any, *what: Any, real: Callable[..., Any] = Mirror.__init__) -> None:
+    def begin(self: Any, *what: Any, real: Callable[..., Any] = WandbRun.__init__) -> None:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
         try:
@@ -76,7 +76,7 @@ def _full_disk() -> Iterator[str]:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    Mirror.__init__ = begin  # type: ignore[method-assign]
+    WandbRun.__init__ = begin  # type: ignore[method-assign]
     with _fake() as url:
         yield url
 
@@ -130,7 +130,7 @@ _SERVERS: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
 def _words(folder: Path, seed: int) -> list[str]:
     return [
         *("train", "model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"),
-        *("train.steps=60", "train.batch_size=2", "train.eval_every=20", "track.log_every=2"),
+        *("train.steps=60", "train.batch_size=2", "train.eval_every=20", "tracking.log_every=2"),
         *("data=text", f"data.path={folder}/text.txt", f"data.cache={folder}/cache"),
         *("data.val_tokens=64", "data.test_tokens=64", "threads=1", f"seed={seed}"),
     ]
@@ -149,7 +149,7 @@ def _train(name: str, seed: int, folder: Path, out: Path) -> None:
     os.environ["HOME"] = str(out)
     waited: dict[str, list[float]] = {"__init__": [], "log": [], "close": []}
     for method, seconds in waited.items():
-        setattr(Mirror, method, _timed(getattr(Mirror, method), seconds))
+        setattr(WandbRun, method, _timed(getattr(WandbRun, method), seconds))
     serve, key = _SERVERS.get(name, (contextlib.nullcontext, ""))
     words = [*_words(folder, seed), f"out={out}"]
     with serve() as url, contextlib.suppress(SystemExit):
@@ -157,7 +157,7 @@ def _train(name: str, seed: int, folder: Path, out: Path) -> None:
             os.environ["WANDB_BASE_URL"] = url
         if key:
             os.environ["WANDB_API_KEY"] = key
-        main([*words, "track.wandb=auto" if url else "track.wandb=disabled"])
+        main([*words, "tracking.wandb=auto" if url else "tracking.wandb=disabled"])
     (out / "waited.json").write_text(json.dumps({k: max(v) for k, v in waited.items()}))
 
 
@@ -228,7 +228,7 @@ def torture(cases: int, seed: int, folder: Path) -> Tally:
         if "Traceback" in said:
             found.wrong.append(f"{name}: a traceback: {said[-500:]}")
         full |= name in ("full disk", "full disk, offline")
-        if full and said.count("W&B: not all was recorded") != 1:
+        if full and said.count("W&B: the log is incomplete") != 1:
             found.wrong.append(f"{name}: nobody is told: {said[-500:]}")
         bounds = {"log": _LOG, "close": _CLOSE + _GRACE, "__init__": _BEGIN + _GRACE}
         for method, most in bounds.items():

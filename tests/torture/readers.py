@@ -18,8 +18,8 @@ import pyarrow
 import pyarrow.parquet
 
 from qkablate.analysis.claims.parse import load_claim
-from qkablate.analysis.comparison.head_metrics import MEASURES, readings
-from qkablate.analysis.study.study import courses, facts_of
+from qkablate.analysis.comparison.head_metrics import MEASURES, read_head_rows
+from qkablate.analysis.study.study import read_loss_curves, read_facts
 from qkablate.cli import main
 from qkablate.config import DataConfig
 from qkablate.data import corpus
@@ -27,7 +27,7 @@ from qkablate.errors import UserError
 from qkablate.runs import attention_map, lease, predictions
 from qkablate.runs.records import read_config, read_result
 from qkablate.sweeps.planning import manifest
-from qkablate.sweeps.running.state import newest_row
+from qkablate.sweeps.running.state import latest_metrics
 from qkablate.training import checkpoint
 from qkablate.training.warm_start.restore import restore
 
@@ -35,7 +35,7 @@ TEXT = "the cat sat on the mat, ähnlich ∑\n" * 100
 SMALL = [
     *("model.layers=1", "model.d_model=8", "model.heads=2", "model.context=8"),
     *("train.steps=6", "train.batch_size=2", "train.eval_every=3", "train.checkpoint_every=3"),
-    *("track.wandb=disabled", "track.log_every=2", "threads=1", "data=text", "device=cpu"),
+    *("tracking.wandb=disabled", "tracking.log_every=2", "threads=1", "data=text", "device=cpu"),
 ]
 CLAIM = """says: Queries need no weights.
 source: here
@@ -135,8 +135,8 @@ def readers(folder: Path) -> dict[str, Reader]:
     (sweep,) = (folder / "outputs" / "sweeps").iterdir()
     (cut,) = folder.glob("outputs/runs/standard-*-s1-*")
     (cut / "result.json").unlink()  # as if it were interrupted
-    newest = checkpoint.newest_first(run / "checkpoints")[0]
-    predicted, kept = predictions.kept(run)[6], run / attention_map.NAME
+    newest = checkpoint.find_checkpoints(run / "checkpoints")[0]
+    predicted, kept = predictions.find_predictions(run)[6], run / attention_map.FILE_NAME
     (prepared,) = folder.glob("data/cache/*/")
     claim = folder / "mine.yaml"
     claim.write_text(CLAIM, encoding="utf-8")
@@ -163,27 +163,31 @@ def readers(folder: Path) -> dict[str, Reader]:
         "config.yaml, restored": Reader(run / "config.yaml", lambda: restore(run), refused),
         "config.yaml, sample": Reader(run / "config.yaml", sample, ()),
         "result.json": Reader(
-            run / "result.json", lambda: facts_of(run, read_result(run) or {}), ()
+            run / "result.json", lambda: read_facts(run, read_result(run) or {}), ()
         ),
         "result.json, status": Reader(run / "result.json", status, ()),
         "result.json, results": Reader(run / "result.json", results, ()),
         "result.json, compare": Reader(run / "result.json", compare, ()),
-        "environment.json": Reader(run / "environment.json", lambda: facts_of(run, {}), ()),
-        "metrics.jsonl": Reader(run / "metrics.jsonl", lambda: [courses(run), newest_row(run)], ()),
-        "metrics.jsonl, heads": Reader(
-            cut / "metrics.jsonl", lambda: readings(cut, MEASURES, 9), ()
+        "environment.json": Reader(run / "environment.json", lambda: read_facts(run, {}), ()),
+        "metrics.jsonl": Reader(
+            run / "metrics.jsonl", lambda: [read_loss_curves(run), latest_metrics(run)], ()
         ),
-        "predictions": Reader(predicted, lambda: predictions.read(predicted), (ValueError,)),
-        "example": Reader(kept, lambda: attention_map.read(kept), (ValueError,)),
+        "metrics.jsonl, heads": Reader(
+            cut / "metrics.jsonl", lambda: read_head_rows(cut, MEASURES, 9), ()
+        ),
+        "predictions": Reader(predicted, lambda: predictions.read_predictions(predicted), (ValueError,)),
+        "example": Reader(kept, lambda: attention_map.read_attention_map(kept), (ValueError,)),
         "predictions, results": Reader(predicted, results, ()),
         "metrics.jsonl, status": Reader(cut / "metrics.jsonl", status, ()),
         "metrics.jsonl, compare": Reader(run / "metrics.jsonl", compare, ()),
-        "manifest.json": Reader(sweep / manifest.FILE, lambda: manifest.read(sweep), refused),
-        "manifest.json, sealed": Reader(
-            *(sweep / manifest.FILE, lambda: manifest.read(sweep), refused),
-            lambda content: seal_manifest(sweep / manifest.FILE, content),
+        "manifest.json": Reader(
+            sweep / manifest.MANIFEST_FILE, lambda: manifest.read_manifest(sweep), refused
         ),
-        "manifest.json, status": Reader(sweep / manifest.FILE, status, ()),
+        "manifest.json, sealed": Reader(
+            *(sweep / manifest.MANIFEST_FILE, lambda: manifest.read_manifest(sweep), refused),
+            lambda content: seal_manifest(sweep / manifest.MANIFEST_FILE, content),
+        ),
+        "manifest.json, status": Reader(sweep / manifest.MANIFEST_FILE, status, ()),
         "progress.json": Reader(newest / "progress.json", lambda: restore(run), refused, sums),
         "progress.json, resumed": Reader(
             newest / "progress.json",
@@ -202,10 +206,10 @@ def readers(folder: Path) -> dict[str, Reader]:
         ),
         "tokenizer.json": Reader(run / "tokenizer.json", lambda: restore(run).tokenizer(), refused),
         "tokenizer.json, sample": Reader(run / "tokenizer.json", sample, ()),
-        "owner": Reader(max(run.glob("owner/0*")), lambda: lease.Observer().judge(run), ()),
+        "lease": Reader(max(run.glob("lease/0*")), lambda: lease.LeaseObserver().observe(run), ()),
         "claim": Reader(claim, lambda: load_claim(str(claim)), refused),
         **{
-            f"prepared {name}": Reader(prepared / name, lambda: corpus.load(prepared), refused)
+            f"prepared {name}": Reader(prepared / name, lambda: corpus.load_corpus(prepared), refused)
             for name in ("manifest.json", "tokenizer.json", "train.bin")
         },
         **_texts(folder / "texts"),

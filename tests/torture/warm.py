@@ -29,8 +29,8 @@ _CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu", "crc32"}
 RUN = [
     *("model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"),
     *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "train.checkpoint_every=4"),
-    *("model.dropout=0.1", "track.log_every=2", "data=text", "data.path=corpus.txt"),
-    *("data.cache=cache", "track.wandb=disabled"),
+    *("model.dropout=0.1", "tracking.log_every=2", "data=text", "data.path=corpus.txt"),
+    *("data.cache=cache", "tracking.wandb=disabled"),
 ]  # of half a second; all paths from the folder it stands in
 
 # So many cases in an empty folder; the number of the lane says which kinds are its own.
@@ -253,7 +253,7 @@ def _facts(run: Path) -> dict[str, Any]:
     facts["end of rows"] = text[-1:]
     kept = sorted((run / "predictions").iterdir())
     facts["predictions"] = {path.name: sha256(path.read_bytes()) for path in kept}
-    facts["example"] = sha256((run / "example.safetensors").read_bytes())
+    facts["example"] = sha256((run / "attention_map.safetensors").read_bytes())
     newest = max((run / "checkpoints").glob("step-*"))
     facts["checkpoint"] = newest.name
     facts["weights"] = _numbers(load_file(newest / "weights.safetensors"))

@@ -27,7 +27,7 @@ STARTS = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", 
 TINY = [
     *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"),
     *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "train.checkpoint_every=4"),
-    *("track.log_every=2", "track.wandb=disabled", "data=text", "data.path=corpus.txt"),
+    *("tracking.log_every=2", "tracking.wandb=disabled", "data=text", "data.path=corpus.txt"),
     "data.cache=cache",
 ]
 CLAIM = """

@@ -2,15 +2,15 @@ import json
 
 import pytest
 
-from qkablate.runs.records import read_row, row_line
-from qkablate.tracking import Journal
+from qkablate.runs.records import decode_row, encode_row
+from qkablate.tracking import MetricsFile
 
 
 def test_each_row_is_a_line_and_there_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    journal = Journal(path)
+    journal = MetricsFile(path)
     journal.log({"step": 1, "train/loss": 2.5})
-    assert path.read_bytes() == row_line({"step": 1, "train/loss": 2.5}) + b"\n"
+    assert path.read_bytes() == encode_row({"step": 1, "train/loss": 2.5}) + b"\n"
     journal.log({"step": 2})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
     journal.close()
@@ -18,7 +18,7 @@ def test_each_row_is_a_line_and_there_at_once(tmp_path):
 
 def test_what_came_after_the_checkpoint_is_cut(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    first = Journal(path)
+    first = MetricsFile(path)
     first.log({"step": 1})
     end = first.sync()
     assert end == path.stat().st_size
@@ -27,16 +27,16 @@ def test_what_came_after_the_checkpoint_is_cut(tmp_path):
     with path.open("a") as file:
         file.write('{"step": 3, "wo')
 
-    second = Journal(path, cut=end)
+    second = MetricsFile(path, end=end)
     second.log({"step": 2})
     second.close()
-    assert [read_row(line)["step"] for line in path.read_bytes().splitlines()] == [1, 2]
+    assert [decode_row(line)["step"] for line in path.read_bytes().splitlines()] == [1, 2]
 
 
 def test_a_start_from_nothing_leaves_no_old_rows(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 9}\n')
-    Journal(path).close()
+    MetricsFile(path).close()
     assert path.read_text() == ""
 
 
@@ -44,13 +44,13 @@ def test_a_journal_shorter_than_its_checkpoint_is_refused(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="shorter than its checkpoint"):
-        Journal(path, cut=1000)
+        MetricsFile(path, end=1000)
     assert path.read_text() == '{"step": 1}\n'
 
 
 def test_what_json_cannot_say_is_written_as_its_name(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    journal = Journal(path)
+    journal = MetricsFile(path)
     journal.log({"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 1.0})
     journal.close()
 

@@ -82,6 +82,6 @@ def test_a_bar_on_a_terminal(monkeypatch):
 
 def test_diagnostics_are_not_for_the_terminal(capsys):
     terminal = Terminal("a run", 12, 0)
-    terminal.log({"step": 12, "mechanism": {"qk": {}, "ov": {}, "attention": {}}})
+    terminal.log({"step": 12, "diagnostics": {"qk": {}, "ov": {}, "attention": {}}})
     terminal.close()
     assert capsys.readouterr().err == ""

@@ -16,22 +16,22 @@ class Steps:
     def step(self, step):
         self.asked.append(step)
         tokens = torch.full((2, 4), step)
-        return [Batch(tokens, tokens + 1), Batch(tokens, tokens + 2, tokens * 0)]
+        return [Batch((tokens,), tokens + 1), Batch((tokens,), tokens + 2, tokens * 0)]
 
 
-def test_on_a_cpu_batches_are_made_when_they_are_taken():
+def test_cpu_batches_are_made_when_taken():
     steps = Steps()
     feed = Feed(steps, "cpu")
     first, second = feed.take(3)
     feed.fetch_ahead(4)
     assert steps.asked == [3]
-    assert first.where_NA is None
+    assert first.positions_NA is None
     assert torch.equal(second.targets_NA, torch.full((2, 4), 5))
     assert on_device(first, "cpu") is first
 
 
-def test_the_next_step_is_fetched_once(monkeypatch):
-    """On a GPU; the copy itself needs one, so here it stays where it is."""
+def test_next_step_is_fetched_once(monkeypatch):
+    """The copy to a GPU is skipped here."""
     monkeypatch.setattr("qkablate.training.feed.on_device", lambda batch, device: batch)
     steps = Steps()
     feed = Feed(steps, "cuda")
@@ -44,10 +44,10 @@ def test_the_next_step_is_fetched_once(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu():
+def test_gpu_batches_are_fetched_ahead():
     feed = Feed(Steps(), "cuda")
     feed.fetch_ahead(5)
     _, batch = feed.take(5)
     assert batch.tokens_NT.is_cuda
-    assert batch.where_NA.is_cuda
+    assert batch.positions_NA.is_cuda
     assert torch.equal(batch.targets_NA.cpu(), torch.full((2, 4), 7))

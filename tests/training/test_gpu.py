@@ -1,4 +1,4 @@
-"""What only a GPU can show. Skipped, by name, where there is none."""
+"""Training on a GPU; skipped where there is none."""
 
 import json
 
@@ -43,12 +43,12 @@ def test_deterministic_training_repeats_itself(qkablate, tiny, tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("variant", ["standard", "merged_w"])
-def test_diagnostics_are_those_of_a_cpu_and_move_nothing(
+def test_gpu_diagnostics_equal_cpus_and_change_nothing(
     qkablate, tiny, tmp_path, variant, precision
 ):
     words = [*tiny, f"variant={variant}", "compile=false", "deterministic=true"]
     gpu = [*words, "device=cuda", f"precision={precision}"]
-    assert qkablate("train", *gpu, "diagnose.every=0", "out=without").code == 0
+    assert qkablate("train", *gpu, "diagnostics.every=0", "out=without").code == 0
     assert qkablate("train", *gpu, "out=cuda").code == 0
     assert qkablate("train", *words, "device=cpu", "precision=fp32", "out=cpu").code == 0
     rows = {}
@@ -59,7 +59,7 @@ def test_diagnostics_are_those_of_a_cpu_and_move_nothing(
     assert losses[0] == losses[1]
     # At the start the weights are the same.
     one, other = (
-        next(r["mechanism"] for r in rows[o] if "mechanism" in r) for o in ("cuda", "cpu")
+        next(r["diagnostics"] for r in rows[o] if "diagnostics" in r) for o in ("cuda", "cpu")
     )
     assert one["qk"]["moved"] == [[0.0, 0.0]] * 2
     for part, measure in (("qk", "nuclear"), ("ov", "symmetry"), ("attention", "entropy")):

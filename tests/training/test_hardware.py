@@ -1,4 +1,4 @@
-"""What `auto` makes of a machine."""
+"""Resolution of `auto` by hardware."""
 
 import platform
 import subprocess
@@ -28,7 +28,7 @@ INTEL = {"cpu_name": "Intel Xeon"}
         ({"bf16": True, "architecture": "aarch64"}, "bf16"),
     ],
 )
-def test_a_cpu_is_used_in_the_precision_that_is_faster_there(monkeypatch, found, precision):
+def test_auto_precision_is_the_fast_one(monkeypatch, found, precision):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: found, raising=False)
     assert resolve(Config(device="cpu")).precision == precision
@@ -45,14 +45,14 @@ def test_a_cpu_is_used_in_the_precision_that_is_faster_there(monkeypatch, found,
     ],
     ids=str,
 )
-def test_auto_products_are_those_that_are_fast(monkeypatch, cpu, precision, expected):
+def test_auto_matmul_is_the_fast_one(monkeypatch, cpu, precision, expected):
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: cpu)
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
-    assert resolve(Config(device="cpu", precision=precision)).products == expected
+    assert resolve(Config(device="cpu", precision=precision)).matmul == expected
     if precision == "bf16":
-        with pytest.raises(UserError, match="products: onednn multiplies in fp32 on a CPU, not in"):
-            resolve(Config(device="cpu", precision=precision, products="onednn"))
+        with pytest.raises(UserError, match="matmul: onednn multiplies in fp32 on a CPU, not in"):
+            resolve(Config(device="cpu", precision=precision, matmul="onednn"))
 
 
 _FAULTS = """
@@ -65,15 +65,16 @@ def faults():
     torch.ones(2**24)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-hardware.prepare(Config(device="cpu", threads=1, compile=False, products="torch"))
+hardware.configure_process(Config(device="cpu", threads=1, compile=False, matmul="torch"))
 print(sorted(faults() for _ in range(9))[4])  # malloc has to find its place first
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is how glibc allocates")
-def test_memory_that_is_freed_is_kept_for_the_next_step():
-    """Without it, each of these tensors costs 16,384 page faults every time. In a process of its
-    own: of other threads than the main one glibc gives whole heaps back.
+def test_freed_memory_is_kept_for_the_next_step():
+    """Otherwise each of these tensors costs 16,384 page faults every time.
+
+    In its own process, because glibc returns the heaps of other threads than the main one.
     """
     done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,10 @@
-"""What the loop computes: pairing, evaluation that touches nothing, golden losses."""
+"""The training loop: pairing, evaluation without side effects, golden losses."""
 
 import itertools
 import json
 import math
 import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,19 +12,13 @@ import torch
 
 from qkablate.config import (
     Config,
-    DataConfig,
-    ModelConfig,
     OptimConfig,
-    TrainConfig,
-    VariantConfig,
-    resolve_variant,
     variants,
 )
-from qkablate.data.batches import Windows
-from qkablate.training.hardware import fast_bf16, resolve
+from qkablate.data.batches import RandomWindows
+from qkablate.training.hardware import has_fast_bf16, resolve
 from qkablate.training.optimizer import learning_rate
-
-GOLDEN = Path(__file__).with_name("golden.json")
+from tests.training.helpers import GOLDEN, golden_losses
 
 
 def metrics(tmp_path, out):
@@ -42,7 +35,7 @@ def drop_clocks(rows):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_evaluating_more_often_changes_nothing(qkablate, tiny, tmp_path, dropout):
+def test_evaluation_does_not_change_training(qkablate, tiny, tmp_path, dropout):
     words = [*tiny, f"model.dropout={dropout}"]
     assert qkablate("train", *words, "train.eval_every=12", "out=seldom").code == 0
     assert qkablate("train", *words, "train.eval_every=1", "out=often").code == 0
@@ -52,7 +45,7 @@ def test_evaluating_more_often_changes_nothing(qkablate, tiny, tmp_path, dropout
     assert drop_clocks(seldom[1])[-1] == drop_clocks(often[1])[-1]
 
 
-def test_the_rows_hold_what_a_dashboard_needs(qkablate, tiny, tmp_path):
+def test_rows_have_the_documented_keys(qkablate, tiny, tmp_path):
     assert qkablate("train", *tiny).code == 0
     train, val = metrics(tmp_path, "outputs")
     position = {"step", "tokens", "flops", "seconds", "crc32"}
@@ -69,19 +62,19 @@ def test_the_rows_hold_what_a_dashboard_needs(qkablate, tiny, tmp_path):
     assert "perf/tokens_per_second" not in train[0]  # the first stretch warms up
 
 
-def test_batches_are_the_same_for_all_variants_and_sizes(qkablate, tiny, monkeypatch):
+def test_batches_do_not_depend_on_the_model(qkablate, tiny, monkeypatch):
     seen = []
 
-    def step(self, step, original=Windows.step):
+    def step(self, step, original=RandomWindows.step):
         batch = original(self, step)
         seen[-1].append(torch.cat([part.tokens_NT for part in batch]).clone())
         return batch
 
-    monkeypatch.setattr(Windows, "step", step)
+    monkeypatch.setattr(RandomWindows, "step", step)
     for words in (
         ["variant=standard"],
         ["variant=merged_w", "model.d_model=8", "train.eval_every=1"],
-        ["variant=no_q", "model.layers=1", "train.batch_size=1", "train.accumulate=2"],
+        ["variant=no_q", "model.layers=1", "train.batch_size=1", "train.grad_accum=2"],
     ):
         seen.append([])
         assert qkablate("train", *tiny, *words).code == 0
@@ -90,17 +83,17 @@ def test_batches_are_the_same_for_all_variants_and_sizes(qkablate, tiny, monkeyp
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
 
 
-def test_accumulation_is_a_larger_batch(qkablate, tiny, tmp_path):
+def test_gradient_accumulation_equals_larger_batch(qkablate, tiny, tmp_path):
     words = [*tiny, "train.eval_every=12", "optim.clip=0"]
     assert qkablate("train", *words, "train.batch_size=4", "out=one").code == 0
-    more = ["train.batch_size=1", "train.accumulate=4"]
+    more = ["train.batch_size=1", "train.grad_accum=4"]
     assert qkablate("train", *words, *more, "out=four").code == 0
     (_, one), (_, four) = metrics(tmp_path, "one"), metrics(tmp_path, "four")
     assert one[-1]["val/loss"] == pytest.approx(four[-1]["val/loss"], rel=1e-5)
 
 
-def test_clipping(qkablate, tiny, tmp_path):
-    """The norm that is logged is the one before clipping; a tiny bound changes the course."""
+def test_logged_norm_is_before_clipping(qkablate, tiny, tmp_path):
+    """The logged norm is the one before clipping; a tiny bound changes training."""
     assert qkablate("train", *tiny, "out=free", "optim.clip=0").code == 0
     assert qkablate("train", *tiny, "out=bound", "optim.clip=1e-6").code == 0
     free, bound = metrics(tmp_path, "free")[0], metrics(tmp_path, "bound")[0]
@@ -118,7 +111,7 @@ def test_training_learns(qkablate, tiny, tmp_path):
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_compiled_training_is_the_same_training(qkablate, tiny, tmp_path, precision):
+def test_compiled_training_equals_eager(qkablate, tiny, tmp_path, precision):
     words = [*tiny, f"precision={precision}", "model.layers=1"]
     assert qkablate("train", *words, "out=eager").code == 0
     assert qkablate("train", *words, "out=compiled", "compile=true").code == 0
@@ -127,7 +120,7 @@ def test_compiled_training_is_the_same_training(qkablate, tiny, tmp_path, precis
     assert eager[-1]["val/loss"] == pytest.approx(compiled[-1]["val/loss"], rel=tolerance)
 
 
-def test_bf16_is_close_to_fp32_and_not_the_same(qkablate, tiny, tmp_path):
+def test_bf16_is_close_to_fp32(qkablate, tiny, tmp_path):
     for precision in ("fp32", "bf16"):
         assert qkablate("train", *tiny, f"precision={precision}", f"out={precision}").code == 0
     full, half = (metrics(tmp_path, p)[1][-1]["val/loss"] for p in ("fp32", "bf16"))
@@ -136,7 +129,7 @@ def test_bf16_is_close_to_fp32_and_not_the_same(qkablate, tiny, tmp_path):
 
 
 def test_auto_precision_follows_the_hardware(monkeypatch):
-    expected = "bf16" if fast_bf16() else "fp32"
+    expected = "bf16" if has_fast_bf16() else "fp32"
     assert resolve(Config(device="cpu")).precision == expected
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
@@ -148,8 +141,8 @@ def test_auto_precision_follows_the_hardware(monkeypatch):
         assert (config.device, config.precision, config.compile) == ("cuda", precision, True)
 
 
-def test_a_run_has_the_products_it_says(qkablate, tiny, tmp_path, monkeypatch):
-    """Another sum, and the same course."""
+def test_matmul_backend_is_used_and_recorded(qkablate, tiny, tmp_path, monkeypatch):
+    """Compare training by torch and by oneDNN."""
     convolve, calls = torch.nn.functional.conv2d, []
 
     def counted(*given, **more):
@@ -160,12 +153,12 @@ def test_a_run_has_the_products_it_says(qkablate, tiny, tmp_path, monkeypatch):
     losses, ids = [], set()
     for name in ("torch", "onednn"):
         calls.append(0)
-        words = ("precision=fp32", f"products={name}", "train.batch_size=100", f"out={name}")
+        words = ("precision=fp32", f"matmul={name}", "train.batch_size=100", f"out={name}")
         assert qkablate("train", *tiny, *words).code == 0
         losses.append(metrics(tmp_path, name)[1][-1]["val/loss"])
         (path,) = tmp_path.glob(f"{name}/runs/*/result.json")
         result = json.loads(path.read_text())
-        assert result["products"] == name
+        assert result["matmul"] == name
         ids.add(result["id"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert calls[0] == 0
@@ -173,20 +166,22 @@ def test_a_run_has_the_products_it_says(qkablate, tiny, tmp_path, monkeypatch):
     assert len(ids) == 2
 
 
-def test_a_gpu_without_an_index_can_be_prepared(monkeypatch):
-    """As far as a machine without one can show it: torch refuses set_device("cuda")."""
+def test_cuda_without_index_sets_no_device(monkeypatch):
+    """Torch refuses set_device("cuda"), so that it must not be called."""
     from qkablate.training import hardware
 
     asked = []
     monkeypatch.setattr("torch.cuda.set_device", asked.append)
-    with hardware.process_state():
+    with hardware.preserve_process_state():
         for device in ("cuda", "cuda:1"):
-            hardware.prepare(Config(device=device, threads=1, compile=False, products="torch"))
+            hardware.configure_process(
+                Config(device=device, threads=1, compile=False, matmul="torch")
+            )
     assert asked == ["cuda:1"]
 
 
 def test_many_sizes_compile_in_one_process(qkablate, tiny, tmp_path, monkeypatch):
-    """Torch goes back to eager, in silence, once a function was compiled for too many shapes."""
+    """Torch silently falls back to eager after too many shapes of one function."""
     monkeypatch.setenv("CXX", sys.executable)  # the eager backend needs no compiler
     compiled = []
 
@@ -206,7 +201,7 @@ def test_many_sizes_compile_in_one_process(qkablate, tiny, tmp_path, monkeypatch
     assert compiled[0] >= 2
 
 
-def test_cosine():
+def test_cosine_schedule():
     optim = OptimConfig(lr=1.0, warmup=10, cooldown=0.0, lr_final=0.1)
     rates = [learning_rate(optim, step, 100) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
@@ -215,7 +210,7 @@ def test_cosine():
     assert all(a > b for a, b in itertools.pairwise(rates[10:]))
 
 
-def test_warmup_stable_decay():
+def test_wsd_schedule():
     optim = OptimConfig(lr=1.0, schedule="wsd", warmup=10, cooldown=0.2, lr_final=0.0)
     rates = [learning_rate(optim, step, 100) for step in range(100)]
     assert rates[10:80] == pytest.approx([1.0] * 70)
@@ -231,50 +226,19 @@ def test_schedules_of_very_short_runs(steps, schedule):
     assert all(0 < learning_rate(optim, s, steps) <= 1 for s in range(steps))
 
 
-def golden_run(variant: str, folder: Path, monkeypatch) -> list[float]:
-    """20 steps in fp32 on one thread: text whose pieces come twice, and scores that matter."""
-    from qkablate.training import loop
-    from qkablate.training import resolve as plan
-
-    text = folder / "tokens.txt"
-    pieces = np.random.default_rng(1).zipf(1.3, (1_200, 8)) % 64 + 32
-    text.write_bytes(np.concatenate([pieces, pieces], 1).astype(np.uint8).tobytes())
-    model_config = ModelConfig(layers=2, d_model=32, heads=4, context=32, bias=True, init="linear")
-    config = Config(
-        variant=resolve_variant(VariantConfig(**variants()[variant]), model_config),
-        model=model_config,
-        data=DataConfig(source="text", path=str(text), cache=str(folder / "cache")),
-        train=TrainConfig(steps=20, batch_size=4),
-        optim=OptimConfig(lr=0.01, warmup=2, cooldown=0.0),
-        device="cpu",
-        precision="fp32",
-        compile=False,
-        threads=1,
-        out=str(folder / "out"),
-    )
-    losses: list[float] = []
-    monkeypatch.setattr(loop.hardware, "peak_flops", lambda config: 1e9)
-    planned = plan.plan(config)
-    model = planned.build().to_empty(device="cpu").init_(0)
-    trainer = loop.Trainer(planned, model, None, sinks=(), save=lambda _: None, stop=lambda: False)
-    for step in range(20):
-        trainer._loss_sum.zero_()
-        trainer._step(step)
-        losses.append(float(trainer._loss_sum))
-    return [*losses, trainer.evaluate("val")["loss"]]
-
-
 @pytest.mark.parametrize("variant", variants())
 def test_golden_losses(variant, tmp_path, monkeypatch):
-    """A refactor that moves the numbers is seen here. If they must move: raise NUMERICS in
-    runs.py, and write the new ones with `python -m tests.training.write_golden`.
+    """Detect any change of the numbers.
+
+    If they must change: raise NUMERICS in runs/run.py, and write the new ones with
+    `python -m tests.training.write_golden`.
     """
-    assert golden_run(variant, tmp_path, monkeypatch) == pytest.approx(
+    assert golden_losses(variant, tmp_path, monkeypatch) == pytest.approx(
         json.loads(GOLDEN.read_text())[variant], rel=1e-5
     )
 
 
-def test_activations_computed_twice_change_nothing_but_memory(qkablate, tiny, tmp_path):
+def test_activation_checkpointing_changes_no_numbers(qkablate, tiny, tmp_path):
     words = [*tiny, "model.dropout=0.1"]
     assert qkablate("train", *words, "out=kept").code == 0
     assert qkablate("train", *words, "out=twice", "train.checkpoint_activations=true").code == 0
@@ -286,7 +250,7 @@ def test_activations_computed_twice_change_nothing_but_memory(qkablate, tiny, tm
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-def test_compiled_activations_can_be_computed_twice(qkablate, tiny, tmp_path):
+def test_compiled_activation_checkpointing(qkablate, tiny, tmp_path):
     words = [*tiny, "compile=true", "train.steps=4", "train.checkpoint_activations=true"]
     assert qkablate("train", *words, "out=compiled").code == 0
     assert qkablate("train", *words, "out=eager", "compile=false").code == 0

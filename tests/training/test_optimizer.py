@@ -1,4 +1,4 @@
-"""The optimiser is torch's AdamW, to the bit, and asks for none of torch's compiler."""
+"""AdamW is bit-identical to torch's and imports no compiler."""
 
 import subprocess
 import sys
@@ -31,16 +31,21 @@ def stepped(kind, resumed=False):
     return parameters
 
 
-def test_it_steps_as_torchs_own_to_the_bit():
+def test_steps_equal_torchs_bit_for_bit():
     expected = stepped(torch.optim.AdamW)
     for resumed in (False, True):
         assert all(map(torch.equal, stepped(AdamW, resumed), expected))
 
 
-def test_a_run_imports_no_compiler(tmp_path):
-    """torch's own takes longer to import than everything else until the first step."""
+def test_training_imports_no_compiler(tmp_path):
+    """Torch's own takes longer to import than everything else until the first step."""
     words = ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"]
-    words += ["train.steps=2", "data.val_tokens=64", "data.test_tokens=64", "track.wandb=disabled"]
+    words += [
+        "train.steps=2",
+        "data.val_tokens=64",
+        "data.test_tokens=64",
+        "tracking.wandb=disabled",
+    ]
     words += ["device=cpu", "compile=false"]
     code = (
         "import sys; from qkablate.cli import main\n"

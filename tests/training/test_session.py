@@ -1,160 +1,104 @@
-"""Runs that are killed, interrupted, damaged, diverging, failing: what is on disk tells it all."""
+"""Sessions of runs that are killed, interrupted, damaged, diverging or failing."""
 
 import json
 import math
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
-CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu", "crc32"}
-
-
-def folder_of(tmp_path: Path, out="outputs") -> Path:
-    (folder,) = (tmp_path / out / "runs").iterdir()
-    return folder
-
-
-def rows(folder: Path) -> list[dict]:
-    """metrics.jsonl without clocks; every line must be whole."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in CLOCKS} for line in lines]
-
-
-def final_state(folder: Path):
-    """Everything of a run's end that must be bit-identical."""
-    result = json.loads((folder / "result.json").read_text())
-    (last,) = (folder / "checkpoints").glob("step-*12")
-    weights = safetensors.torch.load_file(last / "weights.safetensors")
-    state = torch.load(last / "state.pt", weights_only=True)
-    moments = {
-        (i, name): value
-        for i, entry in state["optimizer"]["state"].items()
-        for name, value in entry.items()
-    }
-    return result["loss"], result["bits_per_byte"], weights, moments
-
-
-def assert_identical(one: Path, other: Path):
-    assert rows(one) == rows(other)
-    a, b = final_state(one), final_state(other)
-    assert a[:2] == b[:2]
-    for mine, theirs in zip(a[2:], b[2:], strict=True):
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-
-
-def wait_for(condition, process, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.002)
-
-
-def lines(tmp_path: Path, out: str) -> int:
-    found = list((tmp_path / out / "runs").glob("*/metrics.jsonl"))
-    return found[0].read_bytes().count(b"\n") if found else -1
+from tests.training.helpers import (
+    assert_identical,
+    count_rows,
+    final_state,
+    interrupt_after,
+    read_rows,
+    run_folder,
+    wait_for,
+)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_kill_9_costs_nothing_but_time(qkablate, spawn, tiny, tmp_path, precision):
-    """Killed at several moments, resumed each time: ends bit-identical to the undisturbed run."""
+def test_killed_run_resumes_bit_identically(qkablate, spawn, tiny, tmp_path, precision):
+    """Kill a run at several moments; it must end like an uninterrupted one."""
     words = [
         *tiny, f"precision={precision}", "variant=merged_w", "model.dropout=0.1",
-        "train.checkpoint_every=5", "track.log_every=3",
+        "train.checkpoint_every=5", "tracking.log_every=3",
     ]  # fmt: skip
     assert qkablate("train", *words, "out=calm").code == 0
     # The moments: nothing written yet, before the first checkpoint, between two, at the end.
     for moment in (0, 3, 5, 7):
         process = spawn("train", *words, "out=rough")
-        wait_for(lambda moment=moment: lines(tmp_path, "rough") >= moment, process)
+        wait_for(lambda moment=moment: count_rows(tmp_path, "rough") >= moment, process)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert not (folder_of(tmp_path, "rough") / "result.json").exists()
+    assert not (run_folder(tmp_path, "rough") / "result.json").exists()
     done = qkablate("train", *words, "out=rough")
     assert done.code == 0
-    assert_identical(folder_of(tmp_path, "calm"), folder_of(tmp_path, "rough"))
+    assert_identical(run_folder(tmp_path, "calm"), run_folder(tmp_path, "rough"))
 
 
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR2, 140)],
 )
-def test_signals_write_a_checkpoint(qkablate, spawn, tiny, tmp_path, number, code):
+def test_stop_signal_writes_checkpoint(qkablate, spawn, tiny, tmp_path, number, code):
     words = [*tiny, "train.steps=12", "train.checkpoint_every=1000", "train.eval_every=1000"]
     assert qkablate("train", *words, "out=calm").code == 0
     process = spawn("train", *words, "out=rough")
-    wait_for(lambda: lines(tmp_path, "rough") >= 1, process)
+    wait_for(lambda: count_rows(tmp_path, "rough") >= 1, process)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code, err
-    assert "stopped; the same command goes on from here" in err
+    assert "stopped; the same command resumes from here" in err
     assert "Traceback" not in err
-    folder = folder_of(tmp_path, "rough")
+    folder = run_folder(tmp_path, "rough")
     assert not (folder / "result.json").exists()
     assert len(list((folder / "checkpoints").glob("step-*"))) == 1
     assert qkablate("train", *words, "out=rough").code == 0
-    assert_identical(folder_of(tmp_path, "calm"), folder)
+    assert_identical(run_folder(tmp_path, "calm"), folder)
 
 
-def test_nohup_trains_on(spawn, tiny, tmp_path):
+def test_nohup_ignores_sighup(spawn, tiny, tmp_path):
     process = spawn("train", *tiny, "out=rough", before=("nohup",))
-    wait_for(lambda: lines(tmp_path, "rough") >= 1, process)
+    wait_for(lambda: count_rows(tmp_path, "rough") >= 1, process)
     process.send_signal(signal.SIGHUP)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
 
 
-def interrupted_after(monkeypatch, calls: int):
-    """As if SIGTERM came when the loop looks for the n-th time, evaluations included."""
-    from qkablate.training import session
-
-    seen = 0
-
-    def looks(self):
-        nonlocal seen
-        seen += 1
-        if seen > calls:
-            self.received = signal.SIGTERM
-        return bool(self.received)
-
-    monkeypatch.setattr(session.Signals, "__bool__", looks)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_stopping_anywhere_changes_nothing(qkablate, tiny, tmp_path, monkeypatch, accumulate):
-    """Stop at every look in turn (in training, in an evaluation, in the last reading)."""
-    words = [*tiny, f"train.accumulate={accumulate}", "model.dropout=0.1", "track.log_every=5"]
+@pytest.mark.parametrize("grad_accum", [1, 2])
+def test_stopping_at_any_check_resumes_bit_identically(
+    qkablate, tiny, tmp_path, monkeypatch, grad_accum
+):
+    """Stop at every check in turn: in training, validation and the final evaluation."""
+    words = [*tiny, f"train.grad_accum={grad_accum}", "model.dropout=0.1", "tracking.log_every=5"]
     assert qkablate("train", *words, "out=calm").code == 0
     stops = 0
     while True:
         with monkeypatch.context() as patch:
-            interrupted_after(patch, 1)
+            interrupt_after(patch, 1)
             code = qkablate("train", *words, "out=rough").code
         if code == 0 or stops > 100:
             break
         assert code == 143
         stops += 1
-        # Every sitting gets one look further: an evaluation must be passable in the end.
+        # Some sessions get further: an evaluation must complete in one session.
         if stops % 2:
             with monkeypatch.context() as patch:
-                interrupted_after(patch, 4)
+                interrupt_after(patch, 4)
                 code = qkablate("train", *words, "out=rough").code
             if code == 0:
                 break
     assert stops > 3
-    assert_identical(folder_of(tmp_path, "calm"), folder_of(tmp_path, "rough"))
+    assert_identical(run_folder(tmp_path, "calm"), run_folder(tmp_path, "rough"))
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
-    qkablate, tiny, tmp_path, monkeypatch
-):
+def test_damaged_checkpoint_is_named_and_older_one_used(qkablate, tiny, tmp_path, monkeypatch):
     assert qkablate("train", *tiny, "out=calm").code == 0
     with monkeypatch.context() as patch:
         # Stop between the last two checkpoints of 12 steps.
@@ -167,7 +111,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 
         patch.setattr(Trainer, "_step", stop)
         assert qkablate("train", *tiny, "out=rough").code == 130
-    folder = folder_of(tmp_path, "rough")
+    folder = run_folder(tmp_path, "rough")
     newest = folder / "checkpoints" / "step-00000008"
     for name in ("weights.safetensors", "state.pt", "progress.json", "SHA256SUMS"):
         assert (newest / name).exists()
@@ -177,109 +121,109 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     done = qkablate("train", *tiny, "out=rough")
     assert done.code == 0
     assert f"{newest.name} is damaged (state.pt does not have its checksum): not used" in done.err
-    assert "going on from step 4" in done.err
-    assert_identical(folder_of(tmp_path, "calm"), folder)
+    assert "resuming from step 4" in done.err
+    assert_identical(run_folder(tmp_path, "calm"), folder)
 
 
-def test_with_all_checkpoints_damaged_training_begins_anew(qkablate, tiny, tmp_path, monkeypatch):
+def test_training_restarts_if_all_checkpoints_are_damaged(qkablate, tiny, tmp_path, monkeypatch):
     assert qkablate("train", *tiny).code == 0
-    folder = folder_of(tmp_path)
-    before = rows(folder), final_state(folder)
+    folder = run_folder(tmp_path)
+    before = read_rows(folder), final_state(folder)
     (folder / "result.json").unlink()
     for sums in folder.glob("checkpoints/*/SHA256SUMS"):
         sums.write_text("")
     done = qkablate("train", *tiny)
     assert done.code == 0
     assert "is damaged" in done.err
-    assert rows(folder) == before[0]
+    assert read_rows(folder) == before[0]
 
 
-def test_rows_that_are_lost_are_trained_again(qkablate, tiny, tmp_path):
-    """The journal and the checkpoint belong together: neither is used without the other."""
+def test_lost_rows_are_trained_again(qkablate, tiny, tmp_path):
+    """A checkpoint is not used without the rows that led to it."""
     assert qkablate("train", *tiny).code == 0
-    folder = folder_of(tmp_path)
-    before = rows(folder)
+    folder = run_folder(tmp_path)
+    before = read_rows(folder)
     (folder / "result.json").unlink()
     metrics = (folder / "metrics.jsonl").read_bytes()
     (folder / "metrics.jsonl").write_bytes(metrics[: len(metrics) // 3])
     done = qkablate("train", *tiny)
     assert done.code == 0
     assert "metrics.jsonl has lost rows since" in done.err
-    assert rows(folder) == before
+    assert read_rows(folder) == before
 
 
-def test_new_checkpoints_outlive_damaged_ones(qkablate, tiny, tmp_path, monkeypatch):
-    """A damaged checkpoint of a later step must not make those that follow look old."""
+def test_new_checkpoints_replace_damaged_later_ones(qkablate, tiny, tmp_path, monkeypatch):
+    """A damaged checkpoint of a later step must not count as the newest."""
     words = [*tiny, "train.checkpoint_every=2"]
     with monkeypatch.context() as patch:
-        interrupted_after(patch, 10)
+        interrupt_after(patch, 10)
         assert qkablate("train", *words).code == 143
-    folder = folder_of(tmp_path) / "checkpoints"
+    folder = run_folder(tmp_path) / "checkpoints"
     damaged = sorted(path.name for path in folder.glob("step-*"))
     for name in damaged:
         (folder / name / "SHA256SUMS").write_text("")
     with monkeypatch.context() as patch:
-        interrupted_after(patch, 4)
+        interrupt_after(patch, 4)
         assert qkablate("train", *words).code == 143
     kept = [path.name for path in folder.glob("step-*")]
     assert kept
     assert max(kept) < min(damaged)
     done = qkablate("train", *words)
     assert done.code == 0
-    assert "going on from step" in done.err
+    assert "resuming from step" in done.err
 
 
-def test_what_a_finished_run_keeps(qkablate, tiny, tmp_path):
+def test_finished_run_keeps_last_checkpoint(qkablate, tiny, tmp_path):
     assert qkablate("train", *tiny).code == 0
-    assert [p.name for p in folder_of(tmp_path).glob("checkpoints/*")] == ["step-00000012"]
+    assert [p.name for p in run_folder(tmp_path).glob("checkpoints/*")] == ["step-00000012"]
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-def test_a_compiled_run_resumes_to_the_same_end(qkablate, tiny, tmp_path, monkeypatch):
+def test_compiled_run_resumes_bit_identically(qkablate, tiny, tmp_path, monkeypatch):
     words = [*tiny, "compile=true", "model.layers=1", "variant=merged_w"]
     assert qkablate("train", *words, "out=calm").code == 0
     with monkeypatch.context() as patch:
-        interrupted_after(patch, 9)
+        interrupt_after(patch, 9)
         assert qkablate("train", *words, "out=rough").code == 143
     assert qkablate("train", *words, "out=rough").code == 0
-    assert_identical(folder_of(tmp_path, "calm"), folder_of(tmp_path, "rough"))
+    assert_identical(run_folder(tmp_path, "calm"), run_folder(tmp_path, "rough"))
 
 
-def test_a_reader_that_goes_away_stops_nothing(spawn, tiny, tmp_path):
-    """As in `qkablate train 2>&1 | head -2`."""
+def test_closed_output_does_not_stop_training(spawn, tiny, tmp_path):
+    """Close the output, as `qkablate train 2>&1 | head -2` does."""
     process = spawn("train", *tiny)
     process.stderr.readline()
     process.stderr.close()
     process.stdout.close()
     process.wait(timeout=60)
-    assert json.loads((folder_of(tmp_path) / "result.json").read_text())["status"] == "done"
+    assert json.loads((run_folder(tmp_path) / "result.json").read_text())["status"] == "done"
 
 
-def test_a_signal_that_comes_too_late_stops_the_next_job(qkablate, tiny, tmp_path, monkeypatch):
-    from qkablate.training import ending
+def test_late_signal_stops_next_job(qkablate, tiny, tmp_path, monkeypatch):
+    from qkablate.training import result as run_result
 
-    def late(path, value, original=ending.publish_json):
+    def late(path, value, original=run_result.write_json_once):
         original(path, value)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(ending, "publish_json", late)
+    monkeypatch.setattr(run_result, "write_json_once", late)
     assert qkablate("train", *tiny, "-m", "seed=0,1,2").code == 130
     assert len(list((tmp_path / "outputs" / "runs").glob("*/result.json"))) == 1
     assert qkablate("train", *tiny, "seed=5").code == 0  # alone, it has done what it should
 
 
-def test_checkpoints_hold_nothing_that_runs_code(qkablate, tiny, tmp_path):
+def test_checkpoints_load_without_pickled_code(qkablate, tiny, tmp_path):
     assert qkablate("train", *tiny).code == 0
-    for folder in folder_of(tmp_path).glob("checkpoints/*"):
+    for folder in run_folder(tmp_path).glob("checkpoints/*"):
         torch.load(folder / "state.pt", weights_only=True)
         safetensors.torch.load_file(folder / "weights.safetensors")
         assert os.system(f"cd '{folder}' && sha256sum --quiet -c SHA256SUMS") == 0
 
 
-def test_a_second_train_of_a_run_in_training_says_who_owns_it(qkablate, spawn, tiny, tmp_path):
+def test_training_a_leased_run_names_its_process(qkablate, spawn, tiny, tmp_path):
     words = [*tiny, "train.steps=100000", "optim.warmup=0"]
     process = spawn("train", *words)
-    wait_for(lambda: lines(tmp_path, "outputs") >= 1, process)
+    wait_for(lambda: count_rows(tmp_path, "outputs") >= 1, process)
     done = qkablate("train", *words)
     assert done.code == 1
     assert f"is being trained by process {process.pid} on" in done.err
@@ -298,29 +242,29 @@ def test_divergence_is_a_result(qkablate, tiny, tmp_path, monkeypatch, log_every
         return original(self, *arguments, **named) * (float("nan") if calls >= 7 else 1)
 
     monkeypatch.setattr(GPT, "loss", loss)
-    often = [f"track.log_every={log_every}", f"train.checkpoint_every={checkpoint_every}"]
+    often = [f"tracking.log_every={log_every}", f"train.checkpoint_every={checkpoint_every}"]
     words = [*tiny, *often, "train.eval_every=10"]
     done = qkablate("train", *words)
     assert done.code == 3
-    result = json.loads((folder_of(tmp_path) / "result.json").read_text())
+    result = json.loads((run_folder(tmp_path) / "result.json").read_text())
     assert (result["status"], result["diverged_at"]) == ("diverged", 7)
     assert (result["steps"], result["tokens"]) == (7, 7 * 2 * 16)
     assert result["loss"] == {"train": None, "val": None, "test": None}
-    assert "not finite any more at step 7" in done.out
+    assert "became non-finite at step 7" in done.out
     again = qkablate("train", *words)  # it stands, as any other result
     assert again.code == 3
-    assert "has ended before" in again.out
+    assert "ended before" in again.out
     assert calls <= 10  # noticed at the next row, checkpoint or evaluation; not trained again
 
 
-def test_divergence_by_a_learning_rate(qkablate, tiny, tmp_path):
+def test_high_learning_rate_diverges(qkablate, tiny, tmp_path):
     done = qkablate("train", *tiny, "optim.lr=1000", "optim.clip=0", "model.norm=none")
     assert done.code == 3
-    for row in rows(folder_of(tmp_path)):
+    for row in read_rows(run_folder(tmp_path)):
         assert math.isfinite(row.get("train/loss", 0.0)), row
 
 
-def test_a_failure_is_a_result_and_can_be_retried(qkablate, tiny, tmp_path, monkeypatch):
+def test_failure_is_recorded_and_retried(qkablate, tiny, tmp_path, monkeypatch):
     from qkablate.training.loop import Trainer
 
     def step(self, step, original=Trainer._step):
@@ -333,16 +277,16 @@ def test_a_failure_is_a_result_and_can_be_retried(qkablate, tiny, tmp_path, monk
         patch.setattr(Trainer, "_step", step)
         done = qkablate("train", *tiny, "out=rough")
     assert done.code == 1
-    folder = folder_of(tmp_path, "rough")
+    folder = run_folder(tmp_path, "rough")
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["error"]) == ("failed", "MemoryError: no room")
     assert "Traceback" in (folder / "error.txt").read_text()
     assert "Traceback" not in done.err
     done = qkablate("train", *tiny, "out=rough")
     assert done.code == 0
-    assert "going on from step 8" in done.err
+    assert "resuming from step 8" in done.err
     assert not (folder / "error.txt").exists()
-    assert_identical(folder_of(tmp_path, "calm"), folder)
+    assert_identical(run_folder(tmp_path, "calm"), folder)
 
 
 def content(*roots: Path) -> dict[Path, bytes]:
@@ -353,8 +297,10 @@ def content(*roots: Path) -> dict[Path, bytes]:
 @pytest.mark.parametrize(
     ("moment", "woken"), [("step", True), ("step", False), ("reading", False), ("failing", False)]
 )
-def test_who_loses_a_run_writes_no_more(qkablate, tiny, tmp_path, monkeypatch, moment, woken):
-    """Taken over by another machine, in the middle of something, and trained there to its end."""
+def test_nothing_is_written_after_losing_the_lease(
+    qkablate, tiny, tmp_path, monkeypatch, moment, woken
+):
+    """Let another machine take the run over and finish it in the middle of a session."""
     from qkablate.runs import lease
     from qkablate.training import session
     from qkablate.training.loop import Trainer
@@ -363,9 +309,9 @@ def test_who_loses_a_run_writes_no_more(qkablate, tiny, tmp_path, monkeypatch, m
     plans, outcomes = [], []
     kernel = "one"
     observers_time = 0.0
-    observer = lease.Observer(lambda: observers_time)
+    observer = lease.LeaseObserver(lambda: observers_time)
 
-    def run(plan, original=session.run, **named):
+    def run(plan, original=session.train_run, **named):
         plans.append(plan)
         return original(plan, **named)
 
@@ -375,9 +321,9 @@ def test_who_loses_a_run_writes_no_more(qkablate, tiny, tmp_path, monkeypatch, m
             return
         kernel = "another"
         folder = plans[0].run.folder
-        assert observer.is_owned(folder)
-        observers_time += lease.SILENCE
-        outcomes.append(session.run(plans[0], observer=observer))
+        assert observer.is_leased(folder)
+        observers_time += lease.TIMEOUT
+        outcomes.append(session.train_run(plans[0], observer=observer))
         left.update(content(*kept(folder.absolute())))
         if woken:
             monkeypatch.setattr(lease, "now", lambda now=lease.now: now() + 3600)
@@ -399,15 +345,15 @@ def test_who_loses_a_run_writes_no_more(qkablate, tiny, tmp_path, monkeypatch, m
         return [folder / name for name in names]
 
     left: dict[Path, bytes] = {}
-    monkeypatch.setattr(lease, "BEAT", 1000.0)
+    monkeypatch.setattr(lease, "HEARTBEAT", 1000.0)
     monkeypatch.setattr(
         lease, "_where_locks_hold", lambda descriptor: {"boot": kernel, "device": 1}
     )
-    monkeypatch.setattr(session, "run", run)
+    monkeypatch.setattr(session, "train_run", run)
     monkeypatch.setattr(Trainer, "_step", step)
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
     done = qkablate("train", *tiny, "out=rough")
-    folder = folder_of(tmp_path, "rough")
+    folder = run_folder(tmp_path, "rough")
     assert done.code == 1
     last = done.err.splitlines()[-1]
     assert last.startswith(f"qkablate: rough/runs/{folder.name} was taken over by process")
@@ -418,50 +364,50 @@ def test_who_loses_a_run_writes_no_more(qkablate, tiny, tmp_path, monkeypatch, m
     assert {key: result[key] for key in outcomes[0].result} == outcomes[0].result
     assert not (folder / "error.txt").exists()
     if moment != "step" or woken:
-        assert_identical(folder_of(tmp_path, "calm"), folder)
+        assert_identical(run_folder(tmp_path, "calm"), folder)
 
 
-def test_a_result_is_never_written_over(qkablate, tiny, tmp_path, monkeypatch):
-    """Even if the run changes hands between the last look and the result."""
-    from qkablate.training import ending
+def test_result_is_never_overwritten(qkablate, tiny, tmp_path, monkeypatch):
+    """Publish another result between the last check of the lease and the result."""
+    from qkablate.training import result as run_result
 
-    def publish(path, value, original=ending.publish_json):
+    def publish(path, value, original=run_result.write_json_once):
         path.write_text('{"status": "failed", "by": "another"}')
         original(path, value)
 
-    monkeypatch.setattr(ending, "publish_json", publish)
+    monkeypatch.setattr(run_result, "write_json_once", publish)
     done = qkablate("train", *tiny)
     assert done.code == 1
     assert "has another process's result; this process stopped" in done.err
-    assert '"another"' in (folder_of(tmp_path) / "result.json").read_text()
+    assert '"another"' in (run_folder(tmp_path) / "result.json").read_text()
 
 
-def test_a_run_goes_on_after_its_machine_was_switched_off(qkablate, tiny, tmp_path, monkeypatch):
+def test_run_resumes_after_lease_of_stopped_machine_expires(qkablate, tiny, tmp_path, monkeypatch):
     from qkablate.runs import lease
 
     with monkeypatch.context() as patch:
-        interrupted_after(patch, 8)
+        interrupt_after(patch, 8)
         assert qkablate("train", *tiny).code == 143
     claim = {"token": "t", "host": "h", "pid": 7, "boot": "before", "device": 1, "since": "then"}
-    (folder_of(tmp_path) / "owner" / "00000002").write_text(json.dumps(claim) + "\n...")
-    monkeypatch.setattr(lease, "SILENCE", 0.0)
+    (run_folder(tmp_path) / "lease" / "00000002").write_text(json.dumps(claim) + "\n...")
+    monkeypatch.setattr(lease, "TIMEOUT", 0.0)
     done = qkablate("train", *tiny)
     assert done.code == 0
-    assert "for a sign of life of process 7 on h since then" in done.err
-    assert "going on from step" in done.err
+    assert "for a heartbeat of process 7 on h since then" in done.err
+    assert "resuming from step" in done.err
 
 
-def test_threads_of_the_first_sitting_are_kept(qkablate, tiny, tmp_path, monkeypatch):
+def test_threads_of_first_session_are_kept(qkablate, tiny, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        interrupted_after(patch, 8)
+        interrupt_after(patch, 8)
         assert qkablate("train", *tiny).code == 143
     done = qkablate("train", *tiny, "threads=2")
     assert done.code == 0
     assert "threads: 1, as this run began, not 2" in done.err
-    assert json.loads((folder_of(tmp_path) / "result.json").read_text())["threads"] == 1
+    assert json.loads((run_folder(tmp_path) / "result.json").read_text())["threads"] == 1
 
 
-def test_a_run_leaves_the_process_as_it_was(qkablate, tiny):
+def test_process_state_is_restored(qkablate, tiny):
     torch.set_num_threads(1)
     assert qkablate("train", *tiny, "threads=2", "deterministic=true").code == 0
     assert torch.get_num_threads() == 1
@@ -471,9 +417,9 @@ def test_a_run_leaves_the_process_as_it_was(qkablate, tiny):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "attempts", "attempt-1.tmp"])
-def test_a_link_in_a_run_is_not_written_through(qkablate, tiny, tmp_path, name):
+def test_links_in_run_folder_are_refused(qkablate, tiny, tmp_path, name):
     assert qkablate("train", *tiny).code == 0
-    folder, outside = folder_of(tmp_path), tmp_path / "outside"
+    folder, outside = run_folder(tmp_path), tmp_path / "outside"
     outside.mkdir()
     (outside / "step-00000001").mkdir()
     shutil.rmtree(folder / name, ignore_errors=True)
@@ -485,14 +431,14 @@ def test_a_link_in_a_run_is_not_written_through(qkablate, tiny, tmp_path, name):
     assert [path.name for path in outside.iterdir()] == ["step-00000001"]
 
 
-def test_a_state_that_is_packed_is_damaged(qkablate, tiny, tmp_path):
-    """Of what is packed, a small file may be of any size in memory."""
+def test_compressed_state_is_damaged(qkablate, tiny, tmp_path):
+    """Refuse compressed files, which may expand to any size in memory."""
     import zipfile
 
     from qkablate.training import checkpoint
 
     assert qkablate("train", *tiny).code == 0
-    (path,) = folder_of(tmp_path).glob("checkpoints/step-*/state.pt")
+    (path,) = run_folder(tmp_path).glob("checkpoints/step-*/state.pt")
     before = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
@@ -511,13 +457,13 @@ def test_a_state_that_is_packed_is_damaged(qkablate, tiny, tmp_path):
     "content",
     ["[]", "{", '{"versions": {}, "threads": "x"}', '{"threads": 1}'],
 )
-def test_a_record_that_is_none_is_written_anew(qkablate, tiny, tmp_path, monkeypatch, content):
+def test_invalid_environment_is_written_again(qkablate, tiny, tmp_path, monkeypatch, content):
     with monkeypatch.context() as patch:
-        interrupted_after(patch, 6)
+        interrupt_after(patch, 6)
         assert qkablate("train", *tiny).code == 143
-    record = folder_of(tmp_path) / "environment.json"
+    record = run_folder(tmp_path) / "environment.json"
     record.write_text(content)
     done = qkablate("train", *tiny)
     assert done.code == 0
-    assert "environment.json is damaged: it is written anew" in done.err
+    assert "environment.json is damaged: it is written again" in done.err
     assert json.loads(record.read_text())["threads"] == 1

@@ -1,4 +1,4 @@
-"""Write golden.json anew: `python -m tests.training.write_golden`."""
+"""Write golden.json again: `python -m tests.training.write_golden`."""
 
 import json
 import tempfile
@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from qkablate.config import variants
-from tests.training import test_loop
+from tests.training.helpers import GOLDEN, golden_losses
 
-torch.set_num_threads(1)
-golden = {}
-for name in variants():
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        golden[name] = test_loop.golden_run(name, Path(folder), patch)
-test_loop.GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    golden = {}
+    for name in variants():
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            golden[name] = golden_losses(name, Path(folder), patch)
+    GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

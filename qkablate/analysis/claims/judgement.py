@@ -1,157 +1,204 @@
-"""A claim and its runs: the verdict, with the audit of every number it rests on and what it would
-take to settle it.
-"""
+"""Judgement of a claim by its runs: the verdict, the audits, and what would decide open parts."""
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from qkablate.analysis.claims.claim import Claim, Comparison, comparisons
-from qkablate.analysis.claims.verdict import UNDERPOWERED, Part, Verdict, judge, spent
-from qkablate.analysis.comparison.audit import BROKEN, Check, audit, worst
-from qkablate.analysis.comparison.curves import slopes
-from qkablate.analysis.comparison.gaps import Gap, gap
-from qkablate.analysis.comparison.lr_curves import bowls
-from qkablate.analysis.stats import ALPHA, Sample, Spread, detectable
-from qkablate.analysis.study.study import Entry, Study
-
-INCOMPLETE = "INCOMPLETE"
+from qkablate.analysis.claims.claim import Claim, Comparison, find_comparisons
+from qkablate.analysis.claims.registry import edits_since, find_registrations
+from qkablate.analysis.claims.verdict import ClaimVerdict, Part, judge_parts, spend_alpha
+from qkablate.analysis.comparison.audit import BROKEN, AuditCheck, audit, worst_state
+from qkablate.analysis.comparison.curves import fit_slopes
+from qkablate.analysis.comparison.decision import Verdict
+from qkablate.analysis.comparison.gaps import Gap, measure_gap
+from qkablate.analysis.comparison.lr_curves import find_lr_curves
+from qkablate.analysis.stats import ALPHA, Sample, Spread, describe_sample, detectable_effect
+from qkablate.analysis.study.study import Entry, Study, read_study
+from qkablate.errors import UserError
+from qkablate.sweeps.planning.manifest import Manifest
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One comparison, as a part of the claim."""
+class PartJudgement:
+    """One comparison of a claim, with its gaps and their audit."""
 
     part: Part
     comparison: Comparison
     gaps: list[Gap]
-    checks: list[Check]
+    checks: list[AuditCheck]
 
 
 @dataclass(frozen=True)
 class Judgement:
+    """A claim judged by the runs of one sweep."""
+
     claim: Claim
     study: Study
-    n: int  # seeds of each arm that were asked for
+    n: int  # planned seeds per arm
     alpha: float
-    verdict: Verdict | None  # None before all runs have ended
-    judged: list[Judged]
-    exploratory: list[str]  # why it is no confirmation
+    verdict: ClaimVerdict | None  # None until all runs have ended
+    parts: list[PartJudgement]
+    exploratory: list[str]  # reasons why it confirms nothing
 
     @property
-    def word(self) -> str:
-        return self.verdict.word if self.verdict else INCOMPLETE
+    def manifest(self) -> Manifest:
+        assert self.study.manifest is not None  # claims are judged by sweeps
+        return self.study.manifest
 
     @property
-    def is_settled(self) -> bool:
-        return self.verdict is not None and self.verdict.word != UNDERPOWERED
+    def word(self) -> Verdict:
+        return self.verdict.word if self.verdict else Verdict.INCOMPLETE
 
-    def needed(self) -> dict[str, int | None]:
-        """Of the parts that are not settled: seeds, at the gaps and spreads that were measured."""
-        words = self.verdict.parts if self.verdict else []
+    @property
+    def is_conclusive(self) -> bool:
+        return self.word not in (Verdict.INCOMPLETE, Verdict.UNDERPOWERED)
+
+    def seeds_needed(self) -> dict[str, int | None]:
+        """Return the seeds that would decide each open part at the measured gap and spread."""
+        verdicts = self.verdict.parts if self.verdict else []
         # At the α of this look: for a later one fewer would do.
         return {
-            one.part.name: one.part.needed(self.alpha, len(self.judged))
-            for one, word in zip(self.judged, words, strict=False)
-            if word == UNDERPOWERED
+            judged.part.name: judged.part.seeds_needed(self.alpha, len(self.parts))
+            for judged, verdict in zip(self.parts, verdicts, strict=False)
+            if verdict == Verdict.UNDERPOWERED
         }
 
 
 def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement:
-    """What the runs of this sweep say of the claim, as it is worded now."""
+    """Judge the claim, as it is worded now, by the runs of a study."""
     entries = {entry.arm.name: entry for entry in study.entries}
-    found_bowls = bowls(study)
-    judged = []
-    for comparison in comparisons(claim, study.manifest.arms.values()):
-        gaps = [gap(entries[one], entries[other]) for one, other in comparison.pairs]
-        part = _part(comparison, gaps)
-        checks = [
+    lr_curves = find_lr_curves(study)
+    parts = []
+    for comparison in find_comparisons(claim, study.arms.values()):
+        gaps = [measure_gap(entries[arm], entries[other]) for arm, other in comparison.pairs]
+        audits = [
             audit(
-                one,
-                found_bowls,
+                gap,
+                lr_curves,
                 axis=comparison.spec.axis,
-                # A growth is in nats per doubling, and says nothing of one length.
+                # Growth is in nats per doubling, and has no margin at a single length.
                 margin=None if comparison.spec.horizon == "growth" else comparison.spec.margin,
-                twin=_twin(one, study, entries),
+                rounding_gap=_rounding_gap(gap, study, entries),
             )
-            for one in gaps
+            for gap in gaps
         ]
-        judged.append(Judged(part, comparison, gaps, _together(checks)))
-    n = _count(study)
-    alpha = dict(zip(claim.seeds, spent(claim.seeds), strict=True)).get(n, ALPHA)
+        part = _make_part(comparison, gaps)
+        parts.append(PartJudgement(part, comparison, gaps, _merge_audits(audits)))
+    manifest = study.manifest
+    assert manifest is not None  # claims are judged by sweeps
+    n = _count_seeds(manifest)
+    alpha = dict(zip(claim.seeds, spend_alpha(claim.seeds), strict=True)).get(n, ALPHA)
     reasons = list(exploratory)
-    if not exploratory and not _has_its_seeds(claim, study, n):
-        reasons.append("these runs do not have the seeds of its hash")
+    if not exploratory and not _has_derived_seeds(claim, manifest, n):
+        reasons.append("these runs do not have the seeds derived from its hash")
     if n not in claim.seeds:
         declared = " or ".join(map(str, claim.seeds))
         reasons.append(f"{n} seeds, and {declared} were declared")
     reasons += [
-        f"{one.part.name}: {check.name}: {check.says}"
-        for one in judged
-        for check in one.checks
+        f"{judged.part.name}: {check.name}: {check.message}"
+        for judged in parts
+        for check in judged.checks
         if check.state == BROKEN
     ]
-    verdict = judge([one.part for one in judged], alpha) if study.is_complete else None
-    return Judgement(claim, study, n, alpha, verdict, judged, reasons)
+    complete = study.is_complete
+    verdict = judge_parts([judged.part for judged in parts], alpha) if complete else None
+    return Judgement(claim, study, n, alpha, verdict, parts, reasons)
 
 
-def _has_its_seeds(claim: Claim, study: Study, n: int) -> bool:
-    runs = study.manifest.finals or [run.changes for run in study.manifest.runs]
-    tuning = {run.changes["seed"] for run in study.manifest.runs if run.tuning}
-    return {one["seed"] for one in runs} == {*claim.seeds_of("final", n)} and tuning == {
+def _has_derived_seeds(claim: Claim, manifest: Manifest, n: int) -> bool:
+    runs = manifest.finals or [run.changes for run in manifest.runs]
+    tuning = {run.changes["seed"] for run in manifest.runs if run.tuning}
+    return {changes["seed"] for changes in runs} == {*claim.seeds_of("final", n)} and tuning == {
         *claim.seeds_of("tuning", claim.tuning_seeds)
     }
 
 
-def _count(study: Study) -> int:
-    """Seeds of an arm, as the manifest has them."""
-    if study.manifest.finals:
-        return len(study.manifest.finals)
-    first = study.manifest.runs[0].arm
-    return sum(run.arm == first for run in study.manifest.runs)
+def _count_seeds(manifest: Manifest) -> int:
+    """Return the number of seeds per arm in the manifest."""
+    if manifest.finals:
+        return len(manifest.finals)
+    return sum(run.arm == manifest.runs[0].arm for run in manifest.runs)
 
 
-def _part(comparison: Comparison, gaps: list[Gap]) -> Part:
+def _make_part(comparison: Comparison, gaps: list[Gap]) -> Part:
     spec = comparison.spec
     if spec.of == "spread":
         spread = Spread(gaps[0].sample.values)
         diverged = bool(gaps[0].arm_diverged or gaps[0].baseline_diverged)
         return Part(comparison.name, spec.kind, spec.margin, spread, open_above=diverged)
     if spec.horizon != "growth":
-        return Part.of(comparison.name, spec.kind, spec.margin, gaps[0])
-    common = [key for key in gaps[0].pairs if all(key in one.pairs for one in gaps)]
-    gaps_ST = np.array([[one.pairs[key] for one in gaps] for key in common])
-    sample = slopes([one.arm.tokens for one in gaps], gaps_ST) if common else Sample(())
-    # A run that diverged bends the line up or down, by where in it that run stands.
-    diverged = any(one.arm_diverged or one.baseline_diverged for one in gaps)
+        return Part.from_gap(comparison.name, spec.kind, spec.margin, gaps[0])
+    common = [key for key in gaps[0].pairs if all(key in gap.pairs for gap in gaps)]
+    gaps_ST = np.array([[gap.pairs[key] for gap in gaps] for key in common])
+    sample = fit_slopes([gap.arm.tokens for gap in gaps], gaps_ST) if common else Sample(())
+    # A diverged run tilts the line up or down, depending on its place in it.
+    diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
     return Part(comparison.name, spec.kind, spec.margin, sample, diverged, diverged)
 
 
-def _twin(found: Gap, study: Study, entries: dict[str, Entry]) -> Gap | None:
-    """Standard attention against itself multiplied in another order, at the size of this gap."""
-    sides = [found.arm.arm, found.baseline.arm]
-    for arm in study.manifest.arms.values():
-        if arm.variant == "standard_reassociated" and arm.baseline in {s.name for s in sides}:
-            return gap(entries[arm.name], entries[arm.baseline])
+def _rounding_gap(gap: Gap, study: Study, entries: dict[str, Entry]) -> Gap | None:
+    """Return the gap of standard attention to its reordered twin at the size of this gap."""
+    sides = {gap.arm.arm.name, gap.baseline.arm.name}
+    for arm in study.arms.values():
+        if arm.variant == "standard_reassociated" and arm.baseline in sides:
+            return measure_gap(entries[arm.name], entries[arm.baseline])
     return None
 
 
-def _together(audits: list[list[Check]]) -> list[Check]:
-    """The audits of several gaps as one: of each check the worst answers, said once."""
-    together = []
+def _merge_audits(audits: list[list[AuditCheck]]) -> list[AuditCheck]:
+    """Merge the audits of several gaps: of each check, the distinct worst answers."""
+    merged = []
     for checks in zip(*audits, strict=True):
-        state = worst([*checks])
-        says = dict.fromkeys(check.says for check in checks if check.state == state)
-        together.append(Check(checks[0].name, state, "; ".join(says)))
-    return together
+        state = worst_state([*checks])
+        messages = dict.fromkeys(check.message for check in checks if check.state == state)
+        merged.append(AuditCheck(checks[0].name, state, "; ".join(messages)))
+    return merged
 
 
-def describe(judgement: Judgement) -> dict[str, Any]:
-    """For machines."""
+def counting_judgement(looks: list[Judgement]) -> Judgement | None:
+    """Return the judgement that counts; None before the first sweep.
+
+    It is the newest, except that undeclared additional seeds count only once all are done.
+    """
+    counting = (look for look in looks if look.verdict or look.n in look.claim.seeds)
+    return next(counting, looks[0] if looks else None)
+
+
+def judge_looks(claim: Claim, out: str) -> list[Judgement]:
+    """Judge the claim by each of its looks, the newest first."""
+    registered = find_registrations(out, claim.name)
+    own = next((other for other in registered if other.claim.hash == claim.hash), None)
+    reasons = edits_since(claim, registered)
+    if own is None or not own.sweeps:
+        same = (claim.scale, claim.words)
+        others = [
+            other
+            for other in registered
+            if other.sweeps and (other.claim.scale, other.claim.words) == same
+        ]
+        if not others:
+            return []
+        own = others[-1]  # its runs, judged by the claim as it is worded now
+        reasons = [
+            *reasons,
+            "the runs are those of an earlier wording; `qkablate claim run` trains its own",
+        ]
+    try:
+        looks = [*own.sweeps.values()][::-1]
+        return [judge_claim(claim, read_study(sweep), reasons) for sweep in looks]
+    except UserError:
+        if own.claim.hash == claim.hash:
+            raise
+        return []  # it needs arms that the earlier sweep lacks
+
+
+def judgement_to_json(judgement: Judgement) -> dict[str, object]:
+    """Return the judgement as JSON values."""
     claim, verdict = judgement.claim, judgement.verdict
-    words = verdict.parts if verdict else [INCOMPLETE] * len(judgement.judged)
-    needed = judgement.needed()
+    count = len(judgement.parts)
+    verdicts = verdict.parts if verdict else [Verdict.INCOMPLETE] * count
+    needed = judgement.seeds_needed()
     return {
         "claim": claim.name,
         "scale": claim.scale,
@@ -164,39 +211,37 @@ def describe(judgement: Judgement) -> dict[str, Any]:
         "seeds": judgement.n,
         "declared_seeds": [*claim.seeds],
         "alpha": judgement.alpha,
-        "parts": [_describe_part(one, word, needed, judgement.alpha) for one, word in
-                  zip(judgement.judged, words, strict=True)],
-    }  # fmt: skip
+        "parts": [
+            _part_to_json(judged, judgement.alpha)
+            | {"verdict": verdict, "seeds_needed": needed.get(judged.part.name)}
+            for judged, verdict in zip(judgement.parts, verdicts, strict=True)
+        ],
+    }
 
 
-def _describe_part(
-    one: Judged, word: str, needed: dict[str, int | None], alpha: float
-) -> dict[str, Any]:
-    part, sample = one.part, one.part.sample
-    interval = sample.interval(1 - 2 * alpha)
+def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
+    part, sample, spec = judged.part, judged.part.sample, judged.comparison.spec
     return {
         "part": part.name,
-        "verdict": word,
         "kind": part.kind,
         "margin": part.margin,
-        "of": one.comparison.spec.of,
-        "arms": [[*pair] for pair in one.comparison.pairs],
-        "axis": one.comparison.spec.axis,
-        "horizon": one.comparison.spec.horizon,
-        "n": sample.n,
-        "mean": sample.mean if sample.n else None,
-        "sd": sample.sd,
-        "interval": interval and [*interval],
+        "of": spec.of,
+        "arms": judged.comparison.pairs,
+        "axis": spec.axis,
+        "horizon": spec.horizon,
+        **vars(describe_sample(sample)),
+        "interval": sample.interval(1 - 2 * alpha),
         "interval_level": 1 - 2 * alpha,
         "p_supported": part.p_supported,
         "p_refuted": part.p_refuted,
-        "bca": sample.bca and [*sample.bca],
+        "bca": sample.bca,
         "sign_flip": sample.sign_flip,
-        "detectable": None if sample.sd is None else detectable(sample.sd, sample.n, 2 * alpha),
-        "seeds_needed": needed.get(part.name),
-        "arm_diverged": sum(found.arm_diverged for found in one.gaps),
-        "baseline_diverged": sum(found.baseline_diverged for found in one.gaps),
-        "unpaired": [line for found in one.gaps for line in found.unpaired],
-        "values": [*sample.values],
-        "audit": [check.as_json() for check in one.checks],
+        "detectable": None
+        if sample.sd is None
+        else detectable_effect(sample.sd, sample.n, 2 * alpha),
+        "arm_diverged": sum(gap.arm_diverged for gap in judged.gaps),
+        "baseline_diverged": sum(gap.baseline_diverged for gap in judged.gaps),
+        "unpaired": [line for gap in judged.gaps for line in gap.unpaired],
+        "values": sample.values,
+        "audit": [dataclasses.asdict(check) for check in judged.checks],
     }

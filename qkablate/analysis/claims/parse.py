@@ -7,46 +7,52 @@ from typing import Any
 
 import yaml
 
-from qkablate.analysis.claims.claim import FREE, HORIZONS, MEASURES, Claim, PartSpec
+from qkablate.analysis.claims.claim import HORIZONS, MEASURES, NON_CLAIM_KEYS, Claim, PartSpec
 from qkablate.analysis.claims.verdict import KINDS
 from qkablate.analysis.comparison.ranking import AXES
-from qkablate.config import conf_dir, keys, nearest_key, variants
+from qkablate.config import KEYS, conf_dir, has_role, nearest_key, variants
 from qkablate.config.sweep import as_word
-from qkablate.errors import UserError, nearest
+from qkablate.errors import UserError, nearest_hint
 from qkablate.runs.records import is_number
 
 MOST_SEEDS = 1000
 
 
 def claims_dir() -> Path:
+    """Return the folder of the shipped claims."""
     return conf_dir() / "claim"
 
 
-def known_claims() -> list[str]:
+def claim_names() -> list[str]:
+    """Return the names of the shipped claims."""
     return sorted(path.stem for path in claims_dir().glob("*.yaml"))
 
 
 def scales() -> list[str]:
-    """The sizes a claim can be run at, the smallest first."""
+    """Return the scales that a claim can be run at, the smallest first."""
     return sorted((path.stem for path in (conf_dir() / "scale").glob("*.yaml")), reverse=True)
 
 
 def scale_keys(scale: str) -> dict[str, Any]:
+    """Return the config keys of a scale."""
     text = (conf_dir() / "scale" / f"{scale}.yaml").read_text(encoding="utf-8")
     return _map(f"conf/scale/{scale}.yaml", yaml.safe_load(text))
 
 
 def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None = None) -> Claim:
-    """A claim by its name, or by the path of a file; `words` are keys its grid is changed in."""
+    """Load a claim by name or path; `words` override keys of its grid."""
     path = Path(word)
     if path.suffix in (".yaml", ".yml"):
         if not re.fullmatch(r"\w[\w+-]*", path.stem):
-            raise UserError(f"'{path.name}': a claim is called by letters, digits, _, + and -")
+            raise UserError(
+                f"'{path.name}': the name of a claim consists of letters, digits, _, + and -"
+            )
     else:
         path = claims_dir() / f"{word}.yaml"
-        if not path.is_file() or word not in known_claims():
+        if not path.is_file() or word not in claim_names():
             raise UserError(
-                f"there is no claim '{word}'{nearest(word, known_claims())}; `qkablate claim list`"
+                f"there is no claim '{word}'{nearest_hint(word, claim_names())};"
+                " `qkablate claim list`"
                 " shows them, and a file of your own is given as PATH.yaml"
             )
     try:
@@ -54,32 +60,32 @@ def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None 
     except OSError as error:
         raise UserError(f"'{path}': {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"'{path}' is no YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"'{path}' is not YAML: {' '.join(str(error).split())}") from None
     try:
-        return parse(path.stem, content, scale, words or {})
+        return parse_claim(path.stem, content, scale, words or {})
     except UserError as error:
         raise UserError(f"{path.name}: {error}") from None
 
 
 _KEYS = (
     *("says", "source", "untestable", "seeds", "tuning_seeds"),
-    *("grid", "where", "baseline", "parts", "scale"),
+    *("grid", "filter", "baseline", "parts", "scale"),
 )
 _PART_KEYS = ("kind", "margin", "arm", "against", "of", "axis", "horizon")
 
 
-def parse(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Claim:
-    """The claim in a file's content; UserError for whatever is wrong with it."""
+def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Claim:
+    """Parse the content of a claim file; UserError if anything is wrong with it."""
     content = _map("", content, _KEYS)
     texts = {key: content.get(key) for key in ("says", "source")}
     for key, text in texts.items():
         if not isinstance(text, str) or not text.strip():
-            raise UserError(f"{key}: a text is missing")
+            raise UserError(f"{key}: a text is required")
     says, source = (" ".join(str(text).split()) for text in texts.values())
     if content.get("untestable"):
         return Claim(name, says, source, " ".join(str(content["untestable"]).split()))
     if scale not in scales():
-        one_of = f"{', '.join(scales())}{nearest(scale, scales())}"
+        one_of = f"{', '.join(scales())}{nearest_hint(scale, scales())}"
         raise UserError(f"scale: '{scale}' is not one of {one_of}")
     by_scale = _map("scale", content.get("scale") or {}, scales())
     own = dict(_map(f"scale.{scale}", by_scale.get(scale) or {}))
@@ -90,20 +96,24 @@ def parse(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Clai
     grid = dict(sorted(grid.items()))  # a file with its keys in another order is the same claim
     for key in grid:
         if key == "control" or key.partition(".")[0] in ("seed", "seeds", "sweep", "control"):
-            raise UserError(f"grid: {key} is the claim's own business, not its grid's")
-        if key in FREE or key.partition(".")[0] in FREE:
-            raise UserError(f"grid: {key} changes no number, and is no part of a claim")
+            raise UserError(f"grid: {key} is set by the claim itself, not by its grid")
+        if has_role(key, NON_CLAIM_KEYS):
+            raise UserError(f"grid: {key} changes no result and is not part of a claim")
     tuning_seeds = content.get("tuning_seeds", 3)
     if type(tuning_seeds) is not int or not 0 <= tuning_seeds <= MOST_SEEDS:
-        raise UserError(f"tuning_seeds: {tuning_seeds} is not a number of seeds; 0: no tuning")
+        raise UserError(
+            f"tuning_seeds: {tuning_seeds} is not a number of seeds; 0 turns tuning off"
+        )
     rates = grid.get("optim.lr", "")
     if not tuning_seeds and ("," in rates or "(" in rates):
-        raise UserError(f"grid: optim.lr={rates}: one rate, or tuning_seeds to choose among them")
+        raise UserError(
+            f"grid: optim.lr={rates}: give one rate, or tuning_seeds to choose among them"
+        )
     if not parts:
-        raise UserError("parts: a claim has one at least")
-    where = [] if content.get("where") is None else content["where"]
-    if not isinstance(where, list) or not all(isinstance(one, str) for one in where):
-        raise UserError("where: is a list of predicates")
+        raise UserError("parts: a claim needs at least one")
+    filters = [] if content.get("filter") is None else content["filter"]
+    if not isinstance(filters, list) or not all(isinstance(one, str) for one in filters):
+        raise UserError("filter: must be a list of predicates")
     return Claim(
         name=name,
         says=says,
@@ -113,7 +123,7 @@ def parse(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Clai
         tuning_seeds=tuning_seeds,
         grid=grid,
         words=dict(words),
-        where=tuple(where),
+        filter=tuple(filters),
         baseline=_baseline(baseline),
         parts={key: _part(key, value, grid) for key, value in parts.items()},
     )
@@ -124,7 +134,7 @@ def _seeds(value: Any) -> tuple[int, ...]:
     whole = all(type(n) is int and 2 <= n <= MOST_SEEDS for n in looks)
     if not looks or not whole or sorted({*looks}) != looks:
         raise UserError(
-            f"seeds: {value} is not a number from 2 on, or a rising list of looks, as [6, 12, 20]"
+            f"seeds: {value} is not a number from 2 on, or a rising list of looks as [6, 12, 20]"
         )
     return tuple(looks)
 
@@ -137,7 +147,7 @@ def _baseline(value: Any) -> Any:
     found = _map("baseline", value)
     for key, one in found.items():
         if not isinstance(one, str | bool) and not is_number(one):
-            raise UserError(f"baseline: {key} is no value of a key")
+            raise UserError(f"baseline: {key} must be a single value")
     return {key: as_word(one) for key, one in found.items()}
 
 
@@ -153,7 +163,7 @@ def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:
         ("horizon", horizon, HORIZONS),
     ):
         if not isinstance(word, str) or word not in choices:
-            hint = nearest(str(word), choices)
+            hint = nearest_hint(str(word), choices)
             raise UserError(
                 f"parts.{name}.{key}: '{word}' is not one of {', '.join(choices)}{hint}"
             )
@@ -162,13 +172,15 @@ def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:
         said = value.get("margin")
         raise UserError(f"parts.{name}.margin: '{said}' is not a number of nats, 0 or more")
     if margin == 0 and kind in ("noninferior", "equivalent"):
-        raise UserError(f"parts.{name}.margin: nothing is shown to be {kind} within 0")
+        raise UserError(f"parts.{name}.margin: {kind} needs a margin above 0")
     if of == "spread" and (kind not in ("noninferior", "worse") or horizon == "growth"):
-        raise UserError(f"parts.{name}.of: a spread is noninferior or worse, and does not grow")
+        raise UserError(
+            f"parts.{name}.of: a spread is noninferior or worse, without horizon=growth"
+        )
     if of == "spread" and margin == 0:
-        raise UserError(f"parts.{name}.margin: every spread is more than 0")
+        raise UserError(f"parts.{name}.margin: a spread needs a margin above 0")
     if "arm" not in value:
-        raise UserError(f"parts.{name}.arm: is missing")
+        raise UserError(f"parts.{name}.arm: is required")
     return PartSpec(
         kind=kind,
         margin=margin,
@@ -181,7 +193,7 @@ def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:
 
 
 def _number(value: Any) -> float | None:
-    """1e-2 is a text to YAML, and a number to whoever writes it."""
+    """Return the number; YAML reads 1e-2 as a string."""
     try:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -189,36 +201,36 @@ def _number(value: Any) -> float | None:
 
 
 def _selector(where: str, value: Any, grid: Mapping[str, str]) -> dict[str, Any]:
-    """A variant, or a map of keys to values."""
+    """Parse a variant, or a map of keys to values."""
     found = {"variant": value} if isinstance(value, str) else _map(where, value)
     if not found:
-        raise UserError(f"{where}: names no arm")
+        raise UserError(f"{where}: selects no arm")
     for key in found:
-        if key != "variant" and key not in keys():
+        if key != "variant" and key not in KEYS:
             raise UserError(f"{where}: {key}: there is no such key{nearest_key(key)}")
     variant = found.get("variant", "standard")
     if variant not in variants() and "variant.file" not in grid:
         raise UserError(
-            f"{where}: there is no variant '{variant}'{nearest(str(variant), variants())}"
+            f"{where}: there is no variant '{variant}'{nearest_hint(str(variant), variants())}"
         )
     return {key: as_word(one) for key, one in found.items()}
 
 
 def _values(key: str, value: Any) -> str:
-    """A grid's values, as they are typed."""
+    """Format the values of a grid as on the command line."""
     if isinstance(value, list):
         return ",".join(map(as_word, value))
     if isinstance(value, dict):
-        raise UserError(f"grid: the values of {key} are written 32,64 or range(3)")
+        raise UserError(f"grid: write the values of {key} as 32,64 or range(3)")
     return as_word(value)
 
 
 def _map(where: str, value: Any, known: Sequence[str] = ()) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise UserError(f"{where}: is not a map of keys to values".removeprefix(": "))
+        raise UserError(f"{where}: must be a map of keys to values".removeprefix(": "))
     for key in value:
         if known and key not in known:
-            there_is = f"{', '.join(known)}{nearest(key, known)}"
+            there_is = f"{', '.join(known)}{nearest_hint(key, known)}"
             place = f"{where}.{key}".removeprefix(".")
             raise UserError(f"{place}: there is no such key; there is {there_is}")
     return value

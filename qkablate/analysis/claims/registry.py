@@ -1,4 +1,4 @@
-"""Claims on disk: each is written down before its first run, and never changed.
+"""Claims on disk: each is registered before its first run, and never changed.
 
 <out>/claims/<name>-<scale>-<hash>/
     claim.json   the claim as it was registered, its hash and its seeds
@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from qkablate import __version__
-from qkablate.analysis.claims.claim import Claim, PartSpec
+from qkablate.analysis.claims.claim import Claim
 from qkablate.analysis.comparison.ranking import AXES
 from qkablate.config import GridConfig
 from qkablate.disk import make_folder
 from qkablate.errors import UserError
 from qkablate.runs.records import read_json, write_json
+from qkablate.strict_json import from_json
 
 FORMAT = 1
 FILE = "claim.json"
@@ -27,35 +28,35 @@ FILE = "claim.json"
 
 @dataclass(frozen=True)
 class Registration:
-    """A claim as it was written down."""
+    """A registered claim."""
 
     folder: Path
     claim: Claim
     when: str
-    earlier: frozenset[str]  # hashes of claims of its name that had results when it was written
+    earlier: frozenset[str]  # hashes of claims of its name that already had results
 
     @property
     def sweeps(self) -> dict[int, Path]:
-        """Of its looks, by rising number of seeds."""
+        """Sweeps of its looks, by rising number of seeds."""
         linked = self._linked()
         return {n: linked[n] for n in sorted(linked) if (linked[n] / "manifest.json").exists()}
 
     @property
     def lost(self) -> list[Path]:
-        """Sweeps that were begun, and are not there."""
+        """Linked sweeps that no longer exist."""
         return [sweep for n, sweep in sorted(self._linked().items()) if n not in self.sweeps]
 
     def _linked(self) -> dict[int, Path]:
         links = [link for link in self.folder.glob("n*") if link.name[1:].isdecimal()]
         return {
-            # Not as seen through the link: a sweep's runs lie beside its own folder.
+            # Resolved by hand: the runs lie beside the sweep's folder, not beside the link.
             int(link.name[1:]): Path(os.path.normpath(self.folder / os.readlink(link)))
             for link in links
             if link.is_symlink()
         }
 
     def add(self, seeds: int, sweep: Path) -> None:
-        """Link the sweep of a look, of which there is one."""
+        """Link the sweep of a look; UserError if it has another one."""
         path = self.folder / f"n{seeds}"
         if path.is_symlink() and path.resolve() != sweep.resolve():
             raise UserError(
@@ -69,14 +70,14 @@ class Registration:
         temporary.replace(path)
 
 
-def grid_of(claim: Claim, seeds: int) -> tuple[GridConfig, list[str]]:
-    """The claim as a sweep: its grid, and the words that go with it."""
+def claim_grid(claim: Claim, seeds: int) -> tuple[GridConfig, list[str]]:
+    """Return the grid of the claim's sweep and the arguments that go with it."""
     grid = GridConfig(
         name=f"claim-{claim.name}",
         fixed=dict(claim.grid),
         axes={"seed": ",".join(map(str, claim.seeds_of("final", seeds)))},
         baseline=claim.baseline,
-        where=list(claim.where),
+        filter=list(claim.filter),
         tune=claim.tuning_seeds > 0,
         tuning_seeds=claim.seeds_of("tuning", max(1, claim.tuning_seeds)),
     )
@@ -84,8 +85,8 @@ def grid_of(claim: Claim, seeds: int) -> tuple[GridConfig, list[str]]:
     return grid, [f"control={','.join(used)}"]
 
 
-def register(claim: Claim, out: str) -> Registration:
-    """Write it down, unless that was done before."""
+def register_claim(claim: Claim, out: str) -> Registration:
+    """Register a claim, unless it already is."""
     folder = Path(out).expanduser() / "claims" / claim.folder_name
     if not (folder / FILE).exists():
         make_folder(folder)
@@ -102,7 +103,9 @@ def register(claim: Claim, out: str) -> Registration:
                 "final_seeds": claim.seeds_of("final", most),
                 "tuning_seeds": claim.seeds_of("tuning", claim.tuning_seeds),
                 "earlier": [
-                    one.claim.hash for one in registrations(out, claim.name) if _has_results(one)
+                    one.claim.hash
+                    for one in find_registrations(out, claim.name)
+                    if _has_results(one)
                 ],
             },
         )
@@ -110,6 +113,7 @@ def register(claim: Claim, out: str) -> Registration:
 
 
 def read_registration(folder: Path) -> Registration:
+    """Read a registered claim; UserError if it is damaged or was changed."""
     content = read_json(folder / FILE)
     try:
         if content["format"] != FORMAT:
@@ -117,10 +121,7 @@ def read_registration(folder: Path) -> Registration:
                 f"'{folder / FILE}' was written by qkablate {content['version']} (format"
                 f" {content['format']}); this is {__version__} and reads format {FORMAT}"
             )
-        own = dict(content["claim"])
-        own["parts"] = {key: PartSpec(**part) for key, part in own["parts"].items()}
-        own["seeds"], own["where"] = tuple(own["seeds"]), tuple(own["where"])
-        claim = Claim(source=str(content["source"]), **own)
+        claim = from_json(Claim, {**content["claim"], "source": content["source"]})
         if claim.hash != content["hash"] or claim.folder_name != folder.resolve().name:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -129,13 +130,14 @@ def read_registration(folder: Path) -> Registration:
     return Registration(folder, claim, when, frozenset(map(str, earlier or ())))
 
 
-def registrations(out: str, name: str) -> list[Registration]:
-    """Of all claims of that name, oldest first."""
+def find_registrations(out: str, name: str) -> list[Registration]:
+    """Return the registrations of a name, the oldest first."""
     folders = [folder for folder in _folders(out) if _name(folder) == name]
-    return sorted(map(read_registration, folders), key=lambda one: one.when)
+    return sorted(map(read_registration, folders), key=lambda registration: registration.when)
 
 
 def registered_names(out: str) -> list[str]:
+    """Return the names of all registered claims."""
     return sorted({*map(_name, _folders(out))})
 
 
@@ -147,13 +149,13 @@ def _name(folder: Path) -> str:
     return folder.name.rsplit("-", 2)[0]
 
 
-def changes(before: Claim, now: Claim) -> list[str]:
-    """What was edited: `parts.within.margin: 0.01 → 0.02`."""
-    one, other = (dict(_leaves(json.loads(json.dumps(c.content)))) for c in (before, now))
+def describe_changes(before: Claim, now: Claim) -> list[str]:
+    """Describe edits of a claim: `parts.within.margin: 0.01 → 0.02`."""
+    old, new = (dict(_leaves(json.loads(json.dumps(c.content)))) for c in (before, now))
     return [
-        f"{key}: {one.get(key, 'unsaid')} → {other.get(key, 'unsaid')}"
-        for key in dict.fromkeys([*one, *other])
-        if one.get(key) != other.get(key)
+        f"{key}: {old.get(key, 'unset')} → {new.get(key, 'unset')}"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
     ]
 
 
@@ -165,18 +167,19 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def edited_since(claim: Claim, before: list[Registration]) -> list[str]:
-    """Why a verdict on this claim is no confirmation: it was worded otherwise when runs of it were
-    already there. Another scale, or other settings typed on the command line, is another claim.
+def edits_since(claim: Claim, before: list[Registration]) -> list[str]:
+    """Return the edits of a claim since it had results: its verdict confirms nothing.
+
+    Another scale, or other settings on the command line, make another claim.
     """
-    own = [one for one in before if one.claim.hash == claim.hash]
+    same = [other for other in before if other.claim.hash == claim.hash]
     return [
-        f"edited after the runs of {other.when}: {'; '.join(changes(other.claim, claim))}"
+        f"edited after the runs of {other.when}: {'; '.join(describe_changes(other.claim, claim))}"
         for other in before
         if other.claim.hash != claim.hash
         and other.claim.scale == claim.scale
         and other.claim.words == claim.words
-        and (other.claim.hash in own[0].earlier if own else _has_results(other))
+        and (other.claim.hash in same[0].earlier if same else _has_results(other))
     ]
 
 

@@ -1,5 +1,4 @@
-"""From gaps to a verdict. A claim has parts; every part says where a gap lies, with a margin. One
-interval decides all of it, the two one-sided bounds of 95 %:
+"""Verdicts: each part of a claim says where a gap lies, with a margin, and is tested one-sidedly.
 
     noninferior  gap < margin            not worse by the margin
     equivalent   −margin < gap < margin
@@ -17,69 +16,69 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap
 from qkablate.analysis.stats import (
     ALPHA,
     Sample,
     Spread,
     holm,
-    needed,
     power_below,
+    power_equivalence,
     power_spread,
-    power_within,
+    required_n,
 )
 
 KINDS = ("noninferior", "equivalent", "better", "worse")
-SUPPORTED, REFUTED = "SUPPORTED", "REFUTED"
-EQUIVALENT, UNDERPOWERED = "EQUIVALENT", "UNDERPOWERED"
-VERDICTS = (SUPPORTED, REFUTED, EQUIVALENT, UNDERPOWERED)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One thing a claim says, and the numbers it is judged by."""
+    """One statement of a claim, with the sample that it is tested on."""
 
     name: str
     kind: str
     margin: float
     sample: Sample
     open_above: bool = False  # a run of the arm diverged: its mean has no upper bound
-    open_below: bool = False  # one of the baseline's did
+    open_below: bool = False  # a run of the baseline diverged
 
     @classmethod
-    def of(cls, name: str, kind: str, margin: float, found: Gap) -> "Part":
-        diverged = found.arm_diverged > 0, found.baseline_diverged > 0
-        return cls(name, kind, margin, found.sample, *diverged)
+    def from_gap(cls, name: str, kind: str, margin: float, gap: Gap) -> "Part":
+        diverged = gap.arm_diverged > 0, gap.baseline_diverged > 0
+        return cls(name, kind, margin, gap.sample, *diverged)
 
     def p_below(self, bound: float) -> float:
+        """Return the p-value against a mean at or above the bound."""
         return 1.0 if self.open_above else self.sample.p_below(bound)
 
     def p_above(self, bound: float) -> float:
+        """Return the p-value against a mean at or below the bound."""
         return 1.0 if self.open_below else self.sample.p_above(bound)
 
     @property
     def p_supported(self) -> float:
-        """Against the part's being false."""
+        """P-value against the part's being false."""
         if self.kind == "noninferior":
             return self.p_below(self.margin)
         if self.kind == "better":
             return self.p_below(-self.margin)
-        return self.p_above(self.margin) if self.kind == "worse" else self.p_nil
+        return self.p_above(self.margin) if self.kind == "worse" else self.p_equivalent
 
     @property
-    def can_be_nil(self) -> bool:
-        """Whether it says of a direction what may turn out to be no difference at all."""
+    def can_be_equivalent(self) -> bool:
+        """Whether it claims a direction, so that equivalence would be another outcome."""
         directed = self.kind in ("better", "worse") and not isinstance(self.sample, Spread)
         return directed and self.margin > 0
 
     @property
-    def p_nil(self) -> float:
-        """Against the gap's being as large as the margin, either way: two one-sided tests."""
+    def p_equivalent(self) -> float:
+        """P-value of two one-sided tests against a gap as large as the margin."""
         return max(self.p_below(self.margin), self.p_above(-self.margin))
 
     @property
     def p_refuted(self) -> float:
-        """Against the part's being true."""
+        """P-value against the part's being true."""
         if self.kind == "noninferior":
             return self.p_above(self.margin)
         if self.kind == "better":
@@ -89,7 +88,7 @@ class Part:
         return min(1.0, 2 * min(self.p_above(self.margin), self.p_below(-self.margin)))
 
     def power(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
-        """How often n seeds support the part, were its mean and spread these."""
+        """Return the probability that n seeds support the part, given the true mean and spread."""
         if isinstance(self.sample, Spread):
             return power_spread(sd, self.margin, n, alpha, above=self.kind == "worse")
         if self.kind == "noninferior":
@@ -98,9 +97,10 @@ class Part:
             return power_below(mean, -self.margin, sd, n, alpha)
         if self.kind == "worse":
             return power_below(-mean, -self.margin, sd, n, alpha)
-        return power_within(mean, self.margin, sd, n, alpha)
+        return power_equivalence(mean, self.margin, sd, n, alpha)
 
     def power_to_refute(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
+        """Return the probability that n seeds refute the part, given the true mean and spread."""
         if isinstance(self.sample, Spread):
             return power_spread(sd, self.margin, n, alpha, above=self.kind != "worse")
         if self.kind == "noninferior":
@@ -111,28 +111,25 @@ class Part:
             return power_below(mean, self.margin, sd, n, alpha)
         return power_below(-abs(mean), -self.margin, sd, n, alpha / 2)
 
-    def needed(self, alpha: float = ALPHA, parts: int = 1) -> int | None:
-        """Seeds that would settle it four times of five, were the gap and its spread what they were
-        measured to be; None where it lies on the margin, or nothing was measured.
+    def seeds_needed(self, alpha: float = ALPHA, parts: int = 1) -> int | None:
+        """Return the seeds that would decide it with 80 % power at the measured gap and spread.
+
+        None where the gap lies on the margin, or where nothing was measured.
         """
         if not self.sample.sd:
             return None
+        return required_n(lambda n: max(self._outcomes(n, alpha, parts).values()))
 
-        def power(n: int) -> float:
-            return max(self._ways(n, alpha, parts).values())
+    def likely_verdict(self, n: int, alpha: float = ALPHA, parts: int = 1) -> str:
+        """Return the verdict that n seeds would most probably give."""
+        outcomes = self._outcomes(n, alpha, parts)
+        verdict = max(outcomes, key=lambda verdict: outcomes[verdict])
+        # A gap within the margin may show first that it is on the wrong side of zero.
+        both = verdict == Verdict.REFUTED and outcomes.get(Verdict.EQUIVALENT, 0.0) > alpha
+        return f"{Verdict.EQUIVALENT} or {Verdict.REFUTED}" if both else verdict
 
-        return needed(power)
-
-    def would_be(self, n: int, alpha: float = ALPHA, parts: int = 1) -> str:
-        """The word that n seeds would most probably give it."""
-        ways = self._ways(n, alpha, parts)
-        word = max(ways, key=lambda word: ways[word])
-        # What lies within the margin is on the wrong side of it, too, and shows that first.
-        nil = word == REFUTED and ways.get(EQUIVALENT, 0.0) > alpha
-        return f"{EQUIVALENT} or {REFUTED}" if nil else word
-
-    def _ways(self, n: int, alpha: float, parts: int) -> dict[str, float]:
-        """How probable each word is with n seeds, were the gap and its spread what was measured."""
+    def _outcomes(self, n: int, alpha: float, parts: int) -> dict[Verdict, float]:
+        """Return the probability of each verdict with n seeds at the measured gap and spread."""
         sd, mean = self.sample.sd or 0.0, self.sample.mean
         above, below = not self.open_above, not self.open_below  # sides that have a bound
         supports = {"noninferior": above, "better": above, "worse": below}
@@ -140,43 +137,51 @@ class Part:
         both = above and below
         can_support = supports.get(self.kind, both)
         can_refute = refutes.get(self.kind, below if mean > 0 else above)
-        ways = {UNDERPOWERED: 0.0}
+        outcomes = {Verdict.UNDERPOWERED: 0.0}
         if can_support:
-            ways[SUPPORTED] = self.power(n, mean, sd, alpha)
+            outcomes[Verdict.SUPPORTED] = self.power(n, mean, sd, alpha)
         if can_refute:
-            ways[REFUTED] = self.power_to_refute(n, mean, sd, alpha / parts)
-        if both and self.can_be_nil:
-            ways[EQUIVALENT] = power_within(mean, self.margin, sd, n, alpha / parts)
-        return ways
+            outcomes[Verdict.REFUTED] = self.power_to_refute(n, mean, sd, alpha / parts)
+        if both and self.can_be_equivalent:
+            outcomes[Verdict.EQUIVALENT] = power_equivalence(
+                mean, self.margin, sd, n, alpha / parts
+            )
+        return outcomes
 
 
 @dataclass(frozen=True)
-class Verdict:
-    word: str
-    parts: list[str]  # the word of each
+class ClaimVerdict:
+    """Verdict of a claim and of each of its parts."""
+
+    word: Verdict
+    parts: list[Verdict]
 
 
-def judge(parts: Sequence[Part], alpha: float = ALPHA) -> Verdict:
-    """Of one claim: each error is made in at most `alpha` of the studies."""
+def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
+    """Judge one claim: each kind of error occurs in at most `alpha` of the studies."""
     refuted = [p < alpha for p in holm([part.p_refuted for part in parts])]
-    nil = [p < alpha for p in holm([part.p_nil if part.can_be_nil else 1.0 for part in parts])]
-    words = []
-    for part, out, nothing in zip(parts, refuted, nil, strict=True):
+    equivalent = [
+        p < alpha
+        for p in holm([part.p_equivalent if part.can_be_equivalent else 1.0 for part in parts])
+    ]
+    verdicts = []
+    for part, is_refuted, is_equivalent in zip(parts, refuted, equivalent, strict=True):
         if part.p_supported < alpha:
-            words.append(SUPPORTED)
-        elif nothing:
-            words.append(EQUIVALENT)
+            verdicts.append(Verdict.SUPPORTED)
+        elif is_equivalent:
+            verdicts.append(Verdict.EQUIVALENT)
         else:
-            words.append(REFUTED if out else UNDERPOWERED)
-    for word in (REFUTED, EQUIVALENT, UNDERPOWERED):  # one false part is enough
-        if word in words:
-            return Verdict(word, words)
-    return Verdict(SUPPORTED, words)
+            verdicts.append(Verdict.REFUTED if is_refuted else Verdict.UNDERPOWERED)
+    for verdict in (Verdict.REFUTED, Verdict.EQUIVALENT, Verdict.UNDERPOWERED):
+        if verdict in verdicts:  # one false part is enough
+            return ClaimVerdict(verdict, verdicts)
+    return ClaimVerdict(Verdict.SUPPORTED, verdicts)
 
 
-def spent(looks: Sequence[int]) -> list[float]:
-    """The α of each look at the runs, where several are declared: O'Brien and Fleming's spending
-    function, in increments that add up to α whatever the looks have to do with each other.
+def spend_alpha(looks: Sequence[int]) -> list[float]:
+    """Return the α of each interim look by O'Brien and Fleming's spending function.
+
+    The increments add up to α however the looks are correlated.
     """
     from scipy import stats
 

@@ -1,177 +1,187 @@
-"""Whether a comparison was fair: a list of checks, for machines and for the eye, beside every
-number that it could have moved.
-"""
+"""Audit of a comparison: checks of everything besides the arm that may have moved the gap."""
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from qkablate.analysis.comparison.gaps import Gap
-from qkablate.analysis.comparison.lr_curves import Bowl, bracketed
+from qkablate.analysis.comparison.lr_curves import LrCurve, is_bracketed
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.config import OptimConfig
-from qkablate.table import some
+from qkablate.table import format_list
 
-ANNEALED = 0.1  # of the peak: what a learning rate has to come down to
-TOLERANCE = 0.01  # of parameters or FLOPs, to be called matched
+ANNEALED = 0.1  # of the peak: largest final learning rate of an annealed run
+TOLERANCE = 0.01  # relative difference of parameters or FLOPs that counts as matched
 
-# Fine; worth knowing; it may have moved the number; not to be compared.
+# In order: fine; worth knowing; may have moved the gap; not comparable.
 STATES = OK, NOTE, WARNING, BROKEN = "ok", "note", "warning", "broken"
 MARKS = {OK: "", NOTE: "·", WARNING: "!", BROKEN: "✗"}
 
 
 @dataclass(frozen=True)
-class Check:
-    """One question of the audit, and what the runs answer."""
+class AuditCheck:
+    """Answer to one question of the audit."""
 
     name: str
     state: str  # one of STATES
-    says: str
-
-    def as_json(self) -> dict[str, str]:
-        return asdict(self)
+    message: str
 
 
 def is_annealed(optim: OptimConfig) -> bool:
-    """Whether a run that is done has come down to a small learning rate."""
+    """Return whether a whole run ends at a small learning rate."""
     ends = optim.schedule != "wsd" or optim.cooldown != 0
     return ends and optim.lr_final <= ANNEALED
 
 
 def audit(
-    found: Gap,
-    bowls: dict[str, Bowl],
+    gap: Gap,
+    curves: dict[str, LrCurve],
     *,
     axis: str,
     margin: float | None,
-    twin: Gap | None,
-    least: float | None = None,
-) -> list[Check]:
-    """Of one gap. `axis` is what was held equal; `twin` is that size's gap by rounding alone.
-    Without a margin, what matters is measured by the `least` gap that could have been found.
+    rounding_gap: Gap | None,
+    detectable: float | None = None,
+) -> list[AuditCheck]:
+    """Audit one gap.
+
+    `axis` is what was held equal. Effects are compared with the margin or, without one, with the
+    smallest `detectable` gap.
     """
-    sides = (found.arm, found.baseline)
-    pairs = [(found.arm.records[key], found.baseline.records[key]) for key in found.pairs]
+    sides = (gap.arm, gap.baseline)
+    pairs = [(gap.arm.records[key], gap.baseline.records[key]) for key in gap.pairs]
     done = [record for pair in pairs for record in pair]
     return [
         _complete(sides),
-        _paired(found),
-        _rates(sides, bowls, margin or least),
+        _paired(gap),
+        _rates(sides, curves, margin or detectable),
         _annealed(sides),
-        _matched(found, axis),
-        _start(found),
+        _matched(gap, axis),
+        _start(gap),
         _alike("precision", done, WARNING),
         _alike("data_fingerprint", done, BROKEN, name="data"),
         _code(pairs),
         _machine(pairs),
-        _kernel(found, done, margin, least, twin),
+        _kernel(gap, done, margin, detectable, rounding_gap),
     ]
 
 
-def worst(checks: list[Check]) -> str:
+def worst_state(checks: list[AuditCheck]) -> str:
+    """Return the worst state of the checks."""
     return max((check.state for check in checks), key=STATES.index, default=OK)
 
 
-def _complete(sides: tuple[Entry, ...]) -> Check:
+def _complete(sides: tuple[Entry, ...]) -> AuditCheck:
     missing = []
     broken = False
     for entry in sides:
         if entry.rate is None:
             missing.append(f"{entry.name}: no learning rate was chosen")
         for status in ("diverged", "failed", "damaged", "interrupted", "running", "waiting"):
-            if records := entry.having(status):
+            if records := entry.with_status(status):
                 seeds = ", ".join(record.seed for record in records)
                 missing.append(f"{entry.name}: {len(records)} {status} ({seeds})")
                 broken |= status == "damaged"
     if missing:
-        return Check("runs", BROKEN if broken else WARNING, "; ".join(missing))
-    return Check("runs", OK, f"all {sum(len(entry.records) for entry in sides)} are done")
+        return AuditCheck("runs", BROKEN if broken else WARNING, "; ".join(missing))
+    return AuditCheck("runs", OK, f"all {sum(len(entry.records) for entry in sides)} are done")
 
 
-def _paired(found: Gap) -> Check:
-    n = len(found.pairs)
-    if found.unpaired:
-        return Check("pairs", WARNING, f"{n}, and unpaired {'; '.join(found.unpaired)}")
+def _paired(gap: Gap) -> AuditCheck:
+    n = len(gap.pairs)
+    if gap.unpaired:
+        return AuditCheck("pairs", WARNING, f"{n}, and unpaired {'; '.join(gap.unpaired)}")
     if n < 2:
-        return Check("pairs", WARNING, f"{n}: a number, not a comparison")
-    correlation = found.correlation
+        return AuditCheck("pairs", WARNING, f"{n}: a single number, not a comparison")
+    correlation = gap.correlation
     known = "" if correlation is None else f", correlation {correlation:+.2f}"
-    return Check("pairs", OK, f"{n} by seed{known}")
+    return AuditCheck("pairs", OK, f"{n} by seed{known}")
 
 
-def _rates(sides: tuple[Entry, ...], bowls: dict[str, Bowl], margin: float | None) -> Check:
-    states = {entry.name: bracketed(entry, bowls) for entry in sides}
+def _rates(
+    sides: tuple[Entry, ...], curves: dict[str, LrCurve], margin: float | None
+) -> AuditCheck:
+    states = {entry.name: is_bracketed(entry, curves) for entry in sides}
     untuned = [name for name, state in states.items() if state is None]
-    nowhere = [e.name for e in sides if e.arm.name in bowls and bowls[e.arm.name].best is None]
+    nowhere = [e.name for e in sides if e.arm.name in curves and curves[e.arm.name].best is None]
     if nowhere:
-        says = f"{' and '.join(nowhere)} diverged at every rate, or its runs are missing"
-        return Check("learning rate", WARNING, says)
+        says = f"{' and '.join(nowhere)} diverged at every rate or has missing runs"
+        return AuditCheck("learning rate", WARNING, says)
     edge = [name for name, state in states.items() if state is False]
     if edge:
-        return Check("learning rate", WARNING, f"the best of {' and '.join(edge)} is on the edge")
+        return AuditCheck(
+            "learning rate", WARNING, f"the best of {' and '.join(edge)} is on the edge"
+        )
     if untuned:
         rates = ", ".join(map(_rate, sides))
         which = "neither was" if len(untuned) == len(sides) else f"{untuned[0]} was not"
-        return Check("learning rate", WARNING, f"{which} tuned ({rates})")
+        return AuditCheck("learning rate", WARNING, f"{which} tuned ({rates})")
     off = []
     for entry in sides:
-        bowl = bowls[entry.arm.name]
-        if bowl.best is not None and entry.rate is not None and bowl.best != entry.rate:
-            off.append(f"{entry.name} runs at {entry.rate:.3g}, best is {bowl.best:.3g}")
+        curve = curves[entry.arm.name]
+        if curve.best is not None and entry.rate is not None and curve.best != entry.rate:
+            off.append(f"{entry.name} runs at {entry.rate:.3g}, best is {curve.best:.3g}")
     if off:
-        return Check("learning rate", WARNING, "; ".join(off))
+        return AuditCheck("learning rate", WARNING, "; ".join(off))
     if any(entry.rate is None for entry in sides):
-        return Check("learning rate", WARNING, f"not chosen yet: {', '.join(map(_rate, sides))}")
+        return AuditCheck(
+            "learning rate", WARNING, f"not chosen yet: {', '.join(map(_rate, sides))}"
+        )
     said = ", ".join(f"{entry.name} {_rate(entry)}" for entry in sides)
     said = f"tuned and bracketed: {said}"
-    short = [bowls[e.arm.name].short_of(e.rate) for e in sides if e.rate is not None]
+    short = [curves[e.arm.name].excess_loss(e.rate) for e in sides if e.rate is not None]
     known = [cost for cost in short if cost is not None]
     if known:
         said += f"; a finer search would gain {max(known):.4f} at most"
     coarse = margin is not None and known and max(known) > margin / 3
-    return Check("learning rate", WARNING if coarse else OK, said)
+    return AuditCheck("learning rate", WARNING if coarse else OK, said)
 
 
 def _rate(entry: Entry) -> str:
     return "–" if entry.rate is None else f"{entry.rate:.3g}"
 
 
-def _annealed(sides: tuple[Entry, ...]) -> Check:
+def _annealed(sides: tuple[Entry, ...]) -> AuditCheck:
     high = [entry.name for entry in sides if not is_annealed(entry.arm.config.optim)]
     if high:
-        return Check("annealed", WARNING, f"the rate of {' and '.join(high)} does not come down")
+        return AuditCheck(
+            "annealed", WARNING, f"the rate of {' and '.join(high)} does not come down"
+        )
     lengths = {entry.tokens for entry in sides}
     if len(lengths) > 1:
-        told = " against ".join(f"{entry.tokens:,}" for entry in sides)
-        return Check("annealed", NOTE, f"whole schedules of different lengths: {told} tokens")
-    return Check("annealed", OK, f"whole schedules of {lengths.pop():,} tokens")
+        lengths_text = " against ".join(f"{entry.tokens:,}" for entry in sides)
+        return AuditCheck(
+            "annealed", NOTE, f"whole schedules of different lengths: {lengths_text} tokens"
+        )
+    return AuditCheck("annealed", OK, f"whole schedules of {lengths.pop():,} tokens")
 
 
-def _matched(found: Gap, axis: str) -> Check:
-    one, other = found.arm.arm, found.baseline.arm
-    if not one.params or not other.params:
-        return Check("matched", WARNING, "sizes not known: no run has a result")
+def _matched(gap: Gap, axis: str) -> AuditCheck:
+    arm, baseline = gap.arm.arm, gap.baseline.arm
+    if not arm.params or not baseline.params:
+        return AuditCheck("matched", WARNING, "sizes are unknown: no run has a result")
     differ = {
-        "params": one.params / other.params - 1,
-        "training FLOPs": one.flops / other.flops - 1,
+        "params": arm.params / baseline.params - 1,
+        "training FLOPs": arm.flops / baseline.flops - 1,
     }
     said = ", ".join(
         f"equal {what}" if value == 0 else f"{what} {value:+.1%}" for what, value in differ.items()
     )
     held = {"params": "params", "flops": "training FLOPs"}.get(axis)
     if held is None:
-        return Check("matched", NOTE if any(differ.values()) else OK, f"at equal tokens: {said}")
+        return AuditCheck(
+            "matched", NOTE if any(differ.values()) else OK, f"at equal tokens: {said}"
+        )
     state = OK if abs(differ[held]) <= TOLERANCE else WARNING
-    return Check("matched", state, said)
+    return AuditCheck("matched", state, said)
 
 
-def _start(found: Gap) -> Check:
+def _start(gap: Gap) -> AuditCheck:
     words = []
     state = OK
-    for entry in (found.arm, found.baseline):
+    for entry in (gap.arm, gap.baseline):
         config = entry.arm.config.variant
-        matches = {str(record.facts["init"].get("match")) for record in entry.having("done")}
-        match = "/".join(sorted(matches)) or "not known"
+        matches = {str(record.facts["init"].get("match")) for record in entry.with_status("done")}
+        match = "/".join(sorted(matches)) or "unknown"
         if config.init == "naive":
             state = WARNING
             words.append(f"{entry.name} naive")
@@ -180,69 +190,84 @@ def _start(found: Gap) -> Check:
             own = NOTE if match == "spread" else WARNING
             state = max(state, own, key=STATES.index)
             words.append(f"{entry.name} {match}")
-        if config.lr == "same" and found.arm.arm.config.variant.lr != "same":
+        if config.lr == "same" and gap.arm.arm.config.variant.lr != "same":
             words.append(f"{entry.name} at the same rate")
-    return Check("start", state, "matched: " + ", ".join(words) if words else "matched exactly")
+    return AuditCheck(
+        "start", state, "matched: " + ", ".join(words) if words else "matched exactly"
+    )
 
 
-def _alike(key: str, records: list[Record], state: str, name: str = "") -> Check:
+def _alike(key: str, records: list[Record], state: str, name: str = "") -> AuditCheck:
     values = {str(record.facts.get(key)) for record in records}
     if len(values) > 1:
-        return Check(name or key, state, f"mixed: {', '.join(sorted(values))}")
+        return AuditCheck(name or key, state, f"mixed: {', '.join(sorted(values))}")
     if values == {"None"}:
-        return Check(name or key, WARNING, "not known")
+        return AuditCheck(name or key, WARNING, "unknown")
     if not values:
-        return Check(name or key, NOTE, "not known: no pairs")
-    return Check(name or key, OK, values.pop()[:16])
+        return AuditCheck(name or key, NOTE, "unknown: no pairs")
+    return AuditCheck(name or key, OK, values.pop()[:16])
 
 
-def _code(pairs: list[tuple[Record, Record]]) -> Check:
+def _code(pairs: list[tuple[Record, Record]]) -> AuditCheck:
     return _same_in_pairs("code", pairs, lambda r: f"{r.facts['code']} (torch {r.facts['torch']})")
 
 
-def _machine(pairs: list[tuple[Record, Record]]) -> Check:
+def _machine(pairs: list[tuple[Record, Record]]) -> AuditCheck:
     def machine(record: Record) -> str:
-        by = ", by oneDNN" if record.facts["products"] == "onednn" else ""
-        return f"{record.facts['device']} ({record.facts['cpu'] or 'not known'}){by}"
+        by = ", by oneDNN" if record.facts["matmul"] == "onednn" else ""
+        return f"{record.facts['device']} ({record.facts['cpu'] or 'unknown'}){by}"
 
     return _same_in_pairs("machine", pairs, machine)
 
 
 def _same_in_pairs(
     name: str, pairs: list[tuple[Record, Record]], of: Callable[[Record], str]
-) -> Check:
-    """A pair computed by two versions differs in more than its arm; versions that change from pair
-    to pair add to the spread alone.
+) -> AuditCheck:
+    """Check a circumstance that must be equal within each pair.
+
+    If it varies from pair to pair, it only adds to the spread.
     """
-    torn = sum(of(one) != of(other) for one, other in pairs)
+    mixed = sum(of(run) != of(other) for run, other in pairs)
     values = sorted({of(record) for pair in pairs for record in pair})
-    if torn:
-        return Check(name, WARNING, f"{torn} of {len(pairs)} pairs are mixed: {some(values, 3)}")
+    if mixed:
+        return AuditCheck(
+            name, WARNING, f"{mixed} of {len(pairs)} pairs are mixed: {format_list(values, 3)}"
+        )
     if len(values) > 1:
-        return Check(name, WARNING, f"{len(values)}, each pair of one: {some(values, 3)}")
-    return Check(name, OK, values[0]) if values else Check(name, NOTE, "not known: no pairs")
+        return AuditCheck(
+            name, WARNING, f"{len(values)}, each pair of one: {format_list(values, 3)}"
+        )
+    return (
+        AuditCheck(name, OK, values[0]) if values else AuditCheck(name, NOTE, "unknown: no pairs")
+    )
 
 
 def _kernel(
-    found: Gap, done: list[Record], margin: float | None, least: float | None, twin: Gap | None
-) -> Check:
+    gap: Gap,
+    done: list[Record],
+    margin: float | None,
+    detectable: float | None,
+    rounding_gap: Gap | None,
+) -> AuditCheck:
     kernels = sorted({str(record.facts["kernel"]) for record in done})
     if len(kernels) < 2:
-        known = Check("kernel", OK, kernels[0]) if kernels else None
-        return known or Check("kernel", NOTE, "not known: no pairs")
-    told = " and ".join(kernels)
-    variants = {found.arm.arm.variant, found.baseline.arm.variant}
+        known = AuditCheck("kernel", OK, kernels[0]) if kernels else None
+        return known or AuditCheck("kernel", NOTE, "unknown: no pairs")
+    names = " and ".join(kernels)
+    variants = {gap.arm.arm.variant, gap.baseline.arm.variant}
     if variants == {"standard", "standard_reassociated"}:
-        return Check("kernel", OK, f"{told}; what rounding is worth is what is measured here")
-    bounds = twin.bounds(0.90) if twin is not None else None
+        return AuditCheck("kernel", OK, f"{names}; this gap measures the effect of rounding")
+    bounds = rounding_gap.bounds(0.90) if rounding_gap is not None else None
     if bounds is None:
-        return Check("kernel", WARNING, f"{told}; no arm here says what rounding is worth")
+        return AuditCheck("kernel", WARNING, f"{names}; no arm measures the effect of rounding")
     most = max(map(abs, bounds))
     if not math.isfinite(most):
-        return Check("kernel", WARNING, f"{told}; what rounding is worth diverged")
-    size = margin or least
+        return AuditCheck("kernel", WARNING, f"{names}; the runs that measure rounding diverged")
+    size = margin or detectable
     if size is None:
-        return Check("kernel", NOTE, f"{told}; rounding is worth {most:.4f} at most")
+        return AuditCheck("kernel", NOTE, f"{names}; rounding moves the gap by at most {most:.4f}")
     state = OK if most < size / 3 else WARNING
-    of = f"the margin is {margin:g}" if margin else f"{size:.4f} could have been found"
-    return Check("kernel", state, f"{told}; rounding is worth {most:.4f} at most, {of}")
+    of = f"the margin is {margin:g}" if margin else f"{size:.4f} is detectable"
+    return AuditCheck(
+        "kernel", state, f"{names}; rounding moves the gap by at most {most:.4f}, {of}"
+    )

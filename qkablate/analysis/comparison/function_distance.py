@@ -1,85 +1,91 @@
-"""How far apart two runs are as functions: what they predict at the same positions, while they
-train. An arm stands beside its baseline, and beside what is no difference at all: the baseline with
-another seed, and the baseline multiplied in another order.
+"""Function distance: how much the predictions of two runs differ at the same positions.
+
+An arm is compared with its baseline, and this distance with what counts as no difference: the
+baseline with another seed, and the baseline with reordered matmuls (rounding).
 
 Shape suffixes: P positions, V vocabulary.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from qkablate.analysis.comparison.curves import thinned
+from qkablate.analysis.comparison.curves import Reading, thin
 from qkablate.analysis.comparison.gaps import Family
 from qkablate.analysis.stats import ALPHA, Interval, Sample
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.runs import predictions
-from qkablate.table import counted
+from qkablate.table import format_count
 
 ARM, ROUNDING, SEEDS = "arm", "rounding", "seeds"
-_READINGS = 1_000  # pairs of files that a sweep is told from
-_FAULTS = 20  # that are told one by one
+MEASURE = "mean of the two KL divergences between arm and baseline, nats per position"
+_MAX_PAIRS = 1_000  # pairs of files that are compared for a sweep
+_MAX_FAULTS = 20  # listed one by one
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Said:
-    """What one run predicted at one step."""
+class Predictions:
+    """Predicted distributions of one run at one step."""
 
     log_PV: np.ndarray
     p_PV: np.ndarray
-    of: tuple[Any, ...] = ()  # what two must share to be compared
+    key: tuple[object, ...] = ()  # equal for predictions that can be compared
 
     @classmethod
-    def from_logs(cls, log_PV: np.ndarray, of: tuple[Any, ...] = ()) -> "Said":
-        return cls(log_PV, np.exp(log_PV, dtype=np.float64), of)
+    def from_logs(cls, log_PV: np.ndarray, key: tuple[object, ...] = ()) -> "Predictions":
+        return cls(log_PV, np.exp(log_PV, dtype=np.float64), key)
 
 
-def divergence(one: Said, other: Said) -> float:
-    """½ (KL(p‖q) + KL(q‖p)), averaged over the positions: ½ Σ (p − q) ln p/q. No term is below
-    zero, so that what all but agrees is not lost in the rounding of larger numbers.
+def symmetric_kl(first: Predictions, second: Predictions) -> float:
+    """Return ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p − q) ln p/q, averaged over the positions.
+
+    No term is negative, so that small distances do not drown in rounding errors.
     """
-    terms_PV = (one.p_PV - other.p_PV) * (one.log_PV - other.log_PV)
+    terms_PV = (first.p_PV - second.p_PV) * (first.log_PV - second.log_PV)
     return max(0.0, float(terms_PV.sum(axis=1).mean()) / 2)
 
 
 @dataclass(frozen=True)
-class Apart:
-    """The distances of some pairs of runs, by tokens."""
+class Distance:
+    """Distances of some pairs of runs, by tokens."""
 
     name: str
     kind: str
     variant: str
-    readings: Mapping[int, tuple[float, ...]]  # by tokens: of each pair that is there
+    readings: Mapping[int, tuple[float, ...]]  # by tokens: one distance per pair
     last: int  # tokens of a whole training
 
     def mean(self, tokens: int) -> float:
-        """The geometric: distances differ by factors."""
+        """Return the geometric mean, since distances differ by factors."""
         values = self.readings[tokens]
         return math.exp(math.fsum(map(math.log, values)) / len(values)) if all(values) else 0.0
 
     def interval(self, tokens: int, level: float = 1 - ALPHA) -> Interval | None:
-        """Of that mean, by Student's t of the logarithms. Neighbouring seeds share runs, and have
-        none; nor has a distance of zero.
+        """Return Student's t interval of the geometric mean.
+
+        None for pairs of seeds, which share runs, and where a distance is zero.
         """
         values = self.readings[tokens]
         if self.kind == SEEDS or not all(values):
             return None
-        found = Sample(tuple(map(math.log, values))).interval(level)
-        return found and (_exp(found[0]), _exp(found[1]))
+        ends = Sample(tuple(map(math.log, values))).interval(level)
+        return ends and (_exp(ends[0]), _exp(ends[1]))
 
     def band(self, tokens: int) -> Interval | None:
-        """Intervals that hold together at all readings (Bonferroni's)."""
+        """Return an interval with simultaneous coverage over all readings (Bonferroni)."""
         return self.interval(tokens, 1 - ALPHA / max(1, len(self.readings)))
 
     @cached_property
     def end(self) -> float | None:
-        """At the end of training; None where it is not known."""
+        """Distance at the end of training; None if unknown."""
         return self.mean(self.last) if self.last in self.readings else None
 
 
@@ -88,151 +94,221 @@ def _exp(value: float) -> float:
 
 
 @dataclass(frozen=True)
-class Distances:
-    """Of one size: the arms, and what is no difference."""
+class FamilyDistances:
+    """Distances of the arms of one size, and of what counts as no difference."""
 
     baseline: str
-    apart: list[Apart]
+    distances: list[Distance]
     positions: int
-    faults: list[str]  # what could not be read, or is not there
+    faults: list[str]  # missing and unreadable files
 
-    def of(self, kind: str) -> Apart | None:
-        return next((one for one in self.apart if one.kind == kind), None)
-
-
-def distances(families: Sequence[Family]) -> list[Distances]:
-    """Of every size whose runs keep predictions."""
-    pairs = sum(len(one.pairs) for family in families for one in family.gaps)
-    most = max(1, _READINGS // max(1, pairs))
-    found = (_of_family(family, most) for family in families)
-    return [one for one in found if one is not None]
+    def find(self, kind: str) -> Distance | None:
+        return next((distance for distance in self.distances if distance.kind == kind), None)
 
 
-def _of_family(family: Family, most: int) -> Distances | None:
+def measure_distances(families: Sequence[Family]) -> list[FamilyDistances]:
+    """Measure the distances of every size whose runs keep predictions."""
+    pairs = sum(len(gap.pairs) for family in families for gap in family.gaps)
+    most = max(1, _MAX_PAIRS // max(1, pairs))
+    measured = (_measure_family(family, most) for family in families)
+    return [distances for distances in measured if distances is not None]
+
+
+def _measure_family(family: Family, most: int) -> FamilyDistances | None:
     base = {
         key: record
         for key, record in sorted(family.baseline.records.items())
         if record.status == "done"
     }
-    arms = [one for one in family.gaps if one.pairs]
-    files = _Files()
+    gaps = [gap for gap in family.gaps if gap.pairs]
+    files = _PredictionFiles()
     for record in base.values():
         files.add(record, family.baseline)
-    for one in arms:
-        for key in one.pairs:
-            files.add(one.arm.records[key], one.arm)
+    for gap in gaps:
+        for key in gap.pairs:
+            files.add(gap.arm.records[key], gap.arm)
     if not files.steps:
         return None
-    steps = _few(files.steps, most)
-    files.name_missing(steps)
+    steps = _thin_steps(files.steps, most)
+    files.note_missing(steps)
     tokens_per_step = family.baseline.tokens // int(family.baseline.arm.config.train.steps)
     values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for step in steps:
         tokens = step * tokens_per_step
-        said = {key: files.said(record, step) for key, record in base.items()}
-        for one, other in neighbours([own for own in said.values() if own is not None]):
-            files.compare(values[""][tokens], "another seed", one, other)
-        for found in arms:
-            for key in found.pairs:
-                own = files.said(found.arm.records[key], step)
-                files.compare(values[found.arm.name][tokens], found.arm.name, own, said[key])
+        by_seed = {key: files.read(record, step) for key, record in base.items()}
+        for first, second in neighbors([p for p in by_seed.values() if p is not None]):
+            files.compare(values[""][tokens], "another seed", first, second)
+        for gap in gaps:
+            for key in gap.pairs:
+                prediction = files.read(gap.arm.records[key], step)
+                files.compare(values[gap.arm.name][tokens], gap.arm.name, prediction, by_seed[key])
 
-    def apart(name: str, kind: str, entry: Entry) -> Apart:
-        own = values["" if kind == SEEDS else name]
-        readings = {tokens: tuple(found) for tokens, found in own.items() if found}
-        return Apart(name, kind, entry.arm.variant, readings, family.baseline.tokens)
+    def distance(name: str, kind: str, entry: Entry) -> Distance:
+        by_tokens = values["" if kind == SEEDS else name]
+        readings = {tokens: tuple(known) for tokens, known in by_tokens.items() if known}
+        return Distance(name, kind, entry.arm.variant, readings, family.baseline.tokens)
 
-    every = [apart(one.arm.name, ROUNDING if one is family.twin else ARM, one.arm) for one in arms]
-    every.append(apart(f"{family.baseline.name}, another seed", SEEDS, family.baseline))
-    return Distances(
+    distances = [
+        distance(gap.arm.name, ROUNDING if gap is family.rounding_gap else ARM, gap.arm)
+        for gap in gaps
+    ]
+    distances.append(distance(f"{family.baseline.name}, another seed", SEEDS, family.baseline))
+    return FamilyDistances(
         family.baseline.name,
-        [one for one in every if one.readings],
+        [distance for distance in distances if distance.readings],
         files.positions,
-        files.faults(),
+        files.list_faults(),
     )
 
 
-def neighbours(items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Each with the next one, and the last with the first."""
+def neighbors(items: Sequence[T]) -> Iterator[tuple[T, T]]:
+    """Pair each item with the next one, and the last with the first."""
     yield from pairwise(items)
     if len(items) > 2:
         yield items[-1], items[0]
 
 
-def _few(steps: list[int], most: int) -> list[int]:
-    """So many at most, the last always, and the start where there is room."""
+def _thin_steps(steps: list[int], most: int) -> list[int]:
+    """Pick at most `most` steps: always the last, and step 0 only if all are kept."""
     if len(steps) <= most:
         return steps
-    return [steps[-1]] if most == 1 else thinned([step for step in steps if step], most)
+    return [steps[-1]] if most == 1 else thin([step for step in steps if step], most)
 
 
-class _Files:
-    """What the runs of one size keep, and what is wrong with it."""
+class _PredictionFiles:
+    """Prediction files of the runs of one size, with their faults."""
 
     def __init__(self) -> None:
         self.positions = 0
-        self._kept: dict[str, dict[int, Any]] = {}  # of each run: paths by step
+        self._paths: dict[str, dict[int, Path]] = {}  # by run id and step
         self._records: dict[str, tuple[Record, Entry]] = {}
         self._faults: list[str] = []
-        self._unlike: dict[str, int] = defaultdict(int)
+        self._mismatched: dict[str, int] = defaultdict(int)
 
     def add(self, record: Record, entry: Entry) -> None:
-        if record.run.id not in self._kept:
-            self._kept[record.run.id] = predictions.kept(record.folder)
+        if record.run.id not in self._paths:
+            self._paths[record.run.id] = predictions.find_predictions(record.folder)
             self._records[record.run.id] = record, entry
 
     @property
     def steps(self) -> list[int]:
-        """At which any of them keeps something."""
-        most = (int(entry.arm.config.train.steps) for _, entry in self._records.values())
-        last = max(most, default=0)
-        return sorted({step for own in self._kept.values() for step in own if step <= last})
+        """Steps at which any run keeps predictions."""
+        lengths = (int(entry.arm.config.train.steps) for _, entry in self._records.values())
+        last = max(lengths, default=0)
+        return sorted({step for paths in self._paths.values() for step in paths if step <= last})
 
-    def name_missing(self, steps: list[int]) -> None:
+    def note_missing(self, steps: list[int]) -> None:
+        """Record which runs lack predictions at these steps."""
         for id, (record, _) in self._records.items():
-            absent = [step for step in steps if step not in self._kept[id]]
-            if len(absent) == len(steps):
+            missing = [step for step in steps if step not in self._paths[id]]
+            if len(missing) == len(steps):
                 self._faults.append(f"{record.folder.name} keeps no predictions")
-            elif absent:
-                shown = ", ".join(map(str, absent[:3])) + ", …" * (len(absent) > 3)
+            elif missing:
+                shown = ", ".join(map(str, missing[:3])) + ", …" * (len(missing) > 3)
                 self._faults.append(f"{record.folder.name} keeps no predictions of step {shown}")
 
-    def said(self, record: Record, step: int) -> Said | None:
-        """Read once for each that asks; what cannot be is named once."""
-        path = self._kept[record.run.id].get(step)
+    def read(self, record: Record, step: int) -> Predictions | None:
+        """Read the predictions of a run; a file that cannot be read is noted once."""
+        path = self._paths[record.run.id].get(step)
         if path is None:
             return None
         context = self._records[record.run.id][1].arm.config.model.context
         try:
-            about, log_PV = predictions.read(path)
-            if about.run != record.run.id:
-                raise ValueError("it is another run's")
-            if about.data_fingerprint != record.facts["data_fingerprint"]:
-                raise ValueError("it is of other data than its run")
-            if about.context != context:
-                raise ValueError(f"it says model.context={about.context}")
+            header, log_PV = predictions.read_predictions(path)
+            if header.run != record.run.id:
+                raise ValueError("it belongs to another run")
+            if header.data_fingerprint != record.facts["data_fingerprint"]:
+                raise ValueError("its data differ from the run's")
+            if header.context != context:
+                raise ValueError(f"it has model.context={header.context}")
         except ValueError as error:
             self._faults.append(f"{record.folder.name}/{predictions.FOLDER}/{path.name}: {error}")
-            del self._kept[record.run.id][step]
+            del self._paths[record.run.id][step]
             return None
         self.positions = max(self.positions, len(log_PV))
-        return Said.from_logs(
-            log_PV, (about.data_fingerprint, about.positions_sha256, context, log_PV.shape)
+        return Predictions.from_logs(
+            log_PV, (header.data_fingerprint, header.positions_sha256, context, log_PV.shape)
         )
 
-    def compare(self, values: list[float], name: str, one: Said | None, other: Said | None) -> None:
-        if one is None or other is None:
+    def compare(
+        self, values: list[float], name: str, first: Predictions | None, second: Predictions | None
+    ) -> None:
+        """Append the distance of two predictions, if both are known and comparable."""
+        if first is None or second is None:
             return
-        if one.of == other.of:
-            values.append(divergence(one, other))
+        if first.key == second.key:
+            values.append(symmetric_kl(first, second))
         else:
-            self._unlike[name] += 1
+            self._mismatched[name] += 1
 
-    def faults(self) -> list[str]:
-        unlike = [
-            f"{name}: {counted(n, 'pair')} of files at other positions, which are not compared"
-            for name, n in self._unlike.items()
+    def list_faults(self) -> list[str]:
+        """Return the faults as lines, the first of them one by one."""
+        mismatched = [
+            f"{name}: {format_count(n, 'pair')} of files at different positions are not compared"
+            for name, n in self._mismatched.items()
         ]
-        more = len(self._faults) - _FAULTS
-        shown = self._faults[:_FAULTS] + [f"{more:,} more of the kind"] * (more > 0)
-        return shown + unlike
+        more = len(self._faults) - _MAX_FAULTS
+        return self._faults[:_MAX_FAULTS] + [f"{more:,} more faults"] * (more > 0) + mismatched
+
+
+@dataclass(frozen=True)
+class DistanceSummary:
+    """Function distance of one arm, or of what counts as no difference."""
+
+    arm: str
+    kind: str
+    variant: str
+    n: int
+    end: float | None
+    interval: Interval | None
+    times_another_seed: float | None
+    times_rounding: float | None
+    readings: list[Reading]
+
+
+@dataclass(frozen=True)
+class FunctionDistance:
+    """Function distances of one size."""
+
+    baseline: str
+    measure: str
+    positions: int
+    distances: list[DistanceSummary]
+    faults: list[str]
+
+
+def describe_distances(families: Iterable[FamilyDistances]) -> list[FunctionDistance]:
+    """Summarize the distances of every size."""
+    return [
+        FunctionDistance(
+            family.baseline,
+            MEASURE,
+            family.positions,
+            [_describe_distance(distance, family) for distance in family.distances],
+            family.faults,
+        )
+        for family in families
+    ]
+
+
+def _describe_distance(distance: Distance, family: FamilyDistances) -> DistanceSummary:
+    def ratio_to(kind: str) -> float | None:
+        other = family.find(kind)
+        floor = other.end if other is not None and other is not distance else None
+        return distance.end / floor if floor and distance.end is not None else None
+
+    last = distance.last if distance.last in distance.readings else None
+    return DistanceSummary(
+        arm=distance.name,
+        kind=distance.kind,
+        variant=distance.variant,
+        n=len(distance.readings[last]) if last else 0,
+        end=distance.end,
+        interval=distance.interval(last) if last else None,
+        times_another_seed=ratio_to(SEEDS),
+        times_rounding=ratio_to(ROUNDING),
+        readings=[
+            Reading(tokens, len(values), distance.mean(tokens), distance.band(tokens))
+            for tokens, values in distance.readings.items()
+        ],
+    )

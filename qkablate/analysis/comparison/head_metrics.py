@@ -1,4 +1,4 @@
-"""What the diagnosing steps of runs measured, head by head: the rows `mechanism` of metrics.jsonl.
+"""Diagnostics of attention heads over training: the rows `diagnostics` of metrics.jsonl.
 
 Shape suffixes: L layers, H heads, K singular values, S seeds.
 """
@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from qkablate.analysis.comparison.curves import Curve, together
-from qkablate.analysis.study.study import Course, Entry, metrics_of
-from qkablate.errors import tell
-from qkablate.runs.records import is_number, read_row
+from qkablate.analysis.comparison.curves import Curve, combine_curves
+from qkablate.analysis.study.study import Entry, LossCurve, read_metrics
+from qkablate.errors import print_stderr
+from qkablate.runs.records import decode_row, is_number
 
 SPECTRUM = "qk/singular"
-# What is drawn of each, by its name in the rows.
+# Measures that are drawn, by their names in the rows.
 BY_HEAD = {
     "qk/stable_rank": "stable rank of B",
     "qk/symmetry": "symmetry of B",
@@ -31,151 +31,157 @@ BY_TOKENS = {
     "qk/moved": "distance of B from its start",
 }
 MEASURES = (SPECTRUM, *dict.fromkeys([*BY_HEAD, *BY_TOKENS]))
-_SIGN = b'"mechanism"'
+_SIGN = b'"diagnostics"'
 _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})[,}]')
-_LONGEST = 2**24  # bytes of one row
-_MOST = 2**12  # layers, heads or singular values of a run
-_BEYOND = 4  # times as many numbers as a row has bytes: a null may stand for many of them
+_MAX_BYTES = 2**24  # of one row
+_MAX_LENGTH = 2**12  # layers, heads or singular values of a run
+_MAX_EXPANSION = 4  # numbers per byte of a row: one null may stand for many numbers
 
-# By the measure's name, as `qk/stable_rank`: NaN where a head has none.
-Heads = dict[str, np.ndarray]
+# By measure, such as `qk/stable_rank`; NaN where a head has none.
+HeadValues = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Watched:
-    """Of one arm: what its runs that are done measured, by tokens."""
+class HeadMetrics:
+    """Head metrics of one arm: of its finished runs, by tokens."""
 
     entry: Entry
-    runs: list[dict[int, Heads]]
+    runs: list[dict[int, HeadValues]]
 
     def curve(self, name: str, most: int) -> Curve | None:
-        """The mean over all heads that have the measure, over the runs."""
-        courses = (_course(run, name) for run in self.runs)
-        return together([course for course in courses if course], most)
+        """Return the mean over all heads that have the measure, run by run."""
+        curves = (_mean_curve(run, name) for run in self.runs)
+        return combine_curves([curve for curve in curves if curve], most)
 
     def last(self, name: str) -> list[np.ndarray]:
-        """Of each run that has it, at the end of training: measure_LH."""
-        at_end = (run.get(self.entry.tokens, {}).get(name) for run in self.runs)
-        return alike([one for one in at_end if one is not None])
+        """Return each run's measure_LH at the end of training, where known."""
+        return self.at(name, self.entry.tokens)
 
     def at(self, name: str, tokens: int) -> list[np.ndarray]:
-        found = (run.get(tokens, {}).get(name) for run in self.runs)
-        return alike([one for one in found if one is not None])
+        """Return each run's measure_LH at a reading, where known."""
+        arrays = (run.get(tokens, {}).get(name) for run in self.runs)
+        return same_shape([array for array in arrays if array is not None])
 
     @property
     def tokens(self) -> list[int]:
-        """At which all of them have looked."""
+        """Readings common to all runs."""
         return sorted(set.intersection(*map(set, self.runs))) if self.runs else []
 
 
-def alike(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Those that have the shape of the first: the others are another model's."""
-    return [one for one in arrays if one.shape == arrays[0].shape]
+def same_shape(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Return the arrays with the shape of the first; the others belong to another model."""
+    return [array for array in arrays if array.shape == arrays[0].shape]
 
 
-def sorted_heads(arrays_LH: list[np.ndarray]) -> np.ndarray:
-    """The mean over seeds, with each layer's heads in the order of their values: the head that has
-    a number in one run has nothing to do with the one that has it in another.
+def sort_heads(arrays_LH: list[np.ndarray]) -> np.ndarray:
+    """Return the mean over seeds with each layer's heads sorted by value.
+
+    Head numbers carry no meaning across runs.
     """
-    ordered_SLH = np.stack([-np.sort(-one_LH, axis=1) for one_LH in arrays_LH])
-    return mean(ordered_SLH, axis=0)
+    ordered_SLH = np.stack([-np.sort(-array_LH, axis=1) for array_LH in arrays_LH])
+    return nan_mean(ordered_SLH, axis=0)
 
 
-def spectra(arrays_LHK: list[np.ndarray]) -> np.ndarray:
-    """By layer: each head's singular values by its largest, their mean over heads and seeds."""
+def relative_spectra(arrays_LHK: list[np.ndarray]) -> np.ndarray:
+    """Return singular values relative to the largest: their mean over heads and seeds, by layer."""
     stacked_SLHK = np.stack(arrays_LHK)
     largest_SLH1 = stacked_SLHK[..., :1]
     with np.errstate(divide="ignore", invalid="ignore"):
         relative_SLHK = np.where(largest_SLH1 > 0, stacked_SLHK / largest_SLH1, np.nan)
-    return mean(mean(relative_SLHK, axis=2), axis=0)
+    return nan_mean(nan_mean(relative_SLHK, axis=2), axis=0)
 
 
-def mean(values: np.ndarray, axis: int) -> np.ndarray:
-    """Of those that are known; NaN where none is."""
+def nan_mean(values: np.ndarray, axis: int) -> np.ndarray:
+    """Return the mean of the finite values; NaN where there is none."""
     known = np.isfinite(values)
     with np.errstate(invalid="ignore"):
-        return np.where(known, values, 0).sum(axis=axis) / known.sum(axis=axis)
+        means = np.where(known, values, 0).sum(axis=axis) / known.sum(axis=axis)
+    return np.asarray(means)
 
 
-def _course(run: dict[int, Heads], name: str) -> Course:
-    found = {tokens: heads[name] for tokens, heads in run.items() if name in heads}
-    known = {tokens: array[np.isfinite(array)] for tokens, array in found.items()}
-    return {tokens: float(own.mean()) for tokens, own in known.items() if tokens and len(own)}
+def _mean_curve(run: dict[int, HeadValues], name: str) -> LossCurve:
+    arrays = {tokens: heads[name] for tokens, heads in run.items() if name in heads}
+    finite = {tokens: array[np.isfinite(array)] for tokens, array in arrays.items()}
+    return {tokens: float(x.mean()) for tokens, x in finite.items() if tokens and len(x)}
 
 
-def watch(entry: Entry, names: Iterable[str], most: int) -> Watched:
+def read_head_metrics(entry: Entry, names: Iterable[str], most: int) -> HeadMetrics:
+    """Read the head metrics of an arm's finished runs, at most `most` readings each."""
     names = tuple(names)
-    done = (
-        readings(record.folder, names, most, record.lacks.append) for record in entry.having("done")
+    runs = (
+        read_head_rows(record.folder, names, most, record.problems.append)
+        for record in entry.with_status("done")
     )
-    return Watched(entry, [one for one in done if one])
+    return HeadMetrics(entry, [run for run in runs if run])
 
 
-def readings(
+def read_head_rows(
     folder: Path,
     names: Iterable[str],
     most: int,
     note: Callable[[str], None] | None = None,
-) -> dict[int, Heads]:
-    """By tokens, so many at most. Lines that are none are passed over, and that is told and noted;
-    numbers that are none are not known.
+) -> dict[int, HeadValues]:
+    """Read the head metrics of a run by tokens, at most `most` readings.
+
+    Malformed rows are skipped with a warning; malformed numbers become NaN.
     """
     lines: dict[int, bytes] = {}
-    content = metrics_of(folder) or b""  # `courses` tells of what is not the result's
+    content = read_metrics(folder) or b""  # `read_loss_curves` warns if damaged
     for line in content[: content.rfind(b"\n") + 1].splitlines():
-        if _SIGN in line and len(line) <= _LONGEST and (tokens := _TOKENS.search(line)):
+        if _SIGN in line and len(line) <= _MAX_BYTES and (tokens := _TOKENS.search(line)):
             lines[int(tokens[1])] = line
-    found: dict[int, Heads] = {}
+    rows: dict[int, HeadValues] = {}
     damaged = 0
-    for tokens_read in _evenly(sorted(lines), most):
+    for tokens_read in _thin_evenly(sorted(lines), most):
         try:
-            heads = _heads(lines[tokens_read], names)
+            heads = _parse_row(lines[tokens_read], names)
         except ValueError:
             damaged += 1
             continue
         if heads:
-            found[tokens_read] = heads
+            rows[tokens_read] = heads
     if damaged:
-        said = f"is damaged: of its rows on heads, {damaged} are not shown"
-        tell(f"qkablate: '{folder / 'metrics.jsonl'}' {said}")
+        text = f"is damaged: rows of head metrics skipped: {damaged}"
+        print_stderr(f"qkablate: '{folder / 'metrics.jsonl'}' {text}")
         if note is not None:
-            note(f"metrics.jsonl {said}")
-    return found
+            note(f"metrics.jsonl {text}")
+    return rows
 
 
-def _evenly(tokens: list[int], most: int) -> list[int]:
-    """First and last stay."""
+def _thin_evenly(tokens: list[int], most: int) -> list[int]:
+    """Pick at most `most` readings evenly, with the first and the last."""
     if len(tokens) <= most:
         return tokens
     places = np.linspace(0, len(tokens) - 1, max(2, most)).round().astype(int)
     return [tokens[i] for i in sorted({*map(int, places)})]
 
 
-def _heads(line: bytes, names: Iterable[str]) -> Heads:
-    found, row, length = {}, read_row(line), len(line)
+def _parse_row(line: bytes, names: Iterable[str]) -> HeadValues:
+    values, row, length = {}, decode_row(line), len(line)
     for name in names:
         part, _, measure = name.partition("/")
         try:
             depth = 3 if name == SPECTRUM else 2
-            array = _array(row["mechanism"][part][measure], depth, _BEYOND * length)
+            array = _array(row["diagnostics"][part][measure], depth, _MAX_EXPANSION * length)
         except (ValueError, LookupError, TypeError):
             continue
         if array is not None:
-            found[name] = array
-    return found
+            values[name] = array
+    return values
 
 
 def _array(layers: Any, depth: int, most: int) -> np.ndarray | None:
-    """Of lists in each other, as many as `depth`; what is null on any level is NaN. ValueError for
-    what is ragged or no list; None where it would be of more numbers than `most`.
+    """Return nested lists as an array of `depth` dimensions; null at any level becomes NaN.
+
+    ValueError if ragged or no list; None if it would have more than `most` numbers.
     """
     shape: list[int] = [0] * depth
 
     def measure(value: Any, level: int) -> None:
         if value is None or level == depth:
             return
-        if not isinstance(value, list) or not 0 < len(value) <= _MOST:
-            raise ValueError("no list of heads")
+        if not isinstance(value, list) or not 0 < len(value) <= _MAX_LENGTH:
+            raise ValueError("not a list of heads")
         if shape[level] not in (0, len(value)):
             raise ValueError("ragged")
         shape[level] = len(value)

@@ -1,33 +1,32 @@
-"""Learning rates: where the loss is least and how sure that is, what missing it costs, and the gap
-at the rate one began with beside the gap at each arm's best. All on validation.
-"""
+"""Validation loss by learning rate: the optimum, its uncertainty, and the cost of missing it."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from qkablate.analysis.comparison.gaps import describe_sample
-from qkablate.analysis.stats import ALPHA, Interval, Sample
-from qkablate.analysis.study.study import Entry, Seeds, Study
+from qkablate.analysis.stats import ALPHA, Estimate, Interval, Sample, describe_sample
+from qkablate.analysis.study.study import Entry, Record, Seeds, Study
 
-# Each way of the best. Further out, bowls are steeper on the side where training breaks.
-_FITTED = math.log(2) * 1.01  # a parabola
-_TRIED = math.log(4) * 1.01  # sensitivity
+# Distances in ln lr from the best rate. Further out, curves are steeper where training breaks.
+_FIT_RANGE = math.log(2) * 1.01  # of the parabola
+_SENSITIVITY_RANGE = math.log(4) * 1.01
 Losses = dict[float, dict[Seeds, float | None]]  # by rate and seed; None: diverged
 
 
 @dataclass(frozen=True)
 class Parabola:
-    least: float  # the rate at which it is least
-    interval: Interval | None  # of that rate, by Fieller's theorem
+    """Least-squares parabola of the loss in ln lr."""
+
+    optimum: float  # learning rate
+    interval: Interval | None  # of the optimum, by Fieller's theorem
     curvature: float  # nats per squared unit of ln lr
 
 
 @dataclass(frozen=True)
-class Bowl:
+class LrCurve:
     """Validation loss of one arm by learning rate."""
 
     arm: str
@@ -35,12 +34,12 @@ class Bowl:
 
     @property
     def means(self) -> dict[float, float]:
-        """Where a seed diverges (or is missing yet) there is none: nobody would train there."""
+        """Mean loss by rate; rates at which a seed diverged or is missing have none."""
         means = {}
         seeds = {key for by_seed in self.losses.values() for key in by_seed}
         for rate, by_seed in sorted(self.losses.items()):
             known = [loss for loss in by_seed.values() if loss is not None]
-            if known and len(known) == len(seeds):  # means over other seeds are not compared
+            if known and len(known) == len(seeds):  # means over other seeds are not comparable
                 means[rate] = math.fsum(known) / len(known)
         return means
 
@@ -49,15 +48,16 @@ class Bowl:
         return min(self.means, key=lambda rate: self.means[rate], default=None)
 
     @property
-    def on_the_edge(self) -> bool:
-        """No rate on one side of the best was worse: it may lie further out."""
+    def is_on_edge(self) -> bool:
+        """Whether the best rate is the lowest or the highest one tried."""
         rates = sorted(self.losses)
         return self.best is None or self.best in (rates[0], rates[-1])
 
     @cached_property
-    def parabola(self) -> "Parabola | None":
-        """Least squares in the logarithm of the rate, near the best, with the spread of seeds taken
-        out; None where it has no least.
+    def parabola(self) -> Parabola | None:
+        """Least-squares parabola near the best rate with an intercept for each seed.
+
+        None where too few rates are known, or where it opens downwards.
         """
         best = self.best
         if best is None:
@@ -65,86 +65,93 @@ class Bowl:
         points = [
             (math.log(rate / best), seeds, loss)
             for rate, by_seed in self.losses.items()
-            if abs(math.log(rate / best)) <= _FITTED
+            if abs(math.log(rate / best)) <= _FIT_RANGE
             for seeds, loss in by_seed.items()
             if loss is not None
         ]
         seeds = sorted({key for _, key, _ in points})
-        if len({x for x, _, _ in points}) < 3 or len(points) <= 2 + len(seeds):
+        freedom = len(points) - 2 - len(seeds)
+        if len({x for x, _, _ in points}) < 3 or freedom < 1:
             return None
-        from statsmodels.regression.linear_model import OLS
-
-        x = np.array([point[0] for point in points])
-        own = np.array([[key == seed for seed in seeds] for _, key, _ in points], float)
-        fit = OLS([point[2] for point in points], np.column_stack([x, x * x, own])).fit()
-        slope, curvature = (float(value) for value in fit.params[:2])
+        x_P = np.array([x for x, _, _ in points])
+        loss_P = np.array([loss for _, _, loss in points])
+        intercepts_PS = np.array([[key == seed for seed in seeds] for _, key, _ in points], float)
+        design_PK = np.column_stack([x_P, x_P * x_P, intercepts_PS])
+        beta_K = np.linalg.lstsq(design_PK, loss_P, rcond=None)[0]
+        slope, curvature = map(float, beta_K[:2])
         if curvature <= 0:
             return None
-        ends = _fieller(fit, -slope, 2 * curvature)
+        residuals_P = loss_P - design_PK @ beta_K
+        variance = float(residuals_P @ residuals_P) / freedom
+        covariance_KK = variance * np.linalg.inv(design_PK.T @ design_PK)
+        ends = _fieller(slope, curvature, covariance_KK, freedom)
         return Parabola(
-            least=best * math.exp(-slope / (2 * curvature)),
+            optimum=best * math.exp(-slope / (2 * curvature)),
             interval=ends and (best * math.exp(ends[0]), best * math.exp(ends[1])),
             curvature=curvature,
         )
 
-    def short_of(self, rate: float) -> float | None:
-        """What a rate costs beside the parabola's least, in nats."""
-        found = self.parabola
-        return None if found is None else found.curvature * math.log(rate / found.least) ** 2
+    def excess_loss(self, rate: float) -> float | None:
+        """Return the loss at a rate beyond the parabola's minimum, in nats."""
+        fit = self.parabola
+        return None if fit is None else fit.curvature * math.log(rate / fit.optimum) ** 2
 
-    def sensitivity(self, at_start: float) -> float | None:
-        """What a rate up to four times too high or too low costs on average, in nats: a loss above
-        the one before training counts as that.
+    def sensitivity(self, initial_loss: float) -> float | None:
+        """Return the mean cost, in nats, of a rate up to four times too high or too low.
+
+        Losses above the one before training count as that one.
         """
         best = self.best
         if best is None:
             return None
         least = self.means[best]
         costs = [
-            min(self.means.get(rate, math.inf), max(at_start, least)) - least
+            min(self.means.get(rate, math.inf), max(initial_loss, least)) - least
             for rate in self.losses
-            if abs(math.log(rate / best)) <= _TRIED
+            if abs(math.log(rate / best)) <= _SENSITIVITY_RANGE
         ]
         cost = math.fsum(costs) / len(costs)
         return cost if math.isfinite(cost) else None
 
 
-def _fieller(fit: Any, above: float, below: float) -> Interval | None:
-    """An interval for above/below, of which −above/1 and below/2 are the first two parameters."""
+def _fieller(
+    slope: float, curvature: float, covariance_KK: np.ndarray, freedom: int
+) -> Interval | None:
+    """Return Fieller's interval of the ratio −slope / (2 · curvature)."""
     from scipy import stats
 
-    covariance = np.asarray(fit.cov_params())[:2, :2]
-    v11, v22, v12 = covariance[0, 0], 4 * covariance[1, 1], -2 * covariance[0, 1]
-    t2 = float(stats.t.isf(ALPHA / 2, fit.df_resid)) ** 2
+    above, below = -slope, 2 * curvature
+    v11, v22, v12 = covariance_KK[0, 0], 4 * covariance_KK[1, 1], -2 * covariance_KK[0, 1]
+    t2 = float(stats.t.isf(ALPHA / 2, freedom)) ** 2
     a = below**2 - t2 * v22
     b = above * below - t2 * v12
     c = above**2 - t2 * v11
-    inside = b * b - a * c
-    if a <= 0 or inside < 0:  # the curvature itself may be nothing
+    discriminant = b * b - a * c
+    if a <= 0 or discriminant < 0:  # the curvature may be zero
         return None
-    return (b - math.sqrt(inside)) / a, (b + math.sqrt(inside)) / a
+    return float((b - math.sqrt(discriminant)) / a), float((b + math.sqrt(discriminant)) / a)
 
 
-def bowls(study: Study) -> dict[str, Bowl]:
-    """Of a sweep that tunes, by its tuning runs; else of arms run at three rates or more."""
-    found: dict[str, Losses] = {}
+def find_lr_curves(study: Study) -> dict[str, LrCurve]:
+    """Return the curve of each arm: from tuning runs, or of arms run at three rates or more."""
+    losses: dict[str, Losses] = {}
     if study.tuning:
         for (arm, rate), records in study.tuning.items():
-            found.setdefault(arm, {})[rate] = _settled(records)
+            losses.setdefault(arm, {})[rate] = _losses_by_seed(records)
     else:
         for entry in study.entries:
             if entry.rate is not None:
-                found.setdefault(entry.arm.name, {})[entry.rate] = _settled(entry.records)
-        found = {arm: losses for arm, losses in found.items() if len(losses) >= 3}
+                losses.setdefault(entry.arm.name, {})[entry.rate] = _losses_by_seed(entry.records)
+        losses = {arm: by_rate for arm, by_rate in losses.items() if len(by_rate) >= 3}
     return {
-        arm: Bowl(arm, known)
-        for arm, losses in found.items()
-        if (known := {rate: by_seed for rate, by_seed in losses.items() if by_seed})
+        arm: LrCurve(arm, known)
+        for arm, by_rate in losses.items()
+        if (known := {rate: by_seed for rate, by_seed in by_rate.items() if by_seed})
     }
 
 
-def _settled(records: Any) -> dict[Seeds, float | None]:
-    """By seed, of the runs that have come to a result."""
+def _losses_by_seed(records: Mapping[Seeds, Record]) -> dict[Seeds, float | None]:
+    """Return the validation losses of the runs that have a result."""
     return {
         key: record.val if record.status == "done" else None
         for key, record in records.items()
@@ -152,57 +159,86 @@ def _settled(records: Any) -> dict[Seeds, float | None]:
     }
 
 
-def gap_at(own: Bowl, own_rate: float, other: Bowl, other_rate: float) -> Sample:
-    """The paired gap on validation, each arm at a rate of its own."""
-    one, two = own.losses.get(own_rate, {}), other.losses.get(other_rate, {})
-    pairs = [(one[key], two[key]) for key in sorted(one) if key in two]
+def gap_at_rates(arm: LrCurve, arm_rate: float, other: LrCurve, other_rate: float) -> Sample:
+    """Return the paired validation gap, with each arm at its own rate."""
+    losses, others = arm.losses.get(arm_rate, {}), other.losses.get(other_rate, {})
+    pairs = [(losses[key], others[key]) for key in sorted(losses) if key in others]
     return Sample(tuple(a - b for a, b in pairs if a is not None and b is not None))
 
 
-def describe_bowls(study: Study) -> list[dict[str, Any]]:
-    found = bowls(study)
-    described = []
-    for name, bowl in found.items():
-        arm = study.manifest.arms[name]
+@dataclass(frozen=True)
+class RateLosses:
+    """Validation losses at one learning rate."""
+
+    lr: float
+    by_seed: list[float | None]
+
+
+@dataclass(frozen=True)
+class LrCurveSummary:
+    """Learning-rate curve of one arm."""
+
+    arm: str
+    baseline: str | None
+    best: float | None
+    chosen: float | None
+    on_the_edge: bool
+    optimum: float | None
+    optimum_interval: Interval | None
+    curvature: float | None
+    best_excess_loss: float | None
+    sensitivity: float | None
+    default: float
+    val_loss: list[RateLosses]
+    gap_at_default: Estimate | None
+    gap_at_best: Estimate | None
+
+
+def describe_lr_curves(study: Study) -> list[LrCurveSummary]:
+    """Summarize the learning-rate curves of a study."""
+    curves = find_lr_curves(study)
+    summaries = []
+    for name, curve in curves.items():
+        arm = study.arms[name]
         vocabulary = arm.facts.get("vocabulary")
-        start = math.log(vocabulary) if isinstance(vocabulary, int) and vocabulary > 1 else math.inf
-        fit = bowl.parabola
-        tuned = study.bowls.get(name)
-        other = found.get(arm.baseline or "")
-        default = arm.config.optim.lr
-        best, beside = bowl.best, other.best if other else None
-        described.append(
-            {
-                "arm": name,
-                "baseline": arm.baseline,
-                "best": best,
-                "chosen": tuned.rate if tuned else None,
-                "on_the_edge": bowl.on_the_edge,
-                "optimum": fit and fit.least,
-                "optimum_interval": fit and fit.interval and [*fit.interval],
-                "curvature": fit and fit.curvature,
-                "best_short_of_optimum": None if best is None else bowl.short_of(best),
-                "sensitivity": bowl.sensitivity(start),
-                "default": default,
-                "val_loss": [
-                    {"lr": rate, "by_seed": [*by_seed.values()]}
-                    for rate, by_seed in sorted(bowl.losses.items())
+        initial_loss = math.inf
+        if isinstance(vocabulary, int) and vocabulary > 1:
+            initial_loss = math.log(vocabulary)
+        fit, search = curve.parabola, study.lr_searches.get(name)
+        other = curves.get(arm.baseline or "")
+        default, best = arm.config.optim.lr, curve.best
+        at_default = at_best = None
+        if other is not None:
+            at_default = describe_sample(gap_at_rates(curve, default, other, default))
+            gaps = Sample(())
+            if best is not None and other.best is not None:
+                gaps = gap_at_rates(curve, best, other, other.best)
+            at_best = describe_sample(gaps)
+        summaries.append(
+            LrCurveSummary(
+                arm=name,
+                baseline=arm.baseline,
+                best=best,
+                chosen=search.rate if search else None,
+                on_the_edge=curve.is_on_edge,
+                optimum=fit.optimum if fit else None,
+                optimum_interval=fit.interval if fit else None,
+                curvature=fit.curvature if fit else None,
+                best_excess_loss=None if best is None else curve.excess_loss(best),
+                sensitivity=curve.sensitivity(initial_loss),
+                default=default,
+                val_loss=[
+                    RateLosses(rate, [*by_seed.values()])
+                    for rate, by_seed in sorted(curve.losses.items())
                 ],
-                "gap_at_default": other and describe_sample(gap_at(bowl, default, other, default)),
-                "gap_at_best": other
-                and describe_sample(
-                    Sample(())
-                    if best is None or beside is None
-                    else gap_at(bowl, best, other, beside)
-                ),
-            }
+                gap_at_default=at_default,
+                gap_at_best=at_best,
+            )
         )
-    return described
+    return summaries
 
 
-def bracketed(entry: Entry, found: dict[str, Bowl]) -> bool | None:
-    """Whether rates on both sides of the best were tried and worse; None: it was not tuned."""
-    bowl = found.get(entry.arm.name)
-    if bowl is None:
-        return None
-    return not bowl.on_the_edge
+def is_bracketed(entry: Entry, curves: dict[str, LrCurve]) -> bool | None:
+    """Return whether worse rates were tried on both sides of the best; None if untuned."""
+    curve = curves.get(entry.arm.name)
+    return None if curve is None else not curve.is_on_edge

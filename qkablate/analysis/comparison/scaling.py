@@ -1,54 +1,53 @@
-"""The gap over whole trainings of several lengths, and over sizes. What tokens or parameters an arm
-is worth is read off the baseline's own curve, from three points on, never from the middle of a
-run.
+"""Gap over whole trainings of several lengths, and over model sizes.
+
+The tokens or parameters that an arm is worth are read off the baseline's own curve, from three
+points on, never from the middle of a run.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from qkablate.analysis.comparison.audit import is_annealed
-from qkablate.analysis.comparison.curves import slopes
-from qkablate.analysis.comparison.gaps import Family, Gap, describe_sample
-from qkablate.analysis.stats import Sample
+from qkablate.analysis.comparison.curves import fit_slopes
+from qkablate.analysis.comparison.gaps import Family, Gap
+from qkablate.analysis.stats import Estimate, Interval, Sample, describe_sample
 from qkablate.analysis.study.study import Entry, Seeds
 
-LEAST = 3  # points that a curve is drawn through
-_LENGTH = ("train.steps", "train.tokens", "train.eval_every", "optim.warmup")
-_SIZES = ("model.d_model", "model.layers")
+MIN_POINTS = 3  # for a curve
+_LENGTH_KEYS = ("train.steps", "train.tokens", "train.eval_every", "optim.warmup")
+_SIZE_KEYS = ("model.d_model", "model.layers")
 
 
 @dataclass(frozen=True)
 class Series:
-    """The gaps of one arm against its baseline, along what grows."""
+    """Gaps of one arm to its baseline by tokens or by parameters."""
 
     along: str  # tokens or parameters
     name: str
-    x: list[float]  # of the baseline
+    x: list[float]  # tokens or parameters of the baseline
     gaps: list[Gap]
 
 
-def series(families: Sequence[Family]) -> list[Series]:
-    """Arms that differ in their length alone, and such as differ in one of the keys of size."""
+def find_series(families: Sequence[Family]) -> list[Series]:
+    """Group the arms that differ in their length alone, or in a single size key."""
     found = []
-    for along, keys in (("tokens", _LENGTH), *(("parameters", (key,)) for key in _SIZES)):
-        groups: dict[tuple[Any, ...], list[Gap]] = {}
+    for along, keys in (("tokens", _LENGTH_KEYS), *(("parameters", (key,)) for key in _SIZE_KEYS)):
+        groups: dict[tuple[object, ...], list[Gap]] = {}
         for family in families:
-            for one in family.gaps:
-                annealed = all(is_annealed(entry.arm.config.optim) for entry in _both(one))
-                if not annealed or not _x(along, one.baseline):
-                    continue
-                groups.setdefault(_without(one, keys), []).append(one)
+            for gap in family.gaps:
+                annealed = all(is_annealed(entry.arm.config.optim) for entry in _sides(gap))
+                if annealed and _x(along, gap.baseline):
+                    groups.setdefault(_group_key(gap, keys), []).append(gap)
         for gaps in groups.values():
-            by_x = {_x(along, one.baseline): one for one in gaps}
+            by_x = {_x(along, gap.baseline): gap for gap in gaps}
             if len(by_x) > 1:
                 x = sorted(by_x)
                 ordered = [by_x[value] for value in x]
-                found.append(Series(along, _name(ordered[0], along, keys), x, ordered))
+                found.append(Series(along, _name(ordered[0], keys), x, ordered))
     return found
 
 
@@ -56,70 +55,70 @@ def _x(along: str, entry: Entry) -> float:
     return float(entry.tokens if along == "tokens" else entry.arm.params)
 
 
-def _without(found: Gap, keys: tuple[str, ...]) -> tuple[Any, ...]:
-    """What two gaps share that lie on one line. What a control solved for moves with the size."""
-    pays = {"model.mlp_ratio"} if found.arm.arm.controls != ["none"] else set()
-    apart = {*keys, *pays, "threads", "optim.lr"}
-    own = [sorted((k, v) for k, v in e.arm.words.items() if k not in apart) for e in _both(found)]
-    one_rate = found.arm.name == found.arm.arm.name
-    return str(own), tuple(found.arm.arm.controls), None if one_rate else found.arm.rate
+def _group_key(gap: Gap, keys: tuple[str, ...]) -> tuple[object, ...]:
+    """Return the settings that gaps of one series share; a control's solution varies with size."""
+    solved = {"model.mlp_ratio"} if gap.arm.arm.controls != ["none"] else set()
+    ignored = {*keys, *solved, "threads", "optim.lr"}
+    shared = [
+        sorted((key, value) for key, value in entry.arm.overrides.items() if key not in ignored)
+        for entry in _sides(gap)
+    ]
+    one_rate = gap.arm.name == gap.arm.arm.name
+    return str(shared), tuple(gap.arm.arm.controls), None if one_rate else gap.arm.rate
 
 
-def _both(found: Gap) -> tuple[Entry, Entry]:
-    return found.arm, found.baseline
+def _sides(gap: Gap) -> tuple[Entry, Entry]:
+    return gap.arm, gap.baseline
 
 
-def _name(found: Gap, along: str, keys: tuple[str, ...]) -> str:
-    arm = found.arm.arm
-    model, own = arm.config.model, [arm.variant]
+def _name(gap: Gap, keys: tuple[str, ...]) -> str:
+    arm = gap.arm.arm
+    model, parts = arm.config.model, [arm.variant]
     for key, text in (("d_model", f"d{model.d_model}"), ("heads", f"h{model.heads}")):
         if f"model.{key}" not in keys:
-            own.append(text)
+            parts.append(text)
     control = [] if "none" in arm.controls else arm.controls
-    return "-".join([*own, *control])
+    return "-".join([*parts, *control])
 
 
-def growth(along: Series) -> Sample:
-    """Each seed's change of the gap per doubling of tokens, over three whole trainings or more."""
-    if along.along != "tokens" or len(along.gaps) < LEAST:
+def measure_growth(series: Series) -> Sample:
+    """Return each seed's change of the gap per doubling of tokens, over three lengths or more."""
+    keys = _common_seeds(series)
+    if series.along != "tokens" or len(series.gaps) < MIN_POINTS or not keys:
         return Sample(())
-    keys = _common(along)
-    if not keys:
-        return Sample(())
-    gaps_ST = np.array([[one.pairs[key] for one in along.gaps] for key in keys])
-    return slopes([int(x) for x in along.x], gaps_ST)
+    gaps_ST = np.array([[gap.pairs[key] for gap in series.gaps] for key in keys])
+    return fit_slopes([int(x) for x in series.x], gaps_ST)
 
 
-def _common(along: Series) -> list[Seeds]:
-    """Seeds of which every pair is there, in order."""
-    first, *rest = along.gaps
+def _common_seeds(series: Series) -> list[Seeds]:
+    """Return the seeds of which every gap has a pair, in order."""
+    first, *rest = series.gaps
     return [key for key in first.pairs if all(key in other.pairs for other in rest)]
 
 
-def equivalent(along: Series) -> Sample:
-    """What the arm's longest training (or largest size) is worth: the natural logarithm of how many
-    times the tokens (or parameters) the baseline needs for the same loss, a number a seed. Empty
-    where it was not measured: fewer than three points, or far beyond them.
+def equivalent_log_factor(series: Series) -> Sample:
+    """Return the log of how many times its tokens (parameters) the baseline needs, seed by seed.
+
+    It is the factor at which the baseline reaches the loss of the arm's longest (largest) point.
+    Empty if it cannot be measured: fewer than three points, or far beyond them.
     """
-    if len(along.gaps) < LEAST:
+    if len(series.gaps) < MIN_POINTS:
         return Sample(())
-    x = [math.log(value) for value in along.x]
-    found = []
-    for key in _common(along):
-        curve = [one.baseline.losses[key] for one in along.gaps]
-        worth = _read_off(x, curve, along.gaps[-1].arm.losses[key])
-        if worth is None:
+    x = [math.log(value) for value in series.x]
+    factors = []
+    for key in _common_seeds(series):
+        curve = [gap.baseline.losses[key] for gap in series.gaps]
+        at = _interpolate(x, curve, series.gaps[-1].arm.losses[key])
+        if at is None:
             return Sample(())
-        found.append(worth - x[-1])
-    return Sample(tuple(found))
+        factors.append(at - x[-1])
+    return Sample(tuple(factors))
 
 
-def _read_off(x: list[float], losses: list[float], loss: float) -> float | None:
-    """Where a falling curve has this loss: between its points, and as far beyond the last as that
-    is from the one before.
-    """
+def _interpolate(x: list[float], losses: list[float], loss: float) -> float | None:
+    """Return where a falling curve has this loss, extrapolating by one interval at most."""
     if any(after >= before for before, after in pairwise(losses)):
-        return None  # the baseline itself does not gain by more
+        return None  # more tokens or parameters do not help the baseline itself
     if loss > losses[0]:
         return None
     for i in range(len(x) - 1):
@@ -129,23 +128,53 @@ def _read_off(x: list[float], losses: list[float], loss: float) -> float | None:
     return None
 
 
-def describe_series(along: Series) -> dict[str, Any]:
-    worth = equivalent(along)
+@dataclass(frozen=True, kw_only=True)
+class SeriesPoint(Estimate):
+    """Gap of one arm of a series."""
+
+    at: float  # tokens or parameters
+    arm: str
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """Factor by which the baseline's tokens or parameters must grow to reach the arm's loss."""
+
+    times: float
+    interval: Interval | None
+    n: int
+
+
+@dataclass(frozen=True)
+class SeriesSummary:
+    """Gap of one arm by tokens or by parameters."""
+
+    arm: str
+    along: str
+    points: list[SeriesPoint]
+    growth_per_doubling: Estimate | None
+    equivalent: Equivalent | None  # None: not measured
+
+
+def describe_series(series: Series) -> SeriesSummary:
+    """Summarize one series."""
+    worth = equivalent_log_factor(series)
     interval = worth.interval()
-    what = "equivalent_tokens" if along.along == "tokens" else "equivalent_parameters"
-    return {
-        "arm": along.name,
-        "along": along.along,
-        "points": [
-            {"at": x, "arm": one.arm.name, **describe_sample(one.sample)}
-            for x, one in zip(along.x, along.gaps, strict=True)
+    return SeriesSummary(
+        arm=series.name,
+        along=series.along,
+        points=[
+            SeriesPoint(at=x, arm=gap.arm.name, **vars(describe_sample(gap.sample)))
+            for x, gap in zip(series.x, series.gaps, strict=True)
         ],
-        "growth_per_doubling": describe_sample(growth(along)) if along.along == "tokens" else None,
-        what: "not measured"
-        if not worth.n
-        else {
-            "times": math.exp(worth.mean),
-            "interval": interval and [math.exp(side) for side in interval],
-            "n": worth.n,
-        },
-    }
+        growth_per_doubling=describe_sample(measure_growth(series))
+        if series.along == "tokens"
+        else None,
+        equivalent=Equivalent(
+            math.exp(worth.mean),
+            interval and (math.exp(interval[0]), math.exp(interval[1])),
+            worth.n,
+        )
+        if worth.n
+        else None,
+    )

@@ -1,93 +1,209 @@
-"""All that a sweep says, as one structure of plain types."""
+"""Summary of a study: every result with its uncertainty, as frozen dataclasses."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from qkablate.analysis.claims.verdict import Part
-from qkablate.analysis.comparison.audit import Check, audit
-from qkablate.analysis.comparison.curves import describe_curve
-from qkablate.analysis.comparison.function_distance import distances
-from qkablate.analysis.comparison.gaps import (
-    Family,
-    describe_arm,
-    describe_gap,
-    families,
-    noise_floor,
+from qkablate.analysis.comparison.audit import AuditCheck, audit
+from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
+from qkablate.analysis.comparison.decision import Decision, MarginTest, decide
+from qkablate.analysis.comparison.function_distance import (
+    FunctionDistance,
+    describe_distances,
+    measure_distances,
 )
-from qkablate.analysis.comparison.lr_curves import Bowl, bowls, describe_bowls
-from qkablate.analysis.comparison.ranking import describe_ranking, fronts, rankings
-from qkablate.analysis.comparison.scaling import describe_series, series
-from qkablate.analysis.stats import ALPHA, holm, needed, power_within
+from qkablate.analysis.comparison.gaps import (
+    ArmLosses,
+    Family,
+    NoiseFloor,
+    describe_arm,
+    describe_noise_floor,
+    find_families,
+    perplexity_percent,
+)
+from qkablate.analysis.comparison.lr_curves import (
+    LrCurve,
+    LrCurveSummary,
+    describe_lr_curves,
+    find_lr_curves,
+)
+from qkablate.analysis.comparison.ranking import Front, Ranking, find_fronts, find_rankings
+from qkablate.analysis.comparison.scaling import SeriesSummary, describe_series, find_series
+from qkablate.analysis.stats import (
+    ALPHA,
+    Estimate,
+    Interval,
+    describe_sample,
+    holm,
+    power_equivalence,
+    required_n,
+)
 from qkablate.analysis.study.study import Study
-from qkablate.report.text.distance import describe_distances
+from qkablate.sweeps.planning.manifest import LeftOutArm
 
 
-def describe(
+@dataclass(frozen=True)
+class PairGap:
+    """Gap of one pair of runs."""
+
+    seeds: dict[str, int]
+    gap: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapSummary(Estimate):
+    """Gap of one arm to its baseline, with every test of it, its audit and the decision."""
+
+    arm: str
+    baseline: str
+    decision: Decision
+    params_percent: float | None
+    flops_percent: float | None
+    perplexity_percent: float | None
+    perplexity_percent_interval: Interval | None
+    p: float | None
+    p_holm: float | None
+    comparisons: int
+    bca: Interval | None
+    sign_flip: float | None
+    sign_flip_min_n: int
+    detectable: float | None
+    correlation: float | None
+    arm_diverged: int
+    baseline_diverged: int
+    pairs: list[PairGap]
+    unpaired: list[str]
+    margin: MarginTest | None
+    audit: list[AuditCheck]
+
+
+@dataclass(frozen=True)
+class StudySummary:
+    """All results of a study."""
+
+    sweep: str
+    complete: bool
+    arms: list[ArmLosses]
+    gaps: list[GapSummary]
+    noise_floor: list[NoiseFloor]
+    curves: list[CurveSummary]
+    function_distance: list[FunctionDistance]
+    series: list[SeriesSummary]
+    learning_rates: list[LrCurveSummary]
+    rankings: list[Ranking]
+    fronts: list[Front]
+    left_out: list[LeftOutArm]
+
+
+def describe_study(
     study: Study, milliseconds: Mapping[str, float] | None = None, margin: float | None = None
-) -> dict[str, Any]:
-    """Everything, in plain types. With a margin, also which arms are not worse by it."""
-    found = families(study)
-    found_bowls = bowls(study)
-    return {
-        "sweep": study.name,
-        "complete": study.is_complete,
-        "arms": [describe_arm(entry) for entry in study.entries],
-        "gaps": [
-            describe_gap(family, number)
-            | {"margin": margin and describe_margin(family, number, margin)}
-            | {
-                "audit": [
-                    check.as_json() for check in audit_of(family, number, found_bowls, margin)
-                ]
-            }
-            for family in found
+) -> StudySummary:
+    """Summarize a study; with a margin, also test which arms are not worse by it."""
+    families = find_families(study)
+    lr_curves = find_lr_curves(study)
+    gaps = [gap for family in families for gap in family.gaps]
+    return StudySummary(
+        sweep=study.name,
+        complete=study.is_complete,
+        arms=[describe_arm(entry) for entry in study.entries],
+        gaps=[
+            describe_gap(
+                family,
+                number,
+                describe_margin(family, number, margin) if margin else None,
+                audit_gap(family, number, lr_curves, margin),
+            )
+            for family in families
             for number in range(len(family.gaps))
         ],
-        "noise_floor": [noise_floor(family) for family in found],
-        "curves": [
-            shown
-            for family in found
-            for g in family.gaps
-            if (shown := describe_curve(g)) is not None
-        ],
-        "function_distance": describe_distances(distances(found)),
-        "series": [describe_series(one) for one in series(found)],
-        "learning_rates": describe_bowls(study),
-        "rankings": [describe_ranking(one) for one in rankings(found)],
-        "fronts": fronts(study, milliseconds or {}),
-        "left_out": [vars(left) for left in study.manifest.left_out],
-    }
-
-
-def audit_of(
-    family: Family, number: int, found_bowls: dict[str, Bowl], margin: float | None = None
-) -> list[Check]:
-    """Of a gap in a report."""
-    one = family.gaps[number]
-    controls = one.arm.arm.controls
-    return audit(
-        one,
-        found_bowls,
-        axis="tokens" if "none" in controls else controls[0],
-        margin=margin,
-        twin=family.twin,
-        least=family.detectable(one),
+        noise_floor=[describe_noise_floor(family) for family in families],
+        curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
+        function_distance=describe_distances(measure_distances(families)),
+        series=[describe_series(series) for series in find_series(families)],
+        learning_rates=describe_lr_curves(study),
+        rankings=find_rankings(families),
+        fronts=find_fronts(study, milliseconds or {}),
+        left_out=study.left_out,
     )
 
 
-def describe_margin(family: Family, number: int, margin: float) -> dict[str, Any]:
-    """Whether an arm is not worse by the margin, and whether it is within it either way: one-sided
-    t tests, by Holm over the family; and the seeds that show the latter of an arm that is alike.
-    """
-    parts = [Part.of("", "equivalent", margin, one) for one in family.gaps]
-    known = [i for i, part in enumerate(parts) if part.sample.n > 1]
-    if number not in known:
-        return {"nats": margin, "p_noninferior": None, "p_equivalent": None, "seeds_needed": None}
-    place, sd = known.index(number), parts[number].sample.sd or 0.0
-    alpha = ALPHA / len(known)
-    return {
-        "nats": margin,
-        "p_noninferior": holm([parts[i].p_below(margin) for i in known])[place],
-        "p_equivalent": holm([parts[i].p_nil for i in known])[place],
-        "seeds_needed": needed(lambda n: power_within(0.0, margin, sd, n, alpha)) if sd else 2,
-    }
+def describe_gap(
+    family: Family,
+    number: int,
+    margin: MarginTest | None = None,
+    checks: Sequence[AuditCheck] = (),
+) -> GapSummary:
+    """Summarize one gap of a family."""
+    gap, p_holm = family.gaps[number], family.holm[number]
+    sample, interval = gap.sample, gap.sample.interval()
+    arm, baseline = gap.arm.arm, gap.baseline.arm
+    return GapSummary(
+        **vars(describe_sample(sample)),
+        arm=gap.arm.name,
+        baseline=family.baseline.name,
+        decision=decide(
+            sample,
+            p_holm,
+            arm_diverged=gap.arm_diverged > 0,
+            baseline_diverged=gap.baseline_diverged > 0,
+            margin=margin,
+        ),
+        params_percent=_percent_more(arm.params, baseline.params),
+        flops_percent=_percent_more(arm.flops, baseline.flops),
+        perplexity_percent=perplexity_percent(sample.mean) if sample.n else None,
+        perplexity_percent_interval=interval
+        and (perplexity_percent(interval[0]), perplexity_percent(interval[1])),
+        p=sample.p,
+        p_holm=p_holm,
+        comparisons=family.comparisons,
+        bca=sample.bca,
+        sign_flip=sample.sign_flip,
+        sign_flip_min_n=family.sign_flip_min_n,
+        detectable=family.detectable(gap),
+        correlation=gap.correlation,
+        arm_diverged=gap.arm_diverged,
+        baseline_diverged=gap.baseline_diverged,
+        pairs=[PairGap(dict(key), value) for key, value in gap.pairs.items()],
+        unpaired=gap.unpaired,
+        margin=margin,
+        audit=[*checks],
+    )
+
+
+def _percent_more(value: float, other: float) -> float | None:
+    """Return by how many percent a value is larger; None if unknown, as without any result."""
+    return 100 * (value / other - 1) if value and other else None
+
+
+def audit_gap(
+    family: Family, number: int, lr_curves: dict[str, LrCurve], margin: float | None = None
+) -> list[AuditCheck]:
+    """Audit one gap of a family."""
+    gap = family.gaps[number]
+    controls = gap.arm.arm.controls
+    return audit(
+        gap,
+        lr_curves,
+        axis="tokens" if "none" in controls else controls[0],
+        margin=margin,
+        rounding_gap=family.rounding_gap,
+        detectable=family.detectable(gap),
+    )
+
+
+def describe_margin(family: Family, number: int, margin: float) -> MarginTest:
+    """Test whether an arm is not worse by the margin, and whether it lies within it."""
+    parts = [Part.from_gap("", "equivalent", margin, gap) for gap in family.gaps]
+    tested = [i for i, part in enumerate(parts) if part.sample.n > 1]
+    if number not in tested:
+        return MarginTest(margin)
+    place, sd = tested.index(number), parts[number].sample.sd or 0.0
+    alpha = ALPHA / len(tested)
+    return MarginTest(
+        margin,
+        p_noninferior=holm([parts[i].p_below(margin) for i in tested])[place],
+        p_equivalent=holm([parts[i].p_equivalent for i in tested])[place],
+        seeds_needed=required_n(lambda n: power_equivalence(0.0, margin, sd, n, alpha))
+        if sd
+        else 2,
+    )

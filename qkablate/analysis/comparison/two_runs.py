@@ -1,84 +1,129 @@
-"""Two runs side by side: a quick look. One pair is a number, whatever it says."""
+"""Two runs compared at a glance: one pair is a single number, and no verdict."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from qkablate.analysis.comparison.gaps import per_cent
-from qkablate.analysis.study.study import VAL, courses, facts_of
+from qkablate.analysis.comparison.gaps import perplexity_percent
+from qkablate.analysis.study.study import VAL, read_facts, read_loss_curves
+from qkablate.config import Role, has_role
 from qkablate.errors import UserError
 from qkablate.runs.records import is_number, read_config, read_result
 
-_LIKE = ["data_fingerprint", "precision", "products", "device", "kernel", "threads", "code"]
+_LIKE = ["data_fingerprint", "precision", "matmul", "device", "kernel", "threads", "code"]
 _LIKE += ["torch", "cpu"]
-_FREE = ("id", "identity", "out", "track", "threads", "diagnose")
+Both = tuple[object, object]  # a value of each run
 
 
-def duel(one: Path, other: Path) -> dict[str, Any]:
-    """What two runs differ in, and by how much; UserError for what cannot be read."""
-    folders = [one, other]
-    configs, results = [_config(folder) for folder in folders], [read_result(f) for f in folders]
-    facts = [
-        facts_of(folder, result or {}) for folder, result in zip(folders, results, strict=True)
-    ]
+@dataclass(frozen=True)
+class GapReading:
+    """Validation gap at one moment of training."""
+
+    tokens: int
+    gap: float
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Losses, sizes and differing settings of two runs."""
+
+    runs: tuple[str, str]
+    status: tuple[str, str]
+    loss: dict[str, tuple[float | None, float | None]]  # by split
+    gap: dict[str, float]
+    perplexity_percent: dict[str, float]
+    params: Both
+    flops_per_token: Both
+    seconds: Both
+    packed: Both
+    differ: dict[str, Both]  # config keys
+    unlike: dict[str, Both]  # circumstances
+    paired: bool
+    val_gap: list[GapReading]
+
+
+def compare_runs(first: Path, second: Path) -> RunComparison:
+    """Compare two runs; UserError if one cannot be read."""
+    configs = _read_config(first), _read_config(second)
+    results = read_result(first) or {}, read_result(second) or {}
+    facts = read_facts(first, results[0]), read_facts(second, results[1])
     differ = {
-        key: [config.get(key) for config in configs]
+        key: (configs[0].get(key), configs[1].get(key))
         for key in dict.fromkeys([*configs[0], *configs[1]])
         if configs[0].get(key) != configs[1].get(key)
     }
-    unlike = {key: [f.get(key) for f in facts] for key in _LIKE if facts[0][key] != facts[1][key]}
+    unlike = {
+        key: (facts[0][key], facts[1][key]) for key in _LIKE if facts[0][key] != facts[1][key]
+    }
     losses = {
-        split: [_loss(result, split) for result in results] for split in ("train", "val", "test")
+        split: (_loss(results[0], split), _loss(results[1], split))
+        for split in ("train", "val", "test")
     }
-    gaps = {split: a - b for split, (a, b) in losses.items() if is_number(a) and is_number(b)}
-    curves = [courses(folder)[VAL] for folder in folders]
-    return {
-        "runs": [folder.resolve().name for folder in folders],
-        "status": [(result or {}).get("status", "no result") for result in results],
-        "loss": losses,
-        "gap": gaps,
-        "perplexity_percent": {split: per_cent(value) for split, value in gaps.items()},
-        "params": [_number((result or {}).get("params"), "total") for result in results],
-        "flops_per_token": [(result or {}).get("flops_per_token") for result in results],
-        "seconds": [(result or {}).get("seconds") for result in results],
-        "packed": [(result or {}).get("packed") for result in results],
-        "differ": differ,
-        "unlike": unlike,
-        "paired": all(results)
-        and not unlike.get("data_fingerprint")
+    gaps = {
+        split: loss - other
+        for split, (loss, other) in losses.items()
+        if loss is not None and other is not None
+    }
+    curve, other_curve = read_loss_curves(first)[VAL], read_loss_curves(second)[VAL]
+
+    def both(key: str) -> Both:
+        return results[0].get(key), results[1].get(key)
+
+    return RunComparison(
+        runs=(first.resolve().name, second.resolve().name),
+        status=(_status(results[0]), _status(results[1])),
+        loss=losses,
+        gap=gaps,
+        perplexity_percent={split: perplexity_percent(value) for split, value in gaps.items()},
+        params=(_total_params(results[0]), _total_params(results[1])),
+        flops_per_token=both("flops_per_token"),
+        seconds=both("seconds"),
+        packed=both("packed"),
+        differ=differ,
+        unlike=unlike,
+        paired=all(results)
+        and "data_fingerprint" not in unlike
         and not any(key.startswith("seed") for key in differ),
-        "val_gap": [
-            {"tokens": tokens, "gap": curves[0][tokens] - curves[1][tokens]}
-            for tokens in curves[0]
-            if tokens in curves[1]
+        val_gap=[
+            GapReading(tokens, loss - other_curve[tokens])
+            for tokens, loss in curve.items()
+            if tokens in other_curve
         ],
-    }
+    )
 
 
-def _loss(result: dict[str, Any] | None, split: str) -> float | None:
-    value = ((result or {}).get("loss") or {}).get(split)
+def _status(result: Mapping[str, object]) -> str:
+    return str(result.get("status", "no result"))
+
+
+def _loss(result: Mapping[str, object], split: str) -> float | None:
+    losses = result.get("loss")
+    value = losses.get(split) if isinstance(losses, dict) else None
     return value if is_number(value) else None
 
 
-def _number(value: Any, key: str) -> Any:
-    return value.get(key) if isinstance(value, dict) else None
+def _total_params(result: Mapping[str, object]) -> object:
+    params = result.get("params")
+    return params.get("total") if isinstance(params, dict) else None
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """The leaves of a run's config, as data and nothing more."""
+def _read_config(folder: Path) -> dict[str, object]:
+    """Return the leaves of a run's config as JSON values."""
     try:
         content = read_config(folder)
     except ValueError as error:
         raise UserError(f"'{folder / 'config.yaml'}' cannot be read: {error}") from None
-    return {
-        f"{key}.{inner}" if inner != "" else str(key): _plain(value)
+    leaves = {
+        f"{key}.{inner}" if inner != "" else str(key): _json_value(value)
         for key, part in content.items()
-        if key not in _FREE
+        if key not in ("id", "identity")
         for inner, value in (part.items() if isinstance(part, dict) else [("", part)])
     }
+    return {key: value for key, value in leaves.items() if not has_role(key, Role.LOCAL)}
 
 
-def _plain(value: Any) -> Any:
-    """What JSON can say as it is; all else as a text."""
+def _json_value(value: object) -> object:
+    """Return the value itself if JSON has it, else its text."""
     return (
         value if value is None or isinstance(value, str | bool) or is_number(value) else str(value)
     )

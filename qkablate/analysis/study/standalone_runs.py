@@ -1,6 +1,7 @@
-"""Runs that are in no sweep, or are asked for by themselves, read as if one held them: an arm is
-what shares its config but for seed and learning rate, and stands against standard attention in the
-same surroundings.
+"""Runs outside any sweep, read as a study.
+
+Runs whose configs differ only in seed and learning rate form an arm; its baseline is standard
+attention with otherwise equal settings.
 """
 
 import dataclasses
@@ -12,44 +13,37 @@ from typing import Any
 
 import yaml
 
-from qkablate.analysis.study.study import Study, gather
+from qkablate.analysis.study.study import Study, group_runs
 from qkablate.config import (
+    KEYS,
     Config,
-    StartConfig,
+    InitFromConfig,
+    Role,
     check,
     conf_dir,
     explain,
     flatten,
+    has_role,
+    keys_with,
     resolve_variant,
     variants,
 )
 from qkablate.config.sweep import as_quoted
 from qkablate.errors import UserError
-from qkablate.runs.lease import Observer
+from qkablate.runs.lease import LeaseObserver
 from qkablate.runs.records import is_number, read_config, read_result
 from qkablate.runs.run import check_identity, label
-from qkablate.sweeps.planning.manifest import Arm, Changes, Manifest, SweepRun
-from qkablate.sweeps.running.state import State, read_run
-
-# What differs from run to run of one arm, or changes no number.
-_OF_THE_RUN = (
-    *("seed", "seeds", "track", "out", "threads", "device", "attention", "diagnose"),
-    *("id", "identity"),
-)
-_NO_NUMBER = ("threads", "attention.kernel", "train.eval_every")  # of a pair the two may differ
-_APART = {("optim", "lr"), ("train", "checkpoint_every"), ("train", "read_test"), ("data", "cache")}
-_APART |= {("train", "checkpoint_activations"), ("train", "shard")}
-# Runs of one arm that were begun from trained ones have a parent each.
-_APART |= {("start", "run"), ("start", "id"), ("start", "weights")}
+from qkablate.sweeps.planning.manifest import Arm, Changes, SweepRun
+from qkablate.sweeps.running.state import RunState, read_run
 
 
-def study_of(folders: Iterable[Path]) -> Study:
-    """What cannot be read is named in `unread`."""
-    arms: dict[str, Arm] = {}  # by what its runs share
-    states: dict[str, tuple[State, str]] = {}
+def read_standalone_runs(folders: Iterable[Path]) -> Study:
+    """Read runs from their folders; unreadable ones are listed in `unread`."""
+    arms: dict[str, Arm] = {}  # by the settings that its runs share
+    states: dict[str, tuple[RunState, str]] = {}
     unread = []
-    taken: dict[tuple[Any, ...], str] = {}
-    observer = Observer()
+    ids: dict[tuple[Any, ...], str] = {}
+    observer = LeaseObserver()
     folders = [*folders]
     for folder in folders:
         try:
@@ -60,39 +54,40 @@ def study_of(folders: Iterable[Path]) -> Study:
         if run.id in states:
             unread.append(f"{folder}: the same run as {states[run.id][0].folder}, which is shown")
             continue
-        # Another device or kernel makes another run of the same arm and seed.
+        # Runs that differ in device or kernel have the same arm and seed.
         place = (key, *run.changes.items())
-        if taken.setdefault(place, run.id) != run.id:
+        if ids.setdefault(place, run.id) != run.id:
             arms[f"{key} {run.id}"] = arms[key]
             key = f"{key} {run.id}"
-        state = State(run, folder)
+        state = RunState(run, folder)
         read_run(state, observer)
         states[run.id] = state, key
         if arms[key].params == 0:
-            arms[key] = _measured(arms[key], read_result(folder))
-    named = _named(arms)
+            arms[key] = _with_sizes(arms[key], read_result(folder))
+    named = _with_unique_names(arms)
     for state, key in states.values():
         state.run = dataclasses.replace(state.run, arm=named[key].name)
-    found = Manifest(
+    arms_by_name = {arm.name: arm for arm in _with_baselines(list(named.values()))}
+    entries, tuning = group_runs(arms_by_name, (state for state, _ in states.values()))
+    return Study(
         name="runs",
         out=str(folders[0].parent.parent) if folders else "outputs",
-        arms={arm.name: arm for arm in _with_baselines(list(named.values()))},
-        runs=[state.run for state, _ in states.values()],
-        finals=[],
-        left_out=[],
-        excluded=0,
+        arms=arms_by_name,
+        entries=entries,
+        tuning=tuning,
+        expected=len(states),
+        unread=tuple(unread),
     )
-    known = [state for state, _ in states.values()]
-    return gather(found, known, {}, len(known), [], tuple(unread))
 
 
 def _read(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
-    """The run in a folder, and the key of its arm, which joins the others; ValueError for what no
-    run writes.
+    """Read a run and the key of its arm, adding the arm to `arms`.
+
+    ValueError if the folder holds no run of this program.
     """
     try:
         content = read_config(folder)
-        content.setdefault("start", dict(vars(StartConfig())))  # older runs have none
+        content.setdefault("init_from", dict(vars(InitFromConfig())))  # missing in older runs
         key = json.dumps(_shared(content), sort_keys=True, default=str)
         arm = arms.get(key) or _arm(content)
         run = _run(content, arm)
@@ -101,13 +96,13 @@ def _read(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
     except UserError as error:
         raise ValueError(str(error)) from None
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"it is not what a run writes ({type(error).__name__})") from None
+        raise ValueError(f"it was not written by a run ({type(error).__name__})") from None
     arms[key] = arm
     return run, key
 
 
 def _check(config: Config) -> None:
-    """Of a frozen config: where there is no cool-down, zero stands for it."""
+    """Check a frozen config, in which a schedule without cool-down has cooldown 0."""
     optim = config.optim
     if optim.schedule != "wsd" and optim.cooldown == 0:
         optim = dataclasses.replace(optim, cooldown="auto")
@@ -115,12 +110,17 @@ def _check(config: Config) -> None:
 
 
 def _shared(content: dict[str, Any]) -> dict[str, Any]:
-    """What the runs of one arm have in common."""
-    shared = {key: value for key, value in content.items() if key not in _OF_THE_RUN}
-    for part, key in _APART:
-        shared[part] = {k: v for k, v in shared[part].items() if k != key}
+    """Return the settings that the runs of one arm share."""
+    shared = {
+        key: dict(value) if isinstance(value, dict) else value
+        for key, value in content.items()
+        if key not in ("id", "identity")
+    }
+    for name in KEYS.keys() - keys_with(Role.ARM):
+        section, _, leaf = name.rpartition(".")
+        (shared[section] if section else shared).pop(leaf, None)
     identity = content["identity"]
-    # Another text under the same path, or other numerics, makes another run of the same config.
+    # The config does not determine the content of a file, or the numerics.
     own = ("circuits_from_outside", "data_fingerprint", "numerics")
     return shared | {"identity": [identity[key] for key in own]}
 
@@ -136,17 +136,19 @@ def _arm(content: dict[str, Any]) -> Arm:
         raise ValueError(explain(error)) from None
     assert isinstance(config, Config)
     if not isinstance(config.train.steps, int):
-        raise ValueError(f"train.steps: '{config.train.steps}' is not what a frozen config holds")
+        raise ValueError(
+            f"train.steps: '{config.train.steps}' is not a number: the config is not frozen"
+        )
     identity = content["identity"]
     return Arm(
         name=label(config).removesuffix(f"-s{config.seed}"),
         variant=config.variant.name,
         controls=["none"],
         baseline=None,
-        words=_words(config),
+        overrides=_overrides(config),
         config=config,
         facts={key: identity[key] for key in ("vocabulary", "data_fingerprint")},
-        held_out=0,
+        val_tokens=0,
         params=0,
         total_params=0,
         flops=0.0,
@@ -158,12 +160,12 @@ def _run(content: dict[str, Any], arm: Arm) -> SweepRun:
     for key, value in content["seeds"].items():
         if value != content["seed"]:
             changes[f"seeds.{key}"] = int(value)
-    tuning = content["train"]["read_test"] is False
+    tuning = content["train"]["evaluate_test"] is False
     return SweepRun(str(content["id"]), f"{arm.name}-s{changes['seed']}", arm.name, tuning, changes)
 
 
-def _measured(arm: Arm, result: Mapping[str, Any] | None) -> Arm:
-    """With the sizes that a run recorded."""
+def _with_sizes(arm: Arm, result: Mapping[str, Any] | None) -> Arm:
+    """Return the arm with the sizes that a run recorded."""
     params = (result or {}).get("params")
     flops = (result or {}).get("flops_per_token")
     if not isinstance(params, dict) or not is_number(flops) or flops <= 0:
@@ -175,14 +177,14 @@ def _measured(arm: Arm, result: Mapping[str, Any] | None) -> Arm:
     return dataclasses.replace(arm, params=own, total_params=total, flops=float(flops))
 
 
-def _named(arms: dict[str, Arm]) -> dict[str, Arm]:
-    """With names that tell them apart: what the arms of one name differ in is added."""
+def _with_unique_names(arms: dict[str, Arm]) -> dict[str, Arm]:
+    """Return the arms with unique names: arms of one name get the settings in which they differ."""
     by_name: dict[str, list[str]] = {}
     for key, arm in arms.items():
         by_name.setdefault(arm.name, []).append(key)
     named: dict[str, Arm] = {}
     for name, keys in by_name.items():
-        words = {key: arms[key].words for key in keys}
+        words = {key: arms[key].overrides for key in keys}
         every = dict.fromkeys(word for own in words.values() for word in own)
         differ = [w for w in every if len({own.get(w) for own in words.values()}) > 1]
         for place, key in enumerate(keys):
@@ -194,58 +196,60 @@ def _named(arms: dict[str, Arm]) -> dict[str, Arm]:
 
 
 def _with_baselines(arms: list[Arm]) -> list[Arm]:
-    """Standard attention in the same surroundings, with the MLP that is nearest in width."""
+    """Set each arm's baseline: standard attention with equal settings and the nearest MLP width."""
 
-    def around(arm: Arm) -> dict[str, str]:
-        apart = ("variant", "model.mlp_ratio", *_NO_NUMBER)
-        own = {k: v for k, v in arm.words.items() if not k.startswith(apart)}
+    def settings(arm: Arm) -> dict[str, str]:
+        own = {
+            key: value
+            for key, value in arm.overrides.items()
+            if not key.startswith(("variant", "model.mlp_ratio"))
+            and not has_role(key, Role.PAIR_FREE)
+        }
         return own | {"data": str(arm.facts["data_fingerprint"])}
 
     standard = [arm for arm in arms if arm.variant == "standard"]
-    found = []
+    result = []
     for arm in arms:
         ratio = arm.config.model.mlp_ratio
-        beside = [one for one in standard if arm not in standard and around(one) == around(arm)]
-        beside.sort(key=lambda one: abs(one.config.model.mlp_ratio - ratio))
-        found.append(dataclasses.replace(arm, baseline=beside[0].name if beside else None))
-    return sorted(found, key=lambda arm: arm.variant != "standard")
+        candidates = [
+            other for other in standard if arm not in standard and settings(other) == settings(arm)
+        ]
+        candidates.sort(key=lambda other: abs(other.config.model.mlp_ratio - ratio))
+        result.append(dataclasses.replace(arm, baseline=candidates[0].name if candidates else None))
+    return sorted(result, key=lambda arm: arm.variant != "standard")
 
 
-def _words(config: Config) -> dict[str, str]:
-    """What makes the arm on the command line: the two groups, and every value that is not the
-    default.
-    """
-    own = _variant_word(config)
-    defaults = flatten(Config()) | _group("variant", own) | _group("data", config.data.source)
+def _overrides(config: Config) -> dict[str, str]:
+    """Return the arguments that make the arm: both config groups and all non-default values."""
+    name = _catalogue_name(config)
+    defaults = flatten(Config()) | _group("variant", name) | _group("data", config.data.source)
     defaults["variant.name"] = resolve_variant(
-        dataclasses.replace(config.variant, name=own), config.model
+        dataclasses.replace(config.variant, name=name), config.model
     ).name
-    words = {"variant": own, "data": config.data.source}
-    skipped = {f"{part}.{key}" for part, key in _APART} | {"data.source", "optim.lr"}
+    overrides = {"variant": name, "data": config.data.source}
+    used = {*keys_with(Role.ARM | Role.PAIR_FREE)} - {"data.source"}
     if config.optim.schedule != "wsd":
-        skipped.add("optim.cooldown")  # there is none to set
+        used.remove("optim.cooldown")  # only wsd has one
     for key, value in flatten(config).items():
-        own_of_run = ("seed", "seeds", "track", "out", "device", "diagnose")
-        if key.partition(".")[0] in own_of_run or key in skipped:
+        if key not in used:
             continue
         unused = value is None and key in ("variant.rank", "variant.groups")
         if value != defaults.get(key) and not unused:
-            words[key] = as_quoted(value)
-    return words
+            overrides[key] = as_quoted(value)
+    return overrides
 
 
-def _variant_word(config: Config) -> str:
-    """The entry of the catalogue that the variant is nearest to: low_rank_w for low_rank_w_r4."""
+def _catalogue_name(config: Config) -> str:
+    """Return the nearest entry of the catalogue: low_rank_w for low_rank_w_r4."""
     name = config.variant.name
-    begins = re.sub(r"_[rg]\d+$", "", name)
-    return next((word for word in (name, begins) if word in variants()), "standard")
+    stem = re.sub(r"_[rg]\d+$", "", name)
+    return next((entry for entry in (name, stem) if entry in variants()), "standard")
 
 
 def _group(group: str, name: str) -> dict[str, Any]:
-    """The values of one of the config groups' files; {} where there is no such file."""
+    """Return the values of a file of a config group; {} if there is none."""
     path = conf_dir() / group / f"{name}.yaml"
     if not name.isidentifier() or not path.is_file():
         return {}
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    own = {key: value for key, value in content.items() if key != "defaults"}
-    return {f"{group}.{key}": value for key, value in own.items()}
+    return {f"{group}.{key}": value for key, value in content.items() if key != "defaults"}

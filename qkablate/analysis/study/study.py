@@ -1,5 +1,6 @@
-"""The runs of a sweep as numbers with their circumstances, read from the folders. What cannot be
-read is there too, and says so: nothing is left out in silence.
+"""A study: the runs of a sweep with their losses and circumstances, read from their folders.
+
+Runs that cannot be read are included with the reason: nothing is dropped silently.
 """
 
 import hashlib
@@ -7,29 +8,34 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from qkablate.analysis.stats import Sample
 from qkablate.disk import read_file
-from qkablate.errors import tell
-from qkablate.runs.records import is_number, read_json, read_result, read_row, sha256
-from qkablate.sweeps.planning import manifest as manifests
-from qkablate.sweeps.planning.manifest import Arm, Manifest, SweepRun
-from qkablate.sweeps.planning.tuning import Bowl
-from qkablate.sweeps.running.state import Standing, State
-from qkablate.sweeps.running.summary import next_words
+from qkablate.errors import print_stderr
+from qkablate.runs.records import decode_row, is_number, read_json, read_result, sha256
+from qkablate.sweeps.planning.manifest import (
+    Arm,
+    LeftOutArm,
+    Manifest,
+    SweepRun,
+    read_manifest,
+)
+from qkablate.sweeps.planning.tuning import LrSearch
+from qkablate.sweeps.running.state import RunState, SweepState
+from qkablate.sweeps.running.summary import resume_commands
 
-Seeds = tuple[tuple[str, int], ...]  # what two runs share that are a pair
-Course = dict[int, float]  # loss by tokens
+Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
+LossCurve = dict[int, float]  # loss by tokens
 VAL, TRAIN = "val/loss", "train/loss"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One run, as its folder tells it."""
+    """One run, read from its folder."""
 
     folder: Path
     run: SweepRun
@@ -38,26 +44,26 @@ class Record:
     reason: str  # why it is not done
     val: float | None
     test: float | None
-    facts: Mapping[str, Any]  # in which the runs of a fair comparison are alike
+    facts: Mapping[str, Any]  # circumstances, equal in a fair comparison
 
     @property
     def loss(self) -> float | None:
-        """Of the test split, where the run is done and may be compared."""
+        """Test loss of a run that is done."""
         return self.test if self.status == "done" else None
 
     @cached_property
-    def courses(self) -> dict[str, Course]:
-        """How it went: `val/loss` and `train/loss` by tokens."""
-        return courses(self.folder, self.lacks.append)
+    def loss_curves(self) -> dict[str, LossCurve]:
+        """Curves of `val/loss` and `train/loss`, by tokens."""
+        return read_loss_curves(self.folder, self.problems.append)
 
     @cached_property
-    def lacks(self) -> list[str]:
-        """What of its course is damaged; known once that was read."""
+    def problems(self) -> list[str]:
+        """Damage of its files; complete once they have been read."""
         return []
 
     @property
     def seed(self) -> str:
-        """`s3`, and the seeds that were given apart."""
+        """Seeds as text: `s3`, and those that differ from the main one."""
         own = dict(self.seeds)
         return "".join([f"s{own.pop('seed')}", *(f" {key}={value}" for key, value in own.items())])
 
@@ -68,7 +74,7 @@ class Entry:
 
     arm: Arm
     name: str
-    rate: float | None  # None: tuned, and none was chosen
+    rate: float | None  # None: tuned, but no rate is chosen
     records: Mapping[Seeds, Record]
 
     @cached_property
@@ -77,100 +83,115 @@ class Entry:
 
     @cached_property
     def sample(self) -> Sample:
-        """The test losses of the runs that are done."""
+        """Test losses of the runs that are done."""
         return Sample(tuple(self.losses.values()))
 
     @property
     def tokens(self) -> int:
         return self.arm.tokens
 
-    def having(self, status: str) -> list[Record]:
+    def with_status(self, status: str) -> list[Record]:
         return [record for record in self.records.values() if record.status == status]
 
 
 @dataclass(frozen=True)
 class Study:
-    """A sweep, read."""
+    """The runs of a sweep, or of some folders, by arm and learning rate."""
 
-    manifest: Manifest
+    name: str
+    out: str
+    arms: Mapping[str, Arm]
     entries: list[Entry]
     tuning: Mapping[tuple[str, float], Mapping[Seeds, Record]]  # by arm and rate
-    bowls: Mapping[str, Bowl]
-    expected: int  # runs, those included that are not begun
-    next_words: list[list[str]]  # the command that goes on with it, where there is something to do
-    unread: tuple[str, ...] = ()  # folders of runs that no run can be made of, and why
-
-    @property
-    def name(self) -> str:
-        return f"{self.manifest.name}-{self.manifest.id}"
+    expected: int  # runs, including those that have not begun
+    lr_searches: Mapping[str, LrSearch] = field(default_factory=dict)
+    resume_commands: list[list[str]] = field(default_factory=list)
+    manifest: Manifest | None = None  # None: runs without a sweep
+    unread: tuple[str, ...] = ()  # folders that hold no readable run, with reasons
 
     @property
     def records(self) -> list[Record]:
         return [record for entry in self.entries for record in entry.records.values()]
 
+    @property
+    def all_records(self) -> list[Record]:
+        """All runs, tuning included."""
+        tuning = [record for by_seed in self.tuning.values() for record in by_seed.values()]
+        return [*self.records, *tuning]
+
+    @property
+    def left_out(self) -> list[LeftOutArm]:
+        return self.manifest.left_out if self.manifest else []
+
     @cached_property
     def is_complete(self) -> bool:
-        """Whether every run has come to an end that is a result."""
+        """Whether every run has a result."""
         return self.ended == self.expected
 
     @property
     def ended(self) -> int:
-        """Runs that have come to a result which is no accident."""
-        tuning = [record for by_seed in self.tuning.values() for record in by_seed.values()]
-        return sum(record.status in ("done", "diverged") for record in self.records + tuning)
+        """Number of runs with a result: done or diverged."""
+        return sum(record.status in ("done", "diverged") for record in self.all_records)
 
     @property
-    def where(self) -> list[str]:
-        """What finds the sweep by its name, from here."""
-        out = self.manifest.out
-        return [self.name, *([] if out == "outputs" else [f"out={out}"])]
+    def cli_arguments(self) -> list[str]:
+        """Arguments by which a command finds the sweep."""
+        return [self.name, *([] if self.out == "outputs" else [f"out={self.out}"])]
+
+    def overrides_of(self, run: SweepRun) -> list[str]:
+        """Return the arguments that repeat the run with `qkablate train`."""
+        return self.arms[run.arm].overrides_of(run)
 
     def baseline_of(self, entry: Entry) -> Entry | None:
-        """What the entry is compared with: its arm's baseline, at the rate chosen for that one, or
-        at the same rate where several were run.
-        """
-        beside = [other for other in self.entries if other.arm.name == entry.arm.baseline]
-        if len(beside) > 1:
-            beside = [other for other in beside if other.rate == entry.rate]
-        return beside[0] if beside else None
+        """Return the entry of the arm's baseline, at the same rate if it has several."""
+        baselines = [other for other in self.entries if other.arm.name == entry.arm.baseline]
+        if len(baselines) > 1:
+            baselines = [other for other in baselines if other.rate == entry.rate]
+        return baselines[0] if baselines else None
 
 
 def read_study(folder: Path) -> Study:
-    """UserError if it is no sweep."""
-    standing = Standing(manifests.read(folder))
-    standing.look()
-    bowls = {bowl.arm: bowl for bowl in standing.bowls}
-    states = standing.states.values()
-    return gather(standing.manifest, states, bowls, standing.expected(), next_words(standing))
+    """Read a sweep; UserError if the folder holds none."""
+    sweep_state = SweepState(read_manifest(folder))
+    sweep_state.refresh()
+    manifest = sweep_state.manifest
+    lr_searches = {search.arm: search for search in sweep_state.lr_searches}
+    entries, tuning = group_runs(manifest.arms, sweep_state.states.values(), lr_searches)
+    return Study(
+        name=f"{manifest.name}-{manifest.id}",
+        out=manifest.out,
+        arms=manifest.arms,
+        entries=entries,
+        tuning=tuning,
+        expected=sweep_state.expected_runs(),
+        lr_searches=lr_searches,
+        resume_commands=resume_commands(sweep_state),
+        manifest=manifest,
+    )
 
 
-def gather(
-    found: Manifest,
-    states: Iterable[State],
-    bowls: Mapping[str, Bowl],
-    expected: int,
-    next_words: list[list[str]],
-    unread: tuple[str, ...] = (),
-) -> Study:
-    """The runs by their arms and rates."""
+def group_runs(
+    arms: Mapping[str, Arm], states: Iterable[RunState], tuned: Iterable[str] = ()
+) -> tuple[list[Entry], dict[tuple[str, float], dict[Seeds, Record]]]:
+    """Group runs, and tuning runs, by arm and rate; tuned arms are included without any run."""
     groups: dict[tuple[str, float | None], dict[Seeds, Record]] = {}
     tuning: dict[tuple[str, float], dict[Seeds, Record]] = {}
     for state in states:
         run, rate = state.run, float(state.run.changes["optim.lr"])
-        record = _record(run, state.folder, state.status, state.reason, found.arms[run.arm])
+        record = _record(run, state.folder, state.status, state.reason, arms[run.arm])
         if run.tuning:
             tuning.setdefault((run.arm, rate), {})[record.seeds] = record
         else:
             groups.setdefault((run.arm, rate), {})[record.seeds] = record
-    for arm in {*bowls} - {arm for arm, _ in groups}:  # its rate is not chosen, or never will be
+    for arm in {*tuned} - {arm for arm, _ in groups}:  # no rate was chosen (yet)
         groups[arm, None] = {}
     several = len(groups) > len({arm for arm, _ in groups})
     rates = {rate for _, rate in groups if rate is not None}
     form = ".3g" if len({f"{rate:.3g}" for rate in rates}) == len(rates) else ""
-    order = {name: place for place, name in enumerate(found.arms)}
+    order = {name: place for place, name in enumerate(arms)}
     entries = [
         Entry(
-            found.arms[arm],
+            arms[arm],
             f"{arm} lr {rate:{form}}" if several and rate is not None else arm,
             rate,
             records,
@@ -179,7 +200,7 @@ def gather(
             groups.items(), key=lambda item: (order[item[0][0]], item[0][1] or 0.0)
         )
     ]
-    return Study(found, entries, tuning, bowls, expected, next_words, unread)
+    return entries, tuning
 
 
 def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> Record:
@@ -200,13 +221,13 @@ def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> 
         reason=reason,
         val=losses.get("val"),
         test=losses.get("test"),
-        facts=facts_of(folder, result or {}) | {"steps_planned": int(arm.config.train.steps)},
+        facts=read_facts(folder, result or {}) | {"steps_planned": int(arm.config.train.steps)},
     )
 
 
-def facts_of(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
-    """The circumstances of a run: what it was computed from, with and on."""
-    own = ("precision", "products", "device", "kernel", "compile", "threads", "data_fingerprint")
+def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the circumstances of a run: data, software and hardware."""
+    own = ("precision", "matmul", "device", "kernel", "compile", "threads", "data_fingerprint")
     facts: dict[str, Any] = {
         key: result.get(key) for key in (*own, "steps", "packed", "attempt", "version")
     }
@@ -226,47 +247,50 @@ def facts_of(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def courses(folder: Path, note: Callable[[str], None] | None = None) -> dict[str, Course]:
-    """How a run went, by metrics.jsonl. Lines that are none are passed over, and that is told and
-    noted; of very many readings some are taken that stand evenly on a logarithmic scale.
+def read_loss_curves(
+    folder: Path, note: Callable[[str], None] | None = None
+) -> dict[str, LossCurve]:
+    """Read the loss curves of a run from metrics.jsonl.
+
+    Malformed lines are skipped with a warning. Long curves are thinned evenly on a log scale.
     """
-    found, damage = _courses(folder)
+    curves, damage = _read_curves(folder)
     if damage:
-        tell(f"qkablate: '{folder / 'metrics.jsonl'}' is damaged: {damage}")
+        print_stderr(f"qkablate: '{folder / 'metrics.jsonl'}' is damaged: {damage}")
         if note is not None:
             note(f"metrics.jsonl is damaged: {damage}")
-    return found
+    return curves
 
 
-def _courses(folder: Path) -> tuple[dict[str, Course], str]:
-    content = metrics_of(folder)
-    found: dict[str, Course] = {VAL: {}, TRAIN: {}}
+def _read_curves(folder: Path) -> tuple[dict[str, LossCurve], str]:
+    content = read_metrics(folder)
+    curves: dict[str, LossCurve] = {VAL: {}, TRAIN: {}}
     if content is None:
-        return found, "its course is not shown"
+        return curves, "its loss curves are skipped"
     lines = content.splitlines()
     unfinished = b"" if content.endswith(b"\n") else lines[-1] if lines else b""
     damaged = set()
     for metric in (VAL, TRAIN):
         sign = f'"{metric}"'.encode()
         own = [line for line in lines if sign in line]
-        picked = own if len(own) <= _ALL else _spread(own)
+        picked = own if len(own) <= _MAX_READINGS else _thin_lines(own)
         for line in picked:
             try:
-                row = read_row(line)
+                row = decode_row(line)
                 tokens, loss = row["tokens"], row[metric]
             except ValueError:
-                damaged |= {line} - {unfinished}  # which is just being written
+                damaged |= {line} - {unfinished}  # the last line may be just being written
                 continue
             except KeyError:
                 continue
             if type(tokens) is int and 0 < tokens < 2**60 and is_number(loss):
-                found[metric][tokens] = float(loss)
-        found[metric] = dict(sorted(found[metric].items()))
-    return found, f"of its rows, {len(damaged)} are not shown" if damaged else ""
+                curves[metric][tokens] = float(loss)
+        curves[metric] = dict(sorted(curves[metric].items()))
+    return curves, f"rows skipped: {len(damaged)}" if damaged else ""
 
 
-def metrics_of(folder: Path) -> bytes | None:
-    """metrics.jsonl; None where it is not what the result was made with."""
+def read_metrics(folder: Path) -> bytes | None:
+    """Read metrics.jsonl; None if it differs from the file that the result was made with."""
     try:
         content = read_file(folder / "metrics.jsonl")
     except OSError:
@@ -275,16 +299,17 @@ def metrics_of(folder: Path) -> bytes | None:
     return content if not content or known in (None, sha256(content)) else None
 
 
-_ALL = 64  # readings that are all taken
+_MAX_READINGS = 64  # of an unthinned curve
 _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
 
 
-def _spread(lines: list[bytes]) -> list[bytes]:
-    """The first of every sixteenth of a doubling of tokens, and the last: the same ones of every
-    run that has them, whatever lines it has lost.
+def _thin_lines(lines: list[bytes]) -> list[bytes]:
+    """Pick the first line of every sixteenth of a doubling of tokens, and the last.
+
+    Runs with other lines missing still yield the same picks.
     """
-    found: dict[int, bytes] = {}
+    picked: dict[int, bytes] = {}
     for line in lines:
         if (tokens := _TOKENS.search(line)) is not None:
-            found.setdefault(int(16 * math.log2(int(tokens[1]) or 1)), line)
-    return [*found.values(), lines[-1]]
+            picked.setdefault(int(16 * math.log2(int(tokens[1]) or 1)), line)
+    return [*picked.values(), lines[-1]]

@@ -1,1 +1,1 @@
-"""Algorithms for attention: dispatch, blocked scores, matrix products."""
+"""Attention kernels: dispatch, blocked softmax attention, linear layers."""

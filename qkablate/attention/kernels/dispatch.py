@@ -1,15 +1,15 @@
-"""attend(): softmax attention by the cheapest exact algorithm for the shapes, under a name.
+"""Softmax attention by the fastest exact kernel for the shapes.
 
-The name is chosen once, from shapes alone, and then forced: nothing falls back in silence to an
-algorithm with other rounding. A run records the name, and it is part of the run's id.
+The kernel is chosen once from the shapes and then forced: there is no silent fallback to a kernel
+with different rounding. Its name is recorded and is part of the id of a run.
 
-flash      torch's fused kernel; values or keys that are narrower are padded with zeros
+flash      torch's fused kernel; the narrower of keys and values is padded with zeros
 efficient  torch's memory-efficient CUDA kernel; widths may differ, any float type
-math       scores, softmax and average written out (by torch)
-folded     the same as batched products with mask and scale inside the product; heads that share a
-           key are folded into the query length, so that their scores are ONE product against it
-blocked    the same in blocks of queries (blocked.py): half the products, and memory for one block
-static     scores without content: one softmax for the whole batch
+math       torch's unfused reference implementation
+folded     batched matmuls with mask and scale inside the first one; heads that share a key are
+           folded into the query length, so that their scores are one matmul with it
+blocked    folded in blocks of queries (blocked.py): half the FLOPs, and memory for one block
+static     scores that do not depend on content: one softmax for the whole batch
 
 Shape suffixes as in qk/base.py, and R heads per key head.
 """
@@ -25,9 +25,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from qkablate.attention.kernels.blocked import blocked
 
 KERNELS = ("auto", "math", "flash", "efficient", "folded", "blocked")
-# Positions from which blocks pay on a CPU (on a GPU nobody has timed them: `attention.kernel` asks
-# for them), where heads share a wide key or value, where each has its own, and the latter in bf16.
-LONG, LONGER, LONGEST = 128, 256, 512
+# Context lengths from which blocks are faster on a CPU (not measured on GPUs, where they must be
+# requested): for heads that share a wide key or value, for separate heads, for the latter in bf16.
+MIN_BLOCKED_SHARED, MIN_BLOCKED, MIN_BLOCKED_BF16 = 128, 256, 512
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -37,7 +37,7 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class Shapes:
-    """What decides which kernels can compute a layer, and which does it best."""
+    """Properties of a layer that decide which kernels support it and which is the fastest."""
 
     heads: int
     key_heads: int
@@ -45,63 +45,64 @@ class Shapes:
     width: int  # of the score product
     value_width: int
     device: str
-    half: bool  # products of 16 bits, on a device whose flash kernel takes them
+    half: bool  # 16-bit matmuls, on a device whose flash kernel supports them
     dropout: float
-    addend: bool = False  # something is added to the scores
-    learned: bool = False  # and it has a gradient
-    context: int = 0  # the most positions
+    score_bias: bool = False  # something is added to the scores
+    learned_bias: bool = False  # and needs a gradient
+    context: int = 0  # maximal number of positions
 
 
 def choose_kernel(shapes: Shapes) -> str:
-    """The kernel for these shapes. A key (or value) that is wide because all heads share it is
-    folded, in blocks where the context is long; what is a little narrower than the other is padded
-    and fused.
+    """Return the kernel for these shapes.
+
+    A wide key (or value) shared by all heads is folded, in blocks where the context is long; small
+    differences in width are padded for a fused kernel.
     """
     width, value_width, device = shapes.width, shapes.value_width, shapes.device
     if width == 0:
         return "static"
-    if shapes.learned:
+    if shapes.learned_bias:
         return "folded"
     wide_key = shapes.key_heads == 1 and width > value_width
     wide_value = shapes.value_heads == 1 and value_width > width
     if shapes.heads > 1 and (wide_key or wide_value):
-        long = device == "cpu" and shapes.context >= LONG and not shapes.dropout
+        long = device == "cpu" and shapes.context >= MIN_BLOCKED_SHARED and not shapes.dropout
         return "blocked" if long else "folded"
     if device == "cpu" and (width > value_width or shapes.dropout):
-        return "blocked" if shapes.context >= LONGER and not shapes.dropout else "folded"
-    if device == "cpu" and shapes.half and shapes.context:  # flash is for fp32, and slow in bf16
-        return "blocked" if shapes.context >= LONGEST else "folded"
+        return "blocked" if shapes.context >= MIN_BLOCKED and not shapes.dropout else "folded"
+    if device == "cpu" and shapes.half and shapes.context:  # flash is slow in bf16
+        return "blocked" if shapes.context >= MIN_BLOCKED_BF16 else "folded"
     if device == "cpu":
         return "flash"
     if device == "cuda" and width % 8 == value_width % 8 == 0:
-        fits = shapes.half and width <= value_width <= 256 and not shapes.addend
+        fits = shapes.half and width <= value_width <= 256 and not shapes.score_bias
         return "flash" if fits else "efficient"
     return "math"
 
 
-def why_not(kernel: str, shapes: Shapes) -> str:
-    """Why a kernel that was asked for cannot compute this; empty if it can."""
+def unsupported_reason(kernel: str, shapes: Shapes) -> str:
+    """Return why a requested kernel does not support these shapes; empty if it does."""
     widths = (shapes.width, shapes.value_width)
     odd = any(width % 8 for width in widths)
     if shapes.width == 0 and kernel in ("flash", "efficient"):
-        return f"{kernel} multiplies queries and keys, and there are none"
+        return f"{kernel} needs queries and keys, and this variant has none"
     if kernel == "efficient" and shapes.device != "cuda":
         return "efficient is a CUDA kernel"
     if kernel == "efficient" and odd:
-        return f"efficient wants widths that 8 divides, not {widths[0]} and {widths[1]}"
-    if kernel == "blocked" and (shapes.dropout or shapes.learned or shapes.width == 0):
-        what = "dropout" if shapes.dropout else "gradient for what is added to the scores"
-        return f"blocked has no {what}" if shapes.width else "blocked wants queries, and has none"
+        return f"efficient needs widths divisible by 8, not {widths[0]} and {widths[1]}"
+    if kernel == "blocked" and (shapes.dropout or shapes.learned_bias or shapes.width == 0):
+        what = "dropout" if shapes.dropout else "learned score biases"
+        return f"blocked does not support {what if shapes.width else 'variants without queries'}"
     if kernel != "flash":
         return ""
     if shapes.device not in ("cpu", "cuda"):
-        return f"there is no flash kernel on {shapes.device}"
-    if shapes.learned:
-        return "flash has no gradient for what is added to the scores"
+        return f"flash is not available on {shapes.device}"
+    if shapes.learned_bias:
+        return "flash does not support learned score biases"
     if shapes.device == "cpu":
-        return "flash has no dropout on a CPU" if shapes.dropout else ""
-    if not shapes.half or shapes.addend or odd or max(widths) > 256:
-        return "flash wants 16 bits, widths to 256 that 8 divides, and nothing added to the scores"
+        return "flash does not support dropout on a CPU" if shapes.dropout else ""
+    if not shapes.half or shapes.score_bias or odd or max(widths) > 256:
+        return "flash needs 16 bits, widths divisible by 8 up to 256, and no score bias"
     return ""
 
 
@@ -113,46 +114,47 @@ def attend(
     scale: float,
     causal: bool,
     kernel: str,
-    addend: Tensor | None = None,
+    score_bias: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """softmax(scale · q kᵀ + addend) v as o_BHTV. The addend is HTS or TS; keys and values may have
-    fewer heads than the queries, each shared by as many.
+    """Return softmax(scale · q kᵀ + score_bias) v as o_BHTV; the bias is HTS or TS.
+
+    Keys and values may have fewer heads than the queries, each shared by equally many.
     """
     if kernel == "static":
-        return _static(q_BHTE, v_BGSV, causal, addend, dropout)
+        return _static(q_BHTE, v_BGSV, causal, score_bias, dropout)
     if kernel == "blocked":
         assert not dropout
-        return blocked(q_BHTE, k_BGSE, v_BGSV, scale, causal, addend)
+        return blocked(q_BHTE, k_BGSE, v_BGSV, scale, causal, score_bias)
     if kernel == "folded":
-        return _folded(q_BHTE, k_BGSE, v_BGSV, scale, causal, addend, dropout)
+        return _folded(q_BHTE, k_BGSE, v_BGSV, scale, causal, score_bias, dropout)
     heads, width, value_width = q_BHTE.shape[1], q_BHTE.shape[-1], v_BGSV.shape[-1]
     k_BHSE, v_BHSV = _per_head(k_BGSE, heads), _per_head(v_BGSV, heads)
-    if kernel == "flash" and width != value_width:  # zeros add nothing to a score or a value
+    if kernel == "flash" and width != value_width:  # zeros change neither scores nor values
         missing = value_width - width
         if missing > 0:
             q_BHTE, k_BHSE = pad(q_BHTE, (0, missing)), pad(k_BHSE, (0, missing))
         else:
             v_BHSV = pad(v_BHSV, (0, -missing))
-    if addend is not None:
+    if score_bias is not None:
         if causal:
-            addend = addend + causal_mask(addend)
-        addend = addend.to(q_BHTE.dtype).expand(q_BHTE.shape[0], heads, -1, -1)
+            score_bias = score_bias + causal_mask(score_bias)
+        score_bias = score_bias.to(q_BHTE.dtype).expand(q_BHTE.shape[0], heads, -1, -1)
     with sdpa_kernel(_BACKENDS[kernel]):
         o_BHTV = scaled_dot_product_attention(
             q_BHTE,
             k_BHSE,
             v_BHSV,
-            attn_mask=addend,
+            attn_mask=score_bias,
             dropout_p=dropout,
-            is_causal=causal and addend is None,
+            is_causal=causal and score_bias is None,
             scale=scale,
         )
     return o_BHTV[..., :value_width]
 
 
 def causal_mask(like_TS: Tensor, first: int = 0) -> Tensor:
-    """−∞ for every key after the query, as TS; the queries are the positions from `first` on."""
+    """Return −∞ for every key after the query, as TS; the first query has position `first`."""
     queries, keys = like_TS.shape[-2:]
     return like_TS.new_full((queries, keys), -torch.inf).triu_(1 + first)
 
@@ -170,18 +172,18 @@ def _folded(
     v_BGSV: Tensor,
     scale: float,
     causal: bool,
-    addend: Tensor | None,
+    score_bias: Tensor | None,
     dropout: float,
 ) -> Tensor:
     (batch, groups, keys, _), (heads, queries) = k_BGSE.shape, q_BHTE.shape[1:3]
     per_group = heads // groups
     q_NFE = q_BHTE.unflatten(1, (groups, per_group)).flatten(2, 3).flatten(0, 1)  # N=B·G, F=R·T
-    # Mask and addend enter the product as its addend, the scale as its factor: no further pass.
+    # baddbmm adds mask and bias and multiplies by the scale without another pass.
     mask = q_BHTE.new_zeros(queries, keys)
     if causal:
         mask = causal_mask(mask)
-    if addend is not None:
-        mask = (mask + addend).to(q_BHTE.dtype)
+    if score_bias is not None:
+        mask = (mask + score_bias).to(q_BHTE.dtype)
     if mask.dim() == 2:
         mask_FS = mask.repeat(per_group, 1)
     elif groups == 1:
@@ -194,32 +196,34 @@ def _folded(
 
 
 def _static(
-    q_BHT0: Tensor, v_BGSV: Tensor, causal: bool, addend: Tensor | None, dropout: float
+    q_BHT0: Tensor, v_BGSV: Tensor, causal: bool, score_bias: Tensor | None, dropout: float
 ) -> Tensor:
     (batch, heads, queries), keys = q_BHT0.shape[:3], v_BGSV.shape[2]
     scores = v_BGSV.new_zeros(queries, keys, dtype=torch.promote_types(v_BGSV.dtype, torch.float32))
     if causal:
         scores = causal_mask(scores)
-    if addend is not None:
-        scores = scores + addend
+    if score_bias is not None:
+        scores = scores + score_bias
     weights = scores.softmax(-1).to(v_BGSV.dtype)
     if dropout:
         return _average(dropout_(weights.expand(batch, heads, -1, -1), dropout), v_BGSV)
-    # The same for every sequence, so that one product averages the values of all of them.
+    # The weights are the same for every sequence, so one matmul averages the values of all.
     if weights.dim() == 2:
         o_TBGV = torch.tensordot(weights, v_BGSV, ([1], [2]))
         return _per_head(o_TBGV.movedim(0, 2), heads)
     groups = v_BGSV.shape[1]
     weights_GFS = weights.unflatten(0, (groups, -1)).flatten(1, 2)
     o_GFN = weights_GFS @ v_BGSV.permute(1, 2, 0, 3).flatten(2)  # N = B · V
-    return o_GFN.view(heads, queries, batch, -1).permute(2, 0, 1, 3)
+    o_HTBV: Tensor = o_GFN.view(heads, queries, batch, -1)
+    return o_HTBV.permute(2, 0, 1, 3)
 
 
 def _average(weights_BHTS: Tensor, v_BGSV: Tensor) -> Tensor:
-    """weights v, where heads that share values are folded together, too."""
+    """Return weights v, with heads that share values folded together."""
     heads, groups = weights_BHTS.shape[1], v_BGSV.shape[1]
     if groups == heads:
         return weights_BHTS @ v_BGSV
     folded_BGFS = weights_BHTS.unflatten(1, (groups, -1)).flatten(2, 3)
     o_BGFV = folded_BGFS @ v_BGSV
-    return o_BGFV.unflatten(2, (heads // groups, -1)).flatten(1, 2)
+    o_BHTV: Tensor = o_BGFV.unflatten(2, (heads // groups, -1)).flatten(1, 2)
+    return o_BHTV

@@ -1,44 +1,50 @@
-"""The product of an input and a weight, and which library computes it."""
+"""Linear layers in fp32 on a CPU, computed by torch's BLAS or by oneDNN."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SMALL = 20480  # numbers of an input: torch convolves no fewer through oneDNN
+MIN_ONEDNN_NUMEL = 20480  # of the input; torch sends smaller convolutions to other kernels
 
 _onednn = False
 
 
-def choose(name: str) -> None:
-    """`torch`, or `onednn` for products in fp32 on a CPU; it holds for the whole process."""
+def set_backend(name: str) -> None:
+    """Use `torch` or `onednn` for fp32 on a CPU, in the whole process."""
     global _onednn
     assert name in ("torch", "onednn")
     _onednn = name == "onednn"
 
 
-def chosen() -> str:
+def get_backend() -> str:
+    """Return the backend in use."""
     return "onednn" if _onednn else "torch"
 
 
 def linear(x_BTD: Tensor, w_FD: Tensor, b_F: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b, the weight as torch keeps it.
+    """Return x Wᵀ + b, with the weight in torch's layout.
 
-    In fp32 torch multiplies with MKL, which has no AVX-512 for CPUs other than Intel's. oneDNN has,
-    and torch uses it to convolve: a convolution by one point is this product, in the same fp32.
+    In fp32 torch multiplies with MKL, which uses AVX-512 on Intel CPUs alone. oneDNN uses it on
+    all, and torch uses oneDNN for convolutions: a 1 × 1 convolution is this product in fp32.
     """
-    if not _onednn or x_BTD.dtype != torch.float32 or x_BTD.numel() <= SMALL or not len(w_FD):
+    if (
+        not _onednn
+        or x_BTD.dtype != torch.float32
+        or x_BTD.numel() <= MIN_ONEDNN_NUMEL
+        or not len(w_FD)
+        or x_BTD.device.type != "cpu"
+        or torch.is_autocast_enabled("cpu")
+    ):
         return F.linear(x_BTD, w_FD, b_F)
-    if x_BTD.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-        return F.linear(x_BTD, w_FD, b_F)
-    # One image of B · T by 1 points with D channels, which lie side by side as they do in x. What
-    # stands apart in a kernel of one point is nothing, but without it one thread gets no oneDNN.
+    # One image of B·T × 1 pixels with D channels, in the memory layout of x. A dilation does not
+    # matter to a 1 × 1 kernel, but without it torch does not use oneDNN on a single thread.
     x_1DN1 = x_BTD.reshape(1, -1, 1, x_BTD.shape[-1]).permute(0, 3, 1, 2)
     y_1FN1 = F.conv2d(x_1DN1, w_FD[:, :, None, None], b_F, dilation=(1, 2))
     return y_1FN1.permute(0, 2, 3, 1).reshape(*x_BTD.shape[:-1], -1)
 
 
 class Linear(torch.nn.Linear):
-    """torch's own, with this product."""
+    """`torch.nn.Linear` with the backend of `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)

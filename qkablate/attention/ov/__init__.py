@@ -1,9 +1,9 @@
-"""The OV circuits by the names that configs use."""
+"""OV circuits by their names in configs."""
 
 from qkablate.attention.ov.base import OV
 from qkablate.attention.ov.factored import GroupedOV, SeparateOV, TiedOV
 from qkablate.attention.ov.merged import MergedOV
-from qkablate.attention.ov.slices import NoO, NoV, NoVO
+from qkablate.attention.ov.unprojected import NoO, NoV, NoVO
 
 OV_CIRCUITS: dict[str, type[OV]] = {
     "separate": SeparateOV,

@@ -1,8 +1,8 @@
-"""The OV circuit: ways to parametrise what a key position writes,  write_h(j) = x_jᵀ M_h.
+"""The OV circuit: parametrizations of what a key position writes,  write_h(j) = x_jᵀ M_h.
 
 Shape suffixes as in qk/base.py, V for the width of a head's value and G for value heads. In the
-first-step ratios, standard's speed is √d (σ + σ_o): W_v hears W_o's entries (σ_o), W_o hears values
-(σ√d).
+ratios of first steps, standard's speed is √d (σ + σ_o): the gradient of W_v scales with the entries
+of W_o (σ_o), that of W_o with the values (σ√d).
 """
 
 import math
@@ -11,15 +11,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from qkablate.attention.projection.moments import Seen
+from qkablate.attention.projection.moments import Moments
 from qkablate.attention.qk import QK
-from qkablate.attention.spec import Circuit, Draw, Meaningless, Spec
+from qkablate.attention.spec import Circuit, Draw, Spec, UnsupportedCombination, affine_basis
 
 
 class OV(Circuit):
-    """Base of the OV circuits: values from the key/value stream, and the way back to d_model."""
+    """Base of the OV circuits: values from the key stream, and the map back to d_model."""
 
-    # What a decoder has to keep to have the values: "v" them, "k" the keys, "x" the stream.
+    # What a decoder must cache for the values: "v" them, "k" the keys, "x" the stream.
     cached: ClassVar[str] = "v"
 
     def __init__(self, spec: Spec, qk: QK) -> None:
@@ -28,77 +28,74 @@ class OV(Circuit):
         self.value_heads = spec.heads  # G
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
-        """v_BGSV. The keys are offered, as projected, for circuits that use them as values."""
-        raise NotImplementedError(f"{type(self).__name__} has no `values`")
+        """Return v_BGSV; the unmodified keys are passed for circuits that use them as values."""
+        raise NotImplementedError(f"{type(self).__name__} does not define `values`")
 
     def write(self, o_BHTV: Tensor) -> Tensor:
-        """From the heads' averages to what the layer adds to the residual stream."""
-        raise NotImplementedError(f"{type(self).__name__} has no `write`")
+        """Return what the layer adds to the residual stream, from the averages of the heads."""
+        raise NotImplementedError(f"{type(self).__name__} does not define `write`")
 
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:
-        """From draws by name; what writes to the stream, "w_o…", starts as small as W_o."""
+        """Set every parameter from draws by name; those named "w_o…" have the scale of W_o."""
         for name, parameter in self.named_parameters():
             shape = tuple(parameter.shape)
             parameter.copy_(draw(name, shape, residual=name.startswith("w_o")))
 
     def circuit(self, qk: QK) -> Tensor:
-        """M_HDD."""
-        v_HDV = self._values_of_units(qk)
+        """Return M_HDD."""
+        v_HDV = self._unit_values(qk)
         one_head_HHDV = torch.diag_embed(v_HDV.movedim(0, -1)).permute(2, 3, 0, 1)
-        nothing_HHDV = torch.zeros_like(one_head_HHDV[:1])
-        return self.write(one_head_HHDV) - self.write(nothing_HHDV)
+        return self.write(one_head_HHDV) - self.write(torch.zeros_like(one_head_HHDV[:1]))
 
-    def thin(self, qk: QK) -> tuple[Tensor, Tensor] | None:
-        """(left_HDV, right_HDV) with M_h = left_h right_hᵀ; None where the whole matrix is
-        learned.
-        """
-        # What head h writes for each unit vector, while the others have nothing to write.
+    def low_rank_factors(self, qk: QK) -> tuple[Tensor, Tensor] | None:
+        """Return (left_HDV, right_HDV) with M_h = left_h right_hᵀ; None for a full matrix."""
+        # What head h writes for each unit vector while the other heads write nothing.
         one_head_HHVV = torch.eye(self.spec.heads)[..., None, None] * torch.eye(self.width)
         one_head_HHVV = one_head_HHVV.to(self.like)
         w_HVD = self.write(one_head_HHVV) - self.write(torch.zeros_like(one_head_HHVV[:1]))
-        return self._values_of_units(qk), w_HVD.mT
+        return self._unit_values(qk), w_HVD.mT
 
-    def _values_of_units(self, qk: QK) -> Tensor:
-        """v_HDV: values are affine and writing is, so the images of 0 and of the unit vectors say
-        all.
-        """
-        d, heads = self.spec.d_model, self.spec.heads
-        x_1ND = torch.cat([self.like.new_zeros(1, d), torch.eye(d).to(self.like)]).unsqueeze(0)
+    def _unit_values(self, qk: QK) -> Tensor:
+        """Return v_HDV, the linear part of the affine map to the values."""
+        x_1ND = affine_basis(self.like, self.spec.d_model)
         v_GNV = self.values(x_1ND, qk.keys(x_1ND))[0]
-        return (v_GNV[:, 1:] - v_GNV[:, :1]).repeat_interleave(heads // v_GNV.shape[0], 0)
+        per_group = self.spec.heads // v_GNV.shape[0]
+        return (v_GNV[:, 1:] - v_GNV[:, :1]).repeat_interleave(per_group, 0)
 
     def set_circuit_(self, m_HDD: Tensor) -> None:
-        """Take over M_h, or what of it this form can hold."""
-        raise Meaningless(f"{type(self).__name__} cannot be set from a given M_h")
+        """Set M_h, or the part of it that this form can hold, and zero every bias."""
+        raise UnsupportedCombination(f"{type(self).__name__} cannot be set from a given M_h")
 
-    def set_nearest_(self, m_HDD: Tensor, seen: Seen) -> None:
-        """The same, such that what is written of what is `seen` loses little."""
+    def set_nearest_(self, m_HDD: Tensor, moments: Moments) -> None:
+        """Set M_h so that the output for a stream of these moments changes little."""
         self.set_circuit_(m_HDD)
 
-    def offset(self, qk: QK) -> Tensor:
-        """c_D: what is written whatever the stream holds, all of it by biases."""
-        nothing_11D = self.like.new_zeros(1, 1, self.spec.d_model)
-        v_1G1V = self.values(nothing_11D, qk.keys(nothing_11D))
+    def output_bias(self, qk: QK) -> Tensor:
+        """Return c_D, what the biases write for any stream."""
+        zero_11D = self.like.new_zeros(1, 1, self.spec.d_model)
+        v_1G1V = self.values(zero_11D, qk.keys(zero_11D))
         return self.write(v_1G1V.repeat_interleave(self.spec.heads // v_1G1V.shape[1], 1))[0, 0]
 
     @torch.no_grad()
-    def set_offset_(self, c_D: Tensor) -> None:
-        """Take over c, after `set_circuit_` has left every bias at zero."""
+    def set_output_bias_(self, c_D: Tensor) -> None:
+        """Set c, after `set_circuit_` has zeroed every bias."""
         bias = getattr(self, "b_o", None)
         if bias is not None:
             bias.copy_(c_D)
         elif self.spec.bias:
-            raise Meaningless(f"{type(self).__name__} has no bias to hold what another one writes")
+            raise UnsupportedCombination(
+                f"{type(self).__name__} has no bias to hold the output bias of another form"
+            )
 
     @property
-    def written(self) -> float:
-        """Size of an entry of v W_o at the start, for a v of ones: what b_v has beside b_o's 1."""
-        return self.spec.length * self.spec.residual
+    def value_bias_gain(self) -> float:
+        """Initial size of the entries of b_v W_o, relative to those of b_o."""
+        return self.spec.projection_std * self.spec.residual
 
     @property
-    def speed(self) -> float:
-        """Σ|gradient| of standard's W_v and W_o at the start, in units of d² entries of size 1."""
+    def standard_speed(self) -> float:
+        """Initial Σ|gradient| of standard's W_v and W_o, in units of d² entries of size 1."""
         spec = self.spec
         return math.sqrt(spec.d_model) * spec.sigma * (1 + spec.residual)
 
@@ -110,6 +107,7 @@ def join_heads(o_BHTV: Tensor) -> Tensor:
 
 @torch.no_grad()
 def zero_(*biases: nn.Parameter | None) -> None:
+    """Zero the biases that are there."""
     for bias in biases:
         if bias is not None:
             bias.zero_()

@@ -1,4 +1,4 @@
-"""OV circuits with a W_v and a W_o: standard's, shared by groups, or with the keys as values."""
+"""OV circuits that are products with a W_o: standard's, grouped, or with the keys as values."""
 
 import math
 from typing import ClassVar
@@ -11,8 +11,8 @@ from qkablate.attention.qk import QK
 from qkablate.attention.qk.shared import SharedQK
 from qkablate.attention.spec import (
     Draw,
-    Meaningless,
     Spec,
+    UnsupportedCombination,
     matrix,
     project,
     side_by_side,
@@ -45,7 +45,7 @@ class SeparateOV(OV):
 
     @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
-        """The nearest product of rank d_head; heads that share values share the left factor."""
+        """Set the nearest product of rank d_head; heads that share values share the left factor."""
         per_group = self.spec.heads // self.value_heads
         side_GDC = torch.stack([side_by_side(m) for m in m_HDD.split(per_group)])
         w_v_GDV, w_o_GCV = truncated_svd(side_GDC, self.width)
@@ -56,7 +56,7 @@ class SeparateOV(OV):
 
 
 class GroupedOV(SeparateOV):
-    """Values shared by the heads of a group, as the keys of `grouped`. A W_v hears h/g heads."""
+    """Values shared by the heads of a group; the gradient of a W_v sums over h/g heads."""
 
     equation = "M_h = W_v,g W_o, g values"
     params = "d² + d g k"
@@ -64,10 +64,10 @@ class GroupedOV(SeparateOV):
     uses: ClassVar[tuple[str, ...]] = ("groups",)
 
     def __init__(self, spec: Spec, qk: QK) -> None:
-        # Heads that share key and query scores alike would be one head, several times.
+        # Heads with the same keys and queries would be copies of one head.
         if type(qk) is SharedQK:
-            raise Meaningless(
-                "shared keys are the queries, too: heads that shared them in a group would be one"
+            raise UnsupportedCombination(
+                "shared keys are also the queries: the heads of a group would be identical"
             )
         super().__init__(spec, qk, value_heads=spec.groups)
         self.match = "exact" if spec.groups == spec.heads else "spread"
@@ -78,15 +78,15 @@ class GroupedOV(SeparateOV):
 
     def bias_lr_multiplier(self) -> float:
         share = self.value_heads / self.spec.heads
-        return (1 + self.written) / (1 + self.written * math.sqrt(share))
+        return (1 + self.value_bias_gain) / (1 + self.value_bias_gain * math.sqrt(share))
 
 
 class TiedOV(OV):
-    """V = K: the keys as projected, before norm and rotation, are the values. M_h = W_k,h W_o,h.
+    """V = K: the keys before norm and rotation are the values, M_h = W_k,h W_o,h.
 
-    W_k starts as standard's and hears both circuits; its rate and its decay are the QK circuit's,
-    and W_o decays by what is left of the two. Where keys are not k but E wide, W_o starts at √(k/E)
-    of its size, and E/k times as many entries are heard.
+    W_k is initialized as standard's and trained by both circuits, with the learning rate and the
+    decay of the QK circuit; W_o takes the rest of the total decay. For keys of width E instead of k
+    W_o is initialized at √(k/E) of its scale, and its gradient sums over E/k times as many entries.
     """
 
     equation = "M_h = W_k W_o, V = K"
@@ -98,8 +98,10 @@ class TiedOV(OV):
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         if qk.cached != "k":
-            what = {"x": "the keys are x itself: V = K would be no_v or merged_ov"}
-            raise Meaningless(what.get(qk.cached, "there are no keys to be values"))
+            reasons = {"x": "the keys are x itself, so V = K is the variant no_v or merged_ov"}
+            raise UnsupportedCombination(
+                reasons.get(qk.cached, "there are no keys to use as values")
+            )
         super().__init__(spec, qk)
         self.width, self.value_heads = qk.width, qk.key_heads
         self.key_decay = qk.decay * qk.key_factors

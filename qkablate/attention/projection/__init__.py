@@ -1,1 +1,1 @@
-"""Circuits put into another form: conversion, projection, assignment of heads."""
+"""Conversion of circuits and projection of trained layers onto other variants."""

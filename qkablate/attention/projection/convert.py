@@ -1,4 +1,4 @@
-"""The circuits as matrices: one put into the form of another, and how far they are apart."""
+"""Convert one circuit into the form of another, and measure the distance between circuits."""
 
 import torch
 from torch import Tensor
@@ -9,34 +9,38 @@ from qkablate.attention.qk import QK
 
 
 def convert(source: QK, target: QK) -> float:
-    """Set `target` to the scores of `source`, or to what of them its form holds; what is lost, as a
-    part of the norm. Raises Meaningless where a circuit is no matrix or cannot be set.
+    """Set `target` to the scores of `source`, as far as it can hold them; return the relative loss.
+
+    Raises UnsupportedCombination where a circuit is not a matrix or cannot be set.
     """
     b_HDD, u_HD = scaled_circuit(source)
-    if u_HD is not None:  # a form without biases loses it, and that is told
+    if u_HD is not None:  # a form without biases loses it, which counts as loss
         u_HD = u_HD / target.scale if target.spec.bias else None
     target.set_circuit_(b_HDD / target.scale, u_HD)
-    return _part(distance(source, target), b_HDD)
+    return _relative(distance(source, target), b_HDD)
 
 
 def scaled_circuit(qk: QK) -> tuple[Tensor, Tensor | None]:
-    """B_h and u_h with the scale in them: what the scores are."""
+    """Return B_h and u_h multiplied by the scale of the scores."""
     b_HDD, u_HD = qk.circuit()
     return b_HDD.detach() * qk.scale, None if u_HD is None else u_HD.detach() * qk.scale
 
 
-def distance(one: QK, other: QK) -> Tensor:
-    """Frobenius norm of the difference of the scores' matrices, biases included."""
-    return (with_bias(*scaled_circuit(one)) - with_bias(*scaled_circuit(other))).norm()
+def distance(first: QK, second: QK) -> Tensor:
+    """Return the Frobenius distance of the matrices of the scores, biases included."""
+    difference_HLD = with_bias(*scaled_circuit(first)) - with_bias(*scaled_circuit(second))
+    norm: Tensor = torch.linalg.vector_norm(difference_HLD)
+    return norm
 
 
 def convert_ov(source: OV, source_qk: QK, target: OV, target_qk: QK) -> float:
-    """Set `target` to what `source` writes, or to what of it its form can hold; what is lost."""
+    """Set `target` to what `source` writes, as far as it can hold it; return the relative loss."""
     m_HDD = source.circuit(source_qk).detach()
     target.set_circuit_(m_HDD)
-    return _part((target.circuit(target_qk).detach() - m_HDD).norm(), m_HDD)
+    return _relative(torch.linalg.vector_norm(target.circuit(target_qk).detach() - m_HDD), m_HDD)
 
 
-def _part(lost: Tensor, whole: Tensor) -> float:
-    """0 of nothing is 0."""
-    return float(lost / whole.norm().clamp(min=torch.finfo(whole.dtype).tiny))
+def _relative(error: Tensor, circuit: Tensor) -> float:
+    """Return the error relative to the norm of the circuit; 0 of 0 is 0."""
+    norm = torch.linalg.vector_norm(circuit).clamp(min=torch.finfo(circuit.dtype).tiny)
+    return float(error / norm)

@@ -1,11 +1,11 @@
-"""A trained layer put into another form, or what of it that form can hold.
+"""Project a trained attention layer onto another variant, exactly or with the least loss.
 
-What a form leaves free is used to lose less. Within a head the factors are free: `set_circuit_`
-sees to it. Heads may change places where a place is tied to a slice of the stream. And what is held
-is what counts most for a stream as the layer sees it (seen.py). The stream itself is not rotated:
-gains of norms and a tied output would make that another model.
+The freedom of the target is used to lose less: the factors within a head are chosen freely
+(`set_circuit_`), heads are permuted where they are tied to slices of the stream, and errors are
+weighted by the second moments of what the layer reads (moments.py). The stream itself is not
+rotated: norm gains and the tied output projection would make that another model.
 
-Shape suffixes: T positions, H heads, P places of heads, D d_model, L = D + 1.
+Shape suffixes: T positions, H heads, P positions of heads, D d_model, L = D + 1.
 """
 
 import copy
@@ -17,37 +17,36 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qkablate.attention.layer import Attention
-from qkablate.attention.projection.assignment import cheapest
 from qkablate.attention.projection.convert import scaled_circuit
-from qkablate.attention.projection.moments import Seen, firm, with_bias
-from qkablate.attention.spec import Circuit, Meaningless
+from qkablate.attention.projection.moments import Moments, regularize, with_bias
+from qkablate.attention.spec import Circuit, UnsupportedCombination
 
-Parts = tuple[Tensor, Tensor]  # of each head: by entries, and as it is seen
+HeadErrors = tuple[Tensor, Tensor]  # squared relative errors per head: by entries, by moments
 
 
 @dataclass(frozen=True)
-class Lost:
-    """What the projection of one layer lost, as parts of the whole: 0 is exact."""
+class ProjectionLoss:
+    """Relative errors of the projection of one layer; 0 is exact."""
 
-    qk: float  # Frobenius norm, of all B_h
-    qk_seen: float  # root mean square of the scores, but for what softmax cannot see
-    ov: float  # Frobenius norm, of all M_h
-    ov_seen: float  # root mean square of what the heads write
-    heads: tuple[int, ...]  # which head stands in each place
+    qk: float  # Frobenius norm of all B_h
+    qk_scores: float  # root mean square of the scores, up to what softmax is invariant to
+    ov: float  # Frobenius norm of all M_h
+    ov_output: float  # root mean square of what the heads write
+    heads: tuple[int, ...]  # the source head at each position
 
 
 @torch.no_grad()
-def look(layers: Sequence[Attention], read: Callable[[], object]) -> list[Seen]:
-    """What these layers see while `read` passes a model."""
+def collect_moments(layers: Sequence[Attention], read: Callable[[], object]) -> list[Moments]:
+    """Return the moments of what these layers read while `read` runs the model."""
     sums: dict[Attention, list[Tensor]] = {}
 
-    def add(layer: Attention, given: tuple[Tensor, ...]) -> None:
-        for x_1TD in given[0].split(1):  # one sequence at a time: a softmax is T × T for every head
+    def add(layer: Attention, inputs: tuple[Tensor, ...]) -> None:
+        for x_1TD in inputs[0].split(1):  # one at a time: the softmax of each head is T × T
             z_HTD = (layer.weights(x_1TD) @ x_1TD.unsqueeze(1))[0].double()
             x_TL = pad(x_1TD[0].double(), (0, 1), value=1.0)
-            own = [x_TL.mT @ x_TL, z_HTD.mT @ z_HTD, torch.tensor(len(x_TL))]
-            before = sums.get(layer, [torch.zeros_like(one) for one in own])
-            sums[layer] = [a + b for a, b in zip(before, own, strict=True)]
+            new = [x_TL.mT @ x_TL, z_HTD.mT @ z_HTD, torch.tensor(len(x_TL))]
+            old = sums.get(layer, [torch.zeros_like(value) for value in new])
+            sums[layer] = [a + b for a, b in zip(old, new, strict=True)]
 
     hooks = [layer.register_forward_pre_hook(add) for layer in layers]
     try:
@@ -55,152 +54,157 @@ def look(layers: Sequence[Attention], read: Callable[[], object]) -> list[Seen]:
     finally:
         for hook in hooks:
             hook.remove()
-    found = []
-    for layer in layers:
-        x_LL, z_HDD, count = sums[layer]
-        found.append(Seen(firm(x_LL / count), firm(z_HDD / count)))
-    return found
+    totals = (sums[layer] for layer in layers)
+    return [Moments(regularize(x / count), regularize(z / count)) for x, z, count in totals]
 
 
 @torch.no_grad()
-def project_layer(source: Attention, target: Attention, seen: Seen | None) -> Lost:
-    """Set `target` to what it can hold of `source`; for the same form nothing has to be `seen`.
-    Raises Meaningless where a circuit is no matrix or cannot be set.
+def project_layer(source: Attention, target: Attention, moments: Moments | None) -> ProjectionLoss:
+    """Set `target` to the part of `source` it can hold; the same form needs no moments.
+
+    Raises UnsupportedCombination where a circuit is not a matrix or cannot be set.
     """
-    if same_form(source, target):
+    if is_same_form(source, target):
         target.load_state_dict(source.state_dict())
-        return Lost(0.0, 0.0, 0.0, 0.0, tuple(range(source.qk.spec.heads)))
-    assert seen is not None
-    if reason := why_not(source, target):
-        raise Meaningless(reason)
-    # In fp64: what is lost is to be the form's doing alone.
-    one, other = (copy.deepcopy(layer).double() for layer in (source, target))
-    heads = best_places(one, other, seen)
-    qk = _set_scores_(one, other, heads, seen)
-    ov = _set_writing_(one, other, heads, seen)
-    target.load_state_dict(other.state_dict())
-    qk_lost, qk_seen, ov_lost, ov_seen = (float(part.sum().sqrt()) for part in (*qk, *ov))
-    return Lost(qk_lost, qk_seen, ov_lost, ov_seen, tuple(heads))
+        return ProjectionLoss(0.0, 0.0, 0.0, 0.0, tuple(range(source.qk.spec.heads)))
+    assert moments is not None
+    if reason := find_obstacle(source, target):
+        raise UnsupportedCombination(reason)
+    # In fp64, so that the loss is due to the form alone.
+    source_64, target_64 = (copy.deepcopy(layer).double() for layer in (source, target))
+    heads = assign_heads(source_64, target_64, moments)
+    qk = _set_scores_(source_64, target_64, heads, moments)
+    ov = _set_output_(source_64, target_64, heads, moments)
+    target.load_state_dict(target_64.state_dict())
+    qk_loss, qk_scores, ov_loss, ov_output = (float(e.sum().sqrt()) for e in (*qk, *ov))
+    return ProjectionLoss(qk_loss, qk_scores, ov_loss, ov_output, tuple(heads))
 
 
 @torch.no_grad()
-def why_not(source: Attention, target: Attention) -> str:
-    """Why the one cannot be put into the form of the other; empty where it can. Needs no values."""
-    one, other = (copy.deepcopy(layer).to("meta") for layer in (source, target))
-    home = list(range(source.qk.spec.heads))
+def find_obstacle(source: Attention, target: Attention) -> str:
+    """Return why `source` cannot be projected onto `target`; empty if it can. Needs no values."""
+    source, target = (copy.deepcopy(layer).to("meta") for layer in (source, target))
+    identity = list(range(source.qk.spec.heads))
     try:
-        _set_scores_(one, other, home)
-        _set_writing_(one, other, home)
-    except Meaningless as refused:
-        return str(refused)
+        _set_scores_(source, target, identity)
+        _set_output_(source, target, identity)
+    except UnsupportedCombination as reason:
+        return str(reason)
     return ""
 
 
-def same_form(source: Attention, target: Attention) -> bool:
-    return same_scores(source, target) and alike(source.ov, target.ov)
+def is_same_form(source: Attention, target: Attention) -> bool:
+    """Return whether the parameters of both layers mean the same."""
+    return has_same_scores(source, target) and is_same_circuit(source.ov, target.ov)
 
 
-def same_scores(source: Attention, target: Attention) -> bool:
-    """Whether the parameters that make the scores mean the same in both."""
-    return type(source.norm) is type(target.norm) and alike(source.qk, target.qk)
+def has_same_scores(source: Attention, target: Attention) -> bool:
+    """Return whether the parameters of the scores mean the same in both layers."""
+    return type(source.norm) is type(target.norm) and is_same_circuit(source.qk, target.qk)
 
 
-def alike(one: Circuit, other: Circuit) -> bool:
-    """Of one form: the same class, with the same constants and the same shapes."""
-    constants, shapes = [], []
-    for circuit in (one, other):
-        own = {k: v for k, v in vars(circuit).items() if isinstance(v, int | float | str)}
-        constants.append({k: v for k, v in own.items() if k != "training"})
-        shapes.append({name: value.shape for name, value in circuit.state_dict().items()})
-    return type(one) is type(other) and constants[0] == constants[1] and shapes[0] == shapes[1]
+def is_same_circuit(first: Circuit, second: Circuit) -> bool:
+    """Return whether two circuits have the same class, constants and shapes."""
+
+    def form(circuit: Circuit) -> tuple[object, ...]:
+        numbers = {k: v for k, v in vars(circuit).items() if isinstance(v, int | float | str)}
+        numbers.pop("training")
+        shapes = {name: value.shape for name, value in circuit.state_dict().items()}
+        return type(circuit), numbers, shapes
+
+    return form(first) == form(second)
 
 
 @torch.no_grad()
-def best_places(source: Attention, target: Attention, seen: Seen) -> list[int]:
-    """Which head of `source` to put in each place of `target`, so that all together lose least."""
-    home = list(range(source.qk.spec.heads))
-    if not may_move(source, target):
-        return home
-    cost_HP = torch.zeros(len(home), len(home), dtype=torch.float64)
-    for shift in home:
-        order = [(place - shift) % len(home) for place in home]
-        # Of a circuit without places every order loses the same.
-        if target.qk.has_places:
-            cost_HP[order, home] += _set_scores_(source, target, order, seen)[1]
-        if target.ov.has_places:
-            cost_HP[order, home] += _set_writing_(source, target, order, seen)[1]
-    place_of = cheapest(cost_HP.tolist())
-    moved, stayed = (float(cost_HP[home, places].sum()) for places in (place_of, home))
-    if moved >= stayed * (1 - 1e-9):  # what only rounding prefers stays at home
-        return home
-    return sorted(home, key=place_of.__getitem__)
+def assign_heads(source: Attention, target: Attention, moments: Moments) -> list[int]:
+    """Return the source head for each position of the target with the least total loss."""
+    heads = list(range(source.qk.spec.heads))
+    if not can_permute_heads(source, target):
+        return heads
+    cost_HP = torch.zeros(len(heads), len(heads), dtype=torch.float64)
+    for shift in heads:
+        order = [(position - shift) % len(heads) for position in heads]
+        # A circuit without head slices loses the same in every order.
+        if target.qk.has_head_slices:
+            cost_HP[order, heads] += _set_scores_(source, target, order, moments)[1]
+        if target.ov.has_head_slices:
+            cost_HP[order, heads] += _set_output_(source, target, order, moments)[1]
+    from scipy.optimize import linear_sum_assignment
+
+    _, positions = linear_sum_assignment(cost_HP.numpy())
+    # Differences that are only rounding do not move a head.
+    if cost_HP[heads, positions].sum() >= cost_HP.trace() * (1 - 1e-9):
+        return heads
+    return sorted(heads, key=positions.__getitem__)
 
 
-def may_move(source: Attention, target: Attention) -> bool:
-    """Whether there are places, and nothing else is tied to a head's number."""
+def can_permute_heads(source: Attention, target: Attention) -> bool:
+    """Return whether heads are tied to slices of the stream, and to nothing else."""
     circuits = (target.qk, target.ov)
-    tied = source.position == "alibi" or any("groups" in one.uses for one in circuits)
-    matrices = not source.no_circuit and not target.no_circuit
-    return any(one.has_places for one in circuits) and matrices and not tied
+    fixed = source.position == "alibi" or any("groups" in circuit.uses for circuit in circuits)
+    matrices = not source.no_circuit_reason and not target.no_circuit_reason
+    return any(circuit.has_head_slices for circuit in circuits) and matrices and not fixed
 
 
 def _set_scores_(
-    source: Attention, target: Attention, heads: list[int], seen: Seen | None = None
-) -> Parts:
-    """Set the scores with the heads in this order; the squares of the parts that are lost. With
-    nothing `seen`, by entries.
+    source: Attention, target: Attention, heads: list[int], moments: Moments | None = None
+) -> HeadErrors:
+    """Set the scores from the heads in this order, and return the errors.
+
+    Without moments both errors are by entries.
     """
-    if same_scores(source, target) and heads == sorted(heads):
+    if has_same_scores(source, target) and heads == sorted(heads):
         target.qk.load_state_dict(source.qk.state_dict())
         if source.norm is not None and target.norm is not None:
             target.norm.load_state_dict(source.norm.state_dict())
         return torch.zeros(1), torch.zeros(1)
     for layer in (source, target):
-        if layer.no_circuit:
-            raise Meaningless(layer.no_circuit)
+        if layer.no_circuit_reason:
+            raise UnsupportedCombination(layer.no_circuit_reason)
     b_HDD, u_HD = scaled_circuit(source.qk)
     b_HDD, u_HD = b_HDD[heads], None if u_HD is None else u_HD[heads]
     scale = target.qk.scale
-    given = b_HDD / scale, None if u_HD is None else u_HD / scale
-    if seen is None:
-        target.qk.set_circuit_(*given)
+    unscaled = b_HDD / scale, None if u_HD is None else u_HD / scale
+    if moments is None:
+        target.qk.set_circuit_(*unscaled)
     else:
-        target.qk.set_nearest_(*given, seen)
-    wanted_HLD = with_bias(b_HDD, u_HD)
-    apart_HLD = with_bias(*scaled_circuit(target.qk)) - wanted_HLD
-    return _parts(apart_HLD, wanted_HLD, None if seen is None else seen.scores)
+        target.qk.set_nearest_(*unscaled, moments)
+    goal_HLD = with_bias(b_HDD, u_HD)
+    error_HLD = with_bias(*scaled_circuit(target.qk)) - goal_HLD
+    return _relative_errors(error_HLD, goal_HLD, None if moments is None else moments.score_power)
 
 
-def _set_writing_(
-    source: Attention, target: Attention, heads: list[int], seen: Seen | None = None
-) -> Parts:
-    """The same of what is written; what biases write is held by biases."""
-    # Values that are the keys are the same only where the keys are.
-    own_values = target.ov.cached != "k" or same_scores(source, target)
-    if alike(source.ov, target.ov) and heads == sorted(heads) and own_values:
+def _set_output_(
+    source: Attention, target: Attention, heads: list[int], moments: Moments | None = None
+) -> HeadErrors:
+    """Do the same for the outputs; biases hold what biases write."""
+    # Values that are keys are the same only where the keys are.
+    same_values = target.ov.cached != "k" or has_same_scores(source, target)
+    if is_same_circuit(source.ov, target.ov) and heads == sorted(heads) and same_values:
         target.ov.load_state_dict(source.ov.state_dict())
         return torch.zeros(1), torch.zeros(1)
-    wanted_HDD = source.ov.circuit(source.qk)[heads]
-    if seen is None:
-        target.ov.set_circuit_(wanted_HDD)
+    goal_HDD = source.ov.circuit(source.qk)[heads]
+    if moments is None:
+        target.ov.set_circuit_(goal_HDD)
     else:
-        seen = replace(seen, z_HDD=seen.z_HDD[heads])
-        target.ov.set_nearest_(wanted_HDD, seen)
-    target.ov.set_offset_(source.ov.offset(source.qk))
-    apart_HDD = target.ov.circuit(target.qk) - wanted_HDD
-    return _parts(apart_HDD, wanted_HDD, None if seen is None else seen.writing)
+        moments = replace(moments, z_HDD=moments.z_HDD[heads])
+        target.ov.set_nearest_(goal_HDD, moments)
+    target.ov.set_output_bias_(source.ov.output_bias(source.qk))
+    error_HDD = target.ov.circuit(target.qk) - goal_HDD
+    return _relative_errors(error_HDD, goal_HDD, None if moments is None else moments.output_power)
 
 
-def _parts(apart_HLD: Tensor, whole_HLD: Tensor, size: Callable[[Tensor], Tensor] | None) -> Parts:
-    """Of each head, the square of what is lost as a part of the square of the whole: by entries,
-    and by the `size` that is seen; 0 of nothing is 0.
-    """
+def _relative_errors(
+    error_HLD: Tensor, goal_HLD: Tensor, power: Callable[[Tensor], Tensor] | None
+) -> HeadErrors:
+    """Return each head's squared error relative to that of all heads; 0 of a zero matrix is 0."""
 
-    def entries(b_HLD: Tensor) -> Tensor:
+    def squared_norm(b_HLD: Tensor) -> Tensor:
         return b_HLD.square().sum((1, 2))
 
-    least = torch.finfo(whole_HLD.dtype).tiny
-    by_entries, by_size = (
-        own(apart_HLD) / own(whole_HLD).sum().clamp(min=least) for own in (entries, size or entries)
+    smallest = torch.finfo(goal_HLD.dtype).tiny
+    by_entries, by_moments = (
+        measure(error_HLD) / measure(goal_HLD).sum().clamp(min=smallest)
+        for measure in (squared_norm, power or squared_norm)
     )
-    return by_entries, by_size
+    return by_entries, by_moments

@@ -1,7 +1,6 @@
-"""The QK circuits by the names that configs use."""
+"""QK circuits by their names in configs."""
 
 from qkablate.attention.qk.base import QK
-from qkablate.attention.qk.contentless import StaticScores, Uniform
 from qkablate.attention.qk.factored import (
     CollaborativeQK,
     FourMatrixQK,
@@ -12,8 +11,9 @@ from qkablate.attention.qk.factored import (
     WideQK,
 )
 from qkablate.attention.qk.merged import MergedQK, SymmetricQK
+from qkablate.attention.qk.no_content import StaticScores, Uniform
 from qkablate.attention.qk.shared import SharedQK, SymDiag, SymPairwise
-from qkablate.attention.qk.slices import NoK, NoQ, NoQK
+from qkablate.attention.qk.unprojected import NoK, NoQ, NoQK
 
 QK_CIRCUITS: dict[str, type[QK]] = {
     "separate": SeparateQK,

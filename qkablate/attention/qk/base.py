@@ -1,6 +1,6 @@
-"""The QK circuit: ways to parametrise the scores  score_h(i, j) = scale · x_iᵀ B_h x_j.
+"""The QK circuit: parametrizations of the scores  score_h(i, j) = scale · x_iᵀ B_h x_j.
 
-A class gives queries from one stream and keys from another; everything else (B_h, conversions,
+A class computes queries from one stream and keys from another; everything else (B_h, conversions,
 costs, caches, checks) follows from these two maps.
 
 Shape suffixes: B batch, T queries, S keys, D d_model, H heads, G key heads (H, or fewer, shared),
@@ -14,20 +14,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qkablate.attention.projection.moments import Seen, roots, with_bias
-from qkablate.attention.spec import Circuit, Meaningless, Spec
+from qkablate.attention.projection.moments import Moments, sqrt_and_inverse, with_bias
+from qkablate.attention.spec import Circuit, Spec, UnsupportedCombination, affine_basis
 
 
 class QK(Circuit):
     """Base of the QK circuits."""
 
-    # What a decoder has to keep of the past to have the keys: "k" the keys, "x" the stream itself
-    # (the keys are read off it without a weight), "" nothing.
+    # What a decoder must cache for the keys: "k" the keys, "x" the stream itself (the keys are read
+    # from it without a weight), "" nothing.
     cached: ClassVar[str] = "k"
-    no_rope: ClassVar[str] = ""  # why keys and queries cannot be rotated
+    no_rope_reason: ClassVar[str] = ""  # why keys and queries cannot be rotated
 
-    key_factors = 1  # of the factors, those that make the keys
-    only_own_scores_differ = False  # from standard's at the start: what a self mask takes away
+    key_factors = 1  # number of the factors that belong to the keys
+    only_diagonal_differs = False  # initial scores match standard's except for i = j
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -36,78 +36,83 @@ class QK(Circuit):
         self.scale = 1 / math.sqrt(spec.d_head)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        """q_BHTE, an affine map of the query stream."""
-        raise NotImplementedError(f"{type(self).__name__} has no `queries`")
+        """Return q_BHTE, an affine map of the query stream."""
+        raise NotImplementedError(f"{type(self).__name__} does not define `queries`")
 
     def keys(self, y_BSD: Tensor) -> Tensor:
-        """k_BGSE, an affine map of the key stream."""
-        raise NotImplementedError(f"{type(self).__name__} has no `keys`")
+        """Return k_BGSE, an affine map of the key stream."""
+        raise NotImplementedError(f"{type(self).__name__} does not define `keys`")
 
     def forward(self, x_BTD: Tensor, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
         return self.queries(x_BTD), self.keys(y_BSD)
 
-    def addend(self, first: int, queries: int, keys: int) -> Tensor | None:
-        """What is added to the scores of the query positions from `first` on, as HTS."""
+    def score_bias(self, first: int, queries: int, keys: int) -> Tensor | None:
+        """Return what is added to the scores of the query positions from `first` on, as HTS."""
         return None
 
-    def halves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(Q_HDE, K_HDE, a_HE): queries are x Q_h + a_h and keys y K_h + c_h, so B_h = Q_h K_hᵀ
-        and u_h = K_h a_h. (What c_h adds is the same for every key: softmax cannot see it.)
+    def affine_maps(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (Q_HDE, K_HDE, a_HE): queries are x Q_h + a_h and keys y K_h + c_h.
+
+        So B_h = Q_h K_hᵀ and u_h = K_h a_h. The contribution of c_h is the same for every key, and
+        softmax is invariant to it.
         """
-        if self.no_circuit:
-            raise Meaningless(self.no_circuit)
-        d, heads = self.spec.d_model, self.spec.heads
-        # Queries and keys are affine: the images of 0 and of the unit vectors say all.
-        x_1ND = torch.cat([self.like.new_zeros(1, d), torch.eye(d).to(self.like)]).unsqueeze(0)
+        if self.no_circuit_reason:
+            raise UnsupportedCombination(self.no_circuit_reason)
+        x_1ND = affine_basis(self.like, self.spec.d_model)
         q_HNE, k_GNE = self.queries(x_1ND)[0], self.keys(x_1ND)[0]
-        k_HNE = k_GNE.repeat_interleave(heads // k_GNE.shape[0], 0)
+        k_HNE = k_GNE.repeat_interleave(self.spec.heads // k_GNE.shape[0], 0)
         return q_HNE[:, 1:] - q_HNE[:, :1], k_HNE[:, 1:] - k_HNE[:, :1], q_HNE[:, 0]
 
-    def thin(self) -> tuple[Tensor, Tensor] | None:
-        """(left_HDE, right_HDE) with B_h = left_h right_hᵀ; None where the whole matrix is learned.
-        Raises Meaningless where there is none.
+    def low_rank_factors(self) -> tuple[Tensor, Tensor] | None:
+        """Return (left_HDE, right_HDE) with B_h = left_h right_hᵀ; None for a full matrix.
+
+        Raises UnsupportedCombination where there is no such matrix.
         """
-        q_HDE, k_HDE, _ = self.halves()
+        q_HDE, k_HDE, _ = self.affine_maps()
         return q_HDE, k_HDE
 
     def circuit(self) -> tuple[Tensor, Tensor | None]:
-        """B_HDD, and with biases u_HD: score = scale · (x_iᵀ B_h x_j + u_h·x_j), up to what
-        softmax over j cannot see. Raises Meaningless where there is no such matrix.
+        """Return B_HDD, and with biases u_HD: score = scale · (x_iᵀ B_h x_j + u_h·x_j).
+
+        Up to what softmax over j is invariant to. Raises UnsupportedCombination where there is no
+        such matrix.
         """
-        q_HDE, k_HDE, a_HE = self.halves()
+        q_HDE, k_HDE, a_HE = self.affine_maps()
         u_HD = (k_HDE @ a_HE.unsqueeze(-1)).squeeze(-1) if self.spec.bias else None
         return q_HDE @ k_HDE.mT, u_HD
 
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
-        """Take over B_h (and u_h), or what of it this form can hold."""
-        raise Meaningless(f"{type(self).__name__} cannot be set from a given B_h")
+        """Set B_h (and u_h), or the part of them that this form can hold."""
+        raise UnsupportedCombination(f"{type(self).__name__} cannot be set from a given B_h")
 
     @torch.no_grad()
-    def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, seen: Seen) -> None:
-        """The same, such that the scores of what is `seen` lose little: of the nearest matrices
-        after several changes of basis the one that loses least.
-        """
-        wanted_HLD = with_bias(b_HDD, u_HD)
-        whole = float(seen.scores(wanted_HLD).sum())
+    def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, moments: Moments) -> None:
+        """Set B_h so that the scores of a stream of these moments change little.
 
-        def lost() -> float:
-            return float(seen.scores(with_bias(*self.circuit()) - wanted_HLD).sum())
+        Of the nearest matrices in several bases, the one with the smallest error is kept.
+        """
+        target_HLD = with_bias(b_HDD, u_HD)
+        power = float(moments.score_power(target_HLD).sum())
+
+        def error() -> float:
+            return float(moments.score_power(with_bias(*self.circuit()) - target_HLD).sum())
 
         self.set_circuit_(b_HDD, u_HD)
-        least, best = lost(), copy.deepcopy(self.state_dict())
-        if least <= 1e-18 * whole:
+        smallest, best = error(), copy.deepcopy(self.state_dict())
+        if smallest <= 1e-18 * power:
             return
-        x_DD, keys_DD = seen.stream(), seen.keys()
-        # A form may be one basis for both sides alone.
+        x_DD, keys_DD = moments.stream(), moments.key_covariance()
+        # Some forms need the same basis on both sides.
         for left_DD, right_DD in ((x_DD, keys_DD), (x_DD, x_DD), (keys_DD, keys_DD)):
-            (left, left_back), (right, right_back) = roots(left_DD), roots(right_DD)
+            left, left_inverse = sqrt_and_inverse(left_DD)
+            right, right_inverse = sqrt_and_inverse(right_DD)
             self.set_circuit_(left @ b_HDD @ right, u_HD)
-            self.set_circuit_(left_back @ self.circuit()[0] @ right_back, u_HD)
-            if (now := lost()) < least:
-                least, best = now, copy.deepcopy(self.state_dict())
+            self.set_circuit_(left_inverse @ self.circuit()[0] @ right_inverse, u_HD)
+            if (current := error()) < smallest:
+                smallest, best = current, copy.deepcopy(self.state_dict())
         self.load_state_dict(best)
 
     @property
-    def key_length(self) -> float:
-        """Expected length of a key at the start, for normed x."""
-        return math.sqrt(self.width) * (1 if self.cached == "x" else self.spec.length)
+    def key_norm(self) -> float:
+        """Expected length of a key at initialization, for normalized x."""
+        return math.sqrt(self.width) * (1 if self.cached == "x" else self.spec.projection_std)

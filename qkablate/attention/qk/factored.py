@@ -1,4 +1,4 @@
-"""B_h as a product of free factors: standard attention, and what varies its widths and sharing.
+"""B_h as a product of free factors: standard attention, other widths, shared projections.
 
 Shape suffixes as in base.py, and R for a rank.
 """
@@ -13,8 +13,8 @@ from torch import Tensor
 from qkablate.attention.qk.base import QK
 from qkablate.attention.spec import (
     Draw,
-    Meaningless,
     Spec,
+    UnsupportedCombination,
     by_head,
     matrix,
     project,
@@ -39,7 +39,7 @@ class SeparateQK(QK):
         self.scale = 1 / math.sqrt(self.width)
         self.w_q = matrix(spec.d_model, spec.heads * self.width)
         self.w_k = matrix(spec.d_model, self.key_heads * self.width)
-        # b_k only shifts a row of scores, which softmax cannot see; GPT-2 has it, so it stays.
+        # b_k only shifts rows of scores, which softmax is invariant to; GPT-2 has it.
         self.b_q = vector(spec, spec.heads * self.width)
         self.b_k = vector(spec, self.key_heads * self.width)
 
@@ -51,7 +51,7 @@ class SeparateQK(QK):
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
-        """The nearest product of this rank; heads that share keys share the right factor."""
+        """Set the nearest product of this rank; heads that share keys share the right factor."""
         per_group = self.spec.heads // self.key_heads
         stacked_GCD = b_HDD.unflatten(0, (self.key_heads, per_group)).flatten(1, 2)
         w_q_GCE, w_k_GDE = truncated_svd(stacked_GCD, self.width)
@@ -65,15 +65,15 @@ class SeparateQK(QK):
             self.b_q.copy_(b_q_HE.flatten())
             self.b_k.zero_()
         elif u_HD is not None:
-            raise Meaningless("this circuit has no bias to hold u")
+            raise UnsupportedCombination("this circuit has no bias to hold u")
 
 
 class LowRankQK(SeparateQK):
-    """W_h = U_h V_hᵀ of a rank of one's choice, below d_head or above. At rank d_head it is
-    standard, bit for bit.
+    """W_h = U_h V_hᵀ of any rank, below or above d_head.
 
-    With the scale 1/√r the scores start with standard's spread. A step moves them √(r/k) times as
-    far: r entries of each factor, each weighted by 1/√r.
+    At rank d_head it equals standard bit for bit. With the scale 1/√r the initial scores have
+    standard's spread. A step moves them √(r/k) times as far: r entries of each factor, each
+    weighted by 1/√r.
     """
 
     equation = "B_h = U Vᵀ of rank r"
@@ -83,7 +83,7 @@ class LowRankQK(SeparateQK):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec, width=spec.rank)
-        if spec.init == "naive":  # 1/√d_head, as everywhere: the spread grows with the rank
+        if spec.init == "naive":  # the usual 1/√d_head: the spread grows with the rank
             self.scale = 1 / math.sqrt(spec.d_head)
         same = self.width == spec.d_head
         self.match = "exact" if same else "spread" if spec.init == "matched" else "none"
@@ -97,7 +97,7 @@ class LowRankQK(SeparateQK):
 
 
 class WideQK(LowRankQK):
-    """Queries and keys as wide as the stream: B_h of full rank, but still a product of two."""
+    """Queries and keys as wide as the stream: B_h has full rank but is still a product of two."""
 
     equation = "B_h = W_q W_kᵀ, d_model wide"
     params = "2 h d²"
@@ -109,15 +109,15 @@ class WideQK(LowRankQK):
 
 
 class ReassociatedQK(SeparateQK):
-    """Standard's parameters in another order of multiplication: X (W_q W_kᵀ) Xᵀ.
+    """Standard's parameters multiplied in another order: X (W_q W_kᵀ) Xᵀ.
 
-    The very function of standard, rounded otherwise: two such runs differ by what rounding alone
-    does to training, the floor under every gap.
+    The same function as standard, rounded differently: the gap between the two is what rounding
+    alone does to training, the noise floor of every gap.
     """
 
     equation = "B_h = W_q W_kᵀ, multiplied first"
     cached = "x"
-    no_rope = "X (W_q W_kᵀ) Xᵀ leaves no queries and keys of d_head to rotate"
+    no_rope_reason = "X (W_q W_kᵀ) Xᵀ leaves no queries and keys of d_head to rotate"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -126,7 +126,7 @@ class ReassociatedQK(SeparateQK):
     def queries(self, x_BTD: Tensor) -> Tensor:
         heads = self.spec.heads
         w_q_HDK, w_k_HDK = by_head(self.w_q, heads), by_head(self.w_k, heads)
-        # b_k is left out: it cannot be seen.
+        # b_k is left out: softmax is invariant to it.
         u_F = None
         if self.b_q is not None:
             b_q_HK = self.b_q.unflatten(0, (heads, -1))
@@ -136,11 +136,13 @@ class ReassociatedQK(SeparateQK):
     def keys(self, y_BSD: Tensor) -> Tensor:
         return y_BSD.unsqueeze(1)
 
-    def thin(self) -> tuple[Tensor, Tensor]:
+    def low_rank_factors(self) -> tuple[Tensor, Tensor]:
         return by_head(self.w_q, self.spec.heads), by_head(self.w_k, self.spec.heads)
 
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
-        raise Meaningless("standard_reassociated is a twin of standard, not a form of its own")
+        raise UnsupportedCombination(
+            "standard_reassociated is standard in another order of multiplication; use standard"
+        )
 
     def flops_per_token(self) -> int:
         return 2 * self.spec.heads * self.spec.d_model**2
@@ -154,7 +156,8 @@ class ReassociatedQK(SeparateQK):
 class GroupedQK(SeparateQK):
     """Keys shared by the heads of a group (Shazeer, 2019; Ainslie et al., 2023).
 
-    A shared W_k hears h/g heads: its gradient is √(h/g) as large, and there are g/h as many.
+    The gradient of a shared W_k sums over h/g heads, so it is √(h/g) times as large, and there are
+    g/h times as many matrices.
     """
 
     equation = "B_h = W_q W_k,gᵀ, g keys"
@@ -174,9 +177,9 @@ class GroupedQK(SeparateQK):
 class FourMatrixQK(SeparateQK):
     """Two factors on each side: q = x A_q W_q and k = y A_k W_k, with A d × d, shared by all heads.
 
-    The same functions as standard (the factors fold), another path through them. A starts with
-    entries of 1/√d, so that x A is as long as x; A hears all heads, W one: the sum of gradients is
-    (1 + σ√d) times standard's.
+    It represents the same functions as standard (the factors fold) but trains differently. A is
+    initialized with entries of 1/√d, so that x A is as long as x. The gradient of A sums over all
+    heads, that of W over one: the sum of gradients is (1 + σ√d) times standard's.
     """
 
     factors = 4
@@ -201,7 +204,7 @@ class FourMatrixQK(SeparateQK):
         super().init_(draw)
         if self.spec.init == "matched":
             for a in (self.a_q, self.a_k):
-                a.div_(self.spec.length)
+                a.div_(self.spec.projection_std)
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
@@ -210,22 +213,22 @@ class FourMatrixQK(SeparateQK):
             a.copy_(torch.eye(len(a)))
 
     def lr_multiplier(self) -> float:
-        length = self.spec.length
+        length = self.spec.projection_std
         if self.spec.init == "matched":
             return 1 / (1 + length)
-        # Unscaled, x A is σ√d times as long as x, on both sides: W and A each hear σ²d of it.
+        # Unscaled, x A is σ√d times as long as x on both sides: gradients are σ²d times as large.
         return 1 / (2 * length**2)
 
     def bias_lr_multiplier(self) -> float:
-        return 1.0 if self.spec.init == "matched" else 1 / self.spec.length  # b_q hears keys
+        return 1.0 if self.spec.init == "matched" else 1 / self.spec.projection_std
 
 
 class CollaborativeQK(QK):
-    """Projections shared by all heads, and a vector per head that mixes their dimensions
-    (Cordonnier et al., 2020): S_h = (X W_q ∘ m_h)(X W_k)ᵀ, with D̃ = rank shared dimensions.
+    """Shared projections, and a mixing vector per head (Cordonnier et al., 2020).
 
-    The scale √(h/D̃) and mixing entries of 1/√h give standard's spread. A step moves the scores
-    √(D̃/d) times as far as standard's, and the mixing adds h σ/(2√d) of that.
+    S_h = (X W_q ∘ m_h)(X W_k)ᵀ with D̃ = rank shared dimensions. The scale √(h/D̃) and mixing
+    entries of 1/√h give standard's spread. A step moves the scores √(D̃/d) times as far as
+    standard's, and the mixing adds h σ/(2√d) of that.
     """
 
     factors = 3
@@ -242,7 +245,7 @@ class CollaborativeQK(QK):
         self.scale = math.sqrt(spec.heads / spec.rank)
         self.w_q, self.w_k = (matrix(spec.d_model, spec.rank) for _ in range(2))
         self.mix = torch.nn.Parameter(torch.empty(spec.heads, 1, spec.rank))
-        self.b_q = vector(spec, spec.rank)  # with the mixing it is the paper's content bias
+        self.b_q = vector(spec, spec.rank)  # mixed per head, the content bias of the paper
         self.match = "spread" if spec.init == "matched" else "none"
 
     def queries(self, x_BTD: Tensor) -> Tensor:
@@ -254,7 +257,7 @@ class CollaborativeQK(QK):
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:
         super().init_(draw)
-        # Naive: what the authors' code starts with, 0.2 whatever the number of heads.
+        # Naive: 0.2 for any number of heads, as in the authors' code.
         self.mix.mul_(self._mix_std / self.spec.sigma)
 
     @property
@@ -263,25 +266,25 @@ class CollaborativeQK(QK):
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
-        """Each head gets D̃/h of the shared dimensions to itself; at D̃ = d that holds standard."""
+        """Assign D̃/h of the shared dimensions to each head; at D̃ = d this holds standard."""
         share = self.width // self.spec.heads
         if not share:
-            raise Meaningless(f"{self.width} shared dimensions are fewer than the heads")
+            raise UnsupportedCombination(f"{self.width} shared dimensions are fewer than the heads")
         w_q_HDR, w_k_HDR = truncated_svd(b_HDD, share)
-        own = share * self.spec.heads
+        used = share * self.spec.heads
         for w, w_HDR in ((self.w_q, w_q_HDR), (self.w_k, w_k_HDR)):
-            w.zero_()[:, :own] = side_by_side(w_HDR)
+            w.zero_()[:, :used] = side_by_side(w_HDR)
         self.mix.zero_()
         for head in range(self.spec.heads):
             self.mix[head, 0, head * share : (head + 1) * share] = 1
         if self.b_q is not None:
             u_HD = torch.zeros_like(b_HDD[..., 0]) if u_HD is None else u_HD
             b_q_HR = torch.linalg.pinv(w_k_HDR) @ u_HD.unsqueeze(-1)
-            self.b_q.zero_()[:own] = b_q_HR.flatten()
+            self.b_q.zero_()[:used] = b_q_HR.flatten()
 
     def lr_multiplier(self) -> float:
         spec, h = self.spec, self.spec.heads
-        # W hears all heads through a column of mixing entries: their length, on average.
+        # The gradient of W is weighted by a column of mixing entries: its mean length.
         half = math.exp(math.lgamma((h + 1) / 2) - math.lgamma(h / 2))
         column = self._mix_std * math.sqrt(2) * half
         share = math.sqrt(self.width / spec.d_model)

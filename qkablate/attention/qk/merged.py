@@ -1,5 +1,7 @@
-"""One d × d matrix per head in place of W_q W_kᵀ. The keys are the stream itself, shared by all
-heads; `kernels.py` makes use of it. Shape suffixes as in base.py.
+"""One d × d matrix per head in place of W_q W_kᵀ.
+
+The keys are the stream itself, shared by all heads, which the kernels exploit. Shape suffixes as in
+base.py.
 """
 
 import math
@@ -11,8 +13,8 @@ from qkablate.attention.qk.base import QK
 from qkablate.attention.qk.factored import SeparateQK
 from qkablate.attention.spec import (
     Draw,
-    Meaningless,
     Spec,
+    UnsupportedCombination,
     by_head,
     matrix,
     project,
@@ -22,102 +24,110 @@ from qkablate.attention.spec import (
 )
 
 
-class MergedQK(QK):
-    """One free d × d matrix per head instead of W_q W_kᵀ: B_h = W_h, of any rank.
+class _FullMatrixQK(QK):
+    """Base of the circuits that learn a d × d matrix W_h, and u_h where the model has biases.
 
-    The scale is standard's 1/√d_head, so that W_h = W_q W_kᵀ is standard to the letter. With biases
-    a head has u_h, which is all that b_q and b_k can do (u_h = W_k b_q).
+    u_h = W_k b_q is as expressive as b_q and b_k. The scale is standard's 1/√d_head.
     """
 
     factors = 1
-    equation = "B_h = W, free d × d"
-    params = "h d²"
     removes = "W_q, W_k for one W"
-    source = "question: is one W enough?"
     cached = "x"
+    naive_match = "none"
     # Relative positions enter between W_q and W_k: x_iᵀ W_q R(j − i) W_kᵀ x_j is another matrix at
-    # every distance, and no one W is all of them. (Rotating x itself would be another model.)
-    no_rope = "one W cannot be W_q R(j − i) W_kᵀ at every distance; use learned, alibi or none"
+    # every distance, so no single W represents it. (Rotating x itself would be another model.)
+    no_rope_reason = (
+        "one W cannot be W_q R(j − i) W_kᵀ at every distance; use learned, alibi or none"
+    )
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         self.width, self.key_heads = spec.d_model, 1
-        self.w_qk = matrix(spec.d_model, spec.heads * spec.d_model)
-        self.u = vector(spec, spec.heads * spec.d_model)
-        if spec.init == "naive":
-            self.match = "none"
-
-    def queries(self, x_BTD: Tensor) -> Tensor:
-        return split_heads(project(x_BTD, self.w_qk, self.u), self.spec.heads)
+        self.u: nn.Parameter | None
 
     def keys(self, y_BSD: Tensor) -> Tensor:
         return y_BSD.unsqueeze(1)
 
-    def init_(self, draw: Draw) -> None:
-        if self.spec.init == "naive":
-            return super().init_(draw)
-        # Where standard starts: the product of the very tensors standard draws under these names.
-        twin = SeparateQK(self.spec)
-        twin.init_(draw)
-        self.set_circuit_(*twin.circuit())
+    def low_rank_factors(self) -> None:
+        return None
 
     @torch.no_grad()
-    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
-        """Every d × d matrix can be held."""
-        self.w_qk.copy_(side_by_side(b_HDD))
-        _set_bias_(self.u, u_HD)
+    def _set_bias_(self, u_HD: Tensor | None) -> None:
+        if self.u is not None:
+            self.u.copy_(torch.zeros_like(self.u) if u_HD is None else u_HD.flatten())
+        elif u_HD is not None:
+            raise UnsupportedCombination("this circuit has no bias to hold u")
 
     def lr_multiplier(self) -> float:
         # One Adam step of W moves the scores √d / (2 k σ) times as far as one of W_q and W_k.
-        return 2 * self.spec.d_head * self.spec.sigma / math.sqrt(self.spec.d_model)
+        return 2 * self.bias_lr_multiplier()
 
     def bias_lr_multiplier(self) -> float:
-        # u takes the place of b_q alone, as softmax cannot see b_k.
+        # u replaces b_q alone, because softmax is invariant to b_k.
         return self.spec.d_head * self.spec.sigma / math.sqrt(self.spec.d_model)
 
-    def thin(self) -> None:
-        return None
+
+class MergedQK(_FullMatrixQK):
+    """One free d × d matrix per head instead of W_q W_kᵀ: B_h = W_h, of any rank.
+
+    With W_h = W_q W_kᵀ it equals standard exactly.
+    """
+
+    equation = "B_h = W, free d × d"
+    params = "h d²"
+    source = "question: is one W enough?"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.w_qk = matrix(spec.d_model, spec.heads * spec.d_model)
+        self.u = vector(spec, spec.heads * spec.d_model)
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return split_heads(project(x_BTD, self.w_qk, self.u), self.spec.heads)
+
+    def init_(self, draw: Draw) -> None:
+        if self.spec.init == "naive":
+            return super().init_(draw)
+        # The product of the tensors that standard draws under these names.
+        standard = SeparateQK(self.spec)
+        standard.init_(draw)
+        self.set_circuit_(*standard.circuit())
+
+    @torch.no_grad()
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        """Set any d × d matrices."""
+        self.w_qk.copy_(side_by_side(b_HDD))
+        self._set_bias_(u_HD)
 
     def circuit(self) -> tuple[Tensor, Tensor | None]:
         u_HD = None if self.u is None else self.u.unflatten(0, (self.spec.heads, -1))
         return by_head(self.w_qk, self.spec.heads), u_HD
 
 
-class SymmetricQK(QK):
-    """Merged and symmetric: W_h = W_hᵀ, of either sign. What is learned is one triangle of it.
+class SymmetricQK(_FullMatrixQK):
+    """Merged and symmetric: W_h = W_hᵀ, indefinite. The parameters are one triangle of it.
 
-    The matched start is √2 times the symmetric part of standard's B_h: the same spread of scores
-    between two tokens, √2 of it for a token's own. A triangle has half the entries, each with √2
-    of the gradient, so the learning rate is √2 times merged_w's.
+    The matched initialization is √2 times the symmetric part of standard's B_h: the same spread of
+    scores between two tokens, √2 of it for a token with itself. A triangle has half the entries,
+    each with √2 of the gradient, so the learning rate is √2 times that of merged_w.
     """
 
-    factors = 1
     equation = "B_h = W = Wᵀ, d × d"
     params = "h d (d+1) / 2"
-    removes = "W_q, W_k for one W"
     source = "Saponati et al. 2025"
-    cached = "x"
-    no_rope = MergedQK.no_rope
+    match = "spread"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         d = spec.d_model
-        self.width, self.key_heads = d, 1
         self.triangle = matrix(spec.heads, d * (d + 1) // 2)
         self.u = vector(spec, spec.heads * d)
-        self.match = "none" if spec.init == "naive" else "spread"
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         return split_heads(project(x_BTD, side_by_side(self._full()), self.u), self.spec.heads)
 
-    def keys(self, y_BSD: Tensor) -> Tensor:
-        return y_BSD.unsqueeze(1)
-
-    def thin(self) -> None:
-        return None
-
     def _full(self) -> Tensor:
-        """W_HDD, from its triangle."""
+        """Return W_HDD from its triangle."""
         d = self.spec.d_model
         row, column = torch.triu_indices(d, d, device=self.triangle.device)
         empty_HDD = self.triangle.new_zeros(self.spec.heads, d, d)
@@ -135,33 +145,22 @@ class SymmetricQK(QK):
                 if self.u is not None:
                     self.u.copy_(draw("u", tuple(self.u.shape)))
             return
-        twin = SeparateQK(self.spec)
-        twin.init_(draw)
-        b_HDD, u_HD = twin.circuit()
+        standard = SeparateQK(self.spec)
+        standard.init_(draw)
+        b_HDD, u_HD = standard.circuit()
         self.set_circuit_(math.sqrt(2) * b_HDD, u_HD)
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
-        """The symmetric part is kept."""
+        """Set the symmetric part."""
         d = self.spec.d_model
         row, column = torch.triu_indices(d, d, device=b_HDD.device)
         self.triangle.copy_(((b_HDD + b_HDD.mT) / 2)[:, row, column])
-        _set_bias_(self.u, u_HD)
+        self._set_bias_(u_HD)
 
     def lr_multiplier(self) -> float:
         spec = self.spec
         return math.sqrt(2) * 2 * spec.d_head * spec.sigma / math.sqrt(spec.d_model)
 
-    def bias_lr_multiplier(self) -> float:
-        return self.spec.d_head * self.spec.sigma / math.sqrt(self.spec.d_model)
-
     def flops_per_token(self) -> int:
         return 2 * self.spec.heads * self.spec.d_model**2
-
-
-@torch.no_grad()
-def _set_bias_(u: nn.Parameter | None, u_HD: Tensor | None) -> None:
-    if u is not None:
-        u.copy_(torch.zeros_like(u) if u_HD is None else u_HD.flatten())
-    elif u_HD is not None:
-        raise Meaningless("this circuit has no bias to hold u")

@@ -1,4 +1,4 @@
-"""One projection for queries and keys, with something between the two or nothing.
+"""One projection for queries and keys, optionally with a matrix between the two.
 
 Shape suffixes as in base.py.
 """
@@ -9,27 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from qkablate.attention.qk.base import QK
-from qkablate.attention.spec import (
-    Draw,
-    Spec,
-    matrix,
-    project,
-    side_by_side,
-    split_heads,
-    vector,
-)
+from qkablate.attention.spec import Draw, Spec, matrix, project, side_by_side, split_heads, vector
 
 
 class SharedQK(QK):
-    """Q = K: B_h = W_h W_hᵀ, symmetric and positive. W is what standard calls W_k.
+    """Q = K: B_h = W_h W_hᵀ, symmetric and positive semidefinite. W is standard's W_k.
 
-    At the start every token scores itself √k σ²d on average, and no scale of W can make that
-    standard's zero while keeping the spread: the match is `none`. With a self mask that is gone;
-    two tokens then have √(1 + 1/h) of standard's spread, as W Wᵀ leans to their own cosine.
+    Initially the score of a token with itself has mean √k σ²d; no scale of W makes it standard's
+    zero while keeping the spread, so the match is `none`. A self mask removes these scores; those
+    of two tokens then have √(1 + 1/h) of standard's spread, as W Wᵀ correlates with their cosine.
     """
 
     match = "none"
-    only_own_scores_differ = True
+    only_diagonal_differs = True
     equation = "B_h = W_k W_kᵀ, Q = K"
     params = "d²"
     removes = "W_q"
@@ -51,12 +43,12 @@ class SharedQK(QK):
         return self.between(k_BHTE), k_BHTE if y_BSD is x_BTD else self.keys(y_BSD)
 
     def between(self, k_BHTE: Tensor) -> Tensor:
-        """From keys to queries."""
+        """Return the queries of these keys."""
         return k_BHTE
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
-        """The nearest symmetric positive matrix of rank d_head."""
+        """Set the nearest symmetric positive semidefinite matrix of rank d_head."""
         value_HD, vector_HDD = torch.linalg.eigh((b_HDD + b_HDD.mT) / 2)
         top_HK = value_HD[:, -self.spec.d_head :].clamp(min=0)
         w_HDK = vector_HDD[..., -self.spec.d_head :] * top_HK.sqrt().unsqueeze(1)
@@ -64,24 +56,24 @@ class SharedQK(QK):
 
     @torch.no_grad()
     def _set_(self, w_HDK: Tensor, right_HDK: Tensor, u_HD: Tensor | None) -> None:
-        """Take W, and the b that solves u_h = right_h b_h best."""
+        """Set W and the least-squares solution b of u_h = right_h b_h."""
         self.w_k.copy_(side_by_side(w_HDK))
         if self.b_k is not None:
             u_HD = torch.zeros_like(w_HDK[..., 0]) if u_HD is None else u_HD
             self.b_k.copy_((torch.linalg.pinv(right_HDK) @ u_HD.unsqueeze(-1)).flatten())
 
     def lr_multiplier(self) -> float:
-        return math.sqrt(2)  # one matrix moves where standard moves two, independent, ones
+        return math.sqrt(2)  # one matrix in place of two independent ones
 
 
 class SymDiag(SharedQK):
-    """B_h = W_h D_h W_hᵀ with a learned diagonal (after Kowsher et al., 2025, who share one W for
-    everything): still symmetric, but of either sign.
+    """B_h = W_h D_h W_hᵀ with a learned diagonal: symmetric and indefinite.
 
-    D starts as +1, −1, +1, …: a token then scores itself zero on average, as in standard, and two
-    tokens have standard's spread. `naive` starts at D = 1, which is shared_qk. D has k entries
-    where W has d·k, so it adds σ/√d of the speed: nothing. With rope the scores are not symmetric
-    any more: D does not commute with the rotations.
+    After Kowsher et al. (2025), who share one W for everything. D is initialized as +1, −1, +1, …:
+    the score of a token with itself then has mean zero, as in standard, and those of two tokens
+    have standard's spread. `naive` starts at D = 1, which is shared_qk. D has k entries and W d·k,
+    so it adds a negligible σ/√d to the speed. With rope the scores are not symmetric, since D does
+    not commute with the rotations.
     """
 
     equation = "B_h = W_k diag(D) W_kᵀ"
@@ -91,12 +83,13 @@ class SymDiag(SharedQK):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         self.diagonal = nn.Parameter(torch.empty(spec.heads * spec.d_head))
-        # Signs can only cancel in pairs.
+        # Signs cancel only in pairs.
         balanced = spec.init == "matched" and spec.d_head % 2 == 0
         self.match = "spread" if balanced else "none"
 
     def between(self, k_BHTE: Tensor) -> Tensor:
-        return k_BHTE * self.diagonal.unflatten(0, (self.spec.heads, 1, -1))
+        q_BHTE: Tensor = k_BHTE * self.diagonal.unflatten(0, (self.spec.heads, 1, -1))
+        return q_BHTE
 
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:
@@ -107,7 +100,7 @@ class SymDiag(SharedQK):
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
-        """The nearest symmetric matrix of rank d_head."""
+        """Set the nearest symmetric matrix of rank d_head."""
         value_HD, vector_HDD = torch.linalg.eigh((b_HDD + b_HDD.mT) / 2)
         top_HK = value_HD.abs().topk(self.spec.d_head).indices
         value_HK = value_HD.gather(1, top_HK)
@@ -118,25 +111,28 @@ class SymDiag(SharedQK):
 
 
 class SymPairwise(SharedQK):
-    """B_h = W_h U_h W_hᵀ with a free k × k matrix between (Courtois et al., 2024): no longer
-    symmetric, for h k² parameters. U = 1 is shared_qk; a skew U makes the scores antisymmetric.
+    """B_h = W_h U_h W_hᵀ with a free k × k matrix (Courtois et al., 2024).
 
-    U starts with entries of 1/√k: it turns a key into a query of the same length, so the spread is
-    standard's and a token's own score has mean zero. U adds k σ/(2√d) to the speed of W.
+    It is not symmetric, for h k² parameters. U = 1 is shared_qk; a skew U makes the scores
+    antisymmetric. U is initialized with entries of 1/√k: it maps a key to a query of the same
+    length, so the spread is standard's and the score of a token with itself has mean zero. U adds
+    k σ/(2√d) to the speed of W.
     """
 
     factors = 3
     equation = "B_h = W_k U W_kᵀ"
     params = "d² + d k"
     source = "Courtois et al. 2024"
+    match = "spread"
+    naive_match = "none"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         self.u = nn.Parameter(torch.empty(spec.heads, spec.d_head, spec.d_head))
-        self.match = "spread" if spec.init == "matched" else "none"
 
     def between(self, k_BHTE: Tensor) -> Tensor:
-        return k_BHTE @ self.u
+        q_BHTE: Tensor = k_BHTE @ self.u
+        return q_BHTE
 
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:
@@ -148,8 +144,9 @@ class SymPairwise(SharedQK):
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
-        """W spans the k directions that matter most on either side, U is B_h within them. Exact if
-        rows and columns of B_h together span no more.
+        """Set W to the k leading directions of rows and columns, and U to B_h within them.
+
+        Exact if the rows and columns of B_h together span at most k dimensions.
         """
         left_HDD, _, _ = torch.linalg.svd(torch.cat([b_HDD, b_HDD.mT], -1))
         w_HDK = left_HDD[..., : self.spec.d_head]

@@ -1,1 +1,1 @@
-"""Everything that knows Hydra's internals."""
+"""Integration with Hydra."""

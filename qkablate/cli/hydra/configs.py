@@ -1,62 +1,88 @@
-"""Configs for verbs that train nothing: `key=value` words, several values of a key with commas."""
+"""Checked configs from `key=value` words: for sweeps, and for verbs that train nothing."""
 
-import os
-import shlex
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from importlib import import_module
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from qkablate.cli.hydra.app import one_line, refuse_odd, register
-from qkablate.config import Config, conf_dir, load
-from qkablate.errors import UserError, nearest, printable, tell
+from qkablate.cli.hydra.app import register
+from qkablate.cli.hydra.words import (
+    check_digits,
+    expand_words,
+    format_error,
+    is_group,
+    split_words,
+)
+from qkablate.config import KEYS, Config, build_config, conf_dir, explain, nearest_key, to_typed
+from qkablate.errors import UserError, print_stderr
 
 T = TypeVar("T")
 
 
-def take_flags(
-    argv: list[str], alone: tuple[str, ...], with_value: tuple[str, ...] = ()
-) -> tuple[dict[str, str], list[str]]:
-    """The verb's own flags, and the other words."""
-    flags: dict[str, str] = {}
-    rest: list[str] = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        if not word.startswith("-"):
-            rest.append(word)
-        elif flag in with_value:
-            value = value if equals else words.pop(0) if words else ""
-            if not value:
-                raise UserError(f"{flag}: a value is missing")
-            if flags.get(flag, value) != value:
-                raise UserError(f"{flag} is given twice: '{flags[flag]}' and '{value}'")
-            flags[flag] = value
-        elif flag not in alone:
-            known = sorted({*alone, *with_value})
-            raise UserError(f"'{flag}' is not one of {', '.join(known)}{nearest(flag, known)}")
-        elif equals:
-            raise UserError(f"{flag} takes no value, and '{value}' was given")
-        else:
-            flags[flag] = ""
-    return flags, rest
+@dataclass
+class Composer:
+    """Checked configs from words. Hydra composes once for every choice of groups."""
+
+    name: str = "train"
+    _bases: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    _values: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, words: Mapping[str, str]) -> Config:
+        """Return the checked config that {key: value} makes, as `qkablate train` would."""
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        groups = tuple(f"{key}={value}" for key, value in words.items() if is_group(key))
+        if groups not in self._bases:
+            self._bases[groups] = compose(self.name, Config, list(groups))
+        typed = copy.deepcopy(self._bases[groups])
+        for key, value in words.items():
+            if is_group(key):
+                continue
+            if key not in KEYS and key not in vars(Config()):
+                raise UserError(f"{key}: there is no such key{nearest_key(key)}")
+            check_digits(key, value)
+            try:
+                OmegaConf.update(typed, key, self._value(key, value), force_add=False)
+            except OmegaConfBaseException as error:
+                raise UserError(explain(error)) from None
+        return build_config(typed)
+
+    def _value(self, key: str, text: str) -> Any:
+        """Return the value that the text stands for."""
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.errors import HydraException
+
+        word = f"{key}={text}"
+        if word not in self._values:
+            try:
+                self._values[word] = OverridesParser.create().parse_override(word).value()
+            except HydraException as error:
+                raise UserError(format_error(error)) from None
+        return self._values[word]
 
 
-def take_out(words: list[str]) -> tuple[list[str], str]:
-    """The words without `out=FOLDER`, and the folder that runs, sweeps and claims lie in."""
-    given = [word.removeprefix("out=") for word in words if word.startswith("out=")]
-    out = given[-1] if given else "outputs"
-    if os.path.expanduser(out).startswith("~"):
-        raise UserError(f"out: there is no home of '{out}'")
+def compose(name: str, schema: type[Any], words: list[str], known: Collection[str] = KEYS) -> Any:
+    """Compose conf/<name>.yaml with some words, typed by its schema."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
-        os.stat(os.path.expanduser(out))
-    except FileNotFoundError:
-        pass  # it is made when something is written
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"out: '{printable(out[:60])}' cannot be a folder: {why}") from None
-    return [word for word in words if not word.startswith("out=")], out
+        return to_typed(hydra.compose(name, words), schema)
+    except (HydraException, OmegaConfBaseException, ValueError, OverflowError) as error:
+        raise UserError(format_error(error, known)) from None
+
+
+@contextmanager
+def open_hydra() -> Iterator[None]:
+    """Initialize Hydra once for many configs."""
+    import hydra
+
+    register()
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        yield
 
 
 @dataclass(frozen=True)
@@ -67,103 +93,53 @@ class Job:
     words: list[str]
 
 
-def jobs(words: list[str], implied: str = "") -> list[Job]:
-    """A checked config for every combination of the values given, as `train -m` would make them.
-    What is `implied` was not typed by the user, and no message speaks of it.
+def compose_jobs(words: list[str], implied: str = "") -> list[Job]:
+    """Return a checked config for every combination of the values given.
+
+    An `implied` word was not typed by the user, and no message mentions it.
     """
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-    from hydra.utils import get_class
-    from omegaconf.errors import OmegaConfBaseException
-
-    for word in words:
-        if "=" not in word or word.startswith("="):
-            raise UserError(f"'{word}' is not key=value, as in variant=merged_w")
-        refuse_odd(word)
-    register()
-    basic: Any = get_class("hydra._internal.core_plugins.basic_sweeper.BasicSweeper")
-    job = ""
-    try:
-        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-            parsed = parser.parse_overrides([implied] * bool(implied) + words)
-            (combinations,) = basic.split_arguments(parsed, None)
-            varying = [len({*column}) > 1 for column in zip(*combinations, strict=True)]
-            varying[: bool(implied)] = [False] * bool(implied)
-            found = []
-            for overrides in combinations:
-                told = [word for word, varies in zip(overrides, varying, strict=True) if varies]
-                job = f" (in {' '.join(told)})" if told else ""
-                found.append(Job(load(hydra.compose("train", list(overrides))), list(overrides)))
-            return found
-    except (UserError, HydraException, OmegaConfBaseException, ValueError) as error:
-        raise UserError(one_line(error) + job) from None
+    composer = Composer()
+    with open_hydra():
+        jobs = expand_words([implied] * bool(implied) + words)
+        return for_each_job(jobs, lambda job: Job(composer.config(split_words(job)), job), implied)
 
 
-def built(planned: list[Job], build: Callable[[Config], T]) -> list[tuple[Job, T]]:
-    """What `build` makes of every job, circuits from outside included. What has no meaning is named
-    and left out, but for one alone, which is refused.
+def for_each_job(
+    jobs: list[list[str]], make: Callable[[list[str]], T], implied: str = ""
+) -> list[T]:
+    """Call `make` with the words of every job; an error names the words that vary."""
+    common = set.intersection(*map(set, jobs)) if jobs else set()
+    results = []
+    for job in jobs:
+        try:
+            results.append(make(job))
+        except UserError as error:
+            varied = [word for word in job[bool(implied) :] if word not in common]
+            raise UserError(f"{error} (in {' '.join(varied)})" if varied else str(error)) from None
+    return results
+
+
+def build_jobs(jobs: list[Job], build: Callable[[Config], T]) -> list[tuple[Job, T]]:
+    """Build something from the config of every job, circuits of the user's files included.
+
+    An unsupported combination is reported and left out; a single one is an error.
     """
-    from qkablate.models.catalogue import settle
+    from qkablate.models.catalogue import resolve_circuits
 
     kept = []
-    for job in planned:
+    for job in jobs:
         try:
-            config, _ = settle(job.config)
+            config, _ = resolve_circuits(job.config)
             kept.append((Job(config, job.words), build(config)))
-        except UserError as refused:
-            if len(planned) == 1:
+        except UserError as error:
+            if len(jobs) == 1:
                 raise
-            tell(f"left out: {refused}")
+            print_stderr(f"left out: {error}")
     if not kept:
-        raise UserError("none of these variants has a meaning at this size")
+        raise UserError("no requested variant supports this size")
     return kept
 
 
-def proposed(kept: list[Job]) -> Job:
-    """The one to go on with: the first that is not the baseline."""
-    return next((job for job in kept if job.config.variant.name != "standard"), kept[0])
-
-
-def run_and_keys(words: list[str], keys: Collection[str], form: str) -> tuple[str, dict[str, str]]:
-    """Of a command whose `form` is a run and some of these keys."""
-    runs, given = [], dict[str, str]()
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or "/" in key:
-            runs.append(word)
-        elif key not in keys:
-            raise UserError(f"{key}: there is no such key{nearest(key, keys)}")
-        elif key in given:
-            raise UserError(f"{key}: given twice")
-        elif not value:
-            raise UserError(f"{key}: is empty; leave it out for the default")
-        else:
-            given[key] = value
-    if len(runs) != 1:
-        told = f"{len(runs)} runs given ({', '.join(runs)})" if runs else "no run given"
-        raise UserError(f"{told}: write qkablate {form}")
-    return runs[0], given
-
-
-def need_extra(extra: str, *names: str) -> None:
-    """UserError where what an extra brings is not installed."""
-    for name in names:
-        try:
-            import_module(name)
-        except ImportError as error:
-            raise UserError(
-                f"this needs {error.name}, of the extra '{extra}': pip install 'qkablate[{extra}]'"
-            ) from None
-
-
-def next_commands(*commands: list[str]) -> None:
-    """What one may type now."""
-    print("\nNext", *(f"  {shlex.join(['qkablate', *words])}" for words in commands), sep="\n")
-
-
-def varies(words: list[str], key: str) -> bool:
-    """Whether the user chose a `key`, or anything in it."""
-    return any(word.lstrip("+").partition("=")[0].partition(".")[0] == key for word in words)
+def choose_next(jobs: list[Job]) -> Job:
+    """Return the job to go on with: the first that is not the baseline."""
+    return next((job for job in jobs if job.config.variant.name != "standard"), jobs[0])

@@ -1,5 +1,6 @@
-"""Generated tasks that tell the variants apart. A new one is a class here, its keys in the schema
-and a YAML in conf/data.
+"""Generated tasks that separate the variants.
+
+A new task is a class here, its keys in the schema and a YAML in conf/data.
 """
 
 from qkablate.data.tasks.base import Task

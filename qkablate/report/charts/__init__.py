@@ -1,22 +1,37 @@
-"""The pictures of a report, as Vega-Lite: one colour scheme for paper and screens, see palette."""
+"""The charts of a report, as Vega-Lite specs."""
 
-from qkablate.report.charts.attention import attention
-from qkablate.report.charts.base import Chart, Panel, Spec
-from qkablate.report.charts.curves import MOST_RUNS, gap_curves, losses
-from qkablate.report.charts.distance import function_distance
-from qkablate.report.charts.forest import claim, gaps
-from qkablate.report.charts.heads import head_curves, head_maps
-from qkablate.report.charts.sizes import bowls, costs, heat
-from qkablate.report.charts.spectra import head_spectra, spectra_by_tokens
-from qkablate.report.section import Chapter
+from qkablate.report.charts.attention import attention_chart
+from qkablate.report.charts.base import Chart, ChartPanel, Spec
+from qkablate.report.charts.curves import MAX_RUNS, gap_curve_chart, loss_chart
+from qkablate.report.charts.distance import distance_chart
+from qkablate.report.charts.forest import claim_chart, gap_chart
+from qkablate.report.charts.heads import head_curve_chart, head_map_chart
+from qkablate.report.charts.sizes import cost_chart, heat_map_chart, lr_chart
+from qkablate.report.charts.spectra import spectra_by_tokens_chart, spectrum_chart
+from qkablate.report.section import Section
 
-__all__ = ["MOST_RUNS", "Chart", "Panel", "Spec", "charts"]
+__all__ = ["MAX_RUNS", "Chart", "ChartPanel", "Spec", "make_charts"]
 
 
-def charts(chapter: Chapter) -> list[Chart]:
-    """All that there is something to draw for."""
+def make_charts(section: Section) -> list[Chart]:
+    """Return all charts that have data."""
     every = (
-        *(claim, gaps, losses, gap_curves, function_distance, heat, costs, bowls),
-        *(head_curves, head_spectra, spectra_by_tokens, head_maps, attention),
+        *(
+            claim_chart,
+            gap_chart,
+            loss_chart,
+            gap_curve_chart,
+            distance_chart,
+            heat_map_chart,
+            cost_chart,
+            lr_chart,
+        ),
+        *(
+            head_curve_chart,
+            spectrum_chart,
+            spectra_by_tokens_chart,
+            head_map_chart,
+            attention_chart,
+        ),
     )
-    return [chart for make in every if (chart := make(chapter)) is not None]
+    return [chart for make in every if (chart := make(section)) is not None]

@@ -1,46 +1,46 @@
-"""What charts are made of. A picture is made of numbers and of names that are data, never part
-of an expression.
-"""
+"""Shared pieces of charts, as Vega-Lite specs; names enter as data, never in an expression."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from qkablate.report.section import Chapter
+from qkablate.report.section import Section
 
 Spec = dict[str, Any]
-ROW = 24  # pixels
+ROW_HEIGHT = 24  # pixels
 
 
 @dataclass(frozen=True)
-class Panel:
+class ChartPanel:
+    """One plot of a chart, with the variants in it."""
+
     title: str
     spec: Spec
-    variants: list[str]
+    find_variants: list[str]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """`name` is also how its file ends."""
+    """A chart of the report; `name` is also the suffix of its file."""
 
     name: str
     title: str
     caption: str
-    panels: list[Panel]
+    panels: list[ChartPanel]
 
     @property
     def variants(self) -> list[str]:
         return list(dict.fromkeys(v for panel in self.panels for v in panel.variants))
 
 
-def rows_of(names: list[str]) -> Spec:
-    """A row for each, in this order."""
+def arm_axis(names: list[str]) -> Spec:
+    """Return a y axis with one row per name, in this order."""
     y: Spec = {"field": "arm", "type": "nominal", "sort": names, "title": None}
     y |= {"axis": {"labelLimit": 340, "ticks": False, "domain": False, "grid": False}}
     return y | {"scale": {"domain": names}}
 
 
-def zero(axis: str) -> Spec:
-    """A dashed line where there is no difference."""
+def zero_line(axis: str) -> Spec:
+    """Return a dashed line at zero."""
     return {
         "data": {"values": [{"at": 0}]},
         "mark": {"type": "rule", "color": "var(--faint)", "strokeDash": [3, 3]},
@@ -48,18 +48,18 @@ def zero(axis: str) -> Spec:
     }
 
 
-def where_known(rows: list[Spec], layer: Spec) -> list[Spec]:
-    """The layer, of the rows that have an interval; none where no row has."""
+def if_intervals(rows: list[Spec], layer: Spec) -> list[Spec]:
+    """Return the layer for the rows that have an interval, or nothing if none has."""
     if all(row["low"] is None for row in rows):
         return []
     return [layer | {"transform": [{"filter": {"field": "low", "valid": True}}]}]
 
 
-OPEN = " A pale bar to the edge: on that side runs diverged, and the interval has no end."
+OPEN_NOTE = " A pale bar to the edge: runs diverged, so the interval is unbounded on that side."
 
 
-def without_end(rows: list[Spec], y: Spec, own: Spec) -> list[Spec]:
-    """Pale bars from the mean to the edge, where runs diverged."""
+def open_intervals(rows: list[Spec], y: Spec, own: Spec) -> list[Spec]:
+    """Return pale bars from the mean to the edge where runs diverged."""
     layers: list[Spec] = []
     for key, edge in (("open_below", 0), ("open_above", "width")):
         if any(row[key] for row in rows):
@@ -70,31 +70,36 @@ def without_end(rows: list[Spec], y: Spec, own: Spec) -> list[Spec]:
     return layers
 
 
-def tip(field: str, title: str = "") -> Spec:
+def tooltip_field(field: str, title: str = "") -> Spec:
+    """Return one line of a tooltip."""
     return {"field": field, "type": "nominal", "title": title or field}
 
 
-def variants(*lists: list[Spec]) -> list[str]:
+def find_variants(*lists: list[Spec]) -> list[str]:
+    """Return the variants of all rows, each once."""
     return list(dict.fromkeys(row["variant"] for rows in lists for row in rows))
 
 
-def _scale(chapter: Chapter, which: str) -> Spec:
-    looks = chapter.looks
+def _scale(section: Section, which: str) -> Spec:
+    looks = section.styles
     return {"domain": [*looks], "range": [getattr(look, which) for look in looks.values()]}
 
 
-def _by_variant(chapter: Chapter, which: str) -> Spec:
+def _by_variant(section: Section, which: str) -> Spec:
     own: Spec = {"field": "variant", "type": "nominal", "legend": None}
-    return own | {"scale": _scale(chapter, which)}
+    return own | {"scale": _scale(section, which)}
 
 
-def colour(chapter: Chapter) -> Spec:
-    return {"color": _by_variant(chapter, "colour")}
+def color_by_variant(section: Section) -> Spec:
+    """Return the color encoding."""
+    return {"color": _by_variant(section, "color")}
 
 
-def dash(chapter: Chapter) -> Spec:
-    return {"strokeDash": _by_variant(chapter, "dash")}
+def dash_by_variant(section: Section) -> Spec:
+    """Return the dash encoding."""
+    return {"strokeDash": _by_variant(section, "dash")}
 
 
-def shape(chapter: Chapter) -> Spec:
-    return {"shape": _by_variant(chapter, "shape")}
+def shape_by_variant(section: Section) -> Spec:
+    """Return the point shape encoding."""
+    return {"shape": _by_variant(section, "shape")}

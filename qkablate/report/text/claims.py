@@ -1,12 +1,12 @@
-"""A claim and its verdict, for a person."""
+"""A claim and its verdict as text."""
 
 from qkablate.analysis.claims.claim import Claim, Selector
-from qkablate.analysis.claims.judgement import Judged, Judgement
+from qkablate.analysis.claims.judgement import Judgement, PartJudgement
 from qkablate.analysis.comparison.audit import BROKEN, MARKS, WARNING
-from qkablate.analysis.comparison.gaps import per_cent
-from qkablate.analysis.stats import Spread, detectable
-from qkablate.errors import printable
-from qkablate.table import aligned, nats
+from qkablate.analysis.comparison.gaps import perplexity_percent
+from qkablate.analysis.stats import Spread, detectable_effect
+from qkablate.errors import sanitize
+from qkablate.table import format_nats, format_table
 
 _KINDS = {
     "noninferior": "is not worse than {} by {:g}",
@@ -27,120 +27,129 @@ _CLAIMED = {
 _WHERE = {"longest": "", "each": ", at each length", "growth": ", per doubling of tokens"}
 
 
-def claim_lines(claim: Claim) -> list[str]:
-    """What is claimed, and how it is tested."""
-    said = [f"{claim.title}: {claim.says}", f"source    {claim.source}"]
+def format_claim(claim: Claim) -> list[str]:
+    """Return the claim and its test plan as lines."""
+    format_judgement = [f"{claim.title}: {claim.says}", f"source    {claim.source}"]
     for name, spec in claim.parts.items():
         kinds = _KINDS if spec.of == "gap" else _SPREADS
-        kind = kinds[spec.kind].format(_side(spec.against), spec.margin)
+        kind = kinds[spec.kind].format(_format_selector(spec.against), spec.margin)
         where = f"at equal {spec.axis}{_WHERE[spec.horizon]}"
-        said.append(f"part      {name}: {_side(spec.arm)} {kind}, {where}")
+        format_judgement.append(f"part      {name}: {_format_selector(spec.arm)} {kind}, {where}")
     looks = " then ".join(map(str, claim.seeds))
     tuned = f"; rates tuned on {claim.tuning_seeds} other seeds" if claim.tuning_seeds else ""
-    said.append(f"seeds     {looks}, from its hash {claim.hash[:12]}{tuned}")
-    return [*map(printable, said)]
+    format_judgement.append(f"seeds     {looks}, from its hash {claim.hash[:12]}{tuned}")
+    return [*map(sanitize, format_judgement)]
 
 
-def _side(selector: Selector) -> str:
+def _format_selector(selector: Selector) -> str:
     return " ".join(v if k == "variant" else f"{k}={v}" for k, v in selector.items())
 
 
-def lines(found: Judgement) -> list[str]:
-    """The verdict, what it rests on, and what would settle it."""
-    label = " (exploratory)" if found.exploratory else ""
+def format_judgement(judgement: Judgement) -> list[str]:
+    """Return the verdict, its evidence, and what would decide it, as lines."""
+    label = " (exploratory)" if judgement.exploratory else ""
     doubts = {
         check.name
-        for one in found.judged
-        for check in one.checks
+        for judged in judgement.parts
+        for check in judged.checks
         if check.state in (WARNING, BROKEN)
     }
-    said = [*claim_lines(found.claim), "", f"{found.word}{label}"]
-    said += [f"  exploratory: {reason}" for reason in found.exploratory]
-    if doubts and found.verdict:
-        said.append(f"  the audit warns: {', '.join(sorted(doubts))}")
-    if found.verdict is None:
-        ended, expected = found.study.ended, found.study.expected
-        said.append(f"  {ended} of {expected} runs have ended; a verdict takes all of them")
-        return [*map(printable, said)]
-    head, rows = part_table(found)
-    said += ["", *aligned(head, rows), "", *(f"  {line}" for line in beside(found))]
-    said += ["", "audit", *_audit(found.judged)]
-    said += [line for needs in settling(found) for line in ("", needs)]
-    return [*map(printable, [*said, "", f"runs  {found.study.manifest.folder}"])]
+    text = [*format_claim(judgement.claim), "", f"{judgement.word}{label}"]
+    text += [f"  exploratory: {reason}" for reason in judgement.exploratory]
+    if doubts and judgement.verdict:
+        text.append(f"  the audit warns: {', '.join(sorted(doubts))}")
+    if judgement.verdict is None:
+        ended, expected = judgement.study.ended, judgement.study.expected
+        text.append(f"  {ended} of {expected} runs have ended; the verdict needs all of them")
+        return [*map(sanitize, text)]
+    head, rows = make_part_table(judgement)
+    text += [
+        "",
+        *format_table(head, rows),
+        "",
+        *(f"  {line}" for line in format_details(judgement)),
+    ]
+    text += ["", "audit", *_audit(judgement.parts)]
+    text += [line for needs in format_seeds_needed(judgement) for line in ("", needs)]
+    return [*map(sanitize, [*text, "", f"runs  {judgement.manifest.folder}"])]
 
 
-def part_table(found: Judgement) -> tuple[list[str], list[list[str]]]:
-    """A row for each part; without a verdict, what is known so far is not told."""
-    level = f"{100 * (1 - 2 * found.alpha):.3g} % interval"
+def make_part_table(judgement: Judgement) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the parts; no rows before the verdict."""
+    level = f"{100 * (1 - 2 * judgement.alpha):.3g} % interval"
     head = ["part", "n", "gap", level, "sd", "claimed", "verdict"]
-    words = found.verdict.parts if found.verdict else []
-    pairs = zip(found.judged, words, strict=False)
-    return head, [_row(one, word, found.alpha) for one, word in pairs]
+    words = judgement.verdict.parts if judgement.verdict else []
+    pairs = zip(judgement.parts, words, strict=False)
+    return head, [_row(judged, word, judgement.alpha) for judged, word in pairs]
 
 
-def beside(found: Judgement) -> list[str]:
-    """What stands beside the intervals, part by part."""
-    if found.verdict is None:
+def format_details(judgement: Judgement) -> list[str]:
+    """Return further statistics, part by part."""
+    if judgement.verdict is None:
         return []
-    return [line for one in found.judged for line in _beside(one, found.alpha)]
+    return [line for judged in judgement.parts for line in _details(judged, judgement.alpha)]
 
 
-def _row(one: Judged, word: str, alpha: float) -> list[str]:
-    part, sample = one.part, one.part.sample
+def _row(judged: PartJudgement, word: str, alpha: float) -> list[str]:
+    part, sample = judged.part, judged.part.sample
     low, high = sample.interval(1 - 2 * alpha) or (None, None)
     ends = [
-        "−∞" if part.open_below else "–" if low is None else nats(low),
-        "∞" if part.open_above else "–" if high is None else nats(high),
+        "−∞" if part.open_below else "–" if low is None else format_nats(low),
+        "∞" if part.open_above else "–" if high is None else format_nats(high),
     ]
-    mean = nats(sample.mean) if sample.n else "–"
+    mean = format_nats(sample.mean) if sample.n else "–"
     sd = "–" if sample.sd is None else f"{sample.sd:.4f}"
     claimed = _CLAIMED[part.kind].format(part.margin)
     return [part.name, str(sample.n), mean, f"[{', '.join(ends)}]", sd, claimed, word]
 
 
-def _beside(one: Judged, alpha: float) -> list[str]:
-    """What stands beside a part's interval, and every gap it is made of."""
-    part, sample = one.part, one.part.sample
+def _details(judged: PartJudgement, alpha: float) -> list[str]:
+    """Return further statistics of a part, and every gap."""
+    part, sample = judged.part, judged.part.sample
     if sample.n < 2:
         return []
-    said = []
+    text = []
     if sample.bca and sample.sign_flip is not None and sample.sd:
         low, high = sample.bca
-        least = detectable(sample.sd, sample.n, 2 * alpha)
-        said += [f"could have found {least:.4f}", f"BCa 95 % [{nats(low)}, {nats(high)}]"]
-        said += [f"sign flip p {sample.sign_flip:.4f}"]
-    if one.comparison.spec.horizon != "growth" and not isinstance(sample, Spread):
-        said.append(f"perplexity {per_cent(sample.mean):+.2f} %")
-    every = " ".join(map(nats, sample.values))
-    return [f"{part.name}: {', '.join([*said, f'gaps {every}'])}"]
+        least = detectable_effect(sample.sd, sample.n, 2 * alpha)
+        text += [f"detectable {least:.4f}", f"BCa 95 % [{format_nats(low)}, {format_nats(high)}]"]
+        text += [f"sign flip p {sample.sign_flip:.4f}"]
+    if judged.comparison.spec.horizon != "growth" and not isinstance(sample, Spread):
+        text.append(f"perplexity {perplexity_percent(sample.mean):+.2f} %")
+    every = " ".join(map(format_nats, sample.values))
+    return [f"{part.name}: {', '.join([*text, f'gaps {every}'])}"]
 
 
-def settling(found: Judgement) -> list[str]:
-    """What would settle the parts that are open."""
-    return [f"{name}: {_would_settle(found, name, n)}" for name, n in found.needed().items()]
+def format_seeds_needed(judgement: Judgement) -> list[str]:
+    """Return the seeds that would decide each open part."""
+    return [
+        f"{name}: {_needed_text(judgement, name, n)}"
+        for name, n in judgement.seeds_needed().items()
+    ]
 
 
-def _would_settle(found: Judgement, name: str, seeds: int | None) -> str:
-    part = next(one.part for one in found.judged if one.part.name == name)
+def _needed_text(judgement: Judgement, name: str, seeds: int | None) -> str:
+    part = next(judged.part for judged in judgement.parts if judged.part.name == name)
     if part.sample.n < 2:
         return "nothing was measured"
     if seeds is None:
-        return "at the gap and the spread measured here no number of seeds would settle it"
-    word = part.would_be(seeds, found.alpha, len(found.judged))
+        return "at the gap and spread measured here no number of seeds would decide it"
+    word = part.likely_verdict(seeds, judgement.alpha, len(judgement.parts))
     return (
-        f"were the gap {nats(part.sample.mean)} and its spread {part.sample.sd:.4f}, as measured,"
-        f" {seeds} seeds would show it {word} four times of five"
+        f"if gap {format_nats(part.sample.mean)} and spread {part.sample.sd:.4f} are as measured here,"
+        f" {seeds} seeds would show it {word} with 80 % power"
     )
 
 
-def _audit(judged: list[Judged]) -> list[str]:
-    """Every check once, with the parts it is said of where these are not all."""
-    said: dict[tuple[str, str, str], list[str]] = {}
-    for one in judged:
-        for check in one.checks:
-            said.setdefault((check.name, check.state, check.says), []).append(one.part.name)
-    found = []
-    for (name, state, says), parts in said.items():
+def _audit(judged: list[PartJudgement]) -> list[str]:
+    """Return every check once, with its parts unless it applies to all."""
+    parts_of: dict[tuple[str, str, str], list[str]] = {}
+    for part in judged:
+        for check in part.checks:
+            key = check.name, check.state, check.message
+            parts_of.setdefault(key, []).append(part.part.name)
+    format_judgement = []
+    for (name, state, message), parts in parts_of.items():
         of = "" if len(parts) == len(judged) else f"  ({', '.join(parts)})"
-        found.append(f"  {MARKS[state] or '✓'} {name:<14} {says}{of}")
-    return found
+        format_judgement.append(f"  {MARKS[state] or '✓'} {name:<14} {message}{of}")
+    return format_judgement

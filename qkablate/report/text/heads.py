@@ -1,31 +1,31 @@
-"""What a terminal shows of heads: tables of measures, spectra, what a token looks at."""
+"""Print heads in a terminal: tables of metrics, spectra, attention weights."""
 
 from typing import Any
 
-from qkablate.errors import printable
+from qkablate.errors import sanitize
 from qkablate.table import print_table
 
 _BARS = "▁▂▃▄▅▆▇█"
 _LISTED = 8  # singular values that are written out
 
 
-def print_measures(found: dict[str, list[Any]], shown: list[tuple[int, int]]) -> None:
-    """A row a head; measures that no layer has, and spectra, are left out."""
+def print_measures(measures: dict[str, list[Any]], shown: list[tuple[int, int]]) -> None:
+    """Print a table with one row per head; empty measures and spectra are left out."""
     names = [
         name
-        for name, layers in found.items()
+        for name, layers in measures.items()
         if name != "singular" and any(heads is not None for heads in layers)
     ]
     rows = []
     for layer, head in shown:
-        of_layers = [found[name][layer] for name in names]
-        values = [None if heads is None else heads[head] for heads in of_layers]
-        rows.append([str(layer), str(head), *map(number, values)])
+        by_name = [measures[name][layer] for name in names]
+        values = [None if heads is None else heads[head] for heads in by_name]
+        rows.append([str(layer), str(head), *map(format_number, values)])
     print_table(["layer", "head", *names], rows, left=0)
 
 
-def number(value: float | None) -> str:
-    """Two or three digits are what one compares."""
+def format_number(value: float | None) -> str:
+    """Format with two or three significant digits."""
     if value is None:
         return "–"
     if 0 < abs(value) < 5e-4:
@@ -35,7 +35,8 @@ def number(value: float | None) -> str:
 
 
 def print_spectra(singular: list[Any], shown: list[tuple[int, int]]) -> None:
-    print("\nsingular values, the bars as parts of the largest")
+    """Print the singular values of heads, with a sparkline each."""
+    print("\nsingular values (bars relative to the largest)")
     for layer, head in shown:
         values = [] if singular[layer] is None else singular[layer][head]
         listed = ", ".join(f"{value:.3g}" for value in values[:_LISTED])
@@ -44,18 +45,18 @@ def print_spectra(singular: list[Any], shown: list[tuple[int, int]]) -> None:
 
 
 def sparkline(values: list[float]) -> str:
-    """A bar for each value, of eight heights."""
+    """Return one bar per value, of eight heights."""
     largest = max(values, default=0) or 1
     return "".join(_BARS[min(7, int(8 * value / largest))] for value in values)
 
 
-def print_looks(text: dict[str, Any], layer: int, head: int) -> None:
-    """Of each token, the three that it looks at most."""
-    print(f"\nWhat each token looks at, layer {layer}, head {head}")
-    tokens = [printable(repr(token)) for token in text["tokens"]]
+def print_attention(text: dict[str, Any], layer: int, head: int) -> None:
+    """Print the three largest attention weights of each token."""
+    print(f"\nLargest attention weights, layer {layer}, head {head}")
+    tokens = [sanitize(repr(token)) for token in text["tokens"]]
     rows = []
-    for here, weights in enumerate(text["attention"][layer][head]):
-        order = sorted(range(here + 1), key=lambda j: -(weights[j] or 0))[:3]
-        seen = [f"{tokens[j]} at {j}: {number(weights[j])}" for j in order]
-        rows.append([str(here), tokens[here], *(seen + [""] * 3)[:3]])
-    print_table(["at", "token", "most", "then", "then"], rows, left=5)
+    for query, weights in enumerate(text["attention"][layer][head]):
+        order = sorted(range(query + 1), key=lambda j: -(weights[j] or 0))[:3]
+        largest = [f"{tokens[j]} at {j}: {format_number(weights[j])}" for j in order]
+        rows.append([str(query), tokens[query], *(largest + [""] * 3)[:3]])
+    print_table(["at", "token", "1st", "2nd", "3rd"], rows, left=5)

@@ -1,52 +1,54 @@
-"""Numbers as a report tells them: with no more digits than their interval supports."""
+"""Format numbers, rounded to the precision of their interval."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.analysis.stats import ALPHA, Sample
-from qkablate.errors import printable
-from qkablate.table import digits
+from qkablate.errors import sanitize
+from qkablate.table import format_digits
 
 
-def told_gap(
+def format_gap(
     mean: float, interval: Sequence[float] | None, *, below: bool = False, above: bool = False
 ) -> str:
-    """+0.012 [+0.008, +0.016]; a side on which runs diverged has no end."""
-    half = half_of(interval)
-    said = digits(mean, half, signed=True)
+    """Format a gap: +0.012 [+0.008, +0.016]; unbounded where runs diverged."""
+    half = half_width(interval)
+    text = format_digits(mean, half, signed=True)
     if interval is None:
-        return f"{said}, no interval"
-    low, high = (digits(end, half, signed=True) for end in interval)
-    return f"{said} {'(−∞' if below else f'[{low}'}, {'∞)' if above else f'{high}]'}"
+        return f"{text}, no interval"
+    low, high = (format_digits(end, half, signed=True) for end in interval)
+    return f"{text} {'(−∞' if below else f'[{low}'}, {'∞)' if above else f'{high}]'}"
 
 
-def told_open(one: Mapping[str, Any]) -> str:
-    """The gap of an arm as it was described."""
-    above, below = one["arm_diverged"] > 0, one["baseline_diverged"] > 0
-    return told_gap(one["mean"], one["interval"], below=below, above=above)
+def format_gap_summary(gap: GapSummary) -> str:
+    """Format the mean gap of an arm with its interval."""
+    assert gap.mean is not None
+    above, below = gap.arm_diverged > 0, gap.baseline_diverged > 0
+    return format_gap(gap.mean, gap.interval, below=below, above=above)
 
 
-def told_loss(sample: Sample, level: float = 1 - ALPHA) -> str:
+def format_loss(sample: Sample, level: float = 1 - ALPHA) -> str:
+    """Format a mean loss with its interval: 3.210 [3.205, 3.215]."""
     interval = sample.interval(level)
-    half = half_of(interval)
-    said = digits(sample.mean, half)
+    half = half_width(interval)
+    text = format_digits(sample.mean, half)
     if interval is None:
-        return f"{said}, no interval"
-    return f"{said} [{', '.join(digits(end, half) for end in interval)}]"
+        return f"{text}, no interval"
+    return f"{text} [{', '.join(format_digits(end, half) for end in interval)}]"
 
 
-def half_of(interval: Sequence[float] | None) -> float | None:
+def half_width(interval: Sequence[float] | None) -> float | None:
+    """Return half the width of an interval."""
     return None if interval is None else (interval[1] - interval[0]) / 2
 
 
-def cleaned(value: Any) -> Any:
-    """Without signs that steer: files may hold them, and neither page nor picture has a use for
-    any.
-    """
+def sanitize_all(value: Any) -> Any:
+    """Strip control characters from all strings of a JSON-like value."""
     if isinstance(value, str):
-        return printable(value)
+        return sanitize(value)
     if isinstance(value, dict):
-        return {printable(key): cleaned(inner) for key, inner in value.items()}
+        return {sanitize(key): sanitize_all(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [cleaned(inner) for inner in value]
+        return [sanitize_all(inner) for inner in value]
     return value

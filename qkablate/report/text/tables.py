@@ -1,256 +1,240 @@
-"""What a sweep says, as tables for a person."""
+"""Tables of a study's results."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from qkablate.analysis.comparison.audit import BROKEN, MARKS, NOTE, OK, WARNING, Check, worst
-from qkablate.analysis.stats import ALPHA
-from qkablate.report.text.distance import apart_table
+from qkablate.analysis.comparison.audit import BROKEN, MARKS, NOTE, OK, WARNING, worst_state
+from qkablate.analysis.comparison.curves import CurveSummary
+from qkablate.analysis.comparison.decision import MarginTest
+from qkablate.analysis.comparison.gaps import ArmLosses, NoiseFloor
+from qkablate.analysis.comparison.lr_curves import LrCurveSummary
+from qkablate.analysis.comparison.ranking import Front, Ranking
+from qkablate.analysis.comparison.scaling import SeriesSummary
+from qkablate.analysis.comparison.summary import GapSummary, StudySummary
+from qkablate.report.text.distance import make_distance_table
 from qkablate.report.text.table import Table
-from qkablate.table import counted, nats, short, some
+from qkablate.table import format_count, format_list, format_nats, format_short
 
 
-def tables(found: dict[str, Any]) -> list[Table]:
-    """Of what `summary.describe` found."""
-    shown = [_arms(found["arms"])]
-    by_baseline: dict[str, list[dict[str, Any]]] = {}
-    for one in found["gaps"]:
-        by_baseline.setdefault(one["baseline"], []).append(one)
-    floors = {floor["baseline"]: floor for floor in found["noise_floor"]}
-    shown += [_gaps(name, gaps, floors[name]) for name, gaps in by_baseline.items()]
-    shown += [_ranking(one) for one in found["rankings"] if len(one["ranks"]) > 1]
-    if found["learning_rates"]:
-        shown.append(_rates(found["learning_rates"]))
-    if found["curves"]:
-        shown.append(_curves(found["curves"]))
-    shown += [apart_table(one) for one in found["function_distance"]]
-    shown += [
-        _series(along, rows)
-        for along in ("tokens", "parameters")
-        if (rows := [one for one in found["series"] if one["along"] == along])
+def make_tables(summary: StudySummary) -> list[Table]:
+    """Return all tables of a study."""
+    by_baseline: dict[str, list[GapSummary]] = {}
+    for gap in summary.gaps:
+        by_baseline.setdefault(gap.baseline, []).append(gap)
+    floors = {floor.baseline: floor for floor in summary.noise_floor}
+    return [
+        _arm_table(summary.arms),
+        *(_gap_table(name, gaps, floors[name]) for name, gaps in by_baseline.items()),
+        *(_rank_table(ranking) for ranking in summary.rankings if len(ranking.ranks) > 1),
+        *([_rate_table(summary.learning_rates)] if summary.learning_rates else []),
+        *([_curve_table(summary.curves)] if summary.curves else []),
+        *map(make_distance_table, summary.function_distance),
+        *(
+            _series_table(along, series)
+            for along in ("tokens", "parameters")
+            if (series := [series for series in summary.series if series.along == along])
+        ),
+        *([_front_table(summary.fronts)] if summary.fronts else []),
     ]
-    if found["fronts"]:
-        shown.append(_fronts(found["fronts"]))
-    return shown
 
 
-def _arms(arms: list[dict[str, Any]]) -> Table:
+def _arm_table(arms: list[ArmLosses]) -> Table:
     rows = []
     for arm in arms:
-        every = [
-            f"{run['test_loss']:.4f}" if run["test_loss"] is not None else f"({run['status']})"
-            for run in arm["runs"]
+        runs = [
+            f"{run.test_loss:.4f}" if run.test_loss is not None else f"({run.status})"
+            for run in arm.runs
         ]
-        cells = [arm["arm"], f"{arm['params']:,}", _number(arm["lr"], ".3g")]
-        cells += [f"{arm['n']}/{len(arm['runs'])}", _number(arm["mean"]), _number(arm["sd"])]
-        rows.append([*cells, _interval(arm["interval"], ".4f"), " ".join(every) or "none yet"])
+        cells = [arm.arm, f"{arm.params:,}", _number(arm.lr, ".3g"), f"{arm.n}/{len(arm.runs)}"]
+        cells += [_number(arm.mean), _number(arm.sd), _interval(arm.interval, ".4f")]
+        rows.append([*cells, " ".join(runs) or "none yet"])
     return Table(
         "test loss, nats per token",
         ["arm", "params", "lr", "done", "mean", "sd", "95 % interval", "every run"],
         rows,
-        ["params without embeddings; the interval is Student's, of the mean over seeds"],
+        ["params: without embeddings; interval: Student's t, of the mean over seeds"],
         ("every run",),
     )
 
 
-def _gaps(baseline: str, gaps: list[dict[str, Any]], floor: dict[str, Any]) -> Table:
-    head = ["arm", "params", "n", "gap", "95 % interval", "perplexity", "p (Holm)"]
-    head += ["detectable", "says"]
+def _gap_table(baseline: str, gaps: list[GapSummary], floor: NoiseFloor) -> Table:
+    head = ["arm", "params", "n", "gap", "95 % interval", "perplexity", "p (Holm)", "detectable"]
+    head.append("decision")
+    if gaps[0].margin is not None:
+        size = f"{gaps[0].margin.nats:g}"
+        head += [f"p (gap ≥ {size})", f"p (beyond ± {size})", f"seeds for ± {size}"]
     head += ["BCa", "sign flip", "audit"]
-    margin = gaps[0]["margin"]
-    if margin is not None:
-        size = f"{margin['nats']:g}"
-        head[-3:-3] = [f"p of ≥ {size}", f"p of beyond ± {size}", f"seeds for ± {size}"]
     rows = []
-    for one in gaps:
-        percent = one["perplexity_percent"]
-        cells = [
-            one["arm"],
-            percent_more(one["params_percent"]),
-            str(one["n"]),
-            _signed(one["mean"]),
-            _interval(one["interval"]),
-        ]
-        cells += ["–" if percent is None else f"{percent:+.2f} %", _p(one["p_holm"])]
-        cells += [_number(one["detectable"]), says(one)]
-        if margin is not None:
-            own = one["margin"]
-            cells += [_p(own["p_noninferior"]), _p(own["p_equivalent"]), _seeds(own)]
-        cells += [_interval(one["bca"]), _p(one["sign_flip"])]
-        state = worst([Check(**check) for check in one["audit"]])
+    for gap in gaps:
+        percent = gap.perplexity_percent
+        cells = [gap.arm, format_percent_more(gap.params_percent), str(gap.n)]
+        cells += [_signed(gap.mean), _interval(gap.interval)]
+        cells += ["–" if percent is None else f"{percent:+.2f} %", _p(gap.p_holm)]
+        cells += [_number(gap.detectable), str(gap.decision)]
+        if gap.margin is not None:
+            cells += [_p(gap.margin.p_noninferior), _p(gap.margin.p_equivalent)]
+            cells.append(_seeds_needed(gap.margin))
+        state = worst_state(gap.audit)
+        cells += [_interval(gap.bca), _p(gap.sign_flip)]
         rows.append([*cells, state if state == OK else f"{MARKS[state]} {state}"])
+    return Table(f"gaps to {baseline}, paired by seed", head, rows, _gap_notes(gaps, floor))
+
+
+def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
     notes = []
-    spread, rounding = floor["seeds_sd"], floor["rounding"]
-    if spread is not None:
-        notes.append(f"between seeds {baseline} spreads by ± {spread:.4f}")
-    if rounding and rounding["interval"]:
+    if floor.seeds_sd is not None:
+        notes.append(f"spread of {floor.baseline} between seeds: ± {floor.seeds_sd:.4f}")
+    if floor.rounding and floor.rounding.interval:
         notes.append(
-            f"rounding alone (standard_reassociated): {_signed(rounding['mean'])}"
-            f" {_interval(rounding['interval'])}, ± {rounding['sd']:.4f} a pair"
+            f"rounding alone (standard_reassociated): {_signed(floor.rounding.mean)}"
+            f" {_interval(floor.rounding.interval)}, ± {floor.rounding.sd:.4f} a pair"
         )
-    first = gaps[0]
-    if any(one["n"] < one["sign_flip_speaks_from"] for one in gaps):
+    least = gaps[0].sign_flip_min_n
+    if any(gap.n < least for gap in gaps):
         notes.append(
-            f"the sign-flip test can speak from n = {first['sign_flip_speaks_from']} on"
-            f" ({counted(first['comparisons'], 'comparison')})"
+            f"the sign-flip test can reject from n = {least} on"
+            f" ({format_count(gaps[0].comparisons, 'comparison')})"
         )
-    correlations = [one["correlation"] for one in gaps if one["correlation"] is not None]
+    correlations = [gap.correlation for gap in gaps if gap.correlation is not None]
     if correlations:
         low, high = min(correlations), max(correlations)
         to = f" to {high:+.2f}" if len(correlations) > 1 else ""
         notes.append(f"correlation of the pairs: {low:+.2f}{to}")
-    notes += _warnings(gaps)
-    return Table(f"gaps to {baseline}, paired by seed", head, rows, notes)
+    return notes + _audit_notes(gaps)
 
 
 _START = ("start", NOTE)  # the only note that no column shows
 
 
-def _warnings(gaps: list[dict[str, Any]]) -> list[str]:
-    """What the audits found, each said once, with the arms it is said of."""
-    said: dict[tuple[str, str, str], list[str]] = {}
-    for one in gaps:
-        for check in one["audit"]:
-            if check["state"] in (WARNING, BROKEN) or (check["name"], check["state"]) == _START:
-                own = check["says"].replace(one["arm"], "the arm")
-                said.setdefault((check["state"], check["name"], own), []).append(one["arm"])
+def _audit_notes(gaps: list[GapSummary]) -> list[str]:
+    """Return each warning of the audits once, with its arms."""
+    arms_of: dict[tuple[str, str, str], list[str]] = {}
+    for gap in gaps:
+        for check in gap.audit:
+            if check.state in (WARNING, BROKEN) or (check.name, check.state) == _START:
+                text = check.message.replace(gap.arm, "the arm")
+                arms_of.setdefault((check.state, check.name, text), []).append(gap.arm)
     return [
-        f"{MARKS[state]} {name}: {text}" + (f" ({some(arms)})" if len(gaps) > 1 else "")
-        for (state, name, text), arms in said.items()
+        f"{MARKS[state]} {name}: {text}" + (f" ({format_list(arms)})" if len(gaps) > 1 else "")
+        for (state, name, text), arms in arms_of.items()
     ]
 
 
-def _seeds(margin: dict[str, Any]) -> str:
-    if margin["p_noninferior"] is None:
-        return "–"
-    return str(margin["seeds_needed"] or "too many")
+def _seeds_needed(margin: MarginTest) -> str:
+    return "–" if margin.p_noninferior is None else str(margin.seeds_needed or "too many")
 
 
-def says(one: dict[str, Any]) -> str:
-    if one["arm_diverged"]:
-        return "diverges"
-    if one["baseline_diverged"]:
-        return "baseline diverges"
-    if one["interval"] is None:
-        return "a number" if one["n"] else "nothing"
-    if one["p_holm"] is not None and one["p_holm"] < ALPHA:
-        return "worse" if one["mean"] > 0 else "better"
-    margin = one["margin"] or {}
-    for key, word in (("p_equivalent", "equivalent"), ("p_noninferior", "not worse")):
-        if margin.get(key) is not None and margin[key] < ALPHA:
-            return word
-    return "none found"
-
-
-def _ranking(ranking: dict[str, Any]) -> Table:
+def _rank_table(ranking: Ranking) -> Table:
     rows = []
-    for row in ranking["ranks"]:
-        first, last = row["best_rank"], row["worst_rank"]
-        rank = f"{first}" if first == last else f"{first} to {last}"
-        rows.append([row["arm"], rank, f"{row['mean']:.4f}", str(row["n"])])
-    what = {"tokens": "tokens", "params": "parameters", "flops": "training FLOPs"}[ranking["equal"]]
+    for rank in ranking.ranks:
+        first, last = rank.best_rank, rank.worst_rank
+        ranks = f"{first}" if first == last else f"{first} to {last}"
+        rows.append([rank.arm, ranks, f"{rank.mean:.4f}", str(rank.n)])
+    equal = {"tokens": "tokens", "params": "parameters", "flops": "training FLOPs"}[ranking.equal]
     return Table(
-        f"ranks at equal {what}, beside {ranking['size']}",
+        f"ranks at equal {equal}, with {ranking.size}",
         ["arm", "rank", "mean", "n"],
         rows,
-        ["ranks that every pair's t test leaves possible, by Holm over all pairs"]
-        + [f"not ranked: {line}" for line in ranking["unranked"]],
+        ["ranks that no pair's t test excludes, adjusted by Holm over all pairs"]
+        + [f"not ranked: {line}" for line in ranking.unranked],
     )
 
 
-def _rates(found: list[dict[str, Any]]) -> Table:
-    head = ["arm", "best lr", "least at", "95 % interval", "off by up to 4 ×"]
+def _rate_table(curves: list[LrCurveSummary]) -> Table:
+    head = ["arm", "best lr", "optimum", "95 % interval", "off by up to 4 ×"]
     head += ["gap at default", "95 % interval", "gap at best", "95 % interval", ""]
     rows = []
-    for one in found:
-        cells = [one["arm"], _number(one["best"], ".3g"), _number(one["optimum"], ".3g")]
-        cells += [_interval(one["optimum_interval"], ".3g"), _number(one["sensitivity"])]
-        for key in ("gap_at_default", "gap_at_best"):
-            own = one[key] or {"mean": None, "interval": None}
-            cells += [_signed(own["mean"]), _interval(own["interval"])]
-        rows.append([*cells, "! on the edge" if one["on_the_edge"] else ""])
+    for curve in curves:
+        cells = [curve.arm, _number(curve.best, ".3g"), _number(curve.optimum, ".3g")]
+        cells += [_interval(curve.optimum_interval, ".3g"), _number(curve.sensitivity)]
+        for gap in (curve.gap_at_default, curve.gap_at_best):
+            cells += [_signed(gap.mean), _interval(gap.interval)] if gap else ["–", "–"]
+        rows.append([*cells, "! on the edge" if curve.on_the_edge else ""])
     return Table(
         "learning rates, by validation loss",
         head,
         rows,
         [
-            f"default: {', '.join(sorted({_number(one['default'], '.3g') for one in found}))}",
-            "least at: of a parabola in ln lr, the interval by Fieller; off by up to 4 ×: what"
-            " missing the best costs on average",
-            "the gaps are paired by the seeds that serve to tune, on validation",
+            f"default: {', '.join(sorted({_number(curve.default, '.3g') for curve in curves}))}",
+            "optimum: minimum of a parabola in ln lr, with Fieller's interval; off by up to 4 ×:"
+            " mean cost of missing the best rate",
+            "the gaps are paired by tuning seed, on validation",
         ],
     )
 
 
-def _curves(found: list[dict[str, Any]]) -> Table:
+def _curve_table(curves: list[CurveSummary]) -> Table:
     rows = []
-    for one in found:
-        readings = one["readings"]
+    for curve in curves:
+        readings, growth = curve.readings, curve.growth_per_doubling
         picked = [readings[0], readings[len(readings) // 2], readings[-1]]
-        own = one["growth_per_doubling"]
-        cells = [one["arm"]]
+        cells = [curve.arm]
         cells += [
-            f"{short(r['tokens'])}: {_signed(r['mean'])} {_interval(r['band'])}" for r in picked
+            f"{format_short(r.tokens)}: {_signed(r.mean)} {_interval(r.band)}" for r in picked
         ]
-        rows.append([*cells, _signed(own["mean"]), _interval(own["interval"])])
+        rows.append([*cells, _signed(growth.mean), _interval(growth.interval)])
     return Table(
         "validation gap while training",
         ["arm", "first reading", "middle", "last", "growth", "95 % interval"],
         rows,
         [
-            "bands hold at all readings at once; growth: change of the gap over the last doubling"
-            " of tokens",
+            "bands cover all readings simultaneously; growth: change of the gap over the last"
+            " doubling of tokens",
             "in the middle of a schedule these describe, and decide nothing",
         ],
     )
 
 
-def _series(along: str, found: list[dict[str, Any]]) -> Table:
-    what = "equivalent_tokens" if along == "tokens" else "equivalent_parameters"
+def _series_table(along: str, series_of_arms: list[SeriesSummary]) -> Table:
     rows = []
-    for one in found:
-        points = " ".join(f"{short(p['at'])}: {_signed(p['mean'])}" for p in one["points"])
-        own, worth = one["growth_per_doubling"] or {"mean": None, "interval": None}, one[what]
-        cells = [one["arm"], points, _signed(own["mean"]), _interval(own["interval"])]
-        if isinstance(worth, str):
-            cells += [worth, ""]
+    for series in series_of_arms:
+        points = " ".join(
+            f"{format_short(point.at)}: {_signed(point.mean)}" for point in series.points
+        )
+        growth, worth = series.growth_per_doubling, series.equivalent
+        cells = [series.arm, points]
+        cells += [_signed(growth.mean), _interval(growth.interval)] if growth else ["–", "–"]
+        if worth is None:
+            cells += ["not measured", ""]
         else:
-            cells += [f"× {worth['times']:.3f}", _interval(worth["interval"], ".3f")]
+            cells += [f"× {worth.times:.3f}", _interval(worth.interval, ".3f")]
         rows.append(cells)
-    unit = "tokens" if along == "tokens" else "parameters"
     return Table(
-        f"gap by {unit}, each run with a whole schedule",
-        ["arm", f"gap at {unit}", "per doubling", "95 % interval", f"worth, in {unit}", "interval"],
+        f"gap by {along}, each run with a whole schedule",
+        [
+            "arm",
+            f"gap at {along}",
+            "per doubling",
+            "95 % interval",
+            f"worth, in {along}",
+            "interval",
+        ],
         rows,
         [
-            f"worth: how many times its {unit} the baseline needs for the same loss; measured from"
+            f"worth: how many times its {along} the baseline needs for the same loss; measured from"
             " three points on"
         ],
     )
 
 
-def _fronts(found: list[dict[str, Any]]) -> Table:
-    rows = []
-    longest = max(front["tokens"] for front in found)
-    beaten = []
-    for front in [front for front in found if front["tokens"] == longest]:
-        beaten += [
-            f"{arm['arm']} ({front['cost']})"
-            for arm in front["arms"]
-            if arm["surely"] and not arm["on_front"]
-        ]
-        for arm in front["arms"]:
-            if arm["on_front"] or not arm["surely"]:
-                mark = "front" if arm["on_front"] else "beaten by the mean alone"
-                cost = f"{short(arm['cost'])} {front['cost']}"
-                rows.append([arm["arm"], cost, f"{arm['mean']:.4f}", mark])
+def _front_table(fronts: list[Front]) -> Table:
+    rows, beaten = [], []
+    longest = max(front.tokens for front in fronts)
+    for front in [front for front in fronts if front.tokens == longest]:
+        for arm in front.arms:
+            if arm.surely and not arm.on_front:
+                beaten.append(f"{arm.arm} ({front.cost})")
+                continue
+            mark = "on the front" if arm.on_front else "beaten by the mean alone"
+            rows.append(
+                [arm.arm, f"{format_short(arm.cost)} {front.cost}", f"{arm.mean:.4f}", mark]
+            )
     return Table(
-        f"what no other arm beats at less cost, at {short(longest)} tokens",
+        f"Pareto fronts of loss and cost, at {format_short(longest)} tokens",
         ["arm", "cost", "mean test loss", ""],
         rows,
-        [f"surely beaten: {some(beaten, 6)}"] * bool(beaten)
-        + ["time is shown with --times FILE, from `qkablate cost --measure --json`"],
+        [f"surely beaten: {format_list(beaten, 6)}"] * bool(beaten)
+        + ["for time, give --times FILE, from `qkablate cost --measure --json`"],
     )
 
 
@@ -258,18 +242,19 @@ def _number(value: float | None, form: str = ".4f") -> str:
     return "–" if value is None else format(value, form)
 
 
-def percent_more(value: float | None) -> str:
+def format_percent_more(value: float | None) -> str:
+    """Format a relative difference: +1.2 %."""
     return "–" if value is None else f"{value:+z.1f} %"
 
 
 def _signed(value: float | None) -> str:
-    return "–" if value is None else nats(value)
+    return "–" if value is None else format_nats(value)
 
 
 def _interval(value: Sequence[float] | None, form: str = "") -> str:
     if value is None or not all(map(math.isfinite, value)):
         return "–"
-    low, high = (format(end, form) if form else nats(end) for end in value)
+    low, high = (format(end, form) if form else format_nats(end) for end in value)
     return f"[{low}, {high}]"
 
 

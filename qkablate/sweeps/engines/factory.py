@@ -1,4 +1,4 @@
-"""The engine that a sweep's settings ask for."""
+"""Creation of the engine that a sweep's settings select."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -6,39 +6,39 @@ from typing import Any
 
 from qkablate.config import EngineConfig, SweepConfig
 from qkablate.errors import UserError
-from qkablate.sweeps.engines import Engine
+from qkablate.sweeps.engines.base import Engine
 from qkablate.sweeps.planning.manifest import Manifest
 
-_NEEDS = {"slurm": "submitit", "ray": "ray"}  # the extra of the same name brings it
+_REQUIRED = {"slurm": "submitit", "ray": "ray"}  # installed by the extra of the engine's name
 
 
-def check(engine: EngineConfig) -> None:
-    """UserError for one that cannot be used here: before any work."""
-    needed = _NEEDS.get(engine.name)
-    if needed and importlib.util.find_spec(needed) is None:
+def check_engine(engine: EngineConfig) -> None:
+    """Raise UserError if the engine cannot be used on this machine."""
+    required = _REQUIRED.get(engine.name)
+    if required and importlib.util.find_spec(required) is None:
         raise UserError(
-            f"engine: {engine.name} needs {needed}, which is not installed:"
+            f"engine: {engine.name} needs {required}, which is not installed:"
             f" pip install 'qkablate[{engine.name}]'"
         )
     if engine.name == "slurm":
-        from qkablate.sweeps.engines.slurm import cluster
+        from qkablate.sweeps.engines.slurm.cluster import check_cluster
 
-        cluster.check(engine)
+        check_cluster(engine)
     if engine.name == "ray":
-        from qkablate.sweeps.engines.ray import engine as ray
+        from qkablate.sweeps.engines.ray.engine import check_address
 
-        ray.check(engine)
+        check_address(engine)
 
 
-def check_runs(engine: EngineConfig, manifest: Manifest) -> None:
-    """The same, now that it is known what the runs need."""
+def check_resources(engine: EngineConfig, manifest: Manifest) -> None:
+    """Raise UserError if the engine would reject the jobs of these runs."""
     if engine.name == "slurm":
-        from qkablate.sweeps.engines.slurm import cluster
+        from qkablate.sweeps.engines.slurm.cluster import check_job
 
-        cluster.check_job(_of_a_job(engine, manifest))
+        check_job(_job_parameters(engine, manifest))
 
 
-def opened(
+def open_engine(
     settings: SweepConfig,
     manifest: Manifest,
     devices: Sequence[str | None],
@@ -46,29 +46,28 @@ def opened(
     wandb: bool,
     note: Callable[[str], None],
 ) -> Engine:
-    """`devices` has an entry for every run that the engine may have at once; `note` is told what
-    a person should know of it.
-    """
+    """Return the engine. `devices` has one entry per concurrent run; `note` prints a message."""
     engine = settings.engine
     if engine.name == "slurm":
-        from qkablate.sweeps.engines.slurm.engine import Slurm
+        from qkablate.sweeps.engines.slurm.engine import SlurmEngine
 
         limit = settings.workers if isinstance(settings.workers, int) else None
-        return Slurm(manifest.folder, _of_a_job(engine, manifest), limit, note)
+        return SlurmEngine(manifest.folder, _job_parameters(engine, manifest), limit, note)
     if engine.name == "ray":
-        from qkablate.sweeps.engines.ray.engine import Ray
-        from qkablate.sweeps.planning.packing import gpus_of_a_run
+        from qkablate.sweeps.engines.ray.engine import RayEngine
+        from qkablate.sweeps.planning.packing import gpus_per_run
 
-        return Ray(engine, gpus_of_a_run(manifest, engine), len(devices), manifest.folder, note)
-    from qkablate.sweeps.engines.local import Local
+        gpus = gpus_per_run(manifest, engine)
+        return RayEngine(engine, gpus, len(devices), manifest.folder, note)
+    from qkablate.sweeps.engines.local import LocalEngine
 
     assert engine.name == "local"
-    return Local(list(devices), wandb=manifest.folder if wandb else None)
+    return LocalEngine(list(devices), wandb=manifest.folder if wandb else None)
 
 
-def _of_a_job(engine: EngineConfig, manifest: Manifest) -> dict[str, Any]:
-    from qkablate.sweeps.engines.slurm.cluster import parameters
-    from qkablate.sweeps.planning.packing import gpus_of_a_run, memory_of_a_run
+def _job_parameters(engine: EngineConfig, manifest: Manifest) -> dict[str, Any]:
+    from qkablate.sweeps.engines.slurm.cluster import submitit_parameters
+    from qkablate.sweeps.planning.packing import gpus_per_run, memory_gb_per_run
 
-    gpus = int(gpus_of_a_run(manifest, engine))
-    return parameters(engine, memory_of_a_run(manifest, engine), gpus)
+    gpus = int(gpus_per_run(manifest, engine))
+    return submitit_parameters(engine, memory_gb_per_run(manifest, engine), gpus)

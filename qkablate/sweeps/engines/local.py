@@ -1,5 +1,7 @@
-"""This machine: a fresh process for every run, forked from a server that has torch loaded. A crash
-stays in its run, and a run starts in a few hundredths of a second.
+"""Training on this machine, each run in a process of its own.
+
+The processes are forked from a server that has imported torch. A crash stays within its run, and a
+run starts within a few hundredths of a second.
 """
 
 import contextlib
@@ -12,23 +14,25 @@ from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from qkablate.sweeps.engines import Ended, Task
-from qkablate.sweeps.engines.remote import killed_for_memory
+from qkablate.sweeps.engines.base import RunExit, RunTask
+from qkablate.sweeps.engines.remote import oom_kill_count
 from qkablate.sweeps.running import worker
-from qkablate.tracking.wandb.service import UNHEARD, keep
+from qkablate.tracking.wandb.service import BLOCKED_SIGNALS, run_service
 
-# What a run imports on its way, besides: half a second for each of them otherwise.
+# Importing these in the server saves every run half a second.
 PRELOADED = [worker.__name__, "omegaconf"]
-_WANDB = ["wandb", "wandb.sdk.launch"]  # the latter is imported by its start, in a quarter second
-_PATIENCE = 10.0  # seconds for W&B's process to come up
+_WANDB = ["wandb", "wandb.sdk.launch"]  # the latter is imported by wandb.init, in 0.25 s
+_STARTUP_SECONDS = 10.0  # limit for W&B's process to start
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """What is started now does not hear what may come to a whole group of processes: the launcher
-    needs the server until what runs has written its checkpoints, and also while it starts up.
+def blocked_signals() -> Iterator[None]:
+    """Block stop signals in a process started within this context.
+
+    A signal to the whole process group must not end the server, not even while it starts: the
+    launcher needs it until all runs have written their checkpoints.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     try:
         yield
     finally:
@@ -39,87 +43,94 @@ def _deaf() -> Iterator[None]:
 class _Running:
     process: BaseProcess
     slot: int
-    lifeline: connection.Connection  # a run ends when its launcher is gone
-    kills: int  # what the kernel had killed for memory before
+    lifeline: connection.Connection  # a run stops when its launcher's end of this closes
+    oom_kills: int  # on this machine before the run started
 
 
 @dataclass(frozen=True)
-class Service:
-    """W&B's process: where it is (empty: each run starts its own), and what keeps it."""
+class WandbService:
+    """W&B's process, shared by all runs, and the connection that keeps it alive."""
 
-    address: str = ""
+    address: str = ""  # empty: each run starts its own
     keeper: connection.Connection | None = None
     process: BaseProcess | None = None
 
 
-class Local:
-    """`devices` has an entry for every slot: the GPU it stands for, or None for the CPU."""
+class LocalEngine:
+    """Runs on this machine. `devices` has one entry per slot: its GPU, or None for the CPU."""
 
-    shares = True
-    elsewhere = False
-    pause = 0.5
+    shares_machine = True
+    is_remote = False
+    poll_interval = 0.5
 
     def __init__(self, devices: list[str | None], *, wandb: Path | None) -> None:
-        """`wandb` is the folder for what W&B's own process writes, if there is to be one."""
+        """Prepare the server; W&B's process, if there is one, writes in the folder `wandb`."""
         self._devices = devices
         self.slots = len(devices)
         self._running: dict[str, _Running] = {}
         self._context = multiprocessing.get_context("forkserver")
-        # The server imports and computes nothing: a thread of its own would hang its children.
+        # The server only imports: forking after it had started a thread would hang its children.
         self._context.set_forkserver_preload(PRELOADED + _WANDB * (wandb is not None))
-        self._wandb, self._service = wandb, Service()
+        self._wandb, self._service = wandb, WandbService()
 
     def adopt(self, ids: Collection[str]) -> list[str]:
-        return []  # its runs end with their launcher
+        """Return nothing: local runs end with their launcher."""
+        return []
 
-    def queued(self) -> Collection[str]:
+    def queued_ids(self) -> Collection[str]:
+        """Return nothing: a local run starts at once."""
         return ()
 
-    def start(self, task: Task) -> None:
+    def start(self, task: RunTask) -> None:
+        """Fork a process for the run."""
         taken = {running.slot for running in self._running.values()}
         slot = next(number for number in range(self.slots) if number not in taken)
-        resource_tracker.ensure_running()  # its start would unblock the signal
-        with _deaf():
+        resource_tracker.ensure_running()  # started later, it would unblock the signals
+        with blocked_signals():
             forkserver.ensure_running()
         if self._wandb is not None and self._service.keeper is None:
-            self._service = self._served(self._wandb)
+            self._service = self._start_wandb(self._wandb)
         end, lifeline = self._context.Pipe(duplex=False)
         process = self._context.Process(
-            target=worker.work,
+            target=worker.run_worker,
             args=(task, self._devices[slot], end, self._service.address, self._service.keeper),
             name=task.id,
         )
         process.start()
         end.close()
-        self._running[task.id] = _Running(process, slot, lifeline, killed_for_memory())
+        self._running[task.id] = _Running(process, slot, lifeline, oom_kill_count())
 
-    def _served(self, folder: Path) -> "Service":
-        """W&B's process, for all runs; it goes when the launcher and all of them are gone."""
-        others, keeper = self._context.Pipe(duplex=False)
-        answer, found = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=keep, args=(folder, found, others), name="W&B")
+    def _start_wandb(self, folder: Path) -> WandbService:
+        """Start W&B's process, which ends when the launcher and all runs have ended."""
+        runs_end, keeper = self._context.Pipe(duplex=False)
+        answer, answer_end = self._context.Pipe(duplex=False)
+        process = self._context.Process(
+            target=run_service, args=(folder, answer_end, runs_end), name="W&B"
+        )
         process.start()
-        others.close()
-        found.close()
+        runs_end.close()
+        answer_end.close()
         address = ""
         with contextlib.suppress(EOFError):
-            address = answer.recv() if answer.poll(_PATIENCE) else ""
-        return Service(address, keeper, process)
+            address = answer.recv() if answer.poll(_STARTUP_SECONDS) else ""
+        return WandbService(address, keeper, process)
 
-    def ended(self, seconds: float) -> list[Ended]:
-        waiting = {running.process.sentinel: id for id, running in self._running.items()}
-        found = []
-        for sentinel in connection.wait(list(waiting), seconds):
-            id = waiting[sentinel]  # type: ignore[index]
+    def wait_for_exits(self, seconds: float) -> list[RunExit]:
+        """Wait until a process exits, at most so many seconds."""
+        ids = {running.process.sentinel: id for id, running in self._running.items()}
+        exits = []
+        for sentinel in connection.wait(list(ids), seconds):
+            id = ids[sentinel]  # type: ignore[index]
             running = self._running.pop(id)
             running.process.join()
             running.lifeline.close()
             code = running.process.exitcode or 0
-            starved = code == -signal.SIGKILL and killed_for_memory() > running.kills
-            found.append(Ended(id, code, starved))
-        return found
+            out_of_memory = code == -signal.SIGKILL and oom_kill_count() > running.oom_kills
+            exits.append(RunExit(id, code, out_of_memory))
+        return exits
 
     def stop(self, *, now: bool) -> None:
+        """Signal all processes."""
         for running in self._running.values():
             pid = running.process.pid
             with contextlib.suppress(ProcessLookupError):
@@ -127,7 +138,7 @@ class Local:
                     os.kill(pid, signal.SIGKILL if now else signal.SIGTERM)
 
     def close(self) -> None:
-        """What still runs writes a checkpoint: it sees that nobody waits for it any more."""
+        """Wait for what still runs: it sees its lifeline close and writes a checkpoint."""
         for running in self._running.values():
             running.lifeline.close()
         for running in self._running.values():
@@ -135,4 +146,4 @@ class Local:
         self._running.clear()
         if self._service.keeper is not None and self._service.process is not None:
             self._service.keeper.close()
-            self._service.process.join(_PATIENCE)
+            self._service.process.join(_STARTUP_SECONDS)

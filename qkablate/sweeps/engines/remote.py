@@ -1,7 +1,7 @@
-"""A run on another machine: what an engine has there starts the run's process, and waits.
+"""A run's process on another machine, started and awaited by what an engine has there.
 
-Whoever calls this knows neither torch nor the run: one line says what to train. The process ends
-when its input does, so that it never outlives what started it.
+The parent imports neither torch nor the run: one line of JSON describes the task. The process ends
+when its standard input closes, so that it never outlives its parent.
 """
 
 import contextlib
@@ -12,20 +12,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from qkablate.sweeps.engines import DELIBERATE, STOPPED, Task
+from qkablate.sweeps.engines.base import EXIT_STOPPED, EXPECTED_EXITS, RunTask
 
 _WORKER = (sys.executable, "-m", "qkablate.sweeps.running.worker")
 
 
-class Child:
+class RunProcess:
     """The process of one run."""
 
-    # A cluster's signals may go to everything that it has started; those that would kill a
-    # process which knows nothing of them are not meant for this one.
+    # A cluster may signal every process it has started. SIGUSR1 and SIGUSR2 are not meant for the
+    # worker, and would kill it.
     command: Sequence[str] = ("sh", "-c", 'trap "" USR1 USR2; exec "$@"', "sh", *_WORKER)
 
-    def __init__(self, task: Task, cwd: str, environment: Mapping[str, str]) -> None:
-        self._kills = killed_for_memory()
+    def __init__(self, task: RunTask, cwd: str, environment: Mapping[str, str]) -> None:
+        self._oom_kills = oom_kill_count()
         self._process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,
@@ -35,54 +35,49 @@ class Child:
             start_new_session=True,
         )
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already: its code says so
-            self._process.stdin.write(task.as_json() + "\n")
+        with contextlib.suppress(BrokenPipeError):  # already exited: its code gives the reason
+            self._process.stdin.write(task.to_json() + "\n")
             self._process.stdin.flush()
 
     def wait(self) -> int:
-        """How it ended; negative: the signal that ended it. A signal's handler may call this
-        while it is being called.
-        """
-        code = self._code()
-        return STOPPED if code == -signal.SIGTERM else code  # it was told before it could listen
+        """Return the exit code; negative: the signal that killed it. Reentrant, for handlers."""
+        code = self._wait_for_code()
+        # Killed by SIGTERM: it was told to stop before it had installed its handler.
+        return EXIT_STOPPED if code == -signal.SIGTERM else code
 
-    def _code(self) -> int:
+    def _wait_for_code(self) -> int:
         if not hasattr(os, "waitid"):  # macOS, before Python 3.13
             return self._process.wait()
-        # Not taken away (WNOWAIT), so that two may wait, and the number stays the child's.
-        found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        assert found is not None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        # WNOWAIT leaves the zombie, so that two may wait and the pid is not reused.
+        status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        assert status is not None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
     def terminate(self) -> None:
-        """Ask it to write a checkpoint and end."""
+        """Ask the process to write a checkpoint and exit."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGTERM)
 
-    def stop(self) -> int:
-        """The same, and wait."""
-        self.terminate()
-        return self.wait()
-
-    def starved(self) -> bool:
-        """Once it has ended: whether the system did that to get memory back."""
-        return self.wait() == -signal.SIGKILL and killed_for_memory() > self._kills
+    def is_out_of_memory(self) -> bool:
+        """Return whether the exited process was killed by the system to free memory."""
+        return self.wait() == -signal.SIGKILL and oom_kill_count() > self._oom_kills
 
 
-class Sheltered(Child):
-    """Under a shell, for a parent that kills its children before it is killed itself: the shell
-    dies then, and the run sees its input end and writes a checkpoint.
+class ShelteredRunProcess(RunProcess):
+    """A run under a shell, for a parent that kills its children before it is killed itself.
+
+    Only the shell dies then; the run sees its standard input close and writes a checkpoint.
     """
 
     command = ("sh", "-c", '"$@"; exit $?', "sh", *_WORKER)
 
     def wait(self) -> int:
         code = super().wait()
-        # A shell says 128 + n for signal n; so does a run that was asked to end.
-        return code if code <= 128 or code in DELIBERATE else 128 - code
+        # A shell exits with 128 + n for signal n; so does a run that was asked to stop.
+        return code if code <= 128 or code in EXPECTED_EXITS else 128 - code
 
     def terminate(self) -> None:
-        """The end of its input asks the run itself."""
+        """Ask the run itself to stop, by closing its standard input."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -92,8 +87,8 @@ class Sheltered(Child):
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def killed_for_memory() -> int:
-    """How many processes the kernel has killed to get memory back, as far as it says."""
+def oom_kill_count() -> int:
+    """Return how many processes the kernel reports it has killed to free memory."""
     total = 0
     for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
         with contextlib.suppress(OSError, ValueError):

@@ -1,1 +1,1 @@
-"""From a grid to frozen runs."""
+"""Planning of a sweep: from a grid to frozen runs."""

@@ -1,7 +1,7 @@
 """The size at which an arm costs what its baseline costs, in whole units.
 
-The MLP pays, alone or after d_model or layers have moved in whole steps. At fixed other keys a cost
-is affine in the MLP's width, so two sizes price all widths.
+The width of the MLP is adjusted, alone or after d_model or layers have moved in whole steps. With
+all other keys fixed, a cost is affine in the MLP's width, so two sizes give it for every width.
 """
 
 import math
@@ -13,112 +13,117 @@ from qkablate.config import ModelConfig
 from qkablate.config.sweep import ControlConfig
 from qkablate.errors import UserError
 
-REACH = 16  # steps looked at on either side of where the target is met at the arm's own MLP ratio
-GAP = 8  # so many steps refused in a row are taken for all (rope refuses some head widths)
+REACH = 16  # steps searched on either side of where the arm's own MLP ratio meets the target
+_GAP = 8  # refused steps in a row after which all are (rope refuses some head widths)
 UNIT = {"params": "parameters", "flops": "training FLOPs per token"}
+_Changes = Mapping[str, int | float]
 
 
 @dataclass(frozen=True)
-class Size:
-    params: int  # embeddings apart: what is compared
-    total: int  # with them
+class ModelSize:
+    """The cost of a model."""
+
+    params: int  # without embeddings: what is compared
+    total: int  # with embeddings
     flops: float  # of training, per token (forward and backward)
 
 
 @dataclass(frozen=True)
-class Matched:
-    changes: dict[str, int | float]  # the keys of the config that pay
-    size: Size
-    mismatch: float  # (own - target) / target
+class ControlMatch:
+    """The adjusted keys of a matched arm."""
+
+    changes: dict[str, int | float]
+    size: ModelSize
+    mismatch: float  # (cost - target) / target
 
 
-class OutOfReach(Exception):
-    """No size of this arm costs what its baseline costs; says why in one line."""
+class ControlOutOfReach(Exception):
+    """No size of this arm costs what its baseline costs; the text is the reason, in one line."""
 
 
-def match(
+def match_baseline(
     control: ControlConfig,
-    target: Size,
+    target: ModelSize,
     start: ModelConfig,
-    measure: Callable[[Mapping[str, int | float]], Size],
-) -> Matched:
-    """The keys that make the arm which starts at `start` cost as much as `target`. `measure` gives
-    the arm's size with some keys changed, or UserError where that has no meaning.
+    measure: Callable[[_Changes], ModelSize],
+) -> ControlMatch:
+    """Return the changes that make the arm at `start` cost as much as `target`.
+
+    `measure` returns the arm's size with some keys changed; it raises UserError where these make no
+    model. Raise ControlOutOfReach if no size is within the tolerance.
     """
-    arm = _Arm(control, target, start, measure)
-    own = arm.size({})
-    if own is not None and arm.mismatch(own) == 0:
-        return Matched({}, own, 0.0)
+    search = _Search(control, target, start, measure)
+    unchanged = search.size({})
+    if unchanged is not None and search.mismatch(unchanged) == 0:
+        return ControlMatch({}, unchanged, 0.0)
     if start.mlp_ratio == 0:
-        raise OutOfReach("has no MLP that could pay (model.mlp_ratio is 0)")
-    options = arm.options()
-    for option in sorted(options, key=lambda o: (o.distance, abs(o.n - arm.own), o.n)):
-        if arm.fits(option):
-            changes = arm.changes(option.n, option.units)
-            if (size := arm.size(changes)) is not None:
-                return Matched(changes, size, arm.mismatch(size))
-    raise OutOfReach(arm.reason(options))
+        raise ControlOutOfReach("has no MLP whose width could be adjusted (model.mlp_ratio is 0)")
+    options = search.options()
+    for option in sorted(options, key=lambda o: (o.distance, abs(o.n - search.start_n), o.n)):
+        if search.fits(option):
+            changes = search.changes(option.n, option.units)
+            if (size := search.size(changes)) is not None:
+                return ControlMatch(changes, size, search.mismatch(size))
+    raise ControlOutOfReach(search.reason(options))
 
 
 @dataclass(frozen=True)
 class _Option:
-    """n steps of the coarse key, and the MLP that then comes nearest to the target."""
+    """The best MLP at n steps of the coarse key."""
 
     n: int
     units: int  # below 1: nothing is left for the MLP
     mismatch: float
     distance: Fraction  # of the MLP's ratio from the one at the start
-    least: float  # what the distance is at least, here and at all steps further out
-    bare: float  # the cost of everything but the MLP
+    min_distance: float  # a lower bound of the distance, here and at all steps further out
+    cost_without_mlp: float
 
 
-class _Arm:
-    """One arm at all its sizes; of the coarse key it has n whole steps (one, where only the MLP
-    moves).
-    """
+class _Search:
+    """One arm at all its sizes: n whole steps of the coarse key, and a width of the MLP."""
 
     def __init__(
         self,
         control: ControlConfig,
-        target: Size,
+        target: ModelSize,
         start: ModelConfig,
-        measure: Callable[[Mapping[str, int | float]], Size],
+        measure: Callable[[_Changes], ModelSize],
     ) -> None:
         self.control, self.start, self._measure = control, start, measure
         self.target = self.cost(target)
-        self.key = "layers" if control.knob == "layers" else "d_model"
+        self.key = "layers" if control.adjust == "layers" else "d_model"
         self.step = {
-            "mlp": start.d_model,
-            # Heads that are multiples of 8 wide stay so; others keep what they share with 8.
+            "mlp": start.d_model,  # one step: only the MLP changes
+            # Head widths that are multiples of 8 stay so; others keep their common divisor with 8.
             "d_model": start.heads * math.gcd(8, start.d_model // start.heads),
             "layers": 1,
-        }[control.knob]
-        self.own: int = max(1, getattr(start, self.key) // self.step)
-        self.refusal = ""  # why the first size that was refused was
-        self._known: dict[tuple[tuple[str, int | float], ...], Size | None] = {}
+        }[control.adjust]
+        self.start_n: int = max(1, getattr(start, self.key) // self.step)
+        self.refusal = ""  # why the first refused size was refused
+        self._sizes: dict[tuple[tuple[str, int | float], ...], ModelSize | None] = {}
 
-    def cost(self, size: Size) -> float:
+    def cost(self, size: ModelSize) -> float:
         return size.params if self.control.match == "params" else size.flops
 
-    def mismatch(self, size: Size) -> float:
+    def mismatch(self, size: ModelSize) -> float:
         return (self.cost(size) - self.target) / self.target
 
     def fits(self, option: _Option) -> bool:
         return option.units >= 1 and abs(option.mismatch) <= self.control.tolerance
 
-    def size(self, changes: Mapping[str, int | float]) -> Size | None:
-        """Measured once; None where it is refused."""
+    def size(self, changes: _Changes) -> ModelSize | None:
+        """Return the size, measured once; None where it is refused."""
         key = tuple(changes.items())
-        if key not in self._known:
+        if key not in self._sizes:
             try:
-                self._known[key] = self._measure(changes)
+                self._sizes[key] = self._measure(changes)
             except UserError as error:
-                self._known[key] = None
+                self._sizes[key] = None
                 self.refusal = self.refusal or str(error)
-        return self._known[key]
+        return self._sizes[key]
 
     def changes(self, n: int, units: int) -> dict[str, int | float]:
-        """Of the start; what the config says already is not written anew."""
+        """Return the keys whose values differ from those at the start."""
         changes: dict[str, int | float] = {}
         d_model = self._d_model(n)
         if n * self.step != getattr(self.start, self.key):
@@ -130,9 +135,9 @@ class _Arm:
         return changes
 
     def options(self) -> list[_Option]:
-        """Those around the crossing, outwards until no better one can come."""
-        if self.control.knob == "mlp":
-            only = self._solve(self.own)
+        """Return the options around the crossing, outwards until no better one can follow."""
+        if self.control.adjust == "mlp":
+            only = self._solve(self.start_n)
             return [] if only is None else [only]
         crossing, best = self._crossing(), math.inf
         options = []
@@ -144,35 +149,36 @@ class _Arm:
                 if (option := self._solve(n)) is None:
                     continue
                 options.append(option)
-                if option.units < 1 or option.least > best:
+                if option.units < 1 or option.min_distance > best:
                     break
                 if self.fits(option):
                     best = min(best, float(option.distance))
         return options
 
     def reason(self, options: list[_Option]) -> str:
-        """Why none of these is a match."""
-        whole = [option for option in options if option.units >= 1]
-        if not options or any(self.fits(option) for option in whole):
+        """Return why none of these options is a match."""
+        with_mlp = [option for option in options if option.units >= 1]
+        if not options or any(self.fits(option) for option in with_mlp):
             return self.refusal
-        nearest = min(whole or options, key=lambda option: abs(option.mismatch))
-        at = "" if self.control.knob == "mlp" else f" at model.{self.key}={nearest.n * self.step}"
-        if whole:
+        nearest = min(with_mlp or options, key=lambda option: abs(option.mismatch))
+        at = "" if self.control.adjust == "mlp" else f" at model.{self.key}={nearest.n * self.step}"
+        if with_mlp:
             tried = f" of {len(options)} sizes" if len(options) > 1 else ""
             return (
                 f"the nearest{tried}, an MLP of {nearest.units:,} units{at}, misses by"
                 f" {_percent(nearest.mismatch)} (tolerance {_percent(self.control.tolerance)})"
             )
         return (
-            f"needs an MLP of {nearest.units:,} units{at} (without one it comes to"
-            f" {nearest.bare:,.0f} {UNIT[self.control.match]}, the baseline to {self.target:,.0f})"
+            f"needs an MLP of {nearest.units:,} units{at} (without one it has"
+            f" {nearest.cost_without_mlp:,.0f} {UNIT[self.control.match]}, the baseline"
+            f" {self.target:,.0f})"
         )
 
     def _d_model(self, n: int) -> int:
         return self.start.d_model if self.key == "layers" else n * self.step
 
     def _nominal(self, n: int) -> int:
-        """The MLP's width at the ratio of the start."""
+        """Return the MLP's width at the ratio of the start."""
         return max(1, round(self.start.mlp_ratio * self._d_model(n)))
 
     def _cost_at(self, n: int, units: int) -> float | None:
@@ -180,43 +186,44 @@ class _Arm:
         return None if size is None else self.cost(size)
 
     def _solve(self, n: int) -> _Option | None:
+        """Return the MLP that meets the target best at n steps; None where n is refused."""
         d_model, nominal = self._d_model(n), self._nominal(n)
         other = nominal - 1 if nominal > 1 else 2
-        cost, neighbour = self._cost_at(n, nominal), self._cost_at(n, other)
-        if cost is None or neighbour is None:
+        cost, other_cost = self._cost_at(n, nominal), self._cost_at(n, other)
+        if cost is None or other_cost is None:
             return None
-        slope = (cost - neighbour) / (nominal - other)
+        slope = (cost - other_cost) / (nominal - other)
         exact = nominal + (self.target - cost) / slope
 
-        def missed(units: int) -> float:
+        def mismatch(units: int) -> float:
             return (cost + (units - nominal) * slope - self.target) / self.target
 
         below = math.floor(exact)
-        units = min(below, below + 1, key=lambda m: (abs(missed(m)), abs(m - nominal)))
+        units = min(below, below + 1, key=lambda m: (abs(mismatch(m)), abs(m - nominal)))
         ratio = self.start.mlp_ratio
         return _Option(
             n=n,
             units=units,
-            mismatch=missed(units),
+            mismatch=mismatch(units),
             distance=abs(Fraction(units, d_model) - Fraction(ratio)),
             # Unrounded, the ratio only falls as n grows; rounding moves it by half of this.
-            least=abs(exact / d_model - ratio) - 1 / d_model,
-            bare=cost - nominal * slope,
+            min_distance=abs(exact / d_model - ratio) - 1 / d_model,
+            cost_without_mlp=cost - nominal * slope,
         )
 
     def _crossing(self) -> int:
-        """The last n at which the arm costs no more than the target at its own MLP ratio, or 0."""
-        low, high = 0, self.own
-        while self._affordable(high):
+        """Return the last n, or 0, at which the start's MLP ratio costs at most the target."""
+        low, high = 0, self.start_n
+        while self._is_affordable(high):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._affordable(middle) else (low, middle)
+            low, high = (middle, high) if self._is_affordable(middle) else (low, middle)
         return low
 
-    def _affordable(self, n: int) -> bool:
-        """A refused size counts as the next larger one, so that the answer changes only once."""
-        for larger in range(n, n + GAP):
+    def _is_affordable(self, n: int) -> bool:
+        """Treat a refused size as the next larger one, so that the answer changes only once."""
+        for larger in range(n, n + _GAP):
             cost = self._cost_at(larger, self._nominal(larger))
             if cost is not None:
                 return cost <= self.target

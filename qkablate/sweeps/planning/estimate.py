@@ -1,5 +1,6 @@
-"""Time and memory of a sweep on this machine, from a few real steps of its smallest arm and of the
-largest that can be timed, and a line through the two. What was measured is kept.
+"""Time and memory of a sweep on this machine, interpolated from a few real training steps.
+
+The smallest arm and the largest that can be timed are measured, and the measurements are cached.
 """
 
 import multiprocessing
@@ -20,71 +21,81 @@ import torch
 from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.runs.records import read_json, write_json
-from qkablate.runs.run import NUMERICS, cpu_name, run_id
+from qkablate.runs.run import NUMERICS, read_cpu_name, run_id
 from qkablate.sweeps.engines.local import PRELOADED
 from qkablate.sweeps.planning.manifest import Arm, Manifest
 from qkablate.sweeps.planning.packing import Slots
 from qkablate.training import hardware
-from qkablate.training.measure import BYTES_PER_PARAMETER, training_step
+from qkablate.training.measure import BYTES_PER_PARAMETER, make_training_step
 
 STEPS = 8
-_OLD = 86_400.0  # seconds; what was measured before that, on a busy machine perhaps, is forgotten
-PATIENCE = 20.0  # seconds for the steps of one arm
+_MAX_AGE = 86_400.0  # seconds: an older measurement may be of a busier machine
+MAX_SECONDS = 20.0  # for the steps of one arm
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one run of an arm."""
+    """The estimated cost of one run of an arm."""
 
     seconds: float
     bytes: float
-    beyond: bool  # the arm is larger than what was timed
+    extrapolated: bool  # the arm is larger than what was timed
 
 
 @dataclass(frozen=True)
-class _Timed:
-    """Of an arm's training, while all slots are busy with the same."""
+class SweepCost:
+    """The estimated cost of all runs of a sweep that are not done."""
+
+    seconds: float
+    flops: float
+    max_bytes: float  # of one run
+    extrapolated: bool  # any of the arms
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """The measured training of an arm, while all slots are busy with the same."""
 
     flops: float  # of a step
     step: float  # seconds
-    start: float  # seconds before the first step
-    bytes: int
+    start: float  # seconds before the second step
+    bytes: float
 
 
-def estimate(manifest: Manifest, slots: Slots) -> dict[str, Estimate]:
-    """For every arm."""
+def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, Estimate]:
+    """Estimate one run of every arm."""
     arms = sorted(manifest.arms.values(), key=_flops_per_step)
-    cache = Path(manifest.out).expanduser() / "sweeps" / "estimates.json"
-    kept: dict[str, Any] = read_json(cache) or {}
-    smallest = _timed(arms[0], manifest, slots, kept)
-    # At the smallest arm's pace, what can be timed in reasonable time; larger arms are faster.
-    within = smallest.flops * PATIENCE / (STEPS * smallest.step)
+    path = Path(manifest.out).expanduser() / "sweeps" / "estimates.json"
+    cache: dict[str, Any] = read_json(path) or {}
+    smallest = _measure(arms[0], manifest, slots, cache)
+    # The arms that can be timed at the smallest one's rate of FLOPs; larger ones have a higher one.
+    max_flops = smallest.flops * MAX_SECONDS / (STEPS * smallest.step)
     free = hardware.free_memory()
-    able = [
+    feasible = [
         arm
         for arm in arms
-        if _flops_per_step(arm) <= within
+        if _flops_per_step(arm) <= max_flops
         and BYTES_PER_PARAMETER * arm.total_params * len(slots) < 0.5 * free
     ]
-    largest = _timed(able[-1], manifest, slots, kept) if able else smallest
+    largest = _measure(feasible[-1], manifest, slots, cache) if feasible else smallest
     with suppress(OSError):  # a full disk: it is measured again
-        write_json(cache, kept)
-    return {arm.name: _of(arm, smallest, largest) for arm in arms}
+        write_json(path, cache)
+    return {arm.name: _interpolate(arm, smallest, largest) for arm in arms}
 
 
-def is_here(manifest: Manifest) -> bool:
-    """Whether this machine has the device that the runs are trained on."""
+def has_training_device(manifest: Manifest) -> bool:
+    """Return whether this machine has the device that the runs are trained on."""
     device = next(iter(manifest.arms.values())).config.device
     return not device.startswith("cuda") or torch.cuda.is_available()
 
 
-def total_seconds(
+def estimate_sweep(
     manifest: Manifest,
     estimates: Mapping[str, Estimate],
     slots: int,
     done: Collection[str] = (),
-) -> float:
-    """Of the whole sweep: the largest first, each to the slot that is free first."""
+) -> SweepCost:
+    """Estimate the whole sweep: the largest runs first, each in the slot that is free first."""
     counts = Counter(run.arm for run in manifest.runs if run.id not in done)
     for name in manifest.arms:
         counts[name] += len(manifest.finals)
@@ -93,98 +104,96 @@ def total_seconds(
         for _ in range(counts[name]):
             first = min(range(slots), key=busy.__getitem__)
             busy[first] += estimates[name].seconds
-    return max(busy)
-
-
-def _of(arm: Arm, small: _Timed, large: _Timed) -> Estimate:
-    flops = _flops_per_step(arm)
-    span = large.flops - small.flops
-    part = (flops - small.flops) / span if span > 0 else flops / small.flops - 1
-    step = _along(small.step, large.step, part) if span > 0 else small.step * (1 + part)
-    held = _along(small.bytes, large.bytes, part) if span > 0 else small.bytes
-    train = arm.config.train
-    steps = int(train.steps)
-    # Readings of whole splits: a forward pass is a third of a training step.
-    readings = steps // train.eval_every + 3
-    read = readings * arm.held_out / (arm.tokens / steps) * step / 3
-    return Estimate(
-        seconds=large.start + steps * step + read,
-        bytes=max(held, BYTES_PER_PARAMETER * arm.total_params),
-        beyond=flops > 1.01 * large.flops,
+    return SweepCost(
+        seconds=max(busy),
+        flops=sum(count * manifest.arms[name].train_flops for name, count in counts.items()),
+        max_bytes=max(estimate.bytes for estimate in estimates.values()),
+        extrapolated=any(estimate.extrapolated for estimate in estimates.values()),
     )
 
 
-def _along(low: float, high: float, part: float) -> float:
+def _interpolate(arm: Arm, small: _Timing, large: _Timing) -> Estimate:
+    """Estimate an arm on the line through two timings; proportionally where there is only one."""
+    flops = _flops_per_step(arm)
+    span = large.flops - small.flops
+    if span > 0:
+        part = (flops - small.flops) / span
+        step = _on_line(small.step, large.step, part)
+        memory = _on_line(small.bytes, large.bytes, part)
+    else:
+        step, memory = small.step * flops / small.flops, small.bytes
+    train = arm.config.train
+    steps = int(train.steps)
+    # Evaluations of a whole split: a forward pass costs a third of a training step.
+    evaluations = steps // train.eval_every + 3
+    evaluation = arm.val_tokens / (arm.tokens / steps) * step / 3
+    return Estimate(
+        seconds=large.start + steps * step + evaluations * evaluation,
+        bytes=max(memory, BYTES_PER_PARAMETER * arm.total_params),
+        extrapolated=flops > 1.01 * large.flops,
+    )
+
+
+def _on_line(low: float, high: float, part: float) -> float:
     return max(low + part * (high - low), min(low, high) * 0.1)
 
 
 def _flops_per_step(arm: Arm) -> float:
-    return arm.work / int(arm.config.train.steps)
+    return arm.train_flops / int(arm.config.train.steps)
 
 
-def _timed(arm: Arm, manifest: Manifest, slots: Slots, kept: dict[str, Any]) -> _Timed:
+def _measure(arm: Arm, manifest: Manifest, slots: Slots, cache: dict[str, Any]) -> _Timing:
+    """Return the timing of an arm, from the cache or measured in as many processes as slots."""
     run = next(run for run in manifest.runs if run.arm == arm.name)
     config, vocabulary = manifest.config_of(run), int(arm.facts["vocabulary"])
-    about = [run.id, len(slots), config.threads, cpu_name(), torch.__version__, NUMERICS]
-    key = run_id({"timed": about})
-    if time.time() - kept.get(key, {}).get("at", 0) > _OLD:
+    machine = [len(slots), config.threads, read_cpu_name(), torch.__version__, NUMERICS]
+    key = run_id({"timing": [run.id, *machine]})
+    if time.time() - cache.get(key, {}).get("at", 0) > _MAX_AGE:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, *PRELOADED])
-        pipes = []
+        processes = []
         for gpu in slots:
-            end, start = context.Pipe(duplex=False)
+            answer, answer_end = context.Pipe(duplex=False)
             process = context.Process(
-                target=_time, args=(config, vocabulary, gpu, start), daemon=True
+                target=_time_steps, args=(config, vocabulary, gpu, answer_end), daemon=True
             )
             process.start()
-            start.close()
-            pipes.append((end, process))
-        found = []
-        for end, process in pipes:
-            if wait([end], 20 * PATIENCE):
-                with_what = _received(end)
-                if isinstance(with_what, dict):
-                    found.append(with_what)
-                elif with_what is not None:
-                    raise UserError(f"{arm.name} cannot be timed: {with_what}")
+            answer_end.close()
+            processes.append((answer, process))
+        timings = []
+        for answer, process in processes:
+            if wait([answer], 20 * MAX_SECONDS):
+                with suppress(EOFError):
+                    timing = answer.recv()
+                    if isinstance(timing, str):
+                        raise UserError(f"{arm.name} cannot be timed: {timing}")
+                    timings.append(timing)
             process.kill()
             process.join()
-        if not found:
-            raise UserError(f"{arm.name} cannot be timed: its process ended without a word")
-        kept[key] = {name: statistics.median(one[name] for one in found) for name in found[0]}
-        kept[key]["at"] = time.time()
-    return _Timed(_flops_per_step(arm), *(kept[key][name] for name in ("step", "start", "bytes")))
+        if not timings:
+            raise UserError(f"{arm.name} cannot be timed: its process ended without an answer")
+        cache[key] = {"timing": [*map(statistics.median, zip(*timings, strict=True))]}
+        cache[key]["at"] = time.time()
+    return _Timing(_flops_per_step(arm), *cache[key]["timing"])
 
 
-def _received(end: Connection) -> Any:
-    try:
-        return end.recv()
-    except EOFError:
-        return None
-
-
-def _time(config: Config, vocabulary: int, gpu: str | None, answer: Connection) -> None:
-    """In a process of its own: a few steps, of which nothing is kept."""
+def _time_steps(config: Config, vocabulary: int, gpu: str | None, answer: Connection) -> None:
+    """Send the seconds of a step and of the start, and the memory; in a process of its own."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     try:
         began = time.perf_counter()
-        hardware.prepare(config)
-        step = training_step(config, vocabulary)
+        hardware.configure_process(config)
+        step = make_training_step(config, vocabulary)
         ready, times = time.perf_counter(), list[float]()
-        while len(times) < 1 + STEPS and sum(times) < PATIENCE:
+        while len(times) < 1 + STEPS and sum(times) < MAX_SECONDS:
             start = time.perf_counter()
             step()
             hardware.synchronize(config.device)
             times.append(time.perf_counter() - start)
-        answer.send(
-            {
-                "step": statistics.median(times[1:] or times),
-                "start": ready - began + times[0],
-                "bytes": hardware.peak_memory(config.device),
-            }
-        )
+        median = statistics.median(times[1:] or times)
+        answer.send((median, ready - began + times[0], hardware.peak_memory(config.device)))
     except Exception as error:
         answer.send(f"{type(error).__name__}: {error}")

@@ -1,12 +1,13 @@
-"""The manifest of a sweep: every arm with its frozen config, every run with its id, written before
-the first run starts and never changed.
+"""The manifest of a sweep: every arm with its frozen config, and every run with its id.
+
+It is written before the first run starts, and never changed.
 
 <out>/sweeps/<name>-<id>/
-    manifest.json     this
-    plan.txt          the same for a person: arms, sizes, what is left out and why
+    manifest.json     the manifest
+    plan.txt          the same for a reader: arms, sizes, what is left out and why
     runs/             links to the runs, which sweeps share by id
-    bowls.json        with sweep.tune=true: loss by learning rate, and what was chosen
-    results.csv, results.parquet   a row a run, rebuilt from the runs
+    lr_search.json    with sweep.tune=true: loss by learning rate, and the choice
+    results.csv, results.parquet   one row per run, rebuilt from the runs
 """
 
 import dataclasses
@@ -21,17 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from qkablate import __version__
-from qkablate.config import Config, TrackConfig, from_plain
+from qkablate.config import Config, Role, TrackingConfig, from_plain, keys_with
 from qkablate.disk import make_folder, read_file
-from qkablate.errors import UserError, nearest
+from qkablate.errors import UserError, nearest_hint
 from qkablate.runs.records import write_atomic
-from qkablate.runs.run import NUMERICS, identity, label, meant, refuse_strangers, run_id
-from qkablate.table import some
+from qkablate.runs.run import NUMERICS, identity, label, match_name, refuse_links, run_id
+from qkablate.strict_json import from_json, parse_json
 
 FORMAT = 1
-FILE = "manifest.json"
-# What tells the runs of one arm apart.
-RUN_KEYS = ("seed", "seeds.init", "seeds.data", "seeds.dropout", "optim.lr")
+MANIFEST_FILE = "manifest.json"
+# The keys that distinguish the runs of one arm.
+RUN_KEYS = sorted(keys_with(Role.RUN), key=lambda name: not name.startswith("seed"))
 Changes = dict[str, int | float]
 
 
@@ -41,20 +42,21 @@ class Arm:
 
     name: str
     variant: str
-    controls: list[str]  # under which it stands in the grid
+    controls: list[str]  # under which the grid has it
     baseline: str | None  # the arm it is compared with
-    words: dict[str, str]  # what makes it on the command line, but for seed and learning rate
-    config: Config  # frozen; its seed and rate are those of the first run
-    facts: dict[str, Any]  # what else a run's id is made of
-    held_out: int  # tokens of validation
-    params: int  # embeddings apart
+    overrides: dict[str, str]  # that make it on the command line, without seed and learning rate
+    # Frozen; its seed and rate are those of the first run.
+    config: Config = field(metadata={"from_json": from_plain})
+    facts: dict[str, Any]  # the rest of a run's identity
+    val_tokens: int
+    params: int  # without embeddings
     total_params: int
     flops: float  # of training, per token
-    mismatch: float | None = None  # to what the control asked for, as a part of it
-    cached: int | None = None  # numbers that a decoder keeps per token, all layers
+    mismatch: float | None = None  # relative to the control's target
+    kv_cache_numbers: int | None = None  # that a decoder keeps per token, in all layers
 
     @property
-    def work(self) -> float:
+    def train_flops(self) -> float:
         """FLOPs of training one run."""
         return self.flops * self.tokens
 
@@ -62,27 +64,39 @@ class Arm:
     def tokens(self) -> int:
         train = self.config.train
         steps = int(train.steps)
-        return steps * train.batch_size * train.accumulate * self.config.model.context
+        return steps * train.batch_size * train.grad_accum * self.config.model.context
+
+    def overrides_of(self, run: "SweepRun") -> list[str]:
+        """Return the arguments that repeat a run of this arm with `qkablate train`."""
+        overrides = self.overrides | {key: str(value) for key, value in run.changes.items()}
+        if run.tuning:
+            overrides["train.evaluate_test"] = "false"
+        return [f"{key}={value}" for key, value in overrides.items()]
 
     def config_of(self, changes: Mapping[str, Any], *, tuning: bool = False) -> Config:
-        """The frozen config of one run."""
+        """Return the frozen config of one run."""
         config, seed = self.config, int(changes["seed"])
         seeds = {key: int(changes.get(f"seeds.{key}", seed)) for key in vars(config.seeds)}
+        evaluate_test = config.train.evaluate_test and not tuning
         return dataclasses.replace(
             config,
             seed=seed,
             seeds=dataclasses.replace(config.seeds, **seeds),
             optim=dataclasses.replace(config.optim, lr=float(changes["optim.lr"])),
-            train=dataclasses.replace(
-                config.train, read_test=config.train.read_test and not tuning
-            ),
+            train=dataclasses.replace(config.train, evaluate_test=evaluate_test),
         )
 
     def run(self, changes: Changes, *, tuning: bool = False) -> "SweepRun":
+        """Return the run with these seeds and learning rate."""
         changes = {"optim.lr": self.config.optim.lr, **changes}
         config = self.config_of(changes, tuning=tuning)
         id = run_id(identity(config, **self.facts))
         return SweepRun(id, label(config), self.name, tuning, changes)
+
+    def with_threads(self, threads: int | str) -> "Arm":
+        config = dataclasses.replace(self.config, threads=threads)
+        overrides = {**self.overrides, "threads": str(threads)}
+        return dataclasses.replace(self, config=config, overrides=overrides)
 
 
 @dataclass(frozen=True)
@@ -92,7 +106,7 @@ class SweepRun:
     id: str
     label: str
     arm: str
-    tuning: bool  # it serves to choose a learning rate, and reads no test split
+    tuning: bool  # chooses a learning rate, and never evaluates the test split
     changes: Changes  # its seed (and `seeds.…` that differ from it) and its learning rate
 
     @property
@@ -101,7 +115,7 @@ class SweepRun:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class LeftOutArm:
     """An arm of the grid that is not trained, and why."""
 
     arm: str
@@ -112,89 +126,80 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Manifest:
+    """A frozen sweep."""
+
     name: str
     out: str
     arms: dict[str, Arm]
     runs: list[SweepRun]  # known before the first one starts
     finals: list[Changes]  # with tuning: the runs of each arm, whose rate is not known yet
-    left_out: list[LeftOut]
-    excluded: int  # arms of which a predicate is not true
+    left_out: list[LeftOutArm]
+    excluded: int  # number of arms excluded by a predicate
     command: list[str] = field(default_factory=list)
 
     @functools.cached_property
     def id(self) -> str:
-        """A hash of what is compared and how: the same command finds its sweep again."""
+        """Hash of what is compared and how: the same command finds its sweep again."""
         arms = [[a.name, a.controls, a.baseline] for a in self.arms.values()]
-        said = [arms, [[r.arm, r.id] for r in self.runs], self.finals, NUMERICS]
-        return run_id({"sweep": said})
+        content = [arms, [[r.arm, r.id] for r in self.runs], self.finals, NUMERICS]
+        return run_id({"sweep": content})
 
     @property
-    def track(self) -> TrackConfig:
-        """Where the runs are mirrored, and the sweep's own table beside them."""
-        return next(iter(self.arms.values())).config.track
+    def tracking(self) -> TrackingConfig:
+        """Settings of W&B, for the runs and for the sweep's own table."""
+        return next(iter(self.arms.values())).config.tracking
 
     @property
     def group(self) -> str:
-        """Of the runs in W&B."""
-        return self.track.group or f"{self.name}-{self.id}"
+        """Group of the runs in W&B."""
+        return self.tracking.group or f"{self.name}-{self.id}"
 
     @property
     def folder(self) -> Path:
         return Path(self.out).expanduser() / "sweeps" / f"{self.name}-{self.id}"
 
-    def called(self, run: SweepRun) -> str:
-        """What a person reads: the arm and the seed, and the rate where the sweep has several."""
-        own = {key: value for key, value in run.changes.items() if key.startswith("seeds.")}
-        said = "".join(f" {key}={value}" for key, value in own.items())
-        return f"{run.arm}-s{run.changes['seed']}{said}{self._beyond_seed(run)}"
+    def run_title(self, run: SweepRun) -> str:
+        """Return a run's arm and seed, and its rate where the sweep has several."""
+        seeds = {key: value for key, value in run.changes.items() if key.startswith("seeds.")}
+        others = "".join(f" {key}={value}" for key, value in seeds.items())
+        return f"{run.arm}-s{run.changes['seed']}{others}{self._rate_suffix(run)}"
 
-    def alike(self, run: SweepRun) -> str:
-        """What is told of a run but for its seed: those of one mean."""
-        return f"{run.arm}{self._beyond_seed(run)}"
+    def run_group(self, run: SweepRun) -> str:
+        """Return the title of a run without its seed: that of the runs averaged with it."""
+        return f"{run.arm}{self._rate_suffix(run)}"
 
-    def _beyond_seed(self, run: SweepRun) -> str:
-        rate = f" lr {run.changes['optim.lr']:.3g}" if self._several_rates else ""
+    def _rate_suffix(self, run: SweepRun) -> str:
+        rate = f" lr {run.changes['optim.lr']:.3g}" if self._has_several_rates else ""
         return f"{rate}{' (tuning)' * run.tuning}"
 
     @functools.cached_property
-    def _several_rates(self) -> bool:
+    def _has_several_rates(self) -> bool:
         return len({run.changes["optim.lr"] for run in self.runs}) > 1
 
     def config_of(self, run: SweepRun) -> Config:
-        """As it is trained: how the run is called in W&B, too."""
+        """Return the config as it is trained, with the run's group and tags in W&B."""
         arm = self.arms[run.arm]
         config = arm.config_of(run.changes, tuning=run.tuning)
-        model, track = arm.config.model, config.track
+        model, tracking = arm.config.model, config.tracking
         tags = [f"d_model={model.d_model}", f"heads={model.heads}"]
         tags += [f"control={name}" for name in arm.controls] + ["tuning"] * run.tuning
         return dataclasses.replace(
             config,
             out=self.out,
-            track=dataclasses.replace(
-                track,
+            tracking=dataclasses.replace(
+                tracking,
                 group=self.group,
-                job_type=track.job_type or self.alike(run),
-                tags=[*track.tags, *tags],
+                job_type=tracking.job_type or self.run_group(run),
+                tags=[*tracking.tags, *tags],
             ),
         )
 
-    def words_of(self, run: SweepRun) -> list[str]:
-        """What repeats the run as `qkablate train …`."""
-        words = {**self.arms[run.arm].words, **{k: str(v) for k, v in run.changes.items()}}
-        if run.tuning:
-            words["train.read_test"] = "false"
-        return [f"{key}={value}" for key, value in words.items()]
-
-    def told_left_out(self) -> list[str]:
-        """The arms that are not there, by kind."""
-        by_kind: dict[str, list[str]] = {}
-        for left in self.left_out:
-            by_kind.setdefault(left.kind, []).append(left.arm)
-        said = [f"left out, {kind}: {some(names, 6)}" for kind, names in by_kind.items()]
-        return [*said, f"  why: {self.folder / 'plan.txt'}"] if said else []
+    def overrides_of(self, run: SweepRun) -> list[str]:
+        """Return the arguments that repeat the run with `qkablate train`."""
+        return self.arms[run.arm].overrides_of(run)
 
     def write(self) -> None:
-        """Freeze it."""
+        """Write the manifest with its checksum."""
         make_folder(self.folder)
         content = {
             "format": FORMAT,
@@ -204,22 +209,23 @@ class Manifest:
             **dataclasses.asdict(self),
         }
         content["sha256"] = _sha256(content)
-        write_atomic(self.folder / FILE, json.dumps(content, ensure_ascii=False) + "\n")
+        write_atomic(self.folder / MANIFEST_FILE, json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def freeze(manifest: Manifest, plan: list[str], *, keep_threads: bool = True) -> Manifest:
-    """The manifest as it was frozen, now or when this sweep was first begun. What changes no result
-    is as it was typed today; the threads only if they were.
+    """Write the manifest, or return it with the command of the first time it was frozen.
+
+    Keys that change no result are those typed today; threads only without `keep_threads`.
     """
-    refuse_strangers(manifest.folder)
-    if (manifest.folder / FILE).exists():
-        frozen = read(manifest.folder)
+    refuse_links(manifest.folder)
+    if (manifest.folder / MANIFEST_FILE).exists():
+        frozen = read_manifest(manifest.folder)
         if frozen.id != manifest.id:
-            raise UserError(f"'{manifest.folder / FILE}' is another sweep's; move it away")
-        # The id says that what is typed today is what was frozen. What is trained comes from there:
-        # a file must not name what to import or where to write.
+            raise UserError(f"'{manifest.folder / MANIFEST_FILE}' is another sweep's; move it away")
+        # The equal ids show that what is typed today is what was frozen. It is what is trained: a
+        # file must not name what to import or where to write.
         arms = {
-            name: _as_frozen(arm, frozen.arms[name].config.threads) if keep_threads else arm
+            name: arm.with_threads(frozen.arms[name].config.threads) if keep_threads else arm
             for name, arm in manifest.arms.items()
         }
         return dataclasses.replace(manifest, command=frozen.command, arms=arms)
@@ -229,79 +235,61 @@ def freeze(manifest: Manifest, plan: list[str], *, keep_threads: bool = True) ->
     return manifest
 
 
-def read(folder: Path) -> Manifest:
-    """The manifest in a sweep's folder, if it is what was written there."""
-    path = folder / FILE
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest in a sweep's folder; raise UserError unless it is as it was written."""
+    path = folder / MANIFEST_FILE
     try:
-        content = json.loads(read_file(path))
+        content = parse_json(read_file(path))
         if not isinstance(content, dict):
-            raise ValueError("no map")
+            raise ValueError("it is not a map")
         if content.get("format") != FORMAT:
             raise UserError(
                 f"'{path}' was written by qkablate {content.get('version')} (format"
                 f" {content.get('format')}); this is {__version__} and reads format {FORMAT}"
             )
         if content.pop("sha256") != _sha256(content):
-            raise ValueError("it does not have its checksum")
-        arms = {name: _arm(arm) for name, arm in content["arms"].items()}
-        runs = [SweepRun(**run) for run in content["runs"]]
-        for name in (content["name"], *(run.name for run in runs)):  # of folders
+            raise ValueError("its checksum does not match")
+        for key in ("format", "version", "numerics", "id"):
+            content.pop(key, None)
+        content |= {"out": _out_of(folder), "command": content["command"]}
+        manifest = from_json(Manifest, content)
+        for name in (manifest.name, *(run.name for run in manifest.runs)):  # of folders
             if not re.fullmatch(r"\w[\w+-]*", name):
-                raise ValueError(f"{name!r} is no name")
-        return Manifest(
-            name=content["name"],
-            out=_out(folder),
-            arms=arms,
-            runs=runs,
-            finals=content["finals"],
-            left_out=[LeftOut(**left) for left in content["left_out"]],
-            excluded=content["excluded"],
-            command=content["command"],
-        )
+                raise ValueError(f"{name!r} is not a valid name")
+        return manifest
     except FileNotFoundError:
-        raise UserError(f"'{folder}' is no sweep: it has no {FILE}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"'{folder}' is not a sweep: it has no {MANIFEST_FILE}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"'{path}' is damaged ({reason}); move it away, and the same command writes it anew:"
+            f"'{path}' is damaged ({reason}); move it away, and the same command writes a new one:"
             " no run is lost"
         ) from None
 
 
-def find(word: str | None, out: str) -> Path:
-    """The sweep that a user means: its folder, or how its name or id begins; unsaid, the newest."""
-    folder = os.path.expanduser(word or "")  # these functions take any word, however odd
-    if word and os.path.isfile(os.path.join(folder, FILE)):
+def find_sweep(word: str | None, out: str) -> Path:
+    """Find a sweep by its folder or the beginning of its name or id; without a word, the newest."""
+    folder = os.path.expanduser(word or "")  # os.path accepts any word, however odd
+    if word and os.path.isfile(os.path.join(folder, MANIFEST_FILE)):
         return Path(folder)
     sweeps = Path(out).expanduser() / "sweeps"
-    found = sorted(sweeps.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime)
-    names = [path.parent.name for path in found]
+    paths = sorted(sweeps.glob(f"*/{MANIFEST_FILE}"), key=lambda path: path.stat().st_mtime)
+    names = [path.parent.name for path in paths]
     if not names:
         raise UserError(f"there is no sweep in '{sweeps}'")
     if word is None:
         return sweeps / names[-1]
-    if name := meant(word, names[::-1], "sweeps"):
+    if name := match_name(word, names[::-1], "sweeps"):
         return sweeps / name
     known = {*names, *(name.rpartition("-")[0] for name in names)}
-    raise UserError(f"there is no sweep '{word}' in '{sweeps}'{nearest(word, known)}")
+    raise UserError(f"there is no sweep '{word}' in '{sweeps}'{nearest_hint(word, known)}")
 
 
-def _as_frozen(arm: Arm, threads: int | str) -> Arm:
-    config = dataclasses.replace(arm.config, threads=threads)
-    return dataclasses.replace(arm, config=config, words={**arm.words, "threads": str(threads)})
-
-
-def _out(folder: Path) -> str:
-    """Where the folder is now, in case it was moved with its runs; seen from here, if it is below
-    and was given so.
-    """
+def _out_of(folder: Path) -> str:
+    """Return the folder two levels up, in case it was moved; relative where `folder` is."""
     out = Path(os.path.abspath(folder)).parent.parent
     below = out.is_relative_to(Path.cwd()) and not folder.is_absolute()
     return str(out.relative_to(Path.cwd()) if below else out)
-
-
-def _arm(content: dict[str, Any]) -> Arm:
-    return Arm(**{**content, "config": from_plain(content["config"])})
 
 
 def _sha256(content: dict[str, Any]) -> str:

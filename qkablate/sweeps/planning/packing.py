@@ -1,4 +1,4 @@
-"""How many runs share the machine, and with how many threads each."""
+"""The number of runs that share a machine, and the threads of each."""
 
 import os
 from collections.abc import Sequence
@@ -10,36 +10,35 @@ from qkablate.sweeps.planning.manifest import Arm, Manifest
 from qkablate.training import hardware
 from qkablate.training.measure import BYTES_PER_PARAMETER
 
-_BYTES_BESIDE = 400 * 2**20  # the interpreter, torch, and the activations of a small model
-_GB_OF_A_JOB = 2.5  # the same with all that CUDA keeps on its host, and the process that waits
-_PART = 0.8  # of the memory that is free
+_PROCESS_BYTES = 400 * 2**20  # the interpreter, torch, and the activations of a small model
+_JOB_GB = 2.5  # the same with CUDA's host memory, and the parent process
+_USABLE = 0.8  # of the free memory
 
-Slots = list[str | None]  # one for each run that can run at once: the GPU it stands for, or None
+Slots = list[str | None]  # one for each concurrent run: its GPU, or None
 
 
 def pack(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
-    """The slots of this machine, and the manifest with as many threads for each run as there are
-    cores for it, where the user gives none. Measured on two cores: two runs of one thread each are
-    done sooner than one after the other with two, so `auto` gives every run a core.
+    """Return the manifest with the threads of every run, and a slot for each concurrent run.
+
+    Measured on two cores, two runs with one thread each finish sooner than one after the other with
+    two, so `auto` gives every run one core, or more where there are fewer runs than cores.
     """
+    if settings.engine.name != "local":
+        return _pack_on_cluster(manifest, settings)
     arms = list(manifest.arms.values())
     devices = sorted({arm.config.device for arm in arms})
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = cores or 1
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    cores = len(affinity) or os.cpu_count() or 1
     runs = len(manifest.runs)
-    if settings.engine.name != "local":
-        return _on_cluster(manifest, settings)
     if any(device.startswith("cuda") for device in devices):
-        slots = _on_gpus(settings, devices, runs)
+        slots = _gpu_slots(settings, devices, runs)
     else:
-        slots = [None] * _on_cpu(settings.workers, arms, runs, cores)
-    each = max(1, cores // len(slots))
-    packed = {arm.name: _with_threads(arm, each) for arm in arms}
-    return replace(manifest, arms=packed), slots
+        slots = [None] * _cpu_slot_count(settings.workers, arms, runs, cores)
+    return _with_threads(manifest, max(1, cores // len(slots))), slots
 
 
-def _on_cluster(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
-    """An engine that has machines of its own, and a queue."""
+def _pack_on_cluster(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
+    """Pack for an engine with machines and a queue of its own."""
     arms, engine = list(manifest.arms.values()), settings.engine
     _check_devices([arm.config.device for arm in arms])
     if engine.gpus not in ("auto", 0, None) and not any(
@@ -55,70 +54,71 @@ def _on_cluster(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Sl
         raise UserError(f"threads: {most} on {cores} of a machine's cores: give engine.cpus={most}")
     runs = len(manifest.runs) + len(manifest.finals) * len(manifest.arms)
     count = min(settings.workers, runs) if isinstance(settings.workers, int) else runs
-    packed = {arm.name: _with_threads(arm, cores) for arm in arms}
-    return replace(manifest, arms=packed), [None] * count
+    return _with_threads(manifest, cores), [None] * count
 
 
-def gpus_of_a_run(manifest: Manifest, engine: EngineConfig) -> int | float:
+def gpus_per_run(manifest: Manifest, engine: EngineConfig) -> int | float:
+    """Return the GPUs that a cluster gives each run."""
     if engine.gpus != "auto":
         return engine.gpus if isinstance(engine.gpus, int | float) else 0
     return int(any(arm.config.device.startswith("cuda") for arm in manifest.arms.values()))
 
 
-def memory_of_a_run(manifest: Manifest, engine: EngineConfig) -> float:
-    """In GB: what is asked for, or a bound for the largest model of the sweep."""
+def memory_gb_per_run(manifest: Manifest, engine: EngineConfig) -> float:
+    """Return the memory requested for each run, or a bound for the sweep's largest model."""
     if isinstance(engine.memory_gb, int | float):
         return float(engine.memory_gb)
-    most = max(map(_bytes_of_a_run, manifest.arms.values()))
-    return round(_GB_OF_A_JOB + most / 2**30, 1)
+    most = max(map(_estimate_bytes, manifest.arms.values()))
+    return round(_JOB_GB + most / 2**30, 1)
 
 
-def _bytes_of_a_run(arm: Arm) -> float:
-    """Roughly, and on the CPU, where activations share the memory with all else."""
+def _estimate_bytes(arm: Arm) -> float:
+    """Estimate a run's memory, on the CPU including its activations."""
     model, train = arm.config.model, arm.config.train
-    kept = model.layers * (24 * model.d_model + 2 * model.heads * model.context)
-    kept += 4 * int(arm.facts.get("vocabulary", 0))
+    numbers = model.layers * (24 * model.d_model + 2 * model.heads * model.context)
+    numbers += 4 * int(arm.facts.get("vocabulary", 0))
     on_cpu = arm.config.device == "cpu"
-    activations = 4 * train.batch_size * model.context * kept if on_cpu else 0
+    activations = 4 * train.batch_size * model.context * numbers if on_cpu else 0
     return BYTES_PER_PARAMETER * arm.total_params + activations
 
 
-def _on_gpus(settings: SweepConfig, devices: list[str], runs: int) -> Slots:
+def _gpu_slots(settings: SweepConfig, devices: list[str], runs: int) -> Slots:
     _check_devices(devices)
-    import torch  # counting leaves no trace on the GPUs; what trains is a process of its own
+    import torch  # counting GPUs creates no context on them
 
-    found = torch.cuda.device_count()
-    own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = own.split(",") if own else [str(number) for number in range(found)]
-    auto = min(found * settings.per_gpu, runs)
+    available = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(number) for number in range(available)]
+    auto = min(available * settings.runs_per_gpu, runs)
     count = settings.workers if isinstance(settings.workers, int) else auto
-    return [names[number % found] for number in range(count)]
+    return [names[number % available] for number in range(count)]
 
 
 def _check_devices(devices: Sequence[str]) -> None:
     others = sorted({*devices} - {"cuda"})
     if others and any(device.startswith("cuda") for device in devices):
         raise UserError(
-            f"device: a sweep takes the GPUs as they come; give device=cuda, not"
-            f" {', '.join(others)}"
+            f"device: a sweep assigns the GPUs itself; give device=cuda, not {', '.join(others)}"
         )
 
 
-def _on_cpu(workers: int | str, arms: Sequence[Arm], runs: int, cores: int) -> int:
+def _cpu_slot_count(workers: int | str, arms: Sequence[Arm], runs: int, cores: int) -> int:
     if isinstance(workers, int):
         return workers
-    given = [int(arm.config.threads) for arm in arms if _has_threads(arm)]
-    need = _BYTES_BESIDE + BYTES_PER_PARAMETER * max(arm.total_params for arm in arms)
-    room = _PART * hardware.free_memory() / need
-    return int(max(1, min(runs, cores // max(given, default=1), room)))
+    threads = max((int(arm.config.threads) for arm in arms if _has_threads(arm)), default=1)
+    need = _PROCESS_BYTES + BYTES_PER_PARAMETER * max(arm.total_params for arm in arms)
+    fit = _USABLE * hardware.free_memory() / need
+    return int(max(1, min(runs, cores // threads, fit)))
 
 
 def _has_threads(arm: Arm) -> bool:
-    return arm.words.get("threads", "auto") != "auto"
+    return arm.overrides.get("threads", "auto") != "auto"
 
 
-def _with_threads(arm: Arm, threads: int) -> Arm:
-    if _has_threads(arm):
-        return arm
-    words = {**arm.words, "threads": str(threads)}
-    return replace(arm, words=words, config=replace(arm.config, threads=threads))
+def _with_threads(manifest: Manifest, threads: int) -> Manifest:
+    """Set the threads of the arms for which the user gives none."""
+    arms = {
+        name: arm if _has_threads(arm) else arm.with_threads(threads)
+        for name, arm in manifest.arms.items()
+    }
+    return replace(manifest, arms=arms)

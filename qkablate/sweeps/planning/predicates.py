@@ -1,5 +1,6 @@
-"""Predicates of a grid: `model.d_model // model.heads >= 16`. Arithmetic and comparisons of keys,
-and nothing that could do anything else.
+"""Predicates of a grid, as `model.d_model // model.heads >= 16`.
+
+They consist of arithmetic and comparisons of keys; anything else is refused, and nothing is run.
 """
 
 import ast
@@ -7,9 +8,9 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qkablate.errors import UserError, nearest
+from qkablate.errors import UserError, nearest_hint
 
-_WORDS = {"null": None, "true": True, "false": False}
+_CONSTANTS = {"null": None, "true": True, "false": False}
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -31,35 +32,24 @@ _COMPARE: dict[type, Callable[[Any, Any], bool]] = {
 
 
 def holds(predicate: str, values: Mapping[str, Any]) -> bool:
-    """Whether the predicate is true of an arm's values; UserError for what is no predicate."""
+    """Return whether the predicate is true of an arm's values; raise UserError if it is invalid."""
     try:
-        return bool(_value(_parsed(predicate), values))
-    except UserError as mistake:
-        raise UserError(f"sweep.where: '{_line(predicate)}': {mistake}") from None
+        if "\0" in predicate:  # whose error depends on the version of Python
+            raise SyntaxError
+        return bool(_value(ast.parse(predicate.strip(), mode="eval").body, values))
     except SyntaxError:
-        raise UserError(
-            f"sweep.where: '{_line(predicate)}' cannot be read; write for instance"
-            " model.d_model // model.heads >= 16"
-        ) from None
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f"sweep.where: '{_line(predicate)}': {error}") from None
+        reason = " is not an expression; write for instance model.d_model // model.heads >= 16"
+    except (UserError, TypeError, ValueError, ArithmeticError) as error:
+        reason = f": {error}"
     except (RecursionError, MemoryError):
-        raise UserError(f"sweep.where: '{_line(predicate)}' is too long to be read") from None
-
-
-def _parsed(predicate: str) -> ast.expr:
-    if "\0" in predicate:  # which Pythons tell in several ways
-        raise SyntaxError
-    return ast.parse(predicate.strip(), mode="eval").body
-
-
-def _line(predicate: str) -> str:
-    """What is told of it: one line, and not all of one without end."""
+        reason = " is too long or too deeply nested"
     text = " ".join(predicate.split())
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    text = text if len(text) <= 80 else f"{text[:80]}…"
+    raise UserError(f"sweep.filter: '{text}'{reason}")
 
 
 def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
+    """Evaluate one node of the expression."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None):
             return node.value
@@ -77,7 +67,7 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
         case ast.BinOp() if type(node.op) in _BINARY:
             left, right = _value(node.left, values), _value(node.right, values)
             if isinstance(left, str | list) or isinstance(right, str | list):
-                raise UserError("only numbers can be reckoned with")
+                raise UserError("arithmetic needs numbers")
             return _BINARY[type(node.op)](left, right)
         case ast.Compare():
             sides = [_value(side, values) for side in (node.left, *node.comparators)]
@@ -90,12 +80,12 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
 
 
 def _key(name: str, values: Mapping[str, Any]) -> Any:
-    if name in _WORDS:
-        return _WORDS[name]
+    if name in _CONSTANTS:
+        return _CONSTANTS[name]
     if name not in values:
-        raise UserError(f"there is no key '{name}'{nearest(name, values)}")
+        raise UserError(f"there is no key '{name}'{nearest_hint(name, values)}")
     return values[name]
 
 
 def _refuse(node: ast.expr) -> Any:
-    raise UserError(f"'{ast.unparse(node)}' is no comparison or sum of keys and numbers")
+    raise UserError(f"'{ast.unparse(node)}' is not a comparison or sum of keys and numbers")

@@ -1,118 +1,118 @@
-"""The plan of a sweep, for a person and for a program: what is run, how large, and what is not."""
+"""The plan of a sweep as text and as JSON: its arms and runs, their cost, and what is left out."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from qkablate.config import EngineConfig
-from qkablate.sweeps.planning.estimate import Estimate, total_seconds
+from qkablate.sweeps.planning.estimate import Estimate, estimate_sweep
 from qkablate.sweeps.planning.manifest import Arm, Manifest
-from qkablate.sweeps.planning.packing import gpus_of_a_run, memory_of_a_run
-from qkablate.sweeps.running.state import duration
-from qkablate.table import aligned, counted, short, some
+from qkablate.sweeps.planning.packing import gpus_per_run, memory_gb_per_run
+from qkablate.table import format_count, format_duration, format_list, format_short, format_table
 
 Estimates = Mapping[str, Estimate]
 
 
-def lines(
+def format_plan(
     manifest: Manifest,
     slots: int,
     estimates: Estimates | None = None,
     done: Collection[str] = (),
     engine: EngineConfig | None = None,
 ) -> list[str]:
-    """All of it. `done` are the ids of runs that need not be trained."""
+    """Return the lines of the plan. `done` are the ids of runs that need not be trained."""
     head = ["arm", "params", "with embeddings", "mismatch", "MLP", "FLOPs/token", "runs"]
     head += ["a run", "memory"] if estimates is not None else []
     counts = Counter(run.arm for run in manifest.runs)
     rows = []
     for arm in manifest.arms.values():
         model = arm.config.model
-        cells = [_title(arm), f"{arm.params:,}", f"{arm.total_params:,}"]
-        cells += [_mismatch(arm, manifest)]
-        cells += [f"{round(model.mlp_ratio * model.d_model):,}", short(arm.flops)]
-        cells += [_runs(manifest, counts[arm.name])]
+        finals = f" + {len(manifest.finals)}" if manifest.finals else ""
+        cells = [
+            *(_title(arm), f"{arm.params:,}", f"{arm.total_params:,}", _mismatch(arm, manifest)),
+            *(f"{round(model.mlp_ratio * model.d_model):,}", format_short(arm.flops)),
+            f"{counts[arm.name]}{finals}",
+        ]
         if estimates is not None:
-            own = estimates[arm.name]
-            cells += [f"{'~' * own.beyond}{duration(own.seconds)}", f"{short(own.bytes)}B"]
+            run = estimates[arm.name]
+            mark = "~" * run.extrapolated
+            cells += [f"{mark}{format_duration(run.seconds)}", f"{format_short(run.bytes)}B"]
         rows.append(cells)
-    left = _left_out(manifest)
-    said = summary(manifest, slots, estimates, done, engine, "above")
-    return [*aligned(head, rows), "", *left, *said]
+    summary = format_plan_summary(manifest, slots, estimates, done, engine, "above")
+    return [*format_table(head, rows), "", *_left_out_lines(manifest), *summary]
 
 
-def summary(
+def format_plan_summary(
     manifest: Manifest,
     slots: int,
     estimates: Estimates | None = None,
     done: Collection[str] = (),
     engine: EngineConfig | None = None,
-    where: str = "in plan.txt",
+    reasons: str = "in plan.txt",
 ) -> list[str]:
-    """In a few lines."""
-    arms, runs = manifest.arms, len(manifest.runs)
-    baselines = [name for name in dict.fromkeys(a.baseline for a in arms.values()) if name]
-    said = [f"runs     {counted(runs, 'run')} of {counted(len(arms), 'arm')}"]
-    said[0] += f"; baselines: {some(baselines)}" if baselines else ""
-    if manifest.finals:
-        finals = len(manifest.finals)
-        said = [
-            f"runs     {runs:,} to choose the learning rates of {counted(len(arms), 'arm')} (more"
-            f" where the best lies on the edge), then {finals * len(arms):,} at the best"
+    """Return the summary of the plan. `reasons` tells where those of left out arms are listed."""
+    runs, arms = format_count(len(manifest.runs), "run"), format_count(len(manifest.arms), "arm")
+    baselines = [arm.baseline for arm in manifest.arms.values() if arm.baseline]
+    of_baselines = f"; baselines: {format_list([*dict.fromkeys(baselines)])}" if baselines else ""
+    lines = [f"runs     {runs} of {arms}{of_baselines}"]
+    if finals := len(manifest.finals):
+        lines = [
+            f"runs     {len(manifest.runs):,} to choose the learning rates of {arms} (more where"
+            f" the best lies on the edge), then {finals * len(manifest.arms):,} at the best"
             f" ({finals} an arm)"
         ]
     if manifest.left_out:
         kinds = Counter(left.kind for left in manifest.left_out)
-        told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        said.append(f"left out {counted(len(manifest.left_out), 'arm')}: {told} (reasons {where})")
+        by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        count = format_count(len(manifest.left_out), "arm")
+        lines.append(f"left out {count}: {by_kind} (reasons {reasons})")
     if manifest.excluded:
-        said.append(f"         {counted(manifest.excluded, 'arm')} excluded by sweep.where")
-    said.append(f"packing  {_packing(manifest, slots, engine)}; the largest first")
+        lines.append(f"         {format_count(manifest.excluded, 'arm')} excluded by sweep.filter")
+    lines.append(f"packing  {_packing(manifest, slots, engine)}; the largest first")
     if done:
-        said.append(f"done     {counted(len(done), 'run')} already, in this sweep or another")
+        lines.append(f"done     {format_count(len(done), 'run')} already, in this sweep or another")
     if estimates is not None:
-        most = max(estimates.values(), key=lambda one: one.bytes)
-        total = total_seconds(manifest, estimates, slots, done)
-        work = sum(arms[run.arm].work for run in manifest.runs if run.id not in done)
-        work += len(manifest.finals) * sum(arm.work for arm in arms.values())
-        said.append(
-            f"cost     about {duration(total)}, {short(work)}FLOP; memory {short(most.bytes)}B at"
-            f" most for one run, {short(slots * most.bytes)}B for {slots} of them"
+        cost = estimate_sweep(manifest, estimates, slots, done)
+        one, all_slots = format_short(cost.max_bytes), format_short(slots * cost.max_bytes)
+        lines.append(
+            f"cost     about {format_duration(cost.seconds)}, {format_short(cost.flops)}FLOP;"
+            f" memory {one}B at most for one run, {all_slots}B for {slots} of them"
         )
         if engine is not None and engine.name != "local":
-            said.append("         timed on this machine, one run alone, without waiting in a queue")
-        if any(one.beyond for one in estimates.values()):
-            said.append("         ~ larger than what could be timed here: a guess by FLOPs")
-    return said
+            lines.append("         timed on this machine, one run alone, without queueing")
+        if cost.extrapolated:
+            lines.append("         ~ larger than what could be timed here: extrapolated by FLOPs")
+    return lines
 
 
 def _packing(manifest: Manifest, slots: int, engine: EngineConfig | None) -> str:
-    """How many run at once, where, and what each of them has."""
+    """Return how many runs train at once, where, and the resources of each."""
     arms = manifest.arms.values()
     device = next(iter(arms)).facts["device"]
     if engine is None or engine.name == "local":
         threads = sorted({int(arm.config.threads) for arm in arms})
-        each = f", {some([counted(n, 'thread') for n in threads])} each" if device == "cpu" else ""
+        counts = format_list([format_count(number, "thread") for number in threads])
+        each = f", {counts} each" if device == "cpu" else ""
         return f"{slots} at once on {device}{each}"
     parts = [f"{slots} at once at most on {engine.name}"]
     parts += [f"partition {engine.partition}"] if engine.partition else []
-    parts += [f"on {device}", f"{counted(engine.cpus or 1, 'core')}"]
-    if gpus := gpus_of_a_run(manifest, engine):
+    parts += [f"on {device}", f"{format_count(engine.cpus or 1, 'core')}"]
+    if gpus := gpus_per_run(manifest, engine):
         parts[-1] += f" and {gpus:g} GPU{'s' * (gpus > 1)}"
     if engine.name == "slurm":
-        parts[-1] += f", {memory_of_a_run(manifest, engine):g} GB, {engine.hours:g} h"
+        parts[-1] += f", {memory_gb_per_run(manifest, engine):g} GB, {engine.hours:g} h"
     return f"{', '.join(parts)} each"
 
 
-def as_json(
+def plan_to_json(
     manifest: Manifest, slots: int, estimates: Estimates | None, done: Collection[str]
 ) -> dict[str, Any]:
-    """For a program."""
-    known = estimates or {}
+    """Return the plan as JSON."""
+    cost = estimate_sweep(manifest, estimates, slots, done) if estimates else None
     return {
         "sweep": f"{manifest.name}-{manifest.id}",
         "slots": slots,
-        "seconds": total_seconds(manifest, known, slots, done) if known else None,
+        "seconds": cost.seconds if cost else None,
         "done": sorted(done),
         "arms": [
             {
@@ -124,9 +124,9 @@ def as_json(
                 "params_with_embeddings": arm.total_params,
                 "mismatch": arm.mismatch,
                 "flops_per_token": arm.flops,
-                "seconds_per_run": known[arm.name].seconds if known else None,
-                "bytes_per_run": known[arm.name].bytes if known else None,
-                "words": arm.words,
+                "seconds_per_run": estimates[arm.name].seconds if estimates else None,
+                "bytes_per_run": estimates[arm.name].bytes if estimates else None,
+                "overrides": arm.overrides,
             }
             for arm in manifest.arms.values()
         ],
@@ -141,7 +141,7 @@ def as_json(
 
 
 def _mismatch(arm: Arm, manifest: Manifest) -> str:
-    """To what the control asked for; in brackets, where it asked nothing, in parameters."""
+    """Format the mismatch to the control's target; in brackets that of parameters without one."""
     if arm.mismatch is not None:
         return f"{100 * arm.mismatch:+.2f} %"
     if arm.baseline is None:
@@ -150,22 +150,19 @@ def _mismatch(arm: Arm, manifest: Manifest) -> str:
 
 
 def _title(arm: Arm) -> str:
-    """The arm, with the controls under which it stands if its name does not say them."""
-    said = arm.controls == ["none"] or arm.name.endswith(f"-{','.join(arm.controls)}")
-    return arm.name if said else f"{arm.name} ({', '.join(arm.controls)})"
+    """Return the arm's name, with its controls if the name does not contain them."""
+    controls = ",".join(arm.controls)
+    if controls == "none" or arm.name.endswith(f"-{controls}"):
+        return arm.name
+    return f"{arm.name} ({', '.join(arm.controls)})"
 
 
-def _runs(manifest: Manifest, count: int) -> str:
-    return f"{count} + {len(manifest.finals)}" if manifest.finals else f"{count}"
-
-
-def _left_out(manifest: Manifest) -> list[str]:
-    """What is left out, gathered by reason."""
+def _left_out_lines(manifest: Manifest) -> list[str]:
+    """Return the arms that are left out, grouped by reason."""
     by_reason = defaultdict(list)
     for left in manifest.left_out:
         by_reason[(left.kind, left.reason)].append(left.arm)
-    said = []
+    lines = []
     for (kind, reason), names in by_reason.items():
-        said.append(f"left out, {kind}: {reason}")
-        said.append(f"  {some(names, 6)}")
-    return [*said, ""] if said else []
+        lines += [f"left out, {kind}: {reason}", f"  {format_list(names, 6)}"]
+    return [*lines, ""] if lines else []

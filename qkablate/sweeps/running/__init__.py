@@ -1,1 +1,1 @@
-"""Launcher, worker and state of a sweep."""
+"""Running of a sweep: launcher, worker, state and results."""

@@ -1,257 +1,247 @@
-"""Run a sweep to its end: what is done is skipped, what was interrupted goes on, and what others
-train is waited for.
+"""The launcher of a sweep: runs it to its end.
+
+It skips what is done, resumes what was interrupted, and waits for what other launchers train.
 """
 
 import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qkablate.disk import append
-from qkablate.errors import UserError
 from qkablate.runs import predictions
-from qkablate.runs.lease import Lost, Owned
 from qkablate.runs.run import free_bytes
-from qkablate.sweeps.engines import DELIBERATE, LOG, LOST, OWNED, Ended, Engine, Task
+from qkablate.sweeps.engines.base import (
+    EXIT_ALREADY_RUNNING,
+    EXIT_LEASE_LOST,
+    Engine,
+    RunExit,
+    RunTask,
+)
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.sweeps.running import results_table
-from qkablate.sweeps.running.progress_table import Board
-from qkablate.sweeps.running.state import ENDED, Standing, State, link
-from qkablate.table import counted
+from qkablate.sweeps.running.death import record_death
+from qkablate.sweeps.running.progress_table import ProgressTable
+from qkablate.sweeps.running.state import ENDED, RunState, SweepState, link_run
+from qkablate.table import format_count
 from qkablate.training.checkpoint import bytes_needed
-from qkablate.training.ending import record_failure
-from qkablate.training.resolve import plan
 
-_SCAN = 4  # looks at the engine for one at everything
-_PAUSE = 15.0  # seconds between two tables of results
-# A process that was ended from outside can go on; one that died of itself would die again.
-_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-_HEARD = 0.5  # seconds until a signal is
-_MOVES = 5  # times that one run goes on elsewhere without having got further
+_POLLS_PER_REFRESH = 4  # polls of the engine for one refresh of all runs
+_RESULTS_INTERVAL = 15.0  # seconds between two tables of results
+_SIGNAL_LATENCY = 0.5  # seconds
+_MAX_MOVES = 5  # restarts of one run on other machines without progress
 
 
 class Launcher:
-    """One sitting at a sweep, perhaps beside others."""
+    """One session of a sweep, perhaps beside other launchers."""
 
     def __init__(
         self,
         manifest: Manifest,
         engine: Engine,
-        board: Board,
+        table: ProgressTable,
         *,
         retry_failed: bool = False,
         stop_on_failure: bool = False,
     ) -> None:
-        self.manifest, self.engine, self.board = manifest, engine, board
-        self.standing = Standing(manifest)
+        self.manifest, self.engine, self.table = manifest, engine, table
+        self.sweep_state = SweepState(manifest)
         self._stop_on_failure = stop_on_failure
-        self._here: dict[str, State] = {}  # what runs here
-        self._tried: set[str] = set()  # what this launcher has had its try at
-        self._moves: Counter[str] = Counter()  # how often a run has lost its machine
-        self._steps: dict[str, int] = {}  # and how far it had come
-        self._alone = ""  # the run that has the machine for itself
-        self._had_alone: set[str] = set()
-        self._stopped = ""  # why nothing more is started
-        self._linked: set[str] = set()  # what is shown in the sweep's folder
-        self._written = 0.0  # when the table of results was
-        self._signal = self._signals = 0  # the last one, and how many
-        self.standing.look()
-        if retry_failed:
-            self._again = {s.run.id for s in self._all() if s.status == "failed"}
-        else:
-            self._again = set()
+        self._own: dict[str, RunState] = {}  # runs with this launcher's engine
+        self._tried: set[str] = set()  # runs not to be started again by this launcher
+        self._moves: Counter[str] = Counter()  # restarts without progress, by run
+        self._steps: dict[str, int] = {}  # and the last step before each
+        self._exclusive = ""  # the run that has the machine for itself
+        self._had_exclusive: set[str] = set()
+        self._stop_reason = ""  # why nothing more is started
+        self._linked: set[str] = set()  # runs linked into the sweep's folder
+        self._results_time = 0.0  # of the last table of results
+        self._signal = self._signal_count = 0  # the last one, and how many
+        self.sweep_state.refresh()
+        failed = {state.run.id for state in self._states() if state.status == "failed"}
+        self._to_retry = failed if retry_failed else set()
 
     def run(self) -> int:
-        """The exit code."""
-        with self.standing.launching():
+        """Run the sweep and return the exit code."""
+        with self.sweep_state.register_launcher():
             return self._run()
 
     def _run(self) -> int:
-        rounds = 0
+        polls = 0
         self._adopt()
-        self.board.show(self.standing)
-        with self._listening():
+        self.table.show(self.sweep_state)
+        with self._handle_signals():
             try:
                 while True:
-                    self._obey()
-                    if rounds % _SCAN == 0:
-                        self.standing.look()
-                    self._start_what_can_be()
-                    self._look_here()
-                    self.board.show(self.standing)
-                    if not self._here and (self._stopped or not self._elsewhere()):
+                    self._act_on_signals()
+                    if polls % _POLLS_PER_REFRESH == 0:
+                        self.sweep_state.refresh()
+                    self._start_runs()
+                    self._refresh_own()
+                    self.table.show(self.sweep_state)
+                    if not self._own and (self._stop_reason or not self._is_pending()):
                         break
-                    ended = self._ended()
-                    for one in ended:
-                        self._note_end(one)
-                    rounds = 0 if ended else rounds + 1
+                    exits = self._wait_for_exits()
+                    for exit in exits:
+                        self._handle_exit(exit)
+                    polls = 0 if exits else polls + 1
             finally:
                 self.engine.close()
-        self.standing.look()
-        self.board.show(self.standing)
+        self.sweep_state.refresh()
+        self.table.show(self.sweep_state)
         self._write_results()
         if self._signal:
             return 128 + self._signal
-        finished = all(state.status in ("done", "diverged") for state in self._all())
-        return 0 if finished and self.standing.expected() == len(self.standing.states) else 1
+        finished = all(state.status in ("done", "diverged") for state in self._states())
+        complete = self.sweep_state.expected_runs() == len(self.sweep_state.states)
+        return 0 if finished and complete else 1
 
     @property
     def trained(self) -> bool:
-        """Whether anything ran here."""
+        """Whether this launcher has trained any run."""
         return bool(self._tried)
 
-    def _all(self) -> list[State]:
-        return list(self.standing.states.values())
+    def _states(self) -> list[RunState]:
+        return list(self.sweep_state.states.values())
 
     def _adopt(self) -> None:
-        """Take over what an earlier launcher has left with the engine."""
-        able = [id for id, state in self.standing.states.items() if state.status not in ENDED]
-        for id in self.engine.adopt(able):
-            self._await(self.standing.states[id])
-        if self._here:
-            self.board.note(f"{counted(len(self._here), 'run')} with the engine since before")
+        """Take over the jobs that an earlier launcher has left with the engine."""
+        open_ids = [state.run.id for state in self._states() if state.status not in ENDED]
+        for id in self.engine.adopt(open_ids):
+            self._follow(self.sweep_state.states[id])
+        if self._own:
+            self.table.note(f"{format_count(len(self._own), 'run')} with the engine since before")
 
-    def _ended(self) -> list[Ended]:
-        """Wait for the engine; but a signal is heard at once."""
-        until = time.monotonic() + self.engine.pause
-        signals = self._signals
+    def _wait_for_exits(self) -> list[RunExit]:
+        """Wait for the engine for one poll interval, or until a signal comes."""
+        until = time.monotonic() + self.engine.poll_interval
+        signal_count = self._signal_count
         while True:
-            ended = self.engine.ended(min(_HEARD, self.engine.pause))
-            if ended or signals != self._signals or time.monotonic() >= until:
-                return ended
+            exits = self.engine.wait_for_exits(min(_SIGNAL_LATENCY, self.engine.poll_interval))
+            if exits or signal_count != self._signal_count or time.monotonic() >= until:
+                return exits
 
-    def _look_here(self) -> None:
-        self.standing.queued = set(self.engine.queued())
-        for state in self._here.values():
-            self.standing.look_at(state)
+    def _refresh_own(self) -> None:
+        self.sweep_state.queued_ids = set(self.engine.queued_ids())
+        for state in self._own.values():
+            self.sweep_state.refresh_run(state)
 
-    def _start_what_can_be(self) -> None:
-        for state, packed in self._next():
-            if not self._has_room(state):
+    def _may_start(self) -> bool:
+        """Return whether the launcher goes on and the engine has a free slot."""
+        stopped = self._stop_reason or self._signal_count
+        return not stopped and len(self._own) < self.engine.slots
+
+    def _start_runs(self) -> None:
+        for state, packed in self._startable():
+            if not self._has_disk_space(state):
                 return
             self._start(state, packed)
-            if self._stopped or self._signals or len(self._here) >= self.engine.slots:
+            if not self._may_start():
                 return
 
-    def _next(self) -> Iterator[tuple[State, int]]:
-        """What can be started, the largest first, and how many will share the machine; what ran
-        out of memory comes last, alone. There may be thousands: all are looked at once.
-        """
-        full = self._stopped or self._signals or len(self._here) >= self.engine.slots
-        if full or self._alone in self._here:
-            return
-        able = [state for state in self._all() if self._is_startable(state)]
-        beside = [state for state in able if not _ran_out_of_memory_beside_others(state)]
-        if beside:
-            arms = self.manifest.arms
-            running = (state.run.id for state in self._all() if state.status == "running")
-            elsewhere = sum(id not in self._here for id in running)
-            here = min(self.engine.slots, len(able) + len(self._here))
-            packed = here + elsewhere if self.engine.shares else 1
-            beside.sort(key=lambda state: -arms[state.run.arm].work)
-            yield from ((state, packed) for state in beside)
-        elif able and not self._here:
-            yield able[0], 1
+    def _startable(self) -> Iterator[tuple[RunState, int]]:
+        """Yield the runs to start, and how many will share the machine.
 
-    def _is_startable(self, state: State) -> bool:
+        The largest come first; those that ran out of memory come last, one at a time. There may be
+        thousands: all are examined at once.
+        """
+        if not self._may_start() or self._exclusive in self._own:
+            return
+        startable = [state for state in self._states() if self._is_startable(state)]
+        shared = [state for state in startable if not _needs_more_memory(state)]
+        if shared:
+            arms = self.manifest.arms
+            others = sum(
+                state.status == "running" and state.run.id not in self._own
+                for state in self._states()
+            )
+            own = min(self.engine.slots, len(startable) + len(self._own))
+            packed = own + others if self.engine.shares_machine else 1
+            shared.sort(key=lambda state: -arms[state.run.arm].train_flops)
+            yield from ((state, packed) for state in shared)
+        elif startable and not self._own:
+            yield startable[0], 1
+
+    def _is_startable(self, state: RunState) -> bool:
         id = state.run.id
-        if id in self._here or state.status == "running":
+        if id in self._own or state.status == "running":
             return False
         if state.status == "failed":
-            alone = _ran_out_of_memory_beside_others(state) and id not in self._had_alone
-            return id in self._again or alone
+            exclusively = _needs_more_memory(state) and id not in self._had_exclusive
+            return id in self._to_retry or exclusively
         return state.status in ("waiting", "interrupted") and id not in self._tried
 
-    def _start(self, state: State, packed: int) -> None:
+    def _start(self, state: RunState, packed: int) -> None:
         id = state.run.id
-        self.standing.look_at(state)
-        if not self._is_startable(state):  # another launcher was here since
+        self.sweep_state.refresh_run(state)
+        if not self._is_startable(state):  # another launcher has started it since
             return
-        if _ran_out_of_memory_beside_others(state) and packed == 1:
-            self._alone = id
-            self._had_alone.add(id)
-            self.board.note(f"again, alone: {state.run.label} ran out of memory beside others")
-        self._again.discard(id)
+        if _needs_more_memory(state) and packed == 1:
+            self._exclusive = id
+            self._had_exclusive.add(id)
+            self.table.note(f"again, alone: {state.run.label} ran out of memory beside others")
+        self._to_retry.discard(id)
         retry = state.status == "failed"
         config = self.manifest.config_of(state.run)
-        self.engine.start(Task(id, state.folder, config, packed, retry))
-        self._await(state)
+        self.engine.start(RunTask(id, state.folder, config, packed, retry))
+        self._follow(state)
 
-    def _await(self, state: State) -> None:
+    def _follow(self, state: RunState) -> None:
+        """Count a run among those of this launcher."""
         id = state.run.id
         self._tried.add(id)
-        self._here[id] = state
-        self.standing.here.add(id)
-        state.status, state.row, state.reason = "running", None, ""
+        self._own[id] = state
+        self.sweep_state.own_ids.add(id)
+        state.status, state.metrics, state.reason = "running", None, ""
 
-    def _note_end(self, ended: Ended) -> None:
-        state = self._here.pop(ended.id)
-        self.standing.here.discard(ended.id)
-        self.standing.queued.discard(ended.id)
+    def _handle_exit(self, exit: RunExit) -> None:
+        """Read the outcome of a run; restart it if its machine was lost."""
+        state = self._own.pop(exit.id)
+        self.sweep_state.own_ids.discard(exit.id)
+        self.sweep_state.queued_ids.discard(exit.id)
         state.reason = ""
-        self.standing.look_at(state)
-        if ended.code in (OWNED, LOST):
-            self._tried.discard(ended.id)  # its owner may die yet
+        self.sweep_state.refresh_run(state)
+        if exit.code in (EXIT_ALREADY_RUNNING, EXIT_LEASE_LOST):
+            self._tried.discard(exit.id)  # the holder of its lease may still die
             return
-        if state.step > self._steps.get(ended.id, 0):  # it gets on, if not at one go
-            self._steps[ended.id], self._moves[ended.id] = state.step, 0
-        moved = ended.gone and state.status not in ENDED and self._moves[ended.id] < _MOVES
-        if moved and not self._stopped and not self._signals:
-            self._moves[ended.id] += 1
-            self._tried.discard(ended.id)
-            self.board.note(f"again, elsewhere: {state.run.label}: {ended.gone}")
-            return
-        if state.status not in ENDED and not self._stopped and not self._signals:
-            self._note_death(state, ended)
-        again = _ran_out_of_memory_beside_others(state)
-        if state.status == "failed" and self._stop_on_failure and not again:
+        if state.step > self._steps.get(exit.id, 0):
+            self._steps[exit.id], self._moves[exit.id] = state.step, 0
+        if state.status not in ENDED and not self._stop_reason and not self._signal_count:
+            if exit.requeue_reason and self._moves[exit.id] < _MAX_MOVES:
+                self._moves[exit.id] += 1
+                self._tried.discard(exit.id)
+                self.table.note(f"again, elsewhere: {state.run.label}: {exit.requeue_reason}")
+                return
+            exclusive = self._exclusive == exit.id or not self.engine.shares_machine
+            packed = 1 if exclusive else self.engine.slots
+            is_remote = self.engine.is_remote
+            if record_death(self.manifest, state, exit, packed=packed, is_remote=is_remote):
+                self.sweep_state.refresh_run(state)
+        if state.status == "failed" and self._stop_on_failure and not _needs_more_memory(state):
             self._stop(f"{state.run.label} failed, and on_failure=stop")
-        if time.monotonic() - self._written > _PAUSE:
+        if time.monotonic() - self._results_time > _RESULTS_INTERVAL:
             self._write_results()
-
-    def _note_death(self, state: State, ended: Ended) -> None:
-        """The process is gone and has left no result: a failure, if it died of itself."""
-        if ended.code in DELIBERATE:
-            return  # it has said why
-        if ended.gone:
-            state.reason = ended.gone
-        elif ended.code < 0:
-            state.reason = f"its process was ended by {signal.Signals(-ended.code).name}"
-        elif ended.code != 1 or not state.reason:  # 1: an exception, the last line of its log
-            state.reason = f"its process ended with code {ended.code}"
-        with suppress(OSError), open(append(state.folder / LOG), "a", encoding="utf-8") as log:
-            log.write(f"{state.reason}\n")  # for others who look
-        if ended.out_of_memory or not (ended.gone or -ended.code in _FROM_OUTSIDE):
-            reason = "out of memory" if ended.out_of_memory else state.reason
-            alone = self._alone == ended.id or not self.engine.shares
-            packed = 1 if alone else self.engine.slots
-            with suppress(Owned, Lost, UserError, OSError):  # a full disk: it is interrupted
-                config = self.manifest.config_of(state.run)
-                planned = plan(config, elsewhere=self.engine.elsewhere)
-                if planned.run.id != ended.id:  # here it would be computed in another way
-                    return
-                record_failure(planned, reason, out_of_memory=ended.out_of_memory, packed=packed)
-            self.standing.look_at(state)
 
     def _write_results(self) -> None:
         try:
-            for state in self._all():
-                if state.run.id not in self._linked and link(self.manifest, state):
+            for state in self._states():
+                if state.run.id not in self._linked and link_run(self.manifest, state):
                     self._linked.add(state.run.id)
-            results_table.write(self.standing)
-            self._written = time.monotonic()
-        except OSError as error:  # they can be made again at any moment
-            self.board.note(f"results: {error}")
+            results_table.write_results(self.sweep_state)
+            self._results_time = time.monotonic()
+        except OSError as error:  # they can be rebuilt at any time
+            self.table.note(f"results: {error}")
 
-    def _elsewhere(self) -> bool:
-        """Whether other processes are still at work on this sweep, or anything can be started."""
-        return any(state.status == "running" or self._is_startable(state) for state in self._all())
+    def _is_pending(self) -> bool:
+        """Return whether any run is still trained by others or can be started."""
+        return any(
+            state.status == "running" or self._is_startable(state) for state in self._states()
+        )
 
-    def _has_room(self, state: State) -> bool:
-        """Whether the disk can take what the run writes."""
+    def _has_disk_space(self, state: RunState) -> bool:
+        """Stop the sweep unless the disk has space for what the run writes."""
         arm = self.manifest.arms[state.run.arm]
         need = bytes_needed(arm.total_params) + predictions.bytes_needed(arm.config)
         out = Path(self.manifest.out).expanduser()
@@ -264,23 +254,23 @@ class Launcher:
         )
         return False
 
-    def _stop(self, why: str) -> None:
-        self._stopped = why
-        self.board.note(f"stopping: {why}; what runs writes a checkpoint")
+    def _stop(self, reason: str) -> None:
+        self._stop_reason = reason
+        self.table.note(f"stopping: {reason}; running runs write a checkpoint")
         self.engine.stop(now=False)
 
-    def _obey(self) -> None:
-        """Do what a signal asks for: an end, or, asked twice, an end at once."""
-        if self._signals and not self._stopped.startswith("SIG"):
-            again = " (Ctrl-C again: at once)" if self._signal == signal.SIGINT else ""
-            self._stop(f"{signal.Signals(self._signal).name}{again}")
-        if self._signals > 1:
+    def _act_on_signals(self) -> None:
+        """Stop after one signal, at once after two."""
+        if self._signal_count and not self._stop_reason.startswith("SIG"):
+            hint = " (Ctrl-C again: at once)" if self._signal == signal.SIGINT else ""
+            self._stop(f"{signal.Signals(self._signal).name}{hint}")
+        if self._signal_count > 1:
             self.engine.stop(now=True)
 
     @contextmanager
-    def _listening(self) -> Iterator[None]:
-        def handle(number: int, frame: Any) -> None:  # may come in the middle of anything
-            self._signal, self._signals = number, self._signals + 1
+    def _handle_signals(self) -> Iterator[None]:
+        def handle(number: int, frame: Any) -> None:  # only counts: it may interrupt anything
+            self._signal, self._signal_count = number, self._signal_count + 1
 
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, handle) for number in numbers}
@@ -291,7 +281,7 @@ class Launcher:
                 signal.signal(number, handler)
 
 
-def _ran_out_of_memory_beside_others(state: State) -> bool:
-    """Such a run is tried once more, with the machine for itself."""
+def _needs_more_memory(state: RunState) -> bool:
+    """Return whether a run failed for lack of memory beside others: it is retried alone once."""
     result = state.result or {}
     return bool(result.get("out_of_memory")) and result["packed"] > 1

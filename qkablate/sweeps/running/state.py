@@ -1,11 +1,11 @@
-"""Where a sweep stands, read from its runs' folders: the same for its launcher, another launcher,
-and anyone who looks.
+"""The state of a sweep, read from its runs' folders.
+
+It is the same for its launcher, another launcher and every other reader.
 """
 
 import os
 import shutil
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,219 +14,219 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.disk import read_file
-from qkablate.runs.lease import Observer, owning
-from qkablate.runs.records import read_result, read_row
-from qkablate.sweeps.engines import LOG
+from qkablate.runs.lease import LeaseObserver, hold_lease
+from qkablate.runs.records import decode_row, read_result
+from qkablate.sweeps.engines.base import LOG_FILE
 from qkablate.sweeps.planning.manifest import Manifest, SweepRun
-from qkablate.sweeps.planning.tuning import Bowl, further
+from qkablate.sweeps.planning.tuning import LrSearch, Searches, next_runs
 
 ENDED = ("done", "diverged", "failed")
 STATUSES = ("done", "running", "waiting", "interrupted", "diverged", "failed")
-_TAIL = 4096  # bytes of metrics.jsonl that hold the newest rows
-_LONGEST_TAIL = 2**22  # where they lie behind others
+_TAIL = 4096  # bytes of metrics.jsonl that usually hold the newest rows
+_MAX_TAIL = 2**22  # bytes, where diagnostics follow them
 
 
 @dataclass
-class State:
-    """Of one run."""
+class RunState:
+    """The state of one run."""
 
     run: SweepRun
     folder: Path
     status: str = "waiting"
     result: Mapping[str, Any] | None = None
-    row: Mapping[str, Any] | None = None  # the newest of each metric, while it runs
+    metrics: Mapping[str, Any] | None = None  # the newest value of each, while it runs
     reason: str = ""  # why it is not done
 
     @property
     def step(self) -> int:
-        return int((self.row or {}).get("step", 0))
+        return int((self.metrics or {}).get("step", 0))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return float((self.metrics or {}).get("perf/tokens_per_second", 0))
 
 
-class Standing:
-    """The states of a sweep's runs; `look` reads what may have changed."""
+class SweepState:
+    """The states of a sweep's runs; `refresh` reads what may have changed."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.states: dict[str, State] = {}
-        self.bowls: list[Bowl] = []
+        self.states: dict[str, RunState] = {}
+        self.lr_searches: list[LrSearch] = []
+        self.own_ids: set[str] = set()  # runs of this launcher, which may have written nothing yet
+        self.queued_ids: set[str] = set()  # those among them in a queue of the engine
         self._launchers = manifest.folder / "launchers"
         self._runs = Path(manifest.out).expanduser() / "runs"
-        self.here: set[str] = set()  # what runs in a process of our own, which may not show yet
-        self.queued: set[str] = set()  # and what of it waits in a queue of the engine's
-        self._there: dict[str, str] = {}  # the folders of runs, by id
-        self._settled: dict[str, tuple[list[SweepRun], Bowl]] = {}
-        self._observer = Observer()
+        self._folders: dict[str, str] = {}  # names of the runs' folders, by id
+        self._finished_searches: Searches = {}
+        self._observer = LeaseObserver()
         for run in manifest.runs:
-            self._know(run)
+            self._add(run)
 
-    def look(self) -> None:
-        """Read everything that is not settled."""
+    def refresh(self) -> None:
+        """Read all runs whose state may have changed."""
         try:
             names = os.listdir(self._runs)
         except OSError:
             names = []
-        self._there = {name.rpartition("-")[2]: name for name in names}
+        self._folders = {name.rpartition("-")[2]: name for name in names}
         for state in list(self.states.values()):
-            if state.run.id in self._there or state.run.id in self.here:
+            if state.run.id in self._folders or state.run.id in self.own_ids:
                 if state.status not in ("done", "diverged"):
-                    self.look_at(state)
+                    self.refresh_run(state)
             else:  # thousands may wait
-                state.status, state.result, state.row = "waiting", None, None
+                state.status, state.result, state.metrics = "waiting", None, None
         if self.manifest.finals:
             before = -1
-            while before != len(self.states):  # what is found may settle what comes next
+            while before != len(self.states):  # an existing result may decide what comes next
                 before = len(self.states)
-                runs, self.bowls = further(self.manifest, self._result, self._settled)
+                runs, self.lr_searches = next_runs(
+                    self.manifest, self._find_result, self._finished_searches
+                )
                 for run in runs:
                     if run.id not in self.states:
-                        self.look_at(self._know(run))
+                        self.refresh_run(self._add(run))
 
     @contextmanager
-    def launching(self) -> Iterator[None]:
-        """Be one of those who run the sweep, for others to see."""
+    def register_launcher(self) -> Iterator[None]:
+        """Show to others that this process runs the sweep."""
         own = self._launchers / f"{socket.gethostname()}-{os.getpid()}"
         for other in self._launchers.glob("*"):
-            # It was killed; but one without a claim may be about to make it.
-            if any(other.glob("owner/[0-9]*")) and not self._observer.is_owned(other):
+            # It was killed. One without a lease may be about to take it.
+            if any(other.glob("lease/[0-9]*")) and not self._observer.is_leased(other):
                 shutil.rmtree(other, ignore_errors=True)
         try:
-            with owning(own):
+            with hold_lease(own):
                 yield
         finally:
             shutil.rmtree(own, ignore_errors=True)
 
-    def is_run(self) -> bool:
-        """Whether anybody runs the sweep now."""
-        return any(map(self._observer.is_owned, self._launchers.glob("*")))
+    def is_running(self) -> bool:
+        """Return whether any launcher runs the sweep now."""
+        return any(map(self._observer.is_leased, self._launchers.glob("*")))
 
-    def look_at(self, state: State) -> None:
+    def refresh_run(self, state: RunState) -> None:
+        """Read one run. Its id identifies the folder, whatever the label in its name."""
+        id = state.run.id
+        folder = state.folder = self._runs / self._folders.get(id, state.folder.name)
         try:
-            self._look_at(state)
-        except OSError as error:  # what stands there is no run, or not ours to read
+            if id in self.queued_ids:
+                state.status, state.metrics, state.reason = "waiting", None, ""
+            elif id in self.own_ids:  # a result may be of an earlier attempt
+                state.status, state.metrics = "running", latest_metrics(folder)
+                state.reason = ""
+            else:
+                read_run(state, self._observer)
+        except OSError as error:  # not a run's folder, or not readable
             state.status, state.reason = "waiting", str(error)
 
-    def _look_at(self, state: State) -> None:
-        """Read one run. The id finds its folder: another label makes no other run."""
-        folder = state.folder = self._runs / self._there.get(state.run.id, state.folder.name)
-        if state.run.id in self.queued:
-            state.status, state.row, state.reason = "waiting", None, ""
-            return
-        if state.run.id in self.here:  # what is there may be of an earlier try
-            state.status, state.row, state.reason = "running", newest_row(folder), ""
-            return
-        read_run(state, self._observer)
-
-    def expected(self) -> int:
-        """How many runs there will be, as far as is known."""
-        if not self.manifest.finals:
-            return len(self.states)
+    def expected_runs(self) -> int:
+        """Return how many runs there will be, as far as is known."""
         return len(self.states) + len(self._open_arms()) * len(self.manifest.finals)
 
-    def counts(self) -> Counter[str]:
-        found = Counter(state.status for state in self.states.values())
-        found["waiting"] += self.expected() - len(self.states)
-        return found
+    def status_counts(self) -> Counter[str]:
+        """Return the number of runs by status; those not known yet are waiting."""
+        counts = Counter(state.status for state in self.states.values())
+        counts["waiting"] += self.expected_runs() - len(self.states)
+        return counts
 
     def tokens_per_second(self) -> float:
-        """Of all that runs."""
-        rows = [state.row or {} for state in self.states.values() if state.status == "running"]
-        return sum(float(row.get("perf/tokens_per_second", 0)) for row in rows)
+        """Return the throughput of all running runs."""
+        running = [state for state in self.states.values() if state.status == "running"]
+        return sum(state.tokens_per_second for state in running)
 
     def seconds_left(self) -> float | None:
-        """At the pace so far, with as many side by side as now."""
-        work = seconds = left = speed = 0.0
+        """Estimate the time left, at the past speed with as many runs in parallel as now."""
+        flops_done = seconds = flops_left = speed = 0.0
         running = 0
         for state in self.states.values():
             arm = self.manifest.arms[state.run.arm]
             if state.status in ("done", "diverged") and state.result is not None:
-                work += arm.flops * state.result["tokens"]
+                flops_done += arm.flops * state.result["tokens"]
                 seconds += state.result["seconds"]
             elif state.status != "failed":
-                left += arm.work * (1 - state.step / int(arm.config.train.steps))
+                flops_left += arm.train_flops * (1 - state.step / int(arm.config.train.steps))
             if state.status == "running":
                 running += 1
-                speed += float((state.row or {}).get("perf/tokens_per_second", 0)) * arm.flops
-        left += self._work_to_come()
-        if running == 0 or left <= 0:
-            return 0.0 if left <= 0 else None
-        pace = running * work / seconds if seconds else speed
-        return left / pace if pace else None
-
-    def _work_to_come(self) -> float:
-        finals = len(self.manifest.finals)
-        return sum(finals * self.manifest.arms[name].work for name in self._open_arms())
+                speed += state.tokens_per_second * arm.flops
+        for name in self._open_arms():
+            flops_left += len(self.manifest.finals) * self.manifest.arms[name].train_flops
+        if running == 0 or flops_left <= 0:
+            return 0.0 if flops_left <= 0 else None
+        speed = running * flops_done / seconds if seconds else speed
+        return flops_left / speed if speed else None
 
     def _open_arms(self) -> list[str]:
-        """Arms whose learning rate is not chosen yet."""
-        return [bowl.arm for bowl in self.bowls if bowl.state in ("tuning", "stuck")]
+        """Return the arms whose learning rate is not chosen yet."""
+        return [search.arm for search in self.lr_searches if search.state in ("tuning", "stuck")]
 
-    def _know(self, run: SweepRun) -> State:
-        self.states[run.id] = State(run, self._runs / run.name)
+    def _add(self, run: SweepRun) -> RunState:
+        self.states[run.id] = RunState(run, self._runs / run.name)
         return self.states[run.id]
 
-    def _result(self, run: SweepRun) -> Mapping[str, Any] | None:
+    def _find_result(self, run: SweepRun) -> Mapping[str, Any] | None:
         state = self.states.get(run.id)
         if state is None:
-            state = self._know(run)
-            self.look_at(state)
+            state = self._add(run)
+            self.refresh_run(state)
         return state.result
 
 
-def read_run(state: State, observer: Observer) -> None:
-    """What the run's folder says."""
+def read_run(state: RunState, observer: LeaseObserver) -> None:
+    """Read the state of a run from its folder."""
     folder = state.folder
     state.result = read_result(folder)
     if state.result is not None and state.result.get("id") != state.run.id:
         state.result = None  # another run's
     if state.result is not None:
-        state.status, state.row, state.reason = state.result["status"], None, ""
+        state.status, state.metrics, state.reason = state.result["status"], None, ""
         if state.status == "failed":
             state.reason = str(state.result.get("error"))
         elif state.status == "diverged":
             state.reason = f"not finite at step {state.result['diverged_at']}"
-    elif observer.is_owned(folder):
-        state.status, state.row, state.reason = "running", newest_row(folder), ""
+    elif observer.is_leased(folder):
+        state.status, state.metrics, state.reason = "running", latest_metrics(folder), ""
     elif (folder / "config.yaml").exists():
-        state.status, state.row = "interrupted", newest_row(folder)
-        state.reason = state.reason or last_line(folder)
+        state.status, state.metrics = "interrupted", latest_metrics(folder)
+        state.reason = state.reason or last_log_line(folder)
     else:
-        state.status, state.reason = "waiting", state.reason or last_line(folder)
+        state.status, state.reason = "waiting", state.reason or last_log_line(folder)
 
 
-def newest_row(folder: Path) -> dict[str, Any]:
-    """The newest value of each metric."""
+def latest_metrics(folder: Path) -> dict[str, Any]:
+    """Return the newest value of each metric."""
     tail, lines = _TAIL, list[bytes]()
     try:
-        while True:  # past the diagnostics, which are long and no progress
+        while True:  # past the diagnostics, which are long and show no progress
             content = read_file(folder / "metrics.jsonl", tail)
-            whole = len(content) < tail
-            lines = content.splitlines()[not whole :]
-            lines = [line for line in lines if b'"mechanism"' not in line]
-            if whole or tail >= _LONGEST_TAIL or sum(map(len, lines)) >= _TAIL // 2:
+            is_whole = len(content) < tail
+            lines = content.splitlines()[not is_whole :]
+            lines = [line for line in lines if b'"diagnostics"' not in line]
+            if is_whole or tail >= _MAX_TAIL or sum(map(len, lines)) >= _TAIL // 2:
                 break
             tail *= 8
     except OSError:
         return {}
-    row: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for line in lines:
         try:
-            row |= read_row(line)
+            metrics |= decode_row(line)
         except ValueError:
-            continue  # cut by our tail, half-written or damaged
-    return row
+            continue  # cut by the tail, half-written or damaged
+    return metrics
 
 
-def last_line(folder: Path) -> str:
-    """What the run's process said last."""
+def last_log_line(folder: Path) -> str:
+    """Return the last line that the run's process has printed."""
     try:
-        lines = read_file(folder / LOG, _TAIL).decode("utf-8", "replace").strip().splitlines()
+        lines = read_file(folder / LOG_FILE, _TAIL).decode("utf-8", "replace").strip().splitlines()
     except OSError:
         return ""
     return lines[-1].removeprefix("qkablate: ") if lines else ""
 
 
-def link(manifest: Manifest, state: State) -> bool:
-    """Show the run in the sweep's folder; whether it is there to be shown."""
+def link_run(manifest: Manifest, state: RunState) -> bool:
+    """Link a run into the sweep's folder; return whether it exists."""
     path = manifest.folder / "runs" / state.folder.name
     if path.is_symlink():
         return True
@@ -234,24 +234,8 @@ def link(manifest: Manifest, state: State) -> bool:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     target = os.path.relpath(state.folder.resolve(), path.parent.resolve())
-    # Two launchers may come here at once, and one link is enough.
+    # Atomic, because two launchers may do this at once.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.symlink_to(target)
     temporary.replace(path)
     return True
-
-
-def duration(seconds: float) -> str:
-    """8 s, 3 min 20 s, 2 h 05 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    if whole < 48 * 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
-    return f"{whole / 86400:,.1f} days"
-
-
-def now() -> str:
-    return time.strftime("%H:%M:%S")

@@ -1,104 +1,110 @@
-"""What a sweep has come to: for a person at its end, and as one run in W&B."""
+"""The summary of a sweep: on the terminal at its end, and as one run in W&B."""
 
 import dataclasses
 import shlex
-import statistics
-from typing import Any
+from collections.abc import Callable
 
-from qkablate.errors import printable
-from qkablate.sweeps.running.results_table import columns, rows
-from qkablate.sweeps.running.state import Standing, State
-from qkablate.table import print_table
-from qkablate.tracking.wandb.run import Identity, Mirror, Shown
+from qkablate.errors import sanitize
+from qkablate.sweeps.planning.manifest import Manifest
+from qkablate.sweeps.running.results_table import (
+    LossSummary,
+    result_columns,
+    result_rows,
+    summarize_arms,
+)
+from qkablate.sweeps.running.state import SweepState
+from qkablate.table import format_list, print_table
+from qkablate.tracking.wandb.run import RunIdentity, SweepTables, WandbRun
 
 
-def print_arms(standing: Standing) -> None:
-    """A row for every arm (and learning rate): how many of its runs are done, and their losses with
-    the spread between them. What a difference of two means is worth, these do not say.
+def print_arms(sweep_state: SweepState) -> None:
+    """Print a row for every arm and learning rate: runs done, losses, and their spread.
+
+    What a difference of two means is worth, it does not tell.
     """
-    groups: dict[tuple[str, float | None], list[State]] = {}
-    for state in standing.states.values():
-        if not state.run.tuning:
-            groups.setdefault((state.run.arm, float(state.run.changes["optim.lr"])), []).append(
-                state
-            )
-    bowls = {bowl.arm: bowl for bowl in standing.bowls}
-    for bowl in standing.bowls:
-        if bowl.rate is None:
-            groups[bowl.arm, None] = []
-    several = bool(bowls) or len(groups) > len({arm for arm, _ in groups})
-    table = []
-    for (name, rate), states in sorted(groups.items(), key=_in_order(standing)):
-        done = [state.result for state in states if state.status == "done" and state.result]
-        diverged = sum(state.status == "diverged" for state in states)
-        cells = [name, f"{standing.manifest.arms[name].params:,}"]
-        if several:
-            told = bowls[name].state if name in bowls else "chosen"
-            cells.append(
-                ("–" if rate is None else f"{rate:.3g}") + f" ({told})" * (told != "chosen")
-            )
-        cells.append(f"{len(done)}/{len(states) or len(standing.manifest.finals)}")
-        for split in ("val", "test"):
-            losses = [r["loss"][split] for r in done if r["loss"][split] is not None]
-            cells.append(f"{statistics.fmean(losses):.4f}" if losses else "–")
-            cells.append(f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "–")
-        table.append([*cells, f"{diverged}" if diverged else ""])
-    head = ["arm", "params", *(["lr"] if several else []), "done", "val", "± sd", "test", "± sd"]
-    print_table([*head, "diverged"], table)
+    manifest, summaries = sweep_state.manifest, summarize_arms(sweep_state)
+    arms = {summary.arm for summary in summaries}
+    show_rates = bool(sweep_state.lr_searches) or len(summaries) > len(arms)
+    rows = []
+    for summary in summaries:
+        rate = "–" if summary.rate is None else f"{summary.rate:.3g}"
+        rate += f" ({summary.tuning})" * (summary.tuning != "chosen")
+        rows.append(
+            [
+                *(summary.arm, f"{manifest.arms[summary.arm].params:,}"),
+                *([rate] if show_rates else []),
+                f"{summary.done}/{summary.runs}",
+                *_cells(summary.val),
+                *_cells(summary.test),
+                f"{summary.diverged}" if summary.diverged else "",
+            ]
+        )
+    rates = ["lr"] if show_rates else []
+    columns = ["arm", "params", *rates, "done", "val", "± sd", "test", "± sd", "diverged"]
+    print_table(columns, rows)
     print("\nmeans over runs, and the standard deviation between them; params without embeddings")
-    for line in standing.manifest.told_left_out():
-        print(line)
+    _print_left_out(manifest)
 
 
-def _in_order(standing: Standing) -> Any:
-    """Of the plan, then by rate."""
-    place = {name: number for number, name in enumerate(standing.manifest.arms)}
-    return lambda item: (place[item[0][0]], item[0][1] or 0.0)
+def _cells(loss: LossSummary) -> list[str]:
+    return ["–" if value is None else f"{value:.4f}" for value in (loss.mean, loss.sd)]
 
 
-def print_failures(standing: Standing) -> None:
-    """What failed or was cut short, why, and how to repeat that one run."""
+def _print_left_out(manifest: Manifest) -> None:
+    """Print the arms that were not trained, by kind of reason."""
+    by_kind: dict[str, list[str]] = {}
+    for left in manifest.left_out:
+        by_kind.setdefault(left.kind, []).append(left.arm)
+    for kind, names in by_kind.items():
+        print(f"left out, {kind}: {format_list(names, 6)}")
+    if by_kind:
+        print(f"  why: {manifest.folder / 'plan.txt'}")
+
+
+def print_failures(sweep_state: SweepState) -> None:
+    """Print the runs that failed or were interrupted, why, and how to repeat each."""
     for status in ("failed", "interrupted", "waiting"):
         states = [
             state
-            for state in standing.states.values()
+            for state in sweep_state.states.values()
             if state.status == status and (state.reason or status != "waiting")
         ]
-        if not states:
-            continue
-        print(f"\n{status}")
+        if states:
+            print(f"\n{status}")
         for state in states:
-            words = standing.manifest.words_of(state.run)
-            print(printable(f"  {state.run.name}: {state.reason or 'no word of its process'}"))
-            print(f"    {shlex.join(['qkablate', 'train', *words])}")
-    for bowl in standing.bowls:
-        if bowl.state in ("stuck", "diverged"):
-            why = "a run that serves to tune it failed" if bowl.state == "stuck" else "it diverges"
-            print(f"\n{bowl.arm}: no learning rate was chosen: {why}")
+            overrides = sweep_state.manifest.overrides_of(state.run)
+            print(sanitize(f"  {state.run.name}: {state.reason or 'its process gave no reason'}"))
+            print(f"    {shlex.join(['qkablate', 'train', *overrides])}")
+    for search in sweep_state.lr_searches:
+        if search.state in ("stuck", "diverged"):
+            reason = "one of its tuning runs failed" if search.state == "stuck" else "it diverges"
+            print(f"\n{search.arm}: no learning rate was chosen: {reason}")
 
 
-def mirror(standing: Standing, note: Any, more: Shown | None = None) -> str | None:
-    """One run in W&B that holds the table, and what more there is to show; where to find it."""
-    manifest = standing.manifest
+def log_summary(
+    sweep_state: SweepState, note: Callable[[str], None], tables: SweepTables | None = None
+) -> str | None:
+    """Log the table of runs and the given tables as one run in W&B; return its address."""
+    manifest = sweep_state.manifest
     name = f"{manifest.name}-{manifest.id}"
-    track = manifest.track
-    identity = Identity(
-        f"sweep-{manifest.id}", name, manifest.group, "sweep", ("sweep", *track.tags)
-    )
+    tracking = manifest.tracking
+    tags = ("sweep", *tracking.tags)
+    identity = RunIdentity(f"sweep-{manifest.id}", name, manifest.group, "sweep", tags)
     config = {"sweep": name, "command": shlex.join(manifest.command), "arms": [*manifest.arms]}
-    own = Mirror(track, identity, manifest.folder, config, note)
-    shown = more or Shown()
-    table = list(columns(manifest)), [list(row.values()) for row in rows(standing)]
-    own.show(dataclasses.replace(shown, tables={"runs": table, **shown.tables}))
-    counts = standing.counts()
-    finished = counts["done"] + counts["diverged"] == standing.expected()
-    own.close({f"runs/{status}": count for status, count in counts.items()}, int(not finished))
-    return own.address
+    run = WandbRun(tracking, identity, manifest.folder, config, note)
+    tables = tables or SweepTables()
+    rows = [list(row.values()) for row in result_rows(sweep_state)]
+    runs = list(result_columns(manifest)), rows
+    run.log_tables(dataclasses.replace(tables, tables={"runs": runs, **tables.tables}))
+    counts = sweep_state.status_counts()
+    finished = counts["done"] + counts["diverged"] == sweep_state.expected_runs()
+    run.close({f"runs/{status}": count for status, count in counts.items()}, int(not finished))
+    return run.address
 
 
-def next_words(standing: Standing) -> list[list[str]]:
-    """The command that goes on with the sweep, where there is something to go on with."""
-    counts, command = standing.counts(), standing.manifest.command[1:]
+def resume_commands(sweep_state: SweepState) -> list[list[str]]:
+    """Return the command that continues the sweep, if anything is left to do."""
+    counts, command = sweep_state.status_counts(), sweep_state.manifest.command[1:]
     if counts["interrupted"] + counts["waiting"]:
         return [command]
     return [[*command, "--retry", "failed"]] if counts["failed"] else []

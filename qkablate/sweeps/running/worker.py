@@ -1,8 +1,8 @@
-"""The process of one run: from its frozen config to its result, with a log beside it.
+"""The process of one run: it trains a frozen config, with its output in a log.
 
-A local launcher forks it (`work`). Elsewhere it is the command
-`python -m qkablate.sweeps.running.worker`:
-one line of standard input is the task, and the input's end says that nobody waits any more.
+A local launcher forks it (`run_worker`). On other machines it is the command
+`python -m qkablate.sweeps.running.worker`: one line of standard input is the task, and the end of
+the input means that the launcher is gone.
 """
 
 import os
@@ -16,83 +16,86 @@ from multiprocessing.connection import Connection
 
 from tqdm import tqdm
 
-from qkablate.disk import append, make_folder
-from qkablate.errors import UserError, tell
-from qkablate.redaction import redacted
-from qkablate.runs.lease import Lost, Observer, Owned
+from qkablate.disk import make_folder, open_append
+from qkablate.errors import UserError, print_stderr
+from qkablate.redaction import redact
+from qkablate.runs.lease import AlreadyRunning, LeaseLost, LeaseObserver
 from qkablate.runs.run import EXIT_CODES
-from qkablate.sweeps.engines import LOG, LOST, OWNED, Task
+from qkablate.sweeps.engines.base import EXIT_ALREADY_RUNNING, EXIT_LEASE_LOST, LOG_FILE, RunTask
 from qkablate.tracking.wandb import service
 from qkablate.training import session
-from qkablate.training.resolve import plan
+from qkablate.training.resolve import plan_run
 from qkablate.training.signals import Stopped
 
 
-def work(
-    task: Task, gpu: str | None, lifeline: Connection, wandb: str, keeper: Connection | None
+def run_worker(
+    task: RunTask, gpu: str | None, lifeline: Connection, wandb: str, keeper: Connection | None
 ) -> None:
-    """Train the run, and exit as it went. `wandb` is where W&B's process is, which stays as long as
-    anybody has the `keeper`.
+    """Train the run and exit with its code.
+
+    `wandb` is the address of W&B's process, which lives as long as anybody holds the `keeper`.
     """
-    os.setsid()  # Ctrl-C in the terminal is for the launcher, which passes it on
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, service.UNHEARD)  # unlike the server
+    os.setsid()  # Ctrl-C in the terminal is for the launcher, which forwards it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, service.BLOCKED_SIGNALS)  # blocked in the server
     if wandb:
-        os.environ[service.VARIABLE] = wandb
+        os.environ[service.SERVICE_VARIABLE] = wandb
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    sys.exit(_logged(task, lifeline.recv_bytes))
+    sys.exit(_train_logged(task, lifeline.recv_bytes))
 
 
 def main() -> None:
-    """The same, of a task that comes from another machine."""
-    task = Task.from_json(sys.stdin.readline())
-    sys.exit(_logged(task, sys.stdin.readline))
+    """Train the run that standard input describes."""
+    task = RunTask.from_json(sys.stdin.readline())
+    sys.exit(_train_logged(task, sys.stdin.readline))
 
 
-def _logged(task: Task, wait: Callable[[], object]) -> int:
-    """Train it, with all it says in a file; what ends the `wait` is the end of the launcher."""
+def _train_logged(task: RunTask, wait: Callable[[], object]) -> int:
+    """Train with the output in a log, until `wait` returns: then the launcher is gone."""
     make_folder(task.folder)
-    log = append(task.folder / LOG)
+    log = open_append(task.folder / LOG_FILE)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-    # tqdm's own lock is one between processes, and would bring a process of its own to watch it.
+    # tqdm's own lock is shared between processes, and would start a process to track it.
     tqdm.set_lock(threading.RLock())
-    threading.Thread(target=_end_with_launcher, args=(wait,), daemon=True).start()
+    threading.Thread(target=_stop_with_launcher, args=(wait,), daemon=True).start()
     return _train(task)
 
 
-def _train(task: Task) -> int:
+def _train(task: RunTask) -> int:
     try:
-        planned = plan(task.config)
+        planned = plan_run(task.config)
         if planned.run.id != task.id:
             raise UserError(
                 f"this run would be {planned.run.id} now, not {task.id}: data, circuits or this"
                 " program have changed since the sweep was frozen"
             )
-        observer = Observer()
-        observer.settle(task.folder)  # a claim of another machine: the launcher saw it stand still
-        outcome = session.run(planned, packed=task.packed, retry=task.retry, observer=observer)
+        observer = LeaseObserver()
+        observer.wait_until_sure(task.folder)  # the launcher saw no heartbeat of another machine
+        outcome = session.train_run(
+            planned, packed=task.packed, retry=task.retry, observer=observer
+        )
         return EXIT_CODES[outcome.result["status"]]
-    except Owned as owned:
-        tell(str(owned))
-        return OWNED
-    except Lost as lost:
-        tell(str(lost))
-        return LOST
+    except AlreadyRunning as error:
+        print_stderr(str(error))
+        return EXIT_ALREADY_RUNNING
+    except LeaseLost as error:
+        print_stderr(str(error))
+        return EXIT_LEASE_LOST
     except Stopped as stopped:
         return stopped.exit_code
-    except UserError as mistake:
-        tell(f"qkablate: {mistake}")
+    except UserError as error:
+        print_stderr(f"qkablate: {error}")
         return 2
     except Exception:
-        print(redacted(traceback.format_exc()), file=sys.stderr)
+        print(redact(traceback.format_exc()), file=sys.stderr)
         return 1
 
 
-def _end_with_launcher(wait: Callable[[], object]) -> None:
-    """The launcher never writes; what ends the wait is its own end."""
+def _stop_with_launcher(wait: Callable[[], object]) -> None:
+    """Stop once the wait for the launcher ends; the launcher never writes."""
     with suppress(EOFError, OSError):
         wait()
     os.kill(os.getpid(), signal.SIGTERM)

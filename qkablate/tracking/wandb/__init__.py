@@ -1,1 +1,1 @@
-"""Tracking in Weights & Biases."""
+"""Weights & Biases: live logging, offline logs, and their upload."""

@@ -1,4 +1,4 @@
-"""Whether W&B is asked at all, and where its server is; with no question to anyone."""
+"""W&B's mode, key and server, found without a prompt."""
 
 import configparser
 import contextlib
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from qkablate.config import TrackConfig
+from qkablate.config import TrackingConfig
 from qkablate.errors import UserError
-from qkablate.redaction import redacted
+from qkablate.redaction import redact
 
-CONNECT_SECONDS = 5  # for any answer of the server at all
-# Where a key of `wandb login` stands in .netrc: W&B knows its own server by both names.
+CONNECT_SECONDS = 5  # timeout of a probe of the server
+# Names of W&B's own server in .netrc, where `wandb login` stores the key.
 _HOSTS = {"api.wandb.ai", "api.forge.coreweave.com"}
 
 
-def resolve_mode(track: TrackConfig) -> str:
-    """online, offline or disabled; WANDB_MODE speaks where the config says auto."""
-    mode = track.wandb
+def resolve_mode(tracking: TrackingConfig) -> str:
+    """Return online, offline or disabled; `auto` asks WANDB_MODE, then whether there is a key."""
+    mode = tracking.wandb
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE", "auto").lower()
         mode = {"dryrun": "offline", "run": "online", "shared": "online"}.get(mode, mode)
@@ -36,14 +36,14 @@ def resolve_mode(track: TrackConfig) -> str:
         return "online" if has_key() else "offline"
     if mode == "online" and not has_key():
         raise UserError(
-            "track.wandb: online needs a key (`wandb login`, or WANDB_API_KEY);"
+            "tracking.wandb: online needs a key (`wandb login`, or WANDB_API_KEY);"
             " offline records now and syncs later"
         )
     return mode
 
 
 def has_key() -> bool:
-    """Whether W&B would find credentials without asking."""
+    """Return whether W&B finds credentials without a prompt."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
@@ -52,21 +52,21 @@ def has_key() -> bool:
     except (OSError, netrc.NetrcParseError):
         return False
     try:
-        own = urlsplit(_chosen_server() or "").netloc
-    except ValueError:  # which `wrong_server` tells
+        host = urlsplit(_chosen_server() or "").netloc
+    except ValueError:  # `server_address_error` reports it
         return False
-    hosts = _HOSTS if not own or own in _HOSTS else {own}
+    hosts = _HOSTS if not host or host in _HOSTS else {host}
     return any(entry[2] for entry in map(entries.authenticators, hosts) if entry)
 
 
-def place(track: TrackConfig) -> tuple[str, str | None]:
-    """The project, and the entity where one is named."""
-    project = track.project or os.environ.get("WANDB_PROJECT") or "qkablate"
-    return project, track.entity or os.environ.get("WANDB_ENTITY")
+def project_and_entity(tracking: TrackingConfig) -> tuple[str, str | None]:
+    """Return the project, and the entity if one is named."""
+    project = tracking.project or os.environ.get("WANDB_PROJECT") or "qkablate"
+    return project, tracking.entity or os.environ.get("WANDB_ENTITY")
 
 
 def _chosen_server() -> str | None:
-    """The server's address, where a variable or `wandb login --host` gives one."""
+    """Return the server's address if a variable or `wandb login --host` names one."""
     if os.environ.get("WANDB_BASE_URL"):
         return os.environ["WANDB_BASE_URL"]
     settings = configparser.ConfigParser(interpolation=None)
@@ -78,15 +78,15 @@ def _chosen_server() -> str | None:
     return settings.get("default", "base_url", fallback=None)
 
 
-def server() -> str:
-    """The address of the server that would be asked."""
+def server_address() -> str:
+    """Return the address of the server in use."""
     import wandb
 
     return _chosen_server() or str(wandb.Settings().base_url)
 
 
-def wrong_server() -> str:
-    """Why the address that was chosen is none, in W&B's eyes; '' if it may be one."""
+def server_address_error() -> str:
+    """Return why W&B rejects the chosen address, or '' if it accepts it."""
     import wandb
 
     if not (url := _chosen_server()):
@@ -94,20 +94,21 @@ def wrong_server() -> str:
     try:
         wandb.Settings(base_url=url)
     except ValueError as error:
-        said = str(error).splitlines()
-        why = said[2].partition(" [type=")[0].strip() if len(said) > 2 else said[0]
-        where = "WANDB_BASE_URL" if os.environ.get("WANDB_BASE_URL") else "W&B's base_url"
-        return redacted(f"{where}: '{url}' is no address of a server ({why})")
+        lines = str(error).splitlines()
+        reason = lines[2].partition(" [type=")[0].strip() if len(lines) > 2 else lines[0]
+        source = "WANDB_BASE_URL" if os.environ.get("WANDB_BASE_URL") else "W&B's base_url"
+        return redact(f"{source}: '{url}' is not the address of a server ({reason})")
     return ""
 
 
 def global_settings() -> Any:
-    """W&B's, with what its files and variables say; silent, so that it never asks for a key. With
-    a wrong address in its variable it would not even record offline.
+    """Return W&B's settings from its files and variables; silent, so that it never prompts.
+
+    An invalid WANDB_BASE_URL is ignored: with it W&B would not even record offline.
     """
     import wandb
 
-    with _without("WANDB_BASE_URL") if wrong_server() else contextlib.nullcontext():
+    with _without("WANDB_BASE_URL") if server_address_error() else contextlib.nullcontext():
         return wandb.setup(wandb.Settings(silent=True)).settings
 
 
@@ -121,15 +122,19 @@ def _without(name: str) -> Iterator[None]:
             os.environ[name] = value
 
 
-def silence_of(url: str) -> str:
-    """Why nothing answers at the address, which is known in seconds; '' if anything does."""
+def probe_server(url: str) -> str:
+    """Return why nothing answers at an address, or '' if anything does."""
     try:
         with urllib.request.urlopen(url, timeout=CONNECT_SECONDS):
             return ""
     except urllib.error.HTTPError:
-        return ""  # an answer, too
-    except (OSError, ValueError, http.client.HTTPException) as error:  # no address, or rubbish
+        return ""  # an error page is an answer, too
+    except (
+        OSError,
+        ValueError,
+        http.client.HTTPException,
+    ) as error:  # an invalid address, or not HTTP
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLCertVerificationError):
-            return ""  # W&B may know more certificates than Python
+            return ""  # W&B may trust more certificates than Python
         return f"{url} does not answer ({str(reason).strip() or type(reason).__name__})"

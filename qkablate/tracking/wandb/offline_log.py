@@ -1,10 +1,10 @@
-"""What W&B keeps of a run on disk: a folder for every sitting, in it a log of records.
+"""W&B's files of a run: a folder for every session, with a log of records.
 
 <run>/wandb/offline-run-20260131_235959-<id>/
     run-<id>.wandb           the log: LevelDB's framing, W&B's public protocol
-    run-<id>.wandb.synced    all of it is at the server
-    run-<id>.wandb.unsent    it was online, and not all of it could be sent
-    result.json              as its artifact holds it
+    run-<id>.wandb.synced    everything was uploaded
+    run-<id>.wandb.unsent    the session was online, and not everything was uploaded
+    result.json              the copy for the artifact
 """
 
 import struct
@@ -17,10 +17,10 @@ from typing import Any
 
 from qkablate.disk import open_file
 
-LOG_SECONDS = 5  # that W&B is given to write the end of its log
+LOG_SECONDS = 5  # timeout for W&B to write the end of its log
 _BLOCK, _FILE_HEADER, _HEADER = 32 * 1024, 7, 7
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-# What our runs write. Of the other kinds some have W&B read, write or remove files anywhere.
+# Records that our runs write. Some others make W&B read, write or remove arbitrary files.
 _KINDS = {
     *("header", "run", "environment", "config", "summary", "history", "stats", "metric", "files"),
     *("artifact", "telemetry", "preempting", "exit", "final", "footer"),
@@ -28,81 +28,81 @@ _KINDS = {
 
 
 @dataclass
-class Log:
-    """What a log says of itself."""
+class OfflineLog:
+    """A log's description of itself."""
 
     file: Path
     id: str = ""
     name: str = ""
     ended: bool = False
-    paths: list[Path] = field(default_factory=list)  # files that are to be sent beside it
-    strange: str = ""  # why it cannot be one of ours, or may hold more than we have read
+    paths: list[Path] = field(default_factory=list)  # files to upload with it
+    rejection: str = ""  # why it must not be uploaded
 
 
-def read(file: Path) -> Log:
-    """OSError where it cannot be read, ValueError where it is none."""
-    found = Log(file)
+def read_log(file: Path) -> OfflineLog:
+    """Read a log; OSError where that fails, ValueError where it is not a log."""
+    log = OfflineLog(file)
     try:
-        _fill(found, file)
-    except ValueError as error:  # W&B may read on where we do not
-        found.strange = found.strange or f"it is damaged: {error}"
-    if not found.id:
-        raise ValueError("it is no log of W&B's")
-    return found
+        _fill(log)
+    except ValueError as error:  # W&B may read further than this parser
+        log.rejection = log.rejection or f"it is damaged: {error}"
+    if not log.id:
+        raise ValueError("it is not a log of W&B")
+    return log
 
 
-def _fill(found: Log, file: Path) -> None:
-    for record in _records(file, 0):
+def _fill(log: OfflineLog) -> None:
+    for record in read_records(log.file, 0):
         kind = record.WhichOneof("record_type")
-        found.strange = found.strange or _strange(kind, record)
+        log.rejection = log.rejection or _reject(kind, record)
         if kind == "run":
-            found.id, found.name = record.run.run_id, record.run.display_name
+            log.id, log.name = record.run.run_id, record.run.display_name
         elif kind == "artifact":
             entries = record.artifact.manifest.contents
-            found.paths += [Path(entry.local_path) for entry in entries if entry.local_path]
+            log.paths += [Path(entry.local_path) for entry in entries if entry.local_path]
         elif kind == "files":
-            found.paths += [file.parent / "files" / entry.path for entry in record.files.files]
-        found.ended |= kind == "exit"
+            log.paths += [log.file.parent / "files" / entry.path for entry in record.files.files]
+        log.ended |= kind == "exit"
 
 
-def _strange(kind: str | None, record: Any) -> str:
-    """Why a record is none of ours."""
+def _reject(kind: str | None, record: Any) -> str:
+    """Return why a record must not be uploaded, or ''."""
     if kind not in _KINDS:
-        return f"it holds a record of the kind '{kind}', as none of ours does"
+        return f"it holds a record of the kind '{kind}', which runs never write"
     if kind == "files":
         for path in (Path(entry.path) for entry in record.files.files):
             if path.is_absolute() or ".." in path.parts:
-                return f"it wants to send '{path}', which is not the run's"
+                return f"it refers to '{path}', which is not a file of the run"
     if kind == "artifact":
         manifest = record.artifact.manifest
-        others = [entry.ref for entry in manifest.contents if entry.ref]
+        references = [entry.ref for entry in manifest.contents if entry.ref]
         if manifest.manifest_file_path:
-            others.append(manifest.manifest_file_path)  # a list of any files
-        if others:
-            return f"its artifact refers to '{others[0]}', as none of ours does"
+            references.append(manifest.manifest_file_path)  # a list of arbitrary files
+        if references:
+            return f"its artifact refers to '{references[0]}', which runs never do"
     return ""
 
 
-def is_whole(file: Path) -> bool:
-    """Whether the log has its end: W&B writes nothing more once a write has failed."""
+def is_complete(file: Path) -> bool:
+    """Return whether the log has its end: W&B writes nothing more once a write has failed."""
     try:
         size = file.stat().st_size
         start = max(0, (size - 1) // _BLOCK - 1) * _BLOCK  # two blocks: the end is a short record
-        return any(r.WhichOneof("record_type") == "exit" for r in _records(file, start))
+        return any(r.WhichOneof("record_type") == "exit" for r in read_records(file, start))
     except (OSError, ValueError):
         return False
 
 
-def becomes_whole(file: Path) -> bool:
-    """W&B's process writes the end when we are told that it is there: a millisecond later."""
-    until = time.monotonic() + LOG_SECONDS
-    while not (whole := is_whole(file)) and time.monotonic() < until:
+def wait_until_complete(file: Path) -> bool:
+    """Wait for W&B's process, which writes the log's end a moment after it has reported it."""
+    deadline = time.monotonic() + LOG_SECONDS
+    while not (complete := is_complete(file)) and time.monotonic() < deadline:
         time.sleep(0.002)
-    return whole
+    return complete
 
 
-def why_not(file: Path) -> str:
-    """W&B writes in another process, which tells nobody what it could not write: so we try."""
+def write_error(file: Path) -> str:
+    """Return why W&B's process, which does not report it, could not write: by a trial write."""
     trial = file.with_name("trial")
     try:
         trial.write_bytes(bytes(2**16))
@@ -114,9 +114,11 @@ def why_not(file: Path) -> str:
     return ""
 
 
-def _records(file: Path, start: int) -> Iterator[Any]:
-    """The whole ones, from a block on; a process that was killed leaves half a one at the end, and
-    a power cut zeros. ValueError where anything stands after what cannot be read.
+def read_records(file: Path, start: int) -> Iterator[Any]:
+    """Yield the complete records from a block on.
+
+    A killed process leaves half a record at the end, and a power cut zeros; ValueError where
+    anything else follows an unreadable record.
     """
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
@@ -126,7 +128,7 @@ def _records(file: Path, start: int) -> Iterator[Any]:
         log.seek(start)
         data = log.read()
     position = 0 if start else _FILE_HEADER
-    parts: bytes | None = None  # of a record that has begun
+    parts: bytes | None = None  # of the record being read
     while position + _HEADER <= len(data):
         if _BLOCK - position % _BLOCK < _HEADER:  # padding: no header fits
             position += _BLOCK - position % _BLOCK
@@ -158,29 +160,32 @@ def _records(file: Path, start: int) -> Iterator[Any]:
 
 
 def unsent_mark(file: Path) -> Path:
+    """Return the file that marks a log of an online session as not fully uploaded."""
     return file.with_name(f"{file.name}.unsent")
 
 
 def synced_mark(file: Path) -> Path:
+    """Return the file that marks a log as uploaded."""
     return file.with_name(f"{file.name}.synced")
 
 
-def logs(folder: Path) -> list[Path]:
-    """The logs of a run or a sweep that the server should have, those of earlier attempts too, in
-    the order in which they were begun. What lies behind a link is not the folder's.
+def find_logs(folder: Path) -> list[Path]:
+    """Return the logs of a run or sweep to upload, with those of earlier attempts, oldest first.
+
+    Files behind symbolic links are not part of the folder.
     """
-    own = folder.resolve()
-    found = [
+    root = folder.resolve()
+    files = [
         file
-        for place in ("wandb", "attempts/*/wandb")
+        for parent in ("wandb", "attempts/*/wandb")
         for kind in ("offline-run-*", "run-*")
-        for file in folder.glob(f"{place}/{kind}/*.wandb")
+        for file in folder.glob(f"{parent}/{kind}/*.wandb")
         if kind == "offline-run-*" or unsent_mark(file).exists()
     ]
-    inside = [file for file in found if file.resolve() == own / file.relative_to(folder)]
-    return sorted(inside, key=begun)
+    inside = [file for file in files if file.resolve() == root / file.relative_to(folder)]
+    return sorted(inside, key=start_time)
 
 
-def begun(file: Path) -> tuple[str, str]:
-    """When the sitting began, as its folder's name says, and a name to tell two apart."""
+def start_time(file: Path) -> tuple[str, str]:
+    """Return when a session started, from its folder's name, and its path to break ties."""
     return file.parent.name.removeprefix("offline-").removeprefix("run-"), str(file)

@@ -1,6 +1,7 @@
-"""Weights & Biases, a mirror of the journal: it may fail or be absent, and the run goes on.
+"""Logging to Weights & Biases. Optional; metrics.jsonl is authoritative.
 
-Nothing is ever asked of the user: no key means offline, and an unreachable server does too.
+If W&B fails, the run continues without it. There is never a prompt: without a key, or with an
+unreachable server, it records offline.
 """
 
 import contextlib
@@ -14,27 +15,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qkablate.config import TrackConfig
+from qkablate.config import TrackingConfig
 from qkablate.disk import read_file
-from qkablate.redaction import redacted
-from qkablate.runs.records import is_number, read_row
+from qkablate.redaction import redact
+from qkablate.runs.records import is_number, decode_row
 from qkablate.tracking.wandb.mode import (
     global_settings,
-    place,
+    probe_server,
+    project_and_entity,
     resolve_mode,
-    silence_of,
-    wrong_server,
+    server_address_error,
 )
-from qkablate.tracking.wandb.offline_log import becomes_whole, unsent_mark, why_not
-from qkablate.tracking.wandb.service import VARIABLE, stay_within
+from qkablate.tracking.wandb.offline_log import unsent_mark, wait_until_complete, write_error
+from qkablate.tracking.wandb.service import SERVICE_VARIABLE, keep_files_in
 
-OFFLINE = "offline"  # the address of what the server does not have, or not all of
+OFFLINE = "offline"  # the address of a run that is not, or not wholly, at the server
 INIT_SECONDS = 10
 FINISH_SECONDS = 25
-ARTIFACT_SECONDS = 5  # that the server is asked whether it may be
-MODEL_SECONDS = 300  # where a checkpoint is to be sent, too
-POSITIONS = ("step", "tokens", "flops", "seconds")  # what a row stands at: axes, and no charts
-# Of these a table of runs shows the best and the last reading; of all others W&B shows the last.
+ARTIFACT_SECONDS = 5  # timeout of the server's answer to a new artifact
+MODEL_SECONDS = 300  # instead of FINISH_SECONDS where a checkpoint is uploaded, too
+POSITIONS = ("step", "tokens", "flops", "seconds")  # axes of charts, without charts of their own
+# The table of runs shows the best and the last value of these, and the last of all others.
 BEST: dict[str, tuple[str, Callable[[Iterable[float]], float]]] = {
     "val/loss": ("min", min),
     "val/bits_per_byte": ("min", min),
@@ -43,8 +44,8 @@ BEST: dict[str, tuple[str, Callable[[Iterable[float]], float]]] = {
 
 
 @dataclass(frozen=True)
-class Identity:
-    """How the run is called in W&B."""
+class RunIdentity:
+    """Name, group and tags of a run in W&B."""
 
     id: str
     name: str
@@ -54,10 +55,8 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a run leaves behind: files that do not change any more, by their names in an artifact,
-    and its result, which is not written yet.
-    """
+class RunArtifacts:
+    """Artifacts of a finished run: its final files by name, and the result to be written."""
 
     result: dict[str, Any]
     files: Mapping[str, Path]
@@ -65,50 +64,50 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What is to be seen of many runs."""
+class SweepTables:
+    """Tables, pages and summary values of a sweep."""
 
     tables: dict[str, tuple[list[str], list[list[Any]]]] = field(default_factory=dict)
     pages: dict[str, str] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
 
 
-class Mirror:
-    """One W&B run. `log`, `show` and `close` never raise."""
+class WandbRun:
+    """One W&B run. `log`, `log_tables` and `close` never raise."""
 
     def __init__(
         self,
-        track: TrackConfig,
-        identity: Identity,
+        tracking: TrackingConfig,
+        identity: RunIdentity,
         folder: Path,
         config: dict[str, Any],
         note: Callable[[str], None],
     ) -> None:
         self._note, self._identity = note, identity
         self._run: Any = None
-        self._file: Path | None = None  # W&B's log: also what is sent goes through it
-        self._patience = MODEL_SECONDS if track.artifacts else FINISH_SECONDS
-        self._best: dict[str, float] | None = None  # None: no row was logged here
-        self.address: str | None = None  # where to look: a URL, or OFFLINE
-        mode = resolve_mode(track)
+        self._file: Path | None = None  # W&B's log, which online sessions write, too
+        self._finish_timeout = MODEL_SECONDS if tracking.artifacts else FINISH_SECONDS
+        self._best: dict[str, float] | None = None  # None: nothing was logged yet
+        self.address: str | None = None  # a URL, or OFFLINE
+        mode = resolve_mode(tracking)
         if mode == "disabled":
             return
-        self._recorded = folder.absolute() / "wandb"
-        stay_within(self._recorded)
+        self._wandb_folder = folder.absolute() / "wandb"
+        keep_files_in(self._wandb_folder)
         try:
             if mode == "online" and (
-                silence := wrong_server() or silence_of(global_settings().base_url)
+                problem := server_address_error() or probe_server(global_settings().base_url)
             ):
-                self._note(f"W&B: {silence}; recording offline")
+                self._note(f"W&B: {problem}; recording offline")
                 mode = "offline"
-            self._run = self._start(mode, track, identity, config)
+            self._run = self._start(mode, tracking, config)
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}; recording offline instead")
             try:
-                self._forget_everything()
-                self._run = self._start("offline", track, identity, config)
+                self._stop_service()
+                self._run = self._start("offline", tracking, config)
             except Exception as again:
-                self._note(f"W&B: {_first_line(again)}; going on without it")
+                self._note(f"W&B: {_first_line(again)}; continuing without it")
 
     @property
     def is_on(self) -> bool:
@@ -118,17 +117,17 @@ class Mirror:
         if self._run is None:
             return
         try:
-            self._run.log(_flat(row), step=row["step"])
+            self._run.log(flatten_row(row), step=row["step"])
             self._keep_best(row)
         except Exception as error:
-            self._note(f"W&B: {_first_line(error)}; going on without it")
+            self._note(f"W&B: {_first_line(error)}; continuing without it")
             run, self._run = self._run, None
             with contextlib.suppress(Exception):
                 run.finish(exit_code=1)
-            self._forget_everything()
+            self._stop_service()
 
-    def show(self, shown: Shown) -> None:
-        """In one row, without a step."""
+    def log_tables(self, tables: SweepTables) -> None:
+        """Log tables and pages in one row without a step."""
         if self._run is None:
             return
         try:
@@ -136,61 +135,61 @@ class Mirror:
 
             row: dict[str, Any] = {
                 name: wandb.Table(columns=list[str | int](columns), data=rows)
-                for name, (columns, rows) in shown.tables.items()
+                for name, (columns, rows) in tables.tables.items()
             }
-            # inject: W&B would put a style of its own into what is whole.
-            row |= {name: wandb.Html(page, inject=False) for name, page in shown.pages.items()}
+            # inject=False: the pages are complete and need no style of W&B's.
+            row |= {name: wandb.Html(page, inject=False) for name, page in tables.pages.items()}
             self._run.log(row)
-            self._run.summary.update(shown.summary)
+            self._run.summary.update(tables.summary)
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}")
 
-    def close(self, summary: dict[str, Any], exit_code: int, left: Left | None = None) -> None:
+    def close(
+        self, summary: dict[str, Any], exit_code: int, artifacts: RunArtifacts | None = None
+    ) -> None:
         if self._run is None:
             return
         run, self._run = self._run, None
         try:
             run.summary.update(summary)
-            if left is not None:
-                self._keep(run, left)
+            if artifacts is not None:
+                self._log_artifacts(run, artifacts)
             run.finish(exit_code=exit_code)
-            if self._file and not becomes_whole(self._file):
+            if self._file and not wait_until_complete(self._file):
                 self._note(
-                    f"W&B: not all was recorded{why_not(self._file)}; our own files have it all"
+                    f"W&B: the log is incomplete{write_error(self._file)};"
+                    " metrics.jsonl is complete"
                 )
         except TimeoutError:
             self.address = OFFLINE
-            command = shlex.join(["qkablate", "sync", str(self._recorded.parent)])
-            self._note(f"W&B: not all was sent in {self._patience} s; to send it: {command}")
+            command = shlex.join(["qkablate", "sync", str(self._wandb_folder.parent)])
+            self._note(
+                f"W&B: upload unfinished after {self._finish_timeout} s; to finish it: {command}"
+            )
             with contextlib.suppress(OSError):
                 if self._file:
                     unsent_mark(self._file).touch()
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}")
 
-    def _start(
-        self,
-        mode: str,
-        track: TrackConfig,
-        identity: Identity,
-        config: dict[str, Any],
-    ) -> Any:
+    def _start(self, mode: str, tracking: TrackingConfig, config: dict[str, Any]) -> Any:
         import wandb
 
         global_settings()
-        project, entity = place(track)
+        identity = self._identity
+        project, entity = project_and_entity(tracking)
         settings = wandb.Settings(
             silent=True,
             console="off",
-            disable_git=True,  # of the folder we are in; its remote may hold a token
+            disable_git=True,  # the remote of the current folder may hold a token
             init_timeout=INIT_SECONDS,
-            finish_timeout=self._patience,
+            finish_timeout=self._finish_timeout,
             finish_timeout_raises=True,
             x_transaction_log_flush_interval=1,
         )
         run = wandb.init(
             mode=mode,  # type: ignore[arg-type]
-            dir=self._recorded.parent,
+            dir=self._wandb_folder.parent,
             id=identity.id,
             name=identity.name,
             resume="allow" if mode == "online" else None,
@@ -203,66 +202,68 @@ class Mirror:
             config=config,
             settings=settings,
         )
-        # Of the best readings W&B would know those of this sitting alone.
+        # W&B itself knows the best values of this session only.
         run.define_metric("*", step_metric="step")
         for name in POSITIONS:
             run.define_metric(name, hidden=True)
         for name in BEST:
             run.define_metric(name, step_metric="step", summary="none")
         self._file = Path(run.settings.sync_file)
-        self.address = run.url and redacted(run.url) if mode == "online" else OFFLINE
+        self.address = run.url and redact(run.url) if mode == "online" else OFFLINE
         return run
 
     def _keep_best(self, row: dict[str, Any]) -> None:
-        """Of all sittings: the journal has the rows of those before."""
+        """Update the best values over all sessions, using metrics.jsonl for the earlier ones."""
         names = [name for name in BEST if is_number(row.get(name))]
         if names and self._best is None:
-            self._best = best(self._recorded.parent / "metrics.jsonl")
+            self._best = best_readings(self._wandb_folder.parent / "metrics.jsonl")
         for name in names:
             assert self._best is not None
-            word, choose = BEST[name]
+            label, choose = BEST[name]
             self._best[name] = choose([row[name], self._best.get(name, row[name])])
-            self._run.summary[name] = {word: self._best[name], "last": row[name]}
+            self._run.summary[name] = {label: self._best[name], "last": row[name]}
 
-    def _keep(self, run: Any, left: Left) -> None:
-        """As artifacts, whose files are sent from where they lie: nothing is copied."""
+    def _log_artifacts(self, run: Any, artifacts: RunArtifacts) -> None:
+        """Log artifacts whose files are uploaded in place, without copies."""
         import wandb
 
         try:
             result = Path(run.dir).with_name("result.json")
-            text = json.dumps(left.result, indent=1, ensure_ascii=False)
+            text = json.dumps(artifacts.result, indent=1, ensure_ascii=False)
             result.write_text(f"{text}\n", encoding="utf-8")
-            parts = {"run": {**left.files, result.name: result}, "model": left.model}
+            parts = {"run": {**artifacts.files, result.name: result}, "model": artifacts.model}
             for kind, files in parts.items():
                 if files:
                     artifact = wandb.Artifact(f"{kind}-{self._identity.id}", type=kind)
                     for name, path in files.items():
-                        own = str(path.absolute())
-                        artifact.add_file(own, name, policy="immutable", skip_cache=True)
-                    _within(ARTIFACT_SECONDS, partial(run.log_artifact, artifact))
+                        artifact.add_file(
+                            str(path.absolute()), name, policy="immutable", skip_cache=True
+                        )
+                    _call_with_timeout(ARTIFACT_SECONDS, partial(run.log_artifact, artifact))
         except Exception as error:
             self._note(f"W&B: no artifact: {_first_line(error)}")
 
-    def _forget_everything(self) -> None:
-        """End W&B's process: it holds on to the id of a run that could not begin, or is broken."""
+    def _stop_service(self) -> None:
+        """End W&B's process, which would keep the id of a run that failed to start or broke."""
         import wandb
 
         with contextlib.suppress(Exception, SystemExit):
             wandb.teardown()
-        os.environ.pop(VARIABLE, None)  # nor is one that others use the right one any more
+        os.environ.pop(SERVICE_VARIABLE, None)  # a shared service must not be used again, either
 
 
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """With the diagnostics as scalars, means over the heads of a layer: qk/stable_rank/L0. A
-    spectrum has no such mean.
+def flatten_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with diagnostics as means over the heads of a layer, as qk/stable_rank/L0.
+
+    Spectra are left out.
     """
-    flat = {name: value for name, value in row.items() if name != "mechanism"}
-    for part, found in row.get("mechanism", {}).items():
-        for name, layers in found.items():
+    flat = {name: value for name, value in row.items() if name != "diagnostics"}
+    for part, measures in row.get("diagnostics", {}).items():
+        for name, layers in measures.items():
             for layer, heads in enumerate(layers):
-                known = [value for value in heads or () if isinstance(value, float)]
-                if known:
-                    flat[f"{part}/{name}/L{layer}"] = sum(known) / len(known)
+                values = [value for value in heads or () if isinstance(value, float)]
+                if values:
+                    flat[f"{part}/{name}/L{layer}"] = sum(values) / len(values)
     return flat
 
 
@@ -270,21 +271,21 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def best(metrics: Path) -> dict[str, float]:
-    """The best readings that stand in a journal."""
-    found: dict[str, float] = {}
+def best_readings(metrics: Path) -> dict[str, float]:
+    """Return the best values in a metrics.jsonl."""
+    best: dict[str, float] = {}
     with contextlib.suppress(OSError):
         for line in read_file(metrics).splitlines():
             with contextlib.suppress(ValueError):
-                row = read_row(line) if b'"val/' in line else {}
+                row = decode_row(line) if b'"val/' in line else {}
                 for name in BEST.keys() & row.keys():
                     if is_number(row[name]):
-                        found[name] = BEST[name][1]([row[name], found.get(name, row[name])])
-    return found
+                        best[name] = BEST[name][1]([row[name], best.get(name, row[name])])
+    return best
 
 
-def _within(seconds: float, action: Callable[[], object]) -> None:
-    """W&B asks its server here, and has more patience with one that is gone."""
+def _call_with_timeout(seconds: float, action: Callable[[], object]) -> None:
+    """Raise TimeoutError after some seconds: W&B itself would wait longer for its server."""
     errors: list[Exception] = []
 
     def act() -> None:

@@ -1,4 +1,4 @@
-"""W&B's own process, one for many runs: to start it takes each run longer than to be mirrored."""
+"""W&B's service process, shared by many runs: starting one per run would be slow."""
 
 import contextlib
 import os
@@ -6,35 +6,36 @@ import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-# What the server does not hear that forks what a launcher starts; who is forked hears it again.
-UNHEARD = {signal.SIGINT, signal.SIGTERM}
-VARIABLE = "WANDB_SERVICE"  # where W&B looks for a process that is there already
+# Signals blocked in the fork server of a launcher; the processes it forks unblock them.
+BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+SERVICE_VARIABLE = "WANDB_SERVICE"  # W&B finds a running service by it
 
 
-def stay_within(folder: Path) -> None:
-    """W&B keeps logs of its own in a cache folder; nothing is written outside this one."""
+def keep_files_in(folder: Path) -> None:
+    """Make W&B write its own logs and caches in this folder only."""
     for what in ("CACHE", "DATA"):
         os.environ.setdefault(f"WANDB_{what}_DIR", str(folder / what.lower()))
-    # Its reports of its own errors keep the process waiting at the end when the server is gone.
+    # Its error reports would delay the exit of the process when the server is gone.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 
-def keep(folder: Path, found: Connection, others: Connection) -> None:
-    """Start it, tell where it is, and keep it until none of the others is left: nobody ever writes
-    to that connection, so that it ends with the last of them.
+def run_service(folder: Path, answer: Connection, clients: Connection) -> None:
+    """Start W&B's service, send its address, and keep it until all clients are gone.
+
+    Nothing is ever written to `clients`: it is closed when the last client exits.
     """
-    os.setsid()  # Ctrl-C in the terminal is not for us: runs have something to tell yet
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)  # unlike who has forked us
-    stay_within(folder / "wandb")
+    os.setsid()  # Ctrl-C must not end the service before the runs have logged their end
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)  # unlike the fork server
+    keep_files_in(folder / "wandb")
     address = ""
-    with contextlib.suppress(Exception, SystemExit):  # without it each run starts its own
+    with contextlib.suppress(Exception, SystemExit):  # without it every run starts its own
         import wandb
 
         wandb.setup(wandb.Settings(silent=True))
-        address = os.environ.get(VARIABLE, "")
+        address = os.environ.get(SERVICE_VARIABLE, "")
     with contextlib.suppress(OSError):
-        found.send(address)
+        answer.send(address)
     with contextlib.suppress(EOFError, OSError):
-        others.recv_bytes()
+        clients.recv_bytes()
     with contextlib.suppress(Exception, SystemExit):
         wandb.teardown()

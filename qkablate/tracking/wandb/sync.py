@@ -1,47 +1,134 @@
-"""What was recorded offline goes to the server: by W&B's own `wandb sync`, which is watched.
+"""Upload of offline logs by W&B's own `wandb sync`, supervised.
 
-W&B marks every log that has arrived; what has no mark is sent again by the next call. Logs of one
-run are sent one after the other, in the order in which they were begun.
+W&B marks every log that was uploaded; a log without a mark is uploaded by the next call. The logs
+of one run are uploaded one after the other, oldest first.
 """
 
+import fcntl
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qkablate.redaction import redacted
-from qkablate.tracking.wandb.mode import silence_of
-from qkablate.tracking.wandb.offline_log import Log, synced_mark
+from qkablate.errors import sanitize
+from qkablate.redaction import redact
+from qkablate.tracking.wandb.mode import probe_server
+from qkablate.tracking.wandb.offline_log import (
+    OfflineLog,
+    find_logs,
+    read_log,
+    start_time,
+    synced_mark,
+)
 
-SILENT_SECONDS = 20  # without an answer or anything new, after which the server counts as gone
-STALLED_SECONDS = 600  # the same of one that answers: W&B itself would try for hours
-_AT_ONCE = 100  # logs that one process is given
-_EVERY = 0.2
+PROBE_SECONDS = 20  # without progress, after which the server is probed
+STALL_SECONDS = 600  # without progress, after which the upload is given up
+_BATCH = 100  # logs per process
+_INTERVAL = 0.2
 _LINK = re.compile(r"\[[^\]/]*/([^\]]+)\] View run .* at (http\S+)")
 _ERROR = re.compile(r"wandb: ERROR (.+)")
-# Of our own environment: what would make `wandb sync` something else.
+# Variables that would change what `wandb sync` does.
 _NOT_PASSED = ("WANDB_MODE", "WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_SILENT", "WANDB_QUIET")
 
 
 @dataclass
-class Sent:
-    """How it went."""
+class SyncPlan:
+    """The logs of some folders, by what can be done with them."""
 
-    logs: list[Log] = field(default_factory=list)  # that are at the server
+    logs: list[OfflineLog] = field(default_factory=list)  # to upload, oldest first
+    folders: dict[Path, Path] = field(default_factory=dict)  # by log file
+    uploaded: int = 0  # logs that were uploaded before
+    busy: list[str] = field(default_factory=list)  # folders that are being trained in
+    unreadable: list[Path] = field(default_factory=list)  # empty, or damaged at the beginning
+    rejected: dict[Path, str] = field(default_factory=dict)
+
+
+def plan_sync(folders: dict[Path, bool]) -> SyncPlan:
+    """Sort the logs of these folders, each with whether it is being trained in."""
+    plan = SyncPlan()
+    for folder, is_busy in folders.items():
+        files = find_logs(folder)
+        new = [file for file in files if not synced_mark(file).exists()]
+        plan.uploaded += len(files) - len(new)
+        if is_busy:
+            plan.busy += [folder.name] * bool(new)
+            continue
+        for file in new:
+            try:
+                log = read_log(file)
+            except ValueError:
+                plan.unreadable.append(file)
+            except OSError as error:
+                plan.rejected[file] = error.strerror or str(error)
+            else:
+                if reason := _reject(log, folder):
+                    plan.rejected[file] = reason
+                else:
+                    plan.logs.append(log)
+                    plan.folders[file] = folder
+    plan.logs.sort(key=lambda log: start_time(log.file))
+    return plan
+
+
+def _reject(log: OfflineLog, folder: Path) -> str:
+    """Return why a log is not uploaded: a forged one could name any file here, and W&B obeys."""
+    if log.rejection:
+        return sanitize(log.rejection)
+    roots = [folder.resolve()]
+    if data_folder := os.environ.get("WANDB_DATA_DIR"):
+        roots.append(Path(data_folder).resolve())
+    for path in log.paths:
+        target = path.resolve()
+        if target.exists() and not any(target.is_relative_to(root) for root in roots):
+            return sanitize(f"it refers to '{path}', which is not a file of the run")
+    logs = log.file.with_name("logs")  # where W&B's processes make links of their own
+    for path in log.file.parent.rglob("*"):
+        if path.is_symlink() and path.parent != logs:
+            return sanitize(f"'{path.name}' is a link, which would be written through")
+    return ""
+
+
+@contextmanager
+def lock_folders(folders: Iterable[Path]) -> Iterator[list[int]]:
+    """Lock folders against a second upload at the same time; BlockingIOError names one in use."""
+    locks: list[int] = []
+    try:
+        for folder in sorted(folders):
+            locks.append(os.open(folder, os.O_RDONLY))
+            try:
+                fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError(str(folder)) from None
+            except OSError:
+                pass  # a network file system without locks
+        yield locks
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+@dataclass
+class SyncResult:
+    """Outcome of an upload."""
+
+    logs: list[OfflineLog] = field(default_factory=list)  # that were uploaded
     failed: dict[Path, str] = field(default_factory=dict)
-    links: dict[str, str] = field(default_factory=dict)  # by run
+    links: dict[str, str] = field(default_factory=dict)  # by run id
 
 
-def send(logs: list[Log], server: str, locks: list[int], tick: Callable[[int], None]) -> Sent:
-    """Send them; `tick` hears how many are there."""
-    outcome = Sent()
-    for first in range(0, len(logs), _AT_ONCE):
-        part = logs[first : first + _AT_ONCE]
+def send_logs(
+    logs: list[OfflineLog], server: str, locks: list[int], tick: Callable[[int], None]
+) -> SyncResult:
+    """Upload logs; `tick` is called with the number of uploaded logs."""
+    outcome = SyncResult()
+    for first in range(0, len(logs), _BATCH):
+        part = logs[first : first + _BATCH]
 
         def count(done: int, before: int = first) -> None:
             tick(before + done)
@@ -52,55 +139,59 @@ def send(logs: list[Log], server: str, locks: list[int], tick: Callable[[int], N
                 outcome.logs.append(log)
             else:
                 outcome.failed[log.file] = reason
-        if silence_of(server):
-            outcome.failed |= {log.file: reason for log in logs[first + _AT_ONCE :]}
+        if probe_server(server):
+            outcome.failed |= {log.file: reason for log in logs[first + _BATCH :]}
             break
     return outcome
 
 
 def _send(
-    logs: list[Log], server: str, locks: list[int], outcome: Sent, tick: Callable[[int], None]
+    logs: list[OfflineLog],
+    server: str,
+    locks: list[int],
+    outcome: SyncResult,
+    tick: Callable[[int], None],
 ) -> str:
-    """One process for all of them; why something is missing, if anything is."""
+    """Upload logs with one process, and return why any of them is missing."""
     files = [str(log.file.absolute()) for log in logs]
-    sender = str(Path(__file__).with_name("sync_process.py"))
+    script = str(Path(__file__).with_name("sync_process.py"))
     with tempfile.TemporaryDirectory(prefix="qkablate-sync-") as folder:
-        said = Path(folder) / "said.txt"
-        with said.open("wb") as output:
+        output = Path(folder) / "output.txt"
+        with output.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-P", sender, "sync", "--include-online", *files],
+                [sys.executable, "-P", script, "sync", "--include-online", *files],
                 stdin=subprocess.PIPE,
-                stdout=output,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
                 env=_environment(folder),
                 pass_fds=locks,
-                start_new_session=True,  # Ctrl-C is for us
+                start_new_session=True,  # Ctrl-C is handled by this process
             )
         try:
             reason = ""
-            for reason in _watched(process, said, logs, server, tick):
+            for reason in _watch(process, output, logs, server, tick):
                 if reason:
                     break
         finally:
             process.kill()
             process.wait()
-        text = said.read_text(encoding="utf-8", errors="replace")
-    outcome.links |= {id: redacted(link) for id, link in _LINK.findall(text)}
+        text = output.read_text(encoding="utf-8", errors="replace")
+    outcome.links |= {id: redact(link) for id, link in _LINK.findall(text)}
     errors = list(dict.fromkeys(_ERROR.findall(text)))
-    lines = text.strip().splitlines() or ["it said nothing"]
-    return redacted(reason or "; ".join(errors) or f"wandb sync: {lines[-1]}")
+    lines = text.strip().splitlines() or ["no output"]
+    return redact(reason or "; ".join(errors) or f"wandb sync: {lines[-1]}")
 
 
-def _watched(
+def _watch(
     process: subprocess.Popen[bytes],
-    said: Path,
-    logs: list[Log],
+    output: Path,
+    logs: list[OfflineLog],
     server: str,
     tick: Callable[[int], None],
 ) -> Iterator[str]:
-    """Until it has ended; a word that is not empty says why to wait no longer."""
-    known, since, asked = (0, 0), time.monotonic(), time.monotonic()
+    """Yield until the process has ended; a non-empty text is a reason to stop waiting."""
+    progress, since, probed = (0, 0), time.monotonic(), time.monotonic()
     while True:
         ended = process.poll() is not None
         done = sum(synced_mark(log.file).exists() for log in logs)
@@ -108,18 +199,18 @@ def _watched(
         if ended:
             return
         now = time.monotonic()
-        seen = (done, said.stat().st_size)
-        if seen != known:
-            known, since = seen, now
-        if now - since > SILENT_SECONDS and now - asked > SILENT_SECONDS / 2:
-            asked = now
-            yield silence_of(server)
-        if now - since > STALLED_SECONDS:
-            yield f"{server} answers, and has taken nothing for {STALLED_SECONDS} s"
-        time.sleep(_EVERY)
+        current = (done, output.stat().st_size)
+        if current != progress:
+            progress, since = current, now
+        if now - since > PROBE_SECONDS and now - probed > PROBE_SECONDS / 2:
+            probed = now
+            yield probe_server(server)
+        if now - since > STALL_SECONDS:
+            yield f"{server} answers, but has accepted nothing for {STALL_SECONDS} s"
+        time.sleep(_INTERVAL)
 
 
 def _environment(folder: str) -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED}
-    places = {f"WANDB_{what}_DIR": folder for what in ("CACHE", "DATA", "ARTIFACT")}
-    return own | places | {"WANDB_DIR": folder, "WANDB_ERROR_REPORTING": "false"}
+    kept = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED}
+    folders = {f"WANDB_{what}_DIR": folder for what in ("CACHE", "DATA", "ARTIFACT")}
+    return kept | folders | {"WANDB_DIR": folder, "WANDB_ERROR_REPORTING": "false"}

@@ -1,5 +1,6 @@
-"""`wandb sync`, in a process that ends with the one that waits for it. Run as a file: it needs
-nothing of the project.
+"""`wandb sync`, in a process that exits with its parent.
+
+It is run as a file and imports nothing of the project.
 """
 
 import os
@@ -9,13 +10,14 @@ import threading
 
 
 def main() -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    """Run `wandb sync` with the arguments of this process."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     sys.argv[0] = "wandb"
     runpy.run_module("wandb", run_name="__main__", alter_sys=True)
 
 
-def _end_with_parent() -> None:
-    """Nobody writes to our input; it ends with who holds its other end. So does W&B's process."""
+def _exit_with_parent() -> None:
+    """Wait for stdin to close with the parent; W&B's process exits with this one."""
     while os.read(0, 1):
         pass
     os._exit(1)

@@ -1,4 +1,4 @@
-"""What one process has, for all: numbers as tensors, one by one, for they may be many."""
+"""Broadcast of nested values from rank 0, tensors one by one because they may be large."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,42 +9,42 @@ from torch import Tensor, distributed
 
 
 @dataclass(frozen=True)
-class _Like:
-    """A tensor without its numbers."""
+class _TensorSpec:
+    """A tensor without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
 
 
-def broadcast(value: Any, device: str, first: bool) -> Any:
-    """The first process's value, with tensors on this one's device where they are on that one's."""
+def broadcast(value: Any, device: str, is_source: bool) -> Any:
+    """Return rank 0's value; tensors on its accelerator arrive on this rank's `device`."""
     tensors: list[Tensor] = []
 
-    def describe(tensor: Tensor) -> _Like:
+    def describe(tensor: Tensor) -> _TensorSpec:
         tensors.append(tensor)
-        return _Like(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+        return _TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
-    def make(like: _Like) -> Tensor:
-        on = "cpu" if like.device == "cpu" else device
-        tensors.append(torch.empty(like.shape, dtype=like.dtype, device=on))
+    def allocate(spec: _TensorSpec) -> Tensor:
+        target = "cpu" if spec.device == "cpu" else device
+        tensors.append(torch.empty(spec.shape, dtype=spec.dtype, device=target))
         return tensors[-1]
 
-    described = [changed(value, Tensor, describe) if first else None]
-    distributed.broadcast_object_list(described, src=0)
-    if not first:
-        value = changed(described[0], _Like, make)
+    skeleton = [map_instances(value, Tensor, describe) if is_source else None]
+    distributed.broadcast_object_list(skeleton, src=0)
+    if not is_source:
+        value = map_instances(skeleton[0], _TensorSpec, allocate)
     for tensor in tensors:
         distributed.broadcast(tensor.detach(), src=0)
     return value
 
 
-def changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """With every `kind` in it changed."""
+def map_instances(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to every instance of `kind` in nested dicts, lists and tuples."""
     if isinstance(value, kind):
-        return change(value)
+        return function(value)
     if isinstance(value, dict):
-        return {key: changed(part, kind, change) for key, part in value.items()}
+        return {key: map_instances(part, kind, function) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(changed(part, kind, change) for part in value)
+        return type(value)(map_instances(part, kind, function) for part in value)
     return value

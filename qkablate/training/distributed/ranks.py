@@ -1,6 +1,8 @@
-"""The processes of one run, as torchrun starts them. The first one leads: it alone owns the run and
-writes. Of a step's passes the r-th of W processes computes r, r + W, …, so that a run is the same
-run however many train it. Alone, which is the rule, all of this does nothing and imports nothing.
+"""The processes of one run, as torchrun starts them.
+
+Rank 0 leads: it alone holds the run's lease and writes. Of a step's micro-batches, rank r of W
+computes r, r + W, …, so that a run is the same with any number of processes. A single process skips
+all communication and imports nothing for it.
 """
 
 import dataclasses
@@ -17,22 +19,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from qkablate.config import Config
 from qkablate.errors import UserError
-from qkablate.redaction import redacted
+from qkablate.redaction import redact
 from qkablate.training.signals import Signals
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qkablate.models.gpt import GPT
+    from qkablate.models.base import Model
 
 T = TypeVar("T")
 
-# How long the others wait until the first one has prepared the data and owns the run.
-_PREPARING = timedelta(days=7)
+# How long the other ranks wait for rank 0 to prepare the data and to get the lease.
+_PREPARATION_TIMEOUT = timedelta(days=7)
 _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *("MASTER_ADDR", "MASTER_PORT"),
 )
 
 
@@ -44,36 +45,36 @@ class Ranks:
     count: int = 1
     local_rank: int = 0  # on this machine
     local_count: int = 1
-    _preparing: Any = None  # the group of those that wait, until the first one has told them all
-    _sharded: Any = None  # the model, where each has a part of it
+    _job_group: Any = None  # the process group that waits for rank 0's job
+    _sharded_model: Any = None  # the model, if its weights are sharded
 
     @classmethod
-    def found(cls) -> "Ranks":
-        """As torchrun's variables say; alone where one of them is missing."""
+    def from_environment(cls) -> "Ranks":
+        """Return the ranks of torchrun's variables, or a single process if one is missing."""
         if not all(os.environ.get(name) for name in _VARIABLES):
             return cls()
         return cls(*(int(os.environ[name]) for name in _VARIABLES[:4]))
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.rank == 0
 
-    def keep_quiet(self) -> None:
-        """The first process speaks for all; only what breaks is heard from the others, too."""
-        if not self.first:
+    def silence_others(self) -> None:
+        """Discard the output of all ranks but the first, except for uncaught exceptions."""
+        if not self.is_first:
             sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-            sys.excepthook = lambda *what: print(
-                redacted("".join(traceback.format_exception(*what))), file=sys.__stderr__
+            sys.excepthook = lambda *error: print(
+                redact("".join(traceback.format_exception(*error))), file=sys.__stderr__
             )
 
-    def settled(self, config: Config) -> Config:
-        """With this process's device and threads; UserError for what cannot be shared."""
+    def resolve(self, config: Config) -> Config:
+        """Resolve this process's device and threads; raise UserError for unsupported settings."""
         if self.count == 1:
             return config
-        accumulate = config.train.accumulate
-        if accumulate % self.count:
+        grad_accum = config.train.grad_accum
+        if grad_accum % self.count:
             raise UserError(
-                f"train.accumulate: {accumulate} passes a step cannot be shared by {self.count}"
+                f"train.grad_accum: {grad_accum} passes a step cannot be shared by {self.count}"
                 f" processes; give a multiple of {self.count}"
             )
         if ":" in config.device or config.device == "mps":
@@ -81,22 +82,22 @@ class Ranks:
                 f"device: {config.device} is one device, and there are {self.count} processes"
                 " (allowed: auto, cpu, cuda)"
             )
-        if config.train.shard and config.compile is True:
-            raise UserError("train.shard: true needs compile=false")
+        if config.train.fsdp and config.compile is True:
+            raise UserError("train.fsdp: true needs compile=false")
         threads = config.threads
-        if threads == "auto":  # torchrun would have it be one
+        if threads == "auto":  # torchrun would set 1
             cores = (
                 os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
             )
             threads = max(1, len(cores) // self.local_count)
         return dataclasses.replace(
             config,
-            device=self._device(config.device),
+            device=self._resolve_device(config.device),
             threads=threads,
-            compile=False if config.train.shard else config.compile,
+            compile=False if config.train.fsdp else config.compile,
         )
 
-    def _device(self, name: str) -> str:
+    def _resolve_device(self, name: str) -> str:
         import torch
 
         if name == "cpu" or not torch.cuda.is_available():
@@ -108,8 +109,8 @@ class Ranks:
             )
         return f"cuda:{self.local_rank}"
 
-    def join(self, device: str) -> None:
-        """Meet the others."""
+    def connect(self, device: str) -> None:
+        """Initialize the process group."""
         if self.count == 1:
             return
         import torch
@@ -119,65 +120,72 @@ class Ranks:
         if cuda:
             torch.cuda.set_device(device)
         distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        self._preparing = distributed.new_group(backend="gloo", timeout=_PREPARING)
+        self._job_group = distributed.new_group(backend="gloo", timeout=_PREPARATION_TIMEOUT)
 
-    def leave(self) -> None:
-        """End together: torchrun ends all as soon as one has ended with an error."""
+    def disconnect(self) -> None:
+        """Exit together: torchrun kills all ranks as soon as one exits with an error."""
         if self.count == 1:
             return
         from torch import distributed
 
         if distributed.is_initialized():
-            with suppress(RuntimeError):  # the first one did not come to its end
-                self.wait()
+            with suppress(RuntimeError):  # rank 0 has failed
+                self.barrier()
             distributed.destroy_process_group()
 
-    def tell(self, what: Any) -> None:
-        """The first process's word to those that `hear`: what to train, or how it ended before
-        there was anything to train. Only the first word counts.
+    def send_job(self, job: Any) -> None:
+        """Send the other ranks a TrainJob, or the exit code if there is nothing to train.
+
+        Only rank 0 sends, and only its first call counts.
         """
-        if self.first and self._preparing is not None:
-            from torch import distributed
+        if self.is_first and self._job_group is not None:
+            self._exchange_job(job)
 
-            group, self._preparing = self._preparing, None
-            distributed.broadcast_object_list([what], src=0, group=group)
+    def receive_job(self) -> Any:
+        """Wait for rank 0's job."""
+        return self._exchange_job(None)
 
-    def hear(self) -> Any:
+    def _exchange_job(self, job: Any) -> Any:
         from torch import distributed
 
-        word, group, self._preparing = [None], self._preparing, None
-        distributed.broadcast_object_list(word, src=0, group=group)
-        return word[0]
+        jobs, group, self._job_group = [job], self._job_group, None
+        distributed.broadcast_object_list(jobs, src=0, group=group)
+        return jobs[0]
 
-    def refuse(self, reason: str) -> None:
-        """What any but the first does with a mistake it has found before `join`. The first finds it
-        too, and torchrun ends all as soon as that has said it; else it hears of it here.
+    def reject(self, reason: str) -> None:
+        """Report a mistake that another rank than the first found before `connect`.
+
+        If rank 0 finds it too, torchrun kills all ranks once it is printed; otherwise rank 0
+        receives the reason here.
         """
-        self.join("cpu")
-        if not isinstance(self.hear(), int):
-            self.gather(reason)
+        self.connect("cpu")
+        if not isinstance(self.receive_job(), int):
+            self.all_gather(reason)
 
-    def share(self, value: Any, device: str) -> Any:
-        """What the first process has, for all: tensors one by one, for they may be large."""
+    def broadcast(self, value: Any, device: str) -> Any:
+        """Return rank 0's value on every rank, tensors one by one because they may be large."""
         if self.count == 1:
             return value
-        from qkablate.training.distributed import broadcast as sharing
+        from qkablate.training.distributed.broadcast import broadcast
 
-        return sharing.broadcast(value, device, self.first)
+        return broadcast(value, device, self.is_first)
 
-    def own(self, items: Sequence[T]) -> Sequence[T]:
-        """Of what all see."""
+    def shard(self, items: Sequence[T]) -> Sequence[T]:
+        """Return this rank's share."""
         return items[self.rank :: self.count]
 
-    def deal(self, items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-        """Every W-th item. All get as many: one may come a second time, and then does not count."""
-        rest = iter(items)
-        while some := list(islice(rest, self.count)):
-            counts = self.rank < len(some)
-            yield some[self.rank if counts else 0], counts
+    def shard_eval(self, items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+        """Yield every W-th item, equally many on each rank.
 
-    def most(self, number: int) -> int:
-        """The largest of all numbers."""
+        The last items may be repeated on some ranks; the second value says whether an item counts.
+        """
+        rest = iter(items)
+        while group := list(islice(rest, self.count)):
+            counts = self.rank < len(group)
+            yield group[self.rank if counts else 0], counts
+
+    def all_max(self, number: int) -> int:
+        """Return the maximum over all ranks."""
         if self.count == 1:
             return number
         import torch
@@ -187,15 +195,14 @@ class Ranks:
         distributed.all_reduce(largest, distributed.ReduceOp.MAX)
         return int(largest)
 
-    def least(self, number: int) -> int:
-        return -self.most(-number)
+    def all_min(self, number: int) -> int:
+        return -self.all_max(-number)
 
-    def wait(self) -> None:
-        """Until all are here."""
-        self.most(0)
+    def barrier(self) -> None:
+        self.all_max(0)
 
-    def gather(self, value: T) -> list[T]:
-        """What each process has, in their order."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in order of rank."""
         if self.count == 1:
             return [value]
         from torch import distributed
@@ -204,45 +211,47 @@ class Ranks:
         distributed.all_gather_object(values, value)
         return values
 
-    def stopping(self, signals: Signals) -> bool:
-        """Whether a signal has come to any of them, for all at the same step."""
+    def agree_to_stop(self, signals: Signals) -> bool:
+        """Return whether any rank received a signal, the same on all ranks at the same step."""
         if self.count == 1:
             return bool(signals)
-        if agreed := self.most(signals.received):  # one may come while they agree on none
-            signals.received = agreed
-        return bool(agreed)
+        if number := self.all_max(signals.received):  # a signal may arrive during the reduction
+            signals.received = number
+        return bool(number)
 
-    def in_parts(self, config: Config) -> bool:
-        """Whether no process has all of the weights."""
-        return config.train.shard and self.count > 1
+    def has_sharded_weights(self, config: Config) -> bool:
+        """Return whether the weights are sharded, so that no rank has all of them."""
+        return config.train.fsdp and self.count > 1
 
-    def spread(self, model: "GPT", device: str) -> None:
-        """Give each process a part of the model."""
+    def shard_model(self, model: "Model", device: str) -> None:
+        """Shard the model's weights over the ranks."""
         if self.count > 1:
-            from qkablate.training.distributed import sharding
+            from qkablate.training.distributed.sharding import shard_model
 
-            sharding.shard(model, device, self.count)
-            self._sharded = model
+            shard_model(model, device, self.count)
+            self._sharded_model = model
 
-    def parts(self, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-        """The optimiser's state, as this process needs it."""
-        if self._sharded is None:
+    def shard_optimizer_state(self, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+        """Return this rank's part of the full optimizer state."""
+        if self._sharded_model is None:
             return state
-        from qkablate.training.distributed import sharding
+        from qkablate.training.distributed.sharding import shard_optimizer_state
 
-        return sharding.parts(state, optimizer)
+        return shard_optimizer_state(state, optimizer)
 
-    def whole(self, value: Any, keep: bool = True) -> Any:
-        """What was given out in parts, for whoever keeps it."""
-        if self._sharded is None:
+    def unshard(self, value: Any, keep: bool = True) -> Any:
+        """Gather the full tensors in a value, on the ranks that `keep` them."""
+        if self._sharded_model is None:
             return value
-        from qkablate.training.distributed import sharding
+        from qkablate.training.distributed.sharding import unshard
 
-        return sharding.whole(value, keep)
+        return unshard(value, keep)
 
-    def parallel(self, model: "GPT", loss: Callable[..., "Tensor"]) -> Callable[..., "Tensor"]:
-        """The loss, with gradients that are averaged over all processes."""
-        if self.count == 1 or self._sharded is not None:
+    def data_parallel(
+        self, model: "Model", loss: Callable[..., "Tensor"]
+    ) -> Callable[..., "Tensor"]:
+        """Return the loss with gradients averaged over all ranks (DDP)."""
+        if self.count == 1 or self._sharded_model is not None:
             return loss
         from torch.nn import Module
         from torch.nn.parallel import DistributedDataParallel
@@ -255,21 +264,21 @@ class Ranks:
             def forward(self, *inputs: Any) -> "Tensor":
                 return loss(*inputs)
 
-        with warnings.catch_warnings():  # broadcast_buffers has a second name from torch 2.13 on
+        with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers
             warnings.simplefilter("ignore", FutureWarning)
             return DistributedDataParallel(
                 Loss(), broadcast_buffers=False, gradient_as_bucket_view=True
             )
 
-    def averaging(self, loss: Any, now: bool) -> AbstractContextManager[Any]:
+    def sync_gradients(self, loss: Any, enabled: bool) -> AbstractContextManager[Any]:
         """Average the gradients in this pass, or leave that to a later one."""
-        if self._sharded is not None:
-            self._sharded.set_requires_gradient_sync(now)
+        if self._sharded_model is not None:
+            self._sharded_model.set_requires_gradient_sync(enabled)
             return nullcontext()
-        return nullcontext() if self.count == 1 or now else loss.no_sync()
+        return nullcontext() if self.count == 1 or enabled else loss.no_sync()
 
-    def lost(self, error: BaseException) -> bool:
-        """Whether this is what the end of another process looks like from here."""
+    def is_peer_failure(self, error: BaseException) -> bool:
+        """Return whether the error means that another rank has exited."""
         if self.count == 1 or not isinstance(error, RuntimeError):
             return False
         from torch import distributed
@@ -277,4 +286,4 @@ class Ranks:
         return isinstance(error, distributed.DistError) or "gloo" in str(error)
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()

@@ -1,5 +1,4 @@
-"""The attention of one text at the end of a run, for those who want to see it: the same text for
-all runs on the same data.
+"""The attention of one text at the end of a run, the same text for all runs on the same data.
 
 Shape suffixes: T tokens.
 """
@@ -10,35 +9,38 @@ import numpy as np
 import torch
 
 from qkablate.diagnostics import attention_weights
-from qkablate.models.gpt import GPT
+from qkablate.models.base import Model
 from qkablate.runs import attention_map
-from qkablate.runs.attention_map import About
+from qkablate.runs.attention_map import AttentionMapHeader
 from qkablate.training.recorders.diagnostics import validation_tokens
-from qkablate.training.resolve import Plan
+from qkablate.training.resolve import RunPlan
 
 
-class Exemplify:
-    """Looks at the model, and gives what it sees to `keep`. Draws nothing."""
+class AttentionRecorder:
+    """Passes a model's attention map to `save`; draws no random numbers."""
 
-    def __init__(self, plan: Plan, keep: Callable[[About, np.ndarray, np.ndarray], None]) -> None:
-        self.plan, self.keep = plan, keep
+    def __init__(
+        self, plan: RunPlan, save: Callable[[AttentionMapHeader, np.ndarray, np.ndarray], None]
+    ) -> None:
+        self.plan, self.save = plan, save
 
-    def __call__(self, model: GPT, step: int) -> None:
-        config = self.plan.config
-        own = config.model
-        length = attention_map.length(own.layers, own.heads, own.context)
+    def __call__(self, model: Model, step: int) -> None:
+        """Save the attention map of a model that has trained for `step` steps."""
+        config, data = self.plan.config, self.plan.data
+        shape = config.model
+        length = attention_map.token_count(shape.layers, shape.heads, shape.context)
         if not length:
             return
-        tokens_T = validation_tokens(self.plan.data, own.context)[0, :length]
+        tokens_T = validation_tokens(data, shape.context)[0, :length]
         training = model.training
         model.eval()
         try:
-            # In full precision, as `qkablate inspect` looks at it.
+            # In full precision, as `qkablate inspect` computes it.
             with torch.autocast(config.device.partition(":")[0], enabled=False):
                 a_LHTT = attention_weights(model, tokens_T.to(config.device)).cpu().numpy()
         finally:
             model.train(training)
-        if not np.isfinite(a_LHTT).all():  # it diverges, and the loop will say so
+        if not np.isfinite(a_LHTT).all():  # the loop will report divergence
             return
-        about = About(self.plan.run.id, step, self.plan.data.fingerprint)
-        self.keep(about, tokens_T.numpy(), attention_map.rounded(a_LHTT))
+        header = AttentionMapHeader(self.plan.run.id, step, data.fingerprint)
+        self.save(header, tokens_T.numpy(), attention_map.quantize(a_LHTT))

@@ -1,8 +1,10 @@
-"""What the diagnostics of a run look at: the same of every run on the same data and context."""
+"""Inputs of the diagnostics: the same for every run on the same data and context."""
 
 import copy
+import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,85 +12,119 @@ from torch import Tensor
 from qkablate.attention import Attention
 from qkablate.config import Config, DataConfig, check
 from qkablate.data import TASKS, Data, corpus
+from qkablate.diagnostics import DiagnosticPanel
 from qkablate.diagnostics.panel import LENGTH, TOKENS
-from qkablate.errors import UserError, tell
-from qkablate.models.gpt import GPT
-from qkablate.randomness import stream
+from qkablate.errors import UserError, print_stderr
+from qkablate.models.base import AttentionLayer, Model
+from qkablate.randomness import named_generator
 from qkablate.runs.records import read_config
-from qkablate.training import checkpoint
-from qkablate.training.warm_start.restore import Restored
+from qkablate.training import checkpoint, hardware
+from qkablate.training.distributed.ranks import Ranks
+from qkablate.training.resolve import RunPlan
+from qkablate.training.warm_start.restore import RestoredRun
 
-_MOST, _LARGEST = 2**20, 2**14  # tokens of a task that are drawn for a look, and of its vocabulary
+_MAX_TASK_TOKENS, _MAX_TASK_VOCABULARY = 2**20, 2**14  # of a task generated for diagnostics
+
+
+class DiagnosticsRecorder:
+    """Diagnostics of one run's model while it trains."""
+
+    def __init__(self, plan: RunPlan, model: Model, ranks: Ranks) -> None:
+        self._plan, self._model = plan, model
+        self._enabled = not ranks.has_sharded_weights(plan.config)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether diagnostics are recorded at a step."""
+        every = self._plan.config.diagnostics.every
+        assert isinstance(every, int)
+        if not (self._enabled and every):
+            return False
+        return step % every == 0 or step == self._plan.config.train.steps
+
+    def row(self) -> dict[str, dict[str, list[Any]]]:
+        """Return the diagnostics of the model as it is now."""
+        return self._panel.row()
+
+    @functools.cached_property
+    def _panel(self) -> DiagnosticPanel:
+        config = self._plan.config
+        return DiagnosticPanel(
+            self._model,
+            validation_tokens(self._plan.data, config.model.context).to(config.device),
+            starts=initial_layers(self._model, config, self._plan.run.start),
+            autocast=lambda: hardware.autocast(config),
+        )
 
 
 def validation_tokens(data: Data, context: int) -> Tensor:
-    """The first windows of the validation split, tokens_NT."""
-    # Whole ones alone: where there are fewer, a reading is filled up.
+    """Return the first windows of the validation split, tokens_NT."""
+    # Complete windows only: an evaluation batch would be padded.
     count = max(1, min(TOKENS // min(context, LENGTH), (data.tokens["val"] - 1) // context))
-    batch = next(iter(data.reading("val", batch_size=count, context=context)))
+    batch = next(iter(data.split_batches("val", batch_size=count, context=context)))
     return batch.tokens_NT[:, :LENGTH]
 
 
-def starts_of(model: GPT, config: Config, folder: Path) -> Iterator[Attention]:
-    """Each attention layer as the run began, on the CPU, one at a time: drawn again from the seed,
-    or, of a run that began from another, what its `folder` of starts keeps; none where that is
-    lost.
+def initial_layers(model: Model, config: Config, folder: Path) -> Iterator[Attention]:
+    """Yield each attention layer as the run began, on the CPU, one at a time.
+
+    The weights are drawn again from the seed or, if the run began from another, loaded from
+    `folder`. Nothing is yielded if they are lost.
     """
-    if config.start.run is None:
-        yield from model.starts(config.seeds.init)
+    if config.init_from.run is None:
+        yield from model.initial_attention_layers(config.seeds.init)
         return
-    for path in checkpoint.newest_first(folder):
+    for path in checkpoint.find_checkpoints(folder):
         try:
             weights = checkpoint.load_weights(path, "cpu").weights
-            layers = [_with_weights(model, name, weights) for name in _attentions(model)]
+            layers = [_with_weights(layer, weights) for layer in model.attention_layers()]
         except (OSError, ValueError, TypeError, KeyError, RuntimeError):
             continue
         yield from layers
         return
-    tell(f"qkablate: '{folder}' does not hold what the run began with: `moved` is left out")
+    print_stderr(
+        f"qkablate: '{folder}' does not hold the initial weights of the run: `moved` is omitted"
+    )
 
 
-def _attentions(model: GPT) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, Attention)]
+def _with_weights(layer: AttentionLayer, weights: dict[str, Tensor]) -> Attention:
+    """Return a copy of a layer on the CPU, with its part of the weights of a model."""
+    module = copy.deepcopy(layer.module).to_empty(device="cpu")
+    module.load_state_dict({key: weights[f"{layer.name}.{key}"] for key in module.state_dict()})
+    return module
 
 
-def _with_weights(model: GPT, name: str, weights: dict[str, Tensor]) -> Attention:
-    """A layer like the one of that name, on the CPU."""
-    layer = copy.deepcopy(model.get_submodule(name)).to_empty(device="cpu")
-    layer.load_state_dict({key: weights[f"{name}.{key}"] for key in layer.state_dict()})
-    assert isinstance(layer, Attention)
-    return layer
+def choose_tokens(restored: RestoredRun, cache: str) -> tuple[Tensor, str]:
+    """Return the tokens for the diagnostics of a run on disk, and their description.
 
-
-def tokens_for(restored: Restored, cache: str) -> tuple[Tensor, str]:
-    """The same for a run on disk, and what a person calls it. No path that its folder names is
-    read, and nothing is prepared: the data is known by its fingerprint; without it, random tokens
-    have to do.
+    No path in its folder is read and nothing is prepared: the data is found by its fingerprint in
+    the cache; otherwise the tokens are random.
     """
     context = restored.config.model.context
     fingerprint = str(read_config(restored.folder)["identity"].get("data_fingerprint"))
-    where = corpus.cache_dir(DataConfig(cache=cache))
-    found: Data | None = corpus.find(fingerprint, where) or _task(restored.config, fingerprint)
-    vocabulary = restored.model.token_embedding.num_embeddings
-    if found is not None and found.vocabulary == vocabulary and found.tokens["val"] >= context:
-        return validation_tokens(found, context), f"the validation split of {found.name}"
-    tell(
-        f"qkablate: the run's data is not prepared in '{where}': the attention is looked at with"
-        " random tokens (data.cache=FOLDER says where else it may be)"
+    folder = corpus.cache_dir(DataConfig(cache=cache))
+    data: Data | None = corpus.find_corpus(fingerprint, folder) or _find_task(
+        restored.config, fingerprint
+    )
+    vocabulary = restored.model.vocabulary
+    if data is not None and data.vocabulary == vocabulary and data.tokens["val"] >= context:
+        return validation_tokens(data, context), f"the validation split of {data.name}"
+    print_stderr(
+        f"qkablate: the run's data is not prepared in '{folder}': the attention is computed on"
+        " random tokens (data.cache=FOLDER names another cache)"
     )
     length = min(context, LENGTH)
-    drawn = stream(0, "mechanism", "tokens").integers(
+    tokens = named_generator(0, "mechanism", "tokens").integers(
         vocabulary, size=(max(1, TOKENS // length), length)
     )
-    return torch.from_numpy(drawn), "random tokens"
+    return torch.from_numpy(tokens), "random tokens"
 
 
-def _task(config: Config, fingerprint: str) -> Data | None:
-    """The task of the run, if it draws what the run has learned."""
+def _find_task(config: Config, fingerprint: str) -> Data | None:
+    """Return the task of the run, if it generates the data of this fingerprint."""
     data = config.data
-    if data.source not in TASKS or max(data.val_tokens, data.test_tokens) > _MOST:
+    if data.source not in TASKS or max(data.val_tokens, data.test_tokens) > _MAX_TASK_TOKENS:
         return None
-    if (data.vocab_size or 0) > _LARGEST:
+    if (data.vocab_size or 0) > _MAX_TASK_VOCABULARY:
         return None
     try:
         check(Config(data=data))

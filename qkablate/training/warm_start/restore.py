@@ -1,59 +1,65 @@
-"""A model from a run folder, which is read as data and never believed.
+"""Models restored from run folders, which are read as untrusted data.
 
-Weights come from safetensors alone. Nothing is imported because a folder says so: a circuit from
-outside must be named by the user. Nothing in the folder is written.
+Weights come from safetensors only. Nothing is imported because a folder names it: the user must
+name external circuits. Nothing in the folder is written.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.config import DATA_KEYS, Config, check, explain
 from qkablate.data import TASKS, tokenizers
-from qkablate.errors import UserError, tell
-from qkablate.models.catalogue import settle
-from qkablate.models.gpt import GPT
+from qkablate.errors import UserError, print_stderr
+from qkablate.models.base import Model
+from qkablate.models.build import build_model
+from qkablate.models.catalogue import resolve_circuits
 from qkablate.runs.records import read_config, read_json
-from qkablate.runs.run import check_identity, find_run
+from qkablate.runs.run import check_identity
 from qkablate.training import checkpoint
 
-__all__ = ["Restored", "find_run", "restore"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Restored:
-    """A trained model, and what it was trained as."""
+class RunMetadata:
+    """A trained run without its weights."""
 
-    config: Config
-    model: GPT
-    tokenizer_description: Any  # as it stands in the folder; None where there is none
     folder: Path
-    step: int
-    checkpoint: Path  # where its weights stand
+    config: Config
     identity: dict[str, Any]
+    checkpoint: Path
+    step: int
+    model: Model  # on the meta device unless restored
+
+
+@dataclass(frozen=True)
+class RestoredRun(RunMetadata):
+    """A trained run with its model, in eval mode."""
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """What turns text into the model's tokens and back."""
+        """Return the tokenizer; raise UserError if the run has none or it is damaged."""
         if self.config.data.source in TASKS:
             data, context = self.config.data, self.config.model.context
-            own = [f"data.{key}={getattr(data, key)}" for key in DATA_KEYS[data.source]]
-            words = [f"data={data.source}", *own, f"model.context={context}"]
+            keys = [f"data.{key}={getattr(data, key)}" for key in DATA_KEYS[data.source]]
+            words = [f"data={data.source}", *keys, f"model.context={context}"]
             raise UserError(
                 f"'{self.folder}' learned a task, whose tokens are no text; write"
                 f" qkablate data show {' '.join(words)}"
             )
-        path, vocabulary = self.folder / "tokenizer.json", self.model.token_embedding.num_embeddings
-        description = self.tokenizer_description
-        if not path.exists():  # older runs kept none, and bytes need none
+        path, vocabulary = self.folder / "tokenizer.json", self.model.vocabulary
+        description = read_json(path)
+        if not path.exists():  # as in older runs; bytes need none
             if self.config.data.tokenizer != "bytes":
-                raise UserError(f"'{path}' is not there; train the run anew with --rerun")
+                raise UserError(f"'{path}' does not exist; train the run again with --rerun")
             description = {"name": "bytes"}
         try:
-            tokenizer = tokenizers.load(description)
+            tokenizer = tokenizers.load_tokenizer(description)
         except ValueError as error:
             raise UserError(f"'{path}' is damaged: {error}") from None
         if tokenizer.vocabulary != vocabulary:
@@ -73,36 +79,49 @@ def restore(
     device: str = "cpu",
     weights: str | None = None,
     step: int | None = None,
-) -> Restored:
-    """The model of a run's newest whole checkpoint, in eval mode, or of the one whose weights have
-    this sha256, or of the one at `step`. `variant_file`, `qk` and `ov` are what the user names on
-    the command line, where the run has circuits from outside.
+) -> RestoredRun:
+    """Restore a run from its newest intact checkpoint, or from the one with these weights or step.
+
+    `weights` is a sha256. `variant_file`, `qk` and `ov` name the run's external circuits.
     """
-    config, identity = _frozen(folder)
-    config = _with_circuits(config, identity["circuits_from_outside"], variant_file, qk, ov)
-    # Of the recorded values these alone shape the model, and must make sense.
+    config, identity, model = _read_model(folder, device, variant_file, qk, ov)
+    path, restored = _newest_checkpoint(
+        folder, weights, step, lambda path: checkpoint.load_weights(path, device)
+    )
+    check_shapes(model, restored, folder)
+    _check_identity(folder)
+    model.to_empty(device=device).load_state_dict(restored.weights)
+    return RestoredRun(folder, config, identity, path, restored.progress.step, model.eval())
+
+
+def read_metadata(folder: Path, weights: str | None = None) -> RunMetadata:
+    """Read a trained run without loading its weights; their checksum is verified."""
+    config, identity, model = _read_model(folder, "cpu")
+    path, progress = _newest_checkpoint(folder, weights, None, checkpoint.load_progress)
+    _check_identity(folder)
+    return RunMetadata(folder, config, identity, path, progress.step, model)
+
+
+def _read_model(
+    folder: Path, device: str, file: str | None = None, qk: str | None = None, ov: str | None = None
+) -> tuple[Config, dict[str, Any], Model]:
+    """Return the frozen config, the identity and the model on the meta device."""
+    config, identity = _read_config(folder)
+    config = _resolve_external(config, identity["circuits_from_outside"], file, qk, ov)
+    # The only recorded values that shape the model, so that they must be valid.
     check(Config(variant=config.variant, model=config.model))
-    path, found = _newest_checkpoint(folder, device, weights, step)
-    model = _build(config, identity["vocabulary"], device, folder)
-    check_shapes(model, found, folder)
+    return config, identity, _build(config, identity["vocabulary"], device, folder)
+
+
+def _check_identity(folder: Path) -> None:
     try:
         check_identity(read_config(folder))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"'{folder / 'config.yaml'}' is damaged: {error}") from None
-    model.to_empty(device=device).load_state_dict(found.weights)
-    return Restored(
-        config=config,
-        model=model.eval(),
-        tokenizer_description=read_json(folder / "tokenizer.json"),
-        folder=folder,
-        step=found.progress.step,
-        checkpoint=path,
-        identity=identity,
-    )
 
 
-def _frozen(folder: Path) -> tuple[Config, dict[str, Any]]:
-    """The config and the identity, with the types they must have."""
+def _read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
+    """Read the frozen config and the identity; raise UserError for wrong types."""
     path = folder / "config.yaml"
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -110,15 +129,15 @@ def _frozen(folder: Path) -> tuple[Config, dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"'{path.parent}' is no run: it has no {path.name}")
     try:
-        plain = read_config(path.parent)
-        identity = plain.pop("identity")
-        foreign, vocabulary = identity["circuits_from_outside"], identity["vocabulary"]
-        del plain["id"]
+        content = read_config(path.parent)
+        identity = content.pop("identity")
+        external, vocabulary = identity["circuits_from_outside"], identity["vocabulary"]
+        del content["id"]
         if not isinstance(vocabulary, int) or not 1 <= vocabulary < 2**31:
             raise ValueError(f"a vocabulary of {vocabulary!r}")
-        if not all(isinstance(word, str) for pair in foreign.items() for word in pair):
+        if not all(isinstance(word, str) for pair in external.items() for word in pair):
             raise ValueError("circuits_from_outside are not names and hashes")
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), content))
         assert isinstance(config, Config)
         return config, identity
     except OmegaConfBaseException as error:
@@ -130,37 +149,38 @@ def _frozen(folder: Path) -> tuple[Config, dict[str, Any]]:
     raise UserError(f"'{path}' is damaged: {reason}")
 
 
-def _with_circuits(
+def _resolve_external(
     config: Config, recorded: dict[str, str], file: str | None, qk: str | None, ov: str | None
 ) -> Config:
-    """The config with the circuits from outside that the user named, if they are the recorded."""
+    """Put the circuits that the user named into the config; they must be the recorded ones."""
     variant = config.variant
-    for key, name, given in (("qk", variant.qk, qk), ("ov", variant.ov, ov)):
-        if given not in (None, name):
-            raise UserError(f"variant.{key}: this run was trained with '{name}', not '{given}'")
-    # A circuit is called as its file.
-    own = Path(variant.file).stem if variant.file is not None else None
-    if own is not None and own not in recorded:
-        raise UserError(f"variant.file: config.yaml has no hash of its circuit '{own}'")
-    if own is None and file is not None:
+    sides = ("qk", variant.qk, qk, QK_CIRCUITS), ("ov", variant.ov, ov, OV_CIRCUITS)
+    for key, trained, requested, _ in sides:
+        if requested not in (None, trained):
+            raise UserError(
+                f"variant.{key}: this run was trained with '{trained}', not '{requested}'"
+            )
+    name = (
+        None if variant.file is None else Path(variant.file).stem
+    )  # a circuit's name is its file's
+    if name is None and file is not None:
         raise UserError("variant.file: given, but this run was trained with no circuit from a file")
-    if own is not None:
+    if name is not None:
+        if name not in recorded:
+            raise UserError(f"variant.file: config.yaml has no hash of its circuit '{name}'")
         if file is None:
             raise UserError(
-                f"variant.file: this run was trained with a circuit from a file, '{own}';"
-                " give variant.file=PATH, for no file is imported because a run names it"
+                f"variant.file: this run was trained with a circuit from a file, '{name}'; give"
+                " variant.file=PATH, because a run's file is not imported unasked"
             )
-        _check_file(file, own, recorded[own])
-    for key, name, given, known in (
-        ("qk", variant.qk, qk, QK_CIRCUITS),
-        ("ov", variant.ov, ov, OV_CIRCUITS),
-    ):
-        if name not in known and name != own and given is None:
+        _check_file(file, name, recorded[name])
+    for key, trained, requested, known in sides:
+        if trained not in known and trained != name and requested is None:
             raise UserError(
-                f"variant.{key}: this run was trained with '{name}' of an installed package;"
-                f" give variant.{key}={name}, for no package is imported because a run names it"
+                f"variant.{key}: this run was trained with '{trained}' of an installed package;"
+                f" give variant.{key}={trained}, because a run's package is not imported unasked"
             )
-    config, hashes = settle(replace(config, variant=replace(variant, file=file)))
+    config, hashes = resolve_circuits(replace(config, variant=replace(variant, file=file)))
     if hashes != recorded:
         names = ", ".join({**recorded, **hashes})
         raise UserError(f"variant: {names}: not the circuit that the run was trained with")
@@ -168,11 +188,9 @@ def _with_circuits(
 
 
 def _check_file(file: str, name: str, sha256: str) -> None:
-    """Before anything of it runs."""
-    if Path(file).stem != name:  # a circuit is called as its file
-        raise UserError(
-            f"variant.file: '{file}' is not called '{name}.py', as the run's circuit is"
-        )
+    """Check the name and the hash of a circuit's file before any of it runs."""
+    if Path(file).stem != name:
+        raise UserError(f"variant.file: '{file}' must have the name of the circuit, '{name}.py'")
     try:
         content = Path(file).expanduser().read_bytes()
     except OSError as error:
@@ -182,56 +200,60 @@ def _check_file(file: str, name: str, sha256: str) -> None:
 
 
 def _newest_checkpoint(
-    folder: Path, device: str, weights: str | None, step: int | None
-) -> tuple[Path, checkpoint.Checkpoint]:
-    paths = checkpoint.newest_first(folder / "checkpoints")
+    folder: Path, weights: str | None, step: int | None, load: Callable[[Path], T]
+) -> tuple[Path, T]:
+    """Load the newest intact checkpoint, or the one with these weights or at this step."""
+    paths = checkpoint.find_checkpoints(folder / "checkpoints")
     if not paths:
         raise UserError(f"'{folder}' has no checkpoint yet")
     if step is not None:
-        known = {path.name.removeprefix("step-").lstrip("0") or "0": path for path in paths}
-        if str(step) not in known:
-            raise UserError(f"step: there is no checkpoint of step {step}, but {', '.join(known)}")
-        paths = [known[str(step)]]
+        by_step = {path.name.removeprefix("step-").lstrip("0") or "0": path for path in paths}
+        if str(step) not in by_step:
+            raise UserError(
+                f"step: there is no checkpoint of step {step} (allowed: {', '.join(by_step)})"
+            )
+        paths = [by_step[str(step)]]
     damaged = []
     for path in paths:
         try:
             if weights is not None and weights != checkpoint.weights_sha256(path):
                 continue
-            found = checkpoint.load_weights(path, device)
+            loaded = load(path)
         except (OSError, ValueError, TypeError) as error:
             damaged.append(f"checkpoint '{path}' is damaged ({error})")
             continue
         for line in damaged:
-            tell(f"qkablate: {line}: not used")
-        return path, found
+            print_stderr(f"qkablate: {line}: not used")
+        return path, loaded
     if weights is not None:
-        damaged.insert(0, f"'{folder}' has no weights of sha256 {weights[:12]}… any more")
+        damaged.insert(0, f"'{folder}' no longer has weights with the sha256 {weights[:12]}…")
     raise UserError("; ".join(damaged))
 
 
-def _build(config: Config, vocabulary: int, device: str, folder: Path) -> GPT:
+def _build(config: Config, vocabulary: int, device: str, folder: Path) -> Model:
     try:
         with torch.device("meta"):
             kind = torch.device(device).type
-            return GPT(config.model, config.variant, vocabulary, device=kind)
+            return build_model(config.model, config.variant, vocabulary, device=kind)
     except UserError:
         raise
-    except Exception as error:  # of values that pass one by one and make no model together
+    except Exception as error:  # of values that are valid one by one, but not together
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         path = folder / "config.yaml"
         raise UserError(f"no model can be built from '{path}': {reason}") from None
 
 
-def check_shapes(model: GPT, found: checkpoint.Checkpoint, folder: Path) -> None:
+def check_shapes(model: Model, loaded: checkpoint.Checkpoint, folder: Path) -> None:
+    """Raise UserError if the weights in a folder do not fit the model of its config."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name in sorted({*expected, *found.weights}):
-        given = found.weights.get(name)
-        shape = "not there" if given is None else tuple(given.shape)
-        wanted = expected.get(name, "nothing of that name")
-        if given is not None and not given.is_floating_point():
-            raise UserError(f"the weights in '{folder}' are no weights: {name} is {given.dtype}")
-        if shape != wanted:
+    for name in sorted({*expected, *loaded.weights}):
+        tensor = loaded.weights.get(name)
+        if tensor is not None and not tensor.is_floating_point():
+            raise UserError(f"the weights in '{folder}' are no weights: {name} is {tensor.dtype}")
+        shape = "missing" if tensor is None else tuple(tensor.shape)
+        required = expected.get(name, "no such tensor")
+        if shape != required:
             raise UserError(
-                f"the weights in '{folder}' are not those of its config.yaml:"
-                f" {name} is {shape}, and {wanted} is expected"
+                f"the weights in '{folder}' do not fit its config.yaml:"
+                f" {name} is {shape}, and {required} is expected"
             )

@@ -1,175 +1,201 @@
-"""A run that begins from a trained one: the parent's weights, put into the form of its own variant.
+"""Runs that begin from a trained one: the parent's weights, projected to the run's variant.
 
-They are kept in the run's folder, as start/step-00000000/, written and checked like a checkpoint:
+They are kept in the run's folder, as start/step-00000000/, written and verified like a checkpoint:
 a parent that is trained further or deleted changes nothing.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 
 from qkablate.attention import Attention
-from qkablate.attention.projection.project import Lost, look, project_layer, same_form, why_not
-from qkablate.config import Config, StartConfig, VariantConfig, flatten, resolve_variant, variants
-from qkablate.errors import UserError, tell
-from qkablate.models.catalogue import attention
-from qkablate.models.gpt import GPT
+from qkablate.attention.projection.project import (
+    ProjectionLoss,
+    collect_moments,
+    find_obstacle,
+    is_same_form,
+    project_layer,
+)
+from qkablate.config import (
+    Config,
+    InitFromConfig,
+    VariantConfig,
+    flatten,
+    resolve_variant,
+    variants,
+)
+from qkablate.data import Data
+from qkablate.errors import UserError, print_stderr
+from qkablate.models.base import Model
+from qkablate.models.catalogue import make_attention
 from qkablate.runs.records import is_number, read_json, write_json
-from qkablate.runs.run import run_id
+from qkablate.runs.run import Run, find_run, run_id
 from qkablate.training import checkpoint, hardware
-from qkablate.training.state import Progress
-from qkablate.training.warm_start.restore import Restored, check_shapes, find_run, restore
+from qkablate.training.warm_start.restore import (
+    RestoredRun,
+    RunMetadata,
+    check_shapes,
+    read_metadata,
+    restore,
+)
 
-if TYPE_CHECKING:
-    from qkablate.training.resolve import Plan
-
-TOKENS = 64  # to look at per dimension of the stream: many more than a moment has directions
-_MAY_DIFFER = ("model.dropout",)  # it has no weights
+TOKENS = 64  # read per dimension of the stream, many more than its second moment has directions
+_MAY_DIFFER = ("model.dropout",)  # has no weights
+_LOSSES_FILE = "projection_losses.json"
 
 
-def settled(config: Config) -> tuple[Config, Restored | None]:
-    """With what is known of the run to begin from (its id, its weights, how far it has come), and
-    that run, if it had to be looked at.
-    """
-    start = config.start
-    if start.run is None or None not in (start.id, start.weights, start.step):
+def resolve_parent(config: Config) -> tuple[Config, RunMetadata | None]:
+    """Fill in the parent's id, weights and step; return its metadata unless all were given."""
+    init_from = config.init_from
+    if init_from.run is None or None not in (init_from.id, init_from.weights, init_from.step):
         return config, None
-    parent = parent_of(start, config.out)
-    known = StartConfig(
-        run=start.run,
+    try:
+        parent = read_metadata(find_run(init_from.run, config.out), init_from.weights)
+    except UserError as error:
+        raise _parent_error(init_from, error) from None
+    resolved = InitFromConfig(
+        run=init_from.run,
         id=run_id(parent.identity),
         weights=checkpoint.weights_sha256(parent.checkpoint),
-        step=(parent.config.start.step or 0) + parent.step,
+        step=(parent.config.init_from.step or 0) + parent.step,
     )
-    for key, value in vars(start).items():
-        if value not in (None, right := getattr(known, key)):
-            raise UserError(f"start.{key}: {value} given, and of '{start.run}' it is {right}")
-    return dataclasses.replace(config, start=known), parent
-
-
-def parent_of(start: StartConfig, out: str) -> Restored:
-    """The trained run that `start` names."""
-    assert start.run is not None
-    try:
-        folder = find_run(start.run, out)
-        return restore(folder, weights=start.weights)
-    except UserError as mistake:
-        told = str(mistake)
-        if told.startswith("variant."):  # no key of this run can name the parent's file
-            told = f"'{start.run}' has a circuit from outside, and no other run can begin from it"
-        raise UserError(f"start.run: {told}") from None
-
-
-def check(parent: Restored, config: Config, model: GPT, data_fingerprint: str) -> None:
-    """UserError where this run cannot begin from that one."""
-    name = parent.folder.resolve().name
-    theirs = flatten(parent.config)
-    for key, own in flatten(config).items():
-        if key.startswith("model.") and key not in _MAY_DIFFER and own != theirs[key]:
+    for key, value in vars(init_from).items():
+        if value not in (None, actual := getattr(resolved, key)):
             raise UserError(
-                f"{key}: {own} given, and '{name}' has {theirs[key]}: a run begins from one of its"
-                " own size"
+                f"init_from.{key}: {value} given, but that of '{init_from.run}' is {actual}"
+            )
+    return dataclasses.replace(config, init_from=resolved), parent
+
+
+def restore_parent(init_from: InitFromConfig, out: str) -> RestoredRun:
+    """Restore the trained run that `init_from` names."""
+    assert init_from.run is not None
+    try:
+        return restore(find_run(init_from.run, out), weights=init_from.weights)
+    except UserError as error:
+        raise _parent_error(init_from, error) from None
+
+
+def _parent_error(init_from: InitFromConfig, error: UserError) -> UserError:
+    reason = str(error)
+    if reason.startswith("variant."):  # no key of this run can name the parent's file
+        reason = (
+            f"'{init_from.run}' has an external circuit, so that no other run can begin from it"
+        )
+    return UserError(f"init_from.run: {reason}")
+
+
+def check_parent(parent: RunMetadata, config: Config, model: Model, data_fingerprint: str) -> None:
+    """Raise UserError if a run cannot begin from this parent."""
+    name = parent.folder.resolve().name
+    parent_config = flatten(parent.config)
+    for key, value in flatten(config).items():
+        if key.startswith("model.") and key not in _MAY_DIFFER and value != parent_config[key]:
+            raise UserError(
+                f"{key}: {value} given, but '{name}' has {parent_config[key]}: a run begins from"
+                " one of its own size"
             )
     if parent.identity["data_fingerprint"] != data_fingerprint:
-        raise UserError(f"start.run: '{name}' was trained on other data; give its data keys")
-    source = parent.model.attentions()[0]  # of all layers the same can be said
-    if reason := why_not(source, model.attentions()[0]):
-        can = [own for own in variants() if _holds(source, config, own)]
+        raise UserError(f"init_from.run: '{name}' was trained on other data; give its data keys")
+    source = parent.model.attention_layers()[0].module  # all layers have the same form
+    if reason := find_obstacle(source, model.attention_layers()[0].module):
+        possible = [variant for variant in variants() if _can_hold(source, config, variant)]
         raise UserError(
-            f"start.run: '{name}' cannot be put into the form of {config.variant.name}: {reason}"
-            f" (possible: {', '.join(can) or 'none but its own'})"
+            f"init_from.run: '{name}' cannot be projected to {config.variant.name}: {reason}"
+            f" (possible: {', '.join(possible) or 'none but its own'})"
         )
 
 
-def _holds(source: Attention, config: Config, name: str) -> bool:
-    """Whether one of the catalogue's variants can hold something of this layer."""
-    named = VariantConfig(**{**variants()[name], "init": config.variant.init})
+def _can_hold(source: Attention, config: Config, name: str) -> bool:
+    """Return whether a layer can be projected to a variant of the catalogue."""
+    variant = VariantConfig(**{**variants()[name], "init": config.variant.init})
     try:
         with torch.device("meta"):
-            target = attention(config.model, resolve_variant(named, config.model))
+            target = make_attention(config.model, resolve_variant(variant, config.model))
     except UserError:
         return False
-    return not why_not(source, target)
+    return not find_obstacle(source, target)
 
 
-def project(parent: GPT, model: GPT, plan: "Plan") -> list[Lost]:
-    """Set all of `model`; what is outside the circuits is the parent's. What each layer lost, of
-    what it sees of the batches to come. Computed as the run computes, whatever else this process
-    does: the same run begins with the same weights.
+def project_parent(parent: Model, model: Model, config: Config, data: Data) -> list[ProjectionLoss]:
+    """Set all weights of `model` and return the loss of each layer on the run's coming batches.
+
+    Weights outside the circuits are copied. Computed with the run's threads and matmul backend, so
+    that the same run always begins with the same weights.
     """
-    inside = {name for name, _ in model.named_parameters() if ".attention." in name}
+    prefixes = tuple(f"{layer.name}." for layer in model.attention_layers())
+    circuits = {name for name, _ in model.named_parameters() if name.startswith(prefixes)}
     weights = parent.state_dict()
-    rest = {name: value for name, value in weights.items() if ".attention." not in name}
+    rest = {name: value for name, value in weights.items() if not name.startswith(prefixes)}
     missing = model.load_state_dict(rest, strict=False)
-    assert {*missing.missing_keys} == inside
+    assert {*missing.missing_keys} == circuits
     assert not missing.unexpected_keys
-    layers = parent.attentions()
-    pairs = [*zip(layers, model.attentions(), strict=True)]
-    with hardware.process_state():
-        hardware.prepare(plan.config)
-        if all(same_form(*pair) for pair in pairs):
+    sources, targets = (
+        [layer.module for layer in side.attention_layers()] for side in (parent, model)
+    )
+    pairs = [*zip(sources, targets, strict=True)]
+    with hardware.preserve_process_state():
+        hardware.configure_process(config)
+        if all(is_same_form(*pair) for pair in pairs):
             return [project_layer(*pair, None) for pair in pairs]
-        seen = look(layers, lambda: _read(parent, plan))
-        return [project_layer(*pair, own) for pair, own in zip(pairs, seen, strict=True)]
+        moments = collect_moments(sources, lambda: _read_batches(parent, config, data))
+        return [project_layer(*pair, m) for pair, m in zip(pairs, moments, strict=True)]
 
 
-def _read(model: GPT, plan: "Plan") -> None:
-    """Pass some batches of the run that is to begin."""
-    config = plan.config
-    steps = plan.data.batches(
+def _read_batches(model: Model, config: Config, data: Data) -> None:
+    """Pass the first batches of the run through the model."""
+    batches = data.batches(
         seed=config.seeds.data,
         batch_size=config.train.batch_size,
-        accumulate=config.train.accumulate,
+        grad_accum=config.train.grad_accum,
         context=config.model.context,
     )
-    least, read, step = TOKENS * config.model.d_model, 0, config.start.step or 0
-    while read < least:
-        for batch in steps.step(step):
-            model.hidden(batch.tokens_NT)
+    required, read, step = TOKENS * config.model.d_model, 0, config.init_from.step or 0
+    while read < required:
+        for batch in batches.step(step):
+            model.hidden(*batch.inputs)
             read += batch.tokens_NT.numel()
         step += 1
 
 
-def keep(plan: "Plan") -> checkpoint.Checkpoint | None:
-    """What the run begins with, from its folder; put there first, where it is not. None for a run
-    from fresh weights.
+def load_or_project(run: Run, config: Config, data: Data, model: Model) -> checkpoint.Checkpoint:
+    """Load the initial weights from the run's folder, or project the parent and write them there.
+
+    `model` is the run's, without values.
     """
-    config, folder = plan.config, plan.run.start
-    if config.start.run is None:
-        return None
-    for path in checkpoint.newest_first(folder):
+    for path in checkpoint.find_checkpoints(run.start):
         try:
-            found = checkpoint.load_weights(path, "cpu")
+            weights = checkpoint.load_weights(path, "cpu")
         except (OSError, ValueError, TypeError) as error:
-            tell(f"qkablate: {path} is damaged ({error}): not used")
+            print_stderr(f"qkablate: {path} is damaged ({error}): not used")
             continue
-        check_shapes(plan.build(), found, plan.run.folder)
-        # Of what stands there the weights alone: nothing has been trained yet.
-        return checkpoint.Checkpoint(Progress(), found.weights)
-    parent = parent_of(config.start, config.out)
-    model = plan.build()
-    check(parent, config, model, plan.data.fingerprint)
+        check_shapes(model, weights, run.folder)
+        # Only the weights: nothing has been trained yet.
+        return checkpoint.Checkpoint(checkpoint.TrainProgress(), weights.weights)
+    parent = restore_parent(config.init_from, config.out)
+    check_parent(parent, config, model, data.fingerprint)
     model = model.to_empty(device="cpu")
-    lost = project(parent.model, model, plan)
-    found = checkpoint.Checkpoint(Progress(), model.state_dict())
-    checkpoint.save(folder, found)
-    write_json(folder / "lost.json", [dataclasses.asdict(own) for own in lost])
-    return found
+    losses = project_parent(parent.model, model, config, data)
+    start = checkpoint.Checkpoint(checkpoint.TrainProgress(), model.state_dict())
+    checkpoint.save(run.start, start)
+    write_json(run.start / _LOSSES_FILE, [dataclasses.asdict(loss) for loss in losses])
+    return start
 
 
-def lost_of(plan: "Plan", parent: GPT) -> list[Lost]:
-    """What the projection that the run began with has lost, as its folder says; where that says
-    nothing, as it is found again.
+def load_projection_losses(
+    run: Run, config: Config, data: Data, model: Model, parent: Model
+) -> list[ProjectionLoss]:
+    """Load what each layer's projection lost, or compute it again without an intact file.
+
+    `model` is the run's, without values.
     """
-    layers, heads = plan.config.model.layers, plan.config.model.heads
     try:
-        content = read_json(plan.run.start / "lost.json")
-        found = [Lost(**{**own, "heads": tuple(own["heads"])}) for own in content]
-        orders = all(sorted(own.heads) == [*range(heads)] for own in found)
-        parts = [part for own in found for part in (own.qk, own.qk_seen, own.ov, own.ov_seen)]
-        if len(found) == layers and orders and all(map(is_number, parts)):
-            return found
+        content = read_json(run.start / _LOSSES_FILE)
+        losses = [ProjectionLoss(**{**loss, "heads": tuple(loss["heads"])}) for loss in content]
+        valid = all(sorted(loss.heads) == [*range(config.model.heads)] for loss in losses)
+        numbers = [n for loss in losses for n in (loss.qk, loss.qk_scores, loss.ov, loss.ov_output)]
+        if len(losses) == config.model.layers and valid and all(map(is_number, numbers)):
+            return losses
     except (TypeError, ValueError, KeyError):
         pass
-    return project(parent, plan.build().to_empty(device="cpu"), plan)
+    return project_parent(parent, model.to_empty(device="cpu"), config, data)

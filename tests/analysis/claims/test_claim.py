@@ -9,12 +9,12 @@ import statistics
 import pytest
 import yaml
 
-from qkablate.analysis.claims.claim import comparisons
-from qkablate.analysis.claims.parse import known_claims, load_claim, parse, scales
-from qkablate.analysis.claims.registry import grid_of
-from qkablate.cli.hydra.grid import composing
+from qkablate.analysis.claims.claim import find_comparisons
+from qkablate.analysis.claims.parse import claim_names, load_claim, parse_claim, scales
+from qkablate.analysis.claims.registry import claim_grid
+from qkablate.cli.hydra.grid import open_composer
 from qkablate.errors import UserError
-from qkablate.sweeps.planning.expand import Expansion, Grid
+from qkablate.sweeps.planning.expand import Grid, expand_grid
 
 PART = {"arm": "no_q", "kind": "noninferior", "margin": 0.01}
 CLAIM = {
@@ -46,14 +46,14 @@ def assert_one_line(error, line):
     assert "Traceback" not in text
 
 
-SEEDS = "seeds: {} is not a number from 2 on, or a rising list of looks, as [6, 12, 20]"
+SEEDS = "seeds: {} is not a number from 2 on, or a rising list of looks as [6, 12, 20]"
 MISTAKES = {
     "a key that is not": ({"margn": 1}, "margn: there is no such key; there is says, source"),
     "a key that is nearly one": ({"tuning_seed": 1}, "(nearest: tuning_seeds)"),
-    "says missing": ({"says": None}, "says: a text is missing"),
-    "says empty": ({"says": " \n"}, "says: a text is missing"),
-    "says a number": ({"says": 3}, "says: a text is missing"),
-    "source missing": ({"source": None}, "source: a text is missing"),
+    "says missing": ({"says": None}, "says: a text is required"),
+    "says empty": ({"says": " \n"}, "says: a text is required"),
+    "says a number": ({"says": 3}, "says: a text is required"),
+    "source missing": ({"source": None}, "source: a text is required"),
     "a key of a part": (part(margn=1), "parts.within.margn: there is no such key"),
     "a key of a part, nearly": (part(magin=1), "(nearest: margin)"),
     "a kind that is not": (part(kind="same"), "'same' is not one of noninferior, equivalent"),
@@ -75,18 +75,18 @@ MISTAKES = {
     "margin true": (part(margin=True), "parts.within.margin: 'True' is not a number"),
     "margin list": (part(margin=[0.01]), "parts.within.margin: "),
     "margin huge": (part(margin=1e9), "parts.within.margin: "),
-    "margin 0, noninferior": (part(margin=0), "nothing is shown to be noninferior within 0"),
+    "margin 0, noninferior": (part(margin=0), "noninferior needs a margin above 0"),
     "margin 0, equivalent": (
         part(margin=0.0, kind="equivalent"),
-        "nothing is shown to be equivalent within 0",
+        "equivalent needs a margin above 0",
     ),
-    "arm missing": (part(arm=None), "parts.within.arm: is missing"),
-    "arm a list": (part(arm=["no_q"]), "parts.within.arm: is not a map of keys to values"),
-    "against a number": (part(against=3), "parts.within.against: is not a map"),
-    "parts missing": ({"parts": None}, "parts: is not a map of keys to values"),
-    "parts empty": ({"parts": {}}, "parts: a claim has one at least"),
-    "parts a list": ({"parts": [PART]}, "parts: is not a map of keys to values"),
-    "a part that is none": ({"parts": {"within": 3}}, "parts.within: is not a map"),
+    "arm missing": (part(arm=None), "parts.within.arm: is required"),
+    "arm a list": (part(arm=["no_q"]), "parts.within.arm: must be a map of keys to values"),
+    "against a number": (part(against=3), "parts.within.against: must be a map"),
+    "parts missing": ({"parts": None}, "parts: must be a map of keys to values"),
+    "parts empty": ({"parts": {}}, "parts: a claim needs at least one"),
+    "parts a list": ({"parts": [PART]}, "parts: must be a map of keys to values"),
+    "a part that is none": ({"parts": {"within": 3}}, "parts.within: must be a map"),
     "seeds missing": ({"seeds": None}, SEEDS.format("None")),
     "one seed": ({"seeds": 1}, SEEDS.format("1")),
     "no seed": ({"seeds": 0}, SEEDS.format("0")),
@@ -107,21 +107,21 @@ MISTAKES = {
     "tuning seeds a fraction": ({"tuning_seeds": 1.5}, "tuning_seeds: 1.5 is not a number"),
     "tuning seeds a list": ({"tuning_seeds": [1]}, "tuning_seeds: [1] is not a number"),
     "too many tuning seeds": ({"tuning_seeds": 10**9}, "tuning_seeds: 1000000000 is not"),
-    "grid missing": ({"grid": None}, "grid: is not a map of keys to values"),
-    "grid a list": ({"grid": ["variant"]}, "grid: is not a map of keys to values"),
-    "grid of numbers": ({"grid": {1: 2}}, "grid: is not a map of keys to values"),
-    "grid of maps": ({"grid": {"variant": {"a": 1}}}, "grid: the values of variant are written"),
-    "where a text": ({"where": "model.d_model > 3"}, "where: is a list of predicates"),
-    "where of numbers": ({"where": [3]}, "where: is a list of predicates"),
-    "scale a list": ({"scale": ["small"]}, "scale: is not a map of keys to values"),
+    "grid missing": ({"grid": None}, "grid: must be a map of keys to values"),
+    "grid a list": ({"grid": ["variant"]}, "grid: must be a map of keys to values"),
+    "grid of numbers": ({"grid": {1: 2}}, "grid: must be a map of keys to values"),
+    "grid of maps": ({"grid": {"variant": {"a": 1}}}, "grid: write the values of variant as"),
+    "filter a text": ({"filter": "model.d_model > 3"}, "filter: must be a list of predicates"),
+    "filter of numbers": ({"filter": [3]}, "filter: must be a list of predicates"),
+    "scale a list": ({"scale": ["small"]}, "scale: must be a map of keys to values"),
     "scale not known": ({"scale": {"smal": {}}}, "scale.smal: there is no such key"),
     "scale nearly known": ({"scale": {"smal": {}}}, "(nearest: small)"),
-    "scale a number": ({"scale": {"small": 3}}, "scale.small: is not a map of keys to values"),
+    "scale a number": ({"scale": {"small": 3}}, "scale.small: must be a map of keys to values"),
 }
 
 
 @pytest.mark.parametrize(("changes", "line"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_told_in_one_line_with_the_file_and_the_place(tmp_path, changes, line):
+def test_mistake_is_one_line_with_file_and_place(tmp_path, changes, line):
     with pytest.raises(UserError) as error:
         load_claim(written(tmp_path / "mine.yaml", **changes))
     assert_one_line(error, line)
@@ -129,7 +129,7 @@ def test_a_mistake_is_told_in_one_line_with_the_file_and_the_place(tmp_path, cha
 
 
 @pytest.mark.parametrize("axis", [["tokens"], {"tokens": 1}])
-def test_an_axis_that_is_no_word_is_told(tmp_path, axis):
+def test_axis_that_is_no_string_is_rejected(tmp_path, axis):
     with pytest.raises(UserError) as error:
         load_claim(written(tmp_path / "mine.yaml", **part(axis=axis)))
     assert_one_line(error, "parts.within.axis: ")
@@ -145,7 +145,7 @@ BASELINES = {
 
 
 @pytest.mark.parametrize("text", BASELINES.values(), ids=BASELINES)
-def test_a_baseline_that_is_none_is_told(tmp_path, text):
+def test_invalid_baseline_is_rejected(tmp_path, text):
     path = tmp_path / "mine.yaml"
     written(path)
     with path.open("a") as file:
@@ -154,12 +154,12 @@ def test_a_baseline_that_is_none_is_told(tmp_path, text):
         _ = load_claim(str(path)).hash
 
 
-OWN = ["seed", "seeds.init", "control", "control.knob", "sweep.tune", "sweep.where"]
-FREE = ["out", "device", "threads", "workers", "data.cache", "track.wandb", "track"]
+OWN = ["seed", "seeds.init", "control", "control.adjust", "sweep.tune", "sweep.filter"]
+FREE = ["out", "device", "threads", "workers", "data.cache", "tracking.wandb", "tracking"]
 
 
 @pytest.mark.parametrize("key", [*OWN, *FREE])
-def test_what_is_not_the_grids_is_refused_in_the_file_and_on_the_line(tmp_path, key):
+def test_keys_outside_the_grid_are_rejected_in_file_and_command(tmp_path, key):
     path = tmp_path / "mine.yaml"
     with pytest.raises(UserError) as error:
         load_claim(written(path, grid=CLAIM["grid"] | {key: 3}))
@@ -173,20 +173,20 @@ def test_what_is_not_the_grids_is_refused_in_the_file_and_on_the_line(tmp_path, 
 
 
 FILES = {
-    "not YAML": ("says: [", "is no YAML: "),
-    "a list": ("- says", "is not a map of keys to values"),
-    "a text": ("says", "is not a map of keys to values"),
-    "nothing": ("", "is not a map of keys to values"),
-    "two documents": ("a: 1\n---\nb: 1\n", "is no YAML: "),
-    "deep lists": ("[" * 20_000, "is no YAML: "),
-    "deep maps": ("{a: " * 20_000, "is no YAML: "),
-    "a tab": ("says:\n\ta: 1", "is no YAML: "),
-    "an alias of nothing": ("says: *x", "is no YAML: "),
+    "not YAML": ("says: [", "is not YAML: "),
+    "a list": ("- says", "must be a map of keys to values"),
+    "a text": ("says", "must be a map of keys to values"),
+    "nothing": ("", "must be a map of keys to values"),
+    "two documents": ("a: 1\n---\nb: 1\n", "is not YAML: "),
+    "deep lists": ("[" * 20_000, "is not YAML: "),
+    "deep maps": ("{a: " * 20_000, "is not YAML: "),
+    "a tab": ("says:\n\ta: 1", "is not YAML: "),
+    "an alias of nothing": ("says: *x", "is not YAML: "),
 }
 
 
 @pytest.mark.parametrize(("text", "line"), FILES.values(), ids=FILES)
-def test_what_is_no_claim_is_told_in_one_line(tmp_path, text, line):
+def test_invalid_claim_is_rejected_in_one_line(tmp_path, text, line):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as error:
@@ -206,24 +206,24 @@ def test_what_is_no_claim_is_told_in_one_line(tmp_path, text, line):
     ],
 )
 @pytest.mark.parametrize("key", ["", "says: ", "baseline: "])
-def test_a_file_runs_nothing(tmp_path, tag, key):
+def test_file_runs_nothing(tmp_path, tag, key):
     path, made = tmp_path / "mine.yaml", tmp_path / "made"
     path.write_text(key + tag.format(made) + "\n")
     with pytest.raises(UserError) as error:
         load_claim(str(path))
-    assert_one_line(error, "is no YAML: could not determine a constructor")
+    assert_one_line(error, "is not YAML: could not determine a constructor")
     assert not made.exists()
 
 
-def test_bytes_that_are_no_text_are_told(tmp_path):
+def test_file_that_is_not_text_is_rejected(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"says: \xff\xfe\n")
     with pytest.raises(UserError) as error:
         load_claim(str(path))
-    assert_one_line(error, "is no YAML: ")
+    assert_one_line(error, "is not YAML: ")
 
 
-def test_a_path_where_no_file_is_is_told(tmp_path):
+def test_missing_file_is_rejected(tmp_path):
     folder = tmp_path / "folder.yaml"
     folder.mkdir()
     for path, line in ((tmp_path / "none.yaml", "No such file"), (folder, "Is a directory")):
@@ -234,7 +234,7 @@ def test_a_path_where_no_file_is_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["one_hed", "", "../claim/one_head", "*", "one_head/", "."])
-def test_a_name_that_is_none_is_told_with_the_nearest(name):
+def test_unknown_name_is_rejected_with_the_nearest(name):
     with pytest.raises(UserError) as error:
         load_claim(name)
     assert_one_line(error, f"there is no claim '{name}'")
@@ -243,24 +243,24 @@ def test_a_name_that_is_none_is_told_with_the_nearest(name):
         assert "(nearest: one_head)" in str(error.value)
 
 
-def test_a_scale_that_is_none_is_told(tmp_path):
+def test_unknown_scale_is_rejected(tmp_path):
     with pytest.raises(UserError) as error:
         load_claim("one_head", "smal")
     assert_one_line(error, "scale: 'smal' is not one of small, gpu")
 
 
-def test_an_untestable_claim_says_why_and_needs_no_more(tmp_path):
+def test_untestable_claim_needs_only_a_reason(tmp_path):
     found = load_claim(written(tmp_path / "mine.yaml", untestable="no\n encoder", parts=None))
     assert found.untestable == "no encoder"
     assert (found.seeds, found.parts) == ((), {})
     written(tmp_path / "mine.yaml", untestable="no encoder", source=None)
-    with pytest.raises(UserError, match="source: a text is missing"):
+    with pytest.raises(UserError, match="source: a text is required"):
         load_claim(str(tmp_path / "mine.yaml"))
 
 
-def test_what_is_unsaid_has_its_default(tmp_path):
+def test_missing_keys_have_defaults(tmp_path):
     content = {key: value for key, value in CLAIM.items() if key != "tuning_seeds"}
-    found = parse("mine", content, "small", {})
+    found = parse_claim("mine", content, "small", {})
     assert found.tuning_seeds == 3
     assert found.seeds == (6,)
     assert found.baseline == "standard"
@@ -270,30 +270,30 @@ def test_what_is_unsaid_has_its_default(tmp_path):
     assert (one.of, one.axis, one.horizon) == ("gap", "tokens", "longest")
 
 
-def test_a_margin_of_zero_is_one_for_better_and_worse():
+def test_margin_of_zero_is_one_for_better_and_worse():
     for kind in ("better", "worse"):
-        found = parse("mine", CLAIM | part(kind=kind, margin=0), "small", {})
+        found = parse_claim("mine", CLAIM | part(kind=kind, margin=0), "small", {})
         assert found.parts["within"].margin == 0
 
 
-def test_the_grid_is_the_scales_then_the_files_then_the_files_at_the_scale_then_the_lines():
+def test_grid_is_the_scales_then_the_files_then_the_files_at_the_scale_then_the_lines():
     at = {"small": {"model.layers": 5, "model.d_model": [32, 64]}, "gpu": {"model.layers": 7}}
     content = CLAIM | {"grid": CLAIM["grid"] | {"model.layers": 4, "model.heads": 2}, "scale": at}
-    small = parse("mine", content, "small", {"model.heads": "8"}).grid
+    small = parse_claim("mine", content, "small", {"model.heads": "8"}).grid
     assert small["model.layers"] == "5"
     assert small["model.d_model"] == "32,64"
     assert small["model.heads"] == "8"
     assert small["precision"] == "fp32"
-    gpu = parse("mine", content, "gpu", {}).grid
+    gpu = parse_claim("mine", content, "gpu", {}).grid
     assert gpu["model.layers"] == "7"
     assert gpu["data"] == "openwebtext"
 
 
-def test_a_scale_can_have_its_own_baseline():
+def test_scale_can_have_its_own_baseline():
     content = CLAIM | {"baseline": "no_q", "scale": {"small": {"baseline": {"model.layers": 4}}}}
-    assert parse("mine", content, "small", {}).baseline == {"model.layers": "4"}
-    assert parse("mine", content, "gpu", {}).baseline == "no_q"
-    assert "baseline" not in parse("mine", content, "small", {}).grid
+    assert parse_claim("mine", content, "small", {}).baseline == {"model.layers": "4"}
+    assert parse_claim("mine", content, "gpu", {}).baseline == "no_q"
+    assert "baseline" not in parse_claim("mine", content, "small", {}).grid
 
 
 # What a verdict hangs on: the hash, and the seeds made of it.
@@ -304,7 +304,7 @@ def claim(**changes):
     words = changes.pop("words", {})
     scale = changes.pop("at", "small")
     name = changes.pop("name", "mine")
-    return parse(name, CLAIM | changes, scale, words)
+    return parse_claim(name, CLAIM | changes, scale, words)
 
 
 DECIDING = {
@@ -324,7 +324,7 @@ DECIDING = {
     "tuning seeds": {"tuning_seeds": 2},
     "grid": {"grid": {"variant": "standard,no_q,merged_w"}},
     "a key more": {"grid": CLAIM["grid"] | {"model.heads": 2}},
-    "where": {"where": ["model.d_model > 1"]},
+    "filter": {"filter": ["model.d_model > 1"]},
     "baseline": {"baseline": "no_q"},
     "no baseline": {"baseline": {"model.heads": 2}},
     "at the scale": {"scale": {"small": {"model.layers": 3}}},
@@ -335,7 +335,7 @@ DECIDING = {
 }
 
 
-def test_whatever_decides_changes_the_hash_and_every_seed():
+def test_deciding_fields_change_the_hash_and_every_seed():
     found = {what: claim(**changes) for what, changes in DECIDING.items()} | {"": claim()}
     assert len({one.hash for one in found.values()}) == len(found)
     assert len({one.folder_name for one in found.values()}) == len(found)
@@ -353,20 +353,20 @@ NOT_DECIDING = {
     "the default horizon": part(horizon="longest"),
     "the default against": part(against={"variant": "standard"}),
     "another scale's": {"scale": {"gpu": {"model.layers": 3}}},
-    "no predicate": {"where": []},
+    "no predicate": {"filter": []},
     "the default baseline": {"baseline": "standard"},
     "a list of values": {"grid": {"variant": ["standard", "no_q"]}},
 }
 
 
 @pytest.mark.parametrize("changes", NOT_DECIDING.values(), ids=NOT_DECIDING)
-def test_what_decides_nothing_leaves_the_hash(changes):
+def test_irrelevant_fields_keep_the_hash(changes):
     assert claim(**changes).hash == claim().hash
 
 
-def test_the_order_of_keys_is_no_content():
+def test_order_of_keys_does_not_change_the_hash():
     mixed = dict(reversed(CLAIM.items())) | part(**dict(reversed(PART.items())))
-    assert parse("mine", mixed, "small", {}).hash == claim().hash
+    assert parse_claim("mine", mixed, "small", {}).hash == claim().hash
     several = {"variant": "standard,no_q", "model.heads": "1,2"}
     other = dict(reversed(several.items()))
     assert claim(grid=several).hash == claim(grid=other).hash
@@ -393,7 +393,7 @@ def test_random_claims_have_the_same_hash_only_with_the_same_content():
     assert len(found) > 40
 
 
-def test_seeds_are_a_function_of_the_claim_and_begin_the_same_whatever_their_number():
+def test_seeds_derive_from_the_claim_independently_of_their_number():
     one, same = claim(), claim()
     for purpose in ("final", "tuning"):
         many = one.seeds_of(purpose, 100)
@@ -415,9 +415,9 @@ def asked(world, grid=None, **parts):
     own = claim(**content)
     # The sizes of this module's sweeps, not those of the scale.
     own = dataclasses.replace(own, grid=dict(grid or CLAIM["grid"]))
-    given, words = grid_of(own, 2)
+    given, words = claim_grid(own, 2)
     manifest = world(*words, grid=given).manifest
-    return comparisons(own, manifest.arms.values()), manifest.arms
+    return find_comparisons(own, manifest.arms.values()), manifest.arms
 
 
 def test_one_arm_against_one(world):
@@ -429,7 +429,7 @@ def test_one_arm_against_one(world):
 LENGTHS = {"variant": "standard,no_q", "train.steps": "12,24,48"}
 
 
-def test_the_longest_is_one_comparison_and_each_is_one_for_every_length(world):
+def test_longest_is_one_comparison_and_each_is_one_for_every_length(world):
     found, arms = asked(world, LENGTHS, long={}, every={"horizon": "each"})
     (long,) = [one for one in found if one.part == "long"]
     every = [one for one in found if one.part == "every"]
@@ -481,7 +481,7 @@ def test_growth_is_measured_at_every_size_by_itself(world):
         assert len({arms[name].config.model.heads for pair in one.pairs for name in pair}) == 1
 
 
-def test_a_size_can_be_asked_for(world):
+def test_scale_can_be_chosen(world):
     grid = {"variant": "standard,no_q", "model.heads": "1,2"}
     side = {"arm": {"variant": "no_q", "model.heads": "2"}}
     found, arms = asked(world, grid, within=side | {"against": {"variant": "standard"}})
@@ -521,7 +521,7 @@ def test_arms_can_be_had_at_equal_params_alone(world):
     assert not [arm for arm in arms.values() if arm.variant == "no_q" and "none" in arm.controls]
 
 
-def test_an_arm_that_is_not_in_the_grid_is_told(world):
+def test_arm_outside_the_grid_is_rejected(world):
     _, arms = asked(world, within={})
     for changes, told in (
         ({"arm": "merged_w"}, "no variant=merged_w against variant=standard"),
@@ -531,11 +531,11 @@ def test_an_arm_that_is_not_in_the_grid_is_told(world):
         ({"axis": "params"}, "no variant=no_q against variant=standard at equal params"),
     ):
         with pytest.raises(UserError) as error:
-            comparisons(claim(parts={"within": PART | changes}), arms.values())
+            find_comparisons(claim(parts={"within": PART | changes}), arms.values())
         assert_one_line(error, f"parts.within: the grid has {told}")
 
 
-def test_an_arm_is_found_by_the_name_it_was_asked_by_and_by_its_own(world):
+def test_arm_is_found_by_requested_and_resolved_name(world):
     """One group of gqa is mqa."""
     grid = {"variant": "standard,gqa", "model.heads": "2"}
     for name in ("gqa", "mqa"):
@@ -544,7 +544,7 @@ def test_an_arm_is_found_by_the_name_it_was_asked_by_and_by_its_own(world):
 
 
 @pytest.mark.parametrize("key", ["precision=fp32,bf16", "deterministic=true,false"])
-def test_arms_that_differ_in_anything_else_are_no_pair(world, key):
+def test_arms_with_other_differences_are_not_paired(world, key):
     key, _, values = key.partition("=")
     found, arms = asked(world, {"variant": "standard,no_q", key: values}, within={})
     for one in found:
@@ -560,29 +560,29 @@ def test_arms_that_differ_in_anything_else_are_no_pair(world, key):
             "parts.within.arm: model.hedas: there is no such key (nearest: ",
         ),
         ("no_qq", "parts.within.arm: there is no variant 'no_qq' (nearest: no_q"),
-        ({}, "parts.within.arm: names no arm"),
+        ({}, "parts.within.arm: selects no arm"),
     ],
 )
-def test_an_arm_that_cannot_be_is_told_with_the_nearest(arm, told):
+def test_unknown_arm_is_rejected_with_the_nearest(arm, told):
     part = CLAIM["parts"]["within"] | {"arm": arm}
     with pytest.raises(UserError) as error:
-        parse("mine", CLAIM | {"parts": {"within": part}}, "small", {})
+        parse_claim("mine", CLAIM | {"parts": {"within": part}}, "small", {})
     assert told in str(error.value)
 
 
-def test_an_arm_against_itself_is_no_claim(world):
+def test_arm_against_itself_is_rejected(world):
     """As is written by whoever forgets `against`."""
     with pytest.raises(UserError):
         asked(world, within={"arm": {"variant": "standard"}})
 
 
-def test_the_longest_is_that_of_each_place(world):
+def test_longest_is_that_of_each_place(world):
     """A context, or a width, with fewer tokens than another is judged all the same."""
     found, _ = asked(world, {"variant": "standard,no_q", "model.context": "8,16"}, long={})
     assert len(found) == 2
 
 
-def test_arms_that_differ_in_more_than_was_asked_for_are_no_pair(world):
+def test_arms_with_unrequested_differences_are_not_paired(world):
     grid = {"variant": "standard,no_q", "model.d_model": "16,32"}
     found, arms = asked(world, grid, within={})
     assert [one.pairs for one in found] == [
@@ -591,17 +591,17 @@ def test_arms_that_differ_in_more_than_was_asked_for_are_no_pair(world):
     ]
     own = dataclasses.replace(claim(), grid=grid)
     with pytest.raises(UserError, match="the grid has no"):
-        comparisons(own, [arms["no_q-d32-h2"], arms["standard-d16-h2"]])
+        find_comparisons(own, [arms["no_q-d32-h2"], arms["standard-d16-h2"]])
 
 
-def test_growth_of_runs_that_do_not_come_down_is_refused(world):
+def test_growth_needs_annealed_runs(world):
     with pytest.raises(UserError, match="does not come down"):
         asked(world, LENGTHS | {"optim.lr_final": "1.0"}, within={"horizon": "growth"})
 
 
 # The claims that come with the program.
 
-SHIPPED = known_claims()
+SHIPPED = claim_names()
 TESTABLE = [name for name in SHIPPED if not load_claim(name).untestable]
 
 
@@ -640,18 +640,18 @@ def tiny_text(tmp_path_factory):
 @pytest.mark.parametrize("name", TESTABLE)
 def test_every_shipped_claim_finds_its_arms(name, tiny_text):
     own = load_claim(name, "small", {"data": "text", "data.path": str(tiny_text / "text.txt")})
-    grid, words = grid_of(own, own.seeds[-1])
-    free = ["threads=1", "track.wandb=disabled", f"data.cache={tiny_text / 'cache'}"]
-    with composing() as composer:
-        found = composer.ask([*words, *free], grid)
-        manifest = Expansion(
-            Grid(found.settings.sweep, found.controls, found.choices), composer.config
-        ).manifest(["qkablate"])
+    grid, words = claim_grid(own, own.seeds[-1])
+    free = ["threads=1", "tracking.wandb=disabled", f"data.cache={tiny_text / 'cache'}"]
+    with open_composer() as composer:
+        found = composer.request([*words, *free], grid)
+        manifest = expand_grid(
+            Grid(found.settings.sweep, found.controls, found.choices), composer.config, ["qkablate"]
+        )
     assert manifest.left_out == []
     assert [changes["seed"] for changes in manifest.finals or _changes(manifest)] == (
         own.seeds_of("final", own.seeds[-1])
     )
-    asks = comparisons(own, manifest.arms.values())
+    asks = find_comparisons(own, manifest.arms.values())
     assert {one.part for one in asks} == {*own.parts}
     assert len({one.name for one in asks}) == len(asks)
     for one in asks:

@@ -7,12 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from qkablate.analysis.claims.judgement import INCOMPLETE, describe, judge_claim
-from qkablate.analysis.claims.parse import parse
-from qkablate.analysis.claims.registry import grid_of
-from qkablate.analysis.claims.verdict import spent
+from qkablate.analysis.claims.judgement import judge_claim, judgement_to_json
+from qkablate.analysis.claims.parse import parse_claim
+from qkablate.analysis.claims.registry import claim_grid
+from qkablate.analysis.claims.verdict import spend_alpha
+from qkablate.analysis.comparison.decision import Verdict
 from qkablate.errors import UserError
-from qkablate.report.text.claims import claim_lines, lines
+from qkablate.report.text.claims import format_claim, format_judgement
 
 PART = {"arm": "no_q", "kind": "noninferior", "margin": 0.01}
 GRID = {"variant": "standard,no_q"}
@@ -24,11 +25,11 @@ def claim(seeds=6, grid=None, tuning_seeds=0, says="Keys alone are enough.", **p
     content = {"says": says, "source": "a comment", "seeds": seeds, "parts": parts}
     content |= {"tuning_seeds": tuning_seeds, "grid": grid or GRID}
     # The sizes of this module's sweeps, not those of the scale.
-    return dataclasses.replace(parse("mine", content, "small", {}), grid=dict(grid or GRID))
+    return dataclasses.replace(parse_claim("mine", content, "small", {}), grid=dict(grid or GRID))
 
 
 def frozen(world, own, seeds=None):
-    grid, words = grid_of(own, seeds or own.seeds[-1])
+    grid, words = claim_grid(own, seeds or own.seeds[-1])
     return world(*words, grid=grid)
 
 
@@ -61,10 +62,10 @@ def judged(made, own, reasons=()):
 
 
 def assert_told(found):
-    text = json.dumps(describe(found), allow_nan=False)
+    text = json.dumps(judgement_to_json(found), allow_nan=False)
     assert json.loads(text)["verdict"] == found.word
     assert json.loads(text)["exploratory"] == found.exploratory
-    said = "\n".join(lines(found))
+    said = "\n".join(format_judgement(found))
     assert said.isprintable() or "\n" in said
     assert ("(exploratory)" in said) == bool(found.exploratory)
     assert f"\n{found.word}" in said
@@ -109,7 +110,7 @@ TRUTHS = {
 
 
 @pytest.mark.parametrize("gap", TRUTHS)
-def test_a_known_truth_gives_its_verdict(world, gap):
+def test_known_truth_gives_its_verdict(world, gap):
     own = claim(8)
     made = frozen(world, own).finish(losing(own, 8, gap))
     study = made.study()
@@ -118,14 +119,16 @@ def test_a_known_truth_gives_its_verdict(world, gap):
         found = judge_claim(claim(8, within={"kind": kind, "margin": margin}), study, [])
         assert found.word == word, (kind, margin)
         assert found.verdict.parts == [word]
-        assert found.is_settled == (word != "UNDERPOWERED")
+        assert found.is_conclusive == (word != "UNDERPOWERED")
         assert found.n == 8
         same = found.claim.hash == own.hash
-        assert found.exploratory == ["these runs do not have the seeds of its hash"] * (not same)
+        assert found.exploratory == ["these runs do not have the seeds derived from its hash"] * (
+            not same
+        )
         assert found.alpha == pytest.approx(0.05)
     assert_told(found)
     assert judged(made, own).exploratory == []
-    (part,) = describe(found)["parts"]
+    (part,) = judgement_to_json(found)["parts"]
     assert part["n"] == 8
     assert part["mean"] == pytest.approx(gap, abs=1e-9)
     assert part["sd"] == pytest.approx(0.001)
@@ -134,7 +137,7 @@ def test_a_known_truth_gives_its_verdict(world, gap):
     assert (low, high) == pytest.approx((gap - half, gap + half), abs=1e-8)
 
 
-def test_a_spread_is_that_of_gaps_whatever_their_mean(world):
+def test_spread_is_independent_of_the_mean(world):
     own = claim(8)
     made = frozen(world, own).finish(losing(own, 8, 5.0, sd=0.02))
     for kind, margin, word in (
@@ -148,8 +151,8 @@ def test_a_spread_is_that_of_gaps_whatever_their_mean(world):
             claim(8, within={"kind": kind, "margin": margin, "of": "spread"}), made.study(), []
         )
         assert found.word == word, (kind, margin)
-        assert found.judged[0].part.sample.mean == pytest.approx(0.02)
-        assert describe(found)["parts"][0]["of"] == "spread"
+        assert found.parts[0].part.sample.mean == pytest.approx(0.02)
+        assert judgement_to_json(found)["parts"][0]["of"] == "spread"
         assert_told(found)
 
 
@@ -167,25 +170,27 @@ def test_all_parts_must_hold(world):
     ):
         found = judge_claim(claim(8, **parts), made.study(), [])
         assert found.word == word
-        assert [one.comparison.part for one in found.judged] == ["a", "b"]
+        assert [one.comparison.part for one in found.parts] == ["a", "b"]
 
 
-def test_what_would_settle_it_is_told_of_the_parts_that_are_open(world):
+def test_seeds_needed_are_reported_for_open_parts(world):
     own = claim(8)
     made = frozen(world, own).finish(losing(own, 8, 0.009, sd=0.01))
     found = judged(made, claim(8, near={"margin": 0.01}, far={"margin": 1}))
     assert found.word == "UNDERPOWERED"
-    needed = found.needed()
+    needed = found.seeds_needed()
     assert list(needed) == ["near"]
     # t test: (1.645 + 0.842)² σ² / δ² = 618 seeds
     assert needed["near"] == pytest.approx(618, rel=0.02)
-    said = f"near: were the gap +0.0090 and its spread 0.0100, as measured, {needed['near']} seeds"
-    assert f"{said} would show it SUPPORTED four times of five" in "\n".join(lines(found))
-    by_name = {part["part"]: part for part in describe(found)["parts"]}
+    said = f"near: if gap +0.0090 and its spread 0.0100, as measured, {needed['near']} seeds"
+    assert f"{said} would show it SUPPORTED four times of five" in "\n".join(
+        format_judgement(found)
+    )
+    by_name = {part["part"]: part for part in judgement_to_json(found)["parts"]}
     assert by_name["near"]["seeds_needed"] == needed["near"]
     assert by_name["far"]["seeds_needed"] is None
     exactly = judged(made, claim(8, near={"margin": 0.009}))
-    assert exactly.needed() == {"near": None}
+    assert exactly.seeds_needed() == {"near": None}
 
 
 @pytest.mark.parametrize("state", ["nothing", "some", "all but one", "a failure"])
@@ -200,12 +205,12 @@ def test_there_is_no_verdict_before_all_runs_have_ended(world, state):
     if state == "a failure":
         made.write(runs[-1], "failed")
     found = judged(made, own)
-    assert found.word == INCOMPLETE == "INCOMPLETE"
+    assert found.word == Verdict.INCOMPLETE == "INCOMPLETE"
     assert found.verdict is None
-    assert not found.is_settled
-    assert found.needed() == {}
-    assert f"{ended} of 6 runs have ended" in "\n".join(lines(found))
-    assert all(part["verdict"] == INCOMPLETE for part in describe(found)["parts"])
+    assert not found.is_conclusive
+    assert found.seeds_needed() == {}
+    assert f"{ended} of 6 runs have ended" in "\n".join(format_judgement(found))
+    assert all(part["verdict"] == Verdict.INCOMPLETE for part in judgement_to_json(found)["parts"])
     made.write(runs[-1], loss(runs[-1]))
     for run in runs:
         made.write(run, loss(run))
@@ -227,17 +232,17 @@ def test_with_tuning_the_runs_that_follow_are_waited_for(world):
     assert len(tuning) == 10
     assert len(made.runs()) == 14
     found = judged(made, own)
-    assert found.word == INCOMPLETE
+    assert found.word == Verdict.INCOMPLETE
     assert found.n == 2
     found = judged(made.finish(loss), own)
     assert found.word == "SUPPORTED"
     assert (found.n, found.exploratory) == (2, [])
-    rates = [check for check in found.judged[0].checks if check.name == "learning rate"]
+    rates = [check for check in found.parts[0].checks if check.name == "learning rate"]
     assert [check.state for check in rates] == ["ok"]
 
 
 @pytest.mark.parametrize("how", ["cut", "not ours", "no numbers"])
-def test_a_damaged_run_is_not_complete_and_said(world, how):
+def test_damaged_run_leaves_the_study_incomplete(world, how):
     own = claim(2)
     made = frozen(world, own).finish(losing(own, 2, 0.0, 1e-6))
     assert judged(made, own).word == "SUPPORTED"
@@ -250,14 +255,14 @@ def test_a_damaged_run_is_not_complete_and_said(world, how):
     }[how]
     path.write_text(text)
     found = judged(made, own)
-    assert found.word == INCOMPLETE
+    assert found.word == Verdict.INCOMPLETE
     assert any("damaged" in reason for reason in found.exploratory)
-    assert "3 of 4 runs have ended" in "\n".join(lines(found))
+    assert "3 of 4 runs have ended" in "\n".join(format_judgement(found))
 
 
 @pytest.mark.parametrize("side", ["no_q", "standard"])
 @pytest.mark.parametrize("diverged", [1, 6])
-def test_what_diverged_has_no_bound_on_its_side(world, side, diverged):
+def test_divergence_opens_the_bound_on_its_side(world, side, diverged):
     own = claim(6)
     loss = losing(own, 6, -0.5 if side == "no_q" else 0.5)
     out = {*own.seeds_of("final", 6)[:diverged]}
@@ -275,13 +280,13 @@ def test_what_diverged_has_no_bound_on_its_side(world, side, diverged):
         assert found[kind].word != "SUPPORTED", kind
     assert not any(one.word == "EQUIVALENT" for one in found.values())
     for one in found.values():
-        (part,) = describe(one)["parts"]
+        (part,) = judgement_to_json(one)["parts"]
         assert part["arm_diverged"] == (diverged if side == "no_q" else 0)
         assert part["baseline_diverged"] == (diverged if side == "standard" else 0)
         assert part["n"] == 6 - diverged
         assert len(part["unpaired"]) == diverged
         assert one.verdict is not None
-        assert ("∞]" if side == "no_q" else "[−∞") in "\n".join(lines(one))
+        assert ("∞]" if side == "no_q" else "[−∞") in "\n".join(format_judgement(one))
     # What the side that is open leaves to be said is said.
     sure = "worse" if side == "no_q" else "noninferior"
     if diverged == 6:
@@ -290,7 +295,7 @@ def test_what_diverged_has_no_bound_on_its_side(world, side, diverged):
         assert found[sure].word != "SUPPORTED"  # they are half a nat on the other side
 
 
-def test_no_number_of_seeds_settles_what_diverges(world):
+def test_no_number_of_seeds_decides_a_diverged_part(world):
     own = claim(6)
     out = own.seeds_of("final", 6)[0]
     loss = losing(own, 6, 0.0)
@@ -299,13 +304,13 @@ def test_no_number_of_seeds_settles_what_diverges(world):
     )
     found = judged(made, own)
     assert found.word == "UNDERPOWERED"
-    assert found.needed() == {"within": None}
+    assert found.seeds_needed() == {"within": None}
 
 
-def test_where_nothing_was_measured_nothing_is_said_to_lie_on_the_margin(world):
+def test_unmeasured_part_is_not_called_on_the_margin(world):
     own = claim(2)
     made = frozen(world, own).finish(lambda run: "diverged" if "no_q" in run.arm else 2.0)
-    assert "it lies on the margin" not in "\n".join(lines(judged(made, own)))
+    assert "it lies on the margin" not in "\n".join(format_judgement(judged(made, own)))
 
 
 # Over lengths of training.
@@ -333,7 +338,7 @@ def test_growth_is_the_slope_of_each_seed_per_doubling(world):
     finish = at_lengths(own, 5, lambda x, number: 0.3 + slopes[number] * x)
     made = finish(frozen(world, own))
     found = judged(made, own)
-    (one,) = found.judged
+    (one,) = found.parts
     assert sorted(one.part.sample.values) == pytest.approx(sorted(slopes))
     assert len(one.gaps) == 3
     assert found.word == "SUPPORTED"
@@ -348,12 +353,12 @@ def test_growth_is_the_slope_of_each_seed_per_doubling(world):
     # The gap itself is another thing.
     within = judged(made, claim(5, LENGTHS, within={"margin": 0.2, "horizon": "each"}))
     assert within.word == "REFUTED"
-    assert len(within.judged) == 3
-    means = [one.part.sample.mean for one in within.judged]
+    assert len(within.parts) == 3
+    means = [one.part.sample.mean for one in within.parts]
     assert np.diff(sorted(means)) == pytest.approx([0.05, 0.05])
 
 
-def test_a_diverged_run_leaves_growth_open_both_ways(world):
+def test_diverged_run_leaves_growth_open_both_ways(world):
     own = claim(4, LENGTHS, grows={"horizon": "growth"})
     made = at_lengths(own, 4, lambda x, number: -0.5 * x)(frozen(world, own))
     assert judged(made, own).word == "SUPPORTED"
@@ -366,42 +371,42 @@ def test_a_diverged_run_leaves_growth_open_both_ways(world):
             part = {"horizon": "growth", "kind": kind}
             found = judge_claim(claim(4, LENGTHS, grows=part), made.study(), [])
             assert found.word == "UNDERPOWERED", kind
-            assert found.judged[0].part.sample.n == 3
+            assert found.parts[0].part.sample.n == 3
         (made.run_folder(run) / "result.json").write_text(before)
 
 
 # Looks, and seeds that were not declared.
 
 
-def test_the_alpha_of_the_looks_adds_up(world):
+def test_alpha_of_the_looks_adds_up(world):
     for looks in ([6], [6, 12], [6, 12, 20], [2, 3, 4, 5]):
-        own = spent(looks)
+        own = spend_alpha(looks)
         assert sum(own) == pytest.approx(0.05)
         assert own == sorted(own)
         assert all(alpha > 0 for alpha in own)
-    assert spent([10, 20])[0] == pytest.approx(0.0056, abs=1e-4)  # O'Brien and Fleming
+    assert spend_alpha([10, 20])[0] == pytest.approx(0.0056, abs=1e-4)  # O'Brien and Fleming
 
 
-def test_a_look_spends_its_own_alpha(world):
+def test_look_spends_its_own_alpha(world):
     own = claim([4, 8])
-    first, second = spent([4, 8])
+    first, second = spend_alpha([4, 8])
     # One-sided p of about 0.02 at either look: below 0.05, above what the first may spend.
     made = frozen(world, own, 4).finish(losing(own, 4, 0.0, sd=0.0055))
     found = judged(made, own)
-    p = found.judged[0].part.p_supported
+    p = found.parts[0].part.p_supported
     assert first < p < second
     assert found.n == 4
     assert found.alpha == first
     assert found.word == "UNDERPOWERED"
-    assert not found.is_settled
+    assert not found.is_conclusive
     assert found.exploratory == []
     # Were it the only one that was declared, it would do.
     assert judged(made, claim(4)).word == "SUPPORTED"
     made = frozen(world, own, 8).finish(losing(own, 8, 0.0, sd=0.011))
     found = judged(made, own)
-    assert first < found.judged[0].part.p_supported < second
+    assert first < found.parts[0].part.p_supported < second
     assert (found.n, found.alpha, found.word) == (8, second, "SUPPORTED")
-    level = describe(found)["parts"][0]["interval_level"]
+    level = judgement_to_json(found)["parts"][0]["interval_level"]
     assert level == pytest.approx(1 - 2 * second)
 
 
@@ -413,7 +418,7 @@ def test_seeds_beyond_those_declared_are_exploratory(world):
     assert found.n == 5
     assert found.exploratory == ["5 seeds, and 4 were declared"]
     assert "SUPPORTED (exploratory)\n  exploratory: 5 seeds, and 4 were declared" in "\n".join(
-        lines(found)
+        format_judgement(found)
     )
     looks = judged(made, claim([3, 4, 6]))
     assert looks.exploratory[-1] == "5 seeds, and 3 or 4 or 6 were declared"
@@ -426,7 +431,7 @@ def test_fewer_seeds_than_were_declared_are_exploratory_too(world):
     assert judged(made, own).exploratory == ["3 seeds, and 4 were declared"]
 
 
-def test_the_reasons_that_are_known_already_are_told_with_the_others(world):
+def test_given_reasons_are_kept(world):
     own = claim(3)
     made = frozen(world, own, 4).finish(losing(own, 4, 0.0))
     found = judged(made, own, ["edited after the runs"])
@@ -439,8 +444,10 @@ def test_runs_on_different_data_are_exploratory_and_no_pair(world):
     run = next(run for run in made.runs() if run.arm.startswith("no_q"))
     made.write(run, {"data_fingerprint": "another", "loss": {"train": 2, "val": 2, "test": 2}})
     found = judged(made, own)
-    assert found.judged[0].part.sample.n == 2
-    assert any("different data" in line for line in describe(found)["parts"][0]["unpaired"])
+    assert found.parts[0].part.sample.n == 2
+    assert any(
+        "different data" in line for line in judgement_to_json(found)["parts"][0]["unpaired"]
+    )
 
 
 def test_several_rates_are_there_to_choose_among_alone():
@@ -451,7 +458,7 @@ def test_several_rates_are_there_to_choose_among_alone():
 # What is printed.
 
 
-def test_what_is_claimed_is_told_in_words():
+def test_claim_is_described_in_words():
     own = claim(
         [6, 12],
         LENGTHS,
@@ -463,7 +470,7 @@ def test_what_is_claimed_is_told_in_words():
         grows={"horizon": "growth"},
         near={"of": "spread"},
     )
-    said = claim_lines(own)
+    said = format_claim(own)
     assert said[0] == "mine (small): Keys alone are enough."
     assert said[1] == "source    a comment"
     parts = dict(line.removeprefix("part").strip().split(": ", 1) for line in said[2:-1])
@@ -480,23 +487,23 @@ def test_what_is_claimed_is_told_in_words():
     )
 
 
-def test_what_a_file_says_cannot_steer_the_terminal(world):
+def test_control_characters_of_a_file_are_stripped(world):
     own = claim(2, says="a\x1b[31m\x07 red one")
-    assert all(line.isprintable() for line in claim_lines(own))
+    assert all(line.isprintable() for line in format_claim(own))
     made = frozen(world, own)
-    assert all(line.isprintable() for line in lines(judged(made, own)))
+    assert all(line.isprintable() for line in format_judgement(judged(made, own)))
 
 
 def test_every_check_of_the_audit_is_in_the_text_and_in_the_json(world):
     own = claim(3)
     made = frozen(world, own).finish(losing(own, 3, 0.0))
     found = judged(made, own)
-    said = lines(found)
+    said = format_judgement(found)
     told = said[said.index("audit") + 1 :]
-    checks = describe(found)["parts"][0]["audit"]
+    checks = judgement_to_json(found)["parts"][0]["audit"]
     assert len(checks) == 11
     for check, line in zip(checks, told, strict=False):
         assert check["name"] in line
-        assert check["says"] in line
+        assert check["message"] in line
         assert {"ok": "✓", "note": "·", "warning": "!"}[check["state"]] in line
     assert said[-1] == f"runs  {made.folder}"

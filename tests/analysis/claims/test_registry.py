@@ -8,18 +8,18 @@ from datetime import datetime
 
 import pytest
 
-from qkablate.analysis.claims.parse import load_claim, parse
+from qkablate.analysis.claims.parse import load_claim, parse_claim
 from qkablate.analysis.claims.registry import (
-    changes,
-    edited_since,
-    grid_of,
+    claim_grid,
+    describe_changes,
+    edits_since,
+    find_registrations,
     read_registration,
-    register,
-    registrations,
+    register_claim,
 )
 from qkablate.errors import UserError
 from qkablate.runs.records import write_json
-from qkablate.sweeps.running.state import Standing, link
+from qkablate.sweeps.running.state import SweepState, link_run
 
 CLAIM = {
     "says": "Keys alone are enough.",
@@ -27,7 +27,7 @@ CLAIM = {
     "seeds": [2, 3],
     "tuning_seeds": 0,
     "grid": {"variant": "standard,no_q"},
-    "where": ["model.d_model > 1"],
+    "filter": ["model.d_model > 1"],
     "baseline": {"variant": "standard"},
     "parts": {
         "within": {"arm": "no_q", "kind": "noninferior", "margin": 0.01},
@@ -38,7 +38,7 @@ CLAIM = {
 
 def claim(name="mine", at="small", words=None, margin=0.01, **given):
     parts = CLAIM["parts"] | {"within": CLAIM["parts"]["within"] | {"margin": margin}}
-    return parse(name, CLAIM | {"parts": parts} | given, at, words or {})
+    return parse_claim(name, CLAIM | {"parts": parts} | given, at, words or {})
 
 
 def tree(folder):
@@ -61,20 +61,20 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize("one", CLAIMS.values(), ids=CLAIMS)
-def test_a_claim_is_read_back_as_it_was_written(tmp_path, one):
-    found = register(one, str(tmp_path / "out"))
+def test_claim_is_read_back_as_it_was_written(tmp_path, one):
+    found = register_claim(one, str(tmp_path / "out"))
     assert found.claim == one
     assert found.claim.hash == one.hash
     assert found.folder == tmp_path / "out" / "claims" / one.folder_name
     assert found.sweeps == {}
     assert read_registration(found.folder) == found
-    (only,) = registrations(str(tmp_path / "out"), one.name)
+    (only,) = find_registrations(str(tmp_path / "out"), one.name)
     assert only == found
 
 
-def test_what_is_written_can_be_read_by_a_person_and_has_its_seeds(tmp_path):
+def test_registration_is_readable_and_has_its_seeds(tmp_path):
     one = claim(tuning_seeds=2)
-    folder = register(one, str(tmp_path)).folder
+    folder = register_claim(one, str(tmp_path)).folder
     content = json.loads((folder / "claim.json").read_text())
     assert content["hash"] == one.hash
     assert content["claim"]["says"] == one.says
@@ -85,40 +85,42 @@ def test_what_is_written_can_be_read_by_a_person_and_has_its_seeds(tmp_path):
     assert datetime.fromisoformat(content["registered"]).tzinfo is not None
 
 
-def test_a_claim_is_written_once(tmp_path):
-    first = register(claim(), str(tmp_path))
+def test_claim_is_written_once(tmp_path):
+    first = register_claim(claim(), str(tmp_path))
     before = tree(tmp_path)
-    assert register(claim(), str(tmp_path)) == first
-    assert register(claim(source="elsewhere"), str(tmp_path)) == first
+    assert register_claim(claim(), str(tmp_path)) == first
+    assert register_claim(claim(source="elsewhere"), str(tmp_path)) == first
     assert tree(tmp_path) == before
 
 
 def test_other_claims_have_other_folders_and_are_found_by_their_name_alone(tmp_path):
     for one in (claim(), claim(margin=0.02), claim(at="gpu"), claim("mine_too"), claim("min")):
-        register(one, str(tmp_path))
+        register_claim(one, str(tmp_path))
     assert len(list(tmp_path.glob("claims/*/claim.json"))) == 5
-    assert len(registrations(str(tmp_path), "mine")) == 3
-    assert len(registrations(str(tmp_path), "mine_too")) == 1
-    assert len(registrations(str(tmp_path), "min")) == 1
-    assert registrations(str(tmp_path), "m") == []
-    assert registrations(str(tmp_path / "elsewhere"), "mine") == []
+    assert len(find_registrations(str(tmp_path), "mine")) == 3
+    assert len(find_registrations(str(tmp_path), "mine_too")) == 1
+    assert len(find_registrations(str(tmp_path), "min")) == 1
+    assert find_registrations(str(tmp_path), "m") == []
+    assert find_registrations(str(tmp_path / "elsewhere"), "mine") == []
 
 
 def test_they_are_found_oldest_first(tmp_path):
     for hour, margin in ((12, 0.01), (10, 0.02), (11, 0.03)):
-        folder = register(claim(margin=margin), str(tmp_path)).folder
+        folder = register_claim(claim(margin=margin), str(tmp_path)).folder
         content = json.loads((folder / "claim.json").read_text())
         write_json(
             folder / "claim.json", content | {"registered": f"2026-01-01T{hour}:00:00+00:00"}
         )
-    margins = [one.claim.parts["within"].margin for one in registrations(str(tmp_path), "mine")]
+    margins = [
+        one.claim.parts["within"].margin for one in find_registrations(str(tmp_path), "mine")
+    ]
     assert margins == [0.02, 0.03, 0.01]
 
 
-def test_a_folder_can_be_moved_with_its_runs(tmp_path):
-    register(claim(), str(tmp_path / "out"))
+def test_folder_can_be_moved_with_its_runs(tmp_path):
+    register_claim(claim(), str(tmp_path / "out"))
     shutil.move(tmp_path / "out", tmp_path / "moved")
-    (found,) = registrations(str(tmp_path / "moved"), "mine")
+    (found,) = find_registrations(str(tmp_path / "moved"), "mine")
     assert found.claim == claim()
 
 
@@ -136,7 +138,7 @@ EDITS = {
     "claim.seeds": [2],
     "claim.tuning_seeds": 2,
     "claim.grid.variant": "standard,merged_w",
-    "claim.where": [],
+    "claim.filter": [],
     "claim.baseline": None,
     "claim.name": "yours",
     "claim.scale": "gpu",
@@ -152,8 +154,8 @@ EDITS = {
 
 
 @pytest.mark.parametrize("place", [place for place in EDITS if place != "says"])
-def test_what_was_changed_by_hand_is_not_read(tmp_path, place):
-    folder = register(claim(), str(tmp_path)).folder
+def test_registration_changed_by_hand_is_rejected(tmp_path, place):
+    folder = register_claim(claim(), str(tmp_path)).folder
     content = json.loads((folder / "claim.json").read_text())
     edit(content, place, EDITS[place])
     (folder / "claim.json").write_text(json.dumps(content))
@@ -161,8 +163,8 @@ def test_what_was_changed_by_hand_is_not_read(tmp_path, place):
 
 
 @pytest.mark.parametrize("key", ["hash", "claim", "format", "source"])
-def test_what_lacks_a_key_is_not_read(tmp_path, key):
-    folder = register(claim(), str(tmp_path)).folder
+def test_registration_with_a_missing_key_is_rejected(tmp_path, key):
+    folder = register_claim(claim(), str(tmp_path)).folder
     content = json.loads((folder / "claim.json").read_text())
     del content[key]
     (folder / "claim.json").write_text(json.dumps(content))
@@ -172,14 +174,16 @@ def test_what_lacks_a_key_is_not_read(tmp_path, key):
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "3", "null", '"claim"', "[" * 20_000, "\0", '{"claim": {}}']
 )
-def test_what_is_damaged_is_not_read(tmp_path, text):
-    folder = register(claim(), str(tmp_path)).folder
+def test_damaged_file_is_not_read(tmp_path, text):
+    folder = register_claim(claim(), str(tmp_path)).folder
     (folder / "claim.json").write_text(text)
     assert_damaged(folder, tmp_path)
 
 
-def test_the_file_of_another_claim_is_not_read(tmp_path):
-    one, other = (register(claim(margin=margin), str(tmp_path)).folder for margin in (0.01, 0.02))
+def test_file_of_another_claim_is_rejected(tmp_path):
+    one, other = (
+        register_claim(claim(margin=margin), str(tmp_path)).folder for margin in (0.01, 0.02)
+    )
     shutil.copy(one / "claim.json", other / "claim.json")
     assert_damaged(other, tmp_path)
 
@@ -189,7 +193,7 @@ def assert_damaged(folder, out):
     before = path.read_bytes()
     for ask in (
         lambda: read_registration(folder),
-        lambda: register(claim(), str(out)) and registrations(str(out), "mine"),
+        lambda: register_claim(claim(), str(out)) and find_registrations(str(out), "mine"),
     ):
         with pytest.raises(UserError) as error:
             ask()
@@ -200,30 +204,32 @@ def assert_damaged(folder, out):
 # What was edited.
 
 
-def test_what_was_edited_is_told_key_by_key():
-    assert changes(claim(), claim()) == []
-    assert changes(claim(), claim(margin=0.02)) == ["parts.within.margin: 0.01 → 0.02"]
-    assert changes(claim(), claim(seeds=6)) == ["seeds: [2, 3] → [6]"]
-    assert changes(claim(), claim(source="other")) == []
-    assert changes(claim(), claim(says="Other.")) == ["says: Keys alone are enough. → Other."]
+def test_edits_are_described_key_by_key():
+    assert describe_changes(claim(), claim()) == []
+    assert describe_changes(claim(), claim(margin=0.02)) == ["parts.within.margin: 0.01 → 0.02"]
+    assert describe_changes(claim(), claim(seeds=6)) == ["seeds: [2, 3] → [6]"]
+    assert describe_changes(claim(), claim(source="other")) == []
+    assert describe_changes(claim(), claim(says="Other.")) == [
+        "says: Keys alone are enough. → Other."
+    ]
     grid = {"variant": "standard,no_q", "model.heads": 2}
-    assert changes(claim(), claim(grid=grid)) == ["grid.model.heads: 4 → 2"]
+    assert describe_changes(claim(), claim(grid=grid)) == ["grid.model.heads: 4 → 2"]
     more = {"variant": "standard,no_q", "model.bias": True}
-    assert changes(claim(), claim(grid=more)) == ["grid.model.bias: unsaid → true"]
-    assert changes(claim(grid=more), claim()) == ["grid.model.bias: true → unsaid"]
-    told = changes(claim(), claim(baseline="no_q", tuning_seeds=2))
+    assert describe_changes(claim(), claim(grid=more)) == ["grid.model.bias: unset → true"]
+    assert describe_changes(claim(grid=more), claim()) == ["grid.model.bias: true → unset"]
+    told = describe_changes(claim(), claim(baseline="no_q", tuning_seeds=2))
     assert {line.partition(":")[0] for line in told} >= {"tuning_seeds"}
     assert any(line.startswith("baseline") for line in told)
     parts = {"within": CLAIM["parts"]["within"]}
-    told = changes(claim(), claim(parts=parts))
+    told = describe_changes(claim(), claim(parts=parts))
     assert told
     assert all(line.startswith("parts.equal.") and "unsaid" in line for line in told)
 
 
 def test_two_claims_that_differ_always_tell_something():
-    others = [claim(margin=0.02), claim(where=[]), claim(baseline=None), *CLAIMS.values()]
+    others = [claim(margin=0.02), claim(filter=[]), claim(baseline=None), *CLAIMS.values()]
     for other in others:
-        assert bool(changes(claim(), other)) == (other.hash != claim().hash)
+        assert bool(describe_changes(claim(), other)) == (other.hash != claim().hash)
 
 
 @pytest.fixture
@@ -232,26 +238,26 @@ def ran(world, tmp_path):
 
     def run(one, results=1):
         one_ = dataclasses.replace(one, grid=dict(CLAIM["grid"]), words={})
-        grid, words = grid_of(one_, 2)
+        grid, words = claim_grid(one_, 2)
         made = world(*words, grid=grid)
-        registration = register(one, str(tmp_path / "outputs"))
+        registration = register_claim(one, str(tmp_path / "outputs"))
         registration.add(2, made.folder)
         for known in made.runs()[:results]:
             made.write(known, 2.0)
-        standing = Standing(made.manifest)
-        standing.look()
-        for state in standing.states.values():
-            link(made.manifest, state)
+        sweep_state = SweepState(made.manifest)
+        sweep_state.refresh()
+        for state in sweep_state.states.values():
+            link_run(made.manifest, state)
         return registration
 
     return run
 
 
 def told(one, tmp_path):
-    return edited_since(one, registrations(str(tmp_path / "outputs"), one.name))
+    return edits_since(one, find_registrations(str(tmp_path / "outputs"), one.name))
 
 
-def test_an_edit_after_results_is_told_with_when_and_what(ran, tmp_path):
+def test_edit_after_results_is_reported_with_time_and_change(ran, tmp_path):
     before = ran(claim())
     (line,) = told(claim(margin=0.02), tmp_path)
     assert before.when in line
@@ -262,22 +268,22 @@ def test_an_edit_after_results_is_told_with_when_and_what(ran, tmp_path):
     assert len(told(claim(says="Otherwise said."), tmp_path)) == 1
 
 
-def test_a_wording_that_was_registered_before_those_runs_is_no_edit_of_theirs(ran, tmp_path):
+def test_wording_registered_before_the_runs_is_no_edit(ran, tmp_path):
     """Both were written down before anything was known; an edit after that is one."""
-    register(claim(margin=0.02), str(tmp_path / "outputs"))
+    register_claim(claim(margin=0.02), str(tmp_path / "outputs"))
     ran(claim())
     assert told(claim(margin=0.02), tmp_path) == []
-    register(claim(margin=0.03), str(tmp_path / "outputs"))
+    register_claim(claim(margin=0.03), str(tmp_path / "outputs"))
     assert len(told(claim(margin=0.03), tmp_path)) == 1
 
 
-def test_an_edit_before_any_result_is_none(ran, tmp_path):
+def test_edit_before_any_result_does_not_count(ran, tmp_path):
     ran(claim(), results=0)
     assert told(claim(margin=0.02), tmp_path) == []
 
 
-def test_an_edit_before_any_sweep_is_none(tmp_path):
-    register(claim(), str(tmp_path / "outputs"))
+def test_edit_before_any_sweep_does_not_count(tmp_path):
+    register_claim(claim(), str(tmp_path / "outputs"))
     assert told(claim(margin=0.02), tmp_path) == []
 
 
@@ -288,14 +294,14 @@ def test_another_scale_another_data_set_or_another_name_is_another_claim(ran, tm
         assert told(other, tmp_path) == []
 
 
-def test_with_the_same_words_it_is_the_same_claim(ran, tmp_path):
+def test_same_overrides_make_the_same_claim(ran, tmp_path):
     words = {"train.steps": "30"}
     ran(claim(words=words))
     assert len(told(claim(words=words, margin=0.02), tmp_path)) == 1
     assert told(claim(margin=0.02), tmp_path) == []
 
 
-def test_every_edit_is_told(ran, tmp_path):
+def test_every_edit_is_described(ran, tmp_path):
     ran(claim())
     ran(claim(margin=0.02))
     lines = told(claim(margin=0.03), tmp_path)
@@ -306,12 +312,12 @@ def test_every_edit_is_told(ran, tmp_path):
 # Its sweeps.
 
 
-def test_its_sweeps_are_found_by_rising_number_of_seeds(world, tmp_path):
+def test_sweeps_are_ordered_by_number_of_seeds(world, tmp_path):
     one = claim(seeds=[2, 3, 12])
-    found = register(one, str(tmp_path / "outputs"))
+    found = register_claim(one, str(tmp_path / "outputs"))
     folders = []
     for seeds in (12, 2, 3):
-        grid, words = grid_of(dataclasses.replace(one, grid=dict(CLAIM["grid"])), seeds)
+        grid, words = claim_grid(dataclasses.replace(one, grid=dict(CLAIM["grid"])), seeds)
         made = world(*words, grid=grid)
         found.add(seeds, made.folder)
         found.add(seeds, made.folder)
@@ -327,12 +333,12 @@ def test_its_sweeps_are_found_by_rising_number_of_seeds(world, tmp_path):
     # They are relative: the whole moves.
     assert not os.path.isabs(os.readlink(found.folder / "n2"))
     shutil.move(tmp_path / "outputs", tmp_path / "moved")
-    (moved,) = registrations(str(tmp_path / "moved"), "mine")
+    (moved,) = find_registrations(str(tmp_path / "moved"), "mine")
     assert len(moved.sweeps) == 3
 
 
-def test_a_look_has_one_sweep(tmp_path):
-    found = register(claim(), str(tmp_path))
+def test_look_has_one_sweep(tmp_path):
+    found = register_claim(claim(), str(tmp_path))
     one, other = tmp_path / "sweeps" / "one", tmp_path / "sweeps" / "other"
     found.add(2, one)
     with pytest.raises(UserError) as error:
@@ -346,23 +352,25 @@ def test_a_look_has_one_sweep(tmp_path):
     found.add(3, other)
 
 
-def test_the_grid_has_the_seeds_of_the_hash(world):
+def test_grid_has_the_seeds_of_the_hash(world):
     one = dataclasses.replace(claim(tuning_seeds=2), grid=dict(CLAIM["grid"]))
-    grid, words = grid_of(one, 3)
+    grid, words = claim_grid(one, 3)
     assert words == ["control=none"]
     made = world(*words, grid=grid)
-    assert [changes["seed"] for changes in made.manifest.finals] == one.seeds_of("final", 3)
+    assert [describe_changes["seed"] for describe_changes in made.manifest.finals] == one.seeds_of(
+        "final", 3
+    )
     assert {run.changes["seed"] for run in made.manifest.runs} == {*one.seeds_of("tuning", 2)}
     assert made.manifest.name == "claim-mine"
     untuned = dataclasses.replace(one, tuning_seeds=0)
-    grid, words = grid_of(untuned, 3)
+    grid, words = claim_grid(untuned, 3)
     made = world(*words, grid=grid)
     assert made.manifest.finals == []
     assert {run.changes["seed"] for run in made.manifest.runs} == {*untuned.seeds_of("final", 3)}
     assert not any(run.tuning for run in made.manifest.runs)
 
 
-def test_the_grid_is_held_equal_in_what_the_parts_ask_for():
+def test_grid_satisfies_the_axes_of_the_parts():
     part = CLAIM["parts"]["within"]
     for axes, control in (
         (["tokens"], "none"),
@@ -371,14 +379,14 @@ def test_the_grid_is_held_equal_in_what_the_parts_ask_for():
         (["tokens", "flops", "tokens"], "none,flops"),
     ):
         parts = {f"p{number}": part | {"axis": axis} for number, axis in enumerate(axes)}
-        assert grid_of(claim(parts=parts), 2)[1] == [f"control={control}"]
+        assert claim_grid(claim(parts=parts), 2)[1] == [f"control={control}"]
 
 
-def test_the_order_of_keys_in_a_file_makes_no_other_sweep(world):
+def test_order_of_keys_in_a_file_makes_no_other_sweep(world):
     several = {"variant": "standard,no_q", "model.heads": "1,2"}
     ids = []
     for grid in (several, dict(reversed(several.items()))):
         one = claim(grid=grid)
-        given, words = grid_of(one, 2)
+        given, words = claim_grid(one, 2)
         ids.append((one.hash, world(*words, grid=given).manifest.id))
     assert ids[0] == ids[1]

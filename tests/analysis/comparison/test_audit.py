@@ -1,14 +1,23 @@
 """The audit: every state that every check can take, and the words that matter."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 
-from qkablate.analysis.comparison.audit import BROKEN, NOTE, OK, WARNING, Check, audit, worst
-from qkablate.analysis.comparison.gaps import families
-from qkablate.analysis.comparison.lr_curves import bowls
-from qkablate.analysis.comparison.summary import audit_of
+from qkablate.analysis.comparison.audit import (
+    BROKEN,
+    NOTE,
+    OK,
+    WARNING,
+    AuditCheck,
+    audit,
+    worst_state,
+)
+from qkablate.analysis.comparison.gaps import find_families
+from qkablate.analysis.comparison.lr_curves import find_lr_curves
+from qkablate.analysis.comparison.summary import audit_gap
 
 PAIR = ("variant=standard,no_q", "seed=range(3)")
 TUNED = (*PAIR, "sweep.tune=true")
@@ -27,10 +36,10 @@ def is_arm(run):
 
 def checks(world, number=0):
     study = world.study()
-    family = families(study)[0]
-    found = audit_of(family, number, bowls(study))
+    family = find_families(study)[0]
+    found = audit_gap(family, number, find_lr_curves(study))
     assert [check.name for check in found] == NAMES
-    json.dumps([check.as_json() for check in found], allow_nan=False)
+    json.dumps([dataclasses.asdict(check) for check in found], allow_nan=False)
     return {check.name: check for check in found}
 
 
@@ -55,24 +64,27 @@ def pair(cached_world):
     return cached_world(*PAIR).finish(loss_of)
 
 
-def test_a_fair_comparison_that_is_not_tuned_has_one_thing_to_say(pair):
+def test_fair_comparison_that_is_not_tuned_has_one_thing_to_say(pair):
     found = checks(pair)
     assert {name for name, check in found.items() if check.state not in (OK, NOTE)} == {
         "learning rate"
     }
-    assert found["runs"].says == "all 6 are done"
-    assert found["pairs"].says.startswith("3 by seed, correlation +1.00")
-    assert found["start"] == Check("start", OK, "matched exactly")
-    assert found["precision"] == Check("precision", OK, "fp32")
-    assert found["kernel"] == Check("kernel", OK, "flash")
-    assert found["annealed"] == Check("annealed", OK, "whole schedules of 384 tokens")
+    assert found["runs"].message == "all 6 are done"
+    assert found["pairs"].message.startswith("3 by seed, correlation +1.00")
+    assert found["start"] == AuditCheck("start", OK, "matched exactly")
+    assert found["precision"] == AuditCheck("precision", OK, "fp32")
+    assert found["kernel"] == AuditCheck("kernel", OK, "flash")
+    assert found["annealed"] == AuditCheck("annealed", OK, "whole schedules of 384 tokens")
 
 
-def test_the_worst_state_is_that_of_all():
-    assert worst([]) == OK
+def test_worst_state_is_that_of_all():
+    assert worst_state([]) == OK
     states = [OK, NOTE, WARNING, BROKEN]
     for end in range(1, 5):
-        assert worst([Check("a", state, "") for state in states[:end]][::-1]) == states[end - 1]
+        assert (
+            worst_state([AuditCheck("a", state, "") for state in states[:end]][::-1])
+            == states[end - 1]
+        )
 
 
 @pytest.mark.parametrize("outcome", ["diverged", "failed", None])
@@ -82,42 +94,42 @@ def test_missing_runs_are_counted_and_named(cached_world, outcome):
     )
     found = checks(world)
     word = outcome or "waiting"
-    assert found["runs"] == Check("runs", WARNING, f"no_q-d16-h2: 2 {word} (s0, s2)")
+    assert found["runs"] == AuditCheck("runs", WARNING, f"no_q-d16-h2: 2 {word} (s0, s2)")
     assert found["pairs"].state == WARNING
-    assert found["pairs"].says.startswith("1, and unpaired")
-    assert f"no_q-d16-h2 {word}" in found["pairs"].says
+    assert found["pairs"].message.startswith("1, and unpaired")
+    assert f"no_q-d16-h2 {word}" in found["pairs"].message
 
 
-def test_an_interrupted_run_is_named(pair):
+def test_interrupted_run_is_named(pair):
     run = next(run for run in pair.runs() if is_arm(run))
     (pair.run_folder(run) / "result.json").unlink()
-    assert checks(pair)["runs"] == Check("runs", WARNING, "no_q-d16-h2: 1 interrupted (s0)")
+    assert checks(pair)["runs"] == AuditCheck("runs", WARNING, "no_q-d16-h2: 1 interrupted (s0)")
 
 
-def test_a_damaged_run_breaks_the_comparison(pair):
+def test_damaged_run_breaks_the_comparison(pair):
     run = next(run for run in pair.runs() if not is_arm(run))
     (pair.run_folder(run) / "result.json").write_text("{")
     found = checks(pair)["runs"]
-    assert (found.state, found.says) == (BROKEN, "standard-d16-h2: 1 damaged (s0)")
+    assert (found.state, found.message) == (BROKEN, "standard-d16-h2: 1 damaged (s0)")
 
 
 def test_one_pair_is_a_number(cached_world):
     found = checks(cached_world("variant=standard,no_q", "seed=0").finish(loss_of))["pairs"]
-    assert found == Check("pairs", WARNING, "1: a number, not a comparison")
+    assert found == AuditCheck("pairs", WARNING, "1: a number, not a comparison")
 
 
 def test_where_nothing_is_done_every_check_still_answers(cached_world):
     found = checks(cached_world(*PAIR))
     assert found["runs"].state == found["pairs"].state == WARNING
     for name in ("precision", "data", "code", "machine", "kernel"):
-        assert found[name].says == "not known: no pairs"
+        assert found[name].message == "unknown: no pairs"
 
 
-def test_rates_that_nobody_tuned_are_told(pair):
+def test_untuned_rates_are_a_warning(pair):
     found = checks(pair)["learning rate"]
     assert found.state == WARNING
-    assert "neither was tuned" in found.says
-    assert "0.001" in found.says
+    assert "neither was tuned" in found.message
+    assert "0.001" in found.message
 
 
 def bowl(least):
@@ -131,49 +143,53 @@ def test_rates_that_were_tuned_and_bracketed_are_fair(cached_world):
     found = checks(cached_world(*TUNED).finish(bowl(lambda run: least[is_arm(run)])))
     assert found["learning rate"].state == OK
     assert "tuned and bracketed: no_q-d16-h2 0.002, standard-d16-h2 0.001" in (
-        found["learning rate"].says
+        found["learning rate"].message
     )
 
 
-def test_a_best_rate_on_the_edge_is_told_with_its_arm(cached_world):
+def test_best_rate_on_the_edge_is_reported_with_its_arm(cached_world):
     """However far the ladder was extended, a higher rate was better still."""
     least = {True: 1e6, False: 1e-3}
     found = checks(cached_world(*TUNED).finish(bowl(lambda run: least[is_arm(run)])))
-    assert found["learning rate"] == Check(
+    assert found["learning rate"] == AuditCheck(
         "learning rate", WARNING, "the best of no_q-d16-h2 is on the edge"
     )
 
 
-def test_an_arm_that_diverges_at_every_rate_is_told(cached_world):
+def test_divergence_at_every_rate_is_a_warning(cached_world):
     whole = bowl(lambda run: 1e-3)
     world = cached_world(*TUNED).finish(lambda run: "diverged" if is_arm(run) else whole(run))
     found = checks(world)
-    assert "no_q-d16-h2: no learning rate was chosen" in found["runs"].says
+    assert "no_q-d16-h2: no learning rate was chosen" in found["runs"].message
     assert found["learning rate"].state == WARNING
 
 
-def test_rates_beside_the_best_of_several_are_told(cached_world):
+def test_rate_other_than_the_best_is_a_warning(cached_world):
     world = cached_world("variant=standard,no_q", "seed=0,1", "optim.lr=5e-4,1e-3,2e-3").finish(
         lambda run: 2 + math.log(run.changes["optim.lr"] / 1e-3) ** 2 + run.changes["seed"] / 10
     )
     study = world.study()
     states = {}
-    for family in families(study):
-        (check,) = [c for c in audit_of(family, 0, bowls(study)) if c.name == "learning rate"]
+    for family in find_families(study):
+        (check,) = [
+            c for c in audit_gap(family, 0, find_lr_curves(study)) if c.name == "learning rate"
+        ]
         states[family.baseline.rate] = check
     assert states[1e-3].state == OK
     for rate in (5e-4, 2e-3):
         assert states[rate].state == WARNING
-        assert f"no_q-d16-h2 lr {rate:.3g} runs at {rate:.3g}, best is 0.001" in states[rate].says
+        assert (
+            f"no_q-d16-h2 lr {rate:.3g} runs at {rate:.3g}, best is 0.001" in states[rate].message
+        )
 
 
 @pytest.mark.parametrize(
     "words", [("optim.lr_final=1.0",), ("optim.schedule=wsd", "optim.cooldown=0.0")]
 )
-def test_schedules_that_do_not_come_down_are_told(cached_world, words):
+def test_schedules_without_annealing_are_a_warning(cached_world, words):
     found = checks(cached_world(*PAIR, *words).finish(loss_of))["annealed"]
     assert found.state == WARNING
-    assert "no_q-d16-h2 and standard-d16-h2 does not come down" in found.says
+    assert "no_q-d16-h2 and standard-d16-h2 is not annealed" in found.message
 
 
 def test_schedules_of_different_lengths_are_noted(cached_world):
@@ -182,45 +198,46 @@ def test_schedules_of_different_lengths_are_noted(cached_world):
     )
     found = checks(world.finish(loss_of))["annealed"]
     assert found.state == NOTE
-    assert "768 against 384" in found.says
+    assert "768 against 384" in found.message
 
 
-def test_a_mismatch_at_equal_tokens_is_noted(pair):
+def test_mismatch_at_equal_tokens_is_noted(pair):
     found = checks(pair)["matched"]
     assert found.state == NOTE
-    assert found.says.startswith("at equal tokens: params -8.2%")
-    assert "training FLOPs -3.4%" in found.says
+    assert found.message.startswith("at equal tokens: params -8.2%")
+    assert "training FLOPs -3.4%" in found.message
 
 
-def test_what_is_equal_is_called_equal(cached_world):
+def test_equal_sizes_are_called_equal(cached_world):
     found = checks(cached_world(*TWIN[:1], "seed=0").finish(loss_of), 1)["matched"]
-    assert "equal params" in found.says
+    assert "equal params" in found.message
 
 
 @pytest.mark.parametrize(("control", "what"), [("params", "params"), ("flops", "training FLOPs")])
-def test_what_a_control_held_is_asked_for(cached_world, control, what):
+def test_controlled_quantity_is_checked(cached_world, control, what):
     world = cached_world(*PAIR, f"control={control}").finish(loss_of)
     study = world.study()
-    (found,) = families(study)[0].gaps
+    (found,) = find_families(study)[0].gaps
     by_axis = {
         axis: next(
             check
-            for check in audit(found, {}, axis=axis, margin=None, twin=None)
+            for check in audit(found, {}, axis=axis, margin=None, rounding_gap=None)
             if check.name == "matched"
         )
         for axis in ("params", "flops", "tokens")
     }
     assert by_axis[control].state == OK
-    assert what in by_axis[control].says
+    assert what in by_axis[control].message
     assert checks(world)["matched"] == by_axis[control]
-    assert by_axis["tokens"].says.startswith("at equal tokens: ")
+    assert by_axis["tokens"].message.startswith("at equal tokens: ")
 
 
-def test_what_was_to_be_held_and_is_not_is_a_warning(pair):
-    (found,) = families(pair.study())[0].gaps
+def test_violated_control_is_a_warning(pair):
+    (found,) = find_families(pair.study())[0].gaps
     for axis in ("params", "flops"):
         state = {
-            check.name: check.state for check in audit(found, {}, axis=axis, margin=None, twin=None)
+            check.name: check.state
+            for check in audit(found, {}, axis=axis, margin=None, rounding_gap=None)
         }
         assert state["matched"] == WARNING
 
@@ -228,56 +245,56 @@ def test_what_was_to_be_held_and_is_not_is_a_warning(pair):
 @pytest.mark.parametrize(
     ("match", "state"), [("exact", OK), ("spread", NOTE), ("none", WARNING), (None, WARNING)]
 )
-def test_how_well_the_start_was_matched_is_told(pair, match, state):
+def test_initialization_match_is_reported(pair, match, state):
     change(pair, is_arm, init={"mode": "matched", "match": match})
     found = checks(pair)["start"]
     assert found.state == state
-    assert found.says == ("matched exactly" if state == OK else f"matched: no_q-d16-h2 {match}")
+    assert found.message == ("matched exactly" if state == OK else f"matched: no_q-d16-h2 {match}")
 
 
-def test_a_start_of_which_nothing_is_known_is_a_warning(pair):
+def test_unknown_initialization_is_a_warning(pair):
     change(pair, is_arm, init=None)
     assert checks(pair)["start"].state == WARNING
 
 
-def test_a_naive_start_is_a_warning(cached_world):
+def test_naive_start_is_a_warning(cached_world):
     found = checks(cached_world(*PAIR, "variant.init=naive").finish(loss_of))["start"]
     assert found.state == WARNING
-    assert "no_q-d16-h2 naive" in found.says
+    assert "no_q-d16-h2 naive" in found.message
 
 
-def test_a_rate_that_one_side_did_not_have_matched_is_named(cached_world):
+def test_rate_that_one_side_did_not_have_matched_is_named(cached_world):
     world = cached_world(
         "variant=merged_w", "variant.lr=matched,same", "seed=0", "sweep.baseline={variant.lr:same}"
     )
-    assert "at the same rate" in checks(world.finish(lambda run: 2.0))["start"].says
+    assert "at the same rate" in checks(world.finish(lambda run: 2.0))["start"].message
 
 
 @pytest.mark.parametrize(
     ("key", "name", "state"),
     [("precision", "precision", WARNING), ("data_fingerprint", "data", BROKEN)],
 )
-def test_what_is_mixed_is_told(pair, key, name, state):
+def test_mixed_circumstances_are_a_warning(pair, key, name, state):
     change(pair, lambda run: run.changes["seed"] == 1, **{key: "another"})
     found = checks(pair)[name]
     assert found.state == state
-    assert "mixed" in found.says
-    assert "another" in found.says
+    assert "mixed" in found.message
+    assert "another" in found.message
 
 
 @pytest.mark.parametrize("key", ["precision", "data_fingerprint"])
-def test_what_is_not_known_is_told(pair, key):
+def test_unknown_circumstance_is_a_warning(pair, key):
     change(pair, lambda run: True, **{key: None})
     found = checks(pair)[key.removesuffix("_fingerprint")]
-    assert (found.state, found.says) == (WARNING, "not known")
+    assert (found.state, found.message) == (WARNING, "unknown")
 
 
 def test_other_data_in_one_arm_leaves_no_pair(pair):
     change(pair, is_arm, data_fingerprint="another")
     found = checks(pair)
     assert found["pairs"].state == WARNING
-    assert found["pairs"].says.startswith("0, and unpaired")
-    assert "different data" in found["pairs"].says
+    assert found["pairs"].message.startswith("0, and unpaired")
+    assert "different data" in found["pairs"].message
 
 
 MIXED = {
@@ -289,40 +306,40 @@ MIXED = {
 
 
 @pytest.mark.parametrize(("name", "more", "word"), MIXED.values(), ids=MIXED.keys())
-def test_a_pair_of_two_codes_or_machines_is_a_warning(pair, name, more, word):
+def test_pair_of_two_code_versions_or_machines_is_a_warning(pair, name, more, word):
     surroundings(pair, lambda run: is_arm(run) and run.changes["seed"] == 2, **more)
     found = checks(pair)[name]
     assert found.state == WARNING
-    assert "1 of 3 pairs" in found.says
-    assert word in found.says
+    assert "1 of 3 pairs" in found.message
+    assert word in found.message
 
 
 @pytest.mark.parametrize(("name", "more", "word"), MIXED.values(), ids=MIXED.keys())
-def test_codes_or_machines_that_change_from_pair_to_pair_are_told(pair, name, more, word):
+def test_code_or_machine_varying_between_pairs_is_a_warning(pair, name, more, word):
     surroundings(pair, lambda run: run.changes["seed"] == 2, **more)
     found = checks(pair)[name]
     assert found.state in (NOTE, WARNING)
-    assert "each pair" in found.says
-    assert word in found.says
+    assert "each pair" in found.message
+    assert word in found.message
 
 
 def test_another_device_is_another_machine(pair):
     change(pair, is_arm, device="cuda")
     found = checks(pair)["machine"]
     assert found.state == WARNING
-    assert "3 of 3 pairs" in found.says
+    assert "3 of 3 pairs" in found.message
 
 
 def test_one_kernel_is_fair(pair):
     assert checks(pair)["kernel"].state == OK
 
 
-def test_two_kernels_without_a_twin_are_a_warning(pair):
+def test_two_kernels_without_a_rounding_arm_are_a_warning(pair):
     change(pair, is_arm, kernel="math")
     found = checks(pair)["kernel"]
     assert found.state == WARNING
-    assert "flash and math" in found.says
-    assert "no arm here says what rounding is worth" in found.says
+    assert "flash and math" in found.message
+    assert "no arm measures the effect of rounding" in found.message
 
 
 def twins(cached_world, rounding):
@@ -340,43 +357,49 @@ def twins(cached_world, rounding):
 
 @pytest.mark.parametrize("part", [0.5, 0.99, 1.01, 4.0])
 def test_two_kernels_are_held_against_a_third_of_the_margin(cached_world, part):
-    (family,) = families(twins(cached_world, 1e-3).study())
-    most = max(map(abs, family.twin.bounds(0.90)))
+    (family,) = find_families(twins(cached_world, 1e-3).study())
+    most = max(map(abs, family.rounding_gap.bounds(0.90)))
     margin = 3 * most / part
-    found = audit(family.gaps[0], {}, axis="tokens", margin=margin, twin=family.twin)[-1]
+    found = audit(
+        family.gaps[0], {}, axis="tokens", margin=margin, rounding_gap=family.rounding_gap
+    )[-1]
     assert found.state == (OK if part < 1 else WARNING)
-    assert f"rounding is worth {most:.4f} at most" in found.says
-    assert f"the margin is {margin:g}" in found.says
+    assert f"rounding moves the gap by at most {most:.4f}" in found.message
+    assert f"the margin is {margin:g}" in found.message
 
 
 def test_two_kernels_without_a_margin_are_noted(cached_world):
-    (family,) = families(twins(cached_world, 1e-3).study())
-    found = audit(family.gaps[0], {}, axis="tokens", margin=None, twin=family.twin)[-1]
+    (family,) = find_families(twins(cached_world, 1e-3).study())
+    found = audit(family.gaps[0], {}, axis="tokens", margin=None, rounding_gap=family.rounding_gap)[
+        -1
+    ]
     assert found.state == NOTE
-    assert "rounding is worth" in found.says
+    assert "rounding moves the gap" in found.message
 
 
-def test_a_twin_of_one_pair_bounds_nothing(cached_world):
+def test_rounding_gap_of_one_pair_bounds_nothing(cached_world):
     world = twins(cached_world, 1e-3)
     for run in world.runs():
         if "reassociated" in run.arm and run.changes["seed"]:
             world.write(run, "failed")
-    assert "no arm here says" in checks(world)["kernel"].says
+    assert "no arm measures" in checks(world)["kernel"].message
     assert checks(world)["kernel"].state == WARNING
 
 
-def test_a_twin_that_diverges_makes_no_comparison_fair(cached_world):
+def test_diverged_rounding_arm_is_a_warning(cached_world):
     world = twins(cached_world, 1e-9)
     run = next(run for run in world.runs() if "reassociated" in run.arm)
     world.write(run, "diverged")
-    (family,) = families(world.study())
-    found = audit(family.gaps[0], {}, axis="tokens", margin=0.1, twin=family.twin)[-1]
+    (family,) = find_families(world.study())
+    found = audit(family.gaps[0], {}, axis="tokens", margin=0.1, rounding_gap=family.rounding_gap)[
+        -1
+    ]
     assert found.state == WARNING  # nothing bounds what rounding is worth: not a third of 0.1
 
 
-def test_the_twins_own_kernels_are_what_is_measured(cached_world):
+def test_kernels_of_the_rounding_pair_are_fine(cached_world):
     world = twins(cached_world, 1e-3)
     change(world, lambda run: "reassociated" in run.arm, kernel="math")
     found = checks(world, 1)["kernel"]
     assert found.state == OK
-    assert "what rounding is worth" in found.says
+    assert "this gap measures the effect of rounding" in found.message

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from qkablate.analysis.comparison.curves import (
     READINGS,
     arm_curve,
-    curve,
     describe_curve,
-    slopes,
-    thinned,
+    fit_slopes,
+    gap_curve,
+    thin,
 )
-from qkablate.analysis.comparison.gaps import families
-from qkablate.analysis.comparison.summary import describe
+from qkablate.analysis.comparison.gaps import find_families
+from qkablate.analysis.comparison.summary import describe_study
 from qkablate.analysis.stats import ALPHA
 from qkablate.analysis.study.study import TRAIN, VAL
 
@@ -45,7 +45,7 @@ def curved(cached_world):
 
 
 def only_gap(world):
-    (family,) = families(world.study())
+    (family,) = find_families(world.study())
     (found,) = family.gaps
     return found
 
@@ -54,7 +54,7 @@ def is_arm(run):
     return run.arm.startswith("no_q")
 
 
-def test_the_gap_is_read_where_all_runs_were_read(curved):
+def test_gap_is_read_where_all_runs_were_read(curved):
     def loss(run, tokens):
         if is_arm(run) and run.changes["seed"] == 2 and tokens == 6 * PER_STEP:
             return None
@@ -62,24 +62,24 @@ def test_the_gap_is_read_where_all_runs_were_read(curved):
             return None
         return 3 + run.changes["seed"] - tokens / 1000 + 0.25 * is_arm(run)
 
-    shown = curve(only_gap(curved(loss)))
+    shown = gap_curve(only_gap(curved(loss)))
     assert shown.tokens == [step * PER_STEP for step in (2, 4, 8, 10, 12)]
     assert all(sample.values == pytest.approx((0.25,) * 4) for sample in shown.samples)
 
 
-def test_a_run_without_a_partner_has_no_say_in_the_readings(curved):
+def test_unpaired_run_does_not_restrict_the_readings(curved):
     world = curved(lambda run, tokens: 3.0 + 0.1 * is_arm(run))
     spoilt = next(run for run in world.runs() if is_arm(run))
     world.write(spoilt, "failed")
     world.curve(spoilt, {5: 100.0})
-    shown = curve(only_gap(world))
+    shown = gap_curve(only_gap(world))
     assert shown.tokens == [step * PER_STEP for step in STEPS]
     assert {sample.n for sample in shown.samples} == {3}
 
 
-def test_the_band_is_wider_than_each_interval_and_adjusted_for_all_readings(curved):
+def test_band_is_wider_than_each_interval_and_adjusted_for_all_readings(curved):
     rng = random.Random(0)
-    shown = curve(only_gap(curved(lambda run, tokens: 3 + rng.gauss(0, 0.1))))
+    shown = gap_curve(only_gap(curved(lambda run, tokens: 3 + rng.gauss(0, 0.1))))
     assert len(shown.band()) == len(STEPS)
     for sample, (low, high) in zip(shown.samples, shown.band(), strict=True):
         inner = sample.interval()
@@ -90,10 +90,10 @@ def test_the_band_is_wider_than_each_interval_and_adjusted_for_all_readings(curv
 def test_one_reading_has_the_band_of_its_interval(curved):
     rng = random.Random(1)
     world = curved(lambda run, tokens: rng.random() if tokens == 4 * PER_STEP else None)
-    shown = curve(only_gap(world))
+    shown = gap_curve(only_gap(world))
     assert shown.band() == [shown.samples[0].interval()]
     assert shown.growth.n == 0
-    assert describe_curve(only_gap(world))["growth_per_doubling"]["mean"] is None
+    assert describe_curve(only_gap(world)).growth_per_doubling.mean is None
 
 
 def test_growth_is_the_slope_over_the_last_doubling_alone(curved):
@@ -107,12 +107,12 @@ def test_growth_is_the_slope_over_the_last_doubling_alone(curved):
             return own + 100 * (-1) ** tokens
         return own + 0.3 + slope[run.changes["seed"]] * math.log2(tokens)
 
-    shown = curve(only_gap(curved(loss)))
+    shown = gap_curve(only_gap(curved(loss)))
     assert shown.growth.values == pytest.approx([*slope.values()])
 
 
-def test_a_gap_that_stays_does_not_grow(curved):
-    shown = curve(only_gap(curved(lambda run, tokens: 4 - tokens / 1e3 + 0.2 * is_arm(run))))
+def test_gap_that_stays_does_not_grow(curved):
+    shown = gap_curve(only_gap(curved(lambda run, tokens: 4 - tokens / 1e3 + 0.2 * is_arm(run))))
     assert shown.growth.values == pytest.approx((0.0,) * 4, abs=1e-12)
 
 
@@ -121,40 +121,40 @@ def test_slopes_are_those_of_least_squares():
     tokens = [100, 130, 150, 190, 200]
     gaps = rng.normal(size=(6, 5))
     expected = np.polynomial.polynomial.polyfit(np.log2(tokens), gaps.T, 1)[1]
-    assert slopes(tokens, gaps).values == pytest.approx(expected.tolist())
-    assert slopes(tokens[:1], gaps[:, :1]).n == slopes([], gaps[:, :0]).n == 0
+    assert fit_slopes(tokens, gaps).values == pytest.approx(expected.tolist())
+    assert fit_slopes(tokens[:1], gaps[:, :1]).n == fit_slopes([], gaps[:, :0]).n == 0
 
 
 def test_without_metrics_there_is_no_curve(cached_world):
     world = cached_world("variant=standard,no_q", "seed=range(4)").finish(lambda run: 2.0)
-    assert curve(only_gap(world)) is None
+    assert gap_curve(only_gap(world)) is None
     assert describe_curve(only_gap(world)) is None
-    assert describe(world.study())["curves"] == []
+    assert describe_study(world.study()).curves == []
 
 
 def test_one_run_without_metrics_leaves_no_common_reading(curved):
     world = curved(lambda run, tokens: 3.0)
     (world.run_folder(world.runs()[0]) / "metrics.jsonl").unlink()
-    assert curve(only_gap(world)) is None
+    assert gap_curve(only_gap(world)) is None
 
 
 def test_readings_that_never_meet_make_no_curve(curved):
     world = curved(lambda run, tokens: 3.0 if is_arm(run) == (tokens > 6 * PER_STEP) else None)
-    assert curve(only_gap(world)) is None
+    assert gap_curve(only_gap(world)) is None
 
 
 def test_without_pairs_there_is_no_curve(curved):
     world = curved(lambda run, tokens: 3.0)
     world.finish(lambda run: "failed" if is_arm(run) else 2.0)
-    assert curve(only_gap(world)) is None
+    assert gap_curve(only_gap(world)) is None
 
 
 def test_one_pair_has_a_curve_and_no_band(curved):
     found = only_gap(curved(lambda run, tokens: 3 + 0.1 * is_arm(run), seeds=1))
-    assert curve(found).band() == [None] * len(STEPS)
+    assert gap_curve(found).band() == [None] * len(STEPS)
     described = describe_curve(found)
-    assert [reading["mean"] for reading in described["readings"]] == pytest.approx([0.1] * 7)
-    assert all(reading["band"] is None and reading["n"] == 1 for reading in described["readings"])
+    assert [reading.mean for reading in described.readings] == pytest.approx([0.1] * 7)
+    assert all(reading.band is None and reading.n == 1 for reading in described.readings)
     json.dumps(described, allow_nan=False)
 
 
@@ -163,7 +163,7 @@ def test_torn_lines_take_no_reading_away(curved):
     for run in world.runs():
         with (world.run_folder(run) / "metrics.jsonl").open("a") as file:
             file.write('{"tokens": 384, "val/loss": NaN}\n{"tokens": 384, "val/lo')
-    shown = curve(only_gap(world))
+    shown = gap_curve(only_gap(world))
     assert shown.tokens[-1] == 12 * PER_STEP
     assert shown.samples[-1].mean == pytest.approx(0.1)
 
@@ -175,7 +175,7 @@ def entry_of(world, variant="no_q"):
     return next(entry for entry in world.study().entries if entry.arm.variant == variant)
 
 
-def test_the_curve_of_an_arm_is_the_mean_of_its_runs(curved):
+def test_curve_of_an_arm_is_the_mean_of_its_runs(curved):
     world = curved(lambda run, tokens: 3 + run.changes["seed"] - tokens / 1000 + is_arm(run))
     shown = arm_curve(entry_of(world))
     assert shown.tokens == [step * PER_STEP for step in STEPS]
@@ -201,7 +201,7 @@ def test_only_runs_that_are_done_have_a_say_in_an_arms_curve(curved, end):
     assert {sample.n for sample in shown.samples} == {3}
 
 
-def test_an_arm_of_which_no_run_is_done_has_no_curve(curved):
+def test_arm_without_finished_run_has_no_curve(curved):
     world = curved(lambda run, tokens: 3.0)
     world.finish(lambda run: "failed" if is_arm(run) else 2.0)
     assert arm_curve(entry_of(world)) is None
@@ -227,16 +227,16 @@ def both(curved):
     return world
 
 
-def test_the_gap_in_training_loss_is_read_of_it_alone(both):
-    shown = curve(only_gap(both), TRAIN)
+def test_gap_in_training_loss_is_read_of_it_alone(both):
+    shown = gap_curve(only_gap(both), TRAIN)
     assert shown.tokens == [*range(32, 385, 32)]
     assert all(sample.values == pytest.approx((0.5,) * 4) for sample in shown.samples)
-    shown = curve(only_gap(both))
+    shown = gap_curve(only_gap(both))
     assert shown.tokens == [96, 192, 384]
     assert all(sample.values == pytest.approx((0.1,) * 4) for sample in shown.samples)
 
 
-def test_the_curve_of_an_arm_in_training_loss(both):
+def test_curve_of_an_arm_in_training_loss(both):
     shown = arm_curve(entry_of(both), TRAIN)
     assert shown.tokens == [*range(32, 385, 32)]
     assert [sample.mean for sample in shown.samples] == pytest.approx([7.0] * 12)
@@ -244,7 +244,7 @@ def test_the_curve_of_an_arm_in_training_loss(both):
 
 def test_without_readings_of_training_there_is_no_curve_of_it(curved):
     world = curved(lambda run, tokens: 3.0)
-    assert curve(only_gap(world), TRAIN) is None
+    assert gap_curve(only_gap(world), TRAIN) is None
     assert arm_curve(entry_of(world), TRAIN) is None
 
 
@@ -262,10 +262,10 @@ def long(curved):
     return world
 
 
-@pytest.mark.parametrize("make", [curve, arm_curve])
+@pytest.mark.parametrize("make", [gap_curve, arm_curve])
 @pytest.mark.parametrize("most", [2, 6, 20])
 def test_at_most_so_many_readings_are_shown_and_growth_is_measured_over_all(long, make, most):
-    found = only_gap(long) if make is curve else entry_of(long)
+    found = only_gap(long) if make is gap_curve else entry_of(long)
     whole, few = make(found, most=10_000), make(found, most=most)
     assert len(few.tokens) <= most < len(whole.tokens)
     assert {*few.tokens} <= {*whole.tokens}
@@ -275,13 +275,13 @@ def test_at_most_so_many_readings_are_shown_and_growth_is_measured_over_all(long
     assert few.growth == whole.growth
     late = [tokens for tokens in whole.tokens if 2 * tokens >= whole.tokens[-1]]
     values = np.array([by_tokens[tokens].values for tokens in late]).T
-    assert whole.growth.values == pytest.approx(slopes(late, values).values)
+    assert whole.growth.values == pytest.approx(fit_slopes(late, values).values)
     assert len(late) > 10
 
 
-def test_unsaid_a_curve_has_so_many_readings_at_most(long):
-    assert len(curve(only_gap(long)).tokens) <= READINGS < 200
-    assert len(curve(only_gap(long)).band()) == len(curve(only_gap(long)).tokens)
+def test_curves_are_limited_by_default(long):
+    assert len(gap_curve(only_gap(long)).tokens) <= READINGS < 200
+    assert len(gap_curve(only_gap(long)).band()) == len(gap_curve(only_gap(long)).tokens)
 
 
 RISING = st.lists(st.integers(1, 10**12), min_size=1, max_size=300, unique=True).map(sorted)
@@ -290,7 +290,7 @@ RISING = st.lists(st.integers(1, 10**12), min_size=1, max_size=300, unique=True)
 @settings(deadline=None)
 @given(RISING, st.integers(2, 60))
 def test_thinned_readings_are_a_rising_part_with_both_ends(tokens, most):
-    found = thinned(tokens, most)
+    found = thin(tokens, most)
     assert len(found) <= max(most, 1)
     assert {*found} <= {*tokens}
     assert found == sorted({*found})
@@ -299,11 +299,11 @@ def test_thinned_readings_are_a_rising_part_with_both_ends(tokens, most):
 
 @settings(deadline=None)
 @given(RISING, st.integers(0, 20))
-def test_readings_that_are_few_enough_are_not_thinned(tokens, more):
-    assert thinned(tokens, len(tokens) + more) == tokens
+def test_few_readings_are_not_thinned(tokens, more):
+    assert thin(tokens, len(tokens) + more) == tokens
 
 
 def test_thinned_readings_stand_evenly_on_a_logarithmic_scale():
-    found = thinned([*range(1, 4097)], 13)
+    found = thin([*range(1, 4097)], 13)
     assert found == [2**i for i in range(13)]
-    assert thinned([10, 20, 30, 1000, 1001], 2) == [10, 1001]
+    assert thin([10, 20, 30, 1000, 1001], 2) == [10, 1001]

@@ -9,11 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkablate.analysis.comparison.function_distance import Said, distances, divergence, neighbours
-from qkablate.analysis.comparison.gaps import families
-from qkablate.analysis.comparison.summary import describe
+from qkablate.analysis.comparison.function_distance import (
+    Predictions,
+    measure_distances,
+    neighbors,
+    symmetric_kl,
+)
+from qkablate.analysis.comparison.gaps import find_families
+from qkablate.analysis.comparison.summary import describe_study
 from qkablate.runs import predictions
-from qkablate.runs.predictions import About
+from qkablate.runs.predictions import PredictionsHeader
 
 STEPS = (0, 6, 12)
 PER_STEP = 32
@@ -47,31 +52,33 @@ def expected(one, other):
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(2, 9), st.integers(0, 2**32 - 1))
-def test_it_is_the_mean_of_the_two_kl_divergences(positions, vocabulary, seed):
+def test_distance_is_the_mean_of_both_kl_divergences(positions, vocabulary, seed):
     rng = np.random.default_rng(seed)
     one, other = (log_softmax(rng.normal(0, 3, (positions, vocabulary))) for _ in range(2))
-    found = divergence(Said.from_logs(one), Said.from_logs(other))
+    found = symmetric_kl(Predictions.from_logs(one), Predictions.from_logs(other))
     assert found == pytest.approx(expected(one, other), rel=1e-4, abs=1e-6)
-    assert found == divergence(Said.from_logs(other), Said.from_logs(one))
+    assert found == symmetric_kl(Predictions.from_logs(other), Predictions.from_logs(one))
 
 
-def test_a_known_one():
+def test_known_one():
     """Of 3/4 and 1/4: KL = ½ ln 3 either way."""
-    found = divergence(Said.from_logs(pair(0.25)), Said.from_logs(pair(-0.25)))
+    found = symmetric_kl(Predictions.from_logs(pair(0.25)), Predictions.from_logs(pair(-0.25)))
     assert found == pytest.approx(math.log(3) / 2, rel=1e-6)
 
 
-def test_of_what_is_the_same_it_is_nothing():
+def test_distance_of_equal_predictions_is_zero():
     own = log_softmax(np.random.default_rng(0).normal(size=(5, 300)))
-    assert divergence(Said.from_logs(own), Said.from_logs(own.copy())) == 0
+    assert symmetric_kl(Predictions.from_logs(own), Predictions.from_logs(own.copy())) == 0
 
 
-def test_what_all_but_agrees_is_not_lost():
+def test_tiny_distances_do_not_vanish():
     """Differences of 1e-6 make some 1e-13, as their squares say, on any normalisation."""
     rng = np.random.default_rng(0)
     raw = rng.normal(size=(50, 100))
     moved = raw + rng.normal(0, 1e-4, raw.shape)
-    found = divergence(Said.from_logs(log_softmax(raw)), Said.from_logs(log_softmax(moved)))
+    found = symmetric_kl(
+        Predictions.from_logs(log_softmax(raw)), Predictions.from_logs(log_softmax(moved))
+    )
     p = np.exp(log_softmax(raw).astype(float))
     delta = moved - raw
     spread = (p * delta**2).sum(1) - (p * delta).sum(1) ** 2
@@ -81,8 +88,8 @@ def test_what_all_but_agrees_is_not_lost():
 @pytest.mark.parametrize(
     ("count", "found"), [(0, []), (1, []), (2, ["ab"]), (3, ["ab", "bc", "ca"])]
 )
-def test_neighbours_are_each_pair_once(count, found):
-    assert ["".join(two) for two in neighbours("abc"[:count])] == found
+def test_neighbors_are_each_pair_once(count, found):
+    assert ["".join(two) for two in neighbors("abc"[:count])] == found
 
 
 # Of sweeps
@@ -106,8 +113,8 @@ def predicting(cached_world):
 
 def put(world, of, step, logs, **more):
     arm = world.manifest.arms[of.arm]
-    own = About(of.id, step, arm.facts["data_fingerprint"], "a" * 64, len(logs), 16)
-    predictions.write(world.run_folder(of), dataclasses.replace(own, **more), logs)
+    own = PredictionsHeader(of.id, step, arm.facts["data_fingerprint"], "a" * 64, len(logs), 16)
+    predictions.write_predictions(world.run_folder(of), dataclasses.replace(own, **more), logs)
 
 
 def lifted(run, step):
@@ -117,19 +124,19 @@ def lifted(run, step):
 
 
 def only(world):
-    (found,) = distances(families(world.study()))
+    (found,) = measure_distances(find_families(world.study()))
     return found
 
 
 def named(found, arm):
-    return next(one for one in found.apart if one.name.startswith(arm))
+    return next(one for one in found.distances if one.name.startswith(arm))
 
 
-def test_pairs_are_compared_and_the_twins_beside_them(predicting):
+def test_pairs_and_rounding_pairs_are_compared(predicting):
     found = only(predicting(lifted))
     assert found.faults == []
     assert found.positions == 3
-    assert [one.kind for one in found.apart] == ["arm", "rounding", "seeds"]
+    assert [one.kind for one in found.distances] == ["arm", "rounding", "seeds"]
     for name, own in (("no_q", 0.1), ("standard_reassociated", 0.001)):
         one = named(found, name)
         assert [*one.readings] == [step * PER_STEP for step in STEPS]
@@ -146,44 +153,44 @@ def test_pairs_are_compared_and_the_twins_beside_them(predicting):
     seeds = found.of("seeds")
     values = [expected(pair(0.02 * a), pair(0.02 * b)) for a, b in ((0, 1), (1, 2), (2, 3), (3, 0))]
     assert seeds.readings[0] == pytest.approx(values, rel=1e-3)
-    assert seeds.interval(0) is None  # neighbours share runs
+    assert seeds.interval(0) is None  # neighbors share runs
 
 
-def test_all_of_it_is_described_in_plain_types(predicting):
-    (found,) = describe(predicting(lifted).study())["function_distance"]
+def test_summary_is_json_serializable(predicting):
+    (found,) = describe_study(predicting(lifted).study()).function_distance
     json.dumps(found, allow_nan=False)
     no_q, rounding, seeds = found["apart"]
-    assert no_q["n"] == 4
-    assert no_q["times_another_seed"] == pytest.approx(no_q["end"] / seeds["end"])
-    assert no_q["times_rounding"] == pytest.approx(no_q["end"] / rounding["end"])
-    assert rounding["times_rounding"] is None
-    assert seeds["times_another_seed"] is None
-    assert [one["tokens"] for one in no_q["readings"]] == [step * PER_STEP for step in STEPS]
+    assert no_q.n == 4
+    assert no_q.times_another_seed == pytest.approx(no_q.end / seeds.end)
+    assert no_q.times_rounding == pytest.approx(no_q.end / rounding.end)
+    assert rounding.times_rounding is None
+    assert seeds.times_another_seed is None
+    assert [one.tokens for one in no_q.readings] == [step * PER_STEP for step in STEPS]
 
 
-def test_equal_runs_have_no_distance(predicting):
+def test_equal_runs_have_distance_zero(predicting):
     found = only(predicting(lambda run, step: 0.0))
-    assert {one.end for one in found.apart} == {0.0}
-    (described,) = describe(predicting(lambda run, step: 0.0).study())["function_distance"]
-    assert {one["times_rounding"] for one in described["apart"]} == {None}
+    assert {one.end for one in found.distances} == {0.0}
+    (described,) = describe_study(predicting(lambda run, step: 0.0).study()).function_distance
+    assert {one.times_rounding for one in described["apart"]} == {None}
 
 
-def test_two_seeds_are_one_pair_and_one_is_none(predicting):
+def test_two_seeds_are_one_neighbor_pair(predicting):
     words = ("variant=standard,no_q", "seed=range(2)")
     assert len(only(predicting(lifted, words)).of("seeds").readings[0]) == 1
     words = ("variant=standard,no_q", "seed=5")
     found = only(predicting(lifted, words))
-    assert [one.kind for one in found.apart] == ["arm"]
-    assert found.apart[0].interval(12 * PER_STEP) is None
+    assert [one.kind for one in found.distances] == ["arm"]
+    assert found.distances[0].interval(12 * PER_STEP) is None
 
 
 def test_runs_that_keep_nothing_have_no_distance(predicting):
     world = predicting(lambda run, step: None)
-    assert distances(families(world.study())) == []
-    assert describe(world.study())["function_distance"] == []
+    assert measure_distances(find_families(world.study())) == []
+    assert describe_study(world.study()).function_distance == []
 
 
-def test_runs_without_a_partner_are_not_compared(predicting):
+def test_unpaired_runs_are_not_compared(predicting):
     world = predicting(lifted)
     lost = next(run for run in world.runs() if run.arm.startswith("no_q"))
     world.write(lost, "failed")
@@ -196,7 +203,7 @@ def run_named(world, arm, seed):
     return next(r for r in world.runs() if r.arm.startswith(arm) and r.changes["seed"] == seed)
 
 
-def test_what_is_missing_or_damaged_is_named_and_left_out(predicting):
+def test_missing_or_damaged_files_are_named_and_skipped(predicting):
     world = predicting(lifted)
     absent, torn, gone = (run_named(world, "no_q", seed) for seed in (0, 1, 2))
     folders = [world.run_folder(run) / "predictions" for run in (absent, torn, gone)]
@@ -214,25 +221,25 @@ def test_what_is_missing_or_damaged_is_named_and_left_out(predicting):
     ]
 
 
-def test_a_damaged_baseline_is_named_once_whoever_asks(predicting):
+def test_damaged_baseline_is_named_once(predicting):
     world = predicting(lifted)
     run = run_named(world, "standard-", 1)
     path = world.run_folder(run) / "predictions" / "step-00000012.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     found = only(world)
     assert len(found.faults) == 1
-    assert [len(one.readings[12 * PER_STEP]) for one in found.apart] == [3, 3, 3]
+    assert [len(one.readings[12 * PER_STEP]) for one in found.distances] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"run": "ba9876543210"}, "another run's"),
+        ({"run": "ba9876543210"}, "another run"),
         ({"data_fingerprint": "0" * 64}, "other data"),
         ({"context": 32}, "model.context=32"),
     ],
 )
-def test_a_file_of_something_else_is_not_compared(predicting, more, reason):
+def test_file_of_another_run_is_not_compared(predicting, more, reason):
     world = predicting(lifted)
     put(world, run_named(world, "no_q", 0), 12, pair(0.3), **more)
     found = only(world)
@@ -241,28 +248,26 @@ def test_a_file_of_something_else_is_not_compared(predicting, more, reason):
     assert reason in fault
 
 
-def test_unlike_positions_are_not_compared(predicting):
+def test_different_positions_are_not_compared(predicting):
     world = predicting(lifted)
     put(world, run_named(world, "no_q", 0), 12, pair(0.3), positions_sha256="b" * 64)
     put(world, run_named(world, "no_q", 1), 12, pair(0.3)[:2])
     found = only(world)
     assert len(named(found, "no_q").readings[12 * PER_STEP]) == 2
-    assert found.faults == [
-        "no_q-d16-h2: 2 pairs of files at other positions, which are not compared"
-    ]
+    assert found.faults == ["no_q-d16-h2: 2 pairs of files at different positions are not compared"]
 
 
-def test_the_end_is_that_of_training_or_not_known(predicting):
+def test_end_is_that_of_training_or_not_known(predicting):
     found = only(predicting(lambda run, step: None if step == 12 else lifted(run, step)))
-    assert {one.end for one in found.apart} == {None}
-    (described,) = describe(predicting(lambda r, s: None if s == 12 else 0.1).study())[
+    assert {one.end for one in found.distances} == {None}
+    (described,) = describe_study(predicting(lambda r, s: None if s == 12 else 0.1).study())[
         "function_distance"
     ]
     assert described["apart"][0]["n"] == 0
 
 
-def test_of_a_large_sweep_fewer_readings_are_told(predicting, monkeypatch):
+def test_large_sweep_uses_fewer_readings(predicting, monkeypatch):
     monkeypatch.setattr("qkablate.analysis.comparison.function_distance._READINGS", 8)
     found = only(predicting(lifted))
-    assert {len(one.readings) for one in found.apart} == {1}
+    assert {len(one.readings) for one in found.distances} == {1}
     assert named(found, "no_q").end is not None

@@ -7,17 +7,16 @@ import random
 
 import pytest
 from scipy import stats
-from statsmodels.stats.multitest import multipletests
 
 from qkablate.analysis.comparison.gaps import (
-    describe_gap,
-    families,
-    gap,
-    noise_floor,
-    per_cent,
-    told,
+    describe_noise_floor,
+    find_families,
+    measure_gap,
+    perplexity_percent,
 )
-from qkablate.analysis.stats import ALPHA, detectable, power_apart
+from qkablate.analysis.comparison.summary import describe_gap
+from qkablate.analysis.stats import ALPHA, detectable_effect, power_two_sided
+from tests.analysis.references import holm_reference
 
 PAIR = ("variant=standard,no_q", "seed=range(4)")
 
@@ -39,19 +38,19 @@ def noisy(rng, means):
 
 
 def only_gap(world):
-    (family,) = families(world.study())
+    (family,) = find_families(world.study())
     (found,) = family.gaps
     return found
 
 
-def test_gaps_are_of_pairs(world):
+def test_gaps_are_paired_by_seed(world):
     loss = {"standard": 2.0, "no_q": 2.3}
     made = world("variant=standard,no_q", "seed=range(6)").finish(
         lambda run: loss[run.arm.split("-")[0]] + run.changes["seed"] / 7
     )
     study = made.study()
     assert study.is_complete
-    (family,) = families(study)
+    (family,) = find_families(study)
     (found,) = family.gaps
     assert family.baseline.name == "standard-d16-h2"
     assert found.sample.n == 6
@@ -60,7 +59,7 @@ def test_gaps_are_of_pairs(world):
     assert math.isclose(sum(found.pairs.values()), 1.8)
 
 
-def test_a_pair_shares_the_seed_and_the_seeds_given_apart(cached_world):
+def test_pair_shares_all_seeds(cached_world):
     world = cached_world("variant=standard,no_q", "seed=0,1", "seeds.init=1,2", "seeds.data=7")
     found = only_gap(
         world.finish(
@@ -78,10 +77,10 @@ def test_a_pair_shares_the_seed_and_the_seeds_given_apart(cached_world):
         assert seeds.get("seeds.init", 1) in (1, 2)  # unsaid where it is the seed itself
         assert value == pytest.approx(0.5 + seeds["seed"] / 4)
     assert len({*found.pairs}) == 4
-    assert told(found.pairs) in ("0, 0, 1, 1", "0, 1, 0, 1")
+    assert sorted(dict(key)["seed"] for key in found.pairs) == [0, 0, 1, 1]
 
 
-def test_a_gap_of_runs_that_differ_in_seeds_given_apart_is_told_with_them(cached_world):
+def test_unpaired_runs_are_named_with_their_separate_seeds(cached_world):
     world = cached_world("variant=standard,no_q", "seed=0", "seeds.init=1,2")
     found = only_gap(
         world.finish(
@@ -96,8 +95,8 @@ def test_a_gap_of_runs_that_differ_in_seeds_given_apart_is_told_with_them(cached
     assert "seeds.init=2" in told_of
 
 
-def test_the_order_of_runs_changes_nothing(cached_world):
-    (family,) = families(cached_world(*PAIR).finish(loss_of).study())
+def test_order_of_runs_changes_nothing(cached_world):
+    (family,) = find_families(cached_world(*PAIR).finish(loss_of).study())
     (found,) = family.gaps
     rng = random.Random(3)
     for _ in range(20):
@@ -106,13 +105,13 @@ def test_the_order_of_runs_changes_nothing(cached_world):
             records = [*entry.records.items()]
             rng.shuffle(records)
             arms.append(dataclasses.replace(entry, records=dict(records)))
-        again = gap(*arms)
+        again = measure_gap(*arms)
         assert [*again.pairs.items()] == [*found.pairs.items()]
         assert again.sample.bca == found.sample.bca
         assert again.unpaired == found.unpaired
 
 
-def test_the_order_of_seeds_on_the_command_line_changes_nothing(cached_world):
+def test_order_of_seeds_on_the_command_line_changes_nothing(cached_world):
     forth = only_gap(cached_world("variant=standard,no_q", "seed=0,1,2").finish(loss_of))
     back = only_gap(cached_world("variant=no_q,standard", "seed=2,0,1").finish(loss_of))
     assert forth.pairs == back.pairs
@@ -128,10 +127,10 @@ def test_the_order_of_seeds_on_the_command_line_changes_nothing(cached_world):
         ("diverged", "diverged"),
         ({"loss": {"val": 2.0, "test": math.nan}}, "damaged"),
         ({"id": "another"}, "damaged"),
-        ({"loss": {"val": 2.0, "test": None}}, "read no test split"),
+        ({"loss": {"val": 2.0, "test": None}}, "did not evaluate the test split"),
     ],
 )
-def test_a_run_that_is_missing_takes_its_pair_and_no_other(cached_world, side, outcome, word):
+def test_missing_run_removes_only_its_pair(cached_world, side, outcome, word):
     found = only_gap(
         cached_world(*PAIR).finish(
             lambda run: (
@@ -153,7 +152,7 @@ def test_a_run_that_is_missing_takes_its_pair_and_no_other(cached_world, side, o
     )
 
 
-def test_where_both_are_missing_both_are_told(cached_world):
+def test_both_missing_runs_of_a_pair_are_named(cached_world):
     ends = {"standard": "failed", "no_q": "diverged"}
     found = only_gap(
         cached_world(*PAIR).finish(
@@ -165,16 +164,16 @@ def test_where_both_are_missing_both_are_told(cached_world):
     assert "no_q-d16-h2 diverged" in told_of
 
 
-def test_a_run_that_the_other_arm_never_had_is_told(cached_world):
+def test_run_without_counterpart_is_listed_as_unpaired(cached_world):
     found = only_gap(cached_world(*PAIR).finish(loss_of))
     (first, *_) = found.baseline.records
     fewer = {key: record for key, record in found.baseline.records.items() if key != first}
-    again = gap(found.arm, dataclasses.replace(found.baseline, records=fewer))
+    again = measure_gap(found.arm, dataclasses.replace(found.baseline, records=fewer))
     assert len(again.pairs) == 3
     assert again.unpaired == ["s0: standard-d16-h2 has no such run"]
 
 
-def test_runs_on_different_data_are_no_pair(cached_world):
+def test_runs_on_different_data_are_unpaired(cached_world):
     world = cached_world(*PAIR).finish(loss_of)
     for run in world.runs():
         if variant(run) == "no_q" and run.changes["seed"] in (1, 3):
@@ -197,7 +196,7 @@ def test_tuning_runs_never_enter_gaps(cached_world):
 
     study = cached_world("variant=standard,no_q", "seed=range(3)", "sweep.tune=true").finish(loss)
     study = study.study()
-    (family,) = families(study)
+    (family,) = find_families(study)
     (found,) = family.gaps
     assert [dict(key)["seed"] for key in found.pairs] == [0, 1, 2]
     assert found.sample.values == pytest.approx((0.1, 0.11, 0.12))
@@ -215,7 +214,7 @@ def test_rates_pair_rate_by_rate(cached_world):
             + by_rate[run.changes["optim.lr"]] * (variant(run) == "no_q")
         )
     )
-    found = families(world.study())
+    found = find_families(world.study())
     assert len(found) == 2
     for family in found:
         (one,) = family.gaps
@@ -231,27 +230,27 @@ def test_p_values_are_adjusted_by_holm_within_a_family(cached_world):
             name: 2 + rng.choice((0, 0, 0.02, 0.04))
             for name in ("standard", "no_q", "shared_qk", "merged_w", "tied_kv")
         }
-        (family,) = families(world.finish(noisy(rng, means)).study())
+        (family,) = find_families(world.finish(noisy(rng, means)).study())
         assert [found.arm.arm.variant for found in family.gaps] == [*means][1:]
         raw = [
             stats.ttest_rel([*found.arm.losses.values()], [*found.baseline.losses.values()]).pvalue
             for found in family.gaps
         ]
         assert [found.sample.p for found in family.gaps] == pytest.approx(raw)
-        assert family.holm == pytest.approx(list(multipletests(raw, method="holm")[1]))
+        assert family.holm == pytest.approx(holm_reference(raw))
         assert family.comparisons == 4
 
 
 def test_sizes_are_families_of_their_own(cached_world):
     world = cached_world("variant=standard,no_q", "seed=range(3)", "model.d_model=16,32")
-    found = families(world.finish(loss_of).study())
+    found = find_families(world.finish(loss_of).study())
     assert [family.baseline.name for family in found] == ["standard-d16-h2", "standard-d32-h2"]
     assert [len(family.gaps) for family in found] == [1, 1]
     for family in found:
         assert family.holm == [family.gaps[0].sample.p]
 
 
-def test_what_can_be_detected_is_after_the_share_of_alpha(cached_world):
+def test_detectable_effect_uses_the_adjusted_alpha(cached_world):
     rng = random.Random(1)
     world = cached_world("variant=standard,no_q,shared_qk,merged_w,tied_kv", "seed=range(6)")
     names = ("standard", "no_q", "shared_qk", "merged_w", "tied_kv")
@@ -260,27 +259,27 @@ def test_what_can_be_detected_is_after_the_share_of_alpha(cached_world):
     world.finish(
         lambda run: "failed" if variant(run) == "tied_kv" and run.changes["seed"] else loss(run)
     )
-    (family,) = families(world.study())
+    (family,) = find_families(world.study())
     assert family.comparisons == 3
     *tested, alone = family.gaps
     for found in tested:
         least = family.detectable(found)
-        assert least == pytest.approx(detectable(found.sample.sd, 6, ALPHA / 3))
-        assert power_apart(least, found.sample.sd, 6, ALPHA / 3) == pytest.approx(0.8, abs=1e-3)
-        assert least > detectable(found.sample.sd, 6)
+        assert least == pytest.approx(detectable_effect(found.sample.sd, 6, ALPHA / 3))
+        assert power_two_sided(least, found.sample.sd, 6, ALPHA / 3) == pytest.approx(0.8, abs=1e-3)
+        assert least > detectable_effect(found.sample.sd, 6)
     assert alone.sample.n == 1
     assert family.detectable(alone) is None
     assert family.holm[3] is None
     raw = [found.sample.p for found in tested]
-    assert family.holm[:3] == pytest.approx(list(multipletests(raw, method="holm")[1]))
+    assert family.holm[:3] == pytest.approx(holm_reference(raw))
 
 
 def test_one_pair_is_a_number_without_a_p(cached_world):
     world = cached_world("variant=standard,no_q", "seed=3").finish(loss_of)
-    (family,) = families(world.study())
+    (family,) = find_families(world.study())
     described = describe_gap(family, 0)
-    assert described["n"] == 1
-    assert described["mean"] == pytest.approx(0.13)
+    assert described.n == 1
+    assert described.mean == pytest.approx(0.13)
     for key in ("sd", "interval", "p", "p_holm", "bca", "sign_flip", "detectable", "correlation"):
         assert described[key] is None
     assert family.gaps[0].bounds() is None
@@ -288,13 +287,13 @@ def test_one_pair_is_a_number_without_a_p(cached_world):
     json.dumps(described, allow_nan=False)
 
 
-def test_no_pair_is_nothing(cached_world):
-    (family,) = families(cached_world(*PAIR).finish(lambda run: "diverged").study())
+def test_no_pairs_give_no_estimate(cached_world):
+    (family,) = find_families(cached_world(*PAIR).finish(lambda run: "diverged").study())
     described = describe_gap(family, 0)
-    assert described["n"] == 0
-    assert described["mean"] is described["perplexity_percent"] is described["p"] is None
-    assert (described["arm_diverged"], described["baseline_diverged"]) == (4, 4)
-    assert len(described["unpaired"]) == 4
+    assert described.n == 0
+    assert described.mean is described.perplexity_percent is described.p is None
+    assert (described.arm_diverged, described.baseline_diverged) == (4, 4)
+    assert len(described.unpaired) == 4
     json.dumps(described, allow_nan=False)
 
 
@@ -320,7 +319,7 @@ def test_where_runs_diverged_the_bounds_are_open(cached_world, side):
     assert narrow[1] <= high
 
 
-def test_a_failed_run_opens_no_bound(cached_world):
+def test_failed_run_opens_no_bound(cached_world):
     found = only_gap(
         cached_world(*PAIR).finish(
             lambda run: "failed" if run.changes["seed"] == 1 else loss_of(run)
@@ -329,7 +328,7 @@ def test_a_failed_run_opens_no_bound(cached_world):
     assert found.bounds() == found.sample.interval()
 
 
-def test_the_correlation_is_that_of_the_pairs(cached_world):
+def test_correlation_is_that_of_the_pairs(cached_world):
     rng = random.Random(5)
     found = only_gap(
         cached_world(*PAIR).finish(
@@ -359,7 +358,7 @@ def test_two_pairs_have_no_correlation(cached_world):
     assert found.correlation is None
 
 
-def test_the_twin_says_what_rounding_is_worth(cached_world):
+def test_rounding_gap_measures_the_effect_of_rounding(cached_world):
     gaps = {"standard": 0.0, "no_q": 0.2, "standard_reassociated": 0.001}
     world = cached_world("variant=standard,no_q,standard_reassociated", "seed=range(4)")
     world.finish(
@@ -369,61 +368,61 @@ def test_the_twin_says_what_rounding_is_worth(cached_world):
             + gaps[variant(run)] * (1 if run.changes["seed"] % 2 else -1)
         )
     )
-    (family,) = families(world.study())
-    assert family.twin is not None
-    assert family.twin.arm.arm.variant == "standard_reassociated"
-    floor = noise_floor(family)
-    assert floor["rounding"]["mean"] == pytest.approx(0.0)
-    assert floor["rounding"]["sd"] == pytest.approx(stats.tstd([-1e-3, 1e-3, -1e-3, 1e-3]))
-    assert floor["seeds_sd"] == pytest.approx(stats.tstd([0, 1 / 7, 2 / 7, 3 / 7]))
+    (family,) = find_families(world.study())
+    assert family.rounding_gap is not None
+    assert family.rounding_gap.arm.arm.variant == "standard_reassociated"
+    floor = describe_noise_floor(family)
+    assert floor.rounding.mean == pytest.approx(0.0)
+    assert floor.rounding.sd == pytest.approx(stats.tstd([-1e-3, 1e-3, -1e-3, 1e-3]))
+    assert floor.seeds_sd == pytest.approx(stats.tstd([0, 1 / 7, 2 / 7, 3 / 7]))
 
 
 def test_without_its_twin_a_family_has_none(cached_world):
-    (family,) = families(cached_world(*PAIR).finish(loss_of).study())
-    assert family.twin is None
-    assert noise_floor(family)["rounding"] is None
+    (family,) = find_families(cached_world(*PAIR).finish(loss_of).study())
+    assert family.rounding_gap is None
+    assert describe_noise_floor(family).rounding is None
 
 
-def test_where_the_twin_is_the_baseline_standard_is_the_twin(cached_world):
+def test_rounding_gap_is_found_with_reassociated_baseline(cached_world):
     world = cached_world(
         "variant=standard,no_q,standard_reassociated",
         "seed=range(2)",
         "sweep.baseline=standard_reassociated",
     )
-    (family,) = families(world.finish(loss_of).study())
-    assert family.twin.arm.arm.variant == "standard"
+    (family,) = find_families(world.finish(loss_of).study())
+    assert family.rounding_gap.arm.arm.variant == "standard"
 
 
-def test_a_gap_in_perplexity_is_a_part_of_the_baselines():
-    assert per_cent(0.0) == 0.0
-    assert per_cent(math.log(2)) == pytest.approx(100.0)
-    assert per_cent(math.log(0.5)) == pytest.approx(-50.0)
-    assert per_cent(1e-9) == pytest.approx(1e-7)
-    assert math.isfinite(per_cent(1e9))
-    assert per_cent(-1e9) == -100.0
+def test_perplexity_gap_is_relative_to_the_baseline():
+    assert perplexity_percent(0.0) == 0.0
+    assert perplexity_percent(math.log(2)) == pytest.approx(100.0)
+    assert perplexity_percent(math.log(0.5)) == pytest.approx(-50.0)
+    assert perplexity_percent(1e-9) == pytest.approx(1e-7)
+    assert math.isfinite(perplexity_percent(1e9))
+    assert perplexity_percent(-1e9) == -100.0
 
 
-def test_the_perplexity_has_the_interval_of_the_gap(cached_world):
-    (family,) = families(cached_world(*PAIR).finish(loss_of).study())
+def test_perplexity_has_the_interval_of_the_gap(cached_world):
+    (family,) = find_families(cached_world(*PAIR).finish(loss_of).study())
     described = describe_gap(family, 0)
-    assert described["perplexity_percent"] == pytest.approx(100 * (math.exp(0.115) - 1))
-    low, high = described["interval"]
-    assert described["perplexity_percent_interval"] == pytest.approx(
+    assert described.perplexity_percent == pytest.approx(100 * (math.exp(0.115) - 1))
+    low, high = described.interval
+    assert described.perplexity_percent_interval == pytest.approx(
         [100 * (math.exp(low) - 1), 100 * (math.exp(high) - 1)]
     )
 
 
-def test_without_a_baseline_there_are_no_gaps(cached_world):
+def test_no_baseline_gives_no_gaps(cached_world):
     world = cached_world("variant=standard,no_q", "seed=0,1", "sweep.baseline=null")
-    assert families(world.finish(loss_of).study()) == []
+    assert find_families(world.finish(loss_of).study()) == []
 
 
-def test_arms_that_compute_the_very_same_have_a_gap_of_nothing(cached_world):
-    (family,) = families(
+def test_identical_arms_have_a_zero_gap(cached_world):
+    (family,) = find_families(
         cached_world(*PAIR).finish(lambda run: 2 + run.changes["seed"] / 7).study()
     )
     described = describe_gap(family, 0)
-    assert (described["mean"], described["sd"], described["detectable"]) == (0.0, 0.0, 0.0)
-    assert described["interval"] == [0.0, 0.0]
-    assert described["p"] == described["p_holm"] == 1.0
+    assert (described.mean, described.sd, described.detectable) == (0.0, 0.0, 0.0)
+    assert described.interval == (0.0, 0.0)
+    assert described.p == described.p_holm == 1.0
     json.dumps(described, allow_nan=False)

@@ -7,19 +7,19 @@ import pytest
 
 from qkablate.analysis.comparison.head_metrics import (
     SPECTRUM,
-    readings,
-    sorted_heads,
-    spectra,
-    watch,
+    read_head_metrics,
+    read_head_rows,
+    relative_spectra,
+    sort_heads,
 )
-from qkablate.runs.records import row_line
+from qkablate.runs.records import encode_row
 
 NAMES = ("qk/stable_rank", "attention/entropy", SPECTRUM)
 PER_STEP = 32
 
 
 def row(step, mechanism):
-    return {"step": step, "tokens": step * PER_STEP, "seconds": 1.0, "mechanism": mechanism}
+    return {"step": step, "tokens": step * PER_STEP, "seconds": 1.0, "diagnostics": mechanism}
 
 
 def write(folder, *rows, more=""):
@@ -35,23 +35,23 @@ def of(value, layers=2, heads=3):
 def test_rows_are_read_by_tokens(tmp_path):
     loss = {"step": 2, "tokens": 64, "val/loss": 2.0}
     write(tmp_path, row(0, of(1.0)), loss, row(4, of(5.0)))
-    found = readings(tmp_path, NAMES, 10)
+    found = read_head_rows(tmp_path, NAMES, 10)
     assert [*found] == [0, 4 * PER_STEP]
     assert found[128]["qk/stable_rank"].tolist() == [[5.0, 6.0, 7.0]] * 2
     assert "attention/entropy" not in found[128]
 
 
-def test_what_is_null_is_not_known(tmp_path):
+def test_null_becomes_nan(tmp_path):
     mechanism = {"qk": {"stable_rank": [None, [1.0, None]]}, "attention": {"entropy": [None, None]}}
     write(tmp_path, row(0, mechanism))
-    found = readings(tmp_path, NAMES, 10)[0]
+    found = read_head_rows(tmp_path, NAMES, 10)[0]
     assert np.isnan(found["qk/stable_rank"]).tolist() == [[True, True], [False, True]]
     assert "attention/entropy" not in found
 
 
 BAD = {
     "no map": [1, 2],
-    "a word": "mechanism",
+    "a word": "diagnostics",
     "no list": {"qk": {"stable_rank": 3.0}},
     "flat": {"qk": {"stable_rank": [1.0, 2.0]}},
     "ragged": {"qk": {"stable_rank": [[1.0], [1.0, 2.0]]}},
@@ -68,76 +68,76 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_no_run_writes_is_passed_over(tmp_path, name):
+def test_foreign_rows_are_skipped(tmp_path, name):
     write(tmp_path, row(0, BAD[name]), row(1, of(1.0)))
-    assert [*readings(tmp_path, NAMES, 10)] == [PER_STEP]
+    assert [*read_head_rows(tmp_path, NAMES, 10)] == [PER_STEP]
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        '{"tokens": 99, "mechanism": {"qk"',
-        '{"mechanism": {}}\n',
-        '{"tokens": -3, "mechanism": {}}\n',
-        '{"tokens": 99, "mechanism": ' + "[" * 10_000,
-        '{"tokens": 99, "mechanism": {"qk": {"stable_rank": [[NaN, Infinity]]}}}\n',
+        '{"tokens": 99, "diagnostics": {"qk"',
+        '{"diagnostics": {}}\n',
+        '{"tokens": -3, "diagnostics": {}}\n',
+        '{"tokens": 99, "diagnostics": ' + "[" * 10_000,
+        '{"tokens": 99, "diagnostics": {"qk": {"stable_rank": [[NaN, Infinity]]}}}\n',
         "\x00\xff mechanism\n",
     ],
 )
 def test_torn_and_hostile_lines_are_passed_over(tmp_path, more):
     write(tmp_path, row(1, of(1.0)), more=more)
-    assert [*readings(tmp_path, NAMES, 10)] == [PER_STEP]
+    assert [*read_head_rows(tmp_path, NAMES, 10)] == [PER_STEP]
 
 
-def test_a_row_without_its_checksum_is_not_read_and_that_is_told(tmp_path, capsys):
-    lines = [row_line(row(step, of(1.0))) for step in (1, 2)]
+def test_row_without_its_checksum_is_skipped_with_a_warning(tmp_path, capsys):
+    lines = [encode_row(row(step, of(1.0))) for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_bytes(
         lines[0].replace(b"1.0", b"9.0") + b"\n" + lines[1] + b"\n"
     )
-    assert [*readings(tmp_path, NAMES, 10)] == [2 * PER_STEP]
-    assert "of its rows on heads, 1 are not shown" in capsys.readouterr().err
+    assert [*read_head_rows(tmp_path, NAMES, 10)] == [2 * PER_STEP]
+    assert "rows of head metrics skipped: 1" in capsys.readouterr().err
 
 
-def test_no_more_rows_are_read_than_asked_for(tmp_path):
+def test_number_of_rows_is_limited(tmp_path):
     write(tmp_path, *(row(step, of(1.0)) for step in range(101)))
-    found = [tokens // PER_STEP for tokens in readings(tmp_path, NAMES, 5)]
+    found = [tokens // PER_STEP for tokens in read_head_rows(tmp_path, NAMES, 5)]
     assert found == [0, 25, 50, 75, 100]
-    assert len(readings(tmp_path, NAMES, 1000)) == 101
+    assert len(read_head_rows(tmp_path, NAMES, 1000)) == 101
 
 
-def test_a_course_that_is_not_the_results_is_not_read(tmp_path):
+def test_course_that_is_not_the_results_is_not_read(tmp_path):
     write(tmp_path, row(1, of(1.0)))
-    assert readings(tmp_path, NAMES, 10)
+    assert read_head_rows(tmp_path, NAMES, 10)
     result = {"status": "diverged", "diverged_at": 1, "tokens": 1, "seconds": 1, "loss": {}}
     (tmp_path / "result.json").write_text(json.dumps({**result, "metrics_sha256": "0" * 64}))
-    assert readings(tmp_path, NAMES, 10) == {}
+    assert read_head_rows(tmp_path, NAMES, 10) == {}
 
 
 # Means
 
 
-def test_heads_stand_in_the_order_of_their_values():
+def test_heads_are_sorted_by_value():
     one = np.array([[1.0, 9.0, 5.0], [3.0, 2.0, 1.0]])
     other = np.array([[7.0, 3.0, 11.0], [1.0, 1.0, 4.0]])
-    assert sorted_heads([one, other]).tolist() == [[10.0, 6.0, 2.0], [3.5, 1.5, 1.0]]
+    assert sort_heads([one, other]).tolist() == [[10.0, 6.0, 2.0], [3.5, 1.5, 1.0]]
     shuffled = other[:, [2, 0, 1]]
-    assert sorted_heads([one, shuffled]).tolist() == sorted_heads([one, other]).tolist()
+    assert sort_heads([one, shuffled]).tolist() == sort_heads([one, other]).tolist()
 
 
-def test_heads_that_have_no_number_come_last():
+def test_unknown_heads_are_sorted_last():
     one = np.array([[np.nan, 2.0, 1.0]])
-    found = sorted_heads([one, np.array([[5.0, 4.0, 3.0]])])
+    found = sort_heads([one, np.array([[5.0, 4.0, 3.0]])])
     assert found.tolist() == [[3.5, 2.5, 3.0]]
-    nothing = sorted_heads([np.full((1, 2), np.nan)])
+    nothing = sort_heads([np.full((1, 2), np.nan)])
     assert np.isnan(nothing).all()
 
 
-def test_a_spectrum_is_by_its_largest():
+def test_spectrum_is_by_its_largest():
     one = np.array([[[4.0, 2.0, 1.0], [10.0, 10.0, 0.0]]])
-    assert spectra([one]).tolist() == [[1.0, 0.75, 0.125]]
-    assert spectra([one, 7 * one]).tolist() == [[1.0, 0.75, 0.125]]
+    assert relative_spectra([one]).tolist() == [[1.0, 0.75, 0.125]]
+    assert relative_spectra([one, 7 * one]).tolist() == [[1.0, 0.75, 0.125]]
     zero = np.array([[[0.0, 0.0, 0.0], [2.0, 1.0, 1.0]]])
-    assert spectra([zero]).tolist() == [[1.0, 0.5, 0.5]]
+    assert relative_spectra([zero]).tolist() == [[1.0, 0.5, 0.5]]
 
 
 @pytest.fixture
@@ -152,19 +152,19 @@ def watched(cached_world):
     def make(change=lambda world: None):
         change(world)
         entry = next(e for e in world.study().entries if e.arm.variant == "no_q")
-        return watch(entry, NAMES, 10)
+        return read_head_metrics(entry, NAMES, 10)
 
     return make
 
 
-def test_a_curve_is_the_mean_over_heads_with_a_sample_of_runs(watched):
+def test_curve_is_the_mean_over_heads_with_a_sample_of_runs(watched):
     curve = watched().curve("qk/stable_rank", 10)
     assert curve.tokens == [6 * PER_STEP, 12 * PER_STEP]
     assert curve.samples[-1].values == (13.0, 14.0, 15.0, 16.0)  # 12 + seed + the mean of 0, 1, 2
     assert watched().curve("attention/entropy", 10) is None
 
 
-def test_the_end_is_that_of_training(watched):
+def test_end_is_that_of_training(watched):
     assert [one[0, 0] for one in watched().last("qk/stable_rank")] == [12.0, 13.0, 14.0, 15.0]
     assert watched().last("attention/entropy") == []
 

@@ -6,10 +6,16 @@ import random
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import optimize, stats
 
-from qkablate.analysis.comparison.lr_curves import Bowl, bowls, bracketed, describe_bowls, gap_at
-from qkablate.analysis.comparison.summary import describe
+from qkablate.analysis.comparison.lr_curves import (
+    LrCurve,
+    describe_lr_curves,
+    find_lr_curves,
+    gap_at_rates,
+    is_bracketed,
+)
+from qkablate.analysis.comparison.summary import describe_study
 
 LADDER = [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
 TUNED = ("variant=standard,no_q", "seed=range(2)", "sweep.tune=true")
@@ -18,7 +24,7 @@ RATES = ("variant=standard,no_q", "seed=range(3)", "optim.lr=5e-4,1e-3,2e-3,4e-3
 
 def bowl(losses):
     """Of a loss a seed at each rate."""
-    return Bowl(
+    return LrCurve(
         "an arm", {r: {(("seed", s),): v for s, v in own.items()} for r, own in losses.items()}
     )
 
@@ -32,16 +38,16 @@ def is_arm(run):
 
 
 @pytest.mark.parametrize("least", [7e-4, 1e-3, 1.3e-3, 1.9e-3])
-def test_the_optimum_of_a_parabola_is_recovered(least):
+def test_optimum_of_a_parabola_is_recovered(least):
     """Though one seed is everywhere a whole nat above the other."""
     found = bowl({r: {s: parabola(r, least) + s for s in (0, 1)} for r in LADDER}).parabola
-    assert found.least == pytest.approx(least)
+    assert found.optimum == pytest.approx(least)
     low, high = found.interval
     assert low == pytest.approx(least, rel=1e-3)
     assert high == pytest.approx(least, rel=1e-3)
 
 
-def test_the_interval_of_the_optimum_covers_it():
+def test_interval_of_the_optimum_covers_it():
     """95 of 100, within three standard errors of 600 simulated bowls."""
     rng = np.random.default_rng(0)
     rates = [1e-3 * 2**k for k in range(-2, 3)]
@@ -63,7 +69,7 @@ def test_the_interval_of_the_optimum_covers_it():
     assert abs(covered / told - 0.95) < 3 * math.sqrt(0.95 * 0.05 / count)
 
 
-def test_the_interval_of_a_noisy_optimum_is_none_or_covers_it():
+def test_interval_of_a_noisy_optimum_is_none_or_covers_it():
     """Where the curvature may be nothing there is no interval: the whole line is possible."""
     rng = np.random.default_rng(1)
     missed = none = 0
@@ -83,10 +89,8 @@ def test_the_interval_of_a_noisy_optimum_is_none_or_covers_it():
     assert missed / count < 0.05 + 3 * math.sqrt(0.95 * 0.05 / count)
 
 
-def test_the_interval_is_fiellers():
+def test_interval_is_fiellers():
     """Its ends are where a t test of slope + 2 curvature x no longer rejects."""
-    from statsmodels.regression.linear_model import OLS
-
     rng, seeds = np.random.default_rng(2), range(4)
     rates = LADDER[1:4]  # the best and one on each side: these are always read
     losses = {r: {s: parabola(r, 1.1e-3) + rng.normal(0, 0.004) for s in seeds} for r in rates}
@@ -94,16 +98,41 @@ def test_the_interval_is_fiellers():
     assert found.best == 1e-3
     points = [(math.log(r / found.best), s, v) for r, own in losses.items() for s, v in own.items()]
     design = [[x, x * x, *(s == seed for seed in seeds)] for x, s, _ in points]
-    fit = OLS([v for *_, v in points], np.array(design, float)).fit()
-    t = stats.t.isf(0.025, fit.df_resid)
+    losses_P = [v for *_, v in points]
+    params, covariance = optimize.curve_fit(
+        lambda rows_PK, *params: rows_PK @ params, np.array(design, float), losses_P, [0.0] * 6
+    )
+    t = stats.t.isf(0.025, len(points) - 6)
     for end in found.parabola.interval:
         x = math.log(end / found.best)
         derivative = np.array([1, 2 * x, 0, 0, 0, 0])
-        error = math.sqrt(derivative @ fit.cov_params() @ derivative)
-        assert abs(derivative @ fit.params) / error == pytest.approx(t)
+        error = math.sqrt(derivative @ covariance @ derivative)
+        assert abs(derivative @ params) / error == pytest.approx(t, rel=1e-4)
 
 
-def test_what_is_flat_or_concave_has_no_optimum():
+@pytest.mark.parametrize(
+    ("seed", "optimum", "interval", "curvature"),
+    [
+        (2, 0.00109582814612, (0.00106799798465, 0.00112750378415), 0.0900319688090),
+        (3, 0.00106581907903, (0.000979474152131, 0.00119187378551), 0.115624536212),
+        (5, 0.00104840757437, (0.000935191097064, 0.00122236199190), 0.0985518317871),
+        (6, 0.00120304712281, None, 0.0534341506040),
+    ],
+)
+def test_parabola_equals_the_fit_of_statsmodels(seed, optimum, interval, curvature):
+    """Frozen values of statsmodels' OLS with Fieller's interval."""
+    rng = np.random.default_rng(seed)
+    losses = {
+        r: {s: parabola(r, 1.1e-3) + rng.normal(0, 0.004) * (seed - 1) for s in range(4)}
+        for r in LADDER[1:4]
+    }
+    fit = bowl(losses).parabola
+    assert fit.optimum == pytest.approx(optimum, rel=1e-10)
+    assert fit.curvature == pytest.approx(curvature, rel=1e-10)
+    assert fit.interval == (interval and pytest.approx(interval, rel=1e-10))
+
+
+def test_flat_or_concave_curve_has_no_optimum():
     assert bowl({r: {0: 2.0, 1: 2.0} for r in LADDER}).parabola is None
     assert bowl({r: {0: parabola(r, 1e-3, -0.1), 1: 2.0} for r in LADDER}).parabola is None
 
@@ -115,16 +144,16 @@ def test_too_few_points_have_no_optimum():
     assert bowl({r: {0: None} for r in LADDER}).parabola is None
 
 
-def test_the_best_on_an_edge_is_told():
+def test_best_rate_on_the_edge_is_detected():
     for least, edge in ((2e-4, True), (5e-3, True), (5e-4, False), (2e-3, False)):
-        assert bowl({r: {0: parabola(r, least)} for r in LADDER}).on_the_edge is edge
-    assert bowl({1e-3: {0: 2.0}}).on_the_edge
+        assert bowl({r: {0: parabola(r, least)} for r in LADDER}).is_on_edge is edge
+    assert bowl({1e-3: {0: 2.0}}).is_on_edge
     everywhere = bowl({r: {0: None} for r in LADDER})
     assert everywhere.best is None
-    assert everywhere.on_the_edge
+    assert everywhere.is_on_edge
 
 
-def test_a_rate_at_which_a_seed_diverges_is_never_the_best():
+def test_rate_at_which_a_seed_diverges_is_never_the_best():
     losses = {r: {0: parabola(r, 2e-3), 1: parabola(r, 2e-3)} for r in LADDER}
     losses[2e-3] = {0: 1.0, 1: None}
     losses[4e-3] = {0: None, 1: None}
@@ -134,12 +163,12 @@ def test_a_rate_at_which_a_seed_diverges_is_never_the_best():
     assert not found.on_the_edge  # what diverges is worse
 
 
-def test_the_order_in_which_rates_are_known_changes_nothing():
+def test_order_in_which_rates_are_known_changes_nothing():
     losses = {r: {s: parabola(r, 1.2e-3) + s + r for s in (0, 1)} for r in LADDER}
     backwards = bowl(dict(reversed([*losses.items()])))
     assert backwards.best == bowl(losses).best
-    assert backwards.parabola.least == pytest.approx(bowl(losses).parabola.least)
-    assert backwards.on_the_edge == bowl(losses).on_the_edge
+    assert backwards.parabola.optimum == pytest.approx(bowl(losses).parabola.optimum)
+    assert backwards.on_the_edge == bowl(losses).is_on_edge
 
 
 def test_sensitivity_by_hand():
@@ -150,7 +179,7 @@ def test_sensitivity_by_hand():
     assert found.sensitivity(100.0) == pytest.approx((1.0 + 0.5 + 0.0 + 0.25 + 5.0) / 5)
 
 
-def test_a_diverged_rate_costs_as_much_as_not_to_train():
+def test_diverged_rate_costs_as_much_as_not_to_train():
     found = bowl({5e-4: {0: 2.5}, 1e-3: {0: 2.0}, 2e-3: {0: None}})
     assert found.sensitivity(5.0) == pytest.approx((0.5 + 0.0 + 3.0) / 3)
     assert found.sensitivity(math.inf) is None
@@ -158,16 +187,16 @@ def test_a_diverged_rate_costs_as_much_as_not_to_train():
     assert bowl({1e-3: {0: 2.0}}).sensitivity(1.0) == 0.0
 
 
-def test_gaps_at_rates_of_their_own_are_paired():
+def test_gaps_at_separate_rates_are_paired():
     one = bowl({1e-3: {0: 2.5, 1: 2.75, 2: None}, 2e-3: {0: 2.0, 1: 2.0, 2: 2.0}})
     other = bowl({1e-3: {0: 2.0, 1: 2.0, 2: 2.0}, 2e-3: {1: 1.0, 2: 1.5}})
-    assert gap_at(one, 1e-3, other, 1e-3).values == (0.5, 0.75)
-    assert gap_at(one, 2e-3, other, 2e-3).values == (1.0, 0.5)
-    assert gap_at(one, 1e-3, other, 2e-3).values == (1.75,)
-    assert gap_at(one, 4e-3, other, 1e-3).n == 0
+    assert gap_at_rates(one, 1e-3, other, 1e-3).values == (0.5, 0.75)
+    assert gap_at_rates(one, 2e-3, other, 2e-3).values == (1.0, 0.5)
+    assert gap_at_rates(one, 1e-3, other, 2e-3).values == (1.75,)
+    assert gap_at_rates(one, 4e-3, other, 1e-3).n == 0
 
 
-def test_a_tuned_sweep_has_bowls_of_its_tuning_runs(cached_world):
+def test_tuned_sweep_has_lr_curves_of_its_tuning_runs(cached_world):
     least = {"standard": 1e-3, "no_q": 3e-3}
     world = cached_world(*TUNED).finish(
         lambda run: (
@@ -178,33 +207,33 @@ def test_a_tuned_sweep_has_bowls_of_its_tuning_runs(cached_world):
     )
     study = world.study()
     assert study.is_complete
-    one, other = describe_bowls(study)
-    assert (one["arm"], one["best"], one["chosen"], one["on_the_edge"]) == (
+    one, other = describe_lr_curves(study)
+    assert (one.arm, one.best, one.chosen, one.on_the_edge) == (
         *("standard-d16-h2", 1e-3, 1e-3),
         False,
     )
     # The ladder ends at 4e-3, where no_q is best: it was extended.
-    assert (other["best"], other["chosen"], other["on_the_edge"]) == (4e-3, 4e-3, False)
-    assert [row["lr"] for row in other["val_loss"]] == [*LADDER, 8e-3]
-    assert one["optimum"] == pytest.approx(1e-3)
-    assert other["optimum"] == pytest.approx(3e-3)
-    assert one["gap_at_default"] is one["gap_at_best"] is None
+    assert (other.best, other.chosen, other.on_the_edge) == (4e-3, 4e-3, False)
+    assert [row.lr for row in other.val_loss] == [*LADDER, 8e-3]
+    assert one.optimum == pytest.approx(1e-3)
+    assert other.optimum == pytest.approx(3e-3)
+    assert one.gap_at_default is one.gap_at_best is None
     at_default = 0.25 + parabola(1e-3, 3e-3) - 2
-    assert other["gap_at_default"]["mean"] == pytest.approx(at_default)
-    assert other["gap_at_default"]["n"] == 2
-    assert other["gap_at_best"]["mean"] == pytest.approx(0.25 + parabola(4e-3, 3e-3) - 2)
+    assert other.gap_at_default.mean == pytest.approx(at_default)
+    assert other.gap_at_default.n == 2
+    assert other.gap_at_best.mean == pytest.approx(0.25 + parabola(4e-3, 3e-3) - 2)
     json.dumps([one, other], allow_nan=False)
     for entry in study.entries:
-        assert bracketed(entry, bowls(study))
+        assert is_bracketed(entry, find_lr_curves(study))
 
 
-def test_bowls_are_of_validation_and_final_runs_have_no_part(cached_world):
+def test_lr_curves_use_validation_losses_of_tuning_runs(cached_world):
     world = cached_world(*TUNED).finish(
         lambda run: (
             parabola(run.changes["optim.lr"], 1e-3) if run.tuning else 55.0 + run.changes["seed"]
         )
     )
-    found = bowls(world.study())
+    found = find_lr_curves(world.study())
     assert {
         key for own in found.values() for by_seed in own.losses.values() for key in by_seed
     } == {
@@ -214,7 +243,7 @@ def test_bowls_are_of_validation_and_final_runs_have_no_part(cached_world):
     assert max(max(own.means.values()) for own in found.values()) < 10
 
 
-def test_arms_run_at_three_rates_or_more_have_bowls(cached_world):
+def test_arms_run_at_three_rates_have_lr_curves(cached_world):
     world = cached_world(*RATES).finish(
         lambda run: (
             parabola(run.changes["optim.lr"], 1.5e-3 if is_arm(run) else 1e-3)
@@ -223,26 +252,26 @@ def test_arms_run_at_three_rates_or_more_have_bowls(cached_world):
         )
     )
     study = world.study()
-    one, other = describe_bowls(study)
-    assert one["best"] == 1e-3
-    assert one["chosen"] is None
-    assert other["best"] in (1e-3, 2e-3)
-    assert one["optimum"] == pytest.approx(1e-3)
-    assert other["optimum"] == pytest.approx(1.5e-3)
-    assert other["gap_at_default"]["mean"] == pytest.approx(0.1 + parabola(1e-3, 1.5e-3) - 2)
-    assert other["gap_at_best"]["mean"] == pytest.approx(0.1 + parabola(other["best"], 1.5e-3) - 2)
+    one, other = describe_lr_curves(study)
+    assert one.best == 1e-3
+    assert one.chosen is None
+    assert other.best in (1e-3, 2e-3)
+    assert one.optimum == pytest.approx(1e-3)
+    assert other.optimum == pytest.approx(1.5e-3)
+    assert other.gap_at_default.mean == pytest.approx(0.1 + parabola(1e-3, 1.5e-3) - 2)
+    assert other.gap_at_best.mean == pytest.approx(0.1 + parabola(other.best, 1.5e-3) - 2)
     start = math.log(world.manifest.arms["standard-d16-h2"].facts["vocabulary"])
     losses = [parabola(rate, 1e-3) for rate in (5e-4, 1e-3, 2e-3, 4e-3)]
     cost = sum(min(loss, start) - 2 for loss in losses) / 4
-    assert one["sensitivity"] == pytest.approx(cost)
+    assert one.sensitivity == pytest.approx(cost)
 
 
-def test_two_rates_are_no_bowl(cached_world):
+def test_two_rates_make_no_lr_curve(cached_world):
     world = cached_world("variant=standard,no_q", "seed=range(2)", "optim.lr=1e-3,2e-3")
-    assert bowls(world.finish(lambda run: 2.0).study()) == {}
+    assert find_lr_curves(world.finish(lambda run: 2.0).study()) == {}
 
 
-def test_runs_that_failed_wait_or_are_damaged_are_not_taken_for_diverged(cached_world):
+def test_failed_waiting_and_damaged_runs_are_not_diverged(cached_world):
     ends = {0: "failed", 1: None, 2: {"loss": {"val": math.nan, "test": None}}}
     world = cached_world(*RATES).finish(
         lambda run: (
@@ -251,10 +280,10 @@ def test_runs_that_failed_wait_or_are_damaged_are_not_taken_for_diverged(cached_
             else parabola(run.changes["optim.lr"], 1e-3)
         )
     )
-    found = bowls(world.study())["no_q-d16-h2"]
+    found = find_lr_curves(world.study())["no_q-d16-h2"]
     assert 1e-3 not in found.losses
     assert found.best in (5e-4, 2e-3)
-    json.dumps(describe_bowls(world.study()), allow_nan=False)
+    json.dumps(describe_lr_curves(world.study()), allow_nan=False)
 
 
 def test_diverged_runs_are_shown_as_such(cached_world):
@@ -265,22 +294,22 @@ def test_diverged_runs_are_shown_as_such(cached_world):
             else parabola(run.changes["optim.lr"], 1.1e-3)
         )
     )
-    for one in describe_bowls(world.study()):
-        assert one["val_loss"][-1] == {"lr": 4e-3, "by_seed": [None] * 3}
-        assert not one["on_the_edge"]
-        assert one["best"] == 1e-3
+    for one in describe_lr_curves(world.study()):
+        assert one.val_loss[-1] == {"lr": 4e-3, "by_seed": [None] * 3}
+        assert not one.on_the_edge
+        assert one.best == 1e-3
 
 
-def test_an_arm_that_diverges_at_every_rate_has_no_best_and_is_told(cached_world):
+def test_arm_that_diverges_at_every_rate_has_no_best_rate(cached_world):
     world = cached_world(*TUNED).finish(
         lambda run: "diverged" if is_arm(run) else parabola(run.changes["optim.lr"], 1e-3)
     )
     study = world.study()
-    _, other = describe_bowls(study)
-    assert other["best"] is other["chosen"] is other["optimum"] is other["sensitivity"] is None
-    assert other["on_the_edge"]
-    assert other["gap_at_best"]["n"] == 0
-    json.dumps(describe(study), allow_nan=False)
+    _, other = describe_lr_curves(study)
+    assert other.best is other.chosen is other.optimum is other.sensitivity is None
+    assert other.on_the_edge
+    assert other.gap_at_best.n == 0
+    json.dumps(describe_study(study), allow_nan=False)
 
 
 HALF = {
@@ -302,7 +331,7 @@ HALF = {
 
 @pytest.mark.parametrize("end", HALF.values(), ids=HALF.keys())
 @pytest.mark.parametrize("both", [False, True], ids=["one arm", "both arms"])
-def test_a_sweep_that_is_still_tuning_can_be_looked_at(cached_world, end, both):
+def test_sweep_that_is_still_tuning_can_be_looked_at(cached_world, end, both):
     def loss(run):
         found = end(run) if both or is_arm(run) else 0.0
         if found != 0.0:
@@ -311,10 +340,10 @@ def test_a_sweep_that_is_still_tuning_can_be_looked_at(cached_world, end, both):
 
     study = cached_world(*TUNED).finish(loss).study()
     assert not study.is_complete
-    described = describe(study)
+    described = describe_study(study)
     json.dumps(described, allow_nan=False)
-    (one,) = described["gaps"]
-    checks = {check["name"]: check for check in one["audit"]}
+    (one,) = described.gaps
+    checks = {check.name: check for check in one.audit}
     assert checks["runs"]["state"] == "warning"
-    assert "no learning rate was chosen" in checks["runs"]["says"]
+    assert "no learning rate was chosen" in checks["runs"].message
     assert checks["learning rate"]["state"] == "warning"

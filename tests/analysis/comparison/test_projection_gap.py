@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from qkablate.analysis.comparison.projection_gap import means, split
+from qkablate.analysis.comparison.projection_gap import decompose_gap, mean_gaps
 from qkablate.errors import UserError
-from qkablate.runs.records import sealed
+from qkablate.runs.records import seal_result
 
 
 def write(folder, val, test, first=None, status="done"):
@@ -17,7 +17,7 @@ def write(folder, val, test, first=None, status="done"):
     result = {"status": status, "tokens": 1, "seconds": 1.0, "loss": {"val": val, "test": test}}
     if status == "diverged":
         result["diverged_at"] = 3
-    (folder / "result.json").write_text(json.dumps(sealed(result, folder / "metrics.jsonl")))
+    (folder / "result.json").write_text(json.dumps(seal_result(result, folder / "metrics.jsonl")))
     return folder
 
 
@@ -31,9 +31,9 @@ def four(tmp_path):
     }
 
 
-def test_the_parts(four):
-    gap = split(**four)["gap"]
-    assert gap["at_once"] == {"val": 1.5, "test": None}
+def test_parts(four):
+    gap = decompose_gap(**four)["gap"]
+    assert gap.at_once == {"val": 1.5, "test": None}
     assert gap["healed"] == {"val": 0.125, "test": 0.25}
     assert gap["scratch"] == {"val": 0.5, "test": 0.625}
     assert gap["training"] == {"val": 0.375, "test": 0.375}
@@ -41,26 +41,29 @@ def test_the_parts(four):
 
 def test_without_the_run_from_scratch_there_is_no_part_of_training(four):
     for scratch in (None, four["parent"].parent / "nothing"):
-        gap = split(**(four | {"scratch": scratch}))["gap"]
+        gap = decompose_gap(**(four | {"scratch": scratch}))["gap"]
         assert gap["healed"] == {"val": 0.125, "test": 0.25}
         assert gap["scratch"] == gap["training"] == {"val": None, "test": None}
 
 
-def test_a_tuning_run_has_no_test_loss(four, tmp_path):
+def test_tuning_run_has_no_test_loss(four, tmp_path):
     other = write(tmp_path / "tuning", 2.25, None)
-    gap = split(**(four | {"scratch": other}))["gap"]
+    gap = decompose_gap(**(four | {"scratch": other}))["gap"]
     assert gap["scratch"] == {"val": 0.25, "test": None}
 
 
-def test_what_diverged_has_no_loss(four, tmp_path):
+def test_diverged_run_has_no_loss(four, tmp_path):
     other = write(tmp_path / "diverged", 2.25, 2.5, status="diverged")
-    assert split(**(four | {"scratch": other}))["gap"]["training"] == {"val": None, "test": None}
+    assert decompose_gap(**(four | {"scratch": other}))["gap"]["training"] == {
+        "val": None,
+        "test": None,
+    }
 
 
-def test_a_course_that_was_changed_is_not_believed(four):
+def test_course_that_was_changed_is_not_believed(four):
     (four["projected"] / "metrics.jsonl").write_text('{"step": 0, "val/loss": 2.0}\n')
     with pytest.raises(UserError, match=r"projected/metrics.jsonl' is damaged"):
-        split(**four)
+        decompose_gap(**four)
 
 
 def test_over_seeds_with_students_interval():
@@ -69,12 +72,12 @@ def test_over_seeds_with_students_interval():
         {"gap": {part: {"val": value, "test": None} for part in _PARTS}}
         for value in (1.0, 2.0, 3.0)
     ]
-    found = means(seeds)["healed"]
+    found = mean_gaps(seeds)["healed"]
     assert found["val"]["n"] == 3
     assert found["val"]["mean"] == 2
     assert found["val"]["interval"] == pytest.approx([2 - 2.4841377, 2 + 2.4841377])
     assert found["test"] == {"n": 0, "mean": None, "interval": None}
-    assert means(seeds[:1])["healed"]["val"] == {"n": 1, "mean": 1.0, "interval": None}
+    assert mean_gaps(seeds[:1])["healed"]["val"] == {"n": 1, "mean": 1.0, "interval": None}
 
 
 _PARTS = ("at_once", "healed", "scratch", "training")

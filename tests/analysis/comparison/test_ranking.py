@@ -1,5 +1,6 @@
 """Ranks as far as the runs decide them, and the arms that none beats at less cost."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -8,8 +9,12 @@ import random
 import pytest
 from scipy import stats
 
-from qkablate.analysis.comparison.gaps import families
-from qkablate.analysis.comparison.ranking import describe_ranking, fronts, rankings, read_times
+from qkablate.analysis.comparison.gaps import find_families
+from qkablate.analysis.comparison.ranking import (
+    find_fronts,
+    find_rankings,
+    read_times,
+)
 from qkablate.errors import UserError
 
 ARMS = ("standard", "no_q", "shared_qk", "tied_kv")
@@ -49,27 +54,27 @@ def ranges(losses):
     return found
 
 
-def test_ranks_are_what_every_pairs_test_leaves_possible(cached_world):
+def test_ranks_are_those_no_pair_test_excludes(cached_world):
     world, rng = cached_world(*FOUR), random.Random(0)
     seen = set()
     for _ in range(25):
         means = {name: 2 + rng.choice((0, 0.05, 0.2)) for name in ARMS}
         study = world.finish(drawn(rng, means, rng.choice((0.001, 0.02, 0.1)))).study()
-        (ranking,) = rankings(families(study))
+        (ranking,) = find_rankings(find_families(study))
         losses = {entry.name: [*entry.losses.values()] for entry in study.entries}
         expected = ranges(losses)
-        assert {row.entry.name: [row.first, row.last] for row in ranking.rows} == expected
-        assert [row.mean for row in ranking.rows] == sorted(row.mean for row in ranking.rows)
+        assert {row.arm: [row.best_rank, row.worst_rank] for row in ranking.ranks} == expected
+        assert [row.mean for row in ranking.ranks] == sorted(row.mean for row in ranking.ranks)
         assert ranking.unranked == []
         seen |= {(first, last) for first, last in expected.values()}
     assert {(1, 4), (1, 1)} <= seen  # nothing known, and all
 
 
-def test_arms_far_apart_have_one_rank_each(cached_world):
+def test_clearly_different_arms_have_one_rank_each(cached_world):
     means = dict(zip(ARMS, (2.0, 3.0, 1.0, 4.0), strict=True))
     world = cached_world(*FOUR).finish(drawn(random.Random(1), means, 0.001))
-    (ranking,) = rankings(families(world.study()))
-    assert [(row.entry.arm.variant, row.first, row.last) for row in ranking.rows] == [
+    (ranking,) = find_rankings(find_families(world.study()))
+    assert [(row.arm.split("-")[0], row.best_rank, row.worst_rank) for row in ranking.ranks] == [
         ("shared_qk", 1, 1),
         ("standard", 2, 2),
         ("no_q", 3, 3),
@@ -77,18 +82,18 @@ def test_arms_far_apart_have_one_rank_each(cached_world):
     ]
 
 
-def test_one_seed_ranks_nobody(cached_world):
+def test_one_seed_gives_no_ranks(cached_world):
     world = cached_world("variant=standard,no_q,shared_qk", "seed=0").finish(
         drawn(random.Random(1), dict(zip(ARMS, (1, 2, 3, 4), strict=True)), 0.0)
     )
-    (ranking,) = rankings(families(world.study()))
-    assert {(row.first, row.last) for row in ranking.rows} == {(1, 3)}
+    (ranking,) = find_rankings(find_families(world.study()))
+    assert {(row.best_rank, row.worst_rank) for row in ranking.ranks} == {(1, 3)}
 
 
 def test_arms_that_compute_the_very_same_share_their_ranks(cached_world):
     world = cached_world(*PAIR).finish(lambda run: 2 + run.changes["seed"])
-    (ranking,) = rankings(families(world.study()))
-    assert {(row.first, row.last) for row in ranking.rows} == {(1, 2)}
+    (ranking,) = find_rankings(find_families(world.study()))
+    assert {(row.best_rank, row.worst_rank) for row in ranking.ranks} == {(1, 2)}
 
 
 @pytest.mark.parametrize(
@@ -97,17 +102,17 @@ def test_arms_that_compute_the_very_same_share_their_ranks(cached_world):
 def test_runs_in_the_middle_of_their_schedule_are_not_ranked(cached_world, words):
     world = cached_world(*PAIR, *words).finish(lambda run: 2 + run.changes["seed"] / 10)
     study = world.study()
-    (ranking,) = rankings(families(study))
-    assert ranking.rows == []
+    (ranking,) = find_rankings(find_families(study))
+    assert ranking.ranks == []
     assert len(ranking.unranked) == 2
-    assert all("does not come down" in line for line in ranking.unranked)
-    assert fronts(study, {}) == []
+    assert all("is not annealed" in line for line in ranking.unranked)
+    assert find_fronts(study, {}) == []
 
 
 def test_annealed_wsd_is_ranked(cached_world):
     world = cached_world(*PAIR, "optim.schedule=wsd").finish(lambda run: 2.0)
-    (ranking,) = rankings(families(world.study()))
-    assert len(ranking.rows) == 2
+    (ranking,) = find_rankings(find_families(world.study()))
+    assert len(ranking.ranks) == 2
 
 
 def test_arms_that_diverge_or_are_not_done_are_named_and_not_ranked(cached_world):
@@ -119,58 +124,62 @@ def test_arms_that_diverge_or_are_not_done_are_named_and_not_ranked(cached_world
         return 2 + run.changes["seed"] / 10
 
     study = cached_world(*FOUR).finish(loss).study()
-    (ranking,) = rankings(families(study))
-    assert [row.entry.arm.variant for row in ranking.rows] == ["standard", "tied_kv"]
+    (ranking,) = find_rankings(find_families(study))
+    assert [row.arm.split("-")[0] for row in ranking.ranks] == ["standard", "tied_kv"]
     assert ranking.unranked == [
         "no_q-d16-h2: 1 of 4 runs diverged",
         "shared_qk-d16-h2: no run is done",
     ]
-    assert {(row.first, row.last) for row in ranking.rows} == {(1, 2)}
-    shown = {row["arm"] for front in fronts(study, {}) for row in front["arms"]}
+    assert {(row.best_rank, row.worst_rank) for row in ranking.ranks} == {(1, 2)}
+    shown = {row.arm for front in find_fronts(study, {}) for row in front.arms}
     assert shown == {"standard-d16-h2", "tied_kv-d16-h2"}
-    json.dumps(describe_ranking(ranking), allow_nan=False)
+    json.dumps(dataclasses.asdict(ranking), allow_nan=False)
 
 
 def test_each_control_has_a_ranking_of_its_own(cached_world):
     world = cached_world(
         "variant=standard,no_q,shared_qk", "seed=0,1", "control=none,params,flops"
     ).finish(lambda run: 2 + run.changes["seed"] / 10)
-    found = {ranking.axis: ranking for ranking in rankings(families(world.study()))}
+    study = world.study()
+    entries = {entry.name: entry for entry in study.entries}
+    found = {ranking.equal: ranking for ranking in find_rankings(find_families(study))}
     assert [*found] == ["tokens", "params", "flops"]
     for axis, control in (("tokens", "none"), ("params", "params"), ("flops", "flops")):
-        names = {row.entry.name for row in found[axis].rows}
+        names = {row.arm for row in found[axis].ranks}
         assert "standard-d16-h2" in names
-        for row in found[axis].rows:
-            arm = row.entry.arm
+        for row in found[axis].ranks:
+            arm = entries[row.arm].arm
             assert arm.baseline is None or control in arm.controls
         assert len(names) == 3
 
 
-def test_lengths_and_sizes_are_ranked_apart(cached_world):
+def test_lengths_and_sizes_are_ranked_separately(cached_world):
     world = cached_world("variant=standard,no_q", "seed=0,1", "train.steps=12,24").finish(
         lambda run: 2.0
     )
-    found = rankings(families(world.study()))
+    study = world.study()
+    tokens = {entry.name: entry.tokens for entry in study.entries}
+    found = find_rankings(find_families(study))
     assert len(found) == 2
     for ranking in found:
-        assert len({row.entry.tokens for row in ranking.rows}) == 1
+        assert len({tokens[row.arm] for row in ranking.ranks}) == 1
 
 
 def cost_of(arm, cost):
     return {
         "params": arm.params,
         "training FLOPs": arm.flops,
-        "KV bytes per token": 2 * arm.cached,
+        "KV bytes per token": 2 * arm.kv_cache_numbers,
     }[cost]
 
 
-def test_fronts_are_what_no_other_arm_beats_at_less_cost(cached_world):
+def test_fronts_are_pareto_optimal(cached_world):
     world, rng = cached_world(*FOUR, "control=none,params"), random.Random(2)
     for _ in range(15):
         means = {name: 2 + rng.choice((0, 0.05, 0.1)) for name in ARMS}
         noise = rng.choice((0.0, 0.003, 0.05))
         study = world.finish(drawn(rng, means, noise)).study()
-        found = {front["cost"]: front for front in fronts(study, {})}
+        found = {front.cost: front for front in find_fronts(study, {})}
         assert {*found} <= {*COSTS}
         for cost in COSTS:
             points = {
@@ -180,16 +189,16 @@ def test_fronts_are_what_no_other_arm_beats_at_less_cost(cached_world):
             if len({price for price, *_ in points.values()}) == 1:
                 assert cost not in found
                 continue
-            assert {row["arm"] for row in found[cost]["arms"]} == {*points}
+            assert {row.arm for row in found[cost]["arms"]} == {*points}
             for row in found[cost]["arms"]:
-                price, mean, entry = points[row["arm"]]
-                assert (row["cost"], row["mean"]) == (price, pytest.approx(mean))
+                price, mean, entry = points[row.arm]
+                assert (row.cost, row.mean) == (price, pytest.approx(mean))
                 beaters = [
                     other
                     for p, m, other in points.values()
                     if p <= price and m <= mean and (p, m) != (price, mean)
                 ]
-                assert row["on_front"] is (not beaters)
+                assert row.on_front is (not beaters)
                 tests = []
                 for other in beaters:
                     gaps = [entry.losses[key] - other.losses[key] for key in entry.losses]
@@ -198,18 +207,18 @@ def test_fronts_are_what_no_other_arm_beats_at_less_cost(cached_world):
                     else:
                         test = stats.ttest_1samp(gaps, 0, alternative="greater")
                         tests.append(float(test.pvalue))
-                assert row["surely"] is (not beaters or min(tests) < 0.05)
+                assert row.surely is (not beaters or min(tests) < 0.05)
 
 
 def test_fronts_are_among_arms_that_saw_the_same_tokens(cached_world):
     world = cached_world("variant=standard,no_q", "seed=0,1", "train.steps=12,24").finish(
         lambda run: 2.0 if "steps=24" in run.arm else 3.0
     )
-    found = fronts(world.study(), {})
-    assert {front["tokens"] for front in found} == {384, 768}
+    found = find_fronts(world.study(), {})
+    assert {front.tokens for front in found} == {384, 768}
     for front in found:
-        assert {row["arm"].rpartition("=")[2] for row in front["arms"]} == {
-            "12" if front["tokens"] == 384 else "24"
+        assert {row.arm.rpartition("=")[2] for row in front.arms} == {
+            "12" if front.tokens == 384 else "24"
         }
 
 
@@ -242,16 +251,16 @@ def test_times_are_of_the_arms_whose_variant_and_sizes_match(cached_world, times
     ]
     found = read_times(times(rows), study)
     assert found == {"standard-d16-h2": 2.5, "no_q-d16-h2": 1.5, "no_q-d32-h2": 3.5}
-    (front,) = [front for front in fronts(study, found) if front["cost"] == "ms per step"]
-    assert {row["arm"]: row["cost"] for row in front["arms"]} == found
+    (front,) = [front for front in find_fronts(study, found) if front.cost == "ms per step"]
+    assert {row.arm: row.cost for row in front.arms} == found
 
 
-def test_an_arm_with_another_mlp_is_not_timed_by_the_row_of_the_default(cached_world, times):
+def test_times_of_the_default_mlp_do_not_apply_to_another_width(cached_world, times):
     world = cached_world("variant=standard,no_q", "seed=0", "control=none,params")
     study = world.finish(lambda run: 2.0).study()
     found = read_times(times([row_of(), row_of(variant="no_q", step_ms=1.5)]), study)
     assert found == {"standard-d16-h2": 2.5, "no_q-d16-h2": 1.5}
-    ratio = study.manifest.arms["no_q-d16-h2-params"].config.model.mlp_ratio
+    ratio = study.arms["no_q-d16-h2-params"].config.model.mlp_ratio
     row = row_of(variant="no_q", **{"model.mlp_ratio": ratio}, step_ms=4.0)
     assert read_times(times([row]), study) == {"no_q-d16-h2-params": 4.0}
 
@@ -283,7 +292,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("content", BAD.values(), ids=BAD.keys())
-def test_a_file_without_times_is_a_users_mistake_in_one_line(cached_world, times, content):
+def test_file_without_times_is_a_users_mistake_in_one_line(cached_world, times, content):
     study = cached_world(*PAIR).study()
     with pytest.raises(UserError, match="--times") as told:
         read_times(times(content), study)
@@ -291,7 +300,7 @@ def test_a_file_without_times_is_a_users_mistake_in_one_line(cached_world, times
 
 
 @pytest.mark.parametrize("path", ["nowhere.json", ".", "a\0b", "", "~nobody-has-this-name/t.json"])
-def test_a_path_without_times_is_a_users_mistake_in_one_line(cached_world, path):
+def test_path_without_times_is_a_users_mistake_in_one_line(cached_world, path):
     study = cached_world(*PAIR).study()
     with pytest.raises(UserError, match="--times"):
         read_times(path, study)

@@ -6,8 +6,13 @@ import random
 
 import pytest
 
-from qkablate.analysis.comparison.gaps import families
-from qkablate.analysis.comparison.scaling import describe_series, equivalent, growth, series
+from qkablate.analysis.comparison.gaps import find_families
+from qkablate.analysis.comparison.scaling import (
+    describe_series,
+    equivalent_log_factor,
+    find_series,
+    measure_growth,
+)
 
 HORIZONS = ("variant=standard,no_q", "seed=range(4)", "train.steps=12,24,48,96")
 SIZES = ("variant=standard,no_q", "seed=range(4)", "model.d_model=16,32,64")
@@ -27,7 +32,7 @@ def of_tokens(world, loss):
 
 
 def only_series(world):
-    (found,) = series(families(world.study()))
+    (found,) = find_series(find_families(world.study()))
     return found
 
 
@@ -43,10 +48,10 @@ def test_growth_per_doubling_is_recovered(cached_world):
     )
     found = only_series(world)
     assert (found.along, found.x) == ("tokens", [384.0, 768.0, 1536.0, 3072.0])
-    assert growth(found).values == pytest.approx([*slope.values()])
+    assert measure_growth(found).values == pytest.approx([*slope.values()])
 
 
-def test_an_arm_that_is_worth_less_tokens_is_found_to_be(cached_world):
+def test_arm_that_is_worth_less_tokens_is_found_to_be(cached_world):
     """It is the baseline at 0.8 × the tokens, give or take a seed; the curve is read linearly in
     the logarithm, which moves the answer by less than a hundredth.
     """
@@ -61,9 +66,9 @@ def test_an_arm_that_is_worth_less_tokens_is_found_to_be(cached_world):
     )
     described = describe_series(only_series(world))
     found = described["equivalent_tokens"]
-    assert found["times"] == pytest.approx(0.8, abs=0.02)
-    assert found["n"] == 4
-    low, high = found["interval"]
+    assert found.times == pytest.approx(0.8, abs=0.02)
+    assert found.n == 4
+    low, high = found.interval
     assert low < 0.8 < high
     assert high - low < 0.1
     json.dumps(described, allow_nan=False)
@@ -79,17 +84,17 @@ def test_worth_is_read_off_by_hand(cached_world):
                 (loss if is_arm(run) else curve[tokens]) + run.changes["seed"]
             ),
         )
-        worth = equivalent(only_series(world))
+        worth = equivalent_log_factor(only_series(world))
         assert worth.values == pytest.approx((math.log(times),) * 4, abs=1e-9)
 
 
-def test_an_arm_that_is_worth_more_is_read_beyond_the_last_point(cached_world):
+def test_arm_that_is_worth_more_is_read_beyond_the_last_point(cached_world):
     world = of_tokens(
         cached_world(*HORIZONS),
         lambda run, tokens: power_law(tokens * (1.25 if is_arm(run) else 1)),
     )
-    found = describe_series(only_series(world))["equivalent_tokens"]
-    assert found["times"] == pytest.approx(1.25, abs=0.05)
+    found = describe_series(only_series(world)).equivalent_tokens
+    assert found.times == pytest.approx(1.25, abs=0.05)
 
 
 NOT_MEASURED = {
@@ -106,10 +111,10 @@ NOT_MEASURED = {
 
 
 @pytest.mark.parametrize("loss", NOT_MEASURED.values(), ids=NOT_MEASURED.keys())
-def test_what_was_not_measured_is_called_that(cached_world, loss):
+def test_unmeasured_values_are_called_not_measured(cached_world, loss):
     found = only_series(of_tokens(cached_world(*HORIZONS), loss))
-    assert describe_series(found)["equivalent_tokens"] == "not measured"
-    assert equivalent(found).n == 0
+    assert describe_series(found).equivalent_tokens == "not measured"
+    assert equivalent_log_factor(found).n == 0
 
 
 def test_two_lengths_measure_no_worth_and_no_growth(cached_world):
@@ -117,24 +122,24 @@ def test_two_lengths_measure_no_worth_and_no_growth(cached_world):
     found = only_series(of_tokens(world, lambda run, tokens: power_law(tokens) + is_arm(run) / 50))
     described = describe_series(found)
     assert described["equivalent_tokens"] == "not measured"
-    assert described["growth_per_doubling"]["n"] == 0
-    assert [point["mean"] for point in described["points"]] == pytest.approx([0.02, 0.02])
+    assert described.growth_per_doubling.n == 0
+    assert [point.mean for point in described.points] == pytest.approx([0.02, 0.02])
 
 
-def test_one_length_is_no_series(cached_world):
+def test_one_length_makes_no_series(cached_world):
     world = cached_world("variant=standard,no_q", "seed=range(4)")
-    assert series(families(of_tokens(world, lambda run, tokens: 2.0).study())) == []
+    assert find_series(find_families(of_tokens(world, lambda run, tokens: 2.0).study())) == []
 
 
-def test_a_seed_without_all_its_pairs_has_no_part(cached_world):
+def test_seed_with_a_missing_pair_is_excluded(cached_world):
     def loss(run, tokens):
         if is_arm(run) and (run.changes["seed"], tokens) == (1, 768):
             return "failed"
         return power_law(tokens) + is_arm(run) * 0.01 * math.log2(tokens)
 
     found = only_series(of_tokens(cached_world(*HORIZONS), loss))
-    assert growth(found).n == 3
-    assert equivalent(found).n == 3
+    assert measure_growth(found).n == 3
+    assert equivalent_log_factor(found).n == 3
     assert [one.sample.n for one in found.gaps] == [4, 3, 4, 4]
 
 
@@ -151,8 +156,8 @@ def test_sizes_give_equivalent_parameters(cached_world):
     assert found.x == [float(params[f"standard-d{d}-h2"]) for d in (16, 32, 64)]
     assert found.name == "no_q-h2"
     described = describe_series(found)
-    assert described["growth_per_doubling"] is None
-    assert growth(found).n == 0
+    assert described.growth_per_doubling is None
+    assert measure_growth(found).n == 0
     # 0.7 by the law; by the chord between two sizes a factor four apart, a little less.
     x, y = [math.log(v) for v in found.x], [1.5 + 20 * v**-0.4 for v in found.x]
     part = (y[1] - (1.5 + 20 * (0.7 * found.x[2]) ** -0.4)) / (y[1] - y[2])
@@ -165,8 +170,8 @@ def test_controls_are_not_mixed(cached_world):
     world = cached_world(
         "variant=standard,no_q", "seed=range(2)", "train.steps=12,24,48", "control=none,params"
     )
-    found = series(
-        families(
+    found = find_series(
+        find_families(
             of_tokens(
                 world, lambda run, tokens: power_law(tokens) + run.arm.endswith("params") / 10
             ).study()
@@ -183,7 +188,9 @@ def test_rates_are_not_mixed(cached_world):
     world = cached_world(
         "variant=standard,no_q", "seed=0", "train.steps=12,24,48", "optim.lr=1e-3,2e-3"
     )
-    found = series(families(of_tokens(world, lambda run, tokens: power_law(tokens)).study()))
+    found = find_series(
+        find_families(of_tokens(world, lambda run, tokens: power_law(tokens)).study())
+    )
     assert sorted({gap.arm.rate for gap in one.gaps} == {1e-3} for one in found) == [False, True]
     for one in found:
         assert len(one.gaps) == 3
@@ -206,14 +213,16 @@ def test_rates_that_were_chosen_for_each_length_lie_on_one_line(cached_world):
     assert world.study().is_complete
     found = only_series(world)
     assert [gap.arm.rate for gap in found.gaps] == [*best.values()]
-    assert describe_series(found)["equivalent_tokens"]["times"] == pytest.approx(1.0)
+    assert describe_series(found).equivalent_tokens["times"] == pytest.approx(1.0)
 
 
 def test_heads_and_widths_are_not_mixed_with_lengths(cached_world):
     world = cached_world(
         "variant=standard,no_q", "seed=0", "train.steps=12,24,48", "model.heads=2,4"
     )
-    found = series(families(of_tokens(world, lambda run, tokens: power_law(tokens)).study()))
+    found = find_series(
+        find_families(of_tokens(world, lambda run, tokens: power_law(tokens)).study())
+    )
     assert [(one.along, one.name) for one in found] == [
         ("tokens", "no_q-d16-h2"),
         ("tokens", "no_q-d16-h4"),
@@ -222,11 +231,11 @@ def test_heads_and_widths_are_not_mixed_with_lengths(cached_world):
         assert {gap.arm.arm.config.model.heads for gap in one.gaps} == {int(one.name[-1])}
 
 
-def test_a_sweep_of_lengths_and_sizes_has_a_line_for_each(cached_world):
+def test_sweep_of_lengths_and_sizes_has_a_line_for_each(cached_world):
     world = cached_world(
         "variant=standard,no_q", "seed=0", "train.steps=12,24", "model.d_model=16,32"
     )
-    found = series(families(of_tokens(world, lambda run, tokens: 2.0).study()))
+    found = find_series(find_families(of_tokens(world, lambda run, tokens: 2.0).study()))
     assert sorted(one.along for one in found) == ["parameters"] * 2 + ["tokens"] * 2
     for one in found:
         models = {gap.arm.arm.config.model.d_model for gap in one.gaps}
@@ -240,14 +249,14 @@ def test_runs_that_are_missing_at_one_length_leave_the_others_measured(cached_wo
         lambda run, tokens: None if tokens == 3072 else power_law(tokens) + is_arm(run) / 50,
     )
     described = describe_series(only_series(world))
-    assert [point["n"] for point in described["points"]] == [4, 4, 4, 0]
+    assert [point.n for point in described.points] == [4, 4, 4, 0]
     assert described["equivalent_tokens"] == "not measured"
     json.dumps(described, allow_nan=False)
 
 
-def test_runs_that_do_not_come_down_are_no_basis_for_growth_or_worth(cached_world):
+def test_growth_needs_annealed_learning_rates(cached_world):
     world = of_tokens(
         cached_world(*HORIZONS, "optim.lr_final=1.0"),
         lambda run, tokens: power_law(tokens) + 0.01 * is_arm(run) + run.changes["seed"] / 10,
     )
-    assert series(families(world.study())) == []
+    assert find_series(find_families(world.study())) == []

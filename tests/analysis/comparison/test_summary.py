@@ -2,6 +2,7 @@
 up, and nothing that steers a terminal.
 """
 
+import dataclasses
 import json
 import math
 import random
@@ -9,10 +10,10 @@ import unicodedata
 
 import pytest
 
-from qkablate.analysis.comparison.summary import describe
+from qkablate.analysis.comparison.summary import describe_study
 from qkablate.cli.results import print_tables
-from qkablate.report.text.table import Table, markdown
-from qkablate.report.text.tables import tables
+from qkablate.report.text.table import Table, format_markdown
+from qkablate.report.text.tables import make_tables
 from qkablate.table import print_json
 
 THREE = "variant=standard,no_q,shared_qk"
@@ -83,29 +84,29 @@ def sweep(request, cached_world):
     return world
 
 
-def test_every_sweep_is_told_whole_without_nan(sweep):
+def test_every_sweep_is_summarized_without_nan(sweep):
     study = sweep.study()
-    found = describe(study)
-    again = json.loads(json.dumps(found, allow_nan=False))
+    found = describe_study(study)
+    again = json.loads(json.dumps(dataclasses.asdict(found), allow_nan=False))
     assert again == found  # plain types, and no more
     finals = {run.name: run for run in sweep.runs() if not run.tuning}
-    shown = [one["run"] for arm in found["arms"] for one in arm["runs"]]
+    shown = [one["run"] for arm in found.arms for one in arm.runs]
     assert sorted(shown) == sorted(finals)
-    assert {arm["arm"].partition(" lr ")[0] for arm in found["arms"]} == {*sweep.manifest.arms}
-    for arm in found["arms"]:
-        losses = [one["test_loss"] for one in arm["runs"] if one["test_loss"] is not None]
-        assert arm["n"] == len(losses)
-        assert arm["mean"] == (pytest.approx(sum(losses) / len(losses)) if losses else None)
-        for one in arm["runs"]:
-            assert (one["test_loss"] is not None) == (one["status"] == "done")
+    assert {arm.arm.partition(" lr ")[0] for arm in found.arms} == {*sweep.manifest.arms}
+    for arm in found.arms:
+        losses = [one.test_loss for one in arm.runs if one.test_loss is not None]
+        assert arm.n == len(losses)
+        assert arm.mean == (pytest.approx(sum(losses) / len(losses)) if losses else None)
+        for one in arm.runs:
+            assert (one.test_loss is not None) == (one.status == "done")
             assert finals[one["run"]].changes["seed"] == one["seeds"]["seed"]
-    assert found["complete"] == study.is_complete
-    for one in found["gaps"]:
-        assert len(one["pairs"]) == one["n"]
-        assert one["p"] is None if one["n"] < 2 else 0 <= one["p"] <= one["p_holm"] <= 1
-        assert (one["interval"] is None) == (one["n"] < 2)
-        assert (one["detectable"] is None) == (one["n"] < 2)
-    shown_tables = tables(found)
+    assert found.complete == study.is_complete
+    for one in found.gaps:
+        assert len(one.pairs) == one.n
+        assert one.p is None if one.n < 2 else 0 <= one.p <= one.p_holm <= 1
+        assert (one.interval is None) == (one.n < 2)
+        assert (one.detectable is None) == (one.n < 2)
+    shown_tables = make_tables(found)
     assert shown_tables[0].rows
     for table in shown_tables:
         assert_lines_up(table)
@@ -117,34 +118,34 @@ def assert_lines_up(table):
         assert len(row) == len(table.columns)
         assert all(isinstance(cell, str) for cell in row)
         assert not any(word in cell for word in ("nan", "None") for cell in row)
-    lines = [line for line in markdown(table).splitlines() if line.startswith("|")]
+    lines = [line for line in format_markdown(table).splitlines() if line.startswith("|")]
     assert len(lines) == len(table.rows) + 2
     assert {line.count("|") for line in lines} == {len(table.columns) + 1}
 
 
 @pytest.mark.parametrize("name", ["complete", "alike", "empty", "one of each", "one seed"])
-def test_a_margin_is_answered_in_every_condition(cached_world, name):
+def test_margin_is_answered_in_every_condition(cached_world, name):
     words, loss = SWEEPS[name]
-    found = describe(cached_world(*words).finish(loss).study(), {}, 0.01)
-    json.dumps(found, allow_nan=False)
-    for one in found["gaps"]:
-        assert one["margin"]["nats"] == 0.01
-        assert (one["margin"]["p_noninferior"] is None) == (one["n"] < 2)
-        assert (one["margin"]["p_equivalent"] is None) == (one["n"] < 2)
-    for table in tables(found):
+    found = describe_study(cached_world(*words).finish(loss).study(), {}, 0.01)
+    json.dumps(dataclasses.asdict(found), allow_nan=False)
+    for one in found.gaps:
+        assert one.margin.nats == 0.01
+        assert (one.margin.p_noninferior is None) == (one.n < 2)
+        assert (one.margin.p_equivalent is None) == (one.n < 2)
+    for table in make_tables(found):
         assert_lines_up(table)
 
 
-def test_every_arm_and_every_loss_stands_in_the_first_table(cached_world):
+def test_first_table_has_every_arm_and_loss(cached_world):
     world = cached_world(THREE, "seed=range(4)").finish(one_of_each)
-    first = tables(describe(world.study()))[0]
+    first = make_tables(describe_study(world.study()))[0]
     assert [row[0] for row in first.rows] == [*world.manifest.arms]
     for row in first.rows:
         assert row[3] == "1/4"
         assert row[-1].split(" ", 1)[1] == "(failed) (diverged) (waiting)"
 
 
-def test_the_gap_table_says_what_each_gap_is(cached_world):
+def test_gap_table_shows_each_decision(cached_world):
     loss = {"standard": 2.0, "no_q": 2.5, "shared_qk": 1.5}
 
     def far(run):
@@ -152,18 +153,18 @@ def test_the_gap_table_says_what_each_gap_is(cached_world):
         return loss[run.arm.split("-")[0]] + run.changes["seed"] / 7 + noise
 
     world = cached_world(THREE, "seed=range(4)").finish(far)
-    _, gaps, ranks, *_ = tables(describe(world.study()))
+    _, gaps, ranks, *_ = make_tables(describe_study(world.study()))
     assert [(row[0], row[8]) for row in gaps.rows] == [
         ("no_q-d16-h2", "worse"),
         ("shared_qk-d16-h2", "better"),
     ]
     assert [row[1] for row in ranks.rows] == ["1", "2", "3"]
     world.write(next(run for run in world.runs() if run.arm.startswith("no_q")), "diverged")
-    assert tables(describe(world.study()))[1].rows[0][8] == "diverges"
+    assert make_tables(describe_study(world.study()))[1].rows[0][8] == "arm diverged"
 
 
 @pytest.mark.parametrize(("gap", "says"), [(0.0, "equivalent"), (-0.03, "not worse")])
-def test_with_a_margin_the_table_says_what_is_within_it(cached_world, gap, says):
+def test_margin_adds_equivalence_to_the_table(cached_world, gap, says):
     def close(run):
         seed = run.changes["seed"]
         # The gaps alternate: far too noisy to be found, and below the margin of 1.
@@ -171,36 +172,36 @@ def test_with_a_margin_the_table_says_what_is_within_it(cached_world, gap, says)
         return 2 + seed / 7 + (sign if run.arm.startswith("no_q") else 0)
 
     world = cached_world("variant=standard,no_q", "seed=range(10)").finish(close)
-    found = describe(world.study(), {}, 1.0)
-    assert tables(found)[1].rows[0][8] == says
-    margin = found["gaps"][0]["margin"]
-    assert margin["p_noninferior"] < 0.05
-    assert (margin["p_equivalent"] < 0.05) == (says == "equivalent")
-    assert margin["seeds_needed"] >= 2
-    assert len(tables(found)[1].columns) == 15
+    found = describe_study(world.study(), {}, 1.0)
+    assert make_tables(found)[1].rows[0][8] == says
+    margin = found.gaps[0].margin
+    assert margin.p_noninferior < 0.05
+    assert (margin.p_equivalent < 0.05) == (says == "equivalent")
+    assert margin.seeds_needed >= 2
+    assert len(make_tables(found)[1].columns) == 15
 
 
 def test_one_seed_is_a_number_in_the_table(cached_world):
     world = cached_world(THREE, "seed=7").finish(loss_of)
-    rows = tables(describe(world.study()))[1].rows
+    rows = make_tables(describe_study(world.study()))[1].rows
     assert {(row[2], row[4], row[6], row[7], row[8]) for row in rows} == {
         ("1", "–", "–", "–", "a number")
     }
 
 
-def test_arms_that_were_left_out_are_told(cached_world):
+def test_left_out_arms_are_listed(cached_world):
     world = cached_world("variant=standard,mqa,gqa", "variant.groups=1,2", "seed=0")
-    left = describe(world.study())["left_out"]
-    assert {one["arm"] for one in left} == {one.arm for one in world.manifest.left_out}
-    assert all(one["reason"] for one in left)
+    left = describe_study(world.study()).left_out
+    assert {one.arm for one in left} == {one.arm for one in world.manifest.left_out}
+    assert all(one.reason for one in left)
 
 
 def test_times_make_a_front_of_their_own(cached_world):
     world = cached_world("variant=standard,no_q", "seed=range(2)").finish(loss_of)
     times = {"standard-d16-h2": 2.0, "no_q-d16-h2": 1.0}
-    found = describe(world.study(), times)
-    assert [front["cost"] for front in found["fronts"]][-1] == "ms per step"
-    assert any("1 ms per step" in row[1] for row in tables(found)[-1].rows)
+    found = describe_study(world.study(), times)
+    assert [front.cost for front in found.fronts][-1] == "ms per step"
+    assert any("1 ms per step" in row[1] for row in make_tables(found)[-1].rows)
 
 
 EVIL = "\x1b[31m\x9b2J\x07\u202e"
@@ -221,19 +222,19 @@ def is_quiet(text):
     return not any(c != "\n" and unicodedata.category(c) in ("Cc", "Cf") for c in text)
 
 
-def test_what_steers_a_terminal_does_not_reach_it(cached_world, capsys):
+def test_control_characters_do_not_reach_the_terminal(cached_world, capsys):
     world = cached_world("variant=standard,no_q", "seed=range(3)").finish(loss_of)
-    found = describe(evil_world(world))
-    reasons = [one.get("reason") for arm in found["arms"] for one in arm["runs"]]
+    found = describe_study(evil_world(world))
+    reasons = [one.get("reason") for arm in found.arms for one in arm.runs]
     assert EVIL in reasons
-    print_tables(tables(found))
+    print_tables(make_tables(found))
     shown = capsys.readouterr().out
     assert "mixed" in shown
     assert is_quiet(shown)
 
 
 @pytest.mark.parametrize("form", ["table", "md", "csv", "json"])
-def test_no_format_carries_what_steers_a_terminal(cached_world, qkablate, form):
+def test_no_format_contains_control_characters(cached_world, qkablate, form):
     world = cached_world("variant=standard,no_q", "seed=range(3)").finish(loss_of)
     evil_world(world)
     done = qkablate("results", str(world.folder), "--format", form)
@@ -241,13 +242,13 @@ def test_no_format_carries_what_steers_a_terminal(cached_world, qkablate, form):
     assert is_quiet(done.out)
 
 
-def test_a_cell_with_a_bar_stays_one_cell():
+def test_cell_with_a_bar_stays_one_cell():
     table = Table("a title", ["a", "b"], [["x|y", "1"], ["| |", "2"]], ["a note"])
     assert_lines_up(table)
 
 
-def test_json_as_printed_is_what_was_described(cached_world, capsys):
+def test_printed_json_equals_the_summary(cached_world, capsys):
     world = cached_world("variant=standard,no_q", "seed=range(3)").finish(loss_of)
-    found = describe(world.study())
+    found = describe_study(world.study())
     print_json(found)
     assert json.loads(capsys.readouterr().out) == found

@@ -1,11 +1,12 @@
 """Two runs side by side: what they differ in, and by how much."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 
-from qkablate.analysis.comparison.two_runs import duel
+from qkablate.analysis.comparison.two_runs import compare_runs
 from qkablate.errors import UserError
 
 CONFIG = """
@@ -16,7 +17,7 @@ seed: 0
 seeds: {init: 0, data: 0}
 threads: 1
 out: outputs
-track: {wandb: auto}
+tracking: {wandb: auto}
 id: one
 identity: {device: cpu}
 """
@@ -60,79 +61,81 @@ def other_losses(**losses):
 
 
 def sound(found):
-    json.dumps(found, allow_nan=False)
+    json.dumps(dataclasses.asdict(found), allow_nan=False)
     return found
 
 
-def test_two_arms_of_one_seed_are_a_pair_and_differ_in_what_they_are(make):
+def test_two_arms_of_one_seed_are_a_pair(make):
     config = CONFIG.replace("name: standard, qk: separate", "name: no_q, qk: no_q")
     config = config.replace("id: one", "id: two").replace("threads: 1", "threads: 2")
     result = {**other_losses(test=2.75, val=2.5), "params": {"total": 900}, "seconds": 3.0}
-    found = sound(duel(make("no_q", config, result), make("standard")))
-    assert found["runs"] == ["no_q", "standard"]
-    assert found["status"] == ["done", "done"]
-    assert found["gap"] == {"train": 0.0, "val": 0.25, "test": 0.25}
-    assert found["perplexity_percent"]["test"] == pytest.approx(100 * (math.exp(0.25) - 1))
-    assert found["params"] == [900, 1000]
-    assert found["seconds"] == [3.0, 1.5]
-    assert found["differ"] == {
+    found = sound(compare_runs(make("no_q", config, result), make("standard")))
+    assert found.runs == ["no_q", "standard"]
+    assert found.status == ["done", "done"]
+    assert found.gap == {"train": 0.0, "val": 0.25, "test": 0.25}
+    assert found.perplexity_percent["test"] == pytest.approx(100 * (math.exp(0.25) - 1))
+    assert found.params == [900, 1000]
+    assert found.seconds == [3.0, 1.5]
+    assert found.differ == {
         "variant.name": ["no_q", "standard"],
         "variant.qk": ["no_q", "separate"],
     }
-    assert found["unlike"] == {}
-    assert found["paired"]
+    assert found.unlike == {}
+    assert found.paired
 
 
-def test_the_gap_turns_round_with_the_runs(make):
+def test_gap_turns_round_with_the_runs(make):
     one, other = make("one", result=other_losses(test=3.0)), make("other")
-    assert duel(one, other)["gap"]["test"] == -duel(other, one)["gap"]["test"] == 0.5
+    assert (
+        compare_runs(one, other)["gap"]["test"] == -compare_runs(other, one)["gap"]["test"] == 0.5
+    )
 
 
-def test_a_run_beside_itself_differs_in_nothing(make):
+def test_run_beside_itself_differs_in_nothing(make):
     folder = make("one", curve=[(32, 3.0)])
-    found = duel(folder, folder)
-    assert found["differ"] == found["unlike"] == {}
-    assert {*found["gap"].values()} == {0.0}
-    assert found["val_gap"] == [{"tokens": 32, "gap": 0.0}]
-    assert found["paired"]
+    found = compare_runs(folder, folder)
+    assert found.differ == found.unlike == {}
+    assert {*found.gap.values()} == {0.0}
+    assert found.val_gap == [{"tokens": 32, "gap": 0.0}]
+    assert found.paired
 
 
 @pytest.mark.parametrize("change", [("seed: 0", "seed: 1"), ("init: 0", "init: 5")])
-def test_other_seeds_are_no_pair(make, change):
-    found = duel(make("one", CONFIG.replace(*change)), make("other"))
-    assert not found["paired"]
-    assert len(found["differ"]) == 1
+def test_runs_of_other_seeds_are_not_paired(make, change):
+    found = compare_runs(make("one", CONFIG.replace(*change)), make("other"))
+    assert not found.paired
+    assert len(found.differ) == 1
 
 
-def test_other_data_is_no_pair_and_is_told(make):
-    found = duel(make("one", result={**RESULT, "data_fingerprint": "songs"}), make("other"))
-    assert not found["paired"]
-    assert found["unlike"] == {"data_fingerprint": ["songs", "text"]}
+def test_runs_on_other_data_are_not_paired(make):
+    found = compare_runs(make("one", result={**RESULT, "data_fingerprint": "songs"}), make("other"))
+    assert not found.paired
+    assert found.unlike == {"data_fingerprint": ["songs", "text"]}
 
 
-def test_other_circumstances_are_told_and_leave_a_pair(make):
+def test_other_circumstances_are_listed_and_runs_stay_paired(make):
     one = make("one", result={**RESULT, "kernel": "math", "precision": "bf16"})
     environment = {"versions": {"torch": "2.14"}, "machine": {"cpu": "a CPU"}}
     (one / "environment.json").write_text(json.dumps(environment))
-    found = duel(one, make("other"))
-    assert found["unlike"] == {
+    found = compare_runs(one, make("other"))
+    assert found.unlike == {
         "precision": ["bf16", "fp32"],
         "kernel": ["math", "flash"],
         "torch": ["2.14", None],
         "cpu": ["a CPU", None],
     }
-    assert found["paired"]
+    assert found.paired
 
 
-def test_a_key_that_one_config_lacks_is_told(make):
-    found = duel(make("one", CONFIG + "deterministic: true\n"), make("other"))
-    assert found["differ"] == {"deterministic": [True, None]}
+def test_key_missing_in_one_config_is_listed(make):
+    found = compare_runs(make("one", CONFIG + "deterministic: true\n"), make("other"))
+    assert found.differ == {"deterministic": [True, None]}
 
 
-def test_curves_are_compared_where_both_were_read(make):
+def test_curves_are_compared_at_common_readings(make):
     one = make("one", curve=[(32, 4.0), (64, 3.5), (96, 3.0)])
     other = make("other", curve=[(32, 3.5), (96, 3.25), (128, 3.0)])
-    assert duel(one, other)["val_gap"] == [
+    assert compare_runs(one, other)["val_gap"] == [
         {"tokens": 32, "gap": 0.5},
         {"tokens": 96, "gap": -0.25},
     ]
@@ -152,20 +155,20 @@ def test_curves_are_compared_where_both_were_read(make):
     ],
     ids=["none", "empty", "a list", "half", "deep", "NaN", "no status", "no losses"],
 )
-def test_a_run_without_a_result_has_no_gap(make, result):
-    found = sound(duel(make("one", result=result, curve=[(32, 4.0)]), make("other")))
-    assert found["status"] == ["no result", "done"]
-    assert found["gap"] == found["perplexity_percent"] == {}
-    assert found["params"] == [None, 1000]
+def test_run_without_a_result_has_no_gap(make, result):
+    found = sound(compare_runs(make("one", result=result, curve=[(32, 4.0)]), make("other")))
+    assert found.status == ["no result", "done"]
+    assert found.gap == found.perplexity_percent == {}
+    assert found.params == [None, 1000]
 
 
 @pytest.mark.parametrize("status", ["failed", "diverged"])
-def test_a_run_that_came_to_no_loss_says_its_status(make, status):
+def test_run_without_loss_shows_its_status(make, status):
     result = {**RESULT, "status": status, "diverged_at": 3}
     result["loss"] = {"train": None, "val": None, "test": None}
-    found = sound(duel(make("one", result=result), make("other")))
-    assert found["status"] == [status, "done"]
-    assert found["gap"] == {}
+    found = sound(compare_runs(make("one", result=result), make("other")))
+    assert found.status == [status, "done"]
+    assert found.gap == {}
 
 
 @pytest.mark.parametrize(
@@ -173,14 +176,14 @@ def test_a_run_that_came_to_no_loss_says_its_status(make, status):
     [math.nan, math.inf, "2.0", True, [2.0], None, 10**400],
     ids=lambda value: str(value)[:8],
 )
-def test_a_training_loss_that_is_none_has_no_gap(make, train):
-    found = sound(duel(make("one", result=other_losses(train=train)), make("other")))
-    assert {*found["gap"]} == {"val", "test"}
+def test_missing_training_loss_has_no_gap(make, train):
+    found = sound(compare_runs(make("one", result=other_losses(train=train)), make("other")))
+    assert {*found.gap} == {"val", "test"}
 
 
-def test_losses_far_apart_are_still_numbers(make):
-    found = sound(duel(make("one", result=other_losses(test=1e6)), make("other")))
-    assert found["gap"]["test"] == pytest.approx(1e6 - 2.5)
+def test_extreme_losses_give_finite_numbers(make):
+    found = sound(compare_runs(make("one", result=other_losses(test=1e6)), make("other")))
+    assert found.gap["test"] == pytest.approx(1e6 - 2.5)
 
 
 @pytest.mark.parametrize(
@@ -196,21 +199,21 @@ def test_losses_far_apart_are_still_numbers(make):
     ],
     ids=["empty", "a list", "half", "a number", "an object", "deep", "zero"],
 )
-def test_a_config_that_is_none_is_a_users_mistake_in_one_line(make, config):
+def test_invalid_config_is_a_one_line_user_error(make, config):
     with pytest.raises(UserError, match=r"config\.yaml") as told:
-        duel(make("one", config), make("other"))
+        compare_runs(make("one", config), make("other"))
     assert "\n" not in str(told.value)
 
 
-def test_a_config_that_is_not_there_or_is_binary_is_a_users_mistake(make, tmp_path):
+def test_missing_or_binary_config_is_a_user_error(make, tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
-        duel(make("one"), tmp_path / "nowhere")
+        compare_runs(make("one"), tmp_path / "nowhere")
     broken = make("broken")
     (broken / "config.yaml").write_bytes(bytes(range(256)))
     with pytest.raises(UserError, match="cannot be read"):
-        duel(broken, make("other"))
-    with pytest.raises(UserError, match="holds no alias"):
-        duel(make("circle", CONFIG + "own: &a [*a]\n"), make("third"))
+        compare_runs(broken, make("other"))
+    with pytest.raises(UserError, match="contains no alias"):
+        compare_runs(make("circle", CONFIG + "own: &a [*a]\n"), make("third"))
 
 
 @pytest.mark.parametrize(
@@ -218,9 +221,9 @@ def test_a_config_that_is_not_there_or_is_binary_is_a_users_mistake(make, tmp_pa
     ["3: 4", "null: 1", "true: 1", "when: 2020-01-01", "rate: .nan", "m: {1: 2}"],
     ids=["number", "null", "true", "date", "NaN", "inner number"],
 )
-def test_odd_keys_and_values_in_a_config_are_told_as_they_are(make, odd):
-    found = duel(make("one", CONFIG + odd + "\n"), make("other"))
-    assert len(found["differ"]) == 1
+def test_odd_config_keys_and_values_are_shown_verbatim(make, odd):
+    found = compare_runs(make("one", CONFIG + odd + "\n"), make("other"))
+    assert len(found.differ) == 1
     sound(found)
 
 
@@ -230,12 +233,12 @@ def test_two_trained_runs_side_by_side(train, tmp_path):
         (tmp_path / name).mkdir()
         words = [f"variant={name}", "train.steps=4", "train.batch_size=2", "train.eval_every=2"]
         folders.append(train(tmp_path / name, *words))
-    found = sound(duel(folders[1], folders[0]))
+    found = sound(compare_runs(folders[1], folders[0]))
     results = [json.loads((folder / "result.json").read_text()) for folder in folders]
     gap = results[1]["loss"]["test"] - results[0]["loss"]["test"]
-    assert found["gap"]["test"] == pytest.approx(gap)
-    assert found["differ"]["variant.name"] == ["no_q", "standard"]
-    assert found["params"][0] < found["params"][1]
-    assert len(found["val_gap"]) >= 2
-    assert not [key for key in found["unlike"] if key not in ("data_fingerprint", "kernel")]
-    assert found["paired"] == ("data_fingerprint" not in found["unlike"])
+    assert found.gap["test"] == pytest.approx(gap)
+    assert found.differ["variant.name"] == ["no_q", "standard"]
+    assert found.params[0] < found.params[1]
+    assert len(found.val_gap) >= 2
+    assert not [key for key in found.unlike if key not in ("data_fingerprint", "kernel")]
+    assert found.paired == ("data_fingerprint" not in found.unlike)

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qkablate.analysis.comparison.gaps import families
-from qkablate.analysis.comparison.summary import describe
-from qkablate.analysis.study.standalone_runs import study_of
-from qkablate.cli.hydra.configs import jobs
+from qkablate.analysis.comparison.gaps import find_families
+from qkablate.analysis.comparison.summary import describe_study
+from qkablate.analysis.study.standalone_runs import read_standalone_runs
+from qkablate.cli.hydra.configs import compose_jobs
 from qkablate.config.schema import SeedsConfig
-from qkablate.report.text.table import markdown
-from qkablate.report.text.tables import tables
-from qkablate.runs.lease import owning
+from qkablate.report.text.table import format_markdown
+from qkablate.report.text.tables import make_tables
+from qkablate.runs.lease import hold_lease
 from qkablate.runs.run import Run, label, run_id
-from qkablate.training.resolve import plan
-from qkablate.training.result import base_result
+from qkablate.training.resolve import plan_run
+from qkablate.training.result import make_base_result
 
 LOSS = {"train": 2.0, "val": 2.1, "test": 2.0}
 
@@ -37,7 +37,7 @@ def typed(corpus, words):
 @pytest.fixture(scope="session")
 def planned(corpus):
     """Plan a run as `qkablate train` does, each once."""
-    return functools.cache(lambda *words: plan(jobs(typed(corpus, words))[0].config))
+    return functools.cache(lambda *words: plan_run(compose_jobs(typed(corpus, words))[0].config))
 
 
 def of_seed(own, seed):
@@ -73,9 +73,9 @@ def run(begin):
 
     def write(*words, test=2.0, out="outputs", **more):
         own = begin(*words, out=out)
-        read = own.config.train.read_test
+        read = own.config.train.evaluate_test
         loss = {"train": test, "val": test + 0.1, "test": test if read else None}
-        finish(own.run.folder, base_result(own, 1) | {"status": "done", "loss": loss} | more)
+        finish(own.run.folder, make_base_result(own, 1) | {"status": "done", "loss": loss} | more)
         return own.run.folder
 
     return write
@@ -103,12 +103,13 @@ def change(folder, key, value):
 
 def sound(study):
     """What a report would be made of: JSON as everybody reads it, and tables."""
-    found = describe(study)
-    json.dumps(found, allow_nan=False)
-    for table in tables(found):
-        assert markdown(table)
+    summary = describe_study(study)
+    described = dataclasses.asdict(summary)
+    json.dumps(described, allow_nan=False)
+    for table in make_tables(summary):
+        assert format_markdown(table)
         assert {len(row) for row in table.rows} <= {len(table.columns)}
-    return found
+    return described
 
 
 def by_name(study):
@@ -118,17 +119,19 @@ def by_name(study):
 # What is one arm, and what is a pair.
 
 
-def test_the_runs_of_an_arm_differ_in_their_seed_and_learning_rate_alone(run):
+def test_runs_of_an_arm_differ_in_their_seed_and_learning_rate_alone(run):
     folders = of_seeds(run, (0, 1), "variant=no_q", gap=0.3) + of_seeds(run, (0, 1))
-    study = study_of(folders)
+    study = read_standalone_runs(folders)
     assert [*by_name(study)] == ["standard-d16-h2", "no_q-d16-h2"]
     assert study.is_complete
     assert study.expected == 4
-    (family,) = families(study)
+    (family,) = find_families(study)
     (found,) = family.gaps
     assert [*found.pairs.values()] == pytest.approx([0.3, 0.3])
     sound(study)
-    study = study_of([*folders, run("variant=no_q", "seed=0", "optim.lr=2e-3", test=9.0)])
+    study = read_standalone_runs(
+        [*folders, run("variant=no_q", "seed=0", "optim.lr=2e-3", test=9.0)]
+    )
     entries = by_name(study)
     assert [*entries] == [
         *("standard-d16-h2 lr 0.001", "no_q-d16-h2 lr 0.001", "no_q-d16-h2 lr 0.002")
@@ -142,7 +145,7 @@ def test_runs_that_began_from_trained_ones_stand_beside_each_other(run):
 
     def begun(seed):
         known = {"run": f"parent{seed}", "id": f"{seed}" * 12, "weights": f"{seed}" * 64}
-        return [f"start.{key}={value}" for key, value in (known | {"step": 12}).items()]
+        return [f"init_from.{key}={value}" for key, value in (known | {"step": 12}).items()]
 
     folders = [
         run(f"seed={seed}", *variant, *start, test=2 + seed + gap)
@@ -150,25 +153,25 @@ def test_runs_that_began_from_trained_ones_stand_beside_each_other(run):
         for variant, gap in ((["variant=no_q"], 0.25), ([], 0.0))
         for start in (begun(seed), [])
     ]
-    study = study_of(folders)
+    study = read_standalone_runs(folders)
     names = ["standard-d16-h2", "no_q-d16-h2"]
-    assert {*by_name(study)} == {*names, *(f"healed-{name}" for name in names)}
+    assert {*by_name(study)} == {*names, *(f"finetuned-{name}" for name in names)}
     assert study.unread == ()
     baselines = {entry.arm.name: entry.arm.baseline for entry in study.entries}
-    assert baselines["healed-no_q-d16-h2"] == "healed-standard-d16-h2"
+    assert baselines["finetuned-no_q-d16-h2"] == "finetuned-standard-d16-h2"
     assert baselines["no_q-d16-h2"] == "standard-d16-h2"
-    gaps = [gap for family in families(study) for gap in family.gaps]
+    gaps = [gap for family in find_families(study) for gap in family.gaps]
     assert [[*gap.pairs.values()] for gap in gaps] == [pytest.approx([0.25, 0.25])] * 2
     sound(study)
 
 
-def test_the_order_in_which_runs_are_named_changes_no_number(run):
+def test_order_in_which_runs_are_named_changes_no_number(run):
     folders = of_seeds(run, range(3)) + of_seeds(run, range(3), "variant=no_q", gap=0.3)
-    one, other = (sound(study_of(order)) for order in (folders, folders[::-1]))
-    assert {arm["arm"]: arm["mean"] for arm in one["arms"]} == pytest.approx(
-        {arm["arm"]: arm["mean"] for arm in other["arms"]}
+    one, other = (sound(read_standalone_runs(order)) for order in (folders, folders[::-1]))
+    assert {arm.arm: arm.mean for arm in one.arms} == pytest.approx(
+        {arm.arm: arm.mean for arm in other.arms}
     )
-    assert one["gaps"][0]["interval"] == pytest.approx(other["gaps"][0]["interval"])
+    assert one.gaps[0].interval == pytest.approx(other.gaps[0].interval)
 
 
 @pytest.mark.parametrize(
@@ -181,12 +184,14 @@ def test_the_order_in_which_runs_are_named_changes_no_number(run):
     ],
     ids=" ".join,
 )
-def test_an_arm_has_no_baseline_in_other_surroundings(run, other):
-    study = study_of([run("seed=0"), run("seed=0", "variant=no_q", *other)])
+def test_baseline_has_equal_settings(run, other):
+    study = read_standalone_runs([run("seed=0"), run("seed=0", "variant=no_q", *other)])
     assert len(study.entries) == 2
-    assert families(study) == []
-    study = study_of([run("seed=1"), run("seed=1", *other), run("seed=1", "variant=no_q", *other)])
-    (family,) = families(study)
+    assert find_families(study) == []
+    study = read_standalone_runs(
+        [run("seed=1"), run("seed=1", *other), run("seed=1", "variant=no_q", *other)]
+    )
+    (family,) = find_families(study)
     same = {entry.name: entry.arm.config for entry in study.entries}
     (found,) = family.gaps
     assert found.sample.n == 1
@@ -202,25 +207,25 @@ def test_an_arm_has_no_baseline_in_other_surroundings(run, other):
         ("attention.kernel=math",),
         ("train.checkpoint_every=5",),
         ("data.cache=elsewhere",),
-        ("track.tags=[mine]", "track.group=ours"),
+        ("tracking.tags=[mine]", "tracking.group=ours"),
     ],
     ids=" ".join,
 )
-def test_what_changes_no_number_parts_neither_arms_nor_pairs(run, words):
+def test_irrelevant_keys_separate_neither_arms_nor_pairs(run, words):
     standard = of_seeds(run, (0,)) + of_seeds(run, (1,), *words)
-    (entry,) = study_of(standard).entries
+    (entry,) = read_standalone_runs(standard).entries
     assert entry.sample.n == 2
-    (family,) = families(
-        study_of([*of_seeds(run, (5,)), *of_seeds(run, (5,), "variant=no_q", *words)])
+    (family,) = find_families(
+        read_standalone_runs([*of_seeds(run, (5,)), *of_seeds(run, (5,), "variant=no_q", *words)])
     )
     assert family.gaps[0].sample.n == 1
 
 
-def test_a_wider_mlp_stands_beside_standard_with_the_nearest(run):
+def test_baseline_has_the_nearest_mlp_width(run):
     ratios = {f"standard {ratio}": run(f"model.mlp_ratio={ratio}") for ratio in (2.0, 4.0)}
     wide = run("variant=no_q", "model.mlp_ratio=4.3")
-    study = study_of([*ratios.values(), wide])
-    (family,) = families(study)
+    study = read_standalone_runs([*ratios.values(), wide])
+    (family,) = find_families(study)
     assert family.baseline.arm.config.model.mlp_ratio == 4.0
     assert len(study.entries) == 3
 
@@ -231,22 +236,22 @@ def test_seeds_that_are_given_apart_make_a_pair(run):
         for name in ("standard", "no_q")
         for init in (1, 2)
     ]
-    study = study_of(folders)
-    (family,) = families(study)
+    study = read_standalone_runs(folders)
+    (family,) = find_families(study)
     assert len(family.gaps[0].pairs) == 2
     assert {record.seed for record in study.records} == {"s0 seeds.init=1", "s0 seeds.init=2"}
 
 
 def test_without_standard_there_is_no_gap(run):
-    study = study_of([run("variant=no_q"), run("variant=shared_qk")])
+    study = read_standalone_runs([run("variant=no_q"), run("variant=shared_qk")])
     assert len(study.entries) == 2
     assert sound(study)["gaps"] == []
 
 
-def test_arms_of_one_variant_and_size_are_named_by_what_they_differ_in(run):
+def test_similar_arms_are_named_by_their_differences(run):
     folders = [run(), run("model.dropout=0.1"), run("optim.weight_decay=0", "train.steps=24")]
     folders += [run("model.d_model=32")]
-    names = [*by_name(study_of(folders))]
+    names = [*by_name(read_standalone_runs(folders))]
     assert len({*names}) == 4
     assert names[3] == "standard-d32-h2"  # alone with its name
     assert all(name.startswith("standard-d16-h2-") for name in names[:3])
@@ -256,7 +261,7 @@ def test_arms_of_one_variant_and_size_are_named_by_what_they_differ_in(run):
     assert "steps=12" in dropped
 
 
-def test_runs_of_one_seed_that_are_not_the_same_run_are_all_told(run, tmp_path):
+def test_different_runs_of_one_seed_are_all_listed(run, tmp_path):
     """Another text under the same path makes another run with the same config."""
     path = tmp_path / "text.txt"
     folders = []
@@ -264,15 +269,15 @@ def test_runs_of_one_seed_that_are_not_the_same_run_are_all_told(run, tmp_path):
         path.write_text(text * 500)
         folders.append(run(f"data.path={path}", f"data.cache={tmp_path / str(number)}"))
     assert folders[0] != folders[1]
-    study = study_of(folders)
+    study = read_standalone_runs(folders)
     assert {record.folder for record in study.records} == {*folders}
     assert study.is_complete
 
 
-def test_a_run_that_is_named_twice_counts_once(run, tmp_path):
+def test_run_that_is_named_twice_counts_once(run, tmp_path):
     folder = run()
     shutil.copytree(folder, tmp_path / "elsewhere" / folder.name)
-    study = study_of([folder, folder, tmp_path / "elsewhere" / folder.name])
+    study = read_standalone_runs([folder, folder, tmp_path / "elsewhere" / folder.name])
     assert len(study.records) == study.expected == 1
     assert study.is_complete
 
@@ -282,18 +287,18 @@ def test_a_run_that_is_named_twice_counts_once(run, tmp_path):
 
 def test_sizes_are_those_that_runs_recorded(begin, run):
     own = begin("variant=no_q", "seed=3")
-    (entry,) = study_of([own.run.folder]).entries
+    (entry,) = read_standalone_runs([own.run.folder]).entries
     assert (entry.arm.params, entry.arm.flops) == (0, 0.0)
     folder = run("variant=no_q", "seed=4")
     for order in ([own.run.folder, folder], [folder, own.run.folder]):
-        (entry,) = study_of(order).entries
+        (entry,) = read_standalone_runs(order).entries
         assert entry.arm.total_params == own.params["total"]
         assert 0 < entry.arm.params < entry.arm.total_params
         assert entry.arm.flops == own.flops_per_token
         assert entry.arm.tokens == 12 * 2 * 16
 
 
-def test_statuses_are_told_as_in_a_sweep(begin, run):
+def test_statuses_are_those_of_a_sweep(begin, run):
     folders = of_seeds(run, range(5))
     none = {"train": None, "val": None, "test": None}
     result = json.loads((folders[0] / "result.json").read_text())
@@ -304,8 +309,8 @@ def test_statuses_are_told_as_in_a_sweep(begin, run):
     (folders[3] / "result.json").unlink()
     (folders[4] / "result.json").write_text(json.dumps(result)[:40])
     running = begin("seed=9").run.folder
-    with owning(running):
-        study = study_of([*folders, running])
+    with hold_lease(running):
+        study = read_standalone_runs([*folders, running])
     found = {record.seed: record for record in study.records}
     assert [found[f"s{s}"].status for s in (0, 1, 2, 3, 4, 9)] == [
         *("done", "failed", "diverged", "interrupted", "damaged", "running")
@@ -317,10 +322,10 @@ def test_statuses_are_told_as_in_a_sweep(begin, run):
     sound(study)
 
 
-def test_another_runs_result_is_no_number(run):
+def test_result_of_another_run_gives_no_loss(run):
     one, other, last = of_seeds(run, range(3))
     shutil.copy(one / "result.json", other / "result.json")
-    study = study_of([one, other, last])
+    study = read_standalone_runs([one, other, last])
     (spoilt,) = [record for record in study.records if record.folder == other]
     assert spoilt.status in ("damaged", "interrupted")
     assert spoilt.loss is spoilt.val is None
@@ -331,12 +336,12 @@ def test_another_runs_result_is_no_number(run):
 def test_runs_that_serve_to_tune_stand_apart(run):
     rates = (5e-4, 1e-3, 2e-3)
     tuning = [
-        run(f"variant={name}", f"optim.lr={r}", "train.read_test=false", test=2 + abs(r - 1e-3))
+        run(f"variant={name}", f"optim.lr={r}", "train.evaluate_test=false", test=2 + abs(r - 1e-3))
         for name in ("standard", "no_q")
         for r in rates
     ]
     final = [run(f"variant={name}", "seed=7", test=2.5) for name in ("standard", "no_q")]
-    study = study_of([*tuning, *final])
+    study = read_standalone_runs([*tuning, *final])
     assert {(arm, rate) for arm, rate in study.tuning} == {
         (f"{name}-d16-h2", rate) for name in ("standard", "no_q") for rate in rates
     }
@@ -344,8 +349,8 @@ def test_runs_that_serve_to_tune_stand_apart(run):
     assert study.expected == 8
     assert study.is_complete
     rates_found = sound(study)["learning_rates"]
-    assert [one["best"] for one in rates_found] == [1e-3, 1e-3]
-    alone = study_of(tuning)
+    assert [one.best for one in rates_found] == [1e-3, 1e-3]
+    alone = read_standalone_runs(tuning)
     assert alone.records == []
     assert alone.is_complete
     sound(alone)
@@ -369,11 +374,11 @@ NO_CONFIGS = {
 
 
 @pytest.mark.parametrize("content", NO_CONFIGS.values(), ids=NO_CONFIGS.keys())
-def test_a_config_that_is_none_is_named_and_takes_no_other_run_away(run, content):
+def test_invalid_config_is_named_and_other_runs_are_kept(run, content):
     good, bad = of_seeds(run, (0, 1))
     (bad / "config.yaml").write_bytes(content)
     for order in ([good, bad], [bad, good]):
-        study = study_of(order)
+        study = read_standalone_runs(order)
         assert [record.folder for record in study.records] == [good]
         (said,) = study.unread
         assert said.startswith(f"{bad.name}: its config.yaml cannot be read")
@@ -381,24 +386,24 @@ def test_a_config_that_is_none_is_named_and_takes_no_other_run_away(run, content
         sound(study)
 
 
-def test_a_config_that_is_not_there_is_named(run, tmp_path):
+def test_missing_config_is_named(run, tmp_path):
     folder = run()
     (tmp_path / "nothing").mkdir()
-    study = study_of([folder, tmp_path / "nothing", tmp_path / "nowhere"])
+    study = read_standalone_runs([folder, tmp_path / "nothing", tmp_path / "nowhere"])
     assert len(study.records) == 1
     assert [line.partition(":")[0] for line in study.unread] == ["nothing", "nowhere"]
 
 
-def test_what_omegaconf_would_look_up_is_refused(run, monkeypatch):
+def test_interpolations_are_rejected(run, monkeypatch):
     monkeypatch.setenv("SECRET", "a key of somebody's")
     good, *bad = of_seeds(run, range(4))
     change(bad[0], "data.path", "${oc.env:SECRET}")
     change(bad[1], "variant.name", "${seed}")
-    change(bad[2], "track.tags", ["${oc.env:SECRET}"])
-    study = study_of([*bad, good])
+    change(bad[2], "tracking.tags", ["${oc.env:SECRET}"])
+    study = read_standalone_runs([*bad, good])
     assert len(study.unread) == 3
     assert [record.folder for record in study.records] == [good]
-    assert "a key of somebody's" not in json.dumps([describe(study), study.unread])
+    assert "a key of somebody's" not in json.dumps([dataclasses.asdict(describe_study(study)), study.unread])
 
 
 ODD = (None, math.nan, math.inf, -1, 10**30, "x", [[1]], {}, "\u202e<script>")
@@ -409,7 +414,7 @@ KEYS = [
         "variant",
         "variant.name",
         "train.steps",
-        "train.read_test",
+        "train.evaluate_test",
     ),
 ]
 
@@ -420,7 +425,7 @@ def test_any_value_in_a_config_is_read_or_named(run, key):
     whole = (bad / "config.yaml").read_text()
     for value in ODD:
         change(bad, key, value)
-        study = study_of([good, bad])
+        study = read_standalone_runs([good, bad])
         tuning = [record for by_seed in study.tuning.values() for record in by_seed.values()]
         assert good in {record.folder for record in study.records}, value
         assert len(study.records) + len(tuning) + len(study.unread) == 2, value
@@ -428,15 +433,15 @@ def test_any_value_in_a_config_is_read_or_named(run, key):
         (bad / "config.yaml").write_text(whole)
 
 
-def test_no_run_at_all_is_a_study_of_nothing(tmp_path):
+def test_no_runs_give_an_empty_study(tmp_path):
     (tmp_path / "nothing").mkdir()
     for folders in ([], [tmp_path / "nothing"]):
-        study = study_of(folders)
+        study = read_standalone_runs(folders)
         assert study.entries == study.records == []
         assert (study.expected, study.ended) == (0, 0)
         assert len(study.unread) == len(folders)
         found = sound(study)
-        assert found["arms"] == found["gaps"] == []
+        assert found.arms == found.gaps == []
 
 
 # The command that repeats a run.
@@ -456,11 +461,11 @@ WORDS = [
     ("optim.betas=[0.8,0.99]", "optim.clip=0", "optim.lr=3e-7", "optim.warmup=3"),
     ("optim.schedule=wsd",),
     ("optim.schedule=wsd", "optim.cooldown=0.5", "optim.lr_final=0"),
-    ("train.accumulate=2", "train.eval_every=3", "train.checkpoint_every=2"),
-    ("train.read_test=false",),
+    ("train.grad_accum=2", "train.eval_every=3", "train.checkpoint_every=2"),
+    ("train.evaluate_test=false",),
     ("attention.kernel=math", "precision=bf16", "deterministic=true", "compile=false"),
     ("data.tokenizer=bpe", "data.vocab_size=300", "data.max_tokens=5000"),
-    ("data=copy", "data.payload=4", "data.val_tokens=1024", "data.test_tokens=1024"),
+    ("data=copy", "data.copy_length=4", "data.val_tokens=1024", "data.test_tokens=1024"),
 ]
 
 
@@ -468,16 +473,16 @@ def repeated(corpus, study):
     """What the command of the study's only run plans."""
     tuning = [record for by_seed in study.tuning.values() for record in by_seed.values()]
     (record,) = [*study.records, *tuning]
-    words = study.manifest.words_of(record.run)
+    words = study.overrides_of(record.run)
     cached = [word for word in corpus if word.startswith("data.cache=")]
     is_text = any(word == "data=text" for word in words)
-    return plan(jobs([*words, *cached * is_text])[0].config)
+    return plan_run(compose_jobs([*words, *cached * is_text])[0].config)
 
 
 @pytest.mark.parametrize("words", WORDS, ids=lambda words: " ".join(words) or "as it is")
-def test_the_command_repeats_the_run(begin, corpus, words):
+def test_command_repeats_the_run(begin, corpus, words):
     given = begin(*words)
-    study = study_of([given.run.folder])
+    study = read_standalone_runs([given.run.folder])
     assert study.unread == ()
     found = repeated(corpus, study)
     assert found.identity == given.identity
@@ -485,7 +490,7 @@ def test_the_command_repeats_the_run(begin, corpus, words):
     assert found.config.variant.name == given.config.variant.name
 
 
-def test_the_command_repeats_a_run_with_a_circuit_from_outside(begin, corpus, tmp_path):
+def test_command_repeats_a_run_with_a_circuit_from_outside(begin, corpus, tmp_path):
     path = tmp_path / "own_circuit.py"
     path.write_text(
         "from qkablate.attention import QK, matrix, project, split_heads\n\n\n"
@@ -501,7 +506,7 @@ def test_the_command_repeats_a_run_with_a_circuit_from_outside(begin, corpus, tm
         "        return split_heads(project(y_BSD, self.w_k), self.spec.heads)\n"
     )
     given = begin(f"variant.file='{path}'")
-    found = repeated(corpus, study_of([given.run.folder]))
+    found = repeated(corpus, read_standalone_runs([given.run.folder]))
     assert found.run.id == given.run.id
 
 
@@ -512,26 +517,26 @@ def test_the_command_repeats_a_run_with_a_circuit_from_outside(begin, corpus, tm
         *("null", "true", "1e-3", "a\tb.txt"),
     ],
 )
-def test_the_command_names_the_file_however_it_is_called(begin, corpus, name):
+def test_command_names_the_file_however_it_is_called(begin, corpus, name):
     Path(name).write_text("the cat sat on the mat\n" * 400)
     given = begin()
     path = given.run.folder
     change(path, "data.path", name)
-    study = study_of([path])
-    words = study.manifest.words_of(study.records[0].run)
-    assert jobs(words)[0].config.data.path == name
+    study = read_standalone_runs([path])
+    words = study.overrides_of(study.records[0].run)
+    assert compose_jobs(words)[0].config.data.path == name
 
 
-def test_the_command_says_what_the_source_of_data_leaves_open(begin, corpus):
+def test_command_includes_data_settings(begin, corpus):
     """As a set of the Hub with an expression for where its documents begin."""
     given = begin()
     path = given.run.folder
     content = yaml.safe_load((path / "config.yaml").read_text())
-    (hub,) = jobs(["data=wikitext2", "data.document_start='^ = [^=]\\S+ = $'"])
+    (hub,) = compose_jobs(["data=wikitext2", "data.document_start='^ = [^=]\\S+ = $'"])
     content["data"] = dataclasses.asdict(hub.config.data)
     (path / "config.yaml").write_text(yaml.safe_dump(content))
-    study = study_of([path])
-    (job,) = jobs(study.manifest.words_of(study.records[0].run))
+    study = read_standalone_runs([path])
+    (job,) = compose_jobs(study.overrides_of(study.records[0].run))
     own, told = dataclasses.asdict(hub.config.data), dataclasses.asdict(job.config.data)
     assert {**told, "cache": None} == {**own, "cache": None}
 
@@ -551,15 +556,15 @@ def test_trained_runs_are_a_pair(train, tmp_path):
         "data.path",
         yaml.safe_load((folders[0] / "config.yaml").read_text())["data"]["path"],
     )
-    study = study_of(folders)
+    study = read_standalone_runs(folders)
     assert study.unread == ()
-    (family,) = families(study)
+    (family,) = find_families(study)
     results = [json.loads((folder / "result.json").read_text()) for folder in folders]
     gap = results[1]["loss"]["test"] - results[0]["loss"]["test"]
     assert family.gaps[0].sample.values == pytest.approx((gap,))
     standard, no_q = study.entries
     assert standard.arm.params > no_q.arm.params > 0
     assert standard.arm.flops > no_q.arm.flops > 0
-    assert all(record.courses["val/loss"] for record in study.records)
+    assert all(record.loss_curves["val/loss"] for record in study.records)
     found = sound(study)
-    assert len(found["gaps"][0]["audit"]) == 11
+    assert len(found.gaps[0].audit) == 11

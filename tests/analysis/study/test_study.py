@@ -2,6 +2,7 @@
 half-written is told and counts for nothing.
 """
 
+import dataclasses
 import json
 import math
 from itertools import pairwise
@@ -9,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from qkablate.analysis.comparison.gaps import families
-from qkablate.analysis.comparison.summary import describe
-from qkablate.analysis.study.study import TRAIN, VAL, courses, facts_of, read_study
+from qkablate.analysis.comparison.gaps import find_families
+from qkablate.analysis.comparison.summary import describe_study
+from qkablate.analysis.study.study import TRAIN, VAL, read_facts, read_loss_curves, read_study
 from qkablate.errors import UserError
-from qkablate.report.text.table import markdown
-from qkablate.report.text.tables import tables
-from qkablate.runs.lease import owning
+from qkablate.report.text.table import format_markdown
+from qkablate.report.text.tables import make_tables
+from qkablate.runs.lease import hold_lease
 
 PAIR = ("variant=standard,no_q", "seed=range(3)")
 DEEP = 20_000  # levels: more than any parser of ours goes down
@@ -44,12 +45,13 @@ def record_of(study, run):
 
 def sound(study):
     """What a report would be made of: JSON as everybody reads it, and tables."""
-    found = describe(study)
-    json.dumps(found, allow_nan=False)
-    for table in tables(found):
-        assert markdown(table)
+    summary = describe_study(study)
+    described = dataclasses.asdict(summary)
+    json.dumps(described, allow_nan=False)
+    for table in make_tables(summary):
+        assert format_markdown(table)
         assert {len(row) for row in table.rows} <= {len(table.columns)}
-    return found
+    return described
 
 
 def assert_dropped(world, run, status="damaged"):
@@ -60,7 +62,7 @@ def assert_dropped(world, run, status="damaged"):
     assert record.reason
     assert not study.is_complete
     assert (study.ended, study.expected) == (5, 6)
-    (family,) = families(study)
+    (family,) = find_families(study)
     (found,) = family.gaps
     assert [*found.pairs.values()] == pytest.approx([0.3, 0.3])
     assert len(found.unpaired) == 1
@@ -78,7 +80,7 @@ def assert_dropped(world, run, status="damaged"):
         ]
 
 
-def test_every_run_of_the_manifest_is_there_with_its_status(cached_world):
+def test_every_run_of_the_manifest_is_listed_with_its_status(cached_world):
     world = cached_world("variant=standard,no_q,shared_qk", "seed=range(3)")
     ends = [2.0, "diverged", "failed", None, {}, 2.5, 2.0, 2.0, 2.0]
     for run, end in zip(world.runs(), ends, strict=True):
@@ -97,19 +99,19 @@ def test_every_run_of_the_manifest_is_there_with_its_status(cached_world):
     assert told == found
 
 
-def test_a_run_somebody_trains_now_is_running(cached_world):
+def test_run_somebody_trains_now_is_running(cached_world):
     world = cached_world(*PAIR)
     first, *_ = world.runs()
     folder = world.run_folder(first)
     folder.mkdir(parents=True)
-    with owning(folder):
+    with hold_lease(folder):
         study = world.study()
         assert record_of(study, first).status == "running"
         assert not study.is_complete
         sound(study)
 
 
-def test_a_sweep_nobody_has_begun_has_all_runs_waiting(cached_world):
+def test_sweep_that_has_not_begun_has_all_runs_waiting(cached_world):
     study = cached_world(*PAIR).study()
     assert {record.status for record in study.records} == {"waiting"}
     assert len(study.records) == study.expected == 6
@@ -118,7 +120,7 @@ def test_a_sweep_nobody_has_begun_has_all_runs_waiting(cached_world):
     assert all(arm["n"] == 0 and arm["mean"] is None for arm in sound(study)["arms"])
 
 
-def test_failed_is_no_end_and_diverged_is_one(cached_world):
+def test_diverged_counts_as_ended_and_failed_does_not(cached_world):
     world = cached_world(*PAIR).finish(lambda run: "diverged")
     assert world.study().is_complete
     world.finish(lambda run: "failed")
@@ -151,12 +153,12 @@ NO_RESULTS = {
 
 
 @pytest.mark.parametrize("content", NO_RESULTS.values(), ids=NO_RESULTS.keys())
-def test_a_result_that_is_none_is_damaged(pair, victim, content):
+def test_invalid_result_is_damaged(pair, victim, content):
     (pair.run_folder(victim) / "result.json").write_bytes(content)
     assert_dropped(pair, victim)
 
 
-def test_a_result_cut_anywhere_is_damaged(pair, victim):
+def test_result_cut_anywhere_is_damaged(pair, victim):
     path = pair.run_folder(victim) / "result.json"
     content = path.read_bytes()
     for end in range(0, len(content), 23):
@@ -167,7 +169,7 @@ def test_a_result_cut_anywhere_is_damaged(pair, victim):
     assert_dropped(pair, victim)
 
 
-def test_a_folder_in_the_place_of_the_result_is_damaged(pair, victim):
+def test_folder_in_place_of_the_result_is_damaged(pair, victim):
     path = pair.run_folder(victim) / "result.json"
     path.unlink()
     path.mkdir()
@@ -204,24 +206,24 @@ BROKEN = {
     "seconds NaN": {"seconds": math.nan},
     "packed a word": {"packed": "two"},
     "diverged nowhere": {"status": "diverged", "diverged_at": None},
-    "another run's": {"id": "0123456789ab"},
+    "another run": {"id": "0123456789ab"},
     "nobody's": {"id": None},
     "a list's": {"id": ["0123456789ab"]},
 }
 
 
 @pytest.mark.parametrize("more", BROKEN.values(), ids=BROKEN.keys())
-def test_a_result_that_cannot_be_so_is_damaged(pair, victim, more):
+def test_inconsistent_result_is_damaged(pair, victim, more):
     pair.write(victim, more)
     assert_dropped(pair, victim)
 
 
-def test_another_runs_result_says_so(pair, victim):
+def test_result_of_another_run_is_damaged(pair, victim):
     other = next(run for run in pair.runs() if run.arm != victim.arm)
     source, target = (pair.run_folder(run) / "result.json" for run in (other, victim))
     target.write_bytes(source.read_bytes())
     assert_dropped(pair, victim)
-    assert "another run's" in record_of(pair.study(), victim).reason
+    assert "another run" in record_of(pair.study(), victim).reason
 
 
 def test_another_runs_result_chooses_no_learning_rate(cached_world):
@@ -262,7 +264,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
-def test_any_value_anywhere_in_a_result_makes_no_traceback_and_no_nan(cached_world, value):
+def test_no_result_value_causes_traceback_or_nan(cached_world, value):
     world = cached_world("variant=standard,no_q", "seed=0").finish(loss_of)
     (run, *_) = [r for r in world.runs() if r.arm.startswith("no_q")]
     content = whole(world, run)
@@ -298,7 +300,7 @@ ENVIRONMENTS = {
 
 
 @pytest.mark.parametrize("content", ENVIRONMENTS.values(), ids=ENVIRONMENTS.keys())
-def test_an_environment_that_is_none_takes_no_loss_away(pair, victim, content):
+def test_invalid_environment_keeps_the_losses(pair, victim, content):
     (pair.run_folder(victim) / "environment.json").write_bytes(content)
     study = pair.study()
     assert study.is_complete
@@ -309,26 +311,26 @@ def test_an_environment_that_is_none_takes_no_loss_away(pair, victim, content):
     assert states["code"] == "warning"  # of the other run of the pair it is known
 
 
-def test_a_missing_environment_is_told_and_takes_no_loss_away(pair):
+def test_missing_environment_is_reported_and_losses_are_kept(pair):
     for run in pair.runs():
         (pair.run_folder(run) / "environment.json").unlink()
     found = sound(pair.study())["gaps"][0]
-    checks = {check["name"]: check["says"] for check in found["audit"]}
+    checks = {check["name"]: check["message"] for check in found["audit"]}
     assert found["n"] == 3
     assert "0.1.0" in checks["code"]  # what is known instead of a commit
-    assert checks["machine"] == "cpu (not known)"
+    assert checks["machine"] == "cpu (unknown)"
 
 
-def test_edits_of_the_code_are_part_of_what_it_is_called(pair, victim):
+def test_uncommitted_edits_are_part_of_the_code_version(pair, victim):
     folder = pair.run_folder(victim)
     environment = json.loads((folder / "environment.json").read_text())
-    clean = facts_of(folder, {})["code"]
+    clean = read_facts(folder, {})["code"]
     assert clean == "0123456789"
     seen = {clean}
     for diff in ("- a\n+ b\n", "- a\n+ c\n"):
         environment["code"]["diff"] = diff
         (folder / "environment.json").write_text(json.dumps(environment))
-        code = facts_of(folder, {})["code"]
+        code = read_facts(folder, {})["code"]
         assert code.startswith(f"{clean}+")
         seen.add(code)
     assert len(seen) == 3
@@ -339,7 +341,7 @@ def write_lines(folder: Path, *lines: bytes) -> None:
     (folder / "metrics.jsonl").write_bytes(b"\n".join(lines))
 
 
-def test_the_course_of_a_run_is_its_validation_losses_by_tokens(tmp_path):
+def test_course_of_a_run_is_its_validation_losses_by_tokens(tmp_path):
     write_lines(
         tmp_path,
         b'{"step": 2, "tokens": 64, "val/loss": 3.5}',
@@ -347,8 +349,8 @@ def test_the_course_of_a_run_is_its_validation_losses_by_tokens(tmp_path):
         b'{"step": 1, "tokens": 32, "val/loss": 4}',
         b'{"step": 2, "tokens": 64, "val/loss": 3.25}',  # read anew after an interruption
     )
-    assert courses(tmp_path)[VAL] == {32: 4.0, 64: 3.25}
-    assert [*courses(tmp_path)[VAL]] == [32, 64]
+    assert read_loss_curves(tmp_path)[VAL] == {32: 4.0, 64: 3.25}
+    assert [*read_loss_curves(tmp_path)[VAL]] == [32, 64]
 
 
 GARBAGE = {
@@ -381,17 +383,17 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("line", GARBAGE.values(), ids=GARBAGE.keys())
-def test_lines_that_are_no_reading_are_passed_over(tmp_path, line):
+def test_lines_without_a_reading_are_skipped(tmp_path, line):
     good = b'{"step": 1, "tokens": 32, "val/loss": 4.0}', b'{"tokens": 64, "val/loss": 3.5}'
     write_lines(tmp_path, line, good[0], line, good[1], line)
-    assert courses(tmp_path)[VAL] == {32: 4.0, 64: 3.5}
+    assert read_loss_curves(tmp_path)[VAL] == {32: 4.0, 64: 3.5}
 
 
-def test_a_course_that_is_not_there_is_empty(tmp_path):
-    assert courses(tmp_path)[VAL] == {}
-    assert courses(tmp_path / "nowhere")[VAL] == {}
+def test_missing_loss_curve_is_empty(tmp_path):
+    assert read_loss_curves(tmp_path)[VAL] == {}
+    assert read_loss_curves(tmp_path / "nowhere")[VAL] == {}
     (tmp_path / "metrics.jsonl").mkdir()
-    assert courses(tmp_path)[VAL] == {}
+    assert read_loss_curves(tmp_path)[VAL] == {}
 
 
 def write_readings(folder, count, *, val_every=1, damage=()):
@@ -415,32 +417,32 @@ def steps_of(course):
 
 
 def test_both_losses_are_read_each_at_its_own_steps(tmp_path):
-    found = courses(write_readings(tmp_path, 12, val_every=4))
+    found = read_loss_curves(write_readings(tmp_path, 12, val_every=4))
     assert {*found} == {VAL, TRAIN}
     assert found[TRAIN] == pytest.approx({32 * s: 5 - s / 12 for s in range(1, 13)})
     assert found[VAL] == pytest.approx({32 * s: 4 - s / 12 for s in (4, 8, 12)})
 
 
-def test_a_row_may_hold_both_losses(tmp_path):
+def test_row_may_hold_both_losses(tmp_path):
     write_lines(tmp_path, b'{"tokens": 32, "val/loss": 4.0, "train/loss": 5.0}')
-    assert courses(tmp_path) == {VAL: {32: 4.0}, TRAIN: {32: 5.0}}
+    assert read_loss_curves(tmp_path) == {VAL: {32: 4.0}, TRAIN: {32: 5.0}}
 
 
-def test_a_bad_value_of_one_loss_takes_none_of_the_other(tmp_path):
+def test_bad_value_of_one_metric_keeps_the_other(tmp_path):
     write_lines(tmp_path, b'{"tokens": 32, "val/loss": "nan", "train/loss": 5.0}')
-    assert courses(tmp_path) == {VAL: {}, TRAIN: {32: 5.0}}
+    assert read_loss_curves(tmp_path) == {VAL: {}, TRAIN: {32: 5.0}}
 
 
 @pytest.mark.parametrize("count", [1, 2, 33, 64])
-def test_of_few_readings_all_are_taken(tmp_path, count):
-    found = courses(write_readings(tmp_path, count))
+def test_short_curves_are_not_thinned(tmp_path, count):
+    found = read_loss_curves(write_readings(tmp_path, count))
     for metric in (VAL, TRAIN):
         assert steps_of(found[metric]) == [*range(1, count + 1)]
 
 
 @pytest.mark.parametrize("count", [65, 128, 1000, 5000])
-def test_of_many_readings_sixteen_of_every_doubling_are_taken_and_the_last(tmp_path, count):
-    found = courses(write_readings(tmp_path, count))
+def test_long_curves_keep_sixteen_readings_per_doubling_and_the_last(tmp_path, count):
+    found = read_loss_curves(write_readings(tmp_path, count))
     for metric in (VAL, TRAIN):
         steps = steps_of(found[metric])
         assert (steps[0], steps[-1]) == (1, count)
@@ -452,7 +454,7 @@ def test_of_many_readings_sixteen_of_every_doubling_are_taken_and_the_last(tmp_p
 
 
 def test_each_loss_is_thinned_by_its_own_readings(tmp_path):
-    found = courses(write_readings(tmp_path, 320, val_every=10))
+    found = read_loss_curves(write_readings(tmp_path, 320, val_every=10))
     assert steps_of(found[VAL]) == [*range(10, 321, 10)]  # 32 of them
     assert len(found[TRAIN]) < 110
 
@@ -460,34 +462,34 @@ def test_each_loss_is_thinned_by_its_own_readings(tmp_path):
 @pytest.mark.parametrize(("short", "long"), [(40, 41), (64, 1000), (77, 78), (300, 5000)])
 def test_runs_of_different_lengths_keep_the_same_readings(tmp_path, short, long):
     """As far as the shorter one goes: so a pair has them in common."""
-    one = courses(write_readings(tmp_path / "short", short))
-    other = courses(write_readings(tmp_path / "long", long))
+    one = read_loss_curves(write_readings(tmp_path / "short", short))
+    other = read_loss_curves(write_readings(tmp_path / "long", long))
     for metric in (VAL, TRAIN):
         assert {step for step in steps_of(other[metric]) if step < short} <= {
             *steps_of(one[metric])
         }
 
 
-def test_a_lost_line_costs_a_pair_one_reading(tmp_path):
-    whole = courses(write_readings(tmp_path / "whole", 1000))
+def test_lost_line_costs_a_pair_one_reading(tmp_path):
+    whole = read_loss_curves(write_readings(tmp_path / "whole", 1000))
     folder = write_readings(tmp_path / "lost", 1000)
     lines = (folder / "metrics.jsonl").read_bytes().splitlines()
     del lines[101:103]  # of step 51 and what follows
     write_lines(folder, *lines)
-    found = courses(folder)
+    found = read_loss_curves(folder)
     for metric in (VAL, TRAIN):
         assert len({*whole[metric]} - {*found[metric]}) <= 1
 
 
-def test_damaged_lines_are_passed_over_in_both(tmp_path):
-    found = courses(write_readings(tmp_path, 12, damage=(1, 5, 12)))
+def test_damaged_lines_are_skipped_in_both_runs(tmp_path):
+    found = read_loss_curves(write_readings(tmp_path, 12, damage=(1, 5, 12)))
     for metric, start in ((VAL, 4), (TRAIN, 5)):
         assert found[metric] == pytest.approx({32 * s: start - s / 12 for s in range(1, 13)})
 
 
-def test_damaged_lines_among_many_readings_make_none_up(tmp_path):
-    whole = courses(write_readings(tmp_path / "whole", 1000))
-    found = courses(write_readings(tmp_path / "torn", 1000, damage=range(3, 1000, 50)))
+def test_damaged_lines_invent_no_readings(tmp_path):
+    whole = read_loss_curves(write_readings(tmp_path / "whole", 1000))
+    found = read_loss_curves(write_readings(tmp_path / "torn", 1000, damage=range(3, 1000, 50)))
     for metric, start in ((VAL, 4), (TRAIN, 5)):
         expected = {tokens: start - tokens / 32 / 1000 for tokens in found[metric]}
         assert found[metric] == pytest.approx(expected)
@@ -510,7 +512,7 @@ def test_garbage_in_the_metrics_of_an_unfinished_run_leaves_it_unfinished(pair, 
     assert sound(study)["gaps"][0]["n"] == 2
 
 
-def test_a_file_or_a_broken_link_in_a_folders_place_is_a_run_not_done(pair):
+def test_file_or_a_broken_link_in_a_folders_place_is_a_run_not_done(pair):
     file, link, circle, *_ = pair.runs()
     for run in (file, link, circle):
         folder = pair.run_folder(run)
@@ -527,16 +529,16 @@ def test_a_file_or_a_broken_link_in_a_folders_place_is_a_run_not_done(pair):
     sound(study)
 
 
-def test_a_sweep_that_was_moved_with_its_runs_says_the_same(pair, tmp_path):
-    before = describe(pair.study())
+def test_moved_sweep_gives_the_same_study(pair, tmp_path):
+    before = describe_study(pair.study())
     folder = tmp_path / "elsewhere" / "sweeps" / pair.folder.name
     Path(pair.manifest.out).rename(tmp_path / "elsewhere")
     study = read_study(folder)
     assert study.is_complete
-    assert describe(study) == before
+    assert describe_study(study) == before
 
 
-def test_a_run_under_another_label_is_found_by_its_id(pair, victim):
+def test_run_under_another_label_is_found_by_its_id(pair, victim):
     folder = pair.run_folder(victim)
     folder.rename(folder.with_name(f"renamed-{victim.id}"))
     study = pair.study()
@@ -544,8 +546,8 @@ def test_a_run_under_another_label_is_found_by_its_id(pair, victim):
     assert sound(study)["gaps"][0]["n"] == 3
 
 
-def test_a_folder_that_is_no_sweep_is_a_users_mistake(tmp_path, pair):
-    with pytest.raises(UserError, match="is no sweep"):
+def test_folder_without_a_sweep_is_a_user_error(tmp_path, pair):
+    with pytest.raises(UserError, match="is not a sweep"):
         read_study(tmp_path)
     for content in ("", "[]", "null", '{"format": 1}', "[" * DEEP):
         (pair.folder / "manifest.json").write_text(content)
@@ -583,7 +585,7 @@ def test_tuning_runs_stand_apart_from_those_that_are_compared(cached_world):
     assert all(record.test is None and record.val is not None for record in tuning)
 
 
-def test_an_arm_without_a_chosen_rate_is_there_and_waits(cached_world):
+def test_arm_without_chosen_rate_is_listed_as_waiting(cached_world):
     world = cached_world("variant=standard,no_q", "seed=range(2)", "sweep.tune=true")
     study = world.study()
     assert [(entry.rate, len(entry.records)) for entry in study.entries] == [(None, 0)] * 2
@@ -592,15 +594,15 @@ def test_an_arm_without_a_chosen_rate_is_there_and_waits(cached_world):
     sound(study)
 
 
-def test_a_course_that_was_changed_is_not_shown(tmp_path, capsys):
-    from qkablate.runs.records import sealed, write_json
+def test_course_that_was_changed_is_not_shown(tmp_path, capsys):
+    from qkablate.runs.records import seal_result, write_json
 
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 3, "tokens": 96, "val/loss": 2.5}\n')
     loss = {"val": 2.5, "test": 2.5}
     result = {"status": "done", "loss": loss, "tokens": 96, "seconds": 1.0}
-    write_json(tmp_path / "result.json", sealed(result, metrics))
-    assert courses(tmp_path)["val/loss"] == {96: 2.5}
+    write_json(tmp_path / "result.json", seal_result(result, metrics))
+    assert read_loss_curves(tmp_path)["val/loss"] == {96: 2.5}
     metrics.write_text(metrics.read_text().replace("2.5", "2.6"))
-    assert courses(tmp_path)["val/loss"] == {}
+    assert read_loss_curves(tmp_path)["val/loss"] == {}
     assert "metrics.jsonl' is damaged" in capsys.readouterr().err

@@ -1,11 +1,11 @@
-"""The kernel's name is chosen from shapes, and what is named is what runs."""
+"""The kernel is chosen from the shapes, and the chosen kernel is the one that runs."""
 
 from itertools import product
 
 import pytest
 import torch
 
-from qkablate.attention.kernels.dispatch import Shapes, attend, choose_kernel, why_not
+from qkablate.attention.kernels.dispatch import Shapes, attend, choose_kernel, unsupported_reason
 from qkablate.models.blocked_loss import blocked_loss
 
 
@@ -19,7 +19,7 @@ def choose(**other):
     ("shapes", "kernel"),
     [
         ({}, "flash"),
-        ({"addend": True}, "flash"),
+        ({"score_bias": True}, "flash"),
         ({"width": 16}, "flash"),  # padded with zeros
         ({"value_width": 16}, "folded"),
         ({"value_width": 16, "context": 255}, "folded"),
@@ -46,7 +46,7 @@ def choose(**other):
         ({"device": "cuda", "half": True}, "flash"),
         ({"device": "cuda", "half": True, "dropout": 0.1}, "flash"),
         ({"device": "cuda", "half": True, "width": 16}, "flash"),
-        ({"device": "cuda", "half": True, "addend": True}, "efficient"),
+        ({"device": "cuda", "half": True, "score_bias": True}, "efficient"),
         ({"device": "cuda", "half": True, "value_width": 16}, "efficient"),
         ({"device": "cuda", "half": True, "width": 512, "value_width": 512}, "efficient"),
         ({"device": "cuda", "half": False}, "efficient"),
@@ -58,7 +58,7 @@ def choose(**other):
     ],
     ids=str,
 )
-def test_choice(shapes, kernel):
+def test_chosen_kernel(shapes, kernel):
     assert choose(**shapes) == kernel
 
 
@@ -66,21 +66,19 @@ def test_choice(shapes, kernel):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("widths", [(8, 8), (6, 8), (8, 6)], ids=str)
 def test_all_kernels_agree(kernel, groups, widths):
-    """Outputs and gradients, with queries and keys narrower than values and wider, with keys and
-    values that heads share, with nothing added to the scores or something, by head or not.
-    """
+    """Outputs and gradients agree for all widths, shared heads and score biases."""
     torch.manual_seed(0)
     width, value_width = widths
     q = torch.randn(2, 4, 9, width, dtype=torch.float64, requires_grad=True)
     k = torch.randn(2, groups, 9, width, dtype=torch.float64, requires_grad=True)
     addends = [None, torch.randn(9, 9).double(), torch.randn(4, 9, 9).double()]
     learned = [t.requires_grad_() for t in addends[1:] if kernel == "folded"]
-    for causal, addend, value_groups in product((True, False), addends, {groups, 4}):
+    for causal, score_bias, value_groups in product((True, False), addends, {groups, 4}):
         v = torch.randn(2, value_groups, 9, value_width, dtype=torch.float64, requires_grad=True)
         results = []
         for name in ("math", kernel):
-            out = attend(q, k, v, scale=0.3, causal=causal, kernel=name, addend=addend)
-            inputs = (q, k, v, *(t for t in learned if t is addend))
+            out = attend(q, k, v, scale=0.3, causal=causal, kernel=name, score_bias=score_bias)
+            inputs = (q, k, v, *(t for t in learned if t is score_bias))
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
         assert results[0][0].shape == (2, 4, 9, value_width)
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
@@ -88,31 +86,31 @@ def test_all_kernels_agree(kernel, groups, widths):
 
 @pytest.mark.parametrize("queries", [1, 4, 9, 64])
 @pytest.mark.parametrize(("groups", "value_groups"), [(1, 4), (4, 1), (2, 1), (1, 1), (4, 4)])
-def test_blocks_of_any_size_come_to_the_same(monkeypatch, queries, groups, value_groups):
-    """Outputs and gradients, of blocks that fit the length and that do not."""
-    for size in ("ALONE", "SHARED"):
+def test_results_do_not_depend_on_the_block_size(monkeypatch, queries, groups, value_groups):
+    """Outputs and gradients agree for blocks that divide the length and blocks that do not."""
+    for size in ("BLOCK", "SHARED_BLOCK"):
         monkeypatch.setattr(f"qkablate.attention.kernels.blocked.{size}", queries)
     torch.manual_seed(0)
     shapes = ((4, 6), (groups, 6), (value_groups, 3))
     inputs = [torch.randn(2, n, 10, width).double().requires_grad_() for n, width in shapes]
     addends = [None, torch.randn(10, 10).double(), torch.randn(4, 10, 10).double()]
-    for causal, addend in product((True, False), addends):
+    for causal, score_bias in product((True, False), addends):
         results = []
         for name in ("math", "blocked"):
-            out = attend(*inputs, scale=0.3, causal=causal, kernel=name, addend=addend)
+            out = attend(*inputs, scale=0.3, causal=causal, kernel=name, score_bias=score_bias)
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_weights_computed_again_are_those_that_were_kept(monkeypatch, groups, dtype):
+def test_recomputed_weights_equal_saved_ones(monkeypatch, groups, dtype):
     torch.manual_seed(0)
     shapes = ((4, 8), (groups, 8), (4, 8))
     inputs = [torch.randn(2, n, 200, width, dtype=dtype).requires_grad_() for n, width in shapes]
     results = []
     for most in (200, 199):
-        monkeypatch.setattr("qkablate.attention.kernels.blocked.KEPT", most)
+        monkeypatch.setattr("qkablate.attention.kernels.blocked.MAX_SAVED_QUERIES", most)
         out = attend(*inputs, scale=0.3, causal=True, kernel="blocked")
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     torch.testing.assert_close(*results, rtol=0, atol=0)
@@ -120,8 +118,8 @@ def test_weights_computed_again_are_those_that_were_kept(monkeypatch, groups, dt
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("queries", "keys"), [(10, 4), (4, 10)])
-def test_blocks_of_other_lengths_than_the_keys(monkeypatch, queries, keys, causal):
-    for size in ("ALONE", "SHARED"):
+def test_blocks_with_different_numbers_of_queries_and_keys(monkeypatch, queries, keys, causal):
+    for size in ("BLOCK", "SHARED_BLOCK"):
         monkeypatch.setattr(f"qkablate.attention.kernels.blocked.{size}", 3)
     torch.manual_seed(0)
     q = torch.randn(2, 4, queries, 6).double()
@@ -135,23 +133,23 @@ def test_blocks_of_other_lengths_than_the_keys(monkeypatch, queries, keys, causa
 @pytest.mark.parametrize(
     ("shapes", "why"),
     [
-        ({"dropout": 0.1}, "blocked has no dropout"),
-        ({"learned": True}, "blocked has no gradient for what is added to the scores"),
-        ({"width": 0}, "blocked wants queries, and has none"),
+        ({"dropout": 0.1}, "blocked does not support dropout"),
+        ({"learned_bias": True}, "blocked does not support learned score biases"),
+        ({"width": 0}, "blocked does not support variants without queries"),
         ({}, ""),
         ({"device": "cuda", "width": 128, "key_heads": 1}, ""),
     ],
     ids=str,
 )
-def test_what_blocks_cannot_do_is_told(shapes, why):
+def test_unsupported_shapes_of_blocked_are_explained(shapes, why):
     base = {"heads": 4, "key_heads": 4, "width": 32, "value_heads": 4, "value_width": 32}
     base |= {"device": "cpu", "half": False, "dropout": 0.0}
-    assert why_not("blocked", Shapes(**base | shapes)) == why
+    assert unsupported_reason("blocked", Shapes(**base | shapes)) == why
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_blocks_can_be_compiled():
-    """Attention's and the loss's, in one graph."""
+    """Blocked attention and loss compile into one graph."""
     torch.manual_seed(0)
     shapes = ((2, 8), (1, 8), (2, 4))
     q, k, v = (torch.randn(1, n, 70, width, requires_grad=True) for n, width in shapes)
@@ -169,7 +167,7 @@ def test_blocks_can_be_compiled():
 
 
 @pytest.mark.parametrize(("kernel", "most"), [("folded", 1.0), ("blocked", 1 / 16)])
-def test_of_long_rows_there_are_scores_of_one_block_alone(largest, kernel, most):
+def test_memory_holds_the_scores_of_one_block(largest, kernel, most):
     heads, length = 4, 1024
     shapes = ((heads, 32), (1, 32), (heads, 8))
     inputs = [torch.randn(1, n, length, width, requires_grad=True) for n, width in shapes]
@@ -179,7 +177,7 @@ def test_of_long_rows_there_are_scores_of_one_block_alone(largest, kernel, most)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_blocks_under_autocast_are_those_of_folded(dtype):
+def test_blocked_equals_folded_under_autocast(dtype):
     torch.manual_seed(0)
     shapes = ((4, 16), (1, 16), (4, 4))
     results = []
@@ -195,35 +193,37 @@ def test_blocks_under_autocast_are_those_of_folded(dtype):
 
 
 @pytest.mark.parametrize("value_groups", [1, 2, 4])
-def test_static_scores_are_what_is_added(value_groups):
+def test_static_kernel_is_the_softmax_of_the_bias(value_groups):
     torch.manual_seed(0)
     q = torch.empty(3, 4, 5, 0)
     k = torch.empty(3, 4, 5, 0)
     v = torch.randn(3, value_groups, 5, 6)
     table = torch.randn(4, 5, 5)
-    seen = torch.ones(5, 5).tril()
+    visible = torch.ones(5, 5).tril()
     v_BHSV = v.repeat_interleave(4 // value_groups, 1)
-    for addend, causal in product((table, None), (True, False)):
-        odds = (torch.zeros(4, 5, 5) if addend is None else addend).exp() * (seen if causal else 1)
+    for score_bias, causal in product((table, None), (True, False)):
+        odds = (torch.zeros(4, 5, 5) if score_bias is None else score_bias).exp() * (
+            visible if causal else 1
+        )
         weights_HTS = odds / odds.sum(-1, keepdim=True)
-        out = attend(q, k, v, scale=1.0, causal=causal, kernel="static", addend=addend)
+        out = attend(q, k, v, scale=1.0, causal=causal, kernel="static", score_bias=score_bias)
         torch.testing.assert_close(out, weights_HTS @ v_BHSV)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("what", ["dropout", "learned addend"])
-def test_a_kernel_that_cannot_run_is_no_silent_fall_back(what):
+def test_unavailable_kernel_raises(what):
     q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
     if what == "dropout":
         other = {"dropout": 0.5}
     else:
-        other = {"addend": torch.zeros(4, 4, requires_grad=True)}
+        other = {"score_bias": torch.zeros(4, 4, requires_grad=True)}
     with pytest.raises(RuntimeError):
         attend(q, k, v, scale=1.0, causal=False, kernel="flash", **other)
 
 
 @pytest.mark.parametrize(("kernel", "width"), [("folded", 4), ("static", 0), ("math", 4)])
-def test_dropout_keeps_the_mean(kernel, width):
+def test_dropout_preserves_the_mean(kernel, width):
     torch.manual_seed(0)
     q, k, v = torch.zeros(1, 2, 64, width), torch.zeros(1, 1, 64, width), torch.ones(1, 2, 64, 3)
     out = attend(q, k, v, scale=1.0, causal=False, kernel=kernel, dropout=0.5)

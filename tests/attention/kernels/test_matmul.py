@@ -1,4 +1,4 @@
-"""Products through oneDNN are the same numbers, and they do go through oneDNN."""
+"""Linear layers through oneDNN agree with torch and use oneDNN."""
 
 from functools import partial
 
@@ -17,14 +17,14 @@ ONEDNN = "aten::mkldnn_convolution"
 def onednn():
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch was built without oneDNN")
-    before = matmul.chosen()
-    matmul.choose("onednn")
+    before = matmul.get_backend()
+    matmul.set_backend("onednn")
     yield
-    matmul.choose(before)
+    matmul.set_backend(before)
 
 
 def called(function):
-    """The names of the operators that it called."""
+    """Return the names of the operators that a function calls."""
     with torch.profiler.profile() as profile:
         function()
     return {event.name for event in profile.events()}
@@ -33,8 +33,8 @@ def called(function):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(6, 50, 96), (500, 96)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_same_numbers(onednn, shape, bias, threads):
-    """Outputs and gradients, of a weight as it lies and of one on its side."""
+def test_onednn_agrees_with_torch(onednn, shape, bias, threads):
+    """Outputs and gradients agree for contiguous and transposed weights."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -54,17 +54,20 @@ def test_the_same_numbers(onednn, shape, bias, threads):
         torch.set_num_threads(before)
 
 
-def test_a_projection_and_an_mlp_ask_for_it(onednn):
+def test_projections_and_mlps_use_onednn(onednn):
     x, w = torch.randn(300, 96), torch.randn(96, 40)
     assert ONEDNN in called(lambda: project(x, w))
     assert ONEDNN in called(lambda: Linear(96, 40)(x))
-    matmul.choose("torch")
+    matmul.set_backend("torch")
     assert ONEDNN not in called(lambda: project(x, w))
 
 
-def test_what_is_not_fp32_or_is_small_is_torchs_own(onednn):
+def test_small_or_non_fp32_inputs_use_torch(onednn):
     w = torch.randn(40, 96)
-    large, small = torch.randn(matmul.SMALL // 96 + 1, 96), torch.randn(matmul.SMALL // 96, 96)
+    large, small = (
+        torch.randn(matmul.MIN_ONEDNN_NUMEL // 96 + 1, 96),
+        torch.randn(matmul.MIN_ONEDNN_NUMEL // 96, 96),
+    )
     assert ONEDNN in called(lambda: linear(large, w))
     assert ONEDNN not in called(lambda: linear(small, w))
     assert ONEDNN not in called(lambda: linear(large.double(), w.double()))

@@ -1,4 +1,4 @@
-"""B_h and M_h as matrices: what they make, and what one form keeps of another."""
+"""B_h and M_h as matrices: what they compute, and what one form preserves of another."""
 
 import math
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Meaningless
+from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, UnsupportedCombination
 from qkablate.attention.projection.convert import convert, convert_ov, distance, scaled_circuit
-from qkablate.attention.qk.contentless import Uniform
+from qkablate.attention.qk.no_content import Uniform
 from qkablate.attention.spec import by_head
 from tests.attention.random_layers import PAIRS, random_layer, random_qk, randomized, stream
 
@@ -19,7 +19,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def per_head(k_BGSE, heads):
-    """Keys or values that heads share, once for each of them."""
+    """Repeat keys or values that heads share."""
     return k_BGSE.repeat_interleave(heads // k_BGSE.shape[1], 1)
 
 
@@ -29,7 +29,7 @@ def scores(qk, x, y):
 
 
 def weights(qk, x, y):
-    """The softmax, from queries and keys."""
+    """Return the softmax of the scores."""
     return scores(qk, x, y).softmax(-1)
 
 
@@ -39,7 +39,7 @@ def skew_and_eigenvalues(b_HDD):
 
 @pytest.mark.parametrize("name", CONTENT)
 @pytest.mark.parametrize("heads", [1, 4])
-def test_circuit_makes_the_scores(name, heads):
+def test_circuit_gives_the_scores(name, heads):
     x, y = stream(5), stream(4)
     for init in ("matched", "naive"):
         qk = random_qk(name, heads=heads, groups=max(1, heads // 2), init=init)
@@ -50,7 +50,7 @@ def test_circuit_makes_the_scores(name, heads):
 
 
 @pytest.mark.parametrize("name", CONTENT)
-def test_circuit_with_biases_up_to_what_softmax_cannot_see(name):
+def test_circuit_with_biases_gives_the_attention_weights(name):
     qk = random_qk(name, bias=True, heads=4, groups=2)
     x, y = stream(5), stream(4)
     b_HDD, u_HD = scaled_circuit(qk)
@@ -61,22 +61,25 @@ def test_circuit_with_biases_up_to_what_softmax_cannot_see(name):
 
 @pytest.mark.parametrize("name", ["static", "uniform"])
 def test_scores_without_content_have_no_circuit(name):
-    with pytest.raises(Meaningless, match="do not depend on x"):
+    with pytest.raises(UnsupportedCombination, match="do not depend on x"):
         random_qk(name).circuit()
-    with pytest.raises(Meaningless, match="do not depend on x"):
+    with pytest.raises(UnsupportedCombination, match="do not depend on x"):
         convert(random_qk(name), random_qk("merged"))
 
 
 @pytest.mark.parametrize("name", sorted(set(QK_CIRCUITS) - {*SETTABLE}))
-def test_forms_that_hold_no_given_circuit_say_so(name):
-    with pytest.raises(Meaningless, match=f"{QK_CIRCUITS[name].__name__} cannot|twin of standard"):
+def test_forms_that_cannot_be_set_are_rejected(name):
+    with pytest.raises(
+        UnsupportedCombination,
+        match=f"{QK_CIRCUITS[name].__name__} cannot|another order of multiplication",
+    ):
         convert(random_qk("separate"), random_qk(name))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_write_circuit_writes_what_the_layer_writes(pair, bias):
-    """Σ_h A_h X M_h, and with biases the same vector more at every position."""
+def test_ov_circuit_gives_the_output(pair, bias):
+    """The output is Σ_h A_h X M_h, plus a constant vector with biases."""
     layer = random_layer(*pair, heads=4, groups=2, bias=bias)
     x = stream(7)
     m_HDD = layer.ov.circuit(layer.qk)
@@ -87,16 +90,16 @@ def test_write_circuit_writes_what_the_layer_writes(pair, bias):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_weights_are_those_of_the_layer(pair):
-    """Rows of one, nothing of the future, and with the values they make the output."""
+def test_weights_reproduce_the_output(pair):
+    """Rows sum to 1, future weights are 0, and with the values they give the output."""
     for norm, position in (("none", "alibi"), ("qk", "rope"), ("unit_keys", "none")):
         try:
             layer = random_layer(*pair, norm=norm, position=position, mask_self=True, bias=True)
-        except Meaningless:
+        except UnsupportedCombination:
             continue
         x = stream(6)
         for causal in (True, False):
-            a_BHTS = layer.weights(x, causal).detach()
+            a_BHTS = layer.weights(x, causal=causal).detach()
             assert_close(a_BHTS.sum(-1), torch.ones(2, 3, 6, dtype=x.dtype), **EXACT)
             assert float(a_BHTS.triu(1).abs().max()) == 0 or not causal
             v = per_head(layer.ov.values(x, layer.qk.keys(x)), 3)
@@ -106,7 +109,7 @@ def test_weights_are_those_of_the_layer(pair):
 @pytest.mark.parametrize("name", CONTENT)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("init", ["matched", "naive"])
-def test_merging_any_circuit_changes_no_output(name, bias, init):
+def test_merging_a_circuit_preserves_outputs_and_gradients(name, bias, init):
     """merged_w with this B_h and u_h gives the same outputs and input gradients."""
     layer = random_layer(name, bias=bias, heads=4, groups=2, init=init)
     merged = random_layer("merged", bias=bias, heads=4, groups=2, init=init)
@@ -119,12 +122,12 @@ def test_merging_any_circuit_changes_no_output(name, bias, init):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_standard_through_other_forms_and_back(bias):
-    """Every stop of the way attends alike."""
+def test_standard_survives_conversion_through_other_forms(bias):
+    """The attention is the same at every step."""
     x = stream(6)
     start = random_qk("separate", bias=bias)
     expected = weights(start, x, x)
-    # Rank d at the collaborative stop, so that every head gets d_head dimensions for itself.
+    # Rank d for collaborative, so that every head gets d_head dimensions.
     way = [
         ("merged", {}),
         ("low_rank", {"rank": 4}),
@@ -145,7 +148,7 @@ def test_standard_through_other_forms_and_back(bias):
 
 
 @pytest.mark.parametrize("rank", [1, 3, 5])
-def test_a_lower_rank_loses_the_discarded_singular_values(rank):
+def test_lower_rank_loses_the_discarded_singular_values(rank):
     merged, low = random_qk("merged"), random_qk("low_rank", rank=rank)
     lost = convert(merged, low)
     values_HD = torch.linalg.svdvals(merged.circuit()[0].detach())
@@ -155,7 +158,7 @@ def test_a_lower_rank_loses_the_discarded_singular_values(rank):
     assert_close(w_q.mT @ w_q, w_k.mT @ w_k, **EXACT)  # balanced
 
 
-def test_heads_that_share_keys_share_the_best_right_factor():
+def test_grouped_keys_get_the_best_shared_factor():
     merged, grouped = (random_qk(name, heads=4, groups=2) for name in ("merged", "grouped"))
     lost = convert(merged, grouped)
     b_HDD = merged.circuit()[0].detach()
@@ -166,9 +169,9 @@ def test_heads_that_share_keys_share_the_best_right_factor():
 
 @pytest.mark.parametrize("name", ["no_q", "no_k"])
 @pytest.mark.parametrize("init", ["matched", "naive"])
-def test_slices_and_merged(name, init):
-    """One and the same at one head; at more, the head's rows (or columns) are kept."""
-    for bias in (False, name == "no_k"):  # without W_q there is no bias that could hold u
+def test_unprojected_forms_against_merged(name, init):
+    """They are equal with one head; with more, the rows (or columns) of each slice are kept."""
+    for bias in (False, name == "no_k"):  # without W_q no bias can hold u
         one_head = {"heads": 1, "init": init, "bias": bias}
         merged, there = random_qk("merged", **one_head), random_qk(name, **one_head)
         back = random_qk("merged", **one_head)
@@ -200,7 +203,7 @@ def test_shared_keeps_the_largest_positive_eigenvalues():
     kept_HK = values_HD.clamp(min=0)[:, -6:]
     rest = skew.norm() ** 2 + values_HD.norm() ** 2 - kept_HK.norm() ** 2
     assert lost == pytest.approx(float(rest.sqrt() / b_HDD.norm()), rel=1e-10)
-    # No small step away from it comes nearer.
+    # No small perturbation is closer.
     best = distance(merged, shared)
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
@@ -221,8 +224,8 @@ def test_sym_diag_keeps_the_largest_eigenvalues_of_either_sign():
     assert set(sym_diag.diagonal.tolist()) == {1.0, -1.0}
 
 
-def test_sym_pairwise_keeps_what_the_main_directions_span():
-    """Rows and columns of B_h within k directions: exact; else B_h within the k that matter."""
+def test_sym_pairwise_keeps_the_leading_directions():
+    """It is exact if rows and columns span k directions, else the k leading ones are kept."""
     merged, pairwise = random_qk("merged", heads=2), random_qk("sym_pairwise", heads=2)
     lost = convert(merged, pairwise)
     b_HDD = merged.circuit()[0].detach()
@@ -230,15 +233,17 @@ def test_sym_pairwise_keeps_what_the_main_directions_span():
     onto = vectors[..., -6:] @ vectors[..., -6:].mT
     left = (b_HDD - onto @ b_HDD @ onto).norm() / b_HDD.norm()
     assert lost == pytest.approx(float(left), rel=1e-8)
-    thin = random_qk("low_rank", heads=2, rank=3)  # three and three directions
-    assert convert(thin, pairwise) < 1e-10
+    low_rank_factors = random_qk(
+        "low_rank", heads=2, rank=3
+    )  # rows and columns span three directions each
+    assert convert(low_rank_factors, pairwise) < 1e-10
 
 
 @pytest.mark.parametrize("name", SETTABLE)
 @pytest.mark.parametrize("heads", [1, 4])
 def test_every_form_holds_itself(name, heads):
     for bias in (False, True):
-        # A mixing that is no block takes more dimensions than a head has to itself.
+        # Mixing that is not block-diagonal uses more dimensions than one head has.
         more = {"rank": heads * 12} if name == "collaborative" else {"groups": max(1, heads // 2)}
         source = random_qk(name, heads=heads, bias=bias, **more)
         target = random_qk(name, heads=heads, bias=bias, **more)
@@ -249,29 +254,31 @@ def test_every_form_holds_itself(name, heads):
         assert float(distance(source, target)) < 1e-10
 
 
-def test_a_form_without_biases_loses_u_and_says_so():
+def test_circuit_without_biases_rejects_u():
     biased = random_qk("separate", bias=True)
     b_HDD, u_HD = (part.detach() for part in biased.circuit())
     for name in ("separate", "merged", "four_matrix"):
         lost = convert(biased, random_qk(name))
         assert lost == pytest.approx(float(u_HD.norm() / b_HDD.norm()))
-    with pytest.raises(Meaningless, match="no bias to hold u"):
+    with pytest.raises(UnsupportedCombination, match="no bias to hold u"):
         random_qk("merged").set_circuit_(b_HDD, u_HD)
 
 
-def test_nothing_of_nothing_is_lost():
+def test_relative_loss_of_a_zero_circuit_is_zero():
     nothing = random_qk("merged")
     torch.nn.init.zeros_(nothing.w_qk)
     assert convert(nothing, random_qk("merged")) == 0
 
 
-def test_fewer_shared_dimensions_than_heads_hold_nothing():
-    with pytest.raises(Meaningless, match="2 shared dimensions are fewer than the heads"):
+def test_fewer_shared_dimensions_than_heads_are_rejected():
+    with pytest.raises(
+        UnsupportedCombination, match="2 shared dimensions are fewer than the heads"
+    ):
         convert(random_qk("separate"), random_qk("collaborative", rank=2))
 
 
-def test_a_lost_bias_counts_as_lost():
-    """no_q has no bias that could hold u_h; what is lost says so."""
+def test_lost_bias_counts_as_loss():
+    """no_q has no bias that can hold u_h, which counts as loss."""
     source = random_qk("no_k", heads=1, bias=True)
     target = random_qk("no_q", heads=1, bias=True)
     lost = convert(source, target)
@@ -293,7 +300,7 @@ def test_gradient_of_the_merged_matrix():
 
 
 def test_ranks_and_symmetries():
-    """How far B_h can reach, and what it must be."""
+    """Rank and symmetry of B_h follow from the form."""
     ranks = {"separate": 4, "reassociated": 4, "low_rank": 6, "wide": 12, "merged": 12}
     ranks |= {"no_q": 4, "no_k": 4, "no_qk": 4, "shared": 4, "sym_pairwise": 4, "four_matrix": 4}
     ranks |= {"collaborative": 6, "grouped": 4, "sym_diag": 4, "symmetric": 12}
@@ -305,7 +312,7 @@ def test_ranks_and_symmetries():
     assert float(torch.linalg.eigvalsh(circuits["sym_diag"]).min()) < -1e-2
 
 
-def test_a_skew_matrix_between_makes_antisymmetric_scores():
+def test_skew_matrix_gives_antisymmetric_scores():
     """sym_pairwise with U = 1 is shared_qk, with a skew U its scores are antisymmetric."""
     pairwise, shared = random_qk("sym_pairwise"), random_qk("shared")
     shared.w_k.data.copy_(pairwise.w_k.data)
@@ -324,13 +331,13 @@ def test_low_rank_at_d_head_is_standard_bit_for_bit():
 
 
 def some_ov(name, **other):
-    """An OV circuit, and the QK circuit that it stands beside."""
+    """Return an OV circuit with a QK circuit."""
     qk = random_qk("separate", **other)
     return randomized(OV_CIRCUITS[name](qk.spec, qk)), qk
 
 
 @pytest.mark.parametrize("name", OV_CIRCUITS)
-def test_merged_holds_every_write_circuit(name):
+def test_merged_holds_every_ov_circuit(name):
     source, qk = some_ov(name, heads=4, groups=2)
     target, _ = some_ov("merged", heads=4, groups=2)
     assert convert_ov(source, qk, target, Uniform(qk.spec).double()) < 1e-12
@@ -338,7 +345,7 @@ def test_merged_holds_every_write_circuit(name):
 
 @pytest.mark.parametrize("name", [name for name in OV_CIRCUITS if name not in UNSETTABLE_OV])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_every_write_form_holds_itself_and_comes_back(name, bias):
+def test_every_ov_form_holds_itself(name, bias):
     source, qk = some_ov(name, heads=4, groups=2, bias=bias)
     merged, _ = some_ov("merged", heads=4, groups=2, bias=bias)
     back, _ = some_ov(name, heads=4, groups=2, bias=bias)
@@ -347,15 +354,15 @@ def test_every_write_form_holds_itself_and_comes_back(name, bias):
     assert convert_ov(source, qk, merged, qk) < 1e-12
     assert convert_ov(merged, qk, back, qk) < 1e-10
     assert_close(back.circuit(qk), source.circuit(qk), **EXACT)
-    nothing = torch.zeros(1, 1, 12, dtype=torch.float64)  # biases are no part of M_h
+    nothing = torch.zeros(1, 1, 12, dtype=torch.float64)  # biases are not part of M_h
     written = back.write(per_head(back.values(nothing, nothing), 4))
     assert not written.any()
 
 
 @pytest.mark.parametrize("name", UNSETTABLE_OV)
-def test_write_forms_that_hold_no_given_circuit_say_so(name):
+def test_ov_forms_that_cannot_be_set_are_rejected(name):
     (source, qk), (target, _) = some_ov("separate"), some_ov(name)
-    with pytest.raises(Meaningless, match=f"{type(target).__name__} cannot"):
+    with pytest.raises(UnsupportedCombination, match=f"{type(target).__name__} cannot"):
         convert_ov(source, qk, target, qk)
 
 
@@ -366,12 +373,12 @@ def test_write_forms_that_hold_no_given_circuit_say_so(name):
         *(("no_vo", name) for name in ("no_v", "no_o")),
     ],
 )
-def test_write_forms_within_others(source, target):
+def test_ov_forms_contained_in_others(source, target):
     (one, qk), (other, _) = some_ov(source), some_ov(target)
     assert convert_ov(one, qk, other, qk) < 1e-10
 
 
-def test_as_many_value_groups_as_heads_are_standard():
+def test_as_many_value_groups_as_heads_equal_standard():
     grouped, separate = (random_layer("grouped", "grouped", groups=3), random_layer("separate"))
     assert convert(separate.qk, grouped.qk) < 1e-10
     assert convert_ov(separate.ov, separate.qk, grouped.ov, grouped.qk) < 1e-10
@@ -380,8 +387,8 @@ def test_as_many_value_groups_as_heads_are_standard():
     assert torch.equal(grouped(stream(5)), separate(stream(5)))
 
 
-def test_what_write_forms_lose():
-    """A product of d_head width loses the lesser singular values; slices lose all but the slice."""
+def test_losses_of_ov_forms():
+    """A product of width d_head loses the smaller singular values, slices the rest."""
     merged, qk = some_ov("merged")
     m_HDD = merged.circuit(qk).detach()
     values_HD = torch.linalg.svdvals(m_HDD)
@@ -398,8 +405,8 @@ def test_what_write_forms_lose():
 
 
 @pytest.mark.parametrize("name", ["shared", "no_qk", "merged"])
-def test_one_head_has_the_whole_stream(name):
-    """Without W_o (or as one W) a single head writes what W_v W_o writes."""
+def test_one_head_reads_the_full_stream(name):
+    """With one head, no W_o (or a single W) is equivalent to W_v W_o."""
     layer = random_layer(name, heads=1)
     for ov in ("no_o", "merged", "no_v"):
         other = random_layer(name, ov, heads=1)

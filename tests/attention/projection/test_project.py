@@ -1,6 +1,4 @@
-"""A trained layer in another form: what is exact, what is lost, and that no other choice loses
-less.
-"""
+"""Projection of trained layers: exact cases, losses, and their optimality."""
 
 import itertools
 import re
@@ -9,16 +7,16 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Meaningless
+from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, UnsupportedCombination
 from qkablate.attention.projection.convert import scaled_circuit
-from qkablate.attention.projection.moments import Seen
+from qkablate.attention.projection.moments import Moments
 from qkablate.attention.projection.project import (
+    _set_output_,
     _set_scores_,
-    _set_writing_,
-    best_places,
-    look,
+    assign_heads,
+    collect_moments,
+    find_obstacle,
     project_layer,
-    why_not,
 )
 from tests.attention.random_layers import random_layer, stream
 
@@ -26,22 +24,22 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 COMMON = torch.randn(12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-def some_stream():
-    """With a mean, and directions of very different size, as a trained one has."""
+def anisotropic_stream():
+    """Return a stream with a mean and very different variances, like a trained one."""
     sizes = torch.linspace(0.1, 3, 12, dtype=torch.float64)
     mixed = torch.linalg.qr(torch.outer(COMMON, COMMON) + torch.eye(12, dtype=torch.float64))[0]
     return (stream(8, batch=40) * sizes) @ mixed + 0.5 * COMMON
 
 
-def seen_of(layer, x=None):
-    x = some_stream() if x is None else x
-    (seen,) = look([layer], lambda: layer(x))
-    return seen
+def moments_of(layer, x=None):
+    x = anisotropic_stream() if x is None else x
+    (moments,) = collect_moments([layer], lambda: layer(x))
+    return moments
 
 
-def plain_moments():
-    """A stream without preference: what is seen is what stands in the matrices."""
-    return Seen(
+def isotropic_moments():
+    """Return isotropic moments, for which losses are those of the entries."""
+    return Moments(
         torch.eye(13, dtype=torch.float64), torch.eye(12, dtype=torch.float64).expand(3, 12, 12)
     )
 
@@ -60,11 +58,11 @@ def plain_moments():
     ],
     ids=str,
 )
-def test_forms_that_hold_all_of_standard(qk, ov, more, bias):
-    """Other weights, the same outputs: nothing is lost."""
+def test_supersets_of_standard_lose_nothing(qk, ov, more, bias):
+    """The weights differ, the outputs are equal and the loss is zero."""
     source, target = random_layer("separate", bias=bias), random_layer(qk, ov, bias=bias, **more)
-    lost = project_layer(source, target, seen_of(source))
-    assert max(lost.qk, lost.qk_seen, lost.ov, lost.ov_seen) < 1e-9
+    loss = project_layer(source, target, moments_of(source))
+    assert max(loss.qk, loss.qk_scores, loss.ov, loss.ov_output) < 1e-9
     x = stream(7)
     assert_close(target(x), source(x), **EXACT)
 
@@ -72,30 +70,30 @@ def test_forms_that_hold_all_of_standard(qk, ov, more, bias):
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("qk", QK_CIRCUITS)
 @pytest.mark.parametrize("position", ["none", "rope"])
-def test_onto_its_own_form_bit_for_bit(qk, bias, position):
-    """Whatever stands between the weights and the scores: nothing is computed."""
+def test_projection_onto_the_same_form_is_exact(qk, bias, position):
+    """The parameters are copied with any norm and position."""
     try:
         source = random_layer(qk, bias=bias, position=position, dtype=torch.float32)
         target = random_layer(qk, bias=bias, position=position, dtype=torch.float32)
-    except Meaningless:
+    except UnsupportedCombination:
         pytest.skip("no such layer")
     for parameter in target.parameters():
         torch.nn.init.constant_(parameter, 0.1)
-    lost = project_layer(source, target, plain_moments())
-    assert (lost.qk, lost.ov, lost.heads) == (0, 0, (0, 1, 2))
+    loss = project_layer(source, target, isotropic_moments())
+    assert (loss.qk, loss.ov, loss.heads) == (0, 0, (0, 1, 2))
     for name, value in source.state_dict().items():
         assert torch.equal(target.state_dict()[name], value)
 
 
 @pytest.mark.parametrize("ov", ["no_v", "no_o", "merged"])
-def test_a_circuit_that_stays_is_copied_whatever_it_is(ov):
-    """With rope there is no B_h; where only the other circuit changes, none is needed."""
+def test_unchanged_circuit_is_copied(ov):
+    """With rope there is no B_h, and none is needed if only the other circuit changes."""
     source, target = (random_layer("separate", own, position="rope") for own in ("separate", ov))
-    assert why_not(source, target) == ""
-    lost = project_layer(source, target, seen_of(source))
-    assert (lost.qk, lost.heads) == (0, (0, 1, 2))
+    assert find_obstacle(source, target) == ""
+    loss = project_layer(source, target, moments_of(source))
+    assert (loss.qk, loss.heads) == (0, (0, 1, 2))
     assert torch.equal(source.qk.w_q, target.qk.w_q)
-    assert (lost.ov < 1e-9) == (ov == "merged")
+    assert (loss.ov < 1e-9) == (ov == "merged")
 
 
 @pytest.mark.parametrize(
@@ -104,34 +102,34 @@ def test_a_circuit_that_stays_is_copied_whatever_it_is(ov):
         ("static", "separate", {}, "do not depend on x"),
         ("no_qk", "separate", {}, "NoQK cannot be set"),
         ("separate", "tied", {}, "TiedOV cannot be set"),
-        ("merged", "separate", {"norm": "qk"}, "a norm stands between"),
-        ("separate", "separate", {"norm": "unit_keys"}, "a norm stands between"),
+        ("merged", "separate", {"norm": "qk"}, "the queries or keys are normalized"),
+        ("separate", "separate", {"norm": "unit_keys"}, "the queries or keys are normalized"),
     ],
     ids=str,
 )
-def test_what_cannot_be_set_says_why_before_anything_is_touched(qk, ov, more, why):
+def test_unsupported_projection_leaves_the_target_unchanged(qk, ov, more, why):
     source, target = random_layer("separate"), random_layer(qk, ov, **more)
     before = {name: value.clone() for name, value in target.state_dict().items()}
-    assert why in why_not(source, target)
+    assert why in find_obstacle(source, target)
     assert all(torch.equal(before[name], value) for name, value in target.state_dict().items())
-    with pytest.raises(Meaningless, match=why):
-        project_layer(source, target, seen_of(source))
+    with pytest.raises(UnsupportedCombination, match=why):
+        project_layer(source, target, moments_of(source))
 
 
 @pytest.mark.parametrize("qk", sorted(QK_CIRCUITS))
 @pytest.mark.parametrize("ov", sorted(OV_CIRCUITS))
-def test_why_not_agrees_with_what_happens(qk, ov):
+def test_find_obstacle_agrees_with_project_layer(qk, ov):
     source = random_layer("separate", bias=True)
     try:
         target = random_layer(qk, ov, bias=True)
-    except Meaningless:
+    except UnsupportedCombination:
         pytest.skip("no such layer")
-    reason = why_not(source, target)
+    reason = find_obstacle(source, target)
     if reason == "":
-        project_layer(source, target, plain_moments())
+        project_layer(source, target, isotropic_moments())
     else:
-        with pytest.raises(Meaningless, match="^" + re.escape(reason)):
-            project_layer(source, target, plain_moments())
+        with pytest.raises(UnsupportedCombination, match="^" + re.escape(reason)):
+            project_layer(source, target, isotropic_moments())
 
 
 @pytest.mark.parametrize(
@@ -143,28 +141,28 @@ def test_why_not_agrees_with_what_happens(qk, ov):
     ids="+".join,
 )
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_heads_stand_where_they_lose_least(qk, ov, bias):
-    """As well as the best of all orders, and so never worse than staying."""
+def test_assignment_of_heads_is_optimal(qk, ov, bias):
+    """The assignment is as good as the best permutation found by brute force."""
     source, target = random_layer("separate", bias=bias), random_layer(qk, ov, bias=bias)
-    seen = seen_of(source)
+    moments = moments_of(source)
     costs = {}
     for order in itertools.permutations(range(3)):
         with torch.no_grad():
             parts = (
-                form(source, target, [*order], seen)[1].sum()
-                for form in (_set_scores_, _set_writing_)
+                form(source, target, [*order], moments)[1].sum()
+                for form in (_set_scores_, _set_output_)
             )
             costs[order] = float(sum(parts))
-    best = tuple(best_places(source, target, seen))
+    best = tuple(assign_heads(source, target, moments))
     assert costs[best] == pytest.approx(min(costs.values()))
-    lost = project_layer(source, target, seen)
-    assert lost.heads == best
-    assert lost.qk_seen**2 + lost.ov_seen**2 == pytest.approx(costs[best])
+    loss = project_layer(source, target, moments)
+    assert loss.heads == best
+    assert loss.qk_scores**2 + loss.ov_output**2 == pytest.approx(costs[best])
     assert costs[best] <= costs[0, 1, 2] * (1 + 1e-12)
 
 
-def test_heads_in_the_wrong_places_are_found():
-    """A layer of no_q's own form, written as standard with its heads in another order."""
+def test_permuted_heads_are_recovered():
+    """A no_q layer is written as standard with permuted heads and recovered."""
     no_q = random_layer("no_q")
     b_HDD, _ = scaled_circuit(no_q.qk)
     source, back = random_layer("separate"), random_layer("no_q")
@@ -172,95 +170,95 @@ def test_heads_in_the_wrong_places_are_found():
         order = [2, 0, 1]
         source.qk.set_circuit_(b_HDD[order] / source.qk.scale)
         source.ov.set_circuit_(no_q.ov.circuit(no_q.qk)[order])
-    lost = project_layer(source, back, seen_of(source))
-    assert lost.heads == (1, 2, 0)
-    assert max(lost.qk, lost.ov) < 1e-9
+    loss = project_layer(source, back, moments_of(source))
+    assert loss.heads == (1, 2, 0)
+    assert max(loss.qk, loss.ov) < 1e-9
     x = stream(7)
     assert_close(back(x), source(x), **EXACT)
 
 
-def test_a_bias_of_its_own_place_keeps_heads_at_home():
+def test_alibi_heads_are_not_permuted():
     source, target = (random_layer(name, position="alibi") for name in ("separate", "no_q"))
-    assert best_places(source, target, seen_of(source)) == [0, 1, 2]
+    assert assign_heads(source, target, moments_of(source)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_a_slice_stands_for_the_rest_as_least_squares_says(bias):
-    """no_q's keys against a regression of the true scores on what the head reads."""
+def test_slices_are_fitted_by_least_squares(bias):
+    """Compare no_q with a regression of the true scores on the slices."""
     source, target = random_layer("separate", bias=bias), random_layer("no_q", bias=bias)
-    x = some_stream()
-    lost = project_layer(source, target, seen_of(source, x))
+    x = anisotropic_stream()
+    loss = project_layer(source, target, moments_of(source, x))
     (b_HDD, u_HD), (c_HDD, _) = scaled_circuit(source.qk), scaled_circuit(target.qk)
     x_ND = x.flatten(0, 1)
-    apart = whole = 0.0
-    for place, head in enumerate(lost.heads):
+    error = whole = 0.0
+    for place, head in enumerate(loss.heads):
         own = slice(4 * place, 4 * place + 4)
         wanted_ND = x_ND @ b_HDD[head] + (u_HD[head] if bias else 0)
         rows_KD = torch.linalg.lstsq(x_ND[:, own], wanted_ND).solution
         assert_close(c_HDD[place, own], rows_KD, rtol=1e-3, atol=1e-3)
-        seen_by_softmax = x_ND - x_ND.mean(0)
-        apart += float(((wanted_ND - x_ND[:, own] @ rows_KD) @ seen_by_softmax.mT).square().sum())
-        whole += float((wanted_ND @ seen_by_softmax.mT).square().sum())
-    assert lost.qk_seen == pytest.approx((apart / whole) ** 0.5, rel=1e-3)
+        centered = x_ND - x_ND.mean(0)
+        error += float(((wanted_ND - x_ND[:, own] @ rows_KD) @ centered.mT).square().sum())
+        whole += float((wanted_ND @ centered.mT).square().sum())
+    assert loss.qk_scores == pytest.approx((error / whole) ** 0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["no_q", "no_k", "low_rank", "shared", "sym_diag", "symmetric"])
-def test_what_is_seen_is_never_lost_more_than_by_entries(name):
-    """The nearest matrix is what a stream without preference asks for."""
+def test_weighted_loss_is_at_most_that_of_the_nearest_matrix(name):
+    """The nearest matrix is optimal only for isotropic moments."""
     source, target = random_layer("separate", heads=2), random_layer(name, heads=2, rank=3)
-    seen = seen_of(source)
-    by_entries = project_layer(source, target, Seen(torch.eye(13).double(), seen.z_HDD)).qk
+    moments = moments_of(source)
+    by_entries = project_layer(source, target, Moments(torch.eye(13).double(), moments.z_HDD)).qk
     with torch.no_grad():
         _set_scores_(source, target, [0, 1])
-        naive = seen.scores(
+        naive = moments.score_power(
             torch.nn.functional.pad(
                 scaled_circuit(target.qk)[0] - scaled_circuit(source.qk)[0], (0, 0, 0, 1)
             )
         ).sum()
-        whole = seen.scores(
+        whole = moments.score_power(
             torch.nn.functional.pad(scaled_circuit(source.qk)[0], (0, 0, 0, 1))
         ).sum()
-    lost = project_layer(source, target, seen)
-    assert lost.qk_seen <= float((naive / whole).sqrt()) * (1 + 1e-9)
-    assert by_entries <= lost.qk * (1 + 1e-9)
+    loss = project_layer(source, target, moments)
+    assert loss.qk_scores <= float((naive / whole).sqrt()) * (1 + 1e-9)
+    assert by_entries <= loss.qk * (1 + 1e-9)
 
 
-def test_shared_is_the_nearest_symmetric_positive_matrix():
-    """Against a slow reference: gradient descent on W from there finds nothing nearer."""
+def test_shared_gets_the_nearest_positive_semidefinite_matrix():
+    """Gradient descent on W from there finds no closer matrix."""
     source, target = random_layer("separate", heads=2), random_layer("shared", heads=2)
-    moments = Seen(torch.eye(13).double(), torch.eye(12).double().expand(2, 12, 12))
-    lost = project_layer(source, target, moments)
+    moments = Moments(torch.eye(13).double(), torch.eye(12).double().expand(2, 12, 12))
+    loss = project_layer(source, target, moments)
     b_HDD = scaled_circuit(source.qk)[0] / target.qk.scale
     w = torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     w.requires_grad_()
     optimizer = torch.optim.LBFGS([w], max_iter=500, line_search_fn="strong_wolfe")
 
-    def apart():
+    def loss_of_w():
         optimizer.zero_grad()
         value = (w @ w.mT - b_HDD).square().sum()
         value.backward()
         return value
 
-    optimizer.step(apart)
+    optimizer.step(loss_of_w)
     slow = float((w @ w.mT - b_HDD).detach().square().sum())
-    assert lost.qk == pytest.approx((slow / float(b_HDD.square().sum())) ** 0.5, rel=1e-6)
+    assert loss.qk == pytest.approx((slow / float(b_HDD.square().sum())) ** 0.5, rel=1e-6)
 
 
-def test_biases_of_values_are_held_by_biases():
-    """Where a form has other biases, what is written of nothing is the same."""
+def test_output_biases_are_preserved():
+    """The output of a zero stream is the same where forms have different biases."""
     for ov in ("no_v", "no_o", "merged", "grouped"):
         source, target = (random_layer("separate", own, bias=True) for own in ("separate", ov))
-        project_layer(source, target, seen_of(source))
-        assert_close(target.ov.offset(target.qk), source.ov.offset(source.qk), **EXACT)
+        project_layer(source, target, moments_of(source))
+        assert_close(target.ov.output_bias(target.qk), source.ov.output_bias(source.qk), **EXACT)
 
 
-def test_looking_changes_nothing_and_adds_up():
-    layer, x = random_layer("separate"), some_stream()
-    seen = seen_of(layer, x)
+def test_collecting_moments_changes_nothing():
+    layer, x = random_layer("separate"), anisotropic_stream()
+    moments = moments_of(layer, x)
     x_ND = x.flatten(0, 1)
-    assert_close(seen.stream(), x_ND.mT @ x_ND / len(x_ND), rtol=1e-4, atol=1e-4)
+    assert_close(moments.stream(), x_ND.mT @ x_ND / len(x_ND), rtol=1e-4, atol=1e-4)
     z_HND = (layer.weights(x) @ x.unsqueeze(1)).transpose(0, 1).flatten(1, 2)
-    assert_close(seen.z_HDD, z_HND.mT @ z_HND / len(x_ND), rtol=1e-4, atol=1e-4)
+    assert_close(moments.z_HDD, z_HND.mT @ z_HND / len(x_ND), rtol=1e-4, atol=1e-4)
     assert not layer._forward_pre_hooks
-    (halves,) = look([layer], lambda: [layer(part) for part in x.split(7)])
-    assert_close(halves.x_LL, seen.x_LL)
+    (halves,) = collect_moments([layer], lambda: [layer(part) for part in x.split(7)])
+    assert_close(halves.x_LL, moments.x_LL)

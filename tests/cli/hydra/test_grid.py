@@ -1,15 +1,19 @@
-"""The words of `qkablate sweep`: what a sweep's file and the command line ask for."""
+"""The words of `qkablate sweep`: the files of conf/sweep and the command line."""
 
 import itertools
 
+import hydra
 import pytest
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
-from qkablate.cli.hydra.configs import jobs
-from qkablate.cli.hydra.grid import Composer, composing
-from qkablate.config import conf_dir, flatten, variants
+from qkablate.cli.hydra.configs import compose_jobs
+from qkablate.cli.hydra.grid import SweepComposer, open_composer
+from qkablate.cli.hydra.words import format_error
+from qkablate.config import conf_dir, flatten, load, variants
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.predicates import holds
-from qkablate.sweeps.planning.tuning import ladder
+from qkablate.sweeps.planning.tuning import lr_ladder
 
 SWEEPS = sorted(file.stem for file in (conf_dir() / "sweep").glob("*.yaml"))
 FOUR = {"standard", "merged_w", "no_q", "shared_qk"}
@@ -17,27 +21,27 @@ FOUR = {"standard", "merged_w", "no_q", "shared_qk"}
 
 @pytest.fixture(scope="module")
 def kept():
-    """Composes once for every choice of groups."""
-    return Composer()
+    """Compose once for every choice of groups."""
+    return SweepComposer()
 
 
 @pytest.fixture
 def composer(kept):
-    with composing():
+    with open_composer():
         yield kept
 
 
 def configs(composer, asked):
-    """Of every combination of values."""
+    """Yield the config of every combination of values."""
     for values in itertools.product(*asked.choices.values()):
         yield composer.config(dict(zip(asked.choices, values, strict=True)))
 
 
-# What the first line of each file says.
+# The first line of each file.
 
 
 def test_quick_has_4_variants_2_widths_2_head_counts_2_seeds(composer):
-    asked = composer.ask(["sweep=quick"])
+    asked = composer.request(["sweep=quick"])
     assert asked.axes == ["variant", "model.d_model", "model.heads", "seed"]
     assert set(asked.choices["variant"]) == FOUR
     found = [
@@ -49,7 +53,7 @@ def test_quick_has_4_variants_2_widths_2_head_counts_2_seeds(composer):
 
 
 def test_full_has_every_variant_at_every_size(composer):
-    asked = composer.ask(["sweep=full"])
+    asked = composer.request(["sweep=full"])
     assert set(asked.choices["variant"]) == {*variants()}
     assert [int(d) for d in asked.choices["model.d_model"]] == [128, 256, 512, 1024, 2048]
     assert [int(h) for h in asked.choices["model.heads"]] == [1, 2, 4, 8, 16]
@@ -58,12 +62,12 @@ def test_full_has_every_variant_at_every_size(composer):
     assert (shape.layers, shape.context) == (12, 1024)
 
 
-def test_heads_compares_shapes_of_equal_size(composer):
-    asked = composer.ask(["sweep=heads"])
+def test_heads_compares_shapes_with_equal_parameters(composer):
+    asked = composer.request(["sweep=heads"])
     assert [control.match for control in asked.controls.values()] == ["params"]
     shapes = set()
     for config in configs(composer, asked):
-        if all(holds(predicate, flatten(config)) for predicate in asked.settings.sweep.where):
+        if all(holds(predicate, flatten(config)) for predicate in asked.settings.sweep.filter):
             model = config.model
             shapes.add((model.layers, model.d_model, model.heads))
     assert len({12 * layers * d_model**2 for layers, d_model, _ in shapes}) == 1
@@ -79,7 +83,7 @@ def test_heads_compares_shapes_of_equal_size(composer):
 
 
 def test_horizons_has_several_lengths_each_with_its_own_schedule(composer):
-    asked = composer.ask(["sweep=horizons"])
+    asked = composer.request(["sweep=horizons"])
     steps = [int(value) for value in asked.choices["train.steps"]]
     assert len(steps) == 4
     assert steps == sorted(set(steps))
@@ -88,17 +92,17 @@ def test_horizons_has_several_lengths_each_with_its_own_schedule(composer):
     assert found == {number: number // 20 for number in steps}
 
 
-def test_lr_has_rates_enough_for_a_bowl(composer):
-    asked = composer.ask(["sweep=lr"])
+def test_lr_has_enough_rates_for_a_curve(composer):
+    asked = composer.request(["sweep=lr"])
     rates = [float(value) for value in asked.choices["optim.lr"]]
-    assert ladder(rates, composer.config({})) == rates
+    assert lr_ladder(rates, composer.config({})) == rates
     assert len(rates) >= 5
     assert composer.config({}).optim.lr in rates
     assert set(asked.choices["variant"]) == FOUR
 
 
 def test_ov_has_every_ov_circuit_with_and_without_the_skip(composer):
-    asked = composer.ask(["sweep=ov"])
+    asked = composer.request(["sweep=ov"])
     found = {
         (config.variant.ov, config.model.attention_skip) for config in configs(composer, asked)
     }
@@ -108,14 +112,14 @@ def test_ov_has_every_ov_circuit_with_and_without_the_skip(composer):
 
 
 def test_qk_has_every_qk_circuit_at_equal_parameters_and_without(composer):
-    asked = composer.ask(["sweep=qk"])
+    asked = composer.request(["sweep=qk"])
     own = {name for name, entry in variants().items() if entry["ov"] == "separate"}
     assert set(asked.choices["variant"]) == own
     assert [*asked.controls] == ["none", "params"]
 
 
-def test_rank_goes_from_a_quarter_of_a_head_to_the_whole_width(composer):
-    asked = composer.ask(["sweep=rank"])
+def test_rank_spans_a_quarter_of_d_head_to_d_model(composer):
+    asked = composer.request(["sweep=rank"])
     model = composer.config({}).model
     ranks = [config.variant.rank for config in configs(composer, asked)]
     assert min(ranks) == model.d_model // model.heads // 4
@@ -125,24 +129,24 @@ def test_rank_goes_from_a_quarter_of_a_head_to_the_whole_width(composer):
 
 def test_grid_has_no_axes_of_its_own(composer):
     with pytest.raises(UserError, match="the grid is empty: give sweep=quick, or axes such as"):
-        composer.ask(["sweep=grid"])
+        composer.request(["sweep=grid"])
 
 
 @pytest.mark.parametrize("name", SWEEPS)
-def test_every_shipped_sweep_can_be_read(composer, name):
-    asked = composer.ask([f"sweep={name}", *(["seed=range(2)"] if name == "grid" else [])])
+def test_every_shipped_sweep_is_valid(composer, name):
+    asked = composer.request([f"sweep={name}", *(["seed=range(2)"] if name == "grid" else [])])
     assert asked.settings.sweep.name == name
     assert len(asked.choices["seed"]) >= 2
     first = {key: values[0] for key, values in asked.choices.items()}
     flat = flatten(composer.config(first))
-    assert all(isinstance(holds(each, flat), bool) for each in asked.settings.sweep.where)
+    assert all(isinstance(holds(each, flat), bool) for each in asked.settings.sweep.filter)
 
 
 # The command line on top of a file.
 
 
 def test_words_replace_an_axis_of_the_file(composer):
-    asked = composer.ask(["sweep=quick", "variant=standard,wide_qk", "seed=range(2,5)"])
+    asked = composer.request(["sweep=quick", "variant=standard,wide_qk", "seed=range(2,5)"])
     assert asked.choices["variant"] == ["standard", "wide_qk"]
     assert asked.choices["seed"] == ["2", "3", "4"]
     assert asked.choices["model.heads"] == ["2", "4"]
@@ -150,8 +154,8 @@ def test_words_replace_an_axis_of_the_file(composer):
 
 
 def test_words_replace_a_fixed_key_of_the_file(composer):
-    assert composer.ask(["sweep=quick", "train.steps=7"]).choices["train.steps"] == ["7"]
-    asked = composer.ask(["sweep=horizons", "train.steps=7,9", "seed=0", "optim.lr=2e-3"])
+    assert composer.request(["sweep=quick", "train.steps=7"]).choices["train.steps"] == ["7"]
+    asked = composer.request(["sweep=horizons", "train.steps=7,9", "seed=0", "optim.lr=2e-3"])
     assert asked.count() == 8
     found = [*configs(composer, asked)]
     assert {config.train.steps for config in found} == {7, 9}
@@ -159,29 +163,29 @@ def test_words_replace_a_fixed_key_of_the_file(composer):
 
 
 def test_words_replace_the_control_of_the_file(composer):
-    assert [*composer.ask(["sweep=heads", "control=flops"]).controls] == ["flops"]
-    asked = composer.ask(["sweep=ov", "control=params,flops", "control.tolerance=0.1"])
+    assert [*composer.request(["sweep=heads", "control=flops"]).controls] == ["flops"]
+    asked = composer.request(["sweep=ov", "control=params,flops", "control.tolerance=0.1"])
     assert [(c.match, c.tolerance) for c in asked.controls.values()] == [
         ("params", 0.1),
         ("flops", 0.1),
     ]
-    assert [*composer.ask(["sweep=quick"]).controls] == ["none"]
+    assert [*composer.request(["sweep=quick"]).controls] == ["none"]
 
 
 def test_words_replace_the_settings_of_the_file(composer):
     words = ["sweep=heads", "sweep.baseline=null", "sweep.tune=true", "sweep.name=mine"]
-    settings = composer.ask([*words, "workers=3", "on_failure=stop"]).settings
+    settings = composer.request([*words, "workers=3", "on_failure=stop"]).settings
     assert settings.sweep.baseline is None
     assert settings.sweep.tune
     assert settings.sweep.name == "mine"
     assert (settings.workers, settings.on_failure) == (3, "stop")
-    where = composer.ask(["sweep=quick", "sweep.where=['model.heads > 2','seed == 0']"])
-    assert where.settings.sweep.where == ["model.heads > 2", "seed == 0"]
+    where = composer.request(["sweep=quick", "sweep.filter=['model.heads > 2','seed == 0']"])
+    assert where.settings.sweep.filter == ["model.heads > 2", "seed == 0"]
 
 
-def test_ways_to_write_values(composer):
+def test_syntax_of_values(composer):
     def values(word):
-        ((_, found),) = composer.ask([word]).choices.items()
+        ((_, found),) = composer.request([word]).choices.items()
         return found
 
     assert values("seed=range(3)") == ["0", "1", "2"]
@@ -197,20 +201,20 @@ def test_ways_to_write_values(composer):
 
 
 def test_a_list_is_one_value(composer):
-    asked = composer.ask(["optim.betas=[0.9,0.95],[0.8,0.99]", "track.tags=[a,b]"])
-    found = [(config.optim.betas, config.track.tags) for config in configs(composer, asked)]
+    asked = composer.request(["optim.betas=[0.9,0.95],[0.8,0.99]", "tracking.tags=[a,b]"])
+    found = [(config.optim.betas, config.tracking.tags) for config in configs(composer, asked)]
     assert found == [([0.9, 0.95], ["a", "b"]), ([0.8, 0.99], ["a", "b"])]
 
 
-def test_quoted_values_keep_their_signs(composer):
-    asked = composer.ask(["data=text", """data.path='/a b,c (1).txt',"/it's",plain.txt"""])
+def test_quoted_values_keep_special_characters(composer):
+    asked = composer.request(["data=text", """data.path='/a b,c (1).txt',"/it's",plain.txt"""])
     found = [config.data.path for config in configs(composer, asked)]
     assert found == ["/a b,c (1).txt", "/it's", "plain.txt"]
-    (config,) = configs(composer, composer.ask(["track.group='a, b'", "seed='3'"]))
-    assert config.track.group == "a, b"
+    (config,) = configs(composer, composer.request(["tracking.group='a, b'", "seed='3'"]))
+    assert config.tracking.group == "a, b"
 
 
-# Composer.config makes what `train` would.
+# SweepComposer.config makes what `train` would.
 COMBINATIONS = [
     {},
     {"variant": "merged_w", "seed": "3"},
@@ -229,11 +233,11 @@ COMBINATIONS = [
     {"optim.schedule": "wsd", "optim.cooldown": "0.5"},
     {"optim.schedule": "wsd", "optim.warmup": "3", "optim.lr": "6e-4"},
     {"model.d_model": "128", "model": "baby", "model.heads": "4"},
-    {"model": "gpt2", "train.tokens": "100000", "train.accumulate": "2"},
+    {"model": "gpt2", "train.tokens": "100000", "train.grad_accum": "2"},
     {"model.mlp_ratio": "4.517578125", "model.position": "rope", "model.bias": "True"},
-    {"optim.betas": "[0.8,0.9]", "track.tags": "[a,b]", "track.group": "null"},
+    {"optim.betas": "[0.8,0.9]", "tracking.tags": "[a,b]", "tracking.group": "null"},
     {"threads": "1", "compile": "false", "precision": "bf16", "out": "else/where"},
-    {"train.steps": "auto", "train.read_test": "false", "optim.weight_decay": "0"},
+    {"train.steps": "auto", "train.evaluate_test": "false", "optim.weight_decay": "0"},
     {"seed": "4", "seeds.dropout": "${seed}", "out": "runs_of_${variant.name}"},
 ]
 
@@ -242,19 +246,51 @@ def typed(words):
     return [f"{key}={value}" for key, value in words.items()]
 
 
+def composed_by_hydra(words):
+    """Compose the config as hydra.main does for `qkablate train`."""
+    try:
+        return load(hydra.compose("train", typed(words)))
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise UserError(format_error(error)) from None
+
+
 @pytest.mark.parametrize("words", COMBINATIONS, ids=lambda words: " ".join(typed(words)) or "none")
-def test_a_config_is_the_one_that_train_composes(kept, words):
-    with composing():
-        own = kept.config(words)
-    (job,) = jobs(typed(words))
-    assert own == job.config
+def test_config_equals_that_of_train(composer, words):
+    assert composer.config(words) == composed_by_hydra(words)
 
 
-def test_one_config_leaves_no_trace_in_the_next(composer):
+def test_jobs_are_all_combinations():
+    jobs = compose_jobs(["variant=standard,no_q", "+seed=range(2)", "train.steps=3"])
+    assert [job.words for job in jobs] == [
+        [f"variant={variant}", f"+seed={seed}", "train.steps=3"]
+        for variant in ("standard", "no_q")
+        for seed in (0, 1)
+    ]
+    assert [(job.config.variant.name, job.config.seed) for job in jobs] == [
+        *(("standard", 0), ("standard", 1), ("no_q", 0), ("no_q", 1))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["seed=0,1", "model.heads=2,3"], " (in seed=0 model.heads=3)"),
+        (["variant=standard", "variant=no_q"], "variant: chosen twice, 'standard' and 'no_q'"),
+        (["seed=range(9)", "model.layers=range(1,2000)"], "these are more than 10,000 jobs"),
+        (["~model=nano"], "'~model=nano': write key=value"),
+    ],
+)
+def test_mistakes_in_jobs(words, line):
+    with pytest.raises(UserError) as error:
+        compose_jobs(words)
+    assert str(error.value).endswith(line)
+
+
+def test_configs_are_independent(composer):
     before = composer.config({})
-    tagged = {"track.tags": "[a]", "optim.betas": "[0.8,0.9]", "model.heads": "8", "seed": "3"}
-    composer.config(tagged).track.tags.append("b")
-    assert composer.config(tagged).track.tags == ["a"]
+    tagged = {"tracking.tags": "[a]", "optim.betas": "[0.8,0.9]", "model.heads": "8", "seed": "3"}
+    composer.config(tagged).tracking.tags.append("b")
+    assert composer.config(tagged).tracking.tags == ["a"]
     assert composer.config({}) == before
 
 
@@ -277,11 +313,11 @@ def test_one_config_leaves_no_trace_in_the_next(composer):
     ],
     ids=typed,
 )
-def test_a_mistake_is_told_as_train_tells_it(kept, words):
+def test_error_equals_that_of_train(composer, words):
     with pytest.raises(UserError) as of_train:
-        jobs(typed(words))
-    with composing(), pytest.raises(UserError) as own:
-        kept.config(words)
+        composed_by_hydra(words)
+    with pytest.raises(UserError) as own:
+        composer.config(words)
     assert str(own.value) == str(of_train.value)
 
 
@@ -290,12 +326,12 @@ MISTAKES = [
     (["control=params"], "the grid is empty"),
     (["sweep=quik"], "rank (nearest: quick)"),
     (["control=parms"], "control: 'parms' is not one of flops, none, params (nearest: params)"),
-    (["control.knob=mlpp"], "control.knob: 'mlpp' is not one of mlp, d_model, layers"),
+    (["control.adjust=mlpp"], "control.adjust: 'mlpp' is not one of mlp, d_model, layers"),
     (["control=params", "control.match=param"], "(nearest: params)"),
     (["control=params", "control.knb=mlp"], "control.knb: there is no such key (nearest: control."),
     (["control=params", "control.tolerance=2"], "control.tolerance: 2"),
     (["control.tolerance=0.1"], "'control.tolerance=0.1' has no meaning with control=none"),
-    (["seed=0,1", "diagnose.every=0,5"], "a sweep has one value of diagnose.every"),
+    (["seed=0,1", "diagnostics.every=0,5"], "a sweep has one value of diagnostics.every"),
     (["sweep.tun=true"], "sweep.tun: there is no such key (nearest: sweep.tune)"),
     (["sweep.name=../x"], "sweep.name: '../x' is not made of letters"),
     (["sweep.baseline=[a]"], "sweep.baseline: "),
@@ -307,9 +343,9 @@ MISTAKES = [
     (["sweep.tuning_seeds=[]"], "sweep.tuning_seeds: [] are not one or more seeds"),
     (["sweep.tuning_seeds=[-1]"], "sweep.tuning_seeds: [-1] are not one or more seeds"),
     (["sweep=quick", "sweep.axes={seed: {a: 1}}"], "on the command line an axis is written"),
-    (["workers=0"], "workers: '0' is not auto, or a number from 1"),
+    (["workers=0"], "workers: 0 is not auto, or a number from 1"),
     (["workers=many"], "workers: 'many' is not auto, or a number from 1"),
-    (["per_gpu=0"], "per_gpu: 0 is not a number from 1"),
+    (["runs_per_gpu=0"], "runs_per_gpu: 0 is not a number from 1"),
     (["on_failure=stpo"], "on_failure: 'stpo' is not one of continue, stop (nearest: stop)"),
     (["worker=2"], "worker: there is no such key (nearest: workers)"),
     (["on_failur=stop"], "on_failur: there is no such key (nearest: on_failure)"),
@@ -324,15 +360,15 @@ MISTAKES = [
     (["sweep=null"], "sweep"),
     (["seed=0,1.5"], "seed: '1.5' is not a whole number"),
     (["optim.lr=1e-3,fast"], "optim.lr: 'fast' is not a number"),
-    (["seed=interval(0,9)"], "'seed=interval(0,9)': a grid has values, not an interval"),
+    (["seed=interval(0,9)"], "'seed=interval(0,9)': give single values, not an interval"),
     (["seed=range(3,1)"], "'seed=range(3,1)': there is no value in it"),
     (["variant=glob(nix*)"], "'variant=glob(nix*)': there is no value in it"),
-    (["variant=[standard,no_q]"], "several are written variant=standard,no_q"),
+    (["variant=[standard,no_q]"], "several values are written variant=standard,no_q"),
     (["~model"], "'~model' is not key=value"),
     (["~model=nano"], "'~model=nano': write key=value"),
     (["~sweep=quick"], "'~sweep=quick': write key=value"),
     (["model@here=nano"], "'model@here=nano': write key=value"),
-    (["quick"], "'quick' is not key=value, as in variant=standard,merged_w"),
+    (["quick"], "'quick' is not key=value, as in variant=merged_w"),
     (["=3"], "'=3' is not key=value"),
     (["seed=[1"], "'seed=[1' cannot be read"),
     (["--variant=no_q"], "'--variant' is not one of "),
@@ -344,7 +380,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("words", "line"), MISTAKES, ids=lambda x: str(x)[:40])
 def test_mistakes(qkablate, tmp_path, words, line):
-    """One line on stderr, exit code 2, and nothing was begun."""
+    """One line on stderr, exit code 2, and nothing is written."""
     own = [] if line.startswith("the grid is empty") else ["seed=0"]
     done = qkablate("sweep", *own, *words, "--dry-run")
     assert done.code == 2
@@ -355,11 +391,11 @@ def test_mistakes(qkablate, tmp_path, words, line):
     assert {path.name for path in tmp_path.iterdir()} == {"home"}
 
 
-def said(composer, word):
+def error_of(composer, word):
     try:
-        composer.ask(["seed=0", word])
-    except UserError as refused:
-        return str(refused)
+        composer.request(["seed=0", word])
+    except UserError as error:
+        return str(error)
     return ""
 
 
@@ -368,28 +404,28 @@ def said(composer, word):
     [
         "control.tolerance=wide",
         "sweep.tune=maybe",
-        "sweep.where=3",
-        "sweep.where='model.heads > 2'",
+        "sweep.filter=3",
+        "sweep.filter='model.heads > 2'",
         "sweep.tuning_seeds=[x]",
         "sweep.tuning_seeds=3",
         "sweep.axes=3",
         "sweep.fixed=null",
         "sweep.axes={seed: 3}",
         "sweep.name=null",
-        "per_gpu=two",
+        "runs_per_gpu=two",
     ],
 )
-def test_a_key_that_there_is_is_not_called_unknown(composer, word):
-    assert "no such key" not in said(composer, word)
+def test_existing_key_is_not_called_unknown(composer, word):
+    assert "no such key" not in error_of(composer, word)
 
 
 @pytest.mark.parametrize(
     "word", ["sweep=quick,lr", "workers=1,2", "sweep.name=a,b", "sweep.axes.seed=range(3)"]
 )
-def test_no_advice_that_would_not_help(composer, word):
+def test_errors_do_not_suggest_multirun(composer, word):
     """A sweep has no -m."""
-    assert "-m for a run each" not in said(composer, word)
-    assert "multirun" not in said(composer, word)
+    assert "-m for a run each" not in error_of(composer, word)
+    assert "multirun" not in error_of(composer, word)
 
 
 def test_help_names_every_sweep_and_control(qkablate):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import vl_convert
 
-from qkablate.report.charts import charts
-from qkablate.report.page import page
-from qkablate.report.render import picture
-from qkablate.report.rows import trouble
+from qkablate.report.charts import make_charts
+from qkablate.report.page import render_page
+from qkablate.report.render import render_chart
+from qkablate.report.rows import find_problems
 from qkablate.runs import attention_map
-from qkablate.runs.attention_map import About
+from qkablate.runs.attention_map import AttentionMapHeader
 
 WORDS = ("variant=standard,no_q", "seed=range(3)", "model.layers=2")
 TEXT = "the cat\n"
@@ -35,9 +35,11 @@ def previous(run, layers=2, heads=2, tokens=8):
 def exemplify(world, of=previous, tokens=BYTES):
     for run in world.runs():
         arm = world.manifest.arms[run.arm]
-        about = About(run.id, int(arm.config.train.steps), arm.facts["data_fingerprint"])
-        a_LHTT = attention_map.rounded(of(run))
-        attention_map.write(
+        about = AttentionMapHeader(
+            run.id, int(arm.config.train.steps), arm.facts["data_fingerprint"]
+        )
+        a_LHTT = attention_map.quantize(of(run))
+        attention_map.write_attention_map(
             world.run_folder(run), about, np.array(tokens)[: a_LHTT.shape[-1]], a_LHTT
         )
         (world.run_folder(run) / "tokenizer.json").write_text('{"name": "bytes"}')
@@ -53,12 +55,12 @@ def kept(made, loss_of):
 
 
 @pytest.fixture(scope="module")
-def chapter(kept, chapter_of):
-    return chapter_of(kept())
+def section(kept, section_of):
+    return section_of(kept())
 
 
-def chart_of(chapter):
-    return next((own for own in charts(chapter) if own.name == "attention"), None)
+def chart_of(section):
+    return next((own for own in make_charts(section) if own.name == "attention"), None)
 
 
 def cells(panel, head="head 0", layer="layer 0"):
@@ -67,19 +69,19 @@ def cells(panel, head="head 0", layer="layer 0"):
     return {(row["q"], row["k"]): row["share"] for row in own}
 
 
-def test_it_compiles_and_is_drawn(chapter):
-    chart = chart_of(chapter)
+def test_it_compiles_and_is_drawn(section):
+    chart = chart_of(section)
     for panel in chart.panels:
         assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
         json.dumps(panel.spec, allow_nan=False)
-    text = picture(chart, chapter, "svg").decode()
+    text = render_chart(chart, section, "svg").decode()
     assert ElementTree.fromstring(text).tag.endswith("svg")
     assert "var(" not in text
-    assert picture(chart, chapter, "png").startswith(b"\x89PNG")
+    assert render_chart(chart, section, "png").startswith(b"\x89PNG")
 
 
-def test_every_arm_has_the_maps_of_its_first_run(chapter):
-    chart = chart_of(chapter)
+def test_every_arm_has_the_maps_of_its_first_run(section):
+    chart = chart_of(section)
     assert [panel.title for panel in chart.panels] == ["standard, s0", "no_q, s0"]
     expected = {(0, 0): 100} | {(i, i - 1): 100 for i in range(1, 8)}
     assert cells(chart.panels[0]) == cells(chart.panels[1], layer="layer 1") == expected
@@ -87,16 +89,16 @@ def test_every_arm_has_the_maps_of_its_first_run(chapter):
     assert (own[7, 0], own[7, 6], own[1, 0]) == (60, 40, 100)
 
 
-def test_the_caption_tells_the_text_and_who_looks_where(chapter):
-    caption = chart_of(chapter).caption
+def test_the_caption_tells_the_text_and_who_looks_where(section):
+    caption = chart_of(section).caption
     assert "“the cat\\n”" in caption
     assert "standard: on the previous token 100% (layer 0 head 0: 100%)" in caption
     assert "no_q: on the previous token 85%" in caption
     assert "on the first 15% (layer 0 head 1: 60%)" in caption
 
 
-def test_tokens_are_told_where_the_mouse_is(chapter):
-    rows = chart_of(chapter).panels[0].spec["data"]["values"]
+def test_tokens_are_told_where_the_mouse_is(section):
+    rows = chart_of(section).panels[0].spec["data"]["values"]
     found = {(row["from"], row["to"]) for row in rows}
     assert {("0 “t”", "0 “t”"), ("4 “c”", "3 “ ”"), ("7 “\\n”", "6 “t”")} <= found
 
@@ -112,7 +114,7 @@ def test_tokens_are_told_where_the_mouse_is(chapter):
         None,
     ],
 )
-def test_where_no_text_is_known_ids_are_told(kept, chapter_of, content):
+def test_where_no_text_is_known_ids_are_told(kept, section_of, content):
     world = kept()
     for run in world.runs():
         path = world.run_folder(run) / "tokenizer.json"
@@ -121,36 +123,38 @@ def test_where_no_text_is_known_ids_are_told(kept, chapter_of, content):
             os.mkfifo(path)
         else:
             path.write_text(content)
-    caption = chart_of(chapter_of(world)).caption
+    caption = chart_of(section_of(world)).caption
     assert f"“{' '.join(map(str, BYTES))}”" in caption
 
 
-def test_runs_that_keep_nothing_have_the_page_they_had(made, loss_of, chapter_of, chapter):
-    old = chapter_of(made(*WORDS).finish(loss_of))
+def test_runs_that_keep_nothing_have_the_page_they_had(made, loss_of, section_of, section):
+    old = section_of(made(*WORDS).finish(loss_of))
     assert chart_of(old) is None
-    assert trouble(old) == []
-    assert 'id="c1-attention"' not in page([old], "old")
-    assert 'id="c1-attention"' in page([chapter], "new")
+    assert find_problems(old) == []
+    assert 'id="c1-attention"' not in render_page([old], "old")
+    assert 'id="c1-attention"' in render_page([section], "new")
 
 
 def damage(world, run, kind):
-    path = world.run_folder(run) / attention_map.NAME
+    path = world.run_folder(run) / attention_map.FILE_NAME
     other = next(one for one in world.runs() if one.id != run.id)
-    about, tokens_T, a_LHTT = attention_map.read(path)
+    about, tokens_T, a_LHTT = attention_map.read_attention_map(path)
     if kind == "no file":
         path.write_bytes(b"<script>")
     elif kind == "another run's":
-        path.write_bytes((world.run_folder(other) / attention_map.NAME).read_bytes())
+        path.write_bytes((world.run_folder(other) / attention_map.FILE_NAME).read_bytes())
     elif kind == "a link":
         path.rename(path.with_suffix(".kept"))
         path.symlink_to(path.with_suffix(".kept"))
     elif kind == "another model's":
-        attention_map.write(path.parent, about, tokens_T, a_LHTT[:1])
+        attention_map.write_attention_map(path.parent, about, tokens_T, a_LHTT[:1])
     elif kind == "other data":
-        attention_map.write(path.parent, About(about.run, about.step, "0"), tokens_T, a_LHTT)
+        attention_map.write_attention_map(
+            path.parent, AttentionMapHeader(about.run, about.step, "0"), tokens_T, a_LHTT
+        )
     else:
-        attention_map.write(
-            path.parent, About(about.run, 3, about.data_fingerprint), tokens_T, a_LHTT
+        attention_map.write_attention_map(
+            path.parent, AttentionMapHeader(about.run, 3, about.data_fingerprint), tokens_T, a_LHTT
         )
 
 
@@ -158,24 +162,24 @@ KINDS = ["no file", "another run's", "a link", "another model's", "other data", 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_damaged_is_named_and_the_next_run_is_shown(kept, chapter_of, kind):
+def test_what_is_damaged_is_named_and_the_next_run_is_shown(kept, section_of, kind):
     world = kept()
     run = next(r for r in world.runs() if r.arm.startswith("no_q") and r.changes["seed"] == 0)
     damage(world, run, kind)
-    own = chapter_of(world)
-    (line,) = trouble(own)
-    assert line.startswith(f"{run.name}: example.safetensors: ")
+    own = section_of(world)
+    (line,) = find_problems(own)
+    assert line.startswith(f"{run.name}: attention_map.safetensors: ")
     assert [panel.title for panel in chart_of(own).panels] == ["standard, s0", "no_q, s1"]
 
 
-def test_runs_that_are_not_done_are_passed_over(kept, chapter_of):
+def test_runs_that_are_not_done_are_passed_over(kept, section_of):
     world = kept()
     run = next(r for r in world.runs() if r.arm.startswith("standard") and r.changes["seed"] == 0)
     world.write(run, "diverged")
-    assert chart_of(chapter_of(world)).panels[0].title == "standard, s1"
+    assert chart_of(section_of(world)).panels[0].title == "standard, s1"
 
 
-def test_many_heads_of_many_arms_stay_a_small_page(kept, chapter_of):
+def test_many_heads_of_many_arms_stay_a_small_page(kept, section_of):
     rng = np.random.default_rng(0)
 
     def wild(run):
@@ -185,7 +189,7 @@ def test_many_heads_of_many_arms_stay_a_small_page(kept, chapter_of):
     names = "standard,no_q,no_k,shared_qk,merged_w,no_v,no_o,qk_norm"
     words = (f"variant={names}", "seed=0", "model.layers=12", "model.heads=12")
     words += ("model.d_model=24", "model.context=32")
-    own = chapter_of(kept(wild, words, tokens=tuple(range(40, 72))))
+    own = section_of(kept(wild, words, tokens=tuple(range(40, 72))))
     chart = chart_of(own)
     assert len(chart.panels) == 6
     assert "Not drawn: " in chart.caption
@@ -198,14 +202,14 @@ def test_many_heads_of_many_arms_stay_a_small_page(kept, chapter_of):
     assert facet["row"]["sort"] == ["layer 0", "layer 11"]  # a layer 2 would stand between them
     assert facet["column"]["sort"] == [f"head {head}" for head in range(8)]
     assert sum(len(panel.spec["data"]["values"]) for panel in chart.panels) <= 16_000
-    assert len(picture(chart, own, "svg")) < 4_000_000
+    assert len(render_chart(chart, own, "svg")) < 4_000_000
 
 
-def test_arms_of_another_context_have_maps_of_their_own_length(kept, chapter_of):
+def test_arms_of_another_context_have_maps_of_their_own_length(kept, section_of):
     def own(run):
         return previous(run, tokens=2 if run.arm.endswith("=2") else 8)
 
     words = ("variant=standard", "seed=0", "model.layers=2", "model.context=2,16")
-    chart = chart_of(chapter_of(kept(own, words)))
+    chart = chart_of(section_of(kept(own, words)))
     assert [max(row["q"] for row in p.spec["data"]["values"]) for p in chart.panels] == [1, 7]
     assert "less of it" in chart.caption

@@ -13,11 +13,10 @@ import pytest
 import vl_convert
 
 from qkablate.analysis.comparison.curves import READINGS, describe_curve
-from qkablate.report.charts import MOST_RUNS, charts
-from qkablate.report.palette import plain
-from qkablate.report.render import picture
-from qkablate.report.text.numbers import told_gap
-from qkablate.report.text.tables import says
+from qkablate.report.charts import MAX_RUNS, make_charts
+from qkablate.report.palette import use_light_colors
+from qkablate.report.render import render_chart
+from qkablate.report.text.numbers import format_gap
 
 THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
 TUNED = ("variant=standard,no_q", "seed=range(2)", "sweep.tune=true")
@@ -53,9 +52,9 @@ WORLDS = {
 
 
 @pytest.fixture(scope="module")
-def chapter_named(made, loss_of, with_curves, chapter_of, chapter):
-    """The chapter of one of WORLDS, each made once."""
-    known = {"finished": chapter}
+def chapter_named(made, loss_of, with_curves, section_of, section):
+    """The section of one of WORLDS, each made once."""
+    known = {"finished": section}
 
     def make(name):
         if name not in known:
@@ -63,14 +62,14 @@ def chapter_named(made, loss_of, with_curves, chapter_of, chapter):
             world = made(*words).finish(
                 lambda run: loss_of(run) if (own := end(run)) is ... else own
             )
-            known[name] = chapter_of(with_curves(world))
+            known[name] = section_of(with_curves(world))
         return known[name]
 
     return make
 
 
-def drawn(chapter):
-    return {chart.name: chart for chart in charts(chapter)}
+def drawn(section):
+    return {chart.name: chart for chart in make_charts(section)}
 
 
 def within(value):
@@ -97,23 +96,23 @@ def numbers(value):
 
 @pytest.mark.parametrize("name", ["finished", *WORLDS])
 def test_whatever_the_runs_came_to_the_pictures_are_sound(chapter_named, name):
-    chapter = chapter_named(name)
-    for chart in charts(chapter):
-        assert_told(chart, chapter)
-        assert {*chart.variants} <= {*chapter.looks}
+    section = chapter_named(name)
+    for chart in make_charts(section):
+        assert_told(chart, section)
+        assert {*chart.variants} <= {*section.styles}
         for panel in chart.panels:
             assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
             json.dumps(panel.spec, allow_nan=False)
             assert all(map(math.isfinite, numbers(panel.spec)))
             assert_drawable(panel.spec)
-            assert_looks(panel.spec, chapter.looks)
+            assert_looks(panel.spec, section.styles)
             assert_plain_data(panel.spec)
 
 
-def assert_told(chart, chapter):
+def assert_told(chart, section):
     """How many runs it shows, and what its intervals are."""
     assert re.search(r"n = \d+( to \d+)?\b", chart.caption), chart.name
-    assert "n = 0" not in chart.caption or not any(e.losses for e in chapter.study.entries)
+    assert "n = 0" not in chart.caption or not any(e.losses for e in section.study.entries)
     assert re.search(r"95 (%|of 100)", chart.caption), chart.name
     assert re.search("interval|bands hold", chart.caption), chart.name
 
@@ -131,7 +130,7 @@ def assert_drawable(spec):
 
 def assert_looks(spec, looks):
     """A variant has the same colour, dash and shape in every picture."""
-    parts = {"color": "colour", "strokeDash": "dash", "shape": "shape"}
+    parts = {"color": "color", "strokeDash": "dash", "shape": "shape"}
     for found in within(spec):
         for channel, part in parts.items():
             own = found.get(channel)
@@ -148,13 +147,13 @@ def assert_plain_data(spec):
             assert test == "datum.best"
 
 
-def test_a_band_that_reaches_zero_is_on_no_logarithmic_axis(cached_world, chapter_of):
+def test_a_band_that_reaches_zero_is_on_no_logarithmic_axis(cached_world, section_of):
     made = cached_world("variant=standard", "seed=0,1")
     losses = {0: 0.46065, 1: 0.53935}  # 0.5 ± 0.5
     made.finish(lambda run: losses[run.changes["seed"]])
     for run in made.runs():
         made.curve(run, dict.fromkeys(range(1, 7), losses[run.changes["seed"]]))
-    (panel,) = drawn(chapter_of(made))["losses"].panels
+    (panel,) = drawn(section_of(made))["losses"].panels
     assert {row["low"] for row in panel.spec["data"]["values"]} == {1.0844e-05}
     logarithmic = {"scale": {"type": "log", "nice": False}}
     assert not [
@@ -183,35 +182,35 @@ def test_what_there_is_to_draw_is_drawn(chapter_named):
 # The forest
 
 
-def gap_rows(chapter):
-    (panel,) = drawn(chapter)["gaps"].panels
+def gap_rows(section):
+    (panel,) = drawn(section)["gaps"].panels
     return panel.spec["data"]["values"]
 
 
 @pytest.mark.parametrize("name", ["finished", "running", "diverged", "one seed", "rates"])
 def test_the_forest_shows_the_gaps_that_were_found(chapter_named, name):
-    chapter = chapter_named(name)
-    found = [one for one in chapter.found["gaps"] if one["n"]]
-    rows = gap_rows(chapter)
+    section = chapter_named(name)
+    found = [one for one in section.summary.gaps if one.n]
+    rows = gap_rows(section)
     assert len(rows) == len(found) > 0
     for row, one in zip(rows, found, strict=True):
         assert row["arm"].startswith(f"{one['arm']}  (n = {one['n']}")
-        assert row["gap"] == one["mean"]
-        assert [row["low"], row["high"]] == (one["interval"] or [None, None])
-        assert row["n"] == one["n"]
-        assert row["baseline"] == one["baseline"]
-    (panel,) = drawn(chapter)["gaps"].panels
+        assert row["gap"] == one.mean
+        assert [row["low"], row["high"]] == (one.interval or [None, None])
+        assert row["n"] == one.n
+        assert row["baseline"] == one.baseline
+    (panel,) = drawn(section)["gaps"].panels
     ticks = [
         layer["data"]["values"] for layer in panel.spec["layer"] if layer["mark"]["type"] == "tick"
     ]
     assert sorted(tick["gap"] for tick in ticks[0]) == sorted(
-        pair["gap"] for one in found for pair in one["pairs"]
+        pair.gap for one in found for pair in one.pairs
     )
 
 
-def test_the_forest_tells_mean_and_interval(chapter):
-    for row, one in zip(gap_rows(chapter), chapter.found["gaps"], strict=True):
-        assert row["told"] == told_gap(one["mean"], one["interval"])
+def test_the_forest_tells_mean_and_interval(section):
+    for row, one in zip(gap_rows(section), section.summary.gaps, strict=True):
+        assert row["told"] == format_gap(one.mean, one.interval)
 
 
 def test_what_diverged_stands_beside_its_row(chapter_named):
@@ -259,35 +258,35 @@ def test_an_arm_of_which_all_diverged_is_in_the_pictures(chapter_named):
 
 
 def test_one_pair_has_no_bar_and_the_caption_says_so(chapter_named):
-    chapter = chapter_named("one seed")
-    assert all(row["low"] is None for row in gap_rows(chapter))
-    assert "No bar" in drawn(chapter)["gaps"].caption
+    section = chapter_named("one seed")
+    assert all(row["low"] is None for row in gap_rows(section))
+    assert "No bar" in drawn(section)["gaps"].caption
 
 
 # The heat
 
 
-def heat_rows(chapter):
-    return [row for panel in drawn(chapter)["heat"].panels for row in panel.spec["data"]["values"]]
+def heat_rows(section):
+    return [row for panel in drawn(section)["heat"].panels for row in panel.spec["data"]["values"]]
 
 
-def test_the_heat_has_a_cell_for_each_variant_and_size(chapter):
-    rows = heat_rows(chapter)
+def test_the_heat_has_a_cell_for_each_variant_and_size(section):
+    rows = heat_rows(section)
     cells = [(row["variant"], row["size"]) for row in rows]
     assert len({*cells}) == len(cells)
     assert {*cells} == {
         (variant, size) for variant in ("no_q", "shared_qk") for size in ("d16 h2", "d32 h2")
     }
-    gaps = {one["arm"]: one["mean"] for one in chapter.found["gaps"]}
+    gaps = {one.arm: one.mean for one in section.summary.gaps}
     assert {row["arm"]: row["gap"] for row in rows} == gaps
 
 
 @pytest.mark.parametrize("name", ["finished", "running", "alike", "failed", "huge", "diverged"])
 def test_what_was_not_found_stands_in_brackets(chapter_named, name):
-    chapter = chapter_named(name)
-    intervals = {one["arm"]: one["interval"] for one in chapter.found["gaps"]}
-    found = {one["arm"] for one in chapter.found["gaps"] if says(one) in ("better", "worse")}
-    rows = heat_rows(chapter) if "heat" in drawn(chapter) else []
+    section = chapter_named(name)
+    intervals = {one.arm: one.interval for one in section.summary.gaps}
+    found = {one.arm for one in section.summary.gaps if one.decision in ("better", "worse")}
+    rows = heat_rows(section) if "heat" in drawn(section) else []
     assert rows or name != "finished"
     for row in rows:
         low, high = intervals[row["arm"]]
@@ -299,13 +298,13 @@ def test_what_was_not_found_stands_in_brackets(chapter_named, name):
         assert half == pytest.approx((high - low) / 2, rel=0.06, abs=1e-6)
 
 
-def test_the_sizes_of_the_heat_rise(chapter):
-    (panel,) = drawn(chapter)["heat"].panels
+def test_the_sizes_of_the_heat_rise(section):
+    (panel,) = drawn(section)["heat"].panels
     assert panel.spec["encoding"]["x"]["sort"] == ["d16 h2", "d32 h2"]
 
 
-def test_the_shades_of_the_heat_go_from_better_to_worse(chapter):
-    (panel,) = drawn(chapter)["heat"].panels
+def test_the_shades_of_the_heat_go_from_better_to_worse(section):
+    (panel,) = drawn(section)["heat"].panels
     (scale,) = [
         layer["encoding"]["color"]["scale"]
         for layer in panel.spec["layer"]
@@ -321,10 +320,10 @@ def test_the_shades_of_the_heat_go_from_better_to_worse(chapter):
 
 
 @pytest.fixture(scope="module")
-def long(made, loss_of, with_curves, chapter_of):
+def long(made, loss_of, with_curves, section_of):
     """Two arms with three hundred readings a run."""
     world = made("variant=standard,no_q", "seed=range(3)").finish(loss_of)
-    return chapter_of(with_curves(world, tuple(range(1, 301))))
+    return section_of(with_curves(world, tuple(range(1, 301))))
 
 
 def by(rows, key):
@@ -370,64 +369,68 @@ def test_every_run_is_a_thin_line(long, chapter_named):
 
 
 def test_the_mean_of_a_curve_is_that_of_the_runs_that_are_done(chapter_named):
-    chapter = chapter_named("diverged")
-    (panel,) = drawn(chapter)["losses"].panels
+    section = chapter_named("diverged")
+    (panel,) = drawn(section)["losses"].panels
     for name, rows in by(panel.spec["data"]["values"], "arm").items():
-        done = chapter.entries[name].having("done")
+        done = section.entries[name].with_status("done")
         for row in rows:
-            losses = [record.courses["val/loss"][row["tokens"]] for record in done]
+            losses = [record.loss_curves["val/loss"][row["tokens"]] for record in done]
             assert row["n"] == len(losses) == 5
             assert row["loss"] == pytest.approx(math.fsum(losses) / 5, rel=0.05)
 
 
-def test_the_curve_of_a_gap_is_that_of_the_analysis(chapter):
+def test_the_curve_of_a_gap_is_that_of_the_analysis(section):
     rows = [
-        row for panel in drawn(chapter)["gap-curves"].panels for row in panel.spec["data"]["values"]
+        row for panel in drawn(section)["gap-curves"].panels for row in panel.spec["data"]["values"]
     ]
-    gaps = [one for family in chapter.families for one in family.gaps]
-    found = {one.arm.name: describe_curve(one)["readings"] for one in gaps}
+    gaps = [one for family in section.families for one in family.gaps]
+    found = {one.arm.name: describe_curve(one).readings for one in gaps}
     shown = by(rows, "arm")
     assert {*shown} == {*found}
     for name, readings in found.items():
         for row, reading in zip(shown[name], readings, strict=True):
-            low, high = reading["band"]
+            low, high = reading.band
             half = (high - low) / 2
-            assert row["tokens"] == reading["tokens"]
-            for key, value in (("loss", reading["mean"]), ("low", low), ("high", high)):
+            assert row["tokens"] == reading.tokens
+            for key, value in (("loss", reading.mean), ("low", low), ("high", high)):
                 assert row[key] == pytest.approx(value, abs=half / 10)
 
 
 @pytest.mark.parametrize(("most", "each"), [(36, True), (35, False)])
-def test_of_very_many_runs_the_means_alone_are_drawn(chapter, monkeypatch, most, each):
-    assert MOST_RUNS == 200
-    monkeypatch.setattr("qkablate.report.charts.curves.MOST_RUNS", most)
-    chart = drawn(chapter)["losses"]
+def test_of_very_many_runs_the_means_alone_are_drawn(section, monkeypatch, most, each):
+    assert MAX_RUNS == 200
+    monkeypatch.setattr("qkablate.report.charts.curves.MAX_RUNS", most)
+    chart = drawn(section)["losses"]
     assert len(by(thin(chart), "run")) == (36 if each else 0)
     assert ("Thin" in chart.caption) == each
     for panel in chart.panels:
         assert len(by(panel.spec["data"]["values"], "arm")) == 3
 
 
-def test_sizes_are_panels_of_their_own(chapter):
+def test_sizes_are_panels_of_their_own(section):
     for name in ("losses", "gap-curves"):
-        assert [panel.title for panel in drawn(chapter)[name].panels] == ["d16-h2", "d32-h2"]
+        assert [panel.title for panel in drawn(section)[name].panels] == ["d16-h2", "d32-h2"]
 
 
 # Costs and learning rates
 
 
-def test_costs_are_those_of_the_arms(chapter):
-    arms = {entry.name: entry.arm for entry in chapter.study.entries}
-    panels = {panel.title: panel.spec["data"]["values"] for panel in drawn(chapter)["costs"].panels}
+def test_costs_are_those_of_the_arms(section):
+    arms = {entry.name: entry.arm for entry in section.study.entries}
+    panels = {panel.title: panel.spec["data"]["values"] for panel in drawn(section)["costs"].panels}
     assert len(panels) == 3
-    of = {"parameters": lambda a: a.params, "FLOPs": lambda a: a.work, "KV": lambda a: 2 * a.cached}
+    of = {
+        "parameters": lambda a: a.params,
+        "FLOPs": lambda a: a.train_flops,
+        "KV": lambda a: 2 * a.kv_cache_numbers,
+    }
     for title, rows in panels.items():
         (cost,) = [own for word, own in of.items() if word in title]
         assert {row["arm"]: row["cost"] for row in rows} == {
             name: cost(arm) for name, arm in arms.items()
         }
         for row in rows:
-            assert row["loss"] == chapter.entries[row["arm"]].sample.mean
+            assert row["loss"] == section.entries[row["arm"]].sample.mean
 
 
 def test_of_several_lengths_of_training_the_longest_alone_has_a_price(chapter_named):
@@ -440,8 +443,8 @@ def test_of_several_lengths_of_training_the_longest_alone_has_a_price(chapter_na
 
 
 def test_the_best_rate_is_large_and_what_diverged_is_a_cross(chapter_named):
-    chapter = chapter_named("tuned, diverged")
-    chart = drawn(chapter)["rates"]
+    section = chapter_named("tuned, diverged")
+    chart = drawn(section)["rates"]
     (panel,) = chart.panels
     for name, rows in by(panel.spec["data"]["values"], "arm").items():
         (best,) = [row for row in rows if row["best"]]
@@ -472,17 +475,17 @@ def test_the_best_rate_is_large_and_what_diverged_is_a_cross(chapter_named):
     ],
 )
 def test_a_claim_is_drawn_with_its_margin(claimed, kind, edges):
-    chapter = claimed(0.004, kind=kind)
-    first = charts(chapter)[0]
+    section = claimed(0.004, kind=kind)
+    first = make_charts(section)[0]
     assert first.name == "parts"
     assert "90 % interval" in first.caption
     assert "n = 4" in first.caption
     (panel,) = first.panels
     (row,) = panel.spec["data"]["values"]
-    (one,) = chapter.judgement.judged
+    (one,) = section.judgement.judged
     assert row["gap"] == one.part.sample.mean
     assert (row["low"], row["high"]) == one.part.sample.interval(0.9)
-    assert row["verdict"] == chapter.judgement.word
+    assert row["verdict"] == section.judgement.word
     (margins,) = [
         layer["data"]["values"] for layer in panel.spec["layer"] if layer["mark"]["type"] == "tick"
     ]
@@ -499,9 +502,9 @@ def test_no_verdict_is_drawn_before_there_is_one(claimed):
 
 @pytest.mark.parametrize("name", ["finished", "tuned, diverged"])
 def test_a_picture_is_an_svg_by_itself(chapter_named, name):
-    chapter = chapter_named(name)
-    for chart in charts(chapter):
-        text = picture(chart, chapter, "svg").decode()
+    section = chapter_named(name)
+    for chart in make_charts(section):
+        text = render_chart(chart, section, "svg").decode()
         root = ElementTree.fromstring(text)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert "var(" not in text
@@ -509,16 +512,16 @@ def test_a_picture_is_an_svg_by_itself(chapter_named, name):
         assert not [own for own in root.iter() if own.tag.endswith(("script", "image"))]
         words = " ".join("".join(own.itertext()) for own in root.iter() if "text" in own.tag)
         assert chart.title in words
-        assert chapter.title in words
+        assert section.title in words
         assert re.search(r"n = \d", words)
         for variant in chart.variants:
             assert variant in words
 
 
-def test_a_hostile_title_is_words_in_a_picture(chapter):
+def test_a_hostile_title_is_words_in_a_picture(section):
     title = "</text><script>alert(1)</script> var(--c1) \x1b[31m ${x} \u202e"
-    own = dataclasses.replace(chapter, title=title)
-    root = ElementTree.fromstring(picture(drawn(own)["gaps"], own, "svg").decode())
+    own = dataclasses.replace(section, title=title)
+    root = ElementTree.fromstring(render_chart(drawn(own)["gaps"], own, "svg").decode())
     assert not [found for found in root.iter() if found.tag.endswith("script")]
     words = " ".join("".join(found.itertext()) for found in root.iter() if "text" in found.tag)
     assert "<script>alert(1)</script>" in words
@@ -526,13 +529,13 @@ def test_a_hostile_title_is_words_in_a_picture(chapter):
     assert "\u202e" not in words
 
 
-def test_a_picture_is_a_png_by_itself(chapter):
-    content = picture(drawn(chapter)["gaps"], chapter, "png")
+def test_a_picture_is_a_png_by_itself(section):
+    content = render_chart(drawn(section)["gaps"], section, "png")
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert content.rstrip(b"\0").endswith(b"IEND\xaeB`\x82")
 
 
-def test_a_picture_has_the_colours_of_its_variants(chapter):
-    text = picture(drawn(chapter)["gaps"], chapter, "svg").decode().lower()
+def test_a_picture_has_the_colours_of_its_variants(section):
+    text = render_chart(drawn(section)["gaps"], section, "svg").decode().lower()
     for variant in ("no_q", "shared_qk"):
-        assert plain(chapter.looks[variant].colour) in text
+        assert use_light_colors(section.styles[variant].color) in text

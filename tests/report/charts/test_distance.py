@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import vl_convert
 
-from qkablate.report.charts import charts
-from qkablate.report.page import page
-from qkablate.report.render import picture
-from qkablate.report.rows import trouble
+from qkablate.report.charts import make_charts
+from qkablate.report.page import render_page
+from qkablate.report.render import render_chart
+from qkablate.report.rows import find_problems
 from qkablate.report.text import page as markdown
 from qkablate.runs import predictions
-from qkablate.runs.predictions import About
+from qkablate.runs.predictions import PredictionsHeader
 
 WORDS = ("variant=standard,no_q,standard_reassociated", "seed=range(3)")
 STEPS = (0, 3, 6, 9, 12)
@@ -26,8 +26,8 @@ def predict(world, lift):
         for step in STEPS:
             p = 0.5 + lift(run, step)
             logs = np.log(np.array([[p, 1 - p]] * 4)).astype(np.float32)
-            about = About(run.id, step, fingerprint, "a" * 64, 4, 16)
-            predictions.write(world.run_folder(run), about, logs)
+            about = PredictionsHeader(run.id, step, fingerprint, "a" * 64, 4, 16)
+            predictions.write_predictions(world.run_folder(run), about, logs)
     return world
 
 
@@ -37,20 +37,20 @@ def lifted(run, step, rounding=0.01):
 
 
 @pytest.fixture(scope="module")
-def apart(made, loss_of, chapter_of):
+def apart(made, loss_of, section_of):
     def make(lift=lifted, words=WORDS):
-        return chapter_of(predict(made(*words).finish(loss_of), lift))
+        return section_of(predict(made(*words).finish(loss_of), lift))
 
     return make
 
 
 @pytest.fixture(scope="module")
-def chapter(apart):
+def section(apart):
     return apart()
 
 
-def chart_of(chapter):
-    return next((own for own in charts(chapter) if own.name == "function-distance"), None)
+def chart_of(section):
+    return next((own for own in make_charts(section) if own.name == "function-distance"), None)
 
 
 def rows_with(panel, mark):
@@ -59,17 +59,17 @@ def rows_with(panel, mark):
             yield layer.get("data", panel.spec["data"])["values"]
 
 
-def test_it_shows_the_distances_that_were_found(chapter):
-    (panel,) = chart_of(chapter).panels
-    (found,) = chapter.found["function_distance"]
+def test_it_shows_the_distances_that_were_found(section):
+    (panel,) = chart_of(section).panels
+    (found,) = section.summary.function_distance
     assert panel.variants == ["no_q", "standard_reassociated"]
     arms, seeds = rows_with(panel, "line")
     for rows, own in ((arms, found["apart"][:2]), (seeds, found["apart"][2:])):
         expected = [
-            (one["arm"], reading["tokens"], pytest.approx(reading["mean"], rel=1e-3))
+            (one.arm, reading.tokens, pytest.approx(reading.mean, rel=1e-3))
             for one in own
-            for reading in one["readings"]
-            if reading["tokens"]
+            for reading in one.readings
+            if reading.tokens
         ]
         assert [(row["arm"], row["tokens"], row["apart"]) for row in rows] == expected
     assert all(row["low"] < row["apart"] < row["high"] for row in arms)
@@ -78,8 +78,8 @@ def test_it_shows_the_distances_that_were_found(chapter):
     assert word == seeds[-1]
 
 
-def test_the_axes_are_logarithmic_and_compile(chapter):
-    chart = chart_of(chapter)
+def test_the_axes_are_logarithmic_and_compile(section):
+    chart = chart_of(section)
     for panel in chart.panels:
         for layer in panel.spec["layer"]:
             for row in layer.get("data", panel.spec["data"])["values"]:
@@ -88,12 +88,12 @@ def test_the_axes_are_logarithmic_and_compile(chapter):
             assert {layer["encoding"][axis]["scale"]["type"] for axis in "xy"} == {"log"}
         assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
         json.dumps(panel.spec, allow_nan=False)
-    assert b"another seed" in picture(chart, chapter, "svg")
+    assert b"another seed" in render_chart(chart, section, "svg")
 
 
-def test_the_caption_says_how_far_in_twins(chapter):
-    (found,) = chapter.found["function_distance"]
-    caption = chart_of(chapter).caption
+def test_the_caption_says_how_far_in_twins(section):
+    (found,) = section.summary.function_distance
+    caption = chart_of(section).caption
     told = re.search(
         r"At the end: no_q-d16-h2 is (\S+) times as far as another seed and (\S+) times as far as"
         r" rounding\.$",
@@ -108,8 +108,8 @@ def test_the_caption_says_how_far_in_twins(chapter):
 
 
 def test_where_rounding_is_far_below_the_others_have_a_panel_of_their_own(apart):
-    chapter = apart(lambda run, step: lifted(run, step, rounding=1e-5))
-    both, others = chart_of(chapter).panels
+    section = apart(lambda run, step: lifted(run, step, rounding=1e-5))
+    both, others = chart_of(section).panels
     assert both.title == "d16-h2"
     assert others.title == "d16-h2, without rounding"
     assert others.variants == ["no_q"]
@@ -129,23 +129,23 @@ def test_what_is_equal_has_no_place_on_a_logarithmic_axis(apart, lift):
     assert chart_of(apart(lift)) is None
 
 
-def test_runs_that_keep_nothing_have_the_page_they_had(made, loss_of, chapter_of):
-    chapter = chapter_of(made(*WORDS).finish(loss_of))
-    assert chart_of(chapter) is None
-    assert "unction distance" not in page([chapter], "old")
-    assert "unction distance" not in markdown.text([chapter])
-    assert trouble(chapter) == []
+def test_runs_that_keep_nothing_have_the_page_they_had(made, loss_of, section_of):
+    section = section_of(made(*WORDS).finish(loss_of))
+    assert chart_of(section) is None
+    assert "unction distance" not in render_page([section], "old")
+    assert "unction distance" not in markdown.render_markdown([section])
+    assert find_problems(section) == []
 
 
-def test_the_page_and_the_text_hold_it(chapter):
-    text = page([chapter], "new")
+def test_the_page_and_the_text_hold_it(section):
+    text = render_page([section], "new")
     assert 'id="c1-function-distance"' in text
-    assert "function distance from standard" in markdown.text([chapter])
+    assert "function distance from standard" in markdown.render_markdown([section])
 
 
-def test_what_is_damaged_is_told_on_the_page(made, loss_of, chapter_of):
+def test_what_is_damaged_is_told_on_the_page(made, loss_of, section_of):
     world = predict(made(*WORDS).finish(loss_of), lifted)
     run = next(run for run in world.runs() if run.arm.startswith("no_q"))
     (world.run_folder(run) / "predictions/step-00000012.safetensors").write_bytes(b"<script>")
-    (line,) = trouble(chapter_of(world))
+    (line,) = find_problems(section_of(world))
     assert line.startswith(f"function distance: {run.name}/predictions/step-00000012")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import vl_convert
 
-from qkablate.report.charts import charts
-from qkablate.report.page import page
-from qkablate.report.render import picture
-from qkablate.report.rows import trouble
+from qkablate.report.charts import make_charts
+from qkablate.report.page import render_page
+from qkablate.report.render import render_chart
+from qkablate.report.rows import find_problems
 
 NAMES = ("heads", "spectra", "spectra-training", "head-maps")
 WORDS = ("variant=standard,no_q", "seed=range(3)")
@@ -50,7 +50,8 @@ def measure(world, of=mechanism):
         arm = world.manifest.arms[run.arm]
         per_step = arm.tokens // int(arm.config.train.steps)
         rows = [
-            {"step": step, "tokens": step * per_step, "mechanism": of(run, step)} for step in STEPS
+            {"step": step, "tokens": step * per_step, "diagnostics": of(run, step)}
+            for step in STEPS
         ]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (world.run_folder(run) / "metrics.jsonl").write_text(text)
@@ -58,24 +59,24 @@ def measure(world, of=mechanism):
 
 
 @pytest.fixture(scope="module")
-def measured(made, loss_of, chapter_of):
+def measured(made, loss_of, section_of):
     def make(of=mechanism, words=WORDS):
-        return chapter_of(measure(made(*words).finish(loss_of), of))
+        return section_of(measure(made(*words).finish(loss_of), of))
 
     return make
 
 
 @pytest.fixture(scope="module")
-def chapter(measured):
+def section(measured):
     return measured()
 
 
-def drawn(chapter):
-    return {chart.name: chart for chart in charts(chapter) if chart.name in NAMES}
+def drawn(section):
+    return {chart.name: chart for chart in make_charts(section) if chart.name in NAMES}
 
 
-def panel_of(chapter, name, title):
-    (found,) = [panel for panel in drawn(chapter)[name].panels if panel.title.startswith(title)]
+def panel_of(section, name, title):
+    (found,) = [panel for panel in drawn(section)[name].panels if panel.title.startswith(title)]
     return found
 
 
@@ -83,33 +84,33 @@ def rows_of(panel):
     return panel.spec["data"]["values"]
 
 
-def test_all_three_are_drawn_and_compile(chapter):
-    found = drawn(chapter)
+def test_all_three_are_drawn_and_compile(section):
+    found = drawn(section)
     assert [*found] == [*NAMES]
     for chart in found.values():
         assert "n = 3" in chart.caption
         for panel in chart.panels:
             assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
             json.dumps(panel.spec, allow_nan=False)
-        text = picture(chart, chapter, "svg").decode()
+        text = render_chart(chart, section, "svg").decode()
         assert ElementTree.fromstring(text).tag.endswith("svg")
         assert "var(" not in text
-        assert picture(chart, chapter, "png").startswith(b"\x89PNG")
+        assert render_chart(chart, section, "png").startswith(b"\x89PNG")
 
 
-def test_curves_are_means_over_heads_with_intervals_over_seeds(chapter):
-    rows = rows_of(panel_of(chapter, "heads", "stable rank"))
+def test_curves_are_means_over_heads_with_intervals_over_seeds(section):
+    rows = rows_of(panel_of(section, "heads", "stable rank"))
     found = {(row["variant"], row["tokens"]): row for row in rows}
     assert {tokens for _, tokens in found} == {6 * 32, 12 * 32}
     assert found["standard", 384]["loss"] == pytest.approx(4.01)
     assert found["no_q", 384]["loss"] == pytest.approx(2.01)  # of the layer that has a circuit
     assert all(row["n"] == 3 and row["low"] <= row["loss"] <= row["high"] for row in rows)
-    moved = rows_of(panel_of(chapter, "heads", "distance of B"))
+    moved = rows_of(panel_of(section, "heads", "distance of B"))
     assert [row["loss"] for row in moved if row["variant"] == "no_q"] == pytest.approx([0.51, 1.01])
 
 
-def test_maps_hold_every_layer_of_every_arm_with_the_largest_first(chapter):
-    rows = rows_of(panel_of(chapter, "head-maps", "stable rank"))
+def test_maps_hold_every_layer_of_every_arm_with_the_largest_first(section):
+    rows = rows_of(panel_of(section, "head-maps", "stable rank"))
     found = {(row["arm"], row["layer"], row["head"]): row["value"] for row in rows}
     expected = {
         (arm, layer, head + 1): pytest.approx(value + 0.02 - 0.01 * head)
@@ -120,9 +121,9 @@ def test_maps_hold_every_layer_of_every_arm_with_the_largest_first(chapter):
     assert found == expected
 
 
-def test_shades_have_two_sides_where_numbers_have(chapter):
+def test_shades_have_two_sides_where_numbers_have(section):
     def colours(title):
-        panel = panel_of(chapter, "head-maps", title)
+        panel = panel_of(section, "head-maps", title)
         return panel.spec["spec"]["layer"][0]["encoding"]["color"]["scale"]
 
     both, one = colours("symmetry"), colours("stable rank")
@@ -134,8 +135,8 @@ def test_shades_have_two_sides_where_numbers_have(chapter):
         assert scale["domain"] == sorted({*scale["domain"]})
 
 
-def test_a_spectrum_is_drawn_at_start_and_end_by_layer(chapter):
-    chart = drawn(chapter)["spectra"]
+def test_a_spectrum_is_drawn_at_start_and_end_by_layer(section):
+    chart = drawn(section)["spectra"]
     assert [panel.title for panel in chart.panels] == ["layer 0", "layer 1"]
     rows = rows_of(chart.panels[0])
     assert {(row["variant"], row["when"]) for row in rows} == {
@@ -148,8 +149,8 @@ def test_a_spectrum_is_drawn_at_start_and_end_by_layer(chapter):
     assert {row["when"] for row in thick["data"]["values"]} == {"end"}
 
 
-def test_an_arm_has_its_spectra_over_training(chapter):
-    chart = drawn(chapter)["spectra-training"]
+def test_an_arm_has_its_spectra_over_training(section):
+    chart = drawn(section)["spectra-training"]
     assert {panel.variants[0] for panel in chart.panels} == {"standard", "no_q"}
     domains = set()
     for panel in chart.panels:
@@ -177,8 +178,8 @@ def test_many_layers_heads_and_values_stay_few_points(measured):
     def large(run, step):
         return mechanism(run, step, layers=24, heads=16, values=128)
 
-    chapter = measured(large, ("variant=standard,no_q", "seed=0,1"))
-    found = drawn(chapter)
+    section = measured(large, ("variant=standard,no_q", "seed=0,1"))
+    found = drawn(section)
     titles = [panel.title for panel in found["spectra"].panels]
     assert (titles[0], titles[-1]) == ("layer 0", "layer 23")
     assert len({*titles}) == len(titles) <= 12
@@ -190,9 +191,9 @@ def test_many_layers_heads_and_values_stay_few_points(measured):
 
 
 def test_two_arms_of_one_variant_are_told_apart(measured):
-    chapter = measured(words=("variant=standard,no_q", "seed=0,1", "control=none,params"))
-    rows = rows_of(panel_of(chapter, "head-maps", "entropy"))
-    names = [entry.name for entry in chapter.study.entries]
+    section = measured(words=("variant=standard,no_q", "seed=0,1", "control=none,params"))
+    rows = rows_of(panel_of(section, "head-maps", "entropy"))
+    names = [entry.name for entry in section.study.entries]
     assert len({*names}) == 3
     assert list(dict.fromkeys(row["arm"] for row in rows)) == names
 
@@ -215,25 +216,25 @@ def test_odd_numbers_make_no_broken_picture(measured, value):
             assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
 
 
-def test_damaged_rows_are_named_on_the_page(made, loss_of, chapter_of):
+def test_damaged_rows_are_named_on_the_page(made, loss_of, section_of):
     world = measure(made(*WORDS).finish(loss_of))
     run = next(run for run in world.runs() if run.arm.startswith("no_q"))
     path = world.run_folder(run) / "metrics.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"entropy"', b'"entropy', 1))
-    assert trouble(chapter_of(world)) == [
-        f"{run.name}: metrics.jsonl is damaged: of its rows on heads, 1 are not shown"
+    assert find_problems(section_of(world)) == [
+        f"{run.name}: metrics.jsonl is damaged: rows of head metrics skipped: 1"
     ]
 
 
-def test_runs_without_rows_have_the_page_they_had(finished, chapter):
-    from qkablate.report.section import Chapter
+def test_runs_without_rows_have_the_page_they_had(finished, section):
+    from qkablate.report.section import Section
 
     study = finished.study()
-    old = Chapter.of(study.name, "here", study)
+    old = Section.from_study(study.name, "here", study)
     assert drawn(old) == {}
-    text = page([old], "old")
+    text = render_page([old], "old")
     for name in NAMES:
         assert f'id="c1-{name}"' not in text
-    with_them = page([chapter], "new")
+    with_them = render_page([section], "new")
     for name in NAMES:
         assert f'id="c1-{name}"' in with_them

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkablate.analysis.stats import Sample
-from qkablate.report.text.numbers import half_of, told_gap, told_loss
-from qkablate.table import digits
+from qkablate.report.text.numbers import format_gap, format_loss, half_width
+from qkablate.table import format_digits
 
 NUMBER = r"[+-]?[\d]+(?:\.\d+)?"
 means = st.floats(-1e6, 1e6, allow_nan=False)
@@ -35,7 +35,7 @@ def places(text):
     ],
 )
 def test_a_gap_is_told_as_far_as_it_is_known(mean, interval, said):
-    assert told_gap(mean, interval) == said
+    assert format_gap(mean, interval) == said
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_a_gap_is_told_as_far_as_it_is_known(mean, interval, said):
     ],
 )
 def test_a_loss_is_told_as_far_as_it_is_known(values, said):
-    assert told_loss(Sample(values)) == said
+    assert format_loss(Sample(values)) == said
 
 
 @settings(max_examples=300, deadline=None)
 @given(mean=means, half=st.floats(2e-5, 99.0))
 def test_the_last_digit_is_a_tenth_to_a_hundredth_of_half_the_interval(mean, half):
-    step = 10.0 ** -places(digits(mean, half))
+    step = 10.0 ** -places(format_digits(mean, half))
     if half < 10:  # beyond, whole numbers are shown
         assert half / 100 * (1 - 1e-9) <= step <= half / 10 * (1 + 1e-9)
     else:
@@ -63,7 +63,7 @@ def test_the_last_digit_is_a_tenth_to_a_hundredth_of_half_the_interval(mean, hal
 @settings(max_examples=300, deadline=None)
 @given(mean=means, half=st.floats(1e-5, 1e6))
 def test_what_is_told_is_near_what_is_meant(mean, half):
-    said = told_gap(mean, (mean - half, mean + half))
+    said = format_gap(mean, (mean - half, mean + half))
     found = [float(number) for number in re.findall(NUMBER, said)]
     assert len(found) == 3
     error = max(half / 10, 1e-6) + abs(mean) * 1e-12
@@ -76,40 +76,40 @@ def test_what_is_told_is_near_what_is_meant(mean, half):
 @given(mean=means, half=st.none() | halves | st.just(0.0))
 def test_nothing_is_told_as_less_than_nothing(mean, half):
     interval = None if half is None else (mean - half, mean + half)
-    for said in re.findall(NUMBER, told_gap(mean, interval)):
+    for said in re.findall(NUMBER, format_gap(mean, interval)):
         assert float(said) != 0 or not said.startswith("-")
         assert said[0] in "+-"
     for value in (mean, -1e-9, -0.0):
-        said = digits(value, half)
+        said = format_digits(value, half)
         assert float(said) != 0 or not said.startswith("-")
 
 
 @settings(max_examples=200, deadline=None)
 @given(values=st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=8))
 def test_any_losses_are_told_as_numbers(values):
-    said = told_loss(Sample(tuple(values)))
+    said = format_loss(Sample(tuple(values)))
     assert re.fullmatch(rf"{NUMBER}(, no interval| \[{NUMBER}, {NUMBER}\])", said)
 
 
 def test_the_three_numbers_have_as_many_digits_as_one_another():
     for half in (3e-7, 2e-4, 0.05, 4.0, 300.0):
-        said = re.findall(NUMBER, told_gap(0.1234567, (0.1234567 - half, 0.1234567 + half)))
+        said = re.findall(NUMBER, format_gap(0.1234567, (0.1234567 - half, 0.1234567 + half)))
         assert len({places(number) for number in said}) == 1
 
 
 def test_a_side_on_which_runs_diverged_has_no_end():
     interval = (0.01, 0.03)
-    assert told_gap(0.02, interval, above=True) == "+0.020 [+0.010, ∞)"
-    assert told_gap(0.02, interval, below=True) == "+0.020 (−∞, +0.030]"
-    assert told_gap(0.02, interval, below=True, above=True) == "+0.020 (−∞, ∞)"
+    assert format_gap(0.02, interval, above=True) == "+0.020 [+0.010, ∞)"
+    assert format_gap(0.02, interval, below=True) == "+0.020 (−∞, +0.030]"
+    assert format_gap(0.02, interval, below=True, above=True) == "+0.020 (−∞, ∞)"
 
 
 def test_half_an_interval_is_half_its_width():
-    assert half_of((1.0, 4.0)) == 1.5
-    assert half_of(None) is None
-    assert half_of((2.0, 2.0)) == 0.0
+    assert half_width((1.0, 4.0)) == 1.5
+    assert half_width(None) is None
+    assert half_width((2.0, 2.0)) == 0.0
 
 
 @pytest.mark.parametrize("half", [math.inf, math.nan, 0.0, -1.0, None])
 def test_a_width_that_is_none_leaves_four_decimals(half):
-    assert digits(1.23456789, half) == "1.2346"
+    assert format_digits(1.23456789, half) == "1.2346"

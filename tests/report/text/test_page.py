@@ -9,11 +9,11 @@ import shlex
 
 import pytest
 
-from qkablate.analysis.study.standalone_runs import study_of
-from qkablate.report.rows import COLUMNS, RUNS, audit, verdicts
-from qkablate.report.section import Chapter
-from qkablate.report.text.page import text
-from qkablate.report.text.summary import answer
+from qkablate.analysis.study.standalone_runs import read_standalone_runs
+from qkablate.report.rows import COLUMNS, RUN_COLUMNS, make_audit_rows, make_verdict_rows
+from qkablate.report.section import Section
+from qkablate.report.text.page import render_markdown
+from qkablate.report.text.summary import summarize
 
 ONE = ("variant=standard,no_q", "seed=range(2)")
 WORDS = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</script>", "${x}")
@@ -50,39 +50,39 @@ def assert_sound(said):
 
 
 @pytest.fixture(scope="module")
-def said(chapter):
-    return text([chapter])
+def said(section):
+    return render_markdown([section])
 
 
-def test_it_begins_with_title_status_and_answer(chapter, said):
+def test_it_begins_with_title_status_and_answer(section, said):
     assert_sound(said)
     first, second, *_ = said.split("\n\n")
-    assert first == f"# {chapter.title}"
+    assert first == f"# {section.title}"
     assert second.startswith("36 runs: 36 done")
-    for sentence in answer(chapter):
+    for sentence in summarize(section):
         assert sentence in said
         assert said.index(sentence) < said.index("### verdicts")
 
 
-def test_the_verdicts_are_those_of_the_page(chapter, said):
+def test_the_verdicts_are_those_of_the_page(section, said):
     head, rows = tables(said)["verdicts"]
     assert head == COLUMNS
     shown = [[html.unescape(cell) for cell in row] for row in rows]
-    assert shown == [[cell.text for cell in row] for row in verdicts(chapter)]
+    assert shown == [[cell.text for cell in row] for row in make_verdict_rows(section)]
 
 
-def test_the_audit_is_that_of_the_page(chapter, said):
+def test_the_audit_is_that_of_the_page(section, said):
     _, rows = tables(said)["audit"]
-    assert rows == audit(chapter)
+    assert rows == make_audit_rows(section)
 
 
-def test_every_run_is_there_with_its_command(chapter, said):
+def test_every_run_is_there_with_its_command(section, said):
     head, rows = tables(said)["runs"]
-    assert head == RUNS
+    assert head == RUN_COLUMNS
     commands = [shlex.split(row[-1].strip("`")) for row in rows]
     assert commands == [
-        ["qkablate", "train", *chapter.study.manifest.words_of(record.run)]
-        for record in chapter.study.records
+        ["qkablate", "train", *section.study.overrides_of(record.run)]
+        for record in section.study.records
     ]
 
 
@@ -91,41 +91,43 @@ def test_the_surroundings_are_there(said):
     assert ["CPU", "a CPU"] in rows
 
 
-def test_chapters_follow_one_another(chapter, claimed, said):
-    both = text([chapter, claimed(0.0)])
+def test_chapters_follow_one_another(section, claimed, said):
+    both = render_markdown([section, claimed(0.0)])
     assert both.startswith(said.rstrip("\n"))
-    assert re.findall(r"(?m)^# .*", both) == [f"# {chapter.title}", "# claim mine (small)"]
+    assert re.findall(r"(?m)^# .*", both) == [f"# {section.title}", "# claim mine (small)"]
 
 
 def test_a_claim_is_told_with_its_verdict(claimed):
-    chapter = claimed(0.0)
-    found = assert_sound(text([chapter]))
+    section = claimed(0.0)
+    found = assert_sound(render_markdown([section]))
     assert "**SUPPORTED** Keys alone are enough." in found
     (row,) = tables(found)["parts of the claim"][1]
     assert row[0] == "within"
     assert row[-1] == "SUPPORTED"
     assert "no_q is not worse than standard by 0.01" in found
-    waiting = assert_sound(text([claimed(0.0, ended=3)]))
+    waiting = assert_sound(render_markdown([claimed(0.0, ended=3)]))
     assert "**INCOMPLETE**" in waiting
 
 
-def test_a_sweep_without_a_result_has_a_text(cached_world, chapter_of):
-    found = assert_sound(text([chapter_of(cached_world(*ONE))]))
+def test_a_sweep_without_a_result_has_a_text(cached_world, section_of):
+    found = assert_sound(render_markdown([section_of(cached_world(*ONE))]))
     assert "4 runs: 4 waiting" in found
-    assert "nothing to say" in found
+    assert "No run is done yet" in found
 
 
 def test_no_run_at_all_has_a_text(tmp_path):
     (tmp_path / "nothing-here").mkdir()
-    study = study_of([tmp_path / "nothing-here"])
-    found = assert_sound(text([Chapter.of("nothing", "read from nowhere", study)]))
+    study = read_standalone_runs([tmp_path / "nothing-here"])
+    found = assert_sound(
+        render_markdown([Section.from_study("nothing", "read from nowhere", study)])
+    )
     assert "nothing-here: its config.yaml cannot be read" in found
 
 
 # Hostile names
 
 
-def test_hostile_words_in_folders_stay_in_their_cells(cached_world, loss_of, chapter_of):
+def test_hostile_words_in_folders_stay_in_their_cells(cached_world, loss_of, section_of):
     made = cached_world(*ONE).finish(loss_of)
     for number, run in enumerate(made.runs()):
         words = dict.fromkeys(("kernel", "precision", "device", "data_fingerprint"), HOSTILE)
@@ -139,35 +141,35 @@ def test_hostile_words_in_folders_stay_in_their_cells(cached_world, loss_of, cha
         (made.run_folder(run) / "environment.json").write_text(json.dumps(environment))
         name = HOSTILE.replace("/", "∕")
         made.run_folder(run).rename(made.run_folder(run).with_name(f"{name}{number}-{run.id}"))
-    chapter = chapter_of(made)
-    found = assert_sound(text([Chapter.of(HOSTILE, HOSTILE, chapter.study)]))
+    section = section_of(made)
+    found = assert_sound(render_markdown([Section.from_study(HOSTILE, HOSTILE, section.study)]))
     assert len(re.findall(r"(?m)^# ", found)) == 1
     assert len(tables(found)["runs"][1]) == 4
     assert "alert(1)" in found  # told, as words
 
 
 def test_hostile_words_in_a_claim_stay_words(claimed):
-    found = assert_sound(text([claimed(0.0, says=HOSTILE)]))
+    found = assert_sound(render_markdown([claimed(0.0, says=HOSTILE)]))
     assert len(re.findall(r"(?m)^# ", found)) == 1
     assert "alert(1)" in found
 
 
 @pytest.mark.parametrize("path", ["a  b.txt", "a<b>.txt", "a`b.txt", "a ``b`` c.txt"])
-def test_a_command_is_code_that_can_be_typed(cached_world, chapter_of, path):
-    chapter = chapter_of(cached_world(*ONE))
-    for arm in chapter.study.manifest.arms.values():
-        arm.words["data.path"] = path
-    (row, *_) = tables(text([chapter]))["runs"][1]
+def test_a_command_is_code_that_can_be_typed(cached_world, section_of, path):
+    section = section_of(cached_world(*ONE))
+    for arm in section.study.arms.values():
+        arm.overrides["data.path"] = path
+    (row, *_) = tables(render_markdown([section]))["runs"][1]
     ticks, code = re.fullmatch(r"(`+)(.*)\1", row[-1]).groups()
     assert ticks not in re.findall("`+", code)
-    first, *_ = chapter.study.records
-    words = chapter.study.manifest.words_of(first.run)
+    first, *_ = section.study.records
+    words = section.study.overrides_of(first.run)
     assert shlex.split(code) == ["qkablate", "train", *words]
 
 
-def test_no_name_is_a_picture_or_a_link(cached_world, loss_of, chapter_of):
+def test_no_name_is_a_picture_or_a_link(cached_world, loss_of, section_of):
     """Whoever shows the text would ask the network for it."""
     made = cached_world(*ONE).finish(loss_of)
     first, *_ = made.runs()
     made.write(first, {"status": "failed", "error": "![a](//x.invalid/a.png) [b](//x.invalid)"})
-    assert not re.search(r"(?<!\\)\]\(", text([chapter_of(made)]))
+    assert not re.search(r"(?<!\\)\]\(", render_markdown([section_of(made)]))

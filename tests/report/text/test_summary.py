@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from qkablate.report.text.summary import answer
-from qkablate.report.text.tables import says
+from qkablate.report.text.summary import summarize
 
 THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
 SIZES = ("variant=standard,no_q,shared_qk", "model.d_model=16,32", "seed=range(6)")
@@ -13,7 +12,7 @@ TWO = ("variant=standard,no_q", "seed=range(2)")
 
 
 @pytest.fixture
-def said(cached_world, chapter_of, loss_of):
+def said(cached_world, section_of, loss_of):
     """The answer to a sweep in which every variant has the gap one gives it, or ends as `end`
     says.
     """
@@ -22,7 +21,7 @@ def said(cached_world, chapter_of, loss_of):
         made = cached_world(*words).finish(
             lambda run: own if (own := end(run)) is not False else loss_of(run, truth or {})
         )
-        return answer(chapter_of(made, margin))
+        return summarize(section_of(made, margin))
 
     return answered
 
@@ -93,7 +92,7 @@ def test_better_at_one_size_and_worse_at_another_is_both(said, loss_of):
     assert "did worse" not in first
 
 
-def test_among_very_many_sizes_some_stand_out_by_chance(made, chapter_of):
+def test_among_very_many_sizes_some_stand_out_by_chance(made, section_of):
     """And are not named as found: p is adjusted over all that one sentence tells."""
     made = made("variant=standard,no_q", "model.d_model=16,32,64,128", "seed=range(3)")
     noise = {0: -0.001, 1: 0.0, 2: 0.001}
@@ -105,10 +104,10 @@ def test_among_very_many_sizes_some_stand_out_by_chance(made, chapter_of):
         # p = 0.02 at one size: found where it stands alone, and by chance among four.
         return 2.0 + (0.004 if "d16" in run.arm else 0.0) + noise[seed]
 
-    chapter = chapter_of(made.finish(loss))
-    assert [says(one) for one in chapter.found["gaps"]].count("worse") == 1
-    first, _ = answer(chapter)
-    told = "no_q (in 1 of 4 comparisons) stood out at its own size, and not among all 4 comparisons"
+    section = section_of(made.finish(loss))
+    assert [one.decision for one in section.summary.gaps].count("worse") == 1
+    first, _ = summarize(section)
+    told = "no_q (in 1 of 4 comparisons) differed at its own size, but not after adjusting for all 4 comparisons"
     assert told in first
     assert "worse" not in first
 
@@ -134,8 +133,7 @@ def test_one_seed_is_a_number_and_no_answer(said, loss_of):
 def test_before_the_first_pair_there_is_nothing_to_say(said):
     (only,) = said(THREE, end=lambda run: None)
     assert only == (
-        "So far (0 of 18 runs have ended): No pair of runs is there yet,"
-        " so there is nothing to say."
+        "So far (0 of 18 runs have ended): There is no completed pair of runs to compare yet."
     )
     (only,) = said(THREE, end=lambda run: None if run.changes["seed"] else False)[:1]
     assert only.startswith("So far (3 of 18 runs have ended): With one seed, ")
@@ -192,7 +190,7 @@ def test_of_many_variants_a_few_are_named_and_the_others_counted(said):
 
 def test_what_the_audit_doubts_is_named(said):
     _, second = said(THREE)
-    assert "the audit warns of what else may have moved the gaps: learning rate" in second
+    assert "the audit warns of other possible causes: learning rate" in second
 
 
 def test_sentences_end_and_hold_no_number_with_a_lost_sign(said):
@@ -215,7 +213,7 @@ def test_runs_without_a_baseline_are_told_and_not_compared(said):
     assert first.startswith("Test loss in nats per token: ")
     assert "no_q-d16-h2 reached 3.0 [" in first
     assert "(n = 2)" in first
-    assert "nothing here to compare" in second
+    assert "no baseline to compare" in second
     assert "variant=standard" in second
 
 
@@ -226,9 +224,7 @@ def test_a_single_run_is_told_with_its_tokens(said):
 
 def test_runs_without_a_baseline_that_are_not_done_say_so(said):
     (only,) = said(NO_BASELINE, end=lambda run: None)
-    assert (
-        only == "So far (0 of 4 runs have ended): No run is done yet, so there is nothing to say."
-    )
+    assert only == "So far (0 of 4 runs have ended): No run is done yet."
 
 
 # Claims
@@ -239,15 +235,15 @@ def test_runs_without_a_baseline_that_are_not_done_say_so(said):
     [
         (0.0, "SUPPORTED", "The runs support it."),
         (0.05, "REFUTED", "The runs refute it."),
-        (0.01, "UNDERPOWERED", "The runs cannot tell: there are too few for this margin."),
+        (0.01, "UNDERPOWERED", "The runs are inconclusive: there are too few for this margin."),
     ],
 )
 def test_a_verdict_is_said_in_words(claimed, gap, word, sentence):
-    chapter = claimed(gap)
-    assert chapter.judgement.word == word
-    first, second = answer(chapter)
+    section = claimed(gap)
+    assert section.judgement.word == word
+    first, second = summarize(section)
     assert first.startswith(sentence.removesuffix("."))
-    assert first.endswith("; the audit warns of what else may have moved the gaps: learning rate.")
+    assert first.endswith("; the audit warns of other possible causes: learning rate.")
     assert second.startswith("Measured, in nats per token with 90 % interval: within: gap ")
     assert "(n = 4)" in second
     found = float(re.search(r"gap ([+-][\d.]+)", second)[1])
@@ -255,38 +251,38 @@ def test_a_verdict_is_said_in_words(claimed, gap, word, sentence):
 
 
 def test_that_there_is_no_such_difference_is_said(claimed):
-    chapter = claimed(0.0, kind="better")
-    assert chapter.judgement.word == "EQUIVALENT"
-    first, _ = answer(chapter)
+    section = claimed(0.0, kind="better")
+    assert section.judgement.word == "EQUIVALENT"
+    first, _ = summarize(section)
     assert first.startswith("The runs show that there is no such difference")
 
 
 def test_there_is_no_verdict_before_the_last_run(claimed):
-    (only,) = answer(claimed(0.0, ended=5))
-    assert only == ("There is no verdict yet: 5 of 8 runs have ended, and it takes all of them.")
+    (only,) = summarize(claimed(0.0, ended=5))
+    assert only == ("There is no verdict yet: 5 of 8 runs have ended, and all are needed.")
 
 
 def test_what_is_exploratory_confirms_nothing(claimed):
-    first, _ = answer(claimed(0.0, reasons=("edited after the runs",)))
+    first, _ = summarize(claimed(0.0, reasons=("edited after the runs",)))
     assert first.startswith("The runs support it, but this is exploratory and confirms nothing;")
-    first, _ = answer(claimed(0.0, margin=0.02))  # worded anew after the runs
+    first, _ = summarize(claimed(0.0, margin=0.02))  # worded anew after the runs
     assert first.startswith("The runs support it, but this is exploratory and confirms nothing;")
 
 
 def test_runs_that_diverged_leave_a_side_open(claimed):
-    chapter = claimed(0.0, end=lambda number: "diverged" if number == 1 else None)
-    first, second = answer(chapter)
-    assert first.startswith("The runs cannot tell: some diverged")
+    section = claimed(0.0, end=lambda number: "diverged" if number == 1 else None)
+    first, second = summarize(section)
+    assert first.startswith("The runs are inconclusive: some runs diverged")
     assert "∞)" in second
     assert "(n = 3)" in second
 
 
 def test_a_spread_has_no_sign(claimed):
-    _, second = answer(claimed(0.0, of="spread", margin=0.05))
+    _, second = summarize(claimed(0.0, of="spread", margin=0.05))
     assert re.search(r"within: spread 0\.\d+ \[0\.\d+, 0\.\d+\]", second)
 
 
 def test_where_all_diverged_nothing_is_measured(claimed):
-    sentences = answer(claimed(0.0, end=lambda number: "diverged"))
-    assert sentences[0].startswith("The runs cannot tell")
+    sentences = summarize(claimed(0.0, end=lambda number: "diverged"))
+    assert sentences[0].startswith("The runs are inconclusive")
     assert not any(": ." in sentence for sentence in sentences)

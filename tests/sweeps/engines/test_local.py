@@ -1,4 +1,4 @@
-"""The engine of this machine, but for what all engines promise: tests/sweeps/test_launch.py."""
+"""The local engine; tests/sweeps/running/test_launcher.py has the tests of all engines."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ process.join()
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_the_server_of_processes_outlives_what_its_group_is_told(name):
+def test_forkserver_survives_signals_to_its_group(name):
     done = subprocess.run(
         [sys.executable, "-c", TOLD_EARLY, name], capture_output=True, text=True, timeout=120
     )

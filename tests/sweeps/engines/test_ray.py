@@ -1,4 +1,4 @@
-"""What engine=ray promises besides what every engine does (see test_launch.py)."""
+"""The Ray engine; tests/sweeps/running/test_launcher.py has the tests of all engines."""
 
 import importlib.util
 import json
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from qkablate.runs.lease import is_owned
-from qkablate.sweeps.engines.ray.cluster import Wish, room_for
-from tests.sweeps.watching import assert_same, final_state
+from qkablate.runs.lease import is_leased
+from qkablate.sweeps.engines.ray.cluster import ClusterRequest, runs_per_node
+from tests.sweeps.run_checks import assert_same, final_state
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None and not os.environ.get("QKABLATE_NEEDS_RAY"),
@@ -28,10 +28,8 @@ def grid(tiny):
     return ["sweep", *tiny, "sweep.baseline=null", "variant=standard", "seed=0,1", "engine=ray"]
 
 
-def test_a_cluster_of_its_own_trains_what_this_machine_does(
-    spawn, qkablate, grid, tiny, tmp_path, home
-):
-    """Bit for bit; nobody else can reach it, and nothing is left of it."""
+def test_private_cluster_gives_the_local_results(spawn, qkablate, grid, tiny, tmp_path, home):
+    """Results are bit-identical; the cluster listens on loopback only and leaves nothing behind."""
     words = [*grid, "train.steps=40"]
     assert qkablate(*words, "engine=local", f"out={tmp_path / 'calm'}").code == 0
     before = of_home(home)
@@ -47,7 +45,7 @@ def test_a_cluster_of_its_own_trains_what_this_machine_does(
     assert_all_same(tmp_path / "calm", tmp_path / "outputs")
 
 
-def test_a_run_whose_worker_is_killed_goes_on_elsewhere(spawn, qkablate, grid, ray, tmp_path):
+def test_run_with_killed_worker_is_resumed_elsewhere(spawn, qkablate, grid, ray, tmp_path):
     words = [*grid, "train.steps=400", "train.checkpoint_every=1000"]
     assert qkablate(*words, "engine=local", f"out={tmp_path / 'calm'}").code == 0
     launcher = spawn(*words, f"engine.address={ray}")
@@ -59,11 +57,11 @@ def test_a_run_whose_worker_is_killed_goes_on_elsewhere(spawn, qkablate, grid, r
     assert "again, elsewhere" in err
     assert_all_same(tmp_path / "calm", tmp_path / "outputs")
     results = [json.loads(path.read_text()) for path in tmp_path.glob("outputs/runs/*/result.json")]
-    assert all(result["attempt"] == 1 for result in results)  # resumed, not begun again
+    assert all(result["attempt"] == 1 for result in results)  # resumed, not restarted
 
 
 @pytest.mark.parametrize("who", ["launcher", "driver"])
-def test_what_is_killed_leaves_checkpoints(spawn, qkablate, grid, ray, tmp_path, who):
+def test_killed_launcher_or_driver_leaves_checkpoints(spawn, qkablate, grid, ray, tmp_path, who):
     words = [*grid, f"engine.address={ray}", "train.steps=100000", "train.checkpoint_every=100000"]
     launcher = spawn(*words)
     wait_for_runs(launcher, tmp_path)
@@ -90,10 +88,10 @@ def test_what_is_killed_leaves_checkpoints(spawn, qkablate, grid, ray, tmp_path,
     assert launcher.returncode == 130
 
 
-def test_a_cluster_that_ends_is_told_in_a_line(
+def test_lost_cluster_is_reported_in_one_line(
     spawn, qkablate, grid, other_ray, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "1")  # how long Ray hopes
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "1")  # before Ray gives up
     other_ray.start("--num-cpus=2")
     words = [*grid, f"engine.address={other_ray.address}", "train.steps=100000"]
     launcher = spawn(*words)
@@ -109,12 +107,12 @@ def test_a_cluster_that_ends_is_told_in_a_line(
     assert "interrupted" in {state["status"] for state in found["states"]}
 
 
-# Ray believes in a GPU here, and torch does not: runs ask for a part of it, and train on the CPU.
+# The node pretends to have a GPU: runs request a fraction of it, and train on the CPU.
 _ON_A_PART = """
 import sys
 from qkablate.cli import main
-from qkablate.sweeps import packing
-packing.gpus_of_a_run = lambda *_: float(sys.argv[1])
+from qkablate.sweeps.planning import packing
+packing.gpus_per_run = lambda *_: float(sys.argv[1])
 main(sys.argv[2:])
 """
 
@@ -134,15 +132,16 @@ def test_runs_share_a_gpu(grid, ray, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cpus", "gpus", "room"), [(1, 0, 8), (3, 0, 2), (1, 1, 2), (1, 0.5, 4), (1, 0.3, 6), (8, 2, 1)]
+    ("cpus", "gpus", "count"),
+    [(1, 0, 8), (3, 0, 2), (1, 1, 2), (1, 0.5, 4), (1, 0.3, 6), (8, 2, 1)],
 )
-def test_how_many_runs_a_node_takes(cpus, gpus, room):
-    """A part of a GPU never lies on two."""
-    wish = Wish(None, cpus, gpus, "", "")
-    assert room_for({"CPU": 8.0, "GPU": 2.0}, wish) == room
+def test_runs_per_node_follow_from_cpus_and_gpus(cpus, gpus, count):
+    """A fraction of a GPU never spans two."""
+    request = ClusterRequest(None, cpus, gpus, "", "")
+    assert runs_per_node({"CPU": 8.0, "GPU": 2.0}, request) == count
 
 
-def test_a_folder_that_a_node_does_not_see_is_named(qkablate, grid, other_ray, tmp_path):
+def test_folder_invisible_to_a_node_is_named(qkablate, grid, other_ray, tmp_path):
     out = tmp_path / "outputs"
     out.mkdir()
     blind = f'mount -t tmpfs none {out} && exec "$@"'
@@ -160,28 +159,28 @@ def test_a_folder_that_a_node_does_not_see_is_named(qkablate, grid, other_ray, t
     assert not list(folder.glob(".ray-*"))
 
 
-def test_no_node_is_large_enough(qkablate, grid, ray, tmp_path, monkeypatch):
+def test_request_larger_than_any_node_is_rejected(qkablate, grid, ray, tmp_path, monkeypatch):
     done = qkablate(*grid, f"engine.address={ray}", "engine.cpus=3")
     assert done.code == 2
-    says = "qkablate: engine.cpus: 3 for a run, and the largest node has 2"
+    says = "qkablate: engine.cpus: a run needs 3, and the largest node has 2"
     assert done.err.splitlines()[-1] == says
-    monkeypatch.setattr("qkablate.sweeps.planning.packing.gpus_of_a_run", lambda *_: 2)
+    monkeypatch.setattr("qkablate.sweeps.planning.packing.gpus_per_run", lambda *_: 2)
     done = qkablate(*grid, f"engine.address={ray}")
     assert done.code == 2
-    says = "qkablate: engine.gpus: 2 for a run, and the largest node has 1"
+    says = "qkablate: engine.gpus: a run needs 2, and the largest node has 1"
     assert done.err.splitlines()[-1] == says
     assert not list(tmp_path.glob("outputs/runs/*"))
 
 
 @pytest.mark.parametrize("address", ["somewhere", "host:", "ray://", "host:99999", "http://h:80"])
-def test_an_address_that_is_none(qkablate, grid, address, tmp_path):
+def test_invalid_address_is_rejected(qkablate, grid, address, tmp_path):
     done = qkablate(*grid, f'engine.address="{address}"')
     assert done.code == 2
     assert f"engine.address: '{address}' is not null, auto, HOST:PORT" in done.err
     assert not (tmp_path / "outputs").exists()
 
 
-def test_nothing_answers_at_the_address(qkablate, grid, tmp_path):
+def test_unreachable_address_is_rejected(qkablate, grid, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     done = qkablate(*grid, f"engine.address={address}")
@@ -192,7 +191,7 @@ def test_nothing_answers_at_the_address(qkablate, grid, tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-def test_another_token_is_told_in_a_line(qkablate, grid, ray, monkeypatch):
+def test_invalid_token_is_reported_in_one_line(qkablate, grid, ray, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     done = qkablate(*grid, f"engine.address={ray}")
     assert done.code == 2
@@ -203,7 +202,7 @@ def test_another_token_is_told_in_a_line(qkablate, grid, ray, monkeypatch):
 
 
 def wait_for_runs(launcher, tmp_path, above=0, runs=1):
-    """Until so many runs have trained past a step."""
+    """Wait until so many runs have trained past a step."""
     while launcher.poll() is None:
         found = 0
         for path in tmp_path.glob("outputs/runs/*/metrics.jsonl"):
@@ -216,14 +215,14 @@ def wait_for_runs(launcher, tmp_path, above=0, runs=1):
 
 
 def wait_for_their_end(folders):
-    while any(map(is_owned, folders)):
+    while any(map(is_leased, folders)):
         time.sleep(0.05)
 
 
 def running(tmp_path) -> list[int]:
-    """The processes that train."""
-    owned = [folder for folder in tmp_path.glob("outputs/runs/*") if is_owned(folder)]
-    claims = [max(folder.glob("owner/0*")) for folder in owned]
+    """Return the pids of the processes that train."""
+    owned = [folder for folder in tmp_path.glob("outputs/runs/*") if is_leased(folder)]
+    claims = [max(folder.glob("lease/0*")) for folder in owned]
     return [json.loads(claim.read_text().splitlines()[0])["pid"] for claim in claims]
 
 
@@ -232,7 +231,7 @@ def parent(pid: int) -> int:
 
 
 def drivers(launcher: int) -> list[int]:
-    """The process that speaks with Ray for a launcher."""
+    """Return the pid of a launcher's Ray driver."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     found = [pid for pid in pids if "spawn_main" in command(pid) and parent(pid) == launcher]
     assert len(found) == 1
@@ -255,13 +254,13 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def of_home(home: Path) -> list[int]:
-    """The processes with this home but our own: all that a launcher has started."""
+    """Return the processes with this HOME: all that a launcher has started."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     return [pid for pid in pids if environment(pid).get("HOME") == str(home)]
 
 
 def listening(home: Path) -> set[bytes]:
-    """The addresses at which they listen."""
+    """Return the addresses at which these processes listen."""
     sockets = set()
     for pid in of_home(home):
         for link in Path(f"/proc/{pid}/fd").glob("*"):
@@ -280,7 +279,7 @@ def listening(home: Path) -> set[bytes]:
 
 
 def assert_all_same(one: Path, other: Path) -> None:
-    """The same runs, bit for bit."""
+    """Assert that two folders have the same runs, bit for bit."""
     folders = sorted(path.parent for path in one.glob("runs/*/result.json"))
     assert len(folders) == 2
     for folder in folders:

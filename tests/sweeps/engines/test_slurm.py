@@ -1,4 +1,4 @@
-"""What SLURM does to a job, the sweep survives; what it would not take is said before."""
+"""The SLURM engine: sweeps survive what happens to jobs, and impossible requests are rejected."""
 
 import json
 import os
@@ -13,17 +13,23 @@ import pytest
 
 from qkablate.config import EngineConfig
 from qkablate.errors import UserError
-from qkablate.sweeps.engines import OWNED, factory
-from qkablate.sweeps.engines.slurm import cluster as slurm_cluster
-from qkablate.sweeps.engines.slurm.batch import Batch
-from qkablate.sweeps.engines.slurm.cluster import Row, Unanswered, minutes, one_line
-from qkablate.sweeps.engines.slurm.engine import Refused, Slurm, _Job
-from qkablate.sweeps.planning.estimate import _Timed
-from tests.sweeps.watching import assert_same, final_state, results, status, wait_for_progress
+from qkablate.sweeps.engines import factory
+from qkablate.sweeps.engines.base import EXIT_ALREADY_RUNNING
+from qkablate.sweeps.engines.slurm import cluster
+from qkablate.sweeps.engines.slurm.batch import JobArray
+from qkablate.sweeps.engines.slurm.cluster import (
+    QueueEntry,
+    SlurmCommandFailed,
+    format_error,
+    parse_time_limit,
+)
+from qkablate.sweeps.engines.slurm.engine import ArrayTask, SlurmEngine, SubmissionRejected
+from qkablate.sweeps.planning.estimate import _Timing
+from tests.sweeps.run_checks import assert_same, final_state, results, status, wait_for_progress
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm-one-machine"
 
-# Some seconds: long enough for a signal to find it at work.
+# Some seconds: long enough for a signal to arrive during training.
 LONG = ("train.steps=1500", "train.eval_every=1500", "train.checkpoint_every=100")
 
 
@@ -34,7 +40,7 @@ def grid(tiny, slurm):
 
 
 def jobs(tmp_path):
-    """Number and state of every job of the sweep that is in the queue."""
+    """Return number, state and reason of the sweep's jobs in the queue."""
     names = [
         f"{path.parents[1].name}.{path.name}" for path in tmp_path.glob("outputs/sweeps/*/slurm/*")
     ]
@@ -53,7 +59,7 @@ def wait_for(what, launcher, seconds=100):
 
 
 def calm(qkablate, grid, tmp_path, *words):
-    """The same sweep, undisturbed and on this machine."""
+    """Return the final states of the same sweep, undisturbed on this machine."""
     here = [word for word in grid if not word.startswith("engine")]
     assert qkablate(*here, *words, "out=calm").code == 0
     return {path.parent.name: final_state(path.parent) for path in results(tmp_path, "calm")}
@@ -65,20 +71,22 @@ def assert_calm(tmp_path, reference):
         assert_same(final_state(path.parent), reference[path.parent.name])
 
 
-def test_a_job_whose_time_is_over_goes_on_where_it_was(spawn, qkablate, grid, tmp_path):
+def test_requeued_job_resumes_its_run(spawn, qkablate, grid, tmp_path):
     words = ["seed=0", *LONG]
     reference = calm(qkablate, grid, tmp_path, *words)
     launcher = spawn(*grid, *words)
     wait_for_progress(launcher, tmp_path)
     ((job, *_),) = jobs(tmp_path)
-    subprocess.run(["scancel", "--signal=USR2", job], check=True)  # as submitit asked for
+    subprocess.run(
+        ["scancel", "--signal=USR2", job], check=True
+    )  # the signal that submitit requests
     wait_for(lambda: [j for j in jobs(tmp_path) if j[1:] == ("PENDING", "BeginTime")], launcher)
     subprocess.run(["scontrol", "update", f"jobid={job}", "starttime=now"], check=True)
     assert launcher.wait(timeout=120) == 0, launcher.communicate()
     assert_calm(tmp_path, reference)
 
 
-def test_scancel_lets_a_run_write_its_checkpoint(spawn, qkablate, grid, tmp_path):
+def test_scancelled_run_writes_a_checkpoint(spawn, qkablate, grid, tmp_path):
     launcher = spawn(*grid, "seed=0", *LONG, "train.steps=100000")
     wait_for_progress(launcher, tmp_path)
     ((job, *_),) = jobs(tmp_path)
@@ -88,8 +96,8 @@ def test_scancel_lets_a_run_write_its_checkpoint(spawn, qkablate, grid, tmp_path
     assert list(tmp_path.glob("outputs/runs/*/checkpoints/step-*"))
 
 
-def test_a_job_that_ends_without_a_word_is_made_again(spawn, qkablate, grid, tmp_path):
-    """All its processes at once, as where a machine fails."""
+def test_job_killed_without_an_exit_is_submitted_again(spawn, qkablate, grid, tmp_path):
+    """All processes of the job are killed at once, as when a machine fails."""
     words = ["seed=0", *LONG]
     reference = calm(qkablate, grid, tmp_path, *words)
     launcher = spawn(*grid, *words)
@@ -106,7 +114,7 @@ def test_a_job_that_ends_without_a_word_is_made_again(spawn, qkablate, grid, tmp
     assert_calm(tmp_path, reference)
 
 
-def test_no_more_than_so_many_at_once(spawn, grid, tmp_path, qkablate):
+def test_workers_limit_the_running_jobs(spawn, grid, tmp_path, qkablate):
     launcher = spawn(*grid, "seed=0,1,2", "workers=1")
     most = 0
     while launcher.poll() is None:
@@ -118,26 +126,26 @@ def test_no_more_than_so_many_at_once(spawn, grid, tmp_path, qkablate):
     assert not list(tmp_path.glob("outputs/sweeps/*/slurm/*/*")), "what is over is cleaned up"
 
 
-def test_a_controller_that_is_away_is_waited_for(qkablate, grid, monkeypatch, tmp_path):
-    """As while it is started anew."""
+def test_absent_controller_is_waited_for(qkablate, grid, monkeypatch, tmp_path):
+    """The controller is absent for some polls, as during its restart."""
     calls = []
 
-    def ask(*command, given=None):
+    def ask(*command, stdin=None):
         calls.append(command[0])
         if command[0] == "squeue" and 1 < calls.count("squeue") < 5:
-            raise Unanswered("Unable to contact slurm controller (connect failure)")
-        return real(*command, given=given)
+            raise SlurmCommandFailed("Unable to contact slurm controller (connect failure)")
+        return real(*command, stdin=stdin)
 
-    real = slurm_cluster.ask
-    monkeypatch.setattr(slurm_cluster, "ask", ask)
+    real = cluster.run_command
+    monkeypatch.setattr(cluster, "run_command", ask)
     done = qkablate(*grid, "seed=0")
     assert done.code == 0, done.err
     assert done.err.count("SLURM does not answer") == 1
     assert done.err.count("SLURM answers again") == 1
 
 
-def test_what_stands_in_the_folder_runs_nothing(qkablate, grid, tmp_path):
-    """Files of a sweep that somebody else has written."""
+def test_files_in_the_sweep_folder_are_never_executed(qkablate, grid, tmp_path):
+    """The files of another user may contain anything."""
     words = [*grid, "seed=0"]
     assert qkablate(*words).code == 0
     shutil.rmtree(tmp_path / "outputs" / "runs")
@@ -161,32 +169,32 @@ def test_what_stands_in_the_folder_runs_nothing(qkablate, grid, tmp_path):
     assert (kept / "batch.json").exists()
 
 
-def test_it_can_be_left_while_the_controller_is_away(slurm, monkeypatch, tmp_path):
+def test_launcher_can_stop_while_the_controller_is_absent(slurm, monkeypatch, tmp_path):
     (tmp_path / "sweep").mkdir()
     said = []
-    engine = Slurm(tmp_path / "sweep", {}, None, said.append)
-    batch = Batch(tmp_path / "0123456789ab")
-    engine._jobs = {"run": _Job("run", batch, 0, "1")}
+    engine = SlurmEngine(tmp_path / "sweep", {}, None, said.append)
+    batch = JobArray(tmp_path / "0123456789ab")
+    engine._tasks = {"run": ArrayTask("run", batch, 0, "1")}
 
-    def away(*command, given=None):
-        raise Unanswered("Unable to contact slurm controller")
+    def away(*command, stdin=None):
+        raise SlurmCommandFailed("Unable to contact slurm controller")
 
-    monkeypatch.setattr("qkablate.sweeps.engines.slurm.engine.ask", away)
-    monkeypatch.setattr(slurm_cluster, "ask", away)
+    monkeypatch.setattr("qkablate.sweeps.engines.slurm.engine.run_command", away)
+    monkeypatch.setattr(cluster, "run_command", away)
     engine.stop(now=False)
-    assert engine.ended(0.1) == []  # it is waited for
+    assert engine.wait_for_exits(0.1) == []  # it waits
     engine.stop(now=True)
-    assert [ended.id for ended in engine.ended(0.1)] == ["run"]
+    assert [exit.id for exit in engine.wait_for_exits(0.1)] == ["run"]
     assert "its jobs may still be there" in said[-1]
 
 
 @pytest.fixture
 def engine(monkeypatch, tmp_path):
-    """One without a cluster: its queue is empty, and sbatch takes nothing."""
+    """Return an engine without a cluster: its queue is empty."""
     (tmp_path / "sweep").mkdir()
-    monkeypatch.setattr("qkablate.sweeps.engines.slurm.engine.queue", lambda *_: {})
-    monkeypatch.setattr("qkablate.sweeps.engines.slurm.engine.largest_array", lambda: 1000)
-    return Slurm(tmp_path / "sweep", {}, None, lambda _: None)
+    monkeypatch.setattr("qkablate.sweeps.engines.slurm.engine.query_queue", lambda *_: {})
+    monkeypatch.setattr("qkablate.sweeps.engines.slurm.engine.max_array_size", lambda: 1000)
+    return SlurmEngine(tmp_path / "sweep", {}, None, lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -196,36 +204,36 @@ def engine(monkeypatch, tmp_path):
         *(("COMPLETED", 0, False), ("FAILED", 1, False)),
     ],
 )
-def test_what_slurm_has_taken_goes_on(engine, tmp_path, state, code, goes_on):
-    batch = Batch.new(tmp_path, ["run"], 1)
+def test_runs_taken_away_by_slurm_are_requeued(engine, tmp_path, state, code, goes_on):
+    batch = JobArray.create(tmp_path, ["run"], 1)
     batch.file(0).write_text(json.dumps({"code": code}))
-    ended = engine._judge(_Job("run", batch, 0, "7"), Row("7", state, "node", ""))
-    assert (ended.code, bool(ended.gone)) == (code, goes_on)
+    exit = engine._find_exit(ArrayTask("run", batch, 0, "7"), QueueEntry("7", state, "node", ""))
+    assert (exit.code, bool(exit.requeue_reason)) == (code, goes_on)
 
 
-def test_what_another_launcher_has_seen_to_may_be_submitted_again(engine, tmp_path):
-    ended = engine._judge(_Job("run", Batch(tmp_path / "0123456789ab"), 0, "7"), None)
-    assert ended.code == OWNED
+def test_array_removed_by_another_launcher_is_already_running(engine, tmp_path):
+    exit = engine._find_exit(ArrayTask("run", JobArray(tmp_path / "0123456789ab"), 0, "7"), None)
+    assert exit.code == EXIT_ALREADY_RUNNING
 
 
-def test_a_log_stays_where_a_task_has_left_no_word(engine, tmp_path):
+def test_logs_of_tasks_without_an_exit_are_kept(engine, tmp_path):
     folder = tmp_path / "sweep" / "slurm"
     folder.mkdir()
-    silent, told = Batch.new(folder, ["a"], 1), Batch.new(folder, ["b"], 1)
-    crashed = Batch.new(folder, ["c"], 1)
+    silent, told = JobArray.create(folder, ["a"], 1), JobArray.create(folder, ["b"], 1)
+    crashed = JobArray.create(folder, ["c"], 1)
     told.file(0).write_text('{"code": 0}')
     crashed.file(0).write_text('{"code": -6}')
-    assert engine.adopt(["a", "b", "c"]) == ["c"]  # of which nobody has heard yet
-    assert [ended.code for ended in engine.ended(0.0)] == [-6]
+    assert engine.adopt(["a", "b", "c"]) == ["c"]  # a crash that was not reported yet
+    assert [exit.code for exit in engine.wait_for_exits(0.0)] == [-6]
     assert [batch.folder.exists() for batch in (silent, told, crashed)] == [True, False, False]
 
 
-def test_shorter_arrays_where_a_user_may_not_submit_as_many(engine, monkeypatch):
+def test_rejected_arrays_are_halved(engine, monkeypatch):
     taken = []
 
     def submit(tasks, room):
         if len(tasks) > 3:
-            raise Refused("Job violates accounting/QOS policy")
+            raise SubmissionRejected("Job violates accounting/QOS policy")
         engine._submitted = True
         taken.append(len(tasks))
         for task in tasks:
@@ -233,7 +241,7 @@ def test_shorter_arrays_where_a_user_may_not_submit_as_many(engine, monkeypatch)
 
     monkeypatch.setattr(engine, "_submit_array", submit)
     monkeypatch.setattr(
-        "qkablate.sweeps.engines.slurm.engine.Slurm._take_over", lambda *_, **__: None
+        "qkablate.sweeps.engines.slurm.engine.SlurmEngine._take_over", lambda *_, **__: None
     )
     engine._collected = {number: number for number in range(10)}
     engine._submit()
@@ -247,31 +255,31 @@ def test_shorter_arrays_where_a_user_may_not_submit_as_many(engine, monkeypatch)
 
 
 def refuse(tasks, room):
-    raise Refused("Invalid account")
+    raise SubmissionRejected("Invalid account")
 
 
 REFUSED = {
     "engine.partition=debgu": r"engine.partition: there is no 'debgu'; .*\(nearest: debug\)",
     "engine.hours=100": r"engine.hours: 100 is more than partition debug gives \(1-00:00:00\)",
     "engine.cpus=4000": "engine: sbatch would refuse the jobs: Requested node configuration",
-    "engine.gpus=3": "engine.gpus: '3' is not auto, or a number from 0 to 1",
+    "engine.gpus=3": "engine.gpus: 3 is not auto, or a number from 0 to 1",
     "engine.gpus=1": "engine.gpus: 1, and the runs would be trained on the cpu; give device=cuda",
     "engine.memory_gb=1000000": "engine: sbatch would refuse the jobs: Requested node",
     "engine.sbatch={constraint: a100}": "engine: sbatch would refuse .*: Invalid feature",
     "engine.sbatch={nope: 1}": "engine: sbatch would refuse .*: unrecognized option '--nope=1'",
     "engine.sbatch=long": "engine.sbatch",
-    "engine.sbatch={partition: x}": "engine.sbatch.partition: the engine says this itself; give",
-    "engine.sbatch={array: x}": "engine.sbatch.array: the engine says this itself",
+    "engine.sbatch={partition: x}": "engine.sbatch.partition: the engine sets this itself; give",
+    "engine.sbatch={array: x}": "engine.sbatch.array: the engine sets this itself",
     "engine.sbatch={qos: [1, 2]}": "engine.sbatch.qos: .* is not one word, number, or true",
     "engine.address=auto": "engine.address: engine=slurm has no such key",
-    "engine.grace=86400": "engine.grace: 86400 s are not less than engine.hours",
+    "engine.grace=86400": "engine.grace: 86400 s is not less than engine.hours",
     "threads=2": "threads: 2 on 1 of a machine's cores: give engine.cpus=2",
     "device=cuda": "precision: auto",
 }
 
 
 @pytest.mark.parametrize("word", REFUSED)
-def test_what_cannot_be_is_said_in_one_line_before_anything_is_done(qkablate, grid, word, tmp_path):
+def test_invalid_requests_are_rejected_in_one_line(qkablate, grid, word, tmp_path):
     done = qkablate(*grid, "seed=0", word)
     assert done.code == 2
     assert re.search(REFUSED[word], done.err), done.err
@@ -279,19 +287,21 @@ def test_what_cannot_be_is_said_in_one_line_before_anything_is_done(qkablate, gr
     assert not list(tmp_path.glob("outputs/sweeps/*/manifest.json"))
 
 
-def test_a_sweep_for_gpus_can_be_planned_where_there_is_none(qkablate, grid, monkeypatch):
+def test_gpu_sweep_can_be_planned_without_a_gpu(qkablate, grid, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     words = ["seed=0", "device=cuda", "precision=bf16"]
     done = qkablate(*grid, *words, "compile=false")
-    assert "sbatch would refuse the jobs: Invalid generic resource" in done.err  # it wants a GPU
-    assert "compile: auto is settled by the GPU" in qkablate(*grid, *words, "compile=auto").err
+    assert (
+        "sbatch would refuse the jobs: Invalid generic resource" in done.err
+    )  # the job requests a GPU
+    assert "compile: auto depends on the GPU" in qkablate(*grid, *words, "compile=auto").err
 
 
-def test_a_dry_run_says_how_it_will_be_packed(qkablate, grid, monkeypatch):
+def test_dry_run_shows_the_packing(qkablate, grid, monkeypatch):
     asked = []
-    timed = _Timed(1e6, 1e-3, 1.0, 10**8)
+    timed = _Timing(1e6, 1e-3, 1.0, 10**8)
     monkeypatch.setattr(
-        "qkablate.sweeps.planning.estimate._timed",
+        "qkablate.sweeps.planning.estimate._measure",
         lambda arm, m, slots, k: asked.append(slots) or timed,
     )
     words = ["seed=range(40)", "workers=32", "engine.partition=debug", "--dry-run"]
@@ -304,33 +314,33 @@ def test_a_dry_run_says_how_it_will_be_packed(qkablate, grid, monkeypatch):
     assert set(map(len, asked)) == {1}, "people log in to this machine"
 
 
-def test_without_submitit_it_names_the_extra(monkeypatch):
+def test_missing_submitit_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs submitit, .*: pip install 'qkablate\[slurm\]'"):
-        factory.check(EngineConfig("slurm"))
+        factory.check_engine(EngineConfig("slurm"))
 
 
-def test_without_slurm_it_says_so(monkeypatch, tmp_path):
+def test_missing_slurm_commands_are_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="there is no sbatch on this machine's path"):
-        slurm_cluster.check(EngineConfig("slurm"))
+        cluster.check_cluster(EngineConfig("slurm"))
 
 
-def test_a_controller_that_does_not_answer_is_one_line(slurm, monkeypatch, tmp_path):
+def test_unreachable_controller_is_reported_in_one_line(slurm, monkeypatch, tmp_path):
     nobody = tmp_path / "slurm.conf"
     text = Path(os.environ["SLURM_CONF"]).read_text()
     nobody.write_text(re.sub("(?m)^SlurmctldPort=.*", "SlurmctldPort=9", text))
     monkeypatch.setenv("SLURM_CONF", str(nobody))
     with pytest.raises(UserError, match=r"engine: SLURM does not answer: [^\n]*$"):
-        slurm_cluster.check(EngineConfig("slurm"))
+        cluster.check_cluster(EngineConfig("slurm"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can hide a folder from a node")
-def test_a_folder_that_the_nodes_do_not_see(slurm, qkablate, grid, tmp_path, monkeypatch):
-    """A cluster whose node has something else mounted over `out`."""
-    hidden, cluster = tmp_path / "outputs", tmp_path / "cluster"
+def test_folder_invisible_to_the_nodes_is_named(slurm, qkablate, grid, tmp_path, monkeypatch):
+    """Another file system is mounted over `out` on the cluster's node."""
+    hidden, cluster_folder = tmp_path / "outputs", tmp_path / "cluster"
     hidden.mkdir()
-    mounted = f"mount -t tmpfs none '{hidden}' && exec '{SCRIPT}' '{cluster}'"
+    mounted = f"mount -t tmpfs none '{hidden}' && exec '{SCRIPT}' '{cluster_folder}'"
     started = subprocess.run(
         ["unshare", "--mount", "sh", "-c", mounted], capture_output=True, text=True
     )
@@ -338,10 +348,10 @@ def test_a_folder_that_the_nodes_do_not_see(slurm, qkablate, grid, tmp_path, mon
         pytest.skip(f"no mounts of one's own here: {started.stderr.strip()}")
     try:
         assert started.returncode == 0, started.stderr
-        monkeypatch.setenv("SLURM_CONF", str(cluster / "slurm.conf"))
+        monkeypatch.setenv("SLURM_CONF", str(cluster_folder / "slurm.conf"))
         done = qkablate(*grid, "seed=0,1,2,3")
     finally:
-        subprocess.run([SCRIPT, "stop", cluster], check=True)
+        subprocess.run([SCRIPT, "stop", cluster_folder], check=True)
     assert done.code == 2
     last = done.err.strip().splitlines()[-1]
     assert last.startswith("qkablate: out: the first job on ")
@@ -358,10 +368,10 @@ def test_a_folder_that_the_nodes_do_not_see(slurm, qkablate, grid, tmp_path, mon
         ("7-00:00:00", 7 * 24 * 60),
     ],
 )
-def test_limits_as_slurm_writes_them(limit, said):
-    assert minutes(limit) == said
+def test_time_limits_are_parsed(limit, said):
+    assert parse_time_limit(limit) == said
 
 
-def test_its_words_in_one_line():
+def test_slurm_errors_are_formatted_as_one_line():
     said = "sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition\n"
-    assert one_line(said) == "invalid partition specified: x; Invalid partition"
+    assert format_error(said) == "invalid partition specified: x; Invalid partition"

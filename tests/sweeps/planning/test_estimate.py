@@ -1,4 +1,4 @@
-"""What a sweep will take, from the times of two of its arms."""
+"""The estimated cost of a sweep, from the timings of two arms."""
 
 import itertools
 import math
@@ -7,15 +7,17 @@ import pytest
 
 from qkablate.config import Config, DataConfig, ModelConfig, TrainConfig
 from qkablate.sweeps.planning import estimate as module
-from qkablate.sweeps.planning.estimate import Estimate, _Timed, estimate, total_seconds
+from qkablate.sweeps.planning.estimate import Estimate, _Timing, estimate_arms, estimate_sweep
 from qkablate.sweeps.planning.manifest import Arm, Manifest, SweepRun
 
 STEPS, EVERY, VAL, TOKENS = 1000, 250, 8 * 64 * 10, 8 * 64
-READINGS = STEPS // EVERY + 3  # of the whole validation split, and of as much of the others
+READINGS = (
+    STEPS // EVERY + 3
+)  # evaluations of the whole validation split, and of equal parts of the others
 
 
 def arm_of(flops: float, params: int = 1000, steps: int = STEPS) -> Arm:
-    """An arm that needs so many FLOPs for a step."""
+    """Return an arm with this many FLOPs per step."""
     config = Config(
         model=ModelConfig(context=64),
         data=DataConfig(val_tokens=VAL),
@@ -52,7 +54,7 @@ def plan_of(tmp_path, *arms: Arm, runs: int = 1, finals: int = 0) -> Manifest:
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Arms take so many seconds a step as their FLOPs say, and which of them were timed."""
+    """Simulate timings by FLOPs; return the names of the arms that were timed."""
     asked = []
 
     def make(seconds, start=2.0, held=lambda flops: int(1e8 + flops)):
@@ -60,9 +62,9 @@ def timed(monkeypatch):
             flops = arm.flops * TOKENS
             asked.append(arm.name)
             kept[arm.name] = flops
-            return _Timed(flops, seconds(flops), start, held(flops))
+            return _Timing(flops, seconds(flops), start, held(flops))
 
-        monkeypatch.setattr(module, "_timed", measure)
+        monkeypatch.setattr(module, "_measure", measure)
         monkeypatch.setattr("qkablate.training.hardware.free_memory", lambda: 2.0**50)
         return asked
 
@@ -70,7 +72,7 @@ def timed(monkeypatch):
 
 
 def steps_of(found: Estimate, start: float = 2.0) -> float:
-    """Seconds of a step, without what comes before them and the readings between."""
+    """Return the seconds per step of an estimate, without start and evaluations."""
     return (found.seconds - start) / (STEPS + READINGS * VAL / TOKENS / 3)
 
 
@@ -78,79 +80,79 @@ def affine(flops: float) -> float:
     return 1e-3 + flops * 1e-9
 
 
-def test_at_the_timed_arms_it_is_what_was_measured(timed, tmp_path):
+def test_timed_arms_have_their_measured_cost(timed, tmp_path):
     asked = timed(affine)
     arms = [arm_of(flops) for flops in (3e6, 1e6, 9e6)]
-    found = estimate(plan_of(tmp_path, *arms), [None] * 2)
+    found = estimate_arms(plan_of(tmp_path, *arms), [None] * 2)
     assert set(found) == {arm.name for arm in arms}
     assert {*asked} == {arms[1].name, arms[2].name}  # the smallest and the largest
     for arm in arms[1:]:
         flops = arm.flops * TOKENS
         assert steps_of(found[arm.name]) == pytest.approx(affine(flops))
         assert found[arm.name].bytes == pytest.approx(1e8 + flops)
-        assert not found[arm.name].beyond
+        assert not found[arm.name].extrapolated
 
 
-def test_between_them_it_is_a_line(timed, tmp_path):
+def test_estimate_is_linear_between_timed_arms(timed, tmp_path):
     timed(lambda flops: 1e-9 * flops if flops in (1e6, 9e6) else math.nan)
     arms = {flops: arm_of(flops) for flops in (1e6, 2e6, 5e6, 8.5e6, 9e6)}
-    found = estimate(plan_of(tmp_path, *arms.values()), [None] * 1)
+    found = estimate_arms(plan_of(tmp_path, *arms.values()), [None] * 1)
     for flops, arm in arms.items():
         assert steps_of(found[arm.name]) == pytest.approx(1e-9 * flops)
         assert found[arm.name].bytes == pytest.approx(1e8 + flops)
 
 
-def test_what_is_too_large_to_be_timed_is_a_guess_and_marked(timed, tmp_path):
+def test_arms_too_large_to_time_are_extrapolated_and_marked(timed, tmp_path):
     asked = timed(affine)
-    # Eight steps of the last would take more than twenty seconds at the pace of the smallest.
+    # At the smallest arm's rate, eight steps of the last would take more than twenty seconds.
     arms = [arm_of(flops) for flops in (1e6, 1e8, 1e9, 1e12)]
-    found = estimate(plan_of(tmp_path, *arms), [None] * 1)
+    found = estimate_arms(plan_of(tmp_path, *arms), [None] * 1)
     assert {*asked} == {arms[0].name, arms[2].name}
-    assert [found[arm.name].beyond for arm in arms] == [False, False, False, True]
+    assert [found[arm.name].extrapolated for arm in arms] == [False, False, False, True]
     assert steps_of(found[arms[3].name]) == pytest.approx(affine(1e12))
 
 
-def test_what_may_not_fit_into_memory_is_not_timed(timed, tmp_path, monkeypatch):
+def test_arms_that_may_not_fit_in_memory_are_not_timed(timed, tmp_path, monkeypatch):
     asked = timed(affine)
     monkeypatch.setattr("qkablate.training.hardware.free_memory", lambda: 1e9)
     small, large = arm_of(1e6), arm_of(2e6, params=10**8)
-    found = estimate(plan_of(tmp_path, small, large), [None] * 1)
+    found = estimate_arms(plan_of(tmp_path, small, large), [None] * 1)
     assert {*asked} == {small.name}
-    assert found[large.name].beyond
+    assert found[large.name].extrapolated
     assert found[large.name].bytes >= 16e8  # weights, gradients and two moments of four bytes
 
 
-def test_without_a_second_arm_time_goes_with_flops(timed, tmp_path, monkeypatch):
-    timed(lambda flops: 100.0)  # slower than we have patience for
+def test_time_is_proportional_to_flops_with_one_timing(timed, tmp_path, monkeypatch):
+    timed(lambda flops: 100.0)  # slower than the limit
     small, large = arm_of(1e6), arm_of(3e6)
-    found = estimate(plan_of(tmp_path, small, large), [None] * 1)
+    found = estimate_arms(plan_of(tmp_path, small, large), [None] * 1)
     assert steps_of(found[small.name]) == pytest.approx(100)
     assert steps_of(found[large.name]) == pytest.approx(300)
 
 
-def test_one_arm_alone(timed, tmp_path):
+def test_single_arm_is_not_extrapolated(timed, tmp_path):
     timed(affine)
     arm = arm_of(1e6)
-    (found,) = estimate(plan_of(tmp_path, arm), [None] * 1).values()
+    (found,) = estimate_arms(plan_of(tmp_path, arm), [None] * 1).values()
     assert steps_of(found) == pytest.approx(affine(1e6))
-    assert not found.beyond
+    assert not found.extrapolated
 
 
 @pytest.mark.parametrize("seconds", [affine, lambda flops: 1e-3, lambda flops: flops**0.5 * 1e-6])
 def test_more_flops_never_take_less_time_or_memory(timed, tmp_path, seconds):
     timed(seconds)
     arms = [arm_of(10**power) for power in (5, 5.5, 6, 6.1, 7, 8, 9, 10, 12, 14)]
-    found = estimate(plan_of(tmp_path, *arms), [None] * 1)
+    found = estimate_arms(plan_of(tmp_path, *arms), [None] * 1)
     for one, other in itertools.pairwise(found[arm.name] for arm in arms):
         assert one.seconds <= other.seconds * (1 + 1e-9)
         assert one.bytes <= other.bytes * (1 + 1e-9)
-        assert one.beyond <= other.beyond
+        assert one.extrapolated <= other.extrapolated
 
 
-def test_noise_makes_no_time_negative(timed, tmp_path):
-    timed({1e6: 2e-3, 1.1e6: 1e-3}.get)  # the larger one was faster, by chance
+def test_noisy_timings_give_positive_estimates(timed, tmp_path):
+    timed({1e6: 2e-3, 1.1e6: 1e-3}.get)  # the larger one was faster by chance
     arms = [arm_of(flops) for flops in (1e6, 1.1e6)]
-    for found in estimate(plan_of(tmp_path, *arms), [None] * 1).values():
+    for found in estimate_arms(plan_of(tmp_path, *arms), [None] * 1).values():
         assert found.seconds > 0
         assert found.bytes > 0
 
@@ -158,7 +160,7 @@ def test_noise_makes_no_time_negative(timed, tmp_path):
 def test_longer_training_takes_longer(timed, tmp_path):
     timed(affine)
     short, long = arm_of(1e6), arm_of(1e6, steps=4 * STEPS)
-    found = estimate(plan_of(tmp_path, short, long), [None] * 1)
+    found = estimate_arms(plan_of(tmp_path, short, long), [None] * 1)
     assert 3.9 < (found[long.name].seconds - 2) / (found[short.name].seconds - 2) < 4
 
 
@@ -168,7 +170,9 @@ def fixed(**seconds: float) -> dict[str, Estimate]:
 
 def named(tmp_path, runs: int, finals: int = 0, *names: str) -> Manifest:
     arms = [
-        Arm(name, name, ["none"], None, {}, Config(), {}, 5, 1, 1, 1.0)
+        Arm(
+            name, name, ["none"], None, {}, Config(train=TrainConfig(steps=STEPS)), {}, 5, 1, 1, 1.0
+        )
         for name in names or ("a", "b", "c")
     ]
     return plan_of(tmp_path, *arms, runs=runs, finals=finals)
@@ -184,18 +188,18 @@ def named(tmp_path, runs: int, finals: int = 0, *names: str) -> Manifest:
         (100, 7),
     ],
 )
-def test_the_whole_sweep_is_packed_largest_first(tmp_path, slots, total):
-    assert total_seconds(named(tmp_path, 2), fixed(a=5.0, b=3.0, c=7.0), slots) == total
+def test_total_time_packs_largest_runs_first(tmp_path, slots, total):
+    assert estimate_sweep(named(tmp_path, 2), fixed(a=5.0, b=3.0, c=7.0), slots).seconds == total
 
 
-def test_runs_that_are_done_take_no_time(tmp_path):
+def test_done_runs_cost_nothing(tmp_path):
     manifest = named(tmp_path, 2)
     times = fixed(a=5.0, b=3.0, c=7.0)
     done = [run.id for run in manifest.runs if run.arm != "b"]
-    assert total_seconds(manifest, times, 1, done) == 6
-    assert total_seconds(manifest, times, 1, [run.id for run in manifest.runs]) == 0
+    assert estimate_sweep(manifest, times, 1, done).seconds == 6
+    assert estimate_sweep(manifest, times, 1, [run.id for run in manifest.runs]).seconds == 0
 
 
-def test_runs_at_rates_yet_to_be_chosen_count_too(tmp_path):
+def test_final_runs_of_tuning_are_counted(tmp_path):
     times = fixed(a=5.0, b=3.0, c=7.0)
-    assert total_seconds(named(tmp_path, 2, 3), times, 1) == (2 + 3) * 15
+    assert estimate_sweep(named(tmp_path, 2, 3), times, 1).seconds == (2 + 3) * 15

@@ -1,46 +1,44 @@
-"""From a grid to frozen runs, with real tiny models: what is possible, matched, compared; and that
-every run is the one that `qkablate train` would make of the same words.
-"""
+"""Expansion of a grid into frozen runs, with real tiny models."""
 
 import dataclasses
 import itertools
 
 import pytest
 
-from qkablate.cli.hydra.configs import jobs
-from qkablate.cli.hydra.grid import Composer, composing
+from qkablate.cli.hydra.configs import compose_jobs
+from qkablate.cli.hydra.grid import SweepComposer, open_composer
 from qkablate.config import SweepConfig
 from qkablate.errors import UserError
-from qkablate.sweeps.planning.expand import Expansion, Grid
+from qkablate.sweeps.planning.expand import Grid, expand_grid
 from qkablate.sweeps.planning.packing import pack
-from qkablate.training.resolve import empty_model, plan
+from qkablate.training.resolve import build_empty_model, plan_run
 
 
 @pytest.fixture
 def base(text, tmp_path):
     shape = ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"]
     data = ["data=text", f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
-    train = ["train.steps=12", "train.batch_size=2", "track.wandb=disabled", "threads=1"]
+    train = ["train.steps=12", "train.batch_size=2", "tracking.wandb=disabled", "threads=1"]
     return [*shape, *data, *train, f"out={tmp_path / 'outputs'}"]
 
 
 @pytest.fixture(scope="module")
 def composer():
-    """Composes once for every choice of groups."""
-    return Composer()
+    """Return a composer that is shared by all tests of this file."""
+    return SweepComposer()
 
 
 @pytest.fixture
 def expand(base, composer):
-    """The manifest of some words on top of a tiny model; those with other data have their own."""
+    """Return the manifest of some arguments on top of a tiny model."""
 
     def run(*words):
         other = any(word.startswith("data=") for word in words)
         kept = [word for word in base if not (other and word.startswith("data"))]
-        with composing():
-            asked = composer.ask([*kept, *words])
+        with open_composer():
+            asked = composer.request([*kept, *words])
             grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
-            return Expansion(grid, composer.config).manifest(["qkablate", "sweep", *words])
+            return expand_grid(grid, composer.config, ["qkablate", "sweep", *words])
 
     return run
 
@@ -50,12 +48,12 @@ def ids(manifest, variant=None):
     return {run.id for run in manifest.runs if variant in (None, arms[run.arm].variant)}
 
 
-# What is left out, and what stops everything.
+# Arms that are left out, and errors.
 
 IMPOSSIBLE = [
     (["model.heads=2,3"], {"standard-d16-h3"}, "model.heads: 3 does not divide model.d_model=16"),
     (["model.d_model=16,18", "model.heads=4,2"], {"standard-d18-h4"}, "does not divide"),
-    (["variant=standard,merged_w", "model.position=rope"], {"merged_w-d16-h2"}, "is refused"),
+    (["variant=standard,merged_w", "model.position=rope"], {"merged_w-d16-h2"}, "is not supported"),
     (
         ["variant=low_rank_w", "variant.rank=4,17"],
         {"low_rank_w_r17-d16-h2"},
@@ -68,7 +66,7 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("words", "named", "why"), IMPOSSIBLE, ids=str)
-def test_what_cannot_be_is_left_out_with_its_reason(expand, words, named, why):
+def test_impossible_arms_are_left_out_with_their_reason(expand, words, named, why):
     manifest = expand(*words, "sweep.baseline=null")
     assert {left.arm for left in manifest.left_out} == named
     assert all(left.kind == "impossible" and why in left.reason for left in manifest.left_out)
@@ -78,21 +76,21 @@ def test_what_cannot_be_is_left_out_with_its_reason(expand, words, named, why):
 
 
 @pytest.mark.parametrize(("words", "named", "why"), IMPOSSIBLE[:1] + IMPOSSIBLE[2:3], ids=str)
-def test_what_cannot_be_is_an_error_when_it_is_alone(expand, words, named, why):
+def test_only_impossible_arms_is_an_error(expand, words, named, why):
     last = [word.partition("=")[0] + "=" + word.rpartition(",")[2] for word in words]
     alone = [one if "," in word else word for word, one in zip(words, last, strict=True)]
     with pytest.raises(UserError, match=why):
         expand(*alone)
 
 
-def test_what_is_left_out_goes_by_its_own_name(expand, circuit):
+def test_left_out_arms_have_their_own_names(expand, circuit):
     manifest = expand("variant.qk=separate,merged", "model.position=rope")
     assert not {left.arm for left in manifest.left_out} & {*manifest.arms}
     manifest = expand(f"variant.file={circuit('raises')}", "model.heads=2,3")
     assert all("raises" in left.arm for left in manifest.left_out)
 
 
-def test_an_arm_without_its_baseline_is_left_out(expand):
+def test_arm_with_impossible_baseline_is_left_out(expand):
     words = ["model.d_model=16,12", "sweep.baseline={model.heads: 4, model.d_model: 18}"]
     with pytest.raises(UserError, match=r"its baseline: .* does not divide .* \(and 1 more"):
         expand(*words)
@@ -103,7 +101,7 @@ def test_an_arm_without_its_baseline_is_left_out(expand):
     assert {arm.config.model.position for arm in manifest.arms.values()} == {"learned"}
 
 
-MISSPELT = [  # more, which need no model, in tests/cli/test_grid.py
+MISSPELT = [  # more, without models, in tests/cli/hydra/test_grid.py
     (["variant=standard,no_qq"], r"variant: 'no_qq' is not one of .*\(nearest: no_q\)"),
     (["variant.qk=separate,mergd"], r"variant.qk: 'mergd' .*\(nearest: merged\)"),
     (["model.heads=2,3", "model.norm=pre,post"], r"model\.norm: 'post' is not one of pre, none"),
@@ -113,31 +111,31 @@ MISSPELT = [  # more, which need no model, in tests/cli/test_grid.py
     (["variant.file=/nope.py"], r"variant\.file: cannot read '/nope.py'"),
     (["sweep.baseline={model.heads: two}"], r"model\.heads: 'two' is not a whole number"),
     (["sweep.baseline={data.path: 'a(b'}"], r"data\.path"),
-    (["sweep.where=['model.haeds > 1']"], r"sweep\.where: .*\(nearest: model.heads\)"),
-    (["sweep.where=['model.heads > 1','no']"], r"sweep\.where: 'no': there is no key 'no'"),
+    (["sweep.filter=['model.haeds > 1']"], r"sweep\.filter: .*\(nearest: model.heads\)"),
+    (["sweep.filter=['model.heads > 1','no']"], r"sweep\.filter: 'no': there is no key 'no'"),
     (["sweep.baseline=null", "control=params"], "control=params needs a baseline"),
 ]
 
 
 @pytest.mark.parametrize(("words", "why"), MISSPELT, ids=str)
-def test_a_mistake_anywhere_stops_everything(expand, tmp_path, words, why):
+def test_any_mistake_is_an_error(expand, tmp_path, words, why):
     with pytest.raises(UserError, match=why):
         expand("model.layers=1,2", *words)
     assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.parametrize("rate", ["abc", "0", "-1e-3", "nan", "null", "0,1,2,3,4"])
-def test_a_rate_that_no_run_can_have_is_no_rate_to_tune_by(expand, rate):
+def test_invalid_tuning_rates_are_rejected(expand, rate):
     with pytest.raises(UserError, match=r"optim\.lr"):
         expand("sweep.tune=true", f"optim.lr={rate}")
 
 
-def test_quoted_rates_are_rates(expand):
+def test_quoted_rates_are_accepted(expand):
     plain = expand("sweep.tune=true", "optim.lr=2e-3")
     assert ids(expand("sweep.tune=true", "optim.lr='2e-3'")) == ids(plain)
 
 
-def test_tuning_seeds_are_no_final_seeds(expand):
+def test_tuning_seeds_must_differ_from_final_seeds(expand):
     with pytest.raises(UserError, match=r"sweep.tuning_seeds: 1001 is a seed of the final runs"):
         expand("sweep.tune=true", "seed=0,1001")
     with pytest.raises(UserError, match=r"sweep.tuning_seeds: 1 is a seed"):
@@ -145,9 +143,9 @@ def test_tuning_seeds_are_no_final_seeds(expand):
     assert expand("seed=0,1001").runs  # nothing is tuned
 
 
-def test_what_a_predicate_excludes_is_counted(expand):
+def test_arms_excluded_by_a_predicate_are_counted(expand):
     words = ["variant=standard,no_q", "model.heads=1,2,4", "model.d_model=16,32"]
-    where = 'sweep.where=["model.d_model // model.heads >= 8","variant != \'no_q\'"]'
+    where = 'sweep.filter=["model.d_model // model.heads >= 8","variant != \'no_q\'"]'
     manifest = expand(*words, where)
     shapes = {(arm.config.model.d_model, arm.config.model.heads) for arm in manifest.arms.values()}
     assert shapes == {(16, 1), (16, 2), (32, 1), (32, 2), (32, 4)}
@@ -156,9 +154,9 @@ def test_what_a_predicate_excludes_is_counted(expand):
     assert not manifest.left_out
 
 
-def test_a_grid_of_which_nothing_is_left_is_a_mistake(expand):
-    with pytest.raises(UserError, match=r"sweep.where: .* 4"):
-        expand("variant=standard,no_q", "model.heads=1,2", "sweep.where=['model.heads > 2']")
+def test_predicate_that_excludes_all_arms_is_an_error(expand):
+    with pytest.raises(UserError, match=r"sweep.filter: .* 4"):
+        expand("variant=standard,no_q", "model.heads=1,2", "sweep.filter=['model.heads > 2']")
 
 
 def attempt(expand, *words):
@@ -171,10 +169,10 @@ def attempt(expand, *words):
 @pytest.mark.parametrize(
     ("axis", "predicate"), [("seed=0,1", "seed > 0"), ("optim.lr=1e-3,2e-3", "optim.lr > 1e-3")]
 )
-def test_a_predicate_is_not_asked_of_a_default(expand, axis, predicate):
-    """Seeds and rates tell runs apart, and not arms: it chooses among runs, or is refused."""
+def test_predicate_on_run_keys_is_rejected_or_applied(expand, axis, predicate):
+    """Seeds and rates distinguish runs, not arms: the predicate selects runs or is rejected."""
     key = axis.partition("=")[0]
-    manifest, said = attempt(expand, axis, f"sweep.where=['{predicate}']")
+    manifest, said = attempt(expand, axis, f"sweep.filter=['{predicate}']")
     if manifest is None:
         assert key in said
     else:
@@ -185,7 +183,7 @@ def test_a_predicate_is_not_asked_of_a_default(expand, axis, predicate):
 
 
 @pytest.mark.parametrize("variants", ["no_q,merged_w", "no_q,standard,merged_w", "standard"])
-def test_the_baseline_is_there_once(expand, variants):
+def test_baseline_is_added_once(expand, variants):
     manifest = expand(f"variant={variants}", "seed=0,1", "control=none,params")
     standard = [arm for arm in manifest.arms.values() if arm.variant == "standard"]
     assert [arm.name for arm in standard] == ["standard-d16-h2"]
@@ -206,7 +204,7 @@ def test_every_size_has_its_own_baseline(expand):
     assert len(manifest.arms) == (2 + 1) * 2 * 2
 
 
-def test_a_baseline_is_another_variant_if_told_so(expand):
+def test_baseline_can_be_another_variant(expand):
     manifest = expand("variant=low_rank_w", "variant.rank=4,8", "sweep.baseline=no_q")
     found = [(arm.variant, arm.baseline) for arm in manifest.arms.values()]
     assert sorted(found, key=str) == [
@@ -216,7 +214,7 @@ def test_a_baseline_is_another_variant_if_told_so(expand):
     ]
 
 
-def test_a_baseline_is_a_map_of_keys(expand):
+def test_baseline_can_be_a_map_of_keys(expand):
     said = "{variant: no_k, model.bias: true, optim.betas: [0.8, 0.9], variant.rank: null}"
     manifest = expand("variant=no_q", "model.heads=2,4", f"sweep.baseline={said}")
     beside = {arm.baseline for arm in manifest.arms.values() if arm.variant == "no_q"}
@@ -231,8 +229,8 @@ def test_a_baseline_is_a_map_of_keys(expand):
 
 
 @pytest.mark.parametrize(("key", "value"), [("optim.lr", 5e-3), ("seed", 7)])
-def test_what_a_baseline_map_says_is_not_dropped(expand, key, value):
-    """The baseline has that rate or seed, or the map is refused."""
+def test_run_keys_in_a_baseline_map_are_rejected_or_applied(expand, key, value):
+    """The baseline has that rate or seed, or the map is rejected."""
     words = ["variant=no_q", f"sweep.baseline={{variant: standard, {key}: {value}}}"]
     manifest, said = attempt(expand, *words)
     if manifest is None:
@@ -243,7 +241,7 @@ def test_what_a_baseline_map_says_is_not_dropped(expand, key, value):
         assert found["no_q"] != value
 
 
-def test_no_baseline_if_told_so(expand):
+def test_baseline_can_be_null(expand):
     manifest = expand("variant=no_q,no_k", "sweep.baseline=null")
     found = [(arm.variant, arm.baseline) for arm in manifest.arms.values()]
     assert found == [("no_q", None), ("no_k", None)]
@@ -254,8 +252,8 @@ def test_no_baseline_if_told_so(expand):
 MATCHED = [
     ["variant=merged_w,no_q,wide_qk,low_rank_w", "model.heads=2,4", "control=params"],
     ["variant=merged_w,no_q,no_qk", "model.heads=4", "control=flops", "model.context=32"],
-    ["variant=no_q", "model.layers=8", "control=params", "control.knob=layers"],
-    ["variant=no_qk", "model.d_model=32", "control=params,flops", "control.knob=d_model"],
+    ["variant=no_q", "model.layers=8", "control=params", "control.adjust=layers"],
+    ["variant=no_qk", "model.d_model=32", "control=params,flops", "control.adjust=d_model"],
     ["model.layers=1,4", "control=params", "sweep.baseline={model.layers: 4}"],
 ]
 
@@ -268,8 +266,8 @@ def test_matched_arms_cost_what_their_baseline_costs(expand, words):
     for arm in matched:
         sizes = []
         for one in (arm, manifest.arms[arm.baseline]):
-            planned = plan(one.config)
-            built = empty_model(one.config, one.facts["vocabulary"]).ledger()
+            planned = plan_run(one.config)
+            built = build_empty_model(one.config, one.facts["vocabulary"]).parameter_counts()
             sizes.append((built["total"] - built["embedding"], planned.flops_per_token))
             assert (one.params, one.flops) == sizes[-1]
             assert one.total_params == built["total"]
@@ -279,7 +277,7 @@ def test_matched_arms_cost_what_their_baseline_costs(expand, words):
     assert not manifest.left_out
 
 
-def test_out_of_reach_is_left_out_and_named(expand):
+def test_arms_out_of_reach_are_left_out_with_their_reason(expand):
     shape = ["model.d_model=40", "model.heads=10", "control=params"]
     manifest = expand("variant=merged_w,no_q", *shape)
     (left,) = manifest.left_out
@@ -290,7 +288,7 @@ def test_out_of_reach_is_left_out_and_named(expand):
         expand("variant=merged_w", *shape)
 
 
-def test_an_arm_that_needs_no_change_stands_under_both_controls(expand):
+def test_arm_without_changes_is_listed_under_both_controls(expand):
     manifest = expand("variant=merged_w,no_q", "control=none,params", "model.heads=2")
     controls = {name: arm.controls for name, arm in manifest.arms.items()}
     assert controls["merged_w-d16-h2"] == ["none", "params"]  # d = heads · d_head²
@@ -321,8 +319,8 @@ def test_the_same_command_finds_its_sweep_again(expand):
     words = ["variant=no_q,merged_w", "control=none,params", "model.heads=2,3"]
     first = expand(*words, "seed=0,1")
     assert expand(*words, "seed=0,1") == first
-    more = ["track.group=mine", "track.tags=[a]", "train.checkpoint_every=3", "threads=2"]
-    more += ["diagnose.every=7"]
+    more = ["tracking.group=mine", "tracking.tags=[a]", "train.checkpoint_every=3", "threads=2"]
+    more += ["diagnostics.every=7"]
     assert expand(*words, "seed=0,1", *more).id == first.id
     for workers in (1, 2, "auto"):
         assert pack(first, SweepConfig(workers=workers))[0].id == first.id
@@ -349,67 +347,72 @@ REPEATED = [
     ["variant=qk_norm", "seeds.init=5", "seed=0,5", "optim.lr=1e-3,3.7e-4"],
     ["variant=no_q", "sweep.baseline={variant: no_k, model.bias: true, optim.betas: [0.8, 0.9]}"],
     ["data=recall", "model.context=64", "variant=no_q", "optim.schedule=wsd", "optim.cooldown=0.5"],
-    ["data=text", "data.path='a b, (c).txt'", "data.cache=cache", "out=out", "track.tags=[a,b]"],
+    ["data=text", "data.path='a b, (c).txt'", "data.cache=cache", "out=out", "tracking.tags=[a,b]"],
 ]
 
 
 @pytest.mark.parametrize("words", REPEATED, ids=" ".join)
-def test_the_words_of_a_run_repeat_it(expand, text, words):
+def test_overrides_of_a_run_repeat_it(expand, text, words):
     text.with_name("a b, (c).txt").write_bytes(text.read_bytes())
     assert_repeated(expand(*words))
 
 
-def test_the_words_of_a_run_of_a_file_repeat_it(expand, circuit):
+def test_overrides_of_a_run_with_a_variant_file_repeat_it(expand, circuit):
     manifest = expand(f"variant.file={circuit('raises')}", "control=none,params", "model.heads=4")
     assert {arm.variant for arm in manifest.arms.values()} == {"raises", "standard"}
     assert_repeated(manifest)
 
 
-def test_a_test_split_that_shall_stay_unread_does(expand):
-    manifest = expand("train.read_test=false", "variant=no_q", "seed=0,1")
-    assert not any(manifest.config_of(run).train.read_test for run in manifest.runs)
+def test_evaluate_test_false_applies_to_all_runs(expand):
+    manifest = expand("train.evaluate_test=false", "variant=no_q", "seed=0,1")
+    assert not any(manifest.config_of(run).train.evaluate_test for run in manifest.runs)
     assert_repeated(manifest)
 
 
 def assert_repeated(manifest):
     for run in manifest.runs:
-        (job,) = jobs(manifest.words_of(run))
-        alone = plan(job.config)
+        (job,) = compose_jobs(manifest.overrides_of(run))
+        alone = plan_run(job.config)
         assert alone.run.id == run.id
         assert alone.run.folder.name == run.name
         config = manifest.config_of(run)
-        # As it is trained, but for how it is called in W&B.
-        assert dataclasses.replace(config, track=alone.config.track) == alone.config
-        assert plan(config).run.id == run.id
+        # As it is trained, except for its names in W&B.
+        assert dataclasses.replace(config, tracking=alone.config.tracking) == alone.config
+        assert plan_run(config).run.id == run.id
 
 
-@pytest.mark.parametrize("knob", ["layers", "d_model"])
-def test_a_knob_moves_its_key(expand, knob):
-    """So that above, more than an MLP is repeated."""
+@pytest.mark.parametrize("adjust", ["layers", "d_model"])
+def test_adjusted_key_differs_from_the_baseline(expand, adjust):
+    """The repetition tests above thereby cover more than an MLP."""
     words = ["variant=no_qk", "model.layers=8", "model.d_model=64", "model.heads=1"]
-    manifest = expand(*words, "control=params", f"control.knob={knob}")
+    manifest = expand(*words, "control=params", f"control.adjust={adjust}")
     (own,) = (arm for arm in manifest.arms.values() if arm.variant == "no_qk")
     before = manifest.arms[own.baseline].config.model
-    assert getattr(own.config.model, knob) != getattr(before, knob)
+    assert getattr(own.config.model, adjust) != getattr(before, adjust)
     assert_repeated(manifest)
 
 
-def test_a_run_is_called_after_its_sweep_and_arm(expand):
+def test_wandb_group_is_the_sweep_and_job_type_the_arm(expand):
     manifest = expand("variant=no_q", "control=params", "seed=0,1")
     for run in manifest.runs:
-        arm, track = manifest.arms[run.arm], manifest.config_of(run).track
-        assert track.group == f"grid-{manifest.id}"
-        assert track.job_type == run.arm
+        arm, tracking = manifest.arms[run.arm], manifest.config_of(run).tracking
+        assert tracking.group == f"grid-{manifest.id}"
+        assert tracking.job_type == run.arm
         controls = {f"control={name}" for name in arm.controls}
-        assert {*track.tags} == {"d_model=16", "heads=2", *controls}
+        assert {*tracking.tags} == {"d_model=16", "heads=2", *controls}
     assert {"params"} == {*manifest.arms["no_q-d16-h2-params"].controls}
 
 
-def test_what_the_user_says_of_tracking_stays(expand):
-    own = ["track.group=mine", "track.job_type=kind", "track.tags=[a,b]", "track.project=p"]
+def test_tracking_settings_of_the_user_are_kept(expand):
+    own = [
+        "tracking.group=mine",
+        "tracking.job_type=kind",
+        "tracking.tags=[a,b]",
+        "tracking.project=p",
+    ]
     manifest = expand("sweep.tune=true", *own)
     for run in manifest.runs:
-        track = manifest.config_of(run).track
-        assert (track.group, track.job_type, track.project) == ("mine", "kind", "p")
-        assert track.tags[:2] == ["a", "b"]
-        assert "tuning" in track.tags
+        tracking = manifest.config_of(run).tracking
+        assert (tracking.group, tracking.job_type, tracking.project) == ("mine", "kind", "p")
+        assert tracking.tags[:2] == ["a", "b"]
+        assert "tuning" in tracking.tags

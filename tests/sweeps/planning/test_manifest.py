@@ -1,6 +1,4 @@
-"""What is frozen is read as it was written, or not at all; and a sweep is found by what it is
-called.
-"""
+"""Manifests round-trip or are rejected, and sweeps are found by name, id or folder."""
 
 import dataclasses
 import hashlib
@@ -12,30 +10,30 @@ from pathlib import Path
 
 import pytest
 
-from qkablate.cli.hydra.grid import composing
+from qkablate.cli.hydra.grid import open_composer
 from qkablate.errors import UserError
 from qkablate.sweeps.planning import manifest as manifests
-from qkablate.sweeps.planning.expand import Expansion, Grid
-from qkablate.sweeps.planning.manifest import FILE, find, freeze, read
+from qkablate.sweeps.planning.expand import Grid, expand_grid
+from qkablate.sweeps.planning.manifest import MANIFEST_FILE, find_sweep, freeze, read_manifest
 
 
 @pytest.fixture(scope="module")
 def expanded(tmp_path_factory):
-    """Two sweeps with something in every field: one of seeds, one that is tuned."""
+    """Return two sweeps with a value in every field: one with seeds, one that is tuned."""
     folder = tmp_path_factory.mktemp("expanded")
     corpus = folder / "a b, ∑.txt"
     corpus.write_text("the cat sat on the mat, ähnlich ∑\n" * 200, encoding="utf-8")
     small = ["model.layers=1", "model.d_model=16", "model.context=16", "threads=1"]
     data = ["data=text", f"data.path='{corpus}'", f"data.cache={folder / 'cache'}"]
     words = ["variant=no_q,merged_w", "model.heads=2,3,4", "seed=0,1", "seeds.init=1"]
-    words += ["control=none,params", "track.tags=['ä',b]", "sweep.where=['model.heads < 4']"]
+    words += ["control=none,params", "tracking.tags=['ä',b]", "sweep.filter=['model.heads < 4']"]
 
     def expand(*more):
-        asked = composer.ask([*small, *data, *words, *more])
+        asked = composer.request([*small, *data, *words, *more])
         grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
-        return Expansion(grid, composer.config).manifest(["qkablate", "sweep", *words, *more])
+        return expand_grid(grid, composer.config, ["qkablate", "sweep", *words, *more])
 
-    with composing() as composer:
+    with open_composer() as composer:
         return {"seeds": expand(), "tuned": expand("sweep.tune=true", "sweep.name=tuned")}
 
 
@@ -46,23 +44,23 @@ def manifest(request, expanded, tmp_path):
 
 @pytest.fixture
 def written(expanded, tmp_path):
-    """The folder of a frozen sweep."""
+    """Return the folder of a frozen sweep."""
     sweep = dataclasses.replace(expanded["seeds"], out=str(tmp_path / "outputs"))
     freeze(sweep, ["the plan"])
     return sweep.folder
 
 
-def test_it_is_read_as_it_was_written(manifest):
+def test_manifest_round_trips(manifest):
     assert manifest.left_out
     assert manifest.excluded
     assert {arm.mismatch for arm in manifest.arms.values()} > {None}
     manifest.write()
-    found = read(manifest.folder)
+    found = read_manifest(manifest.folder)
     assert found == manifest
     assert (found.id, found.folder) == (manifest.id, manifest.folder)
     for run in manifest.runs:
         assert found.config_of(run) == manifest.config_of(run)
-        assert found.words_of(run) == manifest.words_of(run)
+        assert found.overrides_of(run) == manifest.overrides_of(run)
     for arm, other in zip(manifest.arms.values(), found.arms.values(), strict=True):
         assert type(other.config.model) is type(arm.config.model)
         for changes in manifest.finals:
@@ -70,23 +68,23 @@ def test_it_is_read_as_it_was_written(manifest):
                 {**changes, "optim.lr": 1e-3}
             )
     found.write()  # and so on
-    assert read(manifest.folder) == manifest
+    assert read_manifest(manifest.folder) == manifest
 
 
-def test_what_was_frozen_first_stays(manifest):
+def test_frozen_manifest_is_never_overwritten(manifest):
     first = freeze(manifest, ["the plan"])
     before = {path: path.read_bytes() for path in manifest.folder.iterdir()}
-    assert {path.name for path in before} == {FILE, "plan.txt"}
+    assert {path.name for path in before} == {MANIFEST_FILE, "plan.txt"}
     later = dataclasses.replace(manifest, command=["another", "command"])
     assert later.folder == manifest.folder
     assert freeze(later, ["another plan"]) == first == manifest
     assert {path: path.read_bytes() for path in manifest.folder.iterdir()} == before
 
 
-def test_what_changes_no_result_is_as_it_is_typed_today(manifest):
-    """As the cure of a run that was out of memory."""
+def test_keys_that_change_no_result_are_those_typed_today(manifest):
+    """For instance the settings that let a run fit in memory."""
     freeze(manifest, ["the plan"])
-    today = {"checkpoint_activations": True, "shard": True, "checkpoint_every": 7}
+    today = {"checkpoint_activations": True, "fsdp": True, "checkpoint_every": 7}
 
     def asked(arm):
         train = dataclasses.replace(arm.config.train, **today)
@@ -101,11 +99,11 @@ def test_what_changes_no_result_is_as_it_is_typed_today(manifest):
 
 
 def refused(folder):
-    """What is said of it, by those who read and by those who begin; and nothing is touched."""
-    path = folder / FILE
+    """Return the error of reading a manifest, which must change nothing."""
+    path = folder / MANIFEST_FILE
     before = path.read_bytes() if path.is_file() else None
     with pytest.raises(UserError) as error:
-        read(folder)
+        read_manifest(folder)
     said = str(error.value)
     assert "\n" not in said
     assert str(folder) in said
@@ -114,10 +112,10 @@ def refused(folder):
 
 
 def replaced(folder, old, new):
-    """One place of the file, another."""
-    text = (folder / FILE).read_text(encoding="utf-8")
+    """Replace the first occurrence of a text in the manifest."""
+    text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
     assert old in text
-    (folder / FILE).write_text(text.replace(old, new, 1), encoding="utf-8")
+    (folder / MANIFEST_FILE).write_text(text.replace(old, new, 1), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -132,29 +130,31 @@ def replaced(folder, old, new):
         ('"optim.lr"', '"optim.Lr"'),
     ],
 )
-def test_a_changed_value_is_damage(written, old, new):
+def test_changed_value_is_rejected(written, old, new):
     replaced(written, old, new)
-    assert "damaged (it does not have its checksum)" in refused(written)
+    assert "damaged (its checksum does not match)" in refused(written)
 
 
-def test_a_flipped_byte_is_noticed_wherever_it_lies(written):
-    whole, original = (written / FILE).read_bytes(), read(written)
+def test_flipped_byte_is_rejected(written):
+    whole, original = (written / MANIFEST_FILE).read_bytes(), read_manifest(written)
     chance = random.Random(0)
     for place in chance.sample(range(len(whole)), 300):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << chance.randrange(8)
-        (written / FILE).write_bytes(damaged)
+        (written / MANIFEST_FILE).write_bytes(damaged)
         with suppress(UserError):
-            assert read(written) == original  # a blank, say, that has become another
+            assert (
+                read_manifest(written) == original
+            )  # for instance one kind of white space that has become another
 
 
 @pytest.mark.parametrize("kept", [0, 1, 100, 0.5, -1, -2])
-def test_a_truncated_file_is_damage(written, kept):
-    whole = (written / FILE).read_bytes()
+def test_truncated_file_is_rejected(written, kept):
+    whole = (written / MANIFEST_FILE).read_bytes()
     number = int(kept * len(whole)) if isinstance(kept, float) else kept
-    (written / FILE).write_bytes(whole[:number])
+    (written / MANIFEST_FILE).write_bytes(whole[:number])
     if number == -1:
-        assert read(written).runs  # only the end of the line is missing
+        assert read_manifest(written).runs  # only the end of the line is missing
     else:
         assert "damaged" in refused(written)
 
@@ -178,28 +178,28 @@ def test_a_truncated_file_is_damage(written, kept):
     ],
     ids=lambda content: repr(content[:24]),
 )
-def test_what_is_no_manifest_is_damage(written, content):
-    (written / FILE).write_bytes(content)
+def test_invalid_content_is_rejected(written, content):
+    (written / MANIFEST_FILE).write_bytes(content)
     said = refused(written)
     assert "damaged" in said or "reads format" in said
 
 
 def sealed(folder, change):
-    """Another content, with the checksum that belongs to it."""
-    content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    """Change the content of a manifest and update its checksum."""
+    content = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
     del content["sha256"]
     change(content)
     content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    (folder / FILE).write_text(json.dumps(content), encoding="utf-8")
+    (folder / MANIFEST_FILE).write_text(json.dumps(content), encoding="utf-8")
 
 
 KEYS = ["name", "arms", "runs", "finals", "left_out", "excluded", "command"]
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_missing_key_is_damage(written, key):
+def test_missing_key_is_rejected(written, key):
     sealed(written, lambda content: None)
-    assert read(written).runs  # what follows is not refused for its checksum
+    assert read_manifest(written).runs  # the following error is not that of the checksum
     sealed(written, lambda content: content.pop(key))
     assert "damaged" in refused(written)
 
@@ -222,114 +222,114 @@ def test_a_missing_key_is_damage(written, key):
     ],
     ids=str,
 )
-def test_a_value_of_another_kind_is_damage(written, key, value):
+def test_value_of_wrong_type_is_rejected(written, key, value):
     sealed(written, lambda content: content.update({key: value}))
     assert "damaged" in refused(written)
 
 
 @pytest.mark.parametrize("number", [0, 2, "1", None])
-def test_another_format_is_named(written, number):
+def test_other_format_is_named(written, number):
     sealed(written, lambda content: content.update(format=number, version="9.9.9"))
     said = refused(written)
     assert "was written by qkablate 9.9.9" in said
     assert f"(format {number})" in said
 
 
-def test_a_folder_without_one_is_no_sweep(written):
-    (written / FILE).unlink()
-    assert f"is no sweep: it has no {FILE}" in refused(written)
-    (written / FILE).mkdir()
+def test_folder_without_manifest_is_rejected(written):
+    (written / MANIFEST_FILE).unlink()
+    assert f"is not a sweep: it has no {MANIFEST_FILE}" in refused(written)
+    (written / MANIFEST_FILE).mkdir()
     refused(written)
 
 
 @pytest.mark.parametrize("content", [b"", b"not JSON", b'{"format": 2, "version": "9"}'])
-def test_nothing_is_frozen_over_what_cannot_be_read(expanded, written, content):
-    (written / FILE).write_bytes(content)
+def test_unreadable_manifest_is_never_overwritten(expanded, written, content):
+    (written / MANIFEST_FILE).write_bytes(content)
     again = dataclasses.replace(expanded["seeds"], out=str(written.parent.parent))
     assert again.folder == written
     with pytest.raises(UserError):
         freeze(again, ["another plan"])
-    assert (written / FILE).read_bytes() == content
+    assert (written / MANIFEST_FILE).read_bytes() == content
     assert (written / "plan.txt").read_text(encoding="utf-8") == "the plan\n"
 
 
-def test_moved_with_its_runs_it_is_still_read(written, tmp_path):
-    before = read(written)
+def test_moved_sweep_finds_its_runs(written, tmp_path):
+    before = read_manifest(written)
     (tmp_path / "archive").mkdir()
     (tmp_path / "outputs").rename(tmp_path / "archive" / "of 2026")
     folder = tmp_path / "archive" / "of 2026" / "sweeps" / written.name
-    found = read(folder)
+    found = read_manifest(folder)
     assert found.folder == folder
     assert (found.id, found.arms, found.runs) == (before.id, before.arms, before.runs)
     assert {found.config_of(run).out for run in found.runs} == {str(folder.parent.parent)}
 
 
-# Which sweep is meant.
+# Finding a sweep.
 
 
 @pytest.fixture
 def three(expanded, tmp_path):
-    """Sweeps by name, the newest last."""
+    """Freeze three sweeps, the newest last; return them by name."""
     found = {}
     kinds = {"alpha": "seeds", "alpha_two": "tuned", "beta": "seeds"}
     for number, (name, kind) in enumerate(kinds.items()):
         own = expanded[kind]
-        arms = own.arms if number else dict(reversed(own.arms.items()))  # an id of its own
+        arms = own.arms if number else dict(reversed(own.arms.items()))  # a different id
         sweep = dataclasses.replace(own, name=name, arms=arms, out=str(tmp_path / "outputs"))
         freeze(sweep, [])
-        os.utime(sweep.folder / FILE, (1e9 + number, 1e9 + number))
+        os.utime(sweep.folder / MANIFEST_FILE, (1e9 + number, 1e9 + number))
         found[name] = sweep
     (tmp_path / "outputs" / "sweeps" / "alpha-without").mkdir()
     return found
 
 
-def test_a_sweep_is_found_by_how_its_name_begins(three):
-    assert find("beta", "outputs").resolve() == three["beta"].folder
-    assert find("b", "outputs").resolve() == three["beta"].folder
-    assert find("alpha_", "outputs").resolve() == three["alpha_two"].folder
-    assert find("alpha-", "outputs").resolve() == three["alpha"].folder
+def test_sweep_is_found_by_prefix_of_its_name(three):
+    assert find_sweep("beta", "outputs").resolve() == three["beta"].folder
+    assert find_sweep("b", "outputs").resolve() == three["beta"].folder
+    assert find_sweep("alpha_", "outputs").resolve() == three["alpha_two"].folder
+    assert find_sweep("alpha-", "outputs").resolve() == three["alpha"].folder
     for sweep in three.values():
-        assert find(sweep.folder.name, "outputs").resolve() == sweep.folder
+        assert find_sweep(sweep.folder.name, "outputs").resolve() == sweep.folder
 
 
-def test_a_sweep_is_found_by_how_its_id_begins(three):
+def test_sweep_is_found_by_prefix_of_its_id(three):
     for sweep in three.values():
-        assert find(sweep.id, "outputs").resolve() == sweep.folder
-        assert find(sweep.id[:8], "outputs").resolve() == sweep.folder
+        assert find_sweep(sweep.id, "outputs").resolve() == sweep.folder
+        assert find_sweep(sweep.id[:8], "outputs").resolve() == sweep.folder
 
 
-def test_unsaid_it_is_the_newest(three):
-    assert find(None, "outputs").resolve() == three["beta"].folder
-    os.utime(three["alpha"].folder / FILE, (2e9, 2e9))
-    assert find(None, "outputs").resolve() == three["alpha"].folder
+def test_newest_sweep_is_the_default(three):
+    assert find_sweep(None, "outputs").resolve() == three["beta"].folder
+    os.utime(three["alpha"].folder / MANIFEST_FILE, (2e9, 2e9))
+    assert find_sweep(None, "outputs").resolve() == three["alpha"].folder
 
 
-def test_a_sweep_is_found_by_its_folder(three, tmp_path):
+def test_sweep_is_found_by_its_folder(three, tmp_path):
     for sweep in three.values():
         name = sweep.folder.name
         for word in (str(sweep.folder), f"outputs/sweeps/{name}", f"outputs/sweeps/{name}/"):
-            assert find(word, "nowhere").resolve() == sweep.folder
+            assert find_sweep(word, "nowhere").resolve() == sweep.folder
 
 
 @pytest.mark.parametrize("where", ["sweeps", "sweep", "runs"])
-def test_its_runs_are_beside_it_wherever_we_stand(three, tmp_path, monkeypatch, where):
+def test_runs_are_found_from_any_working_folder(three, tmp_path, monkeypatch, where):
     sweep = three["beta"]
     folder = {"sweeps": sweep.folder.parent, "sweep": sweep.folder, "runs": sweep.folder / "runs"}
     (sweep.folder / "runs").mkdir()
     monkeypatch.chdir(folder[where])
     word = {"sweeps": sweep.folder.name, "sweep": ".", "runs": ".."}[where]
-    found = read(find(word, "outputs"))
+    found = read_manifest(find_sweep(word, "outputs"))
     assert Path(found.out).resolve() == tmp_path / "outputs"
     assert found.folder.resolve() == sweep.folder
 
 
-def test_an_ambiguous_name_is_refused_with_those_it_may_be(three):
-    with pytest.raises(UserError, match="'alph' may be any of 2 sweeps: ") as error:
-        find("alph", "outputs")
+def test_ambiguous_name_is_rejected_with_its_candidates(three):
+    with pytest.raises(UserError, match="'alph' matches 2 sweeps: ") as error:
+        find_sweep("alph", "outputs")
     assert three["alpha"].folder.name in str(error.value)
     assert three["alpha_two"].folder.name in str(error.value)
-    with pytest.raises(UserError, match="any of 3 sweeps"):
-        find("", "outputs")
+    with pytest.raises(UserError, match="matches 3 sweeps"):
+        find_sweep("", "outputs")
 
 
 @pytest.mark.parametrize(
@@ -346,31 +346,31 @@ def test_an_ambiguous_name_is_refused_with_those_it_may_be(three):
     ],
     ids=lambda word: word[:12],
 )
-def test_what_is_no_sweep_is_told_in_one_line(three, word):
+def test_unknown_sweep_is_rejected_in_one_line(three, word):
     with pytest.raises(UserError) as error:
-        find(word, "outputs")
+        find_sweep(word, "outputs")
     assert "\n" not in str(error.value)
 
 
-def test_the_nearest_name_is_told(three):
+def test_unknown_sweep_names_the_nearest(three):
     name = three["beta"].folder.name
     with pytest.raises(UserError, match=rf"there is no sweep 'x{name}'.*\(nearest: {name}\)"):
-        find(f"x{name}", "outputs")
+        find_sweep(f"x{name}", "outputs")
 
 
-def test_no_sweep_at_all(tmp_path):
+def test_empty_output_folder_is_rejected(tmp_path):
     for out in ("outputs", "~/outputs"):
         for word in (None, "quick"):
             with pytest.raises(UserError, match="there is no sweep in"):
-                find(word, out)
+                find_sweep(word, out)
 
 
-def test_what_was_written_half_is_not_there(expanded, tmp_path, monkeypatch):
-    """Killed before the last stroke, it is begun anew."""
+def test_interrupted_freeze_is_repeated(expanded, tmp_path, monkeypatch):
+    """A process that is killed before the manifest is written leaves no sweep."""
     sweep = dataclasses.replace(expanded["seeds"], out=str(tmp_path / "outputs"))
 
     def killed(path, text):
-        if path.name == FILE:
+        if path.name == MANIFEST_FILE:
             raise KeyboardInterrupt
         path.write_text(text[: len(text) // 2], encoding="utf-8")
 
@@ -379,17 +379,17 @@ def test_what_was_written_half_is_not_there(expanded, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             freeze(sweep, ["the plan"])
     assert freeze(sweep, ["the plan"]) == sweep
-    assert read(sweep.folder) == sweep
+    assert read_manifest(sweep.folder) == sweep
     assert (sweep.folder / "plan.txt").read_text(encoding="utf-8") == "the plan\n"
 
 
 @pytest.mark.parametrize("key", ["label", "id"])
-def test_a_run_that_is_no_name_is_damage(written, key):
+def test_run_with_invalid_name_is_rejected(written, key):
     sealed(written, lambda content: content["runs"][0].update({key: "../../x"}))
-    assert "is no name" in refused(written)
+    assert "is not a valid name" in refused(written)
 
 
-def test_what_is_trained_is_what_is_typed_and_not_what_a_file_names(manifest):
+def test_config_comes_from_the_command_not_from_the_file(manifest):
     freeze(manifest, ["the plan"])
 
     def change(content):

@@ -1,4 +1,4 @@
-"""How many runs share the machine, and how it is cut up between them."""
+"""The number of concurrent runs, and their threads and GPUs."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from qkablate.sweeps.planning.packing import pack
 
 
 def plan_of(*threads: int | None, device: str = "cpu", runs: int = 100) -> Manifest:
-    """As many runs; an arm for every number of threads, which None leaves to the machine."""
+    """Return a plan with one arm per number of threads; None: not given."""
     arms = {}
     for number, given in enumerate(threads):
         words = {} if given is None else {"threads": str(given)}
@@ -24,14 +24,14 @@ def plan_of(*threads: int | None, device: str = "cpu", runs: int = 100) -> Manif
 
 
 def packed(manifest: Manifest, **settings) -> tuple[list[str | None], list[int]]:
-    """The slots, and the threads of each arm."""
+    """Return the slots, and the threads of each arm."""
     found, slots = pack(manifest, SweepConfig(**settings))
     return slots, [arm.config.threads for arm in found.arms.values()]
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """A machine with eight cores, a lot of memory and, where asked for, four GPUs."""
+    """Simulate a machine with eight cores, much memory and four GPUs."""
 
     def make(cores: int = 8, gpus: int = 4, free: float = 2.0**50) -> None:
         monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
@@ -43,41 +43,41 @@ def machine(monkeypatch):
     return make
 
 
-def test_every_core_of_a_cpu_trains_a_run(machine):
+def test_cpu_has_one_slot_per_core(machine):
     assert packed(plan_of(None)) == ([None] * 8, [1])
     machine(cores=1)
     assert packed(plan_of(None)) == ([None], [1])
 
 
-def test_no_more_slots_than_runs_and_no_core_idle():
+def test_few_runs_share_all_cores():
     assert packed(plan_of(None, runs=2)) == ([None] * 2, [4])
     assert packed(plan_of(None, runs=1)) == ([None], [8])
     assert packed(plan_of(None, runs=3)) == ([None] * 3, [2])
 
 
 @pytest.mark.parametrize(("given", "slots"), [(1, 8), (2, 4), (3, 2), (8, 1), (64, 1)])
-def test_threads_that_are_given_are_kept(given, slots):
+def test_given_threads_are_kept(given, slots):
     assert packed(plan_of(given)) == ([None] * slots, [given])
 
 
-def test_the_most_threads_that_are_given_decide():
+def test_largest_given_threads_limit_the_slots():
     slots, threads = packed(plan_of(1, 4))
     assert (len(slots), threads) == (2, [1, 4])
 
 
 @pytest.mark.parametrize(("workers", "threads"), [(1, 8), (3, 2), (8, 1), (12, 1)])
-def test_workers_that_are_given_are_kept(workers, threads):
+def test_given_workers_are_kept(workers, threads):
     assert packed(plan_of(None), workers=workers) == ([None] * workers, [threads])
     assert packed(plan_of(5), workers=workers) == ([None] * workers, [5])
 
 
-def test_what_each_arm_is_typed_with_says_its_threads():
-    """So that the command of one run repeats it as it ran."""
+def test_overrides_of_each_arm_contain_its_threads():
+    """The command of one run thereby repeats it with the same threads."""
     found, _ = pack(plan_of(None, 3), SweepConfig())
-    assert [arm.words["threads"] for arm in found.arms.values()] == ["4", "3"]
+    assert [arm.overrides["threads"] for arm in found.arms.values()] == ["4", "3"]
 
 
-def test_packing_changes_no_run_and_no_sweep():
+def test_packing_changes_no_id():
     before = plan_of(None)
     after, _ = pack(before, SweepConfig())
     assert after.runs == before.runs
@@ -93,20 +93,20 @@ def test_memory_limits_the_slots(machine):
     assert packed(plan_of(None), workers=8)[0] == [None] * 8
 
 
-def test_a_system_that_does_not_tell_its_memory_limits_nothing(machine):
+def test_unknown_memory_limits_nothing(machine):
     machine(free=float("inf"))
     assert packed(plan_of(None)) == ([None] * 8, [1])
 
 
-def test_every_gpu_trains_a_run():
+def test_each_gpu_is_a_slot():
     assert packed(plan_of(None, device="cuda"))[0] == ["0", "1", "2", "3"]
     assert packed(plan_of(None, device="cuda", runs=3))[0] == ["0", "1", "2"]
 
 
 def test_runs_that_share_gpus_are_spread_evenly():
-    slots, _ = packed(plan_of(None, device="cuda"), per_gpu=2)
+    slots, _ = packed(plan_of(None, device="cuda"), runs_per_gpu=2)
     assert Counter(slots) == dict.fromkeys("0123", 2)
-    slots, _ = packed(plan_of(None, device="cuda", runs=6), per_gpu=2)
+    slots, _ = packed(plan_of(None, device="cuda", runs=6), runs_per_gpu=2)
     assert sorted(Counter(slots).values()) == [1, 1, 2, 2]
     slots, _ = packed(plan_of(None, device="cuda"), workers=6)
     assert sorted(Counter(slots).values()) == [1, 1, 2, 2]
@@ -114,20 +114,20 @@ def test_runs_that_share_gpus_are_spread_evenly():
 
 
 @pytest.mark.parametrize("names", ["3,5", "GPU-8932f937,MIG-3eb87630"])
-def test_gpus_that_the_user_chose_keep_their_names(machine, monkeypatch, names):
+def test_visible_gpus_keep_their_names(machine, monkeypatch, names):
     machine(gpus=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
     assert packed(plan_of(None, device="cuda"))[0] == names.split(",")
 
 
-def test_names_after_one_that_is_not_there_are_not_used(machine, monkeypatch):
-    """As CUDA reads the variable."""
+def test_names_after_an_invalid_gpu_are_not_used(machine, monkeypatch):
+    """CUDA reads the variable in the same way."""
     machine(gpus=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,-1,3")
     assert packed(plan_of(None, device="cuda"))[0] == ["2"]
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cuda:0"])
-def test_one_gpu_by_its_number_is_refused(device):
+def test_numbered_gpu_is_rejected(device):
     with pytest.raises(UserError, match=f"device: .* give device=cuda, not {device}"):
         pack(plan_of(None, device=device), SweepConfig())

@@ -1,4 +1,4 @@
-"""Predicates: sums and comparisons of keys; all else is refused in one line, and nothing is run."""
+"""Predicates: arithmetic and comparisons of keys; all else is rejected and never executed."""
 
 import operator
 
@@ -50,7 +50,7 @@ TRUE = [
     "model.d_model in (64, 128)",
     "variant.rank == None",
     "variant.rank in (None, 8)",
-    "variant.rank == None or variant.rank >= 8",  # the second half is not asked
+    "variant.rank == None or variant.rank >= 8",  # the second half is not evaluated
     "  model.heads == 4  ",
     "(model.heads ==\n 4)",
     "((((((((((model.heads))))))))))",
@@ -77,12 +77,12 @@ FALSE = [
 
 
 @pytest.mark.parametrize("predicate", TRUE)
-def test_true_of_these_keys(predicate):
+def test_predicate_is_true(predicate):
     assert holds(predicate, VALUES) is True
 
 
 @pytest.mark.parametrize("predicate", FALSE)
-def test_false_of_these_keys(predicate):
+def test_predicate_is_false(predicate):
     assert holds(predicate, VALUES) is False
 
 
@@ -97,7 +97,7 @@ OPERATORS = {
 
 
 @given(*[st.integers(0, 9)] * 3, *[st.sampled_from([*OPERATORS])] * 2)
-def test_a_chain_is_true_where_both_its_links_are(a, b, c, first, second):
+def test_chained_comparison_is_a_conjunction(a, b, c, first, second):
     keys = {"model.layers": a, "model.heads": b, "seed": c}
     both = OPERATORS[first](a, b) and OPERATORS[second](b, c)
     assert holds(f"model.layers {first} model.heads {second} seed", keys) == both
@@ -106,7 +106,7 @@ def test_a_chain_is_true_where_both_its_links_are(a, b, c, first, second):
 
 
 @given(st.integers(1, 2**20), st.integers(1, 2**20))
-def test_division_is_whole_or_real_as_written(a, b):
+def test_integer_and_true_division_differ(a, b):
     keys = {"model.d_model": a, "model.heads": b}
     whole = "model.d_model // model.heads * model.heads + model.d_model % model.heads"
     assert holds(f"{whole} == model.d_model", keys)
@@ -114,54 +114,54 @@ def test_division_is_whole_or_real_as_written(a, b):
 
 
 REFUSED = [
-    ("len(variant) > 3", "'len(variant)' is no comparison or sum"),
-    ("print('here')", "is no comparison or sum"),
-    ("variant.lower() == 'merged_w'", "is no comparison or sum"),
+    ("len(variant) > 3", "'len(variant)' is not a comparison or sum"),
+    ("print('here')", "is not a comparison or sum"),
+    ("variant.lower() == 'merged_w'", "is not a comparison or sum"),
     ("''.__class__", "there is no key"),
     ("(1).real == 1", "there is no key"),
     ("model.d_model.__class__", "there is no key 'model.d_model.__class__'"),
-    ("lambda: 1", "is no comparison or sum"),
-    ("variant[0] == 'm'", "'variant[0]' is no comparison or sum"),
-    ("[1, 2][0]", "is no comparison or sum"),
-    ("[x for x in (1, 2)]", "is no comparison or sum"),
-    ("{x for x in (1, 2)} == 3", "is no comparison or sum"),
-    ("all(x for x in (1, 2))", "is no comparison or sum"),
-    ("{'a': 1} == 1", "is no comparison or sum"),
-    ("f'{variant}' == 'a'", "is no comparison or sum"),
-    ("1 if seed else 2", "is no comparison or sum"),
-    ("(seed := 3)", "is no comparison or sum"),
-    ("variant is None", "is no comparison or sum"),
-    ("2 ** 8 == 256", "'2 ** 8' is no comparison or sum"),
-    ("9 ** 9 ** 9 ** 9", "is no comparison or sum"),
-    ("1 << 10 ** 9", "is no comparison or sum"),
-    ("~seed", "is no comparison or sum"),
-    ("b'a' == 1", "is no comparison or sum"),
-    ("1j", "is no comparison or sum"),
-    ("...", "is no comparison or sum"),
+    ("lambda: 1", "is not a comparison or sum"),
+    ("variant[0] == 'm'", "'variant[0]' is not a comparison or sum"),
+    ("[1, 2][0]", "is not a comparison or sum"),
+    ("[x for x in (1, 2)]", "is not a comparison or sum"),
+    ("{x for x in (1, 2)} == 3", "is not a comparison or sum"),
+    ("all(x for x in (1, 2))", "is not a comparison or sum"),
+    ("{'a': 1} == 1", "is not a comparison or sum"),
+    ("f'{variant}' == 'a'", "is not a comparison or sum"),
+    ("1 if seed else 2", "is not a comparison or sum"),
+    ("(seed := 3)", "is not a comparison or sum"),
+    ("variant is None", "is not a comparison or sum"),
+    ("2 ** 8 == 256", "'2 ** 8' is not a comparison or sum"),
+    ("9 ** 9 ** 9 ** 9", "is not a comparison or sum"),
+    ("1 << 10 ** 9", "is not a comparison or sum"),
+    ("~seed", "is not a comparison or sum"),
+    ("b'a' == 1", "is not a comparison or sum"),
+    ("1j", "is not a comparison or sum"),
+    ("...", "is not a comparison or sum"),
     ("model.d_modl > 3", "there is no key 'model.d_modl' (nearest: model.d_model)"),
     ("varient == 'standard'", "there is no key 'varient' (nearest: variant)"),
     ("d_model > 3", "there is no key 'd_model' (nearest: model.d_model)"),
     ("__import__", "there is no key '__import__'"),
-    ("model.d_model >", "cannot be read; write for instance"),
-    ("", "cannot be read; write for instance"),
-    ("model.heads = 4", "cannot be read"),
-    ("seed == 1; seed == 2", "cannot be read"),
-    ("import os", "cannot be read"),
-    ("model.heads >= 1, 2)", "cannot be read"),
-    ("model.heads === 4", "cannot be read"),
-    ("a\0b", "cannot be read"),
+    ("model.d_model >", "is not an expression; write for instance"),
+    ("", "is not an expression; write for instance"),
+    ("model.heads = 4", "is not an expression"),
+    ("seed == 1; seed == 2", "is not an expression"),
+    ("import os", "is not an expression"),
+    ("model.heads >= 1, 2)", "is not an expression"),
+    ("model.heads === 4", "is not an expression"),
+    ("a\0b", "is not an expression"),
     ("model.d_model / seed", "by zero"),
     ("model.d_model // 0 > 1", "by zero"),
     ("model.d_model % 0 > 1", "by zero"),
     ("variant < 3", "not supported between"),
     ("variant.rank >= 8", "not supported between"),
     ("3 in model.heads", "not iterable"),
-    ("variant + 'a' == 'merged_wa'", "only numbers can be reckoned with"),
-    ("'a' * 10 == variant", "only numbers can be reckoned with"),
-    ("'a' * 1000000000 == variant", "only numbers can be reckoned with"),
-    ("[0] * 1000000000 == 1", "only numbers can be reckoned with"),
-    ("'%1000000000d' % seed == variant", "only numbers can be reckoned with"),
-    ("'a' * 10 ** 9", "is no comparison or sum"),
+    ("variant + 'a' == 'merged_wa'", "arithmetic needs numbers"),
+    ("'a' * 10 == variant", "arithmetic needs numbers"),
+    ("'a' * 1000000000 == variant", "arithmetic needs numbers"),
+    ("[0] * 1000000000 == 1", "arithmetic needs numbers"),
+    ("'%1000000000d' % seed == variant", "arithmetic needs numbers"),
+    ("'a' * 10 ** 9", "is not a comparison or sum"),
     ("-variant", "bad operand type"),
 ]
 
@@ -173,16 +173,16 @@ def refusal(predicate):
 
 
 @pytest.mark.parametrize(("predicate", "why"), REFUSED)
-def test_refused_in_one_line_that_names_it(predicate, why):
+def test_invalid_predicate_is_rejected_in_one_line(predicate, why):
     said = refusal(predicate)
-    assert said.startswith(f"sweep.where: '{predicate}'")
+    assert said.startswith(f"sweep.filter: '{predicate}'")
     assert why in said
     assert "\n" not in said
 
 
 @pytest.mark.parametrize("predicate", ["model.heads ==\n4", "(model.haeds ==\n4)", "1 +\n\n"])
-def test_one_line_also_of_several(predicate):
-    assert refusal(predicate).startswith("sweep.where: ")
+def test_multi_line_predicate_is_rejected_in_one_line(predicate):
+    assert refusal(predicate).startswith("sweep.filter: ")
     assert "\n" not in refusal(predicate)
 
 
@@ -199,12 +199,12 @@ def test_one_line_also_of_several(predicate):
     ],
     ids=lambda text: text[:12].strip(),
 )
-def test_what_is_too_deep_or_too_long_is_refused_too(predicate):
-    assert refusal(predicate).startswith("sweep.where: ")
+def test_too_deep_or_too_long_predicate_is_rejected(predicate):
+    assert refusal(predicate).startswith("sweep.filter: ")
 
 
 class Trap:
-    """A value that notices whoever takes hold of it."""
+    """A value that fails the test when anything but its name is used."""
 
     def __getattr__(self, name):
         raise AssertionError(f"somebody asked for {name}")
@@ -240,5 +240,5 @@ def test_nothing_is_ever_executed(predicate, tmp_path):
     before = dict(values)
     with pytest.raises(UserError):
         holds(predicate, values)
-    assert not (tmp_path / "here").exists()  # where we are
+    assert not (tmp_path / "here").exists()  # in the working folder
     assert values == before

@@ -1,4 +1,4 @@
-"""Learning rates chosen on validation: what follows from which results, and all of it once."""
+"""The search for learning rates: the runs that follow from given results."""
 
 import dataclasses
 import json
@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkablate.cli.hydra.grid import composing
+from qkablate.cli.hydra.grid import open_composer
 from qkablate.errors import UserError
-from qkablate.sweeps.planning.expand import Expansion, Grid
-from qkablate.sweeps.planning.tuning import EXTENSIONS, ladder
-from qkablate.sweeps.planning.tuning import further as further_kept
+from qkablate.sweeps.planning.expand import Grid, expand_grid
+from qkablate.sweeps.planning.tuning import EXTENSIONS, lr_ladder
+from qkablate.sweeps.planning.tuning import next_runs as further_kept
 
 MIDDLE = 1e-3
 SEEDS = (1000, 1001)
@@ -29,24 +29,24 @@ def expand(tmp_path_factory):
     words += ["variant=standard,no_q", "sweep.tune=true"]
 
     def run(*more):
-        with composing() as composer:
-            asked = composer.ask([*words, *more])
+        with open_composer() as composer:
+            asked = composer.request([*words, *more])
             grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
-            return Expansion(grid, composer.config).manifest([])
+            return expand_grid(grid, composer.config, [])
 
     return run
 
 
 @pytest.fixture(scope="module")
 def manifest(expand):
-    """Two arms, five rates around 1e-3 with two seeds, then three seeds at the best."""
+    """Return a plan of two arms with five rates and two tuning seeds, then three final seeds."""
     found = expand("seed=range(3)")
     assert tuple(found.arms) == ARMS
     return found
 
 
 def further(manifest, results):
-    """What follows from results by id."""
+    """Return what follows from results by id."""
     return further_kept(manifest, lambda run: results.get(run.id), {})
 
 
@@ -59,17 +59,17 @@ FAILED = {"status": "failed", "error": "ValueError: no"}
 
 
 def octave(run):
-    """How often the middle is doubled."""
+    """Return the rate's distance from the middle in octaves."""
     return round(math.log2(run.changes["optim.lr"] / MIDDLE))
 
 
 def bowl_around(best):
-    """The world in which one rate is best, by so many octaves from the middle."""
+    """Return losses with their minimum so many octaves from the middle."""
     return lambda run: done(2 + (octave(run) - best) ** 2 + run.changes["seed"] / 1e4)
 
 
 def trained(manifest, world, order=None):
-    """All runs, trained one after the other as they become known; their results by id."""
+    """Train all runs one after another as they become known; return runs and results by id."""
     results, known = {}, {run.id: run for run in manifest.runs}
     while waiting := [run for run in known.values() if run.id not in results]:
         run = order.choice(waiting) if order else waiting[0]
@@ -77,19 +77,19 @@ def trained(manifest, world, order=None):
         runs, _ = further(manifest, results)
         assert {id for id, other in known.items() if other not in manifest.runs} <= {
             run.id for run in runs
-        }  # what was once asked for stays
+        }  # no requested run is withdrawn
         known |= {run.id: run for run in runs}
     return known, results
 
 
 def of(manifest, results):
-    """What was chosen for each arm, and the final runs."""
+    """Return the search of each arm, and the final runs."""
     runs, bowls = further(manifest, results)
     assert [bowl.arm for bowl in bowls] == [*manifest.arms]
     return {bowl.arm: bowl for bowl in bowls}, [run for run in runs if not run.tuning]
 
 
-def test_the_ladder_is_the_beginning(manifest):
+def test_first_runs_are_the_ladder(manifest):
     assert {(run.arm, octave(run), run.changes["seed"]) for run in manifest.runs} == {
         (arm, number, seed) for arm in ARMS for number in range(-2, 3) for seed in SEEDS
     }
@@ -99,7 +99,7 @@ def test_the_ladder_is_the_beginning(manifest):
 
 
 @pytest.mark.parametrize("best", [-1, 0, 1])
-def test_the_best_inside_is_chosen(manifest, best):
+def test_best_rate_inside_the_ladder_is_chosen(manifest, best):
     known, results = trained(manifest, bowl_around(best))
     bowls, finals = of(manifest, results)
     for bowl in bowls.values():
@@ -110,7 +110,7 @@ def test_the_best_inside_is_chosen(manifest, best):
 
 
 @pytest.mark.parametrize("best", [-7, -3, -2, 2, 3, 4, 7])
-def test_the_best_on_an_edge_moves_the_edge_by_factors_of_two(manifest, best):
+def test_best_rate_on_an_edge_extends_the_ladder(manifest, best):
     known, results = trained(manifest, bowl_around(best))
     bowls, _ = of(manifest, results)
     beyond = [run for run in known.values() if run.tuning and run not in manifest.runs]
@@ -124,7 +124,7 @@ def test_the_best_on_an_edge_moves_the_edge_by_factors_of_two(manifest, best):
 
 
 @pytest.mark.parametrize("side", [-1, 1])
-def test_an_edge_moves_only_so_far(manifest, side):
+def test_number_of_extensions_is_bounded(manifest, side):
     known, results = trained(manifest, bowl_around(100 * side))
     bowls, finals = of(manifest, results)
     last = MIDDLE * 2.0 ** (side * (2 + EXTENSIONS))
@@ -135,7 +135,7 @@ def test_an_edge_moves_only_so_far(manifest, side):
     assert len(known) == 2 * (2 * (5 + EXTENSIONS) + 3)
 
 
-def test_where_everything_diverges_lower_rates_are_tried(manifest):
+def test_lower_rates_are_tried_if_all_diverge(manifest):
     known, results = trained(manifest, lambda run: DIVERGED)
     bowls, finals = of(manifest, results)
     assert {octave(run) for run in known.values()} == {*range(-2 - EXTENSIONS, 3)}
@@ -143,7 +143,7 @@ def test_where_everything_diverges_lower_rates_are_tried(manifest):
     assert not finals
 
 
-def test_below_what_diverges_the_best_is_chosen(manifest):
+def test_best_rate_below_divergence_is_chosen(manifest):
     world = bowl_around(-4)
     known, results = trained(manifest, lambda r: DIVERGED if octave(r) > -4 else world(r))
     bowls, _ = of(manifest, results)
@@ -152,8 +152,8 @@ def test_below_what_diverges_the_best_is_chosen(manifest):
     assert min(octave(run) for run in known.values()) == -5
 
 
-def test_a_rate_at_which_one_seed_diverges_is_no_rate(manifest):
-    """Here the best one of all, by the other seed."""
+def test_rate_with_one_diverged_seed_is_never_chosen(manifest):
+    """Here it is the best one by the other seed."""
     world = bowl_around(1)
 
     def cliff(run):
@@ -167,7 +167,7 @@ def test_a_rate_at_which_one_seed_diverges_is_no_rate(manifest):
         assert sorted(bowl.losses[2 * MIDDLE], key=str)[-1] is None
 
 
-def test_a_failed_run_holds_up_its_arm_alone(manifest):
+def test_failed_run_blocks_only_its_own_arm(manifest):
     world = bowl_around(0)
     (failed,) = (
         run
@@ -183,7 +183,7 @@ def test_a_failed_run_holds_up_its_arm_alone(manifest):
     assert {bowl.state for bowl in of(manifest, results)[0].values()} == {"chosen"}
 
 
-def test_a_missing_result_is_waited_for(manifest):
+def test_search_waits_for_missing_results(manifest):
     _, results = trained(manifest, bowl_around(0))
     for missing in manifest.runs:
         bowls, finals = of(manifest, {id: r for id, r in results.items() if id != missing.id})
@@ -194,7 +194,7 @@ def test_a_missing_result_is_waited_for(manifest):
     assert {bowl.state for bowl in bowls} == {"tuning"}
 
 
-def test_final_runs_are_all_seeds_at_the_rate_of_their_arm(expand):
+def test_final_runs_use_all_seeds_at_the_chosen_rate(expand):
     manifest = expand("seed=0,1", "seeds.init=0,7")
 
     def world(run):
@@ -206,24 +206,24 @@ def test_final_runs_are_all_seeds_at_the_rate_of_their_arm(expand):
     for run in finals:
         config = manifest.config_of(run)
         assert config.optim.lr == (2 * MIDDLE if run.arm == ARMS[0] else MIDDLE / 2)
-        assert config.train.read_test
+        assert config.train.evaluate_test
     for arm in ARMS:
         configs = [manifest.config_of(run) for run in finals if run.arm == arm]
         seeds = {(c.seed, c.seeds.init, c.seeds.data, c.seeds.dropout) for c in configs}
         assert seeds == {(0, 0, 0, 0), (0, 7, 0, 0), (1, 0, 1, 1), (1, 7, 1, 1)}
 
 
-def test_tuning_runs_read_no_test_split(manifest):
+def test_tuning_runs_never_evaluate_the_test_split(manifest):
     known, _ = trained(manifest, bowl_around(3))
     for run in known.values():
-        assert manifest.config_of(run).train.read_test is not run.tuning
+        assert manifest.config_of(run).train.evaluate_test is not run.tuning
         arm = manifest.arms[run.arm]
         assert arm.run(run.changes, tuning=True).id != arm.run(run.changes).id
         assert run.id == arm.run(run.changes, tuning=run.tuning).id
 
 
 def some_world(chance):
-    """Losses, divergences and failures, drawn for every rate and seed."""
+    """Return losses, divergences and failures, drawn for every rate and seed."""
     drawn = {}
 
     def world(run):
@@ -240,13 +240,13 @@ def some_world(chance):
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 2**32), st.integers(0, 2**32))
-def test_the_order_of_results_does_not_matter(manifest, chance, order):
-    """Not to what is asked for, and not to what is chosen."""
+def test_search_is_independent_of_the_order_of_results(manifest, chance, order):
+    """Neither the runs nor the choices depend on it."""
     known, results = trained(manifest, some_world(chance))
     others, same = trained(manifest, some_world(chance), random.Random(order))
     assert known.keys() == others.keys()
     assert results == same
-    # Nor the order in which the manifest has its runs, nor what an earlier look has kept.
+    # Nor do they depend on the order of the manifest's runs or on finished searches.
     shuffled = random.Random(order).sample(manifest.runs, len(manifest.runs))
     again = dataclasses.replace(manifest, runs=shuffled)
     bowls, finals = of(manifest, results)
@@ -269,16 +269,16 @@ def config(manifest):
     return next(iter(manifest.arms.values())).config
 
 
-def test_five_rates_around_the_configs_own(config):
-    assert ladder([], config) == [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
+def test_ladder_has_five_rates_around_the_configs_own(config):
+    assert lr_ladder([], config) == [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
     own = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=8e-3))
-    assert ladder([], own) == [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]
-    assert ladder([8e-3], config) == ladder([], own)
+    assert lr_ladder([], own) == [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]
+    assert lr_ladder([8e-3], config) == lr_ladder([], own)
 
 
-def test_given_rates_are_taken_as_they_are(config):
+def test_given_rates_are_used_unchanged(config):
     given = [4e-3, 1e-3, 2e-3, 5e-4, 8e-3, 6e-3]
-    assert ladder(given, config) == [5e-4, 1e-3, 2e-3, 4e-3, 6e-3, 8e-3]
+    assert lr_ladder(given, config) == [5e-4, 1e-3, 2e-3, 4e-3, 6e-3, 8e-3]
 
 
 @pytest.mark.parametrize(
@@ -291,22 +291,22 @@ def test_given_rates_are_taken_as_they_are(config):
         ([1e-3, 1e-2, 1e-1, 1.0, 10.0], "at most a factor of two apart"),
     ],
 )
-def test_a_ladder_with_too_few_rungs_or_too_wide_a_gap_is_refused(config, given, why):
+def test_short_or_coarse_ladder_is_rejected(config, given, why):
     with pytest.raises(UserError, match=rf"optim\.lr: .*{why}"):
-        ladder(given, config)
+        lr_ladder(given, config)
 
 
-def test_no_rate_is_beyond_what_a_run_can_have(expand):
+def test_extensions_stay_within_the_bounds_of_the_key(expand):
     """`optim.lr` is 1000 at most: the printed command of every run works."""
     manifest = expand("seed=0", "optim.lr=200")
     known, _ = trained(manifest, bowl_around(100))
     assert max(run.changes["optim.lr"] for run in known.values()) <= 1000
 
 
-# The whole of it.
+# End to end.
 
 
-def test_a_tuned_sweep_from_ladder_to_table(qkablate, tiny, tmp_path):
+def test_tuned_sweep_end_to_end(qkablate, tiny, tmp_path):
     words = ["sweep", *tiny, "model.layers=1", "variant=no_q", "sweep.baseline=null", "workers=2"]
     words += ["sweep.tune=true", "sweep.tuning_seeds=[1000]", "seed=0,1", "optim.lr=3e-2"]
     first = qkablate(*words)
@@ -325,7 +325,7 @@ def test_a_tuned_sweep_from_ladder_to_table(qkablate, tiny, tmp_path):
     assert all(result["loss"]["val"] > 0 for result in results.values())
 
     (folder,) = tmp_path.glob("outputs/sweeps/*/")
-    (bowl,) = json.loads((folder / "bowls.json").read_text(encoding="utf-8"))
+    (bowl,) = json.loads((folder / "lr_search.json").read_text(encoding="utf-8"))
     assert bowl["arm"] == "no_q-d16-h2"
     assert bowl["state"] in ("chosen", "on the edge")
     points = {point["lr"]: point["by_seed"] for point in bowl["val_loss"]}

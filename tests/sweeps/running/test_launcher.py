@@ -1,4 +1,4 @@
-"""A sweep runs to its end, whatever happens to its runs, its launcher and its neighbours."""
+"""A sweep runs to its end whatever happens to its runs, its launcher and other launchers."""
 
 import json
 import multiprocessing
@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 
 from qkablate.cli import main
-from tests.sweeps.watching import assert_same, final_state, results, status, wait_for_progress
+from tests.sweeps.run_checks import assert_same, final_state, results, status, wait_for_progress
 
 
 @pytest.fixture
 def here(tiny):
-    """A sweep on this machine."""
+    """Return the arguments of a sweep on this machine."""
     return ["sweep", *tiny, "sweep.baseline=null", "workers=2"]
 
 
 @pytest.fixture
 def grid(tiny, engine):
-    """The same with every engine: see `engine` in conftest.py."""
+    """Return the same arguments with every engine."""
     return ["sweep", *tiny, "sweep.baseline=null", *engine]
 
 
 def test_engines_train_the_same_runs(qkablate, grid, here, tmp_path):
-    """Bit for bit, under the same ids: so each goes on with what another has begun."""
+    """Results and ids are identical, so that each engine continues what another has begun."""
     words = ["variant=standard,no_q", "seed=0", "threads=1"]
     assert qkablate(*here, *words, "out=reference").code == 0
     assert qkablate(*grid, *words).code == 0
@@ -41,7 +41,7 @@ def test_engines_train_the_same_runs(qkablate, grid, here, tmp_path):
     assert len(list(tmp_path.glob("outputs/sweeps/*/manifest.json"))) == 1
 
 
-def test_kill_9_of_a_launcher_loses_and_doubles_nothing(spawn, grid, here, qkablate, tmp_path):
+def test_killed_launcher_loses_and_repeats_nothing(spawn, grid, here, qkablate, tmp_path):
     words = [
         "variant=standard,no_q",
         "seed=0",
@@ -62,11 +62,11 @@ def test_kill_9_of_a_launcher_loses_and_doubles_nothing(spawn, grid, here, qkabl
     for path in results(tmp_path, "reference"):
         folder = tmp_path / "outputs" / "runs" / path.parent.name
         assert_same(final_state(folder), final_state(path.parent))
-        if "engine=slurm" in grid:  # its jobs had stayed, and were taken over
+        if "engine=slurm" in grid:  # its jobs were adopted
             assert json.loads((folder / "result.json").read_text())["attempt"] == 1
 
 
-def test_one_bad_run_harms_no_other(qkablate, grid, circuit, tmp_path):
+def test_bad_runs_do_not_affect_others(qkablate, grid, circuit, tmp_path):
     names = ("raises", "killed", "crashes", "diverges", "starves")
     files = ",".join(str(circuit(name)) for name in names)
     words = [*grid, f"variant.file={files}", "seed=0"]
@@ -102,7 +102,7 @@ def test_one_bad_run_harms_no_other(qkablate, grid, circuit, tmp_path):
     )
 
 
-def test_failed_runs_are_tried_again_when_asked(qkablate, grid, circuit, tmp_path):
+def test_failed_runs_are_retried_only_on_request(qkablate, grid, circuit, tmp_path):
     path = circuit("raises")
     words = [*grid, f"variant.file={path}", "seed=0"]
     assert qkablate(*words).code == 1
@@ -117,7 +117,7 @@ def test_failed_runs_are_tried_again_when_asked(qkablate, grid, circuit, tmp_pat
     assert all(path.stat().st_mtime_ns > b for path, b in zip(results, before, strict=True))
 
 
-def test_what_runs_out_of_memory_beside_others_is_tried_once_alone(qkablate, here, circuit):
+def test_run_out_of_memory_is_retried_alone_once(qkablate, here, circuit):
     files = f"{circuit('starves_once')},{circuit('starves')}"
     done = qkablate(*here, f"variant.file={files}", "seed=0")
     assert done.code == 1
@@ -127,7 +127,7 @@ def test_what_runs_out_of_memory_beside_others_is_tried_once_alone(qkablate, her
     assert done.err.count("again, alone") == 2
 
 
-def test_after_a_failure_it_stops_if_told_to(qkablate, grid, circuit):
+def test_on_failure_stop_starts_nothing_more(qkablate, grid, circuit):
     words = [*grid, "on_failure=stop", "workers=1"]
     done = qkablate(*words, f"variant.file={circuit('raises', 1)}", "seed=0,1,2")
     assert done.code == 1
@@ -136,7 +136,7 @@ def test_after_a_failure_it_stops_if_told_to(qkablate, grid, circuit):
     assert "on_failure=stop" in done.err
 
 
-def test_a_sweep_that_grows_runs_only_what_is_new(qkablate, here, tmp_path):
+def test_larger_sweep_trains_only_new_runs(qkablate, here, tmp_path):
     assert qkablate(*here, "variant=standard", "seed=0,1").code == 0
     before = results(tmp_path)
     done = qkablate(*here, "variant=standard,no_q", "seed=0,1,2")
@@ -150,8 +150,8 @@ def test_a_sweep_that_grows_runs_only_what_is_new(qkablate, here, tmp_path):
     assert newest.resolve() in [path.parent.resolve() for path in after]
 
 
-def test_a_run_of_a_sweep_is_the_run_of_train(qkablate, tiny, tmp_path):
-    """Bit for bit, and under the same id."""
+def test_sweep_run_equals_the_run_of_train(qkablate, tiny, tmp_path):
+    """It is bit-identical and has the same id."""
     words = ["variant=merged_w", "optim.lr=2e-3", "control=params", "seed=1"]
     assert qkablate("sweep", *tiny, "sweep.baseline=standard", *words).code == 0
     own = {path.parent.name: final_state(path.parent) for path in results(tmp_path)}
@@ -159,7 +159,7 @@ def test_a_run_of_a_sweep_is_the_run_of_train(qkablate, tiny, tmp_path):
     assert len(own) == 2
     (tmp_path / "outputs").rename(tmp_path / "of-the-sweep")
     for run in manifest["runs"]:
-        arm = manifest["arms"][run["arm"]]["words"]
+        arm = manifest["arms"][run["arm"]]["overrides"]
         changes = [f"{key}={value}" for key, value in run["changes"].items()]
         assert qkablate("train", *(f"{k}={v}" for k, v in arm.items()), *changes).code == 0
         (folder,) = tmp_path.glob(f"outputs/runs/*-{run['id']}")
@@ -172,16 +172,16 @@ def test_two_launchers_share_the_work(spawn, grid, tmp_path, qkablate):
     ends = [launcher.communicate(timeout=240) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], ends
     assert len(results(tmp_path)) == 4
-    # Each run was trained once: its journal has one row for every step that is logged.
+    # Each run was trained once: its metrics have one row for every logged step.
     for path in results(tmp_path):
         rows = (path.parent / "metrics.jsonl").read_text().splitlines()
         steps = [json.loads(row)["step"] for row in rows if "train/loss" in row]
         assert steps == sorted(set(steps))
         assert json.loads(path.read_text())["attempt"] == 1
-    assert all(end[0] == ends[0][0] for end in ends)  # both show the whole table
+    assert all(end[0] == ends[0][0] for end in ends)  # both print the whole table
 
 
-def test_an_interrupted_sweep_goes_on(spawn, grid, qkablate, tmp_path):
+def test_interrupted_sweep_is_resumed(spawn, grid, qkablate, tmp_path):
     words = [*grid, "variant=standard", "seed=0,1,2", "train.steps=2000"]
     words += ["train.eval_every=2000"]
     launcher = spawn(*words)
@@ -202,8 +202,8 @@ def test_an_interrupted_sweep_goes_on(spawn, grid, qkablate, tmp_path):
     assert launcher.wait(timeout=120) == 130
 
 
-def test_sigterm_to_all_processes_of_a_launcher_ends_its_server_last(spawn, here, tmp_path):
-    """As `timeout` and systemd send it; without its server it would not know how a run went."""
+def test_sigterm_to_all_children_lets_runs_finish(spawn, here, tmp_path):
+    """`timeout` and systemd signal all processes; the launcher needs its server for exit codes."""
     words = ["variant=standard", "seed=0", "train.steps=2000", "train.eval_every=2000"]
     launcher = spawn(*here, *words)
     wait_for_progress(launcher, tmp_path)
@@ -217,10 +217,10 @@ def test_sigterm_to_all_processes_of_a_launcher_ends_its_server_last(spawn, here
     assert "its process ended" not in said.read_text()
 
 
-def test_a_second_interrupt_ends_it_at_once(spawn, grid, qkablate, tmp_path, circuit):
+def test_second_interrupt_stops_at_once(spawn, grid, qkablate, tmp_path, circuit):
     launcher = spawn(*grid, "variant=standard", "seed=0", "train.steps=100000", "model.layers=8")
     wait_for_progress(launcher, tmp_path)
-    launcher.send_signal(signal.SIGSTOP)  # so that both arrive together
+    launcher.send_signal(signal.SIGSTOP)  # so that both signals arrive together
     launcher.send_signal(signal.SIGINT)
     launcher.send_signal(signal.SIGCONT)
     launcher.send_signal(signal.SIGINT)
@@ -229,8 +229,8 @@ def test_a_second_interrupt_ends_it_at_once(spawn, grid, qkablate, tmp_path, cir
     assert set(states.values()) == {"interrupted"}
 
 
-def test_kill_9_of_the_launcher_costs_nothing(qkablate, tiny, tmp_path):
-    """Twenty times, at random moments: exactly the runs of an undisturbed sweep, bit for bit."""
+def test_twenty_kills_of_the_launcher_change_no_result(qkablate, tiny, tmp_path):
+    """After twenty kills at random moments, all runs equal those of an undisturbed sweep."""
     words = ["sweep", *tiny, "workers=2", "variant=standard,no_q", "seed=0,1,2"]
     words += ["train.steps=40", "control=none,params"]
     assert qkablate(*words).code == 0
@@ -254,7 +254,7 @@ def test_kill_9_of_the_launcher_costs_nothing(qkablate, tiny, tmp_path):
             os.kill(launcher.pid, signal.SIGKILL)
             launcher.join()
             kills += 1
-        elif kills < 20:  # it was faster than we: take something away, and go on
+        elif kills < 20:  # it had finished already: remove a result and continue
             code = None
             forget_one(tmp_path / "rough", chance)
     found = results(tmp_path, "rough")
@@ -265,13 +265,13 @@ def test_kill_9_of_the_launcher_costs_nothing(qkablate, tiny, tmp_path):
 
 
 def forget_one(out: Path, chance: random.Random) -> None:
-    """One run as it is after kill -9, just before its result."""
+    """Remove a result, as if the run had been killed just before writing it."""
     path = chance.choice(sorted(out.glob("runs/*/result.json")))
     path.unlink()
 
 
 def quietly(words, folder, home):
-    """A launcher, in a process that is there already."""
+    """Run a launcher in an existing process, without output."""
     os.chdir(folder)
     os.environ["HOME"] = home
     with open(os.devnull, "w") as nowhere:

@@ -1,4 +1,4 @@
-"""What a person sees of a sweep while it runs, drawn from made-up states."""
+"""The progress table, rendered from synthetic states."""
 
 import io
 import itertools
@@ -10,29 +10,32 @@ import pytest
 
 from qkablate.config import Config, TrainConfig
 from qkablate.sweeps.planning.manifest import Arm, Manifest, SweepRun
-from qkablate.sweeps.running.progress_table import Board, headline, picture
-from qkablate.sweeps.running.state import STATUSES, Standing, State, duration
+from qkablate.sweeps.running.progress_table import ProgressTable, headline, render_table
+from qkablate.sweeps.running.state import STATUSES, RunState, SweepState
+from qkablate.table import format_duration
 
 STEPS, TOKENS = 100, 16 * 64  # steps of a run, tokens of a step
 
 
-def standing_of(*statuses: str, name: str = "grid", label: str = "standard-d128-h4") -> Standing:
-    """A sweep of one arm, with a run in each of these states."""
+def standing_of(*statuses: str, name: str = "grid", label: str = "standard-d128-h4") -> SweepState:
+    """Return a sweep of one arm, with a run of each status."""
     config = Config(train=TrainConfig(steps=STEPS), threads=1)
     arm = Arm(label, "standard", ["none"], None, {}, config, {}, 5, 1000, 2000, 6000.0)
     runs = [
         SweepRun(f"{seed:012x}", f"{label}-s{seed}", label, False, {"seed": seed, "optim.lr": 1e-3})
         for seed in range(len(statuses))
     ]
-    standing = Standing(Manifest(name, "outputs", {label: arm}, runs, [], [], 0, []))
-    for state, status in zip(standing.states.values(), statuses, strict=True):
+    sweep_state = SweepState(Manifest(name, "outputs", {label: arm}, runs, [], [], 0, []))
+    for state, status in zip(sweep_state.states.values(), statuses, strict=True):
         become(state, status)
-    return standing
+    return sweep_state
 
 
-def become(state: State, status: str, step: int = 0, speed: float = 0.0, reason: str = "") -> None:
-    """Put a state into the state it would be in."""
-    state.status, state.result, state.row, state.reason = status, None, None, reason
+def become(
+    state: RunState, status: str, step: int = 0, speed: float = 0.0, reason: str = ""
+) -> None:
+    """Set the fields of a state for a status."""
+    state.status, state.result, state.metrics, state.reason = status, None, None, reason
     if status in ("done", "diverged", "failed"):
         losses = {"train": 2.0, "val": 2.25, "test": 2.5}
         tokens, seconds = STEPS * TOKENS, 10.0
@@ -41,11 +44,11 @@ def become(state: State, status: str, step: int = 0, speed: float = 0.0, reason:
             state.reason = reason or "ValueError: no"
     elif step:
         row = {"step": step, "train/loss": 2.7182818, "perf/tokens_per_second": speed}
-        state.row = row if speed else {"step": step}
+        state.metrics = row if speed else {"step": step}
 
 
-def states_of(standing: Standing) -> list[State]:
-    return list(standing.states.values())
+def states_of(sweep_state: SweepState) -> list[RunState]:
+    return list(sweep_state.states.values())
 
 
 @pytest.mark.parametrize(
@@ -63,27 +66,27 @@ def states_of(standing: Standing) -> list[State]:
         (400_000_000, "4,629.6 days"),
     ],
 )
-def test_durations_are_said_in_units_of_their_size(seconds, said):
-    assert duration(seconds) == said
+def test_duration_uses_the_largest_units(seconds, said):
+    assert format_duration(seconds) == said
 
 
-def test_the_headline_counts_every_run_once():
+def test_headline_counts_every_run_once():
     some = ["done"] * 3 + ["running", "waiting", "waiting", "interrupted", "diverged", "failed"]
-    standing = standing_of(*some)
-    said = headline(standing)
+    sweep_state = standing_of(*some)
+    said = headline(sweep_state)
     assert said.startswith("9 runs: ")
     numbers = re.findall(rf"(\d+) ({'|'.join(STATUSES)})", said)
-    assert {status: int(number) for number, status in numbers} == standing.counts()
-    assert sum(standing.counts().values()) == standing.expected() == 9
+    assert {status: int(number) for number, status in numbers} == sweep_state.status_counts()
+    assert sum(sweep_state.status_counts().values()) == sweep_state.expected_runs() == 9
     assert headline(standing_of("done")) == "1 run: 1 done"
     assert "left" not in headline(standing_of("waiting", "waiting"))
 
 
-def test_a_running_run_has_a_bar_its_loss_and_its_speed():
-    standing = standing_of("done", "running", "waiting")
-    become(states_of(standing)[1], "running", step=25, speed=1234.5)
-    head, line = picture(standing, 200)
-    assert head.startswith(f"grid-{standing.manifest.id}  3 runs: ")
+def test_running_run_shows_bar_loss_and_speed():
+    sweep_state = standing_of("done", "running", "waiting")
+    become(states_of(sweep_state)[1], "running", step=25, speed=1234.5)
+    head, line = render_table(sweep_state, 200)
+    assert head.startswith(f"grid-{sweep_state.manifest.id}  3 runs: ")
     assert "1,234 tokens/s" in head
     assert line == (
         "  standard-d128-h4-s1  ████············  25%  step 25/100  loss 2.7183  1,234 tokens/s"
@@ -91,25 +94,25 @@ def test_a_running_run_has_a_bar_its_loss_and_its_speed():
 
 
 @pytest.mark.parametrize("step", [0, 1, 50, 99, 100, 120])
-def test_bars_are_of_one_length_and_never_fuller_than_full(step):
-    standing = standing_of("running")
-    become(states_of(standing)[0], "running", step=step)
-    (bar,) = re.findall("[█·]{2,}", picture(standing, 200)[1])
+def test_bar_has_fixed_length_and_is_never_overfull(step):
+    sweep_state = standing_of("running")
+    become(states_of(sweep_state)[0], "running", step=step)
+    (bar,) = re.findall("[█·]{2,}", render_table(sweep_state, 200)[1])
     assert len(bar) == 16
     assert bar.count("█") == round(16 * min(1, step / STEPS))
 
 
-def test_speeds_add_up():
-    standing = standing_of("running", "running", "done")
-    for state in states_of(standing)[:2]:
+def test_headline_sums_the_speeds():
+    sweep_state = standing_of("running", "running", "done")
+    for state in states_of(sweep_state)[:2]:
         become(state, "running", step=10, speed=500.0)
-    assert "1,000 tokens/s" in headline(standing)
+    assert "1,000 tokens/s" in headline(sweep_state)
 
 
-def test_what_is_not_done_stands_there_with_its_reason():
-    standing = standing_of("done", "failed", "interrupted", "waiting")
-    become(states_of(standing)[2], "interrupted", reason="its process was ended by SIGKILL")
-    assert picture(standing, 200)[1:] == [
+def test_unfinished_runs_show_their_reason():
+    sweep_state = standing_of("done", "failed", "interrupted", "waiting")
+    become(states_of(sweep_state)[2], "interrupted", reason="its process was ended by SIGKILL")
+    assert render_table(sweep_state, 200)[1:] == [
         "  failed: standard-d128-h4-s1: ValueError: no",
         "  interrupted: standard-d128-h4-s2: its process was ended by SIGKILL",
     ]
@@ -117,54 +120,54 @@ def test_what_is_not_done_stands_there_with_its_reason():
 
 @pytest.mark.parametrize("width", [20, 40, 79, 80, 81, 200])
 def test_lines_fit_the_terminal(width):
-    standing = standing_of(*["running"] * 3, *["failed"] * 3, name="a-name-of-some-length" * 3)
-    for state in states_of(standing)[:3]:
+    sweep_state = standing_of(*["running"] * 3, *["failed"] * 3, name="a-name-of-some-length" * 3)
+    for state in states_of(sweep_state)[:3]:
         become(state, "running", step=10, speed=1e6)
-    for state in states_of(standing)[3:]:
+    for state in states_of(sweep_state)[3:]:
         become(state, "failed", reason="ValueError: " + "no " * 50)
-    lines = picture(standing, width)
+    lines = render_table(sweep_state, width)
     assert len(lines) == 7
     assert all(len(line) < width and "\n" not in line for line in lines)
 
 
-def test_of_many_that_run_it_says_how_many_more():
-    shown = picture(standing_of(*["running"] * 16), 200)
+def test_long_table_counts_the_hidden_runs():
+    shown = render_table(standing_of(*["running"] * 16), 200)
     assert len(shown) == 17
-    many = picture(standing_of(*["running"] * 300), 200)
+    many = render_table(standing_of(*["running"] * 300), 200)
     assert len(many) < 24
     listed = sum("step" in line for line in many)
     assert many[-1].strip() == f"… and {300 - listed} more"
 
 
-def test_the_time_left_shrinks_to_nothing():
-    standing = standing_of("done", "running", "waiting")
-    _, running, waiting = states_of(standing)
+def test_time_left_decreases_to_zero():
+    sweep_state = standing_of("done", "running", "waiting")
+    _, running, waiting = states_of(sweep_state)
     left = []
     for state in (running, waiting):
         for step in (1, 30, 60, 90):
             become(state, "running", step=step, speed=100.0)
-            left.append(standing.seconds_left())
+            left.append(sweep_state.seconds_left())
         become(state, "done")
-    left.append(standing.seconds_left())
+    left.append(sweep_state.seconds_left())
     assert all(one > other for one, other in itertools.pairwise(left))
     assert left[0] == pytest.approx(19.9)  # ten seconds a run, one after the other
     assert left[-1] == 0
-    assert "left" not in headline(standing)
+    assert "left" not in headline(sweep_state)
 
 
-def test_with_two_at_once_it_takes_half_as_long():
+def test_two_parallel_runs_halve_the_time_left():
     one, two = standing_of("done", *["running"] * 1), standing_of("done", *["running"] * 2)
     assert one.seconds_left() == two.seconds_left() == 10
 
 
-def test_nobody_at_work_means_no_end_in_sight():
+def test_time_left_is_unknown_if_nothing_runs():
     assert standing_of("done", "waiting").seconds_left() is None
     assert standing_of("done", "interrupted").seconds_left() is None
     assert standing_of("done", "failed", "diverged").seconds_left() == 0
 
 
 class Terminal(io.StringIO):
-    """A screen of so many rows, with lines that fit, and what has left it at the top."""
+    """A terminal that interprets cursor movements, with the lines that have scrolled off."""
 
     def __init__(self, columns: int = 100, rows: int = 24, *, tty: bool = True) -> None:
         super().__init__()
@@ -179,7 +182,9 @@ class Terminal(io.StringIO):
             if part == "\n":
                 self.row += 1
                 self.lines += [""] * (self.row == len(self.lines))
-            elif found := re.fullmatch(r"\x1b\[(\d+)F", part):  # up, but not above the screen
+            elif found := re.fullmatch(
+                r"\x1b\[(\d+)F", part
+            ):  # up, at most to the top of the screen
                 top = max(0, len(self.lines) - self.rows)
                 self.row = max(top, self.row - int(found[1]))
             elif part == "\x1b[J":
@@ -201,52 +206,52 @@ def terminal(monkeypatch) -> Iterator[Callable[..., Terminal]]:
     return make
 
 
-def test_on_a_terminal_the_table_is_drawn_over_itself(terminal):
+def test_table_is_redrawn_in_place_on_a_terminal(terminal):
     screen = terminal()
-    board, standing = Board(), standing_of("waiting", "waiting", "waiting")
+    board, sweep_state = ProgressTable(), standing_of("waiting", "waiting", "waiting")
     board.note("sweep    outputs/sweeps/grid")
-    board.show(standing)
-    first, second, third = states_of(standing)
+    board.show(sweep_state)
+    first, second, third = states_of(sweep_state)
     become(first, "running", step=1)
     become(second, "running", step=1)
-    board.show(standing)
+    board.show(sweep_state)
     become(first, "failed")
-    board.show(standing)
+    board.show(sweep_state)
     board.note("stopping: for a reason")
     become(second, "done")
     become(third, "done")
-    board.show(standing)
-    board.show(standing)
-    table = picture(standing, 100)
+    board.show(sweep_state)
+    board.show(sweep_state)
+    table = render_table(sweep_state, 100)
     assert screen.lines == ["sweep    outputs/sweeps/grid", "stopping: for a reason", *table, ""]
     ups = [int(up) for up in re.findall(r"\x1b\[(\d+)F", screen.getvalue())]
-    assert ups == [1, 3, 3, 2]  # each time as many lines as stood there
+    assert ups == [1, 3, 3, 2]  # the number of lines drawn before
 
 
-def test_a_long_table_is_drawn_over_itself_on_a_small_screen(terminal):
-    """What has left the screen at the top can't be drawn over."""
+def test_table_higher_than_the_screen_is_cut(terminal):
+    """Lines that have scrolled off the screen cannot be redrawn."""
     screen = terminal(rows=24)
-    board, standing = Board(), standing_of(*["failed"] * 60, "running")
+    board, sweep_state = ProgressTable(), standing_of(*["failed"] * 60, "running")
     for step in (1, 2, 3):
-        become(states_of(standing)[-1], "running", step=step)
-        board.show(standing)
+        become(states_of(sweep_state)[-1], "running", step=step)
+        board.show(sweep_state)
     assert sum(line.startswith("grid-") for line in screen.lines) == 1
     assert sum("step" in line for line in screen.lines) == 1
 
 
-def test_beside_a_terminal_there_are_only_lines(terminal):
+def test_only_changes_are_printed_without_a_terminal(terminal):
     log = terminal(tty=False)
-    board, standing = Board(), standing_of("waiting", "waiting", "done")
-    first, second, _ = states_of(standing)
+    board, sweep_state = ProgressTable(), standing_of("waiting", "waiting", "done")
+    first, second, _ = states_of(sweep_state)
     for step in (0, 10, 20):
         become(first, "running", step=step)
         become(second, "running", step=step)
-        board.show(standing)
+        board.show(sweep_state)
     become(first, "done")
-    board.show(standing)
+    board.show(sweep_state)
     become(second, "failed", reason="ValueError: no queries today")
-    board.show(standing)
-    board.show(standing)
+    board.show(sweep_state)
+    board.show(sweep_state)
     assert "\x1b" not in log.getvalue()
     said = [re.sub(r"^\d\d:\d\d:\d\d  ", "", line) for line in log.lines[:-1]]
     assert [line.split()[:2] for line in said] == [
@@ -259,21 +264,21 @@ def test_beside_a_terminal_there_are_only_lines(terminal):
 
 
 @pytest.mark.parametrize("tty", [True, False])
-def test_no_reason_and_no_name_steers_the_terminal(terminal, tty):
+def test_control_characters_never_reach_the_terminal(terminal, tty):
     screen = terminal(tty=tty, rows=50)
-    standing = standing_of("running", "running", label="a\x1b[31mred\x07-d8-h1")
-    board = Board()
-    board.show(standing)
+    sweep_state = standing_of("running", "running", label="a\x1b[31mred\x07-d8-h1")
+    board = ProgressTable()
+    board.show(sweep_state)
     evil = "ValueError: \x1b[2J\x1b]0;owned\x07\r\x9b31m no"
-    become(states_of(standing)[0], "failed", reason=evil)
-    become(states_of(standing)[1], "interrupted", reason=evil)
-    board.show(standing)
+    become(states_of(sweep_state)[0], "failed", reason=evil)
+    become(states_of(sweep_state)[1], "interrupted", reason=evil)
+    board.show(sweep_state)
     board.note(f"W&B: {evil}")
     written = re.sub(r"\x1b\[\d*[FJ]|\n", "", screen.getvalue()) if tty else screen.getvalue()
     assert "".join(c for c in written if not c.isprintable() and c != "\n") == ""
 
 
-def test_status_does_not_let_a_reason_steer_the_terminal():
-    standing = standing_of("failed")
-    become(states_of(standing)[0], "failed", reason="ValueError: \x1b[2J\x07 no")
-    assert all(line.isprintable() for line in picture(standing, 10_000))
+def test_rendered_table_has_no_control_characters():
+    sweep_state = standing_of("failed")
+    become(states_of(sweep_state)[0], "failed", reason="ValueError: \x1b[2J\x07 no")
+    assert all(line.isprintable() for line in render_table(sweep_state, 10_000))

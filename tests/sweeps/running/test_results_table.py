@@ -1,4 +1,4 @@
-"""results.csv and results.parquet: a row a run, rebuilt from the runs at any time."""
+"""results.csv and results.parquet: a row per run, rebuilt from the runs at any time."""
 
 import csv
 import json
@@ -7,27 +7,27 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-# As others read them by name: a column may be added, and none renamed.
+# Users read columns by name: columns may be added, but not renamed.
 COLUMNS = [
     *("id", "label", "arm", "baseline", "variant", "control", "tuning", "d_model", "heads"),
     *("layers", "context", "mlp_width", "data", "seed", "lr", "planned_steps", "status"),
     *("train_loss", "val_loss", "test_loss", "val_bits_per_byte", "test_bits_per_byte"),
     *("val_accuracy", "test_accuracy", "params", "params_with_embeddings", "mismatch"),
     *("flops_per_token", "steps", "tokens", "seconds", "tokens_per_second", "packed", "threads"),
-    *("peak_memory_bytes", "attempt", "diverged_at", "precision", "products", "device", "kernel"),
+    *("peak_memory_bytes", "attempt", "diverged_at", "precision", "matmul", "device", "kernel"),
     *("folder", "error"),
 ]
-# These are the result's, under the same name.
+# Columns copied from the result under the same name.
 SAME = [
     *("id", "label", "variant", "seed", "d_model", "heads", "layers", "context", "steps"),
     *("tokens", "seconds", "tokens_per_second", "packed", "threads", "peak_memory_bytes"),
-    *("attempt", "precision", "products", "device", "kernel", "flops_per_token"),
+    *("attempt", "precision", "matmul", "device", "kernel", "flops_per_token"),
 ]
 
 
 @pytest.fixture
 def sweep(qkablate, tmp_path):
-    """Run a sweep; its folder."""
+    """Return a function that runs a sweep and returns its folder."""
 
     def run(*words: str, code: int = 0) -> Path:
         done = qkablate("sweep", *words)
@@ -39,7 +39,7 @@ def sweep(qkablate, tmp_path):
 
 
 def read(folder: Path) -> list[dict]:
-    """The rows, which are the same in both files."""
+    """Return the rows, which are the same in both files."""
     with (folder / "results.csv").open(newline="", encoding="utf-8") as file:
         texts = list(csv.DictReader(file))
     rows = parquet.read_table(folder / "results.parquet").to_pylist()
@@ -54,7 +54,7 @@ def result_of(row: dict) -> dict:
     return json.loads(Path(row["folder"], "result.json").read_text())
 
 
-def test_every_run_has_its_row_with_what_its_result_says(sweep, tiny, tmp_path):
+def test_every_run_has_a_row_with_its_result(sweep, tiny, tmp_path):
     words = [*tiny, "variant=standard,no_q", "seed=3,1", "control=none,params", "optim.lr=2e-3"]
     folder = sweep(*words)
     rows = read(folder)
@@ -85,7 +85,7 @@ def test_every_run_has_its_row_with_what_its_result_says(sweep, tiny, tmp_path):
     assert by_arm["no_q-d16-h2"]["mismatch"] is None
 
 
-def test_deleted_results_come_back_without_training(sweep, tiny, tmp_path):
+def test_deleted_results_are_rebuilt_without_training(sweep, tiny, tmp_path):
     words = [*tiny, "variant=standard", "seed=0,1", "workers=2"]
     folder = sweep(*words)
     names = ("results.csv", "results.parquet")
@@ -99,7 +99,7 @@ def test_deleted_results_come_back_without_training(sweep, tiny, tmp_path):
     assert after == trained
 
 
-def test_what_went_wrong_has_its_row_too(sweep, tiny, circuit):
+def test_unfinished_runs_have_rows(sweep, tiny, circuit):
     files = ",".join(str(circuit(name)) for name in ("diverges", "raises"))
     words = [*tiny, f"variant.file={files}", "seed=0,1", "sweep.baseline=null"]
     folder = sweep(*words, "workers=1", "on_failure=stop", code=1)
@@ -124,8 +124,8 @@ def test_what_went_wrong_has_its_row_too(sweep, tiny, circuit):
         assert row["error"] == f"not finite at step {row['diverged_at']}"
 
 
-def test_a_tuned_task(sweep, tiny):
-    """Accuracies in place of bits, and the runs that serve to choose a rate beside the others."""
+def test_tuned_task_has_accuracies_and_tuning_rows(sweep, tiny):
+    """Tasks have accuracies instead of bits per byte; tuning runs have rows beside the others."""
     own = [word for word in tiny if not word.startswith("data")]
     task = ["data=recall", "data.vocab_size=16", "data.pairs=2", "train.steps=4"]
     task += ["data.val_tokens=128", "data.test_tokens=128"]
@@ -137,7 +137,7 @@ def test_a_tuned_task(sweep, tiny):
     assert {row["seed"] for row in tuning} == {7}
     assert len(tuning) == len({row["lr"] for row in tuning}) >= 5
     assert [row["seed"] for row in finals] == [0, 1]
-    (bowl,) = json.loads((folder / "bowls.json").read_text())
+    (bowl,) = json.loads((folder / "lr_search.json").read_text())
     assert {row["lr"] for row in finals} == {bowl["chosen"]}
     assert min(tuning, key=lambda row: row["val_loss"])["lr"] == bowl["chosen"]
     for row in rows:
@@ -145,5 +145,5 @@ def test_a_tuned_task(sweep, tiny):
         assert row["val_accuracy"] == result_of(row)["accuracy"]["val"]
         assert 0 <= row["val_accuracy"] <= 1
         assert row["val_bits_per_byte"] is None
-        read_test = not row["tuning"]
-        assert (row["test_loss"] is not None) == (row["test_accuracy"] is not None) == read_test
+        evaluate_test = not row["tuning"]
+        assert (row["test_loss"] is not None) == (row["test_accuracy"] is not None) == evaluate_test

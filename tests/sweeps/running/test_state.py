@@ -1,25 +1,52 @@
-"""Who runs a sweep, as the others see it."""
+"""The state of a sweep: its launchers, and the latest metrics of a running run."""
 
+import json
 import os
 from types import SimpleNamespace
 
-from qkablate.runs.lease import owning
-from qkablate.sweeps.running.state import Standing
+import pytest
+
+from qkablate.runs.lease import hold_lease
+from qkablate.sweeps.running.state import SweepState, latest_metrics
 
 
-def test_of_other_launchers_only_the_killed_are_swept_up(tmp_path):
-    """One that has a folder and no claim yet is about to make it."""
+def test_only_killed_launchers_are_removed(tmp_path):
+    """A launcher whose folder has no lease yet is about to take it."""
     coming, killed = (tmp_path / "launchers" / name for name in ("there-1", "there-2"))
-    (coming / "owner").mkdir(parents=True)
+    (coming / "lease").mkdir(parents=True)
     if not (child := os.fork()):
-        owning(killed).__enter__()
+        hold_lease(killed).__enter__()
         os._exit(0)
     os.waitpid(child, 0)
-    assert any((killed / "owner").iterdir())
-    standing = Standing(SimpleNamespace(folder=tmp_path, out=str(tmp_path), runs=[]))
-    assert not standing.is_run()
-    with standing.launching():
-        assert standing.is_run()
+    assert any((killed / "lease").iterdir())
+    sweep_state = SweepState(SimpleNamespace(folder=tmp_path, out=str(tmp_path), runs=[]))
+    assert not sweep_state.is_running()
+    with sweep_state.register_launcher():
+        assert sweep_state.is_running()
         assert coming.exists()
         assert not killed.exists()
-    assert not standing.is_run()
+    assert not sweep_state.is_running()
+
+
+@pytest.mark.parametrize("numbers", [1, 1_000, 50_000])
+@pytest.mark.parametrize("after", [0, 1, 40])
+def test_diagnostics_do_not_hide_the_latest_metrics(tmp_path, numbers, after):
+    rows = [{"step": step, "train/loss": 3.0 + step / 100} for step in range(100)]
+    rows.append({"step": 99, "val/loss": 2.5})
+    rows += [{"step": 99, "diagnostics": {"qk": {"nuclear": [[1.5] * numbers]}}}]
+    rows += [{"step": 100 + step, "train/loss": 2.0} for step in range(after)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = latest_metrics(tmp_path)
+    assert found["step"] == 99 + after
+    assert found["train/loss"] == (2.0 if after else 3.99)
+    assert found.get("val/loss") == 2.5
+    assert "diagnostics" not in found
+
+
+def test_half_written_row_is_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    text = json.dumps({"step": 7, "diagnostics": {"ov": [0.5] * 9_000}})
+    path.write_text(json.dumps({"step": 7, "train/loss": 2.0}) + "\n" + text[:20_000])
+    assert latest_metrics(tmp_path) == {"step": 7, "train/loss": 2.0}
+    assert latest_metrics(tmp_path / "none") == {}

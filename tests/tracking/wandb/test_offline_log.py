@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from qkablate.tracking.wandb.offline_log import (
-    _records,
-    is_whole,
-    logs,
-    read,
+    find_logs,
+    is_complete,
+    read_log,
+    read_records,
     synced_mark,
     unsent_mark,
 )
@@ -19,13 +19,14 @@ from tests.tracking.wandb import log_reader
 RECORD = """
 import sys
 from pathlib import Path
-from qkablate.config import TrackConfig
-from qkablate.tracking.wandb.run import Identity, Mirror
+from qkablate.config import TrackingConfig
+from qkablate.tracking.wandb.run import RunIdentity, WandbRun
 
 for rows in map(int, sys.argv[2:]):
     folder = Path(sys.argv[1]) / str(rows)
     folder.mkdir()
-    mirror = Mirror(TrackConfig(), Identity(f"id-{rows}", "a run", "", "", ()), folder, {}, print)
+    identity = RunIdentity(f"id-{rows}", "a run", "", "", ())
+    mirror = WandbRun(TrackingConfig(), identity, folder, {}, print)
     for step in range(rows):
         mirror.log({"step": step, "train/loss": 1.5})
     mirror.close({}, 0)
@@ -38,14 +39,14 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     words = [sys.executable, "-c", RECORD, str(folder), "3", "700"]
     subprocess.run(words, check=True, capture_output=True, timeout=120)
-    return {rows: logs(folder / str(rows))[0] for rows in (3, 700)}
+    return {rows: find_logs(folder / str(rows))[0] for rows in (3, 700)}
 
 
 def test_a_log_says_what_it_is_of(made):
     for rows, file in made.items():
-        log = read(file)
+        log = read_log(file)
         assert (log.id, log.name, log.ended) == (f"id-{rows}", "a run", True)
-        assert is_whole(file)
+        assert is_complete(file)
 
 
 def test_a_log_that_is_cut_anywhere_is_not_whole(made, tmp_path):
@@ -54,7 +55,7 @@ def test_a_log_that_is_cut_anywhere_is_not_whole(made, tmp_path):
         cut = tmp_path / "cut.wandb"
         for size in [*range(0, len(content), 997), *range(len(content) - 40, len(content))]:
             cut.write_bytes(content[:size])
-            assert not is_whole(cut), size
+            assert not is_complete(cut), size
 
 
 def test_a_record_that_begins_with_nothing_is_read(made, tmp_path):
@@ -66,29 +67,29 @@ def test_a_record_that_begins_with_nothing_is_read(made, tmp_path):
     first = struct.pack("<IHB", 0, 0, log_reader.FIRST)
     content[7:14] = first + struct.pack("<IHB", 0, length, log_reader.LAST)
     path.write_bytes(content)
-    kinds = [[one.WhichOneof("record_type") for one in _records(x, 0)] for x in (path, made[3])]
+    kinds = [[one.WhichOneof("record_type") for one in read_records(x, 0)] for x in (path, made[3])]
     assert kinds[0] == kinds[1]
 
 
 def test_our_own_logs_are_not_strange(made, tmp_path):
     for file in made.values():
-        assert read(file).strange == ""
+        assert read_log(file).rejection == ""
         cut = tmp_path / "cut.wandb"
         for size in range(2000, file.stat().st_size, 997):
             cut.write_bytes(file.read_bytes()[:size])
-            assert read(cut).strange == ""
+            assert read_log(cut).rejection == ""
 
 
 def test_what_is_no_log(tmp_path):
     path = tmp_path / "no.wandb"
     path.write_bytes(b"")
-    with pytest.raises(ValueError, match="no log"):
-        read(path)
+    with pytest.raises(ValueError, match="not a log"):
+        read_log(path)
     path.write_bytes(bytes(range(256)) * 400)
     with pytest.raises(ValueError, match=r"\S"):
-        read(path)
-    assert not is_whole(path)
-    assert not is_whole(tmp_path / "nothing.wandb")
+        read_log(path)
+    assert not is_complete(path)
+    assert not is_complete(tmp_path / "nothing.wandb")
 
 
 def test_which_logs_the_server_should_have(tmp_path):
@@ -106,7 +107,7 @@ def test_which_logs_the_server_should_have(tmp_path):
     outside.mkdir()
     (outside / "run-c.wandb").touch()
     (tmp_path / "wandb" / "offline-run-20260104_000000-c").symlink_to(outside)
-    assert logs(tmp_path) == [first, second]
+    assert find_logs(tmp_path) == [first, second]
     unsent_mark(online).touch()
-    assert logs(tmp_path) == [first, second, online]
+    assert find_logs(tmp_path) == [first, second, online]
     assert synced_mark(online).name == "run-b.wandb.synced"

@@ -1,4 +1,4 @@
-"""W&B is only a mirror: what it shows is right, and whatever it does, training goes on.
+"""W&B is optional: what it shows is right, and whatever it does, training goes on.
 
 W&B keeps a process, credentials and settings for as long as a Python process lives, so what
 starts it runs in a process of its own, in the empty home that every test has.
@@ -18,11 +18,11 @@ from unittest.mock import ANY
 
 import pytest
 
-from qkablate.config import TrackConfig
+from qkablate.config import TrackingConfig
 from qkablate.errors import UserError
-from qkablate.tracking import Mirror
-from qkablate.tracking.wandb.mode import resolve_mode, silence_of
-from qkablate.tracking.wandb.run import OFFLINE, Identity, _flat
+from qkablate.tracking import WandbRun
+from qkablate.tracking.wandb.mode import probe_server, resolve_mode
+from qkablate.tracking.wandb.run import OFFLINE, RunIdentity, flatten_row
 from tests.tracking.wandb import log_reader
 from tests.tracking.wandb.fake_server import FakeServer, dead_url
 
@@ -55,7 +55,7 @@ def python(*words: str, **variables: str) -> Run:
 @pytest.fixture
 def overrides(tiny: list[str]) -> list[str]:
     """A tiny run that asks for W&B, for once."""
-    return [word for word in tiny if not word.startswith("track.wandb=")]
+    return [word for word in tiny if not word.startswith("tracking.wandb=")]
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
         # Its own columns are left out, and the clock, which goes on between two rows of a step.
-        apart = ("seconds", "mechanism")
+        apart = ("seconds", "diagnostics")
         own = {name: plain(x) for name, x in row.items() if name[0] != "_" and name not in apart}
-        own |= means(row.get("mechanism", {}))
+        own |= means(row.get("diagnostics", {}))
         merged.setdefault(row["step"], {}).update(own)
     return merged
 
@@ -115,7 +115,7 @@ def holding(text: str, *folders: Path) -> list[Path]:
 def test_diagnostics_are_sent_as_means_over_heads():
     row = {
         "step": 3,
-        "mechanism": {
+        "diagnostics": {
             "qk": {
                 "symmetry": [[0.5, 1.0], None],
                 "singular": [[[2.0, 1.0]], None],
@@ -124,14 +124,14 @@ def test_diagnostics_are_sent_as_means_over_heads():
             "attention": {"entropy": [[1.0, 3.0], [0.0, 0.0]]},
         },
     }
-    assert _flat(row) == {
+    assert flatten_row(row) == {
         "step": 3,
         "qk/symmetry/L0": 0.75,
         "qk/balance/L0": 0.25,
         "attention/entropy/L0": 2.0,
         "attention/entropy/L1": 0.0,
     }
-    assert _flat({"step": 1, "train/loss": 2.0}) == {"step": 1, "train/loss": 2.0}
+    assert flatten_row({"step": 1, "train/loss": 2.0}) == {"step": 1, "train/loss": 2.0}
 
 
 # Which mode
@@ -174,7 +174,7 @@ def test_mode(asked, environment, netrc, mode, home, monkeypatch):
         monkeypatch.setenv(name, value)
     if netrc:
         (home / ".netrc").write_text(netrc + "\n")
-    assert resolve_mode(TrackConfig(wandb=asked)) == mode
+    assert resolve_mode(TrackingConfig(wandb=asked)) == mode
 
 
 def test_a_server_chosen_by_wandb_login_needs_a_key_of_its_own(home):
@@ -182,29 +182,29 @@ def test_a_server_chosen_by_wandb_login_needs_a_key_of_its_own(home):
     settings = home / ".config" / "wandb" / "settings"
     settings.write_text("[default]\nbase_url = https://own.org\n")
     (home / ".netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
-    assert resolve_mode(TrackConfig()) == "offline"
+    assert resolve_mode(TrackingConfig()) == "offline"
     (home / ".netrc").write_text(f"machine own.org login user password {KEY}\n")
-    assert resolve_mode(TrackConfig()) == "online"
+    assert resolve_mode(TrackingConfig()) == "online"
 
 
 def test_the_netrc_may_lie_elsewhere(home, monkeypatch):
     (home / "keys").write_text(f"machine api.wandb.ai login user password {KEY}\n")
     monkeypatch.setenv("NETRC", "~/keys")
-    assert resolve_mode(TrackConfig()) == "online"
+    assert resolve_mode(TrackingConfig()) == "online"
 
 
 def test_online_without_a_key_is_a_mistake(monkeypatch):
-    with pytest.raises(UserError, match=r"track\.wandb: online needs a key"):
-        resolve_mode(TrackConfig(wandb="online"))
+    with pytest.raises(UserError, match=r"tracking\.wandb: online needs a key"):
+        resolve_mode(TrackingConfig(wandb="online"))
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(UserError, match="needs a key"):
-        resolve_mode(TrackConfig())
+        resolve_mode(TrackingConfig())
 
 
 def test_an_unknown_mode_is_a_mistake(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "ofline")
     with pytest.raises(UserError, match="WANDB_MODE: 'ofline' is not one of"):
-        resolve_mode(TrackConfig())
+        resolve_mode(TrackingConfig())
 
 
 # Offline
@@ -212,7 +212,7 @@ def test_an_unknown_mode_is_a_mistake(monkeypatch):
 
 def test_an_offline_run_holds_everything_and_can_be_sent_later(overrides, runs, home, tmp_path):
     done = python(
-        *("-m", "qkablate", "train", *overrides, "track.group=night", "track.tags=[a,b]"),
+        *("-m", "qkablate", "train", *overrides, "tracking.group=night", "tracking.tags=[a,b]"),
         # A key is there, and is not to be used, nor written down.
         **{"WANDB_MODE": "offline", "WANDB_API_KEY": KEY},
         **{"WANDB_PROJECT": "ours", "WANDB_ENTITY": "us"},
@@ -274,12 +274,12 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 from qkablate.cli import main
-from qkablate.tracking import Journal
+from qkablate.tracking import MetricsFile
 
 out, *words = sys.argv[1:]
 from tests.tracking.wandb import log_reader
 
-def log(self, row, real=Journal.log):
+def log(self, row, real=MetricsFile.log):
     real(self, row)
     if row["step"] == 8:
         # Its records reach the disk within a second, not only at the end.
@@ -288,7 +288,7 @@ def log(self, row, real=Journal.log):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
 
-Journal.log = log
+MetricsFile.log = log
 main(words)
 """
 
@@ -319,7 +319,7 @@ def test_sittings_of_one_attempt_share_an_id_and_a_rerun_has_its_own(overrides, 
     assert killed.returncode == -9, killed.stderr
     rest = python("-c", FAILED_THEN_DONE_THEN_AGAIN, "train", *overrides)
     assert rest.returncode == 0, rest.stderr
-    assert "going on from step 4" in rest.stderr
+    assert "resuming from step 4" in rest.stderr
 
     (run,) = runs()
     id_ = json.loads((run / "result.json").read_text())["id"]
@@ -348,7 +348,7 @@ def test_several_online_runs_of_one_process_stay_apart(overrides, runs, home, tm
         (home / ".netrc").write_text(f"machine {machine} login user password {KEY}\n")
         done = python(
             *("-m", "qkablate", "train", "-m", *overrides),
-            *("optim.lr=1e-3,1e3", "seed=0,1", "track.project=ours"),
+            *("optim.lr=1e-3,1e3", "seed=0,1", "tracking.project=ours"),
             WANDB_BASE_URL=server.url,
         )
     assert done.returncode == 3, done.stderr
@@ -383,18 +383,18 @@ def test_several_online_runs_of_one_process_stay_apart(overrides, runs, home, tm
 
 # Trouble
 
-MIRROR = """
+SCRIPT = """
 import json, os, sys
 from pathlib import Path
-from qkablate.config import TrackConfig
-from qkablate.tracking import mirror, mode
+from qkablate.config import TrackingConfig
+from qkablate.tracking.wandb import mode, run as run_module
 
-mode.CONNECT_SECONDS, mirror.INIT_SECONDS, mirror.FINISH_SECONDS = 1, 1, 1
+mode.CONNECT_SECONDS, run_module.INIT_SECONDS, run_module.FINISH_SECONDS = 1, 1, 1
 {before}
 notes, folder = [], Path(sys.argv[1])
 folder.mkdir()
-identity = mirror.Identity("abc-1", "a run", "a group", "an arm", ("a", "b"))
-it = mirror.Mirror(TrackConfig(), identity, folder, {{"seed": 1}}, notes.append)
+identity = run_module.RunIdentity("abc-1", "a run", "a group", "an arm", ("a", "b"))
+it = run_module.WandbRun(TrackingConfig(), identity, folder, {{"seed": 1}}, notes.append)
 for step in range(5):
     it.log({{"step": step, "train/loss": 1.5}})
     {after_log}
@@ -403,9 +403,9 @@ print(json.dumps([notes, it.address]))
 """
 
 
-def mirrored(run: Path, before: str = "", after_log: str = "", **variables: str) -> list[Any]:
-    """A mirror's notes and its address, after five rows."""
-    script = MIRROR.format(before=before, after_log=after_log)
+def log_five_rows(run: Path, before: str = "", after_log: str = "", **variables: str) -> list[Any]:
+    """The notes and its address, after five rows."""
+    script = SCRIPT.format(before=before, after_log=after_log)
     done = python("-c", script, str(run), **variables)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -443,13 +443,13 @@ def test_training_goes_on_offline_where_the_address_is_none(url, overrides, runs
 
 def test_a_wrong_address_matters_nothing_offline(tmp_path):
     run = tmp_path / "run"
-    assert mirrored(run, WANDB_BASE_URL="foo") == [[], OFFLINE]
+    assert log_five_rows(run, WANDB_BASE_URL="foo") == [[], OFFLINE]
     assert len(offline(run)[0].rows) == 5
 
 
 @pytest.mark.parametrize("url", ["foo", "http://:x", "http://[::1", "http://a b/"])
 def test_an_address_that_is_none_is_silent(url):
-    assert silence_of(url).startswith(f"{url} does not answer (")
+    assert probe_server(url).startswith(f"{url} does not answer (")
 
 
 def test_a_server_that_answers_rubbish_is_silent():
@@ -464,14 +464,14 @@ def test_a_server_that_answers_rubbish_is_silent():
         thread = threading.Thread(target=answer)
         thread.start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert silence_of(url) == f"{url} does not answer (rubbish)"
+        assert probe_server(url) == f"{url} does not answer (rubbish)"
         thread.join()
 
 
 def test_a_wrong_address_has_no_key_of_its_own(home, monkeypatch):
     (home / ".netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
     monkeypatch.setenv("WANDB_BASE_URL", "http://[::1")
-    assert resolve_mode(TrackConfig()) == "offline"
+    assert resolve_mode(TrackingConfig()) == "offline"
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ def test_a_wrong_address_has_no_key_of_its_own(home, monkeypatch):
 def test_a_run_that_cannot_begin_online_is_recorded_offline(server, key, said, tmp_path):
     run = tmp_path / "run"
     with FakeServer(**server) as fake:
-        notes, address = mirrored(run, WANDB_BASE_URL=fake.url, WANDB_API_KEY=key)
+        notes, address = log_five_rows(run, WANDB_BASE_URL=fake.url, WANDB_API_KEY=key)
     assert len(notes) == 1
     assert said in notes[0]
     assert "recording offline" in notes[0]
@@ -500,9 +500,9 @@ def test_a_run_that_cannot_begin_online_is_recorded_offline(server, key, said, t
 DYING = """
 import sys
 from qkablate.cli import main
-from qkablate.tracking import mirror
+from qkablate.tracking.wandb import run as run_module
 
-mirror.FINISH_SECONDS = 2
+run_module.FINISH_SECONDS = 2
 main(sys.argv[1:])
 """
 
@@ -517,7 +517,7 @@ def test_training_goes_on_when_the_server_dies(overrides, runs):
         assert server.dead.is_set()
     assert done.returncode == 0, done.stderr
     (run,) = runs()
-    assert f"W&B: not all was sent in 2 s; to send it: qkablate sync {run}\n" in done.stderr
+    assert f"W&B: upload unfinished after 2 s; to finish it: qkablate sync {run}\n" in done.stderr
     assert done.stdout.strip().endswith(f"qkablate sync {run}")
     result = json.loads((run / "result.json").read_text())
     assert (result["status"], result["wandb"]) == ("done", OFFLINE)
@@ -540,9 +540,9 @@ def test_w_and_bs_own_process_may_die(tmp_path):
         os.kill(int(child), 9)
         os.waitpid(int(child), 0)
     """
-    notes, _ = mirrored(tmp_path / "run", after_log=kill.strip())
+    notes, _ = log_five_rows(tmp_path / "run", after_log=kill.strip())
     assert len(notes) == 1
-    assert notes[0].endswith("going on without it")
+    assert notes[0].endswith("continuing without it")
 
 
 def test_nobody_is_asked_for_a_key(tmp_path):
@@ -552,11 +552,11 @@ import pty, tty
 _, slave = pty.openpty()
 for stream in (0, 2):
     os.dup2(slave, stream)
-mirror.resolve_mode = lambda track: "online"
+run_module.resolve_mode = lambda tracking: "online"
 """
     run = tmp_path / "run"
     with FakeServer() as server:
-        notes, _ = mirrored(run, before, WANDB_BASE_URL=server.url, TERM="xterm")
+        notes, _ = log_five_rows(run, before, WANDB_BASE_URL=server.url, TERM="xterm")
     assert notes == [
         "W&B: No API key configured. Use `wandb login` to log in.; recording offline instead"
     ]
@@ -572,17 +572,17 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
 
 def test_a_full_disk_under_the_log_alone_is_told(tmp_path):
     """W&B's process can write but a little; it tells nobody."""
-    notes, address = mirrored(
+    notes, address = log_five_rows(
         tmp_path / "run", FULL_DISK, "it.log({'step': step, 'a': 'b' * 4000})"
     )
-    assert notes == ["W&B: not all was recorded (File too large); our own files have it all"]
+    assert notes == ["W&B: the log is incomplete (File too large); metrics.jsonl is complete"]
     assert address == OFFLINE
 
 
 def test_the_last_checkpoint_goes_with_track_artifacts(overrides, runs, tmp_path):
     with FakeServer() as server:
         done = python(
-            *("-m", "qkablate", "train", *overrides, "track.artifacts=true"),
+            *("-m", "qkablate", "train", *overrides, "tracking.artifacts=true"),
             **{"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY},
         )
         assert done.returncode == 0, done.stderr
@@ -621,34 +621,34 @@ class Stub:
             raise self._finish
 
 
-def stubbed(monkeypatch, folder: Path, start: Callable[..., Any]) -> tuple[Mirror, list[str]]:
+def stubbed(monkeypatch, folder: Path, start: Callable[..., Any]) -> tuple[WandbRun, list[str]]:
     for name in ("WANDB_CACHE_DIR", "WANDB_ERROR_REPORTING"):
         monkeypatch.setenv(name, "set here, so that it ends with the test")
-    monkeypatch.setattr(Mirror, "_start", start)
-    monkeypatch.setattr(Mirror, "_forget_everything", lambda self: None)
+    monkeypatch.setattr(WandbRun, "_start", start)
+    monkeypatch.setattr(WandbRun, "_forget_everything", lambda self: None)
     notes: list[str] = []
-    identity = Identity("abc-1", "a run", "a group", "an arm", ())
-    return Mirror(TrackConfig(), identity, folder, {}, notes.append), notes
+    identity = RunIdentity("abc-1", "a run", "a group", "an arm", ())
+    return WandbRun(TrackingConfig(), identity, folder, {}, notes.append), notes
 
 
 @pytest.mark.parametrize("finish", [None, RuntimeError("no"), TimeoutError("no")])
 def test_an_error_while_logging_ends_the_mirror_and_no_more(finish, monkeypatch, tmp_path):
     stub = Stub(log=OSError("the disk is full\nand more of it"), finish=finish)
-    mirror, notes = stubbed(monkeypatch, tmp_path, lambda *_: stub)
+    wandb_run, notes = stubbed(monkeypatch, tmp_path, lambda *_: stub)
     for step in range(3):
-        mirror.log({"step": step})
-    mirror.close({}, 0)
-    assert notes == ["W&B: the disk is full; going on without it"]
+        wandb_run.log({"step": step})
+    wandb_run.close({}, 0)
+    assert notes == ["W&B: the disk is full; continuing without it"]
     assert stub.calls == ["log 0", "finish 1"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), TimeoutError("no")])
 def test_an_error_at_the_end_is_told(error, monkeypatch, tmp_path):
     stub = Stub(finish=error)
-    mirror, notes = stubbed(monkeypatch, tmp_path, lambda *_: stub)
-    mirror.log({"step": 7})
-    mirror.close({"final/status": "done"}, 3)
-    mirror.close({}, 0)
+    wandb_run, notes = stubbed(monkeypatch, tmp_path, lambda *_: stub)
+    wandb_run.log({"step": 7})
+    wandb_run.close({"final/status": "done"}, 3)
+    wandb_run.close({}, 0)
     assert stub.calls == ["log 7", "finish 3"]
     assert stub.summary == {"final/status": "done"}
     assert len(notes) == 1
@@ -658,15 +658,15 @@ def test_a_mirror_that_cannot_begin_is_absent(monkeypatch, tmp_path):
     def start(*_: Any) -> None:
         raise OSError("the disk is full")
 
-    mirror, notes = stubbed(monkeypatch, tmp_path, start)
-    mirror.log({"step": 1})
-    mirror.close({}, 0)
-    assert notes[-1] == "W&B: the disk is full; going on without it"
-    assert mirror.address is None
+    wandb_run, notes = stubbed(monkeypatch, tmp_path, start)
+    wandb_run.log({"step": 1})
+    wandb_run.close({}, 0)
+    assert notes[-1] == "W&B: the disk is full; continuing without it"
+    assert wandb_run.address is None
 
 
 def test_disabled_means_that_w_and_b_is_not_even_imported(tmp_path):
-    script = MIRROR.format(before="", after_log="") + "assert 'wandb' not in sys.modules"
+    script = SCRIPT.format(before="", after_log="") + "assert 'wandb' not in sys.modules"
     done = python("-c", script, str(tmp_path / "run"), WANDB_MODE="disabled")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[], None]

@@ -1,4 +1,4 @@
-"""One run on several processes, as torchrun starts them: the same run, to the order of sums."""
+"""One run on several processes: the same run up to the order of sums."""
 
 import json
 import os
@@ -15,11 +15,11 @@ import pytest
 from qkablate.config import Config, TrainConfig
 from qkablate.errors import UserError
 from qkablate.runs import attention_map
+from qkablate.training.checkpoint import TrainProgress
 from qkablate.training.distributed.ranks import Ranks
-from qkablate.training.state import Progress
+from tests.training.helpers import read_rows, run_folder
 
-CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu", "crc32"}
-SHARED = ("train.accumulate=4", "model.dropout=0.1", "train.steps=60", "track.log_every=1")
+SHARED = ("train.grad_accum=4", "model.dropout=0.1", "train.steps=60", "tracking.log_every=1")
 SHARED += ("train.eval_every=30", "train.checkpoint_every=7", "optim.warmup=0", "precision=fp32")
 
 
@@ -41,28 +41,18 @@ def torchrun():
         process.communicate()
 
 
-def folder_of(tmp_path: Path, out: str) -> Path:
-    (folder,) = (tmp_path / out / "runs").iterdir()
-    return folder
-
-
-def rows(folder: Path) -> list[dict]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in CLOCKS} for line in lines]
-
-
 def read(folder: Path, name: str) -> dict:
     return json.loads((folder / name).read_text())
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    files = [path for path in folder.rglob("*") if path.is_file() and "owner" not in path.parts]
+    files = [path for path in folder.rglob("*") if path.is_file() and "lease" not in path.parts]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def assert_close(one: Path, other: Path) -> None:
     """Every row, training and validation, to 1e-5."""
-    mine, theirs = ([r for r in rows(f) if "mechanism" not in r] for f in (one, other))
+    mine, theirs = ([r for r in read_rows(f) if "diagnostics" not in r] for f in (one, other))
     assert len(mine) == len(theirs)
     for a, b in zip(mine, theirs, strict=True):
         assert a.keys() == b.keys()
@@ -70,11 +60,11 @@ def assert_close(one: Path, other: Path) -> None:
 
 
 def diagnosed(folder: Path) -> list[dict]:
-    return [row for row in rows(folder) if "mechanism" in row]
+    return [row for row in read_rows(folder) if "diagnostics" in row]
 
 
 def assert_identical(one: Path, other: Path) -> None:
-    assert rows(one) == rows(other)
+    assert read_rows(one) == read_rows(other)
     assert read(one, "result.json")["loss"] == read(other, "result.json")["loss"]
     ends = [next(folder.glob("checkpoints/step-*60")) for folder in (one, other)]
     weights, theirs = ((end / "weights.safetensors").read_bytes() for end in ends)
@@ -93,30 +83,32 @@ def after_rows(process: subprocess.Popen, tmp_path: Path, out: str, count: int) 
 
 
 def ranks_of(process: subprocess.Popen, folder: Path) -> tuple[int, int]:
-    """The processes that torchrun has started; the first one owns the run."""
-    first = json.loads(max((folder / "owner").iterdir()).read_bytes().split(b"\n")[0])["pid"]
+    """Return the pids of the two ranks; the first one holds the lease."""
+    first = json.loads(max((folder / "lease").iterdir()).read_bytes().split(b"\n")[0])["pid"]
     listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
     (other,) = {int(word) for word in listed.stdout.split()} - {first}
     return first, other
 
 
-def test_two_processes_train_the_run_that_one_trains(qkablate, torchrun, tiny, tmp_path):
+def test_two_processes_train_the_same_run_as_one(qkablate, torchrun, tiny, tmp_path):
     words = (*tiny, *SHARED)
     assert qkablate("train", *words, "out=alone").code == 0
     process = torchrun(*words, "out=both")
     out, err = process.communicate()
     assert process.returncode == 0, err
-    alone, both = folder_of(tmp_path, "alone"), folder_of(tmp_path, "both")
+    alone, both = run_folder(tmp_path, "alone"), run_folder(tmp_path, "both")
     assert alone.name == both.name  # the id does not know how many they were
     assert_close(alone, both)
     # The first process alone looks at the model, and sees what one would.
     assert [row["step"] for row in diagnosed(alone)] == [0, 30, 60]
     for a, b in zip(diagnosed(alone), diagnosed(both), strict=True):
         for part, measure in (("qk", "nuclear"), ("ov", "moved"), ("attention", "entropy")):
-            for mine, theirs in zip(*(r["mechanism"][part][measure] for r in (a, b)), strict=True):
+            for mine, theirs in zip(
+                *(r["diagnostics"][part][measure] for r in (a, b)), strict=True
+            ):
                 assert mine == pytest.approx(theirs, rel=1e-3)
     (_, tokens, mine), (_, same, theirs) = (
-        attention_map.read(f / attention_map.NAME) for f in (alone, both)
+        attention_map.read_attention_map(f / attention_map.FILE_NAME) for f in (alone, both)
     )
     assert tokens.tolist() == same.tolist()
     assert np.abs(mine.astype(int) - theirs).max() <= 2
@@ -133,11 +125,11 @@ def test_two_processes_train_the_run_that_one_trains(qkablate, torchrun, tiny, t
     process = torchrun(*words, "out=both")
     out, err = process.communicate()
     assert process.returncode == 0, err
-    assert out.count("this run has ended before") == 1
+    assert out.count("this run ended before") == 1
     assert content(both) == before
 
 
-def test_killed_and_stopped_it_ends_as_if_nothing_had_been(qkablate, torchrun, tiny, tmp_path):
+def test_killed_and_stopped_run_resumes_bit_identically(qkablate, torchrun, tiny, tmp_path):
     words = (*tiny, *SHARED)
     calm = torchrun(*words, "out=calm")
     _, err = calm.communicate()
@@ -145,11 +137,11 @@ def test_killed_and_stopped_it_ends_as_if_nothing_had_been(qkablate, torchrun, t
     # One of them is killed: that is no result.
     process = torchrun(*words, "out=rough")
     after_rows(process, tmp_path, "rough", 12)
-    folder = folder_of(tmp_path, "rough")
+    folder = run_folder(tmp_path, "rough")
     os.kill(ranks_of(process, folder)[1], signal.SIGKILL)
     _, err = process.communicate()
     assert process.returncode != 0
-    assert err.count("another of the 2 processes has ended; the same command goes on") == 1
+    assert err.count("another of the 2 processes has ended; the same command resumes") == 1
     assert not (folder / "result.json").exists()
     assert not (folder / "error.txt").exists()
     # One of them is asked to stop: all do, at one step.
@@ -158,62 +150,62 @@ def test_killed_and_stopped_it_ends_as_if_nothing_had_been(qkablate, torchrun, t
     os.kill(ranks_of(process, folder)[1], signal.SIGTERM)
     _, err = process.communicate()
     assert process.returncode != 0
-    assert err.count("stopped; the same command goes on from here") == 1
+    assert err.count("stopped; the same command resumes from here") == 1
     assert "exitcode  : 143" in err
     assert not (folder / "result.json").exists()
     newest = max((folder / "checkpoints").glob("step-*"))
-    assert int(newest.name[5:]) == max(row["step"] for row in rows(folder))
+    assert int(newest.name[5:]) == max(row["step"] for row in read_rows(folder))
     # It goes on with the same number of processes, or with another.
     shutil.copytree(tmp_path / "rough", tmp_path / "fewer")
     process = torchrun(*words, "out=rough")
     _, err = process.communicate()
     assert process.returncode == 0, err
-    assert_identical(folder_of(tmp_path, "calm"), folder)
+    assert_identical(run_folder(tmp_path, "calm"), folder)
     done = qkablate("train", *words, "out=fewer")
     assert done.code == 0
-    assert "this run began with 2 processes, and goes on with 1" in done.err
-    assert_close(folder, folder_of(tmp_path, "fewer"))
-    assert read(folder_of(tmp_path, "fewer"), "result.json")["processes"] == 1
+    assert "this run began with 2 processes and resumes with 1" in done.err
+    assert_close(folder, run_folder(tmp_path, "fewer"))
+    assert read(run_folder(tmp_path, "fewer"), "result.json")["processes"] == 1
 
 
-def test_each_may_hold_a_part_of_the_model(qkablate, torchrun, tiny, tmp_path):
-    """What is written is whole: such a run goes on so, to the same bits, or in one process."""
+def test_sharded_run_equals_unsharded(qkablate, torchrun, tiny, tmp_path):
+    """Checkpoints are unsharded: a sharded run resumes bit-identically, or in one process."""
     words = (*tiny, *SHARED)
-    sharded = ("train.shard=true", "train.checkpoint_activations=true")
+    sharded = ("train.fsdp=true", "train.checkpoint_activations=true")
     assert qkablate("train", *words, "out=alone").code == 0
     process = torchrun(*words, *sharded, "out=calm")
     _, err = process.communicate()
     assert process.returncode == 0, err
-    alone, calm = folder_of(tmp_path, "alone"), folder_of(tmp_path, "calm")
+    alone, calm = run_folder(tmp_path, "alone"), run_folder(tmp_path, "calm")
     assert alone.name == calm.name
     assert_close(alone, calm)
-    assert "diagnose nothing: with train.shard=true no process has all of the weights" in err
+    assert "no diagnostics: with train.fsdp=true no process has all of the weights" in err
     assert not diagnosed(calm)
-    assert not (calm / attention_map.NAME).exists()
+    assert not (calm / attention_map.FILE_NAME).exists()
     process = torchrun(*words, *sharded, "out=rough")
     after_rows(process, tmp_path, "rough", 12)
     process.terminate()
     _, err = process.communicate()
-    assert "stopped; the same command goes on from here" in err
+    assert "stopped; the same command resumes from here" in err
     shutil.copytree(tmp_path / "rough", tmp_path / "whole")
     process = torchrun(*words, *sharded, "out=rough")
     _, err = process.communicate()
     assert process.returncode == 0, err
-    assert "going on from step" in err
-    assert_identical(calm, folder_of(tmp_path, "rough"))
+    assert "resuming from step" in err
+    assert_identical(calm, run_folder(tmp_path, "rough"))
     assert qkablate("train", *words, "out=whole").code == 0
-    assert_close(alone, folder_of(tmp_path, "whole"))
+    assert_close(alone, run_folder(tmp_path, "whole"))
 
 
-def test_they_diverge_together(qkablate, torchrun, tiny, tmp_path):
+def test_ranks_diverge_at_the_same_step(qkablate, torchrun, tiny, tmp_path):
     words = (*tiny, *SHARED, "optim.lr=1000", "optim.clip=0", "model.norm=none")
     assert qkablate("train", *words, "out=alone").code == 3
     process = torchrun(*words, "out=both")
     out, err = process.communicate()
     assert process.returncode != 0
     assert "exitcode  : 3" in err
-    assert out.count("the loss was not finite any more") == 1
-    results = [read(folder_of(tmp_path, name), "result.json") for name in ("alone", "both")]
+    assert out.count("the loss became non-finite") == 1
+    results = [read(run_folder(tmp_path, name), "result.json") for name in ("alone", "both")]
     assert results[0]["diverged_at"] == results[1]["diverged_at"]
     assert results[1]["status"] == "diverged"
 
@@ -222,23 +214,23 @@ def test_they_diverge_together(qkablate, torchrun, tiny, tmp_path):
     ("words", "line"),
     [
         (
-            ["train.accumulate=3"],
-            "train.accumulate: 3 passes a step cannot be shared by 2 processes; give a multiple"
+            ["train.grad_accum=3"],
+            "train.grad_accum: 3 passes a step cannot be shared by 2 processes; give a multiple"
             " of 2",
         ),
         (
-            ["train.accumulate=2", "device=cuda:1"],
+            ["train.grad_accum=2", "device=cuda:1"],
             "device: cuda:1 is one device, and there are 2 processes (allowed: auto, cpu, cuda)",
         ),
         (
-            ["train.accumulate=2", "train.shard=true", "compile=true"],
-            "train.shard: true needs compile=false",
+            ["train.grad_accum=2", "train.fsdp=true", "compile=true"],
+            "train.fsdp: true needs compile=false",
         ),
         (["-m", "seed=0,1"], "-m: several processes train one run together; without torchrun, -m"),
         (["trian.steps=1"], "trian.steps: there is no such key"),
     ],
 )
-def test_what_cannot_be_shared_is_said(qkablate, tiny, monkeypatch, words, line):
+def test_unsupported_settings_are_rejected(qkablate, tiny, monkeypatch, words, line):
     here = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
     for name, value in (here | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}).items():
         monkeypatch.setenv(name, str(value))  # as torchrun does, but there is nobody to meet
@@ -248,8 +240,8 @@ def test_what_cannot_be_shared_is_said(qkablate, tiny, monkeypatch, words, line)
     assert done.err.count("\n") == 1
 
 
-def test_it_is_said_once(torchrun, tiny, tmp_path):
-    process = torchrun(*tiny, "train.accumulate=3")
+def test_errors_are_printed_once(torchrun, tiny, tmp_path):
+    process = torchrun(*tiny, "train.grad_accum=3")
     out, err = process.communicate()
     assert process.returncode != 0
     assert (out, err.count("cannot be shared by 2 processes")) == ("", 1)
@@ -258,29 +250,29 @@ def test_it_is_said_once(torchrun, tiny, tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-def test_cores_are_shared(monkeypatch):
+def test_cores_are_divided_among_local_ranks(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(9)), raising=False)
     monkeypatch.setattr("sys.platform", "linux")
-    config = Config(device="cpu", train=TrainConfig(accumulate=8))
-    assert Ranks(0, 8, 0, 4).settled(config).threads == 2
+    config = Config(device="cpu", train=TrainConfig(grad_accum=8))
+    assert Ranks(0, 8, 0, 4).resolve(config).threads == 2
     assert (
-        Ranks(0, 32, 0, 16).settled(Config(device="cpu", train=TrainConfig(accumulate=32))).threads
+        Ranks(0, 32, 0, 16).resolve(Config(device="cpu", train=TrainConfig(grad_accum=32))).threads
         == 1
     )
-    assert Ranks().settled(config).threads == "auto"  # torch knows
+    assert Ranks().resolve(config).threads == "auto"  # torch knows
 
 
-def test_every_process_has_a_gpu_of_its_own(monkeypatch):
+def test_every_rank_has_its_own_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    config = Config(train=TrainConfig(accumulate=6))
-    assert Ranks(3, 6, 1, 2).settled(config).device == "cuda:1"
+    config = Config(train=TrainConfig(grad_accum=6))
+    assert Ranks(3, 6, 1, 2).resolve(config).device == "cuda:1"
     with pytest.raises(UserError, match="3 processes on this machine need a GPU each"):
-        Ranks(0, 6, 0, 3).settled(config)
+        Ranks(0, 6, 0, 3).resolve(config)
 
 
-def test_all_have_as_many_items():
-    dealt = [list(Ranks(rank, 3).deal("abcdefg")) for rank in range(3)]
+def test_eval_items_are_divided_equally():
+    dealt = [list(Ranks(rank, 3).shard_eval("abcdefg")) for rank in range(3)]
     assert [[item for item, counts in own if counts] for own in dealt] == [
         ["a", "d", "g"],
         ["b", "e"],
@@ -289,8 +281,8 @@ def test_all_have_as_many_items():
     assert [len(own) for own in dealt] == [3, 3, 3]
 
 
-def test_where_a_sum_goes_on():
-    progress = Progress(loss_sum=6.0, loss_shares=[1.0, 2.0, 3.0])
-    assert [progress.own_loss_sum(rank, 3) for rank in range(3)] == [1, 2, 3]
-    assert [progress.own_loss_sum(rank, 2) for rank in range(2)] == [6, 0]
-    assert progress.own_loss_sum(0, 1) == 6
+def test_loss_sum_resumes_with_other_rank_counts():
+    progress = TrainProgress(loss_sum=6.0, loss_shares=[1.0, 2.0, 3.0])
+    assert [progress.initial_loss_sum(rank, 3) for rank in range(3)] == [1, 2, 3]
+    assert [progress.initial_loss_sum(rank, 2) for rank in range(2)] == [6, 0]
+    assert progress.initial_loss_sum(0, 1) == 6

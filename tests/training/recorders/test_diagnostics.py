@@ -1,8 +1,7 @@
-"""Diagnostics while training: rows at their steps, once, and nothing else is another for them."""
+"""Diagnostics during training: logged once per step, without effect on training."""
 
 import json
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -10,22 +9,11 @@ import safetensors.torch
 import torch
 
 from qkablate.diagnostics import circuits, patterns
-
-CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu", "crc32"}  # of these, too
-
-
-def folder_of(tmp_path: Path, out: str) -> Path:
-    (folder,) = (tmp_path / out / "runs").iterdir()
-    return folder
-
-
-def rows(folder: Path) -> list[dict]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in CLOCKS} for line in lines]
+from tests.training.helpers import interrupt_after, read_rows, run_folder
 
 
 def mechanisms(folder: Path) -> list[dict]:
-    return [row for row in rows(folder) if "mechanism" in row]
+    return [row for row in read_rows(folder) if "diagnostics" in row]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -37,23 +25,23 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     ("words", "steps"),
     [
         ([], [0, 6, 12]),  # with every evaluation
-        (["diagnose.every=5"], [0, 5, 10, 12]),
-        (["diagnose.every=100"], [0, 12]),
-        (["diagnose.every=0"], []),
+        (["diagnostics.every=5"], [0, 5, 10, 12]),
+        (["diagnostics.every=100"], [0, 12]),
+        (["diagnostics.every=0"], []),
     ],
 )
-def test_rows_at_their_steps(qkablate, tiny, tmp_path, words, steps):
+def test_diagnostics_are_logged_at_their_steps(qkablate, tiny, tmp_path, words, steps):
     assert qkablate("train", *tiny, *words).code == 0
-    found = mechanisms(folder_of(tmp_path, "outputs"))
+    found = mechanisms(run_folder(tmp_path, "outputs"))
     assert [row["step"] for row in found] == steps
     for row in found:
-        assert set(row) == {"step", "tokens", "flops", "mechanism"}
-        mechanism = row["mechanism"]
+        assert set(row) == {"step", "tokens", "flops", "diagnostics"}
+        mechanism = row["diagnostics"]
         assert tuple(mechanism["qk"]) == tuple(mechanism["ov"]) == circuits.MEASURES
         assert tuple(mechanism["attention"]) == patterns.MEASURES
         assert all(len(heads) == 2 for heads in mechanism["attention"]["entropy"])
     if steps:
-        moved = [row["mechanism"]["qk"]["moved"] for row in found]
+        moved = [row["diagnostics"]["qk"]["moved"] for row in found]
         assert moved[0] == [[0.0, 0.0]] * 2
         assert all(value > 0 for heads in moved[-1] for value in heads)
 
@@ -73,16 +61,16 @@ def test_rows_at_their_steps(qkablate, tiny, tmp_path, words, steps):
     ],
     ids=["dropout", "bf16", "task"],
 )
-def test_training_is_the_same_to_the_bit(qkablate, tiny, tmp_path, words):
+def test_diagnostics_change_no_bit_of_training(qkablate, tiny, tmp_path, words):
     if words[0] == "data=recall":
         tiny = [word for word in tiny if not word.startswith("data")]
     for out, every in (("with", 1), ("without", 0)):
-        done = qkablate("train", *tiny, *words, f"diagnose.every={every}", f"out={out}")
+        done = qkablate("train", *tiny, *words, f"diagnostics.every={every}", f"out={out}")
         assert done.code == 0, done.err
-    one, other = folder_of(tmp_path, "with"), folder_of(tmp_path, "without")
+    one, other = run_folder(tmp_path, "with"), run_folder(tmp_path, "without")
     assert one.name == other.name  # it is the same run
     assert len(mechanisms(one)) == 13
-    assert [row for row in rows(one) if "mechanism" not in row] == rows(other)
+    assert [row for row in read_rows(one) if "diagnostics" not in row] == read_rows(other)
     mine, theirs = weights(one), weights(other)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -90,37 +78,26 @@ def test_training_is_the_same_to_the_bit(qkablate, tiny, tmp_path, words):
     assert results[0]["loss"] == results[1]["loss"]
 
 
-def test_stopped_at_any_moment_every_row_is_there_once(qkablate, tiny, tmp_path, monkeypatch):
-    from qkablate.training import session
-
-    words = [*tiny, "diagnose.every=2"]
+def test_every_row_is_logged_once_wherever_the_run_stops(qkablate, tiny, tmp_path, monkeypatch):
+    words = [*tiny, "diagnostics.every=2"]
     assert qkablate("train", *words, "out=calm").code == 0
-    for looks in range(1, 12):  # of a sitting, in an evaluation and between two steps
+    for checks in range(1, 12):  # of a session, in evaluations and between steps
         with monkeypatch.context() as patch:
-            seen = 0
-
-            def received(self, looks=looks):
-                nonlocal seen
-                seen += 1
-                if seen > looks:
-                    self.received = signal.SIGTERM
-                return bool(self.received)
-
-            patch.setattr(session.Signals, "__bool__", received)
+            interrupt_after(patch, checks)
             if qkablate("train", *words, "out=rough").code == 0:
                 break
     else:
         assert qkablate("train", *words, "out=rough").code == 0
-    calm, rough = folder_of(tmp_path, "calm"), folder_of(tmp_path, "rough")
-    assert rows(calm) == rows(rough)
+    calm, rough = run_folder(tmp_path, "calm"), run_folder(tmp_path, "rough")
+    assert read_rows(calm) == read_rows(rough)
     assert [row["step"] for row in mechanisms(rough)] == [0, 2, 4, 6, 8, 10, 12]
 
 
-def test_killed_between_a_row_and_its_checkpoint(qkablate, tiny, tmp_path, monkeypatch):
-    """What the row says is not believed before a checkpoint says that it is written."""
+def test_row_without_checkpoint_is_logged_again(qkablate, tiny, tmp_path, monkeypatch):
+    """Kill a run after a row and before the next checkpoint."""
     from qkablate.training import loop
 
-    words = [*tiny, "diagnose.every=3"]
+    words = [*tiny, "diagnostics.every=3"]
     assert qkablate("train", *words, "out=calm").code == 0
     step, calls = loop.Trainer._step, 0
 
@@ -134,42 +111,42 @@ def test_killed_between_a_row_and_its_checkpoint(qkablate, tiny, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(loop.Trainer, "_step", killed)
         assert qkablate("train", *words, "out=rough").code == 130
-    assert [row["step"] for row in mechanisms(folder_of(tmp_path, "rough"))] == [0, 3, 6]
+    assert [row["step"] for row in mechanisms(run_folder(tmp_path, "rough"))] == [0, 3, 6]
     assert qkablate("train", *words, "out=rough").code == 0
-    assert rows(folder_of(tmp_path, "calm")) == rows(folder_of(tmp_path, "rough"))
+    assert read_rows(run_folder(tmp_path, "calm")) == read_rows(run_folder(tmp_path, "rough"))
 
 
-def test_mistakes(qkablate, tiny):
+def test_invalid_interval_is_rejected(qkablate, tiny):
     for value, line in (
-        ("often", "diagnose.every: 'often' is not auto, or 0 or more"),
-        ("-1", "diagnose.every: -1 is not auto, or 0 or more"),
+        ("often", "diagnostics.every: 'often' is not auto, or 0 or more"),
+        ("-1", "diagnostics.every: -1 is not auto, or 0 or more"),
     ):
-        done = qkablate("train", *tiny, f"diagnose.every={value}")
+        done = qkablate("train", *tiny, f"diagnostics.every={value}")
         assert (done.code, done.err.count("\n")) == (2, 1)
         assert line in done.err
     done = qkablate("train", *tiny, "diagnos.every=1")
-    assert "(nearest: diagnose.every)" in done.err or "diagnose" in done.err
+    assert "(nearest: diagnostics.every)" in done.err or "diagnostics" in done.err
 
 
-def test_a_diverged_run_ends_as_it_would(qkablate, tiny, tmp_path):
+def test_diagnostics_do_not_change_divergence(qkablate, tiny, tmp_path):
     words = [*tiny, "optim.lr=1000", "optim.warmup=0", "optim.clip=0", "train.steps=30"]
     codes = []
     for every in (1, 0):
-        codes.append(qkablate("train", *words, f"diagnose.every={every}", f"out=d{every}").code)
-    one, other = folder_of(tmp_path, "d1"), folder_of(tmp_path, "d0")
+        codes.append(qkablate("train", *words, f"diagnostics.every={every}", f"out=d{every}").code)
+    one, other = run_folder(tmp_path, "d1"), run_folder(tmp_path, "d0")
     assert codes[0] == codes[1]
     ends = [json.loads((folder / "result.json").read_text()) for folder in (one, other)]
     assert ends[0]["status"] == ends[1]["status"]
     assert ends[0].get("diverged_at") == ends[1].get("diverged_at")
 
 
-def test_a_run_that_began_from_another_has_moved_from_there(qkablate, tiny, tmp_path):
-    assert qkablate("train", *tiny, "diagnose.every=0").code == 0
-    parent = folder_of(tmp_path, "outputs")
-    begun = [*tiny, f"start.run={parent}", "variant=no_q", "out=begun"]
+def test_moved_is_measured_from_the_projected_weights(qkablate, tiny, tmp_path):
+    assert qkablate("train", *tiny, "diagnostics.every=0").code == 0
+    parent = run_folder(tmp_path, "outputs")
+    begun = [*tiny, f"init_from.run={parent}", "variant=no_q", "out=begun"]
     assert qkablate("train", *begun).code == 0
-    folder = folder_of(tmp_path, "begun")
-    moved = [row["mechanism"]["qk"]["moved"] for row in mechanisms(folder)]
+    folder = run_folder(tmp_path, "begun")
+    moved = [row["diagnostics"]["qk"]["moved"] for row in mechanisms(folder)]
     assert moved[0] == [[0.0, 0.0]] * 2
     assert all(value > 0 for heads in moved[-1] for value in heads)
     done = qkablate("inspect", str(folder), "--json", f"data.cache={tmp_path / 'cache'}")
@@ -179,7 +156,7 @@ def test_a_run_that_began_from_another_has_moved_from_there(qkablate, tiny, tmp_
     shutil.rmtree(folder / "start")
     done = qkablate("inspect", str(folder), "--json", f"data.cache={tmp_path / 'cache'}")
     assert (done.code, done.err.count("\n")) == (0, 1)
-    assert "does not hold what the run began with" in done.err
+    assert "does not hold the initial weights of the run" in done.err
     found = json.loads(done.out)
     assert found["qk"]["moved"] == found["ov"]["moved"] == [None, None]
     assert found["qk"]["nuclear"][0]

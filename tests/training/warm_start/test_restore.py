@@ -1,4 +1,4 @@
-"""A model out of a run folder: what was trained, and nothing that the folder smuggles in."""
+"""Models restored from run folders, which are untrusted."""
 
 import hashlib
 import importlib.metadata
@@ -14,8 +14,9 @@ import torch
 
 from qkablate.errors import UserError
 from qkablate.models import catalogue
+from qkablate.runs.run import find_run
 from qkablate.training import checkpoint
-from qkablate.training.warm_start.restore import find_run, restore
+from qkablate.training.warm_start.restore import restore
 
 STEPS = ("train.steps=3", "train.batch_size=2")
 CIRCUIT = """
@@ -35,12 +36,12 @@ def trained(train, tmp_path_factory):
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A copy to damage."""
+    """Copy the trained run, to damage it."""
     return Path(shutil.copytree(trained, tmp_path / "outputs" / "runs" / trained.name))
 
 
 def tree(folder: Path) -> dict[str, object]:
-    """Names, contents and times of all that is in a folder."""
+    """Return names, contents and times of all files in a folder."""
     return {
         str(path.relative_to(folder)): (
             path.stat().st_mtime_ns,
@@ -55,14 +56,14 @@ def weights_of(run: Path) -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """With its checksum: as someone would who means harm."""
+    """Replace a file and its checksum, as an attacker would."""
     sums = path.parent / "SHA256SUMS"
     before, after = (hashlib.sha256(c).hexdigest() for c in (path.read_bytes(), content))
     path.write_bytes(content)
     sums.write_text(sums.read_text().replace(before, after))
 
 
-def test_the_model_that_was_trained(run):
+def test_restored_model_has_trained_weights(run):
     restored = restore(run)
     weights = safetensors.torch.load_file(weights_of(run))
     state = restored.model.state_dict()
@@ -73,7 +74,7 @@ def test_the_model_that_was_trained(run):
     assert restored.tokenizer().vocabulary == 256
 
 
-def test_nothing_in_the_folder_changes(run):
+def test_restoring_writes_nothing(run):
     before = tree(run)
     restore(run).tokenizer()
     weights_of(run).write_bytes(b"damaged")
@@ -83,7 +84,7 @@ def test_nothing_in_the_folder_changes(run):
     assert tree(run) == after != before
 
 
-def test_the_newest_whole_checkpoint(run, capsys):
+def test_newest_intact_checkpoint_is_used(run, capsys):
     (older,) = (run / "checkpoints").glob("step-*")
     newer = Path(shutil.copytree(older, older.with_name("step-00000009")))
     (newer / "weights.safetensors").write_bytes(b"damaged")
@@ -96,8 +97,8 @@ def test_the_newest_whole_checkpoint(run, capsys):
     assert tree(run) == before
 
 
-def test_weights_are_hashed_only_to_be_found(run, monkeypatch):
-    """Each reads all of them once more."""
+def test_weights_are_hashed_only_if_searched_by_hash(run, monkeypatch):
+    """Hashing reads all weights once more."""
     hashed = []
 
     def weights_sha256(path, original=checkpoint.weights_sha256):
@@ -108,7 +109,7 @@ def test_weights_are_hashed_only_to_be_found(run, monkeypatch):
     path = restore(run).checkpoint
     assert hashed == []
     assert restore(run, weights=checkpoint.weights_sha256(path)).checkpoint == path
-    with pytest.raises(UserError, match="has no weights of sha256 000000000000… any more"):
+    with pytest.raises(UserError, match="no longer has weights with the sha256 000000000000…"):
         restore(run, weights="0" * 64)
 
 
@@ -168,7 +169,7 @@ def whole_numbers(run):
 
 
 BAD = [
-    (hostile_progress, "progress.json: step is '\\x1b]0;x\\x07'"),
+    (hostile_progress, "progress.json.step is not of type int"),
     (whole_numbers, "are no weights: blocks.0.attention.ov.w_o is torch.int64"),
     (no_config, "is no run: it has no config.yaml"),
     (no_checkpoint, "has no checkpoint yet"),
@@ -184,25 +185,31 @@ BAD = [
     (rewrite("heads: 2", "haeds: 2"), "is damaged: model.haeds: there is no such key"),
     (rewrite("heads: 2", "heads: 3"), "model.heads: 3 does not divide model.d_model=16"),
     (rewrite("heads: 2", "heads: 4"), "the weights in '"),
-    (rewrite("layers: 2", "layers: 3"), "blocks.2.attention.ov.w_o is not there, and (16, 16) is"),
+    (rewrite("layers: 2", "layers: 3"), "blocks.2.attention.ov.w_o is missing, and (16, 16) is"),
     (rewrite("d_model: 16", "d_model: 1048576"), "is expected"),
     (rewrite("vocabulary: 256", "vocabulary: 255"), "is (256, 16), and (255, 16) is expected"),
     (rewrite("vocabulary: 256", "vocabulary: many"), "is damaged: a vocabulary of 'many'"),
     (rewrite("rank: null", "rank: auto"), "no model can be built from"),
-    (rewrite("qk: merged", "qk: no_q"), "blocks.0.attention.qk.w_k is not there, and (16, 16)"),
-    (rewrite("out: .*", "out: ${oc.env:SECRET}"), "holds no ${…}"),
-    (rewrite("out: .*", 'out: "\\x24{oc.env:SECRET}"'), "holds no ${…}"),
-    (rewrite("(?s)seed: 0.*?out: ", "seed: &a 0\nseeds: *a\nout: "), "holds no alias"),
+    (rewrite("qk: merged", "qk: no_q"), "blocks.0.attention.qk.w_k is missing, and (16, 16)"),
+    (rewrite("out: .*", "out: ${oc.env:SECRET}"), "contains no ${…}"),
+    (rewrite("out: .*", 'out: "\\x24{oc.env:SECRET}"'), "contains no ${…}"),
+    (rewrite("(?s)seed: 0.*?out: ", "seed: &a 0\nseeds: *a\nout: "), "contains no alias"),
     (rewrite(r"outside: \{\}", "outside: [1]"), "is damaged: it is not what a run writes"),
     (rewrite(r"outside: \{\}", "outside: {a: 1}"), "are not names and hashes"),
     (rewrite(r"outside: \{\}", "outside: {a: b}"), "not the circuit that the run was trained with"),
-    (rewrite("qk: merged", "qk: foreign"), "give variant.qk=foreign, for no package is imported"),
-    (rewrite("ov: separate", "ov: foreign"), "give variant.ov=foreign, for no package is imported"),
+    (
+        rewrite("qk: merged", "qk: foreign"),
+        "give variant.qk=foreign, because a run's package is not",
+    ),
+    (
+        rewrite("ov: separate", "ov: foreign"),
+        "give variant.ov=foreign, because a run's package is not",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("damage", "line"), BAD, ids=[line[:40] for _, line in BAD])
-def test_bad_folders(run, monkeypatch, damage, line):
+def test_damaged_folders_are_rejected(run, monkeypatch, damage, line):
     monkeypatch.setenv("SECRET", "planted")
     damage(run)
     before = tree(run)
@@ -215,34 +222,34 @@ def test_bad_folders(run, monkeypatch, damage, line):
 
 
 TOKENIZERS = [
-    ("{", "is damaged: it describes none of bytes, chars"),
-    ('["bytes"]', "is damaged: it describes none of bytes, chars"),
-    ("[" * 100_000, "is damaged: it describes none of bytes, chars"),
-    ('{"name": ["bytes"]}', "is damaged: it describes none of bytes, chars"),
-    ('{"name": "chars"}', "is damaged: its characters are no text in which each stands once"),
-    ('{"name": "chars", "characters": "aa"}', "in which each stands once"),
+    ("{", "is damaged: it does not describe one of bytes, chars"),
+    ('["bytes"]', "is damaged: it does not describe one of bytes, chars"),
+    ("[" * 100_000, "is damaged: it does not describe one of bytes, chars"),
+    ('{"name": ["bytes"]}', "is damaged: it does not describe one of bytes, chars"),
+    ('{"name": "chars"}', "is damaged: its characters are not a text of distinct characters"),
+    ('{"name": "chars", "characters": "aa"}', "not a text of distinct characters"),
     ('{"name": "chars", "characters": "abc"}', "it has 3 tokens, the model 256"),
 ]
 
 
 @pytest.mark.parametrize(("content", "line"), TOKENIZERS)
-def test_bad_tokenizers(run, content, line):
+def test_damaged_tokenizers_are_rejected(run, content, line):
     (run / "tokenizer.json").write_text(content)
     with pytest.raises(UserError) as caught:
         restore(run).tokenizer()
     assert line in str(caught.value)
 
 
-def test_runs_without_a_tokenizer(run):
-    """Of before there was one: bytes are bytes, but characters are known to the corpus alone."""
+def test_missing_tokenizer_is_allowed_for_bytes_only(run):
+    """Older runs have no tokenizer: bytes need none, characters do."""
     (run / "tokenizer.json").unlink()
     assert restore(run).tokenizer().vocabulary == 256
     rewrite("tokenizer: bytes", "tokenizer: chars")(run)
-    with pytest.raises(UserError, match="is not there"):
+    with pytest.raises(UserError, match="does not exist"):
         restore(run).tokenizer()
 
 
-def test_characters_outlast_the_corpus(train, tmp_path):
+def test_character_tokenizer_needs_no_corpus(train, tmp_path):
     run = train(tmp_path, *STEPS, "data.tokenizer=chars")
     (tmp_path / "corpus.txt").unlink()
     shutil.rmtree(tmp_path / "cache")
@@ -253,8 +260,8 @@ def test_characters_outlast_the_corpus(train, tmp_path):
     assert kept == tokenizer.describe()
 
 
-def test_a_circuit_from_a_file_is_imported_when_it_is_given(train, tmp_path):
-    """A run folder that names a file does not make anything of it run."""
+def test_circuit_file_is_imported_only_if_given(train, tmp_path):
+    """A run folder that names a file must not cause its execution."""
     file, journal = tmp_path / "mine.py", tmp_path / "journal"
     file.write_text(CIRCUIT.format(journal=str(journal)))
     run = train(tmp_path, *STEPS, f"variant.file={file}")
@@ -275,11 +282,11 @@ def test_a_circuit_from_a_file_is_imported_when_it_is_given(train, tmp_path):
     assert not journal.exists()
     file.rename(other)  # what counts is what is in it
     restored = restore(run, variant_file=str(other))
-    assert restored.model.attentions()[0].qk.equation == "mine"
+    assert restored.model.attention_layers()[0].module.qk.equation == "mine"
     assert journal.read_text() == "imported\n"
 
 
-def test_a_file_that_is_not_needed(run, tmp_path):
+def test_unneeded_circuit_is_rejected(run, tmp_path):
     (tmp_path / "mine.py").write_text(CIRCUIT.format(journal=str(tmp_path / "journal")))
     with pytest.raises(UserError, match="trained with no circuit from a file"):
         restore(run, variant_file=str(tmp_path / "mine.py"))
@@ -289,7 +296,7 @@ def test_a_file_that_is_not_needed(run, tmp_path):
     assert not (tmp_path / "journal").exists()
 
 
-def test_a_packages_circuit_is_imported_when_it_is_named(train, tmp_path, monkeypatch):
+def test_package_circuit_is_imported_only_if_named(train, tmp_path, monkeypatch):
     file, journal = tmp_path / "theirs.py", tmp_path / "journal"
     file.write_text(CIRCUIT.format(journal=str(journal)))
 
@@ -313,7 +320,7 @@ def test_a_packages_circuit_is_imported_when_it_is_named(train, tmp_path, monkey
     with pytest.raises(UserError, match=r"give variant\.qk=theirs"):
         restore(run)
     assert not journal.exists()
-    assert restore(run, qk="theirs").model.attentions()[0].qk.equation == "mine"
+    assert restore(run, qk="theirs").model.attention_layers()[0].module.qk.equation == "mine"
     file.write_text(file.read_text() + "# changed\n")
     with pytest.raises(UserError, match="theirs: not the circuit that the run was trained with"):
         restore(run, qk="theirs")
@@ -346,28 +353,28 @@ def test_find_run(tmp_path):
     for word in (f"outputs/runs/{names[1]}", f"outputs/runs/{names[1]}/", str(folder)):
         assert find_run(word, out="/nowhere").resolve() == folder
     for word, line in [
-        ("a", f"'a' may be any of 2 runs: {names[0]}, {names[1]}"),
-        ("0", "'0' may be any of 2 runs"),
+        ("a", f"'a' matches 2 runs: {names[0]}, {names[1]}"),
+        ("0", "'0' matches 2 runs"),
         ("b_v", "there is no run 'b_v', neither as a folder nor in 'outputs/runs' (nearest: b_w)"),
-        ("outputs", "'outputs' is no run: it has no config.yaml"),
+        ("outputs", "'outputs' is not a run: it has no config.yaml"),
         ("", "give a run"),
         ("x" * 5000, "there is no run 'xxx"),
     ]:
         with pytest.raises(UserError, match=re.escape(line)):
             find_run(word)
-    with pytest.raises(UserError, match="there is no run 'a', and none at all in 'elsewhere/runs'"):
+    with pytest.raises(UserError, match="there is no run 'a'; 'elsewhere/runs' has no runs"):
         find_run("a", out="elsewhere")
 
 
-def test_a_config_that_is_not_the_ids_is_damaged(train, tmp_path):
-    """Two heads or four: the weights have the same shapes."""
+def test_config_that_does_not_fit_the_id_is_damaged(train, tmp_path):
+    """Change the heads, which changes no shape of the weights."""
     run = train(tmp_path, *STEPS, "variant=standard")
     rewrite("heads: 2", "heads: 4")(run)
-    with pytest.raises(UserError, match="not those that the run's id was made of"):
+    with pytest.raises(UserError, match="do not match the id of the run"):
         restore(run)
 
 
-def test_a_deep_config_takes_no_time(run):
+def test_deeply_nested_config_is_rejected(run):
     (run / "config.yaml").write_text('{"a":' * 200_000)
     with pytest.raises(UserError, match="too deep"):
         restore(run)

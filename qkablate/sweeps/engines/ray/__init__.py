@@ -1,1 +1,1 @@
-"""The engine that trains on a Ray cluster."""
+"""The Ray engine."""

@@ -1,10 +1,13 @@
-"""The process that speaks with Ray for a launcher. It is one of its own because Ray ends a process
-that has lost its cluster, says so at length, and takes its settings from the environment.
+"""The process that talks to Ray for a launcher.
+
+It is separate because Ray exits a process that has lost its cluster, prints much while doing so,
+and takes its settings from the environment.
 """
 
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from collections import deque
@@ -14,167 +17,166 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from qkablate.sweeps.engines import Ended, Task
-from qkablate.sweeps.engines.ray.cluster import Refused, Wish, check, connect, one_line
+from qkablate.sweeps.engines.base import EXIT_STOPPED, RunExit, RunTask
+from qkablate.sweeps.engines.ray.cluster import (
+    ClusterRequest,
+    ClusterUnusable,
+    check_cluster,
+    connect,
+    format_error,
+)
 
-LOG = "driver.log"
-_ASKED = 8  # places that are asked for at once and not there yet
-_TICK = 0.2  # seconds between two looks at what the launcher says
-_LOOK = 10.0  # and between two at the nodes
-_FAILURES = 5  # places in a row that came to nothing
-# What a run needs of the launcher's environment, wherever it is.
+_LOG_FILE = "driver.log"
+_MAX_PENDING = 8  # actors requested and not placed yet
+_TICK = 0.2  # seconds between two looks at the launcher's messages
+_NODE_CHECK = 10.0  # seconds between two looks at the nodes
+_MAX_FAILURES = 5  # actors in a row that could not be placed
+# The launcher's variables that a run needs on every node.
 _PASSED = re.compile("(WANDB|HF|HUGGING_FACE|TIKTOKEN|QKABLATE)_|(XDG_CACHE_HOME|PYTHONPATH)$")
 
 
 @dataclass
-class _Place:
-    """A host that was asked for, and what it trains."""
+class _Slot:
+    """An actor, and the run it trains."""
 
     actor: Any
-    begun: bool = False
-    task: Task | None = None
+    placed: bool = False
+    task: RunTask | None = None
 
 
-def drive(pipe: Connection, wish: Wish) -> None:
-    """What comes: ("start", task), ("stop", now). What goes: ("connected",), ("ready", most runs on
-    a node, in all) or ("refused", why); then ("begun", id) and ("ended", how). When the pipe ends,
-    the launcher has gone.
+def drive(pipe: Connection, request: ClusterRequest) -> None:
+    """Serve the launcher until the pipe closes.
+
+    It receives ("start", task) and ("stop", now). It sends ("connected",), then ("ready", most runs
+    on a node, on all nodes) or ("refused", reason), then ("begun", id) and ("ended", exit).
     """
     os.setsid()  # Ctrl-C in the terminal is for the launcher
-    log = os.open(Path(wish.temporary) / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(
+        Path(request.temporary) / _LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+    )
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     try:
-        connect(wish)
+        connect(request)
         pipe.send(("connected",))
-        room = check(wish)
-        cluster = _Cluster(pipe.send, wish)
-        pipe.send(("ready", *room))
-    except Refused as refused:
-        pipe.send(("refused", str(refused)))
+        counts = check_cluster(request)
+        scheduler = _Scheduler(pipe.send, request)
+        pipe.send(("ready", *counts))
+    except ClusterUnusable as unusable:
+        pipe.send(("refused", str(unusable)))
     except Exception as error:
-        pipe.send(("refused", f"engine.address: {one_line(error)}"))
+        pipe.send(("refused", f"engine.address: {format_error(error)}"))
     else:
-        cluster.serve(pipe)
-    _shutdown()
-    shutil.rmtree(wish.temporary, ignore_errors=True)  # the launcher may have been killed
+        scheduler.serve(pipe)
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+    shutil.rmtree(request.temporary, ignore_errors=True)  # the launcher may have been killed
 
 
-class _Cluster:
-    """Runs wait here, in the order they come, for a place that Ray gives."""
+class _Scheduler:
+    """A queue of runs for the actors that Ray places."""
 
-    def __init__(self, send: Callable[[tuple], None], wish: Wish) -> None:
+    def __init__(self, send: Callable[[tuple[Any, ...]], None], request: ClusterRequest) -> None:
         import ray
 
-        from qkablate.sweeps.engines.ray.node import Host
+        from qkablate.sweeps.engines.ray.node import RunActor
 
         self._send = send
         passed = {name: value for name, value in os.environ.items() if _PASSED.match(name)}
-        # An object of its own: what Ray keeps and shows of an actor does not have it.
-        self._given = ray.put((list(sys.path), os.getcwd(), passed))
-        self._host = ray.remote(Host).options(
-            num_cpus=wish.cpus,
-            num_gpus=wish.gpus,
-            max_concurrency=2,  # it trains, and hears that it is to stop
+        # A separate object, so that it is not among the arguments that Ray records of an actor.
+        self._launcher = ray.put((list(sys.path), os.getcwd(), passed))
+        self._actor_class = ray.remote(RunActor).options(
+            num_cpus=request.cpus,
+            num_gpus=request.gpus,
+            max_concurrency=2,  # one call trains, another stops it
             max_restarts=0,
             max_task_retries=0,
         )
-        self._waiting: deque[Task] = deque()
-        self._places: dict[Any, _Place] = {}  # by what Ray will answer
+        self._waiting: deque[RunTask] = deque()
+        self._slots: dict[Any, _Slot] = {}  # by the reference to Ray's next answer
         self._failures = 0
         self._stopped = False
 
     def serve(self, pipe: Connection) -> None:
-        """Until the launcher goes, and what ran for it has ended."""
+        """Train until the launcher is gone and its runs have ended."""
         import ray
 
-        looked = time.monotonic()
+        checked = time.monotonic()
         listening = True
-        while listening or self._places:
+        while listening or self._slots:
             try:
-                while listening and pipe.poll(0 if self._busy else None):
-                    self._obey(*pipe.recv())
+                while listening and pipe.poll(0 if self._slots or self._waiting else None):
+                    command, argument = pipe.recv()
+                    if command == "start":
+                        self._waiting.append(argument)
+                    else:
+                        self._stop(now=argument)
             except (EOFError, OSError):
                 listening = False
                 self._send = lambda message: None
                 self._stop(now=False)
-            self._ask()
-            if self._places:
-                answers, _ = ray.wait(list(self._places), num_returns=1, timeout=_TICK)
+            self._request_actors()
+            if self._slots:
+                answers, _ = ray.wait(list(self._slots), num_returns=1, timeout=_TICK)
                 for answer in answers:
-                    self._hear(answer)
-            if time.monotonic() - looked > _LOOK:
-                looked = time.monotonic()
+                    self._handle(answer)
+            if time.monotonic() - checked > _NODE_CHECK:
+                checked = time.monotonic()
                 if not any(node["Alive"] for node in ray.nodes()):
-                    return  # what waits would wait for ever
+                    return  # what waits would wait forever
 
-    @property
-    def _busy(self) -> bool:
-        return bool(self._places or self._waiting)
+    def _request_actors(self) -> None:
+        """Request actors for the runs that wait."""
+        pending = sum(not slot.placed for slot in self._slots.values())
+        for _ in range(min(len(self._waiting), _MAX_PENDING) - pending):
+            actor = self._actor_class.remote(self._launcher)
+            self._slots[actor.begin.remote()] = _Slot(actor)
 
-    def _obey(self, word: str, what: Any) -> None:
-        if word == "start":
-            self._waiting.append(what)
-        else:
-            self._stop(now=what)
-
-    def _ask(self) -> None:
-        """For places for what waits."""
-        asked = sum(not place.begun for place in self._places.values())
-        for _ in range(min(len(self._waiting), _ASKED) - asked):
-            actor = self._host.remote(self._given)
-            self._places[actor.begin.remote()] = _Place(actor)
-
-    def _hear(self, answer: Any) -> None:
+    def _handle(self, answer: Any) -> None:
+        """Handle the answer of an actor: report the run's exit, and give it the next run."""
         import ray
         from ray.exceptions import OutOfMemoryError, RayError
 
-        place = self._places.pop(answer)
+        slot = self._slots.pop(answer)
         try:
-            said = ray.get(answer)
+            value = ray.get(answer)
         except RayError as error:
-            if place.task is not None:
-                starved = isinstance(error, OutOfMemoryError)
-                gone = "" if starved else _why(error)
-                code = -9 if starved else 1
-                self._send(("ended", Ended(place.task.id, code, starved, gone)))
+            if slot.task is not None:
+                self._send(("ended", _lost_run(slot.task.id, error, OutOfMemoryError)))
             elif not self._stopped:
                 self._failures += 1
-                if self._failures >= _FAILURES:
+                if self._failures >= _MAX_FAILURES:
                     raise
             return
-        self._failures, place.begun = 0, True
-        if place.task is not None:
-            code, starved = said
-            self._send(("ended", Ended(place.task.id, code, starved)))
-            place.task = None
+        self._failures, slot.placed = 0, True
+        if slot.task is not None:
+            self._send(("ended", RunExit(slot.task.id, *value)))
+            slot.task = None
         if not self._waiting:
-            ray.kill(place.actor)
+            ray.kill(slot.actor)
             return
-        task = place.task = self._waiting.popleft()
+        task = slot.task = self._waiting.popleft()
         self._send(("begun", task.id))
-        self._places[place.actor.train.remote(task.as_json())] = place
+        self._slots[slot.actor.train.remote(task.to_json())] = slot
 
     def _stop(self, *, now: bool) -> None:
         import ray
 
         self._stopped = True
         for task in self._waiting:
-            self._send(("ended", Ended(task.id, 128 + 15)))
+            self._send(("ended", RunExit(task.id, EXIT_STOPPED)))
         self._waiting.clear()
-        for answer, place in list(self._places.items()):
-            if place.task is not None:
-                place.actor.stop.remote(now)
+        for answer, slot in list(self._slots.items()):
+            if slot.task is not None:
+                slot.actor.stop.remote(now)
             else:
-                ray.kill(place.actor)
-                del self._places[answer]
+                ray.kill(slot.actor)
+                del self._slots[answer]
 
 
-def _why(error: Exception) -> str:
-    """Why a run has lost its place."""
-    return "its node has died" if "node has died" in str(error) else "its Ray worker has died"
-
-
-def _shutdown() -> None:
-    if "ray" in sys.modules:
-        sys.modules["ray"].shutdown()
+def _lost_run(id: str, error: Exception, out_of_memory: type[Exception]) -> RunExit:
+    """Return the exit of a run whose actor is gone."""
+    if isinstance(error, out_of_memory):
+        return RunExit(id, -signal.SIGKILL, out_of_memory=True)
+    lost = "node" if "node has died" in str(error) else "Ray worker"
+    return RunExit(id, 1, requeue_reason=f"its {lost} has died")

@@ -1,5 +1,6 @@
-"""A Ray cluster, one that is there or one of the sweep's own. Ray gives a run its place on a node;
-there a process of its own trains it, as anywhere else.
+"""Training on a Ray cluster, an existing one or one of the sweep's own.
+
+Ray places a run on a node, where a separate process trains it as on any engine.
 """
 
 import multiprocessing
@@ -15,43 +16,45 @@ from typing import Any
 
 from qkablate.config import EngineConfig
 from qkablate.errors import UserError
-from qkablate.runs.lease import Observer
-from qkablate.sweeps.engines import Ended, Task
-from qkablate.sweeps.engines.ray.cluster import Wish
+from qkablate.runs.lease import LeaseObserver
+from qkablate.sweeps.engines.base import RunExit, RunTask
+from qkablate.sweeps.engines.ray.cluster import ClusterRequest
 from qkablate.sweeps.engines.ray.driver import drive
 
-_CONNECT = 10.0  # seconds for an address to answer at all
-_JOIN = 40.0  # and for Ray to take us in, or to start
-_LOOK = 90.0  # and for all nodes to answer
-_CLOSE = 30.0  # seconds in which it ends where nothing runs
-_SHORT = 32  # characters; the paths of Ray's sockets are some 70 longer, and 107 is the most
+# Seconds.
+_CONNECT = 10.0  # for an address to accept a connection
+_JOIN = 40.0  # for Ray to start, or to accept the driver
+_CHECK = 90.0  # for all nodes to answer
+_CLOSE = 30.0  # for the driver to exit where nothing runs
+# Characters; Ray's socket paths are some 70 longer than the folder, and limited to 107.
+_SHORT = 32
 _ADDRESS = re.compile(r"(?:ray://)?(?P<host>[\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 
 
-def check(engine: EngineConfig) -> None:
-    """UserError where nothing answers at the address."""
+def check_address(engine: EngineConfig) -> None:
+    """Raise UserError if nothing answers at the cluster's address."""
     address = engine.address
     if address is None or address == "auto":
         return
-    found = _ADDRESS.fullmatch(address)
-    if found is None or not 0 < int(found["port"]) < 2**16:
+    parts = _ADDRESS.fullmatch(address)
+    if parts is None or not 0 < int(parts["port"]) < 2**16:
         raise UserError(
             f"engine.address: '{address}' is not null, auto, HOST:PORT or ray://HOST:PORT"
         )
-    place = found["host"].strip("[]"), int(found["port"])
     try:
-        socket.create_connection(place, _CONNECT).close()
+        target = parts["host"].strip("[]"), int(parts["port"])
+        socket.create_connection(target, _CONNECT).close()
     except OSError as error:
-        why = error.strerror or str(error)
-        raise UserError(f"engine.address: nothing answers at '{address}': {why}") from None
+        reason = error.strerror or str(error)
+        raise UserError(f"engine.address: nothing answers at '{address}': {reason}") from None
 
 
-class Ray:
-    """`slots`: how many runs it takes at once, `gpus` what each of them asks for."""
+class RayEngine:
+    """Runs on a Ray cluster: at most `slots` at once, with so many GPUs each."""
 
-    shares = True
-    elsewhere = True
-    pause = 0.5
+    shares_machine = True
+    is_remote = True
+    poll_interval = 0.5
 
     def __init__(
         self,
@@ -63,72 +66,79 @@ class Ray:
     ) -> None:
         self.slots = slots
         self._name = "of its own" if engine.address is None else f"at {engine.address}"
-        self._tasks: dict[str, Task] = {}
+        self._tasks: dict[str, RunTask] = {}
         self._queued: set[str] = set()
-        self._lost: dict[str, Ended] = {}  # what may still be writing its checkpoint
-        self._observer, self._at_once = Observer(), False
+        self._exits: dict[str, RunExit] = {}  # a lost run may still be writing its checkpoint
+        self._observer, self._killed = LeaseObserver(), False
         short = len(tempfile.gettempdir()) < _SHORT
         self._temporary = tempfile.mkdtemp(prefix="qkr-", dir=None if short else "/tmp")
-        wish = Wish(engine.address, engine.cpus or 1, gpus, str(folder.absolute()), self._temporary)
+        request = ClusterRequest(
+            engine.address, engine.cpus or 1, gpus, str(folder.absolute()), self._temporary
+        )
         context = multiprocessing.get_context("spawn")
         self._pipe, end = context.Pipe()
-        self._driver = context.Process(target=drive, args=(end, wish), name="ray", daemon=True)
+        self._driver = context.Process(target=drive, args=(end, request), name="ray", daemon=True)
         try:
             self._driver.start()
             end.close()
-            self._most, room = self._opened()
+            self._runs_per_node, total = self._connect()
         except BaseException:
             self.close()
             raise
-        note(f"Ray      a cluster {self._name}, with room for {room} at once")
+        note(f"Ray      a cluster {self._name}, with room for {total} at once")
 
-    def _opened(self) -> tuple[int, int]:
-        """How many runs share a node at most, and how many run at once."""
-        what: list[Any] = []
-        for seconds in (_JOIN, _LOOK):  # to be connected, then to be ready
+    def _connect(self) -> tuple[int, int]:
+        """Wait for the cluster; return the most runs on one node and on all."""
+        values: list[Any] = []
+        for seconds in (_JOIN, _CHECK):  # to be connected, then to be ready
             if not self._pipe.poll(seconds):
                 self._driver.kill()
                 raise UserError(f"engine.address: no Ray cluster {self._name} answers")
             try:
-                word, *what = self._pipe.recv()
+                message, *values = self._pipe.recv()
             except EOFError:
                 raise UserError(
-                    f"engine.address: Ray has ended without a cluster {self._name}"
+                    f"engine.address: Ray exited before a cluster {self._name} was ready"
                 ) from None
-            if word == "refused":
-                raise UserError(what[0])
-        return what[0], what[1]
+            if message == "refused":
+                raise UserError(values[0])
+        return values[0], values[1]
 
     def adopt(self, ids: Collection[str]) -> list[str]:
-        return []  # its runs end with their launcher
+        """Return nothing: the runs end with their launcher."""
+        return []
 
-    def queued(self) -> Collection[str]:
+    def queued_ids(self) -> Collection[str]:
+        """Return the runs that wait for a node."""
         return self._queued
 
-    def start(self, task: Task) -> None:
+    def start(self, task: RunTask) -> None:
+        """Queue the run."""
         self._tasks[task.id] = task
         self._queued.add(task.id)
-        self._tell("start", replace(task, packed=min(task.packed, self._most)))
+        self._send("start", replace(task, packed=min(task.packed, self._runs_per_node)))
 
-    def ended(self, seconds: float) -> list[Ended]:
+    def wait_for_exits(self, seconds: float) -> list[RunExit]:
+        """Wait until a process exits, at most so many seconds."""
         until = time.monotonic() + seconds
-        found: list[Ended] = []
-        while not found and (left := until - time.monotonic()) > 0:
-            self._hear(left)
-            for id, end in list(self._lost.items()):
-                writes = (end.gone or end.out_of_memory) and not self._at_once
-                if not writes or not self._observer.is_owned(self._tasks[id].folder):
-                    found.append(self._lost.pop(id))
-        for ended in found:
-            del self._tasks[ended.id]
-        return found
+        exits: list[RunExit] = []
+        while not exits and (left := until - time.monotonic()) > 0:
+            self._receive(left)
+            for id, exit in list(self._exits.items()):
+                may_write = (exit.requeue_reason or exit.out_of_memory) and not self._killed
+                if not may_write or not self._observer.is_leased(self._tasks[id].folder):
+                    exits.append(self._exits.pop(id))
+        for exit in exits:
+            del self._tasks[exit.id]
+        return exits
 
     def stop(self, *, now: bool) -> None:
-        self._at_once |= now
-        self._tell("stop", now)
+        """Ask all runs to stop, or kill them."""
+        self._killed |= now
+        self._send("stop", now)
 
     def close(self) -> None:
-        """What still runs writes a checkpoint: it sees that nobody waits for it any more."""
+        """Disconnect. What still runs sees its standard input close and writes a checkpoint."""
         self._pipe.close()
         if self._driver.pid is not None:
             self._driver.join(None if self._tasks else _CLOSE)
@@ -136,30 +146,30 @@ class Ray:
             self._driver.join()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def _hear(self, seconds: float) -> None:
-        """What has become of the runs."""
+    def _receive(self, seconds: float) -> None:
+        """Read the driver's messages about the runs."""
         try:
             while self._pipe.poll(seconds):
-                word, what = self._pipe.recv()
-                if word == "begun":
-                    self._queued.discard(what)
+                message, value = self._pipe.recv()
+                if message == "begun":
+                    self._queued.discard(value)
                 else:
-                    self._queued.discard(what.id)
-                    self._lost[what.id] = what
+                    self._queued.discard(value.id)
+                    self._exits[value.id] = value
                 seconds = 0.0
         except (EOFError, OSError):
-            self._lose()
+            self._raise_lost()
 
-    def _tell(self, word: str, what: Any) -> None:
+    def _send(self, command: str, argument: Any) -> None:
         try:
-            self._pipe.send((word, what))
+            self._pipe.send((command, argument))
         except OSError:
-            self._lose()
+            self._raise_lost()
 
-    def _lose(self) -> None:
-        """The cluster is not there any more. What ran there has lost its parent, and ends too."""
+    def _raise_lost(self) -> None:
+        """Raise ConnectionError: the cluster is gone, and its runs end with their parents."""
         self._tasks.clear()
         raise ConnectionError(
-            f"the Ray cluster {self._name} does not answer any more; what ran there ends with a"
-            " checkpoint, and the same command goes on"
+            f"the Ray cluster {self._name} does not answer any more; its runs write a checkpoint"
+            " and end, and the same command continues them"
         )

@@ -1,54 +1,56 @@
-"""What stands on a Ray cluster's nodes. It is sent there by value: only when the launcher's paths
-are known does it import anything of this program.
+"""Code that runs on the nodes of a Ray cluster.
+
+It is pickled by value, and imports this program only after the launcher's paths are set.
 """
 
 from typing import Any
 
 
-def look(paths: list[str], cwd: str, token: str) -> tuple[str, str]:
-    """What keeps a node from training: of which kind it is, and what. Empty where nothing does."""
+def check_node(paths: list[str], cwd: str, token: str) -> tuple[str, str]:
+    """Return the key at fault and the reason why this node cannot train, or "" and its version."""
     import os
     import sys
 
     sys.path[:0] = [path for path in paths if path not in sys.path]
     if not os.path.isdir(cwd):
-        return "folder", f"has no folder '{cwd}', in which the sweep was started"
+        return "engine", f"has no folder '{cwd}', in which the sweep was started"
     if not os.path.exists(token):
         return "out", f"does not see the sweep's folder '{os.path.dirname(token)}'"
     try:
         import qkablate
     except ImportError as error:
-        return "program", f"cannot import qkablate: {error}"
+        return "engine", f"cannot import qkablate: {error}"
     return "", qkablate.__version__
 
 
-class Host:
-    """A place for a run, on some node: it trains one, then perhaps another."""
+class RunActor:
+    """A Ray actor with the resources of one run: it trains one run after another."""
 
-    def __init__(self, given: tuple[list[str], str, dict[str, str]]) -> None:
+    def __init__(self, launcher: tuple[list[str], str, dict[str, str]]) -> None:
+        """Adopt the launcher's import paths, working folder and environment variables."""
         import sys
 
-        paths, cwd, environment = given
+        paths, self._cwd, self._environment = launcher
         sys.path[:0] = [path for path in paths if path not in sys.path]
-        self._cwd, self._environment = cwd, environment
-        self._child: Any = None
+        self._process: Any = None
         self._stopped = False
 
     def begin(self) -> None:
-        """It answers as soon as Ray has given it a node."""
+        """Return once Ray has placed the actor on a node."""
 
     def train(self, line: str) -> tuple[int, bool]:
-        """How the run's process ended, and whether the system wanted its memory."""
-        from qkablate.sweeps.engines import Task
-        from qkablate.sweeps.engines.remote import Sheltered
+        """Train a run; return its exit code, and whether it was killed to free memory."""
+        from qkablate.sweeps.engines.base import RunTask
+        from qkablate.sweeps.engines.remote import ShelteredRunProcess
 
-        child = self._child = Sheltered(Task.from_json(line), self._cwd, self._environment)
+        task = RunTask.from_json(line)
+        process = self._process = ShelteredRunProcess(task, self._cwd, self._environment)
         if self._stopped:  # meanwhile
-            child.terminate()
-        return child.wait(), child.starved()
+            process.terminate()
+        return process.wait(), process.is_out_of_memory()
 
     def stop(self, now: bool) -> None:
-        """Let the run write a checkpoint, or not even that."""
+        """Let the run write a checkpoint and exit, or kill it."""
         self._stopped = True
-        if self._child is not None:
-            self._child.kill() if now else self._child.terminate()
+        if self._process is not None:
+            self._process.kill() if now else self._process.terminate()

@@ -1,1 +1,1 @@
-"""The engine that trains on a SLURM cluster."""
+"""The SLURM engine."""

@@ -1,61 +1,91 @@
-"""The files of one job array, in the folder of its sweep.
+"""The files of a job array, in the folder of its sweep.
 
 <sweep>/slurm/
-    lock               one launcher at a time submits
-    <batch>/           of one array; its jobs are called <sweep>.<batch> in SLURM's queue
+    lock               held by the launcher that submits
+    <batch>/           one array; its jobs are named <sweep>.<batch> in SLURM's queue
         batch.json     the ids of its runs, in the order of its tasks; written before sbatch
-        <task>.json    where the task began, and how its run ended
-        …              submitit's: script, tasks, logs
+        <task>.json    where the task started, and the exit of its run
+        …              submitit's files: script, tasks, logs
 
-What stands there is believed only as far as SLURM's queue knows the jobs; no pickle is read back.
+These files are trusted only as far as SLURM's queue confirms the jobs; no pickle is read back.
 """
 
+import contextlib
+import io
+import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qkablate.runs.records import read_json, write_json
+from qkablate.sweeps.engines.base import RunTask
+from qkablate.sweeps.engines.slurm.cluster import (
+    SlurmCommandFailed,
+    SubmissionRejected,
+    format_error,
+    make_executor,
+)
+
+_UNREACHABLE = re.compile("(?i)contact|timed out|communicat|not respond|temporarily|connection")
 
 
-class Batch:
-    """One array: `left` counts its runs that have not ended, `room` those that may run at once."""
+class JobArray:
+    """One array: `left` of its runs have not ended, and at most `limit` of them run at once."""
 
-    def __init__(self, folder: Path, left: int = 0, room: int = 0) -> None:
-        self.folder, self.left, self.room = folder, left, room
+    def __init__(self, folder: Path, left: int = 0, limit: int = 0) -> None:
+        self.folder, self.left, self.limit = folder, left, limit
         self.name = f"{folder.parents[1].name}.{folder.name}"  # of its jobs
-        self.silent = False  # one of them ended without a word: its log stays
+        self.keep_logs = False  # a task ended without recording an exit
 
     @classmethod
-    def new(cls, folder: Path, runs: Sequence[str], room: int) -> "Batch":
-        """One that is to be submitted. Whoever comes after us must know what its jobs are."""
-        batch = cls(folder / secrets.token_hex(6), len(runs), room)
-        batch.folder.mkdir()
-        write_json(batch.folder / "batch.json", {"runs": runs})
-        return batch
+    def create(cls, folder: Path, runs: Sequence[str], limit: int) -> "JobArray":
+        """Create the folder of an array to submit, with the ids for later launchers."""
+        array = cls(folder / secrets.token_hex(6), len(runs), limit)
+        array.folder.mkdir()
+        write_json(array.folder / "batch.json", {"runs": runs})
+        return array
 
-    def file(self, task: int) -> Path:
-        """Where a task says how it is."""
-        return self.folder / f"{task}.json"
+    def submit(self, tasks: Sequence[RunTask], parameters: Mapping[str, Any]) -> list[str]:
+        """Submit the array and return SLURM's job number of each task."""
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    def said(self, task: int) -> dict[str, Any] | None:
-        found = read_json(self.file(task))
-        return found if isinstance(found, dict) else None
+        from qkablate.sweeps.engines.slurm.job import SlurmJob
 
-    def is_begun(self) -> bool:
-        """Whether any task has said something. On a network file system, only a listing asks for
-        new files.
-        """
-        with suppress(OSError):  # another launcher has removed it
+        jobs = [SlurmJob(task, os.getcwd(), self.file(n)) for n, task in enumerate(tasks)]
+        parameters = {**parameters, "array_parallelism": self.limit}
+        executor = make_executor(self.folder, parameters, self.name)
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
+                return [job.job_id.partition("_")[0] for job in executor.submit_array(jobs)]
+        except (FailedJobError, FailedSubmissionError) as error:
+            self.remove()
+            reason = format_error(str(error)) or "sbatch failed"
+            failure = SlurmCommandFailed if _UNREACHABLE.search(reason) else SubmissionRejected
+            raise failure(reason) from None
+
+    def file(self, index: int) -> Path:
+        """Return the path of a task's status."""
+        return self.folder / f"{index}.json"
+
+    def read_status(self, index: int) -> dict[str, Any] | None:
+        """Read the status that a task has written, if it has."""
+        status = read_json(self.file(index))
+        return status if isinstance(status, dict) else None
+
+    def has_begun(self) -> bool:
+        """Return whether any task has written a status."""
+        # A listing, because nothing else makes a network file system show new files.
+        with contextlib.suppress(OSError):  # another launcher has removed it
             return any(re.fullmatch(r"\d+\.json", path.name) for path in self.folder.iterdir())
         return False
 
-    def last_words(self, task: int) -> str:
-        """The end of a task's log, where there is one."""
-        for path in self.folder.glob(f"*_{task}_0_log.out"):
+    def last_log_line(self, index: int) -> str:
+        """Return the last line of a task's log, or nothing."""
+        for path in self.folder.glob(f"*_{index}_0_log.out"):
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             return next((line for line in reversed(lines) if line.strip()), "")
         return ""
@@ -64,11 +94,23 @@ class Batch:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def batches(folder: Path) -> Iterator[tuple[Batch, list[Any]]]:
-    """Those in the folder, each with what should be the ids of its runs."""
+@dataclass
+class ArrayTask:
+    """One run of an array, as the engine follows it."""
+
+    id: str
+    array: JobArray
+    index: int  # in its array
+    job: str = ""  # SLURM's number of the array
+    state: str = "PENDING"
+    polls_over: int = 0  # consecutive polls that found it over without a recorded exit
+
+
+def find_job_arrays(folder: Path) -> Iterator[tuple[JobArray, list[Any]]]:
+    """Yield the arrays in a sweep's folder, each with what should be the ids of its runs."""
     for path in sorted(folder.iterdir()):
         if re.fullmatch("[0-9a-f]{12}", path.name) and not path.is_symlink():
             content = read_json(path / "batch.json")
             runs = content.get("runs") if isinstance(content, dict) else None
             if isinstance(runs, list):
-                yield Batch(path), runs
+                yield JobArray(path), runs

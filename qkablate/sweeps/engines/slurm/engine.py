@@ -1,68 +1,45 @@
-"""A SLURM cluster: job arrays over the runs, by submitit. A launcher that goes leaves its jobs, and
-the next one takes them over.
+"""Training on a SLURM cluster: job arrays over the runs, submitted with submitit.
+
+A launcher that exits leaves its jobs, and the next one takes them over.
 """
 
 import contextlib
 import fcntl
-import io
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qkablate.errors import UserError
-from qkablate.sweeps.engines import OWNED, STOPPED, Ended, Task
-from qkablate.sweeps.engines.slurm.batch import Batch, batches
+from qkablate.sweeps.engines.base import EXIT_ALREADY_RUNNING, EXIT_STOPPED, RunExit, RunTask
+from qkablate.sweeps.engines.slurm.batch import ArrayTask, JobArray, find_job_arrays
 from qkablate.sweeps.engines.slurm.cluster import (
-    Row,
-    Unanswered,
-    ask,
-    executor,
-    largest_array,
-    one_line,
-    queue,
+    ACTIVE,
+    TAKEN_AWAY,
+    QueueEntry,
+    SlurmCommandFailed,
+    SubmissionRejected,
+    max_array_size,
+    query_queue,
+    run_command,
 )
-from qkablate.table import counted
+from qkablate.table import format_count
 
-# A job in one of these, or not in the queue at all, will not go on.
-_OVER = {
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
-    *("PREEMPTED", "REVOKED", "TIMEOUT"),
-}
-# In one of these, it was not the run or a person that wanted its end.
-_TAKEN = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "PREEMPTED", "REVOKED", "TIMEOUT"}
 _CRASHES = {-number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)}
-_AT_WORK = {"RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "SUSPENDED", "STOPPED"}
-_AWAY = re.compile("(?i)contact|timed out|communicat|not respond|temporarily|connection")
-_FULL = 60.0  # seconds until what was refused is submitted again
-_LOOKS = 2  # that find a job over, and nothing from it, before that is believed
+_USUAL_REASONS = {"None", "Priority", "Resources", "BeginTime", "JobArrayTaskLimit", ""}
+_RETRY = 60.0  # seconds before rejected jobs are submitted again
+_POLLS = 2  # that must find a job over before its missing exit is believed
 
 
-@dataclass
-class _Job:
-    id: str
-    batch: Batch
-    number: int  # of the task in its array
-    job: str = ""  # SLURM's number of the array
-    state: str = "PENDING"
-    over: int = 0  # looks that found it so
-
-
-class Refused(Unanswered):
-    """sbatch will not have the jobs."""
-
-
-class Slurm:
-    """`limit`: how many may run at once; None: as many as the cluster has room for."""
+class SlurmEngine:
+    """Runs on a SLURM cluster, at most `limit` at once, or as many as it has room for."""
 
     slots = 10**9
-    shares = False
-    elsewhere = True
-    pause = 5.0
+    shares_machine = False
+    is_remote = True
+    poll_interval = 5.0
 
     def __init__(
         self,
@@ -73,260 +50,249 @@ class Slurm:
     ) -> None:
         self._folder = folder.absolute() / "slurm"
         self._parameters, self._limit, self._note = parameters, limit, note
-        self._collected: dict[str, Task] = {}  # to be submitted
-        self._jobs: dict[str, _Job] = {}  # by the run's id
-        self._ended: list[Ended] = []  # not yet told
-        self._submitted = False  # whether sbatch has taken anything
-        self._begun = False  # whether any job has got as far as to write
-        self._stopping: str = ""  # how
-        self._next_look = 0.0
-        self._hold = 0.0  # nothing is submitted before
-        self._complaint = ""
-        self._reasons: set[str] = set()
-        self._most = 0
+        self._collected: dict[str, RunTask] = {}  # to be submitted
+        self._tasks: dict[str, ArrayTask] = {}  # by the run's id
+        self._exits: list[RunExit] = []  # not yet reported
+        self._submitted = False  # sbatch has accepted a job
+        self._begun = False  # a job has started far enough to write
+        self._stopping: str = ""  # soon, now
+        self._next_poll = 0.0
+        self._next_submission = 0.0
+        self._warning = ""
+        self._reasons: set[str] = set()  # already printed
+        self._max_array = 0
 
     def adopt(self, ids: Collection[str]) -> list[str]:
+        """Take over the jobs of earlier launchers; return the ids of their runs."""
         while True:
-            with contextlib.suppress(Unanswered), self._alone():
-                self._take_over(ids, unheard=True)
-                self._throttle()
-                return list(self._jobs)
-            self._complain("SLURM does not answer")
-            time.sleep(self.pause)
+            with contextlib.suppress(SlurmCommandFailed), self._locked():
+                self._take_over(ids, with_crashes=True)
+                self._update_throttles()
+                return list(self._tasks)
+            self._warn("SLURM does not answer")
+            time.sleep(self.poll_interval)
 
-    def start(self, task: Task) -> None:
+    def start(self, task: RunTask) -> None:
+        """Collect the run for the next array."""
         self._collected[task.id] = task
 
-    def queued(self) -> Collection[str]:
-        waiting = {id for id, job in self._jobs.items() if job.state not in _AT_WORK}
+    def queued_ids(self) -> Collection[str]:
+        """Return the runs that are not submitted or wait in SLURM's queue."""
+        waiting = {id for id, task in self._tasks.items() if task.state not in ACTIVE}
         return waiting | self._collected.keys()
 
-    def ended(self, seconds: float) -> list[Ended]:
+    def wait_for_exits(self, seconds: float) -> list[RunExit]:
+        """Submit what was collected, and wait until a run ends, at most so many seconds."""
         self._submit()
-        time.sleep(max(0.0, min(seconds, self._next_look - time.monotonic())))
-        if time.monotonic() >= self._next_look:
-            self._look()
-            self._next_look = time.monotonic() + self.pause
-        told, self._ended = self._ended, []
-        return told
+        time.sleep(max(0.0, min(seconds, self._next_poll - time.monotonic())))
+        if time.monotonic() >= self._next_poll:
+            self._poll()
+            self._next_poll = time.monotonic() + self.poll_interval
+        exits, self._exits = self._exits, []
+        return exits
 
     def stop(self, *, now: bool) -> None:
+        """Cancel all jobs, with time for a checkpoint or without."""
         self._stopping = "now" if now else "soon"
-        for id in self._collected:
-            self._ended.append(Ended(id, STOPPED))
+        self._exits += [RunExit(id, EXIT_STOPPED) for id in self._collected]
         self._collected.clear()
         self._cancel()
-        self._next_look = 0.0
+        self._next_poll = 0.0
 
     def close(self) -> None:
-        pass  # the jobs stay
+        """Leave the jobs to the next launcher."""
 
     def _cancel(self) -> None:
-        """Asked again at every look: who is not there yet hears nothing."""
-        jobs = sorted({job.job for job in self._jobs.values() if job.job})
+        """Cancel the jobs. Repeated at every poll: a job that is starting misses the signal."""
+        jobs = sorted({task.job for task in self._tasks.values() if task.job})
         if self._stopping == "now":
             commands = [["--signal=KILL"], []]
-        else:  # SIGTERM alone: after a plain scancel, SIGKILL would come before the checkpoint
+        else:  # SIGTERM only: a plain scancel would send SIGKILL before the checkpoint is written
             commands = [["--state=PENDING"], ["--state=RUNNING", "--signal=TERM"]]
-        for words in commands if jobs else []:
-            with contextlib.suppress(Unanswered):
-                ask("scancel", "--quiet", *words, *jobs)
+        for options in commands if jobs else []:
+            with contextlib.suppress(SlurmCommandFailed):
+                run_command("scancel", "--quiet", *options, *jobs)
 
     def _submit(self) -> None:
-        """What was collected, as one array, or as several where it is too long."""
-        while self._collected and time.monotonic() >= self._hold:
-            room = len(self._collected)
+        """Submit the collected runs as one array, or as several where one would be too long."""
+        while self._collected and time.monotonic() >= self._next_submission:
+            free = len(self._collected)
             if self._limit is not None:
-                room = self._limit - len(self._jobs)
-            if room <= 0:
+                free = self._limit - len(self._tasks)
+            if free <= 0:
                 return
             try:
-                with self._alone():
-                    self._take_over(self._collected)  # another launcher's, submitted just now
-                    for id in self._jobs.keys() & self._collected.keys():
+                with self._locked():
+                    self._take_over(self._collected)  # submitted by another launcher just now
+                    for id in self._tasks.keys() & self._collected.keys():
                         del self._collected[id]
-                    self._most = self._most or largest_array()
+                    self._max_array = self._max_array or max_array_size()
                     if self._collected:
-                        self._submit_array([*self._collected.values()][: self._most], room)
-                        self._next_look = 0.0
-                self._complaint = ""
-            except Refused as reason:
-                longest = min(self._most, len(self._collected))
-                if longest > 1:  # there may be a limit to what one user may submit
-                    self._most = longest // 2
+                        self._submit_array([*self._collected.values()][: self._max_array], free)
+                        self._next_poll = 0.0
+                self._warning = ""
+            except SubmissionRejected as reason:
+                longest = min(self._max_array, len(self._collected))
+                if longest > 1:  # a user's number of submitted jobs may be limited
+                    self._max_array = longest // 2
                     continue
                 if not self._submitted:
                     raise UserError(f"engine: sbatch refuses the jobs: {reason}") from None
-                self._most, self._hold = 0, time.monotonic() + _FULL
-                self._complain(f"not submitted yet: {reason}")
-            except Unanswered as reason:
-                self._hold = time.monotonic() + 2 * self.pause
-                self._complain(f"not submitted yet: {reason}")
+                self._max_array, self._next_submission = 0, time.monotonic() + _RETRY
+                self._warn(f"not submitted yet: {reason}")
+            except SlurmCommandFailed as reason:
+                self._next_submission = time.monotonic() + 2 * self.poll_interval
+                self._warn(f"not submitted yet: {reason}")
 
-    def _submit_array(self, tasks: list[Task], room: int) -> None:
-        from submitit.core.utils import FailedJobError, FailedSubmissionError
-
-        from qkablate.sweeps.engines.slurm.job import Job
-
-        batch = Batch.new(self._folder, [task.id for task in tasks], room)
-        parameters = {**self._parameters, "array_parallelism": room}
-        jobs = [_Job(task.id, batch, number) for number, task in enumerate(tasks)]
-        made = [Job(task, os.getcwd(), batch.file(number)) for number, task in enumerate(tasks)]
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):  # it would print what it raises
-                submitted = executor(batch.folder, parameters, batch.name).submit_array(made)
-        except (FailedJobError, FailedSubmissionError) as error:
-            batch.remove()
-            reason = one_line(str(error)) or "sbatch failed"
-            raise (Unanswered if _AWAY.search(reason) else Refused)(reason) from None
+    def _submit_array(self, tasks: list[RunTask], limit: int) -> None:
+        array = JobArray.create(self._folder, [task.id for task in tasks], limit)
+        jobs = array.submit(tasks, self._parameters)
         self._submitted = True
-        for job, known in zip(jobs, submitted, strict=True):
-            job.job = known.job_id.partition("_")[0]
-            self._jobs[job.id] = job
-            del self._collected[job.id]
+        for index, (task, job) in enumerate(zip(tasks, jobs, strict=True)):
+            self._tasks[task.id] = ArrayTask(task.id, array, index, job)
+            del self._collected[task.id]
 
-    def _take_over(self, ids: Collection[str], *, unheard: bool = False) -> None:
-        """Jobs of these runs that others have submitted, and that will go on; also those that
-        crashed while nobody heard of it.
-        """
-        known = {job.batch.folder for job in self._jobs.values()}
-        found = [pair for pair in batches(self._folder) if pair[0].folder not in known]
-        rows = queue(os.getuid(), [batch.name for batch, _ in found])
-        for batch, runs in found:
-            live = False
-            for number, id in enumerate(runs):
-                row = rows.get((batch.name, number))
-                over = row is None or row.state in _OVER
-                code = (batch.said(number) or {}).get("code") if over else None
-                batch.silent |= over and not isinstance(code, int)
-                wanted = isinstance(id, str) and id in ids and id not in self._jobs
-                if over and not (unheard and wanted and code in _CRASHES):
+    def _take_over(self, ids: Collection[str], *, with_crashes: bool = False) -> None:
+        """Follow other launchers' live jobs of these runs, and unreported crashes if asked to."""
+        known = {task.array.folder for task in self._tasks.values()}
+        arrays = [pair for pair in find_job_arrays(self._folder) if pair[0].folder not in known]
+        entries = query_queue(os.getuid(), [array.name for array, _ in arrays])
+        for array, runs in arrays:
+            in_use = False
+            for index, id in enumerate(runs):
+                entry = entries.get((array.name, index))
+                over = entry is None or entry.is_over
+                code = (array.read_status(index) or {}).get("code") if over else None
+                array.keep_logs |= over and not isinstance(code, int)
+                wanted = isinstance(id, str) and id in ids and id not in self._tasks
+                if over and not (with_crashes and wanted and code in _CRASHES):
                     continue
-                live = True
+                in_use = True
                 if wanted:
-                    self._jobs[id] = _Job(id, batch, number, *((row.job, row.state) if row else ()))
-                    batch.left += 1
-            if not live and not batch.silent:
-                batch.remove()
-            batch.room = len(runs)
+                    known_state = (entry.job, entry.state) if entry else ()
+                    self._tasks[id] = ArrayTask(id, array, index, *known_state)
+                    array.left += 1
+            if not in_use and not array.keep_logs:
+                array.remove()
+            array.limit = len(runs)
 
-    def _look(self) -> None:
-        """One question for all jobs."""
-        if not self._jobs:
+    def _poll(self) -> None:
+        """Query the states of all jobs at once."""
+        if not self._tasks:
             return
         if self._stopping:
             self._cancel()
         try:
-            rows = queue(os.getuid(), {job.batch.name for job in self._jobs.values()})
-        except Unanswered as reason:
+            names = {task.array.name for task in self._tasks.values()}
+            entries = query_queue(os.getuid(), names)
+        except SlurmCommandFailed as reason:
             if self._stopping == "now":
                 self._note(f"SLURM does not answer, and its jobs may still be there: {reason}")
-                self._ended += [Ended(id, STOPPED) for id in self._jobs]
-                self._jobs.clear()
-                return
-            self._complain(f"SLURM does not answer, and is waited for: {reason}")
+                self._exits += [RunExit(id, EXIT_STOPPED) for id in self._tasks]
+                self._tasks.clear()
+            else:
+                self._warn(f"SLURM does not answer; waiting for it: {reason}")
             return
-        if self._complaint:
+        if self._warning:
             self._note("SLURM answers again")
-            self._complaint = ""
-        for job in list(self._jobs.values()):
-            row = rows.get((job.batch.name, job.number))
-            ended = self._judge(job, row)
-            if ended is not None:
-                self._ended.append(ended)
-                self._forget(job)
-        self._tell_reasons(rows.values())
-        self._widen()
+            self._warning = ""
+        for task in list(self._tasks.values()):
+            exit = self._find_exit(task, entries.get((task.array.name, task.index)))
+            if exit is not None:
+                self._exits.append(exit)
+                self._forget(task)
+        self._print_reasons(entries.values())
+        self._raise_throttle()
 
-    def _judge(self, job: _Job, row: Row | None) -> Ended | None:
-        """How the job ended, if it did."""
-        job.state = row.state if row else "gone"
-        over = row is None or row.state in _OVER
-        if not over and job.state != "COMPLETING":
-            job.over = 0
+    def _find_exit(self, task: ArrayTask, entry: QueueEntry | None) -> RunExit | None:
+        """Return the exit of a task's run, if it has ended."""
+        task.state = entry.state if entry else "gone"
+        over = entry is None or entry.is_over
+        if not over and task.state != "COMPLETING":
+            task.polls_over = 0
             return None
-        said = job.batch.said(job.number)
-        if said is None and not job.batch.folder.exists():  # another launcher has seen to it
-            return Ended(job.id, OWNED)  # and it may have submitted it again
-        code = said.get("code") if said else None
-        # Told to end, it may be on its way back into the queue.
-        if said and isinstance(code, int) and (over or code != STOPPED):
+        status = task.array.read_status(task.index)
+        if status is None and not task.array.folder.exists():
+            return RunExit(task.id, EXIT_ALREADY_RUNNING)  # another launcher has handled it
+        code = status.get("code") if status else None
+        # A stopped task may be on its way back into the queue.
+        if status and isinstance(code, int) and (over or code != EXIT_STOPPED):
             self._begun = True
-            if code == STOPPED and job.state in _TAKEN and not self._stopping:
-                return Ended(job.id, code, gone=f"its job {job.job} ended as {job.state}")
-            return Ended(job.id, code, said.get("out_of_memory") is True)
-        job.over += over
-        if job.over < _LOOKS:
+            if code == EXIT_STOPPED and task.state in TAKEN_AWAY and not self._stopping:
+                reason = f"its job {task.job} ended as {task.state}"
+                return RunExit(task.id, code, requeue_reason=reason)
+            return RunExit(task.id, code, status.get("out_of_memory") is True)
+        task.polls_over += over
+        if task.polls_over < _POLLS:
             return None
-        if job.state == "CANCELLED" or self._stopping:  # by hand: who did that wants no other one
-            return Ended(job.id, STOPPED)
-        job.batch.silent = True
-        if job.state == "OUT_OF_MEMORY":
-            return Ended(job.id, -signal.SIGKILL, out_of_memory=True)
-        where = f" on {row.node}" if row and row.node else ""
-        if not self._begun and not any(
-            b.is_begun() for b in {j.batch for j in self._jobs.values()}
-        ):
-            self._fail_to_begin(job, where)
-        how = "is not in the queue any more" if row is None else f"ended as {job.state}{where}"
-        return Ended(job.id, -signal.SIGKILL, gone=f"its job {job.job} {how}, and left no word")
+        if task.state == "CANCELLED" or self._stopping:  # who cancels a job wants no other one
+            return RunExit(task.id, EXIT_STOPPED)
+        task.array.keep_logs = True
+        if task.state == "OUT_OF_MEMORY":
+            return RunExit(task.id, -signal.SIGKILL, out_of_memory=True)
+        where = f" on {entry.node}" if entry and entry.node else ""
+        arrays = {other.array for other in self._tasks.values()}
+        if not self._begun and not any(array.has_begun() for array in arrays):
+            self._raise_not_begun(task, where)
+        how = "is no longer in the queue" if entry is None else f"ended as {task.state}{where}"
+        reason = f"its job {task.job} {how}, without recording an exit"
+        return RunExit(task.id, -signal.SIGKILL, requeue_reason=reason)
 
-    def _fail_to_begin(self, job: _Job, where: str) -> None:
-        """The first job could not even say that it is there: so would all others."""
+    def _raise_not_begun(self, task: ArrayTask, where: str) -> None:
+        """Stop all jobs and raise UserError: the first one failed before it wrote anything."""
         self.stop(now=True)
-        if last := job.batch.last_words(job.number):
-            raise UserError(f"engine: the first job{where} ended before its run began: {last}")
+        if line := task.array.last_log_line(task.index):
+            raise UserError(f"engine: the first job{where} ended before its run began: {line}")
         raise UserError(
             f"out: the first job{where} ended before it could write anything in"
-            f" '{job.batch.folder}': does that node see the folder? `out` must be on a file system"
+            f" '{task.array.folder}': does that node see the folder? `out` must be on a file system"
             " that all nodes share"
         )
 
-    def _forget(self, job: _Job) -> None:
-        del self._jobs[job.id]
-        job.batch.left -= 1
-        if job.batch.left == 0 and not job.batch.silent:
-            job.batch.remove()
+    def _forget(self, task: ArrayTask) -> None:
+        del self._tasks[task.id]
+        task.array.left -= 1
+        if task.array.left == 0 and not task.array.keep_logs:
+            task.array.remove()
 
-    def _widen(self) -> None:
-        """The last array began beside others, in the room they left; that grows as they end."""
-        if self._limit is None or not self._jobs or self._stopping:
+    def _raise_throttle(self) -> None:
+        """Let the newest array use the slots that ended runs of earlier arrays have freed."""
+        if self._limit is None or not self._tasks or self._stopping:
             return
-        newest = [*self._jobs.values()][-1].batch
-        room = self._limit - sum(job.batch is not newest for job in self._jobs.values())
-        if 0 < newest.room < min(room, newest.left):
-            number = next(job.job for job in self._jobs.values() if job.batch is newest)
-            with contextlib.suppress(Unanswered):
-                ask("scontrol", "update", f"JobId={number}", f"ArrayTaskThrottle={room}")
-                newest.room = room
+        newest = [*self._tasks.values()][-1].array
+        free = self._limit - sum(task.array is not newest for task in self._tasks.values())
+        if 0 < newest.limit < min(free, newest.left):
+            job = next(task.job for task in self._tasks.values() if task.array is newest)
+            with contextlib.suppress(SlurmCommandFailed):
+                run_command("scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={free}")
+                newest.limit = free
 
-    def _throttle(self) -> None:
-        """What was adopted began with another limit, perhaps."""
-        limit = f"ArrayTaskThrottle={self._limit or 0}"
-        adopted = {job.job: job.batch for job in self._jobs.values() if job.job}
-        for number, batch in adopted.items():
-            with contextlib.suppress(Unanswered):  # a job alone has no throttle
-                ask("scontrol", "update", f"JobId={number}", limit)
-                batch.room = self._limit or batch.room
+    def _update_throttles(self) -> None:
+        """Apply this launcher's limit to the adopted arrays."""
+        throttle = f"ArrayTaskThrottle={self._limit or 0}"
+        adopted = {task.job: task.array for task in self._tasks.values() if task.job}
+        for job, array in adopted.items():
+            with contextlib.suppress(SlurmCommandFailed):  # a single job has no throttle
+                run_command("scontrol", "update", f"JobId={job}", throttle)
+                array.limit = self._limit or array.limit
 
-    def _tell_reasons(self, rows: Collection[Row]) -> None:
-        """Why jobs wait, once for each reason, where it may not pass by itself."""
-        usual = {"None", "Priority", "Resources", "BeginTime", "JobArrayTaskLimit", ""}
-        waiting = [row.reason for row in rows if row.state == "PENDING"]
-        for reason in {*waiting} - usual - self._reasons:
+    def _print_reasons(self, entries: Collection[QueueEntry]) -> None:
+        """Print, once each, the unusual reasons for which jobs wait."""
+        waiting = [entry.reason for entry in entries if entry.state == "PENDING"]
+        for reason in {*waiting} - _USUAL_REASONS - self._reasons:
             self._reasons.add(reason)
-            self._note(f"{counted(waiting.count(reason), 'run')} in SLURM's queue: {reason}")
+            self._note(f"{format_count(waiting.count(reason), 'run')} in SLURM's queue: {reason}")
 
-    def _complain(self, text: str) -> None:
-        if text != self._complaint:
-            self._complaint = text
+    def _warn(self, text: str) -> None:
+        if text != self._warning:
+            self._warning = text
             self._note(text)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Two launchers must not submit the same run."""
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock that keeps two launchers from submitting the same run."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "lock").open("a") as file:
-            with contextlib.suppress(OSError):  # without locks, the run's owner decides
+            with contextlib.suppress(OSError):  # without locks, the run's lease decides
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -1,4 +1,4 @@
-"""Looks at a sweep from outside, while it runs and after."""
+"""Inspection of a sweep from outside, while it runs and afterwards."""
 
 import json
 
@@ -7,13 +7,13 @@ from safetensors.torch import load_file
 
 
 def status(qkablate, *words):
-    """Status of each run, by variant and seed."""
+    """Return the output of `status --json`, and each run's status by variant and seed."""
     found = json.loads(qkablate("status", *words, "--json").out)
     return found, {(s["variant"], s["seed"]): s["status"] for s in found["states"]}
 
 
 def wait_for_progress(launcher, tmp_path, word="train/loss", above=0):
-    """Until a run has trained past a step."""
+    """Wait until a run has trained past a step."""
     while launcher.poll() is None:
         for path in tmp_path.glob("outputs/runs/*/metrics.jsonl"):
             lines = path.read_text().splitlines()[:-1]
@@ -27,7 +27,7 @@ def results(tmp_path, out="outputs"):
 
 
 def final_state(folder):
-    """Weights and metrics but the clocks'."""
+    """Return the weights and all metrics that do not depend on the clock."""
     (newest,) = folder.glob("checkpoints/step-*")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows:

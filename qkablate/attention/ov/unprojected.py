@@ -1,16 +1,19 @@
-"""OV circuits that leave a matrix out: heads read or write their slice of the stream."""
+"""OV circuits without a W_v or W_o: heads read or write their slice of the stream."""
 
 import torch
 from torch import Tensor, nn
 
 from qkablate.attention.ov.base import OV, join_heads, zero_
-from qkablate.attention.projection.moments import Seen
+from qkablate.attention.projection.moments import Moments
 from qkablate.attention.qk import QK
 from qkablate.attention.spec import (
     Draw,
     Spec,
+    fit_slices,
+    head_slices,
     matrix,
     project,
+    side_by_side,
     split_heads,
     vector,
 )
@@ -19,13 +22,14 @@ from qkablate.attention.spec import (
 class NoV(OV):
     """No W_v: head h's values are its slice of x, M_h = g E_h W_o,h.
 
-    A slice of a normed x is 1/(σ√d) times as long as standard's values; g = σ√d takes that back
-    (naive: g = 1). W_o alone moves.
+    A slice of a normalized x is 1/(σ√d) times as long as standard's values; g = σ√d compensates
+    (naive: g = 1). Only W_o is trained.
     """
 
     factors = 1
-    has_places = True
+    has_head_slices = True
     match = "spread"
+    naive_match = "none"
     equation = "M_h = g E_h W_o, v is a slice of x"
     params = "d²"
     removes = "W_v"
@@ -36,9 +40,7 @@ class NoV(OV):
         super().__init__(spec, qk)
         self.w_o = matrix(spec.heads * spec.d_head, spec.d_model)
         self.b_o = vector(spec, spec.d_model)
-        self.gain = spec.length if spec.init == "matched" else 1.0
-        if spec.init == "naive":
-            self.match = "none"
+        self.gain = spec.projection_std if spec.init == "matched" else 1.0
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
         return split_heads(y_BSD, self.spec.heads)
@@ -48,49 +50,46 @@ class NoV(OV):
 
     @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
-        """Only the rows of the head's own slice can be held."""
-        k = self.spec.d_head
-        self.w_o.copy_(torch.cat([m[h * k : (h + 1) * k] for h, m in enumerate(m_HDD)]) / self.gain)
-        zero_(self.b_o)
+        """Set the rows of each head's slice; the other rows are lost."""
+        self._set_rows_(head_slices(m_HDD))
 
     @torch.no_grad()
-    def set_nearest_(self, m_HDD: Tensor, seen: Seen) -> None:
-        """The slice stands for the rest of what a head averages, too, as well as it can."""
-        held_HDD = torch.zeros_like(m_HDD)
-        for head, (m_DD, z_DD) in enumerate(zip(m_HDD, seen.z_HDD, strict=True)):
-            own = slice(head * self.spec.d_head, (head + 1) * self.spec.d_head)
-            held_HDD[head, own] = torch.linalg.solve(z_DD[own, own], z_DD[own] @ m_DD)
-        self.set_circuit_(held_HDD)
+    def set_nearest_(self, m_HDD: Tensor, moments: Moments) -> None:
+        """Predict the output from the slice alone, by least squares."""
+        self._set_rows_(fit_slices(moments.z_HDD, m_HDD, self.spec.d_head))
+
+    def _set_rows_(self, rows_HKD: Tensor) -> None:
+        self.w_o.copy_(rows_HKD.flatten(0, 1) / self.gain)
+        zero_(self.b_o)
 
     def lr_multiplier(self) -> float:
-        return self.speed / self.gain
+        return self.standard_speed / self.gain
 
     def bias_lr_multiplier(self) -> float:
-        return 1 + self.written
+        return 1 + self.value_bias_gain
 
 
 class NoO(OV):
-    """No W_o: the heads' averages, side by side, are what the layer writes. M_h = W_v,h E_hᵀ.
+    """No W_o: the layer writes the concatenated averages of the heads, M_h = W_v,h E_hᵀ.
 
-    W_o multiplies by σ_o √d; a gain g of that size takes its place (naive: g = 1), and W_v is the
-    very tensor that standard draws. W_v alone moves, straight into the stream.
+    A gain g = σ_o √d replaces the scale of W_o (naive: g = 1), and W_v is the tensor that standard
+    draws. Only W_v is trained.
     """
 
     factors = 1
-    has_places = True
+    has_head_slices = True
     match = "spread"
+    naive_match = "none"
     equation = "M_h = g W_v E_hᵀ, heads write their slice"
     params = "d²"
     removes = "W_o"
-    source = "question: who needs W_o?"
+    source = "question: is W_o needed?"
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec, qk)
         self.w_v = matrix(spec.d_model, spec.heads * spec.d_head)
         self.b_v = vector(spec, spec.heads * spec.d_head)
-        self.gain = self.written if spec.init == "matched" else 1.0
-        if spec.init == "naive":
-            self.match = "none"
+        self.gain = self.value_bias_gain if spec.init == "matched" else 1.0
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
         return split_heads(project(y_BSD, self.w_v, self.b_v), self.spec.heads)
@@ -100,35 +99,34 @@ class NoO(OV):
 
     @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
-        """Only the columns of the head's own slice can be held."""
-        k = self.spec.d_head
-        columns = [m[:, h * k : (h + 1) * k] for h, m in enumerate(m_HDD)]
-        self.w_v.copy_(torch.cat(columns, 1) / self.gain)
+        """Set the columns of each head's slice; the other columns are lost."""
+        self.w_v.copy_(side_by_side(head_slices(m_HDD.mT).mT) / self.gain)
         zero_(self.b_v)
 
     @torch.no_grad()
-    def set_offset_(self, c_D: Tensor) -> None:
+    def set_output_bias_(self, c_D: Tensor) -> None:
         if self.b_v is not None:
             self.b_v.copy_(c_D / self.gain)
 
     def lr_multiplier(self) -> float:
-        return self.speed / self.gain
+        return self.standard_speed / self.gain
 
     def bias_lr_multiplier(self) -> float:
-        return (1 + self.written) / self.gain
+        return (1 + self.value_bias_gain) / self.gain
 
 
 class NoVO(OV):
-    """Neither: M_h = g_h E_h E_hᵀ. A head moves its slice of x from one position to another.
+    """Neither W_v nor W_o: M_h = g_h E_h E_hᵀ. A head copies its slice of x between positions.
 
-    With no matrix left, nothing could set how much a head writes; so it has a learned gain
-    (as He & Hofmann's skipless block has), which starts at what standard's product comes to,
-    σ σ_o d (naive: 1). One number a head cannot move like two matrices: its rate is not matched.
+    A learned gain per head (as in He & Hofmann's skipless block) sets how much it writes. It is
+    initialized at the scale of standard's product, σ σ_o d (naive: 1). A single number cannot move
+    like two matrices, so its learning rate is not matched.
     """
 
     factors = 1
-    has_places = True
+    has_head_slices = True
     match = "spread"
+    naive_match = "none"
     equation = "M_h = g_h E_h E_hᵀ, slices in and out"
     params = "h"
     removes = "W_v, W_o"
@@ -139,8 +137,6 @@ class NoVO(OV):
         super().__init__(spec, qk)
         self.gain = nn.Parameter(torch.empty(spec.heads))
         self.b_o = vector(spec, spec.d_model)
-        if spec.init == "naive":
-            self.match = "none"
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
         return split_heads(y_BSD, self.spec.heads)

@@ -1,0 +1,149 @@
+"""Queries or keys that are slices of the stream: head h reads x[h·k : (h + 1)·k] without a weight.
+
+A slice of a normalized x is 1/(σ√d) times as long as a projected query; the matched initialization
+puts that factor into the scale. Shape suffixes as in base.py; E_h is the d × k matrix that selects
+head h's slice.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from qkablate.attention.projection.moments import Moments, with_bias
+from qkablate.attention.qk.base import QK
+from qkablate.attention.spec import (
+    Spec,
+    fit_slices,
+    head_slices,
+    matrix,
+    project,
+    side_by_side,
+    split_heads,
+    vector,
+)
+
+
+class NoQK(QK):
+    """Slices on both sides, B_h = E_h E_hᵀ, without parameters.
+
+    The scale gives the scores of two different tokens standard's spread; a token scores √k times as
+    much with itself, as in shared_qk, so the match is `none`.
+    """
+
+    factors = 1
+    has_head_slices = True
+    match = "none"
+    equation = "B_h = E_h E_hᵀ, q = k = a slice of x"
+    params = "0"
+    removes = "W_q, W_k"
+    source = "Karbevski & Mijoski"
+    cached = "x"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.only_diagonal_differs = spec.init == "matched"
+        if spec.init == "matched":
+            self.scale = spec.score_std / math.sqrt(spec.d_head)
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return split_heads(x_BTD, self.spec.heads)
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return split_heads(y_BSD, self.spec.heads)
+
+
+class _OneSidedQK(QK):
+    """Base of the circuits with one projection and one slice."""
+
+    factors = 1
+    has_head_slices = True
+    match = "spread"
+    naive_match = "none"
+    params = "d²"
+    source = "Karbevski & Mijoski"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        if spec.init == "matched":
+            self.scale *= spec.projection_std
+
+    def lr_multiplier(self) -> float:
+        # Unscaled, a step moves the scores 1/(2 σ√d) times as far as standard's; matched, half.
+        return 2.0 if self.spec.init == "matched" else 2 * self.spec.projection_std
+
+
+class NoQ(_OneSidedQK):
+    """No W_q (Karbevski & Mijoski, 2025): B_h = E_h W_k,hᵀ; with one head it equals merged_w.
+
+    Of the biases b_k remains, as in standard.
+    """
+
+    equation = "B_h = E_h W_kᵀ, q is a slice of x"
+    removes = "W_q"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.w_k = matrix(spec.d_model, spec.heads * spec.d_head)
+        self.b_k = vector(spec, spec.heads * spec.d_head)
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return split_heads(x_BTD, self.spec.heads)
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return split_heads(project(y_BSD, self.w_k, self.b_k), self.spec.heads)
+
+    @torch.no_grad()
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        """Set the rows of each head's slice; the other rows and u are lost."""
+        self._set_rows_(head_slices(b_HDD))
+
+    @torch.no_grad()
+    def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, moments: Moments) -> None:
+        """Predict the queries from the slice alone, by least squares."""
+        x_HLL = moments.x_LL.expand(self.spec.heads, -1, -1)
+        self._set_rows_(fit_slices(x_HLL, with_bias(b_HDD, u_HD), self.spec.d_head))
+
+    def _set_rows_(self, rows_HKD: Tensor) -> None:
+        self.w_k.copy_(side_by_side(rows_HKD.mT))
+        if self.b_k is not None:
+            self.b_k.zero_()
+
+
+class NoK(_OneSidedQK):
+    """No W_k: head h's key is its slice of x, B_h = W_q,h E_hᵀ; initialized and scaled as NoQ."""
+
+    equation = "B_h = W_q E_hᵀ, k is a slice of x"
+    removes = "W_k"
+    cached = "x"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.w_q = matrix(spec.d_model, spec.heads * spec.d_head)
+        self.b_q = vector(spec, spec.heads * spec.d_head)
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return split_heads(project(x_BTD, self.w_q, self.b_q), self.spec.heads)
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return split_heads(y_BSD, self.spec.heads)
+
+    @torch.no_grad()
+    def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
+        """Set the columns (and entries of u) of each head's slice; the others are lost."""
+        self._set_columns_(head_slices(with_bias(b_HDD, u_HD).mT).mT)
+
+    @torch.no_grad()
+    def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, moments: Moments) -> None:
+        """Predict the keys from the slice alone, by least squares."""
+        keys_HDD = moments.key_covariance().expand(self.spec.heads, -1, -1)
+        target_HLD = with_bias(b_HDD, u_HD)
+        self._set_columns_(fit_slices(keys_HDD, target_HLD.mT, self.spec.d_head).mT)
+
+    def _set_columns_(self, columns_HLK: Tensor) -> None:
+        self.w_q.copy_(side_by_side(columns_HLK[:, :-1]))
+        if self.b_q is not None:
+            self.b_q.copy_(columns_HLK[:, -1].flatten())
+
+    def bias_lr_multiplier(self) -> float:
+        return 1.0 if self.spec.init == "matched" else self.spec.projection_std

@@ -1,0 +1,210 @@
+"""Flags, keys and run names of the command line, shared by all verbs."""
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NoReturn
+
+from qkablate.errors import UserError, nearest_hint, sanitize
+
+_LONGEST_NUMBER = 17  # digits
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line that names the nearest flag.
+
+    `{flags}` in the help text is replaced by the list of flags. Completion offers the flags, the
+    names of runs, sweeps or claims (`kinds`), and other `words`.
+    """
+
+    def __init__(
+        self, help_text: str, kinds: Iterable[str] = (), words: Iterable[str] = ()
+    ) -> None:
+        super().__init__(add_help=False, allow_abbrev=False, exit_on_error=False)
+        self.kinds, self.words = kinds, words
+        self._help_text = help_text
+        self._flags: dict[str, argparse.Action] = {}
+        self._add("-h", "--help", action="help", help="show this text")
+
+    def switch(self, flag: str, help: str) -> None:
+        """Add a flag that takes no value."""
+        self._add(flag, action="store_true", help=help)
+
+    def option(
+        self, flag: str, metavar: str, help: str, convert: Callable[[str], Any] = str
+    ) -> None:
+        """Add a flag with a value; `convert` raises ValueError("a whole number") if it is none."""
+        self._add(flag, metavar=metavar, help=help, action=_Option, convert=convert)
+
+    def _add(self, *names: str, **settings: Any) -> None:
+        action = self.add_argument(*names, **settings)
+        self._flags |= dict.fromkeys(names, action)
+
+    @property
+    def flags(self) -> list[str]:
+        """The names of all flags."""
+        return sorted(self._flags)
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """Return the flags' values, and as `words` everything that is not a flag."""
+        try:
+            args, words = self.parse_known_args(argv)
+        except argparse.ArgumentError as error:
+            flag = (error.argument_name or "").rpartition("/")[2]
+            if self._flags[flag].nargs == 0:
+                raise UserError(f"{flag} takes no value") from None
+            following = argv[argv.index(flag) + 1 :][:1] if flag in argv else []
+            is_value = following and following[0].partition("=")[0] not in self._flags
+            hint = f"; a value that begins with - is written {flag}=VALUE" if is_value else ""
+            raise UserError(f"{flag}: a value is missing{hint}") from None
+        if unknown := [word.partition("=")[0] for word in words if word.startswith("-")]:
+            allowed = f"{', '.join(self.flags)}{nearest_hint(unknown[0], self.flags)}"
+            raise UserError(f"'{unknown[0]}' is not one of {allowed}")
+        args.words = words
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print with a usage line."""
+        raise UserError(message)
+
+    def format_help(self) -> str:
+        """Return the help text with the list of flags."""
+        formatter = argparse.HelpFormatter(self.prog, max_help_position=22, width=100)
+        formatter.start_section(argparse.SUPPRESS)
+        formatter.add_arguments(dict.fromkeys(self._flags.values()))
+        formatter.end_section()
+        return self._help_text.replace("{flags}\n", formatter.format_help())
+
+
+class _Option(argparse.Action):
+    """Store one converted value; a second, different one is an error."""
+
+    def __init__(self, *, convert: Callable[[str], Any], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._convert = convert
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if not values:
+            raise UserError(f"{option_string}: a value is missing")
+        try:
+            value = self._convert(values)
+        except ValueError as error:
+            text = sanitize(values[:40])
+            raise UserError(f"{option_string}: '{text}' is not {error}") from None
+        if (earlier := getattr(namespace, self.dest)) not in (None, value):
+            raise UserError(f"{option_string} is given twice: '{earlier}' and '{values}'")
+        setattr(namespace, self.dest, value)
+
+
+def whole_number(least: int = 0, most: int | None = None) -> Callable[[str], int]:
+    """Return a converter to a whole number within bounds."""
+
+    def convert(text: str) -> int:
+        is_number = text.isascii() and text.isdecimal() and len(text) <= _LONGEST_NUMBER
+        if not is_number or not least <= int(text) <= (math.inf if most is None else most):
+            upper = "" if most is None else f" to {most}"
+            raise ValueError(f"a whole number from {least}{upper}")
+        return int(text)
+
+    return convert
+
+
+def one_of(choices: Collection[str]) -> Callable[[str], str]:
+    """Return a converter that accepts these words only."""
+
+    def convert(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"one of {', '.join(choices)}{nearest_hint(text, choices)}")
+        return text
+
+    return convert
+
+
+def margin(text: str) -> float:
+    """Convert the value of --margin."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 100:
+        raise ValueError("a number of nats above 0, such as 0.01")
+    return value
+
+
+def convert_key(key: str, text: str, convert: Callable[[str], Any]) -> Any:
+    """Convert the value of a `key=value` word."""
+    try:
+        return convert(text)
+    except ValueError as error:
+        raise UserError(f"{key}: '{sanitize(text[:40])}' is not {error}") from None
+
+
+def check_utf8(name: str, text: str) -> None:
+    """Raise UserError for text whose bytes are not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"{name}: it is not UTF-8 text") from None
+
+
+def take_out(words: Iterable[str]) -> tuple[list[str], str]:
+    """Return the words without `out=FOLDER`, and the folder of runs, sweeps and claims."""
+    folders = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+    out = folders[-1] if folders else "outputs"
+    if os.path.expanduser(out).startswith("~"):
+        raise UserError(f"out: '{out}' names a user without a home directory")
+    try:
+        os.stat(os.path.expanduser(out))
+    except FileNotFoundError:
+        pass  # it is made when something is written
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"out: '{sanitize(out[:60])}' cannot be a folder: {reason}") from None
+    return [word for word in words if not word.startswith("out=")], out
+
+
+def out_words(out: str) -> list[str]:
+    """Return the words that name the folder `out` in a command."""
+    return [] if out == "outputs" else [f"out={out}"]
+
+
+def split_runs(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Separate the names of runs, which may be paths, from `key=value` words."""
+    keys = [word for word in words if "=" in word and "/" not in word.partition("=")[0]]
+    return [word for word in words if word not in keys], keys
+
+
+def run_and_keys(
+    words: Iterable[str], keys: Collection[str], usage: str
+) -> tuple[str, dict[str, str]]:
+    """Return the one run and the values of `keys` that a command names."""
+    runs, pairs = split_runs(words)
+    values: dict[str, str] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key not in keys:
+            raise UserError(f"{key}: there is no such key{nearest_hint(key, keys)}")
+        if key in values:
+            raise UserError(f"{key}: given twice")
+        if not value:
+            raise UserError(f"{key}: is empty; leave it out for the default")
+        values[key] = value
+    if len(runs) != 1:
+        count = f"{len(runs)} runs given ({', '.join(runs)})" if runs else "no run given"
+        raise UserError(f"{count}: write qkablate {usage}")
+    return runs[0], values
+
+
+def sweep_and_out(words: Iterable[str]) -> tuple[str | None, str]:
+    """Return the sweep that is named, if any, and the folder to look for it in."""
+    rest, out = take_out(words)
+    if len(rest) > 1:
+        raise UserError(f"'{rest[1]}': one sweep at a time, and '{rest[0]}' was given")
+    return (rest[0] if rest else None), out

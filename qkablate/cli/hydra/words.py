@@ -1,0 +1,141 @@
+"""The grammar of `key=value` words, and the mistakes in them as one line."""
+
+import itertools
+import os
+import re
+from collections.abc import Collection
+from typing import Any
+
+from qkablate.config import KEYS, conf_dir, explain, nearest_key
+from qkablate.config.sweep import SWEEP_KEYS
+from qkablate.errors import UserError, nearest_hint
+
+MAX_JOBS = 10_000  # of one command: each is checked before the first one starts
+MAX_VALUES = 1_000_000  # of one key
+_MAX_NAME = 200  # bytes of a file's name, with room for its suffix
+_MAX_DIGITS = 300  # more do not fit into a float
+
+
+def is_group(key: str) -> bool:
+    """Return whether the key chooses a file of conf/, as `variant` does."""
+    return "." not in key and os.path.isdir(conf_dir() / key)  # any text may be given as a key
+
+
+def check_word(word: str) -> None:
+    """Reject what Hydra accepts or fails on without a clear message.
+
+    List-valued group overrides are rejected: Hydra would merge the files. Too long names are
+    rejected: Hydra would look for files of these names. So are numbers that overflow a float.
+    """
+    key, _, value = word.lstrip("+").partition("=")
+    chosen = value.split(",") if is_group(key) else []
+    for name in (key, *chosen):
+        if len(name.encode("utf-8", "surrogatepass")) > _MAX_NAME:
+            raise UserError(f"'{name[:40]}…' is too long for a key or for one of its choices")
+    if "null" in chosen:
+        raise UserError(f"{key}: null is not a value")
+    if value.startswith("[") and is_group(key):
+        names = value.strip("[]").replace(" ", "")
+        raise UserError(f"{key}: '{value}' is a list; several values are written {key}={names}")
+    check_digits(key, value)
+
+
+def check_digits(key: str, value: str) -> None:
+    """Reject a number of hundreds of digits, which overflows wherever it is converted."""
+    info = KEYS.get(key) or SWEEP_KEYS.get(key)
+    if info is not None and info.bounds is None:
+        return  # a text may have any digits
+    for digits in re.findall(r"\d[\d_]*", value):
+        if len(digits) > _MAX_DIGITS:
+            allowed = f" is not {info.allowed(10**_MAX_DIGITS)}" if info else " is out of bounds"
+            raise UserError(f"{key}: a number of {len(digits)} digits{allowed}")
+
+
+def parse_values(word: str, limit: int = MAX_VALUES) -> tuple[str, list[str]]:
+    """Return the key of a word, and the values it is given: `seed=range(3)` has three."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, equals, _ = word.partition("=")
+    if not equals or not key.lstrip("+") or word.startswith("-"):
+        raise UserError(f"'{word}' is not key=value, as in variant=merged_w")
+    check_word(word)
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    try:
+        override = parser.parse_overrides([word])[0]
+        key = override.get_key_element()
+        if override.is_delete() or "@" in key:
+            raise UserError(f"'{word}': write key=value")
+        if not override.is_sweep_override():
+            return key, [override.get_value_element_as_str()]
+        if not override.is_discrete_sweep():
+            raise UserError(f"'{word}': give single values, not an interval")
+        values = list(itertools.islice(override.sweep_string_iterator(), limit + 1))
+    except (HydraException, ValueError, OverflowError) as error:  # range(0,1,0)
+        raise UserError(format_error(error)) from None
+    if len(values) > limit:
+        raise UserError(f"'{word}': these are more than {limit:,} values")
+    if not values:
+        raise UserError(f"'{word}': there is no value in it")
+    return key, values
+
+
+def expand_words(words: list[str]) -> list[list[str]]:
+    """Return the words of every combination of values, in the order of Hydra's basic sweeper."""
+    parsed = [parse_values(word, MAX_JOBS) for word in words]
+    count = 1
+    for _, values in parsed:
+        count *= len(values)
+    if count > MAX_JOBS:
+        raise UserError(f"these are more than {MAX_JOBS:,} jobs")
+    choices = [[f"{key}={value}" for value in values] for key, values in parsed]
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def split_words(words: list[str]) -> dict[str, str]:
+    """Return {key: value} of words without sweeps; a group can be chosen once."""
+    choices: dict[str, str] = {}
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        if key in choices and is_group(key):
+            raise UserError(f"{key}: chosen twice, '{choices[key]}' and '{value}'")
+        choices[key] = value
+    return choices
+
+
+def sets_key(words: list[str], key: str) -> bool:
+    """Return whether the words set a key, or anything in its section."""
+    return any(word.lstrip("+").partition("=")[0].partition(".")[0] == key for word in words)
+
+
+def format_error(error: Exception, known: Collection[str] = ()) -> str:
+    """Format an error of Hydra or OmegaConf as one line; `known` keys default to those of a run."""
+    known = known or KEYS
+    from hydra.errors import MissingConfigException, OverrideParseException
+
+    text = str(error)
+    if isinstance(error, UserError):
+        return text
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        options = sorted(error.options or ())
+        if not group:
+            return f"there is no configuration called '{name}'"
+        return f"{group}: '{name}' is not one of {', '.join(options)}{nearest_hint(name, options)}"
+    if isinstance(error, OverrideParseException):
+        if "=" not in error.override:
+            return f"'{error.override}' is not key=value, as in variant=merged_w"
+        key, _, value = error.override.partition("=")
+        hint = "quote a value with special characters"
+        return f"""'{error.override}' cannot be read; {hint}: '{key}="{value.strip('"')}"'"""
+    # Hydra wraps the error of OmegaConf, or words its own about a key.
+    cause = error.__cause__
+    if match := re.search(r"Could not override '([\w.@/]+)'", text):
+        key = match[1]
+        if not any(name == key or name.startswith(f"{key}.") for name in known):
+            return f"{key}: there is no such key{nearest_key(key)}"
+    if match := re.search(r"[Aa]mbiguous value for argument '([^']+)'", text):
+        return f"'{match[1]}' has several values: add -m for a run each; a list is written [a,b]"
+    source: Any = cause if cause is not None and hasattr(cause, "full_key") else error
+    return explain(source, known)

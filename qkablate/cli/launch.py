@@ -1,0 +1,157 @@
+"""Plan, show and run a sweep: for `qkablate sweep` and `qkablate claim run`."""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qkablate.cli.arguments import out_words
+from qkablate.cli.hydra.grid import SweepRequest
+from qkablate.config import Config
+from qkablate.dashboard.sweep_run import make_sweep_tables
+from qkablate.disk import make_folder
+from qkablate.errors import UserError, print_stderr
+from qkablate.runs.lease import TIMEOUT, LeaseObserver
+from qkablate.table import format_list, print_json, print_next_commands
+
+if TYPE_CHECKING:
+    from qkablate.sweeps.planning.manifest import Manifest
+    from qkablate.sweeps.running.launcher import Launcher
+
+
+def observe_leases(folders: list[Path]) -> LeaseObserver:
+    """Return an observer that knows whether these runs are being trained.
+
+    A lease of another machine, or from before a reboot, can only be judged by its heartbeat.
+    """
+    observer = LeaseObserver()
+    unsure = [folder for folder in folders if not observer.observe(folder).sure]
+    if unsure:
+        holder = observer.observe(unsure[0]).holder if len(unsure) == 1 else "other processes"
+        names = format_list([folder.name for folder in unsure], 3)
+        print_stderr(
+            f"qkablate: waiting up to {TIMEOUT:.0f} s for a heartbeat of {holder} ({names})"
+        )
+    for folder in unsure:
+        observer.wait_until_sure(folder)
+    return observer
+
+
+def plan_sweep(
+    asked: SweepRequest, compose: Callable[[dict[str, str]], Config], command: list[str]
+) -> tuple["Manifest", list[str | None]]:
+    """Return the manifest, and a slot for every run that can run at once."""
+    from tqdm import tqdm
+
+    from qkablate.sweeps.engines.factory import check_engine, check_resources
+    from qkablate.sweeps.planning.expand import Grid, expand_grid
+    from qkablate.sweeps.planning.packing import pack
+
+    engine = asked.settings.engine
+    check_engine(engine)
+    is_remote = engine.name != "local"
+    grid = Grid(asked.settings.sweep, asked.controls, asked.choices, is_remote)
+    with tqdm(
+        desc="expanding", unit=" arms", leave=False, disable=not sys.stderr.isatty(), delay=0.5
+    ) as bar:
+
+        def note(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        manifest = expand_grid(grid, compose, ["qkablate", *command], note)
+    _check_out(manifest.out)
+    manifest, slots = pack(manifest, asked.settings)
+    check_resources(engine, manifest)
+    return manifest, slots
+
+
+def _check_out(out: str) -> None:
+    try:
+        make_folder(Path(out).expanduser() / "sweeps")
+    except OSError as error:
+        raise UserError(f"out: cannot write in '{out}': {error.strerror}") from None
+
+
+def show_plan(
+    manifest: "Manifest", slots: list[str | None], asked: SweepRequest, *, as_json: bool
+) -> int:
+    """Print the plan of a sweep with its estimated time, and return the exit code."""
+    from qkablate.sweeps.planning import text
+    from qkablate.sweeps.planning.estimate import estimate_arms, has_training_device
+    from qkablate.sweeps.running.state import SweepState
+
+    sweep_state = SweepState(manifest)
+    sweep_state.refresh()
+    done = [id for id, state in sweep_state.states.items() if state.status in ("done", "diverged")]
+    engine = asked.settings.engine
+    # On a cluster this is the login node: at most one run is timed here.
+    timed = slots if engine.name == "local" else slots[:1]
+    estimated = estimate_arms(manifest, timed) if has_training_device(manifest) else None
+    if as_json:
+        print_json(text.plan_to_json(manifest, len(slots), estimated, done))
+        return 0
+    with suppress(BrokenPipeError):
+        print("\n".join(text.format_plan(manifest, len(slots), estimated, done, engine)))
+        print_next_commands(manifest.command[1:])
+    return 0
+
+
+def run_sweep(
+    manifest: "Manifest", slots: list[str | None], asked: SweepRequest, *, retry: bool
+) -> int:
+    """Train the runs that are not done, print the outcome, and return the exit code."""
+    from qkablate.sweeps.engines.factory import open_engine
+    from qkablate.sweeps.planning import text
+    from qkablate.sweeps.planning.manifest import freeze
+    from qkablate.sweeps.running import summary
+    from qkablate.sweeps.running.launcher import Launcher
+    from qkablate.sweeps.running.progress_table import ProgressTable
+    from qkablate.tracking.wandb.mode import resolve_mode
+
+    wandb = resolve_mode(manifest.tracking) != "disabled"
+    engine = asked.settings.engine
+    plan = text.format_plan(manifest, len(slots), engine=engine)
+    has_threads = asked.choices.get("threads", ["auto"]) != ["auto"]
+    # On a cluster a run gets the cores it asks for; a run that is resumed keeps its threads anyway.
+    keep_threads = not has_threads and engine.name == "local"
+    manifest = freeze(manifest, plan, keep_threads=keep_threads)
+    board = ProgressTable()
+    board.note(f"sweep    {manifest.folder}")
+    for line in text.format_plan_summary(manifest, len(slots), engine=engine):
+        board.note(line)
+    launcher = Launcher(
+        manifest,
+        open_engine(asked.settings, manifest, slots, wandb=wandb, note=board.note),
+        board,
+        retry_failed=retry,
+        stop_on_failure=asked.settings.on_failure == "stop",
+    )
+    code = launcher.run()
+    is_last = launcher.trained and not launcher.sweep_state.is_running()
+    address = None
+    if is_last and wandb:
+        tables = make_sweep_tables(manifest.folder, board.note)
+        address = summary.log_summary(launcher.sweep_state, board.note, tables)
+    with suppress(BrokenPipeError):
+        _print_outcome(launcher, address)
+    return code
+
+
+def _print_outcome(launcher: "Launcher", address: str | None) -> None:
+    from qkablate.sweeps.running import summary
+    from qkablate.tracking.wandb.run import OFFLINE
+
+    print()
+    summary.print_arms(launcher.sweep_state)
+    summary.print_failures(launcher.sweep_state)
+    manifest = launcher.manifest
+    name = f"{manifest.name}-{manifest.id}"
+    print(f"\nresults  {manifest.folder / 'results.csv'}")
+    is_offline = address == OFFLINE
+    if address and not is_offline:
+        print(f"W&B      {address}")
+    verbs = ["results", "report"] if launcher.sweep_state.status_counts()["done"] else ["status"]
+    also = [[verb, name, *out_words(manifest.out)] for verb in (*verbs, *["sync"] * is_offline)]
+    print_next_commands(*summary.resume_commands(launcher.sweep_state), *also)

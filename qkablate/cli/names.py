@@ -1,0 +1,55 @@
+"""Names of runs, sweeps and claims: find the one that a word means, and list them."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from qkablate.errors import UserError, nearest_hint
+from qkablate.runs.run import match_name
+
+# The file that makes a folder one of its kind.
+KINDS = {"sweep": "manifest.json", "claim": "claim.json", "run": "config.yaml"}
+
+
+def known_names(kind: str, out: str | Path = "outputs") -> list[str]:
+    """Return the folder names of the runs, sweeps or claims in `out`."""
+    folders = Path(out).expanduser().glob(f"{kind}s/*/{KINDS[kind]}")
+    return sorted(path.parent.name for path in folders)
+
+
+def kind_of_folder(folder: str, kinds: Collection[str]) -> str | None:
+    """Return the kind of a folder, or None where it is none of these kinds."""
+    files = ((kind, os.path.join(folder, KINDS[kind])) for kind in KINDS if kind in kinds)
+    return next((kind for kind, file in files if os.path.isfile(file)), None)
+
+
+def find_by_name(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path]:
+    """Return the kind and the folder in `out` whose name or id begins with a word."""
+    root = Path(out).expanduser()
+    matches: list[tuple[str, Path]] = []
+    ambiguous: list[str] = []
+    known: set[str] = set()
+    for kind in (kind for kind in KINDS if kind in kinds):
+        names = known_names(kind, root)
+        known |= {part for name in names for part in (name, name.rpartition("-")[0])}
+        try:
+            if word and (match := match_name(word, names, f"{kind}s")):
+                matches.append((kind, root / f"{kind}s" / match))
+        except UserError as error:
+            ambiguous.append(str(error))
+    if len(matches) + len(ambiguous) > 1:
+        found = " and ".join(f"a {kind} ({folder.name})" for kind, folder in matches)
+        texts = [f"'{word}' is {found}"] * bool(found)
+        raise UserError(f"{'; '.join([*texts, *ambiguous])}; give the folder")
+    if ambiguous:
+        raise UserError(ambiguous[0])
+    if matches:
+        return matches[0]
+    if "claim" in kinds:
+        from qkablate.analysis.claims.parse import claim_names
+
+        if word in claim_names():
+            raise UserError(f"claim {word} has not been run in '{root}': qkablate claim run {word}")
+    *first, last = [kind for kind in KINDS if kind in kinds]
+    choice = f"{', '.join(first)} or {last}" if first else last
+    raise UserError(f"there is no {choice} '{word}' in '{root}'{nearest_hint(word, known)}")

@@ -1,0 +1,127 @@
+"""The schema of the data: which source has which keys."""
+
+import re
+from dataclasses import dataclass
+
+from qkablate.config.keys import BIG, LOCAL, Role, key, key_table
+from qkablate.errors import UserError
+
+TEXT_SOURCES = ("stdlib", "text", "hub")
+_HUB = ("hub",)
+_COPYING = ("copy", "reverse")
+_SOURCES = (*TEXT_SOURCES, "recall", "induction", *_COPYING, "directed", "dyck")
+BPE_SIZE = 8192  # where data.vocab_size is null
+_DATA = Role.CONTENT | Role.ARM
+_DATA_PLACE = _DATA | Role.FINETUNE
+
+
+@dataclass
+class DataConfig:
+    """The data. Each source uses some of these keys; the others are null."""
+
+    source: str = key(
+        "stdlib", "source of the data; choose it with data=…", _DATA, choices=_SOURCES
+    )
+    path: str | None = key(None, "file, folder or pattern to read", _DATA_PLACE, used_by=("text",))
+    name: str | None = key(
+        None, "name on the Hub, a local folder, or text, json, parquet", _DATA_PLACE, used_by=_HUB
+    )
+    files: str | None = key(None, "path, pattern or URL", _DATA_PLACE, used_by=_HUB)
+    subset: str | None = key(None, "configuration of a data set with several", _DATA, used_by=_HUB)
+    revision: str | None = key(None, "branch, tag or commit", _DATA, used_by=_HUB)
+    split: str | None = key(None, "split to train on; null: train", _DATA, used_by=_HUB)
+    field: str | None = key(
+        None, "column that holds the text; null: text", _DATA, used_by=("text", "hub")
+    )
+    document_start: str | None = key(
+        None, "regular expression: a matching row begins a new document", _DATA, used_by=_HUB
+    )
+    tokenizer: str | None = key(
+        "bytes",
+        "bytes, chars, bpe, gpt2, cl100k_base, o200k_base",
+        _DATA,
+        choices=("bytes", "chars", "bpe", "gpt2", "cl100k_base", "o200k_base"),
+        used_by=TEXT_SOURCES,
+    )
+    vocab_size: int | None = key(
+        None,
+        "vocabulary of bpe (null: 8192) or of a task",
+        _DATA,
+        bounds=(2, 2**24),
+        used_by=tuple(source for source in _SOURCES if source != "dyck"),
+    )
+    max_tokens: int | None = key(
+        None, "tokens to train on at most", _DATA, bounds=(1, BIG), used_by=TEXT_SOURCES
+    )
+    pairs: int | None = key(
+        None, "key-value pairs per sequence, at most", _DATA, bounds=(1, 2**20), used_by=("recall",)
+    )
+    segment: int | None = key(
+        None, "length of the repeated segment", _DATA, bounds=(2, 2**20), used_by=("induction",)
+    )
+    copy_length: int | None = key(
+        None, "tokens to copy", _DATA, bounds=(1, 2**20), used_by=_COPYING
+    )
+    cycle: int | None = key(
+        None, "length of the cycle of symbols", _DATA, bounds=(3, 2**20), used_by=("directed",)
+    )
+    kinds: int | None = key(None, "kinds of brackets", _DATA, bounds=(1, 2**16), used_by=("dyck",))
+    depth: int | None = key(
+        None, "depth of nesting, at most", _DATA, bounds=(1, 2**20), used_by=("dyck",)
+    )
+    val_tokens: int = key(
+        65536, "tokens of the validation split, at most", _DATA, bounds=(2, BIG), used_by=_SOURCES
+    )
+    test_tokens: int = key(
+        65536, "tokens of the test split, at most", _DATA, bounds=(2, BIG), used_by=_SOURCES
+    )
+    cache: str | None = key(
+        "auto",
+        "folder of prepared tokens; auto: the user's cache folder",
+        LOCAL,
+        used_by=TEXT_SOURCES,
+    )
+
+
+# The keys of `data` that each source uses.
+DATA_KEYS = {
+    source: tuple(name for name, info in key_table(DataConfig).items() if source in info.used_by)
+    for source in _SOURCES
+}
+_NEEDED = {"text": ("path", "FILE_OR_FOLDER"), "hub": ("name", "NAME_ON_THE_HUB")}
+
+
+def check_data(data: DataConfig) -> None:
+    """Check that every key given belongs to the source, and that no key it needs is missing."""
+    source = data.source
+    used = DATA_KEYS[source]
+    for name, value in vars(data).items():
+        if name not in ("source", *used) and value is not None:
+            known = [name for name in used if name != "cache"]
+            hint = " (write data=text data.path=…)" if name == "path" else ""
+            raise UserError(
+                f"data.{name}: data={source} has no such key{hint}; it has {', '.join(known)}"
+            )
+    if source in _NEEDED and not getattr(data, (needed := _NEEDED[source])[0]):
+        raise UserError(f"data.{needed[0]}: data={source} needs data.{needed[0]}={needed[1]}")
+    if source not in TEXT_SOURCES:
+        for name in used:
+            if getattr(data, name) is None:
+                raise UserError(f"data.{name}: data={source} needs a number")
+        return
+    for name in ("tokenizer", "cache"):
+        if not getattr(data, name):
+            raise UserError(f"data.{name}: data={source} needs a value")
+    if data.vocab_size is not None and data.tokenizer != "bpe":
+        raise UserError(
+            "data.vocab_size: only data.tokenizer=bpe has this key;"
+            f" the vocabulary of data.tokenizer={data.tokenizer} is fixed"
+        )
+    if data.vocab_size is not None and data.vocab_size < 257:
+        raise UserError(
+            "data.vocab_size: bpe needs at least 257: 256 bytes and the end of a document"
+        )
+    try:
+        re.compile(data.document_start or "")
+    except re.error as error:
+        raise UserError(f"data.document_start: not a regular expression: {error}") from None

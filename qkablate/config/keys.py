@@ -1,0 +1,114 @@
+"""What a config key means: its default, help, bounds, choices and roles stand beside its field."""
+
+import copy
+import dataclasses
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from qkablate.errors import UserError, nearest_hint
+
+BIG = 2**53  # the largest integer that every reader of JSON keeps exact
+
+
+class Role(enum.Flag):
+    """What a key is part of. Every key has a role; most have several."""
+
+    IDENTITY = enum.auto()  # the value is hashed into the run's id
+    CONTENT = enum.auto()  # the id hashes what it leads to: fingerprint, file, resolved kernel
+    ARM = enum.auto()  # shared by the runs of an arm
+    RUN = enum.auto()  # distinguishes the runs of an arm: seeds and the learning rate
+    VARIANT = enum.auto()  # defines the variant; a baseline does not inherit it
+    LOCAL = enum.auto()  # changes no number: paths, threads, logging, checkpoints
+    ONE_PER_SWEEP = enum.auto()  # the runs of a sweep share one value
+    PAIR_FREE = enum.auto()  # may differ between the two runs of a pair
+    FINETUNE = enum.auto()  # `qkablate project` accepts it; all else is the parent's
+    GRID = enum.auto()  # of a sweep: which runs there are
+    LAUNCH = enum.auto()  # of a sweep: where and how its runs are executed
+
+
+# The usual combinations.
+PARAMETER = Role.IDENTITY | Role.ARM
+TRAINING = PARAMETER | Role.FINETUNE
+VARYING = Role.IDENTITY | Role.RUN
+LOCAL = Role.LOCAL | Role.FINETUNE
+LOGGING = LOCAL | Role.ONE_PER_SWEEP
+
+
+@dataclass(frozen=True)
+class Key:
+    """The meaning of one config key."""
+
+    help: str
+    role: Role
+    bounds: tuple[float, float] | None = None  # of a number, or of each number of a list
+    word: str | None = None  # that may stand in place of the number
+    choices: tuple[str, ...] = ()
+    used_by: tuple[str, ...] = ()  # the data sources or engines that have the key
+
+    def allowed(self, value: Any = 0) -> str:
+        """Describe the numbers that are allowed, to somebody who gave `value`."""
+        assert self.bounds is not None
+        least, most = self.bounds
+        text = f"a number from {least} to {most}"
+        if most == BIG:
+            text = f"{least} or more"
+            if isinstance(value, int | float) and value > most:
+                text = f"at most {most}"
+        return f"{self.word}, or {text}" if self.word else text
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise UserError for a value that is out of bounds or none of the choices."""
+        if value is None or value == self.word or isinstance(value, list):
+            return
+        if self.choices and value not in self.choices:
+            hint = nearest_hint(str(value), self.choices)
+            raise UserError(f"{name}: '{value}' is not one of {', '.join(self.choices)}{hint}")
+        if self.bounds is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{name}: '{value}' is not {self.allowed()}")
+        if not self.bounds[0] <= value <= self.bounds[1]:  # false for nan, too
+            raise UserError(f"{name}: {value} is not {self.allowed(value)}")
+
+
+def key(default: Any, help: str, role: Role, **meaning: Any) -> Any:
+    """Declare a field: its default, its help in one phrase, its role and the rest of its Key."""
+    metadata = {"key": Key(help, role, **meaning)}
+    if isinstance(default, list | dict):
+        return field(default_factory=partial(copy.copy, default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(kind: type[Any], help: str = "") -> Any:
+    """Declare a section: a dataclass of keys."""
+    return field(default_factory=kind, metadata={"help": help})
+
+
+def key_table(config: type[Any]) -> dict[str, Key]:
+    """Return {'model.d_model': its meaning, …} for every key of a config class."""
+    return dict(_walk(config, ""))
+
+
+def _walk(config: type[Any], prefix: str) -> Iterator[tuple[str, Key]]:
+    for item in dataclasses.fields(config):
+        if "key" in item.metadata:
+            yield prefix + item.name, item.metadata["key"]
+        elif isinstance(item.default_factory, type):
+            yield from _walk(item.default_factory, f"{prefix}{item.name}.")
+        else:
+            raise TypeError(f"{prefix}{item.name} of {config.__name__} is not declared with key()")
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return {'model.d_model': value, …} for every key of a config."""
+    leaves: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            leaves |= flatten(value, f"{prefix}{item.name}.")
+        else:
+            leaves[prefix + item.name] = value
+    return leaves

@@ -1,0 +1,82 @@
+"""The table of a run's keys, and what is derived from it."""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from qkablate.config.keys import Key, Role, key_table
+from qkablate.config.schema import Config
+from qkablate.config.sweep import SWEEP_KEYS
+from qkablate.errors import nearest_hint
+
+KEYS = key_table(Config)
+_ALL = KEYS | SWEEP_KEYS
+
+# Sections that older files lack, as if they had them: those runs began without diagnostics.
+_SINCE = {"init_from": {}, "diagnostics": {"every": 0}}
+
+
+def keys_with(role: Role) -> list[str]:
+    """Return the keys of a run with one of the roles."""
+    return [name for name, info in KEYS.items() if info.role & role]
+
+
+def is_key(name: str) -> bool:
+    """Return whether there is such a key or section, of a run or a sweep."""
+    return bool(_matches(name))
+
+
+def has_role(name: str, role: Role) -> bool:
+    """Return whether a key of a run or a sweep, or every key of a section, has one of the roles."""
+    return is_key(name) and all(info.role & role for info in _matches(name))
+
+
+def _matches(name: str) -> list[Key]:
+    return [
+        info
+        for known, info in _ALL.items()
+        if known == name or known.startswith(f"{name}.") or name.startswith(f"{known}.")
+    ]
+
+
+def names_of(role: Role) -> list[str]:
+    """Return the keys with one of the roles; a section stands for its keys if all have it."""
+    sections = ((name.partition(".")[0], name) for name in keys_with(role))
+    return list(dict.fromkeys(part if has_role(part, role) else name for part, name in sections))
+
+
+def from_plain(content: dict[str, Any]) -> Config:
+    """Return the config that `dataclasses.asdict` turned into `content`."""
+    config, parts = Config(), dict[str, Any]()
+    for item in dataclasses.fields(Config):
+        own, value = getattr(config, item.name), (_SINCE | content)[item.name]
+        kind: Any = type(own)
+        parts[item.name] = kind(**value) if dataclasses.is_dataclass(own) else value
+    return Config(**parts)
+
+
+# Keys that had another name once: an error about the old name names the new one.
+RENAMED = {
+    "products": "matmul",
+    "start": "init_from",
+    "train.shard": "train.fsdp",
+    "train.accumulate": "train.grad_accum",
+    "train.read_test": "train.evaluate_test",
+    "diagnose": "diagnostics",
+    "track": "tracking",
+    "control.knob": "control.adjust",
+    "per_gpu": "runs_per_gpu",
+    "heal": "finetune",
+    "data.payload": "data.copy_length",
+    "sweep.where": "sweep.filter",
+}
+
+
+def nearest_key(word: str, known: Collection[str] = ()) -> str:
+    """Return ' (nearest: x)' among the `known` keys (default: those of a run); `lr` is optim.lr."""
+    for old, new in RENAMED.items():
+        if word in (old, old.rpartition(".")[2]) or word.startswith(f"{old}."):
+            return f" (nearest: {new}{word.removeprefix(old) if word.startswith(old) else ''})"
+    known = known or {*KEYS, *vars(Config())}
+    own = ", ".join(key for key in known if key.endswith(f".{word}"))
+    return f" (nearest: {own})" if own else nearest_hint(word, known)

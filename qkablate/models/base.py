@@ -1,0 +1,209 @@
+"""The interface between a model and the rest of the program: its attention layers, and its loss.
+
+Shape suffixes: B batch, T context, A answers, D d_model, V vocabulary.
+"""
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qkablate.attention import Attention, Cache, Draw
+from qkablate.attention.kernels.matmul import linear
+from qkablate.config import ModelConfig
+from qkablate.models.blocked_loss import blocked_loss, rows_per_block
+from qkablate.models.catalogue import GPT2_SIGMA
+from qkablate.randomness import named_generator
+
+
+class AttentionLayer(NamedTuple):
+    """An attention layer and its place in the model."""
+
+    name: str  # the prefix of its parameters in the state dict
+    role: Literal["self", "cross"]  # cross: keys and values come from another stream
+    module: Attention
+    causal: bool = True
+
+
+class Model(nn.Module, ABC):
+    """Base of the models. Parameters are uninitialized until `init_`.
+
+    `loss` and `loss_and_hits` take the inputs, the targets and the positions of a `Batch`, in this
+    order; targets of -100 do not count. Where positions are given, only these are predicted, and
+    the others never reach the output projection.
+    """
+
+    config: ModelConfig
+    # Keep only the input of each block and recompute the rest for the gradients.
+    checkpoint_activations = False
+
+    @property
+    @abstractmethod
+    def output_weight(self) -> Tensor:
+        """The weight of the output projection, weight_VD."""
+
+    @abstractmethod
+    def attention_layers(self) -> list[AttentionLayer]:
+        """Return all attention layers in the order of computation."""
+
+    @abstractmethod
+    def attention_inputs(
+        self, *inputs: Tensor
+    ) -> Iterator[tuple[AttentionLayer, tuple[Tensor, ...]]]:
+        """Yield each attention layer and the streams it reads, for inspection."""
+
+    @abstractmethod
+    def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the input of the output projection, x_BTD."""
+
+    @abstractmethod
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the cross-entropy in nats."""
+
+    @abstractmethod
+    def loss_and_hits(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss of each answer and whether the most likely token is correct."""
+
+    @abstractmethod
+    def log_probabilities(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return log_PV of the next token at some positions (rows and columns), in fp32."""
+
+    @abstractmethod
+    def sharding_units(self) -> Iterable[nn.Module]:
+        """Return the modules whose parameters FSDP gathers together."""
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens."""
+        return len(self.output_weight)
+
+    def make_caches(self) -> list[Cache]:
+        """Return an empty decoder cache for each attention layer."""
+        return [Cache(self.config.context) for _ in self.attention_layers()]
+
+    def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> Self:
+        """Do as `nn.Module.to_empty`, which imports much of torch's compiler for meta tensors."""
+        assert recurse
+
+        def empty(like: Tensor) -> Tensor:
+            return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+        return self._apply(empty)  # type: ignore[no-untyped-call,no-any-return]
+
+    @torch.no_grad()
+    def init_(self, seed: int) -> Self:
+        """Set every parameter from (seed, its name), drawn on the CPU."""
+        draw = _Initializer(self.config, seed)
+        layers = {id(layer.module): layer.name for layer in self.attention_layers()}
+        inside = {id(part) for layer in self.attention_layers() for part in layer.module.modules()}
+        for prefix, module in self.named_modules():
+            if isinstance(module, Attention):
+                draw.init_attention_(module, layers[id(module)])
+            elif id(module) in inside:
+                continue  # a circuit initializes its own submodules
+            elif isinstance(module, nn.Embedding):
+                module.weight.copy_(draw.normal(f"{prefix}.weight", tuple(module.weight.shape)))
+            elif isinstance(module, nn.LayerNorm):
+                nn.init.ones_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Linear):
+                # nn.Linear stores (out, in); draws are (in, out), as in the circuits.
+                residual = prefix.endswith("mlp.down")
+                fan_out, fan_in = module.weight.shape
+                weight = draw(f"{prefix}.weight", (fan_in, fan_out), residual=residual)
+                module.weight.copy_(weight.T)
+                if module.bias is not None:
+                    module.bias.copy_(draw(f"{prefix}.bias", (fan_out,), fan_in=fan_in))
+        return self
+
+    @torch.no_grad()
+    def initial_attention_layers(self, seed: int) -> Iterator[Attention]:
+        """Yield a copy of each attention layer as `init_` sets it, on the CPU, one at a time."""
+        draw = _Initializer(self.config, seed)
+        for layer in self.attention_layers():
+            module = copy.deepcopy(layer.module).to_empty(device="cpu")
+            draw.init_attention_(module, layer.name)
+            yield module
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Return the number of parameters by part, and their total."""
+        parts: Counter[str] = Counter(embedding=0, attention=0, mlp=0, norm=0)
+        for name, parameter in self.named_parameters():
+            # In this order: a norm inside the attention belongs to the attention.
+            part = next(p for p in ("embedding", "attention", "mlp", "norm") if p in name)
+            parts[part] += parameter.numel()
+        return {"total": parts.total(), **parts}
+
+    def _loss(self, x_BAD: Tensor, targets_BA: Tensor, reduction: str) -> Tensor:
+        many = targets_BA.numel() > rows_per_block(self.vocabulary)
+        if many and reduction == "mean" and torch.is_grad_enabled():
+            return blocked_loss(x_BAD.flatten(0, 1), self.output_weight, targets_BA.flatten())
+        logits_BAV = linear(x_BAD, self.output_weight)
+        return F.cross_entropy(
+            logits_BAV.flatten(0, 1).float(), targets_BA.flatten(), reduction=reduction
+        )
+
+    def _loss_and_hits(self, x_BAD: Tensor, targets_BA: Tensor) -> tuple[Tensor, Tensor]:
+        logits_BAV = linear(x_BAD, self.output_weight).float()
+        losses_BA = F.cross_entropy(logits_BAV.transpose(1, 2), targets_BA, reduction="none")
+        return losses_BA, logits_BAV.argmax(-1) == targets_BA
+
+
+class _Initializer:
+    """Draws initial values by name.
+
+    Either GPT-2's (σ = 0.02, smaller where a matrix writes to the residual stream) or torch's
+    default for a linear layer (uniform within ±1/√fan_in).
+    """
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self.config, self.seed = config, seed
+
+    def __call__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        residual: bool = False,
+        fan_in: int | None = None,
+    ) -> Tensor:
+        if self.config.init == "linear":
+            # A vector is the bias of a map from d_model unless the caller passes its fan_in.
+            fan_in = fan_in or (shape[0] if len(shape) == 2 else self.config.d_model)
+            bound = 1 / math.sqrt(fan_in)
+            uniform = named_generator(self.seed, "init", name).random(shape, dtype="float32")
+            return torch.from_numpy(uniform).mul_(2 * bound).sub_(bound)
+        if len(shape) == 1:
+            return torch.zeros(shape)
+        std = GPT2_SIGMA / (2 * self.config.layers) ** 0.5 if residual else GPT2_SIGMA
+        return self.normal(name, shape, std)
+
+    def init_attention_(self, layer: Attention, prefix: str) -> None:
+        layer.qk.init_(self._with_prefix(f"{prefix}.qk"))
+        layer.ov.init_(self._with_prefix(f"{prefix}.ov"))
+        if layer.norm is not None:
+            layer.norm.init_(self._with_prefix(f"{prefix}.norm"))
+
+    def normal(self, name: str, shape: tuple[int, ...], std: float = GPT2_SIGMA) -> Tensor:
+        normal = named_generator(self.seed, "init", name).standard_normal(shape, dtype="float32")
+        return torch.from_numpy(normal).mul_(std)
+
+    def _with_prefix(self, prefix: str) -> Draw:
+        def draw(name: str, shape: tuple[int, ...], **options: Any) -> Tensor:
+            return self(f"{prefix}.{name}", shape, **options)
+
+        return draw
+
+
+def select_positions(x_BTD: Tensor, positions_BA: Tensor | None) -> Tensor:
+    """Return x_BAD at the given positions, or all of x without any."""
+    if positions_BA is None:
+        return x_BTD
+    return x_BTD.gather(1, positions_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))

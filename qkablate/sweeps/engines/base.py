@@ -1,0 +1,86 @@
+"""The protocol between a sweep's launcher and its engines.
+
+A run to train goes in, and the exit of its process comes out. An engine knows nothing of sweeps;
+everything else about a run is read from its folder.
+"""
+
+import dataclasses
+import json
+import signal
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from qkablate.config import Config, from_plain
+
+LOG_FILE = "output.log"  # stdout and stderr of a run's process, in the run's folder
+EXIT_ALREADY_RUNNING, EXIT_LEASE_LOST = 75, 76  # another process trains the run
+EXIT_STOPPED = 128 + signal.SIGTERM
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+# A process with one of these exit codes has no result, and has given the reason itself.
+EXPECTED_EXITS = (
+    *(2, EXIT_ALREADY_RUNNING, EXIT_LEASE_LOST),
+    *(128 + number for number in _STOP_SIGNALS),
+)
+
+
+@dataclass(frozen=True)
+class RunTask:
+    """A run to be trained."""
+
+    id: str
+    folder: Path
+    config: Config
+    packed: int  # runs that share the machine, including this one
+    retry: bool  # train again a run that has failed before
+
+    def to_json(self) -> str:
+        """Return the task as one line, for another machine."""
+        return json.dumps(dataclasses.asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, line: str) -> "RunTask":
+        content = json.loads(line)
+        config, folder = from_plain(content.pop("config")), Path(content.pop("folder"))
+        return cls(**content, config=config, folder=folder)
+
+
+@dataclass(frozen=True)
+class RunExit:
+    """The exit of a run's process."""
+
+    id: str
+    code: int  # negative: the signal that killed it
+    out_of_memory: bool = False  # killed by the operating system to free memory
+    requeue_reason: str = ""  # why the run should be started again, such as a lost machine
+
+
+class Engine(Protocol):
+    """The operations that a launcher needs of an engine."""
+
+    slots: int  # runs accepted at once, training or waiting in the engine's own queue
+    shares_machine: bool  # runs share a machine, so that one may need it exclusively
+    is_remote: bool  # runs are trained on other machines than the launcher's
+    poll_interval: float  # seconds
+
+    def adopt(self, ids: Collection[str]) -> list[str]:
+        """Return those of the given runs whose jobs an earlier launcher has left behind."""
+        ...
+
+    def start(self, task: RunTask) -> None:
+        """Train or queue a run. Requires a free slot; may be deferred to `wait_for_exits`."""
+
+    def wait_for_exits(self, seconds: float) -> list[RunExit]:
+        """Wait until a process exits, at most so many seconds."""
+        ...
+
+    def queued_ids(self) -> Collection[str]:
+        """Return the runs that are accepted but not yet training, as of the last poll."""
+        ...
+
+    def stop(self, *, now: bool) -> None:
+        """Ask all processes to write a checkpoint and exit, or kill them at once."""
+
+    def close(self) -> None:
+        """Release the engine. Processes on this machine end; jobs on a cluster stay."""

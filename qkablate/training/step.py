@@ -1,0 +1,114 @@
+"""One optimizer step: forward and backward passes, clipping, update."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from qkablate.models.base import Model
+from qkablate.randomness import derive_key
+from qkablate.training import hardware
+from qkablate.training.checkpoint import Checkpoint, TrainProgress
+from qkablate.training.distributed.ranks import Ranks
+from qkablate.training.feed import Feed
+from qkablate.training.optimizer import learning_rate, make_optimizer
+from qkablate.training.resolve import RunPlan
+
+_NEVER = 2**62  # later than any step
+
+
+class TrainStep:
+    """The step of one run: model, optimizer, gradient scaler, batches, and sums on the device."""
+
+    def __init__(
+        self, plan: RunPlan, model: Model, resumed: Checkpoint | None, ranks: Ranks
+    ) -> None:
+        config = plan.config
+        self.config, self.device, self.model, self.ranks = config, config.device, model, ranks
+        if config.train.fsdp:
+            ranks.shard_model(model, self.device)
+        self.optimizer = make_optimizer(model, config)
+        self.scaler = torch.amp.GradScaler(
+            config.device.partition(":")[0], enabled=config.precision == "fp16"
+        )
+        if resumed is not None and resumed.state:  # empty if the run begins from a trained one
+            self.optimizer.load_state_dict(
+                ranks.shard_optimizer_state(resumed.state["optimizer"], self.optimizer)
+            )
+            self.scaler.load_state_dict(resumed.state["scaler"])
+        # dynamic=False: otherwise the first compilation decides about later ones, and a resumed
+        # run would compute in another way than an uninterrupted one.
+        self.loss, self.loss_and_hits = model.loss, model.loss_and_hits
+        if config.compile:
+            self.loss = torch.compile(model.loss, dynamic=False)
+            self.loss_and_hits = torch.compile(model.loss_and_hits, dynamic=False)
+        self.training_loss = ranks.data_parallel(model, self.loss)
+        batches = plan.data.batches(
+            seed=config.seeds.data,
+            batch_size=config.train.batch_size,
+            grad_accum=config.train.grad_accum,
+            context=config.model.context,
+        )
+        # Batches and dropout masks continue after the parent's last step.
+        self._offset = config.init_from.step or 0
+        self.feed = Feed(batches, self.device, ranks.shard, self._offset)
+        # Kept on the device, so that steps need not wait for each other.
+        progress = TrainProgress() if resumed is None else resumed.progress
+        self.loss_sum = torch.tensor(
+            progress.initial_loss_sum(ranks.rank, ranks.count), device=self.device
+        )
+        self._first_bad = torch.tensor(-1, device=self.device)
+
+    def __call__(self, step: int) -> Tensor:
+        """Update the weights; return the gradient norm before clipping."""
+        rate = learning_rate(self.config.optim, step, int(self.config.train.steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["lr_multiplier"]
+        grad_accum = self.config.train.grad_accum
+        micro_steps = self.ranks.shard(range(grad_accum))
+        for micro, batch in zip(micro_steps, self.feed.take(step), strict=True):
+            position = self._offset + step
+            seed = derive_key(self.config.seeds.dropout, "dropout", position, micro, 0)
+            hardware.seed_generators(self.device, seed)
+            with self.ranks.sync_gradients(self.training_loss, enabled=micro == micro_steps[-1]):
+                with hardware.autocast(self.config):
+                    loss = self.training_loss(*batch.inputs, batch.targets_NA, batch.positions_NA)
+                self.scaler.scale(loss / len(micro_steps)).backward()
+            self.loss_sum += loss.detach() / grad_accum
+        self.feed.fetch_ahead(step + 1)
+        self.scaler.unscale_(self.optimizer)
+        norm = clip_grad_norm_(self.model.parameters(), self.config.optim.clip or math.inf)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        finite = torch.isfinite(self.loss_sum) | (self._first_bad >= 0)
+        self._first_bad = torch.where(finite, self._first_bad, step + 1)
+        return norm
+
+    def fix_bucket_order(self, step: int) -> None:
+        """Run one pass before all others, which determines DDP's order of buckets.
+
+        The order affects rounding: a resumed run would otherwise differ from an uninterrupted one.
+        """
+        batch = self.feed.take(step)[0]
+        with hardware.autocast(self.config):
+            loss = self.training_loss(*batch.inputs, batch.targets_NA, batch.positions_NA)
+        loss.backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def first_nonfinite(self) -> int | None:
+        """Return the first step with a loss that is not finite, on any rank."""
+        first = int(self._first_bad)
+        first = self.ranks.all_min(first if first >= 0 else _NEVER)
+        return first if first < _NEVER else None
+
+    def checkpoint(self, progress: TrainProgress) -> Checkpoint:
+        """Return the full state of training, with all tensors on the first rank."""
+        shares = self.ranks.all_gather(float(self.loss_sum))
+        progress.loss_sum = sum(shares)
+        progress.loss_shares = shares if len(shares) > 1 else []
+        weights = {name: value.detach() for name, value in self.model.state_dict().items()}
+        state = {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        weights, state = self.ranks.unshard((weights, state), keep=self.ranks.is_first)
+        return Checkpoint(progress, weights, state)

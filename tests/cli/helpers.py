@@ -1,0 +1,43 @@
+"""Assertions and steps that the tests of several verbs share."""
+
+import shlex
+import sys
+
+import pytest
+
+from qkablate.cli import main
+
+SIZES = ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"]
+GAPS = {"no_q": 0.05, "shared_qk": 0.0}  # of the finished study
+TEXT = "the cat sat on the mat, ähnlich ∑\n" * 200
+
+
+def run_in(folder, *words, text=TEXT):
+    """Run a command in this process, on a text in `folder`; return the folder of its outputs."""
+    (folder / "corpus.txt").write_text(text, encoding="utf-8")
+    paths = {"data.path": "corpus.txt", "data.cache": "cache", "out": "outputs"}
+    with pytest.raises(SystemExit) as exit_:
+        main([*words, "data=text", *(f"{key}={folder / name}" for key, name in paths.items())])
+    assert exit_.value.code == 0
+    return folder / "outputs"
+
+
+def assert_refused(done, *lines):
+    """Assert one line on stderr that contains all of `lines`, no output, and exit code 2."""
+    assert (done.code, done.out) == (2, ""), done
+    assert done.err.startswith("qkablate: ")
+    assert done.err.count("\n") == 1
+    for line in lines:
+        assert line in done.err
+
+
+def proposed_commands(done):
+    """Return the commands under the last `Next`."""
+    return [shlex.split(line) for line in done.out.rpartition("\nNext\n")[2].splitlines()]
+
+
+def complete(qkablate, monkeypatch, line, shell="bash"):
+    """Return what the shell's completion offers for a line."""
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setattr(sys, "argv", ["qkablate"])
+    return qkablate("-sc", f"query={shell}").out.split()
