@@ -236,7 +236,7 @@ def test_a_sweep_without_a_result_has_a_page(cached_world, section_of):
     found = assert_sound(render_page([section_of(cached_world(*ONE))], "nothing yet"))
     assert found.panels == []
     assert "4 runs: 4 waiting" in found.text
-    assert "No run is done yet" in found.text
+    assert "There is no completed pair of runs" in found.text
     assert "unknown: no run has a result" in found.text
 
 

@@ -127,9 +127,10 @@ def _fieller(
     b = above * below - t2 * v12
     c = above**2 - t2 * v11
     discriminant = b * b - a * c
-    if a <= 0 or discriminant < 0:  # the curvature may be zero
+    if a <= 0 or discriminant < -1e-12 * b * b:  # the curvature may be zero
         return None
-    return float((b - math.sqrt(discriminant)) / a), float((b + math.sqrt(discriminant)) / a)
+    root = math.sqrt(max(0.0, discriminant))  # rounding may make it negative in an exact fit
+    return float((b - root) / a), float((b + root) / a)
 
 
 def find_lr_curves(study: Study) -> dict[str, LrCurve]:

@@ -15,7 +15,7 @@ class ChartPanel:
 
     title: str
     spec: Spec
-    find_variants: list[str]
+    variants: list[str]
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def distance_chart(section: Section) -> Chart | None:
         " ½ (KL(p‖q) + KL(q‖p)) in nats, at"
         f" {' or '.join(f'{n:,}' for n in sorted(positions))} positions of the validation split;"
         f" geometric mean over pairs ({format_n(counts)}), with simultaneous 95 % bands. Dashed"
-        " gray: the baseline with another seed. The distance has no direction: smaller is not better."
+        " gray: the baseline with another seed. The distance has no direction."
     )
     told = f" At the end: {format_list(ends, 4)}." if ends else ""
     return Chart("function-distance", "Function distance", caption + told, panels)

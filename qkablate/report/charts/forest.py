@@ -164,7 +164,7 @@ def gap_chart(section: Section) -> Chart | None:
     }
     caption = (
         "Test loss of an arm minus test loss of its baseline with the same seed; negative"
-        " is better. Point: mean; bar: 95 % t interval, unadjusted for multiple arms; ticks: single pairs"
+        " is better. Point: mean; bar: 95 % t interval, unadjusted; ticks: single pairs"
         f" ({format_n([row['n'] for row in rows])})."
     )
     single = sum(row["low"] is None for row in rows)
