@@ -1,11 +1,10 @@
-"""What qkablate's time goes into on this machine, and how near that is to what the machine can do.
+"""Benchmarks of qkablate on this machine: kernels, training steps, sweeps, startup.
 
     make bench                            # all of it, some 20 minutes on 2 cores
     python scripts/bench.py --only variants --variants merged_w,no_q
     make bench NANOGPT=~/src/nanoGPT      # beside nanoGPT: one run, and a sweep
 
-Everything that is compared takes turns in one process, and medians are told. Under each table
-stands what we want it to be.
+Everything that is compared takes turns in one process; the tables show medians, with the goal below.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from pathlib import Path
 import compare_nanogpt as compare
 import numpy as np
 import torch
-from compare_nanogpt import SHAPES, Shape, configure
+from compare_nanogpt import SHAPES, Shape, configure, get_corpus
 from hydra import initialize_config_dir
 
 from qkablate.cli.hydra.app import register
@@ -53,25 +52,25 @@ SHORT = "data.val_tokens=15361 data.test_tokens=15361 tracking.wandb=disabled"  
 STEPS = 200
 
 
-def products(folder: Path, args: argparse.Namespace) -> None:
-    """Large matrix products: what a step can come near to."""
+def matmul(folder: Path, args: argparse.Namespace) -> None:
+    """Speed of large matrix products, the upper bound for a training step."""
     rows = []
-    for precision, by in (("fp32", "torch"), ("fp32", "onednn"), ("bf16", "torch")):
-        words = (f"precision={precision}", f"matmul={by}")
+    for precision, backend in (("fp32", "torch"), ("fp32", "onednn"), ("bf16", "torch")):
+        words = (f"precision={precision}", f"matmul={backend}")
         try:
             config = hardware.resolve(configure(SHAPES["small"], "standard", 1, folder, *words))
         except UserError:  # no oneDNN, or a GPU
             continue
         with hardware.preserve_process_state():
             hardware.configure_process(config)
-            found = sorted(hardware.measure_peak_flops(config, PRODUCT) for _ in range(9))
-        best = f"{found[-1] / 1e9:,.0f}"
-        rows.append([f"{precision}, products={by}", f"{found[4] / 1e9:,.0f}", best])
-    print_table(["matrix product", "GFLOP/s", "at best"], rows)
+            speeds = sorted(hardware.measure_peak_flops(config, PRODUCT) for _ in range(9))
+        best = f"{speeds[-1] / 1e9:,.0f}"
+        rows.append([f"{precision}, matmul={backend}", f"{speeds[4] / 1e9:,.0f}", best])
+    print_table(["matrix product", "GFLOP/s", "best"], rows)
 
 
 def steps(folder: Path, args: argparse.Namespace) -> None:
-    """Training steps of every variant: forward, backward, optimiser."""
+    """Training steps of every variant: forward, backward, optimizer."""
     for label, shape in (*SHAPES.items(), ("long", LONG)):
         configs: list[Config] = []
         for name in dict.fromkeys(["standard", *args.variants]):
@@ -82,14 +81,18 @@ def steps(folder: Path, args: argparse.Namespace) -> None:
         resolved = [hardware.resolve(config) for config in configs]
         models = [build_empty_model(config, 256) for config in resolved]
         tokens = shape.batch_size * shape.context
-        flops = [compute_cost(model, tokens_per_pass=tokens, number_bytes=4).training for model in models]
-        check_memory([sum(model.parameter_counts().values()) // 2 for model in models], resolved[0].device)
+        flops = [
+            compute_cost(model, tokens_per_pass=tokens, number_bytes=4).training for model in models
+        ]
+        check_memory(
+            [sum(model.parameter_counts().values()) // 2 for model in models], resolved[0].device
+        )
         peak = hardware.measure_peak_flops(resolved[0], PRODUCT)
-        found = measure_step_times(configs, 256, lambda part: None)
+        step_times = measure_step_times(configs, 256, lambda part: None)
         rows = []
-        for config, model, work, times in zip(resolved, models, flops, found, strict=True):
+        for config, model, work, times in zip(resolved, models, flops, step_times, strict=True):
             peak = max(peak, hardware.measure_peak_flops(resolved[0], PRODUCT))
-            ratio = times.median / found[0].median
+            ratio = times.median / step_times[0].median
             allowed = ALLOWED * max(1.0, work / flops[0])
             rows.append(
                 [
@@ -102,21 +105,21 @@ def steps(folder: Path, args: argparse.Namespace) -> None:
             )
         print(
             f"\n{label}: L {shape.layers}, d {shape.d_model}, h {shape.heads}, T {shape.context},"
-            f" B {shape.batch_size}, {resolved[0].precision}, {found[0].rounds} rounds"
+            f" B {shape.batch_size}, {resolved[0].precision}, {step_times[0].rounds} rounds"
         )
-        head = ["variant", "kernel", "ms a step", "tokens/s", "of product", "time", "FLOPs"]
+        head = ["variant", "kernel", "ms/step", "tokens/s", "of peak", "time", "FLOPs"]
         print_table([*head, f"× {ALLOWED}", ""], rows)
         over = sum(bool(row[-1]) for row in rows)
-        print(f"wanted: time ≤ {ALLOWED} × max(1, FLOPs); over: {over} of {len(rows)}")
+        print(f"goal: time ≤ {ALLOWED} × max(1, FLOPs); exceeded by {over} of {len(rows)}")
 
 
 def memory(folder: Path, args: argparse.Namespace) -> None:
-    """Of one attention layer, forward and backward, in a process of its own."""
+    """Memory of one attention layer, forward and backward, and of whole runs."""
     rows = []
     for name, kernel in (("standard", "auto"), ("merged_w", "auto"), ("merged_w", "folded")):
-        with multiprocessing.get_context("spawn").Pool(1) as alone:
-            used, own = alone.apply(_layer_memory, (name, kernel))
-        rows.append([name, own, f"{used / 2**20:,.0f} MiB"])
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            used, chosen = pool.apply(_layer_memory, (name, kernel))
+        rows.append([name, chosen, f"{used / 2**20:,.0f} MiB"])
     for name in ("standard", "merged_w"):
         words = f"train variant={name} {LONG_RUN} {SHORT} train.steps=3 train.eval_every=3"
         _timed(words, folder / f"memory-{name}")
@@ -125,7 +128,7 @@ def memory(folder: Path, args: argparse.Namespace) -> None:
         rows.append([f"{name}, a whole run", "auto", f"{used / 2**20:,.0f} MiB"])
     scores = 4 * LONG.batch_size * LONG.heads * LONG.context**2
     print_table([f"one layer, T {LONG.context}", "kernel", "memory"], rows)
-    print(f"all scores at once would be {scores / 2**20:,.0f} MiB, and a gradient needs several")
+    print(f"all scores at once would take {scores / 2**20:,.0f} MiB, and a gradient needs several")
 
 
 def _layer_memory(name: str, kernel: str) -> tuple[int, str]:
@@ -136,14 +139,14 @@ def _layer_memory(name: str, kernel: str) -> tuple[int, str]:
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     x_BTD = torch.randn(LONG.batch_size, LONG.context, LONG.d_model, requires_grad=True)
-    layer(x_BTD[:, :64]).sum().backward()  # what products need at first
-    before = _most_bytes()
+    layer(x_BTD[:, :64]).sum().backward()  # one-time allocations of the matmul library
+    before = _peak_bytes()
     layer(x_BTD).sum().backward()
-    return _most_bytes() - before, layer.kernel
+    return _peak_bytes() - before, layer.kernel
 
 
-def _most_bytes() -> int:
-    """This process has held at once; getrusage would count what its parent held before."""
+def _peak_bytes() -> int:
+    """Return the peak memory of this process; getrusage would include its parent's."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
@@ -151,32 +154,36 @@ def _most_bytes() -> int:
 
 
 def sweep(folder: Path, args: argparse.Namespace) -> None:
-    """32 runs of the small shape, everything included; and what a run costs beside its training."""
+    """Time of a sweep of 32 small runs, and the overhead of a run beside its training."""
     words = f"sweep variant=standard,no_q,no_k,shared_qk seed=range(8) train.steps={STEPS} {RUN}"
     words += f" train.eval_every={STEPS} {SHORT}"
     seconds, busy = _timed(words, folder / "sweep")
     cores = os.cpu_count() or 1
     rows = [["qkablate sweep, 32 runs", f"{seconds:.0f} s", f"{32 * 3600 / seconds:,.0f}"]]
     if args.nanogpt is not None:
-        alone = statistics.median(_nanogpt(args.nanogpt, folder) for _ in range(3))
+        seconds_each = statistics.median(_nanogpt(args.nanogpt, folder) for _ in range(3))
         rows.append(
-            ["nanoGPT's train.py, one by one", f"{32 * alone:.0f} s", f"{3600 / alone:,.0f}"]
+            [
+                "nanoGPT's train.py, one by one",
+                f"{32 * seconds_each:.0f} s",
+                f"{3600 / seconds_each:,.0f}",
+            ]
         )
-    print_table([f"{STEPS} steps each", "32 runs", "runs an hour"], rows)
-    print(f"busy: {100 * busy:.0f} % of {cores} cores (all that ran on the machine; 0: not known)")
-    for what, more in (("without W&B", "disabled"), ("W&B offline", "offline")):
+    print_table([f"{STEPS} steps each", "32 runs", "runs/hour"], rows)
+    print(f"busy: {100 * busy:.0f} % of {cores} cores (all processes of the machine; 0: unknown)")
+    for label, mode in (("without W&B", "disabled"), ("W&B offline", "offline")):
         took = []
         for runs in (8, 40):
             words = f"sweep variant=standard seed=range({runs}) {EMPTY} data.val_tokens=65"
-            words += f" data.test_tokens=65 tracking.wandb={more}"
-            took.append(_timed(words, folder / f"{more}-{runs}")[0])
+            words += f" data.test_tokens=65 tracking.wandb={mode}"
+            took.append(_timed(words, folder / f"{mode}-{runs}")[0])
         each = (took[1] - took[0]) / 32
-        print(f"a run of one step, {what}: {1000 * each:.0f} ms of the machine")
-    print("wanted: 3 × nanoGPT's runs an hour, 95 % busy, 150 ms a run")
+        print(f"a run of one step, {label}: {1000 * each:.0f} ms")
+    print("goal: 3 × nanoGPT's runs per hour, 95 % busy, 150 ms per run")
 
 
 def many(folder: Path, args: argparse.Namespace) -> None:
-    """Whether a run costs as much in a sweep of 1,000 as in a small one, and its files."""
+    """Time and files per run in sweeps of 10, 100 and 1,000 runs."""
     rows, before = [], (0, 0.0)
     for runs in (10, 100, 1000):
         out = folder / f"many-{runs}"
@@ -197,25 +204,25 @@ def many(folder: Path, args: argparse.Namespace) -> None:
                 ),
             ]
         )
-    head = ["runs", "time", "each further one", "files a run", "folders a run", "on disk a run"]
+    head = ["runs", "time", "each further run", "files/run", "folders/run", "disk/run"]
     print_table(head, rows)
-    print("wanted: as much for each further run")
+    print("goal: the same time for each further run")
 
 
 def evaluation(folder: Path, args: argparse.Namespace) -> None:
-    """Whether a token of evaluation costs no more than its share of the FLOPs of training."""
+    """Time of a token in evaluation relative to training, compared with its share of the FLOPs."""
     rows = []
     for label, shape in SHAPES.items():
         for name in ("standard", "merged_w"):
             planned = plan_run(configure(shape, name, 1000, folder))
-            tokens = len(planned.data.split("val")) - 1
+            tokens = len(get_corpus(planned).split("val")) - 1
             hardware.configure_process(planned.config)
             model = planned.build().to_empty(device="cpu").init_(0).to(planned.config.device)
             trainer = Trainer(
                 planned, model, None, sinks=(), save=lambda _: None, stop=lambda: False
             )
             count = max(1, tokens // 4 // planned.tokens_per_step)
-            training, reading = [], []
+            training, evaluation = [], []
             for _ in range(3):
                 began = time.perf_counter()
                 for step in range(count):
@@ -223,48 +230,49 @@ def evaluation(folder: Path, args: argparse.Namespace) -> None:
                 between = time.perf_counter()
                 trainer.evaluate("val")
                 training.append((between - began) / count / planned.tokens_per_step)
-                reading.append((time.perf_counter() - between) / tokens)
-            ratio = statistics.median(reading) / statistics.median(training)
-            own = compute_cost(model, tokens_per_pass=shape.batch_size * shape.context, number_bytes=4)
-            rows.append([label, name, f"{ratio:.2f}", f"{own.forward / own.training:.2f}"])
-    print_table(["shape", "variant", "time of training's", "FLOPs of training's"], rows)
+                evaluation.append((time.perf_counter() - between) / tokens)
+            ratio = statistics.median(evaluation) / statistics.median(training)
+            tokens_per_pass = shape.batch_size * shape.context
+            cost = compute_cost(model, tokens_per_pass=tokens_per_pass, number_bytes=4)
+            rows.append([label, name, f"{ratio:.2f}", f"{cost.forward / cost.training:.2f}"])
+    print_table(["shape", "variant", "time of training", "FLOPs of training"], rows)
 
 
 def _timed(words: str, out: Path) -> tuple[float, float]:
-    """Seconds of a command, and how busy the machine was."""
+    """Return the seconds of a command, and the fraction of the machine's cores that were busy."""
     began, work = time.perf_counter(), _jiffies()
     command = [sys.executable, "-m", "qkablate", *shlex.split(words), f"out={out}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"{words}: {(done.stderr.strip() or 'it failed').splitlines()[-1]}")
-    busy, every = (after - before for after, before in zip(_jiffies(), work, strict=True))
-    return time.perf_counter() - began, busy / max(1, every)
+    busy, total = (after - before for after, before in zip(_jiffies(), work, strict=True))
+    return time.perf_counter() - began, busy / max(1, total)
 
 
 def _jiffies() -> tuple[int, int]:
-    """Of all cores since the machine began: those that worked, and all."""
+    """Return the busy and the total clock ticks of all cores since boot."""
     try:
         times = [
             *map(int, Path("/proc/stat").read_text(encoding="ascii").split("\n")[0].split()[1:9])
         ]
     except OSError:
         return 0, 0
-    idle, elsewhere = times[3] + times[4], times[7]  # what other machines had of these cores
-    return sum(times) - idle - elsewhere, sum(times) - elsewhere
+    idle, stolen = times[3] + times[4], times[7]  # stolen by other virtual machines
+    return sum(times) - idle - stolen, sum(times) - stolen
 
 
 def _nanogpt(checkout: Path, folder: Path) -> float:
-    """Seconds of its own train.py at the same shape: as many steps and tokens of evaluation."""
-    place = folder / "nanogpt"
-    data = place / "data" / "ours"
+    """Return the seconds of nanoGPT's train.py with the same shape, steps and evaluation tokens."""
+    cwd = folder / "nanogpt"
+    data = cwd / "data" / "ours"
     if not data.exists():
         data.mkdir(parents=True)
-        (place / "configurator.py").symlink_to(checkout / "configurator.py")
-        source = plan_run(configure(SHAPES["small"], "standard", 1, folder)).data
-        text = source.split("train")
+        (cwd / "configurator.py").symlink_to(checkout / "configurator.py")
+        corpus = get_corpus(plan_run(configure(SHAPES["small"], "standard", 1, folder)))
+        train_tokens = corpus.split("train")
         for split in ("train", "val"):
-            np.asarray(text).astype(np.uint16).tofile(data / f"{split}.bin")
-        (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": source.vocabulary}))
+            train_tokens.astype(np.uint16).tofile(data / f"{split}.bin")
+        (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": corpus.vocabulary}))
     device = hardware.resolve(configure(SHAPES["small"], "standard", 1, folder)).device
     words = (
         f"--dataset=ours --device={device} --compile=False --eval_iters=20 --eval_interval={STEPS}"
@@ -274,22 +282,22 @@ def _nanogpt(checkout: Path, folder: Path) -> float:
     words += " --gradient_accumulation_steps=1 --warmup_iters=10 --always_save_checkpoint=False"
     began = time.perf_counter()
     command = [sys.executable, str(checkout / "train.py"), *words.split(), "--out_dir=out"]
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"--nanogpt: {(done.stderr.strip() or 'it failed').splitlines()[-1]}")
     return time.perf_counter() - began
 
 
 def start(folder: Path, args: argparse.Namespace) -> None:
-    """From the command to the first word, and to the first step."""
-    own = [sys.executable, "-m", "qkablate"]
-    helped = statistics.median(_seconds([*own, "--help"]) for _ in range(9))
-    print(f"--help: {1000 * helped:.0f} ms (wanted: 100)")
+    """Time from the command to its first output, and to the first training step."""
+    command = [sys.executable, "-m", "qkablate"]
+    seconds = statistics.median(_seconds([*command, "--help"]) for _ in range(9))
+    print(f"--help: {1000 * seconds:.0f} ms (goal: 100)")
     words = shlex.split(
         f"train {RUN} {SHORT} train.steps=20 tracking.log_every=1 out={folder / 'start'}"
     )
-    firsts = [_first_row([*own, *words, f"seed={seed}"], folder / "start") for seed in range(5)]
-    print(f"train to its first step: {statistics.median(firsts):.2f} s (wanted: 3)")
+    firsts = [_first_row([*command, *words, f"seed={seed}"], folder / "start") for seed in range(5)]
+    print(f"train to its first step: {statistics.median(firsts):.2f} s (goal: 3)")
     step_ms = (
         1000
         * measure_step_times(
@@ -299,23 +307,23 @@ def start(folder: Path, args: argparse.Namespace) -> None:
     row = {"step": 1, "tokens": 768, "seconds": 1.0, "train/loss": 2.5, "train/grad_norm": 0.5}
     row |= {"train/lr": 1e-3, "perf/tokens_per_second": 2e4, "perf/mfu": 0.5, "flops": 1e12}
     config = configure(SHAPES["small"], "standard", 1, folder, "tracking.wandb=offline")
-    journal = MetricsFile(folder / "metrics.jsonl")
-    mirror = WandbRun(
+    metrics_file = MetricsFile(folder / "metrics.jsonl")
+    wandb_run = WandbRun(
         config.tracking, RunIdentity("a", "a", "a", "a", ()), folder, {}, lambda note: None
     )
     took = []
     for number in range(500):
         row["step"] = number
         began = time.perf_counter()
-        journal.log(row)
-        mirror.log(row)
+        metrics_file.log(row)
+        wandb_run.log(row)
         took.append(1000 * (time.perf_counter() - began))
     each = statistics.median(took)
-    mirror.close({}, 0)
-    journal.close()
+    wandb_run.close({}, 0)
+    metrics_file.close()
     part = each / config.tracking.log_every / step_ms
     print(
-        f"metrics and W&B offline: {each:.2f} ms a row, {100 * part:.2f} % of the steps (wanted: 1)"
+        f"metrics and W&B offline: {each:.2f} ms a row, {100 * part:.2f} % of the steps (goal: 1)"
     )
 
 
@@ -330,13 +338,13 @@ def _first_row(command: list[str], out: Path) -> float:
     began = time.perf_counter()
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while running.poll() is None:
-        for journal in {*out.glob("runs/*/metrics.jsonl")} - before:
-            if b"train/loss" in journal.read_bytes():
+        for metrics_file in {*out.glob("runs/*/metrics.jsonl")} - before:
+            if b"train/loss" in metrics_file.read_bytes():
                 took = time.perf_counter() - began
                 running.wait()
                 return took
         time.sleep(0.005)
-    raise UserError(f"{shlex.join(command)} made no step")
+    raise UserError(f"{shlex.join(command)} ended without a training step")
 
 
 @contextmanager
@@ -351,20 +359,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
-    def listed(text: str) -> list[str]:
+    def comma_list(text: str) -> list[str]:
         return text.split(",")
 
     parser.add_argument(
-        "--only", type=listed, default=[*SECTIONS], help=f"of {', '.join(SECTIONS)}"
+        "--only",
+        type=comma_list,
+        default=[*SECTIONS],
+        help=f"default: all of {', '.join(SECTIONS)}",
     )
-    parser.add_argument("--variants", type=listed, default=[*variants()], help="default: all")
-    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT, to run beside")
+    parser.add_argument("--variants", type=comma_list, default=[*variants()], help="default: all")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to compare with")
     args = parser.parse_args()
-    for flag, given, known in (
+    for flag, values, known in (
         ("--only", args.only, [*SECTIONS]),
         ("--variants", args.variants, [*variants()]),
     ):
-        if wrong := next((name for name in given if name not in known), None):
+        if wrong := next((name for name in values if name not in known), None):
             one_of = f"{', '.join(known)}{nearest_hint(wrong, known)}"
             raise UserError(f"{flag}: '{wrong}' is not one of {one_of}")
     if args.nanogpt is not None:
@@ -372,17 +383,17 @@ def main() -> None:
         if not (args.nanogpt / "train.py").is_file():
             raise UserError(f"--nanogpt: there is no train.py in '{args.nanogpt}'")
     warnings.filterwarnings("ignore", module="torch")
-    with initialize(), tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with initialize(), tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         config = hardware.resolve(configure(SHAPES["small"], "standard", 1, folder))
-        print(compare.header(config, args.nanogpt and args.nanogpt / "model.py"))
+        print(compare.format_header(config, args.nanogpt and args.nanogpt / "model.py"))
         for name in args.only:
             print(f"\n{name}: {SECTIONS[name].__doc__}\n", flush=True)
             SECTIONS[name](folder, args)
 
 
 SECTIONS: dict[str, Callable[[Path, argparse.Namespace], None]] = {
-    "matmul": products,
+    "matmul": matmul,
     "variants": steps,
     "memory": memory,
     "sweep": sweep,
@@ -394,6 +405,6 @@ SECTIONS: dict[str, Callable[[Path, argparse.Namespace], None]] = {
 if __name__ == "__main__":
     try:
         main()
-    except UserError as mistake:
-        print(f"bench: {mistake}", file=sys.stderr)
+    except UserError as error:
+        print(f"bench: {error}", file=sys.stderr)
         sys.exit(2)

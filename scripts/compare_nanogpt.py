@@ -1,9 +1,9 @@
-"""Training speed of qkablate beside nanoGPT: same machine, shape and tokens, in turns.
+"""Compare the training speed of qkablate and nanoGPT: same machine, same shape, same tokens.
 
-nanoGPT runs as its train.py runs it, eager and compiled: fp32 on a CPU, autocast on a GPU. qkablate
-runs the very step of its Trainer. Both see the same windows of one text under the same learning
-rates. They take turns, in another order each round: tokens/s is the median over the rounds, the
-ratio the median (least … most) of those within a round. Compiling and warming up are not timed.
+nanoGPT runs as in its train.py, eager and compiled: fp32 on a CPU, autocast on a GPU. qkablate runs
+its Trainer's own step. Both see the same windows of one text at the same learning rates. They take
+turns, in a different order each round: tokens/s is the median over the rounds, the ratio the median
+(minimum … maximum) within a round. Compilation and warm-up are not timed.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from qkablate.attention.kernels import matmul
 from qkablate.cli.hydra.app import register
 from qkablate.config import Config, conf_dir, load, variants
 from qkablate.data.batches import sequential_batches
+from qkablate.data.corpus import Corpus
 from qkablate.errors import UserError, nearest_hint
 from qkablate.randomness import named_generator
 from qkablate.runs.run import describe_environment
@@ -59,8 +60,8 @@ class Shape:
 SHAPES = {"small": Shape(4, 128, 4, 64, 12, steps=50), "large": Shape(6, 384, 6, 256, 16, steps=4)}
 
 
-class Ours:
-    """qkablate: the Trainer of a real plan."""
+class Qkablate:
+    """The Trainer of a qkablate run."""
 
     def __init__(self, plan: RunPlan) -> None:
         config = plan.config
@@ -72,7 +73,7 @@ class Ours:
         )
 
     def step(self, step: int) -> None:
-        matmul.set_backend(self.trainer.config.matmul)  # of the process: the contestants take turns
+        matmul.set_backend(self.trainer.config.matmul)  # a setting of the whole process
         self.trainer._step(step)
 
     def loss(self) -> float:
@@ -81,7 +82,7 @@ class Ours:
 
 
 class NanoGPT:
-    """nanoGPT's model and optimiser, in the steps of its train.py."""
+    """The model and optimizer of nanoGPT, with the training step of its train.py."""
 
     def __init__(self, module: Any, plan: RunPlan, compiled: bool, data: Path) -> None:
         config, self.plan, self.data = plan.config, plan, data
@@ -92,7 +93,7 @@ class NanoGPT:
         torch.manual_seed(config.seed)
         shape = {"n_layer": model.layers, "n_head": model.heads, "n_embd": model.d_model}
         shape |= {"block_size": model.context, "vocab_size": plan.data.vocabulary}
-        with contextlib.redirect_stdout(io.StringIO()):  # it tells of its parameters
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its parameter count
             gpt = module.GPT(module.GPTConfig(**shape, dropout=0.0, bias=False))
             self.model = gpt.to(config.device)
             self.optimizer = gpt.configure_optimizers(
@@ -105,7 +106,7 @@ class NanoGPT:
             if kind == "cuda"
             else contextlib.nullcontext()
         )
-        self.batch = self.read(0)
+        self.batch = self.read_batch(0)
 
     def step(self, step: int) -> None:
         config = self.plan.config
@@ -113,7 +114,7 @@ class NanoGPT:
             group["lr"] = learning_rate(config.optim, step, int(config.train.steps))
         with self.autocast:
             loss = self.forward(*self.batch)[1]
-        self.batch = self.read(step + 1)  # while a GPU is still busy with the forward pass
+        self.batch = self.read_batch(step + 1)  # while a GPU is still busy with the forward pass
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.clip)
@@ -121,26 +122,29 @@ class NanoGPT:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def read(self, step: int) -> tuple[Tensor, Tensor]:
-        """Qkablate's windows of this step, one by one out of a file of uint16 opened anew."""
+    def read_batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return the windows that qkablate draws for this step, read as train.py does."""
         config, tokens = self.plan.config, np.memmap(self.data, dtype=np.uint16, mode="r")
         context, size = config.model.context, config.train.batch_size
-        starts = named_generator(config.seeds.data, "batch", step).integers(len(tokens) - context, size=size)
+        generator = named_generator(config.seeds.data, "batch", step)
+        starts = generator.integers(len(tokens) - context, size=size)
 
-        def rows(shift: int) -> Tensor:
-            cuts = (tokens[i + shift : i + shift + context].astype(np.int64) for i in starts)
-            batch = torch.stack([torch.from_numpy(cut) for cut in cuts])
+        def windows(shift: int) -> Tensor:
+            rows = (tokens[i + shift : i + shift + context].astype(np.int64) for i in starts)
+            batch = torch.stack([torch.from_numpy(row) for row in rows])
             pinned = batch.pin_memory() if config.device.startswith("cuda") else batch
             return pinned.to(config.device, non_blocking=True)
 
-        return rows(0), rows(1)
+        return windows(0), windows(1)
 
     @torch.no_grad()
     def loss(self) -> float:
         self.model.eval()
         context, device = self.plan.config.model.context, self.plan.config.device
-        text, losses = self.plan.data.split("val"), []
-        for batch in sequential_batches(text, batch_size=EVAL_BATCH // context, context=context):
+        tokens_N, losses = get_corpus(self.plan).split("val"), []
+        for batch in sequential_batches(
+            tokens_N, batch_size=EVAL_BATCH // context, context=context
+        ):
             tokens, targets = batch.tokens_NT, batch.targets_NA
             with self.autocast:
                 losses.append(self.model(tokens.to(device), targets.to(device))[1].item())
@@ -148,48 +152,54 @@ class NanoGPT:
         return statistics.fmean(losses)
 
 
+def get_corpus(plan: RunPlan) -> Corpus:
+    """Return the text of a run, whose tokens nanoGPT is given, too."""
+    assert isinstance(plan.data, Corpus)
+    return plan.data
+
+
 def configure(shape: Shape, variant: str, steps: int, folder: Path, *more: str) -> Config:
-    """The config of `qkablate train` with this shape."""
+    """Return the config of `qkablate train` with this shape."""
     words = [f"model.{key}={getattr(shape, key)}" for key in ("layers", "d_model", "heads")]
     words += [f"model.context={shape.context}", f"train.batch_size={shape.batch_size}"]
     words += [f"variant={variant}", f"train.steps={steps}", "tracking.wandb=disabled", *more]
     config = load(compose("train", words))
     config.out, config.data.cache = str(folder), str(folder / "data")
-    config.data.val_tokens = 4 * EVAL_BATCH + 1  # as much as fills whole batches
+    config.data.val_tokens = 4 * EVAL_BATCH + 1  # fills whole batches
     return config
 
 
-def contestants(module: Any, shape: Shape, args: argparse.Namespace, folder: Path) -> list[Any]:
-    """NanoGPT's two ways, then every variant in the precision of `auto` and in fp32."""
+def make_candidates(module: Any, shape: Shape, args: argparse.Namespace, folder: Path) -> list[Any]:
+    """Return nanoGPT eager and compiled, then every variant in `auto` precision and in fp32."""
     steps = WARMUP + args.rounds * (args.steps or shape.steps)
     auto = plan_run(configure(shape, "standard", steps, folder))
     hardware.configure_process(auto.config)
     data = folder / "nanogpt.bin"
-    auto.data.split("train").astype(np.uint16).tofile(data)
-    found: list[Any] = [NanoGPT(module, auto, compiled, data) for compiled in (False, True)]
+    get_corpus(auto).split("train").astype(np.uint16).tofile(data)
+    candidates: list[Any] = [NanoGPT(module, auto, compiled, data) for compiled in (False, True)]
     precisions = dict.fromkeys((auto.config.precision, "fp32"))
-    ways = dict.fromkeys((auto.config.compile, auto.config.compile or args.compile))
-    for variant, precision, compiled in product(args.variants, precisions, ways):
+    compile_modes = dict.fromkeys((auto.config.compile, auto.config.compile or args.compile))
+    for variant, precision, compiled in product(args.variants, precisions, compile_modes):
         words = (f"precision={precision}", f"compile={compiled}")
-        found.append(Ours(plan_run(configure(shape, variant, steps, folder, *words))))
-    ours = found[2].trainer.train_step.feed.take(0)[0]
-    same = zip(found[0].batch, (ours.tokens_NT, ours.targets_NA), strict=True)
-    assert all(torch.equal(theirs.cpu(), own.cpu()) for theirs, own in same)
-    return found
+        candidates.append(Qkablate(plan_run(configure(shape, variant, steps, folder, *words))))
+    ours = candidates[2].trainer.train_step.feed.take(0)[0]
+    pairs = zip(candidates[0].batch, (ours.tokens_NT, ours.targets_NA), strict=True)
+    assert all(torch.equal(theirs.cpu(), mine.cpu()) for theirs, mine in pairs)
+    return candidates
 
 
-def measure(entered: list[Any], rounds: int, steps: int, tokens: int) -> dict[str, list[float]]:
-    """Tokens per second of each contestant in each round."""
-    speeds: dict[str, list[float]] = {one.name: [] for one in entered}
+def measure(candidates: list[Any], rounds: int, steps: int, tokens: int) -> dict[str, list[float]]:
+    """Return the tokens per second of each candidate in each round."""
+    speeds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     for turn in range(rounds):
-        first, shift = WARMUP + turn * steps, turn % len(entered)
-        for one in (*entered[shift:], *entered[:shift]):
+        first, shift = WARMUP + turn * steps, turn % len(candidates)
+        for candidate in (*candidates[shift:], *candidates[:shift]):
             synchronize()
             began = time.perf_counter()
             for step in range(first, first + steps):
-                one.step(step)
+                candidate.step(step)
             synchronize()
-            speeds[one.name].append(steps * tokens / (time.perf_counter() - began))
+            speeds[candidate.name].append(steps * tokens / (time.perf_counter() - began))
     return speeds
 
 
@@ -199,34 +209,34 @@ def synchronize() -> None:
 
 
 def compare(label: str, module: Any, args: argparse.Namespace, folder: Path) -> None:
-    """One shape's lines of the table."""
+    """Print the rows of one shape."""
     shape = SHAPES[label]
-    torch.compiler.reset()  # else what it learnt of the last shape would slow this one down
-    entered = contestants(module, shape, args, folder)
-    before = {one.name: one.loss() for one in entered}
-    for one in list(entered):
+    torch.compiler.reset()  # guards of the last shape would slow this one down
+    candidates = make_candidates(module, shape, args, folder)
+    before = {candidate.name: candidate.loss() for candidate in candidates}
+    for candidate in list(candidates):
         try:
             for step in range(WARMUP):
-                one.step(step)
-        except RuntimeError as error:  # no C++ compiler, say
-            print(f"{label:<7}{one.name}: left out: {str(error).strip().splitlines()[0]}")
-            entered.remove(one)
+                candidate.step(step)
+        except RuntimeError as error:  # e.g. without a C++ compiler
+            print(f"{label:<7}{candidate.name}: left out: {str(error).strip().splitlines()[0]}")
+            candidates.remove(candidate)
     steps, tokens = args.steps or shape.steps, shape.batch_size * shape.context
-    speeds = measure(entered, args.rounds, steps, tokens)
-    theirs = [speeds[one.name] for one in entered if isinstance(one, NanoGPT)]
+    speeds = measure(candidates, args.rounds, steps, tokens)
+    theirs = [speeds[candidate.name] for candidate in candidates if isinstance(candidate, NanoGPT)]
     best = max(theirs, key=statistics.median)
-    for one in entered:
-        ratios = [a / b for a, b in zip(speeds[one.name], best, strict=True)]
+    for candidate in candidates:
+        ratios = [a / b for a, b in zip(speeds[candidate.name], best, strict=True)]
         print(
-            f"{label:<7}{one.name:<38}{statistics.median(speeds[one.name]):>10,.0f}"
+            f"{label:<7}{candidate.name:<38}{statistics.median(speeds[candidate.name]):>10,.0f}"
             f"{statistics.median(ratios):>8.2f}  ({min(ratios):.2f} … {max(ratios):.2f})"
-            f"{before[one.name]:>9.4f}{one.loss():>9.4f}",
+            f"{before[candidate.name]:>9.4f}{candidate.loss():>9.4f}",
             flush=True,
         )
 
 
 def import_model(checkout: Path) -> Any:
-    """The model.py of a nanoGPT checkout; sys.path stays as it is."""
+    """Import model.py of a nanoGPT checkout; sys.path is not changed."""
     file = checkout.expanduser() / "model.py"
     if not file.is_file():
         raise UserError(f"--nanogpt: there is no model.py in '{checkout}'")
@@ -243,8 +253,8 @@ def import_model(checkout: Path) -> Any:
     return module
 
 
-def header(config: Config, module: Path | None = None) -> str:
-    """`module` is nanoGPT's model.py."""
+def format_header(config: Config, module: Path | None = None) -> str:
+    """Return lines on the machine and the versions; `module` is nanoGPT's model.py."""
     facts = describe_environment(config, hardware.describe_device(config))
     machine, versions, code = facts["machine"], facts["versions"], facts["code"]
     device = "" if config.device == "cpu" else f", {machine['device']}"
@@ -260,7 +270,7 @@ def header(config: Config, module: Path | None = None) -> str:
     )
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0],
         epilog=EXAMPLE,
@@ -273,15 +283,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
     parser.add_argument("--shapes", type=names, default=list(SHAPES), help="default: small,large")
     parser.add_argument("--variants", type=names, default=["standard"], help="default: standard")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each (default: 9)")
-    parser.add_argument("--steps", type=int, help="in one round (default: small 50, large 4)")
-    parser.add_argument("--compile", action="store_true", help="time qkablate compiled, too")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds (default: 9)")
+    parser.add_argument("--steps", type=int, help="steps in a round (default: small 50, large 4)")
+    parser.add_argument("--compile", action="store_true", help="also time qkablate compiled")
     args = parser.parse_args()
-    for flag, given, known in (
+    for flag, values, known in (
         ("--shapes", args.shapes, SHAPES),
         ("--variants", args.variants, variants()),
     ):
-        if wrong := next((name for name in given if name not in known), None):
+        if wrong := next((name for name in values if name not in known), None):
             listed = f"{', '.join(known)}{nearest_hint(wrong, known)}"
             raise UserError(f"{flag}: '{wrong}' is not one of {listed}")
     if args.rounds < 1 or (args.steps is not None and args.steps < 1):
@@ -290,7 +300,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = arguments()
+    args = parse_arguments()
     module = import_model(args.nanogpt)
     warnings.filterwarnings("ignore", module="torch")
     register()
@@ -299,7 +309,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
     ):
         config = hardware.resolve(configure(SHAPES["small"], "standard", 1, Path(folder)))
-        print(header(config, Path(module.__file__)))
+        print(format_header(config, Path(module.__file__)))
         title = f"\n{'shape':<7}{'':<38}{'tokens/s':>10}{'ratio to the best nanoGPT':>27}"
         print(f"{title}{'loss':>5} before after")
         for label in args.shapes:
@@ -309,6 +319,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except UserError as mistake:
-        print(f"compare_nanogpt: {mistake}", file=sys.stderr)
+    except UserError as error:
+        print(f"compare_nanogpt: {error}", file=sys.stderr)
         sys.exit(2)

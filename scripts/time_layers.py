@@ -1,19 +1,18 @@
-"""Time one attention layer, forward and backward, of every variant beside standard's.
+"""Time one attention layer, forward and backward, for every variant relative to standard.
 
     python scripts/time_layers.py
     python scripts/time_layers.py --shape 4,12,1024,768 --precision fp32 --variants merged_w
 
-All variants take turns in one process; medians. Beside the time stands the FLOP ratio (a causal
-query sees half the keys, for every variant), and whether the time keeps within
-1.5 × max(1, FLOP ratio).
+All variants take turns in one process; the table shows medians, the FLOP ratio (a causal query sees
+half the keys, for every variant), and whether the time is within 1.5 × max(1, FLOP ratio).
 """
 
 import argparse
 import platform
 import statistics
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -37,19 +36,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kernel", default="auto")
-    words = parser.parse_args()
-    torch.set_num_threads(words.threads)
-    batch, heads, context, d_model = (int(part) for part in words.shape.split(","))
-    names = words.variants.split(",") if words.variants else ["standard", *variants()]
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    batch, heads, context, d_model = (int(part) for part in args.shape.split(","))
+    names = args.variants.split(",") if args.variants else ["standard", *variants()]
     names = list(dict.fromkeys(["standard", *names]))
     print(
         f"qkablate {__version__} ({_commit()}), torch {torch.__version__}, {platform.processor()},"
-        f" {words.device}, {words.threads} threads, B {batch}, h {heads}, T {context}, d {d_model}"
+        f" {args.device}, {args.threads} threads, B {batch}, h {heads}, T {context}, d {d_model}"
     )
-    for precision in words.precision.split(","):
-        if precision == "bf16" and words.device == "cpu" and not has_fast_bf16():
+    for precision in args.precision.split(","):
+        if precision == "bf16" and args.device == "cpu" and not has_fast_bf16():
             print("bf16 is slower than fp32 on this CPU")
-        _report(names, precision, batch, heads, context, d_model, words)
+        _report(names, precision, batch, heads, context, d_model, args)
 
 
 def _report(
@@ -59,7 +58,7 @@ def _report(
     heads: int,
     context: int,
     d_model: int,
-    words: argparse.Namespace,
+    args: argparse.Namespace,
 ) -> None:
     model = ModelConfig(d_model=d_model, heads=heads, context=context)
     steps, flops, kernels = {}, {}, {}
@@ -67,27 +66,31 @@ def _report(
         variant = resolve_variant(VariantConfig(**variants()[name]), model)
         half = precision != "fp32"
         try:
-            layer = make_attention(model, variant, device=words.device, half=half, kernel=words.kernel)
+            layer = make_attention(
+                model, variant, device=args.device, half=half, kernel=args.kernel
+            )
         except UserError as refused:
             print(f"left out: {refused}")
             continue
-        layer = layer.to(words.device)
+        layer = layer.to(args.device)
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-        steps[name] = _step(layer, batch, context, d_model, precision, words.device)
+        steps[name] = _make_step(layer, batch, context, d_model, precision, args.device)
         keys = mean_causal_keys(context)
-        found = compute_attention_cost(layer, keys=keys, context=context, tokens_per_pass=batch * context)
-        flops[name], kernels[name] = found.flops, layer.kernel
+        cost = compute_attention_cost(
+            layer, keys=keys, context=context, tokens_per_pass=batch * context
+        )
+        flops[name], kernels[name] = cost.flops, layer.kernel
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(words.rounds + 2):
+    for turn in range(args.rounds + 2):
         for name, step in steps.items():
             took = step()
             if turn >= 2:
                 times[name].append(took)
     base = statistics.median(times["standard"])
     print(f"\n{precision:<22}  {'kernel':<9}  {'ms':>8}  {'time':>6}  {'FLOPs':>6}  {'allowed':>7}")
-    for name, own in times.items():
-        median, ratio = statistics.median(own), flops[name] / flops["standard"]
+    for name, seconds in times.items():
+        median, ratio = statistics.median(seconds), flops[name] / flops["standard"]
         allowed = ALLOWED * max(1.0, ratio)
         over = "" if median / base <= allowed else "  OVER"
         print(
@@ -96,9 +99,11 @@ def _report(
         )
 
 
-def _step(layer, batch, context, d_model, precision, device):
+def _make_step(
+    layer: torch.nn.Module, batch: int, context: int, d_model: int, precision: str, device: str
+) -> Callable[[], float]:
     x_BTD = torch.randn(batch, context, d_model, device=device, requires_grad=True)
-    pull_BTD = torch.randn(batch, context, d_model, device=device)
+    grad_BTD = torch.randn(batch, context, d_model, device=device)
 
     def step() -> float:
         if device != "cpu":
@@ -106,7 +111,7 @@ def _step(layer, batch, context, d_model, precision, device):
         began = time.perf_counter()
         with torch.autocast(device, DTYPES[precision], enabled=precision != "fp32"):
             out_BTD = layer(x_BTD)
-        (out_BTD * pull_BTD).sum().backward()
+        (out_BTD * grad_BTD).sum().backward()
         if device != "cpu":
             torch.cuda.synchronize()
         took = time.perf_counter() - began
@@ -123,4 +128,4 @@ def _commit() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,9 +1,8 @@
-"""Time, memory and size of a report over thousands of runs.
+"""Measure time, memory and size of a report over thousands of runs.
 
     python scripts/time_report.py [--seeds 8] [--points 1000] [sweep=full variant=… …]
 
-The sweep is frozen as a real one is; its results are made up, in a folder of its own that is
-removed again.
+The sweep is planned as usual; its results are synthetic, in a temporary folder.
 """
 
 import argparse
@@ -29,18 +28,18 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--points", type=int, default=1000)
-    parser.add_argument("--keep", action="store_true", help="leave the folder, and say where")
+    parser.add_argument("--keep", action="store_true", help="keep the folder and print its path")
     parser.add_argument("words", nargs="*", default=["sweep=full"])
-    asked = parser.parse_args()
+    args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="time-report-"))
     try:
         began = time.monotonic()
-        manifest = frozen([*asked.words, f"seed=range({asked.seeds})"], folder)
-        chance = random.Random(0)
+        manifest = freeze_sweep([*args.words, f"seed=range({args.seeds})"], folder)
+        generator = random.Random(0)
         for run in manifest.runs:
-            finish(manifest, run, asked.points, chance)
+            write_run(manifest, run, args.points, generator)
         print(f"{len(manifest.runs):,} runs of {len(manifest.arms):,} arms,", end=" ")
-        print(f"{asked.points:,} points each; made in {time.monotonic() - began:.1f} s")
+        print(f"{args.points:,} points each; written in {time.monotonic() - began:.1f} s")
         for form in ("html", "md"):
             began = time.monotonic()
             target = folder / f"report.{form}"
@@ -49,32 +48,32 @@ def main() -> None:
             seconds = time.monotonic() - began
             peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
             size = target.stat().st_size / 1e6
-            print(f"{form:5} {seconds:6.1f} s   {peak:5.2f} GiB at most   {size:5.2f} MB")
+            print(f"{form:5} {seconds:6.1f} s   {peak:5.2f} GiB peak   {size:5.2f} MB")
     finally:
-        if asked.keep:
+        if args.keep:
             print(folder)
         else:
             shutil.rmtree(folder)
 
 
-def frozen(words: list[str], folder: Path) -> Manifest:
+def freeze_sweep(words: list[str], folder: Path) -> Manifest:
     with open_composer() as composer:
-        asked = composer.request([*words, "precision=fp32", "threads=1", "device=cpu"])
-        grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
+        request = composer.request([*words, "precision=fp32", "threads=1", "device=cpu"])
+        grid = Grid(request.settings.sweep, request.controls, request.choices)
         manifest = expand_grid(grid, composer.config, ["qkablate", "sweep", *words])
     return freeze(dataclasses.replace(manifest, out=str(folder)), [])
 
 
-def finish(manifest: Manifest, run: SweepRun, points: int, chance: random.Random) -> None:
-    """A result and a course, with a gap that the arm's name decides."""
+def write_run(manifest: Manifest, run: SweepRun, points: int, generator: random.Random) -> None:
+    """Write a result and a loss curve, with a gap that depends on the arm's name."""
     arm = manifest.arms[run.arm]
     folder = Path(manifest.out) / "runs" / run.name
     folder.mkdir(parents=True)
-    base = 2 + run.changes["seed"] / 50 + (hash(run.arm) % 100) / 1000 + chance.gauss(0, 0.005)
+    base = 2 + run.changes["seed"] / 50 + (hash(run.arm) % 100) / 1000 + generator.gauss(0, 0.005)
     tokens = [1 + arm.tokens * (i + 1) // points for i in range(points)]
     rows = [
         {"step": i, "tokens": at, "flops": arm.flops * at, "seconds": i / 10}
-        | {"val/loss": base + 3 / (1 + i) + chance.gauss(0, 0.01), "val/bits_per_byte": 3.0}
+        | {"val/loss": base + 3 / (1 + i) + generator.gauss(0, 0.01), "val/bits_per_byte": 3.0}
         for i, at in enumerate(tokens)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

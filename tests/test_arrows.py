@@ -164,6 +164,7 @@ def test_the_command_itself_imports_nothing_heavy(words):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_analysis_needs_no_torch():
     names = [name for name in FILES if part_of(name) in ("analysis", "report")]
     names += [f"qkablate.cli.{verb}" for verb in ("results", "report", "compare", "claim")]

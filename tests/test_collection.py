@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[1]
 
 def collected_ids(hash_seed: int, clock_shift: float, tmp_path: Path) -> list[str]:
     """Return the ids of all tests, collected in a new process."""
-    shared = ["-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
+    shared = ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     options = ["-o", "addopts=--strict-markers --import-mode=importlib"]
     done = subprocess.run(
-        [sys.executable, *shared, *options, "-q", "-p", "tests.shifted_clock", str(ROOT / "tests")],
+        [sys.executable, *shared, *options, "-p", "tests.shifted_clock", str(ROOT / "tests")],
         cwd=ROOT,
         env={
             **os.environ,

@@ -40,6 +40,7 @@ def installed(tmp_path_factory) -> Path:
     return environment / "bin"
 
 
+@pytest.mark.slow
 def test_the_wheel_trains_from_any_folder(installed, tiny, tmp_path):
     code = "import qkablate.cli; print(qkablate.__file__, flush=True); qkablate.cli.main()"
     elsewhere = tmp_path / "elsewhere"
@@ -111,6 +112,7 @@ def prepared(workspace, tiny, monkeypatch) -> Callable[[list[str]], None]:
     return prepare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
 def test_commands_of_the_readme_work(qkablate, prepared, tiny, text, command, tmp_path):
     """Run them as they are written, on a tiny model, with data and outputs in a test folder."""
@@ -176,6 +178,7 @@ def test_make_help_lists_every_target():
         assert f"make {target}" in out
 
 
+@pytest.mark.slow
 def test_claim_of_contributing_plans(qkablate, tiny, tmp_path):
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
@@ -186,6 +189,7 @@ def test_claim_of_contributing_plans(qkablate, tiny, tmp_path):
     assert "3 comparisons of 16 pairs" in done.out
 
 
+@pytest.mark.slow
 def test_variant_of_contributing_is_verified_and_trained(qkablate, tiny, tmp_path):
     """It has under 25 lines, and is verified, costed and trained like the built-in ones."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

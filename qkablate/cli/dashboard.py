@@ -97,7 +97,7 @@ def _name_stdout(argv: list[str]) -> list[str]:
     """Return the words with `--spec=-` for a `--spec` without a file."""
     return [
         f"--spec={_STDOUT}" if word == "--spec" and not following.endswith(".json") else word
-        for word, following in zip(argv, [*argv[1:], ""], strict=True)
+        for word, following in zip(argv, [*argv[1:], ""], strict=False)
     ]
 
 

@@ -198,7 +198,9 @@ def _inspect(args: Namespace) -> int:
         print_measures(row[part], shown)
         if is_selection:
             print_spectra(row[part]["singular"], shown)
-    tokens = f"{format_count(rows, 'sequence')} of {format_count(length, 'token')} of {sanitize(source)}"
+    tokens = (
+        f"{format_count(rows, 'sequence')} of {format_count(length, 'token')} of {sanitize(source)}"
+    )
     print(f"\nAttention, on {tokens}")
     print_measures(row["attention"], shown)
     if text is not None and is_selection:

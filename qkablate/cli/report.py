@@ -154,7 +154,9 @@ def _make_section(kind: str, folders: list[Path], margin: float | None) -> Any:
 
     where = f"read from {format_list([*map(str, folders)], 3)}"
     if kind == "runs":
-        title = folders[0].resolve().name if len(folders) == 1 else format_count(len(folders), "run")
+        title = (
+            folders[0].resolve().name if len(folders) == 1 else format_count(len(folders), "run")
+        )
         return Section.from_study(title, where, read_standalone_runs(folders), margin)
     if kind == "sweep":
         study = read_study(folders[0])
@@ -182,7 +184,9 @@ def _render(sections: list[Any], target: Path, form: str) -> Iterator[tuple[Path
     elif form == "md":
         yield target, markdown.render_markdown(sections).encode()
     else:
-        drawn = [(i, section, c) for i, section in enumerate(sections, 1) for c in make_charts(section)]
+        drawn = [
+            (i, section, c) for i, section in enumerate(sections, 1) for c in make_charts(section)
+        ]
         if not drawn:
             raise UserError("there is nothing to draw yet: no run has been evaluated")
         for number, section, chart in drawn:

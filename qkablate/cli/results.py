@@ -4,7 +4,7 @@ import csv
 import dataclasses
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import Parser, margin, one_of, sweep_and_out
 from qkablate.errors import sanitize
@@ -12,6 +12,7 @@ from qkablate.table import print_json, print_next_commands, print_table
 
 if TYPE_CHECKING:
     from qkablate.analysis.comparison.summary import GapSummary
+    from qkablate.report.text.table import Table
 
 FORMATS = ("table", "csv", "json", "md")
 
@@ -77,16 +78,16 @@ def main(argv: list[str]) -> int:
 
     study = read_study(manifest.find_sweep(word, out))
     times = read_times(args.times, study) if args.times else {}
-    found = describe_study(study, times, args.margin)
+    summary = describe_study(study, times, args.margin)
     with suppress(BrokenPipeError):
         if form == "json":
-            print_json(dataclasses.asdict(found))
+            print_json(dataclasses.asdict(summary))
         elif form == "csv":
-            _print_csv(found.gaps)
+            _print_csv(summary.gaps)
         elif form == "md":
-            print(f"# {study.name}\n\n" + "\n\n".join(map(format_markdown, make_tables(found))))
+            print(f"# {study.name}\n\n" + "\n\n".join(map(format_markdown, make_tables(summary))))
         else:
-            print_tables(make_tables(found))
+            print_tables(make_tables(summary))
             command = ["results", *study.cli_arguments]
             more = [*study.resume_commands]
             more += [[*command, "--margin", "0.01"]] if args.margin is None else []
@@ -97,9 +98,9 @@ def main(argv: list[str]) -> int:
     return 0 if study.is_complete else 1
 
 
-def print_tables(make_tables: list[Any]) -> None:
+def print_tables(tables: "list[Table]") -> None:
     """Print tables with their titles and notes."""
-    for number, table in enumerate(make_tables):
+    for number, table in enumerate(tables):
         print(("\n" if number else "") + sanitize(table.title) + "\n")
         print_table(table.columns, [[*map(sanitize, row)] for row in table.rows], 1, table.wrap)
         for note in table.notes:

@@ -174,9 +174,8 @@ def _upload(plan: "SyncPlan", server: str) -> int:
     for file, reason in result.failed.items():
         reasons.setdefault(reason, []).append(file.parent.parent.parent.name)
     for reason, names in reasons.items():
-        print_stderr(
-            f"qkablate: W&B: not uploaded: {format_list(names, 3)}: {reason}; the same command retries"
-        )
+        runs = format_list(names, 3)
+        print_stderr(f"qkablate: W&B: not uploaded: {runs}: {reason}; the same command retries")
     with suppress(BrokenPipeError):
         print(f"{len(result.logs):,} of {format_count(total, 'log')} uploaded")
         for link in _choose_links(result.logs, result.links):

@@ -96,9 +96,9 @@ def _check_sizes(planned: list[Job]) -> None:
     if sum(decomposition_steps(job.config.model) for job in planned) > MAX_DECOMPOSITION:
         d_model = max(job.config.model.d_model for job in planned)
         raise UserError(
-            f"model.d_model: to decompose {format_count(len(planned), 'variant')} at d {d_model:,} would"
-            " take many minutes; the identities do not depend on the size: name fewer variants, or"
-            " a smaller size"
+            f"model.d_model: to decompose {format_count(len(planned), 'variant')} at d {d_model:,}"
+            " would take many minutes; the identities do not depend on the size: name fewer"
+            " variants, or a smaller size"
         )
 
 

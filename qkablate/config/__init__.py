@@ -38,6 +38,7 @@ from qkablate.config.sweep import (
 )
 from qkablate.config.table import (
     KEYS,
+    check_digits,
     from_plain,
     has_role,
     is_key,
@@ -76,6 +77,7 @@ __all__ = [
     "VariantConfig",
     "build_config",
     "check",
+    "check_digits",
     "check_sweep",
     "conf_dir",
     "explain",

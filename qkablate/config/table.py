@@ -1,16 +1,18 @@
 """The table of a run's keys, and what is derived from it."""
 
 import dataclasses
+import re
 from collections.abc import Collection
 from typing import Any
 
 from qkablate.config.keys import Key, Role, key_table
 from qkablate.config.schema import Config
 from qkablate.config.sweep import SWEEP_KEYS
-from qkablate.errors import nearest_hint
+from qkablate.errors import UserError, nearest_hint
 
 KEYS = key_table(Config)
 _ALL = KEYS | SWEEP_KEYS
+_MAX_DIGITS = 300  # more do not fit into a float
 
 # Sections that older files lack, as if they had them: those runs began without diagnostics.
 _SINCE = {"init_from": {}, "diagnostics": {"every": 0}}
@@ -53,6 +55,17 @@ def from_plain(content: dict[str, Any]) -> Config:
         kind: Any = type(own)
         parts[item.name] = kind(**value) if dataclasses.is_dataclass(own) else value
     return Config(**parts)
+
+
+def check_digits(key: str, value: str) -> None:
+    """Reject a number of hundreds of digits, which overflows wherever it is converted."""
+    info = _ALL.get(key)
+    if info is not None and info.bounds is None:
+        return  # a text may have any digits
+    for digits in re.findall(r"\d[\d_]*", value):
+        if len(digits) > _MAX_DIGITS:
+            allowed = f" is not {info.allowed(10**_MAX_DIGITS)}" if info else " is out of bounds"
+            raise UserError(f"{key}: a number of {len(digits)} digits{allowed}")
 
 
 # Keys that had another name once: an error about the old name names the new one.

@@ -100,7 +100,7 @@ def _by_position(store: DocumentStore, spans: Spans, missing: int) -> list[Spans
     for left in range(missing, 0, -1):
         cut = int(ends[-1]) - left * share
         nearest = int(ends[np.abs(ends - cut).argmin()])
-        if abs(nearest - cut) <= share // 2:
+        if abs(nearest - cut) <= share // 2 and nearest > before:  # no part is empty
             cut = nearest
         part, rest = _cut(store, rest, cut - before)
         parts, before = [*parts, part], cut

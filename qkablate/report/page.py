@@ -66,7 +66,7 @@ def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str,
         said = format_claim(judgement.claim)
         more = [*judgement.exploratory, *format_details(judgement), *format_seeds_needed(judgement)]
         claim = {"columns": columns, "rows": parts, "said": said, "beside": more}
-    return sanitize_all(
+    content: dict[str, Any] = sanitize_all(
         {
             "id": f"c{number + 1}",
             "title": section.title,
@@ -91,6 +91,7 @@ def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str,
             "where": section.source,
         }
     )
+    return content
 
 
 def _sanitize_cell(cell: rows.Cell) -> rows.Cell:

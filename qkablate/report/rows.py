@@ -15,14 +15,13 @@ from qkablate.table import format_count, format_list, format_short
 
 COLUMNS = [
     *("arm", "gap, nats [95 %]", "verdict", "parameters", "FLOPs per token", "pairs n", "p (Holm)"),
-    *(
-        "smallest detectable effect, nats",
-        "test loss, nats [95 %]",
-        "runs done",
-        "KV bytes per token",
-    ),
-    *("variant", "d_model", "heads"),
+    *("smallest detectable effect, nats", "test loss, nats [95 %]", "runs done"),
+    *("KV bytes per token", "variant", "d_model", "heads"),
 ]
+RUN_COLUMNS = ["run", "status", "seed", "lr", "validation loss", "test loss", "command"]
+ARM_COLUMNS = ["arm", "lr", "done", "test loss of every seed", "command"]
+_MAX_PROBLEMS = 10  # listed per status
+_MAX_PASSED, _MAX_WARNINGS = 4, 40  # audit results listed per check
 
 
 @dataclass(frozen=True)
@@ -35,154 +34,121 @@ class Cell:
 
 def make_verdict_rows(section: Section) -> list[list[Cell]]:
     """Return one row per arm, baselines included."""
-    gaps = {one.arm: one for one in section.summary.gaps}
-    baselines = {one.baseline for one in section.summary.gaps}
+    gaps = {gap.arm: gap for gap in section.summary.gaps}
+    baselines = {gap.baseline for gap in section.summary.gaps}
     return [_verdict_row(entry, gaps.get(entry.name), baselines) for entry in section.study.entries]
 
 
-def _verdict_row(entry: Entry, one: GapSummary | None, baselines: set[str]) -> list[Cell]:
-    arm, model = entry.arm, entry.arm.config.model
-    params = (
-        _with_percent(f"{arm.params:,}", one.params_percent if one else None) if arm.params else "–"
-    )
-    flops = (
-        _with_percent(format_short(arm.flops), one.flops_percent if one else None)
-        if arm.flops
-        else "–"
-    )
-    cached = 2 * arm.kv_cache_numbers if arm.kv_cache_numbers is not None else None
-    sample = entry.sample
-    gap, verdict, n, p, detectable = _gap_cells(one, entry.name in baselines)
+def _verdict_row(entry: Entry, gap: GapSummary | None, baselines: set[str]) -> list[Cell]:
+    arm, model, sample = entry.arm, entry.arm.config.model, entry.sample
+    kv_bytes = 2 * arm.kv_cache_numbers if arm.kv_cache_numbers is not None else None
+    params = _format_size(arm.params, f"{arm.params:,}", gap.params_percent if gap else None)
+    flops = _format_size(arm.flops, format_short(arm.flops), gap.flops_percent if gap else None)
+    if gap is None:
+        word = "baseline" if entry.name in baselines else "compared with none"
+        mean, verdict = Cell("–"), Cell(word, word)
+        n = p = detectable = Cell("–")
+    else:
+        state = worst_state(gap.audit)
+        mark = f" {MARKS[state]}" if state in (WARNING, BROKEN) else ""
+        mean = Cell(format_gap_summary(gap) if gap.n else "–", gap.mean)
+        verdict = Cell(f"{gap.decision}{mark}", gap.decision)
+        n, p, detectable = Cell(str(gap.n), gap.n), _p_cell(gap.p_holm), Cell("–")
+        if gap.detectable is not None:
+            detectable = Cell(f"{gap.detectable:.2g}", gap.detectable)
     return [
-        Cell(entry.name, entry.name),
-        gap,
-        verdict,
-        Cell(params, arm.params or None),
-        Cell(flops, arm.flops or None),
-        n,
-        p,
-        detectable,
+        *(Cell(entry.name, entry.name), mean, verdict),
+        *(Cell(params, arm.params or None), Cell(flops, arm.flops or None), n, p, detectable),
         Cell(format_loss(sample), sample.mean) if sample.n else Cell("–"),
         Cell(_format_done(entry), len(entry.losses)),
-        Cell("–" if cached is None else f"{cached:,}", cached),
+        Cell("–" if kv_bytes is None else f"{kv_bytes:,}", kv_bytes),
         Cell(arm.variant, arm.variant),
         Cell(str(model.d_model), model.d_model),
         Cell(str(model.heads), model.heads),
     ]
 
 
-def _with_percent(text: str, percent: float | None) -> str:
+def _format_size(number: float, text: str, percent: float | None) -> str:
+    """Format a size with its difference to the baseline; zero is unknown."""
+    if not number:
+        return "–"
     return text if percent is None else f"{text} ({format_percent_more(percent)})"
+
+
+def _p_cell(p: float | None) -> Cell:
+    return Cell("–" if p is None else "< 0.0001" if p < 1e-4 else f"{p:.2g}", p)
 
 
 def _format_done(entry: Entry) -> str:
     """Format the runs that are done: 6/6, or 4/6 (1 diverged, 1 failed)."""
     statuses = Counter(record.status for record in entry.records.values())
     rest = [f"{n} {status}" for status, n in statuses.items() if status != "done"]
-    said = f"{statuses['done']}/{len(entry.records)}"
-    return f"{said} ({', '.join(rest)})" if rest else said
-
-
-def _gap_cells(one: GapSummary | None, is_baseline: bool) -> list[Cell]:
-    """Return gap, verdict, pairs, p and smallest detectable effect."""
-    if one is None:
-        word = "baseline" if is_baseline else "compared with none"
-        return [Cell("–"), Cell(word, word), Cell("–"), Cell("–"), Cell("–")]
-    gap = format_gap_summary(one) if one.n else "–"
-    p, least, word = one.p_holm, one.detectable, one.decision
-    doubt = worst_state(one.audit)
-    mark = f" {MARKS[doubt]}" if doubt in (WARNING, BROKEN) else ""
-    return [
-        Cell(gap, one.mean),
-        Cell(f"{word}{mark}", word),
-        Cell(str(one.n), one.n),
-        Cell("–" if p is None else "< 0.0001" if p < 1e-4 else f"{p:.2g}", p),
-        Cell("–" if least is None else f"{least:.2g}", least),
-    ]
+    text = f"{statuses['done']}/{len(entry.records)}"
+    return f"{text} ({', '.join(rest)})" if rest else text
 
 
 def find_problems(section: Section) -> list[str]:
     """Return a line per run or file that failed or could not be read."""
-    said = [f"could not be read: {line}" for line in section.study.unread]
-    apart = [line for one in section.summary.function_distance for line in one.faults]
-    said += [f"function distance: {line}" for line in apart]
+    lines = [f"could not be read: {line}" for line in section.study.unread]
+    for distance in section.summary.function_distance:
+        lines += [f"function distance: {fault}" for fault in distance.faults]
     for status in ("damaged", "failed", "waiting"):
         # A waiting run has a reason if its folder exists and cannot be read.
         records = [r for r in section.all_records if r.status == status]
         records = [r for r in records if r.reason or status != "waiting"]
-        said += [f"{r.folder.name}: {_format_status(r)}" for r in records[:_MAX_PROBLEMS]]
+        lines += [f"{r.folder.name}: {_format_status(r)}" for r in records[:_MAX_PROBLEMS]]
         if (more := len(records) - _MAX_PROBLEMS) > 0:
-            said.append(f"{more:,} more {status}: see the table of runs below")
+            lines.append(f"{more:,} more {status}: see the table of runs below")
     _ = section.heads, section.examples  # reading them records their problems
     for record in section.study.records:
         _ = record.loss_curves
-        if record.problems:
-            said += [f"{record.folder.name}: {line}" for line in record.problems]
-    return said
-
-
-_MAX_PROBLEMS = 10  # listed per status
+        lines += [f"{record.folder.name}: {problem}" for problem in record.problems]
+    return lines
 
 
 def make_audit_rows(section: Section) -> list[list[str]]:
     """Return each result of the audit once with its arms, the worst first."""
-    said: dict[tuple[str, str, str], list[str]] = {}
-    for one in section.summary.gaps:
-        for check in one.audit:
-            text = check.message.replace(one.arm, "the arm")
-            text = text.replace(one.baseline, "the baseline")
-            said.setdefault((check.state, check.name, text), []).append(one.arm)
-    every = len(section.summary.gaps)
-    rows: dict[tuple[str, str], list[list[str]]] = {}
-    for (state, name, text), arms in sorted(said.items(), key=lambda item: -len(item[1])):
-        own = "all" if len(arms) == every else format_list(arms)
-        rows.setdefault((state, name), []).append(
-            [f"{MARKS[state] or '✓'} {state}", name, text, own]
-        )
-    found = []
-    for (state, name), answers in sorted(rows.items(), key=lambda one: -STATES.index(one[0][0])):
-        most = _MAX_WARNINGS if state in (WARNING, BROKEN) else _MAX_ANSWERS
-        found += answers[:most]
-        if more := answers[most:]:
-            told = f"{len(more)} more: qkablate results --format json"
-            found.append([answers[0][0], name, told, ""])
-    return found
-
-
-_MAX_ANSWERS, _MAX_WARNINGS = 4, 40  # listed per check
-
-
-RUN_COLUMNS = ["run", "status", "seed", "lr", "validation loss", "test loss", "command"]
-ARM_COLUMNS = ["arm", "lr", "done", "test loss of every seed", "command"]
+    gaps = section.summary.gaps
+    arms_of: dict[tuple[str, str, str], list[str]] = {}
+    for gap in gaps:
+        for check in gap.audit:
+            text = check.message.replace(gap.arm, "the arm").replace(gap.baseline, "the baseline")
+            arms_of.setdefault((check.state, check.name, text), []).append(gap.arm)
+    by_check: dict[tuple[str, str], list[list[str]]] = {}
+    for (state, name, text), arms in sorted(arms_of.items(), key=lambda item: -len(item[1])):
+        names = "all" if len(arms) == len(gaps) else format_list(arms)
+        row = [f"{MARKS[state] or '✓'} {state}", name, text, names]
+        by_check.setdefault((state, name), []).append(row)
+    audit = []
+    for (state, name), rows in sorted(by_check.items(), key=lambda item: -STATES.index(item[0][0])):
+        most = _MAX_WARNINGS if state in (WARNING, BROKEN) else _MAX_PASSED
+        audit += rows[:most]
+        if more := len(rows) - len(rows[:most]):
+            audit.append([rows[0][0], name, f"{more} more: qkablate results --format json", ""])
+    return audit
 
 
 def make_run_rows(section: Section) -> tuple[list[str], list[list[str]]]:
     """Return header and one row per run, or per arm if there are many; the command comes last."""
-    every = section.all_records
-    if len(every) <= MAX_RUNS:
-        return RUN_COLUMNS, [_run_row(section, record) for record in every]
-    rows = [
-        _arm_row(section, entry.name, entry.rate, [*entry.records.values()])
-        for entry in section.study.entries
-        if entry.records
+    study, records = section.study, section.all_records
+    if len(records) <= MAX_RUNS:
+        return RUN_COLUMNS, [_run_row(section, record) for record in records]
+    arms = [(entry.name, entry.rate, entry.records) for entry in study.entries if entry.records]
+    arms += [(f"{arm} (tuning)", rate, by_seed) for (arm, rate), by_seed in study.tuning.items()]
+    return ARM_COLUMNS, [
+        _arm_row(section, name, rate, [*by_seed.values()]) for name, rate, by_seed in arms
     ]
-    rows += [
-        _arm_row(section, f"{arm} (tuning)", rate, [*by_seed.values()])
-        for (arm, rate), by_seed in section.study.tuning.items()
-    ]
-    return ARM_COLUMNS, rows
 
 
 def _run_row(section: Section, record: Record) -> list[str]:
-    status = _format_status(record)
     return [
         record.folder.name + " (tuning)" * record.run.tuning,
-        status,
+        _format_status(record),
         record.seed.removeprefix("s"),
         f"{record.run.changes['optim.lr']:.3g}",
         "–" if record.val is None else f"{record.val:.4f}",
         "–" if record.test is None else f"{record.test:.4f}",
-        shlex.join(["qkablate", "train", *section.study.overrides_of(record.run)]),
+        _format_command(section, record),
     ]
 
 
@@ -190,19 +156,16 @@ def _arm_row(section: Section, name: str, rate: float | None, records: list[Reco
     """Return the row of an arm, with the command of its first run."""
     done = sum(record.status == "done" for record in records)
     losses = [record.val if record.run.tuning else record.test for record in records]
-    every = [
+    outcomes = [
         f"{record.seed} {f'{loss:.4f}' if loss is not None else f'({_format_status(record)})'}"
         for record, loss in zip(records, losses, strict=True)
     ]
-    words = section.study.overrides_of(records[0].run)
-    command = shlex.join(["qkablate", "train", *words])
-    return [
-        name,
-        "–" if rate is None else f"{rate:.3g}",
-        f"{done}/{len(records)}",
-        " · ".join(every),
-        command,
-    ]
+    lr, command = "–" if rate is None else f"{rate:.3g}", _format_command(section, records[0])
+    return [name, lr, f"{done}/{len(records)}", " · ".join(outcomes), command]
+
+
+def _format_command(section: Section, record: Record) -> str:
+    return shlex.join(["qkablate", "train", *section.study.overrides_of(record.run)])
 
 
 def _format_status(record: Record) -> str:
@@ -212,15 +175,15 @@ def _format_status(record: Record) -> str:
 
 def make_environment_rows(section: Section) -> list[list[str]]:
     """Return the software, hardware and data of the runs."""
-    began = [record for record in section.all_records if record.facts.get("device")]
+    started = [record for record in section.all_records if record.facts.get("device")]
     rows = []
-    for key, what in _FACTS.items():
-        found = Counter(str(record.facts.get(key)) for record in began)
+    for key, label in _FACTS.items():
+        counts = Counter(str(record.facts.get(key)) for record in started)
         values = [
-            f"{value} ({format_count(n, 'run')})" if len(found) > 1 else value
-            for value, n in found.most_common()
+            f"{value} ({format_count(n, 'run')})" if len(counts) > 1 else value
+            for value, n in counts.most_common()
         ]
-        rows.append([what, format_list(values, 6) if values else "unknown: no run has a result"])
+        rows.append([label, format_list(values, 6) if values else "unknown: no run has a result"])
     return rows
 
 

@@ -57,12 +57,14 @@ def test_band_holds_the_whole_curve(correlation):
 # Errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("truth", "spread"), ONE)
 def test_each_error_is_rare(kind, truth, spread):
     assert not errors(simulation.of_one(kind, truth, spread), untrue(kind, truth))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "spread", "correlation"), FOUR)
 def test_each_error_is_rare_with_four_parts(kind, spread, correlation):
     found = simulation.of_four(kind, [EDGE[kind]] * 4, spread, correlation, FEWER)
@@ -82,11 +84,13 @@ def test_errors_are_as_rare_with_looks(kind):
     assert not errors(found, untrue(kind, EDGE[kind]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correlation", [0, 0.5])
 def test_family_wise_error_of_four_arms_is_controlled(correlation):
     assert float(simulation.family(4, correlation)) <= at_most()
 
 
+@pytest.mark.slow
 def test_tests_would_notice():
     """Errors come as often as they may where they are said to, so that a level which is twice too
     high is seen; and looking all the time without `spent` is.

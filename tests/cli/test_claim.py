@@ -122,6 +122,7 @@ def test_help(qkablate):
         assert word in done.out
 
 
+@pytest.mark.slow
 def test_a_claim_of_ones_own_is_trained_to_a_verdict(claim, qkablate, tmp_path, write):
     """With real runs, seconds of them."""
     done = claim("show")
@@ -171,6 +172,7 @@ def _result(path):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_a_margin_that_is_edited_after_the_runs_is_exploratory(claim, pretended, write, tmp_path):
     assert claim("run").code == 0
     write(margin=2)
@@ -195,6 +197,7 @@ def test_a_margin_that_is_edited_after_the_runs_is_exploratory(claim, pretended,
     assert "\nSUPPORTED\n" in claim("show").out
 
 
+@pytest.mark.slow
 def test_what_is_said_of_it_can_be_edited(claim, pretended, write):
     assert claim("run").code == 0
     write(source="elsewhere")
@@ -209,6 +212,7 @@ def test_what_is_said_of_it_can_be_edited(claim, pretended, write):
     assert pretended.trained == trained
 
 
+@pytest.mark.slow
 def test_an_edit_before_the_runs_is_none(claim, pretended, write):
     assert claim("run", "--dry-run").code == 0
     write(margin=2)
@@ -217,6 +221,7 @@ def test_an_edit_before_the_runs_is_none(claim, pretended, write):
     assert "\nSUPPORTED\n" in done.out
 
 
+@pytest.mark.slow
 def test_an_edit_that_leaves_the_runs_behind_can_be_shown(claim, pretended, write):
     """Of an arm that was not there yet nothing can be said, but that."""
     assert claim("run").code == 0
@@ -228,6 +233,7 @@ def test_an_edit_that_leaves_the_runs_behind_can_be_shown(claim, pretended, writ
     assert claim("run").code == 0
 
 
+@pytest.mark.slow
 def test_more_seeds_are_exploratory_and_say_how_many_were_declared(claim, pretended, tmp_path):
     assert_refused(claim("run", "--more", "1"), "--more: run the declared seeds first")
     assert claim("run").code == 0
@@ -247,6 +253,7 @@ def test_more_seeds_are_exploratory_and_say_how_many_were_declared(claim, preten
     assert {path.name for path in folder.iterdir()} == {"claim.json", "n2", "n3"}
 
 
+@pytest.mark.slow
 def test_more_seeds_that_were_interrupted_go_on(claim, qkablate, pretended):
     assert claim("run").code == 0
     outcome, pretended.outcome, pretended.code = pretended.outcome, lambda run: None, 130
@@ -277,6 +284,7 @@ def test_a_dry_run_writes_nothing_down(claim, tmp_path, monkeypatch):
     assert "--dry-run" not in words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["interrupted", "failed", "half"])
 def test_runs_that_have_not_ended_are_no_verdict(claim, pretended, how):
     good = pretended.outcome
@@ -313,6 +321,7 @@ def looks(write, margin):
     write(margin, seeds=[3, 4, 6])
 
 
+@pytest.mark.slow
 def test_looks_stop_at_the_first_that_settles_it(claim, pretended, write, tmp_path):
     looks(write, 3)
     done = claim("run")
@@ -326,6 +335,7 @@ def test_looks_stop_at_the_first_that_settles_it(claim, pretended, write, tmp_pa
     assert pretended.trained == trained
 
 
+@pytest.mark.slow
 def test_looks_go_on_while_it_is_not_settled(claim, pretended, write):
     looks(write, 0.01)
     pretended.outcome = pretended.by_gap(0.01, 0.1)  # on the margin
@@ -338,6 +348,7 @@ def test_looks_go_on_while_it_is_not_settled(claim, pretended, write):
     assert 0 < said["alpha"] < 0.05
 
 
+@pytest.mark.slow
 def test_a_look_that_is_not_finished_is_the_last(claim, pretended, write):
     looks(write, 0.01)
     hard = pretended.by_gap(0.01, 0.1)
@@ -355,6 +366,7 @@ def test_refuted_and_underpowered_are_verdicts_too(claim, pretended, write):
     assert claim("show").code == 0
 
 
+@pytest.mark.slow
 def test_other_data_under_the_same_name_is_refused(claim, pretended, text):
     assert claim("run").code == 0
     text.write_text(text.read_text() * 2)
@@ -401,6 +413,7 @@ def test_the_list_has_every_claim_and_says_which_cannot_be_tested(qkablate):
         assert words[:3] == ["qkablate", "claim", "run"]
 
 
+@pytest.mark.slow
 def test_the_list_has_the_verdicts(qkablate, claim, pretended, tmp_path):
     assert claim("run").code == 0
     out = f"out={tmp_path / 'outputs'}"
@@ -417,6 +430,7 @@ def test_the_list_has_the_verdicts(qkablate, claim, pretended, tmp_path):
     assert ", n = 3, exploratory)" in row
 
 
+@pytest.mark.slow
 def test_a_damaged_registration_spoils_no_list(qkablate, claim, pretended, tmp_path):
     assert claim("run").code == 0
     (file,) = tmp_path.glob("outputs/claims/*/claim.json")
@@ -461,6 +475,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "line"), MISTAKES, ids=[" ".join(w) for w, _ in MISTAKES])
 def test_mistakes(qkablate, pretended, tmp_path, words, line):
     assert_refused(qkablate("claim", *words), line)
@@ -486,6 +501,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "line"), FILES.values(), ids=FILES)
 def test_mistakes_in_a_file(claim, pretended, write, tmp_path, changes, line):
     write(**changes)

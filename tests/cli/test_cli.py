@@ -41,6 +41,7 @@ def test_python_m(spawn):
     assert process.communicate()[0] == f"qkablate {__version__}\n"
 
 
+@pytest.mark.slow
 def test_train_help(qkablate):
     done = qkablate("train", "--help")
     assert done.code == 0
@@ -226,6 +227,7 @@ def test_a_run_from_config_to_result(qkablate, tiny, tmp_path):
     assert [p.name for p in (tmp_path / "outputs").iterdir()] == ["runs"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_trained_again(qkablate, tiny, tmp_path):
     first = qkablate("train", *tiny)
     (folder,) = tmp_path.glob("outputs/runs/*")
@@ -250,6 +252,7 @@ def test_the_printed_command_of_the_other_side_works(qkablate, tiny):
     assert qkablate(*shlex.split(line)).code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--cfg", "job"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_without_a_reader(spawn, monkeypatch, words, unbuffered):
@@ -261,6 +264,7 @@ def test_output_without_a_reader(spawn, monkeypatch, words, unbuffered):
     assert process.wait(timeout=60) == 0
 
 
+@pytest.mark.slow
 def test_closed_streams(tiny, tmp_path):
     command = shlex.join([sys.executable, "-m", "qkablate", "train", *tiny])
     done = subprocess.run(["sh", "-c", f"{command} >&- 2>&-"], check=False)
@@ -268,18 +272,21 @@ def test_closed_streams(tiny, tmp_path):
     assert list(tmp_path.glob("outputs/runs/*/result.json"))
 
 
+@pytest.mark.slow
 def test_multirun_over_every_variant(qkablate, tiny, tmp_path):
     done = qkablate("train", *tiny, "-m", "variant=glob(*)", "train.steps=1", "model.heads=4")
     assert done.code == 0
     assert len(list(tmp_path.glob("outputs/runs/*/result.json"))) == len(variants())
 
 
+@pytest.mark.slow
 def test_one_run_under_two_names_is_one_run(qkablate, tiny, tmp_path):
     done = qkablate("train", *tiny, "-m", "variant.name=a,b")
     assert done.code == 0
     assert len(list(tmp_path.glob("outputs/runs/*"))) == 1
 
 
+@pytest.mark.slow
 def test_multirun(qkablate, tiny, tmp_path):
     words = ["-m", "variant=standard,merged_w", "model.d_model=16,8", "seed=0,1"]
     done = qkablate("train", *tiny, *words)
@@ -310,6 +317,7 @@ def test_multirun_starts_nothing_if_one_job_makes_no_sense(qkablate, tiny, tmp_p
     assert not list(tmp_path.glob("outputs/multirun/*"))
 
 
+@pytest.mark.slow
 def test_multirun_goes_on_after_a_run_that_diverges_or_fails(qkablate, tiny, tmp_path):
     done = qkablate("train", *tiny, "-m", "optim.lr=1000,1e-3", "optim.clip=0", "model.norm=none")
     assert done.code == 3

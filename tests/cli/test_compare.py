@@ -49,6 +49,7 @@ def test_help(qkablate):
     assert qkablate("compare", "-h").out == done.out
 
 
+@pytest.mark.slow
 def test_a_pair(qkablate, runs):
     standard, _, no_q = runs
     said = compared(qkablate, no_q.name, standard.name)

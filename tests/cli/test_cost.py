@@ -39,6 +39,7 @@ def test_the_example_of_the_threads(qkablate):
     assert standard["score_matrix_bytes"] == 2 * 16 * 2048**2
 
 
+@pytest.mark.slow
 def test_every_variant_is_shown_and_the_first_is_the_measure(qkablate):
     found = rows(qkablate)
     assert len(found) == len(variants())
@@ -57,6 +58,7 @@ def test_the_table_names_sizes_where_there_are_several(qkablate):
     assert "4 layers, 4 heads, context 64, 16-bit numbers" in done.out
 
 
+@pytest.mark.slow
 def test_rows_are_told_apart_by_what_varies(qkablate):
     words = ("variant=standard", "model.context=16,32", "model.mlp_ratio=2,4")
     done = qkablate("cost", *words)
@@ -73,6 +75,7 @@ def test_rows_are_told_apart_by_what_varies(qkablate):
     assert not any("seeds" in key for key in found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "following"),
     [
@@ -112,6 +115,7 @@ def test_csv(qkablate):
     assert float(lines[1]["score_flops_per_token"]) == 0
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_left_out_with_its_reason(qkablate):
     done = qkablate("cost", "model.position=rope", "--json")
     assert done.code == 0

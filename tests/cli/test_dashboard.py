@@ -65,6 +65,7 @@ def without_ids(text):
 # As JSON.
 
 
+@pytest.mark.slow
 @needs_workspaces
 def test_the_view_as_json_on_the_screen(qkablate, sweep):
     """Without a key, as all tests are."""
@@ -125,6 +126,7 @@ def _words(found):
 # At a server.
 
 
+@pytest.mark.slow
 @needs_workspaces
 def test_it_is_saved_and_then_updated(qkablate, outputs, sweep):
     spec = json.loads(qkablate("dashboard", "--spec", "--entity=somebody").out)["spec"]
@@ -156,6 +158,7 @@ def test_it_is_saved_and_then_updated(qkablate, outputs, sweep):
     assert KEY not in told
 
 
+@pytest.mark.slow
 @needs_workspaces
 def test_a_view_for_each_project_and_a_new_one_for_what_was_deleted(sweep):
     with ViewServer() as server:
@@ -181,6 +184,7 @@ def test_a_view_for_each_project_and_a_new_one_for_what_was_deleted(sweep):
     assert kept[0] in done.stdout
 
 
+@pytest.mark.slow
 @needs_workspaces
 @pytest.mark.parametrize(
     "text",
@@ -212,6 +216,7 @@ SERVERS = [
 ]
 
 
+@pytest.mark.slow
 @needs_workspaces
 @pytest.mark.parametrize(("ways", "line"), SERVERS, ids=["refuses", "401", "500"])
 def test_a_server_that_does_not_take_it(sweep, ways, line):
@@ -260,6 +265,7 @@ def test_what_is_told_to_be_missing_is_what_sync_would_send(sweep, outputs, tmp_
     assert f"6 logs recorded offline and not uploaded yet: {command}\n" in done.stderr
 
 
+@pytest.mark.slow
 @needs_workspaces
 def test_what_was_not_mirrored_is_told(outputs, tiny):
     with pytest.raises(SystemExit):

@@ -17,7 +17,12 @@ def own(tmp_path, text):
 
 
 def test_help(qkablate):
-    assert qkablate("data").out == qkablate("data", "--help").out == HELP
+    help_text = qkablate("data", "--help").out
+    assert qkablate("data").out == help_text
+    before, after = HELP.split("{flags}\n")
+    assert help_text.startswith(before)
+    assert help_text.endswith(after)
+    assert "--split SPLIT" in help_text
 
 
 def test_list_shows_every_option_and_what_is_prepared(qkablate, tmp_path, text):
@@ -40,7 +45,7 @@ def test_prepare_once(qkablate, own):
     done = qkablate("data", "prepare", *own)
     assert done.code == 0
     assert re.search(r"[\d,]+ tokens to train on, [\d,]+ to validate, [\d,]+ to test", done.out)
-    assert re.search(r"kB in [\d.]+ s, [\d.]+ MB/s, 1.00 bytes a token", done.out)
+    assert re.search(r"kB in [\d.]+ s, [\d.]+ MB/s, 1.00 bytes per token", done.out)
     assert "qkablate data show data=text" in done.out
     assert "prepared before" in qkablate("data", "prepare", *own).out
 
@@ -55,13 +60,13 @@ def test_prepare_several(qkablate, own):
 def test_info_tells_what_the_manifest_holds(qkablate, own, text):
     before = qkablate("data", "info", *own)
     assert before.code == 2
-    assert "it is not prepared yet; write qkablate data prepare data=text" in before.err
+    assert "the data is not prepared yet; type qkablate data prepare data=text" in before.err
     bpe = [*own, "data.tokenizer=bpe", "data.vocab_size=300"]
     qkablate("data", "prepare", *bpe)
     told = json.loads(qkablate("data", "info", *bpe, "--json").out)
     assert told["path"] == str(text)
     assert told["tokenizer"].startswith("bpe, ")
-    assert "by position" in told["divided"]
+    assert "by position" in told["split"]
     assert len(told["fingerprint"]) == len(told["tokenizer_sha256"]) == 64
     assert told["bytes"]["train"] == pytest.approx(0.9 * text.stat().st_size, abs=2)
     assert told["bytes_per_token"]["train"] > 2
@@ -85,6 +90,7 @@ def test_show_decodes_the_windows_that_a_run_sees(qkablate, own, text, tokenizer
     assert corpus[-int(0.05 * len(corpus)) :].startswith(window[:10])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 def test_show_prints_an_example_of_every_task(qkablate, task, split):
@@ -112,7 +118,7 @@ def test_info_and_prepare_of_a_task(qkablate, task):
         ("show data=recall --split=tset", "--split: 'tset' is not one of train, val, test"),
         ("show data=recall --count 0", "--count: '0' is not a whole number"),
         ("show data=recall --json", "'--json' is not a flag of data show"),
-        ("show data=recall,dyck", "data show takes one kind of data"),
+        ("show data=recall,dyck", "data show takes one data set"),
         ("show data=recall data.pairs=99", "data.pairs: 99 pairs and as many queries do not fit"),
         ("list data=recall", "data list takes no 'data=recall'"),
         ("prepare data=text data.path=nothing.txt", "data.path: there is no file, folder or"),
@@ -126,6 +132,7 @@ def test_mistakes_are_one_line(qkablate, words, line):
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("variant", ["standard", "merged_w"])
 def test_a_run_of_every_task(qkablate, tiny, tmp_path, task, variant):

@@ -78,6 +78,7 @@ def test_every_signal_is_in_the_exit_codes(qkablate, verb):
     assert "128 + signal interrupted, as 130 by Ctrl-C" in qkablate(verb, "--help").out
 
 
+@pytest.mark.slow
 def test_a_gap_split_in_two(qkablate, outputs):
     """Every number is one of a run's files, and what is there is not trained again."""
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=8"]
@@ -106,6 +107,7 @@ def test_a_gap_split_in_two(qkablate, outputs):
     assert trees(outputs, "*") == before
 
 
+@pytest.mark.slow
 def test_the_parent_going_on_is_trained_once(qkablate, outputs):
     one = projected(qkablate, "standard-d16-h2-s0", "variant=no_q", "finetune.steps=4")["runs"][0]
     other = projected(qkablate, "standard-d16-h2-s0", "variant=no_k", "finetune.steps=4")["runs"][0]
@@ -113,6 +115,7 @@ def test_the_parent_going_on_is_trained_once(qkablate, outputs):
     assert len([*(outputs / "runs").glob("finetuned-*")]) == 3
 
 
+@pytest.mark.slow
 def test_onto_a_form_that_holds_it_there_is_no_gap_at_once(qkablate, outputs):
     said = projected(qkablate, "standard-d16-h2-s0", "variant=merged_w", "finetune.steps=2")
     (one,) = said["runs"]
@@ -125,6 +128,7 @@ def test_onto_a_form_that_holds_it_there_is_no_gap_at_once(qkablate, outputs):
     assert own["folders"]["projected"] == own["folders"]["continued"]
 
 
+@pytest.mark.slow
 def test_without_the_run_from_scratch_its_command_is_told(qkablate, outputs):
     """And that command trains the very run that is then found."""
     words = ["standard-d16-h2-s0", "variant=low_rank_w", "variant.rank=3", "finetune.steps=2"]
@@ -140,6 +144,7 @@ def test_without_the_run_from_scratch_its_command_is_told(qkablate, outputs):
     assert one["gap"]["training"]["test"] is not None
 
 
+@pytest.mark.slow
 def test_several_seeds_have_an_interval(qkablate, outputs):
     words = ["standard-d16-h2-s0", "standard-d16-h2-s1", "variant=no_q", "finetune.steps=2"]
     said = projected(qkablate, *words)
@@ -153,6 +158,7 @@ def test_several_seeds_have_an_interval(qkablate, outputs):
     assert "seed=1" in done.out.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_seeds_that_were_trained_in_different_places_are_one_arm(qkablate, outputs):
     (parent,) = (outputs / "runs").glob("standard-d16-h2-s1-*")
     reword(parent, data={"cache": "elsewhere", "path": "there.txt"}, diagnostics={"every": 3})
@@ -167,6 +173,7 @@ def test_seeds_that_were_trained_in_different_places_are_one_arm(qkablate, outpu
     assert "differ in data (" in done.err
 
 
+@pytest.mark.slow
 def test_what_is_given_is_taken_by_both(qkablate, outputs):
     words = ["optim.lr=1e-4", "train.batch_size=2", "optim.warmup=1", "tracking.tags=[x]"]
     (one,) = projected(qkablate, "standard-d16-h2-s0", "variant=no_q", "finetune.steps=3", *words)[
@@ -179,6 +186,7 @@ def test_what_is_given_is_taken_by_both(qkablate, outputs):
         assert config["variant"]["name"] == {"continued": "standard", "projected": "no_q"}[key]
 
 
+@pytest.mark.slow
 def test_stopped_it_goes_on(qkablate, spawn, outputs):
     words = ["project", "standard-d16-h2-s0", "variant=no_q", "finetune.steps=6", "--json"]
     undisturbed = Path(shutil.copytree(outputs, outputs.parent / "calm", symlinks=True))
@@ -194,6 +202,7 @@ def test_stopped_it_goes_on(qkablate, spawn, outputs):
     assert json.loads(done.out)["runs"][0]["loss"] == expected["runs"][0]["loss"]
 
 
+@pytest.mark.slow
 def test_w_and_b_is_told_what_the_user_says_and_not_what_the_parent_was(qkablate, outputs):
     (parent,) = (outputs / "runs").glob("standard-d16-h2-s0-*")
     theirs = {"group": "theirs", "job_type": "theirs", "tags": ["theirs"], "entity": "stranger"}
@@ -232,6 +241,7 @@ def test_what_the_parent_s_folder_says_of_this_machine_is_not_obeyed(qkablate, o
     assert not elsewhere.exists()
 
 
+@pytest.mark.slow
 def test_a_text_that_is_not_prepared_is_read_only_where_the_user_says(
     qkablate, outputs, trained, tmp_path
 ):
@@ -254,6 +264,7 @@ def test_a_text_that_is_not_prepared_is_read_only_where_the_user_says(
     assert projected(qkablate, *words, "data.cache=mine")["runs"] == said["runs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["failed", "diverged"])
 def test_a_run_from_scratch_that_came_to_nothing_is_told(qkablate, outputs, status):
     (folder,) = (outputs / "runs").glob("no_q-*")
@@ -273,6 +284,7 @@ def test_a_run_from_scratch_that_came_to_nothing_is_told(qkablate, outputs, stat
     assert one["scratch_lr"] == (3e-4 if status == "diverged" else 1e-3)
 
 
+@pytest.mark.slow
 def test_of_runs_from_scratch_at_several_rates_the_best_is_taken(qkablate, outputs):
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2"]
     done = qkablate("project", *words)
@@ -355,6 +367,7 @@ def test_completion(qkablate, monkeypatch, outputs, shell):
         assert qkablate("-sc", f"query={shell}").out.split() == expected
 
 
+@pytest.mark.slow
 def test_what_was_lost_is_kept_and_not_believed_blindly(qkablate, outputs):
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2"]
     said = projected(qkablate, *words)["runs"][0]

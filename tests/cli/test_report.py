@@ -106,6 +106,7 @@ def test_help_needs_no_torch_and_no_scipy():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_torch_is_never_imported(sweep, claim, run_of):
     runs = [str(run_of(variant, 0)) for variant in ("no_q", "standard")]
     every = ["report", sweep.name, claim.name, *runs, "-o", "all.md"]
@@ -125,6 +126,7 @@ def test_torch_is_never_imported(sweep, claim, run_of):
 # The page.
 
 
+@pytest.mark.slow
 def test_the_newest_sweep_is_a_page_in_its_folder(qkablate, sweep):
     done = qkablate("report")
     assert (done.code, done.err) == (0, "")
@@ -485,6 +487,7 @@ def test_pictures_of_several_chapters_are_told_apart(qkablate, claim, run_of):
     assert "no_q-d16-h2-s0" in Path("all-2-losses.svg").read_text()
 
 
+@pytest.mark.slow
 def test_signs_that_steer_are_in_no_picture(run_of):
     """No run has such a name; in a process of its own, for what draws may end it."""
     folder = run_of("no_q", 0)
@@ -493,7 +496,7 @@ def test_signs_that_steer_are_in_no_picture(run_of):
     words = [sys.executable, "-m", "qkablate", "report", str(folder), "-o", "odd.svg"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "qkablate: there is nothing to draw yet: no run has a reading\n"
+    assert done.stderr == "qkablate: there is nothing to draw yet: no run has been evaluated\n"
     assert not Path("odd-losses.svg").exists()
 
 
@@ -555,6 +558,7 @@ def test_a_name_that_steers_the_terminal_does_not(qkablate, sweep):
     assert "\x1b" not in done.out + done.err
 
 
+@pytest.mark.slow
 def test_a_reader_who_goes_away_is_no_mistake(run_of):
     words = ["report", str(run_of("no_q", 0)), "-o", "some.md"]
     process = subprocess.Popen(
@@ -603,7 +607,7 @@ MISTAKES = [
     (["no_q"], "'no_q' matches 7 runs"),
     (["out=nowhere"], "there is no sweep in 'nowhere/sweeps'"),
     (["small", "out=nowhere"], "there is no sweep, claim or run 'small' in 'nowhere'"),
-    (["--margin", "some"], "--margin: 'some' is not a number of nats above 0, as 0.01 is"),
+    (["--margin", "some"], "--margin: 'some' is not a number of nats above 0, such as 0.01"),
     (["--margin", "0"], "--margin: '0' is not a number of nats above 0"),
     (["--margin", "-0.01"], "--margin: '-0.01' is not a number of nats above 0"),
     (["--margin", "nan"], "--margin: 'nan' is not a number of nats above 0"),

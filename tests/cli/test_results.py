@@ -55,6 +55,7 @@ def test_help_needs_no_torch_and_no_scipy(verb):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_table_has_every_arm_every_run_and_every_gap(qkablate, sweep):
     done = qkablate("results")
     assert (done.code, done.err) == (0, "")
@@ -306,7 +307,7 @@ MISTAKES = [
     (["--margin", "nan"], "--margin: 'nan' is not a number of nats above 0"),
     (["--margin", "inf"], "--margin: 'inf' is not a number of nats above 0"),
     (["--margin", "1e-2 nats"], "--margin: '1e-2 nats' is not a number"),
-    (["--margin", "some"], "--margin: 'some' is not a number of nats above 0, as 0.01 is"),
+    (["--margin", "some"], "--margin: 'some' is not a number of nats above 0, such as 0.01"),
     (["--margin"], "--margin: a value is missing"),
     (["--times"], "--times: a value is missing"),
     (["~nobody-of-this-name"], "there is no sweep '~nobody-of-this-name'"),

@@ -33,6 +33,7 @@ def sample(qkablate, trained):
     return lambda *words: qkablate("sample", str(trained), *words)
 
 
+@pytest.mark.slow
 def test_prompt_and_text_alone_on_stdout(sample, trained):
     done = sample("prompt=a=b, c", "tokens=40", "temperature=0")
     assert done.code == 0
@@ -48,6 +49,7 @@ def test_prompt_and_text_alone_on_stdout(sample, trained):
     assert re.fullmatch(REPORT.format(trained.name, 40), done.err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", ["alibi", "rope"])
 def test_positions(train, qkablate, tmp_path, position):
     run = train(tmp_path, *STEPS, f"model.position={position}")
@@ -56,6 +58,7 @@ def test_positions(train, qkablate, tmp_path, position):
     assert re.fullmatch(REPORT.format(run.name, 30), done.err)
 
 
+@pytest.mark.slow
 def test_the_seed_decides(sample):
     base = sample("prompt=the ").out
     assert len(base.encode()) >= 204
@@ -76,6 +79,7 @@ def test_a_backslash_stays_one(sample):
     assert sample("tokens=1", r"prompt=a\nb").out.startswith(r"a\nb")
 
 
+@pytest.mark.slow
 def test_characters(qkablate, of_chars):
     done = qkablate("sample", str(of_chars), "prompt=äh", "tokens=60")
     assert done.code == 0
@@ -227,6 +231,7 @@ def test_the_run_stays_as_it_is(sample, trained):
     assert json.loads((trained / "tokenizer.json").read_text()) == {"name": "bytes"}
 
 
+@pytest.mark.slow
 def test_rerun_puts_the_tokenizer_away(train, qkablate, tmp_path):
     run = train(tmp_path, *STEPS)
     words = (run / "config.yaml").read_text()
@@ -237,6 +242,7 @@ def test_rerun_puts_the_tokenizer_away(train, qkablate, tmp_path):
     assert qkablate("sample", str(run / "attempts" / "1"), "tokens=3").code == 0
 
 
+@pytest.mark.slow
 def test_text_comes_as_it_is_written(spawn, trained):
     """And after Ctrl-C what was written stands."""
     process = spawn("sample", str(trained), "prompt=the ", "tokens=1000000000", "temperature=0")
@@ -249,6 +255,7 @@ def test_text_comes_as_it_is_written(spawn, trained):
     assert isinstance(rest, str)
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away(spawn, trained):
     """As in `qkablate sample RUN | head -c 9`."""
     process = spawn("sample", str(trained), "tokens=1000000000")

@@ -37,6 +37,7 @@ def tree(folder):
     }
 
 
+@pytest.mark.slow
 def test_it_tells_where_the_sweep_stands(qkablate, sweep):
     done = qkablate("status")
     assert (done.code, done.err) == (0, "")

@@ -57,6 +57,7 @@ def test_help_lists_every_sweep(qkablate):
     assert qkablate("sweep", "-h").out == done.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [["--help"], ["--retry", "x"], ["--json"], ["--nope"], [], ["sweep=quik"]]
 )
@@ -140,6 +141,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "line"), MISTAKES, ids=[" ".join(w) for w, _ in MISTAKES])
 def test_mistakes(qkablate, small, tmp_path, nothing_timed, nothing_trained, words, line):
     assert_refused(qkablate(*small, *words), line)
@@ -147,6 +149,7 @@ def test_mistakes(qkablate, small, tmp_path, nothing_timed, nothing_trained, wor
     assert list(tmp_path.glob("outputs/sweeps/*")) == []
 
 
+@pytest.mark.slow
 def test_many_runs_are_asked_for_again(qkablate, small, nothing_timed, monkeypatch):
     monkeypatch.setattr("qkablate.cli.sweep.MANY", 3)
     assert_refused(qkablate(*small, "--dry-run"), "this grid has 4 runs")
@@ -157,6 +160,7 @@ def test_many_runs_are_asked_for_again(qkablate, small, nothing_timed, monkeypat
     assert qkablate(*proposed[1:], "--dry-run").code == 0, proposed
 
 
+@pytest.mark.slow
 def test_a_damaged_manifest_is_no_manifest(qkablate, small, tree, tmp_path, nothing_trained):
     assert qkablate(*small).code == 1
     (path,) = tmp_path.glob("outputs/sweeps/*/manifest.json")
@@ -171,6 +175,7 @@ def test_a_damaged_manifest_is_no_manifest(qkablate, small, tree, tmp_path, noth
     assert path.read_text() == whole
 
 
+@pytest.mark.slow
 def test_a_manifest_of_another_format_is_not_read(qkablate, small, tree, tmp_path, nothing_trained):
     assert qkablate(*small).code == 1
     (path,) = tmp_path.glob("outputs/sweeps/*/manifest.json")
@@ -180,6 +185,7 @@ def test_a_manifest_of_another_format_is_not_read(qkablate, small, tree, tmp_pat
     assert tree() == before
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_every_arm_and_trains_nothing(qkablate, small, tmp_path, monkeypatch):
     words = [*small, "control=none,params", "sweep.filter=[\"variant != 'standard'\"]"]
     told = qkablate(*words, "--dry-run")
@@ -206,6 +212,7 @@ def test_a_dry_run_shows_every_arm_and_trains_nothing(qkablate, small, tmp_path,
     assert told.out.endswith(f"Next\n  {shlex.join(['qkablate', *words])}\n")
 
 
+@pytest.mark.slow
 def test_arms_that_cannot_be_are_named_with_the_reason(qkablate, small, nothing_timed):
     done = qkablate(*small, "model.heads=2,3", "--dry-run")
     assert done.code == 0
@@ -217,6 +224,7 @@ def test_arms_that_cannot_be_are_named_with_the_reason(qkablate, small, nothing_
         assert left["reason"] in done.out
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_with_a_table_and_what_to_type_next(qkablate, small, tmp_path):
     done = qkablate(*small)
     assert done.code == 0, done.err

@@ -29,6 +29,7 @@ WRONG = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("position", ["learned", "alibi", "rope"])
 def test_every_variant_holds(qkablate, bias, position):
@@ -107,6 +108,7 @@ def test_the_table(qkablate):
     assert "checks of 2 variants: 0 violated" in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -122,6 +124,7 @@ def test_what_cannot_be_checked(qkablate, words, says):
     assert says in done.err
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_left_out_and_not_proposed(qkablate):
     words = (*SMALL, "model.position=rope")
     done = qkablate("verify", "variant=standard,merged_w,no_k", *words)
@@ -133,6 +136,7 @@ def test_what_is_refused_is_left_out_and_not_proposed(qkablate):
     assert none.err.endswith("no requested variant supports this size\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [8, 2])
 def test_small_heads_hold(qkablate, heads):
     words = ("model.d_model=8", f"model.heads={heads}", "model.context=4")
@@ -140,6 +144,7 @@ def test_small_heads_hold(qkablate, heads):
     assert done.code == 0, done.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["math", "folded"])
 def test_forced_kernels_hold(qkablate, kernel):
     assert qkablate("verify", *SMALL, f"attention.kernel={kernel}").code == 0

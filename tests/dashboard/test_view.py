@@ -85,6 +85,7 @@ def filters(spec):
     ]
 
 
+@pytest.mark.slow
 def test_sections_in_the_order_of_reading(spec):
     names = [one["name"] for one in section(spec())["panelBankConfig"]["sections"]]
     assert names == [
@@ -171,6 +172,7 @@ def test_speed_and_system(spec):
     assert {"perf/tokens_per_second", "perf/mfu", "system/cpu"} <= names
 
 
+@pytest.mark.slow
 def test_only_the_runs_of_the_sweep(spec, manifest):
     own = manifest()
     assert filters(spec()) == [(None, "run", "group", "=", f"{own.name}-{own.id}")]
@@ -216,12 +218,14 @@ SEVERAL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ONE_A_VARIANT)
 def test_by_variant(spec, words):
     assert {one.get("groupBy") for one in curves(spec(*words), "Loss")} == {"variant.value.name"}
     assert runset(spec(*words))["grouping"] == [{"section": "config", "name": "variant.value.name"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", SEVERAL, ids=lambda words: words[0])
 def test_what_a_variant_does_not_tell_apart_the_job_type_does(spec, manifest, words):
     own = spec(*words)
@@ -248,6 +252,7 @@ def test_tuning_runs_are_told_apart(manifest):
     assert made.config_of(final).tracking.job_type == f"{arm.name} lr 0.001"
 
 
+@pytest.mark.slow
 def test_more_means_than_a_panel_draws(spec):
     rates = ",".join(f"{rate}e-5" for rate in range(1, 61))
     own = spec(f"optim.lr={rates}")
@@ -262,12 +267,14 @@ def test_a_job_type_of_the_users_own_tells_nothing_apart(spec):
     assert "over seeds and more: all arms have one job type" in str(panels(own, "Summary"))
 
 
+@pytest.mark.slow
 def test_the_sweeps_own_run_is_always_fetched(spec, manifest):
     (pinned,) = runset(spec())["pinnedRunIds"]
     assert base64.b64decode(pinned).decode() == f"Run:v1:sweep-{manifest().id}:ours:team"
     assert "pinnedRunIds" not in runset(spec(entity=""))  # whose it is is not known
 
 
+@pytest.mark.slow
 def test_a_name_with_a_plus(spec, manifest):
     id = manifest("sweep.name=a+b").id
     assert spec("sweep.name=a+b")["displayName"] == f"a_b-{id}"

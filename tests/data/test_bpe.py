@@ -1,5 +1,6 @@
 """Learned byte-pair encoding."""
 
+import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,6 +47,7 @@ def test_small_text_gives_fewer_tokens():
     assert len(learn([], 1000)) == 256
 
 
+@pytest.mark.slow
 @given(st.text())
 @settings(max_examples=300, deadline=None)
 def test_pattern_covers_all_text(text):

@@ -148,6 +148,7 @@ def test_few_documents_are_split_by_position(tmp_path, cache, count):
         assert all(document in order for split in SPLITS for document in found[split])
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.text("é∑\n", min_size=40, max_size=60), min_size=4, max_size=30),
     st.sampled_from(["bytes", "chars", "bpe"]),
@@ -197,6 +198,7 @@ def test_max_tokens_does_not_change_held_out_text(rows, cache):
         assert text(part, split) == text(whole, split)
 
 
+@pytest.mark.slow
 def test_truncated_stream_is_split_by_hash(rows, cache):
     """However few documents are read, the split of each is that in the whole data set."""
     path = str(rows(range(1000)))
@@ -277,6 +279,7 @@ def test_manifest_describes_the_corpus(folder, cache):
     }
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_threads_or_hash_seed(folder, cache, monkeypatch, tmp_path):
     """Processes differ in string hashes and numbers of threads."""
     words = ["data=text", f"data.path={folder}", "data.tokenizer=bpe", "data.vocab_size=290"]
@@ -360,6 +363,7 @@ def test_killed_preparation_starts_clean(folder, cache, where):
     assert not left.exists()
 
 
+@pytest.mark.slow
 def test_sigterm_leaves_no_temporary_files(tmp_path, cache, spawn):
     """Clusters end jobs by SIGTERM."""
     path = tmp_path / "a.txt"

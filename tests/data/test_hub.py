@@ -344,6 +344,7 @@ def test_missing_name_is_rejected(tmp_path):
     assert line.endswith("it is empty")
 
 
+@pytest.mark.slow
 def test_unreadable_data_is_reported_in_one_line(tmp_path, spawn):
     folder = write(tmp_path / "set", {"train.jsonl": b'{"text": "a"}\n{nothing\n'})
     process = spawn("data", "prepare", "data=hub", f"data.name={folder}", "data.tokenizer=bytes")
@@ -455,6 +456,7 @@ def test_files_are_loaded_from_a_url(hub, point, nobody):
 # No network
 
 
+@pytest.mark.slow
 def test_cache_of_the_hub_client_is_used(tmp_path, kept, spawn):
     keep(kept, "owner/name", published(parts=2))
     words = ("data.name=owner/name", "data.tokenizer=bytes", "data.cache=cache")
@@ -528,6 +530,7 @@ def test_unreachable_files_are_refused(nobody):
     assert "data=stdlib" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["nobody", "silent"])
 def test_missing_network_is_noticed_quickly(tmp_path, spawn, monkeypatch, request, server):
     monkeypatch.setenv("HF_ENDPOINT", request.getfixturevalue(server))

@@ -124,6 +124,7 @@ def fits(shown) -> bool:
     return shown.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.slow
 def test_every_picture_is_drawn_and_nothing_else_happens(opened, address):
     shown = opened(address)
     places = shown.locator(".vega")
@@ -148,18 +149,20 @@ def test_a_picture_that_cannot_be_drawn_spoils_no_other(address, browser, tmp_pa
     shown.goto(path.as_uri())
     shown.wait_for_selector("html[data-ready]", state="attached")
     first, *others = shown.locator(".vega").all()
-    assert "This picture could not be drawn: " in first.inner_text()
+    assert "This chart could not be drawn: " in first.inner_text()
     assert all(place.locator("svg").count() == 1 for place in others)
     shown.close()
 
 
+@pytest.mark.slow
 def test_hostile_words_are_words(opened, address):
     shown = opened(address)
-    shown.locator("summary", has_text="Every run").click()
+    shown.locator("summary", has_text="All runs").click()
     assert shown.get_by_text(HOSTILE).count() >= 1
     assert shown.locator("img").count() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "is_light"),
     [
@@ -191,6 +194,7 @@ def test_wide_tables_scroll_by_themselves(opened, address):
     assert fits(shown)
 
 
+@pytest.mark.slow
 def test_pictures_follow_the_theme(opened, address):
     shown = opened(address, color_scheme="light")
     colour = "getComputedStyle(document.querySelector('.vega .mark-symbol path')).fill"
@@ -208,6 +212,7 @@ def test_pictures_follow_the_theme(opened, address):
     assert not theme.is_visible()
 
 
+@pytest.mark.slow
 def test_paper_is_white_for_those_who_read_in_the_dark(opened, address):
     shown = opened(address, color_scheme="dark", viewport={"width": 1280, "height": 900})
     assert brightness(shown) < 60
@@ -230,6 +235,7 @@ def numbers(texts) -> list[float]:
     return [float(text.split()[0].replace(",", "")) for text in texts if text != "–"]
 
 
+@pytest.mark.slow
 def test_sorting(opened, address):
     shown = opened(address)
     before = column(shown, 0)
@@ -254,6 +260,7 @@ def test_sorting(opened, address):
     assert sizes == sorted(sizes)
 
 
+@pytest.mark.slow
 def test_filtering(opened, address):
     shown = opened(address)
     shown.locator("[data-filter]").fill("no_q d32")
@@ -302,6 +309,7 @@ def test_hovering_tells_number_interval_and_n(opened, address):
     assert "standard-d" in told.inner_text()
 
 
+@pytest.mark.slow
 def test_axes_can_be_made_linear(opened, address):
     shown = opened(address)
 
@@ -316,6 +324,7 @@ def test_axes_can_be_made_linear(opened, address):
     assert ticks() == logarithmic
 
 
+@pytest.mark.slow
 def test_of_many_sizes_one_is_shown_at_a_time(opened, world, tmp_path):
     sizes = ",".join(str(8 * k) for k in range(1, 15))
     made = world(
@@ -334,8 +343,9 @@ def test_of_many_sizes_one_is_shown_at_a_time(opened, world, tmp_path):
     assert panels.nth(9).locator("svg path").count() > 0
 
 
+@pytest.mark.slow
 def test_a_sweep_without_a_result_is_a_page(opened, world, tmp_path):
     shown = opened(write(world("variant=standard,no_q", "seed=range(2)"), tmp_path / "none.html"))
-    assert "No run is done yet" in shown.locator(".answer").inner_text()
+    assert "There is no completed pair of runs" in shown.locator(".answer").inner_text()
     assert "4 waiting" in shown.locator(".status").inner_text()
     assert shown.locator("svg").count() == 0

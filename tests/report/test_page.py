@@ -140,6 +140,7 @@ def assert_sound(text, sections=1):
 # One file
 
 
+@pytest.mark.slow
 def test_it_is_one_file_that_asks_nothing_of_any_network(written, parsed):
     assert_sound(written)
     assert not parsed.all("link")
@@ -267,6 +268,7 @@ def test_several_chapters_are_one_page(full, section, claimed, cached_world, sec
         assert one.title in found.text
 
 
+@pytest.mark.slow
 def test_a_variant_has_one_look_in_all_chapters(cached_world, section_of):
     """Also one that has no look of its own: another rank than that of its entry."""
     words = ("model.d_model=16", "model.heads=2", "variant.rank=2,3,4")

@@ -114,7 +114,7 @@ def test_before_the_first_result_the_rows_are_there(cached_world, section_of):
     assert {*texts(section, "runs done").values()} == {"0/2 (2 waiting)"}
     assert {*texts(section, "gap, nats [95 %]").values()} == {"–"}
     assert {*texts(section, "test loss, nats [95 %]").values()} == {"–"}
-    assert texts(section, "verdict")["no_q-d16-h2"].startswith("nothing")
+    assert texts(section, "verdict")["no_q-d16-h2"].startswith("no pairs")
 
 
 # Audit
@@ -194,7 +194,7 @@ def test_runs_that_serve_to_tune_are_told_as_such(cached_world, loss_of, section
 
 def test_very_many_runs_are_told_arm_by_arm(mixed, monkeypatch):
     assert MAX_RUNS == 200
-    monkeypatch.setattr(rows, "MOST_RUNS", 17)
+    monkeypatch.setattr(rows, "MAX_RUNS", 17)
     head, found = rows.make_run_rows(mixed)
     assert head == rows.ARM_COLUMNS
     told = {row[0]: dict(zip(head, row, strict=True)) for row in found}
@@ -212,14 +212,14 @@ def test_very_many_runs_are_told_arm_by_arm(mixed, monkeypatch):
         first = next(iter(entry.records.values()))
         words = mixed.study.overrides_of(first.run)
         assert shlex.split(row["command"]) == ["qkablate", "train", *words]
-    monkeypatch.setattr(rows, "MOST_RUNS", 18)
+    monkeypatch.setattr(rows, "MAX_RUNS", 18)
     assert rows.make_run_rows(mixed)[0] == rows.RUN_COLUMNS
 
 
 def test_very_many_runs_that_serve_to_tune_are_there_too(
     cached_world, loss_of, section_of, monkeypatch
 ):
-    monkeypatch.setattr(rows, "MOST_RUNS", 10)
+    monkeypatch.setattr(rows, "MAX_RUNS", 10)
     _, found = rows.make_run_rows(section_of(cached_world(*TUNED).finish(loss_of)))
     tuning = [row for row in found if row[0].endswith(" (tuning)")]
     assert len(tuning) == 10

@@ -43,6 +43,7 @@ def recorded(folder):
     return [log_reader.read(path) for path in sorted((folder / "wandb").glob("offline-run-*"))]
 
 
+@pytest.mark.slow
 def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home):
     words = [*words, "seed=0,1", "tracking.wandb=offline", "tracking.tags=[mine]"]
     done = sweep(*words)
@@ -120,6 +121,7 @@ def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home):
     assert not (tmp_path / "wandb").exists()
 
 
+@pytest.mark.slow
 def test_runs_survive_the_death_of_their_shared_wandb_process(spawn, words, tmp_path, home):
     """W&B's process is killed while two runs are logged: they succeed, and the rest is logged."""
     words = [*words, "variant=standard", "seed=range(4)", "control=none", "train.steps=300"]
@@ -174,6 +176,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
@@ -198,6 +201,7 @@ def test_table_is_logged_even_if_the_report_fails(broken, said, words, tmp_path)
     assert recorded(folder)[0].exit_code == 0
 
 
+@pytest.mark.slow
 def test_online_sweep_uploads_runs_tables_and_report(words, tmp_path):
     with FakeServer() as server:
         done = sweep(

@@ -7,6 +7,7 @@ import pytest
 from tests.torture.tally import FAULTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_nothing_is_lost_and_nothing_wrong(name, tmp_path):
     fault = importlib.import_module(f"tests.torture.fault_{name}")

@@ -70,6 +70,7 @@ print(sorted(faults() for _ in range(9))[4])  # malloc has to find its place fir
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is how glibc allocates")
 def test_freed_memory_is_kept_for_the_next_step():
     """Otherwise each of these tensors costs 16,384 page faults every time.

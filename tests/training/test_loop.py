@@ -34,6 +34,7 @@ def drop_clocks(rows):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_evaluation_does_not_change_training(qkablate, tiny, tmp_path, dropout):
     words = [*tiny, f"model.dropout={dropout}"]
@@ -62,6 +63,7 @@ def test_rows_have_the_documented_keys(qkablate, tiny, tmp_path):
     assert "perf/tokens_per_second" not in train[0]  # the first stretch warms up
 
 
+@pytest.mark.slow
 def test_batches_do_not_depend_on_the_model(qkablate, tiny, monkeypatch):
     seen = []
 
@@ -101,6 +103,7 @@ def test_logged_norm_is_before_clipping(qkablate, tiny, tmp_path):
     assert free[-1]["train/loss"] != bound[-1]["train/loss"]
 
 
+@pytest.mark.slow
 def test_training_learns(qkablate, tiny, tmp_path):
     words = ["train.steps=150", "train.eval_every=150", "train.batch_size=8", "optim.lr=3e-3"]
     assert qkablate("train", *tiny, *words).code == 0
@@ -109,6 +112,7 @@ def test_training_learns(qkablate, tiny, tmp_path):
     assert val[-1]["val/loss"] < 2.7
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_compiled_training_equals_eager(qkablate, tiny, tmp_path, precision):
@@ -120,6 +124,7 @@ def test_compiled_training_equals_eager(qkablate, tiny, tmp_path, precision):
     assert eager[-1]["val/loss"] == pytest.approx(compiled[-1]["val/loss"], rel=tolerance)
 
 
+@pytest.mark.slow
 def test_bf16_is_close_to_fp32(qkablate, tiny, tmp_path):
     for precision in ("fp32", "bf16"):
         assert qkablate("train", *tiny, f"precision={precision}", f"out={precision}").code == 0
@@ -141,6 +146,7 @@ def test_auto_precision_follows_the_hardware(monkeypatch):
         assert (config.device, config.precision, config.compile) == ("cuda", precision, True)
 
 
+@pytest.mark.slow
 def test_matmul_backend_is_used_and_recorded(qkablate, tiny, tmp_path, monkeypatch):
     """Compare training by torch and by oneDNN."""
     convolve, calls = torch.nn.functional.conv2d, []
@@ -180,6 +186,7 @@ def test_cuda_without_index_sets_no_device(monkeypatch):
     assert asked == ["cuda:1"]
 
 
+@pytest.mark.slow
 def test_many_sizes_compile_in_one_process(qkablate, tiny, tmp_path, monkeypatch):
     """Torch silently falls back to eager after too many shapes of one function."""
     monkeypatch.setenv("CXX", sys.executable)  # the eager backend needs no compiler
@@ -249,6 +256,7 @@ def test_activation_checkpointing_changes_no_numbers(qkablate, tiny, tmp_path):
     assert names[0] == names[1]  # one run
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 def test_compiled_activation_checkpointing(qkablate, tiny, tmp_path):
     words = [*tiny, "compile=true", "train.steps=4", "train.checkpoint_activations=true"]

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from qkablate.training.optimizer import AdamW
@@ -37,6 +38,7 @@ def test_steps_equal_torchs_bit_for_bit():
         assert all(map(torch.equal, stepped(AdamW, resumed), expected))
 
 
+@pytest.mark.slow
 def test_training_imports_no_compiler(tmp_path):
     """Torch's own takes longer to import than everything else until the first step."""
     words = ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"]

@@ -22,6 +22,7 @@ from tests.training.helpers import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_killed_run_resumes_bit_identically(qkablate, spawn, tiny, tmp_path, precision):
     """Kill a run at several moments; it must end like an uninterrupted one."""
@@ -42,6 +43,7 @@ def test_killed_run_resumes_bit_identically(qkablate, spawn, tiny, tmp_path, pre
     assert_identical(run_folder(tmp_path, "calm"), run_folder(tmp_path, "rough"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR2, 140)],
@@ -63,6 +65,7 @@ def test_stop_signal_writes_checkpoint(qkablate, spawn, tiny, tmp_path, number, 
     assert_identical(run_folder(tmp_path, "calm"), folder)
 
 
+@pytest.mark.slow
 def test_nohup_ignores_sighup(spawn, tiny, tmp_path):
     process = spawn("train", *tiny, "out=rough", before=("nohup",))
     wait_for(lambda: count_rows(tmp_path, "rough") >= 1, process)
@@ -71,6 +74,7 @@ def test_nohup_ignores_sighup(spawn, tiny, tmp_path):
     assert process.returncode == 0, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grad_accum", [1, 2])
 def test_stopping_at_any_check_resumes_bit_identically(
     qkablate, tiny, tmp_path, monkeypatch, grad_accum
@@ -98,6 +102,7 @@ def test_stopping_at_any_check_resumes_bit_identically(
     assert_identical(run_folder(tmp_path, "calm"), run_folder(tmp_path, "rough"))
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_is_named_and_older_one_used(qkablate, tiny, tmp_path, monkeypatch):
     assert qkablate("train", *tiny, "out=calm").code == 0
     with monkeypatch.context() as patch:
@@ -138,6 +143,7 @@ def test_training_restarts_if_all_checkpoints_are_damaged(qkablate, tiny, tmp_pa
     assert read_rows(folder) == before[0]
 
 
+@pytest.mark.slow
 def test_lost_rows_are_trained_again(qkablate, tiny, tmp_path):
     """A checkpoint is not used without the rows that led to it."""
     assert qkablate("train", *tiny).code == 0
@@ -178,6 +184,7 @@ def test_finished_run_keeps_last_checkpoint(qkablate, tiny, tmp_path):
     assert [p.name for p in run_folder(tmp_path).glob("checkpoints/*")] == ["step-00000012"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 def test_compiled_run_resumes_bit_identically(qkablate, tiny, tmp_path, monkeypatch):
     words = [*tiny, "compile=true", "model.layers=1", "variant=merged_w"]
@@ -189,6 +196,7 @@ def test_compiled_run_resumes_bit_identically(qkablate, tiny, tmp_path, monkeypa
     assert_identical(run_folder(tmp_path, "calm"), run_folder(tmp_path, "rough"))
 
 
+@pytest.mark.slow
 def test_closed_output_does_not_stop_training(spawn, tiny, tmp_path):
     """Close the output, as `qkablate train 2>&1 | head -2` does."""
     process = spawn("train", *tiny)
@@ -199,6 +207,7 @@ def test_closed_output_does_not_stop_training(spawn, tiny, tmp_path):
     assert json.loads((run_folder(tmp_path) / "result.json").read_text())["status"] == "done"
 
 
+@pytest.mark.slow
 def test_late_signal_stops_next_job(qkablate, tiny, tmp_path, monkeypatch):
     from qkablate.training import result as run_result
 
@@ -220,6 +229,7 @@ def test_checkpoints_load_without_pickled_code(qkablate, tiny, tmp_path):
         assert os.system(f"cd '{folder}' && sha256sum --quiet -c SHA256SUMS") == 0
 
 
+@pytest.mark.slow
 def test_training_a_leased_run_names_its_process(qkablate, spawn, tiny, tmp_path):
     words = [*tiny, "train.steps=100000", "optim.warmup=0"]
     process = spawn("train", *words)
@@ -264,6 +274,7 @@ def test_high_learning_rate_diverges(qkablate, tiny, tmp_path):
         assert math.isfinite(row.get("train/loss", 0.0)), row
 
 
+@pytest.mark.slow
 def test_failure_is_recorded_and_retried(qkablate, tiny, tmp_path, monkeypatch):
     from qkablate.training.loop import Trainer
 
@@ -382,6 +393,7 @@ def test_result_is_never_overwritten(qkablate, tiny, tmp_path, monkeypatch):
     assert '"another"' in (run_folder(tmp_path) / "result.json").read_text()
 
 
+@pytest.mark.slow
 def test_run_resumes_after_lease_of_stopped_machine_expires(qkablate, tiny, tmp_path, monkeypatch):
     from qkablate.runs import lease
 
@@ -431,6 +443,7 @@ def test_links_in_run_folder_are_refused(qkablate, tiny, tmp_path, name):
     assert [path.name for path in outside.iterdir()] == ["step-00000001"]
 
 
+@pytest.mark.slow
 def test_compressed_state_is_damaged(qkablate, tiny, tmp_path):
     """Refuse compressed files, which may expand to any size in memory."""
     import zipfile

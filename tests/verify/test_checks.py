@@ -269,6 +269,7 @@ def test_every_check_has_a_failing_case():
     assert {name for name, *_ in CASES} == {check.name for check in CHECKS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "break_"), CASES, ids=[case[0] for case in CASES])
 def test_check_fails_on_a_broken_layer(name, options, break_, monkeypatch):
     (check,) = (check for check in CHECKS if check.name == name)

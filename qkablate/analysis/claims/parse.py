@@ -10,7 +10,7 @@ import yaml
 from qkablate.analysis.claims.claim import HORIZONS, MEASURES, NON_CLAIM_KEYS, Claim, PartSpec
 from qkablate.analysis.claims.verdict import KINDS
 from qkablate.analysis.comparison.ranking import AXES
-from qkablate.config import KEYS, conf_dir, has_role, nearest_key, variants
+from qkablate.config import KEYS, check_digits, conf_dir, has_role, nearest_key, variants
 from qkablate.config.sweep import as_word
 from qkablate.errors import UserError, nearest_hint
 from qkablate.runs.records import is_number
@@ -99,6 +99,7 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
             raise UserError(f"grid: {key} is set by the claim itself, not by its grid")
         if has_role(key, NON_CLAIM_KEYS):
             raise UserError(f"grid: {key} changes no result and is not part of a claim")
+        check_digits(key, grid[key])
     tuning_seeds = content.get("tuning_seeds", 3)
     if type(tuning_seeds) is not int or not 0 <= tuning_seeds <= MOST_SEEDS:
         raise UserError(

@@ -8,13 +8,21 @@ from typing import Any, TypeVar
 
 from qkablate.cli.hydra.app import register
 from qkablate.cli.hydra.words import (
-    check_digits,
     expand_words,
     format_error,
     is_group,
     split_words,
 )
-from qkablate.config import KEYS, Config, build_config, conf_dir, explain, nearest_key, to_typed
+from qkablate.config import (
+    KEYS,
+    Config,
+    build_config,
+    check_digits,
+    conf_dir,
+    explain,
+    nearest_key,
+    to_typed,
+)
 from qkablate.errors import UserError, print_stderr
 
 T = TypeVar("T")

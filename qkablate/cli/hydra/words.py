@@ -6,14 +6,12 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from qkablate.config import KEYS, conf_dir, explain, nearest_key
-from qkablate.config.sweep import SWEEP_KEYS
+from qkablate.config import KEYS, check_digits, conf_dir, explain, nearest_key
 from qkablate.errors import UserError, nearest_hint
 
 MAX_JOBS = 10_000  # of one command: each is checked before the first one starts
 MAX_VALUES = 1_000_000  # of one key
 _MAX_NAME = 200  # bytes of a file's name, with room for its suffix
-_MAX_DIGITS = 300  # more do not fit into a float
 
 
 def is_group(key: str) -> bool:
@@ -38,17 +36,6 @@ def check_word(word: str) -> None:
         names = value.strip("[]").replace(" ", "")
         raise UserError(f"{key}: '{value}' is a list; several values are written {key}={names}")
     check_digits(key, value)
-
-
-def check_digits(key: str, value: str) -> None:
-    """Reject a number of hundreds of digits, which overflows wherever it is converted."""
-    info = KEYS.get(key) or SWEEP_KEYS.get(key)
-    if info is not None and info.bounds is None:
-        return  # a text may have any digits
-    for digits in re.findall(r"\d[\d_]*", value):
-        if len(digits) > _MAX_DIGITS:
-            allowed = f" is not {info.allowed(10**_MAX_DIGITS)}" if info else " is out of bounds"
-            raise UserError(f"{key}: a number of {len(digits)} digits{allowed}")
 
 
 def parse_values(word: str, limit: int = MAX_VALUES) -> tuple[str, list[str]]:

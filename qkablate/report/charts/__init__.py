@@ -13,25 +13,13 @@ from qkablate.report.section import Section
 __all__ = ["MAX_RUNS", "Chart", "ChartPanel", "Spec", "make_charts"]
 
 
+_MAKERS = (
+    *(claim_chart, gap_chart, loss_chart, gap_curve_chart, distance_chart, heat_map_chart),
+    *(cost_chart, lr_chart, head_curve_chart, spectrum_chart, spectra_by_tokens_chart),
+    *(head_map_chart, attention_chart),
+)
+
+
 def make_charts(section: Section) -> list[Chart]:
     """Return all charts that have data."""
-    every = (
-        *(
-            claim_chart,
-            gap_chart,
-            loss_chart,
-            gap_curve_chart,
-            distance_chart,
-            heat_map_chart,
-            cost_chart,
-            lr_chart,
-        ),
-        *(
-            head_curve_chart,
-            spectrum_chart,
-            spectra_by_tokens_chart,
-            head_map_chart,
-            attention_chart,
-        ),
-    )
-    return [chart for make in every if (chart := make(section)) is not None]
+    return [chart for make in _MAKERS if (chart := make(section)) is not None]

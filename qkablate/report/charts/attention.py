@@ -6,46 +6,41 @@ Shape suffixes: L layers, H heads, T tokens.
 import numpy as np
 
 from qkablate.analysis.study.attention_maps import TARGETS, ArmAttention
-from qkablate.report.charts.base import Chart, ChartPanel, Spec, tooltip_field
+from qkablate.report.charts.base import Chart, ChartPanel, Spec, make_layer, make_tooltip
 from qkablate.report.section import Section
 from qkablate.runs.attention_map import FULL_WEIGHT
 from qkablate.table import format_count, format_list
 
-_MAX_ARMS, _MAX_HEADS = 6, 16  # that are drawn, and heads of each
-_MAX_HEADS_OF_LAYER, _MAX_LAYERS = 8, 6  # heads of a layer, and layers
+_MAX_ARMS, _MAX_HEADS = 6, 16  # arms that are drawn, and heads of each
+_MAX_HEADS_OF_LAYER, _MAX_LAYERS = 8, 6
 _MAX_CELLS = 16_000  # of all maps
-_MAX_WIDTH, _MAX_HEIGHT, _GAP = (
-    480,
-    400,
-    10,
-)  # pixels of a row of maps, of a column, and between two
-_MIN_PIXELS, _MAX_PIXELS = 3, 9  # of a token, where there is room
-_MIN_PIXELS_FOR_LABELS = 8  # pixels of a token that has room for its name
+_MAX_WIDTH, _MAX_HEIGHT, _GAP = 480, 400, 10  # pixels of a row and a column of maps, and between
+_MIN_PIXELS, _MAX_PIXELS = 3, 9  # of a token
+_MIN_PIXELS_FOR_LABELS = 8  # pixels of a token that has room for its text
 _THRESHOLDS = (0.06, 0.15, 0.4)  # where a shade begins
-Place = tuple[int, int]  # a layer, and a head of it
-_COLOURS = ("low1", "low2", "low3")
+Head = tuple[int, int]  # layer and head
 
 
 def attention_chart(section: Section) -> Chart | None:
     """Chart the attention maps of each arm that has any."""
-    said = "At the end of training, on the beginning of the validation split"
-    return make_attention_chart(section.examples, said) if section.examples else None
+    source = "At the end of training, on the beginning of the validation split"
+    return make_attention_chart(section.examples, source) if section.examples else None
 
 
-def make_attention_chart(found: list[ArmAttention], said: str, only: Place | None = None) -> Chart:
+def make_attention_chart(arms: list[ArmAttention], source: str, only: Head | None = None) -> Chart:
     """Chart the attention maps of arms, or of a single layer and head."""
-    drawn = found[:_MAX_ARMS]
-    places = [_choose_heads(own) if only is None else [only] for own in drawn]
-    length = _choose_length(drawn, places)
+    drawn = arms[:_MAX_ARMS]
+    variants = [arm.variant for arm in arms]
+    labels = [arm.variant if variants.count(arm.variant) == 1 else arm.arm for arm in arms]
+    heads = [_choose_heads(arm) if only is None else [only] for arm in drawn]
+    length = _choose_length(drawn, heads)
     panels = [
-        ChartPanel(
-            f"{_arm_label(own, found)}, {own.which}", _map_panel(own, own_places, length), []
-        )
-        for own, own_places in zip(drawn, places, strict=True)
+        ChartPanel(f"{label}, {arm.which}", _map_spec(arm, heads_of_arm, length), [])
+        for label, arm, heads_of_arm in zip(labels, drawn, heads, strict=False)
     ]
-    texts = list(dict.fromkeys(own.tokens[:length] for own in drawn))
+    texts = list(dict.fromkeys(arm.tokens[:length] for arm in drawn))
     caption = (
-        f"{said}: attention weights of {format_count(length, 'token')} as queries (rows) to keys"
+        f"{source}: attention weights of {format_count(length, 'token')} as queries (rows) to keys"
         f" (columns), in {_format_text(texts[0])}."
     )
     if len(texts) > 1:
@@ -54,111 +49,86 @@ def make_attention_chart(found: list[ArmAttention], said: str, only: Place | Non
         f" Palest: below {_THRESHOLDS[0]:.0%} of a token's attention; darker from"
         f" {format_list([f'{step:.0%}' for step in _THRESHOLDS], 3)} on."
     )
-    caption += _format_targets(drawn, found)
-    left = [_arm_label(own, found) for own in found[_MAX_ARMS:]]
-    caption += f" Not drawn: {format_list(left, 6)}." if left else ""
-    return Chart(
-        "attention", "Attention of one text", caption + _format_hidden(drawn, places), panels
-    )
+    caption += _format_targets(dict(zip(labels, drawn, strict=False)))
+    hidden = labels[_MAX_ARMS:]
+    caption += f" Not drawn: {format_list(hidden, 6)}." if hidden else ""
+    all_heads = max(arm.a_LHTT.shape[0] * arm.a_LHTT.shape[1] for arm in drawn)
+    if (shown := max(map(len, heads))) < all_heads:
+        caption += f" Of {format_count(all_heads, 'head')} of an arm, {shown} drawn."
+    return Chart("attention", "Attention of one text", caption, panels)
 
 
-def _arm_label(own: ArmAttention, found: list[ArmAttention]) -> str:
-    """Return the arm's variant if that is unique, else its name."""
-    alike = [other for other in found if other.variant == own.variant]
-    return own.variant if len(alike) == 1 else own.arm
-
-
-def _choose_heads(own: ArmAttention) -> list[Place]:
+def _choose_heads(arm: ArmAttention) -> list[Head]:
     """Return evenly spaced layers, and the first heads of each."""
-    layers, heads = own.a_LHTT.shape[:2]
+    layers, heads = arm.a_LHTT.shape[:2]
     wide = min(heads, _MAX_HEADS_OF_LAYER)
     tall = min(layers, _MAX_HEADS // wide, _MAX_LAYERS)
     rows = {round(at) for at in np.linspace(layers - 1, 0, tall)}
     return [(layer, head) for layer in sorted(rows) for head in range(wide)]
 
 
-def _format_hidden(drawn: list[ArmAttention], places: list[list[Place]]) -> str:
-    most = max(own.a_LHTT.shape[0] * own.a_LHTT.shape[1] for own in drawn)
-    shown = max(map(len, places))
-    return f" Of {format_count(most, 'head')} of an arm, {shown} drawn." if shown < most else ""
-
-
-def _choose_length(drawn: list[ArmAttention], places: list[list[Place]]) -> int:
+def _choose_length(drawn: list[ArmAttention], heads: list[list[Head]]) -> int:
     """Return the number of tokens that keeps the page small."""
-    most = max(len(own.tokens) for own in drawn)
-    maps = sum(map(len, places))
-    while most > 2 and maps * most * (most + 1) // 2 > _MAX_CELLS:
-        most -= 1
-    return most
+    length = max(len(arm.tokens) for arm in drawn)
+    maps = sum(map(len, heads))
+    while length > 2 and maps * length * (length + 1) // 2 > _MAX_CELLS:
+        length -= 1
+    return length
 
 
 def _format_text(tokens: tuple[str, ...]) -> str:
     """Format tokens as text; ids are separated by spaces."""
-    between = " " if all(token.isdecimal() for token in tokens) else ""
-    return f"“{between.join(tokens)}”"
+    separator = " " if all(token.isdecimal() for token in tokens) else ""
+    return f"“{separator.join(tokens)}”"
 
 
-def _format_targets(drawn: list[ArmAttention], found: list[ArmAttention]) -> str:
+def _format_targets(arms: dict[str, ArmAttention]) -> str:
     """Format the mean attention by target, with the head that has most of it."""
-    told = [own for own in drawn if own.mean_weights]
-    if not told:
-        return ""
-    said = []
-    for own in told:
-        most = []
-        for name, what in TARGETS.items():
-            values_LH = own.mean_weights[name]
+    texts, shares = [], []
+    for label, arm in arms.items():
+        if not arm.mean_weights:
+            continue
+        targets = []
+        for name, target in TARGETS.items():
+            values_LH = arm.mean_weights[name]
             layer, head = np.unravel_index(int(values_LH.argmax()), values_LH.shape)
             best = f"layer {layer} head {head}: {values_LH.max():.0%}"
-            most.append(f"{what} {values_LH.mean():.0%} ({best})")
-        said.append(f"{_arm_label(own, found)}: {', '.join(most)}")
-    shares = dict.fromkeys(f"{own.uniform_share:.0%}" for own in told)
+            targets.append(f"{target} {values_LH.mean():.0%} ({best})")
+        texts.append(f"{label}: {', '.join(targets)}")
+        shares.append(f"{arm.uniform_share:.0%}")
+    if not texts:
+        return ""
     return (
         " Mean over all heads, and the largest head; uniform attention would give"
-        f" {' or '.join(shares)}: {'; '.join(said)}."
+        f" {' or '.join(dict.fromkeys(shares))}: {'; '.join(texts)}."
     )
 
 
-def _map_panel(own: ArmAttention, places: list[Place], length: int) -> Spec:
-    length = min(length, len(own.tokens))
+def _map_spec(arm: ArmAttention, places: list[Head], length: int) -> Spec:
+    length = min(length, len(arm.tokens))
     layers, heads = len({layer for layer, _ in places}), len({head for _, head in places})
     across, down = (_MAX_WIDTH - _GAP * heads) // (heads * length), _MAX_HEIGHT // (layers * length)
     cell = max(1, min(_MAX_PIXELS, across, max(_MIN_PIXELS, down)))
-    rows = [row for layer, head in places for row in _map_cells(own, layer, head, length)]
-    edge = [-0.5, length - 0.5]
-    axis: Spec = {"type": "quantitative", "axis": None}
-    x: Spec = axis | {"scale": {"domain": edge, "nice": False, "zero": False}}
-    y: Spec = axis | {"scale": {"domain": edge, "nice": False, "zero": False, "reverse": True}}
-    scale = {"type": "threshold", "domain": [step * 100 for step in _THRESHOLDS[1:]]}
-    scale |= {"range": [f"var(--{name})" for name in _COLOURS]}
-    colour = {"field": "share", "type": "quantitative", "scale": scale, "legend": None}
-    triangle = [{"k": edge[0], "q": edge[0]}, {"k": edge[1], "q": edge[1]}]
-    below: Spec = {
-        "data": {"values": triangle},
-        "mark": {"type": "area", "color": "var(--line)", "opacity": 0.45},
-        "encoding": {"x": x | {"field": "k"}, "y": y | {"field": "q"}, "y2": {"datum": edge[1]}},
-    }
-    mark = {"type": "square", "size": cell * cell, "opacity": 1, "strokeWidth": 0, "aria": False}
-    cells: Spec = {
-        "mark": mark,
-        "encoding": {
-            "x": x | {"field": "k"},
-            "y": y | {"field": "q"},
-            "color": colour,
-            "tooltip": [
-                *(
-                    tooltip_field("layer"),
-                    tooltip_field("head"),
-                    tooltip_field("from", "token"),
-                    tooltip_field("to", "attends to"),
-                ),
-                tooltip_field("share", "%"),
-            ],
-        },
-    }
-    drawn = [below, cells]
+    rows = [row for layer, head in places for row in _map_cells(arm, layer, head, length)]
+    start, end = -0.5, length - 0.5
+    axis = {"type": "quantitative", "axis": None}
+    scale = {"domain": [start, end], "nice": False, "zero": False}
+    x: Spec = axis | {"field": "k", "scale": scale}
+    y: Spec = axis | {"field": "q", "scale": scale | {"reverse": True}}
+    shades = {"type": "threshold", "domain": [step * 100 for step in _THRESHOLDS[1:]]}
+    shades |= {"range": ["var(--low1)", "var(--low2)", "var(--low3)"]}
+    color = {"field": "share", "type": "quantitative", "scale": shades, "legend": None}
+    titles = {"from": "token", "to": "attends to", "share": "%"}
+    tooltip = make_tooltip(layer="", head="", **titles)
+    triangle = {"x": x, "y": y, "y2": {"datum": end}}
+    corners = [{"k": start, "q": start}, {"k": end, "q": end}]
+    square = {"size": cell * cell, "opacity": 1, "strokeWidth": 0, "aria": False}
+    drawn = [
+        make_layer("area", triangle, corners, color="var(--line)", opacity=0.45),
+        make_layer("square", {"x": x, "y": y, "color": color, "tooltip": tooltip}, **square),
+    ]
     if cell >= _MIN_PIXELS_FOR_LABELS and len(places) == 1:
-        drawn += _token_labels(own, length, x, y)
+        drawn += _token_labels(arm, length, x, y)
     order = {key: list(dict.fromkeys(row[key] for row in rows)) for key in ("layer", "head")}
     header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 11, "labelPadding": 3}
     return {
@@ -174,35 +144,31 @@ def _map_panel(own: ArmAttention, places: list[Place], length: int) -> Spec:
     }
 
 
-def _token_labels(own: ArmAttention, length: int, x: Spec, y: Spec) -> list[Spec]:
+def _token_labels(arm: ArmAttention, length: int, x: Spec, y: Spec) -> list[Spec]:
     """Return the tokens as labels beside and below the map."""
-    data = {"values": [{"at": i, "token": own.tokens[i]} for i in range(length)]}
-    mark = {"type": "text", "fontSize": 9, "color": "var(--faint)", "align": "right"}
+    rows = [{"at": i, "token": arm.tokens[i]} for i in range(length)]
     text = {"text": {"field": "token", "type": "nominal"}}
-    beside = {"x": {"value": -4}, "y": y | {"field": "at"}}
-    below = {"x": x | {"field": "at"}, "y": {"value": "height"}}
+    beside = {"x": {"value": -4}, "y": y | {"field": "at"}} | text
+    below = {"x": x | {"field": "at"}, "y": {"value": "height"}} | text
+    style = {"fontSize": 9, "color": "var(--faint)", "align": "right", "baseline": "middle"}
     return [
-        {"data": data, "mark": mark | {"baseline": "middle"}, "encoding": beside | text},
-        {
-            "data": data,
-            "mark": mark | {"baseline": "middle", "angle": 270, "dx": -4},
-            "encoding": below | text,
-        },
+        make_layer("text", beside, rows, **style),
+        make_layer("text", below, rows, **style, angle=270, dx=-4),
     ]
 
 
-def _map_cells(own: ArmAttention, layer: int, head: int, length: int) -> list[Spec]:
-    a_TT = own.a_LHTT[layer, head, :length, :length]
-    seen = np.argwhere(a_TT >= _THRESHOLDS[0] * FULL_WEIGHT).tolist()
+def _map_cells(arm: ArmAttention, layer: int, head: int, length: int) -> list[Spec]:
+    a_TT = arm.a_LHTT[layer, head, :length, :length]
+    positions = np.argwhere(a_TT >= _THRESHOLDS[0] * FULL_WEIGHT).tolist()
     return [
         {
             "layer": f"layer {layer}",
             "head": f"head {head}",
             "q": query,
             "k": key,
-            "from": f"{query} “{own.tokens[query]}”",
-            "to": f"{key} “{own.tokens[key]}”",
+            "from": f"{query} “{arm.tokens[query]}”",
+            "to": f"{key} “{arm.tokens[key]}”",
             "share": round(100 * int(a_TT[query, key]) / FULL_WEIGHT),
         }
-        for query, key in seen
+        for query, key in positions
     ]

@@ -32,6 +32,17 @@ class Chart:
         return list(dict.fromkeys(v for panel in self.panels for v in panel.variants))
 
 
+def number_axis(field: str, title: str, **scale: object) -> Spec:
+    """Return an axis of numbers."""
+    return {"field": field, "type": "quantitative", "title": title, "scale": scale}
+
+
+def log_axis(field: str, title: str, form: str = "~s", **scale: object) -> Spec:
+    """Return a logarithmic axis with few labels."""
+    axis = number_axis(field, title, type="log", nice=False, **scale)
+    return axis | {"axis": {"format": form, "tickCount": 5}}
+
+
 def arm_axis(names: list[str]) -> Spec:
     """Return a y axis with one row per name, in this order."""
     y: Spec = {"field": "arm", "type": "nominal", "sort": names, "title": None}
@@ -39,40 +50,56 @@ def arm_axis(names: list[str]) -> Spec:
     return y | {"scale": {"domain": names}}
 
 
+def make_layer(
+    mark: str, encoding: Spec, rows: list[Spec] | None = None, /, **options: Any
+) -> Spec:
+    """Return a layer of marks, of the rows of the chart or of its own."""
+    layer: Spec = {"mark": {"type": mark, **options}, "encoding": encoding}
+    return layer if rows is None else {"data": {"values": rows}} | layer
+
+
 def zero_line(axis: str) -> Spec:
     """Return a dashed line at zero."""
-    return {
-        "data": {"values": [{"at": 0}]},
-        "mark": {"type": "rule", "color": "var(--faint)", "strokeDash": [3, 3]},
-        "encoding": {axis: {"field": "at", "type": "quantitative"}},
-    }
+    at = {axis: {"field": "at", "type": "quantitative"}}
+    return make_layer("rule", at, [{"at": 0}], color="var(--faint)", strokeDash=[3, 3])
 
 
-def if_intervals(rows: list[Spec], layer: Spec) -> list[Spec]:
-    """Return the layer for the rows that have an interval, or nothing if none has."""
+def interval_layer(
+    mark: str, axis: str, rows: list[Spec], encoding: Spec, **options: Any
+) -> list[Spec]:
+    """Return marks from low to high for the rows that have an interval, if any has."""
     if all(row["low"] is None for row in rows):
         return []
+    ends = {axis: encoding[axis] | {"field": "low"}, f"{axis}2": {"field": "high"}}
+    layer = make_layer(mark, encoding | ends, **options)
     return [layer | {"transform": [{"filter": {"field": "low", "valid": True}}]}]
 
 
-OPEN_NOTE = " A pale bar to the edge: runs diverged, so the interval is unbounded on that side."
+_OPEN_NOTE = " A pale bar to the edge: runs diverged, so the interval is unbounded on that side."
 
 
-def open_intervals(rows: list[Spec], y: Spec, own: Spec) -> list[Spec]:
+def format_open_note(rows: list[Spec]) -> str:
+    """Return the note of a caption about intervals that are unbounded, if any is."""
+    return _OPEN_NOTE if any(row["open_below"] or row["open_above"] for row in rows) else ""
+
+
+def open_intervals(rows: list[Spec], y: Spec, color: Spec) -> list[Spec]:
     """Return pale bars from the mean to the edge where runs diverged."""
     layers: list[Spec] = []
     for key, edge in (("open_below", 0), ("open_above", "width")):
         if any(row[key] for row in rows):
             x = {"x": {"field": "gap", "type": "quantitative"}, "x2": {"value": edge}}
-            mark = {"type": "rule", "strokeWidth": 3, "opacity": 0.3}
-            layer = {"transform": [{"filter": {"field": key, "equal": True}}], "mark": mark}
-            layers.append(layer | {"encoding": {**x, "y": y} | own})
+            layer = make_layer("rule", {**x, "y": y} | color, strokeWidth=3, opacity=0.3)
+            layers.append(layer | {"transform": [{"filter": {"field": key, "equal": True}}]})
     return layers
 
 
-def tooltip_field(field: str, title: str = "") -> Spec:
-    """Return one line of a tooltip."""
-    return {"field": field, "type": "nominal", "title": title or field}
+def make_tooltip(**titles: str) -> list[Spec]:
+    """Return a tooltip with a line per field; an empty title is the field's name."""
+    return [
+        {"field": field, "type": "nominal", "title": title or field}
+        for field, title in titles.items()
+    ]
 
 
 def find_variants(*lists: list[Spec]) -> list[str]:
@@ -80,26 +107,23 @@ def find_variants(*lists: list[Spec]) -> list[str]:
     return list(dict.fromkeys(row["variant"] for rows in lists for row in rows))
 
 
-def _scale(section: Section, which: str) -> Spec:
-    looks = section.styles
-    return {"domain": [*looks], "range": [getattr(look, which) for look in looks.values()]}
-
-
-def _by_variant(section: Section, which: str) -> Spec:
-    own: Spec = {"field": "variant", "type": "nominal", "legend": None}
-    return own | {"scale": _scale(section, which)}
+def _by_variant(section: Section, channel: str, attribute: str) -> Spec:
+    styles = section.styles
+    values = [getattr(style, attribute) for style in styles.values()]
+    scale = {"domain": [*styles], "range": values}
+    return {channel: {"field": "variant", "type": "nominal", "legend": None, "scale": scale}}
 
 
 def color_by_variant(section: Section) -> Spec:
     """Return the color encoding."""
-    return {"color": _by_variant(section, "color")}
+    return _by_variant(section, "color", "color")
 
 
 def dash_by_variant(section: Section) -> Spec:
     """Return the dash encoding."""
-    return {"strokeDash": _by_variant(section, "dash")}
+    return _by_variant(section, "strokeDash", "dash")
 
 
 def shape_by_variant(section: Section) -> Spec:
     """Return the point shape encoding."""
-    return {"shape": _by_variant(section, "shape")}
+    return _by_variant(section, "shape", "shape")

@@ -14,11 +14,17 @@ from qkablate.analysis.comparison.head_metrics import (
     HeadMetrics,
     sort_heads,
 )
-from qkablate.report.charts.base import Chart, ChartPanel, Spec, find_variants, tooltip_field
-from qkablate.report.charts.curves import make_line_spec, mean_rows
+from qkablate.report.charts.base import (
+    Chart,
+    ChartPanel,
+    Spec,
+    make_layer,
+    make_tooltip,
+    number_axis,
+)
+from qkablate.report.charts.curves import make_curve_panel, mean_rows, points_per_curve
 from qkablate.report.section import Section, format_n, size_label
 
-_MAX_POINTS = 6_000  # of all curves of a chart
 _MAX_CELLS = 6_000  # of all maps
 _MAX_HEADS_WITH_NUMBERS = 8  # heads of an arm whose cells have room for a number
 _PANEL_WIDTH, _GAP = 530, 14  # pixels of a panel, and between two arms
@@ -26,39 +32,37 @@ _PANEL_WIDTH, _GAP = 530, 14  # pixels of a panel, and between two arms
 
 def head_groups(section: Section) -> list[tuple[str, list[HeadMetrics]]]:
     """Return the arms with diagnostics, by size."""
-    found = [
+    groups = [
         (
-            size_label(name, group[0].arm.variant),
-            [section.heads[entry.name] for entry in group if entry.name in section.heads],
+            size_label(name, entries[0].arm.variant),
+            [section.heads[entry.name] for entry in entries if entry.name in section.heads],
         )
-        for name, group in section.groups.items()
+        for name, entries in section.groups.items()
     ]
-    return [(place, group) for place, group in found if group]
+    return [(size, group) for size, group in groups if group]
 
 
-def panel_title(what: str, place: str, several: bool) -> str:
+def panel_title(metric: str, size: str, several: bool) -> str:
     """Return a panel's title, with the size if there are several."""
-    return f"{what}, {place}" if several and place else what
+    return f"{metric}, {size}" if several and size else metric
 
 
 def head_curve_chart(section: Section) -> Chart | None:
     """Chart head metrics by tokens, as means over all heads."""
-    found = head_groups(section)
-    most = max(6, min(24, _MAX_POINTS // max(1, len(BY_TOKENS) * len(section.heads))))
+    groups = head_groups(section)
+    most = points_per_curve(len(BY_TOKENS) * len(section.heads), most=24)
     panels, counts = [], []
-    for place, group in found:
-        for name, what in BY_TOKENS.items():
+    for size, group in groups:
+        for name, metric in BY_TOKENS.items():
             rows: list[Spec] = []
-            for own in group:
-                if (curve := own.curve(name, most)) is not None:
-                    rows += mean_rows(curve, own.entry)
+            for arm in group:
+                if (curve := arm.curve(name, most)) is not None:
+                    rows += mean_rows(curve, arm.entry)
                     counts.append(curve.samples[0].n)
             if rows:
-                y: Spec = {"field": "loss", "type": "quantitative", "title": what}
-                y |= {"scale": {"zero": False}}
-                title = panel_title(what, place, len(found) > 1)
-                spec = make_line_spec(section, rows, [], y)
-                panels.append(ChartPanel(title, spec, find_variants(rows)))
+                title = panel_title(metric, size, len(groups) > 1)
+                y = number_axis("loss", metric, zero=False)
+                panels.append(make_curve_panel(section, title, rows, y))
     if not panels:
         return None
     caption = (
@@ -72,17 +76,17 @@ def head_curve_chart(section: Section) -> Chart | None:
 
 def head_map_chart(section: Section) -> Chart | None:
     """Chart head metrics by layer and head at the end of training, side by side."""
-    found = head_groups(section)
+    groups = head_groups(section)
     panels: list[ChartPanel] = []
     counts, cells = list[int](), 0
-    for place, group in found:
-        own, seen, size = _make_maps(group)
-        cells += size
-        if own and (cells <= _MAX_CELLS or not panels):
-            counts += seen
+    for size, group in groups:
+        by_metric, numbers = _find_cells(group)
+        cells += sum(map(len, by_metric.values()))
+        if by_metric and (cells <= _MAX_CELLS or not panels):
+            counts += numbers
             panels += [
-                ChartPanel(panel_title(what, place, len(found) > 1), spec, [])
-                for what, spec in own.items()
+                ChartPanel(panel_title(metric, size, len(groups) > 1), _map_spec(rows), [])
+                for metric, rows in by_metric.items()
             ]
     if not panels:
         return None
@@ -97,27 +101,22 @@ def head_map_chart(section: Section) -> Chart | None:
     return Chart("head-maps", "Head by head", caption, panels)
 
 
-def _make_maps(group: list[HeadMetrics]) -> tuple[dict[str, Spec], list[int], int]:
-    """Return the maps of one size by metric, their numbers of runs and of cells."""
-    specs: dict[str, Spec] = {}
-    counts, cells = list[int](), 0
-    for name, what in BY_HEAD.items():
+def _find_cells(group: list[HeadMetrics]) -> tuple[dict[str, list[Spec]], list[int]]:
+    """Return the cells of one size by metric, and the numbers of runs."""
+    variants = [arm.entry.arm.variant for arm in group]
+    unique = len({*variants}) == len(variants)
+    labels = variants if unique else [arm.entry.name for arm in group]
+    by_metric: dict[str, list[Spec]] = {}
+    counts: list[int] = []
+    for name, metric in BY_HEAD.items():
         rows: list[Spec] = []
-        for label, own in _label_arms(group):
-            if arrays := own.last(name):
+        for label, arm in zip(labels, group, strict=True):
+            if arrays := arm.last(name):
                 counts.append(len(arrays))
                 rows += _map_cells(label, sort_heads(arrays))
         if rows:
-            specs[what] = _map_spec(rows)
-            cells += len(rows)
-    return specs, counts, cells
-
-
-def _label_arms(group: list[HeadMetrics]) -> list[tuple[str, HeadMetrics]]:
-    """Label arms by variant if that is unique, else by name."""
-    short = [own.entry.arm.variant for own in group]
-    names = short if len({*short}) == len(short) else [own.entry.name for own in group]
-    return [*zip(names, group, strict=True)]
+            by_metric[metric] = rows
+    return by_metric, counts
 
 
 def _map_cells(label: str, values_LH: np.ndarray) -> list[Spec]:
@@ -134,18 +133,13 @@ def _map_spec(rows: list[Spec]) -> Spec:
     heads = max(row["head"] for row in rows)
     roomy = heads <= _MAX_HEADS_WITH_NUMBERS
     step = 28 if roomy else 12
-    layers: list[Spec] = [
-        {
-            "mark": {"type": "rect", "stroke": "var(--ground)", "strokeWidth": 1},
-            "encoding": {"color": {"field": "value", "type": "quantitative"} | _color_scale(rows)},
-        }
-    ]
+    color = {"field": "value", "type": "quantitative"} | _color_scale(rows)
+    layers = [make_layer("rect", {"color": color}, stroke="var(--ground)", strokeWidth=1)]
     if roomy:
-        mark = {"type": "text", "fontSize": 10, "color": "var(--ink)"}
         most = max(abs(row["value"]) for row in rows)
         form = ".1%" if most < 0.1 else ".2f" if most < 10 else ".0f" if most < 1e4 else ".0e"
-        text = {"field": "value", "type": "quantitative", "format": form}
-        layers.append({"mark": mark, "encoding": {"text": text}})
+        text = {"text": {"field": "value", "type": "quantitative", "format": form}}
+        layers.append(make_layer("text", text, fontSize=10, color="var(--ink)"))
     axis = {"ticks": False, "domain": False, "labelAngle": 0}
     header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 11, "labelPadding": 2}
     return {
@@ -159,12 +153,7 @@ def _map_spec(rows: list[Spec]) -> Spec:
             "encoding": {
                 "x": {"field": "head", "type": "ordinal", "title": None, "axis": None},
                 "y": {"field": "layer", "type": "ordinal", "title": None, "axis": axis},
-                "tooltip": [
-                    tooltip_field("arm"),
-                    tooltip_field("layer"),
-                    tooltip_field("head", "place"),
-                    tooltip_field("value"),
-                ],
+                "tooltip": make_tooltip(arm="", layer="", head="rank", value=""),
             },
             "layer": layers,
         },
@@ -183,6 +172,6 @@ def _color_scale(rows: list[Spec]) -> Spec:
         width = max(high - low, high / 4) or 1.0  # nearly equal values share a shade
         steps = [low + width * part / 4 for part in (1, 2, 3)]
         names = ["mid", "low1", "low2", "low3"]
-    assert all(one < other for one, other in pairwise(steps))
+    assert all(step < following for step, following in pairwise(steps))
     scale = {"type": "threshold", "domain": steps, "range": [f"var(--{name})" for name in names]}
     return {"scale": scale, "legend": None}

@@ -11,51 +11,53 @@ from qkablate.report.charts.base import (
     color_by_variant,
     dash_by_variant,
     find_variants,
-    if_intervals,
+    interval_layer,
+    log_axis,
+    make_layer,
+    make_tooltip,
+    number_axis,
     shape_by_variant,
-    tooltip_field,
 )
 from qkablate.report.section import Section, format_n, size_label
 from qkablate.report.text.numbers import format_gap_summary, format_loss, half_width
-from qkablate.table import format_digits
+from qkablate.table import format_count, format_digits
 
 
 def heat_map_chart(section: Section) -> Chart | None:
     """Chart the gap by variant, d_model and heads."""
-    cells: dict[str, list[Spec]] = {}
-    for one in section.summary.gaps:
-        diverged = one.arm_diverged or one.baseline_diverged
-        if one.mean is None and not diverged:
+    cells: dict[str, list[Spec]] = {}  # by what else the arms' names say
+    for gap in section.summary.gaps:
+        diverged = gap.arm_diverged or gap.baseline_diverged
+        if gap.mean is None and not diverged:
             continue
-        arm = section.entries[one.arm].arm
+        arm = section.entries[gap.arm].arm
         model = arm.config.model
-        size = f"d{model.d_model} h{model.heads}"
-        place = size_label(one.arm, arm.variant)
-        rest = place.replace(f"d{model.d_model}-h{model.heads}", "", 1).strip("- ")
-        interval = one.interval
-        sure = one.decision.is_directed
-        half = half_width(interval)
+        size = size_label(gap.arm, arm.variant)
+        rest = size.replace(f"d{model.d_model}-h{model.heads}", "", 1).strip("- ")
+        half = half_width(gap.interval)
         beside = f"± {format_digits(half, half)}" if half is not None else ""
-        if one.mean is None:
-            text, told = "diverged", "all pairs diverged"
+        if gap.mean is None:
+            text, estimate = "diverged", "all pairs diverged"
         else:
-            text, told = format_digits(one.mean, half, signed=True), format_gap_summary(one)
-            text = text if sure else f"({text})"
-            beside = told.partition(" ")[2] if diverged else beside
+            text = format_digits(gap.mean, half, signed=True)
+            text = text if gap.decision.is_directed else f"({text})"
+            estimate = format_gap_summary(gap)
+            beside = estimate.partition(" ")[2] if diverged else beside
         cells.setdefault(rest, []).append(
-            {"variant": arm.variant, "size": size, "order": model.d_model * 1000 + model.heads}
-            | {"gap": one.mean or 0.0, "n": one.n, "text": text}
-            | {"told": told, "arm": one.arm, "half": beside}
+            {"arm": gap.arm, "variant": arm.variant, "size": f"d{model.d_model} h{model.heads}"}
+            | {"order": model.d_model * 1000 + model.heads, "gap": gap.mean or 0.0, "n": gap.n}
+            | {"text": text, "estimate": estimate, "half": beside}
         )
     panels = [_heat_panel(rest, rows) for rest, rows in cells.items() if len(rows) > 1]
     if not panels:
         return None
-    ns = [row["n"] for rows in cells.values() for row in rows if row["n"]]
+    all_rows = [row for rows in cells.values() for row in rows]
     caption = (
-        f"Gap in test loss, nats per token, ± half of its 95 % t interval ({format_n(ns)}). Blue is"
-        " better. In parentheses: no difference found (Holm over the arms of one size)."
+        "Gap in test loss, nats per token, ± half of its 95 % t interval"
+        f" ({format_n([row['n'] for row in all_rows if row['n']])}). Blue is better. In"
+        " parentheses: no difference found (Holm over the arms of one size)."
     )
-    if any("∞" in row["half"] for rows in cells.values() for row in rows):
+    if any("∞" in row["half"] for row in all_rows):
         caption += " ∞: runs diverged, so the interval is unbounded on that side."
     return Chart("heat", "Gap by size", caption, panels)
 
@@ -63,51 +65,30 @@ def heat_map_chart(section: Section) -> Chart | None:
 def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
     sizes = [row["size"] for row in sorted(rows, key=lambda row: row["order"])]
     sizes, names = list(dict.fromkeys(sizes)), find_variants(rows)
-    most = max(abs(row["gap"]) for row in rows) or 1.0
-    steps = [-0.6 * most, -0.25 * most, -0.05 * most, 0.05 * most, 0.25 * most, 0.6 * most]
+    largest = max(abs(row["gap"]) for row in rows) or 1.0
     shades = ["low3", "low2", "low1", "mid", "high1", "high2", "high3"]
-    spec: Spec = {
-        "width": {"step": 78},
-        "height": {"step": 38},
-        "data": {"values": rows},
-        "encoding": {
-            "x": {"field": "size", "type": "nominal", "sort": sizes, "title": None}
-            | {"axis": {"orient": "top", "labelAngle": 0, "ticks": False, "domain": False}},
-            "y": {"field": "variant", "type": "nominal", "sort": names, "title": None}
-            | {"axis": {"ticks": False, "domain": False, "labelLimit": 160}},
-            "tooltip": [
-                tooltip_field("arm"),
-                tooltip_field("told", "gap, 95 % interval"),
-                tooltip_field("n"),
-            ],
-        },
-        "layer": [
-            {
-                "mark": {"type": "rect", "stroke": "var(--ground)", "strokeWidth": 2},
-                "encoding": {
-                    "color": {
-                        "field": "gap",
-                        "type": "quantitative",
-                        "scale": {
-                            "type": "threshold",
-                            "domain": steps,
-                            "range": [f"var(--{shade})" for shade in shades],
-                        },
-                        "legend": None,
-                    }
-                },
-            },
-            {
-                "mark": {"type": "text", "fontSize": 11, "color": "var(--ink)", "dy": -6},
-                "encoding": {"text": {"field": "text"}},
-            },
-            {
-                "mark": {"type": "text", "fontSize": 10, "color": "var(--ink)", "dy": 8},
-                "encoding": {"text": {"field": "half"}},
-            },
-        ],
+    scale = {
+        "type": "threshold",
+        "domain": [largest * step for step in (-0.6, -0.25, -0.05, 0.05, 0.25, 0.6)],
+        "range": [f"var(--{shade})" for shade in shades],
     }
-    return ChartPanel(title, spec, [])
+    color = {"field": "gap", "type": "quantitative", "scale": scale, "legend": None}
+    bare: Spec = {"ticks": False, "domain": False}
+    cell = {
+        "x": {"field": "size", "type": "nominal", "sort": sizes, "title": None}
+        | {"axis": bare | {"orient": "top", "labelAngle": 0}},
+        "y": {"field": "variant", "type": "nominal", "sort": names, "title": None}
+        | {"axis": bare | {"labelLimit": 160}},
+        "tooltip": make_tooltip(arm="", estimate="gap, 95 % interval", n=""),
+    }
+    ink = "var(--ink)"
+    layers = [
+        make_layer("rect", {"color": color}, stroke="var(--ground)", strokeWidth=2),
+        make_layer("text", {"text": {"field": "text"}}, fontSize=11, color=ink, dy=-6),
+        make_layer("text", {"text": {"field": "half"}}, fontSize=10, color=ink, dy=8),
+    ]
+    spec: Spec = {"width": {"step": 78}, "height": {"step": 38}, "data": {"values": rows}}
+    return ChartPanel(title, spec | {"encoding": cell, "layer": layers}, [])
 
 
 _FLOPS = "training FLOPs"
@@ -124,27 +105,26 @@ def cost_chart(section: Section) -> Chart | None:
     for entry in section.study.entries:
         if entry.losses:
             by_data.setdefault(str(entry.arm.facts.get("data_fingerprint")), []).append(entry)
-    panels, shorter, shown = [], 0, []
-    for what, cost in _COSTS.items():
-        for every in by_data.values():
-            longest = max(entry.tokens for entry in every)
+    panels, hidden, counts = [], 0, []
+    for unit, cost in _COSTS.items():
+        for entries in by_data.values():
+            longest = max(entry.tokens for entry in entries)
             # More tokens lower the loss, but only FLOPs count them as cost.
-            own = [entry for entry in every if what == _FLOPS or entry.tokens == longest]
-            rows = [_cost_row(entry, cost(entry)) for entry in own if cost(entry) > 0]
+            shown = [entry for entry in entries if unit == _FLOPS or entry.tokens == longest]
+            rows = [_cost_row(entry, cost(entry)) for entry in shown if cost(entry) > 0]
             if len({row["cost"] for row in rows}) > 1:
-                title = f"{what} ({own[0].arm.config.data.source})" if len(by_data) > 1 else what
-                panels.append(
-                    ChartPanel(title, _cost_panel(section, rows, what), find_variants(rows))
-                )
-                shorter += len(every) - len(own)
-                shown += [row["n"] for row in rows]
+                source = f" ({shown[0].arm.config.data.source})" if len(by_data) > 1 else ""
+                spec = _cost_spec(section, rows, unit)
+                panels.append(ChartPanel(f"{unit}{source}", spec, find_variants(rows)))
+                hidden += len(entries) - len(shown)
+                counts += [row["n"] for row in rows]
     if not panels:
         return None
     caption = (
         "Mean test loss of each arm; bar: 95 % t interval over seeds"
-        f" ({format_n(shown)}). Lower left is better."
+        f" ({format_n(counts)}). Lower left is better."
     )
-    if shorter:
+    if hidden:
         caption += (
             f" The chart by {_FLOPS} shows all training lengths, the others only the longest."
         )
@@ -152,83 +132,50 @@ def cost_chart(section: Section) -> Chart | None:
 
 
 def _cost_row(entry: Entry, cost: float) -> Spec:
-    sample = entry.sample
+    arm = {"arm": entry.name, "variant": entry.arm.variant, "cost": cost}
+    return arm | _loss_cells(entry.sample)
+
+
+def _loss_cells(sample: Sample) -> Spec:
+    """Return a mean loss with its interval."""
     low, high = sample.interval() or (None, None)
-    row = {
-        "arm": entry.name,
-        "variant": entry.arm.variant,
-        "cost": cost,
-        "told": format_loss(sample),
-    }
-    return row | {"loss": sample.mean, "low": low, "high": high, "n": sample.n}
+    loss = {"loss": sample.mean, "low": low, "high": high, "n": sample.n}
+    return loss | {"estimate": format_loss(sample)}
 
 
-def _cost_panel(section: Section, rows: list[Spec], what: str) -> Spec:
-    x: Spec = {
-        "field": "cost",
-        "type": "quantitative",
-        "title": what,
-        "scale": {"type": "log", "nice": False, "padding": 24},
-    }
-    x |= {"axis": {"format": "~s", "tickCount": 5}}
-    y: Spec = {
-        "type": "quantitative",
-        "title": "test loss, nats per token",
-        "scale": {"zero": False},
-    }
-    tooltip = [
-        tooltip_field("arm"),
-        tooltip_field("told", "test loss, 95 % interval"),
-        tooltip_field("n"),
+def _cost_spec(section: Section, rows: list[Spec], unit: str) -> Spec:
+    color = color_by_variant(section)
+    y = number_axis("loss", "test loss, nats per token", zero=False)
+    tooltip = make_tooltip(arm="", estimate="test loss, 95 % interval", n="")
+    tooltip.append({"field": "cost", "type": "quantitative", "title": unit, "format": ".3s"})
+    place = {"x": log_axis("cost", unit, padding=24), "y": y} | color
+    points = place | {"tooltip": tooltip} | shape_by_variant(section)
+    layers = [
+        *interval_layer("rule", "y", rows, place, opacity=0.6),
+        make_layer("point", points, filled=True, size=60, opacity=0.9),
     ]
-    tooltip.append({"field": "cost", "type": "quantitative", "title": what, "format": ".3s"})
-    own = color_by_variant(section)
-    return {
-        "height": 260,
-        "data": {"values": rows},
-        "layer": [
-            *if_intervals(
-                rows,
-                {
-                    "mark": {"type": "rule", "opacity": 0.6},
-                    "encoding": {"x": x, "y": y | {"field": "low"}, "y2": {"field": "high"}} | own,
-                },
-            ),
-            {
-                "mark": {"type": "point", "filled": True, "size": 60, "opacity": 0.9},
-                "encoding": {"x": x, "y": y | {"field": "loss"}, "tooltip": tooltip}
-                | own
-                | shape_by_variant(section),
-            },
-        ],
-    }
+    return {"height": 260, "data": {"values": rows}, "layer": layers}
 
 
 def lr_chart(section: Section) -> Chart | None:
     """Chart the validation loss by learning rate."""
     by_baseline: dict[str, list[Spec]] = {}
-    lost: dict[str, list[Spec]] = {}
-    counts, diverged = [], 0
-    for one in section.summary.learning_rates:
-        arm = section.study.arms[one.arm]
-        key = one.baseline or one.arm
-        for point in one.val_loss:
-            known = [loss for loss in point.by_seed if loss is not None]
-            row = {"arm": one.arm, "variant": arm.variant, "lr": point.lr}
-            if len(known) < len(point.by_seed):
-                diverged += 1
-                lost.setdefault(key, []).append(row)
-                continue
-            sample = Sample(tuple(known))
-            low, high = sample.interval() or (None, None)
-            counts.append(sample.n)
-            row |= {"loss": sample.mean, "low": low, "high": high, "n": sample.n}
-            row |= {"best": point.lr == one.best, "told": format_loss(sample)}
-            by_baseline.setdefault(key, []).append(row)
+    diverged: dict[str, list[Spec]] = {}
+    for curve in section.summary.learning_rates:
+        key = curve.baseline or curve.arm
+        for point in curve.val_loss:
+            losses = [loss for loss in point.by_seed if loss is not None]
+            row = {"arm": curve.arm, "variant": section.study.arms[curve.arm].variant}
+            row |= {"lr": point.lr, "best": point.lr == curve.best}
+            if len(losses) < len(point.by_seed):
+                diverged.setdefault(key, []).append(row)
+            else:
+                row |= _loss_cells(Sample(tuple(losses)))
+                by_baseline.setdefault(key, []).append(row)
     panels = [
         ChartPanel(
             size_label(key, section.study.arms[key].variant),
-            _lr_panel(section, rows, lost.get(key, [])),
+            _lr_spec(section, rows, diverged.get(key, [])),
             find_variants(rows),
         )
         for key, rows in by_baseline.items()
@@ -237,53 +184,31 @@ def lr_chart(section: Section) -> Chart | None:
         return None
     caption = (
         "Validation loss by learning rate, mean over tuning seeds"
-        f" ({format_n(counts)}); bar: 95 % t interval; large point: the best rate."
+        f" ({format_n([row['n'] for rows in by_baseline.values() for row in rows])}); bar:"
+        " 95 % t interval; large point: the best rate."
     )
-    caption += f" Crosses: {diverged} rates at which a run diverged." if diverged else ""
+    if count := sum(map(len, diverged.values())):
+        caption += f" Crosses: {format_count(count, 'rate')} at which a run diverged."
     return Chart("rates", "Learning rates", caption, panels)
 
 
-def _lr_panel(section: Section, rows: list[Spec], lost: list[Spec]) -> Spec:
-    x: Spec = {"field": "lr", "type": "quantitative", "title": "learning rate"}
-    x |= {"scale": {"type": "log", "nice": False, "padding": 16}}
-    x |= {"axis": {"format": "~g", "tickCount": 5}}
-    y: Spec = {"type": "quantitative", "title": "validation loss", "scale": {"zero": False}}
-    tooltip = [
-        tooltip_field("arm"),
-        tooltip_field("lr", "learning rate"),
-        tooltip_field("told", "loss, 95 % interval"),
-    ]
-    tooltip.append(tooltip_field("n"))
-    own = color_by_variant(section)
-    best = {"condition": {"test": "datum.best", "value": 150}, "value": 35}
+def _lr_spec(section: Section, rows: list[Spec], diverged: list[Spec]) -> Spec:
+    color = color_by_variant(section)
+    x = log_axis("lr", "learning rate", "~g", padding=16)
+    y = number_axis("loss", "validation loss", zero=False)
+    place = {"x": x, "y": y} | color
+    line = place | {"detail": {"field": "arm"}} | dash_by_variant(section)
+    tooltip = make_tooltip(arm="", lr="learning rate", estimate="loss, 95 % interval", n="")
+    size = {"condition": {"test": "datum.best", "value": 150}, "value": 35}
+    points = place | {"tooltip": tooltip, "size": size} | shape_by_variant(section)
     layers = [
-        {
-            "mark": {"type": "line", "strokeWidth": 2},
-            "encoding": {"x": x, "y": y | {"field": "loss"}, "detail": {"field": "arm"}}
-            | own
-            | dash_by_variant(section),
-        },
-        *if_intervals(
-            rows,
-            {
-                "mark": {"type": "rule", "opacity": 0.5},
-                "encoding": {"x": x, "y": y | {"field": "low"}, "y2": {"field": "high"}} | own,
-            },
-        ),
-        {
-            "mark": {"type": "point", "filled": True, "opacity": 1},
-            "encoding": {"x": x, "y": y | {"field": "loss"}, "tooltip": tooltip, "size": best}
-            | own
-            | shape_by_variant(section),
-        },
+        make_layer("line", line, strokeWidth=2),
+        *interval_layer("rule", "y", rows, place, opacity=0.5),
+        make_layer("point", points, filled=True, opacity=1),
     ]
-    if lost:
+    if diverged:
         top = max(row["loss"] for row in rows)
-        layers.append(
-            {
-                "data": {"values": [row | {"loss": top, "told": "diverged"} for row in lost]},
-                "mark": {"type": "point", "shape": "cross", "angle": 45, "filled": True},
-                "encoding": {"x": x, "y": y | {"field": "loss"}, "tooltip": tooltip[:3]} | own,
-            }
-        )
+        crosses = [row | {"loss": top, "estimate": "diverged"} for row in diverged]
+        cross = place | {"tooltip": tooltip[:3]}
+        layers.append(make_layer("point", cross, crosses, shape="cross", angle=45, filled=True))
     return {"height": 240, "data": {"values": rows}, "layer": layers}

@@ -21,7 +21,9 @@ from qkablate.report.charts.base import (
     color_by_variant,
     dash_by_variant,
     find_variants,
-    tooltip_field,
+    log_axis,
+    make_layer,
+    make_tooltip,
 )
 from qkablate.report.charts.heads import head_groups, panel_title
 from qkablate.report.section import Section, format_n
@@ -35,23 +37,20 @@ _MAX_TIMES = 6  # of training, that are drawn of an arm
 
 def spectrum_chart(section: Section) -> Chart | None:
     """Chart the singular values of B at initialization and at the end, by layer."""
-    found = head_groups(section)
-    layers_shown = max(1, _MAX_PANELS // max(1, len(found)))
+    groups = head_groups(section)
+    layers_shown = max(1, _MAX_PANELS // max(1, len(groups)))
     panels, counts = [], []
-    for place, group in found:
+    for size, group in groups:
         rows: dict[int, list[Spec]] = {}
-        for own in group:
-            for when, tokens in _start_and_end(own):
-                arrays = own.at(SPECTRUM, tokens)
-                if not arrays:
-                    continue
-                counts.append(len(arrays))
-                for layer, values_K in enumerate(relative_spectra(arrays)):
-                    rows.setdefault(layer, []).extend(_spectrum_rows(own, when, values_K))
-        known = sorted(layer for layer in rows if rows[layer])
-        for layer in _pick_evenly(known, layers_shown):
-            title = panel_title(f"layer {layer}", place, len(found) > 1)
-            spec = _spectrum_panel(section, rows[layer])
+        for arm in group:
+            for when, tokens in (("start", 0), ("end", arm.entry.tokens)):
+                if tokens in arm.tokens and (arrays := arm.at(SPECTRUM, tokens)):
+                    counts.append(len(arrays))
+                    for layer, values_K in enumerate(relative_spectra(arrays)):
+                        rows.setdefault(layer, []).extend(_spectrum_rows(arm, when, values_K))
+        for layer in _pick_evenly(sorted(layer for layer in rows if rows[layer]), layers_shown):
+            title = panel_title(f"layer {layer}", size, len(groups) > 1)
+            spec = _layer_spec(section, rows[layer])
             panels.append(ChartPanel(title, spec, find_variants(rows[layer])))
     if not panels:
         return None
@@ -63,75 +62,65 @@ def spectrum_chart(section: Section) -> Chart | None:
     return Chart("spectra", "Spectra of the QK circuit", caption, panels)
 
 
-def _start_and_end(own: HeadMetrics) -> list[tuple[str, int]]:
-    tokens = own.tokens
-    last = [("end", own.entry.tokens)] if own.entry.tokens in tokens else []
-    return ([("start", 0)] if 0 in tokens else []) + last
-
-
-def _spectrum_rows(own: HeadMetrics, when: str, values_K: np.ndarray) -> list[Spec]:
-    arm = {"arm": own.entry.name, "variant": own.entry.arm.variant, "when": when}
+def _spectrum_rows(arm: HeadMetrics, when: str, values_K: np.ndarray) -> list[Spec]:
+    name = arm.entry.name
+    row = {"arm": name, "variant": arm.entry.arm.variant, "when": when, "line": f"{name} {when}"}
     shown = thin([*range(1, len(values_K) + 1)], _MAX_VALUES)
-    known = [(i, float(values_K[i - 1])) for i in shown]
+    values = [(i, float(values_K[i - 1])) for i in shown]
     return [
-        arm | {"line": f"{own.entry.name} {when}", "i": i, "value": float(f"{value:.3g}")}
-        for i, value in known
+        row | {"i": i, "value": float(f"{value:.3g}")}
+        for i, value in values
         if math.isfinite(value) and value >= _MIN_VALUE
     ]
 
 
-def _spectrum_panel(section: Section, rows: list[Spec]) -> Spec:
-    lines = _axes() | {"detail": {"field": "line"}} | color_by_variant(section)
-    tooltip = [
-        tooltip_field("arm"),
-        tooltip_field("when"),
-        tooltip_field("i", "singular value"),
-        tooltip_field("value", "by the largest"),
-    ]
-    ends = {when: [row for row in rows if row["when"] == when] for when in ("start", "end")}
-    thin: Spec = {"type": "line", "strokeWidth": 1, "opacity": 0.55}
-    thick: Spec = {"type": "line", "strokeWidth": 2.5}
-    layers = [
-        {"data": {"values": ends[when]}, "mark": mark, "encoding": lines | dash_by_variant(section)}
-        for when, mark in (("start", thin), ("end", thick))
-        if ends[when]
-    ]
-    mark = {"type": "point", "size": 70, "opacity": 0, "filled": True}
-    layers.append({"mark": mark, "encoding": lines | {"tooltip": tooltip}})
-    return {"height": 200, "data": {"values": rows}, "layer": layers}
+def _lines(section: Section, least: float | None = None) -> Spec:
+    """Return the encoding of spectra, on axes down to the least value."""
+    domain = {} if least is None else {"domain": [least, 1]}
+    x = log_axis("i", "singular value, the largest first")
+    y = log_axis("value", "relative to the largest", "~g", **domain)
+    return {"x": x, "y": y, "detail": {"field": "line"}} | color_by_variant(section)
 
 
-def _axes() -> Spec:
-    x: Spec = {"field": "i", "type": "quantitative", "title": "singular value, the largest first"}
-    x |= {"scale": {"type": "log", "nice": False}, "axis": {"format": "~s", "tickCount": 5}}
-    y: Spec = {"field": "value", "type": "quantitative", "title": "by the largest"}
-    y |= {"scale": {"type": "log", "nice": False}, "axis": {"format": "~g", "tickCount": 5}}
-    return {"x": x, "y": y}
+def _spectra_spec(rows: list[Spec], lines: Spec, layers: list[Spec], when: str) -> Spec:
+    """Return the spec of layers of lines, with invisible points as targets of tooltips."""
+    tooltip = make_tooltip(arm="", when=when, i="singular value", value="relative to the largest")
+    points = make_layer("point", lines | {"tooltip": tooltip}, size=70, opacity=0, filled=True)
+    return {"height": 200, "data": {"values": rows}, "layer": [*layers, points]}
+
+
+def _layer_spec(section: Section, rows: list[Spec]) -> Spec:
+    lines = _lines(section)
+    layers = []
+    for when, width, opacity in (("start", 1, 0.55), ("end", 2.5, 1)):
+        if shown := [row for row in rows if row["when"] == when]:
+            dashed = lines | dash_by_variant(section)
+            layers.append(make_layer("line", dashed, shown, strokeWidth=width, opacity=opacity))
+    return _spectra_spec(rows, lines, layers, "")
 
 
 def spectra_by_tokens_chart(section: Section) -> Chart | None:
     """Chart the singular values of B during training, one panel per arm, averaged over layers."""
-    found, counts = dict[str, list[Spec]](), list[int]()
-    for place, group in head_groups(section):
-        for own in group:
+    by_title, counts = dict[str, list[Spec]](), list[int]()
+    for size, group in head_groups(section):
+        for arm in group:
             rows: list[Spec] = []
-            moments = _pick_evenly(own.tokens, _MAX_TIMES)
-            for number, tokens in enumerate(moments):
-                if arrays := own.at(SPECTRUM, tokens):
+            times = _pick_evenly(arm.tokens, _MAX_TIMES)
+            for number, tokens in enumerate(times, 1):
+                if arrays := arm.at(SPECTRUM, tokens):
                     counts.append(len(arrays))
                     values_K = nan_mean(relative_spectra(arrays), axis=0)
-                    age = {"tokens": tokens, "age": (number + 1) / len(moments)}
-                    rows += [
-                        row | age for row in _spectrum_rows(own, format_short(tokens), values_K)
-                    ]
+                    age = {"tokens": tokens, "age": number / len(times)}
+                    spectrum = _spectrum_rows(arm, format_short(tokens), values_K)
+                    rows += [row | age for row in spectrum]
             if len({row["when"] for row in rows}) > 2:  # start and end are drawn by layer
-                found[panel_title(own.entry.arm.variant, place, several=True)] = rows
-    if not found:
+                by_title[panel_title(arm.entry.arm.variant, size, several=True)] = rows
+    if not by_title:
         return None
-    shown = dict([*found.items()][:_MAX_PANELS])
+    shown = dict([*by_title.items()][:_MAX_PANELS])
     least = min(row["value"] for rows in shown.values() for row in rows)
     panels = [
-        ChartPanel(title, _training_panel(section, rows, least), find_variants(rows))
+        ChartPanel(title, _training_spec(section, rows, least), find_variants(rows))
         for title, rows in shown.items()
     ]
     caption = (
@@ -139,27 +128,17 @@ def spectra_by_tokens_chart(section: Section) -> Chart | None:
         f" ({format_n(counts)}), at up to {_MAX_TIMES} times during training: pale early,"
         " dark late."
     )
-    if len(shown) < len(found):
-        caption += f" Only the first {_MAX_PANELS} of {len(found)} arms are shown."
+    if len(shown) < len(by_title):
+        caption += f" Only the first {_MAX_PANELS} of {len(by_title)} arms are shown."
     return Chart("spectra-training", "Spectra during training", caption, panels)
 
 
-def _training_panel(section: Section, rows: list[Spec], least: float) -> Spec:
-    axes = _axes()
-    axes["y"]["scale"]["domain"] = [least, 1]  # the same for all arms
-    lines = axes | {"detail": {"field": "line"}} | color_by_variant(section)
+def _training_spec(section: Section, rows: list[Spec], least: float) -> Spec:
+    lines = _lines(section, least)
     shade: Spec = {"field": "age", "type": "quantitative", "legend": None}
     shade |= {"scale": {"domain": [0, 1], "range": [0.1, 1]}}
-    tooltip = [
-        *(tooltip_field("arm"), tooltip_field("when", "tokens")),
-        *(tooltip_field("i", "singular value"), tooltip_field("value", "by the largest")),
-    ]
-    point = {"type": "point", "size": 70, "opacity": 0, "filled": True}
-    layers = [
-        {"mark": {"type": "line", "strokeWidth": 2}, "encoding": lines | {"opacity": shade}},
-        {"mark": point, "encoding": lines | {"tooltip": tooltip}},
-    ]
-    return {"height": 200, "data": {"values": rows}, "layer": layers}
+    layers = [make_layer("line", lines | {"opacity": shade}, strokeWidth=2)]
+    return _spectra_spec(rows, lines, layers, "tokens")
 
 
 def _pick_evenly(items: list[int], count: int) -> list[int]:

@@ -29,16 +29,16 @@ _WHERE = {"longest": "", "each": ", at each length", "growth": ", per doubling o
 
 def format_claim(claim: Claim) -> list[str]:
     """Return the claim and its test plan as lines."""
-    format_judgement = [f"{claim.title}: {claim.says}", f"source    {claim.source}"]
+    lines = [f"{claim.title}: {claim.says}", f"source    {claim.source}"]
     for name, spec in claim.parts.items():
         kinds = _KINDS if spec.of == "gap" else _SPREADS
         kind = kinds[spec.kind].format(_format_selector(spec.against), spec.margin)
         where = f"at equal {spec.axis}{_WHERE[spec.horizon]}"
-        format_judgement.append(f"part      {name}: {_format_selector(spec.arm)} {kind}, {where}")
+        lines.append(f"part      {name}: {_format_selector(spec.arm)} {kind}, {where}")
     looks = " then ".join(map(str, claim.seeds))
     tuned = f"; rates tuned on {claim.tuning_seeds} other seeds" if claim.tuning_seeds else ""
-    format_judgement.append(f"seeds     {looks}, from its hash {claim.hash[:12]}{tuned}")
-    return [*map(sanitize, format_judgement)]
+    lines.append(f"seeds     {looks}, from its hash {claim.hash[:12]}{tuned}")
+    return [*map(sanitize, lines)]
 
 
 def _format_selector(selector: Selector) -> str:
@@ -63,12 +63,8 @@ def format_judgement(judgement: Judgement) -> list[str]:
         text.append(f"  {ended} of {expected} runs have ended; the verdict needs all of them")
         return [*map(sanitize, text)]
     head, rows = make_part_table(judgement)
-    text += [
-        "",
-        *format_table(head, rows),
-        "",
-        *(f"  {line}" for line in format_details(judgement)),
-    ]
+    text += ["", *format_table(head, rows), ""]
+    text += [f"  {line}" for line in format_details(judgement)]
     text += ["", "audit", *_audit(judgement.parts)]
     text += [line for needs in format_seeds_needed(judgement) for line in ("", needs)]
     return [*map(sanitize, [*text, "", f"runs  {judgement.manifest.folder}"])]
@@ -122,10 +118,8 @@ def _details(judged: PartJudgement, alpha: float) -> list[str]:
 
 def format_seeds_needed(judgement: Judgement) -> list[str]:
     """Return the seeds that would decide each open part."""
-    return [
-        f"{name}: {_needed_text(judgement, name, n)}"
-        for name, n in judgement.seeds_needed().items()
-    ]
+    needed = judgement.seeds_needed().items()
+    return [f"{name}: {_needed_text(judgement, name, seeds)}" for name, seeds in needed]
 
 
 def _needed_text(judgement: Judgement, name: str, seeds: int | None) -> str:
@@ -136,20 +130,20 @@ def _needed_text(judgement: Judgement, name: str, seeds: int | None) -> str:
         return "at the gap and spread measured here no number of seeds would decide it"
     word = part.likely_verdict(seeds, judgement.alpha, len(judgement.parts))
     return (
-        f"if gap {format_nats(part.sample.mean)} and spread {part.sample.sd:.4f} are as measured here,"
-        f" {seeds} seeds would show it {word} with 80 % power"
+        f"if gap {format_nats(part.sample.mean)} and spread {part.sample.sd:.4f} are as measured"
+        f" here, {seeds} seeds would show it {word} with 80 % power"
     )
 
 
-def _audit(judged: list[PartJudgement]) -> list[str]:
+def _audit(judged_parts: list[PartJudgement]) -> list[str]:
     """Return every check once, with its parts unless it applies to all."""
     parts_of: dict[tuple[str, str, str], list[str]] = {}
-    for part in judged:
-        for check in part.checks:
+    for judged in judged_parts:
+        for check in judged.checks:
             key = check.name, check.state, check.message
-            parts_of.setdefault(key, []).append(part.part.name)
-    format_judgement = []
+            parts_of.setdefault(key, []).append(judged.part.name)
+    lines = []
     for (name, state, message), parts in parts_of.items():
-        of = "" if len(parts) == len(judged) else f"  ({', '.join(parts)})"
-        format_judgement.append(f"  {MARKS[state] or '✓'} {name:<14} {message}{of}")
-    return format_judgement
+        suffix = "" if len(parts) == len(judged_parts) else f"  ({', '.join(parts)})"
+        lines.append(f"  {MARKS[state] or '✓'} {name:<14} {message}{suffix}")
+    return lines

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.comparison.audit import BROKEN, WARNING, AuditCheck
 from qkablate.analysis.comparison.decision import Decision, Verdict
 from qkablate.analysis.comparison.summary import GapSummary
@@ -53,37 +54,37 @@ def _count_with_verb(runs: int) -> str:
 
 def _summarize_gaps(section: Section, measured: list[GapSummary]) -> str:
     """Describe each variant once, by its decisions over all sizes."""
-    entries, words = section.entries, _joint_decisions(measured)
+    variant_of = {name: entry.arm.variant for name, entry in section.entries.items()}
+    totals = Counter(variant_of[gap.arm] for gap in section.summary.gaps)
+    decisions = _joint_decisions(measured)
     by_variant: dict[str, list[GapSummary]] = {}
-    asked = Counter(entries[one.arm].arm.variant for one in section.summary.gaps)
-    for one in measured:
-        by_variant.setdefault(entries[one.arm].arm.variant, []).append(one)
-    told: dict[str, list[str]] = {word: [] for word in _PHRASES}
+    for gap in measured:
+        by_variant.setdefault(variant_of[gap.arm], []).append(gap)
+    names: dict[str, list[str]] = {word: [] for word in _PHRASES}
     for variant, gaps in by_variant.items():
-        own_words = {words[one.arm] for one in gaps}
-        both = {Decision.BETTER, Decision.WORSE} <= own_words
-        word = "mixed" if both else min(own_words, key=[*_PHRASES].index)
-        own = [one for one in gaps if word in ("mixed", words[one.arm])]
-        told[word].append(f"{variant}{_format_extent(own, asked[variant], word)}")
-    beside = _join(sorted({entries[one.baseline].arm.variant for one in measured}))
+        words = {decisions[gap.arm] for gap in gaps}
+        mixed = {Decision.BETTER, Decision.WORSE} <= words
+        word = "mixed" if mixed else min(words, key=[*_PHRASES].index)
+        described = [gap for gap in gaps if word in ("mixed", decisions[gap.arm])]
+        names[word].append(f"{variant}{_format_extent(described, totals[variant], word)}")
+    baselines = _join(sorted({variant_of[gap.baseline] for gap in measured}))
     nats = measured[0].margin and f"{measured[0].margin.nats:g} nats"
     parts = [
-        _PHRASES[word].format(_join(names), margin=nats, every=len(measured))
-        for word, names in told.items()
-        if names
+        phrase.format(_join(names[word]), margin=nats, every=len(measured))
+        for word, phrase in _PHRASES.items()
+        if names[word]
     ]
-    return f"Compared with {beside} on the same data and seeds, {'; '.join(parts)}"
+    return f"Compared with {baselines} on the same data and seeds, {'; '.join(parts)}"
 
 
 def _joint_decisions(measured: list[GapSummary]) -> dict[str, str]:
     """Return the decision of each arm, with p adjusted by Holm over all gaps together."""
-    tested = {one.arm: one.p for one in measured if one.p is not None}
-    adjusted = dict(zip(tested, holm([*tested.values()]), strict=True))
-    chance = {arm for arm, p in adjusted.items() if p >= ALPHA}
-    found = {one.arm: one.decision for one in measured}
+    p_values = {gap.arm: gap.p for gap in measured if gap.p is not None}
+    adjusted = dict(zip(p_values, holm([*p_values.values()]), strict=True))
+    by_chance = {arm for arm, p in adjusted.items() if p >= ALPHA}
     return {
-        arm: "alone" if decision.is_directed and arm in chance else decision
-        for arm, decision in found.items()
+        gap.arm: "alone" if gap.decision.is_directed and gap.arm in by_chance else gap.decision
+        for gap in measured
     }
 
 
@@ -96,8 +97,8 @@ _PHRASES: dict[str, str] = {
     Decision.BASELINE_DIVERGED: "baseline runs diverged in pairs with {}",
     "alone": "{} differed at its own size, but not after adjusting for all {every} comparisons",
     Decision.NO_DIFFERENCE_FOUND: "no difference was found for {}",
-    Decision.NOT_WORSE: "{} was not worse by {margin}",
-    Decision.EQUIVALENT: "{} was equivalent within ± {margin}",
+    Decision.NOT_WORSE: "not worse by {margin}: {}",
+    Decision.EQUIVALENT: "equivalent within ± {margin}: {}",
     Decision.ONE_PAIR: "there is only one pair for {}",
     Decision.NO_PAIRS: "there are no pairs for {}",
 }
@@ -110,9 +111,9 @@ def _join(names: list[str], most: int = 4) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def _format_extent(gaps: list[GapSummary], asked: int, word: str) -> str:
+def _format_extent(gaps: list[GapSummary], total: int, word: str) -> str:
     """Format the extent: (in 2 of 4 comparisons, by 0.012 to 0.015 nats)."""
-    at = f"in {len(gaps)} of {asked} comparisons" if asked > 1 and word != "mixed" else ""
+    at = f"in {len(gaps)} of {total} comparisons" if total > 1 and word != "mixed" else ""
     by = _format_sizes(gaps) if word in (Decision.BETTER, Decision.WORSE) else ""
     return f" ({', '.join(filter(None, [at, by]))})" if at or by else ""
 
@@ -129,31 +130,31 @@ def _format_sizes(gaps: list[GapSummary]) -> str:
 
 def _format_power(measured: list[GapSummary]) -> str:
     """Format sample sizes, smallest detectable effects and audit warnings."""
-    rests = f"This is based on {format_n([one.n for one in measured])} pairs of runs per arm"
-    found = [one.detectable for one in measured if one.detectable is not None]
-    if found:
-        low, high = (f"{value:.2g}" for value in (min(found), max(found)))
+    text = f"This is based on {format_n([gap.n for gap in measured])} pairs of runs per arm"
+    effects = [gap.detectable for gap in measured if gap.detectable is not None]
+    if effects:
+        low, high = (f"{value:.2g}" for value in (min(effects), max(effects)))
         sizes = f"{low} nats" if low == high else f"{low} to {high} nats (by arm)"
-        rests += f", which detect a true gap of {sizes} with 80 % power"
-        if any(one.decision == Decision.NO_DIFFERENCE_FOUND for one in measured):
-            rests += "; “no difference found” does not mean equal"
-    return f"{rests}{_format_warnings([check for one in measured for check in one.audit])}."
+        text += f", which detect a true gap of {sizes} with 80 % power"
+        if any(gap.decision == Decision.NO_DIFFERENCE_FOUND for gap in measured):
+            text += "; “no difference found” does not mean equal"
+    return f"{text}{_format_warnings([check for gap in measured for check in gap.audit])}."
 
 
 def _format_warnings(checks: list[AuditCheck]) -> str:
     """Format the names of audit warnings; missing runs are reported elsewhere."""
-    doubts = {check.name for check in checks if check.state in (WARNING, BROKEN)}
-    told = ", ".join(sorted(doubts - {"runs", "pairs"}))
-    return f"; the audit warns of other possible causes: {told}" if told else ""
+    names = {check.name for check in checks if check.state in (WARNING, BROKEN)}
+    text = ", ".join(sorted(names - {"runs", "pairs"}))
+    return f"; the audit warns of other possible causes: {text}" if text else ""
 
 
 def _format_gaps(measured: list[GapSummary]) -> str:
-    told = [
-        f"{one.arm} is {format_nats(one.mean)} nats from {one.baseline}"
-        for one in measured
-        if one.mean is not None
+    texts = [
+        f"{gap.arm} is {format_nats(gap.mean)} nats from {gap.baseline}"
+        for gap in measured
+        if gap.mean is not None
     ]
-    return format_list(told, 3)
+    return format_list(texts, 3)
 
 
 def _summarize_runs(section: Section) -> list[str]:
@@ -178,38 +179,41 @@ def _summarize_runs(section: Section) -> list[str]:
 
 
 def _summarize_claim(section: Section) -> list[str]:
-    found = section.judgement
-    assert found is not None
-    if found.verdict is None:
-        ended, expected = found.study.ended, found.study.expected
+    judgement = section.judgement
+    assert judgement is not None
+    if judgement.verdict is None:
+        ended, expected = judgement.study.ended, judgement.study.expected
         return [
             f"There is no verdict yet: {ended:,} of {_count_with_verb(expected)} ended, and all"
             " are needed."
         ]
-    diverged = any(one.part.open_below or one.part.open_above for one in found.parts)
-    why = "some runs diverged" if diverged else "there are too few for this margin"
-    said = _VERDICTS.get(found.word, f"The runs are inconclusive: {why}")
-    if found.exploratory:
-        said += ", but this is exploratory and confirms nothing"
-    told = []
-    for one, word in zip(found.parts, found.verdict.parts, strict=True):
-        sample = one.part.sample
-        if sample.n:
-            interval = sample.interval(1 - 2 * found.alpha)
-            spec = one.comparison.spec
-            gap = (
-                format_loss(sample, 1 - 2 * found.alpha)
-                if spec.of == "spread"
-                else format_gap(
-                    sample.mean, interval, below=one.part.open_below, above=one.part.open_above
-                )
-            )
-            what = "growth per doubling" if spec.horizon == "growth" else spec.of
-            told.append(f"{one.part.name}: {what} {gap} ({format_n([sample.n])}), {word}")
-    level = f"{100 * (1 - 2 * found.alpha):.3g} %"
+    diverged = any(judged.part.open_below or judged.part.open_above for judged in judgement.parts)
+    cause = "some runs diverged" if diverged else "there are too few for this margin"
+    verdict = _VERDICTS.get(judgement.word, f"The runs are inconclusive: {cause}")
+    if judgement.exploratory:
+        verdict += ", but this is exploratory and confirms nothing"
+    warnings = _format_warnings([check for judged in judgement.parts for check in judged.checks])
+    level = 1 - 2 * judgement.alpha
+    measured = [
+        f"{_format_part(judged, level)}, {word}"
+        for judged, word in zip(judgement.parts, judgement.verdict.parts, strict=True)
+        if judged.part.sample.n
+    ]
     return [
-        f"{said}{_format_warnings([check for one in found.parts for check in one.checks])}.",
-        f"Measured, in nats per token with {level} interval: {format_list(told)}."
-        if told
+        f"{verdict}{warnings}.",
+        f"Measured, in nats per token with {100 * level:.3g} % interval: {format_list(measured)}."
+        if measured
         else "Nothing could be measured: there is no completed pair of runs.",
     ]
+
+
+def _format_part(judged: PartJudgement, level: float) -> str:
+    """Format what was measured of a part: within: gap +0.012 [+0.008, +0.016] (n = 4)."""
+    part, spec = judged.part, judged.comparison.spec
+    if spec.of == "spread":
+        text = format_loss(part.sample, level)
+    else:
+        sides = {"below": part.open_below, "above": part.open_above}
+        text = format_gap(part.sample.mean, part.sample.interval(level), **sides)
+    quantity = "growth per doubling" if spec.horizon == "growth" else spec.of
+    return f"{part.name}: {quantity} {text} ({format_n([part.sample.n])})"

@@ -186,6 +186,8 @@ def _curve_table(curves: list[CurveSummary]) -> Table:
 
 
 def _series_table(along: str, series_of_arms: list[SeriesSummary]) -> Table:
+    head = ["arm", f"gap at {along}", "per doubling", "95 % interval"]
+    head += [f"worth, in {along}", "interval"]
     rows = []
     for series in series_of_arms:
         points = " ".join(
@@ -201,14 +203,7 @@ def _series_table(along: str, series_of_arms: list[SeriesSummary]) -> Table:
         rows.append(cells)
     return Table(
         f"gap by {along}, each run with a whole schedule",
-        [
-            "arm",
-            f"gap at {along}",
-            "per doubling",
-            "95 % interval",
-            f"worth, in {along}",
-            "interval",
-        ],
+        head,
         rows,
         [
             f"worth: how many times its {along} the baseline needs for the same loss; measured from"

@@ -18,7 +18,7 @@ from typing import Any
 from qkablate.config import TrackingConfig
 from qkablate.disk import read_file
 from qkablate.redaction import redact
-from qkablate.runs.records import is_number, decode_row
+from qkablate.runs.records import decode_row, is_number
 from qkablate.tracking.wandb.mode import (
     global_settings,
     probe_server,

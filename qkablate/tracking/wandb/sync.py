@@ -90,7 +90,7 @@ def _reject(log: OfflineLog, folder: Path) -> str:
     logs = log.file.with_name("logs")  # where W&B's processes make links of their own
     for path in log.file.parent.rglob("*"):
         if path.is_symlink() and path.parent != logs:
-            return sanitize(f"'{path.name}' is a link, which would be written through")
+            return sanitize(f"'{path.name}' is a link; qkablate does not write through links")
     return ""
 
 

@@ -185,6 +185,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "line"), FILES.values(), ids=FILES)
 def test_invalid_claim_is_rejected_in_one_line(tmp_path, text, line):
     path = tmp_path / "mine.yaml"
@@ -429,6 +430,7 @@ def test_one_arm_against_one(world):
 LENGTHS = {"variant": "standard,no_q", "train.steps": "12,24,48"}
 
 
+@pytest.mark.slow
 def test_longest_is_one_comparison_and_each_is_one_for_every_length(world):
     found, arms = asked(world, LENGTHS, long={}, every={"horizon": "each"})
     (long,) = [one for one in found if one.part == "long"]
@@ -481,6 +483,7 @@ def test_growth_is_measured_at_every_size_by_itself(world):
         assert len({arms[name].config.model.heads for pair in one.pairs for name in pair}) == 1
 
 
+@pytest.mark.slow
 def test_scale_can_be_chosen(world):
     grid = {"variant": "standard,no_q", "model.heads": "1,2"}
     side = {"arm": {"variant": "no_q", "model.heads": "2"}}
@@ -535,6 +538,7 @@ def test_arm_outside_the_grid_is_rejected(world):
         assert_one_line(error, f"parts.within: the grid has {told}")
 
 
+@pytest.mark.slow
 def test_arm_is_found_by_requested_and_resolved_name(world):
     """One group of gqa is mqa."""
     grid = {"variant": "standard,gqa", "model.heads": "2"}
@@ -637,6 +641,7 @@ def tiny_text(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TESTABLE)
 def test_every_shipped_claim_finds_its_arms(name, tiny_text):
     own = load_claim(name, "small", {"data": "text", "data.path": str(tiny_text / "text.txt")})

@@ -358,6 +358,7 @@ def test_growth_is_the_slope_of_each_seed_per_doubling(world):
     assert np.diff(sorted(means)) == pytest.approx([0.05, 0.05])
 
 
+@pytest.mark.slow
 def test_diverged_run_leaves_growth_open_both_ways(world):
     own = claim(4, LENGTHS, grows={"horizon": "growth"})
     made = at_lengths(own, 4, lambda x, number: -0.5 * x)(frozen(world, own))
@@ -387,6 +388,7 @@ def test_alpha_of_the_looks_adds_up(world):
     assert spend_alpha([10, 20])[0] == pytest.approx(0.0056, abs=1e-4)  # O'Brien and Fleming
 
 
+@pytest.mark.slow
 def test_look_spends_its_own_alpha(world):
     own = claim([4, 8])
     first, second = spend_alpha([4, 8])

@@ -312,6 +312,7 @@ def test_every_edit_is_described(ran, tmp_path):
 # Its sweeps.
 
 
+@pytest.mark.slow
 def test_sweeps_are_ordered_by_number_of_seeds(world, tmp_path):
     one = claim(seeds=[2, 3, 12])
     found = register_claim(one, str(tmp_path / "outputs"))

@@ -222,6 +222,7 @@ def test_rates_pair_rate_by_rate(cached_world):
         assert one.sample.values == pytest.approx((by_rate[one.arm.rate],) * 3)
 
 
+@pytest.mark.slow
 def test_p_values_are_adjusted_by_holm_within_a_family(cached_world):
     world = cached_world("variant=standard,no_q,shared_qk,merged_w,tied_kv", "seed=range(6)")
     rng = random.Random(0)

@@ -54,6 +54,7 @@ def ranges(losses):
     return found
 
 
+@pytest.mark.slow
 def test_ranks_are_those_no_pair_test_excludes(cached_world):
     world, rng = cached_world(*FOUR), random.Random(0)
     seen = set()
@@ -82,6 +83,7 @@ def test_clearly_different_arms_have_one_rank_each(cached_world):
     ]
 
 
+@pytest.mark.slow
 def test_one_seed_gives_no_ranks(cached_world):
     world = cached_world("variant=standard,no_q,shared_qk", "seed=0").finish(
         drawn(random.Random(1), dict(zip(ARMS, (1, 2, 3, 4), strict=True)), 0.0)
@@ -109,6 +111,7 @@ def test_runs_in_the_middle_of_their_schedule_are_not_ranked(cached_world, words
     assert find_fronts(study, {}) == []
 
 
+@pytest.mark.slow
 def test_annealed_wsd_is_ranked(cached_world):
     world = cached_world(*PAIR, "optim.schedule=wsd").finish(lambda run: 2.0)
     (ranking,) = find_rankings(find_families(world.study()))
@@ -136,6 +139,7 @@ def test_arms_that_diverge_or_are_not_done_are_named_and_not_ranked(cached_world
     json.dumps(dataclasses.asdict(ranking), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_each_control_has_a_ranking_of_its_own(cached_world):
     world = cached_world(
         "variant=standard,no_q,shared_qk", "seed=0,1", "control=none,params,flops"
@@ -173,6 +177,7 @@ def cost_of(arm, cost):
     }[cost]
 
 
+@pytest.mark.slow
 def test_fronts_are_pareto_optimal(cached_world):
     world, rng = cached_world(*FOUR, "control=none,params"), random.Random(2)
     for _ in range(15):
@@ -238,6 +243,7 @@ def times(tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_times_are_of_the_arms_whose_variant_and_sizes_match(cached_world, times):
     world = cached_world("variant=standard,no_q", "seed=0", "model.d_model=16,32")
     study = world.finish(lambda run: 2.0).study()
@@ -255,6 +261,7 @@ def test_times_are_of_the_arms_whose_variant_and_sizes_match(cached_world, times
     assert {row.arm: row.cost for row in front.arms} == found
 
 
+@pytest.mark.slow
 def test_times_of_the_default_mlp_do_not_apply_to_another_width(cached_world, times):
     world = cached_world("variant=standard,no_q", "seed=0", "control=none,params")
     study = world.finish(lambda run: 2.0).study()

@@ -84,6 +84,7 @@ def sweep(request, cached_world):
     return world
 
 
+@pytest.mark.slow
 def test_every_sweep_is_summarized_without_nan(sweep):
     study = sweep.study()
     found = describe_study(study)

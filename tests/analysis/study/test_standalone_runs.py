@@ -333,6 +333,7 @@ def test_result_of_another_run_gives_no_loss(run):
     assert not study.is_complete
 
 
+@pytest.mark.slow
 def test_runs_that_serve_to_tune_stand_apart(run):
     rates = (5e-4, 1e-3, 2e-3)
     tuning = [
@@ -419,6 +420,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 def test_any_value_in_a_config_is_read_or_named(run, key):
     good, bad = of_seeds(run, (0, 1))
@@ -479,6 +481,7 @@ def repeated(corpus, study):
     return plan_run(compose_jobs([*words, *cached * is_text])[0].config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", WORDS, ids=lambda words: " ".join(words) or "as it is")
 def test_command_repeats_the_run(begin, corpus, words):
     given = begin(*words)
@@ -490,6 +493,7 @@ def test_command_repeats_the_run(begin, corpus, words):
     assert found.config.variant.name == given.config.variant.name
 
 
+@pytest.mark.slow
 def test_command_repeats_a_run_with_a_circuit_from_outside(begin, corpus, tmp_path):
     path = tmp_path / "own_circuit.py"
     path.write_text(
@@ -544,6 +548,7 @@ def test_command_includes_data_settings(begin, corpus):
 # As `qkablate train` leaves them.
 
 
+@pytest.mark.slow
 def test_trained_runs_are_a_pair(train, tmp_path):
     folders = []
     for name in ("standard", "no_q"):

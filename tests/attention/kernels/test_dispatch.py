@@ -147,6 +147,7 @@ def test_unsupported_shapes_of_blocked_are_explained(shapes, why):
     assert unsupported_reason("blocked", Shapes(**base | shapes)) == why
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_blocks_can_be_compiled():
     """Blocked attention and loss compile into one graph."""

@@ -37,6 +37,7 @@ def skew_and_eigenvalues(b_HDD):
     return (b_HDD - b_HDD.mT) / 2, torch.linalg.eigvalsh((b_HDD + b_HDD.mT) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTENT)
 @pytest.mark.parametrize("heads", [1, 4])
 def test_circuit_gives_the_scores(name, heads):

@@ -40,6 +40,7 @@ def configs(composer, asked):
 # The first line of each file.
 
 
+@pytest.mark.slow
 def test_quick_has_4_variants_2_widths_2_head_counts_2_seeds(composer):
     asked = composer.request(["sweep=quick"])
     assert asked.axes == ["variant", "model.d_model", "model.heads", "seed"]
@@ -62,6 +63,7 @@ def test_full_has_every_variant_at_every_size(composer):
     assert (shape.layers, shape.context) == (12, 1024)
 
 
+@pytest.mark.slow
 def test_heads_compares_shapes_with_equal_parameters(composer):
     asked = composer.request(["sweep=heads"])
     assert [control.match for control in asked.controls.values()] == ["params"]
@@ -82,6 +84,7 @@ def test_heads_compares_shapes_with_equal_parameters(composer):
     assert (baseline.layers, baseline.heads) == (shallowest, max(h for _, _, h in shapes))
 
 
+@pytest.mark.slow
 def test_horizons_has_several_lengths_each_with_its_own_schedule(composer):
     asked = composer.request(["sweep=horizons"])
     steps = [int(value) for value in asked.choices["train.steps"]]
@@ -101,6 +104,7 @@ def test_lr_has_enough_rates_for_a_curve(composer):
     assert set(asked.choices["variant"]) == FOUR
 
 
+@pytest.mark.slow
 def test_ov_has_every_ov_circuit_with_and_without_the_skip(composer):
     asked = composer.request(["sweep=ov"])
     found = {
@@ -118,6 +122,7 @@ def test_qk_has_every_qk_circuit_at_equal_parameters_and_without(composer):
     assert [*asked.controls] == ["none", "params"]
 
 
+@pytest.mark.slow
 def test_rank_spans_a_quarter_of_d_head_to_d_model(composer):
     asked = composer.request(["sweep=rank"])
     model = composer.config({}).model
@@ -183,6 +188,7 @@ def test_words_replace_the_settings_of_the_file(composer):
     assert where.settings.sweep.filter == ["model.heads > 2", "seed == 0"]
 
 
+@pytest.mark.slow
 def test_syntax_of_values(composer):
     def values(word):
         ((_, found),) = composer.request([word]).choices.items()
@@ -373,7 +379,7 @@ MISTAKES = [
     (["seed=[1"], "'seed=[1' cannot be read"),
     (["--variant=no_q"], "'--variant' is not one of "),
     (["--dry"], "(nearest: --dry-run)"),
-    (["--retry", "all"], "--retry: takes failed, not 'all'"),
+    (["--retry", "all"], "--retry: 'all' is not one of failed"),
     (["seed=range(20000)"], "20,000 runs, before anything is left out; add --yes"),
 ]
 

@@ -179,6 +179,7 @@ def test_runs_that_are_not_done_are_passed_over(kept, section_of):
     assert chart_of(section_of(world)).panels[0].title == "standard, s1"
 
 
+@pytest.mark.slow
 def test_many_heads_of_many_arms_stay_a_small_page(kept, section_of):
     rng = np.random.default_rng(0)
 
@@ -212,4 +213,4 @@ def test_arms_of_another_context_have_maps_of_their_own_length(kept, section_of)
     words = ("variant=standard", "seed=0", "model.layers=2", "model.context=2,16")
     chart = chart_of(section_of(kept(own, words)))
     assert [max(row["q"] for row in p.spec["data"]["values"]) for p in chart.panels] == [1, 7]
-    assert "less of it" in chart.caption
+    assert "another text, or a shorter part of it" in chart.caption

@@ -59,20 +59,21 @@ def rows_with(panel, mark):
             yield layer.get("data", panel.spec["data"])["values"]
 
 
+@pytest.mark.slow
 def test_it_shows_the_distances_that_were_found(section):
     (panel,) = chart_of(section).panels
     (found,) = section.summary.function_distance
     assert panel.variants == ["no_q", "standard_reassociated"]
     arms, seeds = rows_with(panel, "line")
-    for rows, own in ((arms, found["apart"][:2]), (seeds, found["apart"][2:])):
+    for rows, own in ((arms, found.distances[:2]), (seeds, found.distances[2:])):
         expected = [
             (one.arm, reading.tokens, pytest.approx(reading.mean, rel=1e-3))
             for one in own
             for reading in one.readings
             if reading.tokens
         ]
-        assert [(row["arm"], row["tokens"], row["apart"]) for row in rows] == expected
-    assert all(row["low"] < row["apart"] < row["high"] for row in arms)
+        assert [(row["arm"], row["tokens"], row["distance"]) for row in rows] == expected
+    assert all(row["low"] < row["distance"] < row["high"] for row in arms)
     assert all(row["low"] is row["high"] is None for row in seeds)
     ((word,),) = rows_with(panel, "text")
     assert word == seeds[-1]
@@ -84,7 +85,7 @@ def test_the_axes_are_logarithmic_and_compile(section):
         for layer in panel.spec["layer"]:
             for row in layer.get("data", panel.spec["data"])["values"]:
                 assert row["tokens"] > 0
-                assert row["apart"] > 0
+                assert row["distance"] > 0
             assert {layer["encoding"][axis]["scale"]["type"] for axis in "xy"} == {"log"}
         assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
         json.dumps(panel.spec, allow_nan=False)
@@ -99,9 +100,9 @@ def test_the_caption_says_how_far_in_twins(section):
         r" rounding\.$",
         caption,
     )
-    assert float(told[1]) == pytest.approx(found["apart"][0]["times_another_seed"], rel=0.06)
+    assert float(told[1]) == pytest.approx(found.distances[0].times_another_seed, rel=0.06)
     assert float(told[2].replace(",", "")) == pytest.approx(
-        found["apart"][0]["times_rounding"], rel=0.06
+        found.distances[0].times_rounding, rel=0.06
     )
     assert "n = 3" in caption
     assert "4 positions" in caption

@@ -84,6 +84,7 @@ def rows_of(panel):
     return panel.spec["data"]["values"]
 
 
+@pytest.mark.slow
 def test_all_three_are_drawn_and_compile(section):
     found = drawn(section)
     assert [*found] == [*NAMES]
@@ -174,6 +175,7 @@ def test_a_size_has_panels_of_its_own(measured):
     assert "n = 1" in found["heads"].caption
 
 
+@pytest.mark.slow
 def test_many_layers_heads_and_values_stay_few_points(measured):
     def large(run, step):
         return mechanism(run, step, layers=24, heads=16, values=128)
@@ -190,6 +192,7 @@ def test_many_layers_heads_and_values_stay_few_points(measured):
         assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
 
 
+@pytest.mark.slow
 def test_two_arms_of_one_variant_are_told_apart(measured):
     section = measured(words=("variant=standard,no_q", "seed=0,1", "control=none,params"))
     rows = rows_of(panel_of(section, "head-maps", "entropy"))

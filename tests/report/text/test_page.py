@@ -112,7 +112,7 @@ def test_a_claim_is_told_with_its_verdict(claimed):
 def test_a_sweep_without_a_result_has_a_text(cached_world, section_of):
     found = assert_sound(render_markdown([section_of(cached_world(*ONE))]))
     assert "4 runs: 4 waiting" in found
-    assert "No run is done yet" in found
+    assert "There is no completed pair of runs" in found
 
 
 def test_no_run_at_all_has_a_text(tmp_path):

@@ -21,6 +21,7 @@ process.join()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_forkserver_survives_signals_to_its_group(name):
     done = subprocess.run(

@@ -28,6 +28,7 @@ def grid(tiny):
     return ["sweep", *tiny, "sweep.baseline=null", "variant=standard", "seed=0,1", "engine=ray"]
 
 
+@pytest.mark.slow
 def test_private_cluster_gives_the_local_results(spawn, qkablate, grid, tiny, tmp_path, home):
     """Results are bit-identical; the cluster listens on loopback only and leaves nothing behind."""
     words = [*grid, "train.steps=40"]
@@ -45,6 +46,7 @@ def test_private_cluster_gives_the_local_results(spawn, qkablate, grid, tiny, tm
     assert_all_same(tmp_path / "calm", tmp_path / "outputs")
 
 
+@pytest.mark.slow
 def test_run_with_killed_worker_is_resumed_elsewhere(spawn, qkablate, grid, ray, tmp_path):
     words = [*grid, "train.steps=400", "train.checkpoint_every=1000"]
     assert qkablate(*words, "engine=local", f"out={tmp_path / 'calm'}").code == 0
@@ -60,6 +62,7 @@ def test_run_with_killed_worker_is_resumed_elsewhere(spawn, qkablate, grid, ray,
     assert all(result["attempt"] == 1 for result in results)  # resumed, not restarted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["launcher", "driver"])
 def test_killed_launcher_or_driver_leaves_checkpoints(spawn, qkablate, grid, ray, tmp_path, who):
     words = [*grid, f"engine.address={ray}", "train.steps=100000", "train.checkpoint_every=100000"]
@@ -88,6 +91,7 @@ def test_killed_launcher_or_driver_leaves_checkpoints(spawn, qkablate, grid, ray
     assert launcher.returncode == 130
 
 
+@pytest.mark.slow
 def test_lost_cluster_is_reported_in_one_line(
     spawn, qkablate, grid, other_ray, tmp_path, monkeypatch
 ):
@@ -117,6 +121,7 @@ main(sys.argv[2:])
 """
 
 
+@pytest.mark.slow
 def test_runs_share_a_gpu(grid, ray, tmp_path):
     words = [*grid, f"engine.address={ray}", "train.steps=100000"]
     command = [sys.executable, "-c", _ON_A_PART, "0.5", *words]
@@ -141,6 +146,7 @@ def test_runs_per_node_follow_from_cpus_and_gpus(cpus, gpus, count):
     assert runs_per_node({"CPU": 8.0, "GPU": 2.0}, request) == count
 
 
+@pytest.mark.slow
 def test_folder_invisible_to_a_node_is_named(qkablate, grid, other_ray, tmp_path):
     out = tmp_path / "outputs"
     out.mkdir()
@@ -159,6 +165,7 @@ def test_folder_invisible_to_a_node_is_named(qkablate, grid, other_ray, tmp_path
     assert not list(folder.glob(".ray-*"))
 
 
+@pytest.mark.slow
 def test_request_larger_than_any_node_is_rejected(qkablate, grid, ray, tmp_path, monkeypatch):
     done = qkablate(*grid, f"engine.address={ray}", "engine.cpus=3")
     assert done.code == 2
@@ -191,6 +198,7 @@ def test_unreachable_address_is_rejected(qkablate, grid, tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_invalid_token_is_reported_in_one_line(qkablate, grid, ray, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     done = qkablate(*grid, f"engine.address={ray}")

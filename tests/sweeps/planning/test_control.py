@@ -193,6 +193,7 @@ def test_cost_is_affine_in_mlp_width(variant):
                 assert getattr(size, what) == one + (m - 1) * (two - one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", MATCHES)
 @pytest.mark.parametrize("variant", ["merged_w", "no_q", "static_scores"])
 def test_match_is_the_best_of_all_widths(variant, what):
@@ -208,6 +209,7 @@ def test_match_is_the_best_of_all_widths(variant, what):
     assert shape_of(model, found.changes) == (2, 16, best)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", variants())
 def test_match_equals_exhaustive_search(variant):
     """Try every variant at two shapes and every key, against a small and a large baseline."""
@@ -251,6 +253,7 @@ def arms(draw) -> tuple[ControlConfig, ModelSize, ModelConfig, Measure]:
     return control, ModelSize(cost, cost, 6.0 * cost), start, measure
 
 
+@pytest.mark.slow
 @given(arms())
 @settings(max_examples=300, deadline=None)
 def test_match_equals_exhaustive_search_on_synthetic_arms(drawn):
@@ -328,6 +331,7 @@ def test_merged_w_at_ten_heads(d_head, bias):
         assert f" at model.d_model={ten.d_model} " in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", MATCHES)
 def test_reason_names_the_nearest_size(what):
     model = SHAPES[0]

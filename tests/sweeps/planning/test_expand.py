@@ -166,6 +166,7 @@ def attempt(expand, *words):
         return None, str(refused)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis", "predicate"), [("seed=0,1", "seed > 0"), ("optim.lr=1e-3,2e-3", "optim.lr > 1e-3")]
 )
@@ -299,6 +300,7 @@ def test_arm_without_changes_is_listed_under_both_controls(expand):
 # Names and ids.
 
 
+@pytest.mark.slow
 def test_names_of_arms_are_unique(expand, tmp_path, circuit):
     mine = expand("variant=no_q,no_k,merged_w", "variant.name=mine", "sweep.baseline=null")
     assert len(mine.arms) == 3
@@ -315,6 +317,7 @@ def test_names_of_arms_are_unique(expand, tmp_path, circuit):
         assert len(ids(manifest)) == len(manifest.arms) == len({run.arm for run in manifest.runs})
 
 
+@pytest.mark.slow
 def test_the_same_command_finds_its_sweep_again(expand):
     words = ["variant=no_q,merged_w", "control=none,params", "model.heads=2,3"]
     first = expand(*words, "seed=0,1")
@@ -351,6 +354,7 @@ REPEATED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", REPEATED, ids=" ".join)
 def test_overrides_of_a_run_repeat_it(expand, text, words):
     text.with_name("a b, (c).txt").write_bytes(text.read_bytes())
@@ -363,6 +367,7 @@ def test_overrides_of_a_run_with_a_variant_file_repeat_it(expand, circuit):
     assert_repeated(manifest)
 
 
+@pytest.mark.slow
 def test_evaluate_test_false_applies_to_all_runs(expand):
     manifest = expand("train.evaluate_test=false", "variant=no_q", "seed=0,1")
     assert not any(manifest.config_of(run).train.evaluate_test for run in manifest.runs)
@@ -381,6 +386,7 @@ def assert_repeated(manifest):
         assert plan_run(config).run.id == run.id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adjust", ["layers", "d_model"])
 def test_adjusted_key_differs_from_the_baseline(expand, adjust):
     """The repetition tests above thereby cover more than an MLP."""

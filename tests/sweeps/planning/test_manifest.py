@@ -50,6 +50,7 @@ def written(expanded, tmp_path):
     return sweep.folder
 
 
+@pytest.mark.slow
 def test_manifest_round_trips(manifest):
     assert manifest.left_out
     assert manifest.excluded

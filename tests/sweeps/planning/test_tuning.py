@@ -194,6 +194,7 @@ def test_search_waits_for_missing_results(manifest):
     assert {bowl.state for bowl in bowls} == {"tuning"}
 
 
+@pytest.mark.slow
 def test_final_runs_use_all_seeds_at_the_chosen_rate(expand):
     manifest = expand("seed=0,1", "seeds.init=0,7")
 
@@ -238,6 +239,7 @@ def some_world(chance):
     return world
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 2**32), st.integers(0, 2**32))
 def test_search_is_independent_of_the_order_of_results(manifest, chance, order):
@@ -306,6 +308,7 @@ def test_extensions_stay_within_the_bounds_of_the_key(expand):
 # End to end.
 
 
+@pytest.mark.slow
 def test_tuned_sweep_end_to_end(qkablate, tiny, tmp_path):
     words = ["sweep", *tiny, "model.layers=1", "variant=no_q", "sweep.baseline=null", "workers=2"]
     words += ["sweep.tune=true", "sweep.tuning_seeds=[1000]", "seed=0,1", "optim.lr=3e-2"]

@@ -25,6 +25,7 @@ def grid(tiny, engine):
     return ["sweep", *tiny, "sweep.baseline=null", *engine]
 
 
+@pytest.mark.slow
 def test_engines_train_the_same_runs(qkablate, grid, here, tmp_path):
     """Results and ids are identical, so that each engine continues what another has begun."""
     words = ["variant=standard,no_q", "seed=0", "threads=1"]
@@ -41,6 +42,7 @@ def test_engines_train_the_same_runs(qkablate, grid, here, tmp_path):
     assert len(list(tmp_path.glob("outputs/sweeps/*/manifest.json"))) == 1
 
 
+@pytest.mark.slow
 def test_killed_launcher_loses_and_repeats_nothing(spawn, grid, here, qkablate, tmp_path):
     words = [
         "variant=standard,no_q",
@@ -66,6 +68,7 @@ def test_killed_launcher_loses_and_repeats_nothing(spawn, grid, here, qkablate, 
             assert json.loads((folder / "result.json").read_text())["attempt"] == 1
 
 
+@pytest.mark.slow
 def test_bad_runs_do_not_affect_others(qkablate, grid, circuit, tmp_path):
     names = ("raises", "killed", "crashes", "diverges", "starves")
     files = ",".join(str(circuit(name)) for name in names)
@@ -102,6 +105,7 @@ def test_bad_runs_do_not_affect_others(qkablate, grid, circuit, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_failed_runs_are_retried_only_on_request(qkablate, grid, circuit, tmp_path):
     path = circuit("raises")
     words = [*grid, f"variant.file={path}", "seed=0"]
@@ -117,6 +121,7 @@ def test_failed_runs_are_retried_only_on_request(qkablate, grid, circuit, tmp_pa
     assert all(path.stat().st_mtime_ns > b for path, b in zip(results, before, strict=True))
 
 
+@pytest.mark.slow
 def test_run_out_of_memory_is_retried_alone_once(qkablate, here, circuit):
     files = f"{circuit('starves_once')},{circuit('starves')}"
     done = qkablate(*here, f"variant.file={files}", "seed=0")
@@ -127,6 +132,7 @@ def test_run_out_of_memory_is_retried_alone_once(qkablate, here, circuit):
     assert done.err.count("again, alone") == 2
 
 
+@pytest.mark.slow
 def test_on_failure_stop_starts_nothing_more(qkablate, grid, circuit):
     words = [*grid, "on_failure=stop", "workers=1"]
     done = qkablate(*words, f"variant.file={circuit('raises', 1)}", "seed=0,1,2")
@@ -136,6 +142,7 @@ def test_on_failure_stop_starts_nothing_more(qkablate, grid, circuit):
     assert "on_failure=stop" in done.err
 
 
+@pytest.mark.slow
 def test_larger_sweep_trains_only_new_runs(qkablate, here, tmp_path):
     assert qkablate(*here, "variant=standard", "seed=0,1").code == 0
     before = results(tmp_path)
@@ -150,6 +157,7 @@ def test_larger_sweep_trains_only_new_runs(qkablate, here, tmp_path):
     assert newest.resolve() in [path.parent.resolve() for path in after]
 
 
+@pytest.mark.slow
 def test_sweep_run_equals_the_run_of_train(qkablate, tiny, tmp_path):
     """It is bit-identical and has the same id."""
     words = ["variant=merged_w", "optim.lr=2e-3", "control=params", "seed=1"]
@@ -166,6 +174,7 @@ def test_sweep_run_equals_the_run_of_train(qkablate, tiny, tmp_path):
         assert_same(own[folder.name], final_state(folder))
 
 
+@pytest.mark.slow
 def test_two_launchers_share_the_work(spawn, grid, tmp_path, qkablate):
     words = [*grid, "variant=standard,no_q", "seed=0,1"]
     launchers = [spawn(*words) for _ in range(2)]
@@ -181,6 +190,7 @@ def test_two_launchers_share_the_work(spawn, grid, tmp_path, qkablate):
     assert all(end[0] == ends[0][0] for end in ends)  # both print the whole table
 
 
+@pytest.mark.slow
 def test_interrupted_sweep_is_resumed(spawn, grid, qkablate, tmp_path):
     words = [*grid, "variant=standard", "seed=0,1,2", "train.steps=2000"]
     words += ["train.eval_every=2000"]
@@ -202,6 +212,7 @@ def test_interrupted_sweep_is_resumed(spawn, grid, qkablate, tmp_path):
     assert launcher.wait(timeout=120) == 130
 
 
+@pytest.mark.slow
 def test_sigterm_to_all_children_lets_runs_finish(spawn, here, tmp_path):
     """`timeout` and systemd signal all processes; the launcher needs its server for exit codes."""
     words = ["variant=standard", "seed=0", "train.steps=2000", "train.eval_every=2000"]
@@ -217,6 +228,7 @@ def test_sigterm_to_all_children_lets_runs_finish(spawn, here, tmp_path):
     assert "its process ended" not in said.read_text()
 
 
+@pytest.mark.slow
 def test_second_interrupt_stops_at_once(spawn, grid, qkablate, tmp_path, circuit):
     launcher = spawn(*grid, "variant=standard", "seed=0", "train.steps=100000", "model.layers=8")
     wait_for_progress(launcher, tmp_path)
@@ -229,6 +241,7 @@ def test_second_interrupt_stops_at_once(spawn, grid, qkablate, tmp_path, circuit
     assert set(states.values()) == {"interrupted"}
 
 
+@pytest.mark.slow
 def test_twenty_kills_of_the_launcher_change_no_result(qkablate, tiny, tmp_path):
     """After twenty kills at random moments, all runs equal those of an undisturbed sweep."""
     words = ["sweep", *tiny, "workers=2", "variant=standard,no_q", "seed=0,1,2"]

@@ -54,6 +54,7 @@ def result_of(row: dict) -> dict:
     return json.loads(Path(row["folder"], "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_run_has_a_row_with_its_result(sweep, tiny, tmp_path):
     words = [*tiny, "variant=standard,no_q", "seed=3,1", "control=none,params", "optim.lr=2e-3"]
     folder = sweep(*words)
@@ -85,6 +86,7 @@ def test_every_run_has_a_row_with_its_result(sweep, tiny, tmp_path):
     assert by_arm["no_q-d16-h2"]["mismatch"] is None
 
 
+@pytest.mark.slow
 def test_deleted_results_are_rebuilt_without_training(sweep, tiny, tmp_path):
     words = [*tiny, "variant=standard", "seed=0,1", "workers=2"]
     folder = sweep(*words)
@@ -99,6 +101,7 @@ def test_deleted_results_are_rebuilt_without_training(sweep, tiny, tmp_path):
     assert after == trained
 
 
+@pytest.mark.slow
 def test_unfinished_runs_have_rows(sweep, tiny, circuit):
     files = ",".join(str(circuit(name)) for name in ("diverges", "raises"))
     words = [*tiny, f"variant.file={files}", "seed=0,1", "sweep.baseline=null"]
@@ -124,6 +127,7 @@ def test_unfinished_runs_have_rows(sweep, tiny, circuit):
         assert row["error"] == f"not finite at step {row['diverged_at']}"
 
 
+@pytest.mark.slow
 def test_tuned_task_has_accuracies_and_tuning_rows(sweep, tiny):
     """Tasks have accuracies instead of bits per byte; tuning runs have rows beside the others."""
     own = [word for word in tiny if not word.startswith("data")]

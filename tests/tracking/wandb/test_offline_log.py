@@ -42,6 +42,7 @@ def made(tmp_path_factory):
     return {rows: find_logs(folder / str(rows))[0] for rows in (3, 700)}
 
 
+@pytest.mark.slow
 def test_a_log_says_what_it_is_of(made):
     for rows, file in made.items():
         log = read_log(file)

@@ -210,6 +210,7 @@ def test_an_unknown_mode_is_a_mistake(monkeypatch):
 # Offline
 
 
+@pytest.mark.slow
 def test_an_offline_run_holds_everything_and_can_be_sent_later(overrides, runs, home, tmp_path):
     done = python(
         *("-m", "qkablate", "train", *overrides, "tracking.group=night", "tracking.tags=[a,b]"),
@@ -313,6 +314,7 @@ for more, code in ([], 1), ([], 0), (["--rerun"], 0):
 """
 
 
+@pytest.mark.slow
 def test_sittings_of_one_attempt_share_an_id_and_a_rerun_has_its_own(overrides, runs, tmp_path):
     out = str(tmp_path / "outputs")
     killed = python("-c", KILLED, out, "train", *overrides, PYTHONPATH=str(ROOT))
@@ -342,6 +344,7 @@ def test_sittings_of_one_attempt_share_an_id_and_a_rerun_has_its_own(overrides, 
 # Online
 
 
+@pytest.mark.slow
 def test_several_online_runs_of_one_process_stay_apart(overrides, runs, home, tmp_path):
     with FakeServer() as server:
         machine = server.url.removeprefix("http://")
@@ -412,6 +415,7 @@ def log_five_rows(run: Path, before: str = "", after_log: str = "", **variables:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_training_goes_on_offline_where_no_server_is(overrides, runs):
     done = python(
         *("-m", "qkablate", "train", *overrides),
@@ -427,13 +431,14 @@ def test_training_goes_on_offline_where_no_server_is(overrides, runs):
     assert done.stdout.strip().endswith(f"qkablate sync {run}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["foo", "http://:x", "http://app.wandb.ai"])
 def test_training_goes_on_offline_where_the_address_is_none(url, overrides, runs):
     words = ["-m", "qkablate", "train", *overrides]
     done = python(*words, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "W&B" in line or "wandb" in line]
-    assert f"WANDB_BASE_URL: '{url}' is no address of a server (" in line
+    assert f"WANDB_BASE_URL: '{url}' is not the address of a server (" in line
     assert line.endswith("; recording offline")
     (run,) = runs()
     (recorded,) = offline(run)
@@ -441,6 +446,7 @@ def test_training_goes_on_offline_where_the_address_is_none(url, overrides, runs
     assert done.stdout.strip().endswith(f"qkablate sync {run}")
 
 
+@pytest.mark.slow
 def test_a_wrong_address_matters_nothing_offline(tmp_path):
     run = tmp_path / "run"
     assert log_five_rows(run, WANDB_BASE_URL="foo") == [[], OFFLINE]
@@ -474,6 +480,7 @@ def test_a_wrong_address_has_no_key_of_its_own(home, monkeypatch):
     assert resolve_mode(TrackingConfig()) == "offline"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "key", "said"),
     [
@@ -507,6 +514,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_the_server_dies(overrides, runs):
     with FakeServer(dies_at="/file_stream") as server:
         done = python(
@@ -532,6 +540,7 @@ def test_training_goes_on_when_the_server_dies(overrides, runs):
         assert by_step(server.runs[f"{result['id']}-1"].rows) == by_step(journal(run))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for a process in /proc")
 def test_w_and_bs_own_process_may_die(tmp_path):
     kill = """
@@ -545,6 +554,7 @@ def test_w_and_bs_own_process_may_die(tmp_path):
     assert notes[0].endswith("continuing without it")
 
 
+@pytest.mark.slow
 def test_nobody_is_asked_for_a_key(tmp_path):
     """Also not on a terminal where we took for a key what W&B does not."""
     before = """
@@ -570,6 +580,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_log_alone_is_told(tmp_path):
     """W&B's process can write but a little; it tells nobody."""
     notes, address = log_five_rows(
@@ -579,6 +590,7 @@ def test_a_full_disk_under_the_log_alone_is_told(tmp_path):
     assert address == OFFLINE
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_goes_with_track_artifacts(overrides, runs, tmp_path):
     with FakeServer() as server:
         done = python(
@@ -625,7 +637,7 @@ def stubbed(monkeypatch, folder: Path, start: Callable[..., Any]) -> tuple[Wandb
     for name in ("WANDB_CACHE_DIR", "WANDB_ERROR_REPORTING"):
         monkeypatch.setenv(name, "set here, so that it ends with the test")
     monkeypatch.setattr(WandbRun, "_start", start)
-    monkeypatch.setattr(WandbRun, "_forget_everything", lambda self: None)
+    monkeypatch.setattr(WandbRun, "_stop_service", lambda self: None)
     notes: list[str] = []
     identity = RunIdentity("abc-1", "a run", "a group", "an arm", ())
     return WandbRun(TrackingConfig(), identity, folder, {}, notes.append), notes

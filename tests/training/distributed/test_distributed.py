@@ -90,6 +90,7 @@ def ranks_of(process: subprocess.Popen, folder: Path) -> tuple[int, int]:
     return first, other
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_same_run_as_one(qkablate, torchrun, tiny, tmp_path):
     words = (*tiny, *SHARED)
     assert qkablate("train", *words, "out=alone").code == 0
@@ -129,6 +130,7 @@ def test_two_processes_train_the_same_run_as_one(qkablate, torchrun, tiny, tmp_p
     assert content(both) == before
 
 
+@pytest.mark.slow
 def test_killed_and_stopped_run_resumes_bit_identically(qkablate, torchrun, tiny, tmp_path):
     words = (*tiny, *SHARED)
     calm = torchrun(*words, "out=calm")
@@ -168,6 +170,7 @@ def test_killed_and_stopped_run_resumes_bit_identically(qkablate, torchrun, tiny
     assert read(run_folder(tmp_path, "fewer"), "result.json")["processes"] == 1
 
 
+@pytest.mark.slow
 def test_sharded_run_equals_unsharded(qkablate, torchrun, tiny, tmp_path):
     """Checkpoints are unsharded: a sharded run resumes bit-identically, or in one process."""
     words = (*tiny, *SHARED)
@@ -197,6 +200,7 @@ def test_sharded_run_equals_unsharded(qkablate, torchrun, tiny, tmp_path):
     assert_close(alone, run_folder(tmp_path, "whole"))
 
 
+@pytest.mark.slow
 def test_ranks_diverge_at_the_same_step(qkablate, torchrun, tiny, tmp_path):
     words = (*tiny, *SHARED, "optim.lr=1000", "optim.clip=0", "model.norm=none")
     assert qkablate("train", *words, "out=alone").code == 3
@@ -240,6 +244,7 @@ def test_unsupported_settings_are_rejected(qkablate, tiny, monkeypatch, words, l
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_errors_are_printed_once(torchrun, tiny, tmp_path):
     process = torchrun(*tiny, "train.grad_accum=3")
     out, err = process.communicate()

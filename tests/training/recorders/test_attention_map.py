@@ -32,6 +32,7 @@ def test_map_is_the_models_attention_on_the_first_validation_tokens(qkablate, ti
     assert np.abs(a_LHTT / 255 - expected).max() <= 0.5 / 255 + 1e-5
 
 
+@pytest.mark.slow
 def test_task_runs_share_their_tokens(qkablate, tiny, tmp_path):
     words = [word for word in tiny if "data" not in word]
     words += ["data=recall", "data.pairs=3", "data.vocab_size=20"]
@@ -44,6 +45,7 @@ def test_task_runs_share_their_tokens(qkablate, tiny, tmp_path):
     assert found[0].tolist() == found[1].tolist()
 
 
+@pytest.mark.slow
 def test_recording_changes_no_weights_and_needs_diagnostics(qkablate, tiny, tmp_path):
     for every in ("0", "5", "auto"):
         words = (*tiny, "model.dropout=0.1", f"diagnostics.every={every}", f"out=e{every}")
@@ -55,6 +57,7 @@ def test_recording_changes_no_weights_and_needs_diagnostics(qkablate, tiny, tmp_
     assert len({weights_of(folder) for folder in folders}) == 1
 
 
+@pytest.mark.slow
 def test_killed_run_writes_the_same_file(qkablate, spawn, tiny, tmp_path):
     words = [*tiny, "variant=merged_w", "train.checkpoint_every=5", "diagnostics.every=1"]
     assert qkablate("train", *words, "out=calm").code == 0

@@ -46,6 +46,7 @@ def test_diagnostics_are_logged_at_their_steps(qkablate, tiny, tmp_path, words, 
         assert all(value > 0 for heads in moved[-1] for value in heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -78,6 +79,7 @@ def test_diagnostics_change_no_bit_of_training(qkablate, tiny, tmp_path, words):
     assert results[0]["loss"] == results[1]["loss"]
 
 
+@pytest.mark.slow
 def test_every_row_is_logged_once_wherever_the_run_stops(qkablate, tiny, tmp_path, monkeypatch):
     words = [*tiny, "diagnostics.every=2"]
     assert qkablate("train", *words, "out=calm").code == 0
@@ -93,6 +95,7 @@ def test_every_row_is_logged_once_wherever_the_run_stops(qkablate, tiny, tmp_pat
     assert [row["step"] for row in mechanisms(rough)] == [0, 2, 4, 6, 8, 10, 12]
 
 
+@pytest.mark.slow
 def test_row_without_checkpoint_is_logged_again(qkablate, tiny, tmp_path, monkeypatch):
     """Kill a run after a row and before the next checkpoint."""
     from qkablate.training import loop
@@ -116,6 +119,7 @@ def test_row_without_checkpoint_is_logged_again(qkablate, tiny, tmp_path, monkey
     assert read_rows(run_folder(tmp_path, "calm")) == read_rows(run_folder(tmp_path, "rough"))
 
 
+@pytest.mark.slow
 def test_invalid_interval_is_rejected(qkablate, tiny):
     for value, line in (
         ("often", "diagnostics.every: 'often' is not auto, or 0 or more"),
@@ -140,6 +144,7 @@ def test_diagnostics_do_not_change_divergence(qkablate, tiny, tmp_path):
     assert ends[0].get("diverged_at") == ends[1].get("diverged_at")
 
 
+@pytest.mark.slow
 def test_moved_is_measured_from_the_projected_weights(qkablate, tiny, tmp_path):
     assert qkablate("train", *tiny, "diagnostics.every=0").code == 0
     parent = run_folder(tmp_path, "outputs")

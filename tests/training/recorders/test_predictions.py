@@ -62,6 +62,7 @@ def model_fits(model):
     return model.token_embedding.num_embeddings <= 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recording_changes_no_numbers(qkablate, tiny, tmp_path, precision):
     words = [*tiny, "model.dropout=0.1", f"precision={precision}"]
@@ -85,6 +86,7 @@ def test_recording_changes_no_numbers(qkablate, tiny, tmp_path, precision):
     assert {**both, **contents(folders["auto"])} == both
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [[], ["data=recall", "data.pairs=3", "data.vocab_size=20"]])
 def test_positions_depend_on_data_and_context_only(qkablate, tiny, tmp_path, data):
     words = [*(word for word in tiny if "data" not in word or not data), *data, "out=o"]
@@ -104,6 +106,7 @@ def test_positions_depend_on_data_and_context_only(qkablate, tiny, tmp_path, dat
     assert other.positions_sha256 != abouts[0].positions_sha256
 
 
+@pytest.mark.slow
 def test_killed_run_writes_the_same_files(qkablate, spawn, tiny, tmp_path):
     words = [*tiny, "variant=merged_w", "model.dropout=0.1", "train.checkpoint_every=5"]
     words += ["diagnostics.every=1"]
@@ -124,6 +127,7 @@ def test_killed_run_writes_the_same_files(qkablate, spawn, tiny, tmp_path):
     assert len([*(folder / "predictions").iterdir()]) == 13
 
 
+@pytest.mark.slow
 def test_rerun_keeps_predictions_of_earlier_attempt(qkablate, tiny, tmp_path):
     assert qkablate("train", *tiny).code == 0
     before = contents(run_folder(tmp_path))

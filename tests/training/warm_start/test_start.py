@@ -86,6 +86,7 @@ def test_exact_projection_starts_at_parents_loss(qkablate, tiny, tmp_path, paren
         assert all(torch.equal(kept[name], trained[name]) for name in trained)
 
 
+@pytest.mark.slow
 def test_batches_continue_after_parents_last_step(qkablate, tiny, tmp_path, parent, monkeypatch):
     from qkablate.data.batches import RandomWindows
 
@@ -104,6 +105,7 @@ def test_batches_continue_after_parents_last_step(qkablate, tiny, tmp_path, pare
     assert seen == [24, 25, 26]  # of a child of a child
 
 
+@pytest.mark.slow
 def test_killed_run_resumes_bit_identically_without_parent(qkablate, spawn, tiny, tmp_path, parent):
     """Kill a run, also before its first checkpoint, and delete the parent before the end."""
     words = [
@@ -135,6 +137,7 @@ def test_killed_run_resumes_bit_identically_without_parent(qkablate, spawn, tiny
     assert_identical(calm, begun(tmp_path, "rough"))
 
 
+@pytest.mark.slow
 def test_training_the_parent_further_changes_no_child(qkablate, tiny, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_after(patch, 12)
@@ -162,6 +165,7 @@ def test_training_the_parent_further_changes_no_child(qkablate, tiny, tmp_path, 
     assert read_rows(first) == before
 
 
+@pytest.mark.slow
 def test_damaged_start_is_projected_again(qkablate, tiny, tmp_path, parent):
     words = [*tiny, "seed=3", "variant=no_q", f"init_from.run={parent.name}"]
     assert qkablate("train", *words).code == 0
@@ -174,6 +178,7 @@ def test_damaged_start_is_projected_again(qkablate, tiny, tmp_path, parent):
     assert read_rows(folder) == before
 
 
+@pytest.mark.slow
 def test_projection_uses_threads_and_matmul_of_the_run(
     qkablate, tiny, tmp_path, parent, monkeypatch
 ):
@@ -211,6 +216,7 @@ def test_projection_uses_threads_and_matmul_of_the_run(
     assert json.loads((folder / "result.json").read_text())["threads"] == 2
 
 
+@pytest.mark.slow
 def test_linked_start_folder_is_refused(qkablate, tiny, tmp_path, parent):
     words = [*tiny, "seed=3", "variant=no_q", f"init_from.run={parent.name}"]
     assert qkablate("train", *words).code == 0
@@ -223,6 +229,7 @@ def test_linked_start_folder_is_refused(qkablate, tiny, tmp_path, parent):
     assert not [*(tmp_path / "home").glob("step-*")]
 
 
+@pytest.mark.slow
 def test_child_can_be_sampled_and_verified(qkablate, tiny, tmp_path, parent):
     assert (
         qkablate("train", *tiny, "seed=3", "variant=no_q", f"init_from.run={parent.name}").code == 0
@@ -260,6 +267,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "line"), REFUSED, ids=lambda x: str(x)[:40])
 def test_impossible_parents_are_rejected(qkablate, tiny, parent, words, line):
     """Print one line and exit with 2 without creating a run."""
@@ -278,6 +286,7 @@ def test_parent_without_checkpoint_is_rejected(qkablate, tiny, parent):
     assert f"init_from.run: '{parent}' has no checkpoint yet" in done.err
 
 
+@pytest.mark.slow
 def test_sweep_rejects_init_from(qkablate, tiny, parent):
     done = qkablate("sweep", *tiny, f"init_from.run={parent.name}", "sweep.name=x")
     assert (done.code, done.err.count("\n")) == (2, 1)
