@@ -197,7 +197,7 @@ def test_docstrings_are_sentences(top):
     assert fragments == []
 
 
-def test_a_fragment_is_recognised():
+def test_a_fragment_is_recognized():
     assert FRAGMENT.match("What all see.")
     assert not FRAGMENT.match("Whatever is left is ignored.")
     assert not FRAGMENT.match("How to read a run folder.")
