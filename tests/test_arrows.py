@@ -202,3 +202,14 @@ def test_a_fragment_is_recognized():
     assert not FRAGMENT.match("Whatever is left is ignored.")
     assert not FRAGMENT.match("How to read a run folder.")
     assert not FRAGMENT.match("Return whether all ranks are done.")
+
+
+@pytest.mark.parametrize("top", [ROOT, TESTS, ROOT.parent / "scripts"], ids=lambda path: path.name)
+def test_no_private_name_is_imported_from_another_file(top):
+    private = [
+        f"{file.relative_to(top)}: {name}"
+        for file in sorted(top.rglob("*.py"))
+        for name in imported_names(file)
+        if re.fullmatch(r"_[A-Za-z]\w*", name.rpartition(".")[2])
+    ]
+    assert private == []

@@ -143,7 +143,7 @@ def _train_session(
             resumed = _broadcast(ranks, resumed, device)
             trainer = Trainer(
                 plan,
-                _build_model(plan, resumed, device),
+                build_initial_model(plan, resumed, device),
                 resumed,
                 sinks=(_LeaseCheck(lease), metrics, terminal, wandb_run),
                 save=writer.save,
@@ -241,7 +241,7 @@ def follow(ranks: Ranks) -> int:
             resumed = _broadcast(ranks, None, device)
             trainer = Trainer(
                 plan,
-                _build_model(plan, resumed, device),
+                build_initial_model(plan, resumed, device),
                 resumed,
                 sinks=(),
                 save=lambda _: None,
@@ -290,7 +290,7 @@ def _load_device(plan: RunPlan, ranks: Ranks) -> str:
     return "cpu" if ranks.has_sharded_weights(plan.config) else plan.config.device
 
 
-def _build_model(plan: RunPlan, resumed: checkpoint.Checkpoint | None, device: str) -> Model:
+def build_initial_model(plan: RunPlan, resumed: checkpoint.Checkpoint | None, device: str) -> Model:
     model = plan.build().to_empty(device="cpu" if resumed is None else device)
     if resumed is None:
         return model.init_(plan.config.seeds.init).to(device)

@@ -267,9 +267,9 @@ def test_more_seeds_that_were_interrupted_go_on(claim, qkablate, pretended):
 
 
 def test_a_dry_run_writes_nothing_down(claim, tmp_path, monkeypatch):
-    from qkablate.sweeps.planning.estimate import _Timing
+    from qkablate.sweeps.planning.estimate import Timing
 
-    timed = _Timing(1e6, 1e-3, 1.0, 10**8)
+    timed = Timing(1e6, 1e-3, 1.0, 10**8)
     monkeypatch.setattr("qkablate.sweeps.planning.estimate._measure", lambda *_: timed)
     done = claim("run", "--dry-run")
     assert done.code == 0, done.err

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from qkablate.config import conf_dir
-from qkablate.sweeps.planning.estimate import _Timing
+from qkablate.sweeps.planning.estimate import Timing
 from tests.cli.helpers import assert_refused, complete
 
 
@@ -35,7 +35,7 @@ def nothing_timed(monkeypatch):
     """Dry runs that measure nothing: every step takes a millisecond."""
     flops, step, start = 1e6, 1e-3, 1.0
     monkeypatch.setattr(
-        "qkablate.sweeps.planning.estimate._measure", lambda *_: _Timing(flops, step, start, 10**8)
+        "qkablate.sweeps.planning.estimate._measure", lambda *_: Timing(flops, step, start, 10**8)
     )
 
 

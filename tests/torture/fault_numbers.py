@@ -16,7 +16,7 @@ import torch
 
 from qkablate.training import hardware
 from qkablate.training.loop import Trainer
-from qkablate.training.session import _build_model
+from qkablate.training.session import build_initial_model
 from tests.torture.readers import SMALL, command, text, wrong
 from tests.torture.tally import Tally
 
@@ -111,13 +111,13 @@ def _started(chance: random.Random, out: Path, words: list[str]) -> tuple[str, s
     scale, half = 10.0 ** chance.randrange(30, 300), chance.choice(["fp32", "bf16"])
 
     def grown(*given: Any) -> Any:
-        model = _build_model(*given)
+        model = build_initial_model(*given)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(scale).mul_(scale)
         return model
 
-    with mock.patch("qkablate.training.session._build_model", grown):
+    with mock.patch("qkablate.training.session.build_initial_model", grown):
         said = command("train", *words, f"precision={half}", f"out={out}")
     return f"start times {scale}, {half}", wrong(said, (3,)) or _diverged_at(out, 0)
 

@@ -73,8 +73,8 @@ def project_layer(source: Attention, target: Attention, moments: Moments | None)
     # In fp64, so that the loss is due to the form alone.
     source_64, target_64 = (copy.deepcopy(layer).double() for layer in (source, target))
     heads = assign_heads(source_64, target_64, moments)
-    qk = _set_scores_(source_64, target_64, heads, moments)
-    ov = _set_output_(source_64, target_64, heads, moments)
+    qk = set_scores_(source_64, target_64, heads, moments)
+    ov = set_output_(source_64, target_64, heads, moments)
     target.load_state_dict(target_64.state_dict())
     qk_loss, qk_scores, ov_loss, ov_output = (float(e.sum().sqrt()) for e in (*qk, *ov))
     return ProjectionLoss(qk_loss, qk_scores, ov_loss, ov_output, tuple(heads))
@@ -86,8 +86,8 @@ def find_obstacle(source: Attention, target: Attention) -> str:
     source, target = (copy.deepcopy(layer).to("meta") for layer in (source, target))
     identity = list(range(source.qk.spec.heads))
     try:
-        _set_scores_(source, target, identity)
-        _set_output_(source, target, identity)
+        set_scores_(source, target, identity)
+        set_output_(source, target, identity)
     except UnsupportedCombination as reason:
         return str(reason)
     return ""
@@ -126,9 +126,9 @@ def assign_heads(source: Attention, target: Attention, moments: Moments) -> list
         order = [(position - shift) % len(heads) for position in heads]
         # A circuit without head slices loses the same in every order.
         if target.qk.has_head_slices:
-            cost_HP[order, heads] += _set_scores_(source, target, order, moments)[1]
+            cost_HP[order, heads] += set_scores_(source, target, order, moments)[1]
         if target.ov.has_head_slices:
-            cost_HP[order, heads] += _set_output_(source, target, order, moments)[1]
+            cost_HP[order, heads] += set_output_(source, target, order, moments)[1]
     from scipy.optimize import linear_sum_assignment
 
     _, positions = linear_sum_assignment(cost_HP.numpy())
@@ -146,7 +146,7 @@ def can_permute_heads(source: Attention, target: Attention) -> bool:
     return any(circuit.has_head_slices for circuit in circuits) and matrices and not fixed
 
 
-def _set_scores_(
+def set_scores_(
     source: Attention, target: Attention, heads: list[int], moments: Moments | None = None
 ) -> HeadErrors:
     """Set the scores from the heads in this order, and return the errors.
@@ -174,7 +174,7 @@ def _set_scores_(
     return _relative_errors(error_HLD, goal_HLD, None if moments is None else moments.score_power)
 
 
-def _set_output_(
+def set_output_(
     source: Attention, target: Attention, heads: list[int], moments: Moments | None = None
 ) -> HeadErrors:
     """Do the same for the outputs; biases hold what biases write."""

@@ -53,7 +53,7 @@ class SweepCost:
 
 
 @dataclass(frozen=True)
-class _Timing:
+class Timing:
     """The measured training of an arm, while all slots are busy with the same."""
 
     flops: float  # of a step
@@ -112,7 +112,7 @@ def estimate_sweep(
     )
 
 
-def _interpolate(arm: Arm, small: _Timing, large: _Timing) -> Estimate:
+def _interpolate(arm: Arm, small: Timing, large: Timing) -> Estimate:
     """Estimate an arm on the line through two timings; proportionally where there is only one."""
     flops = _flops_per_step(arm)
     span = large.flops - small.flops
@@ -142,7 +142,7 @@ def _flops_per_step(arm: Arm) -> float:
     return arm.train_flops / int(arm.config.train.steps)
 
 
-def _measure(arm: Arm, manifest: Manifest, slots: Slots, cache: dict[str, Any]) -> _Timing:
+def _measure(arm: Arm, manifest: Manifest, slots: Slots, cache: dict[str, Any]) -> Timing:
     """Return the timing of an arm, from the cache or measured in as many processes as slots."""
     run = next(run for run in manifest.runs if run.arm == arm.name)
     config, vocabulary = manifest.config_of(run), int(arm.facts["vocabulary"])
@@ -174,7 +174,7 @@ def _measure(arm: Arm, manifest: Manifest, slots: Slots, cache: dict[str, Any]) 
             raise UserError(f"{arm.name} cannot be timed: its process ended without an answer")
         cache[key] = {"timing": [*map(statistics.median, zip(*timings, strict=True))]}
         cache[key]["at"] = time.time()
-    return _Timing(_flops_per_step(arm), *cache[key]["timing"])
+    return Timing(_flops_per_step(arm), *cache[key]["timing"])
 
 
 def _time_steps(config: Config, vocabulary: int, gpu: str | None, answer: Connection) -> None:

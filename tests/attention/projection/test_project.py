@@ -11,8 +11,8 @@ from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, UnsupportedCombination
 from qkablate.attention.projection.convert import scaled_circuit
 from qkablate.attention.projection.moments import Moments
 from qkablate.attention.projection.project import (
-    _set_output_,
-    _set_scores_,
+    set_output_,
+    set_scores_,
     assign_heads,
     collect_moments,
     find_obstacle,
@@ -150,7 +150,7 @@ def test_assignment_of_heads_is_optimal(qk, ov, bias):
         with torch.no_grad():
             parts = (
                 form(source, target, [*order], moments)[1].sum()
-                for form in (_set_scores_, _set_output_)
+                for form in (set_scores_, set_output_)
             )
             costs[order] = float(sum(parts))
     best = tuple(assign_heads(source, target, moments))
@@ -209,7 +209,7 @@ def test_weighted_loss_is_at_most_that_of_the_nearest_matrix(name):
     moments = moments_of(source)
     by_entries = project_layer(source, target, Moments(torch.eye(13).double(), moments.z_HDD)).qk
     with torch.no_grad():
-        _set_scores_(source, target, [0, 1])
+        set_scores_(source, target, [0, 1])
         naive = moments.score_power(
             torch.nn.functional.pad(
                 scaled_circuit(target.qk)[0] - scaled_circuit(source.qk)[0], (0, 0, 0, 1)

@@ -24,7 +24,7 @@ from qkablate.sweeps.engines.slurm.cluster import (
     parse_time_limit,
 )
 from qkablate.sweeps.engines.slurm.engine import ArrayTask, SlurmEngine, SubmissionRejected
-from qkablate.sweeps.planning.estimate import _Timing
+from qkablate.sweeps.planning.estimate import Timing
 from tests.sweeps.run_checks import assert_same, final_state, results, status, wait_for_progress
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm-one-machine"
@@ -299,7 +299,7 @@ def test_gpu_sweep_can_be_planned_without_a_gpu(qkablate, grid, monkeypatch):
 
 def test_dry_run_shows_the_packing(qkablate, grid, monkeypatch):
     asked = []
-    timed = _Timing(1e6, 1e-3, 1.0, 10**8)
+    timed = Timing(1e6, 1e-3, 1.0, 10**8)
     monkeypatch.setattr(
         "qkablate.sweeps.planning.estimate._measure",
         lambda arm, m, slots, k: asked.append(slots) or timed,

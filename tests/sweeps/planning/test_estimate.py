@@ -7,7 +7,7 @@ import pytest
 
 from qkablate.config import Config, DataConfig, ModelConfig, TrainConfig
 from qkablate.sweeps.planning import estimate as module
-from qkablate.sweeps.planning.estimate import Estimate, _Timing, estimate_arms, estimate_sweep
+from qkablate.sweeps.planning.estimate import Estimate, Timing, estimate_arms, estimate_sweep
 from qkablate.sweeps.planning.manifest import Arm, Manifest, SweepRun
 
 STEPS, EVERY, VAL, TOKENS = 1000, 250, 8 * 64 * 10, 8 * 64
@@ -62,7 +62,7 @@ def timed(monkeypatch):
             flops = arm.flops * TOKENS
             asked.append(arm.name)
             kept[arm.name] = flops
-            return _Timing(flops, seconds(flops), start, held(flops))
+            return Timing(flops, seconds(flops), start, held(flops))
 
         monkeypatch.setattr(module, "_measure", measure)
         monkeypatch.setattr("qkablate.training.hardware.free_memory", lambda: 2.0**50)
