@@ -1,5 +1,7 @@
-"""Textbook versions of the statistics, to which those of the package are compared."""
+"""Textbook versions of the statistics, and the JSON form of their results."""
 
+import dataclasses
+import json
 import math
 from collections.abc import Sequence
 
@@ -27,9 +29,16 @@ def t_test_power(effect: float, n: float, *, two_sided: bool) -> float:
 
 def t_test_sample_size(effect: float, *, two_sided: bool) -> float:
     """Return the fractional sample size at which a t test has 80 % power."""
-    power = 0.8
+    high = 4.0
+    while t_test_power(effect, high, two_sided=two_sided) < 0.8:  # NaN in the far tails
+        high *= 2
     return float(
         optimize.brentq(
-            lambda n: t_test_power(effect, n, two_sided=two_sided) - power, 2 + 1e-9, 1e6
+            lambda n: t_test_power(effect, n, two_sided=two_sided) - 0.8, 2 + 1e-9, high
         )
     )
+
+
+def to_json(value: object) -> str:
+    """Return the JSON text of dataclasses, lists and maps; NaN is an error."""
+    return json.dumps(value, default=dataclasses.asdict, allow_nan=False)

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from qkablate.analysis.comparison.summary import StudySummary, describe_study
 from qkablate.analysis.study.study import Study, read_study
 from qkablate.cli.hydra.grid import open_composer
 from qkablate.config import GridConfig
+from qkablate.report.text.table import format_markdown
+from qkablate.report.text.tables import make_tables
 from qkablate.sweeps.planning.expand import Grid, expand_grid
 from qkablate.sweeps.planning.manifest import Manifest, SweepRun, freeze
 from qkablate.sweeps.running.state import SweepState
+from tests.analysis.references import to_json
 
 ENVIRONMENT = {
     "versions": {"torch": "2.13.0", "python": "3.11.7"},
@@ -164,3 +168,13 @@ def cached_manifest(corpus) -> Callable[..., Manifest]:
 def cached_world(cached_manifest, tmp_path) -> Callable[..., World]:
     """Freeze a sweep as `world` does, composing it once for all tests."""
     return lambda *words: freeze_world(cached_manifest(*words), tmp_path)
+
+
+def describe_checked(study: Study) -> StudySummary:
+    """Return the summary of a study after checking that it can be written as JSON and tables."""
+    summary = describe_study(study)
+    to_json(summary)
+    for table in make_tables(summary):
+        assert format_markdown(table)
+        assert {len(row) for row in table.rows} <= {len(table.columns)}
+    return summary

@@ -132,7 +132,8 @@ def _rates(
     known = [cost for cost in short if cost is not None]
     if known:
         said += f"; a finer search would gain {max(known):.4f} at most"
-    coarse = margin is not None and known and max(known) > margin / 3
+    # An excess that shows as 0.0000 is rounding, also where seeds agree exactly.
+    coarse = margin is not None and known and max(known) > max(margin / 3, 5e-5)
     return AuditCheck("learning rate", WARNING if coarse else OK, said)
 
 
@@ -144,7 +145,7 @@ def _annealed(sides: tuple[Entry, ...]) -> AuditCheck:
     high = [entry.name for entry in sides if not is_annealed(entry.arm.config.optim)]
     if high:
         return AuditCheck(
-            "annealed", WARNING, f"the rate of {' and '.join(high)} does not come down"
+            "annealed", WARNING, f"the learning rate of {' and '.join(high)} is not annealed"
         )
     lengths = {entry.tokens for entry in sides}
     if len(lengths) > 1:

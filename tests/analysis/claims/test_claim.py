@@ -599,7 +599,7 @@ def test_arms_with_unrequested_differences_are_not_paired(world):
 
 
 def test_growth_needs_annealed_runs(world):
-    with pytest.raises(UserError, match="does not come down"):
+    with pytest.raises(UserError, match="is not annealed"):
         asked(world, LENGTHS | {"optim.lr_final": "1.0"}, within={"horizon": "growth"})
 
 

@@ -34,7 +34,7 @@ def frozen(world, own, seeds=None):
 
 
 def gaps(n, mean, sd):
-    """n numbers with exactly this mean and this standard deviation."""
+    """N numbers with exactly this mean and this standard deviation."""
     z = np.random.default_rng(n).normal(size=n)
     z = (z - z.mean()) / z.std(ddof=1)
     return [float(v) for v in mean + sd * z]
@@ -182,10 +182,9 @@ def test_seeds_needed_are_reported_for_open_parts(world):
     assert list(needed) == ["near"]
     # t test: (1.645 + 0.842)² σ² / δ² = 618 seeds
     assert needed["near"] == pytest.approx(618, rel=0.02)
-    said = f"near: if gap +0.0090 and its spread 0.0100, as measured, {needed['near']} seeds"
-    assert f"{said} would show it SUPPORTED four times of five" in "\n".join(
-        format_judgement(found)
-    )
+    text = f"near: if gap +0.0090 and spread 0.0100 are as measured here, {needed['near']} seeds"
+    lines = "\n".join(format_judgement(found))
+    assert f"{text} would show it SUPPORTED with 80 % power" in lines
     by_name = {part["part"]: part for part in judgement_to_json(found)["parts"]}
     assert by_name["near"]["seeds_needed"] == needed["near"]
     assert by_name["far"]["seeds_needed"] is None

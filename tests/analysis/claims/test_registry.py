@@ -223,7 +223,7 @@ def test_edits_are_described_key_by_key():
     parts = {"within": CLAIM["parts"]["within"]}
     told = describe_changes(claim(), claim(parts=parts))
     assert told
-    assert all(line.startswith("parts.equal.") and "unsaid" in line for line in told)
+    assert all(line.startswith("parts.equal.") and "unset" in line for line in told)
 
 
 def test_two_claims_that_differ_always_tell_something():

@@ -34,7 +34,7 @@ PARTS = st.builds(
 
 
 def around(mean, half, n=8):
-    """n numbers whose interval of 90 % is mean ± half: the two bounds of 95 %."""
+    """N numbers whose interval of 90 % is mean ± half: the two bounds of 95 %."""
     shape = np.resize(SHAPE_8, n) if n > 1 else np.zeros(1)
     shape = shape - shape.mean()
     sd = half * math.sqrt(n) / stats.t.isf(0.05, n - 1) if n > 1 else 0
@@ -217,7 +217,7 @@ def test_all_parts_must_hold_without_adjustment():
 
 
 def test_part_is_refuted_by_holm():
-    """p = 0.03 refutes a claim of one part, and none of four: each could have erred."""
+    """P = 0.03 refutes a claim of one part, and none of four: each could have erred."""
     one, holds = with_p_refuted(0.03), part("noninferior", around(0, 0.2))
     assert judge_parts([one]).word == Verdict.REFUTED
     verdict = judge_parts([one, holds, holds, holds])

@@ -1,6 +1,5 @@
 """The audit: every state that every check can take, and the words that matter."""
 
-import dataclasses
 import json
 import math
 
@@ -18,6 +17,7 @@ from qkablate.analysis.comparison.audit import (
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.lr_curves import find_lr_curves
 from qkablate.analysis.comparison.summary import audit_gap
+from tests.analysis.references import to_json
 
 PAIR = ("variant=standard,no_q", "seed=range(3)")
 TUNED = (*PAIR, "sweep.tune=true")
@@ -39,7 +39,7 @@ def checks(world, number=0):
     family = find_families(study)[0]
     found = audit_gap(family, number, find_lr_curves(study))
     assert [check.name for check in found] == NAMES
-    json.dumps([dataclasses.asdict(check) for check in found], allow_nan=False)
+    to_json(found)
     return {check.name: check for check in found}
 
 
@@ -115,7 +115,7 @@ def test_damaged_run_breaks_the_comparison(pair):
 
 def test_one_pair_is_a_number(cached_world):
     found = checks(cached_world("variant=standard,no_q", "seed=0").finish(loss_of))["pairs"]
-    assert found == AuditCheck("pairs", WARNING, "1: a number, not a comparison")
+    assert found == AuditCheck("pairs", WARNING, "1: a single number, not a comparison")
 
 
 def test_where_nothing_is_done_every_check_still_answers(cached_world):

@@ -21,6 +21,7 @@ from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.summary import describe_study
 from qkablate.analysis.stats import ALPHA
 from qkablate.analysis.study.study import TRAIN, VAL
+from tests.analysis.references import to_json
 
 PER_STEP = 32  # tokens: two sequences of sixteen
 STEPS = (1, 2, 4, 6, 8, 10, 12)
@@ -155,7 +156,7 @@ def test_one_pair_has_a_curve_and_no_band(curved):
     described = describe_curve(found)
     assert [reading.mean for reading in described.readings] == pytest.approx([0.1] * 7)
     assert all(reading.band is None and reading.n == 1 for reading in described.readings)
-    json.dumps(described, allow_nan=False)
+    to_json(described)
 
 
 def test_torn_lines_take_no_reading_away(curved):

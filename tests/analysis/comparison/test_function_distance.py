@@ -1,7 +1,6 @@
 """The function distance: known distributions, pairs alone, twins, what is missing."""
 
 import dataclasses
-import json
 import math
 
 import numpy as np
@@ -19,6 +18,7 @@ from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.summary import describe_study
 from qkablate.runs import predictions
 from qkablate.runs.predictions import PredictionsHeader
+from tests.analysis.references import to_json
 
 STEPS = (0, 6, 12)
 PER_STEP = 32
@@ -150,7 +150,7 @@ def test_pairs_and_rounding_pairs_are_compared(predicting):
         assert low < one.end < high
         wide = one.band(12 * PER_STEP)
         assert wide[0] < low < high < wide[1]
-    seeds = found.of("seeds")
+    seeds = found.find("seeds")
     values = [expected(pair(0.02 * a), pair(0.02 * b)) for a, b in ((0, 1), (1, 2), (2, 3), (3, 0))]
     assert seeds.readings[0] == pytest.approx(values, rel=1e-3)
     assert seeds.interval(0) is None  # neighbors share runs
@@ -158,8 +158,8 @@ def test_pairs_and_rounding_pairs_are_compared(predicting):
 
 def test_summary_is_json_serializable(predicting):
     (found,) = describe_study(predicting(lifted).study()).function_distance
-    json.dumps(found, allow_nan=False)
-    no_q, rounding, seeds = found["apart"]
+    to_json(found)
+    no_q, rounding, seeds = found.distances
     assert no_q.n == 4
     assert no_q.times_another_seed == pytest.approx(no_q.end / seeds.end)
     assert no_q.times_rounding == pytest.approx(no_q.end / rounding.end)
@@ -172,12 +172,12 @@ def test_equal_runs_have_distance_zero(predicting):
     found = only(predicting(lambda run, step: 0.0))
     assert {one.end for one in found.distances} == {0.0}
     (described,) = describe_study(predicting(lambda run, step: 0.0).study()).function_distance
-    assert {one.times_rounding for one in described["apart"]} == {None}
+    assert {one.times_rounding for one in described.distances} == {None}
 
 
 def test_two_seeds_are_one_neighbor_pair(predicting):
     words = ("variant=standard,no_q", "seed=range(2)")
-    assert len(only(predicting(lifted, words)).of("seeds").readings[0]) == 1
+    assert len(only(predicting(lifted, words)).find("seeds").readings[0]) == 1
     words = ("variant=standard,no_q", "seed=5")
     found = only(predicting(lifted, words))
     assert [one.kind for one in found.distances] == ["arm"]
@@ -235,7 +235,7 @@ def test_damaged_baseline_is_named_once(predicting):
     ("more", "reason"),
     [
         ({"run": "ba9876543210"}, "another run"),
-        ({"data_fingerprint": "0" * 64}, "other data"),
+        ({"data_fingerprint": "0" * 64}, "its data differ"),
         ({"context": 32}, "model.context=32"),
     ],
 )
@@ -260,14 +260,14 @@ def test_different_positions_are_not_compared(predicting):
 def test_end_is_that_of_training_or_not_known(predicting):
     found = only(predicting(lambda run, step: None if step == 12 else lifted(run, step)))
     assert {one.end for one in found.distances} == {None}
-    (described,) = describe_study(predicting(lambda r, s: None if s == 12 else 0.1).study())[
-        "function_distance"
-    ]
-    assert described["apart"][0]["n"] == 0
+    (described,) = describe_study(
+        predicting(lambda r, s: None if s == 12 else 0.1).study()
+    ).function_distance
+    assert described.distances[0].n == 0
 
 
 def test_large_sweep_uses_fewer_readings(predicting, monkeypatch):
-    monkeypatch.setattr("qkablate.analysis.comparison.function_distance._READINGS", 8)
+    monkeypatch.setattr("qkablate.analysis.comparison.function_distance._MAX_PAIRS", 8)
     found = only(predicting(lifted))
     assert {len(one.readings) for one in found.distances} == {1}
     assert named(found, "no_q").end is not None

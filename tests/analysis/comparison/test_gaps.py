@@ -1,7 +1,6 @@
 """Gaps: pairs by seed, and what is missing of them."""
 
 import dataclasses
-import json
 import math
 import random
 
@@ -16,7 +15,7 @@ from qkablate.analysis.comparison.gaps import (
 )
 from qkablate.analysis.comparison.summary import describe_gap
 from qkablate.analysis.stats import ALPHA, detectable_effect, power_two_sided
-from tests.analysis.references import holm_reference
+from tests.analysis.references import holm_reference, to_json
 
 PAIR = ("variant=standard,no_q", "seed=range(4)")
 
@@ -282,10 +281,10 @@ def test_one_pair_is_a_number_without_a_p(cached_world):
     assert described.n == 1
     assert described.mean == pytest.approx(0.13)
     for key in ("sd", "interval", "p", "p_holm", "bca", "sign_flip", "detectable", "correlation"):
-        assert described[key] is None
+        assert getattr(described, key) is None
     assert family.gaps[0].bounds() is None
     assert family.comparisons == 0
-    json.dumps(described, allow_nan=False)
+    to_json(described)
 
 
 def test_no_pairs_give_no_estimate(cached_world):
@@ -295,7 +294,7 @@ def test_no_pairs_give_no_estimate(cached_world):
     assert described.mean is described.perplexity_percent is described.p is None
     assert (described.arm_diverged, described.baseline_diverged) == (4, 4)
     assert len(described.unpaired) == 4
-    json.dumps(described, allow_nan=False)
+    to_json(described)
 
 
 @pytest.mark.parametrize("side", ["standard", "no_q", "both", "neither"])
@@ -426,4 +425,4 @@ def test_identical_arms_have_a_zero_gap(cached_world):
     assert (described.mean, described.sd, described.detectable) == (0.0, 0.0, 0.0)
     assert described.interval == (0.0, 0.0)
     assert described.p == described.p_holm == 1.0
-    json.dumps(described, allow_nan=False)
+    to_json(described)

@@ -1,6 +1,5 @@
 """Learning rates: the best and how sure that is, what missing it costs, and gaps beside them."""
 
-import json
 import math
 import random
 
@@ -10,12 +9,14 @@ from scipy import optimize, stats
 
 from qkablate.analysis.comparison.lr_curves import (
     LrCurve,
+    RateLosses,
     describe_lr_curves,
     find_lr_curves,
     gap_at_rates,
     is_bracketed,
 )
 from qkablate.analysis.comparison.summary import describe_study
+from tests.analysis.references import to_json
 
 LADDER = [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
 TUNED = ("variant=standard,no_q", "seed=range(2)", "sweep.tune=true")
@@ -160,7 +161,7 @@ def test_rate_at_which_a_seed_diverges_is_never_the_best():
     found = bowl(losses)
     assert found.best == 1e-3
     assert 2e-3 not in found.means
-    assert not found.on_the_edge  # what diverges is worse
+    assert not found.is_on_edge  # what diverges is worse
 
 
 def test_order_in_which_rates_are_known_changes_nothing():
@@ -168,7 +169,7 @@ def test_order_in_which_rates_are_known_changes_nothing():
     backwards = bowl(dict(reversed([*losses.items()])))
     assert backwards.best == bowl(losses).best
     assert backwards.parabola.optimum == pytest.approx(bowl(losses).parabola.optimum)
-    assert backwards.on_the_edge == bowl(losses).is_on_edge
+    assert backwards.is_on_edge == bowl(losses).is_on_edge
 
 
 def test_sensitivity_by_hand():
@@ -222,7 +223,7 @@ def test_tuned_sweep_has_lr_curves_of_its_tuning_runs(cached_world):
     assert other.gap_at_default.mean == pytest.approx(at_default)
     assert other.gap_at_default.n == 2
     assert other.gap_at_best.mean == pytest.approx(0.25 + parabola(4e-3, 3e-3) - 2)
-    json.dumps([one, other], allow_nan=False)
+    to_json([one, other])
     for entry in study.entries:
         assert is_bracketed(entry, find_lr_curves(study))
 
@@ -283,7 +284,7 @@ def test_failed_waiting_and_damaged_runs_are_not_diverged(cached_world):
     found = find_lr_curves(world.study())["no_q-d16-h2"]
     assert 1e-3 not in found.losses
     assert found.best in (5e-4, 2e-3)
-    json.dumps(describe_lr_curves(world.study()), allow_nan=False)
+    to_json(describe_lr_curves(world.study()))
 
 
 def test_diverged_runs_are_shown_as_such(cached_world):
@@ -295,7 +296,7 @@ def test_diverged_runs_are_shown_as_such(cached_world):
         )
     )
     for one in describe_lr_curves(world.study()):
-        assert one.val_loss[-1] == {"lr": 4e-3, "by_seed": [None] * 3}
+        assert one.val_loss[-1] == RateLosses(lr=4e-3, by_seed=[None] * 3)
         assert not one.on_the_edge
         assert one.best == 1e-3
 
@@ -309,7 +310,7 @@ def test_arm_that_diverges_at_every_rate_has_no_best_rate(cached_world):
     assert other.best is other.chosen is other.optimum is other.sensitivity is None
     assert other.on_the_edge
     assert other.gap_at_best.n == 0
-    json.dumps(describe_study(study), allow_nan=False)
+    to_json(describe_study(study))
 
 
 HALF = {
@@ -341,9 +342,9 @@ def test_sweep_that_is_still_tuning_can_be_looked_at(cached_world, end, both):
     study = cached_world(*TUNED).finish(loss).study()
     assert not study.is_complete
     described = describe_study(study)
-    json.dumps(described, allow_nan=False)
+    to_json(described)
     (one,) = described.gaps
     checks = {check.name: check for check in one.audit}
-    assert checks["runs"]["state"] == "warning"
+    assert checks["runs"].state == "warning"
     assert "no learning rate was chosen" in checks["runs"].message
-    assert checks["learning rate"]["state"] == "warning"
+    assert checks["learning rate"].state == "warning"

@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from qkablate.analysis.comparison.projection_gap import decompose_gap, mean_gaps
+from qkablate.analysis.comparison.projection_gap import (
+    PARTS,
+    MeanGap,
+    ProjectionGap,
+    decompose_gap,
+    mean_gaps,
+)
 from qkablate.errors import UserError
 from qkablate.runs.records import seal_result
 
@@ -32,52 +38,49 @@ def four(tmp_path):
 
 
 def test_parts(four):
-    gap = decompose_gap(**four)["gap"]
-    assert gap.at_once == {"val": 1.5, "test": None}
-    assert gap["healed"] == {"val": 0.125, "test": 0.25}
+    gap = decompose_gap(**four).gap
+    assert gap["at_once"] == {"val": 1.5, "test": None}
+    assert gap["finetuned"] == {"val": 0.125, "test": 0.25}
     assert gap["scratch"] == {"val": 0.5, "test": 0.625}
     assert gap["training"] == {"val": 0.375, "test": 0.375}
 
 
 def test_without_the_run_from_scratch_there_is_no_part_of_training(four):
     for scratch in (None, four["parent"].parent / "nothing"):
-        gap = decompose_gap(**(four | {"scratch": scratch}))["gap"]
-        assert gap["healed"] == {"val": 0.125, "test": 0.25}
+        gap = decompose_gap(**(four | {"scratch": scratch})).gap
+        assert gap["finetuned"] == {"val": 0.125, "test": 0.25}
         assert gap["scratch"] == gap["training"] == {"val": None, "test": None}
 
 
 def test_tuning_run_has_no_test_loss(four, tmp_path):
     other = write(tmp_path / "tuning", 2.25, None)
-    gap = decompose_gap(**(four | {"scratch": other}))["gap"]
+    gap = decompose_gap(**(four | {"scratch": other})).gap
     assert gap["scratch"] == {"val": 0.25, "test": None}
 
 
 def test_diverged_run_has_no_loss(four, tmp_path):
     other = write(tmp_path / "diverged", 2.25, 2.5, status="diverged")
-    assert decompose_gap(**(four | {"scratch": other}))["gap"]["training"] == {
+    assert decompose_gap(**(four | {"scratch": other})).gap["training"] == {
         "val": None,
         "test": None,
     }
 
 
-def test_course_that_was_changed_is_not_believed(four):
+def test_changed_metrics_are_rejected(four):
     (four["projected"] / "metrics.jsonl").write_text('{"step": 0, "val/loss": 2.0}\n')
     with pytest.raises(UserError, match=r"projected/metrics.jsonl' is damaged"):
         decompose_gap(**four)
 
 
-def test_over_seeds_with_students_interval():
+def test_mean_over_seeds_has_students_interval():
     """Of 1, 2 and 3: a mean of 2, and 4.303 standard errors to both sides."""
     seeds = [
-        {"gap": {part: {"val": value, "test": None} for part in _PARTS}}
+        ProjectionGap({}, {}, {part: {"val": value, "test": None} for part in PARTS})
         for value in (1.0, 2.0, 3.0)
     ]
-    found = mean_gaps(seeds)["healed"]
-    assert found["val"]["n"] == 3
-    assert found["val"]["mean"] == 2
-    assert found["val"]["interval"] == pytest.approx([2 - 2.4841377, 2 + 2.4841377])
-    assert found["test"] == {"n": 0, "mean": None, "interval": None}
-    assert mean_gaps(seeds[:1])["healed"]["val"] == {"n": 1, "mean": 1.0, "interval": None}
-
-
-_PARTS = ("at_once", "healed", "scratch", "training")
+    found = mean_gaps(seeds)["finetuned"]
+    assert found["val"].n == 3
+    assert found["val"].mean == 2
+    assert found["val"].interval == pytest.approx((2 - 2.4841377, 2 + 2.4841377))
+    assert found["test"] == MeanGap(n=0, mean=None, interval=None)
+    assert mean_gaps(seeds[:1])["finetuned"]["val"] == MeanGap(n=1, mean=1.0, interval=None)

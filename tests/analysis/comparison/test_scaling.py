@@ -1,6 +1,5 @@
 """Lengths and sizes: growth of the gap, and what tokens or parameters an arm is worth."""
 
-import json
 import math
 import random
 
@@ -13,6 +12,7 @@ from qkablate.analysis.comparison.scaling import (
     find_series,
     measure_growth,
 )
+from tests.analysis.references import to_json
 
 HORIZONS = ("variant=standard,no_q", "seed=range(4)", "train.steps=12,24,48,96")
 SIZES = ("variant=standard,no_q", "seed=range(4)", "model.d_model=16,32,64")
@@ -65,13 +65,13 @@ def test_arm_that_is_worth_less_tokens_is_found_to_be(cached_world):
         ),
     )
     described = describe_series(only_series(world))
-    found = described["equivalent_tokens"]
+    found = described.equivalent
     assert found.times == pytest.approx(0.8, abs=0.02)
     assert found.n == 4
     low, high = found.interval
     assert low < 0.8 < high
     assert high - low < 0.1
-    json.dumps(described, allow_nan=False)
+    to_json(described)
 
 
 def test_worth_is_read_off_by_hand(cached_world):
@@ -93,7 +93,7 @@ def test_arm_that_is_worth_more_is_read_beyond_the_last_point(cached_world):
         cached_world(*HORIZONS),
         lambda run, tokens: power_law(tokens * (1.25 if is_arm(run) else 1)),
     )
-    found = describe_series(only_series(world)).equivalent_tokens
+    found = describe_series(only_series(world)).equivalent
     assert found.times == pytest.approx(1.25, abs=0.05)
 
 
@@ -113,7 +113,7 @@ NOT_MEASURED = {
 @pytest.mark.parametrize("loss", NOT_MEASURED.values(), ids=NOT_MEASURED.keys())
 def test_unmeasured_values_are_called_not_measured(cached_world, loss):
     found = only_series(of_tokens(cached_world(*HORIZONS), loss))
-    assert describe_series(found).equivalent_tokens == "not measured"
+    assert describe_series(found).equivalent is None
     assert equivalent_log_factor(found).n == 0
 
 
@@ -121,7 +121,7 @@ def test_two_lengths_measure_no_worth_and_no_growth(cached_world):
     world = cached_world("variant=standard,no_q", "seed=range(4)", "train.steps=12,24")
     found = only_series(of_tokens(world, lambda run, tokens: power_law(tokens) + is_arm(run) / 50))
     described = describe_series(found)
-    assert described["equivalent_tokens"] == "not measured"
+    assert described.equivalent is None
     assert described.growth_per_doubling.n == 0
     assert [point.mean for point in described.points] == pytest.approx([0.02, 0.02])
 
@@ -162,7 +162,7 @@ def test_sizes_give_equivalent_parameters(cached_world):
     x, y = [math.log(v) for v in found.x], [1.5 + 20 * v**-0.4 for v in found.x]
     part = (y[1] - (1.5 + 20 * (0.7 * found.x[2]) ** -0.4)) / (y[1] - y[2])
     by_hand = math.exp(x[1] + part * (x[2] - x[1]) - x[2])
-    assert described["equivalent_parameters"]["times"] == pytest.approx(by_hand)
+    assert described.equivalent.times == pytest.approx(by_hand)
     assert by_hand == pytest.approx(0.7, abs=0.1)
 
 
@@ -213,7 +213,7 @@ def test_rates_that_were_chosen_for_each_length_lie_on_one_line(cached_world):
     assert world.study().is_complete
     found = only_series(world)
     assert [gap.arm.rate for gap in found.gaps] == [*best.values()]
-    assert describe_series(found).equivalent_tokens["times"] == pytest.approx(1.0)
+    assert describe_series(found).equivalent.times == pytest.approx(1.0)
 
 
 def test_heads_and_widths_are_not_mixed_with_lengths(cached_world):
@@ -250,8 +250,8 @@ def test_runs_that_are_missing_at_one_length_leave_the_others_measured(cached_wo
     )
     described = describe_series(only_series(world))
     assert [point.n for point in described.points] == [4, 4, 4, 0]
-    assert described["equivalent_tokens"] == "not measured"
-    json.dumps(described, allow_nan=False)
+    assert described.equivalent is None
+    to_json(described)
 
 
 def test_growth_needs_annealed_learning_rates(cached_world):

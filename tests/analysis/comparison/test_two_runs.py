@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from qkablate.analysis.comparison.two_runs import compare_runs
+from qkablate.analysis.comparison.two_runs import GapReading, compare_runs
 from qkablate.errors import UserError
 
 CONFIG = """
@@ -40,7 +40,7 @@ RESULT = {
 
 @pytest.fixture
 def make(tmp_path):
-    """A run's folder, made up."""
+    """Return a function that writes a synthetic run folder."""
 
     def write(name, config=CONFIG, result=RESULT, curve=()):
         folder = tmp_path / name
@@ -60,85 +60,83 @@ def other_losses(**losses):
     return {**RESULT, "loss": {**RESULT["loss"], **losses}}
 
 
-def sound(found):
-    json.dumps(dataclasses.asdict(found), allow_nan=False)
-    return found
+def check_json(comparison):
+    """Check that a comparison has a JSON form without NaN, and return it."""
+    json.dumps(dataclasses.asdict(comparison), allow_nan=False)
+    return comparison
 
 
 def test_two_arms_of_one_seed_are_a_pair(make):
     config = CONFIG.replace("name: standard, qk: separate", "name: no_q, qk: no_q")
     config = config.replace("id: one", "id: two").replace("threads: 1", "threads: 2")
     result = {**other_losses(test=2.75, val=2.5), "params": {"total": 900}, "seconds": 3.0}
-    found = sound(compare_runs(make("no_q", config, result), make("standard")))
-    assert found.runs == ["no_q", "standard"]
-    assert found.status == ["done", "done"]
-    assert found.gap == {"train": 0.0, "val": 0.25, "test": 0.25}
-    assert found.perplexity_percent["test"] == pytest.approx(100 * (math.exp(0.25) - 1))
-    assert found.params == [900, 1000]
-    assert found.seconds == [3.0, 1.5]
-    assert found.differ == {
-        "variant.name": ["no_q", "standard"],
-        "variant.qk": ["no_q", "separate"],
+    comparison = check_json(compare_runs(make("no_q", config, result), make("standard")))
+    assert comparison.runs == ("no_q", "standard")
+    assert comparison.status == ("done", "done")
+    assert comparison.gap == {"train": 0.0, "val": 0.25, "test": 0.25}
+    assert comparison.perplexity_percent["test"] == pytest.approx(100 * (math.exp(0.25) - 1))
+    assert comparison.params == (900, 1000)
+    assert comparison.seconds == (3.0, 1.5)
+    assert comparison.differ == {
+        "variant.name": ("no_q", "standard"),
+        "variant.qk": ("no_q", "separate"),
     }
-    assert found.unlike == {}
-    assert found.paired
+    assert comparison.unlike == {}
+    assert comparison.paired
 
 
 def test_gap_turns_round_with_the_runs(make):
     one, other = make("one", result=other_losses(test=3.0)), make("other")
-    assert (
-        compare_runs(one, other)["gap"]["test"] == -compare_runs(other, one)["gap"]["test"] == 0.5
-    )
+    assert compare_runs(one, other).gap["test"] == -compare_runs(other, one).gap["test"] == 0.5
 
 
 def test_run_beside_itself_differs_in_nothing(make):
     folder = make("one", curve=[(32, 3.0)])
-    found = compare_runs(folder, folder)
-    assert found.differ == found.unlike == {}
-    assert {*found.gap.values()} == {0.0}
-    assert found.val_gap == [{"tokens": 32, "gap": 0.0}]
-    assert found.paired
+    comparison = compare_runs(folder, folder)
+    assert comparison.differ == comparison.unlike == {}
+    assert {*comparison.gap.values()} == {0.0}
+    assert comparison.val_gap == [GapReading(tokens=32, gap=0.0)]
+    assert comparison.paired
 
 
 @pytest.mark.parametrize("change", [("seed: 0", "seed: 1"), ("init: 0", "init: 5")])
 def test_runs_of_other_seeds_are_not_paired(make, change):
-    found = compare_runs(make("one", CONFIG.replace(*change)), make("other"))
-    assert not found.paired
-    assert len(found.differ) == 1
+    comparison = compare_runs(make("one", CONFIG.replace(*change)), make("other"))
+    assert not comparison.paired
+    assert len(comparison.differ) == 1
 
 
 def test_runs_on_other_data_are_not_paired(make):
-    found = compare_runs(make("one", result={**RESULT, "data_fingerprint": "songs"}), make("other"))
-    assert not found.paired
-    assert found.unlike == {"data_fingerprint": ["songs", "text"]}
+    comparison = compare_runs(
+        make("one", result={**RESULT, "data_fingerprint": "songs"}), make("other")
+    )
+    assert not comparison.paired
+    assert comparison.unlike == {"data_fingerprint": ("songs", "text")}
 
 
 def test_other_circumstances_are_listed_and_runs_stay_paired(make):
     one = make("one", result={**RESULT, "kernel": "math", "precision": "bf16"})
     environment = {"versions": {"torch": "2.14"}, "machine": {"cpu": "a CPU"}}
     (one / "environment.json").write_text(json.dumps(environment))
-    found = compare_runs(one, make("other"))
-    assert found.unlike == {
-        "precision": ["bf16", "fp32"],
-        "kernel": ["math", "flash"],
-        "torch": ["2.14", None],
-        "cpu": ["a CPU", None],
+    comparison = compare_runs(one, make("other"))
+    assert comparison.unlike == {
+        "precision": ("bf16", "fp32"),
+        "kernel": ("math", "flash"),
+        "torch": ("2.14", None),
+        "cpu": ("a CPU", None),
     }
-    assert found.paired
+    assert comparison.paired
 
 
 def test_key_missing_in_one_config_is_listed(make):
-    found = compare_runs(make("one", CONFIG + "deterministic: true\n"), make("other"))
-    assert found.differ == {"deterministic": [True, None]}
+    comparison = compare_runs(make("one", CONFIG + "deterministic: true\n"), make("other"))
+    assert comparison.differ == {"deterministic": (True, None)}
 
 
 def test_curves_are_compared_at_common_readings(make):
     one = make("one", curve=[(32, 4.0), (64, 3.5), (96, 3.0)])
     other = make("other", curve=[(32, 3.5), (96, 3.25), (128, 3.0)])
-    assert compare_runs(one, other)["val_gap"] == [
-        {"tokens": 32, "gap": 0.5},
-        {"tokens": 96, "gap": -0.25},
-    ]
+    assert compare_runs(one, other).val_gap == [GapReading(32, 0.5), GapReading(96, -0.25)]
 
 
 @pytest.mark.parametrize(
@@ -156,19 +154,21 @@ def test_curves_are_compared_at_common_readings(make):
     ids=["none", "empty", "a list", "half", "deep", "NaN", "no status", "no losses"],
 )
 def test_run_without_a_result_has_no_gap(make, result):
-    found = sound(compare_runs(make("one", result=result, curve=[(32, 4.0)]), make("other")))
-    assert found.status == ["no result", "done"]
-    assert found.gap == found.perplexity_percent == {}
-    assert found.params == [None, 1000]
+    comparison = check_json(
+        compare_runs(make("one", result=result, curve=[(32, 4.0)]), make("other"))
+    )
+    assert comparison.status == ("no result", "done")
+    assert comparison.gap == comparison.perplexity_percent == {}
+    assert comparison.params == (None, 1000)
 
 
 @pytest.mark.parametrize("status", ["failed", "diverged"])
 def test_run_without_loss_shows_its_status(make, status):
     result = {**RESULT, "status": status, "diverged_at": 3}
     result["loss"] = {"train": None, "val": None, "test": None}
-    found = sound(compare_runs(make("one", result=result), make("other")))
-    assert found.status == [status, "done"]
-    assert found.gap == {}
+    comparison = check_json(compare_runs(make("one", result=result), make("other")))
+    assert comparison.status == (status, "done")
+    assert comparison.gap == {}
 
 
 @pytest.mark.parametrize(
@@ -177,13 +177,15 @@ def test_run_without_loss_shows_its_status(make, status):
     ids=lambda value: str(value)[:8],
 )
 def test_missing_training_loss_has_no_gap(make, train):
-    found = sound(compare_runs(make("one", result=other_losses(train=train)), make("other")))
-    assert {*found.gap} == {"val", "test"}
+    comparison = check_json(
+        compare_runs(make("one", result=other_losses(train=train)), make("other"))
+    )
+    assert {*comparison.gap} == {"val", "test"}
 
 
 def test_extreme_losses_give_finite_numbers(make):
-    found = sound(compare_runs(make("one", result=other_losses(test=1e6)), make("other")))
-    assert found.gap["test"] == pytest.approx(1e6 - 2.5)
+    comparison = check_json(compare_runs(make("one", result=other_losses(test=1e6)), make("other")))
+    assert comparison.gap["test"] == pytest.approx(1e6 - 2.5)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +202,9 @@ def test_extreme_losses_give_finite_numbers(make):
     ids=["empty", "a list", "half", "a number", "an object", "deep", "zero"],
 )
 def test_invalid_config_is_a_one_line_user_error(make, config):
-    with pytest.raises(UserError, match=r"config\.yaml") as told:
+    with pytest.raises(UserError, match=r"config\.yaml") as error:
         compare_runs(make("one", config), make("other"))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_missing_or_binary_config_is_a_user_error(make, tmp_path):
@@ -222,9 +224,9 @@ def test_missing_or_binary_config_is_a_user_error(make, tmp_path):
     ids=["number", "null", "true", "date", "NaN", "inner number"],
 )
 def test_odd_config_keys_and_values_are_shown_verbatim(make, odd):
-    found = compare_runs(make("one", CONFIG + odd + "\n"), make("other"))
-    assert len(found.differ) == 1
-    sound(found)
+    comparison = compare_runs(make("one", CONFIG + odd + "\n"), make("other"))
+    assert len(comparison.differ) == 1
+    check_json(comparison)
 
 
 def test_two_trained_runs_side_by_side(train, tmp_path):
@@ -233,12 +235,12 @@ def test_two_trained_runs_side_by_side(train, tmp_path):
         (tmp_path / name).mkdir()
         words = [f"variant={name}", "train.steps=4", "train.batch_size=2", "train.eval_every=2"]
         folders.append(train(tmp_path / name, *words))
-    found = sound(compare_runs(folders[1], folders[0]))
+    comparison = check_json(compare_runs(folders[1], folders[0]))
     results = [json.loads((folder / "result.json").read_text()) for folder in folders]
     gap = results[1]["loss"]["test"] - results[0]["loss"]["test"]
-    assert found.gap["test"] == pytest.approx(gap)
-    assert found.differ["variant.name"] == ["no_q", "standard"]
-    assert found.params[0] < found.params[1]
-    assert len(found.val_gap) >= 2
-    assert not [key for key in found.unlike if key not in ("data_fingerprint", "kernel")]
-    assert found.paired == ("data_fingerprint" not in found.unlike)
+    assert comparison.gap["test"] == pytest.approx(gap)
+    assert comparison.differ["variant.name"] == ("no_q", "standard")
+    assert comparison.params[0] < comparison.params[1]
+    assert len(comparison.val_gap) >= 2
+    assert not [key for key in comparison.unlike if key not in ("data_fingerprint", "kernel")]
+    assert comparison.paired == ("data_fingerprint" not in comparison.unlike)

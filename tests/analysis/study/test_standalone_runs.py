@@ -17,12 +17,11 @@ from qkablate.analysis.comparison.summary import describe_study
 from qkablate.analysis.study.standalone_runs import read_standalone_runs
 from qkablate.cli.hydra.configs import compose_jobs
 from qkablate.config.schema import SeedsConfig
-from qkablate.report.text.table import format_markdown
-from qkablate.report.text.tables import make_tables
 from qkablate.runs.lease import hold_lease
 from qkablate.runs.run import Run, label, run_id
 from qkablate.training.resolve import plan_run
 from qkablate.training.result import make_base_result
+from tests.analysis.worlds import describe_checked
 
 LOSS = {"train": 2.0, "val": 2.1, "test": 2.0}
 
@@ -101,17 +100,6 @@ def change(folder, key, value):
     path.write_text(yaml.safe_dump(content))
 
 
-def sound(study):
-    """What a report would be made of: JSON as everybody reads it, and tables."""
-    summary = describe_study(study)
-    described = dataclasses.asdict(summary)
-    json.dumps(described, allow_nan=False)
-    for table in make_tables(summary):
-        assert format_markdown(table)
-        assert {len(row) for row in table.rows} <= {len(table.columns)}
-    return described
-
-
 def by_name(study):
     return {entry.name: entry for entry in study.entries}
 
@@ -128,7 +116,7 @@ def test_runs_of_an_arm_differ_in_their_seed_and_learning_rate_alone(run):
     (family,) = find_families(study)
     (found,) = family.gaps
     assert [*found.pairs.values()] == pytest.approx([0.3, 0.3])
-    sound(study)
+    describe_checked(study)
     study = read_standalone_runs(
         [*folders, run("variant=no_q", "seed=0", "optim.lr=2e-3", test=9.0)]
     )
@@ -162,12 +150,14 @@ def test_runs_that_began_from_trained_ones_stand_beside_each_other(run):
     assert baselines["no_q-d16-h2"] == "standard-d16-h2"
     gaps = [gap for family in find_families(study) for gap in family.gaps]
     assert [[*gap.pairs.values()] for gap in gaps] == [pytest.approx([0.25, 0.25])] * 2
-    sound(study)
+    describe_checked(study)
 
 
 def test_order_in_which_runs_are_named_changes_no_number(run):
     folders = of_seeds(run, range(3)) + of_seeds(run, range(3), "variant=no_q", gap=0.3)
-    one, other = (sound(read_standalone_runs(order)) for order in (folders, folders[::-1]))
+    one, other = (
+        describe_checked(read_standalone_runs(order)) for order in (folders, folders[::-1])
+    )
     assert {arm.arm: arm.mean for arm in one.arms} == pytest.approx(
         {arm.arm: arm.mean for arm in other.arms}
     )
@@ -245,7 +235,7 @@ def test_seeds_that_are_given_apart_make_a_pair(run):
 def test_without_standard_there_is_no_gap(run):
     study = read_standalone_runs([run("variant=no_q"), run("variant=shared_qk")])
     assert len(study.entries) == 2
-    assert sound(study)["gaps"] == []
+    assert describe_checked(study).gaps == []
 
 
 def test_similar_arms_are_named_by_their_differences(run):
@@ -319,7 +309,7 @@ def test_statuses_are_those_of_a_sweep(begin, run):
     assert "step 7" in found["s2"].reason
     assert (study.ended, study.expected, study.is_complete) == (2, 6, False)
     assert study.entries[0].sample.values == (2.0,)
-    sound(study)
+    describe_checked(study)
 
 
 def test_result_of_another_run_gives_no_loss(run):
@@ -349,12 +339,12 @@ def test_runs_that_serve_to_tune_stand_apart(run):
     assert [entry.sample.values for entry in study.entries] == [(2.5,), (2.5,)]
     assert study.expected == 8
     assert study.is_complete
-    rates_found = sound(study)["learning_rates"]
+    rates_found = describe_checked(study).learning_rates
     assert [one.best for one in rates_found] == [1e-3, 1e-3]
     alone = read_standalone_runs(tuning)
     assert alone.records == []
     assert alone.is_complete
-    sound(alone)
+    describe_checked(alone)
 
 
 # What cannot be read.
@@ -384,7 +374,7 @@ def test_invalid_config_is_named_and_other_runs_are_kept(run, content):
         (said,) = study.unread
         assert said.startswith(f"{bad.name}: its config.yaml cannot be read")
         assert said.count("\n") == 0
-        sound(study)
+        describe_checked(study)
 
 
 def test_missing_config_is_named(run, tmp_path):
@@ -404,7 +394,9 @@ def test_interpolations_are_rejected(run, monkeypatch):
     study = read_standalone_runs([*bad, good])
     assert len(study.unread) == 3
     assert [record.folder for record in study.records] == [good]
-    assert "a key of somebody's" not in json.dumps([dataclasses.asdict(describe_study(study)), study.unread])
+    assert "a key of somebody's" not in json.dumps(
+        [dataclasses.asdict(describe_study(study)), study.unread]
+    )
 
 
 ODD = (None, math.nan, math.inf, -1, 10**30, "x", [[1]], {}, "\u202e<script>")
@@ -431,7 +423,7 @@ def test_any_value_in_a_config_is_read_or_named(run, key):
         tuning = [record for by_seed in study.tuning.values() for record in by_seed.values()]
         assert good in {record.folder for record in study.records}, value
         assert len(study.records) + len(tuning) + len(study.unread) == 2, value
-        sound(study)
+        describe_checked(study)
         (bad / "config.yaml").write_text(whole)
 
 
@@ -442,7 +434,7 @@ def test_no_runs_give_an_empty_study(tmp_path):
         assert study.entries == study.records == []
         assert (study.expected, study.ended) == (0, 0)
         assert len(study.unread) == len(folders)
-        found = sound(study)
+        found = describe_checked(study)
         assert found.arms == found.gaps == []
 
 
@@ -571,5 +563,5 @@ def test_trained_runs_are_a_pair(train, tmp_path):
     assert standard.arm.params > no_q.arm.params > 0
     assert standard.arm.flops > no_q.arm.flops > 0
     assert all(record.loss_curves["val/loss"] for record in study.records)
-    found = sound(study)
+    found = describe_checked(study)
     assert len(found.gaps[0].audit) == 11

@@ -2,7 +2,6 @@
 half-written is told and counts for nothing.
 """
 
-import dataclasses
 import json
 import math
 from itertools import pairwise
@@ -14,9 +13,8 @@ from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.summary import describe_study
 from qkablate.analysis.study.study import TRAIN, VAL, read_facts, read_loss_curves, read_study
 from qkablate.errors import UserError
-from qkablate.report.text.table import format_markdown
-from qkablate.report.text.tables import make_tables
 from qkablate.runs.lease import hold_lease
+from tests.analysis.worlds import describe_checked
 
 PAIR = ("variant=standard,no_q", "seed=range(3)")
 DEEP = 20_000  # levels: more than any parser of ours goes down
@@ -43,17 +41,6 @@ def record_of(study, run):
     return record
 
 
-def sound(study):
-    """What a report would be made of: JSON as everybody reads it, and tables."""
-    summary = describe_study(study)
-    described = dataclasses.asdict(summary)
-    json.dumps(described, allow_nan=False)
-    for table in make_tables(summary):
-        assert format_markdown(table)
-        assert {len(row) for row in table.rows} <= {len(table.columns)}
-    return described
-
-
 def assert_dropped(world, run, status="damaged"):
     """The run is told as what it is, its pair is gone, and no other number moved."""
     study = world.study()
@@ -68,16 +55,14 @@ def assert_dropped(world, run, status="damaged"):
     assert len(found.unpaired) == 1
     assert status in found.unpaired[0]
     assert "s1" in found.unpaired[0]
-    described = sound(study)
-    assert not described["complete"]
-    shown = {one["run"]: one for arm in described["arms"] for one in arm["runs"]}
-    assert shown[run.name]["status"] == status
-    assert shown[run.name]["test_loss"] is None
+    described = describe_checked(study)
+    assert not described.complete
+    shown = {one.run: one for arm in described.arms for one in arm.runs}
+    assert shown[run.name].status == status
+    assert shown[run.name].test_loss is None
     if status == "damaged":
-        assert shown[run.name]["val_loss"] is None
-        assert [c["state"] for c in described["gaps"][0]["audit"] if c["name"] == "runs"] == [
-            "broken"
-        ]
+        assert shown[run.name].val_loss is None
+        assert [c.state for c in described.gaps[0].audit if c.name == "runs"] == ["broken"]
 
 
 def test_every_run_of_the_manifest_is_listed_with_its_status(cached_world):
@@ -94,8 +79,8 @@ def test_every_run_of_the_manifest_is_listed_with_its_status(cached_world):
         *("done", "done", "done", "done"),
     ]
     assert (study.ended, study.expected, study.is_complete) == (6, 9, False)
-    described = sound(study)
-    told = {one["run"]: one["status"] for arm in described["arms"] for one in arm["runs"]}
+    described = describe_checked(study)
+    told = {one.run: one.status for arm in described.arms for one in arm.runs}
     assert told == found
 
 
@@ -108,7 +93,7 @@ def test_run_somebody_trains_now_is_running(cached_world):
         study = world.study()
         assert record_of(study, first).status == "running"
         assert not study.is_complete
-        sound(study)
+        describe_checked(study)
 
 
 def test_sweep_that_has_not_begun_has_all_runs_waiting(cached_world):
@@ -117,7 +102,7 @@ def test_sweep_that_has_not_begun_has_all_runs_waiting(cached_world):
     assert len(study.records) == study.expected == 6
     assert study.ended == 0
     assert not study.is_complete
-    assert all(arm["n"] == 0 and arm["mean"] is None for arm in sound(study)["arms"])
+    assert all(arm.n == 0 and arm.mean is None for arm in describe_checked(study).arms)
 
 
 def test_diverged_counts_as_ended_and_failed_does_not(cached_world):
@@ -240,9 +225,9 @@ def test_another_runs_result_chooses_no_learning_rate(cached_world):
         expected = {"damaged"} if rate == 2e-3 else {"done"}
         assert {record.status for record in records.values()} == expected
     assert not study.is_complete
-    assert [bowl.rate for bowl in study.bowls.values()] != [2e-3, 2e-3]
-    told = [row for one in sound(study)["learning_rates"] for row in one["val_loss"]]
-    assert not any(1.0 in row["by_seed"] for row in told)
+    assert [search.rate for search in study.lr_searches.values()] != [2e-3, 2e-3]
+    rows = [row for curve in describe_checked(study).learning_rates for row in curve.val_loss]
+    assert not any(1.0 in row.by_seed for row in rows)
 
 
 VALUES = {
@@ -281,7 +266,7 @@ def test_no_result_value_causes_traceback_or_nan(cached_world, value):
         if record.loss is not None:
             assert (status, record.loss) == ("done", changed["loss"]["test"])
             assert math.isfinite(record.loss)
-        sound(study)
+        describe_checked(study)
 
 
 ENVIRONMENTS = {
@@ -305,18 +290,18 @@ def test_invalid_environment_keeps_the_losses(pair, victim, content):
     study = pair.study()
     assert study.is_complete
     assert record_of(study, victim).loss == pytest.approx(2.4)
-    described = sound(study)
-    assert described["gaps"][0]["n"] == 3
-    states = {check["name"]: check["state"] for check in described["gaps"][0]["audit"]}
+    described = describe_checked(study)
+    assert described.gaps[0].n == 3
+    states = {check.name: check.state for check in described.gaps[0].audit}
     assert states["code"] == "warning"  # of the other run of the pair it is known
 
 
 def test_missing_environment_is_reported_and_losses_are_kept(pair):
     for run in pair.runs():
         (pair.run_folder(run) / "environment.json").unlink()
-    found = sound(pair.study())["gaps"][0]
-    checks = {check["name"]: check["message"] for check in found["audit"]}
-    assert found["n"] == 3
+    found = describe_checked(pair.study()).gaps[0]
+    checks = {check.name: check.message for check in found.audit}
+    assert found.n == 3
     assert "0.1.0" in checks["code"]  # what is known instead of a commit
     assert checks["machine"] == "cpu (unknown)"
 
@@ -509,7 +494,7 @@ def test_garbage_in_the_metrics_of_an_unfinished_run_leaves_it_unfinished(pair, 
     study = pair.study()
     assert record_of(study, victim).status == "interrupted"
     assert not study.is_complete
-    assert sound(study)["gaps"][0]["n"] == 2
+    assert describe_checked(study).gaps[0].n == 2
 
 
 def test_file_or_a_broken_link_in_a_folders_place_is_a_run_not_done(pair):
@@ -526,7 +511,7 @@ def test_file_or_a_broken_link_in_a_folders_place_is_a_run_not_done(pair):
     for run in (file, link, circle):
         assert record_of(study, run).status == "waiting"
     assert (study.ended, study.expected) == (3, 6)
-    sound(study)
+    describe_checked(study)
 
 
 def test_moved_sweep_gives_the_same_study(pair, tmp_path):
@@ -543,7 +528,7 @@ def test_run_under_another_label_is_found_by_its_id(pair, victim):
     folder.rename(folder.with_name(f"renamed-{victim.id}"))
     study = pair.study()
     assert study.is_complete
-    assert sound(study)["gaps"][0]["n"] == 3
+    assert describe_checked(study).gaps[0].n == 3
 
 
 def test_folder_without_a_sweep_is_a_user_error(tmp_path, pair):
@@ -591,7 +576,7 @@ def test_arm_without_chosen_rate_is_listed_as_waiting(cached_world):
     assert [(entry.rate, len(entry.records)) for entry in study.entries] == [(None, 0)] * 2
     assert study.expected == 2 * (5 * 2 + 2)  # the final runs are waited for, too
     assert not study.is_complete
-    sound(study)
+    describe_checked(study)
 
 
 def test_course_that_was_changed_is_not_shown(tmp_path, capsys):
