@@ -219,7 +219,7 @@ def test_cached_tensors():
 def test_full_cache_is_rejected():
     layer, cache = random_layer("separate"), Cache(4)
     layer(stream(3), cache=cache)
-    with pytest.raises(ValueError, match="holds 4 positions"):
+    with pytest.raises(ValueError, match="has 4 positions, 5 are needed"):
         layer(stream(2), cache=cache)
 
 
@@ -233,7 +233,7 @@ def test_static_scores_reject_longer_sequences():
 @pytest.mark.parametrize(
     ("qk", "ov", "other", "reason"),
     [
-        ("shared", "grouped", {}, "shared keys are the queries"),
+        ("shared", "grouped", {}, "shared keys are also the queries"),
         ("merged", "separate", {"position": "rope"}, "one W cannot be"),
         ("symmetric", "separate", {"position": "rope"}, "one W cannot be"),
         ("reassociated", "separate", {"position": "rope"}, "leaves no queries and keys of d_head"),
@@ -254,7 +254,7 @@ def test_static_scores_reject_longer_sequences():
         ("uniform", "separate", {"norm": "unit_keys"}, "no keys to normalize"),
         ("static", "separate", {"kernel": "flash"}, "flash needs queries and keys"),
         ("uniform", "separate", {"kernel": "flash"}, "flash needs queries and keys"),
-        ("uniform", "separate", {"kernel": "efficient"}, "efficient multiplies queries"),
+        ("uniform", "separate", {"kernel": "efficient"}, "efficient needs queries"),
     ],
 )
 def test_unsupported_combinations_are_explained(qk, ov, other, reason):

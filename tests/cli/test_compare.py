@@ -121,15 +121,15 @@ def test_a_run_beside_itself_differs_in_nothing(qkablate, runs):
     assert qkablate("compare", runs[0].name, runs[0].name).code == 0
 
 
-def test_a_run_is_found_by_its_folder_name_or_id(qkablate, runs, trained):
+def test_a_run_is_found_by_its_folder_name_or_id(qkablate, runs, finished):
     one, _, other = runs
     whole = compared(qkablate, one, other)
     ids = [folder.name.rpartition("-")[2] for folder in (one, other)]
     for words in ([one.name, other.name], ids, ["standard-d16-h2-s0", "no_q"], [ids[0][:6], "no"]):
         assert compared(qkablate, *words) == whole
-    there = compared(qkablate, *ids, f"out={trained}")
+    there = compared(qkablate, *ids, f"out={finished}")
     assert there == whole
-    assert compared(qkablate, f"out={trained}", *ids) == whole
+    assert compared(qkablate, f"out={finished}", *ids) == whole
 
 
 @pytest.mark.parametrize("how", ["no result", "half a result", "no metrics", "no environment"])

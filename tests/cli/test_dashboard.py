@@ -176,7 +176,7 @@ def test_a_view_for_each_project_and_a_new_one_for_what_was_deleted(sweep):
         assert f"?nw={one[3:-2]} is gone or cannot be read: a new view was saved" in done.stderr
         (again,) = {*server.views} - {other}
         server.views[again]["spec"] = '{"section": 3}'
-        assert "cannot be read: this is a new one" in dashboard(**where).stderr
+        assert "cannot be read: a new view was saved" in dashboard(**where).stderr
         done = dashboard(**where)
         assert done.stdout.startswith("updated")
     kept = json.loads((sweep / "dashboard.json").read_text())["views"]
@@ -243,7 +243,7 @@ def test_a_dead_server(sweep):
 def test_an_address_that_is_none(sweep, url):
     done = dashboard(WANDB_BASE_URL=url)
     assert (done.returncode, done.stdout) == (2, "")
-    line = f"qkablate: WANDB_BASE_URL: '{url}' is no address of a server ("
+    line = f"qkablate: WANDB_BASE_URL: '{url}' is not the address of a server ("
     assert done.stderr.startswith(line)
     assert done.stderr.endswith("; --spec FILE needs no server\n")
     assert done.stderr.count("\n") == 1

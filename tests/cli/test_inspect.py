@@ -130,12 +130,12 @@ def test_other_layers(train, qkablate, tmp_path, words):
     run = train(tmp_path, *STEPS, *words)
     done = qkablate("inspect", str(run), f"data.cache={tmp_path / 'cache'}")
     assert (done.code, done.err) == (0, "")
-    told = {
-        "variant=static_scores": "B_h, what a head scores: no matrix, for the scores do not depend",
-        "variant=qk_norm": "B_h, what a head scores (the queries or keys are normalized, so the",
-        "variant=standard": "B_h, what a head scores (with rope, B_h is different at every dis",
+    expected = {
+        "variant=static_scores": "B_h, the scores of a head: no matrix, for the scores do not depend",
+        "variant=qk_norm": "B_h, the scores of a head (the queries or keys are normalized, so the",
+        "variant=standard": "B_h, the scores of a head (with rope, B_h is different at every dis",
     }
-    assert told.get(words[0], "M_h, what a head writes") in done.out
+    assert expected.get(words[0], "M_h, the output of a head") in done.out
 
 
 def test_a_task(qkablate, tmp_path):

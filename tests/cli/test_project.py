@@ -136,7 +136,7 @@ def test_without_the_run_from_scratch_its_command_is_told(qkablate, outputs):
     assert done.code == 0, done.err
     line = done.out.splitlines()[-1]
     assert line.startswith("  qkablate train variant=low_rank_w variant.rank=3 data=text seed=0 ")
-    assert "n = 1 seed: a number, and no verdict" in done.out
+    assert "n = 1 seed: no interval; pass several RUNs" in done.out
     again = shlex.split(line)[1:]
     assert qkablate(*again, "threads=1", "tracking.wandb=disabled").code == 0
     (one,) = projected(qkablate, *words)["runs"]
@@ -250,7 +250,7 @@ def test_a_text_that_is_not_prepared_is_read_only_where_the_user_says(
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2"]
     done = qkablate("project", *words)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert "data.path: what 'standard-d16-h2-s0-" in done.err
+    assert "data.path: the data of 'standard-d16-h2-s0-" in done.err
     assert f"data.path={text}" in done.err
     assert not (tmp_path / "home" / ".cache").exists()
     other = tmp_path / "other.txt"
@@ -288,7 +288,7 @@ def test_a_run_from_scratch_that_came_to_nothing_is_told(qkablate, outputs, stat
 def test_of_runs_from_scratch_at_several_rates_the_best_is_taken(qkablate, outputs):
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2"]
     done = qkablate("project", *words)
-    assert "no_q from scratch, seed 0: at rate 0.001 alone" in done.out
+    assert "no_q from scratch, seed 0: only learning rate 0.001" in done.out
     (folder,) = (outputs / "runs").glob("no_q-*")
     path = read_config(folder)["data"]["path"]
     same = [*SIZES, *LENGTH, "data=text", f"data.path={path}", "seed=0", "variant=no_q"]

@@ -89,8 +89,7 @@ def test_characters(qkablate, of_chars):
     assert missing.code == 2
     assert missing.out == ""
     assert missing.err == (
-        "qkablate: prompt: this run's tokenizer knows no 'Ä', '!', 'é', '\\t';"
-        " write prompt=TEXT without\n"
+        "qkablate: prompt: the tokenizer of this run does not know 'Ä', '!', 'é', '\\t'\n"
     )
 
 

@@ -254,7 +254,9 @@ def test_completion(qkablate, monkeypatch, tmp_path, shell):
     assert complete(qkablate, monkeypatch, "qkablate sw", shell) == ["sweep"]
     assert complete(qkablate, monkeypatch, "qkablate sweep sweep=qu", shell) == ["sweep=quick"]
     assert complete(qkablate, monkeypatch, "qkablate sweep control=fl", shell) == ["control=flops"]
-    (tmp_path / "outputs" / "sweeps" / "quick-0123456789ab").mkdir(parents=True)
+    folder = tmp_path / "outputs" / "sweeps" / "quick-0123456789ab"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
     offered = complete(qkablate, monkeypatch, "qkablate status ", shell)
     assert {"quick-0123456789ab", "--watch", "--json", "--csv"} <= set(offered)
     assert complete(qkablate, monkeypatch, "qkablate status qu", shell) == ["quick-0123456789ab"]

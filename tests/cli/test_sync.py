@@ -372,7 +372,9 @@ def test_an_address_that_is_none(url, recorded, qkablate, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", url)
     done = qkablate("sync")
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"qkablate: WANDB_BASE_URL: '{url}' is not the address of a server (")
+    assert done.err.startswith(
+        f"qkablate: WANDB_BASE_URL: '{url}' is not the address of a server ("
+    )
     assert done.err.count("\n") == 1
     assert qkablate("sync", "--dry-run").code == 0
 

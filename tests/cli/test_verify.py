@@ -114,8 +114,8 @@ def test_the_table(qkablate):
     [
         (["model.d_model=8192"], "would take many minutes"),
         (["model=300m"], "to decompose 26 variants at d 1,024 would take many minutes"),
-        (["model.context=1"], "model.context: what is checked needs 2 or more"),
-        (["variant=uniform", "attention.kernel=flash"], "there are none"),
+        (["model.context=1"], "model.context: the checks need 2 or more"),
+        (["variant=uniform", "attention.kernel=flash"], "this variant has none"),
     ],
 )
 def test_what_cannot_be_checked(qkablate, words, says):
@@ -129,7 +129,7 @@ def test_what_is_refused_is_left_out_and_not_proposed(qkablate):
     words = (*SMALL, "model.position=rope")
     done = qkablate("verify", "variant=standard,merged_w,no_k", *words)
     assert done.code == 0
-    assert "left out: variant: merged_w is refused" in done.err
+    assert "left out: variant: merged_w is not supported" in done.err
     assert "Next\n  qkablate train variant=no_k model.d_model=16" in done.out
     none = qkablate("verify", "variant=merged_w,symmetric_w", *words)
     assert (none.code, none.out) == (2, "")

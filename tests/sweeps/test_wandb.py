@@ -95,8 +95,8 @@ def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home):
         assert not any("gap" in name for name in recorded(path)[0].summary)  # a gap needs two runs
     (apart,) = told("results", folder, "--format")["function_distance"]
     distances = table(folder, "distances")
-    assert len(distances) == len(apart["apart"]) == 3  # two arms, and another seed
-    for row, one in zip(distances, apart["apart"], strict=True):
+    assert len(distances) == len(apart["distances"]) == 3  # two arms, and another seed
+    for row, one in zip(distances, apart["distances"], strict=True):
         assert (row["baseline"], row["positions"]) == (apart["baseline"], apart["positions"])
         assert (row["nats"], [row["low"], row["high"]]) == (
             one["end"],
@@ -181,7 +181,7 @@ main(sys.argv[1:])
     ("broken", "said"),
     [
         ("sys.modules['jinja2'] = None", "this needs jinja2, of the extra 'report'"),
-        ("import qkablate.report.page as p; p.page = lambda *_: 1 / 0", "division by zero"),
+        ("import qkablate.report.page as p; p.render_page = lambda *_: 1 / 0", "division by zero"),
     ],
 )
 def test_table_is_logged_even_if_the_report_fails(broken, said, words, tmp_path):

@@ -517,7 +517,9 @@ class _Command:
         GlobalHydra.instance().clear()  # of a command that was too late
         try:
             with (
-                mock.patch("qkablate.training.session.train_run", side_effect=Stopped(signal.SIGTERM)),
+                mock.patch(
+                    "qkablate.training.session.train_run", side_effect=Stopped(signal.SIGTERM)
+                ),
                 mock.patch("qkablate.cli.launch.run_sweep", return_value=_BEGAN),
                 mock.patch("qkablate.cli.launch.show_plan", return_value=0),
             ):

@@ -50,7 +50,11 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
         "data": (
             8,
             [
-                *((corpus, "_prepare"), (corpus, "load_corpus"), (document_store.DocumentStore, "fill")),
+                *(
+                    (corpus, "_prepare"),
+                    (corpus, "load_corpus"),
+                    (document_store.DocumentStore, "fill"),
+                ),
                 *((preparing, "_divided"), (preparing._Writer, "write"), (corpus, "_digest")),
             ],
         ),
@@ -67,7 +71,10 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
                 *((safetensors.torch, "save_file"), (torch, "save"), (checkpoint, "keep_newest")),
             ],
         ),
-        "resuming": (3, [(checkpoint, "load_newest"), (checkpoint, "load"), (hardware, "configure_process")]),
+        "resuming": (
+            3,
+            [(checkpoint, "load_newest"), (checkpoint, "load"), (hardware, "configure_process")],
+        ),
         "result": (
             3,
             [(result, "publish"), (records, "name_exclusively"), (result, "write_json_once")],

@@ -64,7 +64,9 @@ def _poisoned(chance: random.Random, out: Path, words: list[str]) -> tuple[str, 
             if where != "loss":
                 return original(self, at)
             loss = self.train_step.training_loss
-            with mock.patch.object(self.train_step, "training_loss", lambda *given: loss(*given) * bad):
+            with mock.patch.object(
+                self.train_step, "training_loss", lambda *given: loss(*given) * bad
+            ):
                 return original(self, at)
         finally:
             if handle is not None:

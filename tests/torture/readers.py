@@ -175,7 +175,9 @@ def readers(folder: Path) -> dict[str, Reader]:
         "metrics.jsonl, heads": Reader(
             cut / "metrics.jsonl", lambda: read_head_rows(cut, MEASURES, 9), ()
         ),
-        "predictions": Reader(predicted, lambda: predictions.read_predictions(predicted), (ValueError,)),
+        "predictions": Reader(
+            predicted, lambda: predictions.read_predictions(predicted), (ValueError,)
+        ),
         "example": Reader(kept, lambda: attention_map.read_attention_map(kept), (ValueError,)),
         "predictions, results": Reader(predicted, results, ()),
         "metrics.jsonl, status": Reader(cut / "metrics.jsonl", status, ()),
@@ -209,7 +211,9 @@ def readers(folder: Path) -> dict[str, Reader]:
         "lease": Reader(max(run.glob("lease/0*")), lambda: lease.LeaseObserver().observe(run), ()),
         "claim": Reader(claim, lambda: load_claim(str(claim)), refused),
         **{
-            f"prepared {name}": Reader(prepared / name, lambda: corpus.load_corpus(prepared), refused)
+            f"prepared {name}": Reader(
+                prepared / name, lambda: corpus.load_corpus(prepared), refused
+            )
             for name in ("manifest.json", "tokenizer.json", "train.bin")
         },
         **_texts(folder / "texts"),

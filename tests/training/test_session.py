@@ -357,9 +357,7 @@ def test_nothing_is_written_after_losing_the_lease(
 
     left: dict[Path, bytes] = {}
     monkeypatch.setattr(lease, "HEARTBEAT", 1000.0)
-    monkeypatch.setattr(
-        lease, "_where_locks_hold", lambda descriptor: {"boot": kernel, "device": 1}
-    )
+    monkeypatch.setattr(lease, "_lock_scope", lambda descriptor: {"boot": kernel, "device": 1})
     monkeypatch.setattr(session, "train_run", run)
     monkeypatch.setattr(Trainer, "_step", step)
     monkeypatch.setattr(Trainer, "evaluate", evaluate)

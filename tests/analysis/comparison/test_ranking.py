@@ -194,8 +194,8 @@ def test_fronts_are_pareto_optimal(cached_world):
             if len({price for price, *_ in points.values()}) == 1:
                 assert cost not in found
                 continue
-            assert {row.arm for row in found[cost]["arms"]} == {*points}
-            for row in found[cost]["arms"]:
+            assert {row.arm for row in found[cost].arms} == {*points}
+            for row in found[cost].arms:
                 price, mean, entry = points[row.arm]
                 assert (row.cost, row.mean) == (price, pytest.approx(mean))
                 beaters = [

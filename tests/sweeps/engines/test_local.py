@@ -12,7 +12,7 @@ from qkablate.sweeps.engines import local
 
 multiprocessing.set_forkserver_preload(local.PRELOADED)
 resource_tracker.ensure_running()
-with local._deaf():
+with local.blocked_signals():
     forkserver.ensure_running()
 os.kill(forkserver._forkserver._forkserver_pid, signal.Signals[sys.argv[1]])  # it imports torch yet
 process = multiprocessing.get_context("forkserver").Process(target=print, args=("started",))

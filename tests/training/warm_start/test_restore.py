@@ -277,7 +277,7 @@ def test_circuit_file_is_imported_only_if_given(train, tmp_path):
     with pytest.raises(UserError, match="cannot read"):
         restore(run, variant_file=str(tmp_path / "nowhere" / "mine.py"))
     renamed = Path(shutil.copy(file, tmp_path / "yours.py"))
-    with pytest.raises(UserError, match=r"is not called 'mine\.py'"):
+    with pytest.raises(UserError, match=r"must have the name of the circuit, 'mine\.py'"):
         restore(run, variant_file=str(renamed))
     assert not journal.exists()
     file.rename(other)  # what counts is what is in it
