@@ -4,7 +4,7 @@
     python scripts/bench.py --only variants --variants merged_w,no_q
     make bench NANOGPT=~/src/nanoGPT      # beside nanoGPT: one run, and a sweep
 
-Everything that is compared takes turns in one process; the tables show medians, with the goal below.
+Everything that is compared takes turns in one process; tables show medians and goals.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What all tests share: a quiet home, tiny runs, the command here or in its own process."""
+"""Shared fixtures: a private home folder, tiny runs, the command here or in another process."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ TINY = [
 
 @dataclass
 class Done:
-    """How a command ended."""
+    """Outcome of a command."""
 
     code: int
     out: str
@@ -53,7 +53,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Some 40 kB of text with something to learn in it."""
+    """Return some 40 kB of text with learnable structure."""
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs", "who", "ran"]
     choice = np.random.default_rng(0).integers(len(words), size=9000)
     path = tmp_path / "corpus.txt"
@@ -63,7 +63,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path: Path, text: Path) -> list[str]:
-    """The overrides of a run of half a second."""
+    """Return the overrides of a run of half a second."""
     data = [f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
     return [*TINY, "data=text", *data, f"out={tmp_path / 'outputs'}"]
 
@@ -87,7 +87,7 @@ def train() -> Callable[..., Path]:
 
 @pytest.fixture
 def qkablate(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """The command, in this process."""
+    """Run the command in this process."""
 
     def run(*words: str) -> Done:
         capfd.readouterr()
@@ -101,13 +101,13 @@ def qkablate(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
 
 @pytest.fixture
 def program() -> list[str]:
-    """What is typed before the words of the command."""
+    """Return the words that start the command as a separate process."""
     return [sys.executable, "-m", "qkablate"]
 
 
 @pytest.fixture
 def spawn(program: list[str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """The command, in a process of its own."""
+    """Start the command in a separate process."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*words: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -128,10 +128,10 @@ def spawn(program: list[str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 @pytest.fixture
 def largest():
-    """A context that knows how many numbers the largest tensor has that was made in it."""
+    """Return a context that records the size of the largest tensor created in it."""
 
     class Largest(TorchDispatchMode):
-        """How many numbers the largest tensor has that anything makes."""
+        """Size of the largest tensor created in a context."""
 
         numbers = 0
 

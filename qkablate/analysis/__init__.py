@@ -1,1 +1,1 @@
-"""What runs say, and how sure one can be. Reads folders; knows neither torch nor training."""
+"""Analysis of run folders: comparisons, claims and their uncertainty, without torch."""

@@ -58,7 +58,7 @@ class Sample:
 
     @property
     def _is_constant(self) -> bool:
-        """Whether all numbers are equal, as for identical arms: rounding must not spread them."""
+        """True if all numbers are equal, as for identical arms: rounding must not spread them."""
         return len({*self.values}) == 1
 
     def interval(self, level: float = 1 - ALPHA) -> Interval | None:

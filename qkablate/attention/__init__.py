@@ -3,17 +3,8 @@
 from qkablate.attention.layer import Attention, Cache
 from qkablate.attention.ov import OV, OV_CIRCUITS
 from qkablate.attention.qk import QK, QK_CIRCUITS
-from qkablate.attention.spec import (
-    Draw,
-    Spec,
-    UnsupportedCombination,
-    by_head,
-    matrix,
-    project,
-    side_by_side,
-    split_heads,
-    vector,
-)
+from qkablate.attention.spec import Draw, Spec, UnsupportedCombination
+from qkablate.attention.tensors import by_head, matrix, project, side_by_side, split_heads, vector
 
 __all__ = [
     "OV",

@@ -6,22 +6,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from qkablate.attention.kernels.dispatch import (
-    Shapes,
-    attend,
-    causal_mask,
-    choose_kernel,
-    unsupported_reason,
-)
-from qkablate.attention.modifiers import (
-    NORMS,
-    POSITIONS,
-    QKNorm,
-    UnitKeys,
-    alibi,
-    check_rope,
-    rotate,
-)
+from qkablate.attention.kernels import dispatch
+from qkablate.attention.kernels.dispatch import attend, causal_mask
+from qkablate.attention.modifiers import NORMS, QKNorm, UnitKeys, alibi, check_rope, rotate
 from qkablate.attention.ov import OV
 from qkablate.attention.qk import QK
 from qkablate.attention.spec import Spec, UnsupportedCombination
@@ -76,7 +63,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         assert norm in NORMS
-        assert position in POSITIONS
+        assert position in ("none", "alibi", "rope")
         # A norm removes the scale of the weights, so they get the matched initialization.
         self.qk = qk(spec if norm == "none" else dataclasses.replace(spec, init="matched"))
         self.ov = ov(spec, self.qk)
@@ -88,7 +75,7 @@ class Attention(nn.Module):
         if position == "rope":
             check_rope(self.qk)
         learned_bias = type(self.qk).score_bias is not QK.score_bias
-        shapes = Shapes(
+        shapes = dispatch.Shapes(
             heads=spec.heads,
             key_heads=self.qk.key_heads,
             value_heads=self.ov.value_heads,
@@ -101,9 +88,9 @@ class Attention(nn.Module):
             learned_bias=learned_bias,
             context=spec.context or 0,
         )
-        if reason := unsupported_reason(kernel, shapes):
+        if reason := dispatch.unsupported_reason(kernel, shapes):
             raise UnsupportedCombination(f"attention.kernel={kernel}: {reason}")
-        self.kernel = choose_kernel(shapes) if kernel == "auto" else kernel
+        self.kernel = dispatch.choose_kernel(shapes) if kernel == "auto" else kernel
 
     def forward(
         self,
@@ -135,7 +122,7 @@ class Attention(nn.Module):
             scale=self.scale,
             causal=causal and first == 0,
             kernel=kernel,
-            score_bias=self._score_bias(q_BHTE, first, v_BGSV.shape[2], causal, is_self),
+            bias=self._score_bias(q_BHTE, first, v_BGSV.shape[2], causal, is_self),
             dropout=self.dropout if self.training else 0.0,
         )
         return self.ov.write(o_BHTV)
@@ -161,7 +148,7 @@ class Attention(nn.Module):
             scale=self.scale,
             causal=causal,
             kernel="static" if self.kernel == "static" else "folded",
-            score_bias=bias,
+            bias=bias,
         )
 
     def scores(self, x_BTD: Tensor, y_BSD: Tensor | None = None, *, causal: bool = True) -> Tensor:

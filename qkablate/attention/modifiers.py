@@ -9,7 +9,6 @@ from qkablate.attention.qk import QK
 from qkablate.attention.spec import Circuit, Spec, UnsupportedCombination
 
 NORMS = ("none", "qk", "unit_keys")
-POSITIONS = ("none", "alibi", "rope")
 
 
 class QKNorm(Circuit):

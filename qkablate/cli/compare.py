@@ -2,10 +2,11 @@
 
 import dataclasses
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import Parser, take_out
 from qkablate.errors import UserError, sanitize
+from qkablate.runs.records import is_number
 from qkablate.table import format_short, print_json, print_next_commands, print_table
 
 if TYPE_CHECKING:
@@ -44,42 +45,37 @@ def main(argv: list[str]) -> int:
     from qkablate.analysis.comparison.two_runs import compare_runs
     from qkablate.runs.run import find_run
 
-    found = compare_runs(*(find_run(word, out) for word in words))
+    comparison = compare_runs(*(find_run(word, out) for word in words))
     with suppress(BrokenPipeError):
         if args.json:
-            print_json(dataclasses.asdict(found))
+            print_json(dataclasses.asdict(comparison))
         else:
-            _print(found)
+            _print(comparison)
     return 0
 
 
-def _print(found: "RunComparison") -> None:
-    rows = [["status", *found.status, ""]]
-    for split, losses in found.loss.items():
-        gap = found.gap.get(split)
-        told = "" if gap is None else f"{gap:+.4f} ({found.perplexity_percent[split]:+.2f} %)"
-        rows.append([f"{split} loss", *map(_loss, losses), told])
-    for key, what in (("params", "parameters"), ("flops_per_token", "FLOPs/token")):
-        one, other = getattr(found, key)
-        ratio = f"× {one / other:.3f}" if _is_number(one) and _is_number(other) and other else ""
-        rows.append([what, *(format_short(v) if _is_number(v) else "–" for v in (one, other)), ratio])
-    head = ["", *found.runs, "gap"]
-    print_table(head, [[*map(sanitize, row)] for row in rows])
-    if found.val_gap:
-        told = "  ".join(f"{format_short(row.tokens)}: {row.gap:+.4f}" for row in found.val_gap)
-        print(f"\nvalidation gap by tokens  {told}")
-    for title, differing in (("they differ in", found.differ), ("and in", found.unlike)):
-        for key, (one, other) in differing.items():
-            print(sanitize(f"{title:<15} {key}: {one} · {other}"))
-    if not found.paired:
-        print("\nno pair: other seeds, or other data; the gap is between more than two arms")
-    print("\none pair is a number, and no verdict; a sweep over seeds makes a comparison")
+def _print(comparison: "RunComparison") -> None:
+    rows = [["status", *comparison.status, ""]]
+    for split, losses in comparison.loss.items():
+        gap, percent = comparison.gap.get(split), comparison.perplexity_percent.get(split)
+        text = "" if gap is None else f"{gap:+.4f} ({percent:+.2f} %)"
+        rows.append([f"{split} loss", *map(_format_loss, losses), text])
+    for key, label in (("params", "parameters"), ("flops_per_token", "FLOPs/token")):
+        first, second = values = getattr(comparison, key)
+        ratio = f"× {first / second:.3f}" if all(map(is_number, values)) and second else ""
+        rows.append([label, *(format_short(v) if is_number(v) else "–" for v in values), ratio])
+    print_table(["", *comparison.runs, "gap"], [[*map(sanitize, row)] for row in rows])
+    if comparison.val_gap:
+        gaps = (f"{format_short(row.tokens)}: {row.gap:+.4f}" for row in comparison.val_gap)
+        print(f"\nvalidation gap by tokens  {'  '.join(gaps)}")
+    for title, differing in (("they differ in", comparison.differ), ("and in", comparison.unlike)):
+        for key, (first, second) in differing.items():
+            print(sanitize(f"{title:<15} {key}: {first} · {second}"))
+    if not comparison.paired:
+        print("\nnot a pair: their seeds or data differ, which affects the gap, too")
+    print("\none pair gives a number, not a verdict; a sweep over several seeds gives a comparison")
     print_next_commands(["sweep", "--help"])
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _loss(value: Any) -> str:
-    return f"{value:.4f}" if _is_number(value) else "–"
+def _format_loss(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

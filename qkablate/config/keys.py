@@ -1,4 +1,4 @@
-"""What a config key means: its default, help, bounds, choices and roles stand beside its field."""
+"""Declaration of config keys: default, help, bounds, choices and roles, beside the field."""
 
 import copy
 import dataclasses
@@ -14,7 +14,7 @@ BIG = 2**53  # the largest integer that every reader of JSON keeps exact
 
 
 class Role(enum.Flag):
-    """What a key is part of. Every key has a role; most have several."""
+    """Role of a key: what it is part of. Every key has a role; most have several."""
 
     IDENTITY = enum.auto()  # the value is hashed into the run's id
     CONTENT = enum.auto()  # the id hashes what it leads to: fingerprint, file, resolved kernel

@@ -218,7 +218,7 @@ class SeedsConfig:
 
 @dataclass
 class DiagnosticsConfig:
-    """What is recorded of circuits, attention and predictions while a run trains."""
+    """Recording of circuits, attention and predictions during training."""
 
     every: int | str = key(
         "auto",
@@ -231,7 +231,7 @@ class DiagnosticsConfig:
 
 @dataclass
 class TrackingConfig:
-    """What is logged, and where in W&B."""
+    """Logging, and the run's place in W&B."""
 
     wandb: str = key(
         "auto",

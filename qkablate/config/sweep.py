@@ -13,7 +13,7 @@ _SLURM = ("slurm",)
 
 @dataclass
 class ControlConfig:
-    """What every arm has as much of as its baseline, and what is adjusted for it."""
+    """Quantity that every arm shares with its baseline, and the key that is adjusted for it."""
 
     match: str = key(
         "none",
@@ -64,7 +64,7 @@ class GridConfig:
 
 @dataclass
 class EngineConfig:
-    """Where the runs are trained. A key that the engine does not have stays empty."""
+    """Engine that trains the runs. A key that the engine does not have stays empty."""
 
     name: str = key("local", "where runs are trained; choose it with engine=…", Role.LAUNCH)
     partition: str | None = key(None, "null: the cluster's default", Role.LAUNCH, used_by=_SLURM)
@@ -78,7 +78,7 @@ class EngineConfig:
     )
     grace: int | None = key(
         None,
-        "seconds before its end at which a job is told so",
+        "seconds before the time limit at which a job is signaled",
         Role.LAUNCH,
         bounds=(1, 24 * 3600),
         used_by=_SLURM,

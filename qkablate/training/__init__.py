@@ -1,1 +1,1 @@
-"""One road from a frozen config to a result."""
+"""Training: from a frozen config to a result."""

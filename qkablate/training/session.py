@@ -291,6 +291,7 @@ def _load_device(plan: RunPlan, ranks: Ranks) -> str:
 
 
 def build_initial_model(plan: RunPlan, resumed: checkpoint.Checkpoint | None, device: str) -> Model:
+    """Return the model on its device, with initial weights or those of a checkpoint."""
     model = plan.build().to_empty(device="cpu" if resumed is None else device)
     if resumed is None:
         return model.init_(plan.config.seeds.init).to(device)

@@ -17,7 +17,7 @@ from qkablate.randomness import derive_key
 
 # Importing these modules registers their checks, in this order.
 from qkablate.verify import layers  # isort: skip
-from qkablate.verify import twins, factors, gauge, symmetry, theorems  # isort: skip
+from qkablate.verify import twins, factors, gauge, theorems  # isort: skip
 from qkablate.verify.check import CHECKS, Check, Deviation
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "random_stream",
     "randomize_layer",
     "record_inputs",
-    "symmetry",
     "theorems",
     "twins",
     "verify",

@@ -1,4 +1,4 @@
-"""Checks of circuits that are products of factors: gradients, norms, biases, order of matmuls.
+"""Checks of products of factors: gradients, norms, biases, order of matmuls.
 
 Shape suffixes as in qkablate/attention/qk/base.py.
 """
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from qkablate.attention import Attention
 from qkablate.attention.ov.factored import SeparateOV
-from qkablate.attention.projection import convert as circuits
+from qkablate.attention.projection import project as circuits
 from qkablate.attention.qk.factored import LowRankQK, ReassociatedQK, SeparateQK, WideQK
 from qkablate.attention.qk.merged import MergedQK
-from qkablate.attention.spec import by_head, truncated_svd
+from qkablate.attention.tensors import by_head, truncated_svd
 from qkablate.verify.check import Deviation, check, largest, max_violation, probe_loss, rel_diff
 
 STANDARD_FAMILY = (SeparateQK, LowRankQK, WideQK, ReassociatedQK)

@@ -8,9 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qkablate.attention import Attention, Cache
 from qkablate.attention.kernels.dispatch import attend
-from qkablate.attention.projection import convert as circuits
+from qkablate.attention.projection import project as circuits
 from qkablate.attention.qk.merged import MergedQK
-from qkablate.attention.qk.no_content import Uniform
+from qkablate.attention.qk.unprojected import Uniform
 from qkablate.models.cost import compute_attention_cost
 from qkablate.verify.check import (
     Deviation,

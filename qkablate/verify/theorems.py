@@ -63,10 +63,8 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     length = x_BTD.shape[1]
     shift_TS = random_numbers(x_BTD, length, 1).expand(-1, length)
     shifted_BHTV, plain_BHTV = (
-        attend(
-            q_BHTE, k_BGSE, v_BGSV, scale=1, causal=True, kernel=layer.kernel, score_bias=score_bias
-        )
-        for score_bias in (shift_TS, None)
+        attend(q_BHTE, k_BGSE, v_BGSV, scale=1, causal=True, kernel=layer.kernel, bias=bias)
+        for bias in (shift_TS, None)
     )
     return Deviation(rel_diff(shifted_BHTV, plain_BHTV), length=x_BTD.shape[-1])
 

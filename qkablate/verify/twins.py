@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from qkablate.attention import Attention
-from qkablate.attention.ov.factored import GroupedOV, SeparateOV
-from qkablate.attention.ov.merged import MergedOV
+from qkablate.attention.ov.factored import GroupedOV, MergedOV, SeparateOV
 from qkablate.attention.ov.unprojected import NoO
 from qkablate.attention.qk.factored import (
     CollaborativeQK,

@@ -1,9 +1,8 @@
-"""Studies whose truth is known: how often the statistics of `analysis` are wrong, and how often
-they find what is there. Gaps are normal, and every study is judged by the code that judges real
-ones. `python tests/analysis/simulation.py` prints the table, in some three minutes;
-`test_simulation.py` holds it to what is promised.
+"""Studies with a known truth: how often the statistics of `analysis` err, and their power.
 
-Lengths are in margins: a truth of 1 is a mean gap of one margin, a spread of 1 as wide a one.
+Gaps are normal, and every study is judged by the code that judges real ones.
+`python -m tests.analysis.simulation` prints the table in some three minutes;
+`test_simulation.py` compares it with what is promised. Lengths are in units of the margin.
 """
 
 import math
@@ -52,7 +51,7 @@ FOUR = (
 
 @dataclass(frozen=True)
 class Rate:
-    """Of so many studies."""
+    """Rate over a number of studies."""
 
     hits: int
     studies: int
@@ -61,7 +60,7 @@ class Rate:
         return self.hits / self.studies
 
     def error(self, at: float | None = None) -> float:
-        """The standard error, were the true rate this."""
+        """Return the standard error, for the measured rate or a given one."""
         rate = float(self) if at is None else at
         return math.sqrt(max(rate * (1 - rate), 1 / self.studies) / self.studies)
 
@@ -74,8 +73,9 @@ def rate(hits: Sequence[bool]) -> Rate:
 
 
 def untrue(kind: str, truth: float) -> set[str]:
-    """The words that are wrong of one part. At the edge itself, inside and outside are both wrong:
-    that is where errors are the most frequent.
+    """Return the verdicts that are wrong about one part.
+
+    At the margin itself both sides are wrong, since errors are most frequent there.
     """
     inside, outside = {
         "noninferior": (truth <= 1, truth >= 1),
@@ -94,7 +94,7 @@ def untrue(kind: str, truth: float) -> set[str]:
 def normals(
     studies: int, n: int, *, parts: int = 1, correlation: float = 0.0, seed: int = 0
 ) -> Any:
-    """Standard normal gaps, [study, part, seed]; the parts of a seed hang together."""
+    """Return standard normal gaps [study, part, seed], correlated between the parts of a seed."""
     random = np.random.default_rng([seed, n, parts])
     shared = random.normal(size=(studies, 1, n))
     own = random.normal(size=(studies, parts, n))
@@ -110,13 +110,13 @@ def samples(truth: float, spread: float, n: int, studies: int = STUDIES) -> list
 
 
 def coverage(n: int, studies: int = STUDIES) -> Rate:
-    """Of the t interval of 95 %."""
+    """Return the coverage of the 95 % t interval."""
     found = [sample.interval() for sample in samples(1, 1, n, studies)]
     return rate([low <= MARGIN <= high for low, high in filter(None, found)])
 
 
 def bca_coverage(n: int, studies: int = STUDIES) -> Rate:
-    """Of the bootstrap's."""
+    """Return the coverage of the BCa bootstrap interval."""
     found = [sample.bca for sample in samples(1, 1, n, studies)]
     return rate([low <= MARGIN <= high for low, high in filter(None, found)])
 
@@ -124,7 +124,7 @@ def bca_coverage(n: int, studies: int = STUDIES) -> Rate:
 def band_coverage(
     n: int, readings: int = 12, correlation: float = 0.9, studies: int = STUDIES
 ) -> Rate:
-    """Of whole curves, each reading correlated with the one before."""
+    """Return the coverage of bands around whole curves with autocorrelated readings."""
     x_STN = normals(studies, n, parts=readings)
     for t in range(1, readings):
         fresh = math.sqrt(1 - correlation**2) * x_STN[:, t]
@@ -202,7 +202,7 @@ def _first_settled(kind: str, gaps: list[float], looks: Any) -> ClaimVerdict:
 
 
 def peeked(studies: int = STUDIES) -> Rate:
-    """What `spent` is for: true nulls that are rejected when one looks after each seed, 6 to 20."""
+    """Return the rate of false rejections when every n from 6 to 20 is a look at the full α."""
     return rate(
         [
             any((Sample(sample.values[:n]).p or 1) < ALPHA for n in range(6, 21))
@@ -212,8 +212,9 @@ def peeked(studies: int = STUDIES) -> Rate:
 
 
 def family(arms: int, correlation: float, n: int = 6, studies: int = STUDIES) -> Rate:
-    """Studies in which Holm lets any of some arms differ, and none does. A common baseline
-    correlates their gaps by a half.
+    """Return the rate of studies in which Holm finds a difference where there is none.
+
+    A common baseline correlates the gaps of the arms by one half.
     """
     x_SAN = normals(studies, n, parts=arms, correlation=correlation)
     return rate(
@@ -226,7 +227,7 @@ def family(arms: int, correlation: float, n: int = 6, studies: int = STUDIES) ->
 
 @dataclass(frozen=True)
 class Promise:
-    """How often something is found, as predicted from the true spread and as counted."""
+    """Predicted and counted frequency of a finding."""
 
     what: str
     promised: float
@@ -251,7 +252,7 @@ def _promise(
 
 
 def promises(n: int, studies: int = STUDIES) -> list[Promise]:
-    """Of the three powers, at effects which n seeds find now and then."""
+    """Return the power of three tests at effects of moderate power."""
     unit = 3 / math.sqrt(n)
     sd = MARGIN
 
@@ -271,7 +272,7 @@ def promises(n: int, studies: int = STUDIES) -> list[Promise]:
 
 
 def kept(kind: str, truth: float, spread: float, n: int) -> tuple[Promise, Promise]:
-    """What a part promises of itself: to be supported, and to be refuted."""
+    """Return the promised and the measured power of a part, to be supported and to be refuted."""
     found = [Part(kind, kind, MARGIN, one) for one in samples(truth, spread, n)]
     mean, sd = truth * MARGIN, spread * MARGIN
     return (
@@ -287,9 +288,7 @@ def kept(kind: str, truth: float, spread: float, n: int) -> tuple[Promise, Promi
 
 
 def enough(kind: str, truth: float, spread: float) -> tuple[int, Rate]:
-    """The seeds that are needed were a pilot study's mean and spread the true ones, and how many
-    studies of that size are settled.
-    """
+    """Return the seeds required by a pilot study, and the rate of decided studies with so many."""
     pilot = np.array([-1.0, 0.0, 1.0])
     values = MARGIN * (truth + spread * pilot)
     n = Part(kind, kind, MARGIN, Sample(tuple(map(float, values)))).seeds_needed()
@@ -300,7 +299,7 @@ def enough(kind: str, truth: float, spread: float) -> tuple[int, Rate]:
 
 
 def detected(n: int, studies: int = STUDIES) -> Promise:
-    """Of the effect that is said to be detectable."""
+    """Return the power at the effect that is called detectable."""
     effect = detectable_effect(MARGIN, n)
     assert effect is not None
 
@@ -315,7 +314,7 @@ def _line(label: str, cells: Sequence[object], width: int = 14) -> str:
 
 
 def _words(label: str, found: dict[str, Rate], wrong: set[str]) -> str:
-    """An asterisk marks the words that are errors."""
+    """Format the rates of all verdicts; an asterisk marks errors."""
     return _line(label, [f"{found[word]}{'*' if word in wrong else ' '}" for word in VERDICTS])
 
 

@@ -1,6 +1,7 @@
-"""What is promised of intervals, verdicts and power, counted in studies whose truth is known: see
-`simulation.py`, which prints it all. A rate may be three standard errors off; the draws are always
-the same.
+"""Promised error rates of intervals and verdicts, and their power, with a known truth.
+
+See `simulation.py`, which prints the table. A rate may be three standard errors off; the
+draws are always the same.
 """
 
 import math
@@ -43,7 +44,7 @@ def test_t_interval_holds_the_truth_in_95_of_100_studies(n):
 
 
 def test_bootstrap_does_not_with_six_numbers():
-    """That is why it decides nothing: 500 studies are enough to see it."""
+    """Show why the bootstrap decides nothing: 500 studies suffice to see its coverage."""
     found = simulation.bca_coverage(6, studies=500)
     assert float(found) + 3 * found.error() < float(simulation.coverage(6))
 
@@ -92,9 +93,7 @@ def test_family_wise_error_of_four_arms_is_controlled(correlation):
 
 @pytest.mark.slow
 def test_tests_would_notice():
-    """Errors come as often as they may where they are said to, so that a level which is twice too
-    high is seen; and looking all the time without `spent` is.
-    """
+    """Show that a level twice too high, or looks without spending α, would be noticed."""
     often = ALPHA - (at_most() - ALPHA)
     narrow, wide = (simulation.of_one("better", -1, spread) for spread in (0.25, 4))
     assert float(narrow[Verdict.SUPPORTED]) > often

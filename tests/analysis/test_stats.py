@@ -1,4 +1,4 @@
-"""What is said of n numbers, held against other libraries, published examples, and brute force."""
+"""Statistics of a sample against other libraries, published examples and brute force."""
 
 import itertools
 import math
@@ -48,9 +48,7 @@ def signs_by_brute_force(values):
 
 
 def bca_by_hand(values, resamples=20_000):
-    """Efron's interval (1987): bias from the share below the mean, acceleration from leaving one
-    out.
-    """
+    """Return Efron's BCa interval (1987), by bias and jackknife acceleration."""
     x = np.array(values)
     drawn_again = np.random.default_rng(1).choice(x, (resamples, len(x))).mean(1)
     ties = (drawn_again == x.mean()).mean() / 2
@@ -66,7 +64,7 @@ def bca_by_hand(values, resamples=20_000):
 
 
 def test_students_own_example():
-    """As R prints it: t = 4.0621, p = 0.002833, 95 percent: 0.7001142 2.4598858."""
+    """Compare with R: t = 4.0621, p = 0.002833, 95 percent: 0.7001142 2.4598858."""
     assert SLEEP.mean == pytest.approx(1.58)
     assert SLEEP.interval() == pytest.approx((0.7001142, 2.4598858), abs=1e-7)
     assert SLEEP.p == pytest.approx(0.002833, abs=1e-6)
@@ -259,9 +257,7 @@ def test_random_signs_never_say_impossible(n):
 
 @pytest.mark.parametrize(("comparisons", "n"), [(1, 6), (4, 8), (25, 10)])
 def test_signs_speak_from_six_eight_and_ten(comparisons, n):
-    """The clearest data there can be: all of one sign. One pair less, and not even they pass when
-    every comparison has them; with n, one such comparison passes beside any others.
-    """
+    """Take gaps of one sign, the clearest data possible: one pair less cannot pass Holm."""
     assert sign_flip_min_n(comparisons) == n
     fewer, enough = (Sample(tuple(map(float, range(1, m + 1)))).sign_flip for m in (n - 1, n))
     assert (fewer, enough) == (2 / 2 ** (n - 1), 2 / 2**n)
@@ -345,9 +341,7 @@ def test_power_equals_the_noncentral_t(n):
 
 
 def power_within_by_owen(mean, margin, sd, n, alpha=0.05):
-    """Owen's Q (1965): the chi density times the normal probability, up to the spread at which the
-    interval is as wide as the margins.
-    """
+    """Return the power by Owen's Q (1965): the χ density times the normal probability."""
     df, t = n - 1, stats.t.isf(alpha, n - 1)
     error = sd / math.sqrt(n)
     widest = margin / (t * error)
@@ -452,7 +446,7 @@ def test_more_seeds_detect_smaller_effects(sd, n, alpha):
 
 
 def found_by_halving(sd, n, alpha, power):
-    """The least effect with that power, by a search that knows of nothing else."""
+    """Return the smallest effect with that power, by bisection."""
     low, high = 0.0, 1e4 * sd
     for _ in range(200):
         middle = (low + high) / 2

@@ -6,18 +6,20 @@ each class. x and y are single tokens, h is a head; d, k, r as in the equations.
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def columns(a, name: str, n: int, width: int):
+def columns(a, name: str, n: int, width: int) -> Any:
     """Return the n-th `width` columns of a matrix or entries of a bias; 0 for a missing bias."""
     return a.p[name][..., n * width : (n + 1) * width] if name in a.p else 0.0
 
 
 def affine(a, x: Tensor, w: str, b: str, n: int, width: int) -> Tensor:
-    return x @ columns(a, w, n, width) + columns(a, b, n, width)
+    y: Tensor = x @ columns(a, w, n, width) + columns(a, b, n, width)
+    return y
 
 
 def head_slice(a, x: Tensor, h: int) -> Tensor:
@@ -29,11 +31,12 @@ def symmetric(a, x: Tensor, h: int) -> Tensor:
     """Return x W + u with W_ij = W_ji; the parameters are the triangle i ≤ j, row by row."""
     at = {pair: n for n, pair in enumerate((i, j) for i in range(a.d) for j in range(i, a.d))}
     mirrored = [[at[min(i, j), max(i, j)] for j in range(a.d)] for i in range(a.d)]
-    return x @ a.p["triangle"][h][torch.tensor(mirrored)] + columns(a, "u", h, a.d)
+    y: Tensor = x @ a.p["triangle"][h][torch.tensor(mirrored)] + columns(a, "u", h, a.d)
+    return y
 
 
 def group(a, h: int) -> int:
-    return h // (a.heads // a.groups)
+    return int(h // (a.heads // a.groups))
 
 
 def w_q(a, x: Tensor, h: int, width: int) -> Tensor:
@@ -97,14 +100,15 @@ def scale(name: str, a) -> float:
     """Return the scale of the scores, 1/√d_head by default."""
     if not a.matched:
         return {"CollaborativeQK": math.sqrt(a.heads / (a.r or 1))}.get(name, 1 / math.sqrt(a.k))
-    return {
+    factors: dict[str, float] = {
         "LowRankQK": 1 / math.sqrt(a.r or 1),
         "WideQK": 1 / math.sqrt(a.d),
         "CollaborativeQK": math.sqrt(a.heads / (a.r or 1)),
         "NoQ": a.length / math.sqrt(a.k),
         "NoK": a.length / math.sqrt(a.k),
         "NoQK": a.length**2 / math.sqrt(a.k),
-    }.get(name, 1 / math.sqrt(a.k))
+    }
+    return factors.get(name, 1 / math.sqrt(a.k))
 
 
 def normed(layer, name: str, a, query: Tensor, key: Tensor, h: int):
@@ -125,7 +129,7 @@ def normed(layer, name: str, a, query: Tensor, key: Tensor, h: int):
 def rotated(x: Tensor, position: int) -> Tensor:
     """Rotate the plane (a, a + E/2) by the angle position · 10000^(−2a/E)."""
     half = len(x) // 2
-    out = [None] * len(x)
+    out = [*x]
     for a in range(half):
         angle = position * 10000 ** (-2 * a / len(x))
         cos, sin = math.cos(angle), math.sin(angle)
@@ -134,7 +138,7 @@ def rotated(x: Tensor, position: int) -> Tensor:
     return torch.stack(out)
 
 
-def facts(circuit) -> SimpleNamespace:
+def facts(circuit) -> Any:
     spec = circuit.spec
     return SimpleNamespace(
         p=dict(circuit.named_parameters()),
@@ -162,13 +166,13 @@ def attention(layer, x_BTD: Tensor, y_BSD: Tensor | None, causal: bool) -> Tenso
 def one_sequence(layer, x_TD: Tensor, y_SD: Tensor, same: bool, causal: bool) -> Tensor:
     a, b = facts(layer.qk), facts(layer.ov)
     name, write = type(layer.qk).__name__, type(layer.ov).__name__
-    written = [0.0] * len(x_TD)
+    written: list[Any] = [0.0] * len(x_TD)
     for h in range(a.heads):
         content = name in QUERY
-        keys = [KEY[name](a, y, h) for y in y_SD] if content else [None] * len(y_SD)
+        keys: list[Any] = [KEY[name](a, y, h) for y in y_SD] if content else [None] * len(y_SD)
         values = [VALUE[write](b, y, h, key) for y, key in zip(y_SD, keys, strict=True)]
         for i, x in enumerate(x_TD):
-            query = QUERY[name](a, x, h) if content else None
+            query: Any = QUERY[name](a, x, h) if content else None
             visible = [j for j in range(len(y_SD)) if j <= i or not causal]
             if layer.mask_self and same and visible != [i]:
                 visible.remove(i)

@@ -1,9 +1,12 @@
 """Small attention layers with random values."""
 
+from typing import TypeVar
+
 import torch
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, Attention, Spec
 
+M = TypeVar("M", bound=torch.nn.Module)
 CONTEXT = 8
 # Pairs of circuits that interact more than others.
 CROSSED = [
@@ -30,7 +33,7 @@ def some_spec(d: int = 12, heads: int = 3, **other) -> Spec:
     return Spec(d, heads, **{"sigma": 0.2, "rank": 6, "groups": 1, "context": CONTEXT} | other)
 
 
-def randomized(module: torch.nn.Module, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+def randomized(module: M, dtype: torch.dtype = torch.float64) -> M:
     """Draw every parameter anew, biases and gains too."""
     torch.manual_seed(0)
     for parameter in module.to(dtype).parameters():

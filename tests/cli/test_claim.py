@@ -1,6 +1,4 @@
-"""`qkablate claim` as a user types it: from a file of one's own to a verdict, and what is said when
-it was edited, when it is not finished, and of mistakes.
-"""
+"""`qkablate claim` as a user types it: from a file to a verdict, with edits and mistakes."""
 
 import json
 import shutil
@@ -57,7 +55,7 @@ class Pretended:
 
     @staticmethod
     def by_gap(gap, spread=0.001):
-        """A loss with this gap for all arms but standard."""
+        """Return a loss with this gap for all arms but standard."""
 
         def loss(run):
             own = 0.0 if run.arm.startswith("standard") else gap + spread * (run.place % 2 - 0.5)
@@ -223,7 +221,7 @@ def test_an_edit_before_the_runs_is_none(claim, pretended, write):
 
 @pytest.mark.slow
 def test_an_edit_that_leaves_the_runs_behind_can_be_shown(claim, pretended, write):
-    """Of an arm that was not there yet nothing can be said, but that."""
+    """Report an arm that was absent before without an interval."""
     assert claim("run").code == 0
     arm = {"within": PART | {"arm": "shared_qk"}}
     write(grid={"variant": "standard,shared_qk"}, parts=arm)

@@ -256,7 +256,7 @@ def test_the_printed_command_of_the_other_side_works(qkablate, tiny):
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--cfg", "job"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_without_a_reader(spawn, monkeypatch, words, unbuffered):
-    """As in `qkablate --help | true`."""
+    """Exit quietly in `qkablate --help | true`."""
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     process = spawn(*words)
     process.stdout.close()

@@ -86,7 +86,7 @@ def test_a_pair_as_a_table(qkablate, runs):
     assert f"{gap:+.4f}" in test
     assert "they differ in  variant.name: no_q · standard" in done.out
     assert "no pair" not in done.out
-    assert "one pair is a number, and no verdict" in done.out
+    assert "one pair gives a number, not a verdict" in done.out
     assert "validation gap by tokens" in done.out
 
 
@@ -96,7 +96,7 @@ def test_other_seeds_are_no_pair(qkablate, runs):
     assert said["paired"] is False
     assert said["differ"]["seed"] == [0, 1]
     done = qkablate("compare", standard.name, other.name)
-    assert "no pair: other seeds, or other data" in done.out
+    assert "not a pair: their seeds or data differ" in done.out
     assert compared(qkablate, no_q.name, other.name)["paired"] is False
 
 

@@ -35,7 +35,7 @@ needs_workspaces = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The outputs of a small sweep, mirrored offline."""
+    """Return the outputs of a small sweep, recorded offline."""
     folder = tmp_path_factory.mktemp("dashboard")
     corpus = folder / "corpus.txt"
     corpus.write_text("the cat sat on the mat, ähnlich ∑\n" * 200, encoding="utf-8")
@@ -47,7 +47,7 @@ def finished(tmp_path_factory):
 
 
 def dashboard(*words, key=KEY, **variables):
-    """The command in a process of its own, without a terminal."""
+    """Run the command in a separate process without a terminal."""
     return subprocess.run(
         [sys.executable, "-m", "qkablate", "dashboard", *words],
         env={**os.environ, "WANDB_API_KEY": key, **variables},

@@ -131,7 +131,7 @@ def test_other_layers(train, qkablate, tmp_path, words):
     done = qkablate("inspect", str(run), f"data.cache={tmp_path / 'cache'}")
     assert (done.code, done.err) == (0, "")
     expected = {
-        "variant=static_scores": "B_h, the scores of a head: no matrix, for the scores do not depend",
+        "variant=static_scores": "B_h, the scores of a head: no matrix, for the scores",
         "variant=qk_norm": "B_h, the scores of a head (the queries or keys are normalized, so the",
         "variant=standard": "B_h, the scores of a head (with rope, B_h is different at every dis",
     }

@@ -29,21 +29,21 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def outputs(trained, tmp_path, monkeypatch):
-    """Where the data is prepared in the user's own cache."""
+    """Return outputs whose data is prepared in the user's own cache."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     shutil.copytree(trained.parent / "cache", tmp_path / "home" / ".cache" / "qkablate" / "data")
     return Path(shutil.copytree(trained, tmp_path / "outputs", symlinks=True))
 
 
 def reseal(folder, status, **changes):
-    """The run's result, as if it had ended so."""
+    """Rewrite a run's result with a valid checksum."""
     path = folder / "result.json"
     content = {k: v for k, v in json.loads(path.read_text()).items() if k != "sha256"}
     path.write_text(json.dumps(content | {"status": status} | changes))
 
 
 def reword(folder, **parts):
-    """The run's config with other values, as a stranger may hand it on."""
+    """Rewrite a run's config with other values, as an untrusted sender could."""
     config = read_config(folder)
     for part, values in parts.items():
         config[part] = config[part] | values if isinstance(values, dict) else values
@@ -154,7 +154,7 @@ def test_several_seeds_have_an_interval(qkablate, outputs):
     assert found["interval"][0] < found["mean"] < found["interval"][1]
     assert said["mean"]["training"]["test"]["n"] == 1  # of one seed there is none from scratch
     done = qkablate("project", *words)
-    assert "a number, and no verdict" not in done.out
+    assert "no interval; pass several RUNs" not in done.out
     assert "seed=1" in done.out.splitlines()[-1]
 
 

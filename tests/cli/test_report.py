@@ -1,6 +1,4 @@
-"""`qkablate report` as a user types it: a page, a text or pictures, of sweeps, claims and runs, and
-what is said of mistakes.
-"""
+"""`qkablate report` as a user types it: pages, text and charts of sweeps, claims and runs."""
 
 import json
 import re
@@ -35,7 +33,7 @@ def claim(outputs):
 
 @pytest.fixture
 def run_of(outputs):
-    """The folder of one run of the sweep."""
+    """Return the folder of one run of the sweep."""
 
     def find(variant, seed):
         (folder,) = outputs.glob(f"runs/{variant}-d16-h2-s{seed}-*")
@@ -46,7 +44,7 @@ def run_of(outputs):
 
 @pytest.fixture
 def text(qkablate, outputs, tmp_path):
-    """The report on what is named, as text."""
+    """Return the report as text."""
 
     def read(*words):
         done = qkablate("report", *map(str, words), "-o", "text.md")
@@ -63,7 +61,7 @@ def change(folder, **more):
 
 
 def written(done):
-    """The files that are told, each with its size."""
+    """Return the printed files with their sizes."""
     lines = done.out.partition("\nNext")[0].strip().splitlines()
     return [Path(line.rpartition("  ")[0]) for line in lines]
 
@@ -77,7 +75,7 @@ def chapters(text):
 
 
 def visible(page):
-    """What a reader sees, without the scripts."""
+    """Return the page as a reader sees it, without the scripts."""
     body = re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)
     return re.sub(r"<[^>]*>", " ", body)
 
@@ -352,7 +350,7 @@ def test_a_config_that_cannot_be_so_is_named_and_spoils_nothing(text, run_of, ol
 
 
 def test_a_run_that_has_just_begun_spoils_nothing(text, outputs, run_of):
-    """As a wildcard names it while a sweep is running."""
+    """Report on a wildcard that includes a run which has just started."""
     folder = outputs / "runs" / "no_q-d16-h2-s9-0123456789ab"
     with hold_lease(folder):
         told = text(folder, run_of("no_q", 1), run_of("standard", 1))

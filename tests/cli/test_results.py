@@ -245,7 +245,7 @@ def test_nothing_is_written(qkablate, outputs):
 
 @pytest.fixture
 def times(qkablate, tmp_path):
-    """What `cost --measure --json` prints, with times that are made up."""
+    """Return synthetic output of `cost --measure --json`."""
     sizes = [word for word in WORDS if word.startswith("model.")]
     done = qkablate("cost", "variant=standard,no_q,shared_qk", *sizes, "--json")
     rows = json.loads(done.out)

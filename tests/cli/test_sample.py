@@ -256,7 +256,7 @@ def test_text_comes_as_it_is_written(spawn, trained):
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away(spawn, trained):
-    """As in `qkablate sample RUN | head -c 9`."""
+    """Exit quietly in `qkablate sample RUN | head -c 9`."""
     process = spawn("sample", str(trained), "tokens=1000000000")
     assert len(process.stdout.read(9)) == 9
     process.stdout.close()

@@ -25,7 +25,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The outputs of a small sweep that has come to its end."""
+    """Return the outputs of a small finished sweep."""
     return run_in(tmp_path_factory.mktemp("status"), "sweep", *WORDS)
 
 
@@ -123,7 +123,7 @@ def test_mistakes(qkablate, sweep, words, line):
 
 
 def test_the_nearest_name_is_offered_for_how_it_begins(qkablate, sweep):
-    """As a user types it: the name without the id."""
+    """Accept what a user types: the name without the id."""
     assert "(nearest: small)" in qkablate("status", "smalll").err
 
 

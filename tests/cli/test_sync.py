@@ -63,7 +63,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def recorded(made, tmp_path, monkeypatch):
-    """A copy of these in `outputs`, and a key."""
+    """Copy the runs into `outputs`, and set a key."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     shutil.copytree(made, tmp_path / "outputs", symlinks=True)
     return tmp_path / "outputs"
@@ -81,7 +81,7 @@ def steps(server, run):
 
 
 def missing(server):
-    """What of the four runs is not there."""
+    """Return which of the four runs the server lacks."""
     return [id for id in IDS if id not in server.runs or {*steps(server, id)} != {*range(6)}]
 
 

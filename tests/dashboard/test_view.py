@@ -1,4 +1,4 @@
-"""What the W&B view of a sweep holds: its runs and no others, and no mean over what differs."""
+"""The W&B view of a sweep: its runs and no others, and no mean over different settings."""
 
 import base64
 import importlib.util
@@ -35,7 +35,7 @@ def composer():
 
 @pytest.fixture
 def manifest(tiny, composer):
-    """That of some words, nothing trained."""
+    """Return the manifest of these overrides, with nothing trained."""
 
     def make(*words):
         own = [word for word in tiny if not (set(words) & {"data=recall"} and word[:4] == "data")]
@@ -49,7 +49,7 @@ def manifest(tiny, composer):
 
 @pytest.fixture
 def spec(manifest):
-    """What is sent of a sweep's view."""
+    """Return what is sent for the view of a sweep."""
 
     def make(*words, entity="team"):
         return view_content(make_workspace(SweepState(manifest(*words)), entity, "ours"))

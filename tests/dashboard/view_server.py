@@ -7,8 +7,9 @@ from tests.tracking.wandb.fake_server import FakeServer
 
 
 class ViewServer(FakeServer):
-    """views: what was saved, by the name under which it is stored. refuses: an operation that it
-    answers with an error.
+    """A stand-in for W&B's server that stores saved views.
+
+    `views` holds them by name; `refused` names an operation that is answered with an error.
     """
 
     def __init__(self, refuses: str = "", **ways: Any) -> None:

@@ -38,8 +38,8 @@ def loss_of() -> Callable[..., float]:
 
     def loss(run: Any, truth: dict[str, float] = TRUTH) -> float:
         noise = random.Random(f"{run.arm} {run.changes}").gauss(0, 0.004)
-        rate = run.changes["optim.lr"] / 1e-3
-        shared = run.changes["seed"] % 10 / 7 + 0.1 * (rate - 1) ** 2 / rate
+        rate: float = run.changes["optim.lr"] / 1e-3
+        shared: float = run.changes["seed"] % 10 / 7 + 0.1 * (rate - 1) ** 2 / rate
         return 2.0 + shared + noise + truth.get(run.arm.split("-")[0], 0.0)
 
     return loss
@@ -77,14 +77,13 @@ def finished(made, loss_of, with_curves) -> Any:
 
 @pytest.fixture(scope="session")
 def section(finished, section_of) -> Section:
-    return section_of(finished)
+    result: Section = section_of(finished)
+    return result
 
 
 @pytest.fixture(scope="session")
 def claimed(corpus, tmp_path_factory) -> Callable[..., Section]:
-    """A section of the claim that no_q is no worse than standard by 0.01, and of runs with exactly
-    that gap; or of the same runs by a part that says something else, which is exploratory.
-    """
+    """Return the section of a claim that is supported, or of an exploratory one."""
     grid = {"variant": "standard,no_q"}
     frozen: list[Any] = []
 

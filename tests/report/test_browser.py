@@ -24,9 +24,7 @@ SWEEP = ("variant=standard,no_q,shared_qk", "model.d_model=16,32", "seed=range(4
 
 @pytest.fixture(scope="module")
 def browser():
-    """Headless; where there is none, the tests skip, unless the surroundings say that it must be
-    there.
-    """
+    """Return a headless browser; without one, skip unless QKABLATE_NEEDS_BROWSER is set."""
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         missing = f"no browser: none of {', '.join(BROWSERS)} is on the path"
@@ -62,7 +60,7 @@ def write(made, path):
 
 @pytest.fixture
 def address(cached_world, tmp_path):
-    """A report with something of everything: curves, a divergence, a failure with hostile words."""
+    """Return the address of a report with curves, a divergence and a failure with hostile words."""
     made = cached_world(*SWEEP)
     loss = losses(made.manifest)
     for number, run in enumerate(made.runs()):
@@ -79,9 +77,7 @@ def address(cached_world, tmp_path):
 
 @pytest.fixture
 def opened(browser):
-    """Open a page, and fail where it says anything to the console, asks for anything, or has a
-    script of a stranger run.
-    """
+    """Open a page; fail if it logs to the console, requests anything, or runs a foreign script."""
     contexts = []
     trouble: list[str] = []
 
@@ -109,7 +105,7 @@ def opened(browser):
 
 
 def brightness(shown) -> float:
-    """Of the page's upper left corner, from 0 to 255."""
+    """Return the brightness of the page's upper left corner, from 0 to 255."""
     png = shown.screenshot(clip={"x": 1, "y": 1, "width": 1, "height": 1})
     place, data = 8, b""
     while place < len(png):
@@ -120,7 +116,7 @@ def brightness(shown) -> float:
 
 
 def fits(shown) -> bool:
-    """Whether nothing makes the page itself scroll sideways."""
+    """Return whether nothing makes the page itself scroll sideways."""
     return shown.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 

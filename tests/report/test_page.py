@@ -1,6 +1,4 @@
-"""The page: one file that needs nothing else, runs nothing but its own, and repeats whatever names
-there are as words.
-"""
+"""The page is one file: it needs nothing else, runs only its own script, and escapes all names."""
 
 import base64
 import gzip
@@ -95,7 +93,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def full(made, loss_of, with_curves, section_of):
-    """A sweep with something of everything."""
+    """Return a sweep that uses every feature of the page."""
     return section_of(with_curves(made(*FULL).finish(loss_of)))
 
 
@@ -110,7 +108,7 @@ def parsed(written):
 
 
 def assert_sound(text, sections=1):
-    """What every page promises."""
+    """Check what every page promises."""
     found = Page(text)
     assert len({*found.ids}) == len(found.ids)
     assert len(found.all("article")) == len(found.all("h1")) == sections
@@ -302,7 +300,7 @@ def test_a_claim_is_told_with_its_verdict(claimed):
 
 @pytest.fixture
 def spoilt(cached_world, loss_of, with_curves):
-    """A sweep in whose folders everything that can hold words holds hostile ones."""
+    """Return a sweep in whose files every string is hostile."""
     made = cached_world("variant=standard,no_q", "seed=range(3)")
     made.finish(loss_of)
     for run in made.runs():

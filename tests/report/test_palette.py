@@ -30,7 +30,7 @@ def look_of(name, *others):
 
 
 def different(found):
-    """How many looks are told apart by colour, dash and shape, all three taken together."""
+    """Count the looks that differ in color, dash or shape."""
     return len({(look.color, tuple(look.dash), look.shape) for look in found.values()})
 
 
@@ -123,13 +123,13 @@ def test_both_themes_name_the_same_colours():
 
 
 def linear(colour):
-    """sRGB without its gamma."""
+    """Convert sRGB to linear light."""
     own = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     return np.where(own <= 0.04045, own / 12.92, ((own + 0.055) / 1.055) ** 2.4)
 
 
 def contrast(one, other):
-    """As WCAG has it: from 1 to 21."""
+    """Return the contrast ratio defined by WCAG, from 1 to 21."""
     low, high = sorted(float(linear(c) @ [0.2126, 0.7152, 0.0722]) for c in (one, other))
     return (high + 0.05) / (low + 0.05)
 

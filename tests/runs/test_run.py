@@ -1,4 +1,4 @@
-"""What a run is: its id, its owner, its files."""
+"""A run: its id, its lease, its files."""
 
 import dataclasses
 import json

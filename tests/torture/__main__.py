@@ -41,7 +41,9 @@ def main() -> int:
     for name in args.only:
         module = importlib.import_module(f"tests.torture.fault_{name}")
         cases = module.SHORT if args.short else module.FULL
-        print(f"{name}: {module.__doc__.strip().splitlines()[0]} ({cases} cases)", flush=True)
+        print(
+            f"{name}: {(module.__doc__ or '').strip().splitlines()[0]} ({cases} cases)", flush=True
+        )
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             found = module.torture(cases, args.seed, Path(folder))

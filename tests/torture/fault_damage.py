@@ -79,7 +79,7 @@ class World:
         self.calm = {name: read(self) for name, read in READERS.items()}
 
     def targets(self) -> dict[str, list[Path]]:
-        """What is damaged, by kind; and every kind as often."""
+        """Draw what is damaged, each kind equally often."""
         swept, steps = self.swept, self.steps
         return {
             "checkpoint": [file for step in steps for file in step.iterdir()],
@@ -106,8 +106,8 @@ def _of_study(study: Study) -> Reading:
             found[f"{own} val"], found[f"{own} test"] = record.val, record.test
             for key in record.facts.keys() - _WORDS:
                 found[f"{own} {key}"] = record.facts[key]
-            for metric, course in record.courses.items():
-                for tokens, loss in course.items():
+            for metric, curve in record.loss_curves.items():
+                for tokens, loss in curve.items():
                     found[f"{own} {metric} {tokens}"] = loss
     return found
 
@@ -127,7 +127,7 @@ def _loose(world: World) -> Reading:
 
 
 def _models(world: World) -> Reading:
-    """What `sample` and `verify` compute with."""
+    """Return what `sample` and `verify` compute with."""
     found: Reading = {}
     for run in world.swept[:2]:
         restored = restore(run)
@@ -140,8 +140,8 @@ def _models(world: World) -> Reading:
 def _tokens(world: World) -> Reading:
     found = corpus.load_corpus(world.data)
     return {split: found.split(split).tobytes() for split in found.tokens} | {
-        "told": found.told,
-        "bytes": found.bytes,
+        "description": found.description,
+        "bytes": found.manifest.bytes,
     }
 
 
@@ -170,7 +170,7 @@ def _wrong_numbers(calm: Reading, found: Reading) -> Iterator[str]:
 
 
 def _resumed(world: World, kind: str) -> Iterator[str]:
-    """What training goes on from, and what it says."""
+    """Return what training resumes from, and its messages."""
     notes: list[str] = []
     found = checkpoint.load_newest(
         world.rough / "checkpoints", "cpu", world.rough / "metrics.jsonl", notes.append

@@ -47,9 +47,7 @@ class Disk:
             file.truncate(max(0, file.tell() - leave))
 
     def lock(self) -> None:
-        """It is covered by itself, read-only: no disk on which files are open for writing can be
-        locked, and theirs go on.
-        """
+        """Mount a folder on itself read-only; a disk with open files cannot be remounted."""
         subprocess.run(["mount", "--bind", self.folder, self.folder], check=True)
         subprocess.run(["mount", "-o", "remount,bind,ro", self.folder], check=True)
 
@@ -86,7 +84,7 @@ def mounted(folder: Path) -> Iterator[Disk]:
 
 
 def at_step(step: int, act: Callable[[], object]) -> Callable[[], None]:
-    """What happens to the disk in the middle of training."""
+    """Act on the disk in the middle of training."""
 
     def patch() -> None:
         from qkablate.training.loop import Trainer
@@ -140,7 +138,7 @@ def _drawn(chance: random.Random) -> Case:
 
 
 def _ended(box: Path) -> tuple[object, ...]:
-    """Of the run with seed 0, everything that must be the same to the bit."""
+    """Return everything of the run with seed 0 that must be bit-identical."""
     folder = next((box / "outputs" / "runs").glob("merged_w-d16-h2-s0-*"))
     result = json.loads((folder / "result.json").read_bytes())
     lines = (folder / "metrics.jsonl").read_bytes().splitlines()

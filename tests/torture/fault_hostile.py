@@ -35,7 +35,7 @@ _STEERS = '\x1b]0;stolen\x07\x1b[31m\u202e<script>alert(1)</script><img src=x on
 
 
 class World:
-    """What is attacked: a box of outputs, and a folder beside it that must stay as it is."""
+    """Target of an attack: a box of outputs, and a folder beside it that must not change."""
 
     def __init__(self, folder: Path) -> None:
         self.box, self.kept, self.outside = (folder / n for n in ("box", "kept", "outside"))
@@ -66,7 +66,7 @@ class World:
 
 
 def _train_nothing() -> None:
-    """Of a claim, what is written before its first run."""
+    """Write what a claim writes before its first run."""
     from qkablate.sweeps.running.launcher import Launcher
 
     Launcher.run = lambda launcher: 1
@@ -79,7 +79,7 @@ def _loss(box: Path, name: str) -> object:
 
 def _tree(folder: Path) -> dict[str, object]:
     """Everything but the box: nothing of it may change, and nothing be added."""
-    found = {}
+    found: dict[str, object] = {}
     for path in [*folder.iterdir(), *(folder / "outside").rglob("*")]:
         if not path.name.startswith("box"):
             found[str(path)] = path.read_bytes() if path.is_file() else path.lstat().st_mode
@@ -116,7 +116,7 @@ def _numpy_file(world: World, _: bytes) -> bytes:
 
 
 def _zip_bomb(_: World, before: bytes) -> bytes:
-    """The file itself where it is a zip, with its entries blown up."""
+    """Return the file itself if it is a zip, with inflated entries."""
     buffer = io.BytesIO()
     names, content = ["a"], {}
     if zipfile.is_zipfile(io.BytesIO(before)):
@@ -152,7 +152,7 @@ def _target(world: World, before: bytes) -> bytes:
 
 
 def _steering(_: World, before: bytes) -> bytes:
-    """What steers a terminal, in every word; of YAML, in one."""
+    """Put control sequences into every string (YAML: into one)."""
 
     def spoilt(value: object) -> object:
         if isinstance(value, dict):
@@ -272,7 +272,7 @@ class Trap:
 
 
 def _link(path: str, to: str) -> Callable[[World], object]:
-    """A link to something outside; `to` is its name there."""
+    """Link to something outside; `to` is its name there."""
 
     def plant(world: World) -> None:
         place = world.box / _named(world, path)
@@ -286,7 +286,7 @@ def _link(path: str, to: str) -> Callable[[World], object]:
 
 
 def _rewrite_manifest(change: Callable[[World, dict], object]) -> Callable[[World], object]:
-    """A manifest with its checksum: as someone would who means harm."""
+    """Rewrite a manifest with a valid checksum, as an attacker would."""
 
     def plant(world: World) -> None:
         path = world.box / "outputs" / "sweeps" / world.sweep / "manifest.json"
@@ -320,7 +320,7 @@ def _of_runs(key: str, value: str) -> Callable[[World], object]:
 
 
 def _harmful_file(world: World) -> str:
-    """A circuit that does harm when it is imported, which a user never named."""
+    """Write a circuit that does harm when imported, and that no user named."""
     path = world.outside.with_name("box") / "evil.py"
     path.write_text(f"import os\nos.system('touch {world.marker}')\n", encoding="utf-8")
     return str(path)
@@ -370,7 +370,7 @@ def _attempt(world: World) -> None:
 
 
 def _lock(world: World) -> None:
-    """The next preparation's lock is a link."""
+    """Make the lock of the next preparation a link."""
     data = next(path for path in (world.box / "cache").glob("text-*") if path.is_dir())
     shutil.rmtree(data)
     lock = data.with_suffix(".lock")
@@ -379,7 +379,7 @@ def _lock(world: World) -> None:
 
 
 def _unfinished(world: World) -> None:
-    """The next preparation's folder is a link."""
+    """Make the folder of the next preparation a link."""
     data = next(path for path in (world.box / "cache").glob("text-*") if path.is_dir())
     shutil.rmtree(data)
     data.with_suffix(".tmp").symlink_to(world.outside / "run")
@@ -539,7 +539,7 @@ def _be_patient() -> None:
 
 
 def _judge(world: World, words: list[str], said: Said) -> list[str]:
-    """What is wrong with how a command took it."""
+    """Return what is wrong with how a command reacted."""
     wrong = [f"did harm: {one}" for one in said.harm]
     lines = said.err.splitlines()
     if world.marker.exists():

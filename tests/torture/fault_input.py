@@ -160,7 +160,7 @@ class _Trial:
 
 
 def _place(error: BaseException) -> str:
-    """Where in qkablate it came from."""
+    """Return the line of qkablate that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "/qkablate/" in frame.filename] or list(frames)
     return f"{Path(own[-1].filename).name}, {own[-1].name}"
@@ -239,7 +239,7 @@ def _edited(content: bytes, edits: list[tuple[str, int, bytes]]) -> bytes:
 
 
 def _changed(plain: Any, changes: list[tuple[int, Any, bool]]) -> Any:
-    """A value anywhere is another, or its key is gone."""
+    """Replace a value anywhere, or remove its key."""
     for place, value, gone in changes:
         spots = list(_spots(plain))
         if not spots:
@@ -427,7 +427,7 @@ _FLAGS += [
 _FLAGS += ["--dry-run", "--json", "--resolve", "--run", "=", "seed", "+seed=1", "++seed=1", "~seed"]
 
 _VALUE = st.sampled_from(_NUMBERS) | st.sampled_from(_SIGNS) | st.text(max_size=6)
-_KEY = st.sampled_from(KEYS) | st.sampled_from(KEYS) | st.sampled_from(_OTHERS)
+_KEY = st.sampled_from([*KEYS]) | st.sampled_from([*KEYS]) | st.sampled_from(_OTHERS)
 _KEY |= st.sampled_from(_SWEEP)
 _PAIR = st.tuples(_KEY, _VALUE).map("=".join)
 _MUTATED = st.tuples(_PAIR, st.integers(0, 2**16), _VALUE).map(
@@ -495,7 +495,7 @@ class _Command:
         self._told(verb, *SMALL, *self.text, "out=outputs", *axes, *words)
 
     def yaml(self, content: str) -> None:
-        """A variant of one's own."""
+        """Write the YAML of a user's own variant."""
         self._anew()
         (self.folder / "own" / "variant").mkdir(parents=True)
         path = self.folder / "own" / "variant" / "mine.yaml"

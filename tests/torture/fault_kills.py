@@ -29,16 +29,14 @@ _TIMED = 0.25  # and that come from outside, by the clock
 
 
 def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
-    """The functions at which a process kills itself, by what it does there, and at which of their
-    calls at the latest.
-    """
+    """Return the functions at which a process kills itself, and the latest such call."""
     import safetensors.torch
     import torch
 
     from qkablate.cli import sweep, train
     from qkablate.data import corpus, document_store
     from qkablate.data import prepare as preparing
-    from qkablate.runs import attention_map, lease, predictions, records
+    from qkablate.runs import attention_map, lease, predictions, records, tensor_file
     from qkablate.sweeps.planning import manifest
     from qkablate.sweeps.running import launcher, results_table, worker
     from qkablate.tracking import MetricsFile, WandbRun
@@ -46,7 +44,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     from qkablate.training.loop import Trainer
 
     return {
-        "start": (4, [(train, "load"), (train, "settled"), (environment, "write")]),
+        "start": (4, [(train, "load"), (train, "observe_leases"), (environment, "write")]),
         "data": (
             8,
             [
@@ -55,12 +53,12 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
                     (corpus, "load_corpus"),
                     (document_store.DocumentStore, "fill"),
                 ),
-                *((preparing, "_divided"), (preparing._Writer, "write"), (corpus, "_digest")),
+                *((preparing, "_divide"), (preparing._Writer, "write"), (corpus, "_digest")),
             ],
         ),
         "lease": (4, [(lease, "_create"), (lease, "_remove_old"), (lease.Lease, "release")]),
-        "predictions": (6, [(predictions, "write_predictions"), (predictions, "write_atomic")]),
-        "example": (1, [(attention_map, "write_attention_map"), (attention_map, "write_atomic")]),
+        "predictions": (6, [(predictions, "write_predictions"), (tensor_file, "write_atomic")]),
+        "attention map": (1, [(attention_map, "write_attention_map")]),
         "step": (12, [(Trainer, "_step")]),
         "row": (9, [(MetricsFile, "log")]),
         "evaluation": (5, [(Trainer, "evaluate")]),
@@ -87,7 +85,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
         "sweep": (
             8,
             [
-                *((sweep, "expanded"), (manifest, "write_atomic"), (launcher, "link_run")),
+                *((sweep, "plan_sweep"), (manifest, "write_atomic"), (launcher, "link_run")),
                 *(
                     (launcher.Launcher, "_start"),
                     (launcher.Launcher, "_handle_exit"),
@@ -167,7 +165,7 @@ class _Chain:
         return self.tally
 
     def _kill(self) -> bool:
-        """Whether one hit; otherwise the command has ended."""
+        """Return whether a kill hit before the command ended."""
         chance = self.chance
         way = chance.random()
         cold = way < _COLD
@@ -232,7 +230,7 @@ class _Chain:
             self.tally.wrong.append(self._told(f"it leaves {left}"))
 
     def _written(self) -> dict[Path, int]:
-        """The newest checkpoint of each run that has one and has no result."""
+        """Return the newest checkpoint of each run that has one and has no result."""
         unfinished = (r for r in warm.runs(self.folder) if not (r / "result.json").exists())
         return {run: step for run in unfinished if (step := warm.saved(run)) >= 0}
 
@@ -244,7 +242,7 @@ class _Chain:
         return {p: p.read_text("utf-8", "replace") if p.exists() else "" for p in paths}
 
     def _look_for_damage(self, logs: dict[Path, str]) -> None:
-        """What is killed leaves nothing half done under a name that counts."""
+        """Check that a kill leaves nothing half-written under a final name."""
         for said in logs.values():
             if "damaged" in said or "Traceback" in said:
                 self.tally.wrong.append(self._told(said[-2000:]))

@@ -113,7 +113,7 @@ def _sweep(folder: Path, *words: str) -> list[str]:
 
 
 def _watched(folder: Path, runs: int) -> tuple[int | None, list[_Look]]:
-    """A sweep of so many runs, looked at until it ends; its exit code, None where it hangs."""
+    """Watch a sweep until it ends; return its exit code, or None if it hangs."""
     words, looks = _sweep(folder, f"seed=range({runs})"), list[_Look]()
     with (folder / "told.txt").open("wb") as told:
         launcher = subprocess.Popen(
@@ -159,7 +159,7 @@ def _many(folder: Path, runs: int) -> Tally:
 
 
 def _left(folder: Path) -> list[int]:
-    """Processes that are still there when they have had time to go."""
+    """Return the processes that still exist after a grace period."""
     until = time.monotonic() + 10
     while (left := _processes(folder)) and time.monotonic() < until:
         time.sleep(0.1)

@@ -44,7 +44,7 @@ def torture(cases: int, seed: int, folder: Path) -> Tally:
 
 
 def _poisoned(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
-    """The loss, a gradient or a weight at one step, forward or backward."""
+    """Poison the loss, a gradient or a weight at one step."""
     where, bad = chance.choice(["loss", "gradient", "weight"]), chance.choice(_BAD)
     step, half = chance.randrange(_STEPS), chance.choice(["fp32", "bf16"])
     every = chance.choice([1, 2, 5])
@@ -125,8 +125,9 @@ def _started(chance: random.Random, out: Path, words: list[str]) -> tuple[str, s
 
 
 def _overflowing(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
-    """Gradients that no fp16 can hold: the scaler passes these steps over and finds a scale, also
-    when the run is interrupted meanwhile. (fp16 for GPUs, computed here.)
+    """Overflow fp16: the scaler skips these steps and finds a scale, also across a resume.
+
+    fp16 is for GPUs; here it is computed on the CPU.
     """
     exponent, stop = chance.randrange(22, 28), chance.randrange(1, 29)
     words = [*words, "train.steps=30", "train.checkpoint_every=7", "tracking.log_every=1"]
@@ -169,8 +170,9 @@ def _end(out: Path) -> Any:
 
 
 def _swept(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
-    """Of two arms with three seeds, one run or all runs of one arm go wrong: what is told of the
-    sweep has no NaN, leaves these pairs out, and ranks no such arm.
+    """Let one run, or all runs of one arm, go wrong in a sweep of two arms and three seeds.
+
+    The results must have no NaN, leave out these pairs, and not rank such an arm.
     """
     whole = chance.random() < 0.5
     bad = ["0", "1", "2"] if whole else [str(chance.randrange(3))]
@@ -225,7 +227,7 @@ def _refuse(word: str) -> None:
 
 
 def _no_nan(out: Path) -> str:
-    """What JSON has a NaN in it, if any."""
+    """Return the JSON that contains NaN, if any."""
     for path in [*out.rglob("*.json"), *out.rglob("*.jsonl")]:
         lines = path.read_text(encoding="utf-8")
         for line in lines.splitlines() if path.suffix == ".jsonl" else [lines]:

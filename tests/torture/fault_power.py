@@ -83,9 +83,7 @@ class _Disk:
 
 
 def _torn(sure: bytes, seen: bytes, chance: random.Random) -> bytes:
-    """Of every sector the old or the new content, or zeros where there was none; of any length
-    between.
-    """
+    """Return the old or the new content of every sector, or zeros, at any length between."""
     shorter, longer = sorted((len(sure), len(seen)))
     size = chance.choice((len(sure), len(seen), chance.randint(shorter, longer)))
     found = bytearray()
@@ -125,9 +123,7 @@ class _Recorder:
                 one.send(None)
 
     def _note(self, forced: int | None, run: str, step: int | None) -> None:
-        """A moment: the inode that has just been forced to disk, or the run that has just got a
-        checkpoint, or, with no step, its result.
-        """
+        """Record a synced inode, a run's checkpoint, or (without a step) its result."""
         with self._lock:
             self._look()
             if forced in self.disk.seen:
@@ -173,7 +169,7 @@ class _Recorder:
 
 
 def _changes(before: Any, now: Names) -> list[dict[str, int | None]]:
-    """What has happened to the names of a folder; to rename is one change of two names."""
+    """Return the changes of names in a folder; a rename changes two."""
     changes: list[dict[str, int | None]] = []
     gone = {name: id for name, id in before.items() if name not in now}
     for name, id in now.items():
@@ -239,7 +235,7 @@ def _record(words: list[str], folder: Path) -> list[_Disk]:
 
 
 def _recover(words: list[str], folder: Path, calm: Path, disk: _Disk, name: str) -> Tally:
-    """The same command, after the power is back."""
+    """Run the same command after the power is back."""
     found, results = Tally(1), _results(folder)
     found.lost += [f"{name}: the result of {run}" for run in disk.ended - results.keys()]
     code = warm.wait(pid := warm.start(words, folder))

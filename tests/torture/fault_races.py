@@ -44,8 +44,9 @@ def _train_words(folder: Path, out: Path, cache: Path) -> list[str]:
 
 
 def _at_once(actors: dict[str, Callable[[], int]], folder: Path) -> dict[str, int | None]:
-    """Fork a process for each, which says what it says into <folder>/<name>.txt; their exit codes,
-    None for what hangs.
+    """Fork a process for each action, with output in <folder>/<name>.txt; return the exit codes.
+
+    None stands for a process that hangs.
     """
     folder.mkdir(parents=True)
     pids = {}
@@ -80,12 +81,11 @@ def _command(*words: str) -> int:
         main(list(words))
     except SystemExit as ended:
         return int(ended.code or 0)
+    return 70  # main always exits
 
 
 def _launch(words: list[str], trained: Path) -> int:
-    """A launcher that writes down what is trained; its runs are forked from itself, which is warm
-    already.
-    """
+    """Run a launcher that records what is trained; its runs are forked from this warm process."""
     from qkablate.training import session
 
     def sit(plan: Any, *what: Any, real: Callable[..., Any] = session._train_session) -> Any:
@@ -135,7 +135,7 @@ def _prepare(folder: Path, cache: Path, tokenizer: str, started: float) -> int:
 
 
 def _numbers(out: Path) -> dict[str, Any]:
-    """Of each run: the losses, and every row but the clocks."""
+    """Return the losses of each run, and every row without times."""
     found = {}
     for path in sorted(out.glob("runs/*/result.json")):
         result = json.loads(path.read_text())
@@ -146,7 +146,7 @@ def _numbers(out: Path) -> dict[str, Any]:
 
 
 def _told_wrongly(shown: Path, numbers: dict[str, Any]) -> list[str]:
-    """What a reader was shown that no run has."""
+    """Return what a reader was shown that is true of no run."""
     wrong = []
     for line in shown.read_text().splitlines() if shown.exists() else ():
         told = json.loads(line)
@@ -194,14 +194,14 @@ def _round(folder: Path, text: Path, many: int, expected: dict[str, Any], choice
     for name, verbs in asked.items():
         actors[name] = lambda name=name, verbs=verbs: _read(out, over, folder / name, verbs)
     codes = _at_once(actors, folder / "actors")
-    said = {path.stem: path.read_text() for place in ("actors", "launchers")
-            for path in (folder / place).iterdir()}  # fmt: skip
+    paths = [path for part in ("actors", "launchers") for path in (folder / part).iterdir()]
+    outputs = {path.stem: path.read_text() for path in paths}
     if any(codes.values()):
-        ends = "\n".join(f"{name}: {told[-500:]}" for name, told in said.items())
+        ends = "\n".join(f"{name}: {output[-500:]}" for name, output in outputs.items())
         found.lost.append(f"exit codes {codes}\n{ends}")
-    for name, told in said.items():
-        if re.search("Traceback|half a report|ended with", told):
-            found.wrong.append(f"{name} said {told[-1000:]}")
+    for name, output in outputs.items():
+        if re.search("Traceback|half a report|ended with", output):
+            found.wrong.append(f"{name} printed {output[-1000:]}")
     numbers = _numbers(out)
     if numbers.keys() != expected.keys():
         found.lost.append(f"{len(numbers)} of {len(expected)} runs")
@@ -218,7 +218,7 @@ def _round(folder: Path, text: Path, many: int, expected: dict[str, Any], choice
 
 
 def _all(cases: int, seed: int, folder: Path, answer: Any) -> None:
-    """The rounds, in a process that has imported all and computed nothing."""
+    """Run the rounds in a process that has imported everything and computed nothing."""
     os.environ["HOME"] = str(folder)
     tqdm.set_lock(threading.RLock())  # its own is one between processes, and not given back
     draw = random.Random(seed)

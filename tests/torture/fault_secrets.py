@@ -100,7 +100,7 @@ class _Place:
         return done.returncode
 
     def words(self, *more: str) -> list[str]:
-        """A tiny run."""
+        """Return the overrides of a tiny run."""
         return [
             *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"),
             *("train.steps=4", "train.batch_size=2", "train.eval_every=4", "tracking.log_every=2"),
@@ -110,7 +110,7 @@ class _Place:
         ]
 
     def found(self) -> list[str]:
-        """Where a secret came to light."""
+        """Return where a secret was revealed."""
         told = self.folder / "told"
         told.write_bytes(self.told)
         found = []
@@ -125,7 +125,7 @@ class _Place:
 
 
 def _failing(place: _Place) -> list[str]:
-    """A sweep whose one run fails with keys in its last words, and all that shows it."""
+    """Run a sweep whose run fails with keys in its error, and every command that shows it."""
     words = place.words("variant=standard", f"variant.file=null,{place.folder}/tells.py")
     out = f"out={place.folder}/out"
     codes = [place.command("sweep", *words, "sweep.baseline=null", "seed=0", "workers=2")]
@@ -138,7 +138,7 @@ def _failing(place: _Place) -> list[str]:
 
 
 def _typed(place: _Place) -> list[str]:
-    """A key as a word of the command, or reached from one."""
+    """Pass a key as an argument, or by something an argument refers to."""
     refused = [
         place.command(verb, *place.words(word))
         for verb, word in (

@@ -94,14 +94,14 @@ def _interrupted(
 
 
 def _rows(folder: Path) -> dict[Path, bytes]:
-    """Of the runs that have any and have no result."""
+    """Return the rows of the runs that have any and have no result."""
     unfinished = (run for run in warm.runs(folder) if not (run / "result.json").exists())
     files = {run: run / "metrics.jsonl" for run in unfinished}
     return {run: file.read_bytes() for run, file in files.items() if file.exists()}
 
 
 def _unsaved(folder: Path, before: dict[Path, bytes], said: str) -> list[str]:
-    """The runs that have trained now and were not written down as far as they had come."""
+    """Return the runs that have trained and did not save their last step."""
     found = []
     for run, rows in _rows(folder).items():
         steps = [json.loads(row)["step"] for row in rows.splitlines()]

@@ -59,8 +59,9 @@ def _clock_jumps(chance: random.Random, out: Path, words: list[str]) -> tuple[st
 
 
 def _two_machines(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
-    """Two that want the same run, hours apart by their clocks: one trains, the other says by whom
-    it is trained, or finds the result.
+    """Train one run from two machines with different clocks.
+
+    One trains it; the other names the holder of the lease or finds the result.
     """
     shifts = [chance.uniform(-1e5, 1e5) for _ in range(2)]
     errs = [out.with_suffix(f".{n}.err") for n in range(2)]
@@ -77,7 +78,7 @@ def _two_machines(chance: random.Random, out: Path, words: list[str]) -> tuple[s
 
 
 def _owner_sleeps(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
-    """It stops itself before a step, another machine takes the run over and ends it."""
+    """Suspend a process before a step while another machine takes over its run."""
     stop = chance.randrange(_STEPS)
     shift = chance.choice([-86400.0, 0.0, 86400.0])
     what = f"asleep at step {stop}, the other's clock off by {shift:.0f} s"
@@ -111,7 +112,7 @@ def _begin(
     sleeps_at: int | None = None,
     pause: float = 0.0,
 ) -> int:
-    """A child that trains, with a clock, a time zone, a machine's name and a kernel of its own."""
+    """Start training in a child with its own clock, time zone, host name and kernel."""
     if child := os.fork():
         return child
     code = 70
@@ -136,7 +137,7 @@ def _begin(
             mock.patch.object(time, "time", side_effect=lambda: clock() + shift),
             mock.patch.object(time, "strftime", side_effect=told),
             mock.patch.object(socket, "gethostname", return_value=host),
-            mock.patch.object(lease, "_where_locks_hold", return_value=elsewhere),
+            mock.patch.object(lease, "_lock_scope", return_value=elsewhere),
             mock.patch.object(Trainer, "_step", stepped),
         ):
             said = command("train", *words)
@@ -151,7 +152,7 @@ def _end(child: int) -> int:
 
 
 def _numbers(out: Path) -> tuple[object, list[object]]:
-    """The losses of the one run there, and of every row once."""
+    """Return the losses of the only run, and every row once."""
     (path,) = out.glob("runs/*/result.json")
     rows = map(json.loads, path.with_name("metrics.jsonl").read_text().splitlines())
     own = ("step", "tokens", "train/loss", "val/loss", "train/grad_norm")
@@ -162,8 +163,6 @@ def _numbers(out: Path) -> tuple[object, list[object]]:
 
 
 def _files(out: Path) -> dict[Path, bytes]:
-    """What stands in the run's folder, but for the claims: the sleeper's heart may beat once more
-    in its own, which counts no longer.
-    """
+    """Return the files of the run but for leases, where a sleeper may beat once more."""
     found = [path for path in out.rglob("*") if path.is_file() and path.parent.name != "lease"]
     return {path: path.read_bytes() for path in found}

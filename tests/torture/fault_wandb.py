@@ -39,7 +39,7 @@ class _Slow(FakeServer):
 
 @contextmanager
 def _saying(content: bytes) -> Iterator[str]:
-    """A server that says the same to all."""
+    """Start a server that gives everyone the same answer."""
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
@@ -137,9 +137,7 @@ def _words(folder: Path, seed: int) -> list[str]:
 
 
 def _train(name: str, seed: int, folder: Path, out: Path) -> None:
-    """Train beside such a server, or without W&B; how long that made training wait stands in
-    waited.json.
-    """
+    """Train beside such a server, or without W&B; waited.json records how long training waited."""
     out.mkdir(exist_ok=True)
     os.chdir(out)
     for descriptor in (1, 2):
@@ -185,7 +183,7 @@ def _apart(context: Any, *what: Any) -> bool:
 
 
 def _numbers(out: Path) -> tuple[Any, list[dict[str, Any]]]:
-    """The losses, and every row but the clocks."""
+    """Return the losses, and every row without times."""
     (folder,) = (out / "runs").iterdir()
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     own = [{k: v for k, v in row.items() if not k.startswith(_CLOCKS)} for row in rows]

@@ -49,7 +49,7 @@ parts: {same: {arm: no_q, kind: noninferior, margin: 0.01}}
 
 @dataclass(frozen=True)
 class Reader:
-    """What reads a file, and how it refuses one."""
+    """Reader of a file, and how it rejects one."""
 
     path: Path
     read: Callable[[], Any]
@@ -58,7 +58,7 @@ class Reader:
     good: bytes = b""
 
     def try_(self, content: bytes) -> None:
-        """Raises what no reader may raise."""
+        """Check that a reader raises only what it may."""
         try:
             self.path.write_bytes(content)
             if self.seal is not None:
@@ -71,7 +71,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Said:
-    """How a command ended."""
+    """Outcome of a command."""
 
     code: int
     out: str
@@ -79,7 +79,7 @@ class Said:
 
 
 def command(*words: str) -> Said:
-    """The command in this process; its mistakes are one line."""
+    """Run the command in this process; its errors are one line."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="") for _ in range(2))
     code: object = 0
     with redirect_stdout(out), redirect_stderr(err):
@@ -93,7 +93,7 @@ def command(*words: str) -> Said:
 
 
 def wrong(said: Said, codes: tuple[int, ...]) -> str:
-    """What is wrong with how a command ended, if anything: a refusal is one line, on stderr."""
+    """Return what is wrong with how a command ended; an error must be one line on stderr."""
     if "Traceback" in said.err:
         return said.err.strip().splitlines()[-1]
     if said.code not in codes:
@@ -105,11 +105,11 @@ def wrong(said: Said, codes: tuple[int, ...]) -> str:
 
 
 class Ended(Exception):
-    """What is wrong with how a command ended."""
+    """Forbidden outcome of a command."""
 
 
 def told(*words: str, codes: tuple[int, ...]) -> Said:
-    """How a command ended; raises Ended where none may end so."""
+    """Return the outcome of a command; raise Ended where no command may end so."""
     said = command(*words)
     if found := wrong(said, codes):
         raise Ended(found)
@@ -117,7 +117,7 @@ def told(*words: str, codes: tuple[int, ...]) -> Said:
 
 
 def text(folder: Path) -> list[str]:
-    """The words of a text that is prepared in a folder."""
+    """Return the overrides of a text that is prepared in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "corpus.txt"
     path.write_text(TEXT, encoding="utf-8")
@@ -225,7 +225,7 @@ def readers(folder: Path) -> dict[str, Reader]:
 
 
 def _texts(folder: Path) -> dict[str, Reader]:
-    """Of every kind of text file, what prepares it."""
+    """Return, for every kind of text file, the overrides that prepare it."""
     folder.mkdir()
     rows = [f"row {n}: {TEXT[: 7 * n]}" for n in range(80)]
     jsonl = "".join(json.dumps({"text": row, "n": 1}) + "\n" for row in rows).encode()

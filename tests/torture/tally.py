@@ -1,4 +1,4 @@
-"""What all faults have in common: cases, and what was lost or wrong in them.
+"""Shared parts of all faults: cases, and what was lost or wrong in them.
 
 A fault is a module `fault_<name>.py` beside this file with a docstring that names it, `SHORT` and
 `FULL` (how many cases the tests and `make torture` try) and
@@ -21,7 +21,7 @@ assert FAULTS
 
 @dataclass
 class Tally:
-    """What became of the cases of one fault."""
+    """Outcome of the cases of one fault."""
 
     cases: int = 0
     lost: list[str] = field(default_factory=list)  # work that is gone, or a run that never ends

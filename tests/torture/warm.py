@@ -38,7 +38,7 @@ Lane = Callable[[int, random.Random, Path, int], Tally]
 
 
 def apart(script: str, cases: int, seed: int, folder: Path) -> Tally:
-    """`main` of a script, in a process of its own, with a home of its own."""
+    """Run `main` of a script in a separate process with its own home folder."""
     (folder / "home").mkdir()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "HYDRA_", "XDG_"))}
     words = [sys.executable, script, str(cases), str(seed), str(folder)]
@@ -94,7 +94,7 @@ def main(lane: Lane) -> None:
 
 
 def prepare(folder: Path) -> Path:
-    """A folder with a text, to run commands in."""
+    """Make a folder with a text in which commands can run."""
     folder.mkdir()
     chance = random.Random(0)
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs", "who", "ran"]
@@ -106,7 +106,7 @@ def prepare(folder: Path) -> Path:
 def start(
     words: list[str], folder: Path, *, before: Callable[[], None] | None = None, cold: bool = False
 ) -> int:
-    """The process of a command, with all it says in a log; `cold` is a Python of its own."""
+    """Start a command with its output in a log; `cold`: in a new Python."""
     pid = os.fork()
     if pid:
         return pid
@@ -141,7 +141,7 @@ def start(
 
 
 def _fork_the_forkserver() -> None:
-    """A launcher's helpers come from here, too, not from a new Python that imports for seconds."""
+    """Fork the fork server, too, in place of a new Python that imports for seconds."""
     from multiprocessing import util
 
     def spawn(exe: bytes, args: list[str], kept: list[int]) -> int:
@@ -163,7 +163,7 @@ def _fork_the_forkserver() -> None:
 
 
 def wait(pid: int, seconds: float = PATIENCE) -> int | None:
-    """The exit code, as subprocess has it; None where it does not end in time."""
+    """Return the exit code as subprocess does, or None if it does not end in time."""
     end = time.monotonic() + seconds
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -181,7 +181,7 @@ def kill(pid: int) -> None:
 
 
 def children() -> list[int]:
-    """Of this lane: what its commands have left behind."""
+    """Return the processes that this lane's commands have left."""
     me = os.getpid()
     return [int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()]
 
@@ -193,7 +193,7 @@ def kill_what_is_left() -> None:
 
 
 def left(seconds: float = 30.0) -> list[str]:
-    """What still runs of all that was started, after a while; it is ended then."""
+    """Return what still runs of all that was started, after a while; then kill it."""
     end = time.monotonic() + seconds
     with suppress(ChildProcessError):
         while time.monotonic() < end:
@@ -208,7 +208,7 @@ def left(seconds: float = 30.0) -> list[str]:
 
 
 def log(folder: Path) -> str:
-    """What the last command said."""
+    """Return the log of the last command."""
     return (folder / "log").read_text(encoding="utf-8", errors="replace")
 
 
@@ -217,13 +217,13 @@ def runs(folder: Path) -> list[Path]:
 
 
 def saved(run: Path) -> int:
-    """The step of the newest checkpoint that has its name; -1 where there is none."""
+    """Return the step of the newest complete checkpoint; -1 if there is none."""
     found = (int(p.name.removeprefix("step-")) for p in (run / "checkpoints").glob("step-*"))
     return max(found, default=-1)
 
 
 def difference(calm: Path, rough: Path) -> str:
-    """What of the runs in one folder is not bit for bit as in the other; empty if all is."""
+    """Return which runs of two folders are not bit-identical; empty if all are."""
     names = [[run.name for run in runs(folder)] for folder in (calm, rough)]
     if names[0] != names[1]:
         return f"runs: {names[1]}, not {names[0]}"

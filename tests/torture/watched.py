@@ -1,5 +1,6 @@
-"""A command in a forked child, watched: what it says, how it ends, and what it does that no command
-should: start a program, reach for the network, write outside its folder.
+"""A command in a forked child under supervision: its output, its exit, and forbidden actions.
+
+It must start no program, use no network, and write nothing outside its folder.
 """
 
 import os
@@ -45,7 +46,7 @@ CORPUS = "the cat sat on the mat, ähnlich ∑\n" * 60
 
 @dataclass(frozen=True)
 class Said:
-    """How a command ended; a negative code is the signal that killed it."""
+    """Outcome of a command; a negative code is the signal that killed it."""
 
     code: int
     out: str
@@ -89,9 +90,7 @@ def command(
     before: Callable[[], object] = lambda: None,
     notes_in: Path | None = None,
 ) -> Said:
-    """Say it in the folder `box`, all that may be written; `room` is the memory it may take beyond
-    what is taken.
-    """
+    """Run a command in the folder `box`, all that it may write, with limited additional memory."""
     beside = notes_in or box.parent
     notes = {name: beside / f"{box.name}.{name}" for name in ("out", "err", "harm")}
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -177,7 +176,7 @@ class _Watch:
             self._entry(event, args[1], args[2])
 
     def _entry(self, event: str, path: Any, folder: Any) -> None:
-        """Of an entry of a folder: the link itself, not where it points to."""
+        """Describe an entry of a folder: the link itself, not its target."""
         if isinstance(path, int):
             return
         name = os.fsdecode(path)
@@ -197,13 +196,13 @@ class _Watch:
 
 
 def fresh(kept: Path, box: Path) -> None:
-    """The box as it was kept, times included: under the same path, for data are found by it."""
+    """Restore the box as it was saved, times included, under the same path."""
     shutil.rmtree(box, ignore_errors=True)
     shutil.copytree(kept, box, symlinks=True)
 
 
 def interrupt_at(step: int) -> Callable[[], None]:
-    """As Ctrl-C would: what is in the last checkpoint is all that is left."""
+    """Interrupt by Ctrl-C: only the last checkpoint is left."""
 
     def patch() -> None:
         from qkablate.training.loop import Trainer
@@ -219,13 +218,13 @@ def interrupt_at(step: int) -> Callable[[], None]:
 
 
 def begin(box: Path) -> None:
-    """An empty box with a text."""
+    """Make an empty box with a text."""
     (box / "home").mkdir(parents=True)
     (box / "corpus.txt").write_text(CORPUS, encoding="utf-8")
 
 
 def done(words: list[str], box: Path) -> None:
-    """A command that must do what it should."""
+    """Run a command that must succeed."""
     said = command(words, box)
     if said.code or said.harm:
         raise RuntimeError(f"{words[:3]}: {said}")

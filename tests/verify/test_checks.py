@@ -14,8 +14,7 @@ from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Cach
 from qkablate.attention import layer as layer_
 from qkablate.attention.kernels.dispatch import attend
 from qkablate.attention.modifiers import QKNorm, UnitKeys
-from qkablate.attention.ov.factored import GroupedOV, SeparateOV
-from qkablate.attention.ov.merged import MergedOV
+from qkablate.attention.ov.factored import GroupedOV, MergedOV, SeparateOV
 from qkablate.attention.ov.unprojected import NoO, NoVO
 from qkablate.attention.qk.factored import (
     CollaborativeQK,
@@ -26,15 +25,14 @@ from qkablate.attention.qk.factored import (
     SeparateQK,
 )
 from qkablate.attention.qk.merged import MergedQK, SymmetricQK
-from qkablate.attention.qk.no_content import Uniform
 from qkablate.attention.qk.shared import SharedQK, SymPairwise
-from qkablate.attention.qk.unprojected import NoK, NoQ, NoQK
+from qkablate.attention.qk.unprojected import NoK, NoQ, NoQK, Uniform
 from qkablate.verify import (
     CheckResult,
     factors,
+    gauge,
     random_stream,
     randomize_layer,
-    symmetry,
     theorems,
     verify,
 )
@@ -127,8 +125,8 @@ def triangle(result):
     return result[0].triu(), None
 
 
-def half_a_row(*given, score_bias, **named):
-    return attend(*given, score_bias=None if score_bias is None else score_bias.tril(-1), **named)
+def half_a_row(*given, bias, **named):
+    return attend(*given, bias=None if bias is None else bias.tril(-1), **named)
 
 
 def numbers(change, draw=theorems.random_numbers):
@@ -245,7 +243,7 @@ CASES = [  # check, layer, break
     ("norm gradient", {"norm": "qk"}, instead((QKNorm, "forward", untouched))),
     ("value gradient", {}, then((SeparateOV, "values", double_gradient))),
     ("one step", {}, then((SeparateQK, "keys", double_gradient))),
-    ("shared norm", SHARED, then((symmetry, "nuclear_norm", double))),
+    ("shared norm", SHARED, then((gauge, "nuclear_norm", double))),
     ("symmetric", SHARED, then((SharedQK, "between", quarter_turn))),
     ("symmetric", {"qk": "symmetric"}, then((SymmetricQK, "_full", torch.triu))),
     # k (1 + 9J) kᵀ is positive with too large entries; a slightly negative D has none.

@@ -67,7 +67,7 @@ class Part:
 
     @property
     def can_be_equivalent(self) -> bool:
-        """Whether it claims a direction, so that equivalence would be another outcome."""
+        """True if the part claims a direction, so that equivalence would be another outcome."""
         directed = self.kind in ("better", "worse") and not isinstance(self.sample, Spread)
         return directed and self.margin > 0
 

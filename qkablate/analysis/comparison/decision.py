@@ -21,12 +21,12 @@ class Decision(StrEnum):
 
     @property
     def is_directed(self) -> bool:
-        """Whether a difference was found."""
+        """True if a difference was found."""
         return self in (Decision.BETTER, Decision.WORSE)
 
     @property
     def is_divergence(self) -> bool:
-        """Whether runs diverged, so that the gap has no bound."""
+        """True if runs diverged, so that the gap has no bound."""
         return self in (Decision.ARM_DIVERGED, Decision.BASELINE_DIVERGED)
 
 

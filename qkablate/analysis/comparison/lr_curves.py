@@ -49,7 +49,7 @@ class LrCurve:
 
     @property
     def is_on_edge(self) -> bool:
-        """Whether the best rate is the lowest or the highest one tried."""
+        """True if the best rate is the lowest or the highest one tried."""
         rates = sorted(self.losses)
         return self.best is None or self.best in (rates[0], rates[-1])
 

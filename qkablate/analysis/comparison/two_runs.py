@@ -1,4 +1,4 @@
-"""Two runs compared at a glance: one pair is a single number, and no verdict."""
+"""Two runs compared at a glance: one pair is a single number, not a verdict."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -125,7 +125,7 @@ class Study:
 
     @cached_property
     def is_complete(self) -> bool:
-        """Whether every run has a result."""
+        """True if every run has a result."""
         return self.ended == self.expected
 
     @property

@@ -23,19 +23,14 @@ MAX_SAVED_QUERIES = 512
 
 
 def blocked(
-    q_BHTE: Tensor,
-    k_BGSE: Tensor,
-    v_BGSV: Tensor,
-    scale: float,
-    causal: bool,
-    score_bias: Tensor | None,
+    q_BHTE: Tensor, k_BGSE: Tensor, v_BGSV: Tensor, scale: float, causal: bool, bias: Tensor | None
 ) -> Tensor:
     """Return softmax(scale · q kᵀ + bias) v as o_BHTV; the bias, HTS or TS, gets no gradient."""
     kind = q_BHTE.device.type
     half = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q_BHTE.dtype
     with torch.autocast(kind, enabled=False):
         inputs = (x.to(half) for x in (q_BHTE, k_BGSE, v_BGSV))
-        o_BHTV: Tensor = _Blocked.apply(*inputs, scale, causal, score_bias)  # type: ignore[no-untyped-call]
+        o_BHTV: Tensor = _Blocked.apply(*inputs, scale, causal, bias)  # type: ignore[no-untyped-call]
     return o_BHTV
 
 
@@ -48,52 +43,42 @@ class _Blocked(torch.autograd.Function):
         v_BGSV: Tensor,
         scale: float,
         causal: bool,
-        score_bias: Tensor | None,
+        bias: Tensor | None,
     ) -> Tensor:
         batch, heads, queries, _ = q_BHTE.shape
         # BTHV in memory, so that joining the heads needs no copy.
         o_BHTV = q_BHTE.new_empty(batch, queries, heads, v_BGSV.shape[-1]).transpose(1, 2)
-        k_NSE, v_NSV = _contiguous(k_BGSE), _contiguous(v_BGSV)
+        # Contiguous, since each block reads a slice of them.
+        k_NSE, v_NSV = (x.flatten(0, 1).contiguous() for x in (k_BGSE, v_BGSV))
         save, saved = queries <= MAX_SAVED_QUERIES and any(ctx.needs_input_grad), []
         for rows, visible in _blocks(q_BHTE, k_BGSE, v_BGSV, causal):
-            weights_BHTS = _weights(
-                q_BHTE[:, :, rows], k_NSE[:, visible], scale, causal, score_bias, rows
-            )
-            o_BHTV[:, :, rows] = _product(weights_BHTS, v_NSV[:, visible])
-            saved += [weights_BHTS] if save else []
-        ctx.save_for_backward(q_BHTE, k_BGSE, v_BGSV, score_bias, *saved)
+            q, k = q_BHTE[:, :, rows], k_NSE[:, visible]
+            a_BHTS = _weights(q, k, scale, causal, bias, rows)
+            o_BHTV[:, :, rows] = _product(a_BHTS, v_NSV[:, visible])
+            saved += [a_BHTS] if save else []
         ctx.scale, ctx.causal = scale, causal
+        ctx.save_for_backward(q_BHTE, k_BGSE, v_BGSV, bias, *saved)
         return o_BHTV
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_BHTV: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHTE, k_BGSE, v_BGSV, score_bias, *saved = ctx.saved_tensors
-        scale = ctx.scale
-        dq_BHTE = torch.empty_like(q_BHTE)
+        q_BHTE, k_BGSE, v_BGSV, bias, *saved = ctx.saved_tensors
+        scale, dq_BHTE = ctx.scale, torch.empty_like(q_BHTE)
         # Sums over blocks are fp32 for 16-bit inputs, too.
         sums = torch.promote_types(q_BHTE.dtype, torch.float32)
-        k_NSE, v_NSV = _contiguous(k_BGSE), _contiguous(v_BGSV)
+        k_NSE, v_NSV = (x.flatten(0, 1).contiguous() for x in (k_BGSE, v_BGSV))
         dk_NSE, dv_NSV = (torch.zeros_like(x, dtype=sums) for x in (k_NSE, v_NSV))
         for block, (rows, visible) in enumerate(_blocks(q_BHTE, k_BGSE, v_BGSV, ctx.causal)):
-            q, do, k, v = (
-                q_BHTE[:, :, rows],
-                do_BHTV[:, :, rows],
-                k_NSE[:, visible],
-                v_NSV[:, visible],
-            )
-            weights_BHTS = (
-                saved[block] if saved else _weights(q, k, scale, ctx.causal, score_bias, rows)
-            )
-            _add_over_queries(dv_NSV[:, visible], weights_BHTS, do)
-            ds_BHTS = torch._softmax_backward_data(
-                _product(do, v.mT), weights_BHTS, -1, weights_BHTS.dtype
-            )
+            q, do = q_BHTE[:, :, rows], do_BHTV[:, :, rows]
+            k, v = k_NSE[:, visible], v_NSV[:, visible]
+            a_BHTS = saved[block] if saved else _weights(q, k, scale, ctx.causal, bias, rows)
+            _add_over_queries(dv_NSV[:, visible], a_BHTS, do)
+            ds_BHTS = torch._softmax_backward_data(_product(do, v.mT), a_BHTS, -1, a_BHTS.dtype)
             dq_BHTE[:, :, rows] = _product(ds_BHTS, k, scale)
             _add_over_queries(dk_NSE[:, visible], ds_BHTS, q, scale)
-        dk_BGSE, dv_BGSV = (
-            d.view(x.shape).to(x.dtype) for d, x in ((dk_NSE, k_BGSE), (dv_NSV, v_BGSV))
-        )
+        dk_BGSE = dk_NSE.view(k_BGSE.shape).to(k_BGSE.dtype)
+        dv_BGSV = dv_NSV.view(v_BGSV.shape).to(v_BGSV.dtype)
         return dq_BHTE, dk_BGSE, dv_BGSV, None, None, None
 
 
@@ -109,17 +94,11 @@ def _blocks(
 
 
 def _weights(
-    q_BHTE: Tensor,
-    k_NSE: Tensor,
-    scale: float,
-    causal: bool,
-    score_bias: Tensor | None,
-    rows: slice,
+    q_BHTE: Tensor, k_NSE: Tensor, scale: float, causal: bool, bias: Tensor | None, rows: slice
 ) -> Tensor:
-    """Return the softmax of one block."""
     scores_BHTS = _product(q_BHTE, k_NSE.mT, scale)
-    if score_bias is not None:
-        scores_BHTS += score_bias[..., rows, : scores_BHTS.shape[-1]]
+    if bias is not None:
+        scores_BHTS += bias[..., rows, : scores_BHTS.shape[-1]]
     if causal:
         diagonal_BHTS = scores_BHTS[..., rows.start :]  # the only keys that need a mask
         diagonal_BHTS += diagonal_BHTS.new_full(diagonal_BHTS.shape[2:], -torch.inf).triu_(1)
@@ -128,27 +107,21 @@ def _weights(
 
 def _product(x_BHTE: Tensor, y_NEV: Tensor, scale: float = 1.0) -> Tensor:
     """Return scale · x y, where several heads of x share one of y."""
-    x_NFE = _fold(x_BHTE, len(y_NEV))
+    x_NFE = fold(x_BHTE, len(y_NEV))
     product_NFV = torch.baddbmm(x_BHTE.new_zeros(()), x_NFE, y_NEV, beta=0, alpha=scale)
     return product_NFV.view(*x_BHTE.shape[:-1], y_NEV.shape[-1])
 
 
 def _add_over_queries(sum_NSE: Tensor, x_BHTS: Tensor, y_BHTE: Tensor, scale: float = 1.0) -> None:
     """Add scale · xᵀ y, summed over the queries and over the heads that share a key."""
-    x_NFS, y_NFE = _fold(x_BHTS, len(sum_NSE)), _fold(y_BHTE, len(sum_NSE))
+    x_NFS, y_NFE = fold(x_BHTS, len(sum_NSE)), fold(y_BHTE, len(sum_NSE))
     if sum_NSE.dtype == x_NFS.dtype:
         sum_NSE.baddbmm_(x_NFS.mT, y_NFE, alpha=scale)
     else:
         sum_NSE += torch.baddbmm(y_NFE.new_zeros(()), x_NFS.mT, y_NFE, beta=0, alpha=scale)
 
 
-def _contiguous(x_BGSE: Tensor) -> Tensor:
-    """Return x_NSE, contiguous, since each block reads a slice of it."""
-    return x_BGSE.flatten(0, 1).contiguous()
-
-
-def _fold(x_BHTE: Tensor, n: int) -> Tensor:
-    """Return x_NFE."""
-    groups = n // x_BHTE.shape[0]
-    x_BGRTE: Tensor = x_BHTE.unflatten(1, (groups, -1))
+def fold(x_BHTE: Tensor, n: int) -> Tensor:
+    """Return x_NFE: the heads that share a key, with their queries, as rows of one matrix."""
+    x_BGRTE: Tensor = x_BHTE.unflatten(1, (n // x_BHTE.shape[0], -1))
     return x_BGRTE.flatten(2, 3).flatten(0, 1)

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import dropout as dropout_
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
-from qkablate.attention.kernels.blocked import blocked
+from qkablate.attention.kernels.blocked import blocked, fold
 
 KERNELS = ("auto", "math", "flash", "efficient", "folded", "blocked")
 # Context lengths from which blocks are faster on a CPU (not measured on GPUs, where they must be
@@ -59,6 +59,7 @@ def choose_kernel(shapes: Shapes) -> str:
     differences in width are padded for a fused kernel.
     """
     width, value_width, device = shapes.width, shapes.value_width, shapes.device
+    context = 0 if shapes.dropout else shapes.context  # blocks do not support dropout
     if width == 0:
         return "static"
     if shapes.learned_bias:
@@ -66,13 +67,12 @@ def choose_kernel(shapes: Shapes) -> str:
     wide_key = shapes.key_heads == 1 and width > value_width
     wide_value = shapes.value_heads == 1 and value_width > width
     if shapes.heads > 1 and (wide_key or wide_value):
-        long = device == "cpu" and shapes.context >= MIN_BLOCKED_SHARED and not shapes.dropout
-        return "blocked" if long else "folded"
-    if device == "cpu" and (width > value_width or shapes.dropout):
-        return "blocked" if shapes.context >= MIN_BLOCKED and not shapes.dropout else "folded"
-    if device == "cpu" and shapes.half and shapes.context:  # flash is slow in bf16
-        return "blocked" if shapes.context >= MIN_BLOCKED_BF16 else "folded"
+        return "blocked" if device == "cpu" and context >= MIN_BLOCKED_SHARED else "folded"
     if device == "cpu":
+        if width > value_width or shapes.dropout:
+            return "blocked" if context >= MIN_BLOCKED else "folded"
+        if shapes.half and context:  # flash is slow in bf16
+            return "blocked" if context >= MIN_BLOCKED_BF16 else "folded"
         return "flash"
     if device == "cuda" and width % 8 == value_width % 8 == 0:
         fits = shapes.half and width <= value_width <= 256 and not shapes.score_bias
@@ -114,49 +114,42 @@ def attend(
     scale: float,
     causal: bool,
     kernel: str,
-    score_bias: Tensor | None = None,
+    bias: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return softmax(scale · q kᵀ + score_bias) v as o_BHTV; the bias is HTS or TS.
+    """Return softmax(scale · q kᵀ + bias) v as o_BHTV; the bias is HTS or TS.
 
     Keys and values may have fewer heads than the queries, each shared by equally many.
     """
     if kernel == "static":
-        return _static(q_BHTE, v_BGSV, causal, score_bias, dropout)
+        return _static(q_BHTE, v_BGSV, causal, bias, dropout)
     if kernel == "blocked":
         assert not dropout
-        return blocked(q_BHTE, k_BGSE, v_BGSV, scale, causal, score_bias)
+        return blocked(q_BHTE, k_BGSE, v_BGSV, scale, causal, bias)
     if kernel == "folded":
-        return _folded(q_BHTE, k_BGSE, v_BGSV, scale, causal, score_bias, dropout)
-    heads, width, value_width = q_BHTE.shape[1], q_BHTE.shape[-1], v_BGSV.shape[-1]
+        return _folded(q_BHTE, k_BGSE, v_BGSV, scale, causal, bias, dropout)
+    heads, value_width = q_BHTE.shape[1], v_BGSV.shape[-1]
     k_BHSE, v_BHSV = _per_head(k_BGSE, heads), _per_head(v_BGSV, heads)
-    if kernel == "flash" and width != value_width:  # zeros change neither scores nor values
-        missing = value_width - width
+    if kernel == "flash":  # zeros change neither scores nor values
+        missing = value_width - q_BHTE.shape[-1]
         if missing > 0:
             q_BHTE, k_BHSE = pad(q_BHTE, (0, missing)), pad(k_BHSE, (0, missing))
-        else:
+        elif missing < 0:
             v_BHSV = pad(v_BHSV, (0, -missing))
-    if score_bias is not None:
-        if causal:
-            score_bias = score_bias + causal_mask(score_bias)
-        score_bias = score_bias.to(q_BHTE.dtype).expand(q_BHTE.shape[0], heads, -1, -1)
+    if bias is not None:
+        bias = bias + causal_mask(bias) if causal else bias
+        bias = bias.to(q_BHTE.dtype).expand(q_BHTE.shape[0], heads, -1, -1)
+    causal = causal and bias is None
     with sdpa_kernel(_BACKENDS[kernel]):
-        o_BHTV = scaled_dot_product_attention(
-            q_BHTE,
-            k_BHSE,
-            v_BHSV,
-            attn_mask=score_bias,
-            dropout_p=dropout,
-            is_causal=causal and score_bias is None,
-            scale=scale,
+        o_BHTV = F.scaled_dot_product_attention(
+            q_BHTE, k_BHSE, v_BHSV, bias, dropout, is_causal=causal, scale=scale
         )
     return o_BHTV[..., :value_width]
 
 
 def causal_mask(like_TS: Tensor, first: int = 0) -> Tensor:
     """Return −∞ for every key after the query, as TS; the first query has position `first`."""
-    queries, keys = like_TS.shape[-2:]
-    return like_TS.new_full((queries, keys), -torch.inf).triu_(1 + first)
+    return like_TS.new_full(like_TS.shape[-2:], -torch.inf).triu_(1 + first)
 
 
 def _per_head(x_BGSE: Tensor, heads: int) -> Tensor:
@@ -172,41 +165,37 @@ def _folded(
     v_BGSV: Tensor,
     scale: float,
     causal: bool,
-    score_bias: Tensor | None,
+    bias: Tensor | None,
     dropout: float,
 ) -> Tensor:
     (batch, groups, keys, _), (heads, queries) = k_BGSE.shape, q_BHTE.shape[1:3]
     per_group = heads // groups
-    q_NFE = q_BHTE.unflatten(1, (groups, per_group)).flatten(2, 3).flatten(0, 1)  # N=B·G, F=R·T
     # baddbmm adds mask and bias and multiplies by the scale without another pass.
     mask = q_BHTE.new_zeros(queries, keys)
-    if causal:
-        mask = causal_mask(mask)
-    if score_bias is not None:
-        mask = (mask + score_bias).to(q_BHTE.dtype)
+    mask = causal_mask(mask) if causal else mask
+    mask = mask if bias is None else (mask + bias).to(q_BHTE.dtype)
     if mask.dim() == 2:
         mask_FS = mask.repeat(per_group, 1)
     elif groups == 1:
         mask_FS = mask.flatten(0, 1)
     else:
         mask_FS = mask.unflatten(0, (groups, per_group)).flatten(1, 2).repeat(batch, 1, 1)
-    scores_NFS = torch.baddbmm(mask_FS, q_NFE, k_BGSE.flatten(0, 1).mT, alpha=scale)
-    weights_NFS = dropout_(scores_NFS.softmax(-1), dropout)
+    k_NSE = k_BGSE.flatten(0, 1)
+    scores_NFS = torch.baddbmm(mask_FS, fold(q_BHTE, len(k_NSE)), k_NSE.mT, alpha=scale)
+    weights_NFS = F.dropout(scores_NFS.softmax(-1), dropout)
     return _average(weights_NFS.view(batch, heads, queries, keys), v_BGSV)
 
 
 def _static(
-    q_BHT0: Tensor, v_BGSV: Tensor, causal: bool, score_bias: Tensor | None, dropout: float
+    q_BHT0: Tensor, v_BGSV: Tensor, causal: bool, bias: Tensor | None, dropout: float
 ) -> Tensor:
     (batch, heads, queries), keys = q_BHT0.shape[:3], v_BGSV.shape[2]
     scores = v_BGSV.new_zeros(queries, keys, dtype=torch.promote_types(v_BGSV.dtype, torch.float32))
-    if causal:
-        scores = causal_mask(scores)
-    if score_bias is not None:
-        scores = scores + score_bias
+    scores = causal_mask(scores) if causal else scores
+    scores = scores if bias is None else scores + bias
     weights = scores.softmax(-1).to(v_BGSV.dtype)
     if dropout:
-        return _average(dropout_(weights.expand(batch, heads, -1, -1), dropout), v_BGSV)
+        return _average(F.dropout(weights.expand(batch, heads, -1, -1), dropout), v_BGSV)
     # The weights are the same for every sequence, so one matmul averages the values of all.
     if weights.dim() == 2:
         o_TBGV = torch.tensordot(weights, v_BGSV, ([1], [2]))
@@ -219,11 +208,9 @@ def _static(
 
 
 def _average(weights_BHTS: Tensor, v_BGSV: Tensor) -> Tensor:
-    """Return weights v, with heads that share values folded together."""
     heads, groups = weights_BHTS.shape[1], v_BGSV.shape[1]
     if groups == heads:
         return weights_BHTS @ v_BGSV
-    folded_BGFS = weights_BHTS.unflatten(1, (groups, -1)).flatten(2, 3)
-    o_BGFV = folded_BGFS @ v_BGSV
+    o_BGFV = weights_BHTS.unflatten(1, (groups, -1)).flatten(2, 3) @ v_BGSV
     o_BHTV: Tensor = o_BGFV.unflatten(2, (heads // groups, -1)).flatten(1, 2)
     return o_BHTV

@@ -1,8 +1,7 @@
 """OV circuits by their names in configs."""
 
 from qkablate.attention.ov.base import OV
-from qkablate.attention.ov.factored import GroupedOV, SeparateOV, TiedOV
-from qkablate.attention.ov.merged import MergedOV
+from qkablate.attention.ov.factored import GroupedOV, MergedOV, SeparateOV, TiedOV
 from qkablate.attention.ov.unprojected import NoO, NoV, NoVO
 
 OV_CIRCUITS: dict[str, type[OV]] = {

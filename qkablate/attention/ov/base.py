@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from qkablate.attention.projection.moments import Moments
 from qkablate.attention.qk import QK
-from qkablate.attention.spec import Circuit, Draw, Spec, UnsupportedCombination, affine_basis
+from qkablate.attention.spec import Circuit, Draw, Spec, UnsupportedCombination
+from qkablate.attention.tensors import affine_basis
 
 
 class OV(Circuit):

@@ -6,9 +6,8 @@ from torch import Tensor, nn
 from qkablate.attention.ov.base import OV, join_heads, zero_
 from qkablate.attention.projection.moments import Moments
 from qkablate.attention.qk import QK
-from qkablate.attention.spec import (
-    Draw,
-    Spec,
+from qkablate.attention.spec import Draw, Spec
+from qkablate.attention.tensors import (
     fit_slices,
     head_slices,
     matrix,

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qkablate.attention.layer import Attention
-from qkablate.attention.projection.convert import scaled_circuit
 from qkablate.attention.projection.moments import Moments, regularize, with_bias
+from qkablate.attention.qk import QK
 from qkablate.attention.spec import Circuit, UnsupportedCombination
 
 HeadErrors = tuple[Tensor, Tensor]  # squared relative errors per head: by entries, by moments
@@ -33,6 +33,32 @@ class ProjectionLoss:
     ov: float  # Frobenius norm of all M_h
     ov_output: float  # root mean square of what the heads write
     heads: tuple[int, ...]  # the source head at each position
+
+
+def convert(source: QK, target: QK) -> float:
+    """Set `target` to the scores of `source`, as far as it can hold them; return the relative loss.
+
+    Raises UnsupportedCombination where a circuit is not a matrix or cannot be set.
+    """
+    b_HDD, u_HD = scaled_circuit(source)
+    if u_HD is not None:  # a form without biases loses it, which counts as loss
+        u_HD = u_HD / target.scale if target.spec.bias else None
+    target.set_circuit_(b_HDD / target.scale, u_HD)
+    norm = torch.linalg.vector_norm(b_HDD).clamp(min=torch.finfo(b_HDD.dtype).tiny)
+    return float(distance(source, target) / norm)  # 0 of 0 is 0
+
+
+def scaled_circuit(qk: QK) -> tuple[Tensor, Tensor | None]:
+    """Return B_h and u_h multiplied by the scale of the scores."""
+    b_HDD, u_HD = qk.circuit()
+    return b_HDD.detach() * qk.scale, None if u_HD is None else u_HD.detach() * qk.scale
+
+
+def distance(first: QK, second: QK) -> Tensor:
+    """Return the Frobenius distance of the matrices of the scores, biases included."""
+    difference_HLD = with_bias(*scaled_circuit(first)) - with_bias(*scaled_circuit(second))
+    norm: Tensor = torch.linalg.vector_norm(difference_HLD)
+    return norm
 
 
 @torch.no_grad()

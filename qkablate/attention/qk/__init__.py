@@ -11,9 +11,8 @@ from qkablate.attention.qk.factored import (
     WideQK,
 )
 from qkablate.attention.qk.merged import MergedQK, SymmetricQK
-from qkablate.attention.qk.no_content import StaticScores, Uniform
 from qkablate.attention.qk.shared import SharedQK, SymDiag, SymPairwise
-from qkablate.attention.qk.unprojected import NoK, NoQ, NoQK
+from qkablate.attention.qk.unprojected import NoK, NoQ, NoQK, StaticScores, Uniform
 
 QK_CIRCUITS: dict[str, type[QK]] = {
     "separate": SeparateQK,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from qkablate.attention.projection.moments import Moments, sqrt_and_inverse, with_bias
-from qkablate.attention.spec import Circuit, Spec, UnsupportedCombination, affine_basis
+from qkablate.attention.spec import Circuit, Spec, UnsupportedCombination
+from qkablate.attention.tensors import affine_basis
 
 
 class QK(Circuit):

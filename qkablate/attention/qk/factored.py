@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from qkablate.attention.qk.base import QK
-from qkablate.attention.spec import (
-    Draw,
-    Spec,
-    UnsupportedCombination,
+from qkablate.attention.spec import Draw, Spec, UnsupportedCombination
+from qkablate.attention.tensors import (
     by_head,
     matrix,
     project,

@@ -11,17 +11,8 @@ from torch import Tensor, nn
 
 from qkablate.attention.qk.base import QK
 from qkablate.attention.qk.factored import SeparateQK
-from qkablate.attention.spec import (
-    Draw,
-    Spec,
-    UnsupportedCombination,
-    by_head,
-    matrix,
-    project,
-    side_by_side,
-    split_heads,
-    vector,
-)
+from qkablate.attention.spec import Draw, Spec, UnsupportedCombination
+from qkablate.attention.tensors import by_head, matrix, project, side_by_side, split_heads, vector
 
 
 class _FullMatrixQK(QK):

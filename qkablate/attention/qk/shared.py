@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qkablate.attention.qk.base import QK
-from qkablate.attention.spec import Draw, Spec, matrix, project, side_by_side, split_heads, vector
+from qkablate.attention.spec import Draw, Spec
+from qkablate.attention.tensors import matrix, project, side_by_side, split_heads, vector
 
 
 class SharedQK(QK):

@@ -1,19 +1,19 @@
-"""Queries or keys that are slices of the stream: head h reads x[h·k : (h + 1)·k] without a weight.
+"""Queries or keys without a matrix: slices of the stream, or none at all.
 
-A slice of a normalized x is 1/(σ√d) times as long as a projected query; the matched initialization
-puts that factor into the scale. Shape suffixes as in base.py; E_h is the d × k matrix that selects
-head h's slice.
+Head h reads its slice x[h·k : (h + 1)·k], which the d × k matrix E_h selects. A slice of a
+normalized x is 1/(σ√d) times as long as a projected query; the matched initialization puts that
+factor into the scale. Shape suffixes as in base.py.
 """
 
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkablate.attention.projection.moments import Moments, with_bias
 from qkablate.attention.qk.base import QK
-from qkablate.attention.spec import (
-    Spec,
+from qkablate.attention.spec import Draw, Spec
+from qkablate.attention.tensors import (
     fit_slices,
     head_slices,
     matrix,
@@ -147,3 +147,71 @@ class NoK(_OneSidedQK):
 
     def bias_lr_multiplier(self) -> float:
         return 1.0 if self.spec.init == "matched" else self.spec.projection_std
+
+
+class Uniform(QK):
+    """All scores are 0, so every visible position has the same weight: a lower bound."""
+
+    factors = 1
+    match = "none"
+    equation = "score = 0"
+    params = "0"
+    removes = "W_q, W_k, scores"
+    source = "lower bound"
+    cached = ""
+    no_rope_reason = "there are no queries and keys to rotate"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.width, self.scale = 0, 1.0
+
+    def queries(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.new_empty(x_BTD.shape[0], self.spec.heads, x_BTD.shape[1], 0)
+
+    def keys(self, y_BSD: Tensor) -> Tensor:
+        return self.queries(y_BSD)
+
+    @property
+    def no_circuit_reason(self) -> str:
+        return "the scores do not depend on x"
+
+
+class StaticScores(Uniform):
+    """A learned T × T table per head (the random Synthesizer of Tay et al., 2020).
+
+    Positions attend to positions regardless of content, up to the context of the model. The table
+    is initialized with standard's spread. One Adam step lowers the loss over causal scores by
+    η Σ|gradient| over its T²/2 entries; matching standard's 2 d² entries takes
+    2√2 d² σ√d / (h T √k) of the learning rate.
+    """
+
+    match = "spread"
+    naive_match = "none"
+    equation = "score(i, j) = a learned table"
+    params = "h T²"
+    removes = "W_q, W_k, content"
+    source = "Tay et al. 2020"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        assert spec.context is not None
+        self.table = nn.Parameter(torch.empty(spec.heads, spec.context, spec.context))
+
+    @torch.no_grad()
+    def init_(self, draw: Draw) -> None:
+        super().init_(draw)
+        if self.spec.init == "matched":
+            self.table.mul_(self.spec.score_std / self.spec.sigma)
+
+    def score_bias(self, first: int, queries: int, keys: int) -> Tensor | None:
+        context = self.table.shape[-1]
+        if max(first + queries, keys) > context:
+            raise ValueError(
+                f"static_scores has {context} positions, not {max(first + queries, keys)}"
+            )
+        return self.table[:, first : first + queries, :keys]
+
+    def lr_multiplier(self) -> float:
+        spec = self.spec
+        moved = spec.heads * self.table.shape[-1] * math.sqrt(spec.d_head)
+        return float(2 * math.sqrt(2) * spec.d_model**2 * spec.projection_std / moved)

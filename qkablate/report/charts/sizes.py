@@ -165,7 +165,7 @@ def lr_chart(section: Section) -> Chart | None:
         key = curve.baseline or curve.arm
         for point in curve.val_loss:
             losses = [loss for loss in point.by_seed if loss is not None]
-            row = {"arm": curve.arm, "variant": section.study.arms[curve.arm].variant}
+            row: Spec = {"arm": curve.arm, "variant": section.study.arms[curve.arm].variant}
             row |= {"lr": point.lr, "best": point.lr == curve.best}
             if len(losses) < len(point.by_seed):
                 diverged.setdefault(key, []).append(row)

@@ -158,7 +158,7 @@ def _format_gaps(measured: list[GapSummary]) -> str:
 
 
 def _summarize_runs(section: Section) -> list[str]:
-    """Of runs that are compared with nothing."""
+    """Summarize runs without a baseline."""
     told = []
     for arm in section.summary.arms:
         entry = section.entries[arm.arm]

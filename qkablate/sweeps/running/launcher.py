@@ -100,7 +100,7 @@ class Launcher:
 
     @property
     def trained(self) -> bool:
-        """Whether this launcher has trained any run."""
+        """True if this launcher has trained any run."""
         return bool(self._tried)
 
     def _states(self) -> list[RunState]:

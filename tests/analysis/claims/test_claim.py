@@ -28,7 +28,7 @@ CLAIM = {
 
 
 def written(path, **changes):
-    """A file with the claim of this module, changed; None takes a key out."""
+    """Write the claim of this module with changes to a file; None removes a key."""
     content = {key: value for key, value in (CLAIM | changes).items() if value is not None}
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
     return str(path)
@@ -301,7 +301,7 @@ def test_scale_can_have_its_own_baseline():
 
 
 def claim(**changes):
-    """A claim parsed of the content of this module, changed."""
+    """Return the claim of this module with changes, parsed."""
     words = changes.pop("words", {})
     scale = changes.pop("at", "small")
     name = changes.pop("name", "mine")
@@ -410,7 +410,7 @@ def test_seeds_derive_from_the_claim_independently_of_their_number():
 
 
 def asked(world, grid=None, **parts):
-    """The comparisons of a claim with these parts over this grid, and the arms by name."""
+    """Return the comparisons of a claim with these parts over this grid, and the arms by name."""
     content = {"grid": grid or CLAIM["grid"], "seeds": 2}
     content["parts"] = {name: PART | changes for name, changes in parts.items()}
     own = claim(**content)
@@ -575,7 +575,7 @@ def test_unknown_arm_is_rejected_with_the_nearest(arm, told):
 
 
 def test_arm_against_itself_is_rejected(world):
-    """As is written by whoever forgets `against`."""
+    """Reject a part without `against` whose arm is the baseline."""
     with pytest.raises(UserError):
         asked(world, within={"arm": {"variant": "standard"}})
 

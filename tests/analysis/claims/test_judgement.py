@@ -55,7 +55,7 @@ def losing(own, n, mean, sd=0.001, arm="no_q"):
 
 
 def judged(made, own, reasons=()):
-    """The judgement, which can be written and printed whatever it says."""
+    """Return the judgement after checking that it can be written and printed."""
     found = judge_claim(own, made.study(), list(reasons))
     assert_told(found)
     return found

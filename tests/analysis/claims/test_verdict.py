@@ -176,7 +176,7 @@ def test_one_pair_decides_nothing(kind, values, margin):
     ],
 )
 def test_equal_gaps_are_certain(kind, words):
-    """Of two arms that compute the same, each gap is exactly zero."""
+    """Check two arms that compute the same: each gap is exactly zero."""
     found = [word(kind, Sample((mean,) * 6)) for mean in (-2.0, 0.0, 2.0)]
     assert found == [WORD[w] for w in words.split()]
 
@@ -402,8 +402,9 @@ def test_wider_spreads_and_stricter_levels_need_more():
 
 
 def test_looks_spend_as_obrien_and_fleming():
-    """2 − 2Φ(1.96 / √t) at a fifth, two fifths, ...: from tables of Φ at 4.383, 3.099, 2.530,
-    2.191, 1.960.
+    """Compare with 2 − 2Φ(1.96 / √t) at t = 0.2, 0.4, …, from tables of Φ.
+
+    4.383, 3.099, 2.530, 2.191 and 1.960 standard deviations.
     """
     total = np.cumsum(spend_alpha([4, 8, 12, 16, 20]))
     assert total == pytest.approx([0.00001, 0.00194, 0.01140, 0.02842, 0.05], abs=1e-5)
@@ -424,9 +425,7 @@ def test_all_looks_together_spend_alpha(looks):
 
 @pytest.mark.parametrize("count", range(2, 11))
 def test_last_look_has_the_most(count):
-    """Among looks at equal distances the first have next to nothing: stopping early takes a clear
-    case, and the last is nearly as sharp as a single look.
-    """
+    """Check that early looks spend little α and the last look nearly all of it."""
     shares = spend_alpha([6 * (i + 1) for i in range(count)])
     assert shares == sorted({*shares})
     assert shares[-1] > 0.05 / count

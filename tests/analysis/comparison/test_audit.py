@@ -44,7 +44,7 @@ def checks(world, number=0):
 
 
 def change(world, which, **more):
-    """What some runs' results say besides."""
+    """Change the results of some runs."""
     for run in world.runs():
         if which(run) and not run.tuning:
             path = world.run_folder(run) / "result.json"
@@ -52,7 +52,7 @@ def change(world, which, **more):
 
 
 def surroundings(world, which, **more):
-    """What some runs' environments say besides."""
+    """Change the environments of some runs."""
     for run in world.runs():
         if which(run):
             path = world.run_folder(run) / "environment.json"
@@ -343,7 +343,7 @@ def test_two_kernels_without_a_rounding_arm_are_a_warning(pair):
 
 
 def twins(cached_world, rounding):
-    """A twin that lies ± rounding beside standard."""
+    """Return a sweep in which standard_reassociated lies ± rounding beside standard."""
 
     def loss(run):
         sign = 1 if run.changes["seed"] % 2 else -1

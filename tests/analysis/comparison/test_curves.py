@@ -29,8 +29,9 @@ STEPS = (1, 2, 4, 6, 8, 10, 12)
 
 @pytest.fixture
 def curved(cached_world):
-    """Two arms of four seeds, done; `draw(loss)` writes a curve for each: loss(run, tokens), None
-    for no reading.
+    """Return a function that writes curves of two finished arms with four seeds.
+
+    `draw(loss)` writes loss(run, tokens) for each run, or no reading where it is None.
     """
 
     def draw(loss, seeds=4):

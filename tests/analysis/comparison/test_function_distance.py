@@ -61,7 +61,7 @@ def test_distance_is_the_mean_of_both_kl_divergences(positions, vocabulary, seed
 
 
 def test_known_one():
-    """Of 3/4 and 1/4: KL = ½ ln 3 either way."""
+    """Check 3/4 and 1/4: KL = ½ ln 3 in both directions."""
     found = symmetric_kl(Predictions.from_logs(pair(0.25)), Predictions.from_logs(pair(-0.25)))
     assert found == pytest.approx(math.log(3) / 2, rel=1e-6)
 
@@ -97,7 +97,7 @@ def test_neighbors_are_each_pair_once(count, found):
 
 @pytest.fixture
 def predicting(cached_world):
-    """A sweep whose runs are done and predict what `lift(run, step)` says; None: no file."""
+    """Return a sweep whose finished runs keep the predictions `lift(run, step)`; None: no file."""
 
     def make(lift, words=WORDS):
         world = cached_world(*words).finish(lambda run: 2.0 + run.changes["seed"])

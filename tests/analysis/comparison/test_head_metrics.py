@@ -1,4 +1,4 @@
-"""What heads are like: rows of strangers, means over heads that are there, order without names."""
+"""Head metrics: hostile rows, means over the heads present, order without names."""
 
 import json
 
@@ -142,7 +142,7 @@ def test_spectrum_is_by_its_largest():
 
 @pytest.fixture
 def watched(cached_world):
-    """Of no_q with four seeds: the value is that of the seed, and grows with the step."""
+    """Return no_q with four seeds, whose value is the seed and grows with the step."""
     world = cached_world("variant=standard,no_q", "seed=range(4)").finish(lambda run: 2.0)
     for run in world.runs():
         if run.arm.startswith("no_q"):

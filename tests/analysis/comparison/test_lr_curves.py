@@ -24,7 +24,7 @@ RATES = ("variant=standard,no_q", "seed=range(3)", "optim.lr=5e-4,1e-3,2e-3,4e-3
 
 
 def bowl(losses):
-    """Of a loss a seed at each rate."""
+    """Return a learning-rate curve with these losses by rate and seed."""
     return LrCurve(
         "an arm", {r: {(("seed", s),): v for s, v in own.items()} for r, own in losses.items()}
     )
@@ -71,7 +71,7 @@ def test_interval_of_the_optimum_covers_it():
 
 
 def test_interval_of_a_noisy_optimum_is_none_or_covers_it():
-    """Where the curvature may be nothing there is no interval: the whole line is possible."""
+    """Expect no interval where the curvature may be zero: any rate is possible."""
     rng = np.random.default_rng(1)
     missed = none = 0
     count = 300

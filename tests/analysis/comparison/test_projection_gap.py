@@ -73,7 +73,7 @@ def test_changed_metrics_are_rejected(four):
 
 
 def test_mean_over_seeds_has_students_interval():
-    """Of 1, 2 and 3: a mean of 2, and 4.303 standard errors to both sides."""
+    """Check 1, 2 and 3: a mean of 2, and 4.303 standard errors to both sides."""
     seeds = [
         ProjectionGap({}, {}, {part: {"val": value, "test": None} for part in PARTS})
         for value in (1.0, 2.0, 3.0)

@@ -42,7 +42,7 @@ def holm(p_values):
 
 
 def ranges(losses):
-    """The best and the worst rank of each arm, pair by pair."""
+    """Return the best and the worst rank of each arm, by tests of all pairs."""
     pairs = [*itertools.combinations(losses, 2)]
     adjusted = holm([stats.ttest_rel(losses[a], losses[b]).pvalue for a, b in pairs])
     found = {name: [1, len(losses)] for name in losses}
@@ -228,7 +228,7 @@ def test_fronts_are_among_arms_that_saw_the_same_tokens(cached_world):
 
 
 def row_of(**more):
-    """As `qkablate cost --measure --json` prints it."""
+    """Return a row as `qkablate cost --measure --json` prints it."""
     sizes = {"variant": "standard", "d_model": 16, "heads": 2, "layers": 1, "context": 16}
     return {**sizes, "vocabulary": 256, "params": 1, "step_ms": 2.5, "step_ratio": 1.0, **more}
 

@@ -52,8 +52,9 @@ def test_growth_per_doubling_is_recovered(cached_world):
 
 
 def test_arm_that_is_worth_less_tokens_is_found_to_be(cached_world):
-    """It is the baseline at 0.8 × the tokens, give or take a seed; the curve is read linearly in
-    the logarithm, which moves the answer by less than a hundredth.
+    """Equal the baseline at 0.8 × the tokens, up to noise.
+
+    The curve is interpolated linearly in ln tokens, which moves the result by less than 0.01.
     """
     rng = random.Random(0)
     worth = {seed: 0.8 * math.exp(rng.gauss(0, 0.02)) for seed in range(4)}

@@ -1,6 +1,4 @@
-"""All that a sweep says, in whatever condition it is: JSON that everybody reads, tables that line
-up, and nothing that steers a terminal.
-"""
+"""Summaries of sweeps in every state: valid JSON, aligned tables, no control characters."""
 
 import json
 import math
@@ -114,7 +112,7 @@ def test_every_sweep_is_summarized_without_nan(sweep):
 
 
 def assert_lines_up(table):
-    """As many cells everywhere, on the terminal and in Markdown."""
+    """Check that all rows have the same number of cells, on the terminal and in Markdown."""
     for row in table.rows:
         assert len(row) == len(table.columns)
         assert all(isinstance(cell, str) for cell in row)

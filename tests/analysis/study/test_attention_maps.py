@@ -1,4 +1,4 @@
-"""What is asked of heads on one text: numbers that are known beforehand."""
+"""Measures of heads on one text, against numbers that are known beforehand."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,4 @@
-"""Runs in no sweep, read as if one held them: which are one arm, which are a pair, and what
-repeats them.
-"""
+"""Runs without a sweep, read as one: their arms, pairs, and the commands that repeat them."""
 
 import dataclasses
 import functools
@@ -27,7 +25,7 @@ LOSS = {"train": 2.0, "val": 2.1, "test": 2.0}
 
 
 def typed(corpus, words):
-    """The words of a small run, with others in their place."""
+    """Return the arguments of a small run, some of them replaced."""
     given = {word.partition("=")[0] for word in words}
     away = {"data.path", "data.cache"} if given & {"data"} else set()
     return [w for w in corpus if w.partition("=")[0] not in given | away] + [*words]
@@ -40,7 +38,7 @@ def planned(corpus):
 
 
 def of_seed(own, seed):
-    """The same plan with another seed."""
+    """Return the same plan with another seed."""
     seeds = dict.fromkeys(own.identity["seeds"], seed)
     config = dataclasses.replace(own.config, seed=seed, seeds=SeedsConfig(**seeds))
     known = own.identity | {"seed": seed, "seeds": seeds}
@@ -50,7 +48,7 @@ def of_seed(own, seed):
 
 @pytest.fixture
 def begin(planned):
-    """A planned run, and what is written down of it before its first step."""
+    """Return a function that writes the files a run has before its first step."""
 
     def write(*words, out="outputs"):
         first, *others = words or ("",)
@@ -68,7 +66,7 @@ def begin(planned):
 
 @pytest.fixture
 def run(begin):
-    """The folder of a run that is done, with a loss of one's choice."""
+    """Return a function that writes the folder of a finished run with a given loss."""
 
     def write(*words, test=2.0, out="outputs", **more):
         own = begin(*words, out=out)
@@ -464,7 +462,7 @@ WORDS = [
 
 
 def repeated(corpus, study):
-    """What the command of the study's only run plans."""
+    """Return the plan of the command that repeats the only run of a study."""
     tuning = [record for by_seed in study.tuning.values() for record in by_seed.values()]
     (record,) = [*study.records, *tuning]
     words = study.overrides_of(record.run)
@@ -524,7 +522,7 @@ def test_command_names_the_file_however_it_is_called(begin, corpus, name):
 
 
 def test_command_includes_data_settings(begin, corpus):
-    """As a set of the Hub with an expression for where its documents begin."""
+    """Repeat a data set of the Hub with a regular expression for document starts."""
     given = begin()
     path = given.run.folder
     content = yaml.safe_load((path / "config.yaml").read_text())

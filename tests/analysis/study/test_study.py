@@ -1,6 +1,4 @@
-"""Runs read from their folders: every one is there with its status, and what is broken, hostile or
-half-written is told and counts for nothing.
-"""
+"""Runs read from their folders: each has its status; damaged and hostile ones do not count."""
 
 import json
 import math
@@ -42,7 +40,7 @@ def record_of(study, run):
 
 
 def assert_dropped(world, run, status="damaged"):
-    """The run is told as what it is, its pair is gone, and no other number moved."""
+    """Check that the run has this status, its pair is gone, and no other number changed."""
     study = world.study()
     record = record_of(study, run)
     assert (record.status, record.loss) == (status, None)
@@ -382,9 +380,7 @@ def test_missing_loss_curve_is_empty(tmp_path):
 
 
 def write_readings(folder, count, *, val_every=1, damage=()):
-    """metrics.jsonl as a run writes it: training loss at every step, validation at some; a torn
-    line before each of the steps of `damage`.
-    """
+    """Write metrics.jsonl as a run does; a torn line before each of the steps in `damage`."""
     lines = []
     for step in range(1, count + 1):
         row = {"step": step, "tokens": 32 * step}
@@ -446,7 +442,7 @@ def test_each_loss_is_thinned_by_its_own_readings(tmp_path):
 
 @pytest.mark.parametrize(("short", "long"), [(40, 41), (64, 1000), (77, 78), (300, 5000)])
 def test_runs_of_different_lengths_keep_the_same_readings(tmp_path, short, long):
-    """As far as the shorter one goes: so a pair has them in common."""
+    """Keep the same readings up to the end of the shorter run, so that a pair shares them."""
     one = read_loss_curves(write_readings(tmp_path / "short", short))
     other = read_loss_curves(write_readings(tmp_path / "long", long))
     for metric in (VAL, TRAIN):

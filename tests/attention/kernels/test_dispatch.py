@@ -73,12 +73,12 @@ def test_all_kernels_agree(kernel, groups, widths):
     k = torch.randn(2, groups, 9, width, dtype=torch.float64, requires_grad=True)
     addends = [None, torch.randn(9, 9).double(), torch.randn(4, 9, 9).double()]
     learned = [t.requires_grad_() for t in addends[1:] if kernel == "folded"]
-    for causal, score_bias, value_groups in product((True, False), addends, {groups, 4}):
+    for causal, bias, value_groups in product((True, False), addends, {groups, 4}):
         v = torch.randn(2, value_groups, 9, value_width, dtype=torch.float64, requires_grad=True)
         results = []
         for name in ("math", kernel):
-            out = attend(q, k, v, scale=0.3, causal=causal, kernel=name, score_bias=score_bias)
-            inputs = (q, k, v, *(t for t in learned if t is score_bias))
+            out = attend(q, k, v, scale=0.3, causal=causal, kernel=name, bias=bias)
+            inputs = (q, k, v, *(t for t in learned if t is bias))
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
         assert results[0][0].shape == (2, 4, 9, value_width)
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
@@ -94,10 +94,10 @@ def test_results_do_not_depend_on_the_block_size(monkeypatch, queries, groups, v
     shapes = ((4, 6), (groups, 6), (value_groups, 3))
     inputs = [torch.randn(2, n, 10, width).double().requires_grad_() for n, width in shapes]
     addends = [None, torch.randn(10, 10).double(), torch.randn(4, 10, 10).double()]
-    for causal, score_bias in product((True, False), addends):
+    for causal, bias in product((True, False), addends):
         results = []
         for name in ("math", "blocked"):
-            out = attend(*inputs, scale=0.3, causal=causal, kernel=name, score_bias=score_bias)
+            out = attend(*inputs, scale=0.3, causal=causal, kernel=name, bias=bias)
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
 
@@ -202,12 +202,10 @@ def test_static_kernel_is_the_softmax_of_the_bias(value_groups):
     table = torch.randn(4, 5, 5)
     visible = torch.ones(5, 5).tril()
     v_BHSV = v.repeat_interleave(4 // value_groups, 1)
-    for score_bias, causal in product((table, None), (True, False)):
-        odds = (torch.zeros(4, 5, 5) if score_bias is None else score_bias).exp() * (
-            visible if causal else 1
-        )
+    for bias, causal in product((table, None), (True, False)):
+        odds = (torch.zeros(4, 5, 5) if bias is None else bias).exp() * (visible if causal else 1)
         weights_HTS = odds / odds.sum(-1, keepdim=True)
-        out = attend(q, k, v, scale=1.0, causal=causal, kernel="static", score_bias=score_bias)
+        out = attend(q, k, v, scale=1.0, causal=causal, kernel="static", bias=bias)
         torch.testing.assert_close(out, weights_HTS @ v_BHSV)
 
 

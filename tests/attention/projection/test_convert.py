@@ -7,9 +7,9 @@ import torch
 from torch.testing import assert_close
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, UnsupportedCombination
-from qkablate.attention.projection.convert import convert, convert_ov, distance, scaled_circuit
-from qkablate.attention.qk.no_content import Uniform
-from qkablate.attention.spec import by_head
+from qkablate.attention.projection.project import convert, convert_ov, distance, scaled_circuit
+from qkablate.attention.qk.unprojected import Uniform
+from qkablate.attention.tensors import by_head
 from tests.attention.random_layers import PAIRS, random_layer, random_qk, randomized, stream
 
 CONTENT = [name for name in QK_CIRCUITS if name not in ("static", "uniform")]

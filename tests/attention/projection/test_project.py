@@ -8,15 +8,15 @@ import torch
 from torch.testing import assert_close
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, UnsupportedCombination
-from qkablate.attention.projection.convert import scaled_circuit
 from qkablate.attention.projection.moments import Moments
 from qkablate.attention.projection.project import (
-    set_output_,
-    set_scores_,
     assign_heads,
     collect_moments,
     find_obstacle,
     project_layer,
+    scaled_circuit,
+    set_output_,
+    set_scores_,
 )
 from tests.attention.random_layers import random_layer, stream
 

@@ -81,7 +81,7 @@ def test_the_keys_of_a_sweep_reject_a_number_of_400_digits(composer, name):
 @pytest.mark.parametrize("name", ["optim.lr", "train.steps", "seed", "model.mlp_ratio"])
 @pytest.mark.parametrize("make", [int, float, lambda text: [1, int(text)], lambda text: -int(text)])
 def test_a_number_of_400_digits_in_a_file_is_rejected(composer, name, make):
-    """As in the file of a sweep or a claim."""
+    """Reject the number in the file of a sweep or a claim, too."""
 
     def configs(grid):
         request = composer.request(["variant=no_q"], grid)

@@ -1,6 +1,4 @@
-"""Pictures show the numbers of the analysis, in looks that are the same in all of them, whatever
-the runs came to.
-"""
+"""Charts show the numbers of the analysis, and a variant looks the same in all of them."""
 
 import dataclasses
 import json
@@ -53,7 +51,7 @@ WORLDS = {
 
 @pytest.fixture(scope="module")
 def chapter_named(made, loss_of, with_curves, section_of, section):
-    """The section of one of WORLDS, each made once."""
+    """Return the section of one of WORLDS, each made once."""
     known = {"finished": section}
 
     def make(name):
@@ -110,7 +108,7 @@ def test_whatever_the_runs_came_to_the_pictures_are_sound(chapter_named, name):
 
 
 def assert_told(chart, section):
-    """How many runs it shows, and what its intervals are."""
+    """Check that the chart states its number of runs and the kind of its intervals."""
     assert re.search(r"n = \d+( to \d+)?\b", chart.caption), chart.name
     assert "n = 0" not in chart.caption or not any(e.losses for e in section.study.entries)
     assert re.search("95 %", chart.caption), chart.name
@@ -118,7 +116,7 @@ def assert_told(chart, section):
 
 
 def assert_drawable(spec):
-    """What stands on a logarithmic axis is above zero."""
+    """Check that everything on a logarithmic axis is above zero."""
     for layer in spec["layer"]:
         rows = layer.get("data", spec["data"])["values"]
         for channel in layer["encoding"].values():
@@ -129,7 +127,7 @@ def assert_drawable(spec):
 
 
 def assert_looks(spec, looks):
-    """A variant has the same colour, dash and shape in every picture."""
+    """Check that a variant has the same color, dash and shape in every chart."""
     parts = {"color": "color", "strokeDash": "dash", "shape": "shape"}
     for found in within(spec):
         for channel, part in parts.items():
@@ -220,7 +218,7 @@ def test_what_diverged_stands_beside_its_row(chapter_named):
 
 
 def edges(chart):
-    """Where bars reach that have no end."""
+    """Return where bars without an end are cut off."""
     layers = [layer for panel in chart.panels for layer in panel.spec["layer"]]
     return {
         layer["transform"][0]["filter"]["field"]: layer["encoding"]["x2"]["value"]
@@ -349,7 +347,7 @@ def test_a_curve_keeps_its_ends_and_no_more_readings_than_it_may(long, name):
 
 
 def thin(chart):
-    """The lines of single runs."""
+    """Return the marks of single runs."""
     return [
         row
         for panel in chart.panels

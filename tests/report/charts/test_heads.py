@@ -20,9 +20,7 @@ STEPS = (0, 6, 12)
 
 
 def mechanism(run, step, layers=2, heads=3, values=4):
-    """no_q has half of standard's stable rank; a head's number says nothing; layer 1 of no_q has
-    no circuit.
-    """
+    """Give no_q half of standard's stable rank, and no circuit in layer 1."""
     rng = random.Random(f"{run.arm} {run.changes} {step}")
     half = 0.5 if run.arm.startswith("no_q") else 1.0
 

@@ -1,6 +1,4 @@
-"""The report as text: the numbers of the page, in Markdown that stays what it is whatever names
-are in it.
-"""
+"""The report as text: the numbers of the page, in Markdown that no name can break."""
 
 import html
 import json

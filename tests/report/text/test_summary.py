@@ -13,9 +13,7 @@ TWO = ("variant=standard,no_q", "seed=range(2)")
 
 @pytest.fixture
 def said(cached_world, section_of, loss_of):
-    """The answer to a sweep in which every variant has the gap one gives it, or ends as `end`
-    says.
-    """
+    """Return the summary of a sweep with these gaps by variant; `end` makes runs end otherwise."""
 
     def answered(words, truth=None, end=lambda run: False, margin=None):
         made = cached_world(*words).finish(
@@ -107,8 +105,8 @@ def test_among_very_many_sizes_some_stand_out_by_chance(made, section_of):
     section = section_of(made.finish(loss))
     assert [one.decision for one in section.summary.gaps].count("worse") == 1
     first, _ = summarize(section)
-    told = "no_q (in 1 of 4 comparisons) differed at its own size, but not after adjusting for all 4 comparisons"
-    assert told in first
+    assert "no_q (in 1 of 4 comparisons) differed at its own size" in first
+    assert "but not after adjusting for all 4 comparisons" in first
     assert "worse" not in first
 
 

@@ -15,7 +15,7 @@ from tests.tracking.wandb.log_reader import Described
 
 @dataclass
 class Received(Described):
-    """What the server was told of one run."""
+    """Data that the server received of one run."""
 
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class FakeServer:
         return {}
 
     def _resumed(self, name: str) -> dict[str, Any]:
-        """What the server knows of a run that begins again."""
+        """Return what the server knows of a run that is resumed."""
         run = self.runs.get(name)
         if run is None:
             return {"bucket": None}
@@ -256,6 +256,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def dead_url() -> str:
-    """An address where connections are refused."""
+    """Return an address where connections are refused."""
     with socket.create_server(("127.0.0.1", 0)) as held:
         return f"http://127.0.0.1:{held.getsockname()[1]}"

@@ -17,7 +17,7 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 @dataclass
 class Described:
-    """What W&B knows of a run from its beginning."""
+    """Data that W&B knows of a run from its beginning."""
 
     name: str = ""
     project: str = ""
@@ -42,7 +42,7 @@ class Recorded(Described):
 
 
 def read(folder: Path) -> Recorded:
-    """The run in one `offline-run-…` folder."""
+    """Return the run recorded in one `offline-run-…` folder."""
     (path,) = folder.glob("*.wandb")
     run = Recorded()
     for content in _contents(path.read_bytes()):

@@ -1,4 +1,4 @@
-"""What W&B has recorded, as far as we read it ourselves. The logs here are W&B's own."""
+"""W&B's log format, as far as we read it ourselves. The logs here are W&B's own."""
 
 import struct
 import subprocess
@@ -35,7 +35,7 @@ for rows in map(int, sys.argv[2:]):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A log of less than a block, and one of many."""
+    """Return a log of less than a block, and one of many."""
     folder = tmp_path_factory.mktemp("made")
     words = [sys.executable, "-c", RECORD, str(folder), "3", "700"]
     subprocess.run(words, check=True, capture_output=True, timeout=120)
@@ -60,7 +60,7 @@ def test_a_log_that_is_cut_anywhere_is_not_whole(made, tmp_path):
 
 
 def test_a_record_that_begins_with_nothing_is_read(made, tmp_path):
-    """As one does for which a block has room for its header alone."""
+    """Read a record for which a block has room for its header only."""
     content = bytearray(made[3].read_bytes())
     _, length, kind = struct.unpack_from("<IHB", content, 7)
     assert kind == log_reader.FULL

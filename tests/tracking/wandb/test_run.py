@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def python(*words: str, **variables: str) -> Run:
-    """A Python process without a terminal, in the environment of the test."""
+    """Start Python without a terminal, in the environment of the test."""
     return subprocess.run(
         [sys.executable, *words],
         env={**os.environ, **variables},
@@ -54,7 +54,7 @@ def python(*words: str, **variables: str) -> Run:
 
 @pytest.fixture
 def overrides(tiny: list[str]) -> list[str]:
-    """A tiny run that asks for W&B, for once."""
+    """Return the overrides of a tiny run with W&B enabled."""
     return [word for word in tiny if not word.startswith("tracking.wandb=")]
 
 
@@ -81,7 +81,7 @@ def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def means(mechanism: dict[str, Any]) -> dict[str, float]:
-    """Of the diagnostics: over the heads of each layer."""
+    """Return the means of the diagnostics over the heads of each layer."""
     return {
         f"{part}/{name}/L{layer}": sum(heads) / len(heads)
         for part, measures in mechanism.items()
@@ -102,7 +102,7 @@ def best_and_last(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def offline(run: Path) -> list[log_reader.Recorded]:
-    """What was recorded in a run's folder, in the order of the sittings."""
+    """Return what was recorded in a run's folder, by session."""
     folders = sorted((run / "wandb").glob("offline-run-*"))
     return [log_reader.read(folder) for folder in folders]
 
@@ -407,7 +407,7 @@ print(json.dumps([notes, it.address]))
 
 
 def log_five_rows(run: Path, before: str = "", after_log: str = "", **variables: str) -> list[Any]:
-    """The notes and its address, after five rows."""
+    """Return the messages of W&B's client, and its address, after five rows."""
     script = SCRIPT.format(before=before, after_log=after_log)
     done = python("-c", script, str(run), **variables)
     assert done.returncode == 0, done.stderr
