@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from typing import Any
+from typing import Any, TextIO
 
 
 def print_table(
@@ -56,9 +56,9 @@ def print_json(value: Any) -> None:
     )
 
 
-def print_csv(rows: list[dict[str, Any]]) -> None:
+def print_csv(rows: list[dict[str, Any]], file: TextIO | None = None) -> None:
     """Print rows as CSV, with the keys of the first row as header."""
-    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(file or sys.stdout, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
 

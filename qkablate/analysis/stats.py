@@ -107,8 +107,7 @@ class Sample:
         """Two-sided p-value of the sign-flip permutation test; exact up to sixteen numbers."""
         if self.n < 2:
             return None
-        exact = self.n <= _MAX_EXACT
-        if exact:
+        if exact := self.n <= _MAX_EXACT:
             flipped = np.arange(2**self.n)[:, None] >> np.arange(self.n) & 1
         else:
             flipped = np.random.default_rng(0).integers(0, 2, (_FLIPS, self.n))
@@ -177,9 +176,9 @@ def sign_flip_min_n(comparisons: int = 1, alpha: float = ALPHA) -> int:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values adjusted for family-wise error by Holm's method."""
     adjusted, least = [0.0] * len(p_values), 0.0
-    for place, number in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        least = max(least, min(1.0, (len(p_values) - place) * p_values[number]))
-        adjusted[number] = least
+    for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = least
     return adjusted
 
 
@@ -240,9 +239,7 @@ def detectable_effect(
     """Return the smallest mean that the two-sided t test detects with the given power."""
     if n < 2:
         return None
-    if not sd:
-        return 0.0
-    return sd * _detectable(n, alpha, power)
+    return sd * _detectable(n, alpha, power) if sd else 0.0
 
 
 @lru_cache(maxsize=4096)

@@ -1,6 +1,7 @@
 """The attention layer: heads, masks, norms, positions, circuits. Suffixes as in qk/base.py."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -71,7 +72,7 @@ class Attention(nn.Module):
         if norm != "none":
             self.norm = (QKNorm if norm == "qk" else UnitKeys)(spec, self.qk)
         self.mask_self, self.position, self.dropout = mask_self, position, dropout
-        self.scale = self.qk.scale if self.norm is None else self.norm.scale
+        self.scale = (self.norm or self.qk).scale
         if position == "rope":
             check_rope(self.qk)
         learned_bias = type(self.qk).score_bias is not QK.score_bias
@@ -103,10 +104,9 @@ class Attention(nn.Module):
 
         With a cache, x holds the positions that follow those in it, whose keys and values it gives.
         """
-        is_self = y_BSD is None
+        is_self, first, kernel = y_BSD is None, 0, self.kernel
         y_BSD = x_BTD if y_BSD is None else y_BSD
         q_BHTE, k_BGSE = self.qk(x_BTD, y_BSD)
-        first, kernel = 0, self.kernel
         if cache is None:
             v_BGSV = self.ov.values(y_BSD, k_BGSE)
         else:
@@ -140,16 +140,9 @@ class Attention(nn.Module):
     def weights(self, x_BTD: Tensor, y_BSD: Tensor | None = None, *, causal: bool = True) -> Tensor:
         """Return the attention weights A_BHTS, for inspection."""
         q_BHTE, k_BGSE, bias = self._score_inputs(x_BTD, y_BSD, causal)
-        batch, _, keys, _ = k_BGSE.shape
-        return attend(
-            q_BHTE,
-            k_BGSE,
-            torch.eye(keys).to(x_BTD).expand(batch, 1, -1, -1),
-            scale=self.scale,
-            causal=causal,
-            kernel="static" if self.kernel == "static" else "folded",
-            bias=bias,
-        )
+        v_B1SS = torch.eye(k_BGSE.shape[2]).to(x_BTD).expand(len(k_BGSE), 1, -1, -1)
+        kernel, scale = "static" if self.kernel == "static" else "folded", self.scale
+        return attend(q_BHTE, k_BGSE, v_B1SS, scale=scale, causal=causal, kernel=kernel, bias=bias)
 
     def scores(self, x_BTD: Tensor, y_BSD: Tensor | None = None, *, causal: bool = True) -> Tensor:
         """Return the input of the softmax, S_BHTS, −∞ where masked, for inspection."""
@@ -177,6 +170,7 @@ class Attention(nn.Module):
         if self.position == "alibi":
             parts.append(alibi(heads, first, queries, keys, q_BHTE))
         if self.mask_self and is_self:
+            # The first query sees no other token.
             keep_first = (first == 0 and causal) or keys == 1
             parts.append(self_mask(q_BHTE, first, queries, keys, keep_first))
         if causal and first:  # the queries are at the end of a longer sequence
@@ -201,12 +195,10 @@ class Attention(nn.Module):
     @property
     def cached_per_token(self) -> int:
         """Number of values that a decoder caches per token."""
-        size = {
-            "x": self.qk.spec.d_model,
-            "k": self.qk.key_heads * self.qk.width,
-            "v": self.ov.value_heads * self.ov.width,
-        }
-        return sum(size[name] for name in {self.qk.cached, self.ov.cached} - {""})
+        qk, ov = self.qk, self.ov
+        sizes = {"x": qk.spec.d_model, "k": qk.key_heads * qk.width, "": 0}
+        sizes["v"] = ov.value_heads * ov.width
+        return sum(sizes[name] for name in {qk.cached, ov.cached})
 
     @property
     def no_circuit_reason(self) -> str:
@@ -228,13 +220,11 @@ class Attention(nn.Module):
     def params(self) -> str:
         """Formula of the number of parameters without biases; empty if a circuit has none."""
         parts = [part.params for part in (self.qk, self.ov, self.norm) if part is not None]
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for term in " + ".join(parts).split(" + "):
             number, _, letters = term.partition(" ") if term[:1].isdigit() else ("1", "", term)
-            counts[letters] = counts.get(letters, 0) + int(number)
-        terms = [
-            f"{n if n > 1 else ''} {letters}".strip() for letters, n in counts.items() if letters
-        ]
+            counts[letters] += int(number)
+        terms = [f"{n} {sizes}" if n > 1 else sizes for sizes, n in counts.items() if sizes]
         return " + ".join(terms) if all(parts) else ""
 
     @property
@@ -250,30 +240,26 @@ class Attention(nn.Module):
 
     def lr_multipliers(self) -> dict[str, float]:
         """Return the learning-rate multiplier of the matrices of each circuit."""
-        norm_scale = self.norm.lr_scale() if self.norm is not None else 1.0
-        return {"qk": self.qk.lr_multiplier() * norm_scale, "ov": self.ov.lr_multiplier()}
+        norm_scale = self.norm.lr_scale if self.norm else 1.0
+        return {"qk": self.qk.lr_multiplier * norm_scale, "ov": self.ov.lr_multiplier}
 
     def rates(self) -> Iterator[tuple[nn.Parameter, float, float]]:
         """Yield (parameter, learning-rate multiplier, weight-decay multiplier) for all parameters.
 
         Vectors do not decay.
         """
-        norm_scale = self.norm.lr_scale() if self.norm is not None else 1.0
-        for circuit, scale in ((self.qk, norm_scale), (self.ov, 1.0)):
+        for circuit, scale in ((self.qk, self.norm.lr_scale if self.norm else 1.0), (self.ov, 1.0)):
             for parameter in circuit.parameters():
                 if parameter.dim() >= 2:
-                    yield parameter, scale * circuit.lr_multiplier(), circuit.decay
+                    yield parameter, scale * circuit.lr_multiplier, circuit.decay
                 else:
-                    yield parameter, scale * circuit.bias_lr_multiplier(), 0.0
+                    yield parameter, scale * circuit.bias_lr_multiplier, 0.0
         if self.norm is not None:
             yield from ((gain, 1.0, 0.0) for gain in self.norm.parameters())
 
 
 def self_mask(like: Tensor, first: int, queries: int, keys: int, keep_first: bool) -> Tensor:
-    """Return −∞ where a token would attend to itself, as TS.
-
-    With `keep_first` the first query, which sees no other token, still attends to itself.
-    """
+    """Return −∞ where a token would attend to itself, as TS; `keep_first` exempts the first."""
     mask_TS = like.new_zeros(queries, keys)
     query_T = torch.arange(int(keep_first), queries, device=like.device)
     mask_TS[query_T, query_T + first] = -torch.inf

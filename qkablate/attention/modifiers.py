@@ -31,22 +31,16 @@ class QKNorm(Circuit):
             raise UnsupportedCombination("there are no queries and keys to normalize")
         self.width, self.scale = qk.width, 1.0
         self.gain = nn.Parameter(torch.empty(spec.heads))
+        # Factor on the circuit's learning-rate multiplier; a naive gain moves the scores faster.
+        self.lr_scale = spec.score_std if spec.init == "naive" else 1.0
 
     def forward(self, q_BHTE: Tensor, k_BGSE: Tensor) -> tuple[Tensor, Tensor]:
         unit_q, unit_k = (nn.functional.normalize(t, dim=-1) for t in (q_BHTE, k_BGSE))
         return (unit_q * self.gain.view(-1, 1, 1)).type_as(q_BHTE), unit_k.type_as(k_BGSE)
 
-    @property
-    def initial_gain(self) -> float:
-        return math.sqrt(self.width) * (self.spec.score_std if self.spec.init == "matched" else 1.0)
-
-    @torch.no_grad()
-    def init_(self, draw: object) -> None:
-        self.gain.fill_(self.initial_gain)
-
-    def lr_scale(self) -> float:
-        """Return the factor on the circuit's multiplier; a naive gain moves the scores faster."""
-        return self.spec.score_std if self.spec.init == "naive" else 1.0
+    def adjust_init_(self) -> None:
+        spec = self.spec
+        self.gain.fill_(math.sqrt(self.width) * (1 if spec.init == "naive" else spec.score_std))
 
 
 class UnitKeys(Circuit):
@@ -66,16 +60,12 @@ class UnitKeys(Circuit):
         super().__init__(spec)
         if not qk.width:
             raise UnsupportedCombination("there are no keys to normalize")
-        self._matched_scale = qk.scale * qk.key_norm
-        naive = spec.init == "naive"
-        self.scale = 1 / math.sqrt(spec.d_head) if naive else self._matched_scale
+        matched = qk.scale * qk.key_norm
+        self.scale = 1 / math.sqrt(spec.d_head) if spec.init == "naive" else matched
+        self.lr_scale = matched / self.scale
 
     def forward(self, q_BHTE: Tensor, k_BGSE: Tensor) -> tuple[Tensor, Tensor]:
         return q_BHTE, nn.functional.normalize(k_BGSE, dim=-1).type_as(k_BGSE)
-
-    def lr_scale(self) -> float:
-        """Return the factor on the circuit's multiplier, as in `QKNorm`."""
-        return self._matched_scale / self.scale
 
 
 def rotate(x_BHTE: Tensor, first: int = 0) -> Tensor:
@@ -85,7 +75,7 @@ def rotate(x_BHTE: Tensor, first: int = 0) -> Tensor:
     plane = torch.arange(width // 2, device=x_BHTE.device, dtype=wide)
     position = torch.arange(first, first + length, device=x_BHTE.device, dtype=wide)
     angle_TP = position.unsqueeze(1) * 10000 ** (-2 * plane / width)
-    dtype = torch.float64 if x_BHTE.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(x_BHTE.dtype, torch.float32)
     cos_TP, sin_TP = angle_TP.cos().to(dtype), angle_TP.sin().to(dtype)
     a, b = x_BHTE.chunk(2, dim=-1)
     rotated = torch.cat([a * cos_TP - b * sin_TP, a * sin_TP + b * cos_TP], -1)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -45,12 +46,7 @@ class Draw(Protocol):
     """
 
     def __call__(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        residual: bool = False,
-        fan_in: int | None = None,
+        self, name: str, shape: Sequence[int], *, residual: bool = False, fan_in: int | None = None
     ) -> Tensor: ...
 
 
@@ -71,6 +67,11 @@ class Circuit(nn.Module):
     factors = 2  # matrices in the product; weight decay acts on each of them
     match = "exact"  # how well the initialization matches standard's: exact, spread or none
     naive_match: ClassVar[str] = ""  # the same for the default initialization, where it differs
+    # Learning-rate multipliers of matrices and vectors that match the speed of standard's circuit:
+    # the first Adam step lowers the loss by η Σ|gradient|; this makes that sum standard's.
+    lr_multiplier = 1.0
+    bias_lr_multiplier = 1.0
+    no_circuit_reason = ""  # why the circuit is not a d × d matrix; empty if it is one
     has_head_slices = False  # head h is tied to slice h of the stream, so heads cannot be permuted
 
     def __init__(self, spec: Spec) -> None:
@@ -84,20 +85,13 @@ class Circuit(nn.Module):
 
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:
-        """Set every parameter from draws by name."""
+        """Set every parameter from draws by name; those named "w_o…" have the scale of W_o."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(draw(name, tuple(parameter.shape)))
+            parameter.copy_(draw(name, parameter.shape, residual=name.startswith("w_o")))
+        self.adjust_init_()
 
-    def lr_multiplier(self) -> float:
-        """Return the learning-rate multiplier that matches the speed of standard's circuit.
-
-        The first Adam step lowers the loss by η Σ|gradient|; this makes that sum standard's.
-        """
-        return 1.0
-
-    def bias_lr_multiplier(self) -> float:
-        """Return the same multiplier for the vectors."""
-        return 1.0
+    def adjust_init_(self) -> None:
+        """Change the drawn values; for subclasses whose initialization differs."""
 
     @property
     def decay(self) -> float:
@@ -119,8 +113,3 @@ class Circuit(nn.Module):
         sizes |= {"r": spec.rank or 0, "g": spec.groups or 0, "T": spec.context or 0}
         code = re.sub(r"(?<=[\w²)]) (?=[\w(])", " * ", self.params).replace("²", "**2")
         return int(eval(code, {"__builtins__": {}}, sizes))
-
-    @property
-    def no_circuit_reason(self) -> str:
-        """Why the circuit is not a d × d matrix; empty if it is one."""
-        return ""

@@ -48,15 +48,9 @@ Examples
 """
 
 SPLITS = ("train", "val", "test")
-
-
 PARSER = Parser(HELP)
-PARSER.option(
-    "--split",
-    "SPLIT",
-    "train (default), val, test; of train, the first windows of a run",
-    one_of(SPLITS),
-)
+_SPLIT_HELP = "train (default), val, test; of train, the first windows of a run"
+PARSER.option("--split", "SPLIT", _SPLIT_HELP, one_of(SPLITS))
 PARSER.option("--count", "N", "number of windows (default 3)", whole_number(1, 10_000))
 PARSER.switch("--json", "print JSON")
 
@@ -110,10 +104,10 @@ def _list(words: list[str], args: Namespace) -> None:
     kinds = []
     for path in _config_files():
         lines = path.read_text(encoding="utf-8").splitlines()
-        source = next(x.removeprefix("source: ") for x in lines if x.startswith("source: "))
-        tokenizer = next((x.split()[1] for x in lines if x.startswith("tokenizer: ")), "")
-        tokenizer = tokenizer.replace("null", "")
-        kinds.append((path.stem, source, tokenizer, lines[0].removeprefix("# ")))
+        values = dict(line.split()[:2] for line in lines if line.count(": ") and line[0] != "#")
+        kind = {"data": path.stem, "source": values["source:"]}
+        kind["tokenizer"] = values.get("tokenizer:", "").replace("null", "")
+        kinds.append(kind | {"summary": lines[0].removeprefix("# ")})
     cache = cache_dir(DataConfig())
     prepared = []
     for path in sorted(cache.glob("*/manifest.json")):
@@ -122,31 +116,15 @@ def _list(words: list[str], args: Namespace) -> None:
         except (OSError, ValueError, KeyError):
             prepared.append({"folder": path.parent.name, "damaged": True})
     if args.json:
-        keys = ("data", "source", "tokenizer", "summary")
-        names = [dict(zip(keys, kind, strict=True)) for kind in kinds]
-        print_json({"data": names, "cache": str(cache), "prepared": prepared})
+        print_json({"data": kinds, "cache": str(cache), "prepared": prepared})
         return
-    order = sorted(kinds, key=lambda kind: kind[1] not in TEXT_SOURCES)
-    table = [[name, tokenizer, text] for name, _, tokenizer, text in order]
+    order = sorted(kinds, key=lambda kind: kind["source"] not in TEXT_SOURCES)
+    table = [[kind[key] for key in ("data", "tokenizer", "summary")] for kind in order]
     print_table(["data=", "tokens", "summary"], table, 3, ("summary",))
     print(f"\nPrepared in {cache}" if prepared else f"\nNothing is prepared in {cache} yet.")
     if prepared:
-        print_table(
-            ["folder", "text", "tokenizer", "train tokens", "val", "test", "size"],
-            [
-                [row["folder"], *("damaged", *[""] * 5)]
-                if "damaged" in row
-                else [
-                    row["folder"],
-                    row["text"],
-                    row["tokenizer"],
-                    *(f"{row['tokens'][split]:,}" for split in SPLITS),
-                    format_bytes(row["size"]),
-                ]
-                for row in prepared
-            ],
-            3,
-        )
+        columns = ["folder", "text", "tokenizer", "train tokens", "val", "test", "size"]
+        print_table(columns, [*map(_format_row, prepared)], 3)
     action = "info" if prepared else "prepare"
     print_next_commands(["data", "show", "data=recall"], ["data", action, "data=stdlib"])
 
@@ -159,6 +137,13 @@ def _row(folder: Path, manifest: "CorpusManifest") -> dict[str, Any]:
         "tokens": {split: manifest.tokens[split] for split in SPLITS},
         "size": sum(file.stat().st_size for file in folder.iterdir()),
     }
+
+
+def _format_row(row: dict[str, Any]) -> list[str]:
+    if "damaged" in row:
+        return [row["folder"], "damaged", *[""] * 5]
+    counts = [f"{row['tokens'][split]:,}" for split in SPLITS]
+    return [row["folder"], row["text"], row["tokenizer"], *counts, format_bytes(row["size"])]
 
 
 def _prepare(words: list[str], args: Namespace) -> None:
@@ -235,15 +220,17 @@ def _info(words: list[str], args: Namespace) -> None:
 def _corpus_info(data: Any) -> dict[str, Any]:
     corpus: Corpus = data
     manifest = corpus.manifest
-    info = dict(manifest.sources)
-    info["tokenizer"] = f"{manifest.tokenizer}, {corpus.vocabulary:,} tokens, {manifest.dtype}"
-    info["tokenizer_sha256"] = manifest.tokenizer_sha256
-    info["split"] = manifest.split
-    info["duplicates"] = f"{manifest.duplicates:,} left out"
-    for key in ("documents", "tokens", "bytes"):
-        info[key] = getattr(manifest, key)
-    info["bytes_per_token"] = {s: manifest.bytes[s] / max(1, corpus.tokens[s]) for s in SPLITS}
-    return {**info, "fingerprint": corpus.fingerprint, "folder": str(corpus.folder)}
+    return {
+        **manifest.sources,
+        "tokenizer": f"{manifest.tokenizer}, {corpus.vocabulary:,} tokens, {manifest.dtype}",
+        "tokenizer_sha256": manifest.tokenizer_sha256,
+        "split": manifest.split,
+        "duplicates": f"{manifest.duplicates:,} left out",
+        **{key: getattr(manifest, key) for key in ("documents", "tokens", "bytes")},
+        "bytes_per_token": {s: manifest.bytes[s] / max(1, corpus.tokens[s]) for s in SPLITS},
+        "fingerprint": corpus.fingerprint,
+        "folder": str(corpus.folder),
+    }
 
 
 def _task_info(task: "Task") -> dict[str, Any]:
@@ -302,12 +289,8 @@ def _windows(data: "Data", config: Config, split: str) -> Iterator[tuple["Batch"
 
     context, train = config.model.context, config.train
     if split == "train":
-        steps = data.batches(
-            seed=config.seeds.data,
-            batch_size=train.batch_size,
-            grad_accum=train.grad_accum,
-            context=context,
-        )
+        sizes = {"batch_size": train.batch_size, "grad_accum": train.grad_accum}
+        steps = data.batches(seed=config.seeds.data, context=context, **sizes)
         batches: Iterator[Batch] = itertools.chain.from_iterable(map(steps.step, itertools.count()))
     else:
         batches = data.split_batches(split, batch_size=16, context=context)

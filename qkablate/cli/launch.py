@@ -79,7 +79,7 @@ def show_plan(
 ) -> int:
     """Print the plan of a sweep with its estimated time, and return the exit code."""
     from qkablate.sweeps.planning import text
-    from qkablate.sweeps.planning.estimate import estimate_arms, has_training_device
+    from qkablate.sweeps.planning.estimate import estimate_arms
     from qkablate.sweeps.running.state import SweepState
 
     sweep_state = SweepState(manifest)
@@ -88,7 +88,7 @@ def show_plan(
     engine = asked.settings.engine
     # On a cluster this is the login node: at most one run is timed here.
     timed = slots if engine.name == "local" else slots[:1]
-    estimated = estimate_arms(manifest, timed) if has_training_device(manifest) else None
+    estimated = estimate_arms(manifest, timed)
     if as_json:
         print_json(text.plan_to_json(manifest, len(slots), estimated, done))
         return 0
@@ -105,7 +105,7 @@ def run_sweep(
     from qkablate.sweeps.engines.factory import open_engine
     from qkablate.sweeps.planning import text
     from qkablate.sweeps.planning.manifest import freeze
-    from qkablate.sweeps.running import summary
+    from qkablate.sweeps.running import results
     from qkablate.sweeps.running.launcher import Launcher
     from qkablate.sweeps.running.progress_table import ProgressTable
     from qkablate.tracking.wandb.mode import resolve_mode
@@ -133,19 +133,19 @@ def run_sweep(
     address = None
     if is_last and wandb:
         tables = make_sweep_tables(manifest.folder, board.note)
-        address = summary.log_summary(launcher.sweep_state, board.note, tables)
+        address = results.log_summary(launcher.sweep_state, board.note, tables)
     with suppress(BrokenPipeError):
         _print_outcome(launcher, address)
     return code
 
 
 def _print_outcome(launcher: "Launcher", address: str | None) -> None:
-    from qkablate.sweeps.running import summary
+    from qkablate.sweeps.running import results
     from qkablate.tracking.wandb.run import OFFLINE
 
     print()
-    summary.print_arms(launcher.sweep_state)
-    summary.print_failures(launcher.sweep_state)
+    results.print_arms(launcher.sweep_state)
+    results.print_failures(launcher.sweep_state)
     manifest = launcher.manifest
     name = f"{manifest.name}-{manifest.id}"
     print(f"\nresults  {manifest.folder / 'results.csv'}")
@@ -154,4 +154,4 @@ def _print_outcome(launcher: "Launcher", address: str | None) -> None:
         print(f"W&B      {address}")
     verbs = ["results", "report"] if launcher.sweep_state.status_counts()["done"] else ["status"]
     also = [[verb, name, *out_words(manifest.out)] for verb in (*verbs, *["sync"] * is_offline)]
-    print_next_commands(*summary.resume_commands(launcher.sweep_state), *also)
+    print_next_commands(*results.resume_commands(launcher.sweep_state), *also)

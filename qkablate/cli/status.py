@@ -44,9 +44,8 @@ def main(argv: list[str]) -> int:
 
     from qkablate.sweeps.planning import manifest
     from qkablate.sweeps.running.progress_table import ProgressTable, render_table
-    from qkablate.sweeps.running.results_table import result_rows
+    from qkablate.sweeps.running.results import print_arms, result_rows, resume_commands
     from qkablate.sweeps.running.state import SweepState
-    from qkablate.sweeps.running.summary import print_arms, resume_commands
 
     folder = manifest.find_sweep(word, out)
     sweep_state = SweepState(manifest.read_manifest(folder))

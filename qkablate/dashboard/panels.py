@@ -134,7 +134,7 @@ class PanelFactory:
         ]
 
     def speed(self) -> Sequence[Any]:
-        found = [
+        panels = [
             self._curve("Tokens per second", "perf/tokens_per_second"),
             self._curve("MFU", "perf/mfu"),
             self._curve("Seconds", "seconds", x="tokens"),
@@ -144,10 +144,10 @@ class PanelFactory:
             self._system("Process memory, MB", "system/proc.memory.rssMB"),
         ]
         if any(config.device.startswith("cuda") for config in self._configs):
-            for title, what in (("GPU, %", "gpu"), ("GPU memory, %", "memoryAllocated")):
-                names = [f"system/gpu.{number}.{what}" for number in range(_MAX_GPUS)]
-                found.append(self._system(title, *names))
-        return found
+            for title, metric in (("GPU, %", "gpu"), ("GPU memory, %", "memoryAllocated")):
+                names = [f"system/gpu.{number}.{metric}" for number in range(_MAX_GPUS)]
+                panels.append(self._system(title, *names))
+        return panels
 
     def runs(self) -> Sequence[Any]:
         return [

@@ -37,8 +37,8 @@ def view_content(view: Any) -> dict[str, Any]:
     """
     sent: dict[str, Any] = view._to_model().model_dump(by_alias=True, exclude_none=True)
     for number, section in enumerate(sent["spec"]["section"]["panelBankConfig"]["sections"]):
-        for place, panel in enumerate(section["panels"]):
-            panel["__id__"] = f"{number}-{place}"
+        for index, panel in enumerate(section["panels"]):
+            panel["__id__"] = f"{number}-{index}"
     return {key: value for key, value in sent.items() if value != ""}
 
 
@@ -66,34 +66,34 @@ def connect() -> Server:
 def save_view(view: Any, app_url: str, known: Iterable[str]) -> SavedView:
     """Save a view, replacing the known one of this project if it still exists."""
     server = urlsplit(app_url)
-    own = re.escape(f"{server.scheme}://{server.netloc}/{view.entity}/{view.project}?nw=")
-    before = next((url for url in known if re.fullmatch(own + "[a-z0-9]+", url)), None)
+    prefix = re.escape(f"{server.scheme}://{server.netloc}/{view.entity}/{view.project}?nw=")
+    before = next((url for url in known if re.fullmatch(prefix + "[a-z0-9]+", url)), None)
     try:
-        there = _load_view(view, before) if before else None
-        saved = (there or view).save()
+        loaded = _load_view(view, before) if before else None
+        saved = (loaded or view).save()
     except Exception as error:
         raise make_save_error(error) from None
-    return SavedView(saved.url, is_new=there is None, lost=None if there else before)
+    return SavedView(saved.url, is_new=loaded is None, lost=None if loaded else before)
 
 
 def _load_view(view: Any, url: str) -> Any:
     """Load the view at a URL with the content of this one; None if it is gone or unreadable."""
     try:
-        there = type(view).from_url(url)
+        loaded = type(view).from_url(url)
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
     for part in ("name", "sections", "settings", "runset_settings"):
-        setattr(there, part, getattr(view, part))
-    return there
+        setattr(loaded, part, getattr(view, part))
+    return loaded
 
 
 def make_save_error(error: Exception) -> UserError:
     """Return W&B's error as one line."""
-    said = str(error).strip().partition("\n")[0] or type(error).__name__
-    return UserError(f"W&B: the view is not saved: {redact(said)}")
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    return UserError(f"W&B: the view is not saved: {redact(text)}")
 
 
 def find_urls(content: Any) -> list[str]:
     """Return the URLs in the content of a dashboard.json."""
-    found = content.get("views") if isinstance(content, Mapping) else None
-    return [url for url in found if isinstance(url, str)] if isinstance(found, list) else []
+    urls = content.get("views") if isinstance(content, Mapping) else None
+    return [url for url in urls if isinstance(url, str)] if isinstance(urls, list) else []

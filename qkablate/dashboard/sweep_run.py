@@ -4,7 +4,7 @@ Gaps are logged here because each needs two runs. An error here never fails a fi
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ DISTANCE_COLUMNS = [
     *("arm", "baseline", "n", "nats", "low", "high", "times_another_seed", "times_rounding"),
     "positions",
 ]
+_SUMMARY_COLUMNS = ("gap", "low", "high", "n", "p_holm", "detectable", "verdict")
 MAX_SUMMARY_GAPS = 100  # gaps in the summary: it is one line of a table
 _HTML_HEAD = (
     '<!doctype html><meta charset="utf-8"><title>chart</title>'
@@ -35,10 +36,6 @@ def make_sweep_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
     """Make the tables, charts and page of a sweep; note in a line what is missing."""
     try:
         require_extra("report", "jinja2", "vl_convert")
-    except UserError as missing:
-        note(f"W&B: the table of runs, without gaps, charts and the page: {missing}")
-        return SweepTables()
-    try:
         return _make_tables(folder, note)
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -58,7 +55,7 @@ def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
     study = read_study(folder)
     section = Section.from_study(study.name, f"read from {folder}", study)
     verdicts = [[cell.text for cell in row] for row in rows.make_verdict_rows(section)]
-    gaps = [_gap_row(one) for one in section.summary.gaps]
+    gaps = [_gap_row(gap) for gap in section.summary.gaps]
     pages = {"report": render_page([section], section.title)}
     for chart in make_charts(section):
         try:
@@ -70,12 +67,15 @@ def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
     return SweepTables(
         tables={
             "verdicts": ([*rows.COLUMNS], [[*row] for row in verdicts]),
-            "gaps": (GAP_COLUMNS, [list(one.values()) for one in gaps]),
+            "gaps": (GAP_COLUMNS, [list(row.values()) for row in gaps]),
             "distances": (DISTANCE_COLUMNS, _distance_rows(section.summary.function_distance)),
         },
         pages=pages,
         summary={"answer": " ".join(summarize(section))}
-        | {f"gap/{one['arm']}": _summary_entry(one) for one in gaps[:MAX_SUMMARY_GAPS]},
+        | {
+            f"gap/{row['arm']}": {name: row[name] for name in _SUMMARY_COLUMNS}
+            for row in gaps[:MAX_SUMMARY_GAPS]
+        },
     )
 
 
@@ -98,11 +98,6 @@ def _distance_rows(families: "list[FunctionDistance]") -> list[list[object]]:
             row |= {"baseline": family.baseline, "positions": family.positions}
             rows.append([_finite_or_none(row[name]) for name in DISTANCE_COLUMNS])
     return rows
-
-
-def _summary_entry(one: Mapping[str, object]) -> dict[str, object]:
-    names = ("gap", "low", "high", "n", "p_holm", "detectable", "verdict")
-    return {name: one[name] for name in names}
 
 
 def _finite_or_none(value: object) -> object:

@@ -85,8 +85,8 @@ def _quote(text: str) -> str:
 
 def _find_shared_ids(sweep_state: SweepState) -> Iterator[str]:
     """Yield the W&B ids of the sweep's runs that belong to another group."""
-    own = sweep_state.manifest.group
-    line = f"\n  group: {own}\n".encode(errors="replace")
+    group = sweep_state.manifest.group
+    line = f"\n  group: {group}\n".encode(errors="replace")
     for state in sweep_state.states.values():
         try:
             if line in read_file(state.folder / "config.yaml"):
@@ -94,7 +94,7 @@ def _find_shared_ids(sweep_state: SweepState) -> Iterator[str]:
             tracking = read_config(state.folder).get("tracking")
         except (OSError, ValueError):
             continue  # not started, or damaged
-        if not isinstance(tracking, dict) or tracking.get("group") == own:
+        if not isinstance(tracking, dict) or tracking.get("group") == group:
             continue
         attempt = (state.result or {}).get("attempt")
         yield f"{state.run.id}-{attempt if isinstance(attempt, int) else 1}"
@@ -104,28 +104,28 @@ def make_sections(manifest: Manifest, lines: int) -> list[Any]:
     """Return the sections in reading order; details are collapsed."""
     import wandb_workspaces.workspaces as ws
 
-    panels = PanelFactory(
+    factory = PanelFactory(
         [arm.config for arm in manifest.arms.values()], is_grouped_by_variant(manifest), lines
     )
     layout = ws.SectionLayoutSettings(columns=3, rows=3)
     return [
         ws.Section(
             name=name,
-            panels=[*found],
+            panels=[*panels],
             is_open=opened,
-            layout_settings=layout if len(found) > 6 else ws.SectionLayoutSettings(columns=2),
+            layout_settings=layout if len(panels) > 6 else ws.SectionLayoutSettings(columns=2),
         )
-        for name, opened, found in (
-            ("Summary", True, panels.summary(_format_introduction(manifest))),
-            ("Loss", True, panels.losses()),
-            ("Gaps", True, panels.gaps()),
-            ("Sizes", True, panels.sizes()),
-            ("Learning rates", False, panels.rates()),
-            ("QK circuit", False, panels.circuit("qk")),
-            ("OV circuit", False, panels.circuit("ov")),
-            ("Attention", False, panels.circuit("attention")),
-            ("Speed and system", False, panels.speed()),
-            ("Runs", False, panels.runs()),
+        for name, opened, panels in (
+            ("Summary", True, factory.summary(_format_introduction(manifest))),
+            ("Loss", True, factory.losses()),
+            ("Gaps", True, factory.gaps()),
+            ("Sizes", True, factory.sizes()),
+            ("Learning rates", False, factory.rates()),
+            ("QK circuit", False, factory.circuit("qk")),
+            ("OV circuit", False, factory.circuit("ov")),
+            ("Attention", False, factory.circuit("attention")),
+            ("Speed and system", False, factory.speed()),
+            ("Runs", False, factory.runs()),
         )
     ]
 

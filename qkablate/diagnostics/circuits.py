@@ -8,7 +8,7 @@ Shape suffixes: N heads, of one layer or of many, D d_model, E width of the prod
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +24,16 @@ MEASURES = (
 )
 
 
-class _Matrices:
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
-        return type(self)(*(part.to(device, dtype) for part in vars(self).values()))
-
-
 @dataclass(frozen=True)
-class Factored(_Matrices):
+class Factored:
     """Matrices left rightᵀ given by their factors."""
 
     left_NDE: Tensor
     right_NDE: Tensor
+
+    @property
+    def transposed(self) -> "Factored":
+        return Factored(self.right_NDE, self.left_NDE)
 
     def singular_values(self) -> Tensor:
         """Return the singular values in descending order, accurate to 1e-8 of the largest.
@@ -43,56 +42,43 @@ class Factored(_Matrices):
         """
         value_NE, vector_NEE = torch.linalg.eigh(self.left_NDE.mT @ self.left_NDE)
         root_NEE = vector_NEE * value_NE.clamp(min=0).sqrt().unsqueeze(-2)
-        core_NEE = root_NEE.mT @ (self.right_NDE.mT @ self.right_NDE) @ root_NEE
-        return _singular_values(core_NEE)
+        return _singular_values(root_NEE.mT @ (self.right_NDE.mT @ self.right_NDE) @ root_NEE)
 
-    def squared_norm(self) -> Tensor:
-        """Return ‖B‖²."""
-        return _inner(self.left_NDE, self.right_NDE, self.left_NDE, self.right_NDE)
-
-    def transpose_inner(self) -> Tensor:
-        """Return ⟨B, Bᵀ⟩ = ‖S‖² − ‖A‖² of the symmetric and the antisymmetric part."""
-        return _inner(self.left_NDE, self.right_NDE, self.right_NDE, self.left_NDE)
+    def inner(self, other: "Factored") -> Tensor:
+        """Return ⟨B, C⟩ of every head."""
+        left_NEE = self.left_NDE.mT @ other.left_NDE
+        return (left_NEE * (self.right_NDE.mT @ other.right_NDE)).sum((-2, -1))
 
     def row_norms(self) -> Tensor:
         left, right = self.left_NDE, self.right_NDE
         return ((left @ (right.mT @ right)) * left).sum(-1).clamp(min=0).sqrt()
 
-    def column_norms(self) -> Tensor:
-        return Factored(self.right_NDE, self.left_NDE).row_norms()
-
     def distance(self, other: "Factored") -> Tensor:
         """Return ‖B − C‖ from the differences of the factors, which is exact for small ones."""
-        left, right = other.left_NDE, self.right_NDE
-        d_left, d_right = self.left_NDE - left, right - other.right_NDE
-        square_N = (
-            _inner(d_left, right, d_left, right)
-            + 2 * _inner(d_left, right, left, d_right)
-            + _inner(left, d_right, left, d_right)
-        )
+        left = Factored(self.left_NDE - other.left_NDE, self.right_NDE)
+        right = Factored(other.left_NDE, self.right_NDE - other.right_NDE)
+        square_N = left.inner(left) + 2 * left.inner(right) + right.inner(right)
         return square_N.clamp(min=0).sqrt()
 
 
 @dataclass(frozen=True)
-class Full(_Matrices):
+class Full:
     """Matrices given by their entries."""
 
     b_NDD: Tensor
 
+    @property
+    def transposed(self) -> "Full":
+        return Full(self.b_NDD.mT)
+
     def singular_values(self) -> Tensor:
         return _singular_values(self.b_NDD.mT @ self.b_NDD)
 
-    def squared_norm(self) -> Tensor:
-        return self.b_NDD.square().sum((-2, -1))
-
-    def transpose_inner(self) -> Tensor:
-        return (self.b_NDD * self.b_NDD.mT).sum((-2, -1))
+    def inner(self, other: "Full") -> Tensor:
+        return (self.b_NDD * other.b_NDD).sum((-2, -1))
 
     def row_norms(self) -> Tensor:
         return _norm(self.b_NDD, -1)
-
-    def column_norms(self) -> Tensor:
-        return _norm(self.b_NDD, -2)
 
     def distance(self, other: "Full") -> Tensor:
         return (self.b_NDD - other.b_NDD).square().sum((-2, -1)).sqrt()
@@ -101,11 +87,15 @@ class Full(_Matrices):
 Matrix = Factored | Full
 
 
+def convert(matrix: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
+    """Move matrices of either form to a device and a dtype."""
+    return type(matrix)(*(part.to(device, dtype) for part in vars(matrix).values()))
+
+
 def stack(matrices: list[Any]) -> Any:
     """Concatenate the matrices of several layers, all of one form."""
-    first = matrices[0]
-    parts = [torch.cat([getattr(m, name) for m in matrices]) for name in vars(first)]
-    return type(first)(*parts)
+    parts = zip(*(vars(matrix).values() for matrix in matrices), strict=True)
+    return type(matrices[0])(*map(torch.cat, parts))
 
 
 @torch.no_grad()
@@ -116,12 +106,10 @@ def qk_matrix(qk: QK) -> Matrix | None:
     """
     if qk.no_circuit_reason:
         return None
-    scale, low_rank_factors = qk.scale * math.sqrt(qk.spec.d_head), qk.low_rank_factors()
-    if low_rank_factors is None:
+    scale, factors = qk.scale * math.sqrt(qk.spec.d_head), qk.low_rank_factors()
+    if factors is None:
         return Full(qk.circuit()[0].detach() * scale)
-    return Factored(
-        *(factor.detach() * math.sqrt(scale) for factor in low_rank_factors)
-    )  # split evenly
+    return Factored(*(factor.detach() * math.sqrt(scale) for factor in factors))  # split evenly
 
 
 @torch.no_grad()
@@ -129,12 +117,10 @@ def ov_matrix(ov: OV, qk: QK) -> Matrix | None:
     """Return M_h of every head; None where there is none."""
     if ov.no_circuit_reason:
         return None
-    low_rank_factors = ov.low_rank_factors(qk)
-    return (
-        Full(ov.circuit(qk).detach())
-        if low_rank_factors is None
-        else Factored(*(t.detach() for t in low_rank_factors))
-    )
+    factors = ov.low_rank_factors(qk)
+    if factors is None:
+        return Full(ov.circuit(qk).detach())
+    return Factored(*(factor.detach() for factor in factors))
 
 
 def compute_measures(
@@ -156,7 +142,7 @@ def compute_measures(
                     have a higher rank
     balance         ‖LᵀL − RᵀR‖ / (‖LᵀL‖ + ‖RᵀR‖) of a product of two factors: 0 is balanced
     """
-    s_NE, square_N = matrix.singular_values(), matrix.squared_norm()
+    s_NE, square_N = matrix.singular_values(), matrix.inner(matrix)
     share_NE = s_NE / s_NE.sum(-1, keepdim=True)
     tail_N = s_NE[:, rank:].square().sum(-1).sqrt()
     return {
@@ -165,9 +151,9 @@ def compute_measures(
         "effective_rank": torch.special.entr(share_NE).sum(-1).exp(),
         "nuclear": s_NE.sum(-1),
         "frobenius": square_N.sqrt(),
-        "symmetry": matrix.transpose_inner() / square_N,
+        "symmetry": matrix.inner(matrix.transposed) / square_N,
         "directionality": directionality(matrix),
-        "moved": None if start is None else matrix.distance(start) / start.squared_norm().sqrt(),
+        "moved": None if start is None else matrix.distance(start) / start.inner(start).sqrt(),
         "off_rank": tail_N / square_N.sqrt() if s_NE.shape[-1] > rank else None,
         "balance": balance(matrix) if two_factors and isinstance(matrix, Factored) else None,
     }
@@ -179,7 +165,8 @@ def directionality(matrix: Any) -> Tensor:
     C sums the norms of outlier columns, R those of outlier rows. 1: outlier columns only (in B_h,
     selective keys), −1: rows only (selective queries), 0: equal amounts, or none.
     """
-    columns_N, rows_N = _outlier_sum(matrix.column_norms()), _outlier_sum(matrix.row_norms())
+    columns_N = _outlier_sum(matrix.transposed.row_norms())
+    rows_N = _outlier_sum(matrix.row_norms())
     both_N = columns_N + rows_N
     return torch.where(both_N == 0, 0.0, (columns_N - rows_N) / both_N)
 
@@ -198,7 +185,6 @@ def _norm(x: Tensor, dim: int | tuple[int, int]) -> Tensor:
 
 
 def _outlier_sum(norms_ND: Tensor) -> Tensor:
-    """Return the sum of the outliers among the norms."""
     mean_N1 = norms_ND.mean(-1, keepdim=True)
     spread_N1 = (norms_ND - mean_N1).square().mean(-1, keepdim=True).sqrt()
     # Equal norms differ by rounding; none of them is an outlier.
@@ -206,12 +192,6 @@ def _outlier_sum(norms_ND: Tensor) -> Tensor:
     return (norms_ND * is_outlier_ND).sum(-1)
 
 
-def _inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> Tensor:
-    """Return ⟨L Rᵀ, L' R'ᵀ⟩ of every head."""
-    return ((left.mT @ other_left) * (right.mT @ other_right)).sum((-2, -1))
-
-
 def _singular_values(gram_NEE: Tensor) -> Tensor:
-    """Return the singular values of a matrix with this Gram matrix, in descending order."""
     value_NE: Tensor = torch.linalg.eigvalsh(gram_NEE)
     return value_NE.clamp(min=0).sqrt().flip(-1)

@@ -31,10 +31,10 @@ class DiagnosticPanel:
         starts: Iterable[Attention],
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Prepare the measurements.
+        """Prepare the measurements on these tokens.
 
-        `tokens` are the input of the model, `starts` its attention layers at initialization, where
-        known, and `autocast` that of training, under which the streams are computed.
+        `starts` are the attention layers at initialization, where known; the streams are computed
+        under `autocast`, that of training.
         """
         self.model, self.tokens_BT, self.autocast = model, tokens_BT, autocast
         self.repeats_BT = repeat_blocks(tokens_BT)
@@ -43,7 +43,7 @@ class DiagnosticPanel:
         for layer in starts:
             for side, matrices in self.starts.items():
                 matrix = _matrix(side, layer.to(tokens_BT.device))
-                matrices.append(matrix and matrix.to("cpu"))
+                matrices.append(matrix and circuits.convert(matrix, "cpu"))
 
     @torch.no_grad()
     def row(self) -> dict[str, dict[str, list[Any]]]:
@@ -74,26 +74,26 @@ class DiagnosticPanel:
         for first in range(0, len(layers), size):
             numbers = range(first, min(first + size, len(layers)))
             matrices = {number: _matrix(side, layers[number]) for number in numbers}
-            matrices = {n: matrix for n, matrix in matrices.items() if _is_finite(matrix)}
+            for number, matrix in list(matrices.items()):
+                if not all(t.isfinite().all() for t in vars(matrix).values()):
+                    del matrices[number]
             if not matrices:
                 continue
-            matrix = circuits.stack([*matrices.values()]).to(device, torch.float64)
-            start = circuits.stack([starts[number] for number in matrices]) if starts else None
+            stacks = [[*matrices.values()], [starts[n] for n in matrices] if starts else []]
+            matrix, start = (
+                circuits.convert(circuits.stack(stack), device, torch.float64) if stack else None
+                for stack in stacks
+            )
             try:
                 values = circuits.compute_measures(
-                    matrix,
-                    start and start.to(device, torch.float64),
-                    rank=spec.d_head,
-                    two_factors=factors == 2,
+                    matrix, start, rank=spec.d_head, two_factors=factors == 2
                 )
             except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # not converged
                 continue
             for name, value in values.items():
-                if value is not None:
-                    for number, value_H in zip(
-                        matrices, value.cpu().split(spec.heads), strict=True
-                    ):
-                        row[name][number] = round_digits(value_H.tolist())
+                heads = () if value is None else value.cpu().split(spec.heads)
+                for number, value_H in zip(matrices, heads, strict=False):
+                    row[name][number] = round_digits(value_H.tolist())
         return row
 
     def _attention(self) -> dict[str, list[Any]]:
@@ -105,10 +105,9 @@ class DiagnosticPanel:
             with self.autocast():
                 for layer, inputs in self.model.attention_inputs(tokens_BT):
                     with torch.autocast(tokens_BT.device.type, enabled=False):
-                        for name, value_H in measure(
-                            patterns.attention_scores(layer, inputs)
-                        ).items():
-                            row[name].append(round_digits(value_H.tolist()))
+                        values = measure(patterns.attention_scores(layer, inputs))
+                    for name, value_H in values.items():
+                        row[name].append(round_digits(value_H.tolist()))
         return row
 
 
@@ -134,10 +133,5 @@ def round_digits(value: Any) -> Any:
 
 
 def _matrix(side: str, layer: Attention) -> circuits.Matrix | None:
-    if side == "qk":
-        return circuits.qk_matrix(layer.qk)
-    return circuits.ov_matrix(layer.ov, layer.qk)
-
-
-def _is_finite(matrix: circuits.Matrix | None) -> bool:
-    return matrix is not None and all(bool(t.isfinite().all()) for t in vars(matrix).values())
+    qk, ov = layer.qk, layer.ov
+    return circuits.qk_matrix(qk) if side == "qk" else circuits.ov_matrix(ov, qk)

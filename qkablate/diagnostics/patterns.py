@@ -5,6 +5,7 @@ Shape suffixes: B sequences, T queries, S keys, H heads, L layers.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qkablate.models.base import AttentionLayer, Model
 
@@ -45,7 +46,7 @@ def compute_patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
         "entropy": mean(torch.special.entr(a_BHTS).sum(-1)),
         "self": mean(a_BHTS.diagonal(dim1=-2, dim2=-1)),
         "first": mean(a_BHTS[..., 0]),
-        "previous": mean(_previous(a_BHTS)),
+        "previous": mean(pad(a_BHTS.diagonal(-1, -2, -1), (1, 0))),  # 0 for the first query
         "sink": sink(a_BHTS, num_visible_BHT),
     }
 
@@ -96,8 +97,3 @@ def attention_scores(layer: AttentionLayer, inputs: tuple[Tensor, ...]) -> Tenso
     """Return S_BHTS in the precision of the weights, whatever that of the inputs."""
     dtype = layer.module.qk.like.dtype
     return layer.module.scores(*(x.to(dtype) for x in inputs), causal=layer.causal)
-
-
-def _previous(a_BHTS: Tensor) -> Tensor:
-    """Return the weight of each query on the preceding position; 0 for the first query."""
-    return torch.nn.functional.pad(a_BHTS.diagonal(-1, -2, -1), (1, 0))

@@ -7,7 +7,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -100,23 +100,22 @@ class Model(nn.Module, ABC):
     def init_(self, seed: int) -> Self:
         """Set every parameter from (seed, its name), drawn on the CPU."""
         draw = _Initializer(self.config, seed)
-        layers = {id(layer.module): layer.name for layer in self.attention_layers()}
-        inside = {id(part) for layer in self.attention_layers() for part in layer.module.modules()}
+        inside: set[nn.Module] = set()
+        for layer in self.attention_layers():
+            draw.init_attention_(layer.module, layer.name)
+            inside.update(layer.module.modules())  # a circuit initializes its own submodules
         for prefix, module in self.named_modules():
-            if isinstance(module, Attention):
-                draw.init_attention_(module, layers[id(module)])
-            elif id(module) in inside:
-                continue  # a circuit initializes its own submodules
-            elif isinstance(module, nn.Embedding):
-                module.weight.copy_(draw.normal(f"{prefix}.weight", tuple(module.weight.shape)))
+            if module in inside:
+                continue
+            if isinstance(module, nn.Embedding):
+                module.weight.copy_(draw.normal(f"{prefix}.weight", module.weight.shape))
             elif isinstance(module, nn.LayerNorm):
                 nn.init.ones_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Linear):
                 # nn.Linear stores (out, in); draws are (in, out), as in the circuits.
-                residual = prefix.endswith("mlp.down")
-                fan_out, fan_in = module.weight.shape
+                residual, (fan_out, fan_in) = prefix.endswith("mlp.down"), module.weight.shape
                 weight = draw(f"{prefix}.weight", (fan_in, fan_out), residual=residual)
                 module.weight.copy_(weight.T)
                 if module.bias is not None:
@@ -146,9 +145,8 @@ class Model(nn.Module, ABC):
         if many and reduction == "mean" and torch.is_grad_enabled():
             return blocked_loss(x_BAD.flatten(0, 1), self.output_weight, targets_BA.flatten())
         logits_BAV = linear(x_BAD, self.output_weight)
-        return F.cross_entropy(
-            logits_BAV.flatten(0, 1).float(), targets_BA.flatten(), reduction=reduction
-        )
+        logits_NV = logits_BAV.flatten(0, 1).float()
+        return F.cross_entropy(logits_NV, targets_BA.flatten(), reduction=reduction)
 
     def _loss_and_hits(self, x_BAD: Tensor, targets_BA: Tensor) -> tuple[Tensor, Tensor]:
         logits_BAV = linear(x_BAD, self.output_weight).float()
@@ -167,12 +165,7 @@ class _Initializer:
         self.config, self.seed = config, seed
 
     def __call__(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        residual: bool = False,
-        fan_in: int | None = None,
+        self, name: str, shape: Sequence[int], *, residual: bool = False, fan_in: int | None = None
     ) -> Tensor:
         if self.config.init == "linear":
             # A vector is the bias of a map from d_model unless the caller passes its fan_in.
@@ -186,20 +179,16 @@ class _Initializer:
         return self.normal(name, shape, std)
 
     def init_attention_(self, layer: Attention, prefix: str) -> None:
-        layer.qk.init_(self._with_prefix(f"{prefix}.qk"))
-        layer.ov.init_(self._with_prefix(f"{prefix}.ov"))
-        if layer.norm is not None:
-            layer.norm.init_(self._with_prefix(f"{prefix}.norm"))
+        for name in ("qk", "ov", "norm"):
+            if (circuit := getattr(layer, name)) is not None:
+                circuit.init_(self._with_prefix(f"{prefix}.{name}"))
 
-    def normal(self, name: str, shape: tuple[int, ...], std: float = GPT2_SIGMA) -> Tensor:
+    def normal(self, name: str, shape: Sequence[int], std: float = GPT2_SIGMA) -> Tensor:
         normal = named_generator(self.seed, "init", name).standard_normal(shape, dtype="float32")
         return torch.from_numpy(normal).mul_(std)
 
     def _with_prefix(self, prefix: str) -> Draw:
-        def draw(name: str, shape: tuple[int, ...], **options: Any) -> Tensor:
-            return self(f"{prefix}.{name}", shape, **options)
-
-        return draw
+        return lambda name, *args, **options: self(f"{prefix}.{name}", *args, **options)
 
 
 def select_positions(x_BTD: Tensor, positions_BA: Tensor | None) -> Tensor:

@@ -16,15 +16,8 @@ from types import ModuleType
 
 import torch
 
-from qkablate.attention import (
-    OV,
-    OV_CIRCUITS,
-    QK,
-    QK_CIRCUITS,
-    Attention,
-    Spec,
-    UnsupportedCombination,
-)
+from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Spec
+from qkablate.attention.spec import UnsupportedCombination
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
 from qkablate.errors import ImpossibleConfig, UserError, nearest_hint
 
@@ -47,8 +40,7 @@ def resolve_circuits(config: Config) -> tuple[Config, dict[str, str]]:
 
     The hashes (name → sha256) cover circuits of `variant.file` and of installed packages.
     """
-    variant = config.variant
-    external: list[ExternalCircuit] = []
+    variant, sides = config.variant, ["qk", "ov"]
     if variant.file is not None:
         from_file = load_file(variant.file)
         side = "qk" if issubclass(from_file.circuit, QK) else "ov"
@@ -62,13 +54,8 @@ def resolve_circuits(config: Config) -> tuple[Config, dict[str, str]]:
             variant = replace(variant, name="standard")
         variant = replace(variant, **{side: from_file.name})  # type: ignore[arg-type]
         variant = resolve_variant(variant, config.model)
-        external.append(from_file)
-    for side in ("qk", "ov"):
-        name = getattr(variant, side)
-        if name not in {circuit.name for circuit in external} and (
-            circuit := _find_entry_point(side, name)
-        ):
-            external.append(circuit)
+        sides = sides if side == "qk" else sides[::-1]  # the file's circuit first
+    external = [circuit for side in sides if (circuit := _find_external(variant, side))]
     if external:
         _check_sizes(variant)
     return replace(config, variant=variant), {circuit.name: circuit.sha256 for circuit in external}
@@ -76,17 +63,12 @@ def resolve_circuits(config: Config) -> tuple[Config, dict[str, str]]:
 
 def circuit_classes(variant: VariantConfig) -> tuple[type[QK], type[OV]]:
     """Return the QK and the OV class of a variant."""
-    from_file = load_file(variant.file) if variant.file is not None else None
     pair = []
-    for kind, known in (("qk", QK_CIRCUITS), ("ov", OV_CIRCUITS)):
-        name = getattr(variant, kind)
-        is_from_file = from_file is not None and from_file.name == name
-        external = from_file if is_from_file else _find_entry_point(kind, name)
+    for side, known in (("qk", QK_CIRCUITS), ("ov", OV_CIRCUITS)):
+        name, external = getattr(variant, side), _find_external(variant, side)
         if external is None and name not in known:
-            names = ", ".join(known)
-            raise UserError(
-                f"variant.{kind}: '{name}' is not one of {names}{nearest_hint(name, known)}"
-            )
+            nearest = nearest_hint(name, known)
+            raise UserError(f"variant.{side}: '{name}' is not one of {', '.join(known)}{nearest}")
         pair.append(external.circuit if external is not None else known[name])
     return pair[0], pair[1]  # type: ignore[return-value]
 
@@ -167,22 +149,15 @@ def _load(path: str, source: bytes) -> ExternalCircuit:
     module = ModuleType(f"qkablate_variant_{name}")
     module.__file__ = str(file)
     sys.modules[module.__name__] = module
-    try:
-        exec(
-            compile(source, str(file), "exec"), module.__dict__
-        )  # exactly the bytes that were hashed
+    try:  # exactly the bytes that were hashed
+        exec(compile(source, str(file), "exec"), module.__dict__)
     except SyntaxError as error:
         where = f" line {error.lineno}" if error.lineno else ""
         raise UserError(f"variant.file: '{path}'{where}: {error.msg}") from None
     except (Exception, SystemExit) as error:
         raise UserError(f"variant.file: {describe_error(error, file)}") from None
-    circuits = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and issubclass(value, (QK, OV))
-        and value.__module__ == module.__name__
-    ]
+    classes = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, (QK, OV))]
+    circuits = [circuit for circuit in classes if circuit.__module__ == module.__name__]
     if len(circuits) != 1:
         names = f" ({', '.join(circuit.__name__ for circuit in circuits)})" if circuits else ""
         raise UserError(
@@ -220,20 +195,20 @@ def _check_shapes(external: ExternalCircuit, layer: Attention) -> None:
     circuit = layer.qk if isinstance(layer.qk, external.circuit) else layer.ov
     inherited = type(circuit).init_.__module__.startswith("qkablate.")
     if inherited and next(circuit.children(), None) is not None:
-        name = external.circuit.__name__
         raise UserError(
-            f"variant.file: {name} contains torch modules but no `init_` that initializes them"
+            f"variant.file: {external.circuit.__name__} contains torch modules but no `init_` that"
+            " initializes them"
         )
     model = copy.deepcopy(layer).to("meta")
-    x_BTD = torch.empty(2, 3, layer.qk.spec.d_model, device="meta")
-    q_BHTE, k_BGSE = model.qk(x_BTD, x_BTD)
-    v_BGSV = model.ov.values(x_BTD, k_BGSE)
-    qk, ov, heads = layer.qk, layer.ov, layer.qk.spec.heads
+    qk, ov, spec = model.qk, model.ov, model.qk.spec
+    x_BTD = torch.empty(2, 3, spec.d_model, device="meta")
+    q_BHTE, k_BGSE = qk(x_BTD, x_BTD)
+    v_BGSV = ov.values(x_BTD, k_BGSE)
     for what, result, expected in (
-        ("queries", q_BHTE, (2, heads, 3, qk.width)),
+        ("queries", q_BHTE, (2, spec.heads, 3, qk.width)),
         ("keys", k_BGSE, (2, qk.key_heads, 3, qk.width)),
         ("values", v_BGSV, (2, ov.value_heads, 3, ov.width)),
-        ("write", model.ov.write(v_BGSV.new_empty(2, heads, 3, ov.width)), tuple(x_BTD.shape)),
+        ("write", ov.write(v_BGSV.new_empty(2, spec.heads, 3, ov.width)), (2, 3, spec.d_model)),
     ):
         if tuple(result.shape) != expected:
             key = "qk.width" if what in ("queries", "keys") else "ov.width"
@@ -244,8 +219,11 @@ def _check_shapes(external: ExternalCircuit, layer: Attention) -> None:
             )
 
 
-def _find_entry_point(kind: str, name: str) -> ExternalCircuit | None:
-    """Return the circuit that an installed package registers under this name."""
+def _find_external(variant: VariantConfig, side: str) -> ExternalCircuit | None:
+    """Return the circuit of `variant.file` or of an installed package; None for a built-in one."""
+    name = getattr(variant, side)
+    if variant.file is not None and (from_file := load_file(variant.file)).name == name:
+        return from_file
     if name in QK_CIRCUITS or name in OV_CIRCUITS:
         return None
     for entry in metadata.entry_points(group=ENTRY_POINTS, name=name):
@@ -253,12 +231,11 @@ def _find_entry_point(kind: str, name: str) -> ExternalCircuit | None:
             circuit = entry.load()
         except Exception as error:
             raise UserError(
-                f"variant.{kind}: '{name}' ({entry.value}) cannot be loaded:"
+                f"variant.{side}: '{name}' ({entry.value}) cannot be loaded:"
                 f" {type(error).__name__}: {error}"
             ) from None
-        if inspect.isclass(circuit) and issubclass(circuit, QK if kind == "qk" else OV):
+        if inspect.isclass(circuit) and issubclass(circuit, QK if side == "qk" else OV):
             file = Path(inspect.getfile(circuit))
-            return ExternalCircuit(
-                name, circuit, hashlib.sha256(file.read_bytes()).hexdigest(), file
-            )
+            sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+            return ExternalCircuit(name, circuit, sha256, file)
     return None

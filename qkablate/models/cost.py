@@ -91,8 +91,8 @@ class Cost:
 
 def compute_cost(model: Model, *, tokens_per_pass: float, number_bytes: int) -> Cost:
     """Return the cost of a model whose caches and scores take `number_bytes` per number."""
-    context, keys = model.config.context, mean_causal_keys(model.config.context)
-    layers = model.attention_layers()
+    context, layers = model.config.context, model.attention_layers()
+    keys = mean_causal_keys(context)
     layer = compute_attention_cost(
         layers[0].module, keys=keys, context=context, tokens_per_pass=tokens_per_pass
     )

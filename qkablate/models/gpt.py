@@ -46,10 +46,9 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, cache: Cache | None = None) -> Tensor:
         written_BTD: Tensor = self.dropout(self.attention(self.norm_1(x_BTD), cache=cache))
         x_BTD = x_BTD + written_BTD if self.attention_skip else written_BTD
-        if self.mlp is None or self.norm_2 is None:
-            return x_BTD
-        mlp_BTD: Tensor = self.dropout(self.mlp(self.norm_2(x_BTD)))
-        return x_BTD + mlp_BTD
+        if self.mlp is not None and self.norm_2 is not None:
+            x_BTD = x_BTD + self.dropout(self.mlp(self.norm_2(x_BTD)))
+        return x_BTD
 
 
 class GPT(Model):
@@ -68,11 +67,9 @@ class GPT(Model):
         super().__init__()
         self.config = config
         self.token_embedding = _empty_embedding(vocabulary, config.d_model)
-        self.position_embedding = (
-            _empty_embedding(config.context, config.d_model)
-            if config.position == "learned"
-            else None
-        )
+        self.position_embedding = None
+        if config.position == "learned":
+            self.position_embedding = _empty_embedding(config.context, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(
             Block(config, make_attention(config, variant, device=device, half=half, kernel=kernel))
@@ -111,17 +108,13 @@ class GPT(Model):
         return self.token_embedding.weight
 
     def attention_layers(self) -> list[AttentionLayer]:
-        return [
-            AttentionLayer(f"blocks.{i}.attention", "self", block.attention)
-            for i, block in enumerate(self.sharding_units())
-        ]
+        layers = enumerate(block.attention for block in self.sharding_units())
+        return [AttentionLayer(f"blocks.{i}.attention", "self", layer) for i, layer in layers]
 
     def attention_inputs(
         self, *inputs: Tensor
     ) -> Iterator[tuple[AttentionLayer, tuple[Tensor, ...]]]:
-        (tokens_BT,) = inputs
-        x_BTD = self._embed(tokens_BT)
-        blocks = self.sharding_units()
+        x_BTD, blocks = self._embed(inputs[0]), self.sharding_units()
         for layer, block in zip(self.attention_layers(), blocks, strict=True):
             yield layer, (block.norm_1(x_BTD),)
             if block is not blocks[-1]:

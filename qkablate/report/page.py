@@ -20,12 +20,7 @@ from qkablate.report.charts import Chart, make_charts
 from qkablate.report.palette import DARK, LIGHT, to_css
 from qkablate.report.render import CONFIG, SHAPE_PATHS
 from qkablate.report.section import Section
-from qkablate.report.text.claims import (
-    format_claim,
-    format_details,
-    format_seeds_needed,
-    make_part_table,
-)
+from qkablate.report.text.claims import format_claim, make_claim_table
 from qkablate.report.text.numbers import sanitize_all
 from qkablate.report.text.summary import summarize
 from qkablate.table import format_count
@@ -59,13 +54,15 @@ def render_page(sections: Sequence[Section], title: str) -> str:
 def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str, Any]:
     study, judgement = section.study, section.judgement
     run_columns, run_rows = rows.make_run_rows(section)
-    verdicts = [[_sanitize_cell(cell) for cell in row] for row in rows.make_verdict_rows(section)]
+    verdicts = [
+        [rows.Cell(*sanitize_all([cell.text, cell.key])) for cell in row]
+        for row in rows.make_verdict_rows(section)
+    ]
     claim = None
     if judgement is not None:
-        columns, parts = make_part_table(judgement)
-        said = format_claim(judgement.claim)
-        more = [*judgement.exploratory, *format_details(judgement), *format_seeds_needed(judgement)]
-        claim = {"columns": columns, "rows": parts, "said": said, "beside": more}
+        table = make_claim_table(judgement)
+        claim = {"columns": table.columns, "rows": table.rows, "notes": table.notes}
+        claim["lines"] = format_claim(judgement.claim)
     content: dict[str, Any] = sanitize_all(
         {
             "id": f"c{number + 1}",
@@ -74,48 +71,50 @@ def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str,
             "answer": summarize(section),
             "verdict": judgement and judgement.word,
             "says": judgement and judgement.claim.says,
-            "trouble": rows.find_problems(section),
+            "problems": rows.find_problems(section),
             "claim": claim,
             "heading": "Verdicts" if judgement is None else "Arm by arm",
             "columns": rows.COLUMNS,
             "arms": verdicts,
             "count": format_count(len(verdicts), "arm"),
-            "words": sorted({str(row[2].key) for row in verdicts}),
+            "verdict_words": sorted({str(row[2].key) for row in verdicts}),
             "notes": make_notes(section),
             "charts": [_make_chart(chart, section, panels) for chart in make_charts(section)],
             "audit": rows.make_audit_rows(section),
-            "left_out": [[left.arm, left.control, left.reason] for left in study.left_out],
+            "left_out": [[arm.arm, arm.control, arm.reason] for arm in study.left_out],
             "run_columns": run_columns,
             "runs": run_rows,
-            "surroundings": rows.make_environment_rows(section),
-            "where": section.source,
+            "environment": rows.make_environment_rows(section),
+            "source": section.source,
         }
     )
     return content
 
 
-def _sanitize_cell(cell: rows.Cell) -> rows.Cell:
-    return rows.Cell(sanitize_all(cell.text), sanitize_all(cell.key))
-
-
 def format_status(section: Section) -> str:
     """Format the status of the runs: 64 runs: 60 done, 2 diverged, 2 waiting."""
     counts = section.counts
-    told = ", ".join(f"{n:,} {word}" for word, n in counts.most_common())
-    said = f"{format_count(counts.total(), 'run')}: {told}" if told else "no run"
+    by_status = ", ".join(f"{n:,} {word}" for word, n in counts.most_common())
+    text = f"{format_count(counts.total(), 'run')}: {by_status}" if by_status else "no run"
     missing = section.study.expected - section.study.ended
-    return said if missing <= 0 else f"{said}. {missing:,} without a result yet, or failed."
+    return text if missing <= 0 else f"{text}. {missing:,} without a result yet, or failed."
 
 
 def make_notes(section: Section) -> list[str]:
     """Return the notes below the table of verdicts."""
+    margins = {gap.margin.nats for gap in section.summary.gaps if gap.margin}
     exploratory = (
         "This table tests each arm separately for any difference from its baseline. The claim,"
         " with its margin, is judged above."
     )
     return [
         *([exploratory] if section.judgement is not None else []),
-        *_margin_notes(section),
+        *(
+            f"margin: {nats:g} nats. “not worse”: the gap is below the margin; “equivalent”: within"
+            " ± the margin; one-sided t tests, adjusted by Holm. qkablate results lists their p"
+            " values."
+            for nats in margins
+        ),
         "gap: test loss of the arm minus test loss of its baseline with the same seed; negative is"
         " better. Intervals are Student's t intervals over pairs, unadjusted; verdicts use p"
         " adjusted by Holm over the arms of one size; the summary above adjusts over all gaps.",
@@ -124,15 +123,6 @@ def make_notes(section: Section) -> list[str]:
         "ranks, scaling, equivalents and all tests: qkablate results",
         "! or ✗: the audit below has a warning. Parameters exclude embeddings; KV cache in 16-bit"
         " numbers. 0.01 nats correspond to 1 % in perplexity.",
-    ]
-
-
-def _margin_notes(section: Section) -> list[str]:
-    margins = [gap.margin.nats for gap in section.summary.gaps if gap.margin]
-    return [
-        f"margin: {nats:g} nats. “not worse”: the gap is below the margin; “equivalent”: within ±"
-        " the margin; one-sided t tests, adjusted by Holm. qkablate results lists their p values."
-        for nats in margins[:1]
     ]
 
 
@@ -152,8 +142,8 @@ def _make_chart(chart: Chart, section: Section, panels: list[Any]) -> dict[str, 
         for name in chart.variants
         for look in [section.styles[name]]
     ]
-    own = {"name": chart.name, "title": chart.title, "caption": chart.caption}
-    return own | {"panels": shown, "legend": legend}
+    texts = {"name": chart.name, "title": chart.title, "caption": chart.caption}
+    return texts | {"panels": shown, "legend": legend}
 
 
 def _pack(value: Any) -> str:
@@ -173,8 +163,8 @@ def _load_library() -> str:
 def _make_policy(*scripts: str) -> str:
     hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    own = f"script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
-    return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
+    sources = f"script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+    return f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'"
 
 
 def _read_resource(name: str) -> str:

@@ -71,9 +71,9 @@ _SECOND = ("symmetric_w", "low_rank_w", "qk_norm", "tied_kv", "no_qk", "mqa", "t
 _THIRD = ("sym_pairwise", "four_matrix", "wide_qk", "merged_ov", "uniform", "collaborative")
 _FOURTH = ("no_vo", "sym_diag", "shared_qk_reformer", "static_scores", "standard_reassociated")
 _SLOTS: dict[str, int] = {
-    name: row * HUES + place
+    name: row * HUES + column
     for row, names in enumerate((_FIRST, _SECOND, _THIRD, _FOURTH))
-    for place, name in enumerate(names)
+    for column, name in enumerate(names)
 }
 
 _NO_SLOT = len(_SLOTS) + 99
@@ -97,17 +97,17 @@ def assign_styles(variants: Iterable[str]) -> dict[str, Style]:
     slots: dict[str, int] = {}
     names = sorted({*variants}, key=lambda name: (name != "standard", _slot(name), name))
     for name in names[names[:1] == ["standard"] :]:
-        own = _slot(name)
-        slots[name] = own if own not in (*slots.values(), _NO_SLOT) else -1
+        slot = _slot(name)
+        slots[name] = slot if slot not in (*slots.values(), _NO_SLOT) else -1
     # Slots that belong to no built-in variant come first.
     unused = [slot for slot in range(HUES * len(DASHES)) if slot not in slots.values()]
     free = itertools.cycle(sorted(unused or [0], key=lambda slot: slot in _SLOTS.values()))
-    found = {"standard": Style("var(--c0)", DASHES[0], SHAPES[0])} if "standard" in names else {}
-    for name, own in slots.items():
-        slot = own if own >= 0 else next(free)
-        row = (slot // HUES + slot % HUES) % len(DASHES)  # neighbours differ in more than color
-        found[name] = Style(f"var(--c{1 + slot % HUES})", DASHES[row], SHAPES[row])
-    return found
+    styles = {"standard": Style("var(--c0)", DASHES[0], SHAPES[0])} if "standard" in names else {}
+    for name, slot in slots.items():
+        slot = next(free) if slot < 0 else slot
+        row = (slot // HUES + slot % HUES) % len(DASHES)  # neighbors differ in more than color
+        styles[name] = Style(f"var(--c{1 + slot % HUES})", DASHES[row], SHAPES[row])
+    return styles
 
 
 def _slot(name: str) -> int:

@@ -72,9 +72,9 @@ def _combine_panels(chart: Chart, subject: Titled) -> Spec:
         "subtitleFontSize": 11,
     }
     config = CONFIG | {"background": "var(--ground)", "font": "sans-serif"}
-    whole = {"concat": panels, "columns": columns, "title": title, "config": config, "padding": 14}
+    spec = {"concat": panels, "columns": columns, "title": title, "config": config, "padding": 14}
     # A sequential scale belongs to one panel; the scale of variants to all.
-    return whole if chart.variants else whole | {"resolve": {"scale": {"color": "independent"}}}
+    return spec if chart.variants else spec | {"resolve": {"scale": {"color": "independent"}}}
 
 
 def _with_legend(value: Any, variants: list[str]) -> Any:

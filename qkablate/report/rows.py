@@ -15,7 +15,7 @@ from qkablate.table import format_count, format_list, format_short
 
 COLUMNS = [
     *("arm", "gap, nats [95 %]", "verdict", "parameters", "FLOPs per token", "pairs n", "p (Holm)"),
-    *("smallest detectable effect, nats", "test loss, nats [95 %]", "runs done"),
+    *("detectable, nats", "test loss, nats [95 %]", "runs done"),
     *("KV bytes per token", "variant", "d_model", "heads"),
 ]
 RUN_COLUMNS = ["run", "status", "seed", "lr", "validation loss", "test loss", "command"]
@@ -53,7 +53,9 @@ def _verdict_row(entry: Entry, gap: GapSummary | None, baselines: set[str]) -> l
         mark = f" {MARKS[state]}" if state in (WARNING, BROKEN) else ""
         mean = Cell(format_gap_summary(gap) if gap.n else "–", gap.mean)
         verdict = Cell(f"{gap.decision}{mark}", gap.decision)
-        n, p, detectable = Cell(str(gap.n), gap.n), _p_cell(gap.p_holm), Cell("–")
+        n, p, detectable = Cell(str(gap.n), gap.n), Cell("–"), Cell("–")
+        if gap.p_holm is not None:
+            p = Cell("< 0.0001" if gap.p_holm < 1e-4 else f"{gap.p_holm:.2g}", gap.p_holm)
         if gap.detectable is not None:
             detectable = Cell(f"{gap.detectable:.2g}", gap.detectable)
     return [
@@ -73,10 +75,6 @@ def _format_size(number: float, text: str, percent: float | None) -> str:
     if not number:
         return "–"
     return text if percent is None else f"{text} ({format_percent_more(percent)})"
-
-
-def _p_cell(p: float | None) -> Cell:
-    return Cell("–" if p is None else "< 0.0001" if p < 1e-4 else f"{p:.2g}", p)
 
 
 def _format_done(entry: Entry) -> str:

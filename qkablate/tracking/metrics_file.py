@@ -21,7 +21,10 @@ class MetricsFile:
         self._file.truncate(end)
 
     def log(self, row: dict[str, Any]) -> None:
-        finite = {k: _to_json(value) for k, value in row.items()}
+        finite = {  # JSON has no NaN and no infinities: they become strings
+            key: value if not isinstance(value, float) or math.isfinite(value) else str(value)
+            for key, value in row.items()
+        }
         self._file.write(encode_row(finite) + b"\n")
         self._file.flush()
 
@@ -33,8 +36,3 @@ class MetricsFile:
     def close(self) -> None:
         self.sync()
         self._file.close()
-
-
-def _to_json(value: Any) -> Any:
-    """Return NaN and infinities as strings, because JSON has no such numbers."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

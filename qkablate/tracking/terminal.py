@@ -39,7 +39,11 @@ class Terminal:
         # Plain lines: one per evaluation, and at least twenty per run.
         if "val/loss" in row or step - self._last_line >= max(1, self._steps // 20):
             self._last_line = step
-            self.note(f"step {step}/{self._steps}  {_summary(row)}{self._left(step)}")
+            text = f"step {step}/{self._steps}  {_summary(row)}"
+            if self._start < step < self._steps:
+                seconds = (time.monotonic() - self._began) / (step - self._start)
+                text += f"  {seconds * (self._steps - step):.0f} s left"
+            self.note(text)
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""
@@ -51,20 +55,13 @@ class Terminal:
             with suppress(OSError):
                 self._bar.close()
 
-    def _left(self, step: int) -> str:
-        done = step - self._start
-        if done <= 0 or step >= self._steps:
-            return ""
-        seconds = (time.monotonic() - self._began) / done * (self._steps - step)
-        return f"  {seconds:.0f} s left"
-
 
 def _summary(row: dict[str, Any]) -> str:
-    shown = {
+    formats = {
         "train/loss": "loss {:.4f}",
         "val/loss": "val {:.4f}",
         "val/accuracy": "accuracy {:.1%}",
         "train/lr": "lr {:.2e}",
         "perf/tokens_per_second": "{:,.0f} tokens/s",
     }
-    return "  ".join(form.format(row[key]) for key, form in shown.items() if key in row)
+    return "  ".join(form.format(row[key]) for key, form in formats.items() if key in row)

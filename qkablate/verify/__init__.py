@@ -34,6 +34,10 @@ __all__ = [
 ]
 
 
+# Theorems that do not concern the weights of a run.
+FRESH_ONLY = {"any weights", "decay", "bare block"}
+
+
 @dataclass(frozen=True)
 class CheckResult:
     """The result of one check of one variant."""
@@ -61,28 +65,18 @@ def verify(
         yield CheckResult(variant, "finite", says, nan, 0.0, nan, 0.0)
         return
     for check in CHECKS:
-        if not check.applies(attentions[0]) or (theorems.fresh_only(check.name) and not fresh):
+        if not check.applies(attentions[0]) or (check.name in FRESH_ONLY and not fresh):
             continue
-        worst = {
-            dtype: max(
-                (
-                    _run(check, layer.to(dtype), x_BTD.to(dtype))
-                    for layer, x_BTD in zip(attentions, streams, strict=True)
-                ),
-                key=_nan_as_inf,
-            )
-            for dtype in (torch.float32, torch.float64)
-        }
-        double, single = worst[torch.float64], worst[torch.float32]
-        yield CheckResult(
-            variant,
-            check.name,
-            check.says,
-            double.residual,
-            double.tolerance_at(torch.float64),
-            single.residual,
-            single.tolerance_at(torch.float32),
-        )
+        numbers_of = {}
+        for dtype in (torch.float32, torch.float64):  # ends in fp64
+            deviations = [
+                _run(check, layer.to(dtype), x_BTD.to(dtype))
+                for layer, x_BTD in zip(attentions, streams, strict=True)
+            ]
+            worst = max(deviations, key=lambda d: inf if isnan(d.residual) else d.residual)
+            numbers_of[dtype] = worst.residual, worst.tolerance_at(dtype)
+        double, single = numbers_of[torch.float64], numbers_of[torch.float32]
+        yield CheckResult(variant, check.name, check.says, *double, *single)
 
 
 def _run(check: Check, layer: Attention, x_BTD: Tensor) -> Deviation:
@@ -92,15 +86,15 @@ def _run(check: Check, layer: Attention, x_BTD: Tensor) -> Deviation:
         return Deviation(nan)
 
 
-def _nan_as_inf(deviation: Deviation) -> float:
-    return inf if isnan(deviation.residual) else deviation.residual
+def _generator(seed: int, name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(derive_key(seed, "verify", name) % 2**63)
 
 
 @torch.no_grad()
 def randomize_layer(layer: Attention, seed: int) -> Attention:
     """Draw every tensor anew at a scale that gives scores of order 1."""
     for name, parameter in layer.named_parameters():
-        generator = torch.Generator().manual_seed(derive_key(seed, "verify", name) % 2**63)
+        generator = _generator(seed, name)
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         wide = parameter.dim() >= 2 and not name.endswith("table")
         parameter.copy_(noise / layer.qk.spec.d_model**0.5 if wide else noise)
@@ -109,19 +103,14 @@ def randomize_layer(layer: Attention, seed: int) -> Attention:
 
 def record_inputs(model: Model, length: int, seed: int) -> tuple[list[Attention], list[Tensor]]:
     """Return the self-attention layers of a model, and their inputs for random tokens."""
-    generator = torch.Generator().manual_seed(derive_key(seed, "verify", "tokens") % 2**63)
-    tokens_BT = torch.randint(model.vocabulary, (2, length), generator=generator)
-    layers, streams = [], []
+    tokens_BT = torch.randint(model.vocabulary, (2, length), generator=_generator(seed, "tokens"))
     with torch.no_grad():
-        for layer, (x_BTD, *_) in model.attention_inputs(tokens_BT):
-            if layer.role == "self":
-                layers.append(layer.module)
-                streams.append(x_BTD)
-    return layers, streams
+        inputs = [item for item in model.attention_inputs(tokens_BT) if item[0].role == "self"]
+    return [layer.module for layer, _ in inputs], [streams[0] for _, streams in inputs]
 
 
 def random_stream(d_model: int, length: int, seed: int) -> Tensor:
     """Return a normalized random stream of two sequences."""
-    generator = torch.Generator().manual_seed(derive_key(seed, "verify", "stream") % 2**63)
+    generator = _generator(seed, "stream")
     x_BTD = torch.randn(2, length, d_model, generator=generator, dtype=torch.float64)
     return torch.nn.functional.layer_norm(x_BTD, (d_model,))

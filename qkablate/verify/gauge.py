@@ -80,12 +80,10 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     other = copy.deepcopy(layer)
     with torch.no_grad():
         for name, parameter in other.named_parameters():
-            if name == "ov.b_o":
-                continue
-            rows = name == "ov.w_o"
-            by = parameter if rows else parameter.movedim(-1, 0)
-            flipped = by.unflatten(0, (layer.qk.spec.heads, -1)).flip(0).flatten(0, 1)
-            parameter.copy_(flipped if rows else flipped.movedim(0, -1))
+            if name != "ov.b_o":
+                axis = 0 if name == "ov.w_o" else parameter.dim() - 1
+                by_head_ = parameter.unflatten(axis, (layer.qk.spec.heads, -1))
+                parameter.copy_(by_head_.flip(axis).flatten(axis, axis + 1))
     return Deviation(rel_diff(other(x_BTD), layer(x_BTD)), length=x_BTD.shape[-1])
 
 
@@ -103,9 +101,8 @@ def _gauge_sides(layer: Attention, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     results = torch.autograd.grad(probe_loss(layer(x_BTD)), values, allow_unused=True)
     grads = [torch.zeros_like(v) if g is None else g for v, g in zip(values, results, strict=True)]
     sides = []
-    for at, heads in enumerate((len(w_q_HDE), len(w_k_GDE))):
-        w_LF = torch.cat([v.reshape(-1, v.shape[-1]) for v in values[at::2]])
-        g_LF = torch.cat([g.reshape(-1, g.shape[-1]) for g in grads[at::2]])
+    for side, heads in enumerate((len(w_q_HDE), len(w_k_GDE))):
+        w_LF, g_LF = (torch.cat([*map(torch.atleast_2d, t[side::2])]) for t in (values, grads))
         product_NEE = by_head(w_LF, heads).mT @ by_head(g_LF, heads)
         sides.append(product_NEE.unflatten(0, (len(w_k_GDE), -1)).sum(1))
     return sides[0], sides[1]
@@ -228,11 +225,9 @@ def _is_shared(layer: Attention) -> bool:
 
 @check("shared norm", "‖W‖_F² = ‖W Wᵀ‖_*: weight decay penalizes the nuclear norm", _is_shared)
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
-    assert isinstance(layer.qk, SharedQK)
-    w_HDK = by_head(layer.qk.w_k, layer.qk.spec.heads)
-    return Deviation(
-        rel_diff(w_HDK.square().sum((1, 2)), nuclear_norm(w_HDK, w_HDK)), x_BTD.shape[-1]
-    )
+    w_HDK = by_head(layer.get_parameter("qk.w_k"), layer.qk.spec.heads)
+    residual = rel_diff(w_HDK.square().sum((1, 2)), nuclear_norm(w_HDK, w_HDK))
+    return Deviation(residual, length=x_BTD.shape[-1])
 
 
 def _symmetric(layer: Attention) -> bool:
@@ -240,9 +235,8 @@ def _symmetric(layer: Attention) -> bool:
         return False  # its u is not part of W
     if isinstance(layer.qk, SymDiag) and layer.position == "rope":
         return False  # a diagonal between two rotations does not commute with them
-    return type(layer.qk) in (SharedQK, SymDiag, SymmetricQK) and not isinstance(
-        layer.norm, UnitKeys
-    )
+    is_symmetric = type(layer.qk) in (SharedQK, SymDiag, SymmetricQK)
+    return is_symmetric and not isinstance(layer.norm, UnitKeys)
 
 
 @check("symmetric", "S = Sᵀ without a mask, also with rope", _symmetric)
@@ -272,11 +266,8 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     lambda layer: _is_shared(layer) and layer.norm is not None,
 )
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
-    s_BHTS = scores(layer, x_BTD) * torch.sign(_gain(layer))
+    gain = getattr(layer.norm, "gain", None)
+    sign = 1 if gain is None else gain.detach().sign().view(-1, 1, 1)
+    s_BHTS = scores(layer, x_BTD) * sign
     own_BHT1 = s_BHTS.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     return Deviation(max_violation((s_BHTS - own_BHT1) / own_BHT1.max()), x_BTD.shape[-1])
-
-
-def _gain(layer: Attention) -> Tensor:
-    gain = getattr(layer.norm, "gain", None)
-    return torch.ones(1, 1, 1) if gain is None else gain.detach().view(-1, 1, 1)

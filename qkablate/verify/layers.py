@@ -147,12 +147,10 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     cross_HEE = k_HDE.mT @ q_HDE
     trace_H = cross_HEE.mT.mul(cross_HEE).sum((1, 2))
     size_from_factors_H = ((k_HDE.mT @ k_HDE) * (q_HDE.mT @ q_HDE)).sum((1, 2))
+    from_factors_H = 0.5 * (1 + trace_H / size_from_factors_H)
     # Relative to 1, because both sides are 0 where B is antisymmetric.
-    one = torch.ones(())
-    return Deviation(
-        rel_diff(0.5 * (1 + trace_H / size_from_factors_H), direct_H, one),
-        length=x_BTD.shape[-1] ** 2,
-    )
+    residual = rel_diff(from_factors_H, direct_H, size=torch.ones(()))
+    return Deviation(residual, length=x_BTD.shape[-1] ** 2)
 
 
 @check(

@@ -1,7 +1,4 @@
-"""Theorems that do not concern trained weights; run for `standard` on random numbers.
-
-Shape suffixes as in qkablate/attention/qk/base.py.
-"""
+"""Theorems on random numbers, for `standard`. Suffixes as in qkablate/attention/qk/base.py."""
 
 import torch
 from torch import Tensor
@@ -45,12 +42,12 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     qk.set_circuit_((inverse_DT @ a_TS.log() @ inverse_DT.T / qk.scale).unsqueeze(0))
     q_BHTE, k_BGSE = qk(x_TD.unsqueeze(0), x_TD.unsqueeze(0))
     residual = rel_diff((qk.scale * q_BHTE @ k_BGSE.mT).softmax(-1)[0, 0], a_TS)
-    low_rank_factors = SeparateQK(Spec(d_model=6, heads=6)).to(x_BTD)
+    narrow = SeparateQK(Spec(d_model=6, heads=6)).to(x_BTD)
     with torch.no_grad():
-        for seed, parameter in enumerate(low_rank_factors.parameters(), 2):
+        for seed, parameter in enumerate(narrow.parameters(), 2):
             parameter.copy_(random_numbers(x_BTD, 6, 6, seed=seed))
-    q_BHTE, k_BGSE = low_rank_factors(x_TD.unsqueeze(0), x_TD.unsqueeze(0))
-    log_BHTS = (low_rank_factors.scale * q_BHTE @ k_BGSE.mT).log_softmax(-1)
+    q_BHTE, k_BGSE = narrow(x_TD.unsqueeze(0), x_TD.unsqueeze(0))
+    log_BHTS = (narrow.scale * q_BHTE @ k_BGSE.mT).log_softmax(-1)
     size_BHN = torch.linalg.svdvals(center_rows(log_BHTS))
     too_many = max_violation(size_BHN[..., 1] / size_BHN[..., 0])
     return Deviation(largest(residual, too_many), length=length * 6)
@@ -62,11 +59,11 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     v_BGSV = layer.ov.values(x_BTD, k_BGSE)
     length = x_BTD.shape[1]
     shift_TS = random_numbers(x_BTD, length, 1).expand(-1, length)
-    shifted_BHTV, plain_BHTV = (
+    outputs = (
         attend(q_BHTE, k_BGSE, v_BGSV, scale=1, causal=True, kernel=layer.kernel, bias=bias)
         for bias in (shift_TS, None)
     )
-    return Deviation(rel_diff(shifted_BHTV, plain_BHTV), length=x_BTD.shape[-1])
+    return Deviation(rel_diff(*outputs), length=x_BTD.shape[-1])
 
 
 @check(
@@ -119,9 +116,9 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
         back_DD = torch.linalg.inv(basis_DD)
         bare = Attention(spec, *forms).to(x_BTD)
         with torch.no_grad():
-            for name, value in (("qk.w_q", qk.w_q), ("qk.w_k", qk.w_k), ("ov.w_v", ov.w_v)):
-                if name in dict(bare.named_parameters()):
-                    bare.get_parameter(name).copy_(back_DD @ value)
+            for name, parameter in bare.named_parameters():
+                if name in ("qk.w_q", "qk.w_k", "ov.w_v"):
+                    parameter.copy_(back_DD @ full.get_parameter(name))
             if isinstance(bare.ov, NoVO):
                 bare.ov.gain.fill_(1)
         x_BTD_, y_BTD = z_BTD @ down_DD, z_BTD @ (down_DD @ basis_DD)
@@ -135,8 +132,3 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
 
 def _normed(x_BTD: Tensor) -> Tensor:
     return torch.nn.functional.layer_norm(x_BTD, x_BTD.shape[-1:])
-
-
-def fresh_only(name: str) -> bool:
-    """Return whether a check does not concern the weights of a run."""
-    return name in {"any weights", "decay", "bare block"}

@@ -3,9 +3,9 @@
 Shape suffixes as in qkablate/attention/qk/base.py.
 """
 
-import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +32,10 @@ def has_qk(*kinds: type) -> Callable[[Attention], bool]:
     return lambda layer: type(layer.qk) in kinds
 
 
-def _rebuilt(layer: Attention, qk: type, ov: type | None = None, **changes: object) -> Attention:
+def _rebuilt(layer: Attention, qk: type, ov: type, **changes: Any) -> Attention:
     """Return a layer of other circuits with the same sizes, dtype and device."""
-    spec = dataclasses.replace(layer.qk.spec, **changes)  # type: ignore[arg-type]
-    rebuilt = Attention(spec, qk, ov or type(layer.ov)).to(layer.qk.like)
+    spec = dataclasses.replace(layer.qk.spec, **changes)
+    rebuilt = Attention(spec, qk, ov).to(layer.qk.like)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in rebuilt.parameters():
@@ -53,16 +53,26 @@ def _copy_shared_(target: torch.nn.Module, source: torch.nn.Module) -> None:
                 parameters[name].copy_(parameter)
 
 
+def _twins(
+    layer: Attention,
+    ours: type,
+    theirs: type = SeparateQK,
+    ov: type = SeparateOV,
+    **changes: object,
+) -> tuple[Attention, Attention]:
+    """Return layers of two QK circuits; the second has the parameters that both share."""
+    first, second = (_rebuilt(layer, qk, ov, **changes) for qk in (ours, theirs))
+    _copy_shared_(second, first)
+    return first, second
+
+
 def _same(one: Attention, other: Attention, x_BTD: Tensor, tolerance: float = 1e-10) -> Deviation:
     return Deviation(rel_diff(one(x_BTD), other(x_BTD)), x_BTD.shape[-1], tolerance)
 
 
 @check("rank d_head", "low rank at rank d_head equals standard bit for bit", has_qk(LowRankQK))
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
-    low = _rebuilt(layer, LowRankQK, SeparateOV, rank=layer.qk.spec.d_head)
-    standard = _rebuilt(layer, SeparateQK, SeparateOV)
-    _copy_shared_(standard, low)
-    return _same(low, standard, x_BTD, tolerance=0)
+    return _same(*_twins(layer, LowRankQK, rank=layer.qk.spec.d_head), x_BTD, tolerance=0)
 
 
 @check(
@@ -71,9 +81,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     has_qk(NoQ, NoK),
 )
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
-    one = _rebuilt(layer, type(layer.qk), SeparateOV, heads=1, bias=False)
-    merged = _rebuilt(layer, MergedQK, SeparateOV, heads=1, bias=False)
-    _copy_shared_(merged.ov, one.ov)
+    one, merged = _twins(layer, type(layer.qk), MergedQK, heads=1, bias=False)
     assert isinstance(one.qk, (NoQ, NoK))
     assert isinstance(merged.qk, MergedQK)
     w_DD = one.qk.w_k.T if isinstance(one.qk, NoQ) else one.qk.w_q
@@ -89,13 +97,10 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
 )
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     spec = layer.qk.spec
-    ours = _rebuilt(layer, CollaborativeQK, SeparateOV, rank=spec.d_model, bias=False)
-    standard = _rebuilt(layer, SeparateQK, SeparateOV, bias=False)
-    _copy_shared_(standard, ours)
-    assert isinstance(ours.qk, CollaborativeQK)
+    ours, standard = _twins(layer, CollaborativeQK, rank=spec.d_model, bias=False)
     eye_H1D = torch.eye(spec.heads).repeat_interleave(spec.d_head, 1).unsqueeze(1)
     with torch.no_grad():
-        ours.qk.mix.copy_(eye_H1D)
+        ours.get_parameter("qk.mix").copy_(eye_H1D)
     return _same(ours, standard, x_BTD)
 
 
@@ -107,35 +112,21 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     standard = _rebuilt(layer, SeparateQK, SeparateOV)
     all_groups = _rebuilt(layer, GroupedQK, GroupedOV, groups=heads)
     _copy_shared_(all_groups, standard)
+    residual = rel_diff(all_groups(x_BTD), standard(x_BTD))
     one_group = _rebuilt(layer, GroupedQK, GroupedOV, groups=1)
-    _copy_shared_(standard.qk, one_group.qk)
-    _copy_shared_(standard.ov, one_group.ov)
-    residual = rel_diff(all_groups(x_BTD), _same_heads(standard, all_groups)(x_BTD))
+    _copy_shared_(standard, one_group)
+    shared = dict(one_group.named_parameters())
     with torch.no_grad():
-        for name in ("w_k", "b_k"):
-            if getattr(standard.qk, name) is not None:
-                wide = getattr(one_group.qk, name)
-                getattr(standard.qk, name).copy_(torch.cat([wide] * heads, -1))
-        for name in ("w_v", "b_v"):
-            if getattr(standard.ov, name) is not None:
-                wide = getattr(one_group.ov, name)
-                getattr(standard.ov, name).copy_(torch.cat([wide] * heads, -1))
-    return Deviation(
-        largest(residual, rel_diff(one_group(x_BTD), standard(x_BTD))), x_BTD.shape[-1]
-    )
-
-
-def _same_heads(standard: Attention, grouped: Attention) -> Attention:
-    copied = copy.deepcopy(standard)
-    _copy_shared_(copied, grouped)
-    return copied
+        for name, parameter in standard.named_parameters():
+            if name in ("qk.w_k", "qk.b_k", "ov.w_v", "ov.b_v"):
+                parameter.copy_(torch.cat([shared[name]] * heads, -1))
+    residual = largest(residual, rel_diff(one_group(x_BTD), standard(x_BTD)))
+    return Deviation(residual, x_BTD.shape[-1])
 
 
 @check("U = 1", "U = 1 equals shared_qk; a skew U makes S antisymmetric", has_qk(SymPairwise))
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
-    ours = _rebuilt(layer, SymPairwise, SeparateOV, bias=False)
-    shared = _rebuilt(layer, SharedQK, SeparateOV, bias=False)
-    _copy_shared_(shared, ours)
+    ours, shared = _twins(layer, SymPairwise, SharedQK, bias=False)
     assert isinstance(ours.qk, SymPairwise)
     with torch.no_grad():
         skew = ours.qk.u - ours.qk.u.mT
@@ -148,9 +139,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
 
 @check("folding", "the four factors fold into two: A_q W_q and A_k W_k", has_qk(FourMatrixQK))
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
-    ours = _rebuilt(layer, FourMatrixQK, SeparateOV)
-    standard = _rebuilt(layer, SeparateQK, SeparateOV)
-    _copy_shared_(standard, ours)
+    ours, standard = _twins(layer, FourMatrixQK)
     assert isinstance(ours.qk, FourMatrixQK)
     assert isinstance(standard.qk, SeparateQK)
     with torch.no_grad():
@@ -161,10 +150,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
 
 @check("precision twin", "standard_reassociated equals standard", has_qk(ReassociatedQK))
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
-    standard = _rebuilt(layer, SeparateQK, type(layer.ov))
-    reassociated = _rebuilt(layer, ReassociatedQK, type(layer.ov))
-    _copy_shared_(standard, reassociated)
-    return _same(reassociated, standard, x_BTD)
+    return _same(*_twins(layer, ReassociatedQK, ov=type(layer.ov)), x_BTD)
 
 
 @check(

@@ -277,7 +277,7 @@ def test_first_step_of_shared_values_matches_standard():
     """The multiplier of 1.15 is needed for this."""
     ratio = ov_descent("grouped", "matched", groups=1) / ov_descent("separate", "matched")
     assert ratio == pytest.approx(1, rel=0.08)
-    assert initialized(ov="grouped", groups=1).ov.lr_multiplier() == pytest.approx(1.35 / 1.175)
+    assert initialized(ov="grouped", groups=1).ov.lr_multiplier == pytest.approx(1.35 / 1.175)
 
 
 @pytest.mark.parametrize("rank", [16, 64, 128])
@@ -339,7 +339,7 @@ def test_speed_of_a_single_gain_is_not_matched():
 )
 def test_multipliers_invert_the_known_speed_ratios(qk, init, ratio):
     """The ratios say how far a step at standard's rate moves the scores, after the papers."""
-    assert initialized(qk, init=init).qk.lr_multiplier() == pytest.approx(1 / ratio)
+    assert initialized(qk, init=init).qk.lr_multiplier == pytest.approx(1 / ratio)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qkablate.runs.lease import hold_lease
-from qkablate.sweeps.running.results_table import COLUMNS
+from qkablate.sweeps.running.results import COLUMNS
 from tests.cli.helpers import run_in
 
 WORDS = [

@@ -95,13 +95,13 @@ def test_everything_is_sent_once(recorded, server, qkablate, home):
         assert server.runs[id].summary["final/status"] == "done"
         assert server.runs[id].complete
         assert server.runs[id].config["seed"] == 1
-    assert [server.runs[id].sittings for id in IDS] == [1, 2, 1, 1]
+    assert [server.runs[id].sessions for id in IDS] == [1, 2, 1, 1]
     assert "5 of 5 logs uploaded" in done.out
     assert all(f"{server.url}/somebody/qkablate/runs/{id}" in done.out for id in IDS)
     assert "uploaded 5 of 5" in done.err
     again = qkablate("sync")
     assert (again.code, again.out) == (0, "nothing to upload; 5 logs uploaded before\n")
-    assert [server.runs[id].sittings for id in IDS] == [1, 2, 1, 1]
+    assert [server.runs[id].sessions for id in IDS] == [1, 2, 1, 1]
     assert list(home.rglob("*")) == []
     assert KEY not in done.out + done.err
 
@@ -114,10 +114,10 @@ def test_files_go_with_their_rows(server, qkablate, monkeypatch, tmp_path):
     shutil.move(out / "runs" / f"arm-s0-{'b' * 12}", out / "runs" / f"other-s0-{'b' * 12}")
     done = qkablate("sync", f"out={out}")
     assert done.code == 0, done.err
-    left = server.of(IDS[0])["run"].files
+    left = server.artifacts_of(IDS[0])["run"].files
     assert json.loads(left["result.json"]) == {"status": "done"}
     assert left["config.yaml"] == b"id: aaaaaaaaaaaa\n"
-    assert server.of(IDS[1]) == {}
+    assert server.artifacts_of(IDS[1]) == {}
     assert missing(server) == []
     told = [line for line in done.err.splitlines() if "without its files" in line]
     assert [line.partition(": ")[2].partition(":")[0] for line in told] == ["arm b"]

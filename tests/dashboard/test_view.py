@@ -86,7 +86,7 @@ def filters(spec):
 
 
 @pytest.mark.slow
-def test_sections_in_the_order_of_reading(spec):
+def test_sections_are_in_reading_order(spec):
     names = [one["name"] for one in section(spec())["panelBankConfig"]["sections"]]
     assert names == [
         *("Summary", "Loss", "Gaps", "Sizes", "Learning rates", "QK circuit", "OV circuit"),
@@ -101,7 +101,7 @@ def test_sections_in_the_order_of_reading(spec):
         (TASK, {"val/loss", "train/loss", "val/accuracy"}),
     ],
 )
-def test_losses_by_tokens_with_bands_over_seeds(spec, words, names):
+def test_losses_are_plotted_by_tokens_with_bands_over_seeds(spec, words, names):
     found = curves(spec(*words), "Loss")
     assert {name for one in found for name in one["metrics"]} == names
     assert {one["xAxis"] for one in found} == {"tokens"}
@@ -110,7 +110,7 @@ def test_losses_by_tokens_with_bands_over_seeds(spec, words, names):
     assert all(one["aggregate"] for one in found)
 
 
-def test_what_the_sweeps_own_run_tells(spec):
+def test_tables_and_charts_come_from_the_sweep_run(spec):
     found = panels(spec())
     media = {
         key
@@ -140,11 +140,11 @@ def test_what_the_sweeps_own_run_tells(spec):
         ("attention", patterns.MEASURES),
     ],
 )
-def test_every_measure_has_its_panel(circuit, measures):
+def test_each_metric_has_a_panel(circuit, measures):
     assert set(CIRCUITS[circuit]) == {*measures} - {"singular"}  # a spectrum is no scalar
 
 
-def test_learning_rates(spec):
+def test_learning_rate_panels(spec):
     (bowl,) = [p["config"] for p in panels(spec(), "Learning rates") if "Scatter" in p["viewType"]]
     assert bowl["xAxis"] == "config:optim.value.lr"
     assert bowl["yAxis"] == "summary:final/val_loss"
@@ -159,7 +159,7 @@ def test_learning_rates(spec):
         ("Attention", ["attention/entropy/L0", "attention/induction/L2", "attention/self/L10"]),
     ],
 )
-def test_every_layer_of_a_circuit_is_in_its_panel(spec, name, keys):
+def test_circuit_panel_matches_every_layer(spec, name, keys):
     patterns = [one["metricRegex"] for one in curves(spec(), name) if one["useMetricRegex"]]
     assert len(patterns) == 9
     for key in keys:
@@ -167,25 +167,25 @@ def test_every_layer_of_a_circuit_is_in_its_panel(spec, name, keys):
     assert not any(re.search(pattern, "train/loss") for pattern in patterns)
 
 
-def test_speed_and_system(spec):
+def test_speed_and_system_panels(spec):
     names = {name for one in curves(spec(), "Speed and system") for name in one["metrics"]}
     assert {"perf/tokens_per_second", "perf/mfu", "system/cpu"} <= names
 
 
 @pytest.mark.slow
-def test_only_the_runs_of_the_sweep(spec, manifest):
+def test_filter_selects_only_the_runs_of_the_sweep(spec, manifest):
     own = manifest()
     assert filters(spec()) == [(None, "run", "group", "=", f"{own.name}-{own.id}")]
     assert filters(spec("tracking.group=august")) == [(None, "run", "group", "=", "august")]
 
 
 @pytest.mark.parametrize("group", ["lr=1", "a<b>c", "it's", "a\\b", "é or 1", "x == y"])
-def test_a_group_of_any_signs_is_meant_as_it_is_written(spec, group):
+def test_group_with_special_characters_is_quoted(spec, group):
     quoted = group.replace("'", "\\'")
     assert filters(spec(f"tracking.group='{quoted}'"))[0][-1] == group
 
 
-def test_runs_of_an_older_sweep_are_shown_too(manifest):
+def test_shared_runs_of_an_older_sweep_are_included(manifest):
     """A run belongs to no sweep: in W&B it stays in the group for which it was trained."""
     own = manifest()
     sweep_state = SweepState(own)
@@ -200,7 +200,7 @@ def test_runs_of_an_older_sweep_are_shown_too(manifest):
     assert others == ("OR", "run", "name", "IN", ids)
 
 
-def test_a_run_whose_config_is_damaged_is_nobodys(manifest):
+def test_run_with_damaged_config_is_not_included(manifest):
     sweep_state = SweepState(manifest())
     state = next(iter(sweep_state.states.values()))
     state.folder.mkdir(parents=True)
@@ -220,14 +220,14 @@ SEVERAL = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ONE_A_VARIANT)
-def test_by_variant(spec, words):
+def test_runs_are_grouped_by_variant(spec, words):
     assert {one.get("groupBy") for one in curves(spec(*words), "Loss")} == {"variant.value.name"}
     assert runset(spec(*words))["grouping"] == [{"section": "config", "name": "variant.value.name"}]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", SEVERAL, ids=lambda words: words[0])
-def test_what_a_variant_does_not_tell_apart_the_job_type_does(spec, manifest, words):
+def test_arms_of_the_same_variant_are_grouped_by_job_type(spec, manifest, words):
     own = spec(*words)
     assert {one.get("groupBy") for one in curves(own, "Loss")} == {"jobType"}
     assert [key["name"] for key in runset(own)["grouping"]] == ["variant.value.name", "jobType"]
@@ -242,7 +242,7 @@ def test_what_a_variant_does_not_tell_apart_the_job_type_does(spec, manifest, wo
     assert min(limit) >= len(alike)
 
 
-def test_tuning_runs_are_told_apart(manifest):
+def test_tuning_runs_are_separate(manifest):
     made = manifest("sweep.tune=true")
     kinds = {made.config_of(run).tracking.job_type for run in made.runs}
     assert kinds
@@ -253,7 +253,7 @@ def test_tuning_runs_are_told_apart(manifest):
 
 
 @pytest.mark.slow
-def test_more_means_than_a_panel_draws(spec):
+def test_too_many_lines_for_a_panel_are_noted(spec):
     rates = ",".join(f"{rate}e-5" for rate in range(1, 61))
     own = spec(f"optim.lr={rates}")
     assert {one["limit"] for one in curves(own, "Loss")} == {100}
@@ -261,27 +261,27 @@ def test_more_means_than_a_panel_draws(spec):
     assert "A panel draws" not in str(panels(spec(), "Summary"))
 
 
-def test_a_job_type_of_the_users_own_tells_nothing_apart(spec):
+def test_user_job_type_mixes_arms(spec):
     own = spec("tracking.job_type=mine", "model.d_model=16,32")
     assert {one.get("groupBy") for one in curves(own, "Loss")} == {"variant.value.name"}
     assert "over seeds and more: all arms have one job type" in str(panels(own, "Summary"))
 
 
 @pytest.mark.slow
-def test_the_sweeps_own_run_is_always_fetched(spec, manifest):
+def test_sweep_run_is_pinned(spec, manifest):
     (pinned,) = runset(spec())["pinnedRunIds"]
     assert base64.b64decode(pinned).decode() == f"Run:v1:sweep-{manifest().id}:ours:team"
     assert "pinnedRunIds" not in runset(spec(entity=""))  # whose it is is not known
 
 
 @pytest.mark.slow
-def test_a_name_with_a_plus(spec, manifest):
+def test_plus_in_a_name_is_replaced(spec, manifest):
     id = manifest("sweep.name=a+b").id
     assert spec("sweep.name=a+b")["displayName"] == f"a_b-{id}"
     assert filters(spec("sweep.name=a+b"))[0][-1] == f"a+b-{id}"
 
 
-def test_it_is_the_same_every_time_and_asks_no_network(spec, monkeypatch):
+def test_view_is_reproducible_without_network(spec, monkeypatch):
     def refuse(*_):
         raise AssertionError("a network was asked")
 

@@ -121,7 +121,7 @@ def fits(shown) -> bool:
 
 
 @pytest.mark.slow
-def test_every_picture_is_drawn_and_nothing_else_happens(opened, address):
+def test_all_charts_are_drawn_without_errors_or_requests(opened, address):
     shown = opened(address)
     places = shown.locator(".vega")
     assert places.count() >= 7
@@ -131,7 +131,7 @@ def test_every_picture_is_drawn_and_nothing_else_happens(opened, address):
     assert "1 diverged, 1 failed" in shown.locator("table.sortable").inner_text()
 
 
-def test_a_picture_that_cannot_be_drawn_spoils_no_other(address, browser, tmp_path):
+def test_failed_chart_does_not_affect_others(address, browser, tmp_path):
     """A browser that lacks what one of them needs, say: here one spec is no picture."""
     text = Path(unquote(urlparse(address).path)).read_text(encoding="utf-8")
     begin = text.index(">", text.index('id="specs"')) + 1
@@ -151,7 +151,7 @@ def test_a_picture_that_cannot_be_drawn_spoils_no_other(address, browser, tmp_pa
 
 
 @pytest.mark.slow
-def test_hostile_words_are_words(opened, address):
+def test_hostile_text_is_escaped(opened, address):
     shown = opened(address)
     shown.locator("summary", has_text="All runs").click()
     assert shown.get_by_text(HOSTILE).count() >= 1
@@ -169,7 +169,9 @@ def test_hostile_words_are_words(opened, address):
     ],
     ids=["light", "dark", "phone", "phone, dark"],
 )
-def test_it_fits_and_has_the_readers_colours(opened, address, settings, is_light, tmp_path):
+def test_page_fits_the_window_and_follows_the_color_scheme(
+    opened, address, settings, is_light, tmp_path
+):
     shown = opened(address, **settings)
     assert (brightness(shown) > 200) == is_light
     assert (brightness(shown) < 60) != is_light
@@ -183,7 +185,7 @@ def test_it_fits_and_has_the_readers_colours(opened, address, settings, is_light
     )
 
 
-def test_wide_tables_scroll_by_themselves(opened, address):
+def test_wide_tables_scroll_independently(opened, address):
     shown = opened(address, **PHONE)
     table = shown.locator(".scroll").first
     assert table.evaluate("box => box.scrollWidth > box.clientWidth")
@@ -191,7 +193,7 @@ def test_wide_tables_scroll_by_themselves(opened, address):
 
 
 @pytest.mark.slow
-def test_pictures_follow_the_theme(opened, address):
+def test_charts_follow_the_theme(opened, address):
     shown = opened(address, color_scheme="light")
     colour = "getComputedStyle(document.querySelector('.vega .mark-symbol path')).fill"
     light = shown.evaluate(colour)
@@ -209,7 +211,7 @@ def test_pictures_follow_the_theme(opened, address):
 
 
 @pytest.mark.slow
-def test_paper_is_white_for_those_who_read_in_the_dark(opened, address):
+def test_print_uses_light_colors_in_dark_theme(opened, address):
     shown = opened(address, color_scheme="dark", viewport={"width": 1280, "height": 900})
     assert brightness(shown) < 60
     shown.emulate_media(media="print")
@@ -269,7 +271,7 @@ def test_filtering(opened, address):
     assert shown.locator("output").inner_text() == "6 arms"
 
 
-def test_the_keyboard_is_enough(opened, address):
+def test_page_is_usable_by_keyboard(opened, address):
     shown = opened(address)
     seen = []
     while "gap, nats [95 %]" not in seen and len(seen) < 40:
@@ -281,7 +283,7 @@ def test_the_keyboard_is_enough(opened, address):
     assert shown.locator("th[aria-sort=ascending]").inner_text().startswith("gap")
 
 
-def test_everything_has_a_name(opened, address):
+def test_controls_and_charts_have_accessible_names(opened, address):
     """For those who hear the page."""
     shown = opened(address)
     nameless = """
@@ -295,7 +297,7 @@ def test_everything_has_a_name(opened, address):
     assert shown.locator("th:not([scope])").count() == 0
 
 
-def test_hovering_tells_number_interval_and_n(opened, address):
+def test_tooltip_shows_estimate_interval_and_n(opened, address):
     shown = opened(address)
     shown.locator("#c1-gaps .vega .mark-symbol path").first.hover(force=True)
     told = shown.locator("#vg-tooltip-element.visible")
@@ -306,7 +308,7 @@ def test_hovering_tells_number_interval_and_n(opened, address):
 
 
 @pytest.mark.slow
-def test_axes_can_be_made_linear(opened, address):
+def test_axes_can_be_switched_to_linear(opened, address):
     shown = opened(address)
 
     def ticks():
@@ -321,7 +323,7 @@ def test_axes_can_be_made_linear(opened, address):
 
 
 @pytest.mark.slow
-def test_of_many_sizes_one_is_shown_at_a_time(opened, world, tmp_path):
+def test_one_size_is_shown_at_a_time(opened, world, tmp_path):
     sizes = ",".join(str(8 * k) for k in range(1, 15))
     made = world(
         "variant=standard,no_q", f"model.d_model={sizes}", "model.heads=1", "seed=range(2)"
@@ -340,7 +342,7 @@ def test_of_many_sizes_one_is_shown_at_a_time(opened, world, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_without_a_result_is_a_page(opened, world, tmp_path):
+def test_sweep_without_results_is_rendered(opened, world, tmp_path):
     shown = opened(write(world("variant=standard,no_q", "seed=range(2)"), tmp_path / "none.html"))
     assert "There is no completed pair of runs" in shown.locator(".answer").inner_text()
     assert "4 waiting" in shown.locator(".status").inner_text()

@@ -139,7 +139,7 @@ def assert_sound(text, sections=1):
 
 
 @pytest.mark.slow
-def test_it_is_one_file_that_asks_nothing_of_any_network(written, parsed):
+def test_page_is_one_file_without_network_requests(written, parsed):
     assert_sound(written)
     assert not parsed.all("link")
     assert not parsed.all("img")
@@ -161,7 +161,7 @@ def policy_of(found):
     return {words[0]: words[1:] for words in (part.split() for part in content.split(";")) if words}
 
 
-def test_the_policy_lets_the_pages_own_scripts_run_and_nothing_else(parsed):
+def test_policy_allows_only_the_scripts_of_the_page(parsed):
     policy = policy_of(parsed)
     assert policy["default-src"] == ["'none'"]
     run = [text for own, text in parsed.scripts if own.get("type") != "text/plain"]
@@ -175,7 +175,7 @@ def test_the_policy_lets_the_pages_own_scripts_run_and_nothing_else(parsed):
     assert "*" not in said
 
 
-def test_no_browser_reads_a_script_otherwise_than_it_was_hashed(written, parsed):
+def test_hashed_scripts_are_unchanged_by_parsing(written, parsed):
     """Line ends would be made alike, and a comment or an end tag would end it."""
     assert "\r" not in written
     assert "\0" not in written
@@ -186,7 +186,7 @@ def test_no_browser_reads_a_script_otherwise_than_it_was_hashed(written, parsed)
 # What stands on it
 
 
-def test_the_parts_stand_in_their_order(parsed):
+def test_parts_are_in_order(parsed):
     sections = [own for tag, own in parsed.elements if tag == "section"]
     assert sections[0]["class"] == "answer"
     named = [own["id"] for own in sections if "id" in own]
@@ -199,7 +199,7 @@ def test_the_parts_stand_in_their_order(parsed):
     ]
 
 
-def test_every_picture_is_there_with_its_caption(full, parsed):
+def test_every_chart_has_its_caption(full, parsed):
     drawn = make_charts(full)
     panels = [panel for chart in drawn for panel in chart.panels]
     packed = parsed.specs["panels"]
@@ -216,13 +216,13 @@ def test_every_picture_is_there_with_its_caption(full, parsed):
     assert entries <= {word.strip() for word in parsed.words}
 
 
-def test_every_run_is_there_with_its_command(full, parsed):
+def test_every_run_is_listed_with_its_command(full, parsed):
     commands = [word for word in parsed.words if word.startswith("qkablate train ")]
     tuning = sum(len(records) for records in full.study.tuning.values())
     assert len(commands) == len(full.study.records) + tuning == 48
 
 
-def test_the_status_counts_the_runs(full, written, cached_world, loss_of, section_of):
+def test_status_counts_the_runs(full, written, cached_world, loss_of, section_of):
     assert "48 runs: 48 done" in written
     made = cached_world("variant=standard,no_q", "seed=range(4)")
     made.finish(lambda run: (loss_of(run), "diverged", "failed", None)[run.changes["seed"]])
@@ -231,7 +231,7 @@ def test_the_status_counts_the_runs(full, written, cached_world, loss_of, sectio
     assert "ValueError: no" in text
 
 
-def test_a_sweep_without_a_result_has_a_page(cached_world, section_of):
+def test_sweep_without_results_has_a_page(cached_world, section_of):
     found = assert_sound(render_page([section_of(cached_world(*ONE))], "nothing yet"))
     assert found.panels == []
     assert "4 runs: 4 waiting" in found.text
@@ -239,7 +239,7 @@ def test_a_sweep_without_a_result_has_a_page(cached_world, section_of):
     assert "unknown: no run has a result" in found.text
 
 
-def test_no_run_at_all_has_a_page(tmp_path):
+def test_study_without_runs_has_a_page(tmp_path):
     (tmp_path / "nothing-here").mkdir()
     study = read_standalone_runs([tmp_path / "nothing-here"])
     found = assert_sound(
@@ -254,7 +254,7 @@ def test_no_run_at_all_has_a_page(tmp_path):
     )
 
 
-def test_several_chapters_are_one_page(full, section, claimed, cached_world, section_of):
+def test_several_sections_share_one_page(full, section, claimed, cached_world, section_of):
     sections = [full, claimed(0.0), section, section_of(cached_world(*ONE))]
     found = assert_sound(render_page(sections, "all of it"), sections=4)
     links = [own["href"] for own in found.all("a") if own["href"] != "#main"]
@@ -267,7 +267,7 @@ def test_several_chapters_are_one_page(full, section, claimed, cached_world, sec
 
 
 @pytest.mark.slow
-def test_a_variant_has_one_look_in_all_chapters(cached_world, section_of):
+def test_variant_has_the_same_style_in_all_sections(cached_world, section_of):
     """Also one that has no look of its own: another rank than that of its entry."""
     words = ("model.d_model=16", "model.heads=2", "variant.rank=2,3,4")
     many = section_of(cached_world("variant=standard,low_rank_w", "seed=0", *words))
@@ -278,11 +278,11 @@ def test_a_variant_has_one_look_in_all_chapters(cached_world, section_of):
     assert one.styles[name] == other.styles[name]
 
 
-def test_one_chapter_needs_no_list_of_chapters(parsed):
+def test_single_section_has_no_table_of_contents(parsed):
     assert [own["href"] for own in parsed.all("a")] == ["#main"]
 
 
-def test_a_claim_is_told_with_its_verdict(claimed):
+def test_claim_is_shown_with_its_verdict(claimed):
     section = claimed(0.0)
     found = assert_sound(render_page([section], "a claim"))
     assert "SUPPORTED" in found.words
@@ -324,7 +324,7 @@ def spoilt(cached_world, loss_of, with_curves):
     return made
 
 
-def test_hostile_words_in_folders_are_words_on_the_page(spoilt, section_of):
+def test_hostile_text_in_folders_is_escaped(spoilt, section_of):
     section = section_of(spoilt)
     section = Section.from_study(HOSTILE, HOSTILE, section.study)
     found = assert_sound(render_page([section], HOSTILE))
@@ -335,7 +335,7 @@ def test_hostile_words_in_folders_are_words_on_the_page(spoilt, section_of):
     assert found.panels
 
 
-def test_hostile_words_in_a_claim_are_words_on_the_page(claimed):
+def test_hostile_text_in_a_claim_is_escaped(claimed):
     section = claimed(0.0, says=HOSTILE)
     found = assert_sound(render_page([section], "a claim"))
     assert not found.all("img")
@@ -343,7 +343,7 @@ def test_hostile_words_in_a_claim_are_words_on_the_page(claimed):
         assert word in found.text
 
 
-def test_hostile_names_of_runs_are_words_on_the_page(tmp_path, train):
+def test_hostile_run_names_are_escaped(tmp_path, train):
     folder = train(tmp_path, "train.steps=2", "train.batch_size=2")
     name = HOSTILE.replace("/", "∕")
     run = folder.rename(folder.with_name(name))

@@ -37,13 +37,13 @@ def different(found):
 # Variants
 
 
-def test_no_two_of_our_variants_look_alike():
+def test_built_in_variants_have_distinct_styles():
     found = assign_styles(OURS)
     assert sorted(found) == OURS
     assert different(found) == len(OURS) == 26
 
 
-def test_standard_alone_is_grey():
+def test_only_standard_is_gray():
     found = assign_styles(OURS)
     assert found["standard"].color == "var(--c0)"
     assert found["standard"].dash == [1, 0]
@@ -53,7 +53,7 @@ def test_standard_alone_is_grey():
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_variant_of_ours_looks_the_same_in_every_report(name):
+def test_built_in_variant_has_the_same_style_in_every_report(name):
     alone = look_of(name)
     rng = random.Random(name)
     for count in (1, 3, 10, 25):
@@ -63,7 +63,7 @@ def test_a_variant_of_ours_looks_the_same_in_every_report(name):
     assert look_of(name, *(f"foreign{i}" for i in range(60))) == alone
 
 
-def test_the_order_of_the_variants_changes_no_look():
+def test_styles_do_not_depend_on_the_order_of_variants():
     names = [*OURS, *FOREIGN]
     expected = assign_styles(names)
     for seed in range(5):
@@ -72,7 +72,7 @@ def test_the_order_of_the_variants_changes_no_look():
     assert assign_styles(iter(names + names)) == expected
 
 
-def test_the_first_rank_has_the_look_of_its_variant_and_the_others_their_own():
+def test_first_rank_has_the_style_of_its_variant_and_others_differ():
     assert look_of("low_rank_w_r4") == look_of("low_rank_w")
     assert look_of("gqa_g2") == look_of("gqa")
     found = assign_styles(
@@ -83,7 +83,7 @@ def test_the_first_rank_has_the_look_of_its_variant_and_the_others_their_own():
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_foreign_looks_unlike_what_stands_beside_it(name):
+def test_user_variants_differ_from_the_others_in_a_report(name):
     for others in ([], ["standard"], ["standard", "merged_w", "shared_qk"], OURS):
         found = assign_styles([name, *others])
         assert different(found) == len(others) + 1
@@ -91,12 +91,12 @@ def test_what_is_foreign_looks_unlike_what_stands_beside_it(name):
     assert different(assign_styles(["standard", *FOREIGN])) == len(FOREIGN) + 1
 
 
-def test_a_few_foreign_variants_take_no_look_of_one_of_ours():
+def test_few_user_variants_take_no_style_of_a_built_in_variant():
     ours = [look_of(name) for name in OURS]
     assert look_of("residual_q", "standard") not in ours
 
 
-def test_more_variants_than_looks_have_looks():
+def test_styles_repeat_when_there_are_more_variants():
     for count in (28, 29, 57, 300):
         names = [f"foreign{i}" for i in range(count)]
         found = assign_styles([*names, *OURS])
@@ -106,7 +106,7 @@ def test_more_variants_than_looks_have_looks():
     assert assign_styles([""])[""].shape in SHAPES
 
 
-def test_every_look_is_made_of_known_parts():
+def test_styles_use_known_colors_dashes_and_shapes():
     for look in assign_styles([*OURS, *FOREIGN]).values():
         assert use_light_colors(look.color) in LIGHT.values()
         assert look.dash in DASHES
@@ -116,7 +116,7 @@ def test_every_look_is_made_of_known_parts():
 # Colours
 
 
-def test_both_themes_name_the_same_colours():
+def test_both_themes_define_the_same_colors():
     assert [*LIGHT] == [*DARK]
     for colour in [*LIGHT.values(), *DARK.values()]:
         assert re.fullmatch("#[0-9a-f]{6}", colour)
@@ -134,13 +134,13 @@ def contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_the_contrast_is_that_of_wcag():
+def test_contrast_follows_wcag():
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
 
 
 @pytest.mark.parametrize("theme", THEMES)
-def test_every_line_stands_out_from_the_ground(theme):
+def test_lines_have_enough_contrast(theme):
     colours = THEMES[theme]
     for name in COLOURS:
         assert contrast(colours[name], colours["ground"]) >= 3, name
@@ -148,14 +148,14 @@ def test_every_line_stands_out_from_the_ground(theme):
 
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("text", ["ink", "faint", "link", "warn"])
-def test_every_text_can_be_read(theme, text):
+def test_text_has_enough_contrast(theme, text):
     colours = THEMES[theme]
     for ground in ("ground", "panel"):
         assert contrast(colours[text], colours[ground]) >= 4.5, ground
 
 
 @pytest.mark.parametrize("theme", THEMES)
-def test_the_numbers_in_the_heat_can_be_read(theme):
+def test_numbers_in_the_heat_map_have_enough_contrast(theme):
     colours = THEMES[theme]
     for shade in ("low3", "low2", "low1", "mid", "high1", "high2", "high3"):
         assert contrast(colours["ink"], colours[shade]) >= 4.5, shade
@@ -203,14 +203,14 @@ def lab(colour, view):
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-def test_the_distance_is_that_of_cielab():
+def test_color_distance_follows_cielab():
     assert lab("#ffffff", "all cones") == pytest.approx([100, 0, 0], abs=1e-6)
     assert lab("#ff0000", "all cones") == pytest.approx([53.24, 80.09, 67.20], abs=0.02)
 
 
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("view", VIEWS)
-def test_any_two_hues_are_told_apart_by_everybody(theme, view):
+def test_hues_are_distinct_for_color_blind_readers(theme, view):
     seen = {name: lab(THEMES[theme][name], view) for name in COLOURS}
     near = {
         pair: float(np.linalg.norm(seen[pair[0]] - seen[pair[1]]))
@@ -233,7 +233,7 @@ def sources():
     }
 
 
-def test_every_colour_that_is_named_is_one_of_the_palette():
+def test_charts_use_only_colors_of_the_palette():
     named = {
         (name, found)
         for name, text in sources().items()
@@ -244,13 +244,13 @@ def test_every_colour_that_is_named_is_one_of_the_palette():
     assert not re.search(r"#[0-9a-fA-F]{3,8}\b", sources()["page.css"])
 
 
-def test_plain_leaves_no_name_of_a_colour():
+def test_light_colors_replace_all_css_variables():
     text = " ".join(f"var(--{name})" for name in LIGHT)
     assert use_light_colors(text) == " ".join(LIGHT.values())
     assert use_light_colors("no names") == "no names"
 
 
-def test_the_style_sheet_is_given_every_colour():
+def test_style_sheet_defines_every_color():
     for colours in (LIGHT, DARK):
         said = dict(one.split(":") for one in to_css(colours).split(";"))
         assert said == {f"--{name}": colour for name, colour in colours.items()}

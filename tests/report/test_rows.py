@@ -39,7 +39,7 @@ def texts(section, column):
 # Verdicts
 
 
-def test_every_arm_has_a_row_and_the_baselines_are_marked(section):
+def test_every_arm_has_a_row_and_baselines_are_marked(section):
     found = verdicts(section)
     assert [row["arm"].text for row in found] == [entry.name for entry in section.study.entries]
     assert len(found) == 6
@@ -54,14 +54,14 @@ def test_every_arm_has_a_row_and_the_baselines_are_marked(section):
             assert row["pairs n"].text == "6"
 
 
-def test_an_arm_without_a_baseline_is_compared_with_none(cached_world, loss_of, section_of):
+def test_arm_without_baseline_is_not_compared(cached_world, loss_of, section_of):
     words = ("variant=no_q,shared_qk", "seed=range(2)", "sweep.baseline=null")
     section = section_of(cached_world(*words).finish(loss_of))
     assert {*texts(section, "verdict").values()} == {"compared with none"}
     assert all("[" in text for text in texts(section, "test loss, nats [95 %]").values())
 
 
-def test_runs_are_counted_with_what_became_of_the_others(mixed):
+def test_done_runs_are_counted_with_the_status_of_the_others(mixed):
     assert texts(mixed, "runs done") == {
         "standard-d16-h2": "6/6",
         "no_q-d16-h2": "4/6 (1 diverged, 1 failed)",
@@ -71,7 +71,7 @@ def test_runs_are_counted_with_what_became_of_the_others(mixed):
     assert "∞" in texts(mixed, "gap, nats [95 %]")["no_q-d16-h2"]
 
 
-def test_an_arm_whose_gap_is_doubted_is_marked(mixed):
+def test_arm_with_an_audit_warning_is_marked(mixed):
     for name, verdict in texts(mixed, "verdict").items():
         assert verdict.endswith((" !", " ✗")) == (name != "standard-d16-h2")
 
@@ -81,7 +81,7 @@ def first_number(text):
 
 
 @pytest.mark.parametrize("name", ["section", "mixed"])
-def test_rows_are_sorted_by_what_they_say(request, name):
+def test_rows_are_sorted_by_value(request, name):
     for row in verdicts(request.getfixturevalue(name)):
         for column, cell in row.items():
             if cell.text == "–":
@@ -99,7 +99,7 @@ def test_rows_are_sorted_by_what_they_say(request, name):
                 assert first_number(cell.text) == pytest.approx(cell.key, abs=near), column
 
 
-def test_sizes_are_told_beside_those_of_the_baseline(section):
+def test_sizes_are_relative_to_the_baseline(section):
     arms = {entry.name: entry.arm for entry in section.study.entries}
     for name, text in texts(section, "parameters").items():
         more = 100 * (arms[name].params / arms[f"standard{name[name.index('-') :]}"].params - 1)
@@ -109,7 +109,7 @@ def test_sizes_are_told_beside_those_of_the_baseline(section):
         assert text == f"{2 * arms[name].kv_cache_numbers:,}"
 
 
-def test_before_the_first_result_the_rows_are_there(cached_world, section_of):
+def test_rows_exist_before_the_first_result(cached_world, section_of):
     section = section_of(cached_world(*ONE))
     assert {*texts(section, "runs done").values()} == {"0/2 (2 waiting)"}
     assert {*texts(section, "gap, nats [95 %]").values()} == {"–"}
@@ -120,7 +120,7 @@ def test_before_the_first_result_the_rows_are_there(cached_world, section_of):
 # Audit
 
 
-def test_the_audit_begins_with_the_worst(mixed, section):
+def test_audit_lists_the_worst_first(mixed, section):
     order = ["broken", "warning", "note", "ok"]
     for found in (mixed, section):
         audited = rows.make_audit_rows(found)
@@ -132,7 +132,7 @@ def test_the_audit_begins_with_the_worst(mixed, section):
     )
 
 
-def test_every_answer_of_the_audit_is_said_once_with_its_arms(section):
+def test_each_audit_result_is_listed_once_with_its_arms(section):
     audited = rows.make_audit_rows(section)
     asked = {check.name for one in section.summary.gaps for check in one.audit}
     assert {row[1] for row in audited} == asked
@@ -144,7 +144,7 @@ def test_every_answer_of_the_audit_is_said_once_with_its_arms(section):
     ]
 
 
-def test_what_is_broken_is_told_first(cached_world, loss_of, section_of):
+def test_broken_checks_are_listed_first(cached_world, loss_of, section_of):
     made = cached_world(*ONE).finish(loss_of)
     run = next(run for run in made.runs() if run.arm.startswith("no_q"))
     (made.run_folder(run) / "result.json").write_text("{")
@@ -156,7 +156,7 @@ def test_what_is_broken_is_told_first(cached_world, loss_of, section_of):
 # Runs
 
 
-def test_every_run_has_a_row_with_the_command_that_repeats_it(mixed):
+def test_every_run_has_a_row_with_its_command(mixed):
     head, found = rows.make_run_rows(mixed)
     assert head == rows.RUN_COLUMNS
     assert len(found) == 18
@@ -181,7 +181,7 @@ def test_every_run_has_a_row_with_the_command_that_repeats_it(mixed):
     ]
 
 
-def test_runs_that_serve_to_tune_are_told_as_such(cached_world, loss_of, section_of):
+def test_tuning_runs_are_marked(cached_world, loss_of, section_of):
     section = section_of(cached_world(*TUNED).finish(loss_of))
     _, found = rows.make_run_rows(section)
     tuning = [row for row in found if row[0].endswith(" (tuning)")]
@@ -192,7 +192,7 @@ def test_runs_that_serve_to_tune_are_told_as_such(cached_world, loss_of, section
     assert not any("evaluate_test" in row[-1] for row in found if row not in tuning)
 
 
-def test_very_many_runs_are_told_arm_by_arm(mixed, monkeypatch):
+def test_many_runs_are_listed_by_arm(mixed, monkeypatch):
     assert MAX_RUNS == 200
     monkeypatch.setattr(rows, "MAX_RUNS", 17)
     head, found = rows.make_run_rows(mixed)
@@ -216,9 +216,7 @@ def test_very_many_runs_are_told_arm_by_arm(mixed, monkeypatch):
     assert rows.make_run_rows(mixed)[0] == rows.RUN_COLUMNS
 
 
-def test_very_many_runs_that_serve_to_tune_are_there_too(
-    cached_world, loss_of, section_of, monkeypatch
-):
+def test_many_tuning_runs_are_listed_by_arm(cached_world, loss_of, section_of, monkeypatch):
     monkeypatch.setattr(rows, "MAX_RUNS", 10)
     _, found = rows.make_run_rows(section_of(cached_world(*TUNED).finish(loss_of)))
     tuning = [row for row in found if row[0].endswith(" (tuning)")]
@@ -227,7 +225,7 @@ def test_very_many_runs_that_serve_to_tune_are_there_too(
     assert all(len(row[3].split(" · ")) == 2 for row in tuning)
 
 
-def test_a_damaged_run_is_named(cached_world, loss_of, section_of):
+def test_damaged_run_is_named(cached_world, loss_of, section_of):
     made = cached_world(*ONE).finish(loss_of)
     one, other, *_ = made.runs()
     (made.run_folder(one) / "result.json").write_text("[")
@@ -238,7 +236,7 @@ def test_a_damaged_run_is_named(cached_world, loss_of, section_of):
     assert found[other.name] == "damaged: its result.json is another run's"
 
 
-def test_a_folder_that_cannot_be_read_is_named(cached_world, loss_of, section_of):
+def test_unreadable_folder_is_named(cached_world, loss_of, section_of):
     made = cached_world("variant=standard,no_q", "seed=0,1").finish(loss_of)
     folder = made.run_folder(made.runs()[0])
     for path in folder.iterdir():
@@ -251,7 +249,7 @@ def test_a_folder_that_cannot_be_read_is_named(cached_world, loss_of, section_of
     assert "symbolic link" in told
 
 
-def test_what_went_wrong_is_named_by_run(cached_world, loss_of, section_of):
+def test_problems_are_listed_by_run(cached_world, loss_of, section_of):
     made = cached_world(*THREE)
     assert rows.find_problems(section_of(made)) == []
     made.finish(lambda run: "diverged" if "no_q" in run.arm else loss_of(run))
@@ -267,7 +265,7 @@ def test_what_went_wrong_is_named_by_run(cached_world, loss_of, section_of):
     assert runs[12].name in damaged
 
 
-def test_runs_in_no_sweep_have_rows_too(train, tmp_path):
+def test_standalone_runs_have_rows(train, tmp_path):
     folder = train(tmp_path, "train.steps=2", "train.batch_size=2")
     study = read_standalone_runs([folder])
     section = Section.from_study(folder.name, f"read from {folder}", study)
@@ -287,7 +285,7 @@ def test_runs_in_no_sweep_have_rows_too(train, tmp_path):
 # Surroundings
 
 
-def test_the_surroundings_are_those_of_the_runs(cached_world, loss_of, section_of):
+def test_environment_is_that_of_the_runs(cached_world, loss_of, section_of):
     made = cached_world(*ONE).finish(loss_of)
     first, *_ = made.runs()
     environment = {"versions": {"torch": "2.14.0"}, "machine": {"cpu": "another CPU"}}
@@ -298,6 +296,6 @@ def test_the_surroundings_are_those_of_the_runs(cached_world, loss_of, section_o
     assert (found["device"], found["precision"], found["threads"]) == ("cpu", "fp32", "1")
 
 
-def test_without_a_result_the_surroundings_are_not_known(cached_world, section_of):
+def test_environment_is_unknown_without_a_result(cached_world, section_of):
     found = rows.make_environment_rows(section_of(cached_world(*ONE)))
     assert {told for _, told in found} == {"unknown: no run has a result"}

@@ -139,11 +139,11 @@ class RayNodes:
         )
         self._nodes.append(node)
         assert node.stdout is not None
-        said = ""
-        while "--block" not in said:
+        output = ""
+        while "--block" not in output:
             line = node.stdout.readline()
-            assert line, said
-            said += line
+            assert line, output
+            output += line
 
     def stop(self) -> None:
         while self._nodes:

@@ -39,7 +39,7 @@ def sweep(*words, **variables):
     )
 
 
-def recorded(folder):
+def read_records(folder):
     return [log_reader.read(path) for path in sorted((folder / "wandb").glob("offline-run-*"))]
 
 
@@ -54,7 +54,7 @@ def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home):
     assert len(own) == 6
     for id, run in own.items():
         (path,) = tmp_path.glob(f"outputs/runs/*-{id}")
-        (log,) = recorded(path)
+        (log,) = read_records(path)
         arm = manifest["arms"][run["arm"]]
         assert (log.id, log.name) == (f"{id}-1", run["label"])
         assert (log.group, log.job_type) == (folder.name, run["arm"])
@@ -69,18 +69,18 @@ def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home):
         "no_q-d16-h2-params": {"params"},
     }
 
-    (log,) = recorded(folder)
+    (log,) = read_records(folder)
     assert (log.name, log.group, log.job_type) == (folder.name, folder.name, "sweep")
     assert log.id == f"sweep-{folder.name.rpartition('-')[2]}"
     assert set(log.tags) == {"sweep", "mine"}
     assert log.exit_code == 0
     assert log.summary["runs/done"] == 6
     rows = table(folder, "runs")
-    assert rows == told("status", folder)["states"]
+    assert rows == run_json("status", folder)["states"]
     assert {row["id"] for row in rows} == set(own)
 
     # Gaps with their intervals, verdicts, charts and the report.
-    gaps, found = table(folder, "gaps"), told("results", folder, "--format")["gaps"]
+    gaps, found = table(folder, "gaps"), run_json("results", folder, "--format")["gaps"]
     assert [gap["arm"] for gap in gaps] == ["no_q-d16-h2", "no_q-d16-h2-params"]
     for gap, one in zip(gaps, found, strict=True):
         assert (gap["gap"], [gap["low"], gap["high"]]) == (one["mean"], one["interval"])
@@ -92,8 +92,9 @@ def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home):
         assert {"gap", "low", "high", "n", "p_holm", "verdict"} <= set(in_line)
         run = next(run for run in own.values() if run["arm"] == gap["arm"])
         (path,) = tmp_path.glob(f"outputs/runs/*-{run['id']}")
-        assert not any("gap" in name for name in recorded(path)[0].summary)  # a gap needs two runs
-    (apart,) = told("results", folder, "--format")["function_distance"]
+        summary = read_records(path)[0].summary
+        assert not any("gap" in name for name in summary)  # a gap needs two runs
+    (apart,) = run_json("results", folder, "--format")["function_distance"]
     distances = table(folder, "distances")
     assert len(distances) == len(apart["distances"]) == 3  # two arms, and another seed
     for row, one in zip(distances, apart["distances"], strict=True):
@@ -115,7 +116,7 @@ def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home):
     # A finished sweep is not logged again.
     again = sweep(*words)
     assert again.returncode == 0
-    assert len(recorded(folder)) == 1
+    assert len(read_records(folder)) == 1
     # Nothing is written outside the folders of the sweep and its runs.
     assert list(home.rglob("*")) == []
     assert not (tmp_path / "wandb").exists()
@@ -136,7 +137,7 @@ def test_runs_survive_the_death_of_their_shared_wandb_process(spawn, words, tmp_
     os.kill(core[0], signal.SIGKILL)
     _, err = launcher.communicate(timeout=BOUND)
     assert launcher.returncode == 0, err
-    logs = [log for path in tmp_path.glob("outputs/runs/*") for log in recorded(path)]
+    logs = [log for path in tmp_path.glob("outputs/runs/*") for log in read_records(path)]
     assert len(logs) >= 4
     assert sum(log.exit_code == 0 for log in logs) >= 2
     assert wandb_processes(home) == []
@@ -162,7 +163,7 @@ def table(folder, name):
     return [dict(zip(content["columns"], row, strict=True)) for row in content["data"]]
 
 
-def told(verb, folder, flag=""):
+def run_json(verb, folder, flag=""):
     command = [sys.executable, "-m", "qkablate", verb, str(folder)]
     command += [flag, "json"] if flag else ["--json"]
     return json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
@@ -178,13 +179,13 @@ main(sys.argv[1:])
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         ("sys.modules['jinja2'] = None", "this needs jinja2, of the extra 'report'"),
         ("import qkablate.report.page as p; p.render_page = lambda *_: 1 / 0", "division by zero"),
     ],
 )
-def test_table_is_logged_even_if_the_report_fails(broken, said, words, tmp_path):
+def test_table_is_logged_even_if_the_report_fails(broken, message, words, tmp_path):
     script = ["-c", WITHOUT.format(broken=broken), "sweep", *words, "tracking.wandb=offline"]
     done = subprocess.run(
         [sys.executable, *script],
@@ -195,10 +196,10 @@ def test_table_is_logged_even_if_the_report_fails(broken, said, words, tmp_path)
     )
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "W&B: the table of runs" in line]
-    assert said in line
+    assert message in line
     (folder,) = tmp_path.glob("outputs/sweeps/*/")
     assert len(table(folder, "runs")) == 3
-    assert recorded(folder)[0].exit_code == 0
+    assert read_records(folder)[0].exit_code == 0
 
 
 @pytest.mark.slow
@@ -230,6 +231,6 @@ def test_online_sweep_uploads_runs_tables_and_report(words, tmp_path):
         *("runs", "gaps", "verdicts", "distances")
     }
     assert table.files[row["report"]["path"]].startswith(b"<!doctype html>")
-    assert all(server.of(f"{run['id']}-1")["run"].whole for run in manifest["runs"])
+    assert all(server.artifacts_of(f"{run['id']}-1")["run"].is_complete for run in manifest["runs"])
     assert server.url in done.stdout
     assert KEY not in done.stdout + done.stderr

@@ -1,7 +1,7 @@
-"""Damage to files: bytes flipped, cut, zeroed, doubled or added, in runs, a sweep and data.
+"""Damaged files: bytes flipped, cut, zeroed, doubled or added, in runs, a sweep and data.
 
-Whoever reads finds the number that was written, or none and says so; and training goes on from the
-last state that is whole.
+A reader returns the number that was written, or reports that it is missing; training resumes from
+the last intact checkpoint.
 """
 
 import random
@@ -19,74 +19,74 @@ from qkablate.analysis.study.study import Study, read_study
 from qkablate.data import corpus
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import read_manifest
-from qkablate.sweeps.running import results_table
+from qkablate.sweeps.running import results
 from qkablate.sweeps.running.state import SweepState
 from qkablate.training import checkpoint
 from qkablate.training.warm_start.restore import restore
-from tests.torture import watched
+from tests.torture import sandbox
+from tests.torture.sandbox import TINY
 from tests.torture.tally import Tally
-from tests.torture.watched import TINY
 
-ROUGH = ["train", "variant=merged_w", *TINY]
+INTERRUPTED = ["train", "variant=merged_w", *TINY]
 SWEEP = ["sweep", "sweep.name=small", "variant=standard,no_q", "seed=0,1", *TINY]
 
-# What is read, by name: {what: value}. A value of None stands for one that is said to be missing.
+# Values by name; None stands for a value that is reported as missing.
 Reading = dict[str, Any]
-# What tells of the damage in words, and no number.
+# Columns with words, which may describe the damage.
 _WORDS = {"status", "reason", "error", "folder", "code", "torch", "cpu", "version"}
 
 
-def damage(content: bytes, chance: random.Random) -> bytes:
-    """One accident."""
-    at = chance.randrange(len(content))
-    size = min(len(content) - at, chance.choice([1, 2, 7, 64, 512, 4096]))
-    region = content[at : at + size]
-    match chance.randrange(8):
+def damage(content: bytes, rng: random.Random) -> bytes:
+    """Return the content with one random accident."""
+    position = rng.randrange(len(content))
+    size = min(len(content) - position, rng.choice([1, 2, 7, 64, 512, 4096]))
+    region = content[position : position + size]
+    match rng.randrange(8):
         case 0 | 1 | 2:
-            flipped = bytes([content[at] ^ 1 << chance.randrange(8)])
-            return content[:at] + flipped + content[at + 1 :]
+            flipped = bytes([content[position] ^ 1 << rng.randrange(8)])
+            return content[:position] + flipped + content[position + 1 :]
         case 3:
-            return content[:at] + content[at + size :]
+            return content[:position] + content[position + size :]
         case 4:
-            return content[:at]
+            return content[:position]
         case 5:
-            return content[:at] + bytes(size) + content[at + size :]
+            return content[:position] + bytes(size) + content[position + size :]
         case 6:
-            return content[: at + size] + region + content[at + size :]
+            return content[: position + size] + region + content[position + size :]
         case _:
-            return content + chance.choice([region, chance.randbytes(size), bytes(size)])
+            return content + rng.choice([region, rng.randbytes(size), bytes(size)])
 
 
 class World:
-    """A small sweep that is done, a run that was interrupted, and their data."""
+    """A small finished sweep, an interrupted run, and their data."""
 
     def __init__(self, folder: Path) -> None:
         self.box = folder / "box"
-        watched.begin(self.box)
+        sandbox.make_box(self.box)
         for variant in ("standard", "no_q"):
             for seed in (0, 1):
                 words = ["train", f"variant={variant}", f"seed={seed}", *TINY]
-                watched.done(words, self.box)
-        watched.done(SWEEP, self.box)  # which has nothing to train
-        watched.command(ROUGH, self.box, before=watched.interrupt_at(10))
+                sandbox.run_successfully(words, self.box)
+        sandbox.run_successfully(SWEEP, self.box)  # which has nothing to train
+        sandbox.run_command(INTERRUPTED, self.box, before=sandbox.interrupt_at(10))
         self.runs = self.box / "outputs" / "runs"
-        self.rough = next(self.runs.glob("merged_w-*"))
-        self.steps = sorted((self.rough / "checkpoints").glob("step-*"))
-        self.swept = sorted(path for path in self.runs.iterdir() if path != self.rough)
+        self.interrupted = next(self.runs.glob("merged_w-*"))
+        self.steps = sorted((self.interrupted / "checkpoints").glob("step-*"))
+        self.swept = sorted(path for path in self.runs.iterdir() if path != self.interrupted)
         (self.sweep,) = (self.box / "outputs" / "sweeps").glob("small-*")
         (self.data,) = (path for path in (self.box / "cache").glob("text-*") if path.is_dir())
-        self.whole = {path: checkpoint.load(path, "cpu") for path in self.steps}
-        self.calm = {name: read(self) for name, read in READERS.items()}
+        self.saved = {path: checkpoint.load(path, "cpu") for path in self.steps}
+        self.reference = {name: read(self) for name, read in READERS.items()}
 
     def targets(self) -> dict[str, list[Path]]:
-        """Draw what is damaged, each kind equally often."""
+        """Return the files to damage, by kind; each kind is drawn equally often."""
         swept, steps = self.swept, self.steps
         return {
             "checkpoint": [file for step in steps for file in step.iterdir()],
-            "config": [path / "config.yaml" for path in (*swept, self.rough)],
-            "metrics": [path / "metrics.jsonl" for path in (*swept, self.rough)],
+            "config": [path / "config.yaml" for path in (*swept, self.interrupted)],
+            "metrics": [path / "metrics.jsonl" for path in (*swept, self.interrupted)],
             "result": [path / "result.json" for path in swept],
-            "record": [path / "environment.json" for path in (*swept, self.rough)],
+            "record": [path / "environment.json" for path in (*swept, self.interrupted)],
             "tokenizer": [path / "tokenizer.json" for path in swept[:2]],
             "weights": [file for run in swept[:2] for file in run.glob("checkpoints/*/*")],
             "manifest": [self.sweep / "manifest.json"],
@@ -94,68 +94,73 @@ class World:
         }
 
 
-# Who reads. Each gives all numbers that a user is shown, or raises UserError.
+# Readers: each returns all numbers that a user is shown, or raises UserError.
 
 
-def _of_study(study: Study) -> Reading:
-    found: Reading = {}
+def _read_study_numbers(study: Study) -> Reading:
+    reading: Reading = {}
     for entry in study.entries:
         for record in entry.records.values():
-            own = record.run.id
-            found[f"{own} of"] = (entry.arm.config.model, record.seeds, entry.rate, entry.arm.flops)
-            found[f"{own} val"], found[f"{own} test"] = record.val, record.test
+            run_id = record.run.id
+            reading[f"{run_id} of"] = (
+                entry.arm.config.model,
+                record.seeds,
+                entry.rate,
+                entry.arm.flops,
+            )
+            reading[f"{run_id} val"], reading[f"{run_id} test"] = record.val, record.test
             for key in record.facts.keys() - _WORDS:
-                found[f"{own} {key}"] = record.facts[key]
+                reading[f"{run_id} {key}"] = record.facts[key]
             for metric, curve in record.loss_curves.items():
                 for tokens, loss in curve.items():
-                    found[f"{own} {metric} {tokens}"] = loss
-    return found
+                    reading[f"{run_id} {metric} {tokens}"] = loss
+    return reading
 
 
-def _sweep(world: World) -> Reading:
-    found = _of_study(read_study(world.sweep))
+def _read_sweep(world: World) -> Reading:
+    reading = _read_study_numbers(read_study(world.sweep))
     sweep_state = SweepState(read_manifest(world.sweep))
     sweep_state.refresh()
-    for row in results_table.result_rows(sweep_state):
+    for row in results.result_rows(sweep_state):
         for key in row.keys() - _WORDS:
-            found[f"row {row['id']} {key}"] = row[key]
-    return found
+            reading[f"row {row['id']} {key}"] = row[key]
+    return reading
 
 
-def _loose(world: World) -> Reading:
-    return _of_study(read_standalone_runs([*world.swept, world.rough]))
+def _read_standalone(world: World) -> Reading:
+    return _read_study_numbers(read_standalone_runs([*world.swept, world.interrupted]))
 
 
-def _models(world: World) -> Reading:
-    """Return what `sample` and `verify` compute with."""
-    found: Reading = {}
+def _read_models(world: World) -> Reading:
+    """Return the numbers that `sample` and `verify` compute with."""
+    reading: Reading = {}
     for run in world.swept[:2]:
         restored = restore(run)
         with torch.no_grad():
-            found[f"{run.name} logits"] = restored.model(torch.arange(8)[None]).tolist()
-        found[f"{run.name} text"] = restored.tokenizer().decode(list(range(60, 90)))
-    return found
+            reading[f"{run.name} logits"] = restored.model(torch.arange(8)[None]).tolist()
+        reading[f"{run.name} text"] = restored.tokenizer().decode(list(range(60, 90)))
+    return reading
 
 
-def _tokens(world: World) -> Reading:
-    found = corpus.load_corpus(world.data)
-    return {split: found.split(split).tobytes() for split in found.tokens} | {
-        "description": found.description,
-        "bytes": found.manifest.bytes,
+def _read_tokens(world: World) -> Reading:
+    data = corpus.load_corpus(world.data)
+    return {split: data.split(split).tobytes() for split in data.tokens} | {
+        "description": data.description,
+        "bytes": data.manifest.bytes,
     }
 
 
 READERS: dict[str, Callable[[World], Reading]] = {
-    "sweep": _sweep,
-    "loose": _loose,
-    "model": _models,
-    "data": _tokens,
+    "sweep": _read_sweep,
+    "standalone": _read_standalone,
+    "model": _read_models,
+    "data": _read_tokens,
 }
 _READ_BY = {
-    "config": ("loose", "model"),
-    "metrics": ("sweep", "loose"),
-    "result": ("sweep", "loose"),
-    "record": ("sweep", "loose"),
+    "config": ("standalone", "model"),
+    "metrics": ("sweep", "standalone"),
+    "result": ("sweep", "standalone"),
+    "record": ("sweep", "standalone"),
     "tokenizer": ("model",),
     "weights": ("model",),
     "manifest": ("sweep",),
@@ -163,31 +168,31 @@ _READ_BY = {
 }
 
 
-def _wrong_numbers(calm: Reading, found: Reading) -> Iterator[str]:
-    for key, value in found.items():
-        if value is not None and value != {} and value != calm.get(key):
-            yield f"{key} is {value!r:.80}, and was {calm.get(key)!r:.80}"
+def _find_wrong_numbers(reference: Reading, reading: Reading) -> Iterator[str]:
+    for key, value in reading.items():
+        if value is not None and value != {} and value != reference.get(key):
+            yield f"{key} is {value!r:.80}, but was {reference.get(key)!r:.80}"
 
 
-def _resumed(world: World, kind: str) -> Iterator[str]:
-    """Return what training resumes from, and its messages."""
+def _check_resuming(world: World, kind: str) -> Iterator[str]:
+    """Yield the problems of resuming from the damaged run."""
     notes: list[str] = []
-    found = checkpoint.load_newest(
-        world.rough / "checkpoints", "cpu", world.rough / "metrics.jsonl", notes.append
+    resumed = checkpoint.load_newest(
+        world.interrupted / "checkpoints", "cpu", world.interrupted / "metrics.jsonl", notes.append
     )
     newest = world.steps[-1]
     expected = (
-        world.whole.get(newest.with_name(f"step-{found.progress.step:08d}")) if found else None
+        world.saved.get(newest.with_name(f"step-{resumed.progress.step:08d}")) if resumed else None
     )
-    if found and (expected is None or not _same(found, expected)):
-        yield "goes on from a state that was never written"
-    if (found is None or found.progress.step != 8) and not notes:
-        yield "says nothing of a checkpoint that is not used"
-    if found is None and kind == "checkpoint":
-        yield "uses none of the checkpoints, of which one is whole"
+    if resumed and (expected is None or not _is_same(resumed, expected)):
+        yield "resumes from a state that was never written"
+    if (resumed is None or resumed.progress.step != 8) and not notes:
+        yield "does not report a checkpoint that is not used"
+    if resumed is None and kind == "checkpoint":
+        yield "uses no checkpoint, although one is intact"
 
 
-def _same(one: checkpoint.Checkpoint, other: checkpoint.Checkpoint) -> bool:
+def _is_same(first: checkpoint.Checkpoint, second: checkpoint.Checkpoint) -> bool:
     def leaves(value: Any) -> Iterator[Any]:
         if isinstance(value, dict):
             for key in value:
@@ -198,40 +203,40 @@ def _same(one: checkpoint.Checkpoint, other: checkpoint.Checkpoint) -> bool:
         else:
             yield value.tolist() if isinstance(value, torch.Tensor) else value
 
-    both = [[*leaves([c.weights, c.state])] for c in (one, other)]
-    return one.progress == other.progress and both[0] == both[1]
+    both = [[*leaves([c.weights, c.state])] for c in (first, second)]
+    return first.progress == second.progress and both[0] == both[1]
 
 
 def torture(cases: int, seed: int, folder: Path) -> Tally:
-    watched.warm()
+    sandbox.import_everything()
     world = World(folder)
-    targets, tally, chance = world.targets(), Tally(), random.Random(seed)
+    targets, tally, rng = world.targets(), Tally(), random.Random(seed)
     for case in range(cases):
         kind = list(targets)[case % len(targets)]
-        path = chance.choice(sorted(targets[kind]))
-        kept = path.read_bytes()
-        path.write_bytes(damage(kept, chance))
+        path = rng.choice(sorted(targets[kind]))
+        original = path.read_bytes()
+        path.write_bytes(damage(original, rng))
         name = f"case {case}, {path.relative_to(world.box)}"
         tally.cases += 1
         try:
             for reader in _READ_BY.get(kind, ()):
                 try:
                     with redirect_stderr(StringIO()):
-                        found = READERS[reader](world)
-                except UserError as told:
-                    if "\n" in str(told) or not str(told):
-                        tally.wrong.append(f"{name}: {reader}: {told}")
+                        reading = READERS[reader](world)
+                except UserError as error:
+                    if "\n" in str(error) or not str(error):
+                        tally.wrong.append(f"{name}: {reader}: {error}")
                     continue
-                wrong = _wrong_numbers(world.calm[reader], found)
-                tally.wrong += [f"{name}: {reader}: {one}" for one in wrong]
-            if kind == "checkpoint" or path == world.rough / "metrics.jsonl":
-                copy = shutil.copytree(world.rough, folder / "rough")
-                tally.wrong += [f"{name}: {one}" for one in _resumed(world, kind)]
-                shutil.rmtree(world.rough)
-                shutil.move(copy, world.rough)
+                wrong = _find_wrong_numbers(world.reference[reader], reading)
+                tally.wrong += [f"{name}: {reader}: {problem}" for problem in wrong]
+            if kind == "checkpoint" or path == world.interrupted / "metrics.jsonl":
+                copy = shutil.copytree(world.interrupted, folder / "copy")
+                tally.wrong += [f"{name}: {problem}" for problem in _check_resuming(world, kind)]
+                shutil.rmtree(world.interrupted)
+                shutil.move(copy, world.interrupted)
         except Exception as error:
             tally.wrong.append(f"{name}: {type(error).__name__}: {error}")
-        path.write_bytes(kept)
+        path.write_bytes(original)
     return tally
 
 

@@ -1,7 +1,7 @@
-"""A disk that is full or cannot be written any more, at each kind of write.
+"""A disk that becomes full or read-only, at each kind of write.
 
-The disk is a small one of its own in memory, and really full. Where none can be mounted, which
-takes root, files that may not grow stand for it.
+The disk is a small tmpfs that is really full. Where none can be mounted, which takes root, a limit
+on the size of files stands in for it.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ import safetensors.torch
 import torch
 
 from qkablate.training import checkpoint
-from tests.torture import watched
+from tests.torture import sandbox
+from tests.torture.sandbox import CLAIM, TINY, CommandResult
 from tests.torture.tally import Tally
-from tests.torture.watched import CLAIM, TINY, Said
 
-SIZE = "48m"  # more than what a run asks for before it begins
+SIZE = "48m"  # more than a run requires before it starts
 CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu", "crc32"}
 TRAIN = ["train", "variant=merged_w", *TINY]
 SWEEP = ["sweep", "sweep.name=small", "variant=merged_w", "seed=7", *TINY]
@@ -36,7 +36,7 @@ class Disk:
         self.folder, self._filler = folder, folder / "filler"
 
     def fill(self, leave: int = 0) -> None:
-        """Until nothing more fits than `leave` bytes."""
+        """Fill the disk until only `leave` bytes are free."""
         with self._filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while file.write(bytes(2**16)) or True:
                 pass
@@ -57,8 +57,8 @@ class Disk:
         self._filler.unlink(missing_ok=True)
 
 
-class Limit(Disk):
-    """In its place: no file of the process that is to train may grow beyond a size."""
+class SizeLimit(Disk):
+    """Stand-in for a disk: no file of the training process may grow beyond a size."""
 
     def fill(self, leave: int = 0) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (leave, leave))
@@ -75,7 +75,7 @@ def mounted(folder: Path) -> Iterator[Disk]:
     folder.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(words, capture_output=True).returncode:
-        yield Limit(folder)
+        yield SizeLimit(folder)
         return
     try:
         yield Disk(folder)
@@ -89,37 +89,37 @@ def at_step(step: int, act: Callable[[], object]) -> Callable[[], None]:
     def patch() -> None:
         from qkablate.training.loop import Trainer
 
-        def trained(self, now, original=Trainer._step):
-            if now == step:
+        def patched_step(self, number, original=Trainer._step):
+            if number == step:
                 act()
-            return original(self, now)
+            return original(self, number)
 
-        Trainer._step = trained
+        Trainer._step = patched_step
 
     return patch
 
 
 @dataclass(frozen=True)
 class Case:
-    """A command, and when the disk goes wrong; `step` None: before it begins."""
+    """A command and the time of the fault; a `step` of None means before the command."""
 
     words: list[str]
-    locked: bool  # it cannot be written, or else it is full but for `leave` bytes
+    is_read_only: bool  # else it is full except for `leave` bytes
     leave: int = 0
     step: int | None = None
 
     @property
     def name(self) -> str:
-        how = "read-only" if self.locked else f"full but for {self.leave} bytes"
-        when = "from the beginning" if self.step is None else f"from step {self.step} on"
-        return f"{self.words[0]} {self.words[1]}: {how} {when}"
+        state = "read-only" if self.is_read_only else f"full except for {self.leave} bytes"
+        moment = "from the beginning" if self.step is None else f"from step {self.step} on"
+        return f"{self.words[0]} {self.words[1]}: {state} {moment}"
 
 
-def _drawn(chance: random.Random) -> Case:
-    """Most of them in training, where there are most kinds of writes."""
-    locked = chance.random() < 0.3
-    leave = 4096 * chance.choice([0, 0, 1, 2, 4, 8, 16, 24, 32, 64])
-    words = chance.choice(
+def _draw_case(rng: random.Random) -> Case:
+    """Draw a case, mostly in training, which has most kinds of writes."""
+    is_read_only = rng.random() < 0.3
+    leave = 4096 * rng.choice([0, 0, 1, 2, 4, 8, 16, 24, 32, 64])
+    words = rng.choice(
         [
             *[TRAIN] * 6,
             [*TRAIN, "tracking.wandb=offline"],
@@ -132,12 +132,12 @@ def _drawn(chance: random.Random) -> Case:
     )
     training = words[0] == "train" and "data.cache=other" not in words
     if not training:
-        return Case(words, locked, leave)
-    step = chance.choice([None, 0, 1, 3, 4, 5, 7, 9, 11])
-    return Case(words, locked, leave, step)
+        return Case(words, is_read_only, leave)
+    step = rng.choice([None, 0, 1, 3, 4, 5, 7, 9, 11])
+    return Case(words, is_read_only, leave, step)
 
 
-def _ended(box: Path) -> tuple[object, ...]:
+def _read_end(box: Path) -> tuple[object, ...]:
     """Return everything of the run with seed 0 that must be bit-identical."""
     folder = next((box / "outputs" / "runs").glob("merged_w-d16-h2-s0-*"))
     result = json.loads((folder / "result.json").read_bytes())
@@ -148,21 +148,21 @@ def _ended(box: Path) -> tuple[object, ...]:
     return result["status"], result["loss"], rows, {k: w.tolist() for k, w in weights.items()}
 
 
-def _wrong(case: Case, said: Said) -> Iterator[str]:
-    lines = said.err.strip().splitlines()
-    if said.code == 0:
-        return  # what it had to write found room
-    if said.code not in (1, 2):
-        yield f"ended with {said.code}: {lines[-1:]}"
-    if "Traceback" in said.all:
+def _find_problems(case: Case, result: CommandResult) -> Iterator[str]:
+    lines = result.err.strip().splitlines()
+    if result.code == 0:
+        return  # everything fitted
+    if result.code not in (1, 2):
+        yield f"ended with {result.code}: {lines[-1:]}"
+    if "Traceback" in result.all:
         yield f"a traceback: {lines[-1:]}"
     reasons = ("No space left on device", "Read-only file system", "File too large", "MB free")
-    if not any(reason in said.all for reason in reasons):
-        yield f"ended with {said.code} without the reason: {said.all.strip()[-300:]!r}"
+    if not any(reason in result.all for reason in reasons):
+        yield f"ended with {result.code} without the reason: {result.all.strip()[-300:]!r}"
 
 
-def _damaged(box: Path) -> Iterator[str]:
-    """Checkpoints that have their name are whole."""
+def _find_damaged(box: Path) -> Iterator[str]:
+    """Yield the checkpoints that have their final name and are damaged."""
     for path in box.glob("outputs/runs/*/checkpoints/step-*"):
         try:
             checkpoint.load(path, "cpu")
@@ -171,42 +171,44 @@ def _damaged(box: Path) -> Iterator[str]:
 
 
 def torture(cases: int, seed: int, folder: Path) -> Tally:
-    tally, chance = Tally(), random.Random(seed)
-    watched.warm()
+    tally, rng = Tally(), random.Random(seed)
+    sandbox.import_everything()
     torch.set_num_threads(1)
     with mounted(folder / "disk") as disk:
-        box, kept = disk.folder / "box", folder / "kept"
-        watched.begin(box)
+        box, saved = disk.folder / "box", folder / "kept"
+        sandbox.make_box(box)
         (box / "mine.yaml").write_text(CLAIM, encoding="utf-8")
-        for variant in ("standard", "merged_w"):  # so that the sweep has nothing to train
-            _say(["train", f"variant={variant}", "seed=7", *TINY], box, folder)
-        shutil.copytree(box, kept, symlinks=True)
-        _say(TRAIN, box, folder)
-        calm = _ended(box)
-        for case in [_drawn(chance) for _ in range(cases)]:
+        for variant in ("standard", "merged_w"):  # so the sweep has nothing to train
+            _run(["train", f"variant={variant}", "seed=7", *TINY], box, folder)
+        shutil.copytree(box, saved, symlinks=True)
+        _run(TRAIN, box, folder)
+        reference = _read_end(box)
+        for case in [_draw_case(rng) for _ in range(cases)]:
             tally.cases += 1
-            watched.fresh(kept, box)
-            fault = disk.lock if case.locked else (lambda leave=case.leave: disk.fill(leave))
-            before = fault if case.step is None else at_step(case.step, fault)
-            # By its full name: the folder it works in is not covered.
-            where = [f"out={box / 'outputs'}"] * (case.locked and case.step is not None)
-            said = _say([*case.words, *where], box, folder, before)
-            tally.wrong += [f"{case.name}: {one}" for one in _wrong(case, said)]
+            sandbox.restore_box(saved, box)
+            act = disk.lock if case.is_read_only else (lambda leave=case.leave: disk.fill(leave))
+            before = act if case.step is None else at_step(case.step, act)
+            # By its absolute path: the working folder itself is not covered by the mount.
+            out_words = [f"out={box / 'outputs'}"] * (case.is_read_only and case.step is not None)
+            result = _run([*case.words, *out_words], box, folder, before)
+            tally.wrong += [f"{case.name}: {problem}" for problem in _find_problems(case, result)]
             disk.free()
-            tally.lost += [f"{case.name}: {one}" for one in _damaged(box)]
+            tally.lost += [f"{case.name}: {problem}" for problem in _find_damaged(box)]
             if case.words[0] != "claim":
-                again = _say(case.words, box, folder)
-                if again.code:
-                    tally.lost.append(f"{case.name}: then {again.code}: {again.err[-300:]!r}")
-                elif case.words[0] == "train" and _ended(box) != calm:
-                    tally.wrong.append(f"{case.name}: it ended otherwise")
+                second = _run(case.words, box, folder)
+                if second.code:
+                    tally.lost.append(
+                        f"{case.name}: the next one ended with {second.code}: {second.err[-300:]!r}"
+                    )
+                elif case.words[0] == "train" and _read_end(box) != reference:
+                    tally.wrong.append(f"{case.name}: the next command computed other numbers")
     return tally
 
 
-def _say(
+def _run(
     words: list[str], box: Path, folder: Path, before: Callable[[], object] = lambda: None
-) -> Said:
-    return watched.command(words, box, before=before, notes_in=folder)
+) -> CommandResult:
+    return sandbox.run_command(words, box, before=before, notes_folder=folder)
 
 
 SHORT, FULL = 3, 40

@@ -1,7 +1,7 @@
-"""Nonsense as input: words of the command line, YAML, and every file that is read.
+"""Malformed input: arguments of the command line, YAML, and every file that is read.
 
-Each case ends within 5 seconds of computing: either it works, or it is refused in one line with
-exit code 2, no traceback, and nothing is written. No case trains: where a run would begin, it ends.
+Each case ends within 5 seconds of CPU time: it either succeeds, or is rejected in one line with
+exit code 2, without a traceback, and without writing anything. No case trains.
 """
 
 import contextlib
@@ -27,49 +27,58 @@ from hypothesis import strategies as st
 
 from qkablate.config import ENGINE_KEYS, KEYS
 from qkablate.training.signals import Stopped
-from tests.torture.readers import SMALL, Ended, Reader, readers, text, told
+from tests.torture.readers import (
+    SMALL,
+    ForbiddenOutcome,
+    Reader,
+    check_command,
+    make_readers,
+    prepare_text,
+)
 from tests.torture.tally import Tally
 
 SHORT = 200
 FULL = 10_000
-_WORDS = 0.2  # of the cases are commands, which take ten times as long as the others
-_SECONDS = 5  # of computing
-_PATIENCE = 60  # seconds by the clock: the machine may be busy
-_BEGAN = 128 + signal.SIGTERM  # how a command ends that would have trained
+_WORDS = 0.2  # fraction of cases that are commands, which take ten times as long
+_SECONDS = 5  # of CPU time
+_PATIENCE = 60  # seconds of wall time; the machine may be busy
+_STARTED_CODE = 128 + signal.SIGTERM  # exit code of a command that would have trained
 
 
 def torture(cases: int, seed: int, folder: Path) -> Tally:
-    """In one process for each core where there are many cases."""
+    """Try the cases, in one process per core if there are many."""
     parts = 1 if cases < 1000 else len(os.sched_getaffinity(0))
     jobs = [(cases // parts + 1, seed * parts + n, folder / str(n)) for n in range(parts)]
     if parts == 1:
-        return _part(*jobs[0])
+        return _run_part(*jobs[0])
     total = Tally()
     with multiprocessing.get_context("fork").Pool(parts) as pool:
-        for found in pool.starmap(_part, jobs):
-            total.add(found)
+        for tally in pool.starmap(_run_part, jobs):
+            total.add(tally)
     return total
 
 
-def _part(cases: int, seed: int, folder: Path) -> Tally:
+def _run_part(cases: int, seed: int, folder: Path) -> Tally:
     folder.mkdir()
     hypothesis.configuration.set_hypothesis_home_dir(folder / "hypothesis")
-    with _apart(folder):
+    with _isolated(folder):
         trial = _Trial()
-        reading = readers(folder / "sweep")
+        all_readers = make_readers(folder / "sweep")
         words = int(cases * _WORDS)
-        each = (cases - words) // len(reading) + 1
-        for n, (name, reader) in enumerate(reading.items()):
-            trial.many(_contents(reader), each, seed * 1000 + n, name, reader.try_)
+        cases_each = (cases - words) // len(all_readers) + 1
+        for n, (name, reader) in enumerate(all_readers.items()):
+            trial.run_cases(
+                _content_strategy(reader), cases_each, seed * 1000 + n, name, reader.try_
+            )
         try_ = _Command(folder / "commands")
-        trial.many(_COMMANDS, words - words // 4, seed, "words", try_.words)
-        trial.many(_YAML, words // 4, seed, "yaml", try_.yaml)
+        trial.run_cases(_COMMANDS, words - words // 4, seed, "words", try_.words)
+        trial.run_cases(_YAML, words // 4, seed, "yaml", try_.yaml)
         return trial.tally()
 
 
 @contextlib.contextmanager
-def _apart(folder: Path) -> Iterator[None]:
-    """Away from the user's home, from any network, and from this process's own settings."""
+def _isolated(folder: Path) -> Iterator[None]:
+    """Isolate the cases from the user's home, the network, and the settings of this process."""
     home, before = folder / "home", Path.cwd()
     home.mkdir()
     environment = {"HOME": str(home), "HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": str(home)}
@@ -86,17 +95,17 @@ def _apart(folder: Path) -> Iterator[None]:
 
 
 class Hung(BaseException):
-    """It took too long; no `except Exception` shall keep it."""
+    """Time limit exceeded; no `except Exception` may catch it."""
 
 
 @contextlib.contextmanager
-def _in_time() -> Iterator[None]:
-    def late(*_: Any) -> None:
+def _time_limit() -> Iterator[None]:
+    def raise_hung(*_: Any) -> None:
         raise Hung
 
     kinds = ((signal.ITIMER_PROF, signal.SIGPROF, _SECONDS),)
     kinds += ((signal.ITIMER_REAL, signal.SIGALRM, _PATIENCE),)
-    before = [signal.signal(number, late) for _, number, _ in kinds]
+    before = [signal.signal(number, raise_hung) for _, number, _ in kinds]
     try:
         for timer, _, seconds in kinds:
             signal.setitimer(timer, seconds)
@@ -108,18 +117,18 @@ def _in_time() -> Iterator[None]:
 
 
 class _Trial:
-    """Many cases; what goes wrong in one place is told once, with the first case and a count."""
+    """Many cases; problems at the same place are reported once, with the first case and a count."""
 
     def __init__(self) -> None:
         self.cases = 0
         self._lost: dict[str, list[str]] = {}
         self._wrong: dict[str, list[str]] = {}
 
-    def many(
+    def run_cases(
         self, strategy: Any, cases: int, seed: int, name: str, try_: Callable[[Any], None]
     ) -> None:
         end = self.cases + cases
-        while self.cases < end:  # hypothesis ends early where it believes to have seen everything
+        while self.cases < end:  # hypothesis stops early once it has seen all it can generate
 
             @settings(
                 max_examples=end - self.cases,
@@ -130,43 +139,47 @@ class _Trial:
             )
             @hypothesis.seed(seed)
             @given(strategy)
-            def each(case: Any) -> None:
-                self._one(name, case, try_)
+            def run_case(case: Any) -> None:
+                self._run_case(name, case, try_)
 
-            each()
+            run_case()
             seed += 1_000_000
 
-    def _one(self, name: str, case: Any, try_: Callable[[Any], None]) -> None:
+    def _run_case(self, name: str, case: Any, try_: Callable[[Any], None]) -> None:
         self.cases += 1
         try:
-            with _in_time(), contextlib.redirect_stderr(io.StringIO()):
+            with _time_limit(), contextlib.redirect_stderr(io.StringIO()):
                 try_(case)
         except Hung as hung:
-            self._lost.setdefault(f"{name}: it hung at {_place(hung)}", []).append(repr(case))
+            self._lost.setdefault(
+                f"{name}: time limit exceeded at {_error_place(hung)}", []
+            ).append(repr(case))
         except Exception as error:
-            said = (
-                "" if isinstance(error, Ended) else f"{type(error).__name__} at {_place(error)}: "
+            error_text = (
+                ""
+                if isinstance(error, ForbiddenOutcome)
+                else f"{type(error).__name__} at {_error_place(error)}: "
             )
-            kind = f"{name}: {said}{error}"[:300]
-            kind = re.sub(r"\d+", "0", kind) if said else kind
-            self._wrong.setdefault(kind, []).append(repr(case))
+            key = f"{name}: {error_text}{error}"[:300]
+            key = re.sub(r"\d+", "0", key) if error_text else key
+            self._wrong.setdefault(key, []).append(repr(case))
 
     def tally(self) -> Tally:
         lost, wrong = (
-            [f"{kind} ({len(cases)} times, as with {cases[0][:400]})" for kind, cases in of.items()]
+            [f"{key} ({len(cases)} times, e.g. {cases[0][:400]})" for key, cases in of.items()]
             for of in (self._lost, self._wrong)
         )
         return Tally(self.cases, lost, wrong)
 
 
-def _place(error: BaseException) -> str:
-    """Return the line of qkablate that raised it."""
+def _error_place(error: BaseException) -> str:
+    """Return the function of qkablate that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "/qkablate/" in frame.filename] or list(frames)
-    return f"{Path(own[-1].filename).name}, {own[-1].name}"
+    own_frames = [frame for frame in frames if "/qkablate/" in frame.filename] or list(frames)
+    return f"{Path(own_frames[-1].filename).name}, {own_frames[-1].name}"
 
 
-# Contents of files: the good ones, edited.
+# Contents of files: valid ones, edited.
 
 _BITS = [b"\0", b"\xff", b"\xc3", b"\n", b"\r", b'"', b"{", b"}", b"[", b"]", b":", b",", b"-"]
 _BITS += [b"NaN", b"Infinity", b"1e999", b"null", b"true", b"9" * 30, b"9" * 5000, b"[" * 3000]
@@ -204,72 +217,74 @@ _VALUES += [{"a": 1}, {"": None}, _DEEP, ["x"] * 1000]
 _CHANGE = st.tuples(st.integers(0, 2**20), st.sampled_from(_VALUES), st.booleans())
 
 
-def _contents(reader: Reader) -> Any:
-    edits = st.lists(_EDIT, min_size=1, max_size=4).map(lambda some: _edited(reader.good, some))
-    found = edits | st.binary(max_size=64)
+def _content_strategy(reader: Reader) -> Any:
+    edited = st.lists(_EDIT, min_size=1, max_size=4).map(
+        lambda edits: _apply_edits(reader.good, edits)
+    )
+    strategy = edited | st.binary(max_size=64)
     if reader.path.suffix == ".json":
-        found |= st.lists(_CHANGE, min_size=1, max_size=3).map(
-            lambda some: json.dumps(_changed(json.loads(reader.good), some)).encode()
+        strategy |= st.lists(_CHANGE, min_size=1, max_size=3).map(
+            lambda edits: json.dumps(_apply_changes(json.loads(reader.good), edits)).encode()
         )
     if reader.path.suffix == ".jsonl":
         lines = reader.good.splitlines()
-        found |= st.tuples(st.integers(0, len(lines) - 1), _CHANGE).map(
-            lambda at: _with_line(lines, at[0], at[1])
+        strategy |= st.tuples(st.integers(0, len(lines) - 1), _CHANGE).map(
+            lambda change: _replace_line(lines, change[0], change[1])
         )
-    return found
+    return strategy
 
 
-def _edited(content: bytes, edits: list[tuple[str, int, bytes]]) -> bytes:
-    for kind, place, new in edits:
-        at = place % (len(content) + 1)
-        rest = content[at:]
+def _apply_edits(content: bytes, edits: list[tuple[str, int, bytes]]) -> bytes:
+    for kind, number, new in edits:
+        position = number % (len(content) + 1)
+        rest = content[position:]
         if kind == "flip" and rest:
-            rest = bytes([rest[0] ^ (1 << place % 8)]) + rest[1:]
+            rest = bytes([rest[0] ^ (1 << number % 8)]) + rest[1:]
         content = (
-            content[:at]
+            content[:position]
             + {
                 "flip": rest,
                 "cut": b"",
                 "insert": new + rest,
-                "remove": rest[1 + place % 16 :],
-                "repeat": content[max(0, at - 20) : at] + rest,
+                "remove": rest[1 + number % 16 :],
+                "repeat": content[max(0, position - 20) : position] + rest,
             }[kind]
         )
     return content
 
 
-def _changed(plain: Any, changes: list[tuple[int, Any, bool]]) -> Any:
-    """Replace a value anywhere, or remove its key."""
-    for place, value, gone in changes:
-        spots = list(_spots(plain))
+def _apply_changes(content: Any, changes: list[tuple[int, Any, bool]]) -> Any:
+    """Replace values, or remove their keys, anywhere."""
+    for number, value, is_removed in changes:
+        spots = list(_find_spots(content))
         if not spots:
             return copy.deepcopy(value)
-        holder, key = spots[place % len(spots)]
-        if gone:
+        holder, key = spots[number % len(spots)]
+        if is_removed:
             del holder[key]
         else:
             holder[key] = copy.deepcopy(value)
-    return plain
+    return content
 
 
-def _spots(plain: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
-    inner = plain.items() if isinstance(plain, dict) else enumerate(plain)
+def _find_spots(content: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+    inner = content.items() if isinstance(content, dict) else enumerate(content)
     for key, value in list(inner):
-        yield plain, key
+        yield content, key
         if isinstance(value, dict | list) and depth < 8:
-            yield from _spots(value, depth + 1)
+            yield from _find_spots(value, depth + 1)
 
 
-def _with_line(lines: list[bytes], number: int, change: tuple[int, Any, bool]) -> bytes:
-    line = json.dumps(_changed(json.loads(lines[number]), [change])).encode()
+def _replace_line(lines: list[bytes], number: int, change: tuple[int, Any, bool]) -> bytes:
+    line = json.dumps(_apply_changes(json.loads(lines[number]), [change])).encode()
     return b"\n".join([*lines[:number], line, *lines[number + 1 :]]) + b"\n"
 
 
-# Words of the command line.
+# Arguments of the command line.
 
 _NUMBERS = ["0", "-1", "1", "2", "7", "0.5", "1e3", "1e999", "nan", "inf", "-inf", "9" * 20]
 _NUMBERS += ["9" * 400, "1_000", "0x10", "٣", "9007199254740992", "9007199254740993", "1e-320"]
-_SIGNS = [
+_SPECIAL_VALUES = [
     "",
     "null",
     "true",
@@ -283,7 +298,7 @@ _SIGNS = [
     "{a:1}",
     "{a:{b:[1]}}",
 ]
-_SIGNS += [
+_SPECIAL_VALUES += [
     "{",
     "}",
     "(",
@@ -301,8 +316,17 @@ _SIGNS += [
     ",1",
     "1,2",
 ]
-_SIGNS += ["${seed}", "${out}", "${nope}", "${", "$", "${oc.env:HOME}", "${oc.env:NOPE}", "???"]
-_SIGNS += [
+_SPECIAL_VALUES += [
+    "${seed}",
+    "${out}",
+    "${nope}",
+    "${",
+    "$",
+    "${oc.env:HOME}",
+    "${oc.env:NOPE}",
+    "???",
+]
+_SPECIAL_VALUES += [
     "${oc.decode:'['}",
     "${hydra:job.name}",
     "${.seed}",
@@ -310,7 +334,7 @@ _SIGNS += [
     "${seed:1}",
     "${${seed}}",
 ]
-_SIGNS += [
+_SPECIAL_VALUES += [
     "range(3)",
     "range(1000000000)",
     "range(0,1,0)",
@@ -318,9 +342,23 @@ _SIGNS += [
     "choice(1,2)",
     "glob(*)",
 ]
-_SIGNS += ["interval(0,1)", "shuffle(1,2)", "sort(2,1)", "tag(a,1)", "int(x)", "float(1)", "str([)"]
-_SIGNS += ["extend_list(1)", "json_str({a:1})", "nope(1)", "glob([*],exclude=x*)", "bool(maybe)"]
-_SIGNS += [
+_SPECIAL_VALUES += [
+    "interval(0,1)",
+    "shuffle(1,2)",
+    "sort(2,1)",
+    "tag(a,1)",
+    "int(x)",
+    "float(1)",
+    "str([)",
+]
+_SPECIAL_VALUES += [
+    "extend_list(1)",
+    "json_str({a:1})",
+    "nope(1)",
+    "glob([*],exclude=x*)",
+    "bool(maybe)",
+]
+_SPECIAL_VALUES += [
     "a b",
     " ",
     "\t",
@@ -335,7 +373,7 @@ _SIGNS += [
     "\udcff",
     "#",
 ]
-_SIGNS += [
+_SPECIAL_VALUES += [
     "=",
     "==",
     ":",
@@ -350,7 +388,7 @@ _SIGNS += [
     "%s",
     "{0}",
 ]
-_SIGNS += [
+_SPECIAL_VALUES += [
     "standard",
     "merged_w,no_q",
     "recall",
@@ -362,7 +400,7 @@ _SIGNS += [
     "cuda",
     "bf16",
 ]
-_OTHERS = [
+_OTHER_KEYS = [
     "variant",
     "model",
     "data",
@@ -374,7 +412,7 @@ _OTHERS = [
     "seeds",
     "lr",
 ]
-_OTHERS += [
+_OTHER_KEYS += [
     "variant@x",
     "model.",
     ".model",
@@ -426,8 +464,8 @@ _FLAGS += [
 ]
 _FLAGS += ["--dry-run", "--json", "--resolve", "--run", "=", "seed", "+seed=1", "++seed=1", "~seed"]
 
-_VALUE = st.sampled_from(_NUMBERS) | st.sampled_from(_SIGNS) | st.text(max_size=6)
-_KEY = st.sampled_from([*KEYS]) | st.sampled_from([*KEYS]) | st.sampled_from(_OTHERS)
+_VALUE = st.sampled_from(_NUMBERS) | st.sampled_from(_SPECIAL_VALUES) | st.text(max_size=6)
+_KEY = st.sampled_from([*KEYS]) | st.sampled_from([*KEYS]) | st.sampled_from(_OTHER_KEYS)
 _KEY |= st.sampled_from(_SWEEP)
 _PAIR = st.tuples(_KEY, _VALUE).map("=".join)
 _MUTATED = st.tuples(_PAIR, st.integers(0, 2**16), _VALUE).map(
@@ -478,56 +516,56 @@ _YAML = st.lists(st.sampled_from(_LINES) | st.text(max_size=8), max_size=5).map(
 
 
 class _Command:
-    """A command with words of its own after those that make it small."""
+    """A small command with additional random arguments."""
 
     def __init__(self, folder: Path) -> None:
-        self.text = text(folder / "data")
+        self.text = prepare_text(folder / "data")
         self.folder = folder / "here"
 
     def words(self, case: tuple[str, list[str]]) -> None:
         verb, words = case
-        # A path that leads elsewhere would be taken at its word.
+        # A path outside the folder would really be used.
         words = [re.sub(r"[/~]|\.\.", "", w) if re.search("out|cache|dir", w) else w for w in words]
         words = [w for w in words if "\0" not in w and not re.search("[\ud800-\udc7f]", w)]
-        # Ten thousand layers are none too many, and take half a minute to count.
+        # Ten thousand layers are valid, but counting their parameters takes half a minute.
         words = ["model.layers=3" if w.startswith("model.layers=9007") else w for w in words]
         axes = ["variant=standard,no_q", "seed=0,1"] if verb == "sweep" else []
-        self._told(verb, *SMALL, *self.text, "out=outputs", *axes, *words)
+        self._run_and_check(verb, *SMALL, *self.text, "out=outputs", *axes, *words)
 
     def yaml(self, content: str) -> None:
         """Write the YAML of a user's own variant."""
-        self._anew()
+        self._reset_folder()
         (self.folder / "own" / "variant").mkdir(parents=True)
         path = self.folder / "own" / "variant" / "mine.yaml"
         path.write_bytes(content.encode("utf-8", "surrogatepass"))
-        given = ["--config-dir", "own", "variant=mine"]
-        self._told("train", *SMALL, *self.text, "out=outputs", *given, anew=False)
+        arguments = ["--config-dir", "own", "variant=mine"]
+        self._run_and_check("train", *SMALL, *self.text, "out=outputs", *arguments, reset=False)
 
-    def _anew(self) -> None:
+    def _reset_folder(self) -> None:
         os.chdir(self.folder.parent)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
         os.chdir(self.folder)
 
-    def _told(self, *words: str, anew: bool = True) -> None:
+    def _run_and_check(self, *words: str, reset: bool = True) -> None:
         from hydra.core.global_hydra import GlobalHydra
 
-        if anew:
-            self._anew()
-        GlobalHydra.instance().clear()  # of a command that was too late
+        if reset:
+            self._reset_folder()
+        GlobalHydra.instance().clear()  # left over from a command that exceeded its time
         try:
             with (
                 mock.patch(
                     "qkablate.training.session.train_run", side_effect=Stopped(signal.SIGTERM)
                 ),
-                mock.patch("qkablate.cli.launch.run_sweep", return_value=_BEGAN),
+                mock.patch("qkablate.cli.launch.run_sweep", return_value=_STARTED_CODE),
                 mock.patch("qkablate.cli.launch.show_plan", return_value=0),
             ):
-                said = told(*words, codes=(0, 2, _BEGAN))
-            if said.code == 2:
-                left = [p for p in self.folder.rglob("*") if p.is_file() and "runs" in p.parts]
-                left += self.folder.glob("outputs/sweeps/*")
-                if left:
-                    raise Ended(f"it was refused and has written {left[0]}")
+                result = check_command(*words, codes=(0, 2, _STARTED_CODE))
+            if result.code == 2:
+                written = [p for p in self.folder.rglob("*") if p.is_file() and "runs" in p.parts]
+                written += self.folder.glob("outputs/sweeps/*")
+                if written:
+                    raise ForbiddenOutcome(f"it was rejected, but wrote {written[0]}")
         finally:
             logging.disable(logging.NOTSET)

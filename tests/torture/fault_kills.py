@@ -1,4 +1,4 @@
-"""kill -9 at any moment of runs and sweeps."""
+"""SIGKILL at any moment of runs and sweeps."""
 
 import os
 import random
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.sweeps.engines.base import LOG_FILE
-from tests.torture import warm
+from tests.torture import forked
 from tests.torture.tally import Tally
 
 SHORT = 6
@@ -24,8 +24,8 @@ KINDS = {
     "sweep": ["sweep", *_SWEEP],
     "bf16 sweep": ["sweep", *_SWEEP, "precision=bf16"],
 }
-_COLD = 0.05  # the part of the kills that hit a Python of its own, which mostly starts up
-_TIMED = 0.25  # and that come from outside, by the clock
+_COLD = 0.05  # fraction of kills that hit a new Python, mostly during its start
+_TIMED = 0.25  # fraction of kills that come from outside, at a random time
 
 
 def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
@@ -38,7 +38,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     from qkablate.data import prepare as preparing
     from qkablate.runs import attention_map, lease, predictions, records, tensor_file
     from qkablate.sweeps.planning import manifest
-    from qkablate.sweeps.running import launcher, results_table, worker
+    from qkablate.sweeps.running import launcher, results, worker
     from qkablate.tracking import MetricsFile, WandbRun
     from qkablate.training import checkpoint, environment, hardware, result
     from qkablate.training.loop import Trainer
@@ -89,7 +89,7 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
                 *(
                     (launcher.Launcher, "_start"),
                     (launcher.Launcher, "_handle_exit"),
-                    (results_table, "write_results"),
+                    (results, "write_results"),
                 ),
                 *((worker, "_train"), (worker, "_train_logged")),
             ],
@@ -97,35 +97,67 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     }
 
 
-def _armed(moment: str, call: int, delay: float, after: bool) -> Callable[[], None]:
-    """In a process: let it and each that it forks be killed at that call, or some time later."""
+class _CallCounter:
+    """Records in a file which of the functions in `_moments` an undisturbed command calls."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def arm(self) -> None:
+        """Make this process and its forks record their calls."""
+        for moment, (_, functions) in _moments().items():
+            for target, name in functions:
+                self._wrap(target, name, f"{moment}: {name}\n".encode())
+
+    def missing(self, moments: set[str]) -> list[str]:
+        """Return the functions that no command has called."""
+        called = set(self._file.read_text("utf-8").splitlines())
+        names = [f"{moment}: {name}" for moment in moments for _, name in _moments()[moment][1]]
+        return sorted(set(names) - called)
+
+    def _wrap(self, target: Any, name: str, line: bytes) -> None:
+        original = getattr(target, name)
+        state = {"is_first": True}
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if state["is_first"]:
+                state["is_first"] = False
+                with self._file.open("ab", buffering=0) as file:
+                    file.write(line)
+            return original(*args, **kwargs)
+
+        setattr(target, name, wrapped)
+
+
+def _arm_kill(moment: str, call_number: int, delay: float, after: bool) -> Callable[[], None]:
+    """Return a function that makes a process, and its forks, die at or after a call."""
 
     def arm() -> None:
-        calls = {"": 0}
+        count = {"": 0}
 
-        def count(owner: Any, name: str) -> None:
-            original = getattr(owner, name)
+        def wrap(target: Any, name: str) -> None:
+            original = getattr(target, name)
 
-            def counted(*arguments: Any, **named: Any) -> Any:
-                calls[""] += 1
-                hit = calls[""] == call
-                if hit and not after:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                count[""] += 1
+                is_due = count[""] == call_number
+                if is_due and not after:
                     _die(delay)
-                found = original(*arguments, **named)
-                if hit:
+                value = original(*args, **kwargs)
+                if is_due:
                     _die(delay)
-                return found
+                return value
 
-            setattr(owner, name, counted)
+            setattr(target, name, wrapped)
 
-        for owner, name in _moments()[moment][1]:
-            count(owner, name)
+        for target, name in _moments()[moment][1]:
+            wrap(target, name)
 
     return arm
 
 
 def _die(delay: float) -> None:
-    """Now, or in the middle of what comes next: by another process, which needs no turn of ours."""
+    """Kill this process now, or after a delay by another process."""
     victim = os.getpid()
     if not delay:
         os.kill(victim, signal.SIGKILL)
@@ -136,143 +168,162 @@ def _die(delay: float) -> None:
         os._exit(0)
 
 
-class _Chain:
-    """One command, killed until it ends."""
+def _has_moment(kind: str, moment: str) -> bool:
+    """Return whether a command of this kind comes to a moment."""
+    return {"W&B": kind == "W&B", "sweep": KINDS[kind][0] == "sweep"}.get(moment, True)
+
+
+class _KillChain:
+    """A command that is killed several times, and then finishes."""
 
     def __init__(
         self,
         kind: str,
-        chance: random.Random,
+        rng: random.Random,
         folder: Path,
-        calm: Path,
-        took: float,
+        reference: Path,
+        seconds_needed: float,
         name: str,
     ) -> None:
-        self.words = [KINDS[kind][0], *warm.RUN, *KINDS[kind][1:]]
-        self.kind, self.chance, self.name = kind, chance, name
-        self.calm, self.took = calm, took  # the undisturbed one, and its seconds
-        self.folder = warm.prepare(folder)
+        self.words = [KINDS[kind][0], *forked.RUN, *KINDS[kind][1:]]
+        self.kind, self.rng, self.name = kind, rng, name
+        self.reference, self.seconds_needed = reference, seconds_needed  # of the undisturbed run
+        self.folder = forked.prepare(folder)
         self.tally = Tally()
-        self.story: list[str] = []
+        self.kills: list[str] = []
         self.sweep = self.words[0] == "sweep"
 
     def run(self) -> Tally:
-        for _ in range(self.chance.choice((1, 2, 2, 3, 3, 4, 6))):
+        for _ in range(self.rng.choice((1, 2, 2, 3, 3, 4, 6))):
             if not self._kill():
                 break
-            self._look_for_damage(self._logs())
-        self._end()
+            self._check_for_damage(self._logs())
+        self._finish()
         return self.tally
 
     def _kill(self) -> bool:
         """Return whether a kill hit before the command ended."""
-        chance = self.chance
-        way = chance.random()
-        cold = way < _COLD
-        if way < _TIMED:
-            seconds = chance.random() * (self.took + 3.0 * cold)
-            told = f"after {seconds:.3f} s{' from a cold start' * cold}"
-            pid = warm.start(self.words, self.folder, cold=cold)
+        rng = self.rng
+        draw = rng.random()
+        cold = draw < _COLD
+        if draw < _TIMED:
+            seconds = rng.random() * (self.seconds_needed + 3.0 * cold)
+            description = f"after {seconds:.3f} s{' from a cold start' * cold}"
+            pid = forked.start(self.words, self.folder, cold=cold)
         else:
             moments = _moments()
-            moment = chance.choice([m for m in moments if self._has(m)])
-            call = 1 + int(moments[moment][0] * chance.random() ** 1.5)
-            delay = chance.choice((0.0, 0.0, chance.uniform(0.0, 0.005)))
-            after = chance.random() < 0.5
-            told = f"{'after' if after else 'before'} {moment} {call} + {delay * 1000:.1f} ms"
-            pid = warm.start(self.words, self.folder, before=_armed(moment, call, delay, after))
-            seconds = warm.PATIENCE
-        code = warm.wait(pid, seconds)
+            moment = rng.choice([m for m in moments if _has_moment(self.kind, m)])
+            call_number = 1 + int(moments[moment][0] * rng.random() ** 1.5)
+            delay = rng.choice((0.0, 0.0, rng.uniform(0.0, 0.005)))
+            after = rng.random() < 0.5
+            description = (
+                f"{'after' if after else 'before'} {moment} {call_number} + {delay * 1000:.1f} ms"
+            )
+            pid = forked.start(
+                self.words, self.folder, before=_arm_kill(moment, call_number, delay, after)
+            )
+            seconds = forked.PATIENCE
+        code = forked.wait(pid, seconds)
         if code is None:
-            warm.kill(pid)
-            if way >= _TIMED:
-                self.tally.lost.append(self._told(f"it does not end: {told}"))
+            forked.kill(pid)
+            if draw >= _TIMED:
+                self.tally.lost.append(self._describe(f"the command hangs: {description}"))
                 return False
             code = -signal.SIGKILL
-        everything = self.sweep and chance.random() < 0.5
-        if everything and code == -signal.SIGKILL:  # as a machine short of memory may
-            warm.kill_what_is_left()
-            told += ", all its processes"
-        hit = code == -signal.SIGKILL or (code == 1 and "SIGKILL" in warm.log(self.folder))
-        if hit:
+        kill_all = self.sweep and rng.random() < 0.5
+        if kill_all and code == -signal.SIGKILL:  # as when memory runs out
+            forked.kill_children()
+            description += ", all its processes"
+        was_killed = code == -signal.SIGKILL or (
+            code == 1 and "SIGKILL" in forked.read_log(self.folder)
+        )
+        if was_killed:
             self.tally.cases += 1
-            self.story.append(told)
+            self.kills.append(description)
         elif code:
-            self.tally.wrong.append(self._told(f"code {code} ({told}): {warm.log(self.folder)}"))
-        return hit
+            self.tally.wrong.append(
+                self._describe(f"code {code} ({description}): {forked.read_log(self.folder)}")
+            )
+        return was_killed
 
-    def _has(self, moment: str) -> bool:
-        return {"W&B": self.kind == "W&B", "sweep": self.sweep}.get(moment, True)
-
-    def _end(self) -> None:
-        """Undisturbed, from where the kills have left it."""
-        settled = not warm.children()  # else runs whose launcher is gone may get on yet
-        written = self._written() if settled else {}
+    def _finish(self) -> None:
+        """Run the command undisturbed on what the kills have left, and compare."""
+        is_idle = (
+            not forked.find_children()
+        )  # otherwise runs of a killed launcher may still progress
+        checkpoints = self._newest_checkpoints() if is_idle else {}
         before = {path: len(text) for path, text in self._logs().items()}
-        code = warm.wait(pid := warm.start(self.words, self.folder))
+        code = forked.wait(pid := forked.start(self.words, self.folder))
         if code is None:
-            warm.kill(pid)
-            self.tally.lost.append(self._told("it never ends"))
+            forked.kill(pid)
+            self.tally.lost.append(self._describe("the command hangs"))
         elif code:
-            self.tally.lost.append(self._told(f"code {code}: {warm.log(self.folder)}"))
+            self.tally.lost.append(self._describe(f"code {code}: {forked.read_log(self.folder)}"))
         else:
             logs = self._logs()
-            self._look_for_damage(logs)
-            for run, step in written.items():
-                log = self._log(run)
-                said = logs[log][before.get(log, 0) if self.sweep else 0 :]
-                used = re.search(r"resuming from step (\d+)", said)
-                if used is None or int(used[1]) != step:
-                    self.tally.lost.append(self._told(f"step {step} was not used: {said[-2000:]}"))
-            if found := warm.difference(self.calm, self.folder):
-                self.tally.wrong.append(self._told(found))
-        if left := warm.left():
-            self.tally.wrong.append(self._told(f"it leaves {left}"))
+            self._check_for_damage(logs)
+            for run, step in checkpoints.items():
+                path = self._log(run)
+                log_text = logs[path][before.get(path, 0) if self.sweep else 0 :]
+                resumed = re.search(r"resuming from step (\d+)", log_text)
+                if resumed is None or int(resumed[1]) != step:
+                    self.tally.lost.append(
+                        self._describe(f"step {step} was not used: {log_text[-2000:]}")
+                    )
+            if difference := forked.find_difference(self.reference, self.folder):
+                self.tally.wrong.append(self._describe(difference))
+        if leftovers := forked.find_leftovers():
+            self.tally.wrong.append(self._describe(f"processes are left: {leftovers}"))
 
-    def _written(self) -> dict[Path, int]:
+    def _newest_checkpoints(self) -> dict[Path, int]:
         """Return the newest checkpoint of each run that has one and has no result."""
-        unfinished = (r for r in warm.runs(self.folder) if not (r / "result.json").exists())
-        return {run: step for run in unfinished if (step := warm.saved(run)) >= 0}
+        unfinished = (r for r in forked.find_runs(self.folder) if not (r / "result.json").exists())
+        return {run: step for run in unfinished if (step := forked.newest_step(run)) >= 0}
 
     def _log(self, run: Path) -> Path:
         return run / LOG_FILE if self.sweep else self.folder / "log"
 
     def _logs(self) -> dict[Path, str]:
-        paths = {self.folder / "log", *map(self._log, warm.runs(self.folder))}
+        paths = {self.folder / "log", *map(self._log, forked.find_runs(self.folder))}
         return {p: p.read_text("utf-8", "replace") if p.exists() else "" for p in paths}
 
-    def _look_for_damage(self, logs: dict[Path, str]) -> None:
+    def _check_for_damage(self, logs: dict[Path, str]) -> None:
         """Check that a kill leaves nothing half-written under a final name."""
-        for said in logs.values():
-            if "damaged" in said or "Traceback" in said:
-                self.tally.wrong.append(self._told(said[-2000:]))
+        for log_text in logs.values():
+            if "damaged" in log_text or "Traceback" in log_text:
+                self.tally.wrong.append(self._describe(log_text[-2000:]))
 
-    def _told(self, what: str) -> str:
-        return f"{self.name} ({self.kind}; killed {'; '.join(self.story)}): {what}"
+    def _describe(self, message: str) -> str:
+        return f"{self.name} ({self.kind}; killed {'; '.join(self.kills)}): {message}"
 
 
-def _lane(cases: int, chance: random.Random, folder: Path, number: int) -> Tally:
-    found, calm, took = Tally(), dict[str, Path](), dict[str, float]()
+def _lane(cases: int, rng: random.Random, folder: Path, number: int) -> Tally:
+    tally, reference, seconds_needed = Tally(), dict[str, Path](), dict[str, float]()
     chains = 0
-    while found.cases < cases:
-        kind = chance.choice(list(KINDS)[number :: warm.LANES])
-        if kind not in calm:
-            calm[kind] = warm.prepare(folder / f"calm {kind}")
-            words = [KINDS[kind][0], *warm.RUN, *KINDS[kind][1:]]
+    while tally.cases < cases:
+        kind = rng.choice(list(KINDS)[number :: forked.LANES])
+        if kind not in reference:
+            reference[kind] = forked.prepare(folder / f"reference {kind}")
+            words = [KINDS[kind][0], *forked.RUN, *KINDS[kind][1:]]
             began = time.monotonic()
-            if code := warm.wait(warm.start(words, calm[kind])):
-                raise RuntimeError(f"code {code} of {words}: {warm.log(calm[kind])}")
-            took[kind] = time.monotonic() - began
+            counter = _CallCounter(folder / f"calls {kind}")
+            if code := forked.wait(forked.start(words, reference[kind], before=counter.arm)):
+                raise RuntimeError(f"code {code} of {words}: {forked.read_log(reference[kind])}")
+            seconds_needed[kind] = time.monotonic() - began
+            moments = {m for m in _moments() if _has_moment(kind, m)} - {"resuming"}
+            tally.wrong += [f"{kind}: never called: {call}" for call in counter.missing(moments)]
         name = f"chain {chains} of {folder.name}"
-        chain = _Chain(kind, chance, folder / str(chains), calm[kind], took[kind], name)
-        found.add(chain.run())
+        chain = _KillChain(
+            kind, rng, folder / str(chains), reference[kind], seconds_needed[kind], name
+        )
+        tally.add(chain.run())
         chains += 1
-    return found
+    return tally
 
 
 def torture(cases: int, seed: int, folder: Path) -> Tally:
-    return warm.apart(__file__, cases, seed, folder)
+    return forked.run_isolated(__file__, cases, seed, folder)
 
 
 if __name__ == "__main__":
-    warm.main(_lane)
+    forked.main(_lane)

@@ -1,4 +1,4 @@
-"""Many runs in one sweep leave nothing behind, and a run without memory dies alone."""
+"""A sweep of many runs leaks nothing, and a run without memory fails alone."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from pathlib import Path
 from tests.torture.tally import Tally
 
 SHORT, FULL = 15, 505
-_BOUND = 400  # seconds: then it hangs
-_FEW = 100  # runs, of which half must have ended before the launcher has all it needs
-_GROWTH = 0.05  # of its memory from then on: a fifth or, of few, half of the runs
-# With two runs at once: of the launcher, and of its processes (the server that forks, the one that
-# watches over semaphores, two runs and two that end, each with a git that tells the code's state).
-_MOST = {"files": 16, "processes": 11, "shared": 4}
+_BOUND = 400  # seconds until a sweep counts as hanging
+_SMALL_SWEEP = 100  # runs; half of them must end before the launcher's memory is stable
+_MAX_GROWTH = 0.05  # of the launcher's memory after a fifth (in a small sweep: half) of the runs
+# Limits with two runs at once: open files of the launcher, and its processes (fork server, resource
+# tracker, two runs and two that end, each with a git process that describes the code).
+_LIMITS = {"files": 16, "processes": 11, "shared": 4}
 
-# Each asks for more memory than there is, in its own way.
+# Ways to request more memory than there is.
 _STARVES = {
     "tensor": "torch.empty(2**60)",
     "limited_tensor": "limit(); kept = [torch.ones(2**24) for _ in range(64)]",
@@ -37,7 +37,7 @@ from qkablate.attention import QK, matrix, project, split_heads
 
 
 def limit():
-    """A quarter of a gigabyte more than it has."""
+    """Limit the memory to a quarter of a gigabyte more than now."""
     pages = int(open("/proc/self/statm").read().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28,) * 2)
 
@@ -64,37 +64,37 @@ class Starves(QK):
 
 
 @dataclass(frozen=True)
-class _Look:
-    """The launcher and its processes at one moment."""
+class _Observation:
+    """State of the launcher and its processes at one moment."""
 
     done: int
-    memory: int  # of the launcher, in bytes
-    files: int  # that it has open
+    memory: int  # the launcher's, in bytes
+    files: int  # open in the launcher
     processes: int  # of the sweep, the launcher included
-    shared: int  # semaphores and shared memory, of all of them
+    shared: int  # semaphores and shared memory of all processes
 
 
-def _look(launcher: int, folder: Path) -> _Look:
+def _observe(launcher: int, folder: Path) -> _Observation:
     status = Path(f"/proc/{launcher}/status").read_text()
-    found = re.search(r"VmRSS:\s+(\d+)", status)
-    own = _processes(folder)
+    match = re.search(r"VmRSS:\s+(\d+)", status)
+    pids = _processes(folder)
     shared = 0
-    for pid in own:
-        with suppress(OSError):  # it has ended
+    for pid in pids:
+        with suppress(OSError):  # the process has ended
             shared += Path(f"/proc/{pid}/maps").read_text().count("/dev/shm/")
     done = sum(1 for _ in folder.glob("out/runs/*/result.json"))
     files = len(os.listdir(f"/proc/{launcher}/fd"))
-    return _Look(done, int(found[1]) * 1024 if found else 0, files, len(own), shared)
+    return _Observation(done, int(match[1]) * 1024 if match else 0, files, len(pids), shared)
 
 
 def _processes(folder: Path) -> list[int]:
-    """All that have the folder as their home."""
-    found = []
+    """Return the processes that have the folder as their home."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if f"HOME={folder}\0".encode() in (path / "environ").read_bytes():
-                found.append(int(path.name))
-    return found
+                pids.append(int(path.name))
+    return pids
 
 
 def _command(folder: Path, *words: str) -> list[str]:
@@ -112,63 +112,66 @@ def _sweep(folder: Path, *words: str) -> list[str]:
     )
 
 
-def _watched(folder: Path, runs: int) -> tuple[int | None, list[_Look]]:
+def _observe_sweep(folder: Path, runs: int) -> tuple[int | None, list[_Observation]]:
     """Watch a sweep until it ends; return its exit code, or None if it hangs."""
-    words, looks = _sweep(folder, f"seed=range({runs})"), list[_Look]()
-    with (folder / "told.txt").open("wb") as told:
+    words, observations = _sweep(folder, f"seed=range({runs})"), list[_Observation]()
+    with (folder / "output.txt").open("wb") as output:
         launcher = subprocess.Popen(
-            words, env={**os.environ, "HOME": str(folder)}, stdout=told, stderr=told
+            words,
+            env={**os.environ, "HOME": str(folder)},
+            stdout=output,
+            stderr=output,
         )
-        until = time.monotonic() + _BOUND
+        deadline = time.monotonic() + _BOUND
         while launcher.poll() is None:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 launcher.kill()
                 launcher.wait()
-                return None, looks
-            with suppress(OSError):  # it has ended meanwhile
-                looks.append(_look(launcher.pid, folder))
+                return None, observations
+            with suppress(OSError):  # the sweep has ended
+                observations.append(_observe(launcher.pid, folder))
             time.sleep(0.1)
-    return launcher.returncode, looks
+    return launcher.returncode, observations
 
 
-def _many(folder: Path, runs: int) -> Tally:
-    found = Tally(runs)
-    code, looks = _watched(folder, runs)
+def _many_runs(folder: Path, runs: int) -> Tally:
+    tally = Tally(runs)
+    code, observations = _observe_sweep(folder, runs)
     results = [json.loads(p.read_text()) for p in folder.glob("out/runs/*/result.json")]
     done = sum(result["status"] == "done" for result in results)
     if code != 0 or done != runs:
-        said = (folder / "told.txt").read_text()[-500:]
-        found.lost.append(f"{done} of {runs} runs are done, exit code {code}: {said}")
-        return found
-    settled = runs // 5 if runs > _FEW else runs // 2
-    # Not the last looks: other libraries are imported for the table at the end.
-    training = [look for look in looks if settled <= look.done < runs]
+        output = (folder / "output.txt").read_text()[-500:]
+        tally.lost.append(f"{done} of {runs} runs are done, exit code {code}: {output}")
+        return tally
+    warm_up = runs // 5 if runs > _SMALL_SWEEP else runs // 2
+    # Not the last observations: more libraries are imported for the table at the end.
+    training = [observation for observation in observations if warm_up <= observation.done < runs]
     if len(training) < 2:
-        found.wrong.append(f"seen {len(training)} times while it trained: too seldom")
-        return found
+        tally.wrong.append(f"observed only {len(training)} times during training")
+        return tally
     first, last = training[0].memory, training[-1].memory
-    if abs(last - first) > _GROWTH * first:
-        found.wrong.append(f"the launcher's memory went from {first:,} to {last:,} bytes")
-    for what, most in _MOST.items():
-        peak = max(getattr(look, what) for look in looks)
-        if peak > most:
-            found.wrong.append(f"{what}: {peak} at once")
-    if left := _left(folder):
-        found.wrong.append(f"processes that outlive the sweep: {left}")
-    return found
+    if abs(last - first) > _MAX_GROWTH * first:
+        tally.wrong.append(f"the launcher's memory went from {first:,} to {last:,} bytes")
+    for what, limit in _LIMITS.items():
+        peak = max(getattr(observation, what) for observation in observations)
+        if peak > limit:
+            tally.wrong.append(f"{what}: {peak} at once")
+    if leftovers := _find_leftovers(folder):
+        tally.wrong.append(f"processes are left: {leftovers}")
+    return tally
 
 
-def _left(folder: Path) -> list[int]:
+def _find_leftovers(folder: Path) -> list[int]:
     """Return the processes that still exist after a grace period."""
-    until = time.monotonic() + 10
-    while (left := _processes(folder)) and time.monotonic() < until:
+    deadline = time.monotonic() + 10
+    while (leftovers := _processes(folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return left
+    return leftovers
 
 
-def _starving(folder: Path, _: int) -> Tally:
-    """Each beside others, all of which end well but those that starve."""
-    found = Tally(1 + len(_STARVES))
+def _starving_runs(folder: Path, _: int) -> Tally:
+    """Run a sweep in which only the runs without memory fail."""
+    tally = Tally(1 + len(_STARVES))
     files = []
     for name, act in _STARVES.items():
         files.append(folder / f"{name}.py")
@@ -178,30 +181,30 @@ def _starving(folder: Path, _: int) -> Tally:
     )
     env = {**os.environ, "HOME": str(folder)}
     done = subprocess.run([*words, "seed=1000"], env=env, capture_output=True, timeout=_BOUND)
-    told = subprocess.run(
+    status_output = subprocess.run(
         _command(folder, "status", "hungry", "--json"), env=env, capture_output=True
     )
     try:
-        states = {s["variant"]: s for s in json.loads(told.stdout)["states"]}
+        states = {s["variant"]: s for s in json.loads(status_output.stdout)["states"]}
     except ValueError:
-        found.lost.append(f"no sweep: {done.stderr.decode()[-500:]}")
-        return found
+        tally.lost.append(f"no sweep: {done.stderr.decode()[-500:]}")
+        return tally
     for name, state in states.items():
-        wanted = "failed" if name in _STARVES else "done"
-        if state["status"] != wanted:
-            found.lost.append(f"{name} is {state['status']}: {state['error']}")
-        elif wanted == "failed" and name not in done.stdout.decode():
-            found.wrong.append(f"{name} is not told to have failed")
-        elif wanted == "failed" and not re.search("(?i)memory|allocate", state["error"] or ""):
-            found.wrong.append(f"{name} failed for another reason: {state['error']}")
-    if done.returncode != 1 or len(states) != found.cases:
-        found.wrong.append(f"{len(states)} runs, exit code {done.returncode}")
-    return found
+        expected = "failed" if name in _STARVES else "done"
+        if state["status"] != expected:
+            tally.lost.append(f"{name} is {state['status']}: {state['error']}")
+        elif expected == "failed" and name not in done.stdout.decode():
+            tally.wrong.append(f"{name} is not reported as failed")
+        elif expected == "failed" and not re.search("(?i)memory|allocate", state["error"] or ""):
+            tally.wrong.append(f"{name} failed for another reason: {state['error']}")
+    if done.returncode != 1 or len(states) != tally.cases:
+        tally.wrong.append(f"{len(states)} runs, exit code {done.returncode}")
+    return tally
 
 
 def torture(cases: int, seed: int, folder: Path) -> Tally:
     tally = Tally()
-    for name, part in (("starving", _starving), ("many", _many)):
+    for name, part in (("starving", _starving_runs), ("many", _many_runs)):
         (folder / name).mkdir()
         (folder / name / "text.txt").write_text("the cat sat on the mat and saw two dogs\n" * 400)
         tally.add(part(folder / name, cases - tally.cases))

@@ -1,7 +1,7 @@
-"""Numbers that are none: losses, gradients and weights that overflow, at any step.
+"""NaN and infinity: losses, gradients and weights that overflow, at any step.
 
-A case is a run, or a sweep with an arm that goes wrong. It ends as `diverged` at the step where it
-did, with exit code 3 of a run; it stays out of every mean and rank; and no JSON has a NaN in it.
+A case is a run, or a sweep with an arm that diverges. It ends as `diverged` at the right step, with
+exit code 3 for a run; it is left out of every mean and rank; and no JSON contains a NaN.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 from qkablate.training import hardware
 from qkablate.training.loop import Trainer
 from qkablate.training.session import build_initial_model
-from tests.torture.readers import SMALL, command, text, wrong
+from tests.torture.readers import SMALL, find_problem, prepare_text, run_command
 from tests.torture.tally import Tally
 
 SHORT = 4
@@ -27,67 +27,73 @@ _BAD = (math.nan, math.inf, -math.inf)
 
 
 def torture(cases: int, seed: int, folder: Path) -> Tally:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     tally = Tally()
-    words = [*SMALL, *text(folder / "data")]
-    said = command("train", *words, f"out={folder / 'good'}")
-    assert said.code == 0, said.err
+    words = [*SMALL, *prepare_text(folder / "data")]
+    result = run_command("train", *words, f"out={folder / 'good'}")
+    assert result.code == 0, result.err
     for n in range(cases):
-        what = _WHAT[n % len(_WHAT)]
+        fault = _FAULTS[n % len(_FAULTS)]
         tally.cases += 1
         case = folder / str(n)
-        name, found = what(chance, case, words)
-        found = found or _no_nan(case)
-        if found:
-            tally.wrong.append(f"{name}: {found}")
+        name, problem = fault(rng, case, words)
+        problem = problem or _find_nan(case)
+        if problem:
+            tally.wrong.append(f"{name}: {problem}")
     return tally
 
 
-def _poisoned(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
+def _poison(rng: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
     """Poison the loss, a gradient or a weight at one step."""
-    where, bad = chance.choice(["loss", "gradient", "weight"]), chance.choice(_BAD)
-    step, half = chance.randrange(_STEPS), chance.choice(["fp32", "bf16"])
-    every = chance.choice([1, 2, 5])
+    where, bad_value = rng.choice(["loss", "gradient", "weight"]), rng.choice(_BAD)
+    step, precision = rng.randrange(_STEPS), rng.choice(["fp32", "bf16"])
+    every = rng.choice([1, 2, 5])
     original = Trainer._step
 
-    def stepped(self: Trainer, at: int) -> torch.Tensor:
-        if at != step:
-            return original(self, at)
+    def patched_step(self: Trainer, number: int) -> torch.Tensor:
+        if number != step:
+            return original(self, number)
         weight = next(self.model.parameters())
         if where == "weight":
             with torch.no_grad():
-                weight[:] = bad
+                weight[:] = bad_value
         handle = None
         if where == "gradient":
-            handle = weight.register_hook(lambda gradient: gradient * bad)
+            handle = weight.register_hook(lambda gradient: gradient * bad_value)
         try:
             if where != "loss":
-                return original(self, at)
+                return original(self, number)
             loss = self.train_step.training_loss
             with mock.patch.object(
-                self.train_step, "training_loss", lambda *given: loss(*given) * bad
+                self.train_step, "training_loss", lambda *args: loss(*args) * bad_value
             ):
-                return original(self, at)
+                return original(self, number)
         finally:
             if handle is not None:
                 handle.remove()
 
-    with mock.patch.object(Trainer, "_step", stepped):
-        said = command(
-            *("train", *words, f"precision={half}", f"tracking.log_every={every}", f"out={out}")
+    with mock.patch.object(Trainer, "_step", patched_step):
+        result = run_command(
+            *(
+                "train",
+                *words,
+                f"precision={precision}",
+                f"tracking.log_every={every}",
+                f"out={out}",
+            )
         )
-    # A gradient shows in the loss of the next step, or in a validation before that.
-    late = where == "gradient" and (step + 1) % _EVAL_EVERY
-    expected = step + 1 + bool(late)
+    # A gradient affects the loss of the next step, or an earlier validation.
+    is_late = where == "gradient" and (step + 1) % _EVAL_EVERY
+    expected = step + 1 + bool(is_late)
     return (
-        f"{where} {bad} at step {step}, {half}, logged every {every}",
-        wrong(said, (3,)) or _diverged_at(out, expected),
+        f"{where} {bad_value} at step {step}, {precision}, logged every {every}",
+        find_problem(result, (3,)) or _check_divergence(out, expected),
     )
 
 
-def _absurd(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
-    """Rates, and starts, that no number survives; where one does, it is a result."""
-    more = chance.choice(
+def _absurd_settings(rng: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
+    """Train with absurd settings, which may diverge or finish."""
+    overrides = rng.choice(
         [
             ["optim.lr=1000", "optim.clip=0", "model.norm=none"],
             ["optim.lr=1000", "optim.clip=0", "precision=bf16", "model.norm=none"],
@@ -95,41 +101,43 @@ def _absurd(chance: random.Random, out: Path, words: list[str]) -> tuple[str, st
             ["optim.lr=1000", "optim.betas=[0.0,0.0]", "optim.clip=0"],
         ]
     )
-    said = command("train", *words, *more, f"seed={chance.randrange(10**6)}", f"out={out}")
-    status = _end(out)["status"]
-    told = f"exit code {said.code} of a {status} run" * (
-        said.code != {"done": 0, "diverged": 3}[status]
+    result = run_command("train", *words, *overrides, f"seed={rng.randrange(10**6)}", f"out={out}")
+    status = _read_result(out)["status"]
+    problem = f"exit code {result.code} of a {status} run" * (
+        result.code != {"done": 0, "diverged": 3}[status]
     )
-    return " ".join(more), wrong(said, (0, 3)) or told
+    return " ".join(overrides), find_problem(result, (0, 3)) or problem
 
 
-def _refused(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
-    word = chance.choice(["optim.lr=1e6", "optim.lr=nan", "optim.lr=inf", "optim.clip=-inf"])
-    return word, wrong(command("train", *words, word, f"out={out}"), (2,))
+def _rejected_settings(rng: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
+    word = rng.choice(["optim.lr=1e6", "optim.lr=nan", "optim.lr=inf", "optim.clip=-inf"])
+    return word, find_problem(run_command("train", *words, word, f"out={out}"), (2,))
 
 
-def _started(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
-    """Weights that are too large from the start: the first reading of validation says so."""
-    scale, half = 10.0 ** chance.randrange(30, 300), chance.choice(["fp32", "bf16"])
+def _scale_initial_weights(rng: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
+    """Scale the initial weights so that the first validation diverges."""
+    scale, precision = 10.0 ** rng.randrange(30, 300), rng.choice(["fp32", "bf16"])
 
-    def grown(*given: Any) -> Any:
-        model = build_initial_model(*given)
+    def build_scaled_model(*args: Any) -> Any:
+        model = build_initial_model(*args)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(scale).mul_(scale)
         return model
 
-    with mock.patch("qkablate.training.session.build_initial_model", grown):
-        said = command("train", *words, f"precision={half}", f"out={out}")
-    return f"start times {scale}, {half}", wrong(said, (3,)) or _diverged_at(out, 0)
+    with mock.patch("qkablate.training.session.build_initial_model", build_scaled_model):
+        result = run_command("train", *words, f"precision={precision}", f"out={out}")
+    return f"start times {scale}, {precision}", find_problem(result, (3,)) or _check_divergence(
+        out, 0
+    )
 
 
-def _overflowing(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
+def _overflow_fp16(rng: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
     """Overflow fp16: the scaler skips these steps and finds a scale, also across a resume.
 
     fp16 is for GPUs; here it is computed on the CPU.
     """
-    exponent, stop = chance.randrange(22, 28), chance.randrange(1, 29)
+    exponent, stop = rng.randrange(22, 28), rng.randrange(1, 29)
     words = [*words, "train.steps=30", "train.checkpoint_every=7", "tracking.log_every=1"]
     scalers = []
 
@@ -137,102 +145,117 @@ def _overflowing(chance: random.Random, out: Path, words: list[str]) -> tuple[st
         scalers.append(original(device, init_scale=2.0**exponent, growth_interval=4))
         return scalers[-1]
 
-    def stopped(self: Trainer, at: int, original: Any = Trainer._step) -> torch.Tensor:
-        if at == stop:
+    def patched_stop(self: Trainer, number: int, original: Any = Trainer._step) -> torch.Tensor:
+        if number == stop:
             raise KeyboardInterrupt
-        return original(self, at)
+        return original(self, number)
 
-    def half(*_: Any) -> Any:
+    def half_precision(*_: Any) -> Any:
         return torch.autocast("cpu", torch.float16)
 
     with (
         mock.patch.object(torch.amp, "GradScaler", scaler),
-        mock.patch.object(hardware, "autocast", half),
+        mock.patch.object(hardware, "autocast", half_precision),
     ):
-        calm = command("train", *words, f"out={out / 'calm'}")
-        with mock.patch.object(Trainer, "_step", stopped):
-            command("train", *words, f"out={out / 'rough'}")
-        rough = command("train", *words, f"out={out / 'rough'}")
+        reference = run_command("train", *words, f"out={out / 'reference'}")
+        with mock.patch.object(Trainer, "_step", patched_stop):
+            run_command("train", *words, f"out={out / 'interrupted'}")
+        interrupted = run_command("train", *words, f"out={out / 'interrupted'}")
     name = f"a scale of 2**{exponent}, interrupted at step {stop}"
-    if found := wrong(calm, (0,)) or wrong(rough, (0,)):
-        return name, found
-    if not all(1 < one.get_scale() <= 2.0**20 for one in (scalers[0], scalers[-1])):
-        return name, f"scales of {[one.get_scale() for one in scalers]}"
-    calm_end, rough_end = (_end(out / each) for each in ("calm", "rough"))
-    if calm_end["loss"]["test"] > 5.52:  # of 256 bytes, 5.55 is nothing learned
-        return name, f"nothing is learned: {calm_end['loss']}"
-    return name, "" if calm_end["loss"] == rough_end["loss"] else "it went on otherwise"
+    if problem := find_problem(reference, (0,)) or find_problem(interrupted, (0,)):
+        return name, problem
+    if not all(1 < each.get_scale() <= 2.0**20 for each in (scalers[0], scalers[-1])):
+        return name, f"scales of {[each.get_scale() for each in scalers]}"
+    reference_end, interrupted_end = (
+        _read_result(out / each) for each in ("reference", "interrupted")
+    )
+    if reference_end["loss"]["test"] > 5.52:  # a uniform guess of 256 bytes has 5.55
+        return name, f"nothing is learned: {reference_end['loss']}"
+    return name, "" if reference_end["loss"] == interrupted_end[
+        "loss"
+    ] else "the resumed run computed other numbers"
 
 
-def _end(out: Path) -> Any:
+def _read_result(out: Path) -> Any:
     (path,) = out.glob("runs/*/result.json")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _swept(chance: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
-    """Let one run, or all runs of one arm, go wrong in a sweep of two arms and three seeds.
+def _diverging_arm(rng: random.Random, out: Path, words: list[str]) -> tuple[str, str]:
+    """Let one run, or all runs of one arm, diverge in a sweep of two arms and three seeds.
 
-    The results must have no NaN, leave out these pairs, and not rank such an arm.
+    The results must contain no NaN, leave out these pairs, and not rank such an arm.
     """
-    whole = chance.random() < 0.5
-    bad = ["0", "1", "2"] if whole else [str(chance.randrange(3))]
+    all_seeds = rng.random() < 0.5
+    bad_seeds = ["0", "1", "2"] if all_seeds else [str(rng.randrange(3))]
     for arm in ("standard", "no_q"):
         for seed in range(3):
             loss = Trainer.evaluate
-            broken = arm == "no_q" and str(seed) in bad
+            is_broken = arm == "no_q" and str(seed) in bad_seeds
 
-            def none(self: Trainer, split: str, loss: Any = loss, broken: bool = broken) -> Any:
-                return {**loss(self, split), **({"loss": math.nan} if broken else {})}
+            def evaluate_nan(
+                self: Trainer, split: str, loss: Any = loss, is_broken: bool = is_broken
+            ) -> Any:
+                return {**loss(self, split), **({"loss": math.nan} if is_broken else {})}
 
-            with mock.patch.object(Trainer, "evaluate", none):
-                command("train", *words, f"variant={arm}", f"seed={seed}", f"out={out}")
+            with mock.patch.object(Trainer, "evaluate", evaluate_nan):
+                run_command("train", *words, f"variant={arm}", f"seed={seed}", f"out={out}")
     grid = ["variant=standard,no_q", "seed=range(3)"]
-    name = f"no_q diverges with seeds {','.join(bad)}"
-    if found := wrong(command("sweep", *words, *grid, f"out={out}"), (0,)):
-        return name, found
-    said = command("results", f"out={out}", "--format", "json")
-    page = command("report", f"out={out}", "-o", str(out / "page.md"))
-    if found := wrong(said, (0,)) or wrong(page, (0,)):
-        return name, found
-    found = json.loads(said.out, parse_constant=_refuse)
-    for arm in found["arms"]:
+    name = f"no_q diverges with seeds {','.join(bad_seeds)}"
+    if problem := find_problem(run_command("sweep", *words, *grid, f"out={out}"), (0,)):
+        return name, problem
+    result = run_command("results", f"out={out}", "--format", "json")
+    page = run_command("report", f"out={out}", "-o", str(out / "page.md"))
+    if problem := find_problem(result, (0,)) or find_problem(page, (0,)):
+        return name, problem
+    summary = json.loads(result.out, parse_constant=_reject_constant)
+    for arm in summary["arms"]:
         losses = [run["test_loss"] for run in arm["runs"] if run["test_loss"] is not None]
-        wanted = 3 if arm["variant"] == "standard" else 3 - len(bad)
-        if (len(losses), arm["n"]) != (wanted, wanted):
+        expected_count = 3 if arm["variant"] == "standard" else 3 - len(bad_seeds)
+        if (len(losses), arm["n"]) != (expected_count, expected_count):
             return name, f"{arm['arm']} has {len(losses)} losses, and {arm['n']} are counted"
         if losses and not math.isclose(arm["mean"], math.fsum(losses) / len(losses)):
             return name, f"{arm['arm']}: the mean of {losses} is not {arm['mean']}"
         if not losses and arm["mean"] is not None:
             return name, f"{arm['arm']}: the mean of nothing is {arm['mean']}"
-    if counts := [gap["n"] for gap in found["gaps"] if gap["n"] != 3 - len(bad)]:
+    if counts := [gap["n"] for gap in summary["gaps"] if gap["n"] != 3 - len(bad_seeds)]:
         return name, f"a gap of {counts} pairs"
-    ranked = {one["arm"] for ranking in found["rankings"] for one in ranking["ranks"]}
-    if whole and ranked & {arm["arm"] for arm in found["arms"] if arm["variant"] == "no_q"}:
+    ranked = {entry["arm"] for ranking in summary["rankings"] for entry in ranking["ranks"]}
+    if all_seeds and ranked & {arm["arm"] for arm in summary["arms"] if arm["variant"] == "no_q"}:
         return name, f"{ranked} are ranked"
-    told = (out / "page.md").read_text(encoding="utf-8").lower()
-    return name, "a nan in the report" if re.search(r"\bnan\b", told) else ""
+    text = (out / "page.md").read_text(encoding="utf-8").lower()
+    return name, "a nan in the report" if re.search(r"\bnan\b", text) else ""
 
 
-_WHAT = (_poisoned, _swept, _overflowing, _absurd, _started, _poisoned, _refused, _poisoned)
+_FAULTS = (
+    _poison,
+    _diverging_arm,
+    _overflow_fp16,
+    _absurd_settings,
+    _scale_initial_weights,
+    _poison,
+    _rejected_settings,
+    _poison,
+)
 
 
-def _diverged_at(out: Path, step: int) -> str:
-    result = _end(out)
-    found = result["status"], result.get("diverged_at")
-    return "" if found == ("diverged", step) else f"{found}, not diverged at {step}"
+def _check_divergence(out: Path, step: int) -> str:
+    result = _read_result(out)
+    outcome = result["status"], result.get("diverged_at")
+    return "" if outcome == ("diverged", step) else f"{outcome}, not diverged at {step}"
 
 
-def _refuse(word: str) -> None:
+def _reject_constant(word: str) -> None:
     raise ValueError(f"a {word} in JSON")
 
 
-def _no_nan(out: Path) -> str:
-    """Return the JSON that contains NaN, if any."""
+def _find_nan(out: Path) -> str:
+    """Return the JSON file that contains NaN, if any."""
     for path in [*out.rglob("*.json"), *out.rglob("*.jsonl")]:
         lines = path.read_text(encoding="utf-8")
         for line in lines.splitlines() if path.suffix == ".jsonl" else [lines]:
             try:
-                json.loads(line, parse_constant=_refuse)
+                json.loads(line, parse_constant=_reject_constant)
             except ValueError as error:
                 return f"{path.name}: {error}"
     return ""

@@ -1,9 +1,9 @@
-"""Power loss: what was not forced to disk is there, half there, zeros, or not there.
+"""Power loss: data that was not synced is present, partial, zeroed or absent.
 
-A run or a sweep is recorded: before and after every call of any of its processes that moves names
-or forces something to disk, how its folder looks, and what of that must outlast a power cut by what
-was forced: a file's content by fsync of the file, a name by fsync of its folder, and nothing else
-by anything else. So every moment allows many states of the disk, some of which are tried.
+A run or a sweep is recorded: before and after every call that changes names or syncs, in any of its
+processes, the content of its folder and the part of it that survives a power cut. fsync of a file
+secures its content, fsync of a folder its names, and nothing else secures anything. So every moment
+allows many states of the disk, some of which are tried.
 """
 
 import os
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.sweeps.engines.base import LOG_FILE
-from tests.torture import warm
+from tests.torture import forked
 from tests.torture.tally import Tally
 
 SHORT = 5
@@ -30,124 +30,129 @@ _KINDS = [
     ["train", "variant=merged_w", "train.checkpoint_every=3"],
     ["sweep", "variant=standard,no_q", "seed=0", "workers=2", "sweep.baseline=null"],
 ]
-_STATES = 6  # that are tried of one recording
+_STATES = 6  # tried per recording
 _SECTOR = 512
 _IGNORED = {"log", "corpus.txt"}
 
-Names = dict[str, int]  # of one folder: what each name stands for
+Names = dict[str, int]  # inodes by name, of one folder
 
 
 @dataclass
 class _Disk:
-    """At one moment: what there is, and what is sure to be there after a power cut."""
+    """Content of a disk at one moment, and the part that survives a power cut."""
 
-    seen: dict[int, Names | bytes | str] = field(default_factory=dict)  # a str is a link
-    sure: dict[int, Names | bytes | str] = field(default_factory=dict)
-    # Changes of names in a folder since it was forced to disk; each alone may have happened.
+    current: dict[int, Names | bytes | str] = field(default_factory=dict)  # a str is a link
+    durable: dict[int, Names | bytes | str] = field(default_factory=dict)
+    # Changes of names in a folder since its last sync; each may or may not reach the disk.
     pending: dict[int, list[dict[str, int | None]]] = field(default_factory=dict)
     root: int = 0
-    # By the folder of a run: the step of the newest checkpoint that was finished.
+    # Step of the newest complete checkpoint, by the folder of a run.
     steps: dict[str, int] = field(default_factory=dict)
-    ended: set[str] = field(default_factory=set)  # those with a result
+    ended: set[str] = field(default_factory=set)  # runs with a result
 
     def copy(self) -> "_Disk":
         pending = {folder: list(changes) for folder, changes in self.pending.items()}
         steps, ended = dict(self.steps), set(self.ended)
-        return _Disk(dict(self.seen), dict(self.sure), pending, self.root, steps, ended)
+        return _Disk(dict(self.current), dict(self.durable), pending, self.root, steps, ended)
 
-    def after_a_cut(self, target: Path, chance: random.Random) -> None:
-        """One of the states that the disk may be in, made in a new folder."""
-        likely = chance.choice((0.0, 0.5, 0.5, 0.9, 1.0))
-        self._make(self.root, target, chance, likely)
+    def make_cut_state(self, target: Path, rng: random.Random) -> None:
+        """Create one of the possible states after a power cut, in a new folder."""
+        probability = rng.choice((0.0, 0.5, 0.5, 0.9, 1.0))
+        self._make_entry(self.root, target, rng, probability)
 
-    def _make(self, id: int, target: Path, chance: random.Random, likely: float) -> None:
-        seen = self.seen[id]
-        if isinstance(seen, str):
-            target.symlink_to(seen)
+    def _make_entry(self, inode: int, target: Path, rng: random.Random, probability: float) -> None:
+        current = self.current[inode]
+        if isinstance(current, str):
+            target.symlink_to(current)
             return
-        if isinstance(seen, bytes):
-            sure = self.sure.get(id, b"")
-            assert isinstance(sure, bytes)
-            target.write_bytes(_torn(sure, seen, chance) if chance.random() > likely else seen)
+        if isinstance(current, bytes):
+            durable = self.durable.get(inode, b"")
+            assert isinstance(durable, bytes)
+            target.write_bytes(
+                _tear(durable, current, rng) if rng.random() > probability else current
+            )
             return
-        sure = self.sure.get(id, {})
-        assert isinstance(sure, dict)
-        names: dict[str, int | None] = {**sure}
-        for change in self.pending.get(id, ()):
-            if chance.random() < likely:
+        durable = self.durable.get(inode, {})
+        assert isinstance(durable, dict)
+        names: dict[str, int | None] = {**durable}
+        for change in self.pending.get(inode, ()):
+            if rng.random() < probability:
                 names |= change
         target.mkdir()
         for name, child in names.items():
             if child is not None:
-                self._make(child, target / name, chance, likely)
+                self._make_entry(child, target / name, rng, probability)
 
 
-def _torn(sure: bytes, seen: bytes, chance: random.Random) -> bytes:
+def _tear(durable: bytes, current: bytes, rng: random.Random) -> bytes:
     """Return the old or the new content of every sector, or zeros, at any length between."""
-    shorter, longer = sorted((len(sure), len(seen)))
-    size = chance.choice((len(sure), len(seen), chance.randint(shorter, longer)))
-    found = bytearray()
-    for at in range(0, size, _SECTOR):
-        old, new = sure[at : at + _SECTOR], seen[at : at + _SECTOR]
-        found += chance.choice((old, new or old)).ljust(_SECTOR, b"\0")
-    return bytes(found[:size])
+    shorter, longer = sorted((len(durable), len(current)))
+    size = rng.choice((len(durable), len(current), rng.randint(shorter, longer)))
+    content = bytearray()
+    for start in range(0, size, _SECTOR):
+        old, new = durable[start : start + _SECTOR], current[start : start + _SECTOR]
+        content += rng.choice((old, new or old)).ljust(_SECTOR, b"\0")
+    return bytes(content[:size])
 
 
 class _Recorder:
-    """Looks at a folder, whenever one of the processes at work there tells it to and waits."""
+    """Recorder of a folder's states, triggered by the processes that write to it."""
 
     def __init__(self, folder: Path) -> None:
         self.disk, self.moments, self._folder = _Disk(), list[_Disk](), folder
-        self._held: dict[int, int] = {}  # descriptors by inode: no number is used again meanwhile
+        # Descriptors by inode, kept open so that no number is used again meanwhile.
+        self._open_files: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._look()
-        self.disk.sure, self.disk.pending = dict(self.disk.seen), {}
+        self._scan()
+        self.disk.durable, self.disk.pending = dict(self.disk.current), {}
         self.disk.root = folder.stat().st_ino
 
     def serve(self, listener: Listener) -> None:
-        """Until nobody can come any more."""
+        """Accept processes until the listener is closed."""
         with suppress(OSError):
             while True:
-                one = listener.accept()
-                threading.Thread(target=self._hear, args=(one,), daemon=True).start()
+                connection = listener.accept()
+                threading.Thread(target=self._serve_client, args=(connection,), daemon=True).start()
 
     def close(self) -> None:
-        for descriptor in self._held.values():
+        for descriptor in self._open_files.values():
             os.close(descriptor)
 
-    def _hear(self, one: Connection) -> None:
+    def _serve_client(self, connection: Connection) -> None:
         with suppress(EOFError, OSError):
             while True:
-                forced, run, step = one.recv()
-                self._note(forced, run, step)
-                one.send(None)
+                synced, run, step = connection.recv()
+                self._record_event(synced, run, step)
+                connection.send(None)
 
-    def _note(self, forced: int | None, run: str, step: int | None) -> None:
+    def _record_event(self, synced: int | None, run: str, step: int | None) -> None:
         """Record a synced inode, a run's checkpoint, or (without a step) its result."""
         with self._lock:
-            self._look()
-            if forced in self.disk.seen:
-                self.disk.sure[forced] = self.disk.seen[forced]
-                self.disk.pending.pop(forced, None)
+            self._scan()
+            if synced in self.disk.current:
+                self.disk.durable[synced] = self.disk.current[synced]
+                self.disk.pending.pop(synced, None)
             if run and step is None:
                 self.disk.ended.add(run)
             elif run:
                 self.disk.steps[run] = step or 0
             self.moments.append(self.disk.copy())
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         while True:
-            with suppress(FileNotFoundError):  # another process has moved on
-                found = dict(self._walk(self._folder))
+            with suppress(FileNotFoundError):  # another process has removed an entry
+                entries = dict(self._walk(self._folder))
                 break
-        for id, now in found.items():
-            before = self.disk.seen.get(id)
-            if isinstance(now, dict):
-                if now != before:
-                    self.disk.pending.setdefault(id, []).extend(_changes(before or {}, now))
-            elif before == now:
-                now = before  # memory is shared between moments
-            self.disk.seen[id] = now  # what is gone stays: a name of it may come back
+        for inode, new_content in entries.items():
+            before = self.disk.current.get(inode)
+            if isinstance(new_content, dict):
+                if new_content != before:
+                    self.disk.pending.setdefault(inode, []).extend(
+                        _name_changes(before or {}, new_content)
+                    )
+            elif before == new_content:
+                new_content = before  # share memory between moments
+            self.disk.current[inode] = new_content  # never removed: its name may come back
 
     def _walk(self, folder: Path) -> Iterator[tuple[int, Any]]:
         names: Names = {}
@@ -155,70 +160,70 @@ class _Recorder:
             if entry.name in _IGNORED:
                 continue
             names[entry.name] = inode = entry.inode()
-            if inode not in self._held:
+            if inode not in self._open_files:
                 kind = os.O_PATH if entry.is_symlink() else os.O_RDONLY
-                self._held[inode] = os.open(entry.path, kind | os.O_NOFOLLOW)
+                self._open_files[inode] = os.open(entry.path, kind | os.O_NOFOLLOW)
             if entry.is_symlink():
                 yield inode, os.readlink(entry.path)
             elif entry.is_dir():
                 yield from self._walk(folder / entry.name)
             else:
-                file = self._held[inode]
+                file = self._open_files[inode]
                 yield inode, os.pread(file, os.fstat(file).st_size, 0)
         yield folder.stat().st_ino, names
 
 
-def _changes(before: Any, now: Names) -> list[dict[str, int | None]]:
+def _name_changes(before: Any, new_content: Names) -> list[dict[str, int | None]]:
     """Return the changes of names in a folder; a rename changes two."""
     changes: list[dict[str, int | None]] = []
-    gone = {name: id for name, id in before.items() if name not in now}
-    for name, id in now.items():
-        if before.get(name) != id:
-            old = next((old for old, its in gone.items() if its == id), None)
-            changes.append({name: id} if old is None else {name: id, old: None})
+    gone = {name: inode for name, inode in before.items() if name not in new_content}
+    for name, inode in new_content.items():
+        if before.get(name) != inode:
+            old = next((old for old, its in gone.items() if its == inode), None)
+            changes.append({name: inode} if old is None else {name: inode, old: None})
             gone.pop(old or "", None)
     return [*changes, *({name: None} for name in gone)]
 
 
-def _recording(address: str) -> None:
-    """In a process, and in those that it forks: tell the recorder of what is done."""
+def _patch_process(address: str) -> None:
+    """Make this process and its forks report their changes to the recorder."""
     from qkablate.tracking import MetricsFile
     from qkablate.training import checkpoint, result
     from qkablate.training.loop import Trainer
 
-    own: dict[int, Connection] = {}
+    clients: dict[int, Connection] = {}
     lock = threading.RLock()
 
-    def tell(forced: int | None = None, run: str = "", step: int | None = None) -> None:
+    def report(synced: int | None = None, run: str = "", step: int | None = None) -> None:
         with lock:
-            if os.getpid() not in own:
-                own[os.getpid()] = Client(address, "AF_UNIX")
-            own[os.getpid()].send((forced, run, step))
-            own[os.getpid()].recv()
+            if os.getpid() not in clients:
+                clients[os.getpid()] = Client(address, "AF_UNIX")
+            clients[os.getpid()].send((synced, run, step))
+            clients[os.getpid()].recv()
 
-    def watch(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
+    def wrap(target: Any, name: str) -> None:
+        original = getattr(target, name)
 
-        def watched(*arguments: Any, **named: Any) -> Any:
-            tell()
-            found = original(*arguments, **named)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            report()
+            value = original(*args, **kwargs)
             if name == "fsync":
-                tell(forced=os.fstat(arguments[0]).st_ino)
-            elif owner is checkpoint:
-                tell(run=arguments[0].parent.name, step=arguments[1].progress.step)
-            elif owner is result:
-                tell(run=arguments[0].parent.name)
+                report(synced=os.fstat(args[0]).st_ino)
+            elif target is checkpoint:
+                report(run=args[0].parent.name, step=args[1].progress.step)
+            elif target is result:
+                report(run=args[0].parent.name)
             else:
-                tell()
-            return found
+                report()
+            return value
 
-        setattr(owner, name, watched)
+        setattr(target, name, wrapped)
 
     for name in ("fsync", "rename", "replace", "link", "symlink", "unlink", "mkdir", "rmdir"):
-        watch(os, name)
-    for owner, name in ((Trainer, "_step"), (MetricsFile, "log"), (checkpoint, "save")):
-        watch(owner, name)
-    watch(result, "write_json_once")
+        wrap(os, name)
+    for target, name in ((Trainer, "_step"), (MetricsFile, "log"), (checkpoint, "save")):
+        wrap(target, name)
+    wrap(result, "write_json_once")
     os.register_at_fork(after_in_child=lambda: lock.__init__())  # type: ignore[misc]
 
 
@@ -227,39 +232,39 @@ def _record(words: list[str], folder: Path) -> list[_Disk]:
     with Listener(address, "AF_UNIX") as listener:
         recorder = _Recorder(folder)
         threading.Thread(target=recorder.serve, args=(listener,), daemon=True).start()
-        code = warm.wait(warm.start(words, folder, before=lambda: _recording(address)))
+        code = forked.wait(forked.start(words, folder, before=lambda: _patch_process(address)))
     recorder.close()
     if code:
-        raise RuntimeError(f"code {code} of {words}: {warm.log(folder)}")
+        raise RuntimeError(f"code {code} of {words}: {forked.read_log(folder)}")
     return recorder.moments
 
 
-def _recover(words: list[str], folder: Path, calm: Path, disk: _Disk, name: str) -> Tally:
+def _recover(words: list[str], folder: Path, reference: Path, disk: _Disk, name: str) -> Tally:
     """Run the same command after the power is back."""
-    found, results = Tally(1), _results(folder)
-    found.lost += [f"{name}: the result of {run}" for run in disk.ended - results.keys()]
-    code = warm.wait(pid := warm.start(words, folder))
-    said = warm.log(folder)
+    tally, results = Tally(1), _results(folder)
+    tally.lost += [f"{name}: the result of {run}" for run in disk.ended - results.keys()]
+    code = forked.wait(pid := forked.start(words, folder))
+    log_text = forked.read_log(folder)
     if code is None:
-        warm.kill(pid)
-        found.lost.append(f"{name}: it never ends")
-        return found
+        forked.kill(pid)
+        tally.lost.append(f"{name}: the command hangs")
+        return tally
     if code:
-        found.lost.append(f"{name}: code {code}: {said}")
-        return found
-    now = _results(folder)
+        tally.lost.append(f"{name}: code {code}: {log_text}")
+        return tally
+    new_results = _results(folder)
     for run in disk.ended & results.keys():
-        if now[run] != results[run]:
-            found.lost.append(f"{name}: {run} had its result, and was trained again")
+        if new_results[run] != results[run]:
+            tally.lost.append(f"{name}: {run} had a result, but was trained again")
     for run, step in disk.steps.items():
-        log = folder / "outputs" / "runs" / run / LOG_FILE
-        told = log.read_text("utf-8", "replace") if log.exists() else said
-        used = [-1, *map(int, re.findall(r"resuming from step (\d+)", told))][-1]
-        if run not in results and used < step:
-            found.lost.append(f"{name}: step {step} of {run} was not used: {told[-2000:]}")
-    if different := warm.difference(calm, folder):
-        found.wrong.append(f"{name}: {different}")
-    return found
+        path = folder / "outputs" / "runs" / run / LOG_FILE
+        run_log = path.read_text("utf-8", "replace") if path.exists() else log_text
+        resumed = [-1, *map(int, re.findall(r"resuming from step (\d+)", run_log))][-1]
+        if run not in results and resumed < step:
+            tally.lost.append(f"{name}: step {step} of {run} was not used: {run_log[-2000:]}")
+    if difference := forked.find_difference(reference, folder):
+        tally.wrong.append(f"{name}: {difference}")
+    return tally
 
 
 def _results(folder: Path) -> dict[str, bytes]:
@@ -267,37 +272,37 @@ def _results(folder: Path) -> dict[str, bytes]:
     return {file.parent.name: file.read_bytes() for file in files}
 
 
-def _lane(cases: int, chance: random.Random, folder: Path, number: int) -> Tally:
-    found, calm = Tally(), dict[int, Path]()
+def _lane(cases: int, rng: random.Random, folder: Path, number: int) -> Tally:
+    tally, reference = Tally(), dict[int, Path]()
     chains = 0
-    here = folder / "here"  # always: prepared data belongs to a text at its place
-    while found.cases < cases:
-        kind = chance.choice(range(number, len(_KINDS), warm.LANES))
-        words = [_KINDS[kind][0], *warm.RUN, *_KINDS[kind][1:]]
-        warm.prepare(here)
-        for power_cuts in range(1, 4):  # of a run, of its recovery, and of that one's
-            moments = _record(words, here)
-            recorded = here.rename(folder / f"{chains}-{power_cuts}")
-            calm.setdefault(kind, recorded)
+    work_folder = folder / "here"  # always the same: prepared data depends on the path of its text
+    while tally.cases < cases:
+        kind = rng.choice(range(number, len(_KINDS), forked.LANES))
+        words = [_KINDS[kind][0], *forked.RUN, *_KINDS[kind][1:]]
+        forked.prepare(work_folder)
+        for power_cuts in range(1, 4):  # of a run, its recovery, and the recovery's recovery
+            moments = _record(words, work_folder)
+            recorded = work_folder.rename(folder / f"{chains}-{power_cuts}")
+            reference.setdefault(kind, recorded)
             for state in range(_STATES):
-                if found.cases >= cases:
-                    return found
+                if tally.cases >= cases:
+                    return tally
                 last = max(0, len(moments) - 25)  # where the result is written
-                at = chance.randrange(chance.choice((0, 0, last)), len(moments))
-                moments[at].after_a_cut(here, chance)
-                shutil.copy2(recorded / "corpus.txt", here)
-                if state < _STATES - 1:  # the last one's recovery is recorded
-                    name = f"state {state} of {recorded}, moment {at}"
-                    found.add(_recover(words, here, calm[kind], moments[at], name))
-                    shutil.rmtree(here)
-        shutil.rmtree(here)
+                index = rng.randrange(rng.choice((0, 0, last)), len(moments))
+                moments[index].make_cut_state(work_folder, rng)
+                shutil.copy2(recorded / "corpus.txt", work_folder)
+                if state < _STATES - 1:  # the recovery of the last one is recorded
+                    name = f"state {state} of {recorded}, moment {index}"
+                    tally.add(_recover(words, work_folder, reference[kind], moments[index], name))
+                    shutil.rmtree(work_folder)
+        shutil.rmtree(work_folder)
         chains += 1
-    return found
+    return tally
 
 
 def torture(cases: int, seed: int, folder: Path) -> Tally:
-    return warm.apart(__file__, cases, seed, folder)
+    return forked.run_isolated(__file__, cases, seed, folder)
 
 
 if __name__ == "__main__":
-    warm.main(_lane)
+    forked.main(_lane)

@@ -1,11 +1,11 @@
-"""Every reader for some seconds under atheris, which looks for inputs that reach new code.
+"""Fuzz every reader for some seconds with atheris, which looks for inputs that reach new code.
 
-    pip install atheris          # for Python 3.11; no part of the tests
+    pip install atheris          # for Python 3.11; not part of the tests
     python -m tests.torture.fuzz_readers 60 FOLDER
     python -m tests.torture.fuzz_readers 60 FOLDER 'metrics.jsonl' 'claim'
 
-An input that brings a reader down stays in the folder as crash-…, and its traceback is shown; the
-exit code is 1 then.
+An input that crashes a reader is kept in the folder as crash-…, and its traceback is printed; the
+exit code is then 1.
 """
 
 import os
@@ -15,33 +15,38 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["qkablate"]):
-    from tests.torture.readers import Reader, readers
+    from tests.torture.readers import Reader, make_readers
 
 
 def fuzz(reader: Reader, seconds: str, folder: Path) -> bool:
-    """In a child, for atheris ends its process; whether the reader stands."""
+    """Fuzz a reader in a child, because atheris ends its process; return whether it survived."""
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     (corpus / "good").write_bytes(reader.good)
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    own = [f"-max_total_time={seconds}", "-timeout=5", f"-artifact_prefix={folder}/", str(corpus)]
-    atheris.Setup([sys.argv[0], *own], reader.try_)
+    options = [
+        f"-max_total_time={seconds}",
+        "-timeout=5",
+        f"-artifact_prefix={folder}/",
+        str(corpus),
+    ]
+    atheris.Setup([sys.argv[0], *options], reader.try_)
     atheris.Fuzz()
     os._exit(0)
 
 
 def main() -> int:
     seconds, folder, *names = sys.argv[1:]
-    place = Path(folder).absolute()
-    found = readers(place / "sweep")
-    fallen = [
+    root = Path(folder).absolute()
+    readers_by_name = make_readers(root / "sweep")
+    failed = [
         name
-        for name in names or found
-        if not fuzz(found[name], seconds, place / name.replace(", ", "-"))
+        for name in names or readers_by_name
+        if not fuzz(readers_by_name[name], seconds, root / name.replace(", ", "-"))
     ]
-    print("\n".join(f"fallen: {name}" for name in fallen) or "every reader stands")
-    return bool(fallen)
+    print("\n".join(f"crashed: {name}" for name in failed) or "no reader crashed")
+    return bool(failed)
 
 
 if __name__ == "__main__":

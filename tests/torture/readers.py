@@ -1,7 +1,7 @@
-"""A small sweep on disk, and what reads each of its files: for those who write nonsense into them.
+"""A small sweep on disk and the readers of its files, for tests with malformed content.
 
-A reader is given any bytes in the place of its file. It may make something of them or refuse them,
-with the exceptions it is known for; everything else is a bug.
+A reader is given arbitrary bytes in place of its file. It may accept or reject them, with the
+exceptions that it documents; everything else is a bug.
 """
 
 import gzip
@@ -54,7 +54,7 @@ class Reader:
     path: Path
     read: Callable[[], Any]
     refusals: tuple[type[Exception], ...]
-    seal: Callable[[bytes], None] | None = None  # gives the content a checksum that is right
+    seal: Callable[[bytes], None] | None = None  # updates the checksum of the content
     good: bytes = b""
 
     def try_(self, content: bytes) -> None:
@@ -70,7 +70,7 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class Said:
+class CommandResult:
     """Outcome of a command."""
 
     code: int
@@ -78,8 +78,8 @@ class Said:
     err: str
 
 
-def command(*words: str) -> Said:
-    """Run the command in this process; its errors are one line."""
+def run_command(*words: str) -> CommandResult:
+    """Run the command in this process; capture its output."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="") for _ in range(2))
     code: object = 0
     with redirect_stdout(out), redirect_stderr(err):
@@ -89,78 +89,78 @@ def command(*words: str) -> Said:
             code = ended.code
     for stream in (out, err):
         stream.seek(0)
-    return Said(int(str(code or 0)), out.read(), err.read())
+    return CommandResult(int(str(code or 0)), out.read(), err.read())
 
 
-def wrong(said: Said, codes: tuple[int, ...]) -> str:
-    """Return what is wrong with how a command ended; an error must be one line on stderr."""
-    if "Traceback" in said.err:
-        return said.err.strip().splitlines()[-1]
-    if said.code not in codes:
-        return f"exit code {said.code}: {said.err[:200]!r}"
-    one = said.err.startswith("qkablate: ") and said.err.count("\n") == 1
-    if said.code == 2 and not (one and not said.out):
-        return f"not one line on stderr: {said.err[:300]!r}{said.out[:100]!r}"
+def find_problem(result: CommandResult, codes: tuple[int, ...]) -> str:
+    """Return why an outcome is not allowed, or ''; an error must be one line on stderr."""
+    if "Traceback" in result.err:
+        return result.err.strip().splitlines()[-1]
+    if result.code not in codes:
+        return f"exit code {result.code}: {result.err[:200]!r}"
+    is_one_line = result.err.startswith("qkablate: ") and result.err.count("\n") == 1
+    if result.code == 2 and not (is_one_line and not result.out):
+        return f"not one line on stderr: {result.err[:300]!r}{result.out[:100]!r}"
     return ""
 
 
-class Ended(Exception):
+class ForbiddenOutcome(Exception):
     """Forbidden outcome of a command."""
 
 
-def told(*words: str, codes: tuple[int, ...]) -> Said:
-    """Return the outcome of a command; raise Ended where no command may end so."""
-    said = command(*words)
-    if found := wrong(said, codes):
-        raise Ended(found)
-    return said
+def check_command(*words: str, codes: tuple[int, ...]) -> CommandResult:
+    """Return the outcome of a command; raise ForbiddenOutcome if it is not allowed."""
+    result = run_command(*words)
+    if problem := find_problem(result, codes):
+        raise ForbiddenOutcome(problem)
+    return result
 
 
-def text(folder: Path) -> list[str]:
-    """Return the overrides of a text that is prepared in a folder."""
+def prepare_text(folder: Path) -> list[str]:
+    """Write a text into a folder, and return the overrides that use it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "corpus.txt"
     path.write_text(TEXT, encoding="utf-8")
     return [f"data.path={path}", f"data.cache={folder / 'cache'}"]
 
 
-def readers(folder: Path) -> dict[str, Reader]:
-    """All of them, in a folder with a finished sweep."""
-    words = [*SMALL, *text(folder / "data"), f"out={folder / 'outputs'}"]
+def make_readers(folder: Path) -> dict[str, Reader]:
+    """Return all readers by name, on a finished sweep in this folder."""
+    words = [*SMALL, *prepare_text(folder / "data"), f"out={folder / 'outputs'}"]
     grid = ["variant=standard,no_q", "seed=0,1"]
     for verb in (["train", "-m"], ["sweep"]):
-        said = command(*verb, *words, *grid)
-        assert said.code == 0, said.err
+        result = run_command(*verb, *words, *grid)
+        assert result.code == 0, result.err
     run = min((folder / "outputs" / "runs").iterdir())
     (sweep,) = (folder / "outputs" / "sweeps").iterdir()
-    (cut,) = folder.glob("outputs/runs/standard-*-s1-*")
-    (cut / "result.json").unlink()  # as if it were interrupted
+    (interrupted,) = folder.glob("outputs/runs/standard-*-s1-*")
+    (interrupted / "result.json").unlink()  # as if it were interrupted
     newest = checkpoint.find_checkpoints(run / "checkpoints")[0]
-    predicted, kept = predictions.find_predictions(run)[6], run / attention_map.FILE_NAME
-    (prepared,) = folder.glob("data/cache/*/")
+    predictions_path, map_path = predictions.find_predictions(run)[6], run / attention_map.FILE_NAME
+    (data_folder,) = folder.glob("data/cache/*/")
     claim = folder / "mine.yaml"
     claim.write_text(CLAIM, encoding="utf-8")
-    where = f"out={folder / 'outputs'}"
+    out_key = f"out={folder / 'outputs'}"
 
-    def sums(content: bytes) -> None:
-        checkpoint_sums(newest)
+    def update_checksums(content: bytes) -> None:
+        write_checksums(newest)
 
     def status() -> None:
-        told("status", str(sweep), where, codes=(0, 1, 2))
+        check_command("status", str(sweep), out_key, codes=(0, 1, 2))
 
     def results() -> None:
-        told("results", str(sweep), where, "--format", "json", codes=(0, 1, 2))
+        check_command("results", str(sweep), out_key, "--format", "json", codes=(0, 1, 2))
 
     def compare() -> None:
-        told("compare", str(run), str(cut), "--json", codes=(0, 1, 2))
+        check_command("compare", str(run), str(interrupted), "--json", codes=(0, 1, 2))
 
     def sample() -> None:
-        told("sample", str(run), "prompt=the", "tokens=2", codes=(0, 2))
+        check_command("sample", str(run), "prompt=the", "tokens=2", codes=(0, 2))
 
-    refused = (UserError,)
-    found = {
+    refusal = (UserError,)
+    all_readers = {
         "config.yaml": Reader(run / "config.yaml", lambda: read_config(run), (ValueError,)),
-        "config.yaml, restored": Reader(run / "config.yaml", lambda: restore(run), refused),
+        "config.yaml, restored": Reader(run / "config.yaml", lambda: restore(run), refusal),
         "config.yaml, sample": Reader(run / "config.yaml", sample, ()),
         "result.json": Reader(
             run / "result.json", lambda: read_facts(run, read_result(run) or {}), ()
@@ -173,59 +173,63 @@ def readers(folder: Path) -> dict[str, Reader]:
             run / "metrics.jsonl", lambda: [read_loss_curves(run), latest_metrics(run)], ()
         ),
         "metrics.jsonl, heads": Reader(
-            cut / "metrics.jsonl", lambda: read_head_rows(cut, MEASURES, 9), ()
+            interrupted / "metrics.jsonl", lambda: read_head_rows(interrupted, MEASURES, 9), ()
         ),
         "predictions": Reader(
-            predicted, lambda: predictions.read_predictions(predicted), (ValueError,)
+            predictions_path, lambda: predictions.read_predictions(predictions_path), (ValueError,)
         ),
-        "example": Reader(kept, lambda: attention_map.read_attention_map(kept), (ValueError,)),
-        "predictions, results": Reader(predicted, results, ()),
-        "metrics.jsonl, status": Reader(cut / "metrics.jsonl", status, ()),
+        "attention map": Reader(
+            map_path, lambda: attention_map.read_attention_map(map_path), (ValueError,)
+        ),
+        "predictions, results": Reader(predictions_path, results, ()),
+        "metrics.jsonl, status": Reader(interrupted / "metrics.jsonl", status, ()),
         "metrics.jsonl, compare": Reader(run / "metrics.jsonl", compare, ()),
         "manifest.json": Reader(
-            sweep / manifest.MANIFEST_FILE, lambda: manifest.read_manifest(sweep), refused
+            sweep / manifest.MANIFEST_FILE, lambda: manifest.read_manifest(sweep), refusal
         ),
         "manifest.json, sealed": Reader(
-            *(sweep / manifest.MANIFEST_FILE, lambda: manifest.read_manifest(sweep), refused),
-            lambda content: seal_manifest(sweep / manifest.MANIFEST_FILE, content),
+            *(sweep / manifest.MANIFEST_FILE, lambda: manifest.read_manifest(sweep), refusal),
+            lambda content: write_sealed_manifest(sweep / manifest.MANIFEST_FILE, content),
         ),
         "manifest.json, status": Reader(sweep / manifest.MANIFEST_FILE, status, ()),
-        "progress.json": Reader(newest / "progress.json", lambda: restore(run), refused, sums),
+        "progress.json": Reader(
+            newest / "progress.json", lambda: restore(run), refusal, update_checksums
+        ),
         "progress.json, resumed": Reader(
             newest / "progress.json",
             lambda: checkpoint.load(newest, "cpu"),
             (OSError, ValueError, TypeError),
-            sums,
+            update_checksums,
         ),
         "weights.safetensors": Reader(
-            newest / "weights.safetensors", lambda: restore(run), refused, sums
+            newest / "weights.safetensors", lambda: restore(run), refusal, update_checksums
         ),
-        "SHA256SUMS": Reader(newest / "SHA256SUMS", lambda: restore(run), refused),
+        "SHA256SUMS": Reader(newest / "SHA256SUMS", lambda: restore(run), refusal),
         "state.pt": Reader(
             newest / "state.pt",
             lambda: checkpoint.load(newest, "cpu"),
             (OSError, ValueError, TypeError),
         ),
-        "tokenizer.json": Reader(run / "tokenizer.json", lambda: restore(run).tokenizer(), refused),
+        "tokenizer.json": Reader(run / "tokenizer.json", lambda: restore(run).tokenizer(), refusal),
         "tokenizer.json, sample": Reader(run / "tokenizer.json", sample, ()),
         "lease": Reader(max(run.glob("lease/0*")), lambda: lease.LeaseObserver().observe(run), ()),
-        "claim": Reader(claim, lambda: load_claim(str(claim)), refused),
+        "claim": Reader(claim, lambda: load_claim(str(claim)), refusal),
         **{
             f"prepared {name}": Reader(
-                prepared / name, lambda: corpus.load_corpus(prepared), refused
+                data_folder / name, lambda: corpus.load_corpus(data_folder), refusal
             )
             for name in ("manifest.json", "tokenizer.json", "train.bin")
         },
-        **_texts(folder / "texts"),
+        **_text_readers(folder / "texts"),
     }
     return {
         name: Reader(r.path, r.read, r.refusals, r.seal, r.path.read_bytes())
-        for name, r in found.items()
+        for name, r in all_readers.items()
     }
 
 
-def _texts(folder: Path) -> dict[str, Reader]:
-    """Return, for every kind of text file, the overrides that prepare it."""
+def _text_readers(folder: Path) -> dict[str, Reader]:
+    """Return a reader for every kind of text file and two tokenizers."""
     folder.mkdir()
     rows = [f"row {n}: {TEXT[: 7 * n]}" for n in range(80)]
     jsonl = "".join(json.dumps({"text": row, "n": 1}) + "\n" for row in rows).encode()
@@ -241,17 +245,17 @@ def _texts(folder: Path) -> dict[str, Reader]:
         "a.txt.zst": pyarrow.compress(TEXT.encode(), "zstd", asbytes=True),
         "a.parquet.zst": pyarrow.compress(parquet.getvalue(), "zstd", asbytes=True),
     }
-    found = {}
+    all_readers = {}
     for name, content in contents.items():
         (folder / name).write_bytes(content)
         for tokenizer in ("bytes", "chars"):
-            found[f"{name}, {tokenizer}"] = Reader(
-                folder / name, _preparing(folder / name, tokenizer), (UserError,)
+            all_readers[f"{name}, {tokenizer}"] = Reader(
+                folder / name, _make_preparation(folder / name, tokenizer), (UserError,)
             )
-    return found
+    return all_readers
 
 
-def _preparing(path: Path, tokenizer: str) -> Callable[[], None]:
+def _make_preparation(path: Path, tokenizer: str) -> Callable[[], None]:
     cache = path.parent / "cache"
     config = DataConfig(*("text", str(path)), tokenizer=tokenizer, cache=str(cache))
 
@@ -259,22 +263,22 @@ def _preparing(path: Path, tokenizer: str) -> Callable[[], None]:
         try:
             corpus.open_corpus(config)
         finally:
-            half = [one.name for one in cache.glob("*") if one.suffix == ".tmp"]
-            assert not half, f"{half} is left"
+            leftovers = [entry.name for entry in cache.glob("*") if entry.suffix == ".tmp"]
+            assert not leftovers, f"{leftovers} is left"
 
     return prepare
 
 
-def checkpoint_sums(path: Path) -> None:
+def write_checksums(path: Path) -> None:
     names = ("weights.safetensors", "state.pt", "progress.json")
     lines = [f"{hashlib.sha256((path / n).read_bytes()).hexdigest()}  {n}\n" for n in names]
     (path / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
 
 
-def seal_manifest(path: Path, content: bytes) -> None:
+def write_sealed_manifest(path: Path, content: bytes) -> None:
     with suppress(ValueError, TypeError, AttributeError, RecursionError):
-        plain = json.loads(content)
-        plain.pop("sha256", None)
-        text = json.dumps(plain, sort_keys=True)
-        plain["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-        path.write_text(json.dumps(plain), encoding="utf-8")
+        manifest = json.loads(content)
+        manifest.pop("sha256", None)
+        text = json.dumps(manifest, sort_keys=True)
+        manifest["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        path.write_text(json.dumps(manifest), encoding="utf-8")

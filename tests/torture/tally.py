@@ -1,4 +1,4 @@
-"""Shared parts of all faults: cases, and what was lost or wrong in them.
+"""Outcome of the cases of a fault: their number, lost work, and wrong results.
 
 A fault is a module `fault_<name>.py` beside this file with a docstring that names it, `SHORT` and
 `FULL` (how many cases the tests and `make torture` try) and
@@ -24,8 +24,8 @@ class Tally:
     """Outcome of the cases of one fault."""
 
     cases: int = 0
-    lost: list[str] = field(default_factory=list)  # work that is gone, or a run that never ends
-    wrong: list[str] = field(default_factory=list)  # another number, a traceback, a silence
+    lost: list[str] = field(default_factory=list)  # lost work, or a run that hangs
+    wrong: list[str] = field(default_factory=list)  # another number, a traceback, or no message
 
     def add(self, other: "Tally") -> None:
         self.cases += other.cases

@@ -9,10 +9,10 @@ from tests.torture.tally import FAULTS
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_nothing_is_lost_and_nothing_wrong(name, tmp_path):
+def test_faults_lose_nothing_and_change_no_number(name, tmp_path):
     fault = importlib.import_module(f"tests.torture.fault_{name}")
     folder = tmp_path / "torture"
     folder.mkdir()
-    found = fault.torture(fault.SHORT, 0, folder)
-    assert found.cases >= fault.SHORT
-    assert (found.lost, found.wrong) == ([], [])
+    tally = fault.torture(fault.SHORT, 0, folder)
+    assert tally.cases >= fault.SHORT
+    assert (tally.lost, tally.wrong) == ([], [])

@@ -6,17 +6,17 @@ from qkablate.runs.records import decode_row, encode_row
 from qkablate.tracking import MetricsFile
 
 
-def test_each_row_is_a_line_and_there_at_once(tmp_path):
+def test_each_row_is_one_line_written_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    journal = MetricsFile(path)
-    journal.log({"step": 1, "train/loss": 2.5})
+    metrics_file = MetricsFile(path)
+    metrics_file.log({"step": 1, "train/loss": 2.5})
     assert path.read_bytes() == encode_row({"step": 1, "train/loss": 2.5}) + b"\n"
-    journal.log({"step": 2})
+    metrics_file.log({"step": 2})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
-    journal.close()
+    metrics_file.close()
 
 
-def test_what_came_after_the_checkpoint_is_cut(tmp_path):
+def test_rows_after_the_checkpoint_are_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path)
     first.log({"step": 1})
@@ -33,14 +33,14 @@ def test_what_came_after_the_checkpoint_is_cut(tmp_path):
     assert [decode_row(line)["step"] for line in path.read_bytes().splitlines()] == [1, 2]
 
 
-def test_a_start_from_nothing_leaves_no_old_rows(tmp_path):
+def test_a_new_file_has_no_old_rows(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 9}\n')
     MetricsFile(path).close()
     assert path.read_text() == ""
 
 
-def test_a_journal_shorter_than_its_checkpoint_is_refused(tmp_path):
+def test_a_file_shorter_than_its_checkpoint_is_rejected(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="shorter than its checkpoint"):
@@ -48,15 +48,15 @@ def test_a_journal_shorter_than_its_checkpoint_is_refused(tmp_path):
     assert path.read_text() == '{"step": 1}\n'
 
 
-def test_what_json_cannot_say_is_written_as_its_name(tmp_path):
+def test_nan_and_infinities_are_written_as_strings(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    journal = MetricsFile(path)
-    journal.log({"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 1.0})
-    journal.close()
+    metrics_file = MetricsFile(path)
+    metrics_file.log({"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 1.0})
+    metrics_file.close()
 
-    def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
+    def reject(name):
+        raise AssertionError(f"{name} is not JSON")
 
-    row = json.loads(path.read_text(), parse_constant=refuse)
+    row = json.loads(path.read_text(), parse_constant=reject)
     del row["crc32"]
     assert row == {"a": "nan", "b": "inf", "c": "-inf", "d": 1.0}

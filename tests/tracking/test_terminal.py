@@ -14,7 +14,7 @@ def train(terminal: Terminal, steps: int, start: int = 0) -> None:
     terminal.log({"step": steps, "val/loss": 2.5})
 
 
-def test_plain_lines_where_nobody_watches(capsys):
+def test_plain_lines_without_a_terminal(capsys):
     terminal = Terminal("a run", 12, 0)
     train(terminal, 12)
     terminal.note("a note")
@@ -28,13 +28,13 @@ def test_plain_lines_where_nobody_watches(capsys):
     assert lines[-2:] == ["step 12/12  val 2.5000", "a note"]
 
 
-def test_a_note_that_repeats_others_steers_no_terminal(capsys):
+def test_a_note_is_sanitized_and_redacted(capsys):
     terminal = Terminal("a run", 12, 0)
     terminal.note("a server says \x1b[2J\x07 of https://me:secret@there.org")
     assert capsys.readouterr().err == "a server says �[2J� of https://***@there.org\n"
 
 
-def test_a_long_run_fills_no_log_with_lines(capsys):
+def test_a_long_run_prints_few_lines(capsys):
     terminal = Terminal("a run", 2000, 0)
     train(terminal, 2000)
     terminal.close()
@@ -44,43 +44,43 @@ def test_a_long_run_fills_no_log_with_lines(capsys):
 
 
 class Screen:
-    """A terminal to stand in for stderr."""
+    """A pseudo-terminal in place of stderr."""
 
     def __init__(self) -> None:
         self._master, slave = pty.openpty()
         termios.tcsetwinsize(slave, (24, 100))
         self.stderr = os.fdopen(slave, "w", buffering=1)
 
-    def shown(self) -> str:
-        """All that was written; ends it."""
+    def read(self) -> str:
+        """Close the terminal, and return its output."""
         self.stderr.close()
         content = b""
         with os.fdopen(self._master, "rb", buffering=0) as master, contextlib.suppress(OSError):
-            while part := master.read(65536):  # Linux says EIO at the end
+            while part := master.read(65536):  # Linux raises EIO at the end
                 content += part
         return content.decode()
 
 
-def test_a_bar_on_a_terminal(monkeypatch):
+def test_a_terminal_has_a_progress_bar(monkeypatch):
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen.stderr)
     terminal = Terminal("a run", 12, 6)
     train(terminal, 12, start=6)
     terminal.note("a note")
     terminal.close()
-    shown = screen.shown()
-    assert "a run  50%" in shown  # begins where the checkpoint was
-    assert "a run 100%" in shown
-    assert "12/12" in shown
-    assert "loss 3.0000" in shown
-    assert "step 12/12" not in shown
-    # The bar is wiped before a note, which then has a line of its own.
-    before, _, after = shown.partition("a note\r\n")
+    output = screen.read()
+    assert "a run  50%" in output  # starts at the checkpoint
+    assert "a run 100%" in output
+    assert "12/12" in output
+    assert "loss 3.0000" in output
+    assert "step 12/12" not in output
+    # The bar is cleared before a note, which then has its own line.
+    before, _, after = output.partition("a note\r\n")
     assert before.endswith("\r")
     assert after
 
 
-def test_diagnostics_are_not_for_the_terminal(capsys):
+def test_diagnostics_are_not_printed(capsys):
     terminal = Terminal("a run", 12, 0)
     terminal.log({"step": 12, "diagnostics": {"qk": {}, "ov": {}, "attention": {}}})
     terminal.close()

@@ -6,6 +6,7 @@ that no earlier run can count for it.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -51,9 +52,7 @@ class Claim:
     seeds: tuple[int, ...] = ()  # n; several are interim looks, which share α
     tuning_seeds: int = 0  # 0: no tuning
     grid: Mapping[str, str] = field(default_factory=dict)
-    words: Mapping[str, str] = field(
-        default_factory=dict
-    )  # keys of the grid set on the command line
+    words: Mapping[str, str] = field(default_factory=dict)  # grid's keys set on the command line
     filter: tuple[str, ...] = ()
     baseline: Any = "standard"
     parts: Mapping[str, PartSpec] = field(default_factory=dict)
@@ -106,20 +105,20 @@ def find_comparisons(claim: Claim, arms: Iterable[Arm]) -> list[Comparison]:
             raise UserError(f"parts.{name}: the grid has no {sides} at equal {spec.axis}")
         groups: dict[tuple[str, ...], list[tuple[Arm, Arm]]] = {}
         for arm, other in sorted(pairs, key=lambda pair: pair[0].tokens):
-            groups.setdefault(_place(claim, arm, other), []).append((arm, other))
-        for place, group in groups.items():
+            groups.setdefault(_shared_values(claim, arm, other), []).append((arm, other))
+        for values, group in groups.items():
             lengths = {arm.tokens for arm, _ in group}
             if spec.horizon == "growth":
                 _check_growth(name, group)
                 names = [(arm.name, other.name) for arm, other in group]
-                comparisons.append(Comparison(name, spec, _title(name, place), names))
+                comparisons.append(Comparison(name, spec, " ".join([name, *values]), names))
                 continue
             for arm, other in group:
                 if spec.horizon == "each" or arm.tokens == max(lengths):
                     several = spec.horizon == "each" and len(lengths) > 1
-                    at = (*place, f"{arm.tokens:,} tokens") if several else place
+                    at = (*values, f"{arm.tokens:,} tokens") if several else values
                     pair = (arm.name, other.name)
-                    comparisons.append(Comparison(name, spec, _title(name, at), [pair]))
+                    comparisons.append(Comparison(name, spec, " ".join([name, *at]), [pair]))
     return comparisons
 
 
@@ -136,37 +135,30 @@ def _check_growth(part: str, group: list[tuple[Arm, Arm]]) -> None:
             )
 
 
-def _title(name: str, place: tuple[Any, ...]) -> str:
-    return " ".join([name, *map(str, place)])
-
-
-def _place(claim: Claim, arm: Arm, other: Arm) -> tuple[str, ...]:
-    """Return the varied keys of a pair, besides its length."""
+def _shared_values(claim: Claim, arm: Arm, other: Arm) -> tuple[str, ...]:
+    """Return the varied settings that a pair shares, besides its length."""
     keys = [key for key in claim.grid if "," in claim.grid[key] or "(" in claim.grid[key]]
-    flat, beside = _flat(arm), _flat(other)
-    shared = [k for k in keys if k in flat and flat[k] == beside[k]]
+    flat, other_flat = _flat(arm), _flat(other)
     return tuple(
         f"{key.rpartition('.')[2]}={flat[key]}"
-        for key in shared
+        for key in keys
+        if key in flat and flat[key] == other_flat[key]
         if key != "variant" and not key.startswith("train.")
     )
 
 
 def _pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm, Arm]]:
-    firsts = [arm for arm in arms if _matches(arm, spec.arm) and _is_under(arm, spec.axis)]
-    others = [arm for arm in arms if _matches(arm, spec.against) and _is_under(arm, spec.axis)]
-    pairs = [(arm, other) for arm in firsts for other in others if arm.name != other.name]
+    comparable = [arm for arm in arms if _is_under(arm, spec.axis)]
+    firsts = [arm for arm in comparable if _matches(arm, spec.arm)]
+    others = [arm for arm in comparable if _matches(arm, spec.against)]
     # The two agree in every varied key that selects neither side.
-    keys = [key for key in claim.grid if key not in {"variant", *spec.arm, *spec.against}]
-    return [
-        (arm, other)
-        for arm, other in pairs
-        if all(
-            arm.overrides[k] == other.overrides[k]
-            for k in keys
-            if k in arm.overrides and k in other.overrides
-        )
-    ]
+    keys = claim.grid.keys() - {"variant", *spec.arm, *spec.against}
+
+    def agree(a: Mapping[str, str], b: Mapping[str, str]) -> bool:
+        return all(a[key] == b[key] for key in keys & a.keys() & b.keys())
+
+    pairs = itertools.product(firsts, others)
+    return [(a, b) for a, b in pairs if a.name != b.name and agree(a.overrides, b.overrides)]
 
 
 def _matches(arm: Arm, selector: Selector) -> bool:

@@ -87,7 +87,8 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
         parts.append(PartJudgement(part, comparison, gaps, _merge_audits(audits)))
     manifest = study.manifest
     assert manifest is not None  # claims are judged by sweeps
-    n = _count_seeds(manifest)
+    per_arm = sum(run.arm == manifest.runs[0].arm for run in manifest.runs)
+    n = len(manifest.finals) or per_arm
     alpha = dict(zip(claim.seeds, spend_alpha(claim.seeds), strict=True)).get(n, ALPHA)
     reasons = list(exploratory)
     if not exploratory and not _has_derived_seeds(claim, manifest, n):
@@ -101,8 +102,9 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
         for check in judged.checks
         if check.state == BROKEN
     ]
-    complete = study.is_complete
-    verdict = judge_parts([judged.part for judged in parts], alpha) if complete else None
+    verdict = None
+    if study.is_complete:
+        verdict = judge_parts([judged.part for judged in parts], alpha)
     return Judgement(claim, study, n, alpha, verdict, parts, reasons)
 
 
@@ -112,13 +114,6 @@ def _has_derived_seeds(claim: Claim, manifest: Manifest, n: int) -> bool:
     return {changes["seed"] for changes in runs} == {*claim.seeds_of("final", n)} and tuning == {
         *claim.seeds_of("tuning", claim.tuning_seeds)
     }
-
-
-def _count_seeds(manifest: Manifest) -> int:
-    """Return the number of seeds per arm in the manifest."""
-    if manifest.finals:
-        return len(manifest.finals)
-    return sum(run.arm == manifest.runs[0].arm for run in manifest.runs)
 
 
 def _make_part(comparison: Comparison, gaps: list[Gap]) -> Part:
@@ -168,27 +163,22 @@ def counting_judgement(looks: list[Judgement]) -> Judgement | None:
 def judge_looks(claim: Claim, out: str) -> list[Judgement]:
     """Judge the claim by each of its looks, the newest first."""
     registered = find_registrations(out, claim.name)
-    own = next((other for other in registered if other.claim.hash == claim.hash), None)
+    registration = next((r for r in registered if r.claim.hash == claim.hash), None)
     reasons = edits_since(claim, registered)
-    if own is None or not own.sweeps:
+    if registration is None or not registration.sweeps:
         same = (claim.scale, claim.words)
-        others = [
-            other
-            for other in registered
-            if other.sweeps and (other.claim.scale, other.claim.words) == same
-        ]
-        if not others:
+        earlier = [r for r in registered if r.sweeps and (r.claim.scale, r.claim.words) == same]
+        if not earlier:
             return []
-        own = others[-1]  # its runs, judged by the claim as it is worded now
-        reasons = [
-            *reasons,
-            "the runs are those of an earlier wording; `qkablate claim run` trains its own",
-        ]
+        registration = earlier[-1]  # its runs, judged by the claim as it is worded now
+        reasons.append(
+            "the runs are those of an earlier wording; `qkablate claim run` trains its own"
+        )
     try:
-        looks = [*own.sweeps.values()][::-1]
+        looks = reversed(registration.sweeps.values())
         return [judge_claim(claim, read_study(sweep), reasons) for sweep in looks]
     except UserError:
-        if own.claim.hash == claim.hash:
+        if registration.claim.hash == claim.hash:
             raise
         return []  # it needs arms that the earlier sweep lacks
 
@@ -196,8 +186,7 @@ def judge_looks(claim: Claim, out: str) -> list[Judgement]:
 def judgement_to_json(judgement: Judgement) -> dict[str, object]:
     """Return the judgement as JSON values."""
     claim, verdict = judgement.claim, judgement.verdict
-    count = len(judgement.parts)
-    verdicts = verdict.parts if verdict else [Verdict.INCOMPLETE] * count
+    verdicts = verdict.parts if verdict else [Verdict.INCOMPLETE] * len(judgement.parts)
     needed = judgement.seeds_needed()
     return {
         "claim": claim.name,

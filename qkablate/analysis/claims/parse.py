@@ -18,25 +18,14 @@ from qkablate.runs.records import is_number
 MOST_SEEDS = 1000
 
 
-def claims_dir() -> Path:
-    """Return the folder of the shipped claims."""
-    return conf_dir() / "claim"
-
-
 def claim_names() -> list[str]:
     """Return the names of the shipped claims."""
-    return sorted(path.stem for path in claims_dir().glob("*.yaml"))
+    return sorted(path.stem for path in (conf_dir() / "claim").glob("*.yaml"))
 
 
 def scales() -> list[str]:
     """Return the scales that a claim can be run at, the smallest first."""
     return sorted((path.stem for path in (conf_dir() / "scale").glob("*.yaml")), reverse=True)
-
-
-def scale_keys(scale: str) -> dict[str, Any]:
-    """Return the config keys of a scale."""
-    text = (conf_dir() / "scale" / f"{scale}.yaml").read_text(encoding="utf-8")
-    return _map(f"conf/scale/{scale}.yaml", yaml.safe_load(text))
 
 
 def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None = None) -> Claim:
@@ -48,12 +37,11 @@ def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None 
                 f"'{path.name}': the name of a claim consists of letters, digits, _, + and -"
             )
     else:
-        path = claims_dir() / f"{word}.yaml"
+        path = conf_dir() / "claim" / f"{word}.yaml"
         if not path.is_file() or word not in claim_names():
             raise UserError(
                 f"there is no claim '{word}'{nearest_hint(word, claim_names())};"
-                " `qkablate claim list`"
-                " shows them, and a file of your own is given as PATH.yaml"
+                " `qkablate claim list` shows them, and a file of your own is given as PATH.yaml"
             )
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -67,10 +55,8 @@ def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None 
         raise UserError(f"{path.name}: {error}") from None
 
 
-_KEYS = (
-    *("says", "source", "untestable", "seeds", "tuning_seeds"),
-    *("grid", "filter", "baseline", "parts", "scale"),
-)
+_KEYS = ["says", "source", "untestable", "seeds", "tuning_seeds", "grid", "filter", "baseline"]
+_KEYS += ["parts", "scale"]
 _PART_KEYS = ("kind", "margin", "arm", "against", "of", "axis", "horizon")
 
 
@@ -88,11 +74,12 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
         one_of = f"{', '.join(scales())}{nearest_hint(scale, scales())}"
         raise UserError(f"scale: '{scale}' is not one of {one_of}")
     by_scale = _map("scale", content.get("scale") or {}, scales())
-    own = dict(_map(f"scale.{scale}", by_scale.get(scale) or {}))
-    baseline = own.pop("baseline", content.get("baseline", "standard"))
-    parts = _map("parts", own.pop("parts", content.get("parts")))
-    given = scale_keys(scale) | _map("grid", content.get("grid")) | own
-    grid = {key: _values(key, value) for key, value in given.items()} | dict(words)
+    changes = dict(_map(f"scale.{scale}", by_scale.get(scale) or {}))
+    baseline = changes.pop("baseline", content.get("baseline", "standard"))
+    parts = _map("parts", changes.pop("parts", content.get("parts")))
+    scale_text = (conf_dir() / "scale" / f"{scale}.yaml").read_text(encoding="utf-8")
+    values = yaml.safe_load(scale_text) | _map("grid", content.get("grid")) | changes
+    grid = {key: _values(key, value) for key, value in values.items()} | dict(words)
     grid = dict(sorted(grid.items()))  # a file with its keys in another order is the same claim
     for key in grid:
         if key == "control" or key.partition(".")[0] in ("seed", "seeds", "sweep", "control"):
@@ -113,7 +100,7 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
     if not parts:
         raise UserError("parts: a claim needs at least one")
     filters = [] if content.get("filter") is None else content["filter"]
-    if not isinstance(filters, list) or not all(isinstance(one, str) for one in filters):
+    if not isinstance(filters, list) or not all(isinstance(text, str) for text in filters):
         raise UserError("filter: must be a list of predicates")
     return Claim(
         name=name,
@@ -132,8 +119,8 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
 
 def _seeds(value: Any) -> tuple[int, ...]:
     looks = value if isinstance(value, list) else [value]
-    whole = all(type(n) is int and 2 <= n <= MOST_SEEDS for n in looks)
-    if not looks or not whole or sorted({*looks}) != looks:
+    valid = all(type(n) is int and 2 <= n <= MOST_SEEDS for n in looks)
+    if not looks or not valid or sorted({*looks}) != looks:
         raise UserError(
             f"seeds: {value} is not a number from 2 on, or a rising list of looks as [6, 12, 20]"
         )
@@ -145,36 +132,31 @@ def _baseline(value: Any) -> Any:
         return value
     if not isinstance(value, dict):
         raise UserError(f"baseline: '{value}' is not a variant, a map of keys to values, or null")
-    found = _map("baseline", value)
-    for key, one in found.items():
-        if not isinstance(one, str | bool) and not is_number(one):
+    for key, leaf in _map("baseline", value).items():
+        if not isinstance(leaf, str | bool) and not is_number(leaf):
             raise UserError(f"baseline: {key} must be a single value")
-    return {key: as_word(one) for key, one in found.items()}
+    return {key: as_word(leaf) for key, leaf in value.items()}
 
 
 def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:
     value = _map(f"parts.{name}", value, _PART_KEYS)
-    kind, margin = value.get("kind"), value.get("margin")
-    of, axis = value.get("of", "gap"), value.get("axis", "tokens")
-    horizon = value.get("horizon", "longest")
-    for key, word, choices in (
-        ("kind", kind, KINDS),
-        ("of", of, MEASURES),
-        ("axis", axis, AXES),
-        ("horizon", horizon, HORIZONS),
-    ):
+    value = {"kind": None, "of": "gap", "axis": "tokens", "horizon": "longest"} | value
+    choices_of = {"kind": KINDS, "of": MEASURES, "axis": AXES, "horizon": HORIZONS}
+    for key, choices in choices_of.items():
+        word = value[key]
         if not isinstance(word, str) or word not in choices:
             hint = nearest_hint(str(word), choices)
             raise UserError(
                 f"parts.{name}.{key}: '{word}' is not one of {', '.join(choices)}{hint}"
             )
-    margin = _number(margin)
+    kind, of, margin = value["kind"], value["of"], _number(value.get("margin"))
     if margin is None or not 0 <= margin < 100:
-        said = value.get("margin")
-        raise UserError(f"parts.{name}.margin: '{said}' is not a number of nats, 0 or more")
+        raise UserError(
+            f"parts.{name}.margin: '{value.get('margin')}' is not a number of nats, 0 or more"
+        )
     if margin == 0 and kind in ("noninferior", "equivalent"):
         raise UserError(f"parts.{name}.margin: {kind} needs a margin above 0")
-    if of == "spread" and (kind not in ("noninferior", "worse") or horizon == "growth"):
+    if of == "spread" and (kind not in ("noninferior", "worse") or value["horizon"] == "growth"):
         raise UserError(
             f"parts.{name}.of: a spread is noninferior or worse, without horizon=growth"
         )
@@ -188,8 +170,8 @@ def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:
         arm=_selector(f"parts.{name}.arm", value["arm"], grid),
         against=_selector(f"parts.{name}.against", value.get("against", "standard"), grid),
         of=of,
-        axis=axis,
-        horizon=horizon,
+        axis=value["axis"],
+        horizon=value["horizon"],
     )
 
 
@@ -203,18 +185,18 @@ def _number(value: Any) -> float | None:
 
 def _selector(where: str, value: Any, grid: Mapping[str, str]) -> dict[str, Any]:
     """Parse a variant, or a map of keys to values."""
-    found = {"variant": value} if isinstance(value, str) else _map(where, value)
-    if not found:
+    selector = {"variant": value} if isinstance(value, str) else _map(where, value)
+    if not selector:
         raise UserError(f"{where}: selects no arm")
-    for key in found:
+    for key in selector:
         if key != "variant" and key not in KEYS:
             raise UserError(f"{where}: {key}: there is no such key{nearest_key(key)}")
-    variant = found.get("variant", "standard")
+    variant = selector.get("variant", "standard")
     if variant not in variants() and "variant.file" not in grid:
         raise UserError(
             f"{where}: there is no variant '{variant}'{nearest_hint(str(variant), variants())}"
         )
-    return {key: as_word(one) for key, one in found.items()}
+    return {key: as_word(leaf) for key, leaf in selector.items()}
 
 
 def _values(key: str, value: Any) -> str:
@@ -231,7 +213,7 @@ def _map(where: str, value: Any, known: Sequence[str] = ()) -> dict[str, Any]:
         raise UserError(f"{where}: must be a map of keys to values".removeprefix(": "))
     for key in value:
         if known and key not in known:
-            there_is = f"{', '.join(known)}{nearest_hint(key, known)}"
-            place = f"{where}.{key}".removeprefix(".")
-            raise UserError(f"{place}: there is no such key; there is {there_is}")
+            allowed = f"{', '.join(known)}{nearest_hint(key, known)}"
+            path = f"{where}.{key}".removeprefix(".")
+            raise UserError(f"{path}: there is no such key; there is {allowed}")
     return value

@@ -47,12 +47,11 @@ class Registration:
         return [sweep for n, sweep in sorted(self._linked().items()) if n not in self.sweeps]
 
     def _linked(self) -> dict[int, Path]:
-        links = [link for link in self.folder.glob("n*") if link.name[1:].isdecimal()]
+        # Resolved by hand: the runs lie beside the sweep's folder, not beside the link.
         return {
-            # Resolved by hand: the runs lie beside the sweep's folder, not beside the link.
             int(link.name[1:]): Path(os.path.normpath(self.folder / os.readlink(link)))
-            for link in links
-            if link.is_symlink()
+            for link in self.folder.glob("n*")
+            if link.name[1:].isdecimal() and link.is_symlink()
         }
 
     def add(self, seeds: int, sweep: Path) -> None:
@@ -90,7 +89,6 @@ def register_claim(claim: Claim, out: str) -> Registration:
     folder = Path(out).expanduser() / "claims" / claim.folder_name
     if not (folder / FILE).exists():
         make_folder(folder)
-        most = claim.seeds[-1]
         write_json(
             folder / FILE,
             {
@@ -100,12 +98,10 @@ def register_claim(claim: Claim, out: str) -> Registration:
                 "hash": claim.hash,
                 "source": claim.source,
                 "claim": claim.content,
-                "final_seeds": claim.seeds_of("final", most),
+                "final_seeds": claim.seeds_of("final", claim.seeds[-1]),
                 "tuning_seeds": claim.seeds_of("tuning", claim.tuning_seeds),
                 "earlier": [
-                    one.claim.hash
-                    for one in find_registrations(out, claim.name)
-                    if _has_results(one)
+                    r.claim.hash for r in find_registrations(out, claim.name) if _has_results(r)
                 ],
             },
         )
@@ -184,5 +180,4 @@ def edits_since(claim: Claim, before: list[Registration]) -> list[str]:
 
 
 def _has_results(registration: Registration) -> bool:
-    sweeps = registration.sweeps.values()
-    return any(any(sweep.glob("runs/*/result.json")) for sweep in sweeps)
+    return any(any(s.glob("runs/*/result.json")) for s in registration.sweeps.values())

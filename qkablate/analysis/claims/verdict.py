@@ -16,6 +16,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scipy import stats
+
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap
 from qkablate.analysis.stats import (
@@ -57,13 +59,16 @@ class Part:
         return 1.0 if self.open_below else self.sample.p_above(bound)
 
     @property
+    def _bound(self) -> float:
+        """Bound of a one-sided part: above the gap, or below it if the kind is `worse`."""
+        return -self.margin if self.kind == "better" else self.margin
+
+    @property
     def p_supported(self) -> float:
         """P-value against the part's being false."""
-        if self.kind == "noninferior":
-            return self.p_below(self.margin)
-        if self.kind == "better":
-            return self.p_below(-self.margin)
-        return self.p_above(self.margin) if self.kind == "worse" else self.p_equivalent
+        if self.kind == "equivalent":
+            return self.p_equivalent
+        return (self.p_above if self.kind == "worse" else self.p_below)(self._bound)
 
     @property
     def can_be_equivalent(self) -> bool:
@@ -79,37 +84,27 @@ class Part:
     @property
     def p_refuted(self) -> float:
         """P-value against the part's being true."""
-        if self.kind == "noninferior":
-            return self.p_above(self.margin)
-        if self.kind == "better":
-            return self.p_above(-self.margin)
-        if self.kind == "worse":
-            return self.p_below(self.margin)
-        return min(1.0, 2 * min(self.p_above(self.margin), self.p_below(-self.margin)))
+        if self.kind == "equivalent":
+            return min(1.0, 2 * min(self.p_above(self.margin), self.p_below(-self.margin)))
+        return (self.p_below if self.kind == "worse" else self.p_above)(self._bound)
 
     def power(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
         """Return the probability that n seeds support the part, given the true mean and spread."""
         if isinstance(self.sample, Spread):
             return power_spread(sd, self.margin, n, alpha, above=self.kind == "worse")
-        if self.kind == "noninferior":
-            return power_below(mean, self.margin, sd, n, alpha)
-        if self.kind == "better":
-            return power_below(mean, -self.margin, sd, n, alpha)
-        if self.kind == "worse":
-            return power_below(-mean, -self.margin, sd, n, alpha)
-        return power_equivalence(mean, self.margin, sd, n, alpha)
+        if self.kind == "equivalent":
+            return power_equivalence(mean, self.margin, sd, n, alpha)
+        sign = -1 if self.kind == "worse" else 1
+        return power_below(sign * mean, sign * self._bound, sd, n, alpha)
 
     def power_to_refute(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
         """Return the probability that n seeds refute the part, given the true mean and spread."""
         if isinstance(self.sample, Spread):
             return power_spread(sd, self.margin, n, alpha, above=self.kind != "worse")
-        if self.kind == "noninferior":
-            return power_below(-mean, -self.margin, sd, n, alpha)
-        if self.kind == "better":
-            return power_below(-mean, self.margin, sd, n, alpha)
-        if self.kind == "worse":
-            return power_below(mean, self.margin, sd, n, alpha)
-        return power_below(-abs(mean), -self.margin, sd, n, alpha / 2)
+        if self.kind == "equivalent":
+            return power_below(-abs(mean), -self.margin, sd, n, alpha / 2)
+        sign = 1 if self.kind == "worse" else -1
+        return power_below(sign * mean, sign * self._bound, sd, n, alpha)
 
     def seeds_needed(self, alpha: float = ALPHA, parts: int = 1) -> int | None:
         """Return the seeds that would decide it with 80 % power at the measured gap and spread.
@@ -134,15 +129,12 @@ class Part:
         above, below = not self.open_above, not self.open_below  # sides that have a bound
         supports = {"noninferior": above, "better": above, "worse": below}
         refutes = {"noninferior": below, "better": below, "worse": above}
-        both = above and below
-        can_support = supports.get(self.kind, both)
-        can_refute = refutes.get(self.kind, below if mean > 0 else above)
         outcomes = {Verdict.UNDERPOWERED: 0.0}
-        if can_support:
+        if supports.get(self.kind, above and below):
             outcomes[Verdict.SUPPORTED] = self.power(n, mean, sd, alpha)
-        if can_refute:
+        if refutes.get(self.kind, below if mean > 0 else above):
             outcomes[Verdict.REFUTED] = self.power_to_refute(n, mean, sd, alpha / parts)
-        if both and self.can_be_equivalent:
+        if above and below and self.can_be_equivalent:
             outcomes[Verdict.EQUIVALENT] = power_equivalence(
                 mean, self.margin, sd, n, alpha / parts
             )
@@ -159,19 +151,16 @@ class ClaimVerdict:
 
 def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
     """Judge one claim: each kind of error occurs in at most `alpha` of the studies."""
-    refuted = [p < alpha for p in holm([part.p_refuted for part in parts])]
-    equivalent = [
-        p < alpha
-        for p in holm([part.p_equivalent if part.can_be_equivalent else 1.0 for part in parts])
-    ]
+    refuted = holm([part.p_refuted for part in parts])
+    equivalent = holm([part.p_equivalent if part.can_be_equivalent else 1.0 for part in parts])
     verdicts = []
-    for part, is_refuted, is_equivalent in zip(parts, refuted, equivalent, strict=True):
+    for part, p_refuted, p_equivalent in zip(parts, refuted, equivalent, strict=True):
         if part.p_supported < alpha:
             verdicts.append(Verdict.SUPPORTED)
-        elif is_equivalent:
+        elif p_equivalent < alpha:
             verdicts.append(Verdict.EQUIVALENT)
         else:
-            verdicts.append(Verdict.REFUTED if is_refuted else Verdict.UNDERPOWERED)
+            verdicts.append(Verdict.REFUTED if p_refuted < alpha else Verdict.UNDERPOWERED)
     for verdict in (Verdict.REFUTED, Verdict.EQUIVALENT, Verdict.UNDERPOWERED):
         if verdict in verdicts:  # one false part is enough
             return ClaimVerdict(verdict, verdicts)
@@ -183,8 +172,6 @@ def spend_alpha(looks: Sequence[int]) -> list[float]:
 
     The increments add up to α however the looks are correlated.
     """
-    from scipy import stats
-
     z = float(stats.norm.isf(ALPHA / 2))
     total = [2 * float(stats.norm.sf(z / math.sqrt(n / looks[-1]))) for n in looks[:-1]]
     total.append(ALPHA)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qkablate.analysis.comparison.gaps import Gap
-from qkablate.analysis.comparison.lr_curves import LrCurve, is_bracketed
+from qkablate.analysis.comparison.gaps import ROUNDING_PAIR, Gap
+from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.config import OptimConfig
 from qkablate.table import format_list
@@ -16,6 +16,10 @@ TOLERANCE = 0.01  # relative difference of parameters or FLOPs that counts as ma
 # In order: fine; worth knowing; may have moved the gap; not comparable.
 STATES = OK, NOTE, WARNING, BROKEN = "ok", "note", "warning", "broken"
 MARKS = {OK: "", NOTE: "·", WARNING: "!", BROKEN: "✗"}
+Sides = tuple[Entry, Entry]  # arm and baseline
+Pairs = list[tuple[Record, Record]]
+Answer = tuple[str, str]  # state and message
+_NO_PAIRS = (NOTE, "unknown: no pairs")
 
 
 @dataclass(frozen=True)
@@ -50,19 +54,20 @@ def audit(
     sides = (gap.arm, gap.baseline)
     pairs = [(gap.arm.records[key], gap.baseline.records[key]) for key in gap.pairs]
     done = [record for pair in pairs for record in pair]
-    return [
-        _complete(sides),
-        _paired(gap),
-        _rates(sides, curves, margin or detectable),
-        _annealed(sides),
-        _matched(gap, axis),
-        _start(gap),
-        _alike("precision", done, WARNING),
-        _alike("data_fingerprint", done, BROKEN, name="data"),
-        _code(pairs),
-        _machine(pairs),
-        _kernel(gap, done, margin, detectable, rounding_gap),
-    ]
+    answers = {
+        "runs": _complete(sides),
+        "pairs": _paired(gap),
+        "learning rate": _rates(sides, curves, margin or detectable),
+        "annealed": _annealed(sides),
+        "matched": _matched(sides, axis),
+        "start": _start(sides),
+        "precision": _alike("precision", done, WARNING),
+        "data": _alike("data_fingerprint", done, BROKEN),
+        "code": _same_in_pairs(pairs, lambda r: f"{r.facts['code']} (torch {r.facts['torch']})"),
+        "machine": _same_in_pairs(pairs, _machine),
+        "kernel": _kernel(sides, done, margin, detectable, rounding_gap),
+    }
+    return [AuditCheck(name, *answer) for name, answer in answers.items()]
 
 
 def worst_state(checks: list[AuditCheck]) -> str:
@@ -70,7 +75,7 @@ def worst_state(checks: list[AuditCheck]) -> str:
     return max((check.state for check in checks), key=STATES.index, default=OK)
 
 
-def _complete(sides: tuple[Entry, ...]) -> AuditCheck:
+def _complete(sides: Sides) -> Answer:
     missing = []
     broken = False
     for entry in sides:
@@ -82,193 +87,144 @@ def _complete(sides: tuple[Entry, ...]) -> AuditCheck:
                 missing.append(f"{entry.name}: {len(records)} {status} ({seeds})")
                 broken |= status == "damaged"
     if missing:
-        return AuditCheck("runs", BROKEN if broken else WARNING, "; ".join(missing))
-    return AuditCheck("runs", OK, f"all {sum(len(entry.records) for entry in sides)} are done")
+        return BROKEN if broken else WARNING, "; ".join(missing)
+    return OK, f"all {sum(len(entry.records) for entry in sides)} are done"
 
 
-def _paired(gap: Gap) -> AuditCheck:
+def _paired(gap: Gap) -> Answer:
     n = len(gap.pairs)
     if gap.unpaired:
-        return AuditCheck("pairs", WARNING, f"{n}, and unpaired {'; '.join(gap.unpaired)}")
+        return WARNING, f"{n}, and unpaired {'; '.join(gap.unpaired)}"
     if n < 2:
-        return AuditCheck("pairs", WARNING, f"{n}: a single number, not a comparison")
+        return WARNING, f"{n}: a single number, not a comparison"
     correlation = gap.correlation
-    known = "" if correlation is None else f", correlation {correlation:+.2f}"
-    return AuditCheck("pairs", OK, f"{n} by seed{known}")
+    return OK, f"{n} by seed" + ("" if correlation is None else f", correlation {correlation:+.2f}")
 
 
-def _rates(
-    sides: tuple[Entry, ...], curves: dict[str, LrCurve], margin: float | None
-) -> AuditCheck:
-    states = {entry.name: is_bracketed(entry, curves) for entry in sides}
-    untuned = [name for name, state in states.items() if state is None]
-    nowhere = [e.name for e in sides if e.arm.name in curves and curves[e.arm.name].best is None]
-    if nowhere:
-        says = f"{' and '.join(nowhere)} diverged at every rate or has missing runs"
-        return AuditCheck("learning rate", WARNING, says)
-    edge = [name for name, state in states.items() if state is False]
-    if edge:
-        return AuditCheck(
-            "learning rate", WARNING, f"the best of {' and '.join(edge)} is on the edge"
-        )
-    if untuned:
-        rates = ", ".join(map(_rate, sides))
-        which = "neither was" if len(untuned) == len(sides) else f"{untuned[0]} was not"
-        return AuditCheck("learning rate", WARNING, f"{which} tuned ({rates})")
-    off = []
-    for entry in sides:
-        curve = curves[entry.arm.name]
-        if curve.best is not None and entry.rate is not None and curve.best != entry.rate:
-            off.append(f"{entry.name} runs at {entry.rate:.3g}, best is {curve.best:.3g}")
+def _rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> Answer:
+    tuned = {entry.name: curves[entry.arm.name] for entry in sides if entry.arm.name in curves}
+    if unknown := [name for name, curve in tuned.items() if curve.best is None]:
+        return WARNING, f"{' and '.join(unknown)} diverged at every rate or has missing runs"
+    if edge := [name for name, curve in tuned.items() if curve.is_on_edge]:
+        return WARNING, f"the best of {' and '.join(edge)} is on the edge"
+    rates = {entry.name: "–" if entry.rate is None else f"{entry.rate:.3g}" for entry in sides}
+    if untuned := [name for name in rates if name not in tuned]:
+        which = "neither was" if not tuned else f"{untuned[0]} was not"
+        return WARNING, f"{which} tuned ({', '.join(rates.values())})"
+    off = [
+        f"{entry.name} runs at {entry.rate:.3g}, best is {best:.3g}"
+        for entry in sides
+        if (best := tuned[entry.name].best) is not None and entry.rate not in (None, best)
+    ]
     if off:
-        return AuditCheck("learning rate", WARNING, "; ".join(off))
+        return WARNING, "; ".join(off)
     if any(entry.rate is None for entry in sides):
-        return AuditCheck(
-            "learning rate", WARNING, f"not chosen yet: {', '.join(map(_rate, sides))}"
-        )
-    said = ", ".join(f"{entry.name} {_rate(entry)}" for entry in sides)
-    said = f"tuned and bracketed: {said}"
-    short = [curves[e.arm.name].excess_loss(e.rate) for e in sides if e.rate is not None]
-    known = [cost for cost in short if cost is not None]
+        return WARNING, f"not chosen yet: {', '.join(rates.values())}"
+    message = f"tuned and bracketed: {', '.join(f'{e.name} {rates[e.name]}' for e in sides)}"
+    excess = [tuned[e.name].excess_loss(e.rate) for e in sides if e.rate is not None]
+    known = [loss for loss in excess if loss is not None]
     if known:
-        said += f"; a finer search would gain {max(known):.4f} at most"
+        message += f"; a finer search would gain {max(known):.4f} at most"
     # An excess that shows as 0.0000 is rounding, also where seeds agree exactly.
     coarse = margin is not None and known and max(known) > max(margin / 3, 5e-5)
-    return AuditCheck("learning rate", WARNING if coarse else OK, said)
+    return WARNING if coarse else OK, message
 
 
-def _rate(entry: Entry) -> str:
-    return "–" if entry.rate is None else f"{entry.rate:.3g}"
-
-
-def _annealed(sides: tuple[Entry, ...]) -> AuditCheck:
-    high = [entry.name for entry in sides if not is_annealed(entry.arm.config.optim)]
-    if high:
-        return AuditCheck(
-            "annealed", WARNING, f"the learning rate of {' and '.join(high)} is not annealed"
-        )
-    lengths = {entry.tokens for entry in sides}
+def _annealed(sides: Sides) -> Answer:
+    if high := [entry.name for entry in sides if not is_annealed(entry.arm.config.optim)]:
+        return WARNING, f"the learning rate of {' and '.join(high)} is not annealed"
+    lengths = dict.fromkeys(f"{entry.tokens:,}" for entry in sides)
     if len(lengths) > 1:
-        lengths_text = " against ".join(f"{entry.tokens:,}" for entry in sides)
-        return AuditCheck(
-            "annealed", NOTE, f"whole schedules of different lengths: {lengths_text} tokens"
-        )
-    return AuditCheck("annealed", OK, f"whole schedules of {lengths.pop():,} tokens")
+        return NOTE, f"whole schedules of different lengths: {' against '.join(lengths)} tokens"
+    return OK, f"whole schedules of {', '.join(lengths)} tokens"
 
 
-def _matched(gap: Gap, axis: str) -> AuditCheck:
-    arm, baseline = gap.arm.arm, gap.baseline.arm
+def _matched(sides: Sides, axis: str) -> Answer:
+    arm, baseline = (entry.arm for entry in sides)
     if not arm.params or not baseline.params:
-        return AuditCheck("matched", WARNING, "sizes are unknown: no run has a result")
-    differ = {
+        return WARNING, "sizes are unknown: no run has a result"
+    excess = {
         "params": arm.params / baseline.params - 1,
         "training FLOPs": arm.flops / baseline.flops - 1,
     }
-    said = ", ".join(
-        f"equal {what}" if value == 0 else f"{what} {value:+.1%}" for what, value in differ.items()
+    message = ", ".join(
+        f"{name} {value:+.1%}" if value else f"equal {name}" for name, value in excess.items()
     )
     held = {"params": "params", "flops": "training FLOPs"}.get(axis)
     if held is None:
-        return AuditCheck(
-            "matched", NOTE if any(differ.values()) else OK, f"at equal tokens: {said}"
-        )
-    state = OK if abs(differ[held]) <= TOLERANCE else WARNING
-    return AuditCheck("matched", state, said)
+        return NOTE if any(excess.values()) else OK, f"at equal tokens: {message}"
+    return OK if abs(excess[held]) <= TOLERANCE else WARNING, message
 
 
-def _start(gap: Gap) -> AuditCheck:
-    words = []
+def _start(sides: Sides) -> Answer:
+    texts = []
     state = OK
-    for entry in (gap.arm, gap.baseline):
+    for entry in sides:
         config = entry.arm.config.variant
         matches = {str(record.facts["init"].get("match")) for record in entry.with_status("done")}
         match = "/".join(sorted(matches)) or "unknown"
         if config.init == "naive":
             state = WARNING
-            words.append(f"{entry.name} naive")
+            texts.append(f"{entry.name} naive")
         elif match != "exact":
             # An arm whose start cannot be matched is what it is; it is not the form alone.
-            own = NOTE if match == "spread" else WARNING
-            state = max(state, own, key=STATES.index)
-            words.append(f"{entry.name} {match}")
-        if config.lr == "same" and gap.arm.arm.config.variant.lr != "same":
-            words.append(f"{entry.name} at the same rate")
-    return AuditCheck(
-        "start", state, "matched: " + ", ".join(words) if words else "matched exactly"
-    )
+            state = max(state, NOTE if match == "spread" else WARNING, key=STATES.index)
+            texts.append(f"{entry.name} {match}")
+        if config.lr == "same" and sides[0].arm.config.variant.lr != "same":
+            texts.append(f"{entry.name} at the same rate")
+    return state, "matched: " + ", ".join(texts) if texts else "matched exactly"
 
 
-def _alike(key: str, records: list[Record], state: str, name: str = "") -> AuditCheck:
+def _alike(key: str, records: list[Record], state: str) -> Answer:
     values = {str(record.facts.get(key)) for record in records}
     if len(values) > 1:
-        return AuditCheck(name or key, state, f"mixed: {', '.join(sorted(values))}")
+        return state, f"mixed: {', '.join(sorted(values))}"
     if values == {"None"}:
-        return AuditCheck(name or key, WARNING, "unknown")
-    if not values:
-        return AuditCheck(name or key, NOTE, "unknown: no pairs")
-    return AuditCheck(name or key, OK, values.pop()[:16])
+        return WARNING, "unknown"
+    return (OK, values.pop()[:16]) if values else _NO_PAIRS
 
 
-def _code(pairs: list[tuple[Record, Record]]) -> AuditCheck:
-    return _same_in_pairs("code", pairs, lambda r: f"{r.facts['code']} (torch {r.facts['torch']})")
+def _machine(record: Record) -> str:
+    by = ", by oneDNN" if record.facts["matmul"] == "onednn" else ""
+    return f"{record.facts['device']} ({record.facts['cpu'] or 'unknown'}){by}"
 
 
-def _machine(pairs: list[tuple[Record, Record]]) -> AuditCheck:
-    def machine(record: Record) -> str:
-        by = ", by oneDNN" if record.facts["matmul"] == "onednn" else ""
-        return f"{record.facts['device']} ({record.facts['cpu'] or 'unknown'}){by}"
-
-    return _same_in_pairs("machine", pairs, machine)
-
-
-def _same_in_pairs(
-    name: str, pairs: list[tuple[Record, Record]], of: Callable[[Record], str]
-) -> AuditCheck:
+def _same_in_pairs(pairs: Pairs, describe: Callable[[Record], str]) -> Answer:
     """Check a circumstance that must be equal within each pair.
 
     If it varies from pair to pair, it only adds to the spread.
     """
-    mixed = sum(of(run) != of(other) for run, other in pairs)
-    values = sorted({of(record) for pair in pairs for record in pair})
+    mixed = sum(describe(run) != describe(other) for run, other in pairs)
+    values = sorted({describe(record) for pair in pairs for record in pair})
     if mixed:
-        return AuditCheck(
-            name, WARNING, f"{mixed} of {len(pairs)} pairs are mixed: {format_list(values, 3)}"
-        )
+        return WARNING, f"{mixed} of {len(pairs)} pairs are mixed: {format_list(values, 3)}"
     if len(values) > 1:
-        return AuditCheck(
-            name, WARNING, f"{len(values)}, each pair of one: {format_list(values, 3)}"
-        )
-    return (
-        AuditCheck(name, OK, values[0]) if values else AuditCheck(name, NOTE, "unknown: no pairs")
-    )
+        return WARNING, f"{len(values)}, each pair of one: {format_list(values, 3)}"
+    return (OK, values[0]) if values else _NO_PAIRS
 
 
 def _kernel(
-    gap: Gap,
+    sides: Sides,
     done: list[Record],
     margin: float | None,
     detectable: float | None,
     rounding_gap: Gap | None,
-) -> AuditCheck:
+) -> Answer:
     kernels = sorted({str(record.facts["kernel"]) for record in done})
     if len(kernels) < 2:
-        known = AuditCheck("kernel", OK, kernels[0]) if kernels else None
-        return known or AuditCheck("kernel", NOTE, "unknown: no pairs")
+        return (OK, kernels[0]) if kernels else _NO_PAIRS
     names = " and ".join(kernels)
-    variants = {gap.arm.arm.variant, gap.baseline.arm.variant}
-    if variants == {"standard", "standard_reassociated"}:
-        return AuditCheck("kernel", OK, f"{names}; this gap measures the effect of rounding")
+    if {entry.arm.variant for entry in sides} == ROUNDING_PAIR:
+        return OK, f"{names}; this gap measures the effect of rounding"
     bounds = rounding_gap.bounds(0.90) if rounding_gap is not None else None
     if bounds is None:
-        return AuditCheck("kernel", WARNING, f"{names}; no arm measures the effect of rounding")
+        return WARNING, f"{names}; no arm measures the effect of rounding"
     most = max(map(abs, bounds))
     if not math.isfinite(most):
-        return AuditCheck("kernel", WARNING, f"{names}; the runs that measure rounding diverged")
+        return WARNING, f"{names}; the runs that measure rounding diverged"
+    message = f"{names}; rounding moves the gap by at most {most:.4f}"
     size = margin or detectable
     if size is None:
-        return AuditCheck("kernel", NOTE, f"{names}; rounding moves the gap by at most {most:.4f}")
-    state = OK if most < size / 3 else WARNING
-    of = f"the margin is {margin:g}" if margin else f"{size:.4f} is detectable"
-    return AuditCheck(
-        "kernel", state, f"{names}; rounding moves the gap by at most {most:.4f}, {of}"
-    )
+        return NOTE, message
+    limit = f"the margin is {margin:g}" if margin else f"{size:.4f} is detectable"
+    return OK if most < size / 3 else WARNING, f"{message}, {limit}"

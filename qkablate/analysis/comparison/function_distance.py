@@ -7,11 +7,11 @@ Shape suffixes: P positions, V vocabulary.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,12 +36,11 @@ class Predictions:
     """Predicted distributions of one run at one step."""
 
     log_PV: np.ndarray
-    p_PV: np.ndarray
     key: tuple[object, ...] = ()  # equal for predictions that can be compared
 
-    @classmethod
-    def from_logs(cls, log_PV: np.ndarray, key: tuple[object, ...] = ()) -> "Predictions":
-        return cls(log_PV, np.exp(log_PV, dtype=np.float64), key)
+    @cached_property
+    def probabilities(self) -> np.ndarray:
+        return np.asarray(np.exp(self.log_PV, dtype=np.float64))
 
 
 def symmetric_kl(first: Predictions, second: Predictions) -> float:
@@ -49,7 +48,7 @@ def symmetric_kl(first: Predictions, second: Predictions) -> float:
 
     No term is negative, so that small distances do not drown in rounding errors.
     """
-    terms_PV = (first.p_PV - second.p_PV) * (first.log_PV - second.log_PV)
+    terms_PV = (first.probabilities - second.probabilities) * (first.log_PV - second.log_PV)
     return max(0.0, float(terms_PV.sum(axis=1).mean()) / 2)
 
 
@@ -110,16 +109,12 @@ def measure_distances(families: Sequence[Family]) -> list[FamilyDistances]:
     """Measure the distances of every size whose runs keep predictions."""
     pairs = sum(len(gap.pairs) for family in families for gap in family.gaps)
     most = max(1, _MAX_PAIRS // max(1, pairs))
-    measured = (_measure_family(family, most) for family in families)
-    return [distances for distances in measured if distances is not None]
+    return list(filter(None, (_measure_family(family, most) for family in families)))
 
 
 def _measure_family(family: Family, most: int) -> FamilyDistances | None:
-    base = {
-        key: record
-        for key, record in sorted(family.baseline.records.items())
-        if record.status == "done"
-    }
+    records = sorted(family.baseline.records.items())
+    base = {key: record for key, record in records if record.status == "done"}
     gaps = [gap for gap in family.gaps if gap.pairs]
     files = _PredictionFiles()
     for record in base.values():
@@ -129,7 +124,9 @@ def _measure_family(family: Family, most: int) -> FamilyDistances | None:
             files.add(gap.arm.records[key], gap.arm)
     if not files.steps:
         return None
-    steps = _thin_steps(files.steps, most)
+    steps = files.steps
+    if len(steps) > most:  # always the last, and step 0 only if all are kept
+        steps = [steps[-1]] if most == 1 else thin([step for step in steps if step], most)
     files.note_missing(steps)
     tokens_per_step = family.baseline.tokens // int(family.baseline.arm.config.train.steps)
     values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -143,22 +140,16 @@ def _measure_family(family: Family, most: int) -> FamilyDistances | None:
                 prediction = files.read(gap.arm.records[key], step)
                 files.compare(values[gap.arm.name][tokens], gap.arm.name, prediction, by_seed[key])
 
-    def distance(name: str, kind: str, entry: Entry) -> Distance:
-        by_tokens = values["" if kind == SEEDS else name]
-        readings = {tokens: tuple(known) for tokens, known in by_tokens.items() if known}
-        return Distance(name, kind, entry.arm.variant, readings, family.baseline.tokens)
-
-    distances = [
-        distance(gap.arm.name, ROUNDING if gap is family.rounding_gap else ARM, gap.arm)
-        for gap in gaps
-    ]
-    distances.append(distance(f"{family.baseline.name}, another seed", SEEDS, family.baseline))
-    return FamilyDistances(
-        family.baseline.name,
-        [distance for distance in distances if distance.readings],
-        files.positions,
-        files.list_faults(),
-    )
+    kinds = [(ROUNDING if gap is family.rounding_gap else ARM, gap.arm) for gap in gaps]
+    distances = []
+    for kind, entry in [*kinds, (SEEDS, family.baseline)]:
+        by_tokens = values["" if kind == SEEDS else entry.name]
+        name = f"{entry.name}, another seed" if kind == SEEDS else entry.name
+        if readings := {tokens: tuple(known) for tokens, known in by_tokens.items() if known}:
+            variant, last = entry.arm.variant, family.baseline.tokens
+            distances.append(Distance(name, kind, variant, readings, last))
+    faults = files.list_faults()
+    return FamilyDistances(family.baseline.name, distances, files.positions, faults)
 
 
 def neighbors(items: Sequence[T]) -> Iterator[tuple[T, T]]:
@@ -166,13 +157,6 @@ def neighbors(items: Sequence[T]) -> Iterator[tuple[T, T]]:
     yield from pairwise(items)
     if len(items) > 2:
         yield items[-1], items[0]
-
-
-def _thin_steps(steps: list[int], most: int) -> list[int]:
-    """Pick at most `most` steps: always the last, and step 0 only if all are kept."""
-    if len(steps) <= most:
-        return steps
-    return [steps[-1]] if most == 1 else thin([step for step in steps if step], most)
 
 
 class _PredictionFiles:
@@ -183,7 +167,7 @@ class _PredictionFiles:
         self._paths: dict[str, dict[int, Path]] = {}  # by run id and step
         self._records: dict[str, tuple[Record, Entry]] = {}
         self._faults: list[str] = []
-        self._mismatched: dict[str, int] = defaultdict(int)
+        self._mismatched: Counter[str] = Counter()
 
     def add(self, record: Record, entry: Entry) -> None:
         if record.run.id not in self._paths:
@@ -195,7 +179,7 @@ class _PredictionFiles:
         """Steps at which any run keeps predictions."""
         lengths = (int(entry.arm.config.train.steps) for _, entry in self._records.values())
         last = max(lengths, default=0)
-        return sorted({step for paths in self._paths.values() for step in paths if step <= last})
+        return [step for step in sorted({*chain(*self._paths.values())}) if step <= last]
 
     def note_missing(self, steps: list[int]) -> None:
         """Record which runs lack predictions at these steps."""
@@ -226,7 +210,7 @@ class _PredictionFiles:
             del self._paths[record.run.id][step]
             return None
         self.positions = max(self.positions, len(log_PV))
-        return Predictions.from_logs(
+        return Predictions(
             log_PV, (header.data_fingerprint, header.positions_sha256, context, log_PV.shape)
         )
 

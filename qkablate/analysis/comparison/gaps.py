@@ -15,9 +15,10 @@ from qkablate.analysis.stats import (
     describe_sample,
     detectable_effect,
     holm,
-    sign_flip_min_n,
 )
 from qkablate.analysis.study.study import Entry, Record, Seeds, Study
+
+ROUNDING_PAIR = {"standard", "standard_reassociated"}
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,9 @@ class Gap:
     def bounds(self, level: float = 1 - ALPHA) -> Interval | None:
         """Return the t interval, unbounded on a side where runs diverged."""
         interval = self.sample.interval(level)
-        if interval is None:
-            return None
-        low, high = interval
-        return (
-            -math.inf if self.baseline_diverged else low,
-            math.inf if self.arm_diverged else high,
+        return interval and (
+            -math.inf if self.baseline_diverged else interval[0],
+            math.inf if self.arm_diverged else interval[1],
         )
 
     @cached_property
@@ -61,22 +59,17 @@ def measure_gap(arm: Entry, baseline: Entry) -> Gap:
     """Pair the runs of two arms by their seeds."""
     pairs: dict[Seeds, float] = {}
     unpaired = []
-    diverged = {"arm": 0, "baseline": 0}
     for key in sorted({*arm.records, *baseline.records}):
         run, other = arm.records.get(key), baseline.records.get(key)
-        reasons = [_why_unpaired(arm, run), _why_unpaired(baseline, other)]
-        for side, record in (("arm", run), ("baseline", other)):
-            diverged[side] += record is not None and record.status == "diverged"
-        if run is None or other is None or any(reasons):
-            known = run or other
-            unpaired.append(f"{known.seed if known else ''}: {'; '.join(filter(None, reasons))}")
+        if run is None or other is None or run.loss is None or other.loss is None:
+            reasons = filter(None, (_why_unpaired(arm, run), _why_unpaired(baseline, other)))
+            unpaired.append(f"{next(r.seed for r in (run, other) if r)}: {'; '.join(reasons)}")
         elif run.facts["data_fingerprint"] != other.facts["data_fingerprint"]:
             unpaired.append(f"{run.seed}: the two were trained on different data")
         else:
-            assert run.loss is not None
-            assert other.loss is not None
             pairs[key] = run.loss - other.loss
-    return Gap(arm, baseline, pairs, unpaired, diverged["arm"], diverged["baseline"])
+    diverged = [len(entry.with_status("diverged")) for entry in (arm, baseline)]
+    return Gap(arm, baseline, pairs, unpaired, *diverged)
 
 
 def _why_unpaired(entry: Entry, record: Record | None) -> str:
@@ -111,20 +104,11 @@ class Family:
             return None
         return detectable_effect(gap.sample.sd, gap.sample.n, ALPHA / max(1, self.comparisons))
 
-    @property
-    def sign_flip_min_n(self) -> int:
-        return sign_flip_min_n(max(1, self.comparisons))
-
     @cached_property
     def rounding_gap(self) -> Gap | None:
         """Gap of standard attention to itself with reordered matmuls: the effect of rounding."""
-        for gap in self.gaps:
-            if {gap.arm.arm.variant, self.baseline.arm.variant} == ROUNDING_PAIR:
-                return gap
-        return None
-
-
-ROUNDING_PAIR = {"standard", "standard_reassociated"}
+        variant = self.baseline.arm.variant
+        return next((g for g in self.gaps if {g.arm.arm.variant, variant} == ROUNDING_PAIR), None)
 
 
 def find_families(study: Study) -> list[Family]:
@@ -183,15 +167,8 @@ def describe_arm(entry: Entry) -> ArmLosses:
         params=entry.arm.params,
         training_flops=entry.arm.train_flops,
         runs=[
-            RunSummary(
-                record.folder.name,
-                dict(record.seeds),
-                record.status,
-                record.loss,
-                record.val,
-                record.reason,
-            )
-            for record in entry.records.values()
+            RunSummary(r.folder.name, dict(r.seeds), r.status, r.loss, r.val, r.reason)
+            for r in entry.records.values()
         ],
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from qkablate.analysis.comparison.curves import Curve, combine_curves
-from qkablate.analysis.study.study import Entry, LossCurve, read_metrics
+from qkablate.analysis.study.study import Entry, read_metrics
 from qkablate.errors import print_stderr
 from qkablate.runs.records import decode_row, is_number
 
@@ -50,7 +50,11 @@ class HeadMetrics:
 
     def curve(self, name: str, most: int) -> Curve | None:
         """Return the mean over all heads that have the measure, run by run."""
-        curves = (_mean_curve(run, name) for run in self.runs)
+        curves = []
+        for run in self.runs:
+            known = {t: heads[name] for t, heads in run.items() if t and name in heads}
+            finite = {t: array[np.isfinite(array)] for t, array in known.items()}
+            curves.append({t: float(values.mean()) for t, values in finite.items() if len(values)})
         return combine_curves([curve for curve in curves if curve], most)
 
     def last(self, name: str) -> list[np.ndarray]:
@@ -60,17 +64,13 @@ class HeadMetrics:
     def at(self, name: str, tokens: int) -> list[np.ndarray]:
         """Return each run's measure_LH at a reading, where known."""
         arrays = (run.get(tokens, {}).get(name) for run in self.runs)
-        return same_shape([array for array in arrays if array is not None])
+        known = [array for array in arrays if array is not None]
+        return [array for array in known if array.shape == known[0].shape]  # of the same model
 
     @property
     def tokens(self) -> list[int]:
         """Readings common to all runs."""
         return sorted(set.intersection(*map(set, self.runs))) if self.runs else []
-
-
-def same_shape(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Return the arrays with the shape of the first; the others belong to another model."""
-    return [array for array in arrays if array.shape == arrays[0].shape]
 
 
 def sort_heads(arrays_LH: list[np.ndarray]) -> np.ndarray:
@@ -99,12 +99,6 @@ def nan_mean(values: np.ndarray, axis: int) -> np.ndarray:
     return np.asarray(means)
 
 
-def _mean_curve(run: dict[int, HeadValues], name: str) -> LossCurve:
-    arrays = {tokens: heads[name] for tokens, heads in run.items() if name in heads}
-    finite = {tokens: array[np.isfinite(array)] for tokens, array in arrays.items()}
-    return {tokens: float(x.mean()) for tokens, x in finite.items() if tokens and len(x)}
-
-
 def read_head_metrics(entry: Entry, names: Iterable[str], most: int) -> HeadMetrics:
     """Read the head metrics of an arm's finished runs, at most `most` readings each."""
     names = tuple(names)
@@ -116,10 +110,7 @@ def read_head_metrics(entry: Entry, names: Iterable[str], most: int) -> HeadMetr
 
 
 def read_head_rows(
-    folder: Path,
-    names: Iterable[str],
-    most: int,
-    note: Callable[[str], None] | None = None,
+    folder: Path, names: Iterable[str], most: int, note: Callable[[str], None] | None = None
 ) -> dict[int, HeadValues]:
     """Read the head metrics of a run by tokens, at most `most` readings.
 
@@ -132,14 +123,16 @@ def read_head_rows(
             lines[int(tokens[1])] = line
     rows: dict[int, HeadValues] = {}
     damaged = 0
-    for tokens_read in _thin_evenly(sorted(lines), most):
+    readings = sorted(lines)
+    if len(readings) > most:  # evenly, with the first and the last
+        picks = np.linspace(0, len(readings) - 1, max(2, most)).round().astype(int)
+        readings = [readings[i] for i in sorted({*map(int, picks)})]
+    for reading in readings:
         try:
-            heads = _parse_row(lines[tokens_read], names)
+            if heads := _parse_row(lines[reading], names):
+                rows[reading] = heads
         except ValueError:
             damaged += 1
-            continue
-        if heads:
-            rows[tokens_read] = heads
     if damaged:
         text = f"is damaged: rows of head metrics skipped: {damaged}"
         print_stderr(f"qkablate: '{folder / 'metrics.jsonl'}' {text}")
@@ -148,21 +141,13 @@ def read_head_rows(
     return rows
 
 
-def _thin_evenly(tokens: list[int], most: int) -> list[int]:
-    """Pick at most `most` readings evenly, with the first and the last."""
-    if len(tokens) <= most:
-        return tokens
-    places = np.linspace(0, len(tokens) - 1, max(2, most)).round().astype(int)
-    return [tokens[i] for i in sorted({*map(int, places)})]
-
-
 def _parse_row(line: bytes, names: Iterable[str]) -> HeadValues:
-    values, row, length = {}, decode_row(line), len(line)
+    values, row = {}, decode_row(line)
     for name in names:
         part, _, measure = name.partition("/")
+        depth = 3 if name == SPECTRUM else 2
         try:
-            depth = 3 if name == SPECTRUM else 2
-            array = _array(row["diagnostics"][part][measure], depth, _MAX_EXPANSION * length)
+            array = _array(row["diagnostics"][part][measure], depth, _MAX_EXPANSION * len(line))
         except (ValueError, LookupError, TypeError):
             continue
         if array is not None:
@@ -193,13 +178,12 @@ def _array(layers: Any, depth: int, most: int) -> np.ndarray | None:
         return None
     array = np.full(shape, np.nan)
 
-    def fill(value: Any, place: tuple[int, ...]) -> None:
-        if len(place) == depth:
-            if is_number(value):
-                array[place] = value
-        elif value is not None:
-            for i, inner in enumerate(value):
-                fill(inner, (*place, i))
+    def fill(value: Any, index: tuple[int, ...]) -> None:
+        if len(index) == depth:
+            array[index] = value if is_number(value) else np.nan
+        else:
+            for i, inner in enumerate(value or ()):
+                fill(inner, (*index, i))
 
     fill(layers, ())
     return array if np.isfinite(array).any() else None

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from scipy import stats
 
 from qkablate.analysis.stats import ALPHA, Estimate, Interval, Sample, describe_sample
-from qkablate.analysis.study.study import Entry, Record, Seeds, Study
+from qkablate.analysis.study.study import Record, Seeds, Study
 
 # Distances in ln lr from the best rate. Further out, curves are steeper where training breaks.
 _FIT_RANGE = math.log(2) * 1.01  # of the parabola
@@ -118,14 +119,10 @@ def _fieller(
     slope: float, curvature: float, covariance_KK: np.ndarray, freedom: int
 ) -> Interval | None:
     """Return Fieller's interval of the ratio −slope / (2 · curvature)."""
-    from scipy import stats
-
     above, below = -slope, 2 * curvature
     v11, v22, v12 = covariance_KK[0, 0], 4 * covariance_KK[1, 1], -2 * covariance_KK[0, 1]
     t2 = float(stats.t.isf(ALPHA / 2, freedom)) ** 2
-    a = below**2 - t2 * v22
-    b = above * below - t2 * v12
-    c = above**2 - t2 * v11
+    a, b, c = below**2 - t2 * v22, above * below - t2 * v12, above**2 - t2 * v11
     discriminant = b * b - a * c
     if a <= 0 or discriminant < -1e-12 * b * b:  # the curvature may be zero
         return None
@@ -160,9 +157,12 @@ def _losses_by_seed(records: Mapping[Seeds, Record]) -> dict[Seeds, float | None
     }
 
 
-def gap_at_rates(arm: LrCurve, arm_rate: float, other: LrCurve, other_rate: float) -> Sample:
+def gap_at_rates(
+    arm: LrCurve, arm_rate: float | None, other: LrCurve, other_rate: float | None
+) -> Sample:
     """Return the paired validation gap, with each arm at its own rate."""
-    losses, others = arm.losses.get(arm_rate, {}), other.losses.get(other_rate, {})
+    losses = arm.losses.get(arm_rate or math.nan, {})  # empty without a rate
+    others = other.losses.get(other_rate or math.nan, {})
     pairs = [(losses[key], others[key]) for key in sorted(losses) if key in others]
     return Sample(tuple(a - b for a, b in pairs if a is not None and b is not None))
 
@@ -201,20 +201,15 @@ def describe_lr_curves(study: Study) -> list[LrCurveSummary]:
     summaries = []
     for name, curve in curves.items():
         arm = study.arms[name]
-        vocabulary = arm.facts.get("vocabulary")
-        initial_loss = math.inf
-        if isinstance(vocabulary, int) and vocabulary > 1:
-            initial_loss = math.log(vocabulary)
+        size = arm.facts.get("vocabulary")
+        initial_loss = math.log(size) if isinstance(size, int) and size > 1 else math.inf
         fit, search = curve.parabola, study.lr_searches.get(name)
         other = curves.get(arm.baseline or "")
         default, best = arm.config.optim.lr, curve.best
         at_default = at_best = None
         if other is not None:
             at_default = describe_sample(gap_at_rates(curve, default, other, default))
-            gaps = Sample(())
-            if best is not None and other.best is not None:
-                gaps = gap_at_rates(curve, best, other, other.best)
-            at_best = describe_sample(gaps)
+            at_best = describe_sample(gap_at_rates(curve, best, other, other.best))
         summaries.append(
             LrCurveSummary(
                 arm=name,
@@ -229,17 +224,11 @@ def describe_lr_curves(study: Study) -> list[LrCurveSummary]:
                 sensitivity=curve.sensitivity(initial_loss),
                 default=default,
                 val_loss=[
-                    RateLosses(rate, [*by_seed.values()])
-                    for rate, by_seed in sorted(curve.losses.items())
+                    RateLosses(rate, [*curve.losses[rate].values()])
+                    for rate in sorted(curve.losses)
                 ],
                 gap_at_default=at_default,
                 gap_at_best=at_best,
             )
         )
     return summaries
-
-
-def is_bracketed(entry: Entry, curves: dict[str, LrCurve]) -> bool | None:
-    """Return whether worse rates were tried on both sides of the best; None if untuned."""
-    curve = curves.get(entry.arm.name)
-    return None if curve is None else not curve.is_on_edge

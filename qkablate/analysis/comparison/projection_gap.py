@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkablate.analysis.stats import Interval, Sample
+from qkablate.analysis.stats import Estimate, Sample, describe_sample
 from qkablate.disk import read_file
 from qkablate.errors import UserError
 from qkablate.runs.records import decode_row, is_number, read_config, read_result, sha256
@@ -31,26 +31,13 @@ class ProjectionGap:
     gap: dict[str, Losses]
 
 
-@dataclass(frozen=True)
-class MeanGap:
-    """Mean of a gap over seeds, with its 95 % interval."""
-
-    n: int
-    mean: float | None
-    interval: Interval | None
-
-
 def decompose_gap(
     parent: Path, continued: Path, projected: Path, scratch: Path | None
 ) -> ProjectionGap:
     """Return the losses of the four runs and the parts of the gap."""
     at_once = {"parent": _initial_loss(continued), "projected": _initial_loss(projected)}
-    losses = {
-        "parent": _losses(parent),
-        "continued": _losses(continued),
-        "projected": _losses(projected),
-        "scratch": _losses(scratch),
-    }
+    runs = {"parent": parent, "continued": continued, "projected": projected, "scratch": scratch}
+    losses = {name: _losses(folder) for name, folder in runs.items()}
     gaps = {
         "at_once": {"val": _difference(at_once["projected"], at_once["parent"]), "test": None},
         "finetuned": _gap(losses["projected"], losses["continued"]),
@@ -86,13 +73,12 @@ def _without_rate(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {**identity, "optim": {**identity["optim"], "lr": None}}
 
 
-def mean_gaps(gaps: Sequence[ProjectionGap]) -> dict[str, dict[str, MeanGap]]:
+def mean_gaps(gaps: Sequence[ProjectionGap]) -> dict[str, dict[str, Estimate]]:
     """Return the mean of every part over seeds, by split."""
 
-    def mean(part: str, split: str) -> MeanGap:
+    def mean(part: str, split: str) -> Estimate:
         values = (gap.gap[part][split] for gap in gaps)
-        sample = Sample(tuple(value for value in values if value is not None))
-        return MeanGap(sample.n, sample.mean if sample.n else None, sample.interval())
+        return describe_sample(Sample(tuple(value for value in values if value is not None)))
 
     return {part: {split: mean(part, split) for split in SPLITS} for part in PARTS}
 
@@ -106,7 +92,7 @@ def _losses(folder: Path | None) -> Losses:
 
 
 def _gap(losses: Losses, others: Losses) -> Losses:
-    return {name: _difference(losses[name], others[name]) for name in SPLITS}
+    return {split: _difference(losses[split], others[split]) for split in SPLITS}
 
 
 def _difference(value: float | None, other: float | None) -> float | None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +75,7 @@ def _rank(axis: str, baseline: Entry, arms: list[Entry]) -> Ranking:
     samples = [measure_gap(arm, other).sample for arm, other in pairs]
     tested = [number for number, sample in enumerate(samples) if sample.p is not None]
     adjusted = dict(zip(tested, holm([samples[i].p or 0.0 for i in tested]), strict=True))
-    ahead = dict.fromkeys((entry.name for entry in entries), 0)
-    behind = dict(ahead)
+    ahead, behind = Counter[str](), Counter[str]()  # arms ahead of, and behind, each arm
     for number, p in adjusted.items():
         if p < ALPHA:
             arm, other = pairs[number]
@@ -83,27 +83,15 @@ def _rank(axis: str, baseline: Entry, arms: list[Entry]) -> Ranking:
             ahead[worse.name] += 1
             behind[better.name] += 1
     ranks = [
-        Rank(
-            entry.name,
-            entry.sample.mean,
-            len(entry.losses),
-            1 + ahead[entry.name],
-            len(entries) - behind[entry.name],
-        )
-        for entry in entries
+        Rank(e.name, e.sample.mean, e.sample.n, 1 + ahead[e.name], len(entries) - behind[e.name])
+        for e in sorted(entries, key=lambda entry: entry.sample.mean)
     ]
     described = [
-        RankedPair(
-            arm=arm.name,
-            against=other.name,
-            p_holm=adjusted.get(number),
-            **vars(describe_sample(samples[number])),
-        )
-        for number, (arm, other) in enumerate(pairs)
+        RankedPair(arm=arm.name, against=other.name, p_holm=adjusted.get(i), **vars(estimate))
+        for i, (arm, other) in enumerate(pairs)
+        for estimate in [describe_sample(samples[i])]
     ]
-    return Ranking(
-        axis, baseline.name, sorted(ranks, key=lambda rank: rank.mean), unranked, described
-    )
+    return Ranking(axis, baseline.name, ranks, unranked, described)
 
 
 @dataclass(frozen=True)
@@ -158,12 +146,11 @@ def _cost(cost: str, entry: Entry, milliseconds: Mapping[str, float]) -> float |
 
 def _place_on_front(entry: Entry, cost: float, priced: list[tuple[Entry, float]]) -> FrontArm:
     mean = entry.sample.mean
+    point = (cost, mean)
     beaten_by = [
         other
         for other, price in priced
-        if (price, other.sample.mean) != (cost, mean)
-        and price <= cost
-        and other.sample.mean <= mean
+        if price <= cost and other.sample.mean <= mean and (price, other.sample.mean) != point
     ]
     surely = any(measure_gap(entry, other).sample.p_above(0) < ALPHA for other in beaten_by)
     return FrontArm(entry.name, cost, mean, not beaten_by, surely or not beaten_by)

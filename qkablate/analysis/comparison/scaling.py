@@ -34,7 +34,7 @@ class Series:
 
 def find_series(families: Sequence[Family]) -> list[Series]:
     """Group the arms that differ in their length alone, or in a single size key."""
-    found = []
+    series = []
     for along, keys in (("tokens", _LENGTH_KEYS), *(("parameters", (key,)) for key in _SIZE_KEYS)):
         groups: dict[tuple[object, ...], list[Gap]] = {}
         for family in families:
@@ -45,10 +45,9 @@ def find_series(families: Sequence[Family]) -> list[Series]:
         for gaps in groups.values():
             by_x = {_x(along, gap.baseline): gap for gap in gaps}
             if len(by_x) > 1:
-                x = sorted(by_x)
-                ordered = [by_x[value] for value in x]
-                found.append(Series(along, _name(ordered[0], keys), x, ordered))
-    return found
+                x, ordered = zip(*sorted(by_x.items()), strict=True)
+                series.append(Series(along, _name(ordered[0], keys), [*x], [*ordered]))
+    return series
 
 
 def _x(along: str, entry: Entry) -> float:
@@ -117,9 +116,8 @@ def equivalent_log_factor(series: Series) -> Sample:
 
 def _interpolate(x: list[float], losses: list[float], loss: float) -> float | None:
     """Return where a falling curve has this loss, extrapolating by one interval at most."""
-    if any(after >= before for before, after in pairwise(losses)):
-        return None  # more tokens or parameters do not help the baseline itself
-    if loss > losses[0]:
+    rises = any(after >= before for before, after in pairwise(losses))
+    if rises or loss > losses[0]:  # more tokens or parameters do not help the baseline itself
         return None
     for i in range(len(x) - 1):
         if loss >= losses[i + 1] or i == len(x) - 2:
@@ -158,8 +156,12 @@ class SeriesSummary:
 
 def describe_series(series: Series) -> SeriesSummary:
     """Summarize one series."""
-    worth = equivalent_log_factor(series)
-    interval = worth.interval()
+    factor = equivalent_log_factor(series)
+    ends = factor.interval()
+    equivalent = None
+    if factor.n:
+        interval = ends and (math.exp(ends[0]), math.exp(ends[1]))
+        equivalent = Equivalent(math.exp(factor.mean), interval, factor.n)
     return SeriesSummary(
         arm=series.name,
         along=series.along,
@@ -170,11 +172,5 @@ def describe_series(series: Series) -> SeriesSummary:
         growth_per_doubling=describe_sample(measure_growth(series))
         if series.along == "tokens"
         else None,
-        equivalent=Equivalent(
-            math.exp(worth.mean),
-            interval and (math.exp(interval[0]), math.exp(interval[1])),
-            worth.n,
-        )
-        if worth.n
-        else None,
+        equivalent=equivalent,
     )

@@ -1,6 +1,6 @@
 """Summary of a study: every result with its uncertainty, as frozen dataclasses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qkablate.analysis.claims.verdict import Part
@@ -37,6 +37,7 @@ from qkablate.analysis.stats import (
     holm,
     power_equivalence,
     required_n,
+    sign_flip_min_n,
 )
 from qkablate.analysis.study.study import Study
 from qkablate.sweeps.planning.manifest import LeftOutArm
@@ -107,12 +108,7 @@ def describe_study(
         complete=study.is_complete,
         arms=[describe_arm(entry) for entry in study.entries],
         gaps=[
-            describe_gap(
-                family,
-                number,
-                describe_margin(family, number, margin) if margin else None,
-                audit_gap(family, number, lr_curves, margin),
-            )
+            describe_gap(family, number, lr_curves, margin)
             for family in families
             for number in range(len(family.gaps))
         ],
@@ -128,15 +124,13 @@ def describe_study(
 
 
 def describe_gap(
-    family: Family,
-    number: int,
-    margin: MarginTest | None = None,
-    checks: Sequence[AuditCheck] = (),
+    family: Family, number: int, lr_curves: dict[str, LrCurve], margin: float | None = None
 ) -> GapSummary:
-    """Summarize one gap of a family."""
+    """Summarize and audit one gap of a family."""
     gap, p_holm = family.gaps[number], family.holm[number]
     sample, interval = gap.sample, gap.sample.interval()
     arm, baseline = gap.arm.arm, gap.baseline.arm
+    margin_test = describe_margin(family, number, margin) if margin else None
     return GapSummary(
         **vars(describe_sample(sample)),
         arm=gap.arm.name,
@@ -146,7 +140,7 @@ def describe_gap(
             p_holm,
             arm_diverged=gap.arm_diverged > 0,
             baseline_diverged=gap.baseline_diverged > 0,
-            margin=margin,
+            margin=margin_test,
         ),
         params_percent=_percent_more(arm.params, baseline.params),
         flops_percent=_percent_more(arm.flops, baseline.flops),
@@ -158,15 +152,15 @@ def describe_gap(
         comparisons=family.comparisons,
         bca=sample.bca,
         sign_flip=sample.sign_flip,
-        sign_flip_min_n=family.sign_flip_min_n,
+        sign_flip_min_n=sign_flip_min_n(max(1, family.comparisons)),
         detectable=family.detectable(gap),
         correlation=gap.correlation,
         arm_diverged=gap.arm_diverged,
         baseline_diverged=gap.baseline_diverged,
         pairs=[PairGap(dict(key), value) for key, value in gap.pairs.items()],
         unpaired=gap.unpaired,
-        margin=margin,
-        audit=[*checks],
+        margin=margin_test,
+        audit=audit_gap(family, number, lr_curves, margin),
     )
 
 
@@ -197,12 +191,12 @@ def describe_margin(family: Family, number: int, margin: float) -> MarginTest:
     tested = [i for i, part in enumerate(parts) if part.sample.n > 1]
     if number not in tested:
         return MarginTest(margin)
-    place, sd = tested.index(number), parts[number].sample.sd or 0.0
+    position, sd = tested.index(number), parts[number].sample.sd or 0.0
     alpha = ALPHA / len(tested)
     return MarginTest(
         margin,
-        p_noninferior=holm([parts[i].p_below(margin) for i in tested])[place],
-        p_equivalent=holm([parts[i].p_equivalent for i in tested])[place],
+        p_noninferior=holm([parts[i].p_below(margin) for i in tested])[position],
+        p_equivalent=holm([parts[i].p_equivalent for i in tested])[position],
         seeds_needed=required_n(lambda n: power_equivalence(0.0, margin, sd, n, alpha))
         if sd
         else 2,

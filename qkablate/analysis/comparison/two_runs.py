@@ -1,6 +1,6 @@
 """Two runs compared at a glance: one pair is a single number, not a verdict."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from qkablate.config import Role, has_role
 from qkablate.errors import UserError
 from qkablate.runs.records import is_number, read_config, read_result
 
+# Circumstances that are equal in a fair comparison.
 _LIKE = ["data_fingerprint", "precision", "matmul", "device", "kernel", "threads", "code"]
 _LIKE += ["torch", "cpu"]
 Both = tuple[object, object]  # a value of each run
@@ -44,52 +45,42 @@ class RunComparison:
 
 def compare_runs(first: Path, second: Path) -> RunComparison:
     """Compare two runs; UserError if one cannot be read."""
-    configs = _read_config(first), _read_config(second)
-    results = read_result(first) or {}, read_result(second) or {}
-    facts = read_facts(first, results[0]), read_facts(second, results[1])
-    differ = {
-        key: (configs[0].get(key), configs[1].get(key))
-        for key in dict.fromkeys([*configs[0], *configs[1]])
-        if configs[0].get(key) != configs[1].get(key)
-    }
-    unlike = {
-        key: (facts[0][key], facts[1][key]) for key in _LIKE if facts[0][key] != facts[1][key]
-    }
-    losses = {
-        split: (_loss(results[0], split), _loss(results[1], split))
-        for split in ("train", "val", "test")
-    }
-    gaps = {
-        split: loss - other
-        for split, (loss, other) in losses.items()
-        if loss is not None and other is not None
-    }
+    config, other_config = _read_config(first), _read_config(second)
+    result, other_result = read_result(first) or {}, read_result(second) or {}
+    facts, other_facts = read_facts(first, result), read_facts(second, other_result)
+    differ = _differences(config, other_config, dict.fromkeys([*config, *other_config]))
+    unlike = _differences(facts, other_facts, _LIKE)
+    losses = {s: (_loss(result, s), _loss(other_result, s)) for s in ("train", "val", "test")}
+    gaps = {s: a - b for s, (a, b) in losses.items() if a is not None and b is not None}
     curve, other_curve = read_loss_curves(first)[VAL], read_loss_curves(second)[VAL]
 
     def both(key: str) -> Both:
-        return results[0].get(key), results[1].get(key)
+        return result.get(key), other_result.get(key)
 
     return RunComparison(
         runs=(first.resolve().name, second.resolve().name),
-        status=(_status(results[0]), _status(results[1])),
+        status=(_status(result), _status(other_result)),
         loss=losses,
         gap=gaps,
         perplexity_percent={split: perplexity_percent(value) for split, value in gaps.items()},
-        params=(_total_params(results[0]), _total_params(results[1])),
+        params=(_total_params(result), _total_params(other_result)),
         flops_per_token=both("flops_per_token"),
         seconds=both("seconds"),
         packed=both("packed"),
         differ=differ,
         unlike=unlike,
-        paired=all(results)
+        paired=bool(result and other_result)
         and "data_fingerprint" not in unlike
         and not any(key.startswith("seed") for key in differ),
-        val_gap=[
-            GapReading(tokens, loss - other_curve[tokens])
-            for tokens, loss in curve.items()
-            if tokens in other_curve
-        ],
+        val_gap=[GapReading(t, curve[t] - other_curve[t]) for t in curve if t in other_curve],
     )
+
+
+def _differences(
+    values: Mapping[str, object], others: Mapping[str, object], keys: Iterable[str]
+) -> dict[str, Both]:
+    pairs = {key: (values.get(key), others.get(key)) for key in keys}
+    return {key: (value, other) for key, (value, other) in pairs.items() if value != other}
 
 
 def _status(result: Mapping[str, object]) -> str:
@@ -124,6 +115,4 @@ def _read_config(folder: Path) -> dict[str, object]:
 
 def _json_value(value: object) -> object:
     """Return the value itself if JSON has it, else its text."""
-    return (
-        value if value is None or isinstance(value, str | bool) or is_number(value) else str(value)
-    )
+    return value if isinstance(value, str | bool | None) or is_number(value) else str(value)

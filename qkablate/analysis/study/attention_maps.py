@@ -19,11 +19,7 @@ from qkablate.errors import UserError, sanitize
 from qkablate.runs import attention_map
 
 # Positions whose mean attention weight is reported.
-TARGETS = {
-    "previous": "on the previous token",
-    "first": "on the first",
-    "self": "on itself",
-}
+TARGETS = {"previous": "on the previous token", "first": "on the first", "self": "on itself"}
 _OFFLINE = ("bytes", "chars", "bpe")  # tokenizers that load without network
 _MAX_BYTES, _MAX_CHARACTERS = 2**24, 16  # of a tokenizer's file, of a shown token
 
@@ -49,7 +45,7 @@ class ArmAttention:
         if not len(queries):
             return {}
         keys = {"previous": queries - 1, "first": 0 * queries, "self": queries}
-        return {name: a_LHQT[:, :, queries - 2, own].mean(-1) for name, own in keys.items()}
+        return {name: a_LHQT[:, :, queries - 2, k].mean(-1) for name, k in keys.items()}
 
     @property
     def uniform_share(self) -> float:
@@ -74,14 +70,14 @@ def read_arm_attention(entry: Entry) -> ArmAttention | None:
 
 
 def _read(path: Path, entry: Entry, record: Record) -> tuple[np.ndarray, np.ndarray]:
-    about, tokens_T, a_LHTT = attention_map.read_attention_map(path)
+    header, tokens_T, a_LHTT = attention_map.read_attention_map(path)
     model = entry.arm.config.model
-    if about.run != record.run.id:
+    if header.run != record.run.id:
         raise ValueError("it belongs to another run")
-    if about.data_fingerprint != record.facts["data_fingerprint"]:
+    if header.data_fingerprint != record.facts["data_fingerprint"]:
         raise ValueError("its data differ from the run's")
-    if about.step != int(entry.arm.config.train.steps):
-        raise ValueError(f"its step is {about.step}")
+    if header.step != int(entry.arm.config.train.steps):
+        raise ValueError(f"its step is {header.step}")
     if a_LHTT.shape[:2] != (model.layers, model.heads):
         raise ValueError(f"it has {a_LHTT.shape[0]} layers × {a_LHTT.shape[1]} heads")
     return tokens_T, a_LHTT

@@ -5,6 +5,7 @@ attention with otherwise equal settings.
 """
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -55,8 +56,7 @@ def read_standalone_runs(folders: Iterable[Path]) -> Study:
             unread.append(f"{folder}: the same run as {states[run.id][0].folder}, which is shown")
             continue
         # Runs that differ in device or kernel have the same arm and seed.
-        place = (key, *run.changes.items())
-        if ids.setdefault(place, run.id) != run.id:
+        if ids.setdefault((key, *run.changes.items()), run.id) != run.id:
             arms[f"{key} {run.id}"] = arms[key]
             key = f"{key} {run.id}"
         state = RunState(run, folder)
@@ -121,8 +121,8 @@ def _shared(content: dict[str, Any]) -> dict[str, Any]:
         (shared[section] if section else shared).pop(leaf, None)
     identity = content["identity"]
     # The config does not determine the content of a file, or the numerics.
-    own = ("circuits_from_outside", "data_fingerprint", "numerics")
-    return shared | {"identity": [identity[key] for key in own]}
+    outside = ("circuits_from_outside", "data_fingerprint", "numerics")
+    return shared | {"identity": [identity[key] for key in outside]}
 
 
 def _arm(content: dict[str, Any]) -> Arm:
@@ -166,15 +166,15 @@ def _run(content: dict[str, Any], arm: Arm) -> SweepRun:
 
 def _with_sizes(arm: Arm, result: Mapping[str, Any] | None) -> Arm:
     """Return the arm with the sizes that a run recorded."""
-    params = (result or {}).get("params")
-    flops = (result or {}).get("flops_per_token")
+    params, flops = ((result or {}).get(key) for key in ("params", "flops_per_token"))
     if not isinstance(params, dict) or not is_number(flops) or flops <= 0:
         return arm
     total, embedding = params.get("total"), params.get("embedding")
     if type(total) is not int or type(embedding) is not int or not 0 <= embedding < total < 2**60:
         return arm
-    own = total - embedding
-    return dataclasses.replace(arm, params=own, total_params=total, flops=float(flops))
+    return dataclasses.replace(
+        arm, params=total - embedding, total_params=total, flops=float(flops)
+    )
 
 
 def _with_unique_names(arms: dict[str, Arm]) -> dict[str, Arm]:
@@ -185,13 +185,14 @@ def _with_unique_names(arms: dict[str, Arm]) -> dict[str, Arm]:
     named: dict[str, Arm] = {}
     for name, keys in by_name.items():
         words = {key: arms[key].overrides for key in keys}
-        every = dict.fromkeys(word for own in words.values() for word in own)
-        differ = [w for w in every if len({own.get(w) for own in words.values()}) > 1]
-        for place, key in enumerate(keys):
-            own = [f"{w.rpartition('.')[2]}={words[key][w]}" for w in differ if w in words[key]]
-            full = "-".join([name, *own])
-            several = full in {arm.name for arm in named.values()}
-            named[key] = dataclasses.replace(arms[key], name=f"{full}-{place}" if several else full)
+        every = dict.fromkeys(itertools.chain(*words.values()))
+        differ = [w for w in every if len({overrides.get(w) for overrides in words.values()}) > 1]
+        for number, key in enumerate(keys):
+            parts = [f"{w.rpartition('.')[2]}={words[key][w]}" for w in differ if w in words[key]]
+            full = "-".join([name, *parts])
+            if any(arm.name == full for arm in named.values()):
+                full = f"{full}-{number}"
+            named[key] = dataclasses.replace(arms[key], name=full)
     return {key: named[key] for key in arms}
 
 
@@ -199,13 +200,12 @@ def _with_baselines(arms: list[Arm]) -> list[Arm]:
     """Set each arm's baseline: standard attention with equal settings and the nearest MLP width."""
 
     def settings(arm: Arm) -> dict[str, str]:
-        own = {
+        ignored = ("variant", "model.mlp_ratio")
+        return {
             key: value
             for key, value in arm.overrides.items()
-            if not key.startswith(("variant", "model.mlp_ratio"))
-            and not has_role(key, Role.PAIR_FREE)
-        }
-        return own | {"data": str(arm.facts["data_fingerprint"])}
+            if not key.startswith(ignored) and not has_role(key, Role.PAIR_FREE)
+        } | {"data": str(arm.facts["data_fingerprint"])}
 
     standard = [arm for arm in arms if arm.variant == "standard"]
     result = []
@@ -231,10 +231,8 @@ def _overrides(config: Config) -> dict[str, str]:
     if config.optim.schedule != "wsd":
         used.remove("optim.cooldown")  # only wsd has one
     for key, value in flatten(config).items():
-        if key not in used:
-            continue
-        unused = value is None and key in ("variant.rank", "variant.groups")
-        if value != defaults.get(key) and not unused:
+        unset = value is None and key in ("variant.rank", "variant.groups")
+        if key in used and value != defaults.get(key) and not unset:
             overrides[key] = as_quoted(value)
     return overrides
 

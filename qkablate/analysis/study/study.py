@@ -17,20 +17,18 @@ from qkablate.analysis.stats import Sample
 from qkablate.disk import read_file
 from qkablate.errors import print_stderr
 from qkablate.runs.records import decode_row, is_number, read_json, read_result, sha256
-from qkablate.sweeps.planning.manifest import (
-    Arm,
-    LeftOutArm,
-    Manifest,
-    SweepRun,
-    read_manifest,
-)
+from qkablate.sweeps.planning.manifest import Arm, LeftOutArm, Manifest, SweepRun, read_manifest
 from qkablate.sweeps.planning.tuning import LrSearch
+from qkablate.sweeps.running.results import resume_commands
 from qkablate.sweeps.running.state import RunState, SweepState
-from qkablate.sweeps.running.summary import resume_commands
 
 Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
 LossCurve = dict[int, float]  # loss by tokens
 VAL, TRAIN = "val/loss", "train/loss"
+_FACTS = ["precision", "matmul", "device", "kernel", "compile", "threads", "data_fingerprint"]
+_FACTS += ["steps", "packed", "attempt", "version"]  # fields of result.json
+_MAX_READINGS = 64  # of an unthinned curve
+_TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,9 @@ class Record:
     @property
     def seed(self) -> str:
         """Seeds as text: `s3`, and those that differ from the main one."""
-        own = dict(self.seeds)
-        return "".join([f"s{own.pop('seed')}", *(f" {key}={value}" for key, value in own.items())])
+        others = dict(self.seeds)
+        main = others.pop("seed")
+        return "".join([f"s{main}", *(f" {key}={value}" for key, value in others.items())])
 
 
 @dataclass(frozen=True)
@@ -188,18 +187,11 @@ def group_runs(
     several = len(groups) > len({arm for arm, _ in groups})
     rates = {rate for _, rate in groups if rate is not None}
     form = ".3g" if len({f"{rate:.3g}" for rate in rates}) == len(rates) else ""
-    order = {name: place for place, name in enumerate(arms)}
-    entries = [
-        Entry(
-            arms[arm],
-            f"{arm} lr {rate:{form}}" if several and rate is not None else arm,
-            rate,
-            records,
-        )
-        for (arm, rate), records in sorted(
-            groups.items(), key=lambda item: (order[item[0][0]], item[0][1] or 0.0)
-        )
-    ]
+    order = {name: number for number, name in enumerate(arms)}
+    entries = []
+    for arm, lr in sorted(groups, key=lambda group: (order[group[0]], group[1] or 0.0)):
+        name = f"{arm} lr {lr:{form}}" if several and lr is not None else arm
+        entries.append(Entry(arms[arm], name, lr, groups[arm, lr]))
     return entries, tuning
 
 
@@ -227,17 +219,11 @@ def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> 
 
 def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the circumstances of a run: data, software and hardware."""
-    own = ("precision", "matmul", "device", "kernel", "compile", "threads", "data_fingerprint")
-    facts: dict[str, Any] = {
-        key: result.get(key) for key in (*own, "steps", "packed", "attempt", "version")
-    }
-    for key in ("init", "lr"):
-        facts[key] = value if isinstance(value := result.get(key), dict) else {}
-    environment = read_json(folder / "environment.json")
-    environment = environment if isinstance(environment, dict) else {}
+    facts: dict[str, Any] = {key: result.get(key) for key in _FACTS}
+    facts |= {key: _as_dict(result.get(key)) for key in ("init", "lr")}
+    environment = _as_dict(read_json(folder / "environment.json"))
     versions, machine, code = (
-        value if isinstance(value := environment.get(key), dict) else {}
-        for key in ("versions", "machine", "code")
+        _as_dict(environment.get(key)) for key in ("versions", "machine", "code")
     )
     diff = str(code.get("diff") or "")
     commit = str(code["commit"])[:10] if code.get("commit") else None
@@ -245,6 +231,10 @@ def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     facts["code"] = f"{commit}{edits}" if commit else facts["version"]
     facts["torch"], facts["cpu"] = versions.get("torch"), machine.get("cpu")
     return facts
+
+
+def _as_dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def read_loss_curves(
@@ -272,9 +262,8 @@ def _read_curves(folder: Path) -> tuple[dict[str, LossCurve], str]:
     damaged = set()
     for metric in (VAL, TRAIN):
         sign = f'"{metric}"'.encode()
-        own = [line for line in lines if sign in line]
-        picked = own if len(own) <= _MAX_READINGS else _thin_lines(own)
-        for line in picked:
+        rows = [line for line in lines if sign in line]
+        for line in rows if len(rows) <= _MAX_READINGS else _thin_lines(rows):
             try:
                 row = decode_row(line)
                 tokens, loss = row["tokens"], row[metric]
@@ -297,10 +286,6 @@ def read_metrics(folder: Path) -> bytes | None:
         return b""
     known = (read_result(folder) or {}).get("metrics_sha256")
     return content if not content or known in (None, sha256(content)) else None
-
-
-_MAX_READINGS = 64  # of an unthinned curve
-_TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
 
 
 def _thin_lines(lines: list[bytes]) -> list[bytes]:

@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from qkablate.attention.linalg import affine_basis
 from qkablate.attention.projection.moments import Moments
 from qkablate.attention.qk import QK
-from qkablate.attention.spec import Circuit, Draw, Spec, UnsupportedCombination
-from qkablate.attention.tensors import affine_basis
+from qkablate.attention.spec import Circuit, Spec, UnsupportedCombination
 
 
 class OV(Circuit):
@@ -25,8 +25,11 @@ class OV(Circuit):
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec)
-        self.width = spec.d_head  # V
-        self.value_heads = spec.heads  # G
+        self.width, self.value_heads = spec.d_head, spec.heads  # V, G
+        # Initial size of the entries of b_v W_o, relative to those of b_o.
+        self.value_bias_gain = spec.projection_std * spec.residual
+        # Initial Σ|gradient| of standard's W_v and W_o, in units of d² entries of size 1.
+        self.standard_speed = math.sqrt(spec.d_model) * spec.sigma * (1 + spec.residual)
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
         """Return v_BGSV; the unmodified keys are passed for circuits that use them as values."""
@@ -36,24 +39,16 @@ class OV(Circuit):
         """Return what the layer adds to the residual stream, from the averages of the heads."""
         raise NotImplementedError(f"{type(self).__name__} does not define `write`")
 
-    @torch.no_grad()
-    def init_(self, draw: Draw) -> None:
-        """Set every parameter from draws by name; those named "w_o…" have the scale of W_o."""
-        for name, parameter in self.named_parameters():
-            shape = tuple(parameter.shape)
-            parameter.copy_(draw(name, shape, residual=name.startswith("w_o")))
-
     def circuit(self, qk: QK) -> Tensor:
         """Return M_HDD."""
-        v_HDV = self._unit_values(qk)
-        one_head_HHDV = torch.diag_embed(v_HDV.movedim(0, -1)).permute(2, 3, 0, 1)
+        one_head_HHDV = torch.diag_embed(self._unit_values(qk).movedim(0, -1)).permute(2, 3, 0, 1)
         return self.write(one_head_HHDV) - self.write(torch.zeros_like(one_head_HHDV[:1]))
 
     def low_rank_factors(self, qk: QK) -> tuple[Tensor, Tensor] | None:
         """Return (left_HDV, right_HDV) with M_h = left_h right_hᵀ; None for a full matrix."""
         # What head h writes for each unit vector while the other heads write nothing.
-        one_head_HHVV = torch.eye(self.spec.heads)[..., None, None] * torch.eye(self.width)
-        one_head_HHVV = one_head_HHVV.to(self.like)
+        unit_HH11, unit_VV = torch.eye(self.spec.heads)[..., None, None], torch.eye(self.width)
+        one_head_HHVV = (unit_HH11 * unit_VV).to(self.like)
         w_HVD = self.write(one_head_HHVV) - self.write(torch.zeros_like(one_head_HHVV[:1]))
         return self._unit_values(qk), w_HVD.mT
 
@@ -88,17 +83,6 @@ class OV(Circuit):
             raise UnsupportedCombination(
                 f"{type(self).__name__} has no bias to hold the output bias of another form"
             )
-
-    @property
-    def value_bias_gain(self) -> float:
-        """Initial size of the entries of b_v W_o, relative to those of b_o."""
-        return self.spec.projection_std * self.spec.residual
-
-    @property
-    def standard_speed(self) -> float:
-        """Initial Σ|gradient| of standard's W_v and W_o, in units of d² entries of size 1."""
-        spec = self.spec
-        return math.sqrt(spec.d_model) * spec.sigma * (1 + spec.residual)
 
 
 def join_heads(o_BHTV: Tensor) -> Tensor:

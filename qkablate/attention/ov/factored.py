@@ -6,19 +6,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from qkablate.attention.linalg import truncated_svd
 from qkablate.attention.ov.base import OV, join_heads, zero_
 from qkablate.attention.qk import QK
 from qkablate.attention.qk.shared import SharedQK
 from qkablate.attention.qk.unprojected import Uniform
 from qkablate.attention.spec import Draw, Spec, UnsupportedCombination
-from qkablate.attention.tensors import (
-    matrix,
-    project,
-    side_by_side,
-    split_heads,
-    truncated_svd,
-    vector,
-)
+from qkablate.attention.tensors import matrix, project, side_by_side, split_heads, vector
 
 
 class SeparateOV(OV):
@@ -26,7 +20,6 @@ class SeparateOV(OV):
 
     equation = "M_h = W_v W_o"
     params = "2 d²"
-    source = ""
 
     def __init__(self, spec: Spec, qk: QK, value_heads: int | None = None) -> None:
         super().__init__(spec, qk)
@@ -49,8 +42,7 @@ class SeparateOV(OV):
         side_GDC = torch.stack([side_by_side(m) for m in m_HDD.split(per_group)])
         w_v_GDV, w_o_GCV = truncated_svd(side_GDC, self.width)
         self.w_v.copy_(side_by_side(w_v_GDV))
-        w_o_HDV = w_o_GCV.unflatten(1, (per_group, -1)).flatten(0, 1)
-        self.w_o.copy_(w_o_HDV.mT.flatten(0, 1))
+        self.w_o.copy_(w_o_GCV.unflatten(1, (per_group, -1)).mT.flatten(0, 2))
         zero_(self.b_v, self.b_o)
 
 
@@ -70,14 +62,9 @@ class GroupedOV(SeparateOV):
             )
         super().__init__(spec, qk, value_heads=spec.groups)
         self.match = "exact" if spec.groups == spec.heads else "spread"
-
-    def lr_multiplier(self) -> float:
-        residual, share = self.spec.residual, self.value_heads / self.spec.heads
-        return (1 + residual) / (1 + residual * math.sqrt(share))
-
-    def bias_lr_multiplier(self) -> float:
-        share = self.value_heads / self.spec.heads
-        return (1 + self.value_bias_gain) / (1 + self.value_bias_gain * math.sqrt(share))
+        root, gain = math.sqrt(self.value_heads / spec.heads), self.value_bias_gain
+        self.lr_multiplier = (1 + spec.residual) / (1 + spec.residual * root)
+        self.bias_lr_multiplier = (1 + gain) / (1 + gain * root)
 
 
 class TiedOV(OV):
@@ -97,16 +84,16 @@ class TiedOV(OV):
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         if qk.cached != "k":
-            reasons = {"x": "the keys are x itself, so V = K is the variant no_v or merged_ov"}
-            raise UnsupportedCombination(
-                reasons.get(qk.cached, "there are no keys to use as values")
-            )
+            keys_are_x = "the keys are x itself, so V = K is the variant no_v or merged_ov"
+            no_keys = "there are no keys to use as values"
+            raise UnsupportedCombination(keys_are_x if qk.cached == "x" else no_keys)
         super().__init__(spec, qk)
         self.width, self.value_heads = qk.width, qk.key_heads
         self.key_decay = qk.decay * qk.key_factors
         self.params = {spec.d_head: "d²", spec.d_model: "h d²"}.get(qk.width, "h d r")
         self.w_o = matrix(spec.heads * qk.width, spec.d_model)
         self.b_o = vector(spec, spec.d_model)
+        self.lr_multiplier = spec.d_head / self.width
         if spec.init == "naive" and qk.width != spec.d_head:
             self.match = "none"
 
@@ -120,12 +107,8 @@ class TiedOV(OV):
     def init_(self, draw: Draw) -> None:
         super().init_(draw)
         if self.spec.init == "matched":
-            shape = tuple(self.w_o.shape)
-            w_o = draw("w_o", shape, residual=True, fan_in=self.spec.d_model)
+            w_o = draw("w_o", self.w_o.shape, residual=True, fan_in=self.spec.d_model)
             self.w_o.copy_(w_o * math.sqrt(self.spec.d_head / self.width))
-
-    def lr_multiplier(self) -> float:
-        return self.spec.d_head / self.width
 
     @property
     def decay(self) -> float:
@@ -152,6 +135,8 @@ class MergedOV(OV):
         self.width, self.value_heads = spec.d_model, 1
         self.w_ov = matrix(spec.heads * spec.d_model, spec.d_model)
         self.b_ov = vector(spec, spec.d_model)  # as expressive as b_v and b_o
+        self.lr_multiplier = self.standard_speed / spec.heads
+        self.bias_lr_multiplier = 1 + self.value_bias_gain
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
         return y_BSD.unsqueeze(1)
@@ -162,8 +147,7 @@ class MergedOV(OV):
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:
         if self.spec.init == "naive":
-            super().init_(draw)
-            return
+            return super().init_(draw)
         # The product of the tensors that standard draws under these names.
         qk = Uniform(self.spec)
         standard = SeparateOV(self.spec, qk)
@@ -189,9 +173,3 @@ class MergedOV(OV):
 
     def low_rank_factors(self, qk: QK) -> None:
         return None
-
-    def lr_multiplier(self) -> float:
-        return self.standard_speed / self.spec.heads
-
-    def bias_lr_multiplier(self) -> float:
-        return 1 + self.value_bias_gain

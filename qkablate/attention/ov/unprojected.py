@@ -3,46 +3,46 @@
 import torch
 from torch import Tensor, nn
 
+from qkablate.attention.linalg import fit_slices, head_slices
 from qkablate.attention.ov.base import OV, join_heads, zero_
 from qkablate.attention.projection.moments import Moments
 from qkablate.attention.qk import QK
-from qkablate.attention.spec import Draw, Spec
-from qkablate.attention.tensors import (
-    fit_slices,
-    head_slices,
-    matrix,
-    project,
-    side_by_side,
-    split_heads,
-    vector,
-)
+from qkablate.attention.spec import Spec
+from qkablate.attention.tensors import matrix, project, side_by_side, split_heads, vector
 
 
-class NoV(OV):
+class _SliceOV(OV):
+    """Base of the circuits whose heads read their slice, unless a subclass projects the stream."""
+
+    factors = 1
+    has_head_slices = True
+    match = "spread"
+    naive_match = "none"
+    cached = "x"
+
+    def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
+        return split_heads(y_BSD, self.spec.heads)
+
+
+class NoV(_SliceOV):
     """No W_v: head h's values are its slice of x, M_h = g E_h W_o,h.
 
     A slice of a normalized x is 1/(σ√d) times as long as standard's values; g = σ√d compensates
     (naive: g = 1). Only W_o is trained.
     """
 
-    factors = 1
-    has_head_slices = True
-    match = "spread"
-    naive_match = "none"
     equation = "M_h = g E_h W_o, v is a slice of x"
     params = "d²"
     removes = "W_v"
     source = "question: is W_v needed?"
-    cached = "x"
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec, qk)
         self.w_o = matrix(spec.heads * spec.d_head, spec.d_model)
         self.b_o = vector(spec, spec.d_model)
         self.gain = spec.projection_std if spec.init == "matched" else 1.0
-
-    def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
-        return split_heads(y_BSD, self.spec.heads)
+        self.lr_multiplier = self.standard_speed / self.gain
+        self.bias_lr_multiplier = 1 + self.value_bias_gain
 
     def write(self, o_BHTV: Tensor) -> Tensor:
         return project(join_heads(o_BHTV) * self.gain, self.w_o, self.b_o)
@@ -61,34 +61,27 @@ class NoV(OV):
         self.w_o.copy_(rows_HKD.flatten(0, 1) / self.gain)
         zero_(self.b_o)
 
-    def lr_multiplier(self) -> float:
-        return self.standard_speed / self.gain
 
-    def bias_lr_multiplier(self) -> float:
-        return 1 + self.value_bias_gain
-
-
-class NoO(OV):
+class NoO(_SliceOV):
     """No W_o: the layer writes the concatenated averages of the heads, M_h = W_v,h E_hᵀ.
 
     A gain g = σ_o √d replaces the scale of W_o (naive: g = 1), and W_v is the tensor that standard
     draws. Only W_v is trained.
     """
 
-    factors = 1
-    has_head_slices = True
-    match = "spread"
-    naive_match = "none"
     equation = "M_h = g W_v E_hᵀ, heads write their slice"
     params = "d²"
     removes = "W_o"
     source = "question: is W_o needed?"
+    cached = "v"
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec, qk)
         self.w_v = matrix(spec.d_model, spec.heads * spec.d_head)
         self.b_v = vector(spec, spec.heads * spec.d_head)
         self.gain = self.value_bias_gain if spec.init == "matched" else 1.0
+        self.lr_multiplier = self.standard_speed / self.gain
+        self.bias_lr_multiplier = (1 + self.value_bias_gain) / self.gain
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
         return split_heads(project(y_BSD, self.w_v, self.b_v), self.spec.heads)
@@ -107,14 +100,8 @@ class NoO(OV):
         if self.b_v is not None:
             self.b_v.copy_(c_D / self.gain)
 
-    def lr_multiplier(self) -> float:
-        return self.standard_speed / self.gain
 
-    def bias_lr_multiplier(self) -> float:
-        return (1 + self.value_bias_gain) / self.gain
-
-
-class NoVO(OV):
+class NoVO(_SliceOV):
     """Neither W_v nor W_o: M_h = g_h E_h E_hᵀ. A head copies its slice of x between positions.
 
     A learned gain per head (as in He & Hofmann's skipless block) sets how much it writes. It is
@@ -122,30 +109,20 @@ class NoVO(OV):
     like two matrices, so its learning rate is not matched.
     """
 
-    factors = 1
-    has_head_slices = True
-    match = "spread"
-    naive_match = "none"
     equation = "M_h = g_h E_h E_hᵀ, slices in and out"
     params = "h"
     removes = "W_v, W_o"
     source = "He & Hofmann 2024"
-    cached = "x"
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec, qk)
         self.gain = nn.Parameter(torch.empty(spec.heads))
         self.b_o = vector(spec, spec.d_model)
 
-    def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
-        return split_heads(y_BSD, self.spec.heads)
-
     def write(self, o_BHTV: Tensor) -> Tensor:
         written_BTD = join_heads(o_BHTV * self.gain.view(-1, 1, 1))
         return written_BTD if self.b_o is None else written_BTD + self.b_o
 
-    @torch.no_grad()
-    def init_(self, draw: Draw) -> None:
-        super().init_(draw)
+    def adjust_init_(self) -> None:
         spec = self.spec
         self.gain.fill_(spec.score_std * spec.residual if spec.init == "matched" else 1.0)

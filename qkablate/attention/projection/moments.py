@@ -1,6 +1,4 @@
-"""Second moments of the residual stream and of the averages of the heads.
-
-They weight what a projection can preserve by how much a layer uses it.
+"""Second moments of the residual stream, which weight the errors of a projection.
 
 Shape suffixes: H heads, D d_model, L = D + 1: the stream with a constant 1 appended, which
 multiplies a bias.
@@ -21,14 +19,10 @@ class Moments:
     x_LL: Tensor  # of the stream with a 1
     z_HDD: Tensor  # of each head's averages of the stream
 
-    def stream(self) -> Tensor:
-        """Return the second moment of the stream without the 1."""
-        return self.x_LL[:-1, :-1]
-
     def key_covariance(self) -> Tensor:
         """Return the covariance of the stream; softmax is invariant to the mean key."""
         mean_D = self.x_LL[-1, :-1]
-        return regularize(self.stream() - mean_D.outer(mean_D))
+        return regularize(self.x_LL[:-1, :-1] - mean_D.outer(mean_D))
 
     def score_power(self, b_HLD: Tensor) -> Tensor:
         """Return the mean square of each head's scores."""

@@ -134,7 +134,8 @@ def is_same_circuit(first: Circuit, second: Circuit) -> bool:
 
     def form(circuit: Circuit) -> tuple[object, ...]:
         numbers = {k: v for k, v in vars(circuit).items() if isinstance(v, int | float | str)}
-        numbers.pop("training")
+        for name in ("training", "lr_multiplier", "bias_lr_multiplier", "lr_scale"):
+            numbers.pop(name, None)
         shapes = {name: value.shape for name, value in circuit.state_dict().items()}
         return type(circuit), numbers, shapes
 
@@ -143,9 +144,15 @@ def is_same_circuit(first: Circuit, second: Circuit) -> bool:
 
 @torch.no_grad()
 def assign_heads(source: Attention, target: Attention, moments: Moments) -> list[int]:
-    """Return the source head for each position of the target with the least total loss."""
+    """Return the source head for each position of the target with the least total loss.
+
+    Heads move only if they are tied to slices of the stream, and to nothing else.
+    """
     heads = list(range(source.qk.spec.heads))
-    if not can_permute_heads(source, target):
+    circuits = (target.qk, target.ov)
+    fixed = source.position == "alibi" or any("groups" in circuit.uses for circuit in circuits)
+    is_sliced = any(circuit.has_head_slices for circuit in circuits)
+    if fixed or not is_sliced or source.no_circuit_reason or target.no_circuit_reason:
         return heads
     cost_HP = torch.zeros(len(heads), len(heads), dtype=torch.float64)
     for shift in heads:
@@ -162,14 +169,6 @@ def assign_heads(source: Attention, target: Attention, moments: Moments) -> list
     if cost_HP[heads, positions].sum() >= cost_HP.trace() * (1 - 1e-9):
         return heads
     return sorted(heads, key=positions.__getitem__)
-
-
-def can_permute_heads(source: Attention, target: Attention) -> bool:
-    """Return whether heads are tied to slices of the stream, and to nothing else."""
-    circuits = (target.qk, target.ov)
-    fixed = source.position == "alibi" or any("groups" in circuit.uses for circuit in circuits)
-    matrices = not source.no_circuit_reason and not target.no_circuit_reason
-    return any(circuit.has_head_slices for circuit in circuits) and matrices and not fixed
 
 
 def set_scores_(
@@ -225,12 +224,8 @@ def _relative_errors(
 ) -> HeadErrors:
     """Return each head's squared error relative to that of all heads; 0 of a zero matrix is 0."""
 
-    def squared_norm(b_HLD: Tensor) -> Tensor:
-        return b_HLD.square().sum((1, 2))
+    def relative(size: Callable[[Tensor], Tensor]) -> Tensor:
+        return size(error_HLD) / size(goal_HLD).sum().clamp(min=torch.finfo(goal_HLD.dtype).tiny)
 
-    smallest = torch.finfo(goal_HLD.dtype).tiny
-    by_entries, by_moments = (
-        measure(error_HLD) / measure(goal_HLD).sum().clamp(min=smallest)
-        for measure in (squared_norm, power or squared_norm)
-    )
-    return by_entries, by_moments
+    by_entries = relative(lambda b_HLD: b_HLD.square().sum((1, 2)))
+    return by_entries, relative(power) if power else by_entries

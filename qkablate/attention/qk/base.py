@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from qkablate.attention.linalg import affine_basis
 from qkablate.attention.projection.moments import Moments, sqrt_and_inverse, with_bias
 from qkablate.attention.spec import Circuit, Spec, UnsupportedCombination
-from qkablate.attention.tensors import affine_basis
 
 
 class QK(Circuit):
@@ -32,8 +32,7 @@ class QK(Circuit):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.width = spec.d_head  # E
-        self.key_heads = spec.heads  # G
+        self.width, self.key_heads = spec.d_head, spec.heads  # E, G
         self.scale = 1 / math.sqrt(spec.d_head)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
@@ -55,7 +54,7 @@ class QK(Circuit):
         """Return (Q_HDE, K_HDE, a_HE): queries are x Q_h + a_h and keys y K_h + c_h.
 
         So B_h = Q_h K_hᵀ and u_h = K_h a_h. The contribution of c_h is the same for every key, and
-        softmax is invariant to it.
+        softmax is invariant to it. Raises UnsupportedCombination where the scores are not bilinear.
         """
         if self.no_circuit_reason:
             raise UnsupportedCombination(self.no_circuit_reason)
@@ -65,18 +64,13 @@ class QK(Circuit):
         return q_HNE[:, 1:] - q_HNE[:, :1], k_HNE[:, 1:] - k_HNE[:, :1], q_HNE[:, 0]
 
     def low_rank_factors(self) -> tuple[Tensor, Tensor] | None:
-        """Return (left_HDE, right_HDE) with B_h = left_h right_hᵀ; None for a full matrix.
-
-        Raises UnsupportedCombination where there is no such matrix.
-        """
-        q_HDE, k_HDE, _ = self.affine_maps()
-        return q_HDE, k_HDE
+        """Return (left_HDE, right_HDE) with B_h = left_h right_hᵀ; None for a full matrix."""
+        return self.affine_maps()[:2]
 
     def circuit(self) -> tuple[Tensor, Tensor | None]:
         """Return B_HDD, and with biases u_HD: score = scale · (x_iᵀ B_h x_j + u_h·x_j).
 
-        Up to what softmax over j is invariant to. Raises UnsupportedCombination where there is no
-        such matrix.
+        Up to what softmax over j is invariant to.
         """
         q_HDE, k_HDE, a_HE = self.affine_maps()
         u_HD = (k_HDE @ a_HE.unsqueeze(-1)).squeeze(-1) if self.spec.bias else None
@@ -93,16 +87,15 @@ class QK(Circuit):
         Of the nearest matrices in several bases, the one with the smallest error is kept.
         """
         target_HLD = with_bias(b_HDD, u_HD)
-        power = float(moments.score_power(target_HLD).sum())
 
         def error() -> float:
             return float(moments.score_power(with_bias(*self.circuit()) - target_HLD).sum())
 
         self.set_circuit_(b_HDD, u_HD)
         smallest, best = error(), copy.deepcopy(self.state_dict())
-        if smallest <= 1e-18 * power:
+        if smallest <= 1e-18 * float(moments.score_power(target_HLD).sum()):
             return
-        x_DD, keys_DD = moments.stream(), moments.key_covariance()
+        x_DD, keys_DD = moments.x_LL[:-1, :-1], moments.key_covariance()
         # Some forms need the same basis on both sides.
         for left_DD, right_DD in ((x_DD, keys_DD), (x_DD, x_DD), (keys_DD, keys_DD)):
             left, left_inverse = sqrt_and_inverse(left_DD)

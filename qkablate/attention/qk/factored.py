@@ -1,7 +1,4 @@
-"""B_h as a product of free factors: standard attention, other widths, shared projections.
-
-Shape suffixes as in base.py, and R for a rank.
-"""
+"""B_h as a product of free factors. Shape suffixes as in base.py, and R for a rank."""
 
 import math
 from dataclasses import replace
@@ -10,17 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from qkablate.attention.linalg import solve_bias, truncated_svd
 from qkablate.attention.qk.base import QK
-from qkablate.attention.spec import Draw, Spec, UnsupportedCombination
-from qkablate.attention.tensors import (
-    by_head,
-    matrix,
-    project,
-    side_by_side,
-    split_heads,
-    truncated_svd,
-    vector,
-)
+from qkablate.attention.spec import Spec, UnsupportedCombination
+from qkablate.attention.tensors import by_head, matrix, project, side_by_side, split_heads, vector
 
 
 class SeparateQK(QK):
@@ -53,14 +43,10 @@ class SeparateQK(QK):
         per_group = self.spec.heads // self.key_heads
         stacked_GCD = b_HDD.unflatten(0, (self.key_heads, per_group)).flatten(1, 2)
         w_q_GCE, w_k_GDE = truncated_svd(stacked_GCD, self.width)
-        w_q_HDE = w_q_GCE.unflatten(1, (per_group, -1)).flatten(0, 1)
-        self.w_q.copy_(side_by_side(w_q_HDE))
+        self.w_q.copy_(side_by_side(w_q_GCE.unflatten(1, (per_group, -1)).flatten(0, 1)))
         self.w_k.copy_(side_by_side(w_k_GDE))
         if self.b_q is not None and self.b_k is not None:
-            u_HD = torch.zeros_like(b_HDD[..., 0]) if u_HD is None else u_HD
-            w_k_HDE = w_k_GDE.repeat_interleave(per_group, 0)
-            b_q_HE = torch.linalg.pinv(w_k_HDE) @ u_HD.unsqueeze(-1)
-            self.b_q.copy_(b_q_HE.flatten())
+            self.b_q.copy_(solve_bias(w_k_GDE.repeat_interleave(per_group, 0), u_HD))
             self.b_k.zero_()
         elif u_HD is not None:
             raise UnsupportedCombination("this circuit has no bias to hold u")
@@ -85,13 +71,9 @@ class LowRankQK(SeparateQK):
             self.scale = 1 / math.sqrt(spec.d_head)
         same = self.width == spec.d_head
         self.match = "exact" if same else "spread" if spec.init == "matched" else "none"
-
-    def lr_multiplier(self) -> float:
-        ratio = self.spec.d_head / self.width
-        return math.sqrt(ratio) if self.spec.init == "matched" else ratio
-
-    def bias_lr_multiplier(self) -> float:
-        return self.lr_multiplier()
+        ratio = spec.d_head / self.width
+        self.lr_multiplier = math.sqrt(ratio) if spec.init == "matched" else ratio
+        self.bias_lr_multiplier = self.lr_multiplier
 
 
 class WideQK(LowRankQK):
@@ -122,13 +104,10 @@ class ReassociatedQK(SeparateQK):
         self.width, self.key_heads = spec.d_model, 1
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        heads = self.spec.heads
-        w_q_HDK, w_k_HDK = by_head(self.w_q, heads), by_head(self.w_k, heads)
-        # b_k is left out: softmax is invariant to it.
-        u_F = None
+        heads, (w_q_HDK, w_k_HDK) = self.spec.heads, self.low_rank_factors()
+        u_F = None  # b_k is left out: softmax is invariant to it
         if self.b_q is not None:
-            b_q_HK = self.b_q.unflatten(0, (heads, -1))
-            u_F = (w_k_HDK @ b_q_HK.unsqueeze(-1)).flatten()
+            u_F = (w_k_HDK @ self.b_q.view(heads, -1, 1)).flatten()
         return split_heads(project(x_BTD, side_by_side(w_q_HDK @ w_k_HDK.mT), u_F), heads)
 
     def keys(self, y_BSD: Tensor) -> Tensor:
@@ -146,9 +125,7 @@ class ReassociatedQK(SeparateQK):
         return 2 * self.spec.heads * self.spec.d_model**2
 
     def flops_per_pass(self) -> int:
-        return 2 * self.spec.d_model**2 * self.spec.heads * self.spec.d_head + (
-            2 * self.w_k.numel() if self.spec.bias else 0
-        )
+        return 2 * self.w_k.numel() * (self.spec.d_model + self.spec.bias)
 
 
 class GroupedQK(SeparateQK):
@@ -167,9 +144,7 @@ class GroupedQK(SeparateQK):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec, key_heads=spec.groups)
         self.match = "exact" if spec.groups == spec.heads else "spread"
-
-    def lr_multiplier(self) -> float:
-        return 2 / (1 + math.sqrt(self.key_heads / self.spec.heads))
+        self.lr_multiplier = 2 / (1 + math.sqrt(self.key_heads / spec.heads))
 
 
 class FourMatrixQK(SeparateQK):
@@ -180,8 +155,7 @@ class FourMatrixQK(SeparateQK):
     heads, that of W over one: the sum of gradients is (1 + σ√d) times standard's.
     """
 
-    factors = 4
-    key_factors = 2
+    factors, key_factors = 4, 2
     equation = "B_h = A_q W_q (A_k W_k)ᵀ"
     params = "4 d²"
     source = "question: why not four?"
@@ -189,7 +163,13 @@ class FourMatrixQK(SeparateQK):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         self.a_q, self.a_k = (matrix(spec.d_model, spec.d_model) for _ in range(2))
-        self.match = "spread" if spec.init == "matched" else "none"
+        if spec.init == "matched":
+            self.match, self.lr_multiplier = "spread", 1 / (1 + spec.projection_std)
+        else:
+            # Unscaled, x A is σ√d times as long as x on both sides, so gradients are σ²d times as
+            # large.
+            self.match, self.lr_multiplier = "none", 1 / (2 * spec.projection_std**2)
+            self.bias_lr_multiplier = 1 / spec.projection_std
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         return super().queries(project(x_BTD, self.a_q))
@@ -197,9 +177,7 @@ class FourMatrixQK(SeparateQK):
     def keys(self, y_BSD: Tensor) -> Tensor:
         return super().keys(project(y_BSD, self.a_k))
 
-    @torch.no_grad()
-    def init_(self, draw: Draw) -> None:
-        super().init_(draw)
+    def adjust_init_(self) -> None:
         if self.spec.init == "matched":
             for a in (self.a_q, self.a_k):
                 a.div_(self.spec.projection_std)
@@ -209,16 +187,6 @@ class FourMatrixQK(SeparateQK):
         super().set_circuit_(b_HDD, u_HD)
         for a in (self.a_q, self.a_k):
             a.copy_(torch.eye(len(a)))
-
-    def lr_multiplier(self) -> float:
-        length = self.spec.projection_std
-        if self.spec.init == "matched":
-            return 1 / (1 + length)
-        # Unscaled, x A is σ√d times as long as x on both sides: gradients are σ²d times as large.
-        return 1 / (2 * length**2)
-
-    def bias_lr_multiplier(self) -> float:
-        return 1.0 if self.spec.init == "matched" else 1 / self.spec.projection_std
 
 
 class CollaborativeQK(QK):
@@ -245,6 +213,16 @@ class CollaborativeQK(QK):
         self.mix = torch.nn.Parameter(torch.empty(spec.heads, 1, spec.rank))
         self.b_q = vector(spec, spec.rank)  # mixed per head, the content bias of the paper
         self.match = "spread" if spec.init == "matched" else "none"
+        h, share = spec.heads, math.sqrt(spec.rank / spec.d_model)
+        # Naive: 0.2 for any number of heads, as in the authors' code.
+        self.mix_std = 1 / math.sqrt(h) if spec.init == "matched" else 0.2
+        # The gradient of W is weighted by a column of mixing entries: its mean length.
+        half = math.exp(math.lgamma((h + 1) / 2) - math.lgamma(h / 2))
+        column = self.mix_std * math.sqrt(2) * half
+        mixing = h * spec.sigma / (2 * math.sqrt(spec.d_model))
+        self.lr_multiplier = 1 / (share * (column + mixing))
+        mix_norm = self.mix_std * math.sqrt(h)
+        self.bias_lr_multiplier = math.sqrt(spec.d_model / spec.rank) / mix_norm
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         return project(x_BTD, self.w_q, self.b_q).unsqueeze(1) * self.mix
@@ -252,43 +230,19 @@ class CollaborativeQK(QK):
     def keys(self, y_BSD: Tensor) -> Tensor:
         return project(y_BSD, self.w_k).unsqueeze(1)
 
-    @torch.no_grad()
-    def init_(self, draw: Draw) -> None:
-        super().init_(draw)
-        # Naive: 0.2 for any number of heads, as in the authors' code.
-        self.mix.mul_(self._mix_std / self.spec.sigma)
-
-    @property
-    def _mix_std(self) -> float:
-        return 1 / math.sqrt(self.spec.heads) if self.spec.init == "matched" else 0.2
+    def adjust_init_(self) -> None:
+        self.mix.mul_(self.mix_std / self.spec.sigma)
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Assign D̃/h of the shared dimensions to each head; at D̃ = d this holds standard."""
-        share = self.width // self.spec.heads
+        heads, share = self.spec.heads, self.width // self.spec.heads
         if not share:
             raise UnsupportedCombination(f"{self.width} shared dimensions are fewer than the heads")
         w_q_HDR, w_k_HDR = truncated_svd(b_HDD, share)
-        used = share * self.spec.heads
+        used = share * heads
         for w, w_HDR in ((self.w_q, w_q_HDR), (self.w_k, w_k_HDR)):
             w.zero_()[:, :used] = side_by_side(w_HDR)
-        self.mix.zero_()
-        for head in range(self.spec.heads):
-            self.mix[head, 0, head * share : (head + 1) * share] = 1
+        self.mix.zero_()[:, 0, :used] = torch.eye(heads).repeat_interleave(share, 1)
         if self.b_q is not None:
-            u_HD = torch.zeros_like(b_HDD[..., 0]) if u_HD is None else u_HD
-            b_q_HR = torch.linalg.pinv(w_k_HDR) @ u_HD.unsqueeze(-1)
-            self.b_q.zero_()[:used] = b_q_HR.flatten()
-
-    def lr_multiplier(self) -> float:
-        spec, h = self.spec, self.spec.heads
-        # The gradient of W is weighted by a column of mixing entries: its mean length.
-        half = math.exp(math.lgamma((h + 1) / 2) - math.lgamma(h / 2))
-        column = self._mix_std * math.sqrt(2) * half
-        share = math.sqrt(self.width / spec.d_model)
-        return 1 / (share * (column + h * spec.sigma / (2 * math.sqrt(spec.d_model))))
-
-    def bias_lr_multiplier(self) -> float:
-        return math.sqrt(self.spec.d_model / self.width) / (
-            self._mix_std * math.sqrt(self.spec.heads)
-        )
+            self.b_q.zero_()[:used] = solve_bias(w_k_HDR, u_HD)

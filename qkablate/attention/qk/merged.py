@@ -1,10 +1,7 @@
-"""One d × d matrix per head in place of W_q W_kᵀ.
-
-The keys are the stream itself, shared by all heads, which the kernels exploit. Shape suffixes as in
-base.py.
-"""
+"""One d × d matrix per head in place of W_q W_kᵀ. Shape suffixes as in base.py."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +15,15 @@ from qkablate.attention.tensors import by_head, matrix, project, side_by_side, s
 class _FullMatrixQK(QK):
     """Base of the circuits that learn a d × d matrix W_h, and u_h where the model has biases.
 
-    u_h = W_k b_q is as expressive as b_q and b_k. The scale is standard's 1/√d_head.
+    u_h = W_k b_q is as expressive as b_q and b_k. The keys are the stream itself, shared by all
+    heads, which the kernels exploit. The scale is standard's 1/√d_head.
     """
 
     factors = 1
     removes = "W_q, W_k for one W"
     cached = "x"
     naive_match = "none"
+    init_gain = 1.0  # of the initial W, relative to standard's B_h
     # Relative positions enter between W_q and W_k: x_iᵀ W_q R(j − i) W_kᵀ x_j is another matrix at
     # every distance, so no single W represents it. (Rotating x itself would be another model.)
     no_rope_reason = (
@@ -35,6 +34,19 @@ class _FullMatrixQK(QK):
         super().__init__(spec)
         self.width, self.key_heads = spec.d_model, 1
         self.u: nn.Parameter | None
+        # u replaces b_q alone, because softmax is invariant to b_k.
+        self.bias_lr_multiplier = spec.d_head * spec.sigma / math.sqrt(spec.d_model)
+        # One Adam step of W moves the scores √d / (2 k σ) times as far as one of W_q and W_k.
+        self.lr_multiplier = 2 * self.bias_lr_multiplier
+
+    def init_(self, draw: Draw) -> None:
+        """Set W to the product of the tensors that standard draws under their names."""
+        if self.spec.init == "naive":
+            return super().init_(partial(draw, fan_in=self.spec.d_model))
+        standard = SeparateQK(self.spec)
+        standard.init_(draw)
+        b_HDD, u_HD = standard.circuit()
+        self.set_circuit_(self.init_gain * b_HDD, u_HD)
 
     def keys(self, y_BSD: Tensor) -> Tensor:
         return y_BSD.unsqueeze(1)
@@ -48,14 +60,6 @@ class _FullMatrixQK(QK):
             self.u.copy_(torch.zeros_like(self.u) if u_HD is None else u_HD.flatten())
         elif u_HD is not None:
             raise UnsupportedCombination("this circuit has no bias to hold u")
-
-    def lr_multiplier(self) -> float:
-        # One Adam step of W moves the scores √d / (2 k σ) times as far as one of W_q and W_k.
-        return 2 * self.bias_lr_multiplier()
-
-    def bias_lr_multiplier(self) -> float:
-        # u replaces b_q alone, because softmax is invariant to b_k.
-        return self.spec.d_head * self.spec.sigma / math.sqrt(self.spec.d_model)
 
 
 class MergedQK(_FullMatrixQK):
@@ -75,14 +79,6 @@ class MergedQK(_FullMatrixQK):
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         return split_heads(project(x_BTD, self.w_qk, self.u), self.spec.heads)
-
-    def init_(self, draw: Draw) -> None:
-        if self.spec.init == "naive":
-            return super().init_(draw)
-        # The product of the tensors that standard draws under these names.
-        standard = SeparateQK(self.spec)
-        standard.init_(draw)
-        self.set_circuit_(*standard.circuit())
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
@@ -107,39 +103,25 @@ class SymmetricQK(_FullMatrixQK):
     params = "h d (d+1) / 2"
     source = "Saponati et al. 2025"
     match = "spread"
+    init_gain = math.sqrt(2)
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         d = spec.d_model
         self.triangle = matrix(spec.heads, d * (d + 1) // 2)
         self.u = vector(spec, spec.heads * d)
+        self.lr_multiplier = math.sqrt(2) * 2 * spec.d_head * spec.sigma / math.sqrt(d)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         return split_heads(project(x_BTD, side_by_side(self._full()), self.u), self.spec.heads)
 
     def _full(self) -> Tensor:
         """Return W_HDD from its triangle."""
-        d = self.spec.d_model
+        heads, d = self.spec.heads, self.spec.d_model
         row, column = torch.triu_indices(d, d, device=self.triangle.device)
-        empty_HDD = self.triangle.new_zeros(self.spec.heads, d, d)
-        upper_HDD = empty_HDD.index_put(
-            (torch.arange(self.spec.heads, device=row.device).unsqueeze(1), row, column),
-            self.triangle,
-        )
+        indices = (torch.arange(heads, device=row.device).unsqueeze(1), row, column)
+        upper_HDD = self.triangle.new_zeros(heads, d, d).index_put(indices, self.triangle)
         return upper_HDD + upper_HDD.triu(1).mT
-
-    def init_(self, draw: Draw) -> None:
-        if self.spec.init == "naive":
-            with torch.no_grad():
-                shape = tuple(self.triangle.shape)
-                self.triangle.copy_(draw("triangle", shape, fan_in=self.spec.d_model))
-                if self.u is not None:
-                    self.u.copy_(draw("u", tuple(self.u.shape)))
-            return
-        standard = SeparateQK(self.spec)
-        standard.init_(draw)
-        b_HDD, u_HD = standard.circuit()
-        self.set_circuit_(math.sqrt(2) * b_HDD, u_HD)
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
@@ -148,10 +130,6 @@ class SymmetricQK(_FullMatrixQK):
         row, column = torch.triu_indices(d, d, device=b_HDD.device)
         self.triangle.copy_(((b_HDD + b_HDD.mT) / 2)[:, row, column])
         self._set_bias_(u_HD)
-
-    def lr_multiplier(self) -> float:
-        spec = self.spec
-        return math.sqrt(2) * 2 * spec.d_head * spec.sigma / math.sqrt(spec.d_model)
 
     def flops_per_token(self) -> int:
         return 2 * self.spec.heads * self.spec.d_model**2

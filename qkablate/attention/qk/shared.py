@@ -1,15 +1,13 @@
-"""One projection for queries and keys, optionally with a matrix between the two.
-
-Shape suffixes as in base.py.
-"""
+"""One projection for queries and keys, perhaps a matrix between them. Suffixes as in base.py."""
 
 import math
 
 import torch
 from torch import Tensor, nn
 
+from qkablate.attention.linalg import solve_bias
 from qkablate.attention.qk.base import QK
-from qkablate.attention.spec import Draw, Spec
+from qkablate.attention.spec import Spec
 from qkablate.attention.tensors import matrix, project, side_by_side, split_heads, vector
 
 
@@ -23,6 +21,7 @@ class SharedQK(QK):
 
     match = "none"
     only_diagonal_differs = True
+    lr_multiplier = math.sqrt(2)  # one matrix in place of two independent ones
     equation = "B_h = W_k W_kᵀ, Q = K"
     params = "d²"
     removes = "W_q"
@@ -60,11 +59,7 @@ class SharedQK(QK):
         """Set W and the least-squares solution b of u_h = right_h b_h."""
         self.w_k.copy_(side_by_side(w_HDK))
         if self.b_k is not None:
-            u_HD = torch.zeros_like(w_HDK[..., 0]) if u_HD is None else u_HD
-            self.b_k.copy_((torch.linalg.pinv(right_HDK) @ u_HD.unsqueeze(-1)).flatten())
-
-    def lr_multiplier(self) -> float:
-        return math.sqrt(2)  # one matrix in place of two independent ones
+            self.b_k.copy_(solve_bias(right_HDK, u_HD))
 
 
 class SymDiag(SharedQK):
@@ -92,9 +87,7 @@ class SymDiag(SharedQK):
         q_BHTE: Tensor = k_BHTE * self.diagonal.unflatten(0, (self.spec.heads, 1, -1))
         return q_BHTE
 
-    @torch.no_grad()
-    def init_(self, draw: Draw) -> None:
-        super().init_(draw)
+    def adjust_init_(self) -> None:
         self.diagonal.fill_(1)
         if self.spec.init == "matched":
             self.diagonal.view(self.spec.heads, -1)[:, 1::2] = -1
@@ -130,14 +123,14 @@ class SymPairwise(SharedQK):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         self.u = nn.Parameter(torch.empty(spec.heads, spec.d_head, spec.d_head))
+        mixing = spec.d_head * spec.sigma / (2 * math.sqrt(spec.d_model))
+        self.lr_multiplier = 1 / (1 / math.sqrt(2) + mixing)
 
     def between(self, k_BHTE: Tensor) -> Tensor:
         q_BHTE: Tensor = k_BHTE @ self.u
         return q_BHTE
 
-    @torch.no_grad()
-    def init_(self, draw: Draw) -> None:
-        super().init_(draw)
+    def adjust_init_(self) -> None:
         if self.spec.init == "matched":
             self.u.div_(self.spec.sigma * math.sqrt(self.spec.d_head))
         else:
@@ -153,10 +146,6 @@ class SymPairwise(SharedQK):
         w_HDK = left_HDD[..., : self.spec.d_head]
         self.u.copy_(w_HDK.mT @ b_HDD @ w_HDK)
         self._set_(w_HDK, w_HDK @ self.u.mT, u_HD)
-
-    def lr_multiplier(self) -> float:
-        spec = self.spec
-        return 1 / (1 / math.sqrt(2) + spec.d_head * spec.sigma / (2 * math.sqrt(spec.d_model)))
 
     def flops_per_token(self) -> int:
         return super().flops_per_token() + 2 * self.u.numel()

@@ -10,41 +10,20 @@ import math
 import torch
 from torch import Tensor, nn
 
+from qkablate.attention.linalg import fit_slices, head_slices
 from qkablate.attention.projection.moments import Moments, with_bias
 from qkablate.attention.qk.base import QK
-from qkablate.attention.spec import Draw, Spec
-from qkablate.attention.tensors import (
-    fit_slices,
-    head_slices,
-    matrix,
-    project,
-    side_by_side,
-    split_heads,
-    vector,
-)
+from qkablate.attention.spec import Spec
+from qkablate.attention.tensors import matrix, project, side_by_side, split_heads, vector
 
 
-class NoQK(QK):
-    """Slices on both sides, B_h = E_h E_hᵀ, without parameters.
-
-    The scale gives the scores of two different tokens standard's spread; a token scores √k times as
-    much with itself, as in shared_qk, so the match is `none`.
-    """
+class _SliceQK(QK):
+    """Base of the circuits that read slices, on both sides unless a subclass projects one."""
 
     factors = 1
     has_head_slices = True
-    match = "none"
-    equation = "B_h = E_h E_hᵀ, q = k = a slice of x"
-    params = "0"
-    removes = "W_q, W_k"
     source = "Karbevski & Mijoski"
     cached = "x"
-
-    def __init__(self, spec: Spec) -> None:
-        super().__init__(spec)
-        self.only_diagonal_differs = spec.init == "matched"
-        if spec.init == "matched":
-            self.scale = spec.score_std / math.sqrt(spec.d_head)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         return split_heads(x_BTD, self.spec.heads)
@@ -53,24 +32,38 @@ class NoQK(QK):
         return split_heads(y_BSD, self.spec.heads)
 
 
-class _OneSidedQK(QK):
+class NoQK(_SliceQK):
+    """Slices on both sides, B_h = E_h E_hᵀ, without parameters.
+
+    The scale gives the scores of two different tokens standard's spread; a token scores √k times as
+    much with itself, as in shared_qk, so the match is `none`.
+    """
+
+    match = "none"
+    equation = "B_h = E_h E_hᵀ, q = k = a slice of x"
+    params = "0"
+    removes = "W_q, W_k"
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.only_diagonal_differs = spec.init == "matched"
+        if spec.init == "matched":
+            self.scale = spec.score_std / math.sqrt(spec.d_head)
+
+
+class _OneSidedQK(_SliceQK):
     """Base of the circuits with one projection and one slice."""
 
-    factors = 1
-    has_head_slices = True
     match = "spread"
     naive_match = "none"
     params = "d²"
-    source = "Karbevski & Mijoski"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         if spec.init == "matched":
             self.scale *= spec.projection_std
-
-    def lr_multiplier(self) -> float:
         # Unscaled, a step moves the scores 1/(2 σ√d) times as far as standard's; matched, half.
-        return 2.0 if self.spec.init == "matched" else 2 * self.spec.projection_std
+        self.lr_multiplier = 2.0 if spec.init == "matched" else 2 * spec.projection_std
 
 
 class NoQ(_OneSidedQK):
@@ -81,14 +74,12 @@ class NoQ(_OneSidedQK):
 
     equation = "B_h = E_h W_kᵀ, q is a slice of x"
     removes = "W_q"
+    cached = "k"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         self.w_k = matrix(spec.d_model, spec.heads * spec.d_head)
         self.b_k = vector(spec, spec.heads * spec.d_head)
-
-    def queries(self, x_BTD: Tensor) -> Tensor:
-        return split_heads(x_BTD, self.spec.heads)
 
     def keys(self, y_BSD: Tensor) -> Tensor:
         return split_heads(project(y_BSD, self.w_k, self.b_k), self.spec.heads)
@@ -115,18 +106,15 @@ class NoK(_OneSidedQK):
 
     equation = "B_h = W_q E_hᵀ, k is a slice of x"
     removes = "W_k"
-    cached = "x"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         self.w_q = matrix(spec.d_model, spec.heads * spec.d_head)
         self.b_q = vector(spec, spec.heads * spec.d_head)
+        self.bias_lr_multiplier = 1.0 if spec.init == "matched" else spec.projection_std
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         return split_heads(project(x_BTD, self.w_q, self.b_q), self.spec.heads)
-
-    def keys(self, y_BSD: Tensor) -> Tensor:
-        return split_heads(y_BSD, self.spec.heads)
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
@@ -145,9 +133,6 @@ class NoK(_OneSidedQK):
         if self.b_q is not None:
             self.b_q.copy_(columns_HLK[:, -1].flatten())
 
-    def bias_lr_multiplier(self) -> float:
-        return 1.0 if self.spec.init == "matched" else self.spec.projection_std
-
 
 class Uniform(QK):
     """All scores are 0, so every visible position has the same weight: a lower bound."""
@@ -160,6 +145,7 @@ class Uniform(QK):
     source = "lower bound"
     cached = ""
     no_rope_reason = "there are no queries and keys to rotate"
+    no_circuit_reason = "the scores do not depend on x"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -170,10 +156,6 @@ class Uniform(QK):
 
     def keys(self, y_BSD: Tensor) -> Tensor:
         return self.queries(y_BSD)
-
-    @property
-    def no_circuit_reason(self) -> str:
-        return "the scores do not depend on x"
 
 
 class StaticScores(Uniform):
@@ -196,22 +178,17 @@ class StaticScores(Uniform):
         super().__init__(spec)
         assert spec.context is not None
         self.table = nn.Parameter(torch.empty(spec.heads, spec.context, spec.context))
+        moved = spec.heads * spec.context * math.sqrt(spec.d_head)
+        speed = 2 * math.sqrt(2) * spec.d_model**2 * spec.projection_std
+        self.lr_multiplier = speed / moved
 
-    @torch.no_grad()
-    def init_(self, draw: Draw) -> None:
-        super().init_(draw)
+    def adjust_init_(self) -> None:
         if self.spec.init == "matched":
             self.table.mul_(self.spec.score_std / self.spec.sigma)
 
     def score_bias(self, first: int, queries: int, keys: int) -> Tensor | None:
         context = self.table.shape[-1]
         if max(first + queries, keys) > context:
-            raise ValueError(
-                f"static_scores has {context} positions, not {max(first + queries, keys)}"
-            )
+            needed = max(first + queries, keys)
+            raise ValueError(f"static_scores has {context} positions, not {needed}")
         return self.table[:, first : first + queries, :keys]
-
-    def lr_multiplier(self) -> float:
-        spec = self.spec
-        moved = spec.heads * self.table.shape[-1] * math.sqrt(spec.d_head)
-        return float(2 * math.sqrt(2) * spec.d_model**2 * spec.projection_std / moved)

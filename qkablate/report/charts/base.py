@@ -75,12 +75,11 @@ def interval_layer(
     return [layer | {"transform": [{"filter": {"field": "low", "valid": True}}]}]
 
 
-_OPEN_NOTE = " A pale bar to the edge: runs diverged, so the interval is unbounded on that side."
-
-
 def format_open_note(rows: list[Spec]) -> str:
     """Return the note of a caption about intervals that are unbounded, if any is."""
-    return _OPEN_NOTE if any(row["open_below"] or row["open_above"] for row in rows) else ""
+    if not any(row["open_below"] or row["open_above"] for row in rows):
+        return ""
+    return " A pale bar to the edge: runs diverged, so the interval is unbounded on that side."
 
 
 def open_intervals(rows: list[Spec], y: Spec, color: Spec) -> list[Spec]:
@@ -107,23 +106,12 @@ def find_variants(*lists: list[Spec]) -> list[str]:
     return list(dict.fromkeys(row["variant"] for rows in lists for row in rows))
 
 
-def _by_variant(section: Section, channel: str, attribute: str) -> Spec:
-    styles = section.styles
-    values = [getattr(style, attribute) for style in styles.values()]
-    scale = {"domain": [*styles], "range": values}
-    return {channel: {"field": "variant", "type": "nominal", "legend": None, "scale": scale}}
-
-
-def color_by_variant(section: Section) -> Spec:
-    """Return the color encoding."""
-    return _by_variant(section, "color", "color")
-
-
-def dash_by_variant(section: Section) -> Spec:
-    """Return the dash encoding."""
-    return _by_variant(section, "strokeDash", "dash")
-
-
-def shape_by_variant(section: Section) -> Spec:
-    """Return the point shape encoding."""
-    return _by_variant(section, "shape", "shape")
+def by_variant(section: Section, *attributes: str) -> Spec:
+    """Return the encodings of variants by `color`, `dash` or `shape`."""
+    encoding = {}
+    for attribute in attributes:
+        values = [getattr(style, attribute) for style in section.styles.values()]
+        scale = {"domain": [*section.styles], "range": values}
+        by = {"field": "variant", "type": "nominal", "legend": None, "scale": scale}
+        encoding["strokeDash" if attribute == "dash" else attribute] = by
+    return encoding

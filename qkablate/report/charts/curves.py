@@ -4,20 +4,8 @@ import math
 
 from qkablate.analysis.comparison.curves import Curve, arm_curve, gap_curve, thin
 from qkablate.analysis.study.study import VAL, Entry
-from qkablate.report.charts.base import (
-    Chart,
-    ChartPanel,
-    Spec,
-    color_by_variant,
-    dash_by_variant,
-    find_variants,
-    interval_layer,
-    log_axis,
-    make_layer,
-    make_tooltip,
-    number_axis,
-    zero_line,
-)
+from qkablate.report.charts import base
+from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.section import Section, format_n, size_label
 from qkablate.report.text.numbers import format_gap, format_loss
 
@@ -48,12 +36,15 @@ def loss_chart(section: Section) -> Chart | None:
             lowest = min(row["loss"] if row["low"] is None else row["low"] for row in rows)
             # A band that nearly reaches zero would fill a logarithmic axis.
             logarithmic = lowest > 1e-3 * max(row["loss"] for row in rows)
-            y = number_axis("loss", "loss, nats per token")
+            y = base.number_axis("loss", "loss, nats per token")
             y["scale"] = {"type": "log", "nice": False} if logarithmic else {"zero": False}
-            layers = [_run_layer(section, runs, y)] if runs else []
+            layers = []
+            if runs:
+                lines = _line_encoding(section, y, "run")
+                layers.append(base.make_layer("line", lines, runs, strokeWidth=0.8, opacity=0.35))
             layers += mean_layers(section, means, y) if means else []
             title = size_label(name, entries[0].arm.variant)
-            panels.append(ChartPanel(title, _make_spec(means, layers), find_variants(rows)))
+            panels.append(ChartPanel(title, _make_spec(means, layers), base.find_variants(rows)))
     if not panels:
         return None
     split = "Validation" if section.metric == VAL else "Training"
@@ -69,7 +60,7 @@ def loss_chart(section: Section) -> Chart | None:
 def gap_curve_chart(section: Section) -> Chart | None:
     """Chart the gap by tokens, with a simultaneous confidence band."""
     most = points_per_curve(sum(len(family.gaps) for family in section.families))
-    y = number_axis("loss", "gap, nats per token", zero=True)
+    y = base.number_axis("loss", "gap, nats per token", zero=True)
     panels, counts = [], []
     for family in section.families:
         rows: list[Spec] = []
@@ -79,8 +70,7 @@ def gap_curve_chart(section: Section) -> Chart | None:
                 counts.append(curve.samples[0].n)
         if rows:
             title = size_label(family.baseline.name, family.baseline.arm.variant)
-            layers = [zero_line("y"), *mean_layers(section, rows, y)]
-            panels.append(ChartPanel(title, _make_spec(rows, layers), find_variants(rows)))
+            panels.append(make_curve_panel(section, title, rows, y, base.zero_line("y")))
     if not panels:
         return None
     split = "validation" if section.metric == VAL else "training"
@@ -93,9 +83,12 @@ def gap_curve_chart(section: Section) -> Chart | None:
     return Chart("gap-curves", "Gap during training", caption, panels)
 
 
-def make_curve_panel(section: Section, title: str, rows: list[Spec], y: Spec) -> ChartPanel:
-    """Return a panel of mean lines by tokens with their bands."""
-    return ChartPanel(title, _make_spec(rows, mean_layers(section, rows, y)), find_variants(rows))
+def make_curve_panel(
+    section: Section, title: str, rows: list[Spec], y: Spec, *below: Spec
+) -> ChartPanel:
+    """Return a panel of mean lines by tokens with their bands, above other layers."""
+    layers = [*below, *mean_layers(section, rows, y)]
+    return ChartPanel(title, _make_spec(rows, layers), base.find_variants(rows))
 
 
 def _make_spec(rows: list[Spec], layers: list[Spec]) -> Spec:
@@ -104,30 +97,30 @@ def _make_spec(rows: list[Spec], layers: list[Spec]) -> Spec:
 
 def tokens_axis() -> Spec:
     """Return the axis of training tokens."""
-    return log_axis("tokens", "tokens")
+    return base.log_axis("tokens", "tokens")
 
 
 def curve_tooltip() -> list[Spec]:
     """Return the tooltip of a reading."""
-    arm, *rest = make_tooltip(arm="", estimate="mean, 95 % interval", n="")
+    arm, *rest = base.make_tooltip(arm="", estimate="mean, 95 % interval", n="")
     return [arm, {"field": "tokens", "type": "quantitative", "format": ","}, *rest]
 
 
-def _run_layer(section: Section, rows: list[Spec], y: Spec) -> Spec:
-    lines = {"x": tokens_axis(), "y": y, "detail": {"field": "run"}} | color_by_variant(section)
-    return make_layer("line", lines, rows, strokeWidth=0.8, opacity=0.35)
+def _line_encoding(section: Section, y: Spec, detail: str) -> Spec:
+    lines = {"x": tokens_axis(), "y": y, "detail": {"field": detail}}
+    return lines | base.by_variant(section, "color")
 
 
 def mean_layers(section: Section, rows: list[Spec], y: Spec) -> list[Spec]:
     """Return mean lines by tokens with their bands and tooltips."""
-    lines = {"x": tokens_axis(), "y": y, "detail": {"field": "arm"}} | color_by_variant(section)
+    lines = _line_encoding(section, y, "arm")
     # The points are targets of tooltips; visible where a single reading makes no line.
     opacity = int(len({row["tokens"] for row in rows}) == 1)
     points = lines | {"tooltip": curve_tooltip()}
     return [
-        *interval_layer("area", "y", rows, lines, opacity=0.13, clip=True),
-        make_layer("line", lines | dash_by_variant(section), strokeWidth=2),
-        make_layer("point", points, size=90, opacity=opacity, filled=True),
+        *base.interval_layer("area", "y", rows, lines, opacity=0.13, clip=True),
+        base.make_layer("line", lines | base.by_variant(section, "dash"), strokeWidth=2),
+        base.make_layer("point", points, size=90, opacity=opacity, filled=True),
     ]
 
 

@@ -7,14 +7,8 @@ from qkablate.analysis.comparison.function_distance import (
     DistanceSummary,
     FunctionDistance,
 )
-from qkablate.report.charts.base import (
-    Chart,
-    ChartPanel,
-    Spec,
-    find_variants,
-    log_axis,
-    make_layer,
-)
+from qkablate.report.charts import base
+from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.charts.curves import (
     MAX_POINTS,
     curve_tooltip,
@@ -22,7 +16,7 @@ from qkablate.report.charts.curves import (
     tokens_axis,
 )
 from qkablate.report.section import Section, format_n, size_label
-from qkablate.report.text.distance import format_ratio
+from qkablate.report.text.tables import format_ratio
 from qkablate.table import format_list
 
 _ROUNDING_RATIO = 1_000  # if rounding is this much smaller, a panel without it is added
@@ -97,7 +91,7 @@ def _make_panel(section: Section, title: str, rows: list[Spec], seeds: list[Spec
     # A band of few pairs may be very wide, so the axis follows the lines.
     means = [row["distance"] for row in (*rows, *seeds)]
     domain = [min(means) / 3, max(means) * 3]
-    y = log_axis("distance", "distance, nats per position", ".0e", domain=domain)
+    y = base.log_axis("distance", "distance, nats per position", ".0e", domain=domain)
     layers = mean_layers(section, rows, y)
     if seeds:
         x, faint = tokens_axis(), "var(--faint)"
@@ -105,7 +99,7 @@ def _make_panel(section: Section, title: str, rows: list[Spec], seeds: list[Spec
         dashed = {"color": faint, "strokeDash": [3, 3], "strokeWidth": 1.5}
         label = {"text": "another seed", "color": faint, "fontSize": 11}
         label |= {"align": "right", "baseline": "bottom", "dy": -4}
-        layers.append(make_layer("line", line, seeds, **dashed))
-        layers.append(make_layer("text", {"x": x, "y": y}, seeds[-1:], **label))
+        layers.append(base.make_layer("line", line, seeds, **dashed))
+        layers.append(base.make_layer("text", {"x": x, "y": y}, seeds[-1:], **label))
     spec = {"height": 260, "data": {"values": rows}, "layer": layers}
-    return ChartPanel(title, spec, find_variants(rows))
+    return ChartPanel(title, spec, base.find_variants(rows))

@@ -3,23 +3,8 @@
 from collections.abc import Sequence
 
 from qkablate.analysis.claims.judgement import Judgement
-from qkablate.report.charts.base import (
-    ROW_HEIGHT,
-    Chart,
-    ChartPanel,
-    Spec,
-    arm_axis,
-    color_by_variant,
-    find_variants,
-    format_open_note,
-    interval_layer,
-    make_layer,
-    make_tooltip,
-    number_axis,
-    open_intervals,
-    shape_by_variant,
-    zero_line,
-)
+from qkablate.report.charts import base
+from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.section import Section, format_n
 from qkablate.report.text.numbers import format_gap, format_gap_summary
 from qkablate.table import format_count
@@ -33,25 +18,26 @@ def claim_chart(section: Section) -> Chart | None:
     rows, margins = _part_rows(judgement, judgement.verdict.parts)
     if not rows:
         return None
-    y = arm_axis([row["arm"] for row in rows])
-    x, ink = number_axis("gap", "nats per token", zero=True), "var(--ink)"
-    tooltip = make_tooltip(arm="part", estimate="measured", verdict="")
-    margin = {"x": x | {"field": "at"}, "y": y, "tooltip": make_tooltip(at="margin")}
+    y = base.arm_axis([row["arm"] for row in rows])
+    x, ink = base.number_axis("gap", "nats per token", zero=True), "var(--ink)"
+    tooltip = base.make_tooltip(arm="part", estimate="measured", verdict="")
+    encoding = {"x": x, "y": y}
+    margin = {"x": x | {"field": "at"}, "y": y, "tooltip": base.make_tooltip(at="margin")}
     layers = [
-        zero_line("x"),
-        make_layer("tick", margin, margins, thickness=3, size=20, color="var(--warn)"),
-        *open_intervals(rows, y, {"color": {"value": ink}}),
-        *interval_layer("rule", "x", rows, {"x": x, "y": y}, strokeWidth=3, color=ink),
-        make_layer("point", {"x": x, "y": y, "tooltip": tooltip}, filled=True, size=70, color=ink),
+        base.zero_line("x"),
+        base.make_layer("tick", margin, margins, thickness=3, size=20, color="var(--warn)"),
+        *base.open_intervals(rows, y, {"color": {"value": ink}}),
+        *base.interval_layer("rule", "x", rows, encoding, strokeWidth=3, color=ink),
+        base.make_layer("point", encoding | {"tooltip": tooltip}, filled=True, size=70, color=ink),
     ]
-    height = ROW_HEIGHT * len(rows) + ROW_HEIGHT
+    height = base.ROW_HEIGHT * len(rows) + base.ROW_HEIGHT
     spec: Spec = {"height": height, "data": {"values": rows}, "layer": layers}
     caption = (
         f"Estimate and {100 * (1 - 2 * judgement.alpha):.3g} % interval of each part of the claim;"
         " thick mark: the claimed margin"
         f" ({format_n([judged.part.sample.n for judged in judgement.parts])})."
     )
-    caption += format_open_note(rows)
+    caption += base.format_open_note(rows)
     return Chart("parts", "Claimed and measured", caption, [ChartPanel("", spec, [])])
 
 
@@ -104,24 +90,24 @@ def gap_chart(section: Section) -> Chart | None:
         pairs += [arm | {"gap": pair.gap} for pair in gap.pairs]
     if not rows:
         return None
-    color, y = color_by_variant(section), arm_axis(names)
-    x = number_axis("gap", "gap, nats per token", zero=True, nice=True)
-    place = {"x": x, "y": y} | color
-    tooltip = make_tooltip(arm="", estimate="gap, 95 % interval", baseline="against")
-    layers = [zero_line("x")]
+    color, y = base.by_variant(section, "color"), base.arm_axis(names)
+    x = base.number_axis("gap", "gap, nats per token", zero=True, nice=True)
+    encoding = {"x": x, "y": y} | color
+    tooltip = base.make_tooltip(arm="", estimate="gap, 95 % interval", baseline="against")
+    layers = [base.zero_line("x")]
     if len(pairs) <= 2_000:
-        layers.append(make_layer("tick", place, pairs, thickness=1, size=9, opacity=0.45))
+        layers.append(base.make_layer("tick", encoding, pairs, thickness=1, size=9, opacity=0.45))
     if all_diverged:
         text = {"text": "all pairs diverged", "align": "left", "dx": 4, "fontSize": 11}
         left = {"x": {"value": 0}, "y": y}
-        layers.append(make_layer("text", left, all_diverged, **text, color="var(--warn)"))
-    points = place | {"tooltip": tooltip} | shape_by_variant(section)
+        layers.append(base.make_layer("text", left, all_diverged, **text, color="var(--warn)"))
+    points = encoding | {"tooltip": tooltip} | base.by_variant(section, "shape")
     layers += [
-        *open_intervals(rows, y, color),
-        *interval_layer("rule", "x", rows, place, strokeWidth=3, opacity=0.75),
-        make_layer("point", points, filled=True, size=70, opacity=1),
+        *base.open_intervals(rows, y, color),
+        *base.interval_layer("rule", "x", rows, encoding, strokeWidth=3, opacity=0.75),
+        base.make_layer("point", points, filled=True, size=70, opacity=1),
     ]
-    height = ROW_HEIGHT * len(names) + ROW_HEIGHT // 2
+    height = base.ROW_HEIGHT * len(names) + base.ROW_HEIGHT // 2
     spec: Spec = {"height": height, "data": {"values": rows}, "layer": layers}
     caption = (
         "Test loss of an arm minus test loss of its baseline with the same seed; negative"
@@ -130,6 +116,6 @@ def gap_chart(section: Section) -> Chart | None:
     )
     single = sum(row["low"] is None for row in rows)
     caption += f" No bar: a single pair ({format_count(single, 'arm')})." if single else ""
-    caption += format_open_note(rows)
-    variants = find_variants(rows, all_diverged)
+    caption += base.format_open_note(rows)
+    variants = base.find_variants(rows, all_diverged)
     return Chart("gaps", "Gaps", caption, [ChartPanel("", spec, variants)])

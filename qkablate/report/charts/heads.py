@@ -14,14 +14,8 @@ from qkablate.analysis.comparison.head_metrics import (
     HeadMetrics,
     sort_heads,
 )
-from qkablate.report.charts.base import (
-    Chart,
-    ChartPanel,
-    Spec,
-    make_layer,
-    make_tooltip,
-    number_axis,
-)
+from qkablate.report.charts import base
+from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.charts.curves import make_curve_panel, mean_rows, points_per_curve
 from qkablate.report.section import Section, format_n, size_label
 
@@ -61,7 +55,7 @@ def head_curve_chart(section: Section) -> Chart | None:
                     counts.append(curve.samples[0].n)
             if rows:
                 title = panel_title(metric, size, len(groups) > 1)
-                y = number_axis("loss", metric, zero=False)
+                y = base.number_axis("loss", metric, zero=False)
                 panels.append(make_curve_panel(section, title, rows, y))
     if not panels:
         return None
@@ -134,12 +128,12 @@ def _map_spec(rows: list[Spec]) -> Spec:
     roomy = heads <= _MAX_HEADS_WITH_NUMBERS
     step = 28 if roomy else 12
     color = {"field": "value", "type": "quantitative"} | _color_scale(rows)
-    layers = [make_layer("rect", {"color": color}, stroke="var(--ground)", strokeWidth=1)]
+    layers = [base.make_layer("rect", {"color": color}, stroke="var(--ground)", strokeWidth=1)]
     if roomy:
         most = max(abs(row["value"]) for row in rows)
         form = ".1%" if most < 0.1 else ".2f" if most < 10 else ".0f" if most < 1e4 else ".0e"
         text = {"text": {"field": "value", "type": "quantitative", "format": form}}
-        layers.append(make_layer("text", text, fontSize=10, color="var(--ink)"))
+        layers.append(base.make_layer("text", text, fontSize=10, color="var(--ink)"))
     axis = {"ticks": False, "domain": False, "labelAngle": 0}
     header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 11, "labelPadding": 2}
     return {
@@ -153,7 +147,7 @@ def _map_spec(rows: list[Spec]) -> Spec:
             "encoding": {
                 "x": {"field": "head", "type": "ordinal", "title": None, "axis": None},
                 "y": {"field": "layer", "type": "ordinal", "title": None, "axis": axis},
-                "tooltip": make_tooltip(arm="", layer="", head="rank", value=""),
+                "tooltip": base.make_tooltip(arm="", layer="", head="rank", value=""),
             },
             "layer": layers,
         },

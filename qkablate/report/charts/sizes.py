@@ -4,20 +4,8 @@ from collections.abc import Callable
 
 from qkablate.analysis.stats import Sample
 from qkablate.analysis.study.study import Entry
-from qkablate.report.charts.base import (
-    Chart,
-    ChartPanel,
-    Spec,
-    color_by_variant,
-    dash_by_variant,
-    find_variants,
-    interval_layer,
-    log_axis,
-    make_layer,
-    make_tooltip,
-    number_axis,
-    shape_by_variant,
-)
+from qkablate.report.charts import base
+from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.section import Section, format_n, size_label
 from qkablate.report.text.numbers import format_gap_summary, format_loss, half_width
 from qkablate.table import format_count, format_digits
@@ -64,7 +52,7 @@ def heat_map_chart(section: Section) -> Chart | None:
 
 def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
     sizes = [row["size"] for row in sorted(rows, key=lambda row: row["order"])]
-    sizes, names = list(dict.fromkeys(sizes)), find_variants(rows)
+    sizes, names = list(dict.fromkeys(sizes)), base.find_variants(rows)
     largest = max(abs(row["gap"]) for row in rows) or 1.0
     shades = ["low3", "low2", "low1", "mid", "high1", "high2", "high3"]
     scale = {
@@ -79,13 +67,13 @@ def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
         | {"axis": bare | {"orient": "top", "labelAngle": 0}},
         "y": {"field": "variant", "type": "nominal", "sort": names, "title": None}
         | {"axis": bare | {"labelLimit": 160}},
-        "tooltip": make_tooltip(arm="", estimate="gap, 95 % interval", n=""),
+        "tooltip": base.make_tooltip(arm="", estimate="gap, 95 % interval", n=""),
     }
     ink = "var(--ink)"
     layers = [
-        make_layer("rect", {"color": color}, stroke="var(--ground)", strokeWidth=2),
-        make_layer("text", {"text": {"field": "text"}}, fontSize=11, color=ink, dy=-6),
-        make_layer("text", {"text": {"field": "half"}}, fontSize=10, color=ink, dy=8),
+        base.make_layer("rect", {"color": color}, stroke="var(--ground)", strokeWidth=2),
+        base.make_layer("text", {"text": {"field": "text"}}, fontSize=11, color=ink, dy=-6),
+        base.make_layer("text", {"text": {"field": "half"}}, fontSize=10, color=ink, dy=8),
     ]
     spec: Spec = {"width": {"step": 78}, "height": {"step": 38}, "data": {"values": rows}}
     return ChartPanel(title, spec | {"encoding": cell, "layer": layers}, [])
@@ -111,11 +99,16 @@ def cost_chart(section: Section) -> Chart | None:
             longest = max(entry.tokens for entry in entries)
             # More tokens lower the loss, but only FLOPs count them as cost.
             shown = [entry for entry in entries if unit == _FLOPS or entry.tokens == longest]
-            rows = [_cost_row(entry, cost(entry)) for entry in shown if cost(entry) > 0]
+            rows: list[Spec] = [
+                {"arm": entry.name, "variant": entry.arm.variant, "cost": cost(entry)}
+                | _loss_cells(entry.sample)
+                for entry in shown
+                if cost(entry) > 0
+            ]
             if len({row["cost"] for row in rows}) > 1:
                 source = f" ({shown[0].arm.config.data.source})" if len(by_data) > 1 else ""
                 spec = _cost_spec(section, rows, unit)
-                panels.append(ChartPanel(f"{unit}{source}", spec, find_variants(rows)))
+                panels.append(ChartPanel(f"{unit}{source}", spec, base.find_variants(rows)))
                 hidden += len(entries) - len(shown)
                 counts += [row["n"] for row in rows]
     if not panels:
@@ -131,11 +124,6 @@ def cost_chart(section: Section) -> Chart | None:
     return Chart("costs", "Loss against cost", caption, panels)
 
 
-def _cost_row(entry: Entry, cost: float) -> Spec:
-    arm = {"arm": entry.name, "variant": entry.arm.variant, "cost": cost}
-    return arm | _loss_cells(entry.sample)
-
-
 def _loss_cells(sample: Sample) -> Spec:
     """Return a mean loss with its interval."""
     low, high = sample.interval() or (None, None)
@@ -144,15 +132,15 @@ def _loss_cells(sample: Sample) -> Spec:
 
 
 def _cost_spec(section: Section, rows: list[Spec], unit: str) -> Spec:
-    color = color_by_variant(section)
-    y = number_axis("loss", "test loss, nats per token", zero=False)
-    tooltip = make_tooltip(arm="", estimate="test loss, 95 % interval", n="")
+    color = base.by_variant(section, "color")
+    y = base.number_axis("loss", "test loss, nats per token", zero=False)
+    tooltip = base.make_tooltip(arm="", estimate="test loss, 95 % interval", n="")
     tooltip.append({"field": "cost", "type": "quantitative", "title": unit, "format": ".3s"})
-    place = {"x": log_axis("cost", unit, padding=24), "y": y} | color
-    points = place | {"tooltip": tooltip} | shape_by_variant(section)
+    encoding = {"x": base.log_axis("cost", unit, padding=24), "y": y} | color
+    points = encoding | {"tooltip": tooltip} | base.by_variant(section, "shape")
     layers = [
-        *interval_layer("rule", "y", rows, place, opacity=0.6),
-        make_layer("point", points, filled=True, size=60, opacity=0.9),
+        *base.interval_layer("rule", "y", rows, encoding, opacity=0.6),
+        base.make_layer("point", points, filled=True, size=60, opacity=0.9),
     ]
     return {"height": 260, "data": {"values": rows}, "layer": layers}
 
@@ -176,7 +164,7 @@ def lr_chart(section: Section) -> Chart | None:
         ChartPanel(
             size_label(key, section.study.arms[key].variant),
             _lr_spec(section, rows, diverged.get(key, [])),
-            find_variants(rows),
+            base.find_variants(rows),
         )
         for key, rows in by_baseline.items()
     ]
@@ -193,22 +181,24 @@ def lr_chart(section: Section) -> Chart | None:
 
 
 def _lr_spec(section: Section, rows: list[Spec], diverged: list[Spec]) -> Spec:
-    color = color_by_variant(section)
-    x = log_axis("lr", "learning rate", "~g", padding=16)
-    y = number_axis("loss", "validation loss", zero=False)
-    place = {"x": x, "y": y} | color
-    line = place | {"detail": {"field": "arm"}} | dash_by_variant(section)
-    tooltip = make_tooltip(arm="", lr="learning rate", estimate="loss, 95 % interval", n="")
+    color = base.by_variant(section, "color")
+    x = base.log_axis("lr", "learning rate", "~g", padding=16)
+    y = base.number_axis("loss", "validation loss", zero=False)
+    encoding = {"x": x, "y": y} | color
+    line = encoding | {"detail": {"field": "arm"}} | base.by_variant(section, "dash")
+    tooltip = base.make_tooltip(arm="", lr="learning rate", estimate="loss, 95 % interval", n="")
     size = {"condition": {"test": "datum.best", "value": 150}, "value": 35}
-    points = place | {"tooltip": tooltip, "size": size} | shape_by_variant(section)
+    points = encoding | {"tooltip": tooltip, "size": size} | base.by_variant(section, "shape")
     layers = [
-        make_layer("line", line, strokeWidth=2),
-        *interval_layer("rule", "y", rows, place, opacity=0.5),
-        make_layer("point", points, filled=True, opacity=1),
+        base.make_layer("line", line, strokeWidth=2),
+        *base.interval_layer("rule", "y", rows, encoding, opacity=0.5),
+        base.make_layer("point", points, filled=True, opacity=1),
     ]
     if diverged:
         top = max(row["loss"] for row in rows)
         crosses = [row | {"loss": top, "estimate": "diverged"} for row in diverged]
-        cross = place | {"tooltip": tooltip[:3]}
-        layers.append(make_layer("point", cross, crosses, shape="cross", angle=45, filled=True))
+        cross = encoding | {"tooltip": tooltip[:3]}
+        layers.append(
+            base.make_layer("point", cross, crosses, shape="cross", angle=45, filled=True)
+        )
     return {"height": 240, "data": {"values": rows}, "layer": layers}

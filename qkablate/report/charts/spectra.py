@@ -14,17 +14,8 @@ from qkablate.analysis.comparison.head_metrics import (
     nan_mean,
     relative_spectra,
 )
-from qkablate.report.charts.base import (
-    Chart,
-    ChartPanel,
-    Spec,
-    color_by_variant,
-    dash_by_variant,
-    find_variants,
-    log_axis,
-    make_layer,
-    make_tooltip,
-)
+from qkablate.report.charts import base
+from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.charts.heads import head_groups, panel_title
 from qkablate.report.section import Section, format_n
 from qkablate.table import format_short
@@ -51,7 +42,7 @@ def spectrum_chart(section: Section) -> Chart | None:
         for layer in _pick_evenly(sorted(layer for layer in rows if rows[layer]), layers_shown):
             title = panel_title(f"layer {layer}", size, len(groups) > 1)
             spec = _layer_spec(section, rows[layer])
-            panels.append(ChartPanel(title, spec, find_variants(rows[layer])))
+            panels.append(ChartPanel(title, spec, base.find_variants(rows[layer])))
     if not panels:
         return None
     caption = (
@@ -77,25 +68,26 @@ def _spectrum_rows(arm: HeadMetrics, when: str, values_K: np.ndarray) -> list[Sp
 def _lines(section: Section, least: float | None = None) -> Spec:
     """Return the encoding of spectra, on axes down to the least value."""
     domain = {} if least is None else {"domain": [least, 1]}
-    x = log_axis("i", "singular value, the largest first")
-    y = log_axis("value", "relative to the largest", "~g", **domain)
-    return {"x": x, "y": y, "detail": {"field": "line"}} | color_by_variant(section)
+    x = base.log_axis("i", "singular value, the largest first")
+    y = base.log_axis("value", "relative to the largest", "~g", **domain)
+    return {"x": x, "y": y, "detail": {"field": "line"}} | base.by_variant(section, "color")
 
 
 def _spectra_spec(rows: list[Spec], lines: Spec, layers: list[Spec], when: str) -> Spec:
     """Return the spec of layers of lines, with invisible points as targets of tooltips."""
-    tooltip = make_tooltip(arm="", when=when, i="singular value", value="relative to the largest")
-    points = make_layer("point", lines | {"tooltip": tooltip}, size=70, opacity=0, filled=True)
+    titles = {"i": "singular value", "value": "relative to the largest"}
+    tooltip = base.make_tooltip(arm="", when=when, **titles)
+    points = base.make_layer("point", lines | {"tooltip": tooltip}, size=70, opacity=0, filled=True)
     return {"height": 200, "data": {"values": rows}, "layer": [*layers, points]}
 
 
 def _layer_spec(section: Section, rows: list[Spec]) -> Spec:
-    lines = _lines(section)
+    lines = _lines(section) | base.by_variant(section, "dash")
     layers = []
     for when, width, opacity in (("start", 1, 0.55), ("end", 2.5, 1)):
         if shown := [row for row in rows if row["when"] == when]:
-            dashed = lines | dash_by_variant(section)
-            layers.append(make_layer("line", dashed, shown, strokeWidth=width, opacity=opacity))
+            style = {"strokeWidth": width, "opacity": opacity}
+            layers.append(base.make_layer("line", lines, shown, **style))
     return _spectra_spec(rows, lines, layers, "")
 
 
@@ -120,7 +112,7 @@ def spectra_by_tokens_chart(section: Section) -> Chart | None:
     shown = dict([*by_title.items()][:_MAX_PANELS])
     least = min(row["value"] for rows in shown.values() for row in rows)
     panels = [
-        ChartPanel(title, _training_spec(section, rows, least), find_variants(rows))
+        ChartPanel(title, _training_spec(section, rows, least), base.find_variants(rows))
         for title, rows in shown.items()
     ]
     caption = (
@@ -137,7 +129,7 @@ def _training_spec(section: Section, rows: list[Spec], least: float) -> Spec:
     lines = _lines(section, least)
     shade: Spec = {"field": "age", "type": "quantitative", "legend": None}
     shade |= {"scale": {"domain": [0, 1], "range": [0.1, 1]}}
-    layers = [make_layer("line", lines | {"opacity": shade}, strokeWidth=2)]
+    layers = [base.make_layer("line", lines | {"opacity": shade}, strokeWidth=2)]
     return _spectra_spec(rows, lines, layers, "tokens")
 
 

@@ -6,6 +6,7 @@ from qkablate.analysis.comparison.audit import BROKEN, MARKS, WARNING
 from qkablate.analysis.comparison.gaps import perplexity_percent
 from qkablate.analysis.stats import Spread, detectable_effect
 from qkablate.errors import sanitize
+from qkablate.report.text.table import Table
 from qkablate.table import format_nats, format_table
 
 _KINDS = {
@@ -77,6 +78,12 @@ def make_part_table(judgement: Judgement) -> tuple[list[str], list[list[str]]]:
     words = judgement.verdict.parts if judgement.verdict else []
     pairs = zip(judgement.parts, words, strict=False)
     return head, [_row(judged, word, judgement.alpha) for judged, word in pairs]
+
+
+def make_claim_table(judgement: Judgement) -> Table:
+    """Return the table of parts, with all further evidence as notes."""
+    notes = [*judgement.exploratory, *format_details(judgement), *format_seeds_needed(judgement)]
+    return Table("parts of the claim", *make_part_table(judgement), notes)
 
 
 def format_details(judgement: Judgement) -> list[str]:

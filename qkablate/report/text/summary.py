@@ -24,10 +24,10 @@ def summarize(section: Section) -> list[str]:
         return _summarize_claim(section)
     if not section.summary.gaps:
         return _summarize_runs(section)
-    measured = [one for one in section.summary.gaps if one.n or one.decision.is_divergence]
+    measured = [gap for gap in section.summary.gaps if gap.n or gap.decision.is_divergence]
     if not measured:
         return [f"{_format_progress(section)}There is no completed pair of runs to compare yet."]
-    if all(one.n < 2 and not one.decision.is_divergence for one in measured):
+    if all(gap.n < 2 and not gap.decision.is_divergence for gap in measured):
         return [
             f"{_format_progress(section)}With one seed, {_format_gaps(measured)}.",
             "A single pair cannot separate a difference from chance; run more seeds to estimate the"
@@ -44,8 +44,8 @@ def _format_progress(section: Section) -> str:
     bad = [f"{counts[word]} {word}" for word in ("diverged", "failed", "damaged") if counts[word]]
     if study.is_complete:
         return f"Of {format_count(study.expected, 'run')}, {' and '.join(bad)}. " if bad else ""
-    told = f"{study.ended:,} of {_count_with_verb(study.expected)} ended"
-    return f"So far ({', '.join([told, *bad])}): "
+    ended = f"{study.ended:,} of {_count_with_verb(study.expected)} ended"
+    return f"So far ({', '.join([ended, *bad])}): "
 
 
 def _count_with_verb(runs: int) -> str:
@@ -120,9 +120,9 @@ def _format_extent(gaps: list[GapSummary], total: int, word: str) -> str:
 
 def _format_sizes(gaps: list[GapSummary]) -> str:
     sizes = sorted(
-        (abs(one.mean), format_digits(abs(one.mean), half_width(one.interval)))
-        for one in gaps
-        if one.mean is not None
+        (abs(gap.mean), format_digits(abs(gap.mean), half_width(gap.interval)))
+        for gap in gaps
+        if gap.mean is not None
     )
     low, high = sizes[0][1], sizes[-1][1]
     return f"by {low} nats" if low == high else f"by {low} to {high} nats"
@@ -159,20 +159,18 @@ def _format_gaps(measured: list[GapSummary]) -> str:
 
 def _summarize_runs(section: Section) -> list[str]:
     """Summarize runs without a baseline."""
-    told = []
+    losses = []
     for arm in section.summary.arms:
         entry = section.entries[arm.arm]
         if arm.n == 1:
             loss = next(iter(entry.losses.values()))
-            told.append(f"{arm.arm} reached {loss:.4f} after {format_short(arm.tokens)} tokens")
+            losses.append(f"{arm.arm} reached {loss:.4f} after {format_short(arm.tokens)} tokens")
         elif arm.n:
-            own = format_loss(entry.sample)
-            told.append(f"{arm.arm} reached {own} ({format_n([arm.n])})")
-    if not told:
-        said = f"{_format_progress(section)}No run is done yet."
-        return [said]
+            losses.append(f"{arm.arm} reached {format_loss(entry.sample)} ({format_n([arm.n])})")
+    if not losses:
+        return [f"{_format_progress(section)}No run is done yet."]
     return [
-        f"{_format_progress(section)}Test loss in nats per token: {format_list(told)}.",
+        f"{_format_progress(section)}Test loss in nats per token: {format_list(losses)}.",
         "There is no baseline to compare with: train the same seeds with "
         f"{'another variant' if 'standard' in section.styles else 'variant=standard'}.",
     ]

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 from qkablate.analysis.comparison.audit import BROKEN, MARKS, NOTE, OK, WARNING, worst_state
 from qkablate.analysis.comparison.curves import CurveSummary
-from qkablate.analysis.comparison.decision import MarginTest
+from qkablate.analysis.comparison.function_distance import FunctionDistance
 from qkablate.analysis.comparison.gaps import ArmLosses, NoiseFloor
 from qkablate.analysis.comparison.lr_curves import LrCurveSummary
 from qkablate.analysis.comparison.ranking import Front, Ranking
 from qkablate.analysis.comparison.scaling import SeriesSummary
 from qkablate.analysis.comparison.summary import GapSummary, StudySummary
-from qkablate.report.text.distance import make_distance_table
 from qkablate.report.text.table import Table
 from qkablate.table import format_count, format_list, format_nats, format_short
 
@@ -73,7 +72,8 @@ def _gap_table(baseline: str, gaps: list[GapSummary], floor: NoiseFloor) -> Tabl
         cells += [_number(gap.detectable), str(gap.decision)]
         if gap.margin is not None:
             cells += [_p(gap.margin.p_noninferior), _p(gap.margin.p_equivalent)]
-            cells.append(_seeds_needed(gap.margin))
+            needed = str(gap.margin.seeds_needed or "too many")
+            cells.append("–" if gap.margin.p_noninferior is None else needed)
         state = worst_state(gap.audit)
         cells += [_interval(gap.bca), _p(gap.sign_flip)]
         rows.append([*cells, state if state == OK else f"{MARKS[state]} {state}"])
@@ -118,10 +118,6 @@ def _audit_notes(gaps: list[GapSummary]) -> list[str]:
         f"{MARKS[state]} {name}: {text}" + (f" ({format_list(arms)})" if len(gaps) > 1 else "")
         for (state, name, text), arms in arms_of.items()
     ]
-
-
-def _seeds_needed(margin: MarginTest) -> str:
-    return "–" if margin.p_noninferior is None else str(margin.seeds_needed or "too many")
 
 
 def _rank_table(ranking: Ranking) -> Table:
@@ -183,6 +179,40 @@ def _curve_table(curves: list[CurveSummary]) -> Table:
             "in the middle of a schedule these describe, and decide nothing",
         ],
     )
+
+
+def make_distance_table(family: FunctionDistance) -> Table:
+    """Return the distances of one size at the end of training."""
+    rows = [
+        [
+            distance.arm,
+            str(distance.n),
+            _number(distance.end, ".3g"),
+            "–" if (ends := distance.interval) is None else f"[{ends[0]:.3g}, {ends[1]:.3g}]",
+            _ratio(distance.times_another_seed),
+            _ratio(distance.times_rounding),
+        ]
+        for distance in family.distances
+    ]
+    return Table(
+        f"function distance from {family.baseline} at the end",
+        ["arm", "n", "nats", "95 % interval", "times another seed", "times rounding"],
+        rows,
+        [
+            f"½ (KL(p‖q) + KL(q‖p)) at {family.positions:,} positions of the validation split;"
+            " geometric mean over pairs. It has no direction: smaller is not better",
+            *(f"not read: {line}" for line in family.faults),
+        ],
+    )
+
+
+def _ratio(value: float | None) -> str:
+    return "–" if value is None else f"× {format_ratio(value)}"
+
+
+def format_ratio(value: float) -> str:
+    """Format a ratio: 0.37, 1,234 or 1.2e+11."""
+    return f"{value:,.0f}" if 99.5 <= value < 1e5 else f"{value:.2g}"
 
 
 def _series_table(along: str, series_of_arms: list[SeriesSummary]) -> Table:

@@ -42,8 +42,8 @@ class RunTask:
     @classmethod
     def from_json(cls, line: str) -> "RunTask":
         content = json.loads(line)
-        config, folder = from_plain(content.pop("config")), Path(content.pop("folder"))
-        return cls(**content, config=config, folder=folder)
+        content |= {"config": from_plain(content["config"]), "folder": Path(content["folder"])}
+        return cls(**content)
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class RunExit:
 
 
 class Engine(Protocol):
-    """The operations that a launcher needs of an engine."""
+    """The operations that a launcher needs of an engine, with the defaults of most."""
 
     slots: int  # runs accepted at once, training or waiting in the engine's own queue
-    shares_machine: bool  # runs share a machine, so that one may need it exclusively
+    shares_machine: bool = True  # runs share a machine, so that one may need it exclusively
     is_remote: bool  # runs are trained on other machines than the launcher's
-    poll_interval: float  # seconds
+    poll_interval: float = 0.5  # seconds
 
     def adopt(self, ids: Collection[str]) -> list[str]:
         """Return those of the given runs whose jobs an earlier launcher has left behind."""
-        ...
+        return []
 
     def start(self, task: RunTask) -> None:
         """Train or queue a run. Requires a free slot; may be deferred to `wait_for_exits`."""
@@ -77,7 +77,7 @@ class Engine(Protocol):
 
     def queued_ids(self) -> Collection[str]:
         """Return the runs that are accepted but not yet training, as of the last poll."""
-        ...
+        return ()
 
     def stop(self, *, now: bool) -> None:
         """Ask all processes to write a checkpoint and exit, or kill them at once."""

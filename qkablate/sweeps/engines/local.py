@@ -8,13 +8,13 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from qkablate.sweeps.engines.base import RunExit, RunTask
+from qkablate.sweeps.engines.base import Engine, RunExit, RunTask
 from qkablate.sweeps.engines.remote import oom_kill_count
 from qkablate.sweeps.running import worker
 from qkablate.tracking.wandb.service import BLOCKED_SIGNALS, run_service
@@ -47,21 +47,10 @@ class _Running:
     oom_kills: int  # on this machine before the run started
 
 
-@dataclass(frozen=True)
-class WandbService:
-    """W&B's process, shared by all runs, and the connection that keeps it alive."""
-
-    address: str = ""  # empty: each run starts its own
-    keeper: connection.Connection | None = None
-    process: BaseProcess | None = None
-
-
-class LocalEngine:
+class LocalEngine(Engine):
     """Runs on this machine. `devices` has one entry per slot: its GPU, or None for the CPU."""
 
-    shares_machine = True
     is_remote = False
-    poll_interval = 0.5
 
     def __init__(self, devices: list[str | None], *, wandb: Path | None) -> None:
         """Prepare the server; W&B's process, if there is one, writes in the folder `wandb`."""
@@ -71,52 +60,43 @@ class LocalEngine:
         self._context = multiprocessing.get_context("forkserver")
         # The server only imports: forking after it had started a thread would hang its children.
         self._context.set_forkserver_preload(PRELOADED + _WANDB * (wandb is not None))
-        self._wandb, self._service = wandb, WandbService()
-
-    def adopt(self, ids: Collection[str]) -> list[str]:
-        """Return nothing: local runs end with their launcher."""
-        return []
-
-    def queued_ids(self) -> Collection[str]:
-        """Return nothing: a local run starts at once."""
-        return ()
+        self._wandb = wandb
+        self._wandb_address = ""  # of the process shared by all runs; empty: each starts its own
+        self._wandb_keeper: connection.Connection | None = None  # keeps that process alive
+        self._wandb_process: BaseProcess | None = None
 
     def start(self, task: RunTask) -> None:
-        """Fork a process for the run."""
         taken = {running.slot for running in self._running.values()}
         slot = next(number for number in range(self.slots) if number not in taken)
         resource_tracker.ensure_running()  # started later, it would unblock the signals
         with blocked_signals():
             forkserver.ensure_running()
-        if self._wandb is not None and self._service.keeper is None:
-            self._service = self._start_wandb(self._wandb)
+        if self._wandb is not None and self._wandb_process is None:
+            self._start_wandb(self._wandb)
         end, lifeline = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=worker.run_worker,
-            args=(task, self._devices[slot], end, self._service.address, self._service.keeper),
+            args=(task, self._devices[slot], end, self._wandb_address, self._wandb_keeper),
             name=task.id,
         )
         process.start()
         end.close()
         self._running[task.id] = _Running(process, slot, lifeline, oom_kill_count())
 
-    def _start_wandb(self, folder: Path) -> WandbService:
+    def _start_wandb(self, folder: Path) -> None:
         """Start W&B's process, which ends when the launcher and all runs have ended."""
-        runs_end, keeper = self._context.Pipe(duplex=False)
+        runs_end, self._wandb_keeper = self._context.Pipe(duplex=False)
         answer, answer_end = self._context.Pipe(duplex=False)
-        process = self._context.Process(
+        self._wandb_process = self._context.Process(
             target=run_service, args=(folder, answer_end, runs_end), name="W&B"
         )
-        process.start()
+        self._wandb_process.start()
         runs_end.close()
         answer_end.close()
-        address = ""
         with contextlib.suppress(EOFError):
-            address = answer.recv() if answer.poll(_STARTUP_SECONDS) else ""
-        return WandbService(address, keeper, process)
+            self._wandb_address = answer.recv() if answer.poll(_STARTUP_SECONDS) else ""
 
     def wait_for_exits(self, seconds: float) -> list[RunExit]:
-        """Wait until a process exits, at most so many seconds."""
         ids = {running.process.sentinel: id for id, running in self._running.items()}
         exits = []
         for sentinel in connection.wait(list(ids), seconds):
@@ -130,7 +110,6 @@ class LocalEngine:
         return exits
 
     def stop(self, *, now: bool) -> None:
-        """Signal all processes."""
         for running in self._running.values():
             pid = running.process.pid
             with contextlib.suppress(ProcessLookupError):
@@ -144,6 +123,6 @@ class LocalEngine:
         for running in self._running.values():
             running.process.join()
         self._running.clear()
-        if self._service.keeper is not None and self._service.process is not None:
-            self._service.keeper.close()
-            self._service.process.join(_STARTUP_SECONDS)
+        if self._wandb_keeper is not None and self._wandb_process is not None:
+            self._wandb_keeper.close()
+            self._wandb_process.join(_STARTUP_SECONDS)

@@ -41,17 +41,15 @@ class RunProcess:
 
     def wait(self) -> int:
         """Return the exit code; negative: the signal that killed it. Reentrant, for handlers."""
-        code = self._wait_for_code()
+        if hasattr(os, "waitid"):
+            # WNOWAIT leaves the zombie, so that two may wait and the pid is not reused.
+            status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            assert status is not None
+            code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        else:  # macOS, before Python 3.13
+            code = self._process.wait()
         # Killed by SIGTERM: it was told to stop before it had installed its handler.
         return EXIT_STOPPED if code == -signal.SIGTERM else code
-
-    def _wait_for_code(self) -> int:
-        if not hasattr(os, "waitid"):  # macOS, before Python 3.13
-            return self._process.wait()
-        # WNOWAIT leaves the zombie, so that two may wait and the pid is not reused.
-        status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        assert status is not None
-        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
     def terminate(self) -> None:
         """Ask the process to write a checkpoint and exit."""

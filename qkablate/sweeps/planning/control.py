@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Protocol
 
 from qkablate.config import ModelConfig
 from qkablate.config.sweep import ControlConfig
@@ -19,13 +20,16 @@ UNIT = {"params": "parameters", "flops": "training FLOPs per token"}
 _Changes = Mapping[str, int | float]
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """The cost of a model."""
+class ModelSize(Protocol):
+    """The cost of a model, such as an arm's."""
 
-    params: int  # without embeddings: what is compared
-    total: int  # with embeddings
-    flops: float  # of training, per token (forward and backward)
+    @property
+    def params(self) -> int: ...  # without embeddings
+    @property
+    def flops(self) -> float: ...  # of training, per token (forward and backward)
+
+
+_Measure = Callable[[_Changes], ModelSize]
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,7 @@ class ControlOutOfReach(Exception):
 
 
 def match_baseline(
-    control: ControlConfig,
-    target: ModelSize,
-    start: ModelConfig,
-    measure: Callable[[_Changes], ModelSize],
+    control: ControlConfig, target: ModelSize, start: ModelConfig, measure: _Measure
 ) -> ControlMatch:
     """Return the changes that make the arm at `start` cost as much as `target`.
 
@@ -83,11 +84,7 @@ class _Search:
     """One arm at all its sizes: n whole steps of the coarse key, and a width of the MLP."""
 
     def __init__(
-        self,
-        control: ControlConfig,
-        target: ModelSize,
-        start: ModelConfig,
-        measure: Callable[[_Changes], ModelSize],
+        self, control: ControlConfig, target: ModelSize, start: ModelConfig, measure: _Measure
     ) -> None:
         self.control, self.start, self._measure = control, start, measure
         self.target = self.cost(target)
@@ -156,7 +153,6 @@ class _Search:
         return options
 
     def reason(self, options: list[_Option]) -> str:
-        """Return why none of these options is a match."""
         with_mlp = [option for option in options if option.units >= 1]
         if not options or any(self.fits(option) for option in with_mlp):
             return self.refusal

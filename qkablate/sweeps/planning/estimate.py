@@ -3,6 +3,7 @@
 The smallest arm and the largest that can be timed are measured, and the measurements are cached.
 """
 
+import heapq
 import multiprocessing
 import os
 import signal
@@ -62,9 +63,11 @@ class Timing:
     bytes: float
 
 
-def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, Estimate]:
-    """Estimate one run of every arm."""
+def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, Estimate] | None:
+    """Estimate one run of every arm; None where this machine does not have their device."""
     arms = sorted(manifest.arms.values(), key=_flops_per_step)
+    if arms[0].config.device.startswith("cuda") and not torch.cuda.is_available():
+        return None
     path = Path(manifest.out).expanduser() / "sweeps" / "estimates.json"
     cache: dict[str, Any] = read_json(path) or {}
     smallest = _measure(arms[0], manifest, slots, cache)
@@ -83,12 +86,6 @@ def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, Estimate]:
     return {arm.name: _interpolate(arm, smallest, largest) for arm in arms}
 
 
-def has_training_device(manifest: Manifest) -> bool:
-    """Return whether this machine has the device that the runs are trained on."""
-    device = next(iter(manifest.arms.values())).config.device
-    return not device.startswith("cuda") or torch.cuda.is_available()
-
-
 def estimate_sweep(
     manifest: Manifest,
     estimates: Mapping[str, Estimate],
@@ -102,8 +99,7 @@ def estimate_sweep(
     busy = [0.0] * slots
     for name in sorted(counts, key=lambda name: -estimates[name].seconds):
         for _ in range(counts[name]):
-            first = min(range(slots), key=busy.__getitem__)
-            busy[first] += estimates[name].seconds
+            heapq.heapreplace(busy, busy[0] + estimates[name].seconds)
     return SweepCost(
         seconds=max(busy),
         flops=sum(count * manifest.arms[name].train_flops for name, count in counts.items()),
@@ -114,28 +110,23 @@ def estimate_sweep(
 
 def _interpolate(arm: Arm, small: Timing, large: Timing) -> Estimate:
     """Estimate an arm on the line through two timings; proportionally where there is only one."""
-    flops = _flops_per_step(arm)
-    span = large.flops - small.flops
-    if span > 0:
+    flops, steps = _flops_per_step(arm), int(arm.config.train.steps)
+    if (span := large.flops - small.flops) > 0:
         part = (flops - small.flops) / span
-        step = _on_line(small.step, large.step, part)
-        memory = _on_line(small.bytes, large.bytes, part)
+        step, memory = (
+            max(low + part * (high - low), min(low, high) * 0.1)
+            for low, high in ((small.step, large.step), (small.bytes, large.bytes))
+        )
     else:
         step, memory = small.step * flops / small.flops, small.bytes
-    train = arm.config.train
-    steps = int(train.steps)
     # Evaluations of a whole split: a forward pass costs a third of a training step.
-    evaluations = steps // train.eval_every + 3
+    evaluations = steps // arm.config.train.eval_every + 3
     evaluation = arm.val_tokens / (arm.tokens / steps) * step / 3
     return Estimate(
         seconds=large.start + steps * step + evaluations * evaluation,
         bytes=max(memory, BYTES_PER_PARAMETER * arm.total_params),
         extrapolated=flops > 1.01 * large.flops,
     )
-
-
-def _on_line(low: float, high: float, part: float) -> float:
-    return max(low + part * (high - low), min(low, high) * 0.1)
 
 
 def _flops_per_step(arm: Arm) -> float:

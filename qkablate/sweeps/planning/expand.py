@@ -5,10 +5,10 @@ trained.
 """
 
 import dataclasses
+import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from qkablate.config import Config, ControlConfig, GridConfig, Role, flatten, keys_with
 from qkablate.config.sweep import as_quoted
 from qkablate.errors import ImpossibleConfig, UserError
-from qkablate.sweeps.planning.arms import ArmResolver, Overrides, with_changes
+from qkablate.sweeps.planning.arms import ArmResolver, Overrides
 from qkablate.sweeps.planning.control import ControlOutOfReach, match_baseline
 from qkablate.sweeps.planning.manifest import RUN_KEYS, Arm, Changes, LeftOutArm, Manifest
 from qkablate.sweeps.planning.predicates import holds
@@ -47,9 +47,9 @@ def expand_grid(
 ) -> Manifest:
     """Expand a grid; raise UserError for a mistake, or if no arm is left.
 
-    `compose` makes a checked config of overrides; `note` is told the progress.
+    `compose` makes a checked config of overrides; `note` receives the progress.
     """
-    return _Expansion(grid, compose, ArmResolver(compose, grid.remote)).expand(command, note)
+    return _Expansion(grid, ArmResolver(compose, grid.remote)).expand(command, note)
 
 
 @dataclass
@@ -57,7 +57,6 @@ class _Expansion:
     """The arms of a grid, as they are collected."""
 
     grid: Grid
-    compose: Callable[[Overrides], Config]
     resolver: ArmResolver
     arms: dict[str, Arm] = field(default_factory=dict)  # by the id of their first run
     left_out: list[LeftOutArm] = field(default_factory=list)
@@ -71,15 +70,20 @@ class _Expansion:
                     " predicate is about arms"
                 )
         changes = self._run_changes()
-        cells = list(self._cells())
+        axes = {key: values for key, values in self.grid.choices.items() if key not in RUN_KEYS}
+        cells = [
+            (control, dict(zip(axes, values, strict=True)))
+            for control in self.grid.controls
+            for values in itertools.product(*axes.values())
+        ]
         kept = 0
         for number, (control, overrides) in enumerate(cells):
             try:
                 kept += self._add(control, overrides, changes)
-            except ImpossibleConfig as reason:
-                self._leave_out(control, overrides, str(reason), "impossible")
-            except ControlOutOfReach as reason:
-                self._leave_out(control, overrides, str(reason), "out of reach")
+            except (ImpossibleConfig, ControlOutOfReach) as reason:
+                kind = "impossible" if isinstance(reason, ImpossibleConfig) else "out of reach"
+                name = self._name(overrides, control)
+                self.left_out.append(LeftOutArm(name, control, str(reason), kind))
             note(number + 1, len(cells))
         if not kept and self.left_out:  # also where the user named one arm alone
             others = len(self.left_out) - 1
@@ -95,7 +99,7 @@ class _Expansion:
         settings = self.grid.settings
         if settings.tune:
             typed = self.grid.choices.get("optim.lr", [])
-            rates = [self.compose({"optim.lr": text}).optim.lr for text in typed]
+            rates = [self.resolver.compose({"optim.lr": text}).optim.lr for text in typed]
             runs = [
                 arm.run({"seed": seed, "optim.lr": rate}, tuning=True)
                 for arm in arms.values()
@@ -115,13 +119,6 @@ class _Expansion:
             command=command,
         )
 
-    def _cells(self) -> Iterator[tuple[str, Overrides]]:
-        """Yield the control and the overrides of every arm of the grid."""
-        axes = {key: values for key, values in self.grid.choices.items() if key not in RUN_KEYS}
-        for control in self.grid.controls:
-            for values in itertools.product(*axes.values()):
-                yield control, dict(zip(axes, values, strict=True))
-
     def _run_changes(self) -> list[Changes]:
         """Return the seeds and learning rates of an arm's runs, as numbers."""
         settings = self.grid.settings
@@ -130,7 +127,7 @@ class _Expansion:
             axes.pop("optim.lr", None)
         runs = []
         for values in itertools.product(*axes.values()):
-            flat = flatten(self.compose(dict(zip(axes, values, strict=True))))
+            flat = flatten(self.resolver.compose(dict(zip(axes, values, strict=True))))
             changes: Changes = {"seed": flat["seed"]}
             for key in ("seeds.init", "seeds.data", "seeds.dropout"):
                 if flat[key] != flat["seed"]:
@@ -153,26 +150,23 @@ class _Expansion:
         if not all(holds(predicate, values) for predicate in self.grid.settings.filter):
             self.excluded += 1
             return False
-        baseline = self._baseline(overrides)
+        baseline, baseline_name, target = self._baseline(overrides), None, None
+        if baseline is not None:
+            try:
+                target = self.resolver.resolve(baseline)
+            except ImpossibleConfig as error:
+                raise ImpossibleConfig(f"its baseline: {error}") from None
         mismatch = None
         adjusted: dict[str, int | float] = {}
         settings = self.grid.controls[control]
         if settings.match != "none":
-            if baseline is None:
+            if target is None:
                 raise UserError(f"control={control} needs a baseline, and sweep.baseline is null")
-            with _baseline_errors():
-                target = self.resolver.resolve(baseline).size
-            matched = match_baseline(
-                settings,
-                target,
-                config.model,
-                lambda change: self.resolver.resolve(overrides, change).size,
-            )
+            resolve = functools.partial(self.resolver.resolve, overrides)
+            matched = match_baseline(settings, target, config.model, resolve)
             adjusted, mismatch = matched.changes, matched.mismatch
-        baseline_name = None
         if baseline is not None:
-            with _baseline_errors():
-                baseline_name = self._add_arm("none", baseline, {}, None, None, changes).name
+            baseline_name = self._add_arm("none", baseline, {}, None, None, changes).name
         arm = self._add_arm(control, overrides, adjusted, baseline_name, mismatch, changes)
         typed = overrides.get("variant")
         if typed not in (None, arm.overrides.get("variant")):  # as gqa with one group is mqa
@@ -191,21 +185,12 @@ class _Expansion:
         changes: list[Changes],
     ) -> Arm:
         """Add an arm, or extend the same arm under another control or name."""
-        resolved = self.resolver.resolve(overrides, adjusted)
-        arm = Arm(
+        arm = dataclasses.replace(
+            self.resolver.resolve(overrides, adjusted),
             name=self._name(overrides, control if adjusted else "none"),
-            variant=resolved.config.variant.name,
             controls=[control],
             baseline=baseline,
-            overrides=with_changes(overrides, adjusted),
-            config=resolved.config,
-            facts=resolved.facts,
-            val_tokens=resolved.val_tokens,
-            params=resolved.size.params,
-            total_params=resolved.size.total,
-            flops=resolved.size.flops,
             mismatch=mismatch,
-            kv_cache_numbers=resolved.kv_cache_numbers,
         )
         key = arm.run(changes[0]).id
         if (first := self.arms.get(key)) is not None:
@@ -236,9 +221,6 @@ class _Expansion:
             overrides = {k: value for k, value in overrides.items() if k not in _OF_A_VARIANT}
         return {**overrides, **{str(key): as_quoted(value) for key, value in values.items()}}
 
-    def _leave_out(self, control: str, overrides: Overrides, reason: str, kind: str) -> None:
-        self.left_out.append(LeftOutArm(self._name(overrides, control), control, reason, kind))
-
     def _name(self, overrides: Overrides, control: str) -> str:
         """Return an arm's name: variant and size, then what else the grid varies."""
         try:
@@ -259,12 +241,3 @@ class _Expansion:
             if len(values) > 1 and key in overrides and key not in _IN_NAME
         ]
         return "-".join([*parts, *([control] if control != "none" else [])])
-
-
-@contextmanager
-def _baseline_errors() -> Iterator[None]:
-    """Prefix the reason for which a baseline is impossible."""
-    try:
-        yield
-    except ImpossibleConfig as reason:
-        raise ImpossibleConfig(f"its baseline: {reason}") from None

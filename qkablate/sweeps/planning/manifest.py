@@ -12,7 +12,6 @@ It is written before the first run starts, and never changed.
 
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from qkablate import __version__
 from qkablate.config import Config, Role, TrackingConfig, from_plain, keys_with
 from qkablate.disk import make_folder, read_file
 from qkablate.errors import UserError, nearest_hint
-from qkablate.runs.records import write_atomic
+from qkablate.runs.records import sha256, write_atomic
 from qkablate.runs.run import NUMERICS, identity, label, match_name, refuse_links, run_id
 from qkablate.strict_json import from_json, parse_json
 
@@ -57,14 +56,12 @@ class Arm:
 
     @property
     def train_flops(self) -> float:
-        """FLOPs of training one run."""
         return self.flops * self.tokens
 
     @property
     def tokens(self) -> int:
-        train = self.config.train
-        steps = int(train.steps)
-        return steps * train.batch_size * train.grad_accum * self.config.model.context
+        train, context = self.config.train, self.config.model.context
+        return int(train.steps) * train.batch_size * train.grad_accum * context
 
     def overrides_of(self, run: "SweepRun") -> list[str]:
         """Return the arguments that repeat a run of this arm with `qkablate train`."""
@@ -140,9 +137,9 @@ class Manifest:
     @functools.cached_property
     def id(self) -> str:
         """Hash of what is compared and how: the same command finds its sweep again."""
-        arms = [[a.name, a.controls, a.baseline] for a in self.arms.values()]
-        content = [arms, [[r.arm, r.id] for r in self.runs], self.finals, NUMERICS]
-        return run_id({"sweep": content})
+        arms = [[arm.name, arm.controls, arm.baseline] for arm in self.arms.values()]
+        runs = [[run.arm, run.id] for run in self.runs]
+        return run_id({"sweep": [arms, runs, self.finals, NUMERICS]})
 
     @property
     def tracking(self) -> TrackingConfig:
@@ -151,7 +148,6 @@ class Manifest:
 
     @property
     def group(self) -> str:
-        """Group of the runs in W&B."""
         return self.tracking.group or f"{self.name}-{self.id}"
 
     @property
@@ -160,8 +156,9 @@ class Manifest:
 
     def run_title(self, run: SweepRun) -> str:
         """Return a run's arm and seed, and its rate where the sweep has several."""
-        seeds = {key: value for key, value in run.changes.items() if key.startswith("seeds.")}
-        others = "".join(f" {key}={value}" for key, value in seeds.items())
+        others = "".join(
+            f" {k}={seed}" for k, seed in run.changes.items() if k.startswith("seeds.")
+        )
         return f"{run.arm}-s{run.changes['seed']}{others}{self._rate_suffix(run)}"
 
     def run_group(self, run: SweepRun) -> str:
@@ -180,8 +177,8 @@ class Manifest:
         """Return the config as it is trained, with the run's group and tags in W&B."""
         arm = self.arms[run.arm]
         config = arm.config_of(run.changes, tuning=run.tuning)
-        model, tracking = arm.config.model, config.tracking
-        tags = [f"d_model={model.d_model}", f"heads={model.heads}"]
+        tracking = config.tracking
+        tags = [f"d_model={config.model.d_model}", f"heads={config.model.heads}"]
         tags += [f"control={name}" for name in arm.controls] + ["tuning"] * run.tuning
         return dataclasses.replace(
             config,
@@ -195,7 +192,6 @@ class Manifest:
         )
 
     def overrides_of(self, run: SweepRun) -> list[str]:
-        """Return the arguments that repeat the run with `qkablate train`."""
         return self.arms[run.arm].overrides_of(run)
 
     def write(self) -> None:
@@ -251,7 +247,11 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("its checksum does not match")
         for key in ("format", "version", "numerics", "id"):
             content.pop(key, None)
-        content |= {"out": _out_of(folder), "command": content["command"]}
+        # Where the folder is now, in case it was moved; relative where `folder` is.
+        out = Path(os.path.abspath(folder)).parent.parent
+        if out.is_relative_to(Path.cwd()) and not folder.is_absolute():
+            out = out.relative_to(Path.cwd())
+        content |= {"out": str(out), "command": content["command"]}
         manifest = from_json(Manifest, content)
         for name in (manifest.name, *(run.name for run in manifest.runs)):  # of folders
             if not re.fullmatch(r"\w[\w+-]*", name):
@@ -285,12 +285,5 @@ def find_sweep(word: str | None, out: str) -> Path:
     raise UserError(f"there is no sweep '{word}' in '{sweeps}'{nearest_hint(word, known)}")
 
 
-def _out_of(folder: Path) -> str:
-    """Return the folder two levels up, in case it was moved; relative where `folder` is."""
-    out = Path(os.path.abspath(folder)).parent.parent
-    below = out.is_relative_to(Path.cwd()) and not folder.is_absolute()
-    return str(out.relative_to(Path.cwd()) if below else out)
-
-
 def _sha256(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(content, sort_keys=True).encode())

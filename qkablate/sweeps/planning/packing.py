@@ -1,7 +1,6 @@
 """The number of runs that share a machine, and the threads of each."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 
 from qkablate.config import EngineConfig, SweepConfig
@@ -23,38 +22,47 @@ def pack(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
     Measured on two cores, two runs with one thread each finish sooner than one after the other with
     two, so `auto` gives every run one core, or more where there are fewer runs than cores.
     """
-    if settings.engine.name != "local":
-        return _pack_on_cluster(manifest, settings)
-    arms = list(manifest.arms.values())
-    devices = sorted({arm.config.device for arm in arms})
-    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    cores = len(affinity) or os.cpu_count() or 1
-    runs = len(manifest.runs)
-    if any(device.startswith("cuda") for device in devices):
-        slots = _gpu_slots(settings, devices, runs)
-    else:
-        slots = [None] * _cpu_slot_count(settings.workers, arms, runs, cores)
-    return _with_threads(manifest, max(1, cores // len(slots))), slots
-
-
-def _pack_on_cluster(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
-    """Pack for an engine with machines and a queue of its own."""
-    arms, engine = list(manifest.arms.values()), settings.engine
-    _check_devices([arm.config.device for arm in arms])
-    if engine.gpus not in ("auto", 0, None) and not any(
-        arm.config.device == "cuda" for arm in arms
-    ):
+    arms, engine, runs = [*manifest.arms.values()], settings.engine, len(manifest.runs)
+    devices = {arm.config.device for arm in arms}
+    has_gpu = any(device.startswith("cuda") for device in devices)
+    if has_gpu and (others := sorted(devices - {"cuda"})):
         raise UserError(
-            f"engine.gpus: {engine.gpus}, and the runs would be trained on the"
-            f" {arms[0].config.device}; give device=cuda"
+            f"device: a sweep assigns the GPUs itself; give device=cuda, not {', '.join(others)}"
         )
-    cores = engine.cpus or 1
-    most = max((int(arm.config.threads) for arm in arms if _has_threads(arm)), default=1)
-    if most > cores:
-        raise UserError(f"threads: {most} on {cores} of a machine's cores: give engine.cpus={most}")
-    runs = len(manifest.runs) + len(manifest.finals) * len(manifest.arms)
-    count = min(settings.workers, runs) if isinstance(settings.workers, int) else runs
-    return _with_threads(manifest, cores), [None] * count
+    threads = max((int(arm.config.threads) for arm in arms if _has_threads(arm)), default=1)
+    slots: Slots
+    if engine.name != "local":  # with machines and a queue of its own
+        cores = engine.cpus or 1
+        if engine.gpus not in ("auto", 0, None) and "cuda" not in devices:
+            raise UserError(
+                f"engine.gpus: {engine.gpus}, and the runs would be trained on the"
+                f" {arms[0].config.device}; give device=cuda"
+            )
+        if threads > cores:
+            raise UserError(
+                f"threads: {threads} on {cores} of a machine's cores: give engine.cpus={threads}"
+            )
+        runs += len(manifest.finals) * len(arms)
+        slots = [None] * (
+            min(settings.workers, runs) if isinstance(settings.workers, int) else runs
+        )
+    else:
+        affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+        cores = len(affinity) or os.cpu_count() or 1
+        if has_gpu:
+            slots = _gpu_slots(settings, runs)
+        else:
+            need = _PROCESS_BYTES + BYTES_PER_PARAMETER * max(arm.total_params for arm in arms)
+            fit = _USABLE * hardware.free_memory() / need
+            auto = int(max(1, min(runs, cores // threads, fit)))
+            slots = [None] * (settings.workers if isinstance(settings.workers, int) else auto)
+        cores = max(1, cores // len(slots))
+    # The arms for which the user gives no threads get these.
+    packed = {
+        name: arm if _has_threads(arm) else arm.with_threads(cores)
+        for name, arm in manifest.arms.items()
+    }
+    return replace(manifest, arms=packed), slots
 
 
 def gpus_per_run(manifest: Manifest, engine: EngineConfig) -> int | float:
@@ -82,8 +90,7 @@ def _estimate_bytes(arm: Arm) -> float:
     return BYTES_PER_PARAMETER * arm.total_params + activations
 
 
-def _gpu_slots(settings: SweepConfig, devices: list[str], runs: int) -> Slots:
-    _check_devices(devices)
+def _gpu_slots(settings: SweepConfig, runs: int) -> Slots:
     import torch  # counting GPUs creates no context on them
 
     available = torch.cuda.device_count()
@@ -94,31 +101,5 @@ def _gpu_slots(settings: SweepConfig, devices: list[str], runs: int) -> Slots:
     return [names[number % available] for number in range(count)]
 
 
-def _check_devices(devices: Sequence[str]) -> None:
-    others = sorted({*devices} - {"cuda"})
-    if others and any(device.startswith("cuda") for device in devices):
-        raise UserError(
-            f"device: a sweep assigns the GPUs itself; give device=cuda, not {', '.join(others)}"
-        )
-
-
-def _cpu_slot_count(workers: int | str, arms: Sequence[Arm], runs: int, cores: int) -> int:
-    if isinstance(workers, int):
-        return workers
-    threads = max((int(arm.config.threads) for arm in arms if _has_threads(arm)), default=1)
-    need = _PROCESS_BYTES + BYTES_PER_PARAMETER * max(arm.total_params for arm in arms)
-    fit = _USABLE * hardware.free_memory() / need
-    return int(max(1, min(runs, cores // threads, fit)))
-
-
 def _has_threads(arm: Arm) -> bool:
     return arm.overrides.get("threads", "auto") != "auto"
-
-
-def _with_threads(manifest: Manifest, threads: int) -> Manifest:
-    """Set the threads of the arms for which the user gives none."""
-    arms = {
-        name: arm if _has_threads(arm) else arm.with_threads(threads)
-        for name, arm in manifest.arms.items()
-    }
-    return replace(manifest, arms=arms)

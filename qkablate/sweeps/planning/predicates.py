@@ -49,14 +49,18 @@ def holds(predicate: str, values: Mapping[str, Any]) -> bool:
 
 
 def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
-    """Evaluate one node of the expression."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None):
             return node.value
         case ast.Tuple() | ast.List():
             return [_value(item, values) for item in node.elts]
         case ast.Name() | ast.Attribute():
-            return _key(ast.unparse(node), values)
+            name = ast.unparse(node)
+            if name in _CONSTANTS:
+                return _CONSTANTS[name]
+            if name not in values:
+                raise UserError(f"there is no key '{name}'{nearest_hint(name, values)}")
+            return values[name]
         case ast.BoolOp():
             parts = (_value(part, values) for part in node.values)
             return all(parts) if isinstance(node.op, ast.And) else any(parts)
@@ -77,14 +81,6 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
                 if type(op) in _COMPARE or _refuse(node)
             )
     return _refuse(node)
-
-
-def _key(name: str, values: Mapping[str, Any]) -> Any:
-    if name in _CONSTANTS:
-        return _CONSTANTS[name]
-    if name not in values:
-        raise UserError(f"there is no key '{name}'{nearest_hint(name, values)}")
-    return values[name]
 
 
 def _refuse(node: ast.expr) -> Any:

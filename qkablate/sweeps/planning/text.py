@@ -38,8 +38,14 @@ def format_plan(
             mark = "~" * run.extrapolated
             cells += [f"{mark}{format_duration(run.seconds)}", f"{format_short(run.bytes)}B"]
         rows.append(cells)
-    summary = format_plan_summary(manifest, slots, estimates, done, engine, "above")
-    return [*format_table(head, rows), "", *_left_out_lines(manifest), *summary]
+    lines = [*format_table(head, rows), ""]
+    names = defaultdict(list)
+    for left in manifest.left_out:
+        names[left.kind, left.reason].append(left.arm)
+    for kind, reason in names:
+        lines += [f"left out, {kind}: {reason}", f"  {format_list(names[kind, reason], 6)}"]
+    lines += [""] if names else []
+    return lines + format_plan_summary(manifest, slots, estimates, done, engine, "above")
 
 
 def format_plan_summary(
@@ -51,16 +57,17 @@ def format_plan_summary(
     reasons: str = "in plan.txt",
 ) -> list[str]:
     """Return the summary of the plan. `reasons` tells where those of left out arms are listed."""
-    runs, arms = format_count(len(manifest.runs), "run"), format_count(len(manifest.arms), "arm")
-    baselines = [arm.baseline for arm in manifest.arms.values() if arm.baseline]
-    of_baselines = f"; baselines: {format_list([*dict.fromkeys(baselines)])}" if baselines else ""
-    lines = [f"runs     {runs} of {arms}{of_baselines}"]
+    arms = format_count(len(manifest.arms), "arm")
+    baselines = dict.fromkeys(arm.baseline for arm in manifest.arms.values() if arm.baseline)
     if finals := len(manifest.finals):
         lines = [
             f"runs     {len(manifest.runs):,} to choose the learning rates of {arms} (more where"
             f" the best lies on the edge), then {finals * len(manifest.arms):,} at the best"
             f" ({finals} an arm)"
         ]
+    else:
+        beside = f"; baselines: {format_list([*baselines])}" if baselines else ""
+        lines = [f"runs     {format_count(len(manifest.runs), 'run')} of {arms}{beside}"]
     if manifest.left_out:
         kinds = Counter(left.kind for left in manifest.left_out)
         by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -117,16 +124,12 @@ def plan_to_json(
         "arms": [
             {
                 "arm": arm.name,
-                "variant": arm.variant,
-                "controls": arm.controls,
-                "baseline": arm.baseline,
-                "params": arm.params,
+                **{key: getattr(arm, key) for key in ("variant", "controls", "baseline")},
+                **{key: getattr(arm, key) for key in ("params", "mismatch", "overrides")},
                 "params_with_embeddings": arm.total_params,
-                "mismatch": arm.mismatch,
                 "flops_per_token": arm.flops,
                 "seconds_per_run": estimates[arm.name].seconds if estimates else None,
                 "bytes_per_run": estimates[arm.name].bytes if estimates else None,
-                "overrides": arm.overrides,
             }
             for arm in manifest.arms.values()
         ],
@@ -155,14 +158,3 @@ def _title(arm: Arm) -> str:
     if controls == "none" or arm.name.endswith(f"-{controls}"):
         return arm.name
     return f"{arm.name} ({', '.join(arm.controls)})"
-
-
-def _left_out_lines(manifest: Manifest) -> list[str]:
-    """Return the arms that are left out, grouped by reason."""
-    by_reason = defaultdict(list)
-    for left in manifest.left_out:
-        by_reason[(left.kind, left.reason)].append(left.arm)
-    lines = []
-    for (kind, reason), names in by_reason.items():
-        lines += [f"left out, {kind}: {reason}", f"  {format_list(names, 6)}"]
-    return [*lines, ""] if lines else []

@@ -7,24 +7,18 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from qkablate.runs import predictions
 from qkablate.runs.run import free_bytes
-from qkablate.sweeps.engines.base import (
-    EXIT_ALREADY_RUNNING,
-    EXIT_LEASE_LOST,
-    Engine,
-    RunExit,
-    RunTask,
-)
+from qkablate.sweeps.engines import base
 from qkablate.sweeps.planning.manifest import Manifest
-from qkablate.sweeps.running import results_table
-from qkablate.sweeps.running.death import record_death
+from qkablate.sweeps.running import results
 from qkablate.sweeps.running.progress_table import ProgressTable
 from qkablate.sweeps.running.state import ENDED, RunState, SweepState, link_run
+from qkablate.sweeps.running.worker import record_death
 from qkablate.table import format_count
 from qkablate.training.checkpoint import bytes_needed
 
@@ -40,7 +34,7 @@ class Launcher:
     def __init__(
         self,
         manifest: Manifest,
-        engine: Engine,
+        engine: base.Engine,
         table: ProgressTable,
         *,
         retry_failed: bool = False,
@@ -66,37 +60,43 @@ class Launcher:
     def run(self) -> int:
         """Run the sweep and return the exit code."""
         with self.sweep_state.register_launcher():
-            return self._run()
-
-    def _run(self) -> int:
-        polls = 0
-        self._adopt()
-        self.table.show(self.sweep_state)
-        with self._handle_signals():
-            try:
-                while True:
-                    self._act_on_signals()
-                    if polls % _POLLS_PER_REFRESH == 0:
-                        self.sweep_state.refresh()
-                    self._start_runs()
-                    self._refresh_own()
-                    self.table.show(self.sweep_state)
-                    if not self._own and (self._stop_reason or not self._is_pending()):
-                        break
-                    exits = self._wait_for_exits()
-                    for exit in exits:
-                        self._handle_exit(exit)
-                    polls = 0 if exits else polls + 1
-            finally:
-                self.engine.close()
-        self.sweep_state.refresh()
-        self.table.show(self.sweep_state)
-        self._write_results()
+            self._adopt()
+            self.table.show(self.sweep_state)
+            with self._handle_signals(), closing(self.engine):
+                self._train_all()
+            self.sweep_state.refresh()
+            self.table.show(self.sweep_state)
+            self._write_results()
         if self._signal:
             return 128 + self._signal
         finished = all(state.status in ("done", "diverged") for state in self._states())
         complete = self.sweep_state.expected_runs() == len(self.sweep_state.states)
         return 0 if finished and complete else 1
+
+    def _train_all(self) -> None:
+        """Train until no run is left that this launcher could start or wait for."""
+        polls = 0
+        while True:
+            self._act_on_signals()
+            if polls % _POLLS_PER_REFRESH == 0:
+                self.sweep_state.refresh()
+            for state, packed in self._startable():
+                if not self._may_start() or not self._has_disk_space(state):
+                    break
+                self._start(state, packed)
+            self.sweep_state.queued_ids = set(self.engine.queued_ids())
+            for state in self._own.values():
+                self.sweep_state.refresh_run(state)
+            self.table.show(self.sweep_state)
+            if not self._own and (
+                self._stop_reason
+                or not any(s.status == "running" or self._is_startable(s) for s in self._states())
+            ):
+                return
+            exits = self._wait_for_exits()
+            for exit in exits:
+                self._handle_exit(exit)
+            polls = 0 if exits else polls + 1
 
     @property
     def trained(self) -> bool:
@@ -114,7 +114,7 @@ class Launcher:
         if self._own:
             self.table.note(f"{format_count(len(self._own), 'run')} with the engine since before")
 
-    def _wait_for_exits(self) -> list[RunExit]:
+    def _wait_for_exits(self) -> list[base.RunExit]:
         """Wait for the engine for one poll interval, or until a signal comes."""
         until = time.monotonic() + self.engine.poll_interval
         signal_count = self._signal_count
@@ -123,23 +123,10 @@ class Launcher:
             if exits or signal_count != self._signal_count or time.monotonic() >= until:
                 return exits
 
-    def _refresh_own(self) -> None:
-        self.sweep_state.queued_ids = set(self.engine.queued_ids())
-        for state in self._own.values():
-            self.sweep_state.refresh_run(state)
-
     def _may_start(self) -> bool:
         """Return whether the launcher goes on and the engine has a free slot."""
         stopped = self._stop_reason or self._signal_count
         return not stopped and len(self._own) < self.engine.slots
-
-    def _start_runs(self) -> None:
-        for state, packed in self._startable():
-            if not self._has_disk_space(state):
-                return
-            self._start(state, packed)
-            if not self._may_start():
-                return
 
     def _startable(self) -> Iterator[tuple[RunState, int]]:
         """Yield the runs to start, and how many will share the machine.
@@ -185,7 +172,7 @@ class Launcher:
         self._to_retry.discard(id)
         retry = state.status == "failed"
         config = self.manifest.config_of(state.run)
-        self.engine.start(RunTask(id, state.folder, config, packed, retry))
+        self.engine.start(base.RunTask(id, state.folder, config, packed, retry))
         self._follow(state)
 
     def _follow(self, state: RunState) -> None:
@@ -196,14 +183,14 @@ class Launcher:
         self.sweep_state.own_ids.add(id)
         state.status, state.metrics, state.reason = "running", None, ""
 
-    def _handle_exit(self, exit: RunExit) -> None:
+    def _handle_exit(self, exit: base.RunExit) -> None:
         """Read the outcome of a run; restart it if its machine was lost."""
         state = self._own.pop(exit.id)
         self.sweep_state.own_ids.discard(exit.id)
         self.sweep_state.queued_ids.discard(exit.id)
         state.reason = ""
         self.sweep_state.refresh_run(state)
-        if exit.code in (EXIT_ALREADY_RUNNING, EXIT_LEASE_LOST):
+        if exit.code in (base.EXIT_ALREADY_RUNNING, base.EXIT_LEASE_LOST):
             self._tried.discard(exit.id)  # the holder of its lease may still die
             return
         if state.step > self._steps.get(exit.id, 0):
@@ -229,16 +216,10 @@ class Launcher:
             for state in self._states():
                 if state.run.id not in self._linked and link_run(self.manifest, state):
                     self._linked.add(state.run.id)
-            results_table.write_results(self.sweep_state)
+            results.write_results(self.sweep_state)
             self._results_time = time.monotonic()
         except OSError as error:  # they can be rebuilt at any time
             self.table.note(f"results: {error}")
-
-    def _is_pending(self) -> bool:
-        """Return whether any run is still trained by others or can be started."""
-        return any(
-            state.status == "running" or self._is_startable(state) for state in self._states()
-        )
 
     def _has_disk_space(self, state: RunState) -> bool:
         """Stop the sweep unless the disk has space for what the run writes."""

@@ -96,7 +96,6 @@ def headline(sweep_state: SweepState) -> str:
 
 
 def _format_progress(state: RunState, sweep_state: SweepState) -> str:
-    """Format a running run: bar, step and metrics."""
     steps = int(sweep_state.manifest.arms[state.run.arm].config.train.steps)
     part = min(1.0, state.step / steps)
     bar = "█" * round(part * _BAR)
@@ -106,7 +105,6 @@ def _format_progress(state: RunState, sweep_state: SweepState) -> str:
 
 
 def _format_change(state: RunState, sweep_state: SweepState) -> str:
-    """Format the new status of a run as one line."""
     line = f"{state.status:<11}  {sweep_state.manifest.run_title(state.run)}"
     if state.status == "done" and state.result is not None:
         losses = {split: state.result["loss"].get(split) for split in ("val", "test")}

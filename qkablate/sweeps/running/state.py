@@ -131,7 +131,6 @@ class SweepState:
         return counts
 
     def tokens_per_second(self) -> float:
-        """Return the throughput of all running runs."""
         running = [state for state in self.states.values() if state.status == "running"]
         return sum(state.tokens_per_second for state in running)
 

@@ -21,15 +21,21 @@ from qkablate.errors import UserError, print_stderr
 from qkablate.redaction import redact
 from qkablate.runs.lease import AlreadyRunning, LeaseLost, LeaseObserver
 from qkablate.runs.run import EXIT_CODES
-from qkablate.sweeps.engines.base import EXIT_ALREADY_RUNNING, EXIT_LEASE_LOST, LOG_FILE, RunTask
+from qkablate.sweeps.engines import base
+from qkablate.sweeps.planning.manifest import Manifest
+from qkablate.sweeps.running.state import RunState
 from qkablate.tracking.wandb import service
 from qkablate.training import session
 from qkablate.training.resolve import plan_run
+from qkablate.training.result import record_failure
 from qkablate.training.signals import Stopped
+
+# A process killed from outside can be resumed; one that crashed would crash again.
+_EXTERNAL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def run_worker(
-    task: RunTask, gpu: str | None, lifeline: Connection, wandb: str, keeper: Connection | None
+    task: base.RunTask, gpu: str | None, lifeline: Connection, wandb: str, keeper: Connection | None
 ) -> None:
     """Train the run and exit with its code.
 
@@ -46,14 +52,14 @@ def run_worker(
 
 def main() -> None:
     """Train the run that standard input describes."""
-    task = RunTask.from_json(sys.stdin.readline())
+    task = base.RunTask.from_json(sys.stdin.readline())
     sys.exit(_train_logged(task, sys.stdin.readline))
 
 
-def _train_logged(task: RunTask, wait: Callable[[], object]) -> int:
+def _train_logged(task: base.RunTask, wait: Callable[[], object]) -> int:
     """Train with the output in a log, until `wait` returns: then the launcher is gone."""
     make_folder(task.folder)
-    log = open_append(task.folder / LOG_FILE)
+    log = open_append(task.folder / base.LOG_FILE)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     for descriptor in (1, 2):
@@ -64,7 +70,7 @@ def _train_logged(task: RunTask, wait: Callable[[], object]) -> int:
     return _train(task)
 
 
-def _train(task: RunTask) -> int:
+def _train(task: base.RunTask) -> int:
     try:
         planned = plan_run(task.config)
         if planned.run.id != task.id:
@@ -78,12 +84,10 @@ def _train(task: RunTask) -> int:
             planned, packed=task.packed, retry=task.retry, observer=observer
         )
         return EXIT_CODES[outcome.result["status"]]
-    except AlreadyRunning as error:
+    except (AlreadyRunning, LeaseLost) as error:
         print_stderr(str(error))
-        return EXIT_ALREADY_RUNNING
-    except LeaseLost as error:
-        print_stderr(str(error))
-        return EXIT_LEASE_LOST
+        lost = isinstance(error, LeaseLost)
+        return base.EXIT_LEASE_LOST if lost else base.EXIT_ALREADY_RUNNING
     except Stopped as stopped:
         return stopped.exit_code
     except UserError as error:
@@ -99,6 +103,36 @@ def _stop_with_launcher(wait: Callable[[], object]) -> None:
     with suppress(EOFError, OSError):
         wait()
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def record_death(
+    manifest: Manifest, state: RunState, exit: base.RunExit, *, packed: int, is_remote: bool
+) -> bool:
+    """Set the state's reason and log it; return whether the run was recorded as failed."""
+    if exit.code in base.EXPECTED_EXITS:
+        return False  # it has given the reason itself
+    if exit.requeue_reason:
+        state.reason = exit.requeue_reason
+    elif exit.code < 0:
+        state.reason = f"its process was ended by {signal.Signals(-exit.code).name}"
+    elif exit.code != 1 or not state.reason:  # 1: an exception, the last line of its log
+        state.reason = f"its process ended with code {exit.code}"
+    with (
+        suppress(OSError),
+        open(open_append(state.folder / base.LOG_FILE), "a", encoding="utf-8") as log,
+    ):
+        log.write(f"{state.reason}\n")  # for other readers
+    is_external = exit.requeue_reason or -exit.code in _EXTERNAL_SIGNALS
+    if is_external and not exit.out_of_memory:
+        return False
+    reason = "out of memory" if exit.out_of_memory else state.reason
+    # With a full disk, or where another launcher trains it, the run stays interrupted.
+    with suppress(AlreadyRunning, LeaseLost, UserError, OSError):
+        planned = plan_run(manifest.config_of(state.run), remote=is_remote)
+        if planned.run.id != exit.id:  # this machine would compute it in another way
+            return False
+        record_failure(planned, reason, out_of_memory=exit.out_of_memory, packed=packed)
+    return True
 
 
 if __name__ == "__main__":

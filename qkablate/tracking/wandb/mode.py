@@ -1,14 +1,12 @@
 """W&B's mode, key and server, found without a prompt."""
 
 import configparser
-import contextlib
 import http.client
 import netrc
 import os
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,8 +28,6 @@ def resolve_mode(tracking: TrackingConfig) -> str:
         mode = {"dryrun": "offline", "run": "online", "shared": "online"}.get(mode, mode)
         if mode not in ("auto", "online", "offline", "disabled"):
             raise UserError(f"WANDB_MODE: '{mode}' is not one of online, offline, disabled")
-    if mode == "disabled":
-        return mode
     if mode == "auto":
         return "online" if has_key() else "offline"
     if mode == "online" and not has_key():
@@ -89,10 +85,10 @@ def server_address_error() -> str:
     """Return why W&B rejects the chosen address, or '' if it accepts it."""
     import wandb
 
-    if not (url := _chosen_server()):
-        return ""
+    url = _chosen_server()
     try:
-        wandb.Settings(base_url=url)
+        if url:
+            wandb.Settings(base_url=url)
     except ValueError as error:
         lines = str(error).splitlines()
         reason = lines[2].partition(" [type=")[0].strip() if len(lines) > 2 else lines[0]
@@ -108,18 +104,12 @@ def global_settings() -> Any:
     """
     import wandb
 
-    with _without("WANDB_BASE_URL") if server_address_error() else contextlib.nullcontext():
-        return wandb.setup(wandb.Settings(silent=True)).settings
-
-
-@contextlib.contextmanager
-def _without(name: str) -> Iterator[None]:
-    value = os.environ.pop(name, None)
+    address = os.environ.pop("WANDB_BASE_URL", None) if server_address_error() else None
     try:
-        yield
+        return wandb.setup(wandb.Settings(silent=True)).settings
     finally:
-        if value is not None:
-            os.environ[name] = value
+        if address is not None:
+            os.environ["WANDB_BASE_URL"] = address
 
 
 def probe_server(url: str) -> str:
@@ -129,11 +119,7 @@ def probe_server(url: str) -> str:
             return ""
     except urllib.error.HTTPError:
         return ""  # an error page is an answer, too
-    except (
-        OSError,
-        ValueError,
-        http.client.HTTPException,
-    ) as error:  # an invalid address, or not HTTP
+    except (OSError, ValueError, http.client.HTTPException) as error:  # bad address, or not HTTP
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLCertVerificationError):
             return ""  # W&B may trust more certificates than Python

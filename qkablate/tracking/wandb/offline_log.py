@@ -43,26 +43,22 @@ def read_log(file: Path) -> OfflineLog:
     """Read a log; OSError where that fails, ValueError where it is not a log."""
     log = OfflineLog(file)
     try:
-        _fill(log)
+        for record in read_records(file, 0):
+            kind = record.WhichOneof("record_type")
+            log.rejection = log.rejection or _reject(kind, record)
+            if kind == "run":
+                log.id, log.name = record.run.run_id, record.run.display_name
+            elif kind == "artifact":
+                entries = record.artifact.manifest.contents
+                log.paths += [Path(entry.local_path) for entry in entries if entry.local_path]
+            elif kind == "files":
+                log.paths += [file.parent / "files" / entry.path for entry in record.files.files]
+            log.ended |= kind == "exit"
     except ValueError as error:  # W&B may read further than this parser
         log.rejection = log.rejection or f"it is damaged: {error}"
     if not log.id:
         raise ValueError("it is not a log of W&B")
     return log
-
-
-def _fill(log: OfflineLog) -> None:
-    for record in read_records(log.file, 0):
-        kind = record.WhichOneof("record_type")
-        log.rejection = log.rejection or _reject(kind, record)
-        if kind == "run":
-            log.id, log.name = record.run.run_id, record.run.display_name
-        elif kind == "artifact":
-            entries = record.artifact.manifest.contents
-            log.paths += [Path(entry.local_path) for entry in entries if entry.local_path]
-        elif kind == "files":
-            log.paths += [log.file.parent / "files" / entry.path for entry in record.files.files]
-        log.ended |= kind == "exit"
 
 
 def _reject(kind: str | None, record: Any) -> str:
@@ -75,11 +71,10 @@ def _reject(kind: str | None, record: Any) -> str:
                 return f"it refers to '{path}', which is not a file of the run"
     if kind == "artifact":
         manifest = record.artifact.manifest
-        references = [entry.ref for entry in manifest.contents if entry.ref]
-        if manifest.manifest_file_path:
-            references.append(manifest.manifest_file_path)  # a list of arbitrary files
-        if references:
-            return f"its artifact refers to '{references[0]}', which runs never do"
+        # A manifest file is a list of arbitrary files.
+        references = *(entry.ref for entry in manifest.contents), manifest.manifest_file_path
+        if reference := next(filter(None, references), None):
+            return f"its artifact refers to '{reference}', which runs never do"
     return ""
 
 

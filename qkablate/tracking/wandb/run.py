@@ -11,7 +11,7 @@ import shlex
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,6 @@ class WandbRun:
         self._run: Any = None
         self._file: Path | None = None  # W&B's log, which online sessions write, too
         self._finish_timeout = MODEL_SECONDS if tracking.artifacts else FINISH_SECONDS
-        self._best: dict[str, float] | None = None  # None: nothing was logged yet
         self.address: str | None = None  # a URL, or OFFLINE
         mode = resolve_mode(tracking)
         if mode == "disabled":
@@ -118,7 +117,8 @@ class WandbRun:
             return
         try:
             self._run.log(flatten_row(row), step=row["step"])
-            self._keep_best(row)
+            for name in _update_best(self._best, row):
+                self._run.summary[name] = {BEST[name][0]: self._best[name], "last": row[name]}
         except Exception as error:
             self._note(f"W&B: {_first_line(error)}; continuing without it")
             run, self._run = self._run, None
@@ -156,10 +156,8 @@ class WandbRun:
                 self._log_artifacts(run, artifacts)
             run.finish(exit_code=exit_code)
             if self._file and not wait_until_complete(self._file):
-                self._note(
-                    f"W&B: the log is incomplete{write_error(self._file)};"
-                    " metrics.jsonl is complete"
-                )
+                reason = write_error(self._file)
+                self._note(f"W&B: the log is incomplete{reason}; metrics.jsonl is complete")
         except TimeoutError:
             self.address = OFFLINE
             command = shlex.join(["qkablate", "sync", str(self._wandb_folder.parent)])
@@ -176,7 +174,6 @@ class WandbRun:
         import wandb
 
         global_settings()
-        identity = self._identity
         project, entity = project_and_entity(tracking)
         settings = wandb.Settings(
             silent=True,
@@ -190,15 +187,15 @@ class WandbRun:
         run = wandb.init(
             mode=mode,  # type: ignore[arg-type]
             dir=self._wandb_folder.parent,
-            id=identity.id,
-            name=identity.name,
+            id=self._identity.id,
+            name=self._identity.name,
             resume="allow" if mode == "online" else None,
             reinit="create_new",
             project=project,
             entity=entity,
-            group=identity.group,
-            job_type=identity.job_type,
-            tags=identity.tags,
+            group=self._identity.group,
+            job_type=self._identity.job_type,
+            tags=self._identity.tags,
             config=config,
             settings=settings,
         )
@@ -212,16 +209,15 @@ class WandbRun:
         self.address = run.url and redact(run.url) if mode == "online" else OFFLINE
         return run
 
-    def _keep_best(self, row: dict[str, Any]) -> None:
-        """Update the best values over all sessions, using metrics.jsonl for the earlier ones."""
-        names = [name for name in BEST if is_number(row.get(name))]
-        if names and self._best is None:
-            self._best = best_readings(self._wandb_folder.parent / "metrics.jsonl")
-        for name in names:
-            assert self._best is not None
-            label, choose = BEST[name]
-            self._best[name] = choose([row[name], self._best.get(name, row[name])])
-            self._run.summary[name] = {label: self._best[name], "last": row[name]}
+    @cached_property
+    def _best(self) -> dict[str, float]:
+        """Best values over all sessions; metrics.jsonl has those of earlier ones."""
+        best: dict[str, float] = {}
+        with contextlib.suppress(OSError):
+            for line in read_file(self._wandb_folder.parent / "metrics.jsonl").splitlines():
+                with contextlib.suppress(ValueError):
+                    _update_best(best, decode_row(line) if b'"val/' in line else {})
+        return best
 
     def _log_artifacts(self, run: Any, artifacts: RunArtifacts) -> None:
         """Log artifacts whose files are uploaded in place, without copies."""
@@ -271,17 +267,12 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def best_readings(metrics: Path) -> dict[str, float]:
-    """Return the best values in a metrics.jsonl."""
-    best: dict[str, float] = {}
-    with contextlib.suppress(OSError):
-        for line in read_file(metrics).splitlines():
-            with contextlib.suppress(ValueError):
-                row = decode_row(line) if b'"val/' in line else {}
-                for name in BEST.keys() & row.keys():
-                    if is_number(row[name]):
-                        best[name] = BEST[name][1]([row[name], best.get(name, row[name])])
-    return best
+def _update_best(best: dict[str, float], row: dict[str, Any]) -> list[str]:
+    """Compare a row with the best values, and return the names that both have."""
+    names = [name for name in BEST if is_number(row.get(name))]
+    for name in names:
+        best[name] = BEST[name][1]([row[name], best.get(name, row[name])])
+    return names
 
 
 def _call_with_timeout(seconds: float, action: Callable[[], object]) -> None:

@@ -31,6 +31,7 @@ PROBE_SECONDS = 20  # without progress, after which the server is probed
 STALL_SECONDS = 600  # without progress, after which the upload is given up
 _BATCH = 100  # logs per process
 _INTERVAL = 0.2
+_FOLDERS = ("", "CACHE_", "DATA_", "ARTIFACT_")  # WANDB_DIR, WANDB_CACHE_DIR, …
 _LINK = re.compile(r"\[[^\]/]*/([^\]]+)\] View run .* at (http\S+)")
 _ERROR = re.compile(r"wandb: ERROR (.+)")
 # Variables that would change what `wandb sync` does.
@@ -157,6 +158,8 @@ def _send(
     script = str(Path(__file__).with_name("sync_process.py"))
     with tempfile.TemporaryDirectory(prefix="qkablate-sync-") as folder:
         output = Path(folder) / "output.txt"
+        variables = dict.fromkeys((f"WANDB_{kind}DIR" for kind in _FOLDERS), folder)
+        variables["WANDB_ERROR_REPORTING"] = "false"
         with output.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-P", script, "sync", "--include-online", *files],
@@ -164,15 +167,12 @@ def _send(
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
-                env=_environment(folder),
+                env={k: v for k, v in os.environ.items() if k not in _NOT_PASSED} | variables,
                 pass_fds=locks,
                 start_new_session=True,  # Ctrl-C is handled by this process
             )
         try:
-            reason = ""
-            for reason in _watch(process, output, logs, server, tick):
-                if reason:
-                    break
+            reason = _watch(process, output, logs, server, tick)
         finally:
             process.kill()
             process.wait()
@@ -189,28 +189,22 @@ def _watch(
     logs: list[OfflineLog],
     server: str,
     tick: Callable[[int], None],
-) -> Iterator[str]:
-    """Yield until the process has ended; a non-empty text is a reason to stop waiting."""
+) -> str:
+    """Wait until the process has ended; return '', or why waiting longer is pointless."""
     progress, since, probed = (0, 0), time.monotonic(), time.monotonic()
     while True:
         ended = process.poll() is not None
         done = sum(synced_mark(log.file).exists() for log in logs)
         tick(done)
         if ended:
-            return
+            return ""
         now = time.monotonic()
-        current = (done, output.stat().st_size)
-        if current != progress:
+        if (current := (done, output.stat().st_size)) != progress:
             progress, since = current, now
         if now - since > PROBE_SECONDS and now - probed > PROBE_SECONDS / 2:
             probed = now
-            yield probe_server(server)
+            if reason := probe_server(server):
+                return reason
         if now - since > STALL_SECONDS:
-            yield f"{server} answers, but has accepted nothing for {STALL_SECONDS} s"
+            return f"{server} answers, but has accepted nothing for {STALL_SECONDS} s"
         time.sleep(_INTERVAL)
-
-
-def _environment(folder: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED}
-    folders = {f"WANDB_{what}_DIR": folder for what in ("CACHE", "DATA", "ARTIFACT")}
-    return kept | folders | {"WANDB_DIR": folder, "WANDB_ERROR_REPORTING": "false"}

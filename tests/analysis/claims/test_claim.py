@@ -121,7 +121,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("changes", "line"), MISTAKES.values(), ids=MISTAKES)
-def test_mistake_is_one_line_with_file_and_place(tmp_path, changes, line):
+def test_mistake_is_a_one_line_error_with_file_and_key(tmp_path, changes, line):
     with pytest.raises(UserError) as error:
         load_claim(written(tmp_path / "mine.yaml", **changes))
     assert_one_line(error, line)
@@ -271,7 +271,7 @@ def test_missing_keys_have_defaults(tmp_path):
     assert (one.of, one.axis, one.horizon) == ("gap", "tokens", "longest")
 
 
-def test_margin_of_zero_is_one_for_better_and_worse():
+def test_zero_margin_is_allowed_for_better_and_worse():
     for kind in ("better", "worse"):
         found = parse_claim("mine", CLAIM | part(kind=kind, margin=0), "small", {})
         assert found.parts["within"].margin == 0
@@ -421,7 +421,7 @@ def asked(world, grid=None, **parts):
     return find_comparisons(own, manifest.arms.values()), manifest.arms
 
 
-def test_one_arm_against_one(world):
+def test_single_arms_are_compared(world):
     found, _ = asked(world, within={})
     assert [(one.name, one.part) for one in found] == [("within", "within")]
     assert found[0].pairs == [("no_q-d16-h2", "standard-d16-h2")]

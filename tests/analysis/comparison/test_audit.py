@@ -64,7 +64,7 @@ def pair(cached_world):
     return cached_world(*PAIR).finish(loss_of)
 
 
-def test_fair_comparison_that_is_not_tuned_has_one_thing_to_say(pair):
+def test_fair_untuned_comparison_has_a_single_remark(pair):
     found = checks(pair)
     assert {name for name, check in found.items() if check.state not in (OK, NOTE)} == {
         "learning rate"
@@ -113,7 +113,7 @@ def test_damaged_run_breaks_the_comparison(pair):
     assert (found.state, found.message) == (BROKEN, "standard-d16-h2: 1 damaged (s0)")
 
 
-def test_one_pair_is_a_number(cached_world):
+def test_single_pair_is_not_a_comparison(cached_world):
     found = checks(cached_world("variant=standard,no_q", "seed=0").finish(loss_of))["pairs"]
     assert found == AuditCheck("pairs", WARNING, "1: a single number, not a comparison")
 
@@ -213,8 +213,8 @@ def test_equal_sizes_are_called_equal(cached_world):
     assert "equal params" in found.message
 
 
-@pytest.mark.parametrize(("control", "what"), [("params", "params"), ("flops", "training FLOPs")])
-def test_controlled_quantity_is_checked(cached_world, control, what):
+@pytest.mark.parametrize(("control", "name"), [("params", "params"), ("flops", "training FLOPs")])
+def test_controlled_quantity_is_checked(cached_world, control, name):
     world = cached_world(*PAIR, f"control={control}").finish(loss_of)
     study = world.study()
     (found,) = find_families(study)[0].gaps
@@ -227,7 +227,7 @@ def test_controlled_quantity_is_checked(cached_world, control, what):
         for axis in ("params", "flops", "tokens")
     }
     assert by_axis[control].state == OK
-    assert what in by_axis[control].message
+    assert name in by_axis[control].message
     assert checks(world)["matched"] == by_axis[control]
     assert by_axis["tokens"].message.startswith("at equal tokens: ")
 
@@ -263,7 +263,7 @@ def test_naive_start_is_a_warning(cached_world):
     assert "no_q-d16-h2 naive" in found.message
 
 
-def test_rate_that_one_side_did_not_have_matched_is_named(cached_world):
+def test_side_without_matched_rate_is_named(cached_world):
     world = cached_world(
         "variant=merged_w", "variant.lr=matched,same", "seed=0", "sweep.baseline={variant.lr:same}"
     )

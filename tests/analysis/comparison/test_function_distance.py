@@ -55,20 +55,20 @@ def expected(one, other):
 def test_distance_is_the_mean_of_both_kl_divergences(positions, vocabulary, seed):
     rng = np.random.default_rng(seed)
     one, other = (log_softmax(rng.normal(0, 3, (positions, vocabulary))) for _ in range(2))
-    found = symmetric_kl(Predictions.from_logs(one), Predictions.from_logs(other))
+    found = symmetric_kl(Predictions(one), Predictions(other))
     assert found == pytest.approx(expected(one, other), rel=1e-4, abs=1e-6)
-    assert found == symmetric_kl(Predictions.from_logs(other), Predictions.from_logs(one))
+    assert found == symmetric_kl(Predictions(other), Predictions(one))
 
 
 def test_known_one():
     """Check 3/4 and 1/4: KL = ½ ln 3 in both directions."""
-    found = symmetric_kl(Predictions.from_logs(pair(0.25)), Predictions.from_logs(pair(-0.25)))
+    found = symmetric_kl(Predictions(pair(0.25)), Predictions(pair(-0.25)))
     assert found == pytest.approx(math.log(3) / 2, rel=1e-6)
 
 
 def test_distance_of_equal_predictions_is_zero():
     own = log_softmax(np.random.default_rng(0).normal(size=(5, 300)))
-    assert symmetric_kl(Predictions.from_logs(own), Predictions.from_logs(own.copy())) == 0
+    assert symmetric_kl(Predictions(own), Predictions(own.copy())) == 0
 
 
 def test_tiny_distances_do_not_vanish():
@@ -76,9 +76,7 @@ def test_tiny_distances_do_not_vanish():
     rng = np.random.default_rng(0)
     raw = rng.normal(size=(50, 100))
     moved = raw + rng.normal(0, 1e-4, raw.shape)
-    found = symmetric_kl(
-        Predictions.from_logs(log_softmax(raw)), Predictions.from_logs(log_softmax(moved))
-    )
+    found = symmetric_kl(Predictions(log_softmax(raw)), Predictions(log_softmax(moved)))
     p = np.exp(log_softmax(raw).astype(float))
     delta = moved - raw
     spread = (p * delta**2).sum(1) - (p * delta).sum(1) ** 2

@@ -274,10 +274,10 @@ def test_detectable_effect_uses_the_adjusted_alpha(cached_world):
     assert family.holm[:3] == pytest.approx(holm_reference(raw))
 
 
-def test_one_pair_is_a_number_without_a_p(cached_world):
+def test_single_pair_has_a_gap_without_a_p_value(cached_world):
     world = cached_world("variant=standard,no_q", "seed=3").finish(loss_of)
     (family,) = find_families(world.study())
-    described = describe_gap(family, 0)
+    described = describe_gap(family, 0, {})
     assert described.n == 1
     assert described.mean == pytest.approx(0.13)
     for key in ("sd", "interval", "p", "p_holm", "bca", "sign_flip", "detectable", "correlation"):
@@ -289,7 +289,7 @@ def test_one_pair_is_a_number_without_a_p(cached_world):
 
 def test_no_pairs_give_no_estimate(cached_world):
     (family,) = find_families(cached_world(*PAIR).finish(lambda run: "diverged").study())
-    described = describe_gap(family, 0)
+    described = describe_gap(family, 0, {})
     assert described.n == 0
     assert described.mean is described.perplexity_percent is described.p is None
     assert (described.arm_diverged, described.baseline_diverged) == (4, 4)
@@ -377,7 +377,7 @@ def test_rounding_gap_measures_the_effect_of_rounding(cached_world):
     assert floor.seeds_sd == pytest.approx(stats.tstd([0, 1 / 7, 2 / 7, 3 / 7]))
 
 
-def test_without_its_twin_a_family_has_none(cached_world):
+def test_family_without_reordered_arm_has_no_rounding_gap(cached_world):
     (family,) = find_families(cached_world(*PAIR).finish(loss_of).study())
     assert family.rounding_gap is None
     assert describe_noise_floor(family).rounding is None
@@ -404,7 +404,7 @@ def test_perplexity_gap_is_relative_to_the_baseline():
 
 def test_perplexity_has_the_interval_of_the_gap(cached_world):
     (family,) = find_families(cached_world(*PAIR).finish(loss_of).study())
-    described = describe_gap(family, 0)
+    described = describe_gap(family, 0, {})
     assert described.perplexity_percent == pytest.approx(100 * (math.exp(0.115) - 1))
     low, high = described.interval
     assert described.perplexity_percent_interval == pytest.approx(
@@ -421,7 +421,7 @@ def test_identical_arms_have_a_zero_gap(cached_world):
     (family,) = find_families(
         cached_world(*PAIR).finish(lambda run: 2 + run.changes["seed"] / 7).study()
     )
-    described = describe_gap(family, 0)
+    described = describe_gap(family, 0, {})
     assert (described.mean, described.sd, described.detectable) == (0.0, 0.0, 0.0)
     assert described.interval == (0.0, 0.0)
     assert described.p == described.p_holm == 1.0

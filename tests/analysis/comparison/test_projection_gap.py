@@ -6,11 +6,11 @@ import pytest
 
 from qkablate.analysis.comparison.projection_gap import (
     PARTS,
-    MeanGap,
     ProjectionGap,
     decompose_gap,
     mean_gaps,
 )
+from qkablate.analysis.stats import Estimate
 from qkablate.errors import UserError
 from qkablate.runs.records import seal_result
 
@@ -82,5 +82,7 @@ def test_mean_over_seeds_has_students_interval():
     assert found["val"].n == 3
     assert found["val"].mean == 2
     assert found["val"].interval == pytest.approx((2 - 2.4841377, 2 + 2.4841377))
-    assert found["test"] == MeanGap(n=0, mean=None, interval=None)
-    assert mean_gaps(seeds[:1])["finetuned"]["val"] == MeanGap(n=1, mean=1.0, interval=None)
+    assert found["test"] == Estimate(n=0, mean=None, sd=None, interval=None)
+    assert mean_gaps(seeds[:1])["finetuned"]["val"] == Estimate(
+        n=1, mean=1.0, sd=None, interval=None
+    )

@@ -244,7 +244,7 @@ def times(tmp_path):
 
 
 @pytest.mark.slow
-def test_times_are_of_the_arms_whose_variant_and_sizes_match(cached_world, times):
+def test_times_are_matched_by_variant_and_sizes(cached_world, times):
     world = cached_world("variant=standard,no_q", "seed=0", "model.d_model=16,32")
     study = world.finish(lambda run: 2.0).study()
     rows = [
@@ -299,7 +299,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("content", BAD.values(), ids=BAD.keys())
-def test_file_without_times_is_a_users_mistake_in_one_line(cached_world, times, content):
+def test_file_without_times_is_a_one_line_error(cached_world, times, content):
     study = cached_world(*PAIR).study()
     with pytest.raises(UserError, match="--times") as told:
         read_times(times(content), study)
@@ -307,7 +307,7 @@ def test_file_without_times_is_a_users_mistake_in_one_line(cached_world, times, 
 
 
 @pytest.mark.parametrize("path", ["nowhere.json", ".", "a\0b", "", "~nobody-has-this-name/t.json"])
-def test_path_without_times_is_a_users_mistake_in_one_line(cached_world, path):
+def test_unreadable_times_path_is_a_one_line_error(cached_world, path):
     study = cached_world(*PAIR).study()
     with pytest.raises(UserError, match="--times"):
         read_times(path, study)

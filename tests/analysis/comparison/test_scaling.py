@@ -51,7 +51,7 @@ def test_growth_per_doubling_is_recovered(cached_world):
     assert measure_growth(found).values == pytest.approx([*slope.values()])
 
 
-def test_arm_that_is_worth_less_tokens_is_found_to_be(cached_world):
+def test_arm_worth_fewer_tokens_is_detected(cached_world):
     """Equal the baseline at 0.8 × the tokens, up to noise.
 
     The curve is interpolated linearly in ln tokens, which moves the result by less than 0.01.
@@ -89,7 +89,7 @@ def test_worth_is_read_off_by_hand(cached_world):
         assert worth.values == pytest.approx((math.log(times),) * 4, abs=1e-9)
 
 
-def test_arm_that_is_worth_more_is_read_beyond_the_last_point(cached_world):
+def test_arm_worth_more_tokens_is_extrapolated(cached_world):
     world = of_tokens(
         cached_world(*HORIZONS),
         lambda run, tokens: power_law(tokens * (1.25 if is_arm(run) else 1)),
@@ -199,7 +199,7 @@ def test_rates_are_not_mixed(cached_world):
         assert all(gap.arm.rate == gap.baseline.rate for gap in one.gaps)
 
 
-def test_rates_that_were_chosen_for_each_length_lie_on_one_line(cached_world):
+def test_tuned_lengths_form_a_single_series(cached_world):
     """A longer training may be tuned to another rate: that is the same arm."""
     world = cached_world(
         "variant=standard,no_q", "seed=0,1", "train.steps=12,24,48", "sweep.tune=true"
@@ -244,7 +244,7 @@ def test_sweep_of_lengths_and_sizes_has_a_line_for_each(cached_world):
         assert (len(models), len(lengths)) == ((1, 2) if one.along == "tokens" else (2, 1))
 
 
-def test_runs_that_are_missing_at_one_length_leave_the_others_measured(cached_world):
+def test_missing_runs_at_one_length_leave_the_others_measured(cached_world):
     world = of_tokens(
         cached_world(*HORIZONS),
         lambda run, tokens: None if tokens == 3072 else power_law(tokens) + is_arm(run) / 50,

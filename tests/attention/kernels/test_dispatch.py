@@ -216,7 +216,7 @@ def test_unavailable_kernel_raises(what):
     if what == "dropout":
         other = {"dropout": 0.5}
     else:
-        other = {"score_bias": torch.zeros(4, 4, requires_grad=True)}
+        other = {"bias": torch.zeros(4, 4, requires_grad=True)}
     with pytest.raises(RuntimeError):
         attend(q, k, v, scale=1.0, causal=False, kernel="flash", **other)
 

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS, UnsupportedCombination
-from qkablate.attention.projection.project import convert, convert_ov, distance, scaled_circuit
+from qkablate.attention.projection.project import convert, distance, scaled_circuit
 from qkablate.attention.qk.unprojected import Uniform
 from qkablate.attention.tensors import by_head
 from tests.attention.random_layers import PAIRS, random_layer, random_qk, randomized, stream
@@ -31,6 +31,14 @@ def scores(qk, x, y):
 def weights(qk, x, y):
     """Return the softmax of the scores."""
     return scores(qk, x, y).softmax(-1)
+
+
+def convert_ov(source, source_qk, target, target_qk):
+    """Set `target` to what `source` writes, and return the relative loss."""
+    m_HDD = source.circuit(source_qk).detach()
+    target.set_circuit_(m_HDD)
+    error = target.circuit(target_qk).detach() - m_HDD
+    return float(error.norm() / m_HDD.norm().clamp(min=1e-300))
 
 
 def skew_and_eigenvalues(b_HDD):
@@ -328,7 +336,7 @@ def test_low_rank_at_d_head_is_standard_bit_for_bit():
     low, standard = random_layer("low_rank", rank=4), random_layer("separate")
     low.load_state_dict(standard.state_dict())
     assert torch.equal(low(stream(7)), standard(stream(7)))
-    assert (low.match, low.qk.lr_multiplier()) == (standard.match, 1.0)
+    assert (low.match, low.qk.lr_multiplier) == (standard.match, 1.0)
 
 
 def some_ov(name, **other):

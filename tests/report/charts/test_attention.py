@@ -69,7 +69,7 @@ def cells(panel, head="head 0", layer="layer 0"):
     return {(row["q"], row["k"]): row["share"] for row in own}
 
 
-def test_it_compiles_and_is_drawn(section):
+def test_chart_compiles_and_is_rendered(section):
     chart = chart_of(section)
     for panel in chart.panels:
         assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
@@ -80,7 +80,7 @@ def test_it_compiles_and_is_drawn(section):
     assert render_chart(chart, section, "png").startswith(b"\x89PNG")
 
 
-def test_every_arm_has_the_maps_of_its_first_run(section):
+def test_each_arm_shows_the_maps_of_its_first_run(section):
     chart = chart_of(section)
     assert [panel.title for panel in chart.panels] == ["standard, s0", "no_q, s0"]
     expected = {(0, 0): 100} | {(i, i - 1): 100 for i in range(1, 8)}
@@ -89,7 +89,7 @@ def test_every_arm_has_the_maps_of_its_first_run(section):
     assert (own[7, 0], own[7, 6], own[1, 0]) == (60, 40, 100)
 
 
-def test_the_caption_tells_the_text_and_who_looks_where(section):
+def test_caption_contains_the_text_and_mean_weights(section):
     caption = chart_of(section).caption
     assert "“the cat\\n”" in caption
     assert "standard: on the previous token 100% (layer 0 head 0: 100%)" in caption
@@ -97,7 +97,7 @@ def test_the_caption_tells_the_text_and_who_looks_where(section):
     assert "on the first 15% (layer 0 head 1: 60%)" in caption
 
 
-def test_tokens_are_told_where_the_mouse_is(section):
+def test_tooltips_show_tokens(section):
     rows = chart_of(section).panels[0].spec["data"]["values"]
     found = {(row["from"], row["to"]) for row in rows}
     assert {("0 “t”", "0 “t”"), ("4 “c”", "3 “ ”"), ("7 “\\n”", "6 “t”")} <= found
@@ -114,7 +114,7 @@ def test_tokens_are_told_where_the_mouse_is(section):
         None,
     ],
 )
-def test_where_no_text_is_known_ids_are_told(kept, section_of, content):
+def test_token_ids_are_shown_without_text(kept, section_of, content):
     world = kept()
     for run in world.runs():
         path = world.run_folder(run) / "tokenizer.json"
@@ -127,7 +127,7 @@ def test_where_no_text_is_known_ids_are_told(kept, section_of, content):
     assert f"“{' '.join(map(str, BYTES))}”" in caption
 
 
-def test_runs_that_keep_nothing_have_the_page_they_had(made, loss_of, section_of, section):
+def test_runs_without_recordings_have_no_chart(made, loss_of, section_of, section):
     old = section_of(made(*WORDS).finish(loss_of))
     assert chart_of(old) is None
     assert find_problems(old) == []
@@ -162,7 +162,7 @@ KINDS = ["no file", "another run's", "a link", "another model's", "other data", 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_damaged_is_named_and_the_next_run_is_shown(kept, section_of, kind):
+def test_damaged_map_is_named_and_the_next_run_is_used(kept, section_of, kind):
     world = kept()
     run = next(r for r in world.runs() if r.arm.startswith("no_q") and r.changes["seed"] == 0)
     damage(world, run, kind)
@@ -172,7 +172,7 @@ def test_what_is_damaged_is_named_and_the_next_run_is_shown(kept, section_of, ki
     assert [panel.title for panel in chart_of(own).panels] == ["standard, s0", "no_q, s1"]
 
 
-def test_runs_that_are_not_done_are_passed_over(kept, section_of):
+def test_incomplete_runs_are_skipped(kept, section_of):
     world = kept()
     run = next(r for r in world.runs() if r.arm.startswith("standard") and r.changes["seed"] == 0)
     world.write(run, "diverged")
@@ -180,7 +180,7 @@ def test_runs_that_are_not_done_are_passed_over(kept, section_of):
 
 
 @pytest.mark.slow
-def test_many_heads_of_many_arms_stay_a_small_page(kept, section_of):
+def test_page_stays_small_with_many_heads_and_arms(kept, section_of):
     rng = np.random.default_rng(0)
 
     def wild(run):
@@ -206,7 +206,7 @@ def test_many_heads_of_many_arms_stay_a_small_page(kept, section_of):
     assert len(render_chart(chart, own, "svg")) < 4_000_000
 
 
-def test_arms_of_another_context_have_maps_of_their_own_length(kept, section_of):
+def test_map_length_follows_the_context_of_the_arm(kept, section_of):
     def own(run):
         return previous(run, tokens=2 if run.arm.endswith("=2") else 8)
 

@@ -93,7 +93,7 @@ def numbers(value):
 
 
 @pytest.mark.parametrize("name", ["finished", *WORLDS])
-def test_whatever_the_runs_came_to_the_pictures_are_sound(chapter_named, name):
+def test_charts_are_valid_for_any_losses(chapter_named, name):
     section = chapter_named(name)
     for chart in make_charts(section):
         assert_told(chart, section)
@@ -145,7 +145,7 @@ def assert_plain_data(spec):
             assert test == "datum.best"
 
 
-def test_a_band_that_reaches_zero_is_on_no_logarithmic_axis(cached_world, section_of):
+def test_band_near_zero_uses_a_linear_axis(cached_world, section_of):
     made = cached_world("variant=standard", "seed=0,1")
     losses = {0: 0.46065, 1: 0.53935}  # 0.5 ± 0.5
     made.finish(lambda run: losses[run.changes["seed"]])
@@ -162,7 +162,7 @@ def test_a_band_that_reaches_zero_is_on_no_logarithmic_axis(cached_world, sectio
     assert_drawable(panel.spec)
 
 
-def test_what_there_is_to_draw_is_drawn(chapter_named):
+def test_charts_with_data_are_made(chapter_named):
     expected = {
         "finished": ["gaps", "losses", "gap-curves", "heat", "costs"],
         "not begun": [],
@@ -186,7 +186,7 @@ def gap_rows(section):
 
 
 @pytest.mark.parametrize("name", ["finished", "running", "diverged", "one seed", "rates"])
-def test_the_forest_shows_the_gaps_that_were_found(chapter_named, name):
+def test_forest_plot_shows_the_gaps_of_the_analysis(chapter_named, name):
     section = chapter_named(name)
     found = [one for one in section.summary.gaps if one.n]
     rows = gap_rows(section)
@@ -206,12 +206,12 @@ def test_the_forest_shows_the_gaps_that_were_found(chapter_named, name):
     )
 
 
-def test_the_forest_tells_mean_and_interval(section):
+def test_forest_tooltip_shows_mean_and_interval(section):
     for row, one in zip(gap_rows(section), section.summary.gaps, strict=True):
         assert row["estimate"] == format_gap(one.mean, one.interval)
 
 
-def test_what_diverged_stands_beside_its_row(chapter_named):
+def test_diverged_runs_are_counted_in_the_label(chapter_named):
     for row in gap_rows(chapter_named("diverged")):
         assert "2 diverged" in row["arm"] + row["estimate"]
         assert "∞" in row["estimate"]
@@ -227,7 +227,7 @@ def edges(chart):
     }
 
 
-def test_a_side_on_which_runs_diverged_is_drawn_to_the_edge(chapter_named, claimed):
+def test_unbounded_side_is_drawn_to_the_edge(chapter_named, claimed):
     forest = drawn(chapter_named("diverged"))["gaps"]
     assert edges(forest) == {"open_below": 0, "open_above": "width"}
     assert "the interval is unbounded" in forest.caption
@@ -239,7 +239,7 @@ def test_a_side_on_which_runs_diverged_is_drawn_to_the_edge(chapter_named, claim
     assert "∞" in drawn(chapter_named("diverged"))["heat"].caption
 
 
-def test_an_arm_of_which_all_diverged_is_in_the_pictures(chapter_named):
+def test_fully_diverged_arm_is_shown(chapter_named):
     found = drawn(chapter_named("all of an arm diverged"))
     (panel,) = found["gaps"].panels
     (said,) = [layer for layer in panel.spec["layer"] if layer["mark"].get("text")]
@@ -255,7 +255,7 @@ def test_an_arm_of_which_all_diverged_is_in_the_pictures(chapter_named):
     assert cell["text"] == "diverged"
 
 
-def test_one_pair_has_no_bar_and_the_caption_says_so(chapter_named):
+def test_single_pair_has_no_bar_and_a_note(chapter_named):
     section = chapter_named("one seed")
     assert all(row["low"] is None for row in gap_rows(section))
     assert "No bar" in drawn(section)["gaps"].caption
@@ -268,7 +268,7 @@ def heat_rows(section):
     return [row for panel in drawn(section)["heat"].panels for row in panel.spec["data"]["values"]]
 
 
-def test_the_heat_has_a_cell_for_each_variant_and_size(section):
+def test_heat_map_has_a_cell_per_variant_and_size(section):
     rows = heat_rows(section)
     cells = [(row["variant"], row["size"]) for row in rows]
     assert len({*cells}) == len(cells)
@@ -280,7 +280,7 @@ def test_the_heat_has_a_cell_for_each_variant_and_size(section):
 
 
 @pytest.mark.parametrize("name", ["finished", "running", "alike", "failed", "huge", "diverged"])
-def test_what_was_not_found_stands_in_brackets(chapter_named, name):
+def test_heat_map_puts_undecided_gaps_in_parentheses(chapter_named, name):
     section = chapter_named(name)
     intervals = {one.arm: one.interval for one in section.summary.gaps}
     found = {one.arm for one in section.summary.gaps if one.decision in ("better", "worse")}
@@ -296,12 +296,12 @@ def test_what_was_not_found_stands_in_brackets(chapter_named, name):
         assert half == pytest.approx((high - low) / 2, rel=0.06, abs=1e-6)
 
 
-def test_the_sizes_of_the_heat_rise(section):
+def test_heat_map_sizes_increase(section):
     (panel,) = drawn(section)["heat"].panels
     assert panel.spec["encoding"]["x"]["sort"] == ["d16 h2", "d32 h2"]
 
 
-def test_the_shades_of_the_heat_go_from_better_to_worse(section):
+def test_heat_map_shades_go_from_better_to_worse(section):
     (panel,) = drawn(section)["heat"].panels
     (scale,) = [
         layer["encoding"]["color"]["scale"]
@@ -332,7 +332,7 @@ def by(rows, key):
 
 
 @pytest.mark.parametrize("name", ["losses", "gap-curves"])
-def test_a_curve_keeps_its_ends_and_no_more_readings_than_it_may(long, name):
+def test_thinned_curve_keeps_its_ends(long, name):
     (panel,) = drawn(long)[name].panels
     arms = by(panel.spec["data"]["values"], "arm")
     assert {*arms} == {"no_q-d16-h2"} | ({"standard-d16-h2"} if name == "losses" else set())
@@ -357,7 +357,7 @@ def thin(chart):
     ]
 
 
-def test_every_run_is_a_thin_line(long, chapter_named):
+def test_each_run_is_a_thin_line(long, chapter_named):
     lines = by(thin(drawn(long)["losses"]), "run")
     assert len(lines) == 6
     for rows in lines.values():
@@ -366,7 +366,7 @@ def test_every_run_is_a_thin_line(long, chapter_named):
     assert len(by(thin(drawn(chapter_named("diverged"))["losses"]), "run")) == 18
 
 
-def test_the_mean_of_a_curve_is_that_of_the_runs_that_are_done(chapter_named):
+def test_mean_curve_uses_completed_runs(chapter_named):
     section = chapter_named("diverged")
     (panel,) = drawn(section)["losses"].panels
     for name, rows in by(panel.spec["data"]["values"], "arm").items():
@@ -377,7 +377,7 @@ def test_the_mean_of_a_curve_is_that_of_the_runs_that_are_done(chapter_named):
             assert row["loss"] == pytest.approx(math.fsum(losses) / 5, rel=0.05)
 
 
-def test_the_curve_of_a_gap_is_that_of_the_analysis(section):
+def test_gap_curve_is_that_of_the_analysis(section):
     rows = [
         row for panel in drawn(section)["gap-curves"].panels for row in panel.spec["data"]["values"]
     ]
@@ -395,7 +395,7 @@ def test_the_curve_of_a_gap_is_that_of_the_analysis(section):
 
 
 @pytest.mark.parametrize(("most", "each"), [(36, True), (35, False)])
-def test_of_very_many_runs_the_means_alone_are_drawn(section, monkeypatch, most, each):
+def test_only_means_are_drawn_for_many_runs(section, monkeypatch, most, each):
     assert MAX_RUNS == 200
     monkeypatch.setattr("qkablate.report.charts.curves.MAX_RUNS", most)
     chart = drawn(section)["losses"]
@@ -405,7 +405,7 @@ def test_of_very_many_runs_the_means_alone_are_drawn(section, monkeypatch, most,
         assert len(by(panel.spec["data"]["values"], "arm")) == 3
 
 
-def test_sizes_are_panels_of_their_own(section):
+def test_each_size_has_its_panel(section):
     for name in ("losses", "gap-curves"):
         assert [panel.title for panel in drawn(section)[name].panels] == ["d16-h2", "d32-h2"]
 
@@ -413,7 +413,7 @@ def test_sizes_are_panels_of_their_own(section):
 # Costs and learning rates
 
 
-def test_costs_are_those_of_the_arms(section):
+def test_cost_chart_shows_the_costs_of_the_arms(section):
     arms = {entry.name: entry.arm for entry in section.study.entries}
     panels = {panel.title: panel.spec["data"]["values"] for panel in drawn(section)["costs"].panels}
     assert len(panels) == 3
@@ -431,7 +431,7 @@ def test_costs_are_those_of_the_arms(section):
             assert row["loss"] == section.entries[row["arm"]].sample.mean
 
 
-def test_of_several_lengths_of_training_the_longest_alone_has_a_price(chapter_named):
+def test_cost_chart_shows_the_longest_training_only(chapter_named):
     """But for FLOPs, of which more tokens cost more."""
     chart = drawn(chapter_named("lengths"))["costs"]
     for panel in chart.panels:
@@ -440,7 +440,7 @@ def test_of_several_lengths_of_training_the_longest_alone_has_a_price(chapter_na
     assert "the others only the longest" in chart.caption
 
 
-def test_the_best_rate_is_large_and_what_diverged_is_a_cross(chapter_named):
+def test_best_rate_is_large_and_diverged_rates_are_crosses(chapter_named):
     section = chapter_named("tuned, diverged")
     chart = drawn(section)["rates"]
     (panel,) = chart.panels
@@ -472,7 +472,7 @@ def test_the_best_rate_is_large_and_what_diverged_is_a_cross(chapter_named):
         ("equivalent", [-0.01, 0.01]),
     ],
 )
-def test_a_claim_is_drawn_with_its_margin(claimed, kind, edges):
+def test_claim_chart_shows_margins(claimed, kind, edges):
     section = claimed(0.004, kind=kind)
     first = make_charts(section)[0]
     assert first.name == "parts"
@@ -491,7 +491,7 @@ def test_a_claim_is_drawn_with_its_margin(claimed, kind, edges):
     assert vl_convert.vegalite_to_vega(panel.spec)
 
 
-def test_no_verdict_is_drawn_before_there_is_one(claimed):
+def test_claim_chart_needs_a_verdict(claimed):
     assert "parts" not in drawn(claimed(0.0, ended=5))
 
 
@@ -499,7 +499,7 @@ def test_no_verdict_is_drawn_before_there_is_one(claimed):
 
 
 @pytest.mark.parametrize("name", ["finished", "tuned, diverged"])
-def test_a_picture_is_an_svg_by_itself(chapter_named, name):
+def test_chart_is_a_standalone_svg(chapter_named, name):
     section = chapter_named(name)
     for chart in make_charts(section):
         text = render_chart(chart, section, "svg").decode()
@@ -516,7 +516,7 @@ def test_a_picture_is_an_svg_by_itself(chapter_named, name):
             assert variant in words
 
 
-def test_a_hostile_title_is_words_in_a_picture(section):
+def test_hostile_title_is_escaped_in_svg(section):
     title = "</text><script>alert(1)</script> var(--c1) \x1b[31m ${x} \u202e"
     own = dataclasses.replace(section, title=title)
     root = ElementTree.fromstring(render_chart(drawn(own)["gaps"], own, "svg").decode())
@@ -527,13 +527,13 @@ def test_a_hostile_title_is_words_in_a_picture(section):
     assert "\u202e" not in words
 
 
-def test_a_picture_is_a_png_by_itself(section):
+def test_chart_is_a_standalone_png(section):
     content = render_chart(drawn(section)["gaps"], section, "png")
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert content.rstrip(b"\0").endswith(b"IEND\xaeB`\x82")
 
 
-def test_a_picture_has_the_colours_of_its_variants(section):
+def test_chart_has_the_colors_of_its_variants(section):
     text = render_chart(drawn(section)["gaps"], section, "svg").decode().lower()
     for variant in ("no_q", "shared_qk"):
         assert use_light_colors(section.styles[variant].color) in text

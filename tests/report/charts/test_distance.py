@@ -60,7 +60,7 @@ def rows_with(panel, mark):
 
 
 @pytest.mark.slow
-def test_it_shows_the_distances_that_were_found(section):
+def test_chart_shows_the_distances_of_the_analysis(section):
     (panel,) = chart_of(section).panels
     (found,) = section.summary.function_distance
     assert panel.variants == ["no_q", "standard_reassociated"]
@@ -79,7 +79,7 @@ def test_it_shows_the_distances_that_were_found(section):
     assert word == seeds[-1]
 
 
-def test_the_axes_are_logarithmic_and_compile(section):
+def test_axes_are_logarithmic(section):
     chart = chart_of(section)
     for panel in chart.panels:
         for layer in panel.spec["layer"]:
@@ -92,7 +92,7 @@ def test_the_axes_are_logarithmic_and_compile(section):
     assert b"another seed" in render_chart(chart, section, "svg")
 
 
-def test_the_caption_says_how_far_in_twins(section):
+def test_caption_gives_distances_relative_to_another_seed(section):
     (found,) = section.summary.function_distance
     caption = chart_of(section).caption
     told = re.search(
@@ -108,7 +108,7 @@ def test_the_caption_says_how_far_in_twins(section):
     assert "4 positions" in caption
 
 
-def test_where_rounding_is_far_below_the_others_have_a_panel_of_their_own(apart):
+def test_small_rounding_distance_adds_a_panel_without_it(apart):
     section = apart(lambda run, step: lifted(run, step, rounding=1e-5))
     both, others = chart_of(section).panels
     assert both.title == "d16-h2"
@@ -118,7 +118,7 @@ def test_where_rounding_is_far_below_the_others_have_a_panel_of_their_own(apart)
     assert domain[0] > 1e-5
 
 
-def test_a_size_is_a_panel(apart):
+def test_each_size_has_a_panel(apart):
     words = ("variant=standard,no_q", "seed=0,1", "model.d_model=16,32")
     chart = chart_of(apart(words=words))
     assert [panel.title for panel in chart.panels] == ["d16-h2", "d32-h2"]
@@ -126,11 +126,11 @@ def test_a_size_is_a_panel(apart):
 
 
 @pytest.mark.parametrize("lift", [lambda run, step: 0.0, lambda run, step: 0.1 * (step == 12)])
-def test_what_is_equal_has_no_place_on_a_logarithmic_axis(apart, lift):
+def test_zero_distances_are_dropped_from_logarithmic_axes(apart, lift):
     assert chart_of(apart(lift)) is None
 
 
-def test_runs_that_keep_nothing_have_the_page_they_had(made, loss_of, section_of):
+def test_runs_without_recordings_have_no_chart(made, loss_of, section_of):
     section = section_of(made(*WORDS).finish(loss_of))
     assert chart_of(section) is None
     assert "unction distance" not in render_page([section], "old")
@@ -138,13 +138,13 @@ def test_runs_that_keep_nothing_have_the_page_they_had(made, loss_of, section_of
     assert find_problems(section) == []
 
 
-def test_the_page_and_the_text_hold_it(section):
+def test_page_and_markdown_contain_the_chart(section):
     text = render_page([section], "new")
     assert 'id="c1-function-distance"' in text
     assert "function distance from standard" in markdown.render_markdown([section])
 
 
-def test_what_is_damaged_is_told_on_the_page(made, loss_of, section_of):
+def test_damaged_predictions_are_named_on_the_page(made, loss_of, section_of):
     world = predict(made(*WORDS).finish(loss_of), lifted)
     run = next(run for run in world.runs() if run.arm.startswith("no_q"))
     (world.run_folder(run) / "predictions/step-00000012.safetensors").write_bytes(b"<script>")

@@ -83,7 +83,7 @@ def rows_of(panel):
 
 
 @pytest.mark.slow
-def test_all_three_are_drawn_and_compile(section):
+def test_all_head_charts_compile(section):
     found = drawn(section)
     assert [*found] == [*NAMES]
     for chart in found.values():
@@ -97,7 +97,7 @@ def test_all_three_are_drawn_and_compile(section):
         assert render_chart(chart, section, "png").startswith(b"\x89PNG")
 
 
-def test_curves_are_means_over_heads_with_intervals_over_seeds(section):
+def test_head_curves_are_means_over_heads_with_intervals_over_seeds(section):
     rows = rows_of(panel_of(section, "heads", "stable rank"))
     found = {(row["variant"], row["tokens"]): row for row in rows}
     assert {tokens for _, tokens in found} == {6 * 32, 12 * 32}
@@ -108,7 +108,7 @@ def test_curves_are_means_over_heads_with_intervals_over_seeds(section):
     assert [row["loss"] for row in moved if row["variant"] == "no_q"] == pytest.approx([0.51, 1.01])
 
 
-def test_maps_hold_every_layer_of_every_arm_with_the_largest_first(section):
+def test_head_maps_show_all_layers_sorted_by_value(section):
     rows = rows_of(panel_of(section, "head-maps", "stable rank"))
     found = {(row["arm"], row["layer"], row["head"]): row["value"] for row in rows}
     expected = {
@@ -120,7 +120,7 @@ def test_maps_hold_every_layer_of_every_arm_with_the_largest_first(section):
     assert found == expected
 
 
-def test_shades_have_two_sides_where_numbers_have(section):
+def test_signed_values_have_a_diverging_scale(section):
     def colours(title):
         panel = panel_of(section, "head-maps", title)
         return panel.spec["spec"]["layer"][0]["encoding"]["color"]["scale"]
@@ -134,7 +134,7 @@ def test_shades_have_two_sides_where_numbers_have(section):
         assert scale["domain"] == sorted({*scale["domain"]})
 
 
-def test_a_spectrum_is_drawn_at_start_and_end_by_layer(section):
+def test_spectra_are_drawn_at_start_and_end_by_layer(section):
     chart = drawn(section)["spectra"]
     assert [panel.title for panel in chart.panels] == ["layer 0", "layer 1"]
     rows = rows_of(chart.panels[0])
@@ -148,7 +148,7 @@ def test_a_spectrum_is_drawn_at_start_and_end_by_layer(section):
     assert {row["when"] for row in thick["data"]["values"]} == {"end"}
 
 
-def test_an_arm_has_its_spectra_over_training(section):
+def test_arm_has_spectra_during_training(section):
     chart = drawn(section)["spectra-training"]
     assert {panel.variants[0] for panel in chart.panels} == {"standard", "no_q"}
     domains = set()
@@ -164,7 +164,7 @@ def test_an_arm_has_its_spectra_over_training(section):
     assert len(domains) == 1  # so that arms compare
 
 
-def test_a_size_has_panels_of_its_own(measured):
+def test_each_size_has_its_own_panels(measured):
     found = drawn(measured(words=(*WORDS[:1], "seed=0", "model.d_model=16,32")))
     assert len(found["heads"].panels) == 6
     assert {panel.title for panel in found["spectra"].panels} == {
@@ -174,7 +174,7 @@ def test_a_size_has_panels_of_its_own(measured):
 
 
 @pytest.mark.slow
-def test_many_layers_heads_and_values_stay_few_points(measured):
+def test_number_of_points_is_bounded(measured):
     def large(run, step):
         return mechanism(run, step, layers=24, heads=16, values=128)
 
@@ -191,7 +191,7 @@ def test_many_layers_heads_and_values_stay_few_points(measured):
 
 
 @pytest.mark.slow
-def test_two_arms_of_one_variant_are_told_apart(measured):
+def test_arms_of_the_same_variant_are_distinguished(measured):
     section = measured(words=("variant=standard,no_q", "seed=0,1", "control=none,params"))
     rows = rows_of(panel_of(section, "head-maps", "entropy"))
     names = [entry.name for entry in section.study.entries]
@@ -200,7 +200,7 @@ def test_two_arms_of_one_variant_are_told_apart(measured):
 
 
 @pytest.mark.parametrize("value", [math.nan, 0.0, 1e17, -1.0])
-def test_odd_numbers_make_no_broken_picture(measured, value):
+def test_non_finite_values_are_dropped(measured, value):
     def odd(run, step):
         own = mechanism(run, step)
         for part in own.values():
@@ -217,7 +217,7 @@ def test_odd_numbers_make_no_broken_picture(measured, value):
             assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
 
 
-def test_damaged_rows_are_named_on_the_page(made, loss_of, section_of):
+def test_damaged_diagnostics_are_named_on_the_page(made, loss_of, section_of):
     world = measure(made(*WORDS).finish(loss_of))
     run = next(run for run in world.runs() if run.arm.startswith("no_q"))
     path = world.run_folder(run) / "metrics.jsonl"
@@ -227,7 +227,7 @@ def test_damaged_rows_are_named_on_the_page(made, loss_of, section_of):
     ]
 
 
-def test_runs_without_rows_have_the_page_they_had(finished, section):
+def test_runs_without_diagnostics_have_no_chart(finished, section):
     from qkablate.report.section import Section
 
     study = finished.study()

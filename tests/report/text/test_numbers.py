@@ -34,7 +34,7 @@ def places(text):
         (0.0, (0.0, 0.0), "+0.0000 [+0.0000, +0.0000]"),
     ],
 )
-def test_a_gap_is_told_as_far_as_it_is_known(mean, interval, said):
+def test_gap_is_rounded_to_its_interval(mean, interval, said):
     assert format_gap(mean, interval) == said
 
 
@@ -46,13 +46,13 @@ def test_a_gap_is_told_as_far_as_it_is_known(mean, interval, said):
         ((2.0, 2.0), "2.0000 [2.0000, 2.0000]"),
     ],
 )
-def test_a_loss_is_told_as_far_as_it_is_known(values, said):
+def test_loss_is_rounded_to_its_interval(values, said):
     assert format_loss(Sample(values)) == said
 
 
 @settings(max_examples=300, deadline=None)
 @given(mean=means, half=st.floats(2e-5, 99.0))
-def test_the_last_digit_is_a_tenth_to_a_hundredth_of_half_the_interval(mean, half):
+def test_last_digit_is_between_a_tenth_and_a_hundredth_of_the_half_width(mean, half):
     step = 10.0 ** -places(format_digits(mean, half))
     if half < 10:  # beyond, whole numbers are shown
         assert half / 100 * (1 - 1e-9) <= step <= half / 10 * (1 + 1e-9)
@@ -62,7 +62,7 @@ def test_the_last_digit_is_a_tenth_to_a_hundredth_of_half_the_interval(mean, hal
 
 @settings(max_examples=300, deadline=None)
 @given(mean=means, half=st.floats(1e-5, 1e6))
-def test_what_is_told_is_near_what_is_meant(mean, half):
+def test_rounded_value_is_close_to_the_value(mean, half):
     said = format_gap(mean, (mean - half, mean + half))
     found = [float(number) for number in re.findall(NUMBER, said)]
     assert len(found) == 3
@@ -74,7 +74,7 @@ def test_what_is_told_is_near_what_is_meant(mean, half):
 
 @settings(max_examples=300, deadline=None)
 @given(mean=means, half=st.none() | halves | st.just(0.0))
-def test_nothing_is_told_as_less_than_nothing(mean, half):
+def test_zero_has_no_minus_sign(mean, half):
     interval = None if half is None else (mean - half, mean + half)
     for said in re.findall(NUMBER, format_gap(mean, interval)):
         assert float(said) != 0 or not said.startswith("-")
@@ -86,30 +86,30 @@ def test_nothing_is_told_as_less_than_nothing(mean, half):
 
 @settings(max_examples=200, deadline=None)
 @given(values=st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=8))
-def test_any_losses_are_told_as_numbers(values):
+def test_any_losses_are_formatted_as_numbers(values):
     said = format_loss(Sample(tuple(values)))
     assert re.fullmatch(rf"{NUMBER}(, no interval| \[{NUMBER}, {NUMBER}\])", said)
 
 
-def test_the_three_numbers_have_as_many_digits_as_one_another():
+def test_mean_and_bounds_have_equal_decimals():
     for half in (3e-7, 2e-4, 0.05, 4.0, 300.0):
         said = re.findall(NUMBER, format_gap(0.1234567, (0.1234567 - half, 0.1234567 + half)))
         assert len({places(number) for number in said}) == 1
 
 
-def test_a_side_on_which_runs_diverged_has_no_end():
+def test_interval_is_unbounded_on_the_side_of_diverged_runs():
     interval = (0.01, 0.03)
     assert format_gap(0.02, interval, above=True) == "+0.020 [+0.010, ∞)"
     assert format_gap(0.02, interval, below=True) == "+0.020 (−∞, +0.030]"
     assert format_gap(0.02, interval, below=True, above=True) == "+0.020 (−∞, ∞)"
 
 
-def test_half_an_interval_is_half_its_width():
+def test_half_width_is_half_the_interval():
     assert half_width((1.0, 4.0)) == 1.5
     assert half_width(None) is None
     assert half_width((2.0, 2.0)) == 0.0
 
 
 @pytest.mark.parametrize("half", [math.inf, math.nan, 0.0, -1.0, None])
-def test_a_width_that_is_none_leaves_four_decimals(half):
+def test_zero_width_keeps_four_decimals(half):
     assert format_digits(1.23456789, half) == "1.2346"

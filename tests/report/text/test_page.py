@@ -52,7 +52,7 @@ def said(section):
     return render_markdown([section])
 
 
-def test_it_begins_with_title_status_and_answer(section, said):
+def test_text_begins_with_title_status_and_summary(section, said):
     assert_sound(said)
     first, second, *_ = said.split("\n\n")
     assert first == f"# {section.title}"
@@ -62,19 +62,19 @@ def test_it_begins_with_title_status_and_answer(section, said):
         assert said.index(sentence) < said.index("### verdicts")
 
 
-def test_the_verdicts_are_those_of_the_page(section, said):
+def test_verdicts_equal_those_of_the_page(section, said):
     head, rows = tables(said)["verdicts"]
     assert head == COLUMNS
     shown = [[html.unescape(cell) for cell in row] for row in rows]
     assert shown == [[cell.text for cell in row] for row in make_verdict_rows(section)]
 
 
-def test_the_audit_is_that_of_the_page(section, said):
+def test_audit_equals_that_of_the_page(section, said):
     _, rows = tables(said)["audit"]
     assert rows == make_audit_rows(section)
 
 
-def test_every_run_is_there_with_its_command(section, said):
+def test_every_run_is_listed_with_its_command(section, said):
     head, rows = tables(said)["runs"]
     assert head == RUN_COLUMNS
     commands = [shlex.split(row[-1].strip("`")) for row in rows]
@@ -84,18 +84,18 @@ def test_every_run_is_there_with_its_command(section, said):
     ]
 
 
-def test_the_surroundings_are_there(said):
+def test_environment_is_listed(said):
     _, rows = tables(said)["environment"]
     assert ["CPU", "a CPU"] in rows
 
 
-def test_chapters_follow_one_another(section, claimed, said):
+def test_sections_are_consecutive(section, claimed, said):
     both = render_markdown([section, claimed(0.0)])
     assert both.startswith(said.rstrip("\n"))
     assert re.findall(r"(?m)^# .*", both) == [f"# {section.title}", "# claim mine (small)"]
 
 
-def test_a_claim_is_told_with_its_verdict(claimed):
+def test_claim_is_shown_with_its_verdict(claimed):
     section = claimed(0.0)
     found = assert_sound(render_markdown([section]))
     assert "**SUPPORTED** Keys alone are enough." in found
@@ -107,13 +107,13 @@ def test_a_claim_is_told_with_its_verdict(claimed):
     assert "**INCOMPLETE**" in waiting
 
 
-def test_a_sweep_without_a_result_has_a_text(cached_world, section_of):
+def test_sweep_without_results_has_a_text(cached_world, section_of):
     found = assert_sound(render_markdown([section_of(cached_world(*ONE))]))
     assert "4 runs: 4 waiting" in found
     assert "There is no completed pair of runs" in found
 
 
-def test_no_run_at_all_has_a_text(tmp_path):
+def test_study_without_runs_has_a_text(tmp_path):
     (tmp_path / "nothing-here").mkdir()
     study = read_standalone_runs([tmp_path / "nothing-here"])
     found = assert_sound(
@@ -125,7 +125,7 @@ def test_no_run_at_all_has_a_text(tmp_path):
 # Hostile names
 
 
-def test_hostile_words_in_folders_stay_in_their_cells(cached_world, loss_of, section_of):
+def test_hostile_text_in_folders_stays_in_its_cell(cached_world, loss_of, section_of):
     made = cached_world(*ONE).finish(loss_of)
     for number, run in enumerate(made.runs()):
         words = dict.fromkeys(("kernel", "precision", "device", "data_fingerprint"), HOSTILE)
@@ -146,14 +146,14 @@ def test_hostile_words_in_folders_stay_in_their_cells(cached_world, loss_of, sec
     assert "alert(1)" in found  # told, as words
 
 
-def test_hostile_words_in_a_claim_stay_words(claimed):
+def test_hostile_text_in_a_claim_is_escaped_in_markdown(claimed):
     found = assert_sound(render_markdown([claimed(0.0, says=HOSTILE)]))
     assert len(re.findall(r"(?m)^# ", found)) == 1
     assert "alert(1)" in found
 
 
 @pytest.mark.parametrize("path", ["a  b.txt", "a<b>.txt", "a`b.txt", "a ``b`` c.txt"])
-def test_a_command_is_code_that_can_be_typed(cached_world, section_of, path):
+def test_command_is_verbatim_code(cached_world, section_of, path):
     section = section_of(cached_world(*ONE))
     for arm in section.study.arms.values():
         arm.overrides["data.path"] = path
@@ -165,7 +165,7 @@ def test_a_command_is_code_that_can_be_typed(cached_world, section_of, path):
     assert shlex.split(code) == ["qkablate", "train", *words]
 
 
-def test_no_name_is_a_picture_or_a_link(cached_world, loss_of, section_of):
+def test_names_cannot_become_images_or_links(cached_world, loss_of, section_of):
     """Whoever shows the text would ask the network for it."""
     made = cached_world(*ONE).finish(loss_of)
     first, *_ = made.runs()

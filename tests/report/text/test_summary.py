@@ -62,7 +62,7 @@ def test_one_variant_is_better(said):
     assert "not found" not in second
 
 
-def test_none_found_is_not_equal(said):
+def test_no_difference_found_is_not_equality(said):
     first, second = said(THREE)
     assert "no difference was found for no_q and shared_qk" in first
     assert "better" not in first
@@ -71,7 +71,7 @@ def test_none_found_is_not_equal(said):
     assert re.search(r"detect a true gap of [\d.]+( to [\d.]+)? nats", second)
 
 
-def test_what_was_found_at_one_size_is_told(said):
+def test_difference_at_one_size_is_reported(said):
     first, _ = said(SIZES, end=lambda run: False, truth={"no_q": 0.05})
     assert "no_q (in 2 of 2 comparisons, by 0.0" in first
     first, _ = said(
@@ -82,7 +82,7 @@ def test_what_was_found_at_one_size_is_told(said):
     assert "no difference was found for shared_qk" in first
 
 
-def test_better_at_one_size_and_worse_at_another_is_both(said, loss_of):
+def test_mixed_results_are_reported_as_both(said, loss_of):
     gaps = {"no_q-d16-h2": 0.05, "no_q-d32-h2": -0.05}
     first, _ = said(SIZES, end=lambda run: loss_of(run, {}) + gaps.get(run.arm, 0.0))
     assert "better in some comparisons and worse in others: no_q" in first
@@ -90,7 +90,7 @@ def test_better_at_one_size_and_worse_at_another_is_both(said, loss_of):
     assert "did worse" not in first
 
 
-def test_among_very_many_sizes_some_stand_out_by_chance(made, section_of):
+def test_differences_are_adjusted_for_all_sizes(made, section_of):
     """And are not named as found: p is adjusted over all that one sentence tells."""
     made = made("variant=standard,no_q", "model.d_model=16,32,64,128", "seed=range(3)")
     noise = {0: -0.001, 1: 0.0, 2: 0.001}
@@ -110,13 +110,13 @@ def test_among_very_many_sizes_some_stand_out_by_chance(made, section_of):
     assert "worse" not in first
 
 
-def test_with_a_margin_it_is_told_what_is_within(said, loss_of):
+def test_margin_reports_equivalence(said, loss_of):
     first, _ = said(THREE, margin=0.1)
     assert re.search(r"(equivalent within ± 0.1 nats|not worse by 0.1 nats): no_q", first)
     assert "no difference was found" not in first
 
 
-def test_one_seed_is_a_number_and_no_answer(said, loss_of):
+def test_single_seed_gives_no_conclusion(said, loss_of):
     words = ("variant=standard,no_q,shared_qk", "seed=3")
     first, second = said(words, {"no_q": 0.05})
     assert first.startswith("With one seed, ")
@@ -128,7 +128,7 @@ def test_one_seed_is_a_number_and_no_answer(said, loss_of):
     assert "-0.0000" not in first
 
 
-def test_before_the_first_pair_there_is_nothing_to_say(said):
+def test_no_pair_gives_no_comparison(said):
     (only,) = said(THREE, end=lambda run: None)
     assert only == (
         "So far (0 of 18 runs have ended): There is no completed pair of runs to compare yet."
@@ -137,7 +137,7 @@ def test_before_the_first_pair_there_is_nothing_to_say(said):
     assert only.startswith("So far (3 of 18 runs have ended): With one seed, ")
 
 
-def test_a_sweep_that_runs_says_so_first(said):
+def test_incomplete_sweep_begins_with_its_progress(said):
     first, second = said(
         THREE, {"no_q": 0.05}, end=lambda run: None if run.changes["seed"] > 3 else False
     )
@@ -145,7 +145,7 @@ def test_a_sweep_that_runs_says_so_first(said):
     assert "n = 4 pairs" in second
 
 
-def test_what_went_wrong_is_counted(said):
+def test_failures_are_counted(said):
     bad = {("no_q", 0): "diverged", ("no_q", 1): "failed", ("shared_qk", 2): "failed"}
     first, second = said(
         THREE, end=lambda run: bad.get((run.arm.split("-")[0], run.changes["seed"]), False)
@@ -157,12 +157,12 @@ def test_what_went_wrong_is_counted(said):
     assert first.startswith("Of 18 runs, 1 diverged. Compared with standard")
 
 
-def test_an_arm_whose_runs_all_diverged_is_told(said):
+def test_fully_diverged_arm_is_reported(said):
     first, *_ = said(THREE, end=lambda run: "diverged" if run.arm.startswith("no_q") else False)
     assert "6 diverged" in first
 
 
-def test_of_one_pair_left_there_is_no_verdict(said):
+def test_single_remaining_pair_gives_no_verdict(said):
     first, second = said(
         THREE, {"no_q": 5.0}, end=lambda run: None if is_seed("no_q", *range(5))(run) else False
     )
@@ -172,13 +172,13 @@ def test_of_one_pair_left_there_is_no_verdict(said):
 
 @pytest.mark.parametrize("truth", [{}, {"no_q": 0.05}, {"no_q": 0.05, "shared_qk": -0.05}])
 @pytest.mark.parametrize("words", [THREE, SIZES], ids=["one size", "two sizes"])
-def test_every_variant_is_named_once(said, words, truth):
+def test_each_variant_is_named_once(said, words, truth):
     first, _ = said(words, truth)
     for name in ("standard", "no_q", "shared_qk"):
         assert len(re.findall(rf"\b{name}\b", first)) == 1, name
 
 
-def test_of_many_variants_a_few_are_named_and_the_others_counted(said):
+def test_long_lists_of_variants_are_abbreviated(said):
     names = "no_q,shared_qk,merged_w,tied_kv,no_k"
     first, _ = said((f"variant=standard,{names}", "seed=range(2)"))
     named = [name for name in names.split(",") if re.search(rf"\b{name}\b", first)]
@@ -186,12 +186,12 @@ def test_of_many_variants_a_few_are_named_and_the_others_counted(said):
     assert len(named) == 5 or "and 2 more" in first
 
 
-def test_what_the_audit_doubts_is_named(said):
+def test_audit_warnings_are_named(said):
     _, second = said(THREE)
     assert "the audit warns of other possible causes: learning rate" in second
 
 
-def test_sentences_end_and_hold_no_number_with_a_lost_sign(said):
+def test_sentences_are_complete_and_numbers_keep_their_sign(said):
     for words, truth in ((THREE, {"no_q": -0.05}), (SIZES, {}), (TWO, {})):
         for sentence in said(words, truth):
             assert sentence.endswith(".")
@@ -206,7 +206,7 @@ def test_sentences_end_and_hold_no_number_with_a_lost_sign(said):
 NO_BASELINE = ("variant=no_q,shared_qk", "seed=range(2)", "sweep.baseline=null")
 
 
-def test_runs_without_a_baseline_are_told_and_not_compared(said):
+def test_runs_without_baseline_are_reported_without_comparison(said):
     first, second = said(NO_BASELINE, end=lambda run: 2.5 + run.changes["seed"])
     assert first.startswith("Test loss in nats per token: ")
     assert "no_q-d16-h2 reached 3.0 [" in first
@@ -215,12 +215,12 @@ def test_runs_without_a_baseline_are_told_and_not_compared(said):
     assert "variant=standard" in second
 
 
-def test_a_single_run_is_told_with_its_tokens(said):
+def test_single_run_is_reported_with_its_tokens(said):
     first, _ = said(("variant=no_q", "seed=0", "sweep.baseline=null"), end=lambda run: 2.5)
     assert first == "Test loss in nats per token: no_q-d16-h2 reached 2.5000 after 384 tokens."
 
 
-def test_runs_without_a_baseline_that_are_not_done_say_so(said):
+def test_incomplete_runs_without_baseline_are_reported(said):
     (only,) = said(NO_BASELINE, end=lambda run: None)
     assert only == "So far (0 of 4 runs have ended): No run is done yet."
 
@@ -236,7 +236,7 @@ def test_runs_without_a_baseline_that_are_not_done_say_so(said):
         (0.01, "UNDERPOWERED", "The runs are inconclusive: there are too few for this margin."),
     ],
 )
-def test_a_verdict_is_said_in_words(claimed, gap, word, sentence):
+def test_verdict_is_stated_in_words(claimed, gap, word, sentence):
     section = claimed(gap)
     assert section.judgement.word == word
     first, second = summarize(section)
@@ -248,26 +248,26 @@ def test_a_verdict_is_said_in_words(claimed, gap, word, sentence):
     assert found == pytest.approx(gap, abs=1e-4)
 
 
-def test_that_there_is_no_such_difference_is_said(claimed):
+def test_equivalence_is_stated(claimed):
     section = claimed(0.0, kind="better")
     assert section.judgement.word == "EQUIVALENT"
     first, _ = summarize(section)
     assert first.startswith("The runs show that there is no such difference")
 
 
-def test_there_is_no_verdict_before_the_last_run(claimed):
+def test_verdict_needs_all_runs(claimed):
     (only,) = summarize(claimed(0.0, ended=5))
     assert only == ("There is no verdict yet: 5 of 8 runs have ended, and all are needed.")
 
 
-def test_what_is_exploratory_confirms_nothing(claimed):
+def test_exploratory_result_confirms_nothing(claimed):
     first, _ = summarize(claimed(0.0, reasons=("edited after the runs",)))
     assert first.startswith("The runs support it, but this is exploratory and confirms nothing;")
     first, _ = summarize(claimed(0.0, margin=0.02))  # worded anew after the runs
     assert first.startswith("The runs support it, but this is exploratory and confirms nothing;")
 
 
-def test_runs_that_diverged_leave_a_side_open(claimed):
+def test_diverged_runs_make_the_interval_unbounded(claimed):
     section = claimed(0.0, end=lambda number: "diverged" if number == 1 else None)
     first, second = summarize(section)
     assert first.startswith("The runs are inconclusive: some runs diverged")
@@ -275,12 +275,12 @@ def test_runs_that_diverged_leave_a_side_open(claimed):
     assert "(n = 3)" in second
 
 
-def test_a_spread_has_no_sign(claimed):
+def test_spread_has_no_sign(claimed):
     _, second = summarize(claimed(0.0, of="spread", margin=0.05))
     assert re.search(r"within: spread 0\.\d+ \[0\.\d+, 0\.\d+\]", second)
 
 
-def test_where_all_diverged_nothing_is_measured(claimed):
+def test_nothing_is_measured_if_all_runs_diverged(claimed):
     sentences = summarize(claimed(0.0, end=lambda number: "diverged"))
     assert sentences[0].startswith("The runs are inconclusive")
     assert not any(": ." in sentence for sentence in sentences)

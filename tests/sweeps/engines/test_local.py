@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-TOLD_EARLY = """
+SIGNALED_EARLY = """
 import multiprocessing, os, signal, sys
 from multiprocessing import forkserver, resource_tracker
 from qkablate.sweeps.engines import local
@@ -14,7 +14,8 @@ multiprocessing.set_forkserver_preload(local.PRELOADED)
 resource_tracker.ensure_running()
 with local.blocked_signals():
     forkserver.ensure_running()
-os.kill(forkserver._forkserver._forkserver_pid, signal.Signals[sys.argv[1]])  # it imports torch yet
+# While it imports torch.
+os.kill(forkserver._forkserver._forkserver_pid, signal.Signals[sys.argv[1]])
 process = multiprocessing.get_context("forkserver").Process(target=print, args=("started",))
 process.start()
 process.join()
@@ -25,6 +26,6 @@ process.join()
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_forkserver_survives_signals_to_its_group(name):
     done = subprocess.run(
-        [sys.executable, "-c", TOLD_EARLY, name], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SIGNALED_EARLY, name], capture_output=True, text=True, timeout=120
     )
     assert (done.stdout, done.returncode) == ("started\n", 0), done.stderr

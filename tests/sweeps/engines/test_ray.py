@@ -33,7 +33,7 @@ def test_private_cluster_gives_the_local_results(spawn, qkablate, grid, tiny, tm
     """Results are bit-identical; the cluster listens on loopback only and leaves nothing behind."""
     words = [*grid, "train.steps=40"]
     assert qkablate(*words, "engine=local", f"out={tmp_path / 'calm'}").code == 0
-    before = of_home(home)
+    before = processes_of(home)
     launcher = spawn(*words)
     wait_for_runs(launcher, tmp_path)
     places = {socket.inet_ntoa(place) for place in listening(home)}
@@ -41,7 +41,7 @@ def test_private_cluster_gives_the_local_results(spawn, qkablate, grid, tiny, tm
     _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, err
     assert "Traceback" not in err
-    assert of_home(home) == before
+    assert processes_of(home) == before
     assert not list(home.iterdir())
     assert_all_same(tmp_path / "calm", tmp_path / "outputs")
 
@@ -79,8 +79,8 @@ def test_killed_launcher_or_driver_leaves_checkpoints(spawn, qkablate, grid, ray
         assert "Traceback" not in err
     wait_for_their_end(folders)
     assert all(list(folder.glob("checkpoints/step-*")) for folder in folders)
-    found = json.loads(qkablate("status", "--json").out)
-    assert {state["status"] for state in found["states"]} <= {"interrupted", "waiting"}
+    report = json.loads(qkablate("status", "--json").out)
+    assert {state["status"] for state in report["states"]} <= {"interrupted", "waiting"}
     if who == "driver":
         return
     steps = [int(p.name[5:]) for p in tmp_path.glob("outputs/runs/*/checkpoints/step-*")]
@@ -107,8 +107,8 @@ def test_lost_cluster_is_reported_in_one_line(
     assert "Traceback" not in err
     folders = list(tmp_path.glob("outputs/runs/*"))
     wait_for_their_end(folders)
-    found = json.loads(qkablate("status", "--json").out)
-    assert "interrupted" in {state["status"] for state in found["states"]}
+    report = json.loads(qkablate("status", "--json").out)
+    assert "interrupted" in {state["status"] for state in report["states"]}
 
 
 # The node pretends to have a GPU: runs request a fraction of it, and train on the CPU.
@@ -212,11 +212,11 @@ def test_invalid_token_is_reported_in_one_line(qkablate, grid, ray, monkeypatch)
 def wait_for_runs(launcher, tmp_path, above=0, runs=1):
     """Wait until so many runs have trained past a step."""
     while launcher.poll() is None:
-        found = 0
+        begun = 0
         for path in tmp_path.glob("outputs/runs/*/metrics.jsonl"):
             rows = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
-            found += any("train/loss" in row and row["step"] > above for row in rows)
-        if found >= runs:
+            begun += any("train/loss" in row and row["step"] > above for row in rows)
+        if begun >= runs:
             return
         time.sleep(0.05)
     raise AssertionError(launcher.communicate())
@@ -241,9 +241,9 @@ def parent(pid: int) -> int:
 def drivers(launcher: int) -> list[int]:
     """Return the pid of a launcher's Ray driver."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    found = [pid for pid in pids if "spawn_main" in command(pid) and parent(pid) == launcher]
-    assert len(found) == 1
-    return found
+    matches = [pid for pid in pids if "spawn_main" in command(pid) and parent(pid) == launcher]
+    assert len(matches) == 1
+    return matches
 
 
 def command(pid: int) -> str:
@@ -261,7 +261,7 @@ def environment(pid: int) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-def of_home(home: Path) -> list[int]:
+def processes_of(home: Path) -> list[int]:
     """Return the processes with this HOME: all that a launcher has started."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     return [pid for pid in pids if environment(pid).get("HOME") == str(home)]
@@ -270,7 +270,7 @@ def of_home(home: Path) -> list[int]:
 def listening(home: Path) -> set[bytes]:
     """Return the addresses at which these processes listen."""
     sockets = set()
-    for pid in of_home(home):
+    for pid in processes_of(home):
         for link in Path(f"/proc/{pid}/fd").glob("*"):
             try:
                 sockets.add(os.readlink(link))

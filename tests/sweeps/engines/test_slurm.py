@@ -16,14 +16,15 @@ from qkablate.errors import UserError
 from qkablate.sweeps.engines import factory
 from qkablate.sweeps.engines.base import EXIT_ALREADY_RUNNING
 from qkablate.sweeps.engines.slurm import cluster
-from qkablate.sweeps.engines.slurm.batch import JobArray
+from qkablate.sweeps.engines.slurm.batch import ArrayTask, JobArray
 from qkablate.sweeps.engines.slurm.cluster import (
     QueueEntry,
     SlurmCommandFailed,
+    SubmissionRejected,
     format_error,
     parse_time_limit,
 )
-from qkablate.sweeps.engines.slurm.engine import ArrayTask, SlurmEngine, SubmissionRejected
+from qkablate.sweeps.engines.slurm.engine import SlurmEngine
 from qkablate.sweeps.planning.estimate import Timing
 from tests.sweeps.run_checks import assert_same, final_state, results, status, wait_for_progress
 
@@ -45,8 +46,8 @@ def jobs(tmp_path):
         f"{path.parents[1].name}.{path.name}" for path in tmp_path.glob("outputs/sweeps/*/slurm/*")
     ]
     command = ["squeue", "--noheader", "--array", "--format=%i|%T|%r", f"--name={','.join(names)}"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [tuple(line.split("|")) for line in said.splitlines()]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [tuple(line.split("|")) for line in output.splitlines()]
 
 
 def wait_for(what, launcher, seconds=100):
@@ -58,14 +59,14 @@ def wait_for(what, launcher, seconds=100):
     return found
 
 
-def calm(qkablate, grid, tmp_path, *words):
+def train_undisturbed(qkablate, grid, tmp_path, *words):
     """Return the final states of the same sweep, undisturbed on this machine."""
     here = [word for word in grid if not word.startswith("engine")]
     assert qkablate(*here, *words, "out=calm").code == 0
     return {path.parent.name: final_state(path.parent) for path in results(tmp_path, "calm")}
 
 
-def assert_calm(tmp_path, reference):
+def assert_undisturbed(tmp_path, reference):
     assert {path.parent.name for path in results(tmp_path)} == reference.keys()
     for path in results(tmp_path):
         assert_same(final_state(path.parent), reference[path.parent.name])
@@ -73,7 +74,7 @@ def assert_calm(tmp_path, reference):
 
 def test_requeued_job_resumes_its_run(spawn, qkablate, grid, tmp_path):
     words = ["seed=0", *LONG]
-    reference = calm(qkablate, grid, tmp_path, *words)
+    reference = train_undisturbed(qkablate, grid, tmp_path, *words)
     launcher = spawn(*grid, *words)
     wait_for_progress(launcher, tmp_path)
     ((job, *_),) = jobs(tmp_path)
@@ -83,7 +84,7 @@ def test_requeued_job_resumes_its_run(spawn, qkablate, grid, tmp_path):
     wait_for(lambda: [j for j in jobs(tmp_path) if j[1:] == ("PENDING", "BeginTime")], launcher)
     subprocess.run(["scontrol", "update", f"jobid={job}", "starttime=now"], check=True)
     assert launcher.wait(timeout=120) == 0, launcher.communicate()
-    assert_calm(tmp_path, reference)
+    assert_undisturbed(tmp_path, reference)
 
 
 def test_scancelled_run_writes_a_checkpoint(spawn, qkablate, grid, tmp_path):
@@ -99,7 +100,7 @@ def test_scancelled_run_writes_a_checkpoint(spawn, qkablate, grid, tmp_path):
 def test_job_killed_without_an_exit_is_submitted_again(spawn, qkablate, grid, tmp_path):
     """All processes of the job are killed at once, as when a machine fails."""
     words = ["seed=0", *LONG]
-    reference = calm(qkablate, grid, tmp_path, *words)
+    reference = train_undisturbed(qkablate, grid, tmp_path, *words)
     launcher = spawn(*grid, *words)
     wait_for_progress(launcher, tmp_path)
     (folder,) = tmp_path.glob("outputs/sweeps/*/slurm/*/0.json")
@@ -109,9 +110,8 @@ def test_job_killed_without_an_exit_is_submitted_again(spawn, qkablate, grid, tm
         os.kill(pid, signal.SIGKILL)
     _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, err
-    print(err)
     assert "again, elsewhere" in err
-    assert_calm(tmp_path, reference)
+    assert_undisturbed(tmp_path, reference)
 
 
 def test_workers_limit_the_running_jobs(spawn, grid, tmp_path, qkablate):
@@ -171,29 +171,28 @@ def test_files_in_the_sweep_folder_are_never_executed(qkablate, grid, tmp_path):
 
 def test_launcher_can_stop_while_the_controller_is_absent(slurm, monkeypatch, tmp_path):
     (tmp_path / "sweep").mkdir()
-    said = []
-    engine = SlurmEngine(tmp_path / "sweep", {}, None, said.append)
+    output = []
+    engine = SlurmEngine(tmp_path / "sweep", {}, None, output.append)
     batch = JobArray(tmp_path / "0123456789ab")
     engine._tasks = {"run": ArrayTask("run", batch, 0, "1")}
 
     def away(*command, stdin=None):
         raise SlurmCommandFailed("Unable to contact slurm controller")
 
-    monkeypatch.setattr("qkablate.sweeps.engines.slurm.engine.run_command", away)
     monkeypatch.setattr(cluster, "run_command", away)
     engine.stop(now=False)
     assert engine.wait_for_exits(0.1) == []  # it waits
     engine.stop(now=True)
     assert [exit.id for exit in engine.wait_for_exits(0.1)] == ["run"]
-    assert "its jobs may still be there" in said[-1]
+    assert "its jobs may still be there" in output[-1]
 
 
 @pytest.fixture
 def engine(monkeypatch, tmp_path):
     """Return an engine without a cluster: its queue is empty."""
     (tmp_path / "sweep").mkdir()
-    monkeypatch.setattr("qkablate.sweeps.engines.slurm.engine.query_queue", lambda *_: {})
-    monkeypatch.setattr("qkablate.sweeps.engines.slurm.engine.max_array_size", lambda: 1000)
+    monkeypatch.setattr(cluster, "query_queue", lambda *_: {})
+    monkeypatch.setattr(cluster, "max_array_size", lambda: 1000)
     return SlurmEngine(tmp_path / "sweep", {}, None, lambda _: None)
 
 
@@ -359,7 +358,7 @@ def test_folder_invisible_to_the_nodes_is_named(slurm, qkablate, grid, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("limit", "said"),
+    ("limit", "minutes"),
     [
         ("infinite", float("inf")),
         ("30:00", 30),
@@ -368,10 +367,12 @@ def test_folder_invisible_to_the_nodes_is_named(slurm, qkablate, grid, tmp_path,
         ("7-00:00:00", 7 * 24 * 60),
     ],
 )
-def test_time_limits_are_parsed(limit, said):
-    assert parse_time_limit(limit) == said
+def test_time_limits_are_parsed(limit, minutes):
+    assert parse_time_limit(limit) == minutes
 
 
 def test_slurm_errors_are_formatted_as_one_line():
-    said = "sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition\n"
-    assert format_error(said) == "invalid partition specified: x; Invalid partition"
+    output = (
+        "sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition\n"
+    )
+    assert format_error(output) == "invalid partition specified: x; Invalid partition"

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
@@ -18,14 +19,22 @@ from qkablate.sweeps.planning.control import (
     REACH,
     ControlMatch,
     ControlOutOfReach,
-    ModelSize,
     match_baseline,
 )
 from qkablate.training.resolve import build_empty_model
 
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The cost of a model."""
+
+    params: int
+    flops: float
+
+
 Measure = Callable[[Mapping[str, int | float]], ModelSize]
 MATCHES = ("params", "flops")
-KNOBS = ("mlp", "d_model", "layers")
+ADJUSTABLE = ("mlp", "d_model", "layers")
 # Head widths of 8, 16, 9, 5 and 4; one head; fractional ratios.
 SHAPES = [
     ModelConfig(layers=1, d_model=16, heads=2),
@@ -39,8 +48,8 @@ SHAPES = [
 
 
 def arm(variant: str, model: ModelConfig) -> Config:
-    said = VariantConfig(**variants()[variant])
-    return Config(variant=said, model=model, device="cpu", precision="fp32")
+    selected = VariantConfig(**variants()[variant])
+    return Config(variant=selected, model=model, device="cpu", precision="fp32")
 
 
 def in_model(changes: Mapping[str, int | float]) -> dict:
@@ -58,7 +67,7 @@ def measure_of(config: Config) -> Measure:
         gpt = build_empty_model(resolve(whole), 97)
         parts = gpt.parameter_counts()
         flops = training_flops_per_token(gpt, tokens_per_pass=1024)
-        return ModelSize(parts["total"] - parts["embedding"], parts["total"], flops)
+        return ModelSize(parts["total"] - parts["embedding"], flops)
 
     def measure(changes: Mapping[str, int | float]) -> ModelSize:
         key = tuple(sorted(changes.items()))
@@ -89,7 +98,7 @@ def shape_of(start: ModelConfig, changes: Mapping[str, int | float]) -> tuple[in
     return model.layers, model.d_model, round(model.mlp_ratio * model.d_model)
 
 
-def by_force(
+def search_exhaustively(
     control: ControlConfig,
     target: ModelSize,
     start: ModelConfig,
@@ -105,7 +114,7 @@ def by_force(
         control.adjust, start.heads * math.gcd(8, start.d_model // start.heads)
     )
     key = "layers" if control.adjust == "layers" else "d_model"
-    found, crossing = [], 0
+    candidates, crossing = [], 0
     for value in [start.d_model] if control.adjust == "mlp" else itertools.count(step, step):
         d_model = start.d_model if key == "layers" else value
         nominal = max(1, round(start.mlp_ratio * d_model))
@@ -134,13 +143,13 @@ def by_force(
             ratio = abs(Fraction(units, d_model) - Fraction(start.mlp_ratio))
             moved = abs(value - getattr(start, key))
             layers = value if key == "layers" else start.layers
-            found.append((ratio, moved, value, (layers, d_model, units)))
+            candidates.append((ratio, moved, value, (layers, d_model, units)))
     if control.adjust != "mlp":
-        found = [f for f in found if -reach * step < f[2] - crossing <= reach * step]
-    return min(found)[-1] if found else None
+        candidates = [f for f in candidates if -reach * step < f[2] - crossing <= reach * step]
+    return min(candidates)[-1] if candidates else None
 
 
-def try_both(
+def check_both(
     control: ControlConfig,
     target: ModelSize,
     start: ModelConfig,
@@ -148,36 +157,36 @@ def try_both(
     reach: float = math.inf,
 ) -> ControlMatch | ControlOutOfReach:
     """Compare `match_baseline` with the exhaustive search."""
-    expected = by_force(control, target, start, measure, reach)
+    expected = search_exhaustively(control, target, start, measure, reach)
     calls = []
 
     def counted(changes: Mapping[str, int | float]) -> ModelSize:
         calls.append(changes)
         return measure(changes)
 
-    found: ControlMatch | ControlOutOfReach
+    match: ControlMatch | ControlOutOfReach
     try:
-        found = match_baseline(control, target, start, counted)
+        match = match_baseline(control, target, start, counted)
     except ControlOutOfReach as reason:
-        found = reason
+        match = reason
     assert len(calls) == len({tuple(changes.items()) for changes in calls})
     # The start, two widths for the slope, and the match.
     assert len(calls) <= (4 if control.adjust == "mlp" else 4 * REACH + 20)
-    if isinstance(found, ControlOutOfReach):
-        assert expected is None, f"{expected} would do: {found}"
-        assert str(found)
-        assert "\n" not in str(found)
-        return found
-    assert shape_of(start, found.changes) == expected
-    assert found.size == measure(found.changes)
+    if isinstance(match, ControlOutOfReach):
+        assert expected is None, f"{expected} would do: {match}"
+        assert str(match)
+        assert "\n" not in str(match)
+        return match
+    assert shape_of(start, match.changes) == expected
+    assert match.size == measure(match.changes)
     goal = cost_of(control, target)
-    assert found.mismatch == (cost_of(control, found.size) - goal) / goal
-    assert abs(found.mismatch) <= control.tolerance
+    assert match.mismatch == (cost_of(control, match.size) - goal) / goal
+    assert abs(match.mismatch) <= control.tolerance
     coarse = set() if control.adjust == "mlp" else {f"model.{control.adjust}"}
-    assert set(found.changes) <= {"model.mlp_ratio"} | coarse
-    for key, value in found.changes.items():
+    assert set(match.changes) <= {"model.mlp_ratio"} | coarse
+    for key, value in match.changes.items():
         assert value != getattr(start, key.removeprefix("model."))
-    return found
+    return match
 
 
 @pytest.mark.parametrize("variant", variants())
@@ -205,8 +214,8 @@ def test_match_is_the_best_of_all_widths(variant, what):
         range(1, 100),
         key=lambda m: abs(cost_of(control, measure({"model.mlp_ratio": m / 16})) - goal),
     )
-    found = match_baseline(control, target, model, measure)
-    assert shape_of(model, found.changes) == (2, 16, best)
+    match = match_baseline(control, target, model, measure)
+    assert shape_of(model, match.changes) == (2, 16, best)
 
 
 @pytest.mark.slow
@@ -218,8 +227,8 @@ def test_match_equals_exhaustive_search(variant):
         measure = measure_of(arm(variant, model))
         anywhere = dataclasses.replace(model, position="none")
         for target in (size_of("standard", model), size_of("merged_w", anywhere)):
-            for what, adjust in itertools.product(MATCHES, KNOBS):
-                try_both(ControlConfig(match=what, adjust=adjust), target, model, measure)
+            for what, adjust in itertools.product(MATCHES, ADJUSTABLE):
+                check_both(ControlConfig(match=what, adjust=adjust), target, model, measure)
 
 
 @st.composite
@@ -241,52 +250,52 @@ def arms(draw) -> tuple[ControlConfig, ModelSize, ModelConfig, Measure]:
         if d_model // heads % meant or units < 1:
             raise UserError("model.d_model: has no meaning")
         cost = layers * (a * d_model**2 + b * d_model + 2 * d_model * units) + c
-        return ModelSize(cost, cost, 6.0 * cost)
+        return ModelSize(cost, 6.0 * cost)
 
     control = ControlConfig(
         match=draw(st.sampled_from(MATCHES)),
-        adjust=draw(st.sampled_from(KNOBS)),
+        adjust=draw(st.sampled_from(ADJUSTABLE)),
         tolerance=draw(st.sampled_from([0.003, 0.01, 0.1])),
     )
     own = start.layers * start.d_model**2
     cost = draw(st.integers(max(1, own // 4), 30 * own))
-    return control, ModelSize(cost, cost, 6.0 * cost), start, measure
+    return control, ModelSize(cost, 6.0 * cost), start, measure
 
 
 @pytest.mark.slow
 @given(arms())
 @settings(max_examples=300, deadline=None)
 def test_match_equals_exhaustive_search_on_synthetic_arms(drawn):
-    try_both(*drawn, reach=REACH)
+    check_both(*drawn, reach=REACH)
 
 
-@pytest.mark.parametrize("adjust", KNOBS)
+@pytest.mark.parametrize("adjust", ADJUSTABLE)
 @pytest.mark.parametrize("what", MATCHES)
 def test_baseline_matched_to_itself_is_unchanged(what, adjust):
     for model in (*SHAPES, dataclasses.replace(SHAPES[0], mlp_ratio=0)):
         own = {(): size_of("standard", model)}  # nothing else is measured
-        found = match_baseline(
+        match = match_baseline(
             ControlConfig(match=what, adjust=adjust),
             own[()],
             model,
             lambda c, own=own: own[tuple(c)],
         )
-        assert found == ControlMatch({}, own[()], 0.0)
+        assert match == ControlMatch({}, own[()], 0.0)
 
 
-@pytest.mark.parametrize("adjust", KNOBS)
+@pytest.mark.parametrize("adjust", ADJUSTABLE)
 def test_best_start_is_left_unchanged(adjust):
     """A ratio of 2.7 is not rewritten as 54/20, which is the same MLP."""
     model = SHAPES[4]
     own = size_of("standard", model)
     target = dataclasses.replace(own, params=own.params + 5)
-    found = match_baseline(
+    match = match_baseline(
         ControlConfig(match="params", adjust=adjust),
         target,
         model,
         measure_of(arm("standard", model)),
     )
-    assert found == ControlMatch({}, own, -5 / target.params)
+    assert match == ControlMatch({}, own, -5 / target.params)
 
 
 @pytest.mark.parametrize("units", [0, 1])
@@ -297,15 +306,13 @@ def test_tied_widths_are_broken_by_distance_to_the_start(own, units):
 
     def measure(changes):
         cost = 1000 + 2 * shape_of(model, changes)[2]
-        return ModelSize(cost, cost, cost)
+        return ModelSize(cost, cost)
 
     goal = 1000 + 2 * units + 1
-    found = match_baseline(
-        ControlConfig(match="params"), ModelSize(goal, goal, goal), model, measure
-    )
-    assert shape_of(model, found.changes)[2] == units + (own > units)
+    match = match_baseline(ControlConfig(match="params"), ModelSize(goal, goal), model, measure)
+    assert shape_of(model, match.changes)[2] == units + (own > units)
     with pytest.raises(ControlOutOfReach, match=r"needs an MLP of 0 units .* 1,000 parameters"):
-        match_baseline(ControlConfig(match="params"), ModelSize(1000, 1000, 1000), model, measure)
+        match_baseline(ControlConfig(match="params"), ModelSize(1000, 1000), model, measure)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -315,20 +322,20 @@ def test_merged_w_at_ten_heads(d_head, bias):
     ten = ModelConfig(layers=2, d_model=10 * d_head, heads=10, bias=bias)
     nine = dataclasses.replace(ten, d_model=9 * d_head, heads=9)
     mlp, coarse = (ControlConfig(match="params", adjust=adjust) for adjust in ("mlp", "d_model"))
-    found = try_both(mlp, size_of("standard", nine), nine, measure_of(arm("merged_w", nine)))
-    assert isinstance(found, ControlMatch)
+    match = check_both(mlp, size_of("standard", nine), nine, measure_of(arm("merged_w", nine)))
+    assert isinstance(match, ControlMatch)
     # 11 d² and 1 d² are 12 d²; of biases merged_w has d a head where standard has 2 d in all.
-    assert shape_of(nine, found.changes)[2] == pytest.approx(nine.d_model / 2, abs=4)
+    assert shape_of(nine, match.changes)[2] == pytest.approx(nine.d_model / 2, abs=4)
 
     target, measure = size_of("standard", ten), measure_of(arm("merged_w", ten))
     with pytest.raises(ControlOutOfReach, match=r"needs an MLP of (0|-\d+) units \(without one"):
         match_baseline(mlp, target, ten, measure)
-    found = try_both(coarse, target, ten, measure)
+    match = check_both(coarse, target, ten, measure)
     if d_head == 16:  # heads of 8 leave 3/4 of all parameters
-        assert isinstance(found, ControlMatch)
-        assert found.changes["model.d_model"] == 80
+        assert isinstance(match, ControlMatch)
+        assert match.changes["model.d_model"] == 80
     else:  # there is no smaller step
-        assert f" at model.d_model={ten.d_model} " in str(found)
+        assert f" at model.d_model={ten.d_model} " in str(match)
 
 
 @pytest.mark.slow
@@ -344,33 +351,33 @@ def test_reason_names_the_nearest_size(what):
 
     unit = {"params": "parameters", "flops": "training FLOPs per token"}[what]
     bare = dataclasses.replace(model, mlp_ratio=0)
-    for adjust in KNOBS:
+    for adjust in ADJUSTABLE:
         assert reason(baseline, bare, measure_of(arm("no_q", bare)), adjust=adjust) == (
             "has no MLP whose width could be adjusted (model.mlp_ratio is 0)"
         )
-    small = ModelSize(500, 600, 7_000.0)
+    small = ModelSize(500, 7_000.0)
     assert reason(small).startswith("needs an MLP of -")
     assert reason(small).endswith(f"{unit}, the baseline {getattr(small, what):,.0f})")
     assert " at model.layers=1 (" in reason(small, adjust="layers")
-    odd = ModelSize(baseline.params + 3, 0, baseline.flops + 6)
+    odd = ModelSize(baseline.params + 3, baseline.flops + 6)
     assert " %" in reason(odd, tolerance=1e-6)
     assert reason(odd, tolerance=1e-6).endswith("(tolerance 0.0001 %)")
     assert " sizes, an MLP of " in reason(odd, tolerance=1e-6, adjust="d_model")
     rope = dataclasses.replace(model, position="rope")
-    for adjust in KNOBS:  # impossible at any size: the reason is that of the model
+    for adjust in ADJUSTABLE:  # impossible at any size: the reason is that of the model
         line = reason(baseline, rope, measure_of(arm("merged_w", rope)), adjust=adjust)
         assert line.startswith("variant: merged_w is not supported: model.position=rope")
 
 
 def test_refused_sizes_are_skipped():
-    """Rope turns pairs: of heads 5, 6, 7 … wide, every other one is there."""
+    """Rope rotates pairs of dimensions: of the head widths 5, 6, 7, …, odd ones are refused."""
     model = ModelConfig(layers=2, d_model=20, heads=4, position="rope")
     target = size_of("standard", dataclasses.replace(model, position="learned"))
     measure = measure_of(arm("no_v", model))
     for what in MATCHES:
-        found = try_both(ControlConfig(match=what, adjust="d_model"), target, model, measure)
-        assert isinstance(found, ControlMatch)
-        assert found.changes["model.d_model"] % 8 == 0
+        match = check_both(ControlConfig(match=what, adjust="d_model"), target, model, measure)
+        assert isinstance(match, ControlMatch)
+        assert match.changes["model.d_model"] % 8 == 0
 
 
 @pytest.mark.parametrize("d_model", [1, 3, 7, 17, 33, 63, 127, 769])
@@ -379,23 +386,21 @@ def test_every_width_round_trips_as_a_ratio(d_model):
 
     def measure(changes):
         cost = 2 * d_model * shape_of(model, changes)[2]
-        return ModelSize(cost, cost, cost)
+        return ModelSize(cost, cost)
 
     for units in range(1, 500):
         cost = 2 * d_model * units
-        found = match_baseline(
-            ControlConfig(match="params"), ModelSize(cost, cost, cost), model, measure
-        )
-        assert (shape_of(model, found.changes)[2], found.mismatch) == (units, 0)
+        match = match_baseline(ControlConfig(match="params"), ModelSize(cost, cost), model, measure)
+        assert (shape_of(model, match.changes)[2], match.mismatch) == (units, 0)
 
 
 def test_built_model_has_the_solved_width():
     model = ModelConfig(layers=2, d_model=33, heads=3)
     measure = measure_of(arm("no_v", model))
-    found = match_baseline(
+    match = match_baseline(
         ControlConfig(match="params"), size_of("standard", model), model, measure
     )
-    own = resolve(arm("no_v", dataclasses.replace(model, **in_model(found.changes))))
+    own = resolve(arm("no_v", dataclasses.replace(model, **in_model(match.changes))))
     hidden = {block.mlp.up.out_features for block in build_empty_model(own, 97).blocks}
     # One d² less of attention, half of it for each of up and down; no_v's gain may cost a unit.
     assert hidden == {4 * 33 + 16}
@@ -412,10 +417,10 @@ def test_number_of_measured_sizes_is_bounded(adjust, times):
         calls.append(changes)
         layers, d_model, units = shape_of(model, changes)
         cost = layers * (14 * d_model**2 + 2 * d_model * units)
-        return ModelSize(cost, cost, 6.0 * cost)
+        return ModelSize(cost, 6.0 * cost)
 
     cost = int(times * 12 * 12 * 768**2)
     match_baseline(
-        ControlConfig(match="params", adjust=adjust), ModelSize(cost, cost, cost), model, measure
+        ControlConfig(match="params", adjust=adjust), ModelSize(cost, cost), model, measure
     )
     assert len(calls) <= 24

@@ -55,25 +55,25 @@ def plan_of(tmp_path, *arms: Arm, runs: int = 1, finals: int = 0) -> Manifest:
 @pytest.fixture
 def timed(monkeypatch):
     """Simulate timings by FLOPs; return the names of the arms that were timed."""
-    asked = []
+    timed_arms = []
 
-    def make(seconds, start=2.0, held=lambda flops: int(1e8 + flops)):
-        def measure(arm, manifest, slots, kept):
+    def make(seconds, start=2.0, memory=lambda flops: int(1e8 + flops)):
+        def measure(arm, manifest, slots, cache):
             flops = arm.flops * TOKENS
-            asked.append(arm.name)
-            kept[arm.name] = flops
-            return Timing(flops, seconds(flops), start, held(flops))
+            timed_arms.append(arm.name)
+            cache[arm.name] = flops
+            return Timing(flops, seconds(flops), start, memory(flops))
 
         monkeypatch.setattr(module, "_measure", measure)
         monkeypatch.setattr("qkablate.training.hardware.free_memory", lambda: 2.0**50)
-        return asked
+        return timed_arms
 
     return make
 
 
-def steps_of(found: Estimate, start: float = 2.0) -> float:
+def steps_of(estimate: Estimate, start: float = 2.0) -> float:
     """Return the seconds per step of an estimate, without start and evaluations."""
-    return (found.seconds - start) / (STEPS + READINGS * VAL / TOKENS / 3)
+    return (estimate.seconds - start) / (STEPS + READINGS * VAL / TOKENS / 3)
 
 
 def affine(flops: float) -> float:
@@ -81,69 +81,69 @@ def affine(flops: float) -> float:
 
 
 def test_timed_arms_have_their_measured_cost(timed, tmp_path):
-    asked = timed(affine)
+    timed_arms = timed(affine)
     arms = [arm_of(flops) for flops in (3e6, 1e6, 9e6)]
-    found = estimate_arms(plan_of(tmp_path, *arms), [None] * 2)
-    assert set(found) == {arm.name for arm in arms}
-    assert {*asked} == {arms[1].name, arms[2].name}  # the smallest and the largest
+    estimates = estimate_arms(plan_of(tmp_path, *arms), [None] * 2)
+    assert set(estimates) == {arm.name for arm in arms}
+    assert {*timed_arms} == {arms[1].name, arms[2].name}  # the smallest and the largest
     for arm in arms[1:]:
         flops = arm.flops * TOKENS
-        assert steps_of(found[arm.name]) == pytest.approx(affine(flops))
-        assert found[arm.name].bytes == pytest.approx(1e8 + flops)
-        assert not found[arm.name].extrapolated
+        assert steps_of(estimates[arm.name]) == pytest.approx(affine(flops))
+        assert estimates[arm.name].bytes == pytest.approx(1e8 + flops)
+        assert not estimates[arm.name].extrapolated
 
 
 def test_estimate_is_linear_between_timed_arms(timed, tmp_path):
     timed(lambda flops: 1e-9 * flops if flops in (1e6, 9e6) else math.nan)
     arms = {flops: arm_of(flops) for flops in (1e6, 2e6, 5e6, 8.5e6, 9e6)}
-    found = estimate_arms(plan_of(tmp_path, *arms.values()), [None] * 1)
+    estimates = estimate_arms(plan_of(tmp_path, *arms.values()), [None] * 1)
     for flops, arm in arms.items():
-        assert steps_of(found[arm.name]) == pytest.approx(1e-9 * flops)
-        assert found[arm.name].bytes == pytest.approx(1e8 + flops)
+        assert steps_of(estimates[arm.name]) == pytest.approx(1e-9 * flops)
+        assert estimates[arm.name].bytes == pytest.approx(1e8 + flops)
 
 
 def test_arms_too_large_to_time_are_extrapolated_and_marked(timed, tmp_path):
-    asked = timed(affine)
+    timed_arms = timed(affine)
     # At the smallest arm's rate, eight steps of the last would take more than twenty seconds.
     arms = [arm_of(flops) for flops in (1e6, 1e8, 1e9, 1e12)]
-    found = estimate_arms(plan_of(tmp_path, *arms), [None] * 1)
-    assert {*asked} == {arms[0].name, arms[2].name}
-    assert [found[arm.name].extrapolated for arm in arms] == [False, False, False, True]
-    assert steps_of(found[arms[3].name]) == pytest.approx(affine(1e12))
+    estimates = estimate_arms(plan_of(tmp_path, *arms), [None] * 1)
+    assert {*timed_arms} == {arms[0].name, arms[2].name}
+    assert [estimates[arm.name].extrapolated for arm in arms] == [False, False, False, True]
+    assert steps_of(estimates[arms[3].name]) == pytest.approx(affine(1e12))
 
 
 def test_arms_that_may_not_fit_in_memory_are_not_timed(timed, tmp_path, monkeypatch):
-    asked = timed(affine)
+    timed_arms = timed(affine)
     monkeypatch.setattr("qkablate.training.hardware.free_memory", lambda: 1e9)
     small, large = arm_of(1e6), arm_of(2e6, params=10**8)
-    found = estimate_arms(plan_of(tmp_path, small, large), [None] * 1)
-    assert {*asked} == {small.name}
-    assert found[large.name].extrapolated
-    assert found[large.name].bytes >= 16e8  # weights, gradients and two moments of four bytes
+    estimates = estimate_arms(plan_of(tmp_path, small, large), [None] * 1)
+    assert {*timed_arms} == {small.name}
+    assert estimates[large.name].extrapolated
+    assert estimates[large.name].bytes >= 16e8  # weights, gradients and two moments of four bytes
 
 
 def test_time_is_proportional_to_flops_with_one_timing(timed, tmp_path, monkeypatch):
     timed(lambda flops: 100.0)  # slower than the limit
     small, large = arm_of(1e6), arm_of(3e6)
-    found = estimate_arms(plan_of(tmp_path, small, large), [None] * 1)
-    assert steps_of(found[small.name]) == pytest.approx(100)
-    assert steps_of(found[large.name]) == pytest.approx(300)
+    estimates = estimate_arms(plan_of(tmp_path, small, large), [None] * 1)
+    assert steps_of(estimates[small.name]) == pytest.approx(100)
+    assert steps_of(estimates[large.name]) == pytest.approx(300)
 
 
 def test_single_arm_is_not_extrapolated(timed, tmp_path):
     timed(affine)
     arm = arm_of(1e6)
-    (found,) = estimate_arms(plan_of(tmp_path, arm), [None] * 1).values()
-    assert steps_of(found) == pytest.approx(affine(1e6))
-    assert not found.extrapolated
+    (estimate,) = estimate_arms(plan_of(tmp_path, arm), [None] * 1).values()
+    assert steps_of(estimate) == pytest.approx(affine(1e6))
+    assert not estimate.extrapolated
 
 
 @pytest.mark.parametrize("seconds", [affine, lambda flops: 1e-3, lambda flops: flops**0.5 * 1e-6])
 def test_more_flops_never_take_less_time_or_memory(timed, tmp_path, seconds):
     timed(seconds)
     arms = [arm_of(10**power) for power in (5, 5.5, 6, 6.1, 7, 8, 9, 10, 12, 14)]
-    found = estimate_arms(plan_of(tmp_path, *arms), [None] * 1)
-    for one, other in itertools.pairwise(found[arm.name] for arm in arms):
+    estimates = estimate_arms(plan_of(tmp_path, *arms), [None] * 1)
+    for one, other in itertools.pairwise(estimates[arm.name] for arm in arms):
         assert one.seconds <= other.seconds * (1 + 1e-9)
         assert one.bytes <= other.bytes * (1 + 1e-9)
         assert one.extrapolated <= other.extrapolated
@@ -152,16 +152,16 @@ def test_more_flops_never_take_less_time_or_memory(timed, tmp_path, seconds):
 def test_noisy_timings_give_positive_estimates(timed, tmp_path):
     timed({1e6: 2e-3, 1.1e6: 1e-3}.get)  # the larger one was faster by chance
     arms = [arm_of(flops) for flops in (1e6, 1.1e6)]
-    for found in estimate_arms(plan_of(tmp_path, *arms), [None] * 1).values():
-        assert found.seconds > 0
-        assert found.bytes > 0
+    for estimate in estimate_arms(plan_of(tmp_path, *arms), [None] * 1).values():
+        assert estimate.seconds > 0
+        assert estimate.bytes > 0
 
 
 def test_longer_training_takes_longer(timed, tmp_path):
     timed(affine)
     short, long = arm_of(1e6), arm_of(1e6, steps=4 * STEPS)
-    found = estimate_arms(plan_of(tmp_path, short, long), [None] * 1)
-    assert 3.9 < (found[long.name].seconds - 2) / (found[short.name].seconds - 2) < 4
+    estimates = estimate_arms(plan_of(tmp_path, short, long), [None] * 1)
+    assert 3.9 < (estimates[long.name].seconds - 2) / (estimates[short.name].seconds - 2) < 4
 
 
 def fixed(**seconds: float) -> dict[str, Estimate]:

@@ -173,9 +173,9 @@ def attempt(expand, *words):
 def test_predicate_on_run_keys_is_rejected_or_applied(expand, axis, predicate):
     """Seeds and rates distinguish runs, not arms: the predicate selects runs or is rejected."""
     key = axis.partition("=")[0]
-    manifest, said = attempt(expand, axis, f"sweep.filter=['{predicate}']")
+    manifest, message = attempt(expand, axis, f"sweep.filter=['{predicate}']")
     if manifest is None:
-        assert key in said
+        assert key in message
     else:
         assert [run.changes[key] for run in manifest.runs] == [float(axis.rpartition(",")[2])]
 
@@ -216,8 +216,8 @@ def test_baseline_can_be_another_variant(expand):
 
 
 def test_baseline_can_be_a_map_of_keys(expand):
-    said = "{variant: no_k, model.bias: true, optim.betas: [0.8, 0.9], variant.rank: null}"
-    manifest = expand("variant=no_q", "model.heads=2,4", f"sweep.baseline={said}")
+    values = "{variant: no_k, model.bias: true, optim.betas: [0.8, 0.9], variant.rank: null}"
+    manifest = expand("variant=no_q", "model.heads=2,4", f"sweep.baseline={values}")
     beside = {arm.baseline for arm in manifest.arms.values() if arm.variant == "no_q"}
     assert len(beside) == 2
     for name in beside:
@@ -233,9 +233,9 @@ def test_baseline_can_be_a_map_of_keys(expand):
 def test_run_keys_in_a_baseline_map_are_rejected_or_applied(expand, key, value):
     """The baseline has that rate or seed, or the map is rejected."""
     words = ["variant=no_q", f"sweep.baseline={{variant: standard, {key}: {value}}}"]
-    manifest, said = attempt(expand, *words)
+    manifest, message = attempt(expand, *words)
     if manifest is None:
-        assert key in said
+        assert key in message
     else:
         found = {manifest.arms[run.arm].variant: run.changes[key] for run in manifest.runs}
         assert found["standard"] == value

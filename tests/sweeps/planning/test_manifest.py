@@ -99,20 +99,20 @@ def test_keys_that_change_no_result_are_those_typed_today(manifest):
         assert {key: getattr(arm.config.train, key) for key in today} == today
 
 
-def refused(folder):
+def read_error(folder):
     """Return the error of reading a manifest, which must change nothing."""
     path = folder / MANIFEST_FILE
     before = path.read_bytes() if path.is_file() else None
     with pytest.raises(UserError) as error:
         read_manifest(folder)
-    said = str(error.value)
-    assert "\n" not in said
-    assert str(folder) in said
+    message = str(error.value)
+    assert "\n" not in message
+    assert str(folder) in message
     assert (path.read_bytes() if path.is_file() else None) == before
-    return said
+    return message
 
 
-def replaced(folder, old, new):
+def replace_text(folder, old, new):
     """Replace the first occurrence of a text in the manifest."""
     text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
     assert old in text
@@ -132,15 +132,15 @@ def replaced(folder, old, new):
     ],
 )
 def test_changed_value_is_rejected(written, old, new):
-    replaced(written, old, new)
-    assert "damaged (its checksum does not match)" in refused(written)
+    replace_text(written, old, new)
+    assert "damaged (its checksum does not match)" in read_error(written)
 
 
 def test_flipped_byte_is_rejected(written):
-    whole, original = (written / MANIFEST_FILE).read_bytes(), read_manifest(written)
+    content, original = (written / MANIFEST_FILE).read_bytes(), read_manifest(written)
     chance = random.Random(0)
-    for place in chance.sample(range(len(whole)), 300):
-        damaged = bytearray(whole)
+    for place in chance.sample(range(len(content)), 300):
+        damaged = bytearray(content)
         damaged[place] ^= 1 << chance.randrange(8)
         (written / MANIFEST_FILE).write_bytes(damaged)
         with suppress(UserError):
@@ -151,13 +151,13 @@ def test_flipped_byte_is_rejected(written):
 
 @pytest.mark.parametrize("kept", [0, 1, 100, 0.5, -1, -2])
 def test_truncated_file_is_rejected(written, kept):
-    whole = (written / MANIFEST_FILE).read_bytes()
-    number = int(kept * len(whole)) if isinstance(kept, float) else kept
-    (written / MANIFEST_FILE).write_bytes(whole[:number])
+    content = (written / MANIFEST_FILE).read_bytes()
+    number = int(kept * len(content)) if isinstance(kept, float) else kept
+    (written / MANIFEST_FILE).write_bytes(content[:number])
     if number == -1:
         assert read_manifest(written).runs  # only the end of the line is missing
     else:
-        assert "damaged" in refused(written)
+        assert "damaged" in read_error(written)
 
 
 @pytest.mark.parametrize(
@@ -181,11 +181,11 @@ def test_truncated_file_is_rejected(written, kept):
 )
 def test_invalid_content_is_rejected(written, content):
     (written / MANIFEST_FILE).write_bytes(content)
-    said = refused(written)
-    assert "damaged" in said or "reads format" in said
+    message = read_error(written)
+    assert "damaged" in message or "reads format" in message
 
 
-def sealed(folder, change):
+def rewrite(folder, change):
     """Change the content of a manifest and update its checksum."""
     content = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
     del content["sha256"]
@@ -199,10 +199,10 @@ KEYS = ["name", "arms", "runs", "finals", "left_out", "excluded", "command"]
 
 @pytest.mark.parametrize("key", KEYS)
 def test_missing_key_is_rejected(written, key):
-    sealed(written, lambda content: None)
+    rewrite(written, lambda content: None)
     assert read_manifest(written).runs  # the following error is not that of the checksum
-    sealed(written, lambda content: content.pop(key))
-    assert "damaged" in refused(written)
+    rewrite(written, lambda content: content.pop(key))
+    assert "damaged" in read_error(written)
 
 
 @pytest.mark.parametrize(
@@ -224,23 +224,23 @@ def test_missing_key_is_rejected(written, key):
     ids=str,
 )
 def test_value_of_wrong_type_is_rejected(written, key, value):
-    sealed(written, lambda content: content.update({key: value}))
-    assert "damaged" in refused(written)
+    rewrite(written, lambda content: content.update({key: value}))
+    assert "damaged" in read_error(written)
 
 
 @pytest.mark.parametrize("number", [0, 2, "1", None])
 def test_other_format_is_named(written, number):
-    sealed(written, lambda content: content.update(format=number, version="9.9.9"))
-    said = refused(written)
-    assert "was written by qkablate 9.9.9" in said
-    assert f"(format {number})" in said
+    rewrite(written, lambda content: content.update(format=number, version="9.9.9"))
+    message = read_error(written)
+    assert "was written by qkablate 9.9.9" in message
+    assert f"(format {number})" in message
 
 
 def test_folder_without_manifest_is_rejected(written):
     (written / MANIFEST_FILE).unlink()
-    assert f"is not a sweep: it has no {MANIFEST_FILE}" in refused(written)
+    assert f"is not a sweep: it has no {MANIFEST_FILE}" in read_error(written)
     (written / MANIFEST_FILE).mkdir()
-    refused(written)
+    read_error(written)
 
 
 @pytest.mark.parametrize("content", [b"", b"not JSON", b'{"format": 2, "version": "9"}'])
@@ -386,8 +386,8 @@ def test_interrupted_freeze_is_repeated(expanded, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("key", ["label", "id"])
 def test_run_with_invalid_name_is_rejected(written, key):
-    sealed(written, lambda content: content["runs"][0].update({key: "../../x"}))
-    assert "is not a valid name" in refused(written)
+    rewrite(written, lambda content: content["runs"][0].update({key: "../../x"}))
+    assert "is not a valid name" in read_error(written)
 
 
 def test_config_comes_from_the_command_not_from_the_file(manifest):
@@ -398,5 +398,5 @@ def test_config_comes_from_the_command_not_from_the_file(manifest):
             arm["config"]["variant"]["file"] = "evil.py"
             arm["config"]["data"]["cache"] = "/elsewhere"
 
-    sealed(manifest.folder, change)
+    rewrite(manifest.folder, change)
     assert freeze(manifest, ["the plan"]) == manifest

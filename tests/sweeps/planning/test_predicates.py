@@ -174,10 +174,10 @@ def refusal(predicate):
 
 @pytest.mark.parametrize(("predicate", "why"), REFUSED)
 def test_invalid_predicate_is_rejected_in_one_line(predicate, why):
-    said = refusal(predicate)
-    assert said.startswith(f"sweep.filter: '{predicate}'")
-    assert why in said
-    assert "\n" not in said
+    message = refusal(predicate)
+    assert message.startswith(f"sweep.filter: '{predicate}'")
+    assert why in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("predicate", ["model.heads ==\n4", "(model.haeds ==\n4)", "1 +\n\n"])

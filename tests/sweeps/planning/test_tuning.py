@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from qkablate.cli.hydra.grid import open_composer
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.expand import Grid, expand_grid
-from qkablate.sweeps.planning.tuning import EXTENSIONS, lr_ladder
-from qkablate.sweeps.planning.tuning import next_runs as further_kept
+from qkablate.sweeps.planning.tuning import EXTENSIONS, lr_ladder, next_runs
 
 MIDDLE = 1e-3
 SEEDS = (1000, 1001)
@@ -45,9 +44,9 @@ def manifest(expand):
     return found
 
 
-def further(manifest, results):
+def find_next_runs(manifest, results):
     """Return what follows from results by id."""
-    return further_kept(manifest, lambda run: results.get(run.id), {})
+    return next_runs(manifest, lambda run: results.get(run.id), {})
 
 
 def done(loss):
@@ -63,7 +62,7 @@ def octave(run):
     return round(math.log2(run.changes["optim.lr"] / MIDDLE))
 
 
-def bowl_around(best):
+def losses_around(best):
     """Return losses with their minimum so many octaves from the middle."""
     return lambda run: done(2 + (octave(run) - best) ** 2 + run.changes["seed"] / 1e4)
 
@@ -74,7 +73,7 @@ def trained(manifest, world, order=None):
     while waiting := [run for run in known.values() if run.id not in results]:
         run = order.choice(waiting) if order else waiting[0]
         results[run.id] = world(run)
-        runs, _ = further(manifest, results)
+        runs, _ = find_next_runs(manifest, results)
         assert {id for id, other in known.items() if other not in manifest.runs} <= {
             run.id for run in runs
         }  # no requested run is withdrawn
@@ -82,11 +81,11 @@ def trained(manifest, world, order=None):
     return known, results
 
 
-def of(manifest, results):
+def search_rates(manifest, results):
     """Return the search of each arm, and the final runs."""
-    runs, bowls = further(manifest, results)
-    assert [bowl.arm for bowl in bowls] == [*manifest.arms]
-    return {bowl.arm: bowl for bowl in bowls}, [run for run in runs if not run.tuning]
+    runs, searches = find_next_runs(manifest, results)
+    assert [search.arm for search in searches] == [*manifest.arms]
+    return {search.arm: search for search in searches}, [run for run in runs if not run.tuning]
 
 
 def test_first_runs_are_the_ladder(manifest):
@@ -100,98 +99,100 @@ def test_first_runs_are_the_ladder(manifest):
 
 @pytest.mark.parametrize("best", [-1, 0, 1])
 def test_best_rate_inside_the_ladder_is_chosen(manifest, best):
-    known, results = trained(manifest, bowl_around(best))
-    bowls, finals = of(manifest, results)
-    for bowl in bowls.values():
-        assert (bowl.state, bowl.rate) == ("chosen", MIDDLE * 2**best)
-        assert len(bowl.losses) == 5
-        assert all(len(losses) == 2 for losses in bowl.losses.values())
+    known, results = trained(manifest, losses_around(best))
+    searches, finals = search_rates(manifest, results)
+    for search in searches.values():
+        assert (search.state, search.rate) == ("chosen", MIDDLE * 2**best)
+        assert len(search.losses) == 5
+        assert all(len(losses) == 2 for losses in search.losses.values())
     assert len(known) == len(manifest.runs) + len(finals)
 
 
 @pytest.mark.parametrize("best", [-7, -3, -2, 2, 3, 4, 7])
 def test_best_rate_on_an_edge_extends_the_ladder(manifest, best):
-    known, results = trained(manifest, bowl_around(best))
-    bowls, _ = of(manifest, results)
+    known, results = trained(manifest, losses_around(best))
+    searches, _ = search_rates(manifest, results)
     beyond = [run for run in known.values() if run.tuning and run not in manifest.runs]
     step = 1 if best > 0 else -1
     octaves = range(3 * step, best + 2 * step, step)
     assert sorted((run.arm, octave(run), run.changes["seed"]) for run in beyond) == sorted(
         (arm, number, seed) for arm in ARMS for number in octaves for seed in SEEDS
     )
-    for bowl in bowls.values():
-        assert (bowl.state, bowl.rate) == ("chosen", pytest.approx(MIDDLE * 2.0**best))
+    for search in searches.values():
+        assert (search.state, search.rate) == ("chosen", pytest.approx(MIDDLE * 2.0**best))
 
 
 @pytest.mark.parametrize("side", [-1, 1])
 def test_number_of_extensions_is_bounded(manifest, side):
-    known, results = trained(manifest, bowl_around(100 * side))
-    bowls, finals = of(manifest, results)
+    known, results = trained(manifest, losses_around(100 * side))
+    searches, finals = search_rates(manifest, results)
     last = MIDDLE * 2.0 ** (side * (2 + EXTENSIONS))
-    for bowl in bowls.values():
-        assert (bowl.state, bowl.rate) == ("on the edge", pytest.approx(last))
-        assert len(bowl.losses) == 5 + EXTENSIONS
+    for search in searches.values():
+        assert (search.state, search.rate) == ("on the edge", pytest.approx(last))
+        assert len(search.losses) == 5 + EXTENSIONS
     assert len(finals) == 6
     assert len(known) == 2 * (2 * (5 + EXTENSIONS) + 3)
 
 
 def test_lower_rates_are_tried_if_all_diverge(manifest):
     known, results = trained(manifest, lambda run: DIVERGED)
-    bowls, finals = of(manifest, results)
+    searches, finals = search_rates(manifest, results)
     assert {octave(run) for run in known.values()} == {*range(-2 - EXTENSIONS, 3)}
-    assert {(bowl.state, bowl.rate) for bowl in bowls.values()} == {("diverged", None)}
+    assert {(search.state, search.rate) for search in searches.values()} == {("diverged", None)}
     assert not finals
 
 
 def test_best_rate_below_divergence_is_chosen(manifest):
-    world = bowl_around(-4)
+    world = losses_around(-4)
     known, results = trained(manifest, lambda r: DIVERGED if octave(r) > -4 else world(r))
-    bowls, _ = of(manifest, results)
-    for bowl in bowls.values():
-        assert (bowl.state, bowl.rate) == ("chosen", pytest.approx(MIDDLE / 16))
+    searches, _ = search_rates(manifest, results)
+    for search in searches.values():
+        assert (search.state, search.rate) == ("chosen", pytest.approx(MIDDLE / 16))
     assert min(octave(run) for run in known.values()) == -5
 
 
 def test_rate_with_one_diverged_seed_is_never_chosen(manifest):
     """Here it is the best one by the other seed."""
-    world = bowl_around(1)
+    world = losses_around(1)
 
     def cliff(run):
         return DIVERGED if octave(run) == 1 and run.changes["seed"] == SEEDS[0] else world(run)
 
     _, results = trained(manifest, cliff)
-    bowls, finals = of(manifest, results)
-    assert {bowl.rate for bowl in bowls.values()} <= {MIDDLE, 2**2 * MIDDLE}
+    searches, finals = search_rates(manifest, results)
+    assert {search.rate for search in searches.values()} <= {MIDDLE, 2**2 * MIDDLE}
     assert len(finals) == 6
-    for bowl in bowls.values():
-        assert sorted(bowl.losses[2 * MIDDLE], key=str)[-1] is None
+    for search in searches.values():
+        assert sorted(search.losses[2 * MIDDLE], key=str)[-1] is None
 
 
 def test_failed_run_blocks_only_its_own_arm(manifest):
-    world = bowl_around(0)
+    world = losses_around(0)
     (failed,) = (
         run
         for run in manifest.runs
         if (run.arm, octave(run), run.changes["seed"]) == (ARMS[1], -2, SEEDS[1])
     )
     _, results = trained(manifest, lambda run: FAILED if run == failed else world(run))
-    bowls, finals = of(manifest, results)
-    assert (bowls[ARMS[0]].state, bowls[ARMS[1]].state) == ("chosen", "stuck")
-    assert bowls[ARMS[1]].rate is None
+    searches, finals = search_rates(manifest, results)
+    assert (searches[ARMS[0]].state, searches[ARMS[1]].state) == ("chosen", "stuck")
+    assert searches[ARMS[1]].rate is None
     assert {run.arm for run in finals} == {ARMS[0]}
     results[failed.id] = world(failed)  # tried again
-    assert {bowl.state for bowl in of(manifest, results)[0].values()} == {"chosen"}
+    assert {search.state for search in search_rates(manifest, results)[0].values()} == {"chosen"}
 
 
 def test_search_waits_for_missing_results(manifest):
-    _, results = trained(manifest, bowl_around(0))
+    _, results = trained(manifest, losses_around(0))
     for missing in manifest.runs:
-        bowls, finals = of(manifest, {id: r for id, r in results.items() if id != missing.id})
-        assert (bowls[missing.arm].state, bowls[missing.arm].rate) == ("tuning", None)
+        searches, finals = search_rates(
+            manifest, {id: r for id, r in results.items() if id != missing.id}
+        )
+        assert (searches[missing.arm].state, searches[missing.arm].rate) == ("tuning", None)
         assert {run.arm for run in finals} == {*ARMS} - {missing.arm}
-    runs, bowls = further(manifest, {})
+    runs, searches = find_next_runs(manifest, {})
     assert not runs
-    assert {bowl.state for bowl in bowls} == {"tuning"}
+    assert {search.state for search in searches} == {"tuning"}
 
 
 @pytest.mark.slow
@@ -199,10 +200,10 @@ def test_final_runs_use_all_seeds_at_the_chosen_rate(expand):
     manifest = expand("seed=0,1", "seeds.init=0,7")
 
     def world(run):
-        return bowl_around(1 if run.arm == ARMS[0] else -1)(run)
+        return losses_around(1 if run.arm == ARMS[0] else -1)(run)
 
     _, results = trained(manifest, world)
-    _, finals = of(manifest, results)
+    _, finals = search_rates(manifest, results)
     assert len(finals) == 2 * 2 * 2
     for run in finals:
         config = manifest.config_of(run)
@@ -215,7 +216,7 @@ def test_final_runs_use_all_seeds_at_the_chosen_rate(expand):
 
 
 def test_tuning_runs_never_evaluate_the_test_split(manifest):
-    known, _ = trained(manifest, bowl_around(3))
+    known, _ = trained(manifest, losses_around(3))
     for run in known.values():
         assert manifest.config_of(run).train.evaluate_test is not run.tuning
         arm = manifest.arms[run.arm]
@@ -223,7 +224,7 @@ def test_tuning_runs_never_evaluate_the_test_split(manifest):
         assert run.id == arm.run(run.changes, tuning=run.tuning).id
 
 
-def some_world(chance):
+def random_world(chance):
     """Return losses, divergences and failures, drawn for every rate and seed."""
     drawn = {}
 
@@ -244,23 +245,24 @@ def some_world(chance):
 @given(st.integers(0, 2**32), st.integers(0, 2**32))
 def test_search_is_independent_of_the_order_of_results(manifest, chance, order):
     """Neither the runs nor the choices depend on it."""
-    known, results = trained(manifest, some_world(chance))
-    others, same = trained(manifest, some_world(chance), random.Random(order))
+    known, results = trained(manifest, random_world(chance))
+    others, same = trained(manifest, random_world(chance), random.Random(order))
     assert known.keys() == others.keys()
     assert results == same
     # Nor do they depend on the order of the manifest's runs or on finished searches.
     shuffled = random.Random(order).sample(manifest.runs, len(manifest.runs))
     again = dataclasses.replace(manifest, runs=shuffled)
-    bowls, finals = of(manifest, results)
-    mixed, others = of(again, dict(random.Random(order).sample([*results.items()], len(results))))
+    searches, finals = search_rates(manifest, results)
+    mixed_results = dict(random.Random(order).sample([*results.items()], len(results)))
+    mixed, others = search_rates(again, mixed_results)
     assert {run.id for run in finals} == {run.id for run in others}
-    for name, bowl in bowls.items():
-        assert (bowl.rate, bowl.state) == (mixed[name].rate, mixed[name].state)
+    for name, search in searches.items():
+        assert (search.rate, search.state) == (mixed[name].rate, mixed[name].state)
     kept, partly = {}, {}
     for id, result in results.items():
         partly[id] = result
-        looked = further_kept(manifest, lambda run: partly.get(run.id), kept)
-        assert looked == further(manifest, partly)
+        next_and_searches = next_runs(manifest, lambda run: partly.get(run.id), kept)
+        assert next_and_searches == find_next_runs(manifest, partly)
 
 
 # The ladder.
@@ -301,7 +303,7 @@ def test_short_or_coarse_ladder_is_rejected(config, given, why):
 def test_extensions_stay_within_the_bounds_of_the_key(expand):
     """`optim.lr` is 1000 at most: the printed command of every run works."""
     manifest = expand("seed=0", "optim.lr=200")
-    known, _ = trained(manifest, bowl_around(100))
+    known, _ = trained(manifest, losses_around(100))
     assert max(run.changes["optim.lr"] for run in known.values()) <= 1000
 
 
@@ -328,16 +330,16 @@ def test_tuned_sweep_end_to_end(qkablate, tiny, tmp_path):
     assert all(result["loss"]["val"] > 0 for result in results.values())
 
     (folder,) = tmp_path.glob("outputs/sweeps/*/")
-    (bowl,) = json.loads((folder / "lr_search.json").read_text(encoding="utf-8"))
-    assert bowl["arm"] == "no_q-d16-h2"
-    assert bowl["state"] in ("chosen", "on the edge")
-    points = {point["lr"]: point["by_seed"] for point in bowl["val_loss"]}
+    (search,) = json.loads((folder / "lr_search.json").read_text(encoding="utf-8"))
+    assert search["arm"] == "no_q-d16-h2"
+    assert search["state"] in ("chosen", "on the edge")
+    points = {point["lr"]: point["by_seed"] for point in search["val_loss"]}
     assert len(points) == len(tried)
     assert sorted(loss for (loss,) in points.values()) == sorted(
         result["loss"]["val"] for result in tried.values()
     )
-    assert bowl["chosen"] == min(points, key=lambda rate: points[rate][0])
-    assert f"{bowl['chosen']:.3g}" in first.out
+    assert search["chosen"] == min(points, key=lambda rate: points[rate][0])
+    assert f"{search['chosen']:.3g}" in first.out
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("outputs/runs/*/*")}
     again = qkablate(*words)

@@ -14,7 +14,7 @@ from tests.sweeps.run_checks import assert_same, final_state, results, status, w
 
 
 @pytest.fixture
-def here(tiny):
+def local_grid(tiny):
     """Return the arguments of a sweep on this machine."""
     return ["sweep", *tiny, "sweep.baseline=null", "workers=2"]
 
@@ -26,24 +26,24 @@ def grid(tiny, engine):
 
 
 @pytest.mark.slow
-def test_engines_train_the_same_runs(qkablate, grid, here, tmp_path):
+def test_engines_train_the_same_runs(qkablate, grid, local_grid, tmp_path):
     """Results and ids are identical, so that each engine continues what another has begun."""
     words = ["variant=standard,no_q", "seed=0", "threads=1"]
-    assert qkablate(*here, *words, "out=reference").code == 0
+    assert qkablate(*local_grid, *words, "out=reference").code == 0
     assert qkablate(*grid, *words).code == 0
     reference = {path.parent.name: path.parent for path in results(tmp_path, "reference")}
     found = results(tmp_path)
     assert {path.parent.name for path in found} == reference.keys()
     for path in found:
         assert_same(final_state(path.parent), final_state(reference[path.parent.name]))
-    for again in (grid, here):
+    for again in (grid, local_grid):
         assert qkablate(*again, *words).code == 0
     assert results(tmp_path) == found
     assert len(list(tmp_path.glob("outputs/sweeps/*/manifest.json"))) == 1
 
 
 @pytest.mark.slow
-def test_killed_launcher_loses_and_repeats_nothing(spawn, grid, here, qkablate, tmp_path):
+def test_killed_launcher_loses_and_repeats_nothing(spawn, grid, local_grid, qkablate, tmp_path):
     words = [
         "variant=standard,no_q",
         "seed=0",
@@ -52,7 +52,7 @@ def test_killed_launcher_loses_and_repeats_nothing(spawn, grid, here, qkablate, 
         "train.eval_every=1000",
     ]
     words += ["train.checkpoint_every=100"]
-    assert qkablate(*here, *words, "out=reference").code == 0
+    assert qkablate(*local_grid, *words, "out=reference").code == 0
     launcher = spawn(*grid, *words)
     wait_for_progress(launcher, tmp_path)
     _, states = status(qkablate)  # from another shell
@@ -83,13 +83,13 @@ def test_bad_runs_do_not_affect_others(qkablate, grid, circuit, tmp_path):
         ("diverges", 0): "diverged",
         ("starves", 0): "failed",
     }
-    said = {state["variant"]: state["error"] for state in found["states"]}
-    assert said["raises"] == "ValueError: no queries today"
-    assert "SIGKILL" in said["killed"]
-    assert "SIGABRT" in said["crashes"]
-    assert "memory" in said["starves"]
+    errors = {state["variant"]: state["error"] for state in found["states"]}
+    assert errors["raises"] == "ValueError: no queries today"
+    assert "SIGKILL" in errors["killed"]
+    assert "SIGABRT" in errors["crashes"]
+    assert "memory" in errors["starves"]
     for name in ("raises", "crashes", "starves"):
-        assert said[name] in done.out
+        assert errors[name] in done.out
     # The same command resumes what was interrupted, and nothing else.
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("outputs/runs/*/result.json")}
     again = qkablate(*words)
@@ -122,9 +122,9 @@ def test_failed_runs_are_retried_only_on_request(qkablate, grid, circuit, tmp_pa
 
 
 @pytest.mark.slow
-def test_run_out_of_memory_is_retried_alone_once(qkablate, here, circuit):
+def test_run_out_of_memory_is_retried_alone_once(qkablate, local_grid, circuit):
     files = f"{circuit('starves_once')},{circuit('starves')}"
-    done = qkablate(*here, f"variant.file={files}", "seed=0")
+    done = qkablate(*local_grid, f"variant.file={files}", "seed=0")
     assert done.code == 1
     found, states = status(qkablate)
     assert states == {("starves_once", 0): "done", ("starves", 0): "failed"}
@@ -143,10 +143,10 @@ def test_on_failure_stop_starts_nothing_more(qkablate, grid, circuit):
 
 
 @pytest.mark.slow
-def test_larger_sweep_trains_only_new_runs(qkablate, here, tmp_path):
-    assert qkablate(*here, "variant=standard", "seed=0,1").code == 0
+def test_larger_sweep_trains_only_new_runs(qkablate, local_grid, tmp_path):
+    assert qkablate(*local_grid, "variant=standard", "seed=0,1").code == 0
     before = results(tmp_path)
-    done = qkablate(*here, "variant=standard,no_q", "seed=0,1,2")
+    done = qkablate(*local_grid, "variant=standard,no_q", "seed=0,1,2")
     assert done.code == 0
     after = results(tmp_path)
     assert len(before) == 2
@@ -213,10 +213,10 @@ def test_interrupted_sweep_is_resumed(spawn, grid, qkablate, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_to_all_children_lets_runs_finish(spawn, here, tmp_path):
+def test_sigterm_to_all_children_lets_runs_finish(spawn, local_grid, tmp_path):
     """`timeout` and systemd signal all processes; the launcher needs its server for exit codes."""
     words = ["variant=standard", "seed=0", "train.steps=2000", "train.eval_every=2000"]
-    launcher = spawn(*here, *words)
+    launcher = spawn(*local_grid, *words)
     wait_for_progress(launcher, tmp_path)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     assert children
@@ -224,8 +224,8 @@ def test_sigterm_to_all_children_lets_runs_finish(spawn, here, tmp_path):
         os.kill(int(pid), signal.SIGTERM)
     _, err = launcher.communicate(timeout=240)
     assert launcher.returncode == 0, err
-    (said,) = tmp_path.glob("outputs/runs/*/output.log")
-    assert "its process ended" not in said.read_text()
+    (output,) = tmp_path.glob("outputs/runs/*/output.log")
+    assert "its process ended" not in output.read_text()
 
 
 @pytest.mark.slow
@@ -257,7 +257,9 @@ def test_twenty_kills_of_the_launcher_change_no_result(qkablate, tiny, tmp_path)
     rough = [*words, "out=rough"]
     kills, code = 0, None
     while code != 0:
-        launcher = context.Process(target=quietly, args=(rough, str(tmp_path), os.environ["HOME"]))
+        launcher = context.Process(
+            target=run_silently, args=(rough, str(tmp_path), os.environ["HOME"])
+        )
         launcher.start()
         launcher.join(chance.uniform(0.1, 2.5) if kills < 20 else 240)
         code = launcher.exitcode
@@ -269,7 +271,7 @@ def test_twenty_kills_of_the_launcher_change_no_result(qkablate, tiny, tmp_path)
             kills += 1
         elif kills < 20:  # it had finished already: remove a result and continue
             code = None
-            forget_one(tmp_path / "rough", chance)
+            delete_one(tmp_path / "rough", chance)
     found = results(tmp_path, "rough")
     assert {path.parent.name for path in found} == calm.keys()
     for path in found:
@@ -277,13 +279,13 @@ def test_twenty_kills_of_the_launcher_change_no_result(qkablate, tiny, tmp_path)
     assert len(list((tmp_path / "rough" / "sweeps").glob("*/manifest.json"))) == 1
 
 
-def forget_one(out: Path, chance: random.Random) -> None:
+def delete_one(out: Path, chance: random.Random) -> None:
     """Remove a result, as if the run had been killed just before writing it."""
     path = chance.choice(sorted(out.glob("runs/*/result.json")))
     path.unlink()
 
 
-def quietly(words, folder, home):
+def run_silently(words, folder, home):
     """Run a launcher in an existing process, without output."""
     os.chdir(folder)
     os.environ["HOME"] = home

@@ -17,7 +17,9 @@ from qkablate.table import format_duration
 STEPS, TOKENS = 100, 16 * 64  # steps of a run, tokens of a step
 
 
-def standing_of(*statuses: str, name: str = "grid", label: str = "standard-d128-h4") -> SweepState:
+def sweep_state_of(
+    *statuses: str, name: str = "grid", label: str = "standard-d128-h4"
+) -> SweepState:
     """Return a sweep of one arm, with a run of each status."""
     config = Config(train=TrainConfig(steps=STEPS), threads=1)
     arm = Arm(label, "standard", ["none"], None, {}, config, {}, 5, 1000, 2000, 6000.0)
@@ -27,11 +29,11 @@ def standing_of(*statuses: str, name: str = "grid", label: str = "standard-d128-
     ]
     sweep_state = SweepState(Manifest(name, "outputs", {label: arm}, runs, [], [], 0, []))
     for state, status in zip(sweep_state.states.values(), statuses, strict=True):
-        become(state, status)
+        set_status(state, status)
     return sweep_state
 
 
-def become(
+def set_status(
     state: RunState, status: str, step: int = 0, speed: float = 0.0, reason: str = ""
 ) -> None:
     """Set the fields of a state for a status."""
@@ -52,7 +54,7 @@ def states_of(sweep_state: SweepState) -> list[RunState]:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "output"),
     [
         (0, "0 s"),
         (0.4, "0 s"),
@@ -66,25 +68,25 @@ def states_of(sweep_state: SweepState) -> list[RunState]:
         (400_000_000, "4,629.6 days"),
     ],
 )
-def test_duration_uses_the_largest_units(seconds, said):
-    assert format_duration(seconds) == said
+def test_duration_uses_the_largest_units(seconds, output):
+    assert format_duration(seconds) == output
 
 
 def test_headline_counts_every_run_once():
     some = ["done"] * 3 + ["running", "waiting", "waiting", "interrupted", "diverged", "failed"]
-    sweep_state = standing_of(*some)
-    said = headline(sweep_state)
-    assert said.startswith("9 runs: ")
-    numbers = re.findall(rf"(\d+) ({'|'.join(STATUSES)})", said)
+    sweep_state = sweep_state_of(*some)
+    output = headline(sweep_state)
+    assert output.startswith("9 runs: ")
+    numbers = re.findall(rf"(\d+) ({'|'.join(STATUSES)})", output)
     assert {status: int(number) for number, status in numbers} == sweep_state.status_counts()
     assert sum(sweep_state.status_counts().values()) == sweep_state.expected_runs() == 9
-    assert headline(standing_of("done")) == "1 run: 1 done"
-    assert "left" not in headline(standing_of("waiting", "waiting"))
+    assert headline(sweep_state_of("done")) == "1 run: 1 done"
+    assert "left" not in headline(sweep_state_of("waiting", "waiting"))
 
 
 def test_running_run_shows_bar_loss_and_speed():
-    sweep_state = standing_of("done", "running", "waiting")
-    become(states_of(sweep_state)[1], "running", step=25, speed=1234.5)
+    sweep_state = sweep_state_of("done", "running", "waiting")
+    set_status(states_of(sweep_state)[1], "running", step=25, speed=1234.5)
     head, line = render_table(sweep_state, 200)
     assert head.startswith(f"grid-{sweep_state.manifest.id}  3 runs: ")
     assert "1,234 tokens/s" in head
@@ -95,23 +97,23 @@ def test_running_run_shows_bar_loss_and_speed():
 
 @pytest.mark.parametrize("step", [0, 1, 50, 99, 100, 120])
 def test_bar_has_fixed_length_and_is_never_overfull(step):
-    sweep_state = standing_of("running")
-    become(states_of(sweep_state)[0], "running", step=step)
+    sweep_state = sweep_state_of("running")
+    set_status(states_of(sweep_state)[0], "running", step=step)
     (bar,) = re.findall("[█·]{2,}", render_table(sweep_state, 200)[1])
     assert len(bar) == 16
     assert bar.count("█") == round(16 * min(1, step / STEPS))
 
 
 def test_headline_sums_the_speeds():
-    sweep_state = standing_of("running", "running", "done")
+    sweep_state = sweep_state_of("running", "running", "done")
     for state in states_of(sweep_state)[:2]:
-        become(state, "running", step=10, speed=500.0)
+        set_status(state, "running", step=10, speed=500.0)
     assert "1,000 tokens/s" in headline(sweep_state)
 
 
 def test_unfinished_runs_show_their_reason():
-    sweep_state = standing_of("done", "failed", "interrupted", "waiting")
-    become(states_of(sweep_state)[2], "interrupted", reason="its process was ended by SIGKILL")
+    sweep_state = sweep_state_of("done", "failed", "interrupted", "waiting")
+    set_status(states_of(sweep_state)[2], "interrupted", reason="its process was ended by SIGKILL")
     assert render_table(sweep_state, 200)[1:] == [
         "  failed: standard-d128-h4-s1: ValueError: no",
         "  interrupted: standard-d128-h4-s2: its process was ended by SIGKILL",
@@ -120,34 +122,36 @@ def test_unfinished_runs_show_their_reason():
 
 @pytest.mark.parametrize("width", [20, 40, 79, 80, 81, 200])
 def test_lines_fit_the_terminal(width):
-    sweep_state = standing_of(*["running"] * 3, *["failed"] * 3, name="a-name-of-some-length" * 3)
+    sweep_state = sweep_state_of(
+        *["running"] * 3, *["failed"] * 3, name="a-name-of-some-length" * 3
+    )
     for state in states_of(sweep_state)[:3]:
-        become(state, "running", step=10, speed=1e6)
+        set_status(state, "running", step=10, speed=1e6)
     for state in states_of(sweep_state)[3:]:
-        become(state, "failed", reason="ValueError: " + "no " * 50)
+        set_status(state, "failed", reason="ValueError: " + "no " * 50)
     lines = render_table(sweep_state, width)
     assert len(lines) == 7
     assert all(len(line) < width and "\n" not in line for line in lines)
 
 
 def test_long_table_counts_the_hidden_runs():
-    shown = render_table(standing_of(*["running"] * 16), 200)
+    shown = render_table(sweep_state_of(*["running"] * 16), 200)
     assert len(shown) == 17
-    many = render_table(standing_of(*["running"] * 300), 200)
+    many = render_table(sweep_state_of(*["running"] * 300), 200)
     assert len(many) < 24
     listed = sum("step" in line for line in many)
     assert many[-1].strip() == f"… and {300 - listed} more"
 
 
 def test_time_left_decreases_to_zero():
-    sweep_state = standing_of("done", "running", "waiting")
+    sweep_state = sweep_state_of("done", "running", "waiting")
     _, running, waiting = states_of(sweep_state)
     left = []
     for state in (running, waiting):
         for step in (1, 30, 60, 90):
-            become(state, "running", step=step, speed=100.0)
+            set_status(state, "running", step=step, speed=100.0)
             left.append(sweep_state.seconds_left())
-        become(state, "done")
+        set_status(state, "done")
     left.append(sweep_state.seconds_left())
     assert all(one > other for one, other in itertools.pairwise(left))
     assert left[0] == pytest.approx(19.9)  # ten seconds a run, one after the other
@@ -156,14 +160,14 @@ def test_time_left_decreases_to_zero():
 
 
 def test_two_parallel_runs_halve_the_time_left():
-    one, two = standing_of("done", *["running"] * 1), standing_of("done", *["running"] * 2)
+    one, two = sweep_state_of("done", *["running"] * 1), sweep_state_of("done", *["running"] * 2)
     assert one.seconds_left() == two.seconds_left() == 10
 
 
 def test_time_left_is_unknown_if_nothing_runs():
-    assert standing_of("done", "waiting").seconds_left() is None
-    assert standing_of("done", "interrupted").seconds_left() is None
-    assert standing_of("done", "failed", "diverged").seconds_left() == 0
+    assert sweep_state_of("done", "waiting").seconds_left() is None
+    assert sweep_state_of("done", "interrupted").seconds_left() is None
+    assert sweep_state_of("done", "failed", "diverged").seconds_left() == 0
 
 
 class Terminal(io.StringIO):
@@ -208,18 +212,18 @@ def terminal(monkeypatch) -> Iterator[Callable[..., Terminal]]:
 
 def test_table_is_redrawn_in_place_on_a_terminal(terminal):
     screen = terminal()
-    board, sweep_state = ProgressTable(), standing_of("waiting", "waiting", "waiting")
+    board, sweep_state = ProgressTable(), sweep_state_of("waiting", "waiting", "waiting")
     board.note("sweep    outputs/sweeps/grid")
     board.show(sweep_state)
     first, second, third = states_of(sweep_state)
-    become(first, "running", step=1)
-    become(second, "running", step=1)
+    set_status(first, "running", step=1)
+    set_status(second, "running", step=1)
     board.show(sweep_state)
-    become(first, "failed")
+    set_status(first, "failed")
     board.show(sweep_state)
     board.note("stopping: for a reason")
-    become(second, "done")
-    become(third, "done")
+    set_status(second, "done")
+    set_status(third, "done")
     board.show(sweep_state)
     board.show(sweep_state)
     table = render_table(sweep_state, 100)
@@ -231,9 +235,9 @@ def test_table_is_redrawn_in_place_on_a_terminal(terminal):
 def test_table_higher_than_the_screen_is_cut(terminal):
     """Lines that have scrolled off the screen cannot be redrawn."""
     screen = terminal(rows=24)
-    board, sweep_state = ProgressTable(), standing_of(*["failed"] * 60, "running")
+    board, sweep_state = ProgressTable(), sweep_state_of(*["failed"] * 60, "running")
     for step in (1, 2, 3):
-        become(states_of(sweep_state)[-1], "running", step=step)
+        set_status(states_of(sweep_state)[-1], "running", step=step)
         board.show(sweep_state)
     assert sum(line.startswith("grid-") for line in screen.lines) == 1
     assert sum("step" in line for line in screen.lines) == 1
@@ -241,37 +245,37 @@ def test_table_higher_than_the_screen_is_cut(terminal):
 
 def test_only_changes_are_printed_without_a_terminal(terminal):
     log = terminal(tty=False)
-    board, sweep_state = ProgressTable(), standing_of("waiting", "waiting", "done")
+    board, sweep_state = ProgressTable(), sweep_state_of("waiting", "waiting", "done")
     first, second, _ = states_of(sweep_state)
     for step in (0, 10, 20):
-        become(first, "running", step=step)
-        become(second, "running", step=step)
+        set_status(first, "running", step=step)
+        set_status(second, "running", step=step)
         board.show(sweep_state)
-    become(first, "done")
+    set_status(first, "done")
     board.show(sweep_state)
-    become(second, "failed", reason="ValueError: no queries today")
+    set_status(second, "failed", reason="ValueError: no queries today")
     board.show(sweep_state)
     board.show(sweep_state)
     assert "\x1b" not in log.getvalue()
-    said = [re.sub(r"^\d\d:\d\d:\d\d  ", "", line) for line in log.lines[:-1]]
-    assert [line.split()[:2] for line in said] == [
+    lines = [re.sub(r"^\d\d:\d\d:\d\d  ", "", line) for line in log.lines[:-1]]
+    assert [line.split()[:2] for line in lines] == [
         ["done", "standard-d128-h4-s0"],
         ["failed", "standard-d128-h4-s1"],
     ]
-    assert "val 2.2500  test 2.5000  10.0 s" in said[0]
-    assert "no queries today" in said[1]
-    assert said[1].endswith("[3 runs: 2 done · 1 failed]")
+    assert "val 2.2500  test 2.5000  10.0 s" in lines[0]
+    assert "no queries today" in lines[1]
+    assert lines[1].endswith("[3 runs: 2 done · 1 failed]")
 
 
 @pytest.mark.parametrize("tty", [True, False])
 def test_control_characters_never_reach_the_terminal(terminal, tty):
     screen = terminal(tty=tty, rows=50)
-    sweep_state = standing_of("running", "running", label="a\x1b[31mred\x07-d8-h1")
+    sweep_state = sweep_state_of("running", "running", label="a\x1b[31mred\x07-d8-h1")
     board = ProgressTable()
     board.show(sweep_state)
     evil = "ValueError: \x1b[2J\x1b]0;owned\x07\r\x9b31m no"
-    become(states_of(sweep_state)[0], "failed", reason=evil)
-    become(states_of(sweep_state)[1], "interrupted", reason=evil)
+    set_status(states_of(sweep_state)[0], "failed", reason=evil)
+    set_status(states_of(sweep_state)[1], "interrupted", reason=evil)
     board.show(sweep_state)
     board.note(f"W&B: {evil}")
     written = re.sub(r"\x1b\[\d*[FJ]|\n", "", screen.getvalue()) if tty else screen.getvalue()
@@ -279,6 +283,6 @@ def test_control_characters_never_reach_the_terminal(terminal, tty):
 
 
 def test_rendered_table_has_no_control_characters():
-    sweep_state = standing_of("failed")
-    become(states_of(sweep_state)[0], "failed", reason="ValueError: \x1b[2J\x07 no")
+    sweep_state = sweep_state_of("failed")
+    set_status(states_of(sweep_state)[0], "failed", reason="ValueError: \x1b[2J\x07 no")
     assert all(line.isprintable() for line in render_table(sweep_state, 10_000))

@@ -1,4 +1,4 @@
-"""A W&B server on the loopback interface: just enough of one to take runs, and to misbehave."""
+"""A fake W&B server on the loopback interface, which accepts runs and can misbehave."""
 
 import gzip
 import json
@@ -10,37 +10,39 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import quote, unquote
 
-from tests.tracking.wandb.log_reader import Described
+from tests.tracking.wandb.log_reader import RunMetadata
 
 
 @dataclass
-class Received(Described):
-    """Data that the server received of one run."""
+class ReceivedRun(RunMetadata):
+    """Data of one run that the server received."""
 
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
-    system: dict[int, dict[str, Any]] = field(default_factory=dict)  # the machine, by the time
+    system: dict[int, dict[str, Any]] = field(
+        default_factory=dict
+    )  # measurements of the machine, by time
     files: dict[str, bytes] = field(default_factory=dict)
-    sittings: int = 0  # how often its end was told
+    sessions: int = 0  # number of ends that were reported
     exit_code: int | None = None
     complete: bool = False
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The history, in order; what came twice counts once."""
+        """Return the history in order, without duplicates."""
         return [self.lines[number] for number in sorted(self.lines)]
 
 
 @dataclass
 class Artifact:
-    """A thing that a run has left at the server."""
+    """An artifact that a run has uploaded."""
 
     name: str
     kind: str
     run: str
     files: dict[str, bytes] = field(default_factory=dict)
     manifest: dict[str, Any] = field(default_factory=dict)
-    whole: bool = False
+    is_complete: bool = False
 
 
 class _Http(ThreadingHTTPServer):
@@ -48,14 +50,14 @@ class _Http(ThreadingHTTPServer):
     fake: "FakeServer"
 
     def handle_error(self, *_: object) -> None:
-        """Nothing: clients that are gone are part of the game."""
+        """Ignore clients that disconnect, which the tests cause."""
 
 
 class FakeServer:
     """`with FakeServer() as server:`, and WANDB_BASE_URL=server.url.
 
-    status: what every request is answered with. hangs_at, dies_at: a part of the address at
-    which it never answers, or is gone for good.
+    status: the status of every response. hangs_at, dies_at: a part of the path at which the server
+    never answers, or dies.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class FakeServer:
         self.status, self.hangs_at, self.dies_at = status, hangs_at, dies_at
         self.dead = threading.Event()
         self.over = threading.Event()
-        self.runs: dict[str, Received] = {}
+        self.runs: dict[str, ReceivedRun] = {}
         self.artifacts: list[Artifact] = []
         self.keys: set[str] = set()
         self._http = _Http(("127.0.0.1", 0), _Handler)
@@ -81,20 +83,21 @@ class FakeServer:
         self._http.server_close()
 
     def die(self) -> None:
-        """From now on nobody is there: new connections are refused, old ones are closed."""
+        """Refuse new connections, and close existing ones, from now on."""
         self.dead.set()
         self._http.socket.close()
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
         if path.endswith("/graphql"):
-            asked = json.loads(body)
-            found = re.search(r"(?:query|mutation)\s+(\w+)", asked["query"])
-            name = asked.get("operationName") or (found[1] if found else "")
-            return {"data": self._graphql(name, asked.get("variables") or {})}
+            request = json.loads(body)
+            match = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
+            name = request.get("operationName") or (match[1] if match else "")
+            return {"data": self._graphql(name, request.get("variables") or {})}
         if path.endswith("/file_stream"):
             self._stream(path.split("/")[-2], json.loads(body))
         if path.startswith("/put/"):
-            self._put(*map(unquote, path.removeprefix("/put/").split("/", 2)), body)
+            kind, owner, name = map(unquote, path.removeprefix("/put/").split("/", 2))
+            self._put(kind, owner, name, body)
         return {}
 
     def _put(self, kind: str, owner: str, name: str, body: bytes) -> None:
@@ -105,58 +108,60 @@ class FakeServer:
         else:
             self.artifacts[int(owner)].manifest = json.loads(body)
 
-    def of(self, run: str) -> dict[str, Artifact]:
-        """By kind, what artifacts the run has left, whole."""
-        return {one.kind: one for one in self.artifacts if one.run == run and one.whole}
+    def artifacts_of(self, run: str) -> dict[str, Artifact]:
+        """Return the complete artifacts of a run, by kind."""
+        return {a.kind: a for a in self.artifacts if a.run == run and a.is_complete}
 
-    def _graphql(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
+    def _graphql(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
         if "Viewer" in operation:
             viewer = {"id": "1", "entity": "somebody", "username": "somebody", "flags": "{}"}
             return {"viewer": {**viewer, "teams": {"edges": []}}}
         if operation == "UpsertBucket":
-            return {"upsertBucket": {"bucket": self._bucket(given), "inserted": True}}
+            return {"upsertBucket": {"bucket": self._bucket(variables), "inserted": True}}
         if operation == "RunResumeStatus":
-            project = {"id": "1", "name": given.get("project")}
-            bucket = self._resumed(given["name"])
+            project = {"id": "1", "name": variables.get("project")}
+            bucket = self._resume_status(variables["name"])
             return {"model": {**project, "entity": {"id": "1", "name": "somebody"}, **bucket}}
         if operation == "CreateRunFiles":
-            place = f"{self.url}/put/run/{given['run']}"
-            files = [{"name": f, "uploadUrl": f"{place}/{quote(f)}"} for f in given["files"]]
+            place = f"{self.url}/put/run/{variables['run']}"
+            files = [{"name": f, "uploadUrl": f"{place}/{quote(f)}"} for f in variables["files"]]
             return {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files}}
         if "Artifact" in operation:
-            return self._artifact(operation, given)
+            return self._artifact(operation, variables)
         return {}
 
-    def _artifact(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
+    def _artifact(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
         if operation == "ArtifactType":
-            return {"project": None}  # there is none of that name
+            return {"project": None}  # no type of that name
         if operation == "CreateArtifact":
-            asked = given["input"]
-            kind = asked["artifactTypeName"]
-            self.artifacts.append(Artifact(asked["artifactCollectionName"], kind, asked["runName"]))
+            request = variables["input"]
+            kind = request["artifactTypeName"]
+            self.artifacts.append(
+                Artifact(request["artifactCollectionName"], kind, request["runName"])
+            )
             sequence = {"id": "1", "latestArtifact": None}
             own = {"id": str(len(self.artifacts) - 1), "state": "PENDING"}
             return {"createArtifact": {"artifact": {**own, "artifactSequence": sequence}}}
         if operation in ("CreateArtifactManifest", "UpdateArtifactManifest"):
-            id = given.get("artifactID") or given["artifactManifestID"]
+            id = variables.get("artifactID") or variables["artifactManifestID"]
             file = {"id": "1", "uploadUrl": f"{self.url}/put/manifest/{id}/it", "uploadHeaders": []}
             answer = {"artifactManifest": {"id": id, "file": file}}
             return {operation[0].lower() + operation[1:]: answer}
         if operation == "CreateArtifactFiles":
             edges = []
-            for spec in given["input"]["artifactFiles"]:
+            for spec in variables["input"]["artifactFiles"]:
                 id, name = spec["artifactID"], spec["name"]
                 url = f"{self.url}/put/artifact/{id}/{quote(name)}"
                 node = {"storagePath": name, "uploadUrl": url, "uploadHeaders": []}
                 edges.append({"node": {**node, "artifact": {"id": id}}})
             return {"createArtifactFiles": {"files": {"edges": edges}}}
         if operation == "CommitArtifact":
-            self.artifacts[int(given["artifactID"])].whole = True
-            return {"commitArtifact": {"artifact": {"id": given["artifactID"], "digest": ""}}}
+            self.artifacts[int(variables["artifactID"])].is_complete = True
+            return {"commitArtifact": {"artifact": {"id": variables["artifactID"], "digest": ""}}}
         return {}
 
-    def _resumed(self, name: str) -> dict[str, Any]:
-        """Return what the server knows of a run that is resumed."""
+    def _resume_status(self, name: str) -> dict[str, Any]:
+        """Return the server's data of a run that is resumed."""
         run = self.runs.get(name)
         if run is None:
             return {"bucket": None}
@@ -170,19 +175,19 @@ class FakeServer:
         }
         return {"bucket": {**own, **counts, **tails, "config": "{}", "wandbConfig": "{}"}}
 
-    def _bucket(self, given: dict[str, Any]) -> dict[str, Any]:
-        run = self.runs.setdefault(given["name"], Received())
-        run.name = given.get("displayName") or run.name
-        run.project = given.get("project") or run.project
-        run.entity = given.get("entity") or run.entity
-        run.group = given.get("groupName") or run.group
-        run.job_type = given.get("jobType") or run.job_type
-        run.tags = given.get("tags") or run.tags
-        config = json.loads(given.get("config") or "{}")
+    def _bucket(self, variables: dict[str, Any]) -> dict[str, Any]:
+        run = self.runs.setdefault(variables["name"], ReceivedRun())
+        run.name = variables.get("displayName") or run.name
+        run.project = variables.get("project") or run.project
+        run.entity = variables.get("entity") or run.entity
+        run.group = variables.get("groupName") or run.group
+        run.job_type = variables.get("jobType") or run.job_type
+        run.tags = variables.get("tags") or run.tags
+        config = json.loads(variables.get("config") or "{}")
         run.config |= {key: entry["value"] for key, entry in config.items()}
         entity = {"id": "1", "name": run.entity or "somebody"}
         project = {"id": "1", "name": run.project, "entity": entity}
-        bucket = {"id": "1", "name": given["name"], "displayName": run.name, "config": "{}"}
+        bucket = {"id": "1", "name": variables["name"], "displayName": run.name, "config": "{}"}
         count = len(run.lines)
         return {**bucket, "sweepName": None, "historyLineCount": count, "project": project}
 
@@ -193,11 +198,11 @@ class FakeServer:
             part = files.get(f"wandb-{file}.jsonl") or {"content": []}
             for number, line in enumerate(part["content"], part.get("offset", 0)):
                 lines[number] = json.loads(line)
-        if told := files.get("wandb-summary.json"):
-            run.summary = json.loads(told["content"][-1])
+        if part := files.get("wandb-summary.json"):
+            run.summary = json.loads(part["content"][-1])
         if sent.get("complete"):
             run.complete, run.exit_code = True, sent.get("exitcode")
-            run.sittings += 1
+            run.sessions += 1
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -217,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_GET
 
     def log_message(self, *_: object) -> None:
-        """Nothing: pytest's output is for the tests."""
+        """Print nothing."""
 
     def _respond(self) -> None:
         fake = self.server.fake
@@ -257,5 +262,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 def dead_url() -> str:
     """Return an address where connections are refused."""
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return f"http://127.0.0.1:{held.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Reads what W&B recorded offline: a LevelDB log of the records of its public protocol."""
+"""Reader of W&B's offline logs: LevelDB framing, records of W&B's public protocol."""
 
 import json
 import struct
@@ -10,14 +10,15 @@ from typing import Any
 
 from wandb.proto import wandb_internal_pb2
 
+Record: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]
 BLOCK = 32 * 1024
 FILE_HEADER, CHUNK_HEADER = 7, 7
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 @dataclass
-class Described:
-    """Data that W&B knows of a run from its beginning."""
+class RunMetadata:
+    """Metadata of a run."""
 
     name: str = ""
     project: str = ""
@@ -29,32 +30,32 @@ class Described:
 
 
 @dataclass
-class Recorded(Described):
-    """One run, as far as it was recorded."""
+class RecordedRun(RunMetadata):
+    """Content of an offline log."""
 
     id: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)  # how each was defined
     artifacts: dict[str, dict[str, Path]] = field(default_factory=dict)  # files, by kind
-    machine: list[dict[str, Any]] = field(default_factory=list)  # readings of the machine
+    machine: list[dict[str, Any]] = field(default_factory=list)  # measurements of the machine
     summary: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
 
 
-def read(folder: Path) -> Recorded:
+def read(folder: Path) -> RecordedRun:
     """Return the run recorded in one `offline-run-…` folder."""
     (path,) = folder.glob("*.wandb")
-    run = Recorded()
+    run = RecordedRun()
     for content in _contents(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
+        record = Record()
         record.ParseFromString(content)
         kind = record.WhichOneof("record_type")
         if kind == "run":
-            told = record.run
-            run.id, run.name, run.job_type = told.run_id, told.display_name, told.job_type
-            run.project, run.entity, run.group = told.project, told.entity, told.run_group
-            run.tags = list(told.tags)
-            run.config |= _values(told.config.update)
+            header = record.run
+            run.id, run.name, run.job_type = header.run_id, header.display_name, header.job_type
+            run.project, run.entity, run.group = header.project, header.entity, header.run_group
+            run.tags = list(header.tags)
+            run.config |= _values(header.config.update)
         elif kind == "history":
             run.rows.append(_values(record.history.item))
         elif kind == "summary":
@@ -72,19 +73,20 @@ def read(folder: Path) -> Recorded:
 
 
 def edit(path: Path, change: Callable[[list[Any]], None]) -> None:
-    """Write a log anew, with other records."""
-    whole = path.read_bytes()
-    records = [wandb_internal_pb2.Record.FromString(one) for one in _contents(whole)]
+    """Rewrite a log with changed records."""
+    data = path.read_bytes()
+    records = [Record.FromString(content) for content in _contents(data)]
     change(records)
-    log = bytearray(whole[:FILE_HEADER])
+    log = bytearray(data[:FILE_HEADER])
     for record in records:
-        rest, kinds = record.SerializeToString(), (FULL, FIRST)
+        rest: bytes = record.SerializeToString()
+        kinds: tuple[int, ...] = (FULL, FIRST)
         while kinds:
-            room = BLOCK - len(log) % BLOCK
-            if room < CHUNK_HEADER:
-                log += bytes(room)
+            space = BLOCK - len(log) % BLOCK
+            if space < CHUNK_HEADER:
+                log += bytes(space)
                 continue
-            part, rest = rest[: room - CHUNK_HEADER], rest[room - CHUNK_HEADER :]
+            part, rest = rest[: space - CHUNK_HEADER], rest[space - CHUNK_HEADER :]
             kind = kinds[bool(rest)]
             checksum = zlib.crc32(bytes([kind]) + part)
             log += struct.pack("<IHB", checksum, len(part), kind) + part
@@ -97,7 +99,7 @@ def _values(items: Any) -> dict[str, Any]:
 
 
 def _contents(data: bytes) -> Iterator[bytes]:
-    """Whole records; a process that was killed leaves half a one at the end."""
+    """Yield the complete records; a killed process leaves half a record at the end."""
     position, parts = FILE_HEADER, b""
     while position + CHUNK_HEADER <= len(data):
         if BLOCK - position % BLOCK < CHUNK_HEADER:  # padding: no header fits

@@ -1,4 +1,4 @@
-"""W&B's log format, as far as we read it ourselves. The logs here are W&B's own."""
+"""W&B's log format, as far as qkablate parses it. The logs are written by W&B."""
 
 import struct
 import subprocess
@@ -26,32 +26,32 @@ for rows in map(int, sys.argv[2:]):
     folder = Path(sys.argv[1]) / str(rows)
     folder.mkdir()
     identity = RunIdentity(f"id-{rows}", "a run", "", "", ())
-    mirror = WandbRun(TrackingConfig(), identity, folder, {}, print)
+    wandb_run = WandbRun(TrackingConfig(), identity, folder, {}, print)
     for step in range(rows):
-        mirror.log({"step": step, "train/loss": 1.5})
-    mirror.close({}, 0)
+        wandb_run.log({"step": step, "train/loss": 1.5})
+    wandb_run.close({}, 0)
 """
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Return a log of less than a block, and one of many."""
-    folder = tmp_path_factory.mktemp("made")
+def logs(tmp_path_factory):
+    """Return a log shorter than a block, and a log of many blocks, by their rows."""
+    folder = tmp_path_factory.mktemp("logs")
     words = [sys.executable, "-c", RECORD, str(folder), "3", "700"]
     subprocess.run(words, check=True, capture_output=True, timeout=120)
     return {rows: find_logs(folder / str(rows))[0] for rows in (3, 700)}
 
 
 @pytest.mark.slow
-def test_a_log_says_what_it_is_of(made):
-    for rows, file in made.items():
+def test_a_log_describes_its_run(logs):
+    for rows, file in logs.items():
         log = read_log(file)
         assert (log.id, log.name, log.ended) == (f"id-{rows}", "a run", True)
         assert is_complete(file)
 
 
-def test_a_log_that_is_cut_anywhere_is_not_whole(made, tmp_path):
-    for file in made.values():
+def test_a_truncated_log_is_not_complete(logs, tmp_path):
+    for file in logs.values():
         content = file.read_bytes()
         cut = tmp_path / "cut.wandb"
         for size in [*range(0, len(content), 997), *range(len(content) - 40, len(content))]:
@@ -59,21 +59,23 @@ def test_a_log_that_is_cut_anywhere_is_not_whole(made, tmp_path):
             assert not is_complete(cut), size
 
 
-def test_a_record_that_begins_with_nothing_is_read(made, tmp_path):
+def test_a_record_with_an_empty_first_chunk_is_read(logs, tmp_path):
     """Read a record for which a block has room for its header only."""
-    content = bytearray(made[3].read_bytes())
+    content = bytearray(logs[3].read_bytes())
     _, length, kind = struct.unpack_from("<IHB", content, 7)
     assert kind == log_reader.FULL
     path = tmp_path / "log.wandb"
     first = struct.pack("<IHB", 0, 0, log_reader.FIRST)
     content[7:14] = first + struct.pack("<IHB", 0, length, log_reader.LAST)
     path.write_bytes(content)
-    kinds = [[one.WhichOneof("record_type") for one in read_records(x, 0)] for x in (path, made[3])]
+    kinds = [
+        [r.WhichOneof("record_type") for r in read_records(file, 0)] for file in (path, logs[3])
+    ]
     assert kinds[0] == kinds[1]
 
 
-def test_our_own_logs_are_not_strange(made, tmp_path):
-    for file in made.values():
+def test_logs_of_runs_are_not_rejected(logs, tmp_path):
+    for file in logs.values():
         assert read_log(file).rejection == ""
         cut = tmp_path / "cut.wandb"
         for size in range(2000, file.stat().st_size, 997):
@@ -81,7 +83,7 @@ def test_our_own_logs_are_not_strange(made, tmp_path):
             assert read_log(cut).rejection == ""
 
 
-def test_what_is_no_log(tmp_path):
+def test_other_files_are_not_logs(tmp_path):
     path = tmp_path / "no.wandb"
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="not a log"):
@@ -93,7 +95,7 @@ def test_what_is_no_log(tmp_path):
     assert not is_complete(tmp_path / "nothing.wandb")
 
 
-def test_which_logs_the_server_should_have(tmp_path):
+def test_offline_and_unsent_logs_are_found(tmp_path):
     def make(name):
         path = tmp_path / name
         path.parent.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""W&B is optional: what it shows is right, and whatever it does, training goes on.
+"""W&B is optional: its data is right, and training continues whatever it does.
 
-W&B keeps a process, credentials and settings for as long as a Python process lives, so what
-starts it runs in a process of its own, in the empty home that every test has.
+W&B keeps a process, credentials and settings as long as a Python process lives, so tests that
+start it run in a separate process, in the empty home that every test has.
 """
 
 import json
@@ -32,7 +32,7 @@ METRICS = {
     *("perf/tokens_per_second", "perf/mfu"),
     *("qk/stable_rank/L0", "ov/moved/L1", "attention/entropy/L0", "attention/induction/L1"),
 }
-BOUND = 120  # seconds: then it hangs
+BOUND = 120  # timeout in seconds
 
 Run = subprocess.CompletedProcess[str]
 
@@ -63,16 +63,16 @@ def runs(tmp_path: Path) -> Callable[[], list[Path]]:
     return lambda: sorted((tmp_path / "outputs" / "runs").iterdir())
 
 
-def journal(run: Path) -> list[dict[str, Any]]:
+def read_rows(run: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key != "crc32"} for row in rows]
 
 
 def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """W&B's view: what was said of one step is one row."""
+    """Merge the rows of each step, as W&B does."""
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
-        # Its own columns are left out, and the clock, which goes on between two rows of a step.
+        # W&B's own columns are left out, and the time, which differs between rows of a step.
         apart = ("seconds", "diagnostics")
         own = {name: plain(x) for name, x in row.items() if name[0] != "_" and name not in apart}
         own |= means(row.get("diagnostics", {}))
@@ -80,11 +80,11 @@ def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return merged
 
 
-def means(mechanism: dict[str, Any]) -> dict[str, float]:
+def means(diagnostics: dict[str, Any]) -> dict[str, float]:
     """Return the means of the diagnostics over the heads of each layer."""
     return {
         f"{part}/{name}/L{layer}": sum(heads) / len(heads)
-        for part, measures in mechanism.items()
+        for part, measures in diagnostics.items()
         for name, layers in measures.items()
         for layer, heads in enumerate(layers)
         if heads is not None and name != "singular"
@@ -92,7 +92,7 @@ def means(mechanism: dict[str, Any]) -> dict[str, float]:
 
 
 def plain(value: Any) -> Any:
-    """NaN by its name, as in the journal, so that it equals itself."""
+    """Return NaN as a string, as in metrics.jsonl, so that it equals itself."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -101,7 +101,7 @@ def best_and_last(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {"min": min(losses), "last": losses[-1]}
 
 
-def offline(run: Path) -> list[log_reader.Recorded]:
+def offline(run: Path) -> list[log_reader.RecordedRun]:
     """Return what was recorded in a run's folder, by session."""
     folders = sorted((run / "wandb").glob("offline-run-*"))
     return [log_reader.read(folder) for folder in folders]
@@ -134,11 +134,11 @@ def test_diagnostics_are_sent_as_means_over_heads():
     assert flatten_row({"step": 1, "train/loss": 2.0}) == {"step": 1, "train/loss": 2.0}
 
 
-# Which mode
+# Modes
 
 
 @pytest.mark.parametrize(
-    ("asked", "environment", "netrc", "mode"),
+    ("requested", "environment", "netrc", "mode"),
     [
         ("auto", {}, "", "offline"),
         ("auto", {"WANDB_API_KEY": KEY}, "", "online"),
@@ -169,12 +169,12 @@ def test_diagnostics_are_sent_as_means_over_heads():
         ("online", {"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, "", "online"),
     ],
 )
-def test_mode(asked, environment, netrc, mode, home, monkeypatch):
+def test_mode(requested, environment, netrc, mode, home, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if netrc:
         (home / ".netrc").write_text(netrc + "\n")
-    assert resolve_mode(TrackingConfig(wandb=asked)) == mode
+    assert resolve_mode(TrackingConfig(wandb=requested)) == mode
 
 
 def test_a_server_chosen_by_wandb_login_needs_a_key_of_its_own(home):
@@ -187,13 +187,13 @@ def test_a_server_chosen_by_wandb_login_needs_a_key_of_its_own(home):
     assert resolve_mode(TrackingConfig()) == "online"
 
 
-def test_the_netrc_may_lie_elsewhere(home, monkeypatch):
+def test_the_netrc_path_can_be_set(home, monkeypatch):
     (home / "keys").write_text(f"machine api.wandb.ai login user password {KEY}\n")
     monkeypatch.setenv("NETRC", "~/keys")
     assert resolve_mode(TrackingConfig()) == "online"
 
 
-def test_online_without_a_key_is_a_mistake(monkeypatch):
+def test_online_without_a_key_is_rejected(monkeypatch):
     with pytest.raises(UserError, match=r"tracking\.wandb: online needs a key"):
         resolve_mode(TrackingConfig(wandb="online"))
     monkeypatch.setenv("WANDB_MODE", "online")
@@ -201,7 +201,7 @@ def test_online_without_a_key_is_a_mistake(monkeypatch):
         resolve_mode(TrackingConfig())
 
 
-def test_an_unknown_mode_is_a_mistake(monkeypatch):
+def test_an_unknown_mode_is_rejected(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "ofline")
     with pytest.raises(UserError, match="WANDB_MODE: 'ofline' is not one of"):
         resolve_mode(TrackingConfig())
@@ -211,10 +211,10 @@ def test_an_unknown_mode_is_a_mistake(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_offline_run_holds_everything_and_can_be_sent_later(overrides, runs, home, tmp_path):
+def test_an_offline_run_records_everything_and_can_be_uploaded(overrides, runs, home, tmp_path):
     done = python(
         *("-m", "qkablate", "train", *overrides, "tracking.group=night", "tracking.tags=[a,b]"),
-        # A key is there, and is not to be used, nor written down.
+        # The key must neither be used nor written.
         **{"WANDB_MODE": "offline", "WANDB_API_KEY": KEY},
         **{"WANDB_PROJECT": "ours", "WANDB_ENTITY": "us"},
     )
@@ -239,7 +239,7 @@ def test_an_offline_run_holds_everything_and_can_be_sent_later(overrides, runs, 
     assert summary["final/flops"] == result["flops_per_token"] * 384
     assert recorded.machine
 
-    rows = journal(run)
+    rows = read_rows(run)
     assert by_step(recorded.rows) == by_step(rows)
     assert set(by_step(recorded.rows)) == {0, 2, 4, 6, 8, 10, 12}
     assert all(row["_step"] == row["step"] for row in recorded.rows)
@@ -257,7 +257,7 @@ def test_an_offline_run_holds_everything_and_can_be_sent_later(overrides, runs, 
     assert set().union(*recorded.rows) >= METRICS
     assert all({"step", "tokens", "flops"} <= set(row) for row in recorded.rows + rows)
 
-    # Nothing beside the run's folder, nor a key in it.
+    # Nothing outside the run's folder, and no key in it.
     assert list(home.rglob("*")) == []
     assert not (tmp_path / "wandb").exists()
     assert holding(KEY, tmp_path / "outputs") == []
@@ -315,7 +315,7 @@ for more, code in ([], 1), ([], 0), (["--rerun"], 0):
 
 
 @pytest.mark.slow
-def test_sittings_of_one_attempt_share_an_id_and_a_rerun_has_its_own(overrides, runs, tmp_path):
+def test_sessions_of_one_attempt_share_an_id_and_a_rerun_gets_a_new_one(overrides, runs, tmp_path):
     out = str(tmp_path / "outputs")
     killed = python("-c", KILLED, out, "train", *overrides, PYTHONPATH=str(ROOT))
     assert killed.returncode == -9, killed.stderr
@@ -328,24 +328,24 @@ def test_sittings_of_one_attempt_share_an_id_and_a_rerun_has_its_own(overrides, 
     first, second = offline(run / "attempts" / "1"), offline(run)
     assert [recorded.id for recorded in first] == [f"{id_}-1"] * 3
     assert [recorded.exit_code for recorded in first] == [None, 1, 0]
-    assert len(first[0].rows) >= 3  # killed, but not with empty hands
+    assert len(first[0].rows) >= 3  # rows before the kill are recorded
     assert [set(by_step(recorded.rows)) for recorded in first[1:]] == [{6, 8}, {10, 12}]
     together = by_step([row for recorded in first for row in recorded.rows])
-    rows = journal(run / "attempts" / "1")
+    rows = read_rows(run / "attempts" / "1")
     assert set(together) == set(by_step(rows))
-    assert first[2].summary["val/loss"] == best_and_last(rows)  # not of the last sitting alone
+    assert first[2].summary["val/loss"] == best_and_last(rows)  # not of the last session only
     assert [set(recorded.artifacts) for recorded in first] == [set(), {"run"}, {"run"}]
-    assert "metrics.jsonl" not in first[1].artifacts["run"]  # it failed, and has other rows since
+    assert "metrics.jsonl" not in first[1].artifacts["run"]  # it failed, and the rows changed later
 
     assert [(recorded.id, recorded.exit_code) for recorded in second] == [(f"{id_}-2", 0)]
-    assert by_step(second[0].rows) == by_step(journal(run))
+    assert by_step(second[0].rows) == by_step(read_rows(run))
 
 
 # Online
 
 
 @pytest.mark.slow
-def test_several_online_runs_of_one_process_stay_apart(overrides, runs, home, tmp_path):
+def test_online_runs_of_one_process_are_separate(overrides, runs, home, tmp_path):
     with FakeServer() as server:
         machine = server.url.removeprefix("http://")
         (home / ".netrc").write_text(f"machine {machine} login user password {KEY}\n")
@@ -360,18 +360,18 @@ def test_several_online_runs_of_one_process_stay_apart(overrides, runs, home, tm
     for run in runs():
         result = json.loads((run / "result.json").read_text())
         received = server.runs[f"{result['id']}-1"]
-        assert by_step(received.rows) == by_step(journal(run))
+        assert by_step(received.rows) == by_step(read_rows(run))
         assert received.name == result["label"]
         assert received.group == received.job_type == "standard-d16-h2"
         assert received.project == "ours"
         assert received.tags == ["standard"]
         assert received.config["seed"] == result["seed"]
         assert received.system
-        left = server.of(f"{result['id']}-1")
+        left = server.artifacts_of(f"{result['id']}-1")
         assert json.loads(left["run"].files["result.json"])["status"] == result["status"]
         assert left["run"].files["metrics.jsonl"] == (run / "metrics.jsonl").read_bytes()
         if result["status"] == "done":
-            assert received.summary["val/loss"] == best_and_last(journal(run))
+            assert received.summary["val/loss"] == best_and_last(read_rows(run))
             assert received.summary["final/test_loss"] == result["loss"]["test"]
         assert received.complete
         assert received.exit_code == (0 if result["status"] == "done" else 3)
@@ -384,7 +384,7 @@ def test_several_online_runs_of_one_process_stay_apart(overrides, runs, home, tm
     assert holding(KEY, tmp_path / "outputs") == []
 
 
-# Trouble
+# Failures
 
 SCRIPT = """
 import json, os, sys
@@ -416,7 +416,7 @@ def log_five_rows(run: Path, before: str = "", after_log: str = "", **variables:
 
 
 @pytest.mark.slow
-def test_training_goes_on_offline_where_no_server_is(overrides, runs):
+def test_an_unreachable_server_means_offline(overrides, runs):
     done = python(
         *("-m", "qkablate", "train", *overrides),
         WANDB_BASE_URL=dead_url(),
@@ -427,13 +427,13 @@ def test_training_goes_on_offline_where_no_server_is(overrides, runs):
     assert "recording offline" in done.stderr
     (run,) = runs()
     (recorded,) = offline(run)
-    assert by_step(recorded.rows) == by_step(journal(run))
+    assert by_step(recorded.rows) == by_step(read_rows(run))
     assert done.stdout.strip().endswith(f"qkablate sync {run}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("url", ["foo", "http://:x", "http://app.wandb.ai"])
-def test_training_goes_on_offline_where_the_address_is_none(url, overrides, runs):
+def test_an_invalid_address_means_offline(url, overrides, runs):
     words = ["-m", "qkablate", "train", *overrides]
     done = python(*words, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
     assert done.returncode == 0, done.stderr
@@ -442,23 +442,23 @@ def test_training_goes_on_offline_where_the_address_is_none(url, overrides, runs
     assert line.endswith("; recording offline")
     (run,) = runs()
     (recorded,) = offline(run)
-    assert by_step(recorded.rows) == by_step(journal(run))
+    assert by_step(recorded.rows) == by_step(read_rows(run))
     assert done.stdout.strip().endswith(f"qkablate sync {run}")
 
 
 @pytest.mark.slow
-def test_a_wrong_address_matters_nothing_offline(tmp_path):
+def test_an_invalid_address_is_ignored_offline(tmp_path):
     run = tmp_path / "run"
     assert log_five_rows(run, WANDB_BASE_URL="foo") == [[], OFFLINE]
     assert len(offline(run)[0].rows) == 5
 
 
 @pytest.mark.parametrize("url", ["foo", "http://:x", "http://[::1", "http://a b/"])
-def test_an_address_that_is_none_is_silent(url):
+def test_an_invalid_address_does_not_answer(url):
     assert probe_server(url).startswith(f"{url} does not answer (")
 
 
-def test_a_server_that_answers_rubbish_is_silent():
+def test_a_server_without_http_does_not_answer():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
@@ -474,7 +474,7 @@ def test_a_server_that_answers_rubbish_is_silent():
         thread.join()
 
 
-def test_a_wrong_address_has_no_key_of_its_own(home, monkeypatch):
+def test_an_invalid_address_has_no_key(home, monkeypatch):
     (home / ".netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
     monkeypatch.setenv("WANDB_BASE_URL", "http://[::1")
     assert resolve_mode(TrackingConfig()) == "offline"
@@ -482,7 +482,7 @@ def test_a_wrong_address_has_no_key_of_its_own(home, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("server", "key", "said"),
+    ("server", "key", "message"),
     [
         ({"status": 401}, KEY, "401"),
         ({}, "short", "WANDB_API_KEY invalid"),
@@ -491,12 +491,12 @@ def test_a_wrong_address_has_no_key_of_its_own(home, monkeypatch):
         ({"dies_at": "/graphql"}, KEY, "deadline"),
     ],
 )
-def test_a_run_that_cannot_begin_online_is_recorded_offline(server, key, said, tmp_path):
+def test_a_run_that_cannot_start_online_is_recorded_offline(server, key, message, tmp_path):
     run = tmp_path / "run"
     with FakeServer(**server) as fake:
         notes, address = log_five_rows(run, WANDB_BASE_URL=fake.url, WANDB_API_KEY=key)
     assert len(notes) == 1
-    assert said in notes[0]
+    assert message in notes[0]
     assert "recording offline" in notes[0]
     assert address == OFFLINE
     (recorded,) = offline(run)
@@ -515,7 +515,7 @@ main(sys.argv[1:])
 
 
 @pytest.mark.slow
-def test_training_goes_on_when_the_server_dies(overrides, runs):
+def test_training_continues_when_the_server_dies(overrides, runs):
     with FakeServer(dies_at="/file_stream") as server:
         done = python(
             *("-c", DYING, "train", *overrides),
@@ -529,20 +529,20 @@ def test_training_goes_on_when_the_server_dies(overrides, runs):
     assert done.stdout.strip().endswith(f"qkablate sync {run}")
     result = json.loads((run / "result.json").read_text())
     assert (result["status"], result["wandb"]) == ("done", OFFLINE)
-    assert [row["step"] for row in journal(run)] == [0, 0, 2, 4, 6, 6, 6, *(8, 10, 12, 12, 12)]
-    # What could not be sent is on disk, and known to be missing.
+    assert [row["step"] for row in read_rows(run)] == [0, 0, 2, 4, 6, 6, 6, *(8, 10, 12, 12, 12)]
+    # The rows that were not sent are on disk, and marked as unsent.
     (folder,) = (run / "wandb").glob("run-*")
-    assert by_step(log_reader.read(folder).rows) == by_step(journal(run))
+    assert by_step(log_reader.read(folder).rows) == by_step(read_rows(run))
     with FakeServer() as server:
         variables = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
         sent = python("-m", "qkablate", "sync", f"out={run.parents[1]}", **variables)
         assert sent.returncode == 0, sent.stderr
-        assert by_step(server.runs[f"{result['id']}-1"].rows) == by_step(journal(run))
+        assert by_step(server.runs[f"{result['id']}-1"].rows) == by_step(read_rows(run))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for a process in /proc")
-def test_w_and_bs_own_process_may_die(tmp_path):
+def test_training_continues_when_the_process_of_wandb_dies(tmp_path):
     kill = """
     if step == 2:
         (child,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -555,8 +555,8 @@ def test_w_and_bs_own_process_may_die(tmp_path):
 
 
 @pytest.mark.slow
-def test_nobody_is_asked_for_a_key(tmp_path):
-    """Also not on a terminal where we took for a key what W&B does not."""
+def test_there_is_no_prompt_for_a_key(tmp_path):
+    """Even on a terminal, with credentials that qkablate accepts and W&B does not."""
     before = """
 import pty, tty
 _, slave = pty.openpty()
@@ -581,8 +581,8 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
 
 
 @pytest.mark.slow
-def test_a_full_disk_under_the_log_alone_is_told(tmp_path):
-    """W&B's process can write but a little; it tells nobody."""
+def test_an_incomplete_log_is_reported(tmp_path):
+    """Limit the size of the files of W&B's process, which does not report it."""
     notes, address = log_five_rows(
         tmp_path / "run", FULL_DISK, "it.log({'step': step, 'a': 'b' * 4000})"
     )
@@ -591,7 +591,7 @@ def test_a_full_disk_under_the_log_alone_is_told(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_last_checkpoint_goes_with_track_artifacts(overrides, runs, tmp_path):
+def test_the_last_checkpoint_is_uploaded_with_tracking_artifacts(overrides, runs, tmp_path):
     with FakeServer() as server:
         done = python(
             *("-m", "qkablate", "train", *overrides, "tracking.artifacts=true"),
@@ -600,13 +600,13 @@ def test_the_last_checkpoint_goes_with_track_artifacts(overrides, runs, tmp_path
         assert done.returncode == 0, done.stderr
     (run,) = runs()
     id_ = json.loads((run / "result.json").read_text())["id"]
-    model = server.of(f"{id_}-1")["model"]
+    model = server.artifacts_of(f"{id_}-1")["model"]
     step = "checkpoints/step-00000012"
     assert {name for name in model.files if name.startswith(step)} == {
         f"{step}/{path.name}" for path in (run / step).iterdir()
     }
     assert all(content == (run / name).read_bytes() for name, content in model.files.items())
-    for name, content in model.files.items():  # what comes back is a run to sample from
+    for name, content in model.files.items():  # the downloaded files are a run to sample from
         path = tmp_path / "back" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -615,7 +615,7 @@ def test_the_last_checkpoint_goes_with_track_artifacts(overrides, runs, tmp_path
 
 
 class Stub:
-    """A W&B run that does as it likes."""
+    """A W&B run that raises errors."""
 
     def __init__(self, log: Exception | None = None, finish: Exception | None = None) -> None:
         self.summary: dict[str, Any] = {}
@@ -635,7 +635,7 @@ class Stub:
 
 def stubbed(monkeypatch, folder: Path, start: Callable[..., Any]) -> tuple[WandbRun, list[str]]:
     for name in ("WANDB_CACHE_DIR", "WANDB_ERROR_REPORTING"):
-        monkeypatch.setenv(name, "set here, so that it ends with the test")
+        monkeypatch.setenv(name, "set here, so that monkeypatch restores it")
     monkeypatch.setattr(WandbRun, "_start", start)
     monkeypatch.setattr(WandbRun, "_stop_service", lambda self: None)
     notes: list[str] = []
@@ -644,7 +644,7 @@ def stubbed(monkeypatch, folder: Path, start: Callable[..., Any]) -> tuple[Wandb
 
 
 @pytest.mark.parametrize("finish", [None, RuntimeError("no"), TimeoutError("no")])
-def test_an_error_while_logging_ends_the_mirror_and_no_more(finish, monkeypatch, tmp_path):
+def test_an_error_while_logging_ends_only_the_wandb_run(finish, monkeypatch, tmp_path):
     stub = Stub(log=OSError("the disk is full\nand more of it"), finish=finish)
     wandb_run, notes = stubbed(monkeypatch, tmp_path, lambda *_: stub)
     for step in range(3):
@@ -655,7 +655,7 @@ def test_an_error_while_logging_ends_the_mirror_and_no_more(finish, monkeypatch,
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), TimeoutError("no")])
-def test_an_error_at_the_end_is_told(error, monkeypatch, tmp_path):
+def test_an_error_at_the_end_is_reported(error, monkeypatch, tmp_path):
     stub = Stub(finish=error)
     wandb_run, notes = stubbed(monkeypatch, tmp_path, lambda *_: stub)
     wandb_run.log({"step": 7})
@@ -666,7 +666,7 @@ def test_an_error_at_the_end_is_told(error, monkeypatch, tmp_path):
     assert len(notes) == 1
 
 
-def test_a_mirror_that_cannot_begin_is_absent(monkeypatch, tmp_path):
+def test_a_wandb_run_that_cannot_start_is_off(monkeypatch, tmp_path):
     def start(*_: Any) -> None:
         raise OSError("the disk is full")
 
@@ -677,7 +677,7 @@ def test_a_mirror_that_cannot_begin_is_absent(monkeypatch, tmp_path):
     assert wandb_run.address is None
 
 
-def test_disabled_means_that_w_and_b_is_not_even_imported(tmp_path):
+def test_wandb_is_not_imported_when_disabled(tmp_path):
     script = SCRIPT.format(before="", after_log="") + "assert 'wandb' not in sys.modules"
     done = python("-c", script, str(tmp_path / "run"), WANDB_MODE="disabled")
     assert done.returncode == 0, done.stderr

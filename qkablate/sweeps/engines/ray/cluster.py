@@ -42,9 +42,10 @@ def connect(request: ClusterRequest) -> None:
     if request.address is None:
         # Private: it listens on loopback only, and requires a random token.
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
         settings = {
             "address": "local",
-            "num_cpus": _core_count(),
+            "num_cpus": cores or os.cpu_count() or 1,
             "num_gpus": None if request.gpus else 0,
             "include_dashboard": False,
             "object_store_memory": _OBJECT_STORE,
@@ -63,10 +64,6 @@ def connect(request: ClusterRequest) -> None:
 
     ray.init(**settings, log_to_driver=False, logging_level=logging.CRITICAL)
     ray.cloudpickle.register_pickle_by_value(node)
-
-
-def _core_count() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_cluster(request: ClusterRequest) -> tuple[int, int]:

@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.sweeps.engines.base import EXIT_STOPPED, RunExit, RunTask
-from qkablate.sweeps.engines.ray.cluster import (
-    ClusterRequest,
-    ClusterUnusable,
-    check_cluster,
-    connect,
-    format_error,
-)
+from qkablate.sweeps.engines.ray import cluster
 
 _LOG_FILE = "driver.log"
 _MAX_PENDING = 8  # actors requested and not placed yet
@@ -44,7 +38,7 @@ class _Slot:
     task: RunTask | None = None
 
 
-def drive(pipe: Connection, request: ClusterRequest) -> None:
+def drive(pipe: Connection, request: cluster.ClusterRequest) -> None:
     """Serve the launcher until the pipe closes.
 
     It receives ("start", task) and ("stop", now). It sends ("connected",), then ("ready", most runs
@@ -57,15 +51,15 @@ def drive(pipe: Connection, request: ClusterRequest) -> None:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     try:
-        connect(request)
+        cluster.connect(request)
         pipe.send(("connected",))
-        counts = check_cluster(request)
+        counts = cluster.check_cluster(request)
         scheduler = _Scheduler(pipe.send, request)
         pipe.send(("ready", *counts))
-    except ClusterUnusable as unusable:
+    except cluster.ClusterUnusable as unusable:
         pipe.send(("refused", str(unusable)))
     except Exception as error:
-        pipe.send(("refused", f"engine.address: {format_error(error)}"))
+        pipe.send(("refused", f"engine.address: {cluster.format_error(error)}"))
     else:
         scheduler.serve(pipe)
     if "ray" in sys.modules:
@@ -76,7 +70,9 @@ def drive(pipe: Connection, request: ClusterRequest) -> None:
 class _Scheduler:
     """A queue of runs for the actors that Ray places."""
 
-    def __init__(self, send: Callable[[tuple[Any, ...]], None], request: ClusterRequest) -> None:
+    def __init__(
+        self, send: Callable[[tuple[Any, ...]], None], request: cluster.ClusterRequest
+    ) -> None:
         import ray
 
         from qkablate.sweeps.engines.ray.node import RunActor
@@ -115,7 +111,10 @@ class _Scheduler:
                 listening = False
                 self._send = lambda message: None
                 self._stop(now=False)
-            self._request_actors()
+            pending = sum(not slot.placed for slot in self._slots.values())
+            for _ in range(min(len(self._waiting), _MAX_PENDING) - pending):
+                actor = self._actor_class.remote(self._launcher)
+                self._slots[actor.begin.remote()] = _Slot(actor)
             if self._slots:
                 answers, _ = ray.wait(list(self._slots), num_returns=1, timeout=_TICK)
                 for answer in answers:
@@ -124,13 +123,6 @@ class _Scheduler:
                 checked = time.monotonic()
                 if not any(node["Alive"] for node in ray.nodes()):
                     return  # what waits would wait forever
-
-    def _request_actors(self) -> None:
-        """Request actors for the runs that wait."""
-        pending = sum(not slot.placed for slot in self._slots.values())
-        for _ in range(min(len(self._waiting), _MAX_PENDING) - pending):
-            actor = self._actor_class.remote(self._launcher)
-            self._slots[actor.begin.remote()] = _Slot(actor)
 
     def _handle(self, answer: Any) -> None:
         """Handle the answer of an actor: report the run's exit, and give it the next run."""
@@ -142,7 +134,12 @@ class _Scheduler:
             value = ray.get(answer)
         except RayError as error:
             if slot.task is not None:
-                self._send(("ended", _lost_run(slot.task.id, error, OutOfMemoryError)))
+                if isinstance(error, OutOfMemoryError):
+                    exit = RunExit(slot.task.id, -signal.SIGKILL, out_of_memory=True)
+                else:
+                    lost = "node" if "node has died" in str(error) else "Ray worker"
+                    exit = RunExit(slot.task.id, 1, requeue_reason=f"its {lost} has died")
+                self._send(("ended", exit))
             elif not self._stopped:
                 self._failures += 1
                 if self._failures >= _MAX_FAILURES:
@@ -172,11 +169,3 @@ class _Scheduler:
             else:
                 ray.kill(slot.actor)
                 del self._slots[answer]
-
-
-def _lost_run(id: str, error: Exception, out_of_memory: type[Exception]) -> RunExit:
-    """Return the exit of a run whose actor is gone."""
-    if isinstance(error, out_of_memory):
-        return RunExit(id, -signal.SIGKILL, out_of_memory=True)
-    lost = "node" if "node has died" in str(error) else "Ray worker"
-    return RunExit(id, 1, requeue_reason=f"its {lost} has died")

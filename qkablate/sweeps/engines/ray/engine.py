@@ -17,7 +17,7 @@ from typing import Any
 from qkablate.config import EngineConfig
 from qkablate.errors import UserError
 from qkablate.runs.lease import LeaseObserver
-from qkablate.sweeps.engines.base import RunExit, RunTask
+from qkablate.sweeps.engines.base import Engine, RunExit, RunTask
 from qkablate.sweeps.engines.ray.cluster import ClusterRequest
 from qkablate.sweeps.engines.ray.driver import drive
 
@@ -49,12 +49,10 @@ def check_address(engine: EngineConfig) -> None:
         raise UserError(f"engine.address: nothing answers at '{address}': {reason}") from None
 
 
-class RayEngine:
+class RayEngine(Engine):
     """Runs on a Ray cluster: at most `slots` at once, with so many GPUs each."""
 
-    shares_machine = True
     is_remote = True
-    poll_interval = 0.5
 
     def __init__(
         self,
@@ -104,22 +102,15 @@ class RayEngine:
                 raise UserError(values[0])
         return values[0], values[1]
 
-    def adopt(self, ids: Collection[str]) -> list[str]:
-        """Return nothing: the runs end with their launcher."""
-        return []
-
     def queued_ids(self) -> Collection[str]:
-        """Return the runs that wait for a node."""
         return self._queued
 
     def start(self, task: RunTask) -> None:
-        """Queue the run."""
         self._tasks[task.id] = task
         self._queued.add(task.id)
         self._send("start", replace(task, packed=min(task.packed, self._runs_per_node)))
 
     def wait_for_exits(self, seconds: float) -> list[RunExit]:
-        """Wait until a process exits, at most so many seconds."""
         until = time.monotonic() + seconds
         exits: list[RunExit] = []
         while not exits and (left := until - time.monotonic()) > 0:
@@ -133,7 +124,6 @@ class RayEngine:
         return exits
 
     def stop(self, *, now: bool) -> None:
-        """Ask all runs to stop, or kill them."""
         self._killed |= now
         self._send("stop", now)
 
@@ -147,7 +137,6 @@ class RayEngine:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _receive(self, seconds: float) -> None:
-        """Read the driver's messages about the runs."""
         try:
             while self._pipe.poll(seconds):
                 message, value = self._pipe.recv()

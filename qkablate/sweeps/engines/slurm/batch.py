@@ -16,19 +16,18 @@ import os
 import re
 import secrets
 import shutil
+import signal
+import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qkablate.runs.records import read_json, write_json
-from qkablate.sweeps.engines.base import RunTask
-from qkablate.sweeps.engines.slurm.cluster import (
-    SlurmCommandFailed,
-    SubmissionRejected,
-    format_error,
-    make_executor,
-)
+from qkablate.sweeps.engines.base import EXIT_STOPPED, RunTask
+from qkablate.sweeps.engines.remote import RunProcess
+from qkablate.sweeps.engines.slurm import cluster
 
 _UNREACHABLE = re.compile("(?i)contact|timed out|communicat|not respond|temporarily|connection")
 
@@ -53,31 +52,30 @@ class JobArray:
         """Submit the array and return SLURM's job number of each task."""
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-        from qkablate.sweeps.engines.slurm.job import SlurmJob
-
         jobs = [SlurmJob(task, os.getcwd(), self.file(n)) for n, task in enumerate(tasks)]
         parameters = {**parameters, "array_parallelism": self.limit}
-        executor = make_executor(self.folder, parameters, self.name)
+        executor = cluster.make_executor(self.folder, parameters, self.name)
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises
                 return [job.job_id.partition("_")[0] for job in executor.submit_array(jobs)]
         except (FailedJobError, FailedSubmissionError) as error:
             self.remove()
-            reason = format_error(str(error)) or "sbatch failed"
-            failure = SlurmCommandFailed if _UNREACHABLE.search(reason) else SubmissionRejected
+            reason = cluster.format_error(str(error)) or "sbatch failed"
+            failure = (
+                cluster.SlurmCommandFailed
+                if _UNREACHABLE.search(reason)
+                else cluster.SubmissionRejected
+            )
             raise failure(reason) from None
 
     def file(self, index: int) -> Path:
-        """Return the path of a task's status."""
         return self.folder / f"{index}.json"
 
     def read_status(self, index: int) -> dict[str, Any] | None:
-        """Read the status that a task has written, if it has."""
         status = read_json(self.file(index))
         return status if isinstance(status, dict) else None
 
     def has_begun(self) -> bool:
-        """Return whether any task has written a status."""
         # A listing, because nothing else makes a network file system show new files.
         with contextlib.suppress(OSError):  # another launcher has removed it
             return any(re.fullmatch(r"\d+\.json", path.name) for path in self.folder.iterdir())
@@ -92,6 +90,51 @@ class JobArray:
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class SlurmJob:
+    """The callable that submitit runs in a job: it trains one run and records its exit.
+
+    The file `status` tells the launcher: without a code in it, the run is not over.
+    """
+
+    def __init__(self, task: RunTask, cwd: str, status: Path) -> None:
+        self._task, self._cwd, self._status = task, cwd, status
+        self._process: RunProcess | None = None
+        self._stop_requested = False
+
+    def __call__(self) -> None:
+        """Train the run and exit with its code, without returning."""
+        self._write(None)
+        signal.signal(signal.SIGTERM, self._stop)  # submitit would wait for the SIGKILL after it
+        self._process = RunProcess(self._task, self._cwd, {})
+        if self._stop_requested:
+            self._process.terminate()
+        code = self._process.wait()
+        self._write(code)
+        sys.exit(code if code >= 0 else 128 - code)
+
+    def checkpoint(self) -> Any:
+        """Stop the run on preemption or timeout; return what submitit is to submit again."""
+        from submitit.core.utils import DelayedSubmission
+
+        if self._process is not None:
+            self._process.terminate()
+            code = self._process.wait()
+            if code != EXIT_STOPPED:  # it exited by itself just now
+                self._write(code)
+                return None
+        return DelayedSubmission(SlurmJob(self._task, self._cwd, self._status))
+
+    def _stop(self, number: int, frame: Any) -> None:
+        self._stop_requested = True
+        if self._process is not None:
+            self._process.terminate()
+
+    def _write(self, code: int | None) -> None:
+        killed = code is not None and self._process is not None and self._process.is_out_of_memory()
+        host = {"host": socket.gethostname(), "pid": os.getpid()}
+        write_json(self._status, {**host, "code": code, "out_of_memory": killed})
 
 
 @dataclass

@@ -105,7 +105,15 @@ def check_cluster(engine: EngineConfig) -> None:
                 f"engine.hours: {engine.hours:g} is more than partition {name.rstrip('*')} gives"
                 f" ({limit}); a run that needs longer continues in another job"
             )
-    _check_sbatch_options(engine.sbatch)
+    for key, value in engine.sbatch.items():
+        name = str(key).replace("_", "-")
+        if name in _RESERVED:
+            hint = f"; give {_RESERVED[name]}" if _RESERVED[name] else ""
+            raise UserError(f"engine.sbatch.{key}: the engine sets this itself{hint}")
+        if not re.fullmatch(r"[a-z][a-z-]*", name):
+            raise UserError(f"engine.sbatch: '{key}' is not an option of sbatch, as constraint is")
+        if not isinstance(value, str | int | float) or "\n" in str(value):
+            raise UserError(f"engine.sbatch.{key}: '{value}' is not one word, number, or true")
 
 
 def check_job(parameters: Mapping[str, Any]) -> None:
@@ -116,18 +124,6 @@ def check_job(parameters: Mapping[str, Any]) -> None:
     except SlurmCommandFailed as reason:
         if not re.search("(?i)busy|down|temporarily", str(reason)):  # these pass
             raise UserError(f"engine: sbatch would refuse the jobs: {reason}") from None
-
-
-def _check_sbatch_options(options: Mapping[Any, Any]) -> None:
-    for key, value in options.items():
-        name = str(key).replace("_", "-")
-        if name in _RESERVED:
-            hint = f"; give {_RESERVED[name]}" if _RESERVED[name] else ""
-            raise UserError(f"engine.sbatch.{key}: the engine sets this itself{hint}")
-        if not re.fullmatch(r"[a-z][a-z-]*", name):
-            raise UserError(f"engine.sbatch: '{key}' is not an option of sbatch, as constraint is")
-        if not isinstance(value, str | int | float) or "\n" in str(value):
-            raise UserError(f"engine.sbatch.{key}: '{value}' is not one word, number, or true")
 
 
 def parse_time_limit(limit: str) -> float:
@@ -143,6 +139,15 @@ def max_array_size() -> int:
     """Return the most tasks that one array may have."""
     setting = re.search(r"MaxArraySize\s*=\s*(\d+)", run_command("scontrol", "show", "config"))
     return max(1, int(setting[1])) if setting else 1001
+
+
+def set_throttle(job: str, limit: int) -> bool:
+    """Limit the running tasks of an array; return False on failure, as for a single job."""
+    try:
+        run_command("scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={limit}")
+    except SlurmCommandFailed:
+        return False
+    return True
 
 
 def submitit_parameters(engine: EngineConfig, memory_gb: float, gpus: int) -> dict[str, Any]:

@@ -13,18 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.errors import UserError
-from qkablate.sweeps.engines.base import EXIT_ALREADY_RUNNING, EXIT_STOPPED, RunExit, RunTask
-from qkablate.sweeps.engines.slurm.batch import ArrayTask, JobArray, find_job_arrays
-from qkablate.sweeps.engines.slurm.cluster import (
-    ACTIVE,
-    TAKEN_AWAY,
-    QueueEntry,
-    SlurmCommandFailed,
-    SubmissionRejected,
-    max_array_size,
-    query_queue,
-    run_command,
+from qkablate.sweeps.engines.base import (
+    EXIT_ALREADY_RUNNING,
+    EXIT_STOPPED,
+    Engine,
+    RunExit,
+    RunTask,
 )
+from qkablate.sweeps.engines.slurm import cluster
+from qkablate.sweeps.engines.slurm.batch import ArrayTask, JobArray, find_job_arrays
 from qkablate.table import format_count
 
 _CRASHES = {-number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)}
@@ -33,7 +30,7 @@ _RETRY = 60.0  # seconds before rejected jobs are submitted again
 _POLLS = 2  # that must find a job over before its missing exit is believed
 
 
-class SlurmEngine:
+class SlurmEngine(Engine):
     """Runs on a SLURM cluster, at most `limit` at once, or as many as it has room for."""
 
     slots = 10**9
@@ -65,20 +62,22 @@ class SlurmEngine:
     def adopt(self, ids: Collection[str]) -> list[str]:
         """Take over the jobs of earlier launchers; return the ids of their runs."""
         while True:
-            with contextlib.suppress(SlurmCommandFailed), self._locked():
+            with contextlib.suppress(cluster.SlurmCommandFailed), self._locked():
                 self._take_over(ids, with_crashes=True)
-                self._update_throttles()
+                adopted = {task.job: task.array for task in self._tasks.values() if task.job}
+                for job, array in adopted.items():
+                    if cluster.set_throttle(job, self._limit or 0):
+                        array.limit = self._limit or array.limit
                 return list(self._tasks)
             self._warn("SLURM does not answer")
             time.sleep(self.poll_interval)
 
     def start(self, task: RunTask) -> None:
-        """Collect the run for the next array."""
         self._collected[task.id] = task
 
     def queued_ids(self) -> Collection[str]:
         """Return the runs that are not submitted or wait in SLURM's queue."""
-        waiting = {id for id, task in self._tasks.items() if task.state not in ACTIVE}
+        waiting = {id for id, task in self._tasks.items() if task.state not in cluster.ACTIVE}
         return waiting | self._collected.keys()
 
     def wait_for_exits(self, seconds: float) -> list[RunExit]:
@@ -110,8 +109,8 @@ class SlurmEngine:
         else:  # SIGTERM only: a plain scancel would send SIGKILL before the checkpoint is written
             commands = [["--state=PENDING"], ["--state=RUNNING", "--signal=TERM"]]
         for options in commands if jobs else []:
-            with contextlib.suppress(SlurmCommandFailed):
-                run_command("scancel", "--quiet", *options, *jobs)
+            with contextlib.suppress(cluster.SlurmCommandFailed):
+                cluster.run_command("scancel", "--quiet", *options, *jobs)
 
     def _submit(self) -> None:
         """Submit the collected runs as one array, or as several where one would be too long."""
@@ -126,12 +125,12 @@ class SlurmEngine:
                     self._take_over(self._collected)  # submitted by another launcher just now
                     for id in self._tasks.keys() & self._collected.keys():
                         del self._collected[id]
-                    self._max_array = self._max_array or max_array_size()
+                    self._max_array = self._max_array or cluster.max_array_size()
                     if self._collected:
                         self._submit_array([*self._collected.values()][: self._max_array], free)
                         self._next_poll = 0.0
                 self._warning = ""
-            except SubmissionRejected as reason:
+            except cluster.SubmissionRejected as reason:
                 longest = min(self._max_array, len(self._collected))
                 if longest > 1:  # a user's number of submitted jobs may be limited
                     self._max_array = longest // 2
@@ -140,7 +139,7 @@ class SlurmEngine:
                     raise UserError(f"engine: sbatch refuses the jobs: {reason}") from None
                 self._max_array, self._next_submission = 0, time.monotonic() + _RETRY
                 self._warn(f"not submitted yet: {reason}")
-            except SlurmCommandFailed as reason:
+            except cluster.SlurmCommandFailed as reason:
                 self._next_submission = time.monotonic() + 2 * self.poll_interval
                 self._warn(f"not submitted yet: {reason}")
 
@@ -156,7 +155,7 @@ class SlurmEngine:
         """Follow other launchers' live jobs of these runs, and unreported crashes if asked to."""
         known = {task.array.folder for task in self._tasks.values()}
         arrays = [pair for pair in find_job_arrays(self._folder) if pair[0].folder not in known]
-        entries = query_queue(os.getuid(), [array.name for array, _ in arrays])
+        entries = cluster.query_queue(os.getuid(), [array.name for array, _ in arrays])
         for array, runs in arrays:
             in_use = False
             for index, id in enumerate(runs):
@@ -177,15 +176,14 @@ class SlurmEngine:
             array.limit = len(runs)
 
     def _poll(self) -> None:
-        """Query the states of all jobs at once."""
         if not self._tasks:
             return
         if self._stopping:
             self._cancel()
         try:
             names = {task.array.name for task in self._tasks.values()}
-            entries = query_queue(os.getuid(), names)
-        except SlurmCommandFailed as reason:
+            entries = cluster.query_queue(os.getuid(), names)
+        except cluster.SlurmCommandFailed as reason:
             if self._stopping == "now":
                 self._note(f"SLURM does not answer, and its jobs may still be there: {reason}")
                 self._exits += [RunExit(id, EXIT_STOPPED) for id in self._tasks]
@@ -200,12 +198,17 @@ class SlurmEngine:
             exit = self._find_exit(task, entries.get((task.array.name, task.index)))
             if exit is not None:
                 self._exits.append(exit)
-                self._forget(task)
-        self._print_reasons(entries.values())
+                del self._tasks[task.id]
+                task.array.left -= 1
+                if task.array.left == 0 and not task.array.keep_logs:
+                    task.array.remove()
+        waiting = [entry.reason for entry in entries.values() if entry.state == "PENDING"]
+        for why in {*waiting} - _USUAL_REASONS - self._reasons:  # each once
+            self._reasons.add(why)
+            self._note(f"{format_count(waiting.count(why), 'run')} in SLURM's queue: {why}")
         self._raise_throttle()
 
-    def _find_exit(self, task: ArrayTask, entry: QueueEntry | None) -> RunExit | None:
-        """Return the exit of a task's run, if it has ended."""
+    def _find_exit(self, task: ArrayTask, entry: cluster.QueueEntry | None) -> RunExit | None:
         task.state = entry.state if entry else "gone"
         over = entry is None or entry.is_over
         if not over and task.state != "COMPLETING":
@@ -218,7 +221,7 @@ class SlurmEngine:
         # A stopped task may be on its way back into the queue.
         if status and isinstance(code, int) and (over or code != EXIT_STOPPED):
             self._begun = True
-            if code == EXIT_STOPPED and task.state in TAKEN_AWAY and not self._stopping:
+            if code == EXIT_STOPPED and task.state in cluster.TAKEN_AWAY and not self._stopping:
                 reason = f"its job {task.job} ended as {task.state}"
                 return RunExit(task.id, code, requeue_reason=reason)
             return RunExit(task.id, code, status.get("out_of_memory") is True)
@@ -249,12 +252,6 @@ class SlurmEngine:
             " that all nodes share"
         )
 
-    def _forget(self, task: ArrayTask) -> None:
-        del self._tasks[task.id]
-        task.array.left -= 1
-        if task.array.left == 0 and not task.array.keep_logs:
-            task.array.remove()
-
     def _raise_throttle(self) -> None:
         """Let the newest array use the slots that ended runs of earlier arrays have freed."""
         if self._limit is None or not self._tasks or self._stopping:
@@ -263,25 +260,8 @@ class SlurmEngine:
         free = self._limit - sum(task.array is not newest for task in self._tasks.values())
         if 0 < newest.limit < min(free, newest.left):
             job = next(task.job for task in self._tasks.values() if task.array is newest)
-            with contextlib.suppress(SlurmCommandFailed):
-                run_command("scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={free}")
+            if cluster.set_throttle(job, free):
                 newest.limit = free
-
-    def _update_throttles(self) -> None:
-        """Apply this launcher's limit to the adopted arrays."""
-        throttle = f"ArrayTaskThrottle={self._limit or 0}"
-        adopted = {task.job: task.array for task in self._tasks.values() if task.job}
-        for job, array in adopted.items():
-            with contextlib.suppress(SlurmCommandFailed):  # a single job has no throttle
-                run_command("scontrol", "update", f"JobId={job}", throttle)
-                array.limit = self._limit or array.limit
-
-    def _print_reasons(self, entries: Collection[QueueEntry]) -> None:
-        """Print, once each, the unusual reasons for which jobs wait."""
-        waiting = [entry.reason for entry in entries if entry.state == "PENDING"]
-        for reason in {*waiting} - _USUAL_REASONS - self._reasons:
-            self._reasons.add(reason)
-            self._note(f"{format_count(waiting.count(reason), 'run')} in SLURM's queue: {reason}")
 
     def _warn(self, text: str) -> None:
         if text != self._warning:

@@ -1,4 +1,4 @@
-"""A command in a forked child under supervision: its output, its exit, and forbidden actions.
+"""Run a command in a supervised child, and record its output, exit code and forbidden actions.
 
 It must start no program, use no network, and write nothing outside its folder.
 """
@@ -20,10 +20,10 @@ from typing import Any
 
 from qkablate.cli import VERBS, main
 
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# That a run asks for its own circumstances.
-ASKED = {"git", "uname", "lscpu"}
-STARTS = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "pty.spawn"}
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# Programs that a run starts to describe its environment.
+ALLOWED_PROGRAMS = {"git", "uname", "lscpu"}
+PROGRAM_STARTS = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "pty.spawn"}
 
 TINY = [
     *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"),
@@ -45,7 +45,7 @@ CORPUS = "the cat sat on the mat, ähnlich ∑\n" * 60
 
 
 @dataclass(frozen=True)
-class Said:
+class CommandResult:
     """Outcome of a command; a negative code is the signal that killed it."""
 
     code: int
@@ -58,8 +58,8 @@ class Said:
         return self.out + self.err
 
 
-def warm() -> None:
-    """Import what the commands need, so that a child only runs them."""
+def import_everything() -> None:
+    """Import what the commands need, so that a child starts fast."""
     for verb in VERBS:
         import_module(f"qkablate.cli.{verb}")
     for name in (
@@ -81,18 +81,18 @@ def warm() -> None:
             import_module(name)
 
 
-def command(
+def run_command(
     words: list[str],
     box: Path,
     *,
-    room: int = 2**30,
+    memory: int = 2**30,
     seconds: int = 60,
     before: Callable[[], object] = lambda: None,
-    notes_in: Path | None = None,
-) -> Said:
-    """Run a command in the folder `box`, all that it may write, with limited additional memory."""
-    beside = notes_in or box.parent
-    notes = {name: beside / f"{box.name}.{name}" for name in ("out", "err", "harm")}
+    notes_folder: Path | None = None,
+) -> CommandResult:
+    """Run a command in `box`, the only folder it may write to, with limited additional memory."""
+    notes_parent = notes_folder or box.parent
+    notes = {name: notes_parent / f"{box.name}.{name}" for name in ("out", "err", "harm")}
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     files = [os.open(path, flags) for path in notes.values()]
     for stream in (sys.stdout, sys.stderr):
@@ -103,7 +103,7 @@ def command(
         try:
             signal.alarm(seconds)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            code = _child(words, box, room, files, before)
+            code = _child(words, box, memory, files, before)
         except BaseException:
             os.write(2, traceback.format_exc().encode())
         finally:
@@ -115,55 +115,57 @@ def command(
         os.close(file)
     _, status = os.waitpid(child, 0)
     out, err, harm = (path.read_text("utf-8", "replace") for path in notes.values())
-    return Said(os.waitstatus_to_exitcode(status), out, err, harm.splitlines())
+    return CommandResult(os.waitstatus_to_exitcode(status), out, err, harm.splitlines())
 
 
 def _child(
-    words: list[str], box: Path, room: int, files: list[int], before: Callable[[], object]
+    words: list[str], box: Path, memory: int, files: list[int], before: Callable[[], object]
 ) -> int:
     out, err, harm = files
     os.dup2(out, 1)
     os.dup2(err, 2)
     sys.stdout, sys.stderr = (
-        open(one, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-        for one in (1, 2)
+        open(descriptor, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        for descriptor in (1, 2)
     )
     os.chdir(box)
-    for name in [one for one in os.environ if one.startswith(("WANDB_", "HYDRA_", "XDG_"))]:
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "HYDRA_", "XDG_"))]:
         del os.environ[name]
     home = str(box / "home")
     os.environ |= {"HOME": home, "PLANTED": SECRET, "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor"}
     tempfile.tempdir = home
-    taken = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + room,) * 2)
+    used = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + memory,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     before()
-    sys.addaudithook(_Watch(box.resolve(), harm))
+    sys.addaudithook(_AuditHook(box.resolve(), harm))
     try:
         main(words)
     except SystemExit as end:
         return int(end.code or 0)
-    return 98  # the command ends by SystemExit, always
+    return 98  # main always raises SystemExit
 
 
-class _Watch:
-    """Notes what no command should do. An audit hook."""
+class _AuditHook:
+    """Audit hook that records forbidden actions."""
 
     def __init__(self, box: Path, harm: int) -> None:
         self._box, self._harm = str(box), harm
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        if event in STARTS or (event == "socket.connect" and args[0].family != socket.AF_UNIX):
+        if event in PROGRAM_STARTS or (
+            event == "socket.connect" and args[0].family != socket.AF_UNIX
+        ):
             self._note(event, args)
         elif event == "subprocess.Popen":
-            if os.path.basename(os.fsdecode(args[1][0])) not in ASKED:
+            if os.path.basename(os.fsdecode(args[1][0])) not in ALLOWED_PROGRAMS:
                 self._note(event, args)
         elif event == "open":
             path, mode, flags = args
             if isinstance(path, str | bytes | os.PathLike) and (
-                flags & WRITES or (mode and {*"wax+"} & {*mode})
+                flags & WRITE_FLAGS or (mode and {*"wax+"} & {*mode})
             ):
-                if flags & os.O_NOFOLLOW:  # a link in its place is refused
+                if flags & os.O_NOFOLLOW:  # opening a link fails
                     self._entry(event, path, -1)
                 else:
                     self._check(event, os.path.realpath(os.fsdecode(path)))
@@ -176,14 +178,14 @@ class _Watch:
             self._entry(event, args[1], args[2])
 
     def _entry(self, event: str, path: Any, folder: Any) -> None:
-        """Describe an entry of a folder: the link itself, not its target."""
+        """Check an entry of a folder: the link itself, not its target."""
         if isinstance(path, int):
             return
         name = os.fsdecode(path)
         if isinstance(folder, int) and folder >= 0:
             name = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
-        parent, own = os.path.split(os.path.abspath(name))
-        self._check(event, os.path.join(os.path.realpath(parent), own))
+        parent, base = os.path.split(os.path.abspath(name))
+        self._check(event, os.path.join(os.path.realpath(parent), base))
 
     def _check(self, event: str, path: str) -> None:
         if not (path + "/").startswith(self._box + "/") and not path.startswith(
@@ -191,40 +193,46 @@ class _Watch:
         ):
             self._note(event, path)
 
-    def _note(self, event: str, what: Any) -> None:
-        os.write(self._harm, f"{event} {str(what)[:300]!r}\n".encode())
+    def _note(self, event: str, detail: Any) -> None:
+        os.write(self._harm, f"{event} {str(detail)[:300]!r}\n".encode())
 
 
-def fresh(kept: Path, box: Path) -> None:
-    """Restore the box as it was saved, times included, under the same path."""
+def replace(target: object, name: str, value: object) -> None:
+    """Replace an attribute that must exist, so that a renamed one does not go unnoticed."""
+    getattr(target, name)
+    setattr(target, name, value)
+
+
+def restore_box(saved: Path, box: Path) -> None:
+    """Restore a saved box, including times, under the same path."""
     shutil.rmtree(box, ignore_errors=True)
-    shutil.copytree(kept, box, symlinks=True)
+    shutil.copytree(saved, box, symlinks=True)
 
 
 def interrupt_at(step: int) -> Callable[[], None]:
-    """Interrupt by Ctrl-C: only the last checkpoint is left."""
+    """Return a patch that interrupts training at a step, as Ctrl-C would."""
 
     def patch() -> None:
         from qkablate.training.loop import Trainer
 
-        def stop(self: Any, now: int, original: Any = Trainer._step) -> Any:
-            if now == step:
+        def stop(self: Any, number: int, original: Any = Trainer._step) -> Any:
+            if number == step:
                 raise KeyboardInterrupt
-            return original(self, now)
+            return original(self, number)
 
         Trainer._step = stop
 
     return patch
 
 
-def begin(box: Path) -> None:
-    """Make an empty box with a text."""
+def make_box(box: Path) -> None:
+    """Create a box that contains only a text."""
     (box / "home").mkdir(parents=True)
     (box / "corpus.txt").write_text(CORPUS, encoding="utf-8")
 
 
-def done(words: list[str], box: Path) -> None:
+def run_successfully(words: list[str], box: Path) -> None:
     """Run a command that must succeed."""
-    said = command(words, box)
-    if said.code or said.harm:
-        raise RuntimeError(f"{words[:3]}: {said}")
+    result = run_command(words, box)
+    if result.code or result.harm:
+        raise RuntimeError(f"{words[:3]}: {result}")

@@ -141,9 +141,9 @@ def test_tuned_task_has_accuracies_and_tuning_rows(sweep, tiny):
     assert {row["seed"] for row in tuning} == {7}
     assert len(tuning) == len({row["lr"] for row in tuning}) >= 5
     assert [row["seed"] for row in finals] == [0, 1]
-    (bowl,) = json.loads((folder / "lr_search.json").read_text())
-    assert {row["lr"] for row in finals} == {bowl["chosen"]}
-    assert min(tuning, key=lambda row: row["val_loss"])["lr"] == bowl["chosen"]
+    (search,) = json.loads((folder / "lr_search.json").read_text())
+    assert {row["lr"] for row in finals} == {search["chosen"]}
+    assert min(tuning, key=lambda row: row["val_loss"])["lr"] == search["chosen"]
     for row in rows:
         assert (row["status"], row["data"]) == ("done", "recall")
         assert row["val_accuracy"] == result_of(row)["accuracy"]["val"]

@@ -1,4 +1,4 @@
-"""Commands in processes forked from one that has everything imported, and what becomes of runs.
+"""Run commands in processes forked from one that has imported everything, and compare runs.
 
 A fault that works with whole processes runs in one of its own (`apart`), as two lanes side by side.
 A lane inherits every process that its commands leave behind, so that none goes unseen.
@@ -23,7 +23,7 @@ from typing import Any
 from tests.torture.tally import Tally
 
 LANES = 2
-PATIENCE = 120.0  # seconds for a command that takes one or two: then it never ends
+PATIENCE = 120.0  # seconds until a command, which takes one or two, counts as hanging
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu", "crc32"}
 RUN = [
@@ -31,29 +31,31 @@ RUN = [
     *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "train.checkpoint_every=4"),
     *("model.dropout=0.1", "tracking.log_every=2", "data=text", "data.path=corpus.txt"),
     *("data.cache=cache", "tracking.wandb=disabled"),
-]  # of half a second; all paths from the folder it stands in
+]  # takes half a second; paths are relative to its folder
 
-# So many cases in an empty folder; the number of the lane says which kinds are its own.
+# Function of the number of cases, a generator, an empty folder, and the number of the lane.
 Lane = Callable[[int, random.Random, Path, int], Tally]
 
 
-def apart(script: str, cases: int, seed: int, folder: Path) -> Tally:
+def run_isolated(script: str, cases: int, seed: int, folder: Path) -> Tally:
     """Run `main` of a script in a separate process with its own home folder."""
     (folder / "home").mkdir()
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "HYDRA_", "XDG_"))}
-    words = [sys.executable, script, str(cases), str(seed), str(folder)]
-    done = subprocess.run(
-        words,
-        env={**kept, "HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"},
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "HYDRA_", "XDG_"))
+    }
+    arguments = [sys.executable, script, str(cases), str(seed), str(folder)]
+    process = subprocess.run(
+        arguments,
+        env={**environment, "HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         check=True,
         text=True,
     )
-    return Tally(**json.loads(done.stdout))
+    return Tally(**json.loads(process.stdout))
 
 
 def main(lane: Lane) -> None:
-    """Two lanes at once, each with its half of the cases."""
+    """Run two lanes in parallel, each with half of the cases."""
     cases, seed, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     import hydra  # noqa: F401
     import omegaconf  # noqa: F401
@@ -66,47 +68,53 @@ def main(lane: Lane) -> None:
 
     pids = []
     for number in range(LANES):
-        own = cases // LANES + (number < cases % LANES)
-        place = folder / f"lane-{number}"
-        place.mkdir()
+        lane_cases = cases // LANES + (number < cases % LANES)
+        lane_folder = folder / f"lane-{number}"
+        lane_folder.mkdir()
         pids.append(os.fork())
         if not pids[-1]:
             code = 1
             try:
                 ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-                found = (
-                    lane(own, random.Random(f"{seed} {number}"), place, number) if own else Tally()
+                tally = (
+                    lane(lane_cases, random.Random(f"{seed} {number}"), lane_folder, number)
+                    if lane_cases
+                    else Tally()
                 )
-                (place / "tally.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
+                (lane_folder / "tally.json").write_text(json.dumps(asdict(tally)), encoding="utf-8")
                 code = 0
             except BaseException:
                 sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(code)
-    whole = Tally()
+    total = Tally()
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     if any(codes):
-        sys.exit(f"a lane has broken down: {codes}")
+        sys.exit(f"a lane failed with exit codes {codes}")
     for number in range(LANES):
-        found = json.loads((folder / f"lane-{number}" / "tally.json").read_text(encoding="utf-8"))
-        whole.add(Tally(**found))
-    print(json.dumps(asdict(whole)))
+        tally = json.loads((folder / f"lane-{number}" / "tally.json").read_text(encoding="utf-8"))
+        total.add(Tally(**tally))
+    print(json.dumps(asdict(total)))
 
 
 def prepare(folder: Path) -> Path:
     """Make a folder with a text in which commands can run."""
     folder.mkdir()
-    chance = random.Random(0)
+    rng = random.Random(0)
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs", "who", "ran"]
-    text = " ".join(chance.choice(words) for _ in range(9000))
+    text = " ".join(rng.choice(words) for _ in range(9000))
     (folder / "corpus.txt").write_text(text + "\n", encoding="utf-8")
     return folder
 
 
 def start(
-    words: list[str], folder: Path, *, before: Callable[[], None] | None = None, cold: bool = False
+    words: list[str],
+    folder: Path,
+    *,
+    before: Callable[[], None] | None = None,
+    cold: bool = False,
 ) -> int:
-    """Start a command with its output in a log; `cold`: in a new Python."""
+    """Start a command with its output in a log; with `cold`, in a new Python."""
     pid = os.fork()
     if pid:
         return pid
@@ -114,21 +122,21 @@ def start(
     try:
         os.setsid()
         os.chdir(folder)
-        log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for descriptor, ours in enumerate((nothing, log, log)):
-            os.dup2(ours, descriptor)
+        log_file = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for descriptor, target in enumerate((null, log_file, log_file)):
+            os.dup2(target, descriptor)
         if cold:
             os.execv(sys.executable, [sys.executable, "-m", "qkablate", *words])
-        _fork_the_forkserver()
+        _patch_forkserver()
         atexit._clear()
         if before is not None:
             before()
-        from qkablate.cli import main as command
+        from qkablate.cli import main as run_command
 
-        command(words)
-    except SystemExit as done:
-        code = done.code or 0
+        run_command(words)
+    except SystemExit as exit_:
+        code = exit_.code or 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -140,8 +148,8 @@ def start(
         os._exit(code)
 
 
-def _fork_the_forkserver() -> None:
-    """Fork the fork server, too, in place of a new Python that imports for seconds."""
+def _patch_forkserver() -> None:
+    """Make multiprocessing fork its server, too, instead of starting a new Python."""
     from multiprocessing import util
 
     def spawn(exe: bytes, args: list[str], kept: list[int]) -> int:
@@ -163,7 +171,7 @@ def _fork_the_forkserver() -> None:
 
 
 def wait(pid: int, seconds: float = PATIENCE) -> int | None:
-    """Return the exit code as subprocess does, or None if it does not end in time."""
+    """Return the exit code as subprocess does, or None if the process does not end in time."""
     end = time.monotonic() + seconds
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -180,66 +188,67 @@ def kill(pid: int) -> None:
     wait(pid)
 
 
-def children() -> list[int]:
-    """Return the processes that this lane's commands have left."""
-    me = os.getpid()
-    return [int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()]
+def find_children() -> list[int]:
+    """Return the remaining processes of this lane's commands."""
+    parent = os.getpid()
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
-def kill_what_is_left() -> None:
-    while pids := children():
+def kill_children() -> None:
+    while pids := find_children():
         for pid in pids:
             kill(pid)
 
 
-def left(seconds: float = 30.0) -> list[str]:
-    """Return what still runs of all that was started, after a while; then kill it."""
+def find_leftovers(seconds: float = 30.0) -> list[str]:
+    """Return the commands of processes that still run after a while, and kill them."""
     end = time.monotonic() + seconds
     with suppress(ChildProcessError):
         while time.monotonic() < end:
             if not os.waitpid(-1, os.WNOHANG)[0]:
                 time.sleep(0.003)
-    found = []
-    for pid in children():
+    commands = []
+    for pid in find_children():
         with suppress(OSError):
-            found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:100])
-    kill_what_is_left()
-    return found
+            commands.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:100])
+    kill_children()
+    return commands
 
 
-def log(folder: Path) -> str:
+def read_log(folder: Path) -> str:
     """Return the log of the last command."""
     return (folder / "log").read_text(encoding="utf-8", errors="replace")
 
 
-def runs(folder: Path) -> list[Path]:
+def find_runs(folder: Path) -> list[Path]:
     return sorted((folder / "outputs" / "runs").glob("*"))
 
 
-def saved(run: Path) -> int:
+def newest_step(run: Path) -> int:
     """Return the step of the newest complete checkpoint; -1 if there is none."""
-    found = (int(p.name.removeprefix("step-")) for p in (run / "checkpoints").glob("step-*"))
-    return max(found, default=-1)
+    steps = (int(p.name.removeprefix("step-")) for p in (run / "checkpoints").glob("step-*"))
+    return max(steps, default=-1)
 
 
-def difference(calm: Path, rough: Path) -> str:
+def find_difference(expected: Path, actual: Path) -> str:
     """Return which runs of two folders are not bit-identical; empty if all are."""
-    names = [[run.name for run in runs(folder)] for folder in (calm, rough)]
+    names = [[run.name for run in find_runs(folder)] for folder in (expected, actual)]
     if names[0] != names[1]:
         return f"runs: {names[1]}, not {names[0]}"
-    for one, other in zip(runs(calm), runs(rough), strict=True):
+    for first, second in zip(find_runs(expected), find_runs(actual), strict=True):
         try:
-            mine, theirs = _facts(one), _facts(other)
+            expected_facts, actual_facts = _read_facts(first), _read_facts(second)
         except (OSError, ValueError, KeyError) as error:
-            return f"{other.name}: {type(error).__name__}: {error}"
-        for what, value in mine.items():
-            if theirs[what] != value:
-                return f"{other.name}: {what}: {str(theirs[what])[:200]}, not {str(value)[:200]}"
+            return f"{second.name}: {type(error).__name__}: {error}"
+        for name, value in expected_facts.items():
+            if actual_facts[name] != value:
+                difference = f"{str(actual_facts[name])[:200]}, not {str(value)[:200]}"
+                return f"{second.name}: {name}: {difference}"
     return ""
 
 
-def _facts(run: Path) -> dict[str, Any]:
-    """All of a run that no clock decides."""
+def _read_facts(run: Path) -> dict[str, Any]:
+    """Return everything of a run that does not depend on a clock."""
     import torch
     from safetensors.torch import load_file
 
@@ -251,8 +260,8 @@ def _facts(run: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in text.split("\n")[:-1]]
     facts["rows"] = [{k: v for k, v in row.items() if k not in _CLOCKS} for row in rows]
     facts["end of rows"] = text[-1:]
-    kept = sorted((run / "predictions").iterdir())
-    facts["predictions"] = {path.name: sha256(path.read_bytes()) for path in kept}
+    predictions = sorted((run / "predictions").iterdir())
+    facts["predictions"] = {path.name: sha256(path.read_bytes()) for path in predictions}
     facts["example"] = sha256((run / "attention_map.safetensors").read_bytes())
     newest = max((run / "checkpoints").glob("step-*"))
     facts["checkpoint"] = newest.name

@@ -1,0 +1,203 @@
+"""The results of a sweep, rebuilt from its runs: rows, tables, and one run in W&B."""
+
+import dataclasses
+import io
+import json
+import shlex
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qkablate.disk import replace_file
+from qkablate.errors import sanitize
+from qkablate.runs.records import write_atomic
+from qkablate.sweeps.planning.manifest import Manifest
+from qkablate.sweeps.running.state import RunState, SweepState
+from qkablate.table import format_list, print_csv, print_table
+from qkablate.tracking.wandb.run import RunIdentity, SweepTables, WandbRun
+
+# The columns of every row.
+COLUMNS: dict[str, type] = {
+    **dict.fromkeys(("id", "label", "arm", "baseline", "variant", "control"), str),
+    "tuning": bool,
+    **dict.fromkeys(("d_model", "heads", "layers", "context", "mlp_width"), int),
+    "data": str,
+    "seed": int,
+    "lr": float,
+    "planned_steps": int,
+    "status": str,
+    **dict.fromkeys(("train_loss", "val_loss", "test_loss"), float),
+    **dict.fromkeys(("val_bits_per_byte", "test_bits_per_byte"), float),
+    **dict.fromkeys(("val_accuracy", "test_accuracy"), float),
+    **dict.fromkeys(("params", "params_with_embeddings"), int),
+    **dict.fromkeys(("mismatch", "flops_per_token"), float),
+    **dict.fromkeys(("steps", "tokens"), int),
+    **dict.fromkeys(("seconds", "tokens_per_second"), float),
+    **dict.fromkeys(("packed", "threads", "peak_memory_bytes", "attempt", "diverged_at"), int),
+    **dict.fromkeys(("precision", "matmul", "device", "kernel", "folder", "error"), str),
+}
+
+
+def result_columns(manifest: Manifest) -> dict[str, type]:
+    """Return the columns and their types; last the other keys in which the arms differ."""
+    arms = [arm.overrides for arm in manifest.arms.values()]
+    keys = dict.fromkeys(key for overrides in arms for key in overrides)
+    known = {"variant", "model.d_model", "model.heads", "model.layers", "model.mlp_ratio", "data"}
+    known |= {key for key in keys if key.startswith("variant.")} - {"variant.init", "variant.lr"}
+    varied = [key for key in keys if key not in known and len({w.get(key) for w in arms}) > 1]
+    return COLUMNS | dict.fromkeys(varied, str)
+
+
+def result_rows(sweep_state: SweepState) -> list[dict[str, Any]]:
+    """Return the rows of all runs, in the order of the manifest."""
+    blank = dict.fromkeys(result_columns(sweep_state.manifest))
+    return [_row(sweep_state.manifest, state, blank) for state in sweep_state.states.values()]
+
+
+def write_results(sweep_state: SweepState) -> None:
+    """Write results.csv, results.parquet and, where rates were tuned, lr_search.json."""
+    folder = sweep_state.manifest.folder
+    rows = result_rows(sweep_state)
+    text = io.StringIO()
+    print_csv(rows, text)
+    write_atomic(folder / "results.csv", text.getvalue())
+    _write_parquet(folder / "results.parquet", result_columns(sweep_state.manifest), rows)
+    if sweep_state.manifest.finals:
+        searches = [search.to_json() for search in sweep_state.lr_searches]
+        write_atomic(folder / "lr_search.json", json.dumps(searches, indent=1) + "\n")
+
+
+def _write_parquet(path: Path, columns: dict[str, type], rows: list[dict[str, Any]]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
+    types[bool] = pyarrow.bool_()
+    schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
+    content = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema), content)
+    replace_file(path, content.getvalue())
+
+
+def _row(manifest: Manifest, state: RunState, blank: dict[str, Any]) -> dict[str, Any]:
+    run, arm = state.run, manifest.arms[state.run.arm]
+    config = arm.config_of(run.changes)
+    model, result = config.model, state.result or {}
+    row = blank | {key: arm.overrides.get(key) for key in blank.keys() - COLUMNS.keys()}
+    row |= {key: result[key] for key in COLUMNS.keys() & result.keys()}
+    row |= {key: getattr(model, key) for key in ("d_model", "heads", "layers", "context")}
+    row |= {key: getattr(arm, key) for key in ("baseline", "variant", "params", "mismatch")}
+    row |= {
+        "id": run.id,
+        "label": run.label,
+        "arm": arm.name,
+        "control": ",".join(arm.controls),
+        "tuning": run.tuning,
+        "mlp_width": round(model.mlp_ratio * model.d_model),
+        "data": config.data.source,
+        "seed": config.seed,
+        "lr": config.optim.lr,
+        "planned_steps": int(config.train.steps),
+        "status": state.status,
+        "params_with_embeddings": arm.total_params,
+        "flops_per_token": arm.flops,
+        "folder": str(state.folder),
+        "error": state.reason or None,
+    }
+    for name in ("loss", "bits_per_byte", "accuracy"):
+        row |= {f"{split}_{name}": value for split, value in (result.get(name) or {}).items()}
+    return row
+
+
+def print_arms(sweep_state: SweepState) -> None:
+    """Print a row for every arm and learning rate: runs done, losses, and their spread."""
+    manifest = sweep_state.manifest
+    groups: dict[tuple[str, float | None], list[RunState]] = {}  # the final runs
+    for state in sweep_state.states.values():
+        if not state.run.tuning:
+            key = state.run.arm, float(state.run.changes["optim.lr"])
+            groups.setdefault(key, []).append(state)
+    searches = {search.arm: search.state for search in sweep_state.lr_searches}
+    groups |= {(search.arm, None): [] for search in sweep_state.lr_searches if search.rate is None}
+    show_rates = bool(searches) or len(groups) > len({arm for arm, _ in groups})
+    order = {name: number for number, name in enumerate(manifest.arms)}
+    rows = []
+    for arm, rate in sorted(groups, key=lambda group: (order[group[0]], group[1] or 0.0)):
+        states = groups[arm, rate]
+        losses = [s.result["loss"] for s in states if s.status == "done" and s.result]
+        diverged = sum(state.status == "diverged" for state in states)
+        tuning = searches.get(arm, "chosen")
+        rate_cell = "–" if rate is None else f"{rate:.3g}"
+        rows.append(
+            [
+                *(arm, f"{manifest.arms[arm].params:,}"),
+                *([rate_cell + f" ({tuning})" * (tuning != "chosen")] if show_rates else []),
+                f"{len(losses)}/{len(states) or len(manifest.finals)}",
+                *_mean_and_sd([loss["val"] for loss in losses]),
+                *_mean_and_sd([loss["test"] for loss in losses if loss["test"] is not None]),
+                f"{diverged}" if diverged else "",
+            ]
+        )
+    rates = ["lr"] if show_rates else []
+    columns = ["arm", "params", *rates, "done", "val", "± sd", "test", "± sd", "diverged"]
+    print_table(columns, rows)
+    print("\nmeans over runs, and the standard deviation between them; params without embeddings")
+    by_kind: dict[str, list[str]] = {}
+    for left in manifest.left_out:
+        by_kind.setdefault(left.kind, []).append(left.arm)
+    for kind, names in by_kind.items():
+        print(f"left out, {kind}: {format_list(names, 6)}")
+    if by_kind:
+        print(f"  why: {manifest.folder / 'plan.txt'}")
+
+
+def _mean_and_sd(losses: list[float]) -> list[str]:
+    mean = f"{statistics.fmean(losses):.4f}" if losses else "–"
+    return [mean, f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "–"]
+
+
+def print_failures(sweep_state: SweepState) -> None:
+    """Print the runs that failed or were interrupted, why, and how to repeat each."""
+    for status in ("failed", "interrupted", "waiting"):
+        states = [state for state in sweep_state.states.values() if state.status == status]
+        states = [state for state in states if state.reason or status != "waiting"]
+        if states:
+            print(f"\n{status}")
+        for state in states:
+            overrides = sweep_state.manifest.overrides_of(state.run)
+            print(sanitize(f"  {state.run.name}: {state.reason or 'its process gave no reason'}"))
+            print(f"    {shlex.join(['qkablate', 'train', *overrides])}")
+    for search in sweep_state.lr_searches:
+        if search.state in ("stuck", "diverged"):
+            reason = "one of its tuning runs failed" if search.state == "stuck" else "it diverges"
+            print(f"\n{search.arm}: no learning rate was chosen: {reason}")
+
+
+def log_summary(
+    sweep_state: SweepState, note: Callable[[str], None], tables: SweepTables | None = None
+) -> str | None:
+    """Log the table of runs and the given tables as one run in W&B; return its address."""
+    manifest = sweep_state.manifest
+    name = f"{manifest.name}-{manifest.id}"
+    tracking = manifest.tracking
+    tags = ("sweep", *tracking.tags)
+    identity = RunIdentity(f"sweep-{manifest.id}", name, manifest.group, "sweep", tags)
+    config = {"sweep": name, "command": shlex.join(manifest.command), "arms": [*manifest.arms]}
+    run = WandbRun(tracking, identity, manifest.folder, config, note)
+    tables = tables or SweepTables()
+    rows = [list(row.values()) for row in result_rows(sweep_state)]
+    runs = list(result_columns(manifest)), rows
+    run.log_tables(dataclasses.replace(tables, tables={"runs": runs, **tables.tables}))
+    counts = sweep_state.status_counts()
+    finished = counts["done"] + counts["diverged"] == sweep_state.expected_runs()
+    run.close({f"runs/{status}": count for status, count in counts.items()}, int(not finished))
+    return run.address
+
+
+def resume_commands(sweep_state: SweepState) -> list[list[str]]:
+    """Return the command that continues the sweep, if anything is left to do."""
+    counts, command = sweep_state.status_counts(), sweep_state.manifest.command[1:]
+    if counts["interrupted"] + counts["waiting"]:
+        return [command]
+    return [[*command, "--retry", "failed"]] if counts["failed"] else []
