@@ -47,7 +47,7 @@ Keys
 
 Measures of B_h and M_h
   stable_rank     ‖B‖² / σ₁², the number of directions that carry the norm
-  effective_rank  exp of the entropy of the normalised singular values σ
+  effective_rank  exp of the entropy of the normalized singular values σ
   nuclear         Σσ
   frobenius       ‖B‖; of B_h at the score scale of standard, so that variants are comparable
   symmetry        1: B = Bᵀ, -1: B = -Bᵀ

@@ -13,7 +13,7 @@ HELP = """qkablate variants: the catalogue of variants.
 
 Usage: qkablate variants [--json]
 
-A variant parametrises the scores of a head, scale · x_iᵀ B_h x_j, and the output of a position,
+A variant parametrizes the scores of a head, scale · x_iᵀ B_h x_j, and the output of a position,
 x_jᵀ M_h. Parameters are per layer, without biases: d is d_model, h heads, k d_head, r variant.rank,
 g variant.groups, T model.context.
 

@@ -195,18 +195,18 @@ def test_wide_tables_scroll_independently(opened, address):
 @pytest.mark.slow
 def test_charts_follow_the_theme(opened, address):
     shown = opened(address, color_scheme="light")
-    colour = "getComputedStyle(document.querySelector('.vega .mark-symbol path')).fill"
-    light = shown.evaluate(colour)
+    color = "getComputedStyle(document.querySelector('.vega .mark-symbol path')).fill"
+    light = shown.evaluate(color)
     theme = shown.locator("#theme")
     theme.click()  # light, whatever the system says
-    assert shown.evaluate(colour) == light
+    assert shown.evaluate(color) == light
     theme.click()
     assert "dark" in theme.inner_text()
-    assert shown.evaluate(colour) != light
+    assert shown.evaluate(color) != light
     assert brightness(shown) < 60
     shown.emulate_media(media="print")
     assert brightness(shown) > 200
-    assert shown.evaluate(colour) == light
+    assert shown.evaluate(color) == light
     assert not theme.is_visible()
 
 

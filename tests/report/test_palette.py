@@ -1,4 +1,4 @@
-"""Looks: a variant is told by its colour, and by dash and shape where no colour is seen."""
+"""Looks: a variant is told by its color, and by dash and shape where no color is seen."""
 
 import itertools
 import random
@@ -113,18 +113,18 @@ def test_styles_use_known_colors_dashes_and_shapes():
         assert look.shape in SHAPES
 
 
-# Colours
+# Colors
 
 
 def test_both_themes_define_the_same_colors():
     assert [*LIGHT] == [*DARK]
-    for colour in [*LIGHT.values(), *DARK.values()]:
-        assert re.fullmatch("#[0-9a-f]{6}", colour)
+    for color in [*LIGHT.values(), *DARK.values()]:
+        assert re.fullmatch("#[0-9a-f]{6}", color)
 
 
-def linear(colour):
+def linear(color):
     """Convert sRGB to linear light."""
-    own = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    own = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     return np.where(own <= 0.04045, own / 12.92, ((own + 0.055) / 1.055) ** 2.4)
 
 
@@ -141,24 +141,24 @@ def test_contrast_follows_wcag():
 
 @pytest.mark.parametrize("theme", THEMES)
 def test_lines_have_enough_contrast(theme):
-    colours = THEMES[theme]
+    colors = THEMES[theme]
     for name in COLOURS:
-        assert contrast(colours[name], colours["ground"]) >= 3, name
+        assert contrast(colors[name], colors["ground"]) >= 3, name
 
 
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("text", ["ink", "faint", "link", "warn"])
 def test_text_has_enough_contrast(theme, text):
-    colours = THEMES[theme]
+    colors = THEMES[theme]
     for ground in ("ground", "panel"):
-        assert contrast(colours[text], colours[ground]) >= 4.5, ground
+        assert contrast(colors[text], colors[ground]) >= 4.5, ground
 
 
 @pytest.mark.parametrize("theme", THEMES)
 def test_numbers_in_the_heat_map_have_enough_contrast(theme):
-    colours = THEMES[theme]
+    colors = THEMES[theme]
     for shade in ("low3", "low2", "low1", "mid", "high1", "high2", "high3"):
-        assert contrast(colours["ink"], colours[shade]) >= 4.5, shade
+        assert contrast(colors["ink"], colors[shade]) >= 4.5, shade
 
 
 # Machado, Oliveira and Fernandes (2009), at full strength: linear RGB as those who lack a cone see.
@@ -195,8 +195,8 @@ TO_XYZ = np.array(
 )
 
 
-def lab(colour, view):
-    seen = np.clip(VIEWS[view] @ linear(colour), 0, 1)
+def lab(color, view):
+    seen = np.clip(VIEWS[view] @ linear(color), 0, 1)
     xyz = TO_XYZ @ seen / (TO_XYZ @ np.ones(3))
     delta = 6 / 29
     x, y, z = np.where(xyz > delta**3, np.cbrt(xyz), xyz / (3 * delta**2) + 4 / 29)
@@ -219,11 +219,11 @@ def test_hues_are_distinct_for_color_blind_readers(theme, view):
     assert min(near.values()) >= 15, min(near, key=near.get)
 
 
-# Names of colours
+# Names of colors
 
 
 def sources():
-    """Whatever of the report may name a colour."""
+    """Whatever of the report may name a color."""
     root = resources.files("qkablate.report")
     files = [*root.iterdir(), *(root / "charts").iterdir()]
     return {
@@ -251,6 +251,6 @@ def test_light_colors_replace_all_css_variables():
 
 
 def test_style_sheet_defines_every_color():
-    for colours in (LIGHT, DARK):
-        said = dict(one.split(":") for one in to_css(colours).split(";"))
-        assert said == {f"--{name}": colour for name, colour in colours.items()}
+    for colors in (LIGHT, DARK):
+        said = dict(one.split(":") for one in to_css(colors).split(";"))
+        assert said == {f"--{name}": color for name, color in colors.items()}

@@ -72,7 +72,7 @@ def test_distance_of_equal_predictions_is_zero():
 
 
 def test_tiny_distances_do_not_vanish():
-    """Differences of 1e-6 make some 1e-13, as their squares say, on any normalisation."""
+    """Differences of 1e-6 make some 1e-13, as their squares say, on any normalization."""
     rng = np.random.default_rng(0)
     raw = rng.normal(size=(50, 100))
     moved = raw + rng.normal(0, 1e-4, raw.shape)

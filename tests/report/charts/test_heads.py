@@ -121,15 +121,15 @@ def test_head_maps_show_all_layers_sorted_by_value(section):
 
 
 def test_signed_values_have_a_diverging_scale(section):
-    def colours(title):
+    def colors(title):
         panel = panel_of(section, "head-maps", title)
         return panel.spec["spec"]["layer"][0]["encoding"]["color"]["scale"]
 
-    both, one = colours("symmetry"), colours("stable rank")
+    both, one = colors("symmetry"), colors("stable rank")
     assert both["domain"] == [-step for step in reversed(both["domain"])]
     assert {"var(--low3)", "var(--mid)", "var(--high3)"} <= {*both["range"]}
     assert "var(--high3)" not in one["range"]
-    for scale in (both, one, colours("entropy")):
+    for scale in (both, one, colors("entropy")):
         assert len(scale["range"]) == len(scale["domain"]) + 1
         assert scale["domain"] == sorted({*scale["domain"]})
 

@@ -217,7 +217,7 @@ def test_missing_key_is_rejected(written, key):
         ("runs", 3),
         ("runs", [3]),
         ("runs", [{}]),
-        ("runs", [{"id": "a", "colour": "blue"}]),
+        ("runs", [{"id": "a", "color": "blue"}]),
         ("left_out", None),
         ("left_out", [[]]),
     ],
