@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
 
 def _parse_words(words: list[str]) -> tuple[list[str], list[str], int]:
     """Return the runs, the overrides, and the steps of fine-tuning."""
-    from qkablate.training.warm_start.finetune import DEFAULT_STEPS
+    from qkablate.training.warm_start.decomposition import DEFAULT_STEPS
 
     runs, pairs = split_runs(words)
     overrides, steps = [], DEFAULT_STEPS

@@ -151,18 +151,13 @@ def _load_state(path: Path, device: str) -> dict[str, Any]:
 
 def load_weights(path: Path, device: str) -> Checkpoint:
     """Load a checkpoint without state.pt, which only training needs."""
-    progress = load_progress(path)
+    _check_sums(path, _FILES[0], _FILES[2])
+    progress = from_json(TrainProgress, parse_json(read_file(path / _FILES[2])), _FILES[2])
     try:
         weights = safetensors.torch.load_file(path / _FILES[0], device=device)
     except safetensors.SafetensorError as error:
         raise ValueError(f"{_FILES[0]}: {error}") from None
     return Checkpoint(progress, weights)
-
-
-def load_progress(path: Path) -> TrainProgress:
-    """Load the progress of a checkpoint, after the checksums of weights and progress."""
-    _check_sums(path, _FILES[0], _FILES[2])
-    return from_json(TrainProgress, parse_json(read_file(path / _FILES[2])), _FILES[2])
 
 
 def weights_sha256(path: Path) -> str:

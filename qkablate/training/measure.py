@@ -29,6 +29,7 @@ class StepTimes:
     rounds: int
 
 
+@hardware.preserve_process_state()
 def measure_step_times(
     configs: Sequence[Config], vocabulary: int, progress: Callable[[float], Any]
 ) -> list[StepTimes]:
@@ -36,13 +37,6 @@ def measure_step_times(
 
     `progress` is called with the completed fraction.
     """
-    with hardware.preserve_process_state():
-        return _interleave(configs, vocabulary, progress)
-
-
-def _interleave(
-    configs: Sequence[Config], vocabulary: int, progress: Callable[[float], Any]
-) -> list[StepTimes]:
     first = hardware.resolve(configs[0])
     hardware.configure_process(first)
     steps = [make_training_step(hardware.resolve(config), vocabulary) for config in configs]

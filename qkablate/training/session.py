@@ -4,25 +4,24 @@ import dataclasses
 import math
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.models.base import Model
-from qkablate.runs import attention_map, predictions
-from qkablate.runs.attention_map import AttentionMapHeader
+from qkablate.runs.attention_map import write_attention_map
 from qkablate.runs.lease import Lease, LeaseLost, LeaseObserver
-from qkablate.runs.predictions import PredictionsHeader
+from qkablate.runs.predictions import write_predictions
 from qkablate.runs.run import EXIT_CODES, Run
 from qkablate.tracking import MetricsFile, Terminal, WandbRun
 from qkablate.training import checkpoint, environment, hardware, result
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
 from qkablate.training.loop import Diverged, Interrupted, Trainer
-from qkablate.training.recorders.attention_map import AttentionRecorder
+from qkablate.training.recorders.attention_map import record_attention
 from qkablate.training.recorders.predictions import PredictionRecorder
 from qkablate.training.resolve import RunPlan, plan_run
 from qkablate.training.signals import Signals, Stopped
@@ -30,37 +29,27 @@ from qkablate.training.warm_start.start import load_or_project
 
 
 @dataclass(frozen=True)
-class _LeaseCheck:
-    """The first sink: stop logging once the lease is lost."""
-
-    lease: Lease
-
-    def log(self, row: dict[str, Any]) -> None:
-        self.lease.check()
-
-
-@dataclass(frozen=True)
 class _RunWriter:
-    """Writes into the run's folder while the lease is held."""
+    """Writes into the run's folder while the lease is held.
+
+    As the first sink, it stops logging once the lease is lost.
+    """
 
     lease: Lease
     run: Run
     metrics: MetricsFile
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.lease.check()
 
     def save(self, state: checkpoint.Checkpoint) -> None:
         self.lease.verify()
         state.progress.metrics_end = self.metrics.sync()
         checkpoint.save(self.run.checkpoints, state)
 
-    def save_predictions(self, header: PredictionsHeader, log_PV: np.ndarray) -> None:
+    def write(self, function: Callable[..., None], *content: Any) -> None:
         self.lease.verify()
-        predictions.write_predictions(self.run.folder, header, log_PV)
-
-    def save_attention(
-        self, header: AttentionMapHeader, tokens_T: np.ndarray, a_LHTT: np.ndarray
-    ) -> None:
-        self.lease.verify()
-        attention_map.write_attention_map(self.run.folder, header, tokens_T, a_LHTT)
+        function(self.run.folder, *content)
 
 
 @dataclass(frozen=True)
@@ -145,13 +134,17 @@ def _train_session(
                 plan,
                 build_initial_model(plan, resumed, device),
                 resumed,
-                sinks=(_LeaseCheck(lease), metrics, terminal, wandb_run),
+                sinks=(writer, metrics, terminal, wandb_run),
                 save=writer.save,
                 stop=stop,
                 began=began,
                 ranks=ranks,
-                record_predictions=PredictionRecorder(plan, writer.save_predictions),
-                record_attention=AttentionRecorder(plan, writer.save_attention),
+                record_predictions=PredictionRecorder(
+                    plan, partial(writer.write, write_predictions)
+                ),
+                record_attention=partial(
+                    record_attention, plan, partial(writer.write, write_attention_map)
+                ),
             )
             content |= _train(plan, trainer)
         except Interrupted:

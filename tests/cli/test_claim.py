@@ -121,7 +121,7 @@ def test_help(qkablate):
 
 
 @pytest.mark.slow
-def test_a_claim_of_ones_own_is_trained_to_a_verdict(claim, qkablate, tmp_path, write):
+def test_user_claim_is_trained_to_a_verdict(claim, qkablate, tmp_path, write):
     """With real runs, seconds of them."""
     done = claim("show")
     assert (done.code, done.err) == (1, "")
@@ -171,7 +171,7 @@ def _result(path):
 
 
 @pytest.mark.slow
-def test_a_margin_that_is_edited_after_the_runs_is_exploratory(claim, pretended, write, tmp_path):
+def test_margin_that_is_edited_after_the_runs_is_exploratory(claim, pretended, write, tmp_path):
     assert claim("run").code == 0
     write(margin=2)
     done = claim("show")
@@ -196,7 +196,7 @@ def test_a_margin_that_is_edited_after_the_runs_is_exploratory(claim, pretended,
 
 
 @pytest.mark.slow
-def test_what_is_said_of_it_can_be_edited(claim, pretended, write):
+def test_wording_can_be_edited(claim, pretended, write):
     assert claim("run").code == 0
     write(source="elsewhere")
     done = claim("show")
@@ -211,7 +211,7 @@ def test_what_is_said_of_it_can_be_edited(claim, pretended, write):
 
 
 @pytest.mark.slow
-def test_an_edit_before_the_runs_is_none(claim, pretended, write):
+def test_edit_before_the_runs_does_not_count(claim, pretended, write):
     assert claim("run", "--dry-run").code == 0
     write(margin=2)
     done = claim("run")
@@ -220,7 +220,7 @@ def test_an_edit_before_the_runs_is_none(claim, pretended, write):
 
 
 @pytest.mark.slow
-def test_an_edit_that_leaves_the_runs_behind_can_be_shown(claim, pretended, write):
+def test_verdict_before_an_edit_can_be_shown(claim, pretended, write):
     """Report an arm that was absent before without an interval."""
     assert claim("run").code == 0
     arm = {"within": PART | {"arm": "shared_qk"}}
@@ -252,7 +252,7 @@ def test_more_seeds_are_exploratory_and_say_how_many_were_declared(claim, preten
 
 
 @pytest.mark.slow
-def test_more_seeds_that_were_interrupted_go_on(claim, qkablate, pretended):
+def test_interrupted_additional_seeds_are_resumed(claim, qkablate, pretended):
     assert claim("run").code == 0
     outcome, pretended.outcome, pretended.code = pretended.outcome, lambda run: None, 130
     assert claim("run", "--more", "1").code == 130
@@ -264,7 +264,7 @@ def test_more_seeds_that_were_interrupted_go_on(claim, qkablate, pretended):
     assert "3 seeds, and 2 were declared" in done.out
 
 
-def test_a_dry_run_writes_nothing_down(claim, tmp_path, monkeypatch):
+def test_dry_run_writes_nothing(claim, tmp_path, monkeypatch):
     from qkablate.sweeps.planning.estimate import Timing
 
     timed = Timing(1e6, 1e-3, 1.0, 10**8)
@@ -284,7 +284,7 @@ def test_a_dry_run_writes_nothing_down(claim, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["interrupted", "failed", "half"])
-def test_runs_that_have_not_ended_are_no_verdict(claim, pretended, how):
+def test_unfinished_runs_give_no_verdict(claim, pretended, how):
     good = pretended.outcome
     if how == "interrupted":
         pretended.outcome, pretended.code = (lambda run: None), 130
@@ -309,7 +309,7 @@ def test_runs_that_have_not_ended_are_no_verdict(claim, pretended, how):
     assert "\nSUPPORTED\n" in done.out
 
 
-def test_what_failed_is_proposed_to_be_tried_again(claim, pretended):
+def test_retry_of_failed_runs_is_proposed(claim, pretended):
     pretended.outcome = lambda run: "failed"
     assert claim("run").code == 1
     assert proposed_commands(claim("show"))[0][-2:] == ["--retry", "failed"]
@@ -320,7 +320,7 @@ def looks(write, margin):
 
 
 @pytest.mark.slow
-def test_looks_stop_at_the_first_that_settles_it(claim, pretended, write, tmp_path):
+def test_looks_stop_at_the_first_conclusive_one(claim, pretended, write, tmp_path):
     looks(write, 3)
     done = claim("run")
     assert done.code == 0, done.err
@@ -334,7 +334,7 @@ def test_looks_stop_at_the_first_that_settles_it(claim, pretended, write, tmp_pa
 
 
 @pytest.mark.slow
-def test_looks_go_on_while_it_is_not_settled(claim, pretended, write):
+def test_looks_continue_until_conclusive(claim, pretended, write):
     looks(write, 0.01)
     pretended.outcome = pretended.by_gap(0.01, 0.1)  # on the margin
     done = claim("run")
@@ -347,7 +347,7 @@ def test_looks_go_on_while_it_is_not_settled(claim, pretended, write):
 
 
 @pytest.mark.slow
-def test_a_look_that_is_not_finished_is_the_last(claim, pretended, write):
+def test_unfinished_look_is_the_last(claim, pretended, write):
     looks(write, 0.01)
     hard = pretended.by_gap(0.01, 0.1)
     pretended.outcome = lambda run: None if run.place == 3 else hard(run)
@@ -365,14 +365,14 @@ def test_refuted_and_underpowered_are_verdicts_too(claim, pretended, write):
 
 
 @pytest.mark.slow
-def test_other_data_under_the_same_name_is_refused(claim, pretended, text):
+def test_other_data_under_the_same_name_is_rejected(claim, pretended, text):
     assert claim("run").code == 0
     text.write_text(text.read_text() * 2)
     done = claim("run")
     assert_refused(done, "another out=FOLDER keeps them apart")
 
 
-def test_a_registration_that_was_changed_by_hand_is_told(claim, pretended, tmp_path):
+def test_registration_changed_by_hand_is_reported(claim, pretended, tmp_path):
     assert claim("run").code == 0
     (path,) = registered(tmp_path)
     path.write_text(path.read_text().replace('"margin": 3.0', '"margin": 4.0'))
@@ -380,7 +380,7 @@ def test_a_registration_that_was_changed_by_hand_is_told(claim, pretended, tmp_p
         assert_refused(claim(action), f"'{path}' is damaged, or was changed by hand")
 
 
-def test_a_moved_folder_shows_the_same(claim, qkablate, pretended, tiny, tmp_path):
+def test_moved_folder_shows_the_same(claim, qkablate, pretended, tiny, tmp_path):
     assert claim("run").code == 0
     shutil.move(tmp_path / "outputs", tmp_path / "moved")
     words = [word for word in tiny if not word.startswith("out=")]
@@ -392,7 +392,7 @@ def test_a_moved_folder_shows_the_same(claim, qkablate, pretended, tiny, tmp_pat
 # The list.
 
 
-def test_the_list_has_every_claim_and_says_which_cannot_be_tested(qkablate):
+def test_list_has_every_claim_and_says_which_cannot_be_tested(qkablate):
     done = qkablate("claim", "list")
     assert (done.code, done.err) == (0, "")
     rows = {line.split()[0]: line for line in done.out.splitlines() if line.strip()}
@@ -412,7 +412,7 @@ def test_the_list_has_every_claim_and_says_which_cannot_be_tested(qkablate):
 
 
 @pytest.mark.slow
-def test_the_list_has_the_verdicts(qkablate, claim, pretended, tmp_path):
+def test_list_has_the_verdicts(qkablate, claim, pretended, tmp_path):
     assert claim("run").code == 0
     out = f"out={tmp_path / 'outputs'}"
     said = {r["claim"]: r for r in json.loads(qkablate("claim", "list", out, "--json").out)}
@@ -429,7 +429,7 @@ def test_the_list_has_the_verdicts(qkablate, claim, pretended, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_registration_spoils_no_list(qkablate, claim, pretended, tmp_path):
+def test_damaged_registration_does_not_affect_the_list(qkablate, claim, pretended, tmp_path):
     assert claim("run").code == 0
     (file,) = tmp_path.glob("outputs/claims/*/claim.json")
     file.write_text("{")
@@ -482,7 +482,7 @@ def test_mistakes(qkablate, pretended, tmp_path, words, line):
 
 @pytest.mark.parametrize("action", ["run", "show"])
 @pytest.mark.parametrize("name", [n for n in claim_names() if load_claim(n).untestable])
-def test_what_cannot_be_tested_says_why(qkablate, action, name):
+def test_untestable_claim_gives_its_reason(qkablate, action, name):
     done = qkablate("claim", action, name)
     assert_refused(done, f"{name} is not testable yet: {load_claim(name).untestable}")
 

@@ -65,13 +65,13 @@ def test_train_help(qkablate):
         (["attention.kernel=efficient", "device=cpu"], "efficient is a CUDA kernel"),
     ],
 )
-def test_cfg_job_of_what_no_run_can_have(qkablate, words, says):
+def test_cfg_job_of_an_impossible_config(qkablate, words, says):
     done = qkablate("train", *words, "--cfg", "job")
     assert (done.code, done.out) == (2, "")
     assert says in done.err
 
 
-def test_cfg_job_of_a_config_of_ones_own(qkablate, tmp_path):
+def test_cfg_job_of_a_user_config(qkablate, tmp_path):
     (tmp_path / "own" / "variant").mkdir(parents=True)
     (tmp_path / "own" / "variant" / "mine.yaml").write_text("name: mine\nqk: no_q\nov: separate\n")
     for words in (["--config-dir", "own"], ["--config-dir=own"]):
@@ -79,7 +79,7 @@ def test_cfg_job_of_a_config_of_ones_own(qkablate, tmp_path):
         assert (done.code, "qk: no_q" in done.out) == (0, True), done.err
 
 
-def test_what_is_repeated_does_not_steer_the_terminal(qkablate):
+def test_control_characters_are_not_echoed(qkablate):
     done = qkablate("train", "variant=\x1b[31mred")
     assert done.code == 2
     assert "\x1b" not in done.err
@@ -169,7 +169,7 @@ def test_mistakes(qkablate, tiny, tmp_path, words, line):
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:3", "mps"])
-def test_a_device_that_is_not_there(qkablate, tiny, monkeypatch, name):
+def test_missing_device_is_rejected(qkablate, tiny, monkeypatch, name):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     done = qkablate("train", *tiny, f"device={name}")
@@ -198,7 +198,7 @@ def test_compile_without_a_compiler(qkablate, tiny, monkeypatch):
     assert "compile: true needs a compiler (g++ or clang++)" in done.err
 
 
-def test_a_run_from_config_to_result(qkablate, tiny, tmp_path):
+def test_run_from_config_to_result(qkablate, tiny, tmp_path):
     done = qkablate("train", *tiny, "variant=merged_w", "seed=3")
     assert done.code == 0
     (folder,) = tmp_path.glob("outputs/runs/*")
@@ -228,7 +228,7 @@ def test_a_run_from_config_to_result(qkablate, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_not_trained_again(qkablate, tiny, tmp_path):
+def test_finished_run_is_not_trained_again(qkablate, tiny, tmp_path):
     first = qkablate("train", *tiny)
     (folder,) = tmp_path.glob("outputs/runs/*")
     before = (folder / "result.json").read_bytes()
@@ -246,7 +246,7 @@ def test_a_finished_run_is_not_trained_again(qkablate, tiny, tmp_path):
     assert first.code == 0
 
 
-def test_the_printed_command_of_the_other_side_works(qkablate, tiny):
+def test_printed_command_of_the_other_arm_works(qkablate, tiny):
     done = qkablate("train", *tiny, "variant=merged_w")
     (line,) = re.findall(r"  qkablate (train variant=standard .*)", done.out)
     assert qkablate(*shlex.split(line)).code == 0
@@ -307,7 +307,7 @@ def test_multirun(qkablate, tiny, tmp_path):
 @pytest.mark.parametrize(
     "words", [["model.heads=2,3"], ["seed=0,1", "data.path=/nope"], ["model=nano,nanoo"]]
 )
-def test_multirun_starts_nothing_if_one_job_makes_no_sense(qkablate, tiny, tmp_path, words):
+def test_multirun_starts_nothing_if_one_job_is_invalid(qkablate, tiny, tmp_path, words):
     done = qkablate("train", *tiny, "-m", *words)
     assert done.code == 2
     assert done.err.startswith("qkablate: ")
@@ -318,7 +318,7 @@ def test_multirun_starts_nothing_if_one_job_makes_no_sense(qkablate, tiny, tmp_p
 
 
 @pytest.mark.slow
-def test_multirun_goes_on_after_a_run_that_diverges_or_fails(qkablate, tiny, tmp_path):
+def test_multirun_continues_after_a_diverged_or_failed_run(qkablate, tiny, tmp_path):
     done = qkablate("train", *tiny, "-m", "optim.lr=1000,1e-3", "optim.clip=0", "model.norm=none")
     assert done.code == 3
     table = done.out[done.out.rindex("\nrun ") :]

@@ -50,7 +50,7 @@ def test_help(qkablate):
 
 
 @pytest.mark.slow
-def test_a_pair(qkablate, runs):
+def test_pair(qkablate, runs):
     standard, _, no_q = runs
     said = compared(qkablate, no_q.name, standard.name)
     assert said["runs"] == [no_q.name, standard.name]
@@ -75,7 +75,7 @@ def test_a_pair(qkablate, runs):
     assert back["gap"]["val"] == -said["gap"]["val"]
 
 
-def test_a_pair_as_a_table(qkablate, runs):
+def test_pair_as_a_table(qkablate, runs):
     standard, _, no_q = runs
     done = qkablate("compare", "no_q", "standard-d16-h2-s0")
     assert (done.code, done.err) == (0, "")
@@ -90,7 +90,7 @@ def test_a_pair_as_a_table(qkablate, runs):
     assert "validation gap by tokens" in done.out
 
 
-def test_other_seeds_are_no_pair(qkablate, runs):
+def test_runs_with_other_seeds_are_not_a_pair(qkablate, runs):
     standard, other, no_q = runs
     said = compared(qkablate, standard.name, other.name)
     assert said["paired"] is False
@@ -100,7 +100,7 @@ def test_other_seeds_are_no_pair(qkablate, runs):
     assert compared(qkablate, no_q.name, other.name)["paired"] is False
 
 
-def test_other_data_is_no_pair(qkablate, outputs, runs):
+def test_runs_on_other_data_are_not_a_pair(qkablate, outputs, runs):
     standard, _, no_q = runs
     other = result(no_q) | {"data_fingerprint": "another"}
     (no_q / "result.json").write_text(json.dumps(other))
@@ -113,7 +113,7 @@ def test_other_data_is_no_pair(qkablate, outputs, runs):
     )
 
 
-def test_a_run_beside_itself_differs_in_nothing(qkablate, runs):
+def test_run_compared_with_itself_does_not_differ(qkablate, runs):
     said = compared(qkablate, runs[0].name, runs[0])
     assert said["differ"] == said["unlike"] == {}
     assert said["gap"]["test"] == 0
@@ -121,7 +121,7 @@ def test_a_run_beside_itself_differs_in_nothing(qkablate, runs):
     assert qkablate("compare", runs[0].name, runs[0].name).code == 0
 
 
-def test_a_run_is_found_by_its_folder_name_or_id(qkablate, runs, finished):
+def test_run_is_found_by_its_folder_name_or_id(qkablate, runs, finished):
     one, _, other = runs
     whole = compared(qkablate, one, other)
     ids = [folder.name.rpartition("-")[2] for folder in (one, other)]
@@ -133,7 +133,7 @@ def test_a_run_is_found_by_its_folder_name_or_id(qkablate, runs, finished):
 
 
 @pytest.mark.parametrize("how", ["no result", "half a result", "no metrics", "no environment"])
-def test_a_run_without_all_of_it_is_shown_as_far_as_it_is(qkablate, runs, how):
+def test_incomplete_run_is_shown_as_far_as_possible(qkablate, runs, how):
     one, _, other = runs
     path = one / "result.json"
     if how == "no result":
@@ -157,7 +157,7 @@ def test_a_run_without_all_of_it_is_shown_as_far_as_it_is(qkablate, runs, how):
         assert "val" in said["gap"]
 
 
-def test_a_run_that_diverged_has_no_gap(qkablate, runs):
+def test_run_that_diverged_has_no_gap(qkablate, runs):
     one, _, other = runs
     nothing = {"train": None, "val": None, "test": None}
     diverged = result(one) | {"status": "diverged", "diverged_at": 3, "loss": nothing}
@@ -168,7 +168,7 @@ def test_a_run_that_diverged_has_no_gap(qkablate, runs):
     assert qkablate("compare", one.name, other.name).code == 0
 
 
-def test_what_is_proposed_can_be_begun(qkablate, runs):
+def test_proposed_command_starts(qkablate, runs):
     done = qkablate("compare", "no_q", "standard-d16-h2-s0")
     (line,) = done.out.partition("\nNext\n")[2].splitlines()
     words = shlex.split(line)
@@ -199,14 +199,14 @@ def test_mistakes(qkablate, runs, words, line):
 @pytest.mark.parametrize(
     "text", ["", "[", "- a", "3", "!!python/object/apply:os.mkdir ['made']", "[" * 20_000, "a: *b"]
 )
-def test_a_damaged_config_is_told_and_runs_nothing(qkablate, runs, tmp_path, text):
+def test_damaged_config_is_reported_and_runs_nothing(qkablate, runs, tmp_path, text):
     one, _, other = runs
     (one / "config.yaml").write_text(text)
     assert_refused(qkablate("compare", one.name, other.name), "config.yaml' cannot be read: ")
     assert not (tmp_path / "made").exists()
 
 
-def test_a_config_with_a_key_that_is_a_number_is_told(qkablate, runs):
+def test_config_with_a_numeric_key_is_reported(qkablate, runs):
     one, _, other = runs
     with (one / "config.yaml").open("a") as file:
         file.write("7: 8\n")

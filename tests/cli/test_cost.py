@@ -26,7 +26,7 @@ def test_published_parameter_counts(qkablate):
     }
 
 
-def test_the_example_of_the_threads(qkablate):
+def test_example_of_the_discussions(qkablate):
     """16 heads of 256 at d 4096: one W per head is 8 times W_q and W_k together."""
     found = rows(qkablate, "variant=standard,merged_w", "--at=gpt-j")
     standard, merged = found["standard"], found["merged_w"]
@@ -40,7 +40,7 @@ def test_the_example_of_the_threads(qkablate):
 
 
 @pytest.mark.slow
-def test_every_variant_is_shown_and_the_first_is_the_measure(qkablate):
+def test_every_variant_is_relative_to_the_first(qkablate):
     found = rows(qkablate)
     assert len(found) == len(variants())
     assert next(iter(found)) == "standard"
@@ -51,7 +51,7 @@ def test_every_variant_is_shown_and_the_first_is_the_measure(qkablate):
         assert row["forward_flops_per_token"] * 3 == pytest.approx(row["training_flops_per_token"])
 
 
-def test_the_table_names_sizes_where_there_are_several(qkablate):
+def test_table_names_sizes_where_there_are_several(qkablate):
     done = qkablate("cost", "variant=standard,no_q", "model.d_model=64,128")
     assert done.code == 0
     assert all(f"no_q d{d} " in done.out for d in (64, 128))
@@ -59,7 +59,7 @@ def test_the_table_names_sizes_where_there_are_several(qkablate):
 
 
 @pytest.mark.slow
-def test_rows_are_told_apart_by_what_varies(qkablate):
+def test_rows_name_the_keys_that_vary(qkablate):
     words = ("variant=standard", "model.context=16,32", "model.mlp_ratio=2,4")
     done = qkablate("cost", *words)
     labels = [line.split("  ")[0] for line in done.out.splitlines()[1:5]]
@@ -95,13 +95,13 @@ def test_rows_are_told_apart_by_what_varies(qkablate):
         ),
     ],
 )
-def test_the_next_commands_are_of_what_was_asked(qkablate, words, following):
+def test_next_commands_repeat_the_arguments(qkablate, words, following):
     done = qkablate("cost", *words)
     found = done.out.split("Next\n")[1].split("\n")[:2]
     assert found == [f"  qkablate {words}" if words else "" for words in following]
 
 
-def test_precision_is_the_width_of_a_number(qkablate):
+def test_precision_sets_the_bytes_of_a_number(qkablate):
     words = ("variant=standard,mqa", "model.heads=8")
     half, single = (rows(qkablate, *words, p) for p in ("precision=bf16", "precision=fp32"))
     assert single["mqa"]["kv_bytes_per_token"] == 2 * half["mqa"]["kv_bytes_per_token"]
@@ -116,7 +116,7 @@ def test_csv(qkablate):
 
 
 @pytest.mark.slow
-def test_what_is_refused_is_left_out_with_its_reason(qkablate):
+def test_unsupported_variant_is_left_out_with_its_reason(qkablate):
     done = qkablate("cost", "model.position=rope", "--json")
     assert done.code == 0
     assert (
@@ -138,7 +138,7 @@ def test_measure_times_real_steps(qkablate, monkeypatch):
     assert found["standard"]["step_ratio"] == 1
 
 
-def test_measure_says_when_memory_is_short(qkablate):
+def test_measure_reports_too_little_memory(qkablate):
     done = qkablate("cost", "variant=standard,wide_qk", "--at", "gpt-j", "--measure")
     assert done.code == 2
     assert "GB together" in done.err
@@ -185,7 +185,7 @@ def test_measure_says_when_memory_is_short(qkablate):
         (["variant.file=none.py"], "variant.file: cannot read 'none.py'"),
     ],
 )
-def test_a_mistake_is_one_line(qkablate, words, says):
+def test_mistake_is_one_line(qkablate, words, says):
     done = qkablate("cost", *words)
     assert (done.code, done.out) == (2, "")
     assert says in done.err

@@ -67,7 +67,7 @@ def without_ids(text):
 
 @pytest.mark.slow
 @needs_workspaces
-def test_the_view_as_json_on_the_screen(qkablate, sweep):
+def test_view_as_json_on_the_screen(qkablate, sweep):
     """Without a key, as all tests are."""
     done = qkablate("dashboard", "--spec")
     assert (done.code, done.err) == (0, "")
@@ -80,7 +80,7 @@ def test_the_view_as_json_on_the_screen(qkablate, sweep):
 
 @needs_workspaces
 @pytest.mark.parametrize("words", [["--spec", "view.json"], ["--spec=view.json"]])
-def test_the_view_as_json_in_a_file(qkablate, sweep, tmp_path, words):
+def test_view_as_json_in_a_file(qkablate, sweep, tmp_path, words):
     done = qkablate("dashboard", "small", *words, "--entity", "team")
     assert (done.code, done.err) == (0, "")
     assert re.match(r"view\.json  [\d.]+ kB\n", done.out)
@@ -100,7 +100,7 @@ def test_project_and_entity_from_the_variables(qkablate, sweep, monkeypatch):
 
 
 @needs_workspaces
-def test_what_the_panels_name_is_what_runs_log(qkablate, outputs):
+def test_panels_name_logged_metrics(qkablate, outputs):
     logs = [log_reader.read(log) for log in outputs.glob("runs/*/wandb/offline-run-*")]
     rows = {key for log in logs for row in log.rows for key in row}
     summary = {key for log in logs for key in log.summary}
@@ -128,7 +128,7 @@ def _words(found):
 
 @pytest.mark.slow
 @needs_workspaces
-def test_it_is_saved_and_then_updated(qkablate, outputs, sweep):
+def test_view_is_saved_and_then_updated(qkablate, outputs, sweep):
     spec = json.loads(qkablate("dashboard", "--spec", "--entity=somebody").out)["spec"]
     with ViewServer() as server:
         first = dashboard(WANDB_BASE_URL=server.url)
@@ -160,7 +160,7 @@ def test_it_is_saved_and_then_updated(qkablate, outputs, sweep):
 
 @pytest.mark.slow
 @needs_workspaces
-def test_a_view_for_each_project_and_a_new_one_for_what_was_deleted(sweep):
+def test_each_project_has_a_view_and_a_deleted_one_is_replaced(sweep):
     with ViewServer() as server:
         where = {"WANDB_BASE_URL": server.url}
         assert dashboard(**where).returncode == 0
@@ -190,7 +190,7 @@ def test_a_view_for_each_project_and_a_new_one_for_what_was_deleted(sweep):
     "text",
     ["[", '{"views": 3}', '{"views": [1, null, "https://else.where/a/b?nw=c", "x"]}', "[]"],
 )
-def test_a_file_of_views_that_says_something_else(sweep, text):
+def test_invalid_file_of_views_is_replaced(sweep, text):
     (sweep / "dashboard.json").write_text(text)
     with ViewServer() as server:
         done = dashboard(WANDB_BASE_URL=server.url)
@@ -219,7 +219,7 @@ SERVERS = [
 @pytest.mark.slow
 @needs_workspaces
 @pytest.mark.parametrize(("ways", "line"), SERVERS, ids=["refuses", "401", "500"])
-def test_a_server_that_does_not_take_it(sweep, ways, line):
+def test_refusal_by_the_server_is_one_line(sweep, ways, line):
     with ViewServer(**ways) as server:
         done = dashboard(WANDB_BASE_URL=server.url)
     assert (done.returncode, done.stdout) == (2, "")
@@ -229,7 +229,7 @@ def test_a_server_that_does_not_take_it(sweep, ways, line):
 
 
 @needs_workspaces
-def test_a_dead_server(sweep):
+def test_dead_server_is_one_line(sweep):
     url = dead_url()
     done = dashboard(WANDB_BASE_URL=url)
     assert (done.returncode, done.stdout) == (2, "")
@@ -240,7 +240,7 @@ def test_a_dead_server(sweep):
 
 @needs_workspaces
 @pytest.mark.parametrize("url", ["foo", "http://:x"])
-def test_an_address_that_is_none(sweep, url):
+def test_invalid_address_is_rejected(sweep, url):
     done = dashboard(WANDB_BASE_URL=url)
     assert (done.returncode, done.stdout) == (2, "")
     line = f"qkablate: WANDB_BASE_URL: '{url}' is not the address of a server ("
@@ -250,7 +250,7 @@ def test_an_address_that_is_none(sweep, url):
 
 
 @needs_workspaces
-def test_what_is_told_to_be_missing_is_what_sync_would_send(sweep, outputs, tmp_path):
+def test_reported_missing_logs_are_those_that_sync_uploads(sweep, outputs, tmp_path):
     """Those of earlier attempts, too, and what was online and could not be sent whole."""
     one, other = sorted(path for path in (outputs / "runs").iterdir())[:2]
     (one / "attempts" / "1").mkdir(parents=True)
@@ -267,7 +267,7 @@ def test_what_is_told_to_be_missing_is_what_sync_would_send(sweep, outputs, tmp_
 
 @pytest.mark.slow
 @needs_workspaces
-def test_what_was_not_mirrored_is_told(outputs, tiny):
+def test_unrecorded_runs_are_reported(outputs, tiny):
     with pytest.raises(SystemExit):
         main(["sweep", *tiny, "sweep.name=unsent", "variant=standard"])
     with ViewServer() as server:
@@ -289,7 +289,7 @@ def test_without_a_key(qkablate, sweep):
 
 @needs_workspaces
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_where_w_and_b_is_to_be_left_alone(qkablate, sweep, monkeypatch, mode):
+def test_disabled_wandb_is_respected(qkablate, sweep, monkeypatch, mode):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", mode)
     assert_refused(qkablate("dashboard"), f"WANDB_MODE is {mode}, and a view is saved online")
@@ -323,7 +323,7 @@ def test_mistakes(qkablate, sweep, words, line):
 
 @needs_workspaces
 @pytest.mark.parametrize("path", ["nowhere/view.json", "outputs", "~nobody-of-this-name/x"])
-def test_where_it_cannot_be_written(qkablate, sweep, path):
+def test_unwritable_file_is_rejected(qkablate, sweep, path):
     assert_refused(qkablate("dashboard", f"--spec={path}"), f"--spec: '{path}' cannot be written: ")
 
 
@@ -352,7 +352,7 @@ def test_completion(qkablate, monkeypatch, sweep, shell):
 
 
 @pytest.mark.parametrize("words", [["--help"], ["nothing"], []])
-def test_what_is_slow_is_imported_when_it_is_needed(sweep, words):
+def test_slow_imports_are_late(sweep, words):
     code = (
         "import sys, qkablate.cli\n"
         f"try: qkablate.cli.main(['dashboard', *{words}])\n"

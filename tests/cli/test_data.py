@@ -57,7 +57,7 @@ def test_prepare_several(qkablate, own):
     assert ", chars: " in done.out
 
 
-def test_info_tells_what_the_manifest_holds(qkablate, own, text):
+def test_info_prints_the_manifest(qkablate, own, text):
     before = qkablate("data", "info", *own)
     assert before.code == 2
     assert "the data is not prepared yet; type qkablate data prepare data=text" in before.err
@@ -135,7 +135,7 @@ def test_mistakes_are_one_line(qkablate, words, line):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("variant", ["standard", "merged_w"])
-def test_a_run_of_every_task(qkablate, tiny, tmp_path, task, variant):
+def test_run_of_every_task(qkablate, tiny, tmp_path, task, variant):
     small = {
         "recall": ["data.vocab_size=32", "data.pairs=4"],
         "induction": ["data.segment=8"],
@@ -166,7 +166,7 @@ def test_a_run_of_every_task(qkablate, tiny, tmp_path, task, variant):
     assert qkablate("verify", str(folder)).code == 0
 
 
-def test_train_prepares_what_is_missing_and_samples_from_it(qkablate, tiny, tmp_path):
+def test_train_prepares_missing_data(qkablate, tiny, tmp_path):
     done = qkablate("train", *tiny, "data.tokenizer=bpe", "data.vocab_size=280")
     assert done.code == 0, done.err
     (folder,) = (tmp_path / "outputs" / "runs").iterdir()

@@ -38,7 +38,7 @@ def last_row(run):
     return [row["diagnostics"] for row in rows if "diagnostics" in row][-1]
 
 
-def test_the_numbers_are_those_that_training_wrote(inspect, trained):
+def test_numbers_equal_those_of_training(inspect, trained):
     done = inspect("--json")
     assert (done.code, done.err) == (0, "")
     found = json.loads(done.out)
@@ -82,7 +82,7 @@ def test_one_head(inspect, trained):
     assert inspect("--head", "1").out.count("  L0 H1  █") == 2
 
 
-def test_a_text(inspect, trained):
+def test_attention_of_a_text(inspect, trained):
     text = "the mat, ähn"
     found = json.loads(inspect("--json", "--text", text).out)["text"]
     ids = list(text.encode())
@@ -95,7 +95,7 @@ def test_a_text(inspect, trained):
     assert "\n0   'a'    'a' at 0: 1.00\n1   '\\n'   " in out
 
 
-def test_a_checkpoint_by_its_step(inspect):
+def test_checkpoint_is_selected_by_its_step(inspect):
     assert json.loads(inspect("--json", "step=30").out)["step"] == 30
     done = inspect("step=7")
     assert (done.code, done.err) == (
@@ -104,7 +104,7 @@ def test_a_checkpoint_by_its_step(inspect):
     )
 
 
-def test_without_the_data_random_tokens_do(qkablate, trained, tmp_path):
+def test_without_the_data_random_tokens_are_used(qkablate, trained, tmp_path):
     """No path of the run's folder is read, and nothing is prepared."""
     done = qkablate("inspect", str(trained), "--json")
     assert done.code == 0
@@ -126,7 +126,7 @@ def test_without_the_data_random_tokens_do(qkablate, trained, tmp_path):
     ],
     ids=str,
 )
-def test_other_layers(train, qkablate, tmp_path, words):
+def test_layers_without_a_matrix_give_the_reason(train, qkablate, tmp_path, words):
     run = train(tmp_path, *STEPS, *words)
     done = qkablate("inspect", str(run), f"data.cache={tmp_path / 'cache'}")
     assert (done.code, done.err) == (0, "")
@@ -138,7 +138,7 @@ def test_other_layers(train, qkablate, tmp_path, words):
     assert expected.get(words[0], "M_h, the output of a head") in done.out
 
 
-def test_a_task(qkablate, tmp_path):
+def test_run_on_a_task(qkablate, tmp_path):
     words = ["data=copy", "data.copy_length=4", "data.val_tokens=640", "data.test_tokens=64"]
     words += ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16"]
     words += ["train.steps=2", "tracking.wandb=disabled", "threads=1"]
@@ -175,7 +175,7 @@ def test_mistakes(qkablate, words, line):
     assert line in done.err
 
 
-def test_what_a_model_does_not_have(inspect):
+def test_missing_layer_or_head_is_rejected(inspect):
     for words, line in (
         (["--layer", "2"], "--layer: there is no 2 (allowed: 0 to 1)"),
         (["--head", "9", "--layer", "0"], "--head: there is no 9 (allowed: 0 to 1)"),
@@ -197,7 +197,7 @@ def test_help(qkablate):
     assert all(name in done.out for name in names)
 
 
-def test_nothing_heavy_before_the_words_are_right():
+def test_mistakes_are_found_before_heavy_imports():
     code = (
         "import sys, qkablate.cli\n"
         "try: qkablate.cli.main(['inspect', 'a', 'stp=1'])\n"
@@ -220,7 +220,7 @@ def test_completion(qkablate, trained, monkeypatch):
         assert qkablate("-sc", "query=bash").out.split() == found
 
 
-def test_a_damaged_run_is_one_line(qkablate, trained, tmp_path):
+def test_damaged_run_is_one_line(qkablate, trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "copy")
     next(run.glob("checkpoints/*/weights.safetensors")).write_bytes(b"damaged")
     done = qkablate("inspect", str(run))
@@ -236,7 +236,7 @@ def test_bars_and_numbers():
 
 
 @pytest.mark.parametrize("name", ["heads.svg", "heads.PNG"])
-def test_a_picture_of_a_text(inspect, tmp_path, name):
+def test_chart_of_a_text(inspect, tmp_path, name):
     done = inspect("--text", "the cat", "-o", str(tmp_path / name))
     assert (done.code, done.err) == (0, "")
     assert f"{tmp_path / name}  " in done.out
@@ -250,7 +250,7 @@ def test_a_picture_of_a_text(inspect, tmp_path, name):
         assert content.startswith(b"\x89PNG")
 
 
-def test_a_picture_of_one_head_names_its_tokens(inspect, tmp_path):
+def test_chart_of_one_head_names_its_tokens(inspect, tmp_path):
     path = tmp_path / "head.svg"
     words = ("--text", "on the mat", "--layer", "1", "--head", "0", "-o", str(path))
     done = inspect(*words)
@@ -275,7 +275,7 @@ def test_a_picture_of_one_head_names_its_tokens(inspect, tmp_path):
         (["--text", "cat", "-o", "x.svg", "--layer", "0"], "-o: an image of all heads, or of one"),
     ],
 )
-def test_a_picture_that_cannot_be_is_told_before_any_work(inspect, words, said, tmp_path):
+def test_impossible_chart_is_rejected_before_any_work(inspect, words, said, tmp_path):
     done = inspect(*words)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"qkablate: {said}")
@@ -283,7 +283,7 @@ def test_a_picture_that_cannot_be_is_told_before_any_work(inspect, words, said, 
     assert not [*tmp_path.glob("*svg")]
 
 
-def test_the_extra_that_draws_is_named(inspect, monkeypatch):
+def test_missing_extra_is_named(inspect, monkeypatch):
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     done = inspect("--text", "cat", "-o", "x.svg")
     assert (done.code, done.err.count("\n")) == (2, 1)

@@ -79,7 +79,7 @@ def test_every_signal_is_in_the_exit_codes(qkablate, verb):
 
 
 @pytest.mark.slow
-def test_a_gap_split_in_two(qkablate, outputs):
+def test_gap_is_split_in_two(qkablate, outputs):
     """Every number is one of a run's files, and what is there is not trained again."""
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=8"]
     said = projected(qkablate, *words)
@@ -108,7 +108,7 @@ def test_a_gap_split_in_two(qkablate, outputs):
 
 
 @pytest.mark.slow
-def test_the_parent_going_on_is_trained_once(qkablate, outputs):
+def test_continued_parent_is_trained_once(qkablate, outputs):
     one = projected(qkablate, "standard-d16-h2-s0", "variant=no_q", "finetune.steps=4")["runs"][0]
     other = projected(qkablate, "standard-d16-h2-s0", "variant=no_k", "finetune.steps=4")["runs"][0]
     assert one["folders"]["continued"] == other["folders"]["continued"]
@@ -116,7 +116,7 @@ def test_the_parent_going_on_is_trained_once(qkablate, outputs):
 
 
 @pytest.mark.slow
-def test_onto_a_form_that_holds_it_there_is_no_gap_at_once(qkablate, outputs):
+def test_projection_onto_a_larger_form_has_no_gap_at_once(qkablate, outputs):
     said = projected(qkablate, "standard-d16-h2-s0", "variant=merged_w", "finetune.steps=2")
     (one,) = said["runs"]
     assert abs(one["gap"]["at_once"]["val"]) < 1e-5
@@ -129,7 +129,7 @@ def test_onto_a_form_that_holds_it_there_is_no_gap_at_once(qkablate, outputs):
 
 
 @pytest.mark.slow
-def test_without_the_run_from_scratch_its_command_is_told(qkablate, outputs):
+def test_command_of_a_missing_run_from_scratch_is_printed(qkablate, outputs):
     """And that command trains the very run that is then found."""
     words = ["standard-d16-h2-s0", "variant=low_rank_w", "variant.rank=3", "finetune.steps=2"]
     done = qkablate("project", *words)
@@ -159,7 +159,7 @@ def test_several_seeds_have_an_interval(qkablate, outputs):
 
 
 @pytest.mark.slow
-def test_seeds_that_were_trained_in_different_places_are_one_arm(qkablate, outputs):
+def test_seeds_trained_in_different_folders_are_one_arm(qkablate, outputs):
     (parent,) = (outputs / "runs").glob("standard-d16-h2-s1-*")
     reword(parent, data={"cache": "elsewhere", "path": "there.txt"}, diagnostics={"every": 3})
     words = ["standard-d16-h2-s0", parent.name, "variant=no_q", "finetune.steps=2"]
@@ -174,7 +174,7 @@ def test_seeds_that_were_trained_in_different_places_are_one_arm(qkablate, outpu
 
 
 @pytest.mark.slow
-def test_what_is_given_is_taken_by_both(qkablate, outputs):
+def test_given_keys_apply_to_both_runs(qkablate, outputs):
     words = ["optim.lr=1e-4", "train.batch_size=2", "optim.warmup=1", "tracking.tags=[x]"]
     (one,) = projected(qkablate, "standard-d16-h2-s0", "variant=no_q", "finetune.steps=3", *words)[
         "runs"
@@ -187,7 +187,7 @@ def test_what_is_given_is_taken_by_both(qkablate, outputs):
 
 
 @pytest.mark.slow
-def test_stopped_it_goes_on(qkablate, spawn, outputs):
+def test_stopped_projection_is_resumed(qkablate, spawn, outputs):
     words = ["project", "standard-d16-h2-s0", "variant=no_q", "finetune.steps=6", "--json"]
     undisturbed = Path(shutil.copytree(outputs, outputs.parent / "calm", symlinks=True))
     expected = json.loads(qkablate(*words, f"out={undisturbed}").out)
@@ -203,7 +203,7 @@ def test_stopped_it_goes_on(qkablate, spawn, outputs):
 
 
 @pytest.mark.slow
-def test_w_and_b_is_told_what_the_user_says_and_not_what_the_parent_was(qkablate, outputs):
+def test_tracking_keys_are_the_users_not_the_parents(qkablate, outputs):
     (parent,) = (outputs / "runs").glob("standard-d16-h2-s0-*")
     theirs = {"group": "theirs", "job_type": "theirs", "tags": ["theirs"], "entity": "stranger"}
     reword(parent, tracking=theirs | {"project": "theirs", "log_every": 3})
@@ -220,7 +220,7 @@ def test_w_and_b_is_told_what_the_user_says_and_not_what_the_parent_was(qkablate
     assert (tracking["group"], tracking["tags"]) == ("mine", ["x"])
 
 
-def test_what_the_parent_s_folder_says_of_this_machine_is_not_obeyed(qkablate, outputs, tmp_path):
+def test_machine_settings_of_the_parents_folder_are_ignored(qkablate, outputs, tmp_path):
     (parent,) = (outputs / "runs").glob("standard-d16-h2-s0-*")
     elsewhere = tmp_path / "stranger"
     reword(
@@ -242,7 +242,7 @@ def test_what_the_parent_s_folder_says_of_this_machine_is_not_obeyed(qkablate, o
 
 
 @pytest.mark.slow
-def test_a_text_that_is_not_prepared_is_read_only_where_the_user_says(
+def test_unprepared_text_is_read_only_from_the_users_path(
     qkablate, outputs, trained, tmp_path
 ):
     shutil.rmtree(tmp_path / "home" / ".cache")
@@ -266,7 +266,7 @@ def test_a_text_that_is_not_prepared_is_read_only_where_the_user_says(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", ["failed", "diverged"])
-def test_a_run_from_scratch_that_came_to_nothing_is_told(qkablate, outputs, status):
+def test_failed_run_from_scratch_is_reported(qkablate, outputs, status):
     (folder,) = (outputs / "runs").glob("no_q-*")
     loss = dict.fromkeys(("train", "val", "test"))
     reseal(folder, status, loss=loss, error="x", diverged_at=3)
@@ -285,7 +285,7 @@ def test_a_run_from_scratch_that_came_to_nothing_is_told(qkablate, outputs, stat
 
 
 @pytest.mark.slow
-def test_of_runs_from_scratch_at_several_rates_the_best_is_taken(qkablate, outputs):
+def test_best_rate_of_several_runs_from_scratch_is_used(qkablate, outputs):
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2"]
     done = qkablate("project", *words)
     assert "no_q from scratch, seed 0: only learning rate 0.001" in done.out
@@ -302,7 +302,7 @@ def test_of_runs_from_scratch_at_several_rates_the_best_is_taken(qkablate, outpu
     assert one["loss"]["scratch"]["val"] == taken["val"] < result(folder)["loss"]["val"]
 
 
-def test_the_next_command_finds_the_runs_where_they_are(qkablate, outputs):
+def test_next_command_finds_the_runs(qkablate, outputs):
     elsewhere = outputs.rename(outputs.parent / "else where")
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2", f"out={elsewhere}"]
     line = qkablate("project", *words).out.splitlines()[-1]
@@ -347,7 +347,7 @@ def test_mistakes(qkablate, outputs, words, line):
     assert not [*(outputs / "runs").glob("finetuned-*")]
 
 
-def test_a_run_without_a_checkpoint(qkablate, outputs):
+def test_run_without_a_checkpoint(qkablate, outputs):
     (folder,) = (outputs / "runs").glob("standard-d16-h2-s0-*")
     shutil.rmtree(folder / "checkpoints")
     done = qkablate("project", folder.name, "variant=no_q")
@@ -368,7 +368,7 @@ def test_completion(qkablate, monkeypatch, outputs, shell):
 
 
 @pytest.mark.slow
-def test_what_was_lost_is_kept_and_not_believed_blindly(qkablate, outputs):
+def test_damaged_projection_losses_are_computed_again(qkablate, outputs):
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2"]
     said = projected(qkablate, *words)["runs"][0]
     kept = outputs / "runs" / said["folders"]["projected"] / "start" / "projection_losses.json"

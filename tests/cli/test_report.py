@@ -125,7 +125,7 @@ def test_torch_is_never_imported(sweep, claim, run_of):
 
 
 @pytest.mark.slow
-def test_the_newest_sweep_is_a_page_in_its_folder(qkablate, sweep):
+def test_newest_sweep_is_a_page_in_its_folder(qkablate, sweep):
     done = qkablate("report")
     assert (done.code, done.err) == (0, "")
     target = sweep / "report.html"
@@ -148,7 +148,7 @@ def test_the_newest_sweep_is_a_page_in_its_folder(qkablate, sweep):
     assert any(words[1] == "report" and words[-2:] == ["--format", "svg"] for words in commands)
 
 
-def test_sweeps_claims_and_runs_are_chapters_of_one_page(qkablate, outputs, sweep, claim, run_of):
+def test_sweeps_claims_and_runs_are_sections_of_one_page(qkablate, outputs, sweep, claim, run_of):
     runs = [str(run_of("no_q", 1)), str(run_of("standard", 1))]
     done = qkablate("report", "small", "mine", *runs, "--margin", "0.01", "-o", "all.html")
     assert (done.code, done.err) == (0, "")
@@ -163,7 +163,7 @@ def test_sweeps_claims_and_runs_are_chapters_of_one_page(qkablate, outputs, swee
 
 
 @pytest.mark.parametrize("form", ["html", "md"])
-def test_no_sign_that_steers_a_terminal_and_no_element_of_files_is_told(qkablate, run_of, form):
+def test_control_characters_and_elements_are_not_printed(qkablate, run_of, form):
     """Whatever stands in the files of a run."""
     odd = "\x1b[31mred\x07\x9b1m\u202e<b>bold</b>"
     change(run_of("no_q", 0), status="failed", error=f"ValueError: {odd}", device=odd)
@@ -180,7 +180,7 @@ def test_no_sign_that_steers_a_terminal_and_no_element_of_files_is_told(qkablate
 # What is named.
 
 
-def test_a_sweep_is_found_by_its_folder_name_or_id(text, sweep):
+def test_sweep_is_found_by_its_folder_name_or_id(text, sweep):
     id = sweep.name.rpartition("-")[2]
     whole = text(sweep.name)
     assert chapters(whole) == [sweep.name]
@@ -189,14 +189,14 @@ def test_a_sweep_is_found_by_its_folder_name_or_id(text, sweep):
         assert chapters(text(folder)) == [sweep.name]
 
 
-def test_another_out_is_looked_in(qkablate, finished, sweep):
+def test_other_out_folder_is_searched(qkablate, finished, sweep):
     done = qkablate("report", "small", f"out={finished}", "-o", "other.md")
     assert (done.code, done.err) == (0, "")
     assert chapters(Path("other.md").read_text()) == [sweep.name]
 
 
 @pytest.mark.parametrize("form", ["md", "html"])
-def test_what_is_proposed_works_with_another_out(qkablate, finished, form):
+def test_proposed_command_works_with_another_out(qkablate, finished, form):
     done = qkablate("report", "small", f"out={finished}", "-o", f"other.{form}")
     commands = proposed_commands(done)
     assert commands
@@ -206,7 +206,7 @@ def test_what_is_proposed_works_with_another_out(qkablate, finished, form):
         assert (again.code, again.err) == (0, ""), words
 
 
-def test_what_is_proposed_works_of_a_folder_that_was_given(qkablate, finished):
+def test_proposed_command_works_for_a_given_folder(qkablate, finished):
     for place in ("sweeps/small-*", "claims/mine-*"):
         (folder,) = finished.glob(place)
         done = qkablate("report", str(folder), "-o", "other.md")
@@ -216,13 +216,13 @@ def test_what_is_proposed_works_of_a_folder_that_was_given(qkablate, finished):
             assert (again.code, again.err) == (0, ""), words
 
 
-def test_next_is_said_only_with_something_under_it(qkablate, run_of):
+def test_next_is_printed_only_with_a_command(qkablate, run_of):
     done = qkablate("report", str(run_of("no_q", 0)), "-o", "one.md")
     assert done.code == 0
     assert proposed_commands(done) or "Next" not in done.out
 
 
-def test_a_claim_is_found_by_its_name_or_folder(text, claim):
+def test_claim_is_found_by_its_name_or_folder(text, claim):
     whole = text("mine")
     assert chapters(whole) == ["claim mine (small)"]
     assert "**SUPPORTED**" in whole
@@ -231,7 +231,7 @@ def test_a_claim_is_found_by_its_name_or_folder(text, claim):
         assert "**SUPPORTED**" in text(word)
 
 
-def test_a_claim_is_written_in_its_folder(qkablate, claim):
+def test_claim_is_written_in_its_folder(qkablate, claim):
     done = qkablate("report", "mine", "--format", "md")
     assert done.code == 0
     assert [path.resolve() for path in written(done)] == [claim / "report.md"]
@@ -257,7 +257,7 @@ def test_runs_are_found_by_name_or_id(text, run_of):
     assert other.name in told
 
 
-def test_one_run_alone(qkablate, run_of):
+def test_single_run_is_reported(qkablate, run_of):
     folder = run_of("no_q", 0)
     done = qkablate("report", folder.name, "--format", "md")
     assert (done.code, done.err) == (0, "")
@@ -268,16 +268,16 @@ def test_one_run_alone(qkablate, run_of):
     assert "1 run: 1 done" in told
 
 
-def test_a_run_named_twice_counts_once(text, run_of):
+def test_run_named_twice_counts_once(text, run_of):
     folder = run_of("no_q", 0)
     assert "1 run: 1 done" in text(folder, folder.name, folder)
 
 
-def test_a_sweep_named_twice_is_one_chapter(text, sweep):
+def test_sweep_named_twice_is_one_section(text, sweep):
     assert chapters(text("small", sweep.name, sweep)) == [sweep.name]
 
 
-def test_a_run_copied_to_a_second_folder_is_shown_once_and_named(text, outputs, run_of):
+def test_run_copied_to_a_second_folder_is_shown_once_and_named(text, outputs, run_of):
     folder = run_of("no_q", 0)
     copy = outputs / "runs" / "again-0123456789ab"
     shutil.copytree(folder, copy)
@@ -286,7 +286,7 @@ def test_a_run_copied_to_a_second_folder_is_shown_once_and_named(text, outputs, 
     assert f"{copy}: the same run as {folder}, which is shown" in told
 
 
-def test_several_are_written_beside_one_another(qkablate, outputs, run_of):
+def test_several_reports_are_written_side_by_side(qkablate, outputs, run_of):
     one, other = run_of("no_q", 0), run_of("standard", 0)
     done = qkablate("report", one.name, other.name, "--format", "md")
     assert done.code == 0
@@ -307,7 +307,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("content", DAMAGE.values(), ids=DAMAGE)
-def test_runs_that_cannot_be_read_are_named_and_spoil_nothing(text, run_of, content):
+def test_unreadable_runs_are_named_and_affect_nothing(text, run_of, content):
     bad, *good = [run_of("no_q", 0), run_of("no_q", 1), run_of("standard", 1)]
     path = bad / "config.yaml"
     path.unlink()
@@ -337,7 +337,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("old", "new"), CHANGES.values(), ids=CHANGES)
-def test_a_config_that_cannot_be_so_is_named_and_spoils_nothing(text, run_of, old, new):
+def test_invalid_config_is_named_and_affects_nothing(text, run_of, old, new):
     bad, *good = [run_of("no_q", 0), run_of("no_q", 1), run_of("standard", 1)]
     path = bad / "config.yaml"
     content = path.read_text()
@@ -349,7 +349,7 @@ def test_a_config_that_cannot_be_so_is_named_and_spoils_nothing(text, run_of, ol
     assert "2 runs: 2 done" in told
 
 
-def test_a_run_that_has_just_begun_spoils_nothing(text, outputs, run_of):
+def test_run_that_has_just_started_affects_nothing(text, outputs, run_of):
     """Report on a wildcard that includes a run which has just started."""
     folder = outputs / "runs" / "no_q-d16-h2-s9-0123456789ab"
     with hold_lease(folder):
@@ -358,7 +358,7 @@ def test_a_run_that_has_just_begun_spoils_nothing(text, outputs, run_of):
     assert f"could not be read: {folder.name}" in told
 
 
-def test_only_runs_that_cannot_be_read_are_a_report_too(text, run_of):
+def test_unreadable_runs_alone_make_a_report(text, run_of):
     folder = run_of("no_q", 0)
     (folder / "config.yaml").write_text("[")
     told = text(folder)
@@ -368,7 +368,7 @@ def test_only_runs_that_cannot_be_read_are_a_report_too(text, run_of):
 # How far it is.
 
 
-def test_a_sweep_that_is_not_finished_says_how_much_is_missing(text, run_of, sweep):
+def test_unfinished_sweep_reports_what_is_missing(text, run_of, sweep):
     for variant, seed in (("no_q", 0), ("shared_qk", 3)):
         shutil.rmtree(run_of(variant, seed))
     (run_of("no_q", 4) / "result.json").unlink()
@@ -383,7 +383,7 @@ def test_a_sweep_that_is_not_finished_says_how_much_is_missing(text, run_of, swe
     assert "4 without a result yet" in said
 
 
-def test_a_sweep_without_any_result_is_a_report(text, outputs):
+def test_sweep_without_any_result_makes_a_report(text, outputs):
     for path in outputs.glob("runs/*"):
         shutil.rmtree(path)
     told = text("small")
@@ -391,7 +391,7 @@ def test_a_sweep_without_any_result_is_a_report(text, outputs):
     assert "0 of 15 runs have ended" in told
 
 
-def test_runs_that_failed_or_diverged_are_named(text, run_of):
+def test_failed_and_diverged_runs_are_named(text, run_of):
     nothing = {"train": None, "val": None, "test": None}
     failed, diverged = run_of("no_q", 0), run_of("no_q", 1)
     change(failed, status="failed", error="ValueError: no", loss=nothing)
@@ -406,7 +406,7 @@ def test_runs_that_failed_or_diverged_are_named(text, run_of):
     assert "1 diverged" in said
 
 
-def test_a_reason_of_several_lines_stays_in_its_row(text, run_of):
+def test_reason_of_several_lines_stays_in_its_row(text, run_of):
     folder = run_of("no_q", 0)
     change(folder, status="failed", error="ValueError: one\ntwo | three\r\nfour")
     told = text("small")
@@ -416,7 +416,7 @@ def test_a_reason_of_several_lines_stays_in_its_row(text, run_of):
     assert row.count("|") == 8
 
 
-def test_the_margin_reaches_the_text(text):
+def test_margin_appears_in_the_text(text):
     assert "0.123" not in text("small")
     told = text("small", "--margin", "0.123")
     assert "margin: 0.123 nats" in told
@@ -426,7 +426,7 @@ def test_the_margin_reaches_the_text(text):
 # Forms.
 
 
-def test_the_ending_decides_the_form(qkablate, sweep):
+def test_suffix_selects_the_format(qkablate, sweep):
     for name in ("some.md", "SOME.MD"):
         assert qkablate("report", "-o", name).code == 0
         assert Path(name).read_text(encoding="utf-8").startswith(f"# {sweep.name}\n")
@@ -445,12 +445,12 @@ def test_markdown_in_the_sweeps_folder(qkablate, sweep):
         assert qkablate(*words[1:]).code == 0
 
 
-def test_a_file_without_an_ending_has_the_form_that_is_said(qkablate, sweep):
+def test_file_without_a_suffix_has_the_given_format(qkablate, sweep):
     assert qkablate("report", "-o", "README", "--format", "md").code == 0
     assert Path("README").read_text(encoding="utf-8").startswith(f"# {sweep.name}\n")
 
 
-def test_pictures_are_a_file_for_each_chart(qkablate, sweep):
+def test_charts_are_separate_files(qkablate, sweep):
     done = qkablate("report", "--format", "svg")
     assert (done.code, done.err) == (0, "")
     files = sorted(path.resolve() for path in written(done))
@@ -464,7 +464,7 @@ def test_pictures_are_a_file_for_each_chart(qkablate, sweep):
     assert not list(sweep.glob("report.*"))
 
 
-def test_pictures_of_dots(qkablate, run_of):
+def test_charts_are_written_as_png(qkablate, run_of):
     folder = run_of("no_q", 0)
     done = qkablate("report", folder.name, "--format", "png")
     assert (done.code, done.err) == (0, "")
@@ -474,7 +474,7 @@ def test_pictures_of_dots(qkablate, run_of):
     assert all(path.read_bytes().startswith(PNG) for path in files)
 
 
-def test_pictures_of_several_chapters_are_told_apart(qkablate, claim, run_of):
+def test_charts_of_several_sections_have_distinct_names(qkablate, claim, run_of):
     done = qkablate("report", "mine", str(run_of("no_q", 0)), "-o", "all.svg")
     assert done.code == 0
     names = [str(path) for path in written(done)]
@@ -486,7 +486,7 @@ def test_pictures_of_several_chapters_are_told_apart(qkablate, claim, run_of):
 
 
 @pytest.mark.slow
-def test_signs_that_steer_are_in_no_picture(run_of):
+def test_control_characters_are_in_no_chart(run_of):
     """No run has such a name; in a process of its own, for what draws may end it."""
     folder = run_of("no_q", 0)
     path = folder / "config.yaml"
@@ -505,7 +505,7 @@ def no_space(*_, **__):
     raise OSError(28, "No space left on device")
 
 
-def test_an_earlier_report_is_replaced(qkablate, sweep):
+def test_earlier_report_is_replaced(qkablate, sweep):
     target = sweep / "report.md"
     target.write_text("earlier")
     assert qkablate("report", "--format", "md").code == 0
@@ -513,7 +513,7 @@ def test_an_earlier_report_is_replaced(qkablate, sweep):
 
 
 @pytest.mark.parametrize("act", ["write_bytes", "replace"])
-def test_an_earlier_report_stays_whole_if_writing_fails(qkablate, sweep, monkeypatch, act):
+def test_earlier_report_survives_a_failed_write(qkablate, sweep, monkeypatch, act):
     target = sweep / "report.md"
     target.write_text("earlier")
     before = tree(sweep)
@@ -527,7 +527,7 @@ def test_an_earlier_report_stays_whole_if_writing_fails(qkablate, sweep, monkeyp
 
 
 @pytest.mark.parametrize("form", ["html", "svg"])
-def test_where_one_may_not_write_it_is_told(qkablate, run_of, monkeypatch, form):
+def test_unwritable_folder_is_reported(qkablate, run_of, monkeypatch, form):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
@@ -541,23 +541,23 @@ def test_where_one_may_not_write_it_is_told(qkablate, run_of, monkeypatch, form)
     assert tree(folder) == before
 
 
-def test_a_name_that_no_file_can_have_is_told(qkablate, sweep):
+def test_invalid_file_name_is_reported(qkablate, sweep):
     assert_refused(qkablate("report", "-o", "a" * 300 + ".md"), "-o: ")
 
 
-def test_a_home_that_nobody_has_is_told(qkablate, sweep):
+def test_unknown_home_is_reported(qkablate, sweep):
     done = qkablate("report", "-o", "~nobody-of-this-name/report.md")
     assert_refused(done, "~nobody-of-this-name")
 
 
-def test_a_name_that_steers_the_terminal_does_not(qkablate, sweep):
+def test_control_characters_in_a_name_are_not_printed(qkablate, sweep):
     done = qkablate("report", "-o", "\x1b[31mred.md")
     assert done.code in (0, 2)
     assert "\x1b" not in done.out + done.err
 
 
 @pytest.mark.slow
-def test_a_reader_who_goes_away_is_no_mistake(run_of):
+def test_closed_pipe_is_no_error(run_of):
     words = ["report", str(run_of("no_q", 0)), "-o", "some.md"]
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "qkablate", *words],
@@ -572,7 +572,7 @@ def test_a_reader_who_goes_away_is_no_mistake(run_of):
     assert Path("some.md").is_file()
 
 
-def test_only_what_is_told_is_written(qkablate, outputs, tmp_path):
+def test_only_the_printed_files_are_written(qkablate, outputs, tmp_path):
     before = {*tree(tmp_path)}
     assert qkablate("report", "small", "mine", "-o", "all.md").code == 0
     assert {*tree(tmp_path)} - before == {tmp_path / "all.md"}
@@ -628,7 +628,7 @@ def test_mistakes(qkablate, outputs, tmp_path, words, line):
 
 
 @pytest.mark.parametrize("place", ["claims", "runs"])
-def test_a_word_that_is_two_things_is_told(qkablate, outputs, sweep, claim, place):
+def test_ambiguous_name_is_reported(qkablate, outputs, sweep, claim, place):
     other = outputs / place / "small-scale-0123456789ab"
     shutil.copytree(claim if place == "claims" else next(outputs.glob("runs/no_q-*")), other)
     done = qkablate("report", "small")
@@ -637,7 +637,7 @@ def test_a_word_that_is_two_things_is_told(qkablate, outputs, sweep, claim, plac
     assert qkablate("report", str(sweep), "-o", "one.md").code == 0
 
 
-def test_a_claim_that_was_never_run_is_told(qkablate, outputs, tmp_path):
+def test_claim_that_was_never_run_is_reported(qkablate, outputs, tmp_path):
     from qkablate.analysis.claims.parse import load_claim
     from qkablate.analysis.claims.registry import register_claim
 
@@ -649,7 +649,7 @@ def test_a_claim_that_was_never_run_is_told(qkablate, outputs, tmp_path):
     assert tree(outputs) == before
 
 
-def test_a_claim_whose_sweep_is_gone_is_told(qkablate, claim):
+def test_claim_with_a_missing_sweep_is_reported(qkablate, claim):
     (link,) = claim.glob("n*")
     gone = link.resolve()
     gone.rename(gone.with_name("elsewhere"))
@@ -657,14 +657,14 @@ def test_a_claim_whose_sweep_is_gone_is_told(qkablate, claim):
 
 
 @pytest.mark.parametrize("kind", ["sweep", "claim"])
-def test_what_is_damaged_is_told(qkablate, sweep, claim, kind):
+def test_damage_is_reported(qkablate, sweep, claim, kind):
     folder, name = (sweep, "manifest.json") if kind == "sweep" else (claim, "claim.json")
     (folder / name).write_text("{")
     assert_refused(qkablate("report", str(folder)), f"{name}' is damaged")
     assert not list(folder.glob("report*"))
 
 
-def test_without_a_reading_there_is_no_picture(qkablate, outputs, sweep):
+def test_without_readings_there_is_no_chart(qkablate, outputs, sweep):
     for path in outputs.glob("runs/*"):
         shutil.rmtree(path)
     before = tree(outputs)
@@ -673,7 +673,7 @@ def test_without_a_reading_there_is_no_picture(qkablate, outputs, sweep):
 
 
 @pytest.mark.parametrize("missing", ["vl_convert", "jinja2"])
-def test_without_what_a_report_needs_the_extra_is_named(qkablate, sweep, monkeypatch, missing):
+def test_missing_report_extra_is_named(qkablate, sweep, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     assert_refused(
         qkablate("report"),

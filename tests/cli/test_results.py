@@ -56,7 +56,7 @@ def test_help_needs_no_torch_and_no_scipy(verb):
 
 
 @pytest.mark.slow
-def test_the_table_has_every_arm_every_run_and_every_gap(qkablate, sweep):
+def test_table_has_every_arm_every_run_and_every_gap(qkablate, sweep):
     done = qkablate("results")
     assert (done.code, done.err) == (0, "")
     losses = re.split(r"\n\n(?=\S.*\n\n)", done.out)[0]
@@ -73,7 +73,7 @@ def test_the_table_has_every_arm_every_run_and_every_gap(qkablate, sweep):
     assert "neither was tuned" in done.out  # what the audit says
 
 
-def test_json_has_all_of_it(qkablate, sweep):
+def test_json_is_complete(qkablate, sweep):
     done = qkablate("results", "--format", "json")
     assert (done.code, done.err) == (0, "")
     said = json.loads(done.out, parse_constant=pytest.fail)
@@ -97,7 +97,7 @@ def test_json_has_all_of_it(qkablate, sweep):
         assert {check["state"] for check in gap["audit"]} <= {"ok", "note", "warning"}
 
 
-def test_csv_is_a_row_a_gap_with_the_numbers_of_the_json(qkablate, sweep):
+def test_csv_has_a_row_per_gap_with_the_numbers_of_the_json(qkablate, sweep):
     done = qkablate("results", "--format=csv")
     assert (done.code, done.err) == (0, "")
     rows = list(csv.DictReader(io.StringIO(done.out)))
@@ -142,7 +142,7 @@ def test_markdown_has_the_tables_to_paste(qkablate, sweep):
     assert "Next" not in done.out
 
 
-def test_a_margin_is_tested_for(qkablate, sweep):
+def test_margin_is_tested(qkablate, sweep):
     gaps = {}
     for margin in ("0.01", "0.1"):
         done = qkablate("results", "--format", "json", "--margin", margin)
@@ -161,7 +161,7 @@ def test_a_margin_is_tested_for(qkablate, sweep):
     assert all("--margin" not in words for words in proposed_commands(done))
 
 
-def test_what_is_proposed_works(qkablate, sweep):
+def test_proposed_command_works(qkablate, sweep):
     done = qkablate("results")
     commands = proposed_commands(done)
     verbs = ["results", "report", "results"]
@@ -172,7 +172,7 @@ def test_what_is_proposed_works(qkablate, sweep):
         assert qkablate(*words[1:]).code == 0
 
 
-def test_what_is_proposed_works_with_another_out(qkablate, finished, tmp_path):
+def test_proposed_command_works_with_another_out(qkablate, finished, tmp_path):
     done = qkablate("results", "small", f"out={finished}")
     commands = proposed_commands(done)
     assert len(commands) == 3
@@ -181,7 +181,7 @@ def test_what_is_proposed_works_with_another_out(qkablate, finished, tmp_path):
         assert qkablate(*words[1:]).code == 0
 
 
-def test_what_is_proposed_works_of_a_folder_that_was_given(qkablate, finished):
+def test_proposed_command_works_for_a_given_folder(qkablate, finished):
     (folder,) = finished.glob("sweeps/small-*")
     done = qkablate("results", str(folder))
     assert done.code == 0
@@ -189,14 +189,14 @@ def test_what_is_proposed_works_of_a_folder_that_was_given(qkablate, finished):
         assert qkablate(*words[1:]).code == 0
 
 
-def test_a_sweep_is_found_by_its_folder_name_or_id(qkablate, sweep):
+def test_sweep_is_found_by_its_folder_name_or_id(qkablate, sweep):
     whole = qkablate("results", "--format", "json").out
     id = sweep.name.rpartition("-")[2]
     for word in (sweep.name, "small", id[:5], str(sweep), f"outputs/sweeps/{sweep.name}/"):
         assert qkablate("results", word, "--format", "json").out == whole
 
 
-def test_a_sweep_that_is_not_finished_is_shown_as_far_as_it_is(qkablate, outputs, sweep):
+def test_unfinished_sweep_is_shown_as_far_as_possible(qkablate, outputs, sweep):
     unfinish(outputs, 2)
     done = qkablate("results")
     assert (done.code, done.err) == (1, "")
@@ -214,7 +214,7 @@ def test_a_sweep_that_is_not_finished_is_shown_as_far_as_it_is(qkablate, outputs
     assert len(gap["unpaired"]) == 2
 
 
-def test_a_sweep_without_any_result_is_shown(qkablate, outputs):
+def test_sweep_without_any_result_is_shown(qkablate, outputs):
     for path in outputs.glob("runs/*/result.json"):
         path.unlink()
     for form in ("table", "json", "csv", "md"):
@@ -224,7 +224,7 @@ def test_a_sweep_without_any_result_is_shown(qkablate, outputs):
     assert all(gap["n"] == 0 and gap["mean"] is None for gap in said["gaps"])
 
 
-def test_what_failed_is_proposed_to_be_tried_again(qkablate, outputs):
+def test_retry_of_failed_runs_is_proposed(qkablate, outputs):
     path = next(outputs.glob("runs/no_q-*/result.json"))
     result = json.loads(path.read_text()) | {"status": "failed", "error": "ValueError: no"}
     path.write_text(json.dumps(result))
@@ -277,14 +277,14 @@ BAD_TIMES = ["", "[", "3", "{}", "[3]", "[{}]", '[{"step_ms": "fast"}]', "[[]]",
 
 
 @pytest.mark.parametrize("text", BAD_TIMES, ids=[text[:20] for text in BAD_TIMES])
-def test_times_that_are_none_are_told(qkablate, sweep, tmp_path, text):
+def test_invalid_times_are_reported(qkablate, sweep, tmp_path, text):
     path = tmp_path / "times.json"
     path.write_text(text)
     done = qkablate("results", "--times", str(path))
     assert_refused(done, f"--times: '{path}' is not the output of `qkablate cost --measure --json`")
 
 
-def test_times_of_other_arms_are_told(qkablate, sweep, times):
+def test_times_of_other_arms_are_reported(qkablate, sweep, times):
     rows = [row | {"d_model": 32} for row in json.loads(times.read_text())]
     times.write_text(json.dumps(rows))
     assert_refused(qkablate("results", "--times", str(times)), "has no arm of this sweep")
@@ -320,7 +320,7 @@ def test_mistakes(qkablate, sweep, words, line):
     assert_refused(qkablate("results", *words), line)
 
 
-def test_a_damaged_manifest_is_told(qkablate, sweep):
+def test_damaged_manifest_is_reported(qkablate, sweep):
     (sweep / "manifest.json").write_text('{"format": 1}')
     assert_refused(qkablate("results"), "manifest.json' is damaged")
 

@@ -59,7 +59,7 @@ def test_positions(train, qkablate, tmp_path, position):
 
 
 @pytest.mark.slow
-def test_the_seed_decides(sample):
+def test_seed_decides_the_text(sample):
     base = sample("prompt=the ").out
     assert len(base.encode()) >= 204
     assert sample("prompt=the ", "seed=0").out == base
@@ -69,13 +69,13 @@ def test_the_seed_decides(sample):
     assert sample("top_k=1").out == sample("temperature=0").out
 
 
-def test_the_default_prompt_is_a_newline(sample):
+def test_default_prompt_is_a_newline(sample):
     done = sample("tokens=5")
     assert done.out.startswith("\n")
     assert done.out == sample("tokens=5", "prompt=\n").out
 
 
-def test_a_backslash_stays_one(sample):
+def test_backslash_is_not_an_escape(sample):
     assert sample("tokens=1", r"prompt=a\nb").out.startswith(r"a\nb")
 
 
@@ -93,7 +93,7 @@ def test_characters(qkablate, of_chars):
     )
 
 
-def test_bytes_that_make_no_character(sample):
+def test_bytes_outside_utf8_are_replaced(sample):
     """At a temperature where every byte comes: the output is UTF-8 all the same."""
     done = sample("temperature=100", "tokens=300", "prompt=∑")
     assert done.code == 0
@@ -101,7 +101,7 @@ def test_bytes_that_make_no_character(sample):
     assert "\ufffd" in done.out
 
 
-def test_a_terminal_is_not_steered(capfd, monkeypatch):
+def test_control_characters_are_not_printed(capfd, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     write_text("a\x1b[31m\t\x9b2J∑\u3000\r\0\n")
     assert capfd.readouterr().out == "a\ufffd[31m\t\ufffd2J∑\u3000\ufffd\ufffd\n"
@@ -110,7 +110,7 @@ def test_a_terminal_is_not_steered(capfd, monkeypatch):
     assert capfd.readouterr().out == "\x1b"
 
 
-def test_the_run_by_name_or_id(qkablate, trained):
+def test_run_by_name_or_id(qkablate, trained):
     out = f"out={trained.parent.parent}"
     texts = [
         qkablate("sample", word, out, "tokens=3").out
@@ -169,7 +169,7 @@ def test_mistakes(qkablate, words, line):
 
 
 @pytest.mark.parametrize("words", [["--help"], ["a", "tokens=0"], ["a", "promt=x"], ["a"]], ids=str)
-def test_nothing_heavy_before_the_words_are_right(words):
+def test_mistakes_are_found_before_heavy_imports(words):
     code = (
         "import sys, qkablate.cli\n"
         f"try: qkablate.cli.main(['sample', *{words}])\n"
@@ -190,7 +190,7 @@ def test_defaults():
     assert (args.run, args.prompt) == ("a", "-h")
 
 
-def test_a_damaged_run_is_one_line(qkablate, trained, tmp_path):
+def test_damaged_run_is_one_line(qkablate, trained, tmp_path):
     run = Path(shutil.copytree(trained, tmp_path / "copy"))
     next(run.glob("checkpoints/*/weights.safetensors")).write_bytes(b"damaged")
     done = qkablate("sample", str(run))
@@ -204,7 +204,7 @@ def test_a_damaged_run_is_one_line(qkablate, trained, tmp_path):
     assert "tokenizer.json' is damaged" in done.err
 
 
-def test_a_variant_file_must_be_given(train, qkablate, tmp_path):
+def test_variant_file_must_be_given(train, qkablate, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from qkablate.attention.qk.factored import SeparateQK\n"
@@ -217,7 +217,7 @@ def test_a_variant_file_must_be_given(train, qkablate, tmp_path):
     assert qkablate("sample", str(run), "tokens=3", f"variant.file={file}").code == 0
 
 
-def test_the_run_stays_as_it_is(sample, trained):
+def test_run_is_not_modified(sample, trained):
     def tree():
         return {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in found()}
 
@@ -231,7 +231,7 @@ def test_the_run_stays_as_it_is(sample, trained):
 
 
 @pytest.mark.slow
-def test_rerun_puts_the_tokenizer_away(train, qkablate, tmp_path):
+def test_rerun_moves_the_tokenizer_to_the_attempt(train, qkablate, tmp_path):
     run = train(tmp_path, *STEPS)
     words = (run / "config.yaml").read_text()
     train(tmp_path, *STEPS, "--rerun")
@@ -242,7 +242,7 @@ def test_rerun_puts_the_tokenizer_away(train, qkablate, tmp_path):
 
 
 @pytest.mark.slow
-def test_text_comes_as_it_is_written(spawn, trained):
+def test_text_is_streamed(spawn, trained):
     """And after Ctrl-C what was written stands."""
     process = spawn("sample", str(trained), "prompt=the ", "tokens=1000000000", "temperature=0")
     begun = process.stdout.read(40)
@@ -255,7 +255,7 @@ def test_text_comes_as_it_is_written(spawn, trained):
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away(spawn, trained):
+def test_closed_pipe_ends_quietly(spawn, trained):
     """Exit quietly in `qkablate sample RUN | head -c 9`."""
     process = spawn("sample", str(trained), "tokens=1000000000")
     assert len(process.stdout.read(9)) == 9

@@ -38,7 +38,7 @@ def tree(folder):
 
 
 @pytest.mark.slow
-def test_it_tells_where_the_sweep_stands(qkablate, sweep):
+def test_state_of_the_sweep_is_printed(qkablate, sweep):
     done = qkablate("status")
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
@@ -77,7 +77,7 @@ def test_csv_is_results_csv(qkablate, finished):
     assert len(list(csv.DictReader(io.StringIO(done.out)))) == 4
 
 
-def test_a_sweep_is_found_by_its_folder_name_or_id(qkablate, sweep, tmp_path):
+def test_sweep_is_found_by_its_folder_name_or_id(qkablate, sweep, tmp_path):
     elsewhere = shutil.copytree(tmp_path / "outputs", tmp_path / "elsewhere", symlinks=True)
     id = sweep.name.rpartition("-")[2]
     first = f"{sweep.name}  4 runs: 4 done\n"
@@ -91,7 +91,7 @@ def test_a_sweep_is_found_by_its_folder_name_or_id(qkablate, sweep, tmp_path):
     assert qkablate("status", f"{elsewhere}/sweeps/{sweep.name}").out.startswith(first)
 
 
-def test_unsaid_it_is_the_newest(qkablate, outputs, sweep, tiny):
+def test_default_is_the_newest_sweep(qkablate, outputs, sweep, tiny):
     copy = shutil.copytree(sweep, outputs / "sweeps" / "older-0123456789ab", symlinks=True)
     manifest = copy / "manifest.json"
     os.utime(manifest, (1, 1))
@@ -122,12 +122,12 @@ def test_mistakes(qkablate, sweep, words, line):
     assert done.err.count("\n") == 1
 
 
-def test_the_nearest_name_is_offered_for_how_it_begins(qkablate, sweep):
+def test_nearest_name_is_offered_for_how_it_begins(qkablate, sweep):
     """Accept what a user types: the name without the id."""
     assert "(nearest: small)" in qkablate("status", "smalll").err
 
 
-def test_an_ambiguous_name_is_refused(qkablate, outputs, sweep):
+def test_ambiguous_name_is_refused(qkablate, outputs, sweep):
     shutil.copytree(sweep, outputs / "sweeps" / "small-0123456789ab", symlinks=True)
     done = qkablate("status", "small")
     assert done.code == 2
@@ -135,7 +135,7 @@ def test_an_ambiguous_name_is_refused(qkablate, outputs, sweep):
     assert "small-0123456789ab" in done.err
 
 
-def test_a_damaged_manifest_is_told(qkablate, sweep):
+def test_damaged_manifest_is_reported(qkablate, sweep):
     path = sweep / "manifest.json"
     path.write_text(path.read_text()[:-9])
     done = qkablate("status")
@@ -144,14 +144,14 @@ def test_a_damaged_manifest_is_told(qkablate, sweep):
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--csv"], ["--watch"]])
-def test_it_reads_and_nothing_else(qkablate, outputs, flags):
+def test_nothing_is_written(qkablate, outputs, flags):
     shutil.rmtree(next((outputs / "runs").glob("no_q-*")))
     before = tree(outputs)
     assert qkablate("status", *flags).code == 1
     assert tree(outputs) == before
 
 
-def test_runs_that_are_gone_are_waiting(qkablate, outputs, sweep):
+def test_deleted_runs_are_waiting(qkablate, outputs, sweep):
     gone = sorted((outputs / "runs").glob("no_q-*"))
     for folder in gone:
         shutil.rmtree(folder)
@@ -172,7 +172,7 @@ def test_runs_that_are_gone_are_waiting(qkablate, outputs, sweep):
     assert json.loads(qkablate("status", "--json").out)["waiting"] == 4
 
 
-def test_a_run_that_was_cut_short_is_interrupted(qkablate, outputs):
+def test_killed_run_is_interrupted(qkablate, outputs):
     run = next((outputs / "runs").glob("no_q-*"))
     (run / "result.json").unlink()
     said = json.loads(qkablate("status", "--json").out)
@@ -190,7 +190,7 @@ def at_work(outputs):
         yield run
 
 
-def test_what_is_trained_elsewhere_is_running(qkablate, outputs):
+def test_run_trained_by_another_process_is_running(qkablate, outputs):
     with at_work(outputs):
         done = qkablate("status")
         said = json.loads(qkablate("status", "--json").out)
@@ -223,14 +223,14 @@ def test_watch_ends_when_nothing_runs(qkablate, outputs, sweep, monkeypatch):
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_watch_of_what_has_ended_shows_it_once(qkablate, outputs, sweep, monkeypatch, live):
+def test_watch_of_a_finished_sweep_prints_once(qkablate, outputs, sweep, monkeypatch, live):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: live)
     done = qkablate("status", "--watch")
     assert done.code == 0
     assert (done.out + done.err).count(f"{sweep.name}  4 runs: 4 done") == 1
 
 
-def test_it_needs_no_torch(sweep):
+def test_no_torch_is_imported(sweep):
     code = (
         "import sys, qkablate.cli\n"
         "try: qkablate.cli.main(['status'])\n"

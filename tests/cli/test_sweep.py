@@ -150,7 +150,7 @@ def test_mistakes(qkablate, small, tmp_path, nothing_timed, nothing_trained, wor
 
 
 @pytest.mark.slow
-def test_many_runs_are_asked_for_again(qkablate, small, nothing_timed, monkeypatch):
+def test_many_runs_need_a_confirmation(qkablate, small, nothing_timed, monkeypatch):
     monkeypatch.setattr("qkablate.cli.sweep.MANY", 3)
     assert_refused(qkablate(*small, "--dry-run"), "this grid has 4 runs")
     done = qkablate(*small, "--yes", "--dry-run")
@@ -161,7 +161,7 @@ def test_many_runs_are_asked_for_again(qkablate, small, nothing_timed, monkeypat
 
 
 @pytest.mark.slow
-def test_a_damaged_manifest_is_no_manifest(qkablate, small, tree, tmp_path, nothing_trained):
+def test_damaged_manifest_is_rejected(qkablate, small, tree, tmp_path, nothing_trained):
     assert qkablate(*small).code == 1
     (path,) = tmp_path.glob("outputs/sweeps/*/manifest.json")
     whole = path.read_text()
@@ -176,7 +176,7 @@ def test_a_damaged_manifest_is_no_manifest(qkablate, small, tree, tmp_path, noth
 
 
 @pytest.mark.slow
-def test_a_manifest_of_another_format_is_not_read(qkablate, small, tree, tmp_path, nothing_trained):
+def test_manifest_of_another_format_is_rejected(qkablate, small, tree, tmp_path, nothing_trained):
     assert qkablate(*small).code == 1
     (path,) = tmp_path.glob("outputs/sweeps/*/manifest.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99, "version": "7.0"}))
@@ -186,7 +186,7 @@ def test_a_manifest_of_another_format_is_not_read(qkablate, small, tree, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_dry_run_shows_every_arm_and_trains_nothing(qkablate, small, tmp_path, monkeypatch):
+def test_dry_run_shows_every_arm_and_trains_nothing(qkablate, small, tmp_path, monkeypatch):
     words = [*small, "control=none,params", "sweep.filter=[\"variant != 'standard'\"]"]
     told = qkablate(*words, "--dry-run")
     assert told.code == 0, told.err
@@ -213,7 +213,7 @@ def test_a_dry_run_shows_every_arm_and_trains_nothing(qkablate, small, tmp_path,
 
 
 @pytest.mark.slow
-def test_arms_that_cannot_be_are_named_with_the_reason(qkablate, small, nothing_timed):
+def test_impossible_arms_are_named_with_the_reason(qkablate, small, nothing_timed):
     done = qkablate(*small, "model.heads=2,3", "--dry-run")
     assert done.code == 0
     plan = json.loads(qkablate(*small, "model.heads=2,3", "--dry-run", "--json").out)
@@ -225,7 +225,7 @@ def test_arms_that_cannot_be_are_named_with_the_reason(qkablate, small, nothing_
 
 
 @pytest.mark.slow
-def test_a_sweep_ends_with_a_table_and_what_to_type_next(qkablate, small, tmp_path):
+def test_sweep_ends_with_a_table_and_the_next_commands(qkablate, small, tmp_path):
     done = qkablate(*small)
     assert done.code == 0, done.err
     (folder,) = tmp_path.glob("outputs/sweeps/*")

@@ -86,7 +86,7 @@ def missing(server):
 
 
 @pytest.mark.slow
-def test_everything_is_sent_once(recorded, server, qkablate, home):
+def test_everything_is_uploaded_once(recorded, server, qkablate, home):
     done = qkablate("sync")
     assert done.code == 0, done.err
     assert set(server.runs) == {*IDS}
@@ -107,7 +107,7 @@ def test_everything_is_sent_once(recorded, server, qkablate, home):
 
 
 @pytest.mark.slow
-def test_files_go_with_their_rows(server, qkablate, monkeypatch, tmp_path):
+def test_files_are_uploaded_with_their_rows(server, qkablate, monkeypatch, tmp_path):
     """From where they lay then; what has moved away is told, and the rows go."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     out = record(tmp_path / "there")
@@ -124,7 +124,7 @@ def test_files_go_with_their_rows(server, qkablate, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_run_a_dry_run_and_what_is_not_there(recorded, server, qkablate, monkeypatch):
+def test_single_run_dry_run_and_missing_run(recorded, server, qkablate, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY")
     dry = qkablate("sync", "--dry-run")
     assert dry.code == 0
@@ -166,7 +166,7 @@ class Closing(FakeServer):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_gone_midway_and_comes_again(recorded, qkablate, monkeypatch):
+def test_upload_resumes_after_a_server_failure(recorded, qkablate, monkeypatch):
     monkeypatch.setattr(sync, "PROBE_SECONDS", 1)
     with Closing(1, "dies") as first:
         monkeypatch.setenv("WANDB_BASE_URL", first.url)
@@ -187,7 +187,7 @@ def test_a_server_that_is_gone_midway_and_comes_again(recorded, qkablate, monkey
 
 
 @pytest.mark.slow
-def test_kill_9_and_again(recorded, spawn, qkablate, monkeypatch):
+def test_killed_upload_is_resumed(recorded, spawn, qkablate, monkeypatch):
     with Closing(1, "waits") as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         process = spawn("sync")
@@ -227,7 +227,7 @@ def test_no_server_is_one_line(recorded, qkablate, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_key_that_is_refused_is_told(recorded, qkablate, monkeypatch):
+def test_refused_key_is_reported(recorded, qkablate, monkeypatch):
     with FakeServer(status=401) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         done = qkablate("sync", "aaaa")
@@ -236,7 +236,7 @@ def test_a_key_that_is_refused_is_told(recorded, qkablate, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_being_trained_is_left_for_later(recorded, server, qkablate):
+def test_running_runs_are_skipped(recorded, server, qkablate):
     with hold_lease(recorded / "runs" / f"arm-s0-{'b' * 12}"):
         done = qkablate("sync")
     assert done.code == 0
@@ -247,7 +247,7 @@ def test_what_is_being_trained_is_left_for_later(recorded, server, qkablate):
 
 
 @pytest.mark.slow
-def test_two_calls_at_once_send_nothing_twice(recorded, server, qkablate):
+def test_concurrent_calls_upload_nothing_twice(recorded, server, qkablate):
     held = os.open(recorded, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     done = qkablate("sync")
@@ -259,7 +259,7 @@ def test_two_calls_at_once_send_nothing_twice(recorded, server, qkablate):
 
 
 @pytest.mark.slow
-def test_a_strangers_log_cannot_have_our_files_sent(recorded, server, qkablate, tmp_path):
+def test_untrusted_log_cannot_upload_our_files(recorded, server, qkablate, tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("the secret")
     script = RECORD.replace("{'config.yaml': folder", "{'x': folder")
@@ -319,7 +319,7 @@ WAYS = [lists, refers, names, climbs, begins_at_the_root, watches, sends, fetche
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_record_that_may_name_any_file_is_refused(way, recorded, server, qkablate, tmp_path):
+def test_record_that_may_name_any_file_is_rejected(way, recorded, server, qkablate, tmp_path):
     (tmp_path / "secret.txt").write_text("the secret")
     (file,) = recorded.glob("runs/*/wandb/offline-run-*/run-aaaa*.wandb")
     record = wandb_internal_pb2.Record()
@@ -332,7 +332,7 @@ def test_a_record_that_may_name_any_file_is_refused(way, recorded, server, qkabl
     assert (server.runs, server.artifacts) == ({}, [])
 
 
-def test_nothing_is_hidden_behind_damage(recorded, server, qkablate):
+def test_damage_hides_no_records(recorded, server, qkablate):
     """W&B may read on behind what we cannot read."""
     a, b, c, d = (
         next(recorded.glob(f"runs/*/wandb/offline-run-*/run-{x * 12}-1.wandb")) for x in "abcd"
@@ -352,7 +352,7 @@ def test_nothing_is_hidden_behind_damage(recorded, server, qkablate):
     assert done.code == 1
 
 
-def test_links_where_wandb_writes(recorded, server, qkablate, tmp_path):
+def test_links_in_wandbs_folder_are_rejected(recorded, server, qkablate, tmp_path):
     (tmp_path / "mine.yaml").write_text("mine")
     (files,) = recorded.glob(f"runs/*-{'a' * 12}/wandb/offline-run-*/files")
     (files / "config.yaml").symlink_to(tmp_path / "mine.yaml")
@@ -368,7 +368,7 @@ def test_links_where_wandb_writes(recorded, server, qkablate, tmp_path):
 
 
 @pytest.mark.parametrize("url", ["foo", "http://:x"])
-def test_an_address_that_is_none(url, recorded, qkablate, monkeypatch):
+def test_invalid_address_is_rejected(url, recorded, qkablate, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", url)
     done = qkablate("sync")
     assert (done.code, done.out) == (2, "")
@@ -380,7 +380,7 @@ def test_an_address_that_is_none(url, recorded, qkablate, monkeypatch):
 
 
 @pytest.mark.slow
-def test_logs_that_are_none(recorded, server, qkablate):
+def test_invalid_logs_are_reported(recorded, server, qkablate):
     a, b = (recorded / "runs" / f"arm-s0-{x * 12}" for x in "ab")
     (file,) = a.glob("wandb/offline-run-*/*.wandb")
     file.write_bytes(file.read_bytes()[:7])  # killed in its first second

@@ -75,12 +75,12 @@ def test_every_variant_holds(qkablate, bias, position):
         ("merged_w", "B_h,M_h,parameters,FLOPs,KV cache,decoding,causality"),
     ],
 )
-def test_a_variant_gets_the_checks_that_are_its_own(qkablate, variant, checks):
+def test_variant_gets_its_specific_checks(qkablate, variant, checks):
     done = qkablate("verify", f"variant={variant}", *SMALL, "--json")
     assert {*checks.split(",")} <= {line["check"] for line in json.loads(done.out)}
 
 
-def test_biases_and_rope_have_checks_of_their_own(qkablate):
+def test_biases_and_rope_have_specific_checks(qkablate):
     biased = qkablate("verify", "variant=standard", *SMALL, "model.bias=true", "--json")
     assert {"key bias", "value bias"} <= {x["check"] for x in json.loads(biased.out)}
     turned = qkablate("verify", "variant=standard", *SMALL, "model.position=rope", "--json")
@@ -89,7 +89,7 @@ def test_biases_and_rope_have_checks_of_their_own(qkablate):
     assert "B_h" not in names
 
 
-def test_a_wrong_variant_is_found_out(qkablate, tmp_path):
+def test_wrong_variant_is_detected(qkablate, tmp_path):
     """Wrong B_h, a wrong count of parameters, and keys that look at what comes later."""
     (tmp_path / "wrong.py").write_text(textwrap.dedent(WRONG))
     done = qkablate("verify", "variant.file=wrong.py", *SMALL)
@@ -100,7 +100,7 @@ def test_a_wrong_variant_is_found_out(qkablate, tmp_path):
     assert f"{len(violated)} violated" in done.out
 
 
-def test_the_table(qkablate):
+def test_table(qkablate):
     done = qkablate("verify", "variant=standard,uniform", *SMALL)
     assert done.code == 0
     head = done.out.splitlines()[0].split()
@@ -118,14 +118,14 @@ def test_the_table(qkablate):
         (["variant=uniform", "attention.kernel=flash"], "this variant has none"),
     ],
 )
-def test_what_cannot_be_checked(qkablate, words, says):
+def test_impossible_checks_are_rejected(qkablate, words, says):
     done = qkablate("verify", *words)
     assert (done.code, done.out) == (2, "")
     assert says in done.err
 
 
 @pytest.mark.slow
-def test_what_is_refused_is_left_out_and_not_proposed(qkablate):
+def test_unsupported_variant_is_left_out_and_not_proposed(qkablate):
     words = (*SMALL, "model.position=rope")
     done = qkablate("verify", "variant=standard,merged_w,no_k", *words)
     assert done.code == 0

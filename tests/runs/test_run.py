@@ -35,7 +35,7 @@ def change(**parts):
     return dataclasses.replace(Config(), **parts)
 
 
-def test_what_can_change_the_result_changes_the_id():
+def test_settings_that_can_change_the_result_change_the_id():
     ids = [
         id_of(),
         id_of(change(seed=1)),
@@ -53,7 +53,7 @@ def test_what_can_change_the_result_changes_the_id():
     assert len(set(ids)) == len(ids)
 
 
-def test_what_cannot_change_the_result_does_not():
+def test_other_settings_do_not_change_the_id():
     assert id_of() == id_of(
         change(
             out="elsewhere",
@@ -106,7 +106,7 @@ def test_a_killed_owner_leaves_the_run_free(tmp_path):
         pass
 
 
-def test_restart_keeps_what_was_there(tmp_path):
+def test_restart_keeps_existing_files(tmp_path):
     run = Run(tmp_path, "label", "id")
     with run.hold_lease():
         run.freeze(Config(), {"a": 1})

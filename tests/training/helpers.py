@@ -1,5 +1,6 @@
 """Helpers of the training tests: run folders, interruptions, golden losses."""
 
+import hashlib
 import json
 import signal
 import subprocess
@@ -83,6 +84,18 @@ def wait_for(
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.002)
+
+
+def weights_of(run: Path) -> Path:
+    return next(run.glob("checkpoints/step-*/weights.safetensors"))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file and its checksum, as an attacker would."""
+    sums = path.parent / "SHA256SUMS"
+    before, after = (hashlib.sha256(c).hexdigest() for c in (path.read_bytes(), content))
+    path.write_bytes(content)
+    sums.write_text(sums.read_text().replace(before, after))
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:

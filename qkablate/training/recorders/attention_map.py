@@ -16,31 +16,26 @@ from qkablate.training.recorders.diagnostics import validation_tokens
 from qkablate.training.resolve import RunPlan
 
 
-class AttentionRecorder:
-    """Passes a model's attention map to `save`; draws no random numbers."""
-
-    def __init__(
-        self, plan: RunPlan, save: Callable[[AttentionMapHeader, np.ndarray, np.ndarray], None]
-    ) -> None:
-        self.plan, self.save = plan, save
-
-    def __call__(self, model: Model, step: int) -> None:
-        """Save the attention map of a model that has trained for `step` steps."""
-        config, data = self.plan.config, self.plan.data
-        shape = config.model
-        length = attention_map.token_count(shape.layers, shape.heads, shape.context)
-        if not length:
-            return
-        tokens_T = validation_tokens(data, shape.context)[0, :length]
-        training = model.training
-        model.eval()
-        try:
-            # In full precision, as `qkablate inspect` computes it.
-            with torch.autocast(config.device.partition(":")[0], enabled=False):
-                a_LHTT = attention_weights(model, tokens_T.to(config.device)).cpu().numpy()
-        finally:
-            model.train(training)
-        if not np.isfinite(a_LHTT).all():  # the loop will report divergence
-            return
-        header = AttentionMapHeader(self.plan.run.id, step, data.fingerprint)
-        self.save(header, tokens_T.numpy(), attention_map.quantize(a_LHTT))
+def record_attention(
+    plan: RunPlan,
+    save: Callable[[AttentionMapHeader, np.ndarray, np.ndarray], None],
+    model: Model,
+    step: int,
+) -> None:
+    """Save the attention map of a model after `step` steps; draws no random numbers."""
+    config, shape = plan.config, plan.config.model
+    length = attention_map.token_count(shape.layers, shape.heads, shape.context)
+    if not length:
+        return
+    tokens_T = validation_tokens(plan.data, shape.context)[0, :length]
+    training = model.training
+    model.eval()
+    try:
+        # In full precision, as `qkablate inspect` computes it.
+        with torch.autocast(config.device.partition(":")[0], enabled=False):
+            a_LHTT = attention_weights(model, tokens_T.to(config.device)).cpu().numpy()
+    finally:
+        model.train(training)
+    if np.isfinite(a_LHTT).all():  # otherwise the loop will report divergence
+        header = AttentionMapHeader(plan.run.id, step, plan.data.fingerprint)
+        save(header, tokens_T.numpy(), attention_map.quantize(a_LHTT))

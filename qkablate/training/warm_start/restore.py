@@ -5,10 +5,9 @@ name external circuits. Nothing in the folder is written.
 """
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,24 +22,17 @@ from qkablate.runs.records import read_config, read_json
 from qkablate.runs.run import check_identity
 from qkablate.training import checkpoint
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
-class RunMetadata:
-    """A trained run without its weights."""
+class RestoredRun:
+    """A trained run with its model, in eval mode."""
 
     folder: Path
     config: Config
     identity: dict[str, Any]
     checkpoint: Path
     step: int
-    model: Model  # on the meta device unless restored
-
-
-@dataclass(frozen=True)
-class RestoredRun(RunMetadata):
-    """A trained run with its model, in eval mode."""
+    model: Model  # on the meta device unless its weights are loaded
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Return the tokenizer; raise UserError if the run has none or it is damaged."""
@@ -79,45 +71,27 @@ def restore(
     device: str = "cpu",
     weights: str | None = None,
     step: int | None = None,
+    load: bool = True,
 ) -> RestoredRun:
     """Restore a run from its newest intact checkpoint, or from the one with these weights or step.
 
-    `weights` is a sha256. `variant_file`, `qk` and `ov` name the run's external circuits.
+    `weights` is a sha256. `variant_file`, `qk` and `ov` name the run's external circuits. Unless
+    `load`, everything is checked, but the model stays on the meta device.
     """
-    config, identity, model = _read_model(folder, device, variant_file, qk, ov)
-    path, restored = _newest_checkpoint(
-        folder, weights, step, lambda path: checkpoint.load_weights(path, device)
-    )
-    check_shapes(model, restored, folder)
-    _check_identity(folder)
-    model.to_empty(device=device).load_state_dict(restored.weights)
-    return RestoredRun(folder, config, identity, path, restored.progress.step, model.eval())
-
-
-def read_metadata(folder: Path, weights: str | None = None) -> RunMetadata:
-    """Read a trained run without loading its weights; their checksum is verified."""
-    config, identity, model = _read_model(folder, "cpu")
-    path, progress = _newest_checkpoint(folder, weights, None, checkpoint.load_progress)
-    _check_identity(folder)
-    return RunMetadata(folder, config, identity, path, progress.step, model)
-
-
-def _read_model(
-    folder: Path, device: str, file: str | None = None, qk: str | None = None, ov: str | None = None
-) -> tuple[Config, dict[str, Any], Model]:
-    """Return the frozen config, the identity and the model on the meta device."""
     config, identity = _read_config(folder)
-    config = _resolve_external(config, identity["circuits_from_outside"], file, qk, ov)
+    config = _resolve_external(config, identity["circuits_from_outside"], variant_file, qk, ov)
     # The only recorded values that shape the model, so that they must be valid.
     check(Config(variant=config.variant, model=config.model))
-    return config, identity, _build(config, identity["vocabulary"], device, folder)
-
-
-def _check_identity(folder: Path) -> None:
+    model = _build(config, identity["vocabulary"], device, folder).eval()
+    path, restored = _newest_checkpoint(folder, weights, step, device)
+    check_shapes(model, restored, folder)
     try:
         check_identity(read_config(folder))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"'{folder / 'config.yaml'}' is damaged: {error}") from None
+    if load:
+        model.to_empty(device=device).load_state_dict(restored.weights)
+    return RestoredRun(folder, config, identity, path, restored.progress.step, model)
 
 
 def _read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
@@ -160,9 +134,7 @@ def _resolve_external(
             raise UserError(
                 f"variant.{key}: this run was trained with '{trained}', not '{requested}'"
             )
-    name = (
-        None if variant.file is None else Path(variant.file).stem
-    )  # a circuit's name is its file's
+    name = variant.file and Path(variant.file).stem  # a circuit's name is its file's
     if name is None and file is not None:
         raise UserError("variant.file: given, but this run was trained with no circuit from a file")
     if name is not None:
@@ -200,8 +172,8 @@ def _check_file(file: str, name: str, sha256: str) -> None:
 
 
 def _newest_checkpoint(
-    folder: Path, weights: str | None, step: int | None, load: Callable[[Path], T]
-) -> tuple[Path, T]:
+    folder: Path, weights: str | None, step: int | None, device: str
+) -> tuple[Path, checkpoint.Checkpoint]:
     """Load the newest intact checkpoint, or the one with these weights or at this step."""
     paths = checkpoint.find_checkpoints(folder / "checkpoints")
     if not paths:
@@ -218,7 +190,7 @@ def _newest_checkpoint(
         try:
             if weights is not None and weights != checkpoint.weights_sha256(path):
                 continue
-            loaded = load(path)
+            loaded = checkpoint.load_weights(path, device)
         except (OSError, ValueError, TypeError) as error:
             damaged.append(f"checkpoint '{path}' is damaged ({error})")
             continue

@@ -31,28 +31,19 @@ from qkablate.models.catalogue import make_attention
 from qkablate.runs.records import is_number, read_json, write_json
 from qkablate.runs.run import Run, find_run, run_id
 from qkablate.training import checkpoint, hardware
-from qkablate.training.warm_start.restore import (
-    RestoredRun,
-    RunMetadata,
-    check_shapes,
-    read_metadata,
-    restore,
-)
+from qkablate.training.warm_start.restore import RestoredRun, check_shapes, restore
 
 TOKENS = 64  # read per dimension of the stream, many more than its second moment has directions
 _MAY_DIFFER = ("model.dropout",)  # has no weights
 _LOSSES_FILE = "projection_losses.json"
 
 
-def resolve_parent(config: Config) -> tuple[Config, RunMetadata | None]:
-    """Fill in the parent's id, weights and step; return its metadata unless all were given."""
+def resolve_parent(config: Config) -> tuple[Config, RestoredRun | None]:
+    """Fill in the parent's id, weights and step; return the parent unless all were given."""
     init_from = config.init_from
     if init_from.run is None or None not in (init_from.id, init_from.weights, init_from.step):
         return config, None
-    try:
-        parent = read_metadata(find_run(init_from.run, config.out), init_from.weights)
-    except UserError as error:
-        raise _parent_error(init_from, error) from None
+    parent = restore_parent(init_from, config.out, load=False)
     resolved = InitFromConfig(
         run=init_from.run,
         id=run_id(parent.identity),
@@ -67,25 +58,20 @@ def resolve_parent(config: Config) -> tuple[Config, RunMetadata | None]:
     return dataclasses.replace(config, init_from=resolved), parent
 
 
-def restore_parent(init_from: InitFromConfig, out: str) -> RestoredRun:
+def restore_parent(init_from: InitFromConfig, out: str, load: bool = True) -> RestoredRun:
     """Restore the trained run that `init_from` names."""
-    assert init_from.run is not None
+    run = init_from.run
+    assert run is not None
     try:
-        return restore(find_run(init_from.run, out), weights=init_from.weights)
+        return restore(find_run(run, out), weights=init_from.weights, load=load)
     except UserError as error:
-        raise _parent_error(init_from, error) from None
-
-
-def _parent_error(init_from: InitFromConfig, error: UserError) -> UserError:
-    reason = str(error)
+        reason = str(error)
     if reason.startswith("variant."):  # no key of this run can name the parent's file
-        reason = (
-            f"'{init_from.run}' has an external circuit, so that no other run can begin from it"
-        )
-    return UserError(f"init_from.run: {reason}")
+        reason = f"'{run}' has an external circuit, so that no other run can begin from it"
+    raise UserError(f"init_from.run: {reason}")
 
 
-def check_parent(parent: RunMetadata, config: Config, model: Model, data_fingerprint: str) -> None:
+def check_parent(parent: RestoredRun, config: Config, model: Model, data_fingerprint: str) -> None:
     """Raise UserError if a run cannot begin from this parent."""
     name = parent.folder.resolve().name
     parent_config = flatten(parent.config)

@@ -206,7 +206,7 @@ def test_syntax_of_values(composer):
     )
 
 
-def test_a_list_is_one_value(composer):
+def test_list_is_one_value(composer):
     asked = composer.request(["optim.betas=[0.9,0.95],[0.8,0.99]", "tracking.tags=[a,b]"])
     found = [(config.optim.betas, config.tracking.tags) for config in configs(composer, asked)]
     assert found == [([0.9, 0.95], ["a", "b"]), ([0.8, 0.99], ["a", "b"])]

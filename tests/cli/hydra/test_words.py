@@ -52,7 +52,7 @@ def test_train_rejects_a_number_of_400_digits(qkablate, name):
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_sweep_rejects_a_number_of_400_digits(composer, name):
+def test_sweep_rejects_a_number_of_400_digits(composer, name):
     for form in FORMS:
         with pytest.raises(UserError) as error:
             composer.request([f"{name}={form.format(DIGITS)}"])
@@ -60,7 +60,7 @@ def test_a_sweep_rejects_a_number_of_400_digits(composer, name):
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_that_is_not_finite_is_rejected(composer, name):
+def test_number_that_is_not_finite_is_rejected(composer, name):
     for value in ("1e400", "-1e400", "nan", "inf"):
         with pytest.raises(UserError) as error:
             composer.config({name: value})
@@ -68,7 +68,7 @@ def test_a_number_that_is_not_finite_is_rejected(composer, name):
 
 
 @pytest.mark.parametrize("name", SWEEP_NUMBERS)
-def test_the_keys_of_a_sweep_reject_a_number_of_400_digits(composer, name):
+def test_keys_of_a_sweep_reject_a_number_of_400_digits(composer, name):
     for form in FORMS:
         with pytest.raises(UserError) as error:
             composer.request(["seed=0", "engine=slurm", f"{name}={form.format(DIGITS)}"])
@@ -80,7 +80,7 @@ def test_the_keys_of_a_sweep_reject_a_number_of_400_digits(composer, name):
 
 @pytest.mark.parametrize("name", ["optim.lr", "train.steps", "seed", "model.mlp_ratio"])
 @pytest.mark.parametrize("make", [int, float, lambda text: [1, int(text)], lambda text: -int(text)])
-def test_a_number_of_400_digits_in_a_file_is_rejected(composer, name, make):
+def test_number_of_400_digits_in_a_file_is_rejected(composer, name, make):
     """Reject the number in the file of a sweep or a claim, too."""
 
     def configs(grid):
@@ -94,7 +94,7 @@ def test_a_number_of_400_digits_in_a_file_is_rejected(composer, name, make):
 
 
 @pytest.mark.parametrize("name", ["optim.lr", "train.steps", "optim.betas", "model.mlp_ratio"])
-def test_a_number_of_400_digits_in_a_config_file_is_one_line(qkablate, tmp_path, name):
+def test_number_of_400_digits_in_a_config_file_is_one_line(qkablate, tmp_path, name):
     section, _, leaf = name.partition(".")
     value = f"[0.9, {DIGITS}]" if leaf == "betas" else DIGITS
     text = f"defaults: [train, _self_]\n{section}: {{{leaf}: {value}}}\n"
@@ -105,5 +105,5 @@ def test_a_number_of_400_digits_in_a_config_file_is_one_line(qkablate, tmp_path,
     assert done.err.startswith("qkablate: ")
 
 
-def test_a_text_may_have_any_digits(composer):
+def test_text_may_have_any_digits(composer):
     assert composer.config({"tracking.group": DIGITS}).tracking.group == DIGITS

@@ -1,6 +1,5 @@
 """Models restored from run folders, which are untrusted."""
 
-import hashlib
 import importlib.metadata
 import json
 import pickle
@@ -17,6 +16,7 @@ from qkablate.models import catalogue
 from qkablate.runs.run import find_run
 from qkablate.training import checkpoint
 from qkablate.training.warm_start.restore import restore
+from tests.training.helpers import replace_file, weights_of
 
 STEPS = ("train.steps=3", "train.batch_size=2")
 CIRCUIT = """
@@ -49,18 +49,6 @@ def tree(folder: Path) -> dict[str, object]:
         )
         for path in folder.rglob("*")
     }
-
-
-def weights_of(run: Path) -> Path:
-    return next(run.glob("checkpoints/step-*/weights.safetensors"))
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file and its checksum, as an attacker would."""
-    sums = path.parent / "SHA256SUMS"
-    before, after = (hashlib.sha256(c).hexdigest() for c in (path.read_bytes(), content))
-    path.write_bytes(content)
-    sums.write_text(sums.read_text().replace(before, after))
 
 
 def test_restored_model_has_trained_weights(run):

@@ -17,7 +17,9 @@ from tests.training.helpers import (
     assert_identical,
     interrupt_after,
     read_rows,
+    replace_file,
     wait_for,
+    weights_of,
 )
 
 SIZES = ["model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16"]
@@ -276,6 +278,19 @@ def test_impossible_parents_are_rejected(qkablate, tiny, parent, words, line):
     assert done.code == 2
     assert line in done.err
     assert done.err.count("\n") == 1
+    assert not [*parent.parent.glob("finetuned-*")]
+
+
+def test_parent_with_weights_of_other_shapes_is_rejected(qkablate, tiny, parent, monkeypatch):
+    """Reject it when the run is planned, before its data is opened."""
+    tensors = safetensors.torch.load_file(weights_of(parent))
+    tensors["blocks.0.attention.ov.w_o"] = torch.zeros(8, 16)
+    replace_file(weights_of(parent), safetensors.torch.save(tensors))
+    monkeypatch.setattr("qkablate.training.resolve.open_data", None)
+    done = qkablate("train", *tiny, "seed=3", f"init_from.run={parent.name}")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert f"init_from.run: the weights in '{parent}' do not fit its config.yaml" in done.err
+    assert "blocks.0.attention.ov.w_o is (8, 16), and (16, 16) is expected" in done.err
     assert not [*parent.parent.glob("finetuned-*")]
 
 
