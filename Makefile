@@ -13,11 +13,11 @@ train: venv ## set up, then train merged_w on the embedded default
 test: venv ## set up, then run the tests (some 5 minutes on 2 cores)
 	$(BIN)/pytest -n auto -m "not slow"
 
+# Slow tests wait for other processes nearly half of their time, so there are more of them than cores.
 test-slow: venv ## the tests that `make test` leaves out: clusters, browser, kills, simulations
-	$(BIN)/pytest -n auto -m slow
+	$(BIN)/pytest -n $$(( ($$(nproc) * 3 + 1) / 2 )) -m slow
 
-test-all: venv ## all tests
-	$(BIN)/pytest -n auto
+test-all: test test-slow ## all tests
 
 check: venv ## ruff and mypy
 	$(BIN)/ruff check .

@@ -13,9 +13,8 @@ from typing import Any
 from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.models.base import Model
-from qkablate.runs.attention_map import write_attention_map
+from qkablate.runs import attention_map, predictions
 from qkablate.runs.lease import Lease, LeaseLost, LeaseObserver
-from qkablate.runs.predictions import write_predictions
 from qkablate.runs.run import EXIT_CODES, Run
 from qkablate.tracking import MetricsFile, Terminal, WandbRun
 from qkablate.training import checkpoint, environment, hardware, result
@@ -124,6 +123,8 @@ def _train_session(
             wandb_run = WandbRun(plan.config.tracking, identity, run.folder, config, terminal.note)
             stack.callback(_close_wandb, wandb_run, plan, content)
             writer = _RunWriter(lease, run, metrics)
+            save_predictions = partial(writer.write, predictions.write_predictions)
+            save_attention = partial(writer.write, attention_map.write_attention_map)
 
             def stop() -> bool:
                 lease.check()
@@ -139,12 +140,8 @@ def _train_session(
                 stop=stop,
                 began=began,
                 ranks=ranks,
-                record_predictions=PredictionRecorder(
-                    plan, partial(writer.write, write_predictions)
-                ),
-                record_attention=partial(
-                    record_attention, plan, partial(writer.write, write_attention_map)
-                ),
+                record_predictions=PredictionRecorder(plan, save_predictions),
+                record_attention=partial(record_attention, plan, save_attention),
             )
             content |= _train(plan, trainer)
         except Interrupted:
