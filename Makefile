@@ -15,7 +15,7 @@ test: venv ## set up, then run the tests (some 5 minutes on 2 cores)
 
 # Slow tests wait for other processes nearly half of their time, so there are more of them than cores.
 test-slow: venv ## the tests that `make test` leaves out: clusters, browser, kills, simulations
-	$(BIN)/pytest -n $$(( ($$(nproc) * 3 + 1) / 2 )) -m slow
+	$(BIN)/pytest -n $$($(BIN)/python -c 'import os; print(os.cpu_count() * 3 // 2)') -m slow
 
 test-all: test test-slow ## all tests
 

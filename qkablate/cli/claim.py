@@ -51,10 +51,7 @@ ACTIONS = {"list": ("json",), "run": ("dry_run", "more", "retry"), "show": ("jso
 PARSER = Parser(HELP)
 PARSER.switch("--dry-run", "show the design; train and register nothing")
 PARSER.option(
-    "--more",
-    "N",
-    "add N seeds to the declared ones: the verdict is exploratory",
-    whole_number(1),
+    "--more", "N", "add N seeds to the declared ones: the verdict is exploratory", whole_number(1)
 )
 PARSER.option("--retry", "failed", "train failed runs again, too", one_of(["failed"]))
 PARSER.switch("--json", "with list and show: print JSON")
@@ -91,7 +88,7 @@ class _ClaimRequest:
         from qkablate.analysis.claims.claim import NON_CLAIM_KEYS
         from qkablate.analysis.claims.parse import claim_names, load_claim
         from qkablate.analysis.claims.registry import find_registrations, registered_names
-        from qkablate.config import KEYS, conf_dir, has_role, nearest_key
+        from qkablate.config import KEYS, check_digits, conf_dir, has_role, nearest_key
 
         name, *rest = words
         pairs = {}
@@ -101,8 +98,11 @@ class _ClaimRequest:
                 raise UserError(f"'{word}' is not key=value, as in scale=gpu or data=wikitext2")
             pairs[key] = value
         scale = pairs.pop("scale", "small")
-        self.run_words = [f"{k}={v}" for k, v in pairs.items() if has_role(k, NON_CLAIM_KEYS)]
-        claim_keys = {k: v for k, v in pairs.items() if f"{k}={v}" not in self.run_words}
+        run_keys = {k: v for k, v in pairs.items() if has_role(k, NON_CLAIM_KEYS)}
+        for key, value in run_keys.items():
+            check_digits(key, value)
+        self.run_words = [f"{k}={v}" for k, v in run_keys.items()]
+        claim_keys = {k: v for k, v in pairs.items() if k not in run_keys}
         for key in claim_keys:
             is_reserved = key.partition(".")[0] in ("sweep", "control", "seed", "seeds")
             if key not in KEYS and not is_reserved and not (conf_dir() / key).is_dir():
@@ -115,6 +115,17 @@ class _ClaimRequest:
             self.claim = load_claim(name, scale, claim_keys)
         if self.claim.untestable:
             raise UserError(f"{self.claim.name} is not testable yet: {self.claim.untestable}")
+
+    def check_values(self) -> None:
+        """Raise UserError for a value that `claim run` would reject before it trains."""
+        from qkablate.analysis.claims.registry import claim_grid
+        from qkablate.cli.hydra.grid import open_composer
+        from qkablate.errors import ImpossibleConfig
+
+        grid, words = claim_grid(self.claim, self.claim.seeds[0])
+        with open_composer() as composer, suppress(ImpossibleConfig):  # this arm is left out
+            choices = composer.request([*words, *self.run_words], grid).choices
+            composer.config({key: values[0] for key, values in choices.items()})
 
     def command(self, action: str) -> list[str]:
         return ["claim", action, *self.words]
@@ -201,6 +212,7 @@ def _show(request: _ClaimRequest, as_json: bool) -> int:
     looks = judge_looks(claim, request.out)
     judgement = counting_judgement(looks)
     if judgement is None:
+        request.check_values()
         if as_json:
             print_json({"claim": claim.name, "scale": claim.scale, "verdict": None})
             return 1

@@ -27,7 +27,7 @@ Examples
 Flags
 {flags}
 
-Exit codes: 0 · 2 a mistake in the command
+Exit codes: 0 the comparison is printed · 2 a mistake in the command
 """
 
 

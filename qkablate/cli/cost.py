@@ -64,10 +64,7 @@ PARSER.option(
     one_of(SIZES),
 )
 PARSER.option(
-    "--vocabulary",
-    "N",
-    "default: that of SIZE, or of data.tokenizer=bytes",
-    whole_number(1),
+    "--vocabulary", "N", "default: that of SIZE, or of data.tokenizer=bytes", whole_number(1)
 )
 PARSER.switch("--measure", "time training steps: one model at a time, in turns, medians")
 PARSER.switch("--json", "print all figures, unrounded, as JSON")

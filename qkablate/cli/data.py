@@ -277,7 +277,8 @@ def _show(words: list[str], args: Namespace) -> None:
             length = int((batch.targets_NA[row] != IGNORE).sum())
             tokens = batch.tokens_NT[row, :length].tolist()
             text = tokenizer.decode(tokens).decode("utf-8", "replace")
-            print("\n".join(f"  {_sanitize(line)}" for line in text.split("\n")))
+            for line in text.split("\n"):
+                print("  " + "".join(c if c.isprintable() or c == "\t" else "�" for c in line))
     if has_answers:
         print("\na→b: the answer after a is b")
     _print_next("info", planned[0])
@@ -308,10 +309,6 @@ def _sequence(task: "Task", batch: "Batch", number: int) -> str:
             if target >= 0:
                 texts[position] += f"→{task.format_token(target)}"
     return " ".join(texts)
-
-
-def _sanitize(line: str) -> str:
-    return "".join(c if c.isprintable() or c == "\t" else "�" for c in line)
 
 
 # The function of every action, and the flags that it takes.

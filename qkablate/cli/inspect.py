@@ -95,42 +95,7 @@ PARSER.switch("--json", "print all measures of all layers and heads")
 
 def main(argv: list[str]) -> int:
     """Print measures of the circuits and the attention of a run."""
-    return _inspect(_parse_args(argv))
-
-
-def _parse_args(argv: list[str]) -> Namespace:
-    """Parse the words, before anything heavy is imported."""
-    args = PARSER.parse(argv)
-    words, args.out = take_out(args.words)
-    args.run, args.keys = run_and_keys(words, KEYS, "inspect RUN")
-    step = args.keys.pop("step", None)
-    args.step = None if step is None else convert_key("step", step, whole_number())
-    has_both = args.layer is not None and args.head is not None
-    has_any = args.layer is not None or args.head is not None
-    if args.json and has_any:
-        raise UserError("--json prints all layers and heads; leave out --layer and --head")
-    if args.text and not (args.json or args.o or has_both):
-        raise UserError("--text: for which head? Give --layer and --head, --json or -o")
-    if args.o:
-        if not args.text:
-            raise UserError("-o: an image of which text? Give --text")
-        if has_both != has_any:
-            raise UserError("-o: an image of all heads, or of one: give both --layer and --head")
-        _check_image(args.o)
-    check_utf8("--text", args.text or "")
-    return args
-
-
-def _check_image(path: str) -> None:
-    """Raise UserError unless an image can be drawn and written there."""
-    if os.path.splitext(path)[1].lower() not in _IMAGES:
-        raise UserError(f"-o: '{path}' does not end in {' or '.join(_IMAGES)}")
-    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
-        raise UserError(f"-o: '{path}' cannot be written: it is not a writable file path")
-    require_extra("report", "vl_convert")
-
-
-def _inspect(args: Namespace) -> int:
+    args = _parse_args(argv)
     from qkablate.runs.run import find_run
 
     folder = find_run(args.run, args.out)
@@ -209,6 +174,38 @@ def _inspect(args: Namespace) -> int:
         print(f"\n{sanitize(image)}")
     print_next_commands(_propose(args, config, row))
     return 0
+
+
+def _parse_args(argv: list[str]) -> Namespace:
+    """Parse the words, before anything heavy is imported."""
+    args = PARSER.parse(argv)
+    words, args.out = take_out(args.words)
+    args.run, args.keys = run_and_keys(words, KEYS, "inspect RUN")
+    step = args.keys.pop("step", None)
+    args.step = None if step is None else convert_key("step", step, whole_number())
+    has_both = args.layer is not None and args.head is not None
+    has_any = args.layer is not None or args.head is not None
+    if args.json and has_any:
+        raise UserError("--json prints all layers and heads; leave out --layer and --head")
+    if args.text and not (args.json or args.o or has_both):
+        raise UserError("--text needs --layer and --head, --json or -o")
+    if args.o:
+        if not args.text:
+            raise UserError("-o needs --text, the text whose attention is drawn")
+        if has_both != has_any:
+            raise UserError("-o draws all heads or one: give both --layer and --head, or neither")
+        _check_image(args.o)
+    check_utf8("--text", args.text or "")
+    return args
+
+
+def _check_image(path: str) -> None:
+    """Raise UserError unless an image can be drawn and written there."""
+    if os.path.splitext(path)[1].lower() not in _IMAGES:
+        raise UserError(f"-o: '{path}' does not end in {' or '.join(_IMAGES)}")
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
+        raise UserError(f"-o: '{path}' cannot be written: it is not a writable file path")
+    require_extra("report", "vl_convert")
 
 
 def _check_index(flag: str, value: int | None, count: int) -> None:

@@ -9,13 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkablate.cli.arguments import (
-    Parser,
-    convert_key,
-    split_runs,
-    take_out,
-    whole_number,
-)
+from qkablate.cli.arguments import Parser, convert_key, split_runs, take_out, whole_number
 from qkablate.cli.hydra.configs import compose_jobs
 from qkablate.cli.launch import observe_leases
 from qkablate.errors import UserError, print_stderr
@@ -73,7 +67,7 @@ Examples
 The same command, given again, resumes runs that were stopped or killed and skips those that are
 done.
 
-Exit codes: 0 · 1 a run failed, or another process trains it · 2 a mistake in the command ·
+Exit codes: 0 done · 1 a run failed, or another process trains it · 2 a mistake in the command ·
 3 diverged · 128 + signal interrupted, as 130 by Ctrl-C (checkpoint written)
 """
 KEYS = ("variant=", "finetune.steps=", "optim.lr=", "data.cache=", "data.path=", "out=")
@@ -124,7 +118,7 @@ def _parse_words(words: list[str]) -> tuple[list[str], list[str], int]:
     if not runs:
         raise UserError(f"no run given: write {_USAGE}")
     if not any(word.partition("=")[0].partition(".")[0] == "variant" for word in overrides):
-        raise UserError(f"variant: to which variant? write {_USAGE}")
+        raise UserError(f"variant: not given; write {_USAGE}")
     return runs, overrides, steps
 
 

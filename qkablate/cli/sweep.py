@@ -73,13 +73,13 @@ def main(argv: list[str]) -> int:
     """Plan the sweep, then show the plan or train its runs."""
     args = PARSER.parse(argv)
     if args.json and not args.dry_run:
-        raise UserError("--json goes with --dry-run; `qkablate status --json` shows a sweep")
+        raise UserError("--json needs --dry-run; `qkablate status --json` shows a sweep")
     with open_composer() as composer:
         request = composer.request(args.words)
         if request.count() > MANY and not args.yes:
             raise UserError(
-                f"this grid has {request.count():,} runs, before anything is left out; add --yes if"
-                " that is what you mean"
+                f"this grid has {request.count():,} runs, before anything is left out; add --yes to"
+                " confirm"
             )
         command = ["sweep", *args.words, *["--yes"] * args.yes]
         manifest, slots = plan_sweep(request, composer.config, command)

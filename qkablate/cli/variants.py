@@ -17,7 +17,7 @@ A variant parametrizes the scores of a head, scale · x_iᵀ B_h x_j, and the ou
 x_jᵀ M_h. Parameters are per layer, without biases: d is d_model, h heads, k d_head, r variant.rank,
 g variant.groups, T model.context.
 
-The two circuits combine freely; a combination without a meaning is refused with the reason.
+The two circuits combine freely; an unsupported combination is rejected with the reason.
 
 Flags
 {flags}
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     """Print the catalogue."""
     args = PARSER.parse(argv)
     if args.words:
-        raise UserError(f"'{args.words[0]}': `qkablate variants` takes no key")
+        raise UserError(f"'{args.words[0]}': `qkablate variants` takes no arguments")
     from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
     from qkablate.attention.modifiers import NORMS
 
@@ -55,11 +55,8 @@ def main(argv: list[str]) -> int:
     axes: dict[str, Iterable[str]]
     axes = {"qk": QK_CIRCUITS, "ov": OV_CIRCUITS, "norm": NORMS, "mask_self": ("false", "true")}
     for key, names in axes.items():
-        print(
-            textwrap.fill(
-                f"  variant.{key:<9}  {', '.join(names)}", 100, subsequent_indent=" " * 21
-            )
-        )
+        line = f"  variant.{key:<9}  {', '.join(names)}"
+        print(textwrap.fill(line, 100, subsequent_indent=" " * 21))
     print_next_commands(["cost"], ["verify"], ["train", "variant=merged_w"])
     return 0
 
@@ -81,25 +78,22 @@ def _row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     layer = make_attention(model, variant)
     removes = [part for part in (layer.qk.removes, layer.ov.removes) if part]
     # Parts that are those of standard are not mentioned.
-    changed = [part for part in (layer.qk, layer.norm, layer.ov) if part is not None]
-    changed = [p for p in changed if type(p) not in (SeparateQK, SeparateOV)] or [layer.qk]
+    standard = (type(None), SeparateQK, SeparateOV)
+    changed = [p for p in (layer.qk, layer.norm, layer.ov) if type(p) not in standard]
+    changed = changed or [layer.qk]
     equations = [part.equation for part in changed] if name != "standard" else [layer.equation]
-    equations += ["no token sees itself"] if layer.mask_self else []
+    equations += ["no token attends to itself"] if layer.mask_self else []
+    groups = entry.get("groups")
+    count = "" if groups == 1 else f"{groups} "
+    params = layer.params if groups is None else layer.params.replace(" g ", f" {count}")
     return {
         "variant": name,
         "qk": variant.qk,
         "ov": variant.ov,
         "norm": variant.norm,
         "mask_self": variant.mask_self,
-        "parameters": _with_number(layer.params, entry.get("groups")),
+        "parameters": params,
         "without": ", ".join(dict.fromkeys(removes)),
         "equation": "; ".join(equations),
         "source": "; ".join(dict.fromkeys(part.source for part in changed if part.source)),
     }
-
-
-def _with_number(params: str, groups: int | None) -> str:
-    """Return the formula with the number of groups in place of g."""
-    return (
-        params if groups is None else params.replace(" g ", " " if groups == 1 else f" {groups} ")
-    )

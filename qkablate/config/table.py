@@ -90,6 +90,6 @@ def nearest_key(word: str, known: Collection[str] = ()) -> str:
     for old, new in RENAMED.items():
         if word in (old, old.rpartition(".")[2]) or word.startswith(f"{old}."):
             return f" (nearest: {new}{word.removeprefix(old) if word.startswith(old) else ''})"
-    known = known or {*KEYS, *vars(Config())}
+    known = known or [*KEYS, *vars(Config())]
     own = ", ".join(key for key in known if key.endswith(f".{word}"))
     return f" (nearest: {own})" if own else nearest_hint(word, known)

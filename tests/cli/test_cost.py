@@ -208,7 +208,7 @@ def test_variants_lists_the_catalogue(qkablate):
 
 def test_variants_takes_no_key(qkablate):
     done = qkablate("variants", "standard")
-    assert (done.code, done.err) == (2, "qkablate: 'standard': `qkablate variants` takes no key\n")
+    assert (done.code, done.err) == (2, "qkablate: 'standard': `qkablate variants` takes no arguments\n")
 
 
 @pytest.mark.parametrize("verb", ["variants", "cost", "verify"])

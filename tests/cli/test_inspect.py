@@ -161,7 +161,7 @@ MISTAKES = [
     (["a", "--layer"], "--layer: a value is missing"),
     (["a", "--hed=1"], "'--hed' is not one of"),
     (["a", "--json", "--head", "0"], "--json prints all layers and heads"),
-    (["a", "--text", "x"], "--text: for which head?"),
+    (["a", "--text", "x"], "--text needs --layer and --head, --json or -o"),
     (["a", "--json", "--text", "\udcff"], "--text: it is not UTF-8 text"),
     (["a"], "there is no run 'a'"),
 ]
@@ -268,7 +268,7 @@ def test_chart_of_one_head_names_its_tokens(inspect, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-o", "x.svg"], "-o: an image of which text? Give --text"),
+        (["-o", "x.svg"], "-o needs --text"),
         (["--text", "cat", "-o", "x.gif"], "-o: 'x.gif' does not end in .svg or .png"),
         (["--text", "cat", "-o", "svg"], "-o: 'svg' does not end in .svg or .png"),
         (["--text", "cat", "-o", "no/x.svg"], "-o: 'no/x.svg' cannot be written"),

@@ -313,7 +313,7 @@ def test_next_command_finds_the_runs(qkablate, outputs):
 
 MISTAKES = [
     ([], "no run given: write qkablate project RUN variant=NAME"),
-    (["standard-d16-h2-s0"], "variant: to which variant? write qkablate project"),
+    (["standard-d16-h2-s0"], "variant: not given; write qkablate project"),
     (["nope", "variant=no_q"], "there is no run 'nope'"),
     (["standard", "variant=no_q"], "'standard' matches 3 runs: "),
     (["S", "variant=nope"], "variant: 'nope' is not one of "),

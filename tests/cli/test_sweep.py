@@ -95,7 +95,7 @@ MISTAKES = [
     (["variant=standard,mergd_w,no_q"], "variant: 'mergd_w' is not one of collaborative, "),
     (["--retry", "x"], "--retry: 'x' is not one of failed"),
     (["--retry"], "--retry: a value is missing"),
-    (["--json"], "--json goes with --dry-run"),
+    (["--json"], "--json needs --dry-run"),
     (["seed=range(0,1,0)"], "arg 3 must not be zero"),
     (["variant=1"], "must be a string or a list. Got int"),
     (["control=1"], "must be a string or a list. Got int"),

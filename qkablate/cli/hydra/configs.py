@@ -7,12 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from qkablate.cli.hydra.app import register
-from qkablate.cli.hydra.words import (
-    expand_words,
-    format_error,
-    is_group,
-    split_words,
-)
+from qkablate.cli.hydra.words import expand_words, format_error, is_group, split_words
 from qkablate.config import (
     KEYS,
     Config,

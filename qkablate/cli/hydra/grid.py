@@ -101,9 +101,8 @@ def _compose_settings(words: list[str]) -> SweepConfig:
     # engine.sbatch is a map that is open to any key: Hydra adds to it only with a plus.
     words = [f"+{word}" if word.startswith("engine.sbatch") else word for word in words]
     known = [*SWEEP_KEYS]
-    typed = compose("sweep", SweepConfig, words, known)
     try:
-        settings = OmegaConf.to_object(typed)
+        settings = OmegaConf.to_object(compose("sweep", SweepConfig, words, known))
     except OmegaConfBaseException as error:
         raise UserError(explain(error, known)) from None
     assert isinstance(settings, SweepConfig)
@@ -115,12 +114,12 @@ def _is_own(key: str) -> bool:
     """Return whether a key belongs to the sweep, and not to its runs; UserError for no key."""
     if key in ("sweep.axes", "sweep.fixed"):
         raise UserError(f"{key}: on the command line an axis is written key=value,value")
-    known = {"sweep", "engine", *SWEEP_KEYS} - {"engine.name"}
+    known = ["sweep", "engine", *(name for name in SWEEP_KEYS if name != "engine.name")]
     if key in known or key.startswith("engine.sbatch."):
         return True
     if key.startswith(("sweep.", "engine.", "control.")):
         raise UserError(f"{key}: there is no such key{nearest_key(key, known)}")
-    known |= {"control", *KEYS, *vars(Config())}
+    known += ["control", *KEYS, *vars(Config())]
     if "." not in key and key not in known:
         raise UserError(f"{key}: there is no such key{nearest_key(key, known)}")
     return False
