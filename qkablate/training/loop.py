@@ -50,8 +50,8 @@ class Trainer:
         stop: Callable[[], bool],
         began: float | None = None,
         ranks: Ranks = SINGLE_PROCESS,
-        record_predictions: Callable[[Model, int], None] | None = None,
-        record_attention: Callable[[Model, int], None] | None = None,
+        record_predictions: Callable[[Model, int], None] = lambda *_: None,
+        record_attention: Callable[[Model, int], None] = lambda *_: None,
     ) -> None:
         self.plan, self.config, self.model, self.ranks = plan, plan.config, model, ranks
         self.sinks, self.save, self.stop = list(sinks), save, stop
@@ -83,7 +83,8 @@ class Trainer:
                     self._diagnose(last)
             if progress.predicted < step and predictions.is_recorded(self.config, step):
                 with self.throughput.paused():
-                    self._predict()
+                    self.record_predictions(self.model, step)
+                progress.predicted = step
             if last or (step and step % train.checkpoint_every == 0):
                 with self.throughput.paused():
                     self.checkpoint()
@@ -132,14 +133,9 @@ class Trainer:
         self._check_finite()
         if self.ranks.is_first:
             self._log({"diagnostics": self.diagnostics.row()})
-            if self.record_attention is not None and last:
+            if last:
                 self.record_attention(self.model, self.progress.step)
         self.progress.diagnosed = self.progress.step
-
-    def _predict(self) -> None:
-        if self.record_predictions is not None:
-            self.record_predictions(self.model, self.progress.step)
-        self.progress.predicted = self.progress.step
 
     def evaluate(self, split: str) -> dict[str, float]:
         """Return the metrics of every token of a split."""

@@ -15,7 +15,6 @@ from qkablate.training import checkpoint, hardware
 from qkablate.training.resolve import RunPlan
 
 OTHER_METRICS = ("bits_per_byte", "accuracy")  # of text and of tasks; null for the other
-_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 
 
 def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
@@ -98,7 +97,7 @@ def make_failure(run: Run, error: Exception) -> dict[str, Any]:
 
 def now() -> str:
     """Return the time as result.json holds it."""
-    return time.strftime(_TIME_FORMAT)
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def publish(run: Run, lease: Lease, result: dict[str, Any]) -> None:
@@ -141,17 +140,14 @@ def make_wandb_config(plan: RunPlan) -> dict[str, Any]:
     config = dataclasses.asdict(plan.config)
     config["data"] = {k: v for k, v in config["data"].items() if k not in ("path", "cache")}
     del config["out"], config["tracking"], config["init_from"]["run"]
-    config |= {"run_id": plan.run.id, "kernel": plan.kernel, "params": plan.params}
-    return config | {"code": _code_state(plan)}
-
-
-def _code_state(plan: RunPlan) -> dict[str, Any] | None:
-    """Return the commit and whether the code differs from it; the diff is in the artifact."""
     environment = read_json(plan.run.folder / "environment.json")
     code = environment.get("code") if isinstance(environment, dict) else None
-    if not isinstance(code, dict):
-        return None
-    return {"commit": code.get("commit"), "changed": bool(code.get("diff"))}
+    if isinstance(code, dict):  # the diff itself is in the artifact
+        code = {"commit": code.get("commit"), "changed": bool(code.get("diff"))}
+    else:
+        code = None
+    names = {"run_id": plan.run.id, "kernel": plan.kernel, "params": plan.params, "code": code}
+    return config | names
 
 
 def collect_artifacts(plan: RunPlan, result: dict[str, Any]) -> RunArtifacts | None:

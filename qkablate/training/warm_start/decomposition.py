@@ -82,7 +82,7 @@ def plan_decompositions(
             for use_variant in (False, True)
         )
         data = _open_parent_data(parent, continued, given)
-        plans = [plan_run(config, data=data) for config in (continued, projected)]
+        plans = plan_run(continued, data=data), plan_run(projected, data=data)
         scratch = None
         if parent.config.init_from.run is None:
             config = _make_scratch_config(parent, requested, given)
