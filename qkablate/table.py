@@ -67,11 +67,8 @@ def format_short(number: float) -> str:
     """Format with at most four digits and a unit prefix: 1.18 M."""
     for size, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
-            return (
-                f"{number / size:.3g} {prefix}"
-                if abs(number) < 999.5 * size
-                else f"{number / size:,.0f} {prefix}"
-            )
+            digits = ".3g" if abs(number) < 999.5 * size else ",.0f"
+            return f"{number / size:{digits}} {prefix}"
     return f"{number:.4g}"
 
 

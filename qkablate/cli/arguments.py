@@ -134,7 +134,7 @@ def margin(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 100:
-        raise ValueError("a number of nats above 0, such as 0.01")
+        raise ValueError("a number of nats above 0 and below 100, such as 0.01")
     return value
 
 

@@ -39,7 +39,7 @@ def observe_leases(folders: list[Path]) -> LeaseObserver:
 
 
 def plan_sweep(
-    asked: SweepRequest, compose: Callable[[dict[str, str]], Config], command: list[str]
+    request: SweepRequest, compose: Callable[[dict[str, str]], Config], command: list[str]
 ) -> tuple["Manifest", list[str | None]]:
     """Return the manifest, and a slot for every run that can run at once."""
     from tqdm import tqdm
@@ -48,10 +48,10 @@ def plan_sweep(
     from qkablate.sweeps.planning.expand import Grid, expand_grid
     from qkablate.sweeps.planning.packing import pack
 
-    engine = asked.settings.engine
+    engine = request.settings.engine
     check_engine(engine)
     is_remote = engine.name != "local"
-    grid = Grid(asked.settings.sweep, asked.controls, asked.choices, is_remote)
+    grid = Grid(request.settings.sweep, request.controls, request.choices, is_remote)
     with tqdm(
         desc="expanding", unit=" arms", leave=False, disable=not sys.stderr.isatty(), delay=0.5
     ) as bar:
@@ -62,7 +62,7 @@ def plan_sweep(
 
         manifest = expand_grid(grid, compose, ["qkablate", *command], note)
     _check_out(manifest.out)
-    manifest, slots = pack(manifest, asked.settings)
+    manifest, slots = pack(manifest, request.settings)
     check_resources(engine, manifest)
     return manifest, slots
 
@@ -75,7 +75,7 @@ def _check_out(out: str) -> None:
 
 
 def show_plan(
-    manifest: "Manifest", slots: list[str | None], asked: SweepRequest, *, as_json: bool
+    manifest: "Manifest", slots: list[str | None], request: SweepRequest, *, as_json: bool
 ) -> int:
     """Print the plan of a sweep with its estimated time, and return the exit code."""
     from qkablate.sweeps.planning import text
@@ -85,7 +85,7 @@ def show_plan(
     sweep_state = SweepState(manifest)
     sweep_state.refresh()
     done = [id for id, state in sweep_state.states.items() if state.status in ("done", "diverged")]
-    engine = asked.settings.engine
+    engine = request.settings.engine
     # On a cluster this is the login node: at most one run is timed here.
     timed = slots if engine.name == "local" else slots[:1]
     estimated = estimate_arms(manifest, timed)
@@ -99,7 +99,7 @@ def show_plan(
 
 
 def run_sweep(
-    manifest: "Manifest", slots: list[str | None], asked: SweepRequest, *, retry: bool
+    manifest: "Manifest", slots: list[str | None], request: SweepRequest, *, retry: bool
 ) -> int:
     """Train the runs that are not done, print the outcome, and return the exit code."""
     from qkablate.sweeps.engines.factory import open_engine
@@ -111,29 +111,29 @@ def run_sweep(
     from qkablate.tracking.wandb.mode import resolve_mode
 
     wandb = resolve_mode(manifest.tracking) != "disabled"
-    engine = asked.settings.engine
+    engine = request.settings.engine
     plan = text.format_plan(manifest, len(slots), engine=engine)
-    has_threads = asked.choices.get("threads", ["auto"]) != ["auto"]
+    has_threads = request.choices.get("threads", ["auto"]) != ["auto"]
     # On a cluster a run gets the cores it asks for; a run that is resumed keeps its threads anyway.
     keep_threads = not has_threads and engine.name == "local"
     manifest = freeze(manifest, plan, keep_threads=keep_threads)
-    board = ProgressTable()
-    board.note(f"sweep    {manifest.folder}")
+    table = ProgressTable()
+    table.note(f"sweep    {manifest.folder}")
     for line in text.format_plan_summary(manifest, len(slots), engine=engine):
-        board.note(line)
+        table.note(line)
     launcher = Launcher(
         manifest,
-        open_engine(asked.settings, manifest, slots, wandb=wandb, note=board.note),
-        board,
+        open_engine(request.settings, manifest, slots, wandb=wandb, note=table.note),
+        table,
         retry_failed=retry,
-        stop_on_failure=asked.settings.on_failure == "stop",
+        stop_on_failure=request.settings.on_failure == "stop",
     )
     code = launcher.run()
     is_last = launcher.trained and not launcher.sweep_state.is_running()
     address = None
     if is_last and wandb:
-        tables = make_sweep_tables(manifest.folder, board.note)
-        address = results.log_summary(launcher.sweep_state, board.note, tables)
+        tables = make_sweep_tables(manifest.folder, table.note)
+        address = results.log_summary(launcher.sweep_state, table.note, tables)
     with suppress(BrokenPipeError):
         _print_outcome(launcher, address)
     return code

@@ -38,8 +38,8 @@ def find_by_name(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path
         except UserError as error:
             ambiguous.append(str(error))
     if len(matches) + len(ambiguous) > 1:
-        found = " and ".join(f"a {kind} ({folder.name})" for kind, folder in matches)
-        texts = [f"'{word}' is {found}"] * bool(found)
+        kinds_found = " and ".join(f"a {kind} ({folder.name})" for kind, folder in matches)
+        texts = [f"'{word}' is {kinds_found}"] * bool(matches)
         raise UserError(f"{'; '.join([*texts, *ambiguous])}; give the folder")
     if ambiguous:
         raise UserError(ambiguous[0])

@@ -51,13 +51,13 @@ def main(argv: list[str]) -> int:
     sweep_state = SweepState(manifest.read_manifest(folder))
     sweep_state.refresh()
     if args.watch:
-        board = ProgressTable()
+        table = ProgressTable()
         if not sys.stderr.isatty() and (
             sweep_state.status_counts()["running"] or sweep_state.is_running()
         ):
             print("\n".join(render_table(sweep_state)), flush=True)
         while True:
-            board.show(sweep_state)
+            table.show(sweep_state)
             if not sweep_state.status_counts()["running"] and not sweep_state.is_running():
                 break
             time.sleep(_INTERVAL)

@@ -10,14 +10,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from qkablate.config.data import (
-    BPE_SIZE,
-    DATA_KEYS,
-    TEXT_SOURCES,
-    DataConfig,
-    check_data,
-)
-from qkablate.config.keys import Key, Role, flatten
+from qkablate.config.data import BPE_SIZE, DATA_KEYS, TEXT_SOURCES, DataConfig, check_data
+from qkablate.config.keys import Role, flatten
 from qkablate.config.schema import (
     Config,
     DiagnosticsConfig,
@@ -67,7 +61,6 @@ __all__ = [
     "EngineConfig",
     "GridConfig",
     "InitFromConfig",
-    "Key",
     "ModelConfig",
     "OptimConfig",
     "Role",

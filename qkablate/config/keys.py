@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import enum
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -87,19 +86,18 @@ def section(kind: type[Any], help: str = "") -> Any:
     return field(default_factory=kind, metadata={"help": help})
 
 
-def key_table(config: type[Any]) -> dict[str, Key]:
+def key_table(config: type[Any], prefix: str = "") -> dict[str, Key]:
     """Return {'model.d_model': its meaning, …} for every key of a config class."""
-    return dict(_walk(config, ""))
-
-
-def _walk(config: type[Any], prefix: str) -> Iterator[tuple[str, Key]]:
+    table: dict[str, Key] = {}
     for item in dataclasses.fields(config):
+        name = prefix + item.name
         if "key" in item.metadata:
-            yield prefix + item.name, item.metadata["key"]
+            table[name] = item.metadata["key"]
         elif isinstance(item.default_factory, type):
-            yield from _walk(item.default_factory, f"{prefix}{item.name}.")
+            table |= key_table(item.default_factory, f"{name}.")
         else:
-            raise TypeError(f"{prefix}{item.name} of {config.__name__} is not declared with key()")
+            raise TypeError(f"{name} of {config.__name__} is not declared with key()")
+    return table
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -142,9 +142,7 @@ class TrainConfig:
         False, "true: recompute activations in the backward pass; less memory", LOCAL
     )
     fsdp: bool = key(
-        False,
-        "true: shard the model over torchrun's processes; needs compile=false",
-        Role.FINETUNE,
+        False, "true: shard the model over torchrun's processes; needs compile=false", Role.FINETUNE
     )
 
 
@@ -159,10 +157,7 @@ class OptimConfig:
         bounds=(1e-12, 1000),
     )
     schedule: str = key(
-        "cosine",
-        "cosine; wsd: warm-up, stable, decay",
-        TRAINING,
-        choices=("cosine", "wsd"),
+        "cosine", "cosine; wsd: warm-up, stable, decay", TRAINING, choices=("cosine", "wsd")
     )
     warmup: int | str = key(
         "auto",

@@ -35,7 +35,7 @@ class RandomWindows:
     """Random windows of a corpus."""
 
     def __init__(
-        self, tokens: np.ndarray, *, seed: int, batch_size: int, grad_accum: int, context: int
+        self, tokens: np.ndarray, seed: int, batch_size: int, grad_accum: int, context: int
     ) -> None:
         self.seed, self.batch_size, self.grad_accum = seed, batch_size, grad_accum
         self._windows = sliding_window_view(tokens, context + 1)  # a view: nothing is read yet

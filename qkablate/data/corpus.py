@@ -118,13 +118,7 @@ class Corpus:
     def batches(
         self, *, seed: int, batch_size: int, grad_accum: int, context: int
     ) -> RandomWindows:
-        return RandomWindows(
-            self.split("train"),
-            seed=seed,
-            batch_size=batch_size,
-            grad_accum=grad_accum,
-            context=context,
-        )
+        return RandomWindows(self.split("train"), seed, batch_size, grad_accum, context)
 
     def split_batches(self, split: str, *, batch_size: int, context: int) -> Iterator[Batch]:
         """Yield a whole split; of the training split as much as of the validation split."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from qkablate.config import DataConfig
 from qkablate.data.network import is_reachable
-from qkablate.data.sources import Document, Source
+from qkablate.data.sources import Document, Source, describe_source
 from qkablate.errors import UserError
 
 # Names of published held-out splits.
@@ -33,7 +33,9 @@ def read_documents(config: DataConfig) -> Source:
     online = find_local_files(config) is not None or _reachable(config)
     if not online and not _cached(config):
         hint = "" if "/" in str(config.name) or config.files else " and no folder of that name"
-        raise UserError(f"{_source_key(config)} is out of reach: no network{hint}; {_NO_NETWORK}")
+        raise UserError(
+            f"{describe_source(config)} is out of reach: no network{hint}; {_NO_NETWORK}"
+        )
     return _splits(config, online)
 
 
@@ -99,7 +101,7 @@ def _row_texts(rows: Any, config: DataConfig) -> Iterator[str]:
     except KeyError:  # the columns of a stream may be unknown
         raise UserError(f"data.field: '{config.name}' has no '{field}'") from None
     except Exception as error:  # the library wraps none of them
-        raise _load_error(_source_key(config), error) from None
+        raise _load_error(describe_source(config), error) from None
 
 
 def _group_rows(rows: Iterable[str], start: re.Pattern[str]) -> Iterator[str]:
@@ -126,16 +128,15 @@ def _load(config: DataConfig, online: bool) -> dict[str, Any]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised as well
     options: dict[str, Any] = {"name": config.subset, "revision": config.revision}
     if config.files is not None:
-        options["data_files"] = config.files
-        if name in _READERS:
-            options["data_files"] = os.path.expanduser(config.files)
+        is_path = name in _READERS
+        options["data_files"] = os.path.expanduser(config.files) if is_path else config.files
     if name == "text":
         options["sample_by"] = "document"
     # Local data, and data that is truncated, need not be copied into the library's cache.
     local = find_local_files(config) is not None
     options["streaming"] = online and (local or config.max_tokens is not None)
     split = config.split if config.split and "[" in config.split else None
-    source = _source_key(config)
+    source = describe_source(config)
     with _offline(not online):
         try:
             loaded = dict(_load_dataset(name, options, online))
@@ -196,10 +197,9 @@ def _reachable(config: DataConfig) -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    if config.files is not None and config.name in _READERS:
-        match = re.search(r"https?://[^/]+", config.files)
-        return is_reachable(match[0] if match else constants.ENDPOINT)
-    return is_reachable(constants.ENDPOINT)
+    files = config.files if config.name in _READERS else None
+    server = re.search(r"https?://[^/]+", files or "")
+    return is_reachable(server[0] if server else constants.ENDPOINT)
 
 
 def _cached(config: DataConfig) -> bool:
@@ -250,8 +250,3 @@ def _load_error(source: str, error: Exception, online: bool = True) -> UserError
     elif not online:
         message += f"; there is no network: {_NO_NETWORK}"
     return UserError(f"{source}: {message}")
-
-
-def _source_key(config: DataConfig) -> str:
-    """Return the key and value that name the text, as the user typed them."""
-    return f"data.files: '{config.files}'" if config.files else f"data.name: '{config.name}'"

@@ -9,13 +9,14 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qkablate.config import DataConfig
-from qkablate.data import hub, sources, tokenizers
+from qkablate.data import bpe, hub, sources, tokenizers
 from qkablate.data.document_store import (
     HELD_OUT_FRACTION,
     DocumentStore,
@@ -24,7 +25,7 @@ from qkablate.data.document_store import (
     held_out_split,
 )
 from qkablate.data.progress import Progress
-from qkablate.data.sources import Source
+from qkablate.data.sources import Source, describe_source
 from qkablate.data.tokenizers import Tokenizer
 from qkablate.errors import UserError
 
@@ -42,7 +43,7 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
     progress.stage("reading")
     store.fill(source, TokenBudget(config), progress)
     if not store.size:
-        raise UserError(f"{_source_key(config)} is empty")
+        raise UserError(f"{describe_source(config)} is empty")
     splits, rule = _divide(store)
     closed = any(len(spans) > 1 for spans in splits.values())
     tokenizer = known or _make_tokenizer(config, store, splits, closed, progress)
@@ -54,7 +55,7 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
         if written[split]["tokens"] < 2:
             hint = "; raise data.max_tokens" if store.truncated else ""
             raise UserError(
-                f"{_source_key(config)} is too little text: nothing is left for {split}{hint}"
+                f"{describe_source(config)} is too little text: nothing is left for {split}{hint}"
             )
     os.remove(folder / "documents")
     return {
@@ -152,7 +153,8 @@ def _make_tokenizer(
     assert config.vocab_size is not None
     progress.stage("learning", config.vocab_size, "tokens")
     sample = _first(BPE_SAMPLE_BYTES, (text for text, _ in store.text(splits["train"])))
-    return tokenizers.BpeTokenizer.of(sample, config.vocab_size, progress.update)
+    merged = bpe.learn_tokens(map(bytes.decode, sample), config.vocab_size - 1, progress.update)
+    return tokenizers.BpeTokenizer(merged)
 
 
 def _first(size: int, texts: Iterable[bytes]) -> Iterator[bytes]:
@@ -163,35 +165,35 @@ def _first(size: int, texts: Iterable[bytes]) -> Iterator[bytes]:
             return
 
 
+@dataclass
 class _Writer:
     """Files of tokens, made from documents."""
 
-    def __init__(
-        self,
-        folder: Path,
-        store: DocumentStore,
-        tokenizer: Tokenizer,
-        closed: bool,
-        progress: Progress,
-    ) -> None:
-        self._folder, self._store, self._tokenizer = folder, store, tokenizer
-        self._closed, self._progress = closed, progress
-        self._done = self._tokens = 0
-        self.dtype = tokenizers.smallest_dtype(tokenizer.vocabulary)
+    folder: Path
+    store: DocumentStore
+    tokenizer: Tokenizer
+    closed: bool  # a token ends each document
+    progress: Progress
+    bytes_read: int = 0
+    tokens_written: int = 0
+
+    @property
+    def dtype(self) -> np.dtype:
+        return tokenizers.smallest_dtype(self.tokenizer.vocabulary)
 
     def write(self, split: str, spans: Spans, limit: int | None) -> dict[str, Any]:
         """Write at most `limit` tokens of a split; return their counts and hash."""
         digest, tokens, size, documents = hashlib.sha256(), 0, 0, 0
-        with (self._folder / f"{split}.bin").open("wb") as file:
-            for text, ids, last in self._encoded(self._store.text(spans)):
+        with (self.folder / f"{split}.bin").open("wb") as file:
+            for text, ids, last in self._encoded(self.store.text(spans)):
                 kept = ids[: None if limit is None else limit - tokens].astype(self.dtype)
                 file.write(kept.data)
                 digest.update(kept.data)
                 tokens += len(kept)
-                size += int(self._tokenizer.token_bytes[kept].sum())
-                self._done += len(text)
-                self._tokens += len(kept)
-                self._progress.update(self._done, f"{self._tokens / 1e6:,.1f} M tokens")
+                size += int(self.tokenizer.token_bytes[kept].sum())
+                self.bytes_read += len(text)
+                self.tokens_written += len(kept)
+                self.progress.update(self.bytes_read, f"{self.tokens_written / 1e6:,.1f} M tokens")
                 full = tokens == limit
                 documents += last or full
                 if full:
@@ -214,17 +216,11 @@ class _Writer:
 
     def _encode(self, piece: tuple[bytes, bool]) -> np.ndarray:
         text, last = piece
-        ids = self._tokenizer.encode(text)
-        if last and self._closed:
-            assert self._tokenizer.end is not None
-            ids = np.append(ids, np.array(self._tokenizer.end, dtype=ids.dtype))
+        ids = self.tokenizer.encode(text)
+        if last and self.closed:
+            assert self.tokenizer.end is not None
+            ids = np.append(ids, np.array(self.tokenizer.end, dtype=ids.dtype))
         return ids
-
-
-def _source_key(config: DataConfig) -> str:
-    """Return the key and value that name the text, as the user typed them."""
-    key = next((key for key in ("path", "files", "name") if getattr(config, key)), "source")
-    return f"data.{key}: '{getattr(config, key)}'"
 
 
 def _source_keys(config: DataConfig) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,19 +18,11 @@ Document = Iterable[bytes]  # its text, in pieces
 Source = Iterable[tuple[str, Iterable[Document]]]  # by published split, or ""
 
 _PIECE = 2**20
-_IN_ROWS = (".jsonl", ".parquet")
 # Raised by files that are truncated, not compressed, or decompression bombs.
 _DAMAGED = (OSError, EOFError, MemoryError, zlib.error)
 # Tests, vendored packages, and tables of numbers.
-_NOT_TEXT = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "encodings",
-    "pydoc_data",
-}
+_NOT_TEXT = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+_NOT_TEXT |= {"site-packages", "dist-packages"}
 
 
 def find_files(config: DataConfig) -> list[Path]:
@@ -44,14 +35,15 @@ def find_files(config: DataConfig) -> list[Path]:
     if path.is_file():
         files = [path]
     elif path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.is_file() and not _is_hidden(f, path))
+        visible = (f for f in path.rglob("*") if "/." not in f"/{f.relative_to(path)}")
+        files = sorted(file for file in visible if file.is_file())
     else:
         files = sorted(Path(f) for f in glob.glob(pattern, recursive=True) if os.path.isfile(f))
         if not files:
             raise UserError(f"data.path: there is no file, folder or pattern '{config.path}'")
     if not files:
         raise UserError(f"data.path: the folder '{config.path}' has no file")
-    if config.field and not any(_kind(file) in _IN_ROWS for file in files):
+    if config.field and not any(_kind(file) in _ROW_READERS for file in files):
         raise UserError(f"data.field: '{config.field}' applies to rows: .jsonl and .parquet files")
     return files
 
@@ -60,10 +52,8 @@ def read_documents(files: list[Path], field: str | None) -> Iterator[Document]:
     """Yield documents: a file of plain text is one, a row of .jsonl or .parquet is one."""
     for file in files:
         try:
-            if _kind(file) == ".jsonl":
-                yield from ([text] for text in _read_json_rows(file, field or "text"))
-            elif _kind(file) == ".parquet":
-                yield from ([text] for text in _read_parquet_rows(file, field or "text"))
+            if read_rows := _ROW_READERS.get(_kind(file)):
+                yield from ([text] for text in read_rows(file, field or "text"))
             else:
                 yield _read_plain(file)
         except _DAMAGED as error:
@@ -76,38 +66,32 @@ def _kind(file: Path) -> str:
     return name.suffix.lower()
 
 
-@contextmanager
-def _open(file: Path) -> Iterator[Any]:
+def _open(file: Path) -> Any:
+    """Open a file to read, decompressing it."""
     if file.suffix.lower() == ".gz":
-        with gzip.open(file, "rb") as decompressed:
-            yield decompressed
-    elif file.suffix.lower() == ".zst":
+        return gzip.open(file, "rb")
+    if file.suffix.lower() == ".zst":
         import pyarrow
 
-        with pyarrow.CompressedInputStream(file.open("rb"), "zstd") as decompressed:
-            yield decompressed
-    else:
-        with file.open("rb") as plain:
-            yield plain
+        return pyarrow.CompressedInputStream(file.open("rb"), "zstd")
+    return file.open("rb")
 
 
 def _read_plain(file: Path) -> Iterator[bytes]:
     """Yield the text of a file, which must be UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    start = 0  # position in the file of what the decoder holds
+    read = held = 0  # bytes read, and the last of them, which the decoder holds
     try:
         with _open(file) as stream:
             while piece := stream.read(_PIECE):
                 if (zero := piece.find(b"\0")) >= 0:
-                    at = start + len(decoder.getstate()[0]) + zero
-                    raise UserError(f"data.path: '{file}' is not text: byte {at} is 0")
-                held = len(decoder.getstate()[0])
+                    raise UserError(f"data.path: '{file}' is not text: byte {read + zero} is 0")
                 decoder.decode(piece)
-                start += held + len(piece) - len(decoder.getstate()[0])
+                read, held = read + len(piece), len(decoder.getstate()[0])
                 yield piece
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        at = start + error.start
+        at = read - held + error.start
         raise UserError(f"data.path: '{file}' is not UTF-8 text (byte {at})") from None
     except _DAMAGED as error:
         raise _read_error(file, error) from None
@@ -169,6 +153,9 @@ def _read_parquet_rows(file: Path, field: str) -> Iterator[bytes]:
         raise UserError(f"data.path: '{field}' is not UTF-8 text in '{file}'") from None
 
 
+_ROW_READERS = {".jsonl": _read_json_rows, ".parquet": _read_parquet_rows}
+
+
 def _field_error(field: str, place: str, fields: dict[Any, Any]) -> UserError:
     if field in fields:
         return UserError(f"data.field: '{field}' is not text in {place}")
@@ -196,5 +183,7 @@ def _stdlib_files() -> list[Path]:
     return sorted(files)
 
 
-def _is_hidden(file: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(root).parts)
+def describe_source(config: DataConfig) -> str:
+    """Return the key and value that name the text, as the user typed them."""
+    key = next((key for key in ("path", "files", "name") if getattr(config, key)), "source")
+    return f"data.{key}: '{getattr(config, key)}'"

@@ -6,7 +6,7 @@ count the same bytes of a corpus.
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -176,10 +176,6 @@ class BpeTokenizer(SubwordTokenizer):
         )
         super().__init__(encoding)
 
-    @classmethod
-    def of(cls, texts: Iterable[bytes], size: int, progress: Callable[[int], object]) -> Self:
-        return cls(bpe.learn_tokens((text.decode("utf-8") for text in texts), size - 1, progress))
-
     def describe(self) -> dict[str, object]:
         merged = [base64.b64encode(token).decode() for token in self.tokens[256:]]
         return {"name": "bpe", "merged": merged}
@@ -229,5 +225,4 @@ def load_tokenizer(description: object) -> Tokenizer:
 
 def smallest_dtype(vocabulary: int) -> np.dtype:
     """Return the smallest unsigned type that holds every id."""
-    fitting = (t for t in (np.uint8, np.uint16, np.uint32) if vocabulary - 1 <= np.iinfo(t).max)
-    return np.dtype(next(fitting))
+    return np.min_scalar_type(vocabulary - 1)

@@ -125,10 +125,8 @@ class Run:
     @contextmanager
     def hold_lease(self, observer: LeaseObserver | None = None) -> Iterator[Lease]:
         """Hold the run's lease; raise AlreadyRunning if another process does."""
-        refuse_links(self.folder)
-        refuse_links(self.checkpoints)
-        refuse_links(self.start)
-        refuse_links(self.folder / "predictions")
+        for folder in (self.folder, self.checkpoints, self.start, self.folder / "predictions"):
+            refuse_links(folder)
         with hold_lease(self.folder, observer) as lease:
             self._archive_attempt()
             yield lease
@@ -280,9 +278,7 @@ def _code_state() -> dict[str, Any] | None:
         return completed.stdout.decode("utf-8", "replace")
 
     try:
-        diff = redact(
-            git("diff", "HEAD", "--", "qkablate", "conf")
-        )  # a key may have been typed there
+        diff = redact(git("diff", "HEAD", "--", "qkablate", "conf"))  # it may hold a key
         return {"commit": git("rev-parse", "HEAD").strip(), "diff": diff[:1_000_000]}
     except (OSError, subprocess.SubprocessError):
         return None

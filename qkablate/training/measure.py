@@ -75,12 +75,8 @@ def check_memory(params: Sequence[int], device: str) -> None:
 
 def make_training_step(config: Config, vocabulary: int) -> Callable[[], None]:
     """Return a function that runs one step of a resolved config on random tokens."""
-    model = (
-        build_empty_model(config, vocabulary)
-        .to_empty(device="cpu")
-        .init_(config.seeds.init)
-        .to(config.device)
-    )
+    model = build_empty_model(config, vocabulary).to_empty(device="cpu")
+    model = model.init_(config.seeds.init).to(config.device)
     optimizer = make_optimizer(model, config)
     shape = (config.train.batch_size, config.model.context + 1)
     tokens_BT = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))

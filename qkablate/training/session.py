@@ -79,9 +79,9 @@ def train_run(
     with plan.run.hold_lease(observer) as lease:
         if rerun:
             plan.run.restart()
-        known = plan.run.result
-        if known is not None and (known["status"] != "failed" or not retry):
-            return Outcome(known, trained=False)
+        existing = plan.run.result
+        if existing is not None and (existing["status"] != "failed" or not retry):
+            return Outcome(existing, trained=False)
         signals = Signals()
         with signals.listen(), hardware.preserve_process_state():
             trained = _train_session(plan, signals, lease, packed, ranks)

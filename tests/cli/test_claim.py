@@ -146,15 +146,15 @@ def test_user_claim_is_trained_to_a_verdict(claim, qkablate, tmp_path, write):
     done = claim("show")
     assert (done.code, done.err) == (0, "")
     assert "\nSUPPORTED\n" in done.out
-    said = json.loads(claim("show", "--json").out, parse_constant=pytest.fail)
-    assert (said["verdict"], said["seeds"], said["exploratory"]) == ("SUPPORTED", 2, [])
-    assert said["hash"] == content["hash"]
+    output = json.loads(claim("show", "--json").out, parse_constant=pytest.fail)
+    assert (output["verdict"], output["seeds"], output["exploratory"]) == ("SUPPORTED", 2, [])
+    assert output["hash"] == content["hash"]
     losses = {
         (r["seed"], r["label"].partition("-")[0]): r["loss"]["test"]
         for r in map(_result, tmp_path.glob("outputs/runs/*/result.json"))
     }
     gaps = [losses[seed, "no_q"] - losses[seed, "standard"] for seed in sorted(seeds)]
-    assert sorted(said["parts"][0]["values"]) == pytest.approx(sorted(gaps))
+    assert sorted(output["parts"][0]["values"]) == pytest.approx(sorted(gaps))
 
     # The same again trains nothing and writes nothing of the claim anew.
     times = {p: p.stat().st_mtime_ns for p in tmp_path.glob("outputs/runs/*/result.json")}
@@ -179,8 +179,8 @@ def test_margin_that_is_edited_after_the_runs_is_exploratory(claim, pretended, w
     assert "SUPPORTED (exploratory)" in done.out
     assert "edited after the runs of " in done.out
     assert "parts.within.margin: 3.0 → 2.0" in done.out
-    said = json.loads(claim("show", "--json").out)
-    assert any("3.0 → 2.0" in reason for reason in said["exploratory"])
+    output = json.loads(claim("show", "--json").out)
+    assert any("3.0 → 2.0" in reason for reason in output["exploratory"])
     # Its own runs have other seeds, and it stays what it is.
     before = {*pretended.trained}
     done = claim("run")
@@ -341,9 +341,9 @@ def test_looks_continue_until_conclusive(claim, pretended, write):
     assert done.code == 0, done.err
     assert len(pretended.trained) == 12
     assert "\nUNDERPOWERED\n" in done.out
-    said = json.loads(claim("show", "--json").out)
-    assert (said["seeds"], said["declared_seeds"], said["exploratory"]) == (6, [3, 4, 6], [])
-    assert 0 < said["alpha"] < 0.05
+    output = json.loads(claim("show", "--json").out)
+    assert (output["seeds"], output["declared_seeds"], output["exploratory"]) == (6, [3, 4, 6], [])
+    assert 0 < output["alpha"] < 0.05
 
 
 @pytest.mark.slow
@@ -352,8 +352,8 @@ def test_unfinished_look_is_the_last(claim, pretended, write):
     hard = pretended.by_gap(0.01, 0.1)
     pretended.outcome = lambda run: None if run.place == 3 else hard(run)
     assert claim("run").code == 1
-    said = json.loads(claim("show", "--json").out)
-    assert (said["verdict"], said["seeds"]) == ("INCOMPLETE", 4)
+    output = json.loads(claim("show", "--json").out)
+    assert (output["verdict"], output["seeds"]) == ("INCOMPLETE", 4)
 
 
 def test_refuted_and_underpowered_are_verdicts_too(claim, pretended, write):
@@ -403,10 +403,10 @@ def test_list_has_every_claim_and_says_which_cannot_be_tested(qkablate):
         assert found.says[:20] in rows[name]
         if found.untestable:
             assert f"\n{name}: {found.untestable}\n" in done.out
-    said = json.loads(qkablate("claim", "list", "--json").out)
-    assert [row["claim"] for row in said] == claim_names()
-    assert all(row["source"] and row["verdicts"] == [] for row in said)
-    assert {row["claim"] for row in said if row["untestable"]} >= {"encoder_decoder"}
+    output = json.loads(qkablate("claim", "list", "--json").out)
+    assert [row["claim"] for row in output] == claim_names()
+    assert all(row["source"] and row["verdicts"] == [] for row in output)
+    assert {row["claim"] for row in output if row["untestable"]} >= {"encoder_decoder"}
     for words in proposed_commands(done):
         assert words[:3] == ["qkablate", "claim", "run"]
 
@@ -415,11 +415,11 @@ def test_list_has_every_claim_and_says_which_cannot_be_tested(qkablate):
 def test_list_has_the_verdicts(qkablate, claim, pretended, tmp_path):
     assert claim("run").code == 0
     out = f"out={tmp_path / 'outputs'}"
-    said = {r["claim"]: r for r in json.loads(qkablate("claim", "list", out, "--json").out)}
-    (own,) = said["mine"]["verdicts"]
+    output = {r["claim"]: r for r in json.loads(qkablate("claim", "list", out, "--json").out)}
+    (own,) = output["mine"]["verdicts"]
     assert own.startswith("SUPPORTED ! (small, model.layers=2")  # no rate was tuned
     assert own.endswith(", n = 2)")
-    assert said["one_head"]["verdicts"] == []
+    assert output["one_head"]["verdicts"] == []
     assert own in qkablate("claim", "list", out).out
     assert "SUPPORTED" not in qkablate("claim", "list", "out=elsewhere").out
     assert claim("run", "--more", "1").code == 0
@@ -449,6 +449,8 @@ MISTAKES = [
     (["show", "nowhere.yaml"], "'nowhere.yaml': No such file or directory"),
     (["run", "one_head", "gpu"], "'gpu' is not key=value"),
     (["run", "one_head", "=3"], "'=3' is not key=value"),
+    (["show", "one_head", "workers=99999"], "workers: 99999 is not auto, or a number from 1"),
+    (["show", "one_head", "variant.norm=foo"], "variant.norm: 'foo' is not one of none, qk"),
     (["show", "one_head", "scale=smal"], "scale: 'smal' is not one of small, gpu"),
     (["run", "one_head", "seed=3"], "grid: seed is set by the claim itself"),
     (["run", "one_head", "control=flops"], "grid: control is set by the claim itself"),
@@ -478,6 +480,12 @@ MISTAKES = [
 def test_mistakes(qkablate, pretended, tmp_path, words, line):
     assert_refused(qkablate("claim", *words), line)
     assert registered(tmp_path) == []
+
+
+@pytest.mark.parametrize("key", ["model.d_model", "optim.lr", "workers", "tracking.log_every"])
+def test_number_of_400_digits_is_rejected(qkablate, key):
+    done = qkablate("claim", "show", "one_head", f"{key}={'9' * 400}")
+    assert_refused(done, f"{key}: a number of 400 digits is not")
 
 
 @pytest.mark.parametrize("action", ["run", "show"])

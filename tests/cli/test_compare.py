@@ -52,27 +52,27 @@ def test_help(qkablate):
 @pytest.mark.slow
 def test_pair(qkablate, runs):
     standard, _, no_q = runs
-    said = compared(qkablate, no_q.name, standard.name)
-    assert said["runs"] == [no_q.name, standard.name]
-    assert said["status"] == ["done", "done"]
-    assert said["paired"] is True
+    output = compared(qkablate, no_q.name, standard.name)
+    assert output["runs"] == [no_q.name, standard.name]
+    assert output["status"] == ["done", "done"]
+    assert output["paired"] is True
     losses = [result(folder)["loss"] for folder in (no_q, standard)]
     for split in ("train", "val", "test"):
-        assert said["loss"][split] == [one[split] for one in losses]
+        assert output["loss"][split] == [one[split] for one in losses]
         if losses[0][split] is not None:
             gap = losses[0][split] - losses[1][split]
-            assert said["gap"][split] == pytest.approx(gap)
-    assert said["params"] == [result(folder)["params"]["total"] for folder in (no_q, standard)]
-    assert said["params"][0] < said["params"][1]
-    assert said["differ"]["variant.name"] == ["no_q", "standard"]
-    assert not any(key.startswith(("seed", "train", "model", "data")) for key in said["differ"])
-    assert said["unlike"] == {}
-    readings = {row["tokens"]: row["gap"] for row in said["val_gap"]}
+            assert output["gap"][split] == pytest.approx(gap)
+    assert output["params"] == [result(folder)["params"]["total"] for folder in (no_q, standard)]
+    assert output["params"][0] < output["params"][1]
+    assert output["differ"]["variant.name"] == ["no_q", "standard"]
+    assert not any(key.startswith(("seed", "train", "model", "data")) for key in output["differ"])
+    assert output["unlike"] == {}
+    readings = {row["tokens"]: row["gap"] for row in output["val_gap"]}
     assert list(readings) == sorted(readings)
-    assert readings[12 * 2 * 16] == pytest.approx(said["gap"]["val"], abs=1e-6)
+    assert readings[12 * 2 * 16] == pytest.approx(output["gap"]["val"], abs=1e-6)
     # The other way round it has the other sign.
     back = compared(qkablate, standard.name, no_q.name)
-    assert back["gap"]["val"] == -said["gap"]["val"]
+    assert back["gap"]["val"] == -output["gap"]["val"]
 
 
 def test_pair_as_a_table(qkablate, runs):
@@ -92,9 +92,9 @@ def test_pair_as_a_table(qkablate, runs):
 
 def test_runs_with_other_seeds_are_not_a_pair(qkablate, runs):
     standard, other, no_q = runs
-    said = compared(qkablate, standard.name, other.name)
-    assert said["paired"] is False
-    assert said["differ"]["seed"] == [0, 1]
+    output = compared(qkablate, standard.name, other.name)
+    assert output["paired"] is False
+    assert output["differ"]["seed"] == [0, 1]
     done = qkablate("compare", standard.name, other.name)
     assert "not a pair: their seeds or data differ" in done.out
     assert compared(qkablate, no_q.name, other.name)["paired"] is False
@@ -104,9 +104,9 @@ def test_runs_on_other_data_are_not_a_pair(qkablate, outputs, runs):
     standard, _, no_q = runs
     other = result(no_q) | {"data_fingerprint": "another"}
     (no_q / "result.json").write_text(json.dumps(other))
-    said = compared(qkablate, no_q.name, standard.name)
-    assert said["paired"] is False
-    assert said["unlike"]["data_fingerprint"][0] == "another"
+    output = compared(qkablate, no_q.name, standard.name)
+    assert output["paired"] is False
+    assert output["unlike"]["data_fingerprint"][0] == "another"
     assert (
         "and in          data_fingerprint: another"
         in qkablate("compare", "no_q", standard.name).out
@@ -114,10 +114,10 @@ def test_runs_on_other_data_are_not_a_pair(qkablate, outputs, runs):
 
 
 def test_run_compared_with_itself_does_not_differ(qkablate, runs):
-    said = compared(qkablate, runs[0].name, runs[0])
-    assert said["differ"] == said["unlike"] == {}
-    assert said["gap"]["test"] == 0
-    assert said["paired"] is True
+    output = compared(qkablate, runs[0].name, runs[0])
+    assert output["differ"] == output["unlike"] == {}
+    assert output["gap"]["test"] == 0
+    assert output["paired"] is True
     assert qkablate("compare", runs[0].name, runs[0].name).code == 0
 
 
@@ -143,18 +143,18 @@ def test_incomplete_run_is_shown_as_far_as_possible(qkablate, runs, how):
     else:
         name = "metrics.jsonl" if how == "no metrics" else "environment.json"
         (one / name).unlink()
-    said = compared(qkablate, one.name, other.name)
+    output = compared(qkablate, one.name, other.name)
     done = qkablate("compare", one.name, other.name)
     assert (done.code, done.err) == (0, "")
     if "result" in how:
-        assert said["status"] == ["no result", "done"]
-        assert said["gap"] == {}
-        assert said["loss"]["val"][0] is None
+        assert output["status"] == ["no result", "done"]
+        assert output["gap"] == {}
+        assert output["loss"]["val"][0] is None
         assert "no result" in done.out
         assert "+" not in next(row for row in done.out.splitlines() if row.startswith("val loss"))
     else:
-        assert said["status"] == ["done", "done"]
-        assert "val" in said["gap"]
+        assert output["status"] == ["done", "done"]
+        assert "val" in output["gap"]
 
 
 def test_run_that_diverged_has_no_gap(qkablate, runs):
@@ -162,9 +162,9 @@ def test_run_that_diverged_has_no_gap(qkablate, runs):
     nothing = {"train": None, "val": None, "test": None}
     diverged = result(one) | {"status": "diverged", "diverged_at": 3, "loss": nothing}
     (one / "result.json").write_text(json.dumps(diverged))
-    said = compared(qkablate, one.name, other.name)
-    assert said["status"] == ["diverged", "done"]
-    assert said["gap"] == {}
+    output = compared(qkablate, one.name, other.name)
+    assert output["status"] == ["diverged", "done"]
+    assert output["gap"] == {}
     assert qkablate("compare", one.name, other.name).code == 0
 
 

@@ -206,9 +206,12 @@ def test_variants_lists_the_catalogue(qkablate):
     assert all(row["equation"] and row["source"] for row in as_json)
 
 
-def test_variants_takes_no_key(qkablate):
+def test_variants_takes_no_arguments(qkablate):
     done = qkablate("variants", "standard")
-    assert (done.code, done.err) == (2, "qkablate: 'standard': `qkablate variants` takes no arguments\n")
+    assert (done.code, done.err) == (
+        2,
+        "qkablate: 'standard': `qkablate variants` takes no arguments\n",
+    )
 
 
 @pytest.mark.parametrize("verb", ["variants", "cost", "verify"])

@@ -131,7 +131,7 @@ def test_layers_without_a_matrix_give_the_reason(train, qkablate, tmp_path, word
     done = qkablate("inspect", str(run), f"data.cache={tmp_path / 'cache'}")
     assert (done.code, done.err) == (0, "")
     expected = {
-        "variant=static_scores": "B_h, the scores of a head: no matrix, for the scores",
+        "variant=static_scores": "B_h, the scores of a head: no matrix: the scores do not depend",
         "variant=qk_norm": "B_h, the scores of a head (the queries or keys are normalized, so the",
         "variant=standard": "B_h, the scores of a head (with rope, B_h is different at every dis",
     }
@@ -266,7 +266,7 @@ def test_chart_of_one_head_names_its_tokens(inspect, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["-o", "x.svg"], "-o needs --text"),
         (["--text", "cat", "-o", "x.gif"], "-o: 'x.gif' does not end in .svg or .png"),
@@ -275,10 +275,10 @@ def test_chart_of_one_head_names_its_tokens(inspect, tmp_path):
         (["--text", "cat", "-o", "x.svg", "--layer", "0"], "-o draws all heads or one"),
     ],
 )
-def test_impossible_chart_is_rejected_before_any_work(inspect, words, said, tmp_path):
+def test_impossible_chart_is_rejected_before_any_work(inspect, words, message, tmp_path):
     done = inspect(*words)
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"qkablate: {said}")
+    assert done.err.startswith(f"qkablate: {message}")
     assert done.err.count("\n") == 1
     assert not [*tmp_path.glob("*svg")]
 

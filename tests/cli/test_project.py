@@ -82,8 +82,8 @@ def test_every_signal_is_in_the_exit_codes(qkablate, verb):
 def test_gap_is_split_in_two(qkablate, outputs):
     """Every number is one of a run's files, and what is there is not trained again."""
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=8"]
-    said = projected(qkablate, *words)
-    (one,) = said["runs"]
+    output = projected(qkablate, *words)
+    (one,) = output["runs"]
     folders = {key: outputs / "runs" / name for key, name in one["folders"].items()}
     assert folders["scratch"].name.startswith("no_q-d16-h2-s0-")
     assert folders["continued"].name.startswith("finetuned-standard-d16-h2-s0-")
@@ -98,12 +98,12 @@ def test_gap_is_split_in_two(qkablate, outputs):
     assert one["gap"]["at_once"]["val"] > 0
     assert [layer["layer"] for layer in one["layers"]] == [0, 1]
     assert all(0 < layer["qk_scores"] < 1 and layer["ov_output"] < 1e-6 for layer in one["layers"])
-    assert (said["n"], said["steps"], said["lr"]) == (1, 8, 3e-4)
+    assert (output["n"], output["steps"], output["lr"]) == (1, 8, 3e-4)
     config = read_config(folders["projected"])
     assert (config["train"]["steps"], config["optim"]["warmup"], config["seed"]) == (8, 0, 0)
     assert config["init_from"]["step"] == 30
     before = trees(outputs, "*")
-    assert projected(qkablate, *words) == said
+    assert projected(qkablate, *words) == output
     assert trees(outputs, "*") == before
 
 
@@ -117,8 +117,8 @@ def test_continued_parent_is_trained_once(qkablate, outputs):
 
 @pytest.mark.slow
 def test_projection_onto_a_larger_form_has_no_gap_at_once(qkablate, outputs):
-    said = projected(qkablate, "standard-d16-h2-s0", "variant=merged_w", "finetune.steps=2")
-    (one,) = said["runs"]
+    output = projected(qkablate, "standard-d16-h2-s0", "variant=merged_w", "finetune.steps=2")
+    (one,) = output["runs"]
     assert abs(one["gap"]["at_once"]["val"]) < 1e-5
     assert max(layer["qk"] for layer in one["layers"]) < 1e-6
     own = projected(qkablate, "standard-d16-h2-s0", "variant=standard", "finetune.steps=2")["runs"][
@@ -147,12 +147,12 @@ def test_command_of_a_missing_run_from_scratch_is_printed(qkablate, outputs):
 @pytest.mark.slow
 def test_several_seeds_have_an_interval(qkablate, outputs):
     words = ["standard-d16-h2-s0", "standard-d16-h2-s1", "variant=no_q", "finetune.steps=2"]
-    said = projected(qkablate, *words)
-    gaps = [one["gap"]["finetuned"]["test"] for one in said["runs"]]
-    found = said["mean"]["finetuned"]["test"]
+    output = projected(qkablate, *words)
+    gaps = [one["gap"]["finetuned"]["test"] for one in output["runs"]]
+    found = output["mean"]["finetuned"]["test"]
     assert (found["n"], found["mean"]) == (2, pytest.approx(sum(gaps) / 2))
     assert found["interval"][0] < found["mean"] < found["interval"][1]
-    assert said["mean"]["training"]["test"]["n"] == 1  # of one seed there is none from scratch
+    assert output["mean"]["training"]["test"]["n"] == 1  # of one seed there is none from scratch
     done = qkablate("project", *words)
     assert "no interval; pass several RUNs" not in done.out
     assert "seed=1" in done.out.splitlines()[-1]
@@ -242,9 +242,7 @@ def test_machine_settings_of_the_parents_folder_are_ignored(qkablate, outputs, t
 
 
 @pytest.mark.slow
-def test_unprepared_text_is_read_only_from_the_users_path(
-    qkablate, outputs, trained, tmp_path
-):
+def test_unprepared_text_is_read_only_from_the_users_path(qkablate, outputs, trained, tmp_path):
     shutil.rmtree(tmp_path / "home" / ".cache")
     text = trained.parent / "corpus.txt"
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2"]
@@ -259,9 +257,9 @@ def test_unprepared_text_is_read_only_from_the_users_path(
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "was trained on other data" in done.err
     assert not [*(outputs / "runs").glob("finetuned-*")]
-    said = projected(qkablate, *words, f"data.path={text}", "data.cache=mine")
-    assert said["runs"][0]["gap"]["finetuned"]["val"] is not None
-    assert projected(qkablate, *words, "data.cache=mine")["runs"] == said["runs"]
+    output = projected(qkablate, *words, f"data.path={text}", "data.cache=mine")
+    assert output["runs"][0]["gap"]["finetuned"]["val"] is not None
+    assert projected(qkablate, *words, "data.cache=mine")["runs"] == output["runs"]
 
 
 @pytest.mark.slow
@@ -370,11 +368,13 @@ def test_completion(qkablate, monkeypatch, outputs, shell):
 @pytest.mark.slow
 def test_damaged_projection_losses_are_computed_again(qkablate, outputs):
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2"]
-    said = projected(qkablate, *words)["runs"][0]
-    kept = outputs / "runs" / said["folders"]["projected"] / "start" / "projection_losses.json"
-    assert json.loads(kept.read_text())[1]["qk"] == said["layers"][1]["qk"]
+    output = projected(qkablate, *words)["runs"][0]
+    kept = outputs / "runs" / output["folders"]["projected"] / "start" / "projection_losses.json"
+    assert json.loads(kept.read_text())[1]["qk"] == output["layers"][1]["qk"]
     for content in ("[]", "{", "[1, 2]", '[{"qk": 0}, {}]', "null", "[" * 10_000):
         kept.write_text(content)
         again = projected(qkablate, *words)["runs"][0]["layers"]
-        assert [own["heads"] for own in again] == [own["heads"] for own in said["layers"]]
-        assert [own["qk"] for own in again] == pytest.approx([own["qk"] for own in said["layers"]])
+        assert [own["heads"] for own in again] == [own["heads"] for own in output["layers"]]
+        assert [own["qk"] for own in again] == pytest.approx(
+            [own["qk"] for own in output["layers"]]
+        )

@@ -376,11 +376,11 @@ def test_unfinished_sweep_reports_what_is_missing(text, run_of, sweep):
     with hold_lease(run_of("no_q", 3)):
         told = text()
     assert chapters(told) == [sweep.name]
-    said = next(line for line in told.splitlines() if line.startswith("15 runs: "))
+    output = next(line for line in told.splitlines() if line.startswith("15 runs: "))
     for count in ("11 done", "2 waiting", "1 running", "1 interrupted"):
-        assert count in said
+        assert count in output
     assert "11 of 15 runs have ended" in told
-    assert "4 without a result yet" in said
+    assert "4 without a result yet" in output
 
 
 def test_sweep_without_any_result_makes_a_report(text, outputs):
@@ -400,10 +400,10 @@ def test_failed_and_diverged_runs_are_named(text, run_of):
     rows = {line.split("|")[1].strip(): line for line in told.splitlines() if "|" in line}
     assert "failed: ValueError: no" in rows[failed.name]
     assert "diverged: not finite at step 3" in rows[diverged.name]
-    said = next(line for line in told.splitlines() if line.startswith("15 runs: "))
-    assert "13 done" in said
-    assert "1 failed" in said
-    assert "1 diverged" in said
+    output = next(line for line in told.splitlines() if line.startswith("15 runs: "))
+    assert "13 done" in output
+    assert "1 failed" in output
+    assert "1 diverged" in output
 
 
 def test_reason_of_several_lines_stays_in_its_row(text, run_of):
@@ -605,7 +605,10 @@ MISTAKES = [
     (["no_q"], "'no_q' matches 7 runs"),
     (["out=nowhere"], "there is no sweep in 'nowhere/sweeps'"),
     (["small", "out=nowhere"], "there is no sweep, claim or run 'small' in 'nowhere'"),
-    (["--margin", "some"], "--margin: 'some' is not a number of nats above 0, such as 0.01"),
+    (
+        ["--margin", "some"],
+        "--margin: 'some' is not a number of nats above 0 and below 100, such as 0.01",
+    ),
     (["--margin", "0"], "--margin: '0' is not a number of nats above 0"),
     (["--margin", "-0.01"], "--margin: '-0.01' is not a number of nats above 0"),
     (["--margin", "nan"], "--margin: 'nan' is not a number of nats above 0"),

@@ -76,14 +76,14 @@ def test_table_has_every_arm_every_run_and_every_gap(qkablate, sweep):
 def test_json_is_complete(qkablate, sweep):
     done = qkablate("results", "--format", "json")
     assert (done.code, done.err) == (0, "")
-    said = json.loads(done.out, parse_constant=pytest.fail)
-    assert said["sweep"] == sweep.name
-    assert said["complete"] is True
-    assert {arm["arm"] for arm in said["arms"]} == {
+    output = json.loads(done.out, parse_constant=pytest.fail)
+    assert output["sweep"] == sweep.name
+    assert output["complete"] is True
+    assert {arm["arm"] for arm in output["arms"]} == {
         *("standard-d16-h2", "no_q-d16-h2", "shared_qk-d16-h2")
     }
-    assert all(len(arm["runs"]) == arm["n"] == 5 for arm in said["arms"])
-    gaps = {gap["arm"]: gap for gap in said["gaps"]}
+    assert all(len(arm["runs"]) == arm["n"] == 5 for arm in output["arms"])
+    gaps = {gap["arm"]: gap for gap in output["gaps"]}
     assert len(gaps) == 2
     for name, gap in gaps.items():
         true = GAPS[name.partition("-")[0]]
@@ -207,9 +207,9 @@ def test_unfinished_sweep_is_shown_as_far_as_possible(qkablate, outputs, sweep):
     assert proposed_commands(done)[0] == manifest["command"]
     for form in ("json", "csv", "md"):
         assert qkablate("results", "--format", form).code == 1
-    said = json.loads(qkablate("results", "--format", "json").out)
-    assert said["complete"] is False
-    (gap,) = [gap for gap in said["gaps"] if gap["arm"].startswith("no_q")]
+    output = json.loads(qkablate("results", "--format", "json").out)
+    assert output["complete"] is False
+    (gap,) = [gap for gap in output["gaps"] if gap["arm"].startswith("no_q")]
     assert gap["n"] == 3
     assert len(gap["unpaired"]) == 2
 
@@ -220,8 +220,8 @@ def test_sweep_without_any_result_is_shown(qkablate, outputs):
     for form in ("table", "json", "csv", "md"):
         done = qkablate("results", "--format", form, "--margin", "0.01")
         assert (done.code, done.err) == (1, ""), form
-    said = json.loads(qkablate("results", "--format", "json").out, parse_constant=pytest.fail)
-    assert all(gap["n"] == 0 and gap["mean"] is None for gap in said["gaps"])
+    output = json.loads(qkablate("results", "--format", "json").out, parse_constant=pytest.fail)
+    assert all(gap["n"] == 0 and gap["mean"] is None for gap in output["gaps"])
 
 
 def test_retry_of_failed_runs_is_proposed(qkablate, outputs):
@@ -257,8 +257,8 @@ def times(qkablate, tmp_path):
 
 
 def test_times_add_the_front_of_time(qkablate, sweep, times):
-    said = json.loads(qkablate("results", "--times", str(times), "--format", "json").out)
-    (front,) = [one for one in said["fronts"] if one["cost"] == "ms per step"]
+    output = json.loads(qkablate("results", "--times", str(times), "--format", "json").out)
+    (front,) = [one for one in output["fronts"] if one["cost"] == "ms per step"]
     by_arm = {row["arm"]: row for row in front["arms"]}
     assert {arm: row["cost"] for arm, row in by_arm.items()} == {
         "standard-d16-h2": 1.0,
@@ -307,7 +307,10 @@ MISTAKES = [
     (["--margin", "nan"], "--margin: 'nan' is not a number of nats above 0"),
     (["--margin", "inf"], "--margin: 'inf' is not a number of nats above 0"),
     (["--margin", "1e-2 nats"], "--margin: '1e-2 nats' is not a number"),
-    (["--margin", "some"], "--margin: 'some' is not a number of nats above 0, such as 0.01"),
+    (
+        ["--margin", "some"],
+        "--margin: 'some' is not a number of nats above 0 and below 100, such as 0.01",
+    ),
     (["--margin"], "--margin: a value is missing"),
     (["--times"], "--times: a value is missing"),
     (["~nobody-of-this-name"], "there is no sweep '~nobody-of-this-name'"),

@@ -53,15 +53,15 @@ def test_state_of_the_sweep_is_printed(qkablate, sweep):
 def test_json(qkablate, sweep):
     done = qkablate("status", "--json")
     assert done.code == 0
-    said = json.loads(done.out)
-    assert said["sweep"] == sweep.name
-    assert Path(said["folder"]).resolve() == sweep.resolve()
-    assert (said["runs"], said["done"], said["seconds_left"]) == (4, 4, 0.0)
+    output = json.loads(done.out)
+    assert output["sweep"] == sweep.name
+    assert Path(output["folder"]).resolve() == sweep.resolve()
+    assert (output["runs"], output["done"], output["seconds_left"]) == (4, 4, 0.0)
     for status in ("running", "waiting", "interrupted", "diverged", "failed"):
-        assert said.get(status, 0) == 0
+        assert output.get(status, 0) == 0
     manifest = json.loads((sweep / "manifest.json").read_text())
-    assert [state["id"] for state in said["states"]] == [run["id"] for run in manifest["runs"]]
-    for state in said["states"]:
+    assert [state["id"] for state in output["states"]] == [run["id"] for run in manifest["runs"]]
+    for state in output["states"]:
         assert list(state) == list(COLUMNS)
         assert state["status"] == "done"
         result = json.loads(Path(state["folder"], "result.json").read_text())
@@ -161,10 +161,10 @@ def test_deleted_runs_are_waiting(qkablate, outputs, sweep):
     command = json.loads((sweep / "manifest.json").read_text())["command"]
     assert done.out.rstrip().splitlines()[-2].startswith("  qkablate sweep ")
     assert all(word in done.out for word in command)
-    said = json.loads(qkablate("status", "--json").out)
-    assert (said["runs"], said["done"], said["waiting"]) == (4, 2, 2)
-    assert said["seconds_left"] is None  # nobody is at work
-    states = {Path(state["folder"]).name: state["status"] for state in said["states"]}
+    output = json.loads(qkablate("status", "--json").out)
+    assert (output["runs"], output["done"], output["waiting"]) == (4, 2, 2)
+    assert output["seconds_left"] is None  # nobody is at work
+    states = {Path(state["folder"]).name: state["status"] for state in output["states"]}
     assert {name for name, status in states.items() if status == "waiting"} == {
         folder.name for folder in gone
     }
@@ -175,8 +175,8 @@ def test_deleted_runs_are_waiting(qkablate, outputs, sweep):
 def test_killed_run_is_interrupted(qkablate, outputs):
     run = next((outputs / "runs").glob("no_q-*"))
     (run / "result.json").unlink()
-    said = json.loads(qkablate("status", "--json").out)
-    assert (said["done"], said["interrupted"]) == (3, 1)
+    output = json.loads(qkablate("status", "--json").out)
+    assert (output["done"], output["interrupted"]) == (3, 1)
 
 
 @contextlib.contextmanager
@@ -193,13 +193,13 @@ def at_work(outputs):
 def test_run_trained_by_another_process_is_running(qkablate, outputs):
     with at_work(outputs):
         done = qkablate("status")
-        said = json.loads(qkablate("status", "--json").out)
+        output = json.loads(qkablate("status", "--json").out)
     assert done.code == 1
     assert "4 runs: 3 done · 1 running" in done.out
     assert "step 8/12" in done.out
     assert "loss 4.5000" in done.out
-    assert (said["done"], said["running"]) == (3, 1)
-    assert said["seconds_left"] > 0
+    assert (output["done"], output["running"]) == (3, 1)
+    assert output["seconds_left"] > 0
 
 
 def test_watch_ends_when_nothing_runs(qkablate, outputs, sweep, monkeypatch):

@@ -132,10 +132,10 @@ def test_single_run_dry_run_and_missing_run(recorded, server, qkablate, monkeypa
     assert "qkablate sync" in dry.out.splitlines()[-1]
     names = [line.split()[2] for line in dry.out.splitlines()[1:6]]
     assert sorted(names) == sorted([*IDS, IDS[1]])
-    asked = qkablate("sync")
-    assert asked.code == 2
+    done = qkablate("sync")
+    assert done.code == 2
     assert (
-        asked.err
+        done.err
         == "qkablate: sync needs a key: `wandb login`, or WANDB_API_KEY; --dry-run needs none\n"
     )
     assert server.runs == {}

@@ -24,8 +24,8 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answer)
         self.sets: dict[str, Files] = {}
         self.refused: dict[str, int] = {}  # the status that a name is answered with
-        self.files: Files = {}  # elsewhere on the server, outside all sets
-        self.asked: list[str] = []
+        self.files: Files = {}  # on the server, outside all data sets
+        self.requests: list[str] = []
 
     @property
     def address(self) -> str:
@@ -62,7 +62,7 @@ class _Answer(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         hub, path = self.server, urlsplit(self.path).path
-        hub.asked.append(f"{self.command} {unquote(path)}")
+        hub.requests.append(f"{self.command} {unquote(path)}")
         below: str | None
         if found := _API.fullmatch(path):
             name, what, revision, below = (part and unquote(part) for part in found.groups())
@@ -101,7 +101,7 @@ class _Answer(BaseHTTPRequestHandler):
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _send_file(self, content: bytes, known: dict[str, str]) -> None:
-        """All of it, or the part that is asked for."""
+        """Send all of it, or the requested range."""
         status = 200
         known = known | {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "Accept-Ranges": "bytes"}
         if part := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):

@@ -39,7 +39,7 @@ PUBLISHED = {
 
 
 @pytest.fixture
-def nobody():
+def missing_server():
     """Return the address of a missing server."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
@@ -54,13 +54,13 @@ def silent():
 
 
 @pytest.fixture(autouse=True)
-def point(tmp_path, monkeypatch, nobody):
+def point(tmp_path, monkeypatch, missing_server):
     """Give both libraries an empty HF_HOME and no Hub, or the one the test chooses.
 
     Separate processes read the environment; in this one the libraries have already read it.
     """
-    import datasets.config as of_datasets
-    import huggingface_hub.constants as of_client
+    import datasets.config as datasets_config
+    import huggingface_hub.constants as client_constants
     from huggingface_hub import HfFileSystem
 
     kept = tmp_path / "hf"
@@ -77,7 +77,7 @@ def point(tmp_path, monkeypatch, nobody):
         "HF_HUB_DISABLE_TELEMETRY": True,
         "HF_HUB_OFFLINE": False,
     }.items():
-        monkeypatch.setattr(of_client, name, value)
+        monkeypatch.setattr(client_constants, name, value)
     for name, value in {
         "HF_CACHE_HOME": str(kept),
         "HF_DATASETS_CACHE": kept / "datasets",
@@ -87,20 +87,21 @@ def point(tmp_path, monkeypatch, nobody):
         "USE_PARQUET_EXPORT": False,
         "HF_HUB_OFFLINE": False,
     }.items():
-        monkeypatch.setattr(of_datasets, name, value)
+        monkeypatch.setattr(datasets_config, name, value)
 
     def to(address):
         file = "{repo_id}/resolve/{revision}/"
         monkeypatch.setenv("HF_ENDPOINT", address)
-        monkeypatch.setattr(of_client, "ENDPOINT", address)
+        monkeypatch.setattr(client_constants, "ENDPOINT", address)
         monkeypatch.setattr(
-            of_client, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{file}{{filename}}"
+            client_constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{file}{{filename}}"
         )
-        monkeypatch.setattr(of_datasets, "HF_ENDPOINT", address)
-        monkeypatch.setattr(of_datasets, "HUB_DATASETS_URL", f"{address}/datasets/{file}{{path}}")
+        monkeypatch.setattr(datasets_config, "HF_ENDPOINT", address)
+        urls = f"{address}/datasets/{file}{{path}}"
+        monkeypatch.setattr(datasets_config, "HUB_DATASETS_URL", urls)
         HfFileSystem.clear_instance_cache()
 
-    to(nobody)
+    to(missing_server)
     return to
 
 
@@ -358,13 +359,13 @@ def test_unreadable_data_is_reported_in_one_line(tmp_path, spawn):
 # The Hub
 
 
-def test_data_set_is_downloaded_once(hub, point, nobody, kept):
+def test_data_set_is_downloaded_once(hub, point, missing_server, kept):
     hub.sets["owner/name"] = published(parts=2)
     assert_published(prepared("owner/name"))
-    assert len([line for line in hub.asked if line.startswith("GET ") and "first-" in line]) == 2
+    assert len([line for line in hub.requests if line.startswith("GET ") and "first-" in line]) == 2
     assert list(kept.rglob("*.parquet"))
     # With another tokenizer it is another corpus, and no network is needed any more.
-    point(nobody)
+    point(missing_server)
     again = prepared("owner/name", tokenizer="chars")
     assert again.tokenizer["name"] == "chars"
     assert again.tokens["test"] == len(closed(PUBLISHED["test"]))
@@ -394,7 +395,7 @@ def test_truncated_data_is_streamed_and_not_cached(hub, kept):
 def test_stream_stops_at_max_tokens(hub):
     hub.sets["owner/name"] = published(parts=4)
     prepared("owner/name", max_tokens=100, val_tokens=10, test_tokens=10)
-    parts = {line[-len("00000-of-00004.parquet") :] for line in hub.asked if "GET" in line}
+    parts = {line[-len("00000-of-00004.parquet") :] for line in hub.requests if "GET" in line}
     assert "00000-of-00004.parquet" in parts
     assert "00003-of-00004.parquet" not in parts
 
@@ -439,10 +440,10 @@ def test_unknown_name_is_reported_in_one_line(hub, status):
     assert "doesn't exist on the Hub or cannot be accessed" in line
 
 
-def test_files_are_loaded_from_a_url(hub, point, nobody):
+def test_files_are_loaded_from_a_url(hub, point, missing_server):
     """Needs the http support of fsspec."""
     pytest.importorskip("aiohttp")
-    point(nobody)
+    point(missing_server)
     text = "from anywhere\n" * 100
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
@@ -487,31 +488,31 @@ def test_max_tokens_limits_cached_data(kept):
     assert prepared("owner/name", max_tokens=100).tokens["train"] == 100
 
 
-def test_cache_of_the_library_is_used(hub, point, nobody, kept):
+def test_cache_of_the_library_is_used(hub, point, missing_server, kept):
     hub.sets["owner/TwoWords"] = published()
     online = prepared("owner/TwoWords")
     shutil.rmtree("cache")
     shutil.rmtree(kept / "hub")
-    point(nobody)
+    point(missing_server)
     assert prepared("owner/TwoWords").fingerprint == online.fingerprint
     assert_published(prepared("owner/TwoWords", max_tokens=10**6))
 
 
-def test_uncached_subset_is_refused_offline(hub, point, nobody, kept):
+def test_uncached_subset_is_refused_offline(hub, point, missing_server, kept):
     hub.sets["owner/name"] = subsets()
     prepared("owner/name", subset="small")
-    point(nobody)
+    point(missing_server)
     refused("owner/name", subset="large")
     keep(kept, "owner/name", subsets())
     assert "large" in split(prepared("owner/name", subset="large"), "train")
 
 
-def test_uncached_revision_is_refused_offline(hub, point, nobody):
+def test_uncached_revision_is_refused_offline(hub, point, missing_server):
     files = published()
     hub.sets["owner/name"] = files
     prepared("owner/name")
     shutil.rmtree("cache")
-    point(nobody)
+    point(missing_server)
     assert "HF_HOME" in refused("owner/name", revision="v1")
     assert_published(prepared("owner/name", revision=commit(files)))
 
@@ -521,17 +522,17 @@ def test_offline_mode_sends_no_request(hub, kept, monkeypatch):
     keep(kept, "owner/name", published())
     assert_published(prepared("owner/name"))
     assert "HF_HOME" in refused("owner/other")
-    assert hub.asked == []
+    assert hub.requests == []
 
 
-def test_unreachable_files_are_refused(nobody):
-    line = refused("text", files=f"{nobody}/one.txt")
+def test_unreachable_files_are_refused(missing_server):
+    line = refused("text", files=f"{missing_server}/one.txt")
     assert "HF_HOME" in line
     assert "data=stdlib" in line
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", ["nobody", "silent"])
+@pytest.mark.parametrize("server", ["missing_server", "silent"])
 def test_missing_network_is_noticed_quickly(tmp_path, spawn, monkeypatch, request, server):
     monkeypatch.setenv("HF_ENDPOINT", request.getfixturevalue(server))
     cache = tmp_path / "cache"

@@ -23,7 +23,7 @@ from qkablate.errors import UserError
 
 URL = "https://openaipublic.blob.core.windows.net"
 TEXT = "héllo the then other ∑𝄞 \r\n\n\t  12345 <|endoftext|> \u2028\x85 don't\n"
-# Each merge stands after those that it is made of.
+# Each merge comes after those that it is made of.
 MERGES = [b"th", b"the", b" t", b" the", b"en", b"er", b"\xc3\xa9", b"ll"]
 NAMES = ["gpt2", "cl100k_base", "o200k_base"]
 
@@ -46,7 +46,7 @@ def cache(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with socket.socket() as bound:  # nobody listens
+    with socket.socket() as bound:  # nothing listens
         bound.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{bound.getsockname()[1]}"
         monkeypatch.setattr(network, "TOKEN_FILES_URL", nowhere)
@@ -183,7 +183,7 @@ def test_missing_files_are_reported_in_one_line(tmp_path, cache, name):
 
 def test_cached_files_need_no_network(cache, monkeypatch):
     put(cache, files("cl100k_base"))
-    monkeypatch.setattr(network, "is_reachable", lambda *_: pytest.fail("it was asked"))
+    monkeypatch.setattr(network, "is_reachable", lambda *_: pytest.fail("a request was sent"))
     assert tokenizers.load_tokenizer({"name": "cl100k_base"}).vocabulary > 256
 
 

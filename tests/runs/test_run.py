@@ -73,13 +73,13 @@ def test_the_id_is_stable():
     assert label(Config()) == "standard-d128-h4-s0"
 
 
-def test_one_owner(tmp_path):
+def test_one_process_trains_a_run(tmp_path):
     run = Run(tmp_path, "label", "id")
     assert not run.is_leased
-    own = f"process {os.getpid()} on"
+    holder = f"process {os.getpid()} on"
     with (
         run.hold_lease(),
-        pytest.raises(AlreadyRunning, match=own),
+        pytest.raises(AlreadyRunning, match=holder),
         Run(tmp_path, "label", "id").hold_lease(),
     ):
         pass
@@ -88,7 +88,7 @@ def test_one_owner(tmp_path):
         assert run.is_leased
 
 
-def test_a_killed_owner_leaves_the_run_free(tmp_path):
+def test_killed_process_frees_the_run(tmp_path):
     code = (
         "import sys, time; from qkablate.runs.run import Run\n"
         f"with Run({str(tmp_path)!r}, 'label', 'id').hold_lease():\n"
@@ -141,12 +141,12 @@ def test_the_id_decides_not_the_label(tmp_path):
     assert Run(tmp_path, "other", "id").folder == run.folder
 
 
-def test_a_restart_cut_short_is_carried_out_by_the_next_owner(tmp_path):
+def test_interrupted_restart_is_completed_by_the_next_process(tmp_path):
     run = Run(tmp_path, "label", "id")
     with run.hold_lease():
         run.freeze(Config(), {})
         run.metrics.write_text("{}\n")
-    (run.folder / "attempt-1.tmp").mkdir()  # killed after its first act
+    (run.folder / "attempt-1.tmp").mkdir()  # killed after its first step
     with run.hold_lease():
         assert not run.metrics.exists()
         assert run.attempt == 2

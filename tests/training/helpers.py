@@ -47,8 +47,8 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 def count_rows(tmp_path: Path, out: str) -> int:
     """Return the number of rows of the only run, or -1 before there are any."""
-    found = list((tmp_path / out / "runs").glob("*/metrics.jsonl"))
-    return found[0].read_bytes().count(b"\n") if found else -1
+    files = list((tmp_path / out / "runs").glob("*/metrics.jsonl"))
+    return files[0].read_bytes().count(b"\n") if files else -1
 
 
 def final_state(folder: Path) -> tuple[Any, ...]:
@@ -70,9 +70,9 @@ def assert_identical(one: Path, other: Path) -> None:
     assert read_rows(one) == read_rows(other)
     a, b = final_state(one), final_state(other)
     assert a[:2] == b[:2]
-    for mine, theirs in zip(a[2:], b[2:], strict=True):
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    for first, second in zip(a[2:], b[2:], strict=True):
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 def wait_for(

@@ -8,13 +8,13 @@ from qkablate.training.feed import Feed, on_device
 
 
 class Steps:
-    """Remembers which steps were asked for."""
+    """Record the requested steps."""
 
     def __init__(self):
-        self.asked = []
+        self.requested = []
 
     def step(self, step):
-        self.asked.append(step)
+        self.requested.append(step)
         tokens = torch.full((2, 4), step)
         return [Batch((tokens,), tokens + 1), Batch((tokens,), tokens + 2, tokens * 0)]
 
@@ -24,7 +24,7 @@ def test_cpu_batches_are_made_when_taken():
     feed = Feed(steps, "cpu")
     first, second = feed.take(3)
     feed.fetch_ahead(4)
-    assert steps.asked == [3]
+    assert steps.requested == [3]
     assert first.positions_NA is None
     assert torch.equal(second.targets_NA, torch.full((2, 4), 5))
     assert on_device(first, "cpu") is first
@@ -38,7 +38,7 @@ def test_next_step_is_fetched_once(monkeypatch):
     for step in range(3):
         assert int(feed.take(step)[0].tokens_NT[0, 0]) == step
         feed.fetch_ahead(step + 1)
-    assert steps.asked == [0, 1, 2, 3]
+    assert steps.requested == [0, 1, 2, 3]
     assert int(feed.take(7)[0].tokens_NT[0, 0]) == 7  # another than was fetched
 
 

@@ -63,5 +63,5 @@ def test_gpu_diagnostics_equal_cpus_and_change_nothing(
     )
     assert one["qk"]["moved"] == [[0.0, 0.0]] * 2
     for part, measure in (("qk", "nuclear"), ("ov", "symmetry"), ("attention", "entropy")):
-        for mine, theirs in zip(one[part][measure], other[part][measure], strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-2 if part == "attention" else 1e-3)
+        for first, second in zip(one[part][measure], other[part][measure], strict=True):
+            assert first == pytest.approx(second, rel=1e-2 if part == "attention" else 1e-3)

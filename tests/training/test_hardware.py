@@ -14,7 +14,7 @@ INTEL = {"cpu_name": "Intel Xeon"}
 
 
 @pytest.mark.parametrize(
-    ("found", "precision"),
+    ("capabilities", "precision"),
     [
         ({}, "fp32"),
         ({"avx512_f": True}, "fp32"),
@@ -28,9 +28,9 @@ INTEL = {"cpu_name": "Intel Xeon"}
         ({"bf16": True, "architecture": "aarch64"}, "bf16"),
     ],
 )
-def test_auto_precision_is_the_fast_one(monkeypatch, found, precision):
+def test_auto_precision_is_the_fast_one(monkeypatch, capabilities, precision):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: found, raising=False)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities, raising=False)
     assert resolve(Config(device="cpu")).precision == precision
 
 

@@ -176,14 +176,14 @@ def test_cuda_without_index_sets_no_device(monkeypatch):
     """Torch refuses set_device("cuda"), so that it must not be called."""
     from qkablate.training import hardware
 
-    asked = []
-    monkeypatch.setattr("torch.cuda.set_device", asked.append)
+    devices = []
+    monkeypatch.setattr("torch.cuda.set_device", devices.append)
     with hardware.preserve_process_state():
         for device in ("cuda", "cuda:1"):
             hardware.configure_process(
                 Config(device=device, threads=1, compile=False, matmul="torch")
             )
-    assert asked == ["cuda:1"]
+    assert devices == ["cuda:1"]
 
 
 @pytest.mark.slow
@@ -250,8 +250,8 @@ def test_activation_checkpointing_changes_no_numbers(qkablate, tiny, tmp_path):
     assert qkablate("train", *words, "out=kept").code == 0
     assert qkablate("train", *words, "out=twice", "train.checkpoint_activations=true").code == 0
     kept, twice = metrics(tmp_path, "kept"), metrics(tmp_path, "twice")
-    for mine, theirs in zip(kept, twice, strict=True):
-        assert drop_clocks(mine) == drop_clocks(theirs)
+    for first, second in zip(kept, twice, strict=True):
+        assert drop_clocks(first) == drop_clocks(second)
     names = [next((tmp_path / out / "runs").iterdir()).name for out in ("kept", "twice")]
     assert names[0] == names[1]  # one run
 

@@ -45,17 +45,17 @@ class SweepComposer(Composer):
 
     def request(self, words: list[str], grid: GridConfig | None = None) -> SweepRequest:
         """Read the words, each checked on its own; a given `grid` replaces that of the file."""
-        own: list[str] = []
+        settings_words: list[str] = []
         choices: dict[str, list[str]] = {}
         for word in words:
             key, values = _parse(word)
             if len(values) > 1 and (_is_own(key) or has_role(key, Role.ONE_PER_SWEEP)):
                 raise UserError(f"'{word}': a sweep has one value of {key}")
             if _is_own(key):
-                own.append(word.lstrip("+"))
+                settings_words.append(word.lstrip("+"))
             else:
                 choices[key] = values
-        settings = _compose_settings(own)
+        settings = _compose_settings(settings_words)
         if grid is not None:
             settings = replace(settings, sweep=grid)
             check_sweep(settings)
@@ -63,7 +63,7 @@ class SweepComposer(Composer):
         from_file = {**settings.sweep.fixed, **settings.sweep.axes}
         choices = dict(_parse(_word(key, value)) for key, value in from_file.items()) | choices
         names = choices.pop("control", ["none"])
-        control_words = [word for word in own if word.startswith("control.")]
+        control_words = [word for word in settings_words if word.startswith("control.")]
         controls = {
             name: _compose_settings([f"control={name}", *control_words]).control for name in names
         }

@@ -44,10 +44,7 @@ class Copy(Task):
         tokens_NT[:, field + 1 :] = copy_NP[:, :-1]
         answer_NP = np.tile(np.arange(field, self.length), (count, 1))
         return Examples(
-            tokens_NT,
-            copy_NP,
-            answer_NP,
-            {"position": octave(np.arange(1, copy_length + 1))[None]},
+            tokens_NT, copy_NP, answer_NP, {"position": octave(np.arange(1, copy_length + 1))[None]}
         )
 
     def format_token(self, token: int) -> str:

@@ -37,9 +37,8 @@ class DiagnosticsRecorder:
         """Return whether diagnostics are recorded at a step."""
         every = self._plan.config.diagnostics.every
         assert isinstance(every, int)
-        if not (self._enabled and every):
-            return False
-        return step % every == 0 or step == self._plan.config.train.steps
+        is_last = step == self._plan.config.train.steps
+        return self._enabled and every > 0 and (step % every == 0 or is_last)
 
     def row(self) -> dict[str, dict[str, list[Any]]]:
         """Return the diagnostics of the model as it is now."""
@@ -122,9 +121,8 @@ def choose_tokens(restored: RestoredRun, cache: str) -> tuple[Tensor, str]:
 def _find_task(config: Config, fingerprint: str) -> Data | None:
     """Return the task of the run, if it generates the data of this fingerprint."""
     data = config.data
-    if data.source not in TASKS or max(data.val_tokens, data.test_tokens) > _MAX_TASK_TOKENS:
-        return None
-    if (data.vocab_size or 0) > _MAX_TASK_VOCABULARY:
+    tokens, vocabulary = max(data.val_tokens, data.test_tokens), data.vocab_size or 0
+    if data.source not in TASKS or tokens > _MAX_TASK_TOKENS or vocabulary > _MAX_TASK_VOCABULARY:
         return None
     try:
         check(Config(data=data))

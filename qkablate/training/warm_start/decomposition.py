@@ -68,24 +68,24 @@ def plan_decompositions(
     runs: list[str], overrides: list[str], steps: int, out: str, compose: Compose
 ) -> list[Decomposition]:
     """Plan and check the runs for every trained run, before anything is trained."""
-    given = [override.partition("=")[0].lstrip("+") for override in overrides]
-    _check_overrides(given)
+    set_keys = [override.partition("=")[0].lstrip("+") for override in overrides]
+    _check_overrides(set_keys)
     folders = [find_run(run, out) for run in runs]
     parents = [restore_parent(InitFromConfig(run=str(folder)), out) for folder in folders]
     _check_same_arm(parents)
     decompositions = []
     for parent in parents:
-        added = _make_overrides(parent.config, given, steps)
+        added = _make_overrides(parent.config, set_keys, steps)
         requested = compose([*overrides, *added, f"out={out}"])
         continued, projected = (
-            _make_finetune_config(parent, requested, given, use_variant)
+            _make_finetune_config(parent, requested, set_keys, use_variant)
             for use_variant in (False, True)
         )
-        data = _open_parent_data(parent, continued, given)
+        data = _open_parent_data(parent, continued, set_keys)
         plans = plan_run(continued, data=data), plan_run(projected, data=data)
         scratch = None
         if parent.config.init_from.run is None:
-            config = _make_scratch_config(parent, requested, given)
+            config = _make_scratch_config(parent, requested, set_keys)
             scratch = plan_run(config, is_writer=False, data=data)
         decompositions.append(Decomposition(parent, *plans, scratch))
     return decompositions
@@ -130,24 +130,24 @@ def _finetune_lr(parent: Config) -> float:
     return float(f"{LR_FACTOR * parent.optim.lr:.6g}")
 
 
-def _make_overrides(parent: Config, given: Collection[str], steps: int) -> list[str]:
+def _make_overrides(parent: Config, set_keys: Collection[str], steps: int) -> list[str]:
     """Return the overrides, besides those given, for a config of the parent's size."""
     overrides = [f"model.{key}={value}".lower() for key, value in vars(parent.model).items()]
     overrides.append(f"train.steps={steps}")
-    if not {"train", "train.eval_every"} & {*given}:  # diagnostics.every may depend on it
+    if not {"train", "train.eval_every"} & {*set_keys}:  # diagnostics.every may depend on it
         overrides.append(f"train.eval_every={parent.train.eval_every}")
-    if parent.data.source in TASKS or {f"data.{key}" for key in _SOURCES} & {*given}:
+    if parent.data.source in TASKS or {f"data.{key}" for key in _SOURCES} & {*set_keys}:
         overrides.append(f"data={parent.data.source}")
-    if not {"optim", "optim.schedule"} & {*given}:
+    if not {"optim", "optim.schedule"} & {*set_keys}:
         overrides.append(f"optim.schedule={parent.optim.schedule}")
-    if not {"optim", "optim.lr"} & {*given}:
+    if not {"optim", "optim.lr"} & {*set_keys}:
         overrides.append(f"optim.lr={_finetune_lr(parent)!r}")
     return overrides
 
 
-def _check_overrides(given: Collection[str]) -> None:
+def _check_overrides(set_keys: Collection[str]) -> None:
     """Raise UserError for a key that only the parent determines."""
-    for key in given:
+    for key in set_keys:
         if key in ("train.steps", "train.tokens"):
             raise UserError(
                 f"{key}: write finetune.steps={DEFAULT_STEPS}, the steps of fine-tuning"
@@ -160,13 +160,13 @@ def _check_overrides(given: Collection[str]) -> None:
 
 
 def _make_finetune_config(
-    parent: RestoredRun, requested: Config, given: Collection[str], use_variant: bool
+    parent: RestoredRun, requested: Config, set_keys: Collection[str], use_variant: bool
 ) -> Config:
     """Return the config that trains the parent on, in the requested variant or in its own.
 
-    The `given` keys are taken from the `requested` config, the others from the parent's.
+    The `set_keys` are taken from the `requested` config, the others from the parent's.
     """
-    keys = {*given} | {key for word in given for key in _DEPENDENT_KEYS.get(word, ())} | _USER_KEYS
+    keys = {*set_keys} | {k for key in set_keys for k in _DEPENDENT_KEYS.get(key, ())} | _USER_KEYS
     keys |= {"train.steps", "optim.lr", "optim.schedule", "optim.warmup", "optim.cooldown"}
     keys -= {key for key in keys if key.partition(".")[0] == "variant"}
     if use_variant:
@@ -179,14 +179,16 @@ def _make_finetune_config(
         train=dataclasses.replace(config.train, tokens=None, fsdp=False),
         init_from=InitFromConfig(run=str(parent.folder)),
         tracking=dataclasses.replace(requested.tracking, group=group),
-        device=config.device if "device" in given else config.device.partition(":")[0],
+        device=config.device if "device" in set_keys else config.device.partition(":")[0],
         out=requested.out,
     )
 
 
-def _make_scratch_config(parent: RestoredRun, requested: Config, given: Collection[str]) -> Config:
+def _make_scratch_config(
+    parent: RestoredRun, requested: Config, set_keys: Collection[str]
+) -> Config:
     """Return the config that trains the requested variant from scratch, as the parent was."""
-    data_keys = {key for key in given if key.startswith("data.")}
+    data_keys = {key for key in set_keys if key.startswith("data.")}
     config = _replace_keys(parent.config, requested, _USER_KEYS | data_keys)
     return dataclasses.replace(
         config,
@@ -197,7 +199,7 @@ def _make_scratch_config(parent: RestoredRun, requested: Config, given: Collecti
     )
 
 
-def _open_parent_data(parent: RestoredRun, config: Config, given: Collection[str]) -> Data:
+def _open_parent_data(parent: RestoredRun, config: Config, set_keys: Collection[str]) -> Data:
     """Open the parent's data, found by fingerprint in the user's cache.
 
     No path or name in the parent's folder is read; the user has to give it.
@@ -207,7 +209,7 @@ def _open_parent_data(parent: RestoredRun, config: Config, given: Collection[str
     if data.source in TASKS:
         return open_data(data, context)
     sources = [key for key in _SOURCES if getattr(data, key) is not None]
-    if not all(f"data.{key}" in given for key in sources) or not sources:
+    if not all(f"data.{key}" in set_keys for key in sources) or not sources:
         cache = corpus.cache_dir(data)
         prepared = corpus.find_corpus(str(parent.identity.get("data_fingerprint")), cache)
         if prepared is not None:

@@ -146,8 +146,8 @@ def _resolve_external(
                 " variant.file=PATH, because a run's file is not imported unasked"
             )
         _check_file(file, name, recorded[name])
-    for key, trained, requested, known in sides:
-        if trained not in known and trained != name and requested is None:
+    for key, trained, requested, built_in in sides:
+        if trained not in built_in and trained != name and requested is None:
             raise UserError(
                 f"variant.{key}: this run was trained with '{trained}' of an installed package;"
                 f" give variant.{key}={trained}, because a run's package is not imported unasked"

@@ -31,10 +31,10 @@ def composer(kept):
         yield kept
 
 
-def configs(composer, asked):
+def configs(composer, request):
     """Yield the config of every combination of values."""
-    for values in itertools.product(*asked.choices.values()):
-        yield composer.config(dict(zip(asked.choices, values, strict=True)))
+    for values in itertools.product(*request.choices.values()):
+        yield composer.config(dict(zip(request.choices, values, strict=True)))
 
 
 # The first line of each file.
@@ -42,34 +42,34 @@ def configs(composer, asked):
 
 @pytest.mark.slow
 def test_quick_has_4_variants_2_widths_2_head_counts_2_seeds(composer):
-    asked = composer.request(["sweep=quick"])
-    assert asked.axes == ["variant", "model.d_model", "model.heads", "seed"]
-    assert set(asked.choices["variant"]) == FOUR
+    request = composer.request(["sweep=quick"])
+    assert request.axes == ["variant", "model.d_model", "model.heads", "seed"]
+    assert set(request.choices["variant"]) == FOUR
     found = [
         (config.variant.name, config.model.d_model, config.model.heads, config.seed)
-        for config in configs(composer, asked)
+        for config in configs(composer, request)
     ]
     assert [len({*column}) for column in zip(*found, strict=True)] == [4, 2, 2, 2]
-    assert len({*found}) == asked.count() == 4 * 2 * 2 * 2
+    assert len({*found}) == request.count() == 4 * 2 * 2 * 2
 
 
 def test_full_has_every_variant_at_every_size(composer):
-    asked = composer.request(["sweep=full"])
-    assert set(asked.choices["variant"]) == {*variants()}
-    assert [int(d) for d in asked.choices["model.d_model"]] == [128, 256, 512, 1024, 2048]
-    assert [int(h) for h in asked.choices["model.heads"]] == [1, 2, 4, 8, 16]
-    assert asked.count() == len(variants()) * 5 * 5 * len(asked.choices["seed"])
-    shape = composer.config({"model": asked.choices["model"][0]}).model
+    request = composer.request(["sweep=full"])
+    assert set(request.choices["variant"]) == {*variants()}
+    assert [int(d) for d in request.choices["model.d_model"]] == [128, 256, 512, 1024, 2048]
+    assert [int(h) for h in request.choices["model.heads"]] == [1, 2, 4, 8, 16]
+    assert request.count() == len(variants()) * 5 * 5 * len(request.choices["seed"])
+    shape = composer.config({"model": request.choices["model"][0]}).model
     assert (shape.layers, shape.context) == (12, 1024)
 
 
 @pytest.mark.slow
 def test_heads_compares_shapes_with_equal_parameters(composer):
-    asked = composer.request(["sweep=heads"])
-    assert [control.match for control in asked.controls.values()] == ["params"]
+    request = composer.request(["sweep=heads"])
+    assert [control.match for control in request.controls.values()] == ["params"]
     shapes = set()
-    for config in configs(composer, asked):
-        if all(holds(predicate, flatten(config)) for predicate in asked.settings.sweep.filter):
+    for config in configs(composer, request):
+        if all(holds(predicate, flatten(config)) for predicate in request.settings.sweep.filter):
             model = config.model
             shapes.add((model.layers, model.d_model, model.heads))
     assert len({12 * layers * d_model**2 for layers, d_model, _ in shapes}) == 1
@@ -78,7 +78,7 @@ def test_heads_compares_shapes_with_equal_parameters(composer):
     assert any(layers == deepest and heads == 1 for layers, _, heads in shapes)
     widest = max(width for layers, width, _ in shapes if layers == shallowest)
     assert (shallowest, widest, max(heads for _, _, heads in shapes)) in shapes
-    said = asked.settings.sweep.baseline
+    said = request.settings.sweep.baseline
     baseline = composer.config({key: str(value) for key, value in said.items()}).model
     assert (baseline.layers, baseline.d_model, baseline.heads) in shapes
     assert (baseline.layers, baseline.heads) == (shallowest, max(h for _, _, h in shapes))
@@ -86,50 +86,50 @@ def test_heads_compares_shapes_with_equal_parameters(composer):
 
 @pytest.mark.slow
 def test_horizons_has_several_lengths_each_with_its_own_schedule(composer):
-    asked = composer.request(["sweep=horizons"])
-    steps = [int(value) for value in asked.choices["train.steps"]]
+    request = composer.request(["sweep=horizons"])
+    steps = [int(value) for value in request.choices["train.steps"]]
     assert len(steps) == 4
     assert steps == sorted(set(steps))
-    assert set(asked.choices["variant"]) == FOUR
-    found = {config.train.steps: config.optim.warmup for config in configs(composer, asked)}
+    assert set(request.choices["variant"]) == FOUR
+    found = {config.train.steps: config.optim.warmup for config in configs(composer, request)}
     assert found == {number: number // 20 for number in steps}
 
 
 def test_lr_has_enough_rates_for_a_curve(composer):
-    asked = composer.request(["sweep=lr"])
-    rates = [float(value) for value in asked.choices["optim.lr"]]
+    request = composer.request(["sweep=lr"])
+    rates = [float(value) for value in request.choices["optim.lr"]]
     assert lr_ladder(rates, composer.config({})) == rates
     assert len(rates) >= 5
     assert composer.config({}).optim.lr in rates
-    assert set(asked.choices["variant"]) == FOUR
+    assert set(request.choices["variant"]) == FOUR
 
 
 @pytest.mark.slow
 def test_ov_has_every_ov_circuit_with_and_without_the_skip(composer):
-    asked = composer.request(["sweep=ov"])
+    request = composer.request(["sweep=ov"])
     found = {
-        (config.variant.ov, config.model.attention_skip) for config in configs(composer, asked)
+        (config.variant.ov, config.model.attention_skip) for config in configs(composer, request)
     }
     circuits = {entry["ov"] for entry in variants().values()} - {"grouped"}
     assert found == {*itertools.product(circuits, (True, False))}
-    assert [*asked.controls] == ["none", "params"]
+    assert [*request.controls] == ["none", "params"]
 
 
 def test_qk_has_every_qk_circuit_at_equal_parameters_and_without(composer):
-    asked = composer.request(["sweep=qk"])
+    request = composer.request(["sweep=qk"])
     own = {name for name, entry in variants().items() if entry["ov"] == "separate"}
-    assert set(asked.choices["variant"]) == own
-    assert [*asked.controls] == ["none", "params"]
+    assert set(request.choices["variant"]) == own
+    assert [*request.controls] == ["none", "params"]
 
 
 @pytest.mark.slow
 def test_rank_spans_a_quarter_of_d_head_to_d_model(composer):
-    asked = composer.request(["sweep=rank"])
+    request = composer.request(["sweep=rank"])
     model = composer.config({}).model
-    ranks = [config.variant.rank for config in configs(composer, asked)]
+    ranks = [config.variant.rank for config in configs(composer, request)]
     assert min(ranks) == model.d_model // model.heads // 4
     assert max(ranks) == model.d_model
-    assert [*asked.controls] == ["none", "params"]
+    assert [*request.controls] == ["none", "params"]
 
 
 def test_grid_has_no_axes_of_its_own(composer):
@@ -139,38 +139,38 @@ def test_grid_has_no_axes_of_its_own(composer):
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_every_shipped_sweep_is_valid(composer, name):
-    asked = composer.request([f"sweep={name}", *(["seed=range(2)"] if name == "grid" else [])])
-    assert asked.settings.sweep.name == name
-    assert len(asked.choices["seed"]) >= 2
-    first = {key: values[0] for key, values in asked.choices.items()}
+    request = composer.request([f"sweep={name}", *(["seed=range(2)"] if name == "grid" else [])])
+    assert request.settings.sweep.name == name
+    assert len(request.choices["seed"]) >= 2
+    first = {key: values[0] for key, values in request.choices.items()}
     flat = flatten(composer.config(first))
-    assert all(isinstance(holds(each, flat), bool) for each in asked.settings.sweep.filter)
+    assert all(isinstance(holds(each, flat), bool) for each in request.settings.sweep.filter)
 
 
 # The command line on top of a file.
 
 
 def test_words_replace_an_axis_of_the_file(composer):
-    asked = composer.request(["sweep=quick", "variant=standard,wide_qk", "seed=range(2,5)"])
-    assert asked.choices["variant"] == ["standard", "wide_qk"]
-    assert asked.choices["seed"] == ["2", "3", "4"]
-    assert asked.choices["model.heads"] == ["2", "4"]
-    assert asked.axes == ["variant", "model.d_model", "model.heads", "seed"]
+    request = composer.request(["sweep=quick", "variant=standard,wide_qk", "seed=range(2,5)"])
+    assert request.choices["variant"] == ["standard", "wide_qk"]
+    assert request.choices["seed"] == ["2", "3", "4"]
+    assert request.choices["model.heads"] == ["2", "4"]
+    assert request.axes == ["variant", "model.d_model", "model.heads", "seed"]
 
 
 def test_words_replace_a_fixed_key_of_the_file(composer):
     assert composer.request(["sweep=quick", "train.steps=7"]).choices["train.steps"] == ["7"]
-    asked = composer.request(["sweep=horizons", "train.steps=7,9", "seed=0", "optim.lr=2e-3"])
-    assert asked.count() == 8
-    found = [*configs(composer, asked)]
+    request = composer.request(["sweep=horizons", "train.steps=7,9", "seed=0", "optim.lr=2e-3"])
+    assert request.count() == 8
+    found = [*configs(composer, request)]
     assert {config.train.steps for config in found} == {7, 9}
     assert {config.optim.lr for config in found} == {2e-3}
 
 
 def test_words_replace_the_control_of_the_file(composer):
     assert [*composer.request(["sweep=heads", "control=flops"]).controls] == ["flops"]
-    asked = composer.request(["sweep=ov", "control=params,flops", "control.tolerance=0.1"])
-    assert [(c.match, c.tolerance) for c in asked.controls.values()] == [
+    request = composer.request(["sweep=ov", "control=params,flops", "control.tolerance=0.1"])
+    assert [(c.match, c.tolerance) for c in request.controls.values()] == [
         ("params", 0.1),
         ("flops", 0.1),
     ]
@@ -207,14 +207,14 @@ def test_syntax_of_values(composer):
 
 
 def test_list_is_one_value(composer):
-    asked = composer.request(["optim.betas=[0.9,0.95],[0.8,0.99]", "tracking.tags=[a,b]"])
-    found = [(config.optim.betas, config.tracking.tags) for config in configs(composer, asked)]
+    request = composer.request(["optim.betas=[0.9,0.95],[0.8,0.99]", "tracking.tags=[a,b]"])
+    found = [(config.optim.betas, config.tracking.tags) for config in configs(composer, request)]
     assert found == [([0.9, 0.95], ["a", "b"]), ([0.8, 0.99], ["a", "b"])]
 
 
 def test_quoted_values_keep_special_characters(composer):
-    asked = composer.request(["data=text", """data.path='/a b,c (1).txt',"/it's",plain.txt"""])
-    found = [config.data.path for config in configs(composer, asked)]
+    request = composer.request(["data=text", """data.path='/a b,c (1).txt',"/it's",plain.txt"""])
+    found = [config.data.path for config in configs(composer, request)]
     assert found == ["/a b,c (1).txt", "/it's", "plain.txt"]
     (config,) = configs(composer, composer.request(["tracking.group='a, b'", "seed='3'"]))
     assert config.tracking.group == "a, b"

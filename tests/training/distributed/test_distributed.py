@@ -52,9 +52,9 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def assert_close(one: Path, other: Path) -> None:
     """Every row, training and validation, to 1e-5."""
-    mine, theirs = ([r for r in read_rows(f) if "diagnostics" not in r] for f in (one, other))
-    assert len(mine) == len(theirs)
-    for a, b in zip(mine, theirs, strict=True):
+    first, second = ([r for r in read_rows(f) if "diagnostics" not in r] for f in (one, other))
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
         assert a.keys() == b.keys()
         assert all(b[key] == pytest.approx(a[key], rel=1e-5) for key in a if "norm" not in key)
 
@@ -67,15 +67,15 @@ def assert_identical(one: Path, other: Path) -> None:
     assert read_rows(one) == read_rows(other)
     assert read(one, "result.json")["loss"] == read(other, "result.json")["loss"]
     ends = [next(folder.glob("checkpoints/step-*60")) for folder in (one, other)]
-    weights, theirs = ((end / "weights.safetensors").read_bytes() for end in ends)
-    assert weights == theirs
+    weights, other_weights = ((end / "weights.safetensors").read_bytes() for end in ends)
+    assert weights == other_weights
 
 
 def after_rows(process: subprocess.Popen, tmp_path: Path, out: str, count: int) -> None:
     end = time.monotonic() + 120
     while True:
-        found = list((tmp_path / out / "runs").glob("*/metrics.jsonl"))
-        if found and found[0].read_bytes().count(b"\n") >= count:
+        files = list((tmp_path / out / "runs").glob("*/metrics.jsonl"))
+        if files and files[0].read_bytes().count(b"\n") >= count:
             return
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, "nothing happened"
@@ -104,15 +104,15 @@ def test_two_processes_train_the_same_run_as_one(qkablate, torchrun, tiny, tmp_p
     assert [row["step"] for row in diagnosed(alone)] == [0, 30, 60]
     for a, b in zip(diagnosed(alone), diagnosed(both), strict=True):
         for part, measure in (("qk", "nuclear"), ("ov", "moved"), ("attention", "entropy")):
-            for mine, theirs in zip(
+            for first, second in zip(
                 *(r["diagnostics"][part][measure] for r in (a, b)), strict=True
             ):
-                assert mine == pytest.approx(theirs, rel=1e-3)
-    (_, tokens, mine), (_, same, theirs) = (
+                assert first == pytest.approx(second, rel=1e-3)
+    (_, tokens, first), (_, same, second) = (
         attention_map.read_attention_map(f / attention_map.FILE_NAME) for f in (alone, both)
     )
     assert tokens.tolist() == same.tolist()
-    assert np.abs(mine.astype(int) - theirs).max() <= 2
+    assert np.abs(first.astype(int) - second).max() <= 2
     results = [read(folder, "result.json") for folder in (alone, both)]
     for split in ("train", "val", "test"):
         assert results[1]["loss"][split] == pytest.approx(results[0]["loss"][split], rel=1e-5)
@@ -146,7 +146,7 @@ def test_killed_and_stopped_run_resumes_bit_identically(qkablate, torchrun, tiny
     assert err.count("another of the 2 processes has ended; the same command resumes") == 1
     assert not (folder / "result.json").exists()
     assert not (folder / "error.txt").exists()
-    # One of them is asked to stop: all do, at one step.
+    # A stop request to one rank stops all of them at the same step.
     process = torchrun(*words, "out=rough")
     after_rows(process, tmp_path, "rough", 20)
     os.kill(ranks_of(process, folder)[1], signal.SIGTERM)
@@ -278,12 +278,12 @@ def test_every_rank_has_its_own_gpu(monkeypatch):
 
 def test_eval_items_are_divided_equally():
     dealt = [list(Ranks(rank, 3).shard_eval("abcdefg")) for rank in range(3)]
-    assert [[item for item, counts in own if counts] for own in dealt] == [
+    assert [[item for item, counts in share if counts] for share in dealt] == [
         ["a", "d", "g"],
         ["b", "e"],
         ["c", "f"],
     ]
-    assert [len(own) for own in dealt] == [3, 3, 3]
+    assert [len(share) for share in dealt] == [3, 3, 3]
 
 
 def test_loss_sum_resumes_with_other_rank_counts():

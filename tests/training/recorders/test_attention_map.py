@@ -36,13 +36,13 @@ def test_map_is_the_models_attention_on_the_first_validation_tokens(qkablate, ti
 def test_task_runs_share_their_tokens(qkablate, tiny, tmp_path):
     words = [word for word in tiny if "data" not in word]
     words += ["data=recall", "data.pairs=3", "data.vocab_size=20"]
-    for own in ("variant=standard", "variant=no_q"):
-        assert qkablate("train", *words, own, f"out={own[8:]}").code == 0
-    found = [
+    for variant in ("variant=standard", "variant=no_q"):
+        assert qkablate("train", *words, variant, f"out={variant[8:]}").code == 0
+    tokens = [
         attention_map.read_attention_map(run_folder(tmp_path, name) / attention_map.FILE_NAME)[1]
         for name in ("standard", "no_q")
     ]
-    assert found[0].tolist() == found[1].tolist()
+    assert tokens[0].tolist() == tokens[1].tolist()
 
 
 @pytest.mark.slow
@@ -84,8 +84,8 @@ def test_rerun_keeps_map_of_earlier_attempt(qkablate, tiny, tmp_path):
     before = (run_folder(tmp_path) / attention_map.FILE_NAME).read_bytes()
     assert qkablate("train", *tiny, "--rerun").code == 0
     folder = run_folder(tmp_path)
-    for own in (folder, folder / "attempts" / "1"):
-        assert (own / attention_map.FILE_NAME).read_bytes() == before
+    for path in (folder, folder / "attempts" / "1"):
+        assert (path / attention_map.FILE_NAME).read_bytes() == before
 
 
 def test_linked_file_is_refused(qkablate, tiny, tmp_path):

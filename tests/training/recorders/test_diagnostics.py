@@ -12,7 +12,7 @@ from qkablate.diagnostics import circuits, patterns
 from tests.training.helpers import interrupt_after, read_rows, run_folder
 
 
-def mechanisms(folder: Path) -> list[dict]:
+def diagnostics_rows(folder: Path) -> list[dict]:
     return [row for row in read_rows(folder) if "diagnostics" in row]
 
 
@@ -32,16 +32,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 )
 def test_diagnostics_are_logged_at_their_steps(qkablate, tiny, tmp_path, words, steps):
     assert qkablate("train", *tiny, *words).code == 0
-    found = mechanisms(run_folder(tmp_path, "outputs"))
-    assert [row["step"] for row in found] == steps
-    for row in found:
+    rows = diagnostics_rows(run_folder(tmp_path, "outputs"))
+    assert [row["step"] for row in rows] == steps
+    for row in rows:
         assert set(row) == {"step", "tokens", "flops", "diagnostics"}
         mechanism = row["diagnostics"]
         assert tuple(mechanism["qk"]) == tuple(mechanism["ov"]) == circuits.MEASURES
         assert tuple(mechanism["attention"]) == patterns.MEASURES
         assert all(len(heads) == 2 for heads in mechanism["attention"]["entropy"])
     if steps:
-        moved = [row["diagnostics"]["qk"]["moved"] for row in found]
+        moved = [row["diagnostics"]["qk"]["moved"] for row in rows]
         assert moved[0] == [[0.0, 0.0]] * 2
         assert all(value > 0 for heads in moved[-1] for value in heads)
 
@@ -70,11 +70,11 @@ def test_diagnostics_change_no_bit_of_training(qkablate, tiny, tmp_path, words):
         assert done.code == 0, done.err
     one, other = run_folder(tmp_path, "with"), run_folder(tmp_path, "without")
     assert one.name == other.name  # it is the same run
-    assert len(mechanisms(one)) == 13
+    assert len(diagnostics_rows(one)) == 13
     assert [row for row in read_rows(one) if "diagnostics" not in row] == read_rows(other)
-    mine, theirs = weights(one), weights(other)
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
     results = [json.loads((folder / "result.json").read_text()) for folder in (one, other)]
     assert results[0]["loss"] == results[1]["loss"]
 
@@ -92,7 +92,7 @@ def test_every_row_is_logged_once_wherever_the_run_stops(qkablate, tiny, tmp_pat
         assert qkablate("train", *words, "out=rough").code == 0
     calm, rough = run_folder(tmp_path, "calm"), run_folder(tmp_path, "rough")
     assert read_rows(calm) == read_rows(rough)
-    assert [row["step"] for row in mechanisms(rough)] == [0, 2, 4, 6, 8, 10, 12]
+    assert [row["step"] for row in diagnostics_rows(rough)] == [0, 2, 4, 6, 8, 10, 12]
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_row_without_checkpoint_is_logged_again(qkablate, tiny, tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(loop.Trainer, "_step", killed)
         assert qkablate("train", *words, "out=rough").code == 130
-    assert [row["step"] for row in mechanisms(run_folder(tmp_path, "rough"))] == [0, 3, 6]
+    assert [row["step"] for row in diagnostics_rows(run_folder(tmp_path, "rough"))] == [0, 3, 6]
     assert qkablate("train", *words, "out=rough").code == 0
     assert read_rows(run_folder(tmp_path, "calm")) == read_rows(run_folder(tmp_path, "rough"))
 
@@ -148,20 +148,20 @@ def test_diagnostics_do_not_change_divergence(qkablate, tiny, tmp_path):
 def test_moved_is_measured_from_the_projected_weights(qkablate, tiny, tmp_path):
     assert qkablate("train", *tiny, "diagnostics.every=0").code == 0
     parent = run_folder(tmp_path, "outputs")
-    begun = [*tiny, f"init_from.run={parent}", "variant=no_q", "out=begun"]
-    assert qkablate("train", *begun).code == 0
-    folder = run_folder(tmp_path, "begun")
-    moved = [row["diagnostics"]["qk"]["moved"] for row in mechanisms(folder)]
+    words = [*tiny, f"init_from.run={parent}", "variant=no_q", "out=child"]
+    assert qkablate("train", *words).code == 0
+    folder = run_folder(tmp_path, "child")
+    moved = [row["diagnostics"]["qk"]["moved"] for row in diagnostics_rows(folder)]
     assert moved[0] == [[0.0, 0.0]] * 2
     assert all(value > 0 for heads in moved[-1] for value in heads)
     done = qkablate("inspect", str(folder), "--json", f"data.cache={tmp_path / 'cache'}")
     assert done.code == 0
-    for mine, theirs in zip(json.loads(done.out)["qk"]["moved"], moved[-1], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-3)
+    for first, second in zip(json.loads(done.out)["qk"]["moved"], moved[-1], strict=True):
+        assert first == pytest.approx(second, rel=1e-3)
     shutil.rmtree(folder / "start")
     done = qkablate("inspect", str(folder), "--json", f"data.cache={tmp_path / 'cache'}")
     assert (done.code, done.err.count("\n")) == (0, 1)
     assert "does not hold the initial weights of the run" in done.err
-    found = json.loads(done.out)
-    assert found["qk"]["moved"] == found["ov"]["moved"] == [None, None]
-    assert found["qk"]["nuclear"][0]
+    report = json.loads(done.out)
+    assert report["qk"]["moved"] == report["ov"]["moved"] == [None, None]
+    assert report["qk"]["nuclear"][0]

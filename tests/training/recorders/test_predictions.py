@@ -29,9 +29,9 @@ def course(folder):
 
 def test_predictions_are_recorded_at_evaluations(qkablate, tiny, tmp_path):
     assert qkablate("train", *tiny).code == 0
-    found = predictions.find_predictions(run_folder(tmp_path))
-    assert [*found] == [0, 6, 12]
-    for step, path in found.items():
+    files = predictions.find_predictions(run_folder(tmp_path))
+    assert [*files] == [0, 6, 12]
+    for step, path in files.items():
         about, _ = predictions.read_predictions(path)
         assert (about.step, about.run) == (step, run_folder(tmp_path).name.rpartition("-")[2])
 
@@ -44,15 +44,15 @@ def test_predictions_are_the_models_log_probabilities(qkablate, tiny, tmp_path):
     model = restore.restore(folder).model
     tokens = next((tmp_path / "cache").glob("*/val.bin"))
     data = np.fromfile(tokens, dtype=np.uint8 if model_fits(model) else np.uint16)
-    whole = (len(data) - 1) // 16
-    count = min(512, whole)
-    firsts = [16 * ((2 * i + 1) * whole // (2 * count)) for i in range(count)]
-    every = [(first, place) for first in firsts for place in range(16)]
-    own = [every[(2 * i + 1) * len(every) // (2 * 1024)] for i in range(1024)]
+    windows = (len(data) - 1) // 16
+    count = min(512, windows)
+    firsts = [16 * ((2 * i + 1) * windows // (2 * count)) for i in range(count)]
+    every = [(first, position) for first in firsts for position in range(16)]
+    answers = [every[(2 * i + 1) * len(every) // (2 * 1024)] for i in range(1024)]
     assert about.positions == 1024
     for row in range(0, 1024, 37):
-        first, place = own[row]
-        window = torch.from_numpy(data[first : first + place + 1].astype(np.int64))[None]
+        first, position = answers[row]
+        window = torch.from_numpy(data[first : first + position + 1].astype(np.int64))[None]
         with torch.no_grad():
             expected = F.log_softmax(model(window)[0, -1], dim=-1).numpy()
         assert log_PV[row] == pytest.approx(expected, abs=2e-5)
@@ -74,12 +74,12 @@ def test_recording_changes_no_numbers(qkablate, tiny, tmp_path, precision):
     assert [*predictions.find_predictions(folders["5"])] == [0, 5, 10, 12]
     assert [*predictions.find_predictions(folders["1"])] == [*range(13)]
     assert len({folder.name for folder in folders.values()}) == 1  # the same run
-    for own in folders.values():
-        losses = [row for row in course(own) if "diagnostics" not in row]
+    for other in folders.values():
+        losses = [row for row in course(other) if "diagnostics" not in row]
         assert losses == [row for row in course(folders["0"]) if "diagnostics" not in row]
         weights = [
             (folder / "checkpoints/step-00000012/weights.safetensors").read_bytes()
-            for folder in (own, folders["0"])
+            for folder in (other, folders["0"])
         ]
         assert weights[0] == weights[1]
     both = contents(folders["1"])
@@ -90,8 +90,8 @@ def test_recording_changes_no_numbers(qkablate, tiny, tmp_path, precision):
 @pytest.mark.parametrize("data", [[], ["data=recall", "data.pairs=3", "data.vocab_size=20"]])
 def test_positions_depend_on_data_and_context_only(qkablate, tiny, tmp_path, data):
     words = [*(word for word in tiny if "data" not in word or not data), *data, "out=o"]
-    for own in (["seed=1"], ["variant=merged_w", "train.batch_size=4"], ["model.d_model=8"]):
-        assert qkablate("train", *words, *own).code == 0
+    for changed in (["seed=1"], ["variant=merged_w", "train.batch_size=4"], ["model.d_model=8"]):
+        assert qkablate("train", *words, *changed).code == 0
     assert qkablate("train", *words, "model.context=12", "out=other").code == 0
     abouts = [
         predictions.read_predictions(predictions.find_predictions(folder)[12])[0]
@@ -154,12 +154,12 @@ def test_linked_file_is_refused(qkablate, tiny, tmp_path):
 
 @pytest.mark.parametrize(("count", "among"), [(1, 1), (3, 10), (10, 10), (20, 10), (4, 0)])
 def test_evenly_spaced_is_sorted_and_centered(count, among):
-    found = [*evenly_spaced(count, among)]
-    assert len(found) == min(count, among)
-    assert found == sorted({*found})
-    assert all(0 <= one < among for one in found)
-    if found:
-        assert abs((found[0] + found[-1]) / 2 - (among - 1) / 2) <= 1
+    positions = [*evenly_spaced(count, among)]
+    assert len(positions) == min(count, among)
+    assert positions == sorted({*positions})
+    assert all(0 <= position < among for position in positions)
+    if positions:
+        assert abs((positions[0] + positions[-1]) / 2 - (among - 1) / 2) <= 1
 
 
 def test_windows_are_those_of_an_evaluation():

@@ -33,7 +33,7 @@ def parent(qkablate, tiny, tmp_path):
     return folder
 
 
-def begun(tmp_path, out="outputs", name="finetuned-*"):
+def child_folder(tmp_path, out="outputs", name="finetuned-*"):
     (folder,) = (tmp_path / out / "runs").glob(name)
     return folder
 
@@ -42,27 +42,27 @@ def weights(folder):
     return safetensors.torch.load_file(folder / "weights.safetensors")
 
 
-def of_start(**start):
+def make_identity(**init_from):
     facts = {"data_fingerprint": "f", "vocabulary": 256, "device": "cpu", "kernel": "flash"}
-    config = resolve(dataclasses.replace(Config(), init_from=InitFromConfig(**start)))
+    config = resolve(dataclasses.replace(Config(), init_from=InitFromConfig(**init_from)))
     return identity(config, **facts, circuits_from_outside={})
 
 
 def test_identity_omits_init_from_of_fresh_runs():
-    assert "init_from" not in of_start()
-    assert run_id(of_start()) == "29971079d51f"
+    assert "init_from" not in make_identity()
+    assert run_id(make_identity()) == "29971079d51f"
 
 
 def test_identity_holds_parent_but_not_its_path():
-    known = {"id": "a" * 12, "weights": "b" * 64, "step": 12}
-    one, other = (of_start(run=run, **known) for run in ("here", "/elsewhere"))
-    assert one == other
-    assert one["init_from"] == known | {"projection": PROJECTION}
+    fields = {"id": "a" * 12, "weights": "b" * 64, "step": 12}
+    first, second = (make_identity(run=run, **fields) for run in ("here", "/elsewhere"))
+    assert first == second
+    assert first["init_from"] == fields | {"projection": PROJECTION}
     changed = [{"id": "c" * 12}, {"weights": "d" * 64}, {"step": 13}]
-    ids = {run_id(of_start(run="here", **(known | change))) for change in ({}, *changed)}
+    ids = {run_id(make_identity(run="here", **(fields | change))) for change in ({}, *changed)}
     assert len(ids) == 4
-    begun = dataclasses.replace(Config(), init_from=InitFromConfig(run="here"))
-    assert (label(begun), label(Config())) == (
+    config = dataclasses.replace(Config(), init_from=InitFromConfig(run="here"))
+    assert (label(config), label(Config())) == (
         "finetuned-standard-d128-h4-s0",
         "standard-d128-h4-s0",
     )
@@ -73,11 +73,11 @@ def test_exact_projection_starts_at_parents_loss(qkablate, tiny, tmp_path, paren
     words = [*tiny, "seed=3", f"variant={variant}", f"init_from.run={parent.name}", "optim.lr=1e-4"]
     done = qkablate("train", *words)
     assert done.code == 0, done.err
-    folder = begun(tmp_path)
-    told = json.loads((parent / "result.json").read_text())["loss"]["val"]
+    folder = child_folder(tmp_path)
+    parent_loss = json.loads((parent / "result.json").read_text())["loss"]["val"]
     first = read_rows(folder)[0]
     assert first["step"] == 0
-    assert first["val/loss"] == pytest.approx(told, rel=1e-6)
+    assert first["val/loss"] == pytest.approx(parent_loss, rel=1e-6)
     result = json.loads((folder / "result.json").read_text())
     assert result["init_from"]["id"] == parent.name.rpartition("-")[2]
     assert result["init_from"]["step"] == 12
@@ -102,7 +102,7 @@ def test_batches_continue_after_parents_last_step(qkablate, tiny, tmp_path, pare
     assert qkablate("train", *tiny, "seed=3", f"init_from.run={parent.name}").code == 0
     assert seen == [*range(12, 24)]
     seen.clear()
-    word = begun(tmp_path).name
+    word = child_folder(tmp_path).name
     assert qkablate("train", *tiny, "seed=3", f"init_from.run={word}", "train.steps=3").code == 0
     assert seen == [24, 25, 26]  # of a child of a child
 
@@ -115,7 +115,7 @@ def test_killed_run_resumes_bit_identically_without_parent(qkablate, spawn, tiny
         "train.checkpoint_every=5", "tracking.log_every=3",
     ]  # fmt: skip
     assert qkablate("train", *words, "out=calm").code == 0
-    calm = begun(tmp_path, "calm")
+    calm = child_folder(tmp_path, "calm")
     start = tmp_path / "rough" / "runs" / calm.name / "start"
     lines = start.parent / "metrics.jsonl"
     process = spawn("train", *words, "out=rough")
@@ -131,12 +131,12 @@ def test_killed_run_resumes_bit_identically_without_parent(qkablate, spawn, tiny
         process.send_signal(signal.SIGKILL)
         process.wait()
     shutil.rmtree(parent)
-    known = read_config(start.parent)["init_from"]
+    fields = read_config(start.parent)["init_from"]
     assert qkablate("train", *words, "out=rough").code == 2  # there is none of that name any more
-    given = [f"init_from.{key}={known[key]}" for key in ("id", "weights", "step")]
+    given = [f"init_from.{key}={fields[key]}" for key in ("id", "weights", "step")]
     done = qkablate("train", *words, *given, "out=rough")
     assert done.code == 0, done.err
-    assert_identical(calm, begun(tmp_path, "rough"))
+    assert_identical(calm, child_folder(tmp_path, "rough"))
 
 
 @pytest.mark.slow
@@ -144,19 +144,19 @@ def test_training_the_parent_further_changes_no_child(qkablate, tiny, tmp_path, 
     with monkeypatch.context() as patch:
         interrupt_after(patch, 12)
         assert qkablate("train", *tiny, "seed=3").code == 143
-    parent = begun(tmp_path, name="standard-*")
+    parent = child_folder(tmp_path, name="standard-*")
     words = [*tiny, "seed=3", "variant=no_q", f"init_from.run={parent.name}"]
     with monkeypatch.context() as patch:
         interrupt_after(patch, 6)
         assert qkablate("train", *words).code == 143
-    first = begun(tmp_path)
-    known = read_config(first)["init_from"]
+    first = child_folder(tmp_path)
+    fields = read_config(first)["init_from"]
     kept = (first / "start" / "step-00000000" / "SHA256SUMS").read_text()
     assert qkablate("train", *tiny, "seed=3").code == 0
     assert qkablate("train", *words).code == 0  # from where the parent is now: another run
     assert len([*first.parent.glob("finetuned-*")]) == 2
     assert not (first / "result.json").exists()
-    given = [f"init_from.{key}={known[key]}" for key in ("id", "weights", "step")]
+    given = [f"init_from.{key}={fields[key]}" for key in ("id", "weights", "step")]
     assert qkablate("train", *words, *given).code == 0
     assert (first / "start" / "step-00000000" / "SHA256SUMS").read_text() == kept
     assert (first / "result.json").exists()
@@ -171,7 +171,7 @@ def test_training_the_parent_further_changes_no_child(qkablate, tiny, tmp_path, 
 def test_damaged_start_is_projected_again(qkablate, tiny, tmp_path, parent):
     words = [*tiny, "seed=3", "variant=no_q", f"init_from.run={parent.name}"]
     assert qkablate("train", *words).code == 0
-    folder = begun(tmp_path)
+    folder = child_folder(tmp_path)
     before = read_rows(folder)
     (folder / "start" / "step-00000000" / "weights.safetensors").write_bytes(b"x")
     done = qkablate("train", *words, "--rerun")
@@ -210,9 +210,9 @@ def test_projection_uses_threads_and_matmul_of_the_run(
     assert {*seen} == {(2, "onednn")}
     assert (torch.get_num_threads(), matmul.get_backend()) == (3, "torch")
     seen.clear()
-    folder = begun(tmp_path)
-    for made in ("checkpoints", "start"):
-        shutil.rmtree(folder / made)
+    folder = child_folder(tmp_path)
+    for name in ("checkpoints", "start"):
+        shutil.rmtree(folder / name)
     assert qkablate("train", *words, "threads=1").code == 0
     assert {*seen} == {(2, "onednn")}
     assert json.loads((folder / "result.json").read_text())["threads"] == 2
@@ -222,7 +222,7 @@ def test_projection_uses_threads_and_matmul_of_the_run(
 def test_linked_start_folder_is_refused(qkablate, tiny, tmp_path, parent):
     words = [*tiny, "seed=3", "variant=no_q", f"init_from.run={parent.name}"]
     assert qkablate("train", *words).code == 0
-    start = begun(tmp_path) / "start"
+    start = child_folder(tmp_path) / "start"
     shutil.rmtree(start)
     start.symlink_to(tmp_path / "home")
     done = qkablate("train", *words, "--rerun")
@@ -236,10 +236,10 @@ def test_child_can_be_sampled_and_verified(qkablate, tiny, tmp_path, parent):
     assert (
         qkablate("train", *tiny, "seed=3", "variant=no_q", f"init_from.run={parent.name}").code == 0
     )
-    found = restore(begun(tmp_path))
-    assert (found.step, found.config.variant.name) == (12, "no_q")
-    assert qkablate("sample", begun(tmp_path).name, "tokens=5").code == 0
-    assert qkablate("verify", begun(tmp_path).name).code == 0
+    child = restore(child_folder(tmp_path))
+    assert (child.step, child.config.variant.name) == (12, "no_q")
+    assert qkablate("sample", child_folder(tmp_path).name, "tokens=5").code == 0
+    assert qkablate("verify", child_folder(tmp_path).name).code == 0
 
 
 REFUSED = [
