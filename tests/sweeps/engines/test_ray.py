@@ -113,7 +113,7 @@ def test_a_cluster_that_ends_is_told_in_a_line(
 _ON_A_PART = """
 import sys
 from qkablate.cli import main
-from qkablate.sweeps import packing
+from qkablate.sweeps.planning import packing
 packing.gpus_of_a_run = lambda *_: float(sys.argv[1])
 main(sys.argv[2:])
 """
