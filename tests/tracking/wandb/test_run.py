@@ -387,7 +387,8 @@ MIRROR = """
 import json, os, sys
 from pathlib import Path
 from qkablate.config import TrackConfig
-from qkablate.tracking import mirror, mode
+from qkablate.tracking.wandb import mode
+from qkablate.tracking.wandb import run as mirror
 
 mode.CONNECT_SECONDS, mirror.INIT_SECONDS, mirror.FINISH_SECONDS = 1, 1, 1
 {before}
