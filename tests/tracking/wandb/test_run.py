@@ -501,7 +501,7 @@ def test_a_run_that_cannot_begin_online_is_recorded_offline(server, key, said, t
 DYING = """
 import sys
 from qkablate.cli import main
-from qkablate.tracking import mirror
+from qkablate.tracking.wandb import run as mirror
 
 mirror.FINISH_SECONDS = 2
 main(sys.argv[1:])
