@@ -59,7 +59,7 @@ class GridConfig:
         "choose optim.lr for every arm on validation, then run the seeds at the best",
         Role.GRID,
     )
-    tuning_seeds: list[int] = key([1000, 1001], "with tune=true", Role.GRID, bounds=(0, BIG))
+    tuning_seeds: list[int] = key([1000, 1001, 1002], "with tune=true", Role.GRID, bounds=(0, BIG))
 
 
 @dataclass

@@ -11,6 +11,7 @@ from qkablate.report.charts import MAX_RUNS
 from qkablate.report.section import Section
 from qkablate.report.text.numbers import format_gap_summary, format_loss
 from qkablate.report.text.tables import format_percent_more
+from qkablate.sweeps.planning.manifest import Rates
 from qkablate.table import format_count, format_list, format_short
 
 COLUMNS = [
@@ -131,10 +132,10 @@ def make_run_rows(section: Section) -> tuple[list[str], list[list[str]]]:
     study, records = section.study, section.all_records
     if len(records) <= MAX_RUNS:
         return RUN_COLUMNS, [_run_row(section, record) for record in records]
-    arms = [(entry.name, entry.rate, entry.records) for entry in study.entries if entry.records]
-    arms += [(f"{arm} (tuning)", rate, by_seed) for (arm, rate), by_seed in study.tuning.items()]
+    arms = [(entry.name, entry.rates, entry.records) for entry in study.entries if entry.records]
+    arms += [(f"{arm} (tuning)", rates, by_seed) for (arm, rates), by_seed in study.tuning.items()]
     return ARM_COLUMNS, [
-        _arm_row(section, name, rate, [*by_seed.values()]) for name, rate, by_seed in arms
+        _arm_row(section, name, rates, [*by_seed.values()]) for name, rates, by_seed in arms
     ]
 
 
@@ -143,14 +144,14 @@ def _run_row(section: Section, record: Record) -> list[str]:
         record.folder.name + " (tuning)" * record.run.tuning,
         _format_status(record),
         record.seed.removeprefix("s"),
-        f"{record.run.changes['optim.lr']:.3g}",
+        str(section.study.arms[record.run.arm].rates_of(record.run)),
         "–" if record.val is None else f"{record.val:.4f}",
         "–" if record.test is None else f"{record.test:.4f}",
         _format_command(section, record),
     ]
 
 
-def _arm_row(section: Section, name: str, rate: float | None, records: list[Record]) -> list[str]:
+def _arm_row(section: Section, name: str, rates: Rates | None, records: list[Record]) -> list[str]:
     """Return the row of an arm, with the command of its first run."""
     done = sum(record.status == "done" for record in records)
     losses = [record.val if record.run.tuning else record.test for record in records]
@@ -158,7 +159,7 @@ def _arm_row(section: Section, name: str, rate: float | None, records: list[Reco
         f"{record.seed} {f'{loss:.4f}' if loss is not None else f'({_format_status(record)})'}"
         for record, loss in zip(records, losses, strict=True)
     ]
-    lr, command = "–" if rate is None else f"{rate:.3g}", _format_command(section, records[0])
+    lr, command = str(rates or "–"), _format_command(section, records[0])
     return [name, lr, f"{done}/{len(records)}", " · ".join(outcomes), command]
 
 

@@ -62,7 +62,11 @@ def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str
         "params": plan.params,
         "flops_per_token": plan.flops_per_token,
         "init": {"mode": config.variant.init, "match": plan.match},
-        "lr": {"mode": config.variant.lr, "multiplier": plan.lr_multiplier},
+        "lr": {
+            "factor": config.variant.lr,
+            "matched": plan.matched_lr,
+            "multiplier": plan.lr_multiplier,
+        },
         "tokens_per_second": None,
         "packed": packed,  # speeds of packed runs are not comparable
         "precision": config.precision,

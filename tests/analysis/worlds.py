@@ -90,7 +90,11 @@ class World:
             "params": {"total": arm.total_params},
             "flops_per_token": arm.flops,
             "init": {"mode": "matched", "match": "exact"},
-            "lr": {"mode": "matched", "multiplier": {"qk": 1.0, "ov": 1.0}},
+            "lr": {
+                "factor": arm.config_of(run.changes).variant.lr,
+                "matched": arm.matched_lr,
+                "multiplier": {"qk": 1.0, "ov": 1.0},
+            },
             "packed": 1,
             "precision": "fp32",
             "device": "cpu",

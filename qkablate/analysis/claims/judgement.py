@@ -126,7 +126,8 @@ def _make_part(comparison: Comparison, gaps: list[Gap]) -> Part:
         return Part.from_gap(comparison.name, spec.kind, spec.margin, gaps[0])
     common = [key for key in gaps[0].pairs if all(key in gap.pairs for gap in gaps)]
     gaps_ST = np.array([[gap.pairs[key] for gap in gaps] for key in common])
-    sample = fit_slopes([gap.arm.tokens for gap in gaps], gaps_ST) if common else Sample(())
+    tokens, extra = zip(*((gap.arm.tokens, gap.sample.extra_variance) for gap in gaps), strict=True)
+    sample = fit_slopes([*tokens], gaps_ST, extra) if common else Sample(())
     # A diverged run tilts the line up or down, depending on its place in it.
     diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
     return Part(comparison.name, spec.kind, spec.margin, sample, diverged, diverged)
@@ -227,7 +228,7 @@ def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
         "sign_flip": sample.sign_flip,
         "detectable": None
         if sample.sd is None
-        else detectable_effect(sample.sd, sample.n, 2 * alpha),
+        else detectable_effect(sample.spread_at(sample.n), sample.n, 2 * alpha),
         "arm_diverged": sum(gap.arm_diverged for gap in judged.gaps),
         "baseline_diverged": sum(gap.baseline_diverged for gap in judged.gaps),
         "unpaired": [line for gap in judged.gaps for line in gap.unpaired],

@@ -125,7 +125,7 @@ class Part:
 
     def _outcomes(self, n: int, alpha: float, parts: int) -> dict[Verdict, float]:
         """Return the probability of each verdict with n seeds at the measured gap and spread."""
-        sd, mean = self.sample.sd or 0.0, self.sample.mean
+        sd, mean = self.sample.spread_at(n), self.sample.mean
         above, below = not self.open_above, not self.open_below  # sides that have a bound
         supports = {"noninferior": above, "better": above, "worse": below}
         refutes = {"noninferior": below, "better": below, "worse": above}

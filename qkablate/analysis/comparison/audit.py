@@ -107,26 +107,30 @@ def _rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> An
         return WARNING, f"{' and '.join(unknown)} diverged at every rate or has missing runs"
     if edge := [name for name, curve in tuned.items() if curve.is_on_edge]:
         return WARNING, f"the best of {' and '.join(edge)} is on the edge"
-    rates = {entry.name: "–" if entry.rate is None else f"{entry.rate:.3g}" for entry in sides}
+    rates = {entry.name: str(entry.rates or "–") for entry in sides}
     if untuned := [name for name in rates if name not in tuned]:
         which = "neither was" if not tuned else f"{untuned[0]} was not"
         return WARNING, f"{which} tuned ({', '.join(rates.values())})"
-    off = [
-        f"{entry.name} runs at {entry.rate:.3g}, best is {best:.3g}"
-        for entry in sides
-        if (best := tuned[entry.name].best) is not None and entry.rate not in (None, best)
-    ]
-    if off:
-        return WARNING, "; ".join(off)
-    if any(entry.rate is None for entry in sides):
+    if any(entry.rates is None for entry in sides):
         return WARNING, f"not chosen yet: {', '.join(rates.values())}"
+    uncertain, excess = [], []
+    for entry in sides:
+        curve = tuned[entry.name]
+        loss = curve.excess_loss(entry.rates) if entry.rates else None
+        if curve.surface is None or not curve.surface.is_certain or loss is None:
+            uncertain.append(entry.name)
+        else:
+            excess.append(loss)
+    runs = [sum(map(len, tuned[entry.name].losses.values())) for entry in sides]
     message = f"tuned and bracketed: {', '.join(f'{e.name} {rates[e.name]}' for e in sides)}"
-    excess = [tuned[e.name].excess_loss(e.rate) for e in sides if e.rate is not None]
-    known = [loss for loss in excess if loss is not None]
-    if known:
-        message += f"; a finer search would gain {max(known):.4f} at most"
+    message += f", by {runs[0]:,} and {runs[1]:,} runs"
+    if failed := [f"{name}: {len(c.left_behind)}" for name, c in tuned.items() if c.left_behind]:
+        message += f"; rates left out, at which a run was left behind: {', '.join(failed)}"
+    if uncertain:
+        return WARNING, f"{message}; no minimum is certain for {' and '.join(uncertain)}"
+    message += f"; a finer search would gain {max(excess):.4f} at most"
     # An excess that shows as 0.0000 is rounding, also where seeds agree exactly.
-    coarse = margin is not None and known and max(known) > max(margin / 3, 5e-5)
+    coarse = margin is not None and max(excess) > max(margin / 3, 5e-5)
     return WARNING if coarse else OK, message
 
 
@@ -170,8 +174,11 @@ def _start(sides: Sides) -> Answer:
             # An arm whose start cannot be matched is what it is; it is not the form alone.
             state = max(state, NOTE if match == "spread" else WARNING, key=STATES.index)
             texts.append(f"{entry.name} {match}")
-        if config.lr == "same" and sides[0].arm.config.variant.lr != "same":
-            texts.append(f"{entry.name} at the same rate")
+        rates = [record.facts["lr"] for record in entry.with_status("done")]
+        unmatched = {rate["factor"] for rate in rates if rate.get("factor") != rate.get("matched")}
+        if unmatched:
+            factors = ", ".join(f"{factor:.3g}" for factor in sorted(unmatched))
+            texts.append(f"{entry.name} with its circuit's rate × {factors}")
     return state, "matched: " + ", ".join(texts) if texts else "matched exactly"
 
 

@@ -34,7 +34,10 @@ class Gap:
 
     @cached_property
     def sample(self) -> Sample:
-        return Sample(tuple(self.pairs.values()))
+        """Gaps of the pairs; their mean has the uncertainty of both arms' tuning, too."""
+        return Sample(
+            tuple(self.pairs.values()), self.arm.tuning_variance + self.baseline.tuning_variance
+        )
 
     def bounds(self, level: float = 1 - ALPHA) -> Interval | None:
         """Return the t interval, unbounded on a side where runs diverged."""
@@ -102,7 +105,10 @@ class Family:
         """Return the smallest gap that would be found with 80 % power, adjusted for the family."""
         if gap.sample.sd is None:
             return None
-        return detectable_effect(gap.sample.sd, gap.sample.n, ALPHA / max(1, self.comparisons))
+        sample = gap.sample
+        return detectable_effect(
+            sample.spread_at(sample.n), sample.n, ALPHA / max(1, self.comparisons)
+        )
 
     @cached_property
     def rounding_gap(self) -> Gap | None:
@@ -147,6 +153,7 @@ class ArmLosses(Estimate):
     variant: str
     controls: list[str]
     lr: float | None
+    circuit_lr: float | None
     steps: int
     tokens: int
     params: int
@@ -162,6 +169,7 @@ def describe_arm(entry: Entry) -> ArmLosses:
         variant=entry.arm.variant,
         controls=entry.arm.controls,
         lr=entry.rate,
+        circuit_lr=entry.rates and entry.rates.circuit,
         steps=int(entry.arm.config.train.steps),
         tokens=entry.tokens,
         params=entry.arm.params,

@@ -3,6 +3,7 @@
 Runs that cannot be read are included with the reason: nothing is dropped silently.
 """
 
+import dataclasses
 import hashlib
 import math
 import os
@@ -17,7 +18,15 @@ from qkablate.analysis.stats import Sample
 from qkablate.disk import read_file
 from qkablate.errors import print_stderr
 from qkablate.runs.records import decode_row, is_number, read_json, read_result, sha256
-from qkablate.sweeps.planning.manifest import Arm, LeftOutArm, Manifest, SweepRun, read_manifest
+from qkablate.sweeps.planning.manifest import (
+    Arm,
+    LeftOutArm,
+    Manifest,
+    Rates,
+    SweepRun,
+    read_manifest,
+)
+from qkablate.sweeps.planning.surface import excess_moment
 from qkablate.sweeps.planning.tuning import LrSearch
 from qkablate.sweeps.running.results import resume_commands
 from qkablate.sweeps.running.state import RunState, SweepState
@@ -75,6 +84,13 @@ class Entry:
     name: str
     rate: float | None  # None: tuned, but no rate is chosen
     records: Mapping[Seeds, Record]
+    tuning_variance: float = 0.0  # expected squared loss, in nats², by imperfect learning rates
+
+    @cached_property
+    def rates(self) -> Rates | None:
+        """Learning rates of the runs: that of the model, and the circuit's multiplier."""
+        first = next(iter(self.records.values()), None)
+        return None if first is None else self.arm.rates_of(first.run)
 
     @cached_property
     def losses(self) -> dict[Seeds, float]:
@@ -101,7 +117,7 @@ class Study:
     out: str
     arms: Mapping[str, Arm]
     entries: list[Entry]
-    tuning: Mapping[tuple[str, float], Mapping[Seeds, Record]]  # by arm and rate
+    tuning: Mapping[tuple[str, Rates], Mapping[Seeds, Record]]  # by arm and rates
     expected: int  # runs, including those that have not begun
     lr_searches: Mapping[str, LrSearch] = field(default_factory=dict)
     resume_commands: list[list[str]] = field(default_factory=list)
@@ -171,28 +187,50 @@ def read_study(folder: Path) -> Study:
 
 def group_runs(
     arms: Mapping[str, Arm], states: Iterable[RunState], tuned: Iterable[str] = ()
-) -> tuple[list[Entry], dict[tuple[str, float], dict[Seeds, Record]]]:
+) -> tuple[list[Entry], dict[tuple[str, Rates], dict[Seeds, Record]]]:
     """Group runs, and tuning runs, by arm and rate; tuned arms are included without any run."""
     groups: dict[tuple[str, float | None], dict[Seeds, Record]] = {}
-    tuning: dict[tuple[str, float], dict[Seeds, Record]] = {}
+    tuning: dict[tuple[str, Rates], dict[Seeds, Record]] = {}
     for state in states:
-        run, rate = state.run, float(state.run.changes["optim.lr"])
+        run = state.run
         record = _record(run, state.folder, state.status, state.reason, arms[run.arm])
+        rates = arms[run.arm].rates_of(run)
         if run.tuning:
-            tuning.setdefault((run.arm, rate), {})[record.seeds] = record
+            tuning.setdefault((run.arm, rates), {})[record.seeds] = record
         else:
-            groups.setdefault((run.arm, rate), {})[record.seeds] = record
+            groups.setdefault((run.arm, rates.lr), {})[record.seeds] = record
     for arm in {*tuned} - {arm for arm, _ in groups}:  # no rate was chosen (yet)
         groups[arm, None] = {}
     several = len(groups) > len({arm for arm, _ in groups})
-    rates = {rate for _, rate in groups if rate is not None}
-    form = ".3g" if len({f"{rate:.3g}" for rate in rates}) == len(rates) else ""
+    known = {rate for _, rate in groups if rate is not None}
+    form = ".3g" if len({f"{rate:.3g}" for rate in known}) == len(known) else ""
     order = {name: number for number, name in enumerate(arms)}
     entries = []
     for arm, lr in sorted(groups, key=lambda group: (order[group[0]], group[1] or 0.0)):
         name = f"{arm} lr {lr:{form}}" if several and lr is not None else arm
-        entries.append(Entry(arms[arm], name, lr, groups[arm, lr]))
+        entry = Entry(arms[arm], name, lr, groups[arm, lr])
+        if entry.rates is not None and (losses := tuning_losses(tuning, arm)):
+            variance = excess_moment(losses, entry.rates)
+            entry = dataclasses.replace(entry, tuning_variance=variance)
+        entries.append(entry)
     return entries, tuning
+
+
+def tuning_losses(
+    tuning: Mapping[tuple[str, Rates], Mapping[Seeds, Record]], arm: str
+) -> dict[Rates, dict[Seeds, float | None]]:
+    """Return the validation losses of an arm's tuning runs that have a result."""
+    losses = {rates: known_losses(own) for (name, rates), own in tuning.items() if name == arm}
+    return {rates: by_seed for rates, by_seed in losses.items() if by_seed}
+
+
+def known_losses(records: Mapping[Seeds, Record]) -> dict[Seeds, float | None]:
+    """Return the validation losses of the runs that have a result; None: diverged."""
+    return {
+        key: record.val if record.status == "done" else None
+        for key, record in records.items()
+        if record.status in ("done", "diverged")
+    }
 
 
 def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> Record:
@@ -203,7 +241,7 @@ def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> 
         status, reason, result = "damaged", "its result.json is another run's", None
     losses = result["loss"] if result and result["status"] == "done" else {}
     seeds = tuple(
-        (key, int(value)) for key, value in sorted(run.changes.items()) if key != "optim.lr"
+        (key, int(value)) for key, value in sorted(run.changes.items()) if key.startswith("seed")
     )
     return Record(
         folder=folder,

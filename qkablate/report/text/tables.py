@@ -137,11 +137,11 @@ def _rank_table(ranking: Ranking) -> Table:
 
 
 def _rate_table(curves: list[LrCurveSummary]) -> Table:
-    head = ["arm", "best lr", "optimum", "95 % interval", "off by up to 4 ×"]
+    head = ["arm", "runs", "best lr", "optimum", "95 % interval", "off by up to 4 ×"]
     head += ["gap at default", "95 % interval", "gap at best", "95 % interval", ""]
     rows = []
     for curve in curves:
-        cells = [curve.arm, _number(curve.best, ".3g"), _number(curve.optimum, ".3g")]
+        cells = [curve.arm, f"{curve.runs:,}", str(curve.best or "–"), str(curve.optimum or "–")]
         cells += [_interval(curve.optimum_interval, ".3g"), _number(curve.sensitivity)]
         for gap in (curve.gap_at_default, curve.gap_at_best):
             cells += [_signed(gap.mean), _interval(gap.interval)] if gap else ["–", "–"]
@@ -151,9 +151,9 @@ def _rate_table(curves: list[LrCurveSummary]) -> Table:
         head,
         rows,
         [
-            f"default: {', '.join(sorted({_number(curve.default, '.3g') for curve in curves}))}",
-            "optimum: minimum of a parabola in ln lr, with Fieller's interval; off by up to 4 ×:"
-            " mean cost of missing the best rate",
+            f"default: {', '.join(dict.fromkeys(str(curve.default) for curve in curves))}",
+            "optimum: minimum of a quadratic surface in ln lr and ln of the circuit's multiplier;"
+            " interval: of lr; off by up to 4 ×: mean cost of missing the best rate",
             "the gaps are paired by tuning seed, on validation",
         ],
     )

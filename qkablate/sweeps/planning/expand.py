@@ -20,7 +20,7 @@ from qkablate.sweeps.planning.arms import ArmResolver, Overrides
 from qkablate.sweeps.planning.control import ControlOutOfReach, match_baseline
 from qkablate.sweeps.planning.manifest import RUN_KEYS, Arm, Changes, LeftOutArm, Manifest
 from qkablate.sweeps.planning.predicates import holds
-from qkablate.sweeps.planning.tuning import lr_ladder
+from qkablate.sweeps.planning.tuning import tuning_runs
 
 # What a variant is made of, and does not pass on to the baseline that stands beside it.
 _OF_A_VARIANT = {*keys_with(Role.VARIANT)}
@@ -101,10 +101,9 @@ class _Expansion:
             typed = self.grid.choices.get("optim.lr", [])
             rates = [self.resolver.compose({"optim.lr": text}).optim.lr for text in typed]
             runs = [
-                arm.run({"seed": seed, "optim.lr": rate}, tuning=True)
+                run
                 for arm in arms.values()
-                for rate in lr_ladder(rates, arm.config)
-                for seed in settings.tuning_seeds
+                for run in tuning_runs(arm, rates, settings.tuning_seeds)
             ]
         else:
             runs = [arm.run(change) for arm in arms.values() for change in changes]
@@ -219,6 +218,8 @@ class _Expansion:
             )
         if "variant" in values:
             overrides = {k: value for k, value in overrides.items() if k not in _OF_A_VARIANT}
+            if overrides.get("variant.lr") not in ("matched", "same"):
+                overrides.pop("variant.lr", None)  # a number belongs to the arm's own circuit
         return {**overrides, **{str(key): as_quoted(value) for key, value in values.items()}}
 
     def _name(self, overrides: Overrides, control: str) -> str:

@@ -24,7 +24,7 @@ COLUMNS: dict[str, type] = {
     **dict.fromkeys(("d_model", "heads", "layers", "context", "mlp_width"), int),
     "data": str,
     "seed": int,
-    "lr": float,
+    **dict.fromkeys(("lr", "circuit_lr"), float),
     "planned_steps": int,
     "status": str,
     **dict.fromkeys(("train_loss", "val_loss", "test_loss"), float),
@@ -98,6 +98,7 @@ def _row(manifest: Manifest, state: RunState, blank: dict[str, Any]) -> dict[str
         "data": config.data.source,
         "seed": config.seed,
         "lr": config.optim.lr,
+        "circuit_lr": arm.rates_of(run).circuit,
         "planned_steps": int(config.train.steps),
         "status": state.status,
         "params_with_embeddings": arm.total_params,
@@ -119,7 +120,7 @@ def print_arms(sweep_state: SweepState) -> None:
             key = state.run.arm, float(state.run.changes["optim.lr"])
             groups.setdefault(key, []).append(state)
     searches = {search.arm: search.state for search in sweep_state.lr_searches}
-    groups |= {(search.arm, None): [] for search in sweep_state.lr_searches if search.rate is None}
+    groups |= {(search.arm, None): [] for search in sweep_state.lr_searches if search.rates is None}
     show_rates = bool(searches) or len(groups) > len({arm for arm, _ in groups})
     order = {name: number for number, name in enumerate(manifest.arms)}
     rows = []
@@ -128,7 +129,7 @@ def print_arms(sweep_state: SweepState) -> None:
         losses = [s.result["loss"] for s in states if s.status == "done" and s.result]
         diverged = sum(state.status == "diverged" for state in states)
         tuning = searches.get(arm, "chosen")
-        rate_cell = "–" if rate is None else f"{rate:.3g}"
+        rate_cell = str(manifest.arms[arm].rates_of(states[0].run)) if states else "–"
         rows.append(
             [
                 *(arm, f"{manifest.arms[arm].params:,}"),

@@ -267,7 +267,10 @@ def test_side_without_matched_rate_is_named(cached_world):
     world = cached_world(
         "variant=merged_w", "variant.lr=matched,same", "seed=0", "sweep.baseline={variant.lr:same}"
     )
-    assert "at the same rate" in checks(world.finish(lambda run: 2.0))["start"].message
+    assert (
+        "lr=same with its circuit's rate × 1"
+        in checks(world.finish(lambda run: 2.0))["start"].message
+    )
 
 
 @pytest.mark.parametrize(
