@@ -107,7 +107,7 @@ class LrCurve:
 
 
 def _fieller(
-    slope: float, curvature: float, covariance: tuple[float, float, float], freedom: int
+    slope: float, curvature: float, covariance: tuple[float, float, float], freedom: float
 ) -> Interval | None:
     """Return Fieller's interval of the ratio −slope / (2 · curvature).
 

@@ -78,7 +78,7 @@ class Surface:
     slope_K: np.ndarray
     hessian_KK: np.ndarray
     covariance_PP: np.ndarray  # of the slopes and of the entries of the Hessian, in this order
-    freedom: int
+    freedom: float  # observations count by their weights
     lowest_K: np.ndarray  # distances of the farthest rates that were tried nearby
     highest_K: np.ndarray
 
@@ -208,10 +208,12 @@ def fit_surface(losses: Losses, *, both: bool = True) -> Surface | None:
         [[group == kind for kind in dict.fromkeys(groups)] for group in groups]
     )
     design_PQ = np.hstack([_terms(logs_PK), intercepts_PG])
-    freedom = len(points) - design_PQ.shape[1]
+    nearby_P = np.abs(logs_PK[:, 0]) <= _NEAR
+    weight_P = np.where(nearby_P, 1.0, _FAR_WEIGHT)
+    freedom = float(weight_P.sum()) - design_PQ.shape[1]
     if freedom < 1 or np.linalg.matrix_rank(design_PQ) < design_PQ.shape[1]:
         return None
-    root_P = np.sqrt(np.where(np.abs(logs_PK[:, 0]) <= _NEAR, 1.0, _FAR_WEIGHT))
+    root_P = np.sqrt(weight_P)
     loss_P = np.array([loss for *_, loss in points])
     weighted_PQ, target_P = design_PQ * root_P[:, None], loss_P * root_P
     beta_Q = np.linalg.lstsq(weighted_PQ, target_P, rcond=None)[0]
@@ -222,15 +224,14 @@ def fit_surface(losses: Losses, *, both: bool = True) -> Surface | None:
     hessian_KK = np.zeros((size, size))
     for value, (row, other) in zip(beta_Q[size:kept], _pairs(size), strict=True):
         hessian_KK[row, other] = hessian_KK[other, row] = value
-    nearby = np.abs(logs_PK[:, 0]) <= _NEAR
     return Surface(
         center=best,
         slope_K=beta_Q[:size],
         hessian_KK=hessian_KK,
         covariance_PP=covariance_QQ[:kept, :kept],
         freedom=freedom,
-        lowest_K=logs_PK[nearby].min(axis=0),
-        highest_K=logs_PK[nearby].max(axis=0),
+        lowest_K=logs_PK[nearby_P].min(axis=0),
+        highest_K=logs_PK[nearby_P].max(axis=0),
     )
 
 
