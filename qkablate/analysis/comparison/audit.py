@@ -113,6 +113,14 @@ def _rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> An
         return WARNING, f"{which} tuned ({', '.join(rates.values())})"
     if any(entry.rates is None for entry in sides):
         return WARNING, f"not chosen yet: {', '.join(rates.values())}"
+    off = [
+        f"{entry.name} runs at {entry.rates}, best is {best}"
+        for entry in sides
+        if (best := tuned[entry.name].best) != entry.rates
+        and entry.rates in tuned[entry.name].means
+    ]
+    if off:
+        return WARNING, "; ".join(off)
     uncertain, excess = [], []
     for entry in sides:
         curve = tuned[entry.name]

@@ -12,7 +12,7 @@ from qkablate.sweeps.planning.manifest import Rates
 from qkablate.sweeps.planning.surface import (
     Losses,
     Surface,
-    fit_surface,
+    find_surface,
     left_behind,
     mean_losses,
 )
@@ -61,11 +61,12 @@ class LrCurve:
 
     @cached_property
     def surface(self) -> Surface | None:
-        """Least-squares surface near the best rates.
+        """Least-squares surface near the best rates, if it has a minimum.
 
-        It has a dimension for the circuit's rate where three were tried and tell a minimum.
+        It has a dimension for the circuit's rate where that has a minimum, too.
         """
-        return fit_surface(self.losses) or fit_surface(self.losses, both=False)
+        surface = find_surface(self.losses)
+        return surface if surface is not None and surface.is_convex else None
 
     @property
     def optimum_interval(self) -> Interval | None:

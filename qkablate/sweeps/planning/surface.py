@@ -139,18 +139,17 @@ class Surface:
     def excess_moment(self, rates: Rates) -> float:
         """Return the expected squared loss, in nats², of some rates beyond the true minimum.
 
-        Surfaces are drawn around the fitted one with its covariance (a parametric bootstrap, of
-        Student's t with the fit's degrees of freedom). The minimum of each is sought among the
-        rates tried nearby: the search has shown that it lies there. So a surface with an uncertain
-        curvature has an excess, too, and the choice of a grid point is charged with its distance.
+        Surfaces are drawn around the fitted one with its covariance (a parametric bootstrap). The
+        minimum of each is sought among the rates tried nearby: the search has shown that it lies
+        there. So a surface with an uncertain curvature has an excess, too, and the choice of a grid
+        point is charged with its distance.
         """
         rng = np.random.default_rng(0)
         mean_P = np.concatenate(
             [self.slope_K, [self.hessian_KK[pair] for pair in _pairs(self.size)]]
         )
-        scale_S = np.sqrt(self.freedom / rng.chisquare(self.freedom, _DRAWS))
         noise_SP = rng.multivariate_normal(np.zeros(len(mean_P)), self.covariance_PP, _DRAWS)
-        beta_SP = mean_P + scale_S[:, None] * noise_SP
+        beta_SP = mean_P + noise_SP
         axes = [
             np.linspace(low, high, _NODES)
             for low, high in zip(self.lowest_K, self.highest_K, strict=True)
@@ -211,6 +210,9 @@ def fit_surface(losses: Losses, *, both: bool = True) -> Surface | None:
     nearby_P = np.abs(logs_PK[:, 0]) <= _NEAR
     weight_P = np.where(nearby_P, 1.0, _FAR_WEIGHT)
     freedom = float(weight_P.sum()) - design_PQ.shape[1]
+    if freedom < 1:  # with few seeds, all the losses are needed
+        weight_P = np.ones(len(points))
+        freedom = float(len(points) - design_PQ.shape[1])
     if freedom < 1 or np.linalg.matrix_rank(design_PQ) < design_PQ.shape[1]:
         return None
     root_P = np.sqrt(weight_P)
@@ -235,6 +237,13 @@ def fit_surface(losses: Losses, *, both: bool = True) -> Surface | None:
     )
 
 
+def find_surface(losses: Losses) -> Surface | None:
+    """Return the surface in both dimensions, or that in ln lr alone where it is more certain."""
+    surfaces = [fit_surface(losses, both=both) for both in (True, False)]
+    known = [surface for surface in surfaces if surface is not None]
+    return max(known, key=lambda surface: (surface.is_certain, surface.is_convex), default=None)
+
+
 def choose_rates(losses: Losses) -> tuple[Rates, Surface | None]:
     """Return the rates to train at, and the surface that they are the minimum of.
 
@@ -242,13 +251,12 @@ def choose_rates(losses: Losses) -> tuple[Rates, Surface | None]:
     at the best of the circuit's rates; if that is uncertain, too, these are the rates tried with
     the smallest mean + standard error, which avoids the edge of instability.
     """
-    for both in (True, False):
-        surface = fit_surface(losses, both=both)
-        if surface is not None and surface.is_certain:
-            lr, circuit = surface.optimum
-            if surface.size == 2:
-                circuit = float(f"{circuit:.2g}")
-            return Rates(float(f"{lr:.2g}"), circuit), surface
+    surface = find_surface(losses)
+    if surface is not None and surface.is_certain:
+        lr, circuit = surface.optimum
+        if surface.size == 2:
+            circuit = float(f"{circuit:.2g}")
+        return Rates(float(f"{lr:.2g}"), circuit), surface
     means, failed = mean_losses(losses), left_behind(losses)
     residuals = seed_residuals(losses)
 

@@ -223,13 +223,14 @@ def test_with_tuning_the_runs_that_follow_are_waited_for(world):
 
     def loss(run):
         gap = 0.3 * (run.changes["seed"] % 5) * 1e-4 if "no_q" in run.arm else 0.0
-        return 2.0 + gap + abs(math.log(run.changes["optim.lr"] / best))
+        lr, circuit = run.changes["optim.lr"], run.changes.get("variant.lr", 1.4)
+        return 2.0 + gap + math.log(lr / best) ** 2 + math.log(circuit / 1.4) ** 2 / 10
 
     tuning = [run for run in made.runs() if run.tuning]
     for run in tuning:
         made.write(run, loss(run))
-    assert len(tuning) == 10
-    assert len(made.runs()) == 14
+    assert len(tuning) == 5 + 15
+    assert len(made.runs()) == 24
     found = judged(made, own)
     assert found.word == Verdict.INCOMPLETE
     assert found.n == 2
