@@ -90,6 +90,8 @@ def main(argv: list[str]) -> int:
             print_tables(make_tables(summary))
             command = ["results", *study.cli_arguments]
             more = [*study.resume_commands]
+            if summary.tuning is not None and study.is_complete:
+                more.append([*summary.tuning.command, "--dry-run"])
             more += [[*command, "--margin", "0.01"]] if args.margin is None else []
             print_next_commands(
                 *more, ["report", *study.cli_arguments], [*command, "--format", "json"]
@@ -110,7 +112,7 @@ def print_tables(tables: "list[Table]") -> None:
 def _print_csv(gaps: "list[GapSummary]") -> None:
     columns = ["arm", "baseline", "n", "mean", "sd", "low", "high", "p", "p_holm", "bca_low"]
     columns += ["bca_high", "sign_flip", "detectable", "perplexity_percent", "correlation"]
-    columns += ["arm_diverged", "baseline_diverged", "unpaired", "audit"]
+    columns += ["verdict", "arm_diverged", "baseline_diverged", "unpaired", "audit"]
     writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     for gap in gaps:
@@ -119,6 +121,7 @@ def _print_csv(gaps: "list[GapSummary]") -> None:
         doubts = [f"{check.state}: {check.name}" for check in gap.audit if check.state != "ok"]
         writer.writerow(
             vars(gap)
+            | {"verdict": gap.verdict}
             | {"low": low, "high": high, "bca_low": bca_low, "bca_high": bca_high}
             | {"unpaired": "; ".join(gap.unpaired), "audit": "; ".join(doubts)}
         )

@@ -11,7 +11,6 @@ from qkablate.report.charts import MAX_RUNS
 from qkablate.report.section import Section
 from qkablate.report.text.numbers import format_gap_summary, format_loss
 from qkablate.report.text.tables import format_percent_more
-from qkablate.sweeps.planning.manifest import Rates
 from qkablate.table import format_count, format_list, format_short
 
 COLUMNS = [
@@ -53,7 +52,7 @@ def _verdict_row(entry: Entry, gap: GapSummary | None, baselines: set[str]) -> l
         state = worst_state(gap.audit)
         mark = f" {MARKS[state]}" if state in (WARNING, BROKEN) else ""
         mean = Cell(format_gap_summary(gap) if gap.n else "–", gap.mean)
-        verdict = Cell(f"{gap.decision}{mark}", gap.decision)
+        verdict = Cell(f"{gap.verdict}{mark}", gap.verdict)
         n, p, detectable = Cell(str(gap.n), gap.n), Cell("–"), Cell("–")
         if gap.p_holm is not None:
             p = Cell("< 0.0001" if gap.p_holm < 1e-4 else f"{gap.p_holm:.2g}", gap.p_holm)
@@ -135,7 +134,8 @@ def make_run_rows(section: Section) -> tuple[list[str], list[list[str]]]:
     arms = [(entry.name, entry.rates, entry.records) for entry in study.entries if entry.records]
     arms += [(f"{arm} (tuning)", rates, by_seed) for (arm, rates), by_seed in study.tuning.items()]
     return ARM_COLUMNS, [
-        _arm_row(section, name, rates, [*by_seed.values()]) for name, rates, by_seed in arms
+        _arm_row(section, name, str(rates or "–"), [*by_seed.values()])
+        for name, rates, by_seed in arms
     ]
 
 
@@ -151,7 +151,7 @@ def _run_row(section: Section, record: Record) -> list[str]:
     ]
 
 
-def _arm_row(section: Section, name: str, rates: Rates | None, records: list[Record]) -> list[str]:
+def _arm_row(section: Section, name: str, rates: str, records: list[Record]) -> list[str]:
     """Return the row of an arm, with the command of its first run."""
     done = sum(record.status == "done" for record in records)
     losses = [record.val if record.run.tuning else record.test for record in records]
@@ -159,8 +159,8 @@ def _arm_row(section: Section, name: str, rates: Rates | None, records: list[Rec
         f"{record.seed} {f'{loss:.4f}' if loss is not None else f'({_format_status(record)})'}"
         for record, loss in zip(records, losses, strict=True)
     ]
-    lr, command = str(rates or "–"), _format_command(section, records[0])
-    return [name, lr, f"{done}/{len(records)}", " · ".join(outcomes), command]
+    command = _format_command(section, records[0])
+    return [name, rates, f"{done}/{len(records)}", " · ".join(outcomes), command]
 
 
 def _format_command(section: Section, record: Record) -> str:

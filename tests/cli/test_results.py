@@ -135,7 +135,7 @@ def test_markdown_has_the_tables_to_paste(qkablate, sweep):
     by_arm = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
     assert by_arm["no_q-d16-h2"]["gap"] == "+0.0500"
     assert by_arm["no_q-d16-h2"]["n"] == "5"
-    assert by_arm["no_q-d16-h2"]["decision"] == "worse"
+    assert by_arm["no_q-d16-h2"]["decision"] == "worse at this rate (not tuned)"
     assert by_arm["shared_qk-d16-h2"]["gap"] == "+0.0000"
     head, *rows = next(rows for title, rows in tables.items() if title.startswith("test loss"))
     assert [row[head.index("done")] for row in rows] == ["5/5"] * 3
@@ -164,10 +164,13 @@ def test_margin_is_tested(qkablate, sweep):
 def test_proposed_command_works(qkablate, sweep):
     done = qkablate("results")
     commands = proposed_commands(done)
+    settle, *others = commands
+    assert settle[:2] == ["qkablate", "sweep"]
+    assert settle[-2:] == ["sweep.tune=true", "--dry-run"]
     verbs = ["results", "report", "results"]
-    assert [words[:3] for words in commands] == [["qkablate", verb, sweep.name] for verb in verbs]
-    assert commands[0][-2:] == ["--margin", "0.01"]
-    assert commands[2][-2:] == ["--format", "json"]
+    assert [words[:3] for words in others] == [["qkablate", verb, sweep.name] for verb in verbs]
+    assert others[0][-2:] == ["--margin", "0.01"]
+    assert others[2][-2:] == ["--format", "json"]
     for words in commands:
         assert qkablate(*words[1:]).code == 0
 
@@ -175,7 +178,7 @@ def test_proposed_command_works(qkablate, sweep):
 def test_proposed_command_works_with_another_out(qkablate, finished, tmp_path):
     done = qkablate("results", "small", f"out={finished}")
     commands = proposed_commands(done)
-    assert len(commands) == 3
+    assert len(commands) == 4
     for words in commands:
         assert f"out={finished}" in words
         assert qkablate(*words[1:]).code == 0

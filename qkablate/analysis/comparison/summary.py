@@ -1,12 +1,21 @@
 """Summary of a study: every result with its uncertainty, as frozen dataclasses."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison.audit import AuditCheck, audit
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
-from qkablate.analysis.comparison.decision import Decision, MarginTest, decide
+from qkablate.analysis.comparison.decision import (
+    Decision,
+    MarginTest,
+    RateScope,
+    TuningPlan,
+    decide,
+    find_rate_scopes,
+    plan_tuning,
+)
 from qkablate.analysis.comparison.function_distance import (
     FunctionDistance,
     describe_distances,
@@ -58,6 +67,7 @@ class GapSummary(Estimate):
     arm: str
     baseline: str
     decision: Decision
+    rates: RateScope = RateScope.BEST
     params_percent: float | None
     flops_percent: float | None
     perplexity_percent: float | None
@@ -77,6 +87,15 @@ class GapSummary(Estimate):
     margin: MarginTest | None
     audit: list[AuditCheck]
 
+    @property
+    def verdict(self) -> str:
+        """The decision, limited to the learning rates for which it holds."""
+        if self.decision.is_divergence or self.n < 2 or not self.rates:
+            return self.decision
+        if self.rates == RateScope.SIGN_DEPENDS:
+            return f"no verdict: {self.rates}"
+        return f"{self.decision} {self.rates}"
+
 
 @dataclass(frozen=True)
 class StudySummary:
@@ -94,6 +113,7 @@ class StudySummary:
     rankings: list[Ranking]
     fronts: list[Front]
     left_out: list[LeftOutArm]
+    tuning: TuningPlan | None  # that would settle what the rates leave open
 
 
 def describe_study(
@@ -103,14 +123,20 @@ def describe_study(
     families = find_families(study)
     lr_curves = find_lr_curves(study)
     gaps = [gap for family in families for gap in family.gaps]
+    described = [
+        describe_gap(family, number, lr_curves, margin)
+        for family in families
+        for number in range(len(family.gaps))
+    ]
+    decided = [(gap, one.decision) for gap, one in zip(gaps, described, strict=True)]
+    scopes = find_rate_scopes(decided, lr_curves)
     return StudySummary(
         sweep=study.name,
         complete=study.is_complete,
         arms=[describe_arm(entry) for entry in study.entries],
         gaps=[
-            describe_gap(family, number, lr_curves, margin)
-            for family in families
-            for number in range(len(family.gaps))
+            dataclasses.replace(one, rates=rates)
+            for one, rates in zip(described, scopes, strict=True)
         ],
         noise_floor=[describe_noise_floor(family) for family in families],
         curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
@@ -120,6 +146,7 @@ def describe_study(
         rankings=find_rankings(families),
         fronts=find_fronts(study, milliseconds or {}),
         left_out=study.left_out,
+        tuning=plan_tuning(study) if any(scopes) else None,
     )
 
 

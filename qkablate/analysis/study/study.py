@@ -35,7 +35,7 @@ Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
 LossCurve = dict[int, float]  # loss by tokens
 VAL, TRAIN = "val/loss", "train/loss"
 _FACTS = ["precision", "matmul", "device", "kernel", "compile", "threads", "data_fingerprint"]
-_FACTS += ["steps", "packed", "attempt", "version"]  # fields of result.json
+_FACTS += ["steps", "seconds", "packed", "attempt", "version"]  # fields of result.json
 _MAX_READINGS = 64  # of an unthinned curve
 _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
 

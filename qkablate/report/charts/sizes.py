@@ -28,7 +28,7 @@ def heat_map_chart(section: Section) -> Chart | None:
             text, estimate = "diverged", "all pairs diverged"
         else:
             text = format_digits(gap.mean, half, signed=True)
-            text = text if gap.decision.is_directed else f"({text})"
+            text = text if gap.decision.is_directed and not gap.rates else f"({text})"
             estimate = format_gap_summary(gap)
             beside = estimate.partition(" ")[2] if diverged else beside
         cells.setdefault(rest, []).append(
@@ -43,7 +43,7 @@ def heat_map_chart(section: Section) -> Chart | None:
     caption = (
         "Gap in test loss, nats per token, ± half of its 95 % t interval"
         f" ({format_n([row['n'] for row in all_rows if row['n']])}). Blue is better. In"
-        " parentheses: no difference found (Holm over the arms of one size)."
+        " parentheses: no difference found (Holm over the arms of one size), or rates not tuned."
     )
     if any("∞" in row["half"] for row in all_rows):
         caption += " ∞: runs diverged, so the interval is unbounded on that side."

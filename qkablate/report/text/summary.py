@@ -4,7 +4,7 @@ from collections import Counter
 
 from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.comparison.audit import BROKEN, WARNING, AuditCheck
-from qkablate.analysis.comparison.decision import Decision, Verdict
+from qkablate.analysis.comparison.decision import Decision, RateScope, Verdict
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.analysis.stats import ALPHA, holm
 from qkablate.report.section import Section, format_n
@@ -74,7 +74,9 @@ def _summarize_gaps(section: Section, measured: list[GapSummary]) -> str:
         for word, phrase in _PHRASES.items()
         if names[word]
     ]
-    return f"Compared with {baselines} on the same data and seeds, {'; '.join(parts)}"
+    text = f"Compared with {baselines} on the same data and seeds, {'; '.join(parts)}"
+    scopes = {gap.rates for gap in measured if gap.rates} - {RateScope.SIGN_DEPENDS}
+    return f"{text}; this holds {_join(sorted(scopes))}" if scopes else text
 
 
 def _joint_decisions(measured: list[GapSummary]) -> dict[str, str]:
@@ -82,14 +84,18 @@ def _joint_decisions(measured: list[GapSummary]) -> dict[str, str]:
     p_values = {gap.arm: gap.p for gap in measured if gap.p is not None}
     adjusted = dict(zip(p_values, holm([*p_values.values()]), strict=True))
     by_chance = {arm for arm, p in adjusted.items() if p >= ALPHA}
-    return {
-        gap.arm: "alone" if gap.decision.is_directed and gap.arm in by_chance else gap.decision
-        for gap in measured
-    }
+    decisions: dict[str, str] = {gap.arm: gap.decision for gap in measured}
+    for gap in measured:
+        if gap.rates == RateScope.SIGN_DEPENDS:
+            decisions[gap.arm] = "depends"
+        elif gap.decision.is_directed and gap.arm in by_chance:
+            decisions[gap.arm] = "alone"
+    return decisions
 
 
 # In order of precedence: a difference found at one size is reported, whatever the other sizes show.
 _PHRASES: dict[str, str] = {
+    "depends": "there is no verdict on {}: the sign of the gap depends on the learning rate",
     "mixed": "better in some comparisons and worse in others: {}",
     Decision.BETTER: "{} did better (lower test loss)",
     Decision.WORSE: "{} did worse (higher test loss)",

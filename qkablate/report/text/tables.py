@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from qkablate.analysis.comparison.audit import BROKEN, MARKS, NOTE, OK, WARNING, worst_state
 from qkablate.analysis.comparison.curves import CurveSummary
+from qkablate.analysis.comparison.decision import TuningPlan
 from qkablate.analysis.comparison.function_distance import FunctionDistance
 from qkablate.analysis.comparison.gaps import ArmLosses, NoiseFloor
 from qkablate.analysis.comparison.lr_curves import LrCurveSummary
@@ -12,7 +13,7 @@ from qkablate.analysis.comparison.ranking import Front, Ranking
 from qkablate.analysis.comparison.scaling import SeriesSummary
 from qkablate.analysis.comparison.summary import GapSummary, StudySummary
 from qkablate.report.text.table import Table
-from qkablate.table import format_count, format_list, format_nats, format_short
+from qkablate.table import format_count, format_duration, format_list, format_nats, format_short
 
 
 def make_tables(summary: StudySummary) -> list[Table]:
@@ -23,7 +24,10 @@ def make_tables(summary: StudySummary) -> list[Table]:
     floors = {floor.baseline: floor for floor in summary.noise_floor}
     return [
         _arm_table(summary.arms),
-        *(_gap_table(name, gaps, floors[name]) for name, gaps in by_baseline.items()),
+        *(
+            _gap_table(name, gaps, floors[name], summary.tuning)
+            for name, gaps in by_baseline.items()
+        ),
         *(_rank_table(ranking) for ranking in summary.rankings if len(ranking.ranks) > 1),
         *([_rate_table(summary.learning_rates)] if summary.learning_rates else []),
         *([_curve_table(summary.curves)] if summary.curves else []),
@@ -56,7 +60,9 @@ def _arm_table(arms: list[ArmLosses]) -> Table:
     )
 
 
-def _gap_table(baseline: str, gaps: list[GapSummary], floor: NoiseFloor) -> Table:
+def _gap_table(
+    baseline: str, gaps: list[GapSummary], floor: NoiseFloor, tuning: TuningPlan | None
+) -> Table:
     head = ["arm", "params", "n", "gap", "95 % interval", "perplexity", "p (Holm)", "detectable"]
     head.append("decision")
     if gaps[0].margin is not None:
@@ -69,7 +75,7 @@ def _gap_table(baseline: str, gaps: list[GapSummary], floor: NoiseFloor) -> Tabl
         cells = [gap.arm, format_percent_more(gap.params_percent), str(gap.n)]
         cells += [_signed(gap.mean), _interval(gap.interval)]
         cells += ["–" if percent is None else f"{percent:+.2f} %", _p(gap.p_holm)]
-        cells += [_number(gap.detectable), str(gap.decision)]
+        cells += [_number(gap.detectable), gap.verdict]
         if gap.margin is not None:
             cells += [_p(gap.margin.p_noninferior), _p(gap.margin.p_equivalent)]
             needed = str(gap.margin.seeds_needed or "too many")
@@ -77,7 +83,18 @@ def _gap_table(baseline: str, gaps: list[GapSummary], floor: NoiseFloor) -> Tabl
         state = worst_state(gap.audit)
         cells += [_interval(gap.bca), _p(gap.sign_flip)]
         rows.append([*cells, state if state == OK else f"{MARKS[state]} {state}"])
-    return Table(f"gaps to {baseline}, paired by seed", head, rows, _gap_notes(gaps, floor))
+    notes = _gap_notes(gaps, floor)
+    if tuning is not None and any(gap.rates for gap in gaps):
+        time = (
+            ""
+            if tuning.seconds is None
+            else f", about {format_duration(tuning.seconds)} of computing"
+        )
+        notes.append(
+            "not tuned: the best rate of an arm may be another, and the gap with it;"
+            f" sweep.tune=true settles it ({tuning.runs:,} runs{time})"
+        )
+    return Table(f"gaps to {baseline}, paired by seed", head, rows, notes)
 
 
 def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:

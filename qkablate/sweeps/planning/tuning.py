@@ -21,6 +21,7 @@ from qkablate.sweeps.planning.surface import Losses, choose_rates, left_behind, 
 FACTOR = 2.0
 POINTS = 5
 CIRCUITS = 3  # rates of the circuit, to begin with
+TUNING_RUNS = 15  # of an arm to begin with: at three seeds, or three rates of the circuit
 EXTENSIONS = 6  # the most rates beyond the ladder; times CIRCUITS where the circuit has several
 _BOUNDS = {key: KEYS[key].bounds or (0, 1) for key in ("optim.lr", "variant.lr")}
 FindResult = Callable[[SweepRun], Mapping[str, Any] | None]

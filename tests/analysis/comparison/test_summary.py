@@ -161,8 +161,8 @@ def test_gap_table_shows_each_decision(cached_world):
     world = cached_world(THREE, "seed=range(4)").finish(far)
     _, gaps, ranks, *_ = make_tables(describe_study(world.study()))
     assert [(row[0], row[8]) for row in gaps.rows] == [
-        ("no_q-d16-h2", "worse"),
-        ("shared_qk-d16-h2", "better"),
+        ("no_q-d16-h2", "worse at this rate (not tuned)"),
+        ("shared_qk-d16-h2", "better at this rate (not tuned)"),
     ]
     assert [row[1] for row in ranks.rows] == ["1", "2", "3"]
     world.write(next(run for run in world.runs() if run.arm.startswith("no_q")), "diverged")
@@ -179,7 +179,7 @@ def test_margin_adds_equivalence_to_the_table(cached_world, gap, says):
 
     world = cached_world("variant=standard,no_q", "seed=range(10)").finish(close)
     found = describe_study(world.study(), {}, 1.0)
-    assert make_tables(found)[1].rows[0][8] == says
+    assert make_tables(found)[1].rows[0][8] == f"{says} at this rate (not tuned)"
     margin = found.gaps[0].margin
     assert margin.p_noninferior < 0.05
     assert (margin.p_equivalent < 0.05) == (says == "equivalent")
