@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
             command = ["results", *study.cli_arguments]
             more = [*study.resume_commands]
             if summary.tuning is not None and study.is_complete:
-                more.append([*summary.tuning.command, "--dry-run"])
+                more.append([*summary.tuning.command, *study.cli_arguments[1:], "--dry-run"])
             more += [[*command, "--margin", "0.01"]] if args.margin is None else []
             print_next_commands(
                 *more, ["report", *study.cli_arguments], [*command, "--format", "json"]

@@ -166,7 +166,8 @@ def test_proposed_command_works(qkablate, sweep):
     commands = proposed_commands(done)
     settle, *others = commands
     assert settle[:2] == ["qkablate", "sweep"]
-    assert settle[-2:] == ["sweep.tune=true", "--dry-run"]
+    assert settle[-1] == "--dry-run"
+    assert "sweep.tune=true" in settle
     verbs = ["results", "report", "results"]
     assert [words[:3] for words in others] == [["qkablate", verb, sweep.name] for verb in verbs]
     assert others[0][-2:] == ["--margin", "0.01"]

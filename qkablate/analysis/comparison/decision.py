@@ -150,7 +150,7 @@ def _is_at_best(entry: Entry, curves: Mapping[str, LrCurve]) -> bool:
 class TuningPlan:
     """The sweep that would tune the arms of another one."""
 
-    command: list[str]
+    command: list[str]  # without out=…
     runs: int
     seconds: float | None  # of computing, at the mean time of the runs so far
 
@@ -165,5 +165,4 @@ def plan_tuning(study: Study) -> TuningPlan | None:
     runs = len(arms) * (TUNING_RUNS + len({record.seeds for record in study.records}))
     seconds = [float(s) for record in study.records if is_number(s := record.facts.get("seconds"))]
     total = runs * statistics.fmean(seconds) if seconds else None
-    where = study.cli_arguments[1:]  # out=…, unless it is the default
-    return TuningPlan([*given, *where, "sweep.tune=true"], runs, total)
+    return TuningPlan([*given, "sweep.tune=true"], runs, total)
