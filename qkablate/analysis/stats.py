@@ -15,6 +15,7 @@ from scipy import optimize, stats
 
 ALPHA = 0.05
 POWER = 0.8
+MIN_PAIRS = 3  # for any decision: two equal numbers would have no spread at all
 _MAX_EXACT = 16  # largest n for which all 2ⁿ sign flips are enumerated
 _FLIPS = 99_999  # random sign flips beyond that
 _RESAMPLES = 9_999

@@ -24,7 +24,8 @@ NAME is a claim of `claim list`, or the path of your own YAML file. Keys are tho
 Verdicts
   SUPPORTED     the one-sided 95 % bound of every part lies within its margin
   REFUTED       the interval of a part lies wholly outside its margin (Holm over the parts)
-  EQUIVALENT    a part states a direction, and its 90 % interval lies within ± its margin
+  EQUIVALENT    all parts state a direction, and their 90 % intervals lie within ± their margins
+  MIXED         this holds for some of the parts only
   UNDERPOWERED  none of these; the number of seeds that would decide is shown
   INCOMPLETE    some runs have not ended
 A verdict is `exploratory` if seeds were added beyond the declared ones, or if the claim was edited

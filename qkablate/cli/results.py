@@ -81,7 +81,11 @@ def main(argv: list[str]) -> int:
     summary = describe_study(study, times, args.margin)
     with suppress(BrokenPipeError):
         if form == "json":
-            print_json(dataclasses.asdict(summary))
+            gaps = [
+                dataclasses.asdict(gap) | {"interval": gap.bounds, "verdict": gap.verdict}
+                for gap in summary.gaps
+            ]
+            print_json(dataclasses.asdict(summary) | {"gaps": gaps})
         elif form == "csv":
             _print_csv(summary.gaps)
         elif form == "md":
@@ -116,7 +120,7 @@ def _print_csv(gaps: "list[GapSummary]") -> None:
     writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     for gap in gaps:
-        low, high = gap.interval or (None, None)
+        low, high = gap.bounds or (None, None)
         bca_low, bca_high = gap.bca or (None, None)
         doubts = [f"{check.state}: {check.name}" for check in gap.audit if check.state != "ok"]
         writer.writerow(

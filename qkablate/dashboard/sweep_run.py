@@ -81,7 +81,7 @@ def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
 
 def _gap_row(gap: "GapSummary") -> dict[str, object]:
     """Return one row of the table of gaps."""
-    low, high = gap.interval or (None, None)
+    low, high = gap.bounds or (None, None)
     doubts = [f"{check.name}: {check.message}" for check in gap.audit if check.state != "ok"]
     row = {**vars(gap), "gap": gap.mean, "low": low, "high": high, "verdict": gap.verdict}
     row["audit"] = "; ".join(doubts)

@@ -7,8 +7,9 @@
 
 SUPPORTED     every part's bound lies inside: all must hold, so nothing is adjusted
 REFUTED       a part's interval lies wholly outside, by Holm over the parts
-EQUIVALENT    a part says better or worse, and its interval lies within ± margin, by Holm over the
-              parts: there is no such difference
+EQUIVALENT    every part says better or worse, and its interval lies within ± margin, by Holm over
+              the parts: there is no such difference
+MIXED         this holds for some parts, and not for the others
 UNDERPOWERED  none of these: too few seeds for this margin
 """
 
@@ -22,6 +23,7 @@ from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap
 from qkablate.analysis.stats import (
     ALPHA,
+    MIN_PAIRS,
     Sample,
     Spread,
     holm,
@@ -52,11 +54,11 @@ class Part:
 
     def p_below(self, bound: float) -> float:
         """Return the p-value against a mean at or above the bound."""
-        return 1.0 if self.open_above else self.sample.p_below(bound)
+        return 1.0 if self.open_above or self.sample.n < MIN_PAIRS else self.sample.p_below(bound)
 
     def p_above(self, bound: float) -> float:
         """Return the p-value against a mean at or below the bound."""
-        return 1.0 if self.open_below else self.sample.p_above(bound)
+        return 1.0 if self.open_below or self.sample.n < MIN_PAIRS else self.sample.p_above(bound)
 
     @property
     def _bound(self) -> float:
@@ -161,10 +163,13 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
             verdicts.append(Verdict.EQUIVALENT)
         else:
             verdicts.append(Verdict.REFUTED if p_refuted < alpha else Verdict.UNDERPOWERED)
-    for verdict in (Verdict.REFUTED, Verdict.EQUIVALENT, Verdict.UNDERPOWERED):
-        if verdict in verdicts:  # one false part is enough
-            return ClaimVerdict(verdict, verdicts)
-    return ClaimVerdict(Verdict.SUPPORTED, verdicts)
+    if Verdict.REFUTED in verdicts:  # one false part is enough
+        return ClaimVerdict(Verdict.REFUTED, verdicts)
+    if Verdict.EQUIVALENT in verdicts and len({*verdicts}) > 1:
+        return ClaimVerdict(Verdict.MIXED, verdicts)
+    if Verdict.UNDERPOWERED in verdicts:
+        return ClaimVerdict(Verdict.UNDERPOWERED, verdicts)
+    return ClaimVerdict(verdicts[0] if verdicts else Verdict.SUPPORTED, verdicts)
 
 
 def spend_alpha(looks: Sequence[int]) -> list[float]:

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from qkablate.analysis.comparison.gaps import Gap
 from qkablate.analysis.comparison.lr_curves import LrCurve
-from qkablate.analysis.stats import ALPHA, Sample
+from qkablate.analysis.stats import ALPHA, MIN_PAIRS, Sample
 from qkablate.analysis.study.study import Entry, Study
 from qkablate.runs.records import is_number
 from qkablate.sweeps.planning.tuning import TUNING_RUNS
@@ -25,7 +25,7 @@ class Decision(StrEnum):
     EQUIVALENT = "equivalent"
     NOT_WORSE = "not worse"
     NO_DIFFERENCE_FOUND = "no difference found"
-    ONE_PAIR = "one pair only"
+    FEW_PAIRS = f"too few pairs (under {MIN_PAIRS})"
     NO_PAIRS = "no pairs"
     ARM_DIVERGED = "arm diverged"
     BASELINE_DIVERGED = "baseline diverged"
@@ -34,6 +34,11 @@ class Decision(StrEnum):
     def is_directed(self) -> bool:
         """True if a difference was found."""
         return self in (Decision.BETTER, Decision.WORSE)
+
+    @property
+    def lacks_pairs(self) -> bool:
+        """True if there are too few pairs to decide by."""
+        return self in (Decision.FEW_PAIRS, Decision.NO_PAIRS)
 
     @property
     def is_divergence(self) -> bool:
@@ -47,6 +52,7 @@ class Verdict(StrEnum):
     SUPPORTED = "SUPPORTED"
     REFUTED = "REFUTED"
     EQUIVALENT = "EQUIVALENT"
+    MIXED = "MIXED"  # some parts show no such difference, others do not
     UNDERPOWERED = "UNDERPOWERED"
     INCOMPLETE = "INCOMPLETE"  # runs are missing
 
@@ -74,15 +80,15 @@ def decide(
         return Decision.ARM_DIVERGED
     if baseline_diverged:
         return Decision.BASELINE_DIVERGED
-    if sample.n < 2:
-        return Decision.ONE_PAIR if sample.n else Decision.NO_PAIRS
+    if sample.n < MIN_PAIRS:
+        return Decision.FEW_PAIRS if sample.n else Decision.NO_PAIRS
+    # A gap that is surely smaller than what matters is no "worse", even if it is surely not zero.
+    if margin is not None and margin.p_equivalent is not None and margin.p_equivalent < ALPHA:
+        return Decision.EQUIVALENT
     if p_holm is not None and p_holm < ALPHA:
         return Decision.WORSE if sample.mean > 0 else Decision.BETTER
-    if margin is not None:
-        if margin.p_equivalent is not None and margin.p_equivalent < ALPHA:
-            return Decision.EQUIVALENT
-        if margin.p_noninferior is not None and margin.p_noninferior < ALPHA:
-            return Decision.NOT_WORSE
+    if margin is not None and margin.p_noninferior is not None and margin.p_noninferior < ALPHA:
+        return Decision.NOT_WORSE
     return Decision.NO_DIFFERENCE_FOUND
 
 

@@ -47,6 +47,18 @@ class Gap:
             math.inf if self.arm_diverged else interval[1],
         )
 
+    @property
+    def p(self) -> float | None:
+        """Two-sided p-value against a gap of zero; None for fewer than two pairs.
+
+        A gap is never shown on a side where it has no bound.
+        """
+        if self.sample.n < 2:
+            return None
+        below = 1.0 if self.arm_diverged else self.sample.p_below(0)
+        above = 1.0 if self.baseline_diverged else self.sample.p_above(0)
+        return min(1.0, 2 * min(below, above))
+
     @cached_property
     def correlation(self) -> float | None:
         """Correlation of the two arms over seeds: the benefit of pairing."""
@@ -94,12 +106,12 @@ class Family:
     @cached_property
     def holm(self) -> list[float | None]:
         """Adjusted p-value of each gap; None for fewer than two pairs."""
-        adjusted = iter(holm([gap.sample.p for gap in self.gaps if gap.sample.p is not None]))
-        return [None if gap.sample.p is None else next(adjusted) for gap in self.gaps]
+        adjusted = iter(holm([gap.p for gap in self.gaps if gap.p is not None]))
+        return [None if gap.p is None else next(adjusted) for gap in self.gaps]
 
     @cached_property
     def comparisons(self) -> int:
-        return sum(gap.sample.p is not None for gap in self.gaps)
+        return sum(gap.p is not None for gap in self.gaps)
 
     def detectable(self, gap: Gap) -> float | None:
         """Return the smallest gap that would be found with 80 % power, adjusted for the family."""

@@ -88,13 +88,25 @@ class GapSummary(Estimate):
     audit: list[AuditCheck]
 
     @property
+    def bounds(self) -> tuple[float | None, float | None] | None:
+        """Interval of the gap, without an end on a side where runs diverged."""
+        if self.interval is None:
+            return None
+        low, high = self.interval
+        return None if self.baseline_diverged else low, None if self.arm_diverged else high
+
+    @property
     def verdict(self) -> str:
         """The decision, limited to the learning rates for which it holds."""
-        if self.decision.is_divergence or self.n < 2 or not self.rates:
+        if self.decision.is_divergence or self.decision.lacks_pairs:
             return self.decision
         if self.rates == RateScope.SIGN_DEPENDS:
             return f"no verdict: {self.rates}"
-        return f"{self.decision} {self.rates}"
+        text = str(self.decision)
+        found = self.p_holm is not None and self.p_holm < ALPHA
+        if self.decision == Decision.EQUIVALENT and found and self.mean is not None:
+            text += f" ({'worse' if self.mean > 0 else 'better'} by {abs(self.mean):.4f})"
+        return f"{text} {self.rates}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -157,6 +169,7 @@ def describe_gap(
     gap, p_holm = family.gaps[number], family.holm[number]
     sample, interval = gap.sample, gap.sample.interval()
     arm, baseline = gap.arm.arm, gap.baseline.arm
+    diverged = gap.arm_diverged + gap.baseline_diverged > 0
     margin_test = describe_margin(family, number, margin) if margin else None
     return GapSummary(
         **vars(describe_sample(sample)),
@@ -172,13 +185,14 @@ def describe_gap(
         params_percent=_percent_more(arm.params, baseline.params),
         flops_percent=_percent_more(arm.flops, baseline.flops),
         perplexity_percent=perplexity_percent(sample.mean) if sample.n else None,
-        perplexity_percent_interval=interval
-        and (perplexity_percent(interval[0]), perplexity_percent(interval[1])),
-        p=sample.p,
+        perplexity_percent_interval=None
+        if interval is None or diverged
+        else (perplexity_percent(interval[0]), perplexity_percent(interval[1])),
+        p=gap.p,
         p_holm=p_holm,
         comparisons=family.comparisons,
-        bca=sample.bca,
-        sign_flip=sample.sign_flip,
+        bca=None if diverged else sample.bca,
+        sign_flip=None if diverged else sample.sign_flip,
         sign_flip_min_n=sign_flip_min_n(max(1, family.comparisons)),
         detectable=family.detectable(gap),
         correlation=gap.correlation,

@@ -15,6 +15,7 @@ _VERDICTS = {
     Verdict.SUPPORTED: "The runs support it",
     Verdict.REFUTED: "The runs refute it",
     Verdict.EQUIVALENT: "The runs show that there is no such difference",
+    Verdict.MIXED: "The runs show no such difference in some parts, and not in others",
 }
 
 
@@ -105,7 +106,7 @@ _PHRASES: dict[str, str] = {
     Decision.NO_DIFFERENCE_FOUND: "no difference was found for {}",
     Decision.NOT_WORSE: "not worse by {margin}: {}",
     Decision.EQUIVALENT: "equivalent within ± {margin}: {}",
-    Decision.ONE_PAIR: "there is only one pair for {}",
+    Decision.FEW_PAIRS: "there are fewer than three pairs for {}",
     Decision.NO_PAIRS: "there are no pairs for {}",
 }
 

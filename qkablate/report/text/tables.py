@@ -73,7 +73,7 @@ def _gap_table(
     for gap in gaps:
         percent = gap.perplexity_percent
         cells = [gap.arm, format_percent_more(gap.params_percent), str(gap.n)]
-        cells += [_signed(gap.mean), _interval(gap.interval)]
+        cells += [_signed(gap.mean), _gap_interval(gap)]
         cells += ["–" if percent is None else f"{percent:+.2f} %", _p(gap.p_holm)]
         cells += [_number(gap.detectable), gap.verdict]
         if gap.margin is not None:
@@ -298,6 +298,15 @@ def _interval(value: Sequence[float] | None, form: str = "") -> str:
         return "–"
     low, high = (format(end, form) if form else format_nats(end) for end in value)
     return f"[{low}, {high}]"
+
+
+def _gap_interval(gap: GapSummary) -> str:
+    """Format the interval of a gap, open on a side where runs diverged."""
+    if gap.bounds is None:
+        return "–"
+    low, high = gap.bounds
+    left = "(−∞" if low is None else f"[{format_nats(low)}"
+    return f"{left}, {'∞)' if high is None else f'{format_nats(high)}]'}"
 
 
 def _p(value: float | None) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from qkablate.analysis.comparison.summary import describe_study
 
+PAIR = ("variant=standard,no_q", "seed=range(5)")
 BOTH = ("variant=standard,merged_w", "variant.lr=matched,same", "seed=range(4)")
 
 
@@ -91,3 +92,45 @@ def test_cost_of_tuning_counts_the_arms_without_their_circuit_rates(cached_world
     assert plan.command[0] == "sweep"
     assert plan.command[-1] == "sweep.tune=true"
     assert not any(word.startswith("variant.lr") for word in plan.command)
+
+
+@pytest.mark.parametrize("side", ["standard", "no_q"])
+def test_divergence_opens_its_side_of_the_gap(cached_world, side):
+    """Survivors show no gap in the direction in which the gap has no bound."""
+
+    def loss(run):
+        if run.arm.startswith(side) and run.changes["seed"] == 0:
+            return "diverged"
+        gap = 0.1 if run.arm.startswith("no_q") else 0.0
+        return 2 + gap + random.Random(run.id).gauss(0, 1e-3)
+
+    (gap,) = describe_study(cached_world(*PAIR).finish(loss).study()).gaps
+    low, high = gap.bounds
+    assert gap.bca is gap.sign_flip is gap.perplexity_percent_interval is None
+    if side == "no_q":  # may be even worse
+        assert (high, gap.decision) == (None, "arm diverged")
+        assert 0.09 < low < 0.1
+        assert gap.p < 1e-3
+    else:
+        assert (low, gap.decision) == (None, "baseline diverged")
+        assert gap.p == 1.0
+
+
+def test_two_equal_pairs_decide_nothing(cached_world):
+    world = cached_world("variant=standard,no_q", "seed=range(2)")
+    (gap,) = describe_study(world.finish(lambda run: 2 + 0.1 * ("no_q" in run.arm)).study()).gaps
+    assert (gap.n, gap.verdict) == (2, "too few pairs (under 3)")
+
+
+def test_difference_within_the_margin_is_equivalent(cached_world):
+    def loss(run):
+        gap = 0.001 if run.arm.startswith("no_q") else 0.0
+        return 2 + gap + random.Random(run.id).gauss(0, 1e-4)
+
+    study = cached_world(*PAIR).finish(loss).study()
+    (gap,) = describe_study(study, margin=0.01).gaps
+    assert gap.p_holm < 0.05
+    assert gap.verdict.startswith("equivalent (worse by 0.00")
+    assert gap.decision == "equivalent"
+    (gap,) = describe_study(study).gaps
+    assert gap.decision == "worse"

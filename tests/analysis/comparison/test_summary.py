@@ -191,7 +191,7 @@ def test_one_seed_is_a_number_in_the_table(cached_world):
     world = cached_world(THREE, "seed=7").finish(loss_of)
     rows = make_tables(describe_study(world.study()))[1].rows
     assert {(row[2], row[4], row[6], row[7], row[8]) for row in rows} == {
-        ("1", "–", "–", "–", "one pair only")
+        ("1", "–", "–", "–", "too few pairs (under 3)")
     }
 
 
