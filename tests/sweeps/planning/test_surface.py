@@ -59,7 +59,7 @@ def test_expected_cost_of_the_choice_is_that_of_repeated_choices():
         rates, _ = choose_rates(losses)
         costs.append((bowl(rates) - 2) ** 2)
         claimed.append(excess_moment(losses, rates))
-    assert np.mean(costs) < np.mean(claimed) < 20 * np.mean(costs)
+    assert 0.5 < np.mean(claimed) / np.mean(costs) < 5
 
 
 def test_flat_circuit_leaves_the_minimum_in_lr():

@@ -107,7 +107,7 @@ def tune(bowl: Bowl, matched: float) -> Tuned:
 
 
 class Row(NamedTuple):
-    """What a number of studies with the same truth show."""
+    """Results of a number of studies with the same truth."""
 
     covered: float  # fraction of the 95 % intervals that hold the true gap, zero
     covered_without: float  # the same without the variance of tuning
