@@ -17,7 +17,7 @@ SWEEP = ["sweep.name=small", "variant=standard,no_q,shared_qk", "seed=range(5)",
 CLAIM = {
     "says": "Keys alone are enough.",
     "source": "a comment",
-    "seeds": 2,
+    "seeds": 3,
     "tuning_seeds": 0,
     "grid": {"variant": "standard,no_q"},
     "parts": {"within": {"arm": "no_q", "kind": "noninferior", "margin": 3}},

@@ -15,7 +15,7 @@ PART = {"arm": "no_q", "kind": "noninferior", "margin": 3}
 CLAIM = {
     "says": "Keys alone are enough.",
     "source": "a comment",
-    "seeds": 2,
+    "seeds": 3,
     "tuning_seeds": 0,
     "grid": {"variant": "standard,no_q"},
     "parts": {"within": PART},
@@ -147,7 +147,7 @@ def test_user_claim_is_trained_to_a_verdict(claim, qkablate, tmp_path, write):
     assert (done.code, done.err) == (0, "")
     assert "\nSUPPORTED\n" in done.out
     output = json.loads(claim("show", "--json").out, parse_constant=pytest.fail)
-    assert (output["verdict"], output["seeds"], output["exploratory"]) == ("SUPPORTED", 2, [])
+    assert (output["verdict"], output["seeds"], output["exploratory"]) == ("SUPPORTED", 3, [])
     assert output["hash"] == content["hash"]
     losses = {
         (r["seed"], r["label"].partition("-")[0]): r["loss"]["test"]
@@ -187,7 +187,7 @@ def test_margin_that_is_edited_after_the_runs_is_exploratory(claim, pretended, w
     assert done.code == 0
     assert "SUPPORTED (exploratory)" in done.out
     assert "parts.within.margin: 3.0 → 2.0" in done.out
-    assert len({*pretended.trained} - before) == 4
+    assert len({*pretended.trained} - before) == 6
     one, other = (json.loads(path.read_text()) for path in registered(tmp_path))
     assert not {*one["final_seeds"]} & {*other["final_seeds"]}
     # As it was written first, it is what it was.
@@ -235,20 +235,20 @@ def test_verdict_before_an_edit_can_be_shown(claim, pretended, write):
 def test_more_seeds_are_exploratory_and_say_how_many_were_declared(claim, pretended, tmp_path):
     assert_refused(claim("run", "--more", "1"), "--more: run the declared seeds first")
     assert claim("run").code == 0
-    assert len(pretended.trained) == 4
+    assert len(pretended.trained) == 6
     done = claim("run", "--more", "1")
     assert done.code == 0, done.err
     assert "SUPPORTED (exploratory)" in done.out
-    assert "3 seeds, and 2 were declared" in done.out
-    assert len(pretended.trained) == 6
+    assert "4 seeds, and 3 were declared" in done.out
+    assert len(pretended.trained) == 8
     done = claim("show")
     assert "SUPPORTED (exploratory)" in done.out
     # From then on: also when it is run as it was declared.
     done = claim("run")
-    assert "3 seeds, and 2 were declared" in done.out
-    assert len(pretended.trained) == 6
+    assert "4 seeds, and 3 were declared" in done.out
+    assert len(pretended.trained) == 8
     (folder,) = (path.parent for path in registered(tmp_path))
-    assert {path.name for path in folder.iterdir()} == {"claim.json", "n2", "n3"}
+    assert {path.name for path in folder.iterdir()} == {"claim.json", "n3", "n4"}
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_interrupted_additional_seeds_are_resumed(claim, qkablate, pretended):
     assert words[-2:] == ["--more", "1"]
     done = qkablate(*words[1:])
     assert done.code == 0, done.err
-    assert "3 seeds, and 2 were declared" in done.out
+    assert "4 seeds, and 3 were declared" in done.out
 
 
 def test_dry_run_writes_nothing(claim, tmp_path, monkeypatch):
@@ -272,7 +272,7 @@ def test_dry_run_writes_nothing(claim, tmp_path, monkeypatch):
     done = claim("run", "--dry-run")
     assert done.code == 0, done.err
     assert "mine (small): Keys alone are enough." in done.out
-    assert "1 comparison of 2 pairs" in done.out
+    assert "1 comparison of 3 pairs" in done.out
     assert "no_q-d16-h2" in done.out
     assert registered(tmp_path) == []
     assert list(tmp_path.glob("outputs/runs/*")) == []
@@ -299,7 +299,7 @@ def test_unfinished_runs_give_no_verdict(claim, pretended, how):
     assert done.code == 1
     assert "\nINCOMPLETE\n" in done.out
     ended = 0 if how == "interrupted" else 2
-    assert f"{ended} of 4 runs have ended; the verdict needs all of them" in done.out
+    assert f"{ended} of 6 runs have ended; the verdict needs all of them" in done.out
     assert json.loads(claim("show", "--json").out)["verdict"] == "INCOMPLETE"
     assert claim("show", "--json").code == 1
     assert_refused(claim("run", "--more", "1"), "--more: run the declared seeds first")
@@ -418,14 +418,14 @@ def test_list_has_the_verdicts(qkablate, claim, pretended, tmp_path):
     output = {r["claim"]: r for r in json.loads(qkablate("claim", "list", out, "--json").out)}
     (own,) = output["mine"]["verdicts"]
     assert own.startswith("SUPPORTED ! (small, model.layers=2")  # no rate was tuned
-    assert own.endswith(", n = 2)")
+    assert own.endswith(", n = 3)")
     assert output["one_head"]["verdicts"] == []
     assert own in qkablate("claim", "list", out).out
     assert "SUPPORTED" not in qkablate("claim", "list", "out=elsewhere").out
     assert claim("run", "--more", "1").code == 0
     (row,) = [x for x in qkablate("claim", "list", out).out.splitlines() if x.startswith("mine ")]
     assert "SUPPORTED ! (small" in row
-    assert ", n = 3, exploratory)" in row
+    assert ", n = 4, exploratory)" in row
 
 
 @pytest.mark.slow
@@ -503,7 +503,7 @@ FILES = {
     "no arm left": ({"filter": ["model.d_model > 999"]}, "excludes all arms"),
     "a baseline": ({"baseline": 5}, "baseline: '5' is not a variant"),
     "growth": ({"parts": {"within": PART | {"horizon": "growth"}}}, "3 lengths of training"),
-    "seeds": ({"seeds": 1}, "seeds: 1 is not a number from 2 on"),
+    "seeds": ({"seeds": 1}, "seeds: 1 is not a number from 3 on"),
 }
 
 

@@ -17,7 +17,7 @@ from tests.cli.helpers import assert_refused, complete, proposed_commands
 CLAIM = {
     "says": "Keys alone are enough.",
     "source": "a comment",
-    "seeds": 2,
+    "seeds": 3,
     "tuning_seeds": 0,
     "grid": {"variant": "standard,no_q"},
     "parts": {"within": {"arm": "no_q", "kind": "noninferior", "margin": 3}},
@@ -602,7 +602,7 @@ MISTAKES = [
     (["~nobody-of-this-name"], "there is no sweep, claim or run '~nobody-of-this-name'"),
     (["\x1b[31mred"], "there is no sweep, claim or run '�[31mred'"),
     (["small", "nothing-here"], "there is no sweep, claim or run 'nothing-here'"),
-    (["no_q"], "'no_q' matches 7 runs"),
+    (["no_q"], "'no_q' matches 8 runs"),
     (["out=nowhere"], "there is no sweep in 'nowhere/sweeps'"),
     (["small", "out=nowhere"], "there is no sweep, claim or run 'small' in 'nowhere'"),
     (

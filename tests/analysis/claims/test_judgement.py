@@ -308,7 +308,7 @@ def test_no_number_of_seeds_decides_a_diverged_part(world):
 
 
 def test_unmeasured_part_is_not_called_on_the_margin(world):
-    own = claim(2)
+    own = claim(3)
     made = frozen(world, own).finish(lambda run: "diverged" if "no_q" in run.arm else 2.0)
     assert "it lies on the margin" not in "\n".join(format_judgement(judged(made, own)))
 
@@ -490,7 +490,7 @@ def test_claim_is_described_in_words():
 
 
 def test_control_characters_of_a_file_are_stripped(world):
-    own = claim(2, says="a\x1b[31m\x07 red one")
+    own = claim(3, says="a\x1b[31m\x07 red one")
     assert all(line.isprintable() for line in format_claim(own))
     made = frozen(world, own)
     assert all(line.isprintable() for line in format_judgement(judged(made, own)))
