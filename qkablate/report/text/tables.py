@@ -276,6 +276,10 @@ def _front_table(fronts: list[Front]) -> Table:
         ["arm", "cost", "mean test loss", ""],
         rows,
         [f"surely beaten: {format_list(beaten, 6)}"] * bool(beaten)
+        + [
+            "surely: by t tests of all pairs at any rate, adjusted by Holm over all fronts; of"
+            " several rates of an arm, that of the least validation loss is shown"
+        ]
         + ["for time, give --times FILE, from `qkablate cost --measure --json`"],
     )
 
