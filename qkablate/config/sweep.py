@@ -56,7 +56,7 @@ class GridConfig:
     )
     tune: bool = key(
         False,
-        "choose optim.lr for every arm on validation, then run the seeds at the best",
+        "choose optim.lr and variant.lr for every arm on validation, then run the seeds there",
         Role.GRID,
     )
     tuning_seeds: list[int] = key([1000, 1001, 1002], "with tune=true", Role.GRID, bounds=(0, BIG))

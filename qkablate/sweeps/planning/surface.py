@@ -38,18 +38,25 @@ def mean_losses(losses: Losses) -> dict[Rates, float]:
 
 
 def seed_residuals(losses: Losses) -> dict[Rates, list[float]]:
-    """Return each loss minus the median of its rates and the median excess of its seed."""
-    excess: dict[Rates, dict[Seed, float]] = {}
-    for rates in mean_losses(losses):
-        known = {seed: loss for seed, loss in losses[rates].items() if loss is not None}
-        median = statistics.median(known.values())
-        excess[rates] = {seed: loss - median for seed, loss in known.items()}
-    seeds = {seed for by_seed in excess.values() for seed in by_seed}
-    effect = {seed: statistics.median(own[seed] for own in excess.values()) for seed in seeds}
-    return {
-        rates: [value - effect[seed] for seed, value in own.items()]
-        for rates, own in excess.items()
+    """Return each loss minus the effect of its seed and the median of its rates.
+
+    The effect of a seed is its median distance from the median of all seeds.
+    """
+    known = {
+        rates: {seed: loss for seed, loss in losses[rates].items() if loss is not None}
+        for rates in mean_losses(losses)
     }
+    medians = {rates: statistics.median(own.values()) for rates, own in known.items()}
+    seeds = {seed for own in known.values() for seed in own}
+    effect = {
+        seed: statistics.median(own[seed] - medians[rates] for rates, own in known.items())
+        for seed in seeds
+    }
+    residuals = {}
+    for rates, own in known.items():
+        adjusted = [loss - effect[seed] for seed, loss in own.items()]
+        residuals[rates] = [value - statistics.median(adjusted) for value in adjusted]
+    return residuals
 
 
 def left_behind(losses: Losses) -> list[Rates]:
