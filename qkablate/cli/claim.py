@@ -28,8 +28,10 @@ Verdicts
   MIXED         this holds for some of the parts only
   UNDERPOWERED  none of these; the number of seeds that would decide is shown
   INCOMPLETE    some runs have not ended
-A verdict is `exploratory` if seeds were added beyond the declared ones, or if the claim was edited
-after runs of it. The seeds are derived from the hash of the claim, so that no earlier run counts.
+A verdict holds `unless one run in k is left behind` if failures of training that are too rare for
+these seeds to exclude would overturn it. It is `exploratory` if seeds were added beyond the
+declared ones, or if the claim was edited after runs of it. The seeds are derived from the hash of
+the claim, so that no earlier run counts.
 
 Examples
   qkablate claim list
@@ -193,7 +195,8 @@ def _list(words: list[str], *, as_json: bool) -> int:
 def _summarize(judgement: "Judgement") -> str:
     from qkablate.analysis.comparison.audit import MARKS, worst_state
 
-    label = ", exploratory" if judgement.exploratory else ""
+    label = ", unless a run is left behind" if judgement.unless else ""
+    label += ", exploratory" if judgement.exploratory else ""
     mark = MARKS[worst_state([check for part in judgement.parts for check in part.checks])]
     words = [judgement.word, *([mark] if mark else [])]
     keys = [f", {word}" for word in map("=".join, judgement.claim.words.items())]

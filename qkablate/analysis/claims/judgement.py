@@ -51,6 +51,11 @@ class Judgement:
         return self.verdict.word if self.verdict else Verdict.INCOMPLETE
 
     @property
+    def unless(self) -> list[str]:
+        """Failures of training, not excluded by the runs, that would overturn the verdict."""
+        return self.verdict.unless if self.verdict else []
+
+    @property
     def is_conclusive(self) -> bool:
         return self.word not in (Verdict.INCOMPLETE, Verdict.UNDERPOWERED)
 
@@ -196,6 +201,7 @@ def judgement_to_json(judgement: Judgement) -> dict[str, object]:
         "source": claim.source,
         "hash": claim.hash,
         "verdict": judgement.word,
+        "unless": judgement.unless,
         "exploratory": judgement.exploratory,
         "sweep": judgement.study.name,
         "seeds": judgement.n,
@@ -231,6 +237,8 @@ def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
         else detectable_effect(sample.spread_at(sample.n), sample.n, 2 * alpha),
         "arm_diverged": sum(gap.arm_diverged for gap in judged.gaps),
         "baseline_diverged": sum(gap.baseline_diverged for gap in judged.gaps),
+        "arm_left_behind": sum(gap.arm_left_behind for gap in judged.gaps),
+        "baseline_left_behind": sum(gap.baseline_left_behind for gap in judged.gaps),
         "unpaired": [line for gap in judged.gaps for line in gap.unpaired],
         "values": sample.values,
         "audit": [dataclasses.asdict(check) for check in judged.checks],

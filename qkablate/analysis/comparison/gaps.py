@@ -7,6 +7,7 @@ from functools import cached_property
 
 from scipy import stats
 
+from qkablate.analysis.left_behind import find_left_behind
 from qkablate.analysis.stats import (
     ALPHA,
     Estimate,
@@ -58,6 +59,16 @@ class Gap:
         below = 1.0 if self.arm_diverged else self.sample.p_below(0)
         above = 1.0 if self.baseline_diverged else self.sample.p_above(0)
         return min(1.0, 2 * min(below, above))
+
+    @cached_property
+    def arm_left_behind(self) -> int:
+        """Number of the arm's runs that ended far above its others."""
+        return len(find_left_behind(self.arm.losses))
+
+    @cached_property
+    def baseline_left_behind(self) -> int:
+        """Number of the baseline's runs that ended far above its others."""
+        return len(find_left_behind(self.baseline.losses))
 
     @cached_property
     def correlation(self) -> float | None:
@@ -155,6 +166,7 @@ class RunSummary:
     test_loss: float | None
     val_loss: float | None
     reason: str  # why it is not done
+    left_behind: float | None  # distance to the arm's median, in nats, if it is far above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +187,7 @@ class ArmLosses(Estimate):
 
 def describe_arm(entry: Entry) -> ArmLosses:
     """Return the losses of one arm, run by run."""
+    failed = find_left_behind(entry.losses)
     return ArmLosses(
         **vars(describe_sample(entry.sample)),
         arm=entry.name,
@@ -187,8 +200,8 @@ def describe_arm(entry: Entry) -> ArmLosses:
         params=entry.arm.params,
         training_flops=entry.arm.train_flops,
         runs=[
-            RunSummary(r.folder.name, dict(r.seeds), r.status, r.loss, r.val, r.reason)
-            for r in entry.records.values()
+            RunSummary(r.folder.name, dict(key), r.status, r.loss, r.val, r.reason, failed.get(key))
+            for key, r in entry.records.items()
         ],
     )
 

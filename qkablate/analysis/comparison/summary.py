@@ -12,6 +12,7 @@ from qkablate.analysis.comparison.decision import (
     MarginTest,
     RateScope,
     TuningPlan,
+    Verdict,
     decide,
     find_rate_scopes,
     plan_tuning,
@@ -24,6 +25,7 @@ from qkablate.analysis.comparison.function_distance import (
 from qkablate.analysis.comparison.gaps import (
     ArmLosses,
     Family,
+    Gap,
     NoiseFloor,
     describe_arm,
     describe_noise_floor,
@@ -82,6 +84,9 @@ class GapSummary(Estimate):
     correlation: float | None
     arm_diverged: int
     baseline_diverged: int
+    arm_left_behind: int
+    baseline_left_behind: int
+    unless: list[str]  # failures of training that would overturn "equivalent" or "not worse"
     pairs: list[PairGap]
     unpaired: list[str]
     margin: MarginTest | None
@@ -106,7 +111,8 @@ class GapSummary(Estimate):
         found = self.p_holm is not None and self.p_holm < ALPHA
         if self.decision == Decision.EQUIVALENT and found and self.mean is not None:
             text += f" ({'worse' if self.mean > 0 else 'better'} by {abs(self.mean):.4f})"
-        return f"{text} {self.rates}".rstrip()
+        text = f"{text} {self.rates}".rstrip()
+        return f"{text} unless {' or '.join(self.unless)}" if self.unless else text
 
 
 @dataclass(frozen=True)
@@ -171,17 +177,18 @@ def describe_gap(
     arm, baseline = gap.arm.arm, gap.baseline.arm
     diverged = gap.arm_diverged + gap.baseline_diverged > 0
     margin_test = describe_margin(family, number, margin) if margin else None
+    decision = decide(
+        sample,
+        p_holm,
+        arm_diverged=gap.arm_diverged > 0,
+        baseline_diverged=gap.baseline_diverged > 0,
+        margin=margin_test,
+    )
     return GapSummary(
         **vars(describe_sample(sample)),
         arm=gap.arm.name,
         baseline=family.baseline.name,
-        decision=decide(
-            sample,
-            p_holm,
-            arm_diverged=gap.arm_diverged > 0,
-            baseline_diverged=gap.baseline_diverged > 0,
-            margin=margin_test,
-        ),
+        decision=decision,
         params_percent=_percent_more(arm.params, baseline.params),
         flops_percent=_percent_more(arm.flops, baseline.flops),
         perplexity_percent=perplexity_percent(sample.mean) if sample.n else None,
@@ -198,11 +205,23 @@ def describe_gap(
         correlation=gap.correlation,
         arm_diverged=gap.arm_diverged,
         baseline_diverged=gap.baseline_diverged,
+        arm_left_behind=gap.arm_left_behind,
+        baseline_left_behind=gap.baseline_left_behind,
+        unless=_conditions(family, gap, decision, margin),
         pairs=[PairGap(dict(key), value) for key, value in gap.pairs.items()],
         unpaired=gap.unpaired,
         margin=margin_test,
         audit=audit_gap(family, number, lr_curves, margin),
     )
+
+
+def _conditions(family: Family, gap: Gap, decision: Decision, margin: float | None) -> list[str]:
+    """Return the failures of training that would overturn a decision about the margin."""
+    kinds = {Decision.EQUIVALENT: "equivalent", Decision.NOT_WORSE: "noninferior"}
+    if margin is None or decision not in kinds:
+        return []
+    part = Part.from_gap("", kinds[decision], margin, gap)
+    return part.conditions(Verdict.SUPPORTED, ALPHA / max(1, family.comparisons))
 
 
 def _percent_more(value: float, other: float) -> float | None:

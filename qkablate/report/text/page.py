@@ -20,7 +20,8 @@ def _render_section(section: Section) -> str:
     judgement = section.judgement
     parts = [f"# {escape_markdown(section.title)}", escape_markdown(format_status(section))]
     if judgement is not None:
-        parts.append(f"**{judgement.word}** {escape_markdown(judgement.claim.says)}")
+        unless = f"unless {' or '.join(judgement.unless)}: " if judgement.unless else ""
+        parts.append(f"**{judgement.word}** {escape_markdown(unless + judgement.claim.says)}")
     parts += map(escape_markdown, summarize(section))
     parts += [f"- {escape_markdown(line)}" for line in rows.find_problems(section)]
     if judgement is not None:

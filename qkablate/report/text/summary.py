@@ -195,6 +195,8 @@ def _summarize_claim(section: Section) -> list[str]:
     diverged = any(judged.part.open_below or judged.part.open_above for judged in judgement.parts)
     cause = "some runs diverged" if diverged else "there are too few for this margin"
     verdict = _VERDICTS.get(judgement.word, f"The runs are inconclusive: {cause}")
+    if judgement.unless:
+        verdict += f", unless {' or '.join(judgement.unless)}"
     if judgement.exploratory:
         verdict += ", but this is exploratory and confirms nothing"
     warnings = _format_warnings([check for judged in judgement.parts for check in judged.checks])

@@ -55,9 +55,22 @@ def _arm_table(arms: list[ArmLosses]) -> Table:
         "test loss, nats per token",
         ["arm", "params", "lr", "done", "mean", "sd", "95 % interval", "every run"],
         rows,
-        ["params: without embeddings; interval: Student's t, of the mean over seeds"],
+        [
+            "params: without embeddings; interval: Student's t, of the mean over seeds",
+            *_left_behind_notes(arms),
+        ],
         ("every run",),
     )
+
+
+def _left_behind_notes(arms: list[ArmLosses]) -> list[str]:
+    """Return the runs far above the others of their arm."""
+    notes = []
+    for arm in arms:
+        if failed := [run.left_behind for run in arm.runs if run.left_behind is not None]:
+            by = ", ".join(f"{excess:.2g}" for excess in sorted(failed, reverse=True))
+            notes.append(f"left behind: {arm.arm}, {len(failed)} of {arm.n} runs (by {by} nats)")
+    return notes
 
 
 def _gap_table(
@@ -276,6 +289,10 @@ def _front_table(fronts: list[Front]) -> Table:
         ["arm", "cost", "mean test loss", ""],
         rows,
         [f"surely beaten: {format_list(beaten, 6)}"] * bool(beaten)
+        + [
+            "surely: by t tests of all pairs at any rate, adjusted by Holm over all fronts; of"
+            " several rates of an arm, that of the least validation loss is shown"
+        ]
         + ["for time, give --times FILE, from `qkablate cost --measure --json`"],
     )
 
