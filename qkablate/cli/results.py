@@ -35,9 +35,11 @@ Examples
 A gap is the test loss of an arm minus that of its baseline with the same seed, in nats. The paired
 t interval decides; `p` is adjusted by Holm's method over the arms of one size. `detectable` is the
 smallest gap that these seeds detect with 80 % power. The BCa bootstrap and the exact sign-flip test
-are shown for comparison. The audit lists what else than the arm may explain the gap. The function
-distance measures how much the predictions of arm and baseline differ, next to the distance between
-two seeds and the distance that rounding alone causes (variant=standard_reassociated).
+are shown for comparison. `SE over documents` is the gap's standard error over the documents of the
+test text, which the interval over seeds leaves out. The audit lists what else than the arm may
+explain the gap. The function distance measures how much the predictions of arm and baseline differ,
+next to the distance between two seeds and the distance that rounding alone causes
+(variant=standard_reassociated).
 
 Flags
 {flags}
@@ -110,6 +112,7 @@ def print_tables(tables: "list[Table]") -> None:
 def _print_csv(gaps: "list[GapSummary]") -> None:
     columns = ["arm", "baseline", "n", "mean", "sd", "low", "high", "p", "p_holm", "bca_low"]
     columns += ["bca_high", "sign_flip", "detectable", "perplexity_percent", "correlation"]
+    columns += ["document_se"]
     columns += ["arm_diverged", "baseline_diverged", "unpaired", "audit"]
     writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
@@ -120,5 +123,6 @@ def _print_csv(gaps: "list[GapSummary]") -> None:
         writer.writerow(
             vars(gap)
             | {"low": low, "high": high, "bca_low": bca_low, "bca_high": bca_high}
+            | {"document_se": gap.document_error and gap.document_error.se}
             | {"unpaired": "; ".join(gap.unpaired), "audit": "; ".join(doubts)}
         )

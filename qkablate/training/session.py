@@ -13,7 +13,8 @@ from typing import Any
 from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.models.base import Model
-from qkablate.runs import attention_map, predictions
+from qkablate.runs import attention_map, document_losses, predictions
+from qkablate.runs.document_losses import DocumentLossesHeader
 from qkablate.runs.lease import Lease, LeaseLost, LeaseObserver
 from qkablate.runs.run import EXIT_CODES, Run
 from qkablate.tracking import MetricsFile, Terminal, WandbRun
@@ -125,6 +126,7 @@ def _train_session(
             writer = _RunWriter(lease, run, metrics)
             save_predictions = partial(writer.write, predictions.write_predictions)
             save_attention = partial(writer.write, attention_map.write_attention_map)
+            documents_header = DocumentLossesHeader(run.id, plan.data.fingerprint)
 
             def stop() -> bool:
                 lease.check()
@@ -142,6 +144,9 @@ def _train_session(
                 ranks=ranks,
                 record_predictions=PredictionRecorder(plan, save_predictions),
                 record_attention=partial(record_attention, plan, save_attention),
+                record_documents=partial(
+                    writer.write, document_losses.write_document_losses, documents_header
+                ),
             )
             content |= _train(plan, trainer)
         except Interrupted:
@@ -260,7 +265,7 @@ def _train(plan: RunPlan, trainer: Trainer) -> dict[str, Any]:
         trainer.fit()
         # As many tokens of the training split as validation has, to measure the generalization gap.
         train, val = trainer.evaluate("train"), progress.val
-        test = trainer.evaluate("test") if plan.config.train.evaluate_test else {}
+        test = trainer.evaluate_test() if plan.config.train.evaluate_test else {}
         splits = {"train": train, "val": val, "test": test}
         if not all(math.isfinite(metrics["loss"]) for metrics in splits.values() if metrics):
             raise Diverged(progress.step)

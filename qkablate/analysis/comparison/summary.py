@@ -7,6 +7,7 @@ from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison.audit import AuditCheck, audit
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
 from qkablate.analysis.comparison.decision import Decision, MarginTest, decide
+from qkablate.analysis.comparison.document_error import DocumentError, measure_document_error
 from qkablate.analysis.comparison.function_distance import (
     FunctionDistance,
     describe_distances,
@@ -70,6 +71,7 @@ class GapSummary(Estimate):
     sign_flip_min_n: int
     detectable: float | None
     correlation: float | None
+    document_error: DocumentError | None
     arm_diverged: int
     baseline_diverged: int
     pairs: list[PairGap]
@@ -155,6 +157,7 @@ def describe_gap(
         sign_flip_min_n=sign_flip_min_n(max(1, family.comparisons)),
         detectable=family.detectable(gap),
         correlation=gap.correlation,
+        document_error=measure_document_error(gap),
         arm_diverged=gap.arm_diverged,
         baseline_diverged=gap.baseline_diverged,
         pairs=[PairGap(dict(key), value) for key, value in gap.pairs.items()],
@@ -182,6 +185,7 @@ def audit_gap(
         margin=margin,
         rounding_gap=family.rounding_gap,
         detectable=family.detectable(gap),
+        document_error=measure_document_error(gap),
     )
 
 

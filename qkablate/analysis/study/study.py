@@ -16,6 +16,8 @@ from typing import Any
 from qkablate.analysis.stats import Sample
 from qkablate.disk import read_file
 from qkablate.errors import print_stderr
+from qkablate.runs.document_losses import FILE_NAME as DOCUMENT_LOSSES
+from qkablate.runs.document_losses import DocumentLosses, read_document_losses
 from qkablate.runs.records import decode_row, is_number, read_json, read_result, sha256
 from qkablate.sweeps.planning.manifest import Arm, LeftOutArm, Manifest, SweepRun, read_manifest
 from qkablate.sweeps.planning.tuning import LrSearch
@@ -53,6 +55,21 @@ class Record:
     def loss_curves(self) -> dict[str, LossCurve]:
         """Curves of `val/loss` and `train/loss`, by tokens."""
         return read_loss_curves(self.folder, self.problems.append)
+
+    @cached_property
+    def document_losses(self) -> DocumentLosses | None:
+        """Test loss by document, if it was recorded."""
+        if not os.path.lexists(self.folder / DOCUMENT_LOSSES):
+            return None
+        try:
+            found = read_document_losses(self.folder)
+            origin = self.run.id, self.facts["data_fingerprint"]
+            if (found.header.run, found.header.data_fingerprint) != origin:
+                raise ValueError("it is of another run or of other data")
+        except ValueError as error:
+            self.problems.append(f"{DOCUMENT_LOSSES}: {error}")
+            return None
+        return found
 
     @cached_property
     def problems(self) -> list[str]:
@@ -229,6 +246,7 @@ def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     commit = str(code["commit"])[:10] if code.get("commit") else None
     edits = f"+{hashlib.sha256(diff.encode()).hexdigest()[:6]}" if diff else ""
     facts["code"] = f"{commit}{edits}" if commit else facts["version"]
+    facts["source"] = _as_dict(result.get("data")).get("source")
     facts["torch"], facts["cpu"] = versions.get("torch"), machine.get("cpu")
     return facts
 

@@ -57,8 +57,10 @@ def _arm_table(arms: list[ArmLosses]) -> Table:
 
 
 def _gap_table(baseline: str, gaps: list[GapSummary], floor: NoiseFloor) -> Table:
-    head = ["arm", "params", "n", "gap", "95 % interval", "perplexity", "p (Holm)", "detectable"]
-    head.append("decision")
+    head = ["arm", "params", "n", "gap", "95 % interval", "SE over documents", "perplexity"]
+    head += ["p (Holm)", "detectable", "decision"]
+    if all(gap.document_error is None for gap in gaps):
+        head.remove("SE over documents")
     if gaps[0].margin is not None:
         size = f"{gaps[0].margin.nats:g}"
         head += [f"p (gap ≥ {size})", f"p (beyond ± {size})", f"seeds for ± {size}"]
@@ -68,6 +70,8 @@ def _gap_table(baseline: str, gaps: list[GapSummary], floor: NoiseFloor) -> Tabl
         percent = gap.perplexity_percent
         cells = [gap.arm, format_percent_more(gap.params_percent), str(gap.n)]
         cells += [_signed(gap.mean), _interval(gap.interval)]
+        if "SE over documents" in head:
+            cells.append("–" if gap.document_error is None else f"{gap.document_error.se:.4f}")
         cells += ["–" if percent is None else f"{percent:+.2f} %", _p(gap.p_holm)]
         cells += [_number(gap.detectable), str(gap.decision)]
         if gap.margin is not None:
@@ -100,6 +104,11 @@ def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
         low, high = min(correlations), max(correlations)
         to = f" to {high:+.2f}" if len(correlations) > 1 else ""
         notes.append(f"correlation of the pairs: {low:+.2f}{to}")
+    if any(gap.document_error for gap in gaps):
+        notes.append(
+            "the interval takes the test text as given; SE over documents: what another choice of"
+            " its documents adds to the uncertainty"
+        )
     return notes + _audit_notes(gaps)
 
 
