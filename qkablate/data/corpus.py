@@ -79,6 +79,7 @@ class Corpus:
     tokenizer: dict[str, Any] = field(repr=False)  # its description
 
     answer_fraction = 1.0  # every position has a target
+    chance = None  # the accuracy is not counted
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.models.base import Model
-from qkablate.runs import attention_map, document_losses, predictions
+from qkablate.runs import attention_map, document_losses, predictions, text_references
 from qkablate.runs.document_losses import DocumentLossesHeader
 from qkablate.runs.lease import Lease, LeaseLost, LeaseObserver
 from qkablate.runs.run import EXIT_CODES, Run
@@ -164,6 +164,7 @@ def _train_session(
             steps = content.get("diverged_at", trainer.progress.step)
             content |= {"seconds": round(trainer.seconds(), 3), "steps": steps}
             content["tokens"] = steps * plan.tokens_per_step
+            content[text_references.KEY] = result.measure_references(plan, content)
         content["peak_memory_bytes"] = hardware.peak_memory(plan.config.device)
         content["ended"] = result.now()
     result.publish(run, lease, content)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qkablate.analysis.comparison.document_error import DocumentError
 from qkablate.analysis.comparison.gaps import ROUNDING_PAIR, Gap
 from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.study.study import Entry, Record
@@ -47,7 +46,6 @@ def audit(
     margin: float | None,
     rounding_gap: Gap | None,
     detectable: float | None = None,
-    document_error: DocumentError | None = None,
 ) -> list[AuditCheck]:
     """Audit one gap.
 
@@ -66,7 +64,7 @@ def audit(
         "start": _start(sides),
         "precision": _alike("precision", done, WARNING),
         "data": _alike("data_fingerprint", done, BROKEN),
-        "documents": _documents(gap, done, document_error, margin),
+        "documents": _documents(gap, done, margin),
         "code": _same_in_pairs(pairs, lambda r: f"{r.facts['code']} (torch {r.facts['torch']})"),
         "machine": _same_in_pairs(pairs, _machine),
         "kernel": _kernel(sides, done, margin, detectable, rounding_gap),
@@ -188,12 +186,11 @@ def _alike(key: str, records: list[Record], state: str) -> Answer:
     return (OK, values.pop()[:16]) if values else _NO_PAIRS
 
 
-def _documents(
-    gap: Gap, done: list[Record], error: DocumentError | None, margin: float | None
-) -> Answer:
+def _documents(gap: Gap, done: list[Record], margin: float | None) -> Answer:
     """Compare the error over documents, which no interval over seeds includes."""
     if not any(record.facts["source"] in TEXT_SOURCES for record in done):
         return (OK, "not a text") if done else _NO_PAIRS
+    error = gap.document_error
     if error is None:
         return NOTE, "unknown: one document, or runs that did not record their losses by document"
     message = f"the gap's standard error over {error.documents} test documents is {error.se:.4f}"

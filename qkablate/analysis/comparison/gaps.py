@@ -16,6 +16,7 @@ from qkablate.analysis.stats import (
     detectable_effect,
     holm,
 )
+from qkablate.analysis.study.document_error import DocumentError, document_error
 from qkablate.analysis.study.study import Entry, Record, Seeds, Study
 
 ROUNDING_PAIR = {"standard", "standard_reassociated"}
@@ -43,6 +44,12 @@ class Gap:
             -math.inf if self.baseline_diverged else interval[0],
             math.inf if self.arm_diverged else interval[1],
         )
+
+    @cached_property
+    def document_error(self) -> DocumentError | None:
+        """Standard error over the documents of the test text, which no interval here includes."""
+        records = [(self.arm.records[key], self.baseline.records[key]) for key in self.pairs]
+        return document_error([(run.document_losses, o.document_losses) for run, o in records])
 
     @cached_property
     def correlation(self) -> float | None:
@@ -136,6 +143,7 @@ class RunSummary:
     status: str
     test_loss: float | None
     val_loss: float | None
+    accuracy: float | None
     reason: str  # why it is not done
 
 
@@ -151,6 +159,8 @@ class ArmLosses(Estimate):
     tokens: int
     params: int
     training_flops: float
+    accuracy: float | None  # on the test split of a task, mean over the runs that are done
+    chance: float | None  # accuracy of the best guess that does not depend on the sequence
     runs: list[RunSummary]
 
 
@@ -166,8 +176,10 @@ def describe_arm(entry: Entry) -> ArmLosses:
         tokens=entry.tokens,
         params=entry.arm.params,
         training_flops=entry.arm.train_flops,
+        accuracy=entry.accuracy,
+        chance=entry.chance,
         runs=[
-            RunSummary(r.folder.name, dict(r.seeds), r.status, r.loss, r.val, r.reason)
+            RunSummary(r.folder.name, dict(r.seeds), r.status, r.loss, r.val, r.accuracy, r.reason)
             for r in entry.records.values()
         ],
     )

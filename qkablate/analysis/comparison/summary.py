@@ -7,7 +7,6 @@ from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison.audit import AuditCheck, audit
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
 from qkablate.analysis.comparison.decision import Decision, MarginTest, decide
-from qkablate.analysis.comparison.document_error import DocumentError, measure_document_error
 from qkablate.analysis.comparison.function_distance import (
     FunctionDistance,
     describe_distances,
@@ -40,7 +39,9 @@ from qkablate.analysis.stats import (
     required_n,
     sign_flip_min_n,
 )
+from qkablate.analysis.study.document_error import DocumentError
 from qkablate.analysis.study.study import Study
+from qkablate.runs.text_references import TextReferences
 from qkablate.sweeps.planning.manifest import LeftOutArm
 
 
@@ -89,6 +90,7 @@ class StudySummary:
     arms: list[ArmLosses]
     gaps: list[GapSummary]
     noise_floor: list[NoiseFloor]
+    text_references: list[TextReferences]
     curves: list[CurveSummary]
     function_distance: list[FunctionDistance]
     series: list[SeriesSummary]
@@ -115,6 +117,7 @@ def describe_study(
             for number in range(len(family.gaps))
         ],
         noise_floor=[describe_noise_floor(family) for family in families],
+        text_references=study.text_references,
         curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
         function_distance=describe_distances(measure_distances(families)),
         series=[describe_series(series) for series in find_series(families)],
@@ -157,7 +160,7 @@ def describe_gap(
         sign_flip_min_n=sign_flip_min_n(max(1, family.comparisons)),
         detectable=family.detectable(gap),
         correlation=gap.correlation,
-        document_error=measure_document_error(gap),
+        document_error=gap.document_error,
         arm_diverged=gap.arm_diverged,
         baseline_diverged=gap.baseline_diverged,
         pairs=[PairGap(dict(key), value) for key, value in gap.pairs.items()],
@@ -185,7 +188,6 @@ def audit_gap(
         margin=margin,
         rounding_gap=family.rounding_gap,
         detectable=family.detectable(gap),
-        document_error=measure_document_error(gap),
     )
 
 

@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,8 @@ from qkablate.errors import print_stderr
 from qkablate.runs.document_losses import FILE_NAME as DOCUMENT_LOSSES
 from qkablate.runs.document_losses import DocumentLosses, read_document_losses
 from qkablate.runs.records import decode_row, is_number, read_json, read_result, sha256
+from qkablate.runs.text_references import KEY as TEXT_REFERENCES
+from qkablate.runs.text_references import TextReferences, find_text_references
 from qkablate.sweeps.planning.manifest import Arm, LeftOutArm, Manifest, SweepRun, read_manifest
 from qkablate.sweeps.planning.tuning import LrSearch
 from qkablate.sweeps.running.results import resume_commands
@@ -27,8 +30,9 @@ from qkablate.sweeps.running.state import RunState, SweepState
 Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
 LossCurve = dict[int, float]  # loss by tokens
 VAL, TRAIN = "val/loss", "train/loss"
+# Fields of result.json.
 _FACTS = ["precision", "matmul", "device", "kernel", "compile", "threads", "data_fingerprint"]
-_FACTS += ["steps", "packed", "attempt", "version"]  # fields of result.json
+_FACTS += ["steps", "packed", "attempt", "version", "chance", TEXT_REFERENCES]
 _MAX_READINGS = 64  # of an unthinned curve
 _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
 
@@ -77,6 +81,12 @@ class Record:
         return []
 
     @property
+    def accuracy(self) -> float | None:
+        """Test accuracy of a run on a task that is done."""
+        accuracy = self.facts["accuracy"].get("test")
+        return accuracy if self.status == "done" and is_number(accuracy) else None
+
+    @property
     def seed(self) -> str:
         """Seeds as text: `s3`, and those that differ from the main one."""
         others = dict(self.seeds)
@@ -105,6 +115,18 @@ class Entry:
     @property
     def tokens(self) -> int:
         return self.arm.tokens
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean test accuracy on a task."""
+        found = [r.accuracy for r in self.records.values() if r.accuracy is not None]
+        return statistics.fmean(found) if found else None
+
+    @property
+    def chance(self) -> float | None:
+        """Accuracy of guessing on that task."""
+        values = (record.facts["chance"] for record in self.records.values())
+        return next((value for value in values if is_number(value)), None)
 
     def with_status(self, status: str) -> list[Record]:
         return [record for record in self.records.values() if record.status == status]
@@ -153,6 +175,15 @@ class Study:
     def cli_arguments(self) -> list[str]:
         """Arguments by which a command finds the sweep."""
         return [self.name, *([] if self.out == "outputs" else [f"out={self.out}"])]
+
+    @cached_property
+    def text_references(self) -> list[TextReferences]:
+        """Losses of n-grams and a compressor on each text, and the arms that are behind them."""
+        return find_text_references(
+            (entry.name, {**record.facts, "loss": {"test": record.loss}})
+            for entry in self.entries
+            for record in entry.records.values()
+        )
 
     def overrides_of(self, run: SweepRun) -> list[str]:
         """Return the arguments that repeat the run with `qkablate train`."""
@@ -237,7 +268,7 @@ def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> 
 def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the circumstances of a run: data, software and hardware."""
     facts: dict[str, Any] = {key: result.get(key) for key in _FACTS}
-    facts |= {key: _as_dict(result.get(key)) for key in ("init", "lr")}
+    facts |= {key: _as_dict(result.get(key)) for key in ("init", "lr", "accuracy")}
     environment = _as_dict(read_json(folder / "environment.json"))
     versions, machine, code = (
         _as_dict(environment.get(key)) for key in ("versions", "machine", "code")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from qkablate.analysis.comparison.audit import BROKEN, MARKS, NOTE, OK, WARNING, worst_state
 from qkablate.analysis.comparison.curves import CurveSummary
 from qkablate.analysis.comparison.function_distance import FunctionDistance
-from qkablate.analysis.comparison.gaps import ArmLosses, NoiseFloor
+from qkablate.analysis.comparison.gaps import NoiseFloor
 from qkablate.analysis.comparison.lr_curves import LrCurveSummary
 from qkablate.analysis.comparison.ranking import Front, Ranking
 from qkablate.analysis.comparison.scaling import SeriesSummary
@@ -22,7 +22,7 @@ def make_tables(summary: StudySummary) -> list[Table]:
         by_baseline.setdefault(gap.baseline, []).append(gap)
     floors = {floor.baseline: floor for floor in summary.noise_floor}
     return [
-        _arm_table(summary.arms),
+        _arm_table(summary),
         *(_gap_table(name, gaps, floors[name]) for name, gaps in by_baseline.items()),
         *(_rank_table(ranking) for ranking in summary.rankings if len(ranking.ranks) > 1),
         *([_rate_table(summary.learning_rates)] if summary.learning_rates else []),
@@ -37,21 +37,31 @@ def make_tables(summary: StudySummary) -> list[Table]:
     ]
 
 
-def _arm_table(arms: list[ArmLosses]) -> Table:
+def _arm_table(summary: StudySummary) -> Table:
+    show_accuracy = any(arm.accuracy is not None for arm in summary.arms)
     rows = []
-    for arm in arms:
+    for arm in summary.arms:
         runs = [
             f"{run.test_loss:.4f}" if run.test_loss is not None else f"({run.status})"
             for run in arm.runs
         ]
         cells = [arm.arm, f"{arm.params:,}", _number(arm.lr, ".3g"), f"{arm.n}/{len(arm.runs)}"]
         cells += [_number(arm.mean), _number(arm.sd), _interval(arm.interval, ".4f")]
+        if show_accuracy:
+            cells += [format_accuracy(arm.accuracy), format_accuracy(arm.chance)]
         rows.append([*cells, " ".join(runs) or "none yet"])
     return Table(
         "test loss, nats per token",
-        ["arm", "params", "lr", "done", "mean", "sd", "95 % interval", "every run"],
+        [
+            *("arm", "params", "lr", "done", "mean", "sd", "95 % interval"),
+            *(["accuracy", "chance"] if show_accuracy else []),
+            "every run",
+        ],
         rows,
-        ["params: without embeddings; interval: Student's t, of the mean over seeds"],
+        ["params: without embeddings; interval: Student's t, of the mean over seeds"]
+        + ["chance: accuracy of the best guess that does not depend on the sequence"]
+        * show_accuracy
+        + [f"without attention: {references}" for references in summary.text_references],
         ("every run",),
     )
 
@@ -270,6 +280,11 @@ def _front_table(fronts: list[Front]) -> Table:
         [f"surely beaten: {format_list(beaten, 6)}"] * bool(beaten)
         + ["for time, give --times FILE, from `qkablate cost --measure --json`"],
     )
+
+
+def format_accuracy(value: float | None) -> str:
+    """Format an accuracy: 12.5 %."""
+    return "–" if value is None else f"{100 * value:.1f} %"
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

@@ -1,10 +1,11 @@
-"""Losses of the test split by document, from training to the run's folder."""
+"""Records of the test split: losses by document, n-grams and compressor, accuracy."""
 
 import json
 
 import pytest
 
 from qkablate.runs.document_losses import FILE_NAME, read_document_losses
+from qkablate.training.result import summarize
 from tests.training.helpers import run_folder
 
 
@@ -39,3 +40,41 @@ def test_new_attempt_archives_the_losses(qkablate, tiny, tmp_path):
     folder = run_folder(tmp_path)
     assert (folder / FILE_NAME).exists()
     assert (folder / "attempts" / "1" / FILE_NAME).exists()
+
+
+def test_result_has_the_losses_of_ngrams_and_a_compressor(qkablate, tiny, tmp_path):
+    done = qkablate("train", *tiny)
+    result = json.loads((run_folder(tmp_path) / "result.json").read_text())
+    references = result["text_references"]
+    assert references["tokens"] == result["tokens"] == 12 * 2 * 16
+    assert len(references["ngram"]) == 5
+    assert references["lzma"] > 0
+    assert min(references["ngram"]) < result["loss"]["test"]  # after twelve steps
+    assert "runs that do not beat the best n-gram: this run" in done.out
+    assert "-gram" in done.out
+
+
+def test_tuning_run_compares_nothing(qkablate, tiny, tmp_path):
+    """It never reads the test split."""
+    assert qkablate("train", *tiny, "train.evaluate_test=false").code == 0
+    result = json.loads((run_folder(tmp_path) / "result.json").read_text())
+    assert result["text_references"] is None
+    assert not [*(tmp_path / "cache").glob("*/references-*")]
+
+
+def test_summary_in_wandb_has_references_and_chance():
+    base = {"status": "done", "tokens": 1, "seconds": 1.0, "tokens_per_second": 1.0}
+    base |= {"params": {"total": 1}, "flops_per_token": 1.0, "data_fingerprint": "a"}
+    loss = {"train": 1.0, "val": 1.0, "test": 1.7}
+    other = {"val": None, "test": None}
+    references = {"tokens": 5, "ngram": [3.0, 1.6], "lzma": 1.5}
+    text = {**base, "loss": loss, "bits_per_byte": other, "accuracy": other, "chance": None}
+    summary = summarize(text | {"text_references": references})
+    assert summary["text/ngram_2"] == 1.6
+    assert summary["text/lzma"] == 1.5
+    assert summary["text/beats_ngrams"] is False
+    assert "final/chance_accuracy" not in summary
+    task = text | {"accuracy": {"val": 0.5, "test": 0.4}, "chance": 0.1, "text_references": None}
+    assert summarize(task)["final/test_accuracy"] == 0.4
+    assert summarize(task)["final/chance_accuracy"] == 0.1
+    assert "text/lzma" not in summarize(task)

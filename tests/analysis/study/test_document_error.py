@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from qkablate.analysis.comparison.audit import NOTE, OK, WARNING
-from qkablate.analysis.comparison.document_error import document_error, measure_document_error
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.lr_curves import find_lr_curves
 from qkablate.analysis.comparison.summary import audit_gap, describe_study
+from qkablate.analysis.study.document_error import document_error
 from qkablate.report.text.tables import make_tables
 from qkablate.runs.document_losses import (
     FILE_NAME,
+    DocumentLosses,
     DocumentLossesHeader,
     read_document_losses,
     write_document_losses,
@@ -20,6 +21,16 @@ from qkablate.runs.document_losses import (
 
 PAIR = ("variant=standard,no_q", "seed=range(3)")
 TOKENS = [100, 200, 50, 150]
+
+
+def pair(difference, tokens):
+    """Return the losses of two runs that differ by this much."""
+    header, tokens = DocumentLossesHeader("run", "data"), np.array(tokens)
+    losses = 2.0 * tokens
+    return (
+        DocumentLosses(header, losses + difference, tokens),
+        DocumentLosses(header, losses, tokens),
+    )
 
 
 def test_error_is_the_spread_of_means_over_samples_of_documents():
@@ -32,26 +43,30 @@ def test_error_is_the_spread_of_means_over_samples_of_documents():
 
     samples = [draw() for _ in range(2000)]
     gaps = [difference.sum() / tokens.sum() for difference, tokens in samples]
-    errors = [document_error([sample]).se for sample in samples]
+    errors = [document_error([pair(*sample)]).se for sample in samples]
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(gaps), rel=0.06)
 
 
 def test_error_is_zero_where_all_documents_agree():
     tokens = np.array(TOKENS)
-    assert document_error([(0.2 * tokens, tokens)]).se == pytest.approx(0, abs=1e-12)
+    assert document_error([pair(0.2 * tokens, tokens)]).se == pytest.approx(0, abs=1e-12)
 
 
 def test_seeds_are_averaged_before_documents():
     tokens = np.array(TOKENS)
     noise = np.array([1.0, -1, 2, -2])
-    error = document_error([(0.2 * tokens + noise, tokens), (0.2 * tokens - noise, tokens)])
+    error = document_error([pair(0.2 * tokens + noise, tokens), pair(0.2 * tokens - noise, tokens)])
     assert error.se == pytest.approx(0, abs=1e-12)
     assert error.documents == 4
 
 
 def test_error_of_one_document_is_unknown():
-    assert document_error([(np.array([1.0]), np.array([9]))]) is None
+    assert document_error([pair([1.0], [9])]) is None
     assert document_error([]) is None
+
+
+def test_error_of_runs_with_other_documents_is_unknown():
+    assert document_error([pair([1.0, 2], [9, 9]), pair([1.0, 2], [9, 8])]) is None
 
 
 def record(world, spread):
@@ -87,11 +102,11 @@ def audited(world, margin=None):
 def test_error_is_read_from_the_files_of_runs(measured):
     record(measured, 0.03)
     gap = find_families(measured.study())[0].gaps[0]
-    error = measure_document_error(gap)
+    error = gap.document_error
     assert error.documents == 4
     tokens = np.array(TOKENS)
     difference = np.array([1, -1, 1, -1]) * 0.03 * tokens
-    expected = document_error([(difference, tokens)])
+    expected = document_error([pair(difference, tokens)])
     assert error.se == pytest.approx(expected.se)
 
 
@@ -139,6 +154,6 @@ def test_unreadable_losses_make_the_error_unknown(measured, damage):
     assert audited(measured).state == NOTE
     study = measured.study()
     gap = find_families(study)[0].gaps[0]
-    assert measure_document_error(gap) is None
+    assert gap.document_error is None
     problems = [problem for record in study.records for problem in record.problems]
     assert bool(problems) == (damage != "missing")
