@@ -141,16 +141,12 @@ class Trainer:
         self.progress.diagnosed = self.progress.step
 
     def evaluate(self, split: str) -> dict[str, float]:
-        """Return the metrics of every token of a split."""
-        return self.evaluator.evaluate(split)
-
-    def evaluate_test(self) -> dict[str, float]:
-        """Return the metrics of the test split, whose losses by document are recorded."""
-        totals = self.evaluator.totals("test")
+        """Return the metrics of every token of a split; record losses by document, if any."""
+        totals = self.evaluator.evaluate(split)
         if self.ranks.is_first and (documents := totals.slices.get(DOCUMENT)):
             sums = [documents[index] for index in sorted(documents)]
             self.record_documents([s.loss for s in sums], [s.count for s in sums])
-        return self.plan.data.metrics("test", totals)
+        return self.plan.data.metrics(split, totals)
 
     def checkpoint(self) -> None:
         """Write a checkpoint, unless this step has one."""

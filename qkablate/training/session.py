@@ -266,7 +266,7 @@ def _train(plan: RunPlan, trainer: Trainer) -> dict[str, Any]:
         trainer.fit()
         # As many tokens of the training split as validation has, to measure the generalization gap.
         train, val = trainer.evaluate("train"), progress.val
-        test = trainer.evaluate_test() if plan.config.train.evaluate_test else {}
+        test = trainer.evaluate("test") if plan.config.train.evaluate_test else {}
         splits = {"train": train, "val": val, "test": test}
         if not all(math.isfinite(metrics["loss"]) for metrics in splits.values() if metrics):
             raise Diverged(progress.step)

@@ -29,12 +29,8 @@ class Evaluator:
     ranks: Ranks
     check_stop: Callable[[], None]  # called before each batch; raises to interrupt
 
-    def evaluate(self, split: str) -> dict[str, float]:
-        """Return the metrics of every token of a split."""
-        return self.plan.data.metrics(split, self.totals(split))
-
     @torch.no_grad()
-    def totals(self, split: str) -> EvalMetrics:
+    def evaluate(self, split: str) -> EvalMetrics:
         """Return the sums over every token of a split."""
         config, data = self.plan.config, self.plan.data
         device, context = config.device, config.model.context
