@@ -35,9 +35,11 @@ Examples
 A gap is the test loss of an arm minus that of its baseline with the same seed, in nats. The paired
 t interval decides; `p` is adjusted by Holm's method over the arms of one size. `detectable` is the
 smallest gap that these seeds detect with 80 % power. The BCa bootstrap and the exact sign-flip test
-are shown for comparison. The audit lists what else than the arm may explain the gap. The function
-distance measures how much the predictions of arm and baseline differ, next to the distance between
-two seeds and the distance that rounding alone causes (variant=standard_reassociated).
+are shown for comparison. `SE over documents` is the gap's standard error over the documents of the
+test text, which the interval over seeds leaves out. The audit lists what else than the arm may
+explain the gap. The function distance measures how much the predictions of arm and baseline differ,
+next to the distance between two seeds and the distance that rounding alone causes
+(variant=standard_reassociated).
 
 Flags
 {flags}
@@ -116,7 +118,7 @@ def print_tables(tables: "list[Table]") -> None:
 def _print_csv(gaps: "list[GapSummary]") -> None:
     columns = ["arm", "baseline", "n", "mean", "sd", "low", "high", "p", "p_holm", "bca_low"]
     columns += ["bca_high", "sign_flip", "detectable", "perplexity_percent", "correlation"]
-    columns += ["verdict", "arm_diverged", "baseline_diverged", "unpaired", "audit"]
+    columns += ["document_se", "verdict", "arm_diverged", "baseline_diverged", "unpaired", "audit"]
     writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     for gap in gaps:
@@ -127,5 +129,6 @@ def _print_csv(gaps: "list[GapSummary]") -> None:
             vars(gap)
             | {"verdict": gap.verdict}
             | {"low": low, "high": high, "bca_low": bca_low, "bca_high": bca_high}
+            | {"document_se": gap.document_error and gap.document_error.se}
             | {"unpaired": "; ".join(gap.unpaired), "audit": "; ".join(doubts)}
         )

@@ -74,7 +74,7 @@ def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str,
             "problems": rows.find_problems(section),
             "claim": claim,
             "heading": "Verdicts" if judgement is None else "Arm by arm",
-            "columns": rows.COLUMNS,
+            "columns": rows.verdict_columns(section),
             "arms": verdicts,
             "count": format_count(len(verdicts), "arm"),
             "verdict_words": sorted({str(row[2].key) for row in verdicts}),
@@ -120,6 +120,7 @@ def make_notes(section: Section) -> list[str]:
         " adjusted by Holm over the arms of one size; the summary above adjusts over all gaps.",
         "smallest detectable effect: the gap that these seeds detect with 80 % power."
         " “no difference found” does not mean that the arms are equal.",
+        *(f"without attention: {references}" for references in section.summary.text_references),
         "ranks, scaling, equivalents and all tests: qkablate results",
         "! or ✗: the audit below has a warning. Parameters exclude embeddings; KV cache in 16-bit"
         " numbers. 0.01 nats correspond to 1 % in perplexity.",

@@ -10,7 +10,7 @@ from qkablate.analysis.study.study import Entry, Record
 from qkablate.report.charts import MAX_RUNS
 from qkablate.report.section import Section
 from qkablate.report.text.numbers import format_gap_summary, format_loss
-from qkablate.report.text.tables import format_percent_more
+from qkablate.report.text.tables import format_accuracy, format_percent_more
 from qkablate.table import format_count, format_list, format_short
 
 COLUMNS = [
@@ -32,11 +32,21 @@ class Cell:
     key: float | str | None = None  # None sorts last
 
 
+def verdict_columns(section: Section) -> list[str]:
+    """Return the columns of the verdicts; those of tasks have the accuracy, too."""
+    has_accuracy = any(entry.accuracy is not None for entry in section.study.entries)
+    return [*COLUMNS, *(["accuracy (chance)"] if has_accuracy else [])]
+
+
 def make_verdict_rows(section: Section) -> list[list[Cell]]:
     """Return one row per arm, baselines included."""
     gaps = {gap.arm: gap for gap in section.summary.gaps}
     baselines = {gap.baseline for gap in section.summary.gaps}
-    return [_verdict_row(entry, gaps.get(entry.name), baselines) for entry in section.study.entries]
+    count = len(verdict_columns(section))
+    return [
+        _verdict_row(entry, gaps.get(entry.name), baselines)[:count]
+        for entry in section.study.entries
+    ]
 
 
 def _verdict_row(entry: Entry, gap: GapSummary | None, baselines: set[str]) -> list[Cell]:
@@ -67,6 +77,9 @@ def _verdict_row(entry: Entry, gap: GapSummary | None, baselines: set[str]) -> l
         Cell(arm.variant, arm.variant),
         Cell(str(model.d_model), model.d_model),
         Cell(str(model.heads), model.heads),
+        Cell(
+            f"{format_accuracy(entry.accuracy)} ({format_accuracy(entry.chance)})", entry.accuracy
+        ),
     ]
 
 

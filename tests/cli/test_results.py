@@ -229,7 +229,7 @@ def test_sweep_without_any_result_is_shown(qkablate, outputs):
 
 
 def test_retry_of_failed_runs_is_proposed(qkablate, outputs):
-    path = next(outputs.glob("runs/no_q-*/result.json"))
+    path = next(outputs.glob("runs/no_q-*-s0-*/result.json"))  # not one of the claim
     result = json.loads(path.read_text()) | {"status": "failed", "error": "ValueError: no"}
     path.write_text(json.dumps(result))
     done = qkablate("results")

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from qkablate.analysis.comparison.gaps import ROUNDING_PAIR, Gap
 from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.study.study import Entry, Record
-from qkablate.config import OptimConfig
+from qkablate.config import TEXT_SOURCES, OptimConfig
 from qkablate.table import format_list
 
 ANNEALED = 0.1  # of the peak: largest final learning rate of an annealed run
+_LEAST_ERROR = 5e-5  # of an error over documents: a smaller one shows as 0.0000
 TOLERANCE = 0.01  # relative difference of parameters or FLOPs that counts as matched
 
 # In order: fine; worth knowing; may have moved the gap; not comparable.
@@ -63,6 +64,7 @@ def audit(
         "start": _start(sides),
         "precision": _alike("precision", done, WARNING),
         "data": _alike("data_fingerprint", done, BROKEN),
+        "documents": _documents(gap, done, margin),
         "code": _same_in_pairs(pairs, lambda r: f"{r.facts['code']} (torch {r.facts['torch']})"),
         "machine": _same_in_pairs(pairs, _machine),
         "kernel": _kernel(sides, done, margin, detectable, rounding_gap),
@@ -197,6 +199,22 @@ def _alike(key: str, records: list[Record], state: str) -> Answer:
     if values == {"None"}:
         return WARNING, "unknown"
     return (OK, values.pop()[:16]) if values else _NO_PAIRS
+
+
+def _documents(gap: Gap, done: list[Record], margin: float | None) -> Answer:
+    """Compare the error over documents, which no interval over seeds includes."""
+    if not any(record.facts["source"] in TEXT_SOURCES for record in done):
+        return (OK, "not a text") if done else _NO_PAIRS
+    error = gap.document_error
+    if error is None:
+        return NOTE, "unknown: one document, or runs that did not record their losses by document"
+    message = f"the gap's standard error over {error.documents} test documents is {error.se:.4f}"
+    low, high = gap.bounds() or (0.0, math.inf)
+    sizes = {"margin": margin, "interval's half width": (high - low) / 2}
+    for name, size in sizes.items():
+        if size is not None and error.se > max(size / 3, _LEAST_ERROR):
+            return WARNING, f"{message}, more than a third of the {name} ({size:.4f})"
+    return OK, message
 
 
 def _machine(record: Record) -> str:

@@ -17,6 +17,7 @@ from qkablate.analysis.stats import (
     detectable_effect,
     holm,
 )
+from qkablate.analysis.study.document_error import DocumentError, document_error
 from qkablate.analysis.study.study import Entry, Record, Seeds, Study
 
 ROUNDING_PAIR = {"standard", "standard_reassociated"}
@@ -69,6 +70,12 @@ class Gap:
     def baseline_left_behind(self) -> int:
         """Number of the baseline's runs that ended far above its others."""
         return len(find_left_behind(self.baseline.losses))
+
+    @cached_property
+    def document_error(self) -> DocumentError | None:
+        """Standard error over the documents of the test text, which no interval here includes."""
+        records = [(self.arm.records[key], self.baseline.records[key]) for key in self.pairs]
+        return document_error([(run.document_losses, o.document_losses) for run, o in records])
 
     @cached_property
     def correlation(self) -> float | None:
@@ -165,6 +172,7 @@ class RunSummary:
     status: str
     test_loss: float | None
     val_loss: float | None
+    accuracy: float | None
     reason: str  # why it is not done
     left_behind: float | None  # distance to the arm's median, in nats, if it is far above
 
@@ -182,6 +190,8 @@ class ArmLosses(Estimate):
     tokens: int
     params: int
     training_flops: float
+    accuracy: float | None  # on the test split of a task, mean over the runs that are done
+    chance: float | None  # accuracy of the best guess that does not depend on the sequence
     runs: list[RunSummary]
 
 
@@ -199,8 +209,19 @@ def describe_arm(entry: Entry) -> ArmLosses:
         tokens=entry.tokens,
         params=entry.arm.params,
         training_flops=entry.arm.train_flops,
+        accuracy=entry.accuracy,
+        chance=entry.chance,
         runs=[
-            RunSummary(r.folder.name, dict(key), r.status, r.loss, r.val, r.reason, failed.get(key))
+            RunSummary(
+                run=r.folder.name,
+                seeds=dict(key),
+                status=r.status,
+                test_loss=r.loss,
+                val_loss=r.val,
+                accuracy=r.accuracy,
+                reason=r.reason,
+                left_behind=failed.get(key),
+            )
             for key, r in entry.records.items()
         ],
     )

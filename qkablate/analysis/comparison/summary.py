@@ -50,7 +50,9 @@ from qkablate.analysis.stats import (
     required_n,
     sign_flip_min_n,
 )
+from qkablate.analysis.study.document_error import DocumentError
 from qkablate.analysis.study.study import Study
+from qkablate.runs.text_references import TextReferences
 from qkablate.sweeps.planning.manifest import LeftOutArm
 
 
@@ -82,6 +84,7 @@ class GapSummary(Estimate):
     sign_flip_min_n: int
     detectable: float | None
     correlation: float | None
+    document_error: DocumentError | None
     arm_diverged: int
     baseline_diverged: int
     arm_left_behind: int
@@ -124,6 +127,7 @@ class StudySummary:
     arms: list[ArmLosses]
     gaps: list[GapSummary]
     noise_floor: list[NoiseFloor]
+    text_references: list[TextReferences]
     curves: list[CurveSummary]
     function_distance: list[FunctionDistance]
     series: list[SeriesSummary]
@@ -157,6 +161,7 @@ def describe_study(
             for one, rates in zip(described, scopes, strict=True)
         ],
         noise_floor=[describe_noise_floor(family) for family in families],
+        text_references=study.text_references,
         curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
         function_distance=describe_distances(measure_distances(families)),
         series=[describe_series(series) for series in find_series(families)],
@@ -203,6 +208,7 @@ def describe_gap(
         sign_flip_min_n=sign_flip_min_n(max(1, family.comparisons)),
         detectable=family.detectable(gap),
         correlation=gap.correlation,
+        document_error=gap.document_error,
         arm_diverged=gap.arm_diverged,
         baseline_diverged=gap.baseline_diverged,
         arm_left_behind=gap.arm_left_behind,

@@ -8,6 +8,7 @@ import hashlib
 import math
 import os
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +18,11 @@ from typing import Any
 from qkablate.analysis.stats import Sample
 from qkablate.disk import read_file
 from qkablate.errors import print_stderr
+from qkablate.runs.document_losses import FILE_NAME as DOCUMENT_LOSSES
+from qkablate.runs.document_losses import DocumentLosses, read_document_losses
 from qkablate.runs.records import decode_row, is_number, read_json, read_result, sha256
+from qkablate.runs.text_references import KEY as TEXT_REFERENCES
+from qkablate.runs.text_references import TextReferences, find_text_references
 from qkablate.sweeps.planning.manifest import (
     Arm,
     LeftOutArm,
@@ -34,8 +39,9 @@ from qkablate.sweeps.running.state import RunState, SweepState
 Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
 LossCurve = dict[int, float]  # loss by tokens
 VAL, TRAIN = "val/loss", "train/loss"
+# Fields of result.json.
 _FACTS = ["precision", "matmul", "device", "kernel", "compile", "threads", "data_fingerprint"]
-_FACTS += ["steps", "seconds", "packed", "attempt", "version"]  # fields of result.json
+_FACTS += ["steps", "seconds", "packed", "attempt", "version", "chance", TEXT_REFERENCES]
 _MAX_READINGS = 64  # of an unthinned curve
 _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
 
@@ -64,9 +70,30 @@ class Record:
         return read_loss_curves(self.folder, self.problems.append)
 
     @cached_property
+    def document_losses(self) -> DocumentLosses | None:
+        """Test loss by document, if it was recorded."""
+        if not os.path.lexists(self.folder / DOCUMENT_LOSSES):
+            return None
+        try:
+            found = read_document_losses(self.folder)
+            origin = self.run.id, self.facts["data_fingerprint"]
+            if (found.header.run, found.header.data_fingerprint) != origin:
+                raise ValueError("it is of another run or of other data")
+        except ValueError as error:
+            self.problems.append(f"{DOCUMENT_LOSSES}: {error}")
+            return None
+        return found
+
+    @cached_property
     def problems(self) -> list[str]:
         """Damage of its files; complete once they have been read."""
         return []
+
+    @property
+    def accuracy(self) -> float | None:
+        """Test accuracy of a run on a task that is done."""
+        accuracy = self.facts["accuracy"].get("test")
+        return accuracy if self.status == "done" and is_number(accuracy) else None
 
     @property
     def seed(self) -> str:
@@ -104,6 +131,18 @@ class Entry:
     @property
     def tokens(self) -> int:
         return self.arm.tokens
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean test accuracy on a task."""
+        found = [r.accuracy for r in self.records.values() if r.accuracy is not None]
+        return statistics.fmean(found) if found else None
+
+    @property
+    def chance(self) -> float | None:
+        """Accuracy of guessing on that task."""
+        values = (record.facts["chance"] for record in self.records.values())
+        return next((value for value in values if is_number(value)), None)
 
     def with_status(self, status: str) -> list[Record]:
         return [record for record in self.records.values() if record.status == status]
@@ -152,6 +191,15 @@ class Study:
     def cli_arguments(self) -> list[str]:
         """Arguments by which a command finds the sweep."""
         return [self.name, *([] if self.out == "outputs" else [f"out={self.out}"])]
+
+    @cached_property
+    def text_references(self) -> list[TextReferences]:
+        """Losses of n-grams and a compressor on each text, and the arms that are behind them."""
+        return find_text_references(
+            (entry.name, {**record.facts, "loss": {"test": record.loss}})
+            for entry in self.entries
+            for record in entry.records.values()
+        )
 
     def overrides_of(self, run: SweepRun) -> list[str]:
         """Return the arguments that repeat the run with `qkablate train`."""
@@ -258,7 +306,7 @@ def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> 
 def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the circumstances of a run: data, software and hardware."""
     facts: dict[str, Any] = {key: result.get(key) for key in _FACTS}
-    facts |= {key: _as_dict(result.get(key)) for key in ("init", "lr")}
+    facts |= {key: _as_dict(result.get(key)) for key in ("init", "lr", "accuracy")}
     environment = _as_dict(read_json(folder / "environment.json"))
     versions, machine, code = (
         _as_dict(environment.get(key)) for key in ("versions", "machine", "code")
@@ -267,6 +315,7 @@ def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     commit = str(code["commit"])[:10] if code.get("commit") else None
     edits = f"+{hashlib.sha256(diff.encode()).hexdigest()[:6]}" if diff else ""
     facts["code"] = f"{commit}{edits}" if commit else facts["version"]
+    facts["source"] = _as_dict(result.get("data")).get("source")
     facts["torch"], facts["cpu"] = versions.get("torch"), machine.get("cpu")
     return facts
 

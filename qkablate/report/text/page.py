@@ -33,7 +33,7 @@ def _render_section(section: Section) -> str:
     columns, runs = rows.make_run_rows(section)
     left_out = [[arm.arm, arm.control, arm.reason] for arm in section.study.left_out]
     tables = [
-        Table("verdicts", rows.COLUMNS, verdicts, make_notes(section)),
+        Table("verdicts", rows.verdict_columns(section), verdicts, make_notes(section)),
         Table("audit", ["", "check", "result", "arms"], rows.make_audit_rows(section)),
         *map(make_distance_table, section.summary.function_distance),
         Table("runs", columns, [[*run[:-1], Code(run[-1])] for run in runs]),

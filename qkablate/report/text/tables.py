@@ -23,7 +23,7 @@ def make_tables(summary: StudySummary) -> list[Table]:
         by_baseline.setdefault(gap.baseline, []).append(gap)
     floors = {floor.baseline: floor for floor in summary.noise_floor}
     return [
-        _arm_table(summary.arms),
+        _arm_table(summary),
         *(
             _gap_table(name, gaps, floors[name], summary.tuning)
             for name, gaps in by_baseline.items()
@@ -41,24 +41,32 @@ def make_tables(summary: StudySummary) -> list[Table]:
     ]
 
 
-def _arm_table(arms: list[ArmLosses]) -> Table:
+def _arm_table(summary: StudySummary) -> Table:
+    show_accuracy = any(arm.accuracy is not None for arm in summary.arms)
     rows = []
-    for arm in arms:
+    for arm in summary.arms:
         runs = [
             f"{run.test_loss:.4f}" if run.test_loss is not None else f"({run.status})"
             for run in arm.runs
         ]
         cells = [arm.arm, f"{arm.params:,}", _number(arm.lr, ".3g"), f"{arm.n}/{len(arm.runs)}"]
         cells += [_number(arm.mean), _number(arm.sd), _interval(arm.interval, ".4f")]
+        if show_accuracy:
+            cells += [format_accuracy(arm.accuracy), format_accuracy(arm.chance)]
         rows.append([*cells, " ".join(runs) or "none yet"])
     return Table(
         "test loss, nats per token",
-        ["arm", "params", "lr", "done", "mean", "sd", "95 % interval", "every run"],
-        rows,
         [
-            "params: without embeddings; interval: Student's t, of the mean over seeds",
-            *_left_behind_notes(arms),
+            *("arm", "params", "lr", "done", "mean", "sd", "95 % interval"),
+            *(["accuracy", "chance"] if show_accuracy else []),
+            "every run",
         ],
+        rows,
+        ["params: without embeddings; interval: Student's t, of the mean over seeds"]
+        + ["chance: accuracy of the best guess that does not depend on the sequence"]
+        * show_accuracy
+        + [f"without attention: {references}" for references in summary.text_references]
+        + _left_behind_notes(summary.arms),
         ("every run",),
     )
 
@@ -76,8 +84,10 @@ def _left_behind_notes(arms: list[ArmLosses]) -> list[str]:
 def _gap_table(
     baseline: str, gaps: list[GapSummary], floor: NoiseFloor, tuning: TuningPlan | None
 ) -> Table:
-    head = ["arm", "params", "n", "gap", "95 % interval", "perplexity", "p (Holm)", "detectable"]
-    head.append("decision")
+    head = ["arm", "params", "n", "gap", "95 % interval", "SE over documents", "perplexity"]
+    head += ["p (Holm)", "detectable", "decision"]
+    if all(gap.document_error is None for gap in gaps):
+        head.remove("SE over documents")
     if gaps[0].margin is not None:
         size = f"{gaps[0].margin.nats:g}"
         head += [f"p (gap ≥ {size})", f"p (beyond ± {size})", f"seeds for ± {size}"]
@@ -87,6 +97,8 @@ def _gap_table(
         percent = gap.perplexity_percent
         cells = [gap.arm, format_percent_more(gap.params_percent), str(gap.n)]
         cells += [_signed(gap.mean), _gap_interval(gap)]
+        if "SE over documents" in head:
+            cells.append("–" if gap.document_error is None else f"{gap.document_error.se:.4f}")
         cells += ["–" if percent is None else f"{percent:+.2f} %", _p(gap.p_holm)]
         cells += [_number(gap.detectable), gap.verdict]
         if gap.margin is not None:
@@ -130,6 +142,11 @@ def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
         low, high = min(correlations), max(correlations)
         to = f" to {high:+.2f}" if len(correlations) > 1 else ""
         notes.append(f"correlation of the pairs: {low:+.2f}{to}")
+    if any(gap.document_error for gap in gaps):
+        notes.append(
+            "the interval takes the test text as given; SE over documents: what another choice of"
+            " its documents adds to the uncertainty"
+        )
     return notes + _audit_notes(gaps)
 
 
@@ -295,6 +312,11 @@ def _front_table(fronts: list[Front]) -> Table:
         ]
         + ["for time, give --times FILE, from `qkablate cost --measure --json`"],
     )
+
+
+def format_accuracy(value: float | None) -> str:
+    """Format an accuracy: 12.5 %."""
+    return "–" if value is None else f"{100 * value:.1f} %"
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

@@ -23,7 +23,7 @@ PAIR = ("variant=standard,no_q", "seed=range(3)")
 TUNED = (*PAIR, "sweep.tune=true")
 TWIN = ("variant=standard,no_q,standard_reassociated", "seed=range(4)")
 NAMES = ["runs", "pairs", "learning rate", "annealed", "matched", "start", "precision", "data"]
-NAMES += ["code", "machine", "kernel"]
+NAMES += ["documents", "code", "machine", "kernel"]
 
 
 def loss_of(run):
