@@ -54,6 +54,11 @@ class GridConfig:
         "keep the arms for which all of these are true, as `model.d_model // model.heads >= 16`",
         Role.GRID,
     )
+    floor: bool = key(
+        True,
+        "where variants are compared, also train uniform attention, which a baseline has to beat",
+        Role.GRID,
+    )
     tune: bool = key(
         False,
         "choose optim.lr and variant.lr for every arm on validation, then run the seeds there",

@@ -9,6 +9,8 @@ SUPPORTED     every part's bound lies inside: all must hold, so nothing is adjus
 REFUTED       a part's interval lies wholly outside, by Holm over the parts
 EQUIVALENT    every part says better or worse, and its interval lies within ± margin, by Holm over
               the parts: there is no such difference
+INSENSITIVE   the runs would say SUPPORTED or EQUIVALENT, but the baseline does not beat the floor
+              by several margins: no difference could have shown
 MIXED         this holds for some parts, and not for the others
 UNDERPOWERED  none of these: too few seeds for this margin
 
@@ -24,7 +26,7 @@ from dataclasses import dataclass, field
 from scipy import stats
 
 from qkablate.analysis.comparison.decision import Verdict
-from qkablate.analysis.comparison.gaps import Gap
+from qkablate.analysis.comparison.gaps import Gap, is_sensitive
 from qkablate.analysis.left_behind import FailureRisk, measure_risks
 from qkablate.analysis.stats import (
     ALPHA,
@@ -52,11 +54,20 @@ class Part:
     open_above: bool = False  # a run of the arm diverged: its mean has no upper bound
     open_below: bool = False  # a run of the baseline diverged
     risks: tuple[FailureRisk, FailureRisk] | None = None  # of the arm, and of the baseline
+    is_sensitive: bool = True  # the experiment could have shown a gap of the margin
 
     @classmethod
     def from_gap(cls, name: str, kind: str, margin: float, gap: Gap) -> "Part":
         diverged = gap.arm_diverged > 0, gap.baseline_diverged > 0
-        return cls(name, kind, margin, gap.sample, *diverged, measure_risks(gap.arm, gap.baseline))
+        return cls(
+            name,
+            kind,
+            margin,
+            gap.sample,
+            *diverged,
+            measure_risks(gap.arm, gap.baseline),
+            is_sensitive(gap.lead, margin),
+        )
 
     def p_below(self, bound: float) -> float:
         """Return the p-value against a mean at or above the bound."""
@@ -198,11 +209,13 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
             verdicts.append(Verdict.EQUIVALENT)
         else:
             verdicts.append(Verdict.REFUTED if p_refuted < alpha else Verdict.UNDERPOWERED)
+        if verdicts[-1] in (Verdict.SUPPORTED, Verdict.EQUIVALENT) and not part.is_sensitive:
+            verdicts[-1] = Verdict.INSENSITIVE
     word = _merge_verdicts(verdicts)
     conditions = [
         part.conditions(verdict, alpha, len(parts))
         for part, verdict in zip(parts, verdicts, strict=True)
-        if word not in (Verdict.REFUTED, Verdict.UNDERPOWERED) or verdict == word
+        if word in (Verdict.SUPPORTED, Verdict.EQUIVALENT, Verdict.MIXED) or verdict == word
     ]
     if word == Verdict.REFUTED and not all(conditions):
         return ClaimVerdict(word, verdicts)  # a part is refuted whatever fails
@@ -212,6 +225,8 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
 def _merge_verdicts(verdicts: list[Verdict]) -> Verdict:
     if Verdict.REFUTED in verdicts:  # one false part is enough
         return Verdict.REFUTED
+    if Verdict.INSENSITIVE in verdicts:
+        return Verdict.INSENSITIVE
     if Verdict.EQUIVALENT in verdicts and len({*verdicts}) > 1:
         return Verdict.MIXED
     if Verdict.UNDERPOWERED in verdicts:

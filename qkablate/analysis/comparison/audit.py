@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qkablate.analysis.comparison.gaps import ROUNDING_PAIR, Gap
+from qkablate.analysis.comparison.gaps import ROUNDING_PAIR, Gap, describe_floor, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.config import TEXT_SOURCES, OptimConfig
@@ -62,6 +62,7 @@ def audit(
         "annealed": _annealed(sides),
         "matched": _matched(sides, axis),
         "start": _start(sides),
+        "floor": _floor(gap, margin),
         "precision": _alike("precision", done, WARNING),
         "data": _alike("data_fingerprint", done, BROKEN),
         "documents": _documents(gap, done, margin),
@@ -190,6 +191,15 @@ def _start(sides: Sides) -> Answer:
             factors = ", ".join(f"{factor:.3g}" for factor in sorted(unmatched))
             texts.append(f"{entry.name} with its circuit's rate × {factors}")
     return state, "matched: " + ", ".join(texts) if texts else "matched exactly"
+
+
+def _floor(gap: Gap, margin: float | None) -> Answer:
+    """Compare the baseline with uniform attention, which it has to beat."""
+    if gap.lead is None:
+        state = NOTE if gap.floor is None and margin is None else WARNING
+    else:
+        state = OK if is_sensitive(gap.lead, margin or 0.0) else WARNING
+    return state, describe_floor(gap, margin)
 
 
 def _alike(key: str, records: list[Record], state: str) -> Answer:

@@ -4,12 +4,13 @@ Parametrizations compared at one learning rate answer a question about that rate
 the sign of the gap may be another. So only tuned arms get a bare decision.
 """
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from qkablate.analysis.comparison.gaps import Gap
+from qkablate.analysis.comparison.gaps import Gap, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.stats import ALPHA, MIN_PAIRS, Sample
 from qkablate.analysis.study.study import Entry, Study
@@ -25,6 +26,7 @@ class Decision(StrEnum):
     EQUIVALENT = "equivalent"
     NOT_WORSE = "not worse"
     NO_DIFFERENCE_FOUND = "no difference found"
+    INSENSITIVE = "the experiment could not tell"  # the baseline did not beat the floor
     FEW_PAIRS = f"too few pairs (under {MIN_PAIRS})"
     NO_PAIRS = "no pairs"
     ARM_DIVERGED = "arm diverged"
@@ -52,6 +54,7 @@ class Verdict(StrEnum):
     SUPPORTED = "SUPPORTED"
     REFUTED = "REFUTED"
     EQUIVALENT = "EQUIVALENT"
+    INSENSITIVE = "INSENSITIVE"  # the baseline did not beat the floor: no difference could show
     MIXED = "MIXED"  # some parts show no such difference, others do not
     UNDERPOWERED = "UNDERPOWERED"
     INCOMPLETE = "INCOMPLETE"  # runs are missing
@@ -74,8 +77,13 @@ def decide(
     arm_diverged: bool,
     baseline_diverged: bool,
     margin: MarginTest | None = None,
+    lead: float | None = math.inf,
 ) -> Decision:
-    """Return the outcome of one comparison, given its gaps and its adjusted p-value."""
+    """Return the outcome of one comparison, given its gaps and its adjusted p-value.
+
+    `lead` is the bound by which the baseline beats the floor; None if there was no floor. A short
+    lead lets the experiment show a difference, but not that there is none.
+    """
     if arm_diverged:
         return Decision.ARM_DIVERGED
     if baseline_diverged:
@@ -84,11 +92,13 @@ def decide(
         return Decision.FEW_PAIRS if sample.n else Decision.NO_PAIRS
     # A gap that is surely smaller than what matters is no "worse", even if it is surely not zero.
     if margin is not None and margin.p_equivalent is not None and margin.p_equivalent < ALPHA:
-        return Decision.EQUIVALENT
+        return Decision.EQUIVALENT if is_sensitive(lead, margin.nats) else Decision.INSENSITIVE
     if p_holm is not None and p_holm < ALPHA:
         return Decision.WORSE if sample.mean > 0 else Decision.BETTER
     if margin is not None and margin.p_noninferior is not None and margin.p_noninferior < ALPHA:
-        return Decision.NOT_WORSE
+        return Decision.NOT_WORSE if is_sensitive(lead, margin.nats) else Decision.INSENSITIVE
+    if lead is not None and lead <= 0:
+        return Decision.INSENSITIVE
     return Decision.NO_DIFFERENCE_FOUND
 
 
@@ -118,7 +128,7 @@ def find_rate_scopes(
         same = at_rates[_without_rate(gap)]
         circuits = {other.arm.arm.default_rates.circuit for other, _ in same}
         signs = {(other.sample.mean > 0) for other, _ in same if other.sample.n}
-        if not _differ(gap.arm, gap.baseline) or all(
+        if not gap.compares_variants or all(
             _is_at_best(entry, curves) for entry in (gap.arm, gap.baseline)
         ):
             scopes.append(RateScope.BEST)
@@ -138,12 +148,6 @@ def _without_rate(gap: Gap) -> str:
 
 def _without_lr(overrides: Mapping[str, str]) -> str:
     return str(sorted((key, value) for key, value in overrides.items() if key != "variant.lr"))
-
-
-def _differ(arm: Entry, other: Entry) -> bool:
-    """Return whether two arms have different parametrizations of attention."""
-    variant, baseline = arm.arm.config.variant, other.arm.config.variant
-    return (variant.name, variant.file) != (baseline.name, baseline.file)
 
 
 def _is_at_best(entry: Entry, curves: Mapping[str, LrCurve]) -> bool:

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from scipy import stats
 
+from qkablate.analysis.comparison.floor import MARGINS, find_floor
 from qkablate.analysis.left_behind import find_left_behind
 from qkablate.analysis.stats import (
     ALPHA,
@@ -33,6 +34,24 @@ class Gap:
     unpaired: list[str]  # what each incomplete pair lacks
     arm_diverged: int
     baseline_diverged: int
+    floor: "Gap | None" = None  # that of uniform attention to the same baseline
+
+    @property
+    def compares_variants(self) -> bool:
+        """True if the two sides have different parametrizations of attention."""
+        variant, baseline = self.arm.arm.config.variant, self.baseline.arm.config.variant
+        return (variant.name, variant.file) != (baseline.name, baseline.file)
+
+    @cached_property
+    def lead(self) -> float | None:
+        """One-sided 95 % bound by which the baseline beats the floor; None if unknown.
+
+        It is infinite where no floor is needed.
+        """
+        if not self.compares_variants:
+            return math.inf
+        interval = self.floor.bounds(1 - 2 * ALPHA) if self.floor else None
+        return interval[0] if interval else None
 
     @cached_property
     def sample(self) -> Sample:
@@ -88,7 +107,29 @@ class Gap:
         return float(stats.pearsonr(*both).statistic)
 
 
-def measure_gap(arm: Entry, baseline: Entry) -> Gap:
+def is_sensitive(lead: float | None, margin: float) -> bool:
+    """Return whether an experiment with this lead over the floor could show a gap of the margin."""
+    return lead is not None and lead > MARGINS * margin
+
+
+def describe_floor(gap: Gap, margin: float | None) -> str:
+    """Describe by how much the baseline beats the floor."""
+    if not gap.compares_variants:
+        return "not needed: the same parametrization of attention"
+    if gap.floor is None:
+        return "no variant=uniform in the baseline's model; sweep.floor=true adds it"
+    name = gap.floor.arm.name
+    if gap.lead is None:
+        return f"unknown: fewer than two pairs with {name}"
+    if gap.lead <= 0:
+        return f"{gap.baseline.name} does not clearly beat {name}: no difference could show"
+    text = f"{gap.baseline.name} beats {name} by {gap.lead:.4f} or more"
+    if margin and not is_sensitive(gap.lead, margin):
+        text += f", less than {MARGINS} margins of {margin:g}"
+    return text
+
+
+def measure_gap(arm: Entry, baseline: Entry, floor: Entry | None = None) -> Gap:
     """Pair the runs of two arms by their seeds."""
     pairs: dict[Seeds, float] = {}
     unpaired = []
@@ -102,7 +143,8 @@ def measure_gap(arm: Entry, baseline: Entry) -> Gap:
         else:
             pairs[key] = run.loss - other.loss
     diverged = [len(entry.with_status("diverged")) for entry in (arm, baseline)]
-    return Gap(arm, baseline, pairs, unpaired, *diverged)
+    floor_gap = None if floor is None else measure_gap(floor, baseline)
+    return Gap(arm, baseline, pairs, unpaired, *diverged, floor_gap)
 
 
 def _why_unpaired(entry: Entry, record: Record | None) -> str:
@@ -154,7 +196,7 @@ def find_families(study: Study) -> list[Family]:
         baseline = study.baseline_of(entry)
         if baseline is not None and baseline is not entry:
             family = families.setdefault(baseline.name, Family(baseline, []))
-            family.gaps.append(measure_gap(entry, baseline))
+            family.gaps.append(measure_gap(entry, baseline, find_floor(study, baseline)))
     return list(families.values())
 
 

@@ -188,6 +188,7 @@ def describe_gap(
         arm_diverged=gap.arm_diverged > 0,
         baseline_diverged=gap.baseline_diverged > 0,
         margin=margin_test,
+        lead=gap.lead,
     )
     return GapSummary(
         **vars(describe_sample(sample)),

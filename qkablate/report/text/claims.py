@@ -55,7 +55,7 @@ def format_judgement(judgement: Judgement) -> list[str]:
         for check in judged.checks
         if check.state in (WARNING, BROKEN)
     }
-    text = [*format_claim(judgement.claim), "", f"{judgement.word}{label}"]
+    text = [*format_claim(judgement.claim), "", f"{judgement.headline}{label}"]
     text += [f"  unless {condition}" for condition in judgement.unless]
     text += [f"  exploratory: {reason}" for reason in judgement.exploratory]
     if doubts and judgement.verdict:

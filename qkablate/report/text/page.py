@@ -21,7 +21,7 @@ def _render_section(section: Section) -> str:
     parts = [f"# {escape_markdown(section.title)}", escape_markdown(format_status(section))]
     if judgement is not None:
         unless = f"unless {' or '.join(judgement.unless)}: " if judgement.unless else ""
-        parts.append(f"**{judgement.word}** {escape_markdown(unless + judgement.claim.says)}")
+        parts.append(f"**{judgement.headline}** {escape_markdown(unless + judgement.claim.says)}")
     parts += map(escape_markdown, summarize(section))
     parts += [f"- {escape_markdown(line)}" for line in rows.find_problems(section)]
     if judgement is not None:

@@ -15,6 +15,7 @@ _VERDICTS = {
     Verdict.SUPPORTED: "The runs support it",
     Verdict.REFUTED: "The runs refute it",
     Verdict.EQUIVALENT: "The runs show that there is no such difference",
+    Verdict.INSENSITIVE: "The experiment could not tell: the baseline does not clearly beat `uniform`",
     Verdict.MIXED: "The runs show no such difference in some parts, and not in others",
 }
 
@@ -104,6 +105,7 @@ _PHRASES: dict[str, str] = {
     Decision.BASELINE_DIVERGED: "baseline runs diverged in pairs with {}",
     "alone": "{} differed at its own size, but not after adjusting for all {every} comparisons",
     Decision.NO_DIFFERENCE_FOUND: "no difference was found for {}",
+    Decision.INSENSITIVE: "the baseline beats `uniform` too little to tell for {}",
     Decision.NOT_WORSE: "not worse by {margin}: {}",
     Decision.EQUIVALENT: "equivalent within ± {margin}: {}",
     Decision.FEW_PAIRS: "there are fewer than three pairs for {}",
@@ -195,6 +197,8 @@ def _summarize_claim(section: Section) -> list[str]:
     diverged = any(judged.part.open_below or judged.part.open_above for judged in judgement.parts)
     cause = "some runs diverged" if diverged else "there are too few for this margin"
     verdict = _VERDICTS.get(judgement.word, f"The runs are inconclusive: {cause}")
+    if judgement.scope:
+        verdict += f", {_join(judgement.scope)}"
     if judgement.unless:
         verdict += f", unless {' or '.join(judgement.unless)}"
     if judgement.exploratory:

@@ -22,11 +22,18 @@ from qkablate.sweeps.planning.manifest import RUN_KEYS, Arm, Changes, LeftOutArm
 from qkablate.sweeps.planning.predicates import holds
 from qkablate.sweeps.planning.tuning import tuning_runs
 
+FLOOR = "uniform"  # attention without scores: an experiment that it passes can tell nothing
 # What a variant is made of, and does not pass on to the baseline that stands beside it.
 _OF_A_VARIANT = {*keys_with(Role.VARIANT)}
 # Keys whose values an arm's name shows without the key.
 _IN_NAME = _OF_A_VARIANT | {"variant", "model.d_model", "model.heads", *RUN_KEYS}
 _OF_RUNS = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, RUN_KEYS))})(?![\w.])")
+
+
+def without_variant(overrides: Mapping[str, str]) -> Overrides:
+    """Return the overrides that make the model around an arm's attention."""
+    own = {*_OF_A_VARIANT, "variant", "variant.lr"}
+    return {key: value for key, value in sorted(overrides.items()) if key not in own}
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,8 @@ class _Expansion:
             raise UserError(f"{first.arm} is {first.kind}: {first.reason}{more}")
         if not kept:
             raise UserError(f"sweep.filter: excludes all arms, {self.excluded} of them")
+        if self.grid.settings.floor:
+            self._add_floors(changes)
         arms = {
             arm.name: dataclasses.replace(arm, baseline=None) if arm.baseline == arm.name else arm
             for arm in self.arms.values()
@@ -204,6 +213,29 @@ class _Expansion:
             arm = dataclasses.replace(arm, name=f"{arm.name}-{key}")
         self.arms[key] = arm
         return arm
+
+    def _add_floors(self, changes: list[Changes]) -> None:
+        """Add uniform attention in each model, where parametrizations are compared.
+
+        These arms have no baseline: they test the experiment, not a hypothesis.
+        """
+        if (
+            len({(arm.config.variant.name, arm.config.variant.file) for arm in self.arms.values()})
+            < 2
+        ):
+            return
+        models = {
+            tuple(without_variant(arm.overrides).items()): None
+            for arm in self.arms.values()
+            if "none" in arm.controls
+        }
+        for model in models:
+            overrides = {**dict(model), "variant": FLOOR}
+            try:
+                self._add_arm("none", overrides, {}, None, None, changes)
+            except ImpossibleConfig as reason:
+                name = self._name(overrides, "none")
+                self.left_out.append(LeftOutArm(name, "none", str(reason), "impossible"))
 
     def _baseline(self, overrides: Overrides) -> Overrides | None:
         """Return the overrides of the arm that this one is compared with."""
