@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from scipy import stats
 
 from qkablate.analysis.study.study import Entry, Seeds
-from qkablate.sweeps.planning.surface import LEFT_BEHIND
+from qkablate.sweeps.planning.tuning_losses import LEFT_BEHIND
 
 TYPICAL_SIZE = 0.12  # nats: assumed at least, also where no run of the arms was left behind
 _MADS = 5  # 1 of 3.5 million normal numbers is so far above the mean

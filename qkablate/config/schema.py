@@ -162,7 +162,7 @@ class OptimConfig:
     )
     warmup: int | str = key(
         "auto",
-        "warm-up steps; auto: 5 % of the steps, at most 1000",
+        "warm-up steps; auto: 20 % of the steps, at most 2000",
         TRAINING,
         bounds=(0, BIG),
         word="auto",

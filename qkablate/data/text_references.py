@@ -18,7 +18,7 @@ import numpy as np
 
 from qkablate.data.corpus import Corpus
 from qkablate.data.tokenizers import load_tokenizer
-from qkablate.disk import read_file, replace_file
+from qkablate.disk import read_file, write_atomic
 from qkablate.errors import UserError
 from qkablate.strict_json import from_json, parse_json
 
@@ -56,7 +56,7 @@ def measure_text_references(corpus: Corpus, tokens: int) -> MeasuredReferences:
             lzma=_lzma_loss(corpus, train, test),
         )
         with suppress(OSError):  # a cache that others have prepared may be read-only
-            replace_file(path, json.dumps(asdict(measured)).encode())
+            write_atomic(path, json.dumps(asdict(measured)).encode())
     return measured
 
 

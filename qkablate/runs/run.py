@@ -33,10 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config import Config, Role, flatten, keys_with
+from qkablate.disk import write_atomic
 from qkablate.errors import UserError, nearest_hint
 from qkablate.redaction import redact
 from qkablate.runs.lease import Lease, LeaseObserver, hold_lease, is_leased
-from qkablate.runs.records import read_result, write_atomic
+from qkablate.runs.records import read_result
 from qkablate.table import format_list
 
 NUMERICS = 6  # raised whenever losses may move by a bit: old and new never share a run

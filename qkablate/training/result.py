@@ -8,10 +8,11 @@ from typing import Any
 from qkablate import __version__
 from qkablate.data import Corpus
 from qkablate.data.text_references import measure_text_references
+from qkablate.disk import write_atomic
 from qkablate.redaction import redact
 from qkablate.runs import text_references
 from qkablate.runs.lease import Lease, LeaseLost
-from qkablate.runs.records import read_json, seal_result, write_atomic, write_json_once
+from qkablate.runs.records import read_json, seal_result, write_json_once
 from qkablate.runs.run import Run
 from qkablate.tracking.wandb.run import RunArtifacts, RunIdentity
 from qkablate.training import checkpoint, hardware

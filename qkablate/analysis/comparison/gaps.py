@@ -142,9 +142,15 @@ def measure_gap(arm: Entry, baseline: Entry, floor: Entry | None = None) -> Gap:
             unpaired.append(f"{run.seed}: the two were trained on different data")
         else:
             pairs[key] = run.loss - other.loss
-    diverged = [len(entry.with_status("diverged")) for entry in (arm, baseline)]
-    floor_gap = None if floor is None else measure_gap(floor, baseline)
-    return Gap(arm, baseline, pairs, unpaired, *diverged, floor_gap)
+    return Gap(
+        arm,
+        baseline,
+        pairs,
+        unpaired,
+        arm_diverged=len(arm.with_status("diverged")),
+        baseline_diverged=len(baseline.with_status("diverged")),
+        floor=None if floor is None else measure_gap(floor, baseline),
+    )
 
 
 def _why_unpaired(entry: Entry, record: Record | None) -> str:

@@ -9,13 +9,8 @@ from scipy import stats
 from qkablate.analysis.stats import ALPHA, Estimate, Interval, Sample, describe_sample
 from qkablate.analysis.study.study import Study, known_losses, tuning_losses
 from qkablate.sweeps.planning.manifest import Rates
-from qkablate.sweeps.planning.surface import (
-    Losses,
-    Surface,
-    find_surface,
-    left_behind,
-    mean_losses,
-)
+from qkablate.sweeps.planning.surface import Surface, find_surface
+from qkablate.sweeps.planning.tuning_losses import Losses, left_behind, mean_losses
 
 # Distance from the best rate in ln lr.
 _SENSITIVITY_RANGE = math.log(4) * 1.01

@@ -15,7 +15,7 @@ _VERDICTS = {
     Verdict.SUPPORTED: "The runs support it",
     Verdict.REFUTED: "The runs refute it",
     Verdict.EQUIVALENT: "The runs show that there is no such difference",
-    Verdict.INSENSITIVE: "The experiment could not tell: the baseline does not clearly beat `uniform`",
+    Verdict.INSENSITIVE: "The experiment could not tell: `uniform` is almost as good",
     Verdict.MIXED: "The runs show no such difference in some parts, and not in others",
 }
 

@@ -219,10 +219,8 @@ class _Expansion:
 
         These arms have no baseline: they test the experiment, not a hypothesis.
         """
-        if (
-            len({(arm.config.variant.name, arm.config.variant.file) for arm in self.arms.values()})
-            < 2
-        ):
+        variants = [arm.config.variant for arm in self.arms.values()]
+        if len({(variant.name, variant.file) for variant in variants}) < 2:
             return
         models = {
             tuple(without_variant(arm.overrides).items()): None

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from qkablate import __version__
 from qkablate.config import Config, Role, TrackingConfig, from_plain, keys_with
-from qkablate.disk import make_folder, read_file
+from qkablate.disk import make_folder, read_file, write_atomic
 from qkablate.errors import UserError, nearest_hint
-from qkablate.runs.records import sha256, write_atomic
+from qkablate.runs.records import sha256
 from qkablate.runs.run import NUMERICS, identity, label, match_name, refuse_links, run_id
 from qkablate.strict_json import from_json, parse_json
 

@@ -3,75 +3,26 @@
 import itertools
 import math
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
 
 from qkablate.sweeps.planning.manifest import Rates
+from qkablate.sweeps.planning.tuning_losses import (
+    Losses,
+    left_behind,
+    mean_losses,
+    seed_residuals,
+)
 
 # Distance from the best rate in ln lr. Further out, curves are steeper where training breaks: such
 # losses have less weight, and beyond none.
 _NEAR, _FAR = math.log(2) * 1.01, math.log(4) * 1.01
 _FAR_WEIGHT = 0.1
-LEFT_BEHIND = 0.05  # nats: a loss so far above those beside it is a failure of training
 _CERTAIN = 0.95  # of a positive curvature
 _DRAWS, _NODES = 1_000, 21  # of the bootstrap: surfaces, and places along each dimension
-
-
-Seed = Any  # one seed of several, or all of a run
-Losses = Mapping[Rates, Mapping[Seed, float | None]]  # None: diverged
-
-
-def mean_losses(losses: Losses) -> dict[Rates, float]:
-    """Return the mean loss by rates; those at which a seed diverged or is missing have none."""
-    seeds = {seed for by_seed in losses.values() for seed in by_seed}
-    means = {}
-    for rates, by_seed in sorted(losses.items()):
-        known = [loss for loss in by_seed.values() if loss is not None]
-        if known and len(known) == len(seeds):  # means over other seeds are not comparable
-            means[rates] = math.fsum(known) / len(known)
-    return means
-
-
-def seed_residuals(losses: Losses) -> dict[Rates, list[float]]:
-    """Return each loss minus the effect of its seed and the median of its rates.
-
-    The effect of a seed is its median distance from the median of all seeds.
-    """
-    known = {
-        rates: {seed: loss for seed, loss in losses[rates].items() if loss is not None}
-        for rates in mean_losses(losses)
-    }
-    medians = {rates: statistics.median(own.values()) for rates, own in known.items()}
-    seeds = {seed for own in known.values() for seed in own}
-    effect = {
-        seed: statistics.median(own[seed] - medians[rates] for rates, own in known.items())
-        for seed in seeds
-    }
-    residuals = {}
-    for rates, own in known.items():
-        adjusted = [loss - effect[seed] for seed, loss in own.items()]
-        residuals[rates] = [value - statistics.median(adjusted) for value in adjusted]
-    return residuals
-
-
-def left_behind(losses: Losses) -> list[Rates]:
-    """Return the rates at which a run ended far above the other seeds, or both rates beside."""
-    means, residuals, found = mean_losses(losses), seed_residuals(losses), []
-    spreads = [statistics.stdev(own) for own in residuals.values() if len(own) > 1]
-    limit = max(LEFT_BEHIND, 5 * statistics.median(spreads or [0.0]))
-    for rates, mean in means.items():
-        row = sorted(other for other in means if other.circuit == rates.circuit)
-        place = row.index(rates)
-        beside = [means[other] for other in (*row[place - 1 : place], *row[place + 1 : place + 2])]
-        is_bump = len(beside) == 2 and mean > max(beside) + limit
-        if is_bump or max(residuals[rates]) > limit:
-            found.append(rates)
-    return found
 
 
 @dataclass(frozen=True)
@@ -85,6 +36,7 @@ class Surface:
     slope_K: np.ndarray
     hessian_KK: np.ndarray
     covariance_PP: np.ndarray  # of the slopes and of the entries of the Hessian, in this order
+    noise: float  # standard deviation of a loss around the surface
     freedom: float  # observations count by their weights
     lowest_K: np.ndarray  # distances of the farthest rates that were tried nearby
     highest_K: np.ndarray
@@ -238,6 +190,7 @@ def fit_surface(losses: Losses, *, both: bool = True) -> Surface | None:
         slope_K=beta_Q[:size],
         hessian_KK=hessian_KK,
         covariance_PP=covariance_QQ[:kept, :kept],
+        noise=math.sqrt(variance),
         freedom=freedom,
         lowest_K=logs_PK[nearby_P].min(axis=0),
         highest_K=logs_PK[nearby_P].max(axis=0),
@@ -256,7 +209,8 @@ def choose_rates(losses: Losses) -> tuple[Rates, Surface | None]:
 
     The minimum is rounded to two digits. If it is uncertain in both dimensions it is that in ln lr
     at the best of the circuit's rates; if that is uncertain, too, these are the rates tried with
-    the smallest mean + standard error, which avoids the edge of instability.
+    the smallest mean + standard error, or the next lower `optim.lr` if its mean is within one
+    standard error: loss is flat there, and training less often fails.
     """
     surface = find_surface(losses)
     if surface is not None and surface.is_certain:
@@ -272,7 +226,12 @@ def choose_rates(losses: Losses) -> tuple[Rates, Surface | None]:
         error = statistics.stdev(own) / math.sqrt(len(own)) if len(own) > 1 else 0.0
         return rates in failed, means[rates] + error
 
-    return min(means, key=risk), None
+    best = min(means, key=risk)
+    error = surface.noise / math.sqrt(len(residuals[best])) if surface else 0.0
+    lower = [r for r in means if r.circuit == best.circuit and r.lr < best.lr and r not in failed]
+    if lower and means[max(lower)] <= means[best] + error:
+        best = max(lower)
+    return best, None
 
 
 def excess_moment(losses: Losses, rates: Rates) -> float:

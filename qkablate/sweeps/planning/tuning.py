@@ -16,7 +16,7 @@ from typing import Any
 from qkablate.config import KEYS
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Arm, Changes, Manifest, Rates, SweepRun
-from qkablate.sweeps.planning.surface import Losses, choose_rates, left_behind, mean_losses
+from qkablate.sweeps.planning.tuning_losses import Losses, left_behind, mean_losses
 
 FACTOR = 2.0
 POINTS = 5
@@ -171,6 +171,8 @@ def _search(
         means, wanted = mean_losses(losses), _rates_beside_best(arm, losses)
         within = [rates for rates in wanted if _is_allowed(rates)]
         if not wanted:
+            from qkablate.sweeps.planning.surface import choose_rates  # numpy and scipy are slow
+
             rates, surface = choose_rates(losses)
             search = LrSearch(arm.name, losses, rates, "chosen", surface is not None)
             return beyond, search

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from qkablate.disk import replace_file
+from qkablate.disk import replace_file, write_atomic
 from qkablate.errors import sanitize
-from qkablate.runs.records import is_number, write_atomic
+from qkablate.runs.records import is_number
 from qkablate.runs.text_references import find_text_references
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.sweeps.running.state import RunState, SweepState

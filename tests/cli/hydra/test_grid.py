@@ -92,7 +92,7 @@ def test_horizons_has_several_lengths_each_with_its_own_schedule(composer):
     assert steps == sorted(set(steps))
     assert set(request.choices["variant"]) == FOUR
     found = {config.train.steps: config.optim.warmup for config in configs(composer, request)}
-    assert found == {number: number // 20 for number in steps}
+    assert found == {number: number // 5 for number in steps}
 
 
 def test_lr_has_enough_rates_for_a_curve(composer):

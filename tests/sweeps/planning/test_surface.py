@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 
 from qkablate.sweeps.planning.manifest import Rates
-from qkablate.sweeps.planning.surface import (
-    choose_rates,
-    excess_moment,
-    fit_surface,
-    left_behind,
-    mean_losses,
-)
+from qkablate.sweeps.planning.surface import choose_rates, excess_moment, fit_surface
+from qkablate.sweeps.planning.tuning_losses import left_behind, mean_losses
 from tests.sweeps.planning.tuning_simulation import simulate
 
 LRS = [1e-3 * 2**k for k in range(-2, 3)]
