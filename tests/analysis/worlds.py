@@ -29,6 +29,9 @@ ENVIRONMENT = {
 }
 
 
+FLOOR_LEAD = 10.0  # nats
+
+
 @dataclass
 class World:
     """A frozen sweep that is given synthetic results."""
@@ -53,7 +56,7 @@ class World:
 
         A number is the test loss of a finished run (validation is 0.1 higher), a string a status
         without loss, a dict overrides of result.json; None leaves the run waiting. Floors that the
-        sweep has added end one nat higher.
+        sweep has added end FLOOR_LEAD higher.
         """
         written: set[str] = set()
         while new := [run for run in self.runs() if run.id not in written]:
@@ -62,7 +65,7 @@ class World:
                 outcome, arm = loss(run), self.manifest.arms[run.arm]
                 is_floor = arm.variant == FLOOR and arm.baseline is None
                 is_number = isinstance(outcome, int | float)
-                self.write(run, outcome + 1 if is_floor and is_number else outcome)
+                self.write(run, outcome + FLOOR_LEAD if is_floor and is_number else outcome)
         return self
 
     def write(self, run: SweepRun, outcome: Any) -> None:
@@ -131,9 +134,10 @@ class World:
 def compose_manifest(small: Sequence[str], *words: str, grid: GridConfig | None = None) -> Manifest:
     """Plan a sweep of a small model, given its settings that `words` do not override.
 
-    No floor is added unless `words` ask for it.
+    No floor is added to a sweep unless `words` ask for it; claims have theirs.
     """
-    small = ["sweep.floor=false", *small]
+    if grid is None:
+        small = ["sweep.floor=false", *small]
     with open_composer() as composer:
         given = {word.partition("=")[0] for word in words} | {*(grid.fixed if grid else ())}
         defaults = [word for word in small if word.partition("=")[0] not in given]

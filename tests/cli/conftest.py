@@ -14,6 +14,7 @@ from tests.cli.helpers import GAPS, SIZES, run_in
 SPREAD = (-0.002, -0.001, 0.0, 0.001, 0.002)
 LENGTH = ["train.steps=12", "train.batch_size=2", "tracking.wandb=disabled"]
 SWEEP = ["sweep.name=small", "variant=standard,no_q,shared_qk", "seed=range(5)", "workers=1"]
+SWEEP += ["sweep.floor=false"]
 CLAIM = {
     "says": "Keys alone are enough.",
     "source": "a comment",

@@ -293,7 +293,7 @@ def test_claim_is_shown_with_its_verdict(claimed):
     assert "within" in {cell for rows in found.rows for row in rows for cell in row}
     waiting = assert_sound(render_page([claimed(0.0, ended=3)], "a claim"))
     assert "INCOMPLETE" in waiting.words
-    assert "3 of 8 runs have ended" in waiting.text
+    assert "7 of 12 runs have ended" in waiting.text
 
 
 # Hostile names

@@ -11,10 +11,10 @@ from qkablate.analysis.claims.verdict import ClaimVerdict, Part, judge_parts, sp
 from qkablate.analysis.comparison.audit import BROKEN, WARNING, AuditCheck, audit, worst_state
 from qkablate.analysis.comparison.curves import fit_slopes
 from qkablate.analysis.comparison.decision import Verdict
-from qkablate.analysis.comparison.floor import find_floor
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
 from qkablate.analysis.comparison.lr_curves import find_lr_curves
 from qkablate.analysis.stats import ALPHA, Sample, Spread, describe_sample, detectable_effect
+from qkablate.analysis.study.floor import find_floor
 from qkablate.analysis.study.study import Entry, Study, read_study
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Manifest

@@ -7,7 +7,6 @@ from functools import cached_property
 
 from scipy import stats
 
-from qkablate.analysis.comparison.floor import MARGINS, find_floor
 from qkablate.analysis.left_behind import find_left_behind
 from qkablate.analysis.stats import (
     ALPHA,
@@ -19,6 +18,7 @@ from qkablate.analysis.stats import (
     holm,
 )
 from qkablate.analysis.study.document_error import DocumentError, document_error
+from qkablate.analysis.study.floor import MARGINS, find_floor
 from qkablate.analysis.study.study import Entry, Record, Seeds, Study
 
 ROUNDING_PAIR = {"standard", "standard_reassociated"}

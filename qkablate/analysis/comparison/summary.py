@@ -108,6 +108,8 @@ class GapSummary(Estimate):
         """The decision, limited to the learning rates for which it holds."""
         if self.decision.is_divergence or self.decision.lacks_pairs:
             return self.decision
+        if self.decision == Decision.INSENSITIVE:
+            return self.decision
         if self.rates == RateScope.SIGN_DEPENDS:
             return f"no verdict: {self.rates}"
         text = str(self.decision)

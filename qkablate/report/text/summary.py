@@ -198,7 +198,7 @@ def _summarize_claim(section: Section) -> list[str]:
     cause = "some runs diverged" if diverged else "there are too few for this margin"
     verdict = _VERDICTS.get(judgement.word, f"The runs are inconclusive: {cause}")
     if judgement.scope:
-        verdict += f", {_join(judgement.scope)}"
+        verdict += f" {_join(judgement.scope)}"
     if judgement.unless:
         verdict += f", unless {' or '.join(judgement.unless)}"
     if judgement.exploratory:

@@ -22,7 +22,8 @@ from tests.analysis.references import to_json
 PAIR = ("variant=standard,no_q", "seed=range(3)")
 TUNED = (*PAIR, "sweep.tune=true")
 TWIN = ("variant=standard,no_q,standard_reassociated", "seed=range(4)")
-NAMES = ["runs", "pairs", "learning rate", "annealed", "matched", "start", "precision", "data"]
+NAMES = ["runs", "pairs", "learning rate", "annealed", "matched", "start", "floor"]
+NAMES += ["precision", "data"]
 NAMES += ["documents", "code", "machine", "kernel"]
 
 

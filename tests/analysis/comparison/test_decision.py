@@ -127,7 +127,7 @@ def test_difference_within_the_margin_is_equivalent(cached_world):
         gap = 0.001 if run.arm.startswith("no_q") else 0.0
         return 2 + gap + random.Random(run.id).gauss(0, 1e-4)
 
-    study = cached_world(*PAIR).finish(loss).study()
+    study = cached_world(*PAIR, "sweep.floor=true").finish(loss).study()
     (gap,) = describe_study(study, margin=0.01).gaps
     assert gap.p_holm < 0.05
     assert gap.verdict.startswith("equivalent (worse by 0.00")

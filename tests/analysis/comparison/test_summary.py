@@ -177,7 +177,9 @@ def test_margin_adds_equivalence_to_the_table(cached_world, gap, says):
         sign = (-1) ** seed * (0.3 if gap == 0 else 1.3) + (-0.9 if gap else 0)
         return 2 + seed / 7 + (sign if run.arm.startswith("no_q") else 0)
 
-    world = cached_world("variant=standard,no_q", "seed=range(10)").finish(close)
+    world = cached_world("variant=standard,no_q", "seed=range(10)", "sweep.floor=true").finish(
+        close
+    )
     found = describe_study(world.study(), {}, 1.0)
     assert make_tables(found)[1].rows[0][8] == f"{says} at this rate (not tuned)"
     margin = found.gaps[0].margin

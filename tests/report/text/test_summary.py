@@ -111,7 +111,7 @@ def test_differences_are_adjusted_for_all_sizes(made, section_of):
 
 
 def test_margin_reports_equivalence(said, loss_of):
-    first, _ = said(THREE, margin=0.1)
+    first, _ = said((*THREE, "sweep.floor=true"), margin=0.1)
     assert re.search(r"(equivalent within ± 0.1 nats|not worse by 0.1 nats): no_q", first)
     assert "no difference was found" not in first
 
@@ -257,15 +257,15 @@ def test_equivalence_is_stated(claimed):
 
 def test_verdict_needs_all_runs(claimed):
     (only,) = summarize(claimed(0.0, ended=5))
-    assert only == ("There is no verdict yet: 5 of 8 runs have ended, and all are needed.")
+    assert only == ("There is no verdict yet: 9 of 12 runs have ended, and all are needed.")
 
 
 def test_exploratory_result_confirms_nothing(claimed):
     first, _ = summarize(claimed(0.0, reasons=("edited after the runs",)))
-    assert first.startswith("The runs support it, unless one run in ")
+    assert first.startswith("The runs support it at these rates, unless one run in ")
     assert "left behind by 0.12 nats, but this is exploratory and confirms nothing;" in first
     first, _ = summarize(claimed(0.0, margin=0.02))  # worded anew after the runs
-    assert first.startswith("The runs support it, unless one run in ")
+    assert first.startswith("The runs support it at these rates, unless one run in ")
     assert "left behind by 0.12 nats, but this is exploratory and confirms nothing;" in first
 
 

@@ -66,13 +66,16 @@ def test_flat_circuit_leaves_the_minimum_in_lr():
 
 
 def test_noise_without_a_minimum_chooses_the_least_mean_and_error():
+    """The next lower rate is as good within the standard error, and is chosen."""
     losses = grid(lambda rates: 2.0, 3, circuits=[1.0])
     for rates, by_seed in losses.items():
         spread = 0.02 if rates.lr == 5e-4 else 0.0
         low = 0.011 if rates.lr == 5e-4 else 0.005 * (rates.lr == 4e-3)
         losses[rates] = {s: v - low + spread * (s - 1) for s, v in by_seed.items()}
     assert min(mean_losses(losses), key=mean_losses(losses).get).lr == 5e-4
-    assert choose_rates(losses) == (Rates(4e-3, 1.0), None)
+    assert choose_rates(losses) == (Rates(2e-3, 1.0), None)
+    worse = {s: loss + 0.04 for s, loss in losses[Rates(2e-3, 1.0)].items()}
+    assert choose_rates(losses | {Rates(2e-3, 1.0): worse}) == (Rates(4e-3, 1.0), None)
 
 
 def test_left_behind_rates_are_named_and_not_chosen():

@@ -32,7 +32,7 @@ def expand(tmp_path_factory):
     (folder / "corpus.txt").write_text("the cat sat on the mat\n" * 400, encoding="utf-8")
     words = ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "data=text"]
     words += [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", "threads=1"]
-    words += ["sweep.tune=true"]
+    words += ["sweep.tune=true", "sweep.floor=false"]
 
     def run(*more, variant="standard,standard_reassociated"):
         with open_composer() as composer:
