@@ -162,7 +162,7 @@ def test_user_claim_is_trained_to_a_verdict(claim, qkablate, tmp_path, write):
     before = path.read_bytes()
     done = claim("run")
     assert done.code == 0
-    assert "\nSUPPORTED at these rates\n" in done.out
+    assert "\nINSENSITIVE\n" in done.out
     assert times == {p: p.stat().st_mtime_ns for p in tmp_path.glob("outputs/runs/*/result.json")}
     assert path.read_bytes() == before
 
