@@ -10,6 +10,9 @@ help: ## list the targets
 train: venv ## set up, then train merged_w on the embedded default
 	$(BIN)/qkablate train variant=merged_w
 
+# Hundreds of processes would compile the package anew where the environment forbids bytecode files.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: venv ## set up, then run the tests (some 5 minutes on 2 cores)
 	$(BIN)/pytest -n auto -m "not slow"
 

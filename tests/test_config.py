@@ -1,12 +1,15 @@
 """The config: options compose, `auto` is resolved, and the table of keys is complete."""
 
 import dataclasses
+import itertools
 import re
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from qkablate.cli.hydra.app import register
+from qkablate.cli.hydra.configs import Composer, open_hydra
+from qkablate.cli.hydra.words import split_words
 from qkablate.config import (
     KEYS,
     Config,
@@ -47,11 +50,19 @@ def loaded(*overrides: str) -> Config:
     return load(composed(*overrides))
 
 
+def checked(*overrides: str) -> Config:
+    """Return the same config as `loaded`, without a composition by Hydra for each."""
+    with open_hydra():
+        return Composer().config(split_words([*overrides]))
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_composes(option):
     more = {"data=text": "data.path=x", "data=hub": "data.name=x"}.get(option)
-    config = loaded(option, *[more] * bool(more))
+    words = [option, *[more] * bool(more)]
+    config = loaded(*words)
     assert isinstance(config.train.steps, int)
+    assert config == checked(*words)
 
 
 def test_all_groups_exist():
@@ -216,8 +227,16 @@ RENAMED_WORDS = [
 ]
 
 
-@pytest.mark.parametrize(("word", "name"), RENAMED_WORDS)
-@pytest.mark.parametrize("verb", ["train", "sweep", "cost"])
+@pytest.mark.parametrize(
+    ("verb", "word", "name"),
+    [
+        *(("cost", *renamed) for renamed in RENAMED_WORDS),
+        *itertools.product(["train", "sweep"], ["start.run=x"], ["init_from.run"]),
+        *itertools.product(["train", "sweep"], ["shard=true"], ["train.fsdp"]),
+        *itertools.product(["train", "sweep"], ["control.knob=mlp"], ["control.adjust"]),
+        *itertools.product(["train", "sweep"], ["per_gpu=2"], ["runs_per_gpu"]),
+    ],
+)
 def test_an_old_key_is_rejected_with_its_new_name(qkablate, verb, word, name):
     done = qkablate(verb, *["seed=0"] * (verb == "sweep"), word)
     assert done.code == 2
@@ -231,15 +250,15 @@ def test_renamed_keys_exist():
 
 
 def test_auto_is_resolved():
-    config = loaded("train.tokens=100_000")
+    config = checked("train.tokens=100_000")
     assert (config.train.steps, config.train.tokens) == (98, None)  # 16 windows of 64 a step
     assert config.optim.warmup == 19
-    assert loaded().train.steps == 1000
-    assert loaded("train.steps=1").optim.warmup == 0
-    assert loaded("seed=7", "seeds.data=1").seeds.data == 1
-    assert loaded("seed=7").seeds.init == 7
-    assert loaded("train.eval_every=40").diagnostics.every == 40
-    assert loaded("train.eval_every=40", "diagnostics.every=0").diagnostics.every == 0
+    assert checked().train.steps == 1000
+    assert checked("train.steps=1").optim.warmup == 0
+    assert checked("seed=7", "seeds.data=1").seeds.data == 1
+    assert checked("seed=7").seeds.init == 7
+    assert checked("train.eval_every=40").diagnostics.every == 40
+    assert checked("train.eval_every=40", "diagnostics.every=0").diagnostics.every == 0
 
 
 @pytest.mark.parametrize(
@@ -252,7 +271,7 @@ def test_auto_is_resolved():
     ],
 )
 def test_variant_name_describes_its_circuits(overrides, name):
-    assert loaded(*overrides).variant.name == name
+    assert checked(*overrides).variant.name == name
 
 
 @pytest.mark.parametrize(
@@ -299,9 +318,19 @@ def test_variant_name_describes_its_circuits(overrides, name):
 )
 def test_mistakes_are_reported_in_one_line(override, line):
     with pytest.raises(UserError) as error:
-        loaded(override)
+        checked(override)
     assert line in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("override", ["+zzz=3", "+model.d_modl=3", "model.heads=3", "optim.lr=nan"])
+def test_mistakes_in_a_composed_config_are_the_same(override):
+    errors = []
+    for read in (loaded, checked):
+        with pytest.raises(UserError) as error:
+            read(override)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize(
@@ -316,19 +345,19 @@ def test_mistakes_are_reported_in_one_line(override, line):
 )
 def test_keys_of_other_sources_are_rejected(overrides, line):
     with pytest.raises(UserError) as error:
-        loaded(*overrides.split())
+        checked(*overrides.split())
     assert line in str(error.value)
 
 
 def test_bpe_has_a_default_vocabulary_size():
-    assert loaded("data.tokenizer=bpe").data.vocab_size == 8192
-    assert loaded("data.tokenizer=bpe", "data.vocab_size=512").data.vocab_size == 512
-    assert loaded().data.vocab_size is None
+    assert checked("data.tokenizer=bpe").data.vocab_size == 8192
+    assert checked("data.tokenizer=bpe", "data.vocab_size=512").data.vocab_size == 512
+    assert checked().data.vocab_size is None
 
 
 def test_steps_and_tokens_exclude_each_other():
     with pytest.raises(UserError, match="not both"):
-        loaded("train.tokens=100", "train.steps=4")
+        checked("train.tokens=100", "train.steps=4")
 
 
 @pytest.mark.parametrize(
@@ -336,14 +365,14 @@ def test_steps_and_tokens_exclude_each_other():
 )
 def test_null_resolves_like_auto(variant, key, least):
     """A circuit that got null would use standard's number under another label."""
-    config = loaded(f"variant={variant}", f"variant.{key}=null")
+    config = checked(f"variant={variant}", f"variant.{key}=null")
     assert getattr(config.variant, key) == least
     assert config.variant.name == f"{variant}_r{least}"
-    assert loaded("variant=gqa", "variant.groups=null").variant.groups == 2
+    assert checked("variant=gqa", "variant.groups=null").variant.groups == 2
 
 
 def test_config_round_trips_through_plain_data():
-    config = loaded("diagnostics.every=5", "train.steps=10")
+    config = checked("diagnostics.every=5", "train.steps=10")
     plain = dataclasses.asdict(config)
     assert from_plain(plain) == config
     # One that was frozen before there were diagnostics has none.

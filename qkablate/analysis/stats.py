@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 ALPHA = 0.05
 POWER = 0.8
@@ -81,11 +81,11 @@ class Sample:
 
     def p_below(self, bound: float) -> float:
         """Return the one-sided p-value against a mean at or above `bound`."""
-        return float(stats.t.cdf(self._t(bound), self.n - 1)) if self.n > 1 else 1.0
+        return float(special.stdtr(self.n - 1, self._t(bound))) if self.n > 1 else 1.0
 
     def p_above(self, bound: float) -> float:
         """Return the one-sided p-value against a mean at or below `bound`."""
-        return float(stats.t.sf(self._t(bound), self.n - 1)) if self.n > 1 else 1.0
+        return float(special.stdtr(self.n - 1, -self._t(bound))) if self.n > 1 else 1.0
 
     @cached_property
     def p(self) -> float | None:
@@ -199,7 +199,7 @@ def power_two_sided(effect: float, sd: float, n: int, alpha: float = ALPHA) -> f
     def power(half: np.ndarray) -> np.ndarray:
         scale = sd / math.sqrt(n)
         upper, lower = (half - effect) / scale, (-half - effect) / scale
-        return np.asarray(stats.norm.sf(upper) + stats.norm.cdf(lower))
+        return np.asarray(special.ndtr(-upper) + special.ndtr(lower))
 
     return _average_over_sd(power, sd, n, alpha / 2)
 
@@ -208,7 +208,7 @@ def power_below(mean: float, bound: float, sd: float, n: int, alpha: float = ALP
     """Return the power of the one-sided t test for a mean below a bound."""
 
     def power(half: np.ndarray) -> np.ndarray:
-        return np.asarray(stats.norm.cdf((bound - half - mean) / (sd / math.sqrt(n))))
+        return np.asarray(special.ndtr((bound - half - mean) / (sd / math.sqrt(n))))
 
     return _average_over_sd(power, sd, n, alpha)
 
@@ -219,7 +219,7 @@ def power_equivalence(mean: float, margin: float, sd: float, n: int, alpha: floa
     def power(half: np.ndarray) -> np.ndarray:
         scale = sd / math.sqrt(n)
         low, high = (half - margin - mean) / scale, (margin - half - mean) / scale
-        return np.where(high > low, stats.norm.cdf(high) - stats.norm.cdf(low), 0.0)
+        return np.where(high > low, special.ndtr(high) - special.ndtr(low), 0.0)
 
     return _average_over_sd(power, sd, n, alpha)
 
@@ -233,7 +233,7 @@ def _average_over_sd(
     """
     if n < 2:
         return 0.0
-    half = stats.t.isf(tail, n - 1) * sd * _sampled_sd(n) / math.sqrt(n)
+    half = _t_quantile(tail, n - 1) * sd * _sampled_sd(n) / math.sqrt(n)
     return float(np.mean(power(half)))
 
 

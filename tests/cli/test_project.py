@@ -5,6 +5,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -193,7 +194,7 @@ def test_stopped_projection_is_resumed(qkablate, spawn, outputs):
     expected = json.loads(qkablate(*words, f"out={undisturbed}").out)
     process = spawn(*words)
     while not [*(outputs / "runs").glob("finetuned-*/metrics.jsonl")] and process.poll() is None:
-        pass
+        time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     process.communicate()
     assert process.returncode in (0, 130)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +43,7 @@ for run, steps in runs:
     left = RunArtifacts({"status": "done"}, {"config.yaml": folder / "config.yaml"}, {})
     mirror.close({"final/status": "done"}, 0, left if steps.stop == 6 else None)
     while run == "b" and int(time.time()) == began:
-        pass  # W&B calls a sitting by the second in which it begins
+        time.sleep(0.01)  # W&B names a session by the second in which it begins
 """
 IDS = [f"{letter * 12}-1" for letter in "abcd"]
 
@@ -197,7 +198,7 @@ def test_killed_upload_is_resumed(recorded, spawn, qkablate, monkeypatch):
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         while any(map(is_alive, children)):  # else they would send beside the next call
-            pass
+            time.sleep(0.01)
         server.most = 100
         server.over.set()
         done = qkablate("sync")

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -440,6 +441,7 @@ def test_sigterm_leaves_no_temporary_files(tmp_path, cache, spawn):
     process = spawn("data", "prepare", *words)
     while not list(tmp_path.glob("cache/*.tmp/documents")):
         assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode == 143

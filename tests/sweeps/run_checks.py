@@ -1,6 +1,7 @@
 """Inspection of a sweep from outside, while it runs and afterwards."""
 
 import json
+import time
 
 import torch
 from safetensors.torch import load_file
@@ -19,6 +20,7 @@ def wait_for_progress(launcher, tmp_path, word="train/loss", above=0):
             lines = path.read_text().splitlines()[:-1]
             if any(word in line and json.loads(line)["step"] > above for line in lines):
                 return
+        time.sleep(0.02)
     raise AssertionError(launcher.communicate())
 
 

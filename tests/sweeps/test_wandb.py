@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,7 @@ def test_runs_survive_the_death_of_their_shared_wandb_process(spawn, words, tmp_
         ]
         if len(begun) >= 2 and (core := wandb_processes(home)):
             break
+        time.sleep(0.02)
     assert len(core) == 1
     os.kill(core[0], signal.SIGKILL)
     _, err = launcher.communicate(timeout=BOUND)

@@ -83,7 +83,7 @@ def wait_for(
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 
 def weights_of(run: Path) -> Path:

@@ -1,5 +1,6 @@
 """A verb as a full Hydra application whose mistakes are one line and exit code 2."""
 
+import functools
 import logging
 import os
 import sys
@@ -62,6 +63,7 @@ def _single_composition(argv: list[str]) -> Iterator[None]:
         Hydra.get_mode = get_mode  # type: ignore[method-assign]
 
 
+@functools.cache
 def register() -> None:
     """Register the schemas, and the resolvers of conf/train.yaml."""
     from hydra.core.config_store import ConfigStore

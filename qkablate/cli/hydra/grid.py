@@ -64,8 +64,11 @@ class SweepComposer(Composer):
         choices = dict(_parse(_word(key, value)) for key, value in from_file.items()) | choices
         names = choices.pop("control", ["none"])
         control_words = [word for word in settings_words if word.startswith("control.")]
-        controls = {
-            name: _compose_settings([f"control={name}", *control_words]).control for name in names
+        controls = {  # none is the default
+            name: settings.control
+            if name == "none"
+            else _compose_settings([f"control={name}", *control_words]).control
+            for name in names
         }
         if control_words and set(names) == {"none"}:
             raise UserError(f"'{control_words[0]}' has no meaning with control=none")

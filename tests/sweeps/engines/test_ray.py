@@ -63,32 +63,20 @@ def test_run_with_killed_worker_is_resumed_elsewhere(spawn, qkablate, grid, ray,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["launcher", "driver"])
-def test_killed_launcher_or_driver_leaves_checkpoints(spawn, qkablate, grid, ray, tmp_path, who):
+def test_killed_driver_leaves_checkpoints(spawn, qkablate, grid, ray, tmp_path):
     words = [*grid, f"engine.address={ray}", "train.steps=100000", "train.checkpoint_every=100000"]
     launcher = spawn(*words)
     wait_for_runs(launcher, tmp_path)
     folders = list(tmp_path.glob("outputs/runs/*"))
-    victims = {"launcher": [launcher.pid], "driver": drivers(launcher.pid)}[who]
-    for victim in victims:
-        os.kill(victim, signal.SIGKILL)
+    os.kill(driver(launcher.pid), signal.SIGKILL)
     _, err = launcher.communicate(timeout=60)
-    if who == "driver":
-        assert launcher.returncode == 1
-        assert err.splitlines()[-1].startswith("qkablate: the Ray cluster")
-        assert "Traceback" not in err
+    assert launcher.returncode == 1
+    assert err.splitlines()[-1].startswith("qkablate: the Ray cluster")
+    assert "Traceback" not in err
     wait_for_their_end(folders)
     assert all(list(folder.glob("checkpoints/step-*")) for folder in folders)
     report = json.loads(qkablate("status", "--json").out)
     assert {state["status"] for state in report["states"]} <= {"interrupted", "waiting"}
-    if who == "driver":
-        return
-    steps = [int(p.name[5:]) for p in tmp_path.glob("outputs/runs/*/checkpoints/step-*")]
-    launcher = spawn(*words)
-    wait_for_runs(launcher, tmp_path, above=max(steps))
-    launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=60)
-    assert launcher.returncode == 130
 
 
 @pytest.mark.slow
@@ -209,13 +197,13 @@ def test_invalid_token_is_reported_in_one_line(qkablate, grid, ray, monkeypatch)
     assert "Traceback" not in done.err
 
 
-def wait_for_runs(launcher, tmp_path, above=0, runs=1):
-    """Wait until so many runs have trained past a step."""
+def wait_for_runs(launcher, tmp_path, runs=1):
+    """Wait until so many runs have trained."""
     while launcher.poll() is None:
         begun = 0
         for path in tmp_path.glob("outputs/runs/*/metrics.jsonl"):
             rows = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
-            begun += any("train/loss" in row and row["step"] > above for row in rows)
+            begun += any("train/loss" in row and row["step"] > 0 for row in rows)
         if begun >= runs:
             return
         time.sleep(0.05)
@@ -238,12 +226,11 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def drivers(launcher: int) -> list[int]:
+def driver(launcher: int) -> int:
     """Return the pid of a launcher's Ray driver."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    matches = [pid for pid in pids if "spawn_main" in command(pid) and parent(pid) == launcher]
-    assert len(matches) == 1
-    return matches
+    (pid,) = (pid for pid in pids if "spawn_main" in command(pid) and parent(pid) == launcher)
+    return pid
 
 
 def command(pid: int) -> str:

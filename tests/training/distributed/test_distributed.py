@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from qkablate.errors import UserError
 from qkablate.runs import attention_map
 from qkablate.training.checkpoint import TrainProgress
 from qkablate.training.distributed.ranks import Ranks
-from tests.training.helpers import read_rows, run_folder
+from tests.training.helpers import count_rows, read_rows, run_folder, wait_for
 
 SHARED = ("train.grad_accum=4", "model.dropout=0.1", "train.steps=60", "tracking.log_every=1")
 SHARED += ("train.eval_every=30", "train.checkpoint_every=7", "optim.warmup=0", "precision=fp32")
@@ -72,14 +71,7 @@ def assert_identical(one: Path, other: Path) -> None:
 
 
 def after_rows(process: subprocess.Popen, tmp_path: Path, out: str, count: int) -> None:
-    end = time.monotonic() + 120
-    while True:
-        files = list((tmp_path / out / "runs").glob("*/metrics.jsonl"))
-        if files and files[0].read_bytes().count(b"\n") >= count:
-            return
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.002)
+    wait_for(lambda: count_rows(tmp_path, out) >= count, process, seconds=120)
 
 
 def ranks_of(process: subprocess.Popen, folder: Path) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from qkablate.data.batches import Batch, evenly_spaced, spread_windows
 from qkablate.runs import predictions
 from qkablate.training.recorders.predictions import find_answer_positions
 from qkablate.training.warm_start import restore
-from tests.training.helpers import run_folder
+from tests.training.helpers import run_folder, wait_for
 
 
 def contents(folder):
@@ -113,12 +112,12 @@ def test_killed_run_writes_the_same_files(qkablate, spawn, tiny, tmp_path):
     assert qkablate("train", *words, "out=calm").code == 0
     expected = contents(run_folder(tmp_path, "calm"))
     assert len(expected) == 13
+    files = (tmp_path / "rough").glob
     for moment in (1, 4, 8):
         process = spawn("train", *words, "out=rough")
-        end = time.monotonic() + 60
-        while len([*(tmp_path / "rough").glob("runs/*/predictions/step-*")]) < moment:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < end
+        wait_for(
+            lambda moment=moment: len([*files("runs/*/predictions/step-*")]) >= moment, process
+        )
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert qkablate("train", *words, "out=rough").code == 0
