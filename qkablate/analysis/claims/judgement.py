@@ -8,7 +8,7 @@ import numpy as np
 from qkablate.analysis.claims.claim import Claim, Comparison, find_comparisons
 from qkablate.analysis.claims.registry import edits_since, find_registrations
 from qkablate.analysis.claims.verdict import ClaimVerdict, Part, judge_parts, spend_alpha
-from qkablate.analysis.comparison.audit import BROKEN, WARNING, AuditCheck, audit, worst_state
+from qkablate.analysis.comparison.audit import BROKEN, AuditCheck, audit, find_limits, worst_state
 from qkablate.analysis.comparison.curves import fit_slopes
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
@@ -18,9 +18,6 @@ from qkablate.analysis.study.floor import find_floor
 from qkablate.analysis.study.study import Entry, Study, read_study
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Manifest
-
-# What a warning of the audit limits a verdict to.
-_SCOPES = {"learning rate": "at these rates", "documents": "on these documents"}
 
 
 @dataclass(frozen=True)
@@ -64,13 +61,7 @@ class Judgement:
         """Rates and documents that the verdict is limited to, by warnings of the audit."""
         if not self.is_conclusive:
             return []
-        warned = {
-            check.name
-            for judged in self.parts
-            for check in judged.checks
-            if check.state in (WARNING, BROKEN)
-        }
-        return [words for name, words in _SCOPES.items() if name in warned]
+        return find_limits(check for judged in self.parts for check in judged.checks)
 
     @property
     def headline(self) -> str:

@@ -1,7 +1,7 @@
 """Audit of a comparison: checks of everything besides the arm that may have moved the gap."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from qkablate.analysis.comparison.gaps import ROUNDING_PAIR, Gap, describe_floor, is_sensitive
@@ -73,6 +73,16 @@ def audit(
     return [AuditCheck(name, *answer) for name, answer in answers.items()]
 
 
+# What a warning limits a decision to.
+_LIMITS = {"learning rate": "at these rates", "documents": "on these documents"}
+
+
+def find_limits(checks: Iterable[AuditCheck]) -> list[str]:
+    """Return the rates and documents that the audit limits a decision to."""
+    warned = {check.name for check in checks if check.state in (WARNING, BROKEN)}
+    return [words for name, words in _LIMITS.items() if name in warned]
+
+
 def worst_state(checks: list[AuditCheck]) -> str:
     """Return the worst state of the checks."""
     return max((check.state for check in checks), key=STATES.index, default=OK)
@@ -117,10 +127,9 @@ def _rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> An
     if any(entry.rates is None for entry in sides):
         return WARNING, f"not chosen yet: {', '.join(rates.values())}"
     off = [
-        f"{entry.name} runs at {entry.rates}, best is {best}"
+        f"{entry.name} runs at {entry.rates}, best is {tuned[entry.name].best}"
         for entry in sides
-        if (best := tuned[entry.name].best) != entry.rates
-        and entry.rates in tuned[entry.name].means
+        if not tuned[entry.name].is_tuned(entry.rates)
     ]
     if off:
         return WARNING, "; ".join(off)

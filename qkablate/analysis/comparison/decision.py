@@ -106,6 +106,7 @@ class RateScope(StrEnum):
     """Learning rates for which the decision about a gap holds."""
 
     BEST = ""  # the arms were tuned, or have the same parametrization
+    THESE_RATES = "at these rates"  # tuned, and the audit warns that better ones may exist
     ONE_RATE = "at this rate (not tuned)"
     BOTH_RATES = "at both rates (not tuned)"
     SIGN_DEPENDS = "the sign depends on the rate"
@@ -153,7 +154,7 @@ def _without_lr(overrides: Mapping[str, str]) -> str:
 def _is_at_best(entry: Entry, curves: Mapping[str, LrCurve]) -> bool:
     """Return whether the rates of an arm were tuned, or are the best of several."""
     curve = curves.get(entry.arm.name)
-    return curve is not None and (entry.rates not in curve.means or entry.rates == curve.best)
+    return curve is not None and curve.is_tuned(entry.rates)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from scipy import stats
 from qkablate.analysis.stats import ALPHA, Estimate, Interval, Sample, describe_sample
 from qkablate.analysis.study.study import Study, known_losses, tuning_losses
 from qkablate.sweeps.planning.manifest import Rates
-from qkablate.sweeps.planning.surface import Surface, find_surface
+from qkablate.sweeps.planning.surface import Surface, choose_rates, find_surface
 from qkablate.sweeps.planning.tuning_losses import Losses, left_behind, mean_losses
 
 # Distance from the best rate in ln lr.
@@ -41,6 +41,10 @@ class LrCurve:
             key=lambda rates: (rates in self.left_behind, self.means[rates]),
             default=None,
         )
+
+    def is_tuned(self, rates: Rates | None) -> bool:
+        """Return whether these are the best rates tried, those that tuning chooses, or between."""
+        return rates not in self.means or rates in (self.best, choose_rates(self.losses)[0])
 
     @property
     def is_on_edge(self) -> bool:

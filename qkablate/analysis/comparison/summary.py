@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qkablate.analysis.claims.verdict import Part
-from qkablate.analysis.comparison.audit import AuditCheck, audit
+from qkablate.analysis.comparison.audit import AuditCheck, audit, find_limits
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
 from qkablate.analysis.comparison.decision import (
     Decision,
@@ -105,7 +105,7 @@ class GapSummary(Estimate):
 
     @property
     def verdict(self) -> str:
-        """The decision, limited to the learning rates for which it holds."""
+        """The decision, limited to the learning rates and documents for which it holds."""
         if self.decision.is_divergence or self.decision.lacks_pairs:
             return self.decision
         if self.decision == Decision.INSENSITIVE:
@@ -117,6 +117,8 @@ class GapSummary(Estimate):
         if self.decision == Decision.EQUIVALENT and found and self.mean is not None:
             text += f" ({'worse' if self.mean > 0 else 'better'} by {abs(self.mean):.4f})"
         text = f"{text} {self.rates}".rstrip()
+        documents = [limit for limit in find_limits(self.audit) if limit != RateScope.THESE_RATES]
+        text = " ".join([text, *documents])
         return f"{text} unless {' or '.join(self.unless)}" if self.unless else text
 
 
@@ -159,8 +161,8 @@ def describe_study(
         complete=study.is_complete,
         arms=[describe_arm(entry) for entry in study.entries],
         gaps=[
-            dataclasses.replace(one, rates=rates)
-            for one, rates in zip(described, scopes, strict=True)
+            dataclasses.replace(one, rates=_limit_rates(gap, one, rates))
+            for gap, one, rates in zip(gaps, described, scopes, strict=True)
         ],
         noise_floor=[describe_noise_floor(family) for family in families],
         text_references=study.text_references,
@@ -173,6 +175,14 @@ def describe_study(
         left_out=study.left_out,
         tuning=plan_tuning(study) if any(scopes) else None,
     )
+
+
+def _limit_rates(gap: Gap, described: GapSummary, scope: RateScope) -> RateScope:
+    """Return the scope of a gap, limited to its rates if the audit warns of tuned ones."""
+    is_limited = RateScope.THESE_RATES in find_limits(described.audit)
+    if scope == RateScope.BEST and gap.compares_variants and is_limited:
+        return RateScope.THESE_RATES
+    return scope
 
 
 def describe_gap(

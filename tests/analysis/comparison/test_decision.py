@@ -1,10 +1,12 @@
 """Decisions hold for the learning rates at which the arms were compared, and say so."""
 
+import dataclasses
 import math
 import random
 
 import pytest
 
+from qkablate.analysis.comparison.audit import WARNING, AuditCheck
 from qkablate.analysis.comparison.summary import describe_study
 
 PAIR = ("variant=standard,no_q", "seed=range(5)")
@@ -134,3 +136,24 @@ def test_difference_within_the_margin_is_equivalent(cached_world):
     assert gap.decision == "equivalent"
     (gap,) = describe_study(study).gaps
     assert gap.decision == "worse"
+
+
+def test_warning_about_documents_limits_the_verdict(cached_world):
+    loss = by_rate(0.1, 0.1)
+    world = cached_world("variant=standard,merged_w", "seed=range(4)")
+    (gap,) = describe_study(world.finish(loss).study()).gaps
+    warning = AuditCheck("documents", WARNING, "the standard error over documents is large")
+    limited = dataclasses.replace(gap, audit=[*gap.audit, warning])
+    assert limited.verdict == "worse at this rate (not tuned) on these documents"
+
+
+def test_uncertain_minimum_limits_the_verdict_to_these_rates(cached_world):
+    """Validation losses without a minimum: a flat curve, and noise."""
+
+    def loss(run):
+        gap = 0.1 if run.arm.startswith("merged_w") else 0.0
+        noise = random.Random(str(run.changes)).gauss(0, 0.02 if run.tuning else 1e-4)
+        return 2 + gap + noise
+
+    world = cached_world("variant=standard,merged_w", "seed=range(4)", "sweep.tune=true")
+    assert verdicts(world, loss) == ["worse at these rates"]
