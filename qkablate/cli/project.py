@@ -159,7 +159,7 @@ def _describe(decompositions: list["Decomposition"], overrides: list[str]) -> di
 
     runs, gaps = [], []
     for decomposition in decompositions:
-        scratch, description = _find_scratch(decomposition.scratch, overrides)
+        scratch, description = _find_scratch(decomposition, overrides)
         folders: dict[str, Any] = {
             "parent": decomposition.parent.folder,
             "continued": decomposition.continued.run.folder,
@@ -195,22 +195,27 @@ def _describe(decompositions: list["Decomposition"], overrides: list[str]) -> di
 
 
 def _find_scratch(
-    plan: "RunPlan | None", overrides: list[str]
+    decomposition: "Decomposition", overrides: list[str]
 ) -> tuple[Path | None, dict[str, Any]]:
-    """Return the run from scratch at the best known rate, or a command that trains it."""
-    from qkablate.analysis.comparison.projection_gap import runs_at_rates
+    """Return the run from scratch, tuned as much as the parent, or a command that trains it."""
+    from qkablate.analysis.comparison.projection_gap import equally_tuned, runs_at_rates
     from qkablate.training.warm_start.decomposition import scratch_overrides
 
+    plan, parent = decomposition.scratch, decomposition.parent
     description: dict[str, Any] = {
-        **{"scratch_status": None, "scratch_lr": None},
+        **{"scratch_status": None, "scratch_lr": None, "scratch_is_equally_tuned": True},
         **{"scratch_lrs": [], "scratch_command": None},
     }
     if plan is None:
         return None, description
     folder, result = plan.run.folder, plan.run.result
     if rates := runs_at_rates(folder, plan.identity):
+        parent_rates = runs_at_rates(parent.folder, parent.identity)
+        equal = equally_tuned(rates, parent_rates, parent.config.optim.lr)
+        rates = equal or rates
         best = next(iter(rates))
         description |= {"scratch_status": "done", "scratch_lr": best, "scratch_lrs": sorted(rates)}
+        description["scratch_is_equally_tuned"] = bool(equal)
         return rates[best], description
     words = ["qkablate", "train", *scratch_overrides(plan, overrides, _compose)]
     description["scratch_command"] = shlex.join(words)

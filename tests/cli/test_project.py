@@ -101,7 +101,7 @@ def test_gap_is_split_in_two(qkablate, outputs):
     assert all(0 < layer["qk_scores"] < 1 and layer["ov_output"] < 1e-6 for layer in one["layers"])
     assert (output["n"], output["steps"], output["lr"]) == (1, 8, 3e-4)
     config = read_config(folders["projected"])
-    assert (config["train"]["steps"], config["optim"]["warmup"], config["seed"]) == (8, 0, 0)
+    assert (config["train"]["steps"], config["optim"]["warmup"], config["seed"]) == (8, 1, 0)
     assert config["init_from"]["step"] == 30
     before = trees(outputs, "*")
     assert projected(qkablate, *words) == output
@@ -283,8 +283,12 @@ def test_failed_run_from_scratch_is_reported(qkablate, outputs, status):
     assert one["scratch_lr"] == (3e-4 if status == "diverged" else 1e-3)
 
 
+def is_at(folder, lr):
+    return read_config(folder)["optim"]["lr"] == lr
+
+
 @pytest.mark.slow
-def test_best_rate_of_several_runs_from_scratch_is_used(qkablate, outputs):
+def test_run_from_scratch_is_tuned_as_much_as_its_parent(qkablate, outputs):
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=2"]
     done = qkablate("project", *words)
     assert "no_q from scratch, seed 0: only learning rate 0.001" in done.out
@@ -293,10 +297,21 @@ def test_best_rate_of_several_runs_from_scratch_is_used(qkablate, outputs):
     same = [*SIZES, *LENGTH, "data=text", f"data.path={path}", "seed=0", "variant=no_q"]
     for more in (["optim.lr=4e-3"], ["optim.lr=1e-5"], ["optim.lr=8e-3", "optim.weight_decay=0"]):
         assert qkablate("train", *same, *more).code == 0
+    # The parent had one rate: so has the run from scratch.
+    (one,) = projected(qkablate, *words)["runs"]
+    assert (one["scratch_lr"], one["scratch_lrs"]) == (1e-3, [1e-3])
+    baseline = [word for word in same if word != "variant=no_q"]
+    for lr in ("4e-3", "1e-5"):
+        assert qkablate("train", *baseline, "variant=standard", f"optim.lr={lr}").code == 0
+    best = next(
+        path.name for path in (outputs / "runs").glob("standard-*-s0-*") if is_at(path, 4e-3)
+    )
+    words = [best, *words[1:]]
     done = qkablate("project", *words)
     assert "learning rate 0.004, the best of 3 by validation loss" in done.out
     (one,) = projected(qkablate, *words)["runs"]
     assert (one["scratch_lr"], one["scratch_lrs"]) == (4e-3, [1e-5, 1e-3, 4e-3])
+    assert one["scratch_is_equally_tuned"]
     taken = result(outputs / "runs" / one["folders"]["scratch"])["loss"]
     assert one["loss"]["scratch"]["val"] == taken["val"] < result(folder)["loss"]["val"]
 

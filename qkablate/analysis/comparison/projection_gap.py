@@ -69,6 +69,19 @@ def runs_at_rates(folder: Path, identity: Mapping[str, Any]) -> dict[float, Path
     return {rate: path for _, rate, path in sorted(runs)}
 
 
+def equally_tuned(
+    rates: Mapping[float, Path], parent_rates: Mapping[float, Path], parent_lr: float
+) -> dict[float, Path]:
+    """Return the runs from scratch that were chosen among as many rates as the parent.
+
+    These are the runs at rates at which the parent was trained, too, if it is the best of them;
+    otherwise that at its own rate. Both mappings have the best run first.
+    """
+    common = {rate: path for rate, path in rates.items() if rate in parent_rates}
+    best = next((rate for rate in parent_rates if rate in common), None)
+    return {rate: path for rate, path in common.items() if parent_lr in (best, rate)}
+
+
 def _without_rate(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {**identity, "optim": {**identity["optim"], "lr": None}}
 

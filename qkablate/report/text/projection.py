@@ -46,7 +46,8 @@ def _print_scratch_note(run: dict[str, Any], name: str) -> None:
     elif status == "failed":
         print(f"{which}: failed, see {run['folders']['scratch']}/error.txt")
     elif len(lrs) > 1:
-        print(f"{which}: learning rate {lr:g}, the best of {len(lrs)} by validation loss")
+        text = f"{which}: learning rate {lr:g}, the best of {len(lrs)} by validation loss"
+        print(text if run["scratch_is_equally_tuned"] else f"{text}; its parent had other rates")
     else:
         print(f"{which}: only learning rate {lr:g}; a better one would lower the training part")
 

@@ -1,6 +1,7 @@
 """A gap split in two, from the files of four runs."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from qkablate.analysis.comparison.projection_gap import (
     PARTS,
     ProjectionGap,
     decompose_gap,
+    equally_tuned,
     mean_gaps,
 )
 from qkablate.analysis.stats import Estimate
@@ -86,3 +88,12 @@ def test_mean_over_seeds_has_students_interval():
     assert mean_gaps(seeds[:1])["finetuned"]["val"] == Estimate(
         n=1, mean=1.0, sd=None, interval=None
     )
+
+
+def test_run_from_scratch_has_no_more_rates_than_its_parent():
+    scratch = {4e-3: Path("a"), 1e-3: Path("b"), 8e-3: Path("c")}  # the best first
+    tuned = {1e-3: Path("d"), 4e-3: Path("e")}
+    assert [*equally_tuned(scratch, tuned, 1e-3)] == [4e-3, 1e-3]  # the parent is the best of two
+    assert [*equally_tuned(scratch, tuned, 4e-3)] == [4e-3]  # it was not chosen
+    assert [*equally_tuned(scratch, {1e-3: Path("d")}, 1e-3)] == [1e-3]
+    assert equally_tuned(scratch, {2e-3: Path("d")}, 2e-3) == {}
