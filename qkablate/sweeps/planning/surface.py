@@ -21,6 +21,7 @@ from qkablate.sweeps.planning.tuning_losses import (
 # losses have less weight, and beyond none.
 _NEAR, _FAR = math.log(2) * 1.01, math.log(4) * 1.01
 _FAR_WEIGHT = 0.1
+_HIGH = 0.25  # nats above the best: no quadratic surface reaches so far
 _CERTAIN = 0.95  # of a positive curvature
 _DRAWS, _NODES = 1_000, 21  # of the bootstrap: surfaces, and places along each dimension
 
@@ -153,6 +154,7 @@ def fit_surface(losses: Losses, *, both: bool = True) -> Surface | None:
         (rates, seed, loss)
         for rates in means
         if abs(math.log(rates.lr / best.lr)) <= _FAR and rates.circuit in near
+        if means[rates] <= means[best] + _HIGH
         for seed, loss in losses[rates].items()
         if loss is not None
     ]
