@@ -40,7 +40,16 @@ def manifest(tiny, composer):
     def make(*words):
         own = [word for word in tiny if not (set(words) & {"data=recall"} and word[:4] == "data")]
         with open_composer():
-            asked = composer.request([*own, "variant=standard,no_q", "seed=0,1", *words])
+            asked = composer.request(
+                [
+                    *own,
+                    "variant=standard,no_q",
+                    "sweep.floor=false",
+                    "sweep.floor=false",
+                    "seed=0,1",
+                    *words,
+                ]
+            )
             grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
             return expand_grid(grid, composer.config, ["qkablate", "sweep", *words])
 

@@ -529,7 +529,7 @@ class _Command:
         words = [w for w in words if "\0" not in w and not re.search("[\ud800-\udc7f]", w)]
         # Ten thousand layers are valid, but counting their parameters takes half a minute.
         words = ["model.layers=3" if w.startswith("model.layers=9007") else w for w in words]
-        axes = ["variant=standard,no_q", "seed=0,1"] if verb == "sweep" else []
+        axes = ["variant=standard,no_q", "sweep.floor=false", "seed=0,1"] if verb == "sweep" else []
         self._run_and_check(verb, *SMALL, *self.text, "out=outputs", *axes, *words)
 
     def yaml(self, content: str) -> None:

@@ -127,7 +127,7 @@ def prepare_text(folder: Path) -> list[str]:
 def make_readers(folder: Path) -> dict[str, Reader]:
     """Return all readers by name, on a finished sweep in this folder."""
     words = [*SMALL, *prepare_text(folder / "data"), f"out={folder / 'outputs'}"]
-    grid = ["variant=standard,no_q", "seed=0,1"]
+    grid = ["variant=standard,no_q", "sweep.floor=false", "seed=0,1"]
     for verb in (["train", "-m"], ["sweep"]):
         result = run_command(*verb, *words, *grid)
         assert result.code == 0, result.err

@@ -147,22 +147,23 @@ def fit_surface(losses: Losses, *, both: bool = True) -> Surface | None:
     best = min(means, key=lambda rates: means[rates])
     circuits = sorted({rates.circuit for rates in means})
     place = circuits.index(best.circuit)
-    near = circuits[max(0, place - 1) : place + 2] if both else circuits
+    near = circuits[max(0, place - 2) : place + 3] if both else circuits
     both = both and len(circuits) > 1
     size = 2 if both else 1
+    around = [r for r in means if abs(math.log(r.lr / best.lr)) <= _FAR and r.circuit in near]
+    low = [rates for rates in around if means[rates] <= means[best] + _HIGH]
+    used = next((rates for rates in (low, around) if _determine(rates, size)), [])
+    if not used:
+        return None
     points = [
         (rates, seed, loss)
-        for rates in means
-        if abs(math.log(rates.lr / best.lr)) <= _FAR and rates.circuit in near
-        if means[rates] <= means[best] + _HIGH
+        for rates in used
         for seed, loss in losses[rates].items()
         if loss is not None
     ]
     logs_PK = np.array(
         [[math.log(a / b) for a, b in zip(r, best, strict=True)][:size] for r, _, _ in points]
     )
-    if any(len({*logs_PK[:, k]}) < 3 for k in range(size)):
-        return None
     groups = [(seed,) if both else (seed, rates.circuit) for rates, seed, _ in points]
     intercepts_PG = np.array(
         [[group == kind for kind in dict.fromkeys(groups)] for group in groups]
@@ -197,6 +198,11 @@ def fit_surface(losses: Losses, *, both: bool = True) -> Surface | None:
         lowest_K=logs_PK[nearby_P].min(axis=0),
         highest_K=logs_PK[nearby_P].max(axis=0),
     )
+
+
+def _determine(rates: list[Rates], size: int) -> bool:
+    """Return whether there are three rates in each dimension, as a curvature needs."""
+    return all(len({value[k] for value in rates}) >= 3 for k in range(size))
 
 
 def find_surface(losses: Losses) -> Surface | None:

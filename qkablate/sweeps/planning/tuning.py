@@ -2,8 +2,9 @@
 
 Every arm is searched in `optim.lr`; one whose circuit has a multiplier also in `variant.lr`. All
 arms get the same number of runs to begin with: where there are three circuit rates to one, each
-point has a third of the seeds. Rates beside the best are added until it lies inside. The next runs
-are a pure function of the results, so that every process derives the same ones at any time.
+point has a third of the seeds. Rates beside the best are added until it lies inside, then some half
+a step from it, where the loss is nearly quadratic. The next runs are a pure function of the
+results, so that every process derives the same ones at any time.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from qkablate.sweeps.planning.tuning_losses import Losses, left_behind, mean_los
 FACTOR = 2.0
 POINTS = 5
 CIRCUITS = 3  # rates of the circuit, to begin with
-TUNING_RUNS = 15  # of an arm to begin with: at three seeds, or three rates of the circuit
+TUNING_RUNS = 21  # of an arm at least, with three seeds: 15 first ones, 6 between
 EXTENSIONS = 6  # the most rates beyond the ladder; times CIRCUITS where the circuit has several
 _BOUNDS = {key: KEYS[key].bounds or (0, 1) for key in ("optim.lr", "variant.lr")}
 FindResult = Callable[[SweepRun], Mapping[str, Any] | None]
@@ -156,26 +157,33 @@ def _search(
 ) -> tuple[list[SweepRun], LrSearch]:
     """Return the runs beyond the ladder that this arm needs, and its search."""
     seeds = sorted({int(run.changes["seed"]) for run in tried})
+    tried = sorted(tried, key=lambda run: (arm.rates_of(run), run.changes["seed"]))
     most = EXTENSIONS * (CIRCUITS if _searches_circuit(arm) else 1)
     first = len({arm.rates_of(run) for run in tried})
     beyond: list[SweepRun] = []
+    refined: list[SweepRun] = []
+    losses: dict[Rates, dict[int, float | None]] = {}
     while True:
-        losses: dict[Rates, dict[int, float | None]] = {}
-        for run in sorted(tried, key=lambda run: (arm.rates_of(run), run.changes["seed"])) + beyond:
+        for run in [*tried, *beyond, *refined]:
             result = find_result(run)
             if result is None or result["status"] == "failed":
                 state = "tuning" if result is None else "stuck"
-                return beyond, LrSearch(arm.name, losses, None, state)
+                return beyond + refined, LrSearch(arm.name, losses, None, state)
             loss = result["loss"]["val"] if result["status"] == "done" else None
             losses.setdefault(arm.rates_of(run), {})[int(run.changes["seed"])] = loss
-        means, wanted = mean_losses(losses), _rates_beside_best(arm, losses)
-        within = [rates for rates in wanted if _is_allowed(rates)]
-        if not wanted:
+        if refined:
             from qkablate.sweeps.planning.surface import choose_rates  # numpy and scipy are slow
 
             rates, surface = choose_rates(losses)
             search = LrSearch(arm.name, losses, rates, "chosen", surface is not None)
-            return beyond, search
+            return beyond + refined, search
+        means, wanted = mean_losses(losses), _rates_beside_best(arm, losses)
+        within = [rates for rates in wanted if _is_allowed(rates)]
+        if not wanted:
+            refined = [
+                _run(arm, rates, seed) for rates in _rates_between(arm, losses) for seed in seeds
+            ]
+            continue
         if len(losses) - first + len(within) > most or len(within) < len(wanted):
             if not means:
                 return beyond, LrSearch(arm.name, losses, None, "diverged")
@@ -204,6 +212,24 @@ def _rates_beside_best(arm: Arm, losses: Losses) -> list[Rates]:
     ]
     return [
         rates for rates in itertools.starmap(Rates, itertools.product(*near)) if rates not in losses
+    ]
+
+
+def _rates_between(arm: Arm, losses: Losses) -> list[Rates]:
+    """Return rates half a step from the best ones, where the surface is nearly quadratic.
+
+    There are as many runs for an arm with one rate as for one with two: of the latter's corners,
+    those at which the two rates make up for each other.
+    """
+    means, failed = mean_losses(losses), left_behind(losses)
+    best = min(means, key=lambda rates: (rates in failed, means[rates]))
+    lr_step = math.sqrt(FACTOR)
+    if not _searches_circuit(arm):
+        return [Rates(best.lr * factor, best.circuit) for factor in (1 / lr_step, lr_step)]
+    step = math.sqrt(_circuit_step(arm.matched_lr))
+    return [
+        Rates(best.lr * lr_step**a, _rounded(best.circuit * step**b))
+        for a, b in ((-1, 0), (1, 0), (0, -1), (0, 1), (-1, 1), (1, -1))
     ]
 
 

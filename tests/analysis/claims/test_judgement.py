@@ -197,7 +197,7 @@ def test_there_is_no_verdict_before_all_runs_have_ended(world, state):
     own = claim(3)
     made = frozen(world, own)
     runs = made.runs()
-    ended = {"nothing": 0, "some": 3}.get(state, 5)
+    ended = {"nothing": 0, "some": 3}.get(state, 8)
     loss = losing(own, 3, 0.0)
     for run in runs[:ended]:
         made.write(run, loss(run))
@@ -208,7 +208,7 @@ def test_there_is_no_verdict_before_all_runs_have_ended(world, state):
     assert found.verdict is None
     assert not found.is_conclusive
     assert found.seeds_needed() == {}
-    assert f"{ended} of 6 runs have ended" in "\n".join(format_judgement(found))
+    assert f"{ended} of 9 runs have ended" in "\n".join(format_judgement(found))
     assert all(part["verdict"] == Verdict.INCOMPLETE for part in judgement_to_json(found)["parts"])
     made.write(runs[-1], loss(runs[-1]))
     for run in runs:
@@ -229,8 +229,12 @@ def test_with_tuning_the_runs_that_follow_are_waited_for(world):
     tuning = [run for run in made.runs() if run.tuning]
     for run in tuning:
         made.write(run, loss(run))
-    assert len(tuning) == 5 + 15
-    assert len(made.runs()) == 5 + 15 + 2 * 3
+    assert len(tuning) == 5 + 15 + 5  # of standard, no_q and the floor, with one tuning seed
+    more = [run for run in made.runs() if run.tuning and run not in tuning]
+    assert len(more) == 2 + 6 + 2
+    for run in more:
+        made.write(run, loss(run))
+    assert len([run for run in made.runs() if not run.tuning]) == 3 * 3
     found = judged(made, own)
     assert found.word == Verdict.INCOMPLETE
     assert found.n == 3
@@ -257,7 +261,7 @@ def test_damaged_run_leaves_the_study_incomplete(world, how):
     found = judged(made, own)
     assert found.word == Verdict.INCOMPLETE
     assert any("damaged" in reason for reason in found.exploratory)
-    assert "5 of 6 runs have ended" in "\n".join(format_judgement(found))
+    assert "8 of 9 runs have ended" in "\n".join(format_judgement(found))
 
 
 @pytest.mark.parametrize("side", ["no_q", "standard"])
@@ -420,7 +424,7 @@ def test_seeds_beyond_those_declared_are_exploratory(world):
     assert found.n == 5
     assert found.exploratory == ["5 seeds, and 4 were declared"]
     lines = format_judgement(found)
-    assert "SUPPORTED (exploratory)" in lines
+    assert "SUPPORTED at these rates (exploratory)" in lines
     assert "  exploratory: 5 seeds, and 4 were declared" in lines
     looks = judged(made, claim([3, 4, 6]))
     assert looks.exploratory[-1] == "5 seeds, and 3 or 4 or 6 were declared"
@@ -503,7 +507,7 @@ def test_every_check_of_the_audit_is_in_the_text_and_in_the_json(world):
     said = format_judgement(found)
     told = said[said.index("audit") + 1 :]
     checks = judgement_to_json(found)["parts"][0]["audit"]
-    assert len(checks) == 12
+    assert len(checks) == 13
     for check, line in zip(checks, told, strict=False):
         assert check["name"] in line
         assert check["message"] in line

@@ -225,13 +225,15 @@ def test_tuned_sweep_has_lr_curves_of_its_tuning_runs(cached_world):
         False,
     )
     # The ladder ends at 4e-3, where no_q is best: it was extended.
-    assert (other.best.lr, other.chosen, other.on_the_edge) == (4e-3, Rates(3e-3, 1.3), False)
-    assert sorted({row.lr for row in other.val_loss}) == [*LADDER, 8e-3]
+    assert (other.chosen, other.on_the_edge) == (Rates(3e-3, 1.3), False)
+    assert other.best.lr == pytest.approx(4e-3 / 2**0.5)  # half a step from the best of the ladder
+    halves = {row.lr for row in other.val_loss} - {*LADDER, 8e-3}
+    assert sorted(halves) == pytest.approx([4e-3 / 2**0.5, 4e-3 * 2**0.5])
     assert one.optimum.lr == pytest.approx(1e-3)
     assert other.optimum == pytest.approx(Rates(3e-3, CIRCUIT))
-    assert (one.runs, other.runs) == (15, 18)
+    assert (one.runs, other.runs) == (21, 24)
     assert one.gap_at_default is one.gap_at_best is None
-    at_best = 0.25 + parabola(4e-3, 3e-3) - 2 + parabola(other.best.circuit, CIRCUIT) - 2
+    at_best = 0.25 + parabola(other.best.lr, 3e-3) - 2 + parabola(other.best.circuit, CIRCUIT) - 2
     assert other.gap_at_best.mean == pytest.approx(at_best)
     assert other.gap_at_best.n == 1  # of the seed that both arms are tuned on
     to_json([one, other])

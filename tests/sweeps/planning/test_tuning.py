@@ -66,7 +66,7 @@ FAILED = {"status": "failed", "error": "ValueError: no"}
 
 def octave(run):
     """Return the rate's distance from the middle in octaves."""
-    return round(math.log2(run.changes["optim.lr"] / MIDDLE))
+    return round(2 * math.log2(run.changes["optim.lr"] / MIDDLE)) / 2
 
 
 def losses_around(best):
@@ -116,16 +116,20 @@ def test_best_rate_inside_the_ladder_is_chosen(manifest, best):
     for search in searches.values():
         assert (search.state, search.rates) == ("chosen", nearly(MIDDLE * 2**best))
         assert search.at_minimum
-        assert len(search.losses) == 5
+        assert len(search.losses) == 7  # two more, half an octave from the best
         assert all(len(losses) == 3 for losses in search.losses.values())
-    assert len(known) == len(manifest.runs) + len(finals)
+    halves = {octave(run) for run in known.values()} - {*range(-2, 3)}
+    assert halves == {best - 0.5, best + 0.5}
+    assert len(known) == len(manifest.runs) + len(finals) + 12
 
 
 @pytest.mark.parametrize("best", [-7, -3, -2, 2, 3, 4, 7])
 def test_best_rate_on_an_edge_extends_the_ladder(manifest, best):
     known, results = trained(manifest, losses_around(best))
     searches, _ = search_rates(manifest, results)
-    beyond = [run for run in known.values() if run.tuning and run not in manifest.runs]
+    more = [run for run in known.values() if run.tuning and run not in manifest.runs]
+    beyond = [run for run in more if octave(run).is_integer()]
+    assert {octave(run) for run in more if run not in beyond} == {best - 0.5, best + 0.5}
     step = 1 if best > 0 else -1
     octaves = range(3 * step, best + 2 * step, step)
     assert sorted((run.arm, octave(run), run.changes["seed"]) for run in beyond) == sorted(
@@ -173,7 +177,7 @@ def test_rate_with_one_diverged_seed_is_never_chosen(manifest):
 
     _, results = trained(manifest, cliff)
     searches, finals = search_rates(manifest, results)
-    assert {search.rates.lr for search in searches.values()} <= {MIDDLE, 2**2 * MIDDLE}
+    assert all(search.rates == nearly(MIDDLE * 2**0.5) for search in searches.values())
     assert not any(search.at_minimum for search in searches.values())
     assert len(finals) == 6
     for search in searches.values():
@@ -193,6 +197,8 @@ def test_failed_run_blocks_only_its_own_arm(manifest):
     assert searches[ARMS[1]].rates is None
     assert {run.arm for run in finals} == {ARMS[0]}
     results[failed.id] = world(failed)  # tried again
+    runs, _ = find_next_runs(manifest, results)
+    results |= {run.id: world(run) for run in runs if run.tuning}
     assert {search.state for search in search_rates(manifest, results)[0].values()} == {"chosen"}
 
 
@@ -328,7 +334,7 @@ def test_minimum_between_the_rates_is_found_in_both_dimensions(two_dimensional, 
     own = [run for run in finals if run.arm == search.arm]
     assert {(r.changes["optim.lr"], r.changes["variant.lr"]) for r in own} == {search.rates}
     tried = [run for run in known.values() if run.tuning and run.arm == search.arm]
-    assert len(tried) == search.runs <= 15 + CIRCUITS * EXTENSIONS
+    assert len(tried) == search.runs <= 15 + CIRCUITS * EXTENSIONS + 6
 
 
 def test_given_circuit_rate_is_not_searched(expand):

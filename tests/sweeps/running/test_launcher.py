@@ -49,7 +49,7 @@ def undisturbed(kept, qkablate, local_grid, tmp_path):
 @pytest.mark.slow
 def test_engines_train_the_same_runs(qkablate, grid, local_grid, undisturbed, tmp_path):
     """Results and ids are identical, so that each engine continues what another has begun."""
-    words = ["variant=standard,no_q", "seed=0", "threads=1"]
+    words = ["variant=standard,no_q", "sweep.floor=false", "seed=0", "threads=1"]
     reference = undisturbed(*words)
     assert qkablate(*grid, *words).code == 0
     found = results(tmp_path)
@@ -64,7 +64,13 @@ def test_engines_train_the_same_runs(qkablate, grid, local_grid, undisturbed, tm
 
 @pytest.mark.slow
 def test_killed_launcher_loses_and_repeats_nothing(spawn, grid, undisturbed, qkablate, tmp_path):
-    words = ["variant=standard,no_q", "seed=0", "threads=1", "train.steps=1000"]
+    words = [
+        "variant=standard,no_q",
+        "sweep.floor=false",
+        "seed=0",
+        "threads=1",
+        "train.steps=1000",
+    ]
     words += ["train.eval_every=1000", "train.checkpoint_every=1000"]
     reference = undisturbed(*words)
     launcher = spawn(*grid, *words)
@@ -149,7 +155,7 @@ def test_on_failure_stop_starts_nothing_more(qkablate, grid, circuit):
 def test_larger_sweep_trains_only_new_runs(qkablate, local_grid, tmp_path):
     assert qkablate(*local_grid, "variant=standard", "seed=0,1").code == 0
     before = results(tmp_path)
-    done = qkablate(*local_grid, "variant=standard,no_q", "seed=0,1,2")
+    done = qkablate(*local_grid, "variant=standard,no_q", "sweep.floor=false", "seed=0,1,2")
     assert done.code == 0
     after = results(tmp_path)
     assert len(before) == 2
@@ -179,7 +185,7 @@ def test_sweep_run_equals_the_run_of_train(qkablate, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_two_launchers_share_the_work(spawn, grid, tmp_path, qkablate):
-    words = [*grid, "variant=standard,no_q", "seed=0,1"]
+    words = [*grid, "variant=standard,no_q", "sweep.floor=false", "seed=0,1"]
     launchers = [spawn(*words) for _ in range(2)]
     ends = [launcher.communicate(timeout=240) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], ends
@@ -239,7 +245,14 @@ def test_sigterm_to_all_children_lets_runs_finish(spawn, local_grid, tmp_path):
 @pytest.mark.slow
 def test_twenty_kills_of_the_launcher_change_no_result(qkablate, tiny, tmp_path):
     """After twenty kills at random moments, all runs equal those of an undisturbed sweep."""
-    words = ["sweep", *tiny, "workers=2", "variant=standard,no_q", "seed=0,1,2"]
+    words = [
+        "sweep",
+        *tiny,
+        "workers=2",
+        "variant=standard,no_q",
+        "sweep.floor=false",
+        "seed=0,1,2",
+    ]
     words += ["train.steps=40", "control=none,params"]
     assert qkablate(*words).code == 0
     calm = {path.parent.name: final_state(path.parent) for path in results(tmp_path)}

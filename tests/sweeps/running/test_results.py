@@ -57,7 +57,14 @@ def result_of(row: dict) -> dict:
 
 @pytest.mark.slow
 def test_every_run_has_a_row_with_its_result(sweep, tiny, tmp_path):
-    words = [*tiny, "variant=standard,no_q", "seed=3,1", "control=none,params", "optim.lr=2e-3"]
+    words = [
+        *tiny,
+        "variant=standard,no_q",
+        "sweep.floor=false",
+        "seed=3,1",
+        "control=none,params",
+        "optim.lr=2e-3",
+    ]
     folder = sweep(*words)
     rows = read(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
