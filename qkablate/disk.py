@@ -5,6 +5,7 @@ Only regular files are read; FIFOs would block.
 
 import errno
 import os
+import secrets
 import stat
 from contextlib import suppress
 from io import BufferedReader
@@ -71,3 +72,20 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write all of a file or nothing."""
+    # A unique name: two launchers of a sweep may write the same file at the same time.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    write_synced(temporary, content)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def write_synced(path: Path, content: str | bytes) -> None:
+    """Write a file and wait until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -252,7 +252,7 @@ def test_renamed_keys_exist():
 def test_auto_is_resolved():
     config = checked("train.tokens=100_000")
     assert (config.train.steps, config.train.tokens) == (98, None)  # 16 windows of 64 a step
-    assert config.optim.warmup == 4
+    assert config.optim.warmup == 19
     assert checked().train.steps == 1000
     assert checked("train.steps=1").optim.warmup == 0
     assert checked("seed=7", "seeds.data=1").seeds.data == 1

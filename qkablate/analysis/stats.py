@@ -15,6 +15,7 @@ from scipy import optimize, special, stats
 
 ALPHA = 0.05
 POWER = 0.8
+MIN_PAIRS = 3  # for any decision: two equal numbers would have no spread at all
 _MAX_EXACT = 16  # largest n for which all 2ⁿ sign flips are enumerated
 _FLIPS = 99_999  # random sign flips beyond that
 _RESAMPLES = 9_999
@@ -39,6 +40,7 @@ class Sample:
     """Independent numbers with a common mean."""
 
     values: tuple[float, ...]
+    extra_variance: float = 0.0  # of the mean, which more numbers do not reduce: that of tuning
 
     @property
     def n(self) -> int:
@@ -61,11 +63,20 @@ class Sample:
         """True if all numbers are equal, as for identical arms: rounding must not spread them."""
         return len({*self.values}) == 1
 
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the mean; nan for fewer than two numbers."""
+        return math.sqrt(self.spread_at(self.n) ** 2 / self.n) if self.n > 1 else math.nan
+
+    def spread_at(self, n: int) -> float:
+        """Return the standard deviation of one of n numbers, with its share of the extra."""
+        return math.sqrt((self.sd or 0.0) ** 2 + n * self.extra_variance)
+
     def interval(self, level: float = 1 - ALPHA) -> Interval | None:
         """Return Student's t interval of the mean; None for fewer than two numbers."""
         if self.sd is None:
             return None
-        half = _t_quantile((1 - level) / 2, self.n - 1) * self.sd / math.sqrt(self.n)
+        half = _t_quantile((1 - level) / 2, self.n - 1) * self.standard_error
         return self.mean - half, self.mean + half
 
     def p_below(self, bound: float) -> float:
@@ -83,9 +94,9 @@ class Sample:
 
     def _t(self, bound: float) -> float:
         distance = self.mean - bound
-        if not self.sd:
+        if not self.standard_error:
             return math.copysign(math.inf, distance) if distance else 0.0
-        return distance / (self.sd / math.sqrt(self.n))
+        return distance / self.standard_error
 
     @cached_property
     def bca(self) -> Interval | None:

@@ -1,6 +1,7 @@
 """The attention layer: heads, masks, norms, positions, circuits. Suffixes as in qk/base.py."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -238,22 +239,44 @@ class Attention(nn.Module):
             qk = min(qk, self.norm.match, key=MATCHES.index)
         return min(qk, self.ov.match, key=MATCHES.index)
 
-    def lr_multipliers(self) -> dict[str, float]:
-        """Return the learning-rate multiplier of the matrices of each circuit."""
-        norm_scale = self.norm.lr_scale if self.norm else 1.0
-        return {"qk": self.qk.lr_multiplier * norm_scale, "ov": self.ov.lr_multiplier}
+    @property
+    def matched_lr(self) -> float:
+        """Matched learning-rate multiplier of the circuit that differs from standard's.
 
-    def rates(self) -> Iterator[tuple[nn.Parameter, float, float]]:
+        That of QK if both differ; 1 if no multiplier differs from 1.
+        """
+        rates = sorted(self.rates("matched"), key=lambda rate: rate[0].dim() < 2)  # stable
+        return next((multiplier for _, multiplier, _ in rates if multiplier != 1), 1.0)
+
+    def resolve_lr(self, lr: float | str) -> float:
+        """Return `variant.lr` as a number: the multiplier of the circuit that differs."""
+        return {"matched": self.matched_lr, "same": 1.0}[lr] if isinstance(lr, str) else float(lr)
+
+    def _lr_power(self, lr: float | str) -> float:
+        """Return the power of all matched multipliers that makes the changed circuit's `lr`."""
+        if lr == "matched":
+            return 1.0
+        own, factor = self.matched_lr, self.resolve_lr(lr)
+        return math.log(factor) / math.log(own) if factor != 1 else 0.0
+
+    def lr_multipliers(self, lr: float | str = "matched") -> dict[str, float]:
+        """Return the learning-rate multiplier of the matrices of each circuit."""
+        norm_scale, power = self.norm.lr_scale if self.norm else 1.0, self._lr_power(lr)
+        own = {"qk": self.qk.lr_multiplier * norm_scale, "ov": self.ov.lr_multiplier}
+        return {name: multiplier**power for name, multiplier in own.items()}
+
+    def rates(self, lr: float | str = "matched") -> Iterator[tuple[nn.Parameter, float, float]]:
         """Yield (parameter, learning-rate multiplier, weight-decay multiplier) for all parameters.
 
-        Vectors do not decay.
+        `lr` is that of `variant.lr`. Vectors do not decay.
         """
+        power = self._lr_power(lr)
         for circuit, scale in ((self.qk, self.norm.lr_scale if self.norm else 1.0), (self.ov, 1.0)):
             for parameter in circuit.parameters():
                 if parameter.dim() >= 2:
-                    yield parameter, scale * circuit.lr_multiplier, circuit.decay
+                    yield parameter, (scale * circuit.lr_multiplier) ** power, circuit.decay
                 else:
-                    yield parameter, scale * circuit.bias_lr_multiplier, 0.0
+                    yield parameter, (scale * circuit.bias_lr_multiplier) ** power, 0.0
         if self.norm is not None:
             yield from ((gain, 1.0, 0.0) for gain in self.norm.parameters())
 

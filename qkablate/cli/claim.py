@@ -24,11 +24,16 @@ NAME is a claim of `claim list`, or the path of your own YAML file. Keys are tho
 Verdicts
   SUPPORTED     the one-sided 95 % bound of every part lies within its margin
   REFUTED       the interval of a part lies wholly outside its margin (Holm over the parts)
-  EQUIVALENT    a part states a direction, and its 90 % interval lies within ± its margin
+  EQUIVALENT    all parts state a direction, and their 90 % intervals lie within ± their margins
+  INSENSITIVE   nothing could have shown: the baseline does not beat `uniform` by three margins
+  MIXED         this holds for some of the parts only
   UNDERPOWERED  none of these; the number of seeds that would decide is shown
   INCOMPLETE    some runs have not ended
-A verdict is `exploratory` if seeds were added beyond the declared ones, or if the claim was edited
-after runs of it. The seeds are derived from the hash of the claim, so that no earlier run counts.
+A verdict holds `unless one run in k is left behind` if failures of training that are too rare for
+these seeds to exclude would overturn it. It is `exploratory` if seeds were added beyond the
+declared ones, or if the claim was edited after runs of it. It holds `at these rates` or `on these
+documents` if the audit warns of them. The seeds are derived from the hash of
+the claim, so that no earlier run counts.
 
 Examples
   qkablate claim list
@@ -192,9 +197,10 @@ def _list(words: list[str], *, as_json: bool) -> int:
 def _summarize(judgement: "Judgement") -> str:
     from qkablate.analysis.comparison.audit import MARKS, worst_state
 
-    label = ", exploratory" if judgement.exploratory else ""
+    label = ", unless a run is left behind" if judgement.unless else ""
+    label += ", exploratory" if judgement.exploratory else ""
     mark = MARKS[worst_state([check for part in judgement.parts for check in part.checks])]
-    words = [judgement.word, *([mark] if mark else [])]
+    words = [judgement.headline, *([mark] if mark else [])]
     keys = [f", {word}" for word in map("=".join, judgement.claim.words.items())]
     more = "".join(keys[:2]) + (f" and {len(keys) - 2} more" if len(keys) > 2 else "")
     return f"{' '.join(words)} ({judgement.claim.scale}{more}, n = {judgement.n}{label})"

@@ -120,7 +120,7 @@ def _check_online() -> None:
 def _write(spec: str, sweep_state: "SweepState", entity: str, project: str) -> None:
     from qkablate.dashboard.server import view_content
     from qkablate.dashboard.view import make_workspace
-    from qkablate.runs.records import write_atomic
+    from qkablate.disk import write_atomic
 
     text = json.dumps(view_content(make_workspace(sweep_state, entity, project)), indent=1) + "\n"
     if spec == _STDOUT:
@@ -137,7 +137,8 @@ def _write(spec: str, sweep_state: "SweepState", entity: str, project: str) -> N
 def _save(sweep_state: "SweepState", entity: str | None, project: str, out: str) -> None:
     from qkablate.dashboard.server import connect, find_urls, save_view
     from qkablate.dashboard.view import is_mixed, make_workspace
-    from qkablate.runs.records import read_json, write_atomic
+    from qkablate.disk import write_atomic
+    from qkablate.runs.records import read_json
 
     server = connect()
     entity = entity or server.entity

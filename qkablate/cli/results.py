@@ -35,9 +35,11 @@ Examples
 A gap is the test loss of an arm minus that of its baseline with the same seed, in nats. The paired
 t interval decides; `p` is adjusted by Holm's method over the arms of one size. `detectable` is the
 smallest gap that these seeds detect with 80 % power. The BCa bootstrap and the exact sign-flip test
-are shown for comparison. The audit lists what else than the arm may explain the gap. The function
-distance measures how much the predictions of arm and baseline differ, next to the distance between
-two seeds and the distance that rounding alone causes (variant=standard_reassociated).
+are shown for comparison. `SE over documents` is the gap's standard error over the documents of the
+test text, which the interval over seeds leaves out. The audit lists what else than the arm may
+explain the gap. The function distance measures how much the predictions of arm and baseline differ,
+next to the distance between two seeds and the distance that rounding alone causes
+(variant=standard_reassociated).
 
 Flags
 {flags}
@@ -81,7 +83,11 @@ def main(argv: list[str]) -> int:
     summary = describe_study(study, times, args.margin)
     with suppress(BrokenPipeError):
         if form == "json":
-            print_json(dataclasses.asdict(summary))
+            gaps = [
+                dataclasses.asdict(gap) | {"interval": gap.bounds, "verdict": gap.verdict}
+                for gap in summary.gaps
+            ]
+            print_json(dataclasses.asdict(summary) | {"gaps": gaps})
         elif form == "csv":
             _print_csv(summary.gaps)
         elif form == "md":
@@ -90,6 +96,8 @@ def main(argv: list[str]) -> int:
             print_tables(make_tables(summary))
             command = ["results", *study.cli_arguments]
             more = [*study.resume_commands]
+            if summary.tuning is not None and study.is_complete:
+                more.append([*summary.tuning.command, *study.cli_arguments[1:], "--dry-run"])
             more += [[*command, "--margin", "0.01"]] if args.margin is None else []
             print_next_commands(
                 *more, ["report", *study.cli_arguments], [*command, "--format", "json"]
@@ -110,15 +118,17 @@ def print_tables(tables: "list[Table]") -> None:
 def _print_csv(gaps: "list[GapSummary]") -> None:
     columns = ["arm", "baseline", "n", "mean", "sd", "low", "high", "p", "p_holm", "bca_low"]
     columns += ["bca_high", "sign_flip", "detectable", "perplexity_percent", "correlation"]
-    columns += ["arm_diverged", "baseline_diverged", "unpaired", "audit"]
+    columns += ["document_se", "verdict", "arm_diverged", "baseline_diverged", "unpaired", "audit"]
     writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     for gap in gaps:
-        low, high = gap.interval or (None, None)
+        low, high = gap.bounds or (None, None)
         bca_low, bca_high = gap.bca or (None, None)
         doubts = [f"{check.state}: {check.name}" for check in gap.audit if check.state != "ok"]
         writer.writerow(
             vars(gap)
+            | {"verdict": gap.verdict}
             | {"low": low, "high": high, "bca_low": bca_low, "bca_high": bca_high}
+            | {"document_se": gap.document_error and gap.document_error.se}
             | {"unpaired": "; ".join(gap.unpaired), "audit": "; ".join(doubts)}
         )

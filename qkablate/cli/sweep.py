@@ -16,7 +16,7 @@ Keys are those of `qkablate train`; several values make an axis. The same comman
 resumes the sweep; runs that are done are not repeated.
 
 Examples
-  qkablate sweep sweep=quick                        4 variants × 2 widths × 2 head counts × 2 seeds
+  qkablate sweep sweep=quick                        4 variants × 2 widths × 2 head counts × 3 seeds
   qkablate sweep sweep=quick --dry-run              its plan, and how long it takes here
   qkablate sweep sweep=quick variant=standard,merged_w model.d_model=64,128 seed=range(6)
   qkablate sweep variant=standard,no_q seed=range(6) control=none,params
@@ -38,8 +38,8 @@ Keys of a sweep
   sweep.baseline=standard  the variant that arms of the same size are compared with; or a map of
                            keys; or null
   sweep.filter=[…]         keep only the arms for which all of these are true
-  sweep.tune=true          choose optim.lr for every arm on validation (sweep.tuning_seeds), then
-                           train all seeds at the best rate
+  sweep.tune=true          choose optim.lr and variant.lr for every arm on validation
+                           (sweep.tuning_seeds), then train all seeds at the best rates
   sweep.name=NAME          the first part of the folder's name
   engine=local             where to train: local (here), slurm (job arrays), ray;
                            `engine.…` has the keys of each: docs/clusters.md

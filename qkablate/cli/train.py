@@ -13,6 +13,7 @@ from qkablate.config import Role, keys_with, load, variants
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.lease import AlreadyRunning, LeaseLost
 from qkablate.runs.run import EXIT_CODES
+from qkablate.runs.text_references import find_text_references
 from qkablate.table import print_next_commands, print_table
 from qkablate.training.distributed.ranks import Ranks
 
@@ -147,7 +148,10 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
             values = "   ".join(
                 f"{split} {accuracy[split]:.1%}" for split in splits if split in accuracy
             )
-            print(f"  accuracy  {values}")
+            chance = "" if result.get("chance") is None else f"   chance {result['chance']:.1%}"
+            print(f"  accuracy  {values}{chance}")
+        for references in find_text_references([("this run", result)]):
+            print(f"  compare   {references}")
     elif result["status"] == "diverged":
         print(f"  the loss became non-finite at step {result['diverged_at']}")
     else:

@@ -187,7 +187,7 @@ def resolve(config: Config) -> Config:
         per_step = train.batch_size * train.grad_accum * config.model.context
         steps = 1000 if train.tokens is None else math.ceil(train.tokens / per_step)
     assert isinstance(steps, int)
-    warmup = min(1000, steps // 20) if optim.warmup == "auto" else optim.warmup
+    warmup = min(2000, steps // 5) if optim.warmup == "auto" else optim.warmup
     assert isinstance(warmup, int)
     if warmup and warmup >= steps:
         raise ImpossibleConfig(f"optim.warmup: {warmup} is not below the {steps} steps of training")

@@ -44,7 +44,7 @@ class Key:
     role: Role
     bounds: tuple[float, float] | None = None  # of a number, or of each number of a list
     word: str | None = None  # that may stand in place of the number
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # the words that are allowed; with bounds, beside a number
     used_by: tuple[str, ...] = ()  # the data sources or engines that have the key
 
     def allowed(self, value: Any = 0) -> str:
@@ -56,13 +56,14 @@ class Key:
             text = f"{least} or more"
             if isinstance(value, int | float) and value > most:
                 text = f"at most {most}"
-        return f"{self.word}, or {text}" if self.word else text
+        words = [*self.choices, *([self.word] if self.word else [])]
+        return f"{', '.join(words)}, or {text}" if words else text
 
     def check(self, name: str, value: Any) -> None:
         """Raise UserError for a value that is out of bounds or none of the choices."""
-        if value is None or value == self.word or isinstance(value, list):
+        if value is None or isinstance(value, list) or value in (self.word, *self.choices):
             return
-        if self.choices and value not in self.choices:
+        if self.choices and self.bounds is None:
             hint = nearest_hint(str(value), self.choices)
             raise UserError(f"{name}: '{value}' is not one of {', '.join(self.choices)}{hint}")
         if self.bounds is None:

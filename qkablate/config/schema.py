@@ -54,10 +54,11 @@ class VariantConfig:
         TRAINING,
         choices=("matched", "naive"),
     )
-    lr: str = key(
+    lr: float | str = key(
         "matched",
-        "matched: scores move as fast as standard's; same: one rate for all weights",
+        "rate of the changed circuit / optim.lr; matched: moves as fast as standard's; same: 1",
         TRAINING,
+        bounds=(1e-6, 1e6),
         choices=("matched", "same"),
     )
     file: str | None = key(
@@ -152,7 +153,7 @@ class OptimConfig:
 
     lr: float = key(
         1e-3,
-        "peak learning rate; variant.lr=matched scales it for the QK circuit",
+        "peak learning rate; variant.lr scales it for the changed circuit",
         VARYING | Role.FINETUNE,
         bounds=(1e-12, 1000),
     )
@@ -161,7 +162,7 @@ class OptimConfig:
     )
     warmup: int | str = key(
         "auto",
-        "warm-up steps; auto: 5 % of the steps, at most 1000",
+        "warm-up steps; auto: 20 % of the steps, at most 2000",
         TRAINING,
         bounds=(0, BIG),
         word="auto",

@@ -54,12 +54,17 @@ class GridConfig:
         "keep the arms for which all of these are true, as `model.d_model // model.heads >= 16`",
         Role.GRID,
     )
-    tune: bool = key(
-        False,
-        "choose optim.lr for every arm on validation, then run the seeds at the best",
+    floor: bool = key(
+        True,
+        "where variants are compared, also train uniform attention, which a baseline has to beat",
         Role.GRID,
     )
-    tuning_seeds: list[int] = key([1000, 1001], "with tune=true", Role.GRID, bounds=(0, BIG))
+    tune: bool = key(
+        False,
+        "choose optim.lr and variant.lr for every arm on validation, then run the seeds there",
+        Role.GRID,
+    )
+    tuning_seeds: list[int] = key([1000, 1001, 1002], "with tune=true", Role.GRID, bounds=(0, BIG))
 
 
 @dataclass

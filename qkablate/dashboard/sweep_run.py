@@ -81,9 +81,9 @@ def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
 
 def _gap_row(gap: "GapSummary") -> dict[str, object]:
     """Return one row of the table of gaps."""
-    low, high = gap.interval or (None, None)
+    low, high = gap.bounds or (None, None)
     doubts = [f"{check.name}: {check.message}" for check in gap.audit if check.state != "ok"]
-    row = {**vars(gap), "gap": gap.mean, "low": low, "high": high, "verdict": str(gap.decision)}
+    row = {**vars(gap), "gap": gap.mean, "low": low, "high": high, "verdict": gap.verdict}
     row["audit"] = "; ".join(doubts)
     return {name: _finite_or_none(row[name]) for name in GAP_COLUMNS}
 

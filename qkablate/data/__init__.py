@@ -53,6 +53,11 @@ class Data(Protocol):
         ...
 
     @property
+    def chance(self) -> float | None:
+        """Accuracy of the best guess that does not depend on the sequence; None for text."""
+        ...
+
+    @property
     def description(self) -> str:
         """One line for people."""
         ...

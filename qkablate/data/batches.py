@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # data is prepared and shown without importing torch
     from torch import Tensor
 
 IGNORE = -100  # a target that does not count
+DOCUMENT = "document"  # the slice of the answers of each document of a text
 
 
 class Batch(NamedTuple):
@@ -62,10 +63,13 @@ def evenly_spaced(count: int, below: int) -> np.ndarray:
     return (2 * np.arange(count, dtype=np.int64) + 1) * below // (2 * max(1, count))
 
 
-def sequential_batches(tokens: np.ndarray, *, batch_size: int, context: int) -> Iterator[Batch]:
+def sequential_batches(
+    tokens: np.ndarray, *, batch_size: int, context: int, groups: np.ndarray | None = None
+) -> Iterator[Batch]:
     """Yield the whole split in order: every token but the first is predicted exactly once.
 
-    All batches have the same shape; the last one is padded with targets that do not count.
+    All batches have the same shape; the last one is padded with targets that do not count. With the
+    document of each token in `groups`, the answers are also counted by document.
     """
     import torch
 
@@ -75,9 +79,15 @@ def sequential_batches(tokens: np.ndarray, *, batch_size: int, context: int) -> 
         part = tokens[first : min(first + step, predicted) + 1]
         inputs, targets = np.zeros(step, np.int64), np.full(step, IGNORE, np.int64)
         inputs[: len(part) - 1], targets[: len(part) - 1] = part[:-1], part[1:]
+        slices = None
+        if groups is not None:
+            documents = np.zeros(step, np.int64)
+            documents[: len(part) - 1] = groups[first + 1 : first + len(part)]
+            slices = {DOCUMENT: documents.reshape(-1, context)}
         yield Batch(
             (torch.from_numpy(inputs).view(-1, context),),
             torch.from_numpy(targets).view(-1, context),
+            slices=slices,
         )
 
 

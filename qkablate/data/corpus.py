@@ -2,6 +2,7 @@
 
 <cache>/<source>-<tokenizer>-<key>/
     train.bin val.bin test.bin   token ids
+    val.ends.bin test.ends.bin   end of each document in its split, in tokens
     tokenizer.json               description of the tokenizer
     manifest.json                sources, counts, split rule, checksums, fingerprint
 """
@@ -25,14 +26,15 @@ from qkablate.config import TEXT_SOURCES, DataConfig
 from qkablate.data import hub, sources
 from qkablate.data.batches import Batch, RandomWindows, sequential_batches, spread_windows
 from qkablate.data.eval_metrics import EvalMetrics
-from qkablate.data.prepare import SPLITS, open_source, prepare
+from qkablate.data.prepare import HELD_OUT_SPLITS, SPLITS, open_source, prepare
 from qkablate.data.progress import Progress
 from qkablate.disk import make_folder, open_file, read_file, sync_folder
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.strict_json import from_json, parse_json
 
 FORMAT = 1  # raised when the same text would be prepared into other tokens
-_LAYOUT = 3  # raised when the prepared folder has other files
+_LAYOUT = 4  # raised when the prepared folder has other files
+MAX_DOCUMENT_GROUPS = 1000
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class CorpusManifest:
     tokens: dict[str, int]
     bytes: dict[str, int]
     sha256: dict[str, str]
+    ends_sha256: dict[str, str]  # of the held-out splits
     checksum: str = ""
 
     @property
@@ -76,6 +79,7 @@ class Corpus:
     tokenizer: dict[str, Any] = field(repr=False)  # its description
 
     answer_fraction = 1.0  # every position has a target
+    chance = None  # the accuracy is not counted
 
     @property
     def name(self) -> str:
@@ -121,9 +125,34 @@ class Corpus:
         return RandomWindows(self.split("train"), seed, batch_size, grad_accum, context)
 
     def split_batches(self, split: str, *, batch_size: int, context: int) -> Iterator[Batch]:
-        """Yield a whole split; of the training split as much as of the validation split."""
+        """Yield a whole split; of the training split as much as of the validation split.
+
+        The answers of the test split are counted by document.
+        """
         limit = self.tokens["val"] if split == "train" else None
-        return sequential_batches(self.split(split)[:limit], batch_size=batch_size, context=context)
+        return sequential_batches(
+            self.split(split)[:limit],
+            batch_size=batch_size,
+            context=context,
+            groups=self.document_groups(split) if split == "test" else None,
+        )
+
+    def document_groups(self, split: str) -> np.ndarray | None:
+        """Return the document of each token of a held-out split; None if there is only one.
+
+        Of very many documents, neighbors are counted as one.
+        """
+        ends = self.document_ends(split)
+        count = len(ends)
+        if count < 2:
+            return None
+        groups = np.arange(count) * min(count, MAX_DOCUMENT_GROUPS) // count
+        return np.repeat(groups, np.diff(ends, prepend=0))
+
+    def document_ends(self, split: str) -> np.ndarray:
+        """Return where each document of a held-out split ends, in tokens."""
+        ends = np.fromfile(self.folder / f"{split}.ends.bin", dtype=np.uint64)
+        return ends.astype(np.int64)
 
     def sample(self, split: str, *, count: int, context: int) -> Batch:
         return spread_windows(self.split(split), count=count, context=context)
@@ -219,6 +248,14 @@ def load_corpus(folder: Path) -> Corpus:
                 raise ValueError(f"the checksum of {split}.bin is wrong")
             if stat.st_size and int(corpus.split(split).max()) >= corpus.vocabulary:
                 raise ValueError(f"{split}.bin has a token beyond the vocabulary")
+        for split in HELD_OUT_SPLITS:
+            path = folder / f"{split}.ends.bin"
+            stat = path.stat()
+            if _sha256(path, stat.st_size, stat.st_mtime_ns) != manifest.ends_sha256[split]:
+                raise ValueError(f"the checksum of {split}.ends.bin is wrong")
+            ends = corpus.document_ends(split)
+            if (np.diff(ends, prepend=0) < 0).any() or ends[-1:].tolist() != [corpus.tokens[split]]:
+                raise ValueError(f"the documents of {split}.ends.bin do not end with its tokens")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"data.cache: '{folder}' is damaged ({error}); remove that folder"

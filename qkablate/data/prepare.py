@@ -7,6 +7,7 @@ documents are split by position, as a single one is.
 import hashlib
 import itertools
 import os
+from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from qkablate.config import DataConfig
 from qkablate.data import bpe, hub, sources, tokenizers
 from qkablate.data.document_store import (
     HELD_OUT_FRACTION,
+    STDLIB_HELD_OUT_FRACTION,
     DocumentStore,
     Spans,
     TokenBudget,
@@ -29,9 +31,13 @@ from qkablate.data.sources import Source, describe_source
 from qkablate.data.tokenizers import Tokenizer
 from qkablate.errors import UserError
 
-SPLITS = ("train", "val", "test")
+HELD_OUT_SPLITS = ("val", "test")
+SPLITS = ("train", *HELD_OUT_SPLITS)
 DOCUMENT_END = b"\0"  # the byte of the token that ends each of several documents
 MIN_HASHED_DOCUMENTS = 300  # fewer are not sure to fill splits of 3 %
+MIN_HELD_OUT_DOCUMENTS = 100  # of a full split, where there are as many
+_MIN_EXCERPT_BYTES = 1024
+_MIN_SUBWORD_BYTES = 3  # lower bound of the mean bytes of a subword token in natural text
 BPE_SAMPLE_BYTES = 2**25  # of the training split
 _THREADS = 4
 
@@ -44,7 +50,7 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
     store.fill(source, TokenBudget(config), progress)
     if not store.size:
         raise UserError(f"{describe_source(config)} is empty")
-    splits, rule = _divide(store)
+    splits, rule = _divide(store, config)
     closed = any(len(spans) > 1 for spans in splits.values())
     tokenizer = known or _make_tokenizer(config, store, splits, closed, progress)
     progress.stage("writing", store.size)
@@ -58,6 +64,12 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
                 f"{describe_source(config)} is too little text: nothing is left for {split}{hint}"
             )
     os.remove(folder / "documents")
+    ends = {split: written[split].pop("ends") for split in SPLITS}
+    for split in HELD_OUT_SPLITS:
+        with (folder / f"{split}.ends.bin").open("wb") as file:
+            file.write(ends[split])
+            file.flush()
+            os.fsync(file.fileno())
     return {
         "sources": _source_keys(config),
         "split": rule,
@@ -65,11 +77,14 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
         "vocabulary": tokenizer.vocabulary,
         "dtype": writer.dtype.name,
         "tokenizer": tokenizer.describe(),
+        "ends_sha256": {
+            split: hashlib.sha256(ends[split]).hexdigest() for split in HELD_OUT_SPLITS
+        },
         **{key: {split: written[split][key] for split in SPLITS} for key in written["train"]},
     }
 
 
-def _divide(store: DocumentStore) -> tuple[dict[str, Spans], str]:
+def _divide(store: DocumentStore, config: DataConfig) -> tuple[dict[str, Spans], str]:
     """Return the documents of each split, and the rule in words."""
     arranged = store.arrange()
     splits = {split: arranged[split][0] for split in ("val", "test") if len(arranged[split][0])}
@@ -84,12 +99,52 @@ def _divide(store: DocumentStore) -> tuple[dict[str, Spans], str]:
         parts = _by_position(store, spans, len(missing))
         rule = f"by position: the last 5 % each for {names}"
         return {**splits, **dict(zip(("train", *missing), parts, strict=True))}, rule
-    kinds = np.array([held_out_split(value) or "train" for value in hashes.tolist()])
+    held_out = STDLIB_HELD_OUT_FRACTION if config.source == "stdlib" else HELD_OUT_FRACTION
+    kinds = np.array([held_out_split(value, held_out) or "train" for value in hashes.tolist()])
     kinds[np.isin(kinds, missing, invert=True)] = "train"
     for split in ("train", *missing):
         splits[split] = spans[kinds == split]
-    share = f"{HELD_OUT_FRACTION:.0%}"
-    return splits, f"by the sha256 of a document: {share} each are held out for {names}"
+    token_bytes = 1 if config.tokenizer in ("bytes", "chars") else _MIN_SUBWORD_BYTES
+    for split, tokens in (("val", config.val_tokens), ("test", config.test_tokens)):
+        if split in missing:
+            size = token_bytes * tokens
+            splits[split] = _cut_excerpts(store, splits[split], hashes[kinds == split], size)
+    return splits, (
+        f"by the sha256 of a document: {held_out:.0%} each are held out for {names}; an excerpt"
+        f" of each is used, 1/{MIN_HELD_OUT_DOCUMENTS} of the split or what it takes to fill it"
+    )
+
+
+def _cut_excerpts(store: DocumentStore, spans: Spans, hashes: np.ndarray, size: int) -> Spans:
+    """Cut long documents of a split of `size` bytes, so that the split is not a few of them.
+
+    The start of an excerpt depends on the hash of its document; the rest is in no split.
+    """
+    limit = max(
+        size // MIN_HELD_OUT_DOCUMENTS,
+        _MIN_EXCERPT_BYTES,
+        _filling_limit(spans[:, 1] - spans[:, 0], size),
+    )
+    excerpts = []
+    for (start, end), value in zip(spans.tolist(), hashes.tolist(), strict=True):
+        excerpt = start, end
+        if (excess := end - start - limit) > 0:
+            first = store.character_start(start + int(value * 2**20 % 1 * excess))
+            excerpt = first, store.character_start(first + limit)
+        excerpts.append(excerpt)
+    return np.array(excerpts, dtype=np.int64).reshape(-1, 2)
+
+
+def _filling_limit(sizes: np.ndarray, total: int) -> int:
+    """Return the smallest limit on each size with which their sum still reaches the total."""
+    sizes = np.sort(sizes)
+    below = np.cumsum(sizes) - sizes
+    larger = len(sizes) - np.arange(len(sizes))  # the number of those that are no smaller
+    enough = np.flatnonzero(below + sizes * larger >= total)
+    if not len(enough):
+        return int(sizes.max(initial=0))
+    first = enough[0]
+    return -int(-(total - below[first]) // larger[first])
 
 
 def _by_position(store: DocumentStore, spans: Spans, missing: int) -> list[Spans]:
@@ -183,7 +238,7 @@ class _Writer:
 
     def write(self, split: str, spans: Spans, limit: int | None) -> dict[str, Any]:
         """Write at most `limit` tokens of a split; return their counts and hash."""
-        digest, tokens, size, documents = hashlib.sha256(), 0, 0, 0
+        digest, tokens, size, ends = hashlib.sha256(), 0, 0, array("Q")
         with (self.folder / f"{split}.bin").open("wb") as file:
             for text, ids, last in self._encoded(self.store.text(spans)):
                 kept = ids[: None if limit is None else limit - tokens].astype(self.dtype)
@@ -195,13 +250,14 @@ class _Writer:
                 self.tokens_written += len(kept)
                 self.progress.update(self.bytes_read, f"{self.tokens_written / 1e6:,.1f} M tokens")
                 full = tokens == limit
-                documents += last or full
+                if last or full:
+                    ends.append(tokens)
                 if full:
                     break
             file.flush()
             os.fsync(file.fileno())
-        counts = {"documents": documents, "tokens": tokens, "bytes": size}
-        return {**counts, "sha256": digest.hexdigest()}
+        counts = {"documents": len(ends), "tokens": tokens, "bytes": size}
+        return {**counts, "sha256": digest.hexdigest(), "ends": ends}
 
     def _encoded(
         self, pieces: Iterator[tuple[bytes, bool]]

@@ -10,7 +10,7 @@ from qkablate.analysis.study.study import Entry, Record
 from qkablate.report.charts import MAX_RUNS
 from qkablate.report.section import Section
 from qkablate.report.text.numbers import format_gap_summary, format_loss
-from qkablate.report.text.tables import format_percent_more
+from qkablate.report.text.tables import format_accuracy, format_percent_more
 from qkablate.table import format_count, format_list, format_short
 
 COLUMNS = [
@@ -32,11 +32,21 @@ class Cell:
     key: float | str | None = None  # None sorts last
 
 
+def verdict_columns(section: Section) -> list[str]:
+    """Return the columns of the verdicts; those of tasks have the accuracy, too."""
+    has_accuracy = any(entry.accuracy is not None for entry in section.study.entries)
+    return [*COLUMNS, *(["accuracy (chance)"] if has_accuracy else [])]
+
+
 def make_verdict_rows(section: Section) -> list[list[Cell]]:
     """Return one row per arm, baselines included."""
     gaps = {gap.arm: gap for gap in section.summary.gaps}
     baselines = {gap.baseline for gap in section.summary.gaps}
-    return [_verdict_row(entry, gaps.get(entry.name), baselines) for entry in section.study.entries]
+    count = len(verdict_columns(section))
+    return [
+        _verdict_row(entry, gaps.get(entry.name), baselines)[:count]
+        for entry in section.study.entries
+    ]
 
 
 def _verdict_row(entry: Entry, gap: GapSummary | None, baselines: set[str]) -> list[Cell]:
@@ -52,7 +62,7 @@ def _verdict_row(entry: Entry, gap: GapSummary | None, baselines: set[str]) -> l
         state = worst_state(gap.audit)
         mark = f" {MARKS[state]}" if state in (WARNING, BROKEN) else ""
         mean = Cell(format_gap_summary(gap) if gap.n else "–", gap.mean)
-        verdict = Cell(f"{gap.decision}{mark}", gap.decision)
+        verdict = Cell(f"{gap.verdict}{mark}", gap.verdict)
         n, p, detectable = Cell(str(gap.n), gap.n), Cell("–"), Cell("–")
         if gap.p_holm is not None:
             p = Cell("< 0.0001" if gap.p_holm < 1e-4 else f"{gap.p_holm:.2g}", gap.p_holm)
@@ -67,6 +77,9 @@ def _verdict_row(entry: Entry, gap: GapSummary | None, baselines: set[str]) -> l
         Cell(arm.variant, arm.variant),
         Cell(str(model.d_model), model.d_model),
         Cell(str(model.heads), model.heads),
+        Cell(
+            f"{format_accuracy(entry.accuracy)} ({format_accuracy(entry.chance)})", entry.accuracy
+        ),
     ]
 
 
@@ -131,10 +144,11 @@ def make_run_rows(section: Section) -> tuple[list[str], list[list[str]]]:
     study, records = section.study, section.all_records
     if len(records) <= MAX_RUNS:
         return RUN_COLUMNS, [_run_row(section, record) for record in records]
-    arms = [(entry.name, entry.rate, entry.records) for entry in study.entries if entry.records]
-    arms += [(f"{arm} (tuning)", rate, by_seed) for (arm, rate), by_seed in study.tuning.items()]
+    arms = [(entry.name, entry.rates, entry.records) for entry in study.entries if entry.records]
+    arms += [(f"{arm} (tuning)", rates, by_seed) for (arm, rates), by_seed in study.tuning.items()]
     return ARM_COLUMNS, [
-        _arm_row(section, name, rate, [*by_seed.values()]) for name, rate, by_seed in arms
+        _arm_row(section, name, str(rates or "–"), [*by_seed.values()])
+        for name, rates, by_seed in arms
     ]
 
 
@@ -143,14 +157,14 @@ def _run_row(section: Section, record: Record) -> list[str]:
         record.folder.name + " (tuning)" * record.run.tuning,
         _format_status(record),
         record.seed.removeprefix("s"),
-        f"{record.run.changes['optim.lr']:.3g}",
+        str(section.study.arms[record.run.arm].rates_of(record.run)),
         "–" if record.val is None else f"{record.val:.4f}",
         "–" if record.test is None else f"{record.test:.4f}",
         _format_command(section, record),
     ]
 
 
-def _arm_row(section: Section, name: str, rate: float | None, records: list[Record]) -> list[str]:
+def _arm_row(section: Section, name: str, rates: str, records: list[Record]) -> list[str]:
     """Return the row of an arm, with the command of its first run."""
     done = sum(record.status == "done" for record in records)
     losses = [record.val if record.run.tuning else record.test for record in records]
@@ -158,8 +172,8 @@ def _arm_row(section: Section, name: str, rate: float | None, records: list[Reco
         f"{record.seed} {f'{loss:.4f}' if loss is not None else f'({_format_status(record)})'}"
         for record, loss in zip(records, losses, strict=True)
     ]
-    lr, command = "–" if rate is None else f"{rate:.3g}", _format_command(section, records[0])
-    return [name, lr, f"{done}/{len(records)}", " · ".join(outcomes), command]
+    command = _format_command(section, records[0])
+    return [name, rates, f"{done}/{len(records)}", " · ".join(outcomes), command]
 
 
 def _format_command(section: Section, record: Record) -> str:

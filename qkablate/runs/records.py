@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-import os
 import secrets
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from qkablate.disk import name_exclusively, read_file, sync_folder
+from qkablate.disk import name_exclusively, read_file, sync_folder, write_atomic, write_synced
 from qkablate.strict_json import parse_json
 
 _CHECK = b', "crc32": "%08x"}'  # at the end of a row
@@ -26,31 +25,15 @@ def write_json_once(path: Path, value: Any) -> None:
     # A unique name: two processes may both believe that they hold the lease.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        _write_synced(temporary, _json(value))
+        write_synced(temporary, _json(value))
         name_exclusively(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write all of a file or nothing."""
-    # A unique name: two launchers of a sweep may write the same file at the same time.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    _write_synced(temporary, content)
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
 def _json(value: Any) -> str:
     return json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def _write_synced(path: Path, content: str | bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:

@@ -11,6 +11,7 @@ Imports neither torch nor training, so that reports can read runs anywhere.
     start/             initial weights from another run: see training/warm_start/start.py
     predictions/       predictions at fixed positions, over training: see predictions.py
     attention_map.safetensors  attention over one text, at the end: see attention_map.py
+    document_losses.safetensors  test loss by document: see document_losses.py
     result.json        written last, atomically
     lease/             the process that trains it: see lease.py
     attempts/          earlier attempts, after --rerun
@@ -32,13 +33,14 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config import Config, Role, flatten, keys_with
+from qkablate.disk import write_atomic
 from qkablate.errors import UserError, nearest_hint
 from qkablate.redaction import redact
 from qkablate.runs.lease import Lease, LeaseObserver, hold_lease, is_leased
-from qkablate.runs.records import read_result, write_atomic
+from qkablate.runs.records import read_result
 from qkablate.table import format_list
 
-NUMERICS = 5  # raised whenever losses may move by a bit: old and new never share a run
+NUMERICS = 6  # raised whenever losses may move by a bit: old and new never share a run
 PROJECTION = 2  # the same for the initial weights of runs that begin from a trained one
 _PACKAGES = ("qkablate", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
 # Files of an attempt. The result is moved first: from then on the run counts as unfinished.
@@ -49,6 +51,7 @@ _ATTEMPT_FILES = (
     "checkpoints",
     "predictions",
     "attention_map.safetensors",
+    "document_losses.safetensors",
     "environment.json",
     "config.yaml",
     "tokenizer.json",

@@ -12,8 +12,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from qkablate.disk import make_folder, read_file
-from qkablate.runs.records import write_atomic
+from qkablate.disk import make_folder, read_file, write_atomic
 from qkablate.strict_json import from_json, parse_json
 
 H = TypeVar("H")

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from qkablate.data.batches import DOCUMENT
 from qkablate.models.base import Model
 from qkablate.runs import predictions
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
@@ -52,10 +53,12 @@ class Trainer:
         ranks: Ranks = SINGLE_PROCESS,
         record_predictions: Callable[[Model, int], None] = lambda *_: None,
         record_attention: Callable[[Model, int], None] = lambda *_: None,
+        record_documents: Callable[[list[float], list[int]], None] = lambda *_: None,
     ) -> None:
         self.plan, self.config, self.model, self.ranks = plan, plan.config, model, ranks
         self.sinks, self.save, self.stop = list(sinks), save, stop
         self.record_predictions, self.record_attention = record_predictions, record_attention
+        self.record_documents = record_documents
         self.progress = TrainProgress() if resumed is None else resumed.progress
         self._saved = -1 if resumed is None else resumed.progress.step
         self.train_step = step = TrainStep(plan, model, resumed, ranks)
@@ -138,8 +141,12 @@ class Trainer:
         self.progress.diagnosed = self.progress.step
 
     def evaluate(self, split: str) -> dict[str, float]:
-        """Return the metrics of every token of a split."""
-        return self.evaluator.evaluate(split)
+        """Return the metrics of every token of a split; record losses by document, if any."""
+        totals = self.evaluator.evaluate(split)
+        if self.ranks.is_first and (documents := totals.slices.get(DOCUMENT)):
+            sums = [documents[index] for index in sorted(documents)]
+            self.record_documents([s.loss for s in sums], [s.count for s in sums])
+        return self.plan.data.metrics(split, totals)
 
     def checkpoint(self) -> None:
         """Write a checkpoint, unless this step has one."""

@@ -31,10 +31,8 @@ def make_optimizer(model: Model, config: Config) -> AdamW:
     circuit shrinks per step as standard's does.
     """
     multipliers: dict[nn.Parameter, tuple[float, float]] = {}
-    matched = config.variant.lr == "matched"
     for layer in model.attention_layers():
-        for parameter, rate, decay in layer.module.rates():
-            rate = rate if matched else 1.0
+        for parameter, rate, decay in layer.module.rates(config.variant.lr):
             multipliers[parameter] = rate, decay / rate
     groups: defaultdict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():

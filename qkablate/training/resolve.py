@@ -2,16 +2,17 @@
 
 import math
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from qkablate.attention import Attention
 from qkablate.config import Config
 from qkablate.data import Data, open_data
 from qkablate.disk import make_folder
-from qkablate.errors import UserError
+from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.models import blocked_loss
 from qkablate.models.base import Model
 from qkablate.models.build import build_model
@@ -35,6 +36,7 @@ class RunPlan:
     kernel: str
     equation: str
     match: str  # how well the initialization matches standard's
+    matched_lr: float  # the number that variant.lr=matched stands for
     lr_multiplier: dict[str, float]  # of the QK and the OV circuit
     params: dict[str, int]
     flops_per_token: float  # of training: forward and backward
@@ -82,6 +84,7 @@ def plan_run(
     if parent is not None:
         check_parent(parent, config, model, data.fingerprint)
     attention = model.attention_layers()[0].module
+    config = resolve_lr(config, attention)
     frozen = identity(
         config,
         data_fingerprint=data.fingerprint,
@@ -90,7 +93,6 @@ def plan_run(
         kernel=attention.kernel,
         circuits_from_outside=hashes,
     )
-    is_matched = config.variant.lr == "matched"
     return RunPlan(
         config=config,
         data=data,
@@ -99,12 +101,24 @@ def plan_run(
         kernel=attention.kernel,
         equation=attention.equation,
         match=attention.match,
-        lr_multiplier=attention.lr_multipliers() if is_matched else {"qk": 1.0, "ov": 1.0},
+        matched_lr=attention.matched_lr,
+        lr_multiplier=attention.lr_multipliers(config.variant.lr),
         params=model.parameter_counts(),
         flops_per_token=training_flops_per_token(
             model, config.train.batch_size * config.model.context, data.answer_fraction
         ),
     )
+
+
+def resolve_lr(config: Config, attention: Attention) -> Config:
+    """Return the config with `variant.lr` as a number."""
+    variant, factor = config.variant, attention.resolve_lr(config.variant.lr)
+    if factor != 1 and attention.matched_lr == 1:
+        raise ImpossibleConfig(
+            f"variant.lr: {variant.lr} given, but no circuit of {variant.name} has a learning rate"
+            " of its own (allowed: matched, same, 1)"
+        )
+    return replace(config, variant=replace(variant, lr=factor))
 
 
 def build_empty_model(config: Config, vocabulary: int) -> Model:

@@ -6,9 +6,13 @@ import traceback
 from typing import Any
 
 from qkablate import __version__
+from qkablate.data import Corpus
+from qkablate.data.text_references import measure_text_references
+from qkablate.disk import write_atomic
 from qkablate.redaction import redact
+from qkablate.runs import text_references
 from qkablate.runs.lease import Lease, LeaseLost
-from qkablate.runs.records import read_json, seal_result, write_atomic, write_json_once
+from qkablate.runs.records import read_json, seal_result, write_json_once
 from qkablate.runs.run import Run
 from qkablate.tracking.wandb.run import RunArtifacts, RunIdentity
 from qkablate.training import checkpoint, hardware
@@ -57,12 +61,18 @@ def make_base_result(plan: RunPlan, packed: int, processes: int = 1) -> dict[str
         "context": model.context,
         "loss": {"train": None, "val": None, "test": None},
         **{name: {"val": None, "test": None} for name in OTHER_METRICS},
+        "chance": plan.data.chance,
+        text_references.KEY: None,
         "measures": {},
         "data": {key: value for key, value in vars(config.data).items() if value is not None},
         "params": plan.params,
         "flops_per_token": plan.flops_per_token,
         "init": {"mode": config.variant.init, "match": plan.match},
-        "lr": {"mode": config.variant.lr, "multiplier": plan.lr_multiplier},
+        "lr": {
+            "factor": config.variant.lr,
+            "matched": plan.matched_lr,
+            "multiplier": plan.lr_multiplier,
+        },
         "tokens_per_second": None,
         "packed": packed,  # speeds of packed runs are not comparable
         "precision": config.precision,
@@ -98,6 +108,22 @@ def make_failure(run: Run, error: Exception) -> dict[str, Any]:
 def now() -> str:
     """Return the time as result.json holds it."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def measure_references(plan: RunPlan, result: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the losses of n-grams and a compressor on the text that a run was tested on.
+
+    They learn from as many tokens as the run has seen, up to a limit. Measured once for many runs,
+    after training: no run waits for them at its start.
+    """
+    data = plan.data
+    if not isinstance(data, Corpus) or result["status"] != "done" or result["loss"]["test"] is None:
+        return None
+    try:
+        measured = measure_text_references(data, result["tokens"])
+    except (MemoryError, OSError):  # no reason to lose the run
+        return None
+    return {"tokens": measured.tokens, "ngram": measured.ngram, "lzma": measured.lzma}
 
 
 def publish(run: Run, lease: Lease, result: dict[str, Any]) -> None:
@@ -172,6 +198,12 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
     summary = {f"final/{split}_loss": value for split, value in result["loss"].items()}
     for name in OTHER_METRICS:
         summary |= {f"final/{split}_{name}": value for split, value in result[name].items()}
+    if result["chance"] is not None:
+        summary["final/chance_accuracy"] = result["chance"]
+    if references := result[text_references.KEY]:
+        summary |= {f"text/ngram_{n}": loss for n, loss in enumerate(references["ngram"], 1)}
+        summary["text/lzma"] = references["lzma"]
+        summary["text/beats_ngrams"] = text_references.has_beaten_ngrams(result)
     for name in ("status", "tokens", "seconds", "tokens_per_second"):
         summary[f"final/{name}"] = result.get(name)
     summary |= {"params": result["params"]["total"], "flops_per_token": result["flops_per_token"]}

@@ -13,7 +13,8 @@ from typing import Any
 from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.models.base import Model
-from qkablate.runs import attention_map, predictions
+from qkablate.runs import attention_map, document_losses, predictions, text_references
+from qkablate.runs.document_losses import DocumentLossesHeader
 from qkablate.runs.lease import Lease, LeaseLost, LeaseObserver
 from qkablate.runs.run import EXIT_CODES, Run
 from qkablate.tracking import MetricsFile, Terminal, WandbRun
@@ -125,6 +126,7 @@ def _train_session(
             writer = _RunWriter(lease, run, metrics)
             save_predictions = partial(writer.write, predictions.write_predictions)
             save_attention = partial(writer.write, attention_map.write_attention_map)
+            documents_header = DocumentLossesHeader(run.id, plan.data.fingerprint)
 
             def stop() -> bool:
                 lease.check()
@@ -142,6 +144,9 @@ def _train_session(
                 ranks=ranks,
                 record_predictions=PredictionRecorder(plan, save_predictions),
                 record_attention=partial(record_attention, plan, save_attention),
+                record_documents=partial(
+                    writer.write, document_losses.write_document_losses, documents_header
+                ),
             )
             content |= _train(plan, trainer)
         except Interrupted:
@@ -159,6 +164,7 @@ def _train_session(
             steps = content.get("diverged_at", trainer.progress.step)
             content |= {"seconds": round(trainer.seconds(), 3), "steps": steps}
             content["tokens"] = steps * plan.tokens_per_step
+            content[text_references.KEY] = result.measure_references(plan, content)
         content["peak_memory_bytes"] = hardware.peak_memory(plan.config.device)
         content["ended"] = result.now()
     result.publish(run, lease, content)

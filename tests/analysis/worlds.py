@@ -16,7 +16,7 @@ from qkablate.cli.hydra.grid import open_composer
 from qkablate.config import GridConfig
 from qkablate.report.text.table import format_markdown
 from qkablate.report.text.tables import make_tables
-from qkablate.sweeps.planning.expand import Grid, expand_grid
+from qkablate.sweeps.planning.expand import FLOOR, Grid, expand_grid
 from qkablate.sweeps.planning.manifest import Manifest, SweepRun, freeze
 from qkablate.sweeps.running.state import SweepState
 from tests.analysis.references import to_json
@@ -27,6 +27,9 @@ ENVIRONMENT = {
     "code": {"commit": "0123456789abcdef", "diff": ""},
     "threads": 1,
 }
+
+
+FLOOR_LEAD = 10.0  # nats
 
 
 @dataclass
@@ -52,13 +55,17 @@ class World:
         """Give every run a result, as long as new runs follow.
 
         A number is the test loss of a finished run (validation is 0.1 higher), a string a status
-        without loss, a dict overrides of result.json; None leaves the run waiting.
+        without loss, a dict overrides of result.json; None leaves the run waiting. Floors that the
+        sweep has added end FLOOR_LEAD higher.
         """
         written: set[str] = set()
         while new := [run for run in self.runs() if run.id not in written]:
             for run in new:
                 written.add(run.id)
-                self.write(run, loss(run))
+                outcome, arm = loss(run), self.manifest.arms[run.arm]
+                is_floor = arm.variant == FLOOR and arm.baseline is None
+                is_number = isinstance(outcome, int | float)
+                self.write(run, outcome + FLOOR_LEAD if is_floor and is_number else outcome)
         return self
 
     def write(self, run: SweepRun, outcome: Any) -> None:
@@ -90,7 +97,11 @@ class World:
             "params": {"total": arm.total_params},
             "flops_per_token": arm.flops,
             "init": {"mode": "matched", "match": "exact"},
-            "lr": {"mode": "matched", "multiplier": {"qk": 1.0, "ov": 1.0}},
+            "lr": {
+                "factor": arm.config_of(run.changes).variant.lr,
+                "matched": arm.matched_lr,
+                "multiplier": {"qk": 1.0, "ov": 1.0},
+            },
             "packed": 1,
             "precision": "fp32",
             "device": "cpu",
@@ -121,7 +132,12 @@ class World:
 
 
 def compose_manifest(small: Sequence[str], *words: str, grid: GridConfig | None = None) -> Manifest:
-    """Plan a sweep of a small model, given its settings that `words` do not override."""
+    """Plan a sweep of a small model, given its settings that `words` do not override.
+
+    No floor is added to a sweep unless `words` ask for it; claims have theirs.
+    """
+    if grid is None:
+        small = ["sweep.floor=false", *small]
     with open_composer() as composer:
         given = {word.partition("=")[0] for word in words} | {*(grid.fixed if grid else ())}
         defaults = [word for word in small if word.partition("=")[0] not in given]

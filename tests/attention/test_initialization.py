@@ -470,7 +470,7 @@ def test_naive_triangle_has_the_distribution_of_a_full_matrix(draws):
     assert spreads[1] == pytest.approx(spreads[0], rel=0.1)
 
 
-@pytest.mark.parametrize("lr", ["matched", "same"])
+@pytest.mark.parametrize("lr", ["matched", "same", 0.3])
 def test_rates_reach_the_optimizer(lr):
     model_config = ModelConfig(layers=2, d_model=32, heads=4, context=8, bias=True)
     variant = resolve_variant(VariantConfig(qk="merged", ov="no_v", lr=lr), model_config)
@@ -480,14 +480,26 @@ def test_rates_reach_the_optimizer(lr):
     rate = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     assert len(rate) == len(list(model.parameters()))
     for _, _, layer, _ in model.attention_layers():
+        power = {"matched": 1, "same": 0}.get(lr, math.log(0.3) / math.log(layer.matched_lr))
         for parameter, multiplier, decay in layer.rates():
             group = rate[id(parameter)]
-            expected = multiplier if lr == "matched" else 1.0
+            expected = multiplier**power
             assert group["lr_multiplier"] == pytest.approx(expected)
             assert group["lr"] == pytest.approx(config.optim.lr * expected)
             assert group["lr"] * group["weight_decay"] == pytest.approx(
                 config.optim.lr * config.optim.weight_decay * decay
             )
+
+
+def test_a_number_scales_the_changed_circuit_and_the_others_in_proportion():
+    layer = initialized("merged", "no_v")
+    matched = layer.lr_multipliers()
+    assert layer.matched_lr == layer.resolve_lr("matched") == matched["qk"] != 1 != matched["ov"]
+    assert layer.lr_multipliers("same") == layer.lr_multipliers(1.0) == {"qk": 1, "ov": 1}
+    assert layer.lr_multipliers(layer.matched_lr) == matched  # exactly: the same run
+    half_way = layer.lr_multipliers(math.sqrt(matched["qk"]))
+    assert half_way == pytest.approx({k: math.sqrt(value) for k, value in matched.items()})
+    assert initialized("separate", "no_v").matched_lr == matched["ov"]  # where QK is standard's
 
 
 def test_naive_norms_reduce_the_learning_rate():

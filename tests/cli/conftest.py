@@ -14,10 +14,11 @@ from tests.cli.helpers import GAPS, SIZES, run_in
 SPREAD = (-0.002, -0.001, 0.0, 0.001, 0.002)
 LENGTH = ["train.steps=12", "train.batch_size=2", "tracking.wandb=disabled"]
 SWEEP = ["sweep.name=small", "variant=standard,no_q,shared_qk", "seed=range(5)", "workers=1"]
+SWEEP += ["sweep.floor=false"]
 CLAIM = {
     "says": "Keys alone are enough.",
     "source": "a comment",
-    "seeds": 2,
+    "seeds": 3,
     "tuning_seeds": 0,
     "grid": {"variant": "standard,no_q"},
     "parts": {"within": {"arm": "no_q", "kind": "noninferior", "margin": 3}},

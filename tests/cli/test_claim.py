@@ -15,7 +15,7 @@ PART = {"arm": "no_q", "kind": "noninferior", "margin": 3}
 CLAIM = {
     "says": "Keys alone are enough.",
     "source": "a comment",
-    "seeds": 2,
+    "seeds": 3,
     "tuning_seeds": 0,
     "grid": {"variant": "standard,no_q"},
     "parts": {"within": PART},
@@ -59,7 +59,8 @@ class Pretended:
 
         def loss(run):
             own = 0.0 if run.arm.startswith("standard") else gap + spread * (run.place % 2 - 0.5)
-            return 2 + run.place / 10 + own
+            floor = 10.0 * run.arm.startswith("uniform")
+            return 2 + run.place / 10 + own + floor
 
         return loss
 
@@ -132,7 +133,7 @@ def test_user_claim_is_trained_to_a_verdict(claim, qkablate, tmp_path, write):
 
     done = claim("run")
     assert done.code == 0, done.err
-    assert "\nSUPPORTED\n" in done.out
+    assert "\nINSENSITIVE\n" in done.out  # standard does not beat uniform by 9 nats
     assert "exploratory" not in done.out
     (path,) = registered(tmp_path)
     content = json.loads(path.read_text())
@@ -145,9 +146,9 @@ def test_user_claim_is_trained_to_a_verdict(claim, qkablate, tmp_path, write):
 
     done = claim("show")
     assert (done.code, done.err) == (0, "")
-    assert "\nSUPPORTED\n" in done.out
+    assert "\nINSENSITIVE\n" in done.out
     output = json.loads(claim("show", "--json").out, parse_constant=pytest.fail)
-    assert (output["verdict"], output["seeds"], output["exploratory"]) == ("SUPPORTED", 2, [])
+    assert (output["verdict"], output["seeds"], output["exploratory"]) == ("INSENSITIVE", 3, [])
     assert output["hash"] == content["hash"]
     losses = {
         (r["seed"], r["label"].partition("-")[0]): r["loss"]["test"]
@@ -161,7 +162,7 @@ def test_user_claim_is_trained_to_a_verdict(claim, qkablate, tmp_path, write):
     before = path.read_bytes()
     done = claim("run")
     assert done.code == 0
-    assert "\nSUPPORTED\n" in done.out
+    assert "\nINSENSITIVE\n" in done.out
     assert times == {p: p.stat().st_mtime_ns for p in tmp_path.glob("outputs/runs/*/result.json")}
     assert path.read_bytes() == before
 
@@ -176,7 +177,7 @@ def test_margin_that_is_edited_after_the_runs_is_exploratory(claim, pretended, w
     write(margin=2)
     done = claim("show")
     assert done.code == 0
-    assert "SUPPORTED (exploratory)" in done.out
+    assert "SUPPORTED at these rates (exploratory)" in done.out
     assert "edited after the runs of " in done.out
     assert "parts.within.margin: 3.0 → 2.0" in done.out
     output = json.loads(claim("show", "--json").out)
@@ -185,14 +186,14 @@ def test_margin_that_is_edited_after_the_runs_is_exploratory(claim, pretended, w
     before = {*pretended.trained}
     done = claim("run")
     assert done.code == 0
-    assert "SUPPORTED (exploratory)" in done.out
+    assert "SUPPORTED at these rates (exploratory)" in done.out
     assert "parts.within.margin: 3.0 → 2.0" in done.out
-    assert len({*pretended.trained} - before) == 4
+    assert len({*pretended.trained} - before) == 9  # three arms: the floor, too
     one, other = (json.loads(path.read_text()) for path in registered(tmp_path))
     assert not {*one["final_seeds"]} & {*other["final_seeds"]}
     # As it was written first, it is what it was.
     write()
-    assert "\nSUPPORTED\n" in claim("show").out
+    assert "\nSUPPORTED at these rates\n" in claim("show").out
 
 
 @pytest.mark.slow
@@ -201,9 +202,9 @@ def test_wording_can_be_edited(claim, pretended, write):
     write(source="elsewhere")
     done = claim("show")
     assert "source    elsewhere" in done.out
-    assert "\nSUPPORTED\n" in done.out
+    assert "\nSUPPORTED at these rates\n" in done.out
     write(says="Otherwise said.", source="elsewhere")
-    assert "\nSUPPORTED (exploratory)\n" in claim("show").out
+    assert "\nSUPPORTED at these rates (exploratory)\n" in claim("show").out
     write(source="elsewhere")
     trained = list(pretended.trained)
     assert claim("run").code == 0
@@ -216,7 +217,7 @@ def test_edit_before_the_runs_does_not_count(claim, pretended, write):
     write(margin=2)
     done = claim("run")
     assert done.code == 0
-    assert "\nSUPPORTED\n" in done.out
+    assert "\nSUPPORTED at these rates\n" in done.out
 
 
 @pytest.mark.slow
@@ -235,20 +236,20 @@ def test_verdict_before_an_edit_can_be_shown(claim, pretended, write):
 def test_more_seeds_are_exploratory_and_say_how_many_were_declared(claim, pretended, tmp_path):
     assert_refused(claim("run", "--more", "1"), "--more: run the declared seeds first")
     assert claim("run").code == 0
-    assert len(pretended.trained) == 4
+    assert len(pretended.trained) == 9
     done = claim("run", "--more", "1")
     assert done.code == 0, done.err
-    assert "SUPPORTED (exploratory)" in done.out
-    assert "3 seeds, and 2 were declared" in done.out
-    assert len(pretended.trained) == 6
+    assert "SUPPORTED at these rates (exploratory)" in done.out
+    assert "4 seeds, and 3 were declared" in done.out
+    assert len(pretended.trained) == 12
     done = claim("show")
-    assert "SUPPORTED (exploratory)" in done.out
+    assert "SUPPORTED at these rates (exploratory)" in done.out
     # From then on: also when it is run as it was declared.
     done = claim("run")
-    assert "3 seeds, and 2 were declared" in done.out
-    assert len(pretended.trained) == 6
+    assert "4 seeds, and 3 were declared" in done.out
+    assert len(pretended.trained) == 12
     (folder,) = (path.parent for path in registered(tmp_path))
-    assert {path.name for path in folder.iterdir()} == {"claim.json", "n2", "n3"}
+    assert {path.name for path in folder.iterdir()} == {"claim.json", "n3", "n4"}
 
 
 @pytest.mark.slow
@@ -261,7 +262,7 @@ def test_interrupted_additional_seeds_are_resumed(claim, qkablate, pretended):
     assert words[-2:] == ["--more", "1"]
     done = qkablate(*words[1:])
     assert done.code == 0, done.err
-    assert "3 seeds, and 2 were declared" in done.out
+    assert "4 seeds, and 3 were declared" in done.out
 
 
 def test_dry_run_writes_nothing(claim, tmp_path, monkeypatch):
@@ -272,7 +273,7 @@ def test_dry_run_writes_nothing(claim, tmp_path, monkeypatch):
     done = claim("run", "--dry-run")
     assert done.code == 0, done.err
     assert "mine (small): Keys alone are enough." in done.out
-    assert "1 comparison of 2 pairs" in done.out
+    assert "1 comparison of 3 pairs" in done.out
     assert "no_q-d16-h2" in done.out
     assert registered(tmp_path) == []
     assert list(tmp_path.glob("outputs/runs/*")) == []
@@ -298,15 +299,15 @@ def test_unfinished_runs_give_no_verdict(claim, pretended, how):
     done = claim("show")
     assert done.code == 1
     assert "\nINCOMPLETE\n" in done.out
-    ended = 0 if how == "interrupted" else 2
-    assert f"{ended} of 4 runs have ended; the verdict needs all of them" in done.out
+    ended = 0 if how == "interrupted" else 3
+    assert f"{ended} of 9 runs have ended; the verdict needs all of them" in done.out
     assert json.loads(claim("show", "--json").out)["verdict"] == "INCOMPLETE"
     assert claim("show", "--json").code == 1
     assert_refused(claim("run", "--more", "1"), "--more: run the declared seeds first")
     pretended.outcome, pretended.code = good, None
     done = claim("run", *(["--retry", "failed"] if how == "failed" else []))
     assert done.code == 0
-    assert "\nSUPPORTED\n" in done.out
+    assert "\nSUPPORTED at these rates\n" in done.out
 
 
 def test_retry_of_failed_runs_is_proposed(claim, pretended):
@@ -324,8 +325,8 @@ def test_looks_stop_at_the_first_conclusive_one(claim, pretended, write, tmp_pat
     looks(write, 3)
     done = claim("run")
     assert done.code == 0, done.err
-    assert len(pretended.trained) == 6
-    assert "\nSUPPORTED\n" in done.out
+    assert len(pretended.trained) == 9
+    assert "\nSUPPORTED at these rates\n" in done.out
     assert json.loads(claim("show", "--json").out)["seeds"] == 3
     assert {path.name for path in registered(tmp_path)[0].parent.iterdir()} == {"claim.json", "n3"}
     trained = list(pretended.trained)
@@ -339,7 +340,7 @@ def test_looks_continue_until_conclusive(claim, pretended, write):
     pretended.outcome = pretended.by_gap(0.01, 0.1)  # on the margin
     done = claim("run")
     assert done.code == 0, done.err
-    assert len(pretended.trained) == 12
+    assert len(pretended.trained) == 18
     assert "\nUNDERPOWERED\n" in done.out
     output = json.loads(claim("show", "--json").out)
     assert (output["seeds"], output["declared_seeds"], output["exploratory"]) == (6, [3, 4, 6], [])
@@ -360,7 +361,7 @@ def test_refuted_and_underpowered_are_verdicts_too(claim, pretended, write):
     pretended.outcome = pretended.by_gap(5)
     done = claim("run")
     assert done.code == 0
-    assert "\nREFUTED\n" in done.out
+    assert "\nREFUTED at these rates\n" in done.out
     assert claim("show").code == 0
 
 
@@ -386,7 +387,7 @@ def test_moved_folder_shows_the_same(claim, qkablate, pretended, tiny, tmp_path)
     words = [word for word in tiny if not word.startswith("out=")]
     done = qkablate("claim", "show", "mine.yaml", *words, "out=moved")
     assert done.code == 0
-    assert "\nSUPPORTED\n" in done.out
+    assert "\nSUPPORTED at these rates\n" in done.out
 
 
 # The list.
@@ -417,15 +418,15 @@ def test_list_has_the_verdicts(qkablate, claim, pretended, tmp_path):
     out = f"out={tmp_path / 'outputs'}"
     output = {r["claim"]: r for r in json.loads(qkablate("claim", "list", out, "--json").out)}
     (own,) = output["mine"]["verdicts"]
-    assert own.startswith("SUPPORTED ! (small, model.layers=2")  # no rate was tuned
-    assert own.endswith(", n = 2)")
+    assert own.startswith("SUPPORTED at these rates ! (small, model.layers=2")  # no rate was tuned
+    assert own.endswith(", n = 3)")
     assert output["one_head"]["verdicts"] == []
     assert own in qkablate("claim", "list", out).out
     assert "SUPPORTED" not in qkablate("claim", "list", "out=elsewhere").out
     assert claim("run", "--more", "1").code == 0
     (row,) = [x for x in qkablate("claim", "list", out).out.splitlines() if x.startswith("mine ")]
-    assert "SUPPORTED ! (small" in row
-    assert ", n = 3, exploratory)" in row
+    assert "SUPPORTED at these rates ! (small" in row
+    assert ", n = 4, exploratory)" in row
 
 
 @pytest.mark.slow
@@ -503,7 +504,7 @@ FILES = {
     "no arm left": ({"filter": ["model.d_model > 999"]}, "excludes all arms"),
     "a baseline": ({"baseline": 5}, "baseline: '5' is not a variant"),
     "growth": ({"parts": {"within": PART | {"horizon": "growth"}}}, "3 lengths of training"),
-    "seeds": ({"seeds": 1}, "seeds: 1 is not a number from 2 on"),
+    "seeds": ({"seeds": 1}, "seeds: 1 is not a number from 3 on"),
 }
 
 

@@ -23,6 +23,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 BOUND = 120  # seconds: then it hangs
 WORDS = [
     *("sweep.name=small", "variant=standard,no_q", "seed=0,1", "workers=2"),
+    "sweep.floor=false",
     *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "data=text"),
     *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "tracking.log_every=2"),
 ]

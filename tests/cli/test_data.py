@@ -147,7 +147,7 @@ def test_run_of_every_task(qkablate, tiny, tmp_path, task, variant):
     words += [f"data={task}", *small.get(task, []), "data.val_tokens=320", "data.test_tokens=640"]
     done = qkablate("train", *words, f"variant={variant}")
     assert done.code == 0, done.err
-    assert re.search(r"accuracy  val [\d.]+%   test [\d.]+%", done.out)
+    assert re.search(r"accuracy  val [\d.]+%   test [\d.]+%   chance [\d.]+%", done.out)
     (folder,) = (tmp_path / "outputs" / "runs").iterdir()
     result = json.loads((folder / "result.json").read_text())
     assert result["data"]["source"] == task
@@ -155,6 +155,8 @@ def test_run_of_every_task(qkablate, tiny, tmp_path, task, variant):
     assert "path" not in result["data"]
     assert result["bits_per_byte"] == {"val": None, "test": None}
     assert 0 <= result["accuracy"]["test"] <= 1
+    assert 0 < result["chance"] < 1
+    assert result["text_references"] is None
     assert any(name.startswith("accuracy/") for name in result["measures"]["test"])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (last,) = [row for row in rows if row["step"] == 12 and "val/accuracy" in row]

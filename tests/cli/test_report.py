@@ -17,7 +17,7 @@ from tests.cli.helpers import assert_refused, complete, proposed_commands
 CLAIM = {
     "says": "Keys alone are enough.",
     "source": "a comment",
-    "seeds": 2,
+    "seeds": 3,
     "tuning_seeds": 0,
     "grid": {"variant": "standard,no_q"},
     "parts": {"within": {"arm": "no_q", "kind": "noninferior", "margin": 3}},
@@ -155,7 +155,7 @@ def test_sweeps_claims_and_runs_are_sections_of_one_page(qkablate, outputs, swee
     page = Path("all.html").read_text(encoding="utf-8")
     assert len(re.findall(r"<article\b", page)) == 3
     told = visible(page)
-    assert "SUPPORTED" in told
+    assert "INSENSITIVE" in told
     assert "Keys alone are enough." in told
     assert "margin: 0.01 nats" in told  # that was asked for
     for folder in (sweep, *map(Path, runs)):
@@ -225,10 +225,10 @@ def test_next_is_printed_only_with_a_command(qkablate, run_of):
 def test_claim_is_found_by_its_name_or_folder(text, claim):
     whole = text("mine")
     assert chapters(whole) == ["claim mine (small)"]
-    assert "**SUPPORTED**" in whole
+    assert "**INSENSITIVE**" in whole
     assert "no_q is not worse than standard by 3" in whole
     for word in (claim.name, claim):
-        assert "**SUPPORTED**" in text(word)
+        assert "**INSENSITIVE**" in text(word)
 
 
 def test_claim_is_written_in_its_folder(qkablate, claim):
@@ -602,7 +602,7 @@ MISTAKES = [
     (["~nobody-of-this-name"], "there is no sweep, claim or run '~nobody-of-this-name'"),
     (["\x1b[31mred"], "there is no sweep, claim or run '�[31mred'"),
     (["small", "nothing-here"], "there is no sweep, claim or run 'nothing-here'"),
-    (["no_q"], "'no_q' matches 7 runs"),
+    (["no_q"], "'no_q' matches 8 runs"),
     (["out=nowhere"], "there is no sweep in 'nowhere/sweeps'"),
     (["small", "out=nowhere"], "there is no sweep, claim or run 'small' in 'nowhere'"),
     (

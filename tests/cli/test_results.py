@@ -14,6 +14,7 @@ from tests.cli.helpers import GAPS, assert_refused, complete, proposed_commands
 
 WORDS = [
     *("sweep.name=small", "variant=standard,no_q,shared_qk", "seed=range(5)", "workers=1"),
+    "sweep.floor=false",
     *("model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "threads=1"),
     *("train.steps=12", "train.batch_size=2", "tracking.wandb=disabled", "data=text"),
 ]
@@ -135,7 +136,7 @@ def test_markdown_has_the_tables_to_paste(qkablate, sweep):
     by_arm = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
     assert by_arm["no_q-d16-h2"]["gap"] == "+0.0500"
     assert by_arm["no_q-d16-h2"]["n"] == "5"
-    assert by_arm["no_q-d16-h2"]["decision"] == "worse"
+    assert by_arm["no_q-d16-h2"]["decision"] == "worse at this rate (not tuned)"
     assert by_arm["shared_qk-d16-h2"]["gap"] == "+0.0000"
     head, *rows = next(rows for title, rows in tables.items() if title.startswith("test loss"))
     assert [row[head.index("done")] for row in rows] == ["5/5"] * 3
@@ -156,7 +157,7 @@ def test_margin_is_tested(qkablate, sweep):
     done = qkablate("results", "--margin=0.01")
     assert "p (gap ≥ 0.01)" in done.out
     assert "seeds for ± 0.01" in done.out
-    assert "equivalent" in done.out
+    assert "the experiment could not tell" in done.out  # there is no floor
     # Asked for once, it is not proposed again.
     assert all("--margin" not in words for words in proposed_commands(done))
 
@@ -164,10 +165,14 @@ def test_margin_is_tested(qkablate, sweep):
 def test_proposed_command_works(qkablate, sweep):
     done = qkablate("results")
     commands = proposed_commands(done)
+    settle, *others = commands
+    assert settle[:2] == ["qkablate", "sweep"]
+    assert settle[-1] == "--dry-run"
+    assert "sweep.tune=true" in settle
     verbs = ["results", "report", "results"]
-    assert [words[:3] for words in commands] == [["qkablate", verb, sweep.name] for verb in verbs]
-    assert commands[0][-2:] == ["--margin", "0.01"]
-    assert commands[2][-2:] == ["--format", "json"]
+    assert [words[:3] for words in others] == [["qkablate", verb, sweep.name] for verb in verbs]
+    assert others[0][-2:] == ["--margin", "0.01"]
+    assert others[2][-2:] == ["--format", "json"]
     for words in commands:
         assert qkablate(*words[1:]).code == 0
 
@@ -175,7 +180,7 @@ def test_proposed_command_works(qkablate, sweep):
 def test_proposed_command_works_with_another_out(qkablate, finished, tmp_path):
     done = qkablate("results", "small", f"out={finished}")
     commands = proposed_commands(done)
-    assert len(commands) == 3
+    assert len(commands) == 4
     for words in commands:
         assert f"out={finished}" in words
         assert qkablate(*words[1:]).code == 0
@@ -225,7 +230,7 @@ def test_sweep_without_any_result_is_shown(qkablate, outputs):
 
 
 def test_retry_of_failed_runs_is_proposed(qkablate, outputs):
-    path = next(outputs.glob("runs/no_q-*/result.json"))
+    path = next(outputs.glob("runs/no_q-*-s0-*/result.json"))  # not one of the claim
     result = json.loads(path.read_text()) | {"status": "failed", "error": "ValueError: no"}
     path.write_text(json.dumps(result))
     done = qkablate("results")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkablate.config import DataConfig
-from qkablate.data import corpus, document_store, open_data, tokenizers
+from qkablate.data import IGNORE, corpus, document_store, open_data, prepare, sources, tokenizers
 from qkablate.data.corpus import open_corpus
 from qkablate.errors import UserError
 
@@ -59,6 +59,73 @@ def test_standard_library_is_a_corpus(cache):
     assert prepared.tokens["val"] == prepared.tokens["test"] == 65536
     assert prepared.tokens["train"] > 5_000_000
     assert "def " in prepared.split("train")[:200_000].tobytes().decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("tokens", [131_072, 1_000_000])
+def test_held_out_text_of_the_standard_library_is_many_documents(cache, tokens):
+    prepared = open_corpus(DataConfig(cache=cache, val_tokens=tokens, test_tokens=tokens))
+    train = prepared.split("train").tobytes()
+    trained = {hash_of(document) for document in train.split(b"\0")}
+    documents = {hash_of(f.read_bytes()): f.read_bytes() for f in sources.find_files(DataConfig())}
+    rest = b"\0".join(text for digest, text in documents.items() if digest not in trained)
+    for split in ("val", "test"):
+        assert prepared.tokens[split] > 0.95 * tokens
+        held_out = parts(prepared)[split]
+        assert len(held_out) == prepared.manifest.documents[split] >= 50
+        assert max(map(len, held_out)) < tokens / 25
+        # Each is an excerpt of a document of which nothing is trained on.
+        assert all(excerpt in rest for excerpt in held_out)
+    groups = prepared.document_groups("test")
+    assert len(groups) == prepared.tokens["test"]
+    ends = np.flatnonzero(np.diff(groups))
+    assert (prepared.split("test")[ends] == 0).all()  # a document ends there
+    assert len(ends) == prepared.manifest.documents["test"] - 1
+
+
+@given(st.lists(st.integers(1, 50), max_size=8), st.integers(1, 300))
+def test_filling_limit_is_the_smallest_that_fills(sizes, total):
+    limit = prepare._filling_limit(np.array(sizes, dtype=np.int64), total)
+
+    def filled(limit):
+        return sum(min(size, limit) for size in sizes)
+
+    if sum(sizes) < total:
+        assert limit == max(sizes, default=0)
+    else:
+        assert filled(limit) >= total > filled(limit - 1)
+
+
+def test_long_documents_are_cut_to_excerpts_of_whole_characters(tmp_path, cache):
+    texts = [f"{i:03}" + "é∑𝄞" * 3000 for i in range(600)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    config = DataConfig(source="text", path=str(tmp_path / "a.jsonl"), cache=cache)
+    found = parts(open_corpus(config))
+    for split in ("val", "test"):
+        held_out = [document.decode() for document in found[split][:-1]]
+        assert len(held_out) > 5
+        assert len({document[:2] for document in held_out}) > 1  # not all from the start
+        assert max(len(d.encode()) for d in held_out) <= 65536 / 5
+    assert max(map(len, found["train"])) == 3 + 9 * 3000
+
+
+def test_losses_of_the_test_split_are_counted_by_document(folder, cache):
+    config = DataConfig(source="text", path=str(folder), cache=cache)
+    prepared = open_corpus(config)
+    batches = [*prepared.split_batches("test", batch_size=2, context=16)]
+    counted = np.concatenate(
+        [b.slices["document"][b.targets_NA.numpy() != IGNORE] for b in batches]
+    )
+    assert len(counted) == prepared.tokens["test"] - 1
+    ends = prepared.document_ends("test")
+    assert np.bincount(counted).tolist() == np.diff(ends, prepend=1).tolist()
+    assert next(prepared.split_batches("val", batch_size=2, context=16)).slices is None
+
+
+def test_very_many_documents_are_grouped(folder, cache, monkeypatch):
+    monkeypatch.setattr(corpus, "MAX_DOCUMENT_GROUPS", 2)
+    prepared = open_corpus(DataConfig(source="text", path=str(folder), cache=cache))
+    assert prepared.manifest.documents["test"] > 2
+    assert [*np.unique(prepared.document_groups("test"))] == [0, 1]
 
 
 def test_one_file_is_split_by_position(tmp_path, cache):
@@ -276,7 +343,8 @@ def test_manifest_describes_the_corpus(folder, cache):
         data = (prepared.folder / f"{split}.bin").read_bytes()
         assert hashlib.sha256(data).hexdigest() == manifest["sha256"][split]
     assert {f.name for f in prepared.folder.iterdir()} == {
-        *("manifest.json", "tokenizer.json", "train.bin", "val.bin", "test.bin")
+        *("manifest.json", "tokenizer.json", "train.bin", "val.bin", "test.bin"),
+        *("val.ends.bin", "test.ends.bin"),
     }
 
 

@@ -69,6 +69,14 @@ def test_shapes_and_vocabulary(name):
 
 
 @pytest.mark.parametrize("name", TASKS)
+def test_chance_is_the_accuracy_of_the_best_constant_answer(name):
+    task = make(name)
+    targets = drawn(task, 4000).targets_NA
+    counts = np.bincount(targets[targets != IGNORE])
+    assert counts.max() / counts.sum() == pytest.approx(task.chance, abs=0.025)
+
+
+@pytest.mark.parametrize("name", TASKS)
 def test_batches_depend_on_seed_and_step_alone(name):
     task = make(name)
     batch = batches(task).step(5)[0]

@@ -11,7 +11,9 @@ from qkablate.analysis.claims.judgement import judge_claim
 from qkablate.analysis.claims.parse import parse_claim
 from qkablate.analysis.claims.registry import claim_grid
 from qkablate.report.section import Section
+from qkablate.sweeps.planning.expand import FLOOR
 from tests.analysis.worlds import (
+    FLOOR_LEAD,
     cached_manifest,
     cached_world,
     compose_manifest,
@@ -110,7 +112,10 @@ def claimed(corpus, tmp_path_factory) -> Callable[..., Section]:
         made = freeze_world(frozen[0], folder)
         offsets = (-0.001, 0.001, -0.0005, 0.0005)
         seeds = own.seeds_of("final", 4)
-        for run in made.runs()[:ended]:
+        floors = [run for run in made.runs() if made.manifest.arms[run.arm].variant == FLOOR]
+        for run in floors:
+            made.write(run, 2.0 + FLOOR_LEAD + seeds.index(run.changes["seed"]) / 7)
+        for run in [run for run in made.runs() if run not in floors][:ended]:
             number = seeds.index(run.changes["seed"])
             loss = 2.0 + number / 7
             if run.arm.startswith("no_q"):

@@ -16,6 +16,7 @@ from qkablate.report.section import Section, share_styles
 
 ONE = ("variant=standard,no_q", "seed=range(2)")
 FULL = ("variant=standard,no_q", "model.d_model=16,32", "seed=range(2)", "sweep.tune=true")
+RUNS = 77  # 8 final runs, and those of tuning
 SIGNS = ("\x1b", "\x07", "\u202e", "\u2028", "\u2029", "\u200b")  # that steer, or hide
 WORDS = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</script>", "<!--")
 WORDS += ("${x}", "{{7*7}}", "{% raw %}", "&lt;b&gt;", "'onfocus='alert(1)")
@@ -219,11 +220,11 @@ def test_every_chart_has_its_caption(full, parsed):
 def test_every_run_is_listed_with_its_command(full, parsed):
     commands = [word for word in parsed.words if word.startswith("qkablate train ")]
     tuning = sum(len(records) for records in full.study.tuning.values())
-    assert len(commands) == len(full.study.records) + tuning == 48
+    assert len(commands) == len(full.study.records) + tuning == RUNS
 
 
 def test_status_counts_the_runs(full, written, cached_world, loss_of, section_of):
-    assert "48 runs: 48 done" in written
+    assert f"{RUNS} runs: {RUNS} done" in written
     made = cached_world("variant=standard,no_q", "seed=range(4)")
     made.finish(lambda run: (loss_of(run), "diverged", "failed", None)[run.changes["seed"]])
     text = render_page([section_of(made)], "half")
@@ -292,7 +293,7 @@ def test_claim_is_shown_with_its_verdict(claimed):
     assert "within" in {cell for rows in found.rows for row in rows for cell in row}
     waiting = assert_sound(render_page([claimed(0.0, ended=3)], "a claim"))
     assert "INCOMPLETE" in waiting.words
-    assert "3 of 8 runs have ended" in waiting.text
+    assert "7 of 12 runs have ended" in waiting.text
 
 
 # Hostile names

@@ -34,7 +34,7 @@ TINY = [
 CLAIM = """
 says: Keys alone are enough.
 source: a comment
-seeds: 2
+seeds: 3
 tuning_seeds: 0
 grid: {variant: "standard,no_q"}
 parts:

@@ -8,15 +8,19 @@ import numpy as np
 from qkablate.analysis.claims.claim import Claim, Comparison, find_comparisons
 from qkablate.analysis.claims.registry import edits_since, find_registrations
 from qkablate.analysis.claims.verdict import ClaimVerdict, Part, judge_parts, spend_alpha
-from qkablate.analysis.comparison.audit import BROKEN, AuditCheck, audit, worst_state
+from qkablate.analysis.comparison.audit import BROKEN, WARNING, AuditCheck, audit, worst_state
 from qkablate.analysis.comparison.curves import fit_slopes
 from qkablate.analysis.comparison.decision import Verdict
-from qkablate.analysis.comparison.gaps import Gap, measure_gap
+from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
 from qkablate.analysis.comparison.lr_curves import find_lr_curves
 from qkablate.analysis.stats import ALPHA, Sample, Spread, describe_sample, detectable_effect
+from qkablate.analysis.study.floor import find_floor
 from qkablate.analysis.study.study import Entry, Study, read_study
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Manifest
+
+# What a warning of the audit limits a verdict to.
+_SCOPES = {"learning rate": "at these rates", "documents": "on these documents"}
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,32 @@ class Judgement:
         return self.verdict.word if self.verdict else Verdict.INCOMPLETE
 
     @property
+    def unless(self) -> list[str]:
+        """Failures of training, not excluded by the runs, that would overturn the verdict."""
+        return self.verdict.unless if self.verdict else []
+
+    @property
+    def scope(self) -> list[str]:
+        """Rates and documents that the verdict is limited to, by warnings of the audit."""
+        if not self.is_conclusive:
+            return []
+        warned = {
+            check.name
+            for judged in self.parts
+            for check in judged.checks
+            if check.state in (WARNING, BROKEN)
+        }
+        return [words for name, words in _SCOPES.items() if name in warned]
+
+    @property
+    def headline(self) -> str:
+        """The verdict, limited to what it holds for."""
+        return f"{self.word} {', '.join(self.scope)}".rstrip()
+
+    @property
     def is_conclusive(self) -> bool:
-        return self.word not in (Verdict.INCOMPLETE, Verdict.UNDERPOWERED)
+        open_words = (Verdict.INCOMPLETE, Verdict.UNDERPOWERED, Verdict.INSENSITIVE)
+        return self.word not in open_words
 
     def seeds_needed(self) -> dict[str, int | None]:
         """Return the seeds that would decide each open part at the measured gap and spread."""
@@ -71,7 +99,10 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
     lr_curves = find_lr_curves(study)
     parts = []
     for comparison in find_comparisons(claim, study.arms.values()):
-        gaps = [measure_gap(entries[arm], entries[other]) for arm, other in comparison.pairs]
+        gaps = [
+            measure_gap(entries[arm], entries[other], find_floor(study, entries[other]))
+            for arm, other in comparison.pairs
+        ]
         audits = [
             audit(
                 gap,
@@ -126,10 +157,19 @@ def _make_part(comparison: Comparison, gaps: list[Gap]) -> Part:
         return Part.from_gap(comparison.name, spec.kind, spec.margin, gaps[0])
     common = [key for key in gaps[0].pairs if all(key in gap.pairs for gap in gaps)]
     gaps_ST = np.array([[gap.pairs[key] for gap in gaps] for key in common])
-    sample = fit_slopes([gap.arm.tokens for gap in gaps], gaps_ST) if common else Sample(())
+    tokens, extra = zip(*((gap.arm.tokens, gap.sample.extra_variance) for gap in gaps), strict=True)
+    sample = fit_slopes([*tokens], gaps_ST, extra) if common else Sample(())
     # A diverged run tilts the line up or down, depending on its place in it.
     diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
-    return Part(comparison.name, spec.kind, spec.margin, sample, diverged, diverged)
+    return Part(
+        comparison.name,
+        spec.kind,
+        spec.margin,
+        sample,
+        diverged,
+        diverged,
+        is_sensitive=all(is_sensitive(gap.lead, spec.margin) for gap in gaps),
+    )
 
 
 def _rounding_gap(gap: Gap, study: Study, entries: dict[str, Entry]) -> Gap | None:
@@ -195,6 +235,8 @@ def judgement_to_json(judgement: Judgement) -> dict[str, object]:
         "source": claim.source,
         "hash": claim.hash,
         "verdict": judgement.word,
+        "scope": judgement.scope,
+        "unless": judgement.unless,
         "exploratory": judgement.exploratory,
         "sweep": judgement.study.name,
         "seeds": judgement.n,
@@ -227,9 +269,11 @@ def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
         "sign_flip": sample.sign_flip,
         "detectable": None
         if sample.sd is None
-        else detectable_effect(sample.sd, sample.n, 2 * alpha),
+        else detectable_effect(sample.spread_at(sample.n), sample.n, 2 * alpha),
         "arm_diverged": sum(gap.arm_diverged for gap in judged.gaps),
         "baseline_diverged": sum(gap.baseline_diverged for gap in judged.gaps),
+        "arm_left_behind": sum(gap.arm_left_behind for gap in judged.gaps),
+        "baseline_left_behind": sum(gap.baseline_left_behind for gap in judged.gaps),
         "unpaired": [line for gap in judged.gaps for line in gap.unpaired],
         "values": sample.values,
         "audit": [dataclasses.asdict(check) for check in judged.checks],

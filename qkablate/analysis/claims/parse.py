@@ -10,6 +10,7 @@ import yaml
 from qkablate.analysis.claims.claim import HORIZONS, MEASURES, NON_CLAIM_KEYS, Claim, PartSpec
 from qkablate.analysis.claims.verdict import KINDS
 from qkablate.analysis.comparison.ranking import AXES
+from qkablate.analysis.stats import MIN_PAIRS
 from qkablate.config import KEYS, check_digits, conf_dir, has_role, nearest_key, variants
 from qkablate.config.sweep import as_word
 from qkablate.errors import UserError, nearest_hint
@@ -119,10 +120,11 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
 
 def _seeds(value: Any) -> tuple[int, ...]:
     looks = value if isinstance(value, list) else [value]
-    valid = all(type(n) is int and 2 <= n <= MOST_SEEDS for n in looks)
+    valid = all(type(n) is int and MIN_PAIRS <= n <= MOST_SEEDS for n in looks)
     if not looks or not valid or sorted({*looks}) != looks:
         raise UserError(
-            f"seeds: {value} is not a number from 2 on, or a rising list of looks as [6, 12, 20]"
+            f"seeds: {value} is not a number from {MIN_PAIRS} on, or a rising list of looks as"
+            " [6, 12, 20]"
         )
     return tuple(looks)
 

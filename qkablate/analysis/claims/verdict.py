@@ -7,21 +7,30 @@
 
 SUPPORTED     every part's bound lies inside: all must hold, so nothing is adjusted
 REFUTED       a part's interval lies wholly outside, by Holm over the parts
-EQUIVALENT    a part says better or worse, and its interval lies within ± margin, by Holm over the
-              parts: there is no such difference
+EQUIVALENT    every part says better or worse, and its interval lies within ± margin, by Holm over
+              the parts: there is no such difference
+INSENSITIVE   the runs would say SUPPORTED or EQUIVALENT, but the baseline does not beat the floor
+              by several margins: no difference could have shown
+MIXED         this holds for some parts, and not for the others
 UNDERPOWERED  none of these: too few seeds for this margin
+
+A verdict that failures of training could overturn holds "unless one run in k is left behind": see
+`left_behind.FailureRisk.unseen_shift` for the bound that makes it unconditional.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scipy import stats
 
 from qkablate.analysis.comparison.decision import Verdict
-from qkablate.analysis.comparison.gaps import Gap
+from qkablate.analysis.comparison.gaps import Gap, is_sensitive
+from qkablate.analysis.left_behind import FailureRisk, measure_risks
 from qkablate.analysis.stats import (
     ALPHA,
+    MIN_PAIRS,
     Sample,
     Spread,
     holm,
@@ -44,19 +53,29 @@ class Part:
     sample: Sample
     open_above: bool = False  # a run of the arm diverged: its mean has no upper bound
     open_below: bool = False  # a run of the baseline diverged
+    risks: tuple[FailureRisk, FailureRisk] | None = None  # of the arm, and of the baseline
+    is_sensitive: bool = True  # the experiment could have shown a gap of the margin
 
     @classmethod
     def from_gap(cls, name: str, kind: str, margin: float, gap: Gap) -> "Part":
         diverged = gap.arm_diverged > 0, gap.baseline_diverged > 0
-        return cls(name, kind, margin, gap.sample, *diverged)
+        return cls(
+            name,
+            kind,
+            margin,
+            gap.sample,
+            *diverged,
+            measure_risks(gap.arm, gap.baseline),
+            is_sensitive(gap.lead, margin),
+        )
 
     def p_below(self, bound: float) -> float:
         """Return the p-value against a mean at or above the bound."""
-        return 1.0 if self.open_above else self.sample.p_below(bound)
+        return 1.0 if self.open_above or self.sample.n < MIN_PAIRS else self.sample.p_below(bound)
 
     def p_above(self, bound: float) -> float:
         """Return the p-value against a mean at or below the bound."""
-        return 1.0 if self.open_below else self.sample.p_above(bound)
+        return 1.0 if self.open_below or self.sample.n < MIN_PAIRS else self.sample.p_above(bound)
 
     @property
     def _bound(self) -> float:
@@ -87,6 +106,34 @@ class Part:
         if self.kind == "equivalent":
             return min(1.0, 2 * min(self.p_above(self.margin), self.p_below(-self.margin)))
         return (self.p_below if self.kind == "worse" else self.p_above)(self._bound)
+
+    def conditions(self, verdict: Verdict, alpha: float = ALPHA, parts: int = 1) -> list[str]:
+        """Return the failures, not excluded by the runs, that would overturn the verdict.
+
+        A failure of the arm moves the gap up, one of the baseline moves it down: the bound that the
+        verdict rests on has to hold when moved by `unseen_shift`. Each of several parts is judged
+        at its share of α, except that all parts of a supported claim must hold.
+        """
+        interval = self.sample.interval(1 - 2 * alpha)
+        if self.risks is None or interval is None:
+            return []
+        low, high = interval
+        rooms: list[float | None] = [None, None]  # up to the bound above, and below
+        is_supported, is_refuted = verdict == Verdict.SUPPORTED, verdict == Verdict.REFUTED
+        if verdict == Verdict.EQUIVALENT or (is_supported and self.kind == "equivalent"):
+            rooms = [self.margin - high, low + self.margin]
+        elif is_refuted and self.kind == "equivalent":
+            is_above = self.sample.mean > 0
+            rooms = [None, low - self.margin] if is_above else [-self.margin - high, None]
+        elif is_supported or is_refuted:
+            is_below = is_supported != (self.kind == "worse")
+            rooms = [self._bound - high, None] if is_below else [None, low - self._bound]
+        share = alpha if is_supported else alpha / parts
+        return [
+            risk.describe_condition(room)
+            for risk, room in zip(self.risks, rooms, strict=True)
+            if room is not None and risk.unseen_shift(share) >= room
+        ]
 
     def power(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
         """Return the probability that n seeds support the part, given the true mean and spread."""
@@ -125,7 +172,7 @@ class Part:
 
     def _outcomes(self, n: int, alpha: float, parts: int) -> dict[Verdict, float]:
         """Return the probability of each verdict with n seeds at the measured gap and spread."""
-        sd, mean = self.sample.sd or 0.0, self.sample.mean
+        sd, mean = self.sample.spread_at(n), self.sample.mean
         above, below = not self.open_above, not self.open_below  # sides that have a bound
         supports = {"noninferior": above, "better": above, "worse": below}
         refutes = {"noninferior": below, "better": below, "worse": above}
@@ -147,6 +194,7 @@ class ClaimVerdict:
 
     word: Verdict
     parts: list[Verdict]
+    unless: list[str] = field(default_factory=list)  # failures that would overturn it
 
 
 def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
@@ -161,10 +209,29 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
             verdicts.append(Verdict.EQUIVALENT)
         else:
             verdicts.append(Verdict.REFUTED if p_refuted < alpha else Verdict.UNDERPOWERED)
-    for verdict in (Verdict.REFUTED, Verdict.EQUIVALENT, Verdict.UNDERPOWERED):
-        if verdict in verdicts:  # one false part is enough
-            return ClaimVerdict(verdict, verdicts)
-    return ClaimVerdict(Verdict.SUPPORTED, verdicts)
+        if verdicts[-1] in (Verdict.SUPPORTED, Verdict.EQUIVALENT) and not part.is_sensitive:
+            verdicts[-1] = Verdict.INSENSITIVE
+    word = _merge_verdicts(verdicts)
+    conditions = [
+        part.conditions(verdict, alpha, len(parts))
+        for part, verdict in zip(parts, verdicts, strict=True)
+        if word in (Verdict.SUPPORTED, Verdict.EQUIVALENT, Verdict.MIXED) or verdict == word
+    ]
+    if word == Verdict.REFUTED and not all(conditions):
+        return ClaimVerdict(word, verdicts)  # a part is refuted whatever fails
+    return ClaimVerdict(word, verdicts, [*dict.fromkeys(itertools.chain(*conditions))])
+
+
+def _merge_verdicts(verdicts: list[Verdict]) -> Verdict:
+    if Verdict.REFUTED in verdicts:  # one false part is enough
+        return Verdict.REFUTED
+    if Verdict.INSENSITIVE in verdicts:
+        return Verdict.INSENSITIVE
+    if Verdict.EQUIVALENT in verdicts and len({*verdicts}) > 1:
+        return Verdict.MIXED
+    if Verdict.UNDERPOWERED in verdicts:
+        return Verdict.UNDERPOWERED
+    return verdicts[0] if verdicts else Verdict.SUPPORTED
 
 
 def spend_alpha(looks: Sequence[int]) -> list[float]:

@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qkablate.analysis.comparison.gaps import ROUNDING_PAIR, Gap
+from qkablate.analysis.comparison.gaps import ROUNDING_PAIR, Gap, describe_floor, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.study.study import Entry, Record
-from qkablate.config import OptimConfig
+from qkablate.config import TEXT_SOURCES, OptimConfig
 from qkablate.table import format_list
 
 ANNEALED = 0.1  # of the peak: largest final learning rate of an annealed run
+_LEAST_ERROR = 5e-5  # of an error over documents: a smaller one shows as 0.0000
 TOLERANCE = 0.01  # relative difference of parameters or FLOPs that counts as matched
 
 # In order: fine; worth knowing; may have moved the gap; not comparable.
@@ -61,8 +62,10 @@ def audit(
         "annealed": _annealed(sides),
         "matched": _matched(sides, axis),
         "start": _start(sides),
+        "floor": _floor(gap, margin),
         "precision": _alike("precision", done, WARNING),
         "data": _alike("data_fingerprint", done, BROKEN),
+        "documents": _documents(gap, done, margin),
         "code": _same_in_pairs(pairs, lambda r: f"{r.facts['code']} (torch {r.facts['torch']})"),
         "machine": _same_in_pairs(pairs, _machine),
         "kernel": _kernel(sides, done, margin, detectable, rounding_gap),
@@ -107,26 +110,38 @@ def _rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> An
         return WARNING, f"{' and '.join(unknown)} diverged at every rate or has missing runs"
     if edge := [name for name, curve in tuned.items() if curve.is_on_edge]:
         return WARNING, f"the best of {' and '.join(edge)} is on the edge"
-    rates = {entry.name: "–" if entry.rate is None else f"{entry.rate:.3g}" for entry in sides}
+    rates = {entry.name: str(entry.rates or "–") for entry in sides}
     if untuned := [name for name in rates if name not in tuned]:
         which = "neither was" if not tuned else f"{untuned[0]} was not"
         return WARNING, f"{which} tuned ({', '.join(rates.values())})"
+    if any(entry.rates is None for entry in sides):
+        return WARNING, f"not chosen yet: {', '.join(rates.values())}"
     off = [
-        f"{entry.name} runs at {entry.rate:.3g}, best is {best:.3g}"
+        f"{entry.name} runs at {entry.rates}, best is {best}"
         for entry in sides
-        if (best := tuned[entry.name].best) is not None and entry.rate not in (None, best)
+        if (best := tuned[entry.name].best) != entry.rates
+        and entry.rates in tuned[entry.name].means
     ]
     if off:
         return WARNING, "; ".join(off)
-    if any(entry.rate is None for entry in sides):
-        return WARNING, f"not chosen yet: {', '.join(rates.values())}"
+    uncertain, excess = [], []
+    for entry in sides:
+        curve = tuned[entry.name]
+        loss = curve.excess_loss(entry.rates) if entry.rates else None
+        if curve.surface is None or not curve.surface.is_certain or loss is None:
+            uncertain.append(entry.name)
+        else:
+            excess.append(loss)
+    runs = [sum(map(len, tuned[entry.name].losses.values())) for entry in sides]
     message = f"tuned and bracketed: {', '.join(f'{e.name} {rates[e.name]}' for e in sides)}"
-    excess = [tuned[e.name].excess_loss(e.rate) for e in sides if e.rate is not None]
-    known = [loss for loss in excess if loss is not None]
-    if known:
-        message += f"; a finer search would gain {max(known):.4f} at most"
+    message += f", by {runs[0]:,} and {runs[1]:,} runs"
+    if failed := [f"{name}: {len(c.left_behind)}" for name, c in tuned.items() if c.left_behind]:
+        message += f"; rates left out, at which a run was left behind: {', '.join(failed)}"
+    if uncertain:
+        return WARNING, f"{message}; no minimum is certain for {' and '.join(uncertain)}"
+    message += f"; a finer search would gain {max(excess):.4f} at most"
     # An excess that shows as 0.0000 is rounding, also where seeds agree exactly.
-    coarse = margin is not None and known and max(known) > max(margin / 3, 5e-5)
+    coarse = margin is not None and max(excess) > max(margin / 3, 5e-5)
     return WARNING if coarse else OK, message
 
 
@@ -170,9 +185,21 @@ def _start(sides: Sides) -> Answer:
             # An arm whose start cannot be matched is what it is; it is not the form alone.
             state = max(state, NOTE if match == "spread" else WARNING, key=STATES.index)
             texts.append(f"{entry.name} {match}")
-        if config.lr == "same" and sides[0].arm.config.variant.lr != "same":
-            texts.append(f"{entry.name} at the same rate")
+        rates = [record.facts["lr"] for record in entry.with_status("done")]
+        unmatched = {rate["factor"] for rate in rates if rate.get("factor") != rate.get("matched")}
+        if unmatched:
+            factors = ", ".join(f"{factor:.3g}" for factor in sorted(unmatched))
+            texts.append(f"{entry.name} with its circuit's rate × {factors}")
     return state, "matched: " + ", ".join(texts) if texts else "matched exactly"
+
+
+def _floor(gap: Gap, margin: float | None) -> Answer:
+    """Compare the baseline with uniform attention, which it has to beat."""
+    if gap.lead is None:
+        state = NOTE if gap.floor is None and margin is None else WARNING
+    else:
+        state = OK if is_sensitive(gap.lead, margin or 0.0) else WARNING
+    return state, describe_floor(gap, margin)
 
 
 def _alike(key: str, records: list[Record], state: str) -> Answer:
@@ -182,6 +209,22 @@ def _alike(key: str, records: list[Record], state: str) -> Answer:
     if values == {"None"}:
         return WARNING, "unknown"
     return (OK, values.pop()[:16]) if values else _NO_PAIRS
+
+
+def _documents(gap: Gap, done: list[Record], margin: float | None) -> Answer:
+    """Compare the error over documents, which no interval over seeds includes."""
+    if not any(record.facts["source"] in TEXT_SOURCES for record in done):
+        return (OK, "not a text") if done else _NO_PAIRS
+    error = gap.document_error
+    if error is None:
+        return NOTE, "unknown: one document, or runs that did not record their losses by document"
+    message = f"the gap's standard error over {error.documents} test documents is {error.se:.4f}"
+    low, high = gap.bounds() or (0.0, math.inf)
+    sizes = {"margin": margin, "interval's half width": (high - low) / 2}
+    for name, size in sizes.items():
+        if size is not None and error.se > max(size / 3, _LEAST_ERROR):
+            return WARNING, f"{message}, more than a third of the {name} ({size:.4f})"
+    return OK, message
 
 
 def _machine(record: Record) -> str:

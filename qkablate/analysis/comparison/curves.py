@@ -71,13 +71,18 @@ def thin(tokens: Sequence[int], most: int) -> list[int]:
     return [tokens[i] for i in sorted({*map(int, nearest)})]
 
 
-def fit_slopes(tokens: list[int], gaps_ST: np.ndarray) -> Sample:
-    """Return each seed's least-squares slope of the gap on log2 of tokens."""
+def fit_slopes(tokens: list[int], gaps_ST: np.ndarray, extra_T: Sequence[float] = ()) -> Sample:
+    """Return each seed's least-squares slope of the gap on log2 of tokens.
+
+    `extra_T` holds the variance of each gap's mean that all seeds share: that of tuning.
+    """
     if len(tokens) < 2:
         return Sample(())
     x_T = np.log2(np.array(tokens, float))
     x_T -= x_T.mean()
-    return Sample(tuple(float(v) for v in gaps_ST @ x_T / (x_T @ x_T)))
+    weight_T = x_T / (x_T @ x_T)
+    extra = float(np.square(weight_T) @ np.array(extra_T)) if extra_T else 0.0
+    return Sample(tuple(float(v) for v in gaps_ST @ weight_T), extra)
 
 
 @dataclass(frozen=True)

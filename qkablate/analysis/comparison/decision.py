@@ -1,9 +1,21 @@
-"""Decisions: the outcomes of a comparison and of a claim."""
+"""Decisions: the outcomes of a comparison and of a claim, and the rates for which they hold.
 
+Parametrizations compared at one learning rate answer a question about that rate: at the next one
+the sign of the gap may be another. So only tuned arms get a bare decision.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from qkablate.analysis.stats import ALPHA, Sample
+from qkablate.analysis.comparison.gaps import Gap, is_sensitive
+from qkablate.analysis.comparison.lr_curves import LrCurve
+from qkablate.analysis.stats import ALPHA, MIN_PAIRS, Sample
+from qkablate.analysis.study.study import Entry, Study
+from qkablate.runs.records import is_number
+from qkablate.sweeps.planning.tuning import TUNING_RUNS
 
 
 class Decision(StrEnum):
@@ -14,7 +26,8 @@ class Decision(StrEnum):
     EQUIVALENT = "equivalent"
     NOT_WORSE = "not worse"
     NO_DIFFERENCE_FOUND = "no difference found"
-    ONE_PAIR = "one pair only"
+    INSENSITIVE = "the experiment could not tell"  # the baseline did not beat the floor
+    FEW_PAIRS = f"too few pairs (under {MIN_PAIRS})"
     NO_PAIRS = "no pairs"
     ARM_DIVERGED = "arm diverged"
     BASELINE_DIVERGED = "baseline diverged"
@@ -23,6 +36,11 @@ class Decision(StrEnum):
     def is_directed(self) -> bool:
         """True if a difference was found."""
         return self in (Decision.BETTER, Decision.WORSE)
+
+    @property
+    def lacks_pairs(self) -> bool:
+        """True if there are too few pairs to decide by."""
+        return self in (Decision.FEW_PAIRS, Decision.NO_PAIRS)
 
     @property
     def is_divergence(self) -> bool:
@@ -36,6 +54,8 @@ class Verdict(StrEnum):
     SUPPORTED = "SUPPORTED"
     REFUTED = "REFUTED"
     EQUIVALENT = "EQUIVALENT"
+    INSENSITIVE = "INSENSITIVE"  # the baseline did not beat the floor: no difference could show
+    MIXED = "MIXED"  # some parts show no such difference, others do not
     UNDERPOWERED = "UNDERPOWERED"
     INCOMPLETE = "INCOMPLETE"  # runs are missing
 
@@ -57,19 +77,102 @@ def decide(
     arm_diverged: bool,
     baseline_diverged: bool,
     margin: MarginTest | None = None,
+    lead: float | None = math.inf,
 ) -> Decision:
-    """Return the outcome of one comparison, given its gaps and its adjusted p-value."""
+    """Return the outcome of one comparison, given its gaps and its adjusted p-value.
+
+    `lead` is the bound by which the baseline beats the floor; None if there was no floor. A short
+    lead lets the experiment show a difference, but not that there is none.
+    """
     if arm_diverged:
         return Decision.ARM_DIVERGED
     if baseline_diverged:
         return Decision.BASELINE_DIVERGED
-    if sample.n < 2:
-        return Decision.ONE_PAIR if sample.n else Decision.NO_PAIRS
+    if sample.n < MIN_PAIRS:
+        return Decision.FEW_PAIRS if sample.n else Decision.NO_PAIRS
+    # A gap that is surely smaller than what matters is no "worse", even if it is surely not zero.
+    if margin is not None and margin.p_equivalent is not None and margin.p_equivalent < ALPHA:
+        return Decision.EQUIVALENT if is_sensitive(lead, margin.nats) else Decision.INSENSITIVE
     if p_holm is not None and p_holm < ALPHA:
         return Decision.WORSE if sample.mean > 0 else Decision.BETTER
-    if margin is not None:
-        if margin.p_equivalent is not None and margin.p_equivalent < ALPHA:
-            return Decision.EQUIVALENT
-        if margin.p_noninferior is not None and margin.p_noninferior < ALPHA:
-            return Decision.NOT_WORSE
+    if margin is not None and margin.p_noninferior is not None and margin.p_noninferior < ALPHA:
+        return Decision.NOT_WORSE if is_sensitive(lead, margin.nats) else Decision.INSENSITIVE
+    if lead is not None and lead <= 0:
+        return Decision.INSENSITIVE
     return Decision.NO_DIFFERENCE_FOUND
+
+
+class RateScope(StrEnum):
+    """Learning rates for which the decision about a gap holds."""
+
+    BEST = ""  # the arms were tuned, or have the same parametrization
+    ONE_RATE = "at this rate (not tuned)"
+    BOTH_RATES = "at both rates (not tuned)"
+    SIGN_DEPENDS = "the sign depends on the rate"
+
+
+def find_rate_scopes(
+    decided: Iterable[tuple[Gap, Decision]], curves: Mapping[str, LrCurve]
+) -> list[RateScope]:
+    """Return the scope of each gap.
+
+    Arms that differ in `variant.lr` alone, and are compared with the same variant, are the same arm
+    at several rates of its circuit.
+    """
+    decided = list(decided)
+    at_rates: dict[str, list[tuple[Gap, Decision]]] = {}
+    for gap, decision in decided:
+        at_rates.setdefault(_without_rate(gap), []).append((gap, decision))
+    scopes = []
+    for gap, _ in decided:
+        same = at_rates[_without_rate(gap)]
+        circuits = {other.arm.arm.default_rates.circuit for other, _ in same}
+        signs = {(other.sample.mean > 0) for other, _ in same if other.sample.n}
+        if not gap.compares_variants or all(
+            _is_at_best(entry, curves) for entry in (gap.arm, gap.baseline)
+        ):
+            scopes.append(RateScope.BEST)
+        elif len(circuits) > 1 and len(signs) > 1:
+            scopes.append(RateScope.SIGN_DEPENDS)
+        elif len(circuits) > 1 and len({decision for _, decision in same}) == 1:
+            scopes.append(RateScope.BOTH_RATES)
+        else:
+            scopes.append(RateScope.ONE_RATE)
+    return scopes
+
+
+def _without_rate(gap: Gap) -> str:
+    sides = [_without_lr(entry.arm.overrides) for entry in (gap.arm, gap.baseline)]
+    return str((sides, gap.arm.arm.controls, gap.arm.rate))
+
+
+def _without_lr(overrides: Mapping[str, str]) -> str:
+    return str(sorted((key, value) for key, value in overrides.items() if key != "variant.lr"))
+
+
+def _is_at_best(entry: Entry, curves: Mapping[str, LrCurve]) -> bool:
+    """Return whether the rates of an arm were tuned, or are the best of several."""
+    curve = curves.get(entry.arm.name)
+    return curve is not None and (entry.rates not in curve.means or entry.rates == curve.best)
+
+
+@dataclass(frozen=True)
+class TuningPlan:
+    """The sweep that would tune the arms of another one."""
+
+    command: list[str]  # without out=…
+    runs: int
+    seconds: float | None  # of computing, at the mean time of the runs so far
+
+
+def plan_tuning(study: Study) -> TuningPlan | None:
+    """Return the sweep that tunes the arms of a study; None if they are, or without a sweep."""
+    manifest = study.manifest
+    if manifest is None or manifest.finals or manifest.command[1:2] != ["sweep"]:
+        return None
+    given = [w for w in manifest.command[1:] if not w.startswith(("variant.lr=", "out="))]
+    arms = {_without_lr(arm.overrides) for arm in manifest.arms.values()}
+    runs = len(arms) * (TUNING_RUNS + len({record.seeds for record in study.records}))
+    seconds = [float(s) for record in study.records if is_number(s := record.facts.get("seconds"))]
+    total = runs * statistics.fmean(seconds) if seconds else None
+    return TuningPlan([*given, "sweep.tune=true"], runs, total)

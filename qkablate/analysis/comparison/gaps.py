@@ -7,6 +7,7 @@ from functools import cached_property
 
 from scipy import stats
 
+from qkablate.analysis.left_behind import find_left_behind
 from qkablate.analysis.stats import (
     ALPHA,
     Estimate,
@@ -16,6 +17,8 @@ from qkablate.analysis.stats import (
     detectable_effect,
     holm,
 )
+from qkablate.analysis.study.document_error import DocumentError, document_error
+from qkablate.analysis.study.floor import MARGINS, find_floor
 from qkablate.analysis.study.study import Entry, Record, Seeds, Study
 
 ROUNDING_PAIR = {"standard", "standard_reassociated"}
@@ -31,10 +34,31 @@ class Gap:
     unpaired: list[str]  # what each incomplete pair lacks
     arm_diverged: int
     baseline_diverged: int
+    floor: "Gap | None" = None  # that of uniform attention to the same baseline
+
+    @property
+    def compares_variants(self) -> bool:
+        """True if the two sides have different parametrizations of attention."""
+        variant, baseline = self.arm.arm.config.variant, self.baseline.arm.config.variant
+        return (variant.name, variant.file) != (baseline.name, baseline.file)
+
+    @cached_property
+    def lead(self) -> float | None:
+        """One-sided 95 % bound by which the baseline beats the floor; None if unknown.
+
+        It is infinite where no floor is needed.
+        """
+        if not self.compares_variants:
+            return math.inf
+        interval = self.floor.bounds(1 - 2 * ALPHA) if self.floor else None
+        return interval[0] if interval else None
 
     @cached_property
     def sample(self) -> Sample:
-        return Sample(tuple(self.pairs.values()))
+        """Gaps of the pairs; their mean has the uncertainty of both arms' tuning, too."""
+        return Sample(
+            tuple(self.pairs.values()), self.arm.tuning_variance + self.baseline.tuning_variance
+        )
 
     def bounds(self, level: float = 1 - ALPHA) -> Interval | None:
         """Return the t interval, unbounded on a side where runs diverged."""
@@ -43,6 +67,34 @@ class Gap:
             -math.inf if self.baseline_diverged else interval[0],
             math.inf if self.arm_diverged else interval[1],
         )
+
+    @property
+    def p(self) -> float | None:
+        """Two-sided p-value against a gap of zero; None for fewer than two pairs.
+
+        A gap is never shown on a side where it has no bound.
+        """
+        if self.sample.n < 2:
+            return None
+        below = 1.0 if self.arm_diverged else self.sample.p_below(0)
+        above = 1.0 if self.baseline_diverged else self.sample.p_above(0)
+        return min(1.0, 2 * min(below, above))
+
+    @cached_property
+    def arm_left_behind(self) -> int:
+        """Number of the arm's runs that ended far above its others."""
+        return len(find_left_behind(self.arm.losses))
+
+    @cached_property
+    def baseline_left_behind(self) -> int:
+        """Number of the baseline's runs that ended far above its others."""
+        return len(find_left_behind(self.baseline.losses))
+
+    @cached_property
+    def document_error(self) -> DocumentError | None:
+        """Standard error over the documents of the test text, which no interval here includes."""
+        records = [(self.arm.records[key], self.baseline.records[key]) for key in self.pairs]
+        return document_error([(run.document_losses, o.document_losses) for run, o in records])
 
     @cached_property
     def correlation(self) -> float | None:
@@ -55,7 +107,29 @@ class Gap:
         return float(stats.pearsonr(*both).statistic)
 
 
-def measure_gap(arm: Entry, baseline: Entry) -> Gap:
+def is_sensitive(lead: float | None, margin: float) -> bool:
+    """Return whether an experiment with this lead over the floor could show a gap of the margin."""
+    return lead is not None and lead > MARGINS * margin
+
+
+def describe_floor(gap: Gap, margin: float | None) -> str:
+    """Describe by how much the baseline beats the floor."""
+    if not gap.compares_variants:
+        return "not needed: the same parametrization of attention"
+    if gap.floor is None:
+        return "no variant=uniform in the baseline's model; sweep.floor=true adds it"
+    name = gap.floor.arm.name
+    if gap.lead is None:
+        return f"unknown: fewer than two pairs with {name}"
+    if gap.lead <= 0:
+        return f"{gap.baseline.name} does not clearly beat {name}: no difference could show"
+    text = f"{gap.baseline.name} beats {name} by {gap.lead:.4f} or more"
+    if margin and not is_sensitive(gap.lead, margin):
+        text += f", less than {MARGINS} margins of {margin:g}"
+    return text
+
+
+def measure_gap(arm: Entry, baseline: Entry, floor: Entry | None = None) -> Gap:
     """Pair the runs of two arms by their seeds."""
     pairs: dict[Seeds, float] = {}
     unpaired = []
@@ -68,8 +142,15 @@ def measure_gap(arm: Entry, baseline: Entry) -> Gap:
             unpaired.append(f"{run.seed}: the two were trained on different data")
         else:
             pairs[key] = run.loss - other.loss
-    diverged = [len(entry.with_status("diverged")) for entry in (arm, baseline)]
-    return Gap(arm, baseline, pairs, unpaired, *diverged)
+    return Gap(
+        arm,
+        baseline,
+        pairs,
+        unpaired,
+        arm_diverged=len(arm.with_status("diverged")),
+        baseline_diverged=len(baseline.with_status("diverged")),
+        floor=None if floor is None else measure_gap(floor, baseline),
+    )
 
 
 def _why_unpaired(entry: Entry, record: Record | None) -> str:
@@ -91,18 +172,21 @@ class Family:
     @cached_property
     def holm(self) -> list[float | None]:
         """Adjusted p-value of each gap; None for fewer than two pairs."""
-        adjusted = iter(holm([gap.sample.p for gap in self.gaps if gap.sample.p is not None]))
-        return [None if gap.sample.p is None else next(adjusted) for gap in self.gaps]
+        adjusted = iter(holm([gap.p for gap in self.gaps if gap.p is not None]))
+        return [None if gap.p is None else next(adjusted) for gap in self.gaps]
 
     @cached_property
     def comparisons(self) -> int:
-        return sum(gap.sample.p is not None for gap in self.gaps)
+        return sum(gap.p is not None for gap in self.gaps)
 
     def detectable(self, gap: Gap) -> float | None:
         """Return the smallest gap that would be found with 80 % power, adjusted for the family."""
         if gap.sample.sd is None:
             return None
-        return detectable_effect(gap.sample.sd, gap.sample.n, ALPHA / max(1, self.comparisons))
+        sample = gap.sample
+        return detectable_effect(
+            sample.spread_at(sample.n), sample.n, ALPHA / max(1, self.comparisons)
+        )
 
     @cached_property
     def rounding_gap(self) -> Gap | None:
@@ -118,7 +202,7 @@ def find_families(study: Study) -> list[Family]:
         baseline = study.baseline_of(entry)
         if baseline is not None and baseline is not entry:
             family = families.setdefault(baseline.name, Family(baseline, []))
-            family.gaps.append(measure_gap(entry, baseline))
+            family.gaps.append(measure_gap(entry, baseline, find_floor(study, baseline)))
     return list(families.values())
 
 
@@ -136,7 +220,9 @@ class RunSummary:
     status: str
     test_loss: float | None
     val_loss: float | None
+    accuracy: float | None
     reason: str  # why it is not done
+    left_behind: float | None  # distance to the arm's median, in nats, if it is far above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,28 +233,44 @@ class ArmLosses(Estimate):
     variant: str
     controls: list[str]
     lr: float | None
+    circuit_lr: float | None
     steps: int
     tokens: int
     params: int
     training_flops: float
+    accuracy: float | None  # on the test split of a task, mean over the runs that are done
+    chance: float | None  # accuracy of the best guess that does not depend on the sequence
     runs: list[RunSummary]
 
 
 def describe_arm(entry: Entry) -> ArmLosses:
     """Return the losses of one arm, run by run."""
+    failed = find_left_behind(entry.losses)
     return ArmLosses(
         **vars(describe_sample(entry.sample)),
         arm=entry.name,
         variant=entry.arm.variant,
         controls=entry.arm.controls,
         lr=entry.rate,
+        circuit_lr=entry.rates and entry.rates.circuit,
         steps=int(entry.arm.config.train.steps),
         tokens=entry.tokens,
         params=entry.arm.params,
         training_flops=entry.arm.train_flops,
+        accuracy=entry.accuracy,
+        chance=entry.chance,
         runs=[
-            RunSummary(r.folder.name, dict(r.seeds), r.status, r.loss, r.val, r.reason)
-            for r in entry.records.values()
+            RunSummary(
+                run=r.folder.name,
+                seeds=dict(key),
+                status=r.status,
+                test_loss=r.loss,
+                val_loss=r.val,
+                accuracy=r.accuracy,
+                reason=r.reason,
+                left_behind=failed.get(key),
+            )
+            for key, r in entry.records.items()
         ],
     )
 

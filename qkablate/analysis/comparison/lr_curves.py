@@ -1,101 +1,87 @@
 """Validation loss by learning rate: the optimum, its uncertainty, and the cost of missing it."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 from scipy import stats
 
 from qkablate.analysis.stats import ALPHA, Estimate, Interval, Sample, describe_sample
-from qkablate.analysis.study.study import Record, Seeds, Study
+from qkablate.analysis.study.study import Study, known_losses, tuning_losses
+from qkablate.sweeps.planning.manifest import Rates
+from qkablate.sweeps.planning.surface import Surface, find_surface
+from qkablate.sweeps.planning.tuning_losses import Losses, left_behind, mean_losses
 
-# Distances in ln lr from the best rate. Further out, curves are steeper where training breaks.
-_FIT_RANGE = math.log(2) * 1.01  # of the parabola
+# Distance from the best rate in ln lr.
 _SENSITIVITY_RANGE = math.log(4) * 1.01
-Losses = dict[float, dict[Seeds, float | None]]  # by rate and seed; None: diverged
-
-
-@dataclass(frozen=True)
-class Parabola:
-    """Least-squares parabola of the loss in ln lr."""
-
-    optimum: float  # learning rate
-    interval: Interval | None  # of the optimum, by Fieller's theorem
-    curvature: float  # nats per squared unit of ln lr
 
 
 @dataclass(frozen=True)
 class LrCurve:
-    """Validation loss of one arm by learning rate."""
+    """Validation loss of one arm by learning rates."""
 
     arm: str
     losses: Losses
 
-    @property
-    def means(self) -> dict[float, float]:
-        """Mean loss by rate; rates at which a seed diverged or is missing have none."""
-        means = {}
-        seeds = {key for by_seed in self.losses.values() for key in by_seed}
-        for rate, by_seed in sorted(self.losses.items()):
-            known = [loss for loss in by_seed.values() if loss is not None]
-            if known and len(known) == len(seeds):  # means over other seeds are not comparable
-                means[rate] = math.fsum(known) / len(known)
-        return means
+    @cached_property
+    def means(self) -> dict[Rates, float]:
+        """Mean loss by rates; those at which a seed diverged or is missing have none."""
+        return mean_losses(self.losses)
 
-    @property
-    def best(self) -> float | None:
-        return min(self.means, key=lambda rate: self.means[rate], default=None)
+    @cached_property
+    def left_behind(self) -> list[Rates]:
+        """Rates at which a run was left behind."""
+        return left_behind(self.losses)
+
+    @cached_property
+    def best(self) -> Rates | None:
+        """Rates with the smallest mean loss, of those at which no run was left behind."""
+        return min(
+            self.means,
+            key=lambda rates: (rates in self.left_behind, self.means[rates]),
+            default=None,
+        )
 
     @property
     def is_on_edge(self) -> bool:
-        """True if the best rate is the lowest or the highest one tried."""
-        rates = sorted(self.losses)
-        return self.best is None or self.best in (rates[0], rates[-1])
+        """True if the best rates are the lowest or the highest tried in either dimension."""
+        if self.best is None:
+            return True
+        for value, tried in zip(
+            self.best, map(sorted, zip(*self.losses, strict=True)), strict=True
+        ):
+            if value in (tried[0], tried[-1]) and (value is self.best.lr or tried[0] < tried[-1]):
+                return True
+        return False
 
     @cached_property
-    def parabola(self) -> Parabola | None:
-        """Least-squares parabola near the best rate with an intercept for each seed.
+    def surface(self) -> Surface | None:
+        """Least-squares surface near the best rates, if it has a minimum.
 
-        None where too few rates are known, or where it opens downwards.
+        It has a dimension for the circuit's rate where that has a minimum, too.
         """
-        best = self.best
-        if best is None:
-            return None
-        points = [
-            (math.log(rate / best), seeds, loss)
-            for rate, by_seed in self.losses.items()
-            if abs(math.log(rate / best)) <= _FIT_RANGE
-            for seeds, loss in by_seed.items()
-            if loss is not None
-        ]
-        seeds = sorted({key for _, key, _ in points})
-        freedom = len(points) - 2 - len(seeds)
-        if len({x for x, _, _ in points}) < 3 or freedom < 1:
-            return None
-        x_P = np.array([x for x, _, _ in points])
-        loss_P = np.array([loss for _, _, loss in points])
-        intercepts_PS = np.array([[key == seed for seed in seeds] for _, key, _ in points], float)
-        design_PK = np.column_stack([x_P, x_P * x_P, intercepts_PS])
-        beta_K = np.linalg.lstsq(design_PK, loss_P, rcond=None)[0]
-        slope, curvature = map(float, beta_K[:2])
-        if curvature <= 0:
-            return None
-        residuals_P = loss_P - design_PK @ beta_K
-        variance = float(residuals_P @ residuals_P) / freedom
-        covariance_KK = variance * np.linalg.inv(design_PK.T @ design_PK)
-        ends = _fieller(slope, curvature, covariance_KK, freedom)
-        return Parabola(
-            optimum=best * math.exp(-slope / (2 * curvature)),
-            interval=ends and (best * math.exp(ends[0]), best * math.exp(ends[1])),
-            curvature=curvature,
-        )
+        surface = find_surface(self.losses)
+        return surface if surface is not None and surface.is_convex else None
 
-    def excess_loss(self, rate: float) -> float | None:
-        """Return the loss at a rate beyond the parabola's minimum, in nats."""
-        fit = self.parabola
-        return None if fit is None else fit.curvature * math.log(rate / fit.optimum) ** 2
+    @property
+    def optimum_interval(self) -> Interval | None:
+        """Interval of the best `optim.lr`: Fieller's, or of the delta method in two dimensions."""
+        fit = self.surface
+        if fit is None:
+            return None
+        if fit.size == 1:
+            slope, curvature = float(fit.slope_K[0]), float(fit.hessian_KK[0, 0]) / 2
+            v11, v12, v22 = (float(fit.covariance_PP[at]) for at in ((0, 0), (0, 1), (1, 1)))
+            ends = _fieller(slope, curvature, (v11, v22 / 4, v12 / 2), fit.freedom)
+        else:
+            half = float(stats.t.isf(ALPHA / 2, fit.freedom))
+            half *= math.sqrt(float(fit.offset_covariance[0, 0]))
+            ends = float(fit.offset[0]) - half, float(fit.offset[0]) + half
+        return ends and (fit.center.lr * math.exp(ends[0]), fit.center.lr * math.exp(ends[1]))
+
+    def excess_loss(self, rates: Rates) -> float | None:
+        """Return the loss at some rates beyond the surface's minimum, in nats."""
+        return None if self.surface is None else self.surface.excess_loss(rates)
 
     def sensitivity(self, initial_loss: float) -> float | None:
         """Return the mean cost, in nats, of a rate up to four times too high or too low.
@@ -107,20 +93,24 @@ class LrCurve:
             return None
         least = self.means[best]
         costs = [
-            min(self.means.get(rate, math.inf), max(initial_loss, least)) - least
-            for rate in self.losses
-            if abs(math.log(rate / best)) <= _SENSITIVITY_RANGE
+            min(self.means.get(rates, math.inf), max(initial_loss, least)) - least
+            for rates in self.losses
+            if rates.circuit == best.circuit
+            and abs(math.log(rates.lr / best.lr)) <= _SENSITIVITY_RANGE
         ]
         cost = math.fsum(costs) / len(costs)
         return cost if math.isfinite(cost) else None
 
 
 def _fieller(
-    slope: float, curvature: float, covariance_KK: np.ndarray, freedom: int
+    slope: float, curvature: float, covariance: tuple[float, float, float], freedom: float
 ) -> Interval | None:
-    """Return Fieller's interval of the ratio −slope / (2 · curvature)."""
+    """Return Fieller's interval of the ratio −slope / (2 · curvature).
+
+    `covariance` holds the variances of slope and curvature, and their covariance.
+    """
     above, below = -slope, 2 * curvature
-    v11, v22, v12 = covariance_KK[0, 0], 4 * covariance_KK[1, 1], -2 * covariance_KK[0, 1]
+    v11, v22, v12 = covariance[0], 4 * covariance[1], -2 * covariance[2]
     t2 = float(stats.t.isf(ALPHA / 2, freedom)) ** 2
     a, b, c = below**2 - t2 * v22, above * below - t2 * v12, above**2 - t2 * v11
     discriminant = b * b - a * c
@@ -132,64 +122,51 @@ def _fieller(
 
 def find_lr_curves(study: Study) -> dict[str, LrCurve]:
     """Return the curve of each arm: from tuning runs, or of arms run at three rates or more."""
-    losses: dict[str, Losses] = {}
-    if study.tuning:
-        for (arm, rate), records in study.tuning.items():
-            losses.setdefault(arm, {})[rate] = _losses_by_seed(records)
-    else:
+    losses = {arm: tuning_losses(study.tuning, arm) for arm, _ in study.tuning}
+    if not study.tuning:
         for entry in study.entries:
-            if entry.rate is not None:
-                losses.setdefault(entry.arm.name, {})[entry.rate] = _losses_by_seed(entry.records)
-        losses = {arm: by_rate for arm, by_rate in losses.items() if len(by_rate) >= 3}
-    return {
-        arm: LrCurve(arm, known)
-        for arm, by_rate in losses.items()
-        if (known := {rate: by_seed for rate, by_seed in by_rate.items() if by_seed})
-    }
-
-
-def _losses_by_seed(records: Mapping[Seeds, Record]) -> dict[Seeds, float | None]:
-    """Return the validation losses of the runs that have a result."""
-    return {
-        key: record.val if record.status == "done" else None
-        for key, record in records.items()
-        if record.status in ("done", "diverged")
-    }
+            if entry.rates is not None and (known := known_losses(entry.records)):
+                losses.setdefault(entry.arm.name, {})[entry.rates] = known
+        losses = {arm: by_rates for arm, by_rates in losses.items() if len(by_rates) >= 3}
+    return {arm: LrCurve(arm, by_rates) for arm, by_rates in losses.items() if by_rates}
 
 
 def gap_at_rates(
-    arm: LrCurve, arm_rate: float | None, other: LrCurve, other_rate: float | None
+    arm: LrCurve, arm_rates: Rates | None, other: LrCurve, other_rates: Rates | None
 ) -> Sample:
-    """Return the paired validation gap, with each arm at its own rate."""
-    losses = arm.losses.get(arm_rate or math.nan, {})  # empty without a rate
-    others = other.losses.get(other_rate or math.nan, {})
+    """Return the paired validation gap, with each arm at its own rates."""
+    losses = arm.losses.get(arm_rates, {}) if arm_rates else {}
+    others = other.losses.get(other_rates, {}) if other_rates else {}
     pairs = [(losses[key], others[key]) for key in sorted(losses) if key in others]
     return Sample(tuple(a - b for a, b in pairs if a is not None and b is not None))
 
 
 @dataclass(frozen=True)
 class RateLosses:
-    """Validation losses at one learning rate."""
+    """Validation losses at one point of the search."""
 
     lr: float
+    circuit: float
     by_seed: list[float | None]
 
 
 @dataclass(frozen=True)
 class LrCurveSummary:
-    """Learning-rate curve of one arm."""
+    """Learning-rate curve of one arm; a `circuit` is a value of `variant.lr`."""
 
     arm: str
     baseline: str | None
-    best: float | None
-    chosen: float | None
+    runs: int
+    best: Rates | None
+    chosen: Rates | None
     on_the_edge: bool
-    optimum: float | None
-    optimum_interval: Interval | None
-    curvature: float | None
+    left_behind: list[Rates]
+    optimum: Rates | None
+    optimum_interval: Interval | None  # of optim.lr
+    curvature: float | None  # along optim.lr
     best_excess_loss: float | None
     sensitivity: float | None
-    default: float
+    default: Rates
     val_loss: list[RateLosses]
     gap_at_default: Estimate | None
     gap_at_best: Estimate | None
@@ -203,32 +180,46 @@ def describe_lr_curves(study: Study) -> list[LrCurveSummary]:
         arm = study.arms[name]
         size = arm.facts.get("vocabulary")
         initial_loss = math.log(size) if isinstance(size, int) and size > 1 else math.inf
-        fit, search = curve.parabola, study.lr_searches.get(name)
+        fit, search = curve.surface, study.lr_searches.get(name)
         other = curves.get(arm.baseline or "")
-        default, best = arm.config.optim.lr, curve.best
+        default, best = _nearest(arm.default_rates, curve), curve.best
         at_default = at_best = None
         if other is not None:
-            at_default = describe_sample(gap_at_rates(curve, default, other, default))
+            other_default = _nearest(study.arms[other.arm].default_rates, other)
+            at_default = describe_sample(gap_at_rates(curve, default, other, other_default))
             at_best = describe_sample(gap_at_rates(curve, best, other, other.best))
         summaries.append(
             LrCurveSummary(
                 arm=name,
                 baseline=arm.baseline,
+                runs=sum(map(len, curve.losses.values())),
                 best=best,
-                chosen=search.rate if search else None,
+                chosen=search.rates if search else None,
                 on_the_edge=curve.is_on_edge,
+                left_behind=curve.left_behind,
                 optimum=fit.optimum if fit else None,
-                optimum_interval=fit.interval if fit else None,
-                curvature=fit.curvature if fit else None,
+                optimum_interval=curve.optimum_interval,
+                curvature=float(fit.hessian_KK[0, 0]) / 2 if fit else None,
                 best_excess_loss=None if best is None else curve.excess_loss(best),
                 sensitivity=curve.sensitivity(initial_loss),
-                default=default,
+                default=arm.default_rates,
                 val_loss=[
-                    RateLosses(rate, [*curve.losses[rate].values()])
-                    for rate in sorted(curve.losses)
+                    RateLosses(*rates, [*curve.losses[rates].values()])
+                    for rates in sorted(curve.losses)
                 ],
                 gap_at_default=at_default,
                 gap_at_best=at_best,
             )
         )
     return summaries
+
+
+def _nearest(default: Rates, curve: LrCurve) -> Rates:
+    """Return the default rates as they were tried: the circuit's ladder is rounded."""
+
+    def distance(rates: Rates) -> float:
+        return abs(math.log(rates.circuit / default.circuit))
+
+    tried = [rates for rates in curve.losses if rates.lr == default.lr]
+    nearest = min(tried, key=distance, default=default)
+    return nearest if distance(nearest) < 0.01 else default

@@ -86,7 +86,8 @@ def measure_growth(series: Series) -> Sample:
     if series.along != "tokens" or len(series.gaps) < MIN_POINTS or not keys:
         return Sample(())
     gaps_ST = np.array([[gap.pairs[key] for gap in series.gaps] for key in keys])
-    return fit_slopes([int(x) for x in series.x], gaps_ST)
+    extra = [gap.sample.extra_variance for gap in series.gaps]
+    return fit_slopes([int(x) for x in series.x], gaps_ST, extra)
 
 
 def _common_seeds(series: Series) -> list[Seeds]:

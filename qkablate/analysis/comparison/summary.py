@@ -1,12 +1,22 @@
 """Summary of a study: every result with its uncertainty, as frozen dataclasses."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison.audit import AuditCheck, audit
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
-from qkablate.analysis.comparison.decision import Decision, MarginTest, decide
+from qkablate.analysis.comparison.decision import (
+    Decision,
+    MarginTest,
+    RateScope,
+    TuningPlan,
+    Verdict,
+    decide,
+    find_rate_scopes,
+    plan_tuning,
+)
 from qkablate.analysis.comparison.function_distance import (
     FunctionDistance,
     describe_distances,
@@ -15,6 +25,7 @@ from qkablate.analysis.comparison.function_distance import (
 from qkablate.analysis.comparison.gaps import (
     ArmLosses,
     Family,
+    Gap,
     NoiseFloor,
     describe_arm,
     describe_noise_floor,
@@ -39,7 +50,9 @@ from qkablate.analysis.stats import (
     required_n,
     sign_flip_min_n,
 )
+from qkablate.analysis.study.document_error import DocumentError
 from qkablate.analysis.study.study import Study
+from qkablate.runs.text_references import TextReferences
 from qkablate.sweeps.planning.manifest import LeftOutArm
 
 
@@ -58,6 +71,7 @@ class GapSummary(Estimate):
     arm: str
     baseline: str
     decision: Decision
+    rates: RateScope = RateScope.BEST
     params_percent: float | None
     flops_percent: float | None
     perplexity_percent: float | None
@@ -70,12 +84,40 @@ class GapSummary(Estimate):
     sign_flip_min_n: int
     detectable: float | None
     correlation: float | None
+    document_error: DocumentError | None
     arm_diverged: int
     baseline_diverged: int
+    arm_left_behind: int
+    baseline_left_behind: int
+    unless: list[str]  # failures of training that would overturn "equivalent" or "not worse"
     pairs: list[PairGap]
     unpaired: list[str]
     margin: MarginTest | None
     audit: list[AuditCheck]
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None] | None:
+        """Interval of the gap, without an end on a side where runs diverged."""
+        if self.interval is None:
+            return None
+        low, high = self.interval
+        return None if self.baseline_diverged else low, None if self.arm_diverged else high
+
+    @property
+    def verdict(self) -> str:
+        """The decision, limited to the learning rates for which it holds."""
+        if self.decision.is_divergence or self.decision.lacks_pairs:
+            return self.decision
+        if self.decision == Decision.INSENSITIVE:
+            return self.decision
+        if self.rates == RateScope.SIGN_DEPENDS:
+            return f"no verdict: {self.rates}"
+        text = str(self.decision)
+        found = self.p_holm is not None and self.p_holm < ALPHA
+        if self.decision == Decision.EQUIVALENT and found and self.mean is not None:
+            text += f" ({'worse' if self.mean > 0 else 'better'} by {abs(self.mean):.4f})"
+        text = f"{text} {self.rates}".rstrip()
+        return f"{text} unless {' or '.join(self.unless)}" if self.unless else text
 
 
 @dataclass(frozen=True)
@@ -87,6 +129,7 @@ class StudySummary:
     arms: list[ArmLosses]
     gaps: list[GapSummary]
     noise_floor: list[NoiseFloor]
+    text_references: list[TextReferences]
     curves: list[CurveSummary]
     function_distance: list[FunctionDistance]
     series: list[SeriesSummary]
@@ -94,6 +137,7 @@ class StudySummary:
     rankings: list[Ranking]
     fronts: list[Front]
     left_out: list[LeftOutArm]
+    tuning: TuningPlan | None  # that would settle what the rates leave open
 
 
 def describe_study(
@@ -103,16 +147,23 @@ def describe_study(
     families = find_families(study)
     lr_curves = find_lr_curves(study)
     gaps = [gap for family in families for gap in family.gaps]
+    described = [
+        describe_gap(family, number, lr_curves, margin)
+        for family in families
+        for number in range(len(family.gaps))
+    ]
+    decided = [(gap, one.decision) for gap, one in zip(gaps, described, strict=True)]
+    scopes = find_rate_scopes(decided, lr_curves)
     return StudySummary(
         sweep=study.name,
         complete=study.is_complete,
         arms=[describe_arm(entry) for entry in study.entries],
         gaps=[
-            describe_gap(family, number, lr_curves, margin)
-            for family in families
-            for number in range(len(family.gaps))
+            dataclasses.replace(one, rates=rates)
+            for one, rates in zip(described, scopes, strict=True)
         ],
         noise_floor=[describe_noise_floor(family) for family in families],
+        text_references=study.text_references,
         curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
         function_distance=describe_distances(measure_distances(families)),
         series=[describe_series(series) for series in find_series(families)],
@@ -120,6 +171,7 @@ def describe_study(
         rankings=find_rankings(families),
         fronts=find_fronts(study, milliseconds or {}),
         left_out=study.left_out,
+        tuning=plan_tuning(study) if any(scopes) else None,
     )
 
 
@@ -130,38 +182,55 @@ def describe_gap(
     gap, p_holm = family.gaps[number], family.holm[number]
     sample, interval = gap.sample, gap.sample.interval()
     arm, baseline = gap.arm.arm, gap.baseline.arm
+    diverged = gap.arm_diverged + gap.baseline_diverged > 0
     margin_test = describe_margin(family, number, margin) if margin else None
+    decision = decide(
+        sample,
+        p_holm,
+        arm_diverged=gap.arm_diverged > 0,
+        baseline_diverged=gap.baseline_diverged > 0,
+        margin=margin_test,
+        lead=gap.lead,
+    )
     return GapSummary(
         **vars(describe_sample(sample)),
         arm=gap.arm.name,
         baseline=family.baseline.name,
-        decision=decide(
-            sample,
-            p_holm,
-            arm_diverged=gap.arm_diverged > 0,
-            baseline_diverged=gap.baseline_diverged > 0,
-            margin=margin_test,
-        ),
+        decision=decision,
         params_percent=_percent_more(arm.params, baseline.params),
         flops_percent=_percent_more(arm.flops, baseline.flops),
         perplexity_percent=perplexity_percent(sample.mean) if sample.n else None,
-        perplexity_percent_interval=interval
-        and (perplexity_percent(interval[0]), perplexity_percent(interval[1])),
-        p=sample.p,
+        perplexity_percent_interval=None
+        if interval is None or diverged
+        else (perplexity_percent(interval[0]), perplexity_percent(interval[1])),
+        p=gap.p,
         p_holm=p_holm,
         comparisons=family.comparisons,
-        bca=sample.bca,
-        sign_flip=sample.sign_flip,
+        bca=None if diverged else sample.bca,
+        sign_flip=None if diverged else sample.sign_flip,
         sign_flip_min_n=sign_flip_min_n(max(1, family.comparisons)),
         detectable=family.detectable(gap),
         correlation=gap.correlation,
+        document_error=gap.document_error,
         arm_diverged=gap.arm_diverged,
         baseline_diverged=gap.baseline_diverged,
+        arm_left_behind=gap.arm_left_behind,
+        baseline_left_behind=gap.baseline_left_behind,
+        unless=_conditions(family, gap, decision, margin),
         pairs=[PairGap(dict(key), value) for key, value in gap.pairs.items()],
         unpaired=gap.unpaired,
         margin=margin_test,
         audit=audit_gap(family, number, lr_curves, margin),
     )
+
+
+def _conditions(family: Family, gap: Gap, decision: Decision, margin: float | None) -> list[str]:
+    """Return the failures of training that would overturn a decision about the margin."""
+    kinds = {Decision.EQUIVALENT: "equivalent", Decision.NOT_WORSE: "noninferior"}
+    if margin is None or decision not in kinds:
+        return []
+    part = Part.from_gap("", kinds[decision], margin, gap)
+    return part.conditions(Verdict.SUPPORTED, ALPHA / max(1, family.comparisons))
 
 
 def _percent_more(value: float, other: float) -> float | None:

@@ -3,10 +3,12 @@
 Runs that cannot be read are included with the reason: nothing is dropped silently.
 """
 
+import dataclasses
 import hashlib
 import math
 import os
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,8 +18,20 @@ from typing import Any
 from qkablate.analysis.stats import Sample
 from qkablate.disk import read_file
 from qkablate.errors import print_stderr
+from qkablate.runs.document_losses import FILE_NAME as DOCUMENT_LOSSES
+from qkablate.runs.document_losses import DocumentLosses, read_document_losses
 from qkablate.runs.records import decode_row, is_number, read_json, read_result, sha256
-from qkablate.sweeps.planning.manifest import Arm, LeftOutArm, Manifest, SweepRun, read_manifest
+from qkablate.runs.text_references import KEY as TEXT_REFERENCES
+from qkablate.runs.text_references import TextReferences, find_text_references
+from qkablate.sweeps.planning.manifest import (
+    Arm,
+    LeftOutArm,
+    Manifest,
+    Rates,
+    SweepRun,
+    read_manifest,
+)
+from qkablate.sweeps.planning.surface import excess_moment
 from qkablate.sweeps.planning.tuning import LrSearch
 from qkablate.sweeps.running.results import resume_commands
 from qkablate.sweeps.running.state import RunState, SweepState
@@ -25,8 +39,9 @@ from qkablate.sweeps.running.state import RunState, SweepState
 Seeds = tuple[tuple[str, int], ...]  # equal for the two runs of a pair
 LossCurve = dict[int, float]  # loss by tokens
 VAL, TRAIN = "val/loss", "train/loss"
+# Fields of result.json.
 _FACTS = ["precision", "matmul", "device", "kernel", "compile", "threads", "data_fingerprint"]
-_FACTS += ["steps", "packed", "attempt", "version"]  # fields of result.json
+_FACTS += ["steps", "seconds", "packed", "attempt", "version", "chance", TEXT_REFERENCES]
 _MAX_READINGS = 64  # of an unthinned curve
 _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
 
@@ -55,9 +70,30 @@ class Record:
         return read_loss_curves(self.folder, self.problems.append)
 
     @cached_property
+    def document_losses(self) -> DocumentLosses | None:
+        """Test loss by document, if it was recorded."""
+        if not os.path.lexists(self.folder / DOCUMENT_LOSSES):
+            return None
+        try:
+            found = read_document_losses(self.folder)
+            origin = self.run.id, self.facts["data_fingerprint"]
+            if (found.header.run, found.header.data_fingerprint) != origin:
+                raise ValueError("it is of another run or of other data")
+        except ValueError as error:
+            self.problems.append(f"{DOCUMENT_LOSSES}: {error}")
+            return None
+        return found
+
+    @cached_property
     def problems(self) -> list[str]:
         """Damage of its files; complete once they have been read."""
         return []
+
+    @property
+    def accuracy(self) -> float | None:
+        """Test accuracy of a run on a task that is done."""
+        accuracy = self.facts["accuracy"].get("test")
+        return accuracy if self.status == "done" and is_number(accuracy) else None
 
     @property
     def seed(self) -> str:
@@ -75,6 +111,13 @@ class Entry:
     name: str
     rate: float | None  # None: tuned, but no rate is chosen
     records: Mapping[Seeds, Record]
+    tuning_variance: float = 0.0  # expected squared loss, in nats², by imperfect learning rates
+
+    @cached_property
+    def rates(self) -> Rates | None:
+        """Learning rates of the runs: that of the model, and the circuit's multiplier."""
+        first = next(iter(self.records.values()), None)
+        return None if first is None else self.arm.rates_of(first.run)
 
     @cached_property
     def losses(self) -> dict[Seeds, float]:
@@ -89,6 +132,18 @@ class Entry:
     def tokens(self) -> int:
         return self.arm.tokens
 
+    @property
+    def accuracy(self) -> float | None:
+        """Mean test accuracy on a task."""
+        found = [r.accuracy for r in self.records.values() if r.accuracy is not None]
+        return statistics.fmean(found) if found else None
+
+    @property
+    def chance(self) -> float | None:
+        """Accuracy of guessing on that task."""
+        values = (record.facts["chance"] for record in self.records.values())
+        return next((value for value in values if is_number(value)), None)
+
     def with_status(self, status: str) -> list[Record]:
         return [record for record in self.records.values() if record.status == status]
 
@@ -101,7 +156,7 @@ class Study:
     out: str
     arms: Mapping[str, Arm]
     entries: list[Entry]
-    tuning: Mapping[tuple[str, float], Mapping[Seeds, Record]]  # by arm and rate
+    tuning: Mapping[tuple[str, Rates], Mapping[Seeds, Record]]  # by arm and rates
     expected: int  # runs, including those that have not begun
     lr_searches: Mapping[str, LrSearch] = field(default_factory=dict)
     resume_commands: list[list[str]] = field(default_factory=list)
@@ -137,6 +192,15 @@ class Study:
         """Arguments by which a command finds the sweep."""
         return [self.name, *([] if self.out == "outputs" else [f"out={self.out}"])]
 
+    @cached_property
+    def text_references(self) -> list[TextReferences]:
+        """Losses of n-grams and a compressor on each text, and the arms that are behind them."""
+        return find_text_references(
+            (entry.name, {**record.facts, "loss": {"test": record.loss}})
+            for entry in self.entries
+            for record in entry.records.values()
+        )
+
     def overrides_of(self, run: SweepRun) -> list[str]:
         """Return the arguments that repeat the run with `qkablate train`."""
         return self.arms[run.arm].overrides_of(run)
@@ -171,28 +235,50 @@ def read_study(folder: Path) -> Study:
 
 def group_runs(
     arms: Mapping[str, Arm], states: Iterable[RunState], tuned: Iterable[str] = ()
-) -> tuple[list[Entry], dict[tuple[str, float], dict[Seeds, Record]]]:
+) -> tuple[list[Entry], dict[tuple[str, Rates], dict[Seeds, Record]]]:
     """Group runs, and tuning runs, by arm and rate; tuned arms are included without any run."""
     groups: dict[tuple[str, float | None], dict[Seeds, Record]] = {}
-    tuning: dict[tuple[str, float], dict[Seeds, Record]] = {}
+    tuning: dict[tuple[str, Rates], dict[Seeds, Record]] = {}
     for state in states:
-        run, rate = state.run, float(state.run.changes["optim.lr"])
+        run = state.run
         record = _record(run, state.folder, state.status, state.reason, arms[run.arm])
+        rates = arms[run.arm].rates_of(run)
         if run.tuning:
-            tuning.setdefault((run.arm, rate), {})[record.seeds] = record
+            tuning.setdefault((run.arm, rates), {})[record.seeds] = record
         else:
-            groups.setdefault((run.arm, rate), {})[record.seeds] = record
+            groups.setdefault((run.arm, rates.lr), {})[record.seeds] = record
     for arm in {*tuned} - {arm for arm, _ in groups}:  # no rate was chosen (yet)
         groups[arm, None] = {}
     several = len(groups) > len({arm for arm, _ in groups})
-    rates = {rate for _, rate in groups if rate is not None}
-    form = ".3g" if len({f"{rate:.3g}" for rate in rates}) == len(rates) else ""
+    known = {rate for _, rate in groups if rate is not None}
+    form = ".3g" if len({f"{rate:.3g}" for rate in known}) == len(known) else ""
     order = {name: number for number, name in enumerate(arms)}
     entries = []
     for arm, lr in sorted(groups, key=lambda group: (order[group[0]], group[1] or 0.0)):
         name = f"{arm} lr {lr:{form}}" if several and lr is not None else arm
-        entries.append(Entry(arms[arm], name, lr, groups[arm, lr]))
+        entry = Entry(arms[arm], name, lr, groups[arm, lr])
+        if entry.rates is not None and (losses := tuning_losses(tuning, arm)):
+            variance = excess_moment(losses, entry.rates)
+            entry = dataclasses.replace(entry, tuning_variance=variance)
+        entries.append(entry)
     return entries, tuning
+
+
+def tuning_losses(
+    tuning: Mapping[tuple[str, Rates], Mapping[Seeds, Record]], arm: str
+) -> dict[Rates, dict[Seeds, float | None]]:
+    """Return the validation losses of an arm's tuning runs that have a result."""
+    losses = {rates: known_losses(own) for (name, rates), own in tuning.items() if name == arm}
+    return {rates: by_seed for rates, by_seed in losses.items() if by_seed}
+
+
+def known_losses(records: Mapping[Seeds, Record]) -> dict[Seeds, float | None]:
+    """Return the validation losses of the runs that have a result; None: diverged."""
+    return {
+        key: record.val if record.status == "done" else None
+        for key, record in records.items()
+        if record.status in ("done", "diverged")
+    }
 
 
 def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> Record:
@@ -203,7 +289,7 @@ def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> 
         status, reason, result = "damaged", "its result.json is another run's", None
     losses = result["loss"] if result and result["status"] == "done" else {}
     seeds = tuple(
-        (key, int(value)) for key, value in sorted(run.changes.items()) if key != "optim.lr"
+        (key, int(value)) for key, value in sorted(run.changes.items()) if key.startswith("seed")
     )
     return Record(
         folder=folder,
@@ -220,7 +306,7 @@ def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> 
 def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the circumstances of a run: data, software and hardware."""
     facts: dict[str, Any] = {key: result.get(key) for key in _FACTS}
-    facts |= {key: _as_dict(result.get(key)) for key in ("init", "lr")}
+    facts |= {key: _as_dict(result.get(key)) for key in ("init", "lr", "accuracy")}
     environment = _as_dict(read_json(folder / "environment.json"))
     versions, machine, code = (
         _as_dict(environment.get(key)) for key in ("versions", "machine", "code")
@@ -229,6 +315,7 @@ def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     commit = str(code["commit"])[:10] if code.get("commit") else None
     edits = f"+{hashlib.sha256(diff.encode()).hexdigest()[:6]}" if diff else ""
     facts["code"] = f"{commit}{edits}" if commit else facts["version"]
+    facts["source"] = _as_dict(result.get("data")).get("source")
     facts["torch"], facts["cpu"] = versions.get("torch"), machine.get("cpu")
     return facts
 

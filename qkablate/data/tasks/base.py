@@ -78,6 +78,11 @@ class Task:
         """Draw `count` sequences."""
         raise NotImplementedError
 
+    @property
+    def chance(self) -> float:
+        """Accuracy of the best guess that does not depend on the sequence."""
+        raise NotImplementedError
+
     def format_token(self, token: int) -> str:
         """Return a token as people read it."""
         raise NotImplementedError

@@ -47,6 +47,10 @@ class Copy(Task):
             tokens_NT, copy_NP, answer_NP, {"position": octave(np.arange(1, copy_length + 1))[None]}
         )
 
+    @property
+    def chance(self) -> float:
+        return 1 / self._symbols
+
     def format_token(self, token: int) -> str:
         return {self._noise: "·", self._marker: ">"}.get(token, f"s{token}")
 

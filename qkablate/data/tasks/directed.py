@@ -89,6 +89,10 @@ class Directed(Task):
             {"bag": kind_N[:, None]},
         )
 
+    @property
+    def chance(self) -> float:
+        return 2 / 3  # the answer is no for neither and predecessor
+
     def format_token(self, token: int) -> str:
         if token >= self._symbols:
             return ("·", "no", "yes")[token - self._symbols]

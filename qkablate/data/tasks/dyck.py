@@ -62,6 +62,10 @@ class Dyck(Task):
             {"depth": depth_NA, "gap": octave(positions_NA - partner_NA)},
         )
 
+    @property
+    def chance(self) -> float:
+        return 1 / self._kinds
+
     def format_token(self, token: int) -> str:
         kind, closes = divmod(token, 2)
         if token == self._begin:

@@ -56,6 +56,10 @@ class Induction(Task):
         metrics["induction_score"] = occurrences[0].mean - occurrences[1].mean
         return metrics
 
+    @property
+    def chance(self) -> float:
+        return 1 / self.vocabulary
+
     def format_token(self, token: int) -> str:
         return f"t{token}"
 

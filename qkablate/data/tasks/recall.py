@@ -68,6 +68,10 @@ class Recall(Task):
             {"pairs": pairs_N1, "gap": octave(positions_NP - 2 * key_NP)},
         )
 
+    @property
+    def chance(self) -> float:
+        return 1 / (self.vocabulary - self._keys)
+
     def format_token(self, token: int) -> str:
         return f"k{token}" if token < self._keys else f"v{token - self._keys}"
 

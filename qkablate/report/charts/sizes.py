@@ -28,7 +28,7 @@ def heat_map_chart(section: Section) -> Chart | None:
             text, estimate = "diverged", "all pairs diverged"
         else:
             text = format_digits(gap.mean, half, signed=True)
-            text = text if gap.decision.is_directed else f"({text})"
+            text = text if gap.decision.is_directed and not gap.rates else f"({text})"
             estimate = format_gap_summary(gap)
             beside = estimate.partition(" ")[2] if diverged else beside
         cells.setdefault(rest, []).append(
@@ -43,7 +43,7 @@ def heat_map_chart(section: Section) -> Chart | None:
     caption = (
         "Gap in test loss, nats per token, ± half of its 95 % t interval"
         f" ({format_n([row['n'] for row in all_rows if row['n']])}). Blue is better. In"
-        " parentheses: no difference found (Holm over the arms of one size)."
+        " parentheses: no difference found (Holm over the arms of one size), or rates not tuned."
     )
     if any("∞" in row["half"] for row in all_rows):
         caption += " ∞: runs diverged, so the interval is unbounded on that side."
@@ -154,7 +154,8 @@ def lr_chart(section: Section) -> Chart | None:
         for point in curve.val_loss:
             losses = [loss for loss in point.by_seed if loss is not None]
             row: Spec = {"arm": curve.arm, "variant": section.study.arms[curve.arm].variant}
-            row |= {"lr": point.lr, "best": point.lr == curve.best}
+            row |= {"lr": point.lr, "circuit": point.circuit}
+            row["best"] = (point.lr, point.circuit) == curve.best
             if len(losses) < len(point.by_seed):
                 diverged.setdefault(key, []).append(row)
             else:
@@ -173,7 +174,8 @@ def lr_chart(section: Section) -> Chart | None:
     caption = (
         "Validation loss by learning rate, mean over tuning seeds"
         f" ({format_n([row['n'] for rows in by_baseline.values() for row in rows])}); bar:"
-        " 95 % t interval; large point: the best rate."
+        " 95 % t interval; large point: the best rate. An arm has a line for each multiplier of its"
+        " circuit's rate."
     )
     if count := sum(map(len, diverged.values())):
         caption += f" Crosses: {format_count(count, 'rate')} at which a run diverged."
@@ -185,8 +187,11 @@ def _lr_spec(section: Section, rows: list[Spec], diverged: list[Spec]) -> Spec:
     x = base.log_axis("lr", "learning rate", "~g", padding=16)
     y = base.number_axis("loss", "validation loss", zero=False)
     encoding = {"x": x, "y": y} | color
-    line = encoding | {"detail": {"field": "arm"}} | base.by_variant(section, "dash")
-    tooltip = base.make_tooltip(arm="", lr="learning rate", estimate="loss, 95 % interval", n="")
+    detail = {"detail": [{"field": "arm"}, {"field": "circuit"}]}
+    line = encoding | detail | base.by_variant(section, "dash")
+    tooltip = base.make_tooltip(
+        arm="", lr="learning rate", circuit="circuit ×", estimate="loss, 95 % interval", n=""
+    )
     size = {"condition": {"test": "datum.best", "value": 150}, "value": 35}
     points = encoding | {"tooltip": tooltip, "size": size} | base.by_variant(section, "shape")
     layers = [
@@ -197,7 +202,7 @@ def _lr_spec(section: Section, rows: list[Spec], diverged: list[Spec]) -> Spec:
     if diverged:
         top = max(row["loss"] for row in rows)
         crosses = [row | {"loss": top, "estimate": "diverged"} for row in diverged]
-        cross = encoding | {"tooltip": tooltip[:3]}
+        cross = encoding | {"tooltip": tooltip[:4]}
         layers.append(
             base.make_layer("point", cross, crosses, shape="cross", angle=45, filled=True)
         )

@@ -55,7 +55,8 @@ def format_judgement(judgement: Judgement) -> list[str]:
         for check in judged.checks
         if check.state in (WARNING, BROKEN)
     }
-    text = [*format_claim(judgement.claim), "", f"{judgement.word}{label}"]
+    text = [*format_claim(judgement.claim), "", f"{judgement.headline}{label}"]
+    text += [f"  unless {condition}" for condition in judgement.unless]
     text += [f"  exploratory: {reason}" for reason in judgement.exploratory]
     if doubts and judgement.verdict:
         text.append(f"  the audit warns: {', '.join(sorted(doubts))}")
@@ -82,7 +83,8 @@ def make_part_table(judgement: Judgement) -> tuple[list[str], list[list[str]]]:
 
 def make_claim_table(judgement: Judgement) -> Table:
     """Return the table of parts, with all further evidence as notes."""
-    notes = [*judgement.exploratory, *format_details(judgement), *format_seeds_needed(judgement)]
+    notes = [f"unless {condition}" for condition in judgement.unless]
+    notes += [*judgement.exploratory, *format_details(judgement), *format_seeds_needed(judgement)]
     return Table("parts of the claim", *make_part_table(judgement), notes)
 
 
@@ -119,6 +121,16 @@ def _details(judged: PartJudgement, alpha: float) -> list[str]:
         text += [f"sign flip p {sample.sign_flip:.4f}"]
     if judged.comparison.spec.horizon != "growth" and not isinstance(sample, Spread):
         text.append(f"perplexity {perplexity_percent(sample.mean):+.2f} %")
+    counts = {
+        entry.name: failed
+        for gap in judged.gaps
+        for entry, failed in (
+            (gap.arm, gap.arm_left_behind),
+            (gap.baseline, gap.baseline_left_behind),
+        )
+        if failed
+    }
+    text += [f"left behind: {failed} of {name}" for name, failed in counts.items()]
     every = " ".join(map(format_nats, sample.values))
     return [f"{part.name}: {', '.join([*text, f'gaps {every}'])}"]
 

@@ -20,7 +20,8 @@ def _render_section(section: Section) -> str:
     judgement = section.judgement
     parts = [f"# {escape_markdown(section.title)}", escape_markdown(format_status(section))]
     if judgement is not None:
-        parts.append(f"**{judgement.word}** {escape_markdown(judgement.claim.says)}")
+        unless = f"unless {' or '.join(judgement.unless)}: " if judgement.unless else ""
+        parts.append(f"**{judgement.headline}** {escape_markdown(unless + judgement.claim.says)}")
     parts += map(escape_markdown, summarize(section))
     parts += [f"- {escape_markdown(line)}" for line in rows.find_problems(section)]
     if judgement is not None:
@@ -32,7 +33,7 @@ def _render_section(section: Section) -> str:
     columns, runs = rows.make_run_rows(section)
     left_out = [[arm.arm, arm.control, arm.reason] for arm in section.study.left_out]
     tables = [
-        Table("verdicts", rows.COLUMNS, verdicts, make_notes(section)),
+        Table("verdicts", rows.verdict_columns(section), verdicts, make_notes(section)),
         Table("audit", ["", "check", "result", "arms"], rows.make_audit_rows(section)),
         *map(make_distance_table, section.summary.function_distance),
         Table("runs", columns, [[*run[:-1], Code(run[-1])] for run in runs]),

@@ -4,7 +4,7 @@ from collections import Counter
 
 from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.comparison.audit import BROKEN, WARNING, AuditCheck
-from qkablate.analysis.comparison.decision import Decision, Verdict
+from qkablate.analysis.comparison.decision import Decision, RateScope, Verdict
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.analysis.stats import ALPHA, holm
 from qkablate.report.section import Section, format_n
@@ -15,6 +15,8 @@ _VERDICTS = {
     Verdict.SUPPORTED: "The runs support it",
     Verdict.REFUTED: "The runs refute it",
     Verdict.EQUIVALENT: "The runs show that there is no such difference",
+    Verdict.INSENSITIVE: "The experiment could not tell: `uniform` is almost as good",
+    Verdict.MIXED: "The runs show no such difference in some parts, and not in others",
 }
 
 
@@ -74,7 +76,9 @@ def _summarize_gaps(section: Section, measured: list[GapSummary]) -> str:
         for word, phrase in _PHRASES.items()
         if names[word]
     ]
-    return f"Compared with {baselines} on the same data and seeds, {'; '.join(parts)}"
+    text = f"Compared with {baselines} on the same data and seeds, {'; '.join(parts)}"
+    scopes = {gap.rates for gap in measured if gap.rates} - {RateScope.SIGN_DEPENDS}
+    return f"{text}; this holds {_join(sorted(scopes))}" if scopes else text
 
 
 def _joint_decisions(measured: list[GapSummary]) -> dict[str, str]:
@@ -82,14 +86,18 @@ def _joint_decisions(measured: list[GapSummary]) -> dict[str, str]:
     p_values = {gap.arm: gap.p for gap in measured if gap.p is not None}
     adjusted = dict(zip(p_values, holm([*p_values.values()]), strict=True))
     by_chance = {arm for arm, p in adjusted.items() if p >= ALPHA}
-    return {
-        gap.arm: "alone" if gap.decision.is_directed and gap.arm in by_chance else gap.decision
-        for gap in measured
-    }
+    decisions: dict[str, str] = {gap.arm: gap.decision for gap in measured}
+    for gap in measured:
+        if gap.rates == RateScope.SIGN_DEPENDS:
+            decisions[gap.arm] = "depends"
+        elif gap.decision.is_directed and gap.arm in by_chance:
+            decisions[gap.arm] = "alone"
+    return decisions
 
 
 # In order of precedence: a difference found at one size is reported, whatever the other sizes show.
 _PHRASES: dict[str, str] = {
+    "depends": "there is no verdict on {}: the sign of the gap depends on the learning rate",
     "mixed": "better in some comparisons and worse in others: {}",
     Decision.BETTER: "{} did better (lower test loss)",
     Decision.WORSE: "{} did worse (higher test loss)",
@@ -97,9 +105,10 @@ _PHRASES: dict[str, str] = {
     Decision.BASELINE_DIVERGED: "baseline runs diverged in pairs with {}",
     "alone": "{} differed at its own size, but not after adjusting for all {every} comparisons",
     Decision.NO_DIFFERENCE_FOUND: "no difference was found for {}",
+    Decision.INSENSITIVE: "the baseline beats `uniform` too little to tell for {}",
     Decision.NOT_WORSE: "not worse by {margin}: {}",
     Decision.EQUIVALENT: "equivalent within ± {margin}: {}",
-    Decision.ONE_PAIR: "there is only one pair for {}",
+    Decision.FEW_PAIRS: "there are fewer than three pairs for {}",
     Decision.NO_PAIRS: "there are no pairs for {}",
 }
 
@@ -188,6 +197,10 @@ def _summarize_claim(section: Section) -> list[str]:
     diverged = any(judged.part.open_below or judged.part.open_above for judged in judgement.parts)
     cause = "some runs diverged" if diverged else "there are too few for this margin"
     verdict = _VERDICTS.get(judgement.word, f"The runs are inconclusive: {cause}")
+    if judgement.scope:
+        verdict += f" {_join(judgement.scope)}"
+    if judgement.unless:
+        verdict += f", unless {' or '.join(judgement.unless)}"
     if judgement.exploratory:
         verdict += ", but this is exploratory and confirms nothing"
     warnings = _format_warnings([check for judged in judgement.parts for check in judged.checks])

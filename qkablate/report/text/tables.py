@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from qkablate.analysis.comparison.audit import BROKEN, MARKS, NOTE, OK, WARNING, worst_state
 from qkablate.analysis.comparison.curves import CurveSummary
+from qkablate.analysis.comparison.decision import TuningPlan
 from qkablate.analysis.comparison.function_distance import FunctionDistance
 from qkablate.analysis.comparison.gaps import ArmLosses, NoiseFloor
 from qkablate.analysis.comparison.lr_curves import LrCurveSummary
@@ -12,7 +13,7 @@ from qkablate.analysis.comparison.ranking import Front, Ranking
 from qkablate.analysis.comparison.scaling import SeriesSummary
 from qkablate.analysis.comparison.summary import GapSummary, StudySummary
 from qkablate.report.text.table import Table
-from qkablate.table import format_count, format_list, format_nats, format_short
+from qkablate.table import format_count, format_duration, format_list, format_nats, format_short
 
 
 def make_tables(summary: StudySummary) -> list[Table]:
@@ -22,8 +23,11 @@ def make_tables(summary: StudySummary) -> list[Table]:
         by_baseline.setdefault(gap.baseline, []).append(gap)
     floors = {floor.baseline: floor for floor in summary.noise_floor}
     return [
-        _arm_table(summary.arms),
-        *(_gap_table(name, gaps, floors[name]) for name, gaps in by_baseline.items()),
+        _arm_table(summary),
+        *(
+            _gap_table(name, gaps, floors[name], summary.tuning)
+            for name, gaps in by_baseline.items()
+        ),
         *(_rank_table(ranking) for ranking in summary.rankings if len(ranking.ranks) > 1),
         *([_rate_table(summary.learning_rates)] if summary.learning_rates else []),
         *([_curve_table(summary.curves)] if summary.curves else []),
@@ -37,28 +41,53 @@ def make_tables(summary: StudySummary) -> list[Table]:
     ]
 
 
-def _arm_table(arms: list[ArmLosses]) -> Table:
+def _arm_table(summary: StudySummary) -> Table:
+    show_accuracy = any(arm.accuracy is not None for arm in summary.arms)
     rows = []
-    for arm in arms:
+    for arm in summary.arms:
         runs = [
             f"{run.test_loss:.4f}" if run.test_loss is not None else f"({run.status})"
             for run in arm.runs
         ]
         cells = [arm.arm, f"{arm.params:,}", _number(arm.lr, ".3g"), f"{arm.n}/{len(arm.runs)}"]
         cells += [_number(arm.mean), _number(arm.sd), _interval(arm.interval, ".4f")]
+        if show_accuracy:
+            cells += [format_accuracy(arm.accuracy), format_accuracy(arm.chance)]
         rows.append([*cells, " ".join(runs) or "none yet"])
     return Table(
         "test loss, nats per token",
-        ["arm", "params", "lr", "done", "mean", "sd", "95 % interval", "every run"],
+        [
+            *("arm", "params", "lr", "done", "mean", "sd", "95 % interval"),
+            *(["accuracy", "chance"] if show_accuracy else []),
+            "every run",
+        ],
         rows,
-        ["params: without embeddings; interval: Student's t, of the mean over seeds"],
+        ["params: without embeddings; interval: Student's t, of the mean over seeds"]
+        + ["chance: accuracy of the best guess that does not depend on the sequence"]
+        * show_accuracy
+        + [f"without attention: {references}" for references in summary.text_references]
+        + _left_behind_notes(summary.arms),
         ("every run",),
     )
 
 
-def _gap_table(baseline: str, gaps: list[GapSummary], floor: NoiseFloor) -> Table:
-    head = ["arm", "params", "n", "gap", "95 % interval", "perplexity", "p (Holm)", "detectable"]
-    head.append("decision")
+def _left_behind_notes(arms: list[ArmLosses]) -> list[str]:
+    """Return the runs far above the others of their arm."""
+    notes = []
+    for arm in arms:
+        if failed := [run.left_behind for run in arm.runs if run.left_behind is not None]:
+            by = ", ".join(f"{excess:.2g}" for excess in sorted(failed, reverse=True))
+            notes.append(f"left behind: {arm.arm}, {len(failed)} of {arm.n} runs (by {by} nats)")
+    return notes
+
+
+def _gap_table(
+    baseline: str, gaps: list[GapSummary], floor: NoiseFloor, tuning: TuningPlan | None
+) -> Table:
+    head = ["arm", "params", "n", "gap", "95 % interval", "SE over documents", "perplexity"]
+    head += ["p (Holm)", "detectable", "decision"]
+    if all(gap.document_error is None for gap in gaps):
+        head.remove("SE over documents")
     if gaps[0].margin is not None:
         size = f"{gaps[0].margin.nats:g}"
         head += [f"p (gap ≥ {size})", f"p (beyond ± {size})", f"seeds for ± {size}"]
@@ -67,9 +96,11 @@ def _gap_table(baseline: str, gaps: list[GapSummary], floor: NoiseFloor) -> Tabl
     for gap in gaps:
         percent = gap.perplexity_percent
         cells = [gap.arm, format_percent_more(gap.params_percent), str(gap.n)]
-        cells += [_signed(gap.mean), _interval(gap.interval)]
+        cells += [_signed(gap.mean), _gap_interval(gap)]
+        if "SE over documents" in head:
+            cells.append("–" if gap.document_error is None else f"{gap.document_error.se:.4f}")
         cells += ["–" if percent is None else f"{percent:+.2f} %", _p(gap.p_holm)]
-        cells += [_number(gap.detectable), str(gap.decision)]
+        cells += [_number(gap.detectable), gap.verdict]
         if gap.margin is not None:
             cells += [_p(gap.margin.p_noninferior), _p(gap.margin.p_equivalent)]
             needed = str(gap.margin.seeds_needed or "too many")
@@ -77,7 +108,18 @@ def _gap_table(baseline: str, gaps: list[GapSummary], floor: NoiseFloor) -> Tabl
         state = worst_state(gap.audit)
         cells += [_interval(gap.bca), _p(gap.sign_flip)]
         rows.append([*cells, state if state == OK else f"{MARKS[state]} {state}"])
-    return Table(f"gaps to {baseline}, paired by seed", head, rows, _gap_notes(gaps, floor))
+    notes = _gap_notes(gaps, floor)
+    if tuning is not None and any(gap.rates for gap in gaps):
+        time = (
+            ""
+            if tuning.seconds is None
+            else f", about {format_duration(tuning.seconds)} of computing"
+        )
+        notes.append(
+            "not tuned: the best rate of an arm may be another, and the gap with it;"
+            f" sweep.tune=true settles it ({tuning.runs:,} runs{time})"
+        )
+    return Table(f"gaps to {baseline}, paired by seed", head, rows, notes)
 
 
 def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
@@ -100,6 +142,11 @@ def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
         low, high = min(correlations), max(correlations)
         to = f" to {high:+.2f}" if len(correlations) > 1 else ""
         notes.append(f"correlation of the pairs: {low:+.2f}{to}")
+    if any(gap.document_error for gap in gaps):
+        notes.append(
+            "the interval takes the test text as given; SE over documents: what another choice of"
+            " its documents adds to the uncertainty"
+        )
     return notes + _audit_notes(gaps)
 
 
@@ -137,11 +184,11 @@ def _rank_table(ranking: Ranking) -> Table:
 
 
 def _rate_table(curves: list[LrCurveSummary]) -> Table:
-    head = ["arm", "best lr", "optimum", "95 % interval", "off by up to 4 ×"]
+    head = ["arm", "runs", "best lr", "optimum", "95 % interval", "off by up to 4 ×"]
     head += ["gap at default", "95 % interval", "gap at best", "95 % interval", ""]
     rows = []
     for curve in curves:
-        cells = [curve.arm, _number(curve.best, ".3g"), _number(curve.optimum, ".3g")]
+        cells = [curve.arm, f"{curve.runs:,}", str(curve.best or "–"), str(curve.optimum or "–")]
         cells += [_interval(curve.optimum_interval, ".3g"), _number(curve.sensitivity)]
         for gap in (curve.gap_at_default, curve.gap_at_best):
             cells += [_signed(gap.mean), _interval(gap.interval)] if gap else ["–", "–"]
@@ -151,9 +198,9 @@ def _rate_table(curves: list[LrCurveSummary]) -> Table:
         head,
         rows,
         [
-            f"default: {', '.join(sorted({_number(curve.default, '.3g') for curve in curves}))}",
-            "optimum: minimum of a parabola in ln lr, with Fieller's interval; off by up to 4 ×:"
-            " mean cost of missing the best rate",
+            f"default: {', '.join(dict.fromkeys(str(curve.default) for curve in curves))}",
+            "optimum: minimum of a quadratic surface in ln lr and ln of the circuit's multiplier;"
+            " interval: of lr; off by up to 4 ×: mean cost of missing the best rate",
             "the gaps are paired by tuning seed, on validation",
         ],
     )
@@ -259,8 +306,17 @@ def _front_table(fronts: list[Front]) -> Table:
         ["arm", "cost", "mean test loss", ""],
         rows,
         [f"surely beaten: {format_list(beaten, 6)}"] * bool(beaten)
+        + [
+            "surely: by t tests of all pairs at any rate, adjusted by Holm over all fronts; of"
+            " several rates of an arm, that of the least validation loss is shown"
+        ]
         + ["for time, give --times FILE, from `qkablate cost --measure --json`"],
     )
+
+
+def format_accuracy(value: float | None) -> str:
+    """Format an accuracy: 12.5 %."""
+    return "–" if value is None else f"{100 * value:.1f} %"
 
 
 def _number(value: float | None, form: str = ".4f") -> str:
@@ -281,6 +337,15 @@ def _interval(value: Sequence[float] | None, form: str = "") -> str:
         return "–"
     low, high = (format(end, form) if form else format_nats(end) for end in value)
     return f"[{low}, {high}]"
+
+
+def _gap_interval(gap: GapSummary) -> str:
+    """Format the interval of a gap, open on a side where runs diverged."""
+    if gap.bounds is None:
+        return "–"
+    low, high = gap.bounds
+    left = "(−∞" if low is None else f"[{format_nats(low)}"
+    return f"{left}, {'∞)' if high is None else f'{format_nats(high)}]'}"
 
 
 def _p(value: float | None) -> str:

@@ -12,7 +12,7 @@ from qkablate.models.cost import training_flops_per_token
 from qkablate.runs.run import run_id
 from qkablate.sweeps.planning.manifest import Arm
 from qkablate.training import hardware
-from qkablate.training.resolve import build_empty_model
+from qkablate.training.resolve import build_empty_model, resolve_lr
 
 Overrides = dict[str, str]  # key → its value, as typed on the command line
 
@@ -50,6 +50,7 @@ class ArmResolver:
         data = self._open_data(config)
         model = build_empty_model(config, data.vocabulary)
         layers = [layer.module for layer in model.attention_layers()]
+        config = resolve_lr(config, layers[0])
         facts = {
             "data_fingerprint": data.fingerprint,
             "vocabulary": data.vocabulary,
@@ -71,6 +72,7 @@ class ArmResolver:
             params=counts["total"] - counts["embedding"],
             total_params=counts["total"],
             flops=training_flops_per_token(model, batch_tokens, data.answer_fraction),
+            matched_lr=layers[0].matched_lr,
             kv_cache_numbers=sum(layer.cached_per_token for layer in layers),
         )
 

@@ -20,13 +20,20 @@ from qkablate.sweeps.planning.arms import ArmResolver, Overrides
 from qkablate.sweeps.planning.control import ControlOutOfReach, match_baseline
 from qkablate.sweeps.planning.manifest import RUN_KEYS, Arm, Changes, LeftOutArm, Manifest
 from qkablate.sweeps.planning.predicates import holds
-from qkablate.sweeps.planning.tuning import lr_ladder
+from qkablate.sweeps.planning.tuning import tuning_runs
 
+FLOOR = "uniform"  # attention without scores: an experiment that it passes can tell nothing
 # What a variant is made of, and does not pass on to the baseline that stands beside it.
 _OF_A_VARIANT = {*keys_with(Role.VARIANT)}
 # Keys whose values an arm's name shows without the key.
 _IN_NAME = _OF_A_VARIANT | {"variant", "model.d_model", "model.heads", *RUN_KEYS}
 _OF_RUNS = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, RUN_KEYS))})(?![\w.])")
+
+
+def without_variant(overrides: Mapping[str, str]) -> Overrides:
+    """Return the overrides that make the model around an arm's attention."""
+    own = {*_OF_A_VARIANT, "variant", "variant.lr"}
+    return {key: value for key, value in sorted(overrides.items()) if key not in own}
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,8 @@ class _Expansion:
             raise UserError(f"{first.arm} is {first.kind}: {first.reason}{more}")
         if not kept:
             raise UserError(f"sweep.filter: excludes all arms, {self.excluded} of them")
+        if self.grid.settings.floor:
+            self._add_floors(changes)
         arms = {
             arm.name: dataclasses.replace(arm, baseline=None) if arm.baseline == arm.name else arm
             for arm in self.arms.values()
@@ -101,10 +110,9 @@ class _Expansion:
             typed = self.grid.choices.get("optim.lr", [])
             rates = [self.resolver.compose({"optim.lr": text}).optim.lr for text in typed]
             runs = [
-                arm.run({"seed": seed, "optim.lr": rate}, tuning=True)
+                run
                 for arm in arms.values()
-                for rate in lr_ladder(rates, arm.config)
-                for seed in settings.tuning_seeds
+                for run in tuning_runs(arm, rates, settings.tuning_seeds)
             ]
         else:
             runs = [arm.run(change) for arm in arms.values() for change in changes]
@@ -206,6 +214,27 @@ class _Expansion:
         self.arms[key] = arm
         return arm
 
+    def _add_floors(self, changes: list[Changes]) -> None:
+        """Add uniform attention in each model, where parametrizations are compared.
+
+        These arms have no baseline: they test the experiment, not a hypothesis.
+        """
+        variants = [arm.config.variant for arm in self.arms.values()]
+        if len({(variant.name, variant.file) for variant in variants}) < 2:
+            return
+        models = {
+            tuple(without_variant(arm.overrides).items()): None
+            for arm in self.arms.values()
+            if "none" in arm.controls
+        }
+        for model in models:
+            overrides = {**dict(model), "variant": FLOOR}
+            try:
+                self._add_arm("none", overrides, {}, None, None, changes)
+            except ImpossibleConfig as reason:
+                name = self._name(overrides, "none")
+                self.left_out.append(LeftOutArm(name, "none", str(reason), "impossible"))
+
     def _baseline(self, overrides: Overrides) -> Overrides | None:
         """Return the overrides of the arm that this one is compared with."""
         setting = self.grid.settings.baseline
@@ -219,6 +248,8 @@ class _Expansion:
             )
         if "variant" in values:
             overrides = {k: value for k, value in overrides.items() if k not in _OF_A_VARIANT}
+            if overrides.get("variant.lr") not in ("matched", "same"):
+                overrides.pop("variant.lr", None)  # a number belongs to the arm's own circuit
         return {**overrides, **{str(key): as_quoted(value) for key, value in values.items()}}
 
     def _name(self, overrides: Overrides, control: str) -> str:

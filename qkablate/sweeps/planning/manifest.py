@@ -18,13 +18,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qkablate import __version__
 from qkablate.config import Config, Role, TrackingConfig, from_plain, keys_with
-from qkablate.disk import make_folder, read_file
+from qkablate.disk import make_folder, read_file, write_atomic
 from qkablate.errors import UserError, nearest_hint
-from qkablate.runs.records import sha256, write_atomic
+from qkablate.runs.records import sha256
 from qkablate.runs.run import NUMERICS, identity, label, match_name, refuse_links, run_id
 from qkablate.strict_json import from_json, parse_json
 
@@ -33,6 +33,16 @@ MANIFEST_FILE = "manifest.json"
 # The keys that distinguish the runs of one arm.
 RUN_KEYS = sorted(keys_with(Role.RUN), key=lambda name: not name.startswith("seed"))
 Changes = dict[str, int | float]
+
+
+class Rates(NamedTuple):
+    """Learning rates of an arm: `optim.lr`, and `variant.lr` as a number."""
+
+    lr: float
+    circuit: float
+
+    def __str__(self) -> str:
+        return f"{self.lr:.3g}" + f" (circuit × {self.circuit:.3g})" * (self.circuit != 1)
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class Arm:
     params: int  # without embeddings
     total_params: int
     flops: float  # of training, per token
+    matched_lr: float = 1.0  # the number that variant.lr=matched stands for
     mismatch: float | None = None  # relative to the control's target
     kv_cache_numbers: int | None = None  # that a decoder keeps per token, in all layers
 
@@ -62,6 +73,17 @@ class Arm:
     def tokens(self) -> int:
         train, context = self.config.train, self.config.model.context
         return int(train.steps) * train.batch_size * train.grad_accum * context
+
+    @property
+    def default_rates(self) -> Rates:
+        """Learning rates of the arm's own config."""
+        lr = self.config.variant.lr
+        return Rates(self.config.optim.lr, 1.0 if isinstance(lr, str) else lr)  # a word: an old run
+
+    def rates_of(self, run: "SweepRun") -> Rates:
+        """Return the learning rates of a run of this arm."""
+        default, changes = self.default_rates, run.changes
+        return Rates(float(changes["optim.lr"]), float(changes.get("variant.lr", default.circuit)))
 
     def overrides_of(self, run: "SweepRun") -> list[str]:
         """Return the arguments that repeat a run of this arm with `qkablate train`."""
@@ -75,11 +97,13 @@ class Arm:
         config, seed = self.config, int(changes["seed"])
         seeds = {key: int(changes.get(f"seeds.{key}", seed)) for key in vars(config.seeds)}
         evaluate_test = config.train.evaluate_test and not tuning
+        circuit = changes.get("variant.lr", config.variant.lr)
         return dataclasses.replace(
             config,
             seed=seed,
             seeds=dataclasses.replace(config.seeds, **seeds),
             optim=dataclasses.replace(config.optim, lr=float(changes["optim.lr"])),
+            variant=dataclasses.replace(config.variant, lr=circuit),
             train=dataclasses.replace(config.train, evaluate_test=evaluate_test),
         )
 
@@ -104,7 +128,9 @@ class SweepRun:
     label: str
     arm: str
     tuning: bool  # chooses a learning rate, and never evaluates the test split
-    changes: Changes  # its seed (and `seeds.…` that differ from it) and its learning rate
+    # Its seed (and `seeds.…` that differ from it), its learning rate, and that of the circuit if it
+    # was searched.
+    changes: Changes
 
     @property
     def name(self) -> str:
@@ -167,6 +193,8 @@ class Manifest:
 
     def _rate_suffix(self, run: SweepRun) -> str:
         rate = f" lr {run.changes['optim.lr']:.3g}" if self._has_several_rates else ""
+        if "variant.lr" in run.changes:
+            rate += f" × {run.changes['variant.lr']:.3g}"
         return f"{rate}{' (tuning)' * run.tuning}"
 
     @functools.cached_property

@@ -1,46 +1,80 @@
 """Learning rates chosen on validation loss, per arm and on seeds of their own.
 
-A ladder of factor two is extended while the best rate lies on its edge. The next runs are a pure
-function of the results, so that every process derives the same ones at any time.
+Every arm is searched in `optim.lr`; one whose circuit has a multiplier also in `variant.lr`. All
+arms get the same number of runs to begin with: where there are three circuit rates to one, each
+point has a third of the seeds. Rates beside the best are added until it lies inside. The next runs
+are a pure function of the results, so that every process derives the same ones at any time.
 """
 
 import itertools
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qkablate.config import KEYS, Config
+from qkablate.config import KEYS
 from qkablate.errors import UserError
-from qkablate.sweeps.planning.manifest import Arm, Manifest, SweepRun
+from qkablate.sweeps.planning.manifest import Arm, Changes, Manifest, Rates, SweepRun
+from qkablate.sweeps.planning.tuning_losses import Losses, left_behind, mean_losses
 
 FACTOR = 2.0
 POINTS = 5
-EXTENSIONS = 6  # the most rates beyond the ladder
-_MIN_LR, _MAX_LR = KEYS["optim.lr"].bounds or (0, 1)
+CIRCUITS = 3  # rates of the circuit, to begin with
+TUNING_RUNS = 15  # of an arm to begin with: at three seeds, or three rates of the circuit
+EXTENSIONS = 6  # the most rates beyond the ladder; times CIRCUITS where the circuit has several
+_BOUNDS = {key: KEYS[key].bounds or (0, 1) for key in ("optim.lr", "variant.lr")}
 FindResult = Callable[[SweepRun], Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True)
 class LrSearch:
-    """Validation loss by learning rate, of one arm."""
+    """Validation loss by learning rates, of one arm."""
 
     arm: str
-    losses: dict[float, list[float | None]]  # by rate, for every tuning seed; None: diverged
-    rate: float | None  # the choice, once there is one
+    losses: Losses  # by rates and tuning seed; None: diverged
+    rates: Rates | None  # the choice, once there is one
     state: str  # tuning, chosen, on the edge, stuck (a run failed), diverged (everywhere)
+    at_minimum: bool = False  # the choice is a minimum between the rates tried
+
+    @property
+    def runs(self) -> int:
+        return sum(len(by_seed) for by_seed in self.losses.values())
 
     def to_json(self) -> dict[str, Any]:
-        losses = [{"lr": rate, "by_seed": self.losses[rate]} for rate in sorted(self.losses)]
-        return {"arm": self.arm, "state": self.state, "chosen": self.rate, "val_loss": losses}
+        """Return the search as JSON values."""
+        losses = [
+            {**rates._asdict(), "by_seed": [*self.losses[rates].values()]}
+            for rates in sorted(self.losses)
+        ]
+        return {
+            "arm": self.arm,
+            "state": self.state,
+            "chosen": self.rates and self.rates._asdict(),
+            "at_minimum": self.at_minimum,
+            "runs": self.runs,
+            "left_behind": [rates._asdict() for rates in left_behind(self.losses)],
+            "val_loss": losses,
+        }
 
 
 Searches = dict[str, tuple[list[SweepRun], LrSearch]]  # by arm, with the runs that follow
 
 
-def lr_ladder(rates: list[float], config: Config) -> list[float]:
+def tuning_runs(arm: Arm, rates: list[float], seeds: list[int]) -> list[SweepRun]:
+    """Return the first runs of an arm's search, at the given rates or around a single one."""
+    ladder = lr_ladder(rates, arm.config.optim.lr)
+    if not _searches_circuit(arm):
+        return [
+            _run(arm, Rates(lr, arm.default_rates.circuit), seed) for lr in ladder for seed in seeds
+        ]
+    seeds = seeds[: max(1, len(seeds) // CIRCUITS)]
+    circuits = circuit_ladder(arm.matched_lr)
+    points = itertools.product(ladder, circuits, seeds)
+    return [_run(arm, Rates(lr, circuit), seed) for lr, circuit, seed in points]
+
+
+def lr_ladder(rates: list[float], own: float) -> list[float]:
     """Return the first rates to try: those given, or five around a single one."""
     if len(rates) > 1:
         rates = sorted({*rates})
@@ -52,11 +86,43 @@ def lr_ladder(rates: list[float], config: Config) -> list[float]:
         if any(high / low > FACTOR * 1.01 for low, high in itertools.pairwise(rates)):
             raise UserError("optim.lr: rates to tune by are at most a factor of two apart")
         return rates
-    middle = rates[0] if rates else config.optim.lr
+    middle = rates[0] if rates else own
     rates = [middle * FACTOR**k for k in range(-(POINTS // 2), POINTS // 2 + 1)]
-    if not all(_MIN_LR <= rate <= _MAX_LR for rate in rates):
+    least, most = _BOUNDS["optim.lr"]
+    if not all(least <= rate <= most for rate in rates):
         raise UserError(f"optim.lr: {middle} leaves no room for rates around it")
     return rates
+
+
+def circuit_ladder(matched: float) -> list[float]:
+    """Return the first rates of the circuit: matched, same, and their geometric mean.
+
+    They are a factor of two apart at least, so that their losses can be told apart.
+    """
+    step = _circuit_step(matched)
+    return [_rounded(math.sqrt(matched) * step**k) for k in (-1, 0, 1)]
+
+
+def _circuit_step(matched: float) -> float:
+    return max(FACTOR, math.sqrt(max(matched, 1 / matched)))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _searches_circuit(arm: Arm) -> bool:
+    """Return whether the circuit has a multiplier that the user has not set."""
+    return arm.matched_lr != 1 and "variant.lr" not in arm.overrides
+
+
+def _changes(arm: Arm, rates: Rates) -> Changes:
+    circuit: Changes = {"variant.lr": rates.circuit} if _searches_circuit(arm) else {}
+    return {"optim.lr": rates.lr, **circuit}
+
+
+def _run(arm: Arm, rates: Rates, seed: int) -> SweepRun:
+    return arm.run({"seed": seed, **_changes(arm, rates)}, tuning=True)
 
 
 def next_runs(
@@ -75,8 +141,9 @@ def next_runs(
             searches[name] = finished[name]
             continue
         runs, search = _search(arm, tried[name], find_result)
-        if search.rate is not None:
-            runs += [arm.run({**final, "optim.lr": search.rate}) for final in manifest.finals]
+        if search.rates is not None:
+            changes = _changes(arm, search.rates)
+            runs += [arm.run({**final, **changes}) for final in manifest.finals]
         searches[name] = runs, search
         if search.state in ("chosen", "on the edge", "diverged"):
             finished[name] = searches[name]
@@ -89,33 +156,58 @@ def _search(
 ) -> tuple[list[SweepRun], LrSearch]:
     """Return the runs beyond the ladder that this arm needs, and its search."""
     seeds = sorted({int(run.changes["seed"]) for run in tried})
-    ladder = {float(run.changes["optim.lr"]) for run in tried}
+    most = EXTENSIONS * (CIRCUITS if _searches_circuit(arm) else 1)
+    first = len({arm.rates_of(run) for run in tried})
     beyond: list[SweepRun] = []
     while True:
-        losses: dict[float, list[float | None]] = {}
-        for run in tried + beyond:
+        losses: dict[Rates, dict[int, float | None]] = {}
+        for run in sorted(tried, key=lambda run: (arm.rates_of(run), run.changes["seed"])) + beyond:
             result = find_result(run)
             if result is None or result["status"] == "failed":
                 state = "tuning" if result is None else "stuck"
                 return beyond, LrSearch(arm.name, losses, None, state)
             loss = result["loss"]["val"] if result["status"] == "done" else None
-            losses.setdefault(float(run.changes["optim.lr"]), []).append(loss)
-        best = min(sorted(losses), key=lambda rate: _mean(losses[rate]))
-        all_diverged = not math.isfinite(_mean(losses[best]))
-        if all_diverged or best == min(losses):
-            next_rate = min(losses) / FACTOR
-        elif best == max(losses):
-            next_rate = max(losses) * FACTOR
-        else:
-            return beyond, LrSearch(arm.name, losses, best, "chosen")
-        if len(losses) - len(ladder) >= EXTENSIONS or not _MIN_LR <= next_rate <= _MAX_LR:
-            if all_diverged:
+            losses.setdefault(arm.rates_of(run), {})[int(run.changes["seed"])] = loss
+        means, wanted = mean_losses(losses), _rates_beside_best(arm, losses)
+        within = [rates for rates in wanted if _is_allowed(rates)]
+        if not wanted:
+            from qkablate.sweeps.planning.surface import choose_rates  # numpy and scipy are slow
+
+            rates, surface = choose_rates(losses)
+            search = LrSearch(arm.name, losses, rates, "chosen", surface is not None)
+            return beyond, search
+        if len(losses) - first + len(within) > most or len(within) < len(wanted):
+            if not means:
                 return beyond, LrSearch(arm.name, losses, None, "diverged")
-            return beyond, LrSearch(arm.name, losses, best, "on the edge")
-        beyond += [arm.run({"seed": s, "optim.lr": next_rate}, tuning=True) for s in seeds]
+            rates = min(means, key=lambda rates: means[rates])
+            return beyond, LrSearch(arm.name, losses, rates, "on the edge")
+        beyond += [_run(arm, rates, seed) for rates in within for seed in seeds]
 
 
-def _mean(losses: list[float | None]) -> float:
-    """Return the mean loss, infinite where one seed diverges: no rate to train at."""
-    finite = [loss for loss in losses if loss is not None]
-    return statistics.fmean(finite) if len(finite) == len(losses) else math.inf
+def _rates_beside_best(arm: Arm, losses: Losses) -> list[Rates]:
+    """Return the rates beside the best ones that have not been tried yet.
+
+    If all diverge, these are lower ones.
+    """
+    means, failed = mean_losses(losses), left_behind(losses)
+    lrs, circuits = (sorted({*values}) for values in zip(*losses, strict=True))
+    if not means:
+        return [Rates(lrs[0] / FACTOR, circuit) for circuit in circuits]
+    best = min(means, key=lambda rates: (rates in failed, means[rates]))
+    lrs = [lrs[0] / FACTOR, *lrs, lrs[-1] * FACTOR]
+    if _searches_circuit(arm):
+        step = _circuit_step(arm.matched_lr)
+        circuits = [_rounded(circuits[0] / step), *circuits, _rounded(circuits[-1] * step)]
+    near = [
+        values[max(0, at - 1) : at + 2]
+        for values, at in ((lrs, lrs.index(best.lr)), (circuits, circuits.index(best.circuit)))
+    ]
+    return [
+        rates for rates in itertools.starmap(Rates, itertools.product(*near)) if rates not in losses
+    ]
+
+
+def _is_allowed(rates: Rates) -> bool:
+    return all(
+        least <= rate <= most for rate, (least, most) in zip(rates, _BOUNDS.values(), strict=True)
+    )

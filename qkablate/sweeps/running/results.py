@@ -5,13 +5,14 @@ import io
 import json
 import shlex
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from qkablate.disk import replace_file
+from qkablate.disk import replace_file, write_atomic
 from qkablate.errors import sanitize
-from qkablate.runs.records import write_atomic
+from qkablate.runs.records import is_number
+from qkablate.runs.text_references import find_text_references
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.sweeps.running.state import RunState, SweepState
 from qkablate.table import format_list, print_csv, print_table
@@ -24,12 +25,15 @@ COLUMNS: dict[str, type] = {
     **dict.fromkeys(("d_model", "heads", "layers", "context", "mlp_width"), int),
     "data": str,
     "seed": int,
-    "lr": float,
+    **dict.fromkeys(("lr", "circuit_lr"), float),
     "planned_steps": int,
     "status": str,
     **dict.fromkeys(("train_loss", "val_loss", "test_loss"), float),
     **dict.fromkeys(("val_bits_per_byte", "test_bits_per_byte"), float),
-    **dict.fromkeys(("val_accuracy", "test_accuracy"), float),
+    **dict.fromkeys(("val_accuracy", "test_accuracy", "chance"), float),
+    "best_ngram_loss": float,
+    "lzma_loss": float,
+    "beats_ngrams": bool,
     **dict.fromkeys(("params", "params_with_embeddings"), int),
     **dict.fromkeys(("mismatch", "flops_per_token"), float),
     **dict.fromkeys(("steps", "tokens"), int),
@@ -98,6 +102,7 @@ def _row(manifest: Manifest, state: RunState, blank: dict[str, Any]) -> dict[str
         "data": config.data.source,
         "seed": config.seed,
         "lr": config.optim.lr,
+        "circuit_lr": arm.rates_of(run).circuit,
         "planned_steps": int(config.train.steps),
         "status": state.status,
         "params_with_embeddings": arm.total_params,
@@ -107,6 +112,9 @@ def _row(manifest: Manifest, state: RunState, blank: dict[str, Any]) -> dict[str
     }
     for name in ("loss", "bits_per_byte", "accuracy"):
         row |= {f"{split}_{name}": value for split, value in (result.get(name) or {}).items()}
+    for references in find_text_references([("", result)]):
+        row |= {"best_ngram_loss": references.best_ngram, "lzma_loss": references.lzma}
+        row["beats_ngrams"] = not references.behind
     return row
 
 
@@ -119,16 +127,22 @@ def print_arms(sweep_state: SweepState) -> None:
             key = state.run.arm, float(state.run.changes["optim.lr"])
             groups.setdefault(key, []).append(state)
     searches = {search.arm: search.state for search in sweep_state.lr_searches}
-    groups |= {(search.arm, None): [] for search in sweep_state.lr_searches if search.rate is None}
+    groups |= {(search.arm, None): [] for search in sweep_state.lr_searches if search.rates is None}
     show_rates = bool(searches) or len(groups) > len({arm for arm, _ in groups})
     order = {name: number for number, name in enumerate(manifest.arms)}
+    show_accuracy = any(
+        state.result and (state.result.get("accuracy") or {}).get("test") is not None
+        for states in groups.values()
+        for state in states
+    )
     rows = []
     for arm, rate in sorted(groups, key=lambda group: (order[group[0]], group[1] or 0.0)):
         states = groups[arm, rate]
-        losses = [s.result["loss"] for s in states if s.status == "done" and s.result]
+        results = [s.result for s in states if s.status == "done" and s.result]
+        losses = [result["loss"] for result in results]
         diverged = sum(state.status == "diverged" for state in states)
         tuning = searches.get(arm, "chosen")
-        rate_cell = "–" if rate is None else f"{rate:.3g}"
+        rate_cell = str(manifest.arms[arm].rates_of(states[0].run)) if states else "–"
         rows.append(
             [
                 *(arm, f"{manifest.arms[arm].params:,}"),
@@ -136,13 +150,18 @@ def print_arms(sweep_state: SweepState) -> None:
                 f"{len(losses)}/{len(states) or len(manifest.finals)}",
                 *_mean_and_sd([loss["val"] for loss in losses]),
                 *_mean_and_sd([loss["test"] for loss in losses if loss["test"] is not None]),
+                *(_mean_accuracy(results) if show_accuracy else []),
                 f"{diverged}" if diverged else "",
             ]
         )
     rates = ["lr"] if show_rates else []
-    columns = ["arm", "params", *rates, "done", "val", "± sd", "test", "± sd", "diverged"]
+    columns = ["arm", "params", *rates, "done", "val", "± sd", "test", "± sd"]
+    columns += [*(["accuracy", "chance"] if show_accuracy else []), "diverged"]
     print_table(columns, rows)
     print("\nmeans over runs, and the standard deviation between them; params without embeddings")
+    done = [(s.run.arm, s.result) for s in sweep_state.states.values() if s.result]
+    for references in find_text_references(done):
+        print(sanitize(f"without attention: {references}"))
     by_kind: dict[str, list[str]] = {}
     for left in manifest.left_out:
         by_kind.setdefault(left.kind, []).append(left.arm)
@@ -150,6 +169,16 @@ def print_arms(sweep_state: SweepState) -> None:
         print(f"left out, {kind}: {format_list(names, 6)}")
     if by_kind:
         print(f"  why: {manifest.folder / 'plan.txt'}")
+
+
+def _mean_accuracy(results: list[Mapping[str, Any]]) -> list[str]:
+    """Return the cells of the mean test accuracy on a task, and of chance."""
+    found = [(result.get("accuracy") or {}).get("test") for result in results]
+    chance = [result.get("chance") for result in results]
+    return [
+        f"{statistics.fmean(known):.1%}" if (known := [v for v in values if is_number(v)]) else "–"
+        for values in (found, chance)
+    ]
 
 
 def _mean_and_sd(losses: list[float]) -> list[str]:

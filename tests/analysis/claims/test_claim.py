@@ -46,7 +46,7 @@ def assert_one_line(error, line):
     assert "Traceback" not in text
 
 
-SEEDS = "seeds: {} is not a number from 2 on, or a rising list of looks as [6, 12, 20]"
+SEEDS = "seeds: {} is not a number from 3 on, or a rising list of looks as [6, 12, 20]"
 MISTAKES = {
     "a key that is not": ({"margn": 1}, "margn: there is no such key; there is says, source"),
     "a key that is nearly one": ({"tuning_seed": 1}, "(nearest: tuning_seeds)"),
@@ -411,7 +411,7 @@ def test_seeds_derive_from_the_claim_independently_of_their_number():
 
 def asked(world, grid=None, **parts):
     """Return the comparisons of a claim with these parts over this grid, and the arms by name."""
-    content = {"grid": grid or CLAIM["grid"], "seeds": 2}
+    content = {"grid": grid or CLAIM["grid"], "seeds": 3}
     content["parts"] = {name: PART | changes for name, changes in parts.items()}
     own = claim(**content)
     # The sizes of this module's sweeps, not those of the scale.

@@ -24,7 +24,7 @@ from qkablate.sweeps.running.state import SweepState, link_run
 CLAIM = {
     "says": "Keys alone are enough.",
     "source": "a comment",
-    "seeds": [2, 3],
+    "seeds": [3, 4],
     "tuning_seeds": 0,
     "grid": {"variant": "standard,no_q"},
     "filter": ["model.d_model > 1"],
@@ -79,7 +79,7 @@ def test_registration_is_readable_and_has_its_seeds(tmp_path):
     assert content["hash"] == one.hash
     assert content["claim"]["says"] == one.says
     assert content["source"] == one.source
-    assert content["final_seeds"] == one.seeds_of("final", 3)
+    assert content["final_seeds"] == one.seeds_of("final", 4)
     assert content["tuning_seeds"] == one.seeds_of("tuning", 2)
     assert content["claim"]["parts"]["within"]["margin"] == 0.01
     assert datetime.fromisoformat(content["registered"]).tzinfo is not None
@@ -207,7 +207,7 @@ def assert_damaged(folder, out):
 def test_edits_are_described_key_by_key():
     assert describe_changes(claim(), claim()) == []
     assert describe_changes(claim(), claim(margin=0.02)) == ["parts.within.margin: 0.01 → 0.02"]
-    assert describe_changes(claim(), claim(seeds=6)) == ["seeds: [2, 3] → [6]"]
+    assert describe_changes(claim(), claim(seeds=6)) == ["seeds: [3, 4] → [6]"]
     assert describe_changes(claim(), claim(source="other")) == []
     assert describe_changes(claim(), claim(says="Other.")) == [
         "says: Keys alone are enough. → Other."

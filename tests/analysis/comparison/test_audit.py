@@ -22,8 +22,9 @@ from tests.analysis.references import to_json
 PAIR = ("variant=standard,no_q", "seed=range(3)")
 TUNED = (*PAIR, "sweep.tune=true")
 TWIN = ("variant=standard,no_q,standard_reassociated", "seed=range(4)")
-NAMES = ["runs", "pairs", "learning rate", "annealed", "matched", "start", "precision", "data"]
-NAMES += ["code", "machine", "kernel"]
+NAMES = ["runs", "pairs", "learning rate", "annealed", "matched", "start", "floor"]
+NAMES += ["precision", "data"]
+NAMES += ["documents", "code", "machine", "kernel"]
 
 
 def loss_of(run):
@@ -134,7 +135,11 @@ def test_untuned_rates_are_a_warning(pair):
 
 def bowl(least):
     return lambda run: (
-        2 + math.log(run.changes["optim.lr"] / least(run)) ** 2 / 10 if run.tuning else loss_of(run)
+        2
+        + math.log(run.changes["optim.lr"] / least(run)) ** 2 / 10
+        + math.log(run.changes.get("variant.lr", 1.4) / 1.4) ** 2 / 50
+        if run.tuning
+        else loss_of(run)
     )
 
 
@@ -142,8 +147,9 @@ def test_rates_that_were_tuned_and_bracketed_are_fair(cached_world):
     least = {True: 2e-3, False: 1e-3}
     found = checks(cached_world(*TUNED).finish(bowl(lambda run: least[is_arm(run)])))
     assert found["learning rate"].state == OK
-    assert "tuned and bracketed: no_q-d16-h2 0.002, standard-d16-h2 0.001" in (
-        found["learning rate"].message
+    assert found["learning rate"].message == (
+        "tuned and bracketed: no_q-d16-h2 0.002 (circuit × 1.4), standard-d16-h2 0.001, by 15 and"
+        " 15 runs; a finer search would gain 0.0000 at most"
     )
 
 
@@ -179,7 +185,8 @@ def test_rate_other_than_the_best_is_a_warning(cached_world):
     for rate in (5e-4, 2e-3):
         assert states[rate].state == WARNING
         assert (
-            f"no_q-d16-h2 lr {rate:.3g} runs at {rate:.3g}, best is 0.001" in states[rate].message
+            f"no_q-d16-h2 lr {rate:.3g} runs at {rate:.3g} (circuit × 2), best is 0.001 (circuit"
+            in states[rate].message
         )
 
 
@@ -267,7 +274,10 @@ def test_side_without_matched_rate_is_named(cached_world):
     world = cached_world(
         "variant=merged_w", "variant.lr=matched,same", "seed=0", "sweep.baseline={variant.lr:same}"
     )
-    assert "at the same rate" in checks(world.finish(lambda run: 2.0))["start"].message
+    assert (
+        "lr=same with its circuit's rate × 1"
+        in checks(world.finish(lambda run: 2.0))["start"].message
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from qkablate.analysis.comparison.lr_curves import (
     gap_at_rates,
 )
 from qkablate.analysis.comparison.summary import describe_study
+from qkablate.sweeps.planning.manifest import Rates
 from tests.analysis.references import to_json
 
 LADDER = [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
@@ -25,12 +26,21 @@ RATES = ("variant=standard,no_q", "seed=range(3)", "optim.lr=5e-4,1e-3,2e-3,4e-3
 def bowl(losses):
     """Return a learning-rate curve with these losses by rate and seed."""
     return LrCurve(
-        "an arm", {r: {(("seed", s),): v for s, v in own.items()} for r, own in losses.items()}
+        "an arm",
+        {Rates(r, 1.0): {(("seed", s),): v for s, v in own.items()} for r, own in losses.items()},
     )
 
 
 def parabola(rate, least, curvature=0.1):
     return 2 + curvature * math.log(rate / least) ** 2
+
+
+CIRCUIT = 1.3
+
+
+def circuit_cost(run):
+    """Return what the circuit's rate costs, where it is searched."""
+    return parabola(run.changes.get("variant.lr", CIRCUIT), CIRCUIT) - 2
 
 
 def is_arm(run):
@@ -40,9 +50,9 @@ def is_arm(run):
 @pytest.mark.parametrize("least", [7e-4, 1e-3, 1.3e-3, 1.9e-3])
 def test_optimum_of_a_parabola_is_recovered(least):
     """Though one seed is everywhere a whole nat above the other."""
-    found = bowl({r: {s: parabola(r, least) + s for s in (0, 1)} for r in LADDER}).parabola
-    assert found.optimum == pytest.approx(least)
-    low, high = found.interval
+    found = bowl({r: {s: parabola(r, least) + s for s in (0, 1)} for r in LADDER})
+    assert found.surface.optimum.lr == pytest.approx(least)
+    low, high = found.optimum_interval
     assert low == pytest.approx(least, rel=1e-3)
     assert high == pytest.approx(least, rel=1e-3)
 
@@ -50,7 +60,7 @@ def test_optimum_of_a_parabola_is_recovered(least):
 def test_interval_of_the_optimum_covers_it():
     """95 of 100, within three standard errors of 600 simulated bowls."""
     rng = np.random.default_rng(0)
-    rates = [1e-3 * 2**k for k in range(-2, 3)]
+    rates = LADDER[1:4]  # others have less weight, and the interval errs to the wide side
     covered = told = 0
     count = 600
     for _ in range(count):
@@ -61,10 +71,10 @@ def test_interval_of_the_optimum_covers_it():
                 r: {s: parabola(r, least) + own[s] + rng.normal(0, 0.005) for s in range(3)}
                 for r in rates
             }
-        ).parabola
-        if found.interval is not None:
+        ).optimum_interval
+        if found is not None:
             told += 1
-            covered += found.interval[0] <= least <= found.interval[1]
+            covered += found[0] <= least <= found[1]
     assert told == count
     assert abs(covered / told - 0.95) < 3 * math.sqrt(0.95 * 0.05 / count)
 
@@ -80,11 +90,11 @@ def test_interval_of_a_noisy_optimum_is_none_or_covers_it():
                 r: {s: parabola(r, 1e-3, 0.03) + rng.normal(0, 0.03) for s in range(2)}
                 for r in LADDER
             }
-        ).parabola
-        if found is None or found.interval is None:
+        ).optimum_interval
+        if found is None:
             none += 1
         else:
-            missed += not found.interval[0] <= 1e-3 <= found.interval[1]
+            missed += not found[0] <= 1e-3 <= found[1]
     assert none > 10
     assert missed / count < 0.05 + 3 * math.sqrt(0.95 * 0.05 / count)
 
@@ -95,16 +105,16 @@ def test_interval_is_fiellers():
     rates = LADDER[1:4]  # the best and one on each side: these are always read
     losses = {r: {s: parabola(r, 1.1e-3) + rng.normal(0, 0.004) for s in seeds} for r in rates}
     found = bowl(losses)
-    assert found.best == 1e-3
-    points = [(math.log(r / found.best), s, v) for r, own in losses.items() for s, v in own.items()]
+    assert found.best == Rates(1e-3, 1.0)
+    points = [(math.log(r / 1e-3), s, v) for r, own in losses.items() for s, v in own.items()]
     design = [[x, x * x, *(s == seed for seed in seeds)] for x, s, _ in points]
     losses_P = [v for *_, v in points]
     params, covariance = optimize.curve_fit(
         lambda rows_PK, *params: rows_PK @ params, np.array(design, float), losses_P, [0.0] * 6
     )
     t = stats.t.isf(0.025, len(points) - 6)
-    for end in found.parabola.interval:
-        x = math.log(end / found.best)
+    for end in found.optimum_interval:
+        x = math.log(end / 1e-3)
         derivative = np.array([1, 2 * x, 0, 0, 0, 0])
         error = math.sqrt(derivative @ covariance @ derivative)
         assert abs(derivative @ params) / error == pytest.approx(t, rel=1e-4)
@@ -126,22 +136,23 @@ def test_parabola_equals_the_fit_of_statsmodels(seed, optimum, interval, curvatu
         r: {s: parabola(r, 1.1e-3) + rng.normal(0, 0.004) * (seed - 1) for s in range(4)}
         for r in LADDER[1:4]
     }
-    fit = bowl(losses).parabola
-    assert fit.optimum == pytest.approx(optimum, rel=1e-10)
-    assert fit.curvature == pytest.approx(curvature, rel=1e-10)
-    assert fit.interval == (interval and pytest.approx(interval, rel=1e-10))
+    found = bowl(losses)
+    assert found.surface.optimum.lr == pytest.approx(optimum, rel=1e-10)
+    assert found.surface.hessian_KK[0, 0] / 2 == pytest.approx(curvature, rel=1e-10)
+    assert found.optimum_interval == (interval and pytest.approx(interval, rel=1e-10))
 
 
 def test_flat_or_concave_curve_has_no_optimum():
-    assert bowl({r: {0: 2.0, 1: 2.0} for r in LADDER}).parabola is None
-    assert bowl({r: {0: parabola(r, 1e-3, -0.1), 1: 2.0} for r in LADDER}).parabola is None
+    for losses in ({0: lambda r: 2.0}, {0: lambda r: parabola(r, 1e-3, -0.1)}):
+        fit = bowl({r: {s: losses[0](r) + s for s in (0, 1)} for r in LADDER}).surface
+        assert fit is None or not fit.is_certain
 
 
 def test_too_few_points_have_no_optimum():
-    assert bowl({1e-3: {0: 2.0}}).parabola is None
-    assert bowl({r: {0: parabola(r, 1e-3), 1: 2.0} for r in LADDER[:2]}).parabola is None
-    assert bowl({r: {0: parabola(r, 5e-4)} for r in LADDER[:3]}).parabola is None
-    assert bowl({r: {0: None} for r in LADDER}).parabola is None
+    assert bowl({1e-3: {0: 2.0}}).surface is None
+    assert bowl({r: {0: parabola(r, 1e-3), 1: 2.0} for r in LADDER[:2]}).surface is None
+    assert bowl({r: {0: parabola(r, 5e-4)} for r in LADDER[:3]}).surface is None
+    assert bowl({r: {0: None} for r in LADDER}).surface is None
 
 
 def test_best_rate_on_the_edge_is_detected():
@@ -158,8 +169,8 @@ def test_rate_at_which_a_seed_diverges_is_never_the_best():
     losses[2e-3] = {0: 1.0, 1: None}
     losses[4e-3] = {0: None, 1: None}
     found = bowl(losses)
-    assert found.best == 1e-3
-    assert 2e-3 not in found.means
+    assert found.best == Rates(1e-3, 1.0)
+    assert Rates(2e-3, 1.0) not in found.means
     assert not found.is_on_edge  # what diverges is worse
 
 
@@ -167,7 +178,7 @@ def test_order_in_which_rates_are_known_changes_nothing():
     losses = {r: {s: parabola(r, 1.2e-3) + s + r for s in (0, 1)} for r in LADDER}
     backwards = bowl(dict(reversed([*losses.items()])))
     assert backwards.best == bowl(losses).best
-    assert backwards.parabola.optimum == pytest.approx(bowl(losses).parabola.optimum)
+    assert backwards.surface.optimum == pytest.approx(bowl(losses).surface.optimum)
     assert backwards.is_on_edge == bowl(losses).is_on_edge
 
 
@@ -190,10 +201,10 @@ def test_diverged_rate_costs_as_much_as_not_to_train():
 def test_gaps_at_separate_rates_are_paired():
     one = bowl({1e-3: {0: 2.5, 1: 2.75, 2: None}, 2e-3: {0: 2.0, 1: 2.0, 2: 2.0}})
     other = bowl({1e-3: {0: 2.0, 1: 2.0, 2: 2.0}, 2e-3: {1: 1.0, 2: 1.5}})
-    assert gap_at_rates(one, 1e-3, other, 1e-3).values == (0.5, 0.75)
-    assert gap_at_rates(one, 2e-3, other, 2e-3).values == (1.0, 0.5)
-    assert gap_at_rates(one, 1e-3, other, 2e-3).values == (1.75,)
-    assert gap_at_rates(one, 4e-3, other, 1e-3).n == 0
+    assert gap_at_rates(one, Rates(1e-3, 1.0), other, Rates(1e-3, 1.0)).values == (0.5, 0.75)
+    assert gap_at_rates(one, Rates(2e-3, 1.0), other, Rates(2e-3, 1.0)).values == (1.0, 0.5)
+    assert gap_at_rates(one, Rates(1e-3, 1.0), other, Rates(2e-3, 1.0)).values == (1.75,)
+    assert gap_at_rates(one, Rates(4e-3, 1.0), other, Rates(1e-3, 1.0)).n == 0
 
 
 def test_tuned_sweep_has_lr_curves_of_its_tuning_runs(cached_world):
@@ -201,6 +212,7 @@ def test_tuned_sweep_has_lr_curves_of_its_tuning_runs(cached_world):
     world = cached_world(*TUNED).finish(
         lambda run: (
             parabola(run.changes["optim.lr"], least[run.arm.split("-")[0]])
+            + circuit_cost(run)
             + run.changes["seed"] / 1e4
             + is_arm(run) / 4
         )
@@ -209,19 +221,19 @@ def test_tuned_sweep_has_lr_curves_of_its_tuning_runs(cached_world):
     assert study.is_complete
     one, other = describe_lr_curves(study)
     assert (one.arm, one.best, one.chosen, one.on_the_edge) == (
-        *("standard-d16-h2", 1e-3, 1e-3),
+        *("standard-d16-h2", Rates(1e-3, 1.0), Rates(1e-3, 1.0)),
         False,
     )
     # The ladder ends at 4e-3, where no_q is best: it was extended.
-    assert (other.best, other.chosen, other.on_the_edge) == (4e-3, 4e-3, False)
-    assert [row.lr for row in other.val_loss] == [*LADDER, 8e-3]
-    assert one.optimum == pytest.approx(1e-3)
-    assert other.optimum == pytest.approx(3e-3)
+    assert (other.best.lr, other.chosen, other.on_the_edge) == (4e-3, Rates(3e-3, 1.3), False)
+    assert sorted({row.lr for row in other.val_loss}) == [*LADDER, 8e-3]
+    assert one.optimum.lr == pytest.approx(1e-3)
+    assert other.optimum == pytest.approx(Rates(3e-3, CIRCUIT))
+    assert (one.runs, other.runs) == (15, 18)
     assert one.gap_at_default is one.gap_at_best is None
-    at_default = 0.25 + parabola(1e-3, 3e-3) - 2
-    assert other.gap_at_default.mean == pytest.approx(at_default)
-    assert other.gap_at_default.n == 2
-    assert other.gap_at_best.mean == pytest.approx(0.25 + parabola(4e-3, 3e-3) - 2)
+    at_best = 0.25 + parabola(4e-3, 3e-3) - 2 + parabola(other.best.circuit, CIRCUIT) - 2
+    assert other.gap_at_best.mean == pytest.approx(at_best)
+    assert other.gap_at_best.n == 1  # of the seed that both arms are tuned on
     to_json([one, other])
     assert not any(curve.is_on_edge for curve in find_lr_curves(study).values())
 
@@ -229,7 +241,9 @@ def test_tuned_sweep_has_lr_curves_of_its_tuning_runs(cached_world):
 def test_lr_curves_use_validation_losses_of_tuning_runs(cached_world):
     world = cached_world(*TUNED).finish(
         lambda run: (
-            parabola(run.changes["optim.lr"], 1e-3) if run.tuning else 55.0 + run.changes["seed"]
+            parabola(run.changes["optim.lr"], 1e-3) + circuit_cost(run)
+            if run.tuning
+            else 55.0 + run.changes["seed"]
         )
     )
     found = find_lr_curves(world.study())
@@ -238,6 +252,7 @@ def test_lr_curves_use_validation_losses_of_tuning_runs(cached_world):
     } == {
         (("seed", 1000),),
         (("seed", 1001),),
+        (("seed", 1002),),
     }
     assert max(max(own.means.values()) for own in found.values()) < 10
 
@@ -252,13 +267,13 @@ def test_arms_run_at_three_rates_have_lr_curves(cached_world):
     )
     study = world.study()
     one, other = describe_lr_curves(study)
-    assert one.best == 1e-3
+    assert one.best.lr == 1e-3
     assert one.chosen is None
-    assert other.best in (1e-3, 2e-3)
-    assert one.optimum == pytest.approx(1e-3)
-    assert other.optimum == pytest.approx(1.5e-3)
+    assert other.best.lr in (1e-3, 2e-3)
+    assert one.optimum.lr == pytest.approx(1e-3)
+    assert other.optimum.lr == pytest.approx(1.5e-3)
     assert other.gap_at_default.mean == pytest.approx(0.1 + parabola(1e-3, 1.5e-3) - 2)
-    assert other.gap_at_best.mean == pytest.approx(0.1 + parabola(other.best, 1.5e-3) - 2)
+    assert other.gap_at_best.mean == pytest.approx(0.1 + parabola(other.best.lr, 1.5e-3) - 2)
     start = math.log(world.manifest.arms["standard-d16-h2"].facts["vocabulary"])
     losses = [parabola(rate, 1e-3) for rate in (5e-4, 1e-3, 2e-3, 4e-3)]
     cost = sum(min(loss, start) - 2 for loss in losses) / 4
@@ -280,8 +295,8 @@ def test_failed_waiting_and_damaged_runs_are_not_diverged(cached_world):
         )
     )
     found = find_lr_curves(world.study())["no_q-d16-h2"]
-    assert 1e-3 not in found.losses
-    assert found.best in (5e-4, 2e-3)
+    assert 1e-3 not in {rates.lr for rates in found.losses}
+    assert found.best.lr in (5e-4, 2e-3)
     to_json(describe_lr_curves(world.study()))
 
 
@@ -294,9 +309,9 @@ def test_diverged_runs_are_shown_as_such(cached_world):
         )
     )
     for one in describe_lr_curves(world.study()):
-        assert one.val_loss[-1] == RateLosses(lr=4e-3, by_seed=[None] * 3)
+        assert one.val_loss[-1] == RateLosses(4e-3, one.default.circuit, [None] * 3)
         assert not one.on_the_edge
-        assert one.best == 1e-3
+        assert one.best.lr == 1e-3
 
 
 def test_arm_that_diverges_at_every_rate_has_no_best_rate(cached_world):
@@ -313,13 +328,13 @@ def test_arm_that_diverges_at_every_rate_has_no_best_rate(cached_world):
 
 HALF = {
     "a run of the lowest rate waits": lambda run: (
-        None if (run.changes["seed"], run.changes["optim.lr"]) == (1001, 2.5e-4) else 0.0
+        None if (run.changes["seed"], run.changes["optim.lr"]) == (1000, 2.5e-4) else 0.0
     ),
     "a run of the highest rate waits": lambda run: (
-        None if (run.changes["seed"], run.changes["optim.lr"]) == (1001, 4e-3) else 0.0
+        None if (run.changes["seed"], run.changes["optim.lr"]) == (1000, 4e-3) else 0.0
     ),
     "a run of the highest rate failed": lambda run: (
-        "failed" if (run.changes["seed"], run.changes["optim.lr"]) == (1001, 4e-3) else 0.0
+        "failed" if (run.changes["seed"], run.changes["optim.lr"]) == (1000, 4e-3) else 0.0
     ),
     "a run of the best rate failed": lambda run: (
         "failed" if (run.changes["seed"], run.changes["optim.lr"]) == (1000, 1e-3) else 0.0
@@ -335,7 +350,11 @@ def test_sweep_that_is_still_tuning_can_be_looked_at(cached_world, end, both):
         found = end(run) if both or is_arm(run) else 0.0
         if found != 0.0:
             return found
-        return parabola(run.changes["optim.lr"], 1e-3) + random.Random(run.id).gauss(0, 1e-3)
+        return (
+            parabola(run.changes["optim.lr"], 1e-3)
+            + circuit_cost(run)
+            + random.Random(run.id).gauss(0, 1e-3)
+        )
 
     study = cached_world(*TUNED).finish(loss).study()
     assert not study.is_complete

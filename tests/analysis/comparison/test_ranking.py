@@ -13,8 +13,10 @@ from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.ranking import (
     find_fronts,
     find_rankings,
+    find_surely_beaten,
     read_times,
 )
+from qkablate.analysis.stats import Sample
 from qkablate.errors import UserError
 
 ARMS = ("standard", "no_q", "shared_qk", "tied_kv")
@@ -186,33 +188,66 @@ def test_fronts_are_pareto_optimal(cached_world):
         study = world.finish(drawn(rng, means, noise)).study()
         found = {front.cost: front for front in find_fronts(study, {})}
         assert {*found} <= {*COSTS}
+        surely_beaten = surely(study)
         for cost in COSTS:
             points = {
-                entry.name: (cost_of(entry.arm, cost), math.fsum(entry.losses.values()) / 4, entry)
+                entry.name: (cost_of(entry.arm, cost), math.fsum(entry.losses.values()) / 4)
                 for entry in study.entries
             }
-            if len({price for price, *_ in points.values()}) == 1:
+            if len({price for price, _ in points.values()}) == 1:
                 assert cost not in found
                 continue
             assert {row.arm for row in found[cost].arms} == {*points}
             for row in found[cost].arms:
-                price, mean, entry = points[row.arm]
+                price, mean = points[row.arm]
                 assert (row.cost, row.mean) == (price, pytest.approx(mean))
                 beaters = [
                     other
-                    for p, m, other in points.values()
+                    for other, (p, m) in points.items()
                     if p <= price and m <= mean and (p, m) != (price, mean)
                 ]
                 assert row.on_front is (not beaters)
-                tests = []
-                for other in beaters:
-                    gaps = [entry.losses[key] - other.losses[key] for key in entry.losses]
-                    if len({*gaps}) == 1:
-                        tests.append(0.0 if gaps[0] > 0 else 1.0)
-                    else:
-                        test = stats.ttest_1samp(gaps, 0, alternative="greater")
-                        tests.append(float(test.pvalue))
-                assert row.surely is (not beaters or min(tests) < 0.05)
+                beaten = any((row.arm, other) in surely_beaten for other in beaters)
+                assert row.surely is (not beaters or beaten)
+
+
+def surely(study):
+    """Return all pairs of arms, the second as cheap by some cost, with a gap above 0 by Holm."""
+    p_values = {}
+    for cost in COSTS:
+        if len({cost_of(entry.arm, cost) for entry in study.entries}) == 1:
+            continue
+        for entry, other in itertools.permutations(study.entries, 2):
+            if cost_of(other.arm, cost) <= cost_of(entry.arm, cost):
+                gaps = [entry.losses[key] - other.losses[key] for key in entry.losses]
+                if len({*gaps}) == 1:
+                    p = 0.0 if gaps[0] > 0 else 1.0 if gaps[0] < 0 else 0.5
+                else:
+                    p = float(stats.ttest_1samp(gaps, 0, alternative="greater").pvalue)
+                p_values[entry.name, other.name] = p
+    adjusted = holm([*p_values.values()])
+    return {pair for pair, p in zip(p_values, adjusted, strict=True) if p < 0.05}
+
+
+def test_rates_of_one_arm_compete_on_validation_loss(cached_world):
+    """The rate that is best on test by luck is not the one that is shown."""
+
+    def loss(run):
+        lucky = run.changes["optim.lr"] == 0.004
+        test = 2.0 - 0.1 * lucky + run.changes["seed"] / 10
+        return {"loss": {"train": 2.0, "val": 2.0 + 0.1 * lucky, "test": test}}
+
+    world = cached_world(*PAIR, "optim.lr=0.002,0.004").finish(loss)
+    study = world.study()
+    assert len(study.entries) == 4
+    for front in find_fronts(study, {}):
+        assert len(front.arms) == 2
+        assert all("0.002" in row.arm for row in front.arms)
+
+
+def test_two_pairs_do_not_make_an_arm_surely_beaten():
+    assert find_surely_beaten({("a", "b"): Sample((0.1, 0.1))}) == set()
+    assert find_surely_beaten({("a", "b"): Sample((0.1, 0.1, 0.1))}) == {("a", "b")}
 
 
 def test_fronts_are_among_arms_that_saw_the_same_tokens(cached_world):

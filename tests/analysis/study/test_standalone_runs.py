@@ -331,14 +331,14 @@ def test_runs_that_serve_to_tune_stand_apart(run):
     ]
     final = [run(f"variant={name}", "seed=7", test=2.5) for name in ("standard", "no_q")]
     study = read_standalone_runs([*tuning, *final])
-    assert {(arm, rate) for arm, rate in study.tuning} == {
+    assert {(arm, rates.lr) for arm, rates in study.tuning} == {
         (f"{name}-d16-h2", rate) for name in ("standard", "no_q") for rate in rates
     }
     assert [entry.sample.values for entry in study.entries] == [(2.5,), (2.5,)]
     assert study.expected == 8
     assert study.is_complete
     rates_found = describe_checked(study).learning_rates
-    assert [one.best for one in rates_found] == [1e-3, 1e-3]
+    assert [one.best.lr for one in rates_found] == [1e-3, 1e-3]
     alone = read_standalone_runs(tuning)
     assert alone.records == []
     assert alone.is_complete
@@ -562,4 +562,4 @@ def test_trained_runs_are_a_pair(train, tmp_path):
     assert standard.arm.flops > no_q.arm.flops > 0
     assert all(record.loss_curves["val/loss"] for record in study.records)
     found = describe_checked(study)
-    assert len(found.gaps[0].audit) == 11
+    assert len(found.gaps[0].audit) == 12

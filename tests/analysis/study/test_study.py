@@ -209,21 +209,27 @@ def test_result_of_another_run_is_damaged(pair, victim):
     assert "another run" in record_of(pair.study(), victim).reason
 
 
+def log_distance(run):
+    """Return a squared logarithmic distance from the rates 1e-3 and, if it is searched, 1.4."""
+    lr, circuit = run.changes["optim.lr"], run.changes.get("variant.lr", 1.4)
+    return math.log(lr / 1e-3) ** 2 + math.log(circuit / 1.4) ** 2 / 10
+
+
 def test_another_runs_result_chooses_no_learning_rate(cached_world):
     """It counts for nothing: neither in the final runs' rate nor among the losses by rate."""
 
     def loss(run):
         if run.changes["optim.lr"] == 2e-3:
             return {"id": "0123456789ab", "loss": {"train": 1.0, "val": 1.0, "test": None}}
-        return 2 + math.log(run.changes["optim.lr"] / 1e-3) ** 2
+        return 2 + log_distance(run)
 
     study = cached_world("variant=standard,no_q", "seed=range(2)", "sweep.tune=true").finish(loss)
     study = study.study()
-    for (_, rate), records in study.tuning.items():
-        expected = {"damaged"} if rate == 2e-3 else {"done"}
+    for (_, rates), records in study.tuning.items():
+        expected = {"damaged"} if rates.lr == 2e-3 else {"done"}
         assert {record.status for record in records.values()} == expected
     assert not study.is_complete
-    assert [search.rate for search in study.lr_searches.values()] != [2e-3, 2e-3]
+    assert all(search.rates is None for search in study.lr_searches.values())
     rows = [row for curve in describe_checked(study).learning_rates for row in curve.val_loss]
     assert not any(1.0 in row.by_seed for row in rows)
 
@@ -553,16 +559,16 @@ def test_rates_that_differ_are_entries_of_their_own(cached_world):
 
 def test_tuning_runs_stand_apart_from_those_that_are_compared(cached_world):
     world = cached_world("variant=standard,no_q", "seed=range(2)", "sweep.tune=true").finish(
-        lambda run: 2 + math.log(run.changes["optim.lr"] / 1e-3) ** 2
+        lambda run: 2 + log_distance(run)
     )
     study = world.study()
     assert study.is_complete
-    assert study.expected == len(world.runs()) == 2 * (5 * 2 + 2)
+    assert study.expected == len(world.runs()) == 2 * (5 * 3 + 2)
     assert [entry.rate for entry in study.entries] == [1e-3, 1e-3]
     assert {dict(key)["seed"] for entry in study.entries for key in entry.records} == {0, 1}
     tuning = [record for records in study.tuning.values() for record in records.values()]
-    assert len(tuning) == 20
-    assert {dict(record.seeds)["seed"] for record in tuning} == {1000, 1001}
+    assert len(tuning) == 30
+    assert {dict(record.seeds)["seed"] for record in tuning} == {1000, 1001, 1002}
     assert all(record.test is None and record.val is not None for record in tuning)
 
 
@@ -570,7 +576,7 @@ def test_arm_without_chosen_rate_is_listed_as_waiting(cached_world):
     world = cached_world("variant=standard,no_q", "seed=range(2)", "sweep.tune=true")
     study = world.study()
     assert [(entry.rate, len(entry.records)) for entry in study.entries] == [(None, 0)] * 2
-    assert study.expected == 2 * (5 * 2 + 2)  # the final runs are waited for, too
+    assert study.expected == 2 * (5 * 3 + 2)  # the final runs are waited for, too
     assert not study.is_complete
     describe_checked(study)
 

@@ -98,7 +98,8 @@ def test_sections_are_consecutive(section, claimed, said):
 def test_claim_is_shown_with_its_verdict(claimed):
     section = claimed(0.0)
     found = assert_sound(render_markdown([section]))
-    assert "**SUPPORTED** Keys alone are enough." in found
+    unless = "unless one run in 14 of no_q-d16-h2 is left behind by 0.12 nats"
+    assert f"**SUPPORTED at these rates** {unless}: Keys alone are enough." in found
     (row,) = tables(found)["parts of the claim"][1]
     assert row[0] == "within"
     assert row[-1] == "SUPPORTED"

@@ -36,7 +36,7 @@ def expand(base, composer):
         other = any(word.startswith("data=") for word in words)
         kept = [word for word in base if not (other and word.startswith("data"))]
         with open_composer():
-            asked = composer.request([*kept, *words])
+            asked = composer.request(["sweep.floor=false", *kept, *words])
             grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
             return expand_grid(grid, composer.config, ["qkablate", "sweep", *words])
 

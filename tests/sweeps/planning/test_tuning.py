@@ -12,11 +12,18 @@ from hypothesis import strategies as st
 from qkablate.cli.hydra.grid import open_composer
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.expand import Grid, expand_grid
-from qkablate.sweeps.planning.tuning import EXTENSIONS, lr_ladder, next_runs
+from qkablate.sweeps.planning.manifest import Rates
+from qkablate.sweeps.planning.tuning import (
+    CIRCUITS,
+    EXTENSIONS,
+    circuit_ladder,
+    lr_ladder,
+    next_runs,
+)
 
 MIDDLE = 1e-3
-SEEDS = (1000, 1001)
-ARMS = ("standard-d16-h2", "no_q-d16-h2")
+SEEDS = (1000, 1001, 1002)
+ARMS = ("standard-d16-h2", "standard_reassociated-d16-h2")
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +32,11 @@ def expand(tmp_path_factory):
     (folder / "corpus.txt").write_text("the cat sat on the mat\n" * 400, encoding="utf-8")
     words = ["model.layers=1", "model.d_model=16", "model.heads=2", "model.context=16", "data=text"]
     words += [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", "threads=1"]
-    words += ["variant=standard,no_q", "sweep.tune=true"]
+    words += ["sweep.tune=true", "sweep.floor=false"]
 
-    def run(*more):
+    def run(*more, variant="standard,standard_reassociated"):
         with open_composer() as composer:
-            asked = composer.request([*words, *more])
+            asked = composer.request([*words, f"variant={variant}", *more])
             grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
             return expand_grid(grid, composer.config, [])
 
@@ -38,7 +45,7 @@ def expand(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def manifest(expand):
-    """Return a plan of two arms with five rates and two tuning seeds, then three final seeds."""
+    """Return a plan of two arms with five rates and three tuning seeds, then three final seeds."""
     found = expand("seed=range(3)")
     assert tuple(found.arms) == ARMS
     return found
@@ -81,6 +88,11 @@ def trained(manifest, world, order=None):
     return known, results
 
 
+def nearly(lr, circuit=1.0):
+    """Return rates that equal these to two digits."""
+    return pytest.approx(Rates(lr, circuit), rel=0.05)
+
+
 def search_rates(manifest, results):
     """Return the search of each arm, and the final runs."""
     runs, searches = find_next_runs(manifest, results)
@@ -92,7 +104,7 @@ def test_first_runs_are_the_ladder(manifest):
     assert {(run.arm, octave(run), run.changes["seed"]) for run in manifest.runs} == {
         (arm, number, seed) for arm in ARMS for number in range(-2, 3) for seed in SEEDS
     }
-    assert len(manifest.runs) == 20
+    assert len(manifest.runs) == 30
     assert all(run.tuning for run in manifest.runs)
     assert [run["seed"] for run in manifest.finals] == [0, 1, 2]
 
@@ -102,9 +114,10 @@ def test_best_rate_inside_the_ladder_is_chosen(manifest, best):
     known, results = trained(manifest, losses_around(best))
     searches, finals = search_rates(manifest, results)
     for search in searches.values():
-        assert (search.state, search.rate) == ("chosen", MIDDLE * 2**best)
+        assert (search.state, search.rates) == ("chosen", nearly(MIDDLE * 2**best))
+        assert search.at_minimum
         assert len(search.losses) == 5
-        assert all(len(losses) == 2 for losses in search.losses.values())
+        assert all(len(losses) == 3 for losses in search.losses.values())
     assert len(known) == len(manifest.runs) + len(finals)
 
 
@@ -119,7 +132,7 @@ def test_best_rate_on_an_edge_extends_the_ladder(manifest, best):
         (arm, number, seed) for arm in ARMS for number in octaves for seed in SEEDS
     )
     for search in searches.values():
-        assert (search.state, search.rate) == ("chosen", pytest.approx(MIDDLE * 2.0**best))
+        assert (search.state, search.rates) == ("chosen", nearly(MIDDLE * 2.0**best))
 
 
 @pytest.mark.parametrize("side", [-1, 1])
@@ -128,17 +141,17 @@ def test_number_of_extensions_is_bounded(manifest, side):
     searches, finals = search_rates(manifest, results)
     last = MIDDLE * 2.0 ** (side * (2 + EXTENSIONS))
     for search in searches.values():
-        assert (search.state, search.rate) == ("on the edge", pytest.approx(last))
+        assert (search.state, search.rates) == ("on the edge", nearly(last))
         assert len(search.losses) == 5 + EXTENSIONS
     assert len(finals) == 6
-    assert len(known) == 2 * (2 * (5 + EXTENSIONS) + 3)
+    assert len(known) == 2 * (3 * (5 + EXTENSIONS) + 3)
 
 
 def test_lower_rates_are_tried_if_all_diverge(manifest):
     known, results = trained(manifest, lambda run: DIVERGED)
     searches, finals = search_rates(manifest, results)
     assert {octave(run) for run in known.values()} == {*range(-2 - EXTENSIONS, 3)}
-    assert {(search.state, search.rate) for search in searches.values()} == {("diverged", None)}
+    assert {(search.state, search.rates) for search in searches.values()} == {("diverged", None)}
     assert not finals
 
 
@@ -147,7 +160,7 @@ def test_best_rate_below_divergence_is_chosen(manifest):
     known, results = trained(manifest, lambda r: DIVERGED if octave(r) > -4 else world(r))
     searches, _ = search_rates(manifest, results)
     for search in searches.values():
-        assert (search.state, search.rate) == ("chosen", pytest.approx(MIDDLE / 16))
+        assert (search.state, search.rates) == ("chosen", nearly(MIDDLE / 16))
     assert min(octave(run) for run in known.values()) == -5
 
 
@@ -160,10 +173,11 @@ def test_rate_with_one_diverged_seed_is_never_chosen(manifest):
 
     _, results = trained(manifest, cliff)
     searches, finals = search_rates(manifest, results)
-    assert {search.rate for search in searches.values()} <= {MIDDLE, 2**2 * MIDDLE}
+    assert {search.rates.lr for search in searches.values()} <= {MIDDLE, 2**2 * MIDDLE}
+    assert not any(search.at_minimum for search in searches.values())
     assert len(finals) == 6
     for search in searches.values():
-        assert sorted(search.losses[2 * MIDDLE], key=str)[-1] is None
+        assert None in search.losses[Rates(2 * MIDDLE, 1.0)].values()
 
 
 def test_failed_run_blocks_only_its_own_arm(manifest):
@@ -176,7 +190,7 @@ def test_failed_run_blocks_only_its_own_arm(manifest):
     _, results = trained(manifest, lambda run: FAILED if run == failed else world(run))
     searches, finals = search_rates(manifest, results)
     assert (searches[ARMS[0]].state, searches[ARMS[1]].state) == ("chosen", "stuck")
-    assert searches[ARMS[1]].rate is None
+    assert searches[ARMS[1]].rates is None
     assert {run.arm for run in finals} == {ARMS[0]}
     results[failed.id] = world(failed)  # tried again
     assert {search.state for search in search_rates(manifest, results)[0].values()} == {"chosen"}
@@ -188,7 +202,7 @@ def test_search_waits_for_missing_results(manifest):
         searches, finals = search_rates(
             manifest, {id: r for id, r in results.items() if id != missing.id}
         )
-        assert (searches[missing.arm].state, searches[missing.arm].rate) == ("tuning", None)
+        assert (searches[missing.arm].state, searches[missing.arm].rates) == ("tuning", None)
         assert {run.arm for run in finals} == {*ARMS} - {missing.arm}
     runs, searches = find_next_runs(manifest, {})
     assert not runs
@@ -257,7 +271,7 @@ def test_search_is_independent_of_the_order_of_results(manifest, chance, order):
     mixed, others = search_rates(again, mixed_results)
     assert {run.id for run in finals} == {run.id for run in others}
     for name, search in searches.items():
-        assert (search.rate, search.state) == (mixed[name].rate, mixed[name].state)
+        assert (search.rates, search.state) == (mixed[name].rates, mixed[name].state)
     kept, partly = {}, {}
     for id, result in results.items():
         partly[id] = result
@@ -265,24 +279,86 @@ def test_search_is_independent_of_the_order_of_results(manifest, chance, order):
         assert next_and_searches == find_next_runs(manifest, partly)
 
 
+# Two dimensions.
+
+
+@pytest.fixture(scope="module")
+def two_dimensional(expand):
+    """Return a plan of an arm with a multiplier beside its baseline."""
+    return expand("seed=range(3)", variant="no_q")
+
+
+def circuit_octave(run):
+    return math.log2(run.changes.get("variant.lr", 1.0))
+
+
+def bowl_around(lr, circuit):
+    """Return losses with their minimum so many octaves from the middle, and from 1."""
+
+    def world(run):
+        x, y = octave(run) - lr, circuit_octave(run) - circuit
+        return done(2 + x * x + 0.5 * x * y + 0.2 * y * y * ("variant.lr" in run.changes))
+
+    return world
+
+
+def test_search_of_two_rates_takes_as_many_runs_as_that_of_one(two_dimensional):
+    standard, no_q = two_dimensional.arms.values()
+    runs = {
+        name: [r for r in two_dimensional.runs if r.arm == name]
+        for name in (standard.name, no_q.name)
+    }
+    assert len(runs[standard.name]) == len(runs[no_q.name]) == 15
+    assert {run.changes["seed"] for run in runs[no_q.name]} == {SEEDS[0]}
+    assert {run.changes["variant.lr"] for run in runs[no_q.name]} == {
+        *circuit_ladder(no_q.matched_lr)
+    }
+    assert "variant.lr" not in runs[standard.name][0].changes
+    for run in runs[no_q.name]:
+        assert two_dimensional.config_of(run).variant.lr == run.changes["variant.lr"]
+
+
+@pytest.mark.parametrize(("lr", "circuit"), [(0.3, 0.5), (-1.2, -1.6), (2.7, 3.1), (0.0, -4.2)])
+def test_minimum_between_the_rates_is_found_in_both_dimensions(two_dimensional, lr, circuit):
+    known, results = trained(two_dimensional, bowl_around(lr, circuit))
+    searches, finals = search_rates(two_dimensional, results)
+    search = searches["no_q-d16-h2"]
+    assert (search.state, search.at_minimum) == ("chosen", True)
+    assert search.rates == nearly(MIDDLE * 2**lr, 2**circuit)
+    own = [run for run in finals if run.arm == search.arm]
+    assert {(r.changes["optim.lr"], r.changes["variant.lr"]) for r in own} == {search.rates}
+    tried = [run for run in known.values() if run.tuning and run.arm == search.arm]
+    assert len(tried) == search.runs <= 15 + CIRCUITS * EXTENSIONS
+
+
+def test_given_circuit_rate_is_not_searched(expand):
+    for typed in ("same", "0.3"):
+        manifest = expand("seed=range(3)", f"variant.lr={typed}", variant="no_q")
+        runs = [run for run in manifest.runs if run.arm.startswith("no_q")]
+        assert len(runs) == 15
+        assert not any("variant.lr" in run.changes for run in runs)
+        (rate,) = {manifest.config_of(run).variant.lr for run in runs}
+        assert rate == (1.0 if typed == "same" else 0.3)
+
+
+def test_circuit_ladder_holds_matched_and_same_unless_they_are_close():
+    assert circuit_ladder(0.01) == [0.01, 0.1, 1.0]
+    assert circuit_ladder(100) == [1, 10, 100]
+    assert circuit_ladder(2.0) == [pytest.approx(2**k, rel=0.01) for k in (-0.5, 0.5, 1.5)]
+
+
 # The ladder.
 
 
-@pytest.fixture
-def config(manifest):
-    return next(iter(manifest.arms.values())).config
+def test_ladder_has_five_rates_around_the_configs_own():
+    assert lr_ladder([], 1e-3) == [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
+    assert lr_ladder([], 8e-3) == [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]
+    assert lr_ladder([8e-3], 1e-3) == lr_ladder([], 8e-3)
 
 
-def test_ladder_has_five_rates_around_the_configs_own(config):
-    assert lr_ladder([], config) == [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
-    own = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=8e-3))
-    assert lr_ladder([], own) == [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]
-    assert lr_ladder([8e-3], config) == lr_ladder([], own)
-
-
-def test_given_rates_are_used_unchanged(config):
+def test_given_rates_are_used_unchanged():
     given = [4e-3, 1e-3, 2e-3, 5e-4, 8e-3, 6e-3]
-    assert lr_ladder(given, config) == [5e-4, 1e-3, 2e-3, 4e-3, 6e-3, 8e-3]
+    assert lr_ladder(given, 1e-3) == [5e-4, 1e-3, 2e-3, 4e-3, 6e-3, 8e-3]
 
 
 @pytest.mark.parametrize(
@@ -295,9 +371,9 @@ def test_given_rates_are_used_unchanged(config):
         ([1e-3, 1e-2, 1e-1, 1.0, 10.0], "at most a factor of two apart"),
     ],
 )
-def test_short_or_coarse_ladder_is_rejected(config, given, why):
+def test_short_or_coarse_ladder_is_rejected(given, why):
     with pytest.raises(UserError, match=rf"optim\.lr: .*{why}"):
-        lr_ladder(given, config)
+        lr_ladder(given, 1e-3)
 
 
 def test_extensions_stay_within_the_bounds_of_the_key(expand):
@@ -333,13 +409,14 @@ def test_tuned_sweep_end_to_end(qkablate, tiny, tmp_path):
     (search,) = json.loads((folder / "lr_search.json").read_text(encoding="utf-8"))
     assert search["arm"] == "no_q-d16-h2"
     assert search["state"] in ("chosen", "on the edge")
-    points = {point["lr"]: point["by_seed"] for point in search["val_loss"]}
+    points = {(p["lr"], p["circuit"]): p["by_seed"] for p in search["val_loss"]}
     assert len(points) == len(tried)
     assert sorted(loss for (loss,) in points.values()) == sorted(
         result["loss"]["val"] for result in tried.values()
     )
-    assert search["chosen"] == min(points, key=lambda rate: points[rate][0])
-    assert f"{search['chosen']:.3g}" in first.out
+    chosen = search["chosen"]
+    assert {result["lr"]["factor"] for result in finals.values()} == {chosen["circuit"]}
+    assert f"{chosen['lr']:.3g} (circuit × {chosen['circuit']:.3g})" in first.out
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("outputs/runs/*/*")}
     again = qkablate(*words)

@@ -1,0 +1,250 @@
+"""The quadratic surface of the loss over the logarithms of the learning rates, and its minimum."""
+
+import itertools
+import math
+import statistics
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy.special import stdtrit
+
+from qkablate.sweeps.planning.manifest import Rates
+from qkablate.sweeps.planning.tuning_losses import (
+    Losses,
+    left_behind,
+    mean_losses,
+    seed_residuals,
+)
+
+# Distance from the best rate in ln lr. Further out, curves are steeper where training breaks: such
+# losses have less weight, and beyond none.
+_NEAR, _FAR = math.log(2) * 1.01, math.log(4) * 1.01
+_FAR_WEIGHT = 0.1
+_CERTAIN = 0.95  # of a positive curvature
+_DRAWS, _NODES = 1_000, 21  # of the bootstrap: surfaces, and places along each dimension
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Weighted least-squares surface near the best rates: seeds' intercepts, slopes, curvatures.
+
+    K counts the searched rates: ln lr, or ln lr and ln circuit, as distances from `center`.
+    """
+
+    center: Rates
+    slope_K: np.ndarray
+    hessian_KK: np.ndarray
+    covariance_PP: np.ndarray  # of the slopes and of the entries of the Hessian, in this order
+    noise: float  # standard deviation of a loss around the surface
+    freedom: float  # observations count by their weights
+    lowest_K: np.ndarray  # distances of the farthest rates that were tried nearby
+    highest_K: np.ndarray
+
+    @property
+    def size(self) -> int:
+        return len(self.slope_K)
+
+    @cached_property
+    def is_convex(self) -> bool:
+        """True if the surface has a minimum."""
+        return bool(np.linalg.eigvalsh(self.hessian_KK)[0] > 0)
+
+    @cached_property
+    def is_certain(self) -> bool:
+        """True if every curvature is surely positive and the minimum lies among the rates tried."""
+        errors_K = np.sqrt(np.diag(self.covariance_PP)[self.size :][: self.size])
+        t = float(stdtrit(self.freedom, _CERTAIN))
+        if not self.is_convex or np.any(np.diag(self.hessian_KK) <= t * errors_K):
+            return False
+        inside_K = (self.lowest_K <= self.offset) & (self.offset <= self.highest_K)
+        return bool(np.all(inside_K))
+
+    @cached_property
+    def offset(self) -> np.ndarray:
+        """Logarithmic distance of the minimum from the center."""
+        return -np.linalg.solve(self.hessian_KK, self.slope_K)
+
+    @cached_property
+    def offset_covariance(self) -> np.ndarray:
+        """Covariance of the minimum's place, by the delta method."""
+        # H · offset = −slope, so d offset = −H⁻¹ (d slope + dH · offset).
+        jacobian_KP = np.zeros((self.size, len(self.covariance_PP)))
+        jacobian_KP[:, : self.size] = np.eye(self.size)
+        for column, (row, other) in enumerate(_pairs(self.size), self.size):
+            jacobian_KP[row, column] += self.offset[other]
+            if row != other:
+                jacobian_KP[other, column] += self.offset[row]
+        jacobian_KP = np.linalg.solve(self.hessian_KK, jacobian_KP)
+        return np.asarray(jacobian_KP @ self.covariance_PP @ jacobian_KP.T)
+
+    @cached_property
+    def optimum(self) -> Rates:
+        """The rates at the minimum."""
+        distances = [*map(float, self.offset), 0.0]
+        return Rates(
+            self.center.lr * math.exp(distances[0]), self.center.circuit * math.exp(distances[1])
+        )
+
+    def _distance(self, rates: Rates) -> np.ndarray:
+        logs = [math.log(a / b) for a, b in zip(rates, self.center, strict=True)]
+        return np.array(logs[: self.size])
+
+    def excess_loss(self, rates: Rates) -> float:
+        """Return the loss at some rates beyond the minimum, in nats."""
+        distance_K = self._distance(rates) - self.offset
+        return float(distance_K @ self.hessian_KK @ distance_K) / 2
+
+    def excess_moment(self, rates: Rates) -> float:
+        """Return the expected squared loss, in nats², of some rates beyond the true minimum.
+
+        Surfaces are drawn around the fitted one with its covariance (a parametric bootstrap). The
+        minimum of each is sought among the rates tried nearby: the search has shown that it lies
+        there. So a surface with an uncertain curvature has an excess, too, and the choice of a grid
+        point is charged with its distance.
+        """
+        rng = np.random.default_rng(0)
+        mean_P = np.concatenate(
+            [self.slope_K, [self.hessian_KK[pair] for pair in _pairs(self.size)]]
+        )
+        noise_SP = rng.multivariate_normal(np.zeros(len(mean_P)), self.covariance_PP, _DRAWS)
+        beta_SP = mean_P + noise_SP
+        axes = [
+            np.linspace(low, high, _NODES)
+            for low, high in zip(self.lowest_K, self.highest_K, strict=True)
+        ]
+        places_GK = np.stack([axis.ravel() for axis in np.meshgrid(*axes)], axis=1)
+        lowest_S = (beta_SP @ _terms(places_GK).T).min(axis=1)
+        own_S = beta_SP @ _terms(self._distance(rates)[None])[0]
+        return float(np.mean(np.maximum(own_S - lowest_S, 0) ** 2))
+
+
+def _pairs(size: int) -> list[tuple[int, int]]:
+    """Return the entries of the Hessian: its diagonal first."""
+    return [*((k, k) for k in range(size)), *itertools.combinations(range(size), 2)]
+
+
+def _terms(logs_NK: np.ndarray) -> np.ndarray:
+    """Return the regressors of slopes and of the Hessian's entries at some distances, as NP."""
+    columns = [*logs_NK.T]
+    for row, other in _pairs(logs_NK.shape[1]):
+        columns.append(logs_NK[:, row] * logs_NK[:, other] / (1 + (row == other)))
+    return np.stack(columns, axis=1)
+
+
+def fit_surface(losses: Losses, *, both: bool = True) -> Surface | None:
+    """Fit the surface near the best rates; None where too few rates determine it.
+
+    With `both`, the circuit's rate is a dimension if several were tried; otherwise each of its
+    rates has intercepts of its own, and all have the same slope and curvature in ln lr.
+    """
+    means = mean_losses(losses)
+    for rates in left_behind(losses):
+        del means[rates]
+    if not means:
+        return None
+    best = min(means, key=lambda rates: means[rates])
+    circuits = sorted({rates.circuit for rates in means})
+    place = circuits.index(best.circuit)
+    near = circuits[max(0, place - 1) : place + 2] if both else circuits
+    both = both and len(circuits) > 1
+    size = 2 if both else 1
+    points = [
+        (rates, seed, loss)
+        for rates in means
+        if abs(math.log(rates.lr / best.lr)) <= _FAR and rates.circuit in near
+        for seed, loss in losses[rates].items()
+        if loss is not None
+    ]
+    logs_PK = np.array(
+        [[math.log(a / b) for a, b in zip(r, best, strict=True)][:size] for r, _, _ in points]
+    )
+    if any(len({*logs_PK[:, k]}) < 3 for k in range(size)):
+        return None
+    groups = [(seed,) if both else (seed, rates.circuit) for rates, seed, _ in points]
+    intercepts_PG = np.array(
+        [[group == kind for kind in dict.fromkeys(groups)] for group in groups]
+    )
+    design_PQ = np.hstack([_terms(logs_PK), intercepts_PG])
+    nearby_P = np.abs(logs_PK[:, 0]) <= _NEAR
+    weight_P = np.where(nearby_P, 1.0, _FAR_WEIGHT)
+    freedom = float(weight_P.sum()) - design_PQ.shape[1]
+    if freedom < 1:  # with few seeds, all the losses are needed
+        weight_P = np.ones(len(points))
+        freedom = float(len(points) - design_PQ.shape[1])
+    if freedom < 1 or np.linalg.matrix_rank(design_PQ) < design_PQ.shape[1]:
+        return None
+    root_P = np.sqrt(weight_P)
+    loss_P = np.array([loss for *_, loss in points])
+    weighted_PQ, target_P = design_PQ * root_P[:, None], loss_P * root_P
+    beta_Q = np.linalg.lstsq(weighted_PQ, target_P, rcond=None)[0]
+    residual_P = target_P - weighted_PQ @ beta_Q
+    variance = float(residual_P @ residual_P) / freedom
+    kept = size + len(_pairs(size))
+    covariance_QQ = variance * np.linalg.inv(weighted_PQ.T @ weighted_PQ)
+    hessian_KK = np.zeros((size, size))
+    for value, (row, other) in zip(beta_Q[size:kept], _pairs(size), strict=True):
+        hessian_KK[row, other] = hessian_KK[other, row] = value
+    return Surface(
+        center=best,
+        slope_K=beta_Q[:size],
+        hessian_KK=hessian_KK,
+        covariance_PP=covariance_QQ[:kept, :kept],
+        noise=math.sqrt(variance),
+        freedom=freedom,
+        lowest_K=logs_PK[nearby_P].min(axis=0),
+        highest_K=logs_PK[nearby_P].max(axis=0),
+    )
+
+
+def find_surface(losses: Losses) -> Surface | None:
+    """Return the surface in both dimensions, or that in ln lr alone where it is more certain."""
+    surfaces = [fit_surface(losses, both=both) for both in (True, False)]
+    known = [surface for surface in surfaces if surface is not None]
+    return max(known, key=lambda surface: (surface.is_certain, surface.is_convex), default=None)
+
+
+def choose_rates(losses: Losses) -> tuple[Rates, Surface | None]:
+    """Return the rates to train at, and the surface that they are the minimum of.
+
+    The minimum is rounded to two digits. If it is uncertain in both dimensions it is that in ln lr
+    at the best of the circuit's rates; if that is uncertain, too, these are the rates tried with
+    the smallest mean + standard error, or the next lower `optim.lr` if its mean is within one
+    standard error: loss is flat there, and training less often fails.
+    """
+    surface = find_surface(losses)
+    if surface is not None and surface.is_certain:
+        lr, circuit = surface.optimum
+        if surface.size == 2:
+            circuit = float(f"{circuit:.2g}")
+        return Rates(float(f"{lr:.2g}"), circuit), surface
+    means, failed = mean_losses(losses), left_behind(losses)
+    residuals = seed_residuals(losses)
+
+    def risk(rates: Rates) -> tuple[bool, float]:
+        own = residuals[rates]
+        error = statistics.stdev(own) / math.sqrt(len(own)) if len(own) > 1 else 0.0
+        return rates in failed, means[rates] + error
+
+    best = min(means, key=risk)
+    error = surface.noise / math.sqrt(len(residuals[best])) if surface else 0.0
+    lower = [r for r in means if r.circuit == best.circuit and r.lr < best.lr and r not in failed]
+    if lower and means[max(lower)] <= means[best] + error:
+        best = max(lower)
+    return best, None
+
+
+def excess_moment(losses: Losses, rates: Rates) -> float:
+    """Return the expected squared loss, in nats², that imperfect rates cost an arm.
+
+    Where no surface can be fitted it is the distance to the next best of the other rates; where
+    there are none, nothing is known, and the audit says that no minimum is certain.
+    """
+    surface = fit_surface(losses) or fit_surface(losses, both=False)
+    if surface is not None:
+        return surface.excess_moment(rates)
+    means = mean_losses(losses)
+    others = [loss for other, loss in means.items() if other.lr != rates.lr]
+    if not others:
+        return 0.0
+    return (min(others) - means.get(rates, min(means.values()))) ** 2

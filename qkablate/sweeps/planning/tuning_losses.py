@@ -1,0 +1,62 @@
+"""Validation losses of an arm's tuning runs, and those of them that training failed."""
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from qkablate.sweeps.planning.manifest import Rates
+
+LEFT_BEHIND = 0.05  # nats: a loss so far above those beside it is a failure of training
+
+
+Seed = Any  # one seed of several, or all of a run
+Losses = Mapping[Rates, Mapping[Seed, float | None]]  # None: diverged
+
+
+def mean_losses(losses: Losses) -> dict[Rates, float]:
+    """Return the mean loss by rates; those at which a seed diverged or is missing have none."""
+    seeds = {seed for by_seed in losses.values() for seed in by_seed}
+    means = {}
+    for rates, by_seed in sorted(losses.items()):
+        known = [loss for loss in by_seed.values() if loss is not None]
+        if known and len(known) == len(seeds):  # means over other seeds are not comparable
+            means[rates] = math.fsum(known) / len(known)
+    return means
+
+
+def seed_residuals(losses: Losses) -> dict[Rates, list[float]]:
+    """Return each loss minus the effect of its seed and the median of its rates.
+
+    The effect of a seed is its median distance from the median of all seeds.
+    """
+    known = {
+        rates: {seed: loss for seed, loss in losses[rates].items() if loss is not None}
+        for rates in mean_losses(losses)
+    }
+    medians = {rates: statistics.median(own.values()) for rates, own in known.items()}
+    seeds = {seed for own in known.values() for seed in own}
+    effect = {
+        seed: statistics.median(own[seed] - medians[rates] for rates, own in known.items())
+        for seed in seeds
+    }
+    residuals = {}
+    for rates, own in known.items():
+        adjusted = [loss - effect[seed] for seed, loss in own.items()]
+        residuals[rates] = [value - statistics.median(adjusted) for value in adjusted]
+    return residuals
+
+
+def left_behind(losses: Losses) -> list[Rates]:
+    """Return the rates at which a run ended far above the other seeds, or both rates beside."""
+    means, residuals, found = mean_losses(losses), seed_residuals(losses), []
+    spreads = [statistics.stdev(own) for own in residuals.values() if len(own) > 1]
+    limit = max(LEFT_BEHIND, 5 * statistics.median(spreads or [0.0]))
+    for rates, mean in means.items():
+        row = sorted(other for other in means if other.circuit == rates.circuit)
+        place = row.index(rates)
+        beside = [means[other] for other in (*row[place - 1 : place], *row[place + 1 : place + 2])]
+        is_bump = len(beside) == 2 and mean > max(beside) + limit
+        if is_bump or max(residuals[rates]) > limit:
+            found.append(rates)
+    return found

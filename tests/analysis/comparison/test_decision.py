@@ -1,0 +1,136 @@
+"""Decisions hold for the learning rates at which the arms were compared, and say so."""
+
+import math
+import random
+
+import pytest
+
+from qkablate.analysis.comparison.summary import describe_study
+
+PAIR = ("variant=standard,no_q", "seed=range(5)")
+BOTH = ("variant=standard,merged_w", "variant.lr=matched,same", "seed=range(4)")
+
+
+def by_rate(matched, same):
+    """Return losses of merged_w that are so far from standard's at its two rates."""
+
+    def loss(run):
+        gap = 0.0
+        if run.arm.startswith("merged_w"):
+            gap = matched if "lr=matched" in run.arm else same
+        return 2 + gap + run.changes["seed"] / 7 + random.Random(run.id).gauss(0, 1e-3)
+
+    return loss
+
+
+def verdicts(world, loss):
+    return [gap.verdict for gap in describe_study(world.finish(loss).study()).gaps]
+
+
+def test_variants_at_one_rate_are_judged_at_this_rate(cached_world):
+    world = cached_world("variant=standard,merged_w", "seed=range(4)")
+    loss = by_rate(0.1, 0.1)
+    assert verdicts(world, loss) == ["worse at this rate (not tuned)"]
+
+
+@pytest.mark.parametrize(
+    ("matched", "same", "says"),
+    [
+        (0.2, 0.1, "worse at both rates (not tuned)"),
+        (-0.2, -0.1, "better at both rates (not tuned)"),
+        (0.2, -0.1, "no verdict: the sign depends on the rate"),
+    ],
+)
+def test_circuit_rates_that_disagree_leave_no_verdict(cached_world, matched, same, says):
+    world = cached_world(*BOTH)
+    assert len(world.manifest.arms) == 3  # standard has one rate only
+    assert verdicts(world, by_rate(matched, same)) == [says, says]
+
+
+def test_difference_shown_at_one_of_two_rates_holds_there(cached_world):
+    def loss(run):
+        noise = 0.3 * (-1) ** run.changes["seed"] if "lr=same" in run.arm else 0.0
+        return by_rate(0.2, 0.1)(run) + noise
+
+    first, second = verdicts(cached_world(*BOTH), loss)
+    assert first == "worse at this rate (not tuned)"
+    assert second == "no difference found at this rate (not tuned)"
+
+
+def test_tuned_variants_get_a_bare_decision(cached_world):
+    def loss(run):
+        distance = math.log(run.changes["optim.lr"] / 1e-3) ** 2 / 10
+        distance += math.log(run.changes.get("variant.lr", 0.2) / 0.2) ** 2 / 20
+        return by_rate(0.1, 0.1)(run) + distance
+
+    world = cached_world("variant=standard,merged_w", "seed=range(4)", "sweep.tune=true")
+    assert verdicts(world, loss) == ["worse"]
+    assert describe_study(world.study()).tuning is None
+
+
+def test_best_of_several_rates_gets_a_bare_decision(cached_world):
+    def loss(run):
+        return by_rate(0.1, 0.1)(run) + math.log(run.changes["optim.lr"] / 1e-3) ** 2
+
+    world = cached_world("variant=standard,merged_w", "seed=range(4)", "optim.lr=5e-4,1e-3,2e-3")
+    other = "worse at this rate (not tuned)"
+    assert verdicts(world, loss) == [other, "worse", other]
+
+
+def test_sizes_of_one_variant_get_a_bare_decision(cached_world):
+    words = ("variant=standard", "model.heads=1,2", "seed=range(4)")
+    world = cached_world(*words, "sweep.baseline={model.heads:2}")
+    (says,) = verdicts(world, lambda run: 2 + 0.1 * ("h1" in run.arm) + random.random() / 1e3)
+    assert says == "worse"
+
+
+def test_cost_of_tuning_counts_the_arms_without_their_circuit_rates(cached_world):
+    world = cached_world(*BOTH).finish(by_rate(0.2, -0.1))
+    plan = describe_study(world.study()).tuning
+    assert plan.runs == 2 * (15 + 4)
+    assert plan.seconds == plan.runs * 1.0  # each result says 1.0 s
+    assert plan.command[0] == "sweep"
+    assert plan.command[-1] == "sweep.tune=true"
+    assert not any(word.startswith("variant.lr") for word in plan.command)
+
+
+@pytest.mark.parametrize("side", ["standard", "no_q"])
+def test_divergence_opens_its_side_of_the_gap(cached_world, side):
+    """Survivors show no gap in the direction in which the gap has no bound."""
+
+    def loss(run):
+        if run.arm.startswith(side) and run.changes["seed"] == 0:
+            return "diverged"
+        gap = 0.1 if run.arm.startswith("no_q") else 0.0
+        return 2 + gap + random.Random(run.id).gauss(0, 1e-3)
+
+    (gap,) = describe_study(cached_world(*PAIR).finish(loss).study()).gaps
+    low, high = gap.bounds
+    assert gap.bca is gap.sign_flip is gap.perplexity_percent_interval is None
+    if side == "no_q":  # may be even worse
+        assert (high, gap.decision) == (None, "arm diverged")
+        assert 0.09 < low < 0.1
+        assert gap.p < 1e-3
+    else:
+        assert (low, gap.decision) == (None, "baseline diverged")
+        assert gap.p == 1.0
+
+
+def test_two_equal_pairs_decide_nothing(cached_world):
+    world = cached_world("variant=standard,no_q", "seed=range(2)")
+    (gap,) = describe_study(world.finish(lambda run: 2 + 0.1 * ("no_q" in run.arm)).study()).gaps
+    assert (gap.n, gap.verdict) == (2, "too few pairs (under 3)")
+
+
+def test_difference_within_the_margin_is_equivalent(cached_world):
+    def loss(run):
+        gap = 0.001 if run.arm.startswith("no_q") else 0.0
+        return 2 + gap + random.Random(run.id).gauss(0, 1e-4)
+
+    study = cached_world(*PAIR, "sweep.floor=true").finish(loss).study()
+    (gap,) = describe_study(study, margin=0.01).gaps
+    assert gap.p_holm < 0.05
+    assert gap.verdict.startswith("equivalent (worse by 0.00")
+    assert gap.decision == "equivalent"
+    (gap,) = describe_study(study).gaps
+    assert gap.decision == "worse"

@@ -1,0 +1,159 @@
+"""Standard error of a gap over documents, from arrays and from the files of runs."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from qkablate.analysis.comparison.audit import NOTE, OK, WARNING
+from qkablate.analysis.comparison.gaps import find_families
+from qkablate.analysis.comparison.lr_curves import find_lr_curves
+from qkablate.analysis.comparison.summary import audit_gap, describe_study
+from qkablate.analysis.study.document_error import document_error
+from qkablate.report.text.tables import make_tables
+from qkablate.runs.document_losses import (
+    FILE_NAME,
+    DocumentLosses,
+    DocumentLossesHeader,
+    read_document_losses,
+    write_document_losses,
+)
+
+PAIR = ("variant=standard,no_q", "seed=range(3)")
+TOKENS = [100, 200, 50, 150]
+
+
+def pair(difference, tokens):
+    """Return the losses of two runs that differ by this much."""
+    header, tokens = DocumentLossesHeader("run", "data"), np.array(tokens)
+    losses = 2.0 * tokens
+    return (
+        DocumentLosses(header, losses + difference, tokens),
+        DocumentLosses(header, losses, tokens),
+    )
+
+
+def test_error_is_the_spread_of_means_over_samples_of_documents():
+    """Against the definition: draw other documents from the same population, again and again."""
+    rng = np.random.default_rng(0)
+
+    def draw():
+        tokens = rng.integers(50, 400, 60)
+        return tokens * rng.normal(0.1, 0.05, 60), tokens
+
+    samples = [draw() for _ in range(2000)]
+    gaps = [difference.sum() / tokens.sum() for difference, tokens in samples]
+    errors = [document_error([pair(*sample)]).se for sample in samples]
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(gaps), rel=0.06)
+
+
+def test_error_is_zero_where_all_documents_agree():
+    tokens = np.array(TOKENS)
+    assert document_error([pair(0.2 * tokens, tokens)]).se == pytest.approx(0, abs=1e-12)
+
+
+def test_seeds_are_averaged_before_documents():
+    tokens = np.array(TOKENS)
+    noise = np.array([1.0, -1, 2, -2])
+    error = document_error([pair(0.2 * tokens + noise, tokens), pair(0.2 * tokens - noise, tokens)])
+    assert error.se == pytest.approx(0, abs=1e-12)
+    assert error.documents == 4
+
+
+def test_error_of_one_document_is_unknown():
+    assert document_error([pair([1.0], [9])]) is None
+    assert document_error([]) is None
+
+
+def test_error_of_runs_with_other_documents_is_unknown():
+    assert document_error([pair([1.0, 2], [9, 9]), pair([1.0, 2], [9, 8])]) is None
+
+
+def record(world, spread):
+    """Give every run its losses by document; `spread` is that of the gaps between documents."""
+    effect = np.array([1, -1, 1, -1]) * spread
+    for run in world.runs():
+        folder = world.run_folder(run)
+        path = folder / "result.json"
+        path.write_text(path.read_text().replace('"label"', '"data": {"source": "text"}, "label"'))
+        mean = 2.0 + effect * run.arm.startswith("no_q")
+        losses = (mean * TOKENS).tolist()
+        header = DocumentLossesHeader(run.id, world.result(run)["data_fingerprint"])
+        write_document_losses(folder, header, losses, TOKENS)
+    return world
+
+
+def loss_of(run):
+    return 2.0 + run.changes["seed"] / 70 + (0.3 if run.arm.startswith("no_q") else 0.0)
+
+
+@pytest.fixture
+def measured(world):
+    return world(*PAIR).finish(loss_of)
+
+
+def audited(world, margin=None):
+    study = world.study()
+    family = find_families(study)[0]
+    found = audit_gap(family, 0, find_lr_curves(study), margin)
+    return next(check for check in found if check.name == "documents")
+
+
+def test_error_is_read_from_the_files_of_runs(measured):
+    record(measured, 0.03)
+    gap = find_families(measured.study())[0].gaps[0]
+    error = gap.document_error
+    assert error.documents == 4
+    tokens = np.array(TOKENS)
+    difference = np.array([1, -1, 1, -1]) * 0.03 * tokens
+    expected = document_error([pair(difference, tokens)])
+    assert error.se == pytest.approx(expected.se)
+
+
+def test_audit_warns_where_documents_matter(measured):
+    assert audited(record(measured, 0.03), margin=0.01).state == WARNING
+    assert "of the margin (0.0100)" in audited(measured, margin=0.01).message
+    check = audited(measured, margin=1.0)
+    assert check.state == WARNING
+    assert "half width" in check.message  # all seeds agree, so the interval is narrow
+
+
+def test_audit_is_satisfied_where_documents_agree(measured):
+    check = audited(record(measured, 1e-6), margin=0.01)
+    assert check.state == OK
+    assert "4 test documents" in check.message
+
+
+def test_table_shows_the_error(measured):
+    def table():
+        summary = describe_study(measured.study())
+        return next(t for t in make_tables(summary) if t.title.startswith("gaps"))
+
+    assert "SE over documents" not in table().columns
+    record(measured, 0.03)
+    shown = table()
+    row = dict(zip(shown.columns, shown.rows[0], strict=True))
+    assert float(row["SE over documents"]) > 0
+    assert any("SE over documents" in note for note in shown.notes)
+
+
+@pytest.mark.parametrize("damage", ["missing", "of another run", "cut off"])
+def test_unreadable_losses_make_the_error_unknown(measured, damage):
+    record(measured, 0.03)
+    run = measured.runs()[-1]
+    folder = measured.run_folder(run)
+    path = folder / FILE_NAME
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut off":
+        path.write_bytes(path.read_bytes()[:-8])
+    else:
+        found = read_document_losses(folder)
+        header = dataclasses.replace(found.header, run="another")
+        write_document_losses(folder, header, found.losses.tolist(), found.tokens.tolist())
+    assert audited(measured).state == NOTE
+    study = measured.study()
+    gap = find_families(study)[0].gaps[0]
+    assert gap.document_error is None
+    problems = [problem for record in study.records for problem in record.problems]
+    assert bool(problems) == (damage != "missing")

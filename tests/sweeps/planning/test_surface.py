@@ -1,0 +1,105 @@
+"""The surface of the loss over learning rates: its minimum, and what missing it costs."""
+
+import math
+
+import numpy as np
+import pytest
+
+from qkablate.sweeps.planning.manifest import Rates
+from qkablate.sweeps.planning.surface import choose_rates, excess_moment, fit_surface
+from qkablate.sweeps.planning.tuning_losses import left_behind, mean_losses
+from tests.sweeps.planning.tuning_simulation import simulate
+
+LRS = [1e-3 * 2**k for k in range(-2, 3)]
+CIRCUITS = [0.1, 0.316, 1.0, 3.16]
+BEST = Rates(1.2e-3, 0.4)
+
+
+def bowl(rates, best=BEST):
+    x, y = (math.log(a / b) for a, b in zip(rates, best, strict=True))
+    return 2 + 0.1 * x * x + 0.05 * x * y + 0.03 * y * y
+
+
+def grid(loss, seeds=1, noise=0.0, rng=None, circuits=CIRCUITS):
+    rng = rng or np.random.default_rng(0)
+    points = [Rates(lr, circuit) for lr in LRS for circuit in circuits]
+    return {r: {s: loss(r) + s + rng.normal(0, noise) for s in range(seeds)} for r in points}
+
+
+def test_minimum_of_a_quadratic_surface_is_recovered():
+    for seeds in (1, 2):
+        surface = fit_surface(grid(bowl, seeds))
+        assert surface.is_certain
+        assert surface.optimum == pytest.approx(BEST)
+        assert surface.hessian_KK == pytest.approx(np.array([[0.2, 0.05], [0.05, 0.06]]))
+        assert surface.excess_loss(Rates(1e-3, 1.0)) == pytest.approx(bowl(Rates(1e-3, 1.0)) - 2)
+        assert choose_rates(grid(bowl, seeds))[0] == pytest.approx(BEST)
+
+
+def test_place_of_the_minimum_has_the_spread_that_is_claimed():
+    rng = np.random.default_rng(1)
+    fits = [fit_surface(grid(bowl, 3, 0.003, rng)) for _ in range(300)]
+    places = np.array([[math.log(a) for a in fit.optimum] for fit in fits])
+    claimed = np.mean([np.sqrt(np.diag(fit.offset_covariance)) for fit in fits], axis=0)
+    # Far losses have less weight than these quadratic ones deserve: the claim errs upwards.
+    assert np.all(places.std(axis=0) < 1.1 * claimed)
+    assert np.all(places.std(axis=0) > 0.5 * claimed)
+
+
+def test_expected_cost_of_the_choice_is_that_of_repeated_choices():
+    rng = np.random.default_rng(2)
+    costs, claimed = [], []
+    for _ in range(200):
+        losses = grid(bowl, 3, 0.01, rng)
+        rates, _ = choose_rates(losses)
+        costs.append((bowl(rates) - 2) ** 2)
+        claimed.append(excess_moment(losses, rates))
+    assert 0.5 < np.mean(claimed) / np.mean(costs) < 5
+
+
+def test_flat_circuit_leaves_the_minimum_in_lr():
+    rng = np.random.default_rng(3)
+    losses = grid(lambda rates: bowl(Rates(rates.lr, BEST.circuit)), 2, 1e-3, rng)
+    rates, surface = choose_rates(losses)
+    assert surface is not None
+    assert rates.lr == pytest.approx(BEST.lr, rel=0.05)
+
+
+def test_noise_without_a_minimum_chooses_the_least_mean_and_error():
+    """The next lower rate is as good within the standard error, and is chosen."""
+    losses = grid(lambda rates: 2.0, 3, circuits=[1.0])
+    for rates, by_seed in losses.items():
+        spread = 0.02 if rates.lr == 5e-4 else 0.0
+        low = 0.011 if rates.lr == 5e-4 else 0.005 * (rates.lr == 4e-3)
+        losses[rates] = {s: v - low + spread * (s - 1) for s, v in by_seed.items()}
+    assert min(mean_losses(losses), key=mean_losses(losses).get).lr == 5e-4
+    assert choose_rates(losses) == (Rates(2e-3, 1.0), None)
+    worse = {s: loss + 0.04 for s, loss in losses[Rates(2e-3, 1.0)].items()}
+    assert choose_rates(losses | {Rates(2e-3, 1.0): worse}) == (Rates(4e-3, 1.0), None)
+
+
+def test_left_behind_rates_are_named_and_not_chosen():
+    losses = grid(lambda rates: bowl(Rates(rates.lr, BEST.circuit)), 3, circuits=[1.0])
+    assert left_behind(losses) == []
+    losses[Rates(1e-3, 1.0)][1] += 0.3
+    assert left_behind(losses) == [Rates(1e-3, 1.0)]
+    assert choose_rates(losses)[0].lr != 1e-3
+    one = grid(lambda rates: bowl(Rates(rates.lr, BEST.circuit)), 1, circuits=[1.0])
+    one[Rates(1e-3, 1.0)][0] += 0.3  # above both rates beside it
+    assert left_behind(one) == [Rates(1e-3, 1.0)]
+
+
+def test_diverged_rates_have_no_mean():
+    losses = grid(bowl)
+    losses[Rates(4e-3, 1.0)] = {0: None}
+    assert Rates(4e-3, 1.0) not in mean_losses(losses)
+    assert fit_surface({rates: {0: None} for rates in losses}) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["quadratic", "lopsided", "cliff"])
+@pytest.mark.parametrize("matched", [1.0, 2.0, 0.1])
+def test_intervals_of_tuned_gaps_cover(shape, matched):
+    row = simulate(shape, matched, 0.007, 16, 200)
+    assert row.covered >= 0.935 - 3 * row.error
+    assert row.covered >= row.covered_without
