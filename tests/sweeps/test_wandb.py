@@ -25,7 +25,14 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 def words(tiny):
     """Return arguments of three arms, one with adjusted size; the baseline has both controls."""
     own = [word for word in tiny if not word.startswith("tracking.wandb=")]
-    return [*own, "variant=standard,no_q", "control=none,params", "seed=0", "workers=2"]
+    return [
+        *own,
+        "variant=standard,no_q",
+        "control=none,params",
+        "seed=0",
+        "workers=2",
+        "sweep.floor=false",
+    ]
 
 
 def sweep(*words, **variables):

@@ -28,7 +28,14 @@ from tests.torture.sandbox import TINY
 from tests.torture.tally import Tally
 
 INTERRUPTED = ["train", "variant=merged_w", *TINY]
-SWEEP = ["sweep", "sweep.name=small", "variant=standard,no_q", "seed=0,1", *TINY]
+SWEEP = [
+    "sweep",
+    "sweep.name=small",
+    "sweep.floor=false",
+    "variant=standard,no_q",
+    "seed=0,1",
+    *TINY,
+]
 
 # Values by name; None stands for a value that is reported as missing.
 Reading = dict[str, Any]

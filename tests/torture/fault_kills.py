@@ -15,7 +15,13 @@ from tests.torture.tally import Tally
 
 SHORT = 6
 FULL = 300
-_SWEEP = ["variant=standard,no_q", "seed=0,1", "workers=2", "sweep.baseline=null"]
+_SWEEP = [
+    "variant=standard,no_q",
+    "seed=0,1",
+    "workers=2",
+    "sweep.baseline=null",
+    "sweep.floor=false",
+]
 KINDS = {
     "fp32": ["train"],
     "bf16": ["train", "precision=bf16", "variant=merged_w"],

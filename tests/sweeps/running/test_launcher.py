@@ -17,13 +17,13 @@ from tests.sweeps.run_checks import assert_same, final_state, results, status, w
 @pytest.fixture
 def local_grid(tiny):
     """Return the arguments of a sweep on this machine."""
-    return ["sweep", *tiny, "sweep.baseline=null", "workers=2"]
+    return ["sweep", *tiny, "sweep.baseline=null", "sweep.floor=false", "workers=2"]
 
 
 @pytest.fixture
 def grid(tiny, engine):
     """Return the same arguments with every engine."""
-    return ["sweep", *tiny, "sweep.baseline=null", *engine]
+    return ["sweep", *tiny, "sweep.baseline=null", "sweep.floor=false", *engine]
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_larger_sweep_trains_only_new_runs(qkablate, local_grid, tmp_path):
 def test_sweep_run_equals_the_run_of_train(qkablate, tiny, tmp_path):
     """It is bit-identical and has the same id."""
     words = ["variant=merged_w", "optim.lr=2e-3", "control=params", "seed=1"]
-    assert qkablate("sweep", *tiny, "sweep.baseline=standard", *words).code == 0
+    assert qkablate("sweep", *tiny, "sweep.floor=false", *words).code == 0
     own = {path.parent.name: final_state(path.parent) for path in results(tmp_path)}
     manifest = json.loads(next(tmp_path.glob("outputs/sweeps/*/manifest.json")).read_text())
     assert len(own) == 2
@@ -239,7 +239,14 @@ def test_sigterm_to_all_children_lets_runs_finish(spawn, local_grid, tmp_path):
 @pytest.mark.slow
 def test_twenty_kills_of_the_launcher_change_no_result(qkablate, tiny, tmp_path):
     """After twenty kills at random moments, all runs equal those of an undisturbed sweep."""
-    words = ["sweep", *tiny, "workers=2", "variant=standard,no_q", "seed=0,1,2"]
+    words = [
+        "sweep",
+        *tiny,
+        "workers=2",
+        "variant=standard,no_q",
+        "seed=0,1,2",
+        "sweep.floor=false",
+    ]
     words += ["train.steps=40", "control=none,params"]
     assert qkablate(*words).code == 0
     calm = {path.parent.name: final_state(path.parent) for path in results(tmp_path)}
