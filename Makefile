@@ -12,13 +12,14 @@ train: venv ## set up, then train merged_w on the embedded default
 
 # Hundreds of processes would compile the package anew where the environment forbids bytecode files.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
+# worksteal gives a worker whole files, so that it makes what their tests share once.
 
 test: venv ## set up, then run the tests (some 5 minutes on 2 cores)
-	$(BIN)/pytest -n auto -m "not slow"
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
 # Slow tests wait for other processes nearly half of their time, so there are more of them than cores.
 test-slow: venv ## the tests that `make test` leaves out: clusters, browser, kills, simulations
-	$(BIN)/pytest -n $$($(BIN)/python -c 'import os; print(os.cpu_count() * 3 // 2)') -m slow
+	$(BIN)/pytest -n $$($(BIN)/python -c 'import os; print(os.cpu_count() * 2)') --dist worksteal -m slow
 
 test-all: test test-slow ## all tests
 

@@ -111,19 +111,31 @@ def scale(name: str, a) -> float:
     return factors.get(name, 1 / math.sqrt(a.k))
 
 
-def normed(layer, name: str, a, query: Tensor, key: Tensor, h: int):
-    """Return the query, the key and the scale after the norm, if there is one."""
+def normed_query(layer, query: Tensor, h: int) -> Tensor:
+    """Return the query after the norm, if there is one."""
+    if type(layer.norm).__name__ != "QKNorm":
+        return query
+    normed: Tensor = layer.norm.gain[h] * query / query.norm()
+    return normed
+
+
+def normed_key(layer, key: Tensor) -> Tensor:
+    """Return the key after the norm, if there is one."""
+    return key if layer.norm is None else key / key.norm()
+
+
+def factor(layer, name: str, a, width: int) -> float:
+    """Return the scale of the scores of keys of this width, after the norm."""
     norm = type(layer.norm).__name__
     if norm == "NoneType":
-        return query, key, scale(name, a)
-    unit = key / key.norm()
+        return scale(name, a)
     if norm == "QKNorm":
-        return layer.norm.gain[h] * query / query.norm(), unit, 1.0
+        return 1.0
     if layer.norm.spec.init == "naive":
-        return query, unit, 1 / math.sqrt(a.k)
+        return 1 / math.sqrt(a.k)
     # Initially entries of y have size 1 and those of y W size σ√d.
     entry = 1 if name in ("MergedQK", "SymmetricQK", "ReassociatedQK", "NoK", "NoQK") else a.length
-    return query, unit, scale(name, a) * entry * math.sqrt(len(key))
+    return scale(name, a) * entry * math.sqrt(width)
 
 
 def rotated(x: Tensor, position: int) -> Tensor:
@@ -171,8 +183,14 @@ def one_sequence(layer, x_TD: Tensor, y_SD: Tensor, same: bool, causal: bool) ->
         content = name in QUERY
         keys: list[Any] = [KEY[name](a, y, h) for y in y_SD] if content else [None] * len(y_SD)
         values = [VALUE[write](b, y, h, key) for y, key in zip(y_SD, keys, strict=True)]
-        for i, x in enumerate(x_TD):
-            query: Any = QUERY[name](a, x, h) if content else None
+        if content:
+            by = factor(layer, name, a, len(keys[0]))
+            queries = [normed_query(layer, QUERY[name](a, x, h), h) for x in x_TD]
+            keys = [normed_key(layer, key) for key in keys]
+            if layer.position == "rope":
+                queries = [rotated(q, i) for i, q in enumerate(queries)]
+                keys = [rotated(k, j) for j, k in enumerate(keys)]
+        for i in range(len(x_TD)):
             visible = [j for j in range(len(y_SD)) if j <= i or not causal]
             if layer.mask_self and same and visible != [i]:
                 visible.remove(i)
@@ -183,10 +201,7 @@ def one_sequence(layer, x_TD: Tensor, y_SD: Tensor, same: bool, causal: bool) ->
                 elif name == "Uniform":
                     score = torch.zeros((), dtype=x_TD.dtype)
                 else:
-                    q, k, factor = normed(layer, name, a, query, keys[j], h)
-                    if layer.position == "rope":
-                        q, k = rotated(q, i), rotated(k, j)
-                    score = factor * (q @ k)
+                    score = by * (queries[i] @ keys[j])
                 if layer.position == "alibi":
                     score = score - 2 ** (-8 * (h + 1) / a.heads) * abs(i - j)
                 row.append(score)

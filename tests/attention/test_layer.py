@@ -40,7 +40,7 @@ def check(layer, x, y=None, causal=True):
 @pytest.mark.parametrize("heads", [1, 3])
 def test_circuits_match_the_reference(pair, bias, heads):
     layer = random_layer(*pair, heads=heads, bias=bias)
-    for length, causal in product((1, 5), (True, False)):
+    for length, causal in product((1, 7), (True, False)):
         check(layer, stream(length), causal=causal)
 
 
@@ -106,9 +106,9 @@ def test_positions_and_self_mask_match_the_reference(qk):
             continue
         layer = random_layer(qk, position=position, mask_self=mask_self, bias=True)
         for causal in (True, False):
-            check(layer, stream(4, batch=1), causal=causal)
+            check(layer, stream(5, batch=1), causal=causal)
         check(layer, stream(1, batch=1), causal=False)  # a single token attends to itself
-        check(layer, stream(3, batch=1), stream(3, batch=1), causal=False)
+        check(layer, stream(4, batch=1), stream(4, batch=1), causal=False)
 
 
 @pytest.mark.parametrize("norm", ["none", "qk", "unit_keys"])

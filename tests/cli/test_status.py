@@ -17,7 +17,7 @@ from qkablate.sweeps.running.results import COLUMNS
 from tests.cli.helpers import run_in
 
 WORDS = [
-    *("sweep.name=small", "variant=standard,no_q", "sweep.floor=false", "seed=0,1", "workers=2"),
+    *("sweep.name=small", "variant=standard,no_q", "seed=0,1", "workers=2", "sweep.floor=false"),
     *("model.layers=2", "model.d_model=16", "model.heads=2", "model.context=16"),
     *("train.steps=12", "train.batch_size=2", "train.eval_every=6", "tracking.wandb=disabled"),
 ]

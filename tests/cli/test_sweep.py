@@ -16,7 +16,8 @@ from tests.cli.helpers import assert_refused, complete
 @pytest.fixture
 def small(tiny):
     """Two arms of two runs."""
-    return ["sweep", *tiny, "variant=standard,no_q", "sweep.floor=false", "seed=0,1", "workers=2"]
+    words = [*tiny, "variant=standard,no_q", "seed=0,1", "workers=2", "sweep.floor=false"]
+    return ["sweep", *words]
 
 
 @pytest.fixture

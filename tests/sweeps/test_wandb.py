@@ -28,10 +28,10 @@ def words(tiny):
     return [
         *own,
         "variant=standard,no_q",
-        "sweep.floor=false",
         "control=none,params",
         "seed=0",
         "workers=2",
+        "sweep.floor=false",
     ]
 
 

@@ -31,8 +31,8 @@ INTERRUPTED = ["train", "variant=merged_w", *TINY]
 SWEEP = [
     "sweep",
     "sweep.name=small",
-    "variant=standard,no_q",
     "sweep.floor=false",
+    "variant=standard,no_q",
     "seed=0,1",
     *TINY,
 ]

@@ -32,8 +32,8 @@ RERUN = [*RESUME, "seed=3"]  # a finished run
 SWEEP = [
     "sweep",
     "sweep.name=small",
-    "variant=standard,no_q",
     "sweep.floor=false",
+    "variant=standard,no_q",
     "seed=0,1",
     *TINY,
 ]

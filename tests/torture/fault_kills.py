@@ -17,10 +17,10 @@ SHORT = 6
 FULL = 300
 _SWEEP = [
     "variant=standard,no_q",
-    "sweep.floor=false",
     "seed=0,1",
     "workers=2",
     "sweep.baseline=null",
+    "sweep.floor=false",
 ]
 KINDS = {
     "fp32": ["train"],

@@ -107,7 +107,13 @@ def _sweep(folder: Path, *words: str) -> list[str]:
         *("sweep", "model.layers=1", "model.d_model=8", "model.heads=2", "model.context=16"),
         *("train.steps=3", "train.batch_size=2", "train.eval_every=3", "data=text"),
         *(f"data.path={folder}/text.txt", f"data.cache={folder}/cache", "data.val_tokens=64"),
-        *("data.test_tokens=64", "threads=1", "tracking.wandb=disabled", "sweep.baseline=null"),
+        *(
+            "data.test_tokens=64",
+            "threads=1",
+            "tracking.wandb=disabled",
+            "sweep.baseline=null",
+            "sweep.floor=false",
+        ),
         *("workers=2", *words),
     )
 

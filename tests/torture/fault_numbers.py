@@ -200,7 +200,7 @@ def _diverging_arm(rng: random.Random, out: Path, words: list[str]) -> tuple[str
 
             with mock.patch.object(Trainer, "evaluate", evaluate_nan):
                 run_command("train", *words, f"variant={arm}", f"seed={seed}", f"out={out}")
-    grid = ["variant=standard,no_q", "sweep.floor=false", "seed=range(3)"]
+    grid = ["variant=standard,no_q", "seed=range(3)", "sweep.floor=false"]
     name = f"no_q diverges with seeds {','.join(bad_seeds)}"
     if problem := find_problem(run_command("sweep", *words, *grid, f"out={out}"), (0,)):
         return name, problem

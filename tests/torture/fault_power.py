@@ -31,10 +31,10 @@ _KINDS = [
     [
         "sweep",
         "variant=standard,no_q",
-        "sweep.floor=false",
         "seed=0",
         "workers=2",
         "sweep.baseline=null",
+        "sweep.floor=false",
     ],
 ]
 _STATES = 6  # tried per recording

@@ -39,7 +39,7 @@ def _train_words(folder: Path, out: Path, cache: Path) -> list[str]:
         *("train.steps=20", "train.batch_size=2", "train.eval_every=10", "tracking.log_every=5"),
         *("data=text", f"data.path={folder}/text.txt", f"data.cache={cache}"),
         *("data.val_tokens=64", "data.test_tokens=64", "threads=1", "tracking.wandb=disabled"),
-        *("variant=standard,no_q", "sweep.floor=false", "seed=range(3)", "workers=1", f"out={out}"),
+        *("variant=standard,no_q", "seed=range(3)", "workers=1", f"out={out}", "sweep.floor=false"),
     ]
 
 

@@ -128,7 +128,11 @@ def _fail_sweep(world: _World) -> list[str]:
     """Run a sweep whose run fails with keys in its error, and every command that shows it."""
     words = world.words("variant=standard", f"variant.file=null,{world.folder}/tells.py")
     out = f"out={world.folder}/out"
-    codes = [world.command("sweep", *words, "sweep.baseline=null", "seed=0", "workers=2")]
+    codes = [
+        world.command(
+            "sweep", *words, "sweep.baseline=null", "sweep.floor=false", "seed=0", "workers=2"
+        )
+    ]
     codes += [world.command(verb, out) for verb in ("status", "results", "report")]
     failed = [path.read_bytes() for path in world.folder.glob("out/runs/*/error.txt")]
     pages = list(world.folder.glob("out/sweeps/*/*.html"))

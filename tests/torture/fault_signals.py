@@ -21,10 +21,10 @@ KINDS = {
     "sweep": [
         "sweep",
         "variant=standard,no_q",
-        "sweep.floor=false",
         "seed=0",
         "workers=2",
         "sweep.baseline=null",
+        "sweep.floor=false",
     ],
 }
 # A command ends with 128 + the signal's number, or by the signal itself before the handlers are

@@ -23,8 +23,8 @@ from tests.training.helpers import (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_killed_run_resumes_bit_identically(qkablate, spawn, tiny, tmp_path, precision):
+@pytest.mark.parametrize(("precision", "moments"), [("fp32", (0, 3, 5, 7)), ("bf16", (5,))])
+def test_killed_run_resumes_bit_identically(qkablate, spawn, tiny, tmp_path, precision, moments):
     """Kill a run at several moments; it must end like an uninterrupted one."""
     words = [
         *tiny, f"precision={precision}", "variant=merged_w", "model.dropout=0.1",
@@ -32,7 +32,7 @@ def test_killed_run_resumes_bit_identically(qkablate, spawn, tiny, tmp_path, pre
     ]  # fmt: skip
     assert qkablate("train", *words, "out=calm").code == 0
     # The moments: nothing written yet, before the first checkpoint, between two, at the end.
-    for moment in (0, 3, 5, 7):
+    for moment in moments:
         process = spawn("train", *words, "out=rough")
         wait_for(lambda moment=moment: count_rows(tmp_path, "rough") >= moment, process)
         process.send_signal(signal.SIGKILL)

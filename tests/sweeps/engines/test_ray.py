@@ -25,7 +25,15 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def grid(tiny):
-    return ["sweep", *tiny, "sweep.baseline=null", "variant=standard", "seed=0,1", "engine=ray"]
+    return [
+        "sweep",
+        *tiny,
+        "sweep.baseline=null",
+        "sweep.floor=false",
+        "variant=standard",
+        "seed=0,1",
+        "engine=ray",
+    ]
 
 
 @pytest.mark.slow

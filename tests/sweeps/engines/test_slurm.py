@@ -37,7 +37,7 @@ LONG = ("train.steps=1500", "train.eval_every=1500", "train.checkpoint_every=100
 @pytest.fixture
 def grid(tiny, slurm):
     words = ["engine=slurm", "engine.memory_gb=1", "workers=2", "threads=1", "variant=standard"]
-    return ["sweep", *tiny, "sweep.baseline=null", *words]
+    return ["sweep", *tiny, "sweep.baseline=null", "sweep.floor=false", *words]
 
 
 def jobs(tmp_path):

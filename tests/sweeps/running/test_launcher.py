@@ -17,13 +17,13 @@ from tests.sweeps.run_checks import assert_same, final_state, results, status, w
 @pytest.fixture
 def local_grid(tiny):
     """Return the arguments of a sweep on this machine."""
-    return ["sweep", *tiny, "sweep.baseline=null", "workers=2"]
+    return ["sweep", *tiny, "sweep.baseline=null", "sweep.floor=false", "workers=2"]
 
 
 @pytest.fixture
 def grid(tiny, engine):
     """Return the same arguments with every engine."""
-    return ["sweep", *tiny, "sweep.baseline=null", *engine]
+    return ["sweep", *tiny, "sweep.baseline=null", "sweep.floor=false", *engine]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def undisturbed(kept, qkablate, local_grid, tmp_path):
 @pytest.mark.slow
 def test_engines_train_the_same_runs(qkablate, grid, local_grid, undisturbed, tmp_path):
     """Results and ids are identical, so that each engine continues what another has begun."""
-    words = ["variant=standard,no_q", "sweep.floor=false", "seed=0", "threads=1"]
+    words = ["variant=standard,no_q", "seed=0", "threads=1"]
     reference = undisturbed(*words)
     assert qkablate(*grid, *words).code == 0
     found = results(tmp_path)
@@ -64,13 +64,7 @@ def test_engines_train_the_same_runs(qkablate, grid, local_grid, undisturbed, tm
 
 @pytest.mark.slow
 def test_killed_launcher_loses_and_repeats_nothing(spawn, grid, undisturbed, qkablate, tmp_path):
-    words = [
-        "variant=standard,no_q",
-        "sweep.floor=false",
-        "seed=0",
-        "threads=1",
-        "train.steps=1000",
-    ]
+    words = ["variant=standard,no_q", "seed=0", "threads=1", "train.steps=1000"]
     words += ["train.eval_every=1000", "train.checkpoint_every=1000"]
     reference = undisturbed(*words)
     launcher = spawn(*grid, *words)
@@ -155,7 +149,7 @@ def test_on_failure_stop_starts_nothing_more(qkablate, grid, circuit):
 def test_larger_sweep_trains_only_new_runs(qkablate, local_grid, tmp_path):
     assert qkablate(*local_grid, "variant=standard", "seed=0,1").code == 0
     before = results(tmp_path)
-    done = qkablate(*local_grid, "variant=standard,no_q", "sweep.floor=false", "seed=0,1,2")
+    done = qkablate(*local_grid, "variant=standard,no_q", "seed=0,1,2")
     assert done.code == 0
     after = results(tmp_path)
     assert len(before) == 2
@@ -170,7 +164,7 @@ def test_larger_sweep_trains_only_new_runs(qkablate, local_grid, tmp_path):
 def test_sweep_run_equals_the_run_of_train(qkablate, tiny, tmp_path):
     """It is bit-identical and has the same id."""
     words = ["variant=merged_w", "optim.lr=2e-3", "control=params", "seed=1"]
-    assert qkablate("sweep", *tiny, "sweep.baseline=standard", *words).code == 0
+    assert qkablate("sweep", *tiny, "sweep.floor=false", *words).code == 0
     own = {path.parent.name: final_state(path.parent) for path in results(tmp_path)}
     manifest = json.loads(next(tmp_path.glob("outputs/sweeps/*/manifest.json")).read_text())
     assert len(own) == 2
@@ -185,7 +179,7 @@ def test_sweep_run_equals_the_run_of_train(qkablate, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_two_launchers_share_the_work(spawn, grid, tmp_path, qkablate):
-    words = [*grid, "variant=standard,no_q", "sweep.floor=false", "seed=0,1"]
+    words = [*grid, "variant=standard,no_q", "seed=0,1"]
     launchers = [spawn(*words) for _ in range(2)]
     ends = [launcher.communicate(timeout=240) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], ends
@@ -250,8 +244,8 @@ def test_twenty_kills_of_the_launcher_change_no_result(qkablate, tiny, tmp_path)
         *tiny,
         "workers=2",
         "variant=standard,no_q",
-        "sweep.floor=false",
         "seed=0,1,2",
+        "sweep.floor=false",
     ]
     words += ["train.steps=40", "control=none,params"]
     assert qkablate(*words).code == 0

@@ -31,7 +31,7 @@ def sweep(qkablate, tmp_path):
     """Return a function that runs a sweep and returns its folder."""
 
     def run(*words: str, code: int = 0) -> Path:
-        done = qkablate("sweep", *words)
+        done = qkablate("sweep", "sweep.floor=false", *words)
         assert done.code == code, done.err
         (folder,) = tmp_path.glob("outputs/sweeps/*/")
         return folder

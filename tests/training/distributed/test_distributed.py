@@ -40,6 +40,32 @@ def torchrun():
         process.communicate()
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Return a folder for the runs that several tests compare with."""
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture
+def alone(kept, qkablate, tiny):
+    """Train the run in one process, once for all tests."""
+    if not (kept / "alone").exists():
+        assert qkablate("train", *tiny, *SHARED, f"out={kept / 'alone'}").code == 0
+    return run_folder(kept, "alone")
+
+
+@pytest.fixture
+def both(kept, torchrun, tiny):
+    """Train the run in two processes, once for all tests; return its folder, stdout and stderr."""
+    if not (kept / "both").exists():
+        process = torchrun(*tiny, *SHARED, f"out={kept / 'both'}")
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        (kept / "out").write_text(out)
+        (kept / "err").write_text(err)
+    return run_folder(kept, "both"), (kept / "out").read_text(), (kept / "err").read_text()
+
+
 def read(folder: Path, name: str) -> dict:
     return json.loads((folder / name).read_text())
 
@@ -83,13 +109,8 @@ def ranks_of(process: subprocess.Popen, folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_same_run_as_one(qkablate, torchrun, tiny, tmp_path):
-    words = (*tiny, *SHARED)
-    assert qkablate("train", *words, "out=alone").code == 0
-    process = torchrun(*words, "out=both")
-    out, err = process.communicate()
-    assert process.returncode == 0, err
-    alone, both = run_folder(tmp_path, "alone"), run_folder(tmp_path, "both")
+def test_two_processes_train_the_same_run_as_one(torchrun, tiny, alone, both, kept):
+    both, out, err = both
     assert alone.name == both.name  # the id does not know how many they were
     assert_close(alone, both)
     # The first process alone looks at the model, and sees what one would.
@@ -115,7 +136,7 @@ def test_two_processes_train_the_same_run_as_one(qkablate, torchrun, tiny, tmp_p
     for name in ("result.json", "environment.json"):
         assert [read(folder, name)["processes"] for folder in (alone, both)] == [1, 2]
     before = content(both)
-    process = torchrun(*words, "out=both")
+    process = torchrun(*tiny, *SHARED, f"out={kept / 'both'}")
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert out.count("this run ended before") == 1
@@ -123,11 +144,8 @@ def test_two_processes_train_the_same_run_as_one(qkablate, torchrun, tiny, tmp_p
 
 
 @pytest.mark.slow
-def test_killed_and_stopped_run_resumes_bit_identically(qkablate, torchrun, tiny, tmp_path):
+def test_killed_and_stopped_run_resumes_bit_identically(qkablate, torchrun, tiny, both, tmp_path):
     words = (*tiny, *SHARED)
-    calm = torchrun(*words, "out=calm")
-    _, err = calm.communicate()
-    assert calm.returncode == 0, err
     # One of them is killed: that is no result.
     process = torchrun(*words, "out=rough")
     after_rows(process, tmp_path, "rough", 12)
@@ -154,7 +172,7 @@ def test_killed_and_stopped_run_resumes_bit_identically(qkablate, torchrun, tiny
     process = torchrun(*words, "out=rough")
     _, err = process.communicate()
     assert process.returncode == 0, err
-    assert_identical(run_folder(tmp_path, "calm"), folder)
+    assert_identical(both[0], folder)
     done = qkablate("train", *words, "out=fewer")
     assert done.code == 0
     assert "this run began with 2 processes and resumes with 1" in done.err
@@ -163,15 +181,14 @@ def test_killed_and_stopped_run_resumes_bit_identically(qkablate, torchrun, tiny
 
 
 @pytest.mark.slow
-def test_sharded_run_equals_unsharded(qkablate, torchrun, tiny, tmp_path):
+def test_sharded_run_equals_unsharded(qkablate, torchrun, tiny, alone, tmp_path):
     """Checkpoints are unsharded: a sharded run resumes bit-identically, or in one process."""
     words = (*tiny, *SHARED)
     sharded = ("train.fsdp=true", "train.checkpoint_activations=true")
-    assert qkablate("train", *words, "out=alone").code == 0
     process = torchrun(*words, *sharded, "out=calm")
     _, err = process.communicate()
     assert process.returncode == 0, err
-    alone, calm = run_folder(tmp_path, "alone"), run_folder(tmp_path, "calm")
+    calm = run_folder(tmp_path, "calm")
     assert alone.name == calm.name
     assert_close(alone, calm)
     assert "no diagnostics: with train.fsdp=true no process has all of the weights" in err
