@@ -293,7 +293,7 @@ def test_best_rate_of_several_runs_from_scratch_is_used(qkablate, outputs):
     for more in (["optim.lr=4e-3"], ["optim.lr=1e-5"], ["optim.lr=8e-3", "optim.weight_decay=0"]):
         assert qkablate("train", *same, *more).code == 0
     done = qkablate("project", *words)
-    assert "at rate 0.004, whose validation loss is the lowest of 3 rates" in done.out
+    assert "learning rate 0.004, the best of 3 by validation loss" in done.out
     (one,) = projected(qkablate, *words)["runs"]
     assert (one["scratch_lr"], one["scratch_lrs"]) == (4e-3, [1e-5, 1e-3, 4e-3])
     taken = result(outputs / "runs" / one["folders"]["scratch"])["loss"]

@@ -44,7 +44,8 @@ def _moments() -> dict[str, tuple[int, list[tuple[Any, str]]]]:
     from qkablate.training.loop import Trainer
 
     return {
-        "start": (4, [(train, "load"), (train, "observe_leases"), (environment, "write")]),
+        "train": (4, [(train, "load"), (train, "observe_leases")]),
+        "start": (4, [(environment, "write")]),
         "data": (
             8,
             [
@@ -170,7 +171,9 @@ def _die(delay: float) -> None:
 
 def _has_moment(kind: str, moment: str) -> bool:
     """Return whether a command of this kind comes to a moment."""
-    return {"W&B": kind == "W&B", "sweep": KINDS[kind][0] == "sweep"}.get(moment, True)
+    command = KINDS[kind][0]
+    needs = {"W&B": kind == "W&B", "sweep": command == "sweep", "train": command == "train"}
+    return needs.get(moment, True)
 
 
 class _KillChain:
