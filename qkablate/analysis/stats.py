@@ -20,6 +20,7 @@ _MAX_EXACT = 16  # largest n for which all 2ⁿ sign flips are enumerated
 _FLIPS = 99_999  # random sign flips beyond that
 _RESAMPLES = 9_999
 _MAX_SEEDS = 100_000  # limit of the search for a sample size
+_MANY = 100  # seeds from which approximations of χ² are exact enough
 _NODES = 2_000  # of the integral over the sampled standard deviation
 
 Interval = tuple[float, float]
@@ -241,7 +242,15 @@ def _average_over_sd(
 def _sampled_sd(n: int) -> np.ndarray:
     """Return equally likely values of the standard deviation of n standard normal numbers."""
     u = (np.arange(_NODES) + 0.5) / _NODES
+    if n > _MANY:  # Wilson and Hilferty's cube root, off by 5e-4 at most, in the far tails
+        variance = 2 / (9 * (n - 1))
+        return np.asarray((1 - variance + math.sqrt(variance) * _normal_nodes()) ** 1.5)
     return np.asarray(np.sqrt(stats.chi2.ppf(u, n - 1) / (n - 1)))
+
+
+@lru_cache(maxsize=1)
+def _normal_nodes() -> np.ndarray:
+    return np.asarray(special.ndtri((np.arange(_NODES) + 0.5) / _NODES))
 
 
 def detectable_effect(

@@ -29,6 +29,7 @@ from qkablate.analysis.stats import (
     power_below,
     power_equivalence,
     power_two_sided,
+    required_n,
 )
 
 STUDIES = 2_000
@@ -382,10 +383,10 @@ def kept(kind: str, truth: float, spread: float, n: int) -> tuple[Promise, Promi
 
 
 def enough(kind: str, truth: float, spread: float) -> tuple[int, Rate]:
-    """Return the seeds required by a pilot study, and the rate of decided studies with so many."""
-    pilot = np.array([-1.0, 0.0, 1.0])
-    values = MARGIN * (truth + spread * pilot)
-    n = Part(kind, kind, MARGIN, Sample(tuple(map(float, values)))).seeds_needed()
+    """Return the seeds that a known truth requires, and the rate of decided studies with them."""
+    part = Part(kind, kind, MARGIN, Sample(()))
+    mean, sd = MARGIN * truth, MARGIN * spread
+    n = required_n(lambda n: max(part._outcomes(n, mean, sd, ALPHA, 1)))
     assert n is not None
     found = of_one(kind, truth, spread, n)
     settled = found[Verdict.UNDERPOWERED].studies - found[Verdict.UNDERPOWERED].hits

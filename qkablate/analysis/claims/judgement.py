@@ -7,7 +7,13 @@ import numpy as np
 
 from qkablate.analysis.claims.claim import Claim, Comparison, find_comparisons
 from qkablate.analysis.claims.registry import edits_since, find_registrations
-from qkablate.analysis.claims.verdict import ClaimVerdict, Part, judge_parts, spend_alpha
+from qkablate.analysis.claims.verdict import (
+    ClaimVerdict,
+    Part,
+    SeedsNeeded,
+    judge_parts,
+    spend_alpha,
+)
 from qkablate.analysis.comparison.audit import BROKEN, AuditCheck, audit, find_limits, worst_state
 from qkablate.analysis.comparison.curves import fit_slopes
 from qkablate.analysis.comparison.decision import Verdict
@@ -73,8 +79,8 @@ class Judgement:
         open_words = (Verdict.INCOMPLETE, Verdict.UNDERPOWERED, Verdict.INSENSITIVE)
         return self.word not in open_words
 
-    def seeds_needed(self) -> dict[str, int | None]:
-        """Return the seeds that would decide each open part at the measured gap and spread."""
+    def seeds_needed(self) -> dict[str, SeedsNeeded | None]:
+        """Return the prediction interval of the seeds that decide each open part."""
         verdicts = self.verdict.parts if self.verdict else []
         # At the α of this look: for a later one fewer would do.
         return {

@@ -20,10 +20,12 @@ A verdict that failures of training could overturn holds "unless one run in k is
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from scipy import stats
+import numpy as np
+from scipy import optimize, stats
 
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive
@@ -41,6 +43,15 @@ from qkablate.analysis.stats import (
 )
 
 KINDS = ("noninferior", "equivalent", "better", "worse")
+PREDICTION_LEVEL = 0.8  # of the interval of the seeds needed
+_SPREAD_STEPS = 7  # of the region of the prediction interval
+
+
+class SeedsNeeded(NamedTuple):
+    """Prediction interval of the seeds that decide a part, those it has included."""
+
+    low: int | None  # None: no number of seeds decides it
+    high: int | None  # None: there is no upper end
 
 
 @dataclass(frozen=True)
@@ -153,39 +164,75 @@ class Part:
         sign = 1 if self.kind == "worse" else -1
         return power_below(sign * mean, sign * self._bound, sd, n, alpha)
 
-    def seeds_needed(self, alpha: float = ALPHA, parts: int = 1) -> int | None:
-        """Return the seeds that would decide it with 80 % power at the measured gap and spread.
+    def seeds_needed(self, alpha: float = ALPHA, parts: int = 1) -> SeedsNeeded | None:
+        """Return an 80 % prediction interval of the seeds that decide it with 80 % power.
 
-        None where the gap lies on the margin, or where nothing was measured.
+        The seeds needed, N, are a function of the true mean μ and spread σ, of which the pilot
+        knows a region only: N is computed over all (μ, σ) with a deviance, less that of the best
+        fit, of at most c. It is ν ln(σ²/s²) + ν (s²/σ² − 1) + (m − μ)² / (σ²/n) with ν = n − 1, and
+        c = ν ln(1 + t²/ν), for which the region's μ are exactly the 80 % t interval; for σ it is
+        an 80 % interval, too, but for a rounding (c is 10 % more than needed at n = 6). So N, a
+        function of the two, is held by its range over the region as often as that. The range has
+        no upper end if the interval of μ holds the bound, where no number of seeds would do.
+        None where nothing was measured.
         """
         if not self.sample.sd:
             return None
-        return required_n(lambda n: max(self._outcomes(n, alpha, parts).values()))
 
-    def likely_verdict(self, n: int, alpha: float = ALPHA, parts: int = 1) -> str:
-        """Return the verdict that n seeds would most probably give."""
-        outcomes = self._outcomes(n, alpha, parts)
-        verdict = max(outcomes, key=lambda verdict: outcomes[verdict])
-        # A gap within the margin may show first that it is on the wrong side of zero.
-        both = verdict == Verdict.REFUTED and outcomes.get(Verdict.EQUIVALENT, 0.0) > alpha
-        return f"{Verdict.EQUIVALENT} or {Verdict.REFUTED}" if both else verdict
+        def needed_at(mean: float, sd: float) -> int | None:
+            return required_n(lambda n: max(self._outcomes(n, mean, sd, alpha, parts)))
 
-    def _outcomes(self, n: int, alpha: float, parts: int) -> dict[Verdict, float]:
-        """Return the probability of each verdict with n seeds at the measured gap and spread."""
-        sd, mean = self.sample.spread_at(n), self.sample.mean
+        needed = [needed_at(mean, sd) for mean, sd in self._plausible_truths()]
+        known = [n for n in needed if n is not None]
+        interval = self.sample.interval(PREDICTION_LEVEL)
+        assert interval is not None  # there is a spread
+        edges = {self.margin, -self.margin} if self.kind == "equivalent" else {self._bound}
+        is_bounded = len(known) == len(needed) and not any(
+            interval[0] <= edge <= interval[1] for edge in edges
+        )
+        return SeedsNeeded(min(known, default=None), max(known) if is_bounded else None)
+
+    def _plausible_truths(self) -> list[tuple[float, float]]:
+        """Return means and spreads of the 80 % region at which the seeds needed are extreme."""
+        sample, sd, freedom = self.sample, self.sample.sd or 0.0, self.sample.n - 1
+        low, high = sample.interval(PREDICTION_LEVEL) or (sample.mean, sample.mean)
+        if isinstance(sample, Spread):
+            return [(end, end) for end in (low, high) if 0 < end < math.inf]
+        t2 = float(stats.t.isf((1 - PREDICTION_LEVEL) / 2, freedom)) ** 2
+        limit = freedom * math.log1p(t2 / freedom)
+
+        def deviance(log_ratio: float) -> float:
+            return freedom * (2 * log_ratio + math.expm1(-2 * log_ratio))
+
+        ends: list[float] = [
+            optimize.brentq(lambda x: deviance(x) - limit, *sorted((0.0, far))) for far in (-9, 99)
+        ]
+        truths = []
+        for log_ratio in np.linspace(ends[0], ends[1], _SPREAD_STEPS).tolist():
+            spread = sd * math.exp(log_ratio)
+            variance = spread**2 / sample.n + sample.extra_variance
+            half = math.sqrt(max(0.0, limit - deviance(log_ratio)) * variance)
+            means = {max(low, sample.mean - half), min(high, sample.mean + half)}
+            # Equivalence takes the fewest seeds at a mean of zero.
+            means |= {0.0} if abs(sample.mean) < half else set()
+            truths += [(mean, spread) for mean in means]
+        return truths
+
+    def _outcomes(
+        self, n: int, mean: float, sd: float, alpha: float, parts: int
+    ) -> Iterator[float]:
+        """Yield the probability of each conclusive verdict with n seeds, given the truth."""
+        sd = math.sqrt(sd**2 + n * self.sample.extra_variance)
         above, below = not self.open_above, not self.open_below  # sides that have a bound
         supports = {"noninferior": above, "better": above, "worse": below}
         refutes = {"noninferior": below, "better": below, "worse": above}
-        outcomes = {Verdict.UNDERPOWERED: 0.0}
+        yield 0.0
         if supports.get(self.kind, above and below):
-            outcomes[Verdict.SUPPORTED] = self.power(n, mean, sd, alpha)
+            yield self.power(n, mean, sd, alpha)
         if refutes.get(self.kind, below if mean > 0 else above):
-            outcomes[Verdict.REFUTED] = self.power_to_refute(n, mean, sd, alpha / parts)
+            yield self.power_to_refute(n, mean, sd, alpha / parts)
         if above and below and self.can_be_equivalent:
-            outcomes[Verdict.EQUIVALENT] = power_equivalence(
-                mean, self.margin, sd, n, alpha / parts
-            )
-        return outcomes
+            yield power_equivalence(mean, self.margin, sd, n, alpha / parts)
 
 
 @dataclass(frozen=True)

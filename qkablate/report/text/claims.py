@@ -2,6 +2,7 @@
 
 from qkablate.analysis.claims.claim import Claim, Selector
 from qkablate.analysis.claims.judgement import Judgement, PartJudgement
+from qkablate.analysis.claims.verdict import SeedsNeeded
 from qkablate.analysis.comparison.audit import BROKEN, MARKS, WARNING
 from qkablate.analysis.comparison.gaps import perplexity_percent
 from qkablate.analysis.stats import Spread, detectable_effect
@@ -136,21 +137,28 @@ def _details(judged: PartJudgement, alpha: float) -> list[str]:
 
 
 def format_seeds_needed(judgement: Judgement) -> list[str]:
-    """Return the seeds that would decide each open part."""
-    needed = judgement.seeds_needed().items()
-    return [f"{name}: {_needed_text(judgement, name, seeds)}" for name, seeds in needed]
+    """Return how many more seeds would decide each open part."""
+    parts = {judged.part.name: judged.part for judged in judgement.parts}
+    return [
+        f"{name}: {_format_more_seeds(needed, parts[name].sample.n)}"
+        for name, needed in judgement.seeds_needed().items()
+    ]
 
 
-def _needed_text(judgement: Judgement, name: str, seeds: int | None) -> str:
-    part = next(judged.part for judged in judgement.parts if judged.part.name == name)
-    if part.sample.n < 2:
-        return "nothing was measured"
-    if seeds is None:
-        return "at the gap and spread measured here no number of seeds would decide it"
-    word = part.likely_verdict(seeds, judgement.alpha, len(judgement.parts))
+def _format_more_seeds(needed: SeedsNeeded | None, n: int) -> str:
+    if needed is None:
+        return "more seeds needed: unknown, no spread was measured"
+    if needed.low is None:
+        return "more seeds needed: not reachable, as no number of seeds would decide it"
+    low = max(1, needed.low - n)
+    if needed.high is None:
+        return (
+            f"more seeds needed: {low:,} at least, an upper end is not reachable: the truth may lie"
+            " on the margin"
+        )
     return (
-        f"if gap {format_nats(part.sample.mean)} and spread {part.sample.sd:.4f} are as measured"
-        f" here, {seeds} seeds would show it {word} with 80 % power"
+        f"more seeds needed: between {low:,} and {max(low, needed.high - n):,} (for 80 % power;"
+        " 80 % prediction interval, by what these pairs tell of gap and spread)"
     )
 
 

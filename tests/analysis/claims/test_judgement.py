@@ -13,7 +13,7 @@ from qkablate.analysis.claims.registry import claim_grid
 from qkablate.analysis.claims.verdict import spend_alpha
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.errors import UserError
-from qkablate.report.text.claims import format_claim, format_judgement
+from qkablate.report.text.claims import format_claim, format_judgement, format_seeds_needed
 
 PART = {"arm": "no_q", "kind": "noninferior", "margin": 0.01}
 GRID = {"variant": "standard,no_q"}
@@ -180,16 +180,25 @@ def test_seeds_needed_are_reported_for_open_parts(world):
     assert found.word == "UNDERPOWERED"
     needed = found.seeds_needed()
     assert list(needed) == ["near"]
-    # t test: (1.645 + 0.842)² σ² / δ² = 618 seeds
-    assert needed["near"] == pytest.approx(618, rel=0.02)
-    text = f"near: if gap +0.0090 and spread 0.0100 are as measured here, {needed['near']} seeds"
-    lines = "\n".join(format_judgement(found))
-    assert f"{text} would show it SUPPORTED with 80 % power" in lines
+    low, high = needed["near"]
+    assert high is None  # the pilot does not tell on which side of the margin the gap lies
+    text = f"near: more seeds needed: {low - 8} at least, an upper end is not reachable"
+    assert text in "\n".join(format_judgement(found))
     by_name = {part["part"]: part for part in judgement_to_json(found)["parts"]}
-    assert by_name["near"]["seeds_needed"] == needed["near"]
+    assert by_name["near"]["seeds_needed"] == (low, None)
     assert by_name["far"]["seeds_needed"] is None
-    exactly = judged(made, claim(8, near={"margin": 0.009}))
-    assert exactly.seeds_needed() == {"near": None}
+
+
+def test_more_seeds_needed_are_an_interval_without_a_predicted_verdict(world):
+    own = claim(8)
+    made = frozen(world, own).finish(losing(own, 8, 0.0, sd=0.02))
+    found = judged(made, claim(8, near={"margin": 0.0125}))
+    assert found.word == "UNDERPOWERED"
+    low, high = found.seeds_needed()["near"]
+    assert high > 8
+    (line,) = format_seeds_needed(found)
+    assert f"more seeds needed: between {max(1, low - 8):,} and {high - 8:,} " in line
+    assert not any(word in line for word in Verdict)
 
 
 @pytest.mark.parametrize("state", ["nothing", "some", "all but one", "a failure"])
@@ -308,7 +317,7 @@ def test_no_number_of_seeds_decides_a_diverged_part(world):
     )
     found = judged(made, own)
     assert found.word == "UNDERPOWERED"
-    assert found.seeds_needed() == {"within": None}
+    assert found.seeds_needed() == {"within": (None, None)}
 
 
 def test_unmeasured_part_is_not_called_on_the_margin(world):
