@@ -10,7 +10,7 @@ from qkablate.analysis.claims.registry import edits_since, find_registrations
 from qkablate.analysis.claims.verdict import ClaimVerdict, Part, judge_parts, spend_alpha
 from qkablate.analysis.comparison.audit import BROKEN, WARNING, AuditCheck, audit, worst_state
 from qkablate.analysis.comparison.curves import fit_slopes
-from qkablate.analysis.comparison.decision import Verdict
+from qkablate.analysis.comparison.decision import BEFORE_ATTENTION, Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
 from qkablate.analysis.comparison.lr_curves import find_lr_curves
 from qkablate.analysis.stats import ALPHA, Sample, Spread, describe_sample, detectable_effect
@@ -20,7 +20,11 @@ from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Manifest
 
 # What a warning of the audit limits a verdict to.
-_SCOPES = {"learning rate": "at these rates", "documents": "on these documents"}
+_SCOPES = {
+    "learning rate": "at these rates",
+    "documents": "on these documents",
+    "n-grams": BEFORE_ATTENTION,
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,10 @@ class PartJudgement:
     comparison: Comparison
     gaps: list[Gap]
     checks: list[AuditCheck]
+
+    def is_warned(self, name: str) -> bool:
+        """Return whether the audit's check of this name is a warning."""
+        return any(c.name == name and c.state in (WARNING, BROKEN) for c in self.checks)
 
 
 @dataclass(frozen=True)
@@ -61,16 +69,24 @@ class Judgement:
 
     @property
     def scope(self) -> list[str]:
-        """Rates and documents that the verdict is limited to, by warnings of the audit."""
-        if not self.is_conclusive:
+        """What warnings of the audit limit the verdict to, with the parts if not all are limited.
+
+        A claim is refuted by some of its parts: the others limit nothing.
+        """
+        if self.verdict is None or not self.is_conclusive:
             return []
-        warned = {
-            check.name
-            for judged in self.parts
-            for check in judged.checks
-            if check.state in (WARNING, BROKEN)
-        }
-        return [words for name, words in _SCOPES.items() if name in warned]
+        deciding = [
+            judged
+            for judged, word in zip(self.parts, self.verdict.parts, strict=True)
+            if self.word != Verdict.REFUTED or word == Verdict.REFUTED
+        ]
+        scope = []
+        for name, words in _SCOPES.items():
+            warned = [judged.part.name for judged in deciding if judged.is_warned(name)]
+            if warned:
+                are_some = len(warned) < len(deciding)
+                scope.append(f"{words} ({', '.join(warned)})" if are_some else words)
+        return scope
 
     @property
     def headline(self) -> str:

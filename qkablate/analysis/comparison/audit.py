@@ -63,6 +63,7 @@ def audit(
         "matched": _matched(sides, axis),
         "start": _start(sides),
         "floor": _floor(gap, margin),
+        "n-grams": _ngrams(gap),
         "precision": _alike("precision", done, WARNING),
         "data": _alike("data_fingerprint", done, BROKEN),
         "documents": _documents(gap, done, margin),
@@ -200,6 +201,20 @@ def _floor(gap: Gap, margin: float | None) -> Answer:
     else:
         state = OK if is_sensitive(gap.lead, margin or 0.0) else WARNING
     return state, describe_floor(gap, margin)
+
+
+def _ngrams(gap: Gap) -> Answer:
+    """Compare the baseline with n-grams, which it has to beat before attention matters."""
+    name, lead = gap.baseline.name, gap.baseline.lead_over_ngrams
+    if lead is None:
+        done = gap.baseline.with_status("done")
+        if any(record.facts["source"] in TEXT_SOURCES for record in done):
+            return NOTE, f"unknown: no n-grams were measured beside {name}"
+        return (OK, "not a text") if done else _NO_PAIRS
+    if lead > 0:
+        return OK, f"{name} beats the best n-gram by {lead:.4f}"
+    state = WARNING if gap.is_before_attention else NOTE
+    return state, f"{name} does not beat the best n-gram ({-lead:.4f} above it)"
 
 
 def _alike(key: str, records: list[Record], state: str) -> Answer:
