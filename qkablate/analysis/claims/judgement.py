@@ -14,7 +14,14 @@ from qkablate.analysis.claims.verdict import (
     judge_parts,
     spend_alpha,
 )
-from qkablate.analysis.comparison.audit import BROKEN, AuditCheck, audit, find_limits, worst_state
+from qkablate.analysis.comparison.audit import (
+    BROKEN,
+    LIMITS,
+    WARNING,
+    AuditCheck,
+    audit,
+    worst_state,
+)
 from qkablate.analysis.comparison.curves import fit_slopes
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
@@ -34,6 +41,10 @@ class PartJudgement:
     comparison: Comparison
     gaps: list[Gap]
     checks: list[AuditCheck]
+
+    def is_warned(self, name: str) -> bool:
+        """Return whether the audit's check of this name is a warning."""
+        return any(c.name == name and c.state in (WARNING, BROKEN) for c in self.checks)
 
 
 @dataclass(frozen=True)
@@ -64,10 +75,24 @@ class Judgement:
 
     @property
     def scope(self) -> list[str]:
-        """Rates and documents that the verdict is limited to, by warnings of the audit."""
-        if not self.is_conclusive:
+        """What warnings of the audit limit the verdict to, with the parts if not all are limited.
+
+        A claim is refuted by some of its parts: the others limit nothing.
+        """
+        if self.verdict is None or not self.is_conclusive:
             return []
-        return find_limits(check for judged in self.parts for check in judged.checks)
+        deciding = [
+            judged
+            for judged, word in zip(self.parts, self.verdict.parts, strict=True)
+            if self.word != Verdict.REFUTED or word == Verdict.REFUTED
+        ]
+        scope = []
+        for name, words in LIMITS.items():
+            warned = [judged.part.name for judged in deciding if judged.is_warned(name)]
+            if warned:
+                are_some = len(warned) < len(deciding)
+                scope.append(f"{words} ({', '.join(warned)})" if are_some else words)
+        return scope
 
     @property
     def headline(self) -> str:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from qkablate.analysis.comparison.decision import BEFORE_ATTENTION, RateScope
 from qkablate.analysis.comparison.gaps import ROUNDING_PAIR, Gap, describe_floor, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.study.study import Entry, Record
@@ -63,6 +64,7 @@ def audit(
         "matched": _matched(sides, axis),
         "start": _start(sides),
         "floor": _floor(gap, margin),
+        "n-grams": _ngrams(gap),
         "precision": _alike("precision", done, WARNING),
         "data": _alike("data_fingerprint", done, BROKEN),
         "documents": _documents(gap, done, margin),
@@ -74,13 +76,17 @@ def audit(
 
 
 # What a warning limits a decision to.
-_LIMITS = {"learning rate": "at these rates", "documents": "on these documents"}
+LIMITS = {
+    "learning rate": RateScope.THESE_RATES,
+    "documents": "on these documents",
+    "n-grams": BEFORE_ATTENTION,
+}
 
 
 def find_limits(checks: Iterable[AuditCheck]) -> list[str]:
-    """Return the rates and documents that the audit limits a decision to."""
+    """Return what the audit limits a decision to."""
     warned = {check.name for check in checks if check.state in (WARNING, BROKEN)}
-    return [words for name, words in _LIMITS.items() if name in warned]
+    return [words for name, words in LIMITS.items() if name in warned]
 
 
 def worst_state(checks: list[AuditCheck]) -> str:
@@ -209,6 +215,20 @@ def _floor(gap: Gap, margin: float | None) -> Answer:
     else:
         state = OK if is_sensitive(gap.lead, margin or 0.0) else WARNING
     return state, describe_floor(gap, margin)
+
+
+def _ngrams(gap: Gap) -> Answer:
+    """Compare the baseline with n-grams, which it has to beat before attention matters."""
+    name, lead = gap.baseline.name, gap.baseline.lead_over_ngrams
+    if lead is None:
+        done = gap.baseline.with_status("done")
+        if any(record.facts["source"] in TEXT_SOURCES for record in done):
+            return NOTE, f"unknown: no n-grams were measured beside {name}"
+        return (OK, "not a text") if done else _NO_PAIRS
+    if lead > 0:
+        return OK, f"{name} beats the best n-gram by {lead:.4f}"
+    state = WARNING if gap.is_before_attention else NOTE
+    return state, f"{name} does not beat the best n-gram ({-lead:.4f} above it)"
 
 
 def _alike(key: str, records: list[Record], state: str) -> Answer:

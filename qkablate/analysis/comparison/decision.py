@@ -102,6 +102,10 @@ def decide(
     return Decision.NO_DIFFERENCE_FOUND
 
 
+# What a decision is limited to whose baseline has not beaten the best n-gram on its text.
+BEFORE_ATTENTION = "before attention mattered"
+
+
 class RateScope(StrEnum):
     """Learning rates for which the decision about a gap holds."""
 

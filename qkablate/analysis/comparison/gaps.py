@@ -53,6 +53,12 @@ class Gap:
         interval = self.floor.bounds(1 - 2 * ALPHA) if self.floor else None
         return interval[0] if interval else None
 
+    @property
+    def is_before_attention(self) -> bool:
+        """True if variants are compared whose baseline has not beaten the best n-gram."""
+        lead = self.baseline.lead_over_ngrams
+        return self.compares_variants and lead is not None and lead <= 0
+
     @cached_property
     def sample(self) -> Sample:
         """Gaps of the pairs; their mean has the uncertainty of both arms' tuning, too."""

@@ -72,6 +72,7 @@ class GapSummary(Estimate):
     baseline: str
     decision: Decision
     rates: RateScope = RateScope.BEST
+    before_attention: bool  # the baseline has not beaten the best n-gram on its text
     params_percent: float | None
     flops_percent: float | None
     perplexity_percent: float | None
@@ -104,8 +105,14 @@ class GapSummary(Estimate):
         return None if self.baseline_diverged else low, None if self.arm_diverged else high
 
     @property
+    def scopes(self) -> list[str]:
+        """What the decision is limited to: learning rates, documents, and a stage of training."""
+        limits = [limit for limit in find_limits(self.audit) if limit != RateScope.THESE_RATES]
+        return [*filter(None, [self.rates, *limits])]
+
+    @property
     def verdict(self) -> str:
-        """The decision, limited to the learning rates and documents for which it holds."""
+        """The decision, limited to what it holds for."""
         if self.decision.is_divergence or self.decision.lacks_pairs:
             return self.decision
         if self.decision == Decision.INSENSITIVE:
@@ -116,9 +123,7 @@ class GapSummary(Estimate):
         found = self.p_holm is not None and self.p_holm < ALPHA
         if self.decision == Decision.EQUIVALENT and found and self.mean is not None:
             text += f" ({'worse' if self.mean > 0 else 'better'} by {abs(self.mean):.4f})"
-        text = f"{text} {self.rates}".rstrip()
-        documents = [limit for limit in find_limits(self.audit) if limit != RateScope.THESE_RATES]
-        text = " ".join([text, *documents])
+        text = f"{text} {', '.join(self.scopes)}".rstrip()
         return f"{text} unless {' or '.join(self.unless)}" if self.unless else text
 
 
@@ -207,6 +212,7 @@ def describe_gap(
         arm=gap.arm.name,
         baseline=family.baseline.name,
         decision=decision,
+        before_attention=gap.is_before_attention,
         params_percent=_percent_more(arm.params, baseline.params),
         flops_percent=_percent_more(arm.flops, baseline.flops),
         perplexity_percent=perplexity_percent(sample.mean) if sample.n else None,

@@ -138,6 +138,18 @@ class Entry:
         found = [r.accuracy for r in self.records.values() if r.accuracy is not None]
         return statistics.fmean(found) if found else None
 
+    @cached_property
+    def lead_over_ngrams(self) -> float | None:
+        """Nats by which the mean test loss is below the best n-gram's; None if unknown."""
+        found = find_text_references(self.references_by_run)
+        return found[0].best_ngram - self.sample.mean if len(found) == 1 else None
+
+    @property
+    def references_by_run(self) -> list[tuple[str, dict[str, Any]]]:
+        """Facts and test loss of each run, for `find_text_references`."""
+        runs = self.records.values()
+        return [(self.name, {**run.facts, "loss": {"test": run.loss}}) for run in runs]
+
     @property
     def chance(self) -> float | None:
         """Accuracy of guessing on that task."""
@@ -195,11 +207,8 @@ class Study:
     @cached_property
     def text_references(self) -> list[TextReferences]:
         """Losses of n-grams and a compressor on each text, and the arms that are behind them."""
-        return find_text_references(
-            (entry.name, {**record.facts, "loss": {"test": record.loss}})
-            for entry in self.entries
-            for record in entry.records.values()
-        )
+        runs = (run for entry in self.entries for run in entry.references_by_run)
+        return find_text_references(runs)
 
     def overrides_of(self, run: SweepRun) -> list[str]:
         """Return the arguments that repeat the run with `qkablate train`."""

@@ -77,7 +77,7 @@ def _summarize_gaps(section: Section, measured: list[GapSummary]) -> str:
         if names[word]
     ]
     text = f"Compared with {baselines} on the same data and seeds, {'; '.join(parts)}"
-    scopes = {gap.rates for gap in measured if gap.rates} - {RateScope.SIGN_DEPENDS}
+    scopes = {scope for gap in measured for scope in gap.scopes} - {RateScope.SIGN_DEPENDS}
     return f"{text}; this holds {_join(sorted(scopes))}" if scopes else text
 
 
@@ -151,9 +151,9 @@ def _format_power(measured: list[GapSummary]) -> str:
 
 
 def _format_warnings(checks: list[AuditCheck]) -> str:
-    """Format the names of audit warnings; missing runs are reported elsewhere."""
+    """Format the names of audit warnings; missing runs and n-grams are reported elsewhere."""
     names = {check.name for check in checks if check.state in (WARNING, BROKEN)}
-    text = ", ".join(sorted(names - {"runs", "pairs"}))
+    text = ", ".join(sorted(names - {"runs", "pairs", "n-grams"}))
     return f"; the audit warns of other possible causes: {text}" if text else ""
 
 

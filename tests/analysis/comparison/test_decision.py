@@ -144,7 +144,7 @@ def test_warning_about_documents_limits_the_verdict(cached_world):
     (gap,) = describe_study(world.finish(loss).study()).gaps
     warning = AuditCheck("documents", WARNING, "the standard error over documents is large")
     limited = dataclasses.replace(gap, audit=[*gap.audit, warning])
-    assert limited.verdict == "worse at this rate (not tuned) on these documents"
+    assert limited.verdict == "worse at this rate (not tuned), on these documents"
 
 
 def test_uncertain_minimum_limits_the_verdict_to_these_rates(cached_world):

@@ -6,6 +6,7 @@ from qkablate.cli.results import print_tables
 from qkablate.report.page import render_page
 from qkablate.report.rows import COLUMNS, make_verdict_rows, verdict_columns
 from qkablate.report.text.page import render_markdown
+from qkablate.report.text.summary import summarize
 from qkablate.report.text.tables import make_tables
 from qkablate.sweeps.running.results import print_arms, result_rows
 from qkablate.sweeps.running.state import SweepState
@@ -61,6 +62,26 @@ def test_every_view_of_a_text_names_the_references(on_text, section_of, capsys):
     for row in result_rows(state_of(on_text)):
         assert row["beats_ngrams"] is (not row["variant"].startswith("no_q"))
         assert (row["best_ngram_loss"], row["lzma_loss"]) == (1.62, 1.51)
+
+
+@pytest.mark.parametrize("best", [1.5, 1.61])
+def test_verdict_on_a_baseline_behind_the_ngrams_says_so(world, section_of, capsys, best):
+    references = REFERENCES | {"ngram": [3.1, best]}
+    study = world("variant=standard,no_q", "seed=range(3)").finish(
+        lambda run: {
+            "loss": dict.fromkeys(("train", "val", "test"), 1.6 + 0.1 * is_arm(run)),
+            "text_references": references,
+        }
+    )
+    is_behind = best < 1.6
+    section = section_of(study)
+    (gap,) = section.summary.gaps
+    assert gap.before_attention == is_behind
+    assert gap.verdict.endswith("before attention mattered") == is_behind
+    print_tables(make_tables(section.summary))
+    texts = [capsys.readouterr().out, render_markdown([section]), render_page([section], "page")]
+    for text in [*texts, " ".join(summarize(section))]:
+        assert ("before attention mattered" in text) == is_behind
 
 
 def test_every_view_of_a_task_has_accuracy_and_chance(on_task, section_of, capsys):
