@@ -18,9 +18,9 @@ resumes the sweep; runs that are done are not repeated.
 Examples
   qkablate sweep sweep=quick                        4 variants × 2 widths × 2 head counts × 3 seeds
   qkablate sweep sweep=quick --dry-run              its plan, and how long it takes here
-  qkablate sweep sweep=quick variant=standard,merged_w model.d_model=64,128 seed=range(6)
-  qkablate sweep variant=standard,no_q seed=range(6) control=none,params
-  qkablate sweep variant=standard,merged_w seed=range(6) sweep.tune=true
+  qkablate sweep sweep=quick variant=standard,merged_w model.d_model=64,128 'seed=range(6)'
+  qkablate sweep variant=standard,no_q 'seed=range(6)' control=none,params
+  qkablate sweep variant=standard,merged_w 'seed=range(6)' sweep.tune=true
   qkablate sweep sweep=quick 'sweep.filter=["model.d_model // model.heads >= 32"]'
   qkablate status                                   the progress, from another shell
 

@@ -62,16 +62,15 @@ class World:
         while new := [run for run in self.runs() if run.id not in written]:
             for run in new:
                 written.add(run.id)
-                outcome, arm = loss(run), self.manifest.arms[run.arm]
-                is_floor = arm.variant == FLOOR and arm.baseline is None
-                is_number = isinstance(outcome, int | float)
-                self.write(run, outcome + FLOOR_LEAD if is_floor and is_number else outcome)
+                self.write(run, loss(run))
         return self
 
     def write(self, run: SweepRun, outcome: Any) -> None:
         if outcome is None:
             return
         folder, arm = self.run_folder(run), self.manifest.arms[run.arm]
+        if isinstance(outcome, int | float) and arm.variant == FLOOR and arm.baseline is None:
+            outcome += FLOOR_LEAD
         result = self.result(run)
         if isinstance(outcome, str):
             result |= {"status": outcome, "error": "ValueError: no", "diverged_at": 3}

@@ -13,7 +13,6 @@ from qkablate.analysis.claims.registry import claim_grid
 from qkablate.report.section import Section
 from qkablate.sweeps.planning.expand import FLOOR
 from tests.analysis.worlds import (
-    FLOOR_LEAD,
     cached_manifest,
     cached_world,
     compose_manifest,
@@ -114,7 +113,7 @@ def claimed(corpus, tmp_path_factory) -> Callable[..., Section]:
         seeds = own.seeds_of("final", 4)
         floors = [run for run in made.runs() if made.manifest.arms[run.arm].variant == FLOOR]
         for run in floors:
-            made.write(run, 2.0 + FLOOR_LEAD + seeds.index(run.changes["seed"]) / 7)
+            made.write(run, 2.0 + seeds.index(run.changes["seed"]) / 7)
         for run in [run for run in made.runs() if run not in floors][:ended]:
             number = seeds.index(run.changes["seed"])
             loss = 2.0 + number / 7

@@ -76,7 +76,7 @@ class SweepComposer(Composer):
         if not axes:
             raise UserError(
                 "the grid is empty: give sweep=quick, or axes such as"
-                " variant=standard,merged_w seed=range(3)"
+                " variant=standard,merged_w 'seed=range(3)'"
             )
         return SweepRequest(settings, controls, choices, axes)
 

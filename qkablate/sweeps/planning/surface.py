@@ -149,15 +149,20 @@ def fit_surface(losses: Losses, *, both: bool = True) -> Surface | None:
     place = circuits.index(best.circuit)
     near = circuits[max(0, place - 2) : place + 3] if both else circuits
     both = both and len(circuits) > 1
-    size = 2 if both else 1
     around = [r for r in means if abs(math.log(r.lr / best.lr)) <= _FAR and r.circuit in near]
     low = [rates for rates in around if means[rates] <= means[best] + _HIGH]
-    used = next((rates for rates in (low, around) if _determine(rates, size)), [])
-    if not used:
+    surfaces = (_fit(best, {r: losses[r] for r in used}, both=both) for used in (low, around))
+    return next((surface for surface in surfaces if surface is not None), None)
+
+
+def _fit(best: Rates, losses: Losses, *, both: bool) -> Surface | None:
+    """Fit the surface to all of these losses; None where they do not determine it."""
+    size = 2 if both else 1
+    if any(len({rates[k] for rates in losses}) < 3 for k in range(size)):
         return None
     points = [
         (rates, seed, loss)
-        for rates in used
+        for rates in losses
         for seed, loss in losses[rates].items()
         if loss is not None
     ]
@@ -198,11 +203,6 @@ def fit_surface(losses: Losses, *, both: bool = True) -> Surface | None:
         lowest_K=logs_PK[nearby_P].min(axis=0),
         highest_K=logs_PK[nearby_P].max(axis=0),
     )
-
-
-def _determine(rates: list[Rates], size: int) -> bool:
-    """Return whether there are three rates in each dimension, as a curvature needs."""
-    return all(len({value[k] for value in rates}) >= 3 for k in range(size))
 
 
 def find_surface(losses: Losses) -> Surface | None:
