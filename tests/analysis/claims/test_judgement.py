@@ -545,24 +545,3 @@ def test_verdict_says_that_the_baseline_is_behind_the_ngrams(world, gap, word, b
     assert (f"{word} at these rates, before attention mattered" in text) == is_before
     assert ("does not beat the best n-gram" in text) == is_before
     assert ("beats the best n-gram by" in text) != is_before
-
-
-def test_scope_names_the_parts_that_it_limits(world):
-    own = claim(
-        8,
-        grid=GRID | {"model.layers": "1,2"},
-        one={"arm": {"variant": "no_q", "model.layers": 1}},
-        two={"arm": {"variant": "no_q", "model.layers": 2}},
-    )
-    loss = losing(own, 8, 0.0)
-
-    def outcome(run):
-        losses = dict.fromkeys(("train", "val", "test"), loss(run) + 10 * ("uniform" in run.arm))
-        return {"loss": losses, "text_references": ngrams(1.5 if "layers=1" in run.arm else 2.5)}
-
-    made = frozen(world, own)
-    found = judged(made.finish(outcome), own)
-    assert found.word == "SUPPORTED"
-    limited = [judged.part.name for judged in found.parts if judged.is_warned("n-grams")]
-    assert len(limited) == 1
-    assert f"before attention mattered ({limited[0]})" in found.scope

@@ -23,7 +23,7 @@ PAIR = ("variant=standard,no_q", "seed=range(3)")
 TUNED = (*PAIR, "sweep.tune=true")
 TWIN = ("variant=standard,no_q,standard_reassociated", "seed=range(4)")
 NAMES = ["runs", "pairs", "learning rate", "annealed", "matched", "start", "floor"]
-NAMES += ["precision", "data"]
+NAMES += ["n-grams", "precision", "data"]
 NAMES += ["documents", "code", "machine", "kernel"]
 
 
@@ -413,3 +413,17 @@ def test_kernels_of_the_rounding_pair_are_fine(cached_world):
     found = checks(world, 1)["kernel"]
     assert found.state == OK
     assert "this gap measures the effect of rounding" in found.message
+
+
+@pytest.mark.parametrize(
+    ("best", "state", "message"),
+    [
+        (3.0, OK, "standard-d16-h2 beats the best n-gram by 0.8571"),
+        (1.5, WARNING, "standard-d16-h2 does not beat the best n-gram (0.6429 above it)"),
+    ],
+)
+def test_baseline_is_compared_with_the_best_ngram(pair, best, state, message):
+    references = {"tokens": 5, "ngram": [4.0, best], "lzma": 1.0}
+    change(pair, lambda run: not is_arm(run), text_references=references)
+    found = checks(pair)["n-grams"]
+    assert (found.state, found.message) == (state, message)
