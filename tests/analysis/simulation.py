@@ -1,7 +1,7 @@
 """Studies with a known truth: how often the statistics of `analysis` err, and their power.
 
-Gaps are normal, and every study is judged by the code that judges real ones.
-`python -m tests.analysis.simulation` prints the table in some three minutes;
+Gaps are normal, and every study is judged by the code that judges real ones; gaps of other shapes,
+tuned arms and ranks are in `hidden_truths`. `python -m tests.analysis.simulation` prints the table;
 `test_simulation.py` compares it with what is promised. Lengths are in units of the margin.
 """
 
@@ -27,6 +27,7 @@ from qkablate.analysis.stats import (
     power_two_sided,
     required_n,
 )
+from tests.analysis import hidden_truths
 
 STUDIES = 2_000
 VERDICTS = [verdict for verdict in Verdict if verdict != Verdict.INCOMPLETE]
@@ -320,6 +321,8 @@ def _words(label: str, found: dict[str, Rate], wrong: set[str]) -> str:
 
 
 def table() -> Iterator[str]:
+    yield from hidden_truths.table()
+    yield ""
     heads = [f"{word} " for word in VERDICTS]
     yield f"{STUDIES} studies a line, α = {ALPHA}, lengths in margins; * the word is an error"
     yield ""
