@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qkablate.analysis.comparison.audit import is_annealed
-from qkablate.analysis.comparison.gaps import Family, measure_gap
+from qkablate.analysis.comparison.gaps import Family, adjust, measure_gap
 from qkablate.analysis.stats import ALPHA, Estimate, describe_sample, holm
 from qkablate.analysis.study.study import Entry, Study
 from qkablate.config import flatten
@@ -124,14 +124,26 @@ def find_fronts(study: Study, milliseconds: Mapping[str, float]) -> list[Front]:
             data = str(entry.arm.facts.get("data_fingerprint"))
             groups.setdefault((entry.tokens, data), []).append(entry)
     for (tokens, _), entries in groups.items():
+        different = _find_different(entries)
         for cost in ("params", "training FLOPs", "KV bytes per token", "ms per step"):
             prices = [(entry, _cost(cost, entry, milliseconds)) for entry in entries]
             known = [(entry, price) for entry, price in prices if price is not None]
             if len({price for _, price in known}) > 1:
-                arms = [_place_on_front(entry, price, known) for entry, price in known]
+                arms = [_place_on_front(entry, price, known, different) for entry, price in known]
                 arms.sort(key=lambda arm: (arm.cost, arm.mean))
                 fronts.append(Front(tokens, cost, arms))
     return fronts
+
+
+def _find_different(entries: list[Entry]) -> set[frozenset[str]]:
+    """Return the pairs of arms whose losses differ, by Holm over all pairs."""
+    pairs = list(itertools.combinations(entries, 2))
+    p_values = adjust([measure_gap(arm, other).p for arm, other in pairs])
+    return {
+        frozenset((arm.name, other.name))
+        for (arm, other), p in zip(pairs, p_values, strict=True)
+        if p is not None and p < ALPHA
+    }
 
 
 def _cost(cost: str, entry: Entry, milliseconds: Mapping[str, float]) -> float | None:
@@ -144,7 +156,12 @@ def _cost(cost: str, entry: Entry, milliseconds: Mapping[str, float]) -> float |
     return (float(arm.params) if cost == "params" else arm.flops) or None
 
 
-def _place_on_front(entry: Entry, cost: float, priced: list[tuple[Entry, float]]) -> FrontArm:
+def _place_on_front(
+    entry: Entry,
+    cost: float,
+    priced: list[tuple[Entry, float]],
+    different: set[frozenset[str]],
+) -> FrontArm:
     mean = entry.sample.mean
     point = (cost, mean)
     beaten_by = [
@@ -152,7 +169,7 @@ def _place_on_front(entry: Entry, cost: float, priced: list[tuple[Entry, float]]
         for other, price in priced
         if price <= cost and other.sample.mean <= mean and (price, other.sample.mean) != point
     ]
-    surely = any(measure_gap(entry, other).sample.p_above(0) < ALPHA for other in beaten_by)
+    surely = any(frozenset((entry.name, other.name)) in different for other in beaten_by)
     return FrontArm(entry.name, cost, mean, not beaten_by, surely or not beaten_by)
 
 
