@@ -19,6 +19,7 @@ MIN_PAIRS = 3  # for any decision: two equal numbers would have no spread at all
 _MAX_EXACT = 16  # largest n for which all 2ⁿ sign flips are enumerated
 _FLIPS = 99_999  # random sign flips beyond that
 _RESAMPLES = 9_999
+_SPREAD_RESAMPLES = 1_999
 _MAX_SEEDS = 100_000  # limit of the search for a sample size
 _MANY = 100  # seeds from which approximations of χ² are exact enough
 _NODES = 2_000  # of the integral over the sampled standard deviation
@@ -140,7 +141,14 @@ def _t_quantile(tail: float, freedom: int) -> float:
 
 
 class Spread(Sample):
-    """The same statistics of the standard deviation instead of the mean, by the χ² distribution."""
+    """The same statistics of the standard deviation s instead of the mean, for gaps of any shape.
+
+    The lower end studentizes ln s by the kurtosis of the sample, with Student's t (after Bonett,
+    2006). The upper end is that of the bootstrap of the studentized ln s, or that of the χ²
+    distribution where it is higher; a resample of equal gaps counts as infinitely low. With normal
+    gaps, and with ties, these err in 6.5 % at most. With heavy tails (t3) a sample mostly lacks the
+    rare large gaps, and no method sees them: "below a bound" then errs in up to 20 %.
+    """
 
     @cached_property
     def mean(self) -> float:
@@ -150,34 +158,91 @@ class Spread(Sample):
     def sd(self) -> float | None:
         return Sample(self.values).sd
 
-    @property
-    def _squares(self) -> float:
-        return (self.n - 1) * (self.sd or 0.0) ** 2
+    @cached_property
+    def kurtosis(self) -> float:
+        """Fourth moment about the trimmed mean, over the squared variance; 3 if normal."""
+        if not self.sd:
+            return 3.0
+        values = np.array(self.values)
+        cut = 1 / (2 * math.sqrt(self.n - 4)) if self.n > 4 else 0.25
+        center = stats.trim_mean(values, cut)
+        fourth = float(np.mean((values - center) ** 4))
+        return fourth / float(np.var(values)) ** 2
+
+    @cached_property
+    def _bootstrap(self) -> tuple[float, np.ndarray]:
+        """Standard error of ln s, and sorted studentized ln s of resamples."""
+        values = np.array(self.values)
+        chosen = np.random.default_rng(0).integers(0, self.n, (_SPREAD_RESAMPLES, self.n))
+        log_sd, error = _log_sd(values[None])
+        log_sds, errors = _log_sd(values[chosen])
+        with np.errstate(invalid="ignore"):
+            scores = (log_sds - log_sd) / errors
+        return float(error[0]), np.sort(np.where(np.isfinite(scores), scores, -math.inf))
 
     def interval(self, level: float = 1 - ALPHA) -> Interval | None:
-        if self.n < 2:
+        if self.n < 2 or self.sd is None:
             return None
+        if not self.sd:
+            return 0.0, 0.0
         tail = (1 - level) / 2
-        ends = [stats.chi2.isf(side, self.n - 1) for side in (tail, 1 - tail)]
-        low, high = (math.sqrt(self._squares / float(end)) for end in ends)
-        return low, high
+        low = self.sd * math.exp(
+            -_t_quantile(tail, self.n - 1) * log_sd_error(self.kurtosis, self.n)
+        )
+        error, scores = self._bootstrap
+        lowest = scores[max(0, math.floor(tail * (len(scores) + 1)) - 1)]
+        normal = self.sd * math.sqrt((self.n - 1) / float(stats.chi2.ppf(tail, self.n - 1)))
+        return low, max(normal, self.sd * float(np.exp(-lowest * error)))
 
     def p_below(self, bound: float) -> float:
-        return float(stats.chi2.cdf(self._squares / bound**2, self.n - 1)) if self.n > 1 else 1.0
+        if self.n < 2 or self.sd is None or not bound:
+            return 1.0
+        if not self.sd:
+            return 0.0
+        error, scores = self._bootstrap
+        lower = np.searchsorted(scores, math.log(self.sd / bound) / error, side="right")
+        normal = stats.chi2.cdf((self.n - 1) * (self.sd / bound) ** 2, self.n - 1)
+        return max(float(normal), (1 + int(lower)) / (1 + len(scores)))
 
     def p_above(self, bound: float) -> float:
-        return float(stats.chi2.sf(self._squares / bound**2, self.n - 1)) if self.n > 1 else 1.0
+        if not self.sd:
+            return 1.0
+        if not bound:
+            return 0.0
+        score = math.log(self.sd / bound) / log_sd_error(self.kurtosis, self.n)
+        return float(stats.t.sf(score, self.n - 1))
 
     bca = None  # defined for means only
     sign_flip = None
 
 
-def power_spread(sd: float, bound: float, n: int, alpha: float = ALPHA, *, above: bool) -> float:
-    """Return the power of the χ² test for a standard deviation above, or below, a bound."""
-    ratio = (bound / sd) ** 2
-    if above:
-        return float(stats.chi2.sf(stats.chi2.isf(alpha, n - 1) * ratio, n - 1))
-    return float(stats.chi2.cdf(stats.chi2.ppf(alpha, n - 1) * ratio, n - 1))
+def log_sd_error(kurtosis: float, n: int) -> float:
+    """Return the standard error of ln s of n numbers."""
+    return math.sqrt((kurtosis - (n - 3) / n) / (n - 1)) / 2
+
+
+def _log_sd(x_SN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return ln s of each sample, and its standard error by the kurtosis."""
+    n = x_SN.shape[1]
+    square_SN = (x_SN - x_SN.mean(axis=1, keepdims=True)) ** 2
+    variance_S = square_SN.mean(axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        kurtosis_S = (square_SN**2).mean(axis=1) / variance_S**2
+        log_sd_S = np.log(variance_S * n / (n - 1)) / 2
+    return log_sd_S, np.sqrt((kurtosis_S - (n - 3) / n) / (n - 1)) / 2
+
+
+def power_spread(
+    sd: float, bound: float, n: int, alpha: float = ALPHA, *, kurtosis: float = 3.0, above: bool
+) -> float:
+    """Return the power of the test for a standard deviation above, or below, a bound.
+
+    It is that of the studentized ln s, for gaps with this kurtosis.
+    """
+    if not bound:
+        return float(above)
+    score = math.log(sd / bound) / log_sd_error(kurtosis, n)
+    return float(special.ndtr((score if above else -score) - _t_quantile(alpha, n - 1)))
 
 
 def sign_flip_min_n(comparisons: int = 1, alpha: float = ALPHA) -> int:

@@ -31,6 +31,7 @@ from qkablate.analysis.stats import (
     power_two_sided,
     required_n,
 )
+from tests.analysis import hidden_truths
 
 STUDIES = 2_000
 VERDICTS = [verdict for verdict in Verdict if verdict != Verdict.INCOMPLETE]
@@ -414,6 +415,8 @@ def _words(label: str, found: dict[str, Rate], wrong: set[str]) -> str:
 
 
 def table() -> Iterator[str]:
+    yield from hidden_truths.table()
+    yield ""
     heads = [f"{word} " for word in VERDICTS]
     yield f"{STUDIES} studies a line, α = {ALPHA}, lengths in margins; * the word is an error"
     yield ""

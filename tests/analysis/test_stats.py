@@ -542,25 +542,46 @@ def test_one_reading_has_no_slope():
     assert fit_slopes([], np.ones((6, 0))).n == 0
 
 
-# The spread of gaps, by chi squared.
+# The spread of gaps, of whatever shape.
 
 
-def test_spread_is_judged_as_often_wrongly_as_it_may_be():
-    """At its edge, either way, and whatever the mean."""
-    draws = np.random.default_rng(5).normal(3.0, 1.0, (2000, 8))
-    spreads = [Spread(tuple(map(float, row))) for row in draws]
-    slack = 3 * math.sqrt(0.05 * 0.95 / len(spreads))
-    assert np.mean([s.p_above(1.0) < 0.05 for s in spreads]) == pytest.approx(0.05, abs=slack)
-    assert np.mean([s.p_below(1.0) < 0.05 for s in spreads]) == pytest.approx(0.05, abs=slack)
-    held = [low <= 1.0 <= high for low, high in (s.interval(0.9) for s in spreads)]
-    slack = 3 * math.sqrt(0.1 * 0.9 / len(spreads))
-    assert np.mean(held) == pytest.approx(0.9, abs=slack)
-    for above, bound in ((True, 0.6), (False, 1.8)):
+def draw_gaps(shape, studies, n, seed=5):
+    """Draw gaps with a standard deviation of one."""
+    random = np.random.default_rng(seed)
+    normal = random.normal(size=(studies, n))
+    if shape == "ties":  # half of the pairs are equal
+        return normal * (random.random((studies, n)) < 0.5) * math.sqrt(2)
+    return random.standard_t(3, (studies, n)) / math.sqrt(3) if shape == "t3" else normal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [6, 16])
+@pytest.mark.parametrize("shape", ["normal", "ties", "t3"])
+def test_spread_at_its_edge_is_rarely_misjudged(shape, n):
+    """The exception is a spread below a bound with t3: a few pairs lack the rare large gaps."""
+    spreads = [Spread(tuple(row)) for row in draw_gaps(shape, 1000, n).tolist()]
+    slack = 2 * math.sqrt(0.05 * 0.95 / len(spreads))
+    assert np.mean([s.p_above(1.0) < 0.05 for s in spreads]) <= 0.065 + slack
+    below = np.mean([s.p_below(1.0) < 0.05 for s in spreads])
+    assert below <= (0.25 if shape == "t3" else 0.065 + slack)
+
+
+def test_ends_of_the_spread_are_where_its_tests_change():
+    spread = Spread((0.3, -1.2, 0.4, 0.1, 0.9, -0.2, 0.0, 0.0))
+    low, high = spread.interval(0.9)
+    assert low < spread.sd < high
+    assert spread.p_above(low * 0.99) < 0.05 < spread.p_above(low * 1.01)
+    assert spread.p_below(high * 1.01) < 0.05 < spread.p_below(high * 0.99)
+    assert Spread((1.0, 1.0, 1.0)).interval() == (0.0, 0.0)
+    assert Spread((1.0, 1.0, 1.0)).p_below(0.1) == 0.0
+
+
+def test_power_of_the_spread_is_near_the_rate_of_findings():
+    for above, bound in ((True, 0.5), (False, 2.0)):
         p = Spread.p_above if above else Spread.p_below
+        spreads = [Spread(tuple(row)) for row in draw_gaps("normal", 200, 16).tolist()]
         found = np.mean([p(s, bound) < 0.05 for s in spreads])
-        promised = power_spread(1.0, bound, 8, above=above)
-        slack = 3 * math.sqrt(promised * (1 - promised) / len(spreads))
-        assert found == pytest.approx(promised, abs=slack)
+        assert found == pytest.approx(power_spread(1.0, bound, 16, above=above), abs=0.12)
 
 
 @pytest.mark.parametrize("values", [(), (1.0,)])

@@ -149,7 +149,8 @@ class Part:
     def power(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
         """Return the probability that n seeds support the part, given the true mean and spread."""
         if isinstance(self.sample, Spread):
-            return power_spread(sd, self.margin, n, alpha, above=self.kind == "worse")
+            above, kurtosis = self.kind == "worse", self.sample.kurtosis
+            return power_spread(sd, self.margin, n, alpha, kurtosis=kurtosis, above=above)
         if self.kind == "equivalent":
             return power_equivalence(mean, self.margin, sd, n, alpha)
         sign = -1 if self.kind == "worse" else 1
@@ -158,7 +159,8 @@ class Part:
     def power_to_refute(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
         """Return the probability that n seeds refute the part, given the true mean and spread."""
         if isinstance(self.sample, Spread):
-            return power_spread(sd, self.margin, n, alpha, above=self.kind != "worse")
+            above, kurtosis = self.kind != "worse", self.sample.kurtosis
+            return power_spread(sd, self.margin, n, alpha, kurtosis=kurtosis, above=above)
         if self.kind == "equivalent":
             return power_below(-abs(mean), -self.margin, sd, n, alpha / 2)
         sign = 1 if self.kind == "worse" else -1
@@ -167,13 +169,13 @@ class Part:
     def seeds_needed(self, alpha: float = ALPHA, parts: int = 1) -> SeedsNeeded | None:
         """Return an 80 % prediction interval of the seeds that decide it with 80 % power.
 
-        The seeds needed, N, are a function of the true mean μ and spread σ, of which the pilot
-        knows a region only: N is computed over all (μ, σ) with a deviance, less that of the best
-        fit, of at most c. It is ν ln(σ²/s²) + ν (s²/σ² − 1) + (m − μ)² / (σ²/n) with ν = n − 1, and
-        c = ν ln(1 + t²/ν), for which the region's μ are exactly the 80 % t interval; for σ it is
-        an 80 % interval, too, but for a rounding (c is 10 % more than needed at n = 6). So N, a
-        function of the two, is held by its range over the region as often as that. The range has
-        no upper end if the interval of μ holds the bound, where no number of seeds would do.
+        The seeds needed, N, are a function of the true mean μ and spread σ. A pilot only knows a
+        region of the two: N is computed over all (μ, σ) whose deviance, less that of the best fit,
+        is at most c. With ν = n − 1 it is ν ln(σ²/s²) + ν (s²/σ² − 1) + n (m − μ)² / σ², and
+        c = ν ln(1 + t²/ν), for which the region's μ are exactly the 80 % t interval; for σ this c
+        is 3 % larger than needed at n = 6. So the range of N over the region holds its true value
+        as often as that, or more often. It has no upper end if the interval of μ holds the bound,
+        where no number of seeds would do. Of the spread of gaps N is a function of σ alone.
         None where nothing was measured.
         """
         if not self.sample.sd:
@@ -182,7 +184,7 @@ class Part:
         def needed_at(mean: float, sd: float) -> int | None:
             return required_n(lambda n: max(self._outcomes(n, mean, sd, alpha, parts)))
 
-        needed = [needed_at(mean, sd) for mean, sd in self._plausible_truths()]
+        needed = [needed_at(*truth) for truth in self._plausible_truths()]
         known = [n for n in needed if n is not None]
         interval = self.sample.interval(PREDICTION_LEVEL)
         assert interval is not None  # there is a spread

@@ -125,7 +125,10 @@ def _rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> An
     if unknown := [name for name, curve in tuned.items() if curve.best is None]:
         return WARNING, f"{' and '.join(unknown)} diverged at every rate or has missing runs"
     if edge := [name for name, curve in tuned.items() if curve.is_on_edge]:
-        return WARNING, f"the best of {' and '.join(edge)} is on the edge"
+        return (
+            WARNING,
+            f"the best of {' and '.join(edge)} is on the edge, or beside a rate that diverged",
+        )
     rates = {entry.name: str(entry.rates or "–") for entry in sides}
     if untuned := [name for name in rates if name not in tuned]:
         which = "neither was" if not tuned else f"{untuned[0]} was not"
@@ -142,7 +145,7 @@ def _rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> An
     uncertain, excess = [], []
     for entry in sides:
         curve = tuned[entry.name]
-        loss = curve.excess_loss(entry.rates) if entry.rates else None
+        loss = curve.excess_bound(entry.rates) if entry.rates else None
         if curve.surface is None or not curve.surface.is_certain or loss is None:
             uncertain.append(entry.name)
         else:
@@ -154,7 +157,7 @@ def _rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> An
         message += f"; rates left out, at which a run was left behind: {', '.join(failed)}"
     if uncertain:
         return WARNING, f"{message}; no minimum is certain for {' and '.join(uncertain)}"
-    message += f"; a finer search would gain {max(excess):.4f} at most"
+    message += f"; a finer search would gain {max(excess):.4f} at most (95 % bound)"
     # An excess that shows as 0.0000 is rounding, also where seeds agree exactly.
     coarse = margin is not None and max(excess) > max(margin / 3, 5e-5)
     return WARNING if coarse else OK, message

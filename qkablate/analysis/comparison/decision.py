@@ -62,12 +62,12 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class MarginTest:
-    """One-sided t tests of a gap against a margin, adjusted by Holm over the family."""
+    """One-sided t tests of a gap against a margin, adjusted by Holm over all gaps shown."""
 
     nats: float
     p_noninferior: float | None = None
     p_equivalent: float | None = None
-    seeds_needed: int | None = None  # to show equivalence if the true gap is zero
+    seeds_if_zero: int | None = None  # that show equivalence if the true gap is zero
 
 
 def decide(

@@ -1,7 +1,7 @@
 """Gaps: test loss of an arm minus that of its paired baseline, in nats, seed by seed."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -168,25 +168,40 @@ def _why_unpaired(entry: Entry, record: Record | None) -> str:
     return "" if record.loss is not None else f"{entry.name} did not evaluate the test split"
 
 
+def adjust(p_values: Sequence[float | None]) -> list[float | None]:
+    """Return p-values adjusted by Holm over all of them; None stays None.
+
+    The family are all gaps that are shown together, those of a study at every size: `results`,
+    `report` and W&B adjust by this function.
+    """
+    adjusted = iter(holm([p for p in p_values if p is not None]))
+    return [None if p is None else next(adjusted) for p in p_values]
+
+
 @dataclass(frozen=True)
 class Family:
-    """The arms of one size with a common baseline: their p-values are adjusted together (Holm)."""
+    """The arms of one size with a common baseline, and all gaps of the study."""
 
     baseline: Entry
     gaps: list[Gap]
+    shown: list[Gap]  # those of every size: their p-values are adjusted together
 
     @cached_property
     def holm(self) -> list[float | None]:
         """Adjusted p-value of each gap; None for fewer than two pairs."""
-        adjusted = iter(holm([gap.p for gap in self.gaps if gap.p is not None]))
-        return [None if gap.p is None else next(adjusted) for gap in self.gaps]
+        return self.select(adjust([gap.p for gap in self.shown]))
+
+    def select(self, values: Sequence[float | None]) -> list[float | None]:
+        """Return those of the values, one for each gap shown, that belong to this size."""
+        by_gap = dict(zip(map(id, self.shown), values, strict=True))
+        return [by_gap[id(gap)] for gap in self.gaps]
 
     @cached_property
     def comparisons(self) -> int:
-        return sum(gap.p is not None for gap in self.gaps)
+        return sum(gap.p is not None for gap in self.shown)
 
     def detectable(self, gap: Gap) -> float | None:
-        """Return the smallest gap that would be found with 80 % power, adjusted for the family."""
+        """Return the smallest gap that would be found with 80 % power, adjusted for all shown."""
         if gap.sample.sd is None:
             return None
         sample = gap.sample
@@ -204,11 +219,13 @@ class Family:
 def find_families(study: Study) -> list[Family]:
     """Group the arms that have a baseline by that baseline, in the order of the plan."""
     families: dict[str, Family] = {}
+    shown: list[Gap] = []
     for entry in study.entries:
         baseline = study.baseline_of(entry)
         if baseline is not None and baseline is not entry:
-            family = families.setdefault(baseline.name, Family(baseline, []))
-            family.gaps.append(measure_gap(entry, baseline, find_floor(study, baseline)))
+            gap = measure_gap(entry, baseline, find_floor(study, baseline))
+            families.setdefault(baseline.name, Family(baseline, [], shown)).gaps.append(gap)
+            shown.append(gap)
     return list(families.values())
 
 

@@ -48,15 +48,20 @@ class LrCurve:
 
     @property
     def is_on_edge(self) -> bool:
-        """True if the best rates are the lowest or the highest tried in either dimension."""
+        """True if the best rates are not bracketed by finite losses in each dimension.
+
+        They are the lowest or the highest at which training did not diverge, or beside such rates
+        of the same circuit: where it begins to diverge the loss tells nothing of a minimum.
+        """
         if self.best is None:
             return True
-        for value, tried in zip(
-            self.best, map(sorted, zip(*self.losses, strict=True)), strict=True
-        ):
+        finite = [rates for rates, own in self.losses.items() if None not in own.values()]
+        for value, tried in zip(self.best, map(sorted, zip(*finite, strict=True)), strict=True):
             if value in (tried[0], tried[-1]) and (value is self.best.lr or tried[0] < tried[-1]):
                 return True
-        return False
+        row = sorted(rates for rates in self.losses if rates.circuit == self.best.circuit)
+        place = row.index(self.best)
+        return any(rates not in finite for rates in row[max(0, place - 1) : place + 2])
 
     @cached_property
     def surface(self) -> Surface | None:
@@ -86,6 +91,10 @@ class LrCurve:
     def excess_loss(self, rates: Rates) -> float | None:
         """Return the loss at some rates beyond the surface's minimum, in nats."""
         return None if self.surface is None else self.surface.excess_loss(rates)
+
+    def excess_bound(self, rates: Rates) -> float | None:
+        """Return the upper 95 % bound of this excess."""
+        return None if self.surface is None else self.surface.excess_bound(rates)
 
     def sensitivity(self, initial_loss: float) -> float | None:
         """Return the mean cost, in nats, of a rate up to four times too high or too low.

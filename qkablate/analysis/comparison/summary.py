@@ -27,6 +27,7 @@ from qkablate.analysis.comparison.gaps import (
     Family,
     Gap,
     NoiseFloor,
+    adjust,
     describe_arm,
     describe_noise_floor,
     find_families,
@@ -42,10 +43,10 @@ from qkablate.analysis.comparison.ranking import Front, Ranking, find_fronts, fi
 from qkablate.analysis.comparison.scaling import SeriesSummary, describe_series, find_series
 from qkablate.analysis.stats import (
     ALPHA,
+    MIN_PAIRS,
     Estimate,
     Interval,
     describe_sample,
-    holm,
     power_equivalence,
     required_n,
     sign_flip_min_n,
@@ -272,17 +273,24 @@ def audit_gap(
 
 def describe_margin(family: Family, number: int, margin: float) -> MarginTest:
     """Test whether an arm is not worse by the margin, and whether it lies within it."""
-    parts = [Part.from_gap("", "equivalent", margin, gap) for gap in family.gaps]
-    tested = [i for i, part in enumerate(parts) if part.sample.n > 1]
-    if number not in tested:
+    parts = [Part.from_gap("", "equivalent", margin, gap) for gap in family.shown]
+    tested = [part.sample.n > 1 for part in parts]
+    sample = family.gaps[number].sample
+    if sample.n < 2:
         return MarginTest(margin)
-    position, sd = tested.index(number), parts[number].sample.sd or 0.0
-    alpha = ALPHA / len(tested)
+    alpha = ALPHA / sum(tested)
+
+    def adjusted(p_values: list[float]) -> float | None:
+        known = [p if is_tested else None for p, is_tested in zip(p_values, tested, strict=True)]
+        return family.select(adjust(known))[number]
+
     return MarginTest(
         margin,
-        p_noninferior=holm([parts[i].p_below(margin) for i in tested])[position],
-        p_equivalent=holm([parts[i].p_equivalent for i in tested])[position],
-        seeds_needed=required_n(lambda n: power_equivalence(0.0, margin, sd, n, alpha))
-        if sd
-        else 2,
+        p_noninferior=adjusted([part.p_below(margin) for part in parts]),
+        p_equivalent=adjusted([part.p_equivalent for part in parts]),
+        seeds_if_zero=required_n(
+            lambda n: power_equivalence(0.0, margin, sample.spread_at(n), n, alpha)
+        )
+        if sample.sd
+        else MIN_PAIRS,
     )

@@ -43,7 +43,7 @@ def heat_map_chart(section: Section) -> Chart | None:
     caption = (
         "Gap in test loss, nats per token, ± half of its 95 % t interval"
         f" ({format_n([row['n'] for row in all_rows if row['n']])}). Blue is better. In"
-        " parentheses: no difference found (Holm over the arms of one size), or rates not tuned."
+        " parentheses: no difference found (Holm over all gaps), or rates not tuned."
     )
     if any("∞" in row["half"] for row in all_rows):
         caption += " ∞: runs diverged, so the interval is unbounded on that side."

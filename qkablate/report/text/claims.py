@@ -1,5 +1,7 @@
 """A claim and its verdict as text."""
 
+import math
+
 from qkablate.analysis.claims.claim import Claim, Selector
 from qkablate.analysis.claims.judgement import Judgement, PartJudgement
 from qkablate.analysis.claims.verdict import SeedsNeeded
@@ -101,7 +103,7 @@ def _row(judged: PartJudgement, word: str, alpha: float) -> list[str]:
     low, high = sample.interval(1 - 2 * alpha) or (None, None)
     ends = [
         "−∞" if part.open_below else "–" if low is None else format_nats(low),
-        "∞" if part.open_above else "–" if high is None else format_nats(high),
+        "∞" if part.open_above or high == math.inf else "–" if high is None else format_nats(high),
     ]
     mean = format_nats(sample.mean) if sample.n else "–"
     sd = "–" if sample.sd is None else f"{sample.sd:.4f}"
@@ -132,6 +134,11 @@ def _details(judged: PartJudgement, alpha: float) -> list[str]:
         if failed
     }
     text += [f"left behind: {failed} of {name}" for name, failed in counts.items()]
+    if isinstance(sample, Spread):
+        text.append(
+            "the spread is below a bound only as far as these pairs show: a larger gap in one pair"
+            f" of {max(2, sample.n // 3)} or fewer may be missing"
+        )
     every = " ".join(map(format_nats, sample.values))
     return [f"{part.name}: {', '.join([*text, f'gaps {every}'])}"]
 

@@ -6,7 +6,6 @@ from qkablate.analysis.claims.judgement import PartJudgement
 from qkablate.analysis.comparison.audit import BROKEN, WARNING, AuditCheck
 from qkablate.analysis.comparison.decision import Decision, RateScope, Verdict
 from qkablate.analysis.comparison.summary import GapSummary
-from qkablate.analysis.stats import ALPHA, holm
 from qkablate.report.section import Section, format_n
 from qkablate.report.text.numbers import format_gap, format_loss, half_width
 from qkablate.table import format_count, format_digits, format_list, format_nats, format_short
@@ -58,7 +57,10 @@ def _summarize_gaps(section: Section, measured: list[GapSummary]) -> str:
     """Describe each variant once, by its decisions over all sizes."""
     variant_of = {name: entry.arm.variant for name, entry in section.entries.items()}
     totals = Counter(variant_of[gap.arm] for gap in section.summary.gaps)
-    decisions = _joint_decisions(measured)
+    decisions: dict[str, str] = {
+        gap.arm: "depends" if gap.rates == RateScope.SIGN_DEPENDS else gap.decision
+        for gap in measured
+    }
     by_variant: dict[str, list[GapSummary]] = {}
     for gap in measured:
         by_variant.setdefault(variant_of[gap.arm], []).append(gap)
@@ -72,27 +74,13 @@ def _summarize_gaps(section: Section, measured: list[GapSummary]) -> str:
     baselines = _join(sorted({variant_of[gap.baseline] for gap in measured}))
     nats = measured[0].margin and f"{measured[0].margin.nats:g} nats"
     parts = [
-        phrase.format(_join(names[word]), margin=nats, every=len(measured))
+        phrase.format(_join(names[word]), margin=nats)
         for word, phrase in _PHRASES.items()
         if names[word]
     ]
     text = f"Compared with {baselines} on the same data and seeds, {'; '.join(parts)}"
     scopes = {scope for gap in measured for scope in gap.scopes} - {RateScope.SIGN_DEPENDS}
     return f"{text}; this holds {_join(sorted(scopes))}" if scopes else text
-
-
-def _joint_decisions(measured: list[GapSummary]) -> dict[str, str]:
-    """Return the decision of each arm, with p adjusted by Holm over all gaps together."""
-    p_values = {gap.arm: gap.p for gap in measured if gap.p is not None}
-    adjusted = dict(zip(p_values, holm([*p_values.values()]), strict=True))
-    by_chance = {arm for arm, p in adjusted.items() if p >= ALPHA}
-    decisions: dict[str, str] = {gap.arm: gap.decision for gap in measured}
-    for gap in measured:
-        if gap.rates == RateScope.SIGN_DEPENDS:
-            decisions[gap.arm] = "depends"
-        elif gap.decision.is_directed and gap.arm in by_chance:
-            decisions[gap.arm] = "alone"
-    return decisions
 
 
 # In order of precedence: a difference found at one size is reported, whatever the other sizes show.
@@ -103,7 +91,6 @@ _PHRASES: dict[str, str] = {
     Decision.WORSE: "{} did worse (higher test loss)",
     Decision.ARM_DIVERGED: "runs diverged for {}",
     Decision.BASELINE_DIVERGED: "baseline runs diverged in pairs with {}",
-    "alone": "{} differed at its own size, but not after adjusting for all {every} comparisons",
     Decision.NO_DIFFERENCE_FOUND: "no difference was found for {}",
     Decision.INSENSITIVE: "the baseline beats `uniform` too little to tell for {}",
     Decision.NOT_WORSE: "not worse by {margin}: {}",

@@ -90,7 +90,7 @@ def _gap_table(
         head.remove("SE over documents")
     if gaps[0].margin is not None:
         size = f"{gaps[0].margin.nats:g}"
-        head += [f"p (gap ≥ {size})", f"p (beyond ± {size})", f"seeds for ± {size}"]
+        head += [f"p (gap ≥ {size})", f"p (beyond ± {size})", f"seeds for ± {size} if the gap is 0"]
     head += ["BCa", "sign flip", "audit"]
     rows = []
     for gap in gaps:
@@ -103,7 +103,7 @@ def _gap_table(
         cells += [_number(gap.detectable), gap.verdict]
         if gap.margin is not None:
             cells += [_p(gap.margin.p_noninferior), _p(gap.margin.p_equivalent)]
-            needed = str(gap.margin.seeds_needed or "too many")
+            needed = str(gap.margin.seeds_if_zero or "too many")
             cells.append("–" if gap.margin.p_noninferior is None else needed)
         state = worst_state(gap.audit)
         cells += [_interval(gap.bca), _p(gap.sign_flip)]

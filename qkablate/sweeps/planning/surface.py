@@ -22,7 +22,7 @@ from qkablate.sweeps.planning.tuning_losses import (
 _NEAR, _FAR = math.log(2) * 1.01, math.log(4) * 1.01
 _FAR_WEIGHT = 0.1
 _HIGH = 0.25  # nats above the best: no quadratic surface reaches so far
-_CERTAIN = 0.95  # of a positive curvature
+_CERTAIN = 0.95  # of a positive curvature, and of the bound of the excess
 _DRAWS, _NODES = 1_000, 21  # of the bootstrap: surfaces, and places along each dimension
 
 
@@ -97,7 +97,16 @@ class Surface:
         return float(distance_K @ self.hessian_KK @ distance_K) / 2
 
     def excess_moment(self, rates: Rates) -> float:
-        """Return the expected squared loss, in nats², of some rates beyond the true minimum.
+        """Return the expected squared loss, in nats², of some rates beyond the true minimum."""
+        return float(np.mean(self._excess_draws(rates) ** 2))
+
+    def excess_bound(self, rates: Rates) -> float:
+        """Return the upper 95 % bound, in nats, of the loss of some rates beyond the minimum."""
+        bound = float(np.quantile(self._excess_draws(rates), _CERTAIN))
+        return max(bound, self.excess_loss(rates))  # draws are coarse where noise is small
+
+    def _excess_draws(self, rates: Rates) -> np.ndarray:
+        """Draw the loss of some rates beyond the true minimum.
 
         Surfaces are drawn around the fitted one with its covariance (a parametric bootstrap). The
         minimum of each is sought among the rates tried nearby: the search has shown that it lies
@@ -117,7 +126,7 @@ class Surface:
         places_GK = np.stack([axis.ravel() for axis in np.meshgrid(*axes)], axis=1)
         lowest_S = (beta_SP @ _terms(places_GK).T).min(axis=1)
         own_S = beta_SP @ _terms(self._distance(rates)[None])[0]
-        return float(np.mean(np.maximum(own_S - lowest_S, 0) ** 2))
+        return np.asarray(np.maximum(own_S - lowest_S, 0))
 
 
 def _pairs(size: int) -> list[tuple[int, int]]:

@@ -241,13 +241,14 @@ def test_p_values_are_adjusted_by_holm_within_a_family(cached_world):
         assert family.comparisons == 4
 
 
-def test_sizes_are_families_of_their_own(cached_world):
+def test_p_values_are_adjusted_over_all_sizes(cached_world):
     world = cached_world("variant=standard,no_q", "seed=range(3)", "model.d_model=16,32")
     found = find_families(world.finish(loss_of).study())
     assert [family.baseline.name for family in found] == ["standard-d16-h2", "standard-d32-h2"]
     assert [len(family.gaps) for family in found] == [1, 1]
-    for family in found:
-        assert family.holm == [family.gaps[0].sample.p]
+    raw = [family.gaps[0].sample.p for family in found]
+    assert [p for family in found for p in family.holm] == pytest.approx(holm_reference(raw))
+    assert {family.comparisons for family in found} == {2}
 
 
 def test_detectable_effect_uses_the_adjusted_alpha(cached_world):

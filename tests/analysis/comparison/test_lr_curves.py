@@ -1,5 +1,6 @@
 """Learning rates: the best and how sure that is, what missing it costs, and gaps beside them."""
 
+import itertools
 import math
 import random
 
@@ -171,7 +172,19 @@ def test_rate_at_which_a_seed_diverges_is_never_the_best():
     found = bowl(losses)
     assert found.best == Rates(1e-3, 1.0)
     assert Rates(2e-3, 1.0) not in found.means
-    assert not found.is_on_edge  # what diverges is worse
+
+
+def test_best_rate_beside_a_diverged_one_is_not_bracketed():
+    losses = {r: {0: parabola(r, 1e-3), 1: parabola(r, 1e-3)} for r in LADDER}
+    assert not bowl(losses).is_on_edge
+    assert bowl(losses | {2e-3: {0: 2.0, 1: None}}).is_on_edge
+    assert not bowl(losses | {4e-3: {0: 2.0, 1: None}}).is_on_edge
+
+
+def test_bound_of_the_excess_is_above_the_estimate():
+    noise = itertools.cycle((0.004, -0.003, 0.001, -0.002, 0.0))
+    found = bowl({r: {s: parabola(r, 1e-3) + next(noise) for s in range(3)} for r in LADDER})
+    assert found.excess_bound(found.best) >= found.excess_loss(found.best) >= 0
 
 
 def test_order_in_which_rates_are_known_changes_nothing():

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from qkablate.dashboard.sweep_run import _gap_row
 from qkablate.report.text.summary import summarize
 
 THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
@@ -90,24 +91,22 @@ def test_mixed_results_are_reported_as_both(said, loss_of):
     assert "did worse" not in first
 
 
-def test_differences_are_adjusted_for_all_sizes(made, section_of):
-    """And are not named as found: p is adjusted over all that one sentence tells."""
+def test_report_results_and_wandb_adjust_over_all_sizes(made, section_of):
     made = made("variant=standard,no_q", "model.d_model=16,32,64,128", "seed=range(3)")
     noise = {0: -0.001, 1: 0.0, 2: 0.001}
 
     def loss(run):
         if "no_q" not in run.arm:
             return 2.0
-        seed = run.changes["seed"]
         # p = 0.02 at one size: found where it stands alone, and by chance among four.
-        return 2.0 + (0.004 if "d16" in run.arm else 0.0) + noise[seed]
+        return 2.0 + (0.004 if "d16" in run.arm else 0.0) + noise[run.changes["seed"]]
 
     section = section_of(made.finish(loss))
-    assert [one.decision for one in section.summary.gaps].count("worse") == 1
-    first, _ = summarize(section)
-    assert "no_q (in 1 of 4 comparisons) differed at its own size" in first
-    assert "but not after adjusting for all 4 comparisons" in first
-    assert "worse" not in first
+    gap = next(one for one in section.summary.gaps if "d16" in one.arm)
+    assert gap.p < 0.05 < gap.p_holm == pytest.approx(4 * gap.p)
+    assert {one.decision for one in section.summary.gaps} == {"no difference found"}
+    assert "no difference was found for no_q" in summarize(section)[0]
+    assert _gap_row(gap)["p_holm"] == gap.p_holm
 
 
 def test_margin_reports_equivalence(said, loss_of):
