@@ -16,8 +16,8 @@ from qkablate.cli.hydra.grid import open_composer
 from qkablate.config import GridConfig
 from qkablate.report.text.table import format_markdown
 from qkablate.report.text.tables import make_tables
-from qkablate.sweeps.planning.expand import FLOOR, Grid, expand_grid
-from qkablate.sweeps.planning.manifest import Manifest, SweepRun, freeze
+from qkablate.sweeps.planning.expand import Grid, expand_grid
+from qkablate.sweeps.planning.manifest import FLOOR, Manifest, SweepRun, freeze
 from qkablate.sweeps.running.state import SweepState
 from tests.analysis.references import to_json
 

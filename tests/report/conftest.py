@@ -11,7 +11,7 @@ from qkablate.analysis.claims.judgement import judge_claim
 from qkablate.analysis.claims.parse import parse_claim
 from qkablate.analysis.claims.registry import claim_grid
 from qkablate.report.section import Section
-from qkablate.sweeps.planning.expand import FLOOR
+from qkablate.sweeps.planning.manifest import FLOOR
 from tests.analysis.worlds import (
     cached_manifest,
     cached_world,

@@ -6,7 +6,7 @@ difference.
 """
 
 from qkablate.analysis.study.study import Entry, Study
-from qkablate.sweeps.planning.expand import FLOOR, without_variant
+from qkablate.sweeps.planning.manifest import FLOOR, without_variant
 
 MARGINS = 3  # by which the baseline has to beat the floor
 

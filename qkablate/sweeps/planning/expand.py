@@ -13,27 +13,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qkablate.config import Config, ControlConfig, GridConfig, Role, flatten, keys_with
+from qkablate.config import Config, ControlConfig, GridConfig, flatten
 from qkablate.config.sweep import as_quoted
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.sweeps.planning.arms import ArmResolver, Overrides
 from qkablate.sweeps.planning.control import ControlOutOfReach, match_baseline
-from qkablate.sweeps.planning.manifest import RUN_KEYS, Arm, Changes, LeftOutArm, Manifest
+from qkablate.sweeps.planning.manifest import (
+    FLOOR,
+    RUN_KEYS,
+    VARIANT_KEYS,
+    Arm,
+    Changes,
+    LeftOutArm,
+    Manifest,
+    without_variant,
+)
 from qkablate.sweeps.planning.predicates import holds
 from qkablate.sweeps.planning.tuning import tuning_runs
 
-FLOOR = "uniform"  # attention without scores: an experiment that it passes can tell nothing
-# What a variant is made of, and does not pass on to the baseline that stands beside it.
-_OF_A_VARIANT = {*keys_with(Role.VARIANT)}
 # Keys whose values an arm's name shows without the key.
-_IN_NAME = _OF_A_VARIANT | {"variant", "model.d_model", "model.heads", *RUN_KEYS}
+_IN_NAME = VARIANT_KEYS | {"variant", "model.d_model", "model.heads", *RUN_KEYS}
 _OF_RUNS = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, RUN_KEYS))})(?![\w.])")
-
-
-def without_variant(overrides: Mapping[str, str]) -> Overrides:
-    """Return the overrides that make the model around an arm's attention."""
-    own = {*_OF_A_VARIANT, "variant", "variant.lr"}
-    return {key: value for key, value in sorted(overrides.items()) if key not in own}
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class _Expansion:
                 " of a pair share it"
             )
         if "variant" in values:
-            overrides = {k: value for k, value in overrides.items() if k not in _OF_A_VARIANT}
+            overrides = {k: value for k, value in overrides.items() if k not in VARIANT_KEYS}
             if overrides.get("variant.lr") not in ("matched", "same"):
                 overrides.pop("variant.lr", None)  # a number belongs to the arm's own circuit
         return {**overrides, **{str(key): as_quoted(value) for key, value in values.items()}}

@@ -33,6 +33,9 @@ MANIFEST_FILE = "manifest.json"
 # The keys that distinguish the runs of one arm.
 RUN_KEYS = sorted(keys_with(Role.RUN), key=lambda name: not name.startswith("seed"))
 Changes = dict[str, int | float]
+# What a variant is made of, and does not pass on to the baseline that stands beside it.
+VARIANT_KEYS = {*keys_with(Role.VARIANT)}
+FLOOR = "uniform"  # attention without scores: an experiment that it passes can tell nothing
 
 
 class Rates(NamedTuple):
@@ -43,6 +46,12 @@ class Rates(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.lr:.3g}" + f" (circuit × {self.circuit:.3g})" * (self.circuit != 1)
+
+
+def without_variant(overrides: Mapping[str, str]) -> dict[str, str]:
+    """Return the overrides that make the model around an arm's attention."""
+    own = {*VARIANT_KEYS, "variant", "variant.lr"}
+    return {key: value for key, value in sorted(overrides.items()) if key not in own}
 
 
 @dataclass(frozen=True)
