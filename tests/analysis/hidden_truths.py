@@ -76,11 +76,11 @@ class Tests(NamedTuple):
 
     def is_below(self, bound: float, alpha: float = ALPHA) -> np.ndarray:
         limit = float(stats.t.isf(alpha, self.freedom))
-        return np.less((self.mean_S - bound) / self.error_S, -limit)
+        return np.asarray((self.mean_S - bound) / self.error_S < -limit)
 
     def is_above(self, bound: float, alpha: float = ALPHA) -> np.ndarray:
         limit = float(stats.t.isf(alpha, self.freedom))
-        return np.greater((self.mean_S - bound) / self.error_S, limit)
+        return np.asarray((self.mean_S - bound) / self.error_S > limit)
 
     def words(self, kind: str, margin: float = MARGIN) -> np.ndarray:
         """Return the verdict of a claim with one part of this kind."""
