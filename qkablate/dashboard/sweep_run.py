@@ -55,7 +55,7 @@ def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
     study = read_study(folder)
     section = Section.from_study(study.name, f"read from {folder}", study)
     verdicts = [[cell.text for cell in row] for row in rows.make_verdict_rows(section)]
-    gaps = [_gap_row(gap) for gap in section.summary.gaps]
+    gaps = [make_gap_row(gap) for gap in section.summary.gaps]
     pages = {"report": render_page([section], section.title)}
     for chart in make_charts(section):
         try:
@@ -79,7 +79,7 @@ def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
     )
 
 
-def _gap_row(gap: "GapSummary") -> dict[str, object]:
+def make_gap_row(gap: "GapSummary") -> dict[str, object]:
     """Return one row of the table of gaps."""
     low, high = gap.bounds or (None, None)
     doubts = [f"{check.name}: {check.message}" for check in gap.audit if check.state != "ok"]

@@ -75,7 +75,7 @@ class Judgement:
 
     @property
     def scope(self) -> list[str]:
-        """What warnings of the audit limit the verdict to, with the parts if not all are limited.
+        """Limits of the verdict by warnings of the audit, with the parts if not all are limited.
 
         A claim is refuted by some of its parts: the others limit nothing.
         """

@@ -107,7 +107,7 @@ class GapSummary(Estimate):
 
     @property
     def scopes(self) -> list[str]:
-        """What the decision is limited to: learning rates, documents, and a stage of training."""
+        """Learning rates, documents and stage of training that the decision is limited to."""
         limits = [limit for limit in find_limits(self.audit) if limit != RateScope.THESE_RATES]
         return [*filter(None, [self.rates, *limits])]
 

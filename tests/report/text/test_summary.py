@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from qkablate.dashboard.sweep_run import _gap_row
+from qkablate.dashboard.sweep_run import make_gap_row
 from qkablate.report.text.summary import summarize
 
 THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
@@ -106,7 +106,7 @@ def test_report_results_and_wandb_adjust_over_all_sizes(made, section_of):
     assert gap.p < 0.05 < gap.p_holm == pytest.approx(4 * gap.p)
     assert {one.decision for one in section.summary.gaps} == {"no difference found"}
     assert "no difference was found for no_q" in summarize(section)[0]
-    assert _gap_row(gap)["p_holm"] == gap.p_holm
+    assert make_gap_row(gap)["p_holm"] == gap.p_holm
 
 
 def test_margin_reports_equivalence(said, loss_of):
