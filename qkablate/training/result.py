@@ -14,6 +14,7 @@ from qkablate.runs import text_references
 from qkablate.runs.lease import Lease, LeaseLost
 from qkablate.runs.records import read_json, seal_result, write_json_once
 from qkablate.runs.run import Run
+from qkablate.table import format_count
 from qkablate.tracking.wandb.run import RunArtifacts, RunIdentity
 from qkablate.training import checkpoint, hardware
 from qkablate.training.resolve import RunPlan
@@ -30,17 +31,19 @@ def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
         start = f"projected from run {config.init_from.id} after {config.init_from.step:,} steps"
     sharded = " with sharded weights" if config.train.fsdp else ""
     backend = " by oneDNN" if config.matmul == "onednn" else ""
+    threads = format_count(int(config.threads), "thread")
     together = f"{processes} processes{sharded} of " if processes > 1 else ""
     lines = [
         f"run      {plan.run.folder}",
         f"variant  {config.variant.name}: {plan.equation}",
         f"start    {start}; learning rates of the circuits:"
         f" QK × {plan.lr_multiplier['qk']:.3g}, OV × {plan.lr_multiplier['ov']:.3g}",
-        f"model    {model.layers} layers, d {model.d_model}, {model.heads} heads, context"
+        f"model    {format_count(model.layers, 'layer')}, d {model.d_model},"
+        f" {format_count(model.heads, 'head')}, context"
         f" {model.context}: {plan.params['total']:,} parameters",
         f"data     {plan.data.description}",
-        f"machine  {config.device}, {config.precision}{backend}, {together}{config.threads}"
-        f" threads, kernel {plan.kernel}{', compiled' if config.compile else ''}",
+        f"machine  {config.device}, {config.precision}{backend}, {together}"
+        f"{threads}, kernel {plan.kernel}{', compiled' if config.compile else ''}",
     ]
     if sharded and processes > 1 and config.diagnostics.every:
         lines.append("no diagnostics: with train.fsdp=true no process has all of the weights")
