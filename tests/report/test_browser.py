@@ -265,7 +265,7 @@ def test_filtering(opened, address):
     assert column(shown, 0) == ["no_q-d32-h2"]
     assert shown.locator("output").inner_text() == "1 of 6 arms"
     shown.locator("[data-filter]").fill("")
-    shown.locator("[data-verdict]").select_option("worse")
+    shown.locator("[data-verdict]").select_option("worse at this rate (not tuned)")
     assert {name.partition("-")[0] for name in column(shown, 0)} == {"no_q"}
     shown.locator("[data-verdict]").select_option("")
     assert shown.locator("output").inner_text() == "6 arms"

@@ -26,7 +26,7 @@ from tests.torture.tally import Tally
 SIZE = "48m"  # more than a run requires before it starts
 CLOCKS = {"seconds", "perf/tokens_per_second", "perf/mfu", "crc32"}
 TRAIN = ["train", "variant=merged_w", *TINY]
-SWEEP = ["sweep", "sweep.name=small", "variant=merged_w", "seed=7", *TINY]
+SWEEP = ["sweep", "sweep.name=small", "variant=merged_w", "sweep.floor=false", "seed=7", *TINY]
 
 
 class Disk:

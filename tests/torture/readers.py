@@ -127,8 +127,8 @@ def prepare_text(folder: Path) -> list[str]:
 def make_readers(folder: Path) -> dict[str, Reader]:
     """Return all readers by name, on a finished sweep in this folder."""
     words = [*SMALL, *prepare_text(folder / "data"), f"out={folder / 'outputs'}"]
-    grid = ["variant=standard,no_q", "sweep.floor=false", "seed=0,1"]
-    for verb in (["train", "-m"], ["sweep"]):
+    grid = ["variant=standard,no_q", "seed=0,1"]
+    for verb in (["train", "-m"], ["sweep", "sweep.floor=false"]):
         result = run_command(*verb, *words, *grid)
         assert result.code == 0, result.err
     run = min((folder / "outputs" / "runs").iterdir())

@@ -115,9 +115,9 @@ class GapSummary(Estimate):
     def verdict(self) -> str:
         """The decision, limited to what it holds for."""
         if self.decision.is_divergence or self.decision.lacks_pairs:
-            return self.decision
+            return str(self.decision)
         if self.decision == Decision.INSENSITIVE:
-            return self.decision
+            return str(self.decision)
         if self.rates == RateScope.SIGN_DEPENDS:
             return f"no verdict: {self.rates}"
         text = str(self.decision)

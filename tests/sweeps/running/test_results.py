@@ -10,7 +10,8 @@ from pyarrow import parquet
 # Users read columns by name: columns may be added, but not renamed.
 COLUMNS = [
     *("id", "label", "arm", "baseline", "variant", "control", "tuning", "d_model", "heads"),
-    *("layers", "context", "mlp_width", "data", "seed", "lr", "planned_steps", "status"),
+    *("layers", "context", "mlp_width", "data", "seed", "lr", "circuit_lr", "planned_steps"),
+    "status",
     *("train_loss", "val_loss", "test_loss", "val_bits_per_byte", "test_bits_per_byte"),
     *("val_accuracy", "test_accuracy", "chance", "best_ngram_loss", "lzma_loss", "beats_ngrams"),
     *("params", "params_with_embeddings", "mismatch"),
@@ -150,8 +151,7 @@ def test_tuned_task_has_accuracies_and_tuning_rows(sweep, tiny):
     assert len(tuning) == len({row["lr"] for row in tuning}) >= 5
     assert [row["seed"] for row in finals] == [0, 1]
     (search,) = json.loads((folder / "lr_search.json").read_text())
-    assert {row["lr"] for row in finals} == {search["chosen"]}
-    assert min(tuning, key=lambda row: row["val_loss"])["lr"] == search["chosen"]
+    assert {(row["lr"], row["circuit_lr"]) for row in finals} == {(*search["chosen"].values(),)}
     for row in rows:
         assert (row["status"], row["data"]) == ("done", "recall")
         assert row["val_accuracy"] == result_of(row)["accuracy"]["val"]
