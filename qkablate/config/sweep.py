@@ -44,6 +44,12 @@ class GridConfig:
         {}, "key: its values, as on the command line: 32,64 or range(3) or glob(*)", Role.GRID
     )
     fixed: dict[str, Any] = key({}, "key: its one value", Role.GRID)
+    also: dict[str, Any] = key(
+        {},
+        "key: its value; every arm is also trained with these, as on another data set, in place of"
+        " its own values and data.* keys",
+        Role.GRID,
+    )
     baseline: Any = key(
         "standard",
         "a variant, at each arm's own size; or a map of keys to values; or null",

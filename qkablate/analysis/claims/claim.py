@@ -38,6 +38,7 @@ class PartSpec:
     of: str  # gap, or spread: its standard deviation from pair to pair
     axis: str  # what is equal: tokens, params, flops
     horizon: str  # longest, each: of the lengths of training; growth: the gap's change with them
+    task: bool = False  # on the task of its scale, not on the data of the grid
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Claim:
     words: Mapping[str, str] = field(default_factory=dict)  # grid's keys set on the command line
     filter: tuple[str, ...] = ()
     baseline: Any = "standard"
+    task: Mapping[str, Any] = field(default_factory=dict)  # settings of the arms on the task
     parts: Mapping[str, PartSpec] = field(default_factory=dict)
 
     @property
@@ -143,12 +145,12 @@ def _shared_values(claim: Claim, arm: Arm, other: Arm) -> tuple[str, ...]:
         f"{key.rpartition('.')[2]}={flat[key]}"
         for key in keys
         if key in flat and flat[key] == other_flat[key]
-        if key != "variant" and not key.startswith("train.")
+        if key != "variant" and key not in claim.task and not key.startswith("train.")
     )
 
 
 def _pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm, Arm]]:
-    comparable = [arm for arm in arms if _is_under(arm, spec.axis)]
+    comparable = [a for a in arms if _is_under(a, spec.axis) and _has_data(a, spec, claim.task)]
     firsts = [arm for arm in comparable if _matches(arm, spec.arm)]
     others = [arm for arm in comparable if _matches(arm, spec.against)]
     # The two agree in every varied key that selects neither side.
@@ -181,6 +183,11 @@ def _is_same(value: str | None, other: str) -> bool:
 def _is_under(arm: Arm, axis: str) -> bool:
     """Return whether the arm is under the control of this axis; baselines are under all."""
     return AXES[axis] in arm.controls or (arm.baseline is None and arm.mismatch is None)
+
+
+def _has_data(arm: Arm, spec: PartSpec, task: Mapping[str, Any]) -> bool:
+    """Return whether the arm is trained on the data of the part: those of the grid, or the task."""
+    return not task or (arm.overrides.get("data") == task["data"]) == spec.task
 
 
 def _flat(arm: Arm) -> dict[str, str]:

@@ -58,7 +58,7 @@ def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None 
 
 _KEYS = ["says", "source", "untestable", "seeds", "tuning_seeds", "grid", "filter", "baseline"]
 _KEYS += ["parts", "scale"]
-_PART_KEYS = ("kind", "margin", "arm", "against", "of", "axis", "horizon")
+_PART_KEYS = ("kind", "margin", "arm", "against", "of", "axis", "horizon", "task")
 
 
 def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Claim:
@@ -79,7 +79,9 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
     baseline = changes.pop("baseline", content.get("baseline", "standard"))
     parts = _map("parts", changes.pop("parts", content.get("parts")))
     scale_text = (conf_dir() / "scale" / f"{scale}.yaml").read_text(encoding="utf-8")
-    values = yaml.safe_load(scale_text) | _map("grid", content.get("grid")) | changes
+    scale_values = yaml.safe_load(scale_text)
+    task = scale_values.pop("task")
+    values = scale_values | _map("grid", content.get("grid")) | changes
     grid = {key: _values(key, value) for key, value in values.items()} | dict(words)
     grid = dict(sorted(grid.items()))  # a file with its keys in another order is the same claim
     for key in grid:
@@ -100,9 +102,20 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
         )
     if not parts:
         raise UserError("parts: a claim needs at least one")
+    specs = {key: _part(key, value, grid) for key, value in parts.items()}
+    # With other data or another length on the command line, it is a claim about those alone.
+    if any(key in task or key.startswith("data.") for key in words):
+        specs = {key: spec for key, spec in specs.items() if not spec.task} or specs
     filters = [] if content.get("filter") is None else content["filter"]
     if not isinstance(filters, list) or not all(isinstance(text, str) for text in filters):
         raise UserError("filter: must be a list of predicates")
+    are_on_task = [spec.task for spec in specs.values()]
+    if not any(are_on_task):
+        task = {}
+    elif all(are_on_task):
+        grid = {key: text for key, text in grid.items() if not key.startswith("data.")}
+        grid |= {key: as_word(value) for key, value in task.items()} | dict(words)
+        task = {}
     return Claim(
         name=name,
         says=says,
@@ -114,7 +127,8 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
         words=dict(words),
         filter=tuple(filters),
         baseline=_baseline(baseline),
-        parts={key: _part(key, value, grid) for key, value in parts.items()},
+        task=task,
+        parts=specs,
     )
 
 
@@ -142,7 +156,8 @@ def _baseline(value: Any) -> Any:
 
 def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:
     value = _map(f"parts.{name}", value, _PART_KEYS)
-    value = {"kind": None, "of": "gap", "axis": "tokens", "horizon": "longest"} | value
+    defaults = {"kind": None, "of": "gap", "axis": "tokens", "horizon": "longest", "task": False}
+    value = defaults | value
     choices_of = {"kind": KINDS, "of": MEASURES, "axis": AXES, "horizon": HORIZONS}
     for key, choices in choices_of.items():
         word = value[key]
@@ -166,6 +181,8 @@ def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:
         raise UserError(f"parts.{name}.margin: a spread needs a margin above 0")
     if "arm" not in value:
         raise UserError(f"parts.{name}.arm: is required")
+    if not isinstance(value["task"], bool):
+        raise UserError(f"parts.{name}.task: '{value['task']}' is not true or false")
     return PartSpec(
         kind=kind,
         margin=margin,
@@ -174,6 +191,7 @@ def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:
         of=of,
         axis=value["axis"],
         horizon=value["horizon"],
+        task=value["task"],
     )
 
 

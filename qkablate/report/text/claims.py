@@ -38,6 +38,7 @@ def format_claim(claim: Claim) -> list[str]:
         kinds = _KINDS if spec.of == "gap" else _SPREADS
         kind = kinds[spec.kind].format(_format_selector(spec.against), spec.margin)
         where = f"at equal {spec.axis}{_WHERE[spec.horizon]}"
+        where += f", on {(claim.task or claim.grid)['data']}" if spec.task else ""
         lines.append(f"part      {name}: {_format_selector(spec.arm)} {kind}, {where}")
     looks = " then ".join(map(str, claim.seeds))
     tuned = f"; rates tuned on {claim.tuning_seeds} other seeds" if claim.tuning_seeds else ""

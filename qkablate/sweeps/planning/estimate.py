@@ -26,6 +26,7 @@ from qkablate.runs.run import NUMERICS, read_cpu_name, run_id
 from qkablate.sweeps.engines.local import PRELOADED
 from qkablate.sweeps.planning.manifest import Arm, Manifest
 from qkablate.sweeps.planning.packing import Slots
+from qkablate.sweeps.planning.tuning import refinement_sizes
 from qkablate.training import hardware
 from qkablate.training.measure import BYTES_PER_PARAMETER, make_training_step
 
@@ -94,8 +95,8 @@ def estimate_sweep(
 ) -> SweepCost:
     """Estimate the whole sweep: the largest runs first, each in the slot that is free first."""
     counts = Counter(run.arm for run in manifest.runs if run.id not in done)
-    for name in manifest.arms:
-        counts[name] += len(manifest.finals)
+    for name, refinement in refinement_sizes(manifest).items():
+        counts[name] += refinement + len(manifest.finals)
     busy = [0.0] * slots
     for name in sorted(counts, key=lambda name: -estimates[name].seconds):
         for _ in range(counts[name]):

@@ -68,6 +68,7 @@ class _Expansion:
     arms: dict[str, Arm] = field(default_factory=dict)  # by the id of their first run
     left_out: list[LeftOutArm] = field(default_factory=list)
     excluded: int = 0
+    named_keys: list[str] = field(default_factory=list)  # shown with their values in names
 
     def expand(self, command: list[str], note: Callable[[int, int], None]) -> Manifest:
         for predicate in self.grid.settings.filter:
@@ -79,25 +80,34 @@ class _Expansion:
         changes = self._run_changes()
         axes = {key: values for key, values in self.grid.choices.items() if key not in RUN_KEYS}
         cells = [
-            (control, dict(zip(axes, values, strict=True)))
+            (control, overrides)
             for control in self.grid.controls
-            for values in itertools.product(*axes.values())
+            for overrides in self._with_also(
+                [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+            )
         ]
-        kept = 0
-        for number, (control, overrides) in enumerate(cells):
+        included = []
+        for number, cell in enumerate(cells):
+            if self._is_included(*cell):
+                included.append(cell)
+            note(number + 1, len(cells))
+        self.excluded = len(cells) - len(included)
+        self.named_keys = _find_named_keys([overrides for _, overrides in included])
+        added = 0
+        for control, overrides in included:
             try:
-                kept += self._add(control, overrides, changes)
+                self._add(control, overrides, changes)
+                added += 1
             except (ImpossibleConfig, ControlOutOfReach) as reason:
                 kind = "impossible" if isinstance(reason, ImpossibleConfig) else "out of reach"
                 name = self._name(overrides, control)
                 self.left_out.append(LeftOutArm(name, control, str(reason), kind))
-            note(number + 1, len(cells))
-        if not kept and self.left_out:  # also where the user named one arm alone
+        if not added and self.left_out:  # also where the user named one arm alone
             others = len(self.left_out) - 1
             more = f" (and {others} more, none of which is possible)" if others else ""
             first = self.left_out[0]
             raise UserError(f"{first.arm} is {first.kind}: {first.reason}{more}")
-        if not kept:
+        if not added:
             raise UserError(f"sweep.filter: excludes all arms, {self.excluded} of them")
         if self.grid.settings.floor:
             self._add_floors(changes)
@@ -127,6 +137,21 @@ class _Expansion:
             command=command,
         )
 
+    def _with_also(self, arms: list[Overrides]) -> list[Overrides]:
+        """Return the arms, and each of them with the settings of `sweep.also`."""
+        also = {key: as_quoted(value) for key, value in self.grid.settings.also.items()}
+        if shared := {*also} & {*RUN_KEYS}:
+            raise UserError(
+                f"sweep.also: {min(shared)} distinguishes the runs of an arm; give it as an axis"
+            )
+        if not also:
+            return arms
+        others = [
+            {key: value for key, value in arm.items() if not key.startswith("data.")} | also
+            for arm in arms
+        ]
+        return [*arms, *(dict(arm) for arm in dict.fromkeys(tuple(o.items()) for o in others))]
+
     def _run_changes(self) -> list[Changes]:
         """Return the seeds and learning rates of an arm's runs, as numbers."""
         settings = self.grid.settings
@@ -151,13 +176,17 @@ class _Expansion:
             )
         return runs
 
-    def _add(self, control: str, overrides: Overrides, changes: list[Changes]) -> bool:
-        """Add one arm and its baseline; return False if a predicate excludes it."""
-        config = self.resolver.resolve(overrides).config
+    def _is_included(self, control: str, overrides: Overrides) -> bool:
+        """Return whether no predicate excludes an arm; an impossible one is reported later."""
+        try:
+            config = self.resolver.resolve(overrides).config
+        except ImpossibleConfig:
+            return True
         values = flatten(config) | {"variant": config.variant.name, "control": control}
-        if not all(holds(predicate, values) for predicate in self.grid.settings.filter):
-            self.excluded += 1
-            return False
+        return all(holds(predicate, values) for predicate in self.grid.settings.filter)
+
+    def _add(self, control: str, overrides: Overrides, changes: list[Changes]) -> None:
+        """Add one arm and its baseline."""
         baseline, baseline_name, target = self._baseline(overrides), None, None
         if baseline is not None:
             try:
@@ -171,7 +200,7 @@ class _Expansion:
             if target is None:
                 raise UserError(f"control={control} needs a baseline, and sweep.baseline is null")
             resolve = functools.partial(self.resolver.resolve, overrides)
-            matched = match_baseline(settings, target, config.model, resolve)
+            matched = match_baseline(settings, target, resolve({}).config.model, resolve)
             adjusted, mismatch = matched.changes, matched.mismatch
         if baseline is not None:
             baseline_name = self._add_arm("none", baseline, {}, None, None, changes).name
@@ -181,7 +210,6 @@ class _Expansion:
             name = arm.name.replace(arm.variant, str(typed), 1)
             reason = f"is {arm.name}, which is in the grid"
             self.left_out.append(LeftOutArm(name, control, reason, "the same"))
-        return True
 
     def _add_arm(
         self,
@@ -268,7 +296,19 @@ class _Expansion:
             parts += [f"{letter}{value}" for letter, value in sizes.items() if value]
         parts += [
             f"{key.rpartition('.')[2]}={overrides[key]}"
-            for key, values in self.grid.choices.items()
-            if len(values) > 1 and key in overrides and key not in _IN_NAME
+            for key in self.named_keys
+            if key in overrides
         ]
         return "-".join([*parts, *([control] if control != "none" else [])])
+
+
+def _find_named_keys(arms: list[Overrides]) -> list[str]:
+    """Return the keys that names have to show, because no earlier ones determine their values."""
+    named: list[str] = []
+    keys = dict.fromkeys(itertools.chain(*arms))
+    for key in sorted(keys, key=lambda key: "." in key):  # a group, as data, sets keys of its own
+        if key not in _IN_NAME:
+            shown = [tuple(arm.get(other) for other in named) for arm in arms]
+            if len({*zip(shown, (arm.get(key) for arm in arms), strict=True)}) > len({*shown}):
+                named.append(key)
+    return named

@@ -8,6 +8,7 @@ from qkablate.config import EngineConfig
 from qkablate.sweeps.planning.estimate import Estimate, estimate_sweep
 from qkablate.sweeps.planning.manifest import Arm, Manifest
 from qkablate.sweeps.planning.packing import gpus_per_run, memory_gb_per_run
+from qkablate.sweeps.planning.tuning import refinement_sizes
 from qkablate.table import format_count, format_duration, format_list, format_short, format_table
 
 Estimates = Mapping[str, Estimate]
@@ -23,7 +24,7 @@ def format_plan(
     """Return the lines of the plan. `done` are the ids of runs that need not be trained."""
     head = ["arm", "params", "with embeddings", "mismatch", "MLP", "FLOPs/token", "runs"]
     head += ["a run", "memory"] if estimates is not None else []
-    counts = Counter(run.arm for run in manifest.runs)
+    counts = Counter(run.arm for run in manifest.runs) + Counter(refinement_sizes(manifest))
     rows = []
     for arm in manifest.arms.values():
         model = arm.config.model
@@ -60,10 +61,10 @@ def format_plan_summary(
     arms = format_count(len(manifest.arms), "arm")
     baselines = dict.fromkeys(arm.baseline for arm in manifest.arms.values() if arm.baseline)
     if finals := len(manifest.finals):
+        tuning = len(manifest.runs) + sum(refinement_sizes(manifest).values())
         lines = [
-            f"runs     {len(manifest.runs):,} to choose the learning rates of {arms} (more where"
-            f" the best lies on the edge), then {finals * len(manifest.arms):,} at the best"
-            f" ({finals} an arm)"
+            f"runs     {tuning:,} to choose the learning rates of {arms} (more where the best lies"
+            f" on the edge), then {finals * len(manifest.arms):,} at the best ({finals} an arm)"
         ]
     else:
         beside = f"; baselines: {format_list([*baselines])}" if baselines else ""

@@ -75,6 +75,20 @@ def tuning_runs(arm: Arm, rates: list[float], seeds: list[int]) -> list[SweepRun
     return [_run(arm, Rates(lr, circuit), seed) for lr, circuit, seed in points]
 
 
+def refinement_sizes(manifest: Manifest) -> dict[str, int]:
+    """Return the number of runs half a step from the best rates, which each arm's search ends with.
+
+    No arm is searched in a manifest without final runs.
+    """
+    seeds = defaultdict[str, set[int]](set)
+    for run in manifest.runs:
+        seeds[run.arm].add(int(run.changes["seed"]))
+    return {
+        name: len(seeds[name]) * len(_half_steps(arm)) if manifest.finals else 0
+        for name, arm in manifest.arms.items()
+    }
+
+
 def lr_ladder(rates: list[float], own: float) -> list[float]:
     """Return the first rates to try: those given, or five around a single one."""
     if len(rates) > 1:
@@ -216,21 +230,24 @@ def _rates_beside_best(arm: Arm, losses: Losses) -> list[Rates]:
 
 
 def _rates_between(arm: Arm, losses: Losses) -> list[Rates]:
-    """Return rates half a step from the best ones, where the surface is nearly quadratic.
+    """Return rates half a step from the best ones, where the surface is nearly quadratic."""
+    means, failed = mean_losses(losses), left_behind(losses)
+    best = min(means, key=lambda rates: (rates in failed, means[rates]))
+    lr_step, step = math.sqrt(FACTOR), math.sqrt(_circuit_step(arm.matched_lr))
+    return [
+        Rates(best.lr * lr_step**a, _rounded(best.circuit * step**b) if b else best.circuit)
+        for a, b in _half_steps(arm)
+    ]
+
+
+def _half_steps(arm: Arm) -> list[tuple[int, int]]:
+    """Return the directions, in half steps of both rates, in which the best ones are refined.
 
     There are as many runs for an arm with one rate as for one with two: of the latter's corners,
     those at which the two rates make up for each other.
     """
-    means, failed = mean_losses(losses), left_behind(losses)
-    best = min(means, key=lambda rates: (rates in failed, means[rates]))
-    lr_step = math.sqrt(FACTOR)
-    if not _searches_circuit(arm):
-        return [Rates(best.lr * factor, best.circuit) for factor in (1 / lr_step, lr_step)]
-    step = math.sqrt(_circuit_step(arm.matched_lr))
-    return [
-        Rates(best.lr * lr_step**a, _rounded(best.circuit * step**b))
-        for a, b in ((-1, 0), (1, 0), (0, -1), (0, 1), (-1, 1), (1, -1))
-    ]
+    ends = [(-1, 0), (1, 0)]
+    return [*ends, (0, -1), (0, 1), (-1, 1), (1, -1)] if _searches_circuit(arm) else ends
 
 
 def _is_allowed(rates: Rates) -> bool:

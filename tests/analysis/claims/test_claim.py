@@ -644,7 +644,9 @@ def tiny_text(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TESTABLE)
 def test_every_shipped_claim_finds_its_arms(name, tiny_text):
-    own = load_claim(name, "small", {"data": "text", "data.path": str(tiny_text / "text.txt")})
+    own = load_claim(name, "small")
+    text = {"data": "text", "data.path": str(tiny_text / "text.txt")}
+    own = dataclasses.replace(own, grid=own.grid | text)
     grid, words = claim_grid(own, own.seeds[-1])
     free = ["threads=1", "tracking.wandb=disabled", f"data.cache={tiny_text / 'cache'}"]
     with open_composer() as composer:
@@ -659,12 +661,15 @@ def test_every_shipped_claim_finds_its_arms(name, tiny_text):
     asks = find_comparisons(own, manifest.arms.values())
     assert {one.part for one in asks} == {*own.parts}
     assert len({one.name for one in asks}) == len(asks)
+    # The settings that the task brings along are not in the names.
+    assert not any("context=" in arm or "batch_size=" in arm for arm in manifest.arms)
     for one in asks:
         pairs = [[manifest.arms[side] for side in pair] for pair in one.pairs]
         for arm, other in pairs:
             assert arm.name != other.name
             assert arm.tokens == other.tokens
             assert arm.facts["data_fingerprint"] == other.facts["data_fingerprint"]
+            assert (arm.config.data.source == "induction") == one.spec.task
             if one.spec.axis in ("params", "flops"):
                 sizes = [getattr(side, one.spec.axis) for side in (arm, other)]
                 assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
@@ -673,7 +678,9 @@ def test_every_shipped_claim_finds_its_arms(name, tiny_text):
         assert lengths == sorted(lengths)
     for part_name, one in own.parts.items():
         lengths = {manifest.arms[a.pairs[0][0]].tokens for a in asks if a.part == part_name}
-        every = {arm.tokens for arm in manifest.arms.values()}
+        source = "induction" if one.task else "text"
+        arms = [arm for arm in manifest.arms.values() if arm.config.data.source == source]
+        every = {arm.tokens for arm in arms}
         if one.horizon == "each":
             assert lengths == every
         elif one.horizon == "longest":
@@ -693,3 +700,50 @@ def test_no_shipped_claim_shares_a_seed_with_another():
         for seed in load_claim(name, scale).seeds_of(purpose, 8)
     ]
     assert len({*used}) == len(used)
+
+
+# Parts on the task of the scale.
+
+TASK_PARTS = {"within": PART, "on_task": PART | {"margin": 0.1, "task": True}}
+
+
+@pytest.mark.parametrize("scale", scales())
+def test_task_of_a_scale_is_trained_beside_the_grid(scale):
+    content = CLAIM | {"parts": TASK_PARTS}
+    own = parse_claim("mine", content, scale, {})
+    grid, _ = claim_grid(own, 6)
+    assert grid.also == own.task
+    assert "data" in own.task
+    assert grid.fixed == claim_grid(parse_claim("mine", CLAIM, scale, {}), 6)[0].fixed
+
+
+def test_grid_of_a_claim_without_a_part_on_the_task_has_no_task():
+    own = claim()
+    assert not own.task
+    assert "data" not in own.grid
+
+
+@pytest.mark.parametrize("words", [{"data": "wikitext2"}, {"train.steps": "90"}])
+def test_claim_with_other_data_or_length_has_no_part_on_the_task(words):
+    own = claim(parts=TASK_PARTS, words=words)
+    assert [*own.parts] == ["within"]
+    assert own.grid.items() >= words.items()
+    assert not own.task
+
+
+def test_claim_about_the_task_alone_trains_on_nothing_else():
+    own = claim(parts={"on_task": TASK_PARTS["on_task"]})
+    assert own.grid["data"] == "induction_short"
+    assert not any(key.startswith("data.") and key != "data.test_tokens" for key in own.grid)
+    assert not own.task
+
+
+def test_parts_compare_arms_of_their_own_data(world):
+    own = claim(parts=TASK_PARTS, seeds=3)
+    given, words = claim_grid(dataclasses.replace(own, grid={"variant": "standard,no_q"}), 2)
+    arms = world(*words, grid=given).manifest.arms
+    found = find_comparisons(own, arms.values())
+    assert [one.name for one in found] == ["within", "on_task"]
+    for one, source in zip(found, ("text", "induction"), strict=True):
+        (pair,) = one.pairs
+        assert {arms[name].config.data.source for name in pair} == {source}

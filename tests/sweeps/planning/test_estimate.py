@@ -200,6 +200,8 @@ def test_done_runs_cost_nothing(tmp_path):
     assert estimate_sweep(manifest, times, 1, [run.id for run in manifest.runs]).seconds == 0
 
 
-def test_final_runs_of_tuning_are_counted(tmp_path):
+def test_all_runs_of_tuning_are_counted(tmp_path):
     times = fixed(a=5.0, b=3.0, c=7.0)
-    assert estimate_sweep(named(tmp_path, 2, 3), times, 1).seconds == (2 + 3) * 15
+    refinement = 2 * 2  # on both sides of the best rate, with both tuning seeds
+    total = estimate_sweep(named(tmp_path, 2, 3), times, 1).seconds
+    assert total == (2 + refinement + 3) * 15
