@@ -44,10 +44,10 @@ class GridConfig:
         {}, "key: its values, as on the command line: 32,64 or range(3) or glob(*)", Role.GRID
     )
     fixed: dict[str, Any] = key({}, "key: its one value", Role.GRID)
-    also: dict[str, Any] = key(
-        {},
-        "key: its value; every arm is also trained with these, as on another data set, in place of"
-        " its own values and data.* keys",
+    also: Any = key(
+        None,
+        "a map of keys to values: every arm is also trained with these, as on another data set, in"
+        " place of its own values and its data.* keys",
         Role.GRID,
     )
     baseline: Any = key(
@@ -176,6 +176,11 @@ def check_sweep(config: SweepConfig) -> None:
         raise UserError(f"sweep.name: '{grid.name}' is not made of letters, digits, _, + and -")
     if not grid.tuning_seeds or not all(0 <= seed <= BIG for seed in grid.tuning_seeds):
         raise UserError(f"sweep.tuning_seeds: {grid.tuning_seeds} are not one or more seeds")
+    if not isinstance(grid.also, dict | None):
+        raise UserError(f"sweep.also: '{grid.also}' is not a map of keys to values, or null")
+    for name, value in (grid.also or {}).items():
+        if isinstance(value, list | dict):
+            raise UserError(f"sweep.also: {name} has several values; give one")
     if not isinstance(grid.baseline, str | dict | None):
         raise UserError(
             f"sweep.baseline: '{grid.baseline}' is not a variant, a map of keys to values, or null"

@@ -75,7 +75,7 @@ def claim_grid(claim: Claim, seeds: int) -> tuple[GridConfig, list[str]]:
         name=f"claim-{claim.name}",
         fixed=dict(claim.grid),
         axes={"seed": ",".join(map(str, claim.seeds_of("final", seeds)))},
-        also=dict(claim.task),
+        also=dict(claim.task) or None,
         baseline=claim.baseline,
         filter=list(claim.filter),
         tune=claim.tuning_seeds > 0,

@@ -83,7 +83,10 @@ class _Expansion:
             (control, overrides)
             for control in self.grid.controls
             for overrides in self._with_also(
-                [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+                [
+                    dict(zip(axes, values, strict=True))
+                    for values in itertools.product(*axes.values())
+                ]
             )
         ]
         included = []
@@ -139,7 +142,7 @@ class _Expansion:
 
     def _with_also(self, arms: list[Overrides]) -> list[Overrides]:
         """Return the arms, and each of them with the settings of `sweep.also`."""
-        also = {key: as_quoted(value) for key, value in self.grid.settings.also.items()}
+        also = {key: as_quoted(value) for key, value in (self.grid.settings.also or {}).items()}
         if shared := {*also} & {*RUN_KEYS}:
             raise UserError(
                 f"sweep.also: {min(shared)} distinguishes the runs of an arm; give it as an axis"

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import re
+from collections import Counter
 
 import pytest
 
@@ -422,3 +424,38 @@ def test_tracking_settings_of_the_user_are_kept(expand):
         assert (tracking.group, tracking.job_type, tracking.project) == ("mine", "kind", "p")
         assert tracking.tags[:2] == ["a", "b"]
         assert "tuning" in tracking.tags
+
+
+# A second data set.
+
+TASK = "{data: induction_short, model.context: 32, train.steps: 7}"
+
+
+def test_also_trains_every_arm_with_other_settings(expand):
+    manifest = expand("variant=no_q", "train.steps=5,9", f"sweep.also={TASK}")
+    sources = Counter(arm.config.data.source for arm in manifest.arms.values())
+    assert sources == {"text": 4, "induction": 2}  # the task once, at its own length
+    for name, arm in manifest.arms.items():
+        config = arm.config
+        is_task = config.data.source == "induction"
+        assert (config.model.context, config.train.steps == 7) == (32 if is_task else 16, is_task)
+        if arm.baseline:  # on the same data
+            baseline = manifest.arms[arm.baseline].config
+            assert (baseline.data, baseline.train) == (config.data, config.train)
+        # Settings that the data determine are not in the name.
+        assert ("data=induction_short" in name) == is_task
+        assert "context=" not in name
+
+
+@pytest.mark.parametrize(
+    ("also", "line"),
+    [
+        ("{seed: 1}", "sweep.also: seed distinguishes the runs of an arm"),
+        ("{model.context: [8, 16]}", "sweep.also: model.context has several values"),
+        ("3", "sweep.also: '3' is not a map of keys to values, or null"),
+        ("{model.width: 3}", "model.width: there is no such key"),
+    ],
+)
+def test_mistake_in_also_is_an_error(expand, also, line):
+    with pytest.raises(UserError, match=re.escape(line)):
+        expand("variant=no_q", f"sweep.also={also}")
