@@ -10,7 +10,8 @@ from qkablate.analysis.comparison.gaps import Family, find_families
 from qkablate.analysis.comparison.head_metrics import MEASURES, HeadMetrics, read_head_metrics
 from qkablate.analysis.comparison.summary import StudySummary, describe_study
 from qkablate.analysis.study.attention_maps import ArmAttention, read_arm_attention
-from qkablate.analysis.study.study import TRAIN, VAL, Entry, Record, Study
+from qkablate.analysis.study.loss_curves import TRAIN, VAL
+from qkablate.analysis.study.study import Entry, Record, Study
 from qkablate.report.palette import Style, assign_styles
 
 _MIN_CURVE = 5  # validation readings that make a curve

@@ -24,18 +24,10 @@ from qkablate.sweeps.running.state import SweepState
 from qkablate.training import checkpoint
 from qkablate.training.warm_start.restore import restore
 from tests.torture import sandbox
-from tests.torture.sandbox import TINY
+from tests.torture.sandbox import SWEEP, TINY
 from tests.torture.tally import Tally
 
 INTERRUPTED = ["train", "variant=merged_w", *TINY]
-SWEEP = [
-    "sweep",
-    "sweep.name=small",
-    "sweep.floor=false",
-    "variant=standard,no_q",
-    "seed=0,1",
-    *TINY,
-]
 
 # Values by name; None stands for a value that is reported as missing.
 Reading = dict[str, Any]

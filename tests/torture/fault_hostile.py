@@ -24,19 +24,11 @@ from pathlib import Path
 from qkablate.runs import attention_map, lease
 from qkablate.sweeps.engines.base import LOG_FILE
 from tests.torture import sandbox
-from tests.torture.sandbox import CLAIM, SECRET, TINY, CommandResult
+from tests.torture.sandbox import CLAIM, SECRET, SWEEP, TINY, CommandResult
 from tests.torture.tally import Tally
 
 RESUME = ["train", "variant=merged_w", *TINY]  # an interrupted run
 RERUN = [*RESUME, "seed=3"]  # a finished run
-SWEEP = [
-    "sweep",
-    "sweep.name=small",
-    "sweep.floor=false",
-    "variant=standard,no_q",
-    "seed=0,1",
-    *TINY,
-]
 CLAIM_WORDS = ["mine.yaml", *TINY]
 MEMORY = 2**29  # bytes that a command may allocate beyond its imports
 _CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x9b\u202e]")

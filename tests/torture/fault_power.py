@@ -28,14 +28,7 @@ _KINDS = [
     ["train"],
     ["train", "precision=bf16"],
     ["train", "variant=merged_w", "train.checkpoint_every=3"],
-    [
-        "sweep",
-        "variant=standard,no_q",
-        "seed=0",
-        "workers=2",
-        "sweep.baseline=null",
-        "sweep.floor=false",
-    ],
+    forked.SWEEP,
 ]
 _STATES = 6  # tried per recording
 _SECTOR = 512

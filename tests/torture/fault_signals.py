@@ -18,14 +18,7 @@ KINDS = {
     "run": ["train"],
     "bf16 run": ["train", "precision=bf16"],
     "multirun": ["train", "-m", "seed=0,1"],
-    "sweep": [
-        "sweep",
-        "variant=standard,no_q",
-        "seed=0",
-        "workers=2",
-        "sweep.baseline=null",
-        "sweep.floor=false",
-    ],
+    "sweep": forked.SWEEP,
 }
 # A command ends with 128 + the signal's number, or by the signal itself before the handlers are
 # installed (which a shell shows as the same number).

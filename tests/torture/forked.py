@@ -32,6 +32,10 @@ RUN = [
     *("model.dropout=0.1", "tracking.log_every=2", "data=text", "data.path=corpus.txt"),
     *("data.cache=cache", "tracking.wandb=disabled"),
 ]  # takes half a second; paths are relative to its folder
+SWEEP = [
+    *("sweep", "variant=standard,no_q", "seed=0", "workers=2"),
+    *("sweep.baseline=null", "sweep.floor=false"),
+]
 
 # Function of the number of cases, a generator, an empty folder, and the number of the lane.
 Lane = Callable[[int, random.Random, Path, int], Tally]

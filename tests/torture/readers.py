@@ -19,7 +19,8 @@ import pyarrow.parquet
 
 from qkablate.analysis.claims.parse import load_claim
 from qkablate.analysis.comparison.head_metrics import MEASURES, read_head_rows
-from qkablate.analysis.study.study import read_facts, read_loss_curves
+from qkablate.analysis.study.loss_curves import read_loss_curves
+from qkablate.analysis.study.study import read_facts
 from qkablate.cli import main
 from qkablate.config import DataConfig
 from qkablate.data import corpus

@@ -31,6 +31,10 @@ TINY = [
     *("tracking.log_every=2", "tracking.wandb=disabled", "data=text", "data.path=corpus.txt"),
     "data.cache=cache",
 ]
+SWEEP = [
+    *("sweep", "sweep.name=small", "sweep.floor=false", "variant=standard,no_q", "seed=0,1"),
+    *TINY,
+]
 CLAIM = """
 says: Keys alone are enough.
 source: a comment

@@ -11,7 +11,8 @@ import numpy as np
 
 from qkablate.analysis.comparison.gaps import Gap
 from qkablate.analysis.stats import ALPHA, Estimate, Interval, Sample, describe_sample
-from qkablate.analysis.study.study import VAL, Entry, LossCurve
+from qkablate.analysis.study.loss_curves import VAL, LossCurve
+from qkablate.analysis.study.study import Entry
 
 READINGS = 48  # most readings of a shown curve: more widen its band and clarify nothing
 

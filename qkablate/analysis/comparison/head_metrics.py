@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from qkablate.analysis.comparison.curves import Curve, combine_curves
-from qkablate.analysis.study.study import Entry, read_metrics
+from qkablate.analysis.study.loss_curves import read_metrics
+from qkablate.analysis.study.study import Entry
 from qkablate.errors import print_stderr
 from qkablate.runs.records import decode_row, is_number
 

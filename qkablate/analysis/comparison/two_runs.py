@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qkablate.analysis.comparison.gaps import perplexity_percent
-from qkablate.analysis.study.study import VAL, read_facts, read_loss_curves
+from qkablate.analysis.study.loss_curves import VAL, read_loss_curves
+from qkablate.analysis.study.study import read_facts
 from qkablate.config import Role, has_role
 from qkablate.errors import UserError
 from qkablate.runs.records import is_number, read_config, read_result

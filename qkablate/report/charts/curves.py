@@ -3,7 +3,8 @@
 import math
 
 from qkablate.analysis.comparison.curves import Curve, arm_curve, gap_curve, thin
-from qkablate.analysis.study.study import VAL, Entry
+from qkablate.analysis.study.loss_curves import VAL
+from qkablate.analysis.study.study import Entry
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.section import Section, format_n, size_label

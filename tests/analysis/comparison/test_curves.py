@@ -20,7 +20,7 @@ from qkablate.analysis.comparison.curves import (
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.summary import describe_study
 from qkablate.analysis.stats import ALPHA
-from qkablate.analysis.study.study import TRAIN, VAL
+from qkablate.analysis.study.loss_curves import TRAIN, VAL
 from tests.analysis.references import to_json
 
 PER_STEP = 32  # tokens: two sequences of sixteen

@@ -9,7 +9,8 @@ import pytest
 
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.summary import describe_study
-from qkablate.analysis.study.study import TRAIN, VAL, read_facts, read_loss_curves, read_study
+from qkablate.analysis.study.loss_curves import TRAIN, VAL, read_loss_curves
+from qkablate.analysis.study.study import read_facts, read_study
 from qkablate.errors import UserError
 from qkablate.runs.lease import hold_lease
 from tests.analysis.worlds import describe_checked

@@ -1,0 +1,78 @@
+"""Loss curves of a run, read from its metrics.jsonl."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from qkablate.disk import read_file
+from qkablate.errors import print_stderr
+from qkablate.runs.records import decode_row, is_number, read_result, sha256
+
+LossCurve = dict[int, float]  # loss by tokens
+VAL, TRAIN = "val/loss", "train/loss"
+_MAX_READINGS = 64  # of an unthinned curve
+_TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
+
+
+def read_loss_curves(
+    folder: Path, note: Callable[[str], None] | None = None
+) -> dict[str, LossCurve]:
+    """Read the loss curves of a run from metrics.jsonl.
+
+    Malformed lines are skipped with a warning. Long curves are thinned evenly on a log scale.
+    """
+    curves, damage = _read_curves(folder)
+    if damage:
+        print_stderr(f"qkablate: '{folder / 'metrics.jsonl'}' is damaged: {damage}")
+        if note is not None:
+            note(f"metrics.jsonl is damaged: {damage}")
+    return curves
+
+
+def _read_curves(folder: Path) -> tuple[dict[str, LossCurve], str]:
+    content = read_metrics(folder)
+    curves: dict[str, LossCurve] = {VAL: {}, TRAIN: {}}
+    if content is None:
+        return curves, "its loss curves are skipped"
+    lines = content.splitlines()
+    unfinished = b"" if content.endswith(b"\n") else lines[-1] if lines else b""
+    damaged = set()
+    for metric in (VAL, TRAIN):
+        sign = f'"{metric}"'.encode()
+        rows = [line for line in lines if sign in line]
+        for line in rows if len(rows) <= _MAX_READINGS else _thin_lines(rows):
+            try:
+                row = decode_row(line)
+                tokens, loss = row["tokens"], row[metric]
+            except ValueError:
+                damaged |= {line} - {unfinished}  # the last line may be just being written
+                continue
+            except KeyError:
+                continue
+            if type(tokens) is int and 0 < tokens < 2**60 and is_number(loss):
+                curves[metric][tokens] = float(loss)
+        curves[metric] = dict(sorted(curves[metric].items()))
+    return curves, f"rows skipped: {len(damaged)}" if damaged else ""
+
+
+def read_metrics(folder: Path) -> bytes | None:
+    """Read metrics.jsonl; None if it differs from the file that the result was made with."""
+    try:
+        content = read_file(folder / "metrics.jsonl")
+    except OSError:
+        return b""
+    known = (read_result(folder) or {}).get("metrics_sha256")
+    return content if not content or known in (None, sha256(content)) else None
+
+
+def _thin_lines(lines: list[bytes]) -> list[bytes]:
+    """Pick the first line of every sixteenth of a doubling of tokens, and the last.
+
+    Runs with other lines missing still yield the same picks.
+    """
+    picked: dict[int, bytes] = {}
+    for line in lines:
+        if (tokens := _TOKENS.search(line)) is not None:
+            picked.setdefault(int(16 * math.log2(int(tokens[1]) or 1)), line)
+    return [*picked.values(), lines[-1]]
