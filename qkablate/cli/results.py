@@ -32,9 +32,10 @@ Examples
   qkablate cost variant=standard,merged_w --measure --json > times.json
   qkablate results --times times.json    with the Pareto front of loss and time
 
-A gap is the test loss of an arm minus that of its baseline with the same seed, in nats. The paired
-t interval decides; `p` is adjusted by Holm's method over all gaps shown. `detectable` is the
-smallest gap that these seeds detect with 80 % power. The BCa bootstrap and the exact sign-flip test
+A gap is the test loss of an arm minus that of its baseline with the same seed, in nats. The
+interval over pairs decides: Student's t, widened where the gaps are skewed. `p` is adjusted by
+Holm's method over all gaps shown. `detectable` is the smallest gap that these seeds detect with
+80 % power. The BCa bootstrap and the exact sign-flip test
 are shown for comparison. `SE over documents` is the gap's standard error over the documents of the
 test text, which the interval over seeds leaves out. The audit lists what else than the arm may
 explain the gap. The function distance measures how much the predictions of arm and baseline differ,

@@ -116,8 +116,8 @@ def make_notes(section: Section) -> list[str]:
             for nats in margins
         ),
         "gap: test loss of the arm minus test loss of its baseline with the same seed; negative is"
-        " better. Intervals are Student's t intervals over pairs, unadjusted; verdicts use p"
-        " adjusted by Holm over all gaps of the section.",
+        " better. Intervals are over pairs, by Student's t, wider where the gaps are skewed, and"
+        " unadjusted; verdicts use p adjusted by Holm over all gaps of the section.",
         "smallest detectable effect: the gap that these seeds detect with 80 % power."
         " “no difference found” does not mean that the arms are equal.",
         *(f"without attention: {references}" for references in section.summary.text_references),

@@ -116,7 +116,7 @@ def samples(truth: float, spread: float, n: int, studies: int = STUDIES) -> list
 
 
 def coverage(n: int, studies: int = STUDIES) -> Rate:
-    """Return the coverage of the 95 % t interval."""
+    """Return the coverage of the 95 % interval."""
     found = [sample.interval() for sample in samples(1, 1, n, studies)]
     return rate([low <= MARGIN <= high for low, high in filter(None, found)])
 
@@ -252,7 +252,7 @@ class HiddenStudies:
     risks: list[tuple[FailureRisk, FailureRisk]]
 
     def covered(self, truth: float) -> Rate:
-        """Return the coverage of the 95 % t interval."""
+        """Return the coverage of the 95 % interval."""
         ends = [Sample(tuple(x_N)).interval() for x_N in self.gaps_SN.tolist()]
         return rate([low <= truth <= high for low, high in filter(None, ends)])
 

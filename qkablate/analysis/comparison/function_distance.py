@@ -68,7 +68,7 @@ class Distance:
         return math.exp(math.fsum(map(math.log, values)) / len(values)) if all(values) else 0.0
 
     def interval(self, tokens: int, level: float = 1 - ALPHA) -> Interval | None:
-        """Return Student's t interval of the geometric mean.
+        """Return the interval of the geometric mean.
 
         None for pairs of seeds, which share runs, and where a distance is zero.
         """

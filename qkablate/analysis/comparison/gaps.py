@@ -67,7 +67,7 @@ class Gap:
         )
 
     def bounds(self, level: float = 1 - ALPHA) -> Interval | None:
-        """Return the t interval, unbounded on a side where runs diverged."""
+        """Return the interval, unbounded on a side where runs diverged."""
         interval = self.sample.interval(level)
         return interval and (
             -math.inf if self.baseline_diverged else interval[0],

@@ -51,7 +51,7 @@ def loss_chart(section: Section) -> Chart | None:
     split = "Validation" if section.metric == VAL else "Training"
     caption = (
         f"{split} loss. Thick lines: mean over completed runs of an arm ({format_n(counts)});"
-        " band: 95 % t interval of the mean, pointwise."
+        " band: 95 % interval of the mean, pointwise."
     )
     if with_runs:
         caption += " Thin lines: individual runs, including incomplete and diverged ones."

@@ -111,7 +111,7 @@ def gap_chart(section: Section) -> Chart | None:
     spec: Spec = {"height": height, "data": {"values": rows}, "layer": layers}
     caption = (
         "Test loss of an arm minus test loss of its baseline with the same seed; negative"
-        " is better. Point: mean; bar: 95 % t interval, unadjusted for multiple arms; ticks:"
+        " is better. Point: mean; bar: 95 % interval, unadjusted for multiple arms; ticks:"
         f" single pairs ({format_n([row['n'] for row in rows])})."
     )
     single = sum(row["low"] is None for row in rows)

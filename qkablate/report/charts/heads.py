@@ -61,7 +61,7 @@ def head_curve_chart(section: Section) -> Chart | None:
         return None
     caption = (
         "Mean over all heads and layers and over completed runs of an arm"
-        f" ({format_n(counts)}); band: 95 % t interval of the mean, pointwise. B is the bilinear"
+        f" ({format_n(counts)}); band: 95 % interval of the mean, pointwise. B is the bilinear"
         " form of a head's scores; its distance from initialization is relative to the norm of the"
         " initial B."
     )

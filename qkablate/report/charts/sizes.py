@@ -41,7 +41,7 @@ def heat_map_chart(section: Section) -> Chart | None:
         return None
     all_rows = [row for rows in cells.values() for row in rows]
     caption = (
-        "Gap in test loss, nats per token, ± half of its 95 % t interval"
+        "Gap in test loss, nats per token, ± half of its 95 % interval"
         f" ({format_n([row['n'] for row in all_rows if row['n']])}). Blue is better. In"
         " parentheses: no difference found (Holm over all gaps), or rates not tuned."
     )
@@ -114,7 +114,7 @@ def cost_chart(section: Section) -> Chart | None:
     if not panels:
         return None
     caption = (
-        "Mean test loss of each arm; bar: 95 % t interval over seeds"
+        "Mean test loss of each arm; bar: 95 % interval over seeds"
         f" ({format_n(counts)}). Lower left is better."
     )
     if hidden:
@@ -174,7 +174,7 @@ def lr_chart(section: Section) -> Chart | None:
     caption = (
         "Validation loss by learning rate, mean over tuning seeds"
         f" ({format_n([row['n'] for rows in by_baseline.values() for row in rows])}); bar:"
-        " 95 % t interval; large point: the best rate. An arm has a line for each multiplier of its"
+        " 95 % interval; large point: the best rate. An arm has a line for each multiplier of its"
         " circuit's rate."
     )
     if count := sum(map(len, diverged.values())):

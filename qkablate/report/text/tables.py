@@ -62,7 +62,7 @@ def _arm_table(summary: StudySummary) -> Table:
             "every run",
         ],
         rows,
-        ["params: without embeddings; interval: Student's t, of the mean over seeds"]
+        ["params: without embeddings; interval: of the mean over seeds"]
         + ["chance: accuracy of the best guess that does not depend on the sequence"]
         * show_accuracy
         + [f"without attention: {references}" for references in summary.text_references]
