@@ -16,6 +16,7 @@ from scipy import optimize, special, stats
 ALPHA = 0.05
 POWER = 0.8
 MIN_PAIRS = 3  # for any decision: two equal numbers would have no spread at all
+_MIN_SKEWED = 6  # numbers from which their skewness is allowed for
 _MAX_EXACT = 16  # largest n for which all 2ⁿ sign flips are enumerated
 _FLIPS = 99_999  # random sign flips beyond that
 _RESAMPLES = 9_999
@@ -44,9 +45,10 @@ class Sample:
     Where they are skewed, Student's t errs mostly on the side of the long tail: of six exponential
     numbers its 95 % interval covers 89 %, and a one-sided 5 % test errs in 15 %. Hall's (1992)
     cubic transformation of t corrects this by the skewness of the sample, but loses coverage under
-    heavy tails. So every bound and p-value is the more cautious one of the two. In simulations
-    (normal, t3, exponential, ties, heteroscedastic; n = 6 to 36) the 95 % interval then covers
-    94.2 % or more, and is 6 % wider than Student's at n = 16 if the numbers are normal.
+    heavy tails. So from six numbers on every bound and p-value is the more cautious one of the two.
+    In simulations (normal, t3, exponential, ties, heteroscedastic; n = 6 to 36) the 95 % interval
+    then covers 93 % or more. If the numbers are normal, the price is a detectable effect that is
+    larger by 20 % at n = 6, and by 5 % at n = 16. Fewer than six do not tell their skewness.
     """
 
     values: tuple[float, ...]
@@ -87,8 +89,9 @@ class Sample:
         if self.sd is None:
             return None
         t = _t_quantile((1 - level) / 2, self.n - 1)
-        low, high = max(t, self._uncorrected(t)), min(-t, self._uncorrected(-t))
-        return self.mean - low * self.standard_error, self.mean - high * self.standard_error
+        low = max(t, float(_uncorrect(t, self.n, self._skewness)))
+        high = max(t, -float(_uncorrect(-t, self.n, self._skewness)))
+        return self.mean - low * self.standard_error, self.mean + high * self.standard_error
 
     def p_below(self, bound: float) -> float:
         """Return the one-sided p-value against a mean at or above `bound`."""
@@ -117,11 +120,12 @@ class Sample:
 
     @cached_property
     def _skewness(self) -> float:
-        """Unbiased skewness; the extra variance is that of a symmetric error, which dilutes it."""
-        if self.n < 3 or not self.sd:
+        """Skewness; the extra variance is that of a symmetric error, which dilutes it."""
+        if self.n < _MIN_SKEWED or not self.sd:
             return 0.0
-        third = math.fsum(((x - self.mean) / self.sd) ** 3 for x in self.values)
-        skewness = third * self.n / ((self.n - 1) * (self.n - 2))
+        # Of the deviations over the standard deviation that divides by n.
+        third = math.fsum(((x - self.mean) / self.sd) ** 3 for x in self.values) / self.n
+        skewness = third * (self.n / (self.n - 1)) ** 1.5
         return skewness * (self.sd / self.spread_at(self.n)) ** 3
 
     def _corrected(self, t: float) -> float:
@@ -134,14 +138,6 @@ class Sample:
         if not g:
             return t
         return math.sqrt(self.n) * (w + g * w**2 / 3 + g**2 * w**3 / 27 + g / (6 * self.n))
-
-    def _uncorrected(self, t: float) -> float:
-        """Return the inverse of Hall's transformation."""
-        g = self._skewness
-        if abs(g) < 1e-6:
-            return t
-        cube = 1 + g * (t / math.sqrt(self.n) - g / (6 * self.n))
-        return math.sqrt(self.n) * 3 / g * (math.cbrt(cube) - 1)
 
     @cached_property
     def bca(self) -> Interval | None:
@@ -176,6 +172,13 @@ def describe_sample(sample: Sample) -> Estimate:
     """Return the mean of a sample with its 95 % interval."""
     mean = sample.mean if sample.n else None
     return Estimate(n=sample.n, mean=mean, sd=sample.sd, interval=sample.interval())
+
+
+def _uncorrect(t: float, n: int, skewness: float | np.ndarray) -> np.ndarray:
+    """Return the t whose transformation by Hall is the given one."""
+    g = np.where(np.abs(skewness) < 1e-6, 1.0, skewness)
+    cube = 1 + g * (t / math.sqrt(n) - g / (6 * n))
+    return np.where(g == skewness, math.sqrt(n) * 3 / g * (np.cbrt(cube) - 1), t)
 
 
 @lru_cache(maxsize=4096)
@@ -303,47 +306,70 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def power_two_sided(effect: float, sd: float, n: int, alpha: float = ALPHA) -> float:
-    """Return the power of the two-sided t test for a mean of `effect`."""
+    """Return the power of the two-sided test for a mean of `effect`, of normal numbers."""
 
-    def power(half: np.ndarray) -> np.ndarray:
+    def power(below: np.ndarray, above: np.ndarray) -> np.ndarray:
         scale = sd / math.sqrt(n)
-        upper, lower = (half - effect) / scale, (-half - effect) / scale
+        upper, lower = (below - effect) / scale, (-above - effect) / scale
         return np.asarray(special.ndtr(-upper) + special.ndtr(lower))
 
-    return _average_over_sd(power, sd, n, alpha / 2)
+    return _average_over_samples(power, sd, n, alpha / 2)
 
 
 def power_below(mean: float, bound: float, sd: float, n: int, alpha: float = ALPHA) -> float:
-    """Return the power of the one-sided t test for a mean below a bound."""
+    """Return the power of the one-sided test for a mean below a bound."""
 
-    def power(half: np.ndarray) -> np.ndarray:
-        return np.asarray(special.ndtr((bound - half - mean) / (sd / math.sqrt(n))))
+    def power(below: np.ndarray, above: np.ndarray) -> np.ndarray:
+        return np.asarray(special.ndtr((bound - above - mean) / (sd / math.sqrt(n))))
 
-    return _average_over_sd(power, sd, n, alpha)
+    return _average_over_samples(power, sd, n, alpha)
 
 
 def power_equivalence(mean: float, margin: float, sd: float, n: int, alpha: float = ALPHA) -> float:
-    """Return the power of two one-sided t tests for a mean within ± margin."""
+    """Return the power of two one-sided tests for a mean within ± margin."""
 
-    def power(half: np.ndarray) -> np.ndarray:
+    def power(below: np.ndarray, above: np.ndarray) -> np.ndarray:
         scale = sd / math.sqrt(n)
-        low, high = (half - margin - mean) / scale, (margin - half - mean) / scale
+        low, high = (below - margin - mean) / scale, (margin - above - mean) / scale
         return np.where(high > low, special.ndtr(high) - special.ndtr(low), 0.0)
 
-    return _average_over_sd(power, sd, n, alpha)
+    return _average_over_samples(power, sd, n, alpha)
 
 
-def _average_over_sd(
-    power: Callable[[np.ndarray], np.ndarray], sd: float, n: int, tail: float
+def _average_over_samples(
+    power: Callable[[np.ndarray, np.ndarray], np.ndarray], sd: float, n: int, tail: float
 ) -> float:
-    """Average a power, given half an interval's width, over the sampled standard deviation.
+    """Average a power, given an interval's widths below and above the mean, over normal samples.
 
     scipy's noncentral t has no values in the far tails.
     """
     if n < 2:
         return 0.0
-    half = _t_quantile(tail, n - 1) * sd * _sampled_sd(n) / math.sqrt(n)
-    return float(np.mean(power(half)))
+    below, above = _half_widths(n, tail)
+    return float(np.mean(power(sd * below, sd * above)))
+
+
+@lru_cache(maxsize=512)
+def _half_widths(n: int, tail: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return equally likely widths of an interval below and above the mean of n standard normals.
+
+    Their mean, standard deviation and skewness are independent of each other. That of the
+    skewness matters for few numbers only.
+    """
+    t, error = _t_quantile(tail, n - 1), _sampled_sd(n) / math.sqrt(n)
+    if not _MIN_SKEWED <= n <= _MANY:
+        return t * error, t * error
+    skewness = _sampled_skewness(n)
+    below, above = _uncorrect(t, n, skewness), -_uncorrect(-t, n, skewness)
+    both = np.tile(error, 2)
+    return np.maximum(t, below) * both, np.maximum(t, above) * both
+
+
+@lru_cache(maxsize=128)
+def _sampled_skewness(n: int) -> np.ndarray:
+    """Return equally likely skewnesses of n normal numbers, each with either sign."""
+    skewness = stats.skew(np.random.default_rng(n).normal(size=(_NODES, n)), axis=1)
+    return np.concatenate((skewness, -skewness))
 
 
 @lru_cache(maxsize=512)
@@ -364,7 +390,7 @@ def _normal_nodes() -> np.ndarray:
 def detectable_effect(
     sd: float, n: int, alpha: float = ALPHA, power: float = POWER
 ) -> float | None:
-    """Return the smallest mean that the two-sided t test detects with the given power."""
+    """Return the smallest mean that the two-sided test detects with the given power."""
     if n < 2:
         return None
     return sd * _detectable(n, alpha, power) if sd else 0.0

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from qkablate.analysis.claims.verdict import KINDS
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.stats import ALPHA
+from tests.analysis.references import p_values
 from tests.sweeps.planning import tuning_simulation
 
 STUDIES = 4_000
@@ -58,29 +58,20 @@ def least_n(shape: str, margin: float = MARGIN) -> int:
     return math.ceil(3 * LEFT_BEHIND / margin) if shape in FAILING else 3
 
 
-class Tests(NamedTuple):
-    """Interval and one-sided p-values of many samples."""
+class SampleTests(NamedTuple):
+    """One-sided tests of many samples."""
 
-    low_S: np.ndarray
-    high_S: np.ndarray
-    mean_S: np.ndarray
-    error_S: np.ndarray
-    freedom: int
+    x_SN: np.ndarray
 
-    @classmethod
-    def of(cls, x_SN: np.ndarray) -> "Tests":
-        n = x_SN.shape[1]
-        mean_S, error_S = x_SN.mean(axis=1), x_SN.std(axis=1, ddof=1) / math.sqrt(n)
-        half_S = stats.t.isf(ALPHA / 2, n - 1) * error_S
-        return cls(mean_S - half_S, mean_S + half_S, mean_S, np.maximum(error_S, 1e-300), n - 1)
+    def covers(self, mean: float) -> np.ndarray:
+        """Return whether the 95 % intervals hold a mean."""
+        return ~(self.is_below(mean, ALPHA / 2) | self.is_above(mean, ALPHA / 2))
 
     def is_below(self, bound: float, alpha: float = ALPHA) -> np.ndarray:
-        limit = float(stats.t.isf(alpha, self.freedom))
-        return np.asarray((self.mean_S - bound) / self.error_S < -limit)
+        return np.asarray(p_values(self.x_SN, bound)[0] < alpha)
 
     def is_above(self, bound: float, alpha: float = ALPHA) -> np.ndarray:
-        limit = float(stats.t.isf(alpha, self.freedom))
-        return np.asarray((self.mean_S - bound) / self.error_S > limit)
+        return np.asarray(p_values(self.x_SN, bound)[1] < alpha)
 
     def words(self, kind: str, margin: float = MARGIN) -> np.ndarray:
         """Return the verdict of a claim with one part of this kind."""
@@ -133,9 +124,8 @@ def measure(shape: str, n: int, studies: int = STUDIES) -> Errors:
     false: dict[str, float] = dict.fromkeys(map(str, words), 0.0)
     covered = []
     for truth in (0.0, 0.5, 1.0, -1.0):
-        tests = Tests.of(draw_gaps(shape, truth, n, studies))
-        mean = MARGIN * truth
-        covered.append(float(np.mean((tests.low_S <= mean) & (mean <= tests.high_S))))
+        tests = SampleTests(draw_gaps(shape, truth, n, studies))
+        covered.append(float(np.mean(tests.covers(MARGIN * truth))))
         for kind, word in itertools.product(KINDS, false):
             if is_false(word, kind, truth):
                 rate = float(np.mean(tests.words(kind) == word))
@@ -152,13 +142,11 @@ def surely_beaten(arms: int, n: int = 6, studies: int = STUDIES) -> float:
     """
     random = np.random.default_rng([arms, n])
     pairs = list(itertools.combinations(range(arms), 2))
-    limit = stats.t.isf(ALPHA / len(pairs) / 2, n - 1)
+    limit = ALPHA / len(pairs) / 2
     x_SAN = SD * random.normal(size=(studies, arms, n))
     found_S = np.zeros(studies, dtype=bool)
     for arm, other in pairs:
-        gap_SN = x_SAN[:, arm] - x_SAN[:, other]
-        error_S = gap_SN.std(axis=1, ddof=1) / math.sqrt(n)
-        found_S |= np.abs(gap_SN.mean(axis=1)) > limit * error_S
+        found_S |= np.minimum(*p_values(x_SAN[:, arm] - x_SAN[:, other], 0.0)) < limit
     return float(found_S.mean())
 
 

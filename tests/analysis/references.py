@@ -19,6 +19,26 @@ def holm_reference(p_values: Sequence[float]) -> list[float]:
     return [*map(float, adjusted)]
 
 
+def hall_t(t_S: np.ndarray, skewness_S: np.ndarray, n: int) -> np.ndarray:
+    """Return Hall's transformation (1992) of t."""
+    w, g = t_S / math.sqrt(n), skewness_S
+    return math.sqrt(n) * np.asarray(w + g * w**2 / 3 + g**2 * w**3 / 27 + g / (6 * n))
+
+
+def p_values(x_SN: np.ndarray, mean: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the one-sided p-values against a mean at or above, and at or below, a number.
+
+    From six numbers on each is the more cautious of Student's and Hall's.
+    """
+    n = x_SN.shape[1]
+    with np.errstate(all="ignore"):
+        t_S = (x_SN.mean(axis=1) - mean) / (x_SN.std(axis=1, ddof=1) / math.sqrt(n))
+        skewness_S = np.nan_to_num(stats.skew(x_SN, axis=1)) if n >= 6 else np.zeros_like(t_S)
+        is_skewed = (skewness_S != 0) & np.isfinite(t_S)
+        both = np.stack([t_S, np.where(is_skewed, hall_t(t_S, skewness_S, n), t_S)])
+    return stats.t.cdf(both.max(axis=0), n - 1), stats.t.sf(both.min(axis=0), n - 1)
+
+
 def t_test_power(effect: float, n: float, *, two_sided: bool) -> float:
     """Return the power of a t test at 5 % by the noncentral t distribution."""
     shift, df = effect * math.sqrt(n), n - 1

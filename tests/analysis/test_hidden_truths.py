@@ -8,7 +8,7 @@ from qkablate.analysis.claims.verdict import KINDS, Part, judge_parts
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.stats import Sample
 from tests.analysis import hidden_truths
-from tests.analysis.hidden_truths import MARGIN, SHAPES, Tests, draw_gaps, measure
+from tests.analysis.hidden_truths import MARGIN, SHAPES, SampleTests, draw_gaps, measure
 from tests.sweeps.planning import tuning_simulation
 
 STUDIES = 1_000
@@ -25,7 +25,7 @@ def test_vectorized_verdicts_are_those_of_the_analysis(kind, shape):
             judge_parts([Part(kind, kind, MARGIN, Sample(tuple(x_N)))]).word
             for x_N in x_SN.tolist()
         ]
-        assert [str(word) for word in judged] == Tests.of(x_SN).words(kind).tolist()
+        assert [str(word) for word in judged] == SampleTests(x_SN).words(kind).tolist()
 
 
 @pytest.mark.parametrize("n", [6, 16])
@@ -36,10 +36,19 @@ def test_symmetric_gaps_keep_their_promises(shape, n):
     assert max(found.guarded.values()) <= 0.065 + SLACK
 
 
+@pytest.mark.parametrize(("n", "most"), [(6, 0.1), (16, 0.075), (36, 0.065)])
+@pytest.mark.parametrize("shape", ["skewed", "skewed to the left"])
+def test_skewed_gaps_are_covered(shape, n, most):
+    """Six exponential numbers rarely show their long tail: some false verdicts remain."""
+    found = measure(shape, n, STUDIES)
+    assert found.coverage >= 0.935 - SLACK
+    assert max(found.guarded.values()) <= most + SLACK
+
+
 @pytest.mark.parametrize("shape", ["arm left behind", "baseline left behind"])
 def test_rare_failures_of_one_arm_need_the_guard(shape):
-    """Record the t interval's limits: it cannot see a failure that has not occurred yet."""
-    assert measure(shape, 6, STUDIES).coverage < 0.75
+    """Record the interval's limits: it cannot see a failure that has not occurred yet."""
+    assert measure(shape, 6, STUDIES).coverage < 0.8
     found = measure(shape, 16, STUDIES)
     assert found.false[Verdict.SUPPORTED] > 0.065
     assert found.guarded[Verdict.SUPPORTED] == found.guarded[Verdict.EQUIVALENT] == 0
