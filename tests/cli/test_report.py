@@ -603,8 +603,11 @@ MISTAKES = [
     (["\x1b[31mred"], "there is no sweep, claim or run '�[31mred'"),
     (["small", "nothing-here"], "there is no sweep, claim or run 'nothing-here'"),
     (["no_q"], "'no_q' matches 8 runs"),
-    (["out=nowhere"], "there is no sweep in 'nowhere/sweeps'"),
-    (["small", "out=nowhere"], "there is no sweep, claim or run 'small' in 'nowhere'"),
+    (["out=nowhere"], "there is no sweep in 'nowhere' (it has none); start one: qkablate"),
+    (
+        ["small", "out=nowhere"],
+        "there is no sweep, claim or run 'small' in 'nowhere' (it has none)",
+    ),
     (
         ["--margin", "some"],
         "--margin: 'some' is not a number of nats above 0 and below 100, such as 0.01",

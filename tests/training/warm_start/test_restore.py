@@ -343,14 +343,14 @@ def test_find_run(tmp_path):
     for word, line in [
         ("a", f"'a' matches 2 runs: {names[0]}, {names[1]}"),
         ("0", "'0' matches 2 runs"),
-        ("b_v", "there is no run 'b_v', neither as a folder nor in 'outputs/runs' (nearest: b_w)"),
+        ("b_v", "there is no run 'b_v' in 'outputs' (nearest: b_w)"),
         ("outputs", "'outputs' is not a run: it has no config.yaml"),
         ("", "give a run"),
         ("x" * 5000, "there is no run 'xxx"),
     ]:
         with pytest.raises(UserError, match=re.escape(line)):
             find_run(word)
-    with pytest.raises(UserError, match="there is no run 'a'; 'elsewhere/runs' has no runs"):
+    with pytest.raises(UserError, match="there is no run 'a' in 'elsewhere' \\(it has none\\)"):
         find_run("a", out="elsewhere")
 
 
