@@ -208,11 +208,8 @@ def _summarize(judgement: "Judgement") -> str:
 
 
 def _show(request: _ClaimRequest, as_json: bool) -> int:
-    from qkablate.analysis.claims.judgement import (
-        counting_judgement,
-        judge_looks,
-        judgement_to_json,
-    )
+    from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
+    from qkablate.report.judgement_json import judgement_to_json
     from qkablate.report.text.claims import format_claim
 
     claim = request.claim

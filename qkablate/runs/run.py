@@ -96,6 +96,10 @@ def run_id(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+# Keys whose values a label shows.
+LABEL_KEYS = ("variant", "model.d_model", "model.heads", "seed")
+
+
 def label(config: Config) -> str:
     """Return the readable part of a run's name; its id is what distinguishes it."""
     model, begun = config.model, "" if config.init_from.run is None else "finetuned-"

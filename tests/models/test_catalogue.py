@@ -7,7 +7,8 @@ import textwrap
 import pytest
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
-from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant, variants
+from qkablate.attention.modifiers import NORMS
+from qkablate.config import KEYS, Config, ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.errors import UserError
 from qkablate.models.catalogue import circuit_classes, load_file, make_attention, resolve_circuits
 
@@ -34,6 +35,10 @@ OWN_OV = """
         def write(self, o_BHTV):
             return o_BHTV.transpose(1, 2).flatten(2)
 """
+
+
+def test_norms_are_those_of_the_schema():
+    assert KEYS["variant.norm"].choices == NORMS
 
 
 @pytest.fixture
@@ -117,9 +122,7 @@ def test_rank_and_groups_reach_the_circuit_of_a_file(own):
     with pytest.raises(UserError, match=r"variant\.rank: Own needs a number"):
         resolved(file=own(text))
     assert resolved(file=own(text, "own_rank.py"), rank=7)[0].variant.name == "own_rank_r7"
-    with pytest.raises(
-        UserError, match=r"variant\.rank: 7 given, but qk=own_qk and ov=separate do not use"
-    ):
+    with pytest.raises(UserError, match=r"variant\.rank: qk=own_qk and ov=separate have no rank"):
         resolved(file=own(OWN), rank=7)
 
 

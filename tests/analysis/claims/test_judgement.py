@@ -7,12 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from qkablate.analysis.claims.judgement import judge_claim, judgement_to_json
+from qkablate.analysis.claims.judgement import judge_claim
 from qkablate.analysis.claims.parse import parse_claim
 from qkablate.analysis.claims.registry import claim_grid
 from qkablate.analysis.claims.verdict import spend_alpha
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.errors import UserError
+from qkablate.report.judgement_json import judgement_to_json
 from qkablate.report.text.claims import format_claim, format_judgement, format_seeds_needed
 
 PART = {"arm": "no_q", "kind": "noninferior", "margin": 0.01}
