@@ -254,8 +254,7 @@ def _format(value: object) -> str:
 
 
 def _show(words: list[str], args: Namespace) -> None:
-    from qkablate.data import IGNORE, Task, tokenizers
-    from qkablate.data.batches import iterate_windows
+    from qkablate.data import IGNORE, Task, iterate_windows, tokenizers
 
     split, count = args.split or "train", args.count or 3
     planned = compose_jobs(words)

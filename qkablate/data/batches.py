@@ -3,7 +3,6 @@
 Shape suffixes: N windows, T context, A answers.
 """
 
-import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,8 +13,6 @@ from qkablate.randomness import named_generator
 
 if TYPE_CHECKING:  # data is prepared and shown without importing torch
     from torch import Tensor
-
-    from qkablate.data import Data
 
 IGNORE = -100  # a target that does not count
 DOCUMENT = "document"  # the slice of the answers of each document of a text
@@ -92,23 +89,6 @@ def sequential_batches(
             torch.from_numpy(targets).view(-1, context),
             slices=slices,
         )
-
-
-def iterate_windows(
-    data: "Data", split: str, *, seed: int, batch_size: int, grad_accum: int, context: int
-) -> Iterator[tuple[Batch, int]]:
-    """Yield the windows of a split in order, as batch and row; of `train`, those of a run."""
-    if split == "train":
-        steps = data.batches(
-            seed=seed, batch_size=batch_size, grad_accum=grad_accum, context=context
-        )
-        batches: Iterator[Batch] = itertools.chain.from_iterable(map(steps.step, itertools.count()))
-    else:
-        batches = data.split_batches(split, batch_size=16, context=context)
-    for batch in batches:
-        for row, targets_A in enumerate(batch.targets_NA):
-            if (targets_A != IGNORE).any():  # the others pad the last batch
-                yield batch, row
 
 
 def _to_tensor(tokens: np.ndarray) -> "Tensor":
