@@ -66,7 +66,7 @@ class Data(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Description of the tokenizer; None if the tokens are no text."""
+        """Description of the tokenizer; None if the tokens are not text."""
         ...
 
     def check_context(self, context: int) -> None: ...

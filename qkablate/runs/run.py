@@ -102,8 +102,8 @@ LABEL_KEYS = ("variant", "model.d_model", "model.heads", "seed")
 
 def label(config: Config) -> str:
     """Return the readable part of a run's name; its id is what distinguishes it."""
-    model, begun = config.model, "" if config.init_from.run is None else "finetuned-"
-    return f"{begun}{config.variant.name}-d{model.d_model}-h{model.heads}-s{config.seed}"
+    model, prefix = config.model, "" if config.init_from.run is None else "finetuned-"
+    return f"{prefix}{config.variant.name}-d{model.d_model}-h{model.heads}-s{config.seed}"
 
 
 class Run:

@@ -46,7 +46,7 @@ def claim(qkablate, tiny, write):
 
 
 class Pretended:
-    """In the place of training: every run ends with what `outcome` says, None with nothing."""
+    """Fake training: each run ends with `outcome`; None leaves it unfinished."""
 
     def __init__(self):
         self.outcome = self.by_gap(0.0)

@@ -164,7 +164,7 @@ def test_run_of_every_task(qkablate, tiny, tmp_path, task, variant):
     assert not (folder / "tokenizer.json").exists()
     sampled = qkablate("sample", str(folder))
     assert sampled.code == 2
-    assert "learned a task, whose tokens are no text" in sampled.err
+    assert "was trained on a task, whose tokens are not text" in sampled.err
     assert qkablate("verify", str(folder)).code == 0
 
 

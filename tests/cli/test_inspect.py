@@ -148,7 +148,7 @@ def test_run_on_a_task(qkablate, tmp_path):
     assert "of the validation split of copy" in done.out
     done = qkablate("inspect", "standard", "--json", "--text", "x")
     assert done.code == 2
-    assert "learned a task, whose tokens are no text" in done.err
+    assert "was trained on a task, whose tokens are not text" in done.err
 
 
 MISTAKES = [

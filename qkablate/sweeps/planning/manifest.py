@@ -33,7 +33,7 @@ MANIFEST_FILE = "manifest.json"
 # The keys that distinguish the runs of one arm.
 RUN_KEYS = sorted(keys_with(Role.RUN), key=lambda name: not name.startswith("seed"))
 Changes = dict[str, int | float]
-# What a variant is made of, and does not pass on to the baseline that stands beside it.
+# Keys that define a variant; its baseline does not inherit them.
 VARIANT_KEYS = {*keys_with(Role.VARIANT)}
 FLOOR = "uniform"  # attention without scores: an experiment that it passes can tell nothing
 

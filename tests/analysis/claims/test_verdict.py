@@ -1,4 +1,4 @@
-"""Which word a claim gets: by where the intervals of its parts lie, and of which kind they are."""
+"""Verdicts of claims, by the intervals and the kinds of their parts."""
 
 import math
 

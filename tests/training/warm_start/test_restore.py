@@ -158,8 +158,8 @@ def whole_numbers(run):
 
 BAD = [
     (hostile_progress, "progress.json.step is not of type int"),
-    (whole_numbers, "are no weights: blocks.0.attention.ov.w_o is torch.int64"),
-    (no_config, "is no run: it has no config.yaml"),
+    (whole_numbers, "cannot be loaded: blocks.0.attention.ov.w_o has dtype torch.int64"),
+    (no_config, "is not a run folder: it has no config.yaml"),
     (no_checkpoint, "has no checkpoint yet"),
     (damaged_weights, "is damaged (weights.safetensors does not have its checksum)"),
     (no_sums, "SHA256SUMS"),
