@@ -167,7 +167,7 @@ def check(config: Config) -> None:
 
 
 def _check_init_from(init_from: InitFromConfig) -> None:
-    """Check that init_from.run is given when its id, weights or step is, and that hashes have the right form."""
+    """Check that init_from.run is given when its id, weights or step is, and the form of hashes."""
     if init_from.run == "":
         raise UserError("init_from.run: give a run: its folder, or how its name or id begins")
     for key, digits in (("id", 12), ("weights", 64)):

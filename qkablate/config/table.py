@@ -43,7 +43,7 @@ def _matches(name: str) -> list[Key]:
 
 
 def names_of(role: Role) -> list[str]:
-    """Return the keys with one of the roles; a section is named if all of its keys have the role."""
+    """Return the keys with one of the roles; a section is named if all its keys have the role."""
     sections = ((name.partition(".")[0], name) for name in keys_with(role))
     return list(dict.fromkeys(part if has_role(part, role) else name for part, name in sections))
 

@@ -149,7 +149,7 @@ def test_measure_reports_too_little_memory(qkablate):
     [
         (
             ["--at", "gptj"],
-            "--at: 'gptj' is not one of gpt-j, gpt2, 300m, baby, nano (nearest: gpt-j)",
+            "--at: 'gptj' is not one of 300m, baby, gpt-j, gpt2, nano (nearest: gpt-j)",
         ),
         (["--at"], "--at: a value is missing"),
         (["--mesure"], "'--mesure' is not one of"),
@@ -175,7 +175,7 @@ def test_measure_reports_too_little_memory(qkablate):
             ["variant=low_rank_w", "variant.rank=129"],
             "variant.rank: 129 is above model.d_model=128",
         ),
-        (["variant=standard", "variant.rank=8"], "low_rank, collaborative would"),
+        (["variant=standard", "variant.rank=8"], "(used by: low_rank, collaborative)"),
         (["variant=gqa", "variant.groups=3"], "variant.groups: 3 does not divide model.heads=4"),
         (["variant=gqa", "variant.qk=shared"], "shared keys are also the queries"),
         (["variant=tied_kv", "variant.qk=merged"], "the keys are x itself"),

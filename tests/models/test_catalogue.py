@@ -13,15 +13,15 @@ from qkablate.errors import UserError
 from qkablate.models.catalogue import circuit_classes, load_file, make_attention, resolve_circuits
 
 OWN = """
-    from qkablate.attention import QK, matrix, project, split_heads
+    from qkablate.attention import QK, apply_matrix, empty_matrix, split_heads
 
     class Own(QK):
         params = "d²"
         def __init__(self, spec):
             super().__init__(spec)
-            self.w_q = matrix(spec.d_model, spec.d_model)
+            self.w_q = empty_matrix(spec.d_model, spec.d_model)
         def queries(self, x_BTD):
-            return split_heads(project(x_BTD, self.w_q), self.spec.heads)
+            return split_heads(apply_matrix(x_BTD, self.w_q), self.spec.heads)
         def keys(self, y_BSD):
             return split_heads(y_BSD, self.spec.heads)
 """
@@ -135,8 +135,10 @@ def test_rank_and_groups_reach_the_circuit_of_a_file(own):
         (OWN + OWN_OV, "bad.py", r"defines 2 \(Own, Halved\)"),
         ("import sys\nsys.exit(7)", "bad.py", "line 2: SystemExit: 7"),
         (
-            OWN.replace("self.w_q = matrix(spec.d_model, spec.d_model)", "self.w_q = Linear(8, 8)")
-            .replace("project(x_BTD, self.w_q)", "self.w_q(x_BTD)")
+            OWN.replace(
+                "self.w_q = empty_matrix(spec.d_model, spec.d_model)", "self.w_q = Linear(8, 8)"
+            )
+            .replace("apply_matrix(x_BTD, self.w_q)", "self.w_q(x_BTD)")
             .replace("    from", "    from torch.nn import Linear\n    from", 1),
             "bad.py",
             "Own contains torch modules but no `init_` that initializes them",
@@ -157,7 +159,7 @@ def test_rank_and_groups_reach_the_circuit_of_a_file(own):
             "`keys` of Own returns shape",
         ),
         (
-            OWN.replace("project(x_BTD", "project(x_BTD[0]"),
+            OWN.replace("apply_matrix(x_BTD", "apply_matrix(x_BTD[0]"),
             "bad.py",
             "`queries` of Own returns shape",
         ),

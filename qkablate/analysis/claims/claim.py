@@ -84,7 +84,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of arms of a sweep that one part calls for."""
+    """The arm and its opponent that a part compares; for growth, a pair per training length."""
 
     part: str
     spec: PartSpec

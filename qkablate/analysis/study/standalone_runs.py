@@ -55,7 +55,8 @@ def read_standalone_runs(folders: Iterable[Path]) -> Study:
         if run.id in states:
             unread.append(f"{folder}: the same run as {states[run.id][0].folder}, which is shown")
             continue
-        # Runs that differ in device or kernel have the same arm and seed.
+        # Runs that differ in device or kernel have the same arm and seed: an arm has one run of a
+        # seed, so that the later run begins another arm of the same settings.
         if ids.setdefault((key, *run.changes.items()), run.id) != run.id:
             arms[f"{key} {run.id}"] = arms[key]
             key = f"{key} {run.id}"
@@ -148,6 +149,8 @@ def _make_arm(content: dict[str, Any]) -> Arm:
         overrides=_overrides(config),
         config=config,
         facts={key: identity[key] for key in ("vocabulary", "data_fingerprint")},
+        # 0: unknown. Sizes follow from the first result of a run (_with_sizes); the validation
+        # tokens only serve to plan sweeps.
         val_tokens=0,
         params=0,
         total_params=0,

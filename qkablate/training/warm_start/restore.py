@@ -150,7 +150,8 @@ def _resolve_external(
         if trained not in built_in and trained != name and requested is None:
             raise UserError(
                 f"variant.{key}: this run was trained with '{trained}' of an installed package;"
-                f" give variant.{key}={trained}, because a run's package is imported only on request"
+                f" give variant.{key}={trained}, because a run's package is imported only on"
+                " request"
             )
     config, hashes = resolve_circuits(replace(config, variant=replace(variant, file=file)))
     if hashes != recorded:

@@ -487,17 +487,18 @@ def test_command_repeats_the_run(begin, corpus, words):
 def test_command_repeats_a_run_with_a_circuit_from_outside(begin, corpus, tmp_path):
     path = tmp_path / "own_circuit.py"
     path.write_text(
-        "from qkablate.attention import QK, matrix, project, split_heads\n\n\n"
+        "from qkablate.attention import QK, apply_matrix, empty_matrix, split_heads\n\n\n"
         "class Own(QK):\n"
         '    """Queries and keys."""\n\n'
         '    equation, params, match = "B_h = W_q W_kᵀ", "2 d²", "none"\n\n'
         "    def __init__(self, spec):\n"
         "        super().__init__(spec)\n"
-        "        self.w_q, self.w_k = (matrix(spec.d_model, spec.d_model) for _ in range(2))\n\n"
+        "        self.w_q = empty_matrix(spec.d_model, spec.d_model)\n"
+        "        self.w_k = empty_matrix(spec.d_model, spec.d_model)\n\n"
         "    def queries(self, x_BTD):\n"
-        "        return split_heads(project(x_BTD, self.w_q), self.spec.heads)\n\n"
+        "        return split_heads(apply_matrix(x_BTD, self.w_q), self.spec.heads)\n\n"
         "    def keys(self, y_BSD):\n"
-        "        return split_heads(project(y_BSD, self.w_k), self.spec.heads)\n"
+        "        return split_heads(apply_matrix(y_BSD, self.w_k), self.spec.heads)\n"
     )
     given = begin(f"variant.file='{path}'")
     found = repeated(corpus, read_standalone_runs([given.run.folder]))
