@@ -36,7 +36,7 @@ NUMBERS = st.floats(-1e3, 1e3).map(lambda v: round(v, 6))
 PROBABILITIES = st.floats(0, 1)
 
 
-def drawn(n, *, seed=0, mean=0.3):
+def sample_normals(n, *, seed=0, mean=0.3):
     return Sample(tuple(map(float, np.random.default_rng(seed).normal(mean, 1, n))))
 
 
@@ -63,7 +63,7 @@ def bca_by_hand(values, resamples=20_000):
 # The t interval
 
 
-def test_students_own_example():
+def test_example_of_student_1908():
     """Compare with R: t = 4.0621, p = 0.002833, 95 percent: 0.7001142 2.4598858."""
     assert SLEEP.mean == pytest.approx(1.58)
     assert SLEEP.interval() == pytest.approx((0.7001142, 2.4598858), abs=1e-7)
@@ -78,7 +78,7 @@ def test_darwins_maize():
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("level", [0.8, 0.95, 0.999])
 def test_interval_is_scipys(n, level):
-    sample = drawn(n)
+    sample = sample_normals(n)
     reference = stats.ttest_1samp(sample.values, 0).confidence_interval(level)
     assert sample.interval(level) == pytest.approx((reference.low, reference.high))
 
@@ -86,7 +86,7 @@ def test_interval_is_scipys(n, level):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("bound", [-1.5, 0.0, 0.02, 2.0])
 def test_p_values_are_scipys(n, bound):
-    sample = drawn(n)
+    sample = sample_normals(n)
     for found, alternative in ((sample.p_below, "less"), (sample.p_above, "greater")):
         reference = stats.ttest_1samp(sample.values, bound, alternative=alternative).pvalue
         assert found(bound) == pytest.approx(reference)
@@ -96,7 +96,7 @@ def test_p_values_are_scipys(n, bound):
 @pytest.mark.parametrize("n", SIZES)
 def test_bound_at_the_end_of_the_interval_has_just_alpha(n):
     """Interval and p are one statement: the interval of 90 % is the two one-sided tests of 5 %."""
-    sample = drawn(n)
+    sample = sample_normals(n)
     low, high = sample.interval(0.9)
     assert sample.p_above(low) == pytest.approx(0.05)
     assert sample.p_below(high) == pytest.approx(0.05)
@@ -132,7 +132,7 @@ def test_order_changes_nothing(values, random):
 
 
 def test_order_changes_no_test_and_the_bootstrap_by_little():
-    one, other = drawn(10), Sample(drawn(10).values[::-1])
+    one, other = sample_normals(10), Sample(sample_normals(10).values[::-1])
     assert other.p == pytest.approx(one.p)
     assert other.sign_flip == one.sign_flip
     assert other.bca == pytest.approx(one.bca, abs=0.05 * one.sd)  # other resamples
@@ -187,7 +187,7 @@ def test_equal_numbers_that_do_not_add_up_exactly_are_as_good_as_certain():
 
 
 def test_one_huge_outlier_takes_all_certainty():
-    sample = Sample((*drawn(9, mean=5.0).values, 1e9))
+    sample = Sample((*sample_normals(9, mean=5.0).values, 1e9))
     low, high = sample.interval()
     assert low < 0 < high < 1e10
     assert sample.p == pytest.approx(0.343, abs=0.001)  # of t = 1 with nine degrees of freedom
@@ -198,14 +198,14 @@ def test_one_huge_outlier_takes_all_certainty():
 # The bootstrap
 
 
-@pytest.mark.parametrize("sample", [SLEEP, MAIZE, drawn(6), drawn(20)])
+@pytest.mark.parametrize("sample", [SLEEP, MAIZE, sample_normals(6), sample_normals(20)])
 def test_bootstrap_is_efrons(sample):
     assert sample.bca == pytest.approx(bca_by_hand(sample.values), abs=0.06 * sample.sd)
     assert sample.bca[0] < sample.mean < sample.bca[1]
 
 
 def test_bootstrap_is_scipys_with_other_draws():
-    sample = drawn(12)
+    sample = sample_normals(12)
     other = stats.bootstrap(
         (np.array(sample.values),), np.mean, method="BCa", rng=np.random.default_rng(7)
     ).confidence_interval
@@ -223,7 +223,7 @@ def test_bootstrap_is_finite_and_within_the_numbers(values):
 
 
 def test_bootstrap_and_the_random_signs_repeat_themselves():
-    one, other = drawn(17), drawn(17)
+    one, other = sample_normals(17), sample_normals(17)
     assert (one.bca, one.sign_flip) == (other.bca, other.sign_flip)
 
 
@@ -243,7 +243,7 @@ def test_signs_are_all_tried(values):
 
 @pytest.mark.parametrize(("n", "mean"), [(17, 0.0), (17, 0.4), (18, 0.6)])
 def test_random_signs_are_close_to_all_of_them(n, mean):
-    sample = drawn(n, mean=mean)
+    sample = sample_normals(n, mean=mean)
     exact = signs_by_brute_force(sample.values)
     error = math.sqrt(exact * (1 - exact) / 99_999)
     assert sample.sign_flip == pytest.approx(exact, abs=4 * error + 2e-5)

@@ -31,7 +31,7 @@ def runs(outputs):
 
 
 def result(folder):
-    """Without its own checksum, so that it may be changed."""
+    """Return the result without its checksum, so that it may be changed."""
     found = json.loads((folder / "result.json").read_text())
     return {key: value for key, value in found.items() if key != "sha256"}
 

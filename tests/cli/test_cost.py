@@ -108,7 +108,7 @@ def test_precision_sets_the_bytes_of_a_number(qkablate):
     assert half["standard"]["kv_bytes_per_token"] == 8 * half["mqa"]["kv_bytes_per_token"]
 
 
-def test_csv(qkablate):
+def test_csv_equals_the_json(qkablate):
     done = qkablate("cost", "variant=standard,uniform", "--csv")
     lines = list(csv.DictReader(io.StringIO(done.out)))
     assert [line["variant"] for line in lines] == ["standard", "uniform"]
@@ -185,7 +185,7 @@ def test_measure_reports_too_little_memory(qkablate):
         (["variant.file=none.py"], "variant.file: cannot read 'none.py'"),
     ],
 )
-def test_mistake_is_one_line(qkablate, words, says):
+def test_mistake_is_reported_in_one_line(qkablate, words, says):
     done = qkablate("cost", *words)
     assert (done.code, done.out) == (2, "")
     assert says in done.err

@@ -73,7 +73,7 @@ def test_tables(inspect, trained):
     assert heads[2][5] == format_number(expected)
 
 
-def test_one_head(inspect, trained):
+def test_head_option_shows_one_head(inspect, trained):
     done = inspect("--layer", "1", "--head=0")
     heads = [line for line in done.out.splitlines() if line[:1] == " " and line.split()[0] == "1"]
     assert len(heads) == 3

@@ -1,4 +1,4 @@
-"""`qkablate results` as a user types it: tables, their formats, and what is said of mistakes."""
+"""`qkablate results` as a user types it: tables, their formats, and errors."""
 
 import csv
 import io

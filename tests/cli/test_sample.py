@@ -243,7 +243,7 @@ def test_rerun_moves_the_tokenizer_to_the_attempt(train, qkablate, tmp_path):
 
 @pytest.mark.slow
 def test_text_is_streamed(spawn, trained):
-    """And after Ctrl-C what was written stands."""
+    """Text printed before Ctrl-C is kept."""
     process = spawn("sample", str(trained), "prompt=the ", "tokens=1000000000", "temperature=0")
     begun = process.stdout.read(40)
     assert begun.startswith("the ")

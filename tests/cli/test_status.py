@@ -1,4 +1,4 @@
-"""`qkablate status`: where a sweep stands, told from its runs alone, and nothing touched."""
+"""`qkablate status`: progress is derived from run folders, which stay unchanged."""
 
 import contextlib
 import csv

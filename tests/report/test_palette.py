@@ -1,4 +1,4 @@
-"""Looks: a variant is told by its color, and by dash and shape where no color is seen."""
+"""Variants differ in color, and in dash and shape for readers who see no colors."""
 
 import itertools
 import random
@@ -223,7 +223,7 @@ def test_hues_are_distinct_for_color_blind_readers(theme, view):
 
 
 def sources():
-    """Whatever of the report may name a color."""
+    """Return the sources of the report that may name a color."""
     root = resources.files("qkablate.report")
     files = [*root.iterdir(), *(root / "charts").iterdir()]
     return {

@@ -126,8 +126,8 @@ def test_runs_of_an_arm_differ_in_their_seed_and_learning_rate_alone(run):
     assert entries["no_q-d16-h2 lr 0.002"].sample.values == (9.0,)
 
 
-def test_runs_that_began_from_trained_ones_stand_beside_each_other(run):
-    """An arm of its own, whatever the parents of its seeds; never among runs from fresh weights."""
+def test_finetuned_runs_form_their_own_arm(run):
+    """They share an arm whatever their parents are, without runs from fresh weights."""
 
     def begun(seed):
         known = {"run": f"parent{seed}", "id": f"{seed}" * 12, "weights": f"{seed}" * 64}
@@ -322,7 +322,7 @@ def test_result_of_another_run_gives_no_loss(run):
 
 
 @pytest.mark.slow
-def test_runs_that_serve_to_tune_stand_apart(run):
+def test_tuning_runs_are_listed_separately(run):
     rates = (5e-4, 1e-3, 2e-3)
     tuning = [
         run(f"variant={name}", f"optim.lr={r}", "train.evaluate_test=false", test=2 + abs(r - 1e-3))
