@@ -187,11 +187,11 @@ BAD = [
     (rewrite(r"outside: \{\}", "outside: {a: b}"), "not the circuit that the run was trained with"),
     (
         rewrite("qk: merged", "qk: foreign"),
-        "give variant.qk=foreign, because a run's package is not",
+        "give variant.qk=foreign, because a run's package is imported",
     ),
     (
         rewrite("ov: separate", "ov: foreign"),
-        "give variant.ov=foreign, because a run's package is not",
+        "give variant.ov=foreign, because a run's package is imported",
     ),
 ]
 
