@@ -45,7 +45,7 @@ def sanitize(text: str) -> str:
 
 def nearest_hint(word: str, known: Iterable[str]) -> str:
     """Return ' (nearest: x)' for the known name closest to `word`, or ''."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (nearest: {match[0]})" if match else ""
 
 

@@ -220,10 +220,18 @@ RENAMED_WORDS = [
     ("diagnose.every=3", "diagnostics.every"),
     ("track.wandb=disabled", "tracking.wandb"),
     ("data.payload=3", "data.copy_length"),
-    ("control.knob=mlp", "control.adjust"),
-    ("per_gpu=2", "runs_per_gpu"),
-    ("heal.steps=3", "finetune.steps"),
-    ("sweep.where=[a]", "sweep.filter"),
+]
+OF_OTHER_VERBS = [
+    ("train", "control.knob=mlp", "is now control.adjust, a key of qkablate sweep"),
+    ("train", "per_gpu=2", "is now runs_per_gpu, a key of qkablate sweep"),
+    ("train", "heal.steps=3", "is now finetune.steps, a key of qkablate project"),
+    ("cost", "heal.steps=3", "is now finetune.steps, a key of qkablate project"),
+    ("train", "sweep.where=[a]", "is now sweep.filter, a key of qkablate sweep"),
+    ("train", "finetune.steps=3", "is a key of qkablate project"),
+    ("train", "control=params", "is a key of qkablate sweep"),
+    ("train", "engine.cpus=2", "is a key of qkablate sweep"),
+    ("train", "scale=gpu", "is a key of qkablate claim run"),
+    ("train", "nothing=1", "there is no such key"),
 ]
 
 
@@ -233,8 +241,9 @@ RENAMED_WORDS = [
         *(("cost", *renamed) for renamed in RENAMED_WORDS),
         *itertools.product(["train", "sweep"], ["start.run=x"], ["init_from.run"]),
         *itertools.product(["train", "sweep"], ["shard=true"], ["train.fsdp"]),
-        *itertools.product(["train", "sweep"], ["control.knob=mlp"], ["control.adjust"]),
-        *itertools.product(["train", "sweep"], ["per_gpu=2"], ["runs_per_gpu"]),
+        ("sweep", "control.knob=mlp", "control.adjust"),
+        ("sweep", "per_gpu=2", "runs_per_gpu"),
+        ("sweep", "sweep.where=[a]", "sweep.filter"),
     ],
 )
 def test_an_old_key_is_rejected_with_its_new_name(qkablate, verb, word, name):
@@ -242,6 +251,21 @@ def test_an_old_key_is_rejected_with_its_new_name(qkablate, verb, word, name):
     assert done.code == 2
     old = word.partition("=")[0]
     assert done.err == f"qkablate: {old}: there is no such key (nearest: {name})\n"
+
+
+@pytest.mark.parametrize(("verb", "word", "text"), OF_OTHER_VERBS)
+def test_a_key_of_another_verb_is_rejected_with_the_verb(qkablate, verb, word, text):
+    done = qkablate(verb, word)
+    assert done.code == 2
+    assert done.err == f"qkablate: {word.partition('=')[0]}: {text}\n"
+
+
+@pytest.mark.parametrize("word", ["seed=1e400", "seed=1,1_0.5E+400", "optim.lr=1e400"])
+def test_an_infinite_number_is_quoted_as_typed(qkablate, word):
+    done = qkablate("train", *["-m"] * ("," in word), word)
+    assert done.code == 2
+    key, _, value = word.partition("=")
+    assert done.err.startswith(f"qkablate: {key}: {value.rpartition(',')[2]} is not ")
 
 
 def test_renamed_keys_exist():

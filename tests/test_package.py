@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from qkablate.analysis.claims.parse import claim_names, load_claim
 from qkablate.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +56,13 @@ def test_the_wheel_trains_from_any_folder(installed, tiny, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(installed.parent))
     assert list((elsewhere / "here" / "runs").glob("merged_w-*/result.json"))
+
+
+def test_readme_counts_the_claims():
+    claims = [load_claim(name) for name in claim_names()]
+    assert f" {len(claims)} claims from the literature" in README
+    assert sum(claim.untestable is not None for claim in claims) == 2
+    assert "two are not testable yet" in README
 
 
 def commands() -> list[str]:

@@ -4,7 +4,14 @@ from qkablate.attention.layer import Attention, Cache
 from qkablate.attention.ov import OV, OV_CIRCUITS
 from qkablate.attention.qk import QK, QK_CIRCUITS
 from qkablate.attention.spec import Draw, Spec, UnsupportedCombination
-from qkablate.attention.tensors import by_head, matrix, project, side_by_side, split_heads, vector
+from qkablate.attention.tensors import (
+    apply_matrix,
+    by_head,
+    concat_heads,
+    empty_bias,
+    empty_matrix,
+    split_heads,
+)
 
 __all__ = [
     "OV",
@@ -16,10 +23,10 @@ __all__ = [
     "Draw",
     "Spec",
     "UnsupportedCombination",
+    "apply_matrix",
     "by_head",
-    "matrix",
-    "project",
-    "side_by_side",
+    "concat_heads",
+    "empty_bias",
+    "empty_matrix",
     "split_heads",
-    "vector",
 ]

@@ -203,7 +203,7 @@ class Attention(nn.Module):
 
     @property
     def no_circuit_reason(self) -> str:
-        """Why the scores are not scale · (x_iᵀ B_h x_j + u_h·x_j); empty if they are."""
+        """Reason why the layer has no B_h; empty if it has one."""
         if self.norm is not None:
             return "the queries or keys are normalized, so the scores are not bilinear in x"
         if self.position == "rope":

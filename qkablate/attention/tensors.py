@@ -1,4 +1,7 @@
-"""Parameters of circuits, and their tensors by head."""
+"""Parameters of circuits, and their tensors by head.
+
+Shape suffixes: B batch, T positions, D and F input and output width, H heads, E width of a head.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +16,7 @@ def split_heads(x_BTF: Tensor, heads: int) -> Tensor:
     return x_BTHE.transpose(1, 2)
 
 
-def project(x_BTD: Tensor, w_DF: Tensor, b_F: Tensor | None = None) -> Tensor:
+def apply_matrix(x_BTD: Tensor, w_DF: Tensor, b_F: Tensor | None = None) -> Tensor:
     """Return x W (+ b), with W in the row-vector convention of the equations."""
     return linear(x_BTD, w_DF.T, b_F)
 
@@ -24,16 +27,16 @@ def by_head(w_DF: Tensor, heads: int) -> Tensor:
     return w_DHE.transpose(0, 1)
 
 
-def side_by_side(w_HDE: Tensor) -> Tensor:
-    """(H, D, E) → (D, H·E), the inverse of `by_head`."""
+def concat_heads(w_HDE: Tensor) -> Tensor:
+    """(H, D, E) → (D, H·E): the matrices of all heads beside each other, inverse of `by_head`."""
     return w_HDE.transpose(0, 1).flatten(1)
 
 
-def matrix(rows: int, columns: int) -> nn.Parameter:
+def empty_matrix(rows: int, columns: int) -> nn.Parameter:
     """Return an uninitialized matrix."""
     return nn.Parameter(torch.empty(rows, columns))
 
 
-def vector(spec: Spec, size: int) -> nn.Parameter | None:
+def empty_bias(spec: Spec, size: int) -> nn.Parameter | None:
     """Return an uninitialized bias, or None where the model has no biases."""
     return nn.Parameter(torch.empty(size)) if spec.bias else None

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         self, flag: str, metavar: str, help: str, convert: Callable[[str], Any] = str
     ) -> None:
         """Add a flag with a value; `convert` raises ValueError("a whole number") if it is none."""
-        self._add(flag, metavar=metavar, help=help, action=_Option, convert=convert)
+        self._add(flag, metavar=metavar, help=help, action=_StoreOnce, convert=convert)
 
     def _add(self, *names: str, **settings: Any) -> None:
         action = self.add_argument(*names, **settings)
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         return self._help_text.replace("{flags}\n", formatter.format_help())
 
 
-class _Option(argparse.Action):
+class _StoreOnce(argparse.Action):
     """Store one converted value; a second, different one is an error."""
 
     def __init__(self, *, convert: Callable[[str], Any], **settings: Any) -> None:

@@ -93,7 +93,8 @@ class _ClaimRequest:
         from qkablate.analysis.claims.claim import NON_CLAIM_KEYS
         from qkablate.analysis.claims.parse import claim_names, load_claim
         from qkablate.analysis.claims.registry import find_registrations, registered_names
-        from qkablate.config import KEYS, check_digits, conf_dir, has_role, nearest_key
+        from qkablate.config import KEYS, check_digits, conf_dir, has_role, no_such_key
+        from qkablate.config.sweep import SWEEP_KEYS
 
         name, *rest = words
         pairs = {}
@@ -111,7 +112,7 @@ class _ClaimRequest:
         for key in claim_keys:
             is_reserved = key.partition(".")[0] in ("sweep", "control", "seed", "seeds")
             if key not in KEYS and not is_reserved and not (conf_dir() / key).is_dir():
-                raise UserError(f"{key}: there is no such key{nearest_key(key)}")
+                raise UserError(no_such_key(key, [*KEYS, *SWEEP_KEYS]))
         self.out = pairs.get("out", "outputs")
         self.words = words
         if name in registered_names(self.out) and name not in claim_names():
@@ -207,11 +208,8 @@ def _summarize(judgement: "Judgement") -> str:
 
 
 def _show(request: _ClaimRequest, as_json: bool) -> int:
-    from qkablate.analysis.claims.judgement import (
-        counting_judgement,
-        judge_looks,
-        judgement_to_json,
-    )
+    from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
+    from qkablate.report.judgement_json import judgement_to_json
     from qkablate.report.text.claims import format_claim
 
     claim = request.claim

@@ -30,13 +30,13 @@ def main(argv: list[str]) -> int:
         return _run_hydra("train", f"{action}={shell}")
     before, _, after = os.environ.get("COMP_LINE", "").lstrip().partition(" ")
     verb, space, rest = after.lstrip().partition(" ")
-    begun = rest.rpartition(" ")[2] if space else verb
+    typed = rest.rpartition(" ")[2] if space else verb
     if not space:
         flags = ["--help", "--version"] if verb.startswith("-") else []
-        _print_matches(begun, (*VERBS, *flags), shell)
+        _print_matches(typed, (*VERBS, *flags), shell)
     elif verb not in VERBS:
         pass
-    elif (conf_dir() / f"{verb}.yaml").is_file() and not begun.startswith("-"):
+    elif (conf_dir() / f"{verb}.yaml").is_file() and not typed.startswith("-"):
         os.environ["COMP_LINE"] = f"{before} {rest}"
         with contextlib.redirect_stderr(io.StringIO()):  # a half-typed word is not an error
             return _run_hydra(verb, f"query={shell}")
@@ -45,12 +45,12 @@ def main(argv: list[str]) -> int:
         parser = module.PARSER
         words = [*getattr(module, "completions", list)(), *parser.words, *parser.flags]
         names = [name for kind in parser.kinds for name in known_names(kind)]
-        _print_matches(begun, [*names, *words], shell)
+        _print_matches(typed, [*names, *words], shell)
     return 0
 
 
-def _print_matches(begun: str, words: Iterable[str], shell: str) -> None:
-    matches = [word for word in words if word.startswith(begun)]
+def _print_matches(typed: str, words: Iterable[str], shell: str) -> None:
+    matches = [word for word in words if word.startswith(typed)]
     print((" " if shell != "fish" else "\n").join(matches))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from qkablate.cli.arguments import Parser, one_of, whole_number
 from qkablate.cli.hydra.configs import Job, build_jobs, choose_next, compose_jobs
 from qkablate.cli.hydra.words import sets_key
-from qkablate.config import Config, flatten, variants
+from qkablate.config import Config, conf_dir, variants
 from qkablate.errors import UserError
 from qkablate.table import (
     format_bytes,
@@ -18,8 +18,8 @@ from qkablate.table import (
     print_table,
 )
 
-# Models of conf/model that `--at` accepts, and their vocabularies.
-SIZES = {"gpt-j": 50400, "gpt2": 50257, "300m": 50304, "baby": 256, "nano": 256}
+SIZES = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml"))
+_VOCABULARIES = {"gpt-j": 50400, "gpt2": 50257, "300m": 50304}  # of models that do not read bytes
 _DEFAULT_VOCABULARY = 256  # of data.tokenizer=bytes
 
 HELP = """qkablate cost: parameters, FLOPs and memory of variants at a size.
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     words = args.words
     if args.json and args.csv:
         raise UserError("--json and --csv: give one of the two")
-    vocabulary = args.vocabulary or SIZES.get(args.at, _DEFAULT_VOCABULARY)
+    vocabulary = args.vocabulary or _VOCABULARIES.get(args.at, _DEFAULT_VOCABULARY)
     if args.at:
         if any(word.lstrip("+").startswith("model=") for word in words):
             raise UserError("--at and model=…: give one of the two")
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
 
 def _make_rows(planned: list[Job], vocabulary: int) -> tuple[list[dict[str, Any]], list[Job]]:
     """Return a row for every job whose variant supports its size, and those jobs."""
-    from qkablate.models.cost import compute_cost
+    from qkablate.models.cost import describe_cost, varied_values
     from qkablate.training import hardware
     from qkablate.training.resolve import build_empty_model
 
@@ -113,46 +113,16 @@ def _make_rows(planned: list[Job], vocabulary: int) -> tuple[list[dict[str, Any]
     )
     jobs = [job for job, _ in models]
     for job, model in models:
-        config = job.config
-        per_pass = config.train.batch_size * config.model.context
-        number_bytes = 4 if config.precision == "fp32" else 2
-        cost = compute_cost(model, tokens_per_pass=per_pass, number_bytes=number_bytes)
-        rows.append(
-            {
-                "variant": config.variant.name,
-                "d_model": config.model.d_model,
-                "heads": config.model.heads,
-                "layers": config.model.layers,
-                "context": config.model.context,
-                "vocabulary": vocabulary,
-                "params": cost.params["total"],
-                "attention_params_per_layer": cost.layer.params,
-                "projection_flops_per_token": cost.layer.projections,
-                "score_flops_per_token": cost.layer.scores,
-                "value_flops_per_token": cost.layer.values,
-                "forward_flops_per_token": cost.forward,
-                "training_flops_per_token": cost.training,
-                "training_flops_ratio": cost.training / rows[0]["training_flops_per_token"]
-                if rows
-                else 1.0,
-                "score_matrix_bytes": cost.score_bytes,
-                "kv_bytes_per_token": cost.cache_bytes,
-            }
+        row = describe_cost(job.config, model, vocabulary)
+        first = rows[0] if rows else row
+        row["training_flops_ratio"] = (
+            row["training_flops_per_token"] / first["training_flops_per_token"]
         )
-    varied = _varied([job.config for job in jobs])
+        rows.append(row)
+    varied = varied_values([job.config for job in jobs])
     for row, values in zip(rows, varied, strict=True):
         row |= {key: value for key, value in values.items() if key.rpartition(".")[2] not in row}
     return rows, jobs
-
-
-def _varied(configs: list[Config]) -> list[dict[str, Any]]:
-    """Return, for each row, the keys besides the variant in which rows differ."""
-    flat = [flatten(config) for config in configs]
-    keys = [key for key in flat[0] if not key.startswith("variant.")]
-    differing = [key for key in keys if len({str(values[key]) for values in flat}) > 1]
-    if "seed" in differing:  # which sets the three seeds
-        differing = [key for key in differing if not key.startswith("seeds.")]
-    return [{key: values[key] for key in differing} for values in flat]
 
 
 def _measure(configs: list[Config], rows: list[dict[str, Any]], vocabulary: int) -> None:
@@ -181,11 +151,13 @@ def _measure(configs: list[Config], rows: list[dict[str, Any]], vocabulary: int)
 
 
 def _print(rows: list[dict[str, Any]], configs: list[Config], vocabulary: int) -> None:
+    from qkablate.models.cost import varied_values
+
     head = ["variant", "params", "attention", "project", "scores", "values", "training", "of first"]
     head += ["score matrix", "KV/token"]
     timed = "step_ms" in rows[0]
     table = []
-    varied = _varied(configs)
+    varied = varied_values(configs)
     for r, values in zip(rows, varied, strict=True):
         cells = [" ".join([r["variant"], *(_short_key(*pair) for pair in values.items())])]
         cells += [f"{r['params']:,}", *(format_short(r[key]) for key in _FIGURES)]

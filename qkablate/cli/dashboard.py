@@ -136,7 +136,7 @@ def _write(spec: str, sweep_state: "SweepState", entity: str, project: str) -> N
 
 def _save(sweep_state: "SweepState", entity: str | None, project: str, out: str) -> None:
     from qkablate.dashboard.server import connect, find_urls, save_view
-    from qkablate.dashboard.view import is_mixed, make_workspace
+    from qkablate.dashboard.view import make_workspace, mixes_arms
     from qkablate.disk import write_atomic
     from qkablate.runs.records import read_json
 
@@ -156,7 +156,7 @@ def _save(sweep_state: "SweepState", entity: str | None, project: str, out: str)
         print_stderr(f"{saved.lost} is gone or cannot be read: a new view was saved")
     for line in _find_missing(sweep_state, out):
         print_stderr(line)
-    if is_mixed(sweep_state.manifest):
+    if mixes_arms(sweep_state.manifest):
         print_stderr(
             "tracking.job_type is the same for all arms: means are per variant, not per arm"
         )

@@ -6,13 +6,13 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import Parser, one_of, whole_number
 from qkablate.cli.hydra.configs import Job, compose_jobs
-from qkablate.config import TEXT_SOURCES, Config, conf_dir
+from qkablate.config import TEXT_SOURCES, conf_dir
+from qkablate.config.data import HELD_OUT_SPLITS, SPLITS
 from qkablate.errors import UserError, nearest_hint
 from qkablate.table import format_bytes, format_count, print_json, print_next_commands, print_table
 
@@ -47,7 +47,6 @@ Examples
   qkablate data show data=recall data.pairs=4 model.context=32
 """
 
-SPLITS = ("train", "val", "test")
 PARSER = Parser(HELP)
 _SPLIT_HELP = "train (default), val, test; of train, the first windows of a run"
 PARSER.option("--split", "SPLIT", _SPLIT_HELP, one_of(SPLITS))
@@ -241,7 +240,7 @@ def _task_info(task: "Task") -> dict[str, Any]:
         "harder": task.difficulty,
         "vocabulary": task.vocabulary,
         "length": task.length,
-        "tokens": {split: task.tokens[split] for split in ("val", "test")},
+        "tokens": {split: task.tokens[split] for split in HELD_OUT_SPLITS},
         "fingerprint": task.fingerprint,
     }
 
@@ -255,7 +254,7 @@ def _format(value: object) -> str:
 
 
 def _show(words: list[str], args: Namespace) -> None:
-    from qkablate.data import IGNORE, Task, tokenizers
+    from qkablate.data import IGNORE, Task, iterate_windows, tokenizers
 
     split, count = args.split or "train", args.count or 3
     planned = compose_jobs(words)
@@ -267,7 +266,15 @@ def _show(words: list[str], args: Namespace) -> None:
     print(data.description)
     tokenizer = None if isinstance(data, Task) else tokenizers.load_tokenizer(data.tokenizer)
     has_answers = False
-    for number, (batch, row) in enumerate(itertools.islice(_windows(data, config, split), count)):
+    windows = iterate_windows(
+        data,
+        split,
+        seed=config.seeds.data,
+        batch_size=config.train.batch_size,
+        grad_accum=config.train.grad_accum,
+        context=config.model.context,
+    )
+    for number, (batch, row) in enumerate(itertools.islice(windows, count)):
         print(f"\n{split} {number + 1}")
         if tokenizer is None:
             assert isinstance(data, Task)
@@ -282,23 +289,6 @@ def _show(words: list[str], args: Namespace) -> None:
     if has_answers:
         print("\na→b: the answer after a is b")
     _print_next("info", planned[0])
-
-
-def _windows(data: "Data", config: Config, split: str) -> Iterator[tuple["Batch", int]]:
-    """Yield the windows of a split in order; of the training split, those of a run."""
-    from qkablate.data import IGNORE
-
-    context, train = config.model.context, config.train
-    if split == "train":
-        sizes = {"batch_size": train.batch_size, "grad_accum": train.grad_accum}
-        steps = data.batches(seed=config.seeds.data, context=context, **sizes)
-        batches: Iterator[Batch] = itertools.chain.from_iterable(map(steps.step, itertools.count()))
-    else:
-        batches = data.split_batches(split, batch_size=16, context=context)
-    for batch in batches:
-        for row, targets in enumerate(batch.targets_NA):
-            if (targets != IGNORE).any():  # the others pad the last batch
-                yield batch, row
 
 
 def _sequence(task: "Task", batch: "Batch", number: int) -> str:

@@ -4,8 +4,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from qkablate.errors import UserError, nearest_hint
-from qkablate.runs.run import match_name
+from qkablate.errors import UserError
+from qkablate.runs.run import match_name, no_match
 
 # The file that makes a folder one of its kind.
 KINDS = {"sweep": "manifest.json", "claim": "claim.json", "run": "config.yaml"}
@@ -31,7 +31,8 @@ def find_by_name(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path
     known: set[str] = set()
     for kind in (kind for kind in KINDS if kind in kinds):
         names = known_names(kind, root)
-        known |= {part for name in names for part in (name, name.rpartition("-")[0])}
+        for name in names:
+            known |= {name, name.rpartition("-")[0], name.split("-")[0]}
         try:
             if word and (match := match_name(word, names, f"{kind}s")):
                 matches.append((kind, root / f"{kind}s" / match))
@@ -52,4 +53,4 @@ def find_by_name(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path
             raise UserError(f"claim {word} has not been run in '{root}': qkablate claim run {word}")
     *first, last = [kind for kind in KINDS if kind in kinds]
     choice = f"{', '.join(first)} or {last}" if first else last
-    raise UserError(f"there is no {choice} '{word}' in '{root}'{nearest_hint(word, known)}")
+    raise no_match(choice, word, root, known)

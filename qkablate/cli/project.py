@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
     decompositions = plan_decompositions(runs, overrides, steps, out, _compose)
     for decomposition in decompositions:
         for plan in (decomposition.continued, decomposition.projected):
-            status = _train(plan)
+            status = _train_unless_done(plan)
             if status != "done":
                 return EXIT_CODES.get(status, 1)
     result = _describe(decompositions, overrides)
@@ -129,7 +129,7 @@ def _compose(overrides: list[str]) -> "Config":
     return jobs[0].config
 
 
-def _train(plan: "RunPlan") -> str:
+def _train_unless_done(plan: "RunPlan") -> str:
     """Train a run unless it is done, and return its status."""
     from qkablate.runs.lease import AlreadyRunning, LeaseLost
     from qkablate.training.session import train_run
@@ -197,8 +197,8 @@ def _describe(decompositions: list["Decomposition"], overrides: list[str]) -> di
 def _find_scratch(
     decomposition: "Decomposition", overrides: list[str]
 ) -> tuple[Path | None, dict[str, Any]]:
-    """Return the run from scratch, tuned as much as the parent, or a command that trains it."""
-    from qkablate.analysis.comparison.projection_gap import equally_tuned, runs_at_rates
+    """Return the run from scratch and its description, or a command that trains it."""
+    from qkablate.analysis.comparison.projection_gap import find_scratch_run
     from qkablate.training.warm_start.decomposition import scratch_overrides
 
     plan, parent = decomposition.scratch, decomposition.parent
@@ -209,14 +209,10 @@ def _find_scratch(
     if plan is None:
         return None, description
     folder, result = plan.run.folder, plan.run.result
-    if rates := runs_at_rates(folder, plan.identity):
-        parent_rates = runs_at_rates(parent.folder, parent.identity)
-        equal = equally_tuned(rates, parent_rates, parent.config.optim.lr)
-        rates = equal or rates
-        best = next(iter(rates))
-        description |= {"scratch_status": "done", "scratch_lr": best, "scratch_lrs": sorted(rates)}
-        description["scratch_is_equally_tuned"] = bool(equal)
-        return rates[best], description
+    if best := find_scratch_run(folder, plan.identity, parent.folder, parent.identity):
+        description |= {"scratch_status": "done", "scratch_lr": best.lr, "scratch_lrs": best.lrs}
+        description["scratch_is_equally_tuned"] = best.is_equally_tuned
+        return best.folder, description
     words = ["qkablate", "train", *scratch_overrides(plan, overrides, _compose)]
     description["scratch_command"] = shlex.join(words)
     if result is None:

@@ -138,7 +138,7 @@ def _verify_run(word: str, words: list[str]) -> tuple[list["CheckResult"], list[
     outcomes = verify(restored.config.variant.name, layers, streams, fresh=False)
     bar = tqdm(outcomes, unit=" checks", leave=False, disable=not sys.stderr.isatty())
     proposed = ["sample", word, *words]
-    if restored.config.data.source not in TEXT_SOURCES:  # a task's tokens are no text
+    if restored.config.data.source not in TEXT_SOURCES:  # a task's tokens are not text
         proposed = ["data", "info", f"data={restored.config.data.source}"]
     return list(bar), proposed
 

@@ -38,7 +38,7 @@ from qkablate.config.table import (
     is_key,
     keys_with,
     names_of,
-    nearest_key,
+    no_such_key,
 )
 from qkablate.config.variant import (
     check_variant,
@@ -81,7 +81,7 @@ __all__ = [
     "keys_with",
     "load",
     "names_of",
-    "nearest_key",
+    "no_such_key",
     "resolve",
     "resolve_variant",
     "to_typed",
@@ -167,7 +167,7 @@ def check(config: Config) -> None:
 
 
 def _check_init_from(init_from: InitFromConfig) -> None:
-    """Check that `run` is given where something is said of it, and that hashes are hashes."""
+    """Check that init_from.run is given when its id, weights or step is, and the form of hashes."""
     if init_from.run == "":
         raise UserError("init_from.run: give a run: its folder, or how its name or id begins")
     for key, digits in (("id", 12), ("weights", 64)):
@@ -225,7 +225,7 @@ def explain(error: BaseException, known: Collection[str] = ()) -> str:
     # OmegaConf adds lines about its own types.
     text = " ".join(x.strip() for x in lines if not re.match(r"\s*\w+(_key: |_type=)", x)).strip()
     if key and key not in known and not any(k.startswith(f"{key}.") for k in known):
-        return f"{key}: there is no such key{nearest_key(key)}"
+        return no_such_key(key, known)
     types = r"[Vv]alue '(.*)' of type '.*' (?:could not be converted to|.* type hint) '?([^']+)'?"
     match = re.match(types, text) or re.match(r"[Vv]alue '(.*)' is not a valid (bool)", text)
     kind = re.sub(r"^Optional\[(.*)\]$", r"\1", match[2]) if match else ""

@@ -48,7 +48,7 @@ class Key:
     used_by: tuple[str, ...] = ()  # the data sources or engines that have the key
 
     def allowed(self, value: Any = 0) -> str:
-        """Describe the numbers that are allowed, to somebody who gave `value`."""
+        """Describe the allowed numbers in reply to `value`."""
         assert self.bounds is not None
         least, most = self.bounds
         text = f"a number from {least} to {most}"

@@ -23,7 +23,8 @@ class ControlConfig:
     )
     adjust: str = key(
         "mlp",
-        "what pays: mlp (its width), or d_model, layers (whole steps; the MLP takes the rest)",
+        "key that is adjusted: mlp (its width), or d_model, layers (whole steps; the MLP takes the"
+        " rest)",
         Role.GRID,
         choices=("mlp", "d_model", "layers"),
     )

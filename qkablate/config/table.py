@@ -1,6 +1,7 @@
 """The table of a run's keys, and what is derived from it."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Collection
 from typing import Any
@@ -42,7 +43,7 @@ def _matches(name: str) -> list[Key]:
 
 
 def names_of(role: Role) -> list[str]:
-    """Return the keys with one of the roles; a section stands for its keys if all have it."""
+    """Return the keys with one of the roles; a section is named if all its keys have the role."""
     sections = ((name.partition(".")[0], name) for name in keys_with(role))
     return list(dict.fromkeys(part if has_role(part, role) else name for part, name in sections))
 
@@ -66,6 +67,9 @@ def check_digits(key: str, value: str) -> None:
         if len(digits) > _MAX_DIGITS:
             allowed = f" is not {info.allowed(10**_MAX_DIGITS)}" if info else " is out of bounds"
             raise UserError(f"{key}: a number of {len(digits)} digits{allowed}")
+    for number in re.findall(r"\d[\d_]*(?:\.\d*)?[eE]\+?\d+", value) if info else ():
+        if info is not None and math.isinf(float(number.replace("_", ""))):
+            raise UserError(f"{key}: {number} is not {info.allowed(10**_MAX_DIGITS)}")
 
 
 # Keys that had another name once: an error about the old name names the new one.
@@ -85,11 +89,31 @@ RENAMED = {
 }
 
 
-def nearest_key(word: str, known: Collection[str] = ()) -> str:
-    """Return ' (nearest: x)' among the `known` keys (default: those of a run); `lr` is optim.lr."""
+def no_such_key(name: str, known: Collection[str] = ()) -> str:
+    """Return the error about a key that is not among the `known` ones (default: those of a run).
+
+    It names a renamed key, the verb that has the key, or the nearest known one; `lr` is optim.lr.
+    """
+    known = list(known or KEYS)
+    if "." not in name:
+        known += [key.partition(".")[0] for key in known]
     for old, new in RENAMED.items():
-        if word in (old, old.rpartition(".")[2]) or word.startswith(f"{old}."):
-            return f" (nearest: {new}{word.removeprefix(old) if word.startswith(old) else ''})"
-    known = known or [*KEYS, *vars(Config())]
-    own = ", ".join(key for key in known if key.endswith(f".{word}"))
-    return f" (nearest: {own})" if own else nearest_hint(word, known)
+        if name in (old, old.rpartition(".")[2]) or name.startswith(f"{old}."):
+            new += name.removeprefix(old) if name.startswith(old) else ""
+            if (verb := _verb_with(new)) and new not in known:
+                return f"{name}: is now {new}, a key of qkablate {verb}"
+            return f"{name}: there is no such key (nearest: {new})"
+    if (verb := _verb_with(name)) and name not in known:
+        return f"{name}: is a key of qkablate {verb}"
+    own = ", ".join(key for key in known if key.endswith(f".{name}"))
+    hint = f" (nearest: {own})" if own else nearest_hint(name, known)
+    return f"{name}: there is no such key{hint}"
+
+
+def _verb_with(name: str) -> str | None:
+    """Return the verb that has a key or section that is none of a run's."""
+    if name in ("finetune", "finetune.steps"):
+        return "project"
+    if name == "scale":
+        return "claim run"
+    return "sweep" if any(f"{key}.".startswith(f"{name}.") for key in SWEEP_KEYS) else None

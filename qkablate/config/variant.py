@@ -15,6 +15,7 @@ RANKS: dict[str, Callable[[ModelConfig], int]] = {
     "collaborative": lambda model: max(1, model.d_model // 4),
 }
 GROUPED = ("grouped",)
+_USED_BY = {"rank": RANKS, "groups": GROUPED}
 
 
 def check_variant(variant: VariantConfig, model: ModelConfig) -> None:
@@ -32,13 +33,18 @@ def check_variant(variant: VariantConfig, model: ModelConfig) -> None:
     known = {entry[side] for entry in variants().values() for side in ("qk", "ov")}
     if variant.file is not None or not {variant.qk, variant.ov} <= known:
         return  # a circuit from a file checks its own keys
-    for key, circuits in (("rank", RANKS), ("groups", GROUPED)):
+    for key, circuits in _USED_BY.items():
         value = getattr(variant, key)
         if value not in ("auto", None) and not {variant.qk, variant.ov} & {*circuits}:
-            raise ImpossibleConfig(
-                f"variant.{key}: {value} given, but qk={variant.qk}, ov={variant.ov} have none"
-                f" ({', '.join(circuits)} would)"
-            )
+            raise ImpossibleConfig(describe_unused(variant, key))
+
+
+def describe_unused(variant: VariantConfig, key: str) -> str:
+    """Return the message that the circuits of a variant have no rank or no groups."""
+    return (
+        f"variant.{key}: qk={variant.qk} and ov={variant.ov} have no {key}"
+        f" (used by: {', '.join(_USED_BY[key])})"
+    )
 
 
 def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig:

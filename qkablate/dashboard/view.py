@@ -28,7 +28,7 @@ def make_workspace(sweep_state: SweepState, entity: str, project: str) -> Any:
     return ws.Workspace(
         entity=entity,
         project=project,
-        name=f"{manifest.name}-{manifest.id}".replace("+", "_"),  # it takes no +
+        name=f"{manifest.name}-{manifest.id}".replace("+", "_"),  # W&B rejects + in names
         sections=make_sections(manifest, lines),
         settings=ws.WorkspaceSettings(max_runs=lines),
         runset_settings=_make_run_set(sweep_state, own_run=bool(entity)),
@@ -37,8 +37,8 @@ def make_workspace(sweep_state: SweepState, entity: str, project: str) -> Any:
 
 def find_run_groups(manifest: Manifest) -> list[str]:
     """Return the groups of runs that differ only in their seed."""
-    to_come = manifest.arms if manifest.finals else ()  # at rates that are not known yet
-    return list(dict.fromkeys([*map(manifest.run_group, manifest.runs), *to_come]))
+    planned = manifest.arms if manifest.finals else ()  # at rates that are not known yet
+    return list(dict.fromkeys([*map(manifest.run_group, manifest.runs), *planned]))
 
 
 def is_grouped_by_variant(manifest: Manifest) -> bool:
@@ -47,7 +47,7 @@ def is_grouped_by_variant(manifest: Manifest) -> bool:
     return alone or manifest.tracking.job_type is not None
 
 
-def is_mixed(manifest: Manifest) -> bool:
+def mixes_arms(manifest: Manifest) -> bool:
     """Return whether a mean mixes arms because the user gave all of them one job type."""
     variants = {arm.variant for arm in manifest.arms.values()}
     return is_grouped_by_variant(manifest) and len(variants) < len(find_run_groups(manifest))
@@ -59,13 +59,13 @@ def _make_run_set(sweep_state: SweepState, *, own_run: bool) -> Any:
     from wandb_workspaces import expr
 
     manifest = sweep_state.manifest
-    wanted = f'Metric("Group") == {_quote(manifest.group)}'
+    run_filter = f'Metric("Group") == {_quote(manifest.group)}'
     if shared := sorted(_find_shared_ids(sweep_state)):
-        wanted += f' or Metric("ID") in [{", ".join(map(_quote, shared))}]'
+        run_filter += f' or Metric("ID") in [{", ".join(map(_quote, shared))}]'
     groupby: list[Any] = [expr.Config("variant.name")]
     groupby += [] if is_grouped_by_variant(manifest) else [expr.Metric("JobType")]
     return ws.RunsetSettings(
-        filters=wanted,
+        filters=run_filter,
         groupby=groupby,
         pinned_columns=[
             *("run:displayName", "run:jobType", "run:tags", "summary:final/status"),
@@ -134,7 +134,7 @@ def _format_introduction(manifest: Manifest) -> str:
     """Return the introduction of the view."""
     many = len(find_run_groups(manifest))
     together = "variant" if is_grouped_by_variant(manifest) else "job type (arm and learning rate)"
-    what = "and more: all arms have one job type" if is_mixed(manifest) else "alone"
+    what = "and more: all arms have one job type" if mixes_arms(manifest) else "alone"
     return "\n\n".join(
         [
             f"**{manifest.name}-{manifest.id}**: {format_count(len(manifest.arms), 'arm')}",

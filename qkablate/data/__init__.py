@@ -1,5 +1,6 @@
 """Text and generated tasks → tokens → batches. Imports no model."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ __all__ = [
     "EvalMetrics",
     "Task",
     "TrainingBatches",
+    "iterate_windows",
     "open_data",
 ]
 
@@ -64,7 +66,7 @@ class Data(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Description of the tokenizer; None if the tokens are no text."""
+        """Description of the tokenizer; None if the tokens are not text."""
         ...
 
     def check_context(self, context: int) -> None: ...
@@ -87,3 +89,20 @@ def open_data(config: DataConfig, context: int) -> Data:
     if config.source in TASKS:
         return TASKS[config.source](config, context)
     return open_corpus(config)
+
+
+def iterate_windows(
+    data: Data, split: str, *, seed: int, batch_size: int, grad_accum: int, context: int
+) -> Iterator[tuple[Batch, int]]:
+    """Yield the windows of a split in order, as batch and row; of `train`, those of a run."""
+    if split == "train":
+        steps = data.batches(
+            seed=seed, batch_size=batch_size, grad_accum=grad_accum, context=context
+        )
+        batches: Iterator[Batch] = itertools.chain.from_iterable(map(steps.step, itertools.count()))
+    else:
+        batches = data.split_batches(split, batch_size=16, context=context)
+    for batch in batches:
+        for row, targets_A in enumerate(batch.targets_NA):
+            if (targets_A != IGNORE).any():  # the others pad the last batch
+                yield batch, row

@@ -23,10 +23,11 @@ from typing import Any, Literal
 import numpy as np
 
 from qkablate.config import TEXT_SOURCES, DataConfig
+from qkablate.config.data import HELD_OUT_SPLITS, SPLITS
 from qkablate.data import hub, sources
 from qkablate.data.batches import Batch, RandomWindows, sequential_batches, spread_windows
 from qkablate.data.eval_metrics import EvalMetrics
-from qkablate.data.prepare import HELD_OUT_SPLITS, SPLITS, open_source, prepare
+from qkablate.data.prepare import open_source, prepare
 from qkablate.data.progress import Progress
 from qkablate.disk import make_folder, open_file, read_file, sync_folder
 from qkablate.errors import ImpossibleConfig, UserError

@@ -30,8 +30,8 @@ def read_documents(config: DataConfig) -> Source:
 
     UserError at once if the data set is unavailable, or later, when the documents are read.
     """
-    online = find_local_files(config) is not None or _reachable(config)
-    if not online and not _cached(config):
+    online = find_local_files(config) is not None or _is_reachable(config)
+    if not online and not _is_cached(config):
         hint = "" if "/" in str(config.name) or config.files else " and no folder of that name"
         raise UserError(
             f"{describe_source(config)} is out of reach: no network{hint}; {_NO_NETWORK}"
@@ -192,7 +192,7 @@ def _check_parts(folder: Path) -> None:
             )
 
 
-def _reachable(config: DataConfig) -> bool:
+def _is_reachable(config: DataConfig) -> bool:
     import huggingface_hub.constants as constants
 
     if constants.HF_HUB_OFFLINE:
@@ -202,7 +202,7 @@ def _reachable(config: DataConfig) -> bool:
     return is_reachable(server[0] if server else constants.ENDPOINT)
 
 
-def _cached(config: DataConfig) -> bool:
+def _is_cached(config: DataConfig) -> bool:
     """Return whether HF_HOME may have it, without importing the library, which is slow."""
     import huggingface_hub.constants as constants
 

@@ -42,7 +42,11 @@ def is_reachable(address: str, timeout: float = TIMEOUT) -> bool:
 
 
 def with_token_files(load: Callable[[], T]) -> T:
-    """Return what `load` makes of tiktoken's files, from its cache or over the network."""
+    """Return what `load` makes of tiktoken's files, from its cache or over the network.
+
+    tiktoken downloads without a timeout. So its download function is replaced at first, which
+    leaves only its cache; the network is tried if that fails and the server answers.
+    """
     import tiktoken.load as tiktoken_load
 
     fetch = tiktoken_load.read_file

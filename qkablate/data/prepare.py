@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from qkablate.config import DataConfig
+from qkablate.config.data import HELD_OUT_SPLITS, SPLITS
 from qkablate.data import bpe, hub, sources, tokenizers
 from qkablate.data.document_store import (
     HELD_OUT_FRACTION,
@@ -31,8 +32,6 @@ from qkablate.data.sources import Source, describe_source
 from qkablate.data.tokenizers import Tokenizer
 from qkablate.errors import UserError
 
-HELD_OUT_SPLITS = ("val", "test")
-SPLITS = ("train", *HELD_OUT_SPLITS)
 DOCUMENT_END = b"\0"  # the byte of the token that ends each of several documents
 MIN_HASHED_DOCUMENTS = 300  # fewer are not sure to fill splits of 3 %
 MIN_HELD_OUT_DOCUMENTS = 100  # of a full split, where there are as many
@@ -240,7 +239,7 @@ class _Writer:
         """Write at most `limit` tokens of a split; return their counts and hash."""
         digest, tokens, size, ends = hashlib.sha256(), 0, 0, array("Q")
         with (self.folder / f"{split}.bin").open("wb") as file:
-            for text, ids, last in self._encoded(self.store.text(spans)):
+            for text, ids, last in self._encode_pieces(self.store.text(spans)):
                 kept = ids[: None if limit is None else limit - tokens].astype(self.dtype)
                 file.write(kept.data)
                 digest.update(kept.data)
@@ -259,7 +258,7 @@ class _Writer:
         counts = {"documents": len(ends), "tokens": tokens, "bytes": size}
         return {**counts, "sha256": digest.hexdigest(), "ends": ends}
 
-    def _encoded(
+    def _encode_pieces(
         self, pieces: Iterator[tuple[bytes, bool]]
     ) -> Iterator[tuple[bytes, np.ndarray, bool]]:
         """Yield pieces with their tokens, in order; tiktoken encodes several in parallel."""

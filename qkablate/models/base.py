@@ -1,6 +1,6 @@
 """The interface between a model and the rest of the program: its attention layers, and its loss.
 
-Shape suffixes: B batch, T context, A answers, D d_model, V vocabulary.
+Shape suffixes: B batch, T context, A answers, P positions, D d_model, V vocabulary.
 """
 
 import copy

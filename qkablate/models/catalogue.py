@@ -19,6 +19,7 @@ import torch
 from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Spec
 from qkablate.attention.spec import UnsupportedCombination
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
+from qkablate.config.variant import describe_unused
 from qkablate.errors import ImpossibleConfig, UserError, nearest_hint
 
 ENTRY_POINTS = "qkablate.circuits"  # the entry-point group for circuits of other packages
@@ -184,10 +185,7 @@ def _check_sizes(variant: VariantConfig) -> None:
         if users and value is None:
             raise UserError(f"variant.{key}: {users[0]} needs a number")
         if value is not None and not users:
-            raise UserError(
-                f"variant.{key}: {value} given, but qk={variant.qk} and ov={variant.ov} do not use"
-                " it"
-            )
+            raise UserError(describe_unused(variant, key))
 
 
 def _check_shapes(external: ExternalCircuit, layer: Attention) -> None:

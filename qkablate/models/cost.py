@@ -6,9 +6,10 @@ counted. A causal query attends to (T + 1)/2 keys on average, and only those are
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from qkablate.attention import Attention
-from qkablate.config import ModelConfig
+from qkablate.config import Config, ModelConfig, flatten
 from qkablate.models.base import Model
 from qkablate.models.gpt import MLP
 
@@ -104,6 +105,43 @@ def compute_cost(model: Model, *, tokens_per_pass: float, number_bytes: int) -> 
         cache_bytes=layer.cached * number_bytes * len(layers),
         score_bytes=layer.score_numel * number_bytes,
     )
+
+
+def describe_cost(config: Config, model: Model, vocabulary: int) -> dict[str, Any]:
+    """Return the sizes and the cost of a config's model by name, for a table."""
+    cost = compute_cost(
+        model,
+        tokens_per_pass=config.train.batch_size * config.model.context,
+        number_bytes=4 if config.precision == "fp32" else 2,
+    )
+    return {
+        "variant": config.variant.name,
+        "d_model": config.model.d_model,
+        "heads": config.model.heads,
+        "layers": config.model.layers,
+        "context": config.model.context,
+        "vocabulary": vocabulary,
+        "params": cost.params["total"],
+        "attention_params_per_layer": cost.layer.params,
+        "projection_flops_per_token": cost.layer.projections,
+        "score_flops_per_token": cost.layer.scores,
+        "value_flops_per_token": cost.layer.values,
+        "forward_flops_per_token": cost.forward,
+        "training_flops_per_token": cost.training,
+        "training_flops_ratio": 1.0,  # to the first row of the table
+        "score_matrix_bytes": cost.score_bytes,
+        "kv_bytes_per_token": cost.cache_bytes,
+    }
+
+
+def varied_values(configs: list[Config]) -> list[dict[str, Any]]:
+    """Return, for each config, the values of the keys besides the variant in which they differ."""
+    flat = [flatten(config) for config in configs]
+    keys = [key for key in flat[0] if not key.startswith("variant.")]
+    differing = [key for key in keys if len({str(values[key]) for values in flat}) > 1]
+    if "seed" in differing:  # which sets the three seeds
+        differing = [key for key in differing if not key.startswith("seeds.")]
+    return [{key: values[key] for key in differing} for values in flat]
 
 
 MAX_DECOMPOSITION = 2**37  # a few minutes

@@ -1,6 +1,6 @@
 """Decoder-only transformer in the layout of GPT-2; only the circuits of the attention vary.
 
-Shape suffixes: B batch, T context, A answers, D d_model, V vocabulary.
+Shape suffixes: B batch, T context, A answers, P positions, D d_model, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a norm before it and a residual connection around it."""
+    """Attention and MLP, each with a norm (if any) before and a residual connection around it."""
 
     def __init__(self, config: ModelConfig, attention: Attention) -> None:
         super().__init__()
@@ -52,7 +52,11 @@ class Block(nn.Module):
 
 
 class GPT(Model):
-    """Pre-norm decoder with tied embeddings."""
+    """Decoder with tied embeddings, and a norm before each sublayer unless `norm` is none.
+
+    `device`, `half` (16-bit numbers) and `kernel` decide the attention algorithm; no parameter is
+    moved or cast.
+    """
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ class LeaseObserver:
 
 
 def is_leased(folder: Path) -> bool:
-    """Return whether the lease is held, as far as a single look can tell."""
+    """Return whether the lease is held, judged from a single observation."""
     return LeaseObserver().is_leased(folder)
 
 

@@ -26,7 +26,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -96,10 +96,14 @@ def run_id(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+# Keys whose values a label shows.
+LABEL_KEYS = ("variant", "model.d_model", "model.heads", "seed")
+
+
 def label(config: Config) -> str:
     """Return the readable part of a run's name; its id is what distinguishes it."""
-    model, begun = config.model, "" if config.init_from.run is None else "finetuned-"
-    return f"{begun}{config.variant.name}-d{model.d_model}-h{model.heads}-s{config.seed}"
+    model, prefix = config.model, "" if config.init_from.run is None else "finetuned-"
+    return f"{prefix}{config.variant.name}-d{model.d_model}-h{model.heads}-s{config.seed}"
 
 
 class Run:
@@ -186,12 +190,20 @@ def find_run(word: str, out: str | Path = "outputs") -> Path:
         return runs / name
     if os.path.isdir(folder):
         raise UserError(f"'{word}' is not a run: it has no config.yaml")
-    if not names:
-        raise UserError(f"there is no run '{word}'; '{runs}' has no runs")
     parts = {part for name in names for part in (name, name.rpartition("-")[0], name.split("-")[0])}
-    raise UserError(
-        f"there is no run '{word}', neither as a folder nor in '{runs}'{nearest_hint(word, parts)}"
-    )
+    raise no_match("run", word, runs.parent, parts)
+
+
+_START = {"run": "qkablate train", "sweep": "qkablate sweep sweep=quick"}
+
+
+def no_match(kind: str, word: str | None, out: Path, known: Collection[str]) -> UserError:
+    """Return the error that no `known` name in `out` matches a word; without one, there is none."""
+    text = f"there is no {kind} " + (f"'{word}' " if word is not None else "") + f"in '{out}'"
+    if known:
+        return UserError(text + nearest_hint(word or "", known))
+    start = f"; start one: {_START[kind]}" if kind in _START else ""
+    return UserError(f"{text} (it has none){start}")
 
 
 def match_name(word: str, names: list[str], plural: str) -> str | None:

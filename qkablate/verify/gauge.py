@@ -14,7 +14,7 @@ from qkablate.attention.ov.factored import SeparateOV
 from qkablate.attention.qk.factored import SeparateQK
 from qkablate.attention.qk.merged import SymmetricQK
 from qkablate.attention.qk.shared import SharedQK, SymDiag
-from qkablate.attention.tensors import by_head, side_by_side
+from qkablate.attention.tensors import by_head, concat_heads
 from qkablate.verify.check import (
     Deviation,
     check,
@@ -49,8 +49,8 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     a_EE = gauge_matrix(w_q_HDE.shape[-1], x_BTD)
     inverse_EE = torch.linalg.inv(a_EE).mT
     with torch.no_grad():
-        qk.w_q.copy_(side_by_side(w_q_HDE @ a_EE))
-        qk.w_k.copy_(side_by_side(w_k_GDE @ inverse_EE))
+        qk.w_q.copy_(concat_heads(w_q_HDE @ a_EE))
+        qk.w_k.copy_(concat_heads(w_k_GDE @ inverse_EE))
         for b, basis_EE in ((qk.b_q, a_EE), (qk.b_k, inverse_EE)):
             if b is not None:
                 b.copy_((b.view(-1, 1, len(basis_EE)) @ basis_EE).flatten())
@@ -61,7 +61,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
 
 def _transform_values_(ov: SeparateOV, like: Tensor) -> None:
     b_VV = gauge_matrix(ov.width, like)
-    ov.w_v.copy_(side_by_side(by_head(ov.w_v, ov.value_heads) @ b_VV))
+    ov.w_v.copy_(concat_heads(by_head(ov.w_v, ov.value_heads) @ b_VV))
     w_o_HVD = torch.linalg.inv(b_VV) @ ov.w_o.unflatten(0, (ov.spec.heads, -1))
     ov.w_o.copy_(w_o_HVD.flatten(0, 1))
     if ov.b_v is not None:
@@ -152,8 +152,8 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
 
     with torch.no_grad():
         inverse = real_P / size_P**2, imaginary_P / size_P**2  # 1 / z̄ = z / |z|²
-        qk.w_q.copy_(side_by_side(times(w_q_HDE, real_P, imaginary_P)))
-        qk.w_k.copy_(side_by_side(times(w_k_GDE, *inverse)))
+        qk.w_q.copy_(concat_heads(times(w_q_HDE, real_P, imaginary_P)))
+        qk.w_k.copy_(concat_heads(times(w_k_GDE, *inverse)))
         for b, scalar in ((qk.b_q, (real_P, imaginary_P)), (qk.b_k, inverse)):
             if b is not None:
                 b.copy_(times(b.view(-1, 2 * half), *scalar).flatten())

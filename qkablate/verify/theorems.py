@@ -125,10 +125,12 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
         folded_DD = ov.w_o @ up_DD
         residuals.append(rel_diff(gelu(bare(y_BTD) @ folded_DD), expected_BTD))
         # With a skip and a norm the stream that is added is in the wrong basis.
-        with_skip_BTD = gelu((x_BTD_ + full(_normed(x_BTD_))) @ up_DD)
-        violations.append(rel_diff(gelu((y_BTD + bare(_normed(y_BTD))) @ folded_DD), with_skip_BTD))
+        with_skip_BTD = gelu((x_BTD_ + full(_layer_norm(x_BTD_))) @ up_DD)
+        violations.append(
+            rel_diff(gelu((y_BTD + bare(_layer_norm(y_BTD))) @ folded_DD), with_skip_BTD)
+        )
     return Deviation(largest(*residuals) if min(violations) > 1e-2 else 1.0, length=12 * 12)
 
 
-def _normed(x_BTD: Tensor) -> Tensor:
+def _layer_norm(x_BTD: Tensor) -> Tensor:
     return torch.nn.functional.layer_norm(x_BTD, x_BTD.shape[-1:])

@@ -367,7 +367,7 @@ def promises(n: int, studies: int = STUDIES) -> list[Promise]:
     ]
 
 
-def kept(kind: str, truth: float, spread: float, n: int) -> tuple[Promise, Promise]:
+def power_promises(kind: str, truth: float, spread: float, n: int) -> tuple[Promise, Promise]:
     """Return the promised and the measured power of a part, to be supported and to be refuted."""
     found = [Part(kind, kind, MARGIN, one) for one in samples(truth, spread, n)]
     mean, sd = truth * MARGIN, spread * MARGIN

@@ -154,7 +154,7 @@ def test_detectable_effect_is_found_with_80_percent_power(n):
     ("kind", "truth"), [("noninferior", 0.3), ("equivalent", 0.2), ("better", -1.8), ("worse", 1.8)]
 )
 def test_part_is_supported_with_the_promised_power(kind, truth):
-    supported, _ = simulation.kept(kind, truth, 1, 10)
+    supported, _ = simulation.power_promises(kind, truth, 1, 10)
     assert 0.5 < supported.promised < 0.95
     assert is_kept(supported)
 
@@ -164,7 +164,7 @@ def test_part_is_supported_with_the_promised_power(kind, truth):
     [("noninferior", 1.8), ("equivalent", -1.9), ("better", -0.2), ("worse", 0.2)],
 )
 def test_part_is_refuted_with_the_promised_power(kind, truth):
-    _, refuted = simulation.kept(kind, truth, 1, 10)
+    _, refuted = simulation.power_promises(kind, truth, 1, 10)
     assert 0.5 < refuted.promised < 0.95
     assert is_kept(refuted)
 

@@ -36,7 +36,7 @@ NUMBERS = st.floats(-1e3, 1e3).map(lambda v: round(v, 6))
 PROBABILITIES = st.floats(0, 1)
 
 
-def drawn(n, *, seed=0, mean=0.3):
+def sample_normals(n, *, seed=0, mean=0.3):
     return Sample(tuple(map(float, np.random.default_rng(seed).normal(mean, 1, n))))
 
 
@@ -78,7 +78,7 @@ def bca_by_hand(values, resamples=20_000):
 # The t interval
 
 
-def test_students_own_example():
+def test_example_of_student_1908():
     """Compare with R: t = 4.0621, p = 0.002833, 95 percent: 0.7001142 2.4598858."""
     assert SLEEP.mean == pytest.approx(1.58)
     low, high = SLEEP.interval()
@@ -115,7 +115,7 @@ def test_p_values_without_skewness_are_scipys(n, bound):
 @pytest.mark.parametrize("n", SIZES)
 def test_bound_at_the_end_of_the_interval_has_just_alpha(n):
     """Interval and p are one statement: the interval of 90 % is the two one-sided tests of 5 %."""
-    sample = drawn(n)
+    sample = sample_normals(n)
     low, high = sample.interval(0.9)
     assert sample.p_above(low) == pytest.approx(0.05)
     assert sample.p_below(high) == pytest.approx(0.05)
@@ -170,7 +170,7 @@ def test_order_changes_nothing(values, random):
 
 
 def test_order_changes_no_test_and_the_bootstrap_by_little():
-    one, other = drawn(10), Sample(drawn(10).values[::-1])
+    one, other = sample_normals(10), Sample(sample_normals(10).values[::-1])
     assert other.p == pytest.approx(one.p)
     assert other.sign_flip == one.sign_flip
     assert other.bca == pytest.approx(one.bca, abs=0.05 * one.sd)  # other resamples
@@ -225,7 +225,7 @@ def test_equal_numbers_that_do_not_add_up_exactly_are_as_good_as_certain():
 
 
 def test_one_huge_outlier_takes_all_certainty():
-    sample = Sample((*drawn(9, mean=5.0).values, 1e9))
+    sample = Sample((*sample_normals(9, mean=5.0).values, 1e9))
     low, high = sample.interval()
     assert low < 0 < high < 1e10
     assert sample.p == pytest.approx(0.343, abs=0.001)  # of t = 1 with nine degrees of freedom
@@ -236,14 +236,14 @@ def test_one_huge_outlier_takes_all_certainty():
 # The bootstrap
 
 
-@pytest.mark.parametrize("sample", [SLEEP, MAIZE, drawn(6), drawn(20)])
+@pytest.mark.parametrize("sample", [SLEEP, MAIZE, sample_normals(6), sample_normals(20)])
 def test_bootstrap_is_efrons(sample):
     assert sample.bca == pytest.approx(bca_by_hand(sample.values), abs=0.06 * sample.sd)
     assert sample.bca[0] < sample.mean < sample.bca[1]
 
 
 def test_bootstrap_is_scipys_with_other_draws():
-    sample = drawn(12)
+    sample = sample_normals(12)
     other = stats.bootstrap(
         (np.array(sample.values),), np.mean, method="BCa", rng=np.random.default_rng(7)
     ).confidence_interval
@@ -261,7 +261,7 @@ def test_bootstrap_is_finite_and_within_the_numbers(values):
 
 
 def test_bootstrap_and_the_random_signs_repeat_themselves():
-    one, other = drawn(17), drawn(17)
+    one, other = sample_normals(17), sample_normals(17)
     assert (one.bca, one.sign_flip) == (other.bca, other.sign_flip)
 
 
@@ -281,7 +281,7 @@ def test_signs_are_all_tried(values):
 
 @pytest.mark.parametrize(("n", "mean"), [(17, 0.0), (17, 0.4), (18, 0.6)])
 def test_random_signs_are_close_to_all_of_them(n, mean):
-    sample = drawn(n, mean=mean)
+    sample = sample_normals(n, mean=mean)
     exact = signs_by_brute_force(sample.values)
     error = math.sqrt(exact * (1 - exact) / 99_999)
     assert sample.sign_flip == pytest.approx(exact, abs=4 * error + 2e-5)

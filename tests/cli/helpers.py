@@ -28,7 +28,7 @@ def assert_refused(done, *lines):
     assert done.err.startswith("qkablate: ")
     assert done.err.count("\n") == 1
     for line in lines:
-        assert line in done.err
+        assert line in done.err, done.err
 
 
 def proposed_commands(done):

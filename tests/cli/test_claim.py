@@ -24,7 +24,7 @@ CLAIM = {
 
 @pytest.fixture
 def write(tmp_path):
-    """Write a claim of one's own, changed; its path."""
+    """Write a modified claim and return its path."""
 
     def write_claim(margin=3, **changes):
         content = CLAIM | {"parts": {"within": PART | {"margin": margin}}} | changes
@@ -36,7 +36,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def claim(qkablate, tiny, write):
-    """Say a verb of the claim of one's own, with words that make it tiny."""
+    """Run `qkablate claim` on a tiny claim."""
     path = write()
 
     def say(action, *words):
@@ -46,7 +46,7 @@ def claim(qkablate, tiny, write):
 
 
 class Pretended:
-    """In the place of training: every run ends with what `outcome` says, None with nothing."""
+    """Fake training: each run ends with `outcome`; None leaves it unfinished."""
 
     def __init__(self):
         self.outcome = self.by_gap(0.0)
@@ -123,7 +123,7 @@ def test_help(qkablate):
 
 @pytest.mark.slow
 def test_user_claim_is_trained_to_a_verdict(claim, qkablate, tmp_path, write):
-    """With real runs, seconds of them."""
+    """Train real runs, which take seconds."""
     done = claim("show")
     assert (done.code, done.err) == (1, "")
     assert "mine (small): Keys alone are enough." in done.out

@@ -158,7 +158,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("words", "line"), MISTAKES, ids=lambda x: str(x)[:40])
 def test_mistakes(qkablate, tiny, tmp_path, words, line):
-    """One line on stderr, exit code 2, and no run was begun."""
+    """Print one line on stderr, exit with 2, and start no run."""
     done = qkablate("train", *tiny, *words)
     assert done.code == 2
     assert line in done.err

@@ -31,7 +31,7 @@ def runs(outputs):
 
 
 def result(folder):
-    """Without its own checksum, so that it may be changed."""
+    """Return the result without its checksum, so that it may be changed."""
     found = json.loads((folder / "result.json").read_text())
     return {key: value for key, value in found.items() if key != "sha256"}
 
@@ -183,7 +183,10 @@ MISTAKES = [
     (["no_q", "standrd-d16-h2-s0"], "there is no run 'standrd-d16-h2-s0'"),
     (["no_q", "standrd-d16-h2-s0"], "(nearest: standard-d16-h2-s0"),
     (["no_q", ""], "give a run: its folder"),
-    (["no_q", "no_q", "out=nowhere"], "there is no run 'no_q'; 'nowhere/runs' has no runs"),
+    (
+        ["no_q", "no_q", "out=nowhere"],
+        "there is no run 'no_q' in 'nowhere' (it has none); start one: ",
+    ),
     (["no_q", "outputs"], "'outputs' is not a run: it has no config.yaml"),
     (["no_q", "--jso"], "(nearest: --json)"),
     (["--json=1", "no_q", "no_q"], "--json takes no value"),

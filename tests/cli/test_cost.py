@@ -108,7 +108,7 @@ def test_precision_sets_the_bytes_of_a_number(qkablate):
     assert half["standard"]["kv_bytes_per_token"] == 8 * half["mqa"]["kv_bytes_per_token"]
 
 
-def test_csv(qkablate):
+def test_csv_equals_the_json(qkablate):
     done = qkablate("cost", "variant=standard,uniform", "--csv")
     lines = list(csv.DictReader(io.StringIO(done.out)))
     assert [line["variant"] for line in lines] == ["standard", "uniform"]
@@ -149,7 +149,7 @@ def test_measure_reports_too_little_memory(qkablate):
     [
         (
             ["--at", "gptj"],
-            "--at: 'gptj' is not one of gpt-j, gpt2, 300m, baby, nano (nearest: gpt-j)",
+            "--at: 'gptj' is not one of 300m, baby, gpt-j, gpt2, nano (nearest: gpt-j)",
         ),
         (["--at"], "--at: a value is missing"),
         (["--mesure"], "'--mesure' is not one of"),
@@ -175,7 +175,7 @@ def test_measure_reports_too_little_memory(qkablate):
             ["variant=low_rank_w", "variant.rank=129"],
             "variant.rank: 129 is above model.d_model=128",
         ),
-        (["variant=standard", "variant.rank=8"], "low_rank, collaborative would"),
+        (["variant=standard", "variant.rank=8"], "(used by: low_rank, collaborative)"),
         (["variant=gqa", "variant.groups=3"], "variant.groups: 3 does not divide model.heads=4"),
         (["variant=gqa", "variant.qk=shared"], "shared keys are also the queries"),
         (["variant=tied_kv", "variant.qk=merged"], "the keys are x itself"),
@@ -185,7 +185,7 @@ def test_measure_reports_too_little_memory(qkablate):
         (["variant.file=none.py"], "variant.file: cannot read 'none.py'"),
     ],
 )
-def test_mistake_is_one_line(qkablate, words, says):
+def test_mistake_is_reported_in_one_line(qkablate, words, says):
     done = qkablate("cost", *words)
     assert (done.code, done.out) == (2, "")
     assert says in done.err

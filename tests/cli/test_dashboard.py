@@ -252,7 +252,7 @@ def test_invalid_address_is_rejected(sweep, url):
 
 @needs_workspaces
 def test_reported_missing_logs_are_those_that_sync_uploads(sweep, outputs, tmp_path):
-    """Those of earlier attempts, too, and what was online and could not be sent whole."""
+    """Logs of earlier attempts and incomplete uploads are reported, too."""
     one, other = sorted(path for path in (outputs / "runs").iterdir())[:2]
     (one / "attempts" / "1").mkdir(parents=True)
     shutil.copytree(one / "wandb", one / "attempts" / "1" / "wandb", symlinks=True)
@@ -306,8 +306,8 @@ def test_without_the_library_the_extra_is_named(qkablate, sweep, monkeypatch):
 
 
 MISTAKES = [
-    (["smal-0"], "there is no sweep 'smal-0' in 'outputs/sweeps' (nearest: small"),
-    (["out=nowhere"], "there is no sweep in 'nowhere/sweeps'"),
+    (["smal-0"], "there is no sweep 'smal-0' in 'outputs' (nearest: small"),
+    (["out=nowhere"], "there is no sweep in 'nowhere' (it has none); start one: qkablate"),
     (["one", "two"], "'two': one sweep at a time, and 'one' was given"),
     (["--spek"], "(nearest: --spec)"),
     (["--project"], "--project: a value is missing"),

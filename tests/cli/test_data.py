@@ -12,7 +12,7 @@ TASKS = ("recall", "induction", "copy", "reverse", "directed", "dyck")
 
 
 @pytest.fixture
-def own(tmp_path, text):
+def user_text(tmp_path, text):
     return ["data=text", f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
 
 
@@ -41,27 +41,27 @@ def test_list_shows_every_option_and_what_is_prepared(qkablate, tmp_path, text):
     assert "damaged" in qkablate("data", "list").out
 
 
-def test_prepare_once(qkablate, own):
-    done = qkablate("data", "prepare", *own)
+def test_prepare_once(qkablate, user_text):
+    done = qkablate("data", "prepare", *user_text)
     assert done.code == 0
     assert re.search(r"[\d,]+ tokens to train on, [\d,]+ to validate, [\d,]+ to test", done.out)
     assert re.search(r"kB in [\d.]+ s, [\d.]+ MB/s, 1.00 bytes per token", done.out)
     assert "qkablate data show data=text" in done.out
-    assert "prepared before" in qkablate("data", "prepare", *own).out
+    assert "prepared before" in qkablate("data", "prepare", *user_text).out
 
 
-def test_prepare_several(qkablate, own):
-    done = qkablate("data", "prepare", *own, "data.tokenizer=bytes,chars")
+def test_prepare_several(qkablate, user_text):
+    done = qkablate("data", "prepare", *user_text, "data.tokenizer=bytes,chars")
     assert done.code == 0
     assert ", bytes: " in done.out
     assert ", chars: " in done.out
 
 
-def test_info_prints_the_manifest(qkablate, own, text):
-    before = qkablate("data", "info", *own)
+def test_info_prints_the_manifest(qkablate, user_text, text):
+    before = qkablate("data", "info", *user_text)
     assert before.code == 2
     assert "the data is not prepared yet; type qkablate data prepare data=text" in before.err
-    bpe = [*own, "data.tokenizer=bpe", "data.vocab_size=300"]
+    bpe = [*user_text, "data.tokenizer=bpe", "data.vocab_size=300"]
     qkablate("data", "prepare", *bpe)
     told = json.loads(qkablate("data", "info", *bpe, "--json").out)
     assert told["path"] == str(text)
@@ -75,8 +75,8 @@ def test_info_prints_the_manifest(qkablate, own, text):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
-def test_show_decodes_the_windows_that_a_run_sees(qkablate, own, text, tokenizer):
-    words = [*own, f"data.tokenizer={tokenizer}", "model.context=16"]
+def test_show_decodes_the_windows_that_a_run_sees(qkablate, user_text, text, tokenizer):
+    words = [*user_text, f"data.tokenizer={tokenizer}", "model.context=16"]
     qkablate("data", "prepare", *words)
     done = qkablate("data", "show", *words)
     corpus = text.read_text()
@@ -164,7 +164,7 @@ def test_run_of_every_task(qkablate, tiny, tmp_path, task, variant):
     assert not (folder / "tokenizer.json").exists()
     sampled = qkablate("sample", str(folder))
     assert sampled.code == 2
-    assert "learned a task, whose tokens are no text" in sampled.err
+    assert "was trained on a task, whose tokens are not text" in sampled.err
     assert qkablate("verify", str(folder)).code == 0
 
 

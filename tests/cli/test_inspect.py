@@ -73,7 +73,7 @@ def test_tables(inspect, trained):
     assert heads[2][5] == format_number(expected)
 
 
-def test_one_head(inspect, trained):
+def test_head_option_shows_one_head(inspect, trained):
     done = inspect("--layer", "1", "--head=0")
     heads = [line for line in done.out.splitlines() if line[:1] == " " and line.split()[0] == "1"]
     assert len(heads) == 3
@@ -148,7 +148,7 @@ def test_run_on_a_task(qkablate, tmp_path):
     assert "of the validation split of copy" in done.out
     done = qkablate("inspect", "standard", "--json", "--text", "x")
     assert done.code == 2
-    assert "learned a task, whose tokens are no text" in done.err
+    assert "was trained on a task, whose tokens are not text" in done.err
 
 
 MISTAKES = [

@@ -81,7 +81,7 @@ def test_every_signal_is_in_the_exit_codes(qkablate, verb):
 
 @pytest.mark.slow
 def test_gap_is_split_in_two(qkablate, outputs):
-    """Every number is one of a run's files, and what is there is not trained again."""
+    """Every number comes from the files of a run, and finished runs are not trained again."""
     words = ["standard-d16-h2-s0", "variant=no_q", "finetune.steps=8"]
     output = projected(qkablate, *words)
     (one,) = output["runs"]
@@ -131,7 +131,7 @@ def test_projection_onto_a_larger_form_has_no_gap_at_once(qkablate, outputs):
 
 @pytest.mark.slow
 def test_command_of_a_missing_run_from_scratch_is_printed(qkablate, outputs):
-    """And that command trains the very run that is then found."""
+    """The command that is shown trains the run that is then found."""
     words = ["standard-d16-h2-s0", "variant=low_rank_w", "variant.rank=3", "finetune.steps=2"]
     done = qkablate("project", *words)
     assert done.code == 0, done.err

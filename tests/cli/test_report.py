@@ -164,7 +164,7 @@ def test_sweeps_claims_and_runs_are_sections_of_one_page(qkablate, outputs, swee
 
 @pytest.mark.parametrize("form", ["html", "md"])
 def test_control_characters_and_elements_are_not_printed(qkablate, run_of, form):
-    """Whatever stands in the files of a run."""
+    """Text of any kind in the files of a run is escaped."""
     odd = "\x1b[31mred\x07\x9b1m\u202e<b>bold</b>"
     change(run_of("no_q", 0), status="failed", error=f"ValueError: {odd}", device=odd)
     change(run_of("shared_qk", 0), version=odd)
@@ -487,7 +487,7 @@ def test_charts_of_several_sections_have_distinct_names(qkablate, claim, run_of)
 
 @pytest.mark.slow
 def test_control_characters_are_in_no_chart(run_of):
-    """No run has such a name; in a process of its own, for what draws may end it."""
+    """Run in a subprocess, because the renderer may crash."""
     folder = run_of("no_q", 0)
     path = folder / "config.yaml"
     path.write_text(path.read_text().replace("name: no_q\n", 'name: "odd\\x1b[31m"\n', 1))
@@ -603,8 +603,11 @@ MISTAKES = [
     (["\x1b[31mred"], "there is no sweep, claim or run '�[31mred'"),
     (["small", "nothing-here"], "there is no sweep, claim or run 'nothing-here'"),
     (["no_q"], "'no_q' matches 8 runs"),
-    (["out=nowhere"], "there is no sweep in 'nowhere/sweeps'"),
-    (["small", "out=nowhere"], "there is no sweep, claim or run 'small' in 'nowhere'"),
+    (["out=nowhere"], "there is no sweep in 'nowhere' (it has none); start one: qkablate"),
+    (
+        ["small", "out=nowhere"],
+        "there is no sweep, claim or run 'small' in 'nowhere' (it has none)",
+    ),
     (
         ["--margin", "some"],
         "--margin: 'some' is not a number of nats above 0 and below 100, such as 0.01",

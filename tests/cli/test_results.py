@@ -1,4 +1,4 @@
-"""`qkablate results` as a user types it: tables, their formats, and what is said of mistakes."""
+"""`qkablate results` as a user types it: tables, their formats, and errors."""
 
 import csv
 import io
@@ -297,9 +297,9 @@ def test_times_of_other_arms_are_reported(qkablate, sweep, times):
 
 
 MISTAKES = [
-    (["smal-0"], "there is no sweep 'smal-0' in 'outputs/sweeps' (nearest: small"),
+    (["smal-0"], "there is no sweep 'smal-0' in 'outputs' (nearest: small"),
     (["smalll"], "(nearest: small)"),
-    (["out=nowhere"], "there is no sweep in 'nowhere/sweeps'"),
+    (["out=nowhere"], "there is no sweep in 'nowhere' (it has none); start one: qkablate"),
     (["one", "two"], "'two': one sweep at a time, and 'one' was given"),
     (["--jsn"], "'--jsn' is not one of "),
     (["--fromat", "md"], "(nearest: --format)"),

@@ -152,7 +152,7 @@ MISTAKES = [
     (["a", "seed=1", "seed=2"], "seed: given twice"),
     (["a", "prompt="], "prompt: is empty; leave it out for the default"),
     (["a", "prompt=\udcff"], "prompt: it is not UTF-8 text"),
-    (["a"], "there is no run 'a'; 'outputs/runs' has no runs"),
+    (["a"], "there is no run 'a' in 'outputs' (it has none); start one: "),
     (["./a=b/c"], "there is no run './a=b/c'"),
     (["home"], "'home' is not a run: it has no config.yaml"),
 ]
@@ -243,7 +243,7 @@ def test_rerun_moves_the_tokenizer_to_the_attempt(train, qkablate, tmp_path):
 
 @pytest.mark.slow
 def test_text_is_streamed(spawn, trained):
-    """And after Ctrl-C what was written stands."""
+    """Text printed before Ctrl-C is kept."""
     process = spawn("sample", str(trained), "prompt=the ", "tokens=1000000000", "temperature=0")
     begun = process.stdout.read(40)
     assert begun.startswith("the ")

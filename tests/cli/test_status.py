@@ -1,4 +1,4 @@
-"""`qkablate status`: where a sweep stands, told from its runs alone, and nothing touched."""
+"""`qkablate status`: progress is derived from run folders, which stay unchanged."""
 
 import contextlib
 import csv
@@ -101,8 +101,9 @@ def test_default_is_the_newest_sweep(qkablate, outputs, sweep, tiny):
 
 
 MISTAKES = [
-    (["smal-0"], "there is no sweep 'smal-0' in 'outputs/sweeps' (nearest: small"),
-    (["out=nowhere"], "there is no sweep in 'nowhere/sweeps'"),
+    (["smal-0"], "there is no sweep 'smal-0' in 'outputs' (nearest: small"),
+    (["nope", "out=nowhere"], "there is no sweep 'nope' in 'nowhere' (it has none); start one: "),
+    (["out=nowhere"], "there is no sweep in 'nowhere' (it has none); start one: qkablate"),
     (["one", "two"], "'two': one sweep at a time, and 'one' was given"),
     (["--json", "--csv"], "--csv and --json: give one of the two"),
     (["--json", "--watch"], "--json and --watch: give one of the two"),

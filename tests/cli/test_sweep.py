@@ -42,7 +42,7 @@ def nothing_timed(monkeypatch):
 
 @pytest.fixture
 def nothing_trained(monkeypatch):
-    """Sweeps that are frozen, and not begun."""
+    """Freeze sweeps without starting them."""
     monkeypatch.setattr("qkablate.sweeps.running.launcher.Launcher.run", lambda self: 1)
 
 

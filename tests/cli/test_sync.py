@@ -1,4 +1,4 @@
-"""`qkablate sync`: everything arrives once, in order, whatever breaks off in between."""
+"""`qkablate sync`: everything arrives once, in order, after any interruption."""
 
 import fcntl
 import gzip
@@ -56,17 +56,17 @@ def record(out, script=RECORD):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """They lie elsewhere than where they were recorded, so that their files are missed."""
-    folder = tmp_path_factory.mktemp("made")
+def moved_folder(tmp_path_factory):
+    """Return runs that were moved after they were recorded, so that their files are missing."""
+    folder = tmp_path_factory.mktemp("moved")
     return record(folder / "first").rename(folder / "then")
 
 
 @pytest.fixture
-def recorded(made, tmp_path, monkeypatch):
+def recorded(moved_folder, tmp_path, monkeypatch):
     """Copy the runs into `outputs`, and set a key."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    shutil.copytree(made, tmp_path / "outputs", symlinks=True)
+    shutil.copytree(moved_folder, tmp_path / "outputs", symlinks=True)
     return tmp_path / "outputs"
 
 
@@ -109,7 +109,7 @@ def test_everything_is_uploaded_once(recorded, server, qkablate, home):
 
 @pytest.mark.slow
 def test_files_are_uploaded_with_their_rows(server, qkablate, monkeypatch, tmp_path):
-    """From where they lay then; what has moved away is told, and the rows go."""
+    """Files that were moved are reported; their rows are uploaded."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     out = record(tmp_path / "there")
     shutil.move(out / "runs" / f"arm-s0-{'b' * 12}", out / "runs" / f"other-s0-{'b' * 12}")

@@ -11,15 +11,15 @@ from qkablate.config import variants
 SMALL = ("model.d_model=16", "model.heads=4", "model.context=12")
 WRONG = """
     import torch
-    from qkablate.attention import QK, by_head, matrix, project, split_heads
+    from qkablate.attention import QK, apply_matrix, by_head, empty_matrix, split_heads
 
     class Wrong(QK):
         params = "2 d²"
         def __init__(self, spec):
             super().__init__(spec)
-            self.w_q = matrix(spec.d_model, spec.d_model)
+            self.w_q = empty_matrix(spec.d_model, spec.d_model)
         def queries(self, x_BTD):
-            return split_heads(project(x_BTD, self.w_q), self.spec.heads)
+            return split_heads(apply_matrix(x_BTD, self.w_q), self.spec.heads)
         def keys(self, y_BSD):
             return split_heads(y_BSD * y_BSD[:, -1:], self.spec.heads)
         def circuit(self):

@@ -1,4 +1,4 @@
-"""Local fake of the Hub, as far as loading a data set needs it."""
+"""Local fake of the Hub: the requests that loading a data set makes."""
 
 import hashlib
 import json
@@ -101,7 +101,7 @@ class _Answer(BaseHTTPRequestHandler):
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _send_file(self, content: bytes, known: dict[str, str]) -> None:
-        """Send all of it, or the requested range."""
+        """Send the whole file or the requested range."""
         status = 200
         known = known | {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "Accept-Ranges": "bytes"}
         if part := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):

@@ -63,26 +63,26 @@ def point(tmp_path, monkeypatch, missing_server):
     import huggingface_hub.constants as client_constants
     from huggingface_hub import HfFileSystem
 
-    kept = tmp_path / "hf"
+    hf_home = tmp_path / "hf"
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(kept))
+    monkeypatch.setenv("HF_HOME", str(hf_home))
     monkeypatch.setenv("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     for name, value in {
-        "HF_HOME": str(kept),
-        "HF_HUB_CACHE": str(kept / "hub"),
-        "HF_TOKEN_PATH": str(kept / "token"),
-        "AGENT_HARNESSES_PATH": str(kept / "agents.json"),
+        "HF_HOME": str(hf_home),
+        "HF_HUB_CACHE": str(hf_home / "hub"),
+        "HF_TOKEN_PATH": str(hf_home / "token"),
+        "AGENT_HARNESSES_PATH": str(hf_home / "agents.json"),
         "HF_HUB_DISABLE_TELEMETRY": True,
         "HF_HUB_OFFLINE": False,
     }.items():
         monkeypatch.setattr(client_constants, name, value)
     for name, value in {
-        "HF_CACHE_HOME": str(kept),
-        "HF_DATASETS_CACHE": kept / "datasets",
-        "DOWNLOADED_DATASETS_PATH": kept / "datasets" / "downloads",
-        "EXTRACTED_DATASETS_PATH": kept / "datasets" / "downloads" / "extracted",
+        "HF_CACHE_HOME": str(hf_home),
+        "HF_DATASETS_CACHE": hf_home / "datasets",
+        "DOWNLOADED_DATASETS_PATH": hf_home / "datasets" / "downloads",
+        "EXTRACTED_DATASETS_PATH": hf_home / "datasets" / "downloads" / "extracted",
         "HF_UPDATE_DOWNLOAD_COUNTS": False,  # another server, and so is the next
         "USE_PARQUET_EXPORT": False,
         "HF_HUB_OFFLINE": False,
@@ -113,7 +113,7 @@ def hub(point):
 
 
 @pytest.fixture
-def kept(tmp_path):
+def hf_home(tmp_path):
     """Return HF_HOME."""
     return tmp_path / "hf"
 
@@ -198,9 +198,9 @@ def write(folder, files):
     return folder
 
 
-def keep(kept, name, files):
+def keep(hf_home, name, files):
     """Store files like the Hub's client in HF_HOME; return the snapshot."""
-    place = kept / "hub" / f"datasets--{name.replace('/', '--')}"
+    place = hf_home / "hub" / f"datasets--{name.replace('/', '--')}"
     write(place, {"refs/main": commit(files).encode()})
     return write(place / "snapshots" / commit(files), files)
 
@@ -359,11 +359,11 @@ def test_unreadable_data_is_reported_in_one_line(tmp_path, spawn):
 # The Hub
 
 
-def test_data_set_is_downloaded_once(hub, point, missing_server, kept):
+def test_data_set_is_downloaded_once(hub, point, missing_server, hf_home):
     hub.sets["owner/name"] = published(parts=2)
     assert_published(prepared("owner/name"))
     assert len([line for line in hub.requests if line.startswith("GET ") and "first-" in line]) == 2
-    assert list(kept.rglob("*.parquet"))
+    assert list(hf_home.rglob("*.parquet"))
     # With another tokenizer it is another corpus, and no network is needed any more.
     point(missing_server)
     again = prepared("owner/name", tokenizer="chars")
@@ -379,16 +379,16 @@ def test_data_set_without_card_is_loaded(hub):
     assert_published(prepared("owner/name"))
 
 
-def test_truncated_data_is_streamed_and_not_cached(hub, kept):
+def test_truncated_data_is_streamed_and_not_cached(hub, hf_home):
     hub.sets["owner/name"] = published(parts=2)
     corpus = prepared("owner/name", max_tokens=100, val_tokens=10, test_tokens=10)
     assert corpus.tokens == {"train": 100, "val": 10, "test": 10}
     whole = prepared("owner/name")
-    assert list(kept.rglob("*.parquet"))
-    shutil.rmtree(kept)
+    assert list(hf_home.rglob("*.parquet"))
+    shutil.rmtree(hf_home)
     everything = prepared("owner/name", max_tokens=10**6)
-    assert not list(kept.rglob("*.parquet"))
-    assert not list(kept.rglob("*.arrow"))
+    assert not list(hf_home.rglob("*.parquet"))
+    assert not list(hf_home.rglob("*.arrow"))
     assert everything.fingerprint == whole.fingerprint
 
 
@@ -458,52 +458,52 @@ def test_files_are_loaded_from_a_url(hub, point, missing_server):
 
 
 @pytest.mark.slow
-def test_cache_of_the_hub_client_is_used(tmp_path, kept, spawn):
-    keep(kept, "owner/name", published(parts=2))
+def test_cache_of_the_hub_client_is_used(tmp_path, hf_home, spawn):
+    keep(hf_home, "owner/name", published(parts=2))
     words = ("data.name=owner/name", "data.tokenizer=bytes", "data.cache=cache")
     process = spawn("data", "prepare", "data=hub", *words)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     # The same corpus is found here, with nothing left to read it from.
-    shutil.rmtree(kept)
+    shutil.rmtree(hf_home)
     assert_published(prepared("owner/name"))
 
 
-def test_cache_with_a_missing_part_is_refused(kept):
-    snapshot = keep(kept, "owner/name", published(parts=2))
+def test_cache_with_a_missing_part_is_refused(hf_home):
+    snapshot = keep(hf_home, "owner/name", published(parts=2))
     (snapshot / "data" / "first-00001-of-00002.parquet").unlink()
     line = refused("owner/name")
     assert "1 of 2 parts of 'first'" in line
     assert "HF_HOME" in line
 
 
-def test_slice_of_a_cached_split_is_loaded(kept):
-    keep(kept, "owner/name", published())
+def test_slice_of_a_cached_split_is_loaded(hf_home):
+    keep(hf_home, "owner/name", published())
     corpus = prepared("owner/name", split="train[:50%]")
     assert_published(corpus, train=PUBLISHED["train"][:20])
 
 
-def test_max_tokens_limits_cached_data(kept):
-    keep(kept, "owner/name", published())
+def test_max_tokens_limits_cached_data(hf_home):
+    keep(hf_home, "owner/name", published())
     assert prepared("owner/name", max_tokens=100).tokens["train"] == 100
 
 
-def test_cache_of_the_library_is_used(hub, point, missing_server, kept):
+def test_cache_of_the_library_is_used(hub, point, missing_server, hf_home):
     hub.sets["owner/TwoWords"] = published()
     online = prepared("owner/TwoWords")
     shutil.rmtree("cache")
-    shutil.rmtree(kept / "hub")
+    shutil.rmtree(hf_home / "hub")
     point(missing_server)
     assert prepared("owner/TwoWords").fingerprint == online.fingerprint
     assert_published(prepared("owner/TwoWords", max_tokens=10**6))
 
 
-def test_uncached_subset_is_refused_offline(hub, point, missing_server, kept):
+def test_uncached_subset_is_refused_offline(hub, point, missing_server, hf_home):
     hub.sets["owner/name"] = subsets()
     prepared("owner/name", subset="small")
     point(missing_server)
     refused("owner/name", subset="large")
-    keep(kept, "owner/name", subsets())
+    keep(hf_home, "owner/name", subsets())
     assert "large" in split(prepared("owner/name", subset="large"), "train")
 
 
@@ -517,9 +517,9 @@ def test_uncached_revision_is_refused_offline(hub, point, missing_server):
     assert_published(prepared("owner/name", revision=commit(files)))
 
 
-def test_offline_mode_sends_no_request(hub, kept, monkeypatch):
+def test_offline_mode_sends_no_request(hub, hf_home, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    keep(kept, "owner/name", published())
+    keep(hf_home, "owner/name", published())
     assert_published(prepared("owner/name"))
     assert "HF_HOME" in refused("owner/other")
     assert hub.requests == []

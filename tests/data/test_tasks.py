@@ -33,7 +33,7 @@ def make(name, length=LENGTH, **keys):
     return open_data(config, length)
 
 
-def drawn(task, count=200, seed=0):
+def draw_examples(task, count=200, seed=0):
     return task.generate(np.random.default_rng(seed), count)
 
 
@@ -57,7 +57,7 @@ def test_every_task_is_tested():
 @pytest.mark.parametrize("name", TASKS)
 def test_shapes_and_vocabulary(name):
     task = make(name)
-    examples = drawn(task)
+    examples = draw_examples(task)
     assert examples.tokens_NT.shape == (200, LENGTH)
     assert examples.tokens_NT.min() >= 0
     assert examples.tokens_NT.max() < task.vocabulary
@@ -71,7 +71,7 @@ def test_shapes_and_vocabulary(name):
 @pytest.mark.parametrize("name", TASKS)
 def test_chance_is_the_accuracy_of_the_best_constant_answer(name):
     task = make(name)
-    targets = drawn(task, 4000).targets_NA
+    targets = draw_examples(task, 4000).targets_NA
     counts = np.bincount(targets[targets != IGNORE])
     assert counts.max() / counts.sum() == pytest.approx(task.chance, abs=0.025)
 
@@ -154,7 +154,7 @@ def test_fingerprint_depends_on_settings_and_sequences(name):
 
 def test_recall_targets_are_the_values_of_the_keys():
     task = make("recall")
-    examples = drawn(task)
+    examples = draw_examples(task)
     pairs = examples.slices["pairs"][:, 0]
     assert {*pairs.tolist()} == {1, 2, 4, 6}
     queries = np.zeros(len(pairs), int)
@@ -176,7 +176,7 @@ def test_recall_targets_are_the_values_of_the_keys():
 def test_recall_gaps_follow_the_power_law():
     """Every octave of the gap from the last pair to the query is about equally frequent."""
     task = make("recall", length=256)
-    examples = drawn(task, 4000)
+    examples = draw_examples(task, 4000)
     pairs = examples.slices["pairs"]
     counted = examples.targets_NA != IGNORE
     gap = (examples.positions_NA - 2 * pairs + 1)[counted & (pairs == 1)]
@@ -187,7 +187,7 @@ def test_recall_gaps_follow_the_power_law():
 def test_recall_positions_do_not_reveal_the_key():
     """Every key is equally often the first query."""
     task = make("recall")
-    examples = drawn(task, 4000)
+    examples = draw_examples(task, 4000)
     counts = np.zeros((6, 6))
     rows = np.flatnonzero(examples.slices["pairs"][:, 0] == 6)
     for row in rows:
@@ -200,7 +200,7 @@ def test_recall_positions_do_not_reveal_the_key():
 
 def test_induction_targets_follow_the_earlier_occurrence():
     task = make("induction")
-    examples = drawn(task)
+    examples = draw_examples(task)
     times = np.broadcast_to(examples.slices["occurrence"], examples.targets_NA.shape)
     periods = set()
     for tokens, position, target, row, column in answers(examples):
@@ -229,7 +229,7 @@ def test_induction_score():
 @pytest.mark.parametrize(("name", "step"), [("copy", 1), ("reverse", -1)])
 def test_copy_targets_are_the_source_tokens(name, step):
     task = make(name)
-    examples = drawn(task)
+    examples = draw_examples(task)
     for row, tokens in enumerate(examples.tokens_NT.tolist()):
         marker = tokens.index(17)
         source = [token for token in tokens[:marker] if token != 16]
@@ -242,7 +242,7 @@ def test_copy_targets_are_the_source_tokens(name, step):
 
 def test_dyck_targets_close_the_innermost_bracket():
     task = make("dyck")
-    examples = drawn(task)
+    examples = draw_examples(task)
     deepest = 0
     for row, tokens in enumerate(examples.tokens_NT.tolist()):
         assert tokens[0] == 6
@@ -264,7 +264,7 @@ def test_dyck_targets_close_the_innermost_bracket():
 
 def test_directed_target_is_whether_the_successor_occurs():
     task = make("directed")
-    examples = drawn(task, 600)
+    examples = draw_examples(task, 600)
     kinds = examples.slices["bag"][:, 0]
     assert np.bincount(kinds).min() > 150
     for tokens, position, target, row, _ in answers(examples):
@@ -292,7 +292,7 @@ def test_directed_score_solves_the_task():
     for symbol in range(12):
         score[symbol, symbol - symbol % 3 + (symbol + 1) % 3] = 20
     score[:, 12], value[12] = 10, -1
-    assert accuracy_of(task, drawn(task, 2000), score, value) == 1
+    assert accuracy_of(task, draw_examples(task, 2000), score, value) == 1
 
 
 def random_symmetric(rng):
@@ -314,7 +314,7 @@ def test_symmetric_score_stays_below_the_bound(seed):
     """At most 8/9 over all sequences; a sample of 4,000 lies within 2 % of that."""
     task = make("directed")
     score, value = random_symmetric(np.random.default_rng(seed))
-    assert accuracy_of(task, drawn(task, 4000, seed), score, value) < 8 / 9 + 0.02
+    assert accuracy_of(task, draw_examples(task, 4000, seed), score, value) < 8 / 9 + 0.02
 
 
 def test_symmetric_score_can_reach_the_bound():
@@ -328,7 +328,7 @@ def test_symmetric_score_can_reach_the_bound():
     score[12, :12] = 0
     value[12] = -1
     score[:12, :12] += score[:12, :12].T
-    accuracy = accuracy_of(task, drawn(task, 4000), score, value)
+    accuracy = accuracy_of(task, draw_examples(task, 4000), score, value)
     assert 8 / 9 - 0.02 < accuracy < 8 / 9 + 0.02
 
 
@@ -372,7 +372,7 @@ def test_impossible_settings_are_rejected(name, length, keys, line):
     ],
 )
 def test_extreme_settings_give_sequences(name, length, keys):
-    examples = drawn(make(name, length, **keys), 20)
+    examples = draw_examples(make(name, length, **keys), 20)
     assert (examples.targets_NA != IGNORE).any(axis=1).all()
 
 

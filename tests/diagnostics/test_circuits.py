@@ -172,7 +172,7 @@ def test_measures_of_a_zero_matrix_are_nan():
     assert found["frobenius"].item() == found["nuclear"].item() == 0
 
 
-def drawn(circuit, seed):
+def randomize(circuit, seed):
     with torch.no_grad():
         for number, parameter in enumerate(circuit.parameters()):
             parameter.copy_(normal(*parameter.shape, seed=1000 * seed + number))
@@ -183,7 +183,7 @@ def drawn(circuit, seed):
 @pytest.mark.parametrize("name", QK_CIRCUITS)
 def test_matrix_of_every_qk_circuit(name, bias):
     spec = Spec(d_model=12, heads=4, bias=bias, rank=8, groups=2, context=5)
-    qk = drawn(QK_CIRCUITS[name](spec), 1)
+    qk = randomize(QK_CIRCUITS[name](spec), 1)
     matrix = qk_matrix(qk)
     if qk.no_circuit_reason:
         assert matrix is None
@@ -201,8 +201,8 @@ def test_matrix_of_every_qk_circuit(name, bias):
 @pytest.mark.parametrize("name", OV_CIRCUITS)
 def test_matrix_of_every_ov_circuit(name, bias):
     spec = Spec(d_model=12, heads=4, bias=bias, groups=2)
-    qk = drawn(QK_CIRCUITS["grouped" if name == "grouped" else "separate"](spec), 1)
-    ov = drawn(OV_CIRCUITS[name](spec, qk), 2)
+    qk = randomize(QK_CIRCUITS["grouped" if name == "grouped" else "separate"](spec), 1)
+    ov = randomize(OV_CIRCUITS[name](spec, qk), 2)
     matrix = ov_matrix(ov, qk)
     found = matrix.b_NDD if isinstance(matrix, Full) else matrix.left_NDE @ matrix.right_NDE.mT
     # The output of one head at a time if every position attends only to itself.

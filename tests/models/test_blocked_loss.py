@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from qkablate.models import blocked_loss
 
 
-def drawn(count=7, width=5, vocabulary=11, dtype=torch.float64):
+def random_inputs(count=7, width=5, vocabulary=11, dtype=torch.float64):
     torch.manual_seed(0)
     x = torch.randn(count, width, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
@@ -18,7 +18,7 @@ def drawn(count=7, width=5, vocabulary=11, dtype=torch.float64):
 @pytest.mark.parametrize("ignored", [[], [0], [1, 2, 6]], ids=str)
 def test_results_do_not_depend_on_the_block_size(monkeypatch, rows, ignored):
     monkeypatch.setattr(blocked_loss, "LOGITS_PER_BLOCK", 11 * rows)
-    x, weight, targets = drawn()
+    x, weight, targets = random_inputs()
     targets[ignored] = blocked_loss.IGNORE_INDEX
     results = []
     for loss in (
@@ -33,7 +33,7 @@ def test_results_do_not_depend_on_the_block_size(monkeypatch, rows, ignored):
 def test_16_bit_blocks_are_as_accurate_as_a_single_pass(monkeypatch, dtype):
     """Small gradients do not underflow, since the number of answers divides at the end."""
     monkeypatch.setattr(blocked_loss, "LOGITS_PER_BLOCK", 64 * 100)
-    x, weight, targets = drawn(3000, 32, 64, torch.float32)
+    x, weight, targets = random_inputs(3000, 32, 64, torch.float32)
     exact = F.cross_entropy(x @ weight.T, targets)
     with torch.autocast("cpu", dtype):
         found = blocked_loss.blocked_loss(x, weight, targets)

@@ -7,20 +7,21 @@ import textwrap
 import pytest
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
-from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant, variants
+from qkablate.attention.modifiers import NORMS
+from qkablate.config import KEYS, Config, ModelConfig, VariantConfig, resolve_variant, variants
 from qkablate.errors import UserError
 from qkablate.models.catalogue import circuit_classes, load_file, make_attention, resolve_circuits
 
 OWN = """
-    from qkablate.attention import QK, matrix, project, split_heads
+    from qkablate.attention import QK, apply_matrix, empty_matrix, split_heads
 
     class Own(QK):
         params = "d²"
         def __init__(self, spec):
             super().__init__(spec)
-            self.w_q = matrix(spec.d_model, spec.d_model)
+            self.w_q = empty_matrix(spec.d_model, spec.d_model)
         def queries(self, x_BTD):
-            return split_heads(project(x_BTD, self.w_q), self.spec.heads)
+            return split_heads(apply_matrix(x_BTD, self.w_q), self.spec.heads)
         def keys(self, y_BSD):
             return split_heads(y_BSD, self.spec.heads)
 """
@@ -36,8 +37,12 @@ OWN_OV = """
 """
 
 
+def test_norms_are_those_of_the_schema():
+    assert KEYS["variant.norm"].choices == NORMS
+
+
 @pytest.fixture
-def own(tmp_path):
+def write_circuit_file(tmp_path):
     def write(text, name="own_qk.py"):
         path = tmp_path / name
         path.write_text(textwrap.dedent(text))
@@ -96,8 +101,8 @@ def test_default_rank_and_groups_differ_from_standard():
     assert resolve_variant(VariantConfig(), six).rank is None
 
 
-def test_file_defines_circuit_and_hash(own):
-    path = own(OWN)
+def test_file_defines_circuit_and_hash(write_circuit_file):
+    path = write_circuit_file(OWN)
     config, hashes = resolved(file=path)
     assert (config.variant.qk, config.variant.name) == ("own_qk", "own_qk")
     qk, ov = circuit_classes(config.variant)
@@ -106,21 +111,22 @@ def test_file_defines_circuit_and_hash(own):
     make_attention(config.model, config.variant)
 
 
-def test_file_may_define_an_ov_circuit(own):
-    config, _ = resolved(file=own(OWN_OV, "halved.py"), qk="merged")
+def test_file_may_define_an_ov_circuit(write_circuit_file):
+    config, _ = resolved(file=write_circuit_file(OWN_OV, "halved.py"), qk="merged")
     assert config.variant.name == "merged+halved"
     assert type(make_attention(config.model, config.variant).ov).__name__ == "Halved"
 
 
-def test_rank_and_groups_reach_the_circuit_of_a_file(own):
+def test_rank_and_groups_reach_the_circuit_of_a_file(write_circuit_file):
     text = OWN.replace('params = "d²"', 'uses = ("rank",)')
     with pytest.raises(UserError, match=r"variant\.rank: Own needs a number"):
-        resolved(file=own(text))
-    assert resolved(file=own(text, "own_rank.py"), rank=7)[0].variant.name == "own_rank_r7"
-    with pytest.raises(
-        UserError, match=r"variant\.rank: 7 given, but qk=own_qk and ov=separate do not use"
-    ):
-        resolved(file=own(OWN), rank=7)
+        resolved(file=write_circuit_file(text))
+    assert (
+        resolved(file=write_circuit_file(text, "own_rank.py"), rank=7)[0].variant.name
+        == "own_rank_r7"
+    )
+    with pytest.raises(UserError, match=r"variant\.rank: qk=own_qk and ov=separate have no rank"):
+        resolved(file=write_circuit_file(OWN), rank=7)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +138,10 @@ def test_rank_and_groups_reach_the_circuit_of_a_file(own):
         (OWN + OWN_OV, "bad.py", r"defines 2 \(Own, Halved\)"),
         ("import sys\nsys.exit(7)", "bad.py", "line 2: SystemExit: 7"),
         (
-            OWN.replace("self.w_q = matrix(spec.d_model, spec.d_model)", "self.w_q = Linear(8, 8)")
-            .replace("project(x_BTD, self.w_q)", "self.w_q(x_BTD)")
+            OWN.replace(
+                "self.w_q = empty_matrix(spec.d_model, spec.d_model)", "self.w_q = Linear(8, 8)"
+            )
+            .replace("apply_matrix(x_BTD, self.w_q)", "self.w_q(x_BTD)")
             .replace("    from", "    from torch.nn import Linear\n    from", 1),
             "bad.py",
             "Own contains torch modules but no `init_` that initializes them",
@@ -154,14 +162,14 @@ def test_rank_and_groups_reach_the_circuit_of_a_file(own):
             "`keys` of Own returns shape",
         ),
         (
-            OWN.replace("project(x_BTD", "project(x_BTD[0]"),
+            OWN.replace("apply_matrix(x_BTD", "apply_matrix(x_BTD[0]"),
             "bad.py",
             "`queries` of Own returns shape",
         ),
     ],
 )
-def test_errors_in_a_file_are_one_line(own, text, name, says):
-    path = own(text, name)
+def test_errors_in_a_file_are_one_line(write_circuit_file, text, name, says):
+    path = write_circuit_file(text, name)
 
     def use():
         config, _ = resolved(file=path)
@@ -172,9 +180,9 @@ def test_errors_in_a_file_are_one_line(own, text, name, says):
     assert "\n" not in str(error.value)
 
 
-def test_file_and_named_circuit_of_one_side_conflict(own):
+def test_file_and_named_circuit_of_one_side_conflict(write_circuit_file):
     with pytest.raises(UserError, match=r"defines the QK circuit, but variant\.qk is 'merged'"):
-        resolved(file=own(OWN), qk="merged")
+        resolved(file=write_circuit_file(OWN), qk="merged")
 
 
 def test_missing_file_is_rejected(tmp_path):
@@ -183,9 +191,9 @@ def test_missing_file_is_rejected(tmp_path):
 
 
 @pytest.fixture
-def installed(own, tmp_path, monkeypatch):
+def installed(write_circuit_file, tmp_path, monkeypatch):
     """Install a package that provides a circuit by an entry point."""
-    own(OWN, "some_package_of_circuits.py")
+    write_circuit_file(OWN, "some_package_of_circuits.py")
     info = tmp_path / "some_package-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-package\nVersion: 1.0\n")
@@ -207,9 +215,9 @@ def test_entry_point_provides_a_circuit():
 
 
 @pytest.mark.usefixtures("installed")
-def test_both_circuits_may_be_external(own):
+def test_both_circuits_may_be_external(write_circuit_file):
     """The hashes of both enter the id of a run."""
-    config, hashes = resolved(qk="offered", file=own(OWN_OV, "halved.py"))
+    config, hashes = resolved(qk="offered", file=write_circuit_file(OWN_OV, "halved.py"))
     assert config.variant.name == "offered+halved"
     assert [*hashes] == ["halved", "offered"]
     make_attention(config.model, config.variant)

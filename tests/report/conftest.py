@@ -28,7 +28,7 @@ STEPS = (2, 4, 6, 8, 10, 12)
 
 
 @pytest.fixture(scope="session")
-def made(cached_manifest, tmp_path_factory) -> Callable[..., Any]:
+def make_world(cached_manifest, tmp_path_factory) -> Callable[..., Any]:
     """Freeze a sweep as `cached_world` does, in a folder that outlives the test."""
     return lambda *words: freeze_world(cached_manifest(*words), tmp_path_factory.mktemp("made"))
 
@@ -70,10 +70,10 @@ def section_of() -> Callable[..., Section]:
 
 
 @pytest.fixture(scope="session")
-def finished(made, loss_of, with_curves) -> Any:
+def finished(make_world, loss_of, with_curves) -> Any:
     """Three variants at two sizes with six seeds, all of them done. To look at, not to change."""
     words = ("variant=standard,no_q,shared_qk", "model.d_model=16,32", "seed=range(6)")
-    return with_curves(made(*words).finish(loss_of))
+    return with_curves(make_world(*words).finish(loss_of))
 
 
 @pytest.fixture(scope="session")
@@ -108,20 +108,20 @@ def claimed(corpus, tmp_path_factory) -> Callable[..., Section]:
         if not frozen:
             asked, words = claim_grid(own, 4)
             frozen.append(compose_manifest(corpus, *words, grid=asked))
-        made = freeze_world(frozen[0], folder)
+        world = freeze_world(frozen[0], folder)
         offsets = (-0.001, 0.001, -0.0005, 0.0005)
         seeds = own.seeds_of("final", 4)
-        floors = [run for run in made.runs() if made.manifest.arms[run.arm].variant == FLOOR]
+        floors = [run for run in world.runs() if world.manifest.arms[run.arm].variant == FLOOR]
         for run in floors:
-            made.write(run, 2.0 + seeds.index(run.changes["seed"]) / 7)
-        for run in [run for run in made.runs() if run not in floors][:ended]:
+            world.write(run, 2.0 + seeds.index(run.changes["seed"]) / 7)
+        for run in [run for run in world.runs() if run not in floors][:ended]:
             number = seeds.index(run.changes["seed"])
             loss = 2.0 + number / 7
             if run.arm.startswith("no_q"):
                 loss = end(number) or loss + gap + offsets[number]
-            made.write(run, loss)
+            world.write(run, loss)
         worded = claim(says, **part)
-        found = judge_claim(worded, made.study(), [*reasons])
+        found = judge_claim(worded, world.study(), [*reasons])
         title = f"claim {worded.title}"
         return Section.from_study(title, "read from here", found.study, judgement=found)
 

@@ -51,9 +51,10 @@ def losses(manifest):
     return loss
 
 
-def write(made, path):
+def write(world, path):
     path.write_text(
-        render_page([Section.from_study("A sweep", "", made.study())], "A sweep"), encoding="utf-8"
+        render_page([Section.from_study("A sweep", "", world.study())], "A sweep"),
+        encoding="utf-8",
     )
     return path.as_uri()
 
@@ -61,18 +62,18 @@ def write(made, path):
 @pytest.fixture
 def address(cached_world, tmp_path):
     """Return the address of a report with curves, a divergence and a failure with hostile words."""
-    made = cached_world(*SWEEP)
-    loss = losses(made.manifest)
-    for number, run in enumerate(made.runs()):
+    world = cached_world(*SWEEP)
+    loss = losses(world.manifest)
+    for number, run in enumerate(world.runs()):
         outcome = loss(run)
         if number == 22:
             outcome = "diverged"
         elif number == 23:
             outcome = {"status": "failed", "error": HOSTILE}
             outcome["loss"] = {"train": None, "val": None, "test": None}
-        made.write(run, outcome)
-        made.curve(run, {step: 2 + 4 / step + loss(run) / 100 for step in range(1, 13)})
-    return write(made, tmp_path / "report.html")
+        world.write(run, outcome)
+        world.curve(run, {step: 2 + 4 / step + loss(run) / 100 for step in range(1, 13)})
+    return write(world, tmp_path / "report.html")
 
 
 @pytest.fixture
@@ -89,11 +90,11 @@ def opened(browser):
         shown.on("pageerror", lambda error: trouble.append(f"error: {error}"))
         shown.on("dialog", lambda dialog: trouble.append(f"dialog: {dialog.message}"))
 
-        def asked(request):
+        def record_request(request):
             if request.url != address and not request.url.startswith(("data:", "blob:")):
                 trouble.append(f"request: {request.url}")
 
-        shown.on("request", asked)
+        shown.on("request", record_request)
         shown.goto(address)
         shown.wait_for_selector("html[data-ready]", state="attached")
         return shown
@@ -300,11 +301,11 @@ def test_controls_and_charts_have_accessible_names(opened, address):
 def test_tooltip_shows_estimate_interval_and_n(opened, address):
     shown = opened(address)
     shown.locator("#c1-gaps .vega .mark-symbol path").first.hover(force=True)
-    told = shown.locator("#vg-tooltip-element.visible")
-    told.wait_for()
-    assert "[" in told.inner_text()
-    assert "n = " in told.inner_text()
-    assert "standard-d" in told.inner_text()
+    tooltip = shown.locator("#vg-tooltip-element.visible")
+    tooltip.wait_for()
+    assert "[" in tooltip.inner_text()
+    assert "n = " in tooltip.inner_text()
+    assert "standard-d" in tooltip.inner_text()
 
 
 @pytest.mark.slow
@@ -325,14 +326,14 @@ def test_axes_can_be_switched_to_linear(opened, address):
 @pytest.mark.slow
 def test_one_size_is_shown_at_a_time(opened, world, tmp_path):
     sizes = ",".join(str(8 * k) for k in range(1, 15))
-    made = world(
+    many = world(
         "variant=standard,no_q", f"model.d_model={sizes}", "model.heads=1", "seed=range(2)"
     )
-    loss = losses(made.manifest)
-    for run in made.runs():
-        made.write(run, loss(run))
-        made.curve(run, {step: 2 + 4 / step + loss(run) / 100 for step in range(1, 9)})
-    shown = opened(write(made, tmp_path / "many.html"))
+    loss = losses(many.manifest)
+    for run in many.runs():
+        many.write(run, loss(run))
+        many.curve(run, {step: 2 + 4 / step + loss(run) / 100 for step in range(1, 9)})
+    shown = opened(write(many, tmp_path / "many.html"))
     panels = shown.locator("#c1-losses .panel")
     assert [panel.is_visible() for panel in panels.all()] == [True] + [False] * 13
     shown.locator("#c1-losses select").select_option("9")

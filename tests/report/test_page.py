@@ -25,7 +25,7 @@ VOID = {"meta", "input", "link", "br", "img", "hr", "base", "embed", "source"}
 
 
 class Page(HTMLParser):
-    """Elements, texts and scripts, as a browser finds them; what is not closed is an error."""
+    """Elements, texts and scripts as a browser parses them; an unclosed element is an error."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
@@ -93,9 +93,9 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def full(made, loss_of, with_curves, section_of):
+def full(make_world, loss_of, with_curves, section_of):
     """Return a sweep that uses every feature of the page."""
-    return section_of(with_curves(made(*FULL).finish(loss_of)))
+    return section_of(with_curves(make_world(*FULL).finish(loss_of)))
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +225,9 @@ def test_every_run_is_listed_with_its_command(full, parsed):
 
 def test_status_counts_the_runs(full, written, cached_world, loss_of, section_of):
     assert f"{RUNS} runs: {RUNS} done" in written
-    made = cached_world("variant=standard,no_q", "seed=range(4)")
-    made.finish(lambda run: (loss_of(run), "diverged", "failed", None)[run.changes["seed"]])
-    text = render_page([section_of(made)], "half")
+    world = cached_world("variant=standard,no_q", "seed=range(4)")
+    world.finish(lambda run: (loss_of(run), "diverged", "failed", None)[run.changes["seed"]])
+    text = render_page([section_of(world)], "half")
     assert "8 runs: 2 done, 2 diverged, 2 failed, 2 waiting" in text
     assert "ValueError: no" in text
 
@@ -302,27 +302,27 @@ def test_claim_is_shown_with_its_verdict(claimed):
 @pytest.fixture
 def spoilt(cached_world, loss_of, with_curves):
     """Return a sweep in whose files every string is hostile."""
-    made = cached_world("variant=standard,no_q", "seed=range(3)")
-    made.finish(loss_of)
-    for run in made.runs():
+    world = cached_world("variant=standard,no_q", "seed=range(3)")
+    world.finish(loss_of)
+    for run in world.runs():
         words = dict.fromkeys(("kernel", "precision", "device", "data_fingerprint"), HOSTILE)
         words |= {"version": HOSTILE, "compile": HOSTILE, "threads": HOSTILE, "packed": 1}
         words |= {"init": {"mode": HOSTILE, "match": HOSTILE}, "label": HOSTILE}
         words |= {"loss": {"train": 2.0, "val": loss_of(run), "test": loss_of(run)}}
         if run.changes["seed"] == 2:
             words |= {"status": "failed", "error": HOSTILE}
-        made.write(run, words)
+        world.write(run, words)
         environment = {
             "versions": {"torch": HOSTILE},
             "machine": {"cpu": HOSTILE},
             "code": {"commit": HOSTILE, "diff": HOSTILE},
         }
-        (made.run_folder(run) / "environment.json").write_text(json.dumps(environment))
-    with_curves(made)
-    for number, run in enumerate(made.runs()):
+        (world.run_folder(run) / "environment.json").write_text(json.dumps(environment))
+    with_curves(world)
+    for number, run in enumerate(world.runs()):
         name = HOSTILE.replace("/", "∕")
-        made.run_folder(run).rename(made.run_folder(run).with_name(f"{name}{number}-{run.id}"))
-    return made
+        world.run_folder(run).rename(world.run_folder(run).with_name(f"{name}{number}-{run.id}"))
+    return world
 
 
 def test_hostile_text_in_folders_is_escaped(spoilt, section_of):

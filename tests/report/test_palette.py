@@ -1,4 +1,4 @@
-"""Looks: a variant is told by its color, and by dash and shape where no color is seen."""
+"""Variants differ in color, and in dash and shape for readers who see no colors."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ from qkablate.report.palette import (
 OURS = sorted(path.stem for path in (conf_dir() / "variant").glob("*.yaml"))
 FOREIGN = ["residual_q", "no_q+no_o", "zebra", "A", "standard2"]
 THEMES = {"light": LIGHT, "dark": DARK}
-COLOURS = [f"c{i}" for i in range(8)]
+COLORS = [f"c{i}" for i in range(8)]
 
 
 def look_of(name, *others):
@@ -142,7 +142,7 @@ def test_contrast_follows_wcag():
 @pytest.mark.parametrize("theme", THEMES)
 def test_lines_have_enough_contrast(theme):
     colors = THEMES[theme]
-    for name in COLOURS:
+    for name in COLORS:
         assert contrast(colors[name], colors["ground"]) >= 3, name
 
 
@@ -211,10 +211,10 @@ def test_color_distance_follows_cielab():
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("view", VIEWS)
 def test_hues_are_distinct_for_color_blind_readers(theme, view):
-    seen = {name: lab(THEMES[theme][name], view) for name in COLOURS}
+    seen = {name: lab(THEMES[theme][name], view) for name in COLORS}
     near = {
         pair: float(np.linalg.norm(seen[pair[0]] - seen[pair[1]]))
-        for pair in itertools.combinations(COLOURS, 2)
+        for pair in itertools.combinations(COLORS, 2)
     }
     assert min(near.values()) >= 15, min(near, key=near.get)
 
@@ -223,7 +223,7 @@ def test_hues_are_distinct_for_color_blind_readers(theme, view):
 
 
 def sources():
-    """Whatever of the report may name a color."""
+    """Return the sources of the report that may name a color."""
     root = resources.files("qkablate.report")
     files = [*root.iterdir(), *(root / "charts").iterdir()]
     return {

@@ -18,13 +18,13 @@ ENDS = {("no_q", 1): "diverged", ("no_q", 4): "failed", ("shared_qk", 2): None}
 
 
 @pytest.fixture(scope="module")
-def mixed(made, loss_of, section_of):
+def mixed(make_world, loss_of, section_of):
     """One run diverged, one failed, one is still to come."""
 
     def end(run):
         return ENDS.get((run.arm.split("-")[0], run.changes["seed"]), loss_of(run))
 
-    return section_of(made(*THREE).finish(end))
+    return section_of(make_world(*THREE).finish(end))
 
 
 def verdicts(section):
@@ -145,10 +145,10 @@ def test_each_audit_result_is_listed_once_with_its_arms(section):
 
 
 def test_broken_checks_are_listed_first(cached_world, loss_of, section_of):
-    made = cached_world(*ONE).finish(loss_of)
-    run = next(run for run in made.runs() if run.arm.startswith("no_q"))
-    (made.run_folder(run) / "result.json").write_text("{")
-    first = rows.make_audit_rows(section_of(made))[0]
+    world = cached_world(*ONE).finish(loss_of)
+    run = next(run for run in world.runs() if run.arm.startswith("no_q"))
+    (world.run_folder(run) / "result.json").write_text("{")
+    first = rows.make_audit_rows(section_of(world))[0]
     assert first[:2] == ["✗ broken", "runs"]
     assert "damaged" in first[2]
 
@@ -231,39 +231,39 @@ def test_many_tuning_runs_are_listed_by_arm(cached_world, loss_of, section_of, m
 
 
 def test_damaged_run_is_named(cached_world, loss_of, section_of):
-    made = cached_world(*ONE).finish(loss_of)
-    one, other, *_ = made.runs()
-    (made.run_folder(one) / "result.json").write_text("[")
-    source = (made.run_folder(other) / "result.json").read_text()
-    (made.run_folder(other) / "result.json").write_text(source.replace(other.id, "0" * 12))
-    found = {row[0]: row[1] for row in rows.make_run_rows(section_of(made))[1]}
+    world = cached_world(*ONE).finish(loss_of)
+    one, other, *_ = world.runs()
+    (world.run_folder(one) / "result.json").write_text("[")
+    source = (world.run_folder(other) / "result.json").read_text()
+    (world.run_folder(other) / "result.json").write_text(source.replace(other.id, "0" * 12))
+    found = {row[0]: row[1] for row in rows.make_run_rows(section_of(world))[1]}
     assert found[one.name] == "damaged: its result.json cannot be read"
     assert found[other.name] == "damaged: its result.json is another run's"
 
 
 def test_unreadable_folder_is_named(cached_world, loss_of, section_of):
-    made = cached_world("variant=standard,no_q", "seed=0,1").finish(loss_of)
-    folder = made.run_folder(made.runs()[0])
+    world = cached_world("variant=standard,no_q", "seed=0,1").finish(loss_of)
+    folder = world.run_folder(world.runs()[0])
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
     folder.symlink_to(folder)  # which nobody can read, root neither
-    section = section_of(made)
+    section = section_of(world)
     (told,) = rows.find_problems(section)
     assert told.startswith(f"{folder.name}: waiting: ")
     assert "symbolic link" in told
 
 
 def test_problems_are_listed_by_run(cached_world, loss_of, section_of):
-    made = cached_world(*THREE)
-    assert rows.find_problems(section_of(made)) == []
-    made.finish(lambda run: "diverged" if "no_q" in run.arm else loss_of(run))
-    assert rows.find_problems(section_of(made)) == []  # a result, and no accident
-    runs = made.runs()
+    world = cached_world(*THREE)
+    assert rows.find_problems(section_of(world)) == []
+    world.finish(lambda run: "diverged" if "no_q" in run.arm else loss_of(run))
+    assert rows.find_problems(section_of(world)) == []  # a result, and no accident
+    runs = world.runs()
     for run in runs[:12]:
-        made.write(run, "failed")
-    (made.run_folder(runs[12]) / "result.json").write_text("{")
-    said = rows.find_problems(section_of(made))
+        world.write(run, "failed")
+    (world.run_folder(runs[12]) / "result.json").write_text("{")
+    said = rows.find_problems(section_of(world))
     assert sum("failed: ValueError: no" in line for line in said) >= 10
     assert any("2 more failed" in line for line in said)
     (damaged,) = [line for line in said if "damaged" in line]
@@ -291,11 +291,11 @@ def test_standalone_runs_have_rows(train, tmp_path):
 
 
 def test_environment_is_that_of_the_runs(cached_world, loss_of, section_of):
-    made = cached_world(*ONE).finish(loss_of)
-    first, *_ = made.runs()
+    world = cached_world(*ONE).finish(loss_of)
+    first, *_ = world.runs()
     environment = {"versions": {"torch": "2.14.0"}, "machine": {"cpu": "another CPU"}}
-    (made.run_folder(first) / "environment.json").write_text(json.dumps(environment))
-    found = dict(rows.make_environment_rows(section_of(made)))
+    (world.run_folder(first) / "environment.json").write_text(json.dumps(environment))
+    found = dict(rows.make_environment_rows(section_of(world)))
     assert found["CPU"].startswith("a CPU (3 runs), another CPU (1 run")
     assert found["torch"].startswith("2.13.0 (3 runs), 2.14.0 (1 run")
     assert (found["device"], found["precision"], found["threads"]) == ("cpu", "fp32", "1")

@@ -161,7 +161,7 @@ def test_environment_holds_no_secret(monkeypatch):
 
 
 def test_a_key_in_the_code_that_runs_is_not_kept(tmp_path, monkeypatch):
-    """Somebody typed it into a file that is not committed."""
+    """The key is in a file that is not committed."""
     (tmp_path / "qkablate").mkdir()
     (tmp_path / "conf").mkdir()
     file = tmp_path / "conf" / "train.yaml"

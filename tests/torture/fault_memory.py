@@ -33,7 +33,7 @@ import resource
 import numpy as np
 import torch
 
-from qkablate.attention import QK, matrix, project, split_heads
+from qkablate.attention import QK, apply_matrix, empty_matrix, split_heads
 
 
 def limit():
@@ -49,17 +49,17 @@ class Starves(QK):
 
     def __init__(self, spec):
         super().__init__(spec)
-        self.w_q, self.w_k = (matrix(spec.d_model, spec.d_model) for _ in range(2))
+        self.w_q, self.w_k = (empty_matrix(spec.d_model, spec.d_model) for _ in range(2))
         self.calls = 0
 
     def queries(self, x_BTD):
         self.calls += x_BTD.device.type != "meta"
         if self.calls == 4:
             %s
-        return split_heads(project(x_BTD, self.w_q), self.spec.heads)
+        return split_heads(apply_matrix(x_BTD, self.w_q), self.spec.heads)
 
     def keys(self, y_BSD):
-        return split_heads(project(y_BSD, self.w_k), self.spec.heads)
+        return split_heads(apply_matrix(y_BSD, self.w_k), self.spec.heads)
 '''
 
 

@@ -18,7 +18,7 @@ _BOUND = 120  # seconds until a command counts as hanging
 _CIRCUIT = '''
 import os
 
-from qkablate.attention import QK, matrix
+from qkablate.attention import QK, empty_matrix
 
 
 class Tells(QK):
@@ -30,7 +30,7 @@ class Tells(QK):
 
     def __init__(self, spec):
         super().__init__(spec)
-        self.w_q, self.w_k = (matrix(spec.d_model, spec.d_model) for _ in range(2))
+        self.w_q, self.w_k = (empty_matrix(spec.d_model, spec.d_model) for _ in range(2))
 
     def queries(self, x_BTD):
         if x_BTD.device.type != "meta":

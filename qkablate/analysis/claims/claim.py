@@ -86,7 +86,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of arms of a sweep that one part calls for."""
+    """The arm and its opponent that a part compares; for growth, a pair per training length."""
 
     part: str
     spec: PartSpec
@@ -99,7 +99,7 @@ def find_comparisons(claim: Claim, arms: Iterable[Arm]) -> list[Comparison]:
     arms = list(arms)
     comparisons = []
     for name, spec in claim.parts.items():
-        pairs = _pairs(claim, spec, arms)
+        pairs = _find_pairs(claim, spec, arms)
         if not pairs:
             sides = " against ".join(
                 ", ".join(f"{k}={v}" for k, v in side.items()) for side in (spec.arm, spec.against)
@@ -140,7 +140,7 @@ def _check_growth(part: str, group: list[tuple[Arm, Arm]]) -> None:
 def _shared_values(claim: Claim, arm: Arm, other: Arm) -> tuple[str, ...]:
     """Return the varied settings that a pair shares, besides its length."""
     keys = [key for key in claim.grid if "," in claim.grid[key] or "(" in claim.grid[key]]
-    flat, other_flat = _flat(arm), _flat(other)
+    flat, other_flat = _flatten(arm), _flatten(other)
     return tuple(
         f"{key.rpartition('.')[2]}={flat[key]}"
         for key in keys
@@ -149,7 +149,7 @@ def _shared_values(claim: Claim, arm: Arm, other: Arm) -> tuple[str, ...]:
     )
 
 
-def _pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm, Arm]]:
+def _find_pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm, Arm]]:
     comparable = [a for a in arms if _is_under(a, spec.axis) and _has_data(a, spec, claim.task)]
     firsts = [arm for arm in comparable if _matches(arm, spec.arm)]
     others = [arm for arm in comparable if _matches(arm, spec.against)]
@@ -164,7 +164,7 @@ def _pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm, Arm
 
 
 def _matches(arm: Arm, selector: Selector) -> bool:
-    flat = _flat(arm)
+    flat = _flatten(arm)
     typed = arm.overrides.get("variant", "standard")
     return all(
         value in (arm.variant, typed) if key == "variant" else _is_same(flat.get(key), value)
@@ -190,5 +190,5 @@ def _has_data(arm: Arm, spec: PartSpec, task: Mapping[str, Any]) -> bool:
     return not task or (arm.overrides.get("data") == task["data"]) == spec.task
 
 
-def _flat(arm: Arm) -> dict[str, str]:
+def _flatten(arm: Arm) -> dict[str, str]:
     return {key: as_word(value) for key, value in flatten(arm.config).items()}

@@ -11,7 +11,7 @@ from qkablate.analysis.claims.claim import HORIZONS, MEASURES, NON_CLAIM_KEYS, C
 from qkablate.analysis.claims.verdict import KINDS
 from qkablate.analysis.comparison.ranking import AXES
 from qkablate.analysis.stats import MIN_PAIRS
-from qkablate.config import KEYS, check_digits, conf_dir, has_role, nearest_key, variants
+from qkablate.config import KEYS, check_digits, conf_dir, has_role, no_such_key, variants
 from qkablate.config.sweep import as_word
 from qkablate.errors import UserError, nearest_hint
 from qkablate.runs.records import is_number
@@ -210,7 +210,7 @@ def _selector(where: str, value: Any, grid: Mapping[str, str]) -> dict[str, Any]
         raise UserError(f"{where}: selects no arm")
     for key in selector:
         if key != "variant" and key not in KEYS:
-            raise UserError(f"{where}: {key}: there is no such key{nearest_key(key)}")
+            raise UserError(f"{where}: {no_such_key(key)}")
     variant = selector.get("variant", "standard")
     if variant not in variants() and "variant.file" not in grid:
         raise UserError(

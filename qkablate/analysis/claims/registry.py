@@ -38,15 +38,15 @@ class Registration:
     @property
     def sweeps(self) -> dict[int, Path]:
         """Sweeps of its looks, by rising number of seeds."""
-        linked = self._linked()
+        linked = self._find_links()
         return {n: linked[n] for n in sorted(linked) if (linked[n] / "manifest.json").exists()}
 
     @property
     def lost(self) -> list[Path]:
         """Linked sweeps that no longer exist."""
-        return [sweep for n, sweep in sorted(self._linked().items()) if n not in self.sweeps]
+        return [sweep for n, sweep in sorted(self._find_links().items()) if n not in self.sweeps]
 
-    def _linked(self) -> dict[int, Path]:
+    def _find_links(self) -> dict[int, Path]:
         # Resolved by hand: the runs lie beside the sweep's folder, not beside the link.
         return {
             int(link.name[1:]): Path(os.path.normpath(self.folder / os.readlink(link)))

@@ -57,20 +57,22 @@ def audit(
     pairs = [(gap.arm.records[key], gap.baseline.records[key]) for key in gap.pairs]
     done = [record for pair in pairs for record in pair]
     answers = {
-        "runs": _complete(sides),
-        "pairs": _paired(gap),
-        "learning rate": _rates(sides, curves, margin or detectable),
-        "annealed": _annealed(sides),
-        "matched": _matched(sides, axis),
-        "start": _start(sides),
-        "floor": _floor(gap, margin),
-        "n-grams": _ngrams(gap),
-        "precision": _alike("precision", done, WARNING),
-        "data": _alike("data_fingerprint", done, BROKEN),
-        "documents": _documents(gap, done, margin),
-        "code": _same_in_pairs(pairs, lambda r: f"{r.facts['code']} (torch {r.facts['torch']})"),
-        "machine": _same_in_pairs(pairs, _machine),
-        "kernel": _kernel(sides, done, margin, detectable, rounding_gap),
+        "runs": _check_completeness(sides),
+        "pairs": _check_pairs(gap),
+        "learning rate": _check_rates(sides, curves, margin or detectable),
+        "annealed": _check_annealing(sides),
+        "matched": _check_matching(sides, axis),
+        "start": _check_start(sides),
+        "floor": _check_floor(gap, margin),
+        "n-grams": _check_ngrams(gap),
+        "precision": _check_equality("precision", done, WARNING),
+        "data": _check_equality("data_fingerprint", done, BROKEN),
+        "documents": _check_documents(gap, done, margin),
+        "code": _check_equality_in_pairs(
+            pairs, lambda r: f"{r.facts['code']} (torch {r.facts['torch']})"
+        ),
+        "machine": _check_equality_in_pairs(pairs, _format_machine),
+        "kernel": _check_kernel(sides, done, margin, detectable, rounding_gap),
     }
     return [AuditCheck(name, *answer) for name, answer in answers.items()]
 
@@ -94,7 +96,7 @@ def worst_state(checks: list[AuditCheck]) -> str:
     return max((check.state for check in checks), key=STATES.index, default=OK)
 
 
-def _complete(sides: Sides) -> Answer:
+def _check_completeness(sides: Sides) -> Answer:
     missing = []
     broken = False
     for entry in sides:
@@ -110,7 +112,7 @@ def _complete(sides: Sides) -> Answer:
     return OK, f"all {sum(len(entry.records) for entry in sides)} are done"
 
 
-def _paired(gap: Gap) -> Answer:
+def _check_pairs(gap: Gap) -> Answer:
     n = len(gap.pairs)
     if gap.unpaired:
         return WARNING, f"{n}, and unpaired {'; '.join(gap.unpaired)}"
@@ -120,7 +122,7 @@ def _paired(gap: Gap) -> Answer:
     return OK, f"{n} by seed" + ("" if correlation is None else f", correlation {correlation:+.2f}")
 
 
-def _rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> Answer:
+def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> Answer:
     tuned = {entry.name: curves[entry.arm.name] for entry in sides if entry.arm.name in curves}
     if unknown := [name for name, curve in tuned.items() if curve.best is None]:
         return WARNING, f"{' and '.join(unknown)} diverged at every rate or has missing runs"
@@ -163,7 +165,7 @@ def _rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> An
     return WARNING if coarse else OK, message
 
 
-def _annealed(sides: Sides) -> Answer:
+def _check_annealing(sides: Sides) -> Answer:
     if high := [entry.name for entry in sides if not is_annealed(entry.arm.config.optim)]:
         return WARNING, f"the learning rate of {' and '.join(high)} is not annealed"
     lengths = dict.fromkeys(f"{entry.tokens:,}" for entry in sides)
@@ -172,7 +174,7 @@ def _annealed(sides: Sides) -> Answer:
     return OK, f"whole schedules of {', '.join(lengths)} tokens"
 
 
-def _matched(sides: Sides, axis: str) -> Answer:
+def _check_matching(sides: Sides, axis: str) -> Answer:
     arm, baseline = (entry.arm for entry in sides)
     if not arm.params or not baseline.params:
         return WARNING, "sizes are unknown: no run has a result"
@@ -189,7 +191,7 @@ def _matched(sides: Sides, axis: str) -> Answer:
     return OK if abs(excess[held]) <= TOLERANCE else WARNING, message
 
 
-def _start(sides: Sides) -> Answer:
+def _check_start(sides: Sides) -> Answer:
     texts = []
     state = OK
     for entry in sides:
@@ -211,7 +213,7 @@ def _start(sides: Sides) -> Answer:
     return state, "matched: " + ", ".join(texts) if texts else "matched exactly"
 
 
-def _floor(gap: Gap, margin: float | None) -> Answer:
+def _check_floor(gap: Gap, margin: float | None) -> Answer:
     """Compare the baseline with uniform attention, which it has to beat."""
     if gap.lead is None:
         state = NOTE if gap.floor is None and margin is None else WARNING
@@ -220,7 +222,7 @@ def _floor(gap: Gap, margin: float | None) -> Answer:
     return state, describe_floor(gap, margin)
 
 
-def _ngrams(gap: Gap) -> Answer:
+def _check_ngrams(gap: Gap) -> Answer:
     """Compare the baseline with n-grams, which it has to beat before attention matters."""
     name, lead = gap.baseline.name, gap.baseline.lead_over_ngrams
     if lead is None:
@@ -234,7 +236,7 @@ def _ngrams(gap: Gap) -> Answer:
     return state, f"{name} does not beat the best n-gram ({-lead:.4f} above it)"
 
 
-def _alike(key: str, records: list[Record], state: str) -> Answer:
+def _check_equality(key: str, records: list[Record], state: str) -> Answer:
     values = {str(record.facts.get(key)) for record in records}
     if len(values) > 1:
         return state, f"mixed: {', '.join(sorted(values))}"
@@ -243,7 +245,7 @@ def _alike(key: str, records: list[Record], state: str) -> Answer:
     return (OK, values.pop()[:16]) if values else _NO_PAIRS
 
 
-def _documents(gap: Gap, done: list[Record], margin: float | None) -> Answer:
+def _check_documents(gap: Gap, done: list[Record], margin: float | None) -> Answer:
     """Compare the error over documents, which no interval over seeds includes."""
     if not any(record.facts["source"] in TEXT_SOURCES for record in done):
         return (OK, "not a text") if done else _NO_PAIRS
@@ -259,12 +261,12 @@ def _documents(gap: Gap, done: list[Record], margin: float | None) -> Answer:
     return OK, message
 
 
-def _machine(record: Record) -> str:
+def _format_machine(record: Record) -> str:
     by = ", by oneDNN" if record.facts["matmul"] == "onednn" else ""
     return f"{record.facts['device']} ({record.facts['cpu'] or 'unknown'}){by}"
 
 
-def _same_in_pairs(pairs: Pairs, describe: Callable[[Record], str]) -> Answer:
+def _check_equality_in_pairs(pairs: Pairs, describe: Callable[[Record], str]) -> Answer:
     """Check a circumstance that must be equal within each pair.
 
     If it varies from pair to pair, it only adds to the spread.
@@ -278,7 +280,7 @@ def _same_in_pairs(pairs: Pairs, describe: Callable[[Record], str]) -> Answer:
     return (OK, values[0]) if values else _NO_PAIRS
 
 
-def _kernel(
+def _check_kernel(
     sides: Sides,
     done: list[Record],
     margin: float | None,

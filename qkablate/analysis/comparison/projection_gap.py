@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.analysis.stats import Estimate, Sample, describe_sample
+from qkablate.config.data import HELD_OUT_SPLITS
 from qkablate.disk import read_file
 from qkablate.errors import UserError
 from qkablate.runs.records import decode_row, is_number, read_config, read_result, sha256
 from qkablate.runs.run import check_identity
 
-SPLITS = ("val", "test")
 PARTS = ("at_once", "finetuned", "scratch", "training")
 Losses = dict[str, float | None]  # by split
 
@@ -69,6 +69,36 @@ def runs_at_rates(folder: Path, identity: Mapping[str, Any]) -> dict[float, Path
     return {rate: path for _, rate, path in sorted(runs)}
 
 
+@dataclass(frozen=True)
+class ScratchRun:
+    """A finished run from scratch, the best of those at several learning rates."""
+
+    folder: Path
+    lr: float
+    lrs: list[float]  # it was chosen among these
+    is_equally_tuned: bool  # chosen among as many rates as the parent
+
+
+def find_scratch_run(
+    folder: Path,
+    identity: Mapping[str, Any],
+    parent: Path,
+    parent_identity: Mapping[str, Any],
+) -> ScratchRun | None:
+    """Return the best finished run like that of `folder`, tuned as much as the parent if possible.
+
+    None if no such run is done.
+    """
+    rates = runs_at_rates(folder, identity)
+    if not rates:
+        return None
+    parent_rates = runs_at_rates(parent, parent_identity)
+    equal = equally_tuned(rates, parent_rates, parent_identity["optim"]["lr"])
+    rates = equal or rates
+    best = next(iter(rates))
+    return ScratchRun(rates[best], best, sorted(rates), bool(equal))
+
+
 def equally_tuned(
     rates: Mapping[float, Path], parent_rates: Mapping[float, Path], parent_lr: float
 ) -> dict[float, Path]:
@@ -93,19 +123,19 @@ def mean_gaps(gaps: Sequence[ProjectionGap]) -> dict[str, dict[str, Estimate]]:
         values = (gap.gap[part][split] for gap in gaps)
         return describe_sample(Sample(tuple(value for value in values if value is not None)))
 
-    return {part: {split: mean(part, split) for split in SPLITS} for part in PARTS}
+    return {part: {split: mean(part, split) for split in HELD_OUT_SPLITS} for part in PARTS}
 
 
 def _losses(folder: Path | None) -> Losses:
     """Return the losses of a run that is done."""
     result = None if folder is None else read_result(folder)
     if result is None or result["status"] != "done":
-        return dict.fromkeys(SPLITS)
-    return {name: result["loss"].get(name) for name in SPLITS}
+        return dict.fromkeys(HELD_OUT_SPLITS)
+    return {name: result["loss"].get(name) for name in HELD_OUT_SPLITS}
 
 
 def _gap(losses: Losses, others: Losses) -> Losses:
-    return {split: _difference(losses[split], others[split]) for split in SPLITS}
+    return {split: _difference(losses[split], others[split]) for split in HELD_OUT_SPLITS}
 
 
 def _difference(value: float | None, other: float | None) -> float | None:

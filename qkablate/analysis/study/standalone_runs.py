@@ -48,14 +48,15 @@ def read_standalone_runs(folders: Iterable[Path]) -> Study:
     folders = [*folders]
     for folder in folders:
         try:
-            run, key = _read(folder, arms)
+            run, key = _read_run(folder, arms)
         except ValueError as error:
             unread.append(f"{folder.resolve().name}: its config.yaml cannot be read: {error}")
             continue
         if run.id in states:
             unread.append(f"{folder}: the same run as {states[run.id][0].folder}, which is shown")
             continue
-        # Runs that differ in device or kernel have the same arm and seed.
+        # Runs that differ in device or kernel have the same arm and seed: an arm has one run of a
+        # seed, so that the later run begins another arm of the same settings.
         if ids.setdefault((key, *run.changes.items()), run.id) != run.id:
             arms[f"{key} {run.id}"] = arms[key]
             key = f"{key} {run.id}"
@@ -80,7 +81,7 @@ def read_standalone_runs(folders: Iterable[Path]) -> Study:
     )
 
 
-def _read(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
+def _read_run(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
     """Read a run and the key of its arm, adding the arm to `arms`.
 
     ValueError if the folder holds no run of this program.
@@ -88,9 +89,9 @@ def _read(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
     try:
         content = read_config(folder)
         content.setdefault("init_from", dict(vars(InitFromConfig())))  # missing in older runs
-        key = json.dumps(_shared(content), sort_keys=True, default=str)
-        arm = arms.get(key) or _arm(content)
-        run = _run(content, arm)
+        key = json.dumps(_arm_settings(content), sort_keys=True, default=str)
+        arm = arms.get(key) or _make_arm(content)
+        run = _make_run(content, arm)
         _check(arm.config_of(run.changes))
         check_identity(content)
     except UserError as error:
@@ -109,7 +110,7 @@ def _check(config: Config) -> None:
     check(dataclasses.replace(config, optim=optim))
 
 
-def _shared(content: dict[str, Any]) -> dict[str, Any]:
+def _arm_settings(content: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that the runs of one arm share."""
     shared = {
         key: dict(value) if isinstance(value, dict) else value
@@ -125,7 +126,7 @@ def _shared(content: dict[str, Any]) -> dict[str, Any]:
     return shared | {"identity": [identity[key] for key in outside]}
 
 
-def _arm(content: dict[str, Any]) -> Arm:
+def _make_arm(content: dict[str, Any]) -> Arm:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -148,6 +149,8 @@ def _arm(content: dict[str, Any]) -> Arm:
         overrides=_overrides(config),
         config=config,
         facts={key: identity[key] for key in ("vocabulary", "data_fingerprint")},
+        # 0: unknown. Sizes follow from the first result of a run (_with_sizes); the validation
+        # tokens only serve to plan sweeps.
         val_tokens=0,
         params=0,
         total_params=0,
@@ -155,7 +158,7 @@ def _arm(content: dict[str, Any]) -> Arm:
     )
 
 
-def _run(content: dict[str, Any], arm: Arm) -> SweepRun:
+def _make_run(content: dict[str, Any], arm: Arm) -> SweepRun:
     changes: Changes = {"seed": int(content["seed"]), "optim.lr": float(content["optim"]["lr"])}
     for key, value in content["seeds"].items():
         if value != content["seed"]:
@@ -222,7 +225,9 @@ def _with_baselines(arms: list[Arm]) -> list[Arm]:
 def _overrides(config: Config) -> dict[str, str]:
     """Return the arguments that make the arm: both config groups and all non-default values."""
     name = _catalogue_name(config)
-    defaults = flatten(Config()) | _group("variant", name) | _group("data", config.data.source)
+    defaults = (
+        flatten(Config()) | _load_group("variant", name) | _load_group("data", config.data.source)
+    )
     defaults["variant.name"] = resolve_variant(
         dataclasses.replace(config.variant, name=name), config.model
     ).name
@@ -244,7 +249,7 @@ def _catalogue_name(config: Config) -> str:
     return next((entry for entry in (name, stem) if entry in variants()), "standard")
 
 
-def _group(group: str, name: str) -> dict[str, Any]:
+def _load_group(group: str, name: str) -> dict[str, Any]:
     """Return the values of a file of a config group; {} if there is none."""
     path = conf_dir() / group / f"{name}.yaml"
     if not name.isidentifier() or not path.is_file():

@@ -22,7 +22,7 @@ BLOCK, SHARED_BLOCK = 128, 64
 MAX_SAVED_QUERIES = 512
 
 
-def blocked(
+def blocked_attention(
     q_BHTE: Tensor, k_BGSE: Tensor, v_BGSV: Tensor, scale: float, causal: bool, bias: Tensor | None
 ) -> Tensor:
     """Return softmax(scale · q kᵀ + bias) v as o_BHTV; the bias, HTS or TS, gets no gradient."""

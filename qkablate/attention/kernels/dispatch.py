@@ -22,9 +22,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
-from qkablate.attention.kernels.blocked import blocked, fold
+from qkablate.attention.kernels.blocked import blocked_attention, fold
 
-KERNELS = ("auto", "math", "flash", "efficient", "folded", "blocked")
 # Context lengths from which blocks are faster on a CPU (not measured on GPUs, where they must be
 # requested): for heads that share a wide key or value, for separate heads, for the latter in bf16.
 MIN_BLOCKED_SHARED, MIN_BLOCKED, MIN_BLOCKED_BF16 = 128, 256, 512
@@ -125,7 +124,7 @@ def attend(
         return _static(q_BHTE, v_BGSV, causal, bias, dropout)
     if kernel == "blocked":
         assert not dropout
-        return blocked(q_BHTE, k_BGSE, v_BGSV, scale, causal, bias)
+        return blocked_attention(q_BHTE, k_BGSE, v_BGSV, scale, causal, bias)
     if kernel == "folded":
         return _folded(q_BHTE, k_BGSE, v_BGSV, scale, causal, bias, dropout)
     heads, value_width = q_BHTE.shape[1], v_BGSV.shape[-1]

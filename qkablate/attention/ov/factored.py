@@ -12,7 +12,13 @@ from qkablate.attention.qk import QK
 from qkablate.attention.qk.shared import SharedQK
 from qkablate.attention.qk.unprojected import Uniform
 from qkablate.attention.spec import Draw, Spec, UnsupportedCombination
-from qkablate.attention.tensors import matrix, project, side_by_side, split_heads, vector
+from qkablate.attention.tensors import (
+    apply_matrix,
+    concat_heads,
+    empty_bias,
+    empty_matrix,
+    split_heads,
+)
 
 
 class SeparateOV(OV):
@@ -24,24 +30,24 @@ class SeparateOV(OV):
     def __init__(self, spec: Spec, qk: QK, value_heads: int | None = None) -> None:
         super().__init__(spec, qk)
         self.value_heads = spec.heads if value_heads is None else value_heads
-        self.w_v = matrix(spec.d_model, self.value_heads * spec.d_head)
-        self.w_o = matrix(spec.heads * spec.d_head, spec.d_model)
-        self.b_v = vector(spec, self.value_heads * spec.d_head)
-        self.b_o = vector(spec, spec.d_model)
+        self.w_v = empty_matrix(spec.d_model, self.value_heads * spec.d_head)
+        self.w_o = empty_matrix(spec.heads * spec.d_head, spec.d_model)
+        self.b_v = empty_bias(spec, self.value_heads * spec.d_head)
+        self.b_o = empty_bias(spec, spec.d_model)
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
-        return split_heads(project(y_BSD, self.w_v, self.b_v), self.value_heads)
+        return split_heads(apply_matrix(y_BSD, self.w_v, self.b_v), self.value_heads)
 
     def write(self, o_BHTV: Tensor) -> Tensor:
-        return project(join_heads(o_BHTV), self.w_o, self.b_o)
+        return apply_matrix(join_heads(o_BHTV), self.w_o, self.b_o)
 
     @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """Set the nearest product of rank d_head; heads that share values share the left factor."""
         per_group = self.spec.heads // self.value_heads
-        side_GDC = torch.stack([side_by_side(m) for m in m_HDD.split(per_group)])
+        side_GDC = torch.stack([concat_heads(m) for m in m_HDD.split(per_group)])
         w_v_GDV, w_o_GCV = truncated_svd(side_GDC, self.width)
-        self.w_v.copy_(side_by_side(w_v_GDV))
+        self.w_v.copy_(concat_heads(w_v_GDV))
         self.w_o.copy_(w_o_GCV.unflatten(1, (per_group, -1)).mT.flatten(0, 2))
         zero_(self.b_v, self.b_o)
 
@@ -91,8 +97,8 @@ class TiedOV(OV):
         self.width, self.value_heads = qk.width, qk.key_heads
         self.key_decay = qk.decay * qk.key_factors
         self.params = {spec.d_head: "d²", spec.d_model: "h d²"}.get(qk.width, "h d r")
-        self.w_o = matrix(spec.heads * qk.width, spec.d_model)
-        self.b_o = vector(spec, spec.d_model)
+        self.w_o = empty_matrix(spec.heads * qk.width, spec.d_model)
+        self.b_o = empty_bias(spec, spec.d_model)
         self.lr_multiplier = spec.d_head / self.width
         if spec.init == "naive" and qk.width != spec.d_head:
             self.match = "none"
@@ -101,7 +107,7 @@ class TiedOV(OV):
         return k_BGSE
 
     def write(self, o_BHTV: Tensor) -> Tensor:
-        return project(join_heads(o_BHTV), self.w_o, self.b_o)
+        return apply_matrix(join_heads(o_BHTV), self.w_o, self.b_o)
 
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:
@@ -133,8 +139,8 @@ class MergedOV(OV):
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec, qk)
         self.width, self.value_heads = spec.d_model, 1
-        self.w_ov = matrix(spec.heads * spec.d_model, spec.d_model)
-        self.b_ov = vector(spec, spec.d_model)  # as expressive as b_v and b_o
+        self.w_ov = empty_matrix(spec.heads * spec.d_model, spec.d_model)
+        self.b_ov = empty_bias(spec, spec.d_model)  # as expressive as b_v and b_o
         self.lr_multiplier = self.standard_speed / spec.heads
         self.bias_lr_multiplier = 1 + self.value_bias_gain
 
@@ -142,7 +148,7 @@ class MergedOV(OV):
         return y_BSD.unsqueeze(1)
 
     def write(self, o_BHTV: Tensor) -> Tensor:
-        return project(join_heads(o_BHTV), self.w_ov, self.b_ov)
+        return apply_matrix(join_heads(o_BHTV), self.w_ov, self.b_ov)
 
     @torch.no_grad()
     def init_(self, draw: Draw) -> None:

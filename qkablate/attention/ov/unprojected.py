@@ -8,7 +8,13 @@ from qkablate.attention.ov.base import OV, join_heads, zero_
 from qkablate.attention.projection.moments import Moments
 from qkablate.attention.qk import QK
 from qkablate.attention.spec import Spec
-from qkablate.attention.tensors import matrix, project, side_by_side, split_heads, vector
+from qkablate.attention.tensors import (
+    apply_matrix,
+    concat_heads,
+    empty_bias,
+    empty_matrix,
+    split_heads,
+)
 
 
 class _SliceOV(OV):
@@ -38,14 +44,14 @@ class NoV(_SliceOV):
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec, qk)
-        self.w_o = matrix(spec.heads * spec.d_head, spec.d_model)
-        self.b_o = vector(spec, spec.d_model)
+        self.w_o = empty_matrix(spec.heads * spec.d_head, spec.d_model)
+        self.b_o = empty_bias(spec, spec.d_model)
         self.gain = spec.projection_std if spec.init == "matched" else 1.0
         self.lr_multiplier = self.standard_speed / self.gain
         self.bias_lr_multiplier = 1 + self.value_bias_gain
 
     def write(self, o_BHTV: Tensor) -> Tensor:
-        return project(join_heads(o_BHTV) * self.gain, self.w_o, self.b_o)
+        return apply_matrix(join_heads(o_BHTV) * self.gain, self.w_o, self.b_o)
 
     @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
@@ -77,14 +83,14 @@ class NoO(_SliceOV):
 
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec, qk)
-        self.w_v = matrix(spec.d_model, spec.heads * spec.d_head)
-        self.b_v = vector(spec, spec.heads * spec.d_head)
+        self.w_v = empty_matrix(spec.d_model, spec.heads * spec.d_head)
+        self.b_v = empty_bias(spec, spec.heads * spec.d_head)
         self.gain = self.value_bias_gain if spec.init == "matched" else 1.0
         self.lr_multiplier = self.standard_speed / self.gain
         self.bias_lr_multiplier = (1 + self.value_bias_gain) / self.gain
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
-        return split_heads(project(y_BSD, self.w_v, self.b_v), self.spec.heads)
+        return split_heads(apply_matrix(y_BSD, self.w_v, self.b_v), self.spec.heads)
 
     def write(self, o_BHTV: Tensor) -> Tensor:
         return join_heads(o_BHTV) * self.gain
@@ -92,7 +98,7 @@ class NoO(_SliceOV):
     @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """Set the columns of each head's slice; the other columns are lost."""
-        self.w_v.copy_(side_by_side(head_slices(m_HDD.mT).mT) / self.gain)
+        self.w_v.copy_(concat_heads(head_slices(m_HDD.mT).mT) / self.gain)
         zero_(self.b_v)
 
     @torch.no_grad()
@@ -117,7 +123,7 @@ class NoVO(_SliceOV):
     def __init__(self, spec: Spec, qk: QK) -> None:
         super().__init__(spec, qk)
         self.gain = nn.Parameter(torch.empty(spec.heads))
-        self.b_o = vector(spec, spec.d_model)
+        self.b_o = empty_bias(spec, spec.d_model)
 
     def write(self, o_BHTV: Tensor) -> Tensor:
         written_BTD = join_heads(o_BHTV * self.gain.view(-1, 1, 1))

@@ -36,7 +36,7 @@ class ProjectionLoss:
 
 
 def convert(source: QK, target: QK) -> float:
-    """Set `target` to the scores of `source`, as far as it can hold them; return the relative loss.
+    """Fit `target` to the scores of `source`, as closely as its form allows; return relative loss.
 
     Raises UnsupportedCombination where a circuit is not a matrix or cannot be set.
     """

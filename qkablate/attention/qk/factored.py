@@ -10,7 +10,14 @@ from torch import Tensor
 from qkablate.attention.linalg import solve_bias, truncated_svd
 from qkablate.attention.qk.base import QK
 from qkablate.attention.spec import Spec, UnsupportedCombination
-from qkablate.attention.tensors import by_head, matrix, project, side_by_side, split_heads, vector
+from qkablate.attention.tensors import (
+    apply_matrix,
+    by_head,
+    concat_heads,
+    empty_bias,
+    empty_matrix,
+    split_heads,
+)
 
 
 class SeparateQK(QK):
@@ -25,17 +32,17 @@ class SeparateQK(QK):
         self.width = spec.d_head if width is None else width
         self.key_heads = spec.heads if key_heads is None else key_heads
         self.scale = 1 / math.sqrt(self.width)
-        self.w_q = matrix(spec.d_model, spec.heads * self.width)
-        self.w_k = matrix(spec.d_model, self.key_heads * self.width)
+        self.w_q = empty_matrix(spec.d_model, spec.heads * self.width)
+        self.w_k = empty_matrix(spec.d_model, self.key_heads * self.width)
         # b_k only shifts rows of scores, which softmax is invariant to; GPT-2 has it.
-        self.b_q = vector(spec, spec.heads * self.width)
-        self.b_k = vector(spec, self.key_heads * self.width)
+        self.b_q = empty_bias(spec, spec.heads * self.width)
+        self.b_k = empty_bias(spec, self.key_heads * self.width)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        return split_heads(project(x_BTD, self.w_q, self.b_q), self.spec.heads)
+        return split_heads(apply_matrix(x_BTD, self.w_q, self.b_q), self.spec.heads)
 
     def keys(self, y_BSD: Tensor) -> Tensor:
-        return split_heads(project(y_BSD, self.w_k, self.b_k), self.key_heads)
+        return split_heads(apply_matrix(y_BSD, self.w_k, self.b_k), self.key_heads)
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
@@ -43,8 +50,8 @@ class SeparateQK(QK):
         per_group = self.spec.heads // self.key_heads
         stacked_GCD = b_HDD.unflatten(0, (self.key_heads, per_group)).flatten(1, 2)
         w_q_GCE, w_k_GDE = truncated_svd(stacked_GCD, self.width)
-        self.w_q.copy_(side_by_side(w_q_GCE.unflatten(1, (per_group, -1)).flatten(0, 1)))
-        self.w_k.copy_(side_by_side(w_k_GDE))
+        self.w_q.copy_(concat_heads(w_q_GCE.unflatten(1, (per_group, -1)).flatten(0, 1)))
+        self.w_k.copy_(concat_heads(w_k_GDE))
         if self.b_q is not None and self.b_k is not None:
             self.b_q.copy_(solve_bias(w_k_GDE.repeat_interleave(per_group, 0), u_HD))
             self.b_k.zero_()
@@ -108,7 +115,7 @@ class ReassociatedQK(SeparateQK):
         u_F = None  # b_k is left out: softmax is invariant to it
         if self.b_q is not None:
             u_F = (w_k_HDK @ self.b_q.view(heads, -1, 1)).flatten()
-        return split_heads(project(x_BTD, side_by_side(w_q_HDK @ w_k_HDK.mT), u_F), heads)
+        return split_heads(apply_matrix(x_BTD, concat_heads(w_q_HDK @ w_k_HDK.mT), u_F), heads)
 
     def keys(self, y_BSD: Tensor) -> Tensor:
         return y_BSD.unsqueeze(1)
@@ -162,7 +169,7 @@ class FourMatrixQK(SeparateQK):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.a_q, self.a_k = (matrix(spec.d_model, spec.d_model) for _ in range(2))
+        self.a_q, self.a_k = (empty_matrix(spec.d_model, spec.d_model) for _ in range(2))
         if spec.init == "matched":
             self.match, self.lr_multiplier = "spread", 1 / (1 + spec.projection_std)
         else:
@@ -172,10 +179,10 @@ class FourMatrixQK(SeparateQK):
             self.bias_lr_multiplier = 1 / spec.projection_std
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        return super().queries(project(x_BTD, self.a_q))
+        return super().queries(apply_matrix(x_BTD, self.a_q))
 
     def keys(self, y_BSD: Tensor) -> Tensor:
-        return super().keys(project(y_BSD, self.a_k))
+        return super().keys(apply_matrix(y_BSD, self.a_k))
 
     def adjust_init_(self) -> None:
         if self.spec.init == "matched":
@@ -209,9 +216,9 @@ class CollaborativeQK(QK):
         assert spec.rank is not None
         self.width, self.key_heads = spec.rank, 1
         self.scale = math.sqrt(spec.heads / spec.rank)
-        self.w_q, self.w_k = (matrix(spec.d_model, spec.rank) for _ in range(2))
+        self.w_q, self.w_k = (empty_matrix(spec.d_model, spec.rank) for _ in range(2))
         self.mix = torch.nn.Parameter(torch.empty(spec.heads, 1, spec.rank))
-        self.b_q = vector(spec, spec.rank)  # mixed per head, the content bias of the paper
+        self.b_q = empty_bias(spec, spec.rank)  # mixed per head, the content bias of the paper
         self.match = "spread" if spec.init == "matched" else "none"
         h, share = spec.heads, math.sqrt(spec.rank / spec.d_model)
         # Naive: 0.2 for any number of heads, as in the authors' code.
@@ -225,10 +232,10 @@ class CollaborativeQK(QK):
         self.bias_lr_multiplier = math.sqrt(spec.d_model / spec.rank) / mix_norm
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        return project(x_BTD, self.w_q, self.b_q).unsqueeze(1) * self.mix
+        return apply_matrix(x_BTD, self.w_q, self.b_q).unsqueeze(1) * self.mix
 
     def keys(self, y_BSD: Tensor) -> Tensor:
-        return project(y_BSD, self.w_k).unsqueeze(1)
+        return apply_matrix(y_BSD, self.w_k).unsqueeze(1)
 
     def adjust_init_(self) -> None:
         self.mix.mul_(self.mix_std / self.spec.sigma)
@@ -242,7 +249,7 @@ class CollaborativeQK(QK):
         w_q_HDR, w_k_HDR = truncated_svd(b_HDD, share)
         used = share * heads
         for w, w_HDR in ((self.w_q, w_q_HDR), (self.w_k, w_k_HDR)):
-            w.zero_()[:, :used] = side_by_side(w_HDR)
+            w.zero_()[:, :used] = concat_heads(w_HDR)
         self.mix.zero_()[:, 0, :used] = torch.eye(heads).repeat_interleave(share, 1)
         if self.b_q is not None:
             self.b_q.zero_()[:used] = solve_bias(w_k_HDR, u_HD)

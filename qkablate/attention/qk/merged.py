@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from qkablate.attention.qk.base import QK
 from qkablate.attention.qk.factored import SeparateQK
 from qkablate.attention.spec import Draw, Spec, UnsupportedCombination
-from qkablate.attention.tensors import by_head, matrix, project, side_by_side, split_heads, vector
+from qkablate.attention.tensors import (
+    apply_matrix,
+    by_head,
+    concat_heads,
+    empty_bias,
+    empty_matrix,
+    split_heads,
+)
 
 
 class _FullMatrixQK(QK):
@@ -74,16 +81,16 @@ class MergedQK(_FullMatrixQK):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.w_qk = matrix(spec.d_model, spec.heads * spec.d_model)
-        self.u = vector(spec, spec.heads * spec.d_model)
+        self.w_qk = empty_matrix(spec.d_model, spec.heads * spec.d_model)
+        self.u = empty_bias(spec, spec.heads * spec.d_model)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        return split_heads(project(x_BTD, self.w_qk, self.u), self.spec.heads)
+        return split_heads(apply_matrix(x_BTD, self.w_qk, self.u), self.spec.heads)
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Set any d × d matrices."""
-        self.w_qk.copy_(side_by_side(b_HDD))
+        self.w_qk.copy_(concat_heads(b_HDD))
         self._set_bias_(u_HD)
 
     def circuit(self) -> tuple[Tensor, Tensor | None]:
@@ -108,12 +115,12 @@ class SymmetricQK(_FullMatrixQK):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         d = spec.d_model
-        self.triangle = matrix(spec.heads, d * (d + 1) // 2)
-        self.u = vector(spec, spec.heads * d)
+        self.triangle = empty_matrix(spec.heads, d * (d + 1) // 2)
+        self.u = empty_bias(spec, spec.heads * d)
         self.lr_multiplier = math.sqrt(2) * 2 * spec.d_head * spec.sigma / math.sqrt(d)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        return split_heads(project(x_BTD, side_by_side(self._full()), self.u), self.spec.heads)
+        return split_heads(apply_matrix(x_BTD, concat_heads(self._full()), self.u), self.spec.heads)
 
     def _full(self) -> Tensor:
         """Return W_HDD from its triangle."""

@@ -8,7 +8,13 @@ from torch import Tensor, nn
 from qkablate.attention.linalg import solve_bias
 from qkablate.attention.qk.base import QK
 from qkablate.attention.spec import Spec
-from qkablate.attention.tensors import matrix, project, side_by_side, split_heads, vector
+from qkablate.attention.tensors import (
+    apply_matrix,
+    concat_heads,
+    empty_bias,
+    empty_matrix,
+    split_heads,
+)
 
 
 class SharedQK(QK):
@@ -29,14 +35,14 @@ class SharedQK(QK):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.w_k = matrix(spec.d_model, spec.heads * spec.d_head)
-        self.b_k = vector(spec, spec.heads * spec.d_head)
+        self.w_k = empty_matrix(spec.d_model, spec.heads * spec.d_head)
+        self.b_k = empty_bias(spec, spec.heads * spec.d_head)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
         return self.between(self.keys(x_BTD))
 
     def keys(self, y_BSD: Tensor) -> Tensor:
-        return split_heads(project(y_BSD, self.w_k, self.b_k), self.spec.heads)
+        return split_heads(apply_matrix(y_BSD, self.w_k, self.b_k), self.spec.heads)
 
     def forward(self, x_BTD: Tensor, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
         k_BHTE = self.keys(x_BTD)
@@ -57,7 +63,7 @@ class SharedQK(QK):
     @torch.no_grad()
     def _set_(self, w_HDK: Tensor, right_HDK: Tensor, u_HD: Tensor | None) -> None:
         """Set W and the least-squares solution b of u_h = right_h b_h."""
-        self.w_k.copy_(side_by_side(w_HDK))
+        self.w_k.copy_(concat_heads(w_HDK))
         if self.b_k is not None:
             self.b_k.copy_(solve_bias(right_HDK, u_HD))
 

@@ -14,7 +14,13 @@ from qkablate.attention.linalg import fit_slices, head_slices
 from qkablate.attention.projection.moments import Moments, with_bias
 from qkablate.attention.qk.base import QK
 from qkablate.attention.spec import Spec
-from qkablate.attention.tensors import matrix, project, side_by_side, split_heads, vector
+from qkablate.attention.tensors import (
+    apply_matrix,
+    concat_heads,
+    empty_bias,
+    empty_matrix,
+    split_heads,
+)
 
 
 class _SliceQK(QK):
@@ -78,11 +84,11 @@ class NoQ(_OneSidedQK):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.w_k = matrix(spec.d_model, spec.heads * spec.d_head)
-        self.b_k = vector(spec, spec.heads * spec.d_head)
+        self.w_k = empty_matrix(spec.d_model, spec.heads * spec.d_head)
+        self.b_k = empty_bias(spec, spec.heads * spec.d_head)
 
     def keys(self, y_BSD: Tensor) -> Tensor:
-        return split_heads(project(y_BSD, self.w_k, self.b_k), self.spec.heads)
+        return split_heads(apply_matrix(y_BSD, self.w_k, self.b_k), self.spec.heads)
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
@@ -96,7 +102,7 @@ class NoQ(_OneSidedQK):
         self._set_rows_(fit_slices(x_HLL, with_bias(b_HDD, u_HD), self.spec.d_head))
 
     def _set_rows_(self, rows_HKD: Tensor) -> None:
-        self.w_k.copy_(side_by_side(rows_HKD.mT))
+        self.w_k.copy_(concat_heads(rows_HKD.mT))
         if self.b_k is not None:
             self.b_k.zero_()
 
@@ -109,12 +115,12 @@ class NoK(_OneSidedQK):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        self.w_q = matrix(spec.d_model, spec.heads * spec.d_head)
-        self.b_q = vector(spec, spec.heads * spec.d_head)
+        self.w_q = empty_matrix(spec.d_model, spec.heads * spec.d_head)
+        self.b_q = empty_bias(spec, spec.heads * spec.d_head)
         self.bias_lr_multiplier = 1.0 if spec.init == "matched" else spec.projection_std
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        return split_heads(project(x_BTD, self.w_q, self.b_q), self.spec.heads)
+        return split_heads(apply_matrix(x_BTD, self.w_q, self.b_q), self.spec.heads)
 
     @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
@@ -129,7 +135,7 @@ class NoK(_OneSidedQK):
         self._set_columns_(fit_slices(keys_HDD, target_HLD.mT, self.spec.d_head).mT)
 
     def _set_columns_(self, columns_HLK: Tensor) -> None:
-        self.w_q.copy_(side_by_side(columns_HLK[:, :-1]))
+        self.w_q.copy_(concat_heads(columns_HLK[:, :-1]))
         if self.b_q is not None:
             self.b_q.copy_(columns_HLK[:, -1].flatten())
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.cli.hydra.words import check_word, format_error
-from qkablate.config import KEYS, Config, SweepConfig, conf_dir, flatten, nearest_key
+from qkablate.config import KEYS, Config, SweepConfig, conf_dir, flatten
 from qkablate.config.sweep import as_word
 from qkablate.errors import UserError, nearest_hint
 
@@ -78,6 +78,16 @@ def register() -> None:
 
     OmegaConf.register_new_resolver("multirun_dir", multirun_dir, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("keys", format_keys, replace=True)
+    OmegaConf.register_new_resolver("groups", format_groups, replace=True)
+
+
+def format_groups() -> str:
+    """List the groups of a run with their options, for --help."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    loader = GlobalHydra.instance().config_loader()
+    options = {group: loader.get_group_options(group) for group in vars(Config())}
+    return "\n".join(f"{group}: {', '.join(names)}" for group, names in options.items() if names)
 
 
 def format_keys() -> str:
@@ -108,7 +118,9 @@ def _sort_flags(argv: list[str]) -> list[str]:
         if equals and flag.startswith("-") and flag.lstrip("-") in {*KEYS, *vars(Config())}:
             raise UserError(f"'{flag}' is a key, not a flag: write {flag.lstrip('-')}={value}")
         if any(flag.lstrip("+").startswith(f"{key}.") for key in KEYS):
-            raise UserError(f"{flag}: there is no such key{nearest_key(flag.rpartition('.')[0])}")
+            raise UserError(
+                f"{flag}: there is no such key (nearest: {flag.lstrip('+').rpartition('.')[0]})"
+            )
         if not flag.startswith("-"):
             overrides.append(f"{flag}{equals}{value}")
         elif flag in _WITH_VALUE:

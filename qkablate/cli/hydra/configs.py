@@ -16,7 +16,7 @@ from qkablate.config import (
     check_digits,
     conf_dir,
     explain,
-    nearest_key,
+    no_such_key,
     to_typed,
 )
 from qkablate.errors import UserError, print_stderr
@@ -40,7 +40,7 @@ class Composer:
             if is_group(key):
                 continue
             if key not in KEYS and key not in vars(Config()):
-                raise UserError(f"{key}: there is no such key{nearest_key(key)}")
+                raise UserError(no_such_key(key))
             check_digits(key, value)
             try:
                 OmegaConf.update(typed, key, _parse_value(f"{key}={value}"), force_add=False)

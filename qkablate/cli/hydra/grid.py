@@ -17,7 +17,7 @@ from qkablate.config import (
     check_sweep,
     explain,
     has_role,
-    nearest_key,
+    no_such_key,
 )
 from qkablate.config.sweep import SWEEP_KEYS, as_word
 from qkablate.errors import UserError
@@ -121,10 +121,10 @@ def _is_own(key: str) -> bool:
     if key in known or key.startswith("engine.sbatch."):
         return True
     if key.startswith(("sweep.", "engine.", "control.")):
-        raise UserError(f"{key}: there is no such key{nearest_key(key, known)}")
+        raise UserError(no_such_key(key, known))
     known += ["control", *KEYS, *vars(Config())]
     if "." not in key and key not in known:
-        raise UserError(f"{key}: there is no such key{nearest_key(key, known)}")
+        raise UserError(no_such_key(key, known))
     return False
 
 

@@ -8,9 +8,7 @@ from hydra.experimental.callback import Callback
 from qkablate.cli.hydra.configs import Composer, for_each_job
 from qkablate.cli.hydra.words import expand_words, split_words
 from qkablate.errors import UserError, print_stderr
-from qkablate.runs.run import Run
-
-_IN_LABEL = {"variant", "model.d_model", "model.heads", "seed"}  # a run's label shows these
+from qkablate.runs.run import LABEL_KEYS, Run
 
 
 class CheckEveryJob(Callback):
@@ -57,7 +55,7 @@ def read_outcomes() -> list[dict[str, Any]]:
         status = "running" if run.is_leased else "failed"
         result = run.result or {"status": status, "loss": {}, "seconds": None}
         varied = [
-            word for word in job if word not in common and word.partition("=")[0] not in _IN_LABEL
+            word for word in job if word not in common and word.partition("=")[0] not in LABEL_KEYS
         ]
         outcomes.append({**result, "folder": run.folder, "varied": " ".join(varied)})
     return outcomes

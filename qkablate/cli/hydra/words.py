@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from qkablate.config import KEYS, check_digits, conf_dir, explain, nearest_key
+from qkablate.config import KEYS, check_digits, conf_dir, explain, no_such_key
 from qkablate.errors import UserError, nearest_hint
 
 MAX_JOBS = 10_000  # of one command: each is checked before the first one starts
@@ -121,7 +121,7 @@ def format_error(error: Exception, known: Collection[str] = ()) -> str:
     if match := re.search(r"Could not override '([\w.@/]+)'", text):
         key = match[1]
         if not any(name == key or name.startswith(f"{key}.") for name in known):
-            return f"{key}: there is no such key{nearest_key(key)}"
+            return no_such_key(key, known)
     if match := re.search(r"[Aa]mbiguous value for argument '([^']+)'", text):
         return f"'{match[1]}' has several values: add -m for a run each; a list is written [a,b]"
     source: Any = cause if cause is not None and hasattr(cause, "full_key") else error

@@ -52,7 +52,7 @@ class Task:
     name: ClassVar[str]
     summary: ClassVar[str]  # one line
     difficulty: ClassVar[str]  # the keys that make it harder
-    tokenizer = None  # the tokens are no text
+    tokenizer = None  # the tokens are not text
 
     def __init__(self, config: DataConfig, context: int) -> None:
         self.config, self.length = config, context

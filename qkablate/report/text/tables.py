@@ -49,8 +49,17 @@ def _arm_table(summary: StudySummary) -> Table:
             f"{run.test_loss:.4f}" if run.test_loss is not None else f"({run.status})"
             for run in arm.runs
         ]
-        cells = [arm.arm, f"{arm.params:,}", _number(arm.lr, ".3g"), f"{arm.n}/{len(arm.runs)}"]
-        cells += [_number(arm.mean), _number(arm.sd), _interval(arm.interval, ".4f")]
+        cells = [
+            arm.arm,
+            f"{arm.params:,}",
+            _format_number(arm.lr, ".3g"),
+            f"{arm.n}/{len(arm.runs)}",
+        ]
+        cells += [
+            _format_number(arm.mean),
+            _format_number(arm.sd),
+            _format_interval(arm.interval, ".4f"),
+        ]
         if show_accuracy:
             cells += [format_accuracy(arm.accuracy), format_accuracy(arm.chance)]
         rows.append([*cells, " ".join(runs) or "none yet"])
@@ -96,17 +105,17 @@ def _gap_table(
     for gap in gaps:
         percent = gap.perplexity_percent
         cells = [gap.arm, format_percent_more(gap.params_percent), str(gap.n)]
-        cells += [_signed(gap.mean), _gap_interval(gap)]
+        cells += [_format_gap(gap.mean), _format_gap_interval(gap)]
         if "SE over documents" in head:
             cells.append("–" if gap.document_error is None else f"{gap.document_error.se:.4f}")
-        cells += ["–" if percent is None else f"{percent:+.2f} %", _p(gap.p_holm)]
-        cells += [_number(gap.detectable), gap.verdict]
+        cells += ["–" if percent is None else f"{percent:+.2f} %", _format_p(gap.p_holm)]
+        cells += [_format_number(gap.detectable), gap.verdict]
         if gap.margin is not None:
-            cells += [_p(gap.margin.p_noninferior), _p(gap.margin.p_equivalent)]
+            cells += [_format_p(gap.margin.p_noninferior), _format_p(gap.margin.p_equivalent)]
             needed = str(gap.margin.seeds_if_zero or "too many")
             cells.append("–" if gap.margin.p_noninferior is None else needed)
         state = worst_state(gap.audit)
-        cells += [_interval(gap.bca), _p(gap.sign_flip)]
+        cells += [_format_interval(gap.bca), _format_p(gap.sign_flip)]
         rows.append([*cells, state if state == OK else f"{MARKS[state]} {state}"])
     notes = _gap_notes(gaps, floor)
     if tuning is not None and any(gap.rates for gap in gaps):
@@ -128,8 +137,8 @@ def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
         notes.append(f"spread of {floor.baseline} between seeds: ± {floor.seeds_sd:.4f}")
     if floor.rounding and floor.rounding.interval:
         notes.append(
-            f"rounding alone (standard_reassociated): {_signed(floor.rounding.mean)}"
-            f" {_interval(floor.rounding.interval)}, ± {floor.rounding.sd:.4f} a pair"
+            f"rounding alone (standard_reassociated): {_format_gap(floor.rounding.mean)}"
+            f" {_format_interval(floor.rounding.interval)}, ± {floor.rounding.sd:.4f} a pair"
         )
     least = gaps[0].sign_flip_min_n
     if any(gap.n < least for gap in gaps):
@@ -189,9 +198,12 @@ def _rate_table(curves: list[LrCurveSummary]) -> Table:
     rows = []
     for curve in curves:
         cells = [curve.arm, f"{curve.runs:,}", str(curve.best or "–"), str(curve.optimum or "–")]
-        cells += [_interval(curve.optimum_interval, ".3g"), _number(curve.sensitivity)]
+        cells += [
+            _format_interval(curve.optimum_interval, ".3g"),
+            _format_number(curve.sensitivity),
+        ]
         for gap in (curve.gap_at_default, curve.gap_at_best):
-            cells += [_signed(gap.mean), _interval(gap.interval)] if gap else ["–", "–"]
+            cells += [_format_gap(gap.mean), _format_interval(gap.interval)] if gap else ["–", "–"]
         rows.append([*cells, "! on the edge" if curve.on_the_edge else ""])
     return Table(
         "learning rates, by validation loss",
@@ -213,9 +225,10 @@ def _curve_table(curves: list[CurveSummary]) -> Table:
         picked = [readings[0], readings[len(readings) // 2], readings[-1]]
         cells = [curve.arm]
         cells += [
-            f"{format_short(r.tokens)}: {_signed(r.mean)} {_interval(r.band)}" for r in picked
+            f"{format_short(r.tokens)}: {_format_gap(r.mean)} {_format_interval(r.band)}"
+            for r in picked
         ]
-        rows.append([*cells, _signed(growth.mean), _interval(growth.interval)])
+        rows.append([*cells, _format_gap(growth.mean), _format_interval(growth.interval)])
     return Table(
         "validation gap while training",
         ["arm", "first reading", "middle", "last", "growth", "95 % interval"],
@@ -234,10 +247,10 @@ def make_distance_table(family: FunctionDistance) -> Table:
         [
             distance.arm,
             str(distance.n),
-            _number(distance.end, ".3g"),
+            _format_number(distance.end, ".3g"),
             "–" if (ends := distance.interval) is None else f"[{ends[0]:.3g}, {ends[1]:.3g}]",
-            _ratio(distance.times_another_seed),
-            _ratio(distance.times_rounding),
+            _format_times(distance.times_another_seed),
+            _format_times(distance.times_rounding),
         ]
         for distance in family.distances
     ]
@@ -253,7 +266,7 @@ def make_distance_table(family: FunctionDistance) -> Table:
     )
 
 
-def _ratio(value: float | None) -> str:
+def _format_times(value: float | None) -> str:
     return "–" if value is None else f"× {format_ratio(value)}"
 
 
@@ -268,15 +281,17 @@ def _series_table(along: str, series_of_arms: list[SeriesSummary]) -> Table:
     rows = []
     for series in series_of_arms:
         points = " ".join(
-            f"{format_short(point.at)}: {_signed(point.mean)}" for point in series.points
+            f"{format_short(point.at)}: {_format_gap(point.mean)}" for point in series.points
         )
         growth, worth = series.growth_per_doubling, series.equivalent
         cells = [series.arm, points]
-        cells += [_signed(growth.mean), _interval(growth.interval)] if growth else ["–", "–"]
+        cells += (
+            [_format_gap(growth.mean), _format_interval(growth.interval)] if growth else ["–", "–"]
+        )
         if worth is None:
             cells += ["not measured", ""]
         else:
-            cells += [f"× {worth.times:.3f}", _interval(worth.interval, ".3f")]
+            cells += [f"× {worth.times:.3f}", _format_interval(worth.interval, ".3f")]
         rows.append(cells)
     return Table(
         f"gap by {along}, each run with a whole schedule",
@@ -319,7 +334,7 @@ def format_accuracy(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
-def _number(value: float | None, form: str = ".4f") -> str:
+def _format_number(value: float | None, form: str = ".4f") -> str:
     return "–" if value is None else format(value, form)
 
 
@@ -328,18 +343,18 @@ def format_percent_more(value: float | None) -> str:
     return "–" if value is None else f"{value:+z.1f} %"
 
 
-def _signed(value: float | None) -> str:
+def _format_gap(value: float | None) -> str:
     return "–" if value is None else format_nats(value)
 
 
-def _interval(value: Sequence[float] | None, form: str = "") -> str:
+def _format_interval(value: Sequence[float] | None, form: str = "") -> str:
     if value is None or not all(map(math.isfinite, value)):
         return "–"
     low, high = (format(end, form) if form else format_nats(end) for end in value)
     return f"[{low}, {high}]"
 
 
-def _gap_interval(gap: GapSummary) -> str:
+def _format_gap_interval(gap: GapSummary) -> str:
     """Format the interval of a gap, open on a side where runs diverged."""
     if gap.bounds is None:
         return "–"
@@ -348,5 +363,5 @@ def _gap_interval(gap: GapSummary) -> str:
     return f"{left}, {'∞)' if high is None else f'{format_nats(high)}]'}"
 
 
-def _p(value: float | None) -> str:
+def _format_p(value: float | None) -> str:
     return "–" if value is None else "< 0.0001" if value < 1e-4 else f"{value:.4f}"

@@ -69,7 +69,7 @@ def match_baseline(
 
 
 @dataclass(frozen=True)
-class _Option:
+class _Candidate:
     """The best MLP at n steps of the coarse key."""
 
     n: int
@@ -105,7 +105,7 @@ class _Search:
     def mismatch(self, size: ModelSize) -> float:
         return (self.cost(size) - self.target) / self.target
 
-    def fits(self, option: _Option) -> bool:
+    def fits(self, option: _Candidate) -> bool:
         return option.units >= 1 and abs(option.mismatch) <= self.control.tolerance
 
     def size(self, changes: _Changes) -> ModelSize | None:
@@ -131,7 +131,7 @@ class _Search:
             changes["model.mlp_ratio"] = ratio
         return changes
 
-    def options(self) -> list[_Option]:
+    def options(self) -> list[_Candidate]:
         """Return the options around the crossing, outwards until no better one can follow."""
         if self.control.adjust == "mlp":
             only = self._solve(self.start_n)
@@ -152,7 +152,7 @@ class _Search:
                     best = min(best, float(option.distance))
         return options
 
-    def reason(self, options: list[_Option]) -> str:
+    def reason(self, options: list[_Candidate]) -> str:
         with_mlp = [option for option in options if option.units >= 1]
         if not options or any(self.fits(option) for option in with_mlp):
             return self.refusal
@@ -181,7 +181,7 @@ class _Search:
         size = self.size(self.changes(n, units))
         return None if size is None else self.cost(size)
 
-    def _solve(self, n: int) -> _Option | None:
+    def _solve(self, n: int) -> _Candidate | None:
         """Return the MLP that meets the target best at n steps; None where n is refused."""
         d_model, nominal = self._d_model(n), self._nominal(n)
         other = nominal - 1 if nominal > 1 else 2
@@ -197,7 +197,7 @@ class _Search:
         below = math.floor(exact)
         units = min(below, below + 1, key=lambda m: (abs(mismatch(m)), abs(m - nominal)))
         ratio = self.start.mlp_ratio
-        return _Option(
+        return _Candidate(
             n=n,
             units=units,
             mismatch=mismatch(units),

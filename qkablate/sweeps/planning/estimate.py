@@ -36,7 +36,7 @@ MAX_SECONDS = 20.0  # for the steps of one arm
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """The estimated cost of one run of an arm."""
 
     seconds: float
@@ -64,7 +64,7 @@ class Timing:
     bytes: float
 
 
-def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, Estimate] | None:
+def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, RunEstimate] | None:
     """Estimate one run of every arm; None where this machine does not have their device."""
     arms = sorted(manifest.arms.values(), key=_flops_per_step)
     if arms[0].config.device.startswith("cuda") and not torch.cuda.is_available():
@@ -89,7 +89,7 @@ def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, Estimate] | Non
 
 def estimate_sweep(
     manifest: Manifest,
-    estimates: Mapping[str, Estimate],
+    estimates: Mapping[str, RunEstimate],
     slots: int,
     done: Collection[str] = (),
 ) -> SweepCost:
@@ -109,7 +109,7 @@ def estimate_sweep(
     )
 
 
-def _interpolate(arm: Arm, small: Timing, large: Timing) -> Estimate:
+def _interpolate(arm: Arm, small: Timing, large: Timing) -> RunEstimate:
     """Estimate an arm on the line through two timings; proportionally where there is only one."""
     flops, steps = _flops_per_step(arm), int(arm.config.train.steps)
     if (span := large.flops - small.flops) > 0:
@@ -123,7 +123,7 @@ def _interpolate(arm: Arm, small: Timing, large: Timing) -> Estimate:
     # Evaluations of a whole split: a forward pass costs a third of a training step.
     evaluations = steps // arm.config.train.eval_every + 3
     evaluation = arm.val_tokens / (arm.tokens / steps) * step / 3
-    return Estimate(
+    return RunEstimate(
         seconds=large.start + steps * step + evaluations * evaluation,
         bytes=max(memory, BYTES_PER_PARAMETER * arm.total_params),
         extrapolated=flops > 1.01 * large.flops,

@@ -16,6 +16,7 @@ from typing import Any
 from qkablate.config import Config, ControlConfig, GridConfig, flatten
 from qkablate.config.sweep import as_quoted
 from qkablate.errors import ImpossibleConfig, UserError
+from qkablate.runs.run import LABEL_KEYS
 from qkablate.sweeps.planning.arms import ArmResolver, Overrides
 from qkablate.sweeps.planning.control import ControlOutOfReach, match_baseline
 from qkablate.sweeps.planning.manifest import (
@@ -32,7 +33,7 @@ from qkablate.sweeps.planning.predicates import holds
 from qkablate.sweeps.planning.tuning import tuning_runs
 
 # Keys whose values an arm's name shows without the key.
-_IN_NAME = VARIANT_KEYS | {"variant", "model.d_model", "model.heads", *RUN_KEYS}
+_IN_NAME = VARIANT_KEYS | {*LABEL_KEYS, *RUN_KEYS}
 _OF_RUNS = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, RUN_KEYS))})(?![\w.])")
 
 

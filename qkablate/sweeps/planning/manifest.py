@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 from qkablate import __version__
 from qkablate.config import Config, Role, TrackingConfig, from_plain, keys_with
 from qkablate.disk import make_folder, read_file, write_atomic
-from qkablate.errors import UserError, nearest_hint
+from qkablate.errors import UserError
 from qkablate.runs.records import sha256
-from qkablate.runs.run import NUMERICS, identity, label, match_name, refuse_links, run_id
+from qkablate.runs.run import NUMERICS, identity, label, match_name, no_match, refuse_links, run_id
 from qkablate.strict_json import from_json, parse_json
 
 FORMAT = 1
@@ -33,7 +33,7 @@ MANIFEST_FILE = "manifest.json"
 # The keys that distinguish the runs of one arm.
 RUN_KEYS = sorted(keys_with(Role.RUN), key=lambda name: not name.startswith("seed"))
 Changes = dict[str, int | float]
-# What a variant is made of, and does not pass on to the baseline that stands beside it.
+# Keys that define a variant; its baseline does not inherit them.
 VARIANT_KEYS = {*keys_with(Role.VARIANT)}
 FLOOR = "uniform"  # attention without scores: an experiment that it passes can tell nothing
 
@@ -313,13 +313,13 @@ def find_sweep(word: str | None, out: str) -> Path:
     paths = sorted(sweeps.glob(f"*/{MANIFEST_FILE}"), key=lambda path: path.stat().st_mtime)
     names = [path.parent.name for path in paths]
     if not names:
-        raise UserError(f"there is no sweep in '{sweeps}'")
+        raise no_match("sweep", word, sweeps.parent, ())
     if word is None:
         return sweeps / names[-1]
     if name := match_name(word, names[::-1], "sweeps"):
         return sweeps / name
     known = {*names, *(name.rpartition("-")[0] for name in names)}
-    raise UserError(f"there is no sweep '{word}' in '{sweeps}'{nearest_hint(word, known)}")
+    raise no_match("sweep", word, sweeps.parent, known)
 
 
 def _sha256(content: dict[str, Any]) -> str:

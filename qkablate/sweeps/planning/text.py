@@ -5,13 +5,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from qkablate.config import EngineConfig
-from qkablate.sweeps.planning.estimate import Estimate, estimate_sweep
+from qkablate.sweeps.planning.estimate import RunEstimate, estimate_sweep
 from qkablate.sweeps.planning.manifest import Arm, Manifest
 from qkablate.sweeps.planning.packing import gpus_per_run, memory_gb_per_run
 from qkablate.sweeps.planning.tuning import refinement_sizes
 from qkablate.table import format_count, format_duration, format_list, format_short, format_table
 
-Estimates = Mapping[str, Estimate]
+Estimates = Mapping[str, RunEstimate]
 
 
 def format_plan(

@@ -41,7 +41,7 @@ class RestoredRun:
             keys = [f"data.{key}={getattr(data, key)}" for key in DATA_KEYS[data.source]]
             words = [f"data={data.source}", *keys, f"model.context={context}"]
             raise UserError(
-                f"'{self.folder}' learned a task, whose tokens are no text; write"
+                f"'{self.folder}' was trained on a task, whose tokens are not text; write"
                 f" qkablate data show {' '.join(words)}"
             )
         path, vocabulary = self.folder / "tokenizer.json", self.model.vocabulary
@@ -101,7 +101,7 @@ def _read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
     from omegaconf.errors import OmegaConfBaseException
 
     if not path.is_file():
-        raise UserError(f"'{path.parent}' is no run: it has no {path.name}")
+        raise UserError(f"'{path.parent}' is not a run folder: it has no {path.name}")
     try:
         content = read_config(path.parent)
         identity = content.pop("identity")
@@ -143,14 +143,15 @@ def _resolve_external(
         if file is None:
             raise UserError(
                 f"variant.file: this run was trained with a circuit from a file, '{name}'; give"
-                " variant.file=PATH, because a run's file is not imported unasked"
+                " variant.file=PATH, because a run's file is imported only on request"
             )
         _check_file(file, name, recorded[name])
     for key, trained, requested, built_in in sides:
         if trained not in built_in and trained != name and requested is None:
             raise UserError(
                 f"variant.{key}: this run was trained with '{trained}' of an installed package;"
-                f" give variant.{key}={trained}, because a run's package is not imported unasked"
+                f" give variant.{key}={trained}, because a run's package is imported only on"
+                " request"
             )
     config, hashes = resolve_circuits(replace(config, variant=replace(variant, file=file)))
     if hashes != recorded:
@@ -221,7 +222,9 @@ def check_shapes(model: Model, loaded: checkpoint.Checkpoint, folder: Path) -> N
     for name in sorted({*expected, *loaded.weights}):
         tensor = loaded.weights.get(name)
         if tensor is not None and not tensor.is_floating_point():
-            raise UserError(f"the weights in '{folder}' are no weights: {name} is {tensor.dtype}")
+            raise UserError(
+                f"the weights in '{folder}' cannot be loaded: {name} has dtype {tensor.dtype}"
+            )
         shape = "missing" if tensor is None else tuple(tensor.shape)
         required = expected.get(name, "no such tensor")
         if shape != required:

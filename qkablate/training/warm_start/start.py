@@ -78,17 +78,18 @@ def check_parent(parent: RestoredRun, config: Config, model: Model, data_fingerp
     for key, value in flatten(config).items():
         if key.startswith("model.") and key not in _MAY_DIFFER and value != parent_config[key]:
             raise UserError(
-                f"{key}: {value} given, but '{name}' has {parent_config[key]}: a run begins from"
-                " one of its own size"
+                f"{key}: {value} given, but '{name}' has {parent_config[key]}: the sizes of both"
+                " runs must be equal"
             )
     if parent.identity["data_fingerprint"] != data_fingerprint:
         raise UserError(f"init_from.run: '{name}' was trained on other data; give its data keys")
     source = parent.model.attention_layers()[0].module  # all layers have the same form
     if reason := find_obstacle(source, model.attention_layers()[0].module):
-        possible = [variant for variant in variants() if _can_hold(source, config, variant)]
+        possible = ", ".join(word for word in variants() if _can_hold(source, config, word))
+        choice = f"possible: {possible}" if possible else "only its own variant is possible"
         raise UserError(
             f"init_from.run: '{name}' cannot be projected to {config.variant.name}: {reason}"
-            f" (possible: {', '.join(possible) or 'none but its own'})"
+            f" ({choice})"
         )
 
 

@@ -409,7 +409,7 @@ def test_seeds_derive_from_the_claim_independently_of_their_number():
 # Which arms the parts ask for.
 
 
-def asked(world, grid=None, **parts):
+def requested_comparisons(world, grid=None, **parts):
     """Return the comparisons of a claim with these parts over this grid, and the arms by name."""
     content = {"grid": grid or CLAIM["grid"], "seeds": 3}
     content["parts"] = {name: PART | changes for name, changes in parts.items()}
@@ -422,7 +422,7 @@ def asked(world, grid=None, **parts):
 
 
 def test_single_arms_are_compared(world):
-    found, _ = asked(world, within={})
+    found, _ = requested_comparisons(world, within={})
     assert [(one.name, one.part) for one in found] == [("within", "within")]
     assert found[0].pairs == [("no_q-d16-h2", "standard-d16-h2")]
 
@@ -432,7 +432,7 @@ LENGTHS = {"variant": "standard,no_q", "train.steps": "12,24,48"}
 
 @pytest.mark.slow
 def test_longest_is_one_comparison_and_each_is_one_for_every_length(world):
-    found, arms = asked(world, LENGTHS, long={}, every={"horizon": "each"})
+    found, arms = requested_comparisons(world, LENGTHS, long={}, every={"horizon": "each"})
     (long,) = [one for one in found if one.part == "long"]
     every = [one for one in found if one.part == "every"]
     assert long.name == "long"
@@ -446,7 +446,7 @@ def test_longest_is_one_comparison_and_each_is_one_for_every_length(world):
 
 def test_growth_is_one_comparison_over_all_lengths_from_short_to_long(world):
     grid = LENGTHS | {"train.steps": "48,12,24"}
-    found, arms = asked(world, grid, grows={"horizon": "growth"})
+    found, arms = requested_comparisons(world, grid, grows={"horizon": "growth"})
     (one,) = found
     assert one.name == "grows"
     assert [arms[name].tokens for name, _ in one.pairs] == [384, 768, 1536]
@@ -458,13 +458,13 @@ def test_growth_is_one_comparison_over_all_lengths_from_short_to_long(world):
 @pytest.mark.parametrize("steps", ["12", "12,24"])
 def test_growth_over_fewer_than_three_lengths_is_refused(world, steps):
     with pytest.raises(UserError) as error:
-        asked(world, LENGTHS | {"train.steps": steps}, grows={"horizon": "growth"})
+        requested_comparisons(world, LENGTHS | {"train.steps": steps}, grows={"horizon": "growth"})
     assert_one_line(error, "parts.grows: growth is measured over 3 lengths of training or more")
 
 
 def test_sizes_are_compared_one_by_one_and_named(world):
     grid = {"variant": "standard,no_q", "model.d_model": "16,32", "model.heads": "1,2"}
-    found, arms = asked(world, grid, within={})
+    found, arms = requested_comparisons(world, grid, within={})
     assert {one.name for one in found} == {
         f"within d_model={d} heads={h}" for d in (16, 32) for h in (1, 2)
     }
@@ -476,7 +476,9 @@ def test_sizes_are_compared_one_by_one_and_named(world):
 
 
 def test_growth_is_measured_at_every_size_by_itself(world):
-    found, arms = asked(world, LENGTHS | {"model.heads": "1,2"}, grows={"horizon": "growth"})
+    found, arms = requested_comparisons(
+        world, LENGTHS | {"model.heads": "1,2"}, grows={"horizon": "growth"}
+    )
     assert {one.name for one in found} == {"grows heads=1", "grows heads=2"}
     for one in found:
         assert len(one.pairs) == 3
@@ -487,25 +489,31 @@ def test_growth_is_measured_at_every_size_by_itself(world):
 def test_scale_can_be_chosen(world):
     grid = {"variant": "standard,no_q", "model.heads": "1,2"}
     side = {"arm": {"variant": "no_q", "model.heads": "2"}}
-    found, arms = asked(world, grid, within=side | {"against": {"variant": "standard"}})
+    found, arms = requested_comparisons(
+        world, grid, within=side | {"against": {"variant": "standard"}}
+    )
     heads = [[arms[name].config.model.heads for name in one.pairs[0]] for one in found]
     # Of the other side nothing was said but its variant: it may have any number of heads.
     assert sorted(heads) == [[2, 1], [2, 2]]
     both = side | {"against": {"variant": "standard", "model.heads": "2.0"}}
-    (one,), arms = asked(world, grid, within=both)
+    (one,), arms = requested_comparisons(world, grid, within=both)
     assert {arms[name].config.model.heads for name in one.pairs[0]} == {2}
 
 
-def test_sizes_can_stand_against_each_other(world):
+def test_sizes_can_be_compared(world):
     sides = {"arm": {"model.heads": "1"}, "against": {"model.heads": "2"}}
-    found, arms = asked(world, {"variant": "standard", "model.heads": "1,2"}, heads=sides)
+    found, arms = requested_comparisons(
+        world, {"variant": "standard", "model.heads": "1,2"}, heads=sides
+    )
     (one,) = found
     assert [arms[name].config.model.heads for name in one.pairs[0]] == [1, 2]
 
 
 def test_at_equal_params_and_flops_the_arms_are_those_of_that_control(world):
     axes = {axis: {"axis": axis} for axis in ("tokens", "params", "flops")}
-    found, arms = asked(world, {"variant": "standard,no_q", "model.d_model": "64"}, **axes)
+    found, arms = requested_comparisons(
+        world, {"variant": "standard,no_q", "model.d_model": "64"}, **axes
+    )
     assert [one.part for one in found] == ["tokens", "params", "flops"]
     by_axis = {one.part: [arms[name] for name in one.pairs[0]] for one in found}
     assert {other.name for _, other in by_axis.values()} == {"standard-d64-h2"}
@@ -519,14 +527,16 @@ def test_at_equal_params_and_flops_the_arms_are_those_of_that_control(world):
 
 
 def test_arms_can_be_had_at_equal_params_alone(world):
-    found, arms = asked(world, {"variant": "standard,no_q"}, equal={"axis": "params"})
+    found, arms = requested_comparisons(
+        world, {"variant": "standard,no_q"}, equal={"axis": "params"}
+    )
     assert arms[found[0].pairs[0][0]].controls == ["params"]
     assert not [arm for arm in arms.values() if arm.variant == "no_q" and "none" in arm.controls]
 
 
 def test_arm_outside_the_grid_is_rejected(world):
-    _, arms = asked(world, within={})
-    for changes, told in (
+    _, arms = requested_comparisons(world, within={})
+    for changes, text in (
         ({"arm": "merged_w"}, "no variant=merged_w against variant=standard"),
         ({"against": "tied_qkv"}, "no variant=no_q against variant=tied_qkv"),
         ({"arm": {"variant": "no_q", "model.heads": 9}}, "no variant=no_q, model.heads=9"),
@@ -535,7 +545,7 @@ def test_arm_outside_the_grid_is_rejected(world):
     ):
         with pytest.raises(UserError) as error:
             find_comparisons(claim(parts={"within": PART | changes}), arms.values())
-        assert_one_line(error, f"parts.within: the grid has {told}")
+        assert_one_line(error, f"parts.within: the grid has {text}")
 
 
 @pytest.mark.slow
@@ -543,21 +553,21 @@ def test_arm_is_found_by_requested_and_resolved_name(world):
     """One group of gqa is mqa."""
     grid = {"variant": "standard,gqa", "model.heads": "2"}
     for name in ("gqa", "mqa"):
-        found, _ = asked(world, grid, within={"arm": {"variant": name}})
+        found, _ = requested_comparisons(world, grid, within={"arm": {"variant": name}})
         assert found[0].pairs == [("mqa-d16-h2", "standard-d16-h2")]
 
 
 @pytest.mark.parametrize("key", ["precision=fp32,bf16", "deterministic=true,false"])
 def test_arms_with_other_differences_are_not_paired(world, key):
     key, _, values = key.partition("=")
-    found, arms = asked(world, {"variant": "standard,no_q", key: values}, within={})
+    found, arms = requested_comparisons(world, {"variant": "standard,no_q", key: values}, within={})
     for one in found:
         assert len({getattr(arms[name].config, key) for name in one.pairs[0]}) == 1
     assert len(found) == 2
 
 
 @pytest.mark.parametrize(
-    ("arm", "told"),
+    ("arm", "text"),
     [
         (
             {"model.hedas": 2},
@@ -567,28 +577,30 @@ def test_arms_with_other_differences_are_not_paired(world, key):
         ({}, "parts.within.arm: selects no arm"),
     ],
 )
-def test_unknown_arm_is_rejected_with_the_nearest(arm, told):
+def test_unknown_arm_is_rejected_with_the_nearest(arm, text):
     part = CLAIM["parts"]["within"] | {"arm": arm}
     with pytest.raises(UserError) as error:
         parse_claim("mine", CLAIM | {"parts": {"within": part}}, "small", {})
-    assert told in str(error.value)
+    assert text in str(error.value)
 
 
 def test_arm_against_itself_is_rejected(world):
     """Reject a part without `against` whose arm is the baseline."""
     with pytest.raises(UserError):
-        asked(world, within={"arm": {"variant": "standard"}})
+        requested_comparisons(world, within={"arm": {"variant": "standard"}})
 
 
 def test_longest_is_that_of_each_place(world):
     """A context, or a width, with fewer tokens than another is judged all the same."""
-    found, _ = asked(world, {"variant": "standard,no_q", "model.context": "8,16"}, long={})
+    found, _ = requested_comparisons(
+        world, {"variant": "standard,no_q", "model.context": "8,16"}, long={}
+    )
     assert len(found) == 2
 
 
 def test_arms_with_unrequested_differences_are_not_paired(world):
     grid = {"variant": "standard,no_q", "model.d_model": "16,32"}
-    found, arms = asked(world, grid, within={})
+    found, arms = requested_comparisons(world, grid, within={})
     assert [one.pairs for one in found] == [
         [("no_q-d16-h2", "standard-d16-h2")],
         [("no_q-d32-h2", "standard-d32-h2")],
@@ -600,7 +612,9 @@ def test_arms_with_unrequested_differences_are_not_paired(world):
 
 def test_growth_needs_annealed_runs(world):
     with pytest.raises(UserError, match="is not annealed"):
-        asked(world, LENGTHS | {"optim.lr_final": "1.0"}, within={"horizon": "growth"})
+        requested_comparisons(
+            world, LENGTHS | {"optim.lr_final": "1.0"}, within={"horizon": "growth"}
+        )
 
 
 # The claims that come with the program.

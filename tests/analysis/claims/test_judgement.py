@@ -7,12 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from qkablate.analysis.claims.judgement import judge_claim, judgement_to_json
+from qkablate.analysis.claims.judgement import judge_claim
 from qkablate.analysis.claims.parse import parse_claim
 from qkablate.analysis.claims.registry import claim_grid
 from qkablate.analysis.claims.verdict import spend_alpha
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.errors import UserError
+from qkablate.report.judgement_json import judgement_to_json
 from qkablate.report.text.claims import format_claim, format_judgement, format_seeds_needed
 
 PART = {"arm": "no_q", "kind": "noninferior", "margin": 0.01}
@@ -57,11 +58,11 @@ def losing(own, n, mean, sd=0.001, arm="no_q"):
 def judged(made, own, reasons=()):
     """Return the judgement after checking that it can be written and printed."""
     found = judge_claim(own, made.study(), list(reasons))
-    assert_told(found)
+    assert_text_matches(found)
     return found
 
 
-def assert_told(found):
+def assert_text_matches(found):
     text = json.dumps(judgement_to_json(found), allow_nan=False)
     assert json.loads(text)["verdict"] == found.word
     assert json.loads(text)["exploratory"] == found.exploratory
@@ -126,7 +127,7 @@ def test_known_truth_gives_its_verdict(world, gap):
             not same
         )
         assert found.alpha == pytest.approx(0.05)
-    assert_told(found)
+    assert_text_matches(found)
     assert judged(made, own).exploratory == []
     (part,) = judgement_to_json(found)["parts"]
     assert part["n"] == 8
@@ -153,7 +154,7 @@ def test_spread_is_independent_of_the_mean(world):
         assert found.word == word, (kind, margin)
         assert found.parts[0].part.sample.mean == pytest.approx(0.02)
         assert judgement_to_json(found)["parts"][0]["of"] == "spread"
-        assert_told(found)
+        assert_text_matches(found)
 
 
 def test_all_parts_must_hold(world):

@@ -1,4 +1,4 @@
-"""Claims on disk: written down once, read back as they were, and what was edited since."""
+"""Claims on disk: registered once, read back unchanged, and compared with later edits."""
 
 import dataclasses
 import json
@@ -217,13 +217,13 @@ def test_edits_are_described_key_by_key():
     more = {"variant": "standard,no_q", "model.bias": True}
     assert describe_changes(claim(), claim(grid=more)) == ["grid.model.bias: unset → true"]
     assert describe_changes(claim(grid=more), claim()) == ["grid.model.bias: true → unset"]
-    told = describe_changes(claim(), claim(baseline="no_q", tuning_seeds=2))
-    assert {line.partition(":")[0] for line in told} >= {"tuning_seeds"}
-    assert any(line.startswith("baseline") for line in told)
+    list_edits = describe_changes(claim(), claim(baseline="no_q", tuning_seeds=2))
+    assert {line.partition(":")[0] for line in list_edits} >= {"tuning_seeds"}
+    assert any(line.startswith("baseline") for line in list_edits)
     parts = {"within": CLAIM["parts"]["within"]}
-    told = describe_changes(claim(), claim(parts=parts))
-    assert told
-    assert all(line.startswith("parts.equal.") and "unset" in line for line in told)
+    list_edits = describe_changes(claim(), claim(parts=parts))
+    assert list_edits
+    assert all(line.startswith("parts.equal.") and "unset" in line for line in list_edits)
 
 
 def test_two_claims_that_differ_always_tell_something():
@@ -253,58 +253,58 @@ def ran(world, tmp_path):
     return run
 
 
-def told(one, tmp_path):
+def list_edits(one, tmp_path):
     return edits_since(one, find_registrations(str(tmp_path / "outputs"), one.name))
 
 
 def test_edit_after_results_is_reported_with_time_and_change(ran, tmp_path):
     before = ran(claim())
-    (line,) = told(claim(margin=0.02), tmp_path)
+    (line,) = list_edits(claim(margin=0.02), tmp_path)
     assert before.when in line
     assert "parts.within.margin: 0.01 → 0.02" in line
     assert "\n" not in line
-    assert told(claim(), tmp_path) == []
-    assert told(claim(source="Otherwise said."), tmp_path) == []
-    assert len(told(claim(says="Otherwise said."), tmp_path)) == 1
+    assert list_edits(claim(), tmp_path) == []
+    assert list_edits(claim(source="Otherwise said."), tmp_path) == []
+    assert len(list_edits(claim(says="Otherwise said."), tmp_path)) == 1
 
 
 def test_wording_registered_before_the_runs_is_no_edit(ran, tmp_path):
     """Both were written down before anything was known; an edit after that is one."""
     register_claim(claim(margin=0.02), str(tmp_path / "outputs"))
     ran(claim())
-    assert told(claim(margin=0.02), tmp_path) == []
+    assert list_edits(claim(margin=0.02), tmp_path) == []
     register_claim(claim(margin=0.03), str(tmp_path / "outputs"))
-    assert len(told(claim(margin=0.03), tmp_path)) == 1
+    assert len(list_edits(claim(margin=0.03), tmp_path)) == 1
 
 
 def test_edit_before_any_result_does_not_count(ran, tmp_path):
     ran(claim(), results=0)
-    assert told(claim(margin=0.02), tmp_path) == []
+    assert list_edits(claim(margin=0.02), tmp_path) == []
 
 
 def test_edit_before_any_sweep_does_not_count(tmp_path):
     register_claim(claim(), str(tmp_path / "outputs"))
-    assert told(claim(margin=0.02), tmp_path) == []
+    assert list_edits(claim(margin=0.02), tmp_path) == []
 
 
 def test_another_scale_another_data_set_or_another_name_is_another_claim(ran, tmp_path):
     ran(claim())
     others = (claim(at="gpu"), claim(words={"train.steps": "30"}), claim("yours"), claim("mine_2"))
     for other in others:
-        assert told(other, tmp_path) == []
+        assert list_edits(other, tmp_path) == []
 
 
 def test_same_overrides_make_the_same_claim(ran, tmp_path):
     words = {"train.steps": "30"}
     ran(claim(words=words))
-    assert len(told(claim(words=words, margin=0.02), tmp_path)) == 1
-    assert told(claim(margin=0.02), tmp_path) == []
+    assert len(list_edits(claim(words=words, margin=0.02), tmp_path)) == 1
+    assert list_edits(claim(margin=0.02), tmp_path) == []
 
 
 def test_every_edit_is_described(ran, tmp_path):
     ran(claim())
     ran(claim(margin=0.02))
-    lines = told(claim(margin=0.03), tmp_path)
+    lines = list_edits(claim(margin=0.03), tmp_path)
     assert len(lines) == 2
     assert {line.rpartition(": ")[2] for line in lines} == {"0.01 → 0.03", "0.02 → 0.03"}
 

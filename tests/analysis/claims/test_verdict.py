@@ -1,4 +1,4 @@
-"""Which word a claim gets: by where the intervals of its parts lie, and of which kind they are."""
+"""Verdicts of claims, by the intervals and the kinds of their parts."""
 
 import math
 
@@ -93,7 +93,7 @@ def test_narrow_interval_gets_the_verdict_of_its_place(kind, words):
     ],
 )
 def test_without_a_margin_only_the_sign_matters(kind, words):
-    """And nothing is ever equivalent."""
+    """Nothing is ever equivalent."""
     found = [word(kind, around(mean, 0.2), margin=0.0) for mean in MEANS]
     assert found == [WORD[w] for w in words.split()]
 

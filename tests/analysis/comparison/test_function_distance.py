@@ -1,4 +1,4 @@
-"""The function distance: known distributions, pairs alone, twins, what is missing."""
+"""The function distance: known distributions, pairs, twins, missing runs."""
 
 import dataclasses
 import math
@@ -60,8 +60,8 @@ def test_distance_is_the_mean_of_both_kl_divergences(positions, vocabulary, seed
     assert found == symmetric_kl(Predictions(other), Predictions(one))
 
 
-def test_known_one():
-    """Check 3/4 and 1/4: KL = ½ ln 3 in both directions."""
+def test_divergence_of_two_coins_is_the_known_one():
+    """KL of 3/4 and 1/4 is ½ ln 3 in both directions."""
     found = symmetric_kl(Predictions(pair(0.25)), Predictions(pair(-0.25)))
     assert found == pytest.approx(math.log(3) / 2, rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""Gaps: pairs by seed, and what is missing of them."""
+"""Gaps: pairs by seed, and missing runs."""
 
 import dataclasses
 import math

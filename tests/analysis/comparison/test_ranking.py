@@ -1,4 +1,4 @@
-"""Ranks as far as the runs decide them, and the arms that none beats at less cost."""
+"""Ranks with their uncertainty, and Pareto fronts of loss and cost."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ def variant(run):
     return run.arm.split("-")[0]
 
 
-def drawn(rng, means, noise):
+def make_loss(rng, means, noise):
     return lambda run: means[variant(run)] + run.changes["seed"] / 10 + rng.gauss(0, noise)
 
 
@@ -62,7 +62,7 @@ def test_ranks_are_those_no_pair_test_excludes(cached_world):
     seen = set()
     for _ in range(25):
         means = {name: 2 + rng.choice((0, 0.05, 0.2)) for name in ARMS}
-        study = world.finish(drawn(rng, means, rng.choice((0.001, 0.02, 0.1)))).study()
+        study = world.finish(make_loss(rng, means, rng.choice((0.001, 0.02, 0.1)))).study()
         (ranking,) = find_rankings(find_families(study))
         losses = {entry.name: [*entry.losses.values()] for entry in study.entries}
         expected = ranges(losses)
@@ -75,7 +75,7 @@ def test_ranks_are_those_no_pair_test_excludes(cached_world):
 
 def test_clearly_different_arms_have_one_rank_each(cached_world):
     means = dict(zip(ARMS, (2.0, 3.0, 1.0, 4.0), strict=True))
-    world = cached_world(*FOUR).finish(drawn(random.Random(1), means, 0.001))
+    world = cached_world(*FOUR).finish(make_loss(random.Random(1), means, 0.001))
     (ranking,) = find_rankings(find_families(world.study()))
     assert [(row.arm.split("-")[0], row.best_rank, row.worst_rank) for row in ranking.ranks] == [
         ("shared_qk", 1, 1),
@@ -88,7 +88,7 @@ def test_clearly_different_arms_have_one_rank_each(cached_world):
 @pytest.mark.slow
 def test_one_seed_gives_no_ranks(cached_world):
     world = cached_world("variant=standard,no_q,shared_qk", "seed=0").finish(
-        drawn(random.Random(1), dict(zip(ARMS, (1, 2, 3, 4), strict=True)), 0.0)
+        make_loss(random.Random(1), dict(zip(ARMS, (1, 2, 3, 4), strict=True)), 0.0)
     )
     (ranking,) = find_rankings(find_families(world.study()))
     assert {(row.best_rank, row.worst_rank) for row in ranking.ranks} == {(1, 3)}
@@ -185,7 +185,7 @@ def test_fronts_are_pareto_optimal(cached_world):
     for _ in range(15):
         means = {name: 2 + rng.choice((0, 0.05, 0.1)) for name in ARMS}
         noise = rng.choice((0.0, 0.003, 0.05))
-        study = world.finish(drawn(rng, means, noise)).study()
+        study = world.finish(make_loss(rng, means, noise)).study()
         found = {front.cost: front for front in find_fronts(study, {})}
         assert {*found} <= {*COSTS}
         surely_beaten = surely(study)

@@ -7,13 +7,13 @@ from qkablate.analysis.study.attention_maps import ArmAttention, show_token
 from qkablate.runs.attention_map import quantize
 
 
-def made(a_LHTT):
+def make_attention(a_LHTT):
     tokens = tuple(map(str, range(a_LHTT.shape[-1])))
     return ArmAttention("an arm", "standard", "s0", tokens, quantize(a_LHTT))
 
 
 def test_uniform_attention_gives_each_target_the_uniform_share():
-    own = made((np.tril(np.ones((32, 32))) / np.arange(1, 33)[:, None])[None, None])
+    own = make_attention((np.tril(np.ones((32, 32))) / np.arange(1, 33)[:, None])[None, None])
     expected = sum(1 / n for n in range(3, 33)) / 30
     assert own.uniform_share == pytest.approx(expected)
     for name in ("previous", "first", "self"):
@@ -27,14 +27,14 @@ def test_every_head_has_its_own_numbers():
     first[:, 0] = 1
     before = np.eye(6, k=-1)
     before[0, 0] = 1
-    own = made(np.array([[eye, first], [before, (eye + before) / 2]]))
+    own = make_attention(np.array([[eye, first], [before, (eye + before) / 2]]))
     assert own.mean_weights["self"] == pytest.approx(np.array([[1, 0], [0, 0.5]]), abs=0.003)
     assert own.mean_weights["first"] == pytest.approx(np.array([[0, 1], [0, 0]]), abs=0.003)
     assert own.mean_weights["previous"] == pytest.approx(np.array([[0, 0], [1, 0.5]]), abs=0.003)
 
 
 def test_two_tokens_have_no_target_weights():
-    assert made(np.array([[[[1, 0], [0.5, 0.5]]]])).mean_weights == {}
+    assert make_attention(np.array([[[[1, 0], [0.5, 0.5]]]])).mean_weights == {}
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,8 @@ def test_runs_of_an_arm_differ_in_their_seed_and_learning_rate_alone(run):
     assert entries["no_q-d16-h2 lr 0.002"].sample.values == (9.0,)
 
 
-def test_runs_that_began_from_trained_ones_stand_beside_each_other(run):
-    """An arm of its own, whatever the parents of its seeds; never among runs from fresh weights."""
+def test_finetuned_runs_form_their_own_arm(run):
+    """They share an arm whatever their parents are, without runs from fresh weights."""
 
     def begun(seed):
         known = {"run": f"parent{seed}", "id": f"{seed}" * 12, "weights": f"{seed}" * 64}
@@ -322,7 +322,7 @@ def test_result_of_another_run_gives_no_loss(run):
 
 
 @pytest.mark.slow
-def test_runs_that_serve_to_tune_stand_apart(run):
+def test_tuning_runs_are_listed_separately(run):
     rates = (5e-4, 1e-3, 2e-3)
     tuning = [
         run(f"variant={name}", f"optim.lr={r}", "train.evaluate_test=false", test=2 + abs(r - 1e-3))
@@ -487,17 +487,18 @@ def test_command_repeats_the_run(begin, corpus, words):
 def test_command_repeats_a_run_with_a_circuit_from_outside(begin, corpus, tmp_path):
     path = tmp_path / "own_circuit.py"
     path.write_text(
-        "from qkablate.attention import QK, matrix, project, split_heads\n\n\n"
+        "from qkablate.attention import QK, apply_matrix, empty_matrix, split_heads\n\n\n"
         "class Own(QK):\n"
         '    """Queries and keys."""\n\n'
         '    equation, params, match = "B_h = W_q W_kᵀ", "2 d²", "none"\n\n'
         "    def __init__(self, spec):\n"
         "        super().__init__(spec)\n"
-        "        self.w_q, self.w_k = (matrix(spec.d_model, spec.d_model) for _ in range(2))\n\n"
+        "        self.w_q = empty_matrix(spec.d_model, spec.d_model)\n"
+        "        self.w_k = empty_matrix(spec.d_model, spec.d_model)\n\n"
         "    def queries(self, x_BTD):\n"
-        "        return split_heads(project(x_BTD, self.w_q), self.spec.heads)\n\n"
+        "        return split_heads(apply_matrix(x_BTD, self.w_q), self.spec.heads)\n\n"
         "    def keys(self, y_BSD):\n"
-        "        return split_heads(project(y_BSD, self.w_k), self.spec.heads)\n"
+        "        return split_heads(apply_matrix(y_BSD, self.w_k), self.spec.heads)\n"
     )
     given = begin(f"variant.file='{path}'")
     found = repeated(corpus, read_standalone_runs([given.run.folder]))

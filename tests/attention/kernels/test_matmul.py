@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear as plain
 
-from qkablate.attention import project
+from qkablate.attention import apply_matrix
 from qkablate.attention.kernels import matmul
 from qkablate.attention.kernels.matmul import Linear, linear
 
@@ -56,10 +56,10 @@ def test_onednn_agrees_with_torch(onednn, shape, bias, threads):
 
 def test_projections_and_mlps_use_onednn(onednn):
     x, w = torch.randn(300, 96), torch.randn(96, 40)
-    assert ONEDNN in called(lambda: project(x, w))
+    assert ONEDNN in called(lambda: apply_matrix(x, w))
     assert ONEDNN in called(lambda: Linear(96, 40)(x))
     matmul.set_backend("torch")
-    assert ONEDNN not in called(lambda: project(x, w))
+    assert ONEDNN not in called(lambda: apply_matrix(x, w))
 
 
 def test_small_or_non_fp32_inputs_use_torch(onednn):

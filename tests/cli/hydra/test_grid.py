@@ -20,15 +20,15 @@ FOUR = {"standard", "merged_w", "no_q", "shared_qk"}
 
 
 @pytest.fixture(scope="module")
-def kept():
+def shared_composer():
     """Compose once for every choice of groups."""
     return SweepComposer()
 
 
 @pytest.fixture
-def composer(kept):
+def composer(shared_composer):
     with open_composer():
-        yield kept
+        yield shared_composer
 
 
 def configs(composer, request):

@@ -25,15 +25,15 @@ SWEEP_NUMBERS = [name for name, info in SWEEP_KEYS.items() if info.bounds]
 
 
 @pytest.fixture(scope="module")
-def kept():
+def shared_composer():
     """Compose once for every choice of groups."""
     return SweepComposer()
 
 
 @pytest.fixture
-def composer(kept):
+def composer(shared_composer):
     with open_composer():
-        yield kept
+        yield shared_composer
 
 
 def assert_one_line(text, name):

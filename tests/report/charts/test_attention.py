@@ -47,16 +47,16 @@ def exemplify(world, of=previous, tokens=BYTES):
 
 
 @pytest.fixture(scope="module")
-def kept(made, loss_of):
+def make_recorded_world(make_world, loss_of):
     def make(of=previous, words=WORDS, **more):
-        return exemplify(made(*words).finish(loss_of), of, **more)
+        return exemplify(make_world(*words).finish(loss_of), of, **more)
 
     return make
 
 
 @pytest.fixture(scope="module")
-def section(kept, section_of):
-    return section_of(kept())
+def section(make_recorded_world, section_of):
+    return section_of(make_recorded_world())
 
 
 def chart_of(section):
@@ -114,8 +114,8 @@ def test_tooltips_show_tokens(section):
         None,
     ],
 )
-def test_token_ids_are_shown_without_text(kept, section_of, content):
-    world = kept()
+def test_token_ids_are_shown_without_text(make_recorded_world, section_of, content):
+    world = make_recorded_world()
     for run in world.runs():
         path = world.run_folder(run) / "tokenizer.json"
         path.unlink()
@@ -127,8 +127,8 @@ def test_token_ids_are_shown_without_text(kept, section_of, content):
     assert f"“{' '.join(map(str, BYTES))}”" in caption
 
 
-def test_runs_without_recordings_have_no_chart(made, loss_of, section_of, section):
-    old = section_of(made(*WORDS).finish(loss_of))
+def test_runs_without_recordings_have_no_chart(make_world, loss_of, section_of, section):
+    old = section_of(make_world(*WORDS).finish(loss_of))
     assert chart_of(old) is None
     assert find_problems(old) == []
     assert 'id="c1-attention"' not in render_page([old], "old")
@@ -162,8 +162,8 @@ KINDS = ["no file", "another run's", "a link", "another model's", "other data", 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_map_is_named_and_the_next_run_is_used(kept, section_of, kind):
-    world = kept()
+def test_damaged_map_is_named_and_the_next_run_is_used(make_recorded_world, section_of, kind):
+    world = make_recorded_world()
     run = next(r for r in world.runs() if r.arm.startswith("no_q") and r.changes["seed"] == 0)
     damage(world, run, kind)
     own = section_of(world)
@@ -172,15 +172,15 @@ def test_damaged_map_is_named_and_the_next_run_is_used(kept, section_of, kind):
     assert [panel.title for panel in chart_of(own).panels] == ["standard, s0", "no_q, s1"]
 
 
-def test_incomplete_runs_are_skipped(kept, section_of):
-    world = kept()
+def test_incomplete_runs_are_skipped(make_recorded_world, section_of):
+    world = make_recorded_world()
     run = next(r for r in world.runs() if r.arm.startswith("standard") and r.changes["seed"] == 0)
     world.write(run, "diverged")
     assert chart_of(section_of(world)).panels[0].title == "standard, s1"
 
 
 @pytest.mark.slow
-def test_page_stays_small_with_many_heads_and_arms(kept, section_of):
+def test_page_stays_small_with_many_heads_and_arms(make_recorded_world, section_of):
     rng = np.random.default_rng(0)
 
     def wild(run):
@@ -190,7 +190,7 @@ def test_page_stays_small_with_many_heads_and_arms(kept, section_of):
     names = "standard,no_q,no_k,shared_qk,merged_w,no_v,no_o,qk_norm"
     words = (f"variant={names}", "seed=0", "model.layers=12", "model.heads=12")
     words += ("model.d_model=24", "model.context=32")
-    own = section_of(kept(wild, words, tokens=tuple(range(40, 72))))
+    own = section_of(make_recorded_world(wild, words, tokens=tuple(range(40, 72))))
     chart = chart_of(own)
     assert len(chart.panels) == 6
     assert "Not drawn: " in chart.caption
@@ -206,11 +206,11 @@ def test_page_stays_small_with_many_heads_and_arms(kept, section_of):
     assert len(render_chart(chart, own, "svg")) < 4_000_000
 
 
-def test_map_length_follows_the_context_of_the_arm(kept, section_of):
+def test_map_length_follows_the_context_of_the_arm(make_recorded_world, section_of):
     def own(run):
         return previous(run, tokens=2 if run.arm.endswith("=2") else 8)
 
     words = ("variant=standard", "seed=0", "model.layers=2", "model.context=2,16")
-    chart = chart_of(section_of(kept(own, words)))
+    chart = chart_of(section_of(make_recorded_world(own, words)))
     assert [max(row["q"] for row in p.spec["data"]["values"]) for p in chart.panels] == [1, 7]
     assert "another text, or a shorter part of it" in chart.caption

@@ -50,14 +50,14 @@ WORLDS = {
 
 
 @pytest.fixture(scope="module")
-def chapter_named(made, loss_of, with_curves, section_of, section):
+def section_named(make_world, loss_of, with_curves, section_of, section):
     """Return the section of one of WORLDS, each made once."""
     known = {"finished": section}
 
     def make(name):
         if name not in known:
             words, end = WORLDS[name]
-            world = made(*words).finish(
+            world = make_world(*words).finish(
                 lambda run: loss_of(run) if (own := end(run)) is ... else own
             )
             known[name] = section_of(with_curves(world))
@@ -66,7 +66,7 @@ def chapter_named(made, loss_of, with_curves, section_of, section):
     return make
 
 
-def drawn(section):
+def charts_by_name(section):
     return {chart.name: chart for chart in make_charts(section)}
 
 
@@ -93,10 +93,10 @@ def numbers(value):
 
 
 @pytest.mark.parametrize("name", ["finished", *WORLDS])
-def test_charts_are_valid_for_any_losses(chapter_named, name):
-    section = chapter_named(name)
+def test_charts_are_valid_for_any_losses(section_named, name):
+    section = section_named(name)
     for chart in make_charts(section):
-        assert_told(chart, section)
+        assert_text_matches(chart, section)
         assert {*chart.variants} <= {*section.styles}
         for panel in chart.panels:
             assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
@@ -107,7 +107,7 @@ def test_charts_are_valid_for_any_losses(chapter_named, name):
             assert_plain_data(panel.spec)
 
 
-def assert_told(chart, section):
+def assert_text_matches(chart, section):
     """Check that the chart states its number of runs and the kind of its intervals."""
     assert re.search(r"n = \d+( to \d+)?\b", chart.caption), chart.name
     assert "n = 0" not in chart.caption or not any(e.losses for e in section.study.entries)
@@ -146,12 +146,12 @@ def assert_plain_data(spec):
 
 
 def test_band_near_zero_uses_a_linear_axis(cached_world, section_of):
-    made = cached_world("variant=standard", "seed=0,1")
+    world = cached_world("variant=standard", "seed=0,1")
     losses = {0: 0.46065, 1: 0.53935}  # 0.5 ± 0.5
-    made.finish(lambda run: losses[run.changes["seed"]])
-    for run in made.runs():
-        made.curve(run, dict.fromkeys(range(1, 7), losses[run.changes["seed"]]))
-    (panel,) = drawn(section_of(made))["losses"].panels
+    world.finish(lambda run: losses[run.changes["seed"]])
+    for run in world.runs():
+        world.curve(run, dict.fromkeys(range(1, 7), losses[run.changes["seed"]]))
+    (panel,) = charts_by_name(section_of(world))["losses"].panels
     assert {row["low"] for row in panel.spec["data"]["values"]} == {1.0844e-05}
     logarithmic = {"scale": {"type": "log", "nice": False}}
     assert not [
@@ -162,7 +162,7 @@ def test_band_near_zero_uses_a_linear_axis(cached_world, section_of):
     assert_drawable(panel.spec)
 
 
-def test_charts_with_data_are_made(chapter_named):
+def test_charts_with_data_are_made(section_named):
     expected = {
         "finished": ["gaps", "losses", "gap-curves", "heat", "costs"],
         "not begun": [],
@@ -171,7 +171,7 @@ def test_charts_with_data_are_made(chapter_named):
         "tuned": ["gaps", "losses", "gap-curves", "costs", "rates"],
     }
     for name, found in expected.items():
-        own = [*drawn(chapter_named(name))]
+        own = [*charts_by_name(section_named(name))]
         assert [one for one in own if one != "heat" or name != "one seed"] == [
             one for one in found if one != "heat" or name != "one seed"
         ], name
@@ -181,13 +181,13 @@ def test_charts_with_data_are_made(chapter_named):
 
 
 def gap_rows(section):
-    (panel,) = drawn(section)["gaps"].panels
+    (panel,) = charts_by_name(section)["gaps"].panels
     return panel.spec["data"]["values"]
 
 
 @pytest.mark.parametrize("name", ["finished", "running", "diverged", "one seed", "rates"])
-def test_forest_plot_shows_the_gaps_of_the_analysis(chapter_named, name):
-    section = chapter_named(name)
+def test_forest_plot_shows_the_gaps_of_the_analysis(section_named, name):
+    section = section_named(name)
     found = [one for one in section.summary.gaps if one.n]
     rows = gap_rows(section)
     assert len(rows) == len(found) > 0
@@ -197,7 +197,7 @@ def test_forest_plot_shows_the_gaps_of_the_analysis(chapter_named, name):
         assert (row["low"], row["high"]) == (one.interval or (None, None))
         assert row["n"] == one.n
         assert row["baseline"] == one.baseline
-    (panel,) = drawn(section)["gaps"].panels
+    (panel,) = charts_by_name(section)["gaps"].panels
     ticks = [
         layer["data"]["values"] for layer in panel.spec["layer"] if layer["mark"]["type"] == "tick"
     ]
@@ -211,8 +211,8 @@ def test_forest_tooltip_shows_mean_and_interval(section):
         assert row["estimate"] == format_gap(one.mean, one.interval)
 
 
-def test_diverged_runs_are_counted_in_the_label(chapter_named):
-    for row in gap_rows(chapter_named("diverged")):
+def test_diverged_runs_are_counted_in_the_label(section_named):
+    for row in gap_rows(section_named("diverged")):
         assert "2 diverged" in row["arm"] + row["estimate"]
         assert "∞" in row["estimate"]
 
@@ -227,20 +227,20 @@ def edges(chart):
     }
 
 
-def test_unbounded_side_is_drawn_to_the_edge(chapter_named, claimed):
-    forest = drawn(chapter_named("diverged"))["gaps"]
+def test_unbounded_side_is_drawn_to_the_edge(section_named, claimed):
+    forest = charts_by_name(section_named("diverged"))["gaps"]
     assert edges(forest) == {"open_below": 0, "open_above": "width"}
     assert "the interval is unbounded" in forest.caption
-    assert edges(drawn(chapter_named("finished"))["gaps"]) == {}
+    assert edges(charts_by_name(section_named("finished"))["gaps"]) == {}
     claim = claimed(0.0, end=lambda number: "diverged" if number == 1 else None)
-    parts = drawn(claim)["parts"]
+    parts = charts_by_name(claim)["parts"]
     assert edges(parts) == {"open_above": "width"}
     assert "the interval is unbounded" in parts.caption
-    assert "∞" in drawn(chapter_named("diverged"))["heat"].caption
+    assert "∞" in charts_by_name(section_named("diverged"))["heat"].caption
 
 
-def test_fully_diverged_arm_is_shown(chapter_named):
-    found = drawn(chapter_named("all of an arm diverged"))
+def test_fully_diverged_arm_is_shown(section_named):
+    found = charts_by_name(section_named("all of an arm diverged"))
     (panel,) = found["gaps"].panels
     (said,) = [layer for layer in panel.spec["layer"] if layer["mark"].get("text")]
     (row,) = said["data"]["values"]
@@ -249,23 +249,27 @@ def test_fully_diverged_arm_is_shown(chapter_named):
     assert "6 diverged" in row["arm"]
     (cell,) = [
         row
-        for row in heat_rows(chapter_named("all of an arm diverged"))
+        for row in heat_rows(section_named("all of an arm diverged"))
         if row["variant"] == "no_q"
     ]
     assert cell["text"] == "diverged"
 
 
-def test_single_pair_has_no_bar_and_a_note(chapter_named):
-    section = chapter_named("one seed")
+def test_single_pair_has_no_bar_and_a_note(section_named):
+    section = section_named("one seed")
     assert all(row["low"] is None for row in gap_rows(section))
-    assert "No bar" in drawn(section)["gaps"].caption
+    assert "No bar" in charts_by_name(section)["gaps"].caption
 
 
 # The heat
 
 
 def heat_rows(section):
-    return [row for panel in drawn(section)["heat"].panels for row in panel.spec["data"]["values"]]
+    return [
+        row
+        for panel in charts_by_name(section)["heat"].panels
+        for row in panel.spec["data"]["values"]
+    ]
 
 
 def test_heat_map_has_a_cell_per_variant_and_size(section):
@@ -280,11 +284,11 @@ def test_heat_map_has_a_cell_per_variant_and_size(section):
 
 
 @pytest.mark.parametrize("name", ["finished", "running", "alike", "failed", "huge", "diverged"])
-def test_heat_map_puts_undecided_gaps_in_parentheses(chapter_named, name):
-    section = chapter_named(name)
+def test_heat_map_puts_undecided_gaps_in_parentheses(section_named, name):
+    section = section_named(name)
     intervals = {one.arm: one.interval for one in section.summary.gaps}
     found = {gap.arm for gap in section.summary.gaps if gap.verdict in ("better", "worse")}
-    rows = heat_rows(section) if "heat" in drawn(section) else []
+    rows = heat_rows(section) if "heat" in charts_by_name(section) else []
     assert rows or name != "finished"
     for row in rows:
         low, high = intervals[row["arm"]]
@@ -297,12 +301,12 @@ def test_heat_map_puts_undecided_gaps_in_parentheses(chapter_named, name):
 
 
 def test_heat_map_sizes_increase(section):
-    (panel,) = drawn(section)["heat"].panels
+    (panel,) = charts_by_name(section)["heat"].panels
     assert panel.spec["encoding"]["x"]["sort"] == ["d16 h2", "d32 h2"]
 
 
 def test_heat_map_shades_go_from_better_to_worse(section):
-    (panel,) = drawn(section)["heat"].panels
+    (panel,) = charts_by_name(section)["heat"].panels
     (scale,) = [
         layer["encoding"]["color"]["scale"]
         for layer in panel.spec["layer"]
@@ -318,9 +322,9 @@ def test_heat_map_shades_go_from_better_to_worse(section):
 
 
 @pytest.fixture(scope="module")
-def long(made, loss_of, with_curves, section_of):
+def long(make_world, loss_of, with_curves, section_of):
     """Two arms with three hundred readings a run."""
-    world = made("variant=standard,no_q", "seed=range(3)").finish(loss_of)
+    world = make_world("variant=standard,no_q", "seed=range(3)").finish(loss_of)
     return section_of(with_curves(world, tuple(range(1, 301))))
 
 
@@ -333,7 +337,7 @@ def by(rows, key):
 
 @pytest.mark.parametrize("name", ["losses", "gap-curves"])
 def test_thinned_curve_keeps_its_ends(long, name):
-    (panel,) = drawn(long)[name].panels
+    (panel,) = charts_by_name(long)[name].panels
     arms = by(panel.spec["data"]["values"], "arm")
     assert {*arms} == {"no_q-d16-h2"} | ({"standard-d16-h2"} if name == "losses" else set())
     for rows in arms.values():
@@ -357,18 +361,18 @@ def thin(chart):
     ]
 
 
-def test_each_run_is_a_thin_line(long, chapter_named):
-    lines = by(thin(drawn(long)["losses"]), "run")
+def test_each_run_is_a_thin_line(long, section_named):
+    lines = by(thin(charts_by_name(long)["losses"]), "run")
     assert len(lines) == 6
     for rows in lines.values():
         assert len(rows) <= READINGS
         assert (rows[0]["tokens"], rows[-1]["tokens"]) == (32, 300 * 32)
-    assert len(by(thin(drawn(chapter_named("diverged"))["losses"]), "run")) == 18
+    assert len(by(thin(charts_by_name(section_named("diverged"))["losses"]), "run")) == 18
 
 
-def test_mean_curve_uses_completed_runs(chapter_named):
-    section = chapter_named("diverged")
-    (panel,) = drawn(section)["losses"].panels
+def test_mean_curve_uses_completed_runs(section_named):
+    section = section_named("diverged")
+    (panel,) = charts_by_name(section)["losses"].panels
     for name, rows in by(panel.spec["data"]["values"], "arm").items():
         done = section.entries[name].with_status("done")
         for row in rows:
@@ -379,7 +383,9 @@ def test_mean_curve_uses_completed_runs(chapter_named):
 
 def test_gap_curve_is_that_of_the_analysis(section):
     rows = [
-        row for panel in drawn(section)["gap-curves"].panels for row in panel.spec["data"]["values"]
+        row
+        for panel in charts_by_name(section)["gap-curves"].panels
+        for row in panel.spec["data"]["values"]
     ]
     gaps = [one for family in section.families for one in family.gaps]
     found = {one.arm.name: describe_curve(one).readings for one in gaps}
@@ -398,7 +404,7 @@ def test_gap_curve_is_that_of_the_analysis(section):
 def test_only_means_are_drawn_for_many_runs(section, monkeypatch, most, each):
     assert MAX_RUNS == 200
     monkeypatch.setattr("qkablate.report.charts.curves.MAX_RUNS", most)
-    chart = drawn(section)["losses"]
+    chart = charts_by_name(section)["losses"]
     assert len(by(thin(chart), "run")) == (36 if each else 0)
     assert ("Thin" in chart.caption) == each
     for panel in chart.panels:
@@ -407,7 +413,10 @@ def test_only_means_are_drawn_for_many_runs(section, monkeypatch, most, each):
 
 def test_each_size_has_its_panel(section):
     for name in ("losses", "gap-curves"):
-        assert [panel.title for panel in drawn(section)[name].panels] == ["d16-h2", "d32-h2"]
+        assert [panel.title for panel in charts_by_name(section)[name].panels] == [
+            "d16-h2",
+            "d32-h2",
+        ]
 
 
 # Costs and learning rates
@@ -415,7 +424,10 @@ def test_each_size_has_its_panel(section):
 
 def test_cost_chart_shows_the_costs_of_the_arms(section):
     arms = {entry.name: entry.arm for entry in section.study.entries}
-    panels = {panel.title: panel.spec["data"]["values"] for panel in drawn(section)["costs"].panels}
+    panels = {
+        panel.title: panel.spec["data"]["values"]
+        for panel in charts_by_name(section)["costs"].panels
+    }
     assert len(panels) == 3
     of = {
         "parameters": lambda a: a.params,
@@ -431,18 +443,18 @@ def test_cost_chart_shows_the_costs_of_the_arms(section):
             assert row["loss"] == section.entries[row["arm"]].sample.mean
 
 
-def test_cost_chart_shows_the_longest_training_only(chapter_named):
+def test_cost_chart_shows_the_longest_training_only(section_named):
     """But for FLOPs, of which more tokens cost more."""
-    chart = drawn(chapter_named("lengths"))["costs"]
+    chart = charts_by_name(section_named("lengths"))["costs"]
     for panel in chart.panels:
         lengths = {row["arm"].rpartition("-")[2] for row in panel.spec["data"]["values"]}
         assert len(lengths) == (2 if "FLOPs" in panel.title else 1), panel.title
     assert "the others only the longest" in chart.caption
 
 
-def test_best_rate_is_large_and_diverged_rates_are_crosses(chapter_named):
-    section = chapter_named("tuned, diverged")
-    chart = drawn(section)["rates"]
+def test_best_rate_is_large_and_diverged_rates_are_crosses(section_named):
+    section = section_named("tuned, diverged")
+    chart = charts_by_name(section)["rates"]
     (panel,) = chart.panels
     for name, rows in by(panel.spec["data"]["values"], "arm").items():
         (best,) = [row for row in rows if row["best"]]
@@ -493,15 +505,15 @@ def test_claim_chart_shows_margins(claimed, kind, edges):
 
 
 def test_claim_chart_needs_a_verdict(claimed):
-    assert "parts" not in drawn(claimed(0.0, ended=5))
+    assert "parts" not in charts_by_name(claimed(0.0, ended=5))
 
 
 # Files
 
 
 @pytest.mark.parametrize("name", ["finished", "tuned, diverged"])
-def test_chart_is_a_standalone_svg(chapter_named, name):
-    section = chapter_named(name)
+def test_chart_is_a_standalone_svg(section_named, name):
+    section = section_named(name)
     for chart in make_charts(section):
         text = render_chart(chart, section, "svg").decode()
         root = ElementTree.fromstring(text)
@@ -520,7 +532,7 @@ def test_chart_is_a_standalone_svg(chapter_named, name):
 def test_hostile_title_is_escaped_in_svg(section):
     title = "</text><script>alert(1)</script> var(--c1) \x1b[31m ${x} \u202e"
     own = dataclasses.replace(section, title=title)
-    root = ElementTree.fromstring(render_chart(drawn(own)["gaps"], own, "svg").decode())
+    root = ElementTree.fromstring(render_chart(charts_by_name(own)["gaps"], own, "svg").decode())
     assert not [found for found in root.iter() if found.tag.endswith("script")]
     words = " ".join("".join(found.itertext()) for found in root.iter() if "text" in found.tag)
     assert "<script>alert(1)</script>" in words
@@ -529,12 +541,12 @@ def test_hostile_title_is_escaped_in_svg(section):
 
 
 def test_chart_is_a_standalone_png(section):
-    content = render_chart(drawn(section)["gaps"], section, "png")
+    content = render_chart(charts_by_name(section)["gaps"], section, "png")
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert content.rstrip(b"\0").endswith(b"IEND\xaeB`\x82")
 
 
 def test_chart_has_the_colors_of_its_variants(section):
-    text = render_chart(drawn(section)["gaps"], section, "svg").decode().lower()
+    text = render_chart(charts_by_name(section)["gaps"], section, "svg").decode().lower()
     for variant in ("no_q", "shared_qk"):
         assert use_light_colors(section.styles[variant].color) in text

@@ -37,9 +37,9 @@ def lifted(run, step, rounding=0.01):
 
 
 @pytest.fixture(scope="module")
-def apart(made, loss_of, section_of):
+def apart(make_world, loss_of, section_of):
     def make(lift=lifted, words=WORDS):
-        return section_of(predict(made(*words).finish(loss_of), lift))
+        return section_of(predict(make_world(*words).finish(loss_of), lift))
 
     return make
 
@@ -130,8 +130,8 @@ def test_zero_distances_are_dropped_from_logarithmic_axes(apart, lift):
     assert chart_of(apart(lift)) is None
 
 
-def test_runs_without_recordings_have_no_chart(made, loss_of, section_of):
-    section = section_of(made(*WORDS).finish(loss_of))
+def test_runs_without_recordings_have_no_chart(make_world, loss_of, section_of):
+    section = section_of(make_world(*WORDS).finish(loss_of))
     assert chart_of(section) is None
     assert "unction distance" not in render_page([section], "old")
     assert "unction distance" not in markdown.render_markdown([section])
@@ -144,8 +144,8 @@ def test_page_and_markdown_contain_the_chart(section):
     assert "function distance from standard" in markdown.render_markdown([section])
 
 
-def test_damaged_predictions_are_named_on_the_page(made, loss_of, section_of):
-    world = predict(made(*WORDS).finish(loss_of), lifted)
+def test_damaged_predictions_are_named_on_the_page(make_world, loss_of, section_of):
+    world = predict(make_world(*WORDS).finish(loss_of), lifted)
     run = next(run for run in world.runs() if run.arm.startswith("no_q"))
     (world.run_folder(run) / "predictions/step-00000012.safetensors").write_bytes(b"<script>")
     (line,) = find_problems(section_of(world))

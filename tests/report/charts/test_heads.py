@@ -57,9 +57,9 @@ def measure(world, of=mechanism):
 
 
 @pytest.fixture(scope="module")
-def measured(made, loss_of, section_of):
+def measured(make_world, loss_of, section_of):
     def make(of=mechanism, words=WORDS):
-        return section_of(measure(made(*words).finish(loss_of), of))
+        return section_of(measure(make_world(*words).finish(loss_of), of))
 
     return make
 
@@ -69,12 +69,14 @@ def section(measured):
     return measured()
 
 
-def drawn(section):
+def charts_by_name(section):
     return {chart.name: chart for chart in make_charts(section) if chart.name in NAMES}
 
 
 def panel_of(section, name, title):
-    (found,) = [panel for panel in drawn(section)[name].panels if panel.title.startswith(title)]
+    (found,) = [
+        panel for panel in charts_by_name(section)[name].panels if panel.title.startswith(title)
+    ]
     return found
 
 
@@ -84,7 +86,7 @@ def rows_of(panel):
 
 @pytest.mark.slow
 def test_all_head_charts_compile(section):
-    found = drawn(section)
+    found = charts_by_name(section)
     assert [*found] == [*NAMES]
     for chart in found.values():
         assert "n = 3" in chart.caption
@@ -135,7 +137,7 @@ def test_signed_values_have_a_diverging_scale(section):
 
 
 def test_spectra_are_drawn_at_start_and_end_by_layer(section):
-    chart = drawn(section)["spectra"]
+    chart = charts_by_name(section)["spectra"]
     assert [panel.title for panel in chart.panels] == ["layer 0", "layer 1"]
     rows = rows_of(chart.panels[0])
     assert {(row["variant"], row["when"]) for row in rows} == {
@@ -149,7 +151,7 @@ def test_spectra_are_drawn_at_start_and_end_by_layer(section):
 
 
 def test_arm_has_spectra_during_training(section):
-    chart = drawn(section)["spectra-training"]
+    chart = charts_by_name(section)["spectra-training"]
     assert {panel.variants[0] for panel in chart.panels} == {"standard", "no_q"}
     domains = set()
     for panel in chart.panels:
@@ -165,7 +167,7 @@ def test_arm_has_spectra_during_training(section):
 
 
 def test_each_size_has_its_own_panels(measured):
-    found = drawn(measured(words=(*WORDS[:1], "seed=0", "model.d_model=16,32")))
+    found = charts_by_name(measured(words=(*WORDS[:1], "seed=0", "model.d_model=16,32")))
     assert len(found["heads"].panels) == 6
     assert {panel.title for panel in found["spectra"].panels} == {
         f"layer {layer}, d{width}-h2" for layer in (0, 1) for width in (16, 32)
@@ -179,7 +181,7 @@ def test_number_of_points_is_bounded(measured):
         return mechanism(run, step, layers=24, heads=16, values=128)
 
     section = measured(large, ("variant=standard,no_q", "seed=0,1"))
-    found = drawn(section)
+    found = charts_by_name(section)
     titles = [panel.title for panel in found["spectra"].panels]
     assert (titles[0], titles[-1]) == ("layer 0", "layer 23")
     assert len({*titles}) == len(titles) <= 12
@@ -211,14 +213,14 @@ def test_non_finite_values_are_dropped(measured, value):
                 layers[:] = filled.tolist()
         return own
 
-    for chart in drawn(measured(odd)).values():
+    for chart in charts_by_name(measured(odd)).values():
         for panel in chart.panels:
             json.dumps(panel.spec, allow_nan=False)
             assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
 
 
-def test_damaged_diagnostics_are_named_on_the_page(made, loss_of, section_of):
-    world = measure(made(*WORDS).finish(loss_of))
+def test_damaged_diagnostics_are_named_on_the_page(make_world, loss_of, section_of):
+    world = measure(make_world(*WORDS).finish(loss_of))
     run = next(run for run in world.runs() if run.arm.startswith("no_q"))
     path = world.run_folder(run) / "metrics.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"entropy"', b'"entropy', 1))
@@ -232,7 +234,7 @@ def test_runs_without_diagnostics_have_no_chart(finished, section):
 
     study = finished.study()
     old = Section.from_study(study.name, "here", study)
-    assert drawn(old) == {}
+    assert charts_by_name(old) == {}
     text = render_page([old], "old")
     for name in NAMES:
         assert f'id="c1-{name}"' not in text

@@ -25,11 +25,11 @@ def cells(line):
     return line.removeprefix("| ").removesuffix(" |").split(" | ")
 
 
-def tables(said):
+def tables(page_text):
     """By the title above: the head, and the rows."""
     found = {}
     title = ""
-    for line in said.splitlines():
+    for line in page_text.splitlines():
         if line.startswith("### "):
             title = line.removeprefix("### ")
         elif line.startswith("|"):
@@ -37,45 +37,45 @@ def tables(said):
     return {title: (head, rows) for title, (head, _, *rows) in found.items()}
 
 
-def assert_sound(said):
+def assert_sound(page_text):
     """Tables are whole, and nothing steers."""
-    for title, (head, rows) in tables(said).items():
+    for title, (head, rows) in tables(page_text).items():
         for row in rows:
             assert len(row) == len(head), (title, row)
-    assert all(line.isprintable() for line in said.split("\n"))
-    assert not re.search(r"<[a-zA-Z/!]", said)
-    return said
+    assert all(line.isprintable() for line in page_text.split("\n"))
+    assert not re.search(r"<[a-zA-Z/!]", page_text)
+    return page_text
 
 
 @pytest.fixture(scope="module")
-def said(section):
+def page_text(section):
     return render_markdown([section])
 
 
-def test_text_begins_with_title_status_and_summary(section, said):
-    assert_sound(said)
-    first, second, *_ = said.split("\n\n")
+def test_text_begins_with_title_status_and_summary(section, page_text):
+    assert_sound(page_text)
+    first, second, *_ = page_text.split("\n\n")
     assert first == f"# {section.title}"
     assert second.startswith("36 runs: 36 done")
     for sentence in summarize(section):
-        assert sentence in said
-        assert said.index(sentence) < said.index("### verdicts")
+        assert sentence in page_text
+        assert page_text.index(sentence) < page_text.index("### verdicts")
 
 
-def test_verdicts_equal_those_of_the_page(section, said):
-    head, rows = tables(said)["verdicts"]
+def test_verdicts_equal_those_of_the_page(section, page_text):
+    head, rows = tables(page_text)["verdicts"]
     assert head == COLUMNS
     shown = [[html.unescape(cell) for cell in row] for row in rows]
     assert shown == [[cell.text for cell in row] for row in make_verdict_rows(section)]
 
 
-def test_audit_equals_that_of_the_page(section, said):
-    _, rows = tables(said)["audit"]
+def test_audit_equals_that_of_the_page(section, page_text):
+    _, rows = tables(page_text)["audit"]
     assert rows == make_audit_rows(section)
 
 
-def test_every_run_is_listed_with_its_command(section, said):
-    head, rows = tables(said)["runs"]
+def test_every_run_is_listed_with_its_command(section, page_text):
+    head, rows = tables(page_text)["runs"]
     assert head == RUN_COLUMNS
     commands = [shlex.split(row[-1].strip("`")) for row in rows]
     assert commands == [
@@ -84,14 +84,14 @@ def test_every_run_is_listed_with_its_command(section, said):
     ]
 
 
-def test_environment_is_listed(said):
-    _, rows = tables(said)["environment"]
+def test_environment_is_listed(page_text):
+    _, rows = tables(page_text)["environment"]
     assert ["CPU", "a CPU"] in rows
 
 
-def test_sections_are_consecutive(section, claimed, said):
+def test_sections_are_consecutive(section, claimed, page_text):
     both = render_markdown([section, claimed(0.0)])
-    assert both.startswith(said.rstrip("\n"))
+    assert both.startswith(page_text.rstrip("\n"))
     assert re.findall(r"(?m)^# .*", both) == [f"# {section.title}", "# claim mine (small)"]
 
 
@@ -127,20 +127,20 @@ def test_study_without_runs_has_a_text(tmp_path):
 
 
 def test_hostile_text_in_folders_stays_in_its_cell(cached_world, loss_of, section_of):
-    made = cached_world(*ONE).finish(loss_of)
-    for number, run in enumerate(made.runs()):
+    world = cached_world(*ONE).finish(loss_of)
+    for number, run in enumerate(world.runs()):
         words = dict.fromkeys(("kernel", "precision", "device", "data_fingerprint"), HOSTILE)
         words |= {"init": {"mode": HOSTILE, "match": HOSTILE}}
         if run.changes["seed"] == 1:
             words |= {"status": "failed", "error": HOSTILE}
         else:
             words |= {"loss": {"train": 2.0, "val": 2.0, "test": loss_of(run)}}
-        made.write(run, words)
+        world.write(run, words)
         environment = {"versions": {"torch": HOSTILE}, "machine": {"cpu": HOSTILE}}
-        (made.run_folder(run) / "environment.json").write_text(json.dumps(environment))
+        (world.run_folder(run) / "environment.json").write_text(json.dumps(environment))
         name = HOSTILE.replace("/", "∕")
-        made.run_folder(run).rename(made.run_folder(run).with_name(f"{name}{number}-{run.id}"))
-    section = section_of(made)
+        world.run_folder(run).rename(world.run_folder(run).with_name(f"{name}{number}-{run.id}"))
+    section = section_of(world)
     found = assert_sound(render_markdown([Section.from_study(HOSTILE, HOSTILE, section.study)]))
     assert len(re.findall(r"(?m)^# ", found)) == 1
     assert len(tables(found)["runs"][1]) == 4
@@ -167,8 +167,8 @@ def test_command_is_verbatim_code(cached_world, section_of, path):
 
 
 def test_names_cannot_become_images_or_links(cached_world, loss_of, section_of):
-    """Whoever shows the text would ask the network for it."""
-    made = cached_world(*ONE).finish(loss_of)
-    first, *_ = made.runs()
-    made.write(first, {"status": "failed", "error": "![a](//x.invalid/a.png) [b](//x.invalid)"})
-    assert not re.search(r"(?<!\\)\]\(", render_markdown([section_of(made)]))
+    """A viewer of the text would load them over the network."""
+    world = cached_world(*ONE).finish(loss_of)
+    first, *_ = world.runs()
+    world.write(first, {"status": "failed", "error": "![a](//x.invalid/a.png) [b](//x.invalid)"})
+    assert not re.search(r"(?<!\\)\]\(", render_markdown([section_of(world)]))

@@ -1,4 +1,4 @@
-"""The answer in words: what was found of every variant, on how much it rests, and no more."""
+"""Summary sentences: the finding for every variant and the evidence behind it."""
 
 import re
 
@@ -13,14 +13,14 @@ TWO = ("variant=standard,no_q", "seed=range(2)")
 
 
 @pytest.fixture
-def said(cached_world, section_of, loss_of):
+def summary_lines(cached_world, section_of, loss_of):
     """Return the summary of a sweep with these gaps by variant; `end` makes runs end otherwise."""
 
     def answered(words, truth=None, end=lambda run: False, margin=None):
-        made = cached_world(*words).finish(
+        world = cached_world(*words).finish(
             lambda run: own if (own := end(run)) is not False else loss_of(run, truth or {})
         )
-        return summarize(section_of(made, margin))
+        return summarize(section_of(world, margin))
 
     return answered
 
@@ -41,8 +41,8 @@ def clause_of(sentence, word):
 # Arms beside their baseline
 
 
-def test_one_variant_is_worse(said):
-    first, second = said(THREE, {"no_q": 0.05})
+def test_one_variant_is_worse(summary_lines):
+    first, second = summary_lines(THREE, {"no_q": 0.05})
     assert first.startswith("Compared with standard on the same data and seeds, ")
     worse = clause_of(first, "no_q")
     assert "did worse (higher test loss)" in worse
@@ -53,8 +53,8 @@ def test_one_variant_is_worse(said):
     assert "“no difference found” does not mean equal" in second
 
 
-def test_one_variant_is_better(said):
-    first, second = said(THREE, {"shared_qk": -0.05, "no_q": -0.06})
+def test_one_variant_is_better(summary_lines):
+    first, second = summary_lines(THREE, {"shared_qk": -0.05, "no_q": -0.06})
     better = clause_of(first, "shared_qk")
     assert "did better (lower test loss)" in better
     assert "-" not in re.sub(r"\w+-\w+", "", better)  # by so much, and no sign
@@ -63,8 +63,8 @@ def test_one_variant_is_better(said):
     assert "not found" not in second
 
 
-def test_no_difference_found_is_not_equality(said):
-    first, second = said(THREE)
+def test_no_difference_found_is_not_equality(summary_lines):
+    first, second = summary_lines(THREE)
     assert "no difference was found for no_q and shared_qk" in first
     assert "better" not in first
     assert "worse" not in first
@@ -72,10 +72,10 @@ def test_no_difference_found_is_not_equality(said):
     assert re.search(r"detect a true gap of [\d.]+( to [\d.]+)? nats", second)
 
 
-def test_difference_at_one_size_is_reported(said):
-    first, _ = said(SIZES, end=lambda run: False, truth={"no_q": 0.05})
+def test_difference_at_one_size_is_reported(summary_lines):
+    first, _ = summary_lines(SIZES, end=lambda run: False, truth={"no_q": 0.05})
     assert "no_q (in 2 of 2 comparisons, by 0.0" in first
-    first, _ = said(
+    first, _ = summary_lines(
         SIZES,
         end=lambda run: run.changes["seed"] / 7 + 2 + (run.arm == "no_q-d16-h2") * 0.05,
     )
@@ -83,16 +83,16 @@ def test_difference_at_one_size_is_reported(said):
     assert "no difference was found for shared_qk" in first
 
 
-def test_mixed_results_are_reported_as_both(said, loss_of):
+def test_mixed_results_are_reported_as_both(summary_lines, loss_of):
     gaps = {"no_q-d16-h2": 0.05, "no_q-d32-h2": -0.05}
-    first, _ = said(SIZES, end=lambda run: loss_of(run, {}) + gaps.get(run.arm, 0.0))
+    first, _ = summary_lines(SIZES, end=lambda run: loss_of(run, {}) + gaps.get(run.arm, 0.0))
     assert "better in some comparisons and worse in others: no_q" in first
     assert "did better" not in first
     assert "did worse" not in first
 
 
-def test_report_results_and_wandb_adjust_over_all_sizes(made, section_of):
-    made = made("variant=standard,no_q", "model.d_model=16,32,64,128", "seed=range(3)")
+def test_report_results_and_wandb_adjust_over_all_sizes(make_world, section_of):
+    world = make_world("variant=standard,no_q", "model.d_model=16,32,64,128", "seed=range(3)")
     noise = {0: -0.001, 1: 0.0, 2: 0.001}
 
     def loss(run):
@@ -101,7 +101,7 @@ def test_report_results_and_wandb_adjust_over_all_sizes(made, section_of):
         # p = 0.02 at one size: found where it stands alone, and by chance among four.
         return 2.0 + (0.004 if "d16" in run.arm else 0.0) + noise[run.changes["seed"]]
 
-    section = section_of(made.finish(loss))
+    section = section_of(world.finish(loss))
     gap = next(one for one in section.summary.gaps if "d16" in one.arm)
     assert gap.p < 0.05 < gap.p_holm == pytest.approx(4 * gap.p)
     assert {one.decision for one in section.summary.gaps} == {"no difference found"}
@@ -109,60 +109,64 @@ def test_report_results_and_wandb_adjust_over_all_sizes(made, section_of):
     assert make_gap_row(gap)["p_holm"] == gap.p_holm
 
 
-def test_margin_reports_equivalence(said, loss_of):
-    first, _ = said((*THREE, "sweep.floor=true"), margin=0.1)
+def test_margin_reports_equivalence(summary_lines, loss_of):
+    first, _ = summary_lines((*THREE, "sweep.floor=true"), margin=0.1)
     assert re.search(r"(equivalent within ± 0.1 nats|not worse by 0.1 nats): no_q", first)
     assert "no difference was found" not in first
 
 
-def test_single_seed_gives_no_conclusion(said, loss_of):
+def test_single_seed_gives_no_conclusion(summary_lines, loss_of):
     words = ("variant=standard,no_q,shared_qk", "seed=3")
-    first, second = said(words, {"no_q": 0.05})
+    first, second = summary_lines(words, {"no_q": 0.05})
     assert first.startswith("With one seed, ")
     assert re.search(r"no_q-d16-h2 is \+0\.0\d{3} nats from standard-d16-h2", first)
     assert "cannot separate a difference from chance" in second
     for word in ("better", "worse", "difference"):
         assert word not in first
-    first, _ = said(words, end=lambda run: 2.0 - 1e-6 * run.arm.startswith("no_q"))
+    first, _ = summary_lines(words, end=lambda run: 2.0 - 1e-6 * run.arm.startswith("no_q"))
     assert "-0.0000" not in first
 
 
-def test_no_pair_gives_no_comparison(said):
-    (only,) = said(THREE, end=lambda run: None)
+def test_no_pair_gives_no_comparison(summary_lines):
+    (only,) = summary_lines(THREE, end=lambda run: None)
     assert only == (
         "So far (0 of 18 runs have ended): There is no completed pair of runs to compare yet."
     )
-    (only,) = said(THREE, end=lambda run: None if run.changes["seed"] else False)[:1]
+    (only,) = summary_lines(THREE, end=lambda run: None if run.changes["seed"] else False)[:1]
     assert only.startswith("So far (3 of 18 runs have ended): With one seed, ")
 
 
-def test_incomplete_sweep_begins_with_its_progress(said):
-    first, second = said(
+def test_incomplete_sweep_begins_with_its_progress(summary_lines):
+    first, second = summary_lines(
         THREE, {"no_q": 0.05}, end=lambda run: None if run.changes["seed"] > 3 else False
     )
     assert first.startswith("So far (12 of 18 runs have ended): Compared with standard")
     assert "n = 4 pairs" in second
 
 
-def test_failures_are_counted(said):
+def test_failures_are_counted(summary_lines):
     bad = {("no_q", 0): "diverged", ("no_q", 1): "failed", ("shared_qk", 2): "failed"}
-    first, second = said(
+    first, second = summary_lines(
         THREE, end=lambda run: bad.get((run.arm.split("-")[0], run.changes["seed"]), False)
     )
     assert first.startswith("So far (16 of 18 runs have ended, 1 diverged, 2 failed): ")
     assert "runs diverged for no_q" in first
     assert "n = 4 to 5 pairs" in second
-    first, _ = said(THREE, end=lambda run: "diverged" if is_seed("no_q", 0)(run) else False)
+    first, _ = summary_lines(
+        THREE, end=lambda run: "diverged" if is_seed("no_q", 0)(run) else False
+    )
     assert first.startswith("Of 18 runs, 1 diverged. Compared with standard")
 
 
-def test_fully_diverged_arm_is_reported(said):
-    first, *_ = said(THREE, end=lambda run: "diverged" if run.arm.startswith("no_q") else False)
+def test_fully_diverged_arm_is_reported(summary_lines):
+    first, *_ = summary_lines(
+        THREE, end=lambda run: "diverged" if run.arm.startswith("no_q") else False
+    )
     assert "6 diverged" in first
 
 
-def test_single_remaining_pair_gives_no_verdict(said):
-    first, second = said(
+def test_single_remaining_pair_gives_no_verdict(summary_lines):
+    first, second = summary_lines(
         THREE, {"no_q": 5.0}, end=lambda run: None if is_seed("no_q", *range(5))(run) else False
     )
     assert "there are fewer than three pairs for no_q" in first
@@ -171,28 +175,28 @@ def test_single_remaining_pair_gives_no_verdict(said):
 
 @pytest.mark.parametrize("truth", [{}, {"no_q": 0.05}, {"no_q": 0.05, "shared_qk": -0.05}])
 @pytest.mark.parametrize("words", [THREE, SIZES], ids=["one size", "two sizes"])
-def test_each_variant_is_named_once(said, words, truth):
-    first, _ = said(words, truth)
+def test_each_variant_is_named_once(summary_lines, words, truth):
+    first, _ = summary_lines(words, truth)
     for name in ("standard", "no_q", "shared_qk"):
         assert len(re.findall(rf"\b{name}\b", first)) == 1, name
 
 
-def test_long_lists_of_variants_are_abbreviated(said):
+def test_long_lists_of_variants_are_abbreviated(summary_lines):
     names = "no_q,shared_qk,merged_w,tied_kv,no_k"
-    first, _ = said((f"variant=standard,{names}", "seed=range(2)"))
+    first, _ = summary_lines((f"variant=standard,{names}", "seed=range(2)"))
     named = [name for name in names.split(",") if re.search(rf"\b{name}\b", first)]
     assert len(named) >= 3
     assert len(named) == 5 or "and 2 more" in first
 
 
-def test_audit_warnings_are_named(said):
-    _, second = said(THREE)
+def test_audit_warnings_are_named(summary_lines):
+    _, second = summary_lines(THREE)
     assert "the audit warns of other possible causes: learning rate" in second
 
 
-def test_sentences_are_complete_and_numbers_keep_their_sign(said):
+def test_sentences_are_complete_and_numbers_keep_their_sign(summary_lines):
     for words, truth in ((THREE, {"no_q": -0.05}), (SIZES, {}), (TWO, {})):
-        for sentence in said(words, truth):
+        for sentence in summary_lines(words, truth):
             assert sentence.endswith(".")
             assert not re.search(r"-0\.?0*(?![\d.])", sentence)
             assert "nan" not in sentence
@@ -205,8 +209,8 @@ def test_sentences_are_complete_and_numbers_keep_their_sign(said):
 NO_BASELINE = ("variant=no_q,shared_qk", "seed=range(2)", "sweep.baseline=null")
 
 
-def test_runs_without_baseline_are_reported_without_comparison(said):
-    first, second = said(NO_BASELINE, end=lambda run: 2.5 + run.changes["seed"])
+def test_runs_without_baseline_are_reported_without_comparison(summary_lines):
+    first, second = summary_lines(NO_BASELINE, end=lambda run: 2.5 + run.changes["seed"])
     assert first.startswith("Test loss in nats per token: ")
     assert "no_q-d16-h2 reached 3.0 [" in first
     assert "(n = 2)" in first
@@ -214,13 +218,13 @@ def test_runs_without_baseline_are_reported_without_comparison(said):
     assert "variant=standard" in second
 
 
-def test_single_run_is_reported_with_its_tokens(said):
-    first, _ = said(("variant=no_q", "seed=0", "sweep.baseline=null"), end=lambda run: 2.5)
+def test_single_run_is_reported_with_its_tokens(summary_lines):
+    first, _ = summary_lines(("variant=no_q", "seed=0", "sweep.baseline=null"), end=lambda run: 2.5)
     assert first == "Test loss in nats per token: no_q-d16-h2 reached 2.5000 after 384 tokens."
 
 
-def test_incomplete_runs_without_baseline_are_reported(said):
-    (only,) = said(NO_BASELINE, end=lambda run: None)
+def test_incomplete_runs_without_baseline_are_reported(summary_lines):
+    (only,) = summary_lines(NO_BASELINE, end=lambda run: None)
     assert only == "So far (0 of 4 runs have ended): No run is done yet."
 
 

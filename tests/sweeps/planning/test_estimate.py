@@ -7,7 +7,7 @@ import pytest
 
 from qkablate.config import Config, DataConfig, ModelConfig, TrainConfig
 from qkablate.sweeps.planning import estimate as module
-from qkablate.sweeps.planning.estimate import Estimate, Timing, estimate_arms, estimate_sweep
+from qkablate.sweeps.planning.estimate import RunEstimate, Timing, estimate_arms, estimate_sweep
 from qkablate.sweeps.planning.manifest import Arm, Manifest, SweepRun
 
 STEPS, EVERY, VAL, TOKENS = 1000, 250, 8 * 64 * 10, 8 * 64
@@ -71,7 +71,7 @@ def timed(monkeypatch):
     return make
 
 
-def steps_of(estimate: Estimate, start: float = 2.0) -> float:
+def steps_of(estimate: RunEstimate, start: float = 2.0) -> float:
     """Return the seconds per step of an estimate, without start and evaluations."""
     return (estimate.seconds - start) / (STEPS + READINGS * VAL / TOKENS / 3)
 
@@ -164,8 +164,8 @@ def test_longer_training_takes_longer(timed, tmp_path):
     assert 3.9 < (estimates[long.name].seconds - 2) / (estimates[short.name].seconds - 2) < 4
 
 
-def fixed(**seconds: float) -> dict[str, Estimate]:
-    return {name: Estimate(value, 1.0, False) for name, value in seconds.items()}
+def fixed(**seconds: float) -> dict[str, RunEstimate]:
+    return {name: RunEstimate(value, 1.0, False) for name, value in seconds.items()}
 
 
 def named(tmp_path, runs: int, finals: int = 0, *names: str) -> Manifest:

@@ -27,28 +27,28 @@ def grid(tiny, engine):
 
 
 @pytest.fixture(scope="module")
-def kept():
+def final_states():
     """Return a place for final states, by the words of their sweep."""
     return {}
 
 
 @pytest.fixture
-def undisturbed(kept, qkablate, local_grid, tmp_path):
+def undisturbed(final_states, qkablate, local_grid, tmp_path):
     """Train a sweep on this machine, once for all engines; return {run: final state}."""
 
     def train(*words):
-        if words not in kept:
+        if words not in final_states:
             assert qkablate(*local_grid, *words, "out=reference").code == 0
             found = results(tmp_path, "reference")
-            kept[words] = {path.parent.name: final_state(path.parent) for path in found}
-        return kept[words]
+            final_states[words] = {path.parent.name: final_state(path.parent) for path in found}
+        return final_states[words]
 
     return train
 
 
 @pytest.mark.slow
 def test_engines_train_the_same_runs(qkablate, grid, local_grid, undisturbed, tmp_path):
-    """Results and ids are identical, so that each engine continues what another has begun."""
+    """Results and ids are identical, so that an engine continues the sweep of another."""
     words = ["variant=standard,no_q", "seed=0", "threads=1"]
     reference = undisturbed(*words)
     assert qkablate(*grid, *words).code == 0
@@ -206,9 +206,9 @@ def test_interrupted_sweep_is_resumed(spawn, grid, qkablate, tmp_path):
     _, states = status(qkablate)
     assert "running" not in states.values()
     assert "interrupted" in states.values()
-    kept = list(tmp_path.glob("outputs/runs/*/checkpoints/step-*"))
-    assert kept
-    steps = max(int(path.name.removeprefix("step-")) for path in kept)
+    checkpoints = list(tmp_path.glob("outputs/runs/*/checkpoints/step-*"))
+    assert checkpoints
+    steps = max(int(path.name.removeprefix("step-")) for path in checkpoints)
     launcher = spawn(*words)
     wait_for_progress(launcher, tmp_path, "train/loss", above=steps)
     # A second interrupt stops at once.

@@ -1,4 +1,4 @@
-"""W&B's log format, as far as qkablate parses it. The logs are written by W&B."""
+"""The parts of W&B's log format that qkablate parses. The logs are written by W&B."""
 
 import struct
 import subprocess

@@ -1,4 +1,4 @@
-"""W&B is optional: its data is right, and training continues whatever it does.
+"""W&B is optional: its data is right, and training continues if it fails.
 
 W&B keeps a process, credentials and settings as long as a Python process lives, so tests that
 start it run in a separate process, in the empty home that every test has.

@@ -30,8 +30,8 @@ def torchrun():
     def start(*words):
         launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
         command = (*launcher, "--nproc-per-node=2", "-m", "qkablate", "train", *words)
-        kept = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, **kept))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, **pipes))
         return started[-1]
 
     yield start
@@ -41,29 +41,33 @@ def torchrun():
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory):
+def runs_folder(tmp_path_factory):
     """Return a folder for the runs that several tests compare with."""
-    return tmp_path_factory.mktemp("kept")
+    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture
-def alone(kept, qkablate, tiny):
+def alone(runs_folder, qkablate, tiny):
     """Train the run in one process, once for all tests."""
-    if not (kept / "alone").exists():
-        assert qkablate("train", *tiny, *SHARED, f"out={kept / 'alone'}").code == 0
-    return run_folder(kept, "alone")
+    if not (runs_folder / "alone").exists():
+        assert qkablate("train", *tiny, *SHARED, f"out={runs_folder / 'alone'}").code == 0
+    return run_folder(runs_folder, "alone")
 
 
 @pytest.fixture
-def both(kept, torchrun, tiny):
+def both(runs_folder, torchrun, tiny):
     """Train the run in two processes, once for all tests; return its folder, stdout and stderr."""
-    if not (kept / "both").exists():
-        process = torchrun(*tiny, *SHARED, f"out={kept / 'both'}")
+    if not (runs_folder / "both").exists():
+        process = torchrun(*tiny, *SHARED, f"out={runs_folder / 'both'}")
         out, err = process.communicate()
         assert process.returncode == 0, err
-        (kept / "out").write_text(out)
-        (kept / "err").write_text(err)
-    return run_folder(kept, "both"), (kept / "out").read_text(), (kept / "err").read_text()
+        (runs_folder / "out").write_text(out)
+        (runs_folder / "err").write_text(err)
+    return (
+        run_folder(runs_folder, "both"),
+        (runs_folder / "out").read_text(),
+        (runs_folder / "err").read_text(),
+    )
 
 
 def read(folder: Path, name: str) -> dict:
@@ -109,7 +113,7 @@ def ranks_of(process: subprocess.Popen, folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_same_run_as_one(torchrun, tiny, alone, both, kept):
+def test_two_processes_train_the_same_run_as_one(torchrun, tiny, alone, both, runs_folder):
     both, out, err = both
     assert alone.name == both.name  # the id does not know how many they were
     assert_close(alone, both)
@@ -136,7 +140,7 @@ def test_two_processes_train_the_same_run_as_one(torchrun, tiny, alone, both, ke
     for name in ("result.json", "environment.json"):
         assert [read(folder, name)["processes"] for folder in (alone, both)] == [1, 2]
     before = content(both)
-    process = torchrun(*tiny, *SHARED, f"out={kept / 'both'}")
+    process = torchrun(*tiny, *SHARED, f"out={runs_folder / 'both'}")
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert out.count("this run ended before") == 1

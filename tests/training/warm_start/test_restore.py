@@ -158,8 +158,8 @@ def whole_numbers(run):
 
 BAD = [
     (hostile_progress, "progress.json.step is not of type int"),
-    (whole_numbers, "are no weights: blocks.0.attention.ov.w_o is torch.int64"),
-    (no_config, "is no run: it has no config.yaml"),
+    (whole_numbers, "cannot be loaded: blocks.0.attention.ov.w_o has dtype torch.int64"),
+    (no_config, "is not a run folder: it has no config.yaml"),
     (no_checkpoint, "has no checkpoint yet"),
     (damaged_weights, "is damaged (weights.safetensors does not have its checksum)"),
     (no_sums, "SHA256SUMS"),
@@ -187,11 +187,11 @@ BAD = [
     (rewrite(r"outside: \{\}", "outside: {a: b}"), "not the circuit that the run was trained with"),
     (
         rewrite("qk: merged", "qk: foreign"),
-        "give variant.qk=foreign, because a run's package is not",
+        "give variant.qk=foreign, because a run's package is imported",
     ),
     (
         rewrite("ov: separate", "ov: foreign"),
-        "give variant.ov=foreign, because a run's package is not",
+        "give variant.ov=foreign, because a run's package is imported",
     ),
 ]
 
@@ -343,14 +343,14 @@ def test_find_run(tmp_path):
     for word, line in [
         ("a", f"'a' matches 2 runs: {names[0]}, {names[1]}"),
         ("0", "'0' matches 2 runs"),
-        ("b_v", "there is no run 'b_v', neither as a folder nor in 'outputs/runs' (nearest: b_w)"),
+        ("b_v", "there is no run 'b_v' in 'outputs' (nearest: b_w)"),
         ("outputs", "'outputs' is not a run: it has no config.yaml"),
         ("", "give a run"),
         ("x" * 5000, "there is no run 'xxx"),
     ]:
         with pytest.raises(UserError, match=re.escape(line)):
             find_run(word)
-    with pytest.raises(UserError, match="there is no run 'a'; 'elsewhere/runs' has no runs"):
+    with pytest.raises(UserError, match="there is no run 'a' in 'elsewhere' \\(it has none\\)"):
         find_run("a", out="elsewhere")
 
 

@@ -42,7 +42,7 @@ def drive(pipe: Connection, request: cluster.ClusterRequest) -> None:
     """Serve the launcher until the pipe closes.
 
     It receives ("start", task) and ("stop", now). It sends ("connected",), then ("ready", most runs
-    on a node, on all nodes) or ("refused", reason), then ("begun", id) and ("ended", exit).
+    on a node, on all nodes) or ("refused", reason), then ("started", id) and ("ended", exit).
     """
     os.setsid()  # Ctrl-C in the terminal is for the launcher
     log = os.open(
@@ -153,7 +153,7 @@ class _Scheduler:
             ray.kill(slot.actor)
             return
         task = slot.task = self._waiting.popleft()
-        self._send(("begun", task.id))
+        self._send(("started", task.id))
         self._slots[slot.actor.train.remote(task.to_json())] = slot
 
     def _stop(self, *, now: bool) -> None:

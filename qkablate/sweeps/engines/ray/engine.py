@@ -140,7 +140,7 @@ class RayEngine(Engine):
         try:
             while self._pipe.poll(seconds):
                 message, value = self._pipe.recv()
-                if message == "begun":
+                if message == "started":
                     self._queued.discard(value)
                 else:
                     self._queued.discard(value.id)

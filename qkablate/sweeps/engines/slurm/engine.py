@@ -236,12 +236,12 @@ class SlurmEngine(Engine):
         where = f" on {entry.node}" if entry and entry.node else ""
         arrays = {other.array for other in self._tasks.values()}
         if not self._begun and not any(array.has_begun() for array in arrays):
-            self._raise_not_begun(task, where)
+            self._raise_first_job_failed(task, where)
         how = "is no longer in the queue" if entry is None else f"ended as {task.state}{where}"
         reason = f"its job {task.job} {how}, without recording an exit"
         return RunExit(task.id, -signal.SIGKILL, requeue_reason=reason)
 
-    def _raise_not_begun(self, task: ArrayTask, where: str) -> None:
+    def _raise_first_job_failed(self, task: ArrayTask, where: str) -> None:
         """Stop all jobs and raise UserError: the first one failed before it wrote anything."""
         self.stop(now=True)
         if line := task.array.last_log_line(task.index):
