@@ -72,6 +72,7 @@ def test_table_has_every_arm_every_run_and_every_gap(qkablate, sweep):
     assert "no difference found" in rows["shared_qk-d16-h2"]
     assert "gaps to standard-d16-h2, paired by seed" in done.out
     assert "neither was tuned" in done.out  # what the audit says
+    assert "sweep.tune=true tunes both" in done.out
 
 
 def test_json_is_complete(qkablate, sweep):
