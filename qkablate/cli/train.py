@@ -126,7 +126,7 @@ def _train(composed: Any, rerun: bool, is_multirun: bool, ranks: Ranks) -> int:
         _print_result(outcome.result, outcome.trained, planned.run.folder)
         if not is_multirun:
             words = list(HydraConfig.get().overrides.task)
-            _print_next(outcome.result, words, planned.run.folder, config.optim.lr)
+            print_next(outcome.result, words, planned.run.folder, config.optim.lr)
     if is_multirun and outcome.signal:
         raise SystemExit(128 + outcome.signal)
     return EXIT_CODES[outcome.result["status"]]
@@ -162,7 +162,7 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
     print(f"  folder    {folder}")
 
 
-def _print_next(result: dict[str, Any], overrides: list[str], folder: Path, lr: float) -> None:
+def print_next(result: dict[str, Any], overrides: list[str], folder: Path, lr: float) -> None:
     """Print the commands that a user may want to type next."""
     lines = []
     if result["status"] == "done":

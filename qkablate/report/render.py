@@ -40,7 +40,7 @@ def render_chart(chart: Chart, subject: Titled, form: str) -> bytes:
     """Return a chart as `svg` or `png`."""
     import vl_convert
 
-    text = use_light_colors(json.dumps(sanitize_all(_combine_panels(chart, subject))))
+    text = use_light_colors(json.dumps(sanitize_all(combine_panels(chart, subject))))
     try:
         if form == "svg":
             return str(vl_convert.vegalite_to_svg(text)).encode()
@@ -49,7 +49,7 @@ def render_chart(chart: Chart, subject: Titled, form: str) -> bytes:
         raise UserError(f"chart '{chart.name}' cannot be rendered") from None
 
 
-def _combine_panels(chart: Chart, subject: Titled) -> Spec:
+def combine_panels(chart: Chart, subject: Titled) -> Spec:
     """Return all panels as one spec, with a legend and the caption."""
     shown = chart.panels[:MAX_PANELS]
     caption = chart.caption

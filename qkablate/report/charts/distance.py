@@ -84,7 +84,7 @@ def _make_rows(distance: DistanceSummary, most: int) -> list[Spec]:
     return rows
 
 
-def _without_wide_bands(rows: list[Spec], domain: list[float]) -> list[Spec]:
+def drop_wide_bands(rows: list[Spec], domain: list[float]) -> list[Spec]:
     """Return the rows without the bands of arms that do not fit the axis, and would fill it."""
     wide = {
         row["arm"]
@@ -103,7 +103,7 @@ def _make_panel(section: Section, title: str, rows: list[Spec], seeds: list[Spec
     means = [row["distance"] for row in (*rows, *seeds)]
     domain = [min(means) / 3, max(means) * 3]
     y = base.log_axis("distance", "distance, nats per position", ".0e", domain=domain)
-    rows = _without_wide_bands(rows, domain)
+    rows = drop_wide_bands(rows, domain)
     layers = mean_layers(section, rows, y)
     if seeds:
         x, faint = tokens_axis(), "var(--faint)"

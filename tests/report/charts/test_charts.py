@@ -15,7 +15,7 @@ from qkablate.analysis.stats import Sample
 from qkablate.report.charts import MAX_RUNS, make_charts
 from qkablate.report.charts.curves import mean_rows
 from qkablate.report.palette import use_light_colors
-from qkablate.report.render import _combine_panels, render_chart
+from qkablate.report.render import combine_panels, render_chart
 from qkablate.report.text.numbers import format_gap
 
 THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
@@ -553,4 +553,4 @@ def test_bands_of_losses_end_at_zero(section):
 @pytest.mark.parametrize(("name", "is_line"), [("losses", True), ("gaps", False)])
 def test_legend_shows_the_dash_of_a_line_and_the_shape_of_a_point(section, name, is_line):
     (chart,) = (chart for chart in make_charts(section) if chart.name == name)
-    assert ('"symbolType": "stroke"' in json.dumps(_combine_panels(chart, section))) == is_line
+    assert ('"symbolType": "stroke"' in json.dumps(combine_panels(chart, section))) == is_line
