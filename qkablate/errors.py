@@ -45,8 +45,13 @@ def sanitize(text: str) -> str:
 
 def nearest_hint(word: str, known: Iterable[str]) -> str:
     """Return ' (nearest: x)' for the known name closest to `word`, or ''."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (nearest: {match[0]})" if match else ""
+    names = {name.lstrip("-"): name for name in known}
+    bare = word.lstrip("-")
+    # Flags are short words: to be near, more of one has to agree, or its beginning.
+    begins = [name for name in names if bare and bare != word and name.startswith(bare)]
+    cutoff = 0.6 if bare == word else 0.65
+    match = begins or difflib.get_close_matches(bare, names, n=1, cutoff=cutoff)
+    return f" (nearest: {names[match[0]]})" if match else ""
 
 
 def require_extra(extra: str, *modules: str) -> None:

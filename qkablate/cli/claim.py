@@ -1,5 +1,6 @@
 """`qkablate claim`: hypotheses, registered before their runs, and their verdicts."""
 
+import os
 import sys
 from argparse import Namespace
 from contextlib import suppress
@@ -118,6 +119,10 @@ class _ClaimRequest:
         if name in registered_names(self.out) and name not in claim_names():
             self.claim = find_registrations(self.out, name)[-1].claim  # from a user's file
         else:
+            if name.endswith((".yaml", ".yml")) and not os.path.isfile(name):
+                raise UserError(
+                    f"there is no file '{name}'; `qkablate claim list` shows the shipped claims"
+                )
             self.claim = load_claim(name, scale, claim_keys)
         if self.claim.untestable:
             raise UserError(f"{self.claim.name} is not testable yet: {self.claim.untestable}")

@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import Parser, take_out
+from qkablate.config import variants
 from qkablate.errors import UserError, sanitize
 from qkablate.runs.records import is_number
 from qkablate.table import format_short, print_json, print_next_commands, print_table
@@ -16,9 +17,10 @@ HELP = """qkablate compare: two runs side by side, for a quick look.
 
 Usage: qkablate compare RUN RUN [--json] [out=FOLDER]
 
-RUN is a run's folder, or the beginning of its name or id. The gap is the loss of the first run
-minus that of the second. A single pair has no interval: `qkablate sweep` and `qkablate results`
-compare over several seeds.
+RUN is a run's folder, or the beginning of its name or id. Where a word matches several runs, the
+newest two are taken that were trained alike: same model, data, steps and seed. The gap is the loss
+of the first run minus that of the second. A single pair has no interval: `qkablate sweep` and
+`qkablate results` compare over several seeds.
 
 Examples
   qkablate compare merged_w standard
@@ -42,10 +44,9 @@ def main(argv: list[str]) -> int:
     if len(words) != 2:
         raise UserError(f"give two runs, not {len(words)}: qkablate compare RUN RUN")
 
-    from qkablate.analysis.comparison.two_runs import compare_runs
-    from qkablate.runs.run import find_run
+    from qkablate.analysis.comparison.two_runs import compare_runs, find_pair
 
-    comparison = compare_runs(*(find_run(word, out) for word in words))
+    comparison = compare_runs(*find_pair(words[0], words[1], out))
     with suppress(BrokenPipeError):
         if args.json:
             print_json(dataclasses.asdict(comparison))
@@ -74,7 +75,10 @@ def _print(comparison: "RunComparison") -> None:
     if not comparison.paired:
         print("\nnot a pair: their seeds or data differ, which affects the gap, too")
     print("\none pair gives a number, not a verdict; a sweep over several seeds gives a comparison")
-    print_next_commands(["sweep", "--help"])
+    names = [str(name) for name in comparison.differ.get("variant.name", ())]
+    is_known = names and {*names} <= {*variants()}
+    axes = [f"variant={','.join(names)}", "seed=range(6)", "--dry-run"]
+    print_next_commands(["sweep", *(axes if is_known else ["--help"])])
 
 
 def _format_loss(value: float | None) -> str:

@@ -124,6 +124,9 @@ def _list(words: list[str], args: Namespace) -> None:
     if prepared:
         columns = ["folder", "text", "tokenizer", "train tokens", "val", "test", "size"]
         print_table(columns, [*map(_format_row, prepared)], 3)
+    if damaged := [str(cache / row["folder"]) for row in prepared if "damaged" in row]:
+        print("\ndamaged, or of another version: remove it, and it is prepared again when needed")
+        print(f"  {shlex.join(['rm', '-r', *damaged])}")
     action = "info" if prepared else "prepare"
     print_next_commands(["data", "show", "data=recall"], ["data", action, "data=stdlib"])
 

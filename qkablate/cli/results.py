@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import Parser, margin, one_of, sweep_and_out
-from qkablate.errors import sanitize
+from qkablate.errors import UserError, sanitize
 from qkablate.table import print_json, print_next_commands, print_table
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ FORMATS = ("table", "csv", "json", "md")
 
 HELP = """qkablate results: the comparisons of a sweep, with their uncertainty.
 
-Usage: qkablate results [SWEEP] [--margin NATS] [--format table|csv|json|md] [--times FILE]
-                        [out=FOLDER]
+Usage: qkablate results [SWEEP] [--margin NATS] [--format table|csv|json|md | --json]
+                        [--times FILE] [out=FOLDER]
 
 SWEEP is a sweep's folder, or the beginning of its name or id; the default is the newest sweep.
 
@@ -27,7 +27,7 @@ Examples
   qkablate results                       the newest sweep
   qkablate results quick --margin 0.01   and which arms are not worse by 0.01
   qkablate results quick --format md     tables to paste
-  qkablate results quick --format json   everything: every run, every check of the audit
+  qkablate results quick --json          everything: every run, every check of the audit
   qkablate results quick --format csv    one row per gap
   qkablate cost variant=standard,merged_w --measure --json > times.json
   qkablate results --times times.json    with the Pareto front of loss and time
@@ -58,6 +58,7 @@ PARSER.option(
     margin,
 )
 PARSER.option("--format", "|".join(FORMATS), "output format", one_of(FORMATS))
+PARSER.switch("--json", "the same as --format json")
 PARSER.option(
     "--times",
     "FILE",
@@ -69,7 +70,9 @@ PARSER.option(
 def main(argv: list[str]) -> int:
     """Print the comparisons of a sweep."""
     args = PARSER.parse(argv)
-    form = args.format or "table"
+    if args.json and args.format not in (None, "json"):
+        raise UserError(f"--json and --format {args.format}: give one of the two")
+    form = "json" if args.json else args.format or "table"
     word, out = sweep_and_out(args.words)
 
     from qkablate.analysis.comparison.ranking import read_times
@@ -100,9 +103,7 @@ def main(argv: list[str]) -> int:
             if summary.tuning is not None and study.is_complete:
                 more.append([*summary.tuning.command, *study.cli_arguments[1:], "--dry-run"])
             more += [[*command, "--margin", "0.01"]] if args.margin is None else []
-            print_next_commands(
-                *more, ["report", *study.cli_arguments], [*command, "--format", "json"]
-            )
+            print_next_commands(*more, ["report", *study.cli_arguments], [*command, "--json"])
         sys.stdout.flush()
     return 0 if study.is_complete else 1
 

@@ -80,11 +80,17 @@ def main(argv: list[str]) -> int:
             print_csv(result_rows(sweep_state))
         elif not args.watch or not sys.stderr.isatty():
             print("\n".join(render_table(sweep_state)))
+            is_running = sweep_state.is_running()
+            if is_running and not counts["running"]:
+                print("  its launcher is starting or waiting for runs")
             if counts["done"]:
                 print()
                 print_arms(sweep_state)
                 print(f"\nresults  {folder / 'results.csv'}")
-            commands = resume_commands(sweep_state)
+            if is_running:  # a second launcher would only share the work
+                commands = [["status", folder.name, "--watch", *out_words(out)]]
+            else:
+                commands = resume_commands(sweep_state)
             if counts["done"]:
                 commands.append(["results", folder.name, *out_words(out)])
             if commands:

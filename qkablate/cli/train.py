@@ -126,7 +126,7 @@ def _train(composed: Any, rerun: bool, is_multirun: bool, ranks: Ranks) -> int:
         _print_result(outcome.result, outcome.trained, planned.run.folder)
         if not is_multirun:
             words = list(HydraConfig.get().overrides.task)
-            _print_next(outcome.result, words, planned.run.folder)
+            print_next(outcome.result, words, planned.run.folder, config.optim.lr)
     if is_multirun and outcome.signal:
         raise SystemExit(128 + outcome.signal)
     return EXIT_CODES[outcome.result["status"]]
@@ -162,7 +162,7 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
     print(f"  folder    {folder}")
 
 
-def _print_next(result: dict[str, Any], overrides: list[str], folder: Path) -> None:
+def print_next(result: dict[str, Any], overrides: list[str], folder: Path, lr: float) -> None:
     """Print the commands that a user may want to type next."""
     lines = []
     if result["status"] == "done":
@@ -174,6 +174,9 @@ def _print_next(result: dict[str, Any], overrides: list[str], folder: Path) -> N
         has_parent = any(word.startswith("init_from.") for word in overrides)
         if result["variant"] in variants() and not has_parent:  # every variant needs its own parent
             lines.append(f"qkablate train -m {pair} seed=0,1,2 {words}".rstrip())
+    elif result["status"] == "diverged":
+        kept = [word for word in overrides if not word.startswith("optim.lr=")]
+        lines.append(shlex.join(["qkablate", "train", *kept, f"optim.lr={lr / 10:.3g}"]))
     if _is_recorded(result):
         lines.append(shlex.join(["qkablate", "sync", str(folder)]))
     elif result.get("wandb"):

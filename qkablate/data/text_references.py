@@ -60,6 +60,16 @@ def measure_text_references(corpus: Corpus, tokens: int) -> MeasuredReferences:
     return measured
 
 
+def peak_bytes(tokens: int) -> int:
+    """Return the memory that `measure_text_references` needs for this many tokens.
+
+    The compressor's hash table has 2^24 entries of 4 bytes for this size of its dictionary, and is
+    filled at random places; the n-grams of a text, which repeat, take 80 bytes per
+    token.
+    """
+    return 2**26 + 80 * min(tokens, MAX_TRAIN_TOKENS)
+
+
 def ngram_losses(
     train: np.ndarray, test: np.ndarray, vocabulary: int, orders: int = MAX_ORDER
 ) -> list[float]:

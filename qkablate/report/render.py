@@ -40,7 +40,7 @@ def render_chart(chart: Chart, subject: Titled, form: str) -> bytes:
     """Return a chart as `svg` or `png`."""
     import vl_convert
 
-    text = use_light_colors(json.dumps(sanitize_all(_combine_panels(chart, subject))))
+    text = use_light_colors(json.dumps(sanitize_all(combine_panels(chart, subject))))
     try:
         if form == "svg":
             return str(vl_convert.vegalite_to_svg(text)).encode()
@@ -49,7 +49,7 @@ def render_chart(chart: Chart, subject: Titled, form: str) -> bytes:
         raise UserError(f"chart '{chart.name}' cannot be rendered") from None
 
 
-def _combine_panels(chart: Chart, subject: Titled) -> Spec:
+def combine_panels(chart: Chart, subject: Titled) -> Spec:
     """Return all panels as one spec, with a legend and the caption."""
     shown = chart.panels[:MAX_PANELS]
     caption = chart.caption
@@ -64,7 +64,7 @@ def _combine_panels(chart: Chart, subject: Titled) -> Spec:
         if panel.title:
             spec = {"title": {"text": panel.title, "anchor": "start", "fontSize": 12}} | spec
         if index == 0:
-            spec = _with_legend(spec, chart.variants)
+            spec = _with_legend(spec, chart.variants, _has_shapes(spec))
         panels.append(spec)
     title = {"text": [f"{chart.title} · {subject.title}"], "anchor": "start", "fontSize": 15}
     title |= {
@@ -77,14 +77,22 @@ def _combine_panels(chart: Chart, subject: Titled) -> Spec:
     return spec if chart.variants else spec | {"resolve": {"scale": {"color": "independent"}}}
 
 
-def _with_legend(value: Any, variants: list[str]) -> Any:
+def _has_shapes(value: Any) -> bool:
+    """Return whether a panel has points with the shapes of variants, not lines with dashes."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (isinstance(value, dict) and "shape" in value) or any(map(_has_shapes, inner))
+
+
+def _with_legend(value: Any, variants: list[str], has_shapes: bool) -> Any:
     """Return the spec of a panel with the legend of all variants of its chart."""
     if isinstance(value, list):
-        return [_with_legend(inner, variants) for inner in value]
+        return [_with_legend(inner, variants, has_shapes) for inner in value]
     if not isinstance(value, dict):
         return value
-    spec = {key: _with_legend(inner, variants) for key, inner in value.items()}
+    spec = {key: _with_legend(inner, variants, has_shapes) for key, inner in value.items()}
     if spec.get("field") == "variant" and "legend" in spec and "scale" in spec:
         spec["legend"] = {"title": None, "orient": "top", "values": variants, "columns": 6}
         spec["legend"] |= {"symbolOpacity": 1}
+        if not has_shapes:
+            spec["legend"] |= {"symbolType": "stroke", "symbolSize": 900, "symbolStrokeWidth": 2}
     return spec

@@ -135,7 +135,7 @@ def make_audit_rows(section: Section) -> list[list[str]]:
         most = _MAX_WARNINGS if state in (WARNING, BROKEN) else _MAX_PASSED
         audit += rows[:most]
         if more := len(rows) - len(rows[:most]):
-            audit.append([rows[0][0], name, f"{more} more: qkablate results --format json", ""])
+            audit.append([rows[0][0], name, f"{more} more: qkablate results --json", ""])
     return audit
 
 

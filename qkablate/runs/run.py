@@ -179,15 +179,24 @@ def refuse_links(folder: Path) -> None:
 
 def find_run(word: str, out: str | Path = "outputs") -> Path:
     """Return the folder of a run, given as a folder or as the start of its name or id."""
+    found = find_runs(word, out)
+    if len(found) > 1:
+        raise UserError(_format_ambiguous(word, [folder.name for folder in found], "runs"))
+    return found[0]
+
+
+def find_runs(word: str, out: str | Path = "outputs") -> list[Path]:
+    """Return the folders of the runs that a word may mean, the newest first; at least one."""
     if not word:
         raise UserError("give a run: its folder, or the start of its name or id")
     folder = os.path.expanduser(word)  # os.path accepts any text
     if os.path.isfile(os.path.join(folder, "config.yaml")):
-        return Path(folder)
+        return [Path(folder)]
     runs = Path(out).expanduser() / "runs"
-    names = sorted(path.parent.name for path in runs.glob("*/config.yaml"))
-    if name := match_name(word, names, "runs"):
-        return runs / name
+    paths = sorted(runs.glob("*/config.yaml"), key=lambda path: -path.stat().st_mtime)
+    names = [path.parent.name for path in paths]
+    if matches := _matching_names(word, names):
+        return [runs / name for name in matches]
     if os.path.isdir(folder):
         raise UserError(f"'{word}' is not a run: it has no config.yaml")
     parts = {part for name in names for part in (name, name.rpartition("-")[0], name.split("-")[0])}
@@ -208,16 +217,27 @@ def no_match(kind: str, word: str | None, out: Path, known: Collection[str]) -> 
 
 def match_name(word: str, names: list[str], plural: str) -> str | None:
     """Return the `<label>-<id>` that a word abbreviates; UserError if it is ambiguous."""
+    matches = _matching_names(word, names)
+    if len(matches) > 1:
+        raise UserError(_format_ambiguous(word, matches, plural))
+    return matches[0] if matches else None
+
+
+def _matching_names(word: str, names: list[str]) -> list[str]:
+    """Return the names that a word may abbreviate."""
     candidates = (  # exact labels first: `…-s1` is also the start of `…-s10-…`
         [name for name in names if name == word],
         [name for name in names if name.rpartition("-")[0] == word],
+        [name for name in names if name.startswith(f"{word}-")],  # standard, not standard_r…
         [name for name in names if name.startswith(word)],
         [name for name in names if name.rpartition("-")[2].startswith(word)],
     )
-    matches = next(filter(None, candidates), [])
-    if len(matches) > 1:
-        raise UserError(f"'{word}' matches {len(matches)} {plural}: {format_list(matches)}")
-    return matches[0] if matches else None
+    return next(filter(None, candidates), [])
+
+
+def _format_ambiguous(word: str, matches: list[str], plural: str) -> str:
+    names = format_list(matches)
+    return f"'{word}' matches {len(matches)} {plural}: {names}; give more of one of these names"
 
 
 def describe_environment(

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from qkablate.attention.kernels import matmul
-from qkablate.config import Config
+from qkablate.config import TEXT_SOURCES, Config
+from qkablate.diagnostics.panel import LENGTH, TOKENS, DiagnosticPanel
 from qkablate.errors import UserError
+from qkablate.models.base import Model
 from qkablate.training import hardware
 from qkablate.training.optimizer import make_optimizer
+from qkablate.training.recorders.evaluation import EVAL_LOGITS, EVAL_TOKENS
 from qkablate.training.resolve import build_empty_model
 
 WARM_UP = 2
@@ -39,7 +42,7 @@ def measure_step_times(
     """
     first = hardware.resolve(configs[0])
     hardware.configure_process(first)
-    steps = [make_training_step(hardware.resolve(config), vocabulary) for config in configs]
+    steps = [make_training_step(hardware.resolve(config), vocabulary)[1] for config in configs]
     for step in steps:
         for _ in range(WARM_UP):
             step()
@@ -73,8 +76,8 @@ def check_memory(params: Sequence[int], device: str) -> None:
         )
 
 
-def make_training_step(config: Config, vocabulary: int) -> Callable[[], None]:
-    """Return a function that runs one step of a resolved config on random tokens."""
+def make_training_step(config: Config, vocabulary: int) -> tuple[Model, Callable[[], None]]:
+    """Return the model of a resolved config, and a function that trains it for one step."""
     model = build_empty_model(config, vocabulary).to_empty(device="cpu")
     model = model.init_(config.seeds.init).to(config.device)
     optimizer = make_optimizer(model, config)
@@ -91,4 +94,20 @@ def make_training_step(config: Config, vocabulary: int) -> Callable[[], None]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return step
+    return model, step
+
+
+@torch.no_grad()
+def evaluate_once(config: Config, model: Model, vocabulary: int) -> None:
+    """Evaluate one batch and the circuits, as a run does: that may take more memory than a step."""
+    context = config.model.context
+    limit = min(EVAL_TOKENS[config.device.partition(":")[0]], EVAL_LOGITS // vocabulary)
+    tokens_NT = torch.randint(vocabulary, (max(1, limit // context), context + 1))
+    tokens_NT = tokens_NT.to(config.device)
+    if config.data.source in TEXT_SOURCES:  # a task has few answers: fewer than the step's targets
+        with hardware.autocast(config):
+            model.loss(tokens_NT[:, :-1], tokens_NT[:, 1:])
+    if config.diagnostics.every:
+        starts = model.initial_attention_layers(config.seeds.init)
+        tokens_NT = tokens_NT[: max(1, TOKENS // context), : min(context, LENGTH)]
+        DiagnosticPanel(model, tokens_NT, starts=starts).row()

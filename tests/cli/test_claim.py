@@ -447,7 +447,7 @@ MISTAKES = [
     (["run"], "give a claim: qkablate claim run NAME"),
     (["show"], "give a claim: qkablate claim show NAME"),
     (["run", "one_hed"], "there is no claim 'one_hed' (nearest: one_head)"),
-    (["show", "nowhere.yaml"], "'nowhere.yaml': No such file or directory"),
+    (["show", "nowhere.yaml"], "there is no file 'nowhere.yaml'; `qkablate claim list`"),
     (["run", "one_head", "gpu"], "'gpu' is not key=value"),
     (["run", "one_head", "=3"], "'=3' is not key=value"),
     (["show", "one_head", "workers=99999"], "workers: 99999 is not auto, or a number from 1"),

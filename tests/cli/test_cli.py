@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from qkablate import __version__
+from qkablate.cli.train import print_next
 from qkablate.config import KEYS, variants
 from tests.cli.helpers import complete
 
@@ -315,6 +316,13 @@ def test_multirun_starts_nothing_if_one_job_is_invalid(qkablate, tiny, tmp_path,
     assert "(in " in done.err
     assert not list(tmp_path.glob("outputs/runs/*"))
     assert not list(tmp_path.glob("outputs/multirun/*"))
+
+
+def test_after_divergence_a_lower_rate_is_proposed(capsys, tmp_path):
+    words = ["variant=no_q", "optim.lr=0.3", "train.steps=9"]
+    print_next({"status": "diverged"}, words, tmp_path, 0.3)
+    command = "qkablate train variant=no_q train.steps=9 optim.lr=0.03"
+    assert capsys.readouterr().out == f"\nNext\n  {command}\n"
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """`qkablate compare`: two runs side by side."""
 
 import json
+import os
 import shlex
+import shutil
 import sys
 
 import pytest
@@ -88,6 +90,24 @@ def test_pair_as_a_table(qkablate, runs):
     assert "no pair" not in done.out
     assert "one pair gives a number, not a verdict" in done.out
     assert "validation gap by tokens" in done.out
+
+
+def test_of_several_runs_the_newest_pair_trained_alike_is_compared(qkablate, outputs, runs):
+    standard, other, no_q = runs
+    for newest in (standard, other):  # seed 1 has no run of no_q
+        os.utime(newest / "config.yaml")
+        assert compared(qkablate, "no_q", "standard")["runs"] == [no_q.name, standard.name]
+    shutil.copytree(standard, outputs / "runs" / "standard-d16-h2-s0-abcdef012345")
+    os.utime(outputs / "runs" / "standard-d16-h2-s0-abcdef012345" / "config.yaml")
+    output = compared(qkablate, "standard", "no_q")
+    assert output["runs"] == ["standard-d16-h2-s0-abcdef012345", no_q.name]
+    assert output["paired"] is True
+
+
+def test_name_of_a_variant_is_not_the_beginning_of_another(qkablate, outputs, runs):
+    longer = outputs / "runs" / "no_qk-d16-h2-s0-abcdef012345"
+    shutil.copytree(runs[2], longer)
+    assert compared(qkablate, "no_q", "standard")["runs"][0] == runs[2].name
 
 
 def test_runs_with_other_seeds_are_not_a_pair(qkablate, runs):
@@ -179,7 +199,8 @@ MISTAKES = [
     ([], "give two runs, not 0: qkablate compare RUN RUN"),
     (["no_q"], "give two runs, not 1"),
     (["no_q", "standard", "no_q"], "give two runs, not 3"),
-    (["no_q", "standard"], "'standard' matches 2 runs"),
+    (["standard", "standard"], "'standard' matches 2 runs: standard-d16-h2-s"),
+    (["standard", "standard"], "; give more of one of these names"),
     (["no_q", "standrd-d16-h2-s0"], "there is no run 'standrd-d16-h2-s0'"),
     (["no_q", "standrd-d16-h2-s0"], "(nearest: standard-d16-h2-s0"),
     (["no_q", ""], "give a run: its folder"),

@@ -38,7 +38,9 @@ def test_list_shows_every_option_and_what_is_prepared(qkablate, tmp_path, text):
     assert (row["text"], row["tokenizer"]) == (str(text), "bytes")
     assert sum(row["tokens"].values()) > 30_000
     (tmp_path / "home/.cache/qkablate/data" / row["folder"] / "manifest.json").write_text("{")
-    assert "damaged" in qkablate("data", "list").out
+    done = qkablate("data", "list")
+    assert "damaged" in done.out
+    assert f"  rm -r {tmp_path / 'home/.cache/qkablate/data' / row['folder']}\n" in done.out
 
 
 def test_prepare_once(qkablate, user_text):

@@ -72,6 +72,7 @@ def test_table_has_every_arm_every_run_and_every_gap(qkablate, sweep):
     assert "no difference found" in rows["shared_qk-d16-h2"]
     assert "gaps to standard-d16-h2, paired by seed" in done.out
     assert "neither was tuned" in done.out  # what the audit says
+    assert "sweep.tune=true tunes both" in done.out
 
 
 def test_json_is_complete(qkablate, sweep):
@@ -172,7 +173,7 @@ def test_proposed_command_works(qkablate, sweep):
     verbs = ["results", "report", "results"]
     assert [words[:3] for words in others] == [["qkablate", verb, sweep.name] for verb in verbs]
     assert others[0][-2:] == ["--margin", "0.01"]
-    assert others[2][-2:] == ["--format", "json"]
+    assert others[2][-1] == "--json"
     for words in commands:
         assert qkablate(*words[1:]).code == 0
 
@@ -294,6 +295,11 @@ def test_times_of_other_arms_are_reported(qkablate, sweep, times):
     times.write_text(json.dumps(rows))
     assert_refused(qkablate("results", "--times", str(times)), "has no arm of this sweep")
     assert_refused(qkablate("results", "--times", "nowhere.json"), "--times: 'nowhere.json'")
+
+
+def test_json_is_a_flag_too(qkablate, sweep):
+    assert qkablate("results", "--json").out == qkablate("results", "--format", "json").out
+    assert_refused(qkablate("results", "--json", "--format", "md"), "--json and --format md")
 
 
 MISTAKES = [

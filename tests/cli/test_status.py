@@ -203,6 +203,17 @@ def test_run_trained_by_another_process_is_running(qkablate, outputs):
     assert output["seconds_left"] > 0
 
 
+def test_a_sweep_whose_launcher_is_starting_is_not_to_be_started_again(qkablate, outputs, sweep):
+    shutil.rmtree(next(outputs.glob("runs/*")))
+    assert "  qkablate sweep " in qkablate("status").out
+    with hold_lease(sweep / "launchers" / "here-1"):
+        done = qkablate("status")
+    assert "3 done · 1 waiting" in done.out
+    assert "  its launcher is starting or waiting for runs\n" in done.out
+    assert f"Next\n  qkablate status {sweep.name} --watch\n" in done.out
+    assert "qkablate sweep" not in done.out
+
+
 def test_watch_ends_when_nothing_runs(qkablate, outputs, sweep, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     waits = []

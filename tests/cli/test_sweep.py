@@ -78,6 +78,7 @@ BARE = [
     (["workers=2"], "the grid is empty"),
     (["--nope"], "'--nope' is not one of "),
     (["--dryrun"], "(nearest: --dry-run)"),
+    (["--resume"], "'--resume' is not one of --dry-run, --help, --json, --retry, --yes, -h\n"),
     (["--dry-run=1"], "--dry-run takes no value"),
     (["sweep=quik"], "lr, ov, qk, quick, rank (nearest: quick)"),
     (["sweep=quick,lr"], "sweep"),

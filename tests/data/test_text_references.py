@@ -1,6 +1,7 @@
 """N-grams and a compressor: against a plain implementation, and from the cache."""
 
 import json
+import tracemalloc
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -137,3 +138,15 @@ def test_standard_library_is_measured_in_seconds(tmp_path):
     assert found.tokens == 2**21
     assert 1.4 < found.ngram[3] < 1.8
     assert found.lzma < found.ngram[3]
+
+
+def test_ngrams_of_a_text_that_repeats_need_the_estimated_memory():
+    train = np.random.default_rng(0).integers(0, 8, 100_000).astype(np.uint8)
+    tracemalloc.start()
+    try:
+        ngram_losses(train, train[:1000], 256)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    estimated = text_references.peak_bytes(len(train)) - text_references.peak_bytes(0)
+    assert estimated / 2 < peak < 1.05 * estimated

@@ -22,6 +22,7 @@ Sides = tuple[Entry, Entry]  # arm and baseline
 Pairs = list[tuple[Record, Record]]
 Answer = tuple[str, str]  # state and message
 _NO_PAIRS = (NOTE, "unknown: no pairs")
+_ROUNDING_ARM = "add standard_reassociated to variant="
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _check_pairs(gap: Gap) -> Answer:
     if gap.unpaired:
         return WARNING, f"{n}, and unpaired {'; '.join(gap.unpaired)}"
     if n < 2:
-        return WARNING, f"{n}: a single number, not a comparison"
+        return WARNING, f"{n}: a single number, not a comparison; more seeds: seed=range(6)"
     correlation = gap.correlation
     return OK, f"{n} by seed" + ("" if correlation is None else f", correlation {correlation:+.2f}")
 
@@ -134,7 +135,7 @@ def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None)
     rates = {entry.name: str(entry.rates or "–") for entry in sides}
     if untuned := [name for name in rates if name not in tuned]:
         which = "neither was" if not tuned else f"{untuned[0]} was not"
-        return WARNING, f"{which} tuned ({', '.join(rates.values())})"
+        return WARNING, f"{which} tuned ({', '.join(rates.values())}); sweep.tune=true tunes both"
     if any(entry.rates is None for entry in sides):
         return WARNING, f"not chosen yet: {', '.join(rates.values())}"
     off = [
@@ -158,7 +159,8 @@ def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None)
     if failed := [f"{name}: {len(c.left_behind)}" for name, c in tuned.items() if c.left_behind]:
         message += f"; rates left out, at which a run was left behind: {', '.join(failed)}"
     if uncertain:
-        return WARNING, f"{message}; no minimum is certain for {' and '.join(uncertain)}"
+        message += f"; no minimum is certain for {' and '.join(uncertain)}"
+        return WARNING, f"{message}: raise sweep.tuning_seeds"
     message += f"; a finer search would gain {max(excess):.4f} at most (95 % bound)"
     # An excess that shows as 0.0000 is rounding, also where seeds agree exactly.
     coarse = margin is not None and max(excess) > max(margin / 3, 5e-5)
@@ -167,7 +169,11 @@ def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None)
 
 def _check_annealing(sides: Sides) -> Answer:
     if high := [entry.name for entry in sides if not is_annealed(entry.arm.config.optim)]:
-        return WARNING, f"the learning rate of {' and '.join(high)} is not annealed"
+        return (
+            WARNING,
+            f"the learning rate of {' and '.join(high)} is not annealed; optim.schedule=cosine"
+            f" with optim.lr_final={ANNEALED} or less anneals it",
+        )
     lengths = dict.fromkeys(f"{entry.tokens:,}" for entry in sides)
     if len(lengths) > 1:
         return NOTE, f"whole schedules of different lengths: {' against '.join(lengths)} tokens"
@@ -200,7 +206,7 @@ def _check_start(sides: Sides) -> Answer:
         match = "/".join(sorted(matches)) or "unknown"
         if config.init == "naive":
             state = WARNING
-            texts.append(f"{entry.name} naive")
+            texts.append(f"{entry.name} naive (variant.init=matched matches it)")
         elif match != "exact":
             # An arm whose start cannot be matched is what it is; it is not the form alone.
             state = max(state, NOTE if match == "spread" else WARNING, key=STATES.index)
@@ -233,7 +239,11 @@ def _check_ngrams(gap: Gap) -> Answer:
     if lead > 0:
         return OK, f"{name} beats the best n-gram by {lead:.4f}"
     state = WARNING if gap.is_before_attention else NOTE
-    return state, f"{name} does not beat the best n-gram ({-lead:.4f} above it)"
+    return (
+        state,
+        f"{name} does not beat the best n-gram ({-lead:.4f} above it)"
+        + ": raise train.steps" * (state == WARNING),
+    )
 
 
 def _check_equality(key: str, records: list[Record], state: str) -> Answer:
@@ -257,7 +267,8 @@ def _check_documents(gap: Gap, done: list[Record], margin: float | None) -> Answ
     sizes = {"margin": margin, "interval's half width": (high - low) / 2}
     for name, size in sizes.items():
         if size is not None and error.se > max(size / 3, _LEAST_ERROR):
-            return WARNING, f"{message}, more than a third of the {name} ({size:.4f})"
+            message += f", more than a third of the {name} ({size:.4f})"
+            return WARNING, f"{message}: raise data.test_tokens"
     return OK, message
 
 
@@ -295,7 +306,7 @@ def _check_kernel(
         return OK, f"{names}; this gap measures the effect of rounding"
     bounds = rounding_gap.bounds(0.90) if rounding_gap is not None else None
     if bounds is None:
-        return WARNING, f"{names}; no arm measures the effect of rounding"
+        return WARNING, f"{names}; no arm measures the effect of rounding: {_ROUNDING_ARM}"
     most = max(map(abs, bounds))
     if not math.isfinite(most):
         return WARNING, f"{names}; the runs that measure rounding diverged"

@@ -128,7 +128,8 @@ def describe_floor(gap: Gap, margin: float | None) -> str:
     if gap.lead is None:
         return f"unknown: fewer than two pairs with {name}"
     if gap.lead <= 0:
-        return f"{gap.baseline.name} does not clearly beat {name}: no difference could show"
+        text = f"{gap.baseline.name} does not clearly beat {name}: no difference could show"
+        return f"{text}; raise train.steps"
     text = f"{gap.baseline.name} beats {name} by {gap.lead:.4f} or more"
     if margin and not is_sensitive(gap.lead, margin):
         text += f", less than {MARGINS} margins of {margin:g}"

@@ -1,6 +1,9 @@
 """Two runs compared at a glance: one pair is a single number, not a verdict."""
 
+import functools
+import itertools
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +13,7 @@ from qkablate.analysis.study.study import read_facts
 from qkablate.config import Role, has_role
 from qkablate.errors import UserError
 from qkablate.runs.records import is_number, read_config, read_result
+from qkablate.runs.run import find_run, find_runs
 
 # Circumstances that are equal in a fair comparison.
 _LIKE = ["data_fingerprint", "precision", "matmul", "device", "kernel", "threads", "code"]
@@ -42,6 +46,27 @@ class RunComparison:
     unlike: dict[str, Both]  # circumstances
     paired: bool
     val_gap: list[GapReading]
+
+
+def find_pair(word: str, other: str, out: str) -> tuple[Path, Path]:
+    """Return the runs that two words name: of several, the newest two that were trained alike."""
+    runs, others = find_runs(word, out), find_runs(other, out)
+    if len(runs) > 1 or len(others) > 1:
+        read = functools.cache(_read_training)  # of thousands of runs, as few as possible
+        for first, second in itertools.product(runs, others):
+            if first != second and read(first) == read(second) is not None:
+                return first, second
+    return find_run(word, out), find_run(other, out)
+
+
+def _read_training(folder: Path) -> dict[str, object] | None:
+    """Return what decides a run's result besides its variant and learning rate."""
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        identity = read_config(folder)["identity"]
+        optim = {key: value for key, value in identity["optim"].items() if key != "lr"}
+        own = ("variant", "kernel", "circuits_from_outside")
+        return {key: identity[key] for key in identity if key not in own} | {"optim": optim}
+    return None
 
 
 def compare_runs(first: Path, second: Path) -> RunComparison:

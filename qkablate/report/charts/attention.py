@@ -17,7 +17,7 @@ _MAX_CELLS = 16_000  # of all maps
 _MAX_WIDTH, _MAX_HEIGHT, _GAP = 480, 400, 10  # pixels of a row and a column of maps, and between
 _MIN_PIXELS, _MAX_PIXELS = 3, 9  # of a token
 _MIN_PIXELS_FOR_LABELS = 8  # pixels of a token that has room for its text
-_THRESHOLDS = (0.06, 0.15, 0.4)  # where a shade begins
+_THRESHOLDS = (0.02, 0.06, 0.15, 0.4)  # where a shade begins
 Head = tuple[int, int]  # layer and head
 
 
@@ -46,8 +46,8 @@ def make_attention_chart(arms: list[ArmAttention], source: str, only: Head | Non
     if len(texts) > 1:
         caption += " Other arms have another text, or a shorter part of it."
     caption += (
-        f" Palest: below {_THRESHOLDS[0]:.0%} of a token's attention; darker from"
-        f" {format_list([f'{step:.0%}' for step in _THRESHOLDS], 3)} on."
+        f" Gray: below {_THRESHOLDS[0]:.0%} of a token's attention; darker from"
+        f" {format_list([f'{step:.0%}' for step in _THRESHOLDS])} on."
     )
     caption += _format_targets(dict(zip(labels, drawn, strict=False)))
     hidden = labels[_MAX_ARMS:]
@@ -116,7 +116,7 @@ def _map_spec(arm: ArmAttention, places: list[Head], length: int) -> Spec:
     x: Spec = axis | {"field": "k", "scale": scale}
     y: Spec = axis | {"field": "q", "scale": scale | {"reverse": True}}
     shades = {"type": "threshold", "domain": [step * 100 for step in _THRESHOLDS[1:]]}
-    shades |= {"range": ["var(--low1)", "var(--low2)", "var(--low3)"]}
+    shades |= {"range": [f"var(--{name})" for name in ("low1", "low2", "low3", "link")]}
     color = {"field": "share", "type": "quantitative", "scale": shades, "legend": None}
     titles = {"from": "token", "to": "attends to", "share": "%"}
     tooltip = make_tooltip(layer="", head="", **titles)

@@ -133,6 +133,8 @@ def mean_rows(curve: Curve, entry: Entry, *, band: bool = False) -> list[Spec]:
         if not math.isfinite(sample.mean):
             continue
         low, high = map(_round, interval) if interval else (None, None)
+        if low is not None and not band:
+            low = max(low, 0.0)  # neither losses nor the measures of heads are negative
         row = {"arm": entry.name, "variant": entry.arm.variant, "tokens": tokens, "n": sample.n}
         row |= {"estimate": format_gap(sample.mean, interval) if band else format_loss(sample)}
         rows.append(row | {"loss": _round(sample.mean), "low": low, "high": high})

@@ -49,8 +49,8 @@ def distance_chart(section: Section) -> Chart | None:
         "Distance between the predictions of an arm and of its baseline with the same seed:"
         f" ½ (KL(p‖q) + KL(q‖p)) in nats, at {' or '.join(f'{n:,}' for n in positions)} positions"
         f" of the validation split; geometric mean over pairs ({format_n(counts)}), with"
-        " simultaneous 95 % bands. Dashed gray: the baseline with another seed. The distance has no"
-        " direction: smaller is not better."
+        " simultaneous 95 % bands where they fit the axis. Dashed gray: the baseline with another"
+        " seed. The distance has no direction: smaller is not better."
     )
     caption += f" At the end: {format_list(ends, 4)}." if ends else ""
     return Chart("function-distance", "Function distance", caption, panels)
@@ -74,13 +74,24 @@ def _make_rows(distance: DistanceSummary, most: int) -> list[Spec]:
     for reading in readings[-most:]:
         low, high = reading.band or (None, None)
         band = f" [{low:.2g}, {high:.2g}]" if low and high else ""
+        low, high = low and _round(low), high and _round(high)
         rows.append(
             {"arm": distance.arm, "variant": distance.variant, "tokens": reading.tokens}
             | {"n": reading.n, "distance": _round(reading.mean)}
             | {"estimate": f"{reading.mean:.3g}{band}"}
-            | {"low": low and _round(low), "high": high and _round(high)}
+            | {"low": low, "high": high}
         )
     return rows
+
+
+def drop_wide_bands(rows: list[Spec], domain: list[float]) -> list[Spec]:
+    """Return the rows without the bands of arms that do not fit the axis, and would fill it."""
+    wide = {
+        row["arm"]
+        for row in rows
+        if row["low"] and not domain[0] <= row["low"] <= row["high"] <= domain[1]
+    }
+    return [row | {"low": None, "high": None} if row["arm"] in wide else row for row in rows]
 
 
 def _round(value: float) -> float:
@@ -88,10 +99,11 @@ def _round(value: float) -> float:
 
 
 def _make_panel(section: Section, title: str, rows: list[Spec], seeds: list[Spec]) -> ChartPanel:
-    # A band of few pairs may be very wide, so the axis follows the lines.
+    # The band of few pairs may be wider than all else, so the axis follows the lines.
     means = [row["distance"] for row in (*rows, *seeds)]
     domain = [min(means) / 3, max(means) * 3]
     y = base.log_axis("distance", "distance, nats per position", ".0e", domain=domain)
+    rows = drop_wide_bands(rows, domain)
     layers = mean_layers(section, rows, y)
     if seeds:
         x, faint = tokens_axis(), "var(--faint)"

@@ -126,16 +126,16 @@ def _map_spec(rows: list[Spec]) -> Spec:
     names = list(dict.fromkeys(row["arm"] for row in rows))
     heads = max(row["head"] for row in rows)
     roomy = heads <= _MAX_HEADS_WITH_NUMBERS
-    step = 28 if roomy else 12
+    step = 46 if roomy else 16
     color = {"field": "value", "type": "quantitative"} | _color_scale(rows)
     layers = [base.make_layer("rect", {"color": color}, stroke="var(--ground)", strokeWidth=1)]
     if roomy:
         most = max(abs(row["value"]) for row in rows)
         form = ".1%" if most < 0.1 else ".2f" if most < 10 else ".0f" if most < 1e4 else ".0e"
         text = {"text": {"field": "value", "type": "quantitative", "format": form}}
-        layers.append(base.make_layer("text", text, fontSize=10, color="var(--ink)"))
+        layers.append(base.make_layer("text", text, fontSize=12, color="var(--ink)"))
     axis = {"ticks": False, "domain": False, "labelAngle": 0}
-    header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 11, "labelPadding": 2}
+    header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 12, "labelPadding": 3}
     return {
         "data": {"values": rows},
         "facet": {"field": "arm", "type": "nominal", "sort": names, "header": header},
@@ -143,7 +143,7 @@ def _map_spec(rows: list[Spec]) -> Spec:
         "spacing": _GAP,
         "spec": {
             "width": {"step": step},
-            "height": {"step": 20 if roomy else step},
+            "height": {"step": 28 if roomy else step},
             "encoding": {
                 "x": {"field": "head", "type": "ordinal", "title": None, "axis": None},
                 "y": {"field": "layer", "type": "ordinal", "title": None, "axis": axis},

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from qkablate.errors import sanitize
 
+_NUMBER = re.compile(r"[-+−×<~(\[ ]*\d|–|$")
+
 
 @dataclass(frozen=True)
 class Table:
@@ -24,10 +26,16 @@ def format_markdown(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(_as_cell(cell) for cell in cells)} |"
 
-    rule = ["---", *["---:"] * (len(table.columns) - 1)]
+    columns = zip(*table.rows, strict=True) if table.rows else [()] * len(table.columns)
+    rule = ["---:" if _are_numbers(cells) else "---" for cells in columns]
     lines = [line(table.columns), line(rule), *map(line, table.rows)]
     notes = [f"- {escape_markdown(note)}" for note in table.notes]
     return "\n".join([f"### {escape_markdown(table.title)}", "", *lines, "", *notes])
+
+
+def _are_numbers(cells: Sequence[str]) -> bool:
+    """Return whether every cell of a column begins as a number does, or is a dash or empty."""
+    return any(cells) and all(_NUMBER.match(cell) for cell in cells)
 
 
 class Code(str):

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from qkablate.config import Config
+from qkablate.config import TEXT_SOURCES, Config
+from qkablate.data.text_references import peak_bytes
 from qkablate.errors import UserError
 from qkablate.runs.records import read_json, write_json
 from qkablate.runs.run import NUMERICS, read_cpu_name, run_id
@@ -28,7 +29,11 @@ from qkablate.sweeps.planning.manifest import Arm, Manifest
 from qkablate.sweeps.planning.packing import Slots
 from qkablate.sweeps.planning.tuning import refinement_sizes
 from qkablate.training import hardware
-from qkablate.training.measure import BYTES_PER_PARAMETER, make_training_step
+from qkablate.training.measure import (
+    BYTES_PER_PARAMETER,
+    evaluate_once,
+    make_training_step,
+)
 
 STEPS = 8
 _MAX_AGE = 86_400.0  # seconds: an older measurement may be of a busier machine
@@ -125,9 +130,15 @@ def _interpolate(arm: Arm, small: Timing, large: Timing) -> RunEstimate:
     evaluation = arm.val_tokens / (arm.tokens / steps) * step / 3
     return RunEstimate(
         seconds=large.start + steps * step + evaluations * evaluation,
-        bytes=max(memory, BYTES_PER_PARAMETER * arm.total_params),
+        bytes=max(memory, BYTES_PER_PARAMETER * arm.total_params) + _reference_bytes(arm),
         extrapolated=flops > 1.01 * large.flops,
     )
+
+
+def _reference_bytes(arm: Arm) -> float:
+    """Return the memory of the n-grams and the compressor that the first run on a text measures."""
+    is_measured = arm.config.data.source in TEXT_SOURCES and arm.config.train.evaluate_test
+    return peak_bytes(arm.tokens) if is_measured and arm.config.device == "cpu" else 0
 
 
 def _flops_per_step(arm: Arm) -> float:
@@ -178,13 +189,14 @@ def _time_steps(config: Config, vocabulary: int, gpu: str | None, answer: Connec
     try:
         began = time.perf_counter()
         hardware.configure_process(config)
-        step = make_training_step(config, vocabulary)
+        model, step = make_training_step(config, vocabulary)
         ready, times = time.perf_counter(), list[float]()
         while len(times) < 1 + STEPS and sum(times) < MAX_SECONDS:
             start = time.perf_counter()
             step()
             hardware.synchronize(config.device)
             times.append(time.perf_counter() - start)
+        evaluate_once(config, model, vocabulary)
         median = statistics.median(times[1:] or times)
         answer.send((median, ready - began + times[0], hardware.peak_memory(config.device)))
     except Exception as error:

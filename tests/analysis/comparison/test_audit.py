@@ -116,7 +116,9 @@ def test_damaged_run_breaks_the_comparison(pair):
 
 def test_single_pair_is_not_a_comparison(cached_world):
     found = checks(cached_world("variant=standard,no_q", "seed=0").finish(loss_of))["pairs"]
-    assert found == AuditCheck("pairs", WARNING, "1: a single number, not a comparison")
+    assert found == AuditCheck(
+        "pairs", WARNING, "1: a single number, not a comparison; more seeds: seed=range(6)"
+    )
 
 
 def test_where_nothing_is_done_every_check_still_answers(cached_world):
@@ -198,7 +200,10 @@ def test_rate_other_than_the_best_is_a_warning(cached_world):
 def test_schedules_without_annealing_are_a_warning(cached_world, words):
     found = checks(cached_world(*PAIR, *words).finish(loss_of))["annealed"]
     assert found.state == WARNING
-    assert "no_q-d16-h2 and standard-d16-h2 is not annealed" in found.message
+    assert (
+        "no_q-d16-h2 and standard-d16-h2 is not annealed; optim.schedule=cosine with"
+        in found.message
+    )
 
 
 def test_schedules_of_different_lengths_are_noted(cached_world):
@@ -351,7 +356,7 @@ def test_two_kernels_without_a_rounding_arm_are_a_warning(pair):
     found = checks(pair)["kernel"]
     assert found.state == WARNING
     assert "flash and math" in found.message
-    assert "no arm measures the effect of rounding" in found.message
+    assert "no arm measures the effect of rounding: add standard_reassociated" in found.message
 
 
 def twins(cached_world, rounding):
@@ -421,7 +426,11 @@ def test_kernels_of_the_rounding_pair_are_fine(cached_world):
     ("best", "state", "message"),
     [
         (3.0, OK, "standard-d16-h2 beats the best n-gram by 0.8571"),
-        (1.5, WARNING, "standard-d16-h2 does not beat the best n-gram (0.6429 above it)"),
+        (
+            1.5,
+            WARNING,
+            "standard-d16-h2 does not beat the best n-gram (0.6429 above it): raise train.steps",
+        ),
     ],
 )
 def test_baseline_is_compared_with_the_best_ngram(pair, best, state, message):

@@ -10,10 +10,12 @@ from xml.etree import ElementTree
 import pytest
 import vl_convert
 
-from qkablate.analysis.comparison.curves import READINGS, describe_curve
+from qkablate.analysis.comparison.curves import READINGS, Curve, describe_curve
+from qkablate.analysis.stats import Sample
 from qkablate.report.charts import MAX_RUNS, make_charts
+from qkablate.report.charts.curves import mean_rows
 from qkablate.report.palette import use_light_colors
-from qkablate.report.render import render_chart
+from qkablate.report.render import combine_panels, render_chart
 from qkablate.report.text.numbers import format_gap
 
 THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
@@ -550,3 +552,17 @@ def test_chart_has_the_colors_of_its_variants(section):
     text = render_chart(charts_by_name(section)["gaps"], section, "svg").decode().lower()
     for variant in ("no_q", "shared_qk"):
         assert use_light_colors(section.styles[variant].color) in text
+
+
+def test_bands_of_losses_end_at_zero(section):
+    entry = section.study.entries[0]
+    curve = Curve([8], [Sample((0.1, 2.0))], Sample(()))
+    (row,) = mean_rows(curve, entry)
+    assert curve.samples[0].interval()[0] < 0 == row["low"]
+    assert row["high"] > row["loss"]
+
+
+@pytest.mark.parametrize(("name", "is_line"), [("losses", True), ("gaps", False)])
+def test_legend_shows_the_dash_of_a_line_and_the_shape_of_a_point(section, name, is_line):
+    (chart,) = (chart for chart in make_charts(section) if chart.name == name)
+    assert ('"symbolType": "stroke"' in json.dumps(combine_panels(chart, section))) == is_line

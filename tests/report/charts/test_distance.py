@@ -8,6 +8,7 @@ import pytest
 import vl_convert
 
 from qkablate.report.charts import make_charts
+from qkablate.report.charts.distance import drop_wide_bands
 from qkablate.report.page import render_page
 from qkablate.report.render import render_chart
 from qkablate.report.rows import find_problems
@@ -150,3 +151,10 @@ def test_damaged_predictions_are_named_on_the_page(make_world, loss_of, section_
     (world.run_folder(run) / "predictions/step-00000012.safetensors").write_bytes(b"<script>")
     (line,) = find_problems(section_of(world))
     assert line.startswith(f"function distance: {run.name}/predictions/step-00000012")
+
+
+def test_band_that_does_not_fit_the_axis_is_left_out():
+    bands = {"a": (2.0, 4.0), "b": (1e-9, 1e9), "c": (None, None)}
+    rows = [{"arm": arm, "low": low, "high": high} for arm, (low, high) in bands.items()]
+    drawn = {row["arm"]: (row["low"], row["high"]) for row in drop_wide_bands(rows, [1, 9])}
+    assert drawn == bands | {"b": (None, None)}

@@ -12,6 +12,7 @@ from qkablate.report.rows import COLUMNS, RUN_COLUMNS, make_audit_rows, make_ver
 from qkablate.report.section import Section
 from qkablate.report.text.page import render_markdown
 from qkablate.report.text.summary import summarize
+from qkablate.report.text.table import Table, format_markdown
 
 ONE = ("variant=standard,no_q", "seed=range(2)")
 WORDS = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</script>", "${x}")
@@ -172,3 +173,9 @@ def test_names_cannot_become_images_or_links(cached_world, loss_of, section_of):
     first, *_ = world.runs()
     world.write(first, {"status": "failed", "error": "![a](//x.invalid/a.png) [b](//x.invalid)"})
     assert not re.search(r"(?<!\\)\]\(", render_markdown([section_of(world)]))
+
+
+def test_only_columns_of_numbers_are_aligned_right():
+    rows = [["a", "3 done", "[1, 2]", "–"], ["b", "none", "× 0.3", "-1.0"]]
+    table = Table("t", ["arm", "state", "interval", "gap"], rows)
+    assert "\n| --- | --- | ---: | ---: |\n" in format_markdown(table)

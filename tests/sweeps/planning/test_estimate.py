@@ -2,10 +2,12 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
 from qkablate.config import Config, DataConfig, ModelConfig, TrainConfig
+from qkablate.data.text_references import peak_bytes
 from qkablate.sweeps.planning import estimate as module
 from qkablate.sweeps.planning.estimate import RunEstimate, Timing, estimate_arms, estimate_sweep
 from qkablate.sweeps.planning.manifest import Arm, Manifest, SweepRun
@@ -205,3 +207,22 @@ def test_all_runs_of_tuning_are_counted(tmp_path):
     refinement = 2 * 2  # on both sides of the best rate, with both tuning seeds
     total = estimate_sweep(named(tmp_path, 2, 3), times, 1).seconds
     assert total == (2 + refinement + 3) * 15
+
+
+@pytest.mark.parametrize(
+    ("source", "evaluates"), [("text", True), ("text", False), ("recall", True)]
+)
+def test_memory_includes_the_references_of_the_first_run_on_a_text(
+    timed, tmp_path, source, evaluates
+):
+    timed(affine)
+    arm = arm_of(1e6)
+    config = replace(
+        arm.config,
+        device="cpu",
+        data=replace(arm.config.data, source=source),
+        train=replace(arm.config.train, evaluate_test=evaluates),
+    )
+    (estimate,) = estimate_arms(plan_of(tmp_path, replace(arm, config=config)), [None]).values()
+    references = peak_bytes(arm.tokens) if source == "text" and evaluates else 0
+    assert estimate.bytes == pytest.approx(1e8 + 1e6 + references)
