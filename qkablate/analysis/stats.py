@@ -124,9 +124,9 @@ class Sample:
         if self.n < _MIN_SKEWED or not self.sd:
             return 0.0
         # Of the deviations over the standard deviation that divides by n.
-        third: float = math.fsum(((x - self.mean) / self.sd) ** 3 for x in self.values) / self.n
+        third = math.fsum(((x - self.mean) / self.sd) ** 3 for x in self.values) / self.n
         skewness = third * (self.n / (self.n - 1)) ** 1.5
-        return skewness * (self.sd / self.spread_at(self.n)) ** 3
+        return float(skewness * (self.sd / self.spread_at(self.n)) ** 3)
 
     def _corrected(self, t: float) -> float:
         """Return Hall's transformation of t, which is nearly symmetric for skewed numbers.

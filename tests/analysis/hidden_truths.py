@@ -65,7 +65,8 @@ class SampleTests(NamedTuple):
 
     def covers(self, mean: float) -> np.ndarray:
         """Return whether the 95 % intervals hold a mean."""
-        return np.logical_not(self.is_below(mean, ALPHA / 2) | self.is_above(mean, ALPHA / 2))
+        beside = self.is_below(mean, ALPHA / 2) | self.is_above(mean, ALPHA / 2)
+        return np.asarray(~beside)
 
     def is_below(self, bound: float, alpha: float = ALPHA) -> np.ndarray:
         return np.asarray(p_values(self.x_SN, bound)[0] < alpha)
