@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,7 +32,7 @@ def p_values(x_SN: np.ndarray, mean: float) -> tuple[np.ndarray, np.ndarray]:
     From six numbers on each is the more cautious of Student's and Hall's.
     """
     n = x_SN.shape[1]
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
         t_S = (x_SN.mean(axis=1) - mean) / (x_SN.std(axis=1, ddof=1) / math.sqrt(n))
         skewness_S = np.nan_to_num(stats.skew(x_SN, axis=1)) if n >= 6 else np.zeros_like(t_S)
         is_skewed = (skewness_S != 0) & np.isfinite(t_S)

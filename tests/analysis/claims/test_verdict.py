@@ -362,7 +362,9 @@ def seeds_needed_of_truth(one, mean, sd, alpha=0.05):
 def test_seeds_needed_of_a_known_truth_equal_a_power_table(kind, mean, spread):
     """The mean lies one margin inside: a one-sided t test of an effect of 1 / spread."""
     reference = t_test_sample_size(1 / spread, two_sided=False)
-    assert seeds_needed_of_truth(part(kind, Sample(())), mean, spread) == math.ceil(reference)
+    needed = seeds_needed_of_truth(part(kind, Sample(())), mean, spread)
+    # Allowing for skewness takes one more.
+    assert math.ceil(reference) <= needed <= math.ceil(reference) + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
