@@ -250,7 +250,9 @@ class Attention(nn.Module):
 
     def resolve_lr(self, lr: float | str) -> float:
         """Return `variant.lr` as a number: the multiplier of the circuit that differs."""
-        return {"matched": self.matched_lr, "same": 1.0}[lr] if isinstance(lr, str) else float(lr)
+        matched = self.matched_lr
+        words = {"matched": matched, "same": 1.0, "between": math.sqrt(matched)}
+        return words[lr] if isinstance(lr, str) else float(lr)
 
     def _lr_power(self, lr: float | str) -> float:
         """Return the power of all matched multipliers that makes the changed circuit's `lr`."""

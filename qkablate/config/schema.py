@@ -55,11 +55,12 @@ class VariantConfig:
         choices=("matched", "naive"),
     )
     lr: float | str = key(
-        "matched",
-        "rate of the changed circuit / optim.lr; matched: moves as fast as standard's; same: 1",
+        "between",
+        "rate of the changed circuit / optim.lr; matched: moves as fast as standard's; same: 1;"
+        " between: their geometric mean",
         TRAINING,
         bounds=(1e-6, 1e6),
-        choices=("matched", "same"),
+        choices=("between", "matched", "same"),
     )
     file: str | None = key(
         None,

@@ -116,7 +116,7 @@ def resolve_lr(config: Config, attention: Attention) -> Config:
     if factor != 1 and attention.matched_lr == 1:
         raise ImpossibleConfig(
             f"variant.lr: {variant.lr} given, but no circuit of {variant.name} has a learning rate"
-            " of its own (allowed: matched, same, 1)"
+            " of its own (allowed: between, matched, same, 1)"
         )
     return replace(config, variant=replace(variant, lr=factor))
 

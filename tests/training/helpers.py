@@ -119,7 +119,7 @@ def golden_losses(variant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     text.write_bytes(np.concatenate([pieces, pieces], 1).astype(np.uint8).tobytes())
     model_config = ModelConfig(layers=2, d_model=32, heads=4, context=32, bias=True, init="linear")
     config = Config(
-        variant=resolve_variant(VariantConfig(**variants()[variant]), model_config),
+        variant=resolve_variant(VariantConfig(**variants()[variant], lr="matched"), model_config),
         model=model_config,
         data=DataConfig(source="text", path=str(text), cache=str(folder / "cache")),
         train=TrainConfig(steps=20, batch_size=4),

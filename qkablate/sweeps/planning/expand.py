@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qkablate.config import Config, ControlConfig, GridConfig, flatten
+from qkablate.config import KEYS, Config, ControlConfig, GridConfig, flatten
 from qkablate.config.sweep import as_quoted
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.runs.run import LABEL_KEYS
@@ -280,7 +280,7 @@ class _Expansion:
             )
         if "variant" in values:
             overrides = {k: value for k, value in overrides.items() if k not in VARIANT_KEYS}
-            if overrides.get("variant.lr") not in ("matched", "same"):
+            if overrides.get("variant.lr") not in KEYS["variant.lr"].choices:
                 overrides.pop("variant.lr", None)  # a number belongs to the arm's own circuit
         return {**overrides, **{str(key): as_quoted(value) for key, value in values.items()}}
 
