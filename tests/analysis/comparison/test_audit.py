@@ -62,7 +62,7 @@ def surroundings(world, which, **more):
 
 @pytest.fixture
 def pair(cached_world):
-    return cached_world(*PAIR).finish(loss_of)
+    return cached_world(*PAIR, "variant.lr=matched").finish(loss_of)
 
 
 def test_fair_untuned_comparison_has_a_single_remark(pair):
@@ -189,7 +189,7 @@ def test_rate_other_than_the_best_is_a_warning(cached_world):
     for rate in (5e-4, 2e-3):
         assert states[rate].state == WARNING
         assert (
-            f"no_q-d16-h2 lr {rate:.3g} runs at {rate:.3g} (circuit × 2), best is 0.001 (circuit"
+            f"no_q-d16-h2 lr {rate:.3g} runs at {rate:.3g} (circuit × 1.41), best is 0.001 (circuit"
             in states[rate].message
         )
 
