@@ -6,97 +6,138 @@ the code that judges real ones. `python -m tests.analysis.simulation` prints the
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy import special, stats
 
 from qkablate.analysis.claims.verdict import KINDS
 from qkablate.analysis.comparison.decision import Verdict
+from qkablate.analysis.left_behind import TYPICAL_SIZE
 from qkablate.analysis.stats import ALPHA
-from tests.analysis.references import p_values
+from tests.analysis.references import TTests
 from tests.sweeps.planning import tuning_simulation
 
 STUDIES = 4_000
 MARGIN = 0.01  # nats
 SD = 0.012
-LEFT_BEHIND, FAILURE = 0.12, 1 / 8  # nats, and how often
+SIZE, FREQUENCY = 0.12, 1 / 8  # nats by which runs are left behind, and how often
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
-def _failures(random: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
-    return LEFT_BEHIND * (random.random(size) < FAILURE)
+def _draw_normal(random: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
+    return random.normal(size=size)
 
 
-# Gaps of these shapes have a mean of zero. A failure is left behind by LEFT_BEHIND.
+# Noise of the gaps, with a mean of 0 and, but for the last two, a standard deviation of 1.
 SHAPES: dict[str, Draw] = {
-    "normal": lambda random, size: SD * random.normal(size=size),
-    "t3": lambda random, size: SD * random.standard_t(3, size) / math.sqrt(3),
-    "skewed": lambda random, size: SD * (random.exponential(size=size) - 1),
-    "skewed to the left": lambda random, size: SD * (1 - random.exponential(size=size)),
+    "normal": _draw_normal,
+    "t3": lambda random, size: random.standard_t(3, size) / math.sqrt(3),
+    "skewed": lambda random, size: random.exponential(size=size) - 1,
+    "skewed to the left": lambda random, size: 1 - random.exponential(size=size),
     "ties": lambda random, size: (
-        SD * math.sqrt(2) * random.normal(size=size) * (random.random(size) < 0.5)
+        math.sqrt(2) * random.normal(size=size) * (random.random(size) < 0.5)
     ),
     "heteroscedastic": lambda random, size: (
-        SD * random.normal(size=size) * np.exp(0.7 * random.normal(size=size) - 0.49)
-    ),
-    "arm left behind": lambda random, size: (
-        SD * random.normal(size=size) + _failures(random, size) - LEFT_BEHIND * FAILURE
-    ),
-    "baseline left behind": lambda random, size: (
-        SD * random.normal(size=size) - _failures(random, size) + LEFT_BEHIND * FAILURE
-    ),
-    "both left behind": lambda random, size: (
-        SD * random.normal(size=size) + _failures(random, size) - _failures(random, size)
+        random.normal(size=size) * np.exp(0.7 * random.normal(size=size) - 0.49)
     ),
 }
-FAILING = ("arm left behind", "baseline left behind", "both left behind")
+# Normal noise, and runs of the arm, of the baseline or of both that are left behind.
+FAILING = {
+    "arm left behind": (True, False),
+    "baseline left behind": (False, True),
+    "both left behind": (True, True),
+}
+WORLDS = (*SHAPES, *FAILING)
 
 
-def least_n(shape: str, margin: float = MARGIN) -> int:
-    """Return the guard: pairs that exclude failures which move the mean by a margin, 3 D / m."""
-    return math.ceil(3 * LEFT_BEHIND / margin) if shape in FAILING else 3
+class Studies(NamedTuple):
+    """Gaps of many studies, and the failures that are seen in their losses."""
 
+    tests: TTests  # of the gaps
+    failed_S: tuple[np.ndarray, np.ndarray]  # runs of the arm, and of the baseline, left behind
+    size_S: np.ndarray  # of the failures, nats
 
-class SampleTests(NamedTuple):
-    """One-sided tests of many samples."""
+    def is_below(self, bound: float | np.ndarray, alpha: float = ALPHA) -> np.ndarray:
+        return np.asarray(self.tests.p_values(bound)[0] < alpha)
 
-    x_SN: np.ndarray
+    def is_above(self, bound: float | np.ndarray, alpha: float = ALPHA) -> np.ndarray:
+        return np.asarray(self.tests.p_values(bound)[1] < alpha)
 
-    def covers(self, mean: float) -> np.ndarray:
-        """Return whether the 95 % intervals hold a mean."""
-        beside = self.is_below(mean, ALPHA / 2) | self.is_above(mean, ALPHA / 2)
+    def shifts(self, alpha: float, *, guard: bool) -> list[np.ndarray]:
+        """Return the shifts of the mean that failures of the arm and of the baseline may cause."""
+        n = self.tests.n
+        return [
+            guard * self.size_S * (special.betaincinv(count + 1, n - count, 1 - alpha) - count / n)
+            for count in self.failed_S
+        ]
+
+    def covers(self, mean: float, *, guard: bool) -> np.ndarray:
+        """Return whether the 95 % intervals, moved by the shifts, hold a mean."""
+        up_S, down_S = self.shifts(ALPHA / 2, guard=guard)
+        beside = self.is_below(mean - up_S, ALPHA / 2) | self.is_above(mean + down_S, ALPHA / 2)
         return np.asarray(~beside)
 
-    def is_below(self, bound: float, alpha: float = ALPHA) -> np.ndarray:
-        return np.asarray(p_values(self.x_SN, bound)[0] < alpha)
+    def words(self, kind: str, *, guard: bool) -> np.ndarray:
+        """Return the verdict of a claim with one part of this kind.
 
-    def is_above(self, bound: float, alpha: float = ALPHA) -> np.ndarray:
-        return np.asarray(p_values(self.x_SN, bound)[1] < alpha)
+        With the guard a verdict that holds "unless one run in k is left behind" is UNDERPOWERED.
+        """
+        words_S = self._words(kind, [0.0, 0.0])
+        if not guard:
+            return words_S
+        holds_S = words_S == self._words(kind, self.shifts(ALPHA, guard=True))
+        return np.where(holds_S, words_S, str(Verdict.UNDERPOWERED))
 
-    def words(self, kind: str, margin: float = MARGIN) -> np.ndarray:
-        """Return the verdict of a claim with one part of this kind."""
-        below, above = self.is_below(margin), self.is_above(margin)
-        within = below & self.is_above(-margin)
+    def _words(self, kind: str, shifts: Sequence[float | np.ndarray]) -> np.ndarray:
+        def below(bound: float, alpha: float = ALPHA) -> np.ndarray:
+            return self.is_below(bound - shifts[0], alpha)
+
+        def above(bound: float, alpha: float = ALPHA) -> np.ndarray:
+            return self.is_above(bound + shifts[1], alpha)
+
+        within = below(MARGIN) & above(-MARGIN)
         supported, refuted = {
-            "noninferior": (below, above),
-            "equivalent": (
-                within,
-                self.is_above(margin, ALPHA / 2) | self.is_below(-margin, ALPHA / 2),
-            ),
-            "better": (self.is_below(-margin), self.is_above(-margin)),
-            "worse": (above, below),
+            "noninferior": (below(MARGIN), above(MARGIN)),
+            "equivalent": (within, above(MARGIN, ALPHA / 2) | below(-MARGIN, ALPHA / 2)),
+            "better": (below(-MARGIN), above(-MARGIN)),
+            "worse": (above(MARGIN), below(MARGIN)),
         }[kind]
-        equivalent = within & (kind in ("better", "worse"))
-        cases = [supported, equivalent, refuted]
+        cases = [supported, within & (kind in ("better", "worse")), refuted]
         names = [Verdict.SUPPORTED, Verdict.EQUIVALENT, Verdict.REFUTED]
         return np.select(cases, [str(name) for name in names], str(Verdict.UNDERPOWERED))
 
 
-def draw_gaps(shape: str, truth: float, n: int, studies: int, seed: int = 0) -> np.ndarray:
-    """Draw the gaps of studies with this true mean, in margins."""
-    random = np.random.default_rng([seed, n, [*SHAPES].index(shape)])
-    return MARGIN * truth + SHAPES[shape](random, (studies, n))
+def draw_losses(
+    world: str, truth: float, n: int, studies: int, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw losses of an arm and its baseline, whose mean gap is the truth, in margins.
+
+    What a seed does to both is common to a pair. Failures are part of the mean.
+    """
+    random = np.random.default_rng([seed, n, WORLDS.index(world)])
+    size = studies, n
+    gap_SN = MARGIN * truth + SD * SHAPES.get(world, _draw_normal)(random, size)
+    baseline_SN = 2 + SD * random.normal(size=size)
+    losses = baseline_SN + gap_SN, baseline_SN
+    for losses_SN, are_failing in zip(losses, FAILING.get(world, (False, False)), strict=True):
+        if are_failing:
+            losses_SN += SIZE * ((random.random(size) < FREQUENCY) - FREQUENCY)
+    return losses
+
+
+def draw(world: str, truth: float, n: int, studies: int, seed: int = 0) -> Studies:
+    """Draw studies, and find the runs left behind as the analysis does."""
+    losses = draw_losses(world, truth, n, studies, seed)
+    failed_S, size_S = [], np.full(studies, TYPICAL_SIZE)
+    for losses_SN in losses:
+        excess_SN = losses_SN - np.median(losses_SN, axis=1, keepdims=True)
+        deviation_S = np.median(np.abs(excess_SN), axis=1) / stats.norm.ppf(0.75)
+        is_left_SN = excess_SN > np.maximum(5 * deviation_S, 0.05)[:, None]
+        failed_S.append(is_left_SN.sum(axis=1))
+        size_S = np.maximum(size_S, np.where(is_left_SN, excess_SN, 0).max(axis=1))
+    return Studies(TTests(losses[0] - losses[1]), (failed_S[0], failed_S[1]), size_S)
 
 
 def is_false(word: str, kind: str, truth: float) -> bool:
@@ -112,28 +153,29 @@ def is_false(word: str, kind: str, truth: float) -> bool:
 
 
 class Errors(NamedTuple):
-    """Rates of one row; the verdicts' are the largest over the kinds of claim and the truths."""
+    """Rates of one row: the largest of false verdicts, over the kinds of claim and the truths."""
 
     coverage: float
     false: dict[str, float]  # by verdict
-    guarded: dict[str, float]  # with no SUPPORTED or EQUIVALENT below the guard's n
 
 
-def measure(shape: str, n: int, studies: int = STUDIES) -> Errors:
-    """Return coverage and false verdicts at a null, inside and at both edges."""
-    words = (Verdict.SUPPORTED, Verdict.REFUTED, Verdict.EQUIVALENT)
-    false: dict[str, float] = dict.fromkeys(map(str, words), 0.0)
+def measure(world: str, n: int, studies: int = STUDIES, *, guard: bool) -> Errors:
+    """Return coverage and false verdicts at a null, inside and at both edges.
+
+    With the guard against failures not yet seen, the interval is moved by them, and only a verdict
+    that holds with them counts.
+    """
+    false = {str(word): 0.0 for word in (Verdict.SUPPORTED, Verdict.REFUTED, Verdict.EQUIVALENT)}
     covered = []
     for truth in (0.0, 0.5, 1.0, -1.0):
-        tests = SampleTests(draw_gaps(shape, truth, n, studies))
-        covered.append(float(np.mean(tests.covers(MARGIN * truth))))
-        for kind, word in itertools.product(KINDS, false):
-            if is_false(word, kind, truth):
-                rate = float(np.mean(tests.words(kind) == word))
-                false[word] = max(false[word], rate)
-    kept = n >= least_n(shape)
-    guarded = {w: r if kept or w == Verdict.REFUTED else 0.0 for w, r in false.items()}
-    return Errors(min(covered), false, guarded)
+        drawn = draw(world, truth, n, studies)
+        covered.append(float(np.mean(drawn.covers(MARGIN * truth, guard=guard))))
+        for kind in KINDS:
+            words_S = drawn.words(kind, guard=guard)
+            for word in false:
+                if is_false(word, kind, truth):
+                    false[word] = max(false[word], float(np.mean(words_S == word)))
+    return Errors(min(covered), false)
 
 
 def surely_beaten(arms: int, n: int = 6, studies: int = STUDIES) -> float:
@@ -147,7 +189,7 @@ def surely_beaten(arms: int, n: int = 6, studies: int = STUDIES) -> float:
     x_SAN = SD * random.normal(size=(studies, arms, n))
     found_S = np.zeros(studies, dtype=bool)
     for arm, other in pairs:
-        found_S |= np.minimum(*p_values(x_SAN[:, arm] - x_SAN[:, other], 0.0)) < limit
+        found_S |= np.minimum(*TTests(x_SAN[:, arm] - x_SAN[:, other]).p_values(0.0)) < limit
     return float(found_S.mean())
 
 
@@ -158,11 +200,12 @@ def _percent(*rates: float) -> str:
 def table(studies: int = STUDIES, tuned_studies: int = 2_000) -> Iterator[str]:
     """Yield the lines of the table; rates are percent."""
     yield f"Hidden truths, {studies} studies a row and truth, sd {SD}, margin {MARGIN}; percent"
-    yield f"{'gaps':<22}{'n':>4}  coverage  false SUPPORTED, REFUTED, EQUIVALENT; with the guard"
-    for shape, n in itertools.product(SHAPES, (6, 16, 36)):
-        row = measure(shape, n, studies)
-        rates = _percent(row.coverage, *row.false.values(), *row.guarded.values())
-        yield f"{shape:<22}{n:>4} {rates}"
+    yield f"{'':<27}{'not guarded':^36}{'with the guard against failures':^36}"
+    yield f"{'gaps':<22}{'n':>4} {2 * ' coverage  SUPP.ED  REFUTED    EQUIV.'}"
+    for world, n in itertools.product(WORLDS, (6, 16, 36)):
+        rows = (measure(world, n, studies, guard=guard) for guard in (False, True))
+        rates = (_percent(row.coverage, *row.false.values()) for row in rows)
+        yield f"{world:<22}{n:>4} {' '.join(rates)}"
     yield ""
     yield "Equal arms of which one is called surely beaten, n = 6"
     for arms in (4, 8, 20):

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 
 def holm_reference(p_values: Sequence[float]) -> list[float]:
@@ -26,18 +26,28 @@ def hall_t(t_S: np.ndarray, skewness_S: np.ndarray, n: int) -> np.ndarray:
     return math.sqrt(n) * np.asarray(w + g * w**2 / 3 + g**2 * w**3 / 27 + g / (6 * n))
 
 
-def p_values(x_SN: np.ndarray, mean: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the one-sided p-values against a mean at or above, and at or below, a number.
+class TTests:
+    """One-sided tests of the means of many samples.
 
-    From six numbers on each is the more cautious of Student's and Hall's.
+    From six numbers on each p-value is the more cautious of Student's and Hall's.
     """
-    n = x_SN.shape[1]
-    with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
-        t_S = (x_SN.mean(axis=1) - mean) / (x_SN.std(axis=1, ddof=1) / math.sqrt(n))
-        skewness_S = np.nan_to_num(stats.skew(x_SN, axis=1)) if n >= 6 else np.zeros_like(t_S)
-        is_skewed = (skewness_S != 0) & np.isfinite(t_S)
-        both = np.stack([t_S, np.where(is_skewed, hall_t(t_S, skewness_S, n), t_S)])
-    return stats.t.cdf(both.max(axis=0), n - 1), stats.t.sf(both.min(axis=0), n - 1)
+
+    def __init__(self, x_SN: np.ndarray) -> None:
+        self.n = x_SN.shape[1]
+        self.mean_S = x_SN.mean(axis=1)
+        self.error_S = x_SN.std(axis=1, ddof=1) / math.sqrt(self.n)
+        with warnings.catch_warnings(action="ignore"):  # equal numbers have none
+            skewness_S = stats.skew(x_SN, axis=1)
+        self.skewness_S = np.nan_to_num(skewness_S) * (self.n >= 6)
+
+    def p_values(self, mean: float | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the p-values against a mean at or above, and at or below, a number."""
+        with np.errstate(all="ignore"):
+            t_S = (self.mean_S - mean) / self.error_S
+            is_skewed = (self.skewness_S != 0) & np.isfinite(t_S)
+            hall_S = np.where(is_skewed, hall_t(t_S, self.skewness_S, self.n), t_S)
+        high_S, low_S = np.maximum(t_S, hall_S), np.minimum(t_S, hall_S)
+        return special.stdtr(self.n - 1, high_S), special.stdtr(self.n - 1, -low_S)
 
 
 def t_test_power(effect: float, n: float, *, two_sided: bool) -> float:

@@ -9,8 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,6 @@ import numpy as np
 from qkablate.analysis.claims.verdict import KINDS, ClaimVerdict, Part, judge_parts, spend_alpha
 from qkablate.analysis.comparison.curves import Curve
 from qkablate.analysis.comparison.decision import Verdict
-from qkablate.analysis.comparison.ranking import find_surely_beaten
-from qkablate.analysis.left_behind import FailureRisk, measure_risks
 from qkablate.analysis.stats import (
     ALPHA,
     POWER,
@@ -228,96 +224,6 @@ def family(arms: int, correlation: float, n: int = 6, studies: int = STUDIES) ->
     )
 
 
-# Hidden truths: shapes of noise, and failures of training
-
-FAILURE, FAILURE_RATE = 0.12, 1 / 8  # nats; of the runs of an arm
-SHAPES: dict[str, Callable[[np.random.Generator, tuple[int, int]], Any]] = {
-    "normal": lambda random, size: random.normal(size=size),
-    "t3": lambda random, size: random.standard_t(3, size) / math.sqrt(3),
-    "skewed": lambda random, size: random.exponential(size=size) - 1,
-    "ties": lambda random, size: np.round(2 * random.normal(size=size)) / 2,
-    "heteroscedastic": lambda random, size: (
-        random.normal(size=size) * np.exp(random.normal(size=size) / 2 - 0.25)
-    ),
-}
-FAILING = {"one arm fails": (True, False), "both arms fail": (True, True)}
-WORLDS = (*SHAPES, *FAILING)
-
-
-@dataclass(frozen=True)
-class HiddenStudies:
-    """Gaps of studies with a known truth, and the failures that their losses show."""
-
-    gaps_SN: Any
-    risks: list[tuple[FailureRisk, FailureRisk]]
-
-    def covered(self, truth: float) -> Rate:
-        """Return the coverage of the 95 % interval."""
-        ends = [Sample(tuple(x_N)).interval() for x_N in self.gaps_SN.tolist()]
-        return rate([low <= truth <= high for low, high in filter(None, ends)])
-
-    def covered_with_guard(self, truth: float) -> Rate:
-        """Return the coverage of this interval, moved by the failures that are not excluded."""
-        covered = []
-        for x_N, (arm, baseline) in zip(self.gaps_SN.tolist(), self.risks, strict=True):
-            low, high = Sample(tuple(x_N)).interval() or (0, 0)
-            low, high = low - baseline.unseen_shift(ALPHA / 2), high + arm.unseen_shift(ALPHA / 2)
-            covered.append(low <= truth <= high)
-        return rate(covered)
-
-    def words(self, kind: str, *, guard: bool = True) -> dict[str, Rate]:
-        """Return the rates of all verdicts; with the guard, only unconditional ones count."""
-        verdicts = []
-        for x_N, risks in zip(self.gaps_SN.tolist(), self.risks, strict=True):
-            part = Part(kind, kind, MARGIN, Sample(tuple(x_N)), risks=risks if guard else None)
-            verdict = judge_parts([part])
-            is_conditional = bool(verdict.unless)
-            verdicts.append(ClaimVerdict(Verdict.UNDERPOWERED, []) if is_conditional else verdict)
-        return rates(verdicts)
-
-
-@lru_cache(maxsize=64)
-def hidden(
-    world: str, truth: float, spread: float, n: int, studies: int = STUDIES
-) -> HiddenStudies:
-    """Draw losses of an arm and its baseline, whose mean gap with all failures is the truth.
-
-    Lengths are in margins; the seeds' own part of a loss is common to a pair.
-    """
-    random = np.random.default_rng([n, WORLDS.index(world)])
-    shape = SHAPES.get(world, SHAPES["normal"])
-    fails, baseline_fails = FAILING.get(world, (False, False))
-    gap_SN = MARGIN * (truth + spread * shape(random, (studies, n)))
-    baseline_SN = 2 + MARGIN * spread * random.normal(size=(studies, n))
-    arm_SN = baseline_SN + gap_SN
-    for losses_SN, is_failing in ((arm_SN, fails), (baseline_SN, baseline_fails)):
-        if is_failing:
-            failed_SN = random.random((studies, n)) < FAILURE_RATE
-            losses_SN += FAILURE * (failed_SN - FAILURE_RATE)
-    risks = []
-    for arm_N, baseline_N in zip(arm_SN.tolist(), baseline_SN.tolist(), strict=True):
-        sides: list[Any] = [
-            SimpleNamespace(name=name, losses=dict(enumerate(losses)))
-            for name, losses in (("arm", arm_N), ("baseline", baseline_N))
-        ]
-        risks.append(measure_risks(*sides))
-    return HiddenStudies(arm_SN - baseline_SN, risks)
-
-
-def surely_beaten(arms: int, n: int = 6, studies: int = STUDIES) -> Rate:
-    """Return the rate of studies in which an arm is falsely called surely beaten.
-
-    All arms are equal, and each costs more than the one before.
-    """
-    x_SAN = normals(studies, n, parts=arms)
-    pairs = [(i, j) for i in range(arms) for j in range(i)]
-    found = []
-    for x_AN in x_SAN:
-        gaps = {(str(i), str(j)): Sample(tuple((x_AN[i] - x_AN[j]).tolist())) for i, j in pairs}
-        found.append(bool(find_surely_beaten(gaps)))
-    return rate(found)
-
-
 # Power
 
 
@@ -454,36 +360,13 @@ def table() -> Iterator[str]:
         yield _line(f"  one of four, by Holm, correlated {correlation}", [family(4, correlation)])
     yield _line("  looking after each seed from 6 to 20", [peeked()])
     yield ""
-    yield _line("Equal arms", ["by Holm", "surely beaten"])
     for arms in (4, 8, 20):
-        yield _line(f"  {arms}, n = 6", [family(arms, 0.5), surely_beaten(arms)])
-    yield ""
-    yield from hidden_table()
+        yield _line(f"  one of {arms} equal arms, by Holm, n = 6", [family(arms, 0.5)])
     yield ""
     yield _line("Power", ["promised", "counted"])
     for n in (6, 12, 20):
         for one in [*promises(n), detected(n)]:
             yield _line(f"  {one.what}", [f"{100 * one.promised:.1f} %", one.counted])
-
-
-def hidden_table(studies: int = STUDIES) -> Iterator[str]:
-    yield _line("Hidden truths: 95 % intervals, spread 0.8", ["t", "with the guard"])
-    for n in (6, 16):
-        for world in WORLDS:
-            found = hidden(world, 1, 0.8, n, studies)
-            cells = [found.covered(MARGIN), found.covered_with_guard(MARGIN)]
-            yield _line(f"  {world}, n = {n}", cells)
-    for guard in (False, True):
-        yield ""
-        heads = [f"{word} " for word in VERDICTS]
-        yield _line(f"Hidden truths, {'guarded' if guard else 'not guarded'}", heads)
-        for kind in KINDS:
-            for world in WORLDS:
-                for n in (6, 16, 64):
-                    for truth in dict.fromkeys((0, EDGE[kind], INSIDE[kind])):
-                        words = hidden(world, truth, 0.8, n, studies).words(kind, guard=guard)
-                        label = f"  {kind} {world}, n {n}, truth {truth}"
-                        yield _words(label, words, untrue(kind, truth))
 
 
 if __name__ == "__main__":

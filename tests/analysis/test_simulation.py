@@ -102,41 +102,6 @@ def test_tests_would_notice():
     assert float(simulation.peeked(studies=300)) > 2 * at_most()
 
 
-# Hidden truths
-
-
-@pytest.mark.parametrize("world", ["normal", "ties", "heteroscedastic", "t3"])
-def test_symmetric_noise_is_covered(world):
-    found = simulation.hidden(world, 1, 0.8, 6, FEWER).covered(simulation.MARGIN)
-    assert float(found) >= 0.935 - 3 * found.error(0.935)
-
-
-@pytest.mark.parametrize("n", [6, 16])
-@pytest.mark.parametrize("world", simulation.FAILING)
-def test_guard_covers_what_failures_hide(world, n):
-    found = simulation.hidden(world, 1, 0.8, n, FEWER)
-    covered = found.covered_with_guard(simulation.MARGIN)
-    assert float(covered) >= 0.92
-    assert float(found.covered(simulation.MARGIN)) < float(covered)
-
-
-@pytest.mark.parametrize("n", [6, 16, 64])
-@pytest.mark.parametrize("kind", KINDS)
-def test_guarded_verdicts_hold_with_failures(kind, n):
-    found = simulation.hidden("one arm fails", EDGE[kind], 0.8, n, 400).words(kind)
-    assert not errors(found, untrue(kind, EDGE[kind]))
-
-
-def test_verdicts_without_the_guard_do_not():
-    found = simulation.hidden("one arm fails", 1, 0.8, 6, 400)
-    assert float(found.words("noninferior", guard=False)[Verdict.SUPPORTED]) > 0.2
-
-
-@pytest.mark.parametrize(("arms", "studies"), [(4, 500), (8, 100)])
-def test_equal_arms_are_rarely_called_surely_beaten(arms, studies):
-    assert float(simulation.surely_beaten(arms, studies=studies)) <= at_most(studies)
-
-
 # Power
 
 

@@ -22,7 +22,7 @@ from qkablate.analysis.stats import (
     required_n,
     sign_flip_min_n,
 )
-from tests.analysis.references import holm_reference, p_values, t_test_power, t_test_sample_size
+from tests.analysis.references import TTests, holm_reference, t_test_power, t_test_sample_size
 
 # Cushny and Peebles's additional hours of sleep: Student's own example, in R as `sleep`.
 SLEEP = Sample((1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4))
@@ -378,7 +378,9 @@ def test_power_without_skewness_is_the_noncentral_ts(n, effect, alpha):
 def test_power_with_skewness_is_the_counted_one(n, effect):
     """It is a little lower than that of Student's t, which ignores skewness."""
     studies = 40_000
-    below_S, above_S = p_values(np.random.default_rng(n).normal(-effect, 1, (studies, n)), 0.0)
+    below_S, above_S = TTests(np.random.default_rng(n).normal(-effect, 1, (studies, n))).p_values(
+        0.0
+    )
     slack = 4 * math.sqrt(0.25 / studies)
     for found, hits_S, is_two_sided in (
         (power_below(-effect, 0, 1, n), below_S < 0.05, False),
@@ -412,8 +414,8 @@ def test_power_of_two_one_sided_tests_is_owens(n, mean, margin):
 
 
 def test_power_of_two_one_sided_tests_equals_the_simulated_rate():
-    x_SN = np.random.default_rng(0).normal(0.2, 1, (100_000, 8))
-    counted = np.mean((p_values(x_SN, 1)[0] < 0.05) & (p_values(x_SN, -1)[1] < 0.05))
+    tests = TTests(np.random.default_rng(0).normal(0.2, 1, (100_000, 8)))
+    counted = np.mean((tests.p_values(1)[0] < 0.05) & (tests.p_values(-1)[1] < 0.05))
     assert power_equivalence(0.2, 1, 1, 8) == pytest.approx(
         counted, abs=4 * math.sqrt(0.25 / 100_000)
     )

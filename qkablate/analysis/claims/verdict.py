@@ -125,15 +125,16 @@ class Part:
         verdict rests on has to hold when moved by `unseen_shift`. Each of several parts is judged
         at its share of α, except that all parts of a supported claim must hold.
         """
-        interval = self.sample.interval(1 - 2 * alpha)
+        is_supported, is_refuted = verdict == Verdict.SUPPORTED, verdict == Verdict.REFUTED
+        is_two_sided = is_refuted and self.kind == "equivalent"
+        interval = self.sample.interval(1 - alpha if is_two_sided else 1 - 2 * alpha)
         if self.risks is None or interval is None:
             return []
         low, high = interval
         rooms: list[float | None] = [None, None]  # up to the bound above, and below
-        is_supported, is_refuted = verdict == Verdict.SUPPORTED, verdict == Verdict.REFUTED
         if verdict == Verdict.EQUIVALENT or (is_supported and self.kind == "equivalent"):
             rooms = [self.margin - high, low + self.margin]
-        elif is_refuted and self.kind == "equivalent":
+        elif is_two_sided:
             is_above = self.sample.mean > 0
             rooms = [None, low - self.margin] if is_above else [-self.margin - high, None]
         elif is_supported or is_refuted:

@@ -16,7 +16,7 @@ from qkablate.analysis.comparison.gaps import (
 )
 from qkablate.analysis.comparison.summary import describe_gap
 from qkablate.analysis.stats import ALPHA, detectable_effect, power_two_sided
-from tests.analysis.references import holm_reference, p_values, to_json
+from tests.analysis.references import TTests, holm_reference, to_json
 
 PAIR = ("variant=standard,no_q", "seed=range(4)")
 
@@ -237,7 +237,7 @@ def test_p_values_are_adjusted_by_holm_within_a_family(cached_world):
         for found in family.gaps:
             sides = [[*side.losses.values()] for side in (found.arm, found.baseline)]
             gaps_1N = np.subtract(*map(np.array, sides))[None]
-            raw.append(2 * min(p.item() for p in p_values(gaps_1N, 0.0)))
+            raw.append(2 * min(p.item() for p in TTests(gaps_1N).p_values(0.0)))
         assert [found.sample.p for found in family.gaps] == pytest.approx(raw)
         assert family.holm == pytest.approx(holm_reference(raw))
         assert family.comparisons == 4
