@@ -72,6 +72,7 @@ def assert_undisturbed(tmp_path, reference):
         assert_same(final_state(path.parent), reference[path.parent.name])
 
 
+@pytest.mark.slow
 def test_requeued_job_resumes_its_run(spawn, qkablate, grid, tmp_path):
     words = ["seed=0", *LONG]
     reference = train_undisturbed(qkablate, grid, tmp_path, *words)
@@ -87,6 +88,7 @@ def test_requeued_job_resumes_its_run(spawn, qkablate, grid, tmp_path):
     assert_undisturbed(tmp_path, reference)
 
 
+@pytest.mark.slow
 def test_scancelled_run_writes_a_checkpoint(spawn, qkablate, grid, tmp_path):
     launcher = spawn(*grid, "seed=0", *LONG, "train.steps=100000")
     wait_for_progress(launcher, tmp_path)
@@ -97,6 +99,7 @@ def test_scancelled_run_writes_a_checkpoint(spawn, qkablate, grid, tmp_path):
     assert list(tmp_path.glob("outputs/runs/*/checkpoints/step-*"))
 
 
+@pytest.mark.slow
 def test_job_killed_without_an_exit_is_submitted_again(spawn, qkablate, grid, tmp_path):
     """All processes of the job are killed at once, as when a machine fails."""
     words = ["seed=0", *LONG]
@@ -114,6 +117,7 @@ def test_job_killed_without_an_exit_is_submitted_again(spawn, qkablate, grid, tm
     assert_undisturbed(tmp_path, reference)
 
 
+@pytest.mark.slow
 def test_workers_limit_the_running_jobs(spawn, grid, tmp_path, qkablate):
     launcher = spawn(*grid, "seed=0,1,2", "workers=1")
     most = 0
@@ -126,6 +130,7 @@ def test_workers_limit_the_running_jobs(spawn, grid, tmp_path, qkablate):
     assert not list(tmp_path.glob("outputs/sweeps/*/slurm/*/*")), "what is over is cleaned up"
 
 
+@pytest.mark.slow
 def test_absent_controller_is_waited_for(qkablate, grid, monkeypatch, tmp_path):
     """The controller is absent for some polls, as during its restart."""
     calls = []
@@ -144,6 +149,7 @@ def test_absent_controller_is_waited_for(qkablate, grid, monkeypatch, tmp_path):
     assert done.err.count("SLURM answers again") == 1
 
 
+@pytest.mark.slow
 def test_files_in_the_sweep_folder_are_never_executed(qkablate, grid, tmp_path):
     """The files of another user may contain anything."""
     words = [*grid, "seed=0"]
@@ -325,6 +331,7 @@ def test_missing_slurm_commands_are_reported(monkeypatch, tmp_path):
         cluster.check_cluster(EngineConfig("slurm"))
 
 
+@pytest.mark.slow
 def test_unreachable_controller_is_reported_in_one_line(slurm, monkeypatch, tmp_path):
     nobody = tmp_path / "slurm.conf"
     text = Path(os.environ["SLURM_CONF"]).read_text()
@@ -334,6 +341,7 @@ def test_unreachable_controller_is_reported_in_one_line(slurm, monkeypatch, tmp_
         cluster.check_cluster(EngineConfig("slurm"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can hide a folder from a node")
 def test_folder_invisible_to_the_nodes_is_named(slurm, qkablate, grid, tmp_path, monkeypatch):
     """Another file system is mounted over `out` on the cluster's node."""
