@@ -141,6 +141,8 @@ def test_commands_of_the_readme_work(qkablate, prepared, tiny, text, command, tm
         words = [word.replace("-d128-h4-", "-d16-h2-") for word in words]
         # The location of the data is not read from the run's folder.
         words += [word for word in tiny if word.startswith(("data.", "tracking."))]
+    if "sweep.tune=true" in words:  # dozens of runs; tests/sweeps/planning/test_tuning.py tunes
+        words.append("--dry-run")
     if words[:2] == ["claim", "run"]:  # a hundred runs; tests/cli/test_claim.py runs a small one
         lengths = ["train.steps=2,3,4", *(word for word in tiny if "train.steps" not in word)]
         done = qkablate(*words, *lengths, *(["--dry-run"] * ("--dry-run" not in words)))

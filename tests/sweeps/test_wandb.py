@@ -52,7 +52,7 @@ def read_records(folder):
 
 
 @pytest.mark.slow
-def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home):
+def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home, qkablate):
     words = [*words, "seed=0,1", "tracking.wandb=offline", "tracking.tags=[mine]"]
     done = sweep(*words)
     assert done.returncode == 0, done.stderr
@@ -84,13 +84,13 @@ def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home):
     assert log.exit_code == 0
     assert log.summary["runs/done"] == 6
     rows = table(folder, "runs")
-    assert rows == run_json("status", folder)["states"]
+    assert rows == json.loads(qkablate("status", str(folder), "--json").out)["states"]
     assert {row["id"] for row in rows} == set(own)
 
     # Gaps with their intervals, verdicts, charts and the report.
-    gaps, found = table(folder, "gaps"), run_json("results", folder, "--format")["gaps"]
+    gaps, found = table(folder, "gaps"), json.loads(qkablate("results", str(folder), "--json").out)
     assert [gap["arm"] for gap in gaps] == ["no_q-d16-h2", "no_q-d16-h2-params"]
-    for gap, one in zip(gaps, found, strict=True):
+    for gap, one in zip(gaps, found["gaps"], strict=True):
         assert (gap["gap"], [gap["low"], gap["high"]]) == (one["mean"], one["interval"])
         for name in ("arm", "baseline", "n", "sd", "p", "p_holm", "detectable"):
             assert gap[name] == one[name]
@@ -102,7 +102,7 @@ def test_offline_sweep_records_runs_tables_and_report(words, tmp_path, home):
         (path,) = tmp_path.glob(f"outputs/runs/*-{run['id']}")
         summary = read_records(path)[0].summary
         assert not any("gap" in name for name in summary)  # a gap needs two runs
-    (apart,) = run_json("results", folder, "--format")["function_distance"]
+    (apart,) = found["function_distance"]
     distances = table(folder, "distances")
     assert len(distances) == len(apart["distances"]) == 3  # two arms, and another seed
     for row, one in zip(distances, apart["distances"], strict=True):
@@ -170,12 +170,6 @@ def table(folder, name):
     (path,) = folder.glob(f"wandb/offline-run-*/files/media/table/{name}_*.json")
     content = json.loads(path.read_text())
     return [dict(zip(content["columns"], row, strict=True)) for row in content["data"]]
-
-
-def run_json(verb, folder, flag=""):
-    command = [sys.executable, "-m", "qkablate", verb, str(folder)]
-    command += [flag, "json"] if flag else ["--json"]
-    return json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
 
 
 WITHOUT = """

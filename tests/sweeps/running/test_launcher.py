@@ -13,6 +13,8 @@ import pytest
 from qkablate.cli import main
 from tests.sweeps.run_checks import assert_same, final_state, results, status, wait_for_progress
 
+KILLS = 10  # `make torture` has more
+
 
 @pytest.fixture
 def local_grid(tiny):
@@ -89,25 +91,22 @@ def test_killed_launcher_loses_and_repeats_nothing(spawn, grid, undisturbed, qka
 
 @pytest.mark.slow
 def test_bad_runs_do_not_affect_others(qkablate, grid, circuit, tmp_path):
-    names = ("raises", "killed", "crashes", "diverges", "starves")
-    files = ",".join(str(circuit(name)) for name in names)
+    ends = {"raises": "failed", "killed": "interrupted", "crashes": "failed"}
+    if "engine=local" in grid:  # in a run's own process, whoever has started it
+        ends |= {"diverges": "diverged", "starves": "failed"}
+    files = ",".join(str(circuit(name)) for name in ends)
     words = [*grid, f"variant.file={files}", "seed=0"]
     done = qkablate(*words)
     assert done.code == 1
     found, states = status(qkablate)
-    assert states == {
-        ("raises", 0): "failed",
-        ("killed", 0): "interrupted",
-        ("crashes", 0): "failed",
-        ("diverges", 0): "diverged",
-        ("starves", 0): "failed",
-    }
+    assert states == {(name, 0): end for name, end in ends.items()}
     errors = {state["variant"]: state["error"] for state in found["states"]}
     assert errors["raises"] == "ValueError: no queries today"
     assert "SIGKILL" in errors["killed"]
     assert "SIGABRT" in errors["crashes"]
-    assert "memory" in errors["starves"]
-    for name in ("raises", "crashes", "starves"):
+    assert "memory" in errors.get("starves", "memory")
+    failed = {name for name, end in ends.items() if end == "failed"}
+    for name in failed:
         assert errors[name] in done.out
     # The same command resumes what was interrupted, and nothing else.
     before = results(tmp_path)
@@ -121,7 +120,7 @@ def test_bad_runs_do_not_affect_others(qkablate, grid, circuit, tmp_path):
     # Failed runs are retried on request.
     assert qkablate(*words, "--retry", "failed").code == 1
     changed = {path.parent.name for path, _ in results(tmp_path).items() - after.items()}
-    assert {name.partition("-")[0] for name in changed} == {"raises", "crashes", "starves"}
+    assert {name.partition("-")[0] for name in changed} == failed
 
 
 @pytest.mark.slow
@@ -237,8 +236,8 @@ def test_sigterm_to_all_children_lets_runs_finish(spawn, local_grid, tmp_path):
 
 
 @pytest.mark.slow
-def test_twenty_kills_of_the_launcher_change_no_result(qkablate, tiny, tmp_path):
-    """After twenty kills at random moments, all runs equal those of an undisturbed sweep."""
+def test_kills_of_the_launcher_change_no_result(qkablate, tiny, tmp_path):
+    """After ten kills at random moments, all runs equal those of an undisturbed sweep."""
     words = [
         "sweep",
         *tiny,
@@ -263,15 +262,15 @@ def test_twenty_kills_of_the_launcher_change_no_result(qkablate, tiny, tmp_path)
             target=run_silently, args=(rough, str(tmp_path), os.environ["HOME"])
         )
         launcher.start()
-        launcher.join(chance.uniform(0.1, 1.5) if kills < 20 else 240)
+        launcher.join(chance.uniform(0.1, 1.5) if kills < KILLS else 240)
         code = launcher.exitcode
         assert code in (None, 0)
         if code is None:
-            assert kills < 20
+            assert kills < KILLS
             os.kill(launcher.pid, signal.SIGKILL)
             launcher.join()
             kills += 1
-        elif kills < 20:  # it had finished already: remove a result and continue
+        elif kills < KILLS:  # it had finished already: remove a result and continue
             code = None
             delete_one(tmp_path / "rough", chance)
     found = results(tmp_path, "rough")
