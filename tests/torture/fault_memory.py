@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.torture.tally import Tally
 
-SHORT, FULL = 8, 505
+SHORT, FULL = 15, 505
 _BOUND = 400  # seconds until a sweep counts as hanging
 _SMALL_SWEEP = 100  # runs; half of them must end before the launcher's memory is stable
 _MAX_GROWTH = 0.05  # of the launcher's memory after a fifth (in a small sweep: half) of the runs
