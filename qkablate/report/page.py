@@ -16,7 +16,8 @@ from typing import Any
 from qkablate import __version__
 from qkablate.errors import sanitize
 from qkablate.report import rows
-from qkablate.report.charts import Chart, make_charts
+from qkablate.report.charts import make_charts
+from qkablate.report.charts.base import Chart
 from qkablate.report.palette import DARK, LIGHT, to_css
 from qkablate.report.render import CONFIG, SHAPE_PATHS
 from qkablate.report.section import Section

@@ -5,7 +5,7 @@ import textwrap
 from typing import Any, Protocol
 
 from qkablate.errors import UserError
-from qkablate.report.charts import Chart, Spec
+from qkablate.report.charts.base import Chart, Spec
 from qkablate.report.palette import use_light_colors
 from qkablate.report.text.numbers import sanitize_all
 

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from qkablate.analysis.claims.claim import Claim, Comparison, find_comparisons
 from qkablate.analysis.claims.registry import edits_since, find_registrations
 from qkablate.analysis.claims.verdict import (
@@ -21,12 +19,11 @@ from qkablate.analysis.comparison.audit import (
     audit,
     worst_state,
 )
-from qkablate.analysis.comparison.curves import fit_slopes
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
 from qkablate.analysis.comparison.lr_curves import find_lr_curves
-from qkablate.analysis.stats import ALPHA, Sample, Spread
-from qkablate.analysis.study.floor import find_floor
+from qkablate.analysis.comparison.scaling import fit_growth
+from qkablate.analysis.stats import ALPHA, Spread
 from qkablate.analysis.study.study import Entry, Study, read_study
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Manifest
@@ -121,7 +118,7 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
     parts = []
     for comparison in find_comparisons(claim, study.arms.values()):
         gaps = [
-            measure_gap(entries[arm], entries[other], find_floor(study, entries[other]))
+            measure_gap(entries[arm], entries[other], study.floor_of(entries[other]))
             for arm, other in comparison.pairs
         ]
         audits = [
@@ -176,17 +173,13 @@ def _make_part(comparison: Comparison, gaps: list[Gap]) -> Part:
         return Part(comparison.name, spec.kind, spec.margin, spread, open_above=diverged)
     if spec.horizon != "growth":
         return Part.from_gap(comparison.name, spec.kind, spec.margin, gaps[0])
-    common = [key for key in gaps[0].pairs if all(key in gap.pairs for gap in gaps)]
-    gaps_ST = np.array([[gap.pairs[key] for gap in gaps] for key in common])
-    tokens, extra = zip(*((gap.arm.tokens, gap.sample.extra_variance) for gap in gaps), strict=True)
-    sample = fit_slopes([*tokens], gaps_ST, extra) if common else Sample(())
     # A diverged run tilts the line up or down, depending on its place in it.
     diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
     return Part(
         comparison.name,
         spec.kind,
         spec.margin,
-        sample,
+        fit_growth([gap.arm.tokens for gap in gaps], gaps),
         diverged,
         diverged,
         is_sensitive=all(is_sensitive(gap.lead, spec.margin) for gap in gaps),

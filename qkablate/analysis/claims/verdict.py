@@ -126,11 +126,11 @@ class Part:
         at its share of α, except that all parts of a supported claim must hold.
         """
         interval = self.sample.interval(1 - 2 * alpha)
+        is_supported, is_refuted = verdict == Verdict.SUPPORTED, verdict == Verdict.REFUTED
         if self.risks is None or interval is None:
             return []
         low, high = interval
         rooms: list[float | None] = [None, None]  # up to the bound above, and below
-        is_supported, is_refuted = verdict == Verdict.SUPPORTED, verdict == Verdict.REFUTED
         if verdict == Verdict.EQUIVALENT or (is_supported and self.kind == "equivalent"):
             rooms = [self.margin - high, low + self.margin]
         elif is_refuted and self.kind == "equivalent":
@@ -148,22 +148,22 @@ class Part:
 
     def power(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
         """Return the probability that n seeds support the part, given the true mean and spread."""
-        if isinstance(self.sample, Spread):
-            above, kurtosis = self.kind == "worse", self.sample.kurtosis
-            return power_spread(sd, self.margin, n, alpha, kurtosis=kurtosis, above=above)
         if self.kind == "equivalent":
             return power_equivalence(mean, self.margin, sd, n, alpha)
-        sign = -1 if self.kind == "worse" else 1
-        return power_below(sign * mean, sign * self._bound, sd, n, alpha)
+        return self._power_beyond(self.kind == "worse", n, mean, sd, alpha)
 
     def power_to_refute(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
         """Return the probability that n seeds refute the part, given the true mean and spread."""
-        if isinstance(self.sample, Spread):
-            above, kurtosis = self.kind != "worse", self.sample.kurtosis
-            return power_spread(sd, self.margin, n, alpha, kurtosis=kurtosis, above=above)
         if self.kind == "equivalent":
             return power_below(-abs(mean), -self.margin, sd, n, alpha / 2)
-        sign = 1 if self.kind == "worse" else -1
+        return self._power_beyond(self.kind != "worse", n, mean, sd, alpha)
+
+    def _power_beyond(self, above: bool, n: int, mean: float, sd: float, alpha: float) -> float:
+        """Return the power of the test for a gap, or a spread, above or below the bound."""
+        if isinstance(self.sample, Spread):
+            kurtosis = self.sample.kurtosis
+            return power_spread(sd, self.margin, n, alpha, kurtosis=kurtosis, above=above)
+        sign = -1 if above else 1
         return power_below(sign * mean, sign * self._bound, sd, n, alpha)
 
     def seeds_needed(self, alpha: float = ALPHA, parts: int = 1) -> SeedsNeeded | None:
@@ -252,14 +252,11 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
     equivalent = holm([part.p_equivalent if part.can_be_equivalent else 1.0 for part in parts])
     verdicts = []
     for part, p_refuted, p_equivalent in zip(parts, refuted, equivalent, strict=True):
-        if part.p_supported < alpha:
-            verdicts.append(Verdict.SUPPORTED)
-        elif p_equivalent < alpha:
-            verdicts.append(Verdict.EQUIVALENT)
+        if part.p_supported < alpha or p_equivalent < alpha:
+            shown = Verdict.SUPPORTED if part.p_supported < alpha else Verdict.EQUIVALENT
+            verdicts.append(shown if part.is_sensitive else Verdict.INSENSITIVE)
         else:
             verdicts.append(Verdict.REFUTED if p_refuted < alpha else Verdict.UNDERPOWERED)
-        if verdicts[-1] in (Verdict.SUPPORTED, Verdict.EQUIVALENT) and not part.is_sensitive:
-            verdicts[-1] = Verdict.INSENSITIVE
     word = _merge_verdicts(verdicts)
     conditions = [
         part.conditions(verdict, alpha, len(parts))
@@ -272,10 +269,9 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
 
 
 def _merge_verdicts(verdicts: list[Verdict]) -> Verdict:
-    if Verdict.REFUTED in verdicts:  # one false part is enough
-        return Verdict.REFUTED
-    if Verdict.INSENSITIVE in verdicts:
-        return Verdict.INSENSITIVE
+    for word in (Verdict.REFUTED, Verdict.INSENSITIVE):  # one such part is enough
+        if word in verdicts:
+            return word
     if Verdict.EQUIVALENT in verdicts and len({*verdicts}) > 1:
         return Verdict.MIXED
     if Verdict.UNDERPOWERED in verdicts:

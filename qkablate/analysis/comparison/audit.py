@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from qkablate.analysis.comparison.decision import BEFORE_ATTENTION, RateScope
-from qkablate.analysis.comparison.gaps import ROUNDING_PAIR, Gap, describe_floor, is_sensitive
+from qkablate.analysis.comparison.gaps import MARGINS, ROUNDING_PAIR, Gap, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.config import TEXT_SOURCES, OptimConfig
@@ -33,6 +33,10 @@ class AuditCheck:
     state: str  # one of STATES
     message: str
 
+    @property
+    def is_warning(self) -> bool:
+        return self.state in (WARNING, BROKEN)
+
 
 def is_annealed(optim: OptimConfig) -> bool:
     """Return whether a whole run ends at a small learning rate."""
@@ -54,8 +58,7 @@ def audit(
     `axis` is what was held equal. Effects are compared with the margin or, without one, with the
     smallest `detectable` gap.
     """
-    sides = (gap.arm, gap.baseline)
-    pairs = [(gap.arm.records[key], gap.baseline.records[key]) for key in gap.pairs]
+    sides, pairs = gap.sides, gap.runs
     done = [record for pair in pairs for record in pair]
     answers = {
         "runs": _check_completeness(sides),
@@ -88,8 +91,16 @@ LIMITS = {
 
 def find_limits(checks: Iterable[AuditCheck]) -> list[str]:
     """Return what the audit limits a decision to."""
-    warned = {check.name for check in checks if check.state in (WARNING, BROKEN)}
+    warned = {check.name for check in checks if check.is_warning}
     return [words for name, words in LIMITS.items() if name in warned]
+
+
+def group_checks(checks: Iterable[tuple[str, AuditCheck]]) -> dict[AuditCheck, list[str]]:
+    """Return each distinct check with the names of the arms or parts that it is about."""
+    groups: dict[AuditCheck, list[str]] = {}
+    for name, check in checks:
+        groups.setdefault(check, []).append(name)
+    return groups
 
 
 def worst_state(checks: list[AuditCheck]) -> str:
@@ -147,12 +158,11 @@ def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None)
         return WARNING, "; ".join(off)
     uncertain, excess = [], []
     for entry in sides:
-        curve = tuned[entry.name]
-        loss = curve.excess_bound(entry.rates) if entry.rates else None
-        if curve.surface is None or not curve.surface.is_certain or loss is None:
+        surface = tuned[entry.name].surface
+        if surface is None or not surface.is_certain or entry.rates is None:
             uncertain.append(entry.name)
         else:
-            excess.append(loss)
+            excess.append(surface.excess_bound(entry.rates))
     runs = [sum(map(len, tuned[entry.name].losses.values())) for entry in sides]
     message = f"tuned and bracketed: {', '.join(f'{e.name} {rates[e.name]}' for e in sides)}"
     message += f", by {runs[0]:,} and {runs[1]:,} runs"
@@ -221,11 +231,21 @@ def _check_start(sides: Sides) -> Answer:
 
 def _check_floor(gap: Gap, margin: float | None) -> Answer:
     """Compare the baseline with uniform attention, which it has to beat."""
+    if not gap.compares_variants:
+        return OK, "not needed: the same parametrization of attention"
+    if gap.floor is None:
+        text = "no variant=uniform in the baseline's model; sweep.floor=true adds it"
+        return NOTE if margin is None else WARNING, text
+    name, baseline = gap.floor.arm.name, gap.baseline.name
     if gap.lead is None:
-        state = NOTE if gap.floor is None and margin is None else WARNING
-    else:
-        state = OK if is_sensitive(gap.lead, margin or 0.0) else WARNING
-    return state, describe_floor(gap, margin)
+        return WARNING, f"unknown: fewer than two pairs with {name}"
+    if gap.lead <= 0:
+        text = f"{baseline} does not clearly beat {name}: no difference could show"
+        return WARNING, f"{text}; raise train.steps"
+    text = f"{baseline} beats {name} by {gap.lead:.4f} or more"
+    if is_sensitive(gap.lead, margin or 0.0):
+        return OK, text
+    return WARNING, f"{text}, less than {MARGINS} margins of {margin:g}"
 
 
 def _check_ngrams(gap: Gap) -> Answer:

@@ -36,10 +36,7 @@ class Curve:
 
 def gap_curve(gap: Gap, metric: str = VAL, most: int = READINGS) -> Curve | None:
     """Return the gap by tokens, pair by pair; None if no reading is common to all."""
-    pairs = [
-        (gap.arm.records[key].loss_curves[metric], gap.baseline.records[key].loss_curves[metric])
-        for key in gap.pairs
-    ]
+    pairs = [(run.loss_curves[metric], other.loss_curves[metric]) for run, other in gap.runs]
     gaps = [{t: arm[t] - other[t] for t in arm if t in other} for arm, other in pairs]
     return combine_curves(gaps, most)
 

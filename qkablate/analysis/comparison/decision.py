@@ -13,7 +13,7 @@ from enum import StrEnum
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.stats import ALPHA, MIN_PAIRS, Sample
-from qkablate.analysis.study.study import Entry, Study
+from qkablate.analysis.study.study import Study
 from qkablate.runs.records import is_number
 from qkablate.sweeps.planning.tuning import TUNING_RUNS
 
@@ -36,11 +36,6 @@ class Decision(StrEnum):
     def is_directed(self) -> bool:
         """True if a difference was found."""
         return self in (Decision.BETTER, Decision.WORSE)
-
-    @property
-    def lacks_pairs(self) -> bool:
-        """True if there are too few pairs to decide by."""
-        return self in (Decision.FEW_PAIRS, Decision.NO_PAIRS)
 
     @property
     def is_divergence(self) -> bool:
@@ -90,12 +85,16 @@ def decide(
         return Decision.BASELINE_DIVERGED
     if sample.n < MIN_PAIRS:
         return Decision.FEW_PAIRS if sample.n else Decision.NO_PAIRS
+
+    def is_found(p: float | None) -> bool:
+        return p is not None and p < ALPHA
+
     # A gap that is surely smaller than what matters is no "worse", even if it is surely not zero.
-    if margin is not None and margin.p_equivalent is not None and margin.p_equivalent < ALPHA:
+    if margin is not None and is_found(margin.p_equivalent):
         return Decision.EQUIVALENT if is_sensitive(lead, margin.nats) else Decision.INSENSITIVE
-    if p_holm is not None and p_holm < ALPHA:
+    if is_found(p_holm):
         return Decision.WORSE if sample.mean > 0 else Decision.BETTER
-    if margin is not None and margin.p_noninferior is not None and margin.p_noninferior < ALPHA:
+    if margin is not None and is_found(margin.p_noninferior):
         return Decision.NOT_WORSE if is_sensitive(lead, margin.nats) else Decision.INSENSITIVE
     if lead is not None and lead <= 0:
         return Decision.INSENSITIVE
@@ -134,7 +133,8 @@ def find_rate_scopes(
         circuits = {other.arm.arm.default_rates.circuit for other, _ in same}
         signs = {(other.sample.mean > 0) for other, _ in same if other.sample.n}
         if not gap.compares_variants or all(
-            _is_at_best(entry, curves) for entry in (gap.arm, gap.baseline)
+            entry.arm.name in curves and curves[entry.arm.name].is_tuned(entry.rates)
+            for entry in gap.sides
         ):
             scopes.append(RateScope.BEST)
         elif len(circuits) > 1 and len(signs) > 1:
@@ -147,18 +147,8 @@ def find_rate_scopes(
 
 
 def _without_rate(gap: Gap) -> str:
-    sides = [_without_lr(entry.arm.overrides) for entry in (gap.arm, gap.baseline)]
+    sides = [entry.settings_without("variant.lr") for entry in gap.sides]
     return str((sides, gap.arm.arm.controls, gap.arm.rate))
-
-
-def _without_lr(overrides: Mapping[str, str]) -> str:
-    return str(sorted((key, value) for key, value in overrides.items() if key != "variant.lr"))
-
-
-def _is_at_best(entry: Entry, curves: Mapping[str, LrCurve]) -> bool:
-    """Return whether the rates of an arm were tuned, or are the best of several."""
-    curve = curves.get(entry.arm.name)
-    return curve is not None and curve.is_tuned(entry.rates)
 
 
 @dataclass(frozen=True)
@@ -176,7 +166,7 @@ def plan_tuning(study: Study) -> TuningPlan | None:
     if manifest is None or manifest.finals or manifest.command[1:2] != ["sweep"]:
         return None
     given = [w for w in manifest.command[1:] if not w.startswith(("variant.lr=", "out="))]
-    arms = {_without_lr(arm.overrides) for arm in manifest.arms.values()}
+    arms = {entry.settings_without("variant.lr") for entry in study.entries}
     runs = len(arms) * (TUNING_RUNS + len({record.seeds for record in study.records}))
     seconds = [float(s) for record in study.records if is_number(s := record.facts.get("seconds"))]
     total = runs * statistics.fmean(seconds) if seconds else None

@@ -18,10 +18,10 @@ from qkablate.analysis.stats import (
     holm,
 )
 from qkablate.analysis.study.document_error import DocumentError, document_error
-from qkablate.analysis.study.floor import MARGINS, find_floor
 from qkablate.analysis.study.study import Entry, Record, Seeds, Study
 
 ROUNDING_PAIR = {"standard", "standard_reassociated"}
+MARGINS = 3  # by which the baseline has to beat the floor
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,18 @@ class Gap:
     floor: "Gap | None" = None  # that of uniform attention to the same baseline
 
     @property
+    def sides(self) -> tuple[Entry, Entry]:
+        return self.arm, self.baseline
+
+    @property
+    def runs(self) -> list[tuple[Record, Record]]:
+        """The two runs of each pair."""
+        return [(self.arm.records[key], self.baseline.records[key]) for key in self.pairs]
+
+    @property
     def compares_variants(self) -> bool:
         """True if the two sides have different parametrizations of attention."""
-        variant, baseline = self.arm.arm.config.variant, self.baseline.arm.config.variant
+        variant, baseline = (entry.arm.config.variant for entry in self.sides)
         return (variant.name, variant.file) != (baseline.name, baseline.file)
 
     @cached_property
@@ -99,15 +108,14 @@ class Gap:
     @cached_property
     def document_error(self) -> DocumentError | None:
         """Standard error over the documents of the test text, which no interval here includes."""
-        records = [(self.arm.records[key], self.baseline.records[key]) for key in self.pairs]
-        return document_error([(run.document_losses, o.document_losses) for run, o in records])
+        return document_error([(a.document_losses, b.document_losses) for a, b in self.runs])
 
     @cached_property
     def correlation(self) -> float | None:
         """Correlation of the two arms over seeds: the benefit of pairing."""
         if len(self.pairs) < 3:
             return None
-        both = [[entry.losses[key] for key in self.pairs] for entry in (self.arm, self.baseline)]
+        both = [[entry.losses[key] for key in self.pairs] for entry in self.sides]
         if any(len({*losses}) == 1 for losses in both):
             return None
         return float(stats.pearsonr(*both).statistic)
@@ -116,24 +124,6 @@ class Gap:
 def is_sensitive(lead: float | None, margin: float) -> bool:
     """Return whether an experiment with this lead over the floor could show a gap of the margin."""
     return lead is not None and lead > MARGINS * margin
-
-
-def describe_floor(gap: Gap, margin: float | None) -> str:
-    """Describe by how much the baseline beats the floor."""
-    if not gap.compares_variants:
-        return "not needed: the same parametrization of attention"
-    if gap.floor is None:
-        return "no variant=uniform in the baseline's model; sweep.floor=true adds it"
-    name = gap.floor.arm.name
-    if gap.lead is None:
-        return f"unknown: fewer than two pairs with {name}"
-    if gap.lead <= 0:
-        text = f"{gap.baseline.name} does not clearly beat {name}: no difference could show"
-        return f"{text}; raise train.steps"
-    text = f"{gap.baseline.name} beats {name} by {gap.lead:.4f} or more"
-    if margin and not is_sensitive(gap.lead, margin):
-        text += f", less than {MARGINS} margins of {margin:g}"
-    return text
 
 
 def measure_gap(arm: Entry, baseline: Entry, floor: Entry | None = None) -> Gap:
@@ -224,7 +214,7 @@ def find_families(study: Study) -> list[Family]:
     for entry in study.entries:
         baseline = study.baseline_of(entry)
         if baseline is not None and baseline is not entry:
-            gap = measure_gap(entry, baseline, find_floor(study, baseline))
+            gap = measure_gap(entry, baseline, study.floor_of(baseline))
             families.setdefault(baseline.name, Family(baseline, [], shown)).gaps.append(gap)
             shown.append(gap)
     return list(families.values())
@@ -285,14 +275,8 @@ def describe_arm(entry: Entry) -> ArmLosses:
         chance=entry.chance,
         runs=[
             RunSummary(
-                run=r.folder.name,
-                seeds=dict(key),
-                status=r.status,
-                test_loss=r.loss,
-                val_loss=r.val,
-                accuracy=r.accuracy,
-                reason=r.reason,
-                left_behind=failed.get(key),
+                *(r.folder.name, dict(key), r.status, r.loss, r.val, r.accuracy, r.reason),
+                failed.get(key),
             )
             for key, r in entry.records.items()
         ],

@@ -124,11 +124,7 @@ def read_head_rows(
             lines[int(tokens[1])] = line
     rows: dict[int, HeadValues] = {}
     damaged = 0
-    readings = sorted(lines)
-    if len(readings) > most:  # evenly, with the first and the last
-        picks = np.linspace(0, len(readings) - 1, max(2, most)).round().astype(int)
-        readings = [readings[i] for i in sorted({*map(int, picks)})]
-    for reading in readings:
+    for reading in pick_evenly(sorted(lines), max(2, most)):
         try:
             if heads := _parse_row(lines[reading], names):
                 rows[reading] = heads
@@ -146,45 +142,37 @@ def _parse_row(line: bytes, names: Iterable[str]) -> HeadValues:
     values, row = {}, decode_row(line)
     for name in names:
         part, _, measure = name.partition("/")
-        depth = 3 if name == SPECTRUM else 2
         try:
-            array = _array(row["diagnostics"][part][measure], depth, _MAX_EXPANSION * len(line))
-        except (ValueError, LookupError, TypeError):
+            nested = row["diagnostics"][part][measure]
+        except (LookupError, TypeError):
             continue
+        array = _array(nested, 3 if name == SPECTRUM else 2, _MAX_EXPANSION * len(line))
         if array is not None:
             values[name] = array
     return values
 
 
+def pick_evenly(items: list[int], count: int) -> list[int]:
+    """Return at most `count` evenly spaced items, first and last included; of one, the last."""
+    if len(items) <= count:
+        return items
+    if count == 1:
+        return items[-1:]
+    return [items[round(i)] for i in np.linspace(0, len(items) - 1, count)]
+
+
 def _array(layers: Any, depth: int, most: int) -> np.ndarray | None:
     """Return nested lists as an array of `depth` dimensions; null at any level becomes NaN.
 
-    ValueError if ragged or no list; None if it would have more than `most` numbers.
+    None if they are ragged, no lists, without any number, or would have more than `most`.
     """
-    shape: list[int] = [0] * depth
-
-    def measure(value: Any, level: int) -> None:
-        if value is None or level == depth:
-            return
-        if not isinstance(value, list) or not 0 < len(value) <= _MAX_LENGTH:
-            raise ValueError("not a list of heads")
-        if shape[level] not in (0, len(value)):
-            raise ValueError("ragged")
-        shape[level] = len(value)
-        for inner in value:
-            measure(inner, level + 1)
-
-    measure(layers, 0)
-    if 0 in shape or np.prod(shape, dtype=float) > most:
-        return None
-    array = np.full(shape, np.nan)
-
-    def fill(value: Any, index: tuple[int, ...]) -> None:
-        if len(index) == depth:
-            array[index] = value if is_number(value) else np.nan
-        else:
-            for i, inner in enumerate(value or ()):
-                fill(inner, (*index, i))
-
-    fill(layers, ())
+    values, shape = [layers], []
+    for _ in range(depth):
+        lengths = {len(v) if isinstance(v, list) else 0 for v in values if v is not None}
+        length = lengths.pop() if len(lengths) == 1 else 0
+        if not 0 < length <= _MAX_LENGTH or len(values) * length > most:
+            return None
+        values = [inner for value in values for inner in value or [None] * length]
+        shape.append(length)
+    array = np.array([v if is_number(v) else np.nan for v in values], float).reshape(shape)
     return array if np.isfinite(array).any() else None

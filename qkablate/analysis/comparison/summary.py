@@ -114,9 +114,8 @@ class GapSummary(Estimate):
     @property
     def verdict(self) -> str:
         """The decision, limited to what it holds for."""
-        if self.decision.is_divergence or self.decision.lacks_pairs:
-            return str(self.decision)
-        if self.decision == Decision.INSENSITIVE:
+        undecided = (Decision.FEW_PAIRS, Decision.NO_PAIRS, Decision.INSENSITIVE)
+        if self.decision.is_divergence or self.decision in undecided:
             return str(self.decision)
         if self.rates == RateScope.SIGN_DEPENDS:
             return f"no verdict: {self.rates}"

@@ -6,7 +6,7 @@ Shape suffixes: L layers, H heads, T tokens.
 import numpy as np
 
 from qkablate.analysis.study.attention_maps import TARGETS, ArmAttention
-from qkablate.report.charts.base import Chart, ChartPanel, Spec, make_layer, make_tooltip
+from qkablate.report.charts.base import Chart, ChartPanel, Spec, color_by, make_layer, make_tooltip
 from qkablate.report.section import Section
 from qkablate.runs.attention_map import FULL_WEIGHT
 from qkablate.table import format_count, format_list
@@ -115,9 +115,8 @@ def _map_spec(arm: ArmAttention, places: list[Head], length: int) -> Spec:
     scale = {"domain": [start, end], "nice": False, "zero": False}
     x: Spec = axis | {"field": "k", "scale": scale}
     y: Spec = axis | {"field": "q", "scale": scale | {"reverse": True}}
-    shades = {"type": "threshold", "domain": [step * 100 for step in _THRESHOLDS[1:]]}
-    shades |= {"range": [f"var(--{name})" for name in ("low1", "low2", "low3", "link")]}
-    color = {"field": "share", "type": "quantitative", "scale": shades, "legend": None}
+    steps = [step * 100 for step in _THRESHOLDS[1:]]
+    color = color_by("share", steps, ("low1", "low2", "low3", "link"))
     titles = {"from": "token", "to": "attends to", "share": "%"}
     tooltip = make_tooltip(layer="", head="", **titles)
     triangle = {"x": x, "y": y, "y2": {"datum": end}}

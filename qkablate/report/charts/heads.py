@@ -8,14 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from qkablate.analysis.comparison.head_metrics import (
-    BY_HEAD,
-    BY_TOKENS,
-    HeadMetrics,
-    sort_heads,
-)
+from qkablate.analysis.comparison.head_metrics import BY_HEAD, BY_TOKENS, HeadMetrics, sort_heads
 from qkablate.report.charts import base
-from qkablate.report.charts.base import Chart, ChartPanel, Spec
+from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
 from qkablate.report.charts.curves import make_curve_panel, mean_rows, points_per_curve
 from qkablate.report.section import Section, format_n, size_label
 
@@ -26,14 +21,11 @@ _PANEL_WIDTH, _GAP = 530, 14  # pixels of a panel, and between two arms
 
 def head_groups(section: Section) -> list[tuple[str, list[HeadMetrics]]]:
     """Return the arms with diagnostics, by size."""
-    groups = [
-        (
-            size_label(name, entries[0].arm.variant),
-            [section.heads[entry.name] for entry in entries if entry.name in section.heads],
-        )
+    return [
+        (size_label(name, entries[0].arm.variant), group)
         for name, entries in section.groups.items()
+        if (group := [section.heads[e.name] for e in entries if e.name in section.heads])
     ]
-    return [(size, group) for size, group in groups if group]
 
 
 def panel_title(metric: str, size: str, several: bool) -> str:
@@ -41,7 +33,7 @@ def panel_title(metric: str, size: str, several: bool) -> str:
     return f"{metric}, {size}" if several and size else metric
 
 
-def head_curve_chart(section: Section) -> Chart | None:
+def head_curve_chart(section: Section) -> Chart:
     """Chart head metrics by tokens, as means over all heads."""
     groups = head_groups(section)
     most = points_per_curve(len(BY_TOKENS) * len(section.heads), most=24)
@@ -57,8 +49,6 @@ def head_curve_chart(section: Section) -> Chart | None:
                 title = panel_title(metric, size, len(groups) > 1)
                 y = base.number_axis("loss", metric, zero=False)
                 panels.append(make_curve_panel(section, title, rows, y))
-    if not panels:
-        return None
     caption = (
         "Mean over all heads and layers and over completed runs of an arm"
         f" ({format_n(counts)}); band: 95 % interval of the mean, pointwise. B is the bilinear"
@@ -68,7 +58,7 @@ def head_curve_chart(section: Section) -> Chart | None:
     return Chart("heads", "Heads during training", caption, panels)
 
 
-def head_map_chart(section: Section) -> Chart | None:
+def head_map_chart(section: Section) -> Chart:
     """Chart head metrics by layer and head at the end of training, side by side."""
     groups = head_groups(section)
     panels: list[ChartPanel] = []
@@ -82,8 +72,6 @@ def head_map_chart(section: Section) -> Chart | None:
                 ChartPanel(panel_title(metric, size, len(groups) > 1), _map_spec(rows), [])
                 for metric, rows in by_metric.items()
             ]
-    if not panels:
-        return None
     caption = (
         "End of training, one row per layer. Heads are sorted by value, largest first, and averaged"
         f" by rank over runs ({format_n(counts)}), since head indices do not correspond between"
@@ -115,7 +103,7 @@ def _find_cells(group: list[HeadMetrics]) -> tuple[dict[str, list[Spec]], list[i
 
 def _map_cells(label: str, values_LH: np.ndarray) -> list[Spec]:
     return [
-        {"arm": label, "layer": layer, "head": head + 1, "value": float(f"{value:.3g}")}
+        {"arm": label, "layer": layer, "head": head + 1, "value": round_digits(value, 3)}
         for layer, values_H in enumerate(values_LH)
         for head, value in enumerate(map(float, values_H))
         if math.isfinite(value)
@@ -127,8 +115,8 @@ def _map_spec(rows: list[Spec]) -> Spec:
     heads = max(row["head"] for row in rows)
     roomy = heads <= _MAX_HEADS_WITH_NUMBERS
     step = 46 if roomy else 16
-    color = {"field": "value", "type": "quantitative"} | _color_scale(rows)
-    layers = [base.make_layer("rect", {"color": color}, stroke="var(--ground)", strokeWidth=1)]
+    color = {"color": _color([row["value"] for row in rows])}
+    layers = [base.make_layer("rect", color, stroke="var(--ground)", strokeWidth=1)]
     if roomy:
         most = max(abs(row["value"]) for row in rows)
         form = ".1%" if most < 0.1 else ".2f" if most < 10 else ".0f" if most < 1e4 else ".0e"
@@ -154,18 +142,14 @@ def _map_spec(rows: list[Spec]) -> Spec:
     }
 
 
-def _color_scale(rows: list[Spec]) -> Spec:
+def _color(values: list[float]) -> Spec:
     """Return a sequential blue scale, or a diverging one if there are negative values."""
-    values = [row["value"] for row in rows]
     low, high = min(values), max(values)
     if low < 0:
         most = max(-low, high)
         steps = [most * part for part in (-0.6, -0.3, -0.1, 0.1, 0.3, 0.6)]
-        names = ["low3", "low2", "low1", "mid", "high1", "high2", "high3"]
-    else:
-        width = max(high - low, high / 4) or 1.0  # nearly equal values share a shade
-        steps = [low + width * part / 4 for part in (1, 2, 3)]
-        names = ["mid", "low1", "low2", "low3"]
+        return base.color_by("value", steps)
+    width = max(high - low, high / 4) or 1.0  # nearly equal values share a shade
+    steps = [low + width * part / 4 for part in (1, 2, 3)]
     assert all(step < following for step, following in pairwise(steps))
-    scale = {"type": "threshold", "domain": steps, "range": [f"var(--{name})" for name in names]}
-    return {"scale": scale, "legend": None}
+    return base.color_by("value", steps, ("mid", "low1", "low2", "low3"))

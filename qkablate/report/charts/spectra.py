@@ -12,10 +12,11 @@ from qkablate.analysis.comparison.head_metrics import (
     SPECTRUM,
     HeadMetrics,
     nan_mean,
+    pick_evenly,
     relative_spectra,
 )
 from qkablate.report.charts import base
-from qkablate.report.charts.base import Chart, ChartPanel, Spec
+from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
 from qkablate.report.charts.heads import head_groups, panel_title
 from qkablate.report.section import Section, format_n
 from qkablate.table import format_short
@@ -26,7 +27,7 @@ _MIN_VALUE = 1e-4  # relative to the largest singular value; smaller ones are dr
 _MAX_TIMES = 6  # of training, that are drawn of an arm
 
 
-def spectrum_chart(section: Section) -> Chart | None:
+def spectrum_chart(section: Section) -> Chart:
     """Chart the singular values of B at initialization and at the end, by layer."""
     groups = head_groups(section)
     layers_shown = max(1, _MAX_PANELS // max(1, len(groups)))
@@ -39,12 +40,9 @@ def spectrum_chart(section: Section) -> Chart | None:
                     counts.append(len(arrays))
                     for layer, values_K in enumerate(relative_spectra(arrays)):
                         rows.setdefault(layer, []).extend(_spectrum_rows(arm, when, values_K))
-        for layer in _pick_evenly(sorted(layer for layer in rows if rows[layer]), layers_shown):
+        for layer in pick_evenly(sorted(layer for layer in rows if rows[layer]), layers_shown):
             title = panel_title(f"layer {layer}", size, len(groups) > 1)
-            spec = _layer_spec(section, rows[layer])
-            panels.append(ChartPanel(title, spec, base.find_variants(rows[layer])))
-    if not panels:
-        return None
+            panels.append(_layer_panel(section, title, rows[layer]))
     caption = (
         "Singular values of B relative to a head's largest, from the first to the d_head-th; mean"
         f" over the heads of a layer and over runs ({format_n(counts)}). Thick: end of training;"
@@ -59,7 +57,7 @@ def _spectrum_rows(arm: HeadMetrics, when: str, values_K: np.ndarray) -> list[Sp
     shown = thin([*range(1, len(values_K) + 1)], _MAX_VALUES)
     values = [(i, float(values_K[i - 1])) for i in shown]
     return [
-        row | {"i": i, "value": float(f"{value:.3g}")}
+        row | {"i": i, "value": round_digits(value, 3)}
         for i, value in values
         if math.isfinite(value) and value >= _MIN_VALUE
     ]
@@ -73,31 +71,32 @@ def _lines(section: Section, least: float | None = None) -> Spec:
     return {"x": x, "y": y, "detail": {"field": "line"}} | base.by_variant(section, "color")
 
 
-def _spectra_spec(rows: list[Spec], lines: Spec, layers: list[Spec], when: str) -> Spec:
-    """Return the spec of layers of lines, with invisible points as targets of tooltips."""
+def _make_panel(title: str, rows: list[Spec], lines: Spec, layers: list[Spec]) -> ChartPanel:
+    """Return a panel of lines, with invisible points as targets of tooltips."""
+    when = "tokens" if "tokens" in rows[0] else ""
     titles = {"i": "singular value", "value": "relative to the largest"}
     tooltip = base.make_tooltip(arm="", when=when, **titles)
     points = base.make_layer("point", lines | {"tooltip": tooltip}, size=70, opacity=0, filled=True)
-    return {"height": 200, "data": {"values": rows}, "layer": [*layers, points]}
+    return base.make_panel(title, rows, [*layers, points], 200)
 
 
-def _layer_spec(section: Section, rows: list[Spec]) -> Spec:
+def _layer_panel(section: Section, title: str, rows: list[Spec]) -> ChartPanel:
     lines = _lines(section) | base.by_variant(section, "dash")
     layers = []
     for when, width, opacity in (("start", 1, 0.55), ("end", 2.5, 1)):
         if shown := [row for row in rows if row["when"] == when]:
             style = {"strokeWidth": width, "opacity": opacity}
             layers.append(base.make_layer("line", lines, shown, **style))
-    return _spectra_spec(rows, lines, layers, "")
+    return _make_panel(title, rows, lines, layers)
 
 
-def spectra_by_tokens_chart(section: Section) -> Chart | None:
+def spectra_by_tokens_chart(section: Section) -> Chart:
     """Chart the singular values of B during training, one panel per arm, averaged over layers."""
     by_title, counts = dict[str, list[Spec]](), list[int]()
     for size, group in head_groups(section):
         for arm in group:
             rows: list[Spec] = []
-            times = _pick_evenly(arm.tokens, _MAX_TIMES)
+            times = pick_evenly(arm.tokens, _MAX_TIMES)
             for number, tokens in enumerate(times, 1):
                 if arrays := arm.at(SPECTRUM, tokens):
                     counts.append(len(arrays))
@@ -107,14 +106,13 @@ def spectra_by_tokens_chart(section: Section) -> Chart | None:
                     rows += [row | age for row in spectrum]
             if len({row["when"] for row in rows}) > 2:  # start and end are drawn by layer
                 by_title[panel_title(arm.entry.arm.variant, size, several=True)] = rows
-    if not by_title:
-        return None
     shown = dict([*by_title.items()][:_MAX_PANELS])
-    least = min(row["value"] for rows in shown.values() for row in rows)
-    panels = [
-        ChartPanel(title, _training_spec(section, rows, least), base.find_variants(rows))
-        for title, rows in shown.items()
-    ]
+    least = min((row["value"] for rows in shown.values() for row in rows), default=1.0)
+    shade: Spec = {"field": "age", "type": "quantitative", "legend": None}
+    shade |= {"scale": {"domain": [0, 1], "range": [0.1, 1]}}
+    lines = _lines(section, least)
+    layers = [base.make_layer("line", lines | {"opacity": shade}, strokeWidth=2)]
+    panels = [_make_panel(title, rows, lines, layers) for title, rows in shown.items()]
     caption = (
         "Singular values of B as above, mean over layers, heads and runs"
         f" ({format_n(counts)}), at up to {_MAX_TIMES} times during training: pale early,"
@@ -123,20 +121,3 @@ def spectra_by_tokens_chart(section: Section) -> Chart | None:
     if len(shown) < len(by_title):
         caption += f" Only the first {_MAX_PANELS} of {len(by_title)} arms are shown."
     return Chart("spectra-training", "Spectra during training", caption, panels)
-
-
-def _training_spec(section: Section, rows: list[Spec], least: float) -> Spec:
-    lines = _lines(section, least)
-    shade: Spec = {"field": "age", "type": "quantitative", "legend": None}
-    shade |= {"scale": {"domain": [0, 1], "range": [0.1, 1]}}
-    layers = [base.make_layer("line", lines | {"opacity": shade}, strokeWidth=2)]
-    return _spectra_spec(rows, lines, layers, "tokens")
-
-
-def _pick_evenly(items: list[int], count: int) -> list[int]:
-    """Return at most `count` evenly spaced items, first and last included; of one, the last."""
-    if len(items) <= count:
-        return items
-    if count == 1:
-        return items[-1:]
-    return [items[round(i)] for i in np.linspace(0, len(items) - 1, count)]

@@ -2,14 +2,14 @@
 
 import math
 
-from qkablate.analysis.claims.claim import Claim, Selector
+from qkablate.analysis.claims.claim import Claim
 from qkablate.analysis.claims.judgement import Judgement, PartJudgement
 from qkablate.analysis.claims.verdict import SeedsNeeded
-from qkablate.analysis.comparison.audit import BROKEN, MARKS, WARNING
+from qkablate.analysis.comparison.audit import MARKS, group_checks
 from qkablate.analysis.comparison.gaps import perplexity_percent
 from qkablate.analysis.stats import Spread, detectable_effect
 from qkablate.errors import sanitize
-from qkablate.report.text.table import Table
+from qkablate.report.text.table import Table, format_interval, format_known
 from qkablate.table import format_nats, format_table
 
 _KINDS = {
@@ -36,29 +36,24 @@ def format_claim(claim: Claim) -> list[str]:
     lines = [f"{claim.title}: {claim.says}", f"source    {claim.source}"]
     for name, spec in claim.parts.items():
         kinds = _KINDS if spec.of == "gap" else _SPREADS
-        kind = kinds[spec.kind].format(_format_selector(spec.against), spec.margin)
+        arm, against = (
+            " ".join(v if k == "variant" else f"{k}={v}" for k, v in selector.items())
+            for selector in (spec.arm, spec.against)
+        )
+        kind = kinds[spec.kind].format(against, spec.margin)
         where = f"at equal {spec.axis}{_WHERE[spec.horizon]}"
         where += f", on {(claim.task or claim.grid)['data']}" if spec.task else ""
-        lines.append(f"part      {name}: {_format_selector(spec.arm)} {kind}, {where}")
+        lines.append(f"part      {name}: {arm} {kind}, {where}")
     looks = " then ".join(map(str, claim.seeds))
     tuned = f"; rates tuned on {claim.tuning_seeds} other seeds" if claim.tuning_seeds else ""
     lines.append(f"seeds     {looks}, from its hash {claim.hash[:12]}{tuned}")
     return [*map(sanitize, lines)]
 
 
-def _format_selector(selector: Selector) -> str:
-    return " ".join(v if k == "variant" else f"{k}={v}" for k, v in selector.items())
-
-
 def format_judgement(judgement: Judgement) -> list[str]:
     """Return the verdict, its evidence, and what would decide it, as lines."""
     label = " (exploratory)" if judgement.exploratory else ""
-    doubts = {
-        check.name
-        for judged in judgement.parts
-        for check in judged.checks
-        if check.state in (WARNING, BROKEN)
-    }
+    doubts = {check.name for part in judgement.parts for check in part.checks if check.is_warning}
     text = [*format_claim(judgement.claim), "", f"{judgement.headline}{label}"]
     text += [f"  unless {condition}" for condition in judgement.unless]
     text += [f"  exploratory: {reason}" for reason in judgement.exploratory]
@@ -68,8 +63,7 @@ def format_judgement(judgement: Judgement) -> list[str]:
         ended, expected = judgement.study.ended, judgement.study.expected
         text.append(f"  {ended} of {expected} runs have ended; the verdict needs all of them")
         return [*map(sanitize, text)]
-    head, rows = make_part_table(judgement)
-    text += ["", *format_table(head, rows), ""]
+    text += ["", *format_table(*make_part_table(judgement)), ""]
     text += [f"  {line}" for line in format_details(judgement)]
     text += ["", "audit", *_audit(judgement.parts)]
     text += [line for needs in format_seeds_needed(judgement) for line in ("", needs)]
@@ -102,14 +96,13 @@ def format_details(judgement: Judgement) -> list[str]:
 def _row(judged: PartJudgement, word: str, alpha: float) -> list[str]:
     part, sample = judged.part, judged.part.sample
     low, high = sample.interval(1 - 2 * alpha) or (None, None)
-    ends = [
-        "−∞" if part.open_below else "–" if low is None else format_nats(low),
-        "∞" if part.open_above or high == math.inf else "–" if high is None else format_nats(high),
-    ]
+    left = "−∞" if part.open_below else format_known(low, format_nats)
+    is_open = part.open_above or high == math.inf
+    right = "∞" if is_open else format_known(high, format_nats)
     mean = format_nats(sample.mean) if sample.n else "–"
-    sd = "–" if sample.sd is None else f"{sample.sd:.4f}"
     claimed = _CLAIMED[part.kind].format(part.margin)
-    return [part.name, str(sample.n), mean, f"[{', '.join(ends)}]", sd, claimed, word]
+    cells = [part.name, str(sample.n), mean, f"[{left}, {right}]"]
+    return [*cells, format_known(sample.sd), claimed, word]
 
 
 def _details(judged: PartJudgement, alpha: float) -> list[str]:
@@ -119,22 +112,15 @@ def _details(judged: PartJudgement, alpha: float) -> list[str]:
         return []
     text = []
     if sample.bca and sample.sign_flip is not None and sample.sd:
-        low, high = sample.bca
         least = detectable_effect(sample.sd, sample.n, 2 * alpha)
-        text += [f"detectable {least:.4f}", f"BCa 95 % [{format_nats(low)}, {format_nats(high)}]"]
+        text += [f"detectable {least:.4f}", f"BCa 95 % {format_interval(sample.bca)}"]
         text += [f"sign flip p {sample.sign_flip:.4f}"]
     if judged.comparison.spec.horizon != "growth" and not isinstance(sample, Spread):
         text.append(f"perplexity {perplexity_percent(sample.mean):+.2f} %")
-    counts = {
-        entry.name: failed
-        for gap in judged.gaps
-        for entry, failed in (
-            (gap.arm, gap.arm_left_behind),
-            (gap.baseline, gap.baseline_left_behind),
-        )
-        if failed
-    }
-    text += [f"left behind: {failed} of {name}" for name, failed in counts.items()]
+    counts: dict[str, int] = {}
+    for gap in judged.gaps:
+        counts |= {gap.arm.name: gap.arm_left_behind, gap.baseline.name: gap.baseline_left_behind}
+    text += [f"left behind: {failed} of {name}" for name, failed in counts.items() if failed]
     if isinstance(sample, Spread):
         text.append(
             "the spread is below a bound only as far as these pairs show: a larger gap in one pair"
@@ -172,13 +158,9 @@ def _format_more_seeds(needed: SeedsNeeded | None, n: int) -> str:
 
 def _audit(judged_parts: list[PartJudgement]) -> list[str]:
     """Return every check once, with its parts unless it applies to all."""
-    parts_of: dict[tuple[str, str, str], list[str]] = {}
-    for judged in judged_parts:
-        for check in judged.checks:
-            key = check.name, check.state, check.message
-            parts_of.setdefault(key, []).append(judged.part.name)
-    lines = []
-    for (name, state, message), parts in parts_of.items():
-        suffix = "" if len(parts) == len(judged_parts) else f"  ({', '.join(parts)})"
-        lines.append(f"  {MARKS[state] or '✓'} {name:<14} {message}{suffix}")
-    return lines
+    groups = group_checks((part.part.name, c) for part in judged_parts for c in part.checks)
+    return [
+        f"  {MARKS[check.state] or '✓'} {check.name:<14} {check.message}"
+        + ("" if len(parts) == len(judged_parts) else f"  ({', '.join(parts)})")
+        for check, parts in groups.items()
+    ]
