@@ -47,7 +47,6 @@ def is_annealed(optim: OptimConfig) -> bool:
 def audit(
     gap: Gap,
     curves: dict[str, LrCurve],
-    *,
     axis: str,
     margin: float | None,
     rounding_gap: Gap | None,

@@ -4,7 +4,6 @@ Parametrizations compared at one learning rate answer a question about that rate
 the sign of the gap may be another. So only tuned arms get a bare decision.
 """
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from enum import StrEnum
 
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
-from qkablate.analysis.stats import ALPHA, MIN_PAIRS, Sample
+from qkablate.analysis.stats import ALPHA, MIN_PAIRS
 from qkablate.analysis.study.study import Study
 from qkablate.runs.records import is_number
 from qkablate.sweeps.planning.tuning import TUNING_RUNS
@@ -65,23 +64,15 @@ class MarginTest:
     seeds_if_zero: int | None = None  # that show equivalence if the true gap is zero
 
 
-def decide(
-    sample: Sample,
-    p_holm: float | None,
-    *,
-    arm_diverged: bool,
-    baseline_diverged: bool,
-    margin: MarginTest | None = None,
-    lead: float | None = math.inf,
-) -> Decision:
-    """Return the outcome of one comparison, given its gaps and its adjusted p-value.
+def decide(gap: Gap, p_holm: float | None, margin: MarginTest | None = None) -> Decision:
+    """Return the outcome of one comparison, given its adjusted p-value.
 
-    `lead` is the bound by which the baseline beats the floor; None if there was no floor. A short
-    lead lets the experiment show a difference, but not that there is none.
+    A short lead over the floor lets the experiment show a difference, but not that there is none.
     """
-    if arm_diverged:
+    sample, lead = gap.sample, gap.lead
+    if gap.arm_diverged:
         return Decision.ARM_DIVERGED
-    if baseline_diverged:
+    if gap.baseline_diverged:
         return Decision.BASELINE_DIVERGED
     if sample.n < MIN_PAIRS:
         return Decision.FEW_PAIRS if sample.n else Decision.NO_PAIRS
