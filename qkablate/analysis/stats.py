@@ -273,10 +273,7 @@ def _log_sd(x_SN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def power_spread(
     sd: float, bound: float, n: int, alpha: float = ALPHA, *, kurtosis: float = 3.0, above: bool
 ) -> float:
-    """Return the power of the test for a standard deviation above, or below, a bound.
-
-    It is that of the studentized ln s, for gaps with this kurtosis.
-    """
+    """Return the power of the test for a standard deviation above, or below, a bound."""
     if not bound:
         return float(above)
     score = math.log(sd / bound) / log_sd_error(kurtosis, n)
@@ -318,10 +315,8 @@ def power_equivalence(mean: float, margin: float, sd: float, n: int, alpha: floa
 
 
 def _sampled_widths(sd: float, n: int, tail: float) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return an interval's widths below and above the means of normal samples, and their error.
-
-    To average over them is slower than scipy's noncentral t, which has no values in the far tails.
-    """
+    """Return equally likely widths of an interval below and above the mean, and its error."""
+    # scipy's noncentral t has no values in the far tails.
     if n < 2:
         return np.array(math.inf), np.array(math.inf), 1.0
     below, above = _half_widths(n, tail)
@@ -330,11 +325,9 @@ def _sampled_widths(sd: float, n: int, tail: float) -> tuple[np.ndarray, np.ndar
 
 @lru_cache(maxsize=512)
 def _half_widths(n: int, tail: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return equally likely widths of an interval below and above the mean of n standard normals.
-
-    Their mean, standard deviation and skewness are independent of each other.
-    """
+    """Return equally likely widths of intervals below and above the means of n standard normals."""
     t, error = _t_quantile(tail, n - 1), _sampled_sd(n) / math.sqrt(n)
+    # Mean, standard deviation and skewness are independent of each other.
     if not _MIN_SKEWED <= n <= _MANY:  # beyond, the skewness hardly matters
         return t * error, t * error
     skewness = _sampled_skewness(n)

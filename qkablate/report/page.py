@@ -1,7 +1,4 @@
-"""The HTML page: one self-contained file that makes no network requests.
-
-A content security policy allows no script but its own, whatever the names in the data are.
-"""
+"""The HTML page: one self-contained file that makes no network requests."""
 
 import base64
 import gzip

@@ -1,8 +1,4 @@
-"""Claims: hypotheses in parts, registered before their runs.
-
-The seeds of the runs are derived from the hash of the claim: a changed claim has other seeds, so
-that no earlier run can count for it.
-"""
+"""Claims: hypotheses in parts; their seeds follow from their hash, so no earlier run counts."""
 
 import dataclasses
 import hashlib

@@ -71,12 +71,10 @@ class Judgement:
 
     @property
     def scope(self) -> list[str]:
-        """Limits of the verdict by warnings of the audit, with the parts if not all are limited.
-
-        A claim is refuted by some of its parts: the others limit nothing.
-        """
+        """Limits of the verdict by warnings of the audit, with the parts if not all are limited."""
         if self.verdict is None or not self.is_conclusive:
             return []
+        # A claim is refuted by some of its parts: the others limit nothing.
         deciding = [
             judged
             for judged, word in zip(self.parts, self.verdict.parts, strict=True)
@@ -206,10 +204,7 @@ def _merge_audits(audits: list[list[AuditCheck]]) -> list[AuditCheck]:
 
 
 def counting_judgement(looks: list[Judgement]) -> Judgement | None:
-    """Return the judgement that counts; None before the first sweep.
-
-    It is the newest, except that undeclared additional seeds count only once all are done.
-    """
+    """Return the newest judgement; undeclared additional seeds count only once all are done."""
     counting = (look for look in looks if look.verdict or look.n in look.claim.seeds)
     return next(counting, looks[0] if looks else None)
 

@@ -161,10 +161,7 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def edits_since(claim: Claim, before: list[Registration]) -> list[str]:
-    """Return the edits of a claim since it had results: its verdict confirms nothing.
-
-    Another scale, or other settings on the command line, make another claim.
-    """
+    """Return the edits of a claim since it had results; with them, its verdict confirms nothing."""
     same = [other for other in before if other.claim.hash == claim.hash]
     return [
         f"edited after the runs of {other.when}: {'; '.join(describe_changes(other.claim, claim))}"

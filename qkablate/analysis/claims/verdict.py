@@ -280,10 +280,7 @@ def _merge_verdicts(verdicts: list[Verdict]) -> Verdict:
 
 
 def spend_alpha(looks: Sequence[int]) -> list[float]:
-    """Return the α of each interim look by O'Brien and Fleming's spending function.
-
-    The increments add up to α however the looks are correlated.
-    """
+    """Return the α of each look by O'Brien and Fleming's spending function; they add up to α."""
     z = float(stats.norm.isf(ALPHA / 2))
     total = [2 * float(stats.norm.sf(z / math.sqrt(n / looks[-1]))) for n in looks[:-1]]
     total.append(ALPHA)

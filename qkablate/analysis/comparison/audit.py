@@ -52,11 +52,7 @@ def audit(
     rounding_gap: Gap | None,
     detectable: float | None = None,
 ) -> list[AuditCheck]:
-    """Audit one gap.
-
-    `axis` is what was held equal. Effects are compared with the margin or, without one, with the
-    smallest `detectable` gap.
-    """
+    """Audit one gap at equal `axis`; the margin, or else `detectable`, is the size that matters."""
     sides, pairs = gap.sides, gap.runs
     done = [record for pair in pairs for record in pair]
     answers = {
@@ -297,10 +293,7 @@ def _format_machine(record: Record) -> str:
 
 
 def _check_equality_in_pairs(pairs: Pairs, describe: Callable[[Record], str]) -> Answer:
-    """Check a circumstance that must be equal within each pair.
-
-    If it varies from pair to pair, it only adds to the spread.
-    """
+    """Check what must be equal in each pair; from pair to pair it only adds to the spread."""
     mixed = sum(describe(run) != describe(other) for run, other in pairs)
     values = sorted({describe(record) for pair in pairs for record in pair})
     if mixed:

@@ -1,8 +1,4 @@
-"""Decisions: the outcomes of a comparison and of a claim, and the rates for which they hold.
-
-Parametrizations compared at one learning rate answer a question about that rate: at the next one
-the sign of the gap may be another. So only tuned arms get a bare decision.
-"""
+"""Decisions: outcomes of comparisons and claims, and the learning rates for which they hold."""
 
 import statistics
 from collections.abc import Iterable, Mapping
@@ -65,10 +61,7 @@ class MarginTest:
 
 
 def decide(gap: Gap, p_holm: float | None, margin: MarginTest | None = None) -> Decision:
-    """Return the outcome of one comparison, given its adjusted p-value.
-
-    A short lead over the floor lets the experiment show a difference, but not that there is none.
-    """
+    """Return the outcome of one comparison, given its adjusted p-value."""
     sample, lead = gap.sample, gap.lead
     if gap.arm_diverged:
         return Decision.ARM_DIVERGED
@@ -87,7 +80,7 @@ def decide(gap: Gap, p_holm: float | None, margin: MarginTest | None = None) -> 
         return Decision.WORSE if sample.mean > 0 else Decision.BETTER
     if margin is not None and is_found(margin.p_noninferior):
         return Decision.NOT_WORSE if is_sensitive(lead, margin.nats) else Decision.INSENSITIVE
-    if lead is not None and lead <= 0:
+    if lead is not None and lead <= 0:  # a difference could show, but not that there is none
         return Decision.INSENSITIVE
     return Decision.NO_DIFFERENCE_FOUND
 
@@ -97,7 +90,7 @@ BEFORE_ATTENTION = "before attention mattered"
 
 
 class RateScope(StrEnum):
-    """Learning rates for which the decision about a gap holds."""
+    """Learning rates for which a decision holds: at the next one the sign may be another."""
 
     BEST = ""  # the arms were tuned, or have the same parametrization
     THESE_RATES = "at these rates"  # tuned, and the audit warns that better ones may exist

@@ -44,10 +44,8 @@ class Predictions:
 
 
 def symmetric_kl(first: Predictions, second: Predictions) -> float:
-    """Return ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p − q) ln p/q, averaged over the positions.
-
-    No term is negative, so that small distances do not drown in rounding errors.
-    """
+    """Return ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p − q) ln p/q, averaged over the positions."""
+    # No term is negative, so that small distances do not drown in rounding errors.
     terms_PV = (first.probabilities - second.probabilities) * (first.log_PV - second.log_PV)
     return max(0.0, float(terms_PV.sum(axis=1).mean()) / 2)
 
@@ -68,12 +66,9 @@ class Distance:
         return math.exp(math.fsum(map(math.log, values)) / len(values)) if all(values) else 0.0
 
     def interval(self, tokens: int, level: float = 1 - ALPHA) -> Interval | None:
-        """Return the interval of the geometric mean.
-
-        None for pairs of seeds, which share runs, and where a distance is zero.
-        """
+        """Return the interval of the geometric mean; None for seeds and where a value is zero."""
         values = self.readings[tokens]
-        if self.kind == SEEDS or not all(values):
+        if self.kind == SEEDS or not all(values):  # pairs of seeds share runs
             return None
         ends = Sample(tuple(map(math.log, values))).interval(level)
         return ends and (_exp(ends[0]), _exp(ends[1]))

@@ -53,12 +53,9 @@ class Gap:
 
     @cached_property
     def lead(self) -> float | None:
-        """One-sided 95 % bound by which the baseline beats the floor; None if unknown.
-
-        It is infinite where no floor is needed.
-        """
+        """One-sided 95 % bound by which the baseline beats the floor; None if unknown."""
         if not self.compares_variants:
-            return math.inf
+            return math.inf  # no floor is needed
         interval = self.floor.bounds(1 - 2 * ALPHA) if self.floor else None
         return interval[0] if interval else None
 
@@ -85,10 +82,7 @@ class Gap:
 
     @property
     def p(self) -> float | None:
-        """Two-sided p-value against a gap of zero; None for fewer than two pairs.
-
-        A gap is never shown on a side where it has no bound.
-        """
+        """Two-sided p-value against zero; a gap is never shown on a side where it has no bound."""
         if self.sample.n < 2:
             return None
         below = 1.0 if self.arm_diverged else self.sample.p_below(0)
@@ -160,11 +154,7 @@ def _why_unpaired(entry: Entry, record: Record | None) -> str:
 
 
 def adjust(p_values: Sequence[float | None]) -> list[float | None]:
-    """Return p-values adjusted by Holm over all of them; None stays None.
-
-    The family are all gaps that are shown together, those of a study at every size: `results`,
-    `report` and W&B adjust by this function.
-    """
+    """Return p-values adjusted by Holm over all gaps that are shown together; None stays None."""
     adjusted = iter(holm([p for p in p_values if p is not None]))
     return [None if p is None else next(adjusted) for p in p_values]
 

@@ -75,10 +75,7 @@ class HeadMetrics:
 
 
 def sort_heads(arrays_LH: list[np.ndarray]) -> np.ndarray:
-    """Return the mean over seeds with each layer's heads sorted by value.
-
-    Head numbers carry no meaning across runs.
-    """
+    """Return the mean over seeds of each layer's sorted heads: their numbers carry no meaning."""
     ordered_SLH = np.stack([-np.sort(-array_LH, axis=1) for array_LH in arrays_LH])
     return nan_mean(ordered_SLH, axis=0)
 
@@ -113,10 +110,7 @@ def read_head_metrics(entry: Entry, names: Iterable[str], most: int) -> HeadMetr
 def read_head_rows(
     folder: Path, names: Iterable[str], most: int, note: Callable[[str], None] | None = None
 ) -> dict[int, HeadValues]:
-    """Read the head metrics of a run by tokens, at most `most` readings.
-
-    Malformed rows are skipped with a warning; malformed numbers become NaN.
-    """
+    """Read the head metrics of a run by tokens; malformed rows are skipped with a warning."""
     lines: dict[int, bytes] = {}
     content = read_metrics(folder) or b""  # `read_loss_curves` warns if damaged
     for line in content[: content.rfind(b"\n") + 1].splitlines():
@@ -162,10 +156,7 @@ def pick_evenly(items: list[int], count: int) -> list[int]:
 
 
 def _array(layers: Any, depth: int, most: int) -> np.ndarray | None:
-    """Return nested lists as an array of `depth` dimensions; null at any level becomes NaN.
-
-    None if they are ragged, no lists, without any number, or would have more than `most`.
-    """
+    """Return nested lists as an array with NaN for null; None if ragged, empty or above `most`."""
     values, shape = [layers], []
     for _ in range(depth):
         lengths = {len(v) if isinstance(v, list) else 0 for v in values if v is not None}

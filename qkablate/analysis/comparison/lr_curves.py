@@ -64,10 +64,7 @@ class LrCurve:
 
     @cached_property
     def surface(self) -> Surface | None:
-        """Least-squares surface near the best rates, if it has a minimum.
-
-        It has a dimension for the circuit's rate where that has a minimum, too.
-        """
+        """Least-squares surface near the best rates, if it has a minimum."""
         surface = find_surface(self.losses)
         return surface if surface is not None and surface.is_convex else None
 
@@ -86,15 +83,13 @@ class LrCurve:
         return ends and (fit.center.lr * math.exp(ends[0]), fit.center.lr * math.exp(ends[1]))
 
     def sensitivity(self, initial_loss: float) -> float | None:
-        """Return the mean cost, in nats, of a rate up to four times too high or too low.
-
-        Losses above the one before training count as that one.
-        """
+        """Return the mean cost, in nats, of a rate up to four times too high or too low."""
         best = self.best
         if best is None:
             return None
         least = self.means[best]
         costs = [
+            # Losses above the one before training count as that one.
             min(self.means.get(rates, math.inf), max(initial_loss, least)) - least
             for rates in self.losses
             if rates.circuit == best.circuit and abs(math.log(rates.lr / best.lr)) <= _FAR

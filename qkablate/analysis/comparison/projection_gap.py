@@ -48,10 +48,7 @@ def decompose_gap(
 
 
 def runs_at_rates(folder: Path, identity: Mapping[str, Any]) -> dict[float, Path]:
-    """Return the finished runs that differ from this one in the learning rate alone, by rate.
-
-    They are searched beside `folder`; the one with the lowest validation loss comes first.
-    """
+    """Return the finished runs beside `folder` that differ from it in their rate, best first."""
     runs = []
     arm = folder.name.rpartition("-")[0]
     for path in sorted(folder.parent.glob(f"{glob.escape(arm)}-*/config.yaml")):
@@ -81,10 +78,7 @@ class ScratchRun:
 def find_scratch_run(
     folder: Path, identity: Mapping[str, Any], parent: Path, parent_identity: Mapping[str, Any]
 ) -> ScratchRun | None:
-    """Return the best finished run like that of `folder`, tuned as much as the parent if possible.
-
-    None if no such run is done.
-    """
+    """Return the best finished run like `folder`'s, tuned as much as the parent if possible."""
     if not (rates := runs_at_rates(folder, identity)):
         return None
     parent_rates = runs_at_rates(parent, parent_identity)

@@ -1,8 +1,4 @@
-"""Gap over whole trainings of several lengths, and over model sizes.
-
-The tokens or parameters that an arm is worth are read off the baseline's own curve, from three
-points on, never from the middle of a run.
-"""
+"""Gap over whole trainings of several lengths, and over model sizes, not by mid-run readings."""
 
 import math
 from collections.abc import Sequence
@@ -96,11 +92,7 @@ def common_seeds(gaps: Sequence[Gap]) -> list[Seeds]:
 
 
 def equivalent_log_factor(series: Series) -> Sample:
-    """Return the log of how many times its tokens (parameters) the baseline needs, seed by seed.
-
-    It is the factor at which the baseline reaches the loss of the arm's longest (largest) point.
-    Empty if it cannot be measured: fewer than three points, or far beyond them.
-    """
+    """Return, by seed, the log of how many times its tokens (parameters) the baseline needs."""
     if len(series.gaps) < MIN_POINTS:
         return Sample(())
     x = [math.log(value) for value in series.x]
@@ -110,7 +102,7 @@ def equivalent_log_factor(series: Series) -> Sample:
         at = _interpolate(x, curve, series.gaps[-1].arm.losses[key])
         if at is None:
             return Sample(())
-        factors.append(at - x[-1])
+        factors.append(at - x[-1])  # from the arm's longest (largest) point
     return Sample(tuple(factors))
 
 

@@ -18,10 +18,7 @@ _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
 def read_loss_curves(
     folder: Path, note: Callable[[str], None] | None = None
 ) -> dict[str, LossCurve]:
-    """Read the loss curves of a run from metrics.jsonl.
-
-    Malformed lines are skipped with a warning. Long curves are thinned evenly on a log scale.
-    """
+    """Read the loss curves of a run, thinned evenly on a log scale; malformed lines are skipped."""
     curves, damage = _read_curves(folder)
     if damage:
         print_stderr(f"qkablate: '{folder / 'metrics.jsonl'}' is damaged: {damage}")
@@ -67,10 +64,7 @@ def read_metrics(folder: Path) -> bytes | None:
 
 
 def _thin_lines(lines: list[bytes]) -> list[bytes]:
-    """Pick the first line of every sixteenth of a doubling of tokens, and the last.
-
-    Runs with other lines missing still yield the same picks.
-    """
+    """Pick the first line of every sixteenth of a doubling of tokens, and the last."""
     picked: dict[int, bytes] = {}
     for line in lines:
         if (tokens := _TOKENS.search(line)) is not None:

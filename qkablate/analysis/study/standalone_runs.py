@@ -1,8 +1,4 @@
-"""Runs outside any sweep, read as a study.
-
-Runs whose configs differ only in seed and learning rate form an arm; its baseline is standard
-attention with otherwise equal settings.
-"""
+"""Runs outside any sweep as a study: an arm's runs differ in seed and learning rate alone."""
 
 import dataclasses
 import itertools
@@ -82,10 +78,7 @@ def read_standalone_runs(folders: Iterable[Path]) -> Study:
 
 
 def _read_run(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
-    """Read a run and the key of its arm, adding the arm to `arms`.
-
-    ValueError if the folder holds no run of this program.
-    """
+    """Read a run and its arm's key, adding the arm to `arms`; ValueError if there is no run."""
     try:
         content = read_config(folder)
         content.setdefault("init_from", dict(vars(InitFromConfig())))  # missing in older runs

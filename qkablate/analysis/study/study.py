@@ -1,7 +1,4 @@
-"""A study: the runs of a sweep with their losses and circumstances, read from their folders.
-
-Runs that cannot be read are included with the reason: nothing is dropped silently.
-"""
+"""A study: the runs of a sweep, read from their folders, or why they cannot be read."""
 
 import dataclasses
 import os
