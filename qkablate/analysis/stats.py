@@ -84,6 +84,10 @@ class Sample:
         """Return the standard deviation of one of n numbers, with its share of the extra."""
         return math.sqrt((self.sd or 0.0) ** 2 + n * self.extra_variance)
 
+    def detectable(self, alpha: float = ALPHA) -> float | None:
+        """Return the smallest mean that as many numbers detect with 80 % power."""
+        return detectable_effect(self.spread_at(self.n), self.n, alpha)
+
     def interval(self, level: float = 1 - ALPHA) -> Interval | None:
         """Return the confidence interval of the mean; None for fewer than two numbers."""
         if self.sd is None:

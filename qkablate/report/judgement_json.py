@@ -4,7 +4,7 @@ import dataclasses
 
 from qkablate.analysis.claims.judgement import Judgement, PartJudgement
 from qkablate.analysis.comparison.decision import Verdict
-from qkablate.analysis.stats import describe_sample, detectable_effect
+from qkablate.analysis.stats import describe_sample
 
 
 def judgement_to_json(judgement: Judgement) -> dict[str, object]:
@@ -51,9 +51,7 @@ def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
         "p_refuted": part.p_refuted,
         "bca": sample.bca,
         "sign_flip": sample.sign_flip,
-        "detectable": None
-        if sample.sd is None
-        else detectable_effect(sample.spread_at(sample.n), sample.n, 2 * alpha),
+        "detectable": sample.detectable(2 * alpha),
         "arm_diverged": sum(gap.arm_diverged for gap in judged.gaps),
         "baseline_diverged": sum(gap.baseline_diverged for gap in judged.gaps),
         "arm_left_behind": sum(gap.arm_left_behind for gap in judged.gaps),

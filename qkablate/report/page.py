@@ -58,9 +58,7 @@ def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str,
     ]
     claim = None
     if judgement is not None:
-        table = make_claim_table(judgement)
-        claim = {"columns": table.columns, "rows": table.rows, "notes": table.notes}
-        claim["lines"] = format_claim(judgement.claim)
+        claim = vars(make_claim_table(judgement)) | {"lines": format_claim(judgement.claim)}
     content: dict[str, Any] = sanitize_all(
         {
             "id": f"c{number + 1}",

@@ -14,7 +14,6 @@ from qkablate.analysis.stats import (
     Interval,
     Sample,
     describe_sample,
-    detectable_effect,
     holm,
 )
 from qkablate.analysis.study.document_error import DocumentError, document_error
@@ -183,12 +182,7 @@ class Family:
 
     def detectable(self, gap: Gap) -> float | None:
         """Return the smallest gap that would be found with 80 % power, adjusted for all shown."""
-        if gap.sample.sd is None:
-            return None
-        sample = gap.sample
-        return detectable_effect(
-            sample.spread_at(sample.n), sample.n, ALPHA / max(1, self.comparisons)
-        )
+        return gap.sample.detectable(ALPHA / max(1, self.comparisons))
 
     @cached_property
     def rounding_gap(self) -> Gap | None:

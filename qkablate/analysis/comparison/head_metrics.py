@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from qkablate.analysis.comparison.curves import Curve, combine_curves
-from qkablate.analysis.study.loss_curves import read_metrics
+from qkablate.analysis.study.loss_curves import read_metrics, report_damage
 from qkablate.analysis.study.study import Entry
-from qkablate.errors import print_stderr
 from qkablate.runs.records import decode_row, is_number
 
 SPECTRUM = "qk/singular"
@@ -125,10 +124,7 @@ def read_head_rows(
         except ValueError:
             damaged += 1
     if damaged:
-        text = f"is damaged: rows of head metrics skipped: {damaged}"
-        print_stderr(f"qkablate: '{folder / 'metrics.jsonl'}' {text}")
-        if note is not None:
-            note(f"metrics.jsonl {text}")
+        report_damage(folder, f"rows of head metrics skipped: {damaged}", note)
     return rows
 
 

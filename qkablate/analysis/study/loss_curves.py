@@ -19,19 +19,11 @@ def read_loss_curves(
     folder: Path, note: Callable[[str], None] | None = None
 ) -> dict[str, LossCurve]:
     """Read the loss curves of a run, thinned evenly on a log scale; malformed lines are skipped."""
-    curves, damage = _read_curves(folder)
-    if damage:
-        print_stderr(f"qkablate: '{folder / 'metrics.jsonl'}' is damaged: {damage}")
-        if note is not None:
-            note(f"metrics.jsonl is damaged: {damage}")
-    return curves
-
-
-def _read_curves(folder: Path) -> tuple[dict[str, LossCurve], str]:
     content = read_metrics(folder)
     curves: dict[str, LossCurve] = {VAL: {}, TRAIN: {}}
     if content is None:
-        return curves, "its loss curves are skipped"
+        report_damage(folder, "its loss curves are skipped", note)
+        return curves
     lines = content.splitlines()
     unfinished = b"" if content.endswith(b"\n") else lines[-1] if lines else b""
     damaged = set()
@@ -50,7 +42,16 @@ def _read_curves(folder: Path) -> tuple[dict[str, LossCurve], str]:
             if type(tokens) is int and 0 < tokens < 2**60 and is_number(loss):
                 curves[metric][tokens] = float(loss)
         curves[metric] = dict(sorted(curves[metric].items()))
-    return curves, f"rows skipped: {len(damaged)}" if damaged else ""
+    if damaged:
+        report_damage(folder, f"rows skipped: {len(damaged)}", note)
+    return curves
+
+
+def report_damage(folder: Path, damage: str, note: Callable[[str], None] | None) -> None:
+    """Report that the metrics of a run are damaged."""
+    print_stderr(f"qkablate: '{folder / 'metrics.jsonl'}' is damaged: {damage}")
+    if note is not None:
+        note(f"metrics.jsonl is damaged: {damage}")
 
 
 def read_metrics(folder: Path) -> bytes | None:
