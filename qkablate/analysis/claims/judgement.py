@@ -11,14 +11,7 @@ from qkablate.analysis.claims.verdict import (
     judge_parts,
     spend_alpha,
 )
-from qkablate.analysis.comparison.audit import (
-    BROKEN,
-    LIMITS,
-    WARNING,
-    AuditCheck,
-    audit,
-    worst_state,
-)
+from qkablate.analysis.comparison.audit import BROKEN, LIMITS, AuditCheck, audit, worst_state
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
 from qkablate.analysis.comparison.lr_curves import find_lr_curves
@@ -40,7 +33,7 @@ class PartJudgement:
 
     def is_warned(self, name: str) -> bool:
         """Return whether the audit's check of this name is a warning."""
-        return any(c.name == name and c.state in (WARNING, BROKEN) for c in self.checks)
+        return any(check.name == name and check.is_warning for check in self.checks)
 
 
 @dataclass(frozen=True)
@@ -119,15 +112,11 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
             measure_gap(entries[arm], entries[other], study.floor_of(entries[other]))
             for arm, other in comparison.pairs
         ]
+        spec = comparison.spec
+        # Growth is in nats per doubling, and has no margin at a single length.
+        margin = None if spec.horizon == "growth" else spec.margin
         audits = [
-            audit(
-                gap,
-                lr_curves,
-                axis=comparison.spec.axis,
-                # Growth is in nats per doubling, and has no margin at a single length.
-                margin=None if comparison.spec.horizon == "growth" else comparison.spec.margin,
-                rounding_gap=_rounding_gap(gap, study, entries),
-            )
+            audit(gap, lr_curves, spec.axis, margin, _rounding_gap(gap, study, entries))
             for gap in gaps
         ]
         part = _make_part(comparison, gaps)
@@ -137,21 +126,18 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
     per_arm = sum(run.arm == manifest.runs[0].arm for run in manifest.runs)
     n = len(manifest.finals) or per_arm
     alpha = dict(zip(claim.seeds, spend_alpha(claim.seeds), strict=True)).get(n, ALPHA)
-    reasons = list(exploratory)
+    reasons = [*exploratory]
     if not exploratory and not _has_derived_seeds(claim, manifest, n):
         reasons.append("these runs do not have the seeds derived from its hash")
     if n not in claim.seeds:
-        declared = " or ".join(map(str, claim.seeds))
-        reasons.append(f"{n} seeds, and {declared} were declared")
+        reasons.append(f"{n} seeds, and {' or '.join(map(str, claim.seeds))} were declared")
     reasons += [
         f"{judged.part.name}: {check.name}: {check.message}"
         for judged in parts
         for check in judged.checks
         if check.state == BROKEN
     ]
-    verdict = None
-    if study.is_complete:
-        verdict = judge_parts([judged.part for judged in parts], alpha)
+    verdict = judge_parts([judged.part for judged in parts], alpha) if study.is_complete else None
     return Judgement(claim, study, n, alpha, verdict, parts, reasons)
 
 

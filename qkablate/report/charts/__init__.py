@@ -5,9 +5,13 @@ from qkablate.report.charts.base import Chart
 from qkablate.report.charts.curves import gap_curve_chart, loss_chart
 from qkablate.report.charts.distance import distance_chart
 from qkablate.report.charts.forest import claim_chart, gap_chart
-from qkablate.report.charts.heads import head_curve_chart, head_map_chart
+from qkablate.report.charts.heads import (
+    head_curve_chart,
+    head_map_chart,
+    spectra_by_tokens_chart,
+    spectrum_chart,
+)
 from qkablate.report.charts.sizes import cost_chart, heat_map_chart, lr_chart
-from qkablate.report.charts.spectra import spectra_by_tokens_chart, spectrum_chart
 from qkablate.report.section import Section
 
 _MAKERS = (

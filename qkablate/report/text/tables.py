@@ -6,7 +6,7 @@ from qkablate.analysis.comparison.audit import MARKS, NOTE, group_checks, worst_
 from qkablate.analysis.comparison.curves import CurveSummary
 from qkablate.analysis.comparison.decision import TuningPlan
 from qkablate.analysis.comparison.function_distance import FunctionDistance
-from qkablate.analysis.comparison.gaps import ArmLosses, NoiseFloor
+from qkablate.analysis.comparison.gaps import NoiseFloor
 from qkablate.analysis.comparison.lr_curves import LrCurveSummary
 from qkablate.analysis.comparison.ranking import Front, Ranking
 from qkablate.analysis.comparison.scaling import SeriesSummary
@@ -55,31 +55,17 @@ def _arm_table(summary: StudySummary) -> Table:
         if show_accuracy:
             cells += [format_accuracy(arm.accuracy), format_accuracy(arm.chance)]
         rows.append([*cells, " ".join(runs) or "none yet"])
-    return Table(
-        "test loss, nats per token",
-        [
-            *("arm", "params", "lr", "done", "mean", "sd", "95 % interval"),
-            *(["accuracy", "chance"] if show_accuracy else []),
-            "every run",
-        ],
-        rows,
-        ["params: without embeddings; interval: of the mean over seeds"]
-        + ["chance: accuracy of the best guess that does not depend on the sequence"]
-        * show_accuracy
-        + [f"without attention: {references}" for references in summary.text_references]
-        + _left_behind_notes(summary.arms),
-        ("every run",),
-    )
-
-
-def _left_behind_notes(arms: list[ArmLosses]) -> list[str]:
-    """Return the runs far above the others of their arm."""
-    notes = []
-    for arm in arms:
+    head = ["arm", "params", "lr", "done", "mean", "sd", "95 % interval"]
+    notes = ["params: without embeddings; interval: of the mean over seeds"]
+    if show_accuracy:
+        head += ["accuracy", "chance"]
+        notes.append("chance: accuracy of the best guess that does not depend on the sequence")
+    notes += [f"without attention: {references}" for references in summary.text_references]
+    for arm in summary.arms:
         if failed := [run.left_behind for run in arm.runs if run.left_behind is not None]:
             by = ", ".join(f"{excess:.2g}" for excess in sorted(failed, reverse=True))
             notes.append(f"left behind: {arm.arm}, {len(failed)} of {arm.n} runs (by {by} nats)")
-    return notes
+    return Table("test loss, nats per token", [*head, "every run"], rows, notes, ("every run",))
 
 
 def _gap_table(
@@ -172,13 +158,10 @@ def _rank_table(ranking: Ranking) -> Table:
         ranks = " to ".join(map(str, dict.fromkeys((rank.best_rank, rank.worst_rank))))
         rows.append([rank.arm, ranks, f"{rank.mean:.4f}", str(rank.n)])
     equal = {"tokens": "tokens", "params": "parameters", "flops": "training FLOPs"}[ranking.equal]
-    return Table(
-        f"ranks at equal {equal}, with {ranking.size}",
-        ["arm", "rank", "mean", "n"],
-        rows,
-        ["ranks that no pair's t test excludes, adjusted by Holm over all pairs"]
-        + [f"not ranked: {line}" for line in ranking.unranked],
-    )
+    notes = ["ranks that no pair's t test excludes, adjusted by Holm over all pairs"]
+    notes += [f"not ranked: {line}" for line in ranking.unranked]
+    title = f"ranks at equal {equal}, with {ranking.size}"
+    return Table(title, ["arm", "rank", "mean", "n"], rows, notes)
 
 
 def _rate_table(curves: list[LrCurveSummary]) -> Table:
@@ -190,17 +173,13 @@ def _rate_table(curves: list[LrCurveSummary]) -> Table:
         cells += [format_interval(curve.optimum_interval, ".3g"), format_known(curve.sensitivity)]
         cells += [*_estimate_cells(curve.gap_at_default), *_estimate_cells(curve.gap_at_best)]
         rows.append([*cells, "! on the edge" if curve.on_the_edge else ""])
-    return Table(
-        "learning rates, by validation loss",
-        head,
-        rows,
-        [
-            f"default: {', '.join(dict.fromkeys(str(curve.default) for curve in curves))}",
-            "optimum: minimum of a quadratic surface in ln lr and ln of the circuit's multiplier;"
-            " interval: of lr; off by up to 4 ×: mean cost of missing the best rate",
-            "the gaps are paired by tuning seed, on validation",
-        ],
-    )
+    notes = [
+        f"default: {', '.join(dict.fromkeys(str(curve.default) for curve in curves))}",
+        "optimum: minimum of a quadratic surface in ln lr and ln of the circuit's multiplier;"
+        " interval: of lr; off by up to 4 ×: mean cost of missing the best rate",
+        "the gaps are paired by tuning seed, on validation",
+    ]
+    return Table("learning rates, by validation loss", head, rows, notes)
 
 
 def _curve_table(curves: list[CurveSummary]) -> Table:
@@ -212,16 +191,13 @@ def _curve_table(curves: list[CurveSummary]) -> Table:
             for r in (readings[0], readings[len(readings) // 2], readings[-1])
         ]
         rows.append([curve.arm, *picked, *_estimate_cells(growth)])
-    return Table(
-        "validation gap while training",
-        ["arm", "first reading", "middle", "last", "growth", "95 % interval"],
-        rows,
-        [
-            "bands cover all readings simultaneously; growth: change of the gap over the last"
-            " doubling of tokens",
-            "in the middle of a schedule these describe, and decide nothing",
-        ],
-    )
+    head = ["arm", "first reading", "middle", "last", "growth", "95 % interval"]
+    notes = [
+        "bands cover all readings simultaneously; growth: change of the gap over the last"
+        " doubling of tokens",
+        "in the middle of a schedule these describe, and decide nothing",
+    ]
+    return Table("validation gap while training", head, rows, notes)
 
 
 def make_distance_table(family: FunctionDistance) -> Table:
@@ -239,16 +215,13 @@ def make_distance_table(family: FunctionDistance) -> Table:
         ]
         for distance in family.distances
     ]
-    return Table(
-        f"function distance from {family.baseline} at the end",
-        ["arm", "n", "nats", "95 % interval", "times another seed", "times rounding"],
-        rows,
-        [
-            f"½ (KL(p‖q) + KL(q‖p)) at {family.positions:,} positions of the validation split;"
-            " geometric mean over pairs. It has no direction: smaller is not better",
-            *(f"not read: {line}" for line in family.faults),
-        ],
-    )
+    head = ["arm", "n", "nats", "95 % interval", "times another seed", "times rounding"]
+    notes = [
+        f"½ (KL(p‖q) + KL(q‖p)) at {family.positions:,} positions of the validation split;"
+        " geometric mean over pairs. It has no direction: smaller is not better",
+        *(f"not read: {line}" for line in family.faults),
+    ]
+    return Table(f"function distance from {family.baseline} at the end", head, rows, notes)
 
 
 def format_ratio(value: float) -> str:
@@ -257,8 +230,6 @@ def format_ratio(value: float) -> str:
 
 
 def _series_table(along: str, series_of_arms: list[SeriesSummary]) -> Table:
-    head = ["arm", f"gap at {along}", "per doubling", "95 % interval"]
-    head += [f"worth, in {along}", "interval"]
     rows = []
     for series in series_of_arms:
         points = " ".join(
@@ -269,15 +240,13 @@ def _series_table(along: str, series_of_arms: list[SeriesSummary]) -> Table:
         if (worth := series.equivalent) is not None:
             times = [f"× {worth.times:.3f}", format_interval(worth.interval, ".3f")]
         rows.append([series.arm, points, *_estimate_cells(series.growth_per_doubling), *times])
-    return Table(
-        f"gap by {along}, each run with a whole schedule",
-        head,
-        rows,
-        [
-            f"worth: how many times its {along} the baseline needs for the same loss; measured from"
-            " three points on"
-        ],
+    head = ["arm", f"gap at {along}", "per doubling", "95 % interval", f"worth, in {along}"]
+    note = (
+        f"worth: how many times its {along} the baseline needs for the same loss; measured from"
+        " three points on"
     )
+    title = f"gap by {along}, each run with a whole schedule"
+    return Table(title, [*head, "interval"], rows, [note])
 
 
 def _front_table(fronts: list[Front]) -> Table:
@@ -292,17 +261,14 @@ def _front_table(fronts: list[Front]) -> Table:
             rows.append(
                 [arm.arm, f"{format_short(arm.cost)} {front.cost}", f"{arm.mean:.4f}", mark]
             )
-    return Table(
-        f"Pareto fronts of loss and cost, at {format_short(longest)} tokens",
-        ["arm", "cost", "mean test loss", ""],
-        rows,
-        [
-            *[f"surely beaten: {format_list(beaten, 6)}"] * bool(beaten),
-            "surely: by t tests of all pairs at any rate, adjusted by Holm over all fronts; of"
-            " several rates of an arm, that of the least validation loss is shown",
-            "for time, give --times FILE, from `qkablate cost --measure --json`",
-        ],
-    )
+    notes = [
+        *[f"surely beaten: {format_list(beaten, 6)}"] * bool(beaten),
+        "surely: by t tests of all pairs at any rate, adjusted by Holm over all fronts; of"
+        " several rates of an arm, that of the least validation loss is shown",
+        "for time, give --times FILE, from `qkablate cost --measure --json`",
+    ]
+    title = f"Pareto fronts of loss and cost, at {format_short(longest)} tokens"
+    return Table(title, ["arm", "cost", "mean test loss", ""], rows, notes)
 
 
 def format_accuracy(value: float | None) -> str:
