@@ -1,7 +1,7 @@
 """Decisions: outcomes of comparisons and claims, and the learning rates for which they hold."""
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -100,14 +100,13 @@ class RateScope(StrEnum):
 
 
 def find_rate_scopes(
-    decided: Iterable[tuple[Gap, Decision]], curves: Mapping[str, LrCurve]
+    decided: list[tuple[Gap, Decision]], curves: Mapping[str, LrCurve]
 ) -> list[RateScope]:
     """Return the scope of each gap.
 
     Arms that differ in `variant.lr` alone, and are compared with the same variant, are the same arm
     at several rates of its circuit.
     """
-    decided = list(decided)
     at_rates: dict[str, list[tuple[Gap, Decision]]] = {}
     for gap, decision in decided:
         at_rates.setdefault(_without_rate(gap), []).append((gap, decision))

@@ -88,14 +88,12 @@ class Gap:
         above = 1.0 if self.baseline_diverged else self.sample.p_above(0)
         return min(1.0, 2 * min(below, above))
 
-    @cached_property
+    @property
     def arm_left_behind(self) -> int:
-        """Number of the arm's runs that ended far above its others."""
         return len(find_left_behind(self.arm.losses))
 
-    @cached_property
+    @property
     def baseline_left_behind(self) -> int:
-        """Number of the baseline's runs that ended far above its others."""
         return len(find_left_behind(self.baseline.losses))
 
     @cached_property

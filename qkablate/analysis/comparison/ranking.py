@@ -65,16 +65,9 @@ def find_rankings(families: list[Family]) -> list[Ranking]:
 
 
 def _rank(axis: str, baseline: Entry, arms: list[Entry]) -> Ranking:
-    entries, unranked = [], []
-    for entry in (baseline, *arms):
-        if not is_annealed(entry.arm.config.optim):
-            unranked.append(f"{entry.name}: its learning rate is not annealed")
-        elif not entry.losses:
-            unranked.append(f"{entry.name}: no run is done")
-        elif diverged := len(entry.with_status("diverged")):
-            unranked.append(f"{entry.name}: {diverged} of {len(entry.records)} runs diverged")
-        else:
-            entries.append(entry)
+    reasons = [(entry, _why_unranked(entry)) for entry in (baseline, *arms)]
+    entries = [entry for entry, reason in reasons if not reason]
+    unranked = [f"{entry.name}: {reason}" for entry, reason in reasons if reason]
     pairs = list(itertools.combinations(entries, 2))
     samples = [measure_gap(arm, other).sample for arm, other in pairs]
     adjusted = adjust([sample.p if sample.n >= MIN_PAIRS else None for sample in samples])
@@ -93,6 +86,16 @@ def _rank(axis: str, baseline: Entry, arms: list[Entry]) -> Ranking:
         for (arm, other), sample, p in zip(pairs, samples, adjusted, strict=True)
     ]
     return Ranking(axis, baseline.name, ranks, unranked, described)
+
+
+def _why_unranked(entry: Entry) -> str:
+    """Return the reason why an arm has neither a rank nor a place on a front; '' if it has."""
+    if not is_annealed(entry.arm.config.optim):
+        return "its learning rate is not annealed"
+    if not entry.losses:
+        return "no run is done"
+    diverged = len(entry.with_status("diverged"))
+    return f"{diverged} of {len(entry.records)} runs diverged" if diverged else ""
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,7 @@ def find_fronts(study: Study, milliseconds: Mapping[str, float]) -> list[Front]:
     planes: list[tuple[int, str, list[Priced]]] = []
     groups: dict[tuple[int, str], list[Entry]] = {}
     for entry in study.entries:
-        done = entry.losses and not entry.with_status("diverged")
-        if done and is_annealed(entry.arm.config.optim):
+        if not _why_unranked(entry):
             data = str(entry.arm.facts.get("data_fingerprint"))
             groups.setdefault((entry.tokens, data), []).append(entry)
     for (tokens, _), entries in groups.items():
@@ -187,14 +189,15 @@ def _place_on_front(
     entry: Entry, cost: float, priced: list[Priced], beaten: set[tuple[str, str]]
 ) -> FrontArm:
     mean = entry.sample.mean
-    point = (cost, mean)
     beaten_by = [
-        other
+        other.name
         for other, price in priced
-        if price <= cost and other.sample.mean <= mean and (price, other.sample.mean) != point
+        if price <= cost
+        and other.sample.mean <= mean
+        and (price, other.sample.mean) != (cost, mean)
     ]
-    surely = any((entry.name, other.name) in beaten for other in beaten_by)
-    return FrontArm(entry.name, cost, mean, not beaten_by, surely or not beaten_by)
+    surely = not beaten_by or any((entry.name, name) in beaten for name in beaten_by)
+    return FrontArm(entry.name, cost, mean, not beaten_by, surely)
 
 
 def read_times(path: str, study: Study) -> dict[str, float]:
@@ -208,9 +211,8 @@ def read_times(path: str, study: Study) -> dict[str, float]:
         if not sized or not all(is_number(ms) and ms > 0 for _, ms in times):
             raise ValueError
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
-        raise UserError(
-            f"--times: '{path}' is not the output of `qkablate cost --measure --json`"
-        ) from None
+        command = "`qkablate cost --measure --json`"
+        raise UserError(f"--times: '{path}' is not the output of {command}") from None
     by_arm = {}
     for arm in study.arms.values():
         flat = flatten(arm.config) | {"variant": arm.variant, **vars(arm.config.model)}

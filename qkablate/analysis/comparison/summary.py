@@ -159,8 +159,8 @@ def describe_study(
         for family in families
         for number in range(len(family.gaps))
     ]
-    decided = [(gap, one.decision) for gap, one in zip(gaps, described, strict=True)]
-    scopes = find_rate_scopes(decided, lr_curves)
+    decisions = [one.decision for one in described]
+    scopes = find_rate_scopes(list(zip(gaps, decisions, strict=True)), lr_curves)
     return StudySummary(
         sweep=study.name,
         complete=study.is_complete,

@@ -24,9 +24,8 @@ def heat_map_chart(section: Section) -> Chart:
         rest = size.replace(f"d{model.d_model}-h{model.heads}", "", 1).strip("- ")
         half = half_width(gap.interval)
         beside = f"± {format_digits(half, half)}" if half is not None else ""
-        if gap.mean is None:
-            text, estimate = "diverged", "all pairs diverged"
-        else:
+        text, estimate = "diverged", "all pairs diverged"
+        if gap.mean is not None:
             text = format_digits(gap.mean, half, signed=True)
             text = text if gap.decision.is_directed and not gap.rates else f"({text})"
             estimate = format_gap_summary(gap)
@@ -108,10 +107,10 @@ def cost_chart(section: Section) -> Chart:
         "Mean test loss of each arm; bar: 95 % interval over seeds"
         f" ({format_n(counts)}). Lower left is better."
     )
-    if hidden:
-        caption += (
-            f" The chart by {_FLOPS} shows all training lengths, the others only the longest."
-        )
+    shown_lengths = (
+        f" The chart by {_FLOPS} shows all training lengths, the others only the longest."
+    )
+    caption += shown_lengths if hidden else ""
     return Chart("costs", "Loss against cost", caption, panels)
 
 
