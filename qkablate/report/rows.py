@@ -103,11 +103,8 @@ def find_problems(section: Section) -> list[str]:
         lines += [f"function distance: {fault}" for fault in distance.faults]
     for status in ("damaged", "failed", "waiting"):
         # A waiting run has a reason if its folder exists and cannot be read.
-        records = [
-            r
-            for r in section.study.all_records
-            if r.status == status and (r.reason or status != "waiting")
-        ]
+        records = [r for r in section.study.all_records if r.status == status]
+        records = [r for r in records if r.reason or status != "waiting"]
         lines += [f"{r.folder.name}: {_format_status(r)}" for r in records[:_MAX_PROBLEMS]]
         if (more := len(records) - _MAX_PROBLEMS) > 0:
             lines.append(f"{more:,} more {status}: see the table of runs below")

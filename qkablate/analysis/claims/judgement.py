@@ -159,15 +159,10 @@ def _make_part(comparison: Comparison, gaps: list[Gap]) -> Part:
         return Part.from_gap(comparison.name, spec.kind, spec.margin, gaps[0])
     # A diverged run tilts the line up or down, depending on its place in it.
     diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
-    return Part(
-        comparison.name,
-        spec.kind,
-        spec.margin,
-        fit_growth([gap.arm.tokens for gap in gaps], gaps),
-        diverged,
-        diverged,
-        is_sensitive=all(is_sensitive(gap.lead, spec.margin) for gap in gaps),
-    )
+    sensitive = all(is_sensitive(gap.lead, spec.margin) for gap in gaps)
+    sample = fit_growth([gap.arm.tokens for gap in gaps], gaps)
+    name, kind, margin = comparison.name, spec.kind, spec.margin
+    return Part(name, kind, margin, sample, diverged, diverged, is_sensitive=sensitive)
 
 
 def _rounding_gap(gap: Gap, study: Study, entries: dict[str, Entry]) -> Gap | None:

@@ -69,16 +69,9 @@ class Part:
 
     @classmethod
     def from_gap(cls, name: str, kind: str, margin: float, gap: Gap) -> "Part":
-        diverged = gap.arm_diverged > 0, gap.baseline_diverged > 0
-        return cls(
-            name,
-            kind,
-            margin,
-            gap.sample,
-            *diverged,
-            measure_risks(gap.arm, gap.baseline),
-            is_sensitive(gap.lead, margin),
-        )
+        above, below = gap.arm_diverged > 0, gap.baseline_diverged > 0
+        risks, sensitive = measure_risks(*gap.sides), is_sensitive(gap.lead, margin)
+        return cls(name, kind, margin, gap.sample, above, below, risks, sensitive)
 
     def p_below(self, bound: float) -> float:
         """Return the p-value against a mean at or above the bound."""

@@ -105,7 +105,6 @@ def worst_state(checks: list[AuditCheck]) -> str:
 
 def _check_completeness(sides: Sides) -> Answer:
     missing = []
-    broken = False
     for entry in sides:
         if entry.rate is None:
             missing.append(f"{entry.name}: no learning rate was chosen")
@@ -113,9 +112,9 @@ def _check_completeness(sides: Sides) -> Answer:
             if records := entry.with_status(status):
                 seeds = ", ".join(record.seed for record in records)
                 missing.append(f"{entry.name}: {len(records)} {status} ({seeds})")
-                broken |= status == "damaged"
     if missing:
-        return BROKEN if broken else WARNING, "; ".join(missing)
+        is_broken = any(entry.with_status("damaged") for entry in sides)
+        return BROKEN if is_broken else WARNING, "; ".join(missing)
     return OK, f"all {sum(len(entry.records) for entry in sides)} are done"
 
 
@@ -131,13 +130,10 @@ def _check_pairs(gap: Gap) -> Answer:
 
 def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> Answer:
     tuned = {entry.name: curves[entry.arm.name] for entry in sides if entry.arm.name in curves}
-    if unknown := [name for name, curve in tuned.items() if curve.best is None]:
-        return WARNING, f"{' and '.join(unknown)} diverged at every rate or has missing runs"
-    if edge := [name for name, curve in tuned.items() if curve.is_on_edge]:
-        return (
-            WARNING,
-            f"the best of {' and '.join(edge)} is on the edge, or beside a rate that diverged",
-        )
+    if unknown := " and ".join(name for name, curve in tuned.items() if curve.best is None):
+        return WARNING, f"{unknown} diverged at every rate or has missing runs"
+    if edge := " and ".join(name for name, curve in tuned.items() if curve.is_on_edge):
+        return WARNING, f"the best of {edge} is on the edge, or beside a rate that diverged"
     rates = {entry.name: str(entry.rates or "–") for entry in sides}
     if untuned := [name for name in rates if name not in tuned]:
         which = "neither was" if not tuned else f"{untuned[0]} was not"
@@ -174,11 +170,8 @@ def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None)
 
 def _check_annealing(sides: Sides) -> Answer:
     if high := [entry.name for entry in sides if not is_annealed(entry.arm.config.optim)]:
-        return (
-            WARNING,
-            f"the learning rate of {' and '.join(high)} is not annealed; optim.schedule=cosine"
-            f" with optim.lr_final={ANNEALED} or less anneals it",
-        )
+        text = f"the learning rate of {' and '.join(high)} is not annealed; optim.schedule=cosine"
+        return WARNING, f"{text} with optim.lr_final={ANNEALED} or less anneals it"
     lengths = dict.fromkeys(f"{entry.tokens:,}" for entry in sides)
     if len(lengths) > 1:
         return NOTE, f"whole schedules of different lengths: {' against '.join(lengths)} tokens"
@@ -189,12 +182,10 @@ def _check_matching(sides: Sides, axis: str) -> Answer:
     arm, baseline = (entry.arm for entry in sides)
     if not arm.params or not baseline.params:
         return WARNING, "sizes are unknown: no run has a result"
-    excess = {
-        "params": arm.params / baseline.params - 1,
-        "training FLOPs": arm.flops / baseline.flops - 1,
-    }
+    params, flops = arm.params / baseline.params - 1, arm.flops / baseline.flops - 1
+    excess = {"params": params, "training FLOPs": flops}
     message = ", ".join(
-        f"{name} {value:+.1%}" if value else f"equal {name}" for name, value in excess.items()
+        f"{k} {value:+.1%}" if value else f"equal {k}" for k, value in excess.items()
     )
     held = {"params": "params", "flops": "training FLOPs"}.get(axis)
     if held is None:
@@ -253,12 +244,8 @@ def _check_ngrams(gap: Gap) -> Answer:
         return (OK, "not a text") if done else _NO_PAIRS
     if lead > 0:
         return OK, f"{name} beats the best n-gram by {lead:.4f}"
-    state = WARNING if gap.is_before_attention else NOTE
-    return (
-        state,
-        f"{name} does not beat the best n-gram ({-lead:.4f} above it)"
-        + ": raise train.steps" * (state == WARNING),
-    )
+    text = f"{name} does not beat the best n-gram ({-lead:.4f} above it)"
+    return (WARNING, f"{text}: raise train.steps") if gap.is_before_attention else (NOTE, text)
 
 
 def _check_equality(key: str, records: list[Record], state: str) -> Answer:

@@ -35,11 +35,8 @@ class LrCurve:
     @cached_property
     def best(self) -> Rates | None:
         """Rates with the smallest mean loss, of those at which no run was left behind."""
-        return min(
-            self.means,
-            key=lambda rates: (rates in self.left_behind, self.means[rates]),
-            default=None,
-        )
+        sound = [rates for rates in self.means if rates not in self.left_behind]
+        return min(sound or self.means, key=self.means.__getitem__, default=None)
 
     def is_tuned(self, rates: Rates | None) -> bool:
         """Return whether these are the best rates tried, those that tuning chooses, or between."""

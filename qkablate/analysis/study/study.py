@@ -214,13 +214,9 @@ class Study:
         difference: an experiment in which nothing could have shown says nothing.
         """
         model = without_variant(baseline.arm.overrides)
-        floors = [
-            entry
-            for entry in self.entries
-            if entry.arm.config.variant.name == FLOOR
-            and entry.arm.mismatch is None  # at the model's own size
-            and without_variant(entry.arm.overrides) == model
-        ]
+        same = [entry for entry in self.entries if without_variant(entry.arm.overrides) == model]
+        # At the model's own size: a control may have other floors.
+        floors = [e for e in same if e.arm.config.variant.name == FLOOR and e.arm.mismatch is None]
         return _at_rate(floors, baseline.rate)
 
 
@@ -258,8 +254,7 @@ def group_runs(
     groups: dict[tuple[str, float | None], dict[Seeds, Record]] = {}
     tuning: dict[tuple[str, Rates], dict[Seeds, Record]] = {}
     for state in states:
-        run = state.run
-        record = _record(run, state.folder, state.status, state.reason, arms[run.arm])
+        run, record = state.run, _record(state)
         rates = arms[run.arm].rates_of(run)
         if run.tuning:
             tuning.setdefault((run.arm, rates), {})[record.seeds] = record
@@ -298,26 +293,17 @@ def known_losses(records: Mapping[Seeds, Record]) -> dict[Seeds, float | None]:
     }
 
 
-def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> Record:
+def _record(state: RunState) -> Record:
+    folder, run, status, reason = state.folder, state.run, state.status, state.reason
     result = read_result(folder)
     if result is None and os.path.exists(folder / "result.json"):
         status, reason = "damaged", "its result.json cannot be read"
     elif result is not None and result.get("id") != run.id:
         status, reason, result = "damaged", "its result.json is another run's", None
     losses = result["loss"] if result and result["status"] == "done" else {}
-    seeds = tuple(
-        (key, int(value)) for key, value in sorted(run.changes.items()) if key.startswith("seed")
-    )
-    return Record(
-        folder=folder,
-        run=run,
-        seeds=seeds,
-        status=status,
-        reason=reason,
-        val=losses.get("val"),
-        test=losses.get("test"),
-        facts=read_facts(folder, result or {}) | {"steps_planned": int(arm.config.train.steps)},
-    )
+    seeds = tuple((k, int(seed)) for k, seed in sorted(run.changes.items()) if k.startswith("seed"))
+    facts = read_facts(folder, result or {})
+    return Record(folder, run, seeds, status, reason, losses.get("val"), losses.get("test"), facts)
 
 
 def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
     sizes, names = list(dict.fromkeys(sizes)), base.find_variants(rows)
     largest = max(abs(row["gap"]) for row in rows) or 1.0
     steps = [largest * step for step in (-0.6, -0.25, -0.05, 0.05, 0.25, 0.6)]
+    color = {"color": base.color_by("gap", steps)}
     bare: Spec = {"ticks": False, "domain": False}
     cell = {
         "x": {"field": "size", "type": "nominal", "sort": sizes, "title": None}
@@ -62,9 +63,7 @@ def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
     }
     ink = "var(--ink)"
     layers = [
-        base.make_layer(
-            "rect", {"color": base.color_by("gap", steps)}, stroke="var(--ground)", strokeWidth=2
-        ),
+        base.make_layer("rect", color, stroke="var(--ground)", strokeWidth=2),
         base.make_layer("text", {"text": {"field": "text"}}, fontSize=11, color=ink, dy=-6),
         base.make_layer("text", {"text": {"field": "half"}}, fontSize=10, color=ink, dy=8),
     ]
