@@ -43,11 +43,8 @@ def make_verdict_rows(section: Section) -> list[list[Cell]]:
     """Return one row per arm, baselines included."""
     gaps = {gap.arm: gap for gap in section.summary.gaps}
     baselines = {gap.baseline for gap in section.summary.gaps}
-    count = len(verdict_columns(section))
-    return [
-        _verdict_row(entry, gaps.get(entry.name), baselines)[:count]
-        for entry in section.study.entries
-    ]
+    rows = (_verdict_row(e, gaps.get(e.name), baselines) for e in section.study.entries)
+    return [row[: len(verdict_columns(section))] for row in rows]
 
 
 def _verdict_row(entry: Entry, gap: GapSummary | None, baselines: set[str]) -> list[Cell]:
@@ -55,11 +52,10 @@ def _verdict_row(entry: Entry, gap: GapSummary | None, baselines: set[str]) -> l
     kv_bytes = None if arm.kv_cache_numbers is None else 2 * arm.kv_cache_numbers
     params = _format_size(arm.params, f"{arm.params:,}", gap.params_percent if gap else None)
     flops = _format_size(arm.flops, format_short(arm.flops), gap.flops_percent if gap else None)
-    if gap is None:
-        word = "baseline" if entry.name in baselines else "compared with none"
-        mean, verdict = Cell("–"), Cell(word, word)
-        n = p = detectable = Cell("–")
-    else:
+    mean = n = p = detectable = Cell("–")
+    word = "baseline" if entry.name in baselines else "compared with none"
+    verdict = Cell(word, word)
+    if gap is not None:
         state = worst_state(gap.audit)
         mark = f" {MARKS[state]}" if state in (WARNING, BROKEN) else ""
         mean = Cell(format_gap_summary(gap) if gap.n else "–", gap.mean)
@@ -72,10 +68,8 @@ def _verdict_row(entry: Entry, gap: GapSummary | None, baselines: set[str]) -> l
         *(Cell(entry.name, entry.name), mean, verdict),
         *(Cell(params, arm.params or None), Cell(flops, arm.flops or None), n, p, detectable),
         Cell(format_loss(sample), sample.mean) if sample.n else Cell("–"),
-        *(
-            Cell(_format_done(entry), len(entry.losses)),
-            Cell(format_known(kv_bytes, ","), kv_bytes),
-        ),
+        Cell(_format_done(entry), len(entry.losses)),
+        Cell(format_known(kv_bytes, ","), kv_bytes),
         *(Cell(str(value), value) for value in (arm.variant, model.d_model, model.heads)),
         Cell(accuracy, entry.accuracy),
     ]
@@ -144,10 +138,8 @@ def make_run_rows(section: Section) -> tuple[list[str], list[list[str]]]:
         return RUN_COLUMNS, [_run_row(section, record) for record in records]
     arms = [(entry.name, entry.rates, entry.records) for entry in study.entries if entry.records]
     arms += [(f"{arm} (tuning)", rates, by_seed) for (arm, rates), by_seed in study.tuning.items()]
-    return ARM_COLUMNS, [
-        _arm_row(section, name, str(rates or "–"), [*by_seed.values()])
-        for name, rates, by_seed in arms
-    ]
+    rows = [_arm_row(section, name, str(rates), [*runs.values()]) for name, rates, runs in arms]
+    return ARM_COLUMNS, rows
 
 
 def _run_row(section: Section, record: Record) -> list[str]:
@@ -165,11 +157,11 @@ def _run_row(section: Section, record: Record) -> list[str]:
 def _arm_row(section: Section, name: str, rates: str, records: list[Record]) -> list[str]:
     """Return the row of an arm, with the command of its first run."""
     done = sum(record.status == "done" for record in records)
-    losses = [record.val if record.run.tuning else record.test for record in records]
-    outcomes = [
-        f"{record.seed} {f'{loss:.4f}' if loss is not None else f'({_format_status(record)})'}"
-        for record, loss in zip(records, losses, strict=True)
-    ]
+    outcomes = []
+    for record in records:
+        loss = record.val if record.run.tuning else record.test
+        outcome = f"({_format_status(record)})" if loss is None else f"{loss:.4f}"
+        outcomes.append(f"{record.seed} {outcome}")
     command = _format_command(section, records[0])
     return [name, rates, f"{done}/{len(records)}", " · ".join(outcomes), command]
 

@@ -58,6 +58,10 @@ class Judgement:
         return self.verdict.word if self.verdict else Verdict.INCOMPLETE
 
     @property
+    def part_words(self) -> list[Verdict]:
+        return self.verdict.parts if self.verdict else [Verdict.INCOMPLETE] * len(self.parts)
+
+    @property
     def unless(self) -> list[str]:
         """Failures of training, not excluded by the runs, that would overturn the verdict."""
         return self.verdict.unless if self.verdict else []
@@ -65,18 +69,17 @@ class Judgement:
     @property
     def scope(self) -> list[str]:
         """Limits of the verdict by warnings of the audit, with the parts if not all are limited."""
-        if self.verdict is None or not self.is_conclusive:
+        if not self.is_conclusive:
             return []
         # A claim is refuted by some of its parts: the others limit nothing.
         deciding = [
             judged
-            for judged, word in zip(self.parts, self.verdict.parts, strict=True)
+            for judged, word in zip(self.parts, self.part_words, strict=True)
             if self.word != Verdict.REFUTED or word == Verdict.REFUTED
         ]
         scope = []
         for name, words in LIMITS.items():
-            warned = [judged.part.name for judged in deciding if judged.is_warned(name)]
-            if warned:
+            if warned := [judged.part.name for judged in deciding if judged.is_warned(name)]:
                 are_some = len(warned) < len(deciding)
                 scope.append(f"{words} ({', '.join(warned)})" if are_some else words)
         return scope
@@ -93,11 +96,10 @@ class Judgement:
 
     def seeds_needed(self) -> dict[str, SeedsNeeded | None]:
         """Return the prediction interval of the seeds that decide each open part."""
-        verdicts = self.verdict.parts if self.verdict else []
         # At the α of this look: for a later one fewer would do.
         return {
             judged.part.name: judged.part.seeds_needed(self.alpha, len(self.parts))
-            for judged, verdict in zip(self.parts, verdicts, strict=False)
+            for judged, verdict in zip(self.parts, self.part_words, strict=True)
             if verdict == Verdict.UNDERPOWERED
         }
 
@@ -142,11 +144,10 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
 
 
 def _has_derived_seeds(claim: Claim, manifest: Manifest, n: int) -> bool:
-    runs = manifest.finals or [run.changes for run in manifest.runs]
+    finals = manifest.finals or [run.changes for run in manifest.runs]
     tuning = {run.changes["seed"] for run in manifest.runs if run.tuning}
-    return {changes["seed"] for changes in runs} == {*claim.seeds_of("final", n)} and tuning == {
-        *claim.seeds_of("tuning", claim.tuning_seeds)
-    }
+    derived = {*claim.seeds_of("final", n)}, {*claim.seeds_of("tuning", claim.tuning_seeds)}
+    return ({changes["seed"] for changes in finals}, tuning) == derived
 
 
 def _make_part(comparison: Comparison, gaps: list[Gap]) -> Part:
@@ -167,7 +168,7 @@ def _make_part(comparison: Comparison, gaps: list[Gap]) -> Part:
 
 def _rounding_gap(gap: Gap, study: Study, entries: dict[str, Entry]) -> Gap | None:
     """Return the gap of standard attention to its reordered twin at the size of this gap."""
-    sides = {gap.arm.arm.name, gap.baseline.arm.name}
+    sides = {entry.arm.name for entry in gap.sides}
     for arm in study.arms.values():
         if arm.variant == "standard_reassociated" and arm.baseline in sides:
             return measure_gap(entries[arm.name], entries[arm.baseline])
@@ -178,7 +179,7 @@ def _merge_audits(audits: list[list[AuditCheck]]) -> list[AuditCheck]:
     """Merge the audits of several gaps: of each check, the distinct worst answers."""
     merged = []
     for checks in zip(*audits, strict=True):
-        state = worst_state([*checks])
+        state = worst_state(checks)
         messages = dict.fromkeys(check.message for check in checks if check.state == state)
         merged.append(AuditCheck(checks[0].name, state, "; ".join(messages)))
     return merged

@@ -98,7 +98,7 @@ def group_checks(checks: Iterable[tuple[str, AuditCheck]]) -> dict[AuditCheck, l
     return groups
 
 
-def worst_state(checks: list[AuditCheck]) -> str:
+def worst_state(checks: Iterable[AuditCheck]) -> str:
     """Return the worst state of the checks."""
     return max((check.state for check in checks), key=STATES.index, default=OK)
 

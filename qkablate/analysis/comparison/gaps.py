@@ -67,9 +67,7 @@ class Gap:
     @cached_property
     def sample(self) -> Sample:
         """Gaps of the pairs; their mean has the uncertainty of both arms' tuning, too."""
-        return Sample(
-            tuple(self.pairs.values()), self.arm.tuning_variance + self.baseline.tuning_variance
-        )
+        return Sample(tuple(self.pairs.values()), sum(e.tuning_variance for e in self.sides))
 
     def bounds(self, level: float = 1 - ALPHA) -> Interval | None:
         """Return the interval, unbounded on a side where runs diverged."""
@@ -130,15 +128,9 @@ def measure_gap(arm: Entry, baseline: Entry, floor: Entry | None = None) -> Gap:
             unpaired.append(f"{run.seed}: the two were trained on different data")
         else:
             pairs[key] = run.loss - other.loss
-    return Gap(
-        arm,
-        baseline,
-        pairs,
-        unpaired,
-        arm_diverged=len(arm.with_status("diverged")),
-        baseline_diverged=len(baseline.with_status("diverged")),
-        floor=None if floor is None else measure_gap(floor, baseline),
-    )
+    diverged, baseline_diverged = (len(e.with_status("diverged")) for e in (arm, baseline))
+    lead = None if floor is None else measure_gap(floor, baseline)
+    return Gap(arm, baseline, pairs, unpaired, diverged, baseline_diverged, lead)
 
 
 def _why_unpaired(entry: Entry, record: Record | None) -> str:

@@ -1,7 +1,5 @@
 """Forest plots: means with their intervals, one row each."""
 
-from collections.abc import Sequence
-
 from qkablate.analysis.claims.judgement import Judgement
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, Spec
@@ -15,7 +13,7 @@ def claim_chart(section: Section) -> Chart | None:
     judgement = section.judgement
     if judgement is None or judgement.verdict is None:
         return None
-    rows, margins = _part_rows(judgement, judgement.verdict.parts)
+    rows, margins = _part_rows(judgement)
     y = base.arm_axis([row["arm"] for row in rows])
     x, ink = base.number_axis("gap", "nats per token", zero=True), "var(--ink)"
     tooltip = base.make_tooltip(arm="part", estimate="measured", verdict="")
@@ -38,11 +36,10 @@ def claim_chart(section: Section) -> Chart | None:
     return Chart("parts", "Claimed and measured", caption, [panel] if rows else [])
 
 
-def _part_rows(judgement: Judgement, verdicts: Sequence[str]) -> tuple[list[Spec], list[Spec]]:
+def _part_rows(judgement: Judgement) -> tuple[list[Spec], list[Spec]]:
     """Return a row per part that has an interval, and one per margin."""
-    rows: list[Spec] = []
-    margins: list[Spec] = []
-    for judged, verdict in zip(judgement.parts, verdicts, strict=True):
+    rows, margins = list[Spec](), list[Spec]()
+    for judged, verdict in zip(judgement.parts, judgement.part_words, strict=True):
         part, spec = judged.part, judged.comparison.spec
         interval = part.sample.interval(1 - 2 * judgement.alpha)
         if interval is None:

@@ -7,7 +7,6 @@ from qkablate.analysis.claims.claim import Claim
 from qkablate.analysis.claims.judgement import Judgement, PartJudgement
 from qkablate.analysis.claims.verdict import SeedsNeeded
 from qkablate.analysis.comparison.audit import MARKS, group_checks
-from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import perplexity_percent
 from qkablate.analysis.stats import Spread, describe_sample, detectable_effect
 from qkablate.errors import sanitize
@@ -76,8 +75,7 @@ def make_part_table(judgement: Judgement) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the parts; no rows before the verdict."""
     level = f"{100 * (1 - 2 * judgement.alpha):.3g} % interval"
     head = ["part", "n", "gap", level, "sd", "claimed", "verdict"]
-    words = judgement.verdict.parts if judgement.verdict else []
-    pairs = zip(judgement.parts, words, strict=False)
+    pairs = zip(judgement.parts, judgement.part_words, strict=True) if judgement.verdict else ()
     return head, [_row(judged, word, judgement.alpha) for judged, word in pairs]
 
 
@@ -171,8 +169,6 @@ def _audit(judged_parts: list[PartJudgement]) -> list[str]:
 def judgement_to_json(judgement: Judgement) -> dict[str, object]:
     """Return the judgement as JSON values."""
     claim, needed = judgement.claim, judgement.seeds_needed()
-    open_parts = [Verdict.INCOMPLETE] * len(judgement.parts)
-    verdicts = judgement.verdict.parts if judgement.verdict else open_parts
     return {
         "claim": claim.name,
         "scale": claim.scale,
@@ -190,7 +186,7 @@ def judgement_to_json(judgement: Judgement) -> dict[str, object]:
         "parts": [
             _part_to_json(judged, judgement.alpha)
             | {"verdict": verdict, "seeds_needed": needed.get(judged.part.name)}
-            for judged, verdict in zip(judgement.parts, verdicts, strict=True)
+            for judged, verdict in zip(judgement.parts, judgement.part_words, strict=True)
         ],
     }
 

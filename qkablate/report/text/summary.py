@@ -177,17 +177,14 @@ def _summarize_claim(section: Section) -> list[str]:
     diverged = any(judged.part.open_below or judged.part.open_above for judged in judgement.parts)
     cause = "some runs diverged" if diverged else "there are too few for this margin"
     verdict = _VERDICTS.get(judgement.word, f"The runs are inconclusive: {cause}")
-    if judgement.scope:
-        verdict += f" {_join(judgement.scope)}"
-    if judgement.unless:
-        verdict += f", unless {' or '.join(judgement.unless)}"
-    if judgement.exploratory:
-        verdict += ", but this is exploratory and confirms nothing"
+    verdict += f" {_join(judgement.scope)}" if judgement.scope else ""
+    verdict += f", unless {' or '.join(judgement.unless)}" if judgement.unless else ""
+    verdict += ", but this is exploratory and confirms nothing" if judgement.exploratory else ""
     warnings = _format_warnings([check for judged in judgement.parts for check in judged.checks])
     level = 1 - 2 * judgement.alpha
     measured = [
         f"{_format_part(judged, level)}, {word}"
-        for judged, word in zip(judgement.parts, judgement.verdict.parts, strict=True)
+        for judged, word in zip(judgement.parts, judgement.part_words, strict=True)
         if judged.part.sample.n
     ]
     return [
