@@ -65,10 +65,7 @@ class FailureRisk:
 
 def measure_risks(arm: Entry, baseline: Entry) -> tuple[FailureRisk, FailureRisk]:
     """Return the failures of both arms; their size is that of the worst in either."""
-    found = [find_left_behind(entry.losses) for entry in (arm, baseline)]
-    size = max([TYPICAL_SIZE, *found[0].values(), *found[1].values()])
-    first, second = (
-        FailureRisk(entry.name, len(failed), len(entry.losses), size)
-        for entry, failed in zip((arm, baseline), found, strict=True)
-    )
-    return first, second
+    failed, others = find_left_behind(arm.losses), find_left_behind(baseline.losses)
+    size = max([TYPICAL_SIZE, *failed.values(), *others.values()])
+    risk = FailureRisk(arm.name, len(failed), len(arm.losses), size)
+    return risk, FailureRisk(baseline.name, len(others), len(baseline.losses), size)

@@ -84,6 +84,10 @@ class Sample:
         """Return the standard deviation of one of n numbers, with its share of the extra."""
         return math.sqrt((self.sd or 0.0) ** 2 + n * self.extra_variance)
 
+    def detectable(self, alpha: float = ALPHA) -> float | None:
+        """Return the smallest mean that as many numbers detect with 80 % power."""
+        return detectable_effect(self.spread_at(self.n), self.n, alpha)
+
     def interval(self, level: float = 1 - ALPHA) -> Interval | None:
         """Return the confidence interval of the mean; None for fewer than two numbers."""
         if self.sd is None:
@@ -95,28 +99,32 @@ class Sample:
 
     def p_below(self, bound: float) -> float:
         """Return the one-sided p-value against a mean at or above `bound`."""
-        if self.n < 2:
-            return 1.0
-        t = self._t(bound)
-        return float(special.stdtr(self.n - 1, max(t, self._corrected(t))))
+        return float(special.stdtr(self.n - 1, max(self._t(bound)))) if self.n > 1 else 1.0
 
     def p_above(self, bound: float) -> float:
         """Return the one-sided p-value against a mean at or below `bound`."""
-        if self.n < 2:
-            return 1.0
-        t = self._t(bound)
-        return float(special.stdtr(self.n - 1, -min(t, self._corrected(t))))
+        return float(special.stdtr(self.n - 1, -min(self._t(bound)))) if self.n > 1 else 1.0
 
     @cached_property
     def p(self) -> float | None:
         """Two-sided p-value against a mean of zero."""
         return min(1.0, 2 * min(self.p_below(0), self.p_above(0))) if self.n > 1 else None
 
-    def _t(self, bound: float) -> float:
+    def _t(self, bound: float) -> tuple[float, float]:
+        """Return t, and Hall's transformation of t, which is nearly symmetric for skewed numbers.
+
+        With w = t / √n and the skewness g it is √n (w + g w² / 3 + g² w³ / 27 + g / 6n), whose
+        first three terms are ((1 + g w / 3)³ − 1) / g.
+        """
         distance = self.mean - bound
-        if not self.standard_error:
-            return math.copysign(math.inf, distance) if distance else 0.0
-        return distance / self.standard_error
+        if self.standard_error:
+            t = distance / self.standard_error
+        else:
+            t = math.copysign(math.inf, distance) if distance else 0.0
+        w, g = t / math.sqrt(self.n), self._skewness
+        if not g:
+            return t, t
+        return t, math.sqrt(self.n) * (w + g * w**2 / 3 + g**2 * w**3 / 27 + g / (6 * self.n))
 
     @cached_property
     def _skewness(self) -> float:
@@ -127,17 +135,6 @@ class Sample:
         third = math.fsum(((x - self.mean) / self.sd) ** 3 for x in self.values) / self.n
         skewness = third * (self.n / (self.n - 1)) ** 1.5
         return float(skewness * (self.sd / self.spread_at(self.n)) ** 3)
-
-    def _corrected(self, t: float) -> float:
-        """Return Hall's transformation of t, which is nearly symmetric for skewed numbers.
-
-        With w = t / √n and the skewness g it is √n (w + g w² / 3 + g² w³ / 27 + g / 6n), whose
-        first three terms are ((1 + g w / 3)³ − 1) / g.
-        """
-        w, g = t / math.sqrt(self.n), self._skewness
-        if not g:
-            return t
-        return math.sqrt(self.n) * (w + g * w**2 / 3 + g**2 * w**3 / 27 + g / (6 * self.n))
 
     @cached_property
     def bca(self) -> Interval | None:
@@ -232,13 +229,12 @@ class Spread(Sample):
         if not self.sd:
             return 0.0, 0.0
         tail = (1 - level) / 2
-        low = self.sd * math.exp(
-            -_t_quantile(tail, self.n - 1) * log_sd_error(self.kurtosis, self.n)
-        )
+        t, log_error = _t_quantile(tail, self.n - 1), log_sd_error(self.kurtosis, self.n)
         error, scores = self._bootstrap
         lowest = scores[max(0, math.floor(tail * (len(scores) + 1)) - 1)]
         normal = self.sd * math.sqrt((self.n - 1) / float(stats.chi2.ppf(tail, self.n - 1)))
-        return low, max(normal, self.sd * float(np.exp(-lowest * error)))
+        highest = max(normal, self.sd * float(np.exp(-lowest * error)))
+        return self.sd * math.exp(-t * log_error), highest
 
     def p_below(self, bound: float) -> float:
         if self.n < 2 or self.sd is None or not bound:
@@ -281,10 +277,7 @@ def _log_sd(x_SN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def power_spread(
     sd: float, bound: float, n: int, alpha: float = ALPHA, *, kurtosis: float = 3.0, above: bool
 ) -> float:
-    """Return the power of the test for a standard deviation above, or below, a bound.
-
-    It is that of the studentized ln s, for gaps with this kurtosis.
-    """
+    """Return the power of the test for a standard deviation above, or below, a bound."""
     if not bound:
         return float(above)
     score = math.log(sd / bound) / log_sd_error(kurtosis, n)
@@ -307,57 +300,39 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def power_two_sided(effect: float, sd: float, n: int, alpha: float = ALPHA) -> float:
     """Return the power of the two-sided test for a mean of `effect`, of normal numbers."""
-
-    def power(below: np.ndarray, above: np.ndarray) -> np.ndarray:
-        scale = sd / math.sqrt(n)
-        upper, lower = (below - effect) / scale, (-above - effect) / scale
-        return np.asarray(special.ndtr(-upper) + special.ndtr(lower))
-
-    return _average_over_samples(power, sd, n, alpha / 2)
+    below, above, scale = _sampled_widths(sd, n, alpha / 2)
+    upper, lower = (below - effect) / scale, (-above - effect) / scale
+    return float(np.mean(special.ndtr(-upper) + special.ndtr(lower)))
 
 
 def power_below(mean: float, bound: float, sd: float, n: int, alpha: float = ALPHA) -> float:
     """Return the power of the one-sided test for a mean below a bound."""
-
-    def power(below: np.ndarray, above: np.ndarray) -> np.ndarray:
-        return np.asarray(special.ndtr((bound - above - mean) / (sd / math.sqrt(n))))
-
-    return _average_over_samples(power, sd, n, alpha)
+    _, above, scale = _sampled_widths(sd, n, alpha)
+    return float(np.mean(special.ndtr((bound - above - mean) / scale)))
 
 
 def power_equivalence(mean: float, margin: float, sd: float, n: int, alpha: float = ALPHA) -> float:
     """Return the power of two one-sided tests for a mean within ± margin."""
-
-    def power(below: np.ndarray, above: np.ndarray) -> np.ndarray:
-        scale = sd / math.sqrt(n)
-        low, high = (below - margin - mean) / scale, (margin - above - mean) / scale
-        return np.where(high > low, special.ndtr(high) - special.ndtr(low), 0.0)
-
-    return _average_over_samples(power, sd, n, alpha)
+    below, above, scale = _sampled_widths(sd, n, alpha)
+    low, high = (below - margin - mean) / scale, (margin - above - mean) / scale
+    return float(np.mean(np.where(high > low, special.ndtr(high) - special.ndtr(low), 0.0)))
 
 
-def _average_over_samples(
-    power: Callable[[np.ndarray, np.ndarray], np.ndarray], sd: float, n: int, tail: float
-) -> float:
-    """Average a power, given an interval's widths below and above the mean, over normal samples.
-
-    scipy's noncentral t has no values in the far tails.
-    """
+def _sampled_widths(sd: float, n: int, tail: float) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return equally likely widths of an interval below and above the mean, and its error."""
+    # scipy's noncentral t has no values in the far tails.
     if n < 2:
-        return 0.0
+        return np.array(math.inf), np.array(math.inf), 1.0
     below, above = _half_widths(n, tail)
-    return float(np.mean(power(sd * below, sd * above)))
+    return sd * below, sd * above, sd / math.sqrt(n)
 
 
 @lru_cache(maxsize=512)
 def _half_widths(n: int, tail: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return equally likely widths of an interval below and above the mean of n standard normals.
-
-    Their mean, standard deviation and skewness are independent of each other. That of the
-    skewness matters for few numbers only.
-    """
+    """Return equally likely widths of intervals below and above the means of n standard normals."""
     t, error = _t_quantile(tail, n - 1), _sampled_sd(n) / math.sqrt(n)
-    if not _MIN_SKEWED <= n <= _MANY:
+    # Mean, standard deviation and skewness are independent of each other.
+    if not _MIN_SKEWED <= n <= _MANY:  # beyond, the skewness hardly matters
         return t * error, t * error
     skewness = _sampled_skewness(n)
     below, above = _uncorrect(t, n, skewness), -_uncorrect(-t, n, skewness)
@@ -378,13 +353,8 @@ def _sampled_sd(n: int) -> np.ndarray:
     u = (np.arange(_NODES) + 0.5) / _NODES
     if n > _MANY:  # Wilson and Hilferty's cube root, off by 5e-4 at most, in the far tails
         variance = 2 / (9 * (n - 1))
-        return np.asarray((1 - variance + math.sqrt(variance) * _normal_nodes()) ** 1.5)
+        return np.asarray((1 - variance + math.sqrt(variance) * special.ndtri(u)) ** 1.5)
     return np.asarray(np.sqrt(stats.chi2.ppf(u, n - 1) / (n - 1)))
-
-
-@lru_cache(maxsize=1)
-def _normal_nodes() -> np.ndarray:
-    return np.asarray(special.ndtri((np.arange(_NODES) + 0.5) / _NODES))
 
 
 def detectable_effect(

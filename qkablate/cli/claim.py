@@ -214,8 +214,7 @@ def _summarize(judgement: "Judgement") -> str:
 
 def _show(request: _ClaimRequest, as_json: bool) -> int:
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
-    from qkablate.report.judgement_json import judgement_to_json
-    from qkablate.report.text.claims import format_claim
+    from qkablate.report.text.claims import format_claim, judgement_to_json
 
     claim = request.claim
     looks = judge_looks(claim, request.out)

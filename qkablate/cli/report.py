@@ -157,10 +157,10 @@ def _make_section(kind: str, folders: list[Path], margin: float | None) -> Any:
         title = (
             folders[0].resolve().name if len(folders) == 1 else format_count(len(folders), "run")
         )
-        return Section.from_study(title, where, read_standalone_runs(folders), margin)
+        return Section(title, where, read_standalone_runs(folders), margin)
     if kind == "sweep":
         study = read_study(folders[0])
-        return Section.from_study(study.name, where, study, margin)
+        return Section(study.name, where, study, margin)
     registration = read_registration(folders[0])
     claim = registration.claim
     judgement = counting_judgement(judge_looks(claim, str(folders[0].resolve().parent.parent)))
@@ -168,7 +168,7 @@ def _make_section(kind: str, folders: list[Path], margin: float | None) -> Any:
         raise UserError(f"claim {claim.name}: its sweep '{registration.lost[0]}' is gone")
     if judgement is None:
         raise UserError(f"claim {claim.name} has not been run yet: qkablate claim run {claim.name}")
-    return Section.from_study(f"claim {claim.title}", where, judgement.study, margin, judgement)
+    return Section(f"claim {claim.title}", where, judgement.study, margin, judgement)
 
 
 def _render(sections: list[Any], target: Path, form: str) -> Iterator[tuple[Path, bytes]]:

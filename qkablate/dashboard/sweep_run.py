@@ -53,7 +53,7 @@ def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
     from qkablate.report.text.summary import summarize
 
     study = read_study(folder)
-    section = Section.from_study(study.name, f"read from {folder}", study)
+    section = Section(study.name, f"read from {folder}", study)
     verdicts = [[cell.text for cell in row] for row in rows.make_verdict_rows(section)]
     gaps = [make_gap_row(gap) for gap in section.summary.gaps]
     pages = {"report": render_page([section], section.title)}

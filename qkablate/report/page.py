@@ -1,7 +1,4 @@
-"""The HTML page: one self-contained file that makes no network requests.
-
-A content security policy allows no script but its own, whatever the names in the data are.
-"""
+"""The HTML page: one self-contained file that makes no network requests."""
 
 import base64
 import gzip
@@ -16,7 +13,8 @@ from typing import Any
 from qkablate import __version__
 from qkablate.errors import sanitize
 from qkablate.report import rows
-from qkablate.report.charts import Chart, make_charts
+from qkablate.report.charts import make_charts
+from qkablate.report.charts.base import Chart
 from qkablate.report.palette import DARK, LIGHT, to_css
 from qkablate.report.render import CONFIG, SHAPE_PATHS
 from qkablate.report.section import Section
@@ -60,9 +58,7 @@ def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str,
     ]
     claim = None
     if judgement is not None:
-        table = make_claim_table(judgement)
-        claim = {"columns": table.columns, "rows": table.rows, "notes": table.notes}
-        claim["lines"] = format_claim(judgement.claim)
+        claim = vars(make_claim_table(judgement)) | {"lines": format_claim(judgement.claim)}
     content: dict[str, Any] = sanitize_all(
         {
             "id": f"c{number + 1}",

@@ -12,70 +12,44 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-LIGHT = {
-    "ground": "#ffffff",
-    "panel": "#f6f7f9",
-    "ink": "#16191d",
-    "faint": "#59616b",
-    "line": "#d5d9de",
-    "link": "#0a4fc4",
-    "warn": "#9a4a00",
-    "c0": "#4d5560",
-    "c1": "#0040ff",
-    "c2": "#99540f",
-    "c3": "#00663c",
-    "c4": "#600080",
-    "c5": "#b28f00",
-    "c6": "#149ecc",
-    "c7": "#4c0000",
+_COLORS = {  # light, dark
+    "ground": ("#ffffff", "#14171c"),
+    "panel": ("#f6f7f9", "#1b1f26"),
+    "ink": ("#16191d", "#e8ebef"),
+    "faint": ("#59616b", "#a3acb8"),
+    "line": ("#d5d9de", "#363d47"),
+    "link": ("#0a4fc4", "#7fb0ff"),
+    "warn": ("#9a4a00", "#ffb066"),
+    "c0": ("#4d5560", "#b8c0cc"),
+    "c1": ("#0040ff", "#3a63ff"),
+    "c2": ("#99540f", "#ee4a12"),
+    "c3": ("#00663c", "#2fe08f"),
+    "c4": ("#600080", "#99568a"),
+    "c5": ("#b28f00", "#ffcf33"),
+    "c6": ("#149ecc", "#10aee6"),
+    "c7": ("#4c0000", "#a84444"),
     # Diverging scale: lower loss is blue, higher is orange, no difference is neutral.
-    "low3": "#5b8fd6",
-    "low2": "#9bbce8",
-    "low1": "#d3e1f5",
-    "mid": "#f6f7f9",
-    "high1": "#f9e0c8",
-    "high2": "#f0b988",
-    "high3": "#dd8a45",
+    "low3": ("#5b8fd6", "#2a63b0"),
+    "low2": ("#9bbce8", "#27528c"),
+    "low1": ("#d3e1f5", "#20364f"),
+    "mid": ("#f6f7f9", "#1b1f26"),
+    "high1": ("#f9e0c8", "#4a3320"),
+    "high2": ("#f0b988", "#80501f"),
+    "high3": ("#dd8a45", "#955615"),
 }
-DARK = {
-    "ground": "#14171c",
-    "panel": "#1b1f26",
-    "ink": "#e8ebef",
-    "faint": "#a3acb8",
-    "line": "#363d47",
-    "link": "#7fb0ff",
-    "warn": "#ffb066",
-    "c0": "#b8c0cc",
-    "c1": "#3a63ff",
-    "c2": "#ee4a12",
-    "c3": "#2fe08f",
-    "c4": "#99568a",
-    "c5": "#ffcf33",
-    "c6": "#10aee6",
-    "c7": "#a84444",
-    "low3": "#2a63b0",
-    "low2": "#27528c",
-    "low1": "#20364f",
-    "mid": "#1b1f26",
-    "high1": "#4a3320",
-    "high2": "#80501f",
-    "high3": "#955615",
-}
+LIGHT, DARK = ({name: pair[i] for name, pair in _COLORS.items()} for i in (0, 1))
 HUES = 7
 DASHES = ([1, 0], [6, 3], [2, 2], [9, 3, 2, 3])
 SHAPES = ("circle", "square", "triangle-up", "diamond")
 
 # The most common variants have a hue of their own.
-_FIRST = ("merged_w", "shared_qk", "no_q", "no_v", "no_k", "gqa", "no_o")
-_SECOND = ("symmetric_w", "low_rank_w", "qk_norm", "tied_kv", "no_qk", "mqa", "tied_qkv")
-_THIRD = ("sym_pairwise", "four_matrix", "wide_qk", "merged_ov", "uniform", "collaborative")
-_FOURTH = ("no_vo", "sym_diag", "shared_qk_reformer", "static_scores", "standard_reassociated")
-_SLOTS: dict[str, int] = {
-    name: row * HUES + column
-    for row, names in enumerate((_FIRST, _SECOND, _THIRD, _FOURTH))
-    for column, name in enumerate(names)
-}
-
+_ROWS = (
+    ("merged_w", "shared_qk", "no_q", "no_v", "no_k", "gqa", "no_o"),
+    ("symmetric_w", "low_rank_w", "qk_norm", "tied_kv", "no_qk", "mqa", "tied_qkv"),
+    ("sym_pairwise", "four_matrix", "wide_qk", "merged_ov", "uniform", "collaborative"),
+    ("no_vo", "sym_diag", "shared_qk_reformer", "static_scores", "standard_reassociated"),
+)
+_SLOTS = {name: row * HUES + i for row, names in enumerate(_ROWS) for i, name in enumerate(names)}
 _NO_SLOT = len(_SLOTS) + 99
 
 

@@ -5,7 +5,7 @@ import textwrap
 from typing import Any, Protocol
 
 from qkablate.errors import UserError
-from qkablate.report.charts import Chart, Spec
+from qkablate.report.charts.base import Chart, Spec
 from qkablate.report.palette import use_light_colors
 from qkablate.report.text.numbers import sanitize_all
 
@@ -63,24 +63,16 @@ def combine_panels(chart: Chart, subject: Titled) -> Spec:
         spec = panel.spec if wide else {"width": width} | panel.spec
         if panel.title:
             spec = {"title": {"text": panel.title, "anchor": "start", "fontSize": 12}} | spec
-        if index == 0:
-            spec = _with_legend(spec, chart.variants, _has_shapes(spec))
+        if index == 0:  # the legend shows points with shapes, or lines with dashes
+            spec = _with_legend(spec, chart.variants, '"shape":' in json.dumps(spec))
         panels.append(spec)
     title = {"text": [f"{chart.title} · {subject.title}"], "anchor": "start", "fontSize": 15}
-    title |= {
-        "subtitle": textwrap.wrap(caption, 112 if columns == 2 else 96),
-        "subtitleFontSize": 11,
-    }
+    title |= {"subtitle": textwrap.wrap(caption, 112 if columns == 2 else 96)}
+    title |= {"subtitleFontSize": 11}
     config = CONFIG | {"background": "var(--ground)", "font": "sans-serif"}
     spec = {"concat": panels, "columns": columns, "title": title, "config": config, "padding": 14}
     # A sequential scale belongs to one panel; the scale of variants to all.
     return spec if chart.variants else spec | {"resolve": {"scale": {"color": "independent"}}}
-
-
-def _has_shapes(value: Any) -> bool:
-    """Return whether a panel has points with the shapes of variants, not lines with dashes."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return (isinstance(value, dict) and "shape" in value) or any(map(_has_shapes, inner))
 
 
 def _with_legend(value: Any, variants: list[str], has_shapes: bool) -> Any:

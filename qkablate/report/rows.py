@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from qkablate.analysis.comparison.audit import BROKEN, MARKS, STATES, WARNING, worst_state
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.analysis.study.study import Entry, Record
-from qkablate.report.charts import MAX_RUNS
+from qkablate.report.charts.curves import MAX_RUNS
 from qkablate.report.section import Section
 from qkablate.report.text.numbers import format_gap_summary, format_loss
-from qkablate.report.text.tables import format_accuracy, format_percent_more
+from qkablate.report.text.table import format_known
+from qkablate.report.text.tables import format_accuracy, format_p, format_percent_more
 from qkablate.table import format_count, format_list, format_short
 
 COLUMNS = [
@@ -42,44 +43,35 @@ def make_verdict_rows(section: Section) -> list[list[Cell]]:
     """Return one row per arm, baselines included."""
     gaps = {gap.arm: gap for gap in section.summary.gaps}
     baselines = {gap.baseline for gap in section.summary.gaps}
-    count = len(verdict_columns(section))
-    return [
-        _verdict_row(entry, gaps.get(entry.name), baselines)[:count]
-        for entry in section.study.entries
-    ]
+    rows = (_verdict_row(e, gaps.get(e.name), baselines) for e in section.study.entries)
+    return [row[: len(verdict_columns(section))] for row in rows]
 
 
 def _verdict_row(entry: Entry, gap: GapSummary | None, baselines: set[str]) -> list[Cell]:
     arm, model, sample = entry.arm, entry.arm.config.model, entry.sample
-    kv_bytes = 2 * arm.kv_cache_numbers if arm.kv_cache_numbers is not None else None
+    kv_bytes = None if arm.kv_cache_numbers is None else 2 * arm.kv_cache_numbers
     params = _format_size(arm.params, f"{arm.params:,}", gap.params_percent if gap else None)
     flops = _format_size(arm.flops, format_short(arm.flops), gap.flops_percent if gap else None)
-    if gap is None:
-        word = "baseline" if entry.name in baselines else "compared with none"
-        mean, verdict = Cell("–"), Cell(word, word)
-        n = p = detectable = Cell("–")
-    else:
+    mean = n = p = detectable = Cell("–")
+    word = "baseline" if entry.name in baselines else "compared with none"
+    verdict = Cell(word, word)
+    if gap is not None:
         state = worst_state(gap.audit)
         mark = f" {MARKS[state]}" if state in (WARNING, BROKEN) else ""
         mean = Cell(format_gap_summary(gap) if gap.n else "–", gap.mean)
         verdict = Cell(f"{gap.verdict}{mark}", gap.verdict)
-        n, p, detectable = Cell(str(gap.n), gap.n), Cell("–"), Cell("–")
-        if gap.p_holm is not None:
-            p = Cell("< 0.0001" if gap.p_holm < 1e-4 else f"{gap.p_holm:.2g}", gap.p_holm)
-        if gap.detectable is not None:
-            detectable = Cell(f"{gap.detectable:.2g}", gap.detectable)
+        n = Cell(str(gap.n), gap.n)
+        p = Cell(format_p(gap.p_holm, ".2g"), gap.p_holm)
+        detectable = Cell(format_known(gap.detectable, ".2g"), gap.detectable)
+    accuracy = f"{format_accuracy(entry.accuracy)} ({format_accuracy(entry.chance)})"
     return [
         *(Cell(entry.name, entry.name), mean, verdict),
         *(Cell(params, arm.params or None), Cell(flops, arm.flops or None), n, p, detectable),
         Cell(format_loss(sample), sample.mean) if sample.n else Cell("–"),
         Cell(_format_done(entry), len(entry.losses)),
-        Cell("–" if kv_bytes is None else f"{kv_bytes:,}", kv_bytes),
-        Cell(arm.variant, arm.variant),
-        Cell(str(model.d_model), model.d_model),
-        Cell(str(model.heads), model.heads),
-        Cell(
-            f"{format_accuracy(entry.accuracy)} ({format_accuracy(entry.chance)})", entry.accuracy
-        ),
+        Cell(format_known(kv_bytes, ","), kv_bytes),
+        *(Cell(str(value), value) for value in (arm.variant, model.d_model, model.heads)),
+        Cell(accuracy, entry.accuracy),
     ]
 
 
@@ -105,7 +97,7 @@ def find_problems(section: Section) -> list[str]:
         lines += [f"function distance: {fault}" for fault in distance.faults]
     for status in ("damaged", "failed", "waiting"):
         # A waiting run has a reason if its folder exists and cannot be read.
-        records = [r for r in section.all_records if r.status == status]
+        records = [r for r in section.study.all_records if r.status == status]
         records = [r for r in records if r.reason or status != "waiting"]
         lines += [f"{r.folder.name}: {_format_status(r)}" for r in records[:_MAX_PROBLEMS]]
         if (more := len(records) - _MAX_PROBLEMS) > 0:
@@ -141,15 +133,13 @@ def make_audit_rows(section: Section) -> list[list[str]]:
 
 def make_run_rows(section: Section) -> tuple[list[str], list[list[str]]]:
     """Return header and one row per run, or per arm if there are many; the command comes last."""
-    study, records = section.study, section.all_records
+    study, records = section.study, section.study.all_records
     if len(records) <= MAX_RUNS:
         return RUN_COLUMNS, [_run_row(section, record) for record in records]
     arms = [(entry.name, entry.rates, entry.records) for entry in study.entries if entry.records]
     arms += [(f"{arm} (tuning)", rates, by_seed) for (arm, rates), by_seed in study.tuning.items()]
-    return ARM_COLUMNS, [
-        _arm_row(section, name, str(rates or "–"), [*by_seed.values()])
-        for name, rates, by_seed in arms
-    ]
+    rows = [_arm_row(section, name, str(rates), [*runs.values()]) for name, rates, runs in arms]
+    return ARM_COLUMNS, rows
 
 
 def _run_row(section: Section, record: Record) -> list[str]:
@@ -158,8 +148,8 @@ def _run_row(section: Section, record: Record) -> list[str]:
         _format_status(record),
         record.seed.removeprefix("s"),
         str(section.study.arms[record.run.arm].rates_of(record.run)),
-        "–" if record.val is None else f"{record.val:.4f}",
-        "–" if record.test is None else f"{record.test:.4f}",
+        format_known(record.val),
+        format_known(record.test),
         _format_command(section, record),
     ]
 
@@ -167,11 +157,11 @@ def _run_row(section: Section, record: Record) -> list[str]:
 def _arm_row(section: Section, name: str, rates: str, records: list[Record]) -> list[str]:
     """Return the row of an arm, with the command of its first run."""
     done = sum(record.status == "done" for record in records)
-    losses = [record.val if record.run.tuning else record.test for record in records]
-    outcomes = [
-        f"{record.seed} {f'{loss:.4f}' if loss is not None else f'({_format_status(record)})'}"
-        for record, loss in zip(records, losses, strict=True)
-    ]
+    outcomes = []
+    for record in records:
+        loss = record.val if record.run.tuning else record.test
+        outcome = f"({_format_status(record)})" if loss is None else f"{loss:.4f}"
+        outcomes.append(f"{record.seed} {outcome}")
     command = _format_command(section, records[0])
     return [name, rates, f"{done}/{len(records)}", " · ".join(outcomes), command]
 
@@ -187,7 +177,7 @@ def _format_status(record: Record) -> str:
 
 def make_environment_rows(section: Section) -> list[list[str]]:
     """Return the software, hardware and data of the runs."""
-    started = [record for record in section.all_records if record.facts.get("device")]
+    started = [record for record in section.study.all_records if record.facts.get("device")]
     rows = []
     for key, label in _FACTS.items():
         counts = Counter(str(record.facts.get(key)) for record in started)

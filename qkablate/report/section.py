@@ -11,7 +11,7 @@ from qkablate.analysis.comparison.head_metrics import MEASURES, HeadMetrics, rea
 from qkablate.analysis.comparison.summary import StudySummary, describe_study
 from qkablate.analysis.study.attention_maps import ArmAttention, read_arm_attention
 from qkablate.analysis.study.loss_curves import TRAIN, VAL
-from qkablate.analysis.study.study import Entry, Record, Study
+from qkablate.analysis.study.study import Entry, Study
 from qkablate.report.palette import Style, assign_styles
 
 _MIN_CURVE = 5  # validation readings that make a curve
@@ -25,21 +25,13 @@ class Section:
     title: str
     source: str  # where it was read from
     study: Study
-    summary: StudySummary
+    margin: float | None = None
     judgement: Judgement | None = None  # of a claim
     other_variants: tuple[str, ...] = ()  # of the other sections on the page
 
-    @classmethod
-    def from_study(
-        cls,
-        title: str,
-        source: str,
-        study: Study,
-        margin: float | None = None,
-        judgement: Judgement | None = None,
-    ) -> "Section":
-        """Describe the study."""
-        return cls(title, source, study, describe_study(study, margin=margin), judgement)
+    @cached_property
+    def summary(self) -> StudySummary:
+        return describe_study(self.study, margin=self.margin)
 
     @property
     def is_sweep(self) -> bool:
@@ -95,15 +87,9 @@ class Section:
         return TRAIN if done and 2 * many < len(done) else VAL
 
     @cached_property
-    def all_records(self) -> list[Record]:
-        """All runs, then those that tune a learning rate."""
-        tuning = [r for by_seed in self.study.tuning.values() for r in by_seed.values()]
-        return [*self.study.records, *tuning]
-
-    @cached_property
     def counts(self) -> Counter[str]:
         """Number of runs by status; expected runs that have no folder yet are waiting."""
-        counts = Counter(record.status for record in self.all_records)
+        counts = Counter(record.status for record in self.study.all_records)
         counts["waiting"] += max(0, self.study.expected - counts.total())
         return +counts
 

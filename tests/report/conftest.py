@@ -64,7 +64,7 @@ def with_curves(loss_of) -> Callable[..., Any]:
 def section_of() -> Callable[..., Section]:
     def make(world: Any, margin: float | None = None) -> Section:
         study = world.study()
-        return Section.from_study(study.name, f"read from {study.manifest.folder}", study, margin)
+        return Section(study.name, f"read from {study.manifest.folder}", study, margin)
 
     return make
 
@@ -123,6 +123,6 @@ def claimed(corpus, tmp_path_factory) -> Callable[..., Section]:
         worded = claim(says, **part)
         found = judge_claim(worded, world.study(), [*reasons])
         title = f"claim {worded.title}"
-        return Section.from_study(title, "read from here", found.study, judgement=found)
+        return Section(title, "read from here", found.study, judgement=found)
 
     return judge

@@ -53,7 +53,7 @@ def losses(manifest):
 
 def write(world, path):
     path.write_text(
-        render_page([Section.from_study("A sweep", "", world.study())], "A sweep"),
+        render_page([Section("A sweep", "", world.study())], "A sweep"),
         encoding="utf-8",
     )
     return path.as_uri()

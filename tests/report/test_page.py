@@ -243,13 +243,11 @@ def test_sweep_without_results_has_a_page(cached_world, section_of):
 def test_study_without_runs_has_a_page(tmp_path):
     (tmp_path / "nothing-here").mkdir()
     study = read_standalone_runs([tmp_path / "nothing-here"])
-    found = assert_sound(
-        render_page([Section.from_study("nothing", "read from nowhere", study)], "nothing")
-    )
+    found = assert_sound(render_page([Section("nothing", "read from nowhere", study)], "nothing"))
     assert "nothing-here: its config.yaml cannot be read" in found.text
     assert_sound(
         render_page(
-            [Section.from_study("nothing", "read from nowhere", read_standalone_runs([]))],
+            [Section("nothing", "read from nowhere", read_standalone_runs([]))],
             "nothing",
         )
     )
@@ -327,7 +325,7 @@ def spoilt(cached_world, loss_of, with_curves):
 
 def test_hostile_text_in_folders_is_escaped(spoilt, section_of):
     section = section_of(spoilt)
-    section = Section.from_study(HOSTILE, HOSTILE, section.study)
+    section = Section(HOSTILE, HOSTILE, section.study)
     found = assert_sound(render_page([section], HOSTILE))
     assert not found.all("img")
     assert policy_of(found)["default-src"] == ["'none'"]
@@ -353,6 +351,6 @@ def test_hostile_run_names_are_escaped(tmp_path, train):
     (broken / "config.yaml").write_text(f"a: [{json.dumps(HOSTILE)}")
     study = read_standalone_runs([run, broken])
     assert len(study.records) == len(study.unread) == 1
-    found = assert_sound(render_page([Section.from_study("runs", "read from here", study)], "runs"))
+    found = assert_sound(render_page([Section("runs", "read from here", study)], "runs"))
     assert not found.all("img")
     assert '"><img src=x onerror=alert(1)>' in found.text

@@ -8,7 +8,7 @@ import pytest
 
 from qkablate.analysis.study.standalone_runs import read_standalone_runs
 from qkablate.report import rows
-from qkablate.report.charts import MAX_RUNS
+from qkablate.report.charts.curves import MAX_RUNS
 from qkablate.report.section import Section
 
 THREE = ("variant=standard,no_q,shared_qk", "seed=range(6)")
@@ -273,7 +273,7 @@ def test_problems_are_listed_by_run(cached_world, loss_of, section_of):
 def test_standalone_runs_have_rows(train, tmp_path):
     folder = train(tmp_path, "train.steps=2", "train.batch_size=2")
     study = read_standalone_runs([folder])
-    section = Section.from_study(folder.name, f"read from {folder}", study)
+    section = Section(folder.name, f"read from {folder}", study)
     head, found = rows.make_run_rows(section)
     (row,) = found
     result = json.loads((folder / "result.json").read_text())

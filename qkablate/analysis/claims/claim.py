@@ -1,8 +1,4 @@
-"""Claims: hypotheses in parts, registered before their runs.
-
-The seeds of the runs are derived from the hash of the claim: a changed claim has other seeds, so
-that no earlier run can count for it.
-"""
+"""Claims: hypotheses in parts; their seeds follow from their hash, so no earlier run counts."""
 
 import dataclasses
 import hashlib
@@ -105,22 +101,22 @@ def find_comparisons(claim: Claim, arms: Iterable[Arm]) -> list[Comparison]:
                 ", ".join(f"{k}={v}" for k, v in side.items()) for side in (spec.arm, spec.against)
             )
             raise UserError(f"parts.{name}: the grid has no {sides} at equal {spec.axis}")
-        groups: dict[tuple[str, ...], list[tuple[Arm, Arm]]] = {}
+        groups: dict[str, list[tuple[Arm, Arm]]] = {}
         for arm, other in sorted(pairs, key=lambda pair: pair[0].tokens):
-            groups.setdefault(_shared_values(claim, arm, other), []).append((arm, other))
-        for values, group in groups.items():
-            lengths = {arm.tokens for arm, _ in group}
+            title = " ".join([name, *_shared_values(claim, arm, other)])
+            groups.setdefault(title, []).append((arm, other))
+        for title, group in groups.items():
+            names = [(arm.name, other.name) for arm, other in group]
+            lengths = [arm.tokens for arm, _ in group]
             if spec.horizon == "growth":
                 _check_growth(name, group)
-                names = [(arm.name, other.name) for arm, other in group]
-                comparisons.append(Comparison(name, spec, " ".join([name, *values]), names))
+                comparisons.append(Comparison(name, spec, title, names))
                 continue
-            for arm, other in group:
-                if spec.horizon == "each" or arm.tokens == max(lengths):
-                    several = spec.horizon == "each" and len(lengths) > 1
-                    at = (*values, f"{arm.tokens:,} tokens") if several else values
-                    pair = (arm.name, other.name)
-                    comparisons.append(Comparison(name, spec, " ".join([name, *at]), [pair]))
+            for tokens, pair in zip(lengths, names, strict=True):
+                if spec.horizon == "each" or tokens == max(lengths):
+                    several = spec.horizon == "each" and len({*lengths}) > 1
+                    at = f" {tokens:,} tokens" if several else ""
+                    comparisons.append(Comparison(name, spec, f"{title}{at}", [pair]))
     return comparisons
 
 
@@ -129,7 +125,7 @@ def _check_growth(part: str, group: list[tuple[Arm, Arm]]) -> None:
         raise UserError(
             f"parts.{part}: growth is measured over {MIN_POINTS} lengths of training or more"
         )
-    for arm in (arm for pair in group for arm in pair):
+    for arm in itertools.chain(*group):
         if not is_annealed(arm.config.optim):
             raise UserError(
                 f"parts.{part}: growth needs whole schedules, and the learning rate of {arm.name}"
@@ -150,7 +146,14 @@ def _shared_values(claim: Claim, arm: Arm, other: Arm) -> tuple[str, ...]:
 
 
 def _find_pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm, Arm]]:
-    comparable = [a for a in arms if _is_under(a, spec.axis) and _has_data(a, spec, claim.task)]
+    comparable = [
+        arm
+        for arm in arms
+        # Baselines are under the control of every axis.
+        if AXES[spec.axis] in arm.controls or (arm.baseline is None and arm.mismatch is None)
+        # Trained on the data of the part: those of the grid, or the task.
+        if not claim.task or (arm.overrides.get("data") == claim.task["data"]) == spec.task
+    ]
     firsts = [arm for arm in comparable if _matches(arm, spec.arm)]
     others = [arm for arm in comparable if _matches(arm, spec.against)]
     # The two agree in every varied key that selects neither side.
@@ -178,16 +181,6 @@ def _is_same(value: str | None, other: str) -> bool:
         return value == other or float(value or "") == float(other)
     except ValueError:
         return False
-
-
-def _is_under(arm: Arm, axis: str) -> bool:
-    """Return whether the arm is under the control of this axis; baselines are under all."""
-    return AXES[axis] in arm.controls or (arm.baseline is None and arm.mismatch is None)
-
-
-def _has_data(arm: Arm, spec: PartSpec, task: Mapping[str, Any]) -> bool:
-    """Return whether the arm is trained on the data of the part: those of the grid, or the task."""
-    return not task or (arm.overrides.get("data") == task["data"]) == spec.task
 
 
 def _flatten(arm: Arm) -> dict[str, str]:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from qkablate.analysis.claims.claim import Claim, Comparison, find_comparisons
 from qkablate.analysis.claims.registry import edits_since, find_registrations
 from qkablate.analysis.claims.verdict import (
@@ -13,20 +11,12 @@ from qkablate.analysis.claims.verdict import (
     judge_parts,
     spend_alpha,
 )
-from qkablate.analysis.comparison.audit import (
-    BROKEN,
-    LIMITS,
-    WARNING,
-    AuditCheck,
-    audit,
-    worst_state,
-)
-from qkablate.analysis.comparison.curves import fit_slopes
+from qkablate.analysis.comparison.audit import BROKEN, LIMITS, AuditCheck, audit, worst_state
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
 from qkablate.analysis.comparison.lr_curves import find_lr_curves
-from qkablate.analysis.stats import ALPHA, Sample, Spread
-from qkablate.analysis.study.floor import find_floor
+from qkablate.analysis.comparison.scaling import fit_growth
+from qkablate.analysis.stats import ALPHA, Spread
 from qkablate.analysis.study.study import Entry, Study, read_study
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Manifest
@@ -43,7 +33,7 @@ class PartJudgement:
 
     def is_warned(self, name: str) -> bool:
         """Return whether the audit's check of this name is a warning."""
-        return any(c.name == name and c.state in (WARNING, BROKEN) for c in self.checks)
+        return any(check.name == name and check.is_warning for check in self.checks)
 
 
 @dataclass(frozen=True)
@@ -68,27 +58,28 @@ class Judgement:
         return self.verdict.word if self.verdict else Verdict.INCOMPLETE
 
     @property
+    def part_words(self) -> list[Verdict]:
+        return self.verdict.parts if self.verdict else [Verdict.INCOMPLETE] * len(self.parts)
+
+    @property
     def unless(self) -> list[str]:
         """Failures of training, not excluded by the runs, that would overturn the verdict."""
         return self.verdict.unless if self.verdict else []
 
     @property
     def scope(self) -> list[str]:
-        """Limits of the verdict by warnings of the audit, with the parts if not all are limited.
-
-        A claim is refuted by some of its parts: the others limit nothing.
-        """
-        if self.verdict is None or not self.is_conclusive:
+        """Limits of the verdict by warnings of the audit, with the parts if not all are limited."""
+        if not self.is_conclusive:
             return []
+        # A claim is refuted by some of its parts: the others limit nothing.
         deciding = [
             judged
-            for judged, word in zip(self.parts, self.verdict.parts, strict=True)
+            for judged, word in zip(self.parts, self.part_words, strict=True)
             if self.word != Verdict.REFUTED or word == Verdict.REFUTED
         ]
         scope = []
         for name, words in LIMITS.items():
-            warned = [judged.part.name for judged in deciding if judged.is_warned(name)]
-            if warned:
+            if warned := [judged.part.name for judged in deciding if judged.is_warned(name)]:
                 are_some = len(warned) < len(deciding)
                 scope.append(f"{words} ({', '.join(warned)})" if are_some else words)
         return scope
@@ -105,11 +96,10 @@ class Judgement:
 
     def seeds_needed(self) -> dict[str, SeedsNeeded | None]:
         """Return the prediction interval of the seeds that decide each open part."""
-        verdicts = self.verdict.parts if self.verdict else []
         # At the α of this look: for a later one fewer would do.
         return {
             judged.part.name: judged.part.seeds_needed(self.alpha, len(self.parts))
-            for judged, verdict in zip(self.parts, verdicts, strict=False)
+            for judged, verdict in zip(self.parts, self.part_words, strict=True)
             if verdict == Verdict.UNDERPOWERED
         }
 
@@ -121,18 +111,14 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
     parts = []
     for comparison in find_comparisons(claim, study.arms.values()):
         gaps = [
-            measure_gap(entries[arm], entries[other], find_floor(study, entries[other]))
+            measure_gap(entries[arm], entries[other], study.floor_of(entries[other]))
             for arm, other in comparison.pairs
         ]
+        spec = comparison.spec
+        # Growth is in nats per doubling, and has no margin at a single length.
+        margin = None if spec.horizon == "growth" else spec.margin
         audits = [
-            audit(
-                gap,
-                lr_curves,
-                axis=comparison.spec.axis,
-                # Growth is in nats per doubling, and has no margin at a single length.
-                margin=None if comparison.spec.horizon == "growth" else comparison.spec.margin,
-                rounding_gap=_rounding_gap(gap, study, entries),
-            )
+            audit(gap, lr_curves, spec.axis, margin, _rounding_gap(gap, study, entries))
             for gap in gaps
         ]
         part = _make_part(comparison, gaps)
@@ -142,30 +128,26 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
     per_arm = sum(run.arm == manifest.runs[0].arm for run in manifest.runs)
     n = len(manifest.finals) or per_arm
     alpha = dict(zip(claim.seeds, spend_alpha(claim.seeds), strict=True)).get(n, ALPHA)
-    reasons = list(exploratory)
+    reasons = [*exploratory]
     if not exploratory and not _has_derived_seeds(claim, manifest, n):
         reasons.append("these runs do not have the seeds derived from its hash")
     if n not in claim.seeds:
-        declared = " or ".join(map(str, claim.seeds))
-        reasons.append(f"{n} seeds, and {declared} were declared")
+        reasons.append(f"{n} seeds, and {' or '.join(map(str, claim.seeds))} were declared")
     reasons += [
         f"{judged.part.name}: {check.name}: {check.message}"
         for judged in parts
         for check in judged.checks
         if check.state == BROKEN
     ]
-    verdict = None
-    if study.is_complete:
-        verdict = judge_parts([judged.part for judged in parts], alpha)
+    verdict = judge_parts([judged.part for judged in parts], alpha) if study.is_complete else None
     return Judgement(claim, study, n, alpha, verdict, parts, reasons)
 
 
 def _has_derived_seeds(claim: Claim, manifest: Manifest, n: int) -> bool:
-    runs = manifest.finals or [run.changes for run in manifest.runs]
+    finals = manifest.finals or [run.changes for run in manifest.runs]
     tuning = {run.changes["seed"] for run in manifest.runs if run.tuning}
-    return {changes["seed"] for changes in runs} == {*claim.seeds_of("final", n)} and tuning == {
-        *claim.seeds_of("tuning", claim.tuning_seeds)
-    }
+    derived = {*claim.seeds_of("final", n)}, {*claim.seeds_of("tuning", claim.tuning_seeds)}
+    return ({changes["seed"] for changes in finals}, tuning) == derived
 
 
 def _make_part(comparison: Comparison, gaps: list[Gap]) -> Part:
@@ -176,26 +158,17 @@ def _make_part(comparison: Comparison, gaps: list[Gap]) -> Part:
         return Part(comparison.name, spec.kind, spec.margin, spread, open_above=diverged)
     if spec.horizon != "growth":
         return Part.from_gap(comparison.name, spec.kind, spec.margin, gaps[0])
-    common = [key for key in gaps[0].pairs if all(key in gap.pairs for gap in gaps)]
-    gaps_ST = np.array([[gap.pairs[key] for gap in gaps] for key in common])
-    tokens, extra = zip(*((gap.arm.tokens, gap.sample.extra_variance) for gap in gaps), strict=True)
-    sample = fit_slopes([*tokens], gaps_ST, extra) if common else Sample(())
     # A diverged run tilts the line up or down, depending on its place in it.
     diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
-    return Part(
-        comparison.name,
-        spec.kind,
-        spec.margin,
-        sample,
-        diverged,
-        diverged,
-        is_sensitive=all(is_sensitive(gap.lead, spec.margin) for gap in gaps),
-    )
+    sensitive = all(is_sensitive(gap.lead, spec.margin) for gap in gaps)
+    sample = fit_growth([gap.arm.tokens for gap in gaps], gaps)
+    name, kind, margin = comparison.name, spec.kind, spec.margin
+    return Part(name, kind, margin, sample, diverged, diverged, is_sensitive=sensitive)
 
 
 def _rounding_gap(gap: Gap, study: Study, entries: dict[str, Entry]) -> Gap | None:
     """Return the gap of standard attention to its reordered twin at the size of this gap."""
-    sides = {gap.arm.arm.name, gap.baseline.arm.name}
+    sides = {entry.arm.name for entry in gap.sides}
     for arm in study.arms.values():
         if arm.variant == "standard_reassociated" and arm.baseline in sides:
             return measure_gap(entries[arm.name], entries[arm.baseline])
@@ -206,17 +179,14 @@ def _merge_audits(audits: list[list[AuditCheck]]) -> list[AuditCheck]:
     """Merge the audits of several gaps: of each check, the distinct worst answers."""
     merged = []
     for checks in zip(*audits, strict=True):
-        state = worst_state([*checks])
+        state = worst_state(checks)
         messages = dict.fromkeys(check.message for check in checks if check.state == state)
         merged.append(AuditCheck(checks[0].name, state, "; ".join(messages)))
     return merged
 
 
 def counting_judgement(looks: list[Judgement]) -> Judgement | None:
-    """Return the judgement that counts; None before the first sweep.
-
-    It is the newest, except that undeclared additional seeds count only once all are done.
-    """
+    """Return the newest judgement; undeclared additional seeds count only once all are done."""
     counting = (look for look in looks if look.verdict or look.n in look.claim.seeds)
     return next(counting, looks[0] if looks else None)
 

@@ -1,7 +1,7 @@
 """Claims as files: conf/claim/NAME.yaml or a user's own, at one of the sizes of conf/scale."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,8 @@ def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None 
     path = Path(word)
     if path.suffix in (".yaml", ".yml"):
         if not re.fullmatch(r"\w[\w+-]*", path.stem):
-            raise UserError(
-                f"'{path.name}': the name of a claim consists of letters, digits, _, + and -"
-            )
+            allowed = "letters, digits, _, + and -"
+            raise UserError(f"'{path.name}': the name of a claim consists of {allowed}")
     else:
         path = conf_dir() / "claim" / f"{word}.yaml"
         if not path.is_file() or word not in claim_names():
@@ -64,16 +63,15 @@ _PART_KEYS = ("kind", "margin", "arm", "against", "of", "axis", "horizon", "task
 def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Claim:
     """Parse the content of a claim file; UserError if anything is wrong with it."""
     content = _map("", content, _KEYS)
-    texts = {key: content.get(key) for key in ("says", "source")}
-    for key, text in texts.items():
-        if not isinstance(text, str) or not text.strip():
+    for key in ("says", "source"):
+        if not isinstance(content.get(key), str) or not content[key].strip():
             raise UserError(f"{key}: a text is required")
-    says, source = (" ".join(str(text).split()) for text in texts.values())
+    says, source, untestable = (
+        " ".join(str(content.get(key) or "").split()) for key in ("says", "source", "untestable")
+    )
     if content.get("untestable"):
-        return Claim(name, says, source, " ".join(str(content["untestable"]).split()))
-    if scale not in scales():
-        one_of = f"{', '.join(scales())}{nearest_hint(scale, scales())}"
-        raise UserError(f"scale: '{scale}' is not one of {one_of}")
+        return Claim(name, says, source, untestable)
+    _check_choice("scale", scale, scales())
     by_scale = _map("scale", content.get("scale") or {}, scales())
     changes = dict(_map(f"scale.{scale}", by_scale.get(scale) or {}))
     baseline = changes.pop("baseline", content.get("baseline", "standard"))
@@ -84,22 +82,18 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
     values = scale_values | _map("grid", content.get("grid")) | changes
     grid = {key: _values(key, value) for key, value in values.items()} | dict(words)
     grid = dict(sorted(grid.items()))  # a file with its keys in another order is the same claim
-    for key in grid:
+    for key, text in grid.items():
         if key == "control" or key.partition(".")[0] in ("seed", "seeds", "sweep", "control"):
             raise UserError(f"grid: {key} is set by the claim itself, not by its grid")
         if has_role(key, NON_CLAIM_KEYS):
             raise UserError(f"grid: {key} changes no result and is not part of a claim")
-        check_digits(key, grid[key])
-    tuning_seeds = content.get("tuning_seeds", 3)
-    if type(tuning_seeds) is not int or not 0 <= tuning_seeds <= MOST_SEEDS:
-        raise UserError(
-            f"tuning_seeds: {tuning_seeds} is not a number of seeds; 0 turns tuning off"
-        )
-    rates = grid.get("optim.lr", "")
-    if not tuning_seeds and ("," in rates or "(" in rates):
-        raise UserError(
-            f"grid: optim.lr={rates}: give one rate, or tuning_seeds to choose among them"
-        )
+        check_digits(key, text)
+    tuning = content.get("tuning_seeds", 3)
+    if type(tuning) is not int or not 0 <= tuning <= MOST_SEEDS:
+        raise UserError(f"tuning_seeds: {tuning} is not a number of seeds; 0 turns tuning off")
+    lr = grid.get("optim.lr", "")
+    if not tuning and ("," in lr or "(" in lr):
+        raise UserError(f"grid: optim.lr={lr}: give one rate, or tuning_seeds to choose among them")
     if not parts:
         raise UserError("parts: a claim needs at least one")
     specs = {key: _part(key, value, grid) for key, value in parts.items()}
@@ -122,7 +116,7 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
         source=source,
         scale=scale,
         seeds=_seeds(content.get("seeds")),
-        tuning_seeds=tuning_seeds,
+        tuning_seeds=tuning,
         grid=grid,
         words=dict(words),
         filter=tuple(filters),
@@ -136,10 +130,8 @@ def _seeds(value: Any) -> tuple[int, ...]:
     looks = value if isinstance(value, list) else [value]
     valid = all(type(n) is int and MIN_PAIRS <= n <= MOST_SEEDS for n in looks)
     if not looks or not valid or sorted({*looks}) != looks:
-        raise UserError(
-            f"seeds: {value} is not a number from {MIN_PAIRS} on, or a rising list of looks as"
-            " [6, 12, 20]"
-        )
+        allowed = f"a number from {MIN_PAIRS} on, or a rising list of looks as [6, 12, 20]"
+        raise UserError(f"seeds: {value} is not {allowed}")
     return tuple(looks)
 
 
@@ -155,44 +147,34 @@ def _baseline(value: Any) -> Any:
 
 
 def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:
-    value = _map(f"parts.{name}", value, _PART_KEYS)
+    where = f"parts.{name}"
+    value = _map(where, value, _PART_KEYS)
     defaults = {"kind": None, "of": "gap", "axis": "tokens", "horizon": "longest", "task": False}
-    value = defaults | value
+    value = defaults | {"margin": None, "against": "standard"} | value
     choices_of = {"kind": KINDS, "of": MEASURES, "axis": AXES, "horizon": HORIZONS}
     for key, choices in choices_of.items():
-        word = value[key]
-        if not isinstance(word, str) or word not in choices:
-            hint = nearest_hint(str(word), choices)
-            raise UserError(
-                f"parts.{name}.{key}: '{word}' is not one of {', '.join(choices)}{hint}"
-            )
-    kind, of, margin = value["kind"], value["of"], _number(value.get("margin"))
+        _check_choice(f"{where}.{key}", value[key], choices)
+    kind, is_spread, margin = value["kind"], value["of"] == "spread", _number(value["margin"])
     if margin is None or not 0 <= margin < 100:
-        raise UserError(
-            f"parts.{name}.margin: '{value.get('margin')}' is not a number of nats, 0 or more"
-        )
+        raise UserError(f"{where}.margin: '{value['margin']}' is not a number of nats, 0 or more")
     if margin == 0 and kind in ("noninferior", "equivalent"):
-        raise UserError(f"parts.{name}.margin: {kind} needs a margin above 0")
-    if of == "spread" and (kind not in ("noninferior", "worse") or value["horizon"] == "growth"):
-        raise UserError(
-            f"parts.{name}.of: a spread is noninferior or worse, without horizon=growth"
-        )
-    if of == "spread" and margin == 0:
-        raise UserError(f"parts.{name}.margin: a spread needs a margin above 0")
+        raise UserError(f"{where}.margin: {kind} needs a margin above 0")
+    if is_spread and (kind not in ("noninferior", "worse") or value["horizon"] == "growth"):
+        raise UserError(f"{where}.of: a spread is noninferior or worse, without horizon=growth")
+    if is_spread and margin == 0:
+        raise UserError(f"{where}.margin: a spread needs a margin above 0")
     if "arm" not in value:
-        raise UserError(f"parts.{name}.arm: is required")
+        raise UserError(f"{where}.arm: is required")
     if not isinstance(value["task"], bool):
-        raise UserError(f"parts.{name}.task: '{value['task']}' is not true or false")
-    return PartSpec(
-        kind=kind,
-        margin=margin,
-        arm=_selector(f"parts.{name}.arm", value["arm"], grid),
-        against=_selector(f"parts.{name}.against", value.get("against", "standard"), grid),
-        of=of,
-        axis=value["axis"],
-        horizon=value["horizon"],
-        task=value["task"],
-    )
+        raise UserError(f"{where}.task: '{value['task']}' is not true or false")
+    sides = {key: _selector(f"{where}.{key}", value[key], grid) for key in ("arm", "against")}
+    return PartSpec(**(value | sides | {"margin": margin}))
+
+
+def _check_choice(where: str, word: Any, choices: Iterable[str]) -> None:
+    if not isinstance(word, str) or word not in choices:
+        hint = nearest_hint(str(word), choices)
+        raise UserError(f"{where}: '{word}' is not one of {', '.join(choices)}{hint}")
 
 
 def _number(value: Any) -> float | None:

@@ -38,21 +38,22 @@ class Registration:
     @property
     def sweeps(self) -> dict[int, Path]:
         """Sweeps of its looks, by rising number of seeds."""
-        linked = self._find_links()
-        return {n: linked[n] for n in sorted(linked) if (linked[n] / "manifest.json").exists()}
+        links = self._find_links()
+        return {n: links[n] for n in links if (links[n] / "manifest.json").exists()}
 
     @property
     def lost(self) -> list[Path]:
         """Linked sweeps that no longer exist."""
-        return [sweep for n, sweep in sorted(self._find_links().items()) if n not in self.sweeps]
+        return [sweep for n, sweep in self._find_links().items() if n not in self.sweeps]
 
     def _find_links(self) -> dict[int, Path]:
         # Resolved by hand: the runs lie beside the sweep's folder, not beside the link.
-        return {
+        links = {
             int(link.name[1:]): Path(os.path.normpath(self.folder / os.readlink(link)))
             for link in self.folder.glob("n*")
             if link.name[1:].isdecimal() and link.is_symlink()
         }
+        return dict(sorted(links.items()))
 
     def add(self, seeds: int, sweep: Path) -> None:
         """Link the sweep of a look; UserError if it has another one."""
@@ -90,22 +91,19 @@ def register_claim(claim: Claim, out: str) -> Registration:
     folder = Path(out).expanduser() / "claims" / claim.folder_name
     if not (folder / FILE).exists():
         make_folder(folder)
-        write_json(
-            folder / FILE,
-            {
-                "format": FORMAT,
-                "registered": datetime.now(UTC).isoformat(),
-                "version": __version__,
-                "hash": claim.hash,
-                "source": claim.source,
-                "claim": claim.content,
-                "final_seeds": claim.seeds_of("final", claim.seeds[-1]),
-                "tuning_seeds": claim.seeds_of("tuning", claim.tuning_seeds),
-                "earlier": [
-                    r.claim.hash for r in find_registrations(out, claim.name) if _has_results(r)
-                ],
-            },
-        )
+        earlier = [r.claim.hash for r in find_registrations(out, claim.name) if _has_results(r)]
+        content = {
+            "format": FORMAT,
+            "registered": datetime.now(UTC).isoformat(),
+            "version": __version__,
+            "hash": claim.hash,
+            "source": claim.source,
+            "claim": claim.content,
+            "final_seeds": claim.seeds_of("final", claim.seeds[-1]),
+            "tuning_seeds": claim.seeds_of("tuning", claim.tuning_seeds),
+            "earlier": earlier,
+        }
+        write_json(folder / FILE, content)
     return read_registration(folder)
 
 
@@ -129,21 +127,19 @@ def read_registration(folder: Path) -> Registration:
 
 def find_registrations(out: str, name: str) -> list[Registration]:
     """Return the registrations of a name, the oldest first."""
-    folders = [folder for folder in _folders(out) if _name(folder) == name]
+    folders = [folder for folder, registered in _folders(out) if registered == name]
     return sorted(map(read_registration, folders), key=lambda registration: registration.when)
 
 
 def registered_names(out: str) -> list[str]:
     """Return the names of all registered claims."""
-    return sorted({*map(_name, _folders(out))})
+    return sorted({name for _, name in _folders(out)})
 
 
-def _folders(out: str) -> list[Path]:
-    return [file.parent for file in Path(out).expanduser().glob(f"claims/*-*-*/{FILE}")]
-
-
-def _name(folder: Path) -> str:
-    return folder.name.rsplit("-", 2)[0]
+def _folders(out: str) -> list[tuple[Path, str]]:
+    """Return the folder and the name of each registered claim."""
+    folders = (file.parent for file in Path(out).expanduser().glob(f"claims/*-*-*/{FILE}"))
+    return [(folder, folder.name.rsplit("-", 2)[0]) for folder in folders]
 
 
 def describe_changes(before: Claim, now: Claim) -> list[str]:
@@ -165,10 +161,7 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def edits_since(claim: Claim, before: list[Registration]) -> list[str]:
-    """Return the edits of a claim since it had results: its verdict confirms nothing.
-
-    Another scale, or other settings on the command line, make another claim.
-    """
+    """Return the edits of a claim since it had results; with them, its verdict confirms nothing."""
     same = [other for other in before if other.claim.hash == claim.hash]
     return [
         f"edited after the runs of {other.when}: {'; '.join(describe_changes(other.claim, claim))}"

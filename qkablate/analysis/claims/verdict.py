@@ -69,16 +69,9 @@ class Part:
 
     @classmethod
     def from_gap(cls, name: str, kind: str, margin: float, gap: Gap) -> "Part":
-        diverged = gap.arm_diverged > 0, gap.baseline_diverged > 0
-        return cls(
-            name,
-            kind,
-            margin,
-            gap.sample,
-            *diverged,
-            measure_risks(gap.arm, gap.baseline),
-            is_sensitive(gap.lead, margin),
-        )
+        above, below = gap.arm_diverged > 0, gap.baseline_diverged > 0
+        risks, sensitive = measure_risks(*gap.sides), is_sensitive(gap.lead, margin)
+        return cls(name, kind, margin, gap.sample, above, below, risks, sensitive)
 
     def p_below(self, bound: float) -> float:
         """Return the p-value against a mean at or above the bound."""
@@ -149,22 +142,22 @@ class Part:
 
     def power(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
         """Return the probability that n seeds support the part, given the true mean and spread."""
-        if isinstance(self.sample, Spread):
-            above, kurtosis = self.kind == "worse", self.sample.kurtosis
-            return power_spread(sd, self.margin, n, alpha, kurtosis=kurtosis, above=above)
         if self.kind == "equivalent":
             return power_equivalence(mean, self.margin, sd, n, alpha)
-        sign = -1 if self.kind == "worse" else 1
-        return power_below(sign * mean, sign * self._bound, sd, n, alpha)
+        return self._power_beyond(self.kind == "worse", n, mean, sd, alpha)
 
     def power_to_refute(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
         """Return the probability that n seeds refute the part, given the true mean and spread."""
-        if isinstance(self.sample, Spread):
-            above, kurtosis = self.kind != "worse", self.sample.kurtosis
-            return power_spread(sd, self.margin, n, alpha, kurtosis=kurtosis, above=above)
         if self.kind == "equivalent":
             return power_below(-abs(mean), -self.margin, sd, n, alpha / 2)
-        sign = 1 if self.kind == "worse" else -1
+        return self._power_beyond(self.kind != "worse", n, mean, sd, alpha)
+
+    def _power_beyond(self, above: bool, n: int, mean: float, sd: float, alpha: float) -> float:
+        """Return the power of the test for a gap, or a spread, above or below the bound."""
+        if isinstance(self.sample, Spread):
+            kurtosis = self.sample.kurtosis
+            return power_spread(sd, self.margin, n, alpha, kurtosis=kurtosis, above=above)
+        sign = -1 if above else 1
         return power_below(sign * mean, sign * self._bound, sd, n, alpha)
 
     def seeds_needed(self, alpha: float = ALPHA, parts: int = 1) -> SeedsNeeded | None:
@@ -253,14 +246,11 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
     equivalent = holm([part.p_equivalent if part.can_be_equivalent else 1.0 for part in parts])
     verdicts = []
     for part, p_refuted, p_equivalent in zip(parts, refuted, equivalent, strict=True):
-        if part.p_supported < alpha:
-            verdicts.append(Verdict.SUPPORTED)
-        elif p_equivalent < alpha:
-            verdicts.append(Verdict.EQUIVALENT)
+        if part.p_supported < alpha or p_equivalent < alpha:
+            shown = Verdict.SUPPORTED if part.p_supported < alpha else Verdict.EQUIVALENT
+            verdicts.append(shown if part.is_sensitive else Verdict.INSENSITIVE)
         else:
             verdicts.append(Verdict.REFUTED if p_refuted < alpha else Verdict.UNDERPOWERED)
-        if verdicts[-1] in (Verdict.SUPPORTED, Verdict.EQUIVALENT) and not part.is_sensitive:
-            verdicts[-1] = Verdict.INSENSITIVE
     word = _merge_verdicts(verdicts)
     conditions = [
         part.conditions(verdict, alpha, len(parts))
@@ -273,10 +263,9 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
 
 
 def _merge_verdicts(verdicts: list[Verdict]) -> Verdict:
-    if Verdict.REFUTED in verdicts:  # one false part is enough
-        return Verdict.REFUTED
-    if Verdict.INSENSITIVE in verdicts:
-        return Verdict.INSENSITIVE
+    for word in (Verdict.REFUTED, Verdict.INSENSITIVE):  # one such part is enough
+        if word in verdicts:
+            return word
     if Verdict.EQUIVALENT in verdicts and len({*verdicts}) > 1:
         return Verdict.MIXED
     if Verdict.UNDERPOWERED in verdicts:
@@ -285,10 +274,7 @@ def _merge_verdicts(verdicts: list[Verdict]) -> Verdict:
 
 
 def spend_alpha(looks: Sequence[int]) -> list[float]:
-    """Return the α of each interim look by O'Brien and Fleming's spending function.
-
-    The increments add up to α however the looks are correlated.
-    """
+    """Return the α of each look by O'Brien and Fleming's spending function; they add up to α."""
     z = float(stats.norm.isf(ALPHA / 2))
     total = [2 * float(stats.norm.sf(z / math.sqrt(n / looks[-1]))) for n in looks[:-1]]
     total.append(ALPHA)

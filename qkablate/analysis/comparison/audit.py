@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from qkablate.analysis.comparison.decision import BEFORE_ATTENTION, RateScope
-from qkablate.analysis.comparison.gaps import ROUNDING_PAIR, Gap, describe_floor, is_sensitive
+from qkablate.analysis.comparison.gaps import MARGINS, ROUNDING_PAIR, Gap, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.config import TEXT_SOURCES, OptimConfig
@@ -33,6 +33,10 @@ class AuditCheck:
     state: str  # one of STATES
     message: str
 
+    @property
+    def is_warning(self) -> bool:
+        return self.state in (WARNING, BROKEN)
+
 
 def is_annealed(optim: OptimConfig) -> bool:
     """Return whether a whole run ends at a small learning rate."""
@@ -43,19 +47,13 @@ def is_annealed(optim: OptimConfig) -> bool:
 def audit(
     gap: Gap,
     curves: dict[str, LrCurve],
-    *,
     axis: str,
     margin: float | None,
     rounding_gap: Gap | None,
     detectable: float | None = None,
 ) -> list[AuditCheck]:
-    """Audit one gap.
-
-    `axis` is what was held equal. Effects are compared with the margin or, without one, with the
-    smallest `detectable` gap.
-    """
-    sides = (gap.arm, gap.baseline)
-    pairs = [(gap.arm.records[key], gap.baseline.records[key]) for key in gap.pairs]
+    """Audit one gap at equal `axis`; the margin, or else `detectable`, is the size that matters."""
+    sides, pairs = gap.sides, gap.runs
     done = [record for pair in pairs for record in pair]
     answers = {
         "runs": _check_completeness(sides),
@@ -88,18 +86,25 @@ LIMITS = {
 
 def find_limits(checks: Iterable[AuditCheck]) -> list[str]:
     """Return what the audit limits a decision to."""
-    warned = {check.name for check in checks if check.state in (WARNING, BROKEN)}
+    warned = {check.name for check in checks if check.is_warning}
     return [words for name, words in LIMITS.items() if name in warned]
 
 
-def worst_state(checks: list[AuditCheck]) -> str:
+def group_checks(checks: Iterable[tuple[str, AuditCheck]]) -> dict[AuditCheck, list[str]]:
+    """Return each distinct check with the names of the arms or parts that it is about."""
+    groups: dict[AuditCheck, list[str]] = {}
+    for name, check in checks:
+        groups.setdefault(check, []).append(name)
+    return groups
+
+
+def worst_state(checks: Iterable[AuditCheck]) -> str:
     """Return the worst state of the checks."""
     return max((check.state for check in checks), key=STATES.index, default=OK)
 
 
 def _check_completeness(sides: Sides) -> Answer:
     missing = []
-    broken = False
     for entry in sides:
         if entry.rate is None:
             missing.append(f"{entry.name}: no learning rate was chosen")
@@ -107,9 +112,9 @@ def _check_completeness(sides: Sides) -> Answer:
             if records := entry.with_status(status):
                 seeds = ", ".join(record.seed for record in records)
                 missing.append(f"{entry.name}: {len(records)} {status} ({seeds})")
-                broken |= status == "damaged"
     if missing:
-        return BROKEN if broken else WARNING, "; ".join(missing)
+        is_broken = any(entry.with_status("damaged") for entry in sides)
+        return BROKEN if is_broken else WARNING, "; ".join(missing)
     return OK, f"all {sum(len(entry.records) for entry in sides)} are done"
 
 
@@ -125,13 +130,10 @@ def _check_pairs(gap: Gap) -> Answer:
 
 def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> Answer:
     tuned = {entry.name: curves[entry.arm.name] for entry in sides if entry.arm.name in curves}
-    if unknown := [name for name, curve in tuned.items() if curve.best is None]:
-        return WARNING, f"{' and '.join(unknown)} diverged at every rate or has missing runs"
-    if edge := [name for name, curve in tuned.items() if curve.is_on_edge]:
-        return (
-            WARNING,
-            f"the best of {' and '.join(edge)} is on the edge, or beside a rate that diverged",
-        )
+    if unknown := " and ".join(name for name, curve in tuned.items() if curve.best is None):
+        return WARNING, f"{unknown} diverged at every rate or has missing runs"
+    if edge := " and ".join(name for name, curve in tuned.items() if curve.is_on_edge):
+        return WARNING, f"the best of {edge} is on the edge, or beside a rate that diverged"
     rates = {entry.name: str(entry.rates or "–") for entry in sides}
     if untuned := [name for name in rates if name not in tuned]:
         which = "neither was" if not tuned else f"{untuned[0]} was not"
@@ -147,12 +149,11 @@ def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None)
         return WARNING, "; ".join(off)
     uncertain, excess = [], []
     for entry in sides:
-        curve = tuned[entry.name]
-        loss = curve.excess_bound(entry.rates) if entry.rates else None
-        if curve.surface is None or not curve.surface.is_certain or loss is None:
+        surface = tuned[entry.name].surface
+        if surface is None or not surface.is_certain or entry.rates is None:
             uncertain.append(entry.name)
         else:
-            excess.append(loss)
+            excess.append(surface.excess_bound(entry.rates))
     runs = [sum(map(len, tuned[entry.name].losses.values())) for entry in sides]
     message = f"tuned and bracketed: {', '.join(f'{e.name} {rates[e.name]}' for e in sides)}"
     message += f", by {runs[0]:,} and {runs[1]:,} runs"
@@ -169,11 +170,8 @@ def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None)
 
 def _check_annealing(sides: Sides) -> Answer:
     if high := [entry.name for entry in sides if not is_annealed(entry.arm.config.optim)]:
-        return (
-            WARNING,
-            f"the learning rate of {' and '.join(high)} is not annealed; optim.schedule=cosine"
-            f" with optim.lr_final={ANNEALED} or less anneals it",
-        )
+        text = f"the learning rate of {' and '.join(high)} is not annealed; optim.schedule=cosine"
+        return WARNING, f"{text} with optim.lr_final={ANNEALED} or less anneals it"
     lengths = dict.fromkeys(f"{entry.tokens:,}" for entry in sides)
     if len(lengths) > 1:
         return NOTE, f"whole schedules of different lengths: {' against '.join(lengths)} tokens"
@@ -184,12 +182,10 @@ def _check_matching(sides: Sides, axis: str) -> Answer:
     arm, baseline = (entry.arm for entry in sides)
     if not arm.params or not baseline.params:
         return WARNING, "sizes are unknown: no run has a result"
-    excess = {
-        "params": arm.params / baseline.params - 1,
-        "training FLOPs": arm.flops / baseline.flops - 1,
-    }
+    params, flops = arm.params / baseline.params - 1, arm.flops / baseline.flops - 1
+    excess = {"params": params, "training FLOPs": flops}
     message = ", ".join(
-        f"{name} {value:+.1%}" if value else f"equal {name}" for name, value in excess.items()
+        f"{k} {value:+.1%}" if value else f"equal {k}" for k, value in excess.items()
     )
     held = {"params": "params", "flops": "training FLOPs"}.get(axis)
     if held is None:
@@ -221,11 +217,21 @@ def _check_start(sides: Sides) -> Answer:
 
 def _check_floor(gap: Gap, margin: float | None) -> Answer:
     """Compare the baseline with uniform attention, which it has to beat."""
+    if not gap.compares_variants:
+        return OK, "not needed: the same parametrization of attention"
+    if gap.floor is None:
+        text = "no variant=uniform in the baseline's model; sweep.floor=true adds it"
+        return NOTE if margin is None else WARNING, text
+    name, baseline = gap.floor.arm.name, gap.baseline.name
     if gap.lead is None:
-        state = NOTE if gap.floor is None and margin is None else WARNING
-    else:
-        state = OK if is_sensitive(gap.lead, margin or 0.0) else WARNING
-    return state, describe_floor(gap, margin)
+        return WARNING, f"unknown: fewer than two pairs with {name}"
+    if gap.lead <= 0:
+        text = f"{baseline} does not clearly beat {name}: no difference could show"
+        return WARNING, f"{text}; raise train.steps"
+    text = f"{baseline} beats {name} by {gap.lead:.4f} or more"
+    if is_sensitive(gap.lead, margin or 0.0):
+        return OK, text
+    return WARNING, f"{text}, less than {MARGINS} margins of {margin:g}"
 
 
 def _check_ngrams(gap: Gap) -> Answer:
@@ -238,12 +244,8 @@ def _check_ngrams(gap: Gap) -> Answer:
         return (OK, "not a text") if done else _NO_PAIRS
     if lead > 0:
         return OK, f"{name} beats the best n-gram by {lead:.4f}"
-    state = WARNING if gap.is_before_attention else NOTE
-    return (
-        state,
-        f"{name} does not beat the best n-gram ({-lead:.4f} above it)"
-        + ": raise train.steps" * (state == WARNING),
-    )
+    text = f"{name} does not beat the best n-gram ({-lead:.4f} above it)"
+    return (WARNING, f"{text}: raise train.steps") if gap.is_before_attention else (NOTE, text)
 
 
 def _check_equality(key: str, records: list[Record], state: str) -> Answer:
@@ -278,10 +280,7 @@ def _format_machine(record: Record) -> str:
 
 
 def _check_equality_in_pairs(pairs: Pairs, describe: Callable[[Record], str]) -> Answer:
-    """Check a circumstance that must be equal within each pair.
-
-    If it varies from pair to pair, it only adds to the spread.
-    """
+    """Check what must be equal in each pair; from pair to pair it only adds to the spread."""
     mixed = sum(describe(run) != describe(other) for run, other in pairs)
     values = sorted({describe(record) for pair in pairs for record in pair})
     if mixed:

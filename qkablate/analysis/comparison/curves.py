@@ -1,7 +1,4 @@
-"""Gap while training: a simultaneous band over all readings, and whether the gap still grows.
-
-Runs in the middle of their schedule support no ranking: these curves describe, and decide nothing.
-"""
+"""Gap while training, with a simultaneous band: it describes, and decides nothing."""
 
 import math
 from collections.abc import Sequence
@@ -26,20 +23,15 @@ class Curve:
     growth: Sample  # nats per doubling of tokens, over the last doubling
 
     def band(self) -> list[Interval | None]:
-        """Return intervals with 95 % simultaneous coverage (Bonferroni).
-
-        A band from correlations estimated on ten seeds would cover 92 %.
-        """
+        """Return intervals with 95 % simultaneous coverage (Bonferroni)."""
+        # A band from correlations estimated on ten seeds would cover 92 %.
         level = 1 - ALPHA / max(1, len(self.samples))
         return [sample.interval(level) for sample in self.samples]
 
 
 def gap_curve(gap: Gap, metric: str = VAL, most: int = READINGS) -> Curve | None:
     """Return the gap by tokens, pair by pair; None if no reading is common to all."""
-    pairs = [
-        (gap.arm.records[key].loss_curves[metric], gap.baseline.records[key].loss_curves[metric])
-        for key in gap.pairs
-    ]
+    pairs = [(run.loss_curves[metric], other.loss_curves[metric]) for run, other in gap.runs]
     gaps = [{t: arm[t] - other[t] for t in arm if t in other} for arm, other in pairs]
     return combine_curves(gaps, most)
 
@@ -73,10 +65,7 @@ def thin(tokens: Sequence[int], most: int) -> list[int]:
 
 
 def fit_slopes(tokens: list[int], gaps_ST: np.ndarray, extra_T: Sequence[float] = ()) -> Sample:
-    """Return each seed's least-squares slope of the gap on log2 of tokens.
-
-    `extra_T` holds the variance of each gap's mean that all seeds share: that of tuning.
-    """
+    """Return each seed's slope on log2 of tokens; `extra_T` are variances that all seeds share."""
     if len(tokens) < 2:
         return Sample(())
     x_T = np.log2(np.array(tokens, float))

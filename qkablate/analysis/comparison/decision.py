@@ -1,19 +1,14 @@
-"""Decisions: the outcomes of a comparison and of a claim, and the rates for which they hold.
+"""Decisions: outcomes of comparisons and claims, and the learning rates for which they hold."""
 
-Parametrizations compared at one learning rate answer a question about that rate: at the next one
-the sign of the gap may be another. So only tuned arms get a bare decision.
-"""
-
-import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
-from qkablate.analysis.stats import ALPHA, MIN_PAIRS, Sample
-from qkablate.analysis.study.study import Entry, Study
+from qkablate.analysis.stats import ALPHA, MIN_PAIRS
+from qkablate.analysis.study.study import Study
 from qkablate.runs.records import is_number
 from qkablate.sweeps.planning.tuning import TUNING_RUNS
 
@@ -36,11 +31,6 @@ class Decision(StrEnum):
     def is_directed(self) -> bool:
         """True if a difference was found."""
         return self in (Decision.BETTER, Decision.WORSE)
-
-    @property
-    def lacks_pairs(self) -> bool:
-        """True if there are too few pairs to decide by."""
-        return self in (Decision.FEW_PAIRS, Decision.NO_PAIRS)
 
     @property
     def is_divergence(self) -> bool:
@@ -70,34 +60,27 @@ class MarginTest:
     seeds_if_zero: int | None = None  # that show equivalence if the true gap is zero
 
 
-def decide(
-    sample: Sample,
-    p_holm: float | None,
-    *,
-    arm_diverged: bool,
-    baseline_diverged: bool,
-    margin: MarginTest | None = None,
-    lead: float | None = math.inf,
-) -> Decision:
-    """Return the outcome of one comparison, given its gaps and its adjusted p-value.
-
-    `lead` is the bound by which the baseline beats the floor; None if there was no floor. A short
-    lead lets the experiment show a difference, but not that there is none.
-    """
-    if arm_diverged:
+def decide(gap: Gap, p_holm: float | None, margin: MarginTest | None = None) -> Decision:
+    """Return the outcome of one comparison, given its adjusted p-value."""
+    sample, lead = gap.sample, gap.lead
+    if gap.arm_diverged:
         return Decision.ARM_DIVERGED
-    if baseline_diverged:
+    if gap.baseline_diverged:
         return Decision.BASELINE_DIVERGED
     if sample.n < MIN_PAIRS:
         return Decision.FEW_PAIRS if sample.n else Decision.NO_PAIRS
+
+    def is_found(p: float | None) -> bool:
+        return p is not None and p < ALPHA
+
     # A gap that is surely smaller than what matters is no "worse", even if it is surely not zero.
-    if margin is not None and margin.p_equivalent is not None and margin.p_equivalent < ALPHA:
+    if margin is not None and is_found(margin.p_equivalent):
         return Decision.EQUIVALENT if is_sensitive(lead, margin.nats) else Decision.INSENSITIVE
-    if p_holm is not None and p_holm < ALPHA:
+    if is_found(p_holm):
         return Decision.WORSE if sample.mean > 0 else Decision.BETTER
-    if margin is not None and margin.p_noninferior is not None and margin.p_noninferior < ALPHA:
+    if margin is not None and is_found(margin.p_noninferior):
         return Decision.NOT_WORSE if is_sensitive(lead, margin.nats) else Decision.INSENSITIVE
-    if lead is not None and lead <= 0:
+    if lead is not None and lead <= 0:  # a difference could show, but not that there is none
         return Decision.INSENSITIVE
     return Decision.NO_DIFFERENCE_FOUND
 
@@ -107,7 +90,7 @@ BEFORE_ATTENTION = "before attention mattered"
 
 
 class RateScope(StrEnum):
-    """Learning rates for which the decision about a gap holds."""
+    """Learning rates for which a decision holds: at the next one the sign may be another."""
 
     BEST = ""  # the arms were tuned, or have the same parametrization
     THESE_RATES = "at these rates"  # tuned, and the audit warns that better ones may exist
@@ -117,14 +100,13 @@ class RateScope(StrEnum):
 
 
 def find_rate_scopes(
-    decided: Iterable[tuple[Gap, Decision]], curves: Mapping[str, LrCurve]
+    decided: list[tuple[Gap, Decision]], curves: Mapping[str, LrCurve]
 ) -> list[RateScope]:
     """Return the scope of each gap.
 
     Arms that differ in `variant.lr` alone, and are compared with the same variant, are the same arm
     at several rates of its circuit.
     """
-    decided = list(decided)
     at_rates: dict[str, list[tuple[Gap, Decision]]] = {}
     for gap, decision in decided:
         at_rates.setdefault(_without_rate(gap), []).append((gap, decision))
@@ -134,7 +116,8 @@ def find_rate_scopes(
         circuits = {other.arm.arm.default_rates.circuit for other, _ in same}
         signs = {(other.sample.mean > 0) for other, _ in same if other.sample.n}
         if not gap.compares_variants or all(
-            _is_at_best(entry, curves) for entry in (gap.arm, gap.baseline)
+            entry.arm.name in curves and curves[entry.arm.name].is_tuned(entry.rates)
+            for entry in gap.sides
         ):
             scopes.append(RateScope.BEST)
         elif len(circuits) > 1 and len(signs) > 1:
@@ -147,18 +130,8 @@ def find_rate_scopes(
 
 
 def _without_rate(gap: Gap) -> str:
-    sides = [_without_lr(entry.arm.overrides) for entry in (gap.arm, gap.baseline)]
+    sides = [entry.settings_without("variant.lr") for entry in gap.sides]
     return str((sides, gap.arm.arm.controls, gap.arm.rate))
-
-
-def _without_lr(overrides: Mapping[str, str]) -> str:
-    return str(sorted((key, value) for key, value in overrides.items() if key != "variant.lr"))
-
-
-def _is_at_best(entry: Entry, curves: Mapping[str, LrCurve]) -> bool:
-    """Return whether the rates of an arm were tuned, or are the best of several."""
-    curve = curves.get(entry.arm.name)
-    return curve is not None and curve.is_tuned(entry.rates)
 
 
 @dataclass(frozen=True)
@@ -176,7 +149,7 @@ def plan_tuning(study: Study) -> TuningPlan | None:
     if manifest is None or manifest.finals or manifest.command[1:2] != ["sweep"]:
         return None
     given = [w for w in manifest.command[1:] if not w.startswith(("variant.lr=", "out="))]
-    arms = {_without_lr(arm.overrides) for arm in manifest.arms.values()}
+    arms = {entry.settings_without("variant.lr") for entry in study.entries}
     runs = len(arms) * (TUNING_RUNS + len({record.seeds for record in study.records}))
     seconds = [float(s) for record in study.records if is_number(s := record.facts.get("seconds"))]
     total = runs * statistics.fmean(seconds) if seconds else None

@@ -7,8 +7,8 @@ Shape suffixes: P positions, V vocabulary.
 """
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -44,10 +44,8 @@ class Predictions:
 
 
 def symmetric_kl(first: Predictions, second: Predictions) -> float:
-    """Return ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p − q) ln p/q, averaged over the positions.
-
-    No term is negative, so that small distances do not drown in rounding errors.
-    """
+    """Return ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p − q) ln p/q, averaged over the positions."""
+    # No term is negative, so that small distances do not drown in rounding errors.
     terms_PV = (first.probabilities - second.probabilities) * (first.log_PV - second.log_PV)
     return max(0.0, float(terms_PV.sum(axis=1).mean()) / 2)
 
@@ -59,7 +57,7 @@ class Distance:
     name: str
     kind: str
     variant: str
-    readings: Mapping[int, tuple[float, ...]]  # by tokens: one distance per pair
+    readings: dict[int, list[float]]  # by tokens: one distance per pair
     last: int  # tokens of a whole training
 
     def mean(self, tokens: int) -> float:
@@ -68,12 +66,9 @@ class Distance:
         return math.exp(math.fsum(map(math.log, values)) / len(values)) if all(values) else 0.0
 
     def interval(self, tokens: int, level: float = 1 - ALPHA) -> Interval | None:
-        """Return the interval of the geometric mean.
-
-        None for pairs of seeds, which share runs, and where a distance is zero.
-        """
+        """Return the interval of the geometric mean; None for seeds and where a value is zero."""
         values = self.readings[tokens]
-        if self.kind == SEEDS or not all(values):
+        if self.kind == SEEDS or not all(values):  # pairs of seeds share runs
             return None
         ends = Sample(tuple(map(math.log, values))).interval(level)
         return ends and (_exp(ends[0]), _exp(ends[1]))
@@ -113,43 +108,45 @@ def measure_distances(families: Sequence[Family]) -> list[FamilyDistances]:
 
 
 def _measure_family(family: Family, most: int) -> FamilyDistances | None:
-    records = sorted(family.baseline.records.items())
-    base = {key: record for key, record in records if record.status == "done"}
+    base, last = family.baseline, family.baseline.tokens
+    records = {key: run for key, run in sorted(base.records.items()) if run.status == "done"}
     gaps = [gap for gap in family.gaps if gap.pairs]
     files = _PredictionFiles()
-    for record in base.values():
-        files.add(record, family.baseline)
+    for record in records.values():
+        files.add(record, base)
     for gap in gaps:
-        for key in gap.pairs:
-            files.add(gap.arm.records[key], gap.arm)
-    if not files.steps:
+        for record, _ in gap.runs:
+            files.add(record, gap.arm)
+    if not (steps := files.steps):
         return None
-    steps = files.steps
     if len(steps) > most:  # always the last, and step 0 only if all are kept
         steps = [steps[-1]] if most == 1 else thin([step for step in steps if step], most)
     files.note_missing(steps)
-    tokens_per_step = family.baseline.tokens // int(family.baseline.arm.config.train.steps)
-    values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    tokens_per_step = last // int(base.arm.config.train.steps)
+    distances = {
+        gap.arm.name: Distance(gap.arm.name, kind, gap.arm.arm.variant, {}, last)
+        for gap in gaps
+        for kind in [ROUNDING if gap is family.rounding_gap else ARM]
+    }
+    other_seed = "another seed"
+    name = f"{base.name}, {other_seed}"
+    distances[other_seed] = Distance(name, SEEDS, base.arm.variant, {}, last)
     for step in steps:
-        tokens = step * tokens_per_step
-        by_seed = {key: files.read(record, step) for key, record in base.items()}
-        for first, second in neighbors([p for p in by_seed.values() if p is not None]):
-            files.compare(values[""][tokens], "another seed", first, second)
-        for gap in gaps:
-            for key in gap.pairs:
-                prediction = files.read(gap.arm.records[key], step)
-                files.compare(values[gap.arm.name][tokens], gap.arm.name, prediction, by_seed[key])
-
-    kinds = [(ROUNDING if gap is family.rounding_gap else ARM, gap.arm) for gap in gaps]
-    distances = []
-    for kind, entry in [*kinds, (SEEDS, family.baseline)]:
-        by_tokens = values["" if kind == SEEDS else entry.name]
-        name = f"{entry.name}, another seed" if kind == SEEDS else entry.name
-        if readings := {tokens: tuple(known) for tokens, known in by_tokens.items() if known}:
-            variant, last = entry.arm.variant, family.baseline.tokens
-            distances.append(Distance(name, kind, variant, readings, last))
-    faults = files.list_faults()
-    return FamilyDistances(family.baseline.name, distances, files.positions, faults)
+        by_seed = {key: files.read(record, step) for key, record in records.items()}
+        of_seeds = neighbors([known for known in by_seed.values() if known is not None])
+        pairs = chain(
+            ((other_seed, first, second) for first, second in of_seeds),
+            (
+                (gap.arm.name, files.read(gap.arm.records[key], step), by_seed[key])
+                for gap in gaps
+                for key in gap.pairs
+            ),
+        )
+        for name, first, second in pairs:
+            if (value := files.compare(name, first, second)) is not None:
+                distances[name].readings.setdefault(step * tokens_per_step, []).append(value)
+    measured = [distance for distance in distances.values() if distance.readings]
+    return FamilyDistances(base.name, measured, files.positions, files.list_faults())
 
 
 def neighbors(items: Sequence[T]) -> Iterator[tuple[T, T]]:
@@ -177,9 +174,8 @@ class _PredictionFiles:
     @property
     def steps(self) -> list[int]:
         """Steps at which any run keeps predictions."""
-        lengths = (int(entry.arm.config.train.steps) for _, entry in self._records.values())
-        last = max(lengths, default=0)
-        return [step for step in sorted({*chain(*self._paths.values())}) if step <= last]
+        lengths = [int(entry.arm.config.train.steps) for _, entry in self._records.values()]
+        return [s for s in sorted({*chain(*self._paths.values())}) if s <= max(lengths)]
 
     def note_missing(self, steps: list[int]) -> None:
         """Record which runs lack predictions at these steps."""
@@ -215,15 +211,15 @@ class _PredictionFiles:
         )
 
     def compare(
-        self, values: list[float], name: str, first: Predictions | None, second: Predictions | None
-    ) -> None:
-        """Append the distance of two predictions, if both are known and comparable."""
+        self, name: str, first: Predictions | None, second: Predictions | None
+    ) -> float | None:
+        """Return the distance of two predictions; None if they are unknown or not comparable."""
         if first is None or second is None:
-            return
+            return None
         if first.key == second.key:
-            values.append(symmetric_kl(first, second))
-        else:
-            self._mismatched[name] += 1
+            return symmetric_kl(first, second)
+        self._mismatched[name] += 1
+        return None
 
     def list_faults(self) -> list[str]:
         """Return the faults as lines, the first of them one by one."""
@@ -281,14 +277,13 @@ def _describe_distance(distance: Distance, family: FamilyDistances) -> DistanceS
         floor = other.end if other is not None and other is not distance else None
         return distance.end / floor if floor and distance.end is not None else None
 
-    last = distance.last if distance.last in distance.readings else None
     return DistanceSummary(
         arm=distance.name,
         kind=distance.kind,
         variant=distance.variant,
-        n=len(distance.readings[last]) if last else 0,
+        n=len(distance.readings.get(distance.last, [])),
         end=distance.end,
-        interval=distance.interval(last) if last else None,
+        interval=None if distance.end is None else distance.interval(distance.last),
         times_another_seed=ratio_to(SEEDS),
         times_rounding=ratio_to(ROUNDING),
         readings=[

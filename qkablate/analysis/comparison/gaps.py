@@ -14,14 +14,13 @@ from qkablate.analysis.stats import (
     Interval,
     Sample,
     describe_sample,
-    detectable_effect,
     holm,
 )
 from qkablate.analysis.study.document_error import DocumentError, document_error
-from qkablate.analysis.study.floor import MARGINS, find_floor
 from qkablate.analysis.study.study import Entry, Record, Seeds, Study
 
 ROUNDING_PAIR = {"standard", "standard_reassociated"}
+MARGINS = 3  # by which the baseline has to beat the floor
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,25 @@ class Gap:
     floor: "Gap | None" = None  # that of uniform attention to the same baseline
 
     @property
+    def sides(self) -> tuple[Entry, Entry]:
+        return self.arm, self.baseline
+
+    @property
+    def runs(self) -> list[tuple[Record, Record]]:
+        """The two runs of each pair."""
+        return [(self.arm.records[key], self.baseline.records[key]) for key in self.pairs]
+
+    @property
     def compares_variants(self) -> bool:
         """True if the two sides have different parametrizations of attention."""
-        variant, baseline = self.arm.arm.config.variant, self.baseline.arm.config.variant
+        variant, baseline = (entry.arm.config.variant for entry in self.sides)
         return (variant.name, variant.file) != (baseline.name, baseline.file)
 
     @cached_property
     def lead(self) -> float | None:
-        """One-sided 95 % bound by which the baseline beats the floor; None if unknown.
-
-        It is infinite where no floor is needed.
-        """
+        """One-sided 95 % bound by which the baseline beats the floor; None if unknown."""
         if not self.compares_variants:
-            return math.inf
+            return math.inf  # no floor is needed
         interval = self.floor.bounds(1 - 2 * ALPHA) if self.floor else None
         return interval[0] if interval else None
 
@@ -62,9 +67,7 @@ class Gap:
     @cached_property
     def sample(self) -> Sample:
         """Gaps of the pairs; their mean has the uncertainty of both arms' tuning, too."""
-        return Sample(
-            tuple(self.pairs.values()), self.arm.tuning_variance + self.baseline.tuning_variance
-        )
+        return Sample(tuple(self.pairs.values()), sum(e.tuning_variance for e in self.sides))
 
     def bounds(self, level: float = 1 - ALPHA) -> Interval | None:
         """Return the interval, unbounded on a side where runs diverged."""
@@ -76,38 +79,32 @@ class Gap:
 
     @property
     def p(self) -> float | None:
-        """Two-sided p-value against a gap of zero; None for fewer than two pairs.
-
-        A gap is never shown on a side where it has no bound.
-        """
+        """Two-sided p-value against zero; a gap is never shown on a side where it has no bound."""
         if self.sample.n < 2:
             return None
         below = 1.0 if self.arm_diverged else self.sample.p_below(0)
         above = 1.0 if self.baseline_diverged else self.sample.p_above(0)
         return min(1.0, 2 * min(below, above))
 
-    @cached_property
+    @property
     def arm_left_behind(self) -> int:
-        """Number of the arm's runs that ended far above its others."""
         return len(find_left_behind(self.arm.losses))
 
-    @cached_property
+    @property
     def baseline_left_behind(self) -> int:
-        """Number of the baseline's runs that ended far above its others."""
         return len(find_left_behind(self.baseline.losses))
 
     @cached_property
     def document_error(self) -> DocumentError | None:
         """Standard error over the documents of the test text, which no interval here includes."""
-        records = [(self.arm.records[key], self.baseline.records[key]) for key in self.pairs]
-        return document_error([(run.document_losses, o.document_losses) for run, o in records])
+        return document_error([(a.document_losses, b.document_losses) for a, b in self.runs])
 
     @cached_property
     def correlation(self) -> float | None:
         """Correlation of the two arms over seeds: the benefit of pairing."""
         if len(self.pairs) < 3:
             return None
-        both = [[entry.losses[key] for key in self.pairs] for entry in (self.arm, self.baseline)]
+        both = [[entry.losses[key] for key in self.pairs] for entry in self.sides]
         if any(len({*losses}) == 1 for losses in both):
             return None
         return float(stats.pearsonr(*both).statistic)
@@ -116,24 +113,6 @@ class Gap:
 def is_sensitive(lead: float | None, margin: float) -> bool:
     """Return whether an experiment with this lead over the floor could show a gap of the margin."""
     return lead is not None and lead > MARGINS * margin
-
-
-def describe_floor(gap: Gap, margin: float | None) -> str:
-    """Describe by how much the baseline beats the floor."""
-    if not gap.compares_variants:
-        return "not needed: the same parametrization of attention"
-    if gap.floor is None:
-        return "no variant=uniform in the baseline's model; sweep.floor=true adds it"
-    name = gap.floor.arm.name
-    if gap.lead is None:
-        return f"unknown: fewer than two pairs with {name}"
-    if gap.lead <= 0:
-        text = f"{gap.baseline.name} does not clearly beat {name}: no difference could show"
-        return f"{text}; raise train.steps"
-    text = f"{gap.baseline.name} beats {name} by {gap.lead:.4f} or more"
-    if margin and not is_sensitive(gap.lead, margin):
-        text += f", less than {MARGINS} margins of {margin:g}"
-    return text
 
 
 def measure_gap(arm: Entry, baseline: Entry, floor: Entry | None = None) -> Gap:
@@ -149,15 +128,9 @@ def measure_gap(arm: Entry, baseline: Entry, floor: Entry | None = None) -> Gap:
             unpaired.append(f"{run.seed}: the two were trained on different data")
         else:
             pairs[key] = run.loss - other.loss
-    return Gap(
-        arm,
-        baseline,
-        pairs,
-        unpaired,
-        arm_diverged=len(arm.with_status("diverged")),
-        baseline_diverged=len(baseline.with_status("diverged")),
-        floor=None if floor is None else measure_gap(floor, baseline),
-    )
+    diverged, baseline_diverged = (len(e.with_status("diverged")) for e in (arm, baseline))
+    lead = None if floor is None else measure_gap(floor, baseline)
+    return Gap(arm, baseline, pairs, unpaired, diverged, baseline_diverged, lead)
 
 
 def _why_unpaired(entry: Entry, record: Record | None) -> str:
@@ -170,11 +143,7 @@ def _why_unpaired(entry: Entry, record: Record | None) -> str:
 
 
 def adjust(p_values: Sequence[float | None]) -> list[float | None]:
-    """Return p-values adjusted by Holm over all of them; None stays None.
-
-    The family are all gaps that are shown together, those of a study at every size: `results`,
-    `report` and W&B adjust by this function.
-    """
+    """Return p-values adjusted by Holm over all gaps that are shown together; None stays None."""
     adjusted = iter(holm([p for p in p_values if p is not None]))
     return [None if p is None else next(adjusted) for p in p_values]
 
@@ -203,12 +172,7 @@ class Family:
 
     def detectable(self, gap: Gap) -> float | None:
         """Return the smallest gap that would be found with 80 % power, adjusted for all shown."""
-        if gap.sample.sd is None:
-            return None
-        sample = gap.sample
-        return detectable_effect(
-            sample.spread_at(sample.n), sample.n, ALPHA / max(1, self.comparisons)
-        )
+        return gap.sample.detectable(ALPHA / max(1, self.comparisons))
 
     @cached_property
     def rounding_gap(self) -> Gap | None:
@@ -224,7 +188,7 @@ def find_families(study: Study) -> list[Family]:
     for entry in study.entries:
         baseline = study.baseline_of(entry)
         if baseline is not None and baseline is not entry:
-            gap = measure_gap(entry, baseline, find_floor(study, baseline))
+            gap = measure_gap(entry, baseline, study.floor_of(baseline))
             families.setdefault(baseline.name, Family(baseline, [], shown)).gaps.append(gap)
             shown.append(gap)
     return list(families.values())
@@ -285,14 +249,8 @@ def describe_arm(entry: Entry) -> ArmLosses:
         chance=entry.chance,
         runs=[
             RunSummary(
-                run=r.folder.name,
-                seeds=dict(key),
-                status=r.status,
-                test_loss=r.loss,
-                val_loss=r.val,
-                accuracy=r.accuracy,
-                reason=r.reason,
-                left_behind=failed.get(key),
+                *(r.folder.name, dict(key), r.status, r.loss, r.val, r.accuracy, r.reason),
+                failed.get(key),
             )
             for key, r in entry.records.items()
         ],

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from qkablate.analysis.comparison.curves import Curve, combine_curves
-from qkablate.analysis.study.loss_curves import read_metrics
+from qkablate.analysis.study.loss_curves import read_metrics, report_damage
 from qkablate.analysis.study.study import Entry
-from qkablate.errors import print_stderr
 from qkablate.runs.records import decode_row, is_number
 
 SPECTRUM = "qk/singular"
@@ -75,10 +74,7 @@ class HeadMetrics:
 
 
 def sort_heads(arrays_LH: list[np.ndarray]) -> np.ndarray:
-    """Return the mean over seeds with each layer's heads sorted by value.
-
-    Head numbers carry no meaning across runs.
-    """
+    """Return the mean over seeds of each layer's sorted heads: their numbers carry no meaning."""
     ordered_SLH = np.stack([-np.sort(-array_LH, axis=1) for array_LH in arrays_LH])
     return nan_mean(ordered_SLH, axis=0)
 
@@ -113,10 +109,7 @@ def read_head_metrics(entry: Entry, names: Iterable[str], most: int) -> HeadMetr
 def read_head_rows(
     folder: Path, names: Iterable[str], most: int, note: Callable[[str], None] | None = None
 ) -> dict[int, HeadValues]:
-    """Read the head metrics of a run by tokens, at most `most` readings.
-
-    Malformed rows are skipped with a warning; malformed numbers become NaN.
-    """
+    """Read the head metrics of a run by tokens; malformed rows are skipped with a warning."""
     lines: dict[int, bytes] = {}
     content = read_metrics(folder) or b""  # `read_loss_curves` warns if damaged
     for line in content[: content.rfind(b"\n") + 1].splitlines():
@@ -124,21 +117,14 @@ def read_head_rows(
             lines[int(tokens[1])] = line
     rows: dict[int, HeadValues] = {}
     damaged = 0
-    readings = sorted(lines)
-    if len(readings) > most:  # evenly, with the first and the last
-        picks = np.linspace(0, len(readings) - 1, max(2, most)).round().astype(int)
-        readings = [readings[i] for i in sorted({*map(int, picks)})]
-    for reading in readings:
+    for reading in pick_evenly(sorted(lines), max(2, most)):
         try:
             if heads := _parse_row(lines[reading], names):
                 rows[reading] = heads
         except ValueError:
             damaged += 1
     if damaged:
-        text = f"is damaged: rows of head metrics skipped: {damaged}"
-        print_stderr(f"qkablate: '{folder / 'metrics.jsonl'}' {text}")
-        if note is not None:
-            note(f"metrics.jsonl {text}")
+        report_damage(folder, f"rows of head metrics skipped: {damaged}", note)
     return rows
 
 
@@ -146,45 +132,34 @@ def _parse_row(line: bytes, names: Iterable[str]) -> HeadValues:
     values, row = {}, decode_row(line)
     for name in names:
         part, _, measure = name.partition("/")
-        depth = 3 if name == SPECTRUM else 2
         try:
-            array = _array(row["diagnostics"][part][measure], depth, _MAX_EXPANSION * len(line))
-        except (ValueError, LookupError, TypeError):
+            nested = row["diagnostics"][part][measure]
+        except (LookupError, TypeError):
             continue
+        array = _array(nested, 3 if name == SPECTRUM else 2, _MAX_EXPANSION * len(line))
         if array is not None:
             values[name] = array
     return values
 
 
+def pick_evenly(items: list[int], count: int) -> list[int]:
+    """Return at most `count` evenly spaced items, first and last included; of one, the last."""
+    if len(items) <= count:
+        return items
+    if count == 1:
+        return items[-1:]
+    return [items[round(i)] for i in np.linspace(0, len(items) - 1, count)]
+
+
 def _array(layers: Any, depth: int, most: int) -> np.ndarray | None:
-    """Return nested lists as an array of `depth` dimensions; null at any level becomes NaN.
-
-    ValueError if ragged or no list; None if it would have more than `most` numbers.
-    """
-    shape: list[int] = [0] * depth
-
-    def measure(value: Any, level: int) -> None:
-        if value is None or level == depth:
-            return
-        if not isinstance(value, list) or not 0 < len(value) <= _MAX_LENGTH:
-            raise ValueError("not a list of heads")
-        if shape[level] not in (0, len(value)):
-            raise ValueError("ragged")
-        shape[level] = len(value)
-        for inner in value:
-            measure(inner, level + 1)
-
-    measure(layers, 0)
-    if 0 in shape or np.prod(shape, dtype=float) > most:
-        return None
-    array = np.full(shape, np.nan)
-
-    def fill(value: Any, index: tuple[int, ...]) -> None:
-        if len(index) == depth:
-            array[index] = value if is_number(value) else np.nan
-        else:
-            for i, inner in enumerate(value or ()):
-                fill(inner, (*index, i))
-
-    fill(layers, ())
+    """Return nested lists as an array with NaN for null; None if ragged, empty or above `most`."""
+    values, shape = [layers], []
+    for _ in range(depth):
+        lengths = {len(v) if isinstance(v, list) else 0 for v in values if v is not None}
+        length = lengths.pop() if len(lengths) == 1 else 0
+        if not 0 < length <= _MAX_LENGTH or len(values) * length > most:
+            return None
+        values = [inner for value in values for inner in value or [None] * length]
+        shape.append(length)
+    array = np.array([v if is_number(v) else np.nan for v in values], float).reshape(shape)
     return array if np.isfinite(array).any() else None

@@ -12,8 +12,7 @@ from qkablate.sweeps.planning.manifest import Rates
 from qkablate.sweeps.planning.surface import Surface, choose_rates, find_surface
 from qkablate.sweeps.planning.tuning_losses import Losses, left_behind, mean_losses
 
-# Distance from the best rate in ln lr.
-_SENSITIVITY_RANGE = math.log(4) * 1.01
+_FAR = math.log(4) * 1.01  # distance from the best rate in ln lr that its sensitivity covers
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,8 @@ class LrCurve:
     @cached_property
     def best(self) -> Rates | None:
         """Rates with the smallest mean loss, of those at which no run was left behind."""
-        return min(
-            self.means,
-            key=lambda rates: (rates in self.left_behind, self.means[rates]),
-            default=None,
-        )
+        sound = [rates for rates in self.means if rates not in self.left_behind]
+        return min(sound or self.means, key=self.means.__getitem__, default=None)
 
     def is_tuned(self, rates: Rates | None) -> bool:
         """Return whether these are the best rates tried, those that tuning chooses, or between."""
@@ -65,10 +61,7 @@ class LrCurve:
 
     @cached_property
     def surface(self) -> Surface | None:
-        """Least-squares surface near the best rates, if it has a minimum.
-
-        It has a dimension for the circuit's rate where that has a minimum, too.
-        """
+        """Least-squares surface near the best rates, if it has a minimum."""
         surface = find_surface(self.losses)
         return surface if surface is not None and surface.is_convex else None
 
@@ -79,53 +72,35 @@ class LrCurve:
         if fit is None:
             return None
         if fit.size == 1:
-            slope, curvature = float(fit.slope_K[0]), float(fit.hessian_KK[0, 0]) / 2
-            v11, v12, v22 = (float(fit.covariance_PP[at]) for at in ((0, 0), (0, 1), (1, 1)))
-            ends = _fieller(slope, curvature, (v11, v22 / 4, v12 / 2), fit.freedom)
+            ends = _fieller(fit)
         else:
             half = float(stats.t.isf(ALPHA / 2, fit.freedom))
             half *= math.sqrt(float(fit.offset_covariance[0, 0]))
             ends = float(fit.offset[0]) - half, float(fit.offset[0]) + half
         return ends and (fit.center.lr * math.exp(ends[0]), fit.center.lr * math.exp(ends[1]))
 
-    def excess_loss(self, rates: Rates) -> float | None:
-        """Return the loss at some rates beyond the surface's minimum, in nats."""
-        return None if self.surface is None else self.surface.excess_loss(rates)
-
-    def excess_bound(self, rates: Rates) -> float | None:
-        """Return the upper 95 % bound of this excess."""
-        return None if self.surface is None else self.surface.excess_bound(rates)
-
     def sensitivity(self, initial_loss: float) -> float | None:
-        """Return the mean cost, in nats, of a rate up to four times too high or too low.
-
-        Losses above the one before training count as that one.
-        """
+        """Return the mean cost, in nats, of a rate up to four times too high or too low."""
         best = self.best
         if best is None:
             return None
         least = self.means[best]
         costs = [
+            # Losses above the one before training count as that one.
             min(self.means.get(rates, math.inf), max(initial_loss, least)) - least
             for rates in self.losses
-            if rates.circuit == best.circuit
-            and abs(math.log(rates.lr / best.lr)) <= _SENSITIVITY_RANGE
+            if rates.circuit == best.circuit and abs(math.log(rates.lr / best.lr)) <= _FAR
         ]
         cost = math.fsum(costs) / len(costs)
         return cost if math.isfinite(cost) else None
 
 
-def _fieller(
-    slope: float, curvature: float, covariance: tuple[float, float, float], freedom: float
-) -> Interval | None:
-    """Return Fieller's interval of the ratio −slope / (2 · curvature).
-
-    `covariance` holds the variances of slope and curvature, and their covariance.
-    """
-    above, below = -slope, 2 * curvature
-    v11, v22, v12 = covariance[0], 4 * covariance[1], -2 * covariance[2]
-    t2 = float(stats.t.isf(ALPHA / 2, freedom)) ** 2
-    a, b, c = below**2 - t2 * v22, above * below - t2 * v12, above**2 - t2 * v11
+def _fieller(fit: Surface) -> Interval | None:
+    """Return Fieller's interval of the ratio −slope / second derivative."""
+    above, below = -float(fit.slope_K[0]), float(fit.hessian_KK[0, 0])
+    v11, v12, v22 = (float(fit.covariance_PP[at]) for at in ((0, 0), (0, 1), (1, 1)))
+    t2 = float(stats.t.isf(ALPHA / 2, fit.freedom)) ** 2
+    a, b, c = below**2 - t2 * v22, above * below + t2 * v12, above**2 - t2 * v11
     discriminant = b * b - a * c
     if a <= 0 or discriminant < -1e-12 * b * b:  # the curvature may be zero
         return None
@@ -195,9 +170,9 @@ def describe_lr_curves(study: Study) -> list[LrCurveSummary]:
         initial_loss = math.log(size) if isinstance(size, int) and size > 1 else math.inf
         fit, search = curve.surface, study.lr_searches.get(name)
         other = curves.get(arm.baseline or "")
-        default, best = _nearest(arm.default_rates, curve), curve.best
-        at_default = at_best = None
+        best, at_default, at_best = curve.best, None, None
         if other is not None:
+            default = _nearest(arm.default_rates, curve)
             other_default = _nearest(study.arms[other.arm].default_rates, other)
             at_default = describe_sample(gap_at_rates(curve, default, other, other_default))
             at_best = describe_sample(gap_at_rates(curve, best, other, other.best))
@@ -213,12 +188,12 @@ def describe_lr_curves(study: Study) -> list[LrCurveSummary]:
                 optimum=fit.optimum if fit else None,
                 optimum_interval=curve.optimum_interval,
                 curvature=float(fit.hessian_KK[0, 0]) / 2 if fit else None,
-                best_excess_loss=None if best is None else curve.excess_loss(best),
+                best_excess_loss=fit.excess_loss(best) if fit and best else None,
                 sensitivity=curve.sensitivity(initial_loss),
                 default=arm.default_rates,
                 val_loss=[
-                    RateLosses(*rates, [*curve.losses[rates].values()])
-                    for rates in sorted(curve.losses)
+                    RateLosses(*rates, [*by_seed.values()])
+                    for rates, by_seed in sorted(curve.losses.items())
                 ],
                 gap_at_default=at_default,
                 gap_at_best=at_best,

@@ -48,10 +48,7 @@ def decompose_gap(
 
 
 def runs_at_rates(folder: Path, identity: Mapping[str, Any]) -> dict[float, Path]:
-    """Return the finished runs that differ from this one in the learning rate alone, by rate.
-
-    They are searched beside `folder`; the one with the lowest validation loss comes first.
-    """
+    """Return the finished runs beside `folder` that differ from it in their rate, best first."""
     runs = []
     arm = folder.name.rpartition("-")[0]
     for path in sorted(folder.parent.glob(f"{glob.escape(arm)}-*/config.yaml")):
@@ -62,9 +59,8 @@ def runs_at_rates(folder: Path, identity: Mapping[str, Any]) -> dict[float, Path
         except (ValueError, LookupError, TypeError, AttributeError):
             continue  # not a run of this program
         loss = _losses(path.parent)["val"]
-        if loss is None or not is_number(rate):
-            continue
-        if _without_rate(config["identity"]) == _without_rate(identity):
+        is_alike = _without_rate(config["identity"]) == _without_rate(identity)
+        if is_alike and loss is not None and is_number(rate):
             runs.append((loss, rate, path.parent))
     return {rate: path for _, rate, path in sorted(runs)}
 
@@ -80,17 +76,10 @@ class ScratchRun:
 
 
 def find_scratch_run(
-    folder: Path,
-    identity: Mapping[str, Any],
-    parent: Path,
-    parent_identity: Mapping[str, Any],
+    folder: Path, identity: Mapping[str, Any], parent: Path, parent_identity: Mapping[str, Any]
 ) -> ScratchRun | None:
-    """Return the best finished run like that of `folder`, tuned as much as the parent if possible.
-
-    None if no such run is done.
-    """
-    rates = runs_at_rates(folder, identity)
-    if not rates:
+    """Return the best finished run like `folder`'s, tuned as much as the parent if possible."""
+    if not (rates := runs_at_rates(folder, identity)):
         return None
     parent_rates = runs_at_rates(parent, parent_identity)
     equal = equally_tuned(rates, parent_rates, parent_identity["optim"]["lr"])

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qkablate.analysis.comparison.audit import is_annealed
-from qkablate.analysis.comparison.gaps import Family, measure_gap
+from qkablate.analysis.comparison.gaps import Family, adjust, measure_gap
 from qkablate.analysis.stats import ALPHA, MIN_PAIRS, Estimate, Sample, describe_sample, holm
 from qkablate.analysis.study.study import Entry, Study
 from qkablate.config import flatten
 from qkablate.errors import UserError
 from qkablate.runs.records import is_number
+from qkablate.sweeps.planning.manifest import Arm
 
 AXES = {"tokens": "none", "params": "params", "flops": "flops"}  # what is equal → its control
 Priced = tuple[Entry, float]  # the runs of an arm at one rate, and their cost
@@ -64,25 +65,16 @@ def find_rankings(families: list[Family]) -> list[Ranking]:
 
 
 def _rank(axis: str, baseline: Entry, arms: list[Entry]) -> Ranking:
-    entries, unranked = [], []
-    for entry in (baseline, *arms):
-        if not is_annealed(entry.arm.config.optim):
-            unranked.append(f"{entry.name}: its learning rate is not annealed")
-        elif not entry.losses:
-            unranked.append(f"{entry.name}: no run is done")
-        elif diverged := len(entry.with_status("diverged")):
-            unranked.append(f"{entry.name}: {diverged} of {len(entry.records)} runs diverged")
-        else:
-            entries.append(entry)
+    reasons = [(entry, _why_unranked(entry)) for entry in (baseline, *arms)]
+    entries = [entry for entry, reason in reasons if not reason]
+    unranked = [f"{entry.name}: {reason}" for entry, reason in reasons if reason]
     pairs = list(itertools.combinations(entries, 2))
     samples = [measure_gap(arm, other).sample for arm, other in pairs]
-    tested = [number for number, sample in enumerate(samples) if sample.n >= MIN_PAIRS]
-    adjusted = dict(zip(tested, holm([samples[i].p or 0.0 for i in tested]), strict=True))
+    adjusted = adjust([sample.p if sample.n >= MIN_PAIRS else None for sample in samples])
     ahead, behind = Counter[str](), Counter[str]()  # arms ahead of, and behind, each arm
-    for number, p in adjusted.items():
-        if p < ALPHA:
-            arm, other = pairs[number]
-            better, worse = (arm, other) if samples[number].mean < 0 else (other, arm)
+    for (arm, other), sample, p in zip(pairs, samples, adjusted, strict=True):
+        if p is not None and p < ALPHA:
+            better, worse = (arm, other) if sample.mean < 0 else (other, arm)
             ahead[worse.name] += 1
             behind[better.name] += 1
     ranks = [
@@ -90,11 +82,20 @@ def _rank(axis: str, baseline: Entry, arms: list[Entry]) -> Ranking:
         for e in sorted(entries, key=lambda entry: entry.sample.mean)
     ]
     described = [
-        RankedPair(arm=arm.name, against=other.name, p_holm=adjusted.get(i), **vars(estimate))
-        for i, (arm, other) in enumerate(pairs)
-        for estimate in [describe_sample(samples[i])]
+        RankedPair(arm=arm.name, against=other.name, p_holm=p, **vars(describe_sample(sample)))
+        for (arm, other), sample, p in zip(pairs, samples, adjusted, strict=True)
     ]
     return Ranking(axis, baseline.name, ranks, unranked, described)
+
+
+def _why_unranked(entry: Entry) -> str:
+    """Return the reason why an arm has neither a rank nor a place on a front; '' if it has."""
+    if not is_annealed(entry.arm.config.optim):
+        return "its learning rate is not annealed"
+    if not entry.losses:
+        return "no run is done"
+    diverged = len(entry.with_status("diverged"))
+    return f"{diverged} of {len(entry.records)} runs diverged" if diverged else ""
 
 
 @dataclass(frozen=True)
@@ -127,14 +128,13 @@ def find_fronts(study: Study, milliseconds: Mapping[str, float]) -> list[Front]:
     planes: list[tuple[int, str, list[Priced]]] = []
     groups: dict[tuple[int, str], list[Entry]] = {}
     for entry in study.entries:
-        done = entry.losses and not entry.with_status("diverged")
-        if done and is_annealed(entry.arm.config.optim):
+        if not _why_unranked(entry):
             data = str(entry.arm.facts.get("data_fingerprint"))
             groups.setdefault((entry.tokens, data), []).append(entry)
     for (tokens, _), entries in groups.items():
-        for cost in ("params", "training FLOPs", "KV bytes per token", "ms per step"):
-            prices = [(entry, _cost(cost, entry, milliseconds)) for entry in entries]
-            known = [(entry, price) for entry, price in prices if price is not None]
+        costs = [(entry, _costs(entry.arm, milliseconds)) for entry in entries]
+        for cost in costs[0][1]:
+            known = [(entry, price) for entry, c in costs if (price := c[cost]) is not None]
             if len({price for _, price in known}) > 1:
                 planes.append((tokens, cost, known))
     gaps = {
@@ -164,8 +164,8 @@ def _best_rates(entries: list[Entry]) -> list[Entry]:
     """Return the entry of each arm with the smallest mean validation loss."""
     by_arm: dict[str, list[Entry]] = {}
     for entry in entries:
-        overrides = {k: v for k, v in entry.arm.overrides.items() if k != "variant.lr"}
-        by_arm.setdefault(str((sorted(overrides.items()), entry.arm.controls)), []).append(entry)
+        key = str((entry.settings_without("variant.lr"), entry.arm.controls))
+        by_arm.setdefault(key, []).append(entry)
     return [min(at_rates, key=_validation_loss) for at_rates in by_arm.values()]
 
 
@@ -175,28 +175,29 @@ def _validation_loss(entry: Entry) -> float:
     return statistics.fmean(known) if known else math.inf
 
 
-def _cost(cost: str, entry: Entry, milliseconds: Mapping[str, float]) -> float | None:
-    arm = entry.arm
-    if cost == "ms per step":
-        return milliseconds.get(arm.name)
-    if cost == "KV bytes per token":
-        return None if arm.kv_cache_numbers is None else 2.0 * arm.kv_cache_numbers  # 16-bit
-    # Sizes of runs without a result may be unknown.
-    return (float(arm.params) if cost == "params" else arm.flops) or None
+def _costs(arm: Arm, milliseconds: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the known costs of an arm; the sizes of runs without a result may be unknown."""
+    return {
+        "params": float(arm.params) or None,
+        "training FLOPs": arm.flops or None,
+        "KV bytes per token": None if arm.kv_cache_numbers is None else 2.0 * arm.kv_cache_numbers,
+        "ms per step": milliseconds.get(arm.name),
+    }
 
 
 def _place_on_front(
     entry: Entry, cost: float, priced: list[Priced], beaten: set[tuple[str, str]]
 ) -> FrontArm:
     mean = entry.sample.mean
-    point = (cost, mean)
     beaten_by = [
-        other
+        other.name
         for other, price in priced
-        if price <= cost and other.sample.mean <= mean and (price, other.sample.mean) != point
+        if price <= cost
+        and other.sample.mean <= mean
+        and (price, other.sample.mean) != (cost, mean)
     ]
-    surely = any((entry.name, other.name) in beaten for other in beaten_by)
-    return FrontArm(entry.name, cost, mean, not beaten_by, surely or not beaten_by)
+    surely = not beaten_by or any((entry.name, name) in beaten for name in beaten_by)
+    return FrontArm(entry.name, cost, mean, not beaten_by, surely)
 
 
 def read_times(path: str, study: Study) -> dict[str, float]:
@@ -210,9 +211,8 @@ def read_times(path: str, study: Study) -> dict[str, float]:
         if not sized or not all(is_number(ms) and ms > 0 for _, ms in times):
             raise ValueError
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
-        raise UserError(
-            f"--times: '{path}' is not the output of `qkablate cost --measure --json`"
-        ) from None
+        command = "`qkablate cost --measure --json`"
+        raise UserError(f"--times: '{path}' is not the output of {command}") from None
     by_arm = {}
     for arm in study.arms.values():
         flat = flatten(arm.config) | {"variant": arm.variant, **vars(arm.config.model)}

@@ -1,8 +1,4 @@
-"""Gap over whole trainings of several lengths, and over model sizes.
-
-The tokens or parameters that an arm is worth are read off the baseline's own curve, from three
-points on, never from the middle of a run.
-"""
+"""Gap over whole trainings of several lengths, and over model sizes, not by mid-run readings."""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +14,12 @@ from qkablate.analysis.stats import Estimate, Interval, Sample, describe_sample
 from qkablate.analysis.study.study import Entry, Seeds
 
 MIN_POINTS = 3  # for a curve
-_LENGTH_KEYS = ("train.steps", "train.tokens", "train.eval_every", "optim.warmup")
-_SIZE_KEYS = ("model.d_model", "model.layers")
+# The keys in which the arms of a series may differ.
+_KEYS = (
+    ("tokens", ("train.steps", "train.tokens", "train.eval_every", "optim.warmup")),
+    ("parameters", ("model.d_model",)),
+    ("parameters", ("model.layers",)),
+)
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Series:
 def find_series(families: Sequence[Family]) -> list[Series]:
     """Group the arms that differ in their length alone, or in a single size key."""
     series = []
-    for along, keys in (("tokens", _LENGTH_KEYS), *(("parameters", (key,)) for key in _SIZE_KEYS)):
+    for along, keys in _KEYS:
         groups: dict[tuple[object, ...], list[Gap]] = {}
         for family in families:
             for gap in family.gaps:
-                annealed = all(is_annealed(entry.arm.config.optim) for entry in _sides(gap))
+                annealed = all(is_annealed(entry.arm.config.optim) for entry in gap.sides)
                 if annealed and _x(along, gap.baseline):
                     groups.setdefault(_group_key(gap, keys), []).append(gap)
         for gaps in groups.values():
@@ -56,62 +56,53 @@ def _x(along: str, entry: Entry) -> float:
 
 def _group_key(gap: Gap, keys: tuple[str, ...]) -> tuple[object, ...]:
     """Return the settings that gaps of one series share; a control's solution varies with size."""
-    solved = {"model.mlp_ratio"} if gap.arm.arm.controls != ["none"] else set()
-    ignored = {*keys, *solved, "threads", "optim.lr"}
-    shared = [
-        sorted((key, value) for key, value in entry.arm.overrides.items() if key not in ignored)
-        for entry in _sides(gap)
-    ]
+    solved = ["model.mlp_ratio"] if gap.arm.arm.controls != ["none"] else []
+    ignored = (*keys, *solved, "threads", "optim.lr")
+    shared = [entry.settings_without(*ignored) for entry in gap.sides]
     one_rate = gap.arm.name == gap.arm.arm.name
     return str(shared), tuple(gap.arm.arm.controls), None if one_rate else gap.arm.rate
 
 
-def _sides(gap: Gap) -> tuple[Entry, Entry]:
-    return gap.arm, gap.baseline
-
-
 def _name(gap: Gap, keys: tuple[str, ...]) -> str:
-    arm = gap.arm.arm
-    model, parts = arm.config.model, [arm.variant]
-    for key, text in (("d_model", f"d{model.d_model}"), ("heads", f"h{model.heads}")):
-        if f"model.{key}" not in keys:
-            parts.append(text)
+    arm, model = gap.arm.arm, gap.arm.arm.config.model
+    width = [] if "model.d_model" in keys else [f"d{model.d_model}"]
     control = [] if "none" in arm.controls else arm.controls
-    return "-".join([*parts, *control])
+    return "-".join([arm.variant, *width, f"h{model.heads}", *control])
 
 
 def measure_growth(series: Series) -> Sample:
     """Return each seed's change of the gap per doubling of tokens, over three lengths or more."""
-    keys = _common_seeds(series)
-    if series.along != "tokens" or len(series.gaps) < MIN_POINTS or not keys:
+    if series.along != "tokens" or len(series.gaps) < MIN_POINTS:
         return Sample(())
-    gaps_ST = np.array([[gap.pairs[key] for gap in series.gaps] for key in keys])
-    extra = [gap.sample.extra_variance for gap in series.gaps]
-    return fit_slopes([int(x) for x in series.x], gaps_ST, extra)
+    return fit_growth([int(x) for x in series.x], series.gaps)
 
 
-def _common_seeds(series: Series) -> list[Seeds]:
+def fit_growth(tokens: list[int], gaps: Sequence[Gap]) -> Sample:
+    """Return each seed's slope of the gap on log2 of the tokens of several trainings."""
+    if not (keys := common_seeds(gaps)):
+        return Sample(())
+    gaps_ST = np.array([[gap.pairs[key] for gap in gaps] for key in keys])
+    extra = [gap.sample.extra_variance for gap in gaps]
+    return fit_slopes(tokens, gaps_ST, extra)
+
+
+def common_seeds(gaps: Sequence[Gap]) -> list[Seeds]:
     """Return the seeds of which every gap has a pair, in order."""
-    first, *rest = series.gaps
-    return [key for key in first.pairs if all(key in other.pairs for other in rest)]
+    return [key for key in gaps[0].pairs if all(key in gap.pairs for gap in gaps)]
 
 
 def equivalent_log_factor(series: Series) -> Sample:
-    """Return the log of how many times its tokens (parameters) the baseline needs, seed by seed.
-
-    It is the factor at which the baseline reaches the loss of the arm's longest (largest) point.
-    Empty if it cannot be measured: fewer than three points, or far beyond them.
-    """
+    """Return, by seed, the log of how many times its tokens (parameters) the baseline needs."""
     if len(series.gaps) < MIN_POINTS:
         return Sample(())
     x = [math.log(value) for value in series.x]
     factors = []
-    for key in _common_seeds(series):
+    for key in common_seeds(series.gaps):
         curve = [gap.baseline.losses[key] for gap in series.gaps]
         at = _interpolate(x, curve, series.gaps[-1].arm.losses[key])
         if at is None:
             return Sample(())
-        factors.append(at - x[-1])
+        factors.append(at - x[-1])  # from the arm's longest (largest) point
     return Sample(tuple(factors))
 
 
@@ -120,11 +111,9 @@ def _interpolate(x: list[float], losses: list[float], loss: float) -> float | No
     rises = any(after >= before for before, after in pairwise(losses))
     if rises or loss > losses[0]:  # more tokens or parameters do not help the baseline itself
         return None
-    for i in range(len(x) - 1):
-        if loss >= losses[i + 1] or i == len(x) - 2:
-            part = (losses[i] - loss) / (losses[i] - losses[i + 1])
-            return x[i] + part * (x[i + 1] - x[i]) if part <= 2 else None
-    return None
+    i = next((i for i in range(len(x) - 2) if loss >= losses[i + 1]), len(x) - 2)
+    part = (losses[i] - loss) / (losses[i] - losses[i + 1])
+    return x[i] + part * (x[i + 1] - x[i]) if part <= 2 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,21 +146,15 @@ class SeriesSummary:
 
 def describe_series(series: Series) -> SeriesSummary:
     """Summarize one series."""
-    factor = equivalent_log_factor(series)
-    ends = factor.interval()
-    equivalent = None
+    factor, growth, equivalent = equivalent_log_factor(series), None, None
     if factor.n:
+        ends = factor.interval()
         interval = ends and (math.exp(ends[0]), math.exp(ends[1]))
         equivalent = Equivalent(math.exp(factor.mean), interval, factor.n)
-    return SeriesSummary(
-        arm=series.name,
-        along=series.along,
-        points=[
-            SeriesPoint(at=x, arm=gap.arm.name, **vars(describe_sample(gap.sample)))
-            for x, gap in zip(series.x, series.gaps, strict=True)
-        ],
-        growth_per_doubling=describe_sample(measure_growth(series))
-        if series.along == "tokens"
-        else None,
-        equivalent=equivalent,
-    )
+    if series.along == "tokens":
+        growth = describe_sample(measure_growth(series))
+    points = [
+        SeriesPoint(at=x, arm=gap.arm.name, **vars(describe_sample(gap.sample)))
+        for x, gap in zip(series.x, series.gaps, strict=True)
+    ]
+    return SeriesSummary(series.name, series.along, points, growth, equivalent)

@@ -1,7 +1,7 @@
 """Summary of a study: every result with its uncertainty, as frozen dataclasses."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from qkablate.analysis.claims.verdict import Part
@@ -114,9 +114,8 @@ class GapSummary(Estimate):
     @property
     def verdict(self) -> str:
         """The decision, limited to what it holds for."""
-        if self.decision.is_divergence or self.decision.lacks_pairs:
-            return str(self.decision)
-        if self.decision == Decision.INSENSITIVE:
+        undecided = (Decision.FEW_PAIRS, Decision.NO_PAIRS, Decision.INSENSITIVE)
+        if self.decision.is_divergence or self.decision in undecided:
             return str(self.decision)
         if self.rates == RateScope.SIGN_DEPENDS:
             return f"no verdict: {self.rates}"
@@ -160,8 +159,8 @@ def describe_study(
         for family in families
         for number in range(len(family.gaps))
     ]
-    decided = [(gap, one.decision) for gap, one in zip(gaps, described, strict=True)]
-    scopes = find_rate_scopes(decided, lr_curves)
+    decisions = [one.decision for one in described]
+    scopes = find_rate_scopes(list(zip(gaps, decisions, strict=True)), lr_curves)
     return StudySummary(
         sweep=study.name,
         complete=study.is_complete,
@@ -199,15 +198,11 @@ def describe_gap(
     sample, interval = gap.sample, gap.sample.interval()
     arm, baseline = gap.arm.arm, gap.baseline.arm
     diverged = gap.arm_diverged + gap.baseline_diverged > 0
+    percent_interval = None
+    if interval is not None and not diverged:
+        percent_interval = perplexity_percent(interval[0]), perplexity_percent(interval[1])
     margin_test = describe_margin(family, number, margin) if margin else None
-    decision = decide(
-        sample,
-        p_holm,
-        arm_diverged=gap.arm_diverged > 0,
-        baseline_diverged=gap.baseline_diverged > 0,
-        margin=margin_test,
-        lead=gap.lead,
-    )
+    decision = decide(gap, p_holm, margin_test)
     return GapSummary(
         **vars(describe_sample(sample)),
         arm=gap.arm.name,
@@ -217,9 +212,7 @@ def describe_gap(
         params_percent=_percent_more(arm.params, baseline.params),
         flops_percent=_percent_more(arm.flops, baseline.flops),
         perplexity_percent=perplexity_percent(sample.mean) if sample.n else None,
-        perplexity_percent_interval=None
-        if interval is None or diverged
-        else (perplexity_percent(interval[0]), perplexity_percent(interval[1])),
+        perplexity_percent_interval=percent_interval,
         p=gap.p,
         p_holm=p_holm,
         comparisons=family.comparisons,
@@ -260,37 +253,28 @@ def audit_gap(
 ) -> list[AuditCheck]:
     """Audit one gap of a family."""
     gap = family.gaps[number]
-    controls = gap.arm.arm.controls
-    return audit(
-        gap,
-        lr_curves,
-        axis="tokens" if "none" in controls else controls[0],
-        margin=margin,
-        rounding_gap=family.rounding_gap,
-        detectable=family.detectable(gap),
-    )
+    controls, detectable = gap.arm.arm.controls, family.detectable(gap)
+    axis = "tokens" if "none" in controls else controls[0]
+    return audit(gap, lr_curves, axis, margin, family.rounding_gap, detectable)
 
 
 def describe_margin(family: Family, number: int, margin: float) -> MarginTest:
     """Test whether an arm is not worse by the margin, and whether it lies within it."""
     parts = [Part.from_gap("", "equivalent", margin, gap) for gap in family.shown]
-    tested = [part.sample.n > 1 for part in parts]
     sample = family.gaps[number].sample
     if sample.n < 2:
         return MarginTest(margin)
-    alpha = ALPHA / sum(tested)
 
-    def adjusted(p_values: list[float]) -> float | None:
-        known = [p if is_tested else None for p, is_tested in zip(p_values, tested, strict=True)]
-        return family.select(adjust(known))[number]
+    def adjusted(p_value: Callable[[Part], float]) -> float | None:
+        p_values = [p_value(part) if part.sample.n > 1 else None for part in parts]
+        return family.select(adjust(p_values))[number]
 
+    alpha = ALPHA / sum(part.sample.n > 1 for part in parts)
     return MarginTest(
         margin,
-        p_noninferior=adjusted([part.p_below(margin) for part in parts]),
-        p_equivalent=adjusted([part.p_equivalent for part in parts]),
-        seeds_if_zero=required_n(
-            lambda n: power_equivalence(0.0, margin, sample.spread_at(n), n, alpha)
-        )
+        adjusted(lambda part: part.p_below(margin)),
+        adjusted(lambda part: part.p_equivalent),
+        required_n(lambda n: power_equivalence(0.0, margin, sample.spread_at(n), n, alpha))
         if sample.sd
         else MIN_PAIRS,
     )

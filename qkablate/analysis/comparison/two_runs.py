@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qkablate.analysis.comparison.gaps import perplexity_percent
 from qkablate.analysis.study.loss_curves import VAL, read_loss_curves
-from qkablate.analysis.study.study import read_facts
+from qkablate.analysis.study.study import as_dict, read_facts
 from qkablate.config import Role, has_role
 from qkablate.errors import UserError
 from qkablate.runs.records import is_number, read_config, read_result
@@ -18,7 +19,7 @@ from qkablate.runs.run import find_run, find_runs
 # Circumstances that are equal in a fair comparison.
 _LIKE = ["data_fingerprint", "precision", "matmul", "device", "kernel", "threads", "code"]
 _LIKE += ["torch", "cpu"]
-Both = tuple[object, object]  # a value of each run
+Both = tuple[Any, Any]  # a value of each run
 
 
 @dataclass(frozen=True)
@@ -79,20 +80,17 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
     losses = {s: (_loss(result, s), _loss(other_result, s)) for s in ("train", "val", "test")}
     gaps = {s: a - b for s, (a, b) in losses.items() if a is not None and b is not None}
     curve, other_curve = read_loss_curves(first)[VAL], read_loss_curves(second)[VAL]
-
-    def both(key: str) -> Both:
-        return result.get(key), other_result.get(key)
-
+    status, other_status = (str(r.get("status", "no result")) for r in (result, other_result))
+    params, other_params = (as_dict(r.get("params")).get("total") for r in (result, other_result))
+    keys = ("flops_per_token", "seconds", "packed")
     return RunComparison(
         runs=(first.resolve().name, second.resolve().name),
-        status=(_status(result), _status(other_result)),
+        status=(status, other_status),
         loss=losses,
         gap=gaps,
         perplexity_percent={split: perplexity_percent(value) for split, value in gaps.items()},
-        params=(_total_params(result), _total_params(other_result)),
-        flops_per_token=both("flops_per_token"),
-        seconds=both("seconds"),
-        packed=both("packed"),
+        params=(params, other_params),
+        **{key: (result.get(key), other_result.get(key)) for key in keys},
         differ=differ,
         unlike=unlike,
         paired=bool(result and other_result)
@@ -109,19 +107,9 @@ def _differences(
     return {key: (value, other) for key, (value, other) in pairs.items() if value != other}
 
 
-def _status(result: Mapping[str, object]) -> str:
-    return str(result.get("status", "no result"))
-
-
 def _loss(result: Mapping[str, object], split: str) -> float | None:
-    losses = result.get("loss")
-    value = losses.get(split) if isinstance(losses, dict) else None
+    value = as_dict(result.get("loss")).get(split)
     return value if is_number(value) else None
-
-
-def _total_params(result: Mapping[str, object]) -> object:
-    params = result.get("params")
-    return params.get("total") if isinstance(params, dict) else None
 
 
 def _read_config(folder: Path) -> dict[str, object]:
@@ -131,14 +119,13 @@ def _read_config(folder: Path) -> dict[str, object]:
     except ValueError as error:
         raise UserError(f"'{folder / 'config.yaml'}' cannot be read: {error}") from None
     leaves = {
-        f"{key}.{inner}" if inner != "" else str(key): _json_value(value)
+        f"{key}.{inner}" if inner != "" else str(key): value
         for key, part in content.items()
         if key not in ("id", "identity")
         for inner, value in (part.items() if isinstance(part, dict) else [("", part)])
     }
-    return {key: value for key, value in leaves.items() if not has_role(key, Role.LOCAL)}
-
-
-def _json_value(value: object) -> object:
-    """Return the value itself if JSON has it, else its text."""
-    return value if isinstance(value, str | bool | None) or is_number(value) else str(value)
+    return {
+        key: value if isinstance(value, str | bool | None) or is_number(value) else str(value)
+        for key, value in leaves.items()
+        if not has_role(key, Role.LOCAL)
+    }

@@ -36,10 +36,8 @@ class ArmAttention:
 
     @cached_property
     def mean_weights(self) -> dict[str, np.ndarray]:
-        """Mean weight of every head on each target position: measure_LH.
-
-        Over the queries that see three tokens or more, for which the targets are distinct.
-        """
+        """Mean weight of every head on each target position: measure_LH."""
+        # Of the queries that see three tokens or more, for which the targets are distinct.
         a_LHQT = self.a_LHTT[:, :, 2:] / attention_map.FULL_WEIGHT
         queries = np.arange(2, self.a_LHTT.shape[-1])
         if not len(queries):

@@ -18,23 +18,12 @@ _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})')
 def read_loss_curves(
     folder: Path, note: Callable[[str], None] | None = None
 ) -> dict[str, LossCurve]:
-    """Read the loss curves of a run from metrics.jsonl.
-
-    Malformed lines are skipped with a warning. Long curves are thinned evenly on a log scale.
-    """
-    curves, damage = _read_curves(folder)
-    if damage:
-        print_stderr(f"qkablate: '{folder / 'metrics.jsonl'}' is damaged: {damage}")
-        if note is not None:
-            note(f"metrics.jsonl is damaged: {damage}")
-    return curves
-
-
-def _read_curves(folder: Path) -> tuple[dict[str, LossCurve], str]:
+    """Read the loss curves of a run, thinned evenly on a log scale; malformed lines are skipped."""
     content = read_metrics(folder)
     curves: dict[str, LossCurve] = {VAL: {}, TRAIN: {}}
     if content is None:
-        return curves, "its loss curves are skipped"
+        report_damage(folder, "its loss curves are skipped", note)
+        return curves
     lines = content.splitlines()
     unfinished = b"" if content.endswith(b"\n") else lines[-1] if lines else b""
     damaged = set()
@@ -53,7 +42,16 @@ def _read_curves(folder: Path) -> tuple[dict[str, LossCurve], str]:
             if type(tokens) is int and 0 < tokens < 2**60 and is_number(loss):
                 curves[metric][tokens] = float(loss)
         curves[metric] = dict(sorted(curves[metric].items()))
-    return curves, f"rows skipped: {len(damaged)}" if damaged else ""
+    if damaged:
+        report_damage(folder, f"rows skipped: {len(damaged)}", note)
+    return curves
+
+
+def report_damage(folder: Path, damage: str, note: Callable[[str], None] | None) -> None:
+    """Report that the metrics of a run are damaged."""
+    print_stderr(f"qkablate: '{folder / 'metrics.jsonl'}' is damaged: {damage}")
+    if note is not None:
+        note(f"metrics.jsonl is damaged: {damage}")
 
 
 def read_metrics(folder: Path) -> bytes | None:
@@ -67,10 +65,7 @@ def read_metrics(folder: Path) -> bytes | None:
 
 
 def _thin_lines(lines: list[bytes]) -> list[bytes]:
-    """Pick the first line of every sixteenth of a doubling of tokens, and the last.
-
-    Runs with other lines missing still yield the same picks.
-    """
+    """Pick the first line of every sixteenth of a doubling of tokens, and the last."""
     picked: dict[int, bytes] = {}
     for line in lines:
         if (tokens := _TOKENS.search(line)) is not None:

@@ -1,10 +1,7 @@
-"""Runs outside any sweep, read as a study.
-
-Runs whose configs differ only in seed and learning rate form an arm; its baseline is standard
-attention with otherwise equal settings.
-"""
+"""Runs outside any sweep as a study: an arm's runs differ in seed and learning rate alone."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -82,10 +79,7 @@ def read_standalone_runs(folders: Iterable[Path]) -> Study:
 
 
 def _read_run(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
-    """Read a run and the key of its arm, adding the arm to `arms`.
-
-    ValueError if the folder holds no run of this program.
-    """
+    """Read a run and its arm's key, adding the arm to `arms`; ValueError if there is no run."""
     try:
         content = read_config(folder)
         content.setdefault("init_from", dict(vars(InitFromConfig())))  # missing in older runs
@@ -210,27 +204,26 @@ def _with_baselines(arms: list[Arm]) -> list[Arm]:
             if not key.startswith(ignored) and not has_role(key, Role.PAIR_FREE)
         } | {"data": str(arm.facts["data_fingerprint"])}
 
+    def distance(arm: Arm, other: Arm) -> float:
+        return abs(other.config.model.mlp_ratio - arm.config.model.mlp_ratio)
+
     standard = [arm for arm in arms if arm.variant == "standard"]
-    result = []
-    for arm in arms:
-        ratio = arm.config.model.mlp_ratio
-        candidates = [
-            other for other in standard if arm not in standard and settings(other) == settings(arm)
-        ]
-        candidates.sort(key=lambda other: abs(other.config.model.mlp_ratio - ratio))
-        result.append(dataclasses.replace(arm, baseline=candidates[0].name if candidates else None))
-    return sorted(result, key=lambda arm: arm.variant != "standard")
+    for i, arm in enumerate(arms):
+        others = [other for other in standard if settings(other) == settings(arm)]
+        if arm.variant != "standard" and others:
+            nearest = min(others, key=functools.partial(distance, arm))
+            arms[i] = dataclasses.replace(arm, baseline=nearest.name)
+    return sorted(arms, key=lambda arm: arm.variant != "standard")
 
 
 def _overrides(config: Config) -> dict[str, str]:
     """Return the arguments that make the arm: both config groups and all non-default values."""
-    name = _catalogue_name(config)
-    defaults = (
-        flatten(Config()) | _load_group("variant", name) | _load_group("data", config.data.source)
-    )
-    defaults["variant.name"] = resolve_variant(
-        dataclasses.replace(config.variant, name=name), config.model
-    ).name
+    # The nearest entry of the catalogue: low_rank_w for low_rank_w_r4.
+    names = (config.variant.name, re.sub(r"_[rg]\d+$", "", config.variant.name))
+    name = next((name for name in names if name in variants()), "standard")
+    variant = resolve_variant(dataclasses.replace(config.variant, name=name), config.model)
+    defaults = flatten(Config()) | _load_group("variant", name)
+    defaults |= _load_group("data", config.data.source) | {"variant.name": variant.name}
     overrides = {"variant": name, "data": config.data.source}
     used = {*keys_with(Role.ARM | Role.PAIR_FREE)} - {"data.source"}
     if config.optim.schedule != "wsd":
@@ -240,13 +233,6 @@ def _overrides(config: Config) -> dict[str, str]:
         if key in used and value != defaults.get(key) and not unset:
             overrides[key] = as_quoted(value)
     return overrides
-
-
-def _catalogue_name(config: Config) -> str:
-    """Return the nearest entry of the catalogue: low_rank_w for low_rank_w_r4."""
-    name = config.variant.name
-    stem = re.sub(r"_[rg]\d+$", "", name)
-    return next((entry for entry in (name, stem) if entry in variants()), "standard")
 
 
 def _load_group(group: str, name: str) -> dict[str, Any]:

@@ -1,10 +1,6 @@
-"""A study: the runs of a sweep with their losses and circumstances, read from their folders.
-
-Runs that cannot be read are included with the reason: nothing is dropped silently.
-"""
+"""A study: the runs of a sweep, read from their folders, or why they cannot be read."""
 
 import dataclasses
-import hashlib
 import os
 import statistics
 from collections.abc import Iterable, Mapping
@@ -17,16 +13,18 @@ from qkablate.analysis.stats import Sample
 from qkablate.analysis.study.loss_curves import LossCurve, read_loss_curves
 from qkablate.runs.document_losses import FILE_NAME as DOCUMENT_LOSSES
 from qkablate.runs.document_losses import DocumentLosses, read_document_losses
-from qkablate.runs.records import is_number, read_json, read_result
+from qkablate.runs.records import is_number, read_json, read_result, sha256
 from qkablate.runs.text_references import KEY as TEXT_REFERENCES
 from qkablate.runs.text_references import TextReferences, find_text_references
 from qkablate.sweeps.planning.manifest import (
+    FLOOR,
     Arm,
     LeftOutArm,
     Manifest,
     Rates,
     SweepRun,
     read_manifest,
+    without_variant,
 )
 from qkablate.sweeps.planning.surface import excess_moment
 from qkablate.sweeps.planning.tuning import LrSearch
@@ -51,6 +49,7 @@ class Record:
     val: float | None
     test: float | None
     facts: Mapping[str, Any]  # circumstances, equal in a fair comparison
+    problems: list[str] = field(default_factory=list)  # damage of its files that have been read
 
     @property
     def loss(self) -> float | None:
@@ -77,11 +76,6 @@ class Record:
             return None
         return found
 
-    @cached_property
-    def problems(self) -> list[str]:
-        """Damage of its files; complete once they have been read."""
-        return []
-
     @property
     def accuracy(self) -> float | None:
         """Test accuracy of a run on a task that is done."""
@@ -93,7 +87,7 @@ class Record:
         """Seeds as text: `s3`, and those that differ from the main one."""
         others = dict(self.seeds)
         main = others.pop("seed")
-        return "".join([f"s{main}", *(f" {key}={value}" for key, value in others.items())])
+        return " ".join([f"s{main}", *(f"{key}={value}" for key, value in others.items())])
 
 
 @dataclass(frozen=True)
@@ -140,8 +134,7 @@ class Entry:
     @property
     def references_by_run(self) -> list[tuple[str, dict[str, Any]]]:
         """Facts and test loss of each run, for `find_text_references`."""
-        runs = self.records.values()
-        return [(self.name, {**run.facts, "loss": {"test": run.loss}}) for run in runs]
+        return [(self.name, {**r.facts, "loss": {"test": r.loss}}) for r in self.records.values()]
 
     @property
     def chance(self) -> float | None:
@@ -151,6 +144,10 @@ class Entry:
 
     def with_status(self, status: str) -> list[Record]:
         return [record for record in self.records.values() if record.status == status]
+
+    def settings_without(self, *keys: str) -> str:
+        """Return the arm's settings but these: equal for arms that differ in nothing else."""
+        return str(sorted(item for item in self.arm.overrides.items() if item[0] not in keys))
 
 
 @dataclass(frozen=True)
@@ -174,9 +171,8 @@ class Study:
 
     @property
     def all_records(self) -> list[Record]:
-        """All runs, tuning included."""
-        tuning = [record for by_seed in self.tuning.values() for record in by_seed.values()]
-        return [*self.records, *tuning]
+        """All runs, those of tuning last."""
+        return [*self.records, *(r for by_seed in self.tuning.values() for r in by_seed.values())]
 
     @property
     def left_out(self) -> list[LeftOutArm]:
@@ -200,8 +196,7 @@ class Study:
     @cached_property
     def text_references(self) -> list[TextReferences]:
         """Losses of n-grams and a compressor on each text, and the arms that are behind them."""
-        runs = (run for entry in self.entries for run in entry.references_by_run)
-        return find_text_references(runs)
+        return find_text_references(run for e in self.entries for run in e.references_by_run)
 
     def overrides_of(self, run: SweepRun) -> list[str]:
         """Return the arguments that repeat the run with `qkablate train`."""
@@ -210,9 +205,26 @@ class Study:
     def baseline_of(self, entry: Entry) -> Entry | None:
         """Return the entry of the arm's baseline, at the same rate if it has several."""
         baselines = [other for other in self.entries if other.arm.name == entry.arm.baseline]
-        if len(baselines) > 1:
-            baselines = [other for other in baselines if other.rate == entry.rate]
-        return baselines[0] if baselines else None
+        return _at_rate(baselines, entry.rate)
+
+    def floor_of(self, baseline: Entry) -> Entry | None:
+        """Return `uniform`, attention that averages all tokens, in the baseline's model.
+
+        Where the baseline does not beat it clearly, arms look alike because attention made no
+        difference: an experiment in which nothing could have shown says nothing.
+        """
+        model = without_variant(baseline.arm.overrides)
+        same = [entry for entry in self.entries if without_variant(entry.arm.overrides) == model]
+        # At the model's own size: a control may have other floors.
+        floors = [e for e in same if e.arm.config.variant.name == FLOOR and e.arm.mismatch is None]
+        return _at_rate(floors, baseline.rate)
+
+
+def _at_rate(entries: list[Entry], rate: float | None) -> Entry | None:
+    """Return the only entry, or that of several at the rate."""
+    if len(entries) > 1:
+        entries = [entry for entry in entries if entry.rate == rate]
+    return entries[0] if entries else None
 
 
 def read_study(folder: Path) -> Study:
@@ -242,8 +254,7 @@ def group_runs(
     groups: dict[tuple[str, float | None], dict[Seeds, Record]] = {}
     tuning: dict[tuple[str, Rates], dict[Seeds, Record]] = {}
     for state in states:
-        run = state.run
-        record = _record(run, state.folder, state.status, state.reason, arms[run.arm])
+        run, record = state.run, _record(state)
         rates = arms[run.arm].rates_of(run)
         if run.tuning:
             tuning.setdefault((run.arm, rates), {})[record.seeds] = record
@@ -260,8 +271,7 @@ def group_runs(
         name = f"{arm} lr {lr:{form}}" if several and lr is not None else arm
         entry = Entry(arms[arm], name, lr, groups[arm, lr])
         if entry.rates is not None and (losses := tuning_losses(tuning, arm)):
-            variance = excess_moment(losses, entry.rates)
-            entry = dataclasses.replace(entry, tuning_variance=variance)
+            entry = dataclasses.replace(entry, tuning_variance=excess_moment(losses, entry.rates))
         entries.append(entry)
     return entries, tuning
 
@@ -283,44 +293,35 @@ def known_losses(records: Mapping[Seeds, Record]) -> dict[Seeds, float | None]:
     }
 
 
-def _record(run: SweepRun, folder: Path, status: str, reason: str, arm: Arm) -> Record:
+def _record(state: RunState) -> Record:
+    folder, run, status, reason = state.folder, state.run, state.status, state.reason
     result = read_result(folder)
     if result is None and os.path.exists(folder / "result.json"):
         status, reason = "damaged", "its result.json cannot be read"
     elif result is not None and result.get("id") != run.id:
         status, reason, result = "damaged", "its result.json is another run's", None
     losses = result["loss"] if result and result["status"] == "done" else {}
-    seeds = tuple(
-        (key, int(value)) for key, value in sorted(run.changes.items()) if key.startswith("seed")
-    )
-    return Record(
-        folder=folder,
-        run=run,
-        seeds=seeds,
-        status=status,
-        reason=reason,
-        val=losses.get("val"),
-        test=losses.get("test"),
-        facts=read_facts(folder, result or {}) | {"steps_planned": int(arm.config.train.steps)},
-    )
+    seeds = tuple((k, int(seed)) for k, seed in sorted(run.changes.items()) if k.startswith("seed"))
+    facts = read_facts(folder, result or {})
+    return Record(folder, run, seeds, status, reason, losses.get("val"), losses.get("test"), facts)
 
 
 def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the circumstances of a run: data, software and hardware."""
     facts: dict[str, Any] = {key: result.get(key) for key in _FACTS}
-    facts |= {key: _as_dict(result.get(key)) for key in ("init", "lr", "accuracy")}
-    environment = _as_dict(read_json(folder / "environment.json"))
-    versions, machine, code = (
-        _as_dict(environment.get(key)) for key in ("versions", "machine", "code")
-    )
+    facts |= {key: as_dict(result.get(key)) for key in ("init", "lr", "accuracy")}
+    environment = as_dict(read_json(folder / "environment.json"))
+    parts = ("versions", "machine", "code")
+    versions, machine, code = (as_dict(environment.get(part)) for part in parts)
     diff = str(code.get("diff") or "")
     commit = str(code["commit"])[:10] if code.get("commit") else None
-    edits = f"+{hashlib.sha256(diff.encode()).hexdigest()[:6]}" if diff else ""
+    edits = f"+{sha256(diff.encode())[:6]}" if diff else ""
     facts["code"] = f"{commit}{edits}" if commit else facts["version"]
-    facts["source"] = _as_dict(result.get("data")).get("source")
+    facts["source"] = as_dict(result.get("data")).get("source")
     facts["torch"], facts["cpu"] = versions.get("torch"), machine.get("cpu")
     return facts
 
 
-def _as_dict(value: object) -> dict[str, Any]:
+def as_dict(value: object) -> dict[str, Any]:
+    """Return the value if it is a dictionary, else an empty one."""
     return value if isinstance(value, dict) else {}

@@ -1,17 +1,18 @@
 """The charts of a report, as Vega-Lite specs."""
 
 from qkablate.report.charts.attention import attention_chart
-from qkablate.report.charts.base import Chart, ChartPanel, Spec
-from qkablate.report.charts.curves import MAX_RUNS, gap_curve_chart, loss_chart
+from qkablate.report.charts.base import Chart
+from qkablate.report.charts.curves import gap_curve_chart, loss_chart
 from qkablate.report.charts.distance import distance_chart
 from qkablate.report.charts.forest import claim_chart, gap_chart
-from qkablate.report.charts.heads import head_curve_chart, head_map_chart
+from qkablate.report.charts.heads import (
+    head_curve_chart,
+    head_map_chart,
+    spectra_by_tokens_chart,
+    spectrum_chart,
+)
 from qkablate.report.charts.sizes import cost_chart, heat_map_chart, lr_chart
-from qkablate.report.charts.spectra import spectra_by_tokens_chart, spectrum_chart
 from qkablate.report.section import Section
-
-__all__ = ["MAX_RUNS", "Chart", "ChartPanel", "Spec", "make_charts"]
-
 
 _MAKERS = (
     *(claim_chart, gap_chart, loss_chart, gap_curve_chart, distance_chart, heat_map_chart),
@@ -22,4 +23,4 @@ _MAKERS = (
 
 def make_charts(section: Section) -> list[Chart]:
     """Return all charts that have data."""
-    return [chart for make in _MAKERS if (chart := make(section)) is not None]
+    return [chart for make in _MAKERS if (chart := make(section)) and chart.panels]

@@ -6,7 +6,7 @@ Shape suffixes: L layers, H heads, T tokens.
 import numpy as np
 
 from qkablate.analysis.study.attention_maps import TARGETS, ArmAttention
-from qkablate.report.charts.base import Chart, ChartPanel, Spec, make_layer, make_tooltip
+from qkablate.report.charts.base import Chart, ChartPanel, Spec, color_by, make_layer, make_tooltip
 from qkablate.report.section import Section
 from qkablate.runs.attention_map import FULL_WEIGHT
 from qkablate.table import format_count, format_list
@@ -39,9 +39,10 @@ def make_attention_chart(arms: list[ArmAttention], source: str, only: Head | Non
         for label, arm, heads_of_arm in zip(labels, drawn, heads, strict=False)
     ]
     texts = list(dict.fromkeys(arm.tokens[:length] for arm in drawn))
+    separator = " " if all(token.isdecimal() for token in texts[0]) else ""  # between ids
     caption = (
         f"{source}: attention weights of {format_count(length, 'token')} as queries (rows) to keys"
-        f" (columns), in {_format_text(texts[0])}."
+        f" (columns), in “{separator.join(texts[0])}”."
     )
     if len(texts) > 1:
         caption += " Other arms have another text, or a shorter part of it."
@@ -74,12 +75,6 @@ def _choose_length(drawn: list[ArmAttention], heads: list[list[Head]]) -> int:
     while length > 2 and maps * length * (length + 1) // 2 > _MAX_CELLS:
         length -= 1
     return length
-
-
-def _format_text(tokens: tuple[str, ...]) -> str:
-    """Format tokens as text; ids are separated by spaces."""
-    separator = " " if all(token.isdecimal() for token in tokens) else ""
-    return f"“{separator.join(tokens)}”"
 
 
 def _format_targets(arms: dict[str, ArmAttention]) -> str:
@@ -115,9 +110,8 @@ def _map_spec(arm: ArmAttention, places: list[Head], length: int) -> Spec:
     scale = {"domain": [start, end], "nice": False, "zero": False}
     x: Spec = axis | {"field": "k", "scale": scale}
     y: Spec = axis | {"field": "q", "scale": scale | {"reverse": True}}
-    shades = {"type": "threshold", "domain": [step * 100 for step in _THRESHOLDS[1:]]}
-    shades |= {"range": [f"var(--{name})" for name in ("low1", "low2", "low3", "link")]}
-    color = {"field": "share", "type": "quantitative", "scale": shades, "legend": None}
+    steps = [step * 100 for step in _THRESHOLDS[1:]]
+    color = color_by("share", steps, ("low1", "low2", "low3", "link"))
     titles = {"from": "token", "to": "attends to", "share": "%"}
     tooltip = make_tooltip(layer="", head="", **titles)
     triangle = {"x": x, "y": y, "y2": {"datum": end}}
@@ -131,14 +125,11 @@ def _map_spec(arm: ArmAttention, places: list[Head], length: int) -> Spec:
         drawn += _token_labels(arm, length, x, y)
     order = {key: list(dict.fromkeys(row[key] for row in rows)) for key in ("layer", "head")}
     header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 11, "labelPadding": 3}
+    row: Spec = {"field": "layer", "type": "nominal", "sort": order["layer"]}
+    column: Spec = {"field": "head", "type": "nominal", "sort": order["head"], "header": header}
     return {
         "data": {"values": rows},
-        "facet": {
-            "row": {"field": "layer", "type": "nominal", "sort": order["layer"]}
-            | {"header": header | {"labelAngle": 0}},
-            "column": {"field": "head", "type": "nominal", "sort": order["head"]}
-            | {"header": header},
-        },
+        "facet": {"row": row | {"header": header | {"labelAngle": 0}}, "column": column},
         "spacing": _GAP,
         "spec": {"width": cell * length, "height": cell * length, "layer": drawn},
     }

@@ -1,5 +1,6 @@
 """Shared pieces of charts, as Vega-Lite specs; names enter as data, never in an expression."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ from qkablate.report.section import Section
 
 Spec = dict[str, Any]
 ROW_HEIGHT = 24  # pixels
+SHADES = ("low3", "low2", "low1", "mid", "high1", "high2", "high3")  # of negative and positive
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,14 @@ class Chart:
     @property
     def variants(self) -> list[str]:
         return list(dict.fromkeys(v for panel in self.panels for v in panel.variants))
+
+
+def make_panel(
+    title: str, rows: list[Spec], layers: list[Spec], height: int = 240, *more: list[Spec]
+) -> ChartPanel:
+    """Return layers over some rows; `more` rows are in layers of their own."""
+    spec: Spec = {"height": height, "data": {"values": rows}, "layer": layers}
+    return ChartPanel(title, spec, find_variants(rows, *more))
 
 
 def number_axis(field: str, title: str, **scale: object) -> Spec:
@@ -103,7 +113,18 @@ def make_tooltip(**titles: str) -> list[Spec]:
 
 def find_variants(*lists: list[Spec]) -> list[str]:
     """Return the variants of all rows, each once."""
-    return list(dict.fromkeys(row["variant"] for rows in lists for row in rows))
+    return list(dict.fromkeys(row["variant"] for rows in lists for row in rows if "variant" in row))
+
+
+def round_digits(value: float, digits: int) -> float:
+    """Round to the resolution of a chart: many digits would only make the page larger."""
+    return float(f"{value:.{digits}g}")
+
+
+def color_by(field: str, steps: list[float], shades: Sequence[str] = SHADES) -> Spec:
+    """Return the encoding of a number by shades that begin at rising steps."""
+    scale = {"type": "threshold", "domain": steps, "range": [f"var(--{name})" for name in shades]}
+    return {"field": field, "type": "quantitative", "scale": scale, "legend": None}
 
 
 def by_variant(section: Section, *attributes: str) -> Spec:

@@ -6,7 +6,7 @@ from qkablate.analysis.comparison.curves import Curve, arm_curve, gap_curve, thi
 from qkablate.analysis.study.loss_curves import VAL
 from qkablate.analysis.study.study import Entry
 from qkablate.report.charts import base
-from qkablate.report.charts.base import Chart, ChartPanel, Spec
+from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
 from qkablate.report.section import Section, format_n, size_label
 from qkablate.report.text.numbers import format_gap, format_loss
 
@@ -19,14 +19,13 @@ def points_per_curve(curves: int, most: int = 48) -> int:
     return max(6, min(most, MAX_POINTS // max(1, curves)))
 
 
-def loss_chart(section: Section) -> Chart | None:
+def loss_chart(section: Section) -> Chart:
     """Chart the loss by tokens."""
     most = points_per_curve(len(section.study.entries))
     with_runs = len(section.study.records) <= MAX_RUNS
     panels, counts = [], []
     for name, entries in section.groups.items():
-        means: list[Spec] = []
-        runs: list[Spec] = []
+        means, runs = list[Spec](), list[Spec]()
         for entry in entries:
             if (curve := arm_curve(entry, section.metric, most)) is not None:
                 means += mean_rows(curve, entry)
@@ -45,9 +44,7 @@ def loss_chart(section: Section) -> Chart | None:
                 layers.append(base.make_layer("line", lines, runs, strokeWidth=0.8, opacity=0.35))
             layers += mean_layers(section, means, y) if means else []
             title = size_label(name, entries[0].arm.variant)
-            panels.append(ChartPanel(title, _make_spec(means, layers), base.find_variants(rows)))
-    if not panels:
-        return None
+            panels.append(base.make_panel(title, means, layers, 240, runs))
     split = "Validation" if section.metric == VAL else "Training"
     caption = (
         f"{split} loss. Thick lines: mean over completed runs of an arm ({format_n(counts)});"
@@ -58,7 +55,7 @@ def loss_chart(section: Section) -> Chart | None:
     return Chart("losses", f"{split} loss", caption, panels)
 
 
-def gap_curve_chart(section: Section) -> Chart | None:
+def gap_curve_chart(section: Section) -> Chart:
     """Chart the gap by tokens, with a simultaneous confidence band."""
     most = points_per_curve(sum(len(family.gaps) for family in section.families))
     y = base.number_axis("loss", "gap, nats per token", zero=True)
@@ -72,15 +69,13 @@ def gap_curve_chart(section: Section) -> Chart | None:
         if rows:
             title = size_label(family.baseline.name, family.baseline.arm.variant)
             panels.append(make_curve_panel(section, title, rows, y, base.zero_line("y")))
-    if not panels:
-        return None
     split = "validation" if section.metric == VAL else "training"
     caption = (
         f"Gap in {split} loss to the baseline, paired by seed ({format_n(counts)}). Bands:"
         " simultaneous 95 % intervals over all readings. Gaps before the end of the schedule are"
         " descriptive only."
     )
-    caption += " A single pair has no band." if min(counts) < 2 else ""
+    caption += " A single pair has no band." if min(counts, default=2) < 2 else ""
     return Chart("gap-curves", "Gap during training", caption, panels)
 
 
@@ -88,12 +83,7 @@ def make_curve_panel(
     section: Section, title: str, rows: list[Spec], y: Spec, *below: Spec
 ) -> ChartPanel:
     """Return a panel of mean lines by tokens with their bands, above other layers."""
-    layers = [*below, *mean_layers(section, rows, y)]
-    return ChartPanel(title, _make_spec(rows, layers), base.find_variants(rows))
-
-
-def _make_spec(rows: list[Spec], layers: list[Spec]) -> Spec:
-    return {"height": 240, "data": {"values": rows}, "layer": layers}
+    return base.make_panel(title, rows, [*below, *mean_layers(section, rows, y)])
 
 
 def tokens_axis() -> Spec:
@@ -132,12 +122,12 @@ def mean_rows(curve: Curve, entry: Entry, *, band: bool = False) -> list[Spec]:
     for tokens, sample, interval in zip(curve.tokens, curve.samples, intervals, strict=True):
         if not math.isfinite(sample.mean):
             continue
-        low, high = map(_round, interval) if interval else (None, None)
+        low, high = (round_digits(end, 5) for end in interval) if interval else (None, None)
         if low is not None and not band:
             low = max(low, 0.0)  # neither losses nor the measures of heads are negative
         row = {"arm": entry.name, "variant": entry.arm.variant, "tokens": tokens, "n": sample.n}
         row |= {"estimate": format_gap(sample.mean, interval) if band else format_loss(sample)}
-        rows.append(row | {"loss": _round(sample.mean), "low": low, "high": high})
+        rows.append(row | {"loss": round_digits(sample.mean, 5), "low": low, "high": high})
     return rows
 
 
@@ -147,12 +137,7 @@ def _run_rows(entry: Entry, metric: str, most: int) -> list[Spec]:
         losses = record.loss_curves[metric]
         run = {"run": f"{entry.name} {number}", "variant": entry.arm.variant, "low": None}
         rows += [
-            run | {"tokens": tokens, "loss": _round(losses[tokens])}
+            run | {"tokens": tokens, "loss": round_digits(losses[tokens], 5)}
             for tokens in (thin([*losses], most) if losses else [])
         ]
     return rows
-
-
-def _round(value: float) -> float:
-    """Round to the resolution of a chart."""
-    return float(f"{value:.5g}")

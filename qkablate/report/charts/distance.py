@@ -8,13 +8,8 @@ from qkablate.analysis.comparison.function_distance import (
     FunctionDistance,
 )
 from qkablate.report.charts import base
-from qkablate.report.charts.base import Chart, ChartPanel, Spec
-from qkablate.report.charts.curves import (
-    MAX_POINTS,
-    curve_tooltip,
-    mean_layers,
-    tokens_axis,
-)
+from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
+from qkablate.report.charts.curves import MAX_POINTS, curve_tooltip, mean_layers, tokens_axis
 from qkablate.report.section import Section, format_n, size_label
 from qkablate.report.text.tables import format_ratio
 from qkablate.table import format_list
@@ -22,7 +17,7 @@ from qkablate.table import format_list
 _ROUNDING_RATIO = 1_000  # if rounding is this much smaller, a panel without it is added
 
 
-def distance_chart(section: Section) -> Chart | None:
+def distance_chart(section: Section) -> Chart:
     """Chart the distance by tokens, with another seed and rounding for scale."""
     panels, counts, ends = [], [], []
     families = section.summary.function_distance
@@ -42,8 +37,6 @@ def distance_chart(section: Section) -> Chart | None:
             title += ", without rounding"
             panels.append(_make_panel(section, title, rows[ARM], rows[SEEDS]))
         ends += _format_ends(family)
-    if not panels:
-        return None
     positions = sorted({family.positions for family in families})
     caption = (
         "Distance between the predictions of an arm and of its baseline with the same seed:"
@@ -74,12 +67,11 @@ def _make_rows(distance: DistanceSummary, most: int) -> list[Spec]:
     for reading in readings[-most:]:
         low, high = reading.band or (None, None)
         band = f" [{low:.2g}, {high:.2g}]" if low and high else ""
-        low, high = low and _round(low), high and _round(high)
         rows.append(
             {"arm": distance.arm, "variant": distance.variant, "tokens": reading.tokens}
-            | {"n": reading.n, "distance": _round(reading.mean)}
+            | {"n": reading.n, "distance": round_digits(reading.mean, 4)}
             | {"estimate": f"{reading.mean:.3g}{band}"}
-            | {"low": low, "high": high}
+            | {"low": low and round_digits(low, 4), "high": high and round_digits(high, 4)}
         )
     return rows
 
@@ -94,10 +86,6 @@ def drop_wide_bands(rows: list[Spec], domain: list[float]) -> list[Spec]:
     return [row | {"low": None, "high": None} if row["arm"] in wide else row for row in rows]
 
 
-def _round(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 def _make_panel(section: Section, title: str, rows: list[Spec], seeds: list[Spec]) -> ChartPanel:
     # The band of few pairs may be wider than all else, so the axis follows the lines.
     means = [row["distance"] for row in (*rows, *seeds)]
@@ -106,12 +94,11 @@ def _make_panel(section: Section, title: str, rows: list[Spec], seeds: list[Spec
     rows = drop_wide_bands(rows, domain)
     layers = mean_layers(section, rows, y)
     if seeds:
-        x, faint = tokens_axis(), "var(--faint)"
-        line = {"x": x, "y": y, "tooltip": curve_tooltip()}
+        place, faint = {"x": tokens_axis(), "y": y}, "var(--faint)"
         dashed = {"color": faint, "strokeDash": [3, 3], "strokeWidth": 1.5}
         label = {"text": "another seed", "color": faint, "fontSize": 11}
         label |= {"align": "right", "baseline": "bottom", "dy": -4}
+        line = place | {"tooltip": curve_tooltip()}
         layers.append(base.make_layer("line", line, seeds, **dashed))
-        layers.append(base.make_layer("text", {"x": x, "y": y}, seeds[-1:], **label))
-    spec = {"height": 260, "data": {"values": rows}, "layer": layers}
-    return ChartPanel(title, spec, base.find_variants(rows))
+        layers.append(base.make_layer("text", place, seeds[-1:], **label))
+    return base.make_panel(title, rows, layers, 260)

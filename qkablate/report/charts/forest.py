@@ -1,10 +1,8 @@
 """Forest plots: means with their intervals, one row each."""
 
-from collections.abc import Sequence
-
 from qkablate.analysis.claims.judgement import Judgement
 from qkablate.report.charts import base
-from qkablate.report.charts.base import Chart, ChartPanel, Spec
+from qkablate.report.charts.base import Chart, Spec
 from qkablate.report.section import Section, format_n
 from qkablate.report.text.numbers import format_gap, format_gap_summary
 from qkablate.table import format_count
@@ -15,9 +13,7 @@ def claim_chart(section: Section) -> Chart | None:
     judgement = section.judgement
     if judgement is None or judgement.verdict is None:
         return None
-    rows, margins = _part_rows(judgement, judgement.verdict.parts)
-    if not rows:
-        return None
+    rows, margins = _part_rows(judgement)
     y = base.arm_axis([row["arm"] for row in rows])
     x, ink = base.number_axis("gap", "nats per token", zero=True), "var(--ink)"
     tooltip = base.make_tooltip(arm="part", estimate="measured", verdict="")
@@ -30,22 +26,20 @@ def claim_chart(section: Section) -> Chart | None:
         *base.interval_layer("rule", "x", rows, encoding, strokeWidth=3, color=ink),
         base.make_layer("point", encoding | {"tooltip": tooltip}, filled=True, size=70, color=ink),
     ]
-    height = base.ROW_HEIGHT * len(rows) + base.ROW_HEIGHT
-    spec: Spec = {"height": height, "data": {"values": rows}, "layer": layers}
+    panel = base.make_panel("", rows, layers, base.ROW_HEIGHT * (len(rows) + 1))
     caption = (
         f"Estimate and {100 * (1 - 2 * judgement.alpha):.3g} % interval of each part of the claim;"
         " thick mark: the claimed margin"
         f" ({format_n([judged.part.sample.n for judged in judgement.parts])})."
     )
     caption += base.format_open_note(rows)
-    return Chart("parts", "Claimed and measured", caption, [ChartPanel("", spec, [])])
+    return Chart("parts", "Claimed and measured", caption, [panel] if rows else [])
 
 
-def _part_rows(judgement: Judgement, verdicts: Sequence[str]) -> tuple[list[Spec], list[Spec]]:
+def _part_rows(judgement: Judgement) -> tuple[list[Spec], list[Spec]]:
     """Return a row per part that has an interval, and one per margin."""
-    rows: list[Spec] = []
-    margins: list[Spec] = []
-    for judged, verdict in zip(judgement.parts, verdicts, strict=True):
+    rows, margins = list[Spec](), list[Spec]()
+    for judged, verdict in zip(judgement.parts, judgement.part_words, strict=True):
         part, spec = judged.part, judged.comparison.spec
         interval = part.sample.interval(1 - 2 * judgement.alpha)
         if interval is None:
@@ -64,12 +58,9 @@ def _part_rows(judgement: Judgement, verdicts: Sequence[str]) -> tuple[list[Spec
     return rows, margins
 
 
-def gap_chart(section: Section) -> Chart | None:
+def gap_chart(section: Section) -> Chart:
     """Chart the gaps, one row per arm."""
-    names: list[str] = []
-    rows: list[Spec] = []
-    pairs: list[Spec] = []
-    all_diverged: list[Spec] = []
+    names, rows, pairs, all_diverged = list[str](), list[Spec](), list[Spec](), list[Spec]()
     for gap in section.summary.gaps:
         diverged = gap.arm_diverged + gap.baseline_diverged
         if gap.mean is None and not diverged:
@@ -88,8 +79,6 @@ def gap_chart(section: Section) -> Chart | None:
             | {"open_above": gap.arm_diverged > 0, "open_below": gap.baseline_diverged > 0}
         )
         pairs += [arm | {"gap": pair.gap} for pair in gap.pairs]
-    if not rows:
-        return None
     color, y = base.by_variant(section, "color"), base.arm_axis(names)
     x = base.number_axis("gap", "gap, nats per token", zero=True, nice=True)
     encoding = {"x": x, "y": y} | color
@@ -108,7 +97,7 @@ def gap_chart(section: Section) -> Chart | None:
         base.make_layer("point", points, filled=True, size=70, opacity=1),
     ]
     height = base.ROW_HEIGHT * len(names) + base.ROW_HEIGHT // 2
-    spec: Spec = {"height": height, "data": {"values": rows}, "layer": layers}
+    panel = base.make_panel("", rows, layers, height, all_diverged)
     caption = (
         "Test loss of an arm minus test loss of its baseline with the same seed; negative"
         " is better. Point: mean; bar: 95 % interval, unadjusted for multiple arms; ticks:"
@@ -117,5 +106,4 @@ def gap_chart(section: Section) -> Chart | None:
     single = sum(row["low"] is None for row in rows)
     caption += f" No bar: a single pair ({format_count(single, 'arm')})." if single else ""
     caption += base.format_open_note(rows)
-    variants = base.find_variants(rows, all_diverged)
-    return Chart("gaps", "Gaps", caption, [ChartPanel("", spec, variants)])
+    return Chart("gaps", "Gaps", caption, [panel] if rows else [])

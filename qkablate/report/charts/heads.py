@@ -1,4 +1,4 @@
-"""Curves and maps of head metrics.
+"""Curves, maps and spectra of head metrics.
 
 Shape suffixes: L layers, H heads, K singular values.
 """
@@ -8,32 +8,39 @@ from itertools import pairwise
 
 import numpy as np
 
+from qkablate.analysis.comparison.curves import thin
 from qkablate.analysis.comparison.head_metrics import (
     BY_HEAD,
     BY_TOKENS,
+    SPECTRUM,
     HeadMetrics,
+    nan_mean,
+    pick_evenly,
+    relative_spectra,
     sort_heads,
 )
 from qkablate.report.charts import base
-from qkablate.report.charts.base import Chart, ChartPanel, Spec
+from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
 from qkablate.report.charts.curves import make_curve_panel, mean_rows, points_per_curve
 from qkablate.report.section import Section, format_n, size_label
+from qkablate.table import format_short
 
 _MAX_CELLS = 6_000  # of all maps
 _MAX_HEADS_WITH_NUMBERS = 8  # heads of an arm whose cells have room for a number
 _PANEL_WIDTH, _GAP = 530, 14  # pixels of a panel, and between two arms
+_MAX_VALUES = 32  # singular values that a spectrum is drawn with
+_MAX_PANELS = 12
+_MIN_VALUE = 1e-4  # relative to the largest singular value; smaller ones are dropped
+_MAX_TIMES = 6  # of training, that are drawn of an arm
 
 
 def head_groups(section: Section) -> list[tuple[str, list[HeadMetrics]]]:
     """Return the arms with diagnostics, by size."""
-    groups = [
-        (
-            size_label(name, entries[0].arm.variant),
-            [section.heads[entry.name] for entry in entries if entry.name in section.heads],
-        )
+    return [
+        (size_label(name, entries[0].arm.variant), group)
         for name, entries in section.groups.items()
+        if (group := [section.heads[e.name] for e in entries if e.name in section.heads])
     ]
-    return [(size, group) for size, group in groups if group]
 
 
 def panel_title(metric: str, size: str, several: bool) -> str:
@@ -41,7 +48,7 @@ def panel_title(metric: str, size: str, several: bool) -> str:
     return f"{metric}, {size}" if several and size else metric
 
 
-def head_curve_chart(section: Section) -> Chart | None:
+def head_curve_chart(section: Section) -> Chart:
     """Chart head metrics by tokens, as means over all heads."""
     groups = head_groups(section)
     most = points_per_curve(len(BY_TOKENS) * len(section.heads), most=24)
@@ -57,8 +64,6 @@ def head_curve_chart(section: Section) -> Chart | None:
                 title = panel_title(metric, size, len(groups) > 1)
                 y = base.number_axis("loss", metric, zero=False)
                 panels.append(make_curve_panel(section, title, rows, y))
-    if not panels:
-        return None
     caption = (
         "Mean over all heads and layers and over completed runs of an arm"
         f" ({format_n(counts)}); band: 95 % interval of the mean, pointwise. B is the bilinear"
@@ -68,7 +73,7 @@ def head_curve_chart(section: Section) -> Chart | None:
     return Chart("heads", "Heads during training", caption, panels)
 
 
-def head_map_chart(section: Section) -> Chart | None:
+def head_map_chart(section: Section) -> Chart:
     """Chart head metrics by layer and head at the end of training, side by side."""
     groups = head_groups(section)
     panels: list[ChartPanel] = []
@@ -82,8 +87,6 @@ def head_map_chart(section: Section) -> Chart | None:
                 ChartPanel(panel_title(metric, size, len(groups) > 1), _map_spec(rows), [])
                 for metric, rows in by_metric.items()
             ]
-    if not panels:
-        return None
     caption = (
         "End of training, one row per layer. Heads are sorted by value, largest first, and averaged"
         f" by rank over runs ({format_n(counts)}), since head indices do not correspond between"
@@ -115,7 +118,7 @@ def _find_cells(group: list[HeadMetrics]) -> tuple[dict[str, list[Spec]], list[i
 
 def _map_cells(label: str, values_LH: np.ndarray) -> list[Spec]:
     return [
-        {"arm": label, "layer": layer, "head": head + 1, "value": float(f"{value:.3g}")}
+        {"arm": label, "layer": layer, "head": head + 1, "value": round_digits(value, 3)}
         for layer, values_H in enumerate(values_LH)
         for head, value in enumerate(map(float, values_H))
         if math.isfinite(value)
@@ -127,8 +130,8 @@ def _map_spec(rows: list[Spec]) -> Spec:
     heads = max(row["head"] for row in rows)
     roomy = heads <= _MAX_HEADS_WITH_NUMBERS
     step = 46 if roomy else 16
-    color = {"field": "value", "type": "quantitative"} | _color_scale(rows)
-    layers = [base.make_layer("rect", {"color": color}, stroke="var(--ground)", strokeWidth=1)]
+    color = {"color": _color([row["value"] for row in rows])}
+    layers = [base.make_layer("rect", color, stroke="var(--ground)", strokeWidth=1)]
     if roomy:
         most = max(abs(row["value"]) for row in rows)
         form = ".1%" if most < 0.1 else ".2f" if most < 10 else ".0f" if most < 1e4 else ".0e"
@@ -154,18 +157,110 @@ def _map_spec(rows: list[Spec]) -> Spec:
     }
 
 
-def _color_scale(rows: list[Spec]) -> Spec:
+def _color(values: list[float]) -> Spec:
     """Return a sequential blue scale, or a diverging one if there are negative values."""
-    values = [row["value"] for row in rows]
     low, high = min(values), max(values)
     if low < 0:
         most = max(-low, high)
         steps = [most * part for part in (-0.6, -0.3, -0.1, 0.1, 0.3, 0.6)]
-        names = ["low3", "low2", "low1", "mid", "high1", "high2", "high3"]
-    else:
-        width = max(high - low, high / 4) or 1.0  # nearly equal values share a shade
-        steps = [low + width * part / 4 for part in (1, 2, 3)]
-        names = ["mid", "low1", "low2", "low3"]
+        return base.color_by("value", steps)
+    width = max(high - low, high / 4) or 1.0  # nearly equal values share a shade
+    steps = [low + width * part / 4 for part in (1, 2, 3)]
     assert all(step < following for step, following in pairwise(steps))
-    scale = {"type": "threshold", "domain": steps, "range": [f"var(--{name})" for name in names]}
-    return {"scale": scale, "legend": None}
+    return base.color_by("value", steps, ("mid", "low1", "low2", "low3"))
+
+
+def spectrum_chart(section: Section) -> Chart:
+    """Chart the singular values of B at initialization and at the end, by layer."""
+    groups = head_groups(section)
+    layers_shown = max(1, _MAX_PANELS // max(1, len(groups)))
+    panels, counts = [], []
+    for size, group in groups:
+        rows: dict[int, list[Spec]] = {}
+        for arm in group:
+            for when, tokens in (("start", 0), ("end", arm.entry.tokens)):
+                if tokens in arm.tokens and (arrays := arm.at(SPECTRUM, tokens)):
+                    counts.append(len(arrays))
+                    for layer, values_K in enumerate(relative_spectra(arrays)):
+                        rows.setdefault(layer, []).extend(_spectrum_rows(arm, when, values_K))
+        for layer in pick_evenly(sorted(layer for layer in rows if rows[layer]), layers_shown):
+            title = panel_title(f"layer {layer}", size, len(groups) > 1)
+            panels.append(_layer_panel(section, title, rows[layer]))
+    caption = (
+        "Singular values of B relative to a head's largest, from the first to the d_head-th; mean"
+        f" over the heads of a layer and over runs ({format_n(counts)}). Thick: end of training;"
+        " thin: initialization. A line that falls early means a low effective rank."
+    )
+    return Chart("spectra", "Spectra of the QK circuit", caption, panels)
+
+
+def _spectrum_rows(arm: HeadMetrics, when: str, values_K: np.ndarray) -> list[Spec]:
+    name = arm.entry.name
+    row = {"arm": name, "variant": arm.entry.arm.variant, "when": when, "line": f"{name} {when}"}
+    shown = thin([*range(1, len(values_K) + 1)], _MAX_VALUES)
+    values = [(i, float(values_K[i - 1])) for i in shown]
+    return [
+        row | {"i": i, "value": round_digits(value, 3)}
+        for i, value in values
+        if math.isfinite(value) and value >= _MIN_VALUE
+    ]
+
+
+def _lines(section: Section, least: float | None = None) -> Spec:
+    """Return the encoding of spectra, on axes down to the least value."""
+    domain = {} if least is None else {"domain": [least, 1]}
+    x = base.log_axis("i", "singular value, the largest first")
+    y = base.log_axis("value", "relative to the largest", "~g", **domain)
+    return {"x": x, "y": y, "detail": {"field": "line"}} | base.by_variant(section, "color")
+
+
+def _make_panel(title: str, rows: list[Spec], lines: Spec, layers: list[Spec]) -> ChartPanel:
+    """Return a panel of lines, with invisible points as targets of tooltips."""
+    when = "tokens" if "tokens" in rows[0] else ""
+    titles = {"i": "singular value", "value": "relative to the largest"}
+    tooltip = base.make_tooltip(arm="", when=when, **titles)
+    points = base.make_layer("point", lines | {"tooltip": tooltip}, size=70, opacity=0, filled=True)
+    return base.make_panel(title, rows, [*layers, points], 200)
+
+
+def _layer_panel(section: Section, title: str, rows: list[Spec]) -> ChartPanel:
+    lines = _lines(section) | base.by_variant(section, "dash")
+    layers = []
+    for when, width, opacity in (("start", 1, 0.55), ("end", 2.5, 1)):
+        if shown := [row for row in rows if row["when"] == when]:
+            style = {"strokeWidth": width, "opacity": opacity}
+            layers.append(base.make_layer("line", lines, shown, **style))
+    return _make_panel(title, rows, lines, layers)
+
+
+def spectra_by_tokens_chart(section: Section) -> Chart:
+    """Chart the singular values of B during training, one panel per arm, averaged over layers."""
+    by_title, counts = dict[str, list[Spec]](), list[int]()
+    for size, group in head_groups(section):
+        for arm in group:
+            rows: list[Spec] = []
+            times = pick_evenly(arm.tokens, _MAX_TIMES)
+            for number, tokens in enumerate(times, 1):
+                if arrays := arm.at(SPECTRUM, tokens):
+                    counts.append(len(arrays))
+                    values_K = nan_mean(relative_spectra(arrays), axis=0)
+                    age = {"tokens": tokens, "age": number / len(times)}
+                    spectrum = _spectrum_rows(arm, format_short(tokens), values_K)
+                    rows += [row | age for row in spectrum]
+            if len({row["when"] for row in rows}) > 2:  # start and end are drawn by layer
+                by_title[panel_title(arm.entry.arm.variant, size, several=True)] = rows
+    shown = dict([*by_title.items()][:_MAX_PANELS])
+    least = min((row["value"] for rows in shown.values() for row in rows), default=1.0)
+    shade: Spec = {"field": "age", "type": "quantitative", "legend": None}
+    shade |= {"scale": {"domain": [0, 1], "range": [0.1, 1]}}
+    lines = _lines(section, least)
+    layers = [base.make_layer("line", lines | {"opacity": shade}, strokeWidth=2)]
+    panels = [_make_panel(title, rows, lines, layers) for title, rows in shown.items()]
+    caption = (
+        "Singular values of B as above, mean over layers, heads and runs"
+        f" ({format_n(counts)}), at up to {_MAX_TIMES} times during training: pale early,"
+        " dark late."
+    )
+    if len(shown) < len(by_title):
+        caption += f" Only the first {_MAX_PANELS} of {len(by_title)} arms are shown."
+    return Chart("spectra-training", "Spectra during training", caption, panels)

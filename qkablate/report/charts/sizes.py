@@ -11,7 +11,7 @@ from qkablate.report.text.numbers import format_gap_summary, format_loss, half_w
 from qkablate.table import format_count, format_digits
 
 
-def heat_map_chart(section: Section) -> Chart | None:
+def heat_map_chart(section: Section) -> Chart:
     """Chart the gap by variant, d_model and heads."""
     cells: dict[str, list[Spec]] = {}  # by what else the arms' names say
     for gap in section.summary.gaps:
@@ -24,9 +24,8 @@ def heat_map_chart(section: Section) -> Chart | None:
         rest = size.replace(f"d{model.d_model}-h{model.heads}", "", 1).strip("- ")
         half = half_width(gap.interval)
         beside = f"± {format_digits(half, half)}" if half is not None else ""
-        if gap.mean is None:
-            text, estimate = "diverged", "all pairs diverged"
-        else:
+        text, estimate = "diverged", "all pairs diverged"
+        if gap.mean is not None:
             text = format_digits(gap.mean, half, signed=True)
             text = text if gap.decision.is_directed and not gap.rates else f"({text})"
             estimate = format_gap_summary(gap)
@@ -37,8 +36,6 @@ def heat_map_chart(section: Section) -> Chart | None:
             | {"text": text, "estimate": estimate, "half": beside}
         )
     panels = [_heat_panel(rest, rows) for rest, rows in cells.items() if len(rows) > 1]
-    if not panels:
-        return None
     all_rows = [row for rows in cells.values() for row in rows]
     caption = (
         "Gap in test loss, nats per token, ± half of its 95 % interval"
@@ -54,13 +51,8 @@ def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
     sizes = [row["size"] for row in sorted(rows, key=lambda row: row["order"])]
     sizes, names = list(dict.fromkeys(sizes)), base.find_variants(rows)
     largest = max(abs(row["gap"]) for row in rows) or 1.0
-    shades = ["low3", "low2", "low1", "mid", "high1", "high2", "high3"]
-    scale = {
-        "type": "threshold",
-        "domain": [largest * step for step in (-0.6, -0.25, -0.05, 0.05, 0.25, 0.6)],
-        "range": [f"var(--{shade})" for shade in shades],
-    }
-    color = {"field": "gap", "type": "quantitative", "scale": scale, "legend": None}
+    steps = [largest * step for step in (-0.6, -0.25, -0.05, 0.05, 0.25, 0.6)]
+    color = {"color": base.color_by("gap", steps)}
     bare: Spec = {"ticks": False, "domain": False}
     cell = {
         "x": {"field": "size", "type": "nominal", "sort": sizes, "title": None}
@@ -71,7 +63,7 @@ def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
     }
     ink = "var(--ink)"
     layers = [
-        base.make_layer("rect", {"color": color}, stroke="var(--ground)", strokeWidth=2),
+        base.make_layer("rect", color, stroke="var(--ground)", strokeWidth=2),
         base.make_layer("text", {"text": {"field": "text"}}, fontSize=11, color=ink, dy=-6),
         base.make_layer("text", {"text": {"field": "half"}}, fontSize=10, color=ink, dy=8),
     ]
@@ -87,7 +79,7 @@ _COSTS: dict[str, Callable[[Entry], float]] = {
 }
 
 
-def cost_chart(section: Section) -> Chart | None:
+def cost_chart(section: Section) -> Chart:
     """Chart the loss against parameters, FLOPs and KV cache."""
     by_data: dict[str, list[Entry]] = {}
     for entry in section.study.entries:
@@ -107,20 +99,17 @@ def cost_chart(section: Section) -> Chart | None:
             ]
             if len({row["cost"] for row in rows}) > 1:
                 source = f" ({shown[0].arm.config.data.source})" if len(by_data) > 1 else ""
-                spec = _cost_spec(section, rows, unit)
-                panels.append(ChartPanel(f"{unit}{source}", spec, base.find_variants(rows)))
+                panels.append(_cost_panel(section, f"{unit}{source}", rows, unit))
                 hidden += len(entries) - len(shown)
                 counts += [row["n"] for row in rows]
-    if not panels:
-        return None
     caption = (
         "Mean test loss of each arm; bar: 95 % interval over seeds"
         f" ({format_n(counts)}). Lower left is better."
     )
-    if hidden:
-        caption += (
-            f" The chart by {_FLOPS} shows all training lengths, the others only the longest."
-        )
+    shown_lengths = (
+        f" The chart by {_FLOPS} shows all training lengths, the others only the longest."
+    )
+    caption += shown_lengths if hidden else ""
     return Chart("costs", "Loss against cost", caption, panels)
 
 
@@ -131,7 +120,7 @@ def _loss_cells(sample: Sample) -> Spec:
     return loss | {"estimate": format_loss(sample)}
 
 
-def _cost_spec(section: Section, rows: list[Spec], unit: str) -> Spec:
+def _cost_panel(section: Section, title: str, rows: list[Spec], unit: str) -> ChartPanel:
     color = base.by_variant(section, "color")
     y = base.number_axis("loss", "test loss, nats per token", zero=False)
     tooltip = base.make_tooltip(arm="", estimate="test loss, 95 % interval", n="")
@@ -142,10 +131,10 @@ def _cost_spec(section: Section, rows: list[Spec], unit: str) -> Spec:
         *base.interval_layer("rule", "y", rows, encoding, opacity=0.6),
         base.make_layer("point", points, filled=True, size=60, opacity=0.9),
     ]
-    return {"height": 260, "data": {"values": rows}, "layer": layers}
+    return base.make_panel(title, rows, layers, 260)
 
 
-def lr_chart(section: Section) -> Chart | None:
+def lr_chart(section: Section) -> Chart:
     """Chart the validation loss by learning rate."""
     by_baseline: dict[str, list[Spec]] = {}
     diverged: dict[str, list[Spec]] = {}
@@ -162,15 +151,8 @@ def lr_chart(section: Section) -> Chart | None:
                 row |= _loss_cells(Sample(tuple(losses)))
                 by_baseline.setdefault(key, []).append(row)
     panels = [
-        ChartPanel(
-            size_label(key, section.study.arms[key].variant),
-            _lr_spec(section, rows, diverged.get(key, [])),
-            base.find_variants(rows),
-        )
-        for key, rows in by_baseline.items()
+        _lr_panel(section, key, rows, diverged.get(key, [])) for key, rows in by_baseline.items()
     ]
-    if not panels:
-        return None
     caption = (
         "Validation loss by learning rate, mean over tuning seeds"
         f" ({format_n([row['n'] for rows in by_baseline.values() for row in rows])}); bar:"
@@ -182,7 +164,7 @@ def lr_chart(section: Section) -> Chart | None:
     return Chart("rates", "Learning rates", caption, panels)
 
 
-def _lr_spec(section: Section, rows: list[Spec], diverged: list[Spec]) -> Spec:
+def _lr_panel(section: Section, key: str, rows: list[Spec], diverged: list[Spec]) -> ChartPanel:
     color = base.by_variant(section, "color")
     x = base.log_axis("lr", "learning rate", "~g", padding=16)
     y = base.number_axis("loss", "validation loss", zero=False)
@@ -206,4 +188,4 @@ def _lr_spec(section: Section, rows: list[Spec], diverged: list[Spec]) -> Spec:
         layers.append(
             base.make_layer("point", cross, crosses, shape="cross", angle=45, filled=True)
         )
-    return {"height": 240, "data": {"values": rows}, "layer": layers}
+    return base.make_panel(size_label(key, section.study.arms[key].variant), rows, layers)

@@ -1,15 +1,16 @@
-"""A claim and its verdict as text."""
+"""A claim and its verdict as text and as JSON."""
 
+import dataclasses
 import math
 
-from qkablate.analysis.claims.claim import Claim, Selector
+from qkablate.analysis.claims.claim import Claim
 from qkablate.analysis.claims.judgement import Judgement, PartJudgement
 from qkablate.analysis.claims.verdict import SeedsNeeded
-from qkablate.analysis.comparison.audit import BROKEN, MARKS, WARNING
+from qkablate.analysis.comparison.audit import MARKS, group_checks
 from qkablate.analysis.comparison.gaps import perplexity_percent
-from qkablate.analysis.stats import Spread, detectable_effect
+from qkablate.analysis.stats import Spread, describe_sample, detectable_effect
 from qkablate.errors import sanitize
-from qkablate.report.text.table import Table
+from qkablate.report.text.table import Table, format_interval, format_known
 from qkablate.table import format_nats, format_table
 
 _KINDS = {
@@ -36,29 +37,24 @@ def format_claim(claim: Claim) -> list[str]:
     lines = [f"{claim.title}: {claim.says}", f"source    {claim.source}"]
     for name, spec in claim.parts.items():
         kinds = _KINDS if spec.of == "gap" else _SPREADS
-        kind = kinds[spec.kind].format(_format_selector(spec.against), spec.margin)
+        arm, against = (
+            " ".join(v if k == "variant" else f"{k}={v}" for k, v in selector.items())
+            for selector in (spec.arm, spec.against)
+        )
+        kind = kinds[spec.kind].format(against, spec.margin)
         where = f"at equal {spec.axis}{_WHERE[spec.horizon]}"
         where += f", on {(claim.task or claim.grid)['data']}" if spec.task else ""
-        lines.append(f"part      {name}: {_format_selector(spec.arm)} {kind}, {where}")
+        lines.append(f"part      {name}: {arm} {kind}, {where}")
     looks = " then ".join(map(str, claim.seeds))
     tuned = f"; rates tuned on {claim.tuning_seeds} other seeds" if claim.tuning_seeds else ""
     lines.append(f"seeds     {looks}, from its hash {claim.hash[:12]}{tuned}")
     return [*map(sanitize, lines)]
 
 
-def _format_selector(selector: Selector) -> str:
-    return " ".join(v if k == "variant" else f"{k}={v}" for k, v in selector.items())
-
-
 def format_judgement(judgement: Judgement) -> list[str]:
     """Return the verdict, its evidence, and what would decide it, as lines."""
     label = " (exploratory)" if judgement.exploratory else ""
-    doubts = {
-        check.name
-        for judged in judgement.parts
-        for check in judged.checks
-        if check.state in (WARNING, BROKEN)
-    }
+    doubts = {check.name for part in judgement.parts for check in part.checks if check.is_warning}
     text = [*format_claim(judgement.claim), "", f"{judgement.headline}{label}"]
     text += [f"  unless {condition}" for condition in judgement.unless]
     text += [f"  exploratory: {reason}" for reason in judgement.exploratory]
@@ -68,8 +64,7 @@ def format_judgement(judgement: Judgement) -> list[str]:
         ended, expected = judgement.study.ended, judgement.study.expected
         text.append(f"  {ended} of {expected} runs have ended; the verdict needs all of them")
         return [*map(sanitize, text)]
-    head, rows = make_part_table(judgement)
-    text += ["", *format_table(head, rows), ""]
+    text += ["", *format_table(*make_part_table(judgement)), ""]
     text += [f"  {line}" for line in format_details(judgement)]
     text += ["", "audit", *_audit(judgement.parts)]
     text += [line for needs in format_seeds_needed(judgement) for line in ("", needs)]
@@ -80,8 +75,7 @@ def make_part_table(judgement: Judgement) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the parts; no rows before the verdict."""
     level = f"{100 * (1 - 2 * judgement.alpha):.3g} % interval"
     head = ["part", "n", "gap", level, "sd", "claimed", "verdict"]
-    words = judgement.verdict.parts if judgement.verdict else []
-    pairs = zip(judgement.parts, words, strict=False)
+    pairs = zip(judgement.parts, judgement.part_words, strict=True) if judgement.verdict else ()
     return head, [_row(judged, word, judgement.alpha) for judged, word in pairs]
 
 
@@ -102,14 +96,13 @@ def format_details(judgement: Judgement) -> list[str]:
 def _row(judged: PartJudgement, word: str, alpha: float) -> list[str]:
     part, sample = judged.part, judged.part.sample
     low, high = sample.interval(1 - 2 * alpha) or (None, None)
-    ends = [
-        "−∞" if part.open_below else "–" if low is None else format_nats(low),
-        "∞" if part.open_above or high == math.inf else "–" if high is None else format_nats(high),
-    ]
+    left = "−∞" if part.open_below else format_known(low, format_nats)
+    is_open = part.open_above or high == math.inf
+    right = "∞" if is_open else format_known(high, format_nats)
     mean = format_nats(sample.mean) if sample.n else "–"
-    sd = "–" if sample.sd is None else f"{sample.sd:.4f}"
     claimed = _CLAIMED[part.kind].format(part.margin)
-    return [part.name, str(sample.n), mean, f"[{', '.join(ends)}]", sd, claimed, word]
+    cells = [part.name, str(sample.n), mean, f"[{left}, {right}]"]
+    return [*cells, format_known(sample.sd), claimed, word]
 
 
 def _details(judged: PartJudgement, alpha: float) -> list[str]:
@@ -119,22 +112,15 @@ def _details(judged: PartJudgement, alpha: float) -> list[str]:
         return []
     text = []
     if sample.bca and sample.sign_flip is not None and sample.sd:
-        low, high = sample.bca
         least = detectable_effect(sample.sd, sample.n, 2 * alpha)
-        text += [f"detectable {least:.4f}", f"BCa 95 % [{format_nats(low)}, {format_nats(high)}]"]
+        text += [f"detectable {least:.4f}", f"BCa 95 % {format_interval(sample.bca)}"]
         text += [f"sign flip p {sample.sign_flip:.4f}"]
     if judged.comparison.spec.horizon != "growth" and not isinstance(sample, Spread):
         text.append(f"perplexity {perplexity_percent(sample.mean):+.2f} %")
-    counts = {
-        entry.name: failed
-        for gap in judged.gaps
-        for entry, failed in (
-            (gap.arm, gap.arm_left_behind),
-            (gap.baseline, gap.baseline_left_behind),
-        )
-        if failed
-    }
-    text += [f"left behind: {failed} of {name}" for name, failed in counts.items()]
+    counts: dict[str, int] = {}
+    for gap in judged.gaps:
+        counts |= {gap.arm.name: gap.arm_left_behind, gap.baseline.name: gap.baseline_left_behind}
+    text += [f"left behind: {failed} of {name}" for name, failed in counts.items() if failed]
     if isinstance(sample, Spread):
         text.append(
             "the spread is below a bound only as far as these pairs show: a larger gap in one pair"
@@ -172,13 +158,62 @@ def _format_more_seeds(needed: SeedsNeeded | None, n: int) -> str:
 
 def _audit(judged_parts: list[PartJudgement]) -> list[str]:
     """Return every check once, with its parts unless it applies to all."""
-    parts_of: dict[tuple[str, str, str], list[str]] = {}
-    for judged in judged_parts:
-        for check in judged.checks:
-            key = check.name, check.state, check.message
-            parts_of.setdefault(key, []).append(judged.part.name)
-    lines = []
-    for (name, state, message), parts in parts_of.items():
-        suffix = "" if len(parts) == len(judged_parts) else f"  ({', '.join(parts)})"
-        lines.append(f"  {MARKS[state] or '✓'} {name:<14} {message}{suffix}")
-    return lines
+    groups = group_checks((part.part.name, c) for part in judged_parts for c in part.checks)
+    return [
+        f"  {MARKS[check.state] or '✓'} {check.name:<14} {check.message}"
+        + ("" if len(parts) == len(judged_parts) else f"  ({', '.join(parts)})")
+        for check, parts in groups.items()
+    ]
+
+
+def judgement_to_json(judgement: Judgement) -> dict[str, object]:
+    """Return the judgement as JSON values."""
+    claim, needed = judgement.claim, judgement.seeds_needed()
+    return {
+        "claim": claim.name,
+        "scale": claim.scale,
+        "says": claim.says,
+        "source": claim.source,
+        "hash": claim.hash,
+        "verdict": judgement.word,
+        "scope": judgement.scope,
+        "unless": judgement.unless,
+        "exploratory": judgement.exploratory,
+        "sweep": judgement.study.name,
+        "seeds": judgement.n,
+        "declared_seeds": [*claim.seeds],
+        "alpha": judgement.alpha,
+        "parts": [
+            _part_to_json(judged, judgement.alpha)
+            | {"verdict": verdict, "seeds_needed": needed.get(judged.part.name)}
+            for judged, verdict in zip(judgement.parts, judgement.part_words, strict=True)
+        ],
+    }
+
+
+def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
+    part, sample, spec = judged.part, judged.part.sample, judged.comparison.spec
+    return {
+        "part": part.name,
+        "kind": part.kind,
+        "margin": part.margin,
+        "of": spec.of,
+        "arms": judged.comparison.pairs,
+        "axis": spec.axis,
+        "horizon": spec.horizon,
+        **vars(describe_sample(sample)),
+        "interval": sample.interval(1 - 2 * alpha),
+        "interval_level": 1 - 2 * alpha,
+        "p_supported": part.p_supported,
+        "p_refuted": part.p_refuted,
+        "bca": sample.bca,
+        "sign_flip": sample.sign_flip,
+        "detectable": sample.detectable(2 * alpha),
+        "arm_diverged": sum(gap.arm_diverged for gap in judged.gaps),
+        "baseline_diverged": sum(gap.baseline_diverged for gap in judged.gaps),
+        "arm_left_behind": sum(gap.arm_left_behind for gap in judged.gaps),
+        "baseline_left_behind": sum(gap.baseline_left_behind for gap in judged.gaps),
+        "unpaired": [line for gap in judged.gaps for line in gap.unpaired],
+        "values": sample.values,
+        "audit": [dataclasses.asdict(check) for check in judged.checks],
+    }

@@ -11,11 +11,10 @@ _LISTED = 8  # singular values that are written out
 
 def print_measures(measures: dict[str, list[Any]], shown: list[tuple[int, int]]) -> None:
     """Print a table with one row per head; empty measures and spectra are left out."""
-    names = [
-        name
-        for name, layers in measures.items()
-        if name != "singular" and any(heads is not None for heads in layers)
+    known = [
+        name for name, layers in measures.items() if any(heads is not None for heads in layers)
     ]
+    names = [name for name in known if name != "singular"]
     rows = []
     for layer, head in shown:
         by_name = [measures[name][layer] for name in names]

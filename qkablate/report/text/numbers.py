@@ -10,14 +10,19 @@ from qkablate.table import format_digits
 
 
 def format_gap(
-    mean: float, interval: Sequence[float] | None, *, below: bool = False, above: bool = False
+    mean: float,
+    interval: Sequence[float] | None,
+    *,
+    below: bool = False,
+    above: bool = False,
+    signed: bool = True,
 ) -> str:
     """Format a gap: +0.012 [+0.008, +0.016]; unbounded where runs diverged."""
     half = half_width(interval)
-    text = format_digits(mean, half, signed=True)
+    text = format_digits(mean, half, signed=signed)
     if interval is None:
         return f"{text}, no interval"
-    low, high = (format_digits(end, half, signed=True) for end in interval)
+    low, high = (format_digits(end, half, signed=signed) for end in interval)
     return f"{text} {'(−∞' if below else f'[{low}'}, {'∞)' if above else f'{high}]'}"
 
 
@@ -30,12 +35,7 @@ def format_gap_summary(gap: GapSummary) -> str:
 
 def format_loss(sample: Sample, level: float = 1 - ALPHA) -> str:
     """Format a mean loss with its interval: 3.210 [3.205, 3.215]."""
-    interval = sample.interval(level)
-    half = half_width(interval)
-    text = format_digits(sample.mean, half)
-    if interval is None:
-        return f"{text}, no interval"
-    return f"{text} [{', '.join(format_digits(end, half) for end in interval)}]"
+    return format_gap(sample.mean, sample.interval(level), signed=False)
 
 
 def half_width(interval: Sequence[float] | None) -> float | None:

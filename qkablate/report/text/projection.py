@@ -3,6 +3,7 @@
 from typing import Any
 
 from qkablate.errors import sanitize
+from qkablate.report.text.table import format_interval, format_known
 from qkablate.table import format_count, format_nats, print_next_commands, print_table
 
 
@@ -36,7 +37,6 @@ def print_projection(result: dict[str, Any], out: str) -> None:
 
 
 def _print_scratch_note(run: dict[str, Any], name: str) -> None:
-    """Print the state of the run from scratch."""
     status, lr, lrs = (run[f"scratch_{key}"] for key in ("status", "lr", "lrs"))
     if status is None:
         return
@@ -65,7 +65,7 @@ def _print_losses(run: dict[str, Any], result: dict[str, Any]) -> None:
             if loss[baseline][split] is not None
         ]
     rows = [
-        [when, split, *map(_format_loss, pair), "–" if gap is None else format_nats(gap)]
+        [when, split, *map(format_known, pair), format_known(gap, format_nats)]
         for when, split, *pair, gap in losses
     ]
     print_table(["loss", "", result["of"], result["variant"], "gap"], rows, left=2)
@@ -83,15 +83,8 @@ def _print_split(result: dict[str, Any]) -> None:
     rows = []
     for part, text in labels.items():
         value = mean[part][split]
-        interval = value["interval"]
-        rows.append(
-            [
-                text,
-                "–" if value["mean"] is None else format_nats(value["mean"]),
-                "–" if interval is None else f"[{', '.join(map(format_nats, interval))}]",
-                str(value["n"]),
-            ]
-        )
+        cells = format_known(value["mean"], format_nats), format_interval(value["interval"])
+        rows.append([text, *cells, str(value["n"])])
     print_table([f"nats of {split} loss", "mean", "95 % interval", "n"], rows)
     print(
         f"\nupper bound: after {format_count(result['steps'], 'step')} of fine-tuning at learning"
@@ -108,7 +101,3 @@ def _print_split(result: dict[str, Any]) -> None:
 
 def _format_loss_share(value: float) -> str:
     return "0" if value == 0 else f"{value:.3f}" if value >= 5e-4 else f"{value:.0e}"
-
-
-def _format_loss(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"

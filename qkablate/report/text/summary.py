@@ -3,7 +3,7 @@
 from collections import Counter
 
 from qkablate.analysis.claims.judgement import PartJudgement
-from qkablate.analysis.comparison.audit import BROKEN, WARNING, AuditCheck
+from qkablate.analysis.comparison.audit import AuditCheck
 from qkablate.analysis.comparison.decision import Decision, RateScope, Verdict
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.report.section import Section, format_n
@@ -29,8 +29,12 @@ def summarize(section: Section) -> list[str]:
     if not measured:
         return [f"{_format_progress(section)}There is no completed pair of runs to compare yet."]
     if all(gap.n < 2 and not gap.decision.is_divergence for gap in measured):
+        gaps = [
+            f"{gap.arm} is {format_nats(gap.mean or 0.0)} nats from {gap.baseline}"
+            for gap in measured
+        ]
         return [
-            f"{_format_progress(section)}With one seed, {_format_gaps(measured)}.",
+            f"{_format_progress(section)}With one seed, {format_list(gaps, 3)}.",
             "A single pair cannot separate a difference from chance; run more seeds to estimate the"
             " seed-to-seed spread.",
         ]
@@ -61,11 +65,9 @@ def _summarize_gaps(section: Section, measured: list[GapSummary]) -> str:
         gap.arm: "depends" if gap.rates == RateScope.SIGN_DEPENDS else gap.decision
         for gap in measured
     }
-    by_variant: dict[str, list[GapSummary]] = {}
-    for gap in measured:
-        by_variant.setdefault(variant_of[gap.arm], []).append(gap)
     names: dict[str, list[str]] = {word: [] for word in _PHRASES}
-    for variant, gaps in by_variant.items():
+    for variant in dict.fromkeys(variant_of[gap.arm] for gap in measured):
+        gaps = [gap for gap in measured if variant_of[gap.arm] == variant]
         words = {decisions[gap.arm] for gap in gaps}
         mixed = {Decision.BETTER, Decision.WORSE} <= words
         word = "mixed" if mixed else min(words, key=[*_PHRASES].index)
@@ -139,18 +141,9 @@ def _format_power(measured: list[GapSummary]) -> str:
 
 def _format_warnings(checks: list[AuditCheck]) -> str:
     """Format the names of audit warnings; missing runs and n-grams are reported elsewhere."""
-    names = {check.name for check in checks if check.state in (WARNING, BROKEN)}
+    names = {check.name for check in checks if check.is_warning}
     text = ", ".join(sorted(names - {"runs", "pairs", "n-grams"}))
     return f"; the audit warns of other possible causes: {text}" if text else ""
-
-
-def _format_gaps(measured: list[GapSummary]) -> str:
-    texts = [
-        f"{gap.arm} is {format_nats(gap.mean)} nats from {gap.baseline}"
-        for gap in measured
-        if gap.mean is not None
-    ]
-    return format_list(texts, 3)
 
 
 def _summarize_runs(section: Section) -> list[str]:
@@ -184,17 +177,14 @@ def _summarize_claim(section: Section) -> list[str]:
     diverged = any(judged.part.open_below or judged.part.open_above for judged in judgement.parts)
     cause = "some runs diverged" if diverged else "there are too few for this margin"
     verdict = _VERDICTS.get(judgement.word, f"The runs are inconclusive: {cause}")
-    if judgement.scope:
-        verdict += f" {_join(judgement.scope)}"
-    if judgement.unless:
-        verdict += f", unless {' or '.join(judgement.unless)}"
-    if judgement.exploratory:
-        verdict += ", but this is exploratory and confirms nothing"
+    verdict += f" {_join(judgement.scope)}" if judgement.scope else ""
+    verdict += f", unless {' or '.join(judgement.unless)}" if judgement.unless else ""
+    verdict += ", but this is exploratory and confirms nothing" if judgement.exploratory else ""
     warnings = _format_warnings([check for judged in judgement.parts for check in judged.checks])
     level = 1 - 2 * judgement.alpha
     measured = [
         f"{_format_part(judged, level)}, {word}"
-        for judged, word in zip(judgement.parts, judgement.verdict.parts, strict=True)
+        for judged, word in zip(judgement.parts, judgement.part_words, strict=True)
         if judged.part.sample.n
     ]
     return [

@@ -1,10 +1,13 @@
-"""Tables, and their Markdown."""
+"""Tables, their cells, and their Markdown."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from qkablate.errors import sanitize
+from qkablate.table import format_nats
 
 _NUMBER = re.compile(r"[-+−×<~(\[ ]*\d|–|$")
 
@@ -18,6 +21,22 @@ class Table:
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
     wrap: tuple[str, ...] = ()  # columns that may be broken into lines
+
+
+def format_known(value: Any, form: str | Callable[[Any], str] = ".4f") -> str:
+    """Format a value by a format specification or a function; an unknown one is a dash."""
+    if value is None:
+        return "–"
+    return format(value, form) if isinstance(form, str) else form(value)
+
+
+def format_interval(
+    ends: Sequence[float] | None, form: str | Callable[[Any], str] = format_nats
+) -> str:
+    """Format an interval: [+0.0081, +0.0160]; a dash if an end is unknown or infinite."""
+    if ends is None or not all(map(math.isfinite, ends)):
+        return "–"
+    return f"[{', '.join(format_known(end, form) for end in ends)}]"
 
 
 def format_markdown(table: Table) -> str:

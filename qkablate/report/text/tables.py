@@ -1,18 +1,18 @@
 """Tables of a study's results."""
 
-import math
-from collections.abc import Sequence
+import dataclasses
 
-from qkablate.analysis.comparison.audit import BROKEN, MARKS, NOTE, OK, WARNING, worst_state
+from qkablate.analysis.comparison.audit import MARKS, NOTE, group_checks, worst_state
 from qkablate.analysis.comparison.curves import CurveSummary
 from qkablate.analysis.comparison.decision import TuningPlan
 from qkablate.analysis.comparison.function_distance import FunctionDistance
-from qkablate.analysis.comparison.gaps import ArmLosses, NoiseFloor
+from qkablate.analysis.comparison.gaps import NoiseFloor
 from qkablate.analysis.comparison.lr_curves import LrCurveSummary
 from qkablate.analysis.comparison.ranking import Front, Ranking
 from qkablate.analysis.comparison.scaling import SeriesSummary
 from qkablate.analysis.comparison.summary import GapSummary, StudySummary
-from qkablate.report.text.table import Table
+from qkablate.analysis.stats import Estimate
+from qkablate.report.text.table import Table, format_interval, format_known
 from qkablate.table import format_count, format_duration, format_list, format_nats, format_short
 
 
@@ -49,45 +49,23 @@ def _arm_table(summary: StudySummary) -> Table:
             f"{run.test_loss:.4f}" if run.test_loss is not None else f"({run.status})"
             for run in arm.runs
         ]
-        cells = [
-            arm.arm,
-            f"{arm.params:,}",
-            _format_number(arm.lr, ".3g"),
-            f"{arm.n}/{len(arm.runs)}",
-        ]
-        cells += [
-            _format_number(arm.mean),
-            _format_number(arm.sd),
-            _format_interval(arm.interval, ".4f"),
-        ]
+        cells = [arm.arm, f"{arm.params:,}", format_known(arm.lr, ".3g"), f"{arm.n}/{len(runs)}"]
+        cells += [format_known(arm.mean), format_known(arm.sd)]
+        cells.append(format_interval(arm.interval, ".4f"))
         if show_accuracy:
             cells += [format_accuracy(arm.accuracy), format_accuracy(arm.chance)]
         rows.append([*cells, " ".join(runs) or "none yet"])
-    return Table(
-        "test loss, nats per token",
-        [
-            *("arm", "params", "lr", "done", "mean", "sd", "95 % interval"),
-            *(["accuracy", "chance"] if show_accuracy else []),
-            "every run",
-        ],
-        rows,
-        ["params: without embeddings; interval: of the mean over seeds"]
-        + ["chance: accuracy of the best guess that does not depend on the sequence"]
-        * show_accuracy
-        + [f"without attention: {references}" for references in summary.text_references]
-        + _left_behind_notes(summary.arms),
-        ("every run",),
-    )
-
-
-def _left_behind_notes(arms: list[ArmLosses]) -> list[str]:
-    """Return the runs far above the others of their arm."""
-    notes = []
-    for arm in arms:
+    head = ["arm", "params", "lr", "done", "mean", "sd", "95 % interval"]
+    notes = ["params: without embeddings; interval: of the mean over seeds"]
+    if show_accuracy:
+        head += ["accuracy", "chance"]
+        notes.append("chance: accuracy of the best guess that does not depend on the sequence")
+    notes += [f"without attention: {references}" for references in summary.text_references]
+    for arm in summary.arms:
         if failed := [run.left_behind for run in arm.runs if run.left_behind is not None]:
             by = ", ".join(f"{excess:.2g}" for excess in sorted(failed, reverse=True))
             notes.append(f"left behind: {arm.arm}, {len(failed)} of {arm.n} runs (by {by} nats)")
-    return notes
+    return Table("test loss, nats per token", [*head, "every run"], rows, notes, ("every run",))
 
 
 def _gap_table(
@@ -95,7 +73,8 @@ def _gap_table(
 ) -> Table:
     head = ["arm", "params", "n", "gap", "95 % interval", "SE over documents", "perplexity"]
     head += ["p (Holm)", "detectable", "decision"]
-    if all(gap.document_error is None for gap in gaps):
+    has_documents = any(gap.document_error for gap in gaps)
+    if not has_documents:
         head.remove("SE over documents")
     if gaps[0].margin is not None:
         size = f"{gaps[0].margin.nats:g}"
@@ -103,27 +82,23 @@ def _gap_table(
     head += ["BCa", "sign flip", "audit"]
     rows = []
     for gap in gaps:
-        percent = gap.perplexity_percent
         cells = [gap.arm, format_percent_more(gap.params_percent), str(gap.n)]
-        cells += [_format_gap(gap.mean), _format_gap_interval(gap)]
-        if "SE over documents" in head:
-            cells.append("–" if gap.document_error is None else f"{gap.document_error.se:.4f}")
-        cells += ["–" if percent is None else f"{percent:+.2f} %", _format_p(gap.p_holm)]
-        cells += [_format_number(gap.detectable), gap.verdict]
+        cells += [format_known(gap.mean, format_nats), _format_gap_interval(gap)]
+        if has_documents:
+            cells.append(format_known(gap.document_error and gap.document_error.se))
+        cells += [format_known(gap.perplexity_percent, "{:+.2f} %".format), format_p(gap.p_holm)]
+        cells += [format_known(gap.detectable), gap.verdict]
         if gap.margin is not None:
-            cells += [_format_p(gap.margin.p_noninferior), _format_p(gap.margin.p_equivalent)]
+            cells += [format_p(gap.margin.p_noninferior), format_p(gap.margin.p_equivalent)]
             needed = str(gap.margin.seeds_if_zero or "too many")
             cells.append("–" if gap.margin.p_noninferior is None else needed)
         state = worst_state(gap.audit)
-        cells += [_format_interval(gap.bca), _format_p(gap.sign_flip)]
-        rows.append([*cells, state if state == OK else f"{MARKS[state]} {state}"])
+        cells += [format_interval(gap.bca), format_p(gap.sign_flip)]
+        rows.append([*cells, f"{MARKS[state]} {state}".strip()])
     notes = _gap_notes(gaps, floor)
     if tuning is not None and any(gap.rates for gap in gaps):
-        time = (
-            ""
-            if tuning.seconds is None
-            else f", about {format_duration(tuning.seconds)} of computing"
-        )
+        seconds = tuning.seconds
+        time = "" if seconds is None else f", about {format_duration(seconds)} of computing"
         notes.append(
             "not tuned: the best rate of an arm may be another, and the gap with it;"
             f" sweep.tune=true settles it ({tuning.runs:,} runs{time})"
@@ -137,8 +112,8 @@ def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
         notes.append(f"spread of {floor.baseline} between seeds: ± {floor.seeds_sd:.4f}")
     if floor.rounding and floor.rounding.interval:
         notes.append(
-            f"rounding alone (standard_reassociated): {_format_gap(floor.rounding.mean)}"
-            f" {_format_interval(floor.rounding.interval)}, ± {floor.rounding.sd:.4f} a pair"
+            f"rounding alone (standard_reassociated): {' '.join(_estimate_cells(floor.rounding))},"
+            f" ± {floor.rounding.sd:.4f} a pair"
         )
     least = gaps[0].sign_flip_min_n
     if any(gap.n < least for gap in gaps):
@@ -164,32 +139,29 @@ _START = ("start", NOTE)  # the only note that no column shows
 
 def _audit_notes(gaps: list[GapSummary]) -> list[str]:
     """Return each warning of the audits once, with its arms."""
-    arms_of: dict[tuple[str, str, str], list[str]] = {}
-    for gap in gaps:
-        for check in gap.audit:
-            if check.state in (WARNING, BROKEN) or (check.name, check.state) == _START:
-                text = check.message.replace(gap.arm, "the arm")
-                arms_of.setdefault((check.state, check.name, text), []).append(gap.arm)
+    groups = group_checks(
+        (gap.arm, dataclasses.replace(check, message=check.message.replace(gap.arm, "the arm")))
+        for gap in gaps
+        for check in gap.audit
+        if check.is_warning or (check.name, check.state) == _START
+    )
     return [
-        f"{MARKS[state]} {name}: {text}" + (f" ({format_list(arms)})" if len(gaps) > 1 else "")
-        for (state, name, text), arms in arms_of.items()
+        f"{MARKS[check.state]} {check.name}: {check.message}"
+        + (f" ({format_list(arms)})" if len(gaps) > 1 else "")
+        for check, arms in groups.items()
     ]
 
 
 def _rank_table(ranking: Ranking) -> Table:
     rows = []
     for rank in ranking.ranks:
-        first, last = rank.best_rank, rank.worst_rank
-        ranks = f"{first}" if first == last else f"{first} to {last}"
+        ranks = " to ".join(map(str, dict.fromkeys((rank.best_rank, rank.worst_rank))))
         rows.append([rank.arm, ranks, f"{rank.mean:.4f}", str(rank.n)])
     equal = {"tokens": "tokens", "params": "parameters", "flops": "training FLOPs"}[ranking.equal]
-    return Table(
-        f"ranks at equal {equal}, with {ranking.size}",
-        ["arm", "rank", "mean", "n"],
-        rows,
-        ["ranks that no pair's t test excludes, adjusted by Holm over all pairs"]
-        + [f"not ranked: {line}" for line in ranking.unranked],
-    )
+    notes = ["ranks that no pair's t test excludes, adjusted by Holm over all pairs"]
+    notes += [f"not ranked: {line}" for line in ranking.unranked]
+    title = f"ranks at equal {equal}, with {ranking.size}"
+    return Table(title, ["arm", "rank", "mean", "n"], rows, notes)
 
 
 def _rate_table(curves: list[LrCurveSummary]) -> Table:
@@ -198,47 +170,34 @@ def _rate_table(curves: list[LrCurveSummary]) -> Table:
     rows = []
     for curve in curves:
         cells = [curve.arm, f"{curve.runs:,}", str(curve.best or "–"), str(curve.optimum or "–")]
-        cells += [
-            _format_interval(curve.optimum_interval, ".3g"),
-            _format_number(curve.sensitivity),
-        ]
-        for gap in (curve.gap_at_default, curve.gap_at_best):
-            cells += [_format_gap(gap.mean), _format_interval(gap.interval)] if gap else ["–", "–"]
+        cells += [format_interval(curve.optimum_interval, ".3g"), format_known(curve.sensitivity)]
+        cells += [*_estimate_cells(curve.gap_at_default), *_estimate_cells(curve.gap_at_best)]
         rows.append([*cells, "! on the edge" if curve.on_the_edge else ""])
-    return Table(
-        "learning rates, by validation loss",
-        head,
-        rows,
-        [
-            f"default: {', '.join(dict.fromkeys(str(curve.default) for curve in curves))}",
-            "optimum: minimum of a quadratic surface in ln lr and ln of the circuit's multiplier;"
-            " interval: of lr; off by up to 4 ×: mean cost of missing the best rate",
-            "the gaps are paired by tuning seed, on validation",
-        ],
-    )
+    notes = [
+        f"default: {', '.join(dict.fromkeys(str(curve.default) for curve in curves))}",
+        "optimum: minimum of a quadratic surface in ln lr and ln of the circuit's multiplier;"
+        " interval: of lr; off by up to 4 ×: mean cost of missing the best rate",
+        "the gaps are paired by tuning seed, on validation",
+    ]
+    return Table("learning rates, by validation loss", head, rows, notes)
 
 
 def _curve_table(curves: list[CurveSummary]) -> Table:
     rows = []
     for curve in curves:
         readings, growth = curve.readings, curve.growth_per_doubling
-        picked = [readings[0], readings[len(readings) // 2], readings[-1]]
-        cells = [curve.arm]
-        cells += [
-            f"{format_short(r.tokens)}: {_format_gap(r.mean)} {_format_interval(r.band)}"
-            for r in picked
+        picked = [
+            f"{format_short(r.tokens)}: {format_nats(r.mean)} {format_interval(r.band)}"
+            for r in (readings[0], readings[len(readings) // 2], readings[-1])
         ]
-        rows.append([*cells, _format_gap(growth.mean), _format_interval(growth.interval)])
-    return Table(
-        "validation gap while training",
-        ["arm", "first reading", "middle", "last", "growth", "95 % interval"],
-        rows,
-        [
-            "bands cover all readings simultaneously; growth: change of the gap over the last"
-            " doubling of tokens",
-            "in the middle of a schedule these describe, and decide nothing",
-        ],
-    )
+        rows.append([curve.arm, *picked, *_estimate_cells(growth)])
+    head = ["arm", "first reading", "middle", "last", "growth", "95 % interval"]
+    notes = [
+        "bands cover all readings simultaneously; growth: change of the gap over the last"
+        " doubling of tokens",
+        "in the middle of a schedule these describe, and decide nothing",
+    ]
+    return Table("validation gap while training", head, rows, notes)
 
 
 def make_distance_table(family: FunctionDistance) -> Table:
@@ -247,27 +206,22 @@ def make_distance_table(family: FunctionDistance) -> Table:
         [
             distance.arm,
             str(distance.n),
-            _format_number(distance.end, ".3g"),
-            "–" if (ends := distance.interval) is None else f"[{ends[0]:.3g}, {ends[1]:.3g}]",
-            _format_times(distance.times_another_seed),
-            _format_times(distance.times_rounding),
+            format_known(distance.end, ".3g"),
+            format_interval(distance.interval, ".3g"),
+            *(
+                format_known(times, lambda times: f"× {format_ratio(times)}")
+                for times in (distance.times_another_seed, distance.times_rounding)
+            ),
         ]
         for distance in family.distances
     ]
-    return Table(
-        f"function distance from {family.baseline} at the end",
-        ["arm", "n", "nats", "95 % interval", "times another seed", "times rounding"],
-        rows,
-        [
-            f"½ (KL(p‖q) + KL(q‖p)) at {family.positions:,} positions of the validation split;"
-            " geometric mean over pairs. It has no direction: smaller is not better",
-            *(f"not read: {line}" for line in family.faults),
-        ],
-    )
-
-
-def _format_times(value: float | None) -> str:
-    return "–" if value is None else f"× {format_ratio(value)}"
+    head = ["arm", "n", "nats", "95 % interval", "times another seed", "times rounding"]
+    notes = [
+        f"½ (KL(p‖q) + KL(q‖p)) at {family.positions:,} positions of the validation split;"
+        " geometric mean over pairs. It has no direction: smaller is not better",
+        *(f"not read: {line}" for line in family.faults),
+    ]
+    return Table(f"function distance from {family.baseline} at the end", head, rows, notes)
 
 
 def format_ratio(value: float) -> str:
@@ -276,32 +230,23 @@ def format_ratio(value: float) -> str:
 
 
 def _series_table(along: str, series_of_arms: list[SeriesSummary]) -> Table:
-    head = ["arm", f"gap at {along}", "per doubling", "95 % interval"]
-    head += [f"worth, in {along}", "interval"]
     rows = []
     for series in series_of_arms:
         points = " ".join(
-            f"{format_short(point.at)}: {_format_gap(point.mean)}" for point in series.points
+            f"{format_short(point.at)}: {format_known(point.mean, format_nats)}"
+            for point in series.points
         )
-        growth, worth = series.growth_per_doubling, series.equivalent
-        cells = [series.arm, points]
-        cells += (
-            [_format_gap(growth.mean), _format_interval(growth.interval)] if growth else ["–", "–"]
-        )
-        if worth is None:
-            cells += ["not measured", ""]
-        else:
-            cells += [f"× {worth.times:.3f}", _format_interval(worth.interval, ".3f")]
-        rows.append(cells)
-    return Table(
-        f"gap by {along}, each run with a whole schedule",
-        head,
-        rows,
-        [
-            f"worth: how many times its {along} the baseline needs for the same loss; measured from"
-            " three points on"
-        ],
+        times = ["not measured", ""]
+        if (worth := series.equivalent) is not None:
+            times = [f"× {worth.times:.3f}", format_interval(worth.interval, ".3f")]
+        rows.append([series.arm, points, *_estimate_cells(series.growth_per_doubling), *times])
+    head = ["arm", f"gap at {along}", "per doubling", "95 % interval", f"worth, in {along}"]
+    note = (
+        f"worth: how many times its {along} the baseline needs for the same loss; measured from"
+        " three points on"
     )
+    title = f"gap by {along}, each run with a whole schedule"
+    return Table(title, [*head, "interval"], rows, [note])
 
 
 def _front_table(fronts: list[Front]) -> Table:
@@ -316,42 +261,31 @@ def _front_table(fronts: list[Front]) -> Table:
             rows.append(
                 [arm.arm, f"{format_short(arm.cost)} {front.cost}", f"{arm.mean:.4f}", mark]
             )
-    return Table(
-        f"Pareto fronts of loss and cost, at {format_short(longest)} tokens",
-        ["arm", "cost", "mean test loss", ""],
-        rows,
-        [f"surely beaten: {format_list(beaten, 6)}"] * bool(beaten)
-        + [
-            "surely: by t tests of all pairs at any rate, adjusted by Holm over all fronts; of"
-            " several rates of an arm, that of the least validation loss is shown"
-        ]
-        + ["for time, give --times FILE, from `qkablate cost --measure --json`"],
-    )
+    notes = [
+        *[f"surely beaten: {format_list(beaten, 6)}"] * bool(beaten),
+        "surely: by t tests of all pairs at any rate, adjusted by Holm over all fronts; of"
+        " several rates of an arm, that of the least validation loss is shown",
+        "for time, give --times FILE, from `qkablate cost --measure --json`",
+    ]
+    title = f"Pareto fronts of loss and cost, at {format_short(longest)} tokens"
+    return Table(title, ["arm", "cost", "mean test loss", ""], rows, notes)
 
 
 def format_accuracy(value: float | None) -> str:
     """Format an accuracy: 12.5 %."""
-    return "–" if value is None else f"{100 * value:.1f} %"
-
-
-def _format_number(value: float | None, form: str = ".4f") -> str:
-    return "–" if value is None else format(value, form)
+    return format_known(value, lambda share: f"{100 * share:.1f} %")
 
 
 def format_percent_more(value: float | None) -> str:
     """Format a relative difference: +1.2 %."""
-    return "–" if value is None else f"{value:+z.1f} %"
+    return format_known(value, "{:+z.1f} %".format)
 
 
-def _format_gap(value: float | None) -> str:
-    return "–" if value is None else format_nats(value)
-
-
-def _format_interval(value: Sequence[float] | None, form: str = "") -> str:
-    if value is None or not all(map(math.isfinite, value)):
-        return "–"
-    low, high = (format(end, form) if form else format_nats(end) for end in value)
-    return f"[{low}, {high}]"
+def _estimate_cells(estimate: Estimate | None) -> list[str]:
+    """Return a mean in nats and its interval."""
+    if estimate is None:
+        return ["–", "–"]
+    return [format_known(estimate.mean, format_nats), format_interval(estimate.interval)]
 
 
 def _format_gap_interval(gap: GapSummary) -> str:
@@ -363,5 +297,6 @@ def _format_gap_interval(gap: GapSummary) -> str:
     return f"{left}, {'∞)' if high is None else f'{format_nats(high)}]'}"
 
 
-def _format_p(value: float | None) -> str:
-    return "–" if value is None else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+def format_p(value: float | None, form: str = ".4f") -> str:
+    """Format a p-value; its exact size does not matter where it is tiny."""
+    return "< 0.0001" if value is not None and value < 1e-4 else format_known(value, form)

@@ -13,8 +13,12 @@ from qkablate.analysis.claims.registry import claim_grid
 from qkablate.analysis.claims.verdict import spend_alpha
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.errors import UserError
-from qkablate.report.judgement_json import judgement_to_json
-from qkablate.report.text.claims import format_claim, format_judgement, format_seeds_needed
+from qkablate.report.text.claims import (
+    format_claim,
+    format_judgement,
+    format_seeds_needed,
+    judgement_to_json,
+)
 
 PART = {"arm": "no_q", "kind": "noninferior", "margin": 0.01}
 GRID = {"variant": "standard,no_q"}

@@ -141,7 +141,7 @@ def test_pairs_and_rounding_pairs_are_compared(predicting):
         values = [expected(pair(0.02 * s), pair(0.02 * s + own)) for s in range(4)]
         assert one.readings[12 * PER_STEP] == pytest.approx(values, rel=1e-3)
         assert one.end == pytest.approx(math.prod(values) ** (1 / 4), rel=1e-3)
-        assert one.readings[0] == (0.0,) * 4
+        assert one.readings[0] == [0.0] * 4
         assert one.mean(0) == 0
         assert one.interval(0) is None
         low, high = one.interval(12 * PER_STEP)

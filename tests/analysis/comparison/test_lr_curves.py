@@ -184,7 +184,8 @@ def test_best_rate_beside_a_diverged_one_is_not_bracketed():
 def test_bound_of_the_excess_is_above_the_estimate():
     noise = itertools.cycle((0.004, -0.003, 0.001, -0.002, 0.0))
     found = bowl({r: {s: parabola(r, 1e-3) + next(noise) for s in range(3)} for r in LADDER})
-    assert found.excess_bound(found.best) >= found.excess_loss(found.best) >= 0
+    surface = found.surface
+    assert surface.excess_bound(found.best) >= surface.excess_loss(found.best) >= 0
 
 
 def test_order_in_which_rates_are_known_changes_nothing():

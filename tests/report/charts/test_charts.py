@@ -12,8 +12,8 @@ import vl_convert
 
 from qkablate.analysis.comparison.curves import READINGS, Curve, describe_curve
 from qkablate.analysis.stats import Sample
-from qkablate.report.charts import MAX_RUNS, make_charts
-from qkablate.report.charts.curves import mean_rows
+from qkablate.report.charts import make_charts
+from qkablate.report.charts.curves import MAX_RUNS, mean_rows
 from qkablate.report.palette import use_light_colors
 from qkablate.report.render import combine_panels, render_chart
 from qkablate.report.text.numbers import format_gap

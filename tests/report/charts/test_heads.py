@@ -233,7 +233,7 @@ def test_runs_without_diagnostics_have_no_chart(finished, section):
     from qkablate.report.section import Section
 
     study = finished.study()
-    old = Section.from_study(study.name, "here", study)
+    old = Section(study.name, "here", study)
     assert charts_by_name(old) == {}
     text = render_page([old], "old")
     for name in NAMES:

@@ -118,9 +118,7 @@ def test_sweep_without_results_has_a_text(cached_world, section_of):
 def test_study_without_runs_has_a_text(tmp_path):
     (tmp_path / "nothing-here").mkdir()
     study = read_standalone_runs([tmp_path / "nothing-here"])
-    found = assert_sound(
-        render_markdown([Section.from_study("nothing", "read from nowhere", study)])
-    )
+    found = assert_sound(render_markdown([Section("nothing", "read from nowhere", study)]))
     assert "nothing-here: its config.yaml cannot be read" in found
 
 
@@ -142,7 +140,7 @@ def test_hostile_text_in_folders_stays_in_its_cell(cached_world, loss_of, sectio
         name = HOSTILE.replace("/", "∕")
         world.run_folder(run).rename(world.run_folder(run).with_name(f"{name}{number}-{run.id}"))
     section = section_of(world)
-    found = assert_sound(render_markdown([Section.from_study(HOSTILE, HOSTILE, section.study)]))
+    found = assert_sound(render_markdown([Section(HOSTILE, HOSTILE, section.study)]))
     assert len(re.findall(r"(?m)^# ", found)) == 1
     assert len(tables(found)["runs"][1]) == 4
     assert "alert(1)" in found  # told, as words
