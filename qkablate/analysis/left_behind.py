@@ -1,6 +1,6 @@
 """Runs left behind: rare failures of training, which few seeds cannot exclude.
 
-A t interval of n seeds knows nothing of a failure that it has not seen: with one run in eight left
+An interval of n seeds knows nothing of a failure that it has not seen: with one run in eight left
 behind, 45 % of arms with six seeds show none, and their mean is too low by an eighth of its size.
 """
 
@@ -42,6 +42,7 @@ class FailureRisk:
     failed: int
     runs: int
     size: float = TYPICAL_SIZE  # nats
+    weight: float = 1.0  # of a run in the estimate: below 1 in a slope over several lengths
 
     def unseen_shift(self, alpha: float) -> float:
         """Return the shift of the mean, in nats, by failures that the runs do not exclude.
@@ -49,17 +50,17 @@ class FailureRisk:
         It is the size times the excess of the Clopper–Pearson bound over the rate that was seen.
         Without a failure it is nearly size · ln(1/α) / n, the rule of three. A bound of the mean
         moved by this shift errs in at most α of the studies where no failure was seen: either the
-        failures shift the mean by less, and the t test errs as often as it may, or they are so
+        failures shift the mean by less, and the test errs as often as it may, or they are so
         frequent that n runs without any have probability α.
         """
         if not self.runs or self.failed == self.runs:
-            return self.size * (self.failed < self.runs or not self.runs)
+            return self.weight * self.size * (self.failed < self.runs or not self.runs)
         most = float(stats.beta.isf(alpha, self.failed + 1, self.runs - self.failed))
-        return self.size * (most - self.failed / self.runs)
+        return self.weight * self.size * (most - self.failed / self.runs)
 
     def describe_condition(self, room: float) -> str:
         """Return the failure that would shift a bound by `room`: one run in k."""
-        one_in = math.ceil(self.size / room) if room > 0 else self.runs
+        one_in = math.ceil(self.weight * self.size / room) if room > 0 else self.runs
         return f"one run in {max(2, one_in):,} of {self.arm} is left behind by {self.size:.2g} nats"
 
 

@@ -25,7 +25,8 @@ NAME is a claim of `claim list`, or the path of your own YAML file. Keys are tho
 Verdicts
   SUPPORTED     the one-sided 95 % bound of every part lies within its margin
   REFUTED       the interval of a part lies wholly outside its margin (Holm over the parts)
-  EQUIVALENT    all parts state a direction, and their 90 % intervals lie within ± their margins
+  EQUIVALENT    the 90 % intervals of all parts with a direction lie within ± their margins, and
+                the other parts are supported
   INSENSITIVE   nothing could have shown: the baseline does not beat `uniform` by three margins
   MIXED         this holds for some of the parts only
   UNDERPOWERED  none of these; the number of seeds that would decide is shown

@@ -180,6 +180,10 @@ def check_sweep(config: SweepConfig) -> None:
     if not isinstance(grid.also, dict | None):
         raise UserError(f"sweep.also: '{grid.also}' is not a map of keys to values, or null")
     for name, value in (grid.also or {}).items():
+        if not isinstance(name, str):
+            raise UserError(f"sweep.also: {name} is not a key, as data or model.context")
+        if name in SWEEP_KEYS or name == "control":
+            raise UserError(f"sweep.also: {name} is a key of the sweep, not of its arms")
         if isinstance(value, list | dict):
             raise UserError(f"sweep.also: {name} has several values; give one")
     if not isinstance(grid.baseline, str | dict | None):

@@ -61,8 +61,8 @@ def from_plain(content: dict[str, Any]) -> Config:
 def check_digits(key: str, value: str) -> None:
     """Reject a number of hundreds of digits, which overflows wherever it is converted."""
     info = _ALL.get(key)
-    if info is not None and info.bounds is None:
-        return  # a text may have any digits
+    if info is not None and info.bounds is None:  # a text may have any digits
+        return
     for digits in re.findall(r"\d[\d_]*", value):
         if len(digits) > _MAX_DIGITS:
             allowed = f" is not {info.allowed(10**_MAX_DIGITS)}" if info else " is out of bounds"
@@ -95,6 +95,8 @@ def no_such_key(name: str, known: Collection[str] = ()) -> str:
     It names a renamed key, the verb that has the key, or the nearest known one; `lr` is optim.lr.
     """
     known = list(known or KEYS)
+    if own := [key for key in known if key.startswith(f"{name}.")]:
+        return f"{name}: is a section; give one of its keys, as {own[0]}"
     if "." not in name:
         known += [key.partition(".")[0] for key in known]
     for old, new in RENAMED.items():

@@ -60,14 +60,14 @@ def measure_text_references(corpus: Corpus, tokens: int) -> MeasuredReferences:
     return measured
 
 
-def peak_bytes(tokens: int) -> int:
-    """Return the memory that `measure_text_references` needs for this many tokens.
+def peak_bytes(tokens: int, test_tokens: int) -> int:
+    """Return the memory that `measure_text_references` needs for so many tokens of both splits.
 
     The compressor's hash table has 2^24 entries of 4 bytes for this size of its dictionary, and is
-    filled at random places; the n-grams of a text, which repeat, take 80 bytes per
-    token.
+    filled at random places; the n-grams of a text, which repeat, take 80 bytes per token of the
+    training text and 40 per token of the test text.
     """
-    return 2**26 + 80 * min(tokens, MAX_TRAIN_TOKENS)
+    return 2**26 + 80 * min(tokens, MAX_TRAIN_TOKENS) + 40 * test_tokens
 
 
 def ngram_losses(

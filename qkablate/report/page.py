@@ -107,7 +107,7 @@ def make_notes(section: Section) -> list[str]:
         *([exploratory] if section.judgement is not None else []),
         *(
             f"margin: {nats:g} nats. “not worse”: the gap is below the margin; “equivalent”: within"
-            " ± the margin; one-sided t tests, adjusted by Holm. qkablate results lists their p"
+            " ± the margin; one-sided tests, adjusted by Holm. qkablate results lists their p"
             " values."
             for nats in margins
         ),

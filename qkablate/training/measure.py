@@ -1,5 +1,6 @@
 """Step times of several models on this machine: medians of interleaved steps."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -109,5 +110,6 @@ def evaluate_once(config: Config, model: Model, vocabulary: int) -> None:
             model.loss(tokens_NT[:, :-1], tokens_NT[:, 1:])
     if config.diagnostics.every:
         starts = model.initial_attention_layers(config.seeds.init)
-        tokens_NT = tokens_NT[: max(1, TOKENS // context), : min(context, LENGTH)]
-        DiagnosticPanel(model, tokens_NT, starts=starts).row()
+        tokens_NT = tokens_NT[: max(1, TOKENS // min(context, LENGTH)), :LENGTH]
+        autocast = functools.partial(hardware.autocast, config)
+        DiagnosticPanel(model, tokens_NT, starts=starts, autocast=autocast).row()

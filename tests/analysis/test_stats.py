@@ -11,6 +11,7 @@ from scipy import integrate, optimize, special, stats
 
 from qkablate.analysis.comparison.curves import Curve, fit_slopes
 from qkablate.analysis.stats import (
+    MIN_PAIRS,
     Sample,
     Spread,
     detectable_effect,
@@ -531,13 +532,13 @@ def test_seeds_needed_is_the_minimum(effect):
 
     n = required_n(power)
     assert power(n) >= 0.8
-    assert n == 2 or power(n - 1) < 0.8
+    assert n == MIN_PAIRS or power(n - 1) < 0.8
     reference = t_test_sample_size(effect, two_sided=True) if effect < 2 else n
     assert math.ceil(reference) <= n <= 1.2 * reference + 1  # allowing for skewness takes more
 
 
 @settings(deadline=None)
-@given(st.integers(2, 60_000))
+@given(st.integers(MIN_PAIRS, 60_000))
 def test_any_least_n_is_found(least):
     assert required_n(lambda n: float(n >= least)) == least
 

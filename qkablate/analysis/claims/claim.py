@@ -103,7 +103,7 @@ def find_comparisons(claim: Claim, arms: Iterable[Arm]) -> list[Comparison]:
             raise UserError(f"parts.{name}: the grid has no {sides} at equal {spec.axis}")
         groups: dict[str, list[tuple[Arm, Arm]]] = {}
         for arm, other in sorted(pairs, key=lambda pair: pair[0].tokens):
-            title = " ".join([name, *_shared_values(claim, arm, other)])
+            title = " ".join([name, *_shared_values(claim, spec, arm, other)])
             groups.setdefault(title, []).append((arm, other))
         for title, group in groups.items():
             names = [(arm.name, other.name) for arm, other in group]
@@ -133,15 +133,16 @@ def _check_growth(part: str, group: list[tuple[Arm, Arm]]) -> None:
             )
 
 
-def _shared_values(claim: Claim, arm: Arm, other: Arm) -> tuple[str, ...]:
+def _shared_values(claim: Claim, spec: PartSpec, arm: Arm, other: Arm) -> tuple[str, ...]:
     """Return the varied settings that a pair shares, besides its length."""
     keys = [key for key in claim.grid if "," in claim.grid[key] or "(" in claim.grid[key]]
-    flat, other_flat = _flatten(arm), _flatten(other)
+    flat, other_flat = ({**side.overrides, **_flatten(side)} for side in (arm, other))
     return tuple(
         f"{key.rpartition('.')[2]}={flat[key]}"
         for key in keys
-        if key in flat and flat[key] == other_flat[key]
-        if key != "variant" and key not in claim.task and not key.startswith("train.")
+        if key in flat and flat[key] == other_flat.get(key)
+        if key != "variant" and not (spec.task and key in claim.task)
+        if not key.startswith("train.")
     )
 
 
@@ -152,7 +153,7 @@ def _find_pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm
         # Baselines are under the control of every axis.
         if AXES[spec.axis] in arm.controls or (arm.baseline is None and arm.mismatch is None)
         # Trained on the data of the part: those of the grid, or the task.
-        if not claim.task or (arm.overrides.get("data") == claim.task["data"]) == spec.task
+        if not claim.task or _is_on_task(arm, claim.task) == spec.task
     ]
     firsts = [arm for arm in comparable if _matches(arm, spec.arm)]
     others = [arm for arm in comparable if _matches(arm, spec.against)]
@@ -164,6 +165,10 @@ def _find_pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm
 
     pairs = itertools.product(firsts, others)
     return [(a, b) for a, b in pairs if a.name != b.name and agree(a.overrides, b.overrides)]
+
+
+def _is_on_task(arm: Arm, task: Mapping[str, Any]) -> bool:
+    return all(_is_same(arm.overrides.get(key), as_word(value)) for key, value in task.items())
 
 
 def _matches(arm: Arm, selector: Selector) -> bool:

@@ -1,5 +1,6 @@
 """Judgement of a claim by its runs: the verdict, the audits, and what would decide open parts."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from qkablate.analysis.claims.claim import Claim, Comparison, find_comparisons
@@ -12,10 +13,12 @@ from qkablate.analysis.claims.verdict import (
     spend_alpha,
 )
 from qkablate.analysis.comparison.audit import BROKEN, LIMITS, AuditCheck, audit, worst_state
+from qkablate.analysis.comparison.curves import slope_weights
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
 from qkablate.analysis.comparison.lr_curves import find_lr_curves
 from qkablate.analysis.comparison.scaling import fit_growth
+from qkablate.analysis.left_behind import measure_risks
 from qkablate.analysis.stats import ALPHA, Spread
 from qkablate.analysis.study.study import Entry, Study, read_study
 from qkablate.errors import UserError
@@ -161,9 +164,15 @@ def _make_part(comparison: Comparison, gaps: list[Gap]) -> Part:
     # A diverged run tilts the line up or down, depending on its place in it.
     diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
     sensitive = all(is_sensitive(gap.lead, spec.margin) for gap in gaps)
-    sample = fit_growth([gap.arm.tokens for gap in gaps], gaps)
-    name, kind, margin = comparison.name, spec.kind, spec.margin
-    return Part(name, kind, margin, sample, diverged, diverged, is_sensitive=sensitive)
+    tokens = [gap.arm.tokens for gap in gaps]
+    # A failure tilts the line most at the longest training.
+    weight = float(max(slope_weights(tokens)))
+    first, second = measure_risks(gaps[-1].arm, gaps[-1].baseline)
+    risks = dataclasses.replace(first, weight=weight), dataclasses.replace(second, weight=weight)
+    sample, is_open = fit_growth(tokens, gaps), (diverged, diverged)
+    return Part(
+        comparison.name, spec.kind, spec.margin, sample, *is_open, risks, is_sensitive=sensitive
+    )
 
 
 def _rounding_gap(gap: Gap, study: Study, entries: dict[str, Entry]) -> Gap | None:

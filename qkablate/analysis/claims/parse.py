@@ -57,6 +57,7 @@ def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None 
 
 _KEYS = ["says", "source", "untestable", "seeds", "tuning_seeds", "grid", "filter", "baseline"]
 _KEYS += ["parts", "scale"]
+_DATA_AND_LENGTH = ("data", "model.context", "train.steps", "train.tokens")
 _PART_KEYS = ("kind", "margin", "arm", "against", "of", "axis", "horizon", "task")
 
 
@@ -98,7 +99,7 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
         raise UserError("parts: a claim needs at least one")
     specs = {key: _part(key, value, grid) for key, value in parts.items()}
     # With other data or another length on the command line, it is a claim about those alone.
-    if any(key in task or key.startswith("data.") for key in words):
+    if any(key in _DATA_AND_LENGTH or key.startswith("data.") for key in words):
         specs = {key: spec for key, spec in specs.items() if not spec.task} or specs
     filters = [] if content.get("filter") is None else content["filter"]
     if not isinstance(filters, list) or not all(isinstance(text, str) for text in filters):

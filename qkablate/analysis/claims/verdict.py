@@ -7,8 +7,8 @@
 
 SUPPORTED     every part's bound lies inside: all must hold, so nothing is adjusted
 REFUTED       a part's interval lies wholly outside, by Holm over the parts
-EQUIVALENT    every part says better or worse, and its interval lies within ± margin, by Holm over
-              the parts: there is no such difference
+EQUIVALENT    the interval of every part that says better or worse lies within ± margin, by Holm
+              over the parts, and the others are supported: there is no such difference
 INSENSITIVE   the runs would say SUPPORTED or EQUIVALENT, but the baseline does not beat the floor
               by several margins: no difference could have shown
 MIXED         this holds for some parts, and not for the others
@@ -251,7 +251,7 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
             verdicts.append(shown if part.is_sensitive else Verdict.INSENSITIVE)
         else:
             verdicts.append(Verdict.REFUTED if p_refuted < alpha else Verdict.UNDERPOWERED)
-    word = _merge_verdicts(verdicts)
+    word = _merge_verdicts(verdicts, [part.can_be_equivalent for part in parts])
     conditions = [
         part.conditions(verdict, alpha, len(parts))
         for part, verdict in zip(parts, verdicts, strict=True)
@@ -262,12 +262,13 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
     return ClaimVerdict(word, verdicts, [*dict.fromkeys(itertools.chain(*conditions))])
 
 
-def _merge_verdicts(verdicts: list[Verdict]) -> Verdict:
+def _merge_verdicts(verdicts: list[Verdict], are_directed: list[bool]) -> Verdict:
     for word in (Verdict.REFUTED, Verdict.INSENSITIVE):  # one such part is enough
         if word in verdicts:
             return word
-    if Verdict.EQUIVALENT in verdicts and len({*verdicts}) > 1:
-        return Verdict.MIXED
+    if Verdict.EQUIVALENT in verdicts:
+        expected = [Verdict.EQUIVALENT if d else Verdict.SUPPORTED for d in are_directed]
+        return Verdict.EQUIVALENT if verdicts == expected else Verdict.MIXED
     if Verdict.UNDERPOWERED in verdicts:
         return Verdict.UNDERPOWERED
     return verdicts[0] if verdicts else Verdict.SUPPORTED

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from qkablate.analysis.comparison.decision import BEFORE_ATTENTION, RateScope
 from qkablate.analysis.comparison.gaps import MARGINS, ROUNDING_PAIR, Gap, is_sensitive
 from qkablate.analysis.comparison.lr_curves import LrCurve
+from qkablate.analysis.stats import MIN_PAIRS
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.config import TEXT_SOURCES, OptimConfig
 from qkablate.table import format_list
@@ -22,7 +23,6 @@ Sides = tuple[Entry, Entry]  # arm and baseline
 Pairs = list[tuple[Record, Record]]
 Answer = tuple[str, str]  # state and message
 _NO_PAIRS = (NOTE, "unknown: no pairs")
-_ROUNDING_ARM = "add standard_reassociated to variant="
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def _check_pairs(gap: Gap) -> Answer:
     n = len(gap.pairs)
     if gap.unpaired:
         return WARNING, f"{n}, and unpaired {'; '.join(gap.unpaired)}"
-    if n < 2:
-        return WARNING, f"{n}: a single number, not a comparison; more seeds: seed=range(6)"
+    if n < MIN_PAIRS:
+        return WARNING, f"{n}: too few to compare; more seeds: seed=range(6)"
     correlation = gap.correlation
     return OK, f"{n} by seed" + ("" if correlation is None else f", correlation {correlation:+.2f}")
 
@@ -147,6 +147,9 @@ def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None)
     ]
     if off:
         return WARNING, "; ".join(off)
+    if fixed := " and ".join(name for name, curve in tuned.items() if curve.lacks_circuit_rates):
+        text = f"optim.lr was tuned, but not the rate of the circuit of {fixed} (variant.lr)"
+        return WARNING, f"{text}; sweep.tune=true without variant.lr tunes both"
     uncertain, excess = [], []
     for entry in sides:
         surface = tuned[entry.name].surface
@@ -194,7 +197,7 @@ def _check_matching(sides: Sides, axis: str) -> Answer:
 
 
 def _check_start(sides: Sides) -> Answer:
-    texts = []
+    texts, rated = [], []
     state = OK
     for entry in sides:
         config = entry.arm.config.variant
@@ -211,8 +214,9 @@ def _check_start(sides: Sides) -> Answer:
         unmatched = {rate["factor"] for rate in rates if rate.get("factor") != rate.get("matched")}
         if unmatched:
             factors = ", ".join(f"{factor:.3g}" for factor in sorted(unmatched))
-            texts.append(f"{entry.name} with its circuit's rate × {factors}")
-    return state, "matched: " + ", ".join(texts) if texts else "matched exactly"
+            rated.append(f"circuit's rate of {entry.name} × {factors}")
+    matched = "matched: " + ", ".join(texts) if texts else "matched exactly"
+    return state, "; ".join([matched, *rated])
 
 
 def _check_floor(gap: Gap, margin: float | None) -> Answer:
@@ -305,7 +309,10 @@ def _check_kernel(
         return OK, f"{names}; this gap measures the effect of rounding"
     bounds = rounding_gap.bounds(0.90) if rounding_gap is not None else None
     if bounds is None:
-        return WARNING, f"{names}; no arm measures the effect of rounding: {_ROUNDING_ARM}"
+        return (
+            WARNING,
+            f"{names}; variant=standard_reassociated would measure the effect of rounding",
+        )
     most = max(map(abs, bounds))
     if not math.isfinite(most):
         return WARNING, f"{names}; the runs that measure rounding diverged"

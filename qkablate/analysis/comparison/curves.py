@@ -64,13 +64,18 @@ def thin(tokens: Sequence[int], most: int) -> list[int]:
     return [tokens[i] for i in sorted({*map(int, nearest)})]
 
 
+def slope_weights(tokens: list[int]) -> np.ndarray:
+    """Return the weight of each length in a least-squares slope on log2 of tokens."""
+    x_T = np.log2(np.array(tokens, float))
+    x_T -= x_T.mean()
+    return np.asarray(x_T / (x_T @ x_T))
+
+
 def fit_slopes(tokens: list[int], gaps_ST: np.ndarray, extra_T: Sequence[float] = ()) -> Sample:
     """Return each seed's slope on log2 of tokens; `extra_T` are variances that all seeds share."""
     if len(tokens) < 2:
         return Sample(())
-    x_T = np.log2(np.array(tokens, float))
-    x_T -= x_T.mean()
-    weight_T = x_T / (x_T @ x_T)
+    weight_T = slope_weights(tokens)
     extra = float(np.square(weight_T) @ np.array(extra_T)) if extra_T else 0.0
     return Sample(tuple(float(v) for v in gaps_ST @ weight_T), extra)
 

@@ -52,7 +52,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class MarginTest:
-    """One-sided t tests of a gap against a margin, adjusted by Holm over all gaps shown."""
+    """One-sided tests of a gap against a margin, adjusted by Holm over all gaps shown."""
 
     nats: float
     p_noninferior: float | None = None
@@ -115,13 +115,18 @@ def find_rate_scopes(
         same = at_rates[_without_rate(gap)]
         circuits = {other.arm.arm.default_rates.circuit for other, _ in same}
         signs = {(other.sample.mean > 0) for other, _ in same if other.sample.n}
-        if not gap.compares_variants or all(
-            entry.arm.name in curves and curves[entry.arm.name].is_tuned(entry.rates)
+        tuned = [
+            curve
             for entry in gap.sides
-        ):
+            if (curve := curves.get(entry.arm.name)) and curve.is_tuned(entry.rates)
+        ]
+        if not gap.compares_variants:
             scopes.append(RateScope.BEST)
         elif len(circuits) > 1 and len(signs) > 1:
             scopes.append(RateScope.SIGN_DEPENDS)
+        elif len(tuned) == 2:
+            is_limited = any(curve.lacks_circuit_rates for curve in tuned)
+            scopes.append(RateScope.THESE_RATES if is_limited else RateScope.BEST)
         elif len(circuits) > 1 and len({decision for _, decision in same}) == 1:
             scopes.append(RateScope.BOTH_RATES)
         else:
@@ -148,7 +153,12 @@ def plan_tuning(study: Study) -> TuningPlan | None:
     manifest = study.manifest
     if manifest is None or manifest.finals or manifest.command[1:2] != ["sweep"]:
         return None
-    given = [w for w in manifest.command[1:] if not w.startswith(("variant.lr=", "out="))]
+    dropped = ("variant.lr=", "out=", "optim.lr=", "sweep.tune=")
+    given = [word for word in manifest.command[1:] if not word.startswith(dropped)]
+    rates = sorted({entry.rates.lr for entry in study.entries if entry.rates is not None})
+    if any(word.startswith("optim.lr=") for word in manifest.command) and rates:
+        # The middle one, around which others are tried.
+        given.append(f"optim.lr={rates[len(rates) // 2]:g}")
     arms = {entry.settings_without("variant.lr") for entry in study.entries}
     runs = len(arms) * (TUNING_RUNS + len({record.seeds for record in study.records}))
     seconds = [float(s) for record in study.records if is_number(s := record.facts.get("seconds"))]

@@ -21,6 +21,12 @@ class LrCurve:
 
     arm: str
     losses: Losses
+    matched_lr: float = 1.0  # of the arm's circuit
+
+    @property
+    def lacks_circuit_rates(self) -> bool:
+        """True if the circuit has a multiplier of which a single value was tried."""
+        return self.matched_lr != 1 and len({rates.circuit for rates in self.losses}) < 2
 
     @cached_property
     def means(self) -> dict[Rates, float]:
@@ -40,7 +46,7 @@ class LrCurve:
 
     def is_tuned(self, rates: Rates | None) -> bool:
         """Return whether these are the best rates tried, those that tuning chooses, or between."""
-        return rates not in self.means or rates in (self.best, choose_rates(self.losses)[0])
+        return rates not in self.losses or rates in (self.best, choose_rates(self.losses)[0])
 
     @property
     def is_on_edge(self) -> bool:
@@ -116,7 +122,11 @@ def find_lr_curves(study: Study) -> dict[str, LrCurve]:
             if entry.rates is not None and (known := known_losses(entry.records)):
                 losses.setdefault(entry.arm.name, {})[entry.rates] = known
         losses = {arm: by_rates for arm, by_rates in losses.items() if len(by_rates) >= 3}
-    return {arm: LrCurve(arm, by_rates) for arm, by_rates in losses.items() if by_rates}
+    return {
+        arm: LrCurve(arm, by_rates, study.arms[arm].matched_lr)
+        for arm, by_rates in losses.items()
+        if by_rates
+    }
 
 
 def gap_at_rates(

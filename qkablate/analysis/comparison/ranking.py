@@ -155,7 +155,7 @@ def find_fronts(study: Study, milliseconds: Mapping[str, float]) -> list[Front]:
 
 
 def find_surely_beaten(gaps: Mapping[tuple[str, str], Sample]) -> set[tuple[str, str]]:
-    """Return the pairs (arm, other) whose gap is positive, by one-sided t tests and Holm."""
+    """Return the pairs (arm, other) whose gap is positive, by one-sided tests and Holm."""
     p_values = [sample.p_above(0) if sample.n >= MIN_PAIRS else 1.0 for sample in gaps.values()]
     return {pair for pair, p in zip(gaps, holm(p_values), strict=True) if p < ALPHA}
 

@@ -37,7 +37,7 @@ class SweepRequest:
         number = len(self.controls)
         for values in self.choices.values():
             number *= len(values)
-        return number
+        return number * (2 if self.settings.sweep.also else 1)
 
 
 class SweepComposer(Composer):

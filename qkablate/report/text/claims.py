@@ -8,7 +8,7 @@ from qkablate.analysis.claims.judgement import Judgement, PartJudgement
 from qkablate.analysis.claims.verdict import SeedsNeeded
 from qkablate.analysis.comparison.audit import MARKS, group_checks
 from qkablate.analysis.comparison.gaps import perplexity_percent
-from qkablate.analysis.stats import Spread, describe_sample, detectable_effect
+from qkablate.analysis.stats import Spread, describe_sample
 from qkablate.errors import sanitize
 from qkablate.report.text.table import Table, format_interval, format_known
 from qkablate.table import format_nats, format_table
@@ -112,11 +112,19 @@ def _details(judged: PartJudgement, alpha: float) -> list[str]:
         return []
     text = []
     if sample.bca and sample.sign_flip is not None and sample.sd:
-        least = detectable_effect(sample.sd, sample.n, 2 * alpha)
-        text += [f"detectable {least:.4f}", f"BCa 95 % {format_interval(sample.bca)}"]
+        text += [
+            f"detectable {format_known(sample.detectable(2 * alpha))}",
+            f"BCa 95 % {format_interval(sample.bca)}",
+        ]
         text += [f"sign flip p {sample.sign_flip:.4f}"]
     if judged.comparison.spec.horizon != "growth" and not isinstance(sample, Spread):
         text.append(f"perplexity {perplexity_percent(sample.mean):+.2f} %")
+    if judged.comparison.spec.task:
+        (gap, *_) = judged.gaps
+        arm, baseline = (format_known(entry.accuracy, ".1%") for entry in gap.sides)
+        text.append(
+            f"accuracy {arm} against {baseline}, chance {format_known(gap.arm.chance, '.1%')}"
+        )
     counts: dict[str, int] = {}
     for gap in judged.gaps:
         counts |= {gap.arm.name: gap.arm_left_behind, gap.baseline.name: gap.baseline_left_behind}
@@ -199,6 +207,9 @@ def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
         "margin": part.margin,
         "of": spec.of,
         "arms": judged.comparison.pairs,
+        "task": spec.task,
+        "accuracy": [[entry.accuracy for entry in gap.sides] for gap in judged.gaps],
+        "chance": [gap.arm.chance for gap in judged.gaps],
         "axis": spec.axis,
         "horizon": spec.horizon,
         **vars(describe_sample(sample)),

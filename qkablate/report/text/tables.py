@@ -158,7 +158,7 @@ def _rank_table(ranking: Ranking) -> Table:
         ranks = " to ".join(map(str, dict.fromkeys((rank.best_rank, rank.worst_rank))))
         rows.append([rank.arm, ranks, f"{rank.mean:.4f}", str(rank.n)])
     equal = {"tokens": "tokens", "params": "parameters", "flops": "training FLOPs"}[ranking.equal]
-    notes = ["ranks that no pair's t test excludes, adjusted by Holm over all pairs"]
+    notes = ["ranks that no pair's test excludes, adjusted by Holm over all pairs"]
     notes += [f"not ranked: {line}" for line in ranking.unranked]
     title = f"ranks at equal {equal}, with {ranking.size}"
     return Table(title, ["arm", "rank", "mean", "n"], rows, notes)
@@ -263,7 +263,7 @@ def _front_table(fronts: list[Front]) -> Table:
             )
     notes = [
         *[f"surely beaten: {format_list(beaten, 6)}"] * bool(beaten),
-        "surely: by t tests of all pairs at any rate, adjusted by Holm over all fronts; of"
+        "surely: by tests of all pairs at any rate, adjusted by Holm over all fronts; of"
         " several rates of an arm, that of the least validation loss is shown",
         "for time, give --times FILE, from `qkablate cost --measure --json`",
     ]

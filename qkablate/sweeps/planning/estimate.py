@@ -138,7 +138,9 @@ def _interpolate(arm: Arm, small: Timing, large: Timing) -> RunEstimate:
 def _reference_bytes(arm: Arm) -> float:
     """Return the memory of the n-grams and the compressor that the first run on a text measures."""
     is_measured = arm.config.data.source in TEXT_SOURCES and arm.config.train.evaluate_test
-    return peak_bytes(arm.tokens) if is_measured and arm.config.device == "cpu" else 0
+    if not is_measured or arm.config.device != "cpu":
+        return 0
+    return peak_bytes(arm.tokens, arm.config.data.test_tokens)
 
 
 def _flops_per_step(arm: Arm) -> float:

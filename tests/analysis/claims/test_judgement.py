@@ -172,7 +172,8 @@ def test_all_parts_must_hold(world):
         ({"a": true, "b": false}, "REFUTED"),
         ({"a": open_, "b": true}, "UNDERPOWERED"),
         ({"a": open_, "b": false}, "REFUTED"),
-        ({"a": true, "b": {"kind": "worse", "margin": 0.03}}, "MIXED"),
+        ({"a": true, "b": {"kind": "worse", "margin": 0.03}}, "EQUIVALENT"),
+        ({"a": {"kind": "worse"} | false, "b": {"kind": "worse", "margin": 0.03}}, "MIXED"),
     ):
         found = judge_claim(claim(8, **parts), made.study(), [])
         assert found.word == word

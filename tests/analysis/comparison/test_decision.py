@@ -72,13 +72,36 @@ def test_tuned_variants_get_a_bare_decision(cached_world):
     assert describe_study(world.study()).tuning is None
 
 
-def test_best_of_several_rates_gets_a_bare_decision(cached_world):
+def test_best_of_several_rates_is_limited_to_the_rate_of_its_circuit(cached_world):
     def loss(run):
         return by_rate(0.1, 0.1)(run) + math.log(run.changes["optim.lr"] / 1e-3) ** 2
 
     world = cached_world("variant=standard,merged_w", "seed=range(4)", "optim.lr=5e-4,1e-3,2e-3")
     other = "worse at this rate (not tuned)"
+    assert verdicts(world, loss) == [other, "worse at these rates", other]
+    plan = describe_study(world.study()).tuning
+    assert plan.command[-2:] == ["optim.lr=0.001", "sweep.tune=true"]  # three are too few
+
+
+def test_best_of_several_rates_without_a_multiplier_gets_a_bare_decision(cached_world):
+    def loss(run):
+        gap = 0.1 if run.arm.startswith("qk_norm") else 0.0
+        distance = math.log(run.changes["optim.lr"] / 1e-3) ** 2
+        return 2 + gap + distance + random.Random(run.id).gauss(0, 1e-3)
+
+    world = cached_world("variant=standard,qk_norm", "seed=range(4)", "optim.lr=5e-4,1e-3,2e-3")
+    other = "worse at this rate (not tuned)"
     assert verdicts(world, loss) == [other, "worse", other]
+
+
+def test_tuned_circuit_rates_that_disagree_leave_no_verdict(cached_world):
+    def loss(run):
+        distance = math.log(run.changes["optim.lr"] / 1e-3) ** 2
+        return by_rate(0.1, -0.1)(run) + distance
+
+    world = cached_world(*BOTH, "sweep.tune=true")
+    says = "no verdict: the sign depends on the rate"
+    assert verdicts(world, loss) == [says, says]
 
 
 def test_sizes_of_one_variant_get_a_bare_decision(cached_world):

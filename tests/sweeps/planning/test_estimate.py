@@ -224,5 +224,7 @@ def test_memory_includes_the_references_of_the_first_run_on_a_text(
         train=replace(arm.config.train, evaluate_test=evaluates),
     )
     (estimate,) = estimate_arms(plan_of(tmp_path, replace(arm, config=config)), [None]).values()
-    references = peak_bytes(arm.tokens) if source == "text" and evaluates else 0
+    references = (
+        peak_bytes(arm.tokens, arm.config.data.test_tokens) if source == "text" and evaluates else 0
+    )
     assert estimate.bytes == pytest.approx(1e8 + 1e6 + references)
