@@ -195,10 +195,7 @@ class _PredictionFiles:
         context = self._records[record.run.id][1].arm.config.model.context
         try:
             header, log_PV = predictions.read_predictions(path)
-            if header.run != record.run.id:
-                raise ValueError("it belongs to another run")
-            if header.data_fingerprint != record.facts["data_fingerprint"]:
-                raise ValueError("its data differ from the run's")
+            record.check_origin(header.run, header.data_fingerprint)
             if header.context != context:
                 raise ValueError(f"it has model.context={header.context}")
         except ValueError as error:

@@ -203,6 +203,11 @@ def describe_gap(
         percent_interval = perplexity_percent(interval[0]), perplexity_percent(interval[1])
     margin_test = describe_margin(family, number, margin) if margin else None
     decision = decide(gap, p_holm, margin_test)
+    kinds = {Decision.EQUIVALENT: "equivalent", Decision.NOT_WORSE: "noninferior"}
+    unless = []
+    if margin is not None and decision in kinds:
+        part = Part.from_gap("", kinds[decision], margin, gap)
+        unless = part.conditions(Verdict.SUPPORTED, ALPHA / max(1, family.comparisons))
     return GapSummary(
         **vars(describe_sample(sample)),
         arm=gap.arm.name,
@@ -226,21 +231,12 @@ def describe_gap(
         baseline_diverged=gap.baseline_diverged,
         arm_left_behind=gap.arm_left_behind,
         baseline_left_behind=gap.baseline_left_behind,
-        unless=_conditions(family, gap, decision, margin),
+        unless=unless,
         pairs=[PairGap(dict(key), value) for key, value in gap.pairs.items()],
         unpaired=gap.unpaired,
         margin=margin_test,
         audit=audit_gap(family, number, lr_curves, margin),
     )
-
-
-def _conditions(family: Family, gap: Gap, decision: Decision, margin: float | None) -> list[str]:
-    """Return the failures of training that would overturn a decision about the margin."""
-    kinds = {Decision.EQUIVALENT: "equivalent", Decision.NOT_WORSE: "noninferior"}
-    if margin is None or decision not in kinds:
-        return []
-    part = Part.from_gap("", kinds[decision], margin, gap)
-    return part.conditions(Verdict.SUPPORTED, ALPHA / max(1, family.comparisons))
 
 
 def _percent_more(value: float, other: float) -> float | None:
