@@ -110,23 +110,20 @@ def find_rate_scopes(
     at_rates: dict[str, list[tuple[Gap, Decision]]] = {}
     for gap, decision in decided:
         at_rates.setdefault(_without_rate(gap), []).append((gap, decision))
-    scopes = []
-    for gap, _ in decided:
+
+    def find_scope(gap: Gap) -> RateScope:
+        tuned = (e.arm.name in curves and curves[e.arm.name].is_tuned(e.rates) for e in gap.sides)
+        if not gap.compares_variants or all(tuned):
+            return RateScope.BEST
         same = at_rates[_without_rate(gap)]
-        circuits = {other.arm.arm.default_rates.circuit for other, _ in same}
-        signs = {(other.sample.mean > 0) for other, _ in same if other.sample.n}
-        if not gap.compares_variants or all(
-            entry.arm.name in curves and curves[entry.arm.name].is_tuned(entry.rates)
-            for entry in gap.sides
-        ):
-            scopes.append(RateScope.BEST)
-        elif len(circuits) > 1 and len(signs) > 1:
-            scopes.append(RateScope.SIGN_DEPENDS)
-        elif len(circuits) > 1 and len({decision for _, decision in same}) == 1:
-            scopes.append(RateScope.BOTH_RATES)
-        else:
-            scopes.append(RateScope.ONE_RATE)
-    return scopes
+        if len({other.arm.arm.default_rates.circuit for other, _ in same}) < 2:
+            return RateScope.ONE_RATE
+        if len({other.sample.mean > 0 for other, _ in same if other.sample.n}) > 1:
+            return RateScope.SIGN_DEPENDS
+        is_agreed = len({decision for _, decision in same}) == 1
+        return RateScope.BOTH_RATES if is_agreed else RateScope.ONE_RATE
+
+    return [find_scope(gap) for gap, _ in decided]
 
 
 def _without_rate(gap: Gap) -> str:

@@ -25,7 +25,6 @@ from qkablate.analysis.comparison.function_distance import (
 from qkablate.analysis.comparison.gaps import (
     ArmLosses,
     Family,
-    Gap,
     NoiseFloor,
     adjust,
     describe_arm,
@@ -161,14 +160,17 @@ def describe_study(
     ]
     decisions = [one.decision for one in described]
     scopes = find_rate_scopes(list(zip(gaps, decisions, strict=True)), lr_curves)
+    limited = []
+    for gap, one, scope in zip(gaps, described, scopes, strict=True):
+        is_limited = RateScope.THESE_RATES in find_limits(one.audit)  # warned of tuned rates
+        if scope == RateScope.BEST and gap.compares_variants and is_limited:
+            scope = RateScope.THESE_RATES
+        limited.append(dataclasses.replace(one, rates=scope))
     return StudySummary(
         sweep=study.name,
         complete=study.is_complete,
         arms=[describe_arm(entry) for entry in study.entries],
-        gaps=[
-            dataclasses.replace(one, rates=_limit_rates(gap, one, rates))
-            for gap, one, rates in zip(gaps, described, scopes, strict=True)
-        ],
+        gaps=limited,
         noise_floor=[describe_noise_floor(family) for family in families],
         text_references=study.text_references,
         curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
@@ -180,14 +182,6 @@ def describe_study(
         left_out=study.left_out,
         tuning=plan_tuning(study) if any(scopes) else None,
     )
-
-
-def _limit_rates(gap: Gap, described: GapSummary, scope: RateScope) -> RateScope:
-    """Return the scope of a gap, limited to its rates if the audit warns of tuned ones."""
-    is_limited = RateScope.THESE_RATES in find_limits(described.audit)
-    if scope == RateScope.BEST and gap.compares_variants and is_limited:
-        return RateScope.THESE_RATES
-    return scope
 
 
 def describe_gap(
