@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from qkablate.analysis import stats
 from qkablate.analysis.claims.verdict import Part
 from qkablate.analysis.comparison.audit import AuditCheck, audit, find_limits
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
@@ -40,16 +41,7 @@ from qkablate.analysis.comparison.lr_curves import (
 )
 from qkablate.analysis.comparison.ranking import Front, Ranking, find_fronts, find_rankings
 from qkablate.analysis.comparison.scaling import SeriesSummary, describe_series, find_series
-from qkablate.analysis.stats import (
-    ALPHA,
-    MIN_PAIRS,
-    Estimate,
-    Interval,
-    describe_sample,
-    power_equivalence,
-    required_n,
-    sign_flip_min_n,
-)
+from qkablate.analysis.stats import Estimate, Interval
 from qkablate.analysis.study.document_error import DocumentError
 from qkablate.analysis.study.study import Study
 from qkablate.runs.text_references import TextReferences
@@ -119,7 +111,7 @@ class GapSummary(Estimate):
         if self.rates == RateScope.SIGN_DEPENDS:
             return f"no verdict: {self.rates}"
         text = str(self.decision)
-        found = self.p_holm is not None and self.p_holm < ALPHA
+        found = self.p_holm is not None and self.p_holm < stats.ALPHA
         if self.decision == Decision.EQUIVALENT and found and self.mean is not None:
             text += f" ({'worse' if self.mean > 0 else 'better'} by {abs(self.mean):.4f})"
         text = f"{text} {', '.join(self.scopes)}".rstrip()
@@ -201,9 +193,9 @@ def describe_gap(
     unless = []
     if margin is not None and decision in kinds:
         part = Part.from_gap("", kinds[decision], margin, gap)
-        unless = part.conditions(Verdict.SUPPORTED, ALPHA / max(1, family.comparisons))
+        unless = part.conditions(Verdict.SUPPORTED, stats.ALPHA / max(1, family.comparisons))
     return GapSummary(
-        **vars(describe_sample(sample)),
+        **vars(stats.describe_sample(sample)),
         arm=gap.arm.name,
         baseline=family.baseline.name,
         decision=decision,
@@ -217,7 +209,7 @@ def describe_gap(
         comparisons=family.comparisons,
         bca=None if diverged else sample.bca,
         sign_flip=None if diverged else sample.sign_flip,
-        sign_flip_min_n=sign_flip_min_n(max(1, family.comparisons)),
+        sign_flip_min_n=stats.sign_flip_min_n(max(1, family.comparisons)),
         detectable=family.detectable(gap),
         correlation=gap.correlation,
         document_error=gap.document_error,
@@ -259,12 +251,11 @@ def describe_margin(family: Family, number: int, margin: float) -> MarginTest:
         p_values = [p_value(part) if part.sample.n > 1 else None for part in parts]
         return family.select(adjust(p_values))[number]
 
-    alpha = ALPHA / sum(part.sample.n > 1 for part in parts)
-    return MarginTest(
-        margin,
-        adjusted(lambda part: part.p_below(margin)),
-        adjusted(lambda part: part.p_equivalent),
-        required_n(lambda n: power_equivalence(0.0, margin, sample.spread_at(n), n, alpha))
-        if sample.sd
-        else MIN_PAIRS,
-    )
+    alpha = stats.ALPHA / sum(part.sample.n > 1 for part in parts)
+    seeds: int | None = stats.MIN_PAIRS
+    if sample.sd:
+        seeds = stats.required_n(
+            lambda n: stats.power_equivalence(0.0, margin, sample.spread_at(n), n, alpha)
+        )
+    p_noninferior = adjusted(lambda part: part.p_below(margin))
+    return MarginTest(margin, p_noninferior, adjusted(lambda part: part.p_equivalent), seeds)
