@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from qkablate.analysis import stats
 from qkablate.analysis.claims.verdict import Part
+from qkablate.analysis.comparison import lr_curves
 from qkablate.analysis.comparison.audit import AuditCheck, audit, find_limits
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
 from qkablate.analysis.comparison.decision import (
@@ -18,11 +19,7 @@ from qkablate.analysis.comparison.decision import (
     find_rate_scopes,
     plan_tuning,
 )
-from qkablate.analysis.comparison.function_distance import (
-    FunctionDistance,
-    describe_distances,
-    measure_distances,
-)
+from qkablate.analysis.comparison.function_distance import FunctionDistance, describe_distances
 from qkablate.analysis.comparison.gaps import (
     ArmLosses,
     Family,
@@ -32,12 +29,6 @@ from qkablate.analysis.comparison.gaps import (
     describe_noise_floor,
     find_families,
     perplexity_percent,
-)
-from qkablate.analysis.comparison.lr_curves import (
-    LrCurve,
-    LrCurveSummary,
-    describe_lr_curves,
-    find_lr_curves,
 )
 from qkablate.analysis.comparison.ranking import Front, Ranking, find_fronts, find_rankings
 from qkablate.analysis.comparison.scaling import SeriesSummary, describe_series, find_series
@@ -131,7 +122,7 @@ class StudySummary:
     curves: list[CurveSummary]
     function_distance: list[FunctionDistance]
     series: list[SeriesSummary]
-    learning_rates: list[LrCurveSummary]
+    learning_rates: list[lr_curves.LrCurveSummary]
     rankings: list[Ranking]
     fronts: list[Front]
     left_out: list[LeftOutArm]
@@ -143,15 +134,15 @@ def describe_study(
 ) -> StudySummary:
     """Summarize a study; with a margin, also test which arms are not worse by it."""
     families = find_families(study)
-    lr_curves = find_lr_curves(study)
+    curves = lr_curves.find_lr_curves(study)
     gaps = [gap for family in families for gap in family.gaps]
     described = [
-        describe_gap(family, number, lr_curves, margin)
+        describe_gap(family, number, curves, margin)
         for family in families
         for number in range(len(family.gaps))
     ]
     decisions = [one.decision for one in described]
-    scopes = find_rate_scopes(list(zip(gaps, decisions, strict=True)), lr_curves)
+    scopes = find_rate_scopes(list(zip(gaps, decisions, strict=True)), curves)
     limited = []
     for gap, one, scope in zip(gaps, described, scopes, strict=True):
         is_limited = RateScope.THESE_RATES in find_limits(one.audit)  # warned of tuned rates
@@ -166,9 +157,9 @@ def describe_study(
         noise_floor=[describe_noise_floor(family) for family in families],
         text_references=study.text_references,
         curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
-        function_distance=describe_distances(measure_distances(families)),
+        function_distance=describe_distances(families),
         series=[describe_series(series) for series in find_series(families)],
-        learning_rates=describe_lr_curves(study),
+        learning_rates=lr_curves.describe_lr_curves(study),
         rankings=find_rankings(families),
         fronts=find_fronts(study, milliseconds or {}),
         left_out=study.left_out,
@@ -177,7 +168,7 @@ def describe_study(
 
 
 def describe_gap(
-    family: Family, number: int, lr_curves: dict[str, LrCurve], margin: float | None = None
+    family: Family, number: int, curves: dict[str, lr_curves.LrCurve], margin: float | None = None
 ) -> GapSummary:
     """Summarize and audit one gap of a family."""
     gap, p_holm = family.gaps[number], family.holm[number]
@@ -221,7 +212,7 @@ def describe_gap(
         pairs=[PairGap(dict(key), value) for key, value in gap.pairs.items()],
         unpaired=gap.unpaired,
         margin=margin_test,
-        audit=audit_gap(family, number, lr_curves, margin),
+        audit=audit_gap(family, number, curves, margin),
     )
 
 
@@ -231,13 +222,13 @@ def _percent_more(value: float, other: float) -> float | None:
 
 
 def audit_gap(
-    family: Family, number: int, lr_curves: dict[str, LrCurve], margin: float | None = None
+    family: Family, number: int, curves: dict[str, lr_curves.LrCurve], margin: float | None = None
 ) -> list[AuditCheck]:
     """Audit one gap of a family."""
     gap = family.gaps[number]
     controls, detectable = gap.arm.arm.controls, family.detectable(gap)
     axis = "tokens" if "none" in controls else controls[0]
-    return audit(gap, lr_curves, axis, margin, family.rounding_gap, detectable)
+    return audit(gap, curves, axis, margin, family.rounding_gap, detectable)
 
 
 def describe_margin(family: Family, number: int, margin: float) -> MarginTest:
