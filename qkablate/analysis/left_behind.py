@@ -53,8 +53,8 @@ class FailureRisk:
         failures shift the mean by less, and the test errs as often as it may, or they are so
         frequent that n runs without any have probability α.
         """
-        if not self.runs or self.failed == self.runs:
-            return self.weight * self.size * (self.failed < self.runs or not self.runs)
+        if self.failed == self.runs:
+            return 0.0 if self.runs else self.weight * self.size
         most = float(stats.beta.isf(alpha, self.failed + 1, self.runs - self.failed))
         return self.weight * self.size * (most - self.failed / self.runs)
 

@@ -34,6 +34,7 @@ def render_page(sections: Sequence[Section], title: str) -> str:
     shown = [_make_section(section, number, panels) for number, section in enumerate(sections)]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     specs = {"config": CONFIG, "panels": sanitize_all(panels)}
+    text = json.dumps(specs, separators=(",", ":"), allow_nan=False)
     return environment.from_string(_read_resource("page.html")).render(
         title=sanitize(title),
         version=__version__,
@@ -43,7 +44,8 @@ def render_page(sections: Sequence[Section], title: str) -> str:
         .replace("LIGHT", to_css(LIGHT))
         .replace("DARK", to_css(DARK)),
         sections=shown,
-        specs=_pack(specs),
+        # Base64 cannot close an HTML element.
+        specs=base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode(),
         library=library,
         script=script,
     )
@@ -141,12 +143,6 @@ def _make_chart(chart: Chart, section: Section, panels: list[Any]) -> dict[str, 
     ]
     texts = {"name": chart.name, "title": chart.title, "caption": chart.caption}
     return texts | {"panels": shown, "legend": legend}
-
-
-def _pack(value: Any) -> str:
-    """Return gzipped JSON as base64, which cannot close an HTML element."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 @lru_cache

@@ -135,23 +135,21 @@ def make_run_rows(section: Section) -> tuple[list[str], list[list[str]]]:
     """Return header and one row per run, or per arm if there are many; the command comes last."""
     study, records = section.study, section.study.all_records
     if len(records) <= MAX_RUNS:
-        return RUN_COLUMNS, [_run_row(section, record) for record in records]
+        return RUN_COLUMNS, [
+            [
+                record.folder.name + " (tuning)" * record.run.tuning,
+                _format_status(record),
+                record.seed.removeprefix("s"),
+                str(study.arms[record.run.arm].rates_of(record.run)),
+                *map(format_known, (record.val, record.test)),
+                _format_command(section, record),
+            ]
+            for record in records
+        ]
     arms = [(entry.name, entry.rates, entry.records) for entry in study.entries if entry.records]
     arms += [(f"{arm} (tuning)", rates, by_seed) for (arm, rates), by_seed in study.tuning.items()]
     rows = [_arm_row(section, name, str(rates), [*runs.values()]) for name, rates, runs in arms]
     return ARM_COLUMNS, rows
-
-
-def _run_row(section: Section, record: Record) -> list[str]:
-    return [
-        record.folder.name + " (tuning)" * record.run.tuning,
-        _format_status(record),
-        record.seed.removeprefix("s"),
-        str(section.study.arms[record.run.arm].rates_of(record.run)),
-        format_known(record.val),
-        format_known(record.test),
-        _format_command(section, record),
-    ]
 
 
 def _arm_row(section: Section, name: str, rates: str, records: list[Record]) -> list[str]:

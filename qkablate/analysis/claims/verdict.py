@@ -220,12 +220,13 @@ class Part:
         """Yield the probability of each conclusive verdict with n seeds, given the truth."""
         sd = math.sqrt(sd**2 + n * self.sample.extra_variance)
         above, below = not self.open_above, not self.open_below  # sides that have a bound
-        supports = {"noninferior": above, "better": above, "worse": below}
-        refutes = {"noninferior": below, "better": below, "worse": above}
+        supports, refutes = (below, above) if self.kind == "worse" else (above, below)
+        if self.kind == "equivalent":
+            supports, refutes = above and below, below if mean > 0 else above
         yield 0.0
-        if supports.get(self.kind, above and below):
+        if supports:
             yield self.power(n, mean, sd, alpha)
-        if refutes.get(self.kind, below if mean > 0 else above):
+        if refutes:
             yield self.power_to_refute(n, mean, sd, alpha / parts)
         if above and below and self.can_be_equivalent:
             yield power_equivalence(mean, self.margin, sd, n, alpha / parts)

@@ -39,7 +39,7 @@ def gap_curve(gap: Gap, metric: str = VAL, most: int = READINGS) -> Curve | None
 def arm_curve(entry: Entry, metric: str = VAL, most: int = READINGS) -> Curve | None:
     """Return the loss by tokens, over the runs that are done."""
     curves = (record.loss_curves[metric] for record in entry.with_status("done"))
-    return combine_curves([curve for curve in curves if curve], most)  # damaged ones are empty
+    return combine_curves([*filter(None, curves)], most)  # damaged ones are empty
 
 
 def combine_curves(curves: list[LossCurve], most: int) -> Curve | None:

@@ -110,28 +110,24 @@ def find_rate_scopes(
     at_rates: dict[str, list[tuple[Gap, Decision]]] = {}
     for gap, decision in decided:
         at_rates.setdefault(_without_rate(gap), []).append((gap, decision))
-    scopes = []
-    for gap, _ in decided:
-        same = at_rates[_without_rate(gap)]
-        circuits = {other.arm.arm.default_rates.circuit for other, _ in same}
-        signs = {(other.sample.mean > 0) for other, _ in same if other.sample.n}
-        tuned = [
-            curve
-            for entry in gap.sides
-            if (curve := curves.get(entry.arm.name)) and curve.is_tuned(entry.rates)
-        ]
+
+    def find_scope(gap: Gap) -> RateScope:
         if not gap.compares_variants:
-            scopes.append(RateScope.BEST)
-        elif len(circuits) > 1 and len(signs) > 1:
-            scopes.append(RateScope.SIGN_DEPENDS)
-        elif len(tuned) == 2:
-            is_limited = any(curve.lacks_circuit_rates for curve in tuned)
-            scopes.append(RateScope.THESE_RATES if is_limited else RateScope.BEST)
-        elif len(circuits) > 1 and len({decision for _, decision in same}) == 1:
-            scopes.append(RateScope.BOTH_RATES)
-        else:
-            scopes.append(RateScope.ONE_RATE)
-    return scopes
+            return RateScope.BEST
+        same = at_rates[_without_rate(gap)]
+        has_several = len({other.arm.arm.default_rates.circuit for other, _ in same}) > 1
+        if has_several and len({other.sample.mean > 0 for other, _ in same if other.sample.n}) > 1:
+            return RateScope.SIGN_DEPENDS
+        found = [curve for e in gap.sides if (curve := curves.get(e.arm.name)) is not None]
+        if len(found) == 2 and all(
+            curve.is_tuned(entry.rates) for curve, entry in zip(found, gap.sides, strict=True)
+        ):
+            is_limited = any(curve.lacks_circuit_rates for curve in found)
+            return RateScope.THESE_RATES if is_limited else RateScope.BEST
+        is_agreed = has_several and len({decision for _, decision in same}) == 1
+        return RateScope.BOTH_RATES if is_agreed else RateScope.ONE_RATE
+
+    return [find_scope(gap) for gap, _ in decided]
 
 
 def _without_rate(gap: Gap) -> str:

@@ -8,7 +8,7 @@ Shape suffixes: P positions, V vocabulary.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -195,10 +195,7 @@ class _PredictionFiles:
         context = self._records[record.run.id][1].arm.config.model.context
         try:
             header, log_PV = predictions.read_predictions(path)
-            if header.run != record.run.id:
-                raise ValueError("it belongs to another run")
-            if header.data_fingerprint != record.facts["data_fingerprint"]:
-                raise ValueError("its data differ from the run's")
+            record.check_origin(header.run, header.data_fingerprint)
             if header.context != context:
                 raise ValueError(f"it has model.context={header.context}")
         except ValueError as error:
@@ -257,17 +254,17 @@ class FunctionDistance:
     faults: list[str]
 
 
-def describe_distances(families: Iterable[FamilyDistances]) -> list[FunctionDistance]:
-    """Summarize the distances of every size."""
+def describe_distances(families: Sequence[Family]) -> list[FunctionDistance]:
+    """Measure and summarize the distances of every size."""
     return [
         FunctionDistance(
-            family.baseline,
+            measured.baseline,
             MEASURE,
-            family.positions,
-            [_describe_distance(distance, family) for distance in family.distances],
-            family.faults,
+            measured.positions,
+            [_describe_distance(distance, measured) for distance in measured.distances],
+            measured.faults,
         )
-        for family in families
+        for measured in measure_distances(families)
     ]
 
 

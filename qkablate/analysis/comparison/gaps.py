@@ -8,14 +8,7 @@ from functools import cached_property
 from scipy import stats
 
 from qkablate.analysis.left_behind import find_left_behind
-from qkablate.analysis.stats import (
-    ALPHA,
-    Estimate,
-    Interval,
-    Sample,
-    describe_sample,
-    holm,
-)
+from qkablate.analysis.stats import ALPHA, Estimate, Interval, Sample, describe_sample, holm
 from qkablate.analysis.study.document_error import DocumentError, document_error
 from qkablate.analysis.study.study import Entry, Record, Seeds, Study
 

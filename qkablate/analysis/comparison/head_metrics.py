@@ -55,7 +55,7 @@ class HeadMetrics:
             known = {t: heads[name] for t, heads in run.items() if t and name in heads}
             finite = {t: array[np.isfinite(array)] for t, array in known.items()}
             curves.append({t: float(values.mean()) for t, values in finite.items() if len(values)})
-        return combine_curves([curve for curve in curves if curve], most)
+        return combine_curves([*filter(None, curves)], most)
 
     def last(self, name: str) -> list[np.ndarray]:
         """Return each run's measure_LH at the end of training, where known."""
@@ -75,8 +75,7 @@ class HeadMetrics:
 
 def sort_heads(arrays_LH: list[np.ndarray]) -> np.ndarray:
     """Return the mean over seeds of each layer's sorted heads: their numbers carry no meaning."""
-    ordered_SLH = np.stack([-np.sort(-array_LH, axis=1) for array_LH in arrays_LH])
-    return nan_mean(ordered_SLH, axis=0)
+    return nan_mean(np.stack([-np.sort(-array_LH, axis=1) for array_LH in arrays_LH]), axis=0)
 
 
 def relative_spectra(arrays_LHK: list[np.ndarray]) -> np.ndarray:

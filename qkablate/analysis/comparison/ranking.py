@@ -166,13 +166,13 @@ def _best_rates(entries: list[Entry]) -> list[Entry]:
     for entry in entries:
         key = str((entry.settings_without("variant.lr"), entry.arm.controls))
         by_arm.setdefault(key, []).append(entry)
-    return [min(at_rates, key=_validation_loss) for at_rates in by_arm.values()]
 
+    def validation_loss(entry: Entry) -> float:
+        values = [entry.records[key].val for key in entry.losses]
+        known = [value for value in values if value is not None]
+        return statistics.fmean(known) if known else math.inf
 
-def _validation_loss(entry: Entry) -> float:
-    values = [entry.records[key].val for key in entry.losses]
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else math.inf
+    return [min(at_rates, key=validation_loss) for at_rates in by_arm.values()]
 
 
 def _costs(arm: Arm, milliseconds: Mapping[str, float]) -> dict[str, float | None]:

@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from qkablate.analysis import stats
 from qkablate.analysis.claims.verdict import Part
+from qkablate.analysis.comparison import lr_curves
 from qkablate.analysis.comparison.audit import AuditCheck, audit, find_limits
 from qkablate.analysis.comparison.curves import CurveSummary, describe_curve
 from qkablate.analysis.comparison.decision import (
@@ -17,15 +19,10 @@ from qkablate.analysis.comparison.decision import (
     find_rate_scopes,
     plan_tuning,
 )
-from qkablate.analysis.comparison.function_distance import (
-    FunctionDistance,
-    describe_distances,
-    measure_distances,
-)
+from qkablate.analysis.comparison.function_distance import FunctionDistance, describe_distances
 from qkablate.analysis.comparison.gaps import (
     ArmLosses,
     Family,
-    Gap,
     NoiseFloor,
     adjust,
     describe_arm,
@@ -33,24 +30,9 @@ from qkablate.analysis.comparison.gaps import (
     find_families,
     perplexity_percent,
 )
-from qkablate.analysis.comparison.lr_curves import (
-    LrCurve,
-    LrCurveSummary,
-    describe_lr_curves,
-    find_lr_curves,
-)
 from qkablate.analysis.comparison.ranking import Front, Ranking, find_fronts, find_rankings
 from qkablate.analysis.comparison.scaling import SeriesSummary, describe_series, find_series
-from qkablate.analysis.stats import (
-    ALPHA,
-    MIN_PAIRS,
-    Estimate,
-    Interval,
-    describe_sample,
-    power_equivalence,
-    required_n,
-    sign_flip_min_n,
-)
+from qkablate.analysis.stats import Estimate, Interval
 from qkablate.analysis.study.document_error import DocumentError
 from qkablate.analysis.study.study import Study
 from qkablate.runs.text_references import TextReferences
@@ -120,7 +102,7 @@ class GapSummary(Estimate):
         if self.rates == RateScope.SIGN_DEPENDS:
             return f"no verdict: {self.rates}"
         text = str(self.decision)
-        found = self.p_holm is not None and self.p_holm < ALPHA
+        found = self.p_holm is not None and self.p_holm < stats.ALPHA
         if self.decision == Decision.EQUIVALENT and found and self.mean is not None:
             text += f" ({'worse' if self.mean > 0 else 'better'} by {abs(self.mean):.4f})"
         text = f"{text} {', '.join(self.scopes)}".rstrip()
@@ -140,7 +122,7 @@ class StudySummary:
     curves: list[CurveSummary]
     function_distance: list[FunctionDistance]
     series: list[SeriesSummary]
-    learning_rates: list[LrCurveSummary]
+    learning_rates: list[lr_curves.LrCurveSummary]
     rankings: list[Ranking]
     fronts: list[Front]
     left_out: list[LeftOutArm]
@@ -152,29 +134,32 @@ def describe_study(
 ) -> StudySummary:
     """Summarize a study; with a margin, also test which arms are not worse by it."""
     families = find_families(study)
-    lr_curves = find_lr_curves(study)
+    curves = lr_curves.find_lr_curves(study)
     gaps = [gap for family in families for gap in family.gaps]
     described = [
-        describe_gap(family, number, lr_curves, margin)
+        describe_gap(family, number, curves, margin)
         for family in families
         for number in range(len(family.gaps))
     ]
     decisions = [one.decision for one in described]
-    scopes = find_rate_scopes(list(zip(gaps, decisions, strict=True)), lr_curves)
+    scopes = find_rate_scopes(list(zip(gaps, decisions, strict=True)), curves)
+    limited = []
+    for gap, one, scope in zip(gaps, described, scopes, strict=True):
+        is_limited = RateScope.THESE_RATES in find_limits(one.audit)  # warned of tuned rates
+        if scope == RateScope.BEST and gap.compares_variants and is_limited:
+            scope = RateScope.THESE_RATES
+        limited.append(dataclasses.replace(one, rates=scope))
     return StudySummary(
         sweep=study.name,
         complete=study.is_complete,
         arms=[describe_arm(entry) for entry in study.entries],
-        gaps=[
-            dataclasses.replace(one, rates=_limit_rates(gap, one, rates))
-            for gap, one, rates in zip(gaps, described, scopes, strict=True)
-        ],
+        gaps=limited,
         noise_floor=[describe_noise_floor(family) for family in families],
         text_references=study.text_references,
         curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
-        function_distance=describe_distances(measure_distances(families)),
+        function_distance=describe_distances(families),
         series=[describe_series(series) for series in find_series(families)],
-        learning_rates=describe_lr_curves(study),
+        learning_rates=lr_curves.describe_lr_curves(study),
         rankings=find_rankings(families),
         fronts=find_fronts(study, milliseconds or {}),
         left_out=study.left_out,
@@ -182,16 +167,8 @@ def describe_study(
     )
 
 
-def _limit_rates(gap: Gap, described: GapSummary, scope: RateScope) -> RateScope:
-    """Return the scope of a gap, limited to its rates if the audit warns of tuned ones."""
-    is_limited = RateScope.THESE_RATES in find_limits(described.audit)
-    if scope == RateScope.BEST and gap.compares_variants and is_limited:
-        return RateScope.THESE_RATES
-    return scope
-
-
 def describe_gap(
-    family: Family, number: int, lr_curves: dict[str, LrCurve], margin: float | None = None
+    family: Family, number: int, curves: dict[str, lr_curves.LrCurve], margin: float | None = None
 ) -> GapSummary:
     """Summarize and audit one gap of a family."""
     gap, p_holm = family.gaps[number], family.holm[number]
@@ -203,8 +180,13 @@ def describe_gap(
         percent_interval = perplexity_percent(interval[0]), perplexity_percent(interval[1])
     margin_test = describe_margin(family, number, margin) if margin else None
     decision = decide(gap, p_holm, margin_test)
+    kinds = {Decision.EQUIVALENT: "equivalent", Decision.NOT_WORSE: "noninferior"}
+    unless = []
+    if margin is not None and decision in kinds:
+        part = Part.from_gap("", kinds[decision], margin, gap)
+        unless = part.conditions(Verdict.SUPPORTED, stats.ALPHA / max(1, family.comparisons))
     return GapSummary(
-        **vars(describe_sample(sample)),
+        **vars(stats.describe_sample(sample)),
         arm=gap.arm.name,
         baseline=family.baseline.name,
         decision=decision,
@@ -218,7 +200,7 @@ def describe_gap(
         comparisons=family.comparisons,
         bca=None if diverged else sample.bca,
         sign_flip=None if diverged else sample.sign_flip,
-        sign_flip_min_n=sign_flip_min_n(max(1, family.comparisons)),
+        sign_flip_min_n=stats.sign_flip_min_n(max(1, family.comparisons)),
         detectable=family.detectable(gap),
         correlation=gap.correlation,
         document_error=gap.document_error,
@@ -226,21 +208,12 @@ def describe_gap(
         baseline_diverged=gap.baseline_diverged,
         arm_left_behind=gap.arm_left_behind,
         baseline_left_behind=gap.baseline_left_behind,
-        unless=_conditions(family, gap, decision, margin),
+        unless=unless,
         pairs=[PairGap(dict(key), value) for key, value in gap.pairs.items()],
         unpaired=gap.unpaired,
         margin=margin_test,
-        audit=audit_gap(family, number, lr_curves, margin),
+        audit=audit_gap(family, number, curves, margin),
     )
-
-
-def _conditions(family: Family, gap: Gap, decision: Decision, margin: float | None) -> list[str]:
-    """Return the failures of training that would overturn a decision about the margin."""
-    kinds = {Decision.EQUIVALENT: "equivalent", Decision.NOT_WORSE: "noninferior"}
-    if margin is None or decision not in kinds:
-        return []
-    part = Part.from_gap("", kinds[decision], margin, gap)
-    return part.conditions(Verdict.SUPPORTED, ALPHA / max(1, family.comparisons))
 
 
 def _percent_more(value: float, other: float) -> float | None:
@@ -249,13 +222,13 @@ def _percent_more(value: float, other: float) -> float | None:
 
 
 def audit_gap(
-    family: Family, number: int, lr_curves: dict[str, LrCurve], margin: float | None = None
+    family: Family, number: int, curves: dict[str, lr_curves.LrCurve], margin: float | None = None
 ) -> list[AuditCheck]:
     """Audit one gap of a family."""
     gap = family.gaps[number]
     controls, detectable = gap.arm.arm.controls, family.detectable(gap)
     axis = "tokens" if "none" in controls else controls[0]
-    return audit(gap, lr_curves, axis, margin, family.rounding_gap, detectable)
+    return audit(gap, curves, axis, margin, family.rounding_gap, detectable)
 
 
 def describe_margin(family: Family, number: int, margin: float) -> MarginTest:
@@ -269,12 +242,11 @@ def describe_margin(family: Family, number: int, margin: float) -> MarginTest:
         p_values = [p_value(part) if part.sample.n > 1 else None for part in parts]
         return family.select(adjust(p_values))[number]
 
-    alpha = ALPHA / sum(part.sample.n > 1 for part in parts)
-    return MarginTest(
-        margin,
-        adjusted(lambda part: part.p_below(margin)),
-        adjusted(lambda part: part.p_equivalent),
-        required_n(lambda n: power_equivalence(0.0, margin, sample.spread_at(n), n, alpha))
-        if sample.sd
-        else MIN_PAIRS,
-    )
+    alpha = stats.ALPHA / sum(part.sample.n > 1 for part in parts)
+    seeds: int | None = stats.MIN_PAIRS
+    if sample.sd:
+        seeds = stats.required_n(
+            lambda n: stats.power_equivalence(0.0, margin, sample.spread_at(n), n, alpha)
+        )
+    p_noninferior = adjusted(lambda part: part.p_below(margin))
+    return MarginTest(margin, p_noninferior, adjusted(lambda part: part.p_equivalent), seeds)

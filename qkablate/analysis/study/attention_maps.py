@@ -70,10 +70,7 @@ def read_arm_attention(entry: Entry) -> ArmAttention | None:
 def _read(path: Path, entry: Entry, record: Record) -> tuple[np.ndarray, np.ndarray]:
     header, tokens_T, a_LHTT = attention_map.read_attention_map(path)
     model = entry.arm.config.model
-    if header.run != record.run.id:
-        raise ValueError("it belongs to another run")
-    if header.data_fingerprint != record.facts["data_fingerprint"]:
-        raise ValueError("its data differ from the run's")
+    record.check_origin(header.run, header.data_fingerprint)
     if header.step != int(entry.arm.config.train.steps):
         raise ValueError(f"its step is {header.step}")
     if a_LHTT.shape[:2] != (model.layers, model.heads):

@@ -67,15 +67,9 @@ def read_standalone_runs(folders: Iterable[Path]) -> Study:
         state.run = dataclasses.replace(state.run, arm=named[key].name)
     arms_by_name = {arm.name: arm for arm in _with_baselines(list(named.values()))}
     entries, tuning = group_runs(arms_by_name, (state for state, _ in states.values()))
-    return Study(
-        name="runs",
-        out=str(folders[0].parent.parent) if folders else "outputs",
-        arms=arms_by_name,
-        entries=entries,
-        tuning=tuning,
-        expected=len(states),
-        unread=tuple(unread),
-    )
+    out = str(folders[0].parent.parent) if folders else "outputs"
+    lines = tuple(unread)
+    return Study("runs", out, arms_by_name, entries, tuning, len(states), unread=lines)
 
 
 def _read_run(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
@@ -83,8 +77,10 @@ def _read_run(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
     try:
         content = read_config(folder)
         content.setdefault("init_from", dict(vars(InitFromConfig())))  # missing in older runs
-        key = json.dumps(_arm_settings(content), sort_keys=True, default=str)
-        arm = arms.get(key) or _make_arm(content)
+        identity = content["identity"]
+        settings = {key: value for key, value in content.items() if key not in ("id", "identity")}
+        key = json.dumps(_arm_settings(settings, identity), sort_keys=True, default=str)
+        arm = arms.get(key) or _make_arm(settings, identity)
         run = _make_run(content, arm)
         _check(arm.config_of(run.changes))
         check_identity(content)
@@ -104,37 +100,28 @@ def _check(config: Config) -> None:
     check(dataclasses.replace(config, optim=optim))
 
 
-def _arm_settings(content: dict[str, Any]) -> dict[str, Any]:
+def _arm_settings(settings: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that the runs of one arm share."""
-    shared = {
-        key: dict(value) if isinstance(value, dict) else value
-        for key, value in content.items()
-        if key not in ("id", "identity")
-    }
+    shared = {k: dict(v) if isinstance(v, dict) else v for k, v in settings.items()}
     for name in KEYS.keys() - keys_with(Role.ARM):
         section, _, leaf = name.rpartition(".")
         (shared[section] if section else shared).pop(leaf, None)
-    identity = content["identity"]
     # The config does not determine the content of a file, or the numerics.
     outside = ("circuits_from_outside", "data_fingerprint", "numerics")
     return shared | {"identity": [identity[key] for key in outside]}
 
 
-def _make_arm(content: dict[str, Any]) -> Arm:
+def _make_arm(settings: dict[str, Any], identity: dict[str, Any]) -> Arm:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    plain = {key: value for key, value in content.items() if key not in ("id", "identity")}
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), settings))
     except OmegaConfBaseException as error:
         raise ValueError(explain(error)) from None
     assert isinstance(config, Config)
-    if not isinstance(config.train.steps, int):
-        raise ValueError(
-            f"train.steps: '{config.train.steps}' is not a number: the config is not frozen"
-        )
-    identity = content["identity"]
+    if not isinstance(steps := config.train.steps, int):
+        raise ValueError(f"train.steps: '{steps}' is not a number: the config is not frozen")
     return Arm(
         name=label(config).removesuffix(f"-s{config.seed}"),
         variant=config.variant.name,

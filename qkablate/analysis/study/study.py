@@ -76,6 +76,13 @@ class Record:
             return None
         return found
 
+    def check_origin(self, run: str, data_fingerprint: str) -> None:
+        """Raise ValueError where a file of the run was written by another one, or on other data."""
+        if run != self.run.id:
+            raise ValueError("it belongs to another run")
+        if data_fingerprint != self.facts["data_fingerprint"]:
+            raise ValueError("its data differ from the run's")
+
     @property
     def accuracy(self) -> float | None:
         """Test accuracy of a run on a task that is done."""

@@ -1,23 +1,14 @@
 """The charts of a report, as Vega-Lite specs."""
 
-from qkablate.report.charts.attention import attention_chart
+from qkablate.report.charts import attention, curves, distance, forest, heads, sizes
 from qkablate.report.charts.base import Chart
-from qkablate.report.charts.curves import gap_curve_chart, loss_chart
-from qkablate.report.charts.distance import distance_chart
-from qkablate.report.charts.forest import claim_chart, gap_chart
-from qkablate.report.charts.heads import (
-    head_curve_chart,
-    head_map_chart,
-    spectra_by_tokens_chart,
-    spectrum_chart,
-)
-from qkablate.report.charts.sizes import cost_chart, heat_map_chart, lr_chart
 from qkablate.report.section import Section
 
 _MAKERS = (
-    *(claim_chart, gap_chart, loss_chart, gap_curve_chart, distance_chart, heat_map_chart),
-    *(cost_chart, lr_chart, head_curve_chart, spectrum_chart, spectra_by_tokens_chart),
-    *(head_map_chart, attention_chart),
+    *(forest.claim_chart, forest.gap_chart, curves.loss_chart, curves.gap_curve_chart),
+    *(distance.distance_chart, sizes.heat_map_chart, sizes.cost_chart, sizes.lr_chart),
+    *(heads.head_curve_chart, heads.spectrum_chart, heads.spectra_by_tokens_chart),
+    *(heads.head_map_chart, attention.attention_chart),
 )
 
 

@@ -8,17 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from qkablate.analysis.comparison import head_metrics
 from qkablate.analysis.comparison.curves import thin
-from qkablate.analysis.comparison.head_metrics import (
-    BY_HEAD,
-    BY_TOKENS,
-    SPECTRUM,
-    HeadMetrics,
-    nan_mean,
-    pick_evenly,
-    relative_spectra,
-    sort_heads,
-)
+from qkablate.analysis.comparison.head_metrics import SPECTRUM, HeadMetrics, nan_mean
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
 from qkablate.report.charts.curves import make_curve_panel, mean_rows, points_per_curve
@@ -51,10 +43,10 @@ def panel_title(metric: str, size: str, several: bool) -> str:
 def head_curve_chart(section: Section) -> Chart:
     """Chart head metrics by tokens, as means over all heads."""
     groups = head_groups(section)
-    most = points_per_curve(len(BY_TOKENS) * len(section.heads), most=24)
+    most = points_per_curve(len(head_metrics.BY_TOKENS) * len(section.heads), most=24)
     panels, counts = [], []
     for size, group in groups:
-        for name, metric in BY_TOKENS.items():
+        for name, metric in head_metrics.BY_TOKENS.items():
             rows: list[Spec] = []
             for arm in group:
                 if (curve := arm.curve(name, most)) is not None:
@@ -105,12 +97,12 @@ def _find_cells(group: list[HeadMetrics]) -> tuple[dict[str, list[Spec]], list[i
     labels = variants if unique else [arm.entry.name for arm in group]
     by_metric: dict[str, list[Spec]] = {}
     counts: list[int] = []
-    for name, metric in BY_HEAD.items():
+    for name, metric in head_metrics.BY_HEAD.items():
         rows: list[Spec] = []
         for label, arm in zip(labels, group, strict=True):
             if arrays := arm.last(name):
                 counts.append(len(arrays))
-                rows += _map_cells(label, sort_heads(arrays))
+                rows += _map_cells(label, head_metrics.sort_heads(arrays))
         if rows:
             by_metric[metric] = rows
     return by_metric, counts
@@ -181,9 +173,11 @@ def spectrum_chart(section: Section) -> Chart:
             for when, tokens in (("start", 0), ("end", arm.entry.tokens)):
                 if tokens in arm.tokens and (arrays := arm.at(SPECTRUM, tokens)):
                     counts.append(len(arrays))
-                    for layer, values_K in enumerate(relative_spectra(arrays)):
+                    for layer, values_K in enumerate(head_metrics.relative_spectra(arrays)):
                         rows.setdefault(layer, []).extend(_spectrum_rows(arm, when, values_K))
-        for layer in pick_evenly(sorted(layer for layer in rows if rows[layer]), layers_shown):
+        for layer in head_metrics.pick_evenly(
+            sorted(layer for layer in rows if rows[layer]), layers_shown
+        ):
             title = panel_title(f"layer {layer}", size, len(groups) > 1)
             panels.append(_layer_panel(section, title, rows[layer]))
     caption = (
@@ -239,11 +233,11 @@ def spectra_by_tokens_chart(section: Section) -> Chart:
     for size, group in head_groups(section):
         for arm in group:
             rows: list[Spec] = []
-            times = pick_evenly(arm.tokens, _MAX_TIMES)
+            times = head_metrics.pick_evenly(arm.tokens, _MAX_TIMES)
             for number, tokens in enumerate(times, 1):
                 if arrays := arm.at(SPECTRUM, tokens):
                     counts.append(len(arrays))
-                    values_K = nan_mean(relative_spectra(arrays), axis=0)
+                    values_K = nan_mean(head_metrics.relative_spectra(arrays), axis=0)
                     age = {"tokens": tokens, "age": number / len(times)}
                     spectrum = _spectrum_rows(arm, format_short(tokens), values_K)
                     rows += [row | age for row in spectrum]

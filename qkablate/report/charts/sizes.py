@@ -144,7 +144,7 @@ def lr_chart(section: Section) -> Chart:
             losses = [loss for loss in point.by_seed if loss is not None]
             row: Spec = {"arm": curve.arm, "variant": section.study.arms[curve.arm].variant}
             row |= {"lr": point.lr, "circuit": point.circuit}
-            row["best"] = (point.lr, point.circuit) == curve.best
+            row |= {"best": (point.lr, point.circuit) == curve.best}
             if len(losses) < len(point.by_seed):
                 diverged.setdefault(key, []).append(row)
             else:

@@ -142,25 +142,22 @@ def format_seeds_needed(judgement: Judgement) -> list[str]:
     """Return how many more seeds would decide each open part."""
     parts = {judged.part.name: judged.part for judged in judgement.parts}
     return [
-        f"{name}: {_format_more_seeds(needed, parts[name].sample.n)}"
+        f"{name}: more seeds needed: {_format_more_seeds(needed, parts[name].sample.n)}"
         for name, needed in judgement.seeds_needed().items()
     ]
 
 
 def _format_more_seeds(needed: SeedsNeeded | None, n: int) -> str:
     if needed is None:
-        return "more seeds needed: unknown, no spread was measured"
+        return "unknown, no spread was measured"
     if needed.low is None:
-        return "more seeds needed: not reachable, as no number of seeds would decide it"
+        return "not reachable, as no number of seeds would decide it"
     low = max(1, needed.low - n)
     if needed.high is None:
-        return (
-            f"more seeds needed: {low:,} at least, an upper end is not reachable: the truth may lie"
-            " on the margin"
-        )
+        return f"{low:,} at least, an upper end is not reachable: the truth may lie on the margin"
     return (
-        f"more seeds needed: between {low:,} and {max(low, needed.high - n):,} (for 80 % power;"
-        " 80 % prediction interval, by what these pairs tell of gap and spread)"
+        f"between {low:,} and {max(low, needed.high - n):,} (for 80 % power; 80 % prediction"
+        " interval, by what these pairs tell of gap and spread)"
     )
 
 

@@ -12,14 +12,10 @@ def print_projection(result: dict[str, Any], out: str) -> None:
     runs, name = result["runs"], result["variant"]
     for run in runs:
         print(f"{name} from {run['folders']['parent']}: relative projection error per layer")
-        rows = [
-            [
-                str(layer["layer"]),
-                *(_format_loss_share(layer[key]) for key in ("qk", "qk_scores", "ov", "ov_output")),
-                " ".join(map(str, layer["heads"])),
-            ]
-            for layer in run["layers"]
-        ]
+        rows = []
+        for layer in run["layers"]:
+            shares = [_format_share(layer[key]) for key in ("qk", "qk_scores", "ov", "ov_output")]
+            rows.append([str(layer["layer"]), *shares, " ".join(map(str, layer["heads"]))])
         columns = ["layer", "QK weights", "QK scores", "OV weights", "OV output", "heads"]
         print_table(columns, rows)
         print()
@@ -27,8 +23,7 @@ def print_projection(result: dict[str, Any], out: str) -> None:
     _print_split(result)
     for run in runs:
         _print_scratch_note(run, name)
-    commands = [run["scratch_command"] for run in runs if run["scratch_command"]]
-    if commands:
+    if commands := [run["scratch_command"] for run in runs if run["scratch_command"]]:
         print("\nNext: the training part needs the run from scratch")
         print("\n".join(f"  {sanitize(command)}" for command in commands))
     else:
@@ -99,5 +94,5 @@ def _print_split(result: dict[str, Any]) -> None:
         print("n = 1 seed: no interval; pass several RUNs, one per seed, for an interval")
 
 
-def _format_loss_share(value: float) -> str:
+def _format_share(value: float) -> str:
     return "0" if value == 0 else f"{value:.3f}" if value >= 5e-4 else f"{value:.0e}"
