@@ -95,8 +95,8 @@ def no_such_key(name: str, known: Collection[str] = ()) -> str:
     It names a renamed key, the verb that has the key, or the nearest known one; `lr` is optim.lr.
     """
     known = list(known or KEYS)
-    if own := [key for key in known if key.startswith(f"{name}.")]:
-        return f"{name}: is a section; give one of its keys, as {own[0]}"
+    if keys := [key for key in known if key.startswith(f"{name}.")]:
+        return f"{name}: is a section; give one of its keys, as {keys[0]}"
     if "." not in name:
         known += [key.partition(".")[0] for key in known]
     for old, new in RENAMED.items():
