@@ -2,7 +2,7 @@
 
 The rates are chosen by the tool's own search on simulated losses: bowls in ln lr and in ln of the
 circuit's multiplier that are quadratic, lopsided, or end in a cliff beyond which training diverges.
-`python -m tests.sweeps.planning.tuning_simulation` prints the table in some ten minutes.
+`python -m tests.sweeps.planning.tuning_simulation` prints the table in some twenty minutes.
 """
 
 import math
@@ -168,18 +168,16 @@ def main() -> None:
     from tqdm import tqdm
 
     cases = [(s, m, *noise) for s in SHAPES for m in MULTIPLIERS for noise in NOISE]
-    lines = []
-    with tqdm(total=STUDIES * len(cases), disable=None) as bar:
-        for case in cases:
-            row = simulate(*case, STUDIES, bar.update)
-            lines.append((*case, *row))
     head = ("bowl", "matched", "noise", "n", "covered", "without", "±", "minimum", "runs")
     print(" | ".join((*head, "rms excess", "wider")))
-    for shape, matched, noise, n, covered, without, error, minimum, runs, excess, wider in lines:
-        print(
-            f"{shape} | {matched} | {noise} | {n} | {covered:.3f} | {without:.3f} | {error:.3f}"
-            f" | {minimum:.2f} | {runs:.1f} | {excess:.4f} | × {wider:.2f}"
-        )
+    with tqdm(total=STUDIES * len(cases), disable=None) as bar:
+        for shape, matched, noise, n in cases:
+            row = simulate(shape, matched, noise, n, STUDIES, bar.update)
+            tqdm.write(
+                f"{shape} | {matched} | {noise} | {n} | {row.covered:.3f} |"
+                f" {row.covered_without:.3f} | {row.error:.3f} | {row.at_minimum:.2f} |"
+                f" {row.runs:.1f} | {row.excess:.4f} | × {row.wider:.2f}"
+            )
 
 
 if __name__ == "__main__":
