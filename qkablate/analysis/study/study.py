@@ -222,7 +222,7 @@ class Study:
         """
         model = without_variant(baseline.arm.overrides)
         same = [entry for entry in self.entries if without_variant(entry.arm.overrides) == model]
-        # At the model's own size: a control may have other floors.
+        # At the model's own size.
         floors = [e for e in same if e.arm.config.variant.name == FLOOR and e.arm.mismatch is None]
         return _at_rate(floors, baseline.rate)
 
