@@ -67,10 +67,15 @@ def combine_panels(chart: Chart, subject: Titled) -> Spec:
             spec = _with_legend(spec, chart.variants, '"shape":' in json.dumps(spec))
         panels.append(spec)
     title = {"text": [f"{chart.title} · {subject.title}"], "anchor": "start", "fontSize": 15}
-    title |= {"subtitle": textwrap.wrap(caption, 112 if columns == 2 else 96)}
+    is_narrow = columns == 1 and isinstance(shown[0].spec.get("width"), dict)  # cells of a table
+    characters = 112 if columns == 2 else 60 if is_narrow else 96
+    title |= {"subtitle": textwrap.wrap(caption, characters)}
     title |= {"subtitleFontSize": 11}
     config = CONFIG | {"background": "var(--ground)", "font": "sans-serif"}
-    spec = {"concat": panels, "columns": columns, "title": title, "config": config, "padding": 14}
+    # A viewer's font may be wider than the one that the layout is computed with.
+    padding = {"left": 36, "top": 14, "right": 56, "bottom": 14}
+    spec = {"concat": panels, "columns": columns, "title": title}
+    spec |= {"config": config, "padding": padding}
     # A sequential scale belongs to one panel; the scale of variants to all.
     return spec if chart.variants else spec | {"resolve": {"scale": {"color": "independent"}}}
 
