@@ -110,6 +110,7 @@ def evaluate_once(config: Config, model: Model, vocabulary: int) -> None:
             model.loss(tokens_NT[:, :-1], tokens_NT[:, 1:])
     if config.diagnostics.every:
         starts = model.initial_attention_layers(config.seeds.init)
-        tokens_NT = tokens_NT[: max(1, TOKENS // min(context, LENGTH)), :LENGTH]
+        length = min(context, LENGTH)
+        tokens_NT = tokens_NT[: max(1, TOKENS // length), :length]
         autocast = functools.partial(hardware.autocast, config)
         DiagnosticPanel(model, tokens_NT, starts=starts, autocast=autocast).row()
