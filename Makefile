@@ -17,9 +17,9 @@ test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: venv ## set up, then run the tests (some 5 minutes on 2 cores)
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
-# Slow tests wait for other processes nearly half of their time: three of them share a core.
+# Slow tests wait for other processes nearly half of their time, so there are more of them than cores.
 test-slow: venv ## the tests that `make test` leaves out: clusters, browser, kills, simulations
-	$(BIN)/pytest -n $$($(BIN)/python -c 'import os; print(os.cpu_count() * 3)') --dist worksteal -m slow
+	$(BIN)/pytest -n $$($(BIN)/python -c 'import os; print(os.cpu_count() * 2)') --dist worksteal -m slow
 
 test-all: test test-slow ## all tests
 
