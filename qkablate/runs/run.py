@@ -193,7 +193,7 @@ def find_runs(word: str, out: str | Path = "outputs") -> list[Path]:
     if os.path.isfile(os.path.join(folder, "config.yaml")):
         return [Path(folder)]
     runs = Path(out).expanduser() / "runs"
-    paths = sorted(runs.glob("*/config.yaml"), key=lambda path: -path.stat().st_mtime)
+    paths = sorted(runs.glob("*/config.yaml"), key=lambda path: (-path.stat().st_mtime, path))
     names = [path.parent.name for path in paths]
     if matches := _matching_names(word, names):
         return [runs / name for name in matches]

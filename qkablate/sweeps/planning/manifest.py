@@ -310,7 +310,7 @@ def find_sweep(word: str | None, out: str) -> Path:
     if word and os.path.isfile(os.path.join(folder, MANIFEST_FILE)):
         return Path(folder)
     sweeps = Path(out).expanduser() / "sweeps"
-    paths = sorted(sweeps.glob(f"*/{MANIFEST_FILE}"), key=lambda path: path.stat().st_mtime)
+    paths = sorted(sweeps.glob(f"*/{MANIFEST_FILE}"), key=lambda path: (path.stat().st_mtime, path))
     names = [path.parent.name for path in paths]
     if not names:
         raise no_match("sweep", word, sweeps.parent, ())

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import pickle
 import re
 import shutil
@@ -319,10 +320,11 @@ def test_package_circuit_is_imported_only_if_named(train, tmp_path, monkeypatch)
 
 def test_find_run(tmp_path):
     names = ("a-d8-h2-s1-0123456789ab", "a-d8-h2-s10-0a23456789ab", "b_w-d8-h2-s1-f123456789ab")
-    for name in names:
+    for age, name in enumerate(names):
         folder = tmp_path / "outputs" / "runs" / name
         folder.mkdir(parents=True)
         (folder / "config.yaml").touch()
+        os.utime(folder / "config.yaml", (1e9 - age, 1e9 - age))  # the newest is named first
     (tmp_path / "outputs" / "runs" / "begun-0").mkdir()
     (tmp_path / "b_w").mkdir()  # a folder that is no run hides none
     runs = Path("outputs/runs")
