@@ -3,10 +3,16 @@
 import argparse
 import math
 import os
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from qkablate.errors import UserError, nearest_hint, sanitize
+
+if TYPE_CHECKING:
+    from qkablate.training.warm_start.restore import RestoredRun
+
+# The keys that name the circuits of a run that are not the program's own.
+CIRCUIT_KEYS = ("variant.file", "variant.qk", "variant.ov")
 
 _LONGEST_NUMBER = 17  # digits
 
@@ -101,6 +107,15 @@ class _StoreOnce(argparse.Action):
         if (earlier := getattr(namespace, self.dest)) not in (None, value):
             raise UserError(f"{option_string} is given twice: '{earlier}' and '{values}'")
         setattr(namespace, self.dest, value)
+
+
+def choose_action(words: list[str], actions: Collection[str]) -> tuple[str, list[str]]:
+    """Return the action that the first word names, and the other words."""
+    action, *rest = words or [""]
+    if action not in actions:
+        hint = nearest_hint(action, actions)
+        raise UserError(f"'{action}' is not one of {', '.join(actions)}{hint}")
+    return action, rest
 
 
 def whole_number(least: int = 0, most: int | None = None) -> Callable[[str], int]:
@@ -200,6 +215,18 @@ def run_and_keys(
         count = f"{len(runs)} runs given ({', '.join(runs)})" if runs else "no run given"
         raise UserError(f"{count}: write qkablate {usage}")
     return runs[0], values
+
+
+def restore_run(run: str, values: Mapping[str, str], step: int | None = None) -> "RestoredRun":
+    """Return the run that a command names, with the circuits and the `out` among its values."""
+    from qkablate.runs.run import find_run
+
+    folder = find_run(run, values.get("out", "outputs"))
+
+    from qkablate.training.warm_start.restore import restore
+
+    file, qk, ov = map(values.get, CIRCUIT_KEYS)
+    return restore(folder, variant_file=file, qk=qk, ov=ov, step=step)
 
 
 def sweep_and_out(words: Iterable[str]) -> tuple[str | None, str]:

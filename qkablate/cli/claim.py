@@ -6,8 +6,8 @@ from argparse import Namespace
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from qkablate.cli.arguments import Parser, one_of, whole_number
-from qkablate.errors import UserError, nearest_hint, print_stderr
+from qkablate.cli.arguments import Parser, choose_action, one_of, whole_number
+from qkablate.errors import ImpossibleConfig, UserError, print_stderr
 from qkablate.table import format_count, print_json, print_next_commands, print_table
 
 if TYPE_CHECKING:
@@ -70,11 +70,7 @@ def main(argv: list[str]) -> int:
     if not args.words:
         PARSER.print_help()
         return 0
-    action, *words = args.words
-    if action not in ACTIONS:
-        raise UserError(
-            f"'{action}' is not one of {', '.join(ACTIONS)}{nearest_hint(action, ACTIONS)}"
-        )
+    action, words = choose_action(args.words, ACTIONS)
     for name in ("dry_run", "json", "more", "retry"):
         if getattr(args, name) and name not in ACTIONS[action]:
             raise UserError(f"--{name.replace('_', '-')} has no meaning with claim {action}")
@@ -132,7 +128,6 @@ class _ClaimRequest:
         """Raise UserError for a value that `claim run` would reject before it trains."""
         from qkablate.analysis.claims.registry import claim_grid
         from qkablate.cli.hydra.grid import open_composer
-        from qkablate.errors import ImpossibleConfig
 
         grid, words = claim_grid(self.claim, self.claim.seeds[0])
         with open_composer() as composer, suppress(ImpossibleConfig):  # this arm is left out
@@ -182,17 +177,12 @@ def _list(words: list[str], *, as_json: bool) -> int:
         if as_json:
             print_json(rows)
             return 0
-        table = [
-            [
-                row["claim"],
-                "/".join(map(str, row["seeds"])) or "–",
-                "not testable yet"
-                if row["untestable"]
-                else ", ".join(row["verdicts"]) or "not run",
-                row["says"],
-            ]
-            for row in rows
-        ]
+        table = []
+        for row in rows:
+            verdict = ", ".join(row["verdicts"]) or "not run"
+            seeds = "/".join(map(str, row["seeds"])) or "–"
+            shown = "not testable yet" if row["untestable"] else verdict
+            table.append([row["claim"], seeds, shown, row["says"]])
         print_table(["claim", "seeds", "verdict here", "says"], table, 4, ("says", "verdict here"))
         for row in rows:
             if row["untestable"]:
@@ -207,10 +197,10 @@ def _summarize(judgement: "Judgement") -> str:
     label = ", unless a run is left behind" if judgement.unless else ""
     label += ", exploratory" if judgement.exploratory else ""
     mark = MARKS[worst_state([check for part in judgement.parts for check in part.checks])]
-    words = [judgement.headline, *([mark] if mark else [])]
+    verdict = f"{judgement.headline} {mark}".rstrip()
     keys = [f", {word}" for word in map("=".join, judgement.claim.words.items())]
     more = "".join(keys[:2]) + (f" and {len(keys) - 2} more" if len(keys) > 2 else "")
-    return f"{' '.join(words)} ({judgement.claim.scale}{more}, n = {judgement.n}{label})"
+    return f"{verdict} ({judgement.claim.scale}{more}, n = {judgement.n}{label})"
 
 
 def _show(request: _ClaimRequest, as_json: bool) -> int:

@@ -60,7 +60,8 @@ def _print(comparison: "RunComparison") -> None:
     for split, losses in comparison.loss.items():
         gap, percent = comparison.gap.get(split), comparison.perplexity_percent.get(split)
         text = "" if gap is None else f"{gap:+.4f} ({percent:+.2f} %)"
-        rows.append([f"{split} loss", *map(_format_loss, losses), text])
+        cells = ["–" if loss is None else f"{loss:.4f}" for loss in losses]
+        rows.append([f"{split} loss", *cells, text])
     for key, label in (("params", "parameters"), ("flops_per_token", "FLOPs/token")):
         first, second = values = getattr(comparison, key)
         ratio = f"× {first / second:.3f}" if all(map(is_number, values)) and second else ""
@@ -79,7 +80,3 @@ def _print(comparison: "RunComparison") -> None:
     is_known = names and {*names} <= {*variants()}
     axes = [f"variant={','.join(names)}", "seed=range(6)", "--dry-run"]
     print_next_commands(["sweep", *(axes if is_known else ["--help"])])
-
-
-def _format_loss(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"

@@ -107,20 +107,14 @@ def _make_rows(planned: list[Job], vocabulary: int) -> tuple[list[dict[str, Any]
     from qkablate.training import hardware
     from qkablate.training.resolve import build_empty_model
 
-    rows: list[dict[str, Any]] = []
     models = build_jobs(
         planned, lambda config: build_empty_model(hardware.resolve(config), vocabulary)
     )
     jobs = [job for job, _ in models]
-    for job, model in models:
-        row = describe_cost(job.config, model, vocabulary)
-        first = rows[0] if rows else row
-        row["training_flops_ratio"] = (
-            row["training_flops_per_token"] / first["training_flops_per_token"]
-        )
-        rows.append(row)
-    varied = varied_values([job.config for job in jobs])
-    for row, values in zip(rows, varied, strict=True):
+    rows = [describe_cost(job.config, model, vocabulary) for job, model in models]
+    first = rows[0]["training_flops_per_token"]
+    for row, values in zip(rows, varied_values([job.config for job in jobs]), strict=True):
+        row["training_flops_ratio"] = row["training_flops_per_token"] / first
         row |= {key: value for key, value in values.items() if key.rpartition(".")[2] not in row}
     return rows, jobs
 

@@ -9,11 +9,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkablate.cli.arguments import Parser, one_of, whole_number
+from qkablate.cli.arguments import Parser, choose_action, one_of, whole_number
 from qkablate.cli.hydra.configs import Job, compose_jobs
 from qkablate.config import TEXT_SOURCES, conf_dir
 from qkablate.config.data import HELD_OUT_SPLITS, SPLITS
-from qkablate.errors import UserError, nearest_hint
+from qkablate.errors import UserError
 from qkablate.table import format_bytes, format_count, print_json, print_next_commands, print_table
 
 if TYPE_CHECKING:
@@ -60,10 +60,7 @@ def main(argv: list[str]) -> int:
     if not argv:
         PARSER.print_help()
         return 0
-    action, words = (args.words[0], args.words[1:]) if args.words else ("", [])
-    if action not in _ACTIONS:
-        hint = nearest_hint(action, _ACTIONS)
-        raise UserError(f"'{action}' is not one of {', '.join(_ACTIONS)}{hint}")
+    action, words = choose_action(args.words, _ACTIONS)
     function, allowed = _ACTIONS[action]
     for flag in ("count", "json", "split"):
         if getattr(args, flag) and flag not in allowed:

@@ -2,15 +2,17 @@
 
 import os
 from argparse import Namespace
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import (
+    CIRCUIT_KEYS,
     Parser,
     check_utf8,
     convert_key,
     out_words,
+    restore_run,
     run_and_keys,
     take_out,
     whole_number,
@@ -73,7 +75,7 @@ Examples
   qkablate inspect merged_w --text 'def main(self):' -o heads.svg
   qkablate inspect outputs/runs/merged_w-d128-h4-s0-0123456789ab --json > merged_w.json
 """
-KEYS = ("step", "out", "data.cache", "variant.file", "variant.qk", "variant.ov")
+KEYS = ("step", "out", "data.cache", *CIRCUIT_KEYS)
 _PARTS = {"qk": "B_h, the scores of a head", "ov": "M_h, the output of a head"}
 _IMAGES = (".svg", ".png")
 
@@ -96,32 +98,19 @@ PARSER.switch("--json", "print all measures of all layers and heads")
 def main(argv: list[str]) -> int:
     """Print measures of the circuits and the attention of a run."""
     args = _parse_args(argv)
-    from qkablate.runs.run import find_run
-
-    folder = find_run(args.run, args.out)
-
+    restored = restore_run(args.run, args.keys | {"out": args.out}, args.step)
     from qkablate.diagnostics import DiagnosticPanel
     from qkablate.training.recorders.diagnostics import choose_tokens, initial_layers
-    from qkablate.training.warm_start.restore import restore
 
-    keys = args.keys
-    restored = restore(
-        folder,
-        variant_file=keys.get("variant.file"),
-        qk=keys.get("variant.qk"),
-        ov=keys.get("variant.ov"),
-        step=args.step,
-    )
     model, config = restored.model, restored.config
     _check_index("--layer", args.layer, config.model.layers)
     _check_index("--head", args.head, config.model.heads)
-    text = _attend(restored, args.text) if args.text is not None else None
-    tokens_BT, source = choose_tokens(restored, keys.get("data.cache", "auto"))
-    row = DiagnosticPanel(
-        model, tokens_BT, starts=initial_layers(model, config, folder / "start")
-    ).row()
+    text = None if args.text is None else _attend(restored, args.text)
+    tokens_BT, source = choose_tokens(restored, args.keys.get("data.cache", "auto"))
+    starts = initial_layers(model, config, restored.folder / "start")
+    row = DiagnosticPanel(model, tokens_BT, starts=starts).row()
     attention = model.attention_layers()[0].module
-    name = folder.resolve().name
+    name = restored.folder.resolve().name
     image = ""
     if text is not None and args.o is not None:
         only = None if args.layer is None or args.head is None else (args.layer, args.head)
@@ -154,19 +143,13 @@ def main(argv: list[str]) -> int:
             reason = getattr(attention, part).no_circuit_reason or "its values are not finite"
             print(f"\n{title}: no matrix: {reason}")
             continue
-        remark = (
-            f" ({attention.no_circuit_reason})"
-            if part == "qk" and attention.no_circuit_reason
-            else ""
-        )
-        print(f"\n{title}{remark}")
+        remark = attention.no_circuit_reason if part == "qk" else ""
+        print(f"\n{title} ({remark})" if remark else f"\n{title}")
         print_measures(row[part], shown)
         if is_selection:
             print_spectra(row[part]["singular"], shown)
-    tokens = (
-        f"{format_count(rows, 'sequence')} of {format_count(length, 'token')} of {sanitize(source)}"
-    )
-    print(f"\nAttention, on {tokens}")
+    tokens = f"{format_count(rows, 'sequence')} of {format_count(length, 'token')}"
+    print(f"\nAttention, on {tokens} of {sanitize(source)}")
     print_measures(row["attention"], shown)
     if text is not None and is_selection:
         print_attention(text, *shown[0])
@@ -255,17 +238,12 @@ def _draw(
     variant = restored.config.variant.name
     attention = ArmAttention(name, variant, step, tokens, quantize(weights_LHTT))
     chart = make_attention_chart([attention], f"At {step}", only)
-    content = render_chart(chart, _Title(name), path.suffix[1:].lower())
+    content = render_chart(chart, SimpleNamespace(title=name), path.suffix[1:].lower())
     try:
         replace_file(path, content)
     except OSError as error:
         raise UserError(f"-o: '{path}' cannot be written: {error.strerror}") from None
     return f"{path}  {format_bytes(len(content))}"
-
-
-@dataclass(frozen=True)
-class _Title:
-    title: str
 
 
 def _propose(args: Namespace, config: "Config", row: dict[str, Any]) -> list[str]:

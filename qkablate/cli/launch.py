@@ -61,17 +61,13 @@ def plan_sweep(
             bar.update(done - bar.n)
 
         manifest = expand_grid(grid, compose, ["qkablate", *command], note)
-    _check_out(manifest.out)
+    try:
+        make_folder(Path(manifest.out).expanduser() / "sweeps")
+    except OSError as error:
+        raise UserError(f"out: cannot write in '{manifest.out}': {error.strerror}") from None
     manifest, slots = pack(manifest, request.settings)
     check_resources(engine, manifest)
     return manifest, slots
-
-
-def _check_out(out: str) -> None:
-    try:
-        make_folder(Path(out).expanduser() / "sweeps")
-    except OSError as error:
-        raise UserError(f"out: cannot write in '{out}': {error.strerror}") from None
 
 
 def show_plan(

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from qkablate.cli.arguments import Parser, convert_key, split_runs, take_out, whole_number
 from qkablate.cli.hydra.configs import compose_jobs
 from qkablate.cli.launch import observe_leases
+from qkablate.config import Config
 from qkablate.errors import UserError, print_stderr
 from qkablate.report.text.projection import print_projection
+from qkablate.runs.lease import AlreadyRunning, LeaseLost
 from qkablate.table import print_json
 
 if TYPE_CHECKING:
-    from qkablate.config import Config
     from qkablate.training.resolve import RunPlan
     from qkablate.training.warm_start.decomposition import Decomposition
 
@@ -122,7 +123,7 @@ def _parse_words(words: list[str]) -> tuple[list[str], list[str], int]:
     return runs, overrides, steps
 
 
-def _compose(overrides: list[str]) -> "Config":
+def _compose(overrides: list[str]) -> Config:
     jobs = compose_jobs(overrides)
     if len(jobs) > 1:
         raise UserError(f"one variant at a time, not {len(jobs)}: give each key one value")
@@ -131,7 +132,6 @@ def _compose(overrides: list[str]) -> "Config":
 
 def _train_unless_done(plan: "RunPlan") -> str:
     """Train a run unless it is done, and return its status."""
-    from qkablate.runs.lease import AlreadyRunning, LeaseLost
     from qkablate.training.session import train_run
     from qkablate.training.signals import Stopped
 

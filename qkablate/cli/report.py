@@ -61,7 +61,10 @@ def main(argv: list[str]) -> int:
 
     sections = share_styles([_make_section(*source, args.margin) for source in sources])
     try:
-        written = [_write(path, content) for path, content in _render(sections, target, form)]
+        written = []
+        for path, content in _render(sections, target, form):
+            replace_file(path, content)
+            written.append(f"{path}  {format_bytes(len(content))}")
     except OSError as error:
         flag = "-o: " if args.o else ""
         raise UserError(f"{flag}'{target}' cannot be written: {error.strerror}") from None
@@ -97,21 +100,15 @@ def _find_sources(words: list[str], out: str) -> list[Source]:
 
     if not words:
         return [("sweep", [manifest.find_sweep(None, out)])]
-    sources: list[Source] = []
-    runs: list[Path] = []
+    sources: dict[Path | None, Source] = {}  # all runs are one source
     known: set[Path] = set()
-    for word in words:
-        kind, folder = _find_source(word, out)
-        if folder.resolve() in known:
-            continue
-        known.add(folder.resolve())
-        if kind == "run":
-            if not runs:
-                sources.append(("runs", runs))
-            runs.append(folder)
-        else:
-            sources.append((kind, [folder]))
-    return sources
+    for kind, folder in (_find_source(word, out) for word in words):
+        path = folder.resolve()
+        if path not in known:
+            known.add(path)
+            key, name = (None, "runs") if kind == "run" else (path, kind)
+            sources.setdefault(key, (name, []))[1].append(folder)
+    return [*sources.values()]
 
 
 _RUN_FILES = (
@@ -193,8 +190,3 @@ def _render(sections: list[Any], target: Path, form: str) -> Iterator[tuple[Path
             part = f"-{number}" if len(sections) > 1 else ""
             name = f"{target.stem}{part}-{chart.name}.{form}"
             yield target.with_name(name), render_chart(chart, section, form)
-
-
-def _write(path: Path, content: bytes) -> str:
-    replace_file(path, content)
-    return f"{path}  {format_bytes(len(content))}"

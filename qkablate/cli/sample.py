@@ -3,11 +3,21 @@
 import os
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Any
 from unicodedata import bidirectional, category
 
-from qkablate.cli.arguments import Parser, check_utf8, convert_key, run_and_keys, whole_number
+from qkablate.cli.arguments import (
+    CIRCUIT_KEYS,
+    Parser,
+    check_utf8,
+    convert_key,
+    restore_run,
+    run_and_keys,
+    whole_number,
+)
 from qkablate.errors import UserError, print_stderr
 
 HELP = """qkablate sample: generate text with a trained run.
@@ -40,32 +50,27 @@ Examples
   qkablate sample 0123 seed=1 top_k=20 prompt=$'import os\\n' > text.txt
 """
 
-_COUNTS = {
-    "tokens": whole_number(1, 10**9),
-    "top_k": whole_number(1, 10**9),
-    "seed": whole_number(0, 2**53),
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 100:
+        raise ValueError("a number from 0 to 100")
+    return value
+
+
+# The default of every setting, and the function that converts it.
+_SETTINGS: dict[str, tuple[Any, Callable[[str], Any]]] = {
+    "prompt": (None, str),
+    "tokens": (200, whole_number(1, 10**9)),
+    "temperature": (0.8, _temperature),
+    "top_k": (None, whole_number(1, 10**9)),
+    "seed": (0, whole_number(0, 2**53)),
 }
 _DIRECTIONS = {*["LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"]}
-KEYS = (
-    *("prompt", "tokens", "temperature", "top_k", "seed", "out"),
-    *("variant.file", "variant.qk", "variant.ov"),
-)
-
-
-@dataclass(frozen=True)
-class Args:
-    """The arguments of the command."""
-
-    run: str
-    prompt: str | None = None
-    tokens: int = 200
-    temperature: float = 0.8
-    top_k: int | None = None
-    seed: int = 0
-    out: str = "outputs"
-    variant_file: str | None = None
-    variant_qk: str | None = None
-    variant_ov: str | None = None
+KEYS = (*_SETTINGS, "out", *CIRCUIT_KEYS)
 
 
 PARSER = Parser(HELP, ("run",), [f"{key}=" for key in KEYS])
@@ -81,38 +86,21 @@ def main(argv: list[str]) -> int:
         return 130
 
 
-def parse_args(words: list[str]) -> Args:
+def parse_args(words: list[str]) -> Namespace:
     """Parse the words, before anything heavy is imported."""
     run, values = run_and_keys(words, KEYS, "sample RUN prompt='a text'")
     check_utf8("prompt", values.get("prompt", ""))
-    parsed: dict[str, object] = {key.replace(".", "_"): value for key, value in values.items()}
-    for key, convert in (_COUNTS | {"temperature": _temperature}).items():
-        if key in values:
-            parsed[key] = convert_key(key, values[key], convert)
-    return Args(run, **parsed)  # type: ignore[arg-type]
+    settings = {
+        key: convert_key(key, values[key], convert) if key in values else default
+        for key, (default, convert) in _SETTINGS.items()
+    }
+    return Namespace(run=run, values=values, **settings)
 
 
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 100:
-        raise ValueError("a number from 0 to 100")
-    return value
-
-
-def _sample(args: Args) -> int:
-    from qkablate.runs.run import find_run
-
-    folder = find_run(args.run, args.out)
-
+def _sample(args: Namespace) -> int:
+    restored = restore_run(args.run, args.values)
     from qkablate.models.generate import decode_text, generate
-    from qkablate.training.warm_start.restore import restore
 
-    restored = restore(
-        folder, variant_file=args.variant_file, qk=args.variant_qk, ov=args.variant_ov
-    )
     tokenizer = restored.tokenizer()
     prompt = args.prompt
     if prompt is None:  # a newline, or the first token
@@ -133,10 +121,8 @@ def _sample(args: Args) -> int:
     for piece in decode_text(tokenizer, ids):
         write_text(piece)
     speed = args.tokens / (time.perf_counter() - began)
-    print_stderr(
-        f"{_line_break()}{folder.resolve().name}, step {restored.step}: {args.tokens} tokens,"
-        f" {speed:,.0f} tokens/s"
-    )
+    which = f"{restored.folder.resolve().name}, step {restored.step}"
+    print_stderr(f"{_line_break()}{which}: {args.tokens} tokens, {speed:,.0f} tokens/s")
     return 0
 
 

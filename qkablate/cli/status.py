@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
                     "sweep": folder.name,
                     "folder": str(folder),
                     "runs": sweep_state.expected_runs(),
-                    **{status: counts[status] for status in counts},
+                    **counts,
                     "seconds_left": sweep_state.seconds_left(),
                     "states": result_rows(sweep_state),
                 }

@@ -139,17 +139,16 @@ def _print_result(result: dict[str, Any], trained: bool, folder: Path) -> None:
     if result["status"] == "done":
         loss, bits, accuracy = (result[key] for key in ("loss", "bits_per_byte", "accuracy"))
         splits = [split for split in ("val", "test", "train") if loss[split] is not None]
-        losses = "   ".join(f"{split} {loss[split]:.4f}" for split in splits)
-        print(f"  loss      {losses}   nats per token")
+
+        def join(values: dict[str, float], form: str = ".4f") -> str:
+            return "   ".join(f"{name} {values[name]:{form}}" for name in splits if name in values)
+
+        print(f"  loss      {join(loss)}   nats per token")
         if bits["val"] is not None:
-            values = "   ".join(f"{split} {bits[split]:.4f}" for split in splits if split in bits)
-            print(f"  bits      {values}   per byte")
+            print(f"  bits      {join(bits)}   per byte")
         if accuracy["val"] is not None:
-            values = "   ".join(
-                f"{split} {accuracy[split]:.1%}" for split in splits if split in accuracy
-            )
             chance = "" if result.get("chance") is None else f"   chance {result['chance']:.1%}"
-            print(f"  accuracy  {values}{chance}")
+            print(f"  accuracy  {join(accuracy, '.1%')}{chance}")
         for references in find_text_references([("this run", result)]):
             print(f"  compare   {references}")
     elif result["status"] == "diverged":

@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from qkablate.cli.arguments import Parser
+from qkablate.cli.arguments import CIRCUIT_KEYS, Parser, restore_run
 from qkablate.cli.hydra.configs import Job, build_jobs, choose_next, compose_jobs
 from qkablate.cli.hydra.words import sets_key
 from qkablate.config import TEXT_SOURCES, Config, variants
@@ -111,35 +111,27 @@ def _check_size(config: Config) -> None:
 def _verify_run(word: str, words: list[str]) -> tuple[list["CheckResult"], list[str]]:
     """Return the outcomes on a run's weights, and a command to propose."""
     values = dict(word.split("=", 1) for word in words)
-    if unknown := values.keys() - {"out", "variant.file", "variant.qk", "variant.ov"}:
+    if unknown := values.keys() - {"out", *CIRCUIT_KEYS}:
         raise UserError(
             f"'{min(unknown)}': with a run, only the keys out, variant.file, variant.qk and"
             " variant.ov can be given"
         )
+    restored = restore_run(word, values)
     from tqdm import tqdm
 
-    from qkablate.runs.run import find_run
-    from qkablate.training.warm_start.restore import restore
     from qkablate.verify import record_inputs, verify
 
-    restored = restore(
-        find_run(word, values.get("out", "outputs")),
-        variant_file=values.get("variant.file"),
-        qk=values.get("variant.qk"),
-        ov=values.get("variant.ov"),
-    )
-    _check_size(restored.config)
-    model = restored.model.double()
-    layers, streams = record_inputs(
-        model, min(LENGTH, restored.config.model.context), restored.config.seed
-    )
+    config = restored.config
+    _check_size(config)
+    length = min(LENGTH, config.model.context)
+    layers, streams = record_inputs(restored.model.double(), length, config.seed)
     count = format_count(len(streams), "layer")
     print_stderr(f"{restored.folder.resolve().name}, step {restored.step}, {count}")
-    outcomes = verify(restored.config.variant.name, layers, streams, fresh=False)
+    outcomes = verify(config.variant.name, layers, streams, fresh=False)
     bar = tqdm(outcomes, unit=" checks", leave=False, disable=not sys.stderr.isatty())
     proposed = ["sample", word, *words]
-    if restored.config.data.source not in TEXT_SOURCES:  # a task's tokens are not text
-        proposed = ["data", "info", f"data={restored.config.data.source}"]
+    if config.data.source not in TEXT_SOURCES:  # a task's tokens are not text
+        proposed = ["data", "info", f"data={config.data.source}"]
     return list(bar), proposed
 
 
@@ -148,17 +140,9 @@ def _print(outcomes: list["CheckResult"]) -> None:
     for line in outcomes:
         single = f"{line.residual_fp32:.1e} of {line.tolerance_fp32:.0e}"
         double = f"{line.residual:.1e} of {line.tolerance:.0e}"
-        exact = line.tolerance == 0
-        rows.append(
-            [
-                line.variant,
-                line.check,
-                f"{line.residual:g} of 0" if exact else double,
-                "" if exact else single,
-                "holds" if line.holds else "VIOLATED",
-                line.says,
-            ]
-        )
+        residuals = [double, single] if line.tolerance else [f"{line.residual:g} of 0", ""]
+        verdict = "holds" if line.holds else "VIOLATED"
+        rows.append([line.variant, line.check, *residuals, verdict, line.says])
     columns = ["variant", "check", "residual", "fp32", "verdict", "identity"]
     print_table(columns, rows, left=6, wrap=("identity",))
     bad = [line for line in outcomes if not line.holds]

@@ -14,7 +14,6 @@ from qkablate.config.data import BPE_SIZE, DATA_KEYS, TEXT_SOURCES, DataConfig, 
 from qkablate.config.keys import Role, flatten
 from qkablate.config.schema import (
     Config,
-    DiagnosticsConfig,
     InitFromConfig,
     ModelConfig,
     OptimConfig,
@@ -23,12 +22,10 @@ from qkablate.config.schema import (
     VariantConfig,
 )
 from qkablate.config.sweep import (
-    ENGINE_KEYS,
     ControlConfig,
     EngineConfig,
     GridConfig,
     SweepConfig,
-    check_sweep,
 )
 from qkablate.config.table import (
     KEYS,
@@ -51,13 +48,11 @@ from qkablate.errors import ImpossibleConfig, UserError, nearest_hint, reject_se
 
 __all__ = [
     "DATA_KEYS",
-    "ENGINE_KEYS",
     "KEYS",
     "TEXT_SOURCES",
     "Config",
     "ControlConfig",
     "DataConfig",
-    "DiagnosticsConfig",
     "EngineConfig",
     "GridConfig",
     "InitFromConfig",
@@ -71,7 +66,6 @@ __all__ = [
     "build_config",
     "check",
     "check_digits",
-    "check_sweep",
     "conf_dir",
     "explain",
     "flatten",

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from qkablate.config.keys import BIG, LOCAL, Role, key, key_table
+from qkablate.config.keys import BIG, LOCAL, Role, key, keys_by_user
 from qkablate.errors import UserError
 
 TEXT_SOURCES = ("stdlib", "text", "hub")
@@ -85,11 +85,7 @@ class DataConfig:
     )
 
 
-# The keys of `data` that each source uses.
-DATA_KEYS = {
-    source: tuple(name for name, info in key_table(DataConfig).items() if source in info.used_by)
-    for source in _SOURCES
-}
+DATA_KEYS = keys_by_user(DataConfig, _SOURCES)
 _NEEDED = {"text": ("path", "FILE_OR_FOLDER"), "hub": ("name", "NAME_ON_THE_HUB")}
 
 

@@ -43,7 +43,6 @@ class Key:
     help: str
     role: Role
     bounds: tuple[float, float] | None = None  # of a number, or of each number of a list
-    word: str | None = None  # that may stand in place of the number
     choices: tuple[str, ...] = ()  # the words that are allowed; with bounds, beside a number
     used_by: tuple[str, ...] = ()  # the data sources or engines that have the key
 
@@ -56,18 +55,17 @@ class Key:
             text = f"{least} or more"
             if isinstance(value, int | float) and value > most:
                 text = f"at most {most}"
-        words = [*self.choices, *([self.word] if self.word else [])]
-        return f"{', '.join(words)}, or {text}" if words else text
+        return ", ".join([*self.choices, f"or {text}"]) if self.choices else text
 
     def check(self, name: str, value: Any) -> None:
         """Raise UserError for a value that is out of bounds or none of the choices."""
-        if value is None or isinstance(value, list) or value in (self.word, *self.choices):
+        if value is None or isinstance(value, list) or value in self.choices:
             return
-        if self.choices and self.bounds is None:
+        if self.bounds is None:
+            if not self.choices:
+                return
             hint = nearest_hint(str(value), self.choices)
             raise UserError(f"{name}: '{value}' is not one of {', '.join(self.choices)}{hint}")
-        if self.bounds is None:
-            return
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{name}: '{value}' is not {self.allowed()}")
         if not self.bounds[0] <= value <= self.bounds[1]:  # false for nan, too
@@ -75,16 +73,23 @@ class Key:
 
 
 def key(default: Any, help: str, role: Role, **meaning: Any) -> Any:
-    """Declare a field: its default, its help in one phrase, its role and the rest of its Key."""
+    """Declare a field: its default, its help in one phrase, its role and the rest of its Key.
+
+    The choices follow a help that ends in a colon. A number whose default is auto may be auto.
+    """
+    if default == "auto" and "bounds" in meaning:
+        meaning.setdefault("choices", ("auto",))
+    if help.endswith(":"):
+        help += f" {', '.join(meaning['choices'])}"
     metadata = {"key": Key(help, role, **meaning)}
     if isinstance(default, list | dict):
         return field(default_factory=partial(copy.copy, default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type[Any], help: str = "") -> Any:
+def section(kind: type[Any]) -> Any:
     """Declare a section: a dataclass of keys."""
-    return field(default_factory=kind, metadata={"help": help})
+    return field(default_factory=kind)
 
 
 def key_table(config: type[Any], prefix: str = "") -> dict[str, Key]:
@@ -101,13 +106,16 @@ def key_table(config: type[Any], prefix: str = "") -> dict[str, Key]:
     return table
 
 
+def keys_by_user(config: type[Any], users: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Return the keys of a section that each data source or engine uses."""
+    table = key_table(config)
+    return {user: tuple(k for k, info in table.items() if user in info.used_by) for user in users}
+
+
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return {'model.d_model': value, …} for every key of a config."""
     leaves: dict[str, Any] = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            leaves |= flatten(value, f"{prefix}{item.name}.")
-        else:
-            leaves[prefix + item.name] = value
+    for name, value in vars(config).items():
+        is_section = dataclasses.is_dataclass(value)
+        leaves |= flatten(value, f"{prefix}{name}.") if is_section else {prefix + name: value}
     return leaves

@@ -28,10 +28,7 @@ class VariantConfig:
     qk: str = key("separate", "parametrization of the QK circuit", _VARIANT)
     ov: str = key("separate", "parametrization of the OV circuit", _VARIANT)
     norm: str = key(
-        "none",
-        "normalization of queries and keys: none, qk, unit_keys",
-        _VARIANT,
-        choices=("none", "qk", "unit_keys"),
+        "none", "normalization of queries and keys:", _VARIANT, choices=("none", "qk", "unit_keys")
     )
     mask_self: bool = key(False, "true: no token attends to itself", _VARIANT)
     rank: int | str | None = key(
@@ -39,14 +36,12 @@ class VariantConfig:
         "rank of a low-rank circuit; auto: half of d_head, or d_model / 4",
         _VARIANT,
         bounds=(1, 2**20),
-        word="auto",
     )
     groups: int | str | None = key(
         "auto",
         "groups of heads that share keys and values; auto: the most below heads",
         _VARIANT,
         bounds=(1, 2**20),
-        word="auto",
     )
     init: str = key(
         "matched",
@@ -81,14 +76,9 @@ class ModelConfig:
     dropout: float = key(0.0, "dropout probability", PARAMETER, bounds=(0, 0.99))
     bias: bool = key(False, "biases in all linear maps and norms", PARAMETER)
     position: str = key(
-        "learned",
-        "positions: learned, none, alibi, rope",
-        PARAMETER,
-        choices=("learned", "none", "alibi", "rope"),
+        "learned", "positions:", PARAMETER, choices=("learned", "none", "alibi", "rope")
     )
-    norm: str = key(
-        "pre", "layer norm before each sublayer: pre, none", PARAMETER, choices=("pre", "none")
-    )
+    norm: str = key("pre", "layer norm before each sublayer:", PARAMETER, choices=("pre", "none"))
     attention_skip: bool = key(True, "false: the attention's output replaces its input", PARAMETER)
     init: str = key(
         "gpt2",
@@ -119,7 +109,6 @@ class TrainConfig:
         "optimizer steps; auto: as many as train.tokens needs, or 1000",
         TRAINING,
         bounds=(1, BIG),
-        word="auto",
     )
     tokens: int | None = key(
         None, "tokens to train on, instead of steps", TRAINING, bounds=(1, BIG)
@@ -162,18 +151,10 @@ class OptimConfig:
         "cosine", "cosine; wsd: warm-up, stable, decay", TRAINING, choices=("cosine", "wsd")
     )
     warmup: int | str = key(
-        "auto",
-        "warm-up steps; auto: 20 % of the steps, at most 2000",
-        TRAINING,
-        bounds=(0, BIG),
-        word="auto",
+        "auto", "warm-up steps; auto: 20 % of the steps, at most 2000", TRAINING, bounds=(0, BIG)
     )
     cooldown: float | str = key(
-        "auto",
-        "fraction of a wsd run in which the rate falls; auto: 0.2",
-        TRAINING,
-        bounds=(0, 1),
-        word="auto",
+        "auto", "fraction of a wsd run in which the rate falls; auto: 0.2", TRAINING, bounds=(0, 1)
     )
     lr_final: float = key(0.1, "final learning rate / peak", TRAINING, bounds=(0, 1))
     weight_decay: float = key(0.1, "weight decay, on matrices only", TRAINING, bounds=(0, 1000))
@@ -183,7 +164,7 @@ class OptimConfig:
 
 @dataclass
 class InitFromConfig:
-    """The trained run that this one starts from; all null: fresh weights."""
+    """The trained run that this one starts from, converted to this variant; all null: none."""
 
     run: str | None = key(
         None, "a trained run to start from: its folder, or how its name or id begins", Role.CONTENT
@@ -206,7 +187,7 @@ class InitFromConfig:
 
 @dataclass
 class SeedsConfig:
-    """The seeds of single sources of randomness."""
+    """The seeds of single sources of randomness, to vary one alone."""
 
     init: int = key(0, "seed of the initial weights", VARYING, bounds=(0, BIG))
     data: int = key(0, "seed of the order of the batches", VARYING | Role.FINETUNE, bounds=(0, BIG))
@@ -215,14 +196,13 @@ class SeedsConfig:
 
 @dataclass
 class DiagnosticsConfig:
-    """Recording of circuits, attention and predictions during training."""
+    """Recording of circuits, attention and predictions during training; it changes no number."""
 
     every: int | str = key(
         "auto",
         "steps between diagnostics; auto: train.eval_every; 0: never",
         LOGGING,
         bounds=(0, BIG),
-        word="auto",
     )
 
 
@@ -256,10 +236,8 @@ class Config:
     train: TrainConfig = section(TrainConfig)
     optim: OptimConfig = section(OptimConfig)
     seed: int = key(0, "seed of the run; the runs of a pair share it", VARYING, bounds=(0, BIG))
-    seeds: SeedsConfig = section(SeedsConfig, "vary one source of randomness alone")
-    init_from: InitFromConfig = section(
-        InitFromConfig, "start from a trained run, converted to this variant: qkablate project"
-    )
+    seeds: SeedsConfig = section(SeedsConfig)
+    init_from: InitFromConfig = section(InitFromConfig)
     precision: str = key(
         "auto",
         "fp32, bf16, fp16 (CUDA); auto: bf16 where it is faster",
@@ -281,11 +259,8 @@ class Config:
         "CPU threads; recorded, and reused when the run is resumed",
         LOGGING | Role.PAIR_FREE,
         bounds=(1, 4096),
-        word="auto",
     )
     deterministic: bool = key(False, "true: deterministic CUDA algorithms only", TRAINING)
-    diagnostics: DiagnosticsConfig = section(
-        DiagnosticsConfig, "recorded circuits, attention and predictions; they change no number"
-    )
+    diagnostics: DiagnosticsConfig = section(DiagnosticsConfig)
     tracking: TrackingConfig = section(TrackingConfig)
     out: str = key("outputs", "runs are in <out>/runs/<label>-<id>/", LOGGING)

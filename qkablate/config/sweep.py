@@ -4,7 +4,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qkablate.config.keys import BIG, Role, flatten, key, key_table, section
+from qkablate.config.keys import BIG, Role, flatten, key, key_table, keys_by_user, section
 from qkablate.errors import UserError, reject_secrets
 
 _CLUSTERS = ("slurm", "ray")
@@ -15,12 +15,7 @@ _SLURM = ("slurm",)
 class ControlConfig:
     """Quantity that every arm shares with its baseline, and the key that is adjusted for it."""
 
-    match: str = key(
-        "none",
-        "what is held equal: none, params, flops",
-        Role.GRID,
-        choices=("none", "params", "flops"),
-    )
+    match: str = key("none", "what is held equal:", Role.GRID, choices=("none", "params", "flops"))
     adjust: str = key(
         "mlp",
         "key that is adjusted: mlp (its width), or d_model, layers (whole steps; the MLP takes the"
@@ -109,7 +104,7 @@ class EngineConfig:
         "GPUs of a run; auto: one with device=cuda; with Ray, a fraction of one, as 0.5",
         Role.LAUNCH,
         bounds=(0, 1),
-        word="auto",
+        choices=("auto",),
         used_by=_CLUSTERS,
     )
     memory_gb: int | float | str | None = key(
@@ -117,7 +112,7 @@ class EngineConfig:
         "memory of a run; auto: by the size of its model",
         Role.LAUNCH,
         bounds=(0.1, 2**20),
-        word="auto",
+        choices=("auto",),
         used_by=_SLURM,
     )
     sbatch: dict[str, Any] = key(
@@ -137,7 +132,6 @@ class SweepConfig:
         "concurrent runs; auto: one per GPU or CPU core; on a cluster, as many as fit",
         Role.LAUNCH,
         bounds=(1, 4096),
-        word="auto",
     )
     runs_per_gpu: int = key(
         1, "runs that share a GPU, with workers=auto and engine=local", Role.LAUNCH, bounds=(1, 64)
@@ -151,11 +145,7 @@ class SweepConfig:
 
 
 SWEEP_KEYS = key_table(SweepConfig)
-# Each engine's own.
-ENGINE_KEYS = {
-    engine: tuple(name for name, info in key_table(EngineConfig).items() if engine in info.used_by)
-    for engine in ("local", *_CLUSTERS)
-}
+ENGINE_KEYS = keys_by_user(EngineConfig, ("local", *_CLUSTERS))
 
 
 def check_sweep(config: SweepConfig) -> None:

@@ -54,11 +54,7 @@ def _copy_shared_(target: torch.nn.Module, source: torch.nn.Module) -> None:
 
 
 def _twins(
-    layer: Attention,
-    ours: type,
-    theirs: type = SeparateQK,
-    ov: type = SeparateOV,
-    **changes: object,
+    layer: Attention, ours: type, theirs: type = SeparateQK, ov: type = SeparateOV, **changes: Any
 ) -> tuple[Attention, Attention]:
     """Return layers of two QK circuits; the second has the parameters that both share."""
     first, second = (_rebuilt(layer, qk, ov, **changes) for qk in (ours, theirs))

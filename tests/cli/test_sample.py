@@ -184,9 +184,15 @@ def test_mistakes_are_found_before_heavy_imports(words):
 def test_defaults():
     args = parse_args(["a"])
     assert (args.prompt, args.tokens, args.temperature) == (None, 200, 0.8)
-    assert (args.top_k, args.seed, args.out) == (None, 0, "outputs")
+    assert (args.top_k, args.seed, args.values) == (None, 0, {})
     args = parse_args(["variant.file=a=b.py", "a", "top_k=3", "variant.qk=x", "prompt=-h"])
-    assert (args.variant_file, args.variant_qk, args.top_k) == ("a=b.py", "x", 3)
+    assert args.values == {
+        "variant.file": "a=b.py",
+        "variant.qk": "x",
+        "top_k": "3",
+        "prompt": "-h",
+    }
+    assert args.top_k == 3
     assert (args.run, args.prompt) == ("a", "-h")
 
 

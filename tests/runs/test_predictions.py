@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from qkablate.config import Config, DiagnosticsConfig, TrainConfig
+from qkablate.config import Config, TrainConfig
+from qkablate.config.schema import DiagnosticsConfig
 from qkablate.runs.predictions import (
     MAX_BYTES,
     MAX_FILES,

@@ -25,7 +25,8 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from qkablate.config import ENGINE_KEYS, KEYS
+from qkablate.config import KEYS
+from qkablate.config.sweep import ENGINE_KEYS
 from qkablate.training.signals import Stopped
 from tests.torture.readers import (
     SMALL,

@@ -14,12 +14,11 @@ from qkablate.config import (
     GridConfig,
     Role,
     SweepConfig,
-    check_sweep,
     explain,
     has_role,
     no_such_key,
 )
-from qkablate.config.sweep import SWEEP_KEYS, as_word
+from qkablate.config.sweep import SWEEP_KEYS, as_word, check_sweep
 from qkablate.errors import UserError
 
 

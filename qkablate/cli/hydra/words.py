@@ -1,6 +1,7 @@
 """The grammar of `key=value` words, and the mistakes in them as one line."""
 
 import itertools
+import math
 import os
 import re
 from collections.abc import Collection
@@ -71,10 +72,7 @@ def parse_values(word: str, limit: int = MAX_VALUES) -> tuple[str, list[str]]:
 def expand_words(words: list[str]) -> list[list[str]]:
     """Return the words of every combination of values, in the order of Hydra's basic sweeper."""
     parsed = [parse_values(word, MAX_JOBS) for word in words]
-    count = 1
-    for _, values in parsed:
-        count *= len(values)
-    if count > MAX_JOBS:
+    if math.prod(len(values) for _, values in parsed) > MAX_JOBS:
         raise UserError(f"these are more than {MAX_JOBS:,} jobs")
     choices = [[f"{key}={value}" for value in values] for key, values in parsed]
     return [list(job) for job in itertools.product(*choices)]
