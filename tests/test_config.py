@@ -285,6 +285,15 @@ def test_auto_is_resolved():
     assert checked("train.eval_every=40", "diagnostics.every=0").diagnostics.every == 0
 
 
+@pytest.mark.parametrize("load_words", [checked, loaded])
+def test_a_number_or_a_word_may_be_a_whole_number(load_words):
+    words = ["variant=merged_w", "variant.lr=2", "optim.schedule=wsd", "optim.cooldown=1"]
+    config = load_words(*words)
+    values = (config.variant.lr, config.optim.cooldown)
+    assert values == (2.0, 1.0)
+    assert set(map(type, values)) == {float}  # `2` and `2.0` have one id
+
+
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
@@ -313,6 +322,8 @@ def test_variant_name_describes_its_circuits(overrides, name):
         ("optim.lr=-1", "optim.lr: -1.0 is not"),
         ("optim.lr=0", "optim.lr: 0.0 is not"),
         ("optim.warmup=1000", "optim.warmup: 1000 is not below the 1000 steps"),
+        ("variant.lr=true", "variant.lr: 'True' is not a number or between or matched or same"),
+        ("optim.cooldown=[1]", "optim.cooldown: '[1]' is not a number or auto"),
         ("optim.cooldown=0.3", "optim.cooldown: schedule=cosine has none; only wsd has"),
         ("optim.betas=[0.9]", "optim.betas: [0.9] are not two numbers"),
         ("optim.betas=[0.9,1.0]", "optim.betas: [0.9, 1.0] are not two numbers"),

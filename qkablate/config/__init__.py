@@ -188,6 +188,7 @@ def resolve(config: Config) -> Config:
     cooldown = optim.cooldown
     if cooldown == "auto":
         cooldown = 0.2 if optim.schedule == "wsd" else 0.0
+    assert not isinstance(cooldown, str)
     data = config.data
     if data.tokenizer == "bpe" and data.vocab_size is None:
         data = dataclasses.replace(data, vocab_size=BPE_SIZE)
@@ -197,16 +198,14 @@ def resolve(config: Config) -> Config:
         data=data,
         variant=resolve_variant(config.variant, config.model),
         train=dataclasses.replace(train, steps=steps, tokens=None),
-        optim=dataclasses.replace(optim, warmup=warmup, cooldown=cooldown),
+        optim=dataclasses.replace(optim, warmup=warmup, cooldown=float(cooldown)),
         diagnostics=dataclasses.replace(config.diagnostics, every=every),
     )
 
 
 _TYPES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-_TYPES |= {"Union[int, str]": "a whole number or auto", "Union[float, str]": "a number or auto"}
-_TYPES |= {"Union[bool, str]": "true, false or auto"}
-# OmegaConf shows one of two equal unions, whichever was written first.
-_TYPES |= {re.sub(r"\[(\w+), (\w+)\]", r"[\2, \1]", kind): text for kind, text in _TYPES.items()}
+_TYPES |= {"Union[int, str]": "a whole number", "Union[float, int, str]": "a number"}
+_TYPES |= {"Union[bool, str]": "true, false"}
 
 
 def explain(error: BaseException, known: Collection[str] = ()) -> str:
@@ -223,8 +222,11 @@ def explain(error: BaseException, known: Collection[str] = ()) -> str:
     types = r"[Vv]alue '(.*)' of type '.*' (?:could not be converted to|.* type hint) '?([^']+)'?"
     match = re.match(types, text) or re.match(r"[Vv]alue '(.*)' is not a valid (bool)", text)
     kind = re.sub(r"^Optional\[(.*)\]$", r"\1", match[2]) if match else ""
+    # OmegaConf shows one of several equal unions, whichever was written first.
+    kind = re.sub(r"\[(.*)\]", lambda m: f"[{', '.join(sorted(m[1].split(', ')))}]", kind)
     if match and kind in _TYPES:
-        return f"{key}: '{match[1]}' is not {_TYPES[kind]}"
+        words = ((key in KEYS and KEYS[key].choices) or ("auto",)) if "str" in kind else ()
+        return f"{key}: '{match[1]}' is not {' or '.join([_TYPES[kind], *words])}"
     if "not Optional" in text:
         return f"{key}: null is not a value"
     if "ListConfig" in text:

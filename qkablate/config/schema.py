@@ -49,7 +49,7 @@ class VariantConfig:
         TRAINING,
         choices=("matched", "naive"),
     )
-    lr: float | str = key(
+    lr: int | float | str = key(
         "between",
         "rate of the changed circuit / optim.lr; matched: moves as fast as standard's; same: 1;"
         " between: their geometric mean",
@@ -153,7 +153,7 @@ class OptimConfig:
     warmup: int | str = key(
         "auto", "warm-up steps; auto: 20 % of the steps, at most 2000", TRAINING, bounds=(0, BIG)
     )
-    cooldown: float | str = key(
+    cooldown: int | float | str = key(
         "auto", "fraction of a wsd run in which the rate falls; auto: 0.2", TRAINING, bounds=(0, 1)
     )
     lr_final: float = key(0.1, "final learning rate / peak", TRAINING, bounds=(0, 1))

@@ -48,7 +48,7 @@ def describe_unused(variant: VariantConfig, key: str) -> str:
 
 
 def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig:
-    """Resolve rank and groups where the circuits use them (else null), and the name."""
+    """Resolve rank and groups where the circuits use them (else null), lr=2 to 2.0; and name it."""
     rank = None if variant.rank == "auto" else variant.rank
     groups = None if variant.groups == "auto" else variant.groups
     if rank is None and variant.qk in RANKS:
@@ -56,7 +56,8 @@ def resolve_variant(variant: VariantConfig, model: ModelConfig) -> VariantConfig
     if groups is None and {variant.qk, variant.ov} & {*GROUPED}:
         divisors = [g for g in range(1, model.heads // 2 + 1) if model.heads % g == 0]
         groups = max(divisors, default=1)
-    variant = dataclasses.replace(variant, rank=rank, groups=groups)
+    lr = variant.lr if isinstance(variant.lr, str) else float(variant.lr)
+    variant = dataclasses.replace(variant, rank=rank, groups=groups, lr=lr)
     return dataclasses.replace(variant, name=variant_name(variant))
 
 
