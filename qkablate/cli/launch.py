@@ -75,7 +75,7 @@ def show_plan(
 ) -> int:
     """Print the plan of a sweep with its estimated time, and return the exit code."""
     from qkablate.sweeps.planning import text
-    from qkablate.sweeps.planning.estimate import estimate_arms
+    from qkablate.sweeps.planning.estimate import NotTimedError, estimate_arms
     from qkablate.sweeps.running.state import SweepState
 
     sweep_state = SweepState(manifest)
@@ -84,12 +84,18 @@ def show_plan(
     engine = request.settings.engine
     # On a cluster this is the login node: at most one run is timed here.
     timed = slots if engine.name == "local" else slots[:1]
-    estimated = estimate_arms(manifest, timed)
+    estimated, reason = None, ""
+    try:
+        estimated = estimate_arms(manifest, timed)
+    except NotTimedError as error:
+        reason = str(error)
     if as_json:
         print_json(text.plan_to_json(manifest, len(slots), estimated, done))
         return 0
     with suppress(BrokenPipeError):
         print("\n".join(text.format_plan(manifest, len(slots), estimated, done, engine)))
+        if reason:
+            print(f"cost     not estimated: {reason}")
         print_next_commands(manifest.command[1:])
     return 0
 

@@ -77,7 +77,9 @@ def check_memory(params: Sequence[int], device: str) -> None:
         )
 
 
-def make_training_step(config: Config, vocabulary: int) -> tuple[Model, Callable[[], None]]:
+def make_training_step(
+    config: Config, vocabulary: int, passes: int = 1
+) -> tuple[Model, Callable[[], None]]:
     """Return the model of a resolved config, and a function that trains it for one step."""
     model = build_empty_model(config, vocabulary).to_empty(device="cpu")
     model = model.init_(config.seeds.init).to(config.device)
@@ -89,9 +91,10 @@ def make_training_step(config: Config, vocabulary: int) -> tuple[Model, Callable
 
     def step() -> None:
         matmul.set_backend(config.matmul)  # process-wide: the configs alternate
-        with hardware.autocast(config):
-            value = loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
-        value.backward()
+        for _ in range(passes):
+            with hardware.autocast(config):
+                value = loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
+            value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +42,9 @@ def complete(qkablate, monkeypatch, line, shell="bash"):
     monkeypatch.setenv("COMP_LINE", line)
     monkeypatch.setattr(sys, "argv", ["qkablate"])
     return qkablate("-sc", f"query={shell}").out.split()
+
+
+def processes_of(pid):
+    """Return the processes that a process has started, and theirs."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [one for child in children for one in (child, *processes_of(child))]

@@ -5,12 +5,13 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 
 from qkablate.config import conf_dir
 from qkablate.sweeps.planning.estimate import Timing
-from tests.cli.helpers import assert_refused, complete
+from tests.cli.helpers import assert_refused, complete, processes_of
 
 
 @pytest.fixture
@@ -263,3 +264,27 @@ def test_completion(qkablate, monkeypatch, tmp_path, shell):
     assert {"quick-0123456789ab", "--watch", "--json", "--csv"} <= set(offered)
     assert complete(qkablate, monkeypatch, "qkablate status qu", shell) == ["quick-0123456789ab"]
     assert complete(qkablate, monkeypatch, "qkablate status --w", shell) == ["--watch"]
+
+
+LONG_STEP = ["variant=standard", "seed=0", "train.grad_accum=1000000"]
+
+
+@pytest.mark.slow
+def test_plan_whose_steps_are_too_long_to_be_timed(qkablate, small, monkeypatch):
+    monkeypatch.setattr("qkablate.sweeps.planning.estimate.LIMIT", 5.0)
+    told = qkablate(*small, *LONG_STEP, "--dry-run")
+    assert told.code == 0, told.err
+    assert "standard-d16-h2" in told.out
+    reason = "the first steps of standard-d16-h2 take more than 5 s here"
+    assert f"cost     not estimated: {reason}\n" in told.out
+
+
+@pytest.mark.slow
+def test_killed_dry_run_leaves_no_process(spawn, small):
+    planning = spawn(*small, *LONG_STEP, "--dry-run")
+    helpers = ["resource_tracker", "forkserver", "timing"]
+    while len(processes_of(planning.pid)) < len(helpers):
+        assert planning.poll() is None
+        time.sleep(0.05)
+    planning.kill()
+    planning.communicate(timeout=30)  # ends when nobody holds its output any longer

@@ -19,6 +19,7 @@ from wandb.proto import wandb_internal_pb2
 
 from qkablate.runs.lease import hold_lease
 from qkablate.tracking.wandb import sync
+from tests.cli.helpers import processes_of
 from tests.tracking.wandb import log_reader
 from tests.tracking.wandb.fake_server import FakeServer, dead_url
 
@@ -205,11 +206,6 @@ def test_killed_upload_is_resumed(recorded, spawn, qkablate, monkeypatch):
         assert done.code == 0, done.err
         assert missing(server) == []
     assert len([*recorded.rglob("*.synced")]) == 5
-
-
-def processes_of(pid):
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [one for child in children for one in (child, *processes_of(child))]
 
 
 def is_alive(pid):

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import statistics
+import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -38,6 +39,11 @@ from qkablate.training.measure import (
 STEPS = 8
 _MAX_AGE = 86_400.0  # seconds: an older measurement may be of a busier machine
 MAX_SECONDS = 20.0  # for the steps of one arm
+LIMIT = 3 * MAX_SECONDS  # seconds until an answer, with its imports and one evaluation
+
+
+class NotTimedError(Exception):
+    """The runs cannot be timed on this machine; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +75,11 @@ class Timing:
     bytes: float
 
 
-def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, RunEstimate] | None:
-    """Estimate one run of every arm; None where this machine does not have their device."""
+def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, RunEstimate]:
+    """Estimate one run of every arm, or raise NotTimedError."""
     arms = sorted(manifest.arms.values(), key=_flops_per_step)
     if arms[0].config.device.startswith("cuda") and not torch.cuda.is_available():
-        return None
+        raise NotTimedError("this machine has no GPU")
     path = Path(manifest.out).expanduser() / "sweeps" / "estimates.json"
     cache: dict[str, Any] = read_json(path) or {}
     smallest = _measure(arms[0], manifest, slots, cache)
@@ -86,7 +92,9 @@ def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, RunEstimate] | 
         if _flops_per_step(arm) <= max_flops
         and BYTES_PER_PARAMETER * arm.total_params * len(slots) < 0.5 * free
     ]
-    largest = _measure(feasible[-1], manifest, slots, cache) if feasible else smallest
+    largest = smallest
+    with suppress(NotTimedError):
+        largest = _measure(feasible[-1], manifest, slots, cache) if feasible else smallest
     with suppress(OSError):  # a full disk: it is measured again
         write_json(path, cache)
     return {arm.name: _interpolate(arm, smallest, largest) for arm in arms}
@@ -165,9 +173,11 @@ def _measure(arm: Arm, manifest: Manifest, slots: Slots, cache: dict[str, Any]) 
             process.start()
             answer_end.close()
             processes.append((answer, process))
-        timings = []
+        timings, deadline = [], time.monotonic() + LIMIT
+        reason = f"the first steps of {arm.name} take more than {LIMIT:.0f} s here"
         for answer, process in processes:
-            if wait([answer], 20 * MAX_SECONDS):
+            if wait([answer], max(0.0, deadline - time.monotonic())):
+                reason = f"the process that timed {arm.name} was killed (short of memory?)"
                 with suppress(EOFError):
                     timing = answer.recv()
                     if isinstance(timing, str):
@@ -176,7 +186,7 @@ def _measure(arm: Arm, manifest: Manifest, slots: Slots, cache: dict[str, Any]) 
             process.kill()
             process.join()
         if not timings:
-            raise UserError(f"{arm.name} cannot be timed: its process ended without an answer")
+            raise NotTimedError(reason)
         cache[key] = {"timing": [*map(statistics.median, zip(*timings, strict=True))]}
         cache[key]["at"] = time.time()
     return Timing(_flops_per_step(arm), *cache[key]["timing"])
@@ -186,12 +196,13 @@ def _time_steps(config: Config, vocabulary: int, gpu: str | None, answer: Connec
     """Send the seconds of a step and of the start, and the memory; in a process of its own."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     try:
         began = time.perf_counter()
         hardware.configure_process(config)
-        model, step = make_training_step(config, vocabulary)
+        model, step = make_training_step(config, vocabulary, config.train.grad_accum)
         ready, times = time.perf_counter(), list[float]()
         while len(times) < 1 + STEPS and sum(times) < MAX_SECONDS:
             start = time.perf_counter()
@@ -203,3 +214,10 @@ def _time_steps(config: Config, vocabulary: int, gpu: str | None, answer: Connec
         answer.send((median, ready - began + times[0], hardware.peak_memory(config.device)))
     except Exception as error:
         answer.send(f"{type(error).__name__}: {error}")
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
