@@ -43,6 +43,7 @@ class FailureRisk:
     runs: int
     size: float = TYPICAL_SIZE  # nats
     weight: float = 1.0  # of a run in the estimate: below 1 in a slope over several lengths
+    unit: str = "nats"
 
     def unseen_shift(self, alpha: float) -> float:
         """Return the shift of the mean, in nats, by failures that the runs do not exclude.
@@ -61,7 +62,8 @@ class FailureRisk:
     def describe_condition(self, room: float) -> str:
         """Return the failure that would shift a bound by `room`: one run in k."""
         one_in = math.ceil(self.weight * self.size / room) if room > 0 else self.runs
-        return f"one run in {max(2, one_in):,} of {self.arm} is left behind by {self.size:.2g} nats"
+        size = f"{self.size:.2g} {self.unit}"
+        return f"one run in {max(2, one_in):,} of {self.arm} is left behind by {size}"
 
 
 def measure_risks(arm: Entry, baseline: Entry) -> tuple[FailureRisk, FailureRisk]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import ClassVar
 
 import numpy as np
 from scipy import optimize, special, stats
@@ -55,6 +56,9 @@ class Sample:
 
     values: tuple[float, ...]
     extra_variance: float = 0.0  # of the mean, which more numbers do not reduce: that of tuning
+
+    min_n: ClassVar[int] = MIN_PAIRS  # for any decision
+    is_signed: ClassVar[bool] = True  # False: a size, as that of a spread, which is never below 0
 
     @property
     def n(self) -> int:
@@ -106,6 +110,17 @@ class Sample:
     def p_above(self, bound: float) -> float:
         """Return the one-sided p-value against a mean at or below `bound`."""
         return float(special.stdtr(self.n - 1, -min(self._t(bound)))) if self.n > 1 else 1.0
+
+    def power(
+        self, n: int, mean: float, sd: float, bound: float, alpha: float, *, above: bool
+    ) -> float:
+        """Return the power of the one-sided test of n numbers with this mean and spread."""
+        sign = -1 if above else 1
+        return power_below(sign * mean, sign * bound, sd, n, alpha)
+
+    def power_within(self, n: int, mean: float, sd: float, bound: float, alpha: float) -> float:
+        """Return the power of two one-sided tests for a mean within ± bound."""
+        return power_equivalence(mean, bound, sd, n, alpha)
 
     @cached_property
     def p(self) -> float | None:
@@ -256,6 +271,12 @@ class Spread(Sample):
         score = math.log(self.sd / bound) / log_sd_error(self.kurtosis, self.n)
         return float(stats.t.sf(score, self.n - 1))
 
+    def power(
+        self, n: int, mean: float, sd: float, bound: float, alpha: float, *, above: bool
+    ) -> float:
+        return power_spread(sd, bound, n, alpha, kurtosis=self.kurtosis, above=above)
+
+    is_signed = False
     bca = None  # defined for means only
     sign_flip = None
 

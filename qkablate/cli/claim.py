@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 HELP = """qkablate claim: a hypothesis, registered before its runs, and their verdict on it.
 
 Usage: qkablate claim list [--json]
-       qkablate claim run NAME [scale=small|gpu] [key=value …] [--flag …]
-       qkablate claim show NAME [scale=small|gpu] [key=value …] [--json]
+       qkablate claim run NAME [scale=small|gpu|book] [key=value …] [--flag …]
+       qkablate claim show NAME [scale=small|gpu|book] [key=value …] [--json]
 
 NAME is a claim of `claim list`, or the path of your own YAML file. Keys are those of
 `qkablate train`; a claim on another data set, for example, is another claim with its own seeds.
@@ -169,6 +169,8 @@ def _list(words: list[str], *, as_json: bool) -> int:
                 "says": claim.says,
                 "source": claim.source,
                 "seeds": [*claim.seeds],
+                "measures": list(dict.fromkeys(spec.of for spec in claim.parts.values())),
+                "minutes": claim.minutes,
                 "untestable": claim.untestable,
                 "verdicts": verdicts,
             }
@@ -181,9 +183,13 @@ def _list(words: list[str], *, as_json: bool) -> int:
         for row in rows:
             verdict = ", ".join(row["verdicts"]) or "not run"
             seeds = "/".join(map(str, row["seeds"])) or "–"
+            minutes = f"{row['minutes']:g}" if row["minutes"] else "–"
             shown = "not testable yet" if row["untestable"] else verdict
-            table.append([row["claim"], seeds, shown, row["says"]])
-        print_table(["claim", "seeds", "verdict here", "says"], table, 4, ("says", "verdict here"))
+            cells = [row["claim"], seeds, minutes, ", ".join(row["measures"]) or "–", shown]
+            table.append([*cells, row["says"], row["source"]])
+        wrap = ("measure", "verdict here", "says", "source")
+        print_table(["claim", "n", "min", *wrap], table, len(wrap) + 3, wrap)
+        print("\nn: seeds per arm · min: minutes on two cores at scale=small, by its plan")
         for row in rows:
             if row["untestable"]:
                 print(f"\n{row['claim']}: {row['untestable']}")
@@ -229,7 +235,7 @@ def _show(request: _ClaimRequest, as_json: bool) -> int:
 
 def _run(request: _ClaimRequest, args: Namespace) -> int:
     from qkablate.analysis.claims.claim import find_comparisons
-    from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
+    from qkablate.analysis.claims.judgement import counting_judgement, judge_looks, solo_arms
     from qkablate.analysis.claims.parse import MOST_SEEDS
     from qkablate.analysis.claims.registry import (
         claim_grid,
@@ -265,14 +271,24 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         for left in manifest.left_out:
             raise UserError(f"{claim.name}: {left.arm} is {left.kind}: {left.reason}")
         comparisons = find_comparisons(claim, manifest.arms.values())
+        alone = solo_arms(comparisons)
+        if alone and sweep_request.settings.engine.name != "local":
+            raise UserError("engine: seconds and memory are measured here, with engine=local")
         if args.dry_run:
             count = format_count(len(comparisons), "comparison")
-            print("\n".join([*format_claim(claim), "", f"{count} of {seeds} pairs", ""]))
+            pairs = [f"{count} of {seeds} pairs"]
+            if alone:
+                pairs.append(f"{format_count(len(alone), 'arm')} measured alone, {seeds} times")
+            print("\n".join([*format_claim(claim), "", *pairs, ""]))
             return show_plan(manifest, slots, sweep_request, as_json=False)
         try:
             registration = register_claim(claim, request.out)
             registration.add(seeds, manifest.folder)
             code = run_sweep(manifest, slots, sweep_request, retry=args.retry is not None)
+            if not code and alone:
+                from qkablate.sweeps.running.solo import measure_arms
+
+                measure_arms(manifest, alone, seeds)
         except OSError as error:
             print_stderr(f"qkablate: {error}")
             return 1
@@ -320,4 +336,5 @@ def completions() -> list[str]:
     from qkablate.config import conf_dir
 
     names = sorted(path.stem for path in (conf_dir() / "claim").glob("*.yaml"))
-    return [*ACTIONS, *names, "scale=small", "scale=gpu", "out="]
+    scales = sorted(f"scale={path.stem}" for path in (conf_dir() / "scale").glob("*.yaml"))
+    return [*ACTIONS, *names, *scales, "out="]

@@ -31,6 +31,17 @@ class ControlConfig:
     )
 
 
+def control_name(match: str, adjust: str) -> str:
+    """Return the name of a control: params, or params-d_model if another size than the MLP pays."""
+    return match if match == "none" or adjust == "mlp" else f"{match}-{adjust}"
+
+
+def split_control(name: str) -> tuple[str, str]:
+    """Return the quantity that a control holds equal, and the key that is adjusted for it."""
+    match, _, adjust = name.partition("-")
+    return match, adjust or "mlp"
+
+
 @dataclass
 class GridConfig:
     """The runs of a sweep. Values are written as on the command line: `32,64`, `range(3)`."""
@@ -42,8 +53,8 @@ class GridConfig:
     fixed: dict[str, Any] = key({}, "key: its one value", Role.GRID)
     also: Any = key(
         None,
-        "a map of keys to values: every arm is also trained with these, as on another data set, in"
-        " place of its own values and its data.* keys",
+        "a map of keys to values, or a list of maps: every arm is also trained with these, as on"
+        " another data set, in place of its own values and its data.* keys",
         Role.GRID,
     )
     baseline: Any = key(
@@ -55,6 +66,13 @@ class GridConfig:
         [],
         "keep the arms for which all of these are true, as `model.d_model // model.heads >= 16`",
         Role.GRID,
+    )
+    design: str = key(
+        "grid",
+        "grid: every combination of the axes; one_at_a_time: the first value of each axis, and"
+        " each other value alone",
+        Role.GRID,
+        choices=("grid", "one_at_a_time"),
     )
     floor: bool = key(
         True,
@@ -167,19 +185,32 @@ def check_sweep(config: SweepConfig) -> None:
         raise UserError(f"sweep.name: '{grid.name}' is not made of letters, digits, _, + and -")
     if not grid.tuning_seeds or not all(0 <= seed <= BIG for seed in grid.tuning_seeds):
         raise UserError(f"sweep.tuning_seeds: {grid.tuning_seeds} are not one or more seeds")
-    if not isinstance(grid.also, dict | None):
-        raise UserError(f"sweep.also: '{grid.also}' is not a map of keys to values, or null")
-    for name, value in (grid.also or {}).items():
-        if not isinstance(name, str):
-            raise UserError(f"sweep.also: {name} is not a key, as data or model.context")
-        if name in SWEEP_KEYS or name == "control":
-            raise UserError(f"sweep.also: {name} is a key of the sweep, not of its arms")
-        if isinstance(value, list | dict):
-            raise UserError(f"sweep.also: {name} has several values; give one")
+    _check_also(grid)
     if not isinstance(grid.baseline, str | dict | None):
         raise UserError(
             f"sweep.baseline: '{grid.baseline}' is not a variant, a map of keys to values, or null"
         )
+
+
+def _check_also(grid: GridConfig) -> None:
+    """Check the settings with which every arm is trained, too."""
+    for settings in grid.also if isinstance(grid.also, list) else [grid.also]:
+        if not isinstance(settings, dict | None):
+            raise UserError(
+                f"sweep.also: '{settings}' is not a map of keys to values, a list of maps, or null"
+            )
+        for name, value in (settings or {}).items():
+            if not isinstance(name, str):
+                raise UserError(f"sweep.also: {name} is not a key, as data or model.context")
+            if name in SWEEP_KEYS or name == "control":
+                raise UserError(f"sweep.also: {name} is a key of the sweep, not of its arms")
+            if isinstance(value, list | dict):
+                raise UserError(f"sweep.also: {name} has several values; give one")
+
+
+def list_also(grid: GridConfig) -> list[dict[str, Any]]:
+    """Return the maps of settings with which every arm is trained, too."""
+    return [s for s in (grid.also if isinstance(grid.also, list) else [grid.also]) if s]
 
 
 def _check_engine(engine: EngineConfig) -> None:

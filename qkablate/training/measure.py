@@ -1,6 +1,7 @@
 """Step times of several models on this machine: medians of interleaved steps."""
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 from qkablate.attention.kernels import matmul
 from qkablate.config import TEXT_SOURCES, Config
@@ -95,6 +97,7 @@ def make_training_step(
             with hardware.autocast(config):
                 value = loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
             value.backward()
+        clip_grad_norm_(model.parameters(), config.optim.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

@@ -31,7 +31,8 @@ def test_vectorized_verdicts_are_those_of_the_analysis(kind, world):
                 for name, losses_N in (("arm", arm_N), ("baseline", baseline_N))
             ]
             sample = Sample(tuple((arm_N - baseline_N).tolist()))
-            part = Part(kind, kind, MARGIN, sample, risks=measure_risks(*sides))
+            arm, baseline = measure_risks(*sides)
+            part = Part(kind, kind, MARGIN, sample, raising=(arm,), lowering=(baseline,))
             verdict = judge_parts([part])
             words.append(str(verdict.word))
             unconditional.append(Verdict.UNDERPOWERED if verdict.unless else verdict.word)

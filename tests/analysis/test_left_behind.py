@@ -51,8 +51,8 @@ def test_shift_follows_the_rule_of_three(n):
 
 def part(kind, mean, n, *, failed=0, spread=1e-4):
     values = tuple(mean + spread * math.cos(i) for i in range(n))
-    risks = (FailureRisk("arm", failed, n), FailureRisk("base", 0, n))
-    return Part("part", kind, 0.01, Sample(values), risks=risks)
+    raising, lowering = (FailureRisk("arm", failed, n),), (FailureRisk("base", 0, n),)
+    return Part("part", kind, 0.01, Sample(values), raising=raising, lowering=lowering)
 
 
 @pytest.mark.parametrize(

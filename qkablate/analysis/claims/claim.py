@@ -4,20 +4,21 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from qkablate.analysis.claims.measures import check_measure
 from qkablate.analysis.comparison.audit import is_annealed
 from qkablate.analysis.comparison.ranking import AXES
 from qkablate.analysis.comparison.scaling import MIN_POINTS
 from qkablate.config import Role, flatten
-from qkablate.config.sweep import as_word
+from qkablate.config.sweep import as_word, control_name
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Arm
 
-MEASURES = ("gap", "spread")
 HORIZONS = ("longest", "each", "growth")
+TEXT = "text"  # the data of the grid; other names of `data` are tasks of the scale
 # Keys that change no number: not part of a claim.
 NON_CLAIM_KEYS = Role.LOCAL | Role.ONE_PER_SWEEP | Role.LAUNCH
 Selector = Mapping[str, Any]
@@ -25,16 +26,26 @@ Selector = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PartSpec:
-    """Specification of one part: a bound on the gap of an arm."""
+    """Specification of one part: a bound on a measure of two arms."""
 
     kind: str
-    margin: float  # nats; with horizon=growth, nats per doubling of tokens
+    margin: float  # nats (with horizon=growth, per doubling of tokens), a share, or part of a ratio
     arm: Selector
     against: Selector
-    of: str  # gap, or spread: its standard deviation from pair to pair
+    of: str  # one of MEASURES
     axis: str  # what is equal: tokens, params, flops
     horizon: str  # longest, each: of the lengths of training; growth: the gap's change with them
-    task: bool = False  # on the task of its scale, not on the data of the grid
+    adjust: str = "mlp"  # the size that pays for an equal number of parameters or FLOPs
+    data: tuple[str, ...] = (TEXT,)  # the data of the grid, tasks of the scale
+    than: Selector | None = None  # settings of both arms in a comparison that is subtracted
+
+    @property
+    def control(self) -> str:
+        """Name of the control under which the arms are compared."""
+        return control_name(AXES[self.axis], self.adjust)
+
+
+_UNJUDGED = ("source", "untestable", "minutes")  # fields that decide no verdict
 
 
 @dataclass(frozen=True)
@@ -52,14 +63,16 @@ class Claim:
     words: Mapping[str, str] = field(default_factory=dict)  # grid's keys set on the command line
     filter: tuple[str, ...] = ()
     baseline: Any = "standard"
-    task: Mapping[str, Any] = field(default_factory=dict)  # settings of the arms on the task
+    # Settings of the arms on each task that some parts are about.
+    tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parts: Mapping[str, PartSpec] = field(default_factory=dict)
+    minutes: float | None = None  # on two cores of a laptop, at scale=small
 
     @property
     def content(self) -> dict[str, Any]:
         """Fields that decide the verdict."""
         fields = dataclasses.asdict(self)
-        return {key: fields[key] for key in fields if key not in ("source", "untestable")}
+        return {key: fields[key] for key in fields if key not in _UNJUDGED}
 
     @property
     def hash(self) -> str:
@@ -87,37 +100,72 @@ class Comparison:
     part: str
     spec: PartSpec
     name: str
+    world: str  # the data or the task
     pairs: list[tuple[str, str]]  # arm and its opponent; several for growth
+    than: tuple[str, str] | None = None  # the pair whose cost is subtracted
 
 
 def find_comparisons(claim: Claim, arms: Iterable[Arm]) -> list[Comparison]:
     """Return the comparisons that the parts call for; UserError if an arm is missing."""
     arms = list(arms)
-    comparisons = []
-    for name, spec in claim.parts.items():
-        pairs = _find_pairs(claim, spec, arms)
-        if not pairs:
-            sides = " against ".join(
-                ", ".join(f"{k}={v}" for k, v in side.items()) for side in (spec.arm, spec.against)
-            )
-            raise UserError(f"parts.{name}: the grid has no {sides} at equal {spec.axis}")
-        groups: dict[str, list[tuple[Arm, Arm]]] = {}
-        for arm, other in sorted(pairs, key=lambda pair: pair[0].tokens):
-            title = " ".join([name, *_shared_values(claim, spec, arm, other)])
-            groups.setdefault(title, []).append((arm, other))
-        for title, group in groups.items():
+    return [
+        comparison
+        for name, spec in claim.parts.items()
+        for world in spec.data
+        for comparison in _find_comparisons_in(claim, name, spec, world, arms)
+    ]
+
+
+def _find_comparisons_in(
+    claim: Claim, part: str, spec: PartSpec, world: str, arms: list[Arm]
+) -> Iterator[Comparison]:
+    known = [arm for arm in arms if not claim.tasks or _world_of(arm, claim.tasks) == world]
+    pairs = _find_pairs(claim, spec, known)
+    if not pairs:
+        raise _no_pair(part, spec, spec.arm, spec.against)
+    check_measure(spec.of, f"parts.{part}", [arm for pair in pairs for arm in pair])
+    groups: dict[str, list[tuple[Arm, Arm]]] = {}
+    for arm, other in sorted(pairs, key=lambda pair: pair[0].tokens):
+        words = _shared_values(claim, spec, world, arm, other)
+        title = " ".join([part, *([f"on {world}"] if len(spec.data) > 1 else []), *words])
+        groups.setdefault(title, []).append((arm, other))
+    for title, group in groups.items():
+        lengths = [arm.tokens for arm, _ in group]
+        if spec.horizon == "growth":
+            _check_growth(part, group)
             names = [(arm.name, other.name) for arm, other in group]
-            lengths = [arm.tokens for arm, _ in group]
-            if spec.horizon == "growth":
-                _check_growth(name, group)
-                comparisons.append(Comparison(name, spec, title, names))
-                continue
-            for tokens, pair in zip(lengths, names, strict=True):
-                if spec.horizon == "each" or tokens == max(lengths):
-                    several = spec.horizon == "each" and len({*lengths}) > 1
-                    at = f" {tokens:,} tokens" if several else ""
-                    comparisons.append(Comparison(name, spec, f"{title}{at}", [pair]))
-    return comparisons
+            yield Comparison(part, spec, title, world, names)
+            continue
+        for tokens, (arm, other) in zip(lengths, group, strict=True):
+            if spec.horizon == "each" or tokens == max(lengths):
+                several = spec.horizon == "each" and len({*lengths}) > 1
+                at = f" {tokens:,} tokens" if several else ""
+                than = _find_subtracted(claim, part, spec, arm, known)
+                if than == (pair := (arm.name, other.name)):
+                    continue  # it is what the others are compared with
+                yield Comparison(part, spec, f"{title}{at}", world, [pair], than)
+
+
+def _find_subtracted(
+    claim: Claim, part: str, spec: PartSpec, arm: Arm, arms: list[Arm]
+) -> tuple[str, str] | None:
+    """Return the pair that `than` asks for: like the arm's in all settings but those it names."""
+    if spec.than is None:
+        return None
+    sides = [{**side, **spec.than} for side in (spec.arm, spec.against)]
+    wanted = dataclasses.replace(spec, arm=sides[0], against=sides[1])
+    fixed = claim.grid.keys() - {"variant", *spec.arm, *spec.against, *spec.than}
+    for first, other in _find_pairs(claim, wanted, arms):
+        if all(first.overrides.get(key) == arm.overrides.get(key) for key in fixed):
+            return first.name, other.name
+    raise _no_pair(f"{part}.than", spec, *sides)
+
+
+def _no_pair(part: str, spec: PartSpec, arm: Selector, against: Selector) -> UserError:
+    sides = (", ".join(f"{k}={v}" for k, v in side.items()) for side in (arm, against))
+    return UserError(
+        f"parts.{part}: the grid has no {' against '.join(sides)} at equal {spec.axis}"
+    )
 
 
 def _check_growth(part: str, group: list[tuple[Arm, Arm]]) -> None:
@@ -133,7 +181,9 @@ def _check_growth(part: str, group: list[tuple[Arm, Arm]]) -> None:
             )
 
 
-def _shared_values(claim: Claim, spec: PartSpec, arm: Arm, other: Arm) -> tuple[str, ...]:
+def _shared_values(
+    claim: Claim, spec: PartSpec, world: str, arm: Arm, other: Arm
+) -> tuple[str, ...]:
     """Return the varied settings that a pair shares, besides its length."""
     keys = [key for key in claim.grid if "," in claim.grid[key] or "(" in claim.grid[key]]
     flat, other_flat = ({**side.overrides, **_flatten(side)} for side in (arm, other))
@@ -141,7 +191,7 @@ def _shared_values(claim: Claim, spec: PartSpec, arm: Arm, other: Arm) -> tuple[
         f"{key.rpartition('.')[2]}={flat[key]}"
         for key in keys
         if key in flat and flat[key] == other_flat.get(key)
-        if key != "variant" and not (spec.task and key in claim.task)
+        if key != "variant" and key not in claim.tasks.get(world, {})
         if not key.startswith("train.")
     )
 
@@ -151,9 +201,7 @@ def _find_pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm
         arm
         for arm in arms
         # Baselines are under the control of every axis.
-        if AXES[spec.axis] in arm.controls or (arm.baseline is None and arm.mismatch is None)
-        # Trained on the data of the part: those of the grid, or the task.
-        if not claim.task or _is_on_task(arm, claim.task) == spec.task
+        if spec.control in arm.controls or (arm.baseline is None and arm.mismatch is None)
     ]
     firsts = [arm for arm in comparable if _matches(arm, spec.arm)]
     others = [arm for arm in comparable if _matches(arm, spec.against)]
@@ -167,8 +215,12 @@ def _find_pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm
     return [(a, b) for a, b in pairs if a.name != b.name and agree(a.overrides, b.overrides)]
 
 
-def _is_on_task(arm: Arm, task: Mapping[str, Any]) -> bool:
-    return all(_is_same(arm.overrides.get(key), as_word(value)) for key, value in task.items())
+def _world_of(arm: Arm, tasks: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the name of the task that an arm is trained on, or `text`."""
+    for name, settings in tasks.items():
+        if all(_is_same(arm.overrides.get(key), as_word(v)) for key, v in settings.items()):
+            return name
+    return TEXT
 
 
 def _matches(arm: Arm, selector: Selector) -> bool:

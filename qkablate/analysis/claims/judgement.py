@@ -1,28 +1,50 @@
 """Judgement of a claim by its runs: the verdict, the audits, and what would decide open parts."""
 
 import dataclasses
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from qkablate.analysis.claims.claim import Claim, Comparison, find_comparisons
+from qkablate.analysis.claims.measures import (
+    MEASURES,
+    Unit,
+    measure_failures,
+    measure_lead,
+    measure_sample,
+)
 from qkablate.analysis.claims.registry import edits_since, find_registrations
 from qkablate.analysis.claims.verdict import (
     ClaimVerdict,
     Part,
     SeedsNeeded,
     judge_parts,
+    merge_verdicts,
     spend_alpha,
 )
-from qkablate.analysis.comparison.audit import BROKEN, LIMITS, AuditCheck, audit, worst_state
+from qkablate.analysis.comparison.audit import (
+    BROKEN,
+    LIMITS,
+    NOTE,
+    OK,
+    WARNING,
+    AuditCheck,
+    audit,
+    worst_state,
+)
 from qkablate.analysis.comparison.curves import slope_weights
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive, measure_gap
-from qkablate.analysis.comparison.lr_curves import find_lr_curves
+from qkablate.analysis.comparison.lr_curves import LrCurve, find_lr_curves
 from qkablate.analysis.comparison.scaling import fit_growth
 from qkablate.analysis.left_behind import measure_risks
-from qkablate.analysis.stats import ALPHA, Spread
+from qkablate.analysis.stats import ALPHA, Interval
 from qkablate.analysis.study.study import Entry, Study, read_study
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Manifest
+from qkablate.sweeps.running.solo_results import SoloMeasurement, read_measurements
+
+MAX_LOAD = 0.5  # cores that other processes may use beside what is measured alone
 
 
 @dataclass(frozen=True)
@@ -31,8 +53,20 @@ class PartJudgement:
 
     part: Part
     comparison: Comparison
-    gaps: list[Gap]
+    gaps: list[Gap]  # the last one is subtracted, if the part has `than`
     checks: list[AuditCheck]
+
+    @property
+    def unit(self) -> Unit:
+        return MEASURES[self.comparison.spec.of].unit
+
+    def interval(self, level: float) -> Interval:
+        """Return the interval as it is shown, unbounded where runs diverged; nan is unknown."""
+        part = self.part
+        interval = part.sample.interval(level) or (math.nan, math.nan)
+        low = -math.inf if part.open_below else interval[0]
+        high = math.inf if part.open_above else interval[1]
+        return self.unit.natural_interval(low, high)
 
     def is_warned(self, name: str) -> bool:
         """Return whether the audit's check of this name is a warning."""
@@ -88,6 +122,18 @@ class Judgement:
         return scope
 
     @property
+    def worlds(self) -> dict[str, Verdict]:
+        """Verdict on the text and on each task, if the claim is about several."""
+        words: dict[str, list[Verdict]] = {}
+        directed: dict[str, list[bool]] = {}
+        for judged, word in zip(self.parts, self.part_words, strict=True):
+            words.setdefault(judged.comparison.world, []).append(word)
+            directed.setdefault(judged.comparison.world, []).append(judged.part.can_be_equivalent)
+        if len(words) < 2 or self.verdict is None:
+            return {}
+        return {world: merge_verdicts(words[world], directed[world]) for world in words}
+
+    @property
     def headline(self) -> str:
         """The verdict, limited to what it holds for."""
         return f"{self.word} {', '.join(self.scope)}".rstrip()
@@ -109,25 +155,23 @@ class Judgement:
 
 def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement:
     """Judge the claim, as it is worded now, by the runs of a study."""
+    manifest = study.manifest
+    assert manifest is not None  # claims are judged by sweeps
     entries = {entry.arm.name: entry for entry in study.entries}
     lr_curves = find_lr_curves(study)
     parts = []
-    for comparison in find_comparisons(claim, study.arms.values()):
+    comparisons = find_comparisons(claim, study.arms.values())
+    solo = read_measurements(manifest.folder) if solo_arms(comparisons) else {}
+    for comparison in comparisons:
+        pairs = [*comparison.pairs, *([comparison.than] if comparison.than else [])]
         gaps = [
             measure_gap(entries[arm], entries[other], study.floor_of(entries[other]))
-            for arm, other in comparison.pairs
+            for arm, other in pairs
         ]
-        spec = comparison.spec
-        # Growth is in nats per doubling, and has no margin at a single length.
-        margin = None if spec.horizon == "growth" else spec.margin
-        audits = [
-            audit(gap, lr_curves, spec.axis, margin, _rounding_gap(gap, study, entries))
-            for gap in gaps
-        ]
-        part = _make_part(comparison, gaps)
-        parts.append(PartJudgement(part, comparison, gaps, _merge_audits(audits)))
-    manifest = study.manifest
-    assert manifest is not None  # claims are judged by sweeps
+        checks = _audit_part(comparison, gaps, lr_curves, study, entries)
+        if MEASURES[comparison.spec.of].is_solo:
+            checks.append(_check_alone(solo, solo_arms([comparison])))
+        parts.append(PartJudgement(_make_part(comparison, gaps, solo), comparison, gaps, checks))
     per_arm = sum(run.arm == manifest.runs[0].arm for run in manifest.runs)
     n = len(manifest.finals) or per_arm
     alpha = dict(zip(claim.seeds, spend_alpha(claim.seeds), strict=True)).get(n, ALPHA)
@@ -142,8 +186,16 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
         for check in judged.checks
         if check.state == BROKEN
     ]
-    verdict = judge_parts([judged.part for judged in parts], alpha) if study.is_complete else None
+    is_measured = all(arm in solo and len(solo[arm].seconds) >= n for arm in solo_arms(comparisons))
+    has_ended = study.is_complete and is_measured
+    verdict = judge_parts([judged.part for judged in parts], alpha) if has_ended else None
     return Judgement(claim, study, n, alpha, verdict, parts, reasons)
+
+
+def solo_arms(comparisons: Iterable[Comparison]) -> list[str]:
+    """Return the arms that are also measured alone."""
+    solo = [c for c in comparisons if MEASURES[c.spec.of].is_solo]
+    return [*dict.fromkeys(arm for c in solo for pair in c.pairs for arm in pair)]
 
 
 def _has_derived_seeds(claim: Claim, manifest: Manifest, n: int) -> bool:
@@ -153,25 +205,102 @@ def _has_derived_seeds(claim: Claim, manifest: Manifest, n: int) -> bool:
     return ({changes["seed"] for changes in finals}, tuning) == derived
 
 
-def _make_part(comparison: Comparison, gaps: list[Gap]) -> Part:
+def _audit_part(
+    comparison: Comparison,
+    gaps: list[Gap],
+    lr_curves: dict[str, LrCurve],
+    study: Study,
+    entries: dict[str, Entry],
+) -> list[AuditCheck]:
+    spec, measure = comparison.spec, MEASURES[comparison.spec.of]
+    # Growth is in nats per doubling, and has no margin at a single length.
+    has_margin = spec.horizon != "growth" and measure.unit is Unit.NATS
+    margin = spec.margin if has_margin else None
+    checks = _merge_audits(
+        [
+            audit(gap, lr_curves, spec.axis, margin, _rounding_gap(gap, study, entries))
+            for gap in gaps
+        ]
+    )
+    if not measure.is_of_runs:
+        # Nothing of the training moves what is counted, or measured apart from it.
+        return [check for check in checks if check.name in ("matched", "machine", "kernel")]
+    if measure.unit is Unit.NATS:
+        return checks
+    tuned = f"the rates were tuned for the validation loss, not for {measure.noun}"
+    return [
+        AuditCheck(check.name, WARNING, tuned)
+        if check.name == "learning rate" and check.state == OK
+        else check
+        for check in checks
+    ]
+
+
+def _check_alone(solo: Mapping[str, SoloMeasurement], arms: list[str]) -> AuditCheck:
+    """Check that nothing else kept the machine busy while arms were measured."""
+    if not any(arm in solo for arm in arms):
+        return AuditCheck("alone", NOTE, "not measured yet")
+    load = max(solo[arm].load for arm in arms if arm in solo)
+    text = f"other processes used {load:.2f} cores at most"
+    return AuditCheck("alone", WARNING if load > MAX_LOAD else OK, text)
+
+
+def _make_part(
+    comparison: Comparison, gaps: list[Gap], solo: Mapping[str, SoloMeasurement]
+) -> Part:
+    spec, measure = comparison.spec, MEASURES[comparison.spec.of]
+    margin = measure.unit.margin(spec.margin)
+    if spec.horizon == "growth":
+        return _make_growth_part(comparison, gaps)
+    gap, than = gaps[0], gaps[1] if comparison.than else None
+    repeated = {
+        arm: one.seconds if spec.of == "seconds" else one.memory for arm, one in solo.items()
+    }
+    failures = [risks for g in gaps if (risks := measure_failures(spec.of, g)) is not None]
+    raising, lowering = zip(*failures, strict=True) if failures else ((), ())
+    if than is not None and failures:  # what raises the gap that is subtracted lowers the rest
+        (first, second), (other, another) = failures
+        raising, lowering = (first, another), (second, other)
+    # A diverged run of a subtracted gap opens the other side.
+    above = gap.arm_diverged + (than.baseline_diverged if than else 0)
+    below = gap.baseline_diverged + (than.arm_diverged if than else 0)
+    if not measure.sample.is_signed:  # the size of a gap has no upper bound on either side
+        above, below = above + below, 0
+    return Part(
+        name=comparison.name,
+        kind=spec.kind,
+        margin=margin,
+        sample=measure_sample(spec.of, gap, than, repeated),
+        open_above=measure.is_of_runs and above > 0,
+        open_below=measure.is_of_runs and below > 0,
+        raising=raising,
+        lowering=lowering,
+        is_sensitive=all(_is_sensitive(spec.of, g, margin) for g in gaps),
+    )
+
+
+def _is_sensitive(measure: str, gap: Gap, margin: float) -> bool:
+    return is_sensitive(measure_lead(measure, gap), margin)
+
+
+def _make_growth_part(comparison: Comparison, gaps: list[Gap]) -> Part:
     spec = comparison.spec
-    if spec.of == "spread":
-        spread = Spread(gaps[0].sample.values)
-        diverged = bool(gaps[0].arm_diverged or gaps[0].baseline_diverged)
-        return Part(comparison.name, spec.kind, spec.margin, spread, open_above=diverged)
-    if spec.horizon != "growth":
-        return Part.from_gap(comparison.name, spec.kind, spec.margin, gaps[0])
     # A diverged run tilts the line up or down, depending on its place in it.
     diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
-    sensitive = all(is_sensitive(gap.lead, spec.margin) for gap in gaps)
     tokens = [gap.arm.tokens for gap in gaps]
     # A failure tilts the line most at the longest training.
     weight = float(max(slope_weights(tokens)))
     first, second = measure_risks(gaps[-1].arm, gaps[-1].baseline)
-    risks = dataclasses.replace(first, weight=weight), dataclasses.replace(second, weight=weight)
-    sample, is_open = fit_growth(tokens, gaps), (diverged, diverged)
     return Part(
-        comparison.name, spec.kind, spec.margin, sample, *is_open, risks, is_sensitive=sensitive
+        name=comparison.name,
+        kind=spec.kind,
+        margin=spec.margin,
+        sample=fit_growth(tokens, gaps),
+        open_above=diverged,
+        open_below=diverged,
+        raising=(dataclasses.replace(first, weight=weight),),
+        lowering=(dataclasses.replace(second, weight=weight),),
+        is_sensitive=all(is_sensitive(gap.lead, spec.margin) for gap in gaps),
     )
 
 

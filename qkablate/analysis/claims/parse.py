@@ -2,17 +2,19 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from qkablate.analysis.claims.claim import HORIZONS, MEASURES, NON_CLAIM_KEYS, Claim, PartSpec
+from qkablate.analysis.claims.claim import HORIZONS, NON_CLAIM_KEYS, TEXT, Claim, PartSpec
+from qkablate.analysis.claims.measures import MEASURES
 from qkablate.analysis.claims.verdict import KINDS
 from qkablate.analysis.comparison.ranking import AXES
 from qkablate.analysis.stats import MIN_PAIRS
 from qkablate.config import KEYS, check_digits, conf_dir, has_role, no_such_key, variants
-from qkablate.config.sweep import as_word
+from qkablate.config.sweep import SWEEP_KEYS, as_word
 from qkablate.errors import UserError, nearest_hint
 from qkablate.runs.records import is_number
 
@@ -56,9 +58,9 @@ def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None 
 
 
 _KEYS = ["says", "source", "untestable", "seeds", "tuning_seeds", "grid", "filter", "baseline"]
-_KEYS += ["parts", "scale"]
+_KEYS += ["parts", "scale", "minutes"]
 _DATA_AND_LENGTH = ("data", "model.context", "train.steps", "train.tokens")
-_PART_KEYS = ("kind", "margin", "arm", "against", "of", "axis", "horizon", "task")
+_PART_KEYS = ("kind", "margin", "arm", "against", "of", "axis", "adjust", "horizon", "data", "than")
 
 
 def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Claim:
@@ -74,12 +76,14 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
         return Claim(name, says, source, untestable)
     _check_choice("scale", scale, scales())
     by_scale = _map("scale", content.get("scale") or {}, scales())
+    if by_scale and scale not in by_scale and not content.get("parts"):
+        raise UserError(f"scale: this claim has {', '.join(by_scale)}, not {scale}")
     changes = dict(_map(f"scale.{scale}", by_scale.get(scale) or {}))
     baseline = changes.pop("baseline", content.get("baseline", "standard"))
     parts = _map("parts", changes.pop("parts", content.get("parts")))
     scale_text = (conf_dir() / "scale" / f"{scale}.yaml").read_text(encoding="utf-8")
     scale_values = yaml.safe_load(scale_text)
-    task = scale_values.pop("task")
+    tasks: dict[str, dict[str, Any]] = scale_values.pop("tasks")
     values = scale_values | _map("grid", content.get("grid")) | changes
     grid = {key: _values(key, value) for key, value in values.items()} | dict(words)
     grid = dict(sorted(grid.items()))  # a file with its keys in another order is the same claim
@@ -97,20 +101,25 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
         raise UserError(f"grid: optim.lr={lr}: give one rate, or tuning_seeds to choose among them")
     if not parts:
         raise UserError("parts: a claim needs at least one")
-    specs = {key: _part(key, value, grid) for key, value in parts.items()}
+    specs = {key: _part(key, value, grid, [TEXT, *tasks]) for key, value in parts.items()}
     # With other data or another length on the command line, it is a claim about those alone.
     if any(key in _DATA_AND_LENGTH or key.startswith("data.") for key in words):
-        specs = {key: spec for key, spec in specs.items() if not spec.task} or specs
+        specs = {
+            key: replace(spec, data=(TEXT,)) for key, spec in specs.items() if TEXT in spec.data
+        } or specs
+    if not any(MEASURES[spec.of].is_of_runs for spec in specs.values()):
+        raise UserError("parts: none is measured by training; `qkablate cost` shows such costs")
     filters = [] if content.get("filter") is None else content["filter"]
     if not isinstance(filters, list) or not all(isinstance(text, str) for text in filters):
         raise UserError("filter: must be a list of predicates")
-    are_on_task = [spec.task for spec in specs.values()]
-    if not any(are_on_task):
-        task = {}
-    elif all(are_on_task):
+    worlds = dict.fromkeys(world for spec in specs.values() for world in spec.data)
+    used = {name: tasks[name] for name in worlds if name != TEXT}
+    if TEXT not in worlds:  # the first task takes the place of the text
+        first, *others = used.items()
         grid = {key: text for key, text in grid.items() if not key.startswith("data.")}
-        grid |= {key: as_word(value) for key, value in task.items()} | dict(words)
-        task = {}
+        grid |= {key: as_word(value) for key, value in first[1].items()} | dict(words)
+        changed = {key: scale_values[key] for key in first[1] if key in scale_values}
+        used = {name: changed | settings for name, settings in [first, *others]} if others else {}
     return Claim(
         name=name,
         says=says,
@@ -122,8 +131,9 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
         words=dict(words),
         filter=tuple(filters),
         baseline=_baseline(baseline),
-        task=task,
+        tasks=used,
         parts=specs,
+        minutes=_minutes(content.get("minutes")),
     )
 
 
@@ -147,29 +157,67 @@ def _baseline(value: Any) -> Any:
     return {key: as_word(leaf) for key, leaf in value.items()}
 
 
-def _part(name: str, value: Any, grid: Mapping[str, str]) -> PartSpec:
+def _minutes(value: Any) -> float | None:
+    minutes = None if value is None else _number(value)
+    if value is not None and (minutes is None or not 0 < minutes < 1e6):
+        raise UserError(f"minutes: {value} is not a number of minutes")
+    return minutes
+
+
+def _part(name: str, value: Any, grid: Mapping[str, str], worlds: Sequence[str]) -> PartSpec:
     where = f"parts.{name}"
     value = _map(where, value, _PART_KEYS)
-    defaults = {"kind": None, "of": "gap", "axis": "tokens", "horizon": "longest", "task": False}
-    value = defaults | {"margin": None, "against": "standard"} | value
+    defaults = {"kind": None, "of": "gap", "axis": "tokens", "horizon": "longest"}
+    defaults |= {"margin": None, "against": "standard", "adjust": "mlp", "data": TEXT, "than": None}
+    value = defaults | value
     choices_of = {"kind": KINDS, "of": MEASURES, "axis": AXES, "horizon": HORIZONS}
+    choices_of["adjust"] = SWEEP_KEYS["control.adjust"].choices
     for key, choices in choices_of.items():
         _check_choice(f"{where}.{key}", value[key], choices)
-    kind, is_spread, margin = value["kind"], value["of"] == "spread", _number(value["margin"])
-    if margin is None or not 0 <= margin < 100:
-        raise UserError(f"{where}.margin: '{value['margin']}' is not a number of nats, 0 or more")
-    if margin == 0 and kind in ("noninferior", "equivalent"):
-        raise UserError(f"{where}.margin: {kind} needs a margin above 0")
-    if is_spread and (kind not in ("noninferior", "worse") or value["horizon"] == "growth"):
-        raise UserError(f"{where}.of: a spread is noninferior or worse, without horizon=growth")
-    if is_spread and margin == 0:
-        raise UserError(f"{where}.margin: a spread needs a margin above 0")
+    if value["adjust"] != "mlp" and value["axis"] == "tokens":
+        raise UserError(f"{where}.adjust: {value['adjust']} pays for axis=params or axis=flops")
+    _check_margin(where, value)
+    _check_question(where, value)
+    data = value["data"] if isinstance(value["data"], list) else [value["data"]]
+    for world in data:
+        _check_choice(f"{where}.data", world, worlds)
+    if not data or len({*data}) < len(data):
+        raise UserError(f"{where}.data: name each of {', '.join(worlds)} once")
     if "arm" not in value:
         raise UserError(f"{where}.arm: is required")
-    if not isinstance(value["task"], bool):
-        raise UserError(f"{where}.task: '{value['task']}' is not true or false")
     sides = {key: _selector(f"{where}.{key}", value[key], grid) for key in ("arm", "against")}
-    return PartSpec(**(value | sides | {"margin": margin}))
+    than = None if value["than"] is None else _selector(f"{where}.than", value["than"], grid)
+    if than is not None and "variant" in than:
+        raise UserError(
+            f"{where}.than: both arms have these settings, and variant tells them apart"
+        )
+    changes = {"margin": _number(value["margin"]), "data": tuple(data), "than": than}
+    return PartSpec(**(value | sides | changes))
+
+
+def _check_margin(where: str, part: Mapping[str, Any]) -> None:
+    """Raise UserError for a margin that the kind and the measure of a part do not allow."""
+    margin, kind = _number(part["margin"]), part["kind"]
+    if margin is None or not 0 <= margin < 100:
+        raise UserError(f"{where}.margin: '{part['margin']}' is not a number, 0 or more")
+    if margin == 0 and kind in ("noninferior", "equivalent"):
+        raise UserError(f"{where}.margin: {kind} needs a margin above 0")
+    if margin == 0 and not MEASURES[part["of"]].sample.is_signed:
+        raise UserError(f"{where}.margin: a {part['of']} needs a margin above 0")
+
+
+def _check_question(where: str, part: Mapping[str, Any]) -> None:
+    """Raise UserError for a question that a measure has no answer to."""
+    of, measure = part["of"], MEASURES[part["of"]]
+    if part["kind"] not in measure.kinds:
+        raise UserError(f"{where}.of: a {of} is {' or '.join(measure.kinds)}")
+    if part["horizon"] == "growth" and of != "gap":
+        raise UserError(f"{where}.horizon: growth is that of a gap, not of {of}")
+    if part["horizon"] != "longest" and not measure.is_of_runs:
+        raise UserError(f"{where}.horizon: {of} does not depend on the length of training")
+    if part["than"] is not None and (measure.pair_cost is None or part["horizon"] == "growth"):
+        what = "growth" if part["horizon"] == "growth" else of
+        raise UserError(f"{where}.than: {what} has no value for each pair of runs to subtract")
 
 
 def _check_choice(where: str, word: Any, choices: Iterable[str]) -> None:

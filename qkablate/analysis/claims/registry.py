@@ -15,14 +15,13 @@ from typing import Any
 
 from qkablate import __version__
 from qkablate.analysis.claims.claim import Claim
-from qkablate.analysis.comparison.ranking import AXES
 from qkablate.config import GridConfig
 from qkablate.disk import make_folder
 from qkablate.errors import UserError
 from qkablate.runs.records import read_json, write_json
 from qkablate.strict_json import from_json
 
-FORMAT = 1
+FORMAT = 2
 FILE = "claim.json"
 
 
@@ -76,13 +75,13 @@ def claim_grid(claim: Claim, seeds: int) -> tuple[GridConfig, list[str]]:
         name=f"claim-{claim.name}",
         fixed=dict(claim.grid),
         axes={"seed": ",".join(map(str, claim.seeds_of("final", seeds)))},
-        also=dict(claim.task) or None,
+        also=[dict(settings) for settings in claim.tasks.values()] or None,
         baseline=claim.baseline,
         filter=list(claim.filter),
         tune=claim.tuning_seeds > 0,
         tuning_seeds=claim.seeds_of("tuning", max(1, claim.tuning_seeds)),
     )
-    used = dict.fromkeys(AXES[spec.axis] for spec in claim.parts.values())
+    used = dict.fromkeys(spec.control for spec in claim.parts.values())
     return grid, [f"control={','.join(used)}"]
 
 

@@ -32,13 +32,10 @@ from qkablate.analysis.comparison.gaps import Gap, is_sensitive
 from qkablate.analysis.left_behind import FailureRisk, measure_risks
 from qkablate.analysis.stats import (
     ALPHA,
-    MIN_PAIRS,
     Sample,
     Spread,
     holm,
     power_below,
-    power_equivalence,
-    power_spread,
     required_n,
 )
 
@@ -64,22 +61,27 @@ class Part:
     sample: Sample
     open_above: bool = False  # a run of the arm diverged: its mean has no upper bound
     open_below: bool = False  # a run of the baseline diverged
-    risks: tuple[FailureRisk, FailureRisk] | None = None  # of the arm, and of the baseline
+    raising: tuple[FailureRisk, ...] = ()  # failures that move the mean up, as those of the arm
+    lowering: tuple[FailureRisk, ...] = ()  # and down, as those of the baseline
     is_sensitive: bool = True  # the experiment could have shown a gap of the margin
 
     @classmethod
     def from_gap(cls, name: str, kind: str, margin: float, gap: Gap) -> "Part":
+        """Return a part about the mean gap."""
         above, below = gap.arm_diverged > 0, gap.baseline_diverged > 0
-        risks, sensitive = measure_risks(*gap.sides), is_sensitive(gap.lead, margin)
-        return cls(name, kind, margin, gap.sample, above, below, risks, sensitive)
+        raising, lowering = measure_risks(*gap.sides)
+        is_told = is_sensitive(gap.lead, margin)
+        return cls(name, kind, margin, gap.sample, above, below, (raising,), (lowering,), is_told)
 
     def p_below(self, bound: float) -> float:
         """Return the p-value against a mean at or above the bound."""
-        return 1.0 if self.open_above or self.sample.n < MIN_PAIRS else self.sample.p_below(bound)
+        is_known = self.sample.n >= self.sample.min_n and not self.open_above
+        return self.sample.p_below(bound) if is_known else 1.0
 
     def p_above(self, bound: float) -> float:
         """Return the p-value against a mean at or below the bound."""
-        return 1.0 if self.open_below or self.sample.n < MIN_PAIRS else self.sample.p_above(bound)
+        is_known = self.sample.n >= self.sample.min_n and not self.open_below
+        return self.sample.p_above(bound) if is_known else 1.0
 
     @property
     def _bound(self) -> float:
@@ -96,8 +98,7 @@ class Part:
     @property
     def can_be_equivalent(self) -> bool:
         """True if the part claims a direction, so that equivalence would be another outcome."""
-        directed = self.kind in ("better", "worse") and not isinstance(self.sample, Spread)
-        return directed and self.margin > 0
+        return self.kind in ("better", "worse") and self.sample.is_signed and self.margin > 0
 
     @property
     def p_equivalent(self) -> float:
@@ -115,13 +116,14 @@ class Part:
         """Return the failures, not excluded by the runs, that would overturn the verdict.
 
         A failure of the arm moves the gap up, one of the baseline moves it down: the bound that the
-        verdict rests on has to hold when moved by `unseen_shift`. Each of several parts is judged
-        at its share of α, except that all parts of a supported claim must hold.
+        verdict rests on has to hold when moved by the `unseen_shift` of all arms whose failures
+        move it to its side. Each of several parts is judged at its share of α, except that all
+        parts of a supported claim must hold.
         """
         is_supported, is_refuted = verdict == Verdict.SUPPORTED, verdict == Verdict.REFUTED
         is_two_sided = is_refuted and self.kind == "equivalent"
         interval = self.sample.interval(1 - alpha if is_two_sided else 1 - 2 * alpha)
-        if self.risks is None or interval is None:
+        if interval is None:
             return []
         low, high = interval
         rooms: list[float | None] = [None, None]  # up to the bound above, and below
@@ -134,16 +136,17 @@ class Part:
             is_below = is_supported != (self.kind == "worse")
             rooms = [self._bound - high, None] if is_below else [None, low - self._bound]
         share = alpha if is_supported else alpha / parts
-        return [
-            risk.describe_condition(room)
-            for risk, room in zip(self.risks, rooms, strict=True)
-            if room is not None and risk.unseen_shift(share) >= room
-        ]
+        conditions = []
+        for risks, room in zip((self.raising, self.lowering), rooms, strict=True):
+            shift = sum(risk.unseen_shift(share / len(risks)) for risk in risks)
+            if risks and room is not None and shift >= room:
+                conditions += [risk.describe_condition(room / len(risks)) for risk in risks]
+        return conditions
 
     def power(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
         """Return the probability that n seeds support the part, given the true mean and spread."""
         if self.kind == "equivalent":
-            return power_equivalence(mean, self.margin, sd, n, alpha)
+            return self.sample.power_within(n, mean, sd, self.margin, alpha)
         return self._power_beyond(self.kind == "worse", n, mean, sd, alpha)
 
     def power_to_refute(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
@@ -153,12 +156,8 @@ class Part:
         return self._power_beyond(self.kind != "worse", n, mean, sd, alpha)
 
     def _power_beyond(self, above: bool, n: int, mean: float, sd: float, alpha: float) -> float:
-        """Return the power of the test for a gap, or a spread, above or below the bound."""
-        if isinstance(self.sample, Spread):
-            kurtosis = self.sample.kurtosis
-            return power_spread(sd, self.margin, n, alpha, kurtosis=kurtosis, above=above)
-        sign = -1 if above else 1
-        return power_below(sign * mean, sign * self._bound, sd, n, alpha)
+        """Return the power of the test for a truth above or below the bound."""
+        return self.sample.power(n, mean, sd, self._bound, alpha, above=above)
 
     def seeds_needed(self, alpha: float = ALPHA, parts: int = 1) -> SeedsNeeded | None:
         """Return an 80 % prediction interval of the seeds that decide it with 80 % power.
@@ -229,7 +228,7 @@ class Part:
         if refutes:
             yield self.power_to_refute(n, mean, sd, alpha / parts)
         if above and below and self.can_be_equivalent:
-            yield power_equivalence(mean, self.margin, sd, n, alpha / parts)
+            yield self.sample.power_within(n, mean, sd, self.margin, alpha / parts)
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,7 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
             verdicts.append(shown if part.is_sensitive else Verdict.INSENSITIVE)
         else:
             verdicts.append(Verdict.REFUTED if p_refuted < alpha else Verdict.UNDERPOWERED)
-    word = _merge_verdicts(verdicts, [part.can_be_equivalent for part in parts])
+    word = merge_verdicts(verdicts, [part.can_be_equivalent for part in parts])
     conditions = [
         part.conditions(verdict, alpha, len(parts))
         for part, verdict in zip(parts, verdicts, strict=True)
@@ -263,7 +262,8 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
     return ClaimVerdict(word, verdicts, [*dict.fromkeys(itertools.chain(*conditions))])
 
 
-def _merge_verdicts(verdicts: list[Verdict], are_directed: list[bool]) -> Verdict:
+def merge_verdicts(verdicts: list[Verdict], are_directed: list[bool]) -> Verdict:
+    """Return the verdict of all parts; directed ones can be equivalent."""
     for word in (Verdict.REFUTED, Verdict.INSENSITIVE):  # one such part is enough
         if word in verdicts:
             return word

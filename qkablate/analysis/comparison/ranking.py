@@ -14,6 +14,7 @@ from qkablate.analysis.comparison.gaps import Family, adjust, measure_gap
 from qkablate.analysis.stats import ALPHA, MIN_PAIRS, Estimate, Sample, describe_sample, holm
 from qkablate.analysis.study.study import Entry, Study
 from qkablate.config import flatten
+from qkablate.config.sweep import split_control
 from qkablate.errors import UserError
 from qkablate.runs.records import is_number
 from qkablate.sweeps.planning.manifest import Arm
@@ -46,7 +47,8 @@ class RankedPair(Estimate):
 class Ranking:
     """Ranks of the arms of one size under one control."""
 
-    equal: str
+    equal: str  # tokens, params, flops
+    adjusted: str  # the size that pays for it
     size: str  # name of the baseline
     ranks: list[Rank]
     unranked: list[str]  # with reasons
@@ -57,14 +59,16 @@ def find_rankings(families: list[Family]) -> list[Ranking]:
     """Rank the arms of each size, length and control."""
     rankings = []
     for family in families:
-        for axis, control in AXES.items():
+        controls = dict.fromkeys(c for gap in family.gaps for c in gap.arm.arm.controls)
+        for control in sorted(
+            controls, key=lambda name: [*AXES.values()].index(split_control(name)[0])
+        ):
             arms = [gap.arm for gap in family.gaps if control in gap.arm.arm.controls]
-            if arms:
-                rankings.append(_rank(axis, family.baseline, arms))
+            rankings.append(_rank(control, family.baseline, arms))
     return rankings
 
 
-def _rank(axis: str, baseline: Entry, arms: list[Entry]) -> Ranking:
+def _rank(control: str, baseline: Entry, arms: list[Entry]) -> Ranking:
     reasons = [(entry, _why_unranked(entry)) for entry in (baseline, *arms)]
     entries = [entry for entry, reason in reasons if not reason]
     unranked = [f"{entry.name}: {reason}" for entry, reason in reasons if reason]
@@ -85,7 +89,9 @@ def _rank(axis: str, baseline: Entry, arms: list[Entry]) -> Ranking:
         RankedPair(arm=arm.name, against=other.name, p_holm=p, **vars(describe_sample(sample)))
         for (arm, other), sample, p in zip(pairs, samples, adjusted, strict=True)
     ]
-    return Ranking(axis, baseline.name, ranks, unranked, described)
+    match, adjusted = split_control(control)
+    equal = next(axis for axis, name in AXES.items() if name == match)
+    return Ranking(equal, adjusted, baseline.name, ranks, unranked, described)
 
 
 def _why_unranked(entry: Entry) -> str:

@@ -35,6 +35,7 @@ from qkablate.analysis.comparison.scaling import SeriesSummary, describe_series,
 from qkablate.analysis.stats import Estimate, Interval
 from qkablate.analysis.study.document_error import DocumentError
 from qkablate.analysis.study.study import Study
+from qkablate.config.sweep import split_control
 from qkablate.runs.text_references import TextReferences
 from qkablate.sweeps.planning.manifest import LeftOutArm
 
@@ -227,7 +228,7 @@ def audit_gap(
     """Audit one gap of a family."""
     gap = family.gaps[number]
     controls, detectable = gap.arm.arm.controls, family.detectable(gap)
-    axis = "tokens" if "none" in controls else controls[0]
+    axis = "tokens" if "none" in controls else split_control(controls[0])[0]
     return audit(gap, curves, axis, margin, family.rounding_gap, detectable)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,21 @@ def read_loss_curves(
     if damaged:
         report_damage(folder, f"rows skipped: {len(damaged)}", note)
     return curves
+
+
+def read_final_train_loss(folder: Path) -> float | None:
+    """Return the mean training loss of the last tenth of a run; None if it is not known."""
+    losses: dict[int, float] = {}
+    sign = f'"{TRAIN}"'.encode()
+    for line in (read_metrics(folder) or b"").splitlines():
+        if sign in line:
+            try:
+                row = decode_row(line)
+                losses[int(row["tokens"])] = float(row[TRAIN])
+            except (ValueError, KeyError, TypeError):
+                continue
+    last = [loss for tokens, loss in losses.items() if tokens > 0.9 * max(losses)]
+    return statistics.fmean(last) if last and all(map(math.isfinite, last)) else None
 
 
 def report_damage(folder: Path, damage: str, note: Callable[[str], None] | None) -> None:

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.analysis.stats import Sample
-from qkablate.analysis.study.loss_curves import LossCurve, read_loss_curves
+from qkablate.analysis.study.loss_curves import (
+    LossCurve,
+    read_final_train_loss,
+    read_loss_curves,
+)
 from qkablate.runs.document_losses import FILE_NAME as DOCUMENT_LOSSES
 from qkablate.runs.document_losses import DocumentLosses, read_document_losses
 from qkablate.runs.records import is_number, read_json, read_result, sha256
@@ -62,6 +66,11 @@ class Record:
         return read_loss_curves(self.folder, self.problems.append)
 
     @cached_property
+    def final_train_loss(self) -> float | None:
+        """Mean training loss over the last tenth of a run that is done."""
+        return read_final_train_loss(self.folder) if self.status == "done" else None
+
+    @cached_property
     def document_losses(self) -> DocumentLosses | None:
         """Test loss by document, if it was recorded."""
         if not os.path.lexists(self.folder / DOCUMENT_LOSSES):
@@ -88,6 +97,12 @@ class Record:
         """Test accuracy of a run on a task that is done."""
         accuracy = self.facts["accuracy"].get("test")
         return accuracy if self.status == "done" and is_number(accuracy) else None
+
+    @property
+    def exact(self) -> float | None:
+        """Fraction of the test sequences of a task whose answers are all right."""
+        exact = self.facts["exact"].get("test")
+        return exact if self.status == "done" and is_number(exact) else None
 
     @property
     def seed(self) -> str:
@@ -316,7 +331,7 @@ def _record(state: RunState) -> Record:
 def read_facts(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the circumstances of a run: data, software and hardware."""
     facts: dict[str, Any] = {key: result.get(key) for key in _FACTS}
-    facts |= {key: as_dict(result.get(key)) for key in ("init", "lr", "accuracy")}
+    facts |= {key: as_dict(result.get(key)) for key in ("init", "lr", "accuracy", "exact")}
     environment = as_dict(read_json(folder / "environment.json"))
     parts = ("versions", "machine", "code")
     versions, machine, code = (as_dict(environment.get(part)) for part in parts)

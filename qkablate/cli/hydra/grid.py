@@ -1,5 +1,6 @@
 """The request of a sweep, read from its words: settings, controls, and a grid of values."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,8 +19,9 @@ from qkablate.config import (
     has_role,
     no_such_key,
 )
-from qkablate.config.sweep import SWEEP_KEYS, as_word, check_sweep
+from qkablate.config.sweep import SWEEP_KEYS, as_word, check_sweep, control_name, list_also
 from qkablate.errors import UserError
+from qkablate.sweeps.planning.manifest import RUN_KEYS
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,11 @@ class SweepRequest:
 
     def count(self) -> int:
         """Return the number of runs, before anything is left out."""
-        number = len(self.controls)
-        for values in self.choices.values():
-            number *= len(values)
-        return number * (2 if self.settings.sweep.also else 1)
+        runs = math.prod(len(values) for key, values in self.choices.items() if key in RUN_KEYS)
+        arms = [len(values) for key, values in self.choices.items() if key not in RUN_KEYS]
+        is_grid = self.settings.sweep.design == "grid"
+        cells = math.prod(arms) if is_grid else 1 + sum(number - 1 for number in arms)
+        return len(self.controls) * runs * cells * (1 + len(list_also(self.settings.sweep)))
 
 
 class SweepComposer(Composer):
@@ -63,12 +66,7 @@ class SweepComposer(Composer):
         choices = dict(_parse(_word(key, value)) for key, value in from_file.items()) | choices
         names = choices.pop("control", ["none"])
         control_words = [word for word in settings_words if word.startswith("control.")]
-        controls = {  # none is the default
-            name: settings.control
-            if name == "none"
-            else _compose_settings([f"control={name}", *control_words]).control
-            for name in names
-        }
+        controls = dict(_read_control(name, control_words) for name in names)
         if control_words and set(names) == {"none"}:
             raise UserError(f"'{control_words[0]}' has no meaning with control=none")
         axes = [key for key in dict.fromkeys([*settings.sweep.axes, *typed]) if key in choices]
@@ -125,6 +123,19 @@ def _is_own(key: str) -> bool:
     if "." not in key and key not in known:
         raise UserError(no_such_key(key, known))
     return False
+
+
+def _read_control(name: str, words: list[str]) -> tuple[str, ControlConfig]:
+    """Return a control with its full name: `params`, or `params-d_model`."""
+    if name == "none":  # the default
+        return name, _compose_settings(words).control
+    match, hyphen, adjust = name.partition("-")
+    if hyphen:
+        if any(word.startswith("control.adjust=") for word in words):
+            raise UserError(f"control={name} names the size that pays; leave control.adjust out")
+        words = [*words, f"control.adjust={adjust}"]
+    control = _compose_settings([f"control={match}", *words]).control
+    return control_name(control.match, control.adjust), control
 
 
 def _word(key: str, value: Any) -> str:

@@ -1,21 +1,45 @@
 """Forest plots: means with their intervals, one row each."""
 
+import math
+
 from qkablate.analysis.claims.judgement import Judgement
+from qkablate.analysis.claims.measures import Unit
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, Spec
 from qkablate.report.section import Section, format_n
 from qkablate.report.text.numbers import format_gap, format_gap_summary
 from qkablate.table import format_count
 
+_AXES = {
+    Unit.NATS: "gap, nats per token",
+    Unit.SHARE: "difference, as a share of the answers",
+    Unit.RATIO: "difference, in percent of the baseline",
+}
+
 
 def claim_chart(section: Section) -> Chart | None:
-    """Chart the parts of a claim with their margins."""
+    """Chart the parts of a claim with their margins, a panel for each unit."""
     judgement = section.judgement
     if judgement is None or judgement.verdict is None:
         return None
-    rows, margins = _part_rows(judgement)
+    panels, all_rows = [], list[Spec]()
+    for unit, title in _AXES.items():
+        rows, margins = _part_rows(judgement, unit)
+        if rows:
+            panels.append(_part_panel(rows, margins, title))
+        all_rows += rows
+    caption = (
+        f"Estimate and {100 * (1 - 2 * judgement.alpha):.3g} % interval of each part of the claim;"
+        " thick mark: the claimed margin"
+        f" ({format_n([judged.part.sample.n for judged in judgement.parts])})."
+    )
+    caption += base.format_open_note(all_rows)
+    return Chart("parts", "Claimed and measured", caption, panels)
+
+
+def _part_panel(rows: list[Spec], margins: list[Spec], title: str) -> Spec:
     y = base.arm_axis([row["arm"] for row in rows])
-    x, ink = base.number_axis("gap", "nats per token", zero=True), "var(--ink)"
+    x, ink = base.number_axis("gap", title, zero=True), "var(--ink)"
     tooltip = base.make_tooltip(arm="part", estimate="measured", verdict="")
     encoding = {"x": x, "y": y}
     margin = {"x": x | {"field": "at"}, "y": y, "tooltip": base.make_tooltip(at="margin")}
@@ -26,35 +50,41 @@ def claim_chart(section: Section) -> Chart | None:
         *base.interval_layer("rule", "x", rows, encoding, strokeWidth=3, color=ink),
         base.make_layer("point", encoding | {"tooltip": tooltip}, filled=True, size=70, color=ink),
     ]
-    panel = base.make_panel("", rows, layers, base.ROW_HEIGHT * (len(rows) + 1))
-    caption = (
-        f"Estimate and {100 * (1 - 2 * judgement.alpha):.3g} % interval of each part of the claim;"
-        " thick mark: the claimed margin"
-        f" ({format_n([judged.part.sample.n for judged in judgement.parts])})."
-    )
-    caption += base.format_open_note(rows)
-    return Chart("parts", "Claimed and measured", caption, [panel] if rows else [])
+    return base.make_panel("", rows, layers, base.ROW_HEIGHT * (len(rows) + 1))
 
 
-def _part_rows(judgement: Judgement) -> tuple[list[Spec], list[Spec]]:
-    """Return a row per part that has an interval, and one per margin."""
+def _part_rows(judgement: Judgement, unit: Unit) -> tuple[list[Spec], list[Spec]]:
+    """Return a row per part in this unit that has an interval, and one per margin."""
     rows, margins = list[Spec](), list[Spec]()
     for judged, verdict in zip(judgement.parts, judgement.part_words, strict=True):
         part, spec = judged.part, judged.comparison.spec
         interval = part.sample.interval(1 - 2 * judgement.alpha)
-        if interval is None:
+        if judged.unit is not unit or interval is None:
             continue
-        unit = ", per doubling" if spec.horizon == "growth" else ""
-        label = f"{part.name}{unit}  (n = {part.sample.n})"
-        low, high = interval
-        sides = {"below": part.open_below, "above": part.open_above}
+
+        def place(cost: float) -> float:
+            """Return the place of a value on the axis."""
+            value = unit.natural(cost)
+            return 100 * (value - 1) if unit is Unit.RATIO else value
+
+        growth = ", per doubling" if spec.horizon == "growth" else ""
+        label = f"{part.name}{growth}  (n = {part.sample.n})"
+        ends = sorted(place(end) for end in interval)
+        mean, (low, high) = place(part.sample.mean), ends
+        below, above = part.open_below or math.isinf(low), part.open_above or math.isinf(high)
+        if unit is Unit.SHARE:
+            below, above = above, below
+        if not math.isfinite(mean):
+            continue  # the table tells it
+        sides = {"below": below, "above": above}
+        finite = [low if math.isfinite(low) else mean, high if math.isfinite(high) else mean]
         rows.append(
-            {"arm": label, "gap": part.sample.mean, "low": low, "high": high}
-            | {"estimate": format_gap(part.sample.mean, interval, **sides), "verdict": verdict}
+            {"arm": label, "gap": mean, "low": finite[0], "high": finite[1]}
+            | {"estimate": format_gap(mean, finite, **sides), "verdict": verdict}
             | {f"open_{side}": is_open for side, is_open in sides.items()}
         )
         edges = {"noninferior": [1], "worse": [1], "better": [-1]}.get(part.kind, [-1, 1])
-        margins += [{"arm": label, "at": side * spec.margin} for side in edges]
+        margins += [{"arm": label, "at": place(side * part.margin)} for side in edges]
     return rows, margins
 
 

@@ -3,31 +3,46 @@
 import dataclasses
 import math
 
-from qkablate.analysis.claims.claim import Claim
+from qkablate.analysis.claims.claim import TEXT, Claim, PartSpec, Selector
 from qkablate.analysis.claims.judgement import Judgement, PartJudgement
+from qkablate.analysis.claims.measures import MEASURES, Unit
+from qkablate.analysis.claims.samples import Exact
 from qkablate.analysis.claims.verdict import SeedsNeeded
 from qkablate.analysis.comparison.audit import MARKS, group_checks
 from qkablate.analysis.comparison.gaps import perplexity_percent
-from qkablate.analysis.stats import Spread, describe_sample
+from qkablate.analysis.stats import Interval
 from qkablate.errors import sanitize
+from qkablate.report.text.numbers import format_value
 from qkablate.report.text.table import Table, format_interval, format_known
-from qkablate.table import format_nats, format_table
+from qkablate.table import format_table
 
 _KINDS = {
-    "noninferior": "is not worse than {} by {:g}",
-    "equivalent": "is within ± {1:g} of {0}",
-    "better": "is better than {} by more than {:g}",
-    "worse": "is worse than {} by more than {:g}",
+    "noninferior": "is not worse than {} by {}",
+    "equivalent": "is within ± {1} of {0}",
+    "better": "is better than {} by more than {}",
+    "worse": "is worse than {} by more than {}",
 }
-_SPREADS = {
-    "noninferior": "and {} spread by less than {:g} from pair to pair",
-    "worse": "and {} spread by more than {:g} from pair to pair",
+_OF_SIZES = {
+    "spread": {
+        "noninferior": "and {} spread by less than {} from pair to pair",
+        "worse": "and {} spread by more than {} from pair to pair",
+    },
+    "course": {
+        "noninferior": "and {} are never {} apart while training",
+        "worse": "and {} are more than {} apart at some time of the training",
+    },
 }
 _CLAIMED = {
-    "noninferior": "< {:g}",
-    "equivalent": "within ± {:g}",
-    "better": "< −{:g}",
-    "worse": "> {:g}",
+    "noninferior": "< {}",
+    "equivalent": "within ± {}",
+    "better": "< −{}",
+    "worse": "> {}",
+}
+_CLAIMED_OF_COSTS = {
+    "noninferior": "not worse by {}",
+    "equivalent": "within ± {}",
+    "better": "better by {}",
+    "worse": "worse by {}",
 }
 _WHERE = {"longest": "", "each": ", at each length", "growth": ", per doubling of tokens"}
 
@@ -35,20 +50,34 @@ _WHERE = {"longest": "", "each": ", at each length", "growth": ", per doubling o
 def format_claim(claim: Claim) -> list[str]:
     """Return the claim and its test plan as lines."""
     lines = [f"{claim.title}: {claim.says}", f"source    {claim.source}"]
-    for name, spec in claim.parts.items():
-        kinds = _KINDS if spec.of == "gap" else _SPREADS
-        arm, against = (
-            " ".join(v if k == "variant" else f"{k}={v}" for k, v in selector.items())
-            for selector in (spec.arm, spec.against)
-        )
-        kind = kinds[spec.kind].format(against, spec.margin)
-        where = f"at equal {spec.axis}{_WHERE[spec.horizon]}"
-        where += f", on {(claim.task or claim.grid)['data']}" if spec.task else ""
-        lines.append(f"part      {name}: {arm} {kind}, {where}")
+    lines += [f"part      {name}: {format_spec(spec)}" for name, spec in claim.parts.items()]
     looks = " then ".join(map(str, claim.seeds))
     tuned = f"; rates tuned on {claim.tuning_seeds} other seeds" if claim.tuning_seeds else ""
     lines.append(f"seeds     {looks}, from its hash {claim.hash[:12]}{tuned}")
     return [*map(sanitize, lines)]
+
+
+def format_spec(spec: PartSpec) -> str:
+    """Format what a part says: no_q is not worse than standard by 0.01, at equal tokens."""
+    measure = MEASURES[spec.of]
+    arm, against = map(_format_side, (spec.arm, spec.against))
+    kinds = _OF_SIZES.get(spec.of, _KINDS)
+    text = f"{arm} {kinds[spec.kind].format(against, _format_margin(spec))}"
+    text += f" in {measure.noun}" if spec.of != "gap" and spec.of not in _OF_SIZES else ""
+    text += f", than with {_format_side(spec.than)}" if spec.than else ""
+    if measure.is_of_runs or spec.axis != "tokens":
+        text += f", at equal {spec.axis}{_WHERE[spec.horizon]}"
+    text += f" ({spec.adjust} adjusted)" if spec.adjust != "mlp" else ""
+    return text + (f", on {' and '.join(spec.data)}" if spec.data != (TEXT,) else "")
+
+
+def _format_side(side: Selector) -> str:
+    return " ".join(v if k == "variant" else f"{k}={v}" for k, v in side.items())
+
+
+def _format_margin(spec: PartSpec) -> str:
+    is_ratio = MEASURES[spec.of].unit is Unit.RATIO
+    return f"{100 * spec.margin:g} %" if is_ratio else f"{spec.margin:g}"
 
 
 def format_judgement(judgement: Judgement) -> list[str]:
@@ -56,13 +85,15 @@ def format_judgement(judgement: Judgement) -> list[str]:
     label = " (exploratory)" if judgement.exploratory else ""
     doubts = {check.name for part in judgement.parts for check in part.checks if check.is_warning}
     text = [*format_claim(judgement.claim), "", f"{judgement.headline}{label}"]
+    text += [f"  on {world}: {word}" for world, word in judgement.worlds.items()]
     text += [f"  unless {condition}" for condition in judgement.unless]
     text += [f"  exploratory: {reason}" for reason in judgement.exploratory]
     if doubts and judgement.verdict:
         text.append(f"  the audit warns: {', '.join(sorted(doubts))}")
     if judgement.verdict is None:
         ended, expected = judgement.study.ended, judgement.study.expected
-        text.append(f"  {ended} of {expected} runs have ended; the verdict needs all of them")
+        needed = "all of them" if ended < expected else "seconds and memory, measured alone"
+        text.append(f"  {ended} of {expected} runs have ended; the verdict needs {needed}")
         return [*map(sanitize, text)]
     text += ["", *format_table(*make_part_table(judgement)), ""]
     text += [f"  {line}" for line in format_details(judgement)]
@@ -74,7 +105,9 @@ def format_judgement(judgement: Judgement) -> list[str]:
 def make_part_table(judgement: Judgement) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the parts; no rows before the verdict."""
     level = f"{100 * (1 - 2 * judgement.alpha):.3g} % interval"
-    head = ["part", "n", "gap", level, "sd", "claimed", "verdict"]
+    units = {judged.unit for judged in judgement.parts}
+    estimate = "gap" if units == {Unit.NATS} else "estimate"
+    head = ["part", "n", estimate, level, "sd", "claimed", "verdict"]
     pairs = zip(judgement.parts, judgement.part_words, strict=True) if judgement.verdict else ()
     return head, [_row(judged, word, judgement.alpha) for judged, word in pairs]
 
@@ -94,15 +127,13 @@ def format_details(judgement: Judgement) -> list[str]:
 
 
 def _row(judged: PartJudgement, word: str, alpha: float) -> list[str]:
-    part, sample = judged.part, judged.part.sample
-    low, high = sample.interval(1 - 2 * alpha) or (None, None)
-    left = "−∞" if part.open_below else format_known(low, format_nats)
-    is_open = part.open_above or high == math.inf
-    right = "∞" if is_open else format_known(high, format_nats)
-    mean = format_nats(sample.mean) if sample.n else "–"
-    claimed = _CLAIMED[part.kind].format(part.margin)
-    cells = [part.name, str(sample.n), mean, f"[{left}, {right}]"]
-    return [*cells, format_known(sample.sd), claimed, word]
+    part, sample, unit = judged.part, judged.part.sample, judged.unit
+    claimed = (_CLAIMED if unit is Unit.NATS else _CLAIMED_OF_COSTS)[part.kind]
+    estimate = format_value(unit, unit.natural(sample.mean)) if sample.n else "–"
+    ends = [format_value(unit, end) for end in judged.interval(1 - 2 * alpha)]
+    cells = [part.name, str(sample.n), estimate, f"[{', '.join(ends)}]"]
+    sd = format_known(None if isinstance(sample, Exact) else sample.sd)
+    return [*cells, sd, claimed.format(_format_margin(judged.comparison.spec)), word]
 
 
 def _details(judged: PartJudgement, alpha: float) -> list[str]:
@@ -117,10 +148,12 @@ def _details(judged: PartJudgement, alpha: float) -> list[str]:
             f"BCa 95 % {format_interval(sample.bca)}",
         ]
         text += [f"sign flip p {sample.sign_flip:.4f}"]
-    if judged.comparison.spec.horizon != "growth" and not isinstance(sample, Spread):
+    spec = judged.comparison.spec
+    if spec.of == "gap" and spec.horizon != "growth":
         text.append(f"perplexity {perplexity_percent(sample.mean):+.2f} %")
-    if judged.comparison.spec.task:
-        (gap, *_) = judged.gaps
+    for gap in judged.gaps:
+        if gap.arm.chance is None:  # a text
+            continue
         arm, baseline = (format_known(entry.accuracy, ".1%") for entry in gap.sides)
         text.append(
             f"accuracy {arm} against {baseline}, chance {format_known(gap.arm.chance, '.1%')}"
@@ -129,13 +162,14 @@ def _details(judged: PartJudgement, alpha: float) -> list[str]:
     for gap in judged.gaps:
         counts |= {gap.arm.name: gap.arm_left_behind, gap.baseline.name: gap.baseline_left_behind}
     text += [f"left behind: {failed} of {name}" for name, failed in counts.items() if failed]
-    if isinstance(sample, Spread):
+    if spec.of == "spread":
         text.append(
             "the spread is below a bound only as far as these pairs show: a larger gap in one pair"
             f" of {max(2, sample.n // 3)} or fewer may be missing"
         )
-    every = " ".join(map(format_nats, sample.values))
-    return [f"{part.name}: {', '.join([*text, f'gaps {every}'])}"]
+    every = " ".join(format_value(judged.unit, judged.unit.natural(v)) for v in sample.values)
+    what = "gaps" if judged.unit is Unit.NATS else "values"
+    return [f"{part.name}: {', '.join([*text, f'{what} {every}'])}"]
 
 
 def format_seeds_needed(judgement: Judgement) -> list[str]:
@@ -183,6 +217,7 @@ def judgement_to_json(judgement: Judgement) -> dict[str, object]:
         "verdict": judgement.word,
         "scope": judgement.scope,
         "unless": judgement.unless,
+        "data": judgement.worlds,
         "exploratory": judgement.exploratory,
         "sweep": judgement.study.name,
         "seeds": judgement.n,
@@ -197,20 +232,26 @@ def judgement_to_json(judgement: Judgement) -> dict[str, object]:
 
 
 def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
-    part, sample, spec = judged.part, judged.part.sample, judged.comparison.spec
+    part, sample, spec, unit = judged.part, judged.part.sample, judged.comparison.spec, judged.unit
+    arms = [*judged.comparison.pairs, *filter(None, [judged.comparison.than])]
     return {
         "part": part.name,
         "kind": part.kind,
-        "margin": part.margin,
+        "margin": spec.margin,
         "of": spec.of,
-        "arms": judged.comparison.pairs,
-        "task": spec.task,
+        "unit": unit.value,
+        "arms": arms,
+        "than": judged.comparison.than is not None,  # then the last two arms are subtracted
+        "data": judged.comparison.world,
         "accuracy": [[entry.accuracy for entry in gap.sides] for gap in judged.gaps],
         "chance": [gap.arm.chance for gap in judged.gaps],
         "axis": spec.axis,
+        "adjust": spec.adjust,
         "horizon": spec.horizon,
-        **vars(describe_sample(sample)),
-        "interval": sample.interval(1 - 2 * alpha),
+        "n": sample.n,
+        "mean": _finite(unit.natural(sample.mean)) if sample.n else None,
+        "sd": sample.sd,
+        "interval": _finite_ends(judged.interval(1 - 2 * alpha)),
         "interval_level": 1 - 2 * alpha,
         "p_supported": part.p_supported,
         "p_refuted": part.p_refuted,
@@ -222,6 +263,16 @@ def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
         "arm_left_behind": sum(gap.arm_left_behind for gap in judged.gaps),
         "baseline_left_behind": sum(gap.baseline_left_behind for gap in judged.gaps),
         "unpaired": [line for gap in judged.gaps for line in gap.unpaired],
-        "values": sample.values,
+        "values": [_finite(unit.natural(value)) for value in sample.values],
         "audit": [dataclasses.asdict(check) for check in judged.checks],
     }
+
+
+def _finite(value: float) -> float | None:
+    """Return the number, or None for one that JSON does not have."""
+    return value if math.isfinite(value) else None
+
+
+def _finite_ends(interval: Interval) -> list[float | None] | None:
+    ends = [_finite(end) for end in interval]
+    return None if ends == [None, None] else ends

@@ -1,12 +1,14 @@
 """Format numbers, rounded to the precision of their interval."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.analysis.stats import ALPHA, Sample
 from qkablate.errors import sanitize
-from qkablate.table import format_digits
+from qkablate.table import format_digits, format_nats
 
 
 def format_gap(
@@ -36,6 +38,15 @@ def format_gap_summary(gap: GapSummary) -> str:
 def format_loss(sample: Sample, level: float = 1 - ALPHA) -> str:
     """Format a mean loss with its interval: 3.210 [3.205, 3.215]."""
     return format_gap(sample.mean, sample.interval(level), signed=False)
+
+
+def format_value(unit: Unit, value: float) -> str:
+    """Format a value in the unit that is shown: +0.0123, or ×1.040."""
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    return f"×{value:.3f}" if unit is Unit.RATIO else format_nats(value)
 
 
 def half_width(interval: Sequence[float] | None) -> float | None:

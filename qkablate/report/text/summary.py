@@ -3,11 +3,12 @@
 from collections import Counter
 
 from qkablate.analysis.claims.judgement import PartJudgement
+from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.comparison.audit import AuditCheck
 from qkablate.analysis.comparison.decision import Decision, RateScope, Verdict
 from qkablate.analysis.comparison.summary import GapSummary
 from qkablate.report.section import Section, format_n
-from qkablate.report.text.numbers import format_gap, format_loss, half_width
+from qkablate.report.text.numbers import format_gap, format_loss, format_value, half_width
 from qkablate.table import format_count, format_digits, format_list, format_nats, format_short
 
 _VERDICTS = {
@@ -197,11 +198,15 @@ def _summarize_claim(section: Section) -> list[str]:
 
 def _format_part(judged: PartJudgement, level: float) -> str:
     """Format what was measured of a part: within: gap +0.012 [+0.008, +0.016] (n = 4)."""
-    part, spec = judged.part, judged.comparison.spec
-    if spec.of == "spread":
-        text = format_loss(part.sample, level)
+    part, spec, sample = judged.part, judged.comparison.spec, judged.part.sample
+    if judged.unit is not Unit.NATS:
+        values = (judged.unit.natural(sample.mean), *judged.interval(level))
+        mean, low_text, high_text = (format_value(judged.unit, value) for value in values)
+        text = f"{mean} [{low_text}, {high_text}]"
+    elif not sample.is_signed:
+        text = format_loss(sample, level)
     else:
         sides = {"below": part.open_below, "above": part.open_above}
-        text = format_gap(part.sample.mean, part.sample.interval(level), **sides)
-    quantity = "growth per doubling" if spec.horizon == "growth" else spec.of
-    return f"{part.name}: {quantity} {text} ({format_n([part.sample.n])})"
+        text = format_gap(sample.mean, sample.interval(level), **sides)
+    quantity = "growth per doubling" if spec.horizon == "growth" else spec.of.replace("_", " ")
+    return f"{part.name}: {quantity} {text} ({format_n([sample.n])})"

@@ -160,6 +160,7 @@ def _rank_table(ranking: Ranking) -> Table:
     equal = {"tokens": "tokens", "params": "parameters", "flops": "training FLOPs"}[ranking.equal]
     notes = ["ranks that no pair's test excludes, adjusted by Holm over all pairs"]
     notes += [f"not ranked: {line}" for line in ranking.unranked]
+    equal += f" ({ranking.adjusted} adjusted)" if ranking.adjusted != "mlp" else ""
     title = f"ranks at equal {equal}, with {ranking.size}"
     return Table(title, ["arm", "rank", "mean", "n"], rows, notes)
 

@@ -196,7 +196,7 @@ def _time_steps(config: Config, vocabulary: int, gpu: str | None, answer: Connec
     """Send the seconds of a step and of the start, and the memory; in a process of its own."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     try:
@@ -216,7 +216,8 @@ def _time_steps(config: Config, vocabulary: int, gpu: str | None, answer: Connec
         answer.send(f"{type(error).__name__}: {error}")
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """End this process when its parent ends; in a thread of its own."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

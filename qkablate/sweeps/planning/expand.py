@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.config import KEYS, Config, ControlConfig, GridConfig, flatten
-from qkablate.config.sweep import as_quoted
+from qkablate.config.sweep import as_quoted, list_also
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.runs.run import LABEL_KEYS
 from qkablate.sweeps.planning.arms import ArmResolver, Overrides
@@ -80,16 +80,8 @@ class _Expansion:
                 )
         changes = self._run_changes()
         axes = {key: values for key, values in self.grid.choices.items() if key not in RUN_KEYS}
-        cells = [
-            (control, overrides)
-            for control in self.grid.controls
-            for overrides in self._with_also(
-                [
-                    dict(zip(axes, values, strict=True))
-                    for values in itertools.product(*axes.values())
-                ]
-            )
-        ]
+        combinations = self._with_also(_combine(axes, self.grid.settings.design))
+        cells = [*itertools.product(self.grid.controls, combinations)]
         included = []
         for number, cell in enumerate(cells):
             if self._is_included(*cell):
@@ -143,17 +135,17 @@ class _Expansion:
 
     def _with_also(self, arms: list[Overrides]) -> list[Overrides]:
         """Return the arms, and each of them with the settings of `sweep.also`."""
-        also = {key: as_quoted(value) for key, value in (self.grid.settings.also or {}).items()}
-        if shared := {*also} & {*RUN_KEYS}:
-            raise UserError(
-                f"sweep.also: {min(shared)} distinguishes the runs of an arm; give it as an axis"
-            )
-        if not also:
-            return arms
-        others = [
-            {key: value for key, value in arm.items() if not key.startswith("data.")} | also
-            for arm in arms
-        ]
+        others = []
+        for settings in list_also(self.grid.settings):
+            if shared := {*settings} & {*RUN_KEYS}:
+                key = min(shared)
+                raise UserError(
+                    f"sweep.also: {key} distinguishes the runs of an arm; give it as an axis"
+                )
+            also = {key: as_quoted(value) for key, value in settings.items()}
+            for arm in arms:
+                own = {key: value for key, value in arm.items() if not key.startswith("data.")}
+                others.append(own | also)
         return [*arms, *(dict(arm) for arm in dict.fromkeys(tuple(o.items()) for o in others))]
 
     def _run_changes(self) -> list[Changes]:
@@ -304,6 +296,17 @@ class _Expansion:
             if key in overrides
         ]
         return "-".join([*parts, *([control] if control != "none" else [])])
+
+
+def _combine(axes: Mapping[str, list[str]], design: str) -> list[Overrides]:
+    """Return every combination of the values, or those that change the first one in one key."""
+    if design == "grid":
+        return [
+            dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
+        ]
+    center = {key: values[0] for key, values in axes.items()}
+    alone = [{**center, key: value} for key, values in axes.items() for value in values[1:]]
+    return [center, *alone]
 
 
 def _find_named_keys(arms: list[Overrides]) -> list[str]:

@@ -452,7 +452,7 @@ def test_also_trains_every_arm_with_other_settings(expand):
     [
         ("{seed: 1}", "sweep.also: seed distinguishes the runs of an arm"),
         ("{model.context: [8, 16]}", "sweep.also: model.context has several values"),
-        ("3", "sweep.also: '3' is not a map of keys to values, or null"),
+        ("3", "sweep.also: '3' is not a map of keys to values, a list of maps, or null"),
         ("{model.width: 3}", "model.width: there is no such key"),
     ],
 )

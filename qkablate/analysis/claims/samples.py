@@ -1,0 +1,156 @@
+"""Samples of measures that are not means: medians, exact numbers, the largest gap of a training.
+
+They answer the questions of `stats.Sample`, each with an interval of its own kind.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from scipy import special, stats
+
+from qkablate.analysis.stats import ALPHA, Interval, Sample
+
+
+class Median(Sample):
+    """The median of independent numbers of any distribution, by their order.
+
+    Interval and tests are those of the sign test: they hold for skewed, heavy-tailed and censored
+    numbers. A number that is only known to lie beyond all that can be observed is ±∞: it takes part
+    by its order, and a bound is infinite where too many are unknown.
+    """
+
+    @cached_property
+    def mean(self) -> float:
+        x = sorted(self.values)
+        if not x:
+            return math.nan
+        low, high = x[(self.n - 1) // 2], x[self.n // 2]
+        return low if low == high else (low + high) / 2
+
+    @cached_property
+    def sd(self) -> float | None:
+        """Standard deviation; None with a number that is not known."""
+        return Sample(self.values).sd if all(map(math.isfinite, self.values)) else None
+
+    def interval(self, level: float = 1 - ALPHA) -> Interval | None:
+        if self.n < 2:
+            return None
+        x = sorted(self.values)
+        rank = _bounding_rank(self.n, (1 - level) / 2)
+        return (x[rank - 1], x[-rank]) if rank else (-math.inf, math.inf)
+
+    def p_below(self, bound: float) -> float:
+        return _sign_test(sum(x < bound for x in self.values), self.n)
+
+    def p_above(self, bound: float) -> float:
+        return _sign_test(sum(x > bound for x in self.values), self.n)
+
+    def power(
+        self, n: int, mean: float, sd: float, bound: float, alpha: float, *, above: bool
+    ) -> float:
+        """Return the power of the sign test if the numbers are normal."""
+        rank = _bounding_rank(n, alpha)
+        if not rank:
+            return 0.0
+        distance = (mean - bound if above else bound - mean) / max(sd, 1e-300)
+        return float(stats.binom.sf(n - rank, n, special.ndtr(distance)))
+
+    def power_within(self, n: int, mean: float, sd: float, bound: float, alpha: float) -> float:
+        sides = ((bound, False), (-bound, True))
+        return max(0.0, sum(self.power(n, mean, sd, b, alpha, above=a) for b, a in sides) - 1)
+
+    def detectable(self, alpha: float = ALPHA) -> float | None:
+        return None
+
+    bca = None
+    sign_flip = None
+
+
+@lru_cache(maxsize=4096)
+def _bounding_rank(n: int, tail: float) -> int:
+    """Return the rank of the number that bounds the median with this error; 0 if none does."""
+    # The median lies below x_(k) with probability P(B ≤ k - 1), where B ~ Bin(n, ½).
+    k = int(stats.binom.ppf(tail, n, 0.5))
+    while k and stats.binom.cdf(k - 1, n, 0.5) > tail * (1 + 1e-12):
+        k -= 1
+    return k
+
+
+def _sign_test(hits: int, n: int) -> float:
+    """Return the probability of so many hits or more if each has probability one half."""
+    return float(stats.binom.sf(hits - 1, n, 0.5)) if n else 1.0
+
+
+class Exact(Sample):
+    """A number that is counted, not sampled: it has no uncertainty."""
+
+    min_n = 1
+
+    def interval(self, level: float = 1 - ALPHA) -> Interval | None:
+        return (self.mean, self.mean) if self.values else None
+
+    def p_below(self, bound: float) -> float:
+        return float(not self.values or self.mean >= bound)
+
+    def p_above(self, bound: float) -> float:
+        return float(not self.values or self.mean <= bound)
+
+    def detectable(self, alpha: float = ALPHA) -> float | None:
+        return None
+
+    bca = None
+    sign_flip = None
+
+
+@dataclass(frozen=True)
+class Course(Sample):
+    """The largest mean |gap| over the readings of one training, with a simultaneous band.
+
+    It is below a bound if it is so at every reading: each is tested at the whole α. It is above one
+    if it is so at any reading, on either side: the p-values are adjusted by Bonferroni. The
+    interval reaches from the lower end of a band with 95 % simultaneous coverage to the upper end
+    of one that covers each reading.
+    """
+
+    # The values are those of the reading where the mean is largest.
+    readings: tuple[Sample, ...] = ()
+
+    is_signed = False
+
+    @classmethod
+    def from_readings(cls, readings: Sequence[Sample]) -> "Course":
+        largest = max(readings, key=lambda sample: abs(sample.mean))
+        sign = math.copysign(1.0, largest.mean)
+        values = tuple(sign * value for value in largest.values)
+        return cls(values, largest.extra_variance, tuple(readings))
+
+    def interval(self, level: float = 1 - ALPHA) -> Interval | None:
+        if self.sd is None:
+            return None
+        tail = (1 - level) / 2
+        band = [r.interval(1 - tail / len(self.readings)) for r in self.readings]
+        each = [reading.interval(level) for reading in self.readings]
+        low = max(max(ends[0], -ends[1]) for ends in filter(None, band))
+        return max(0.0, low), max(max(-ends[0], ends[1]) for ends in filter(None, each))
+
+    def p_below(self, bound: float) -> float:
+        return max(max(r.p_below(bound), r.p_above(-bound)) for r in self.readings)
+
+    def p_above(self, bound: float) -> float:
+        least = min(min(r.p_above(bound), r.p_below(-bound)) for r in self.readings)
+        return min(1.0, 2 * len(self.readings) * least)
+
+    def power(
+        self, n: int, mean: float, sd: float, bound: float, alpha: float, *, above: bool
+    ) -> float:
+        """Return the power at the reading where the mean is largest."""
+        alpha /= 2 * len(self.readings) if above else 1
+        return super().power(n, mean, sd, bound, alpha, above=above)
+
+    def detectable(self, alpha: float = ALPHA) -> float | None:
+        return None
+
+    bca = None
+    sign_flip = None

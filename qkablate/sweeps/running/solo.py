@@ -1,0 +1,162 @@
+"""Measurement of the arms of a sweep, each alone: seconds of a training step, and peak memory.
+
+Every measurement is a process of its own, so that none inherits memory or a warm cache; arms take
+turns, in reverse order in every second repetition, so that a drift of the machine meets all alike.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from qkablate.config import Config
+from qkablate.errors import UserError, print_stderr
+from qkablate.runs.lease import LeaseObserver
+from qkablate.runs.run import read_cpu_name
+from qkablate.sweeps.engines.local import PRELOADED
+from qkablate.sweeps.planning.estimate import end_with_parent
+from qkablate.sweeps.planning.manifest import Manifest
+from qkablate.sweeps.running.solo_results import SoloFile, SoloRow, read_solo
+from qkablate.training import hardware
+from qkablate.training.measure import make_training_step
+
+WARM_UP = 3  # steps
+SECONDS = 2.0  # of steps in one measurement, but at least as many steps as follow
+MIN_STEPS = 10
+LIMIT = 120.0  # seconds of one measurement
+
+
+def measure_arms(manifest: Manifest, arms: Sequence[str], repetitions: int) -> None:
+    """Measure each arm so often, as far as it is not done; one kill costs one measurement at most.
+
+    Raise UserError while a run of the same folder is being trained: what is measured beside it is
+    not the arm.
+    """
+    found = read_solo(manifest.folder)
+    machine = {
+        "cpu": read_cpu_name(),
+        "device": next(iter(manifest.arms.values())).facts["device"],
+        "torch": torch.__version__,
+        "threads": sorted({int(manifest.arms[arm].config.threads) for arm in arms}),
+    }
+    if found is None or found.machine != machine:
+        if found is not None:
+            print_stderr("solo.json was measured on another machine: all arms are measured again")
+        found = SoloFile(manifest.folder.resolve().name, machine)
+    done = {(row.arm, row.repetition) for row in found.rows}
+    turns = [
+        (arm, number)
+        for number in range(repetitions)
+        for arm in (arms if number % 2 == 0 else arms[::-1])
+        if (arm, number) not in done
+    ]
+    is_shown = sys.stderr.isatty()
+    for arm, number in tqdm(turns, "measured alone", leave=False, disable=not is_shown):
+        _refuse_company(Path(manifest.out).expanduser())
+        row = _measure(manifest, arm, number)
+        found = dataclasses.replace(found, rows=[*found.rows, row])
+        found.write(manifest.folder)
+    if turns and not is_shown:
+        print_stderr(f"measured alone: {len(arms)} arms, {repetitions} times")
+
+
+def _refuse_company(out: Path) -> None:
+    observer = LeaseObserver()
+    for folder in out.glob("runs/*/lease"):
+        if observer.is_leased(folder.parent):
+            raise UserError(
+                f"seconds and memory are measured alone, and {folder.parent.name} is being trained;"
+                " give the same command again when it has ended"
+            )
+
+
+def _measure(manifest: Manifest, arm: str, repetition: int) -> SoloRow:
+    run = next(run for run in manifest.runs if run.arm == arm)
+    config, vocabulary = manifest.config_of(run), int(manifest.arms[arm].facts["vocabulary"])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *PRELOADED])
+    answer, answer_end = context.Pipe(duplex=False)
+    arguments = (config, vocabulary, answer_end)
+    process = context.Process(target=_send_costs, args=arguments, daemon=True)
+    before, busy, began = sum(os.times()[:4]), _busy_seconds(), time.monotonic()
+    process.start()
+    answer_end.close()
+    try:
+        if not wait([answer], LIMIT):
+            raise UserError(f"{arm}: a few training steps take more than {LIMIT:.0f} s here")
+        costs = answer.recv()
+    except EOFError:
+        raise UserError(f"{arm} cannot be measured: its process was killed (memory?)") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(costs, str):
+        raise UserError(f"{arm} cannot be measured: {costs}")
+    seconds, peak, own = costs
+    passed = time.monotonic() - began
+    others = _busy_seconds() - busy - own - (sum(os.times()[:4]) - before)
+    return SoloRow(arm, repetition, seconds, peak, max(0.0, others / passed))
+
+
+def _busy_seconds() -> float:
+    """Return the seconds that all cores have been busy since the machine was started."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            user, nice, system = map(int, file.readline().split()[1:4])
+    except (OSError, ValueError):
+        return 0.0  # not Linux: it is not known
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+def _send_costs(config: Config, vocabulary: int, answer: Connection) -> None:
+    """Send seconds of a step, peak memory and the process's own time; in a process of its own."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        hardware.configure_process(config)
+        is_cuda = config.device.startswith("cuda")
+        empty = 0 if is_cuda else _resident_bytes("VmRSS", config.device)
+        _, step = make_training_step(config, vocabulary, config.train.grad_accum)
+        for _ in range(WARM_UP):
+            step()
+        _reset_peak(config.device)
+        times: list[float] = []
+        while len(times) < MIN_STEPS or sum(times) < SECONDS:
+            start = time.perf_counter()
+            step()
+            hardware.synchronize(config.device)
+            times.append(time.perf_counter() - start)
+        peak = _resident_bytes("VmHWM", config.device) - empty
+        answer.send((statistics.median(times), float(max(1, peak)), time.process_time()))
+    except Exception as error:
+        answer.send(f"{type(error).__name__}: {error}")
+
+
+def _reset_peak(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+    elif sys.platform == "linux":
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")  # the high-water mark of the resident set
+
+
+def _resident_bytes(field: str, device: str) -> int:
+    """Return the memory of this process: now (VmRSS), or at most since the last reset (VmHWM).
+
+    On a CPU it is the resident set, in pages that the allocator may keep: it tells megabytes.
+    """
+    if device.startswith("cuda") or sys.platform != "linux":
+        return hardware.peak_memory(device)
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(field))
