@@ -327,7 +327,7 @@ def test_variant_name_describes_its_circuits(overrides, name):
         ("optim.cooldown=0.3", "optim.cooldown: schedule=cosine has none; only wsd has"),
         ("optim.betas=[0.9]", "optim.betas: [0.9] are not two numbers"),
         ("optim.betas=[0.9,1.0]", "optim.betas: [0.9, 1.0] are not two numbers"),
-        ("optim.schedule=cosin", "'cosin' is not one of cosine, wsd (nearest: cosine)"),
+        ("optim.schedule=cosin", "'cosin' is not one of cosine, wsd, constant (nearest: cosine)"),
         ("variant.init=matchd", "'matchd' is not one of matched, naive (nearest: matched)"),
         ("precision=fp8", "precision: 'fp8' is not one of auto, fp32, bf16, fp16"),
         ("device=gpu", "device: 'gpu' is not one of auto, cpu, cuda, cuda:N, mps"),

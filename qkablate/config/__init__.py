@@ -134,6 +134,8 @@ def check(config: Config) -> None:
         raise UserError("train.tokens: give train.steps or train.tokens, not both")
     if optim.schedule != "wsd" and optim.cooldown != "auto":
         raise ImpossibleConfig(f"optim.cooldown: schedule={optim.schedule} has none; only wsd has")
+    if optim.schedule == "constant" and optim.lr_final != OptimConfig().lr_final:
+        raise ImpossibleConfig("optim.lr_final: schedule=constant ends at its peak")
     if model.mlp_ratio and round(model.mlp_ratio * model.d_model) < 1:
         raise ImpossibleConfig(
             f"model.mlp_ratio: {model.mlp_ratio} leaves the MLP without a single unit"

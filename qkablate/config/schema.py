@@ -75,6 +75,15 @@ class ModelConfig:
     mlp_ratio: float = key(4.0, "MLP width / d_model; 0: no MLP", PARAMETER, bounds=(0, 1000))
     dropout: float = key(0.0, "dropout probability", PARAMETER, bounds=(0, 0.99))
     bias: bool = key(False, "biases in all linear maps and norms", PARAMETER)
+    tied: bool = key(
+        True, "false: the output head has a matrix of its own, not the embedding's", PARAMETER
+    )
+    embedding_width: int | None = key(
+        None,
+        "width of the token embedding, mapped to d_model and back; null: d_model, without a map",
+        PARAMETER,
+        bounds=(1, 2**20),
+    )
     position: str = key(
         "learned", "positions:", PARAMETER, choices=("learned", "none", "alibi", "rope")
     )
@@ -148,7 +157,10 @@ class OptimConfig:
         bounds=(1e-12, 1000),
     )
     schedule: str = key(
-        "cosine", "cosine; wsd: warm-up, stable, decay", TRAINING, choices=("cosine", "wsd")
+        "cosine",
+        "cosine; wsd: warm-up, stable, decay; constant: warm-up, then the peak",
+        TRAINING,
+        choices=("cosine", "wsd", "constant"),
     )
     warmup: int | str = key(
         "auto", "warm-up steps; auto: 20 % of the steps, at most 2000", TRAINING, bounds=(0, BIG)

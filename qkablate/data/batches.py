@@ -25,6 +25,7 @@ class Batch(NamedTuple):
     targets_NA: "Tensor"
     positions_NA: "Tensor | None" = None  # the positions with a target; None: all, in order
     slices: dict[str, np.ndarray] | None = None  # by name, the slice that each target counts in
+    guessed_NA: np.ndarray | None = None  # targets that nothing determines; None: none
 
     @property
     def tokens_NT(self) -> "Tensor":  # noqa: N802 - shape suffix

@@ -25,7 +25,7 @@ class AnswerSums:
 
     @property
     def accuracy(self) -> float:
-        return self.hits / self.count
+        return self.hits / self.count if self.count else 0.0
 
     def merge(self, other: "AnswerSums") -> None:
         self.count += other.count
@@ -41,11 +41,14 @@ class EvalMetrics:
     """Sums over all answers, and over each slice of them."""
 
     all: AnswerSums = field(default_factory=AnswerSums)
+    # Sequences: one is right if all its answers are that something determines.
+    sequences: AnswerSums = field(default_factory=AnswerSums)
     slices: dict[str, dict[int, AnswerSums]] = field(default_factory=lambda: defaultdict(dict))
 
     def merge(self, other: "EvalMetrics") -> None:
         """Add the sums of another process."""
         self.all.merge(other.all)
+        self.sequences.merge(other.sequences)
         for name, slices in other.slices.items():
             for index, sums in slices.items():
                 self.slices[name].setdefault(index, AnswerSums()).merge(sums)
@@ -59,6 +62,10 @@ class EvalMetrics:
         counts_NA = batch.targets_NA.numpy() != IGNORE
         losses, hits = losses_NA[counts_NA].astype(np.float64), hits_NA[counts_NA]
         self.all.add(losses, hits)
+        asked_NA = counts_NA if batch.guessed_NA is None else counts_NA & ~batch.guessed_NA
+        asked_N = asked_NA.any(axis=1)
+        right_N = (hits_NA.astype(bool) | ~asked_NA).all(axis=1)[asked_N]
+        self.sequences.merge(AnswerSums(len(right_N), hits=int(right_N.sum())))
         for name, slice_NA in (batch.slices or {}).items():
             indices = np.broadcast_to(slice_NA, counts_NA.shape)[counts_NA]
             for i in np.unique(indices):

@@ -11,7 +11,7 @@ from typing import Any
 from qkablate.attention import Attention
 from qkablate.config import Config, ModelConfig, flatten
 from qkablate.models.base import Model
-from qkablate.models.gpt import MLP
+from qkablate.models.gpt import GPT, MLP
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ def forward_flops_per_token(
             flops += compute_attention_cost(
                 module, keys=keys, context=context, tokens_per_pass=tokens_per_pass
             ).flops
+        elif isinstance(module, GPT):
+            flops += 2 * sum(part.weight.numel() for part in module.embedding_maps())
         elif isinstance(module, MLP):
             flops += 2 * (module.up.weight.numel() + module.down.weight.numel())
     return flops

@@ -52,7 +52,11 @@ class Block(nn.Module):
 
 
 class GPT(Model):
-    """Decoder with tied embeddings, and a norm before each sublayer unless `norm` is none.
+    """Decoder with a norm before each sublayer, unless `norm` is none.
+
+    The output head is the token embedding, unless `tied` is false. With `embedding_width` the
+    embedding is factorized (ALBERT, Lan et al. 2020): a map leads to d_model, and its transpose, or
+    a map of its own if the head is not tied, leads back.
 
     `device`, `half` (16-bit numbers) and `kernel` decide the attention algorithm; no parameter is
     moved or cast.
@@ -70,7 +74,14 @@ class GPT(Model):
     ) -> None:
         super().__init__()
         self.config = config
-        self.token_embedding = _empty_embedding(vocabulary, config.d_model)
+        width = config.embedding_width or config.d_model
+        self.token_embedding = _empty_embedding(vocabulary, width)
+        self.output_embedding = None if config.tied else _empty_embedding(vocabulary, width)
+        self.embedding_up = self.embedding_down = None
+        if config.embedding_width is not None:
+            self.embedding_up = Linear(width, config.d_model, bias=False)
+            if not config.tied:
+                self.embedding_down = Linear(config.d_model, width, bias=False)
         self.position_embedding = None
         if config.position == "learned":
             self.position_embedding = _empty_embedding(config.context, config.d_model)
@@ -98,18 +109,30 @@ class GPT(Model):
             else:
                 x_BTD = block(x_BTD, caches[layer] if caches else None)
         hidden_BTD: Tensor = self.norm(x_BTD)
+        if self.embedding_down is not None:
+            return linear(hidden_BTD, self.embedding_down.weight)
+        if self.embedding_up is not None:
+            return linear(hidden_BTD, self.embedding_up.weight.T)
         return hidden_BTD
 
     def _embed(self, tokens_BT: Tensor, first: int = 0) -> Tensor:
         x_BTD: Tensor = self.token_embedding(tokens_BT)
+        if self.embedding_up is not None:
+            x_BTD = self.embedding_up(x_BTD)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding.weight[first : first + tokens_BT.shape[1]]
         x_BTD = self.dropout(x_BTD)
         return x_BTD
 
+    def embedding_maps(self) -> list[Linear]:
+        """Return the maps to d_model and back; the transpose of a single one is the other."""
+        up, down = self.embedding_up, self.embedding_down
+        return [] if up is None else [up, up if down is None else down]
+
     @property
     def output_weight(self) -> Tensor:
-        return self.token_embedding.weight
+        table = self.token_embedding if self.output_embedding is None else self.output_embedding
+        return table.weight
 
     def attention_layers(self) -> list[AttentionLayer]:
         layers = enumerate(block.attention for block in self.sharding_units())

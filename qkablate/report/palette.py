@@ -48,6 +48,7 @@ _ROWS = (
     ("symmetric_w", "low_rank_w", "qk_norm", "tied_kv", "no_qk", "mqa", "tied_qkv"),
     ("sym_pairwise", "four_matrix", "wide_qk", "merged_ov", "uniform", "collaborative"),
     ("no_vo", "sym_diag", "shared_qk_reformer", "static_scores", "standard_reassociated"),
+    ("four_ov", "six_matrix"),
 )
 _SLOTS = {name: row * HUES + i for row, names in enumerate(_ROWS) for i, name in enumerate(names)}
 _NO_SLOT = len(_SLOTS) + 99

@@ -61,6 +61,10 @@ _ATTEMPT_FILES = (
 EXIT_CODES = {"done": 0, "failed": 1, "diverged": 3}  # by the status in result.json
 
 
+# Keys of the model that are younger than the ids, with the values that every earlier run had.
+_EARLIER = {"tied": True, "embedding_width": None}
+
+
 def identity(
     config: Config,
     *,
@@ -79,6 +83,9 @@ def identity(
     for name in keys_with(Role.IDENTITY):
         section, _, leaf = name.rpartition(".")
         (frozen.setdefault(section, {}) if section else frozen)[leaf] = values[name]
+    for name, default in _EARLIER.items():
+        if frozen["model"][name] == default:
+            del frozen["model"][name]
     if config.train.evaluate_test:  # changes no number
         del frozen["train"]["evaluate_test"]
     if config.init_from.run is None:

@@ -59,6 +59,8 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
     assert isinstance(optim.cooldown, float)
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
+    if optim.schedule == "constant":
+        return optim.lr
     last = max(steps - 1, optim.warmup + 1)
     if optim.schedule == "cosine":
         fraction = (step - optim.warmup) / (last - optim.warmup)

@@ -19,7 +19,7 @@ from qkablate.tracking.wandb.run import RunArtifacts, RunIdentity
 from qkablate.training import checkpoint, hardware
 from qkablate.training.resolve import RunPlan
 
-OTHER_METRICS = ("bits_per_byte", "accuracy")  # of text and of tasks; null for the other
+OTHER_METRICS = ("bits_per_byte", "accuracy", "exact")  # of text and of tasks; null for the other
 
 
 def format_header(plan: RunPlan, processes: int = 1) -> list[str]:
@@ -200,7 +200,8 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
     """Return the summary of the run in W&B."""
     summary = {f"final/{split}_loss": value for split, value in result["loss"].items()}
     for name in OTHER_METRICS:
-        summary |= {f"final/{split}_{name}": value for split, value in result[name].items()}
+        values = result.get(name) or {}
+        summary |= {f"final/{split}_{name}": value for split, value in values.items()}
     if result["chance"] is not None:
         summary["final/chance_accuracy"] = result["chance"]
     if references := result[text_references.KEY]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkablate.attention import Attention
-from qkablate.attention.ov.factored import GroupedOV, MergedOV, SeparateOV
+from qkablate.attention.ov.factored import FourOV, GroupedOV, MergedOV, SeparateOV
 from qkablate.attention.ov.unprojected import NoO
 from qkablate.attention.qk.factored import (
     CollaborativeQK,
@@ -141,6 +141,21 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     with torch.no_grad():
         standard.qk.w_q.copy_(ours.qk.a_q @ ours.qk.w_q)
         standard.qk.w_k.copy_(ours.qk.a_k @ ours.qk.w_k)
+    return _same(ours, standard, x_BTD)
+
+
+@check(
+    "folding of values",
+    "the three factors fold into two: A_v W_v",
+    lambda layer: type(layer.ov) is FourOV,
+)
+def _(layer: Attention, x_BTD: Tensor) -> Deviation:
+    ours, standard = (_rebuilt(layer, SeparateQK, ov) for ov in (FourOV, SeparateOV))
+    _copy_shared_(standard, ours)
+    assert isinstance(ours.ov, FourOV)
+    assert isinstance(standard.ov, SeparateOV)
+    with torch.no_grad():
+        standard.ov.w_v.copy_(ours.ov.a_v @ ours.ov.w_v)
     return _same(ours, standard, x_BTD)
 
 

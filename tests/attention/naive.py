@@ -85,6 +85,7 @@ KEY = {
 VALUE = {
     "SeparateOV": lambda a, y, h, key: affine(a, y, "w_v", "b_v", h, a.k),
     "GroupedOV": lambda a, y, h, key: affine(a, y, "w_v", "b_v", group(a, h), a.k),
+    "FourOV": lambda a, y, h, key: affine(a, y @ a.p["a_v"], "w_v", "b_v", h, a.k),
     "NoV": lambda a, y, h, key: head_slice(a, y, h) * (a.length if a.matched else 1),
     "NoO": lambda a, y, h, key: (
         affine(a, y, "w_v", "b_v", h, a.k) * (a.length * a.residual if a.matched else 1)

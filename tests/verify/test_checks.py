@@ -14,7 +14,7 @@ from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Cach
 from qkablate.attention import layer as layer_
 from qkablate.attention.kernels.dispatch import attend
 from qkablate.attention.modifiers import QKNorm, UnitKeys
-from qkablate.attention.ov.factored import GroupedOV, MergedOV, SeparateOV
+from qkablate.attention.ov.factored import FourOV, GroupedOV, MergedOV, SeparateOV
 from qkablate.attention.ov.unprojected import NoO, NoVO
 from qkablate.attention.qk.factored import (
     CollaborativeQK,
@@ -208,6 +208,7 @@ CASES = [  # check, layer, break
     ("U = 1", PAIRWISE, instead((SymPairwise, "between", lambda qk, k: k @ qk.u @ qk.u))),
     ("folding", {"qk": "four_matrix"}, instead((FourMatrixQK, "keys", SeparateQK.keys))),
     ("folding", {"qk": "four_matrix"}, instead((FourMatrixQK, "queries", SeparateQK.queries))),
+    ("folding of values", {"ov": "four"}, instead((FourOV, "values", SeparateOV.values))),
     ("precision twin", {"qk": "reassociated"}, then((ReassociatedQK, "queries", double))),
     ("one value head", {"ov": "no_o"}, then((NoO, "write", double))),
     ("one value head", {"ov": "merged"}, then((MergedOV, "write", double))),

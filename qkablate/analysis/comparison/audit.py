@@ -40,7 +40,7 @@ class AuditCheck:
 
 def is_annealed(optim: OptimConfig) -> bool:
     """Return whether a whole run ends at a small learning rate."""
-    ends = optim.schedule != "wsd" or optim.cooldown != 0
+    ends = optim.schedule == "cosine" or (optim.schedule == "wsd" and optim.cooldown != 0)
     return ends and optim.lr_final <= ANNEALED
 
 

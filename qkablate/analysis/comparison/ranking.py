@@ -89,9 +89,9 @@ def _rank(control: str, baseline: Entry, arms: list[Entry]) -> Ranking:
         RankedPair(arm=arm.name, against=other.name, p_holm=p, **vars(describe_sample(sample)))
         for (arm, other), sample, p in zip(pairs, samples, adjusted, strict=True)
     ]
-    match, adjusted = split_control(control)
-    equal = next(axis for axis, name in AXES.items() if name == match)
-    return Ranking(equal, adjusted, baseline.name, ranks, unranked, described)
+    match, adjust_key = split_control(control)
+    quantity = next(axis for axis, name in AXES.items() if name == match)
+    return Ranking(quantity, adjust_key, baseline.name, ranks, unranked, described)
 
 
 def _why_unranked(entry: Entry) -> str:

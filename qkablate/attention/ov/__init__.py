@@ -1,7 +1,7 @@
 """OV circuits by their names in configs."""
 
 from qkablate.attention.ov.base import OV
-from qkablate.attention.ov.factored import GroupedOV, MergedOV, SeparateOV, TiedOV
+from qkablate.attention.ov.factored import FourOV, GroupedOV, MergedOV, SeparateOV, TiedOV
 from qkablate.attention.ov.unprojected import NoO, NoV, NoVO
 
 OV_CIRCUITS: dict[str, type[OV]] = {
@@ -10,6 +10,7 @@ OV_CIRCUITS: dict[str, type[OV]] = {
     "no_o": NoO,
     "no_vo": NoVO,
     "merged": MergedOV,
+    "four": FourOV,
     "tied": TiedOV,
     "grouped": GroupedOV,
 }

@@ -52,6 +52,45 @@ class SeparateOV(OV):
         zero_(self.b_v, self.b_o)
 
 
+class FourOV(SeparateOV):
+    """Two factors before the heads: v = y A_v W_v, with A d × d, shared by all heads.
+
+    The companion of `FourMatrixQK`, for the values: the same functions as standard, other training.
+    The gradient of A sums over all heads, so that Σ|gradient| of the first two factors is (1 + σ√d)
+    times that of standard's W_v.
+    """
+
+    factors = 3
+    equation = "M_h = A_v W_v W_o"
+    params = "3 d²"
+    source = "Vaswani et al. 2017, read literally"
+    naive_match = "none"
+
+    def __init__(self, spec: Spec, qk: QK) -> None:
+        super().__init__(spec, qk)
+        self.a_v = empty_matrix(spec.d_model, spec.d_model)
+        residual, length = spec.residual, spec.projection_std
+        if spec.init == "matched":
+            self.match = "spread"
+            self.lr_multiplier = (1 + residual) / (1 + residual * (1 + length))
+        else:  # y A is σ√d times as long as y, and so are the values
+            self.match = "none"
+            self.lr_multiplier = (1 + residual) / (length * (1 + 2 * residual))
+            self.bias_lr_multiplier = 1.0
+
+    def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
+        return super().values(apply_matrix(y_BSD, self.a_v), k_BGSE)
+
+    def adjust_init_(self) -> None:
+        if self.spec.init == "matched":
+            self.a_v.div_(self.spec.projection_std)
+
+    @torch.no_grad()
+    def set_circuit_(self, m_HDD: Tensor) -> None:
+        super().set_circuit_(m_HDD)
+        self.a_v.copy_(torch.eye(len(self.a_v)))
+
+
 class GroupedOV(SeparateOV):
     """Values shared by the heads of a group; the gradient of a W_v sums over h/g heads."""
 

@@ -33,6 +33,7 @@ class Examples:
     targets_NA: np.ndarray
     positions_NA: np.ndarray | None = None  # None: every position has a target
     slices: dict[str, np.ndarray] = field(default_factory=dict)  # of each target, by name
+    guessed_NA: np.ndarray | None = None  # targets that nothing determines; None: none
 
     def batch(self, rows: slice | np.ndarray) -> Batch:
         import torch
@@ -43,6 +44,7 @@ class Examples:
             torch.from_numpy(self.targets_NA[rows]),
             None if positions_NA is None else torch.from_numpy(positions_NA[rows]),
             {name: np.broadcast_to(part, shape)[rows] for name, part in self.slices.items()},
+            None if self.guessed_NA is None else self.guessed_NA[rows],
         )
 
 
@@ -144,7 +146,11 @@ class Task:
 
     def metrics(self, split: str, totals: EvalMetrics) -> dict[str, float]:
         """Return the metrics of an evaluated split, also by slice."""
-        metrics = {"loss": totals.all.mean, "accuracy": totals.all.accuracy}
+        metrics = {
+            "loss": totals.all.mean,
+            "accuracy": totals.all.accuracy,
+            "exact": totals.sequences.accuracy,
+        }
         for name, slices in totals.slices.items():
             for index in sorted(slices):
                 label = f"{name}/{self.format_slice(name, index)}"

@@ -44,6 +44,7 @@ class Induction(Task):
             np.ascontiguousarray(tokens_NW[:, :-1]),
             np.ascontiguousarray(tokens_NW[:, 1:]),
             slices={"occurrence": occurrence_NT},
+            guessed_NA=occurrence_NT == 0,
         )
 
     def metrics(self, split: str, totals: EvalMetrics) -> dict[str, float]:

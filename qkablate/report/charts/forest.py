@@ -5,7 +5,7 @@ import math
 from qkablate.analysis.claims.judgement import Judgement
 from qkablate.analysis.claims.measures import Unit
 from qkablate.report.charts import base
-from qkablate.report.charts.base import Chart, Spec
+from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.section import Section, format_n
 from qkablate.report.text.numbers import format_gap, format_gap_summary
 from qkablate.table import format_count
@@ -22,7 +22,7 @@ def claim_chart(section: Section) -> Chart | None:
     judgement = section.judgement
     if judgement is None or judgement.verdict is None:
         return None
-    panels, all_rows = [], list[Spec]()
+    panels, all_rows = list[ChartPanel](), list[Spec]()
     for unit, title in _AXES.items():
         rows, margins = _part_rows(judgement, unit)
         if rows:
@@ -37,7 +37,7 @@ def claim_chart(section: Section) -> Chart | None:
     return Chart("parts", "Claimed and measured", caption, panels)
 
 
-def _part_panel(rows: list[Spec], margins: list[Spec], title: str) -> Spec:
+def _part_panel(rows: list[Spec], margins: list[Spec], title: str) -> ChartPanel:
     y = base.arm_axis([row["arm"] for row in rows])
     x, ink = base.number_axis("gap", title, zero=True), "var(--ink)"
     tooltip = base.make_tooltip(arm="part", estimate="measured", verdict="")

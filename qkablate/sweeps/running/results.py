@@ -31,6 +31,7 @@ COLUMNS: dict[str, type] = {
     **dict.fromkeys(("train_loss", "val_loss", "test_loss"), float),
     **dict.fromkeys(("val_bits_per_byte", "test_bits_per_byte"), float),
     **dict.fromkeys(("val_accuracy", "test_accuracy", "chance"), float),
+    **dict.fromkeys(("val_exact", "test_exact"), float),
     "best_ngram_loss": float,
     "lzma_loss": float,
     "beats_ngrams": bool,
@@ -110,7 +111,7 @@ def _row(manifest: Manifest, state: RunState, blank: dict[str, Any]) -> dict[str
         "folder": str(state.folder),
         "error": state.reason or None,
     }
-    for name in ("loss", "bits_per_byte", "accuracy"):
+    for name in ("loss", "bits_per_byte", "accuracy", "exact"):
         row |= {f"{split}_{name}": value for split, value in (result.get(name) or {}).items()}
     for references in find_text_references([("", result)]):
         row |= {"best_ngram_loss": references.best_ngram, "lzma_loss": references.lzma}
