@@ -67,6 +67,8 @@ Measures of the attention
   sink            weight of the most attended position beyond an equal share
   induction       on a repeated random block: weight on the token after the same token
   repeat_previous on the same block: weight on the preceding token
+  rounding        ‖X(W_q W_kᵀ)Xᵀ - (XW_q)(XW_k)ᵀ‖ / ‖(XW_q)(XW_k)ᵀ‖ in the precision of training
+  rounding_fp64   the same in fp64
 
 Examples
   qkablate inspect merged_w

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from qkablate.attention import Attention
-from qkablate.diagnostics import circuits, patterns
+from qkablate.diagnostics import circuits, patterns, rounding
 from qkablate.models.base import Model
 from qkablate.randomness import named_generator
 
 TOKENS = 1024  # per measurement, split into sequences
 LENGTH = 512  # of a sequence; of longer contexts the first positions
 DIGITS = 5
+ATTENTION_MEASURES = (*patterns.MEASURES, *rounding.MEASURES)
 _MAX_NUMEL = 2**24  # of the matrices that are measured together
 
 
@@ -97,7 +98,7 @@ class DiagnosticPanel:
         return row
 
     def _attention(self) -> dict[str, list[Any]]:
-        row: dict[str, list[Any]] = {name: [] for name in patterns.MEASURES}
+        row: dict[str, list[Any]] = {name: [] for name in ATTENTION_MEASURES}
         for tokens_BT, measure in (
             (self.tokens_BT, patterns.compute_patterns),
             (self.repeats_BT, patterns.compute_repeat_patterns),
@@ -106,6 +107,13 @@ class DiagnosticPanel:
                 for layer, inputs in self.model.attention_inputs(tokens_BT):
                     with torch.autocast(tokens_BT.device.type, enabled=False):
                         values = measure(patterns.attention_scores(layer, inputs))
+                        if tokens_BT is self.tokens_BT:
+                            orders = rounding.compute_rounding(
+                                layer.module, inputs[0], self.autocast
+                            )
+                            for name in rounding.MEASURES:
+                                errors_H = orders.get(name)
+                                row[name].append(errors_H and round_digits(errors_H))
                     for name, value_H in values.items():
                         row[name].append(round_digits(value_H.tolist()))
         return row

@@ -46,9 +46,11 @@ SHAPES = ("circle", "square", "triangle-up", "diamond")
 _ROWS = (
     ("merged_w", "shared_qk", "no_q", "no_v", "no_k", "gqa", "no_o"),
     ("symmetric_w", "low_rank_w", "qk_norm", "tied_kv", "no_qk", "mqa", "tied_qkv"),
-    ("sym_pairwise", "four_matrix", "wide_qk", "merged_ov", "uniform", "collaborative"),
-    ("no_vo", "sym_diag", "shared_qk_reformer", "static_scores", "standard_reassociated"),
-    ("four_ov", "six_matrix"),
+    ("sym_pairwise", "four_matrix", "wide_qk", "merged_ov", "uniform", "collaborative", "four_ov"),
+    (
+        *("no_vo", "sym_diag", "shared_qk_reformer", "static_scores", "standard_reassociated"),
+        "six_matrix",
+    ),
 )
 _SLOTS = {name: row * HUES + i for row, names in enumerate(_ROWS) for i, name in enumerate(names)}
 _NO_SLOT = len(_SLOTS) + 99

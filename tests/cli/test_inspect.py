@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from qkablate.cli.inspect import KEYS, PARSER
-from qkablate.diagnostics import attention_weights, circuits, patterns
+from qkablate.diagnostics import attention_weights, circuits
+from qkablate.diagnostics.panel import ATTENTION_MEASURES
 from qkablate.report.text.heads import format_number, sparkline
 from qkablate.training.warm_start.restore import restore
 
@@ -65,7 +66,8 @@ def test_tables(inspect, trained):
     left_out = {"singular"}
     assert columns[0] == [m for m in circuits.MEASURES if m not in {*left_out, "balance"}]
     assert columns[1] == [m for m in circuits.MEASURES if m not in {*left_out, "off_rank"}]
-    assert columns[2] == list(patterns.MEASURES)
+    # A merged W has no other order of multiplication.
+    assert columns[2] == [m for m in ATTENTION_MEASURES if not m.startswith("rounding")]
     assert lines[-2] == "Next"
     assert lines[-1].startswith(f"  qkablate inspect {trained} data.cache=")
     assert "--layer " in lines[-1]
@@ -193,7 +195,7 @@ def test_help(qkablate):
     assert (done.code, done.out, done.err) == (0, PARSER.format_help(), "")
     assert all(f"  {key}=" in done.out for key in KEYS)
     assert all(flag in done.out for flag in PARSER.flags)
-    names = {*circuits.MEASURES, *patterns.MEASURES} - {"singular"}
+    names = {*circuits.MEASURES, *ATTENTION_MEASURES} - {"singular"}
     assert all(name in done.out for name in names)
 
 

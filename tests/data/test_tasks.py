@@ -387,3 +387,27 @@ def test_draw_distinct_repeats_no_number(size, more):
 def test_octave_ranges():
     assert octave(np.array([1, 2, 3, 4, 7, 8])).tolist() == [0, 1, 1, 2, 2, 3]
     assert [octave_label(i) for i in range(3)] == ["1", "2-3", "4-7"]
+
+
+def test_exact_match_counts_sequences_whose_answers_are_all_right():
+    from qkablate.data.batches import Batch
+
+    targets_NA = torch.tensor([[1, 2], [3, 4], [5, IGNORE], [IGNORE, IGNORE]])
+    hits_NA = np.array([[True, True], [True, False], [True, False], [False, False]])
+    first, second = EvalMetrics(), EvalMetrics()
+    batch = Batch((targets_NA,), targets_NA, None, {})
+    first.add_answers(batch, np.ones((4, 2)), hits_NA)
+    assert (first.sequences.count, first.sequences.hits) == (3, 2)  # one has no answer
+    guessed_NA = np.array([[False, True]] * 4)
+    second.add_answers(batch._replace(guessed_NA=guessed_NA), np.ones((4, 2)), hits_NA)
+    assert (second.sequences.count, second.sequences.hits) == (3, 3)
+    first.merge(second)
+    assert first.sequences.accuracy == 5 / 6
+
+
+def test_tokens_that_nothing_determines_are_not_asked_of_induction():
+    task = make("induction")
+    examples = task.generate(np.random.default_rng(0), 4)
+    assert np.array_equal(examples.guessed_NA, examples.slices["occurrence"] == 0)
+    assert examples.guessed_NA.any(axis=1).all()
+    assert not examples.guessed_NA.all(axis=1).any()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
-from qkablate.diagnostics import circuits, panel, patterns
+from qkablate.diagnostics import circuits, panel
 from qkablate.diagnostics.panel import DiagnosticPanel, repeat_blocks, round_digits
 from qkablate.models.gpt import GPT
 
@@ -40,14 +40,14 @@ def test_every_variant_has_a_row(name):
     row = found.row()
     assert list(row) == ["qk", "ov", "attention"]
     assert tuple(row["qk"]) == tuple(row["ov"]) == circuits.MEASURES
-    assert tuple(row["attention"]) == patterns.MEASURES
+    assert tuple(row["attention"]) == panel.ATTENTION_MEASURES
     assert json.loads(json.dumps(row, allow_nan=False)) == row
     for part, measures in row.items():
         for measure, layers in measures.items():
             assert len(layers) == 3
             if part == "qk" and name in NO_MATRIX:
                 assert layers == [None] * 3
-            elif measure not in ("balance", "off_rank"):
+            elif measure not in ("balance", "off_rank", *panel.rounding.MEASURES):
                 assert all(len(heads) == 4 for heads in layers), (part, measure)
     assert all(len(s) == 4 for s in row["ov"]["singular"][0])
     assert (row["qk"]["off_rank"][0] is not None) == (name in FULL)

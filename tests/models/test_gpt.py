@@ -375,3 +375,56 @@ def test_recomputed_activations_are_not_stored():
     stream = 2 * 16 * 32  # the numbers between blocks
     assert stored[0] > 6 * 10 * stream
     assert stored[1] < 6 * stream + 8 * stream  # plus those of embedding, norm and loss
+
+
+# Embeddings
+
+
+def test_untied_head_has_a_matrix_of_its_own():
+    tied, untied = gpt(), gpt(tied=False)
+    counts, more = tied.parameter_counts(), untied.parameter_counts()
+    assert more["embedding"] - counts["embedding"] == 50 * 32
+    assert more["total"] - counts["total"] == 50 * 32  # all of it counts as an embedding
+    own = dict(untied.named_parameters())
+    assert all(torch.equal(own[name], value) for name, value in tied.named_parameters())
+    assert not torch.equal(untied.output_weight, untied.token_embedding.weight)
+    assert float(untied.output_weight.std()) == pytest.approx(0.02, rel=0.1)
+    untied.loss(tokens_of(2, 16), tokens_of(2, 16)).backward()
+    assert untied.output_weight.grad is not None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("width", [8, 64])
+@pytest.mark.parametrize("draws", ["gpt2", "linear"])
+def test_factorized_embedding_starts_with_streams_and_logits_of_the_usual_size(tied, width, draws):
+    usual, ours = (
+        gpt(d_model=256, tied=tied, init=draws, embedding_width=e) for e in (None, width)
+    )
+    with torch.no_grad():
+        sizes = [
+            (float(m._embed(tokens).std()), float(m(tokens).std()))
+            for m in (usual, ours)
+            for tokens in [tokens_of(8, 16)]
+        ]
+    assert sizes[1][0] == pytest.approx(sizes[0][0], rel=0.25)
+    # A tied head answers its own narrow embedding more loudly.
+    assert sizes[1][1] == pytest.approx(sizes[0][1], rel=1.0 if tied else 0.25)
+    maps = 256 * width * (1 if tied else 2)
+    tables = 50 * width * (1 if tied else 2)
+    positions = 16 * 256
+    assert ours.parameter_counts()["embedding"] == maps + tables + positions
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_of_a_factorized_embedding_are_those_counted(tied):
+    model, tokens_BT = gpt(tied=tied, embedding_width=8), tokens_of(1, 16)
+    plain = gpt(tied=tied)
+    counted = []
+    for one in (model, plain):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            one(tokens_BT)
+        counted.append(counter.get_total_flops() / 16)
+    expected = [
+        forward_flops_per_token(m, mean_causal_keys(16), tokens_per_pass=16) for m in (model, plain)
+    ]
+    assert counted[0] - counted[1] == pytest.approx(expected[0] - expected[1])

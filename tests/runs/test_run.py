@@ -13,6 +13,7 @@ import pytest
 from qkablate.config import (
     Config,
     DataConfig,
+    ModelConfig,
     OptimConfig,
     TrackingConfig,
     TrainConfig,
@@ -176,3 +177,22 @@ def test_a_key_in_the_code_that_runs_is_not_kept(tmp_path, monkeypatch):
 
 
 # The frozen config, read again.
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_same"),
+    [
+        ({}, True),
+        ({"tied": True, "embedding_width": None}, True),
+        ({"tied": False}, False),
+        ({"embedding_width": 128}, False),
+    ],
+)
+def test_younger_keys_of_the_model_keep_the_ids_of_earlier_runs(changes, is_same):
+    facts = {"data_fingerprint": "", "vocabulary": 3, "device": "cpu", "kernel": "math"}
+    facts["circuits_from_outside"] = {}
+    plain, changed = (
+        identity(Config(model=ModelConfig(**keys)), **facts) for keys in ({}, changes)
+    )
+    assert (run_id(plain) == run_id(changed)) == is_same
+    assert "tied" not in plain["model"]

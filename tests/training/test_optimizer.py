@@ -6,7 +6,9 @@ import sys
 import pytest
 import torch
 
-from qkablate.training.optimizer import AdamW
+from qkablate.analysis.comparison.audit import is_annealed
+from qkablate.config import OptimConfig
+from qkablate.training.optimizer import AdamW, learning_rate
 
 
 def stepped(kind, resumed=False):
@@ -57,3 +59,11 @@ def test_training_imports_no_compiler(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "imported"
+
+
+def test_constant_schedule_stays_at_its_peak_after_the_warm_up():
+    optim = OptimConfig(lr=0.5, schedule="constant", warmup=4, cooldown=0.0)
+    rates = [learning_rate(optim, step, 20) for step in range(20)]
+    assert rates[:4] == [0.125, 0.25, 0.375, 0.5]
+    assert rates[4:] == [0.5] * 16
+    assert not is_annealed(optim)

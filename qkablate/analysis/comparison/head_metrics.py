@@ -30,7 +30,11 @@ BY_TOKENS = {
     "attention/entropy": "entropy of attention, nats",
     "qk/moved": "distance of B from its start",
 }
-MEASURES = (SPECTRUM, *dict.fromkeys([*BY_HEAD, *BY_TOKENS]))
+ROUNDING = {
+    "attention/rounding": "in the precision of training",
+    "attention/rounding_fp64": "in fp64",
+}
+MEASURES = (SPECTRUM, *dict.fromkeys([*BY_HEAD, *BY_TOKENS, *ROUNDING]))
 _SIGN = b'"diagnostics"'
 _TOKENS = re.compile(rb'"tokens": ?(\d{1,18})[,}]')
 _MAX_BYTES = 2**24  # of one row

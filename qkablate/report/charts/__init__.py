@@ -6,6 +6,7 @@ from qkablate.report.section import Section
 
 _MAKERS = (
     *(forest.claim_chart, forest.gap_chart, curves.loss_chart, curves.gap_curve_chart),
+    heads.rounding_chart,
     *(distance.distance_chart, sizes.heat_map_chart, sizes.cost_chart, sizes.lr_chart),
     *(heads.head_curve_chart, heads.spectrum_chart, heads.spectra_by_tokens_chart),
     *(heads.head_map_chart, attention.attention_chart),

@@ -65,6 +65,35 @@ def head_curve_chart(section: Section) -> Chart:
     return Chart("heads", "Heads during training", caption, panels)
 
 
+def rounding_chart(section: Section) -> Chart:
+    """Chart the difference of the two orders of multiplication by tokens, beside the gap."""
+    groups = head_groups(section)
+    most = points_per_curve(2 * len(section.heads), most=24)
+    panels, counts = [], []
+    for size, group in groups:
+        for name, precision in head_metrics.ROUNDING.items():
+            rows: list[Spec] = []
+            for arm in group:
+                if (curve := arm.curve(name, most)) is not None:
+                    counts.append(curve.samples[0].n)
+                    rows += [
+                        row | {"estimate": f"{row['loss']:.2g}", "low": None, "high": None}
+                        for row in mean_rows(curve, arm.entry)
+                        if row["loss"] > 0
+                    ]
+            if rows:
+                title = panel_title(precision, size, len(groups) > 1)
+                y = base.number_axis("loss", "relative difference")
+                y["scale"] = {"type": "log"}
+                panels.append(make_curve_panel(section, title, rows, y))
+    caption = (
+        "‖X (W_q W_kᵀ) Xᵀ − (X W_q)(X W_k)ᵀ‖ / ‖(X W_q)(X W_k)ᵀ‖ of the scores: what a merged"
+        " matrix can change by rounding alone. Mean over heads, layers and completed runs"
+        f" ({format_n(counts)}); arms without two factors have none."
+    )
+    return Chart("rounding", "Two orders of multiplication", caption, panels)
+
+
 def head_map_chart(section: Section) -> Chart:
     """Chart head metrics by layer and head at the end of training, side by side."""
     groups = head_groups(section)

@@ -687,7 +687,8 @@ def test_there_are_claims_of_both_kinds():
 @pytest.fixture(scope="module")
 def tiny_text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    (folder / "text.txt").write_text("the cat sat on the mat\n" * 400, encoding="utf-8")
+    for name, count in (("text.txt", 400), ("much.txt", 200_000)):
+        (folder / name).write_text("the cat sat on the mat\n" * count, encoding="utf-8")
     return folder
 
 
@@ -696,10 +697,13 @@ def tiny_text(tmp_path_factory):
 def test_every_shipped_claim_finds_its_arms(name, tiny_text):
     own = load_claim(name, "small")
     text = {"data": "text", "data.path": str(tiny_text / "text.txt")}
+    if "data.max_tokens" in own.grid:
+        text = {**text, "data.path": str(tiny_text / "much.txt"), "data.tokenizer": "chars"}
     if "data" not in own.grid:
         own = dataclasses.replace(own, grid=own.grid | text)
     grid, words = claim_grid(own, own.seeds[-1])
-    free = ["threads=1", "tracking.wandb=disabled", f"data.cache={tiny_text / 'cache'}"]
+    free = ["threads=1", "tracking.wandb=disabled"]
+    free += [] if "data" in load_claim(name).grid else [f"data.cache={tiny_text / 'cache'}"]
     with open_composer() as composer:
         found = composer.request([*words, *free], grid)
         manifest = expand_grid(

@@ -8,7 +8,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from qkablate.diagnostics import circuits, patterns
+from qkablate.diagnostics import circuits
+from qkablate.diagnostics.panel import ATTENTION_MEASURES
 from tests.training.helpers import interrupt_after, read_rows, run_folder
 
 
@@ -38,7 +39,7 @@ def test_diagnostics_are_logged_at_their_steps(qkablate, tiny, tmp_path, words, 
         assert set(row) == {"step", "tokens", "flops", "diagnostics"}
         mechanism = row["diagnostics"]
         assert tuple(mechanism["qk"]) == tuple(mechanism["ov"]) == circuits.MEASURES
-        assert tuple(mechanism["attention"]) == patterns.MEASURES
+        assert tuple(mechanism["attention"]) == ATTENTION_MEASURES
         assert all(len(heads) == 2 for heads in mechanism["attention"]["entropy"])
     if steps:
         moved = [row["diagnostics"]["qk"]["moved"] for row in rows]
