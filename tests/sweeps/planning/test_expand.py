@@ -459,3 +459,69 @@ def test_also_trains_every_arm_with_other_settings(expand):
 def test_mistake_in_also_is_an_error(expand, also, line):
     with pytest.raises(UserError, match=re.escape(line)):
         expand("variant=no_q", f"sweep.also={also}")
+
+
+def test_also_may_be_several_maps(expand):
+    other = "{data: recall, data.vocab_size: 16, data.pairs: 2, model.context: 8}"
+    manifest = expand("variant=no_q", f"sweep.also=[{TASK},{other}]")
+    sources = Counter(arm.config.data.source for arm in manifest.arms.values())
+    assert sources == {"text": 2, "induction": 2, "recall": 2}
+
+
+# One factor at a time.
+
+AXES = ["variant=standard,no_q,no_k", "model.d_model=16,32,64", "model.layers=1,2"]
+
+
+def test_one_at_a_time_changes_one_axis_of_the_center(expand):
+    manifest = expand(*AXES, "sweep.design=one_at_a_time", "sweep.baseline=null")
+    center = ("standard", 16, 1)
+    found = {
+        (arm.variant, arm.config.model.d_model, arm.config.model.layers)
+        for arm in manifest.arms.values()
+    }
+    assert center in found
+    assert len(found) == 1 + 2 + 2 + 1
+    assert all(sum(a != b for a, b in zip(cell, center, strict=True)) <= 1 for cell in found)
+
+
+def test_seeds_and_rates_stay_crossed_in_a_design(expand):
+    words = ["seed=0,1", "optim.lr=1e-3,2e-3", "sweep.design=one_at_a_time"]
+    manifest = expand("variant=no_q,no_k", *words)
+    runs = Counter(run.arm for run in manifest.runs)
+    assert {*runs.values()} == {4}
+
+
+def test_grid_is_the_default_design(expand):
+    assert {*expand(*AXES).arms} == {*expand(*AXES, "sweep.design=grid").arms}
+
+
+# Controls by the size that pays.
+
+
+def test_controls_are_named_by_the_adjusted_size(expand):
+    words = ["variant=no_q", "model.layers=4"]
+    manifest = expand(*words, "control=none,params,params-layers")
+    controls = {arm.variant: set() for arm in manifest.arms.values()}
+    for arm in manifest.arms.values():
+        controls[arm.variant] |= {*arm.controls}
+    assert controls["no_q"] == {"none", "params", "params-layers"}
+    alone = expand(*words, "control=params", "control.adjust=layers")
+    assert any(arm.controls == ["params-layers"] for arm in alone.arms.values())
+    assert "params-layers" in "".join(alone.arms)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["control=params-heads"], "control.adjust: 'heads' is not one of mlp, d_model, layers"),
+        (
+            ["control=params-layers", "control.adjust=mlp"],
+            "control=params-layers names the size that pays; leave control.adjust out",
+        ),
+        (["sweep.design=one_at_time"], "(nearest: one_at_a_time)"),
+    ],
+)
+def test_mistake_in_design_or_control_is_an_error(expand, words, line):
+    with pytest.raises(UserError, match=re.escape(line)):
+        expand("variant=no_q", *words)

@@ -1,0 +1,369 @@
+"""Measures of claims, from runs whose truth is known."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from qkablate.analysis.claims.judgement import judge_claim
+from qkablate.analysis.claims.parse import parse_claim
+from qkablate.analysis.claims.registry import claim_grid
+from qkablate.errors import UserError
+from qkablate.report.text.claims import format_claim, format_judgement, judgement_to_json
+from qkablate.sweeps.running.solo_results import SoloFile, SoloRow
+
+PART = {"arm": "no_q", "kind": "noninferior", "margin": 0.01}
+GRID = {"variant": "standard,no_q"}
+TASK = {"data": "recall", "data.vocab_size": 16, "data.pairs": 2, "model.context": 8}
+
+
+def claim(grid=None, seeds=6, tasks=None, **parts):
+    parts = {name: PART | changes for name, changes in parts.items()}
+    content = {"says": "A statement.", "source": "a comment", "seeds": seeds, "parts": parts}
+    content |= {"tuning_seeds": 0, "grid": grid or GRID}
+    own = parse_claim("mine", content, "small", {})
+    return dataclasses.replace(own, grid=dict(grid or GRID), tasks=tasks or {})
+
+
+def on_task(part):
+    """Return a claim of one part that is about a task."""
+    return claim(tasks={"recall": TASK}, it=part | {"data": "recall"})
+
+
+def frozen(world, own):
+    grid, words = claim_grid(own, own.seeds[-1])
+    return world(*words, grid=grid)
+
+
+def judged(made, own):
+    found = judge_claim(own, made.study(), [])
+    json.dumps(judgement_to_json(found), allow_nan=False)
+    return found
+
+
+def noise(run, size=0.001):
+    """Return a small number that depends on the seed alone."""
+    return size * math.sin(run.changes["seed"])
+
+
+def only_part(found):
+    (part,) = judgement_to_json(found)["parts"]
+    return part
+
+
+# Accuracy
+
+
+@pytest.mark.parametrize(("of", "key"), [("accuracy", "accuracy"), ("exact", "exact")])
+@pytest.mark.parametrize(
+    ("kind", "share", "word"),
+    [
+        ("noninferior", 0.99, "SUPPORTED"),
+        ("noninferior", 0.9, "REFUTED"),
+        ("worse", 0.9, "SUPPORTED"),
+        ("worse", 0.99, "EQUIVALENT"),
+        ("better", 0.99, "EQUIVALENT"),
+    ],
+)
+def test_share_of_right_answers_is_better_the_higher(world, of, key, kind, share, word):
+    own = on_task({"of": of, "kind": kind, "margin": 0.05})
+    shares = {"standard": 0.99, "no_q": share, "uniform": 0.3}
+
+    def outcome(run):
+        value = shares[run.arm.split("-")[0]] + noise(run)
+        return {key: {"val": value, "test": value}, "accuracy": {"test": value}, "chance": 0.1}
+
+    made = frozen(world, own).finish(outcome)
+    found = judged(made, own)
+    assert found.word == word
+    part = only_part(found)
+    assert part["unit"] == "share"
+    assert part["mean"] == pytest.approx(share - 0.99, abs=1e-3)  # as one says it: the arm has less
+    assert part["interval"][0] <= part["mean"] <= part["interval"][1]
+    # The rates were tuned for the loss.
+    assert "at these rates" in found.headline
+
+
+def test_equal_chance_of_all_arms_tells_nothing(world):
+    own = on_task({"of": "accuracy", "margin": 0.05})
+    made = frozen(world, own).finish(
+        lambda run: {"accuracy": {"test": 0.1 + noise(run)}, "chance": 0.1}
+    )
+    assert judged(made, own).word == "INSENSITIVE"
+
+
+def test_failure_of_a_run_is_measured_in_the_share_it_loses(world):
+    own = on_task({"of": "accuracy", "kind": "noninferior", "margin": 0.05})
+    shares = {"standard": 0.99, "no_q": 0.99, "uniform": 0.3}
+    made = frozen(world, own).finish(
+        lambda run: {"accuracy": {"test": shares[run.arm.split("-")[0]]}, "chance": 0.1}
+    )
+    (condition, *_) = judged(made, own).unless
+    assert condition.endswith("is left behind by 0.89 accuracy")
+
+
+# Loss curves
+
+STEPS = {"train.steps": "40", "train.eval_every": "4"}
+
+
+def with_curves(world, own, loss):
+    """Finish the runs, each with the curve loss(arm, seed, part of the training)."""
+    made = frozen(world, own).finish(lambda run: 2.0 + noise(run) + 0.1 * run.arm.startswith("no"))
+    for run in made.runs():
+        steps = int(made.manifest.arms[run.arm].config.train.steps)
+        arm = run.arm.split("-")[0]
+        curve = {s: loss(arm, s / steps) + noise(run) for s in range(4, steps + 1, 4)}
+        made.curve(run, curve)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("peak", "kind", "word"),
+    [
+        (0.01, "noninferior", "SUPPORTED"),
+        (0.01, "worse", "REFUTED"),
+        (0.05, "noninferior", "REFUTED"),
+        (-0.05, "noninferior", "REFUTED"),
+        (0.05, "worse", "SUPPORTED"),
+    ],
+)
+def test_course_is_the_largest_gap_at_any_time_after_the_warm_up(world, peak, kind, word):
+    own = claim(GRID | STEPS, it={"of": "course", "kind": kind, "margin": 0.02})
+
+    def loss(arm, part):
+        early = 0.5 if part <= 0.2 else 0.0  # a difference in the warm-up does not count
+        return 3 - part + (arm == "no_q") * (peak * (abs(part - 0.5) < 0.01) + early)
+
+    found = judged(with_curves(world, own, loss), own)
+    assert found.word == word
+    assert only_part(found)["mean"] == pytest.approx(abs(peak), abs=1e-6)
+
+
+@pytest.mark.parametrize(("speed", "ratio"), [(1.0, 1.0), (2.0, 0.5), (0.8, 1.25)])
+def test_tokens_to_loss_are_those_after_which_the_loss_of_half_time_is_reached(world, speed, ratio):
+    own = claim(GRID | STEPS, it={"of": "tokens_to_loss", "kind": "better", "margin": 0})
+
+    def loss(arm, part):
+        return 5 - math.log(part * (speed if arm == "no_q" else 1))
+
+    part = only_part(judged(with_curves(world, own, loss), own))
+    assert part["mean"] == pytest.approx(ratio, rel=0.02)
+    assert part["verdict"] == (
+        "SUPPORTED" if ratio < 1 else "REFUTED" if ratio > 1 else (part["verdict"])
+    )
+
+
+def test_loss_that_is_never_reached_takes_more_than_twice_the_tokens(world):
+    own = claim(
+        GRID | STEPS,
+        slow={"of": "tokens_to_loss", "kind": "worse", "margin": 0.5},
+        too={"of": "steps_to_loss", "kind": "noninferior", "margin": 0.5},
+    )
+    found = judged(with_curves(world, own, lambda arm, part: 3 - part + (arm == "no_q")), own)
+    assert [str(word) for word in found.part_words] == ["SUPPORTED", "REFUTED"]
+    parts = judgement_to_json(found)["parts"]
+    assert parts[0]["mean"] is None  # no number: more than can be seen
+    assert "∞" in "\n".join(format_judgement(found))
+
+
+def test_training_loss_is_the_mean_of_the_last_tenth(world):
+    own = claim(it={"of": "train_loss", "kind": "worse", "margin": 0.01})
+    made = frozen(world, own).finish(lambda run: 2.0)
+    for run in made.runs():
+        gap = 0.04 * run.arm.startswith("no_q")
+        rows = [
+            {"step": s, "tokens": s * 32, "train/loss": (9 if s < 11 else 2 + gap) + noise(run)}
+            for s in range(1, 13)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (made.run_folder(run) / "metrics.jsonl").write_text(text)
+    part = only_part(judged(made, own))
+    assert part["mean"] == pytest.approx(0.04, abs=1e-6)
+    assert part["verdict"] == "SUPPORTED"
+
+
+# What no run is needed for, and what is measured alone
+
+
+def test_sizes_are_counted(world):
+    own = claim(
+        cache={"of": "kv_bytes", "kind": "equivalent", "margin": 0.01},
+        weights={"of": "params", "kind": "better", "margin": 0.01},
+        loss={"kind": "noninferior", "margin": 1},
+    )
+    made = frozen(world, own).finish(lambda run: 2.0 + noise(run))
+    found = judged(made, own)
+    cache, weights, _ = judgement_to_json(found)["parts"]
+    arms = made.manifest.arms
+    sizes = [next(a.params for a in arms.values() if a.variant == v) for v in ("no_q", "standard")]
+    assert (cache["mean"], cache["n"], cache["verdict"]) == (1.0, 1, "SUPPORTED")
+    assert weights["mean"] == pytest.approx(sizes[0] / sizes[1])
+    assert weights["verdict"] == "SUPPORTED"
+    assert {check["name"] for check in weights["audit"]} == {"matched", "machine", "kernel"}
+
+
+def measured(made, seconds, load=0.0, repetitions=6):
+    """Write measurements of the arms, alone."""
+    rows = [
+        SoloRow(arm.name, number, seconds[arm.variant] * (1 + 0.01 * number), 1e6, load)
+        for number in range(repetitions)
+        for arm in made.manifest.arms.values()
+        if arm.variant in seconds
+    ]
+    SoloFile(made.folder.name, {"cpu": "a CPU"}, rows).write(made.folder)
+
+
+def test_seconds_are_compared_repetition_by_repetition(world):
+    own = claim(
+        it={"of": "seconds", "kind": "worse", "margin": 0.1},
+        room={"of": "memory", "kind": "equivalent", "margin": 0.1},
+        loss={"margin": 1},
+    )
+    made = frozen(world, own).finish(lambda run: 2.0 + noise(run))
+    assert judged(made, own).word == "INCOMPLETE"  # nothing is measured yet
+    measured(made, {"standard": 0.010, "no_q": 0.015}, repetitions=5)
+    assert judged(made, own).word == "INCOMPLETE"
+    measured(made, {"standard": 0.010, "no_q": 0.015})
+    found = judged(made, own)
+    seconds, memory, _ = judgement_to_json(found)["parts"]
+    assert seconds["mean"] == pytest.approx(1.5)
+    assert [seconds["verdict"], memory["verdict"]] == ["SUPPORTED", "SUPPORTED"]
+    assert {check["name"]: check["state"] for check in seconds["audit"]}["alone"] == "ok"
+    measured(made, {"standard": 0.010, "no_q": 0.015}, load=1.5)
+    audit = judgement_to_json(judged(made, own))["parts"][0]["audit"]
+    assert {check["name"]: check["state"] for check in audit}["alone"] == "warning"
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"format": 1}', '{"format": 2, "rows": []}'])
+def test_damaged_measurements_are_one_line(world, damage):
+    own = claim(it={"of": "seconds", "kind": "worse", "margin": 0.1}, loss={"margin": 1})
+    made = frozen(world, own).finish(lambda run: 2.0 + noise(run))
+    (made.folder / "solo.json").write_text(damage)
+    with pytest.raises(UserError, match=r"solo.json' is damaged"):
+        judge_claim(own, made.study(), [])
+
+
+# Interactions
+
+
+def losses_by_skip(gaps):
+    """Return losses with a gap of no_q that depends on the attention's skip."""
+
+    def loss(run):
+        skip = "attention_skip=False" not in run.arm
+        return 2.0 + noise(run, 0.1) + gaps[skip] * run.arm.startswith("no_q") + 0.5 * (not skip)
+
+    return loss
+
+
+SKIP = GRID | {"model.attention_skip": "true,false"}
+WITHOUT = {
+    "arm": {"variant": "no_q", "model.attention_skip": False},
+    "against": {"variant": "standard", "model.attention_skip": False},
+    "than": {"model.attention_skip": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("gaps", "kind", "word"),
+    [
+        ({True: 0.01, False: 0.05}, "worse", "SUPPORTED"),
+        ({True: 0.05, False: 0.01}, "better", "SUPPORTED"),
+        ({True: 0.05, False: 0.05}, "equivalent", "SUPPORTED"),
+        ({True: 0.01, False: 0.05}, "equivalent", "REFUTED"),
+        ({True: 0.01, False: 0.05}, "better", "REFUTED"),
+    ],
+)
+def test_interaction_is_the_difference_of_two_gaps(world, gaps, kind, word):
+    own = claim(SKIP, it=WITHOUT | {"kind": kind})
+    found = judged(frozen(world, own).finish(losses_by_skip(gaps)), own)
+    part = only_part(found)
+    assert found.word == word
+    assert part["mean"] == pytest.approx(gaps[False] - gaps[True])
+    assert part["than"] is True
+    assert len(part["arms"]) == 2
+    (line,) = (text for text in format_claim(own) if text.startswith("part"))
+    assert "than with model.attention_skip=true" in line
+
+
+def test_every_setting_but_that_of_than_is_compared_with_it(world):
+    own = claim(SKIP, it={"than": {"model.attention_skip": True}, "kind": "worse"})
+    part = only_part(judged(frozen(world, own).finish(losses_by_skip({True: 0, False: 0.1})), own))
+    assert part["mean"] == pytest.approx(0.1)
+    assert "attention_skip=False" in part["arms"][0][0]
+
+
+def test_interaction_without_its_counterpart_is_rejected(world):
+    own = claim(GRID, it={"than": {"model.heads": 4}, "kind": "worse"})
+    made = frozen(world, own)
+    with pytest.raises(UserError, match=r"parts\.it\.than: the grid has no variant=no_q, model"):
+        judged(made, own)
+
+
+def test_failures_of_all_four_arms_count_on_the_side_that_they_move(world):
+    own = claim(SKIP, it=WITHOUT | {"kind": "noninferior", "margin": 0.05})
+    made = frozen(world, own).finish(losses_by_skip({True: 0.0, False: 0.0}))
+    conditions = judged(made, own).unless
+    assert len(conditions) == 2
+    assert "no_q" in conditions[0]
+    assert "attention_skip=False" in conditions[0]
+    assert "standard" in conditions[1]
+    assert "attention_skip=True" in conditions[1]
+
+
+# Sizes that pay
+
+
+def test_adjusted_size_is_that_of_the_part(world):
+    grid = {"variant": "standard,no_qk", "model.layers": "8", "model.d_model": "64"}
+    both = {"arm": "no_qk", "axis": "params", "margin": 1}
+    own = claim(grid | {"model.heads": "1"}, layers=both | {"adjust": "layers"}, mlp=both)
+    made = frozen(world, own).finish(lambda run: 2.0 + noise(run))
+    parts = {p["part"]: p["arms"][0][0] for p in judgement_to_json(judged(made, own))["parts"]}
+    arms = {name: made.manifest.arms[arm] for name, arm in parts.items()}
+    assert arms["layers"].config.model.layers != 8 == arms["mlp"].config.model.layers
+    assert arms["layers"].controls == ["params-layers"]
+
+
+# Several data sets
+
+
+def test_verdict_names_the_data_on_which_it_holds(world):
+    own = claim(
+        tasks={"recall": TASK},
+        it={"kind": "noninferior", "margin": 0.05, "data": ["text", "recall"]},
+    )
+    made = frozen(world, own)
+
+    def loss(run):
+        is_task = made.manifest.arms[run.arm].config.data.source == "recall"
+        return 2.0 + noise(run) + 0.2 * (is_task and run.arm.startswith("no_q"))
+
+    found = judged(made.finish(loss), own)
+    assert found.word == "REFUTED"
+    assert found.worlds == {"text": "SUPPORTED", "recall": "REFUTED"}
+    text = format_judgement(found)
+    assert "  on text: SUPPORTED" in text
+    assert "  on recall: REFUTED" in text
+    assert judgement_to_json(found)["data"] == {"text": "SUPPORTED", "recall": "REFUTED"}
+    assert [p["part"] for p in judgement_to_json(found)["parts"]] == ["it on text", "it on recall"]
+
+
+# Mistakes, found before any run
+
+
+@pytest.mark.parametrize(
+    ("grid", "part", "line"),
+    [
+        (GRID, {"of": "accuracy"}, "accuracy is measured on tasks, and text is a text"),
+        (GRID, {"of": "exact"}, "exact is measured on tasks, and text is a text"),
+        (GRID, {"of": "course"}, "course needs 8 readings of the loss or more, and train.eval_ev"),
+        (GRID, {"of": "tokens_to_loss"}, "tokens_to_loss needs 8 readings"),
+    ],
+)
+def test_measure_that_a_grid_cannot_give_is_rejected(world, grid, part, line):
+    own = claim(grid, it=part, loss={})
+    with pytest.raises(UserError, match=line):
+        judge_claim(own, frozen(world, own).study(), [])
