@@ -153,7 +153,9 @@ def measure(row: Row, n: int, studies: int = STUDIES) -> Errors:
             words = [_judge(row, random, kind, truth, n) for _ in range(studies)]
             size = truth if is_signed else abs(truth)
             if truth == 4.0:
-                decided = min(decided, np.mean([word != Verdict.UNDERPOWERED for word in words]))
+                decided = min(
+                    decided, float(np.mean([word != Verdict.UNDERPOWERED for word in words]))
+                )
                 continue
             if row.world == "exact" and abs(size) == 1:
                 continue  # a number on the margin is on neither side of it

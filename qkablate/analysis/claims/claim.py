@@ -207,12 +207,18 @@ def _find_pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm
     others = [arm for arm in comparable if _matches(arm, spec.against)]
     # The two agree in every varied key that selects neither side.
     keys = claim.grid.keys() - {"variant", *spec.arm, *spec.against}
+    is_matched = spec.control != "none"
+    if is_matched:  # the control has changed it
+        keys -= {f"model.{spec.adjust}"}
 
-    def agree(a: Mapping[str, str], b: Mapping[str, str]) -> bool:
-        return all(a[key] == b[key] for key in keys & a.keys() & b.keys())
+    def agree(a: Arm, b: Arm) -> bool:
+        if is_matched and (a.baseline or a.name) != (b.baseline or b.name):
+            return False  # of another size
+        shared = keys & a.overrides.keys() & b.overrides.keys()
+        return all(a.overrides[key] == b.overrides[key] for key in shared)
 
     pairs = itertools.product(firsts, others)
-    return [(a, b) for a, b in pairs if a.name != b.name and agree(a.overrides, b.overrides)]
+    return [(a, b) for a, b in pairs if a.name != b.name and agree(a, b)]
 
 
 def _world_of(arm: Arm, tasks: Mapping[str, Mapping[str, Any]]) -> str:
