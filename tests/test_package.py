@@ -61,8 +61,8 @@ def test_the_wheel_trains_from_any_folder(installed, tiny, tmp_path):
 def test_readme_counts_the_claims():
     claims = [load_claim(name) for name in claim_names()]
     assert f" {len(claims)} claims from the literature" in README
-    assert sum(claim.untestable is not None for claim in claims) == 2
-    assert "two are not testable yet" in README
+    assert sum(claim.untestable is not None for claim in claims) == 3
+    assert "three are not testable yet" in README
 
 
 def commands() -> list[str]:
@@ -144,7 +144,8 @@ def test_commands_of_the_readme_work(qkablate, prepared, tiny, text, command, tm
     if "sweep.tune=true" in words:  # dozens of runs; tests/sweeps/planning/test_tuning.py tunes
         words.append("--dry-run")
     if words[:2] == ["claim", "run"]:  # a hundred runs; tests/cli/test_claim.py runs a small one
-        lengths = ["train.steps=2,3,4", *(word for word in tiny if "train.steps" not in word)]
+        lengths = ["train.steps=16,24,32", "train.eval_every=2"]  # enough readings for a course
+        lengths += [word for word in tiny if not word.startswith(("train.steps", "train.eval"))]
         done = qkablate(*words, *lengths, *(["--dry-run"] * ("--dry-run" not in words)))
         assert done.code == 0, done.err
         return
@@ -189,14 +190,39 @@ def test_make_help_lists_every_target():
 
 
 @pytest.mark.slow
-def test_claim_of_contributing_plans(qkablate, tiny, tmp_path):
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def test_claim_of_the_docs_plans(qkablate, tmp_path):
+    text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(block.splitlines()) <= 10
     (tmp_path / "my_claim.yaml").write_text(block, encoding="utf-8")
-    words = [word for word in tiny if "train.steps" not in word]
+    words = ["model.d_model=16", "model.heads=2", "threads=1", "tracking.wandb=disabled"]
     done = qkablate("claim", "run", "my_claim.yaml", *words, "--dry-run")
     assert done.code == 0, done.err
-    assert "3 comparisons of 16 pairs" in done.out
+    assert "3 comparisons of 8 pairs" in done.out
+    assert "2 arms measured alone, 8 times" in done.out
+
+
+@pytest.mark.slow
+def test_claim_of_the_docs_runs(qkablate, tmp_path):
+    text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    block = block.replace("seeds: 8", "seeds: 3\ntuning_seeds: 0")
+    block = block.replace("train.eval_every: 100", "train.eval_every: 1\n  train.steps: 8")
+    (tmp_path / "my_claim.yaml").write_text(block, encoding="utf-8")
+    words = ["model.d_model=16", "model.heads=2", "model.layers=1"]
+    words += ["threads=1", "tracking.wandb=disabled"]
+    done = qkablate("claim", "run", "my_claim.yaml", *words)
+    assert done.code == 0, done.err
+    for part in ("right", "early", "speed"):
+        assert f"\n{part} " in done.out
+    assert qkablate("report", "my_claim", "--format", "md").code == 0
+
+
+def test_every_claim_is_in_the_table_of_the_docs():
+    text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+    table = text[text.index("## What the discussions said") :]
+    found = set(re.findall(r"`(\w+)`", table))
+    assert {path.stem for path in (ROOT / "conf" / "claim").glob("*.yaml")} <= found
 
 
 @pytest.mark.slow

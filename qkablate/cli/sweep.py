@@ -31,13 +31,15 @@ Controls: what is held equal (control=…)
   none      every arm keeps the size it is given
   params    the number of parameters of the baseline, without embeddings
   flops     the number of training FLOPs per token
-  control.adjust=mlp       what is adjusted: mlp (its width), d_model, layers
+  control.adjust=mlp       what is adjusted: mlp (its width), d_model, layers; several in one sweep
+                           are written control=params,params-d_model
   control.tolerance=0.01   largest mismatch; an arm beyond it is left out, with the reason
 
 Keys of a sweep
   sweep.baseline=standard  the variant that arms of the same size are compared with; or a map of
                            keys; or null
   sweep.filter=[…]         keep only the arms for which all of these are true
+  sweep.design=grid        or one_at_a_time: the first value of each axis, and each other one alone
   sweep.tune=true          choose optim.lr and variant.lr for every arm on validation
                            (sweep.tuning_seeds), then train all seeds at the best rates
   sweep.name=NAME          the first part of the folder's name

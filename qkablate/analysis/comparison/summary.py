@@ -127,6 +127,7 @@ class StudySummary:
     rankings: list[Ranking]
     fronts: list[Front]
     left_out: list[LeftOutArm]
+    one_at_a_time: bool  # one factor: interactions between the axes are not estimated
     tuning: TuningPlan | None  # that would settle what the rates leave open
 
 
@@ -164,6 +165,7 @@ def describe_study(
         rankings=find_rankings(families),
         fronts=find_fronts(study, milliseconds or {}),
         left_out=study.left_out,
+        one_at_a_time=study.manifest is not None and study.manifest.combinations is not None,
         tuning=plan_tuning(study) if any(scopes) else None,
     )
 

@@ -4,7 +4,6 @@ import dataclasses
 
 from qkablate.analysis.comparison.audit import MARKS, NOTE, group_checks, worst_state
 from qkablate.analysis.comparison.curves import CurveSummary
-from qkablate.analysis.comparison.decision import TuningPlan
 from qkablate.analysis.comparison.function_distance import FunctionDistance
 from qkablate.analysis.comparison.gaps import NoiseFloor
 from qkablate.analysis.comparison.lr_curves import LrCurveSummary
@@ -24,10 +23,7 @@ def make_tables(summary: StudySummary) -> list[Table]:
     floors = {floor.baseline: floor for floor in summary.noise_floor}
     return [
         _arm_table(summary),
-        *(
-            _gap_table(name, gaps, floors[name], summary.tuning)
-            for name, gaps in by_baseline.items()
-        ),
+        *(_gap_table(name, gaps, floors[name], summary) for name, gaps in by_baseline.items()),
         *(_rank_table(ranking) for ranking in summary.rankings if len(ranking.ranks) > 1),
         *([_rate_table(summary.learning_rates)] if summary.learning_rates else []),
         *([_curve_table(summary.curves)] if summary.curves else []),
@@ -69,7 +65,7 @@ def _arm_table(summary: StudySummary) -> Table:
 
 
 def _gap_table(
-    baseline: str, gaps: list[GapSummary], floor: NoiseFloor, tuning: TuningPlan | None
+    baseline: str, gaps: list[GapSummary], floor: NoiseFloor, summary: StudySummary
 ) -> Table:
     head = ["arm", "params", "n", "gap", "95 % interval", "SE over documents", "perplexity"]
     head += ["p (Holm)", "detectable", "decision"]
@@ -95,7 +91,9 @@ def _gap_table(
         state = worst_state(gap.audit)
         cells += [format_interval(gap.bca), format_p(gap.sign_flip)]
         rows.append([*cells, f"{MARKS[state]} {state}".strip()])
-    notes = _gap_notes(gaps, floor)
+    notes, tuning = _gap_notes(gaps, floor), summary.tuning
+    if summary.one_at_a_time:
+        notes.append("one factor at a time: interactions between the axes are not estimated")
     if tuning is not None and any(gap.rates for gap in gaps):
         seconds = tuning.seconds
         time = "" if seconds is None else f", about {format_duration(seconds)} of computing"

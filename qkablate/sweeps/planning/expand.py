@@ -7,6 +7,7 @@ trained.
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ class _Expansion:
         changes = self._run_changes()
         axes = {key: values for key, values in self.grid.choices.items() if key not in RUN_KEYS}
         combinations = self._with_also(_combine(axes, self.grid.settings.design))
+        copies = 1 + len(list_also(self.grid.settings))
+        whole = copies * math.prod(len(values) for values in axes.values())
         cells = [*itertools.product(self.grid.controls, combinations)]
         included = []
         for number, cell in enumerate(cells):
@@ -131,6 +134,7 @@ class _Expansion:
             left_out=self.left_out,
             excluded=self.excluded,
             command=command,
+            combinations=None if settings.design == "grid" else (len(combinations), whole),
         )
 
     def _with_also(self, arms: list[Overrides]) -> list[Overrides]:

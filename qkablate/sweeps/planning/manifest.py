@@ -168,6 +168,8 @@ class Manifest:
     left_out: list[LeftOutArm]
     excluded: int  # number of arms excluded by a predicate
     command: list[str] = field(default_factory=list)
+    # Combinations of the axes that are compared, and those of the whole grid.
+    combinations: tuple[int, int] | None = None  # None: the whole grid is
 
     @functools.cached_property
     def id(self) -> str:

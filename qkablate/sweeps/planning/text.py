@@ -69,6 +69,12 @@ def format_plan_summary(
     else:
         beside = f"; baselines: {format_list([*baselines])}" if baselines else ""
         lines = [f"runs     {format_count(len(manifest.runs), 'run')} of {arms}{beside}"]
+    if manifest.combinations is not None:
+        few, all_ = manifest.combinations
+        lines.append(
+            f"design   one factor at a time: {few:,} of the {all_:,} combinations of the grid;"
+            " interactions are not estimated"
+        )
     if manifest.left_out:
         kinds = Counter(left.kind for left in manifest.left_out)
         by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -120,6 +126,7 @@ def plan_to_json(
     return {
         "sweep": f"{manifest.name}-{manifest.id}",
         "slots": slots,
+        "combinations": manifest.combinations,  # compared, and of the whole grid; null: all
         "seconds": cost.seconds if cost else None,
         "done": sorted(done),
         "arms": [
