@@ -38,7 +38,8 @@ ALLOWED = {
 WITHOUT_TORCH = ("config", "runs", "tracking", "errors")
 TESTS_OF_SEVERAL_MODULES = [
     *("test_arrows.py", "test_collection.py", "test_package.py"),
-    *("analysis/test_hidden_truths.py", "analysis/test_simulation.py"),
+    *("analysis/test_hidden_truths.py", "analysis/test_measure_truths.py"),
+    "analysis/test_simulation.py",
     *("attention/projection/test_convert.py", "attention/test_initialization.py"),
     *("cli/test_cli.py", "data/test_tiktoken.py"),
     *("report/charts/test_charts.py", "report/test_browser.py", "report/text/test_references.py"),

@@ -1,14 +1,17 @@
 """`qkablate claim`: hypotheses, registered before their runs, and their verdicts."""
 
+import itertools
 import os
+import shutil
 import sys
+import textwrap
 from argparse import Namespace
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import Parser, choose_action, one_of, whole_number
 from qkablate.errors import ImpossibleConfig, UserError, print_stderr
-from qkablate.table import format_count, print_json, print_next_commands, print_table
+from qkablate.table import format_count, print_json, print_next_commands
 
 if TYPE_CHECKING:
     from qkablate.analysis.claims.judgement import Judgement
@@ -179,22 +182,27 @@ def _list(words: list[str], *, as_json: bool) -> int:
         if as_json:
             print_json(rows)
             return 0
-        table = []
         for row in rows:
-            verdict = ", ".join(row["verdicts"]) or "not run"
-            seeds = "/".join(map(str, row["seeds"])) or "–"
-            minutes = f"{row['minutes']:g}" if row["minutes"] else "–"
-            shown = "not testable yet" if row["untestable"] else verdict
-            cells = [row["claim"], seeds, minutes, ", ".join(row["measures"]) or "–", shown]
-            table.append([*cells, row["says"], row["source"]])
-        wrap = ("measure", "verdict here", "says", "source")
-        print_table(["claim", "n", "min", *wrap], table, len(wrap) + 3, wrap)
-        print("\nn: seeds per arm · min: minutes on two cores at scale=small, by its plan")
-        for row in rows:
-            if row["untestable"]:
-                print(f"\n{row['claim']}: {row['untestable']}")
+            print("\n".join([*_format_row(row), ""]))
+        print("min: minutes on two cores at scale=small, by the plan of each")
         print_next_commands(["claim", "run", "one_head", "--dry-run"])
     return 0
+
+
+def _format_row(row: dict[str, Any]) -> list[str]:
+    """Return a claim of the list as lines: its verdict, what it measures, what it says, and who."""
+    facts = [row["claim"]]
+    if row["untestable"]:
+        facts.append("not testable yet")
+    else:
+        facts.append(", ".join(row["verdicts"]) or "not run")
+        facts += [", ".join(row["measures"]), f"n = {'/'.join(map(str, row['seeds']))}"]
+        facts += [f"{row['minutes']:g} min"] if row["minutes"] else []
+    texts = [row["says"], row["source"], *([row["untestable"]] if row["untestable"] else [])]
+    width = min(100, shutil.get_terminal_size().columns)
+    indented = {"initial_indent": "    ", "subsequent_indent": "    ", "width": width}
+    lines = textwrap.wrap(" · ".join(facts), width, subsequent_indent="  ")
+    return [*lines, *itertools.chain(*(textwrap.wrap(text, **indented) for text in texts))]
 
 
 def _summarize(judgement: "Judgement") -> str:

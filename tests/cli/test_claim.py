@@ -392,18 +392,23 @@ def test_moved_folder_shows_the_same(claim, qkablate, pretended, tiny, tmp_path)
 
 # The list.
 
+UNTESTABLE = "not testable yet"
+
 
 def test_list_has_every_claim_and_says_which_cannot_be_tested(qkablate):
     done = qkablate("claim", "list")
     assert (done.code, done.err) == (0, "")
-    rows = {line.split()[0]: line for line in done.out.splitlines() if line.strip()}
+    blocks = {block.split()[0]: " ".join(block.split()) for block in done.out.split("\n\n")}
     for name in claim_names():
         found = load_claim(name)
-        expected = "not testable yet" if found.untestable else "not run"
-        assert expected in rows[name]
-        assert found.says[:20] in rows[name]
+        assert blocks[name].startswith(f"{name} · {UNTESTABLE if found.untestable else 'not run'}")
+        assert found.says in blocks[name]
+        assert found.source in blocks[name]  # the words of the discussion
         if found.untestable:
-            assert f"\n{name}: {found.untestable}\n" in done.out
+            assert found.untestable in blocks[name]
+        else:
+            assert f"n = {found.seeds[0]} · {found.minutes:g} min" in blocks[name]
+    assert max(map(len, done.out.splitlines())) <= 100
     output = json.loads(qkablate("claim", "list", "--json").out)
     assert [row["claim"] for row in output] == claim_names()
     assert all(row["source"] and row["verdicts"] == [] for row in output)
@@ -421,10 +426,11 @@ def test_list_has_the_verdicts(qkablate, claim, pretended, tmp_path):
     assert own.startswith("SUPPORTED at these rates ! (small, model.layers=2")  # no rate was tuned
     assert own.endswith(", n = 3)")
     assert output["one_head"]["verdicts"] == []
-    assert own in qkablate("claim", "list", out).out
+    assert own in " ".join(qkablate("claim", "list", out).out.split())
     assert "SUPPORTED" not in qkablate("claim", "list", "out=elsewhere").out
     assert claim("run", "--more", "1").code == 0
-    (row,) = [x for x in qkablate("claim", "list", out).out.splitlines() if x.startswith("mine ")]
+    blocks = qkablate("claim", "list", out).out.split("\n\n")
+    (row,) = [" ".join(block.split()) for block in blocks if block.startswith("mine ")]
     assert "SUPPORTED at these rates ! (small" in row
     assert ", n = 4, exploratory)" in row
 
@@ -525,8 +531,9 @@ def test_completion(qkablate, monkeypatch, shell):
     assert complete(qkablate, monkeypatch, "qkablate claim sh", shell) == ["show"]
     assert complete(qkablate, monkeypatch, "qkablate claim run one_h", shell) == ["one_head"]
     assert complete(qkablate, monkeypatch, "qkablate claim run one_head sc", shell) == [
-        "scale=small",
+        "scale=book",
         "scale=gpu",
+        "scale=small",
     ]
     assert complete(qkablate, monkeypatch, "qkablate claim run one_head --d", shell) == [
         "--dry-run"
