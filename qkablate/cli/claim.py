@@ -200,9 +200,9 @@ def _format_row(row: dict[str, Any]) -> list[str]:
         facts += [f"{row['minutes']:g} min"] if row["minutes"] else []
     texts = [row["says"], row["source"], *([row["untestable"]] if row["untestable"] else [])]
     width = min(100, shutil.get_terminal_size().columns)
-    indented = {"initial_indent": "    ", "subsequent_indent": "    ", "width": width}
     lines = textwrap.wrap(" · ".join(facts), width, subsequent_indent="  ")
-    return [*lines, *itertools.chain(*(textwrap.wrap(text, **indented) for text in texts))]
+    wrapped = (textwrap.wrap(text, width - 4) for text in texts)
+    return [*lines, *(f"    {line}" for line in itertools.chain(*wrapped))]
 
 
 def _summarize(judgement: "Judgement") -> str:

@@ -26,6 +26,7 @@ CIRCUITS = {
 _CHARTS = {
     "qk": (
         ("heads", "Heads during training"),
+        ("rounding", "Two orders of multiplication"),
         ("spectra", "Spectra of the QK circuit"),
         ("spectra-training", "Spectra during training"),
         ("head-maps", "Head by head"),

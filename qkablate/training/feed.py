@@ -46,9 +46,8 @@ def on_device(batch: Batch, device: str) -> Batch:
         return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=pin)
 
     positions_NA = batch.positions_NA
-    return Batch(
-        tuple(map(move, batch.inputs)),
-        move(batch.targets_NA),
-        None if positions_NA is None else move(positions_NA),
-        batch.slices,
+    return batch._replace(
+        inputs=tuple(map(move, batch.inputs)),
+        targets_NA=move(batch.targets_NA),
+        positions_NA=None if positions_NA is None else move(positions_NA),
     )

@@ -14,8 +14,9 @@ def test_windows_depend_on_seed_and_step_alone():
         base = {"seed": 0, "batch_size": 4, "grad_accum": 1, "context": 8}
         return RandomWindows(tokens, **(base | other))
 
-    (((x,), y, positions, slices),) = windows().step(7)
-    assert (positions, slices) == (None, None)
+    (batch,) = windows().step(7)
+    x, y = batch.tokens_NT, batch.targets_NA
+    assert (batch.positions_NA, batch.slices, batch.guessed_NA) == (None, None, None)
     assert x.shape == y.shape == (4, 8)
     assert x.dtype == y.dtype == torch.int64
     assert torch.equal(x + 1, y)  # the target is the next token

@@ -23,7 +23,7 @@ from qkablate.config import (
     keys_with,
     names_of,
 )
-from qkablate.config.sweep import as_quoted
+from qkablate.config.sweep import as_quoted, as_word
 from qkablate.data import TASKS, Data, corpus, open_data
 from qkablate.errors import UserError, sanitize
 from qkablate.runs.run import find_run, label
@@ -105,7 +105,7 @@ def scratch_overrides(plan: RunPlan, overrides: list[str], compose: Compose) -> 
     words += [f"data={config.data.source}", f"seed={config.seed}"]
     sources = {"data.path": config.data.path, "data.name": config.data.name}
     words += [f"{key}={as_quoted(value)}" for key, value in sources.items() if value is not None]
-    sizes = [f"model.{key}={value}".lower() for key, value in vars(config.model).items()]
+    sizes = [f"model.{key}={as_word(value)}" for key, value in vars(config.model).items()]
     resolved = flatten(
         hardware.resolve(compose([*words, *sizes, f"train.steps={config.train.steps}"]))
     )
@@ -132,7 +132,7 @@ def _finetune_lr(parent: Config) -> float:
 
 def _make_overrides(parent: Config, set_keys: Collection[str], steps: int) -> list[str]:
     """Return the overrides, besides those given, for a config of the parent's size."""
-    overrides = [f"model.{key}={value}".lower() for key, value in vars(parent.model).items()]
+    overrides = [f"model.{key}={as_word(value)}" for key, value in vars(parent.model).items()]
     overrides.append(f"train.steps={steps}")
     if not {"train", "train.eval_every"} & {*set_keys}:  # diagnostics.every may depend on it
         overrides.append(f"train.eval_every={parent.train.eval_every}")
