@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkablate.attention import Attention
 from qkablate.attention.linalg import truncated_svd
-from qkablate.attention.ov.factored import SeparateOV
+from qkablate.attention.ov.factored import FourOV, SeparateOV
 from qkablate.attention.projection import project as circuits
 from qkablate.attention.qk.factored import LowRankQK, ReassociatedQK, SeparateQK, WideQK
 from qkablate.attention.qk.merged import MergedQK
@@ -129,7 +129,10 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     assert isinstance(ov, SeparateOV)
     per_head = ov.spec.heads // ov.value_heads
     w_v_HDV = by_head(ov.w_v, ov.value_heads).repeat_interleave(per_head, 0)
-    o_BHTV = (a_BHTS @ x_BTD.unsqueeze(1)) @ w_v_HDV
+    average_BHTD = a_BHTS @ x_BTD.unsqueeze(1)
+    if isinstance(ov, FourOV):
+        average_BHTD = average_BHTD @ ov.a_v
+    o_BHTV = average_BHTD @ w_v_HDV
     if ov.b_v is not None:  # the weights sum to 1
         o_BHTV = o_BHTV + ov.b_v.view(ov.value_heads, 1, -1).repeat_interleave(per_head, 0)
     return Deviation(rel_diff(ov.write(o_BHTV), layer(x_BTD)), x_BTD.shape[-1])

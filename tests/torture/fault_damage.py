@@ -89,7 +89,7 @@ class World:
             "tokenizer": [path / "tokenizer.json" for path in swept[:2]],
             "weights": [file for run in swept[:2] for file in run.glob("checkpoints/*/*")],
             "manifest": [self.sweep / "manifest.json"],
-            "data": [path for path in self.data.iterdir() if path.is_file()],
+            "data": [path for path in self.data.iterdir() if path.is_file() and path.stat().st_size],
         }
 
 
