@@ -80,6 +80,7 @@ class World:
     def targets(self) -> dict[str, list[Path]]:
         """Return the files to damage, by kind; each kind is drawn equally often."""
         swept, steps = self.swept, self.steps
+        held = [file for file in self.data.iterdir() if file.is_file() and file.stat().st_size]
         return {
             "checkpoint": [file for step in steps for file in step.iterdir()],
             "config": [path / "config.yaml" for path in (*swept, self.interrupted)],
@@ -89,7 +90,7 @@ class World:
             "tokenizer": [path / "tokenizer.json" for path in swept[:2]],
             "weights": [file for run in swept[:2] for file in run.glob("checkpoints/*/*")],
             "manifest": [self.sweep / "manifest.json"],
-            "data": [path for path in self.data.iterdir() if path.is_file() and path.stat().st_size],
+            "data": held,
         }
 
 
