@@ -15,7 +15,7 @@ from qkablate.analysis.comparison.scaling import MIN_POINTS
 from qkablate.config import Role, flatten
 from qkablate.config.sweep import as_word, control_name
 from qkablate.errors import UserError
-from qkablate.sweeps.planning.manifest import Arm
+from qkablate.sweeps.planning.manifest import FLOOR, Arm
 
 HORIZONS = ("longest", "each", "growth")
 TEXT = "text"  # the data of the grid; other names of `data` are tasks of the scale
@@ -109,12 +109,18 @@ class Comparison:
 def find_comparisons(claim: Claim, arms: Iterable[Arm]) -> list[Comparison]:
     """Return the comparisons that the parts call for; UserError if an arm is missing."""
     arms = list(arms)
-    return [
-        comparison
-        for name, spec in claim.parts.items()
-        for world in spec.data
-        for comparison in _find_comparisons_in(claim, name, spec, world, arms)
-    ]
+    found = []
+    for name, spec in claim.parts.items():
+        for world in spec.data:
+            comparisons = [*_find_comparisons_in(claim, name, spec, world, arms)]
+            if not comparisons:
+                settings = ", ".join(f"{k}={v}" for k, v in (spec.than or {}).items())
+                raise UserError(
+                    f"parts.{name}.than: the grid has nothing but {settings}; what is compared with"
+                    " it?"
+                )
+            found += comparisons
+    return found
 
 
 def _find_comparisons_in(
@@ -141,14 +147,14 @@ def _find_comparisons_in(
             if spec.horizon == "each" or tokens == max(lengths):
                 several = spec.horizon == "each" and len({*lengths}) > 1
                 at = f" {tokens:,} tokens" if several else ""
-                than = _find_subtracted(claim, part, spec, arm, known)
+                than = _find_subtracted(claim, part, spec, arm, known, arms)
                 if than == (pair := (arm.name, other.name)):
                     continue  # it is what the others are compared with
                 yield Comparison(part, spec, f"{title}{at}", world, [pair], than)
 
 
 def _find_subtracted(
-    claim: Claim, part: str, spec: PartSpec, arm: Arm, arms: list[Arm]
+    claim: Claim, part: str, spec: PartSpec, arm: Arm, arms: list[Arm], every: list[Arm]
 ) -> tuple[str, str] | None:
     """Return the pair that `than` asks for: like the arm's in all settings but those it names."""
     if spec.than is None:
@@ -156,8 +162,15 @@ def _find_subtracted(
     sides = [{**side, **spec.than} for side in (spec.arm, spec.against)]
     wanted = dataclasses.replace(spec, arm=sides[0], against=sides[1])
     fixed = claim.grid.keys() - {"variant", *spec.arm, *spec.against, *spec.than}
+    by_name = {one.name: one for one in every}
+
+    def settings(one: Arm) -> dict[str, str | None]:
+        """Return those of its baseline if it has one: a control may have changed its own."""
+        kept = by_name[one.baseline] if one.mismatch is not None and one.baseline else one
+        return {key: kept.overrides.get(key) for key in fixed}
+
     for first, other in _find_pairs(claim, wanted, arms):
-        if all(first.overrides.get(key) == arm.overrides.get(key) for key in fixed):
+        if settings(first) == settings(arm):
             return first.name, other.name
     raise _no_pair(f"{part}.than", spec, *sides)
 
@@ -207,10 +220,14 @@ def _find_pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm
     firsts = [arm for arm in comparable if _matches(arm, spec.arm)]
     others = [arm for arm in comparable if _matches(arm, spec.against)]
     # The two agree in every varied key that selects neither side.
-    keys = claim.grid.keys() - {"variant", *spec.arm, *spec.against}
+    keys = claim.grid.keys() - {*spec.arm, *spec.against}
+    if "variant" in {*spec.arm, *spec.against}:
+        keys -= {"variant"}
+    else:  # settings of the same variant are compared
+        firsts, others = ([a for a in side if a.variant != FLOOR] for side in (firsts, others))
     is_matched = spec.control != "none"
-    if is_matched:  # the control has changed it
-        keys -= {f"model.{spec.adjust}"}
+    if is_matched:  # the control has changed them
+        keys -= {"model.mlp_ratio", f"model.{spec.adjust}"}
 
     def agree(a: Arm, b: Arm) -> bool:
         if is_matched and (a.baseline or a.name) != (b.baseline or b.name):

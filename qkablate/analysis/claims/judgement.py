@@ -9,6 +9,7 @@ from qkablate.analysis.claims.claim import Claim, Comparison, find_comparisons
 from qkablate.analysis.claims.measures import (
     MEASURES,
     Unit,
+    find_unmeasured,
     measure_failures,
     measure_lead,
     measure_sample,
@@ -225,6 +226,12 @@ def _audit_part(
     if not measure.is_of_runs:
         # Nothing of the training moves what is counted, or measured apart from it.
         return [check for check in checks if check.name in ("matched", "machine", "kernel")]
+    found = [(gap, run) for gap in gaps for run in find_unmeasured(spec.of, gap)]
+    if found:
+        seeds = ", ".join(str(run.seed) for _, run in found)
+        lacking = f"the {measure.noun} of {len(found)} of {sum(len(g.runs) for g in gaps)} pairs"
+        lost = AuditCheck("pairs", BROKEN, f"{lacking} is not known: seeds {seeds}")
+        checks = [lost if check.name == "pairs" else check for check in checks]
     if measure.unit is Unit.NATS:
         return checks
     tuned = f"the rates were tuned for the validation loss, not for {measure.noun}"
@@ -264,8 +271,9 @@ def _make_part(
     # A diverged run of a subtracted gap opens the other side.
     above = gap.arm_diverged + (than.baseline_diverged if than else 0)
     below = gap.baseline_diverged + (than.arm_diverged if than else 0)
-    if not measure.sample.is_signed:  # the size of a gap has no upper bound on either side
+    if not measure.sample.is_signed:  # whichever arm fails, the size of a gap may grow or shrink
         above, below = above + below, 0
+        raising = lowering = (*raising, *lowering)
     return Part(
         name=comparison.name,
         kind=spec.kind,

@@ -7,9 +7,12 @@ nats or as a share, or the logarithm of a ratio.
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+import numpy as np
 
 from qkablate.analysis.claims.samples import Course, Exact, Median
 from qkablate.analysis.claims.verdict import KINDS
@@ -65,6 +68,7 @@ class Measure:
     needs_curve: bool = False
     needs_task: bool = False
     is_solo: bool = False  # measured alone, after the runs
+    is_censored: bool = False  # some runs tell only that it is larger than all that was seen
     arm_cost: Callable[[Arm], float] | None = None  # of a measure that no run is needed for
 
     @property
@@ -96,24 +100,37 @@ def _excess(value: float | None, other: float | None) -> float | None:
 def _tokens_to_loss(run: Record, other: Record, gap: Gap) -> float | None:
     """Return the log ratio of the tokens after which each reaches the baseline's loss halfway.
 
-    It is ∞ if the arm does not reach it: then it takes more than twice as many tokens.
+    The noise of a pair must not choose what it has to reach: the loss is the mean of the baseline's
+    other runs.
     """
-    curve, target_curve = run.loss_curves[VAL], other.loss_curves[VAL]
-    if not curve or not target_curve:
+    curve, baseline_curve = run.loss_curves[VAL], other.loss_curves[VAL]
+    if not curve or not baseline_curve:
         return None
-    half = max(target_curve) * TARGET
-    target = min(loss for tokens, loss in _with_midpoint(target_curve, half) if tokens <= half)
-    reached = _first_below(target_curve, target), _first_below(curve, target)
-    return math.log(reached[1] / reached[0])
+    curves = [r.loss_curves[VAL] for _, r in gap.runs if r.seeds != other.seeds]
+    return log_tokens_ratio(curve, baseline_curve, loss_halfway([*filter(None, curves)]))
 
 
-def _with_midpoint(curve: LossCurve, tokens: float) -> list[tuple[float, float]]:
-    """Return the readings and one between them, interpolated on the logarithm of tokens."""
-    before = max((t for t in curve if t <= tokens), default=min(curve))
-    after = min((t for t in curve if t >= tokens), default=max(curve))
-    part = math.log(tokens / before) / math.log(after / before) if after > before else 0.0
-    between = curve[before] + part * (curve[after] - curve[before])
-    return sorted([*curve.items(), (max(tokens, before), between)])
+def loss_halfway(curves: Sequence[LossCurve]) -> float:
+    """Return the mean loss of some runs after half of their training; nan without runs."""
+    losses = [_loss_at(curve, TARGET * max(curve)) for curve in curves]
+    return statistics.fmean(losses) if losses else math.nan
+
+
+def log_tokens_ratio(curve: LossCurve, other: LossCurve, target: float) -> float | None:
+    """Return the logarithm of the ratio of the tokens that two runs need to reach a loss.
+
+    It is ±∞ if one of them does not reach it, and None, not known, if neither does.
+    """
+    tokens, other_tokens = _first_below(curve, target), _first_below(other, target)
+    if math.inf in (tokens, other_tokens):
+        return None if tokens == other_tokens else math.copysign(math.inf, tokens - other_tokens)
+    return math.log(tokens / other_tokens)
+
+
+def _loss_at(curve: LossCurve, tokens: float) -> float:
+    """Return the loss, interpolated on the logarithm of tokens."""
+    at = sorted(curve)
+    return float(np.interp(math.log(tokens), np.log(at), [curve[t] for t in at]))
 
 
 def _first_below(curve: LossCurve, loss: float) -> float:
@@ -146,10 +163,20 @@ MEASURES = {
     "accuracy": Measure("accuracy", Unit.SHARE, pair_cost=_accuracy, needs_task=True),
     "exact": Measure("exact match", Unit.SHARE, pair_cost=_exact, needs_task=True),
     "tokens_to_loss": Measure(
-        "tokens to the loss", Unit.RATIO, Median, _tokens_to_loss, needs_curve=True
+        "tokens to the loss",
+        Unit.RATIO,
+        Median,
+        _tokens_to_loss,
+        needs_curve=True,
+        is_censored=True,
     ),
     "steps_to_loss": Measure(
-        "steps to the loss", Unit.RATIO, Median, _steps_to_loss, needs_curve=True
+        "steps to the loss",
+        Unit.RATIO,
+        Median,
+        _steps_to_loss,
+        needs_curve=True,
+        is_censored=True,
     ),
     "seconds": Measure("seconds per step", Unit.RATIO, Median, is_solo=True),
     "memory": Measure("peak memory", Unit.RATIO, Median, is_solo=True),
@@ -174,11 +201,13 @@ def check_measure(name: str, where: str, arms: Sequence[Arm]) -> None:
                 f"{where}.of: {name} is measured on tasks, and {source} is a text; data: induction"
             )
         readings = int(config.train.steps) // config.train.eval_every
+        if measure.is_solo and source not in TEXT_SOURCES:
+            raise UserError(f"{where}.of: {name} is measured on a text, and {source} is a task")
         if measure.needs_curve and readings < MIN_READINGS:
             raise UserError(
                 f"{where}.of: {name} needs {MIN_READINGS} readings of the loss or more, and"
-                f" train.eval_every={config.train.eval_every} gives {readings}; train.eval_every="
-                f"{max(1, int(config.train.steps) // (2 * MIN_READINGS))}"
+                f" train.eval_every={config.train.eval_every} gives {readings} on {source};"
+                f" train.eval_every={max(1, int(config.train.steps) // (2 * MIN_READINGS))}"
             )
         if measure.arm_cost is not None and not measure.arm_cost(arm):
             raise UserError(f"{where}.of: {arm.name} has no {measure.noun}")
@@ -190,6 +219,18 @@ def measure_costs(name: str, gap: Gap) -> dict[Seeds, float]:
     assert pair_cost is not None
     found = {run.seeds: pair_cost(run, other, gap) for run, other in gap.runs}
     return {seeds: cost for seeds, cost in found.items() if cost is not None}
+
+
+def find_unmeasured(name: str, gap: Gap) -> list[Record]:
+    """Return the runs of the arm that lack, or whose opponents lack, what a measure reads."""
+    measure = MEASURES[name]
+    if measure.sample is Course:
+        curves = _gap_curves(gap)
+        return [run for run, _ in gap.runs if not curves[run.seeds]]
+    if measure.pair_cost is None:
+        return []
+    costs = measure_costs(name, gap)
+    return [run for run, _ in gap.runs if run.seeds not in costs]
 
 
 def measure_sample(
@@ -227,17 +268,25 @@ def _free_sides(gaps: Sequence[Gap]) -> list[Entry]:
 
 def _measure_course(gap: Gap) -> Sample:
     """Return the largest gap of the validation losses, after the warm-up."""
-    warm_up = max(
-        entry.tokens * int(entry.arm.config.optim.warmup) / int(entry.arm.config.train.steps)
-        for entry in gap.sides
-    )
-    pairs = [(run.loss_curves[VAL], other.loss_curves[VAL]) for run, other in gap.runs]
-    curves = [{t: a[t] - b[t] for t in a if t in b and t > warm_up} for a, b in pairs]
-    curve = combine_curves([*filter(None, curves)], most=MIN_READINGS * 2)
+    curves = [*filter(None, _gap_curves(gap).values())]
+    curve = combine_curves(curves, most=max(map(len, curves), default=0))
     if curve is None:
         return Course(())
     variance = gap.sample.extra_variance
     return Course.from_readings([Sample(s.values, variance) for s in curve.samples])
+
+
+def _gap_curves(gap: Gap) -> dict[Seeds, LossCurve]:
+    """Return the gap by tokens after the warm-up, for each pair."""
+    warm_up = max(
+        entry.tokens * int(entry.arm.config.optim.warmup) / int(entry.arm.config.train.steps)
+        for entry in gap.sides
+    )
+    pairs = {run.seeds: (run.loss_curves[VAL], other.loss_curves[VAL]) for run, other in gap.runs}
+    return {
+        seeds: {t: a[t] - b[t] for t in a if t in b and t > warm_up}
+        for seeds, (a, b) in pairs.items()
+    }
 
 
 def measure_lead(name: str, gap: Gap) -> float | None:
@@ -267,5 +316,6 @@ def measure_failures(name: str, gap: Gap) -> tuple[FailureRisk, FailureRisk] | N
     # A run that is left behind answers as one that guesses.
     best = max((e.accuracy or 0.0 for e in gap.sides), default=0.0)
     size = best if name == "exact" else best - (gap.baseline.chance or 0.0)
-    rescale = functools.partial(dataclasses.replace, size=max(size, 0.0), unit=measure.noun)
+    unit = f"of {measure.noun}"
+    rescale = functools.partial(dataclasses.replace, size=max(size, 0.0), unit=unit)
     return rescale(risks[0]), rescale(risks[1])

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from qkablate.analysis.claims.claim import HORIZONS, NON_CLAIM_KEYS, TEXT, Claim, PartSpec
-from qkablate.analysis.claims.measures import MEASURES
+from qkablate.analysis.claims.measures import MEASURES, Unit
+from qkablate.analysis.claims.samples import MIN_OF_MEDIAN, Median
 from qkablate.analysis.claims.verdict import KINDS
 from qkablate.analysis.comparison.ranking import AXES
 from qkablate.analysis.stats import MIN_PAIRS
@@ -19,6 +20,7 @@ from qkablate.errors import UserError, nearest_hint
 from qkablate.runs.records import is_number
 
 MOST_SEEDS = 1000
+MOST_RATIO = 0.5  # a margin of tokens to a loss, which is to be reached in half of the training
 
 
 def claim_names() -> list[str]:
@@ -104,9 +106,14 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
     specs = {key: _part(key, value, grid, [TEXT, *tasks]) for key, value in parts.items()}
     # With other data or another length on the command line, it is a claim about those alone.
     if any(key in _DATA_AND_LENGTH or key.startswith("data.") for key in words):
-        specs = {
+        on_text = {
             key: replace(spec, data=(TEXT,)) for key, spec in specs.items() if TEXT in spec.data
-        } or specs
+        }
+        for key in words if not on_text else ():
+            if key == "data" or key.startswith("data."):
+                worlds = dict.fromkeys(world for spec in specs.values() for world in spec.data)
+                raise UserError(f"{key}: this claim is about {' and '.join(worlds)} alone")
+        specs = on_text or specs
     if not any(MEASURES[spec.of].is_of_runs for spec in specs.values()):
         raise UserError("parts: none is measured by training; `qkablate cost` shows such costs")
     filters = [] if content.get("filter") is None else content["filter"]
@@ -115,17 +122,29 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
     worlds = dict.fromkeys(world for spec in specs.values() for world in spec.data)
     used = {name: tasks[name] for name in worlds if name != TEXT}
     if TEXT not in worlds:  # the first task takes the place of the text
+        own = _map("grid", content.get("grid")).keys() | changes.keys() | words.keys()
+        used = {
+            name: {key: value for key, value in settings.items() if key not in own}
+            for name, settings in used.items()
+        }
         first, *others = used.items()
-        grid = {key: text for key, text in grid.items() if not key.startswith("data.")}
-        grid |= {key: as_word(value) for key, value in first[1].items()} | dict(words)
+        grid = {k: text for k, text in grid.items() if k in own or not k.startswith("data.")}
+        grid |= {key: as_word(value) for key, value in first[1].items()}
         changed = {key: scale_values[key] for key in first[1] if key in scale_values}
         used = {name: changed | settings for name, settings in [first, *others]} if others else {}
+    seeds = _seeds(content.get("seeds"))
+    for key, spec in specs.items():
+        if MEASURES[spec.of].sample is Median and seeds[0] < MIN_OF_MEDIAN:
+            raise UserError(
+                f"parts.{key}.of: {spec.of} is told by a median, which takes {MIN_OF_MEDIAN} seeds"
+                f" or more, and the claim has {seeds[0]}"
+            )
     return Claim(
         name=name,
         says=says,
         source=source,
         scale=scale,
-        seeds=_seeds(content.get("seeds")),
+        seeds=seeds,
         tuning_seeds=tuning,
         grid=grid,
         words=dict(words),
@@ -200,6 +219,14 @@ def _check_margin(where: str, part: Mapping[str, Any]) -> None:
     margin, kind = _number(part["margin"]), part["kind"]
     if margin is None or not 0 <= margin < 100:
         raise UserError(f"{where}.margin: '{part['margin']}' is not a number, 0 or more")
+    unit = MEASURES[part["of"]].unit
+    if unit is Unit.SHARE and margin >= 1:
+        raise UserError(f"{where}.margin: {margin:g} is more than all answers; 0.05 is 5 %")
+    if MEASURES[part["of"]].is_censored and margin > MOST_RATIO:
+        raise UserError(
+            f"{where}.margin: of a run that does not reach the loss it is only known that it takes"
+            f" more than {1 + MOST_RATIO:g} times as many; {MOST_RATIO:g} at most"
+        )
     if margin == 0 and kind in ("noninferior", "equivalent"):
         raise UserError(f"{where}.margin: {kind} needs a margin above 0")
     if margin == 0 and not MEASURES[part["of"]].sample.is_signed:
@@ -215,6 +242,10 @@ def _check_question(where: str, part: Mapping[str, Any]) -> None:
         raise UserError(f"{where}.horizon: growth is that of a gap, not of {of}")
     if part["horizon"] != "longest" and not measure.is_of_runs:
         raise UserError(f"{where}.horizon: {of} does not depend on the length of training")
+    if part["than"] is not None and measure.is_censored:
+        raise UserError(f"{where}.than: runs that do not reach the loss have no {of} to subtract")
+    if of == "params" and part["axis"] == "params":
+        raise UserError(f"{where}.axis: equal parameters are equal; of: params needs another axis")
     if part["than"] is not None and (measure.pair_cost is None or part["horizon"] == "growth"):
         what = "growth" if part["horizon"] == "growth" else of
         raise UserError(f"{where}.than: {what} has no value for each pair of runs to subtract")

@@ -12,6 +12,9 @@ from scipy import special, stats
 
 from qkablate.analysis.stats import ALPHA, Interval, Sample
 
+MIN_OF_MEDIAN = 5  # numbers: the sign test of fewer rejects nothing
+MOST_READINGS = 16  # of a simultaneous band: more make it wider
+
 
 class Median(Sample):
     """The median of independent numbers of any distribution, by their order.
@@ -109,9 +112,9 @@ class Course(Sample):
     """The largest mean |gap| over the readings of one training, with a simultaneous band.
 
     It is below a bound if it is so at every reading: each is tested at the whole α. It is above one
-    if it is so at any reading, on either side: the p-values are adjusted by Bonferroni. The
-    interval reaches from the lower end of a band with 95 % simultaneous coverage to the upper end
-    of one that covers each reading.
+    if it is so at any of at most MOST_READINGS of them, on either side: the p-values are adjusted
+    by Bonferroni. The interval reaches from the lower end of a band with 95 % simultaneous coverage
+    to the upper end of one that covers each reading.
     """
 
     # The values are those of the reading where the mean is largest.
@@ -126,11 +129,17 @@ class Course(Sample):
         values = tuple(sign * value for value in largest.values)
         return cls(values, largest.extra_variance, tuple(readings))
 
+    @property
+    def banded(self) -> tuple[Sample, ...]:
+        """Readings of the simultaneous band, evenly spaced, the last one included."""
+        step = math.ceil(len(self.readings) / MOST_READINGS)
+        return self.readings[::-1][:: step or 1]
+
     def interval(self, level: float = 1 - ALPHA) -> Interval | None:
         if self.sd is None:
             return None
         tail = (1 - level) / 2
-        band = [r.interval(1 - tail / len(self.readings)) for r in self.readings]
+        band = [r.interval(1 - tail / len(self.banded)) for r in self.banded]
         each = [reading.interval(level) for reading in self.readings]
         low = max(max(ends[0], -ends[1]) for ends in filter(None, band))
         return max(0.0, low), max(max(-ends[0], ends[1]) for ends in filter(None, each))
@@ -139,14 +148,14 @@ class Course(Sample):
         return max(max(r.p_below(bound), r.p_above(-bound)) for r in self.readings)
 
     def p_above(self, bound: float) -> float:
-        least = min(min(r.p_above(bound), r.p_below(-bound)) for r in self.readings)
-        return min(1.0, 2 * len(self.readings) * least)
+        least = min(min(r.p_above(bound), r.p_below(-bound)) for r in self.banded)
+        return min(1.0, 2 * len(self.banded) * least)
 
     def power(
         self, n: int, mean: float, sd: float, bound: float, alpha: float, *, above: bool
     ) -> float:
         """Return the power at the reading where the mean is largest."""
-        alpha /= 2 * len(self.readings) if above else 1
+        alpha /= 2 * len(self.banded) if above else 1
         return super().power(n, mean, sd, bound, alpha, above=above)
 
     def detectable(self, alpha: float = ALPHA) -> float | None:

@@ -35,7 +35,6 @@ from qkablate.analysis.stats import (
     Sample,
     Spread,
     holm,
-    power_below,
     required_n,
 )
 
@@ -152,7 +151,7 @@ class Part:
     def power_to_refute(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
         """Return the probability that n seeds refute the part, given the true mean and spread."""
         if self.kind == "equivalent":
-            return power_below(-abs(mean), -self.margin, sd, n, alpha / 2)
+            return self.sample.power(n, -abs(mean), sd, -self.margin, alpha / 2, above=False)
         return self._power_beyond(self.kind != "worse", n, mean, sd, alpha)
 
     def _power_beyond(self, above: bool, n: int, mean: float, sd: float, alpha: float) -> float:
@@ -272,7 +271,7 @@ def merge_verdicts(verdicts: list[Verdict], are_directed: list[bool]) -> Verdict
         return Verdict.EQUIVALENT if verdicts == expected else Verdict.MIXED
     if Verdict.UNDERPOWERED in verdicts:
         return Verdict.UNDERPOWERED
-    return verdicts[0] if verdicts else Verdict.SUPPORTED
+    return verdicts[0]
 
 
 def spend_alpha(looks: Sequence[int]) -> list[float]:

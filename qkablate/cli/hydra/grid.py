@@ -130,6 +130,8 @@ def _read_control(name: str, words: list[str]) -> tuple[str, ControlConfig]:
     if name == "none":  # the default
         return name, _compose_settings(words).control
     match, hyphen, adjust = name.partition("-")
+    if hyphen and match == "none":
+        raise UserError(f"control={name}: no size pays where nothing is held equal; control=none")
     if hyphen:
         if any(word.startswith("control.adjust=") for word in words):
             raise UserError(f"control={name} names the size that pays; leave control.adjust out")

@@ -10,7 +10,7 @@ from qkablate.analysis.claims.samples import Exact
 from qkablate.analysis.claims.verdict import SeedsNeeded
 from qkablate.analysis.comparison.audit import MARKS, group_checks
 from qkablate.analysis.comparison.gaps import perplexity_percent
-from qkablate.analysis.stats import Interval
+from qkablate.analysis.stats import Interval, Sample
 from qkablate.errors import sanitize
 from qkablate.report.text.numbers import format_value
 from qkablate.report.text.table import Table, format_interval, format_known
@@ -64,7 +64,7 @@ def format_spec(spec: PartSpec) -> str:
     kinds = _OF_SIZES.get(spec.of, _KINDS)
     text = f"{arm} {kinds[spec.kind].format(against, _format_margin(spec))}"
     text += f" in {measure.noun}" if spec.of != "gap" and spec.of not in _OF_SIZES else ""
-    text += f", than with {_format_side(spec.than)}" if spec.than else ""
+    text += f", compared with the same at {_format_side(spec.than)}" if spec.than else ""
     if measure.is_of_runs or spec.axis != "tokens":
         text += f", at equal {spec.axis}{_WHERE[spec.horizon]}"
     text += f" ({spec.adjust} adjusted)" if spec.adjust != "mlp" else ""
@@ -145,7 +145,7 @@ def _details(judged: PartJudgement, alpha: float) -> list[str]:
     if sample.bca and sample.sign_flip is not None and sample.sd:
         text += [
             f"detectable {format_known(sample.detectable(2 * alpha))}",
-            f"BCa 95 % {format_interval(sample.bca)}",
+            f"BCa 95 % {format_interval(judged.unit.natural_interval(*sample.bca))}",
         ]
         text += [f"sign flip p {sample.sign_flip:.4f}"]
     spec = judged.comparison.spec
@@ -176,17 +176,25 @@ def format_seeds_needed(judgement: Judgement) -> list[str]:
     """Return how many more seeds would decide each open part."""
     parts = {judged.part.name: judged.part for judged in judgement.parts}
     return [
-        f"{name}: more seeds needed: {_format_more_seeds(needed, parts[name].sample.n)}"
+        f"{name}: more seeds needed: {_format_more_seeds(needed, parts[name].sample)}"
         for name, needed in judgement.seeds_needed().items()
     ]
 
 
-def _format_more_seeds(needed: SeedsNeeded | None, n: int) -> str:
+def _format_more_seeds(needed: SeedsNeeded | None, sample: Sample) -> str:
+    if needed is None and math.inf in map(abs, sample.values):
+        return "unknown, as some runs do not reach the loss"
     if needed is None:
         return "unknown, no spread was measured"
+    if needed.low is None and sample.extra_variance:
+        error = format_known(math.sqrt(sample.extra_variance))
+        return (
+            f"not reachable: the tuning of the rates alone has a standard error of {error}; more"
+            " tuning_seeds would reduce it"
+        )
     if needed.low is None:
         return "not reachable, as no number of seeds would decide it"
-    low = max(1, needed.low - n)
+    low, n = max(1, needed.low - sample.n), sample.n
     if needed.high is None:
         return f"{low:,} at least, an upper end is not reachable: the truth may lie on the margin"
     return (

@@ -100,7 +100,21 @@ def test_failure_of_a_run_is_measured_in_the_share_it_loses(world):
         lambda run: {"accuracy": {"test": shares[run.arm.split("-")[0]]}, "chance": 0.1}
     )
     (condition, *_) = judged(made, own).unless
-    assert condition.endswith("is left behind by 0.89 accuracy")
+    assert condition.endswith("is left behind by 0.89 of accuracy")
+
+
+def test_run_without_the_measure_is_told(world):
+    own = on_task({"of": "accuracy", "margin": 0.05})
+    made = frozen(world, own)
+    lost = next(run for run in made.runs() if run.arm == "no_q-d16-h2-data=recall")
+
+    def outcome(run):
+        return {"chance": 0.1} | ({} if run == lost else {"accuracy": {"test": 0.9 + noise(run)}})
+
+    found = judged(made.finish(outcome), own)
+    assert only_part(found)["n"] == 5
+    text = f"it: pairs: the accuracy of 1 of 6 pairs is not known: seeds {lost.changes['seed']}"
+    assert found.exploratory == [text]
 
 
 # Loss curves
@@ -139,6 +153,40 @@ def test_course_is_the_largest_gap_at_any_time_after_the_warm_up(world, peak, ki
     found = judged(with_curves(world, own, loss), own)
     assert found.word == word
     assert only_part(found)["mean"] == pytest.approx(abs(peak), abs=1e-6)
+
+
+def test_failures_of_either_arm_make_a_course_larger(world):
+    own = claim(GRID | STEPS, it={"of": "course", "kind": "noninferior", "margin": 0.05})
+    found = judged(with_curves(world, own, lambda arm, part: 3 - part), own)
+    conditions = " ".join(found.unless)
+    assert "no_q" in conditions
+    assert "standard" in conditions
+
+
+def test_every_reading_bounds_a_course_from_above(world):
+    """A peak between those readings that a band of 16 uses is not missed."""
+    steps = {"train.steps": "240", "train.eval_every": "4"}
+    for step in (120, 124, 128, 132):
+        own = claim(GRID | steps, it={"of": "course", "kind": "noninferior", "margin": 0.02})
+
+        def loss(arm, part, step=step):
+            return 3 - part + 0.05 * (arm == "no_q" and round(240 * part) == step)
+
+        found = judged(with_curves(world, own, loss), own)
+        assert found.word in ("REFUTED", "UNDERPOWERED")
+        assert only_part(found)["mean"] == pytest.approx(0.05, abs=1e-6)
+
+
+def test_a_lucky_reading_of_the_baseline_does_not_set_what_an_arm_has_to_reach(world):
+    """The loss to be reached is that of the baseline's other runs."""
+    own = claim(GRID | STEPS, it={"of": "tokens_to_loss", "kind": "better", "margin": 0})
+
+    def loss(arm, part):
+        lucky = arm == "standard" and abs(part - 0.3) < 0.01
+        return 5 - math.log(part) - 0.3 * lucky
+
+    part = only_part(judged(with_curves(world, own, loss), own))
+    assert part["mean"] == pytest.approx(1.0, rel=0.05)
 
 
 @pytest.mark.parametrize(("speed", "ratio"), [(1.0, 1.0), (2.0, 0.5), (0.8, 1.25)])
@@ -285,7 +333,7 @@ def test_interaction_is_the_difference_of_two_gaps(world, gaps, kind, word):
     assert part["than"] is True
     assert len(part["arms"]) == 2
     (line,) = (text for text in format_claim(own) if text.startswith("part"))
-    assert "than with model.attention_skip=true" in line
+    assert "compared with the same at model.attention_skip=true" in line
 
 
 def test_every_setting_but_that_of_than_is_compared_with_it(world):
@@ -302,6 +350,37 @@ def test_interaction_without_its_counterpart_is_rejected(world):
         judged(made, own)
 
 
+def test_setting_that_all_arms_have_is_no_interaction(world):
+    own = claim(
+        GRID | {"model.attention_skip": "true"}, it={"than": {"model.attention_skip": True}}
+    )
+    with pytest.raises(UserError, match=r"the grid has nothing but model\.attention_skip=true"):
+        judged(frozen(world, own), own)
+
+
+def test_interaction_is_found_where_both_gaps_need_other_widths(world):
+    grid = {"variant": "standard,merged_w", "model.heads": "1,2", "model.d_model": "64,96"}
+    part = {"arm": {"variant": "merged_w", "model.heads": 2}, "than": {"model.heads": 1}}
+    part |= {"against": {"variant": "standard", "model.heads": 2}, "axis": "params", "margin": 1}
+    own = claim(grid, it=part | {"adjust": "d_model"})
+    found = judged(frozen(world, own).finish(lambda run: 2.0 + noise(run)), own)
+    pairs = [part["arms"] for part in judgement_to_json(found)["parts"]]
+    assert len(pairs) == 2
+    assert all("h2" in first[1] and "h1" in second[1] for first, second in pairs)
+    assert all(first[1].split("-")[1] == second[1].split("-")[1] for first, second in pairs)
+
+
+def test_settings_are_compared_within_each_variant(world):
+    own = claim(GRID | {"model.heads": "1,2"}, it={"arm": HEADS[0], "against": HEADS[1]})
+    found = judged(frozen(world, own).finish(lambda run: 2.0 + noise(run)), own)
+    pairs = [part["arms"][0] for part in judgement_to_json(found)["parts"]]
+    assert sorted(pair[0].split("-")[0] for pair in pairs) == ["no_q", "standard"]
+    assert all(arm.split("-")[0] == other.split("-")[0] for arm, other in pairs)
+
+
+HEADS = [{"model.heads": 1}, {"model.heads": 2}]
+
+
 def test_failures_of_all_four_arms_count_on_the_side_that_they_move(world):
     own = claim(SKIP, it=WITHOUT | {"kind": "noninferior", "margin": 0.05})
     made = frozen(world, own).finish(losses_by_skip({True: 0.0, False: 0.0}))
@@ -314,6 +393,13 @@ def test_failures_of_all_four_arms_count_on_the_side_that_they_move(world):
 
 
 # Sizes that pay
+
+
+def test_mlp_that_pays_may_have_a_ratio_of_its_own(world):
+    grid = {"variant": "standard,merged_w", "model.mlp_ratio": "3"}
+    own = claim(grid, it={"arm": "merged_w", "axis": "params", "margin": 1})
+    found = judged(frozen(world, own).finish(lambda run: 2.0 + noise(run)), own)
+    assert found.word == "SUPPORTED"
 
 
 def test_adjusted_size_is_that_of_the_part(world):
@@ -367,3 +453,47 @@ def test_measure_that_a_grid_cannot_give_is_rejected(world, grid, part, line):
     own = claim(grid, it=part, loss={})
     with pytest.raises(UserError, match=line):
         judge_claim(own, frozen(world, own).study(), [])
+
+
+@pytest.mark.parametrize(
+    ("part", "line"),
+    [
+        ({"of": "accuracy", "margin": 5}, "parts.it.margin: 5 is more than all answers; 0.05 is 5"),
+        ({"of": "tokens_to_loss", "margin": 3}, "parts.it.margin: of a run that does not reach"),
+        ({"of": "steps_to_loss", "than": {"model.heads": 4}}, "parts.it.than: runs that do not re"),
+        ({"of": "params", "axis": "params"}, "parts.it.axis: equal parameters are equal"),
+        ({"of": "seconds", "than": {"model.heads": 4}}, "parts.it.than: seconds has no value"),
+    ],
+)
+def test_question_without_an_answer_is_rejected(part, line):
+    with pytest.raises(UserError, match=line):
+        claim(it=part, loss={})
+
+
+def test_median_takes_five_seeds():
+    with pytest.raises(
+        UserError, match=r"parts\.it\.of: seconds is told by a median, which takes 5"
+    ):
+        claim(seeds=4, it={"of": "seconds"}, loss={})
+
+
+def on_tasks(grid, words, data):
+    part = PART | {"data": data}
+    content = {"says": "A statement.", "source": "me", "seeds": 6, "parts": {"it": part}}
+    return parse_claim("mine", content | {"grid": GRID | grid}, "small", words)
+
+
+def test_own_settings_of_a_claim_on_tasks_take_the_place_of_the_scales():
+    own = on_tasks({"train.steps": 777, "data.pairs": 6}, {}, "recall")
+    assert (own.grid["train.steps"], own.grid["data.pairs"]) == ("777", "6")
+    assert own.grid["data"] == "recall"
+    assert own.grid["model.context"] == "16"  # the scale's
+    both = on_tasks({"train.steps": 777}, {"train.eval_every": "9"}, ["induction", "recall"])
+    assert (both.grid["train.steps"], both.grid["train.eval_every"]) == ("777", "9")
+    assert not any("train.steps" in settings for settings in both.tasks.values())
+
+
+def test_claim_on_a_task_has_no_other_data():
+    with pytest.raises(UserError, match="data: this claim is about induction and recall alone"):
+        on_tasks({}, {"data": "stdlib"}, ["induction", "recall"])
+    assert on_tasks({}, {"train.steps": "50"}, "recall").grid["train.steps"] == "50"
