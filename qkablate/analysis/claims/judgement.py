@@ -230,7 +230,7 @@ def _audit_part(
     if found:
         seeds = ", ".join(str(run.seed) for _, run in found)
         lacking = f"the {measure.noun} of {len(found)} of {sum(len(g.runs) for g in gaps)} pairs"
-        lost = AuditCheck("pairs", BROKEN, f"{lacking} is not known: seeds {seeds}")
+        lost = AuditCheck("pairs", BROKEN, f"{lacking} is not known: {seeds}")
         checks = [lost if check.name == "pairs" else check for check in checks]
     if measure.unit is Unit.NATS:
         return checks

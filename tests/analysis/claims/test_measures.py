@@ -113,7 +113,7 @@ def test_run_without_the_measure_is_told(world):
 
     found = judged(made.finish(outcome), own)
     assert only_part(found)["n"] == 5
-    text = f"it: pairs: the accuracy of 1 of 6 pairs is not known: seeds {lost.changes['seed']}"
+    text = f"it: pairs: the accuracy of 1 of 6 pairs is not known: s{lost.changes['seed']}"
     assert found.exploratory == [text]
 
 
