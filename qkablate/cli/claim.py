@@ -1,6 +1,7 @@
 """`qkablate claim`: hypotheses, registered before their runs, and their verdicts."""
 
 import itertools
+import math
 import os
 import shutil
 import sys
@@ -184,7 +185,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
             return 0
         for row in rows:
             print("\n".join([*_format_row(row), ""]))
-        print("min: minutes on two cores at scale=small, by the plan of each")
+        print("min: minutes on two cores, at scale=small; --dry-run tells how long it takes here")
         print_next_commands(["claim", "run", "one_head", "--dry-run"])
     return 0
 
@@ -280,13 +281,17 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
             raise UserError(f"{claim.name}: {left.arm} is {left.kind}: {left.reason}")
         comparisons = find_comparisons(claim, manifest.arms.values())
         alone = solo_arms(comparisons)
+        if alone:
+            from qkablate.sweeps.running.solo import TYPICAL, measure_arms
         if alone and sweep_request.settings.engine.name != "local":
             raise UserError("engine: seconds and memory are measured here, with engine=local")
         if args.dry_run:
             count = format_count(len(comparisons), "comparison")
             pairs = [f"{count} of {seeds} pairs"]
             if alone:
-                pairs.append(f"{format_count(len(alone), 'arm')} measured alone, {seeds} times")
+                minutes = math.ceil(len(alone) * seeds * TYPICAL / 60)
+                arms = format_count(len(alone), "arm")
+                pairs.append(f"then {arms} measured alone, {seeds} times: some {minutes} min more")
             print("\n".join([*format_claim(claim), "", *pairs, ""]))
             return show_plan(manifest, slots, sweep_request, as_json=False)
         try:
@@ -294,8 +299,6 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
             registration.add(seeds, manifest.folder)
             code = run_sweep(manifest, slots, sweep_request, retry=args.retry is not None)
             if not code and alone:
-                from qkablate.sweeps.running.solo import measure_arms
-
                 measure_arms(manifest, alone, seeds)
         except OSError as error:
             print_stderr(f"qkablate: {error}")

@@ -173,7 +173,7 @@ def _baseline(value: Any) -> Any:
     for key, leaf in _map("baseline", value).items():
         if not isinstance(leaf, str | bool) and not is_number(leaf):
             raise UserError(f"baseline: {key} must be a single value")
-    return {key: as_word(leaf) for key, leaf in value.items()}
+    return value
 
 
 def _minutes(value: Any) -> float | None:

@@ -33,14 +33,15 @@ from qkablate.training.measure import make_training_step
 WARM_UP = 3  # steps
 SECONDS = 2.0  # of steps in one measurement, but at least as many steps as follow
 MIN_STEPS = 10
-LIMIT = 120.0  # seconds of one measurement
+LIMIT = 600.0  # seconds of one measurement
+TYPICAL = 6.0  # seconds of one, with the start of its process
 
 
 def measure_arms(manifest: Manifest, arms: Sequence[str], repetitions: int) -> None:
     """Measure each arm so often, as far as it is not done; one kill costs one measurement at most.
 
-    Raise UserError while a run of the same folder is being trained: what is measured beside it is
-    not the arm.
+    It waits while a run of the same folder is being trained: what is measured beside one is not the
+    arm.
     """
     found = read_solo(manifest.folder)
     machine = {
@@ -60,9 +61,11 @@ def measure_arms(manifest: Manifest, arms: Sequence[str], repetitions: int) -> N
         for arm in (arms if number % 2 == 0 else arms[::-1])
         if (arm, number) not in done
     ]
+    if turns:  # the first process starts the server of the others: what it costs is not recorded
+        _measure(manifest, *turns[0])
     is_shown = sys.stderr.isatty()
     for arm, number in tqdm(turns, "measured alone", leave=False, disable=not is_shown):
-        _refuse_company(Path(manifest.out).expanduser())
+        _wait_for_others(Path(manifest.out).expanduser())
         row = _measure(manifest, arm, number)
         found = dataclasses.replace(found, rows=[*found.rows, row])
         found.write(manifest.folder)
@@ -70,14 +73,16 @@ def measure_arms(manifest: Manifest, arms: Sequence[str], repetitions: int) -> N
         print_stderr(f"measured alone: {len(arms)} arms, {repetitions} times")
 
 
-def _refuse_company(out: Path) -> None:
-    observer = LeaseObserver()
-    for folder in out.glob("runs/*/lease"):
-        if observer.is_leased(folder.parent):
-            raise UserError(
-                f"seconds and memory are measured alone, and {folder.parent.name} is being trained;"
-                " give the same command again when it has ended"
+def _wait_for_others(out: Path) -> None:
+    """Wait until no run of a folder is being trained."""
+    observer, told = LeaseObserver(), False
+    while busy := [f.parent for f in out.glob("runs/*/lease") if observer.is_leased(f.parent)]:
+        if not told:
+            print_stderr(
+                f"seconds and memory are measured alone: waiting for {busy[0].name} to end"
             )
+            told = True
+        time.sleep(5)
 
 
 def _measure(manifest: Manifest, arm: str, repetition: int) -> SoloRow:
@@ -138,9 +143,13 @@ def _send_costs(config: Config, vocabulary: int, answer: Connection) -> None:
             hardware.synchronize(config.device)
             times.append(time.perf_counter() - start)
         peak = _resident_bytes("VmHWM", config.device) - empty
-        answer.send((statistics.median(times), float(max(1, peak)), time.process_time()))
+        if peak <= 0:
+            raise UserError("its memory is not known on this machine")
+        answer.send((statistics.median(times), float(peak), time.process_time()))
     except Exception as error:
-        answer.send(f"{type(error).__name__}: {error}")
+        answer.send(
+            str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        )
 
 
 def _reset_peak(device: str) -> None:

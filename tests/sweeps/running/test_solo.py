@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from qkablate.errors import UserError
 from qkablate.runs.lease import hold_lease
 from qkablate.sweeps.running.solo import measure_arms
 from qkablate.sweeps.running.solo_results import FILE, read_measurements, read_solo
@@ -57,12 +56,18 @@ def test_another_machine_is_measured_anew(made, capsys):
     assert len(read_solo(made.folder).rows) == 1
 
 
-def test_nothing_is_measured_beside_a_run(made):
+def test_nothing_is_measured_beside_a_run(made, monkeypatch, capsys):
     run = made.runs()[0]
     folder = made.run_folder(run)
     folder.mkdir(parents=True)
-    with hold_lease(folder), pytest.raises(UserError, match=r"measured alone, and .* is being tr"):
+
+    def sleep(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qkablate.sweeps.running.solo.time.sleep", sleep)
+    with hold_lease(folder), pytest.raises(KeyboardInterrupt):
         measure_arms(made.manifest, ARMS, 1)
+    assert f"waiting for {folder.name} to end" in capsys.readouterr().err
     assert read_solo(made.folder) is None
 
 
