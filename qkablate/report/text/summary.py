@@ -188,9 +188,11 @@ def _summarize_claim(section: Section) -> list[str]:
         for judged, word in zip(judgement.parts, judgement.part_words, strict=True)
         if judged.part.sample.n
     ]
+    are_nats = all(judged.unit is Unit.NATS for judged in judgement.parts)
+    unit = "in nats per token " if are_nats else ""
     return [
         f"{verdict}{warnings}.",
-        f"Measured, in nats per token with {100 * level:.3g} % interval: {format_list(measured)}."
+        f"Measured, {unit}with {100 * level:.3g} % interval: {format_list(measured)}."
         if measured
         else "Nothing could be measured: there is no completed pair of runs.",
     ]

@@ -317,7 +317,7 @@ def test_grid_is_the_scales_then_the_files_then_the_files_at_the_scale_then_the_
 
 def test_scale_can_have_its_own_baseline():
     content = CLAIM | {"baseline": "no_q", "scale": {"small": {"baseline": {"model.layers": 4}}}}
-    assert parse_claim("mine", content, "small", {}).baseline == {"model.layers": "4"}
+    assert parse_claim("mine", content, "small", {}).baseline == {"model.layers": 4}
     assert parse_claim("mine", content, "gpu", {}).baseline == "no_q"
     assert "baseline" not in parse_claim("mine", content, "small", {}).grid
 
