@@ -295,13 +295,13 @@ def measure_lead(name: str, gap: Gap) -> float | None:
     It is ∞ for measures that tell something also of arms that have learned nothing.
     """
     measure = MEASURES[name]
-    if measure.unit is Unit.SHARE and gap.compares_variants:
+    is_lead_in_costs = measure.unit is Unit.SHARE or measure.is_censored
+    if is_lead_in_costs and gap.compares_variants:
         if gap.floor is None:
             return None
-        interval = Sample(tuple(measure_costs(name, gap.floor).values())).interval(1 - 2 * ALPHA)
+        sample = measure.sample(tuple(measure_costs(name, gap.floor).values()))
+        interval = sample.interval(1 - 2 * ALPHA)
         return interval and interval[0]
-    if measure.unit is Unit.RATIO and measure.is_of_runs:
-        return gap.lead and (math.inf if gap.lead > 0 else gap.lead)
     return gap.lead if measure.unit is Unit.NATS and name != "spread" else math.inf
 
 

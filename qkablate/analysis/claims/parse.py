@@ -20,6 +20,7 @@ from qkablate.errors import UserError, nearest_hint
 from qkablate.runs.records import is_number
 
 MOST_SEEDS = 1000
+MOST_NATS = 3.0  # a margin; the loss of guessing one byte is ln 256 = 5.5
 MOST_RATIO = 0.5  # a margin of tokens to a loss, which is to be reached in half of the training
 
 
@@ -48,15 +49,28 @@ def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None 
                 " `qkablate claim list` shows them, and a file of your own is given as PATH.yaml"
             )
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
     except OSError as error:
         raise UserError(f"'{path}': {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"'{path}' is not YAML: {' '.join(str(error).split())}") from None
     try:
+        _check_repetition(yaml.compose(text, yaml.SafeLoader))
         return parse_claim(path.stem, content, scale, words or {})
     except UserError as error:
         raise UserError(f"{path.name}: {error}") from None
+
+
+def _check_repetition(node: Any) -> None:
+    """Raise UserError for a key that is given twice: YAML keeps the last one without a word."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    keys = [key.value for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UserError(f"{key}: is given twice")
+    for _, value in pairs:
+        _check_repetition(value)
 
 
 _KEYS = ["says", "source", "untestable", "seeds", "tuning_seeds", "grid", "filter", "baseline"]
@@ -185,7 +199,7 @@ def _minutes(value: Any) -> float | None:
 
 def _part(name: str, value: Any, grid: Mapping[str, str], worlds: Sequence[str]) -> PartSpec:
     where = f"parts.{name}"
-    value = _map(where, value, _PART_KEYS)
+    given = value = _map(where, value, _PART_KEYS)
     defaults = {"kind": None, "of": "gap", "axis": "tokens", "horizon": "longest"}
     defaults |= {"margin": None, "against": "standard", "adjust": "mlp", "data": TEXT, "than": None}
     value = defaults | value
@@ -193,7 +207,7 @@ def _part(name: str, value: Any, grid: Mapping[str, str], worlds: Sequence[str])
     choices_of["adjust"] = SWEEP_KEYS["control.adjust"].choices
     for key, choices in choices_of.items():
         _check_choice(f"{where}.{key}", value[key], choices)
-    if value["adjust"] != "mlp" and value["axis"] == "tokens":
+    if "adjust" in given and value["axis"] == "tokens":
         raise UserError(f"{where}.adjust: {value['adjust']} pays for axis=params or axis=flops")
     _check_margin(where, value)
     _check_question(where, value)
@@ -205,6 +219,8 @@ def _part(name: str, value: Any, grid: Mapping[str, str], worlds: Sequence[str])
     if "arm" not in value:
         raise UserError(f"{where}.arm: is required")
     sides = {key: _selector(f"{where}.{key}", value[key], grid) for key in ("arm", "against")}
+    if sides["arm"] == sides["against"] and value["than"] is None:
+        raise UserError(f"{where}.against: it is the arm itself")
     than = None if value["than"] is None else _selector(f"{where}.than", value["than"], grid)
     if than is not None and "variant" in than:
         raise UserError(
@@ -220,6 +236,8 @@ def _check_margin(where: str, part: Mapping[str, Any]) -> None:
     if margin is None or not 0 <= margin < 100:
         raise UserError(f"{where}.margin: '{part['margin']}' is not a number, 0 or more")
     unit = MEASURES[part["of"]].unit
+    if unit is Unit.NATS and margin > MOST_NATS:
+        raise UserError(f"{where}.margin: {margin:g} nats are more than any experiment could show")
     if unit is Unit.SHARE and margin >= 1:
         raise UserError(f"{where}.margin: {margin:g} is more than all answers; 0.05 is 5 %")
     if MEASURES[part["of"]].is_censored and margin > MOST_RATIO:

@@ -249,7 +249,10 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
             shown = Verdict.SUPPORTED if part.p_supported < alpha else Verdict.EQUIVALENT
             verdicts.append(shown if part.is_sensitive else Verdict.INSENSITIVE)
         else:
-            verdicts.append(Verdict.REFUTED if p_refuted < alpha else Verdict.UNDERPOWERED)
+            # To refute a difference is to find none, which takes an experiment that could show one.
+            is_blind = part.kind in ("better", "worse") and not part.is_sensitive
+            refuted_word = Verdict.INSENSITIVE if is_blind else Verdict.REFUTED
+            verdicts.append(refuted_word if p_refuted < alpha else Verdict.UNDERPOWERED)
     word = merge_verdicts(verdicts, [part.can_be_equivalent for part in parts])
     conditions = [
         part.conditions(verdict, alpha, len(parts))

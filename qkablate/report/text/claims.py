@@ -149,7 +149,7 @@ def _details(judged: PartJudgement, alpha: float) -> list[str]:
         ]
         text += [f"sign flip p {sample.sign_flip:.4f}"]
     spec = judged.comparison.spec
-    if spec.of == "gap" and spec.horizon != "growth":
+    if spec.of == "gap" and spec.horizon != "growth" and spec.than is None:
         text.append(f"perplexity {perplexity_percent(sample.mean):+.2f} %")
     for gap in judged.gaps:
         if gap.arm.chance is None:  # a text
@@ -196,7 +196,7 @@ def _format_more_seeds(needed: SeedsNeeded | None, sample: Sample) -> str:
         return "not reachable, as no number of seeds would decide it"
     low, n = max(1, needed.low - sample.n), sample.n
     if needed.high is None:
-        return f"{low:,} at least, an upper end is not reachable: the truth may lie on the margin"
+        return f"{low:,} or more, without an upper end: the truth may lie on the margin"
     return (
         f"between {low:,} and {max(low, needed.high - n):,} (for 80 % power; 80 % prediction"
         " interval, by what these pairs tell of gap and spread)"

@@ -183,10 +183,10 @@ def _summarize_claim(section: Section) -> list[str]:
     verdict += ", but this is exploratory and confirms nothing" if judgement.exploratory else ""
     warnings = _format_warnings([check for judged in judgement.parts for check in judged.checks])
     level = 1 - 2 * judgement.alpha
+    pairs = [*zip(judgement.parts, judgement.part_words, strict=True)]
+    pairs.sort(key=lambda pair: pair[1] != judgement.word)  # those that decide come first
     measured = [
-        f"{_format_part(judged, level)}, {word}"
-        for judged, word in zip(judgement.parts, judgement.part_words, strict=True)
-        if judged.part.sample.n
+        f"{_format_part(judged, level)}, {word}" for judged, word in pairs if judged.part.sample.n
     ]
     are_nats = all(judged.unit is Unit.NATS for judged in judgement.parts)
     unit = "in nats per token " if are_nats else ""

@@ -91,8 +91,8 @@ class _Search:
         self.key = "layers" if control.adjust == "layers" else "d_model"
         self.step = {
             "mlp": start.d_model,  # one step: only the MLP changes
-            # Head widths that are multiples of 8 stay so; others keep their common divisor with 8.
-            "d_model": start.heads * math.gcd(8, start.d_model // start.heads),
+            # By one for each head: coarser steps would leave the whole difference to the MLP.
+            "d_model": start.heads * (2 if start.position == "rope" else 1),
             "layers": 1,
         }[control.adjust]
         self.start_n: int = max(1, getattr(start, self.key) // self.step)

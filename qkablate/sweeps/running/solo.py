@@ -64,7 +64,11 @@ def measure_arms(manifest: Manifest, arms: Sequence[str], repetitions: int) -> N
     if turns:  # the first process starts the server of the others: what it costs is not recorded
         _measure(manifest, *turns[0])
     is_shown = sys.stderr.isatty()
-    for arm, number in tqdm(turns, "measured alone", leave=False, disable=not is_shown):
+    for turn, (arm, number) in enumerate(
+        tqdm(turns, "measured alone", leave=False, disable=not is_shown)
+    ):
+        if turn % 10 == 0 and not is_shown:
+            print_stderr(f"measured alone: {turn} of {len(turns)}")
         _wait_for_others(Path(manifest.out).expanduser())
         row = _measure(manifest, arm, number)
         found = dataclasses.replace(found, rows=[*found.rows, row])

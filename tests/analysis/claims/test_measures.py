@@ -7,7 +7,7 @@ import math
 import pytest
 
 from qkablate.analysis.claims.judgement import judge_claim
-from qkablate.analysis.claims.parse import parse_claim
+from qkablate.analysis.claims.parse import load_claim, parse_claim
 from qkablate.analysis.claims.registry import claim_grid
 from qkablate.errors import UserError
 from qkablate.report.text.claims import format_claim, format_judgement, judgement_to_json
@@ -194,7 +194,7 @@ def test_tokens_to_loss_are_those_after_which_the_loss_of_half_time_is_reached(w
     own = claim(GRID | STEPS, it={"of": "tokens_to_loss", "kind": "better", "margin": 0})
 
     def loss(arm, part):
-        return 5 - math.log(part * (speed if arm == "no_q" else 1))
+        return 5 - math.log(part * (speed if arm == "no_q" else 1)) + (arm == "uniform")
 
     part = only_part(judged(with_curves(world, own, loss), own))
     assert part["mean"] == pytest.approx(ratio, rel=0.02)
@@ -209,7 +209,7 @@ def test_loss_that_is_never_reached_takes_more_than_twice_the_tokens(world):
         slow={"of": "tokens_to_loss", "kind": "worse", "margin": 0.5},
         too={"of": "steps_to_loss", "kind": "noninferior", "margin": 0.5},
     )
-    found = judged(with_curves(world, own, lambda arm, part: 3 - part + (arm == "no_q")), own)
+    found = judged(with_curves(world, own, lambda arm, part: 3 - part + (arm != "standard")), own)
     assert [str(word) for word in found.part_words] == ["SUPPORTED", "REFUTED"]
     parts = judgement_to_json(found)["parts"]
     assert parts[0]["mean"] is None  # no number: more than can be seen
@@ -497,3 +497,41 @@ def test_claim_on_a_task_has_no_other_data():
     with pytest.raises(UserError, match="data: this claim is about induction and recall alone"):
         on_tasks({}, {"data": "stdlib"}, ["induction", "recall"])
     assert on_tasks({}, {"train.steps": "50"}, "recall").grid["train.steps"] == "50"
+
+
+def test_blind_experiment_refutes_no_difference(world):
+    """To refute that an arm is worse is to find no difference, and no arm beat the floor."""
+    own = on_task({"of": "accuracy", "kind": "worse", "margin": 0.2})
+    made = frozen(world, own).finish(
+        lambda run: {"accuracy": {"test": 0.1 + noise(run)}, "chance": 0.1}
+    )
+    assert judged(made, own).word == "INSENSITIVE"
+
+
+def test_tokens_to_a_loss_that_the_floor_reaches_as_early_tell_nothing(world):
+    own = claim(GRID | STEPS, it={"of": "tokens_to_loss", "kind": "noninferior", "margin": 0.1})
+    found = judged(with_curves(world, own, lambda arm, part: 5 - math.log(part)), own)
+    assert found.word == "INSENSITIVE"
+    slow = with_curves(world, own, lambda arm, part: 5 - math.log(part) + (arm == "uniform"))
+    assert judged(slow, own).word == "SUPPORTED"
+
+
+@pytest.mark.parametrize(
+    ("part", "line"),
+    [
+        ({"margin": 5}, "parts.it.margin: 5 nats are more than any experiment could show"),
+        ({"adjust": "mlp"}, "parts.it.adjust: mlp pays for axis=params or axis=flops"),
+        ({"against": "no_q"}, "parts.it.against: it is the arm itself"),
+    ],
+)
+def test_part_that_asks_nothing_is_rejected(part, line):
+    with pytest.raises(UserError, match=line):
+        claim(it=part)
+
+
+def test_part_that_is_given_twice_is_rejected(tmp_path):
+    part = "{arm: no_q, kind: noninferior, margin: 0.01}"
+    text = f"says: a\nsource: b\nseeds: 6\ngrid: {{}}\nparts:\n  p: {part}\n  p: {part}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"mine\.yaml: p: is given twice"):
+        load_claim(str(tmp_path / "mine.yaml"))
