@@ -21,6 +21,7 @@ HORIZONS = ("longest", "each", "growth")
 TEXT = "text"  # the data of the grid; other names of `data` are tasks of the scale
 # Keys that change no number: not part of a claim.
 NON_CLAIM_KEYS = Role.LOCAL | Role.ONE_PER_SWEEP | Role.LAUNCH
+_ADJUSTED = ("model.d_model", "model.layers", "model.mlp_ratio")  # by controls
 Selector = Mapping[str, Any]
 
 
@@ -133,7 +134,7 @@ def _find_comparisons_in(
     check_measure(spec.of, f"parts.{part}", [arm for pair in pairs for arm in pair])
     groups: dict[str, list[tuple[Arm, Arm]]] = {}
     for arm, other in sorted(pairs, key=lambda pair: pair[0].tokens):
-        words = _shared_values(claim, spec, world, arm, other)
+        words = _shared_values(claim, world, *(_typed_values(side, arms) for side in (arm, other)))
         title = " ".join([part, *([f"on {world}"] if len(spec.data) > 1 else []), *words])
         groups.setdefault(title, []).append((arm, other))
     for title, group in groups.items():
@@ -162,12 +163,10 @@ def _find_subtracted(
     sides = [{**side, **spec.than} for side in (spec.arm, spec.against)]
     wanted = dataclasses.replace(spec, arm=sides[0], against=sides[1])
     fixed = claim.grid.keys() - {"variant", *spec.arm, *spec.against, *spec.than}
-    by_name = {one.name: one for one in every}
 
-    def settings(one: Arm) -> dict[str, str | None]:
-        """Return those of its baseline if it has one: a control may have changed its own."""
-        kept = by_name[one.baseline] if one.mismatch is not None and one.baseline else one
-        return {key: kept.overrides.get(key) for key in fixed}
+    def settings(one: Arm) -> dict[str, Any]:
+        values = _typed_values(one, every)
+        return {key: values.get(key) for key in fixed}
 
     for first, other in _find_pairs(claim, wanted, arms):
         if settings(first) == settings(arm):
@@ -195,19 +194,27 @@ def _check_growth(part: str, group: list[tuple[Arm, Arm]]) -> None:
             )
 
 
+def _typed_values(arm: Arm, arms: list[Arm]) -> dict[str, Any]:
+    """Return an arm's values, with the sizes that it was given before a control changed them."""
+    values = arm.overrides | _flatten(arm)
+    if arm.mismatch is not None and arm.baseline is not None:
+        given = _flatten(next(one for one in arms if one.name == arm.baseline))
+        values |= {key: given[key] for key in _ADJUSTED}
+    return values
+
+
 def _shared_values(
-    claim: Claim, spec: PartSpec, world: str, arm: Arm, other: Arm
-) -> tuple[str, ...]:
+    claim: Claim, world: str, values: Mapping[str, Any], other_values: Mapping[str, Any]
+) -> list[str]:
     """Return the varied settings that a pair shares, besides its length."""
     keys = [key for key in claim.grid if "," in claim.grid[key] or "(" in claim.grid[key]]
-    flat, other_flat = ({**side.overrides, **_flatten(side)} for side in (arm, other))
-    return tuple(
-        f"{key.rpartition('.')[2]}={flat[key]}"
+    return [
+        f"{key.rpartition('.')[2]}={values[key]}"
         for key in keys
-        if key in flat and flat[key] == other_flat.get(key)
+        if key in values and values[key] == other_values.get(key)
         if key != "variant" and key not in claim.tasks.get(world, {})
         if not key.startswith("train.")
-    )
+    ]
 
 
 def _find_pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm, Arm]]:

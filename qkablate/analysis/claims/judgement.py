@@ -217,10 +217,11 @@ def _audit_part(
     # Growth is in nats per doubling, and has no margin at a single length.
     has_margin = spec.horizon != "growth" and measure.unit is Unit.NATS
     margin = spec.margin if has_margin else None
+    rounding_gaps = [_rounding_gap(gap, study, entries) for gap in gaps]
     checks = _merge_audits(
         [
-            audit(gap, lr_curves, spec.axis, margin, _rounding_gap(gap, study, entries))
-            for gap in gaps
+            audit(gap, lr_curves, spec.axis, margin, rounding_gap, in_claim=True)
+            for gap, rounding_gap in zip(gaps, rounding_gaps, strict=True)
         ]
     )
     if not measure.is_of_runs:

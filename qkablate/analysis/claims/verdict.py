@@ -9,8 +9,8 @@ SUPPORTED     every part's bound lies inside: all must hold, so nothing is adjus
 REFUTED       a part's interval lies wholly outside, by Holm over the parts
 EQUIVALENT    the interval of every part that says better or worse lies within ± margin, by Holm
               over the parts, and the others are supported: there is no such difference
-INSENSITIVE   the runs would say SUPPORTED or EQUIVALENT, but the baseline does not beat the floor
-              by several margins: no difference could have shown
+INSENSITIVE   the runs would say SUPPORTED or EQUIVALENT, or refute a difference, but the baseline
+              does not beat the floor by several margins: no difference could have shown
 MIXED         this holds for some parts, and not for the others
 UNDERPOWERED  none of these: too few seeds for this margin
 

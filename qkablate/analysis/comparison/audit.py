@@ -51,14 +51,19 @@ def audit(
     margin: float | None,
     rounding_gap: Gap | None,
     detectable: float | None = None,
+    *,
+    in_claim: bool = False,
 ) -> list[AuditCheck]:
-    """Audit one gap at equal `axis`; the margin, or else `detectable`, is the size that matters."""
+    """Audit one gap at equal `axis`; the margin, or else `detectable`, is the size that matters.
+
+    A claim's own keys are named in place of the sweep's.
+    """
     sides, pairs = gap.sides, gap.runs
     done = [record for pair in pairs for record in pair]
     answers = {
         "runs": _check_completeness(sides),
         "pairs": _check_pairs(gap),
-        "learning rate": _check_rates(sides, curves, margin or detectable),
+        "learning rate": _check_rates(sides, curves, margin or detectable, in_claim),
         "annealed": _check_annealing(sides),
         "matched": _check_matching(sides, axis),
         "start": _check_start(sides),
@@ -128,7 +133,12 @@ def _check_pairs(gap: Gap) -> Answer:
     return OK, f"{n} by seed" + ("" if correlation is None else f", correlation {correlation:+.2f}")
 
 
-def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None) -> Answer:
+def _check_rates(
+    sides: Sides, curves: dict[str, LrCurve], margin: float | None, in_claim: bool
+) -> Answer:
+    tune, seeds = "sweep.tune=true", "sweep.tuning_seeds"
+    if in_claim:
+        tune, seeds = "tuning_seeds: 3", "tuning_seeds"
     tuned = {entry.name: curves[entry.arm.name] for entry in sides if entry.arm.name in curves}
     if unknown := " and ".join(name for name, curve in tuned.items() if curve.best is None):
         return WARNING, f"{unknown} diverged at every rate or has missing runs"
@@ -137,7 +147,7 @@ def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None)
     rates = {entry.name: str(entry.rates or "–") for entry in sides}
     if untuned := [name for name in rates if name not in tuned]:
         which = "neither was" if not tuned else f"{untuned[0]} was not"
-        return WARNING, f"{which} tuned ({', '.join(rates.values())}); sweep.tune=true tunes both"
+        return WARNING, f"{which} tuned ({', '.join(rates.values())}); {tune} tunes both"
     if any(entry.rates is None for entry in sides):
         return WARNING, f"not chosen yet: {', '.join(rates.values())}"
     off = [
@@ -149,7 +159,7 @@ def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None)
         return WARNING, "; ".join(off)
     if fixed := " and ".join(name for name, curve in tuned.items() if curve.lacks_circuit_rates):
         text = f"optim.lr was tuned, but not the rate of the circuit of {fixed} (variant.lr)"
-        return WARNING, f"{text}; sweep.tune=true without variant.lr tunes both"
+        return WARNING, f"{text}; {tune} without variant.lr tunes both"
     uncertain, excess = [], []
     for entry in sides:
         surface = tuned[entry.name].surface
@@ -164,7 +174,7 @@ def _check_rates(sides: Sides, curves: dict[str, LrCurve], margin: float | None)
         message += f"; rates left out, at which a run was left behind: {', '.join(failed)}"
     if uncertain:
         message += f"; no minimum is certain for {' and '.join(uncertain)}"
-        return WARNING, f"{message}: raise sweep.tuning_seeds"
+        return WARNING, f"{message}: raise {seeds}"
     message += f"; a finer search would gain {max(excess):.4f} at most (95 % bound)"
     # An excess that shows as 0.0000 is rounding, also where seeds agree exactly.
     coarse = margin is not None and max(excess) > max(margin / 3, 5e-5)

@@ -144,8 +144,12 @@ class Entry:
     @property
     def accuracy(self) -> float | None:
         """Mean test accuracy on a task."""
-        found = [r.accuracy for r in self.records.values() if r.accuracy is not None]
-        return statistics.fmean(found) if found else None
+        return _mean(record.accuracy for record in self.records.values())
+
+    @property
+    def exact(self) -> float | None:
+        """Mean fraction of the test sequences whose answers are all right."""
+        return _mean(record.exact for record in self.records.values())
 
     @cached_property
     def lead_over_ngrams(self) -> float | None:
@@ -240,6 +244,11 @@ class Study:
         # At the model's own size.
         floors = [e for e in same if e.arm.config.variant.name == FLOOR and e.arm.mismatch is None]
         return _at_rate(floors, baseline.rate)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def _at_rate(entries: list[Entry], rate: float | None) -> Entry | None:

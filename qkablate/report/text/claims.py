@@ -154,6 +154,10 @@ def _details(judged: PartJudgement, alpha: float) -> list[str]:
     for gap in judged.gaps:
         if gap.arm.chance is None:  # a text
             continue
+        if spec.of == "exact":
+            arm, baseline = (format_known(entry.exact, ".1%") for entry in gap.sides)
+            text.append(f"exact match {arm} against {baseline}")
+            continue
         arm, baseline = (format_known(entry.accuracy, ".1%") for entry in gap.sides)
         text.append(
             f"accuracy {arm} against {baseline}, chance {format_known(gap.arm.chance, '.1%')}"

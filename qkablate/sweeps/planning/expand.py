@@ -8,8 +8,11 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +74,7 @@ class _Expansion:
     left_out: list[LeftOutArm] = field(default_factory=list)
     excluded: int = 0
     named_keys: list[str] = field(default_factory=list)  # shown with their values in names
+    center: Overrides | None = None  # of design=one_at_a_time: the first value of every axis
 
     def expand(self, command: list[str], note: Callable[[int, int], None]) -> Manifest:
         for predicate in self.grid.settings.filter:
@@ -81,7 +85,10 @@ class _Expansion:
                 )
         changes = self._run_changes()
         axes = {key: values for key, values in self.grid.choices.items() if key not in RUN_KEYS}
-        combinations = self._with_also(_combine(axes, self.grid.settings.design))
+        combinations = _combine(axes, self.grid.settings.design)
+        if self.grid.settings.design == "one_at_a_time":
+            self.center = combinations[0]
+        combinations = self._with_also(combinations)
         copies = 1 + len(list_also(self.grid.settings))
         whole = copies * math.prod(len(values) for values in axes.values())
         cells = [*itertools.product(self.grid.controls, combinations)]
@@ -187,7 +194,7 @@ class _Expansion:
 
     def _add(self, control: str, overrides: Overrides, changes: list[Changes]) -> None:
         """Add one arm and its baseline."""
-        baseline, baseline_name, target = self._baseline(overrides), None, None
+        baseline, baseline_name, target = self._baseline(overrides, control), None, None
         if baseline is not None:
             try:
                 target = self.resolver.resolve(baseline)
@@ -250,12 +257,16 @@ class _Expansion:
         variants = [arm.config.variant for arm in self.arms.values()]
         if len({(variant.name, variant.file) for variant in variants}) < 2:
             return
-        models = {
-            tuple(without_variant(arm.overrides).items()): None
-            for arm in self.arms.values()
-            if "none" in arm.controls
-        }
-        for model in models:
+        by_name = {arm.name: arm for arm in self.arms.values()}
+        models = defaultdict(set)  # their variants
+        for arm in self.arms.values():
+            home = by_name.get(arm.baseline or "", arm) if self.center else arm
+            if "none" in home.controls:
+                model = tuple(without_variant(home.overrides).items())
+                models[model].add((arm.config.variant.name, arm.config.variant.file))
+        for model, compared in models.items():
+            if self.center and len(compared) < 2:
+                continue  # another factor than the variant
             overrides = {**dict(model), "variant": FLOOR}
             try:
                 self._add_arm("none", overrides, {}, None, None, changes)
@@ -263,8 +274,24 @@ class _Expansion:
                 name = self._name(overrides, "none")
                 self.left_out.append(LeftOutArm(name, "none", str(reason), "impossible"))
 
-    def _baseline(self, overrides: Overrides) -> Overrides | None:
+    def _baseline(self, overrides: Overrides, control: str) -> Overrides | None:
         """Return the overrides of the arm that this one is compared with."""
+        baseline = self._named_baseline(overrides)
+        center = self.center
+        is_named = not isinstance(self.grid.settings.baseline, str)
+        if baseline is None or center is None or control != "none" or is_named:
+            return baseline
+        changed = [key for key in overrides if overrides[key] != center.get(key)]
+        # An arm that would be its own baseline differs from the center in its one factor; losses on
+        # other data tell nothing of it.
+        if len(changed) == 1 and not changed[0].startswith("data"):
+            with suppress(ImpossibleConfig):
+                pair = (self.resolver.resolve(one).config for one in (overrides, baseline))
+                if operator.eq(*pair):
+                    return center
+        return baseline
+
+    def _named_baseline(self, overrides: Overrides) -> Overrides | None:
         setting = self.grid.settings.baseline
         if setting is None:
             return None

@@ -189,7 +189,7 @@ def test_seeds_needed_are_reported_for_open_parts(world):
     assert list(needed) == ["near"]
     low, high = needed["near"]
     assert high is None  # the pilot does not tell on which side of the margin the gap lies
-    text = f"near: more seeds needed: {low - 8} at least, an upper end is not reachable"
+    text = f"near: more seeds needed: {low - 8} or more, without an upper end"
     assert text in "\n".join(format_judgement(found))
     by_name = {part["part"]: part for part in judgement_to_json(found)["parts"]}
     assert by_name["near"]["seeds_needed"] == (low, None)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 
@@ -81,8 +82,20 @@ def test_share_of_right_answers_is_better_the_higher(world, of, key, kind, share
     assert part["unit"] == "share"
     assert part["mean"] == pytest.approx(share - 0.99, abs=1e-3)  # as one says it: the arm has less
     assert part["interval"][0] <= part["mean"] <= part["interval"][1]
+    noun = "exact match" if of == "exact" else "accuracy"
+    assert re.search(
+        rf"{noun} [\d.]+% against (98.9|99.0|99.1)%", "\n".join(format_judgement(found))
+    )
     # The rates were tuned for the loss.
     assert "at these rates" in found.headline
+
+
+def test_audit_of_a_claim_names_the_keys_of_claims(world):
+    own = dataclasses.replace(claim(it={"margin": 0.01}), tuning_seeds=0)
+    text = "\n".join(format_judgement(judged(frozen(world, own).finish(lambda run: 2.0), own)))
+    assert "neither was tuned" in text
+    assert "tuning_seeds: 3 tunes both" in text
+    assert "sweep.tun" not in text
 
 
 def test_equal_chance_of_all_arms_tells_nothing(world):

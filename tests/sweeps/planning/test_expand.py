@@ -486,6 +486,30 @@ def test_one_at_a_time_changes_one_axis_of_the_center(expand):
     assert all(sum(a != b for a, b in zip(cell, center, strict=True)) <= 1 for cell in found)
 
 
+def test_one_at_a_time_compares_every_arm_with_the_center(expand):
+    """Each value of each axis has a gap; uniform is trained where variants are compared."""
+    words = ["model.dropout=0,0.1", "sweep.design=one_at_a_time", "sweep.floor=true"]
+    manifest = expand(*AXES, *words)
+    center = "standard-d16-h2-layers=1-dropout=0"
+    assert {arm.baseline for arm in manifest.arms.values() if arm.name != center} <= {center, None}
+    alone = [arm.name for arm in manifest.arms.values() if arm.baseline is None]
+    assert alone == [center, center.replace("standard", "uniform")]
+
+
+def test_one_at_a_time_compares_no_losses_on_other_data(expand):
+    manifest = expand("data=stdlib,induction_short", "sweep.design=one_at_a_time")
+    assert {arm.baseline for arm in manifest.arms.values()} == {None}
+
+
+def test_named_baseline_goes_before_the_center(expand):
+    words = ["model.layers=1,2", "sweep.design=one_at_a_time"]
+    manifest = expand("variant=no_q", *words, "sweep.baseline={model.layers: 2}")
+    baselines = {arm.name: arm.baseline for arm in manifest.arms.values()}
+    assert baselines == {"no_q-d16-h2-layers=1": "no_q-d16-h2-layers=2"} | {
+        "no_q-d16-h2-layers=2": None
+    }
+
+
 def test_plan_of_a_design_says_what_it_saves(expand):
     manifest = expand(*AXES, "sweep.design=one_at_a_time")
     (line,) = (line for line in format_plan_summary(manifest, 1) if line.startswith("design"))
