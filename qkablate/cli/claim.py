@@ -152,6 +152,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
         if not word.startswith("out="):
             raise UserError(f"'{word}': claim list takes only out=FOLDER")
         out = word.removeprefix("out=")
+    pace = _measure_pace()
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys([*claim_names(), *registered_names(out)]):
         try:
@@ -175,6 +176,7 @@ def _list(words: list[str], *, as_json: bool) -> int:
                 "seeds": [*claim.seeds],
                 "measures": list(dict.fromkeys(spec.of for spec in claim.parts.values())),
                 "minutes": claim.minutes,
+                "minutes_here": None if claim.minutes is None else round(claim.minutes * pace, 1),
                 "untestable": claim.untestable,
                 "verdicts": verdicts,
             }
@@ -185,9 +187,22 @@ def _list(words: list[str], *, as_json: bool) -> int:
             return 0
         for row in rows:
             print("\n".join([*_format_row(row), ""]))
-        print("min: minutes on two cores, at scale=small; --dry-run tells how long it takes here")
+        print(
+            "min: minutes here at scale=small, by the time of a training step; --dry-run times the"
+            " claim's own"
+        )
         print_next_commands(["claim", "run", "one_head", "--dry-run"])
     return 0
+
+
+def _measure_pace() -> float:
+    from qkablate.analysis.claims.parse import load_claim
+    from qkablate.cli.hydra.grid import open_composer
+    from qkablate.sweeps.planning.estimate import measure_pace
+
+    grid = load_claim("qq_worse").grid  # standard, at scale=small
+    with open_composer() as composer:
+        return measure_pace(composer.config({**grid, "variant": "standard", "threads": "1"}), 256)
 
 
 def _format_row(row: dict[str, Any]) -> list[str]:
@@ -198,7 +213,8 @@ def _format_row(row: dict[str, Any]) -> list[str]:
     else:
         facts.append(", ".join(row["verdicts"]) or "not run")
         facts += [", ".join(row["measures"]), f"n = {'/'.join(map(str, row['seeds']))}"]
-        facts += [f"{row['minutes']:g} min"] if row["minutes"] else []
+        minutes = row["minutes_here"]
+        facts += [f"{max(1, round(minutes))} min"] if minutes is not None else []
     texts = [row["says"], row["source"], *([row["untestable"]] if row["untestable"] else [])]
     width = min(100, shutil.get_terminal_size().columns)
     lines = textwrap.wrap(" · ".join(facts), width, subsequent_indent="  ")

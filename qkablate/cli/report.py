@@ -126,6 +126,8 @@ def _find_source(word: str, out: str) -> tuple[str, Path]:
         has_id and os.path.isdir(folder)
     ):
         return "run", Path(folder)  # just started, or damaged: the report will say so
+    if word.endswith((".yaml", ".yml")):  # a claim of one's own is named as its file
+        word = Path(word).stem
     return find_by_name(word, out, KINDS)
 
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from qkablate.analysis.claims.parse import claim_names, load_claim
+from qkablate.sweeps.planning import estimate
 from qkablate.sweeps.running.state import link_run
 from tests.cli.helpers import assert_refused, complete, proposed_commands
 
@@ -395,7 +396,8 @@ def test_moved_folder_shows_the_same(claim, qkablate, pretended, tiny, tmp_path)
 UNTESTABLE = "not testable yet"
 
 
-def test_list_has_every_claim_and_says_which_cannot_be_tested(qkablate):
+def test_list_has_every_claim_and_says_which_cannot_be_tested(qkablate, monkeypatch):
+    monkeypatch.setattr(estimate, "measure_pace", lambda config, vocabulary: 0.5)
     done = qkablate("claim", "list")
     assert (done.code, done.err) == (0, "")
     blocks = {block.split()[0]: " ".join(block.split()) for block in done.out.split("\n\n")}
@@ -407,14 +409,23 @@ def test_list_has_every_claim_and_says_which_cannot_be_tested(qkablate):
         if found.untestable:
             assert found.untestable in blocks[name]
         else:
-            assert f"n = {found.seeds[0]} · {found.minutes:g} min" in blocks[name]
+            assert f"n = {found.seeds[0]} · {round(found.minutes / 2)} min" in blocks[name]
     assert max(map(len, done.out.splitlines())) <= 100
     output = json.loads(qkablate("claim", "list", "--json").out)
     assert [row["claim"] for row in output] == claim_names()
     assert all(row["source"] and row["verdicts"] == [] for row in output)
+    assert {row["minutes_here"] / row["minutes"] for row in output if row["minutes"]} == {0.5}
     assert {row["claim"] for row in output if row["untestable"]} >= {"encoder_decoder"}
     for words in proposed_commands(done):
         assert words[:3] == ["qkablate", "claim", "run"]
+
+
+def test_list_tells_the_time_here(qkablate):
+    """The longer claims take longer here, too, and all by the same factor."""
+    rows = json.loads(qkablate("claim", "list", "--json").out)
+    factors = [row["minutes_here"] / row["minutes"] for row in rows if row["minutes"]]
+    assert min(factors) > 0
+    assert max(factors) == pytest.approx(min(factors), rel=0.02)
 
 
 @pytest.mark.slow

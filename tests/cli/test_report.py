@@ -227,7 +227,7 @@ def test_claim_is_found_by_its_name_or_folder(text, claim):
     assert chapters(whole) == ["claim mine (small)"]
     assert "**INSENSITIVE**" in whole
     assert "no_q is not worse than standard by 3" in whole
-    for word in (claim.name, claim):
+    for word in (claim.name, claim, "mine.yaml"):
         assert "**INSENSITIVE**" in text(word)
 
 

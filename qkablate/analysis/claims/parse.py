@@ -224,7 +224,7 @@ def _part(name: str, value: Any, grid: Mapping[str, str], worlds: Sequence[str])
     than = None if value["than"] is None else _selector(f"{where}.than", value["than"], grid)
     if than is not None and "variant" in than:
         raise UserError(
-            f"{where}.than: both arms have these settings, and variant tells them apart"
+            f"{where}.than: takes settings of both arms, as {{model.heads: 1}}, and no variant"
         )
     changes = {"margin": _number(value["margin"]), "data": tuple(data), "than": than}
     return PartSpec(**(value | sides | changes))

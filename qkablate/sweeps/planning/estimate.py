@@ -27,19 +27,25 @@ from qkablate.runs.records import read_json, write_json
 from qkablate.runs.run import NUMERICS, read_cpu_name, run_id
 from qkablate.sweeps.engines.local import PRELOADED
 from qkablate.sweeps.planning.manifest import Arm, Manifest
-from qkablate.sweeps.planning.packing import Slots
+from qkablate.sweeps.planning.packing import Slots, count_cores
 from qkablate.sweeps.planning.tuning import refinement_sizes
 from qkablate.training import hardware
 from qkablate.training.measure import (
     BYTES_PER_PARAMETER,
     evaluate_once,
     make_training_step,
+    measure_step_times,
 )
 
 STEPS = 8
 _MAX_AGE = 86_400.0  # seconds: an older measurement may be of a busier machine
 MAX_SECONDS = 20.0  # for the steps of one arm
 LIMIT = 3 * MAX_SECONDS  # seconds until an answer, with its imports and one evaluation
+
+
+# Seconds of a step of `standard` at scale=small where the claims' minutes were counted, and the
+# cores there, with a run on each.
+REFERENCE_SECONDS, REFERENCE_SLOTS = 0.0105, 2
 
 
 class NotTimedError(Exception):
@@ -98,6 +104,14 @@ def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, RunEstimate]:
     with suppress(OSError):  # a full disk: it is measured again
         write_json(path, cache)
     return {arm.name: _interpolate(arm, smallest, largest) for arm in arms}
+
+
+def measure_pace(config: Config, vocabulary: int) -> float:
+    """Return how many times as long as on the reference machine a claim's runs take on this one."""
+    (times,) = measure_step_times([config], vocabulary, lambda part: None)
+    is_on_gpu = hardware.resolve(config).device.startswith("cuda")
+    slots = torch.cuda.device_count() if is_on_gpu else count_cores()
+    return times.median / REFERENCE_SECONDS * REFERENCE_SLOTS / slots
 
 
 def estimate_sweep(

@@ -47,8 +47,7 @@ def pack(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
             min(settings.workers, runs) if isinstance(settings.workers, int) else runs
         )
     else:
-        affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-        cores = len(affinity) or os.cpu_count() or 1
+        cores = count_cores()
         if has_gpu:
             slots = _gpu_slots(settings, runs)
         else:
@@ -63,6 +62,12 @@ def pack(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
         for name, arm in manifest.arms.items()
     }
     return replace(manifest, arms=packed), slots
+
+
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return len(affinity) or os.cpu_count() or 1
 
 
 def gpus_per_run(manifest: Manifest, engine: EngineConfig) -> int | float:
