@@ -55,10 +55,14 @@ class Section:
 
     @cached_property
     def groups(self) -> dict[str, list[Entry]]:
-        """The arms of each panel: a baseline with its arms, then arms without a baseline."""
+        """The arms of each panel: a baseline with its arms and floor, then arms without one."""
         groups: dict[str, list[Entry]] = {}
         for family in self.families:
-            groups[family.baseline.name] = [family.baseline, *(g.arm for g in family.gaps)]
+            group = [family.baseline, *(gap.arm for gap in family.gaps)]
+            floor = self.study.floor_of(family.baseline)
+            if floor is not None and floor not in group:
+                group.append(floor)
+            groups[family.baseline.name] = group
         placed = {entry.name for group in groups.values() for entry in group}
         alone = [entry for entry in self.study.entries if entry.name not in placed]
         for entry in alone:

@@ -1,6 +1,7 @@
 """Curves of loss and gap by training tokens."""
 
 import math
+from collections import Counter
 
 from qkablate.analysis.comparison.curves import Curve, arm_curve, gap_curve, thin
 from qkablate.analysis.study.loss_curves import VAL
@@ -108,11 +109,31 @@ def mean_layers(section: Section, rows: list[Spec], y: Spec) -> list[Spec]:
     # The points are targets of tooltips; visible where a single reading makes no line.
     opacity = int(len({row["tokens"] for row in rows}) == 1)
     points = lines | {"tooltip": curve_tooltip()}
+    labels = _end_labels(rows)
     return [
         *base.interval_layer("area", "y", rows, lines, opacity=0.13, clip=True),
         base.make_layer("line", lines | base.by_variant(section, "dash"), strokeWidth=2),
         base.make_layer("point", points, size=90, opacity=opacity, filled=True),
+        *([base.make_layer("text", lines | _LABEL, labels, **_LABEL_STYLE)] if labels else []),
     ]
+
+
+_LABEL: Spec = {"text": {"field": "label", "type": "nominal"}}
+_LABEL_STYLE: Spec = {"align": "right", "dy": -7, "fontSize": 11}
+
+
+def _end_labels(rows: list[Spec]) -> list[Spec]:
+    """Return the last readings of arms whose variant has several, with what few others have."""
+    last = {row["arm"]: row for row in rows}  # readings come in order
+    parts = {arm: size_label(arm, row["variant"]).split("-") for arm, row in last.items()}
+    uses = Counter(part for own in parts.values() for part in own)
+    of_variant = Counter(row["variant"] for row in last.values())
+    labels = []
+    for arm, row in last.items():
+        rare = [part for part in parts[arm] if 2 * uses[part] <= len(last)]
+        if of_variant[row["variant"]] > 1 and rare:
+            labels.append(row | {"label": " ".join(rare)})
+    return labels
 
 
 def mean_rows(curve: Curve, entry: Entry, *, band: bool = False) -> list[Spec]:

@@ -13,7 +13,7 @@ import vl_convert
 from qkablate.analysis.comparison.curves import READINGS, Curve, describe_curve
 from qkablate.analysis.stats import Sample
 from qkablate.report.charts import make_charts
-from qkablate.report.charts.curves import MAX_RUNS, mean_rows
+from qkablate.report.charts.curves import MAX_RUNS, mean_layers, mean_rows
 from qkablate.report.palette import use_light_colors
 from qkablate.report.render import combine_panels, render_chart
 from qkablate.report.text.numbers import format_gap
@@ -381,6 +381,31 @@ def test_mean_curve_uses_completed_runs(section_named):
             losses = [record.loss_curves["val/loss"][row["tokens"]] for record in done]
             assert row["n"] == len(losses) == 5
             assert row["loss"] == pytest.approx(math.fsum(losses) / 5, rel=0.05)
+
+
+def test_arms_of_one_variant_are_told_apart_by_labels(section):
+    """What few arms of a panel have is written at the end of their lines."""
+    rows = [
+        {"arm": f"{variant}-d16-h2{own}", "variant": variant, "tokens": tokens, "loss": 2.0}
+        for variant, own in (("standard", ""), ("no_q", ""), ("no_q", "-params"))
+        for tokens in (10, 20)
+    ]
+    *_, texts = mean_layers(section, [row | {"low": None} for row in rows], {"field": "loss"})
+    assert texts["mark"]["type"] == "text"
+    (label,) = texts["data"]["values"]
+    assert (label["arm"], label["tokens"]) == ("no_q-d16-h2-params", 20)
+    assert label["label"] == "params"
+
+
+def test_curves_of_different_variants_have_no_labels(section):
+    for panel in charts_by_name(section)["losses"].panels:
+        assert "text" not in {layer["mark"]["type"] for layer in panel.spec["layer"]}
+
+
+def test_floor_is_in_the_panel_of_its_baseline(make_world, section_of, loss_of):
+    world = make_world("variant=standard,no_q", "sweep.floor=true").finish(loss_of)
+    (group,) = section_of(world).groups.values()
+    assert [entry.arm.variant for entry in group] == ["standard", "no_q", "uniform"]
 
 
 def test_gap_curve_is_that_of_the_analysis(section):
