@@ -77,7 +77,10 @@ MISTAKES = {
     "data that are nearly some": (part(data="recal"), "(nearest: recall)"),
     "data twice": (part(data=["text", "text"]), "parts.within.data: name each of text, induction"),
     "no data": (part(data=[]), "parts.within.data: name each of"),
-    "an interaction of variants": (part(than={"variant": "no_k"}), "parts.within.than: both arms"),
+    "an interaction of variants": (
+        part(than={"variant": "no_k"}),
+        "parts.within.than: takes settings of both arms, as {model.heads: 1}, and no variant",
+    ),
     "an interaction of nothing": (part(than={}), "parts.within.than: selects no arm"),
     "an interaction of spreads": (
         part(of="spread", kind="worse", than={"model.bias": True}),

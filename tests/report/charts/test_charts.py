@@ -384,7 +384,7 @@ def test_mean_curve_uses_completed_runs(section_named):
 
 
 def test_arms_of_one_variant_are_told_apart_by_labels(section):
-    """What few arms of a panel have is written at the end of their lines."""
+    """Settings that only a few arms of a panel have are written at the end of their lines."""
     rows = [
         {"arm": f"{variant}-d16-h2{own}", "variant": variant, "tokens": tokens, "loss": 2.0}
         for variant, own in (("standard", ""), ("no_q", ""), ("no_q", "-params"))
