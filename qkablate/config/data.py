@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from qkablate.config.keys import BIG, LOCAL, Role, key, keys_by_user
+from qkablate.config.keys import BIG, LOCAL, Role, data_key, key, keys_by_user
 from qkablate.errors import UserError
 
 TEXT_SOURCES = ("stdlib", "text", "hub")
@@ -13,69 +13,62 @@ _SOURCES = (*TEXT_SOURCES, "recall", "induction", *_COPYING, "directed", "dyck")
 HELD_OUT_SPLITS = ("val", "test")
 SPLITS = ("train", *HELD_OUT_SPLITS)
 BPE_SIZE = 8192  # where data.vocab_size is null
-_DATA = Role.CONTENT | Role.ARM
-_DATA_PLACE = _DATA | Role.FINETUNE
+_PLACE = Role.CONTENT | Role.ARM | Role.FINETUNE
 
 
 @dataclass
 class DataConfig:
     """The data. Each source uses some of these keys; the others are null."""
 
-    source: str = key(
-        "stdlib", "source of the data; choose it with data=…", _DATA, choices=_SOURCES
-    )
-    path: str | None = key(None, "file, folder or pattern to read", _DATA_PLACE, used_by=("text",))
+    source: str = data_key("stdlib", "source of the data; choose it with data=…", choices=_SOURCES)
+    path: str | None = key(None, "file, folder or pattern to read", _PLACE, used_by=("text",))
     name: str | None = key(
-        None, "name on the Hub, a local folder, or text, json, parquet", _DATA_PLACE, used_by=_HUB
+        None, "name on the Hub, a local folder, or text, json, parquet", _PLACE, used_by=_HUB
     )
-    files: str | None = key(None, "path, pattern or URL", _DATA_PLACE, used_by=_HUB)
-    subset: str | None = key(None, "configuration of a data set with several", _DATA, used_by=_HUB)
-    revision: str | None = key(None, "branch, tag or commit", _DATA, used_by=_HUB)
-    split: str | None = key(None, "split to train on; null: train", _DATA, used_by=_HUB)
-    field: str | None = key(
-        None, "column that holds the text; null: text", _DATA, used_by=("text", "hub")
+    files: str | None = key(None, "path, pattern or URL", _PLACE, used_by=_HUB)
+    subset: str | None = data_key(None, "configuration of a data set with several", used_by=_HUB)
+    revision: str | None = data_key(None, "branch, tag or commit", used_by=_HUB)
+    split: str | None = data_key(None, "split to train on; null: train", used_by=_HUB)
+    field: str | None = data_key(
+        None, "column that holds the text; null: text", used_by=("text", "hub")
     )
-    document_start: str | None = key(
-        None, "regular expression: a matching row begins a new document", _DATA, used_by=_HUB
+    document_start: str | None = data_key(
+        None, "regular expression: a matching row begins a new document", used_by=_HUB
     )
-    tokenizer: str | None = key(
+    tokenizer: str | None = data_key(
         "bytes",
         "bytes, chars, bpe, gpt2, cl100k_base, o200k_base",
-        _DATA,
         choices=("bytes", "chars", "bpe", "gpt2", "cl100k_base", "o200k_base"),
         used_by=TEXT_SOURCES,
     )
-    vocab_size: int | None = key(
+    vocab_size: int | None = data_key(
         None,
         "vocabulary of bpe (null: 8192) or of a task",
-        _DATA,
         bounds=(2, 2**24),
         used_by=tuple(source for source in _SOURCES if source != "dyck"),
     )
-    max_tokens: int | None = key(
-        None, "tokens to train on at most", _DATA, bounds=(1, BIG), used_by=TEXT_SOURCES
+    max_tokens: int | None = data_key(
+        None, "tokens to train on at most", bounds=(1, BIG), used_by=TEXT_SOURCES
     )
-    pairs: int | None = key(
-        None, "key-value pairs per sequence, at most", _DATA, bounds=(1, 2**20), used_by=("recall",)
+    pairs: int | None = data_key(
+        None, "key-value pairs per sequence, at most", bounds=(1, 2**20), used_by=("recall",)
     )
-    segment: int | None = key(
-        None, "length of the repeated segment", _DATA, bounds=(2, 2**20), used_by=("induction",)
+    segment: int | None = data_key(
+        None, "length of the repeated segment", bounds=(2, 2**20), used_by=("induction",)
     )
-    copy_length: int | None = key(
-        None, "tokens to copy", _DATA, bounds=(1, 2**20), used_by=_COPYING
+    copy_length: int | None = data_key(None, "tokens to copy", bounds=(1, 2**20), used_by=_COPYING)
+    cycle: int | None = data_key(
+        None, "length of the cycle of symbols", bounds=(3, 2**20), used_by=("directed",)
     )
-    cycle: int | None = key(
-        None, "length of the cycle of symbols", _DATA, bounds=(3, 2**20), used_by=("directed",)
+    kinds: int | None = data_key(None, "kinds of brackets", bounds=(1, 2**16), used_by=("dyck",))
+    depth: int | None = data_key(
+        None, "depth of nesting, at most", bounds=(1, 2**20), used_by=("dyck",)
     )
-    kinds: int | None = key(None, "kinds of brackets", _DATA, bounds=(1, 2**16), used_by=("dyck",))
-    depth: int | None = key(
-        None, "depth of nesting, at most", _DATA, bounds=(1, 2**20), used_by=("dyck",)
+    val_tokens: int = data_key(
+        65536, "tokens of the validation split, at most", bounds=(2, BIG), used_by=_SOURCES
     )
-    val_tokens: int = key(
-        65536, "tokens of the validation split, at most", _DATA, bounds=(2, BIG), used_by=_SOURCES
-    )
-    test_tokens: int = key(
-        65536, "tokens of the test split, at most", _DATA, bounds=(2, BIG), used_by=_SOURCES
+    test_tokens: int = data_key(
+        65536, "tokens of the test split, at most", bounds=(2, BIG), used_by=_SOURCES
     )
     cache: str | None = key(
         "auto",

@@ -87,6 +87,16 @@ def key(default: Any, help: str, role: Role, **meaning: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+# Declarations of keys with the usual roles.
+data_key = partial(key, role=Role.CONTENT | Role.ARM)
+parameter_key = partial(key, role=PARAMETER)
+training_key = partial(key, role=TRAINING)
+variant_key = partial(key, role=TRAINING | Role.VARIANT)
+logging_key = partial(key, role=LOGGING)
+grid_key = partial(key, role=Role.GRID)
+launch_key = partial(key, role=Role.LAUNCH)
+
+
 def section(kind: type[Any]) -> Any:
     """Declare a section: a dataclass of keys."""
     return field(default_factory=kind)

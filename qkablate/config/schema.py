@@ -7,15 +7,16 @@ from qkablate.config.keys import (
     BIG,
     LOCAL,
     LOGGING,
-    PARAMETER,
     TRAINING,
     VARYING,
     Role,
     key,
+    logging_key,
+    parameter_key,
     section,
+    training_key,
+    variant_key,
 )
-
-_VARIANT = TRAINING | Role.VARIANT
 
 
 @dataclass
@@ -25,35 +26,31 @@ class VariantConfig:
     name: str = key(
         "standard", "name of the variant, in labels", Role.ARM | Role.VARIANT | Role.FINETUNE
     )
-    qk: str = key("separate", "parametrization of the QK circuit", _VARIANT)
-    ov: str = key("separate", "parametrization of the OV circuit", _VARIANT)
-    norm: str = key(
-        "none", "normalization of queries and keys:", _VARIANT, choices=("none", "qk", "unit_keys")
+    qk: str = variant_key("separate", "parametrization of the QK circuit")
+    ov: str = variant_key("separate", "parametrization of the OV circuit")
+    norm: str = variant_key(
+        "none", "normalization of queries and keys:", choices=("none", "qk", "unit_keys")
     )
-    mask_self: bool = key(False, "true: no token attends to itself", _VARIANT)
-    rank: int | str | None = key(
+    mask_self: bool = variant_key(False, "true: no token attends to itself")
+    rank: int | str | None = variant_key(
         "auto",
         "rank of a low-rank circuit; auto: half of d_head, or d_model / 4",
-        _VARIANT,
         bounds=(1, 2**20),
     )
-    groups: int | str | None = key(
+    groups: int | str | None = variant_key(
         "auto",
         "groups of heads that share keys and values; auto: the most below heads",
-        _VARIANT,
         bounds=(1, 2**20),
     )
-    init: str = key(
+    init: str = training_key(
         "matched",
         "matched: scores start as large as standard's; naive: default initialization",
-        TRAINING,
         choices=("matched", "naive"),
     )
-    lr: int | float | str = key(
+    lr: int | float | str = training_key(
         "between",
         "rate of the changed circuit / optim.lr; matched: moves as fast as standard's; same: 1;"
         " between: their geometric mean",
-        TRAINING,
         bounds=(1e-6, 1e6),
         choices=("between", "matched", "same"),
     )
@@ -68,31 +65,29 @@ class VariantConfig:
 class ModelConfig:
     """The size and shape of the GPT around the attention layers."""
 
-    layers: int = key(4, "transformer blocks", PARAMETER, bounds=(1, 10_000))
-    d_model: int = key(128, "width of the residual stream", PARAMETER, bounds=(1, 2**20))
-    heads: int = key(4, "attention heads per layer", PARAMETER, bounds=(1, 2**20))
-    context: int = key(64, "context length in tokens", PARAMETER, bounds=(1, 2**24))
-    mlp_ratio: float = key(4.0, "MLP width / d_model; 0: no MLP", PARAMETER, bounds=(0, 1000))
-    dropout: float = key(0.0, "dropout probability", PARAMETER, bounds=(0, 0.99))
-    bias: bool = key(False, "biases in all linear maps and norms", PARAMETER)
-    tied: bool = key(
-        True, "false: the output head has a matrix of its own, not the embedding's", PARAMETER
+    layers: int = parameter_key(4, "transformer blocks", bounds=(1, 10_000))
+    d_model: int = parameter_key(128, "width of the residual stream", bounds=(1, 2**20))
+    heads: int = parameter_key(4, "attention heads per layer", bounds=(1, 2**20))
+    context: int = parameter_key(64, "context length in tokens", bounds=(1, 2**24))
+    mlp_ratio: float = parameter_key(4.0, "MLP width / d_model; 0: no MLP", bounds=(0, 1000))
+    dropout: float = parameter_key(0.0, "dropout probability", bounds=(0, 0.99))
+    bias: bool = parameter_key(False, "biases in all linear maps and norms")
+    tied: bool = parameter_key(
+        True, "false: the output head has a matrix of its own, not the embedding's"
     )
-    embedding_width: int | None = key(
+    embedding_width: int | None = parameter_key(
         None,
         "width of the token embedding, mapped to d_model and back; null: d_model, without a map",
-        PARAMETER,
         bounds=(1, 2**20),
     )
-    position: str = key(
-        "learned", "positions:", PARAMETER, choices=("learned", "none", "alibi", "rope")
+    position: str = parameter_key(
+        "learned", "positions:", choices=("learned", "none", "alibi", "rope")
     )
-    norm: str = key("pre", "layer norm before each sublayer:", PARAMETER, choices=("pre", "none"))
-    attention_skip: bool = key(True, "false: the attention's output replaces its input", PARAMETER)
-    init: str = key(
+    norm: str = parameter_key("pre", "layer norm before each sublayer:", choices=("pre", "none"))
+    attention_skip: bool = parameter_key(True, "false: the attention's output replaces its input")
+    init: str = parameter_key(
         "gpt2",
         "gpt2 (σ = 0.02, residual-scaled), linear (torch's default for nn.Linear)",
-        PARAMETER,
         choices=("gpt2", "linear"),
     )
 
@@ -113,19 +108,14 @@ class AttentionConfig:
 class TrainConfig:
     """The training loop."""
 
-    steps: int | str = key(
-        "auto",
-        "optimizer steps; auto: as many as train.tokens needs, or 1000",
-        TRAINING,
-        bounds=(1, BIG),
+    steps: int | str = training_key(
+        "auto", "optimizer steps; auto: as many as train.tokens needs, or 1000", bounds=(1, BIG)
     )
-    tokens: int | None = key(
-        None, "tokens to train on, instead of steps", TRAINING, bounds=(1, BIG)
+    tokens: int | None = training_key(None, "tokens to train on, instead of steps", bounds=(1, BIG))
+    batch_size: int = training_key(
+        16, "windows of model.context tokens per forward pass", bounds=(1, 2**24)
     )
-    batch_size: int = key(
-        16, "windows of model.context tokens per forward pass", TRAINING, bounds=(1, 2**24)
-    )
-    grad_accum: int = key(1, "forward passes per step", TRAINING, bounds=(1, 2**20))
+    grad_accum: int = training_key(1, "forward passes per step", bounds=(1, 2**20))
     eval_every: int = key(
         250,
         "steps between evaluations on the whole validation split",
@@ -156,22 +146,21 @@ class OptimConfig:
         VARYING | Role.FINETUNE,
         bounds=(1e-12, 1000),
     )
-    schedule: str = key(
+    schedule: str = training_key(
         "cosine",
         "cosine; wsd: warm-up, stable, decay; constant: warm-up, then the peak",
-        TRAINING,
         choices=("cosine", "wsd", "constant"),
     )
-    warmup: int | str = key(
-        "auto", "warm-up steps; auto: 20 % of the steps, at most 2000", TRAINING, bounds=(0, BIG)
+    warmup: int | str = training_key(
+        "auto", "warm-up steps; auto: 20 % of the steps, at most 2000", bounds=(0, BIG)
     )
-    cooldown: int | float | str = key(
-        "auto", "fraction of a wsd run in which the rate falls; auto: 0.2", TRAINING, bounds=(0, 1)
+    cooldown: int | float | str = training_key(
+        "auto", "fraction of a wsd run in which the rate falls; auto: 0.2", bounds=(0, 1)
     )
-    lr_final: float = key(0.1, "final learning rate / peak", TRAINING, bounds=(0, 1))
-    weight_decay: float = key(0.1, "weight decay, on matrices only", TRAINING, bounds=(0, 1000))
-    betas: list[float] = key([0.9, 0.95], "AdamW's β₁ and β₂", TRAINING, bounds=(0, 1))
-    clip: float = key(1.0, "largest gradient norm; 0: no clipping", TRAINING, bounds=(0, 1000))
+    lr_final: float = training_key(0.1, "final learning rate / peak", bounds=(0, 1))
+    weight_decay: float = training_key(0.1, "weight decay, on matrices only", bounds=(0, 1000))
+    betas: list[float] = training_key([0.9, 0.95], "AdamW's β₁ and β₂", bounds=(0, 1))
+    clip: float = training_key(1.0, "largest gradient norm; 0: no clipping", bounds=(0, 1000))
 
 
 @dataclass
@@ -189,11 +178,8 @@ class InitFromConfig:
     weights: str | None = key(
         None, "sha256 of its weights; null: those of its newest checkpoint", Role.IDENTITY
     )
-    step: int | None = key(
-        None,
-        "steps behind it, after which the order of the batches continues",
-        PARAMETER,
-        bounds=(0, BIG),
+    step: int | None = parameter_key(
+        None, "steps behind it, after which the order of the batches continues", bounds=(0, BIG)
     )
 
 
@@ -210,11 +196,8 @@ class SeedsConfig:
 class DiagnosticsConfig:
     """Recording of circuits, attention and predictions during training; it changes no number."""
 
-    every: int | str = key(
-        "auto",
-        "steps between diagnostics; auto: train.eval_every; 0: never",
-        LOGGING,
-        bounds=(0, BIG),
+    every: int | str = logging_key(
+        "auto", "steps between diagnostics; auto: train.eval_every; 0: never", bounds=(0, BIG)
     )
 
 
@@ -222,19 +205,18 @@ class DiagnosticsConfig:
 class TrackingConfig:
     """Logging, and the run's place in W&B."""
 
-    wandb: str = key(
+    wandb: str = logging_key(
         "auto",
         "online, offline, disabled; auto: online if W&B has a key, else offline",
-        LOGGING,
         choices=("auto", "online", "offline", "disabled"),
     )
-    project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or qkablate", LOGGING)
-    entity: str | None = key(None, "W&B entity; null: WANDB_ENTITY", LOGGING)
-    group: str | None = key(None, "W&B group; null: the arm, or the sweep", LOGGING)
-    job_type: str | None = key(None, "W&B job type; null: variant and size", LOGGING)
-    tags: list[str] = key([], "W&B tags beside the variant's name", LOGGING)
-    artifacts: bool = key(False, "true: upload the last checkpoint to W&B, too", LOGGING)
-    log_every: int = key(10, "steps between rows of training metrics", LOGGING, bounds=(1, BIG))
+    project: str | None = logging_key(None, "W&B project; null: WANDB_PROJECT, or qkablate")
+    entity: str | None = logging_key(None, "W&B entity; null: WANDB_ENTITY")
+    group: str | None = logging_key(None, "W&B group; null: the arm, or the sweep")
+    job_type: str | None = logging_key(None, "W&B job type; null: variant and size")
+    tags: list[str] = logging_key([], "W&B tags beside the variant's name")
+    artifacts: bool = logging_key(False, "true: upload the last checkpoint to W&B, too")
+    log_every: int = logging_key(10, "steps between rows of training metrics", bounds=(1, BIG))
 
 
 @dataclass
@@ -250,29 +232,27 @@ class Config:
     seed: int = key(0, "seed of the run; the runs of a pair share it", VARYING, bounds=(0, BIG))
     seeds: SeedsConfig = section(SeedsConfig)
     init_from: InitFromConfig = section(InitFromConfig)
-    precision: str = key(
+    precision: str = training_key(
         "auto",
         "fp32, bf16, fp16 (CUDA); auto: bf16 where it is faster",
-        TRAINING,
         choices=("auto", "fp32", "bf16", "fp16"),
     )
-    matmul: str = key(
+    matmul: str = training_key(
         "auto",
         "torch, onednn (fp32 on a CPU); auto: onednn where torch is slow (AMD with AVX-512)",
-        TRAINING,
         choices=("auto", "torch", "onednn"),
     )
     device: str = key(
         "auto", "cpu, cuda, cuda:N, mps", Role.IDENTITY | Role.ONE_PER_SWEEP | Role.FINETUNE
     )
-    compile: bool | str = key("auto", "true, false; auto: true on CUDA", TRAINING)
+    compile: bool | str = training_key("auto", "true, false; auto: true on CUDA")
     threads: int | str = key(
         "auto",
         "CPU threads; recorded, and reused when the run is resumed",
         LOGGING | Role.PAIR_FREE,
         bounds=(1, 4096),
     )
-    deterministic: bool = key(False, "true: deterministic CUDA algorithms only", TRAINING)
+    deterministic: bool = training_key(False, "true: deterministic CUDA algorithms only")
     diagnostics: DiagnosticsConfig = section(DiagnosticsConfig)
     tracking: TrackingConfig = section(TrackingConfig)
-    out: str = key("outputs", "runs are in <out>/runs/<label>-<id>/", LOGGING)
+    out: str = logging_key("outputs", "runs are in <out>/runs/<label>-<id>/")

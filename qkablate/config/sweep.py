@@ -4,7 +4,15 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qkablate.config.keys import BIG, Role, flatten, key, key_table, keys_by_user, section
+from qkablate.config.keys import (
+    BIG,
+    flatten,
+    grid_key,
+    key_table,
+    keys_by_user,
+    launch_key,
+    section,
+)
 from qkablate.errors import UserError, reject_secrets
 
 _CLUSTERS = ("slurm", "ray")
@@ -15,18 +23,16 @@ _SLURM = ("slurm",)
 class ControlConfig:
     """Quantity that every arm shares with its baseline, and the key that is adjusted for it."""
 
-    match: str = key("none", "what is held equal:", Role.GRID, choices=("none", "params", "flops"))
-    adjust: str = key(
+    match: str = grid_key("none", "what is held equal:", choices=("none", "params", "flops"))
+    adjust: str = grid_key(
         "mlp",
         "key that is adjusted: mlp (its width), or d_model, layers (whole steps; the MLP takes the"
         " rest)",
-        Role.GRID,
         choices=("mlp", "d_model", "layers"),
     )
-    tolerance: float = key(
+    tolerance: float = grid_key(
         0.01,
         "largest mismatch, relative to the baseline; beyond it an arm is out of reach",
-        Role.GRID,
         bounds=(0, 1),
     )
 
@@ -46,95 +52,80 @@ def split_control(name: str) -> tuple[str, str]:
 class GridConfig:
     """The runs of a sweep. Values are written as on the command line: `32,64`, `range(3)`."""
 
-    name: str = key("grid", "name of the sweep's folder", Role.GRID)
-    axes: dict[str, Any] = key(
-        {}, "key: its values, as on the command line: 32,64 or range(3) or glob(*)", Role.GRID
+    name: str = grid_key("grid", "name of the sweep's folder")
+    axes: dict[str, Any] = grid_key(
+        {}, "key: its values, as on the command line: 32,64 or range(3) or glob(*)"
     )
-    fixed: dict[str, Any] = key({}, "key: its one value", Role.GRID)
-    also: Any = key(
+    fixed: dict[str, Any] = grid_key({}, "key: its one value")
+    also: Any = grid_key(
         None,
         "a map of keys to values, or a list of maps: every arm is also trained with these, as on"
         " another data set, in place of its own values and its data.* keys",
-        Role.GRID,
     )
-    baseline: Any = key(
-        "standard",
-        "a variant, at each arm's own size; or a map of keys to values; or null",
-        Role.GRID,
+    baseline: Any = grid_key(
+        "standard", "a variant, at each arm's own size; or a map of keys to values; or null"
     )
-    filter: list[str] = key(
-        [],
-        "keep the arms for which all of these are true, as `model.d_model // model.heads >= 16`",
-        Role.GRID,
+    filter: list[str] = grid_key(
+        [], "keep the arms for which all of these are true, as `model.d_model // model.heads >= 16`"
     )
-    design: str = key(
+    design: str = grid_key(
         "grid",
         "grid: every combination of the axes; one_at_a_time: the first value of each axis, and"
         " each other value alone",
-        Role.GRID,
         choices=("grid", "one_at_a_time"),
     )
-    floor: bool = key(
+    floor: bool = grid_key(
         True,
         "where variants are compared, also train uniform attention, which a baseline has to beat",
-        Role.GRID,
     )
-    tune: bool = key(
+    tune: bool = grid_key(
         False,
         "choose optim.lr and variant.lr for every arm on validation, then run the seeds there",
-        Role.GRID,
     )
-    tuning_seeds: list[int] = key([1000, 1001, 1002], "with tune=true", Role.GRID, bounds=(0, BIG))
+    tuning_seeds: list[int] = grid_key([1000, 1001, 1002], "with tune=true", bounds=(0, BIG))
 
 
 @dataclass
 class EngineConfig:
     """Engine that trains the runs. A key that the engine does not have stays empty."""
 
-    name: str = key("local", "where runs are trained; choose it with engine=…", Role.LAUNCH)
-    partition: str | None = key(None, "null: the cluster's default", Role.LAUNCH, used_by=_SLURM)
-    account: str | None = key(None, "null: the cluster's default", Role.LAUNCH, used_by=_SLURM)
-    hours: float | None = key(
+    name: str = launch_key("local", "where runs are trained; choose it with engine=…")
+    partition: str | None = launch_key(None, "null: the cluster's default", used_by=_SLURM)
+    account: str | None = launch_key(None, "null: the cluster's default", used_by=_SLURM)
+    hours: float | None = launch_key(
         None,
         "time limit of a job; a longer run writes a checkpoint, is queued again and resumes",
-        Role.LAUNCH,
         bounds=(0.02, 24 * 365),
         used_by=_SLURM,
     )
-    grace: int | None = key(
+    grace: int | None = launch_key(
         None,
         "seconds before the time limit at which a job is signaled",
-        Role.LAUNCH,
         bounds=(1, 24 * 3600),
         used_by=_SLURM,
     )
-    address: str | None = key(
+    address: str | None = launch_key(
         None,
         "null: a cluster on this machine, for this sweep; auto or HOST:PORT: a running one",
-        Role.LAUNCH,
         used_by=("ray",),
     )
-    cpus: int | None = key(
-        None, "CPU cores of a run", Role.LAUNCH, bounds=(1, 4096), used_by=_CLUSTERS
-    )
-    gpus: int | float | str | None = key(  # at most one: docs/clusters.md has torchrun
+    cpus: int | None = launch_key(None, "CPU cores of a run", bounds=(1, 4096), used_by=_CLUSTERS)
+    gpus: int | float | str | None = launch_key(  # at most one: docs/clusters.md has torchrun
         None,
         "GPUs of a run; auto: one with device=cuda; with Ray, a fraction of one, as 0.5",
-        Role.LAUNCH,
         bounds=(0, 1),
         choices=("auto",),
         used_by=_CLUSTERS,
     )
-    memory_gb: int | float | str | None = key(
+    memory_gb: int | float | str | None = launch_key(
         None,
         "memory of a run; auto: by the size of its model",
-        Role.LAUNCH,
         bounds=(0.1, 2**20),
         choices=("auto",),
         used_by=_SLURM,
     )
-    sbatch: dict[str, Any] = key(
-        {}, "other options of sbatch, as {constraint: a100, qos: long}", Role.LAUNCH, used_by=_SLURM
+    sbatch: dict[str, Any] = launch_key(
+        {}, "other options of sbatch, as {constraint: a100, qos: long}", used_by=_SLURM
     )
 
 
@@ -145,19 +136,17 @@ class SweepConfig:
     sweep: GridConfig = section(GridConfig)
     control: ControlConfig = section(ControlConfig)
     engine: EngineConfig = section(EngineConfig)
-    workers: int | str = key(
+    workers: int | str = launch_key(
         "auto",
         "concurrent runs; auto: one per GPU or CPU core; on a cluster, as many as fit",
-        Role.LAUNCH,
         bounds=(1, 4096),
     )
-    runs_per_gpu: int = key(
-        1, "runs that share a GPU, with workers=auto and engine=local", Role.LAUNCH, bounds=(1, 64)
+    runs_per_gpu: int = launch_key(
+        1, "runs that share a GPU, with workers=auto and engine=local", bounds=(1, 64)
     )
-    on_failure: str = key(
+    on_failure: str = launch_key(
         "continue",
         "stop: after a failed run nothing more starts, and running ones are interrupted",
-        Role.LAUNCH,
         choices=("continue", "stop"),
     )
 
