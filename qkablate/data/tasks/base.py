@@ -54,7 +54,9 @@ class Task:
     name: ClassVar[str]
     summary: ClassVar[str]  # one line
     difficulty: ClassVar[str]  # the keys that make it harder
+    slice_labels: ClassVar[tuple[str, ...]] = ()  # by index, where an index is not a number
     tokenizer = None  # the tokens are not text
+    chance: float  # accuracy of the best guess that does not depend on the sequence
 
     def __init__(self, config: DataConfig, context: int) -> None:
         self.config, self.length = config, context
@@ -73,25 +75,16 @@ class Task:
     # Implemented by each task.
 
     def setup(self) -> int:
-        """Return the size of the vocabulary; UserError if the settings do not fit together."""
+        """Set `chance` and return the size of the vocabulary; UserError for unfit settings."""
         raise NotImplementedError
 
     def generate(self, rng: np.random.Generator, count: int) -> Examples:
         """Draw `count` sequences."""
         raise NotImplementedError
 
-    @property
-    def chance(self) -> float:
-        """Accuracy of the best guess that does not depend on the sequence."""
-        raise NotImplementedError
-
     def format_token(self, token: int) -> str:
         """Return a token as people read it."""
         raise NotImplementedError
-
-    def format_slice(self, name: str, index: int) -> str:
-        """Return the label of a slice."""
-        return octave_label(index)
 
     # Used by training.
 
@@ -157,6 +150,12 @@ class Task:
                 metrics[f"accuracy/{label}"] = slices[index].accuracy
                 metrics[f"loss/{label}"] = slices[index].mean
         return metrics
+
+    def format_slice(self, name: str, index: int) -> str:
+        """Return the label of a slice; those of distances are octaves."""
+        if self.slice_labels:
+            return self.slice_labels[index]
+        return octave_label(index) if name in ("gap", "position") else str(index)
 
     def _split(self, split: str) -> Examples:
         if split not in self._examples:

@@ -27,7 +27,7 @@ class Copy(Task):
                 f" the maximum is {self.length // 2}",
             )
         self._copy_length, self._symbols = copy_length, size
-        self._noise, self._marker = size, size + 1
+        self._noise, self._marker, self.chance = size, size + 1, 1 / size
         return size + 2
 
     def generate(self, rng: np.random.Generator, count: int) -> Examples:
@@ -46,10 +46,6 @@ class Copy(Task):
         return Examples(
             tokens_NT, copy_NP, answer_NP, {"position": octave(np.arange(1, copy_length + 1))[None]}
         )
-
-    @property
-    def chance(self) -> float:
-        return 1 / self._symbols
 
     def format_token(self, token: int) -> str:
         return {self._noise: "·", self._marker: ">"}.get(token, f"s{token}")

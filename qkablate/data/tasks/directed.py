@@ -5,8 +5,6 @@ import numpy as np
 from qkablate.data.tasks.base import Examples, Task
 from qkablate.errors import UserError
 
-_BAGS = ("neither", "successor", "predecessor")
-
 
 class Directed(Task):
     """Successor task, · x · y … q: is the successor of q in the bag before it.
@@ -49,6 +47,8 @@ class Directed(Task):
     name = "directed"
     summary = "does the successor of the last symbol occur before it? needs a directed score"
     difficulty = "model.context, data.vocab_size; a shorter data.cycle costs a symmetric score more"
+    slice_labels = ("neither", "successor", "predecessor")
+    chance = 2 / 3  # the answer is no for neither and predecessor
 
     def setup(self) -> int:
         size, cycle = self.setting("vocab_size"), self.setting("cycle")
@@ -89,15 +89,8 @@ class Directed(Task):
             {"bag": kind_N[:, None]},
         )
 
-    @property
-    def chance(self) -> float:
-        return 2 / 3  # the answer is no for neither and predecessor
-
     def format_token(self, token: int) -> str:
         if token >= self._symbols:
             return ("·", "no", "yes")[token - self._symbols]
         cycle, place = divmod(token, self._cycle)
         return f"{cycle}{chr(ord('a') + place)}" if self._cycle <= 26 else f"{cycle}.{place}"
-
-    def format_slice(self, name: str, index: int) -> str:
-        return _BAGS[index]

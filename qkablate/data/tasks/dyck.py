@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from qkablate.data.tasks.base import Examples, Task, octave, octave_label
+from qkablate.data.tasks.base import Examples, Task, octave
 from qkablate.errors import UserError
 
 _BRACKETS = ("()", "[]", "{}", "<>")
@@ -31,6 +31,7 @@ class Dyck(Task):
                 "depth", depth, f"nested brackets do not fit into model.context={self.length}"
             )
         self._kinds, self._depth, self._begin = kinds, depth, 2 * kinds
+        self.chance = 1 / kinds
         return 2 * kinds + 1
 
     def generate(self, rng: np.random.Generator, count: int) -> Examples:
@@ -62,10 +63,6 @@ class Dyck(Task):
             {"depth": depth_NA, "gap": octave(positions_NA - partner_NA)},
         )
 
-    @property
-    def chance(self) -> float:
-        return 1 / self._kinds
-
     def format_token(self, token: int) -> str:
         kind, closes = divmod(token, 2)
         if token == self._begin:
@@ -73,6 +70,3 @@ class Dyck(Task):
         if self._kinds <= len(_BRACKETS):
             return _BRACKETS[kind][closes]
         return f"{')' if closes else '('}{kind}"
-
-    def format_slice(self, name: str, index: int) -> str:
-        return str(index) if name == "depth" else octave_label(index)

@@ -5,8 +5,6 @@ import numpy as np
 from qkablate.data.eval_metrics import AnswerSums, EvalMetrics
 from qkablate.data.tasks.base import Examples, Task, draw_distinct
 
-_OCCURRENCES = ("first", "second", "later")
-
 
 class Induction(Task):
     """Induction: a b c d a b c d a b …, in which each token follows the same one as before.
@@ -21,6 +19,7 @@ class Induction(Task):
     name = "induction"
     summary = "repeated random segments: loss of the first and the second, induction score"
     difficulty = "data.segment, data.vocab_size"
+    slice_labels = ("first", "second", "later")
 
     def setup(self) -> int:
         size, segment = self.setting("vocab_size"), self.setting("segment")
@@ -30,7 +29,7 @@ class Induction(Task):
             )
         if segment > size:
             raise self.error("segment", segment, f"is more than data.vocab_size={size} tokens")
-        self._segment = segment
+        self._segment, self.chance = segment, 1 / size
         return size
 
     def generate(self, rng: np.random.Generator, count: int) -> Examples:
@@ -57,12 +56,5 @@ class Induction(Task):
         metrics["induction_score"] = occurrences[0].mean - occurrences[1].mean
         return metrics
 
-    @property
-    def chance(self) -> float:
-        return 1 / self.vocabulary
-
     def format_token(self, token: int) -> str:
         return f"t{token}"
-
-    def format_slice(self, name: str, index: int) -> str:
-        return _OCCURRENCES[index]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from qkablate.data.batches import IGNORE
-from qkablate.data.tasks.base import Examples, Task, draw_distinct, octave, octave_label
+from qkablate.data.tasks.base import Examples, Task, draw_distinct, octave
 
 _POWER = 0.01  # the gap g before a query has probability ∝ g ** (_POWER - 1): short ones prevail
 
@@ -33,6 +33,7 @@ class Recall(Task):
         if size // 2 < pairs:
             raise self.error("vocab_size", size, f"has fewer keys than data.pairs={pairs}")
         self._keys, self._pairs = size // 2, pairs
+        self.chance = 1 / (size - self._keys)
         self._sizes = np.array([*(2**i for i in range(pairs.bit_length()) if 2**i < pairs), pairs])
         return size
 
@@ -68,12 +69,5 @@ class Recall(Task):
             {"pairs": pairs_N1, "gap": octave(positions_NP - 2 * key_NP)},
         )
 
-    @property
-    def chance(self) -> float:
-        return 1 / (self.vocabulary - self._keys)
-
     def format_token(self, token: int) -> str:
         return f"k{token}" if token < self._keys else f"v{token - self._keys}"
-
-    def format_slice(self, name: str, index: int) -> str:
-        return str(index) if name == "pairs" else octave_label(index)
