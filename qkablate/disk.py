@@ -4,10 +4,13 @@ Only regular files are read; FIFOs would block.
 """
 
 import errno
+import fcntl
 import os
 import secrets
 import stat
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 
@@ -51,6 +54,19 @@ def open_append(path: Path) -> int:
     """Return a descriptor that appends to a file, created if needed; OSError for a link or FIFO."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.open(path, flags, 0o666)
+
+
+@contextmanager
+def hold_lock(path: Path, waits_for: str = "") -> Iterator[None]:
+    """Hold the lock at `path`; it is freed when the process ends, however it ends."""
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waits_for:
+                print(f"waiting for {waits_for}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def name_exclusively(temporary: Path, name: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -17,6 +18,11 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def hash_json(value: object) -> str:
+    """Return the SHA-256 of a value's JSON with sorted keys, in hexadecimal."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def from_json(kind: type[T], value: object, where: str = "") -> T:

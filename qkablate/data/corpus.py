@@ -7,15 +7,12 @@
     manifest.json                sources, counts, split rule, checksums, fingerprint
 """
 
-import fcntl
 import functools
 import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +26,9 @@ from qkablate.data.batches import Batch, RandomWindows, sequential_batches, spre
 from qkablate.data.eval_metrics import EvalMetrics
 from qkablate.data.prepare import open_source, prepare
 from qkablate.data.progress import Progress
-from qkablate.disk import make_folder, open_file, read_file, sync_folder
+from qkablate.disk import hold_lock, make_folder, open_file, read_file, sync_folder, write_synced
 from qkablate.errors import ImpossibleConfig, UserError
-from qkablate.strict_json import from_json, parse_json
+from qkablate.strict_json import from_json, hash_json, parse_json
 
 FORMAT = 1  # raised when the same text would be prepared into other tokens
 _LAYOUT = 4  # raised when the prepared folder has other files
@@ -68,7 +65,7 @@ class CorpusManifest:
         """Return the hash of all other fields."""
         content = asdict(self)
         del content["checksum"]
-        return _digest(content)
+        return hash_json(content)
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,8 @@ def open_corpus(config: DataConfig) -> Corpus:
     try:
         if not (folder / "manifest.json").is_file():
             make_folder(cache)
-            with _locked(folder.with_suffix(".lock"), f"preparing {config.source}"):
+            other = f"another process that is preparing {config.source}"
+            with hold_lock(folder.with_suffix(".lock"), waits_for=other):
                 if not (folder / "manifest.json").is_file():
                     _prepare(config, folder)
     except OSError as error:
@@ -220,7 +218,7 @@ def prepared_folder(config: DataConfig) -> Path:
     content += [getattr(config, key) for key in keys]
     rules = [FORMAT, _LAYOUT, config.source, config.tokenizer, config.vocab_size, config.field]
     rules += [config.max_tokens, config.val_tokens, config.test_tokens]
-    key = _digest([rules, content])[:12]
+    key = hash_json([rules, content])[:12]
     return cache_dir(config) / f"{config.source}-{config.tokenizer}-{key}"
 
 
@@ -237,23 +235,19 @@ def load_corpus(folder: Path) -> Corpus:
     try:
         manifest = read_manifest(folder)
         tokenizer = parse_json(read_file(folder / "tokenizer.json"))
-        if _digest(tokenizer) != manifest.tokenizer_sha256:
+        if hash_json(tokenizer) != manifest.tokenizer_sha256:
             raise ValueError("the checksum of tokenizer.json is wrong")
         corpus = Corpus(folder, manifest, tokenizer)
         for split in SPLITS:
-            path = folder / f"{split}.bin"
-            stat = path.stat()
-            if stat.st_size != corpus.tokens[split] * np.dtype(manifest.dtype).itemsize:
-                raise ValueError(f"{split}.bin has {stat.st_size} bytes")
-            if _sha256(path, stat.st_size, stat.st_mtime_ns) != manifest.sha256[split]:
-                raise ValueError(f"the checksum of {split}.bin is wrong")
-            if stat.st_size and int(corpus.split(split).max()) >= corpus.vocabulary:
-                raise ValueError(f"{split}.bin has a token beyond the vocabulary")
+            path, tokens = folder / f"{split}.bin", corpus.tokens[split]
+            size = path.stat().st_size
+            if size != tokens * np.dtype(manifest.dtype).itemsize:
+                raise ValueError(f"{path.name} has {size} bytes")
+            _verify_sha256(path, manifest.sha256[split])
+            if tokens and int(corpus.split(split).max()) >= corpus.vocabulary:
+                raise ValueError(f"{path.name} has a token beyond the vocabulary")
         for split in HELD_OUT_SPLITS:
-            path = folder / f"{split}.ends.bin"
-            stat = path.stat()
-            if _sha256(path, stat.st_size, stat.st_mtime_ns) != manifest.ends_sha256[split]:
-                raise ValueError(f"the checksum of {split}.ends.bin is wrong")
+            _verify_sha256(folder / f"{split}.ends.bin", manifest.ends_sha256[split])
             ends = corpus.document_ends(split)
             if (np.diff(ends, prepend=0) < 0).any() or ends[-1:].tolist() != [corpus.tokens[split]]:
                 raise ValueError(f"the documents of {split}.ends.bin do not end with its tokens")
@@ -286,18 +280,15 @@ def _prepare(config: DataConfig, folder: Path) -> None:
         tokenizer = entries.pop("tokenizer")
         identity = {"format": FORMAT, "tokenizer": tokenizer, "sha256": entries["sha256"]}
         manifest = CorpusManifest(
-            fingerprint=_digest(identity),
+            fingerprint=hash_json(identity),
             format=FORMAT,
             tokenizer=tokenizer["name"],
-            tokenizer_sha256=_digest(tokenizer),
+            tokenizer_sha256=hash_json(tokenizer),
             **entries,
         )
         manifest = replace(manifest, checksum=manifest.compute_checksum())
         for name, content in (("tokenizer", tokenizer), ("manifest", asdict(manifest))):
-            with (temporary / f"{name}.json").open("w", encoding="utf-8") as text_file:
-                json.dump(content, text_file, indent=1)
-                text_file.flush()
-                os.fsync(text_file.fileno())
+            write_synced(temporary / f"{name}.json", json.dumps(content, indent=1))
         sync_folder(temporary)
         temporary.rename(folder)
         sync_folder(folder.parent)
@@ -306,24 +297,14 @@ def _prepare(config: DataConfig, folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _verify_sha256(path: Path, expected: str) -> None:
+    stat = path.stat()
+    if _sha256(path, stat.st_size, stat.st_mtime_ns) != expected:
+        raise ValueError(f"the checksum of {path.name} is wrong")
+
+
 @functools.lru_cache(maxsize=64)
 def _sha256(path: Path, size: int, changed: int) -> str:
     """Return the hash of a file of this size and time, computed once in a process."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-@contextmanager
-def _locked(path: Path, task: str) -> Iterator[None]:
-    """Hold the lock at `path`; it is freed when the process ends, however it ends."""
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another process that is {task}", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

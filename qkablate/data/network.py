@@ -5,6 +5,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -22,22 +23,20 @@ def is_reachable(address: str, timeout: float = TIMEOUT) -> bool:
 
     A name lookup may take longer than any timeout, so the request runs in a thread of its own.
     """
-    answered, done = threading.Event(), threading.Event()
+    answered = threading.Event()
 
-    def request() -> None:
-        try:
-            with urllib.request.urlopen(
-                urllib.request.Request(address, method="HEAD"), timeout=timeout
-            ):
-                answered.set()
-        except urllib.error.HTTPError:
+    def ask() -> None:
+        with suppress(OSError, ValueError, http.client.HTTPException):
+            try:
+                request = urllib.request.Request(address, method="HEAD")
+                urllib.request.urlopen(request, timeout=timeout).close()
+            except urllib.error.HTTPError:
+                pass
             answered.set()
-        except (OSError, ValueError, http.client.HTTPException):
-            pass
-        done.set()
 
-    threading.Thread(target=request, daemon=True).start()
-    done.wait(timeout)
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout)
     return answered.is_set()
 
 

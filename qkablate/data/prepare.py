@@ -30,6 +30,7 @@ from qkablate.data.document_store import (
 from qkablate.data.progress import Progress
 from qkablate.data.sources import Source, describe_source
 from qkablate.data.tokenizers import Tokenizer
+from qkablate.disk import write_synced
 from qkablate.errors import UserError
 
 DOCUMENT_END = b"\0"  # the byte of the token that ends each of several documents
@@ -63,22 +64,17 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
                 f"{describe_source(config)} is too little text: nothing is left for {split}{hint}"
             )
     os.remove(folder / "documents")
-    ends = {split: written[split].pop("ends") for split in SPLITS}
-    for split in HELD_OUT_SPLITS:
-        with (folder / f"{split}.ends.bin").open("wb") as file:
-            file.write(ends[split])
-            file.flush()
-            os.fsync(file.fileno())
+    source_keys = ("source", "path", "name", "files", "subset", "revision", "split", "field")
     return {
-        "sources": _source_keys(config),
+        "sources": {
+            key: value for key in source_keys if (value := getattr(config, key)) is not None
+        },
         "split": rule,
         "duplicates": store.duplicates,
         "vocabulary": tokenizer.vocabulary,
         "dtype": writer.dtype.name,
         "tokenizer": tokenizer.describe(),
-        "ends_sha256": {
-            split: hashlib.sha256(ends[split]).hexdigest() for split in HELD_OUT_SPLITS
-        },
+        "ends_sha256": {split: written[split].pop("ends_sha256") for split in HELD_OUT_SPLITS},
         **{key: {split: written[split][key] for split in SPLITS} for key in written["train"]},
     }
 
@@ -86,28 +82,25 @@ def prepare(config: DataConfig, folder: Path, progress: Progress) -> dict[str, A
 def _divide(store: DocumentStore, config: DataConfig) -> tuple[dict[str, Spans], str]:
     """Return the documents of each split, and the rule in words."""
     arranged = store.arrange()
-    splits = {split: arranged[split][0] for split in ("val", "test") if len(arranged[split][0])}
-    missing = [split for split in ("val", "test") if split not in splits]
+    splits = {split: arranged[split][0] for split in HELD_OUT_SPLITS if len(arranged[split][0])}
+    missing = [split for split in HELD_OUT_SPLITS if split not in splits]
     spans, hashes = arranged["train" if len(arranged["train"][0]) else ""]
-    if not missing:
-        return {**splits, "train": spans}, "as published"
-    names = " and ".join(missing)
-    if not len(spans):
+    if not missing or not len(spans):
         return {**dict.fromkeys(SPLITS, spans), **splits}, "as published"
+    names = " and ".join(missing)
     if len(spans) < MIN_HASHED_DOCUMENTS and not store.truncated:  # else their number is not known
         parts = _by_position(store, spans, len(missing))
         rule = f"by position: the last 5 % each for {names}"
         return {**splits, **dict(zip(("train", *missing), parts, strict=True))}, rule
     held_out = STDLIB_HELD_OUT_FRACTION if config.source == "stdlib" else HELD_OUT_FRACTION
     kinds = np.array([held_out_split(value, held_out) or "train" for value in hashes.tolist()])
-    kinds[np.isin(kinds, missing, invert=True)] = "train"
-    for split in ("train", *missing):
-        splits[split] = spans[kinds == split]
+    splits["train"] = spans[~np.isin(kinds, missing)]
     token_bytes = 1 if config.tokenizer in ("bytes", "chars") else _MIN_SUBWORD_BYTES
-    for split, tokens in (("val", config.val_tokens), ("test", config.test_tokens)):
-        if split in missing:
-            size = token_bytes * tokens
-            splits[split] = _cut_excerpts(store, splits[split], hashes[kinds == split], size)
+    tokens = {"val": config.val_tokens, "test": config.test_tokens}
+    for split in missing:
+        own = kinds == split
+        size = token_bytes * tokens[split]
+        splits[split] = _cut_excerpts(store, spans[own], hashes[own], size)
     return splits, (
         f"by the sha256 of a document: {held_out:.0%} each are held out for {names}; an excerpt"
         f" of each is used, 1/{MIN_HELD_OUT_DOCUMENTS} of the split or what it takes to fill it"
@@ -236,7 +229,7 @@ class _Writer:
         return tokenizers.smallest_dtype(self.tokenizer.vocabulary)
 
     def write(self, split: str, spans: Spans, limit: int | None) -> dict[str, Any]:
-        """Write at most `limit` tokens of a split; return their counts and hash."""
+        """Write at most `limit` tokens of a split; return its entries of the manifest."""
         digest, tokens, size, ends = hashlib.sha256(), 0, 0, array("Q")
         with (self.folder / f"{split}.bin").open("wb") as file:
             for text, ids, last in self._encode_pieces(self.store.text(spans)):
@@ -255,8 +248,12 @@ class _Writer:
                     break
             file.flush()
             os.fsync(file.fileno())
-        counts = {"documents": len(ends), "tokens": tokens, "bytes": size}
-        return {**counts, "sha256": digest.hexdigest(), "ends": ends}
+        written: dict[str, Any] = {"documents": len(ends), "tokens": tokens, "bytes": size}
+        written["sha256"] = digest.hexdigest()
+        if split in HELD_OUT_SPLITS:
+            write_synced(self.folder / f"{split}.ends.bin", ends.tobytes())
+            written["ends_sha256"] = hashlib.sha256(ends).hexdigest()
+        return written
 
     def _encode_pieces(
         self, pieces: Iterator[tuple[bytes, bool]]
@@ -276,10 +273,3 @@ class _Writer:
             assert self.tokenizer.end is not None
             ids = np.append(ids, np.array(self.tokenizer.end, dtype=ids.dtype))
         return ids
-
-
-def _source_keys(config: DataConfig) -> dict[str, Any]:
-    """Return the keys that name the text."""
-    keys = ("source", "path", "name", "files", "subset", "revision", "split", "field")
-    values = {key: getattr(config, key) for key in keys}
-    return {key: value for key, value in values.items() if value is not None}

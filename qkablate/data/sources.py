@@ -3,13 +3,14 @@
 import codecs
 import glob
 import gzip
+import io
 import json
 import os
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from qkablate.config import DataConfig
 from qkablate.errors import UserError
@@ -73,7 +74,7 @@ def _open(file: Path) -> Any:
     if file.suffix.lower() == ".zst":
         import pyarrow
 
-        return pyarrow.CompressedInputStream(file.open("rb"), "zstd")
+        return io.BufferedReader(pyarrow.CompressedInputStream(file.open("rb"), "zstd"))
     return file.open("rb")
 
 
@@ -99,7 +100,7 @@ def _read_plain(file: Path) -> Iterator[bytes]:
 
 def _read_json_rows(file: Path, field: str) -> Iterator[bytes]:
     with _open(file) as stream:
-        for number, line in enumerate(_lines(stream), 1):
+        for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
             try:
@@ -116,18 +117,6 @@ def _read_json_rows(file: Path, field: str) -> Iterator[bytes]:
                 yield text.encode("utf-8")
             except UnicodeEncodeError:  # half of a surrogate pair
                 raise UserError(f"data.path: line {number} of '{file}' is not UTF-8 text") from None
-
-
-def _lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of any stream; some of pyarrow's cannot iterate over them."""
-    parts: list[bytes] = []
-    while piece := stream.read(_PIECE):
-        first, *others = piece.split(b"\n")
-        parts.append(first)
-        for other in others:
-            yield b"".join(parts)
-            parts = [other]
-    yield b"".join(parts)
 
 
 def _read_parquet_rows(file: Path, field: str) -> Iterator[bytes]:

@@ -5,12 +5,9 @@ nats per token. They are computed when the first run on a text ends, and kept wi
 data: neither the start of a run nor its training waits for them.
 """
 
-import fcntl
 import json
 import lzma
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +15,7 @@ import numpy as np
 
 from qkablate.data.corpus import Corpus
 from qkablate.data.tokenizers import load_tokenizer
-from qkablate.disk import read_file, write_atomic
+from qkablate.disk import hold_lock, read_file, write_atomic
 from qkablate.errors import UserError
 from qkablate.strict_json import from_json, parse_json
 
@@ -44,7 +41,10 @@ def measure_text_references(corpus: Corpus, tokens: int) -> MeasuredReferences:
     """Return the losses after learning from at most `tokens` tokens, from the cache if possible."""
     tokens = min(tokens, corpus.tokens["train"], MAX_TRAIN_TOKENS)
     path = corpus.folder / f"references-{tokens}.json"
-    with _locked(corpus.folder / "references.lock"):
+    with ExitStack() as stack:
+        # Runs that end together measure once; a read-only cache has no lock.
+        with suppress(OSError):
+            stack.enter_context(hold_lock(corpus.folder / "references.lock"))
         if (cached := _read(path, corpus.fingerprint)) is not None:
             return cached
         train, test = corpus.split("train")[:tokens], corpus.split("test")
@@ -135,16 +135,3 @@ def _read(path: Path, fingerprint: str) -> MeasuredReferences | None:
         return None
     fits = (cached.format, cached.data_fingerprint) == (_FORMAT, fingerprint)
     return cached if fits and len(cached.ngram) == MAX_ORDER else None
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock, so that runs which end together measure once; a read-only cache has none."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError:
-        yield
-        return
-    with os.fdopen(descriptor):
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield

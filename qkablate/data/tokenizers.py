@@ -6,8 +6,9 @@ count the same bytes of a corpus.
 
 import base64
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -19,29 +20,33 @@ from qkablate.errors import UserError
 CHUNK_BYTES = 2**17
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Tokenizer that can be restored from its description by `load_tokenizer`."""
 
     vocabulary: int
     token_bytes: np.ndarray  # number of bytes of text of each id
+    end: int | None  # id that ends a document; None if there is none
 
-    @property
-    def end(self) -> int | None:
-        """Id that ends a document; None if there is none."""
-        ...
-
+    @abstractmethod
     def encode(self, text: bytes) -> np.ndarray: ...
 
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> bytes: ...
 
     def unknown(self, text: str) -> str:
         """Return the characters without a token, each once."""
-        ...
+        return ""
 
+    @abstractmethod
     def describe(self) -> dict[str, object]: ...
 
+    @classmethod
+    @abstractmethod
+    def load(cls, description: dict[str, Any]) -> Self:
+        """Restore the tokenizer from an untrusted description."""
 
-class ByteTokenizer:
+
+class ByteTokenizer(Tokenizer):
     """One token per byte."""
 
     vocabulary = 256
@@ -54,9 +59,6 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> bytes:
         return bytes(ids)
 
-    def unknown(self, text: str) -> str:
-        return ""
-
     def describe(self) -> dict[str, object]:
         return {"name": "bytes"}
 
@@ -65,7 +67,7 @@ class ByteTokenizer:
         return cls()
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """One token per character."""
 
     def __init__(self, characters: str) -> None:
@@ -106,7 +108,7 @@ class CharTokenizer:
         return cls(characters)
 
 
-class SubwordTokenizer:
+class SubwordTokenizer(Tokenizer):
     """Byte-pair encoding of any text, by tiktoken."""
 
     def __init__(self, encoding: Any) -> None:
@@ -133,9 +135,6 @@ class SubwordTokenizer:
             return bytes(self.encoding.decode_single_token_bytes(token))
         except KeyError:  # OpenAI's encodings have gaps
             return b""
-
-    def unknown(self, text: str) -> str:
-        return ""
 
     def describe(self) -> dict[str, object]:
         """Return the name of OpenAI's encoding and the hash of its tokens."""
@@ -182,7 +181,6 @@ class BpeTokenizer(SubwordTokenizer):
 
     @classmethod
     def load(cls, description: dict[str, Any]) -> Self:
-        """Restore the tokenizer; the description is untrusted and holds no pattern."""
         merged = description.get("merged")
         if not isinstance(merged, list) or len(merged) > 2**24:
             raise ValueError("it has no list of merged tokens")
@@ -209,7 +207,7 @@ def split_chunks(text: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
         yield text[start:]
 
 
-_CLASSES: dict[str, type[ByteTokenizer] | type[CharTokenizer] | type[SubwordTokenizer]]
+_CLASSES: dict[str, type[Tokenizer]]
 _CLASSES = {"bytes": ByteTokenizer, "chars": CharTokenizer, "bpe": BpeTokenizer}
 _CLASSES |= dict.fromkeys(("gpt2", "cl100k_base", "o200k_base"), SubwordTokenizer)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from qkablate.disk import name_exclusively, read_file, sync_folder, write_atomic, write_synced
-from qkablate.strict_json import parse_json
+from qkablate.strict_json import hash_json, parse_json
 
 _CHECK = b', "crc32": "%08x"}'  # at the end of a row
 _MAX_DEPTH = 32  # nested maps and lists in a frozen config
@@ -107,8 +107,7 @@ def seal_result(result: Mapping[str, Any], metrics: Path) -> dict[str, Any]:
 
 
 def _seal(result: Mapping[str, Any]) -> str:
-    content = {key: value for key, value in result.items() if key != "sha256"}
-    return sha256(json.dumps(content, sort_keys=True).encode())
+    return hash_json({key: value for key, value in result.items() if key != "sha256"})
 
 
 def sha256(content: bytes) -> str:

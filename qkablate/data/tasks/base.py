@@ -8,7 +8,6 @@ Shape suffixes: N sequences, T context, A answers.
 
 import functools
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -20,6 +19,7 @@ from qkablate.data.batches import IGNORE, Batch, evenly_spaced
 from qkablate.data.eval_metrics import EvalMetrics
 from qkablate.errors import ImpossibleConfig, UserError
 from qkablate.randomness import named_generator
+from qkablate.strict_json import hash_json
 
 MAX_TOKENS = 2**27  # of a split, which is kept in memory
 FORMAT = 1  # raised when a task draws other sequences from the same generator
@@ -107,8 +107,7 @@ class Task:
         for examples in (first, self._split("val"), self._split("test")):
             for part in (examples.tokens_NT, examples.targets_NA, examples.positions_NA):
                 digest.update(b"" if part is None else part.tobytes())
-        identity = [FORMAT, self.name, settings, self.length, digest.hexdigest()]
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        return hash_json([FORMAT, self.name, settings, self.length, digest.hexdigest()])
 
     @functools.cached_property
     def answer_fraction(self) -> float:
