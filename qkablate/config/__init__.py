@@ -21,12 +21,7 @@ from qkablate.config.schema import (
     TrainConfig,
     VariantConfig,
 )
-from qkablate.config.sweep import (
-    ControlConfig,
-    EngineConfig,
-    GridConfig,
-    SweepConfig,
-)
+from qkablate.config.sweep import ControlConfig, EngineConfig, GridConfig, SweepConfig
 from qkablate.config.table import (
     KEYS,
     check_digits,
@@ -166,12 +161,11 @@ def _check_init_from(init_from: InitFromConfig) -> None:
     """Check that init_from.run is given when its id, weights or step is, and the form of hashes."""
     if init_from.run == "":
         raise UserError("init_from.run: give a run: its folder, or how its name or id begins")
-    for key, digits in (("id", 12), ("weights", 64)):
+    for key, digits in (("id", 12), ("weights", 64), ("step", None)):
         value = getattr(init_from, key)
-        if value is not None and not re.fullmatch(rf"[0-9a-f]{{{digits}}}", value):
+        if value is not None and digits and not re.fullmatch(rf"[0-9a-f]{{{digits}}}", value):
             raise UserError(f"init_from.{key}: '{value}' is not {digits} digits from 0 to f")
-    for key in ("id", "weights", "step"):
-        if getattr(init_from, key) is not None and init_from.run is None:
+        if value is not None and init_from.run is None:
             raise UserError(f"init_from.{key}: needs the run to start from; give init_from.run")
 
 

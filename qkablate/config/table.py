@@ -63,13 +63,13 @@ def check_digits(key: str, value: str) -> None:
     info = _ALL.get(key)
     if info is not None and info.bounds is None:  # a text may have any digits
         return
+    problem = f"is not {info.allowed(10**_MAX_DIGITS)}" if info else "is out of bounds"
     for digits in re.findall(r"\d[\d_]*", value):
         if len(digits) > _MAX_DIGITS:
-            allowed = f" is not {info.allowed(10**_MAX_DIGITS)}" if info else " is out of bounds"
-            raise UserError(f"{key}: a number of {len(digits)} digits{allowed}")
-    for number in re.findall(r"\d[\d_]*(?:\.\d*)?[eE]\+?\d+", value) if info else ():
-        if info is not None and math.isinf(float(number.replace("_", ""))):
-            raise UserError(f"{key}: {number} is not {info.allowed(10**_MAX_DIGITS)}")
+            raise UserError(f"{key}: a number of {len(digits)} digits {problem}")
+    for number in re.findall(r"\d[\d_]*(?:\.\d*)?[eE]\+?\d+", value):
+        if info and math.isinf(float(number.replace("_", ""))):
+            raise UserError(f"{key}: {number} {problem}")
 
 
 # Keys that had another name once: an error about the old name names the new one.

@@ -74,22 +74,17 @@ def sequential_batches(
     """
     import torch
 
-    predicted = len(tokens) - 1
     step = batch_size * context
-    for first in range(0, predicted, step):
-        part = tokens[first : min(first + step, predicted) + 1]
-        inputs, targets = np.zeros(step, np.int64), np.full(step, IGNORE, np.int64)
-        inputs[: len(part) - 1], targets[: len(part) - 1] = part[:-1], part[1:]
+    for first in range(0, len(tokens) - 1, step):
+        part = tokens[first : first + step + 1].astype(np.int64)
+        padding = (0, step + 1 - len(part))
+        inputs_NT = np.pad(part[:-1], padding).reshape(-1, context)
+        targets_NA = np.pad(part[1:], padding, constant_values=IGNORE).reshape(-1, context)
         slices = None
         if groups is not None:
-            documents = np.zeros(step, np.int64)
-            documents[: len(part) - 1] = groups[first + 1 : first + len(part)]
+            documents = np.pad(groups[first + 1 : first + len(part)], padding)
             slices = {DOCUMENT: documents.reshape(-1, context)}
-        yield Batch(
-            (torch.from_numpy(inputs).view(-1, context),),
-            torch.from_numpy(targets).view(-1, context),
-            slices=slices,
-        )
+        yield Batch((torch.from_numpy(inputs_NT),), torch.from_numpy(targets_NA), slices=slices)
 
 
 def _to_tensor(tokens: np.ndarray) -> "Tensor":

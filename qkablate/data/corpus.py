@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,32 +68,17 @@ class CorpusManifest:
         return hash_json(content)
 
 
-@dataclass(frozen=True)
 class Corpus:
     """Text as tokens."""
-
-    folder: Path
-    manifest: CorpusManifest = field(repr=False)
-    tokenizer: dict[str, Any] = field(repr=False)  # its description
 
     answer_fraction = 1.0  # every position has a target
     chance = None  # the accuracy is not counted
 
-    @property
-    def name(self) -> str:
-        return self.manifest.source_name
-
-    @property
-    def fingerprint(self) -> str:
-        return self.manifest.fingerprint
-
-    @property
-    def vocabulary(self) -> int:
-        return self.manifest.vocabulary
-
-    @property
-    def tokens(self) -> dict[str, int]:
-        return self.manifest.tokens
+    def __init__(self, folder: Path, manifest: CorpusManifest, tokenizer: dict[str, Any]) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.tokenizer = tokenizer  # its description
+        self.name, self.fingerprint = manifest.source_name, manifest.fingerprint
+        self.vocabulary, self.tokens = manifest.vocabulary, manifest.tokens
 
     @property
     def description(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from qkablate.config import DataConfig
 from qkablate.data.network import is_reachable
-from qkablate.data.sources import Document, Source, describe_source
+from qkablate.data.sources import Source, describe_source
 from qkablate.errors import UserError
 
 # Names of published held-out splits.
@@ -75,14 +75,11 @@ def _splits(config: DataConfig, online: bool) -> Source:
         raise UserError(f"data.split: '{config.name}' has no '{train}'; it has {', '.join(loaded)}")
     published = len(splits) > 1
     for split, name in splits.items():
-        yield split if published else "", _documents(loaded[name], config)
-
-
-def _documents(rows: Any, config: DataConfig) -> Iterator[Document]:
-    texts = _row_texts(rows, config)
-    if config.document_start:
-        texts = _group_rows(texts, re.compile(config.document_start))
-    yield from ([text.encode("utf-8", "replace")] for text in texts)
+        texts = _row_texts(loaded[name], config)
+        if config.document_start:
+            texts = _group_rows(texts, re.compile(config.document_start))
+        documents = ([text.encode("utf-8", "replace")] for text in texts)
+        yield split if published else "", documents
 
 
 def _row_texts(rows: Any, config: DataConfig) -> Iterator[str]:

@@ -163,11 +163,9 @@ def _cut(store: DocumentStore, spans: Spans, size: int) -> tuple[Spans, Spans]:
     index = int(np.searchsorted(ends, size))  # the first that ends there or later
     start, end = spans[index].tolist()
     middle = store.character_start(end - (int(ends[index]) - size))
-    head = [[start, middle]] if start < middle else []
-    tail = [[middle, end]] if middle < end else []
-    left = np.array([*spans[:index].tolist(), *head], dtype=np.int64)
-    right = np.array([*tail, *spans[index + 1 :].tolist()], dtype=np.int64)
-    return left.reshape(-1, 2), right.reshape(-1, 2)
+    left = np.vstack([spans[:index], [[start, middle]]])
+    right = np.vstack([[[middle, end]], spans[index + 1 :]])
+    return left[left[:, 0] < left[:, 1]], right[right[:, 0] < right[:, 1]]
 
 
 def open_source(config: DataConfig) -> tuple[Source, Tokenizer | None]:

@@ -119,11 +119,9 @@ class SubwordTokenizer(Tokenizer):
         self.token_bytes = np.array([len(token) for token in self.token_texts])
 
     def encode(self, text: bytes) -> np.ndarray:
-        parts = [
-            self.encoding.encode_to_numpy(part.decode("utf-8"), disallowed_special=())
-            for part in split_chunks(text)
-        ]
-        return np.concatenate(parts) if parts else np.empty(0, np.uint32)
+        parts = (part.decode("utf-8") for part in split_chunks(text))
+        ids = [self.encoding.encode_to_numpy(part, disallowed_special=()) for part in parts]
+        return np.concatenate([np.empty(0, np.uint32), *ids])
 
     def decode(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.token_texts[i] for i in ids)

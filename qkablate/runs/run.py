@@ -187,8 +187,7 @@ def refuse_links(folder: Path) -> None:
 def find_run(word: str, out: str | Path = "outputs") -> Path:
     """Return the folder of a run, given as a folder or as the start of its name or id."""
     found = find_runs(word, out)
-    if len(found) > 1:
-        raise UserError(_format_ambiguous(word, [folder.name for folder in found], "runs"))
+    _reject_several(word, [folder.name for folder in found], "runs")
     return found[0]
 
 
@@ -225,8 +224,7 @@ def no_match(kind: str, word: str | None, out: Path, known: Collection[str]) -> 
 def match_name(word: str, names: list[str], plural: str) -> str | None:
     """Return the `<label>-<id>` that a word abbreviates; UserError if it is ambiguous."""
     matches = _matching_names(word, names)
-    if len(matches) > 1:
-        raise UserError(_format_ambiguous(word, matches, plural))
+    _reject_several(word, matches, plural)
     return matches[0] if matches else None
 
 
@@ -242,9 +240,10 @@ def _matching_names(word: str, names: list[str]) -> list[str]:
     return next(filter(None, candidates), [])
 
 
-def _format_ambiguous(word: str, matches: list[str], plural: str) -> str:
-    names = format_list(matches)
-    return f"'{word}' matches {len(matches)} {plural}: {names}; give more of one of these names"
+def _reject_several(word: str, matches: list[str], plural: str) -> None:
+    if len(matches) > 1:
+        found = f"{len(matches)} {plural}: {format_list(matches)}"
+        raise UserError(f"'{word}' matches {found}; give more of one of these names")
 
 
 def describe_environment(

@@ -52,9 +52,7 @@ def has_beaten_ngrams(result: Mapping[str, Any]) -> bool | None:
     return not found[0].behind if found else None
 
 
-def find_text_references(
-    results: Iterable[tuple[str, Mapping[str, Any]]],
-) -> list[TextReferences]:
+def find_text_references(results: Iterable[tuple[str, Mapping[str, Any]]]) -> list[TextReferences]:
     """Return the references in some results, given with the names of their arms, by text."""
     found: dict[tuple[Any, ...], tuple[Counter[str], Counter[str]]] = {}
     for arm, result in results:
