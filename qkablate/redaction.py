@@ -4,6 +4,7 @@ import netrc
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _VARIABLES = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "RAY_AUTH_TOKEN")
@@ -31,13 +32,9 @@ def redact(text: str) -> str:
 def _user_secrets() -> Iterator[str]:
     yield from (os.environ.get(name, "").strip() for name in _VARIABLES)
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    try:
+    with suppress(OSError, ValueError, RuntimeError):
         path = os.environ.get("HF_TOKEN_PATH") or f"{home}/token"
         yield Path(path).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, ValueError, RuntimeError):
-        pass
-    try:
+    with suppress(OSError, ValueError, RuntimeError, netrc.NetrcParseError):
         path = os.environ.get("NETRC") or "~/.netrc"
         yield from (entry[2] or "" for entry in netrc.netrc(Path(path).expanduser()).hosts.values())
-    except (OSError, ValueError, RuntimeError, netrc.NetrcParseError):
-        pass

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -43,10 +44,8 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         return _dataclass(kind, value, where)
     if origin in (Union, UnionType):
         for option in arguments:
-            try:
+            with suppress(ValueError):
                 return _convert(option, value, where)
-            except ValueError:
-                continue
     elif origin in (list, tuple) and type(value) is list:
         return origin(_convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     elif origin in (dict, Mapping) and type(value) is dict:

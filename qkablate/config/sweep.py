@@ -165,9 +165,8 @@ def check_sweep(config: SweepConfig) -> None:
         raise UserError("control.tolerance: 1.0 is not below 1")
     _check_engine(config.engine)
     if config.runs_per_gpu != 1 and config.engine.name != "local":
-        instead = "whole GPUs"
-        if config.engine.name == "ray":
-            instead = "engine.gpus; write a fraction of 1"
+        ray = config.engine.name == "ray"
+        instead = "engine.gpus; write a fraction of 1" if ray else "whole GPUs"
         raise UserError(f"runs_per_gpu: engine={config.engine.name} has {instead}")
     grid = config.sweep
     if not re.fullmatch(r"\w[\w+-]*", grid.name):

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -246,11 +247,9 @@ def load_corpus(folder: Path) -> Corpus:
 def find_corpus(fingerprint: str, cache: Path) -> Corpus | None:
     """Return the corpus of a cache with these tokens, if any."""
     for path in sorted(cache.glob("*/manifest.json")):
-        try:
+        with suppress(OSError, ValueError, LookupError, TypeError):
             if parse_json(read_file(path))["fingerprint"] == fingerprint:
                 return load_corpus(path.parent)
-        except (OSError, ValueError, LookupError, TypeError):
-            continue
     return None
 
 

@@ -260,14 +260,13 @@ class _Writer:
         with ThreadPoolExecutor(_THREADS) as pool:
             at_once = 1  # the split may be full soon
             while batch := list(itertools.islice(pieces, at_once)):
-                for (text, last), ids in zip(batch, pool.map(self._encode, batch), strict=True):
-                    yield text, ids, last
+                yield from pool.map(self._encode, batch)
                 at_once = min(2 * at_once, 64)
 
-    def _encode(self, piece: tuple[bytes, bool]) -> np.ndarray:
+    def _encode(self, piece: tuple[bytes, bool]) -> tuple[bytes, np.ndarray, bool]:
         text, last = piece
         ids = self.tokenizer.encode(text)
         if last and self.closed:
             assert self.tokenizer.end is not None
             ids = np.append(ids, np.array(self.tokenizer.end, dtype=ids.dtype))
-        return ids
+        return text, ids, last

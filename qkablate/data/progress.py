@@ -12,9 +12,8 @@ class Progress:
     """Progress of one stage after the other; short stages print nothing."""
 
     def __init__(self, title: str) -> None:
-        self.title, self._stage = title, ""
+        self.title = title
         self._bar: Any = None
-        self._started = self._printed = time.monotonic()
 
     def stage(self, name: str, total: float | None = None, unit: str = "B") -> None:
         self.close()

@@ -212,11 +212,9 @@ _CLASSES |= dict.fromkeys(("gpt2", "cl100k_base", "o200k_base"), SubwordTokenize
 
 def load_tokenizer(description: object) -> Tokenizer:
     """Return the tokenizer of a description; ValueError for anything else."""
-    name = description.get("name") if isinstance(description, dict) else None
-    if not isinstance(name, str) or name not in _CLASSES:
+    if not isinstance(description, dict) or description.get("name") not in [*_CLASSES]:
         raise ValueError(f"it does not describe one of {', '.join(_CLASSES)}")
-    assert isinstance(description, dict)
-    return _CLASSES[name].load(description)
+    return _CLASSES[description["name"]].load(description)
 
 
 def smallest_dtype(vocabulary: int) -> np.dtype:

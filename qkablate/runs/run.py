@@ -27,7 +27,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -290,10 +290,8 @@ def package_versions() -> dict[str, str]:
     """Return the versions of the packages that compute and write."""
     versions = {}
     for name in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
