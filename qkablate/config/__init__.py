@@ -177,14 +177,11 @@ def resolve(config: Config) -> Config:
         per_step = train.batch_size * train.grad_accum * config.model.context
         steps = 1000 if train.tokens is None else math.ceil(train.tokens / per_step)
     assert isinstance(steps, int)
-    warmup = min(2000, steps // 5) if optim.warmup == "auto" else optim.warmup
-    assert isinstance(warmup, int)
+    warmup = min(2000, steps // 5) if optim.warmup == "auto" else int(optim.warmup)
     if warmup and warmup >= steps:
         raise ImpossibleConfig(f"optim.warmup: {warmup} is not below the {steps} steps of training")
-    cooldown = optim.cooldown
-    if cooldown == "auto":
-        cooldown = 0.2 if optim.schedule == "wsd" else 0.0
-    assert not isinstance(cooldown, str)
+    default_cooldown = 0.2 if optim.schedule == "wsd" else 0.0
+    cooldown = default_cooldown if optim.cooldown == "auto" else float(optim.cooldown)
     data = config.data
     if data.tokenizer == "bpe" and data.vocab_size is None:
         data = dataclasses.replace(data, vocab_size=BPE_SIZE)
@@ -194,7 +191,7 @@ def resolve(config: Config) -> Config:
         data=data,
         variant=resolve_variant(config.variant, config.model),
         train=dataclasses.replace(train, steps=steps, tokens=None),
-        optim=dataclasses.replace(optim, warmup=warmup, cooldown=float(cooldown)),
+        optim=dataclasses.replace(optim, warmup=warmup, cooldown=cooldown),
         diagnostics=dataclasses.replace(config.diagnostics, every=every),
     )
 

@@ -118,9 +118,7 @@ def _load(config: DataConfig, online: bool) -> dict[str, Any]:
     """Return the splits by name."""
     import datasets
 
-    assert config.name is not None
-    name = os.path.expanduser(config.name)
-
+    name = os.path.expanduser(config.name or "")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised as well
     options: dict[str, Any] = {"name": config.subset, "revision": config.revision}
@@ -132,16 +130,14 @@ def _load(config: DataConfig, online: bool) -> dict[str, Any]:
     # Local data, and data that is truncated, need not be copied into the library's cache.
     local = find_local_files(config) is not None
     options["streaming"] = online and (local or config.max_tokens is not None)
-    split = config.split if config.split and "[" in config.split else None
     source = describe_source(config)
     with _offline(not online):
         try:
             loaded = dict(_load_dataset(name, options, online))
-            if split is not None:
-                source = f"data.split: '{split}' of '{config.name}'"
-                loaded[split] = _load_dataset(
-                    name, options | {"streaming": False, "split": split}, online
-                )
+            if config.split and "[" in config.split:
+                source = f"data.split: '{config.split}' of '{config.name}'"
+                options |= {"streaming": False, "split": config.split}
+                loaded[config.split] = _load_dataset(name, options, online)
         except UserError:
             raise
         except Exception as error:
