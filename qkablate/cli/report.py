@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{flag}'{target}' cannot be written: {error.strerror}") from None
     print(sanitize("\n".join(written)))
     commands = [
-        ["results", *section.study.cli_arguments] for section in sections if section.is_sweep
+        ["results", *section.study.cli_arguments] for section in sections if section.study.manifest
     ]
     if form == "html" and len(words) <= _MAX_WORDS:
         options = [] if args.margin is None else ["--margin", f"{args.margin:g}"]

@@ -58,19 +58,17 @@ def combine_panels(chart: Chart, subject: Titled) -> Spec:
     columns = 1 if len(shown) == 1 else 2
     width = 620 if columns == 1 else 360
     panels = []
-    for index, panel in enumerate(shown):
-        wide = {"width", "facet"} & {*panel.spec}
-        spec = panel.spec if wide else {"width": width} | panel.spec
+    for panel in shown:
+        spec = panel.spec if panel.has_own_width else {"width": width} | panel.spec
         if panel.title:
             spec = {"title": {"text": panel.title, "anchor": "start", "fontSize": 12}} | spec
-        if index == 0:  # the legend shows points with shapes, or lines with dashes
-            spec = _with_legend(spec, chart.variants, '"shape":' in json.dumps(spec))
         panels.append(spec)
+    # The legend shows points with shapes, or lines with dashes.
+    panels[0] = _with_legend(panels[0], chart.variants, '"shape":' in json.dumps(panels[0]))
     title = {"text": [f"{chart.title} · {subject.title}"], "anchor": "start", "fontSize": 15}
     is_narrow = columns == 1 and isinstance(shown[0].spec.get("width"), dict)  # cells of a table
     characters = 112 if columns == 2 else 60 if is_narrow else 96
-    title |= {"subtitle": textwrap.wrap(caption, characters)}
-    title |= {"subtitleFontSize": 11}
+    title |= {"subtitle": textwrap.wrap(caption, characters), "subtitleFontSize": 11}
     config = CONFIG | {"background": "var(--ground)", "font": "sans-serif"}
     # A viewer's font may be wider than the one that the layout is computed with.
     padding = {"left": 36, "top": 14, "right": 56, "bottom": 14}

@@ -33,10 +33,6 @@ class Section:
     def summary(self) -> StudySummary:
         return describe_study(self.study, margin=self.margin)
 
-    @property
-    def is_sweep(self) -> bool:
-        return self.study.manifest is not None
-
     @cached_property
     def families(self) -> list[Family]:
         return find_families(self.study)
