@@ -191,4 +191,4 @@ def _render(sections: list[Any], target: Path, form: str) -> Iterator[tuple[Path
         for number, section, chart in drawn:
             part = f"-{number}" if len(sections) > 1 else ""
             name = f"{target.stem}{part}-{chart.name}.{form}"
-            yield target.with_name(name), render_chart(chart, section, form)
+            yield target.with_name(name), render_chart(chart, section.title, form)

@@ -75,8 +75,7 @@ class Section:
     @cached_property
     def examples(self) -> list[ArmAttention]:
         """Attention maps of the first run of each arm that has any."""
-        maps = (read_arm_attention(entry) for entry in self.study.entries)
-        return [arm for arm in maps if arm is not None]
+        return [*filter(None, map(read_arm_attention, self.study.entries))]
 
     @cached_property
     def metric(self) -> str:

@@ -145,19 +145,19 @@ def _find_comparisons_in(
         title = " ".join([part, *([f"on {world}"] if len(spec.data) > 1 else []), *words])
         groups.setdefault(title, []).append((arm, other))
     for title, group in groups.items():
-        names = [(arm.name, other.name) for arm, other in group]
         if spec.horizon == "growth":
             _check_growth(part, group)
+            names = [(arm.name, other.name) for arm, other in group]
             yield Comparison(part, spec, title, world, names)
             continue
         lengths = {arm.tokens for arm, _ in group}
-        for pair, (arm, _) in zip(names, group, strict=True):
-            if spec.horizon == "each" or arm.tokens == max(lengths):
-                several = spec.horizon == "each" and len(lengths) > 1
-                at = f" {arm.tokens:,} tokens" if several else ""
-                than = _find_subtracted(claim, part, spec, arm, known, arms)
-                if than != pair:  # that is what the others are compared with
-                    yield Comparison(part, spec, f"{title}{at}", world, [pair], than)
+        shown = lengths if spec.horizon == "each" else {max(lengths)}
+        for arm, other in [(a, b) for a, b in group if a.tokens in shown]:
+            at = f" {arm.tokens:,} tokens" if len(shown) > 1 else ""
+            pair = arm.name, other.name
+            than = _find_subtracted(claim, part, spec, arm, known, arms)
+            if than != pair:  # that is what the others are compared with
+                yield Comparison(part, spec, f"{title}{at}", world, [pair], than)
 
 
 def _find_subtracted(

@@ -80,11 +80,6 @@ class Judgement:
     exploratory: list[str]  # reasons why it confirms nothing
 
     @property
-    def manifest(self) -> Manifest:
-        assert self.study.manifest is not None  # claims are judged by sweeps
-        return self.study.manifest
-
-    @property
     def has_ended(self) -> bool:
         """True if all runs have ended, so that there is a verdict."""
         return self.word != Verdict.INCOMPLETE
@@ -142,8 +137,7 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
     manifest = study.manifest
     assert manifest is not None  # claims are judged by sweeps
     entries = {entry.arm.name: entry for entry in study.entries}
-    lr_curves = find_lr_curves(study)
-    parts = []
+    curves, parts = find_lr_curves(study), []
     comparisons = find_comparisons(claim, study.arms.values())
     alone = solo_arms(comparisons)
     solo = read_measurements(manifest.folder) if alone else {}
@@ -152,13 +146,12 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
             measure_gap(entries[arm], entries[other], study.floor_of(entries[other]))
             for arm, other in filter(None, [*comparison.pairs, comparison.than])
         ]
-        checks = _audit_part(comparison, gaps, lr_curves, study, entries)
+        checks = _audit_part(comparison, gaps, curves, entries)
         if comparison.spec.measure.is_solo:
             checks.append(_check_alone(solo, solo_arms([comparison])))
         part = _make_part(comparison, gaps, solo)
         parts.append(PartJudgement(part, Verdict.INCOMPLETE, comparison, gaps, checks))
-    per_arm = sum(run.arm == manifest.runs[0].arm for run in manifest.runs)
-    n = len(manifest.finals) or per_arm
+    n = len(manifest.finals) or sum(run.arm == manifest.runs[0].arm for run in manifest.runs)
     alpha = dict(zip(claim.seeds, spend_alpha(claim.seeds), strict=True)).get(n, ALPHA)
     reasons = [*exploratory]
     if not exploratory and not _has_derived_seeds(claim, manifest, n):
@@ -196,11 +189,7 @@ def _has_derived_seeds(claim: Claim, manifest: Manifest, n: int) -> bool:
 
 
 def _audit_part(
-    comparison: Comparison,
-    gaps: list[Gap],
-    lr_curves: dict[str, LrCurve],
-    study: Study,
-    entries: dict[str, Entry],
+    comparison: Comparison, gaps: list[Gap], curves: dict[str, LrCurve], entries: dict[str, Entry]
 ) -> list[AuditCheck]:
     spec, measure = comparison.spec, comparison.spec.measure
     # Growth is in nats per doubling, and has no margin at a single length.
@@ -208,8 +197,8 @@ def _audit_part(
     margin = spec.margin if has_margin else None
     audits = []
     for gap in gaps:
-        rounding_gap = _rounding_gap(gap, study, entries)
-        audits.append(audit(gap, lr_curves, spec.axis, margin, rounding_gap, in_claim=True))
+        rounding_gap = _rounding_gap(gap, entries)
+        audits.append(audit(gap, curves, spec.axis, margin, rounding_gap, in_claim=True))
     checks = _merge_audits(audits)
     if not measure.is_of_runs:
         # Nothing of the training moves what is counted, or measured apart from it.
@@ -221,18 +210,16 @@ def _audit_part(
         checks = [lost if check.name == "pairs" else check for check in checks]
     if measure.unit is not Unit.NATS:
         text = f"the rates were tuned for the validation loss, not for {measure.noun}"
-        tuned = "learning rate", OK
-        other = AuditCheck("learning rate", WARNING, text)
+        other, tuned = AuditCheck("learning rate", WARNING, text), ("learning rate", OK)
         checks = [other if (check.name, check.state) == tuned else check for check in checks]
     return checks
 
 
 def _check_alone(solo: Mapping[str, SoloMeasurement], arms: list[str]) -> AuditCheck:
     """Check that nothing else kept the machine busy while arms were measured."""
-    loads = [solo[arm].load for arm in arms if arm in solo]
-    if not loads:
+    load = max((solo[arm].load for arm in arms if arm in solo), default=None)
+    if load is None:
         return AuditCheck("alone", NOTE, "not measured yet")
-    load = max(loads)
     text = f"other processes used {load:.2f} cores at most"
     return AuditCheck("alone", WARNING if load > MAX_LOAD else OK, text)
 
@@ -241,8 +228,6 @@ def _make_part(
     comparison: Comparison, gaps: list[Gap], solo: Mapping[str, SoloMeasurement]
 ) -> Part:
     spec, measure = comparison.spec, comparison.spec.measure
-    if spec.horizon == "growth":
-        return _make_growth_part(comparison, gaps)
     margin = measure.unit.margin(spec.margin)
     gap, than = gaps[0], gaps[1] if comparison.than else None
     repeated = {
@@ -253,13 +238,13 @@ def _make_part(
     if than is not None and failures:  # what raises the gap that is subtracted lowers the rest
         (first, second), (other, another) = failures
         raising, lowering = (first, another), (second, other)
-    # A diverged run of a subtracted gap opens the other side.
-    above = gap.arm_diverged + (than.baseline_diverged if than else 0)
-    below = gap.baseline_diverged + (than.arm_diverged if than else 0)
+    above, below = gap.arm_diverged, gap.baseline_diverged
+    if than is not None:  # a diverged run of it opens the other side
+        above, below = above + than.baseline_diverged, below + than.arm_diverged
     if not measure.sample.is_signed:  # whichever arm fails, the size of a gap may grow or shrink
         above, below = above + below, 0
         raising = lowering = (*raising, *lowering)
-    return Part(
+    part = Part(
         name=comparison.name,
         kind=spec.kind,
         margin=margin,
@@ -270,35 +255,33 @@ def _make_part(
         lowering=lowering,
         is_sensitive=all(is_sensitive(measure.lead(g), margin) for g in gaps),
     )
+    return _with_growth(part, gaps) if spec.horizon == "growth" else part
 
 
-def _make_growth_part(comparison: Comparison, gaps: list[Gap]) -> Part:
-    spec = comparison.spec
+def _with_growth(part: Part, gaps: list[Gap]) -> Part:
+    """Return the part, tested on the growth of the gap over several lengths of training."""
     # A diverged run tilts the line up or down, depending on its place in it.
     diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
     tokens = [gap.arm.tokens for gap in gaps]
     # A failure tilts the line most at the longest training.
     weight = float(max(slope_weights(tokens)))
     risks = [dataclasses.replace(r, weight=weight) for r in measure_risks(*gaps[-1].sides)]
-    return Part(
-        name=comparison.name,
-        kind=spec.kind,
-        margin=spec.margin,
+    return dataclasses.replace(
+        part,
         sample=fit_growth(tokens, gaps),
         open_above=diverged,
         open_below=diverged,
         raising=(risks[0],),
         lowering=(risks[1],),
-        is_sensitive=all(is_sensitive(gap.lead, spec.margin) for gap in gaps),
     )
 
 
-def _rounding_gap(gap: Gap, study: Study, entries: dict[str, Entry]) -> Gap | None:
+def _rounding_gap(gap: Gap, entries: dict[str, Entry]) -> Gap | None:
     """Return the gap of standard attention to its reordered twin at the size of this gap."""
     sides = {entry.arm.name for entry in gap.sides}
-    for arm in study.arms.values():
-        if arm.variant == "standard_reassociated" and arm.baseline in sides:
-            return measure_gap(entries[arm.name], entries[arm.baseline])
+    for twin in entries.values():
+        if twin.arm.variant == "standard_reassociated" and twin.arm.baseline in sides:
+            return measure_gap(twin, entries[twin.arm.baseline])
     return None
 
 

@@ -37,17 +37,16 @@ def scales() -> list[str]:
 def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None = None) -> Claim:
     """Load a claim by name or path; `words` override keys of its grid."""
     path = Path(word)
-    if path.suffix in (".yaml", ".yml"):
-        if not re.fullmatch(r"\w[\w+-]*", path.stem):
-            allowed = "letters, digits, _, + and -"
-            raise UserError(f"'{path.name}': the name of a claim consists of {allowed}")
-    else:
+    if path.suffix not in (".yaml", ".yml"):
         path = conf_dir() / "claim" / f"{word}.yaml"
-        if not path.is_file() or word not in claim_names():
+        if word not in claim_names():
             raise UserError(
                 f"there is no claim '{word}'{nearest_hint(word, claim_names())};"
                 " `qkablate claim list` shows them, and a file of your own is given as PATH.yaml"
             )
+    if not re.fullmatch(r"\w[\w+-]*", path.stem):
+        allowed = "letters, digits, _, + and -"
+        raise UserError(f"'{path.name}': the name of a claim consists of {allowed}")
     try:
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text)
@@ -193,7 +192,7 @@ def _baseline(value: Any) -> Any:
     if not isinstance(value, dict):
         raise UserError(f"baseline: '{value}' is not a variant, a map of keys to values, or null")
     for key, leaf in _map("baseline", value).items():
-        if not isinstance(leaf, str | bool) and not is_number(leaf):
+        if not (isinstance(leaf, str | bool) or is_number(leaf)):
             raise UserError(f"baseline: {key} must be a single value")
     return value
 

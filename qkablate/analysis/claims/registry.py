@@ -37,8 +37,8 @@ class Registration:
     @property
     def sweeps(self) -> dict[int, Path]:
         """Sweeps of its looks, by rising number of seeds."""
-        links = self._find_links()
-        return {n: links[n] for n in links if (links[n] / "manifest.json").exists()}
+        found = self._find_links().items()
+        return {n: sweep for n, sweep in found if (sweep / "manifest.json").exists()}
 
     @property
     def lost(self) -> list[Path]:

@@ -13,6 +13,9 @@ from qkablate.report.text.numbers import format_gap, format_loss
 
 MAX_RUNS = 200  # whose curves are drawn one by one
 MAX_POINTS = 6_000  # of all curves of one chart
+TOKENS = base.log_axis("tokens", "tokens")
+TOOLTIP = base.make_tooltip(arm="", tokens="", estimate="mean, 95 % interval", n="")  # of a reading
+TOOLTIP[1] = {"field": "tokens", "type": "quantitative", "format": ","}
 
 
 def points_per_curve(curves: int, most: int = 48) -> int:
@@ -79,11 +82,6 @@ def gap_curve_chart(section: Section) -> Chart:
     )
     caption += " A single pair has no band." if min(counts, default=2) < 2 else ""
     return Chart("gap-curves", "Gap during training", caption, panels)
-
-
-TOKENS = base.log_axis("tokens", "tokens")
-TOOLTIP = base.make_tooltip(arm="", tokens="", estimate="mean, 95 % interval", n="")  # of a reading
-TOOLTIP[1] = {"field": "tokens", "type": "quantitative", "format": ","}
 
 
 def _line_encoding(section: Section, y: Spec, detail: str) -> Spec:

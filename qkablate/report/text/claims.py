@@ -98,7 +98,8 @@ def format_judgement(judgement: Judgement) -> list[str]:
     text += [f"  {line}" for line in format_details(judgement)]
     text += ["", "audit", *_audit(judgement.parts)]
     text += [line for needs in format_seeds_needed(judgement) for line in ("", needs)]
-    return [*map(sanitize, [*text, "", f"runs  {judgement.manifest.folder}"])]
+    assert judgement.study.manifest is not None  # claims are judged by sweeps
+    return [*map(sanitize, [*text, "", f"runs  {judgement.study.manifest.folder}"])]
 
 
 def make_part_table(judgement: Judgement) -> tuple[list[str], list[list[str]]]:
