@@ -255,7 +255,7 @@ def _show(request: _ClaimRequest, as_json: bool) -> int:
         else:
             _print(judgement, looks, request.out)
         sys.stdout.flush()
-    return 0 if judgement.verdict else 1
+    return 0 if judgement.has_ended else 1
 
 
 def _run(request: _ClaimRequest, args: Namespace) -> int:
@@ -277,7 +277,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
     registrations = find_registrations(request.out, claim.name)
     if args.more:
         is_registered = any(entry.claim.hash == claim.hash for entry in registrations)
-        earlier = [x for x in judge_looks(claim, request.out) if x.verdict and is_registered]
+        earlier = [x for x in judge_looks(claim, request.out) if x.has_ended and is_registered]
         if not any(x.is_conclusive or x.n == looks[-1] for x in earlier if x.n in looks):
             raise UserError("--more: run the declared seeds first")
         looks = [looks[-1] + args.more]
@@ -342,7 +342,7 @@ def _print(judgement: "Judgement", looks: list["Judgement"], out: str) -> None:
     for look in looks:
         if look is not judgement:
             summary = _summarize(look)
-            if look.verdict is None:
+            if not look.has_ended:
                 summary += f", {look.study.ended} of {look.study.expected} runs have ended"
             print(f"with {look.n} seeds: {summary}")
     for claim in (entry.claim for entry in find_registrations(out, judgement.claim.name)):

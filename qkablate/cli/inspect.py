@@ -3,7 +3,6 @@
 import os
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import (
@@ -240,7 +239,7 @@ def _draw(
     variant = restored.config.variant.name
     attention = ArmAttention(name, variant, step, tokens, quantize(weights_LHTT))
     chart = make_attention_chart([attention], f"At {step}", only)
-    content = render_chart(chart, SimpleNamespace(title=name), path.suffix[1:].lower())
+    content = render_chart(chart, name, path.suffix[1:].lower())
     try:
         replace_file(path, content)
     except OSError as error:

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{flag}'{target}' cannot be written: {error.strerror}") from None
     print(sanitize("\n".join(written)))
     commands = [
-        ["results", *section.study.cli_arguments] for section in sections if section.is_sweep
+        ["results", *section.study.cli_arguments] for section in sections if section.study.manifest
     ]
     if form == "html" and len(words) <= _MAX_WORDS:
         options = [] if args.margin is None else ["--margin", f"{args.margin:g}"]
@@ -191,4 +191,4 @@ def _render(sections: list[Any], target: Path, form: str) -> Iterator[tuple[Path
         for number, section, chart in drawn:
             part = f"-{number}" if len(sections) > 1 else ""
             name = f"{target.stem}{part}-{chart.name}.{form}"
-            yield target.with_name(name), render_chart(chart, section, form)
+            yield target.with_name(name), render_chart(chart, section.title, form)

@@ -59,7 +59,7 @@ def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
     pages = {"report": render_page([section], section.title)}
     for chart in make_charts(section):
         try:
-            drawn = render_chart(chart, section, "svg").decode()
+            drawn = render_chart(chart, section.title, "svg").decode()
         except UserError as error:
             note(f"W&B: {error}")
         else:

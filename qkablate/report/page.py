@@ -52,12 +52,9 @@ def render_page(sections: Sequence[Section], title: str) -> str:
 
 
 def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str, Any]:
-    study, judgement = section.study, section.judgement
+    judgement = section.judgement
     run_columns, run_rows = rows.make_run_rows(section)
-    verdicts = [
-        [rows.Cell(*sanitize_all([cell.text, cell.key])) for cell in row]
-        for row in rows.make_verdict_rows(section)
-    ]
+    verdicts = rows.make_verdict_rows(section)
     claim = None
     if judgement is not None:
         claim = vars(make_claim_table(judgement)) | {"lines": format_claim(judgement.claim)}
@@ -73,13 +70,13 @@ def _make_section(section: Section, number: int, panels: list[Any]) -> dict[str,
             "claim": claim,
             "heading": "Verdicts" if judgement is None else "Arm by arm",
             "columns": rows.verdict_columns(section),
-            "arms": verdicts,
+            "arms": [[vars(cell) for cell in row] for row in verdicts],
             "count": format_count(len(verdicts), "arm"),
             "verdict_words": sorted({str(row[2].key) for row in verdicts}),
             "notes": make_notes(section),
             "charts": [_make_chart(chart, section, panels) for chart in make_charts(section)],
             "audit": rows.make_audit_rows(section),
-            "left_out": [[arm.arm, arm.control, arm.reason] for arm in study.left_out],
+            "left_out": [[arm.arm, arm.control, arm.reason] for arm in section.study.left_out],
             "run_columns": run_columns,
             "runs": run_rows,
             "environment": rows.make_environment_rows(section),
@@ -105,14 +102,14 @@ def make_notes(section: Section) -> list[str]:
         "This table tests each arm separately for any difference from its baseline. The claim,"
         " with its margin, is judged above."
     )
+    notes = [exploratory] if section.judgement is not None else []
+    notes += [
+        f"margin: {nats:g} nats. “not worse”: the gap is below the margin; “equivalent”: within"
+        " ± the margin; one-sided tests, adjusted by Holm. qkablate results lists their p values."
+        for nats in margins
+    ]
     return [
-        *([exploratory] if section.judgement is not None else []),
-        *(
-            f"margin: {nats:g} nats. “not worse”: the gap is below the margin; “equivalent”: within"
-            " ± the margin; one-sided tests, adjusted by Holm. qkablate results lists their p"
-            " values."
-            for nats in margins
-        ),
+        *notes,
         "gap: test loss of the arm minus test loss of its baseline with the same seed; negative is"
         " better. Intervals are over pairs, by Student's t, wider where the gaps are skewed, and"
         " unadjusted; verdicts use p adjusted by Holm over all gaps of the section.",
@@ -126,23 +123,17 @@ def make_notes(section: Section) -> list[str]:
 
 
 def _make_chart(chart: Chart, section: Section, panels: list[Any]) -> dict[str, Any]:
-    shown = []
+    shown, legend = [], []
     for panel in chart.panels:
         shown.append({"title": panel.title, "number": len(panels)})
         wide = {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
-        panels.append(panel.spec if {"width", "facet"} & {*panel.spec} else panel.spec | wide)
-    legend = [
-        {
-            "name": name,
-            "color": look.color,
-            "dash": " ".join(map(str, look.dash)) if look.dash != [1, 0] else "none",
-            "shape": SHAPE_PATHS[look.shape],
-        }
-        for name in chart.variants
-        for look in [section.styles[name]]
-    ]
-    texts = {"name": chart.name, "title": chart.title, "caption": chart.caption}
-    return texts | {"panels": shown, "legend": legend}
+        panels.append(panel.spec if panel.has_own_width else panel.spec | wide)
+    for name in chart.variants:
+        style = section.styles[name]
+        dash = " ".join(map(str, style.dash)) if style.dash != [1, 0] else "none"
+        shape = SHAPE_PATHS[style.shape]
+        legend.append({"name": name, "color": style.color, "dash": dash, "shape": shape})
+    return vars(chart) | {"panels": shown, "legend": legend}
 
 
 @lru_cache

@@ -71,9 +71,8 @@ def assign_styles(variants: Iterable[str]) -> dict[str, Style]:
     Of several ranks or groups of a variant, the first has the variant's own style. The others, and
     variants from user files, take free styles in order; styles repeat after 28.
     """
-    slots: dict[str, int] = {}
-    names = sorted({*variants}, key=lambda name: (name != "standard", _slot(name), name))
-    for name in names[names[:1] == ["standard"] :]:
+    names, slots = {*variants}, dict[str, int]()
+    for name in sorted(names - {"standard"}, key=lambda name: (_slot(name), name)):
         slot = _slot(name)
         slots[name] = slot if slot not in (*slots.values(), _NO_SLOT) else -1
     # Slots that belong to no built-in variant come first.

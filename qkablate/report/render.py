@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from typing import Any, Protocol
+from typing import Any
 
 from qkablate.errors import UserError
 from qkablate.report.charts.base import Chart, Spec
@@ -29,15 +29,8 @@ SHAPE_PATHS = {
 }
 
 
-class Titled(Protocol):
-    """Anything with a title that a chart belongs to: a section or a run."""
-
-    @property
-    def title(self) -> str: ...
-
-
-def render_chart(chart: Chart, subject: Titled, form: str) -> bytes:
-    """Return a chart as `svg` or `png`."""
+def render_chart(chart: Chart, subject: str, form: str) -> bytes:
+    """Return a chart of a section or a run, named in its title, as `svg` or `png`."""
     import vl_convert
 
     text = use_light_colors(json.dumps(sanitize_all(combine_panels(chart, subject))))
@@ -49,33 +42,30 @@ def render_chart(chart: Chart, subject: Titled, form: str) -> bytes:
         raise UserError(f"chart '{chart.name}' cannot be rendered") from None
 
 
-def combine_panels(chart: Chart, subject: Titled) -> Spec:
+def combine_panels(chart: Chart, subject: str) -> Spec:
     """Return all panels as one spec, with a legend and the caption."""
     shown = chart.panels[:MAX_PANELS]
     caption = chart.caption
     if len(shown) < len(chart.panels):
         caption += f" Only the first {MAX_PANELS} of {len(chart.panels)} panels are shown."
-    columns = 1 if len(shown) == 1 else 2
-    width = 620 if columns == 1 else 360
+    columns, width = (1, 620) if len(shown) == 1 else (2, 360)
     panels = []
-    for index, panel in enumerate(shown):
-        wide = {"width", "facet"} & {*panel.spec}
-        spec = panel.spec if wide else {"width": width} | panel.spec
+    for panel in shown:
+        spec = panel.spec if panel.has_own_width else {"width": width} | panel.spec
         if panel.title:
             spec = {"title": {"text": panel.title, "anchor": "start", "fontSize": 12}} | spec
-        if index == 0:  # the legend shows points with shapes, or lines with dashes
-            spec = _with_legend(spec, chart.variants, '"shape":' in json.dumps(spec))
         panels.append(spec)
-    title = {"text": [f"{chart.title} · {subject.title}"], "anchor": "start", "fontSize": 15}
+    # The legend shows points with shapes, or lines with dashes.
+    panels[0] = _with_legend(panels[0], chart.variants, '"shape":' in json.dumps(panels[0]))
+    title = {"text": [f"{chart.title} · {subject}"], "anchor": "start", "fontSize": 15}
     is_narrow = columns == 1 and isinstance(shown[0].spec.get("width"), dict)  # cells of a table
     characters = 112 if columns == 2 else 60 if is_narrow else 96
-    title |= {"subtitle": textwrap.wrap(caption, characters)}
-    title |= {"subtitleFontSize": 11}
+    title |= {"subtitle": textwrap.wrap(caption, characters), "subtitleFontSize": 11}
     config = CONFIG | {"background": "var(--ground)", "font": "sans-serif"}
     # A viewer's font may be wider than the one that the layout is computed with.
     padding = {"left": 36, "top": 14, "right": 56, "bottom": 14}
-    spec = {"concat": panels, "columns": columns, "title": title}
-    spec |= {"config": config, "padding": padding}
+    spec = {"concat": panels, "columns": columns, "title": title, "config": config}
+    spec |= {"padding": padding}
     # A sequential scale belongs to one panel; the scale of variants to all.
     return spec if chart.variants else spec | {"resolve": {"scale": {"color": "independent"}}}
 

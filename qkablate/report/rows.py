@@ -96,9 +96,9 @@ def find_problems(section: Section) -> list[str]:
     for distance in section.summary.function_distance:
         lines += [f"function distance: {fault}" for fault in distance.faults]
     for status in ("damaged", "failed", "waiting"):
-        # A waiting run has a reason if its folder exists and cannot be read.
         records = [r for r in section.study.all_records if r.status == status]
-        records = [r for r in records if r.reason or status != "waiting"]
+        if status == "waiting":  # it has a reason if its folder exists and cannot be read
+            records = [r for r in records if r.reason]
         lines += [f"{r.folder.name}: {_format_status(r)}" for r in records[:_MAX_PROBLEMS]]
         if (more := len(records) - _MAX_PROBLEMS) > 0:
             lines.append(f"{more:,} more {status}: see the table of runs below")
@@ -148,8 +148,9 @@ def make_run_rows(section: Section) -> tuple[list[str], list[list[str]]]:
         ]
     arms = [(entry.name, entry.rates, entry.records) for entry in study.entries if entry.records]
     arms += [(f"{arm} (tuning)", rates, by_seed) for (arm, rates), by_seed in study.tuning.items()]
-    rows = [_arm_row(section, name, str(rates), [*runs.values()]) for name, rates, runs in arms]
-    return ARM_COLUMNS, rows
+    return ARM_COLUMNS, [
+        _arm_row(section, name, str(rates), [*runs.values()]) for name, rates, runs in arms
+    ]
 
 
 def _arm_row(section: Section, name: str, rates: str, records: list[Record]) -> list[str]:
@@ -183,7 +184,7 @@ def make_environment_rows(section: Section) -> list[list[str]]:
             f"{value} ({format_count(n, 'run')})" if len(counts) > 1 else value
             for value, n in counts.most_common()
         ]
-        rows.append([label, format_list(values, 6) if values else "unknown: no run has a result"])
+        rows.append([label, format_list(values, 6) or "unknown: no run has a result"])
     return rows
 
 

@@ -33,10 +33,6 @@ class Section:
     def summary(self) -> StudySummary:
         return describe_study(self.study, margin=self.margin)
 
-    @property
-    def is_sweep(self) -> bool:
-        return self.study.manifest is not None
-
     @cached_property
     def families(self) -> list[Family]:
         return find_families(self.study)
@@ -79,8 +75,7 @@ class Section:
     @cached_property
     def examples(self) -> list[ArmAttention]:
         """Attention maps of the first run of each arm that has any."""
-        maps = (read_arm_attention(entry) for entry in self.study.entries)
-        return [arm for arm in maps if arm is not None]
+        return [*filter(None, map(read_arm_attention, self.study.entries))]
 
     @cached_property
     def metric(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from qkablate.analysis.claims.measures import check_measure
+from qkablate.analysis.claims.measures import MEASURES, Measure
 from qkablate.analysis.comparison.audit import is_annealed
 from qkablate.analysis.comparison.ranking import AXES
 from qkablate.analysis.comparison.scaling import MIN_POINTS
@@ -39,6 +39,10 @@ class PartSpec:
     adjust: str = "mlp"  # the size that pays for an equal number of parameters or FLOPs
     data: tuple[str, ...] = (TEXT,)  # the data of the grid, tasks of the scale
     than: Selector | None = None  # settings of both arms in a comparison that is subtracted
+
+    @property
+    def measure(self) -> Measure:
+        return MEASURES[self.of]
 
     @property
     def control(self) -> str:
@@ -115,13 +119,16 @@ def find_comparisons(claim: Claim, arms: Iterable[Arm]) -> list[Comparison]:
         for world in spec.data:
             comparisons = [*_find_comparisons_in(claim, name, spec, world, arms)]
             if not comparisons:
-                settings = ", ".join(f"{k}={v}" for k, v in (spec.than or {}).items())
                 raise UserError(
-                    f"parts.{name}.than: the grid has nothing but {settings}; what is compared with"
-                    " it?"
+                    f"parts.{name}.than: the grid has nothing but {_format_settings(spec.than)};"
+                    " what is compared with it?"
                 )
             found += comparisons
     return found
+
+
+def _format_settings(settings: Selector | None) -> str:
+    return ", ".join(f"{key}={value}" for key, value in (settings or {}).items())
 
 
 def _find_comparisons_in(
@@ -130,27 +137,26 @@ def _find_comparisons_in(
     known = [arm for arm in arms if not claim.tasks or _world_of(arm, claim.tasks) == world]
     pairs = _find_pairs(claim, spec, known)
     if not pairs:
-        raise _no_pair(part, spec, spec.arm, spec.against)
-    check_measure(spec.of, f"parts.{part}", [arm for pair in pairs for arm in pair])
+        raise _no_pair(part, spec)
+    spec.measure.check_arms(f"parts.{part}.of", [arm for pair in pairs for arm in pair])
     groups: dict[str, list[tuple[Arm, Arm]]] = {}
     for arm, other in sorted(pairs, key=lambda pair: pair[0].tokens):
         words = _shared_values(claim, world, *(_typed_values(side, arms) for side in (arm, other)))
         title = " ".join([part, *([f"on {world}"] if len(spec.data) > 1 else []), *words])
         groups.setdefault(title, []).append((arm, other))
     for title, group in groups.items():
-        lengths = [arm.tokens for arm, _ in group]
         if spec.horizon == "growth":
             _check_growth(part, group)
             names = [(arm.name, other.name) for arm, other in group]
             yield Comparison(part, spec, title, world, names)
             continue
-        for tokens, (arm, other) in zip(lengths, group, strict=True):
-            if spec.horizon == "each" or tokens == max(lengths):
-                several = spec.horizon == "each" and len({*lengths}) > 1
-                at = f" {tokens:,} tokens" if several else ""
-                than = _find_subtracted(claim, part, spec, arm, known, arms)
-                if than == (pair := (arm.name, other.name)):
-                    continue  # it is what the others are compared with
+        lengths = {arm.tokens for arm, _ in group}
+        shown = lengths if spec.horizon == "each" else {max(lengths)}
+        for arm, other in [(a, b) for a, b in group if a.tokens in shown]:
+            at = f" {arm.tokens:,} tokens" if len(shown) > 1 else ""
+            pair = arm.name, other.name
+            than = _find_subtracted(claim, part, spec, arm, known, arms)
+            if than != pair:  # that is what the others are compared with
                 yield Comparison(part, spec, f"{title}{at}", world, [pair], than)
 
 
@@ -160,25 +166,21 @@ def _find_subtracted(
     """Return the pair that `than` asks for: like the arm's in all settings but those it names."""
     if spec.than is None:
         return None
-    sides = [{**side, **spec.than} for side in (spec.arm, spec.against)]
-    wanted = dataclasses.replace(spec, arm=sides[0], against=sides[1])
-    fixed = claim.grid.keys() - {"variant", *spec.arm, *spec.against, *spec.than}
-
-    def settings(one: Arm) -> dict[str, Any]:
-        values = _typed_values(one, every)
-        return {key: values.get(key) for key in fixed}
-
-    for first, other in _find_pairs(claim, wanted, arms):
-        if settings(first) == settings(arm):
-            return first.name, other.name
-    raise _no_pair(f"{part}.than", spec, *sides)
-
-
-def _no_pair(part: str, spec: PartSpec, arm: Selector, against: Selector) -> UserError:
-    sides = (", ".join(f"{k}={v}" for k, v in side.items()) for side in (arm, against))
-    return UserError(
-        f"parts.{part}: the grid has no {' against '.join(sides)} at equal {spec.axis}"
+    wanted = dataclasses.replace(
+        spec, arm={**spec.arm, **spec.than}, against={**spec.against, **spec.than}
     )
+    fixed = claim.grid.keys() - {"variant", *spec.arm, *spec.against, *spec.than}
+    own = _typed_values(arm, every)
+    for first, other in _find_pairs(claim, wanted, arms):
+        values = _typed_values(first, every)
+        if all(values.get(key) == own.get(key) for key in fixed):
+            return first.name, other.name
+    raise _no_pair(f"{part}.than", wanted)
+
+
+def _no_pair(part: str, spec: PartSpec) -> UserError:
+    sides = " against ".join(map(_format_settings, (spec.arm, spec.against)))
+    return UserError(f"parts.{part}: the grid has no {sides} at equal {spec.axis}")
 
 
 def _check_growth(part: str, group: list[tuple[Arm, Arm]]) -> None:
@@ -207,10 +209,10 @@ def _shared_values(
     claim: Claim, world: str, values: Mapping[str, Any], other_values: Mapping[str, Any]
 ) -> list[str]:
     """Return the varied settings that a pair shares, besides its length."""
-    keys = [key for key in claim.grid if "," in claim.grid[key] or "(" in claim.grid[key]]
     return [
         f"{key.rpartition('.')[2]}={values[key]}"
-        for key in keys
+        for key, text in claim.grid.items()
+        if "," in text or "(" in text
         if key in values and values[key] == other_values.get(key)
         if key != "variant" and key not in claim.tasks.get(world, {})
         if not key.startswith("train.")
@@ -218,20 +220,18 @@ def _shared_values(
 
 
 def _find_pairs(claim: Claim, spec: PartSpec, arms: list[Arm]) -> list[tuple[Arm, Arm]]:
+    selecting = {*spec.arm, *spec.against}
+    are_same_variant = "variant" not in selecting  # settings of one variant are compared
     comparable = [
         arm
         for arm in arms
         # Baselines are under the control of every axis.
         if spec.control in arm.controls or (arm.baseline is None and arm.mismatch is None)
+        if not (are_same_variant and arm.variant == FLOOR)
     ]
     firsts = [arm for arm in comparable if _matches(arm, spec.arm)]
     others = [arm for arm in comparable if _matches(arm, spec.against)]
-    # The two agree in every varied key that selects neither side.
-    keys = claim.grid.keys() - {*spec.arm, *spec.against}
-    if "variant" in {*spec.arm, *spec.against}:
-        keys -= {"variant"}
-    else:  # settings of the same variant are compared
-        firsts, others = ([a for a in side if a.variant != FLOOR] for side in (firsts, others))
+    keys = claim.grid.keys() - selecting  # in which the two agree
     is_matched = spec.control != "none"
     if is_matched:  # the control has changed them
         keys -= {"model.mlp_ratio", f"model.{spec.adjust}"}

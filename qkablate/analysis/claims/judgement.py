@@ -6,17 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from qkablate.analysis.claims.claim import Claim, Comparison, find_comparisons
-from qkablate.analysis.claims.measures import (
-    MEASURES,
-    Unit,
-    find_unmeasured,
-    measure_failures,
-    measure_lead,
-    measure_sample,
-)
+from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.claims.registry import edits_since, find_registrations
 from qkablate.analysis.claims.verdict import (
-    ClaimVerdict,
     Part,
     SeedsNeeded,
     judge_parts,
@@ -53,21 +45,21 @@ class PartJudgement:
     """One comparison of a claim, with its gaps and their audit."""
 
     part: Part
+    word: Verdict  # INCOMPLETE until all runs of the claim have ended
     comparison: Comparison
     gaps: list[Gap]  # the last one is subtracted, if the part has `than`
     checks: list[AuditCheck]
 
     @property
     def unit(self) -> Unit:
-        return MEASURES[self.comparison.spec.of].unit
+        return self.comparison.spec.measure.unit
 
     def interval(self, level: float) -> Interval:
         """Return the interval as it is shown, unbounded where runs diverged; nan is unknown."""
-        part = self.part
-        interval = part.sample.interval(level) or (math.nan, math.nan)
-        low = -math.inf if part.open_below else interval[0]
-        high = math.inf if part.open_above else interval[1]
-        return self.unit.natural_interval(low, high)
+        low, high = self.part.sample.interval(level) or (math.nan, math.nan)
+        return self.unit.natural_interval(
+            -math.inf if self.part.open_below else low, math.inf if self.part.open_above else high
+        )
 
     def is_warned(self, name: str) -> bool:
         """Return whether the audit's check of this name is a warning."""
@@ -82,27 +74,15 @@ class Judgement:
     study: Study
     n: int  # planned seeds per arm
     alpha: float
-    verdict: ClaimVerdict | None  # None until all runs have ended
+    word: Verdict  # INCOMPLETE until all runs have ended
+    unless: list[str]  # failures, not excluded by the runs, that would overturn the verdict
     parts: list[PartJudgement]
     exploratory: list[str]  # reasons why it confirms nothing
 
     @property
-    def manifest(self) -> Manifest:
-        assert self.study.manifest is not None  # claims are judged by sweeps
-        return self.study.manifest
-
-    @property
-    def word(self) -> Verdict:
-        return self.verdict.word if self.verdict else Verdict.INCOMPLETE
-
-    @property
-    def part_words(self) -> list[Verdict]:
-        return self.verdict.parts if self.verdict else [Verdict.INCOMPLETE] * len(self.parts)
-
-    @property
-    def unless(self) -> list[str]:
-        """Failures of training, not excluded by the runs, that would overturn the verdict."""
-        return self.verdict.unless if self.verdict else []
+    def has_ended(self) -> bool:
+        """True if all runs have ended, so that there is a verdict."""
+        return self.word != Verdict.INCOMPLETE
 
     @property
     def scope(self) -> list[str]:
@@ -110,11 +90,8 @@ class Judgement:
         if not self.is_conclusive:
             return []
         # A claim is refuted by some of its parts: the others limit nothing.
-        deciding = [
-            judged
-            for judged, word in zip(self.parts, self.part_words, strict=True)
-            if self.word != Verdict.REFUTED or word == Verdict.REFUTED
-        ]
+        is_refuted = self.word == Verdict.REFUTED
+        deciding = [j for j in self.parts if j.word == Verdict.REFUTED or not is_refuted]
         scope = []
         for name, words in LIMITS.items():
             if warned := [judged.part.name for judged in deciding if judged.is_warned(name)]:
@@ -125,14 +102,15 @@ class Judgement:
     @property
     def worlds(self) -> dict[str, Verdict]:
         """Verdict on the text and on each task, if the claim is about several."""
-        words: dict[str, list[Verdict]] = {}
-        directed: dict[str, list[bool]] = {}
-        for judged, word in zip(self.parts, self.part_words, strict=True):
-            words.setdefault(judged.comparison.world, []).append(word)
-            directed.setdefault(judged.comparison.world, []).append(judged.part.can_be_equivalent)
-        if len(words) < 2 or self.verdict is None:
+        by_world: dict[str, list[PartJudgement]] = {}
+        for judged in self.parts:
+            by_world.setdefault(judged.comparison.world, []).append(judged)
+        if len(by_world) < 2 or not self.has_ended:
             return {}
-        return {world: merge_verdicts(words[world], directed[world]) for world in words}
+        return {
+            world: merge_verdicts([j.word for j in parts], [j.part for j in parts])
+            for world, parts in by_world.items()
+        }
 
     @property
     def headline(self) -> str:
@@ -149,8 +127,8 @@ class Judgement:
         # At the α of this look: for a later one fewer would do.
         return {
             judged.part.name: judged.part.seeds_needed(self.alpha, len(self.parts))
-            for judged, verdict in zip(self.parts, self.part_words, strict=True)
-            if verdict == Verdict.UNDERPOWERED
+            for judged in self.parts
+            if judged.word == Verdict.UNDERPOWERED
         }
 
 
@@ -159,22 +137,21 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
     manifest = study.manifest
     assert manifest is not None  # claims are judged by sweeps
     entries = {entry.arm.name: entry for entry in study.entries}
-    lr_curves = find_lr_curves(study)
-    parts = []
+    curves, parts = find_lr_curves(study), []
     comparisons = find_comparisons(claim, study.arms.values())
-    solo = read_measurements(manifest.folder) if solo_arms(comparisons) else {}
+    alone = solo_arms(comparisons)
+    solo = read_measurements(manifest.folder) if alone else {}
     for comparison in comparisons:
-        pairs = [*comparison.pairs, *([comparison.than] if comparison.than else [])]
         gaps = [
             measure_gap(entries[arm], entries[other], study.floor_of(entries[other]))
-            for arm, other in pairs
+            for arm, other in filter(None, [*comparison.pairs, comparison.than])
         ]
-        checks = _audit_part(comparison, gaps, lr_curves, study, entries)
-        if MEASURES[comparison.spec.of].is_solo:
+        checks = _audit_part(comparison, gaps, curves, entries)
+        if comparison.spec.measure.is_solo:
             checks.append(_check_alone(solo, solo_arms([comparison])))
-        parts.append(PartJudgement(_make_part(comparison, gaps, solo), comparison, gaps, checks))
-    per_arm = sum(run.arm == manifest.runs[0].arm for run in manifest.runs)
-    n = len(manifest.finals) or per_arm
+        part = _make_part(comparison, gaps, solo)
+        parts.append(PartJudgement(part, Verdict.INCOMPLETE, comparison, gaps, checks))
+    n = len(manifest.finals) or sum(run.arm == manifest.runs[0].arm for run in manifest.runs)
     alpha = dict(zip(claim.seeds, spend_alpha(claim.seeds), strict=True)).get(n, ALPHA)
     reasons = [*exploratory]
     if not exploratory and not _has_derived_seeds(claim, manifest, n):
@@ -187,15 +164,20 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
         for check in judged.checks
         if check.state == BROKEN
     ]
-    is_measured = all(arm in solo and len(solo[arm].seconds) >= n for arm in solo_arms(comparisons))
-    has_ended = study.is_complete and is_measured
-    verdict = judge_parts([judged.part for judged in parts], alpha) if has_ended else None
-    return Judgement(claim, study, n, alpha, verdict, parts, reasons)
+    is_measured = all(arm in solo and len(solo[arm].seconds) >= n for arm in alone)
+    if not (study.is_complete and is_measured):
+        return Judgement(claim, study, n, alpha, Verdict.INCOMPLETE, [], parts, reasons)
+    verdict = judge_parts([judged.part for judged in parts], alpha)
+    parts = [
+        dataclasses.replace(judged, word=word)
+        for judged, word in zip(parts, verdict.parts, strict=True)
+    ]
+    return Judgement(claim, study, n, alpha, verdict.word, verdict.unless, parts, reasons)
 
 
 def solo_arms(comparisons: Iterable[Comparison]) -> list[str]:
     """Return the arms that are also measured alone."""
-    solo = [c for c in comparisons if MEASURES[c.spec.of].is_solo]
+    solo = [c for c in comparisons if c.spec.measure.is_solo]
     return [*dict.fromkeys(arm for c in solo for pair in c.pairs for arm in pair)]
 
 
@@ -207,48 +189,37 @@ def _has_derived_seeds(claim: Claim, manifest: Manifest, n: int) -> bool:
 
 
 def _audit_part(
-    comparison: Comparison,
-    gaps: list[Gap],
-    lr_curves: dict[str, LrCurve],
-    study: Study,
-    entries: dict[str, Entry],
+    comparison: Comparison, gaps: list[Gap], curves: dict[str, LrCurve], entries: dict[str, Entry]
 ) -> list[AuditCheck]:
-    spec, measure = comparison.spec, MEASURES[comparison.spec.of]
+    spec, measure = comparison.spec, comparison.spec.measure
     # Growth is in nats per doubling, and has no margin at a single length.
     has_margin = spec.horizon != "growth" and measure.unit is Unit.NATS
     margin = spec.margin if has_margin else None
-    rounding_gaps = [_rounding_gap(gap, study, entries) for gap in gaps]
-    checks = _merge_audits(
-        [
-            audit(gap, lr_curves, spec.axis, margin, rounding_gap, in_claim=True)
-            for gap, rounding_gap in zip(gaps, rounding_gaps, strict=True)
-        ]
-    )
+    audits = []
+    for gap in gaps:
+        rounding_gap = _rounding_gap(gap, entries)
+        audits.append(audit(gap, curves, spec.axis, margin, rounding_gap, in_claim=True))
+    checks = _merge_audits(audits)
     if not measure.is_of_runs:
         # Nothing of the training moves what is counted, or measured apart from it.
         return [check for check in checks if check.name in ("matched", "machine", "kernel")]
-    found = [(gap, run) for gap in gaps for run in find_unmeasured(spec.of, gap)]
-    if found:
-        seeds = ", ".join(str(run.seed) for _, run in found)
-        lacking = f"the {measure.noun} of {len(found)} of {sum(len(g.runs) for g in gaps)} pairs"
-        lost = AuditCheck("pairs", BROKEN, f"{lacking} is not known: {seeds}")
+    if unmeasured := [run.seed for gap in gaps for run in measure.find_unmeasured(gap)]:
+        pairs = f"{len(unmeasured)} of {sum(len(gap.runs) for gap in gaps)} pairs"
+        text = f"the {measure.noun} of {pairs} is not known: {', '.join(unmeasured)}"
+        lost = AuditCheck("pairs", BROKEN, text)
         checks = [lost if check.name == "pairs" else check for check in checks]
-    if measure.unit is Unit.NATS:
-        return checks
-    tuned = f"the rates were tuned for the validation loss, not for {measure.noun}"
-    return [
-        AuditCheck(check.name, WARNING, tuned)
-        if check.name == "learning rate" and check.state == OK
-        else check
-        for check in checks
-    ]
+    if measure.unit is not Unit.NATS:
+        text = f"the rates were tuned for the validation loss, not for {measure.noun}"
+        other, tuned = AuditCheck("learning rate", WARNING, text), ("learning rate", OK)
+        checks = [other if (check.name, check.state) == tuned else check for check in checks]
+    return checks
 
 
 def _check_alone(solo: Mapping[str, SoloMeasurement], arms: list[str]) -> AuditCheck:
     """Check that nothing else kept the machine busy while arms were measured."""
-    if not any(arm in solo for arm in arms):
+    load = max((solo[arm].load for arm in arms if arm in solo), default=None)
+    if load is None:
         return AuditCheck("alone", NOTE, "not measured yet")
-    load = max(solo[arm].load for arm in arms if arm in solo)
     text = f"other processes used {load:.2f} cores at most"
     return AuditCheck("alone", WARNING if load > MAX_LOAD else OK, text)
 
@@ -256,69 +227,61 @@ def _check_alone(solo: Mapping[str, SoloMeasurement], arms: list[str]) -> AuditC
 def _make_part(
     comparison: Comparison, gaps: list[Gap], solo: Mapping[str, SoloMeasurement]
 ) -> Part:
-    spec, measure = comparison.spec, MEASURES[comparison.spec.of]
+    spec, measure = comparison.spec, comparison.spec.measure
     margin = measure.unit.margin(spec.margin)
-    if spec.horizon == "growth":
-        return _make_growth_part(comparison, gaps)
     gap, than = gaps[0], gaps[1] if comparison.than else None
     repeated = {
         arm: one.seconds if spec.of == "seconds" else one.memory for arm, one in solo.items()
     }
-    failures = [risks for g in gaps if (risks := measure_failures(spec.of, g)) is not None]
+    failures = [risks for g in gaps if (risks := measure.failures(g)) is not None]
     raising, lowering = zip(*failures, strict=True) if failures else ((), ())
     if than is not None and failures:  # what raises the gap that is subtracted lowers the rest
         (first, second), (other, another) = failures
         raising, lowering = (first, another), (second, other)
-    # A diverged run of a subtracted gap opens the other side.
-    above = gap.arm_diverged + (than.baseline_diverged if than else 0)
-    below = gap.baseline_diverged + (than.arm_diverged if than else 0)
+    above, below = gap.arm_diverged, gap.baseline_diverged
+    if than is not None:  # a diverged run of it opens the other side
+        above, below = above + than.baseline_diverged, below + than.arm_diverged
     if not measure.sample.is_signed:  # whichever arm fails, the size of a gap may grow or shrink
         above, below = above + below, 0
         raising = lowering = (*raising, *lowering)
-    return Part(
+    part = Part(
         name=comparison.name,
         kind=spec.kind,
         margin=margin,
-        sample=measure_sample(spec.of, gap, than, repeated),
+        sample=measure.sample_gap(gap, than, repeated),
         open_above=measure.is_of_runs and above > 0,
         open_below=measure.is_of_runs and below > 0,
         raising=raising,
         lowering=lowering,
-        is_sensitive=all(_is_sensitive(spec.of, g, margin) for g in gaps),
+        is_sensitive=all(is_sensitive(measure.lead(g), margin) for g in gaps),
     )
+    return _with_growth(part, gaps) if spec.horizon == "growth" else part
 
 
-def _is_sensitive(measure: str, gap: Gap, margin: float) -> bool:
-    return is_sensitive(measure_lead(measure, gap), margin)
-
-
-def _make_growth_part(comparison: Comparison, gaps: list[Gap]) -> Part:
-    spec = comparison.spec
+def _with_growth(part: Part, gaps: list[Gap]) -> Part:
+    """Return the part, tested on the growth of the gap over several lengths of training."""
     # A diverged run tilts the line up or down, depending on its place in it.
     diverged = any(gap.arm_diverged or gap.baseline_diverged for gap in gaps)
     tokens = [gap.arm.tokens for gap in gaps]
     # A failure tilts the line most at the longest training.
     weight = float(max(slope_weights(tokens)))
-    first, second = measure_risks(gaps[-1].arm, gaps[-1].baseline)
-    return Part(
-        name=comparison.name,
-        kind=spec.kind,
-        margin=spec.margin,
+    risks = [dataclasses.replace(r, weight=weight) for r in measure_risks(*gaps[-1].sides)]
+    return dataclasses.replace(
+        part,
         sample=fit_growth(tokens, gaps),
         open_above=diverged,
         open_below=diverged,
-        raising=(dataclasses.replace(first, weight=weight),),
-        lowering=(dataclasses.replace(second, weight=weight),),
-        is_sensitive=all(is_sensitive(gap.lead, spec.margin) for gap in gaps),
+        raising=(risks[0],),
+        lowering=(risks[1],),
     )
 
 
-def _rounding_gap(gap: Gap, study: Study, entries: dict[str, Entry]) -> Gap | None:
+def _rounding_gap(gap: Gap, entries: dict[str, Entry]) -> Gap | None:
     """Return the gap of standard attention to its reordered twin at the size of this gap."""
     sides = {entry.arm.name for entry in gap.sides}
-    for arm in study.arms.values():
-        if arm.variant == "standard_reassociated" and arm.baseline in sides:
-            return measure_gap(entries[arm.name], entries[arm.baseline])
+    for twin in entries.values():
+        if twin.arm.variant == "standard_reassociated" and twin.arm.baseline in sides:
+            return measure_gap(twin, entries[twin.arm.baseline])
     return None
 
 
@@ -334,7 +297,7 @@ def _merge_audits(audits: list[list[AuditCheck]]) -> list[AuditCheck]:
 
 def counting_judgement(looks: list[Judgement]) -> Judgement | None:
     """Return the newest judgement; undeclared additional seeds count only once all are done."""
-    counting = (look for look in looks if look.verdict or look.n in look.claim.seeds)
+    counting = (look for look in looks if look.has_ended or look.n in look.claim.seeds)
     return next(counting, looks[0] if looks else None)
 
 

@@ -21,7 +21,7 @@ from qkablate.analysis.comparison.gaps import Gap
 from qkablate.analysis.left_behind import FailureRisk, measure_risks
 from qkablate.analysis.stats import ALPHA, Sample, Spread
 from qkablate.analysis.study.loss_curves import VAL, LossCurve
-from qkablate.analysis.study.study import Entry, Record, Seeds
+from qkablate.analysis.study.study import Record, Seeds
 from qkablate.config import TEXT_SOURCES
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Arm
@@ -60,6 +60,7 @@ PairCost = Callable[[Record, Record, Gap], float | None]
 class Measure:
     """One measure of two arms."""
 
+    name: str  # as claims give it: `of: gap`
     noun: str
     unit: Unit
     sample: type[Sample] = Sample
@@ -76,32 +77,118 @@ class Measure:
         """True if the runs of the arms are measured."""
         return not self.is_solo and self.arm_cost is None
 
+    def check_arms(self, where: str, arms: Sequence[Arm]) -> None:
+        """Raise UserError if arms cannot be compared by the measure."""
+        for arm in arms:
+            source, train = arm.config.data.source, arm.config.train
+            steps, every = int(train.steps), train.eval_every
+            if self.needs_task and source in TEXT_SOURCES:
+                raise UserError(
+                    f"{where}: {self.name} is measured on tasks, and {source} is a text;"
+                    " data: induction"
+                )
+            if self.is_solo and source not in TEXT_SOURCES:
+                raise UserError(
+                    f"{where}: {self.name} is measured on a text, and {source} is a task"
+                )
+            if self.needs_curve and steps // every < MIN_READINGS:
+                raise UserError(
+                    f"{where}: {self.name} needs {MIN_READINGS} readings of the loss or more, and"
+                    f" train.eval_every={every} gives {steps // every} on {source};"
+                    f" train.eval_every={max(1, steps // (2 * MIN_READINGS))}"
+                )
+            if self.arm_cost is not None and not self.arm_cost(arm):
+                raise UserError(f"{where}: {arm.name} has no {self.noun}")
 
-def _test_loss(run: Record, other: Record, gap: Gap) -> float | None:
-    return gap.pairs[run.seeds]
+    def costs(self, gap: Gap) -> dict[Seeds, float]:
+        """Return the cost of the arm over that of its baseline, pair by pair."""
+        assert self.pair_cost is not None
+        found = {run.seeds: self.pair_cost(run, other, gap) for run, other in gap.runs}
+        return {seeds: cost for seeds, cost in found.items() if cost is not None}
+
+    def find_unmeasured(self, gap: Gap) -> list[Record]:
+        """Return the runs of the arm that lack, or whose opponents lack, what the measure reads."""
+        if self.sample is Course:
+            measured = {seeds for seeds, curve in _gap_curves(gap).items() if curve}
+        else:
+            measured = {*(gap.pairs if self.pair_cost is None else self.costs(gap))}
+        return [run for run, _ in gap.runs if run.seeds not in measured]
+
+    def sample_gap(self, gap: Gap, than: Gap | None, solo: Mapping[str, Sequence[float]]) -> Sample:
+        """Return the sample, less that of `than`; `solo` are repeated measurements of the arms."""
+        if self.arm_cost is not None:
+            cost, other_cost = (self.arm_cost(entry.arm) for entry in gap.sides)
+            return Exact((math.log(cost / other_cost),))
+        if self.is_solo:
+            repeated = (solo.get(entry.arm.name, ()) for entry in gap.sides)
+            ratios = (arm / other for arm, other in zip(*repeated, strict=False))
+            return Median(tuple(map(math.log, ratios)))
+        if self.sample is Course:
+            return _measure_course(gap)
+        if self.sample is Spread:
+            return Spread(gap.sample.values)
+        costs, gaps = self.costs(gap), [gap]
+        if than is not None:
+            others = self.costs(than)
+            costs = {seeds: costs[seeds] - others[seeds] for seeds in costs if seeds in others}
+            gaps.append(than)
+        variance = 0.0
+        if self.unit is Unit.NATS:
+            sides = [entry for gap in gaps for entry in gap.sides]
+            names = [entry.name for entry in sides]
+            # An arm on both sides of the difference cancels, with its error.
+            variance = sum(e.tuning_variance for e in sides if names.count(e.name) == 1)
+        return self.sample(tuple(costs.values()), variance)
+
+    def lead(self, gap: Gap) -> float | None:
+        """Return the bound by which the baseline beats the floor; None if it is unknown.
+
+        It is ∞ for measures that tell something also of arms that have learned nothing.
+        """
+        is_lead_in_costs = self.unit is Unit.SHARE or self.is_censored
+        if is_lead_in_costs and gap.compares_variants:
+            if gap.floor is None:
+                return None
+            sample = self.sample(tuple(self.costs(gap.floor).values()))
+            interval = sample.interval(1 - 2 * ALPHA)
+            return interval and interval[0]
+        return gap.lead if self.unit is Unit.NATS and self.name != "spread" else math.inf
+
+    def failures(self, gap: Gap) -> tuple[FailureRisk, FailureRisk] | None:
+        """Return the failures of both arms in this unit; None if they hardly move the measure."""
+        if self.unit is Unit.RATIO or self.name == "spread":
+            return None
+        risks = measure_risks(*gap.sides)
+        if self.unit is Unit.NATS:
+            return risks
+        # A run that is left behind answers as one that guesses.
+        best = max(entry.accuracy or 0.0 for entry in gap.sides)
+        size = max(0.0, best if self.name == "exact" else best - (gap.baseline.chance or 0.0))
+        unit = f"of {self.noun}"
+        arm, baseline = (dataclasses.replace(risk, size=size, unit=unit) for risk in risks)
+        return arm, baseline
 
 
-def _train_loss(run: Record, other: Record, gap: Gap) -> float | None:
-    return _excess(run.final_train_loss, other.final_train_loss)
+def _excess(read: Callable[[Record], float | None]) -> PairCost:
+    """Return the excess of the arm in a number that every run may have."""
+
+    def pair_cost(run: Record, other: Record, gap: Gap) -> float | None:
+        value, reference = read(run), read(other)
+        return None if value is None or reference is None else value - reference
+
+    return pair_cost
 
 
-def _accuracy(run: Record, other: Record, gap: Gap) -> float | None:
-    return _excess(other.accuracy, run.accuracy)
-
-
-def _exact(run: Record, other: Record, gap: Gap) -> float | None:
-    return _excess(other.exact, run.exact)
-
-
-def _excess(value: float | None, other: float | None) -> float | None:
-    return None if value is None or other is None else value - other
+def _lack(read: Callable[[Record], float | None]) -> PairCost:
+    """Return what the arm lacks of a number of which more is better."""
+    excess = _excess(read)
+    return lambda run, other, gap: excess(other, run, gap)
 
 
 def _tokens_to_loss(run: Record, other: Record, gap: Gap) -> float | None:
     """Return the log ratio of the tokens after which each reaches the baseline's loss halfway.
 
-    The noise of a pair must not choose what it has to reach: the loss is the mean of the baseline's
-    other runs.
+    It is the mean of the baseline's other runs: the noise of a pair must not choose its target.
     """
     curve, baseline_curve = run.loss_curves[VAL], other.loss_curves[VAL]
     if not curve or not baseline_curve:
@@ -112,25 +199,20 @@ def _tokens_to_loss(run: Record, other: Record, gap: Gap) -> float | None:
 
 def loss_halfway(curves: Sequence[LossCurve]) -> float:
     """Return the mean loss of some runs after half of their training; nan without runs."""
-    losses = [_loss_at(curve, TARGET * max(curve)) for curve in curves]
+    losses = []
+    for curve in curves:  # interpolated on the logarithm of tokens
+        tokens, values = zip(*sorted(curve.items()), strict=True)
+        halfway = math.log(TARGET * tokens[-1])
+        losses.append(float(np.interp(halfway, np.log(tokens), values)))
     return statistics.fmean(losses) if losses else math.nan
 
 
 def log_tokens_ratio(curve: LossCurve, other: LossCurve, target: float) -> float | None:
-    """Return the logarithm of the ratio of the tokens that two runs need to reach a loss.
-
-    It is ±∞ if one of them does not reach it, and None, not known, if neither does.
-    """
+    """Return the log ratio of tokens to a loss: ±∞ if one does not reach it, None if neither."""
     tokens, other_tokens = _first_below(curve, target), _first_below(other, target)
     if math.inf in (tokens, other_tokens):
         return None if tokens == other_tokens else math.copysign(math.inf, tokens - other_tokens)
     return math.log(tokens / other_tokens)
-
-
-def _loss_at(curve: LossCurve, tokens: float) -> float:
-    """Return the loss, interpolated on the logarithm of tokens."""
-    at = sorted(curve)
-    return float(np.interp(math.log(tokens), np.log(at), [curve[t] for t in at]))
 
 
 def _first_below(curve: LossCurve, loss: float) -> float:
@@ -152,118 +234,34 @@ def _steps_to_loss(run: Record, other: Record, gap: Gap) -> float | None:
     return None if cost is None else cost + math.log(tokens[1] / tokens[0])
 
 
+_until_loss = functools.partial(
+    Measure, unit=Unit.RATIO, sample=Median, needs_curve=True, is_censored=True
+)
+_counted = functools.partial(Measure, unit=Unit.RATIO, sample=Exact)
 _SIZES = ("noninferior", "worse")  # kinds of a measure that is never negative
-MEASURES = {
-    "gap": Measure("test loss", Unit.NATS, pair_cost=_test_loss),
-    "spread": Measure("spread of the gap from pair to pair", Unit.NATS, Spread, kinds=_SIZES),
-    "course": Measure(
-        "largest gap of the training", Unit.NATS, Course, kinds=_SIZES, needs_curve=True
+_ALL = (
+    Measure("gap", "test loss", Unit.NATS, pair_cost=_excess(lambda r: r.loss)),
+    Measure("spread", "spread of the gap from pair to pair", Unit.NATS, Spread, kinds=_SIZES),
+    Measure(
+        "course", "largest gap of the training", Unit.NATS, Course, kinds=_SIZES, needs_curve=True
     ),
-    "train_loss": Measure("training loss", Unit.NATS, pair_cost=_train_loss),
-    "accuracy": Measure("accuracy", Unit.SHARE, pair_cost=_accuracy, needs_task=True),
-    "exact": Measure("exact match", Unit.SHARE, pair_cost=_exact, needs_task=True),
-    "tokens_to_loss": Measure(
-        "tokens to the loss",
-        Unit.RATIO,
-        Median,
-        _tokens_to_loss,
-        needs_curve=True,
-        is_censored=True,
+    Measure(
+        "train_loss", "training loss", Unit.NATS, pair_cost=_excess(lambda r: r.final_train_loss)
     ),
-    "steps_to_loss": Measure(
-        "steps to the loss",
-        Unit.RATIO,
-        Median,
-        _steps_to_loss,
-        needs_curve=True,
-        is_censored=True,
+    Measure(
+        "accuracy", "accuracy", Unit.SHARE, pair_cost=_lack(lambda r: r.accuracy), needs_task=True
     ),
-    "seconds": Measure("seconds per step", Unit.RATIO, Median, is_solo=True),
-    "memory": Measure("peak memory", Unit.RATIO, Median, is_solo=True),
-    "kv_bytes": Measure(
-        "bytes of the KV cache",
-        Unit.RATIO,
-        Exact,
-        arm_cost=lambda arm: float(arm.kv_cache_numbers or 0),
+    Measure(
+        "exact", "exact match", Unit.SHARE, pair_cost=_lack(lambda r: r.exact), needs_task=True
     ),
-    "params": Measure("parameters", Unit.RATIO, Exact, arm_cost=lambda arm: float(arm.params)),
-}
-
-
-def check_measure(name: str, where: str, arms: Sequence[Arm]) -> None:
-    """Raise UserError if arms cannot be compared by a measure."""
-    measure = MEASURES[name]
-    for arm in arms:
-        config = arm.config
-        source = config.data.source
-        if measure.needs_task and source in TEXT_SOURCES:
-            raise UserError(
-                f"{where}.of: {name} is measured on tasks, and {source} is a text; data: induction"
-            )
-        readings = int(config.train.steps) // config.train.eval_every
-        if measure.is_solo and source not in TEXT_SOURCES:
-            raise UserError(f"{where}.of: {name} is measured on a text, and {source} is a task")
-        if measure.needs_curve and readings < MIN_READINGS:
-            raise UserError(
-                f"{where}.of: {name} needs {MIN_READINGS} readings of the loss or more, and"
-                f" train.eval_every={config.train.eval_every} gives {readings} on {source};"
-                f" train.eval_every={max(1, int(config.train.steps) // (2 * MIN_READINGS))}"
-            )
-        if measure.arm_cost is not None and not measure.arm_cost(arm):
-            raise UserError(f"{where}.of: {arm.name} has no {measure.noun}")
-
-
-def measure_costs(name: str, gap: Gap) -> dict[Seeds, float]:
-    """Return the cost of the arm over that of its baseline, pair by pair."""
-    pair_cost = MEASURES[name].pair_cost
-    assert pair_cost is not None
-    found = {run.seeds: pair_cost(run, other, gap) for run, other in gap.runs}
-    return {seeds: cost for seeds, cost in found.items() if cost is not None}
-
-
-def find_unmeasured(name: str, gap: Gap) -> list[Record]:
-    """Return the runs of the arm that lack, or whose opponents lack, what a measure reads."""
-    measure = MEASURES[name]
-    if measure.sample is Course:
-        curves = _gap_curves(gap)
-        return [run for run, _ in gap.runs if not curves[run.seeds]]
-    if measure.pair_cost is None:
-        return []
-    costs = measure_costs(name, gap)
-    return [run for run, _ in gap.runs if run.seeds not in costs]
-
-
-def measure_sample(
-    name: str, gap: Gap, than: Gap | None, solo: Mapping[str, Sequence[float]]
-) -> Sample:
-    """Return the sample of a measure; with `than`, that of the difference of two comparisons.
-
-    `solo` are the repeated measurements of the arms.
-    """
-    measure = MEASURES[name]
-    if measure.arm_cost is not None:
-        cost, other_cost = (measure.arm_cost(entry.arm) for entry in gap.sides)
-        return Exact((math.log(cost / other_cost),))
-    if measure.is_solo:
-        sides = (solo.get(entry.arm.name, ()) for entry in gap.sides)
-        return Median(tuple(math.log(arm / other) for arm, other in zip(*sides, strict=False)))
-    if measure.sample is Course:
-        return _measure_course(gap)
-    if measure.sample is Spread:
-        return Spread(gap.sample.values)
-    costs, gaps = measure_costs(name, gap), [gap]
-    if than is not None:
-        others = measure_costs(name, than)
-        costs = {seeds: costs[seeds] - others[seeds] for seeds in costs if seeds in others}
-        gaps.append(than)
-    # An arm on both sides of the difference cancels, with its error.
-    variance = sum(e.tuning_variance for e in _free_sides(gaps)) if measure.unit is Unit.NATS else 0
-    return measure.sample(tuple(costs.values()), variance)
-
-
-def _free_sides(gaps: Sequence[Gap]) -> list[Entry]:
-    sides = [entry for gap in gaps for entry in gap.sides]
-    return [e for e in sides if sum(e.name == other.name for other in sides) == 1]
+    _until_loss("tokens_to_loss", "tokens to the loss", pair_cost=_tokens_to_loss),
+    _until_loss("steps_to_loss", "steps to the loss", pair_cost=_steps_to_loss),
+    Measure("seconds", "seconds per step", Unit.RATIO, Median, is_solo=True),
+    Measure("memory", "peak memory", Unit.RATIO, Median, is_solo=True),
+    _counted("kv_bytes", "bytes of the KV cache", arm_cost=lambda arm: arm.kv_cache_numbers or 0),
+    _counted("params", "parameters", arm_cost=lambda arm: arm.params),
+)
+MEASURES = {measure.name: measure for measure in _ALL}
 
 
 def _measure_course(gap: Gap) -> Sample:
@@ -282,40 +280,8 @@ def _gap_curves(gap: Gap) -> dict[Seeds, LossCurve]:
         entry.tokens * int(entry.arm.config.optim.warmup) / int(entry.arm.config.train.steps)
         for entry in gap.sides
     )
-    pairs = {run.seeds: (run.loss_curves[VAL], other.loss_curves[VAL]) for run, other in gap.runs}
-    return {
-        seeds: {t: a[t] - b[t] for t in a if t in b and t > warm_up}
-        for seeds, (a, b) in pairs.items()
-    }
-
-
-def measure_lead(name: str, gap: Gap) -> float | None:
-    """Return the bound by which the baseline beats the floor; None if it is unknown.
-
-    It is ∞ for measures that tell something also of arms that have learned nothing.
-    """
-    measure = MEASURES[name]
-    is_lead_in_costs = measure.unit is Unit.SHARE or measure.is_censored
-    if is_lead_in_costs and gap.compares_variants:
-        if gap.floor is None:
-            return None
-        sample = measure.sample(tuple(measure_costs(name, gap.floor).values()))
-        interval = sample.interval(1 - 2 * ALPHA)
-        return interval and interval[0]
-    return gap.lead if measure.unit is Unit.NATS and name != "spread" else math.inf
-
-
-def measure_failures(name: str, gap: Gap) -> tuple[FailureRisk, FailureRisk] | None:
-    """Return the failures of both arms in the unit of the measure; None if they hardly move it."""
-    measure = MEASURES[name]
-    if measure.unit is Unit.RATIO or name == "spread":
-        return None
-    risks = measure_risks(*gap.sides)
-    if measure.unit is Unit.NATS:
-        return risks
-    # A run that is left behind answers as one that guesses.
-    best = max((e.accuracy or 0.0 for e in gap.sides), default=0.0)
-    size = best if name == "exact" else best - (gap.baseline.chance or 0.0)
-    unit = f"of {measure.noun}"
-    rescale = functools.partial(dataclasses.replace, size=max(size, 0.0), unit=unit)
-    return rescale(risks[0]), rescale(risks[1])
+    curves = {}
+    for run, other in gap.runs:
+        a, b = run.loss_curves[VAL], other.loss_curves[VAL]
+        curves[run.seeds] = {t: a[t] - b[t] for t in a if t in b and t > warm_up}
+    return curves

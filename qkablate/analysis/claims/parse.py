@@ -1,7 +1,7 @@
 """Claims as files: conf/claim/NAME.yaml or a user's own, at one of the sizes of conf/scale."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,17 +37,16 @@ def scales() -> list[str]:
 def load_claim(word: str, scale: str = "small", words: Mapping[str, str] | None = None) -> Claim:
     """Load a claim by name or path; `words` override keys of its grid."""
     path = Path(word)
-    if path.suffix in (".yaml", ".yml"):
-        if not re.fullmatch(r"\w[\w+-]*", path.stem):
-            allowed = "letters, digits, _, + and -"
-            raise UserError(f"'{path.name}': the name of a claim consists of {allowed}")
-    else:
+    if path.suffix not in (".yaml", ".yml"):
         path = conf_dir() / "claim" / f"{word}.yaml"
-        if not path.is_file() or word not in claim_names():
+        if word not in claim_names():
             raise UserError(
                 f"there is no claim '{word}'{nearest_hint(word, claim_names())};"
                 " `qkablate claim list` shows them, and a file of your own is given as PATH.yaml"
             )
+    if not re.fullmatch(r"\w[\w+-]*", path.stem):
+        allowed = "letters, digits, _, + and -"
+        raise UserError(f"'{path.name}': the name of a claim consists of {allowed}")
     try:
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text)
@@ -76,7 +75,11 @@ def _check_repetition(node: Any) -> None:
 _KEYS = ["says", "source", "untestable", "seeds", "tuning_seeds", "grid", "filter", "baseline"]
 _KEYS += ["parts", "scale", "minutes"]
 _DATA_AND_LENGTH = ("data", "model.context", "train.steps", "train.tokens")
-_PART_KEYS = ("kind", "margin", "arm", "against", "of", "axis", "adjust", "horizon", "data", "than")
+_PART_DEFAULTS: dict[str, Any] = {"kind": None, "margin": None, "arm": None, "against": "standard"}
+_PART_DEFAULTS |= {"of": "gap", "axis": "tokens", "adjust": "mlp", "horizon": "longest"}
+_PART_DEFAULTS |= {"data": TEXT, "than": None}
+_PART_CHOICES = {"kind": KINDS, "of": MEASURES, "axis": AXES, "horizon": HORIZONS}
+_PART_CHOICES |= {"adjust": SWEEP_KEYS["control.adjust"].choices}
 
 
 def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -> Claim:
@@ -85,11 +88,9 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
     for key in ("says", "source"):
         if not isinstance(content.get(key), str) or not content[key].strip():
             raise UserError(f"{key}: a text is required")
-    says, source, untestable = (
-        " ".join(str(content.get(key) or "").split()) for key in ("says", "source", "untestable")
-    )
-    if content.get("untestable"):
-        return Claim(name, says, source, untestable)
+    says, source = (" ".join(content[key].split()) for key in ("says", "source"))
+    if untestable := content.get("untestable"):
+        return Claim(name, says, source, " ".join(str(untestable).split()))
     _check_choice("scale", scale, scales())
     by_scale = _map("scale", content.get("scale") or {}, scales())
     if by_scale and scale not in by_scale and not content.get("parts"):
@@ -100,9 +101,9 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
     scale_text = (conf_dir() / "scale" / f"{scale}.yaml").read_text(encoding="utf-8")
     scale_values = yaml.safe_load(scale_text)
     tasks: dict[str, dict[str, Any]] = scale_values.pop("tasks")
-    values = scale_values | _map("grid", content.get("grid")) | changes
-    grid = {key: _values(key, value) for key, value in values.items()} | dict(words)
-    grid = dict(sorted(grid.items()))  # a file with its keys in another order is the same claim
+    own = _map("grid", content.get("grid")) | changes | dict(words)
+    # A file with its keys in another order is the same claim.
+    grid = {key: _values(key, value) for key, value in sorted((scale_values | own).items())}
     for key, text in grid.items():
         if key == "control" or key.partition(".")[0] in ("seed", "seeds", "sweep", "control"):
             raise UserError(f"grid: {key} is set by the claim itself, not by its grid")
@@ -123,36 +124,38 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
         on_text = {
             key: replace(spec, data=(TEXT,)) for key, spec in specs.items() if TEXT in spec.data
         }
-        for key in words if not on_text else ():
-            if key == "data" or key.startswith("data."):
-                worlds = dict.fromkeys(world for spec in specs.values() for world in spec.data)
-                raise UserError(f"{key}: this claim is about {' and '.join(worlds)} alone")
+        given = [key for key in words if key == "data" or key.startswith("data.")]
+        if given and not on_text:
+            about = " and ".join(_find_worlds(specs))
+            raise UserError(f"{given[0]}: this claim is about {about} alone")
         specs = on_text or specs
-    if not any(MEASURES[spec.of].is_of_runs for spec in specs.values()):
+    if not any(spec.measure.is_of_runs for spec in specs.values()):
         raise UserError("parts: none is measured by training; `qkablate cost` shows such costs")
     filters = [] if content.get("filter") is None else content["filter"]
     if not isinstance(filters, list) or not all(isinstance(text, str) for text in filters):
         raise UserError("filter: must be a list of predicates")
-    worlds = dict.fromkeys(world for spec in specs.values() for world in spec.data)
+    worlds = _find_worlds(specs)
     used = {name: tasks[name] for name in worlds if name != TEXT}
     if TEXT not in worlds:  # the first task takes the place of the text
-        own = _map("grid", content.get("grid")).keys() | changes.keys() | words.keys()
         used = {
             name: {key: value for key, value in settings.items() if key not in own}
             for name, settings in used.items()
         }
-        first, *others = used.items()
+        first = used[worlds[0]]
         grid = {k: text for k, text in grid.items() if k in own or not k.startswith("data.")}
-        grid |= {key: as_word(value) for key, value in first[1].items()}
-        changed = {key: scale_values[key] for key in first[1] if key in scale_values}
-        used = {name: changed | settings for name, settings in [first, *others]} if others else {}
+        grid |= {key: as_word(value) for key, value in first.items()}
+        changed = {key: scale_values[key] for key in first if key in scale_values}
+        used = {name: changed | used[name] for name in worlds} if len(worlds) > 1 else {}
     seeds = _seeds(content.get("seeds"))
     for key, spec in specs.items():
-        if MEASURES[spec.of].sample is Median and seeds[0] < MIN_OF_MEDIAN:
+        if spec.measure.sample is Median and seeds[0] < MIN_OF_MEDIAN:
             raise UserError(
                 f"parts.{key}.of: {spec.of} is told by a median, which takes {MIN_OF_MEDIAN} seeds"
                 f" or more, and the claim has {seeds[0]}"
             )
+    minutes = _number(content.get("minutes"))
+    if content.get("minutes") is not None and not 0 < (minutes or 0) < 1e6:
+        raise UserError(f"minutes: {content['minutes']} is not a number of minutes")
     return Claim(
         name=name,
         says=says,
@@ -166,8 +169,12 @@ def parse_claim(name: str, content: Any, scale: str, words: Mapping[str, str]) -
         baseline=_baseline(baseline),
         tasks=used,
         parts=specs,
-        minutes=_minutes(content.get("minutes")),
+        minutes=minutes,
     )
+
+
+def _find_worlds(specs: Mapping[str, PartSpec]) -> list[str]:
+    return [*dict.fromkeys(world for spec in specs.values() for world in spec.data)]
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
@@ -185,27 +192,16 @@ def _baseline(value: Any) -> Any:
     if not isinstance(value, dict):
         raise UserError(f"baseline: '{value}' is not a variant, a map of keys to values, or null")
     for key, leaf in _map("baseline", value).items():
-        if not isinstance(leaf, str | bool) and not is_number(leaf):
+        if not (isinstance(leaf, str | bool) or is_number(leaf)):
             raise UserError(f"baseline: {key} must be a single value")
     return value
 
 
-def _minutes(value: Any) -> float | None:
-    minutes = None if value is None else _number(value)
-    if value is not None and (minutes is None or not 0 < minutes < 1e6):
-        raise UserError(f"minutes: {value} is not a number of minutes")
-    return minutes
-
-
 def _part(name: str, value: Any, grid: Mapping[str, str], worlds: Sequence[str]) -> PartSpec:
     where = f"parts.{name}"
-    given = value = _map(where, value, _PART_KEYS)
-    defaults = {"kind": None, "of": "gap", "axis": "tokens", "horizon": "longest"}
-    defaults |= {"margin": None, "against": "standard", "adjust": "mlp", "data": TEXT, "than": None}
-    value = defaults | value
-    choices_of = {"kind": KINDS, "of": MEASURES, "axis": AXES, "horizon": HORIZONS}
-    choices_of["adjust"] = SWEEP_KEYS["control.adjust"].choices
-    for key, choices in choices_of.items():
+    given = _map(where, value, _PART_DEFAULTS)
+    value = _PART_DEFAULTS | given
+    for key, choices in _PART_CHOICES.items():
         _check_choice(f"{where}.{key}", value[key], choices)
     if "adjust" in given and value["axis"] == "tokens":
         raise UserError(f"{where}.adjust: {value['adjust']} pays for axis=params or axis=flops")
@@ -216,7 +212,7 @@ def _part(name: str, value: Any, grid: Mapping[str, str], worlds: Sequence[str])
         _check_choice(f"{where}.data", world, worlds)
     if not data or len({*data}) < len(data):
         raise UserError(f"{where}.data: name each of {', '.join(worlds)} once")
-    if "arm" not in value:
+    if "arm" not in given:
         raise UserError(f"{where}.arm: is required")
     sides = {key: _selector(f"{where}.{key}", value[key], grid) for key in ("arm", "against")}
     if sides["arm"] == sides["against"] and value["than"] is None:
@@ -293,9 +289,8 @@ def _selector(where: str, value: Any, grid: Mapping[str, str]) -> dict[str, Any]
             raise UserError(f"{where}: {no_such_key(key)}")
     variant = selector.get("variant", "standard")
     if variant not in variants() and "variant.file" not in grid:
-        raise UserError(
-            f"{where}: there is no variant '{variant}'{nearest_hint(str(variant), variants())}"
-        )
+        hint = nearest_hint(str(variant), variants())
+        raise UserError(f"{where}: there is no variant '{variant}'{hint}")
     return {key: as_word(leaf) for key, leaf in selector.items()}
 
 
@@ -308,7 +303,7 @@ def _values(key: str, value: Any) -> str:
     return as_word(value)
 
 
-def _map(where: str, value: Any, known: Sequence[str] = ()) -> dict[str, Any]:
+def _map(where: str, value: Any, known: Collection[str] = ()) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise UserError(f"{where}: must be a map of keys to values".removeprefix(": "))
     for key in value:

@@ -37,8 +37,8 @@ class Registration:
     @property
     def sweeps(self) -> dict[int, Path]:
         """Sweeps of its looks, by rising number of seeds."""
-        links = self._find_links()
-        return {n: links[n] for n in links if (links[n] / "manifest.json").exists()}
+        found = self._find_links().items()
+        return {n: sweep for n, sweep in found if (sweep / "manifest.json").exists()}
 
     @property
     def lost(self) -> list[Path]:
@@ -120,8 +120,8 @@ def read_registration(folder: Path) -> Registration:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"'{folder / FILE}' is damaged, or was changed by hand") from None
-    when, earlier = str(content.get("registered")), content.get("earlier")
-    return Registration(folder, claim, when, frozenset(map(str, earlier or ())))
+    earlier = frozenset(map(str, content.get("earlier") or ()))
+    return Registration(folder, claim, str(content.get("registered")), earlier)
 
 
 def find_registrations(out: str, name: str) -> list[Registration]:
@@ -166,8 +166,7 @@ def edits_since(claim: Claim, before: list[Registration]) -> list[str]:
         f"edited after the runs of {other.when}: {'; '.join(describe_changes(other.claim, claim))}"
         for other in before
         if other.claim.hash != claim.hash
-        and other.claim.scale == claim.scale
-        and other.claim.words == claim.words
+        and (other.claim.scale, other.claim.words) == (claim.scale, claim.words)
         and (other.claim.hash in same[0].earlier if same else _has_results(other))
     ]
 

@@ -4,6 +4,7 @@ They answer the questions of `stats.Sample`, each with an interval of its own ki
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -16,7 +17,17 @@ MIN_OF_MEDIAN = 5  # numbers: the sign test of fewer rejects nothing
 MOST_READINGS = 16  # of a simultaneous band: more make it wider
 
 
-class Median(Sample):
+class _NoMean(Sample):
+    """Numbers of which the statistics of means tell nothing."""
+
+    bca = None
+    sign_flip = None
+
+    def detectable(self, alpha: float = ALPHA) -> float | None:
+        return None
+
+
+class Median(_NoMean):
     """The median of independent numbers of any distribution, by their order.
 
     Interval and tests are those of the sign test: they hold for skewed, heavy-tailed and censored
@@ -26,11 +37,7 @@ class Median(Sample):
 
     @cached_property
     def mean(self) -> float:
-        x = sorted(self.values)
-        if not x:
-            return math.nan
-        low, high = x[(self.n - 1) // 2], x[self.n // 2]
-        return low if low == high else (low + high) / 2
+        return statistics.median(self.values) if self.values else math.nan
 
     @cached_property
     def sd(self) -> float | None:
@@ -64,12 +71,6 @@ class Median(Sample):
         sides = ((bound, False), (-bound, True))
         return max(0.0, sum(self.power(n, mean, sd, b, alpha, above=a) for b, a in sides) - 1)
 
-    def detectable(self, alpha: float = ALPHA) -> float | None:
-        return None
-
-    bca = None
-    sign_flip = None
-
 
 @lru_cache(maxsize=4096)
 def _bounding_rank(n: int, tail: float) -> int:
@@ -86,7 +87,7 @@ def _sign_test(hits: int, n: int) -> float:
     return float(stats.binom.sf(hits - 1, n, 0.5)) if n else 1.0
 
 
-class Exact(Sample):
+class Exact(_NoMean):
     """A number that is counted, not sampled: it has no uncertainty."""
 
     min_n = 1
@@ -100,15 +101,9 @@ class Exact(Sample):
     def p_above(self, bound: float) -> float:
         return float(not self.values or self.mean <= bound)
 
-    def detectable(self, alpha: float = ALPHA) -> float | None:
-        return None
-
-    bca = None
-    sign_flip = None
-
 
 @dataclass(frozen=True)
-class Course(Sample):
+class Course(_NoMean):
     """The largest mean |gap| over the readings of one training, with a simultaneous band.
 
     It is below a bound if it is so at every reading: each is tested at the whole α. It is above one
@@ -157,9 +152,3 @@ class Course(Sample):
         """Return the power at the reading where the mean is largest."""
         alpha /= 2 * len(self.banded) if above else 1
         return super().power(n, mean, sd, bound, alpha, above=above)
-
-    def detectable(self, alpha: float = ALPHA) -> float | None:
-        return None
-
-    bca = None
-    sign_flip = None

@@ -30,13 +30,7 @@ from scipy import optimize, stats
 from qkablate.analysis.comparison.decision import Verdict
 from qkablate.analysis.comparison.gaps import Gap, is_sensitive
 from qkablate.analysis.left_behind import FailureRisk, measure_risks
-from qkablate.analysis.stats import (
-    ALPHA,
-    Sample,
-    Spread,
-    holm,
-    required_n,
-)
+from qkablate.analysis.stats import ALPHA, Sample, Spread, holm, required_n
 
 KINDS = ("noninferior", "equivalent", "better", "worse")
 PREDICTION_LEVEL = 0.8  # of the interval of the seeds needed
@@ -146,17 +140,13 @@ class Part:
         """Return the probability that n seeds support the part, given the true mean and spread."""
         if self.kind == "equivalent":
             return self.sample.power_within(n, mean, sd, self.margin, alpha)
-        return self._power_beyond(self.kind == "worse", n, mean, sd, alpha)
+        return self.sample.power(n, mean, sd, self._bound, alpha, above=self.kind == "worse")
 
     def power_to_refute(self, n: int, mean: float, sd: float, alpha: float = ALPHA) -> float:
         """Return the probability that n seeds refute the part, given the true mean and spread."""
         if self.kind == "equivalent":
             return self.sample.power(n, -abs(mean), sd, -self.margin, alpha / 2, above=False)
-        return self._power_beyond(self.kind != "worse", n, mean, sd, alpha)
-
-    def _power_beyond(self, above: bool, n: int, mean: float, sd: float, alpha: float) -> float:
-        """Return the power of the test for a truth above or below the bound."""
-        return self.sample.power(n, mean, sd, self._bound, alpha, above=above)
+        return self.sample.power(n, mean, sd, self._bound, alpha, above=self.kind != "worse")
 
     def seeds_needed(self, alpha: float = ALPHA, parts: int = 1) -> SeedsNeeded | None:
         """Return an 80 % prediction interval of the seeds that decide it with 80 % power.
@@ -181,9 +171,8 @@ class Part:
         interval = self.sample.interval(PREDICTION_LEVEL)
         assert interval is not None  # there is a spread
         edges = {self.margin, -self.margin} if self.kind == "equivalent" else {self._bound}
-        is_bounded = len(known) == len(needed) and not any(
-            interval[0] <= edge <= interval[1] for edge in edges
-        )
+        is_open = any(interval[0] <= edge <= interval[1] for edge in edges)
+        is_bounded = len(known) == len(needed) and not is_open
         return SeedsNeeded(min(known, default=None), max(known) if is_bounded else None)
 
     def _plausible_truths(self) -> list[tuple[float, float]]:
@@ -253,7 +242,7 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
             is_blind = part.kind in ("better", "worse") and not part.is_sensitive
             refuted_word = Verdict.INSENSITIVE if is_blind else Verdict.REFUTED
             verdicts.append(refuted_word if p_refuted < alpha else Verdict.UNDERPOWERED)
-    word = merge_verdicts(verdicts, [part.can_be_equivalent for part in parts])
+    word = merge_verdicts(verdicts, parts)
     conditions = [
         part.conditions(verdict, alpha, len(parts))
         for part, verdict in zip(parts, verdicts, strict=True)
@@ -264,13 +253,14 @@ def judge_parts(parts: Sequence[Part], alpha: float = ALPHA) -> ClaimVerdict:
     return ClaimVerdict(word, verdicts, [*dict.fromkeys(itertools.chain(*conditions))])
 
 
-def merge_verdicts(verdicts: list[Verdict], are_directed: list[bool]) -> Verdict:
+def merge_verdicts(verdicts: list[Verdict], parts: Sequence[Part]) -> Verdict:
     """Return the verdict of all parts; directed ones can be equivalent."""
     for word in (Verdict.REFUTED, Verdict.INSENSITIVE):  # one such part is enough
         if word in verdicts:
             return word
     if Verdict.EQUIVALENT in verdicts:
-        expected = [Verdict.EQUIVALENT if d else Verdict.SUPPORTED for d in are_directed]
+        directed = [part.can_be_equivalent for part in parts]
+        expected = [Verdict.EQUIVALENT if d else Verdict.SUPPORTED for d in directed]
         return Verdict.EQUIVALENT if verdicts == expected else Verdict.MIXED
     if Verdict.UNDERPOWERED in verdicts:
         return Verdict.UNDERPOWERED
@@ -281,5 +271,4 @@ def spend_alpha(looks: Sequence[int]) -> list[float]:
     """Return the α of each look by O'Brien and Fleming's spending function; they add up to α."""
     z = float(stats.norm.isf(ALPHA / 2))
     total = [2 * float(stats.norm.sf(z / math.sqrt(n / looks[-1]))) for n in looks[:-1]]
-    total.append(ALPHA)
-    return [after - before for before, after in zip([0.0, *total], total, strict=False)]
+    return [after - before for before, after in itertools.pairwise([0.0, *total, ALPHA])]

@@ -6,7 +6,8 @@ Shape suffixes: L layers, H heads, T tokens.
 import numpy as np
 
 from qkablate.analysis.study.attention_maps import TARGETS, ArmAttention
-from qkablate.report.charts.base import Chart, ChartPanel, Spec, color_by, make_layer, make_tooltip
+from qkablate.report.charts import base
+from qkablate.report.charts.base import Chart, ChartPanel, Spec
 from qkablate.report.section import Section
 from qkablate.runs.attention_map import FULL_WEIGHT
 from qkablate.table import format_count, format_list
@@ -33,26 +34,25 @@ def make_attention_chart(arms: list[ArmAttention], source: str, only: Head | Non
     variants = [arm.variant for arm in arms]
     labels = [arm.variant if variants.count(arm.variant) == 1 else arm.arm for arm in arms]
     heads = [_choose_heads(arm) if only is None else [only] for arm in drawn]
-    length = _choose_length(drawn, heads)
+    length, maps = max(len(arm.tokens) for arm in drawn), sum(map(len, heads))
+    while length > 2 and maps * length * (length + 1) // 2 > _MAX_CELLS:
+        length -= 1
     panels = [
-        ChartPanel(f"{label}, {arm.which}", _map_spec(arm, heads_of_arm, length), [])
+        ChartPanel(f"{label}, {arm.which}", _map_spec(arm, heads_of_arm, length))
         for label, arm, heads_of_arm in zip(labels, drawn, heads, strict=False)
     ]
     texts = list(dict.fromkeys(arm.tokens[:length] for arm in drawn))
     separator = " " if all(token.isdecimal() for token in texts[0]) else ""  # between ids
+    others = " Other arms have another text, or a shorter part of it." if len(texts) > 1 else ""
     caption = (
         f"{source}: attention weights of {format_count(length, 'token')} as queries (rows) to keys"
-        f" (columns), in “{separator.join(texts[0])}”."
-    )
-    if len(texts) > 1:
-        caption += " Other arms have another text, or a shorter part of it."
-    caption += (
+        f" (columns), in “{separator.join(texts[0])}”.{others}"
         f" Gray: below {_THRESHOLDS[0]:.0%} of a token's attention; darker from"
         f" {format_list([f'{step:.0%}' for step in _THRESHOLDS])} on."
     )
     caption += _format_targets(dict(zip(labels, drawn, strict=False)))
-    hidden = labels[_MAX_ARMS:]
-    caption += f" Not drawn: {format_list(hidden, 6)}." if hidden else ""
+    if hidden := labels[_MAX_ARMS:]:
+        caption += f" Not drawn: {format_list(hidden, 6)}."
     all_heads = max(arm.a_LHTT.shape[0] * arm.a_LHTT.shape[1] for arm in drawn)
     if (shown := max(map(len, heads))) < all_heads:
         caption += f" Of {format_count(all_heads, 'head')} of an arm, {shown} drawn."
@@ -66,15 +66,6 @@ def _choose_heads(arm: ArmAttention) -> list[Head]:
     tall = min(layers, _MAX_HEADS // wide, _MAX_LAYERS)
     rows = {round(at) for at in np.linspace(layers - 1, 0, tall)}
     return [(layer, head) for layer in sorted(rows) for head in range(wide)]
-
-
-def _choose_length(drawn: list[ArmAttention], heads: list[list[Head]]) -> int:
-    """Return the number of tokens that keeps the page small."""
-    length = max(len(arm.tokens) for arm in drawn)
-    maps = sum(map(len, heads))
-    while length > 2 and maps * length * (length + 1) // 2 > _MAX_CELLS:
-        length -= 1
-    return length
 
 
 def _format_targets(arms: dict[str, ArmAttention]) -> str:
@@ -111,28 +102,22 @@ def _map_spec(arm: ArmAttention, places: list[Head], length: int) -> Spec:
     x: Spec = axis | {"field": "k", "scale": scale}
     y: Spec = axis | {"field": "q", "scale": scale | {"reverse": True}}
     steps = [step * 100 for step in _THRESHOLDS[1:]]
-    color = color_by("share", steps, ("low1", "low2", "low3", "link"))
+    color = base.color_by("share", steps, ("low1", "low2", "low3", "link"))
     titles = {"from": "token", "to": "attends to", "share": "%"}
-    tooltip = make_tooltip(layer="", head="", **titles)
+    tooltip = base.make_tooltip(layer="", head="", **titles)
     triangle = {"x": x, "y": y, "y2": {"datum": end}}
     corners = [{"k": start, "q": start}, {"k": end, "q": end}]
     square = {"size": cell * cell, "opacity": 1, "strokeWidth": 0, "aria": False}
     drawn = [
-        make_layer("area", triangle, corners, color="var(--line)", opacity=0.45),
-        make_layer("square", {"x": x, "y": y, "color": color, "tooltip": tooltip}, **square),
+        base.make_layer("area", triangle, corners, color="var(--line)", opacity=0.45),
+        base.make_layer("square", {"x": x, "y": y, "color": color, "tooltip": tooltip}, **square),
     ]
     if cell >= _MIN_PIXELS_FOR_LABELS and len(places) == 1:
         drawn += _token_labels(arm, length, x, y)
-    order = {key: list(dict.fromkeys(row[key] for row in rows)) for key in ("layer", "head")}
-    header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 11, "labelPadding": 3}
-    row: Spec = {"field": "layer", "type": "nominal", "sort": order["layer"]}
-    column: Spec = {"field": "head", "type": "nominal", "sort": order["head"], "header": header}
-    return {
-        "data": {"values": rows},
-        "facet": {"row": row | {"header": header | {"labelAngle": 0}}, "column": column},
-        "spacing": _GAP,
-        "spec": {"width": cell * length, "height": cell * length, "layer": drawn},
-    }
+    spec: Spec = {"width": cell * length, "height": cell * length, "layer": drawn}
+    facet = {"row": base.make_facet("layer", rows, 11), "column": base.make_facet("head", rows, 11)}
+    facet["row"]["header"]["labelAngle"] = 0
+    return {"data": {"values": rows}, "facet": facet, "spacing": _GAP, "spec": spec}
 
 
 def _token_labels(arm: ArmAttention, length: int, x: Spec, y: Spec) -> list[Spec]:
@@ -143,8 +128,8 @@ def _token_labels(arm: ArmAttention, length: int, x: Spec, y: Spec) -> list[Spec
     below = {"x": x | {"field": "at"}, "y": {"value": "height"}} | text
     style = {"fontSize": 9, "color": "var(--faint)", "align": "right", "baseline": "middle"}
     return [
-        make_layer("text", beside, rows, **style),
-        make_layer("text", below, rows, **style, angle=270, dx=-4),
+        base.make_layer("text", beside, rows, **style),
+        base.make_layer("text", below, rows, **style, angle=270, dx=-4),
     ]
 
 

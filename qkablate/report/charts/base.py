@@ -1,7 +1,7 @@
 """Shared pieces of charts, as Vega-Lite specs; names enter as data, never in an expression."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from qkablate.report.section import Section
@@ -17,7 +17,11 @@ class ChartPanel:
 
     title: str
     spec: Spec
-    variants: list[str]
+    variants: list[str] = field(default_factory=list)
+
+    @property
+    def has_own_width(self) -> bool:
+        return bool({"width", "facet"} & self.spec.keys())
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def format_open_note(rows: list[Spec]) -> str:
 
 def open_intervals(rows: list[Spec], y: Spec, color: Spec) -> list[Spec]:
     """Return pale bars from the mean to the edge where runs diverged."""
-    layers: list[Spec] = []
+    layers = []
     for key, edge in (("open_below", 0), ("open_above", "width")):
         if any(row[key] for row in rows):
             x = {"x": {"field": "gap", "type": "quantitative"}, "x2": {"value": edge}}
@@ -114,6 +118,13 @@ def make_tooltip(**titles: str) -> list[Spec]:
 def find_variants(*lists: list[Spec]) -> list[str]:
     """Return the variants of all rows, each once."""
     return list(dict.fromkeys(row["variant"] for rows in lists for row in rows if "variant" in row))
+
+
+def make_facet(field: str, rows: list[Spec], size: int) -> Spec:
+    """Return one map per value of a field, in the order of the rows, with labels of this size."""
+    header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": size, "labelPadding": 3}
+    order = list(dict.fromkeys(row[field] for row in rows))
+    return {"field": field, "type": "nominal", "sort": order, "header": header}
 
 
 def round_digits(value: float, digits: int) -> float:

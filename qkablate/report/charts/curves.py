@@ -7,12 +7,15 @@ from qkablate.analysis.comparison.curves import Curve, arm_curve, gap_curve, thi
 from qkablate.analysis.study.loss_curves import VAL
 from qkablate.analysis.study.study import Entry
 from qkablate.report.charts import base
-from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
+from qkablate.report.charts.base import Chart, Spec, round_digits
 from qkablate.report.section import Section, format_n, size_label
 from qkablate.report.text.numbers import format_gap, format_loss
 
 MAX_RUNS = 200  # whose curves are drawn one by one
 MAX_POINTS = 6_000  # of all curves of one chart
+TOKENS = base.log_axis("tokens", "tokens")
+TOOLTIP = base.make_tooltip(arm="", tokens="", estimate="mean, 95 % interval", n="")  # of a reading
+TOOLTIP[1] = {"field": "tokens", "type": "quantitative", "format": ","}
 
 
 def points_per_curve(curves: int, most: int = 48) -> int:
@@ -37,8 +40,8 @@ def loss_chart(section: Section) -> Chart:
             lowest = min(row["loss"] if row["low"] is None else row["low"] for row in rows)
             # A band that nearly reaches zero would fill a logarithmic axis.
             logarithmic = lowest > 1e-3 * max(row["loss"] for row in rows)
-            y = base.number_axis("loss", "loss, nats per token")
-            y["scale"] = {"type": "log", "nice": False} if logarithmic else {"zero": False}
+            scale = {"type": "log", "nice": False} if logarithmic else {"zero": False}
+            y = base.number_axis("loss", "loss, nats per token", **scale)
             layers = []
             if runs:
                 lines = _line_encoding(section, y, "run")
@@ -69,7 +72,8 @@ def gap_curve_chart(section: Section) -> Chart:
                 counts.append(curve.samples[0].n)
         if rows:
             title = size_label(family.baseline.name, family.baseline.arm.variant)
-            panels.append(make_curve_panel(section, title, rows, y, base.zero_line("y")))
+            layers = [base.zero_line("y"), *mean_layers(section, rows, y)]
+            panels.append(base.make_panel(title, rows, layers))
     split = "validation" if section.metric == VAL else "training"
     caption = (
         f"Gap in {split} loss to the baseline, paired by seed ({format_n(counts)}). Bands:"
@@ -80,26 +84,8 @@ def gap_curve_chart(section: Section) -> Chart:
     return Chart("gap-curves", "Gap during training", caption, panels)
 
 
-def make_curve_panel(
-    section: Section, title: str, rows: list[Spec], y: Spec, *below: Spec
-) -> ChartPanel:
-    """Return a panel of mean lines by tokens with their bands, above other layers."""
-    return base.make_panel(title, rows, [*below, *mean_layers(section, rows, y)])
-
-
-def tokens_axis() -> Spec:
-    """Return the axis of training tokens."""
-    return base.log_axis("tokens", "tokens")
-
-
-def curve_tooltip() -> list[Spec]:
-    """Return the tooltip of a reading."""
-    arm, *rest = base.make_tooltip(arm="", estimate="mean, 95 % interval", n="")
-    return [arm, {"field": "tokens", "type": "quantitative", "format": ","}, *rest]
-
-
 def _line_encoding(section: Section, y: Spec, detail: str) -> Spec:
-    lines = {"x": tokens_axis(), "y": y, "detail": {"field": detail}}
+    lines = {"x": TOKENS, "y": y, "detail": {"field": detail}}
     return lines | base.by_variant(section, "color")
 
 
@@ -108,18 +94,16 @@ def mean_layers(section: Section, rows: list[Spec], y: Spec) -> list[Spec]:
     lines = _line_encoding(section, y, "arm")
     # The points are targets of tooltips; visible where a single reading makes no line.
     opacity = int(len({row["tokens"] for row in rows}) == 1)
-    points = lines | {"tooltip": curve_tooltip()}
-    labels = _end_labels(rows)
-    return [
+    points = lines | {"tooltip": TOOLTIP}
+    layers = [
         *base.interval_layer("area", "y", rows, lines, opacity=0.13, clip=True),
         base.make_layer("line", lines | base.by_variant(section, "dash"), strokeWidth=2),
         base.make_layer("point", points, size=90, opacity=opacity, filled=True),
-        *([base.make_layer("text", lines | _LABEL, labels, **_LABEL_STYLE)] if labels else []),
     ]
-
-
-_LABEL: Spec = {"text": {"field": "label", "type": "nominal"}}
-_LABEL_STYLE: Spec = {"align": "right", "dy": -7, "fontSize": 11}
+    if labels := _end_labels(rows):
+        text = lines | {"text": {"field": "label", "type": "nominal"}}
+        layers.append(base.make_layer("text", text, labels, align="right", dy=-7, fontSize=11))
+    return layers
 
 
 def _end_labels(rows: list[Spec]) -> list[Spec]:
@@ -159,6 +143,6 @@ def _run_rows(entry: Entry, metric: str, most: int) -> list[Spec]:
         run = {"run": f"{entry.name} {number}", "variant": entry.arm.variant, "low": None}
         rows += [
             run | {"tokens": tokens, "loss": round_digits(losses[tokens], 5)}
-            for tokens in (thin([*losses], most) if losses else [])
+            for tokens in thin([*losses], most)
         ]
     return rows

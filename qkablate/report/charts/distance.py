@@ -9,7 +9,7 @@ from qkablate.analysis.comparison.function_distance import (
 )
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
-from qkablate.report.charts.curves import MAX_POINTS, curve_tooltip, mean_layers, tokens_axis
+from qkablate.report.charts.curves import MAX_POINTS, TOKENS, TOOLTIP, mean_layers
 from qkablate.report.section import Section, format_n, size_label
 from qkablate.report.text.tables import format_ratio
 from qkablate.table import format_list
@@ -62,9 +62,8 @@ def _format_ends(family: FunctionDistance) -> list[str]:
 
 def _make_rows(distance: DistanceSummary, most: int) -> list[Spec]:
     """Return the readings that logarithmic axes can show."""
-    readings = [reading for reading in distance.readings if reading.tokens and reading.mean]
     rows = []
-    for reading in readings[-most:]:
+    for reading in [r for r in distance.readings if r.tokens and r.mean][-most:]:
         low, high = reading.band or (None, None)
         band = f" [{low:.2g}, {high:.2g}]" if low and high else ""
         rows.append(
@@ -94,11 +93,11 @@ def _make_panel(section: Section, title: str, rows: list[Spec], seeds: list[Spec
     rows = drop_wide_bands(rows, domain)
     layers = mean_layers(section, rows, y)
     if seeds:
-        place, faint = {"x": tokens_axis(), "y": y}, "var(--faint)"
-        dashed = {"color": faint, "strokeDash": [3, 3], "strokeWidth": 1.5}
-        label = {"text": "another seed", "color": faint, "fontSize": 11}
-        label |= {"align": "right", "baseline": "bottom", "dy": -4}
-        line = place | {"tooltip": curve_tooltip()}
-        layers.append(base.make_layer("line", line, seeds, **dashed))
-        layers.append(base.make_layer("text", place, seeds[-1:], **label))
+        place, faint = {"x": TOKENS, "y": y}, {"color": "var(--faint)"}
+        line, last = place | {"tooltip": TOOLTIP}, seeds[-1:]
+        label = {"text": "another seed", **faint, "fontSize": 11, "align": "right"}
+        layers += [
+            base.make_layer("line", line, seeds, **faint, strokeDash=[3, 3], strokeWidth=1.5),
+            base.make_layer("text", place, last, **label, baseline="bottom", dy=-4),
+        ]
     return base.make_panel(title, rows, layers, 260)

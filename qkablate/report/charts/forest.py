@@ -20,20 +20,16 @@ _AXES = {
 def claim_chart(section: Section) -> Chart | None:
     """Chart the parts of a claim with their margins, a panel for each unit."""
     judgement = section.judgement
-    if judgement is None or judgement.verdict is None:
+    if judgement is None or not judgement.has_ended:
         return None
-    panels, all_rows = list[ChartPanel](), list[Spec]()
-    for unit, title in _AXES.items():
-        rows, margins = _part_rows(judgement, unit)
-        if rows:
-            panels.append(_part_panel(rows, margins, title))
-        all_rows += rows
+    drawn = [(*_part_rows(judgement, unit), title) for unit, title in _AXES.items()]
+    panels = [_part_panel(rows, margins, title) for rows, margins, title in drawn if rows]
     caption = (
         f"Estimate and {100 * (1 - 2 * judgement.alpha):.3g} % interval of each part of the claim;"
         " thick mark: the claimed margin"
         f" ({format_n([judged.part.sample.n for judged in judgement.parts])})."
     )
-    caption += base.format_open_note(all_rows)
+    caption += base.format_open_note([row for rows, *_ in drawn for row in rows])
     return Chart("parts", "Claimed and measured", caption, panels)
 
 
@@ -56,7 +52,7 @@ def _part_panel(rows: list[Spec], margins: list[Spec], title: str) -> ChartPanel
 def _part_rows(judgement: Judgement, unit: Unit) -> tuple[list[Spec], list[Spec]]:
     """Return a row per part in this unit that has an interval, and one per margin."""
     rows, margins = list[Spec](), list[Spec]()
-    for judged, verdict in zip(judgement.parts, judgement.part_words, strict=True):
+    for judged in judgement.parts:
         part, spec = judged.part, judged.comparison.spec
         interval = part.sample.interval(1 - 2 * judgement.alpha)
         if judged.unit is not unit or interval is None:
@@ -71,16 +67,16 @@ def _part_rows(judgement: Judgement, unit: Unit) -> tuple[list[Spec], list[Spec]
         label = f"{part.name}{growth}  (n = {part.sample.n})"
         ends = sorted(place(end) for end in interval)
         mean, (low, high) = place(part.sample.mean), ends
+        if not math.isfinite(mean):
+            continue  # the table tells it
         below, above = part.open_below or math.isinf(low), part.open_above or math.isinf(high)
         if unit is Unit.SHARE:
             below, above = above, below
-        if not math.isfinite(mean):
-            continue  # the table tells it
         sides = {"below": below, "above": above}
         finite = [low if math.isfinite(low) else mean, high if math.isfinite(high) else mean]
         rows.append(
             {"arm": label, "gap": mean, "low": finite[0], "high": finite[1]}
-            | {"estimate": format_gap(mean, finite, **sides), "verdict": verdict}
+            | {"estimate": format_gap(mean, finite, **sides), "verdict": judged.word}
             | {f"open_{side}": is_open for side, is_open in sides.items()}
         )
         edges = {"noninferior": [1], "worse": [1], "better": [-1]}.get(part.kind, [-1, 1])

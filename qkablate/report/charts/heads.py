@@ -4,16 +4,18 @@ Shape suffixes: L layers, H heads, K singular values.
 """
 
 import math
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
 
 from qkablate.analysis.comparison import head_metrics
-from qkablate.analysis.comparison.curves import thin
+from qkablate.analysis.comparison.curves import Curve, thin
 from qkablate.analysis.comparison.head_metrics import SPECTRUM, HeadMetrics, nan_mean
+from qkablate.analysis.study.study import Entry
 from qkablate.report.charts import base
 from qkablate.report.charts.base import Chart, ChartPanel, Spec, round_digits
-from qkablate.report.charts.curves import make_curve_panel, mean_rows, points_per_curve
+from qkablate.report.charts.curves import mean_layers, mean_rows, points_per_curve
 from qkablate.report.section import Section, format_n, size_label
 from qkablate.table import format_short
 
@@ -40,22 +42,26 @@ def panel_title(metric: str, size: str, several: bool) -> str:
     return f"{metric}, {size}" if several and size else metric
 
 
+def _find_curves(
+    section: Section, metrics: Mapping[str, str]
+) -> Iterator[tuple[str, str, list[tuple[Curve, Entry]]]]:
+    """Yield for each size and metric the panel's title, the metric, and the curves of the arms."""
+    groups = head_groups(section)
+    most = points_per_curve(len(metrics) * len(section.heads), most=24)
+    for size, group in groups:
+        for name, metric in metrics.items():
+            curves = [(c, arm.entry) for arm in group if (c := arm.curve(name, most)) is not None]
+            yield panel_title(metric, size, len(groups) > 1), metric, curves
+
+
 def head_curve_chart(section: Section) -> Chart:
     """Chart head metrics by tokens, as means over all heads."""
-    groups = head_groups(section)
-    most = points_per_curve(len(head_metrics.BY_TOKENS) * len(section.heads), most=24)
     panels, counts = [], []
-    for size, group in groups:
-        for name, metric in head_metrics.BY_TOKENS.items():
-            rows: list[Spec] = []
-            for arm in group:
-                if (curve := arm.curve(name, most)) is not None:
-                    rows += mean_rows(curve, arm.entry)
-                    counts.append(curve.samples[0].n)
-            if rows:
-                title = panel_title(metric, size, len(groups) > 1)
-                y = base.number_axis("loss", metric, zero=False)
-                panels.append(make_curve_panel(section, title, rows, y))
+    for title, metric, curves in _find_curves(section, head_metrics.BY_TOKENS):
+        counts += [curve.samples[0].n for curve, _ in curves]
+        if rows := [row for curve, entry in curves for row in mean_rows(curve, entry)]:
+            y = base.number_axis("loss", metric, zero=False)
+            panels.append(base.make_panel(title, rows, mean_layers(section, rows, y)))
     caption = (
         "Mean over all heads and layers and over completed runs of an arm"
         f" ({format_n(counts)}); band: 95 % interval of the mean, pointwise. B is the bilinear"
@@ -67,25 +73,17 @@ def head_curve_chart(section: Section) -> Chart:
 
 def rounding_chart(section: Section) -> Chart:
     """Chart the difference of the two orders of multiplication by tokens, beside the gap."""
-    groups = head_groups(section)
-    most = points_per_curve(2 * len(section.heads), most=24)
+    y = base.number_axis("loss", "relative difference", type="log")
     panels, counts = [], []
-    for size, group in groups:
-        for name, precision in head_metrics.ROUNDING.items():
-            rows: list[Spec] = []
-            for arm in group:
-                if (curve := arm.curve(name, most)) is not None:
-                    counts.append(curve.samples[0].n)
-                    rows += [
-                        row | {"estimate": f"{row['loss']:.2g}", "low": None, "high": None}
-                        for row in mean_rows(curve, arm.entry)
-                        if row["loss"] > 0
-                    ]
-            if rows:
-                title = panel_title(precision, size, len(groups) > 1)
-                y = base.number_axis("loss", "relative difference")
-                y["scale"] = {"type": "log"}
-                panels.append(make_curve_panel(section, title, rows, y))
+    for title, _, curves in _find_curves(section, head_metrics.ROUNDING):
+        counts += [curve.samples[0].n for curve, _ in curves]
+        if rows := [
+            row | {"estimate": f"{row['loss']:.2g}", "low": None, "high": None}
+            for curve, entry in curves
+            for row in mean_rows(curve, entry)
+            if row["loss"] > 0
+        ]:
+            panels.append(base.make_panel(title, rows, mean_layers(section, rows, y)))
     caption = (
         "‖X (W_q W_kᵀ) Xᵀ − (X W_q)(X W_k)ᵀ‖ / ‖(X W_q)(X W_k)ᵀ‖ of the scores: what a merged"
         " matrix can change by rounding alone. Mean over heads, layers and completed runs"
@@ -97,15 +95,14 @@ def rounding_chart(section: Section) -> Chart:
 def head_map_chart(section: Section) -> Chart:
     """Chart head metrics by layer and head at the end of training, side by side."""
     groups = head_groups(section)
-    panels: list[ChartPanel] = []
-    counts, cells = list[int](), 0
+    panels, counts, cells = list[ChartPanel](), list[int](), 0
     for size, group in groups:
         by_metric, numbers = _find_cells(group)
         cells += sum(map(len, by_metric.values()))
         if by_metric and (cells <= _MAX_CELLS or not panels):
             counts += numbers
             panels += [
-                ChartPanel(panel_title(metric, size, len(groups) > 1), _map_spec(rows), [])
+                ChartPanel(panel_title(metric, size, len(groups) > 1), _map_spec(rows))
                 for metric, rows in by_metric.items()
             ]
     caption = (
@@ -147,7 +144,6 @@ def _map_cells(label: str, values_LH: np.ndarray) -> list[Spec]:
 
 
 def _map_spec(rows: list[Spec]) -> Spec:
-    names = list(dict.fromkeys(row["arm"] for row in rows))
     heads = max(row["head"] for row in rows)
     roomy = heads <= _MAX_HEADS_WITH_NUMBERS
     step = 46 if roomy else 16
@@ -159,22 +155,18 @@ def _map_spec(rows: list[Spec]) -> Spec:
         text = {"text": {"field": "value", "type": "quantitative", "format": form}}
         layers.append(base.make_layer("text", text, fontSize=12, color="var(--ink)"))
     axis = {"ticks": False, "domain": False, "labelAngle": 0}
-    header = {"title": None, "labelColor": "var(--ink)", "labelFontSize": 12, "labelPadding": 3}
+    encoding = {
+        "x": {"field": "head", "type": "ordinal", "title": None, "axis": None},
+        "y": {"field": "layer", "type": "ordinal", "title": None, "axis": axis},
+        "tooltip": base.make_tooltip(arm="", layer="", head="rank", value=""),
+    }
+    height = {"step": 28 if roomy else step}
     return {
         "data": {"values": rows},
-        "facet": {"field": "arm", "type": "nominal", "sort": names, "header": header},
+        "facet": base.make_facet("arm", rows, 12),
         "columns": max(1, _PANEL_WIDTH // (step * heads + _GAP)),
         "spacing": _GAP,
-        "spec": {
-            "width": {"step": step},
-            "height": {"step": 28 if roomy else step},
-            "encoding": {
-                "x": {"field": "head", "type": "ordinal", "title": None, "axis": None},
-                "y": {"field": "layer", "type": "ordinal", "title": None, "axis": axis},
-                "tooltip": base.make_tooltip(arm="", layer="", head="rank", value=""),
-            },
-            "layer": layers,
-        },
+        "spec": {"width": {"step": step}, "height": height, "encoding": encoding, "layer": layers},
     }
 
 
@@ -182,9 +174,8 @@ def _color(values: list[float]) -> Spec:
     """Return a sequential blue scale, or a diverging one if there are negative values."""
     low, high = min(values), max(values)
     if low < 0:
-        most = max(-low, high)
-        steps = [most * part for part in (-0.6, -0.3, -0.1, 0.1, 0.3, 0.6)]
-        return base.color_by("value", steps)
+        parts = (-0.6, -0.3, -0.1, 0.1, 0.3, 0.6)
+        return base.color_by("value", [max(-low, high) * part for part in parts])
     width = max(high - low, high / 4) or 1.0  # nearly equal values share a shade
     steps = [low + width * part / 4 for part in (1, 2, 3)]
     assert all(step < following for step, following in pairwise(steps))
@@ -204,9 +195,8 @@ def spectrum_chart(section: Section) -> Chart:
                     counts.append(len(arrays))
                     for layer, values_K in enumerate(head_metrics.relative_spectra(arrays)):
                         rows.setdefault(layer, []).extend(_spectrum_rows(arm, when, values_K))
-        for layer in head_metrics.pick_evenly(
-            sorted(layer for layer in rows if rows[layer]), layers_shown
-        ):
+        drawn = sorted(layer for layer in rows if rows[layer])
+        for layer in head_metrics.pick_evenly(drawn, layers_shown):
             title = panel_title(f"layer {layer}", size, len(groups) > 1)
             panels.append(_layer_panel(section, title, rows[layer]))
     caption = (
@@ -221,11 +211,10 @@ def _spectrum_rows(arm: HeadMetrics, when: str, values_K: np.ndarray) -> list[Sp
     name = arm.entry.name
     row = {"arm": name, "variant": arm.entry.arm.variant, "when": when, "line": f"{name} {when}"}
     shown = thin([*range(1, len(values_K) + 1)], _MAX_VALUES)
-    values = [(i, float(values_K[i - 1])) for i in shown]
     return [
-        row | {"i": i, "value": round_digits(value, 3)}
-        for i, value in values
-        if math.isfinite(value) and value >= _MIN_VALUE
+        row | {"i": i, "value": round_digits(float(values_K[i - 1]), 3)}
+        for i in shown
+        if _MIN_VALUE <= values_K[i - 1] < math.inf
     ]
 
 
@@ -240,19 +229,20 @@ def _lines(section: Section, least: float | None = None) -> Spec:
 def _make_panel(title: str, rows: list[Spec], lines: Spec, layers: list[Spec]) -> ChartPanel:
     """Return a panel of lines, with invisible points as targets of tooltips."""
     when = "tokens" if "tokens" in rows[0] else ""
-    titles = {"i": "singular value", "value": "relative to the largest"}
-    tooltip = base.make_tooltip(arm="", when=when, **titles)
+    tooltip = base.make_tooltip(
+        arm="", when=when, i="singular value", value="relative to the largest"
+    )
     points = base.make_layer("point", lines | {"tooltip": tooltip}, size=70, opacity=0, filled=True)
     return base.make_panel(title, rows, [*layers, points], 200)
 
 
 def _layer_panel(section: Section, title: str, rows: list[Spec]) -> ChartPanel:
     lines = _lines(section) | base.by_variant(section, "dash")
-    layers = []
-    for when, width, opacity in (("start", 1, 0.55), ("end", 2.5, 1)):
-        if shown := [row for row in rows if row["when"] == when]:
-            style = {"strokeWidth": width, "opacity": opacity}
-            layers.append(base.make_layer("line", lines, shown, **style))
+    layers = [
+        base.make_layer("line", lines, shown, strokeWidth=width, opacity=opacity)
+        for when, width, opacity in (("start", 1, 0.55), ("end", 2.5, 1))
+        if (shown := [row for row in rows if row["when"] == when])
+    ]
     return _make_panel(title, rows, lines, layers)
 
 
@@ -280,9 +270,8 @@ def spectra_by_tokens_chart(section: Section) -> Chart:
     layers = [base.make_layer("line", lines | {"opacity": shade}, strokeWidth=2)]
     panels = [_make_panel(title, rows, lines, layers) for title, rows in shown.items()]
     caption = (
-        "Singular values of B as above, mean over layers, heads and runs"
-        f" ({format_n(counts)}), at up to {_MAX_TIMES} times during training: pale early,"
-        " dark late."
+        f"Singular values of B as above, mean over layers, heads and runs ({format_n(counts)}), at"
+        f" up to {_MAX_TIMES} times during training: pale early, dark late."
     )
     if len(shown) < len(by_title):
         caption += f" Only the first {_MAX_PANELS} of {len(by_title)} arms are shown."

@@ -48,8 +48,8 @@ def heat_map_chart(section: Section) -> Chart:
 
 
 def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
-    sizes = [row["size"] for row in sorted(rows, key=lambda row: row["order"])]
-    sizes, names = list(dict.fromkeys(sizes)), base.find_variants(rows)
+    by_size = sorted(rows, key=lambda row: row["order"])
+    sizes, names = list(dict.fromkeys(row["size"] for row in by_size)), base.find_variants(rows)
     largest = max(abs(row["gap"]) for row in rows) or 1.0
     steps = [largest * step for step in (-0.6, -0.25, -0.05, 0.05, 0.25, 0.6)]
     color = {"color": base.color_by("gap", steps)}
@@ -68,7 +68,7 @@ def _heat_panel(title: str, rows: list[Spec]) -> ChartPanel:
         base.make_layer("text", {"text": {"field": "half"}}, fontSize=10, color=ink, dy=8),
     ]
     spec: Spec = {"width": {"step": 78}, "height": {"step": 38}, "data": {"values": rows}}
-    return ChartPanel(title, spec | {"encoding": cell, "layer": layers}, [])
+    return ChartPanel(title, spec | {"encoding": cell, "layer": layers})
 
 
 _FLOPS = "training FLOPs"
@@ -92,10 +92,9 @@ def cost_chart(section: Section) -> Chart:
             # More tokens lower the loss, but only FLOPs count them as cost.
             shown = [entry for entry in entries if unit == _FLOPS or entry.tokens == longest]
             rows: list[Spec] = [
-                {"arm": entry.name, "variant": entry.arm.variant, "cost": cost(entry)}
-                | _loss_cells(entry.sample)
-                for entry in shown
-                if cost(entry) > 0
+                {"arm": e.name, "variant": e.arm.variant, "cost": cost(e)} | _loss_cells(e.sample)
+                for e in shown
+                if cost(e) > 0
             ]
             if len({row["cost"] for row in rows}) > 1:
                 source = f" ({shown[0].arm.config.data.source})" if len(by_data) > 1 else ""
@@ -103,18 +102,17 @@ def cost_chart(section: Section) -> Chart:
                 hidden += len(entries) - len(shown)
                 counts += [row["n"] for row in rows]
     caption = (
-        "Mean test loss of each arm; bar: 95 % interval over seeds"
-        f" ({format_n(counts)}). Lower left is better."
+        f"Mean test loss of each arm; bar: 95 % interval over seeds ({format_n(counts)}). Lower"
+        " left is better."
     )
-    shown_lengths = (
-        f" The chart by {_FLOPS} shows all training lengths, the others only the longest."
-    )
-    caption += shown_lengths if hidden else ""
+    if hidden:
+        caption += (
+            f" The chart by {_FLOPS} shows all training lengths, the others only the longest."
+        )
     return Chart("costs", "Loss against cost", caption, panels)
 
 
 def _loss_cells(sample: Sample) -> Spec:
-    """Return a mean loss with its interval."""
     low, high = sample.interval() or (None, None)
     loss = {"loss": sample.mean, "low": low, "high": high, "n": sample.n}
     return loss | {"estimate": format_loss(sample)}
@@ -140,16 +138,15 @@ def lr_chart(section: Section) -> Chart:
     diverged: dict[str, list[Spec]] = {}
     for curve in section.summary.learning_rates:
         key = curve.baseline or curve.arm
+        arm: Spec = {"arm": curve.arm, "variant": section.study.arms[curve.arm].variant}
         for point in curve.val_loss:
             losses = [loss for loss in point.by_seed if loss is not None]
-            row: Spec = {"arm": curve.arm, "variant": section.study.arms[curve.arm].variant}
-            row |= {"lr": point.lr, "circuit": point.circuit}
+            row = arm | {"lr": point.lr, "circuit": point.circuit}
             row |= {"best": (point.lr, point.circuit) == curve.best}
             if len(losses) < len(point.by_seed):
                 diverged.setdefault(key, []).append(row)
             else:
-                row |= _loss_cells(Sample(tuple(losses)))
-                by_baseline.setdefault(key, []).append(row)
+                by_baseline.setdefault(key, []).append(row | _loss_cells(Sample(tuple(losses))))
     panels = [
         _lr_panel(section, key, rows, diverged.get(key, [])) for key, rows in by_baseline.items()
     ]
@@ -184,8 +181,6 @@ def _lr_panel(section: Section, key: str, rows: list[Spec], diverged: list[Spec]
     if diverged:
         top = max(row["loss"] for row in rows)
         crosses = [row | {"loss": top, "estimate": "diverged"} for row in diverged]
-        cross = encoding | {"tooltip": tooltip[:4]}
-        layers.append(
-            base.make_layer("point", cross, crosses, shape="cross", angle=45, filled=True)
-        )
+        cross, style = encoding | {"tooltip": tooltip[:4]}, {"angle": 45, "filled": True}
+        layers.append(base.make_layer("point", cross, crosses, shape="cross", **style))
     return base.make_panel(size_label(key, section.study.arms[key].variant), rows, layers)

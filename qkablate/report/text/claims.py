@@ -5,12 +5,12 @@ import math
 
 from qkablate.analysis.claims.claim import TEXT, Claim, PartSpec, Selector
 from qkablate.analysis.claims.judgement import Judgement, PartJudgement
-from qkablate.analysis.claims.measures import MEASURES, Unit
+from qkablate.analysis.claims.measures import Unit
 from qkablate.analysis.claims.samples import Exact
 from qkablate.analysis.claims.verdict import SeedsNeeded
 from qkablate.analysis.comparison.audit import MARKS, group_checks
 from qkablate.analysis.comparison.gaps import perplexity_percent
-from qkablate.analysis.stats import Interval, Sample
+from qkablate.analysis.stats import Sample
 from qkablate.errors import sanitize
 from qkablate.report.text.numbers import format_value
 from qkablate.report.text.table import Table, format_interval, format_known
@@ -59,13 +59,12 @@ def format_claim(claim: Claim) -> list[str]:
 
 def format_spec(spec: PartSpec) -> str:
     """Format what a part says: no_q is not worse than standard by 0.01, at equal tokens."""
-    measure = MEASURES[spec.of]
     arm, against = map(_format_side, (spec.arm, spec.against))
     kinds = _OF_SIZES.get(spec.of, _KINDS)
     text = f"{arm} {kinds[spec.kind].format(against, _format_margin(spec))}"
-    text += f" in {measure.noun}" if spec.of != "gap" and spec.of not in _OF_SIZES else ""
+    text += f" in {spec.measure.noun}" if spec.of != "gap" and spec.of not in _OF_SIZES else ""
     text += f", compared with the same at {_format_side(spec.than)}" if spec.than else ""
-    if measure.is_of_runs or spec.axis != "tokens":
+    if spec.measure.is_of_runs or spec.axis != "tokens":
         text += f", at equal {spec.axis}{_WHERE[spec.horizon]}"
     text += f" ({spec.adjust} adjusted)" if spec.adjust != "mlp" else ""
     return text + (f", on {' and '.join(spec.data)}" if spec.data != (TEXT,) else "")
@@ -76,7 +75,7 @@ def _format_side(side: Selector) -> str:
 
 
 def _format_margin(spec: PartSpec) -> str:
-    is_ratio = MEASURES[spec.of].unit is Unit.RATIO
+    is_ratio = spec.measure.unit is Unit.RATIO
     return f"{100 * spec.margin:g} %" if is_ratio else f"{spec.margin:g}"
 
 
@@ -88,18 +87,19 @@ def format_judgement(judgement: Judgement) -> list[str]:
     text += [f"  on {world}: {word}" for world, word in judgement.worlds.items()]
     text += [f"  unless {condition}" for condition in judgement.unless]
     text += [f"  exploratory: {reason}" for reason in judgement.exploratory]
-    if doubts and judgement.verdict:
-        text.append(f"  the audit warns: {', '.join(sorted(doubts))}")
-    if judgement.verdict is None:
+    if not judgement.has_ended:
         ended, expected = judgement.study.ended, judgement.study.expected
         needed = "all of them" if ended < expected else "seconds and memory, measured alone"
         text.append(f"  {ended} of {expected} runs have ended; the verdict needs {needed}")
         return [*map(sanitize, text)]
+    if doubts:
+        text.append(f"  the audit warns: {', '.join(sorted(doubts))}")
     text += ["", *format_table(*make_part_table(judgement)), ""]
     text += [f"  {line}" for line in format_details(judgement)]
     text += ["", "audit", *_audit(judgement.parts)]
     text += [line for needs in format_seeds_needed(judgement) for line in ("", needs)]
-    return [*map(sanitize, [*text, "", f"runs  {judgement.manifest.folder}"])]
+    assert judgement.study.manifest is not None  # claims are judged by sweeps
+    return [*map(sanitize, [*text, "", f"runs  {judgement.study.manifest.folder}"])]
 
 
 def make_part_table(judgement: Judgement) -> tuple[list[str], list[list[str]]]:
@@ -108,8 +108,8 @@ def make_part_table(judgement: Judgement) -> tuple[list[str], list[list[str]]]:
     units = {judged.unit for judged in judgement.parts}
     estimate = "gap" if units == {Unit.NATS} else "estimate"
     head = ["part", "n", estimate, level, "sd", "claimed", "verdict"]
-    pairs = zip(judgement.parts, judgement.part_words, strict=True) if judgement.verdict else ()
-    return head, [_row(judged, word, judgement.alpha) for judged, word in pairs]
+    shown = judgement.parts if judgement.has_ended else ()
+    return head, [_row(judged, judgement.alpha) for judged in shown]
 
 
 def make_claim_table(judgement: Judgement) -> Table:
@@ -121,47 +121,37 @@ def make_claim_table(judgement: Judgement) -> Table:
 
 def format_details(judgement: Judgement) -> list[str]:
     """Return further statistics, part by part."""
-    if judgement.verdict is None:
-        return []
-    return [line for judged in judgement.parts for line in _details(judged, judgement.alpha)]
+    shown = [j for j in judgement.parts if judgement.has_ended and j.part.sample.n > 1]
+    return [_format_details(judged, judgement.alpha) for judged in shown]
 
 
-def _row(judged: PartJudgement, word: str, alpha: float) -> list[str]:
+def _row(judged: PartJudgement, alpha: float) -> list[str]:
     part, sample, unit = judged.part, judged.part.sample, judged.unit
     claimed = (_CLAIMED if unit is Unit.NATS else _CLAIMED_OF_COSTS)[part.kind]
     estimate = format_value(unit, unit.natural(sample.mean)) if sample.n else "–"
     ends = [format_value(unit, end) for end in judged.interval(1 - 2 * alpha)]
     cells = [part.name, str(sample.n), estimate, f"[{', '.join(ends)}]"]
     sd = format_known(None if isinstance(sample, Exact) else sample.sd)
-    return [*cells, sd, claimed.format(_format_margin(judged.comparison.spec)), word]
+    return [*cells, sd, claimed.format(_format_margin(judged.comparison.spec)), judged.word]
 
 
-def _details(judged: PartJudgement, alpha: float) -> list[str]:
-    """Return further statistics of a part, and every gap."""
-    part, sample = judged.part, judged.part.sample
-    if sample.n < 2:
-        return []
-    text = []
+def _format_details(judged: PartJudgement, alpha: float) -> str:
+    sample, spec, text = judged.part.sample, judged.comparison.spec, []
     if sample.bca and sample.sign_flip is not None and sample.sd:
         text += [
             f"detectable {format_known(sample.detectable(2 * alpha))}",
             f"BCa 95 % {format_interval(judged.unit.natural_interval(*sample.bca))}",
+            f"sign flip p {sample.sign_flip:.4f}",
         ]
-        text += [f"sign flip p {sample.sign_flip:.4f}"]
-    spec = judged.comparison.spec
     if spec.of == "gap" and spec.horizon != "growth" and spec.than is None:
         text.append(f"perplexity {perplexity_percent(sample.mean):+.2f} %")
-    for gap in judged.gaps:
-        if gap.arm.chance is None:  # a text
-            continue
+    for gap in [gap for gap in judged.gaps if gap.arm.chance is not None]:  # on tasks
+        answers = [e.exact if spec.of == "exact" else e.accuracy for e in gap.sides]
+        arm, baseline, chance = (format_known(x, ".1%") for x in [*answers, gap.arm.chance])
         if spec.of == "exact":
-            arm, baseline = (format_known(entry.exact, ".1%") for entry in gap.sides)
             text.append(f"exact match {arm} against {baseline}")
-            continue
-        arm, baseline = (format_known(entry.accuracy, ".1%") for entry in gap.sides)
-        text.append(
-            f"accuracy {arm} against {baseline}, chance {format_known(gap.arm.chance, '.1%')}"
-        )
+        else:
+            text.append(f"accuracy {arm} against {baseline}, chance {chance}")
     counts: dict[str, int] = {}
     for gap in judged.gaps:
         counts |= {gap.arm.name: gap.arm_left_behind, gap.baseline.name: gap.baseline_left_behind}
@@ -173,7 +163,7 @@ def _details(judged: PartJudgement, alpha: float) -> list[str]:
         )
     every = " ".join(format_value(judged.unit, judged.unit.natural(v)) for v in sample.values)
     what = "gaps" if judged.unit is Unit.NATS else "values"
-    return [f"{part.name}: {', '.join([*text, f'{what} {every}'])}"]
+    return f"{judged.part.name}: {', '.join([*text, f'{what} {every}'])}"
 
 
 def format_seeds_needed(judgement: Judgement) -> list[str]:
@@ -237,15 +227,16 @@ def judgement_to_json(judgement: Judgement) -> dict[str, object]:
         "alpha": judgement.alpha,
         "parts": [
             _part_to_json(judged, judgement.alpha)
-            | {"verdict": verdict, "seeds_needed": needed.get(judged.part.name)}
-            for judged, verdict in zip(judgement.parts, judgement.part_words, strict=True)
+            | {"verdict": judged.word, "seeds_needed": needed.get(judged.part.name)}
+            for judged in judgement.parts
         ],
     }
 
 
 def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
     part, sample, spec, unit = judged.part, judged.part.sample, judged.comparison.spec, judged.unit
-    arms = [*judged.comparison.pairs, *filter(None, [judged.comparison.than])]
+    arms = [*filter(None, [*judged.comparison.pairs, judged.comparison.than])]
+    interval = [_finite(end) for end in judged.interval(1 - 2 * alpha)]
     return {
         "part": part.name,
         "kind": part.kind,
@@ -263,7 +254,7 @@ def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
         "n": sample.n,
         "mean": _finite(unit.natural(sample.mean)) if sample.n else None,
         "sd": sample.sd,
-        "interval": _finite_ends(judged.interval(1 - 2 * alpha)),
+        "interval": None if interval == [None, None] else interval,
         "interval_level": 1 - 2 * alpha,
         "p_supported": part.p_supported,
         "p_refuted": part.p_refuted,
@@ -283,8 +274,3 @@ def _part_to_json(judged: PartJudgement, alpha: float) -> dict[str, object]:
 def _finite(value: float) -> float | None:
     """Return the number, or None for one that JSON does not have."""
     return value if math.isfinite(value) else None
-
-
-def _finite_ends(interval: Interval) -> list[float | None] | None:
-    ends = [_finite(end) for end in interval]
-    return None if ends == [None, None] else ends

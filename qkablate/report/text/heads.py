@@ -11,10 +11,8 @@ _LISTED = 8  # singular values that are written out
 
 def print_measures(measures: dict[str, list[Any]], shown: list[tuple[int, int]]) -> None:
     """Print a table with one row per head; empty measures and spectra are left out."""
-    known = [
-        name for name, layers in measures.items() if any(heads is not None for heads in layers)
-    ]
-    names = [name for name in known if name != "singular"]
+    is_empty = {name: all(heads is None for heads in layers) for name, layers in measures.items()}
+    names = [name for name in measures if name != "singular" and not is_empty[name]]
     rows = []
     for layer, head in shown:
         by_name = [measures[name][layer] for name in names]

@@ -30,10 +30,7 @@ def summarize(section: Section) -> list[str]:
     if not measured:
         return [f"{_format_progress(section)}There is no completed pair of runs to compare yet."]
     if all(gap.n < 2 and not gap.decision.is_divergence for gap in measured):
-        gaps = [
-            f"{gap.arm} is {format_nats(gap.mean or 0.0)} nats from {gap.baseline}"
-            for gap in measured
-        ]
+        gaps = [f"{g.arm} is {format_nats(g.mean or 0.0)} nats from {g.baseline}" for g in measured]
         return [
             f"{_format_progress(section)}With one seed, {format_list(gaps, 3)}.",
             "A single pair cannot separate a difference from chance; run more seeds to estimate the"
@@ -76,11 +73,7 @@ def _summarize_gaps(section: Section, measured: list[GapSummary]) -> str:
         names[word].append(f"{variant}{_format_extent(described, totals[variant], word)}")
     baselines = _join(sorted({variant_of[gap.baseline] for gap in measured}))
     nats = measured[0].margin and f"{measured[0].margin.nats:g} nats"
-    parts = [
-        phrase.format(_join(names[word]), margin=nats)
-        for word, phrase in _PHRASES.items()
-        if names[word]
-    ]
+    parts = [_PHRASES[word].format(_join(own), margin=nats) for word, own in names.items() if own]
     text = f"Compared with {baselines} on the same data and seeds, {'; '.join(parts)}"
     scopes = {scope for gap in measured for scope in gap.scopes} - {RateScope.SIGN_DEPENDS}
     return f"{text}; this holds {_join(sorted(scopes))}" if scopes else text
@@ -169,7 +162,7 @@ def _summarize_runs(section: Section) -> list[str]:
 def _summarize_claim(section: Section) -> list[str]:
     judgement = section.judgement
     assert judgement is not None
-    if judgement.verdict is None:
+    if not judgement.has_ended:
         ended, expected = judgement.study.ended, judgement.study.expected
         return [
             f"There is no verdict yet: {ended:,} of {_count_with_verb(expected)} ended, and all"
@@ -183,10 +176,11 @@ def _summarize_claim(section: Section) -> list[str]:
     verdict += ", but this is exploratory and confirms nothing" if judgement.exploratory else ""
     warnings = _format_warnings([check for judged in judgement.parts for check in judged.checks])
     level = 1 - 2 * judgement.alpha
-    pairs = [*zip(judgement.parts, judgement.part_words, strict=True)]
-    pairs.sort(key=lambda pair: pair[1] != judgement.word)  # those that decide come first
+    deciding_first = sorted(judgement.parts, key=lambda judged: judged.word != judgement.word)
     measured = [
-        f"{_format_part(judged, level)}, {word}" for judged, word in pairs if judged.part.sample.n
+        f"{_format_part(judged, level)}, {judged.word}"
+        for judged in deciding_first
+        if judged.part.sample.n
     ]
     are_nats = all(judged.unit is Unit.NATS for judged in judgement.parts)
     unit = "in nats per token " if are_nats else ""

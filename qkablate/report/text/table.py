@@ -43,18 +43,15 @@ def format_markdown(table: Table) -> str:
     """Return a table as Markdown."""
 
     def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(_as_cell(cell) for cell in cells)} |"
+        return f"| {' | '.join(map(_as_cell, cells))} |"
 
     columns = zip(*table.rows, strict=True) if table.rows else [()] * len(table.columns)
-    rule = ["---:" if _are_numbers(cells) else "---" for cells in columns]
+    # Right for a column whose cells begin as numbers do, or are dashes or empty.
+    are_numbers = [any(cells) and all(map(_NUMBER.match, cells)) for cells in columns]
+    rule = ["---:" if right else "---" for right in are_numbers]
     lines = [line(table.columns), line(rule), *map(line, table.rows)]
     notes = [f"- {escape_markdown(note)}" for note in table.notes]
     return "\n".join([f"### {escape_markdown(table.title)}", "", *lines, "", *notes])
-
-
-def _are_numbers(cells: Sequence[str]) -> bool:
-    """Return whether every cell of a column begins as a number does, or is a dash or empty."""
-    return any(cells) and all(_NUMBER.match(cell) for cell in cells)
 
 
 class Code(str):

@@ -17,13 +17,12 @@ from qkablate.table import format_count, format_duration, format_list, format_na
 
 def make_tables(summary: StudySummary) -> list[Table]:
     """Return all tables of a study."""
-    by_baseline: dict[str, list[GapSummary]] = {}
+    by_baseline = {floor.baseline: (floor, list[GapSummary]()) for floor in summary.noise_floor}
     for gap in summary.gaps:
-        by_baseline.setdefault(gap.baseline, []).append(gap)
-    floors = {floor.baseline: floor for floor in summary.noise_floor}
+        by_baseline[gap.baseline][1].append(gap)
     return [
         _arm_table(summary),
-        *(_gap_table(name, gaps, floors[name], summary) for name, gaps in by_baseline.items()),
+        *(_gap_table(gaps, floor, summary) for floor, gaps in by_baseline.values()),
         *(_rank_table(ranking) for ranking in summary.rankings if len(ranking.ranks) > 1),
         *([_rate_table(summary.learning_rates)] if summary.learning_rates else []),
         *([_curve_table(summary.curves)] if summary.curves else []),
@@ -64,9 +63,7 @@ def _arm_table(summary: StudySummary) -> Table:
     return Table("test loss, nats per token", [*head, "every run"], rows, notes, ("every run",))
 
 
-def _gap_table(
-    baseline: str, gaps: list[GapSummary], floor: NoiseFloor, summary: StudySummary
-) -> Table:
+def _gap_table(gaps: list[GapSummary], floor: NoiseFloor, summary: StudySummary) -> Table:
     head = ["arm", "params", "n", "gap", "95 % interval", "SE over documents", "perplexity"]
     head += ["p (Holm)", "detectable", "decision"]
     has_documents = any(gap.document_error for gap in gaps)
@@ -101,7 +98,7 @@ def _gap_table(
             "not tuned: the best rate of an arm may be another, and the gap with it;"
             f" sweep.tune=true settles it ({tuning.runs:,} runs{time})"
         )
-    return Table(f"gaps to {baseline}, paired by seed", head, rows, notes)
+    return Table(f"gaps to {floor.baseline}, paired by seed", head, rows, notes)
 
 
 def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
@@ -113,17 +110,12 @@ def _gap_notes(gaps: list[GapSummary], floor: NoiseFloor) -> list[str]:
             f"rounding alone (standard_reassociated): {' '.join(_estimate_cells(floor.rounding))},"
             f" ± {floor.rounding.sd:.4f} a pair"
         )
-    least = gaps[0].sign_flip_min_n
+    least, comparisons = gaps[0].sign_flip_min_n, format_count(gaps[0].comparisons, "comparison")
     if any(gap.n < least for gap in gaps):
-        notes.append(
-            f"the sign-flip test can reject from n = {least} on"
-            f" ({format_count(gaps[0].comparisons, 'comparison')})"
-        )
-    correlations = [gap.correlation for gap in gaps if gap.correlation is not None]
-    if correlations:
-        low, high = min(correlations), max(correlations)
-        to = f" to {high:+.2f}" if len(correlations) > 1 else ""
-        notes.append(f"correlation of the pairs: {low:+.2f}{to}")
+        notes.append(f"the sign-flip test can reject from n = {least} on ({comparisons})")
+    if known := [gap.correlation for gap in gaps if gap.correlation is not None]:
+        to = f" to {max(known):+.2f}" if len(known) > 1 else ""
+        notes.append(f"correlation of the pairs: {min(known):+.2f}{to}")
     if any(gap.document_error for gap in gaps):
         notes.append(
             "the interval takes the test text as given; SE over documents: what another choice of"
@@ -155,7 +147,8 @@ def _rank_table(ranking: Ranking) -> Table:
     for rank in ranking.ranks:
         ranks = " to ".join(map(str, dict.fromkeys((rank.best_rank, rank.worst_rank))))
         rows.append([rank.arm, ranks, f"{rank.mean:.4f}", str(rank.n)])
-    equal = {"tokens": "tokens", "params": "parameters", "flops": "training FLOPs"}[ranking.equal]
+    names = {"params": "parameters", "flops": "training FLOPs"}
+    equal = names.get(ranking.equal, ranking.equal)
     notes = ["ranks that no pair's test excludes, adjusted by Holm over all pairs"]
     notes += [f"not ranked: {line}" for line in ranking.unranked]
     equal += f" ({ranking.adjusted} adjusted)" if ranking.adjusted != "mlp" else ""
@@ -201,19 +194,12 @@ def _curve_table(curves: list[CurveSummary]) -> Table:
 
 def make_distance_table(family: FunctionDistance) -> Table:
     """Return the distances of one size at the end of training."""
-    rows = [
-        [
-            distance.arm,
-            str(distance.n),
-            format_known(distance.end, ".3g"),
-            format_interval(distance.interval, ".3g"),
-            *(
-                format_known(times, lambda times: f"× {format_ratio(times)}")
-                for times in (distance.times_another_seed, distance.times_rounding)
-            ),
-        ]
-        for distance in family.distances
-    ]
+    rows = []
+    for one in family.distances:
+        cells = [one.arm, str(one.n), format_known(one.end, ".3g")]
+        cells.append(format_interval(one.interval, ".3g"))
+        times = one.times_another_seed, one.times_rounding
+        rows.append([*cells, *(format_known(x, lambda x: f"× {format_ratio(x)}") for x in times)])
     head = ["arm", "n", "nats", "95 % interval", "times another seed", "times rounding"]
     notes = [
         f"½ (KL(p‖q) + KL(q‖p)) at {family.positions:,} positions of the validation split;"
@@ -240,26 +226,25 @@ def _series_table(along: str, series_of_arms: list[SeriesSummary]) -> Table:
             times = [f"× {worth.times:.3f}", format_interval(worth.interval, ".3f")]
         rows.append([series.arm, points, *_estimate_cells(series.growth_per_doubling), *times])
     head = ["arm", f"gap at {along}", "per doubling", "95 % interval", f"worth, in {along}"]
-    note = (
+    notes = [
         f"worth: how many times its {along} the baseline needs for the same loss; measured from"
         " three points on"
-    )
+    ]
     title = f"gap by {along}, each run with a whole schedule"
-    return Table(title, [*head, "interval"], rows, [note])
+    return Table(title, [*head, "interval"], rows, notes)
 
 
 def _front_table(fronts: list[Front]) -> Table:
     rows, beaten = [], []
     longest = max(front.tokens for front in fronts)
-    for front in [front for front in fronts if front.tokens == longest]:
-        for arm in front.arms:
+    for front in fronts:
+        for arm in front.arms if front.tokens == longest else ():
             if arm.surely and not arm.on_front:
                 beaten.append(f"{arm.arm} ({front.cost})")
                 continue
             mark = "on the front" if arm.on_front else "beaten by the mean alone"
-            rows.append(
-                [arm.arm, f"{format_short(arm.cost)} {front.cost}", f"{arm.mean:.4f}", mark]
-            )
+            cost = f"{format_short(arm.cost)} {front.cost}"
+            rows.append([arm.arm, cost, f"{arm.mean:.4f}", mark])
     notes = [
         *[f"surely beaten: {format_list(beaten, 6)}"] * bool(beaten),
         "surely: by tests of all pairs at any rate, adjusted by Holm over all fronts; of"
@@ -281,7 +266,6 @@ def format_percent_more(value: float | None) -> str:
 
 
 def _estimate_cells(estimate: Estimate | None) -> list[str]:
-    """Return a mean in nats and its interval."""
     if estimate is None:
         return ["–", "–"]
     return [format_known(estimate.mean, format_nats), format_interval(estimate.interval)]

@@ -223,7 +223,7 @@ def test_loss_that_is_never_reached_takes_more_than_twice_the_tokens(world):
         too={"of": "steps_to_loss", "kind": "noninferior", "margin": 0.5},
     )
     found = judged(with_curves(world, own, lambda arm, part: 3 - part + (arm != "standard")), own)
-    assert [str(word) for word in found.part_words] == ["SUPPORTED", "REFUTED"]
+    assert [str(part.word) for part in found.parts] == ["SUPPORTED", "REFUTED"]
     parts = judgement_to_json(found)["parts"]
     assert parts[0]["mean"] is None  # no number: more than can be seen
     assert "∞" in "\n".join(format_judgement(found))

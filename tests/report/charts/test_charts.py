@@ -542,7 +542,7 @@ def test_claim_chart_needs_a_verdict(claimed):
 def test_chart_is_a_standalone_svg(section_named, name):
     section = section_named(name)
     for chart in make_charts(section):
-        text = render_chart(chart, section, "svg").decode()
+        text = render_chart(chart, section.title, "svg").decode()
         root = ElementTree.fromstring(text)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert "var(" not in text
@@ -559,7 +559,9 @@ def test_chart_is_a_standalone_svg(section_named, name):
 def test_hostile_title_is_escaped_in_svg(section):
     title = "</text><script>alert(1)</script> var(--c1) \x1b[31m ${x} \u202e"
     own = dataclasses.replace(section, title=title)
-    root = ElementTree.fromstring(render_chart(charts_by_name(own)["gaps"], own, "svg").decode())
+    root = ElementTree.fromstring(
+        render_chart(charts_by_name(own)["gaps"], own.title, "svg").decode()
+    )
     assert not [found for found in root.iter() if found.tag.endswith("script")]
     words = " ".join("".join(found.itertext()) for found in root.iter() if "text" in found.tag)
     assert "<script>alert(1)</script>" in words
@@ -568,13 +570,13 @@ def test_hostile_title_is_escaped_in_svg(section):
 
 
 def test_chart_is_a_standalone_png(section):
-    content = render_chart(charts_by_name(section)["gaps"], section, "png")
+    content = render_chart(charts_by_name(section)["gaps"], section.title, "png")
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert content.rstrip(b"\0").endswith(b"IEND\xaeB`\x82")
 
 
 def test_chart_has_the_colors_of_its_variants(section):
-    text = render_chart(charts_by_name(section)["gaps"], section, "svg").decode().lower()
+    text = render_chart(charts_by_name(section)["gaps"], section.title, "svg").decode().lower()
     for variant in ("no_q", "shared_qk"):
         assert use_light_colors(section.styles[variant].color) in text
 
@@ -590,4 +592,4 @@ def test_bands_of_losses_end_at_zero(section):
 @pytest.mark.parametrize(("name", "is_line"), [("losses", True), ("gaps", False)])
 def test_legend_shows_the_dash_of_a_line_and_the_shape_of_a_point(section, name, is_line):
     (chart,) = (chart for chart in make_charts(section) if chart.name == name)
-    assert ('"symbolType": "stroke"' in json.dumps(combine_panels(chart, section))) == is_line
+    assert ('"symbolType": "stroke"' in json.dumps(combine_panels(chart, section.title))) == is_line

@@ -90,7 +90,7 @@ def test_axes_are_logarithmic(section):
             assert {layer["encoding"][axis]["scale"]["type"] for axis in "xy"} == {"log"}
         assert vl_convert.vegalite_to_vega(panel.spec)["marks"]
         json.dumps(panel.spec, allow_nan=False)
-    assert b"another seed" in render_chart(chart, section, "svg")
+    assert b"another seed" in render_chart(chart, section.title, "svg")
 
 
 def test_caption_gives_distances_relative_to_another_seed(section):
