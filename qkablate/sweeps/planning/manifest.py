@@ -230,9 +230,6 @@ class Manifest:
             ),
         )
 
-    def overrides_of(self, run: SweepRun) -> list[str]:
-        return self.arms[run.arm].overrides_of(run)
-
     def write(self) -> None:
         """Write the manifest with its checksum."""
         make_folder(self.folder)

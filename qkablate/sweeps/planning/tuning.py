@@ -64,13 +64,11 @@ Searches = dict[str, tuple[list[SweepRun], LrSearch]]  # by arm, with the runs t
 
 def tuning_runs(arm: Arm, rates: list[float], seeds: list[int]) -> list[SweepRun]:
     """Return the first runs of an arm's search, at the given rates or around a single one."""
+    circuits = [arm.default_rates.circuit]
+    if _searches_circuit(arm):
+        seeds = seeds[: max(1, len(seeds) // CIRCUITS)]
+        circuits = circuit_ladder(arm.matched_lr)
     ladder = lr_ladder(rates, arm.config.optim.lr)
-    if not _searches_circuit(arm):
-        return [
-            _run(arm, Rates(lr, arm.default_rates.circuit), seed) for lr in ladder for seed in seeds
-        ]
-    seeds = seeds[: max(1, len(seeds) // CIRCUITS)]
-    circuits = circuit_ladder(arm.matched_lr)
     points = itertools.product(ladder, circuits, seeds)
     return [_run(arm, Rates(lr, circuit), seed) for lr, circuit, seed in points]
 
@@ -150,20 +148,17 @@ def next_runs(
     tried = defaultdict(list)
     for run in manifest.runs:
         tried[run.arm].append(run)
-    searches: Searches = {}
+    all_runs, searches = [], []
     for name, arm in manifest.arms.items():
-        if name in finished:
-            searches[name] = finished[name]
-            continue
-        runs, search = _search(arm, tried[name], find_result)
-        if search.rates is not None:
+        runs, search = finished.get(name) or _search(arm, tried[name], find_result)
+        if search.rates is not None and name not in finished:
             changes = _changes(arm, search.rates)
             runs += [arm.run({**final, **changes}) for final in manifest.finals]
-        searches[name] = runs, search
         if search.state in ("chosen", "on the edge", "diverged"):
-            finished[name] = searches[name]
-    runs = [run for runs, _ in searches.values() for run in runs]
-    return runs, [search for _, search in searches.values()]
+            finished[name] = runs, search
+        all_runs += runs
+        searches.append(search)
+    return all_runs, searches
 
 
 def _search(
@@ -201,7 +196,7 @@ def _search(
         if len(losses) - first + len(within) > most or len(within) < len(wanted):
             if not means:
                 return beyond, LrSearch(arm.name, losses, None, "diverged")
-            rates = min(means, key=lambda rates: means[rates])
+            rates = min(means, key=means.__getitem__)
             return beyond, LrSearch(arm.name, losses, rates, "on the edge")
         beyond += [_run(arm, rates, seed) for rates in within for seed in seeds]
 
@@ -211,11 +206,9 @@ def _rates_beside_best(arm: Arm, losses: Losses) -> list[Rates]:
 
     If all diverge, these are lower ones.
     """
-    means, failed = mean_losses(losses), left_behind(losses)
     lrs, circuits = (sorted({*values}) for values in zip(*losses, strict=True))
-    if not means:
+    if (best := _find_best(losses)) is None:
         return [Rates(lrs[0] / FACTOR, circuit) for circuit in circuits]
-    best = min(means, key=lambda rates: (rates in failed, means[rates]))
     lrs = [lrs[0] / FACTOR, *lrs, lrs[-1] * FACTOR]
     if _searches_circuit(arm):
         step = _circuit_step(arm.matched_lr)
@@ -225,14 +218,22 @@ def _rates_beside_best(arm: Arm, losses: Losses) -> list[Rates]:
         for values, at in ((lrs, lrs.index(best.lr)), (circuits, circuits.index(best.circuit)))
     ]
     return [
-        rates for rates in itertools.starmap(Rates, itertools.product(*near)) if rates not in losses
+        rates
+        for lr, circuit in itertools.product(*near)
+        if (rates := Rates(lr, circuit)) not in losses
     ]
+
+
+def _find_best(losses: Losses) -> Rates | None:
+    """Return the rates of the least mean loss, before any of them left behind."""
+    means, failed = mean_losses(losses), left_behind(losses)
+    return min(means, key=lambda rates: (rates in failed, means[rates]), default=None)
 
 
 def _rates_between(arm: Arm, losses: Losses) -> list[Rates]:
     """Return rates half a step from the best ones, where the surface is nearly quadratic."""
-    means, failed = mean_losses(losses), left_behind(losses)
-    best = min(means, key=lambda rates: (rates in failed, means[rates]))
+    best = _find_best(losses)
+    assert best is not None
     lr_step, step = math.sqrt(FACTOR), math.sqrt(_circuit_step(arm.matched_lr))
     return [
         Rates(best.lr * lr_step**a, _rounded(best.circuit * step**b) if b else best.circuit)

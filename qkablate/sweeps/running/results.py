@@ -195,7 +195,7 @@ def print_failures(sweep_state: SweepState) -> None:
         if states:
             print(f"\n{status}")
         for state in states:
-            overrides = sweep_state.manifest.overrides_of(state.run)
+            overrides = sweep_state.manifest.arms[state.run.arm].overrides_of(state.run)
             print(sanitize(f"  {state.run.name}: {state.reason or 'its process gave no reason'}"))
             print(f"    {shlex.join(['qkablate', 'train', *overrides])}")
     for search in sweep_state.lr_searches:

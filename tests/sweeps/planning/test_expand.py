@@ -379,7 +379,7 @@ def test_evaluate_test_false_applies_to_all_runs(expand):
 
 def assert_repeated(manifest):
     for run in manifest.runs:
-        (job,) = compose_jobs(manifest.overrides_of(run))
+        (job,) = compose_jobs(manifest.arms[run.arm].overrides_of(run))
         alone = plan_run(job.config)
         assert alone.run.id == run.id
         assert alone.run.folder.name == run.name
