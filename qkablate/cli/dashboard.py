@@ -140,13 +140,13 @@ def _save(sweep_state: "SweepState", entity: str | None, project: str, out: str)
     from qkablate.disk import write_atomic
     from qkablate.runs.records import read_json
 
-    server = connect()
-    entity = entity or server.entity
+    app_url, owner = connect()
+    entity = entity or owner
     if not entity:
         raise UserError("W&B does not say whose key this is; give --entity NAME")
     path = sweep_state.manifest.folder / FILE
     known = find_urls(read_json(path))
-    saved = save_view(make_workspace(sweep_state, entity, project), server.app_url, known)
+    saved = save_view(make_workspace(sweep_state, entity, project), app_url, known)
     workspace = saved.url.partition("?")[0]  # one view per project is kept
     kept = [saved.url, *(url for url in known if url.partition("?")[0] != workspace)]
     write_atomic(path, json.dumps({"views": kept}, indent=1) + "\n")

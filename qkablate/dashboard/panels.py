@@ -44,8 +44,14 @@ class PanelFactory:
 
         self._wr: Any = wr
         self._configs = configs
-        self._by = self._wr.Config("variant.name") if by_variant else self._wr.Metric("JobType")
         self._lines = lines
+        self._means = {  # of runs that differ only in their seed
+            "groupby": self._wr.Config("variant.name")
+            if by_variant
+            else self._wr.Metric("JobType"),
+            "groupby_aggfunc": "mean",
+            "max_runs_to_show": lines,
+        }
 
     def summary(self, introduction: str) -> Sequence[Any]:
         wr = self._wr
@@ -157,7 +163,13 @@ class PanelFactory:
         ]
 
     def _curve(
-        self, title: str, metric: str = "", *, pattern: str = "", x: str = "Step", band: str = ""
+        self,
+        title: str,
+        metric: str = "",
+        *,
+        pattern: str = "",
+        x: str = "Step",
+        band: str = "stddev",
     ) -> Any:
         """Return a line plot of the mean with a band over seeds."""
         return self._wr.LinePlot(
@@ -165,21 +177,17 @@ class PanelFactory:
             x=x,
             y=[metric] if metric else [],
             metric_regex=pattern or None,
-            groupby=self._by,
-            groupby_aggfunc="mean",
-            groupby_rangefunc=band or "stddev",
-            max_runs_to_show=self._lines,
+            groupby_rangefunc=band,
+            **self._means,
         )
 
     def _final(self, title: str, metric: str) -> Any:
         return self._wr.BarPlot(
             title=title,
             metrics=[metric],
-            groupby=self._by,
-            groupby_aggfunc="mean",
             groupby_rangefunc="stddev",
-            max_runs_to_show=self._lines,
             max_bars_to_show=self._lines,
+            **self._means,
         )
 
     def _system(self, title: str, *names: str) -> Any:

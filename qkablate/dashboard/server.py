@@ -22,14 +22,6 @@ class SavedView:
     lost: str | None  # where there was one before
 
 
-@dataclass(frozen=True)
-class Server:
-    """A reachable W&B server that accepts the API key."""
-
-    app_url: str
-    entity: str  # the default one
-
-
 def view_content(view: Any) -> dict[str, Any]:
     """Return the request body of a view, with reproducible ids.
 
@@ -42,16 +34,17 @@ def view_content(view: Any) -> dict[str, Any]:
     return {key: value for key, value in sent.items() if value != ""}
 
 
-def connect() -> Server:
-    """Connect to the W&B server; raise UserError if it is unreachable or rejects the key."""
+def connect() -> tuple[str, str]:
+    """Return the address of the W&B server's app, and the key's owner or an empty string.
+
+    Raise UserError if the server is unreachable or rejects the key.
+    """
     import wandb
 
     if wrong := server_address_error():
         raise UserError(f"{wrong}; --spec FILE needs no server")
     settings = wandb.Settings(
-        silent=True,
-        x_graphql_retry_max=1,
-        x_graphql_timeout_seconds=TIMEOUT_SECONDS,
+        silent=True, x_graphql_retry_max=1, x_graphql_timeout_seconds=TIMEOUT_SECONDS
     )
     kept = wandb.setup(settings).settings
     if silence := probe_server(kept.base_url):
@@ -60,7 +53,7 @@ def connect() -> Server:
         entity = wandb.Api(timeout=TIMEOUT_SECONDS).default_entity
     except Exception as error:
         raise make_save_error(error) from None
-    return Server(kept.app_url, entity or "")
+    return kept.app_url, entity or ""
 
 
 def save_view(view: Any, app_url: str, known: Iterable[str]) -> SavedView:

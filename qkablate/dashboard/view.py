@@ -20,18 +20,37 @@ _MAX_LINES = 100  # of one panel, W&B's own bound
 
 
 def make_workspace(sweep_state: SweepState, entity: str, project: str) -> Any:
-    """Return the wandb-workspaces workspace of a sweep, without network access."""
+    """Return the wandb-workspaces workspace of a sweep, without network access.
+
+    It shows the sweep's group of runs and those shared with older sweeps.
+    """
     import wandb_workspaces.workspaces as ws
+    from wandb_workspaces import expr
 
     manifest = sweep_state.manifest
     lines = min(_MAX_LINES, len(find_run_groups(manifest)) + 1)
+    run_filter = f'Metric("Group") == {_quote(manifest.group)}'
+    if shared := sorted(_find_shared_ids(sweep_state)):
+        run_filter += f' or Metric("ID") in [{", ".join(map(_quote, shared))}]'
+    groupby: list[Any] = [expr.Config("variant.name")]
+    groupby += [] if is_grouped_by_variant(manifest) else [expr.Metric("JobType")]
     return ws.Workspace(
         entity=entity,
         project=project,
-        name=f"{manifest.name}-{manifest.id}".replace("+", "_"),  # W&B rejects + in names
+        name=manifest.folder.name.replace("+", "_"),  # W&B rejects + in names
         sections=make_sections(manifest, lines),
         settings=ws.WorkspaceSettings(max_runs=lines),
-        runset_settings=_make_run_set(sweep_state, own_run=bool(entity)),
+        runset_settings=ws.RunsetSettings(
+            filters=run_filter,
+            groupby=groupby,
+            pinned_columns=[
+                *("run:displayName", "run:jobType", "run:tags", "summary:final/status"),
+                *("summary:final/test_loss", "summary:final/val_loss", "summary:params"),
+                *("config:seed.value", "config:optim.value.lr"),
+            ],
+            # A pinned run is always fetched; this one holds the tables and charts.
+            pinned_runs=[f"sweep-{manifest.id}"] if entity else [],
+        ),
     )
 
 
@@ -51,30 +70,6 @@ def mixes_arms(manifest: Manifest) -> bool:
     """Return whether a mean mixes arms because the user gave all of them one job type."""
     variants = {arm.variant for arm in manifest.arms.values()}
     return is_grouped_by_variant(manifest) and len(variants) < len(find_run_groups(manifest))
-
-
-def _make_run_set(sweep_state: SweepState, *, own_run: bool) -> Any:
-    """Return the sweep's group of runs and those shared with older sweeps."""
-    import wandb_workspaces.workspaces as ws
-    from wandb_workspaces import expr
-
-    manifest = sweep_state.manifest
-    run_filter = f'Metric("Group") == {_quote(manifest.group)}'
-    if shared := sorted(_find_shared_ids(sweep_state)):
-        run_filter += f' or Metric("ID") in [{", ".join(map(_quote, shared))}]'
-    groupby: list[Any] = [expr.Config("variant.name")]
-    groupby += [] if is_grouped_by_variant(manifest) else [expr.Metric("JobType")]
-    return ws.RunsetSettings(
-        filters=run_filter,
-        groupby=groupby,
-        pinned_columns=[
-            *("run:displayName", "run:jobType", "run:tags", "summary:final/status"),
-            *("summary:final/test_loss", "summary:final/val_loss", "summary:params"),
-            *("config:seed.value", "config:optim.value.lr"),
-        ],
-        # A pinned run is always fetched; this one holds the tables and charts.
-        pinned_runs=[f"sweep-{manifest.id}"] if own_run else [],
-    )
 
 
 def _quote(text: str) -> str:

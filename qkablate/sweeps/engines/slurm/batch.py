@@ -61,12 +61,9 @@ class JobArray:
         except (FailedJobError, FailedSubmissionError) as error:
             self.remove()
             reason = cluster.format_error(str(error)) or "sbatch failed"
-            failure = (
-                cluster.SlurmCommandFailed
-                if _UNREACHABLE.search(reason)
-                else cluster.SubmissionRejected
-            )
-            raise failure(reason) from None
+            if _UNREACHABLE.search(reason):
+                raise cluster.SlurmCommandFailed(reason) from None
+            raise cluster.SubmissionRejected(reason) from None
 
     def file(self, index: int) -> Path:
         return self.folder / f"{index}.json"
@@ -133,8 +130,8 @@ class SlurmJob:
 
     def _write(self, code: int | None) -> None:
         killed = code is not None and self._process is not None and self._process.is_out_of_memory()
-        host = {"host": socket.gethostname(), "pid": os.getpid()}
-        write_json(self._status, {**host, "code": code, "out_of_memory": killed})
+        status = {"host": socket.gethostname(), "pid": os.getpid(), "code": code}
+        write_json(self._status, {**status, "out_of_memory": killed})
 
 
 @dataclass
