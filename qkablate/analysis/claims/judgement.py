@@ -43,7 +43,7 @@ from qkablate.analysis.stats import ALPHA, Interval
 from qkablate.analysis.study.study import Entry, Study, read_study
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Manifest
-from qkablate.sweeps.running.solo_results import SoloMeasurement, read_measurements
+from qkablate.sweeps.running.solo_results import SoloRow, read_measurements
 
 MAX_LOAD = 0.5  # cores that other processes may use beside what is measured alone
 
@@ -187,7 +187,7 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
         for check in judged.checks
         if check.state == BROKEN
     ]
-    is_measured = all(arm in solo and len(solo[arm].seconds) >= n for arm in solo_arms(comparisons))
+    is_measured = all(arm in solo and len(solo[arm]) >= n for arm in solo_arms(comparisons))
     has_ended = study.is_complete and is_measured
     verdict = judge_parts([judged.part for judged in parts], alpha) if has_ended else None
     return Judgement(claim, study, n, alpha, verdict, parts, reasons)
@@ -244,25 +244,24 @@ def _audit_part(
     ]
 
 
-def _check_alone(solo: Mapping[str, SoloMeasurement], arms: list[str]) -> AuditCheck:
+def _check_alone(solo: Mapping[str, list[SoloRow]], arms: list[str]) -> AuditCheck:
     """Check that nothing else kept the machine busy while arms were measured."""
     if not any(arm in solo for arm in arms):
         return AuditCheck("alone", NOTE, "not measured yet")
-    load = max(solo[arm].load for arm in arms if arm in solo)
+    load = max(row.load for arm in arms for row in solo.get(arm, ()))
     text = f"other processes used {load:.2f} cores at most"
     return AuditCheck("alone", WARNING if load > MAX_LOAD else OK, text)
 
 
-def _make_part(
-    comparison: Comparison, gaps: list[Gap], solo: Mapping[str, SoloMeasurement]
-) -> Part:
+def _make_part(comparison: Comparison, gaps: list[Gap], solo: Mapping[str, list[SoloRow]]) -> Part:
     spec, measure = comparison.spec, MEASURES[comparison.spec.of]
     margin = measure.unit.margin(spec.margin)
     if spec.horizon == "growth":
         return _make_growth_part(comparison, gaps)
     gap, than = gaps[0], gaps[1] if comparison.than else None
     repeated = {
-        arm: one.seconds if spec.of == "seconds" else one.memory for arm, one in solo.items()
+        arm: [row.seconds if spec.of == "seconds" else row.memory for row in rows]
+        for arm, rows in solo.items()
     }
     failures = [risks for g in gaps if (risks := measure_failures(spec.of, g)) is not None]
     raising, lowering = zip(*failures, strict=True) if failures else ((), ())

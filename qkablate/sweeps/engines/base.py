@@ -17,11 +17,10 @@ from qkablate.config import Config, from_plain
 LOG_FILE = "output.log"  # stdout and stderr of a run's process, in the run's folder
 EXIT_ALREADY_RUNNING, EXIT_LEASE_LOST = 75, 76  # another process trains the run
 EXIT_STOPPED = 128 + signal.SIGTERM
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 # A process with one of these exit codes has no result, and has given the reason itself.
 EXPECTED_EXITS = (
-    *(2, EXIT_ALREADY_RUNNING, EXIT_LEASE_LOST),
-    *(128 + number for number in _STOP_SIGNALS),
+    *(2, EXIT_ALREADY_RUNNING, EXIT_LEASE_LOST, EXIT_STOPPED),
+    *(128 + number for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)),
 )
 
 

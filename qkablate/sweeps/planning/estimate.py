@@ -1,7 +1,4 @@
-"""Time and memory of a sweep on this machine, interpolated from a few real training steps.
-
-The smallest arm and the largest that can be timed are measured, and the measurements are cached.
-"""
+"""Time and memory of a sweep here, interpolated from a few real steps of two of its arms."""
 
 import heapq
 import multiprocessing

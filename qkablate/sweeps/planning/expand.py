@@ -235,10 +235,7 @@ class _Expansion:
         self.left_out.append(LeftOutArm(name, control, str(reason), kind))
 
     def _add_floors(self) -> None:
-        """Add uniform attention in each model, where parametrizations are compared.
-
-        These arms have no baseline: they test the experiment, not a hypothesis.
-        """
+        """Add uniform attention, which has no baseline, to models whose variants are compared."""
         variants = [arm.config.variant for arm in self.arms.values()]
         if len({(variant.name, variant.file) for variant in variants}) < 2:
             return

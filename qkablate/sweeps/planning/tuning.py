@@ -74,17 +74,12 @@ def tuning_runs(arm: Arm, rates: list[float], seeds: list[int]) -> list[SweepRun
 
 
 def refinement_sizes(manifest: Manifest) -> dict[str, int]:
-    """Return the number of runs half a step from the best rates, which each arm's search ends with.
-
-    No arm is searched in a manifest without final runs.
-    """
+    """Return the number of runs half a step from the best rates, with which a search ends."""
     seeds = defaultdict[str, set[int]](set)
     for run in manifest.runs:
         seeds[run.arm].add(int(run.changes["seed"]))
-    return {
-        name: len(seeds[name]) * len(_half_steps(arm)) if manifest.finals else 0
-        for name, arm in manifest.arms.items()
-    }
+    arms = manifest.arms if manifest.finals else {}  # otherwise none is searched
+    return {name: len(seeds[name]) * len(_half_steps(arm)) for name, arm in arms.items()}
 
 
 def lr_ladder(rates: list[float], own: float) -> list[float]:
@@ -108,15 +103,13 @@ def lr_ladder(rates: list[float], own: float) -> list[float]:
 
 
 def circuit_ladder(matched: float) -> list[float]:
-    """Return the first rates of the circuit: matched, same, and their geometric mean.
-
-    They are a factor of two apart at least, so that their losses can be told apart.
-    """
+    """Return the first rates of the circuit: matched, same, and their geometric mean."""
     step = _circuit_step(matched)
     return [_rounded(math.sqrt(matched) * step**k) for k in (-1, 0, 1)]
 
 
 def _circuit_step(matched: float) -> float:
+    # At least a factor of two, so that losses can be told apart.
     return max(FACTOR, math.sqrt(max(matched, 1 / matched)))
 
 
@@ -202,10 +195,7 @@ def _search(
 
 
 def _rates_beside_best(arm: Arm, losses: Losses) -> list[Rates]:
-    """Return the rates beside the best ones that have not been tried yet.
-
-    If all diverge, these are lower ones.
-    """
+    """Return the rates beside the best that were not tried yet; lower ones if all diverge."""
     lrs, circuits = (sorted({*values}) for values in zip(*losses, strict=True))
     if (best := _find_best(losses)) is None:
         return [Rates(lrs[0] / FACTOR, circuit) for circuit in circuits]

@@ -1,7 +1,4 @@
-"""The launcher of a sweep: runs it to its end.
-
-It skips what is done, resumes what was interrupted, and waits for what other launchers train.
-"""
+"""The launcher of a sweep: it skips what is done, resumes, and waits for what others train."""
 
 import signal
 import time
