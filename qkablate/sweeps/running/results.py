@@ -211,9 +211,8 @@ def log_summary(
     rows = [list(row.values()) for row in result_rows(sweep_state)]
     runs = list(result_columns(manifest)), rows
     run.log_tables(dataclasses.replace(tables, tables={"runs": runs, **tables.tables}))
-    counts = sweep_state.status_counts()
-    finished = counts["done"] + counts["diverged"] == sweep_state.expected_runs()
-    run.close({f"runs/{status}": count for status, count in counts.items()}, int(not finished))
+    counts = {f"runs/{status}": n for status, n in sweep_state.status_counts().items()}
+    run.close(counts, exit_code=0 if sweep_state.is_finished() else 1)
     return run.address
 
 

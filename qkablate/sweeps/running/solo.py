@@ -45,10 +45,10 @@ def measure_arms(manifest: Manifest, arms: Sequence[str], repetitions: int) -> N
         "torch": torch.__version__,
         "threads": sorted({int(manifest.arms[arm].config.threads) for arm in arms}),
     }
-    if found is None or found.machine != machine:
-        if found is not None:
-            print_stderr("solo.json was measured on another machine: all arms are measured again")
-        found = SoloFile(manifest.folder.resolve().name, machine)
+    if found is not None and found.machine != machine:
+        print_stderr("solo.json was measured on another machine: all arms are measured again")
+        found = None
+    found = found or SoloFile(manifest.folder.resolve().name, machine)
     done = {(row.arm, row.repetition) for row in found.rows}
     turns = [
         (arm, number)

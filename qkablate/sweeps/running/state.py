@@ -123,9 +123,13 @@ class SweepState:
         counts["waiting"] += self.expected_runs() - len(self.states)
         return counts
 
+    def is_finished(self) -> bool:
+        """Return whether every run is done or has diverged."""
+        counts = self.status_counts()
+        return counts["done"] + counts["diverged"] == self.expected_runs()
+
     def tokens_per_second(self) -> float:
-        running = [state for state in self.states.values() if state.status == "running"]
-        return sum(state.tokens_per_second for state in running)
+        return sum(s.tokens_per_second for s in self.states.values() if s.status == "running")
 
     def seconds_left(self) -> float | None:
         """Estimate the time left, at the past speed with as many runs in parallel as now."""
