@@ -132,7 +132,6 @@ def make_sections(manifest: Manifest, lines: int) -> list[Any]:
 
 
 def _format_introduction(manifest: Manifest) -> str:
-    """Return the introduction of the view."""
     many = len(find_run_groups(manifest))
     together = "variant" if is_grouped_by_variant(manifest) else "job type (arm and learning rate)"
     what = "and more: all arms have one job type" if mixes_arms(manifest) else "alone"

@@ -93,9 +93,8 @@ def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, RunEstimate]:
         and BYTES_PER_PARAMETER * arm.total_params * len(slots) < 0.5 * free
     ]
     largest = smallest
-    if feasible:
-        with suppress(NotTimedError):
-            largest = _measure(feasible[-1], manifest, slots, cache)
+    with suppress(NotTimedError):
+        largest = _measure(feasible[-1], manifest, slots, cache) if feasible else smallest
     with suppress(OSError):  # a full disk: it is measured again
         write_json(path, cache)
     return {arm.name: _interpolate(arm, smallest, largest) for arm in arms}

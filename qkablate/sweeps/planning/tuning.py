@@ -215,7 +215,7 @@ def _rates_beside_best(arm: Arm, losses: Losses) -> list[Rates]:
 
 
 def _find_best(losses: Losses) -> Rates | None:
-    """Return the rates of the least mean loss, before any of them left behind."""
+    """Return the rates of the least mean loss; of those left behind only if all are."""
     means, failed = mean_losses(losses), left_behind(losses)
     return min(means, key=lambda rates: (rates in failed, means[rates]), default=None)
 

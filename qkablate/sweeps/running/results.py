@@ -77,8 +77,7 @@ def _write_parquet(path: Path, columns: dict[str, type], rows: list[dict[str, An
     import pyarrow
     from pyarrow import parquet
 
-    types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
-    types[bool] = pyarrow.bool_()
+    types = {str: "string", int: "int64", float: "float64", bool: "bool"}
     schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
     content = io.BytesIO()
     parquet.write_table(pyarrow.Table.from_pylist(rows, schema), content)

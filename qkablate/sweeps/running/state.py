@@ -13,7 +13,7 @@ from typing import Any
 from qkablate.disk import read_file
 from qkablate.runs.lease import LeaseObserver, hold_lease
 from qkablate.runs.records import decode_row, read_result
-from qkablate.sweeps.engines.base import LOG_FILE
+from qkablate.sweeps.engines.base import LOG_FILE, read_last_line
 from qkablate.sweeps.planning.manifest import Manifest, SweepRun
 from qkablate.sweeps.planning.tuning import LrSearch, Searches, next_runs
 
@@ -209,11 +209,7 @@ def latest_metrics(folder: Path) -> dict[str, Any]:
 
 def last_log_line(folder: Path) -> str:
     """Return the last line that the run's process has printed."""
-    try:
-        lines = read_file(folder / LOG_FILE, _TAIL).decode("utf-8", "replace").strip().splitlines()
-    except OSError:
-        return ""
-    return lines[-1].removeprefix("qkablate: ") if lines else ""
+    return read_last_line(folder / LOG_FILE).removeprefix("qkablate: ")
 
 
 def link_run(manifest: Manifest, state: RunState) -> bool:

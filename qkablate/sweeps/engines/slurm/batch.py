@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.runs.records import read_json, write_json
-from qkablate.sweeps.engines.base import EXIT_STOPPED, RunTask
+from qkablate.sweeps.engines.base import EXIT_STOPPED, RunTask, read_last_line
 from qkablate.sweeps.engines.remote import RunProcess
 from qkablate.sweeps.engines.slurm import cluster
 
@@ -80,10 +80,7 @@ class JobArray:
 
     def last_log_line(self, index: int) -> str:
         """Return the last line of a task's log, or nothing."""
-        for path in self.folder.glob(f"*_{index}_0_log.out"):
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            return next((line for line in reversed(lines) if line.strip()), "")
-        return ""
+        return next(map(read_last_line, self.folder.glob(f"*_{index}_0_log.out")), "")
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,7 +1,4 @@
-"""Training on a SLURM cluster: job arrays over the runs, submitted with submitit.
-
-A launcher that exits leaves its jobs, and the next one takes them over.
-"""
+"""Training on a SLURM cluster: job arrays, which a launcher leaves and the next one takes over."""
 
 import contextlib
 import fcntl
