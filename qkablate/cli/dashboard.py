@@ -118,8 +118,7 @@ def _check_online() -> None:
 
 
 def _write(spec: str, sweep_state: "SweepState", entity: str, project: str) -> None:
-    from qkablate.dashboard.server import view_content
-    from qkablate.dashboard.view import make_workspace
+    from qkablate.dashboard.view import make_workspace, view_content
     from qkablate.disk import write_atomic
 
     text = json.dumps(view_content(make_workspace(sweep_state, entity, project)), indent=1) + "\n"
@@ -135,18 +134,17 @@ def _write(spec: str, sweep_state: "SweepState", entity: str, project: str) -> N
 
 
 def _save(sweep_state: "SweepState", entity: str | None, project: str, out: str) -> None:
-    from qkablate.dashboard.server import connect, find_urls, save_view
-    from qkablate.dashboard.view import make_workspace, mixes_arms
+    from qkablate.dashboard.view import connect, find_urls, make_workspace, mixes_arms, save_view
     from qkablate.disk import write_atomic
     from qkablate.runs.records import read_json
 
-    server = connect()
-    entity = entity or server.entity
+    app_url, owner = connect()
+    entity = entity or owner
     if not entity:
         raise UserError("W&B does not say whose key this is; give --entity NAME")
     path = sweep_state.manifest.folder / FILE
     known = find_urls(read_json(path))
-    saved = save_view(make_workspace(sweep_state, entity, project), server.app_url, known)
+    saved = save_view(make_workspace(sweep_state, entity, project), app_url, known)
     workspace = saved.url.partition("?")[0]  # one view per project is kept
     kept = [saved.url, *(url for url in known if url.partition("?")[0] != workspace)]
     write_atomic(path, json.dumps({"views": kept}, indent=1) + "\n")

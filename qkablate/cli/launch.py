@@ -121,7 +121,7 @@ def run_sweep(
     manifest = freeze(manifest, plan, keep_threads=keep_threads)
     table = ProgressTable()
     table.note(f"sweep    {manifest.folder}")
-    for line in text.format_plan_summary(manifest, len(slots), engine=engine):
+    for line in text.format_plan(manifest, len(slots), engine=engine, is_summary=True):
         table.note(line)
     launcher = Launcher(
         manifest,

@@ -44,8 +44,10 @@ class PanelFactory:
 
         self._wr: Any = wr
         self._configs = configs
-        self._by = self._wr.Config("variant.name") if by_variant else self._wr.Metric("JobType")
         self._lines = lines
+        by = self._wr.Config("variant.name") if by_variant else self._wr.Metric("JobType")
+        # Of the runs that a line or a bar stands for: those that differ in their seed.
+        self._means = {"groupby": by, "groupby_aggfunc": "mean", "max_runs_to_show": lines}
 
     def summary(self, introduction: str) -> Sequence[Any]:
         wr = self._wr
@@ -70,16 +72,13 @@ class PanelFactory:
         ]
 
     def gaps(self) -> Sequence[Any]:
-        wr = self._wr
         return [
             self._chart("gap-curves", "Gap during training"),
-            self._final("Test loss, mean and standard deviation over seeds", "final/test_loss"),
-            self._final(
-                "Validation loss, mean and standard deviation over seeds", "final/val_loss"
-            ),
+            self._final("Test loss", "final/test_loss"),
+            self._final("Validation loss", "final/val_loss"),
             self._chart("function-distance", "Function distance between arm and baseline"),
-            wr.WeavePanelSummaryTable(table_name="distances"),
-            wr.MediaBrowser(title="Full report", media_keys=["report"], num_columns=1),
+            self._wr.WeavePanelSummaryTable(table_name="distances"),
+            self._media("report", "Full report"),
         ]
 
     def sizes(self) -> Sequence[Any]:
@@ -102,23 +101,13 @@ class PanelFactory:
                     for metric, name, log in columns
                 ],
             ),
-            wr.ScatterPlot(
-                title="Test loss by parameters",
-                x=wr.SummaryMetric("params"),
-                y=wr.SummaryMetric("final/test_loss"),
-                log_x=True,
-            ),
+            self._scatter("Test loss by parameters", wr.SummaryMetric("params"), "final/test_loss"),
         ]
 
     def rates(self) -> Sequence[Any]:
-        wr = self._wr
+        title = "Validation loss by learning rate, including tuning runs"
         return [
-            wr.ScatterPlot(
-                title="Validation loss by learning rate, including tuning runs",
-                x=wr.Config("optim.lr"),
-                y=wr.SummaryMetric("final/val_loss"),
-                log_x=True,
-            ),
+            self._scatter(title, self._wr.Config("optim.lr"), "final/val_loss"),
             self._chart("rates", "Learning-rate curves"),
         ]
 
@@ -157,7 +146,13 @@ class PanelFactory:
         ]
 
     def _curve(
-        self, title: str, metric: str = "", *, pattern: str = "", x: str = "Step", band: str = ""
+        self,
+        title: str,
+        metric: str = "",
+        *,
+        pattern: str = "",
+        x: str = "Step",
+        band: str = "stddev",
     ) -> Any:
         """Return a line plot of the mean with a band over seeds."""
         return self._wr.LinePlot(
@@ -165,25 +160,27 @@ class PanelFactory:
             x=x,
             y=[metric] if metric else [],
             metric_regex=pattern or None,
-            groupby=self._by,
-            groupby_aggfunc="mean",
-            groupby_rangefunc=band or "stddev",
-            max_runs_to_show=self._lines,
+            groupby_rangefunc=band,
+            **self._means,
         )
 
-    def _final(self, title: str, metric: str) -> Any:
+    def _final(self, loss: str, metric: str) -> Any:
         return self._wr.BarPlot(
-            title=title,
+            title=f"{loss}, mean and standard deviation over seeds",
             metrics=[metric],
-            groupby=self._by,
-            groupby_aggfunc="mean",
             groupby_rangefunc="stddev",
-            max_runs_to_show=self._lines,
             max_bars_to_show=self._lines,
+            **self._means,
         )
+
+    def _scatter(self, title: str, x: Any, y: str) -> Any:
+        return self._wr.ScatterPlot(title=title, x=x, y=self._wr.SummaryMetric(y), log_x=True)
 
     def _system(self, title: str, *names: str) -> Any:
         return self._wr.LinePlot(title=title, x="RelativeTime(Process)", y=[*names])
 
     def _chart(self, name: str, title: str) -> Any:
-        return self._wr.MediaBrowser(title=title, media_keys=[f"charts/{name}"], num_columns=1)
+        return self._media(f"charts/{name}", title)
+
+    def _media(self, key: str, title: str) -> Any:
+        return self._wr.MediaBrowser(title=title, media_keys=[key], num_columns=1)

@@ -55,7 +55,10 @@ def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
     study = read_study(folder)
     section = Section(study.name, f"read from {folder}", study)
     verdicts = [[cell.text for cell in row] for row in rows.make_verdict_rows(section)]
-    gaps = [make_gap_row(gap) for gap in section.summary.gaps]
+    gaps = [*map(make_gap_row, section.summary.gaps)]
+    summary: dict[str, object] = {"answer": " ".join(summarize(section))}
+    for gap in gaps[:MAX_SUMMARY_GAPS]:
+        summary[f"gap/{gap['arm']}"] = {name: gap[name] for name in _SUMMARY_COLUMNS}
     pages = {"report": render_page([section], section.title)}
     for chart in make_charts(section):
         try:
@@ -66,16 +69,12 @@ def _make_tables(folder: Path, note: Callable[[str], None]) -> SweepTables:
             pages[f"charts/{chart.name}"] = f"{_HTML_HEAD}{drawn}"
     return SweepTables(
         tables={
-            "verdicts": ([*rows.COLUMNS], [[*row] for row in verdicts]),
+            "verdicts": (rows.verdict_columns(section), verdicts),
             "gaps": (GAP_COLUMNS, [list(row.values()) for row in gaps]),
             "distances": (DISTANCE_COLUMNS, _distance_rows(section.summary.function_distance)),
         },
         pages=pages,
-        summary={"answer": " ".join(summarize(section))}
-        | {
-            f"gap/{row['arm']}": {name: row[name] for name in _SUMMARY_COLUMNS}
-            for row in gaps[:MAX_SUMMARY_GAPS]
-        },
+        summary=summary,
     )
 
 

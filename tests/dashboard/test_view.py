@@ -13,8 +13,7 @@ import pytest
 import qkablate
 from qkablate.cli.hydra.grid import SweepComposer, open_composer
 from qkablate.dashboard.panels import CIRCUITS
-from qkablate.dashboard.server import view_content
-from qkablate.dashboard.view import make_workspace
+from qkablate.dashboard.view import make_workspace, view_content
 from qkablate.diagnostics import circuits, patterns
 from qkablate.runs.run import Run
 from qkablate.sweeps.planning.expand import Grid, expand_grid

@@ -35,7 +35,7 @@ from qkablate.analysis.stats import ALPHA, Interval
 from qkablate.analysis.study.study import Entry, Study, read_study
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Manifest
-from qkablate.sweeps.running.solo_results import SoloMeasurement, read_measurements
+from qkablate.sweeps.running.solo_results import SoloRow, read_measurements
 
 MAX_LOAD = 0.5  # cores that other processes may use beside what is measured alone
 
@@ -164,7 +164,7 @@ def judge_claim(claim: Claim, study: Study, exploratory: list[str]) -> Judgement
         for check in judged.checks
         if check.state == BROKEN
     ]
-    is_measured = all(arm in solo and len(solo[arm].seconds) >= n for arm in alone)
+    is_measured = all(arm in solo and len(solo[arm]) >= n for arm in alone)
     if not (study.is_complete and is_measured):
         return Judgement(claim, study, n, alpha, Verdict.INCOMPLETE, [], parts, reasons)
     verdict = judge_parts([judged.part for judged in parts], alpha)
@@ -215,7 +215,7 @@ def _audit_part(
     return checks
 
 
-def _check_alone(solo: Mapping[str, SoloMeasurement], arms: list[str]) -> AuditCheck:
+def _check_alone(solo: Mapping[str, list[SoloRow]], arms: list[str]) -> AuditCheck:
     """Check that nothing else kept the machine busy while arms were measured."""
     load = max((solo[arm].load for arm in arms if arm in solo), default=None)
     if load is None:
@@ -231,7 +231,8 @@ def _make_part(
     margin = measure.unit.margin(spec.margin)
     gap, than = gaps[0], gaps[1] if comparison.than else None
     repeated = {
-        arm: one.seconds if spec.of == "seconds" else one.memory for arm, one in solo.items()
+        arm: [row.seconds if spec.of == "seconds" else row.memory for row in rows]
+        for arm, rows in solo.items()
     }
     failures = [risks for g in gaps if (risks := measure.failures(g)) is not None]
     raising, lowering = zip(*failures, strict=True) if failures else ((), ())

@@ -13,16 +13,26 @@ from pathlib import Path
 from typing import Protocol
 
 from qkablate.config import Config, from_plain
+from qkablate.disk import read_file
 
 LOG_FILE = "output.log"  # stdout and stderr of a run's process, in the run's folder
+_TAIL = 4096  # bytes of a log that hold its last line
 EXIT_ALREADY_RUNNING, EXIT_LEASE_LOST = 75, 76  # another process trains the run
 EXIT_STOPPED = 128 + signal.SIGTERM
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 # A process with one of these exit codes has no result, and has given the reason itself.
 EXPECTED_EXITS = (
-    *(2, EXIT_ALREADY_RUNNING, EXIT_LEASE_LOST),
-    *(128 + number for number in _STOP_SIGNALS),
+    *(2, EXIT_ALREADY_RUNNING, EXIT_LEASE_LOST, EXIT_STOPPED),
+    *(128 + number for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)),
 )
+
+
+def read_last_line(log: Path) -> str:
+    """Return the last line of a log that is not blank, or nothing."""
+    try:
+        lines = read_file(log, _TAIL).decode("utf-8", "replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1] if lines else ""
 
 
 @dataclass(frozen=True)

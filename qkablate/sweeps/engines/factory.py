@@ -7,6 +7,11 @@ from typing import Any
 from qkablate.config import EngineConfig, SweepConfig
 from qkablate.errors import UserError
 from qkablate.sweeps.engines.base import Engine
+from qkablate.sweeps.engines.local import LocalEngine
+from qkablate.sweeps.engines.ray.engine import RayEngine, check_address
+from qkablate.sweeps.engines.slurm import cluster
+from qkablate.sweeps.engines.slurm.engine import SlurmEngine
+from qkablate.sweeps.planning import packing
 from qkablate.sweeps.planning.manifest import Manifest
 
 _REQUIRED = {"slurm": "submitit", "ray": "ray"}  # installed by the extra of the engine's name
@@ -21,21 +26,15 @@ def check_engine(engine: EngineConfig) -> None:
             f" pip install 'qkablate[{engine.name}]'"
         )
     if engine.name == "slurm":
-        from qkablate.sweeps.engines.slurm.cluster import check_cluster
-
-        check_cluster(engine)
+        cluster.check_cluster(engine)
     if engine.name == "ray":
-        from qkablate.sweeps.engines.ray.engine import check_address
-
         check_address(engine)
 
 
 def check_resources(engine: EngineConfig, manifest: Manifest) -> None:
     """Raise UserError if the engine would reject the jobs of these runs."""
     if engine.name == "slurm":
-        from qkablate.sweeps.engines.slurm.cluster import check_job
-
-        check_job(_job_parameters(engine, manifest))
+        cluster.check_job(_job_parameters(engine, manifest))
 
 
 def open_engine(
@@ -49,25 +48,16 @@ def open_engine(
     """Return the engine. `devices` has one entry per concurrent run; `note` prints a message."""
     engine = settings.engine
     if engine.name == "slurm":
-        from qkablate.sweeps.engines.slurm.engine import SlurmEngine
-
         limit = settings.workers if isinstance(settings.workers, int) else None
         return SlurmEngine(manifest.folder, _job_parameters(engine, manifest), limit, note)
     if engine.name == "ray":
-        from qkablate.sweeps.engines.ray.engine import RayEngine
-        from qkablate.sweeps.planning.packing import gpus_per_run
-
-        gpus = gpus_per_run(manifest, engine)
+        gpus = packing.gpus_per_run(manifest, engine)
         return RayEngine(engine, gpus, len(devices), manifest.folder, note)
-    from qkablate.sweeps.engines.local import LocalEngine
-
-    assert engine.name == "local"
     return LocalEngine(list(devices), wandb=manifest.folder if wandb else None)
 
 
 def _job_parameters(engine: EngineConfig, manifest: Manifest) -> dict[str, Any]:
-    from qkablate.sweeps.engines.slurm.cluster import submitit_parameters
-    from qkablate.sweeps.planning.packing import gpus_per_run, memory_gb_per_run
-
-    gpus = int(gpus_per_run(manifest, engine))
-    return submitit_parameters(engine, memory_gb_per_run(manifest, engine), gpus)
+    memory_gb = packing.memory_gb_per_run(manifest, engine)
+    return cluster.submitit_parameters(
+        engine, memory_gb, int(packing.gpus_per_run(manifest, engine))
+    )

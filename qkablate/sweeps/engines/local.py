@@ -6,7 +6,6 @@ run starts within a few hundredths of a second.
 
 import contextlib
 import multiprocessing
-import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,10 +110,7 @@ class LocalEngine(Engine):
 
     def stop(self, *, now: bool) -> None:
         for running in self._running.values():
-            pid = running.process.pid
-            with contextlib.suppress(ProcessLookupError):
-                if pid is not None:
-                    os.kill(pid, signal.SIGKILL if now else signal.SIGTERM)
+            running.process.kill() if now else running.process.terminate()
 
     def close(self) -> None:
         """Wait for what still runs: it sees its lifeline close and writes a checkpoint."""

@@ -29,10 +29,7 @@ class ArmResolver:
     def resolve(
         self, overrides: Overrides, changes: Mapping[str, int | float] | None = None
     ) -> Arm:
-        """Return an arm without name and control, of overrides and a control's changes to them.
-
-        Raise ImpossibleConfig if there is no such arm.
-        """
+        """Return the nameless arm of these settings; ImpossibleConfig if there is none."""
         overrides = {**overrides, **{key: repr(value) for key, value in (changes or {}).items()}}
         key = tuple(overrides.items())
         if key not in self._arms:

@@ -37,7 +37,6 @@ class ControlMatch:
     """The adjusted keys of a matched arm."""
 
     changes: dict[str, int | float]
-    size: ModelSize
     mismatch: float  # (cost - target) / target
 
 
@@ -56,7 +55,7 @@ def match_baseline(
     search = _Search(control, target, start, measure)
     unchanged = search.size({})
     if unchanged is not None and search.mismatch(unchanged) == 0:
-        return ControlMatch({}, unchanged, 0.0)
+        return ControlMatch({}, 0.0)
     if start.mlp_ratio == 0:
         raise ControlOutOfReach("has no MLP whose width could be adjusted (model.mlp_ratio is 0)")
     options = search.options()
@@ -64,7 +63,7 @@ def match_baseline(
         if search.fits(option):
             changes = search.changes(option.n, option.units)
             if (size := search.size(changes)) is not None:
-                return ControlMatch(changes, size, search.mismatch(size))
+                return ControlMatch(changes, search.mismatch(size))
     raise ControlOutOfReach(search.reason(options))
 
 

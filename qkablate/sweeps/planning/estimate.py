@@ -1,7 +1,4 @@
-"""Time and memory of a sweep on this machine, interpolated from a few real training steps.
-
-The smallest arm and the largest that can be timed are measured, and the measurements are cached.
-"""
+"""Time and memory of a sweep here, interpolated from a few real steps of two of its arms."""
 
 import heapq
 import multiprocessing
@@ -11,11 +8,10 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,8 +37,6 @@ STEPS = 8
 _MAX_AGE = 86_400.0  # seconds: an older measurement may be of a busier machine
 MAX_SECONDS = 20.0  # for the steps of one arm
 LIMIT = 3 * MAX_SECONDS  # seconds until an answer, with its imports and one evaluation
-
-
 # Seconds of a step of `standard` at scale=small where the claims' minutes were counted, and the
 # cores there, with a run on each.
 REFERENCE_SECONDS, REFERENCE_SLOTS = 0.0135, 2
@@ -86,7 +80,7 @@ def estimate_arms(manifest: Manifest, slots: Slots) -> dict[str, RunEstimate]:
     arms = sorted(manifest.arms.values(), key=_flops_per_step)
     if arms[0].config.device.startswith("cuda") and not torch.cuda.is_available():
         raise NotTimedError("this machine has no GPU")
-    path = Path(manifest.out).expanduser() / "sweeps" / "estimates.json"
+    path = manifest.folder.with_name("estimates.json")
     cache: dict[str, Any] = read_json(path) or {}
     smallest = _measure(arms[0], manifest, slots, cache)
     # The arms that can be timed at the smallest one's rate of FLOPs; larger ones have a higher one.
@@ -159,10 +153,10 @@ def _interpolate(arm: Arm, small: Timing, large: Timing) -> RunEstimate:
 
 def _reference_bytes(arm: Arm) -> float:
     """Return the memory of the n-grams and the compressor that the first run on a text measures."""
-    is_measured = arm.config.data.source in TEXT_SOURCES and arm.config.train.evaluate_test
-    if not is_measured or arm.config.device != "cpu":
-        return 0
-    return peak_bytes(arm.tokens, arm.config.data.test_tokens)
+    data = arm.config.data
+    is_measured = data.source in TEXT_SOURCES and arm.config.train.evaluate_test
+    is_on_cpu = arm.config.device == "cpu"
+    return peak_bytes(arm.tokens, data.test_tokens) if is_measured and is_on_cpu else 0
 
 
 def _flops_per_step(arm: Arm) -> float:
@@ -176,29 +170,16 @@ def _measure(arm: Arm, manifest: Manifest, slots: Slots, cache: dict[str, Any]) 
     machine = [len(slots), config.threads, read_cpu_name(), torch.__version__, NUMERICS]
     key = run_id({"timing": [run.id, *machine]})
     if time.time() - cache.get(key, {}).get("at", 0) > _MAX_AGE:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, *PRELOADED])
-        processes = []
-        for gpu in slots:
-            answer, answer_end = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_time_steps, args=(config, vocabulary, gpu, answer_end), daemon=True
-            )
-            process.start()
-            answer_end.close()
-            processes.append((answer, process))
+        processes = [MeasuringProcess(_time_steps, config, vocabulary, gpu) for gpu in slots]
         timings, deadline = [], time.monotonic() + LIMIT
         reason = f"the first steps of {arm.name} take more than {LIMIT:.0f} s here"
-        for answer, process in processes:
-            if wait([answer], max(0.0, deadline - time.monotonic())):
-                reason = f"the process that timed {arm.name} was killed (short of memory?)"
-                with suppress(EOFError):
-                    timing = answer.recv()
-                    if isinstance(timing, str):
-                        raise UserError(f"{arm.name} cannot be timed: {timing}")
+        for process in processes:
+            try:
+                seconds = max(0.0, deadline - time.monotonic())
+                if timing := process.receive(seconds, f"{arm.name} cannot be timed"):
                     timings.append(timing)
-            process.kill()
-            process.join()
+            except EOFError:
+                reason = f"the process that timed {arm.name} was killed (short of memory?)"
         if not timings:
             raise NotTimedError(reason)
         cache[key] = {"timing": [*map(statistics.median, zip(*timings, strict=True))]}
@@ -206,32 +187,72 @@ def _measure(arm: Arm, manifest: Manifest, slots: Slots, cache: dict[str, Any]) 
     return Timing(_flops_per_step(arm), *cache[key]["timing"])
 
 
-def _time_steps(config: Config, vocabulary: int, gpu: str | None, answer: Connection) -> None:
-    """Send the seconds of a step and of the start, and the memory; in a process of its own."""
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+def _time_steps(config: Config, vocabulary: int, gpu: str | None) -> tuple[float, float, int]:
+    """Return the seconds of a step and of the start, and the memory."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    began = time.perf_counter()
+    hardware.configure_process(config)
+    model, step = make_training_step(config, vocabulary, config.train.grad_accum)
+    ready, times = time.perf_counter(), list[float]()
+    while len(times) < 1 + STEPS and sum(times) < MAX_SECONDS:
+        times.append(time_step(step, config.device))
+    evaluate_once(config, model, vocabulary)
+    median = statistics.median(times[1:] or times)
+    return median, ready - began + times[0], hardware.peak_memory(config.device)
+
+
+class MeasuringProcess:
+    """A process of its own, which inherits no memory or warm cache, for one call of `measure`."""
+
+    def __init__(self, measure: Callable[..., tuple[float, ...]], *arguments: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([measure.__module__, *PRELOADED])
+        self._answer, answer_end = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=_send_answer, args=(measure, arguments, answer_end), daemon=True
+        )
+        self._process.start()
+        answer_end.close()
+
+    def receive(self, seconds: float, failure: str) -> tuple[float, ...] | None:
+        """Return the answer, or None if it takes longer, and end the process.
+
+        Raise EOFError if the process was killed; UserError, which begins with `failure`, if
+        `measure` raised an error.
+        """
+        try:
+            answer = self._answer.recv() if self._answer.poll(seconds) else None
+        finally:
+            self._process.kill()
+            self._process.join()
+        if isinstance(answer, str):
+            raise UserError(f"{failure}: {answer}")
+        return answer
+
+
+def time_step(step: Callable[[], None], device: str) -> float:
+    """Return the seconds of one training step."""
+    start = time.perf_counter()
+    step()
+    hardware.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _send_answer(
+    measure: Callable[..., tuple[float, ...]], arguments: tuple[Any, ...], answer: Connection
+) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        began = time.perf_counter()
-        hardware.configure_process(config)
-        model, step = make_training_step(config, vocabulary, config.train.grad_accum)
-        ready, times = time.perf_counter(), list[float]()
-        while len(times) < 1 + STEPS and sum(times) < MAX_SECONDS:
-            start = time.perf_counter()
-            step()
-            hardware.synchronize(config.device)
-            times.append(time.perf_counter() - start)
-        evaluate_once(config, model, vocabulary)
-        median = statistics.median(times[1:] or times)
-        answer.send((median, ready - began + times[0], hardware.peak_memory(config.device)))
+        answer.send(measure(*arguments))
     except Exception as error:
-        answer.send(f"{type(error).__name__}: {error}")
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        answer.send(f"{kind}{error}")
 
 
-def end_with_parent() -> None:
-    """End this process when its parent ends; in a thread of its own."""
+def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

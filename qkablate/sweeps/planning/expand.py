@@ -1,17 +1,12 @@
-"""Expansion of a grid into frozen runs.
-
-Every arm is resolved, matched to its control and paired with its baseline before anything is
-trained.
-"""
+"""Expansion of a grid into frozen runs: each arm resolved, matched and paired with its baseline."""
 
 import dataclasses
 import functools
 import itertools
 import math
-import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,24 +67,22 @@ class _Expansion:
     resolver: ArmResolver
     arms: dict[str, Arm] = field(default_factory=dict)  # by the id of their first run
     left_out: list[LeftOutArm] = field(default_factory=list)
-    excluded: int = 0
     named_keys: list[str] = field(default_factory=list)  # shown with their values in names
+    changes: list[Changes] = field(default_factory=list)  # seeds and rates of an arm's runs
     center: Overrides | None = None  # of design=one_at_a_time: the first value of every axis
 
     def expand(self, command: list[str], note: Callable[[int, int], None]) -> Manifest:
-        for predicate in self.grid.settings.filter:
-            if key := _OF_RUNS.search(predicate):
-                raise UserError(
-                    f"sweep.filter: '{predicate}': {key[0]} distinguishes the runs of an arm, and a"
-                    " predicate is about arms"
-                )
-        changes = self._run_changes()
+        settings = self.grid.settings
+        for predicate in settings.filter:
+            keys = _OF_RUNS.findall(predicate)[:1]
+            _refuse_run_keys(f"filter: '{predicate}'", keys, ", and a predicate is about arms")
+        self.changes = self._run_changes()
         axes = {key: values for key, values in self.grid.choices.items() if key not in RUN_KEYS}
-        combinations = _combine(axes, self.grid.settings.design)
-        if self.grid.settings.design == "one_at_a_time":
+        combinations = _combine(axes, settings.design)
+        if settings.design == "one_at_a_time":
             self.center = combinations[0]
         combinations = self._with_also(combinations)
-        copies = 1 + len(list_also(self.grid.settings))
+        copies = 1 + len(list_also(settings))
         whole = copies * math.prod(len(values) for values in axes.values())
         cells = [*itertools.product(self.grid.controls, combinations)]
         included = []
@@ -97,49 +90,42 @@ class _Expansion:
             if self._is_included(*cell):
                 included.append(cell)
             note(number + 1, len(cells))
-        self.excluded = len(cells) - len(included)
+        excluded = len(cells) - len(included)
         self.named_keys = _find_named_keys([overrides for _, overrides in included])
         added = 0
         for control, overrides in included:
             try:
-                self._add(control, overrides, changes)
+                self._add(control, overrides)
                 added += 1
             except (ImpossibleConfig, ControlOutOfReach) as reason:
-                kind = "impossible" if isinstance(reason, ImpossibleConfig) else "out of reach"
-                name = self._name(overrides, control)
-                self.left_out.append(LeftOutArm(name, control, str(reason), kind))
+                self._leave_out(control, overrides, reason)
         if not added and self.left_out:  # also where the user named one arm alone
             others = len(self.left_out) - 1
             more = f" (and {others} more, none of which is possible)" if others else ""
             first = self.left_out[0]
             raise UserError(f"{first.arm} is {first.kind}: {first.reason}{more}")
         if not added:
-            raise UserError(f"sweep.filter: excludes all arms, {self.excluded} of them")
-        if self.grid.settings.floor:
-            self._add_floors(changes)
+            raise UserError(f"sweep.filter: excludes all arms, {excluded} of them")
+        if settings.floor:
+            self._add_floors()
         arms = {
             arm.name: dataclasses.replace(arm, baseline=None) if arm.baseline == arm.name else arm
             for arm in self.arms.values()
         }
-        settings = self.grid.settings
         if settings.tune:
             typed = self.grid.choices.get("optim.lr", [])
             rates = [self.resolver.compose({"optim.lr": text}).optim.lr for text in typed]
-            runs = [
-                run
-                for arm in arms.values()
-                for run in tuning_runs(arm, rates, settings.tuning_seeds)
-            ]
+            by_arm = [tuning_runs(arm, rates, settings.tuning_seeds) for arm in arms.values()]
         else:
-            runs = [arm.run(change) for arm in arms.values() for change in changes]
+            by_arm = [[arm.run(change) for change in self.changes] for arm in arms.values()]
         return Manifest(
             name=settings.name,
             out=next(iter(arms.values())).config.out,
             arms=arms,
-            runs=list({run.id: run for run in runs}.values()),
-            finals=changes if settings.tune else [],
+            runs=list({run.id: run for run in itertools.chain(*by_arm)}.values()),
+            finals=self.changes if settings.tune else [],
             left_out=self.left_out,
-            excluded=self.excluded,
+            excluded=excluded,
             command=command,
             combinations=None if settings.design == "grid" else (len(combinations), whole),
         )
@@ -148,11 +134,7 @@ class _Expansion:
         """Return the arms, and each of them with the settings of `sweep.also`."""
         others = []
         for settings in list_also(self.grid.settings):
-            if shared := {*settings} & {*RUN_KEYS}:
-                key = min(shared)
-                raise UserError(
-                    f"sweep.also: {key} distinguishes the runs of an arm; give it as an axis"
-                )
+            _refuse_run_keys("also", settings, "; give it as an axis")
             also = {key: as_quoted(value) for key, value in settings.items()}
             for arm in arms:
                 own = {key: value for key, value in arm.items() if not key.startswith("data.")}
@@ -168,10 +150,9 @@ class _Expansion:
         runs = []
         for values in itertools.product(*axes.values()):
             flat = flatten(self.resolver.compose(dict(zip(axes, values, strict=True))))
+            seeds = {key: flat[key] for key in RUN_KEYS if key.startswith("seeds.")}
             changes: Changes = {"seed": flat["seed"]}
-            for key in ("seeds.init", "seeds.data", "seeds.dropout"):
-                if flat[key] != flat["seed"]:
-                    changes[key] = flat[key]
+            changes |= {key: seed for key, seed in seeds.items() if seed != flat["seed"]}
             if "optim.lr" in axes:  # otherwise the arm's own
                 changes["optim.lr"] = flat["optim.lr"]
             runs.append(changes)
@@ -192,7 +173,7 @@ class _Expansion:
         values = flatten(config) | {"variant": config.variant.name, "control": control}
         return all(holds(predicate, values) for predicate in self.grid.settings.filter)
 
-    def _add(self, control: str, overrides: Overrides, changes: list[Changes]) -> None:
+    def _add(self, control: str, overrides: Overrides) -> None:
         """Add one arm and its baseline."""
         baseline, baseline_name, target = self._baseline(overrides, control), None, None
         if baseline is not None:
@@ -210,8 +191,8 @@ class _Expansion:
             matched = match_baseline(settings, target, resolve({}).config.model, resolve)
             adjusted, mismatch = matched.changes, matched.mismatch
         if baseline is not None:
-            baseline_name = self._add_arm("none", baseline, {}, None, None, changes).name
-        arm = self._add_arm(control, overrides, adjusted, baseline_name, mismatch, changes)
+            baseline_name = self._add_arm("none", baseline).name
+        arm = self._add_arm(control, overrides, adjusted, baseline_name, mismatch)
         typed = overrides.get("variant")
         if typed not in (None, arm.overrides.get("variant")):  # as gqa with one group is mqa
             name = arm.name.replace(arm.variant, str(typed), 1)
@@ -222,10 +203,9 @@ class _Expansion:
         self,
         control: str,
         overrides: Overrides,
-        adjusted: Mapping[str, int | float],
-        baseline: str | None,
-        mismatch: float | None,
-        changes: list[Changes],
+        adjusted: Mapping[str, int | float] | None = None,
+        baseline: str | None = None,
+        mismatch: float | None = None,
     ) -> Arm:
         """Add an arm, or extend the same arm under another control or name."""
         arm = dataclasses.replace(
@@ -235,7 +215,7 @@ class _Expansion:
             baseline=baseline,
             mismatch=mismatch,
         )
-        key = arm.run(changes[0]).id
+        key = arm.run(self.changes[0]).id
         if (first := self.arms.get(key)) is not None:
             # The baseline of one arm may be an arm of the grid, under one control or several.
             arm = dataclasses.replace(
@@ -249,11 +229,13 @@ class _Expansion:
         self.arms[key] = arm
         return arm
 
-    def _add_floors(self, changes: list[Changes]) -> None:
-        """Add uniform attention in each model, where parametrizations are compared.
+    def _leave_out(self, control: str, overrides: Overrides, reason: Exception) -> None:
+        kind = "out of reach" if isinstance(reason, ControlOutOfReach) else "impossible"
+        name = self._name(overrides, control)
+        self.left_out.append(LeftOutArm(name, control, str(reason), kind))
 
-        These arms have no baseline: they test the experiment, not a hypothesis.
-        """
+    def _add_floors(self) -> None:
+        """Add uniform attention, which has no baseline, to models whose variants are compared."""
         variants = [arm.config.variant for arm in self.arms.values()]
         if len({(variant.name, variant.file) for variant in variants}) < 2:
             return
@@ -269,25 +251,23 @@ class _Expansion:
                 continue  # another factor than the variant
             overrides = {**dict(model), "variant": FLOOR}
             try:
-                self._add_arm("none", overrides, {}, None, None, changes)
+                self._add_arm("none", overrides)
             except ImpossibleConfig as reason:
-                name = self._name(overrides, "none")
-                self.left_out.append(LeftOutArm(name, "none", str(reason), "impossible"))
+                self._leave_out("none", overrides, reason)
 
     def _baseline(self, overrides: Overrides, control: str) -> Overrides | None:
         """Return the overrides of the arm that this one is compared with."""
-        baseline = self._named_baseline(overrides)
-        center = self.center
-        is_named = not isinstance(self.grid.settings.baseline, str)
-        if baseline is None or center is None or control != "none" or is_named:
+        baseline, center = self._named_baseline(overrides), self.center
+        is_variant = isinstance(self.grid.settings.baseline, str)
+        if baseline is None or center is None or control != "none" or not is_variant:
             return baseline
         changed = [key for key in overrides if overrides[key] != center.get(key)]
         # An arm that would be its own baseline differs from the center in its one factor; losses on
         # other data tell nothing of it.
         if len(changed) == 1 and not changed[0].startswith("data"):
             with suppress(ImpossibleConfig):
-                pair = (self.resolver.resolve(one).config for one in (overrides, baseline))
-                if operator.eq(*pair):
+                own = self.resolver.resolve(overrides)
+                if own.config == self.resolver.resolve(baseline).config:
                     return center
         return baseline
 
@@ -296,11 +276,7 @@ class _Expansion:
         if setting is None:
             return None
         values: dict[str, Any] = {"variant": setting} if isinstance(setting, str) else setting
-        if shared := {*map(str, values)} & {*RUN_KEYS}:
-            raise UserError(
-                f"sweep.baseline: {min(shared)} distinguishes the runs of an arm, and the two runs"
-                " of a pair share it"
-            )
+        _refuse_run_keys("baseline", map(str, values), ", and the two runs of a pair share it")
         if "variant" in values:
             overrides = {k: value for k, value in overrides.items() if k not in VARIANT_KEYS}
             if overrides.get("variant.lr") not in KEYS["variant.lr"].choices:
@@ -326,7 +302,13 @@ class _Expansion:
             for key in self.named_keys
             if key in overrides
         ]
-        return "-".join([*parts, *([control] if control != "none" else [])])
+        parts += [control] if control != "none" else []
+        return "-".join(parts)
+
+
+def _refuse_run_keys(setting: str, keys: Iterable[str], reason: str) -> None:
+    if shared := {*keys} & {*RUN_KEYS}:
+        raise UserError(f"sweep.{setting}: {min(shared)} distinguishes the runs of an arm{reason}")
 
 
 def _combine(axes: Mapping[str, list[str]], design: str) -> list[Overrides]:

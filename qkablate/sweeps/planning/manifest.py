@@ -193,10 +193,8 @@ class Manifest:
 
     def run_title(self, run: SweepRun) -> str:
         """Return a run's arm and seed, and its rate where the sweep has several."""
-        others = "".join(
-            f" {k}={seed}" for k, seed in run.changes.items() if k.startswith("seeds.")
-        )
-        return f"{run.arm}-s{run.changes['seed']}{others}{self._rate_suffix(run)}"
+        others = [f" {k}={seed}" for k, seed in run.changes.items() if k.startswith("seeds.")]
+        return f"{run.arm}-s{run.changes['seed']}{''.join(others)}{self._rate_suffix(run)}"
 
     def run_group(self, run: SweepRun) -> str:
         """Return the title of a run without its seed: that of the runs averaged with it."""
@@ -229,9 +227,6 @@ class Manifest:
                 tags=[*tracking.tags, *tags],
             ),
         )
-
-    def overrides_of(self, run: SweepRun) -> list[str]:
-        return self.arms[run.arm].overrides_of(run)
 
     def write(self) -> None:
         """Write the manifest with its checksum."""

@@ -3,6 +3,8 @@
 import os
 from dataclasses import replace
 
+import torch
+
 from qkablate.config import EngineConfig, SweepConfig
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.manifest import Arm, Manifest
@@ -43,9 +45,7 @@ def pack(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
                 f"threads: {threads} on {cores} of a machine's cores: give engine.cpus={threads}"
             )
         runs += len(manifest.finals) * len(arms)
-        slots = [None] * (
-            min(settings.workers, runs) if isinstance(settings.workers, int) else runs
-        )
+        slots = [None] * min(_count_slots(settings, runs), runs)
     else:
         cores = count_cores()
         if has_gpu:
@@ -53,8 +53,7 @@ def pack(manifest: Manifest, settings: SweepConfig) -> tuple[Manifest, Slots]:
         else:
             need = _PROCESS_BYTES + BYTES_PER_PARAMETER * max(arm.total_params for arm in arms)
             fit = _USABLE * hardware.free_memory() / need
-            auto = int(max(1, min(runs, cores // threads, fit)))
-            slots = [None] * (settings.workers if isinstance(settings.workers, int) else auto)
+            slots = [None] * _count_slots(settings, int(max(1, min(runs, cores // threads, fit))))
         cores = max(1, cores // len(slots))
     # The arms for which the user gives no threads get these.
     packed = {
@@ -95,14 +94,15 @@ def _estimate_bytes(arm: Arm) -> float:
     return BYTES_PER_PARAMETER * arm.total_params + activations
 
 
-def _gpu_slots(settings: SweepConfig, runs: int) -> Slots:
-    import torch  # counting GPUs creates no context on them
+def _count_slots(settings: SweepConfig, auto: int) -> int:
+    return settings.workers if isinstance(settings.workers, int) else auto
 
-    available = torch.cuda.device_count()
+
+def _gpu_slots(settings: SweepConfig, runs: int) -> Slots:
+    available = torch.cuda.device_count()  # creates no context on them
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(number) for number in range(available)]
-    auto = min(available * settings.runs_per_gpu, runs)
-    count = settings.workers if isinstance(settings.workers, int) else auto
+    count = _count_slots(settings, min(available * settings.runs_per_gpu, runs))
     return [names[number % available] for number in range(count)]
 
 

@@ -82,18 +82,12 @@ class Surface:
     @cached_property
     def optimum(self) -> Rates:
         """The rates at the minimum."""
-        distances = [*map(float, self.offset), 0.0]
-        return Rates(
-            self.center.lr * math.exp(distances[0]), self.center.circuit * math.exp(distances[1])
-        )
-
-    def _distance(self, rates: Rates) -> np.ndarray:
-        logs = [math.log(a / b) for a, b in zip(rates, self.center, strict=True)]
-        return np.array(logs[: self.size])
+        lr, circuit = [*map(math.exp, self.offset), 1.0][:2]
+        return Rates(self.center.lr * lr, self.center.circuit * circuit)
 
     def excess_loss(self, rates: Rates) -> float:
         """Return the loss at some rates beyond the minimum, in nats."""
-        distance_K = self._distance(rates) - self.offset
+        distance_K = _log_distance(rates, self.center, self.size) - self.offset
         return float(distance_K @ self.hessian_KK @ distance_K) / 2
 
     def excess_moment(self, rates: Rates) -> float:
@@ -114,9 +108,7 @@ class Surface:
         point is charged with its distance.
         """
         rng = np.random.default_rng(0)
-        mean_P = np.concatenate(
-            [self.slope_K, [self.hessian_KK[pair] for pair in _pairs(self.size)]]
-        )
+        mean_P = np.array([*self.slope_K, *(self.hessian_KK[p] for p in _pairs(self.size))])
         noise_SP = rng.multivariate_normal(np.zeros(len(mean_P)), self.covariance_PP, _DRAWS)
         beta_SP = mean_P + noise_SP
         axes = [
@@ -125,13 +117,17 @@ class Surface:
         ]
         places_GK = np.stack([axis.ravel() for axis in np.meshgrid(*axes)], axis=1)
         lowest_S = (beta_SP @ _terms(places_GK).T).min(axis=1)
-        own_S = beta_SP @ _terms(self._distance(rates)[None])[0]
+        own_S = beta_SP @ _terms(_log_distance(rates, self.center, self.size)[None])[0]
         return np.asarray(np.maximum(own_S - lowest_S, 0))
 
 
 def _pairs(size: int) -> list[tuple[int, int]]:
     """Return the entries of the Hessian: its diagonal first."""
     return [*((k, k) for k in range(size)), *itertools.combinations(range(size), 2)]
+
+
+def _log_distance(rates: Rates, center: Rates, size: int) -> np.ndarray:
+    return np.array([math.log(a / b) for a, b in zip(rates, center, strict=True)][:size])
 
 
 def _terms(logs_NK: np.ndarray) -> np.ndarray:
@@ -153,15 +149,14 @@ def fit_surface(losses: Losses, *, both: bool = True) -> Surface | None:
         del means[rates]
     if not means:
         return None
-    best = min(means, key=lambda rates: means[rates])
+    best = min(means, key=means.__getitem__)
     circuits = sorted({rates.circuit for rates in means})
     place = circuits.index(best.circuit)
     near = circuits[max(0, place - 2) : place + 3] if both else circuits
     both = both and len(circuits) > 1
     around = [r for r in means if abs(math.log(r.lr / best.lr)) <= _FAR and r.circuit in near]
-    low = [rates for rates in around if means[rates] <= means[best] + _HIGH]
-    surfaces = (_fit(best, {r: losses[r] for r in used}, both=both) for used in (low, around))
-    return next((surface for surface in surfaces if surface is not None), None)
+    low = {r: losses[r] for r in around if means[r] <= means[best] + _HIGH}
+    return _fit(best, low, both=both) or _fit(best, {r: losses[r] for r in around}, both=both)
 
 
 def _fit(best: Rates, losses: Losses, *, both: bool) -> Surface | None:
@@ -175,9 +170,7 @@ def _fit(best: Rates, losses: Losses, *, both: bool) -> Surface | None:
         for seed, loss in losses[rates].items()
         if loss is not None
     ]
-    logs_PK = np.array(
-        [[math.log(a / b) for a, b in zip(r, best, strict=True)][:size] for r, _, _ in points]
-    )
+    logs_PK = np.array([_log_distance(rates, best, size) for rates, _, _ in points])
     groups = [(seed,) if both else (seed, rates.circuit) for rates, seed, _ in points]
     intercepts_PG = np.array(
         [[group == kind for kind in dict.fromkeys(groups)] for group in groups]

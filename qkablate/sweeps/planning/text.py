@@ -20,55 +20,25 @@ def format_plan(
     estimates: Estimates | None = None,
     done: Collection[str] = (),
     engine: EngineConfig | None = None,
+    *,
+    is_summary: bool = False,
 ) -> list[str]:
-    """Return the lines of the plan. `done` are the ids of runs that need not be trained."""
-    head = ["arm", "params", "with embeddings", "mismatch", "MLP", "FLOPs/token", "runs"]
-    head += ["a run", "memory"] if estimates is not None else []
-    counts = Counter(run.arm for run in manifest.runs) + Counter(refinement_sizes(manifest))
-    rows = []
-    for arm in manifest.arms.values():
-        model = arm.config.model
-        finals = f" + {len(manifest.finals)}" if manifest.finals else ""
-        cells = [
-            *(_title(arm), f"{arm.params:,}", f"{arm.total_params:,}", _mismatch(arm, manifest)),
-            *(f"{round(model.mlp_ratio * model.d_model):,}", format_short(arm.flops)),
-            f"{counts[arm.name]}{finals}",
-        ]
-        if estimates is not None:
-            run = estimates[arm.name]
-            mark = "~" * run.extrapolated
-            cells += [f"{mark}{format_duration(run.seconds)}", f"{format_short(run.bytes)}B"]
-        rows.append(cells)
-    lines = [*format_table(head, rows), ""]
-    names = defaultdict(list)
-    for left in manifest.left_out:
-        names[left.kind, left.reason].append(left.arm)
-    for kind, reason in names:
-        lines += [f"left out, {kind}: {reason}", f"  {format_list(names[kind, reason], 6)}"]
-    lines += [""] if names else []
-    return lines + format_plan_summary(manifest, slots, estimates, done, engine, "above")
+    """Return the lines of the plan. `done` are the ids of runs that need not be trained.
 
-
-def format_plan_summary(
-    manifest: Manifest,
-    slots: int,
-    estimates: Estimates | None = None,
-    done: Collection[str] = (),
-    engine: EngineConfig | None = None,
-    reasons: str = "in plan.txt",
-) -> list[str]:
-    """Return the summary of the plan. `reasons` tells where those of left out arms are listed."""
+    A summary has no table of arms, and no reasons of those left out.
+    """
+    lines = [] if is_summary else _format_arms(manifest, estimates)
     arms = format_count(len(manifest.arms), "arm")
     baselines = dict.fromkeys(arm.baseline for arm in manifest.arms.values() if arm.baseline)
     if finals := len(manifest.finals):
         tuning = len(manifest.runs) + sum(refinement_sizes(manifest).values())
-        lines = [
+        lines.append(
             f"runs     {tuning:,} to choose the learning rates of {arms} (more where the best lies"
             f" on the edge), then {finals * len(manifest.arms):,} at the best ({finals} an arm)"
-        ]
+        )
     else:
         beside = f"; baselines: {format_list([*baselines])}" if baselines else ""
-        lines = [f"runs     {format_count(len(manifest.runs), 'run')} of {arms}{beside}"]
+        lines.append(f"runs     {format_count(len(manifest.runs), 'run')} of {arms}{beside}")
     if manifest.combinations is not None:
         few, all_ = manifest.combinations
         lines.append(
@@ -79,7 +49,8 @@ def format_plan_summary(
         kinds = Counter(left.kind for left in manifest.left_out)
         by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         count = format_count(len(manifest.left_out), "arm")
-        lines.append(f"left out {count}: {by_kind} (reasons {reasons})")
+        place = "in plan.txt" if is_summary else "above"
+        lines.append(f"left out {count}: {by_kind} (reasons {place})")
     if manifest.excluded:
         lines.append(f"         {format_count(manifest.excluded, 'arm')} excluded by sweep.filter")
     lines.append(f"packing  {_packing(manifest, slots, engine)}; the largest first")
@@ -97,6 +68,34 @@ def format_plan_summary(
         if cost.extrapolated:
             lines.append("         ~ larger than what could be timed here: extrapolated by FLOPs")
     return lines
+
+
+def _format_arms(manifest: Manifest, estimates: Estimates | None) -> list[str]:
+    """Return the table of arms, then those left out by reason."""
+    head = ["arm", "params", "with embeddings", "mismatch", "MLP", "FLOPs/token", "runs"]
+    head += ["a run", "memory"] if estimates is not None else []
+    counts = Counter(run.arm for run in manifest.runs) + Counter(refinement_sizes(manifest))
+    finals = f" + {len(manifest.finals)}" if manifest.finals else ""
+    rows = []
+    for arm in manifest.arms.values():
+        model = arm.config.model
+        cells = [
+            *(_title(arm), f"{arm.params:,}", f"{arm.total_params:,}", _mismatch(arm, manifest)),
+            *(f"{round(model.mlp_ratio * model.d_model):,}", format_short(arm.flops)),
+            f"{counts[arm.name]}{finals}",
+        ]
+        if estimates is not None:
+            run = estimates[arm.name]
+            mark = "~" * run.extrapolated
+            cells += [f"{mark}{format_duration(run.seconds)}", f"{format_short(run.bytes)}B"]
+        rows.append(cells)
+    lines = [*format_table(head, rows), ""]
+    names = defaultdict(list)
+    for left in manifest.left_out:
+        names[left.kind, left.reason].append(left.arm)
+    for kind, reason in names:
+        lines += [f"left out, {kind}: {reason}", f"  {format_list(names[kind, reason], 6)}"]
+    return lines + [""] * bool(names)
 
 
 def _packing(manifest: Manifest, slots: int, engine: EngineConfig | None) -> str:
@@ -162,7 +161,6 @@ def _mismatch(arm: Arm, manifest: Manifest) -> str:
 
 def _title(arm: Arm) -> str:
     """Return the arm's name, with its controls if the name does not contain them."""
-    controls = ",".join(arm.controls)
-    if controls == "none" or arm.name.endswith(f"-{controls}"):
-        return arm.name
-    return f"{arm.name} ({', '.join(arm.controls)})"
+    is_named = arm.name.endswith(f"-{','.join(arm.controls)}")
+    is_plain = is_named or arm.controls == ["none"]
+    return arm.name if is_plain else f"{arm.name} ({', '.join(arm.controls)})"

@@ -64,29 +64,22 @@ Searches = dict[str, tuple[list[SweepRun], LrSearch]]  # by arm, with the runs t
 
 def tuning_runs(arm: Arm, rates: list[float], seeds: list[int]) -> list[SweepRun]:
     """Return the first runs of an arm's search, at the given rates or around a single one."""
+    circuits = [arm.default_rates.circuit]
+    if _searches_circuit(arm):
+        seeds = seeds[: max(1, len(seeds) // CIRCUITS)]
+        circuits = circuit_ladder(arm.matched_lr)
     ladder = lr_ladder(rates, arm.config.optim.lr)
-    if not _searches_circuit(arm):
-        return [
-            _run(arm, Rates(lr, arm.default_rates.circuit), seed) for lr in ladder for seed in seeds
-        ]
-    seeds = seeds[: max(1, len(seeds) // CIRCUITS)]
-    circuits = circuit_ladder(arm.matched_lr)
     points = itertools.product(ladder, circuits, seeds)
     return [_run(arm, Rates(lr, circuit), seed) for lr, circuit, seed in points]
 
 
 def refinement_sizes(manifest: Manifest) -> dict[str, int]:
-    """Return the number of runs half a step from the best rates, which each arm's search ends with.
-
-    No arm is searched in a manifest without final runs.
-    """
+    """Return the number of runs half a step from the best rates, with which a search ends."""
     seeds = defaultdict[str, set[int]](set)
     for run in manifest.runs:
         seeds[run.arm].add(int(run.changes["seed"]))
-    return {
-        name: len(seeds[name]) * len(_half_steps(arm)) if manifest.finals else 0
-        for name, arm in manifest.arms.items()
-    }
+    arms = manifest.arms if manifest.finals else {}  # otherwise none is searched
+    return {name: len(seeds[name]) * len(_half_steps(arm)) for name, arm in arms.items()}
 
 
 def lr_ladder(rates: list[float], own: float) -> list[float]:
@@ -110,15 +103,13 @@ def lr_ladder(rates: list[float], own: float) -> list[float]:
 
 
 def circuit_ladder(matched: float) -> list[float]:
-    """Return the first rates of the circuit: matched, same, and their geometric mean.
-
-    They are a factor of two apart at least, so that their losses can be told apart.
-    """
+    """Return the first rates of the circuit: matched, same, and their geometric mean."""
     step = _circuit_step(matched)
     return [_rounded(math.sqrt(matched) * step**k) for k in (-1, 0, 1)]
 
 
 def _circuit_step(matched: float) -> float:
+    # At least a factor of two, so that losses can be told apart.
     return max(FACTOR, math.sqrt(max(matched, 1 / matched)))
 
 
@@ -150,20 +141,17 @@ def next_runs(
     tried = defaultdict(list)
     for run in manifest.runs:
         tried[run.arm].append(run)
-    searches: Searches = {}
+    all_runs, searches = [], []
     for name, arm in manifest.arms.items():
-        if name in finished:
-            searches[name] = finished[name]
-            continue
-        runs, search = _search(arm, tried[name], find_result)
-        if search.rates is not None:
+        runs, search = finished.get(name) or _search(arm, tried[name], find_result)
+        if search.rates is not None and name not in finished:
             changes = _changes(arm, search.rates)
             runs += [arm.run({**final, **changes}) for final in manifest.finals]
-        searches[name] = runs, search
         if search.state in ("chosen", "on the edge", "diverged"):
-            finished[name] = searches[name]
-    runs = [run for runs, _ in searches.values() for run in runs]
-    return runs, [search for _, search in searches.values()]
+            finished[name] = runs, search
+        all_runs += runs
+        searches.append(search)
+    return all_runs, searches
 
 
 def _search(
@@ -201,21 +189,16 @@ def _search(
         if len(losses) - first + len(within) > most or len(within) < len(wanted):
             if not means:
                 return beyond, LrSearch(arm.name, losses, None, "diverged")
-            rates = min(means, key=lambda rates: means[rates])
+            rates = min(means, key=means.__getitem__)
             return beyond, LrSearch(arm.name, losses, rates, "on the edge")
         beyond += [_run(arm, rates, seed) for rates in within for seed in seeds]
 
 
 def _rates_beside_best(arm: Arm, losses: Losses) -> list[Rates]:
-    """Return the rates beside the best ones that have not been tried yet.
-
-    If all diverge, these are lower ones.
-    """
-    means, failed = mean_losses(losses), left_behind(losses)
+    """Return the rates beside the best that were not tried yet; lower ones if all diverge."""
     lrs, circuits = (sorted({*values}) for values in zip(*losses, strict=True))
-    if not means:
+    if (best := _find_best(losses)) is None:
         return [Rates(lrs[0] / FACTOR, circuit) for circuit in circuits]
-    best = min(means, key=lambda rates: (rates in failed, means[rates]))
     lrs = [lrs[0] / FACTOR, *lrs, lrs[-1] * FACTOR]
     if _searches_circuit(arm):
         step = _circuit_step(arm.matched_lr)
@@ -225,14 +208,22 @@ def _rates_beside_best(arm: Arm, losses: Losses) -> list[Rates]:
         for values, at in ((lrs, lrs.index(best.lr)), (circuits, circuits.index(best.circuit)))
     ]
     return [
-        rates for rates in itertools.starmap(Rates, itertools.product(*near)) if rates not in losses
+        rates
+        for lr, circuit in itertools.product(*near)
+        if (rates := Rates(lr, circuit)) not in losses
     ]
+
+
+def _find_best(losses: Losses) -> Rates | None:
+    """Return the rates of the least mean loss; of those left behind only if all are."""
+    means, failed = mean_losses(losses), left_behind(losses)
+    return min(means, key=lambda rates: (rates in failed, means[rates]), default=None)
 
 
 def _rates_between(arm: Arm, losses: Losses) -> list[Rates]:
     """Return rates half a step from the best ones, where the surface is nearly quadratic."""
-    means, failed = mean_losses(losses), left_behind(losses)
-    best = min(means, key=lambda rates: (rates in failed, means[rates]))
+    best = _find_best(losses)
+    assert best is not None
     lr_step, step = math.sqrt(FACTOR), math.sqrt(_circuit_step(arm.matched_lr))
     return [
         Rates(best.lr * lr_step**a, _rounded(best.circuit * step**b) if b else best.circuit)

@@ -8,8 +8,6 @@ from typing import Any
 from qkablate.sweeps.planning.manifest import Rates
 
 LEFT_BEHIND = 0.05  # nats: a loss so far above those beside it is a failure of training
-
-
 Seed = Any  # one seed of several, or all of a run
 Losses = Mapping[Rates, Mapping[Seed, float | None]]  # None: diverged
 

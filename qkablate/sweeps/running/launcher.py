@@ -1,7 +1,4 @@
-"""The launcher of a sweep: runs it to its end.
-
-It skips what is done, resumes what was interrupted, and waits for what other launchers train.
-"""
+"""The launcher of a sweep: it skips what is done, resumes, and waits for what others train."""
 
 import signal
 import time
@@ -69,9 +66,7 @@ class Launcher:
             self._write_results()
         if self._signal:
             return 128 + self._signal
-        finished = all(state.status in ("done", "diverged") for state in self._states())
-        complete = self.sweep_state.expected_runs() == len(self.sweep_state.states)
-        return 0 if finished and complete else 1
+        return 0 if self.sweep_state.is_finished() else 1
 
     def _train_all(self) -> None:
         """Train until no run is left that this launcher could start or wait for."""

@@ -5,6 +5,7 @@ import io
 import json
 import shlex
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,12 @@ def result_rows(sweep_state: SweepState) -> list[dict[str, Any]]:
 
 def write_results(sweep_state: SweepState) -> None:
     """Write results.csv, results.parquet and, where rates were tuned, lr_search.json."""
-    folder = sweep_state.manifest.folder
-    rows = result_rows(sweep_state)
-    text = io.StringIO()
+    manifest, rows, text = sweep_state.manifest, result_rows(sweep_state), io.StringIO()
+    folder = manifest.folder
     print_csv(rows, text)
     write_atomic(folder / "results.csv", text.getvalue())
-    _write_parquet(folder / "results.parquet", result_columns(sweep_state.manifest), rows)
-    if sweep_state.manifest.finals:
+    _write_parquet(folder / "results.parquet", result_columns(manifest), rows)
+    if manifest.finals:
         searches = [search.to_json() for search in sweep_state.lr_searches]
         write_atomic(folder / "lr_search.json", json.dumps(searches, indent=1) + "\n")
 
@@ -77,8 +77,7 @@ def _write_parquet(path: Path, columns: dict[str, type], rows: list[dict[str, An
     import pyarrow
     from pyarrow import parquet
 
-    types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
-    types[bool] = pyarrow.bool_()
+    types = {str: "string", int: "int64", float: "float64", bool: "bool"}
     schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
     content = io.BytesIO()
     parquet.write_table(pyarrow.Table.from_pylist(rows, schema), content)
@@ -122,20 +121,16 @@ def _row(manifest: Manifest, state: RunState, blank: dict[str, Any]) -> dict[str
 def print_arms(sweep_state: SweepState) -> None:
     """Print a row for every arm and learning rate: runs done, losses, and their spread."""
     manifest = sweep_state.manifest
-    groups: dict[tuple[str, float | None], list[RunState]] = {}  # the final runs
+    groups = defaultdict[tuple[str, float | None], list[RunState]](list)  # the final runs
     for state in sweep_state.states.values():
         if not state.run.tuning:
-            key = state.run.arm, float(state.run.changes["optim.lr"])
-            groups.setdefault(key, []).append(state)
+            groups[state.run.arm, float(state.run.changes["optim.lr"])].append(state)
     searches = {search.arm: search.state for search in sweep_state.lr_searches}
     groups |= {(search.arm, None): [] for search in sweep_state.lr_searches if search.rates is None}
     show_rates = bool(searches) or len(groups) > len({arm for arm, _ in groups})
     order = {name: number for number, name in enumerate(manifest.arms)}
-    show_accuracy = any(
-        state.result and (state.result.get("accuracy") or {}).get("test") is not None
-        for states in groups.values()
-        for state in states
-    )
+    final_results = [state.result or {} for states in groups.values() for state in states]
+    show_accuracy = any(_test_accuracy(result) is not None for result in final_results)
     rows = []
     for arm, rate in sorted(groups, key=lambda group: (order[group[0]], group[1] or 0.0)):
         states = groups[arm, rate]
@@ -155,31 +150,29 @@ def print_arms(sweep_state: SweepState) -> None:
                 f"{diverged}" if diverged else "",
             ]
         )
-    rates = ["lr"] if show_rates else []
-    columns = ["arm", "params", *rates, "done", "val", "± sd", "test", "± sd"]
-    columns += [*(["accuracy", "chance"] if show_accuracy else []), "diverged"]
-    print_table(columns, rows)
+    rates, accuracy = ["lr"] * show_rates, ["accuracy", "chance"] * show_accuracy
+    columns = ["arm", "params", *rates, "done", "val", "± sd", "test", "± sd", *accuracy]
+    print_table([*columns, "diverged"], rows)
     print("\nmeans over runs, and the standard deviation between them; params without embeddings")
     done = [(s.run.arm, s.result) for s in sweep_state.states.values() if s.result]
     for references in find_text_references(done):
         print(sanitize(f"without attention: {references}"))
-    by_kind: dict[str, list[str]] = {}
-    for left in manifest.left_out:
-        by_kind.setdefault(left.kind, []).append(left.arm)
-    for kind, names in by_kind.items():
+    for kind in dict.fromkeys(left.kind for left in manifest.left_out):
+        names = [left.arm for left in manifest.left_out if left.kind == kind]
         print(f"left out, {kind}: {format_list(names, 6)}")
-    if by_kind:
+    if manifest.left_out:
         print(f"  why: {manifest.folder / 'plan.txt'}")
+
+
+def _test_accuracy(result: Mapping[str, Any]) -> Any:
+    return (result.get("accuracy") or {}).get("test")
 
 
 def _mean_accuracy(results: list[Mapping[str, Any]]) -> list[str]:
     """Return the cells of the mean test accuracy on a task, and of chance."""
-    found = [(result.get("accuracy") or {}).get("test") for result in results]
-    chance = [result.get("chance") for result in results]
-    return [
-        f"{statistics.fmean(known):.1%}" if (known := [v for v in values if is_number(v)]) else "–"
-        for values in (found, chance)
-    ]
+    found, chance = map(_test_accuracy, results), (result.get("chance") for result in results)
+    known = [[value for value in values if is_number(value)] for values in (found, chance)]
+    return [f"{statistics.fmean(values):.1%}" if values else "–" for values in known]
 
 
 def _mean_and_sd(losses: list[float]) -> list[str]:
@@ -189,13 +182,14 @@ def _mean_and_sd(losses: list[float]) -> list[str]:
 
 def print_failures(sweep_state: SweepState) -> None:
     """Print the runs that failed or were interrupted, why, and how to repeat each."""
+    manifest = sweep_state.manifest
     for status in ("failed", "interrupted", "waiting"):
         states = [state for state in sweep_state.states.values() if state.status == status]
         states = [state for state in states if state.reason or status != "waiting"]
         if states:
             print(f"\n{status}")
         for state in states:
-            overrides = sweep_state.manifest.overrides_of(state.run)
+            overrides = manifest.arms[state.run.arm].overrides_of(state.run)
             print(sanitize(f"  {state.run.name}: {state.reason or 'its process gave no reason'}"))
             print(f"    {shlex.join(['qkablate', 'train', *overrides])}")
     for search in sweep_state.lr_searches:
@@ -205,23 +199,19 @@ def print_failures(sweep_state: SweepState) -> None:
 
 
 def log_summary(
-    sweep_state: SweepState, note: Callable[[str], None], tables: SweepTables | None = None
+    sweep_state: SweepState, note: Callable[[str], None], tables: SweepTables
 ) -> str | None:
     """Log the table of runs and the given tables as one run in W&B; return its address."""
     manifest = sweep_state.manifest
-    name = f"{manifest.name}-{manifest.id}"
-    tracking = manifest.tracking
-    tags = ("sweep", *tracking.tags)
+    name, tags = manifest.folder.name, ("sweep", *manifest.tracking.tags)
     identity = RunIdentity(f"sweep-{manifest.id}", name, manifest.group, "sweep", tags)
     config = {"sweep": name, "command": shlex.join(manifest.command), "arms": [*manifest.arms]}
-    run = WandbRun(tracking, identity, manifest.folder, config, note)
-    tables = tables or SweepTables()
+    run = WandbRun(manifest.tracking, identity, manifest.folder, config, note)
     rows = [list(row.values()) for row in result_rows(sweep_state)]
     runs = list(result_columns(manifest)), rows
     run.log_tables(dataclasses.replace(tables, tables={"runs": runs, **tables.tables}))
-    counts = sweep_state.status_counts()
-    finished = counts["done"] + counts["diverged"] == sweep_state.expected_runs()
-    run.close({f"runs/{status}": count for status, count in counts.items()}, int(not finished))
+    counts = {f"runs/{status}": n for status, n in sweep_state.status_counts().items()}
+    run.close(counts, exit_code=0 if sweep_state.is_finished() else 1)
     return run.address
 
 

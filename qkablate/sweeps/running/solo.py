@@ -5,15 +5,11 @@ turns, in reverse order in every second repetition, so that a drift of the machi
 """
 
 import dataclasses
-import multiprocessing
 import os
-import signal
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
@@ -23,8 +19,7 @@ from qkablate.config import Config
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.lease import LeaseObserver
 from qkablate.runs.run import read_cpu_name
-from qkablate.sweeps.engines.local import PRELOADED
-from qkablate.sweeps.planning.estimate import end_with_parent
+from qkablate.sweeps.planning.estimate import MeasuringProcess, time_step
 from qkablate.sweeps.planning.manifest import Manifest
 from qkablate.sweeps.running.solo_results import SoloFile, SoloRow, read_solo
 from qkablate.training import hardware
@@ -50,10 +45,10 @@ def measure_arms(manifest: Manifest, arms: Sequence[str], repetitions: int) -> N
         "torch": torch.__version__,
         "threads": sorted({int(manifest.arms[arm].config.threads) for arm in arms}),
     }
-    if found is None or found.machine != machine:
-        if found is not None:
-            print_stderr("solo.json was measured on another machine: all arms are measured again")
-        found = SoloFile(manifest.folder.resolve().name, machine)
+    if found is not None and found.machine != machine:
+        print_stderr("solo.json was measured on another machine: all arms are measured again")
+        found = None
+    found = found or SoloFile(manifest.folder.resolve().name, machine)
     done = {(row.arm, row.repetition) for row in found.rows}
     turns = [
         (arm, number)
@@ -92,25 +87,14 @@ def _wait_for_others(out: Path) -> None:
 def _measure(manifest: Manifest, arm: str, repetition: int) -> SoloRow:
     run = next(run for run in manifest.runs if run.arm == arm)
     config, vocabulary = manifest.config_of(run), int(manifest.arms[arm].facts["vocabulary"])
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *PRELOADED])
-    answer, answer_end = context.Pipe(duplex=False)
-    arguments = (config, vocabulary, answer_end)
-    process = context.Process(target=_send_costs, args=arguments, daemon=True)
     before, busy, began = sum(os.times()[:4]), _busy_seconds(), time.monotonic()
-    process.start()
-    answer_end.close()
+    failure = f"{arm} cannot be measured"
     try:
-        if not wait([answer], LIMIT):
-            raise UserError(f"{arm}: a few training steps take more than {LIMIT:.0f} s here")
-        costs = answer.recv()
+        costs = MeasuringProcess(_measure_costs, config, vocabulary).receive(LIMIT, failure)
     except EOFError:
-        raise UserError(f"{arm} cannot be measured: its process was killed (memory?)") from None
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(costs, str):
-        raise UserError(f"{arm} cannot be measured: {costs}")
+        raise UserError(f"{failure}: its process was killed (memory?)") from None
+    if costs is None:
+        raise UserError(f"{arm}: a few training steps take more than {LIMIT:.0f} s here")
     seconds, peak, own = costs
     passed = time.monotonic() - began
     others = _busy_seconds() - busy - own - (sum(os.times()[:4]) - before)
@@ -127,33 +111,22 @@ def _busy_seconds() -> float:
     return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
-def _send_costs(config: Config, vocabulary: int, answer: Connection) -> None:
-    """Send seconds of a step, peak memory and the process's own time; in a process of its own."""
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    try:
-        hardware.configure_process(config)
-        is_cuda = config.device.startswith("cuda")
-        empty = 0 if is_cuda else _resident_bytes("VmRSS", config.device)
-        _, step = make_training_step(config, vocabulary, config.train.grad_accum)
-        for _ in range(WARM_UP):
-            step()
-        _reset_peak(config.device)
-        times: list[float] = []
-        while len(times) < MIN_STEPS or sum(times) < SECONDS:
-            start = time.perf_counter()
-            step()
-            hardware.synchronize(config.device)
-            times.append(time.perf_counter() - start)
-        peak = _resident_bytes("VmHWM", config.device) - empty
-        if peak <= 0:
-            raise UserError("its memory is not known on this machine")
-        answer.send((statistics.median(times), float(peak), time.process_time()))
-    except Exception as error:
-        answer.send(
-            str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        )
+def _measure_costs(config: Config, vocabulary: int) -> tuple[float, float, float]:
+    """Return seconds of a step, peak memory and the process's own time."""
+    hardware.configure_process(config)
+    is_cuda = config.device.startswith("cuda")
+    empty = 0 if is_cuda else _resident_bytes("VmRSS", config.device)
+    _, step = make_training_step(config, vocabulary, config.train.grad_accum)
+    for _ in range(WARM_UP):
+        step()
+    _reset_peak(config.device)
+    times: list[float] = []
+    while len(times) < MIN_STEPS or sum(times) < SECONDS:
+        times.append(time_step(step, config.device))
+    peak = _resident_bytes("VmHWM", config.device) - empty
+    if peak <= 0:
+        raise UserError("its memory is not known on this machine")
+    return statistics.median(times), float(peak), time.process_time()
 
 
 def _reset_peak(device: str) -> None:

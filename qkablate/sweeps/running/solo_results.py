@@ -23,6 +23,10 @@ class SoloRow:
     memory: float  # bytes: the peak of training, beyond those of the empty process
     load: float  # of other processes, in cores
 
+    @property
+    def is_sound(self) -> bool:
+        return 0 < self.seconds < 1e9 and 0 < self.memory < 1e18 and self.repetition >= 0
+
 
 @dataclass(frozen=True)
 class SoloFile:
@@ -36,15 +40,6 @@ class SoloFile:
         write_json(folder / FILE, {"format": FORMAT, **asdict(self)})
 
 
-@dataclass(frozen=True)
-class SoloMeasurement:
-    """Measurements of one arm, by repetition."""
-
-    seconds: tuple[float, ...]
-    memory: tuple[float, ...]
-    load: float  # the largest
-
-
 def read_solo(folder: Path) -> SoloFile | None:
     """Read the measurements of a sweep; None if there are none; UserError if they are damaged."""
     if not (folder / FILE).exists():
@@ -54,7 +49,7 @@ def read_solo(folder: Path) -> SoloFile | None:
         if content.pop("format") != FORMAT:
             raise ValueError("another format")
         found = from_json(SoloFile, content)
-        if found.sweep != folder.resolve().name or not all(_is_sound(row) for row in found.rows):
+        if found.sweep != folder.resolve().name or not all(row.is_sound for row in found.rows):
             raise ValueError("of another sweep, or impossible")
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(
@@ -64,21 +59,10 @@ def read_solo(folder: Path) -> SoloFile | None:
     return found
 
 
-def _is_sound(row: SoloRow) -> bool:
-    return 0 < row.seconds < 1e9 and 0 < row.memory < 1e18 and row.repetition >= 0
-
-
-def read_measurements(folder: Path) -> dict[str, SoloMeasurement]:
+def read_measurements(folder: Path) -> dict[str, list[SoloRow]]:
     """Return the measurements of each arm, in the order of their repetitions."""
     found = read_solo(folder)
     by_arm: dict[str, list[SoloRow]] = {}
     for row in sorted(found.rows if found else [], key=lambda row: row.repetition):
         by_arm.setdefault(row.arm, []).append(row)
-    return {
-        arm: SoloMeasurement(
-            tuple(row.seconds for row in rows),
-            tuple(row.memory for row in rows),
-            max(row.load for row in rows),
-        )
-        for arm, rows in by_arm.items()
-    }
+    return by_arm

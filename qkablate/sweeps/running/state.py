@@ -1,7 +1,4 @@
-"""The state of a sweep, read from its runs' folders.
-
-It is the same for its launcher, another launcher and every other reader.
-"""
+"""The state of a sweep, read from its runs' folders: the same for launchers and other readers."""
 
 import os
 import shutil
@@ -16,7 +13,7 @@ from typing import Any
 from qkablate.disk import read_file
 from qkablate.runs.lease import LeaseObserver, hold_lease
 from qkablate.runs.records import decode_row, read_result
-from qkablate.sweeps.engines.base import LOG_FILE
+from qkablate.sweeps.engines.base import LOG_FILE, read_last_line
 from qkablate.sweeps.planning.manifest import Manifest, SweepRun
 from qkablate.sweeps.planning.tuning import LrSearch, Searches, next_runs
 
@@ -51,17 +48,15 @@ class SweepState:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.states: dict[str, RunState] = {}
+        self._runs = Path(manifest.out).expanduser() / "runs"
+        self.states = {run.id: RunState(run, self._runs / run.name) for run in manifest.runs}
         self.lr_searches: list[LrSearch] = []
         self.own_ids: set[str] = set()  # runs of this launcher, which may have written nothing yet
         self.queued_ids: set[str] = set()  # those among them in a queue of the engine
         self._launchers = manifest.folder / "launchers"
-        self._runs = Path(manifest.out).expanduser() / "runs"
         self._folders: dict[str, str] = {}  # names of the runs' folders, by id
         self._finished_searches: Searches = {}
         self._observer = LeaseObserver()
-        for run in manifest.runs:
-            self._add(run)
 
     def refresh(self) -> None:
         """Read all runs whose state may have changed."""
@@ -84,8 +79,7 @@ class SweepState:
                     self.manifest, self._find_result, self._finished_searches
                 )
                 for run in runs:
-                    if run.id not in self.states:
-                        self.refresh_run(self._add(run))
+                    self._find_result(run)
 
     @contextmanager
     def register_launcher(self) -> Iterator[None]:
@@ -113,8 +107,7 @@ class SweepState:
             if id in self.queued_ids:
                 state.status, state.metrics, state.reason = "waiting", None, ""
             elif id in self.own_ids:  # a result may be of an earlier attempt
-                state.status, state.metrics = "running", latest_metrics(folder)
-                state.reason = ""
+                state.status, state.metrics, state.reason = "running", latest_metrics(folder), ""
             else:
                 read_run(state, self._observer)
         except OSError as error:  # not a run's folder, or not readable
@@ -130,9 +123,13 @@ class SweepState:
         counts["waiting"] += self.expected_runs() - len(self.states)
         return counts
 
+    def is_finished(self) -> bool:
+        """Return whether every run is done or has diverged."""
+        counts = self.status_counts()
+        return counts["done"] + counts["diverged"] == self.expected_runs()
+
     def tokens_per_second(self) -> float:
-        running = [state for state in self.states.values() if state.status == "running"]
-        return sum(state.tokens_per_second for state in running)
+        return sum(s.tokens_per_second for s in self.states.values() if s.status == "running")
 
     def seconds_left(self) -> float | None:
         """Estimate the time left, at the past speed with as many runs in parallel as now."""
@@ -159,24 +156,19 @@ class SweepState:
         """Return the arms whose learning rate is not chosen yet."""
         return [search.arm for search in self.lr_searches if search.state in ("tuning", "stuck")]
 
-    def _add(self, run: SweepRun) -> RunState:
-        self.states[run.id] = RunState(run, self._runs / run.name)
-        return self.states[run.id]
-
     def _find_result(self, run: SweepRun) -> Mapping[str, Any] | None:
-        state = self.states.get(run.id)
-        if state is None:
-            state = self._add(run)
-            self.refresh_run(state)
-        return state.result
+        """Return the result of a run, which is added to the states if it is new."""
+        if run.id not in self.states:
+            self.states[run.id] = RunState(run, self._runs / run.name)
+            self.refresh_run(self.states[run.id])
+        return self.states[run.id].result
 
 
 def read_run(state: RunState, observer: LeaseObserver) -> None:
     """Read the state of a run from its folder."""
     folder = state.folder
-    state.result = read_result(folder)
-    if state.result is not None and state.result.get("id") != state.run.id:
-        state.result = None  # another run's
+    result = read_result(folder)
+    state.result = result if result and result.get("id") == state.run.id else None
     if state.result is not None:
         state.status, state.metrics, state.reason = state.result["status"], None, ""
         if state.status == "failed":
@@ -217,11 +209,7 @@ def latest_metrics(folder: Path) -> dict[str, Any]:
 
 def last_log_line(folder: Path) -> str:
     """Return the last line that the run's process has printed."""
-    try:
-        lines = read_file(folder / LOG_FILE, _TAIL).decode("utf-8", "replace").strip().splitlines()
-    except OSError:
-        return ""
-    return lines[-1].removeprefix("qkablate: ") if lines else ""
+    return read_last_line(folder / LOG_FILE).removeprefix("qkablate: ")
 
 
 def link_run(manifest: Manifest, state: RunState) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 
 from qkablate.cli.results import print_tables
+from qkablate.dashboard.sweep_run import make_sweep_tables
 from qkablate.report.page import render_page
 from qkablate.report.rows import COLUMNS, make_verdict_rows, verdict_columns
 from qkablate.report.text.page import render_markdown
@@ -101,6 +102,13 @@ def test_every_view_of_a_task_has_accuracy_and_chance(on_task, section_of, capsy
     for page in (render_markdown([section]), render_page([section], "page")):
         assert "25.0 % (3.1 %)" in page
     assert all(row["chance"] == 0.03125 for row in result_rows(state_of(on_task)))
+
+
+def test_table_of_verdicts_in_wandb_has_the_accuracy_of_a_task(on_task):
+    pytest.importorskip("vl_convert")
+    columns, rows = make_sweep_tables(on_task.folder, print).tables["verdicts"]
+    assert columns[-1] == "accuracy (chance)"
+    assert {len(row) for row in rows} == {len(columns)}
 
 
 def test_nothing_is_shown_of_results_without_either(finished, section_of, capsys):

@@ -13,7 +13,7 @@ from qkablate.config import SweepConfig
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.expand import Grid, expand_grid
 from qkablate.sweeps.planning.packing import pack
-from qkablate.sweeps.planning.text import format_plan_summary, plan_to_json
+from qkablate.sweeps.planning.text import format_plan, plan_to_json
 from qkablate.training.resolve import build_empty_model, plan_run
 
 
@@ -379,7 +379,7 @@ def test_evaluate_test_false_applies_to_all_runs(expand):
 
 def assert_repeated(manifest):
     for run in manifest.runs:
-        (job,) = compose_jobs(manifest.overrides_of(run))
+        (job,) = compose_jobs(manifest.arms[run.arm].overrides_of(run))
         alone = plan_run(job.config)
         assert alone.run.id == run.id
         assert alone.run.folder.name == run.name
@@ -512,11 +512,11 @@ def test_named_baseline_goes_before_the_center(expand):
 
 def test_plan_of_a_design_says_what_it_saves(expand):
     manifest = expand(*AXES, "sweep.design=one_at_a_time")
-    (line,) = (line for line in format_plan_summary(manifest, 1) if line.startswith("design"))
+    (line,) = (line for line in format_plan(manifest, 1) if line.startswith("design"))
     assert "6 of the 18 combinations of the grid; interactions are not estimated" in line
     assert plan_to_json(manifest, 1, None, ())["combinations"] == (6, 18)
     grid = expand(*AXES)
-    assert not any(line.startswith("design") for line in format_plan_summary(grid, 1))
+    assert not any(line.startswith("design") for line in format_plan(grid, 1))
 
 
 def test_seeds_and_rates_stay_crossed_in_a_design(expand):

@@ -1,7 +1,4 @@
-"""Training on a Ray cluster, an existing one or one of the sweep's own.
-
-Ray places a run on a node, where a separate process trains it as on any engine.
-"""
+"""Training on a Ray cluster, existing or of the sweep's own: Ray places the runs' processes."""
 
 import multiprocessing
 import re

@@ -1,7 +1,4 @@
-"""Code that runs on the nodes of a Ray cluster.
-
-It is pickled by value, and imports this program only after the launcher's paths are set.
-"""
+"""Code for the nodes of a Ray cluster, pickled by value: it imports qkablate once paths are set."""
 
 from typing import Any
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.runs.records import read_json, write_json
-from qkablate.sweeps.engines.base import EXIT_STOPPED, RunTask
+from qkablate.sweeps.engines.base import EXIT_STOPPED, RunTask, read_last_line
 from qkablate.sweeps.engines.remote import RunProcess
 from qkablate.sweeps.engines.slurm import cluster
 
@@ -61,12 +61,9 @@ class JobArray:
         except (FailedJobError, FailedSubmissionError) as error:
             self.remove()
             reason = cluster.format_error(str(error)) or "sbatch failed"
-            failure = (
-                cluster.SlurmCommandFailed
-                if _UNREACHABLE.search(reason)
-                else cluster.SubmissionRejected
-            )
-            raise failure(reason) from None
+            if _UNREACHABLE.search(reason):
+                raise cluster.SlurmCommandFailed(reason) from None
+            raise cluster.SubmissionRejected(reason) from None
 
     def file(self, index: int) -> Path:
         return self.folder / f"{index}.json"
@@ -83,10 +80,7 @@ class JobArray:
 
     def last_log_line(self, index: int) -> str:
         """Return the last line of a task's log, or nothing."""
-        for path in self.folder.glob(f"*_{index}_0_log.out"):
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            return next((line for line in reversed(lines) if line.strip()), "")
-        return ""
+        return next(map(read_last_line, self.folder.glob(f"*_{index}_0_log.out")), "")
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -133,8 +127,8 @@ class SlurmJob:
 
     def _write(self, code: int | None) -> None:
         killed = code is not None and self._process is not None and self._process.is_out_of_memory()
-        host = {"host": socket.gethostname(), "pid": os.getpid()}
-        write_json(self._status, {**host, "code": code, "out_of_memory": killed})
+        status = {"host": socket.gethostname(), "pid": os.getpid(), "code": code}
+        write_json(self._status, {**status, "out_of_memory": killed})
 
 
 @dataclass

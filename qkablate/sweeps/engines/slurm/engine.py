@@ -1,7 +1,4 @@
-"""Training on a SLURM cluster: job arrays over the runs, submitted with submitit.
-
-A launcher that exits leaves its jobs, and the next one takes them over.
-"""
+"""Training on a SLURM cluster: job arrays, which a launcher leaves and the next one takes over."""
 
 import contextlib
 import fcntl
@@ -115,9 +112,7 @@ class SlurmEngine(Engine):
     def _submit(self) -> None:
         """Submit the collected runs as one array, or as several where one would be too long."""
         while self._collected and time.monotonic() >= self._next_submission:
-            free = len(self._collected)
-            if self._limit is not None:
-                free = self._limit - len(self._tasks)
+            free = len(self._collected) if self._limit is None else self._limit - len(self._tasks)
             if free <= 0:
                 return
             try:
