@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkablate.diagnostics.panel import DiagnosticPanel
-from qkablate.diagnostics.rounding import MEASURES, compute_rounding
+from qkablate.diagnostics.patterns import ROUNDING_MEASURES, compute_rounding
 from tests.models.test_gpt import gpt, tokens_of
 
 BOTH_ORDERS = ["standard", "shared_qk", "low_rank_w", "wide_qk", "no_q", "four_matrix", "gqa"]
@@ -26,7 +26,7 @@ def test_orders_are_equal_up_to_the_precision(name):
     layer, x_BTD = layer_and_stream(name)
     with torch.no_grad():
         single, half = (compute_rounding(layer, x_BTD, cast) for cast in (nullcontext, bf16))
-    assert [*single] == [*MEASURES]
+    assert [*single] == [*ROUNDING_MEASURES]
     for head in range(4):
         assert single["rounding_fp64"][head] < 1e-13
         assert 1e-9 < single["rounding"][head] < 1e-5
@@ -50,13 +50,13 @@ def test_difference_equals_that_of_the_scores():
 )
 def test_forms_without_both_orders_have_none(name, model):
     layer, x_BTD = layer_and_stream(name, **model)
-    assert compute_rounding(layer, x_BTD, nullcontext) == {}
+    assert compute_rounding(layer, x_BTD, nullcontext) == dict.fromkeys(ROUNDING_MEASURES)
 
 
 def test_panel_has_a_value_for_each_head_or_none():
     rows = {}
     for name in ("standard", "merged_w"):
         rows[name] = DiagnosticPanel(gpt(name), tokens_of(4, 16), starts=()).row()["attention"]
-    for measure in MEASURES:
+    for measure in ROUNDING_MEASURES:
         assert [len(layer) for layer in rows["standard"][measure]] == [4, 4]
         assert rows["merged_w"][measure] == [None, None]
