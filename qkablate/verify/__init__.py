@@ -75,10 +75,7 @@ def verify(
                 for layer, x_BTD in zip(attentions, streams, strict=True)
             ]
             worst = max(deviations, key=lambda d: inf if isnan(d.residual) else d.residual)
-            numbers_of[dtype] = (
-                worst.residual,
-                worst.tolerance_at(dtype, d_model),
-            )
+            numbers_of[dtype] = worst.residual, worst.tolerance_at(dtype, d_model)
         double, single = numbers_of[torch.float64], numbers_of[torch.float32]
         yield CheckResult(variant, check.name, check.says, *double, *single)
 

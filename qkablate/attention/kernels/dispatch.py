@@ -36,7 +36,7 @@ _BACKENDS = {
 
 
 class KernelOptions(TypedDict, total=False):
-    """What decides the kernel beside the sizes; no parameter is moved or cast."""
+    """Options of a layer that decide its kernel; no parameter is moved or cast."""
 
     device: str
     half: bool  # 16-bit numbers
