@@ -33,7 +33,11 @@ from qkablate.cli.hydra.app import register
 from qkablate.config import Config, conf_dir, variants
 from qkablate.errors import UserError, nearest_hint
 from qkablate.models.catalogue import make_attention, resolve_circuits
-from qkablate.models.cost import compute_cost
+from qkablate.models.cost import (
+    forward_flops_per_token,
+    mean_causal_keys,
+    training_flops_per_token,
+)
 from qkablate.table import print_table
 from qkablate.tracking.metrics_file import MetricsFile
 from qkablate.tracking.wandb.run import RunIdentity, WandbRun
@@ -81,9 +85,7 @@ def steps(folder: Path, args: argparse.Namespace) -> None:
         resolved = [hardware.resolve(config) for config in configs]
         models = [build_empty_model(config, 256) for config in resolved]
         tokens = shape.batch_size * shape.context
-        flops = [
-            compute_cost(model, tokens_per_pass=tokens, number_bytes=4).training for model in models
-        ]
+        flops = [training_flops_per_token(model, tokens) for model in models]
         check_memory(
             [sum(model.parameter_counts().values()) // 2 for model in models], resolved[0].device
         )
@@ -232,9 +234,10 @@ def evaluation(folder: Path, args: argparse.Namespace) -> None:
                 training.append((between - began) / count / planned.tokens_per_step)
                 evaluation.append((time.perf_counter() - between) / tokens)
             ratio = statistics.median(evaluation) / statistics.median(training)
-            tokens_per_pass = shape.batch_size * shape.context
-            cost = compute_cost(model, tokens_per_pass=tokens_per_pass, number_bytes=4)
-            rows.append([label, name, f"{ratio:.2f}", f"{cost.forward / cost.training:.2f}"])
+            batch_tokens = shape.batch_size * shape.context
+            forward = forward_flops_per_token(model, mean_causal_keys(shape.context), batch_tokens)
+            flops_ratio = forward / training_flops_per_token(model, batch_tokens)
+            rows.append([label, name, f"{ratio:.2f}", f"{flops_ratio:.2f}"])
     print_table(["shape", "variant", "time of training", "FLOPs of training"], rows)
 
 

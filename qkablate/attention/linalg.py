@@ -22,16 +22,16 @@ def truncated_svd(m_HDC: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 def head_slices(m_HDC: Tensor) -> Tensor:
     """(H, H·K, C) → (H, K, C): the rows of each head's slice of the stream."""
-    m_HHKC: Tensor = m_HDC.unflatten(1, (len(m_HDC), -1))
+    m_HHKC = torch.unflatten(m_HDC, 1, (len(m_HDC), -1))
     return m_HHKC.diagonal(dim1=0, dim2=1).movedim(-1, 0)
 
 
 def fit_slices(moment_HLL: Tensor, target_HLC: Tensor, d_head: int) -> Tensor:
     """Return the least-squares prediction of x @ target from each head's slice of x, as HKC.
 
-    The second moments of x are given for each head.
+    The second moments of x are given for each head, or as LL for all.
     """
-    solutions = []
+    solutions, moment_HLL = [], moment_HLL.expand(len(target_HLC), -1, -1)
     for head, (moment_LL, target_LC) in enumerate(zip(moment_HLL, target_HLC, strict=True)):
         rows = slice(head * d_head, (head + 1) * d_head)
         solutions.append(torch.linalg.solve(moment_LL[rows, rows], moment_LL[rows] @ target_LC))

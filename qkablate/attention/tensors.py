@@ -12,8 +12,7 @@ from qkablate.attention.spec import Spec
 
 def split_heads(x_BTF: Tensor, heads: int) -> Tensor:
     """(B, T, H·E) → (B, H, T, E)."""
-    x_BTHE: Tensor = x_BTF.unflatten(-1, (heads, -1))
-    return x_BTHE.transpose(1, 2)
+    return torch.unflatten(x_BTF, -1, (heads, -1)).transpose(1, 2)
 
 
 def apply_matrix(x_BTD: Tensor, w_DF: Tensor, b_F: Tensor | None = None) -> Tensor:
@@ -21,10 +20,14 @@ def apply_matrix(x_BTD: Tensor, w_DF: Tensor, b_F: Tensor | None = None) -> Tens
     return linear(x_BTD, w_DF.T, b_F)
 
 
+def map_to_heads(x_BTD: Tensor, w_DF: Tensor, b_F: Tensor | None, heads: int) -> Tensor:
+    """Return x W (+ b) by head, as (B, H, T, E)."""
+    return split_heads(apply_matrix(x_BTD, w_DF, b_F), heads)
+
+
 def by_head(w_DF: Tensor, heads: int) -> Tensor:
     """(D, H·E) → (H, D, E): the matrix of each head."""
-    w_DHE: Tensor = w_DF.unflatten(1, (heads, -1))
-    return w_DHE.transpose(0, 1)
+    return torch.unflatten(w_DF, 1, (heads, -1)).transpose(0, 1)
 
 
 def concat_heads(w_HDE: Tensor) -> Tensor:

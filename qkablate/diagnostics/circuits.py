@@ -87,15 +87,15 @@ class Full:
 Matrix = Factored | Full
 
 
-def convert(matrix: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
-    """Move matrices of either form to a device and a dtype."""
-    return type(matrix)(*(part.to(device, dtype) for part in vars(matrix).values()))
+def move(matrix: Any, device: torch.device | str) -> Any:
+    """Move matrices of either form to a device."""
+    return type(matrix)(*(part.to(device) for part in vars(matrix).values()))
 
 
-def stack(matrices: list[Any]) -> Any:
-    """Concatenate the matrices of several layers, all of one form."""
+def stack(matrices: list[Any], device: torch.device | str) -> Any:
+    """Concatenate the matrices of several layers, all of one form, in fp64 on a device."""
     parts = zip(*(vars(matrix).values() for matrix in matrices), strict=True)
-    return type(matrices[0])(*map(torch.cat, parts))
+    return type(matrices[0])(*(torch.cat(part).to(device, torch.float64) for part in parts))
 
 
 @torch.no_grad()

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from qkablate.attention import Attention
-from qkablate.diagnostics import circuits, patterns, rounding
+from qkablate.diagnostics import circuits, patterns
 from qkablate.models.base import Model
 from qkablate.randomness import named_generator
 
 TOKENS = 1024  # per measurement, split into sequences
 LENGTH = 512  # of a sequence; of longer contexts the first positions
 DIGITS = 5
-ATTENTION_MEASURES = (*patterns.MEASURES, *rounding.MEASURES)
+ATTENTION_MEASURES = (*patterns.MEASURES, *patterns.ROUNDING_MEASURES)
 _MAX_NUMEL = 2**24  # of the matrices that are measured together
 
 
@@ -44,7 +44,7 @@ class DiagnosticPanel:
         for layer in starts:
             for side, matrices in self.starts.items():
                 matrix = _matrix(side, layer.to(tokens_BT.device))
-                matrices.append(matrix and circuits.convert(matrix, "cpu"))
+                matrices.append(matrix and circuits.move(matrix, "cpu"))
 
     @torch.no_grad()
     def row(self) -> dict[str, dict[str, list[Any]]]:
@@ -73,18 +73,13 @@ class DiagnosticPanel:
         spec, factors = layers[0].qk.spec, getattr(layers[0], side).factors
         size = max(1, _MAX_NUMEL // sum(t.numel() for t in vars(first_matrix).values()))
         for first in range(0, len(layers), size):
-            numbers = range(first, min(first + size, len(layers)))
-            matrices = {number: _matrix(side, layers[number]) for number in numbers}
-            for number, matrix in list(matrices.items()):
-                if not all(t.isfinite().all() for t in vars(matrix).values()):
-                    del matrices[number]
+            chunk = enumerate(layers[first : first + size], first)
+            found = {number: _matrix(side, layer) for number, layer in chunk}
+            matrices = {number: matrix for number, matrix in found.items() if _is_finite(matrix)}
             if not matrices:
                 continue
-            stacks = [[*matrices.values()], [starts[n] for n in matrices] if starts else []]
-            matrix, start = (
-                circuits.convert(circuits.stack(stack), device, torch.float64) if stack else None
-                for stack in stacks
-            )
+            matrix = circuits.stack([*matrices.values()], device)
+            start = circuits.stack([starts[n] for n in matrices], device) if starts else None
             try:
                 values = circuits.compute_measures(
                     matrix, start, rank=spec.d_head, two_factors=factors == 2
@@ -106,16 +101,15 @@ class DiagnosticPanel:
             with self.autocast():
                 for layer, inputs in self.model.attention_inputs(tokens_BT):
                     with torch.autocast(tokens_BT.device.type, enabled=False):
-                        values = measure(patterns.attention_scores(layer, inputs))
+                        values: dict[str, Tensor | None] = {}
+                        values |= measure(patterns.attention_scores(layer, inputs))
                         if tokens_BT is self.tokens_BT:
-                            orders = rounding.compute_rounding(
+                            values |= patterns.compute_rounding(
                                 layer.module, inputs[0], self.autocast
                             )
-                            for name in rounding.MEASURES:
-                                errors_H = orders.get(name)
-                                row[name].append(errors_H and round_digits(errors_H))
                     for name, value_H in values.items():
-                        row[name].append(round_digits(value_H.tolist()))
+                        rounded = None if value_H is None else round_digits(value_H.tolist())
+                        row[name].append(rounded)
         return row
 
 
@@ -138,6 +132,10 @@ def round_digits(value: Any) -> Any:
     if isinstance(value, list):
         return [round_digits(item) for item in value]
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def _is_finite(matrix: Any) -> bool:
+    return all(bool(part.isfinite().all()) for part in vars(matrix).values())
 
 
 def _matrix(side: str, layer: Attention) -> circuits.Matrix | None:

@@ -1,18 +1,24 @@
-"""Measures of attention: spread of the scores, attended positions, induction heads.
+"""Measures of attention: spread of the scores, attended positions, induction heads, rounding.
 
-Shape suffixes: B sequences, T queries, S keys, H heads, L layers.
+Shape suffixes: B sequences, T queries, S keys, H heads, L layers, D d_model, E width of q and k.
 """
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qkablate.attention import Attention
 from qkablate.models.base import AttentionLayer, Model
 
 MEASURES = (
     *("score_std", "score_max", "entropy", "self", "first", "previous", "sink"),
     *("induction", "repeat_previous"),
 )
+ROUNDING_MEASURES = ("rounding", "rounding_fp64")
 
 
 def compute_patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
@@ -84,6 +90,37 @@ def compute_repeat_patterns(s_BHTS: Tensor) -> dict[str, Tensor]:
         "induction": after_BHT.mean((0, 2)),
         "repeat_previous": a_BHTS.diagonal(-1, -2, -1).mean((0, 2)),
     }
+
+
+def compute_rounding(
+    layer: Attention, x_BTD: Tensor, autocast: Callable[[], AbstractContextManager[Any]]
+) -> dict[str, Tensor | None]:
+    """Return the relative difference of two orders of multiplication by head, and that in fp64.
+
+    The orders are X (W_q W_kᵀ) Xᵀ and (X W_q)(X W_k)ᵀ, equal in exact arithmetic. What they differ
+    by in the precision of training is what a merged matrix can change by rounding alone.
+
+    None for circuits without two factors, and where a norm or a rotation lies between them.
+    """
+    factors = layer.qk.low_rank_factors() if not layer.qk.no_circuit_reason else None
+    if factors is None or layer.norm is not None or layer.position == "rope":
+        return dict.fromkeys(ROUNDING_MEASURES)
+    with autocast():
+        rounded_H = _difference(x_BTD, *factors)
+    device = "cpu" if x_BTD.device.type == "mps" else x_BTD.device  # which has no fp64
+    exact_H = _difference(*(part.to(device, torch.float64) for part in (x_BTD, *factors)))
+    return {"rounding": rounded_H, "rounding_fp64": exact_H}
+
+
+def _difference(x_BTD: Tensor, left_HDE: Tensor, right_HDE: Tensor) -> Tensor:
+    x_B1TD = x_BTD.unsqueeze(1)
+    separate_BHTT = (x_B1TD @ left_HDE) @ (x_B1TD @ right_HDE).mT
+    merged_BHTT = (x_B1TD @ (left_HDE @ right_HDE.mT)) @ x_B1TD.mT
+    # The norms are taken in fp32 at least: in 16 bits they would add rounding of their own.
+    wide = torch.promote_types(separate_BHTT.dtype, torch.float32)
+    separate_BHTT, merged_BHTT = separate_BHTT.to(wide), merged_BHTT.to(wide)
+    squares_H = [s.square().sum((0, 2, 3)) for s in (merged_BHTT - separate_BHTT, separate_BHTT)]
+    return (squares_H[0] / squares_H[1]).sqrt()
 
 
 @torch.no_grad()

@@ -12,12 +12,9 @@ from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from qkablate.attention import Attention, Cache, Draw
-from qkablate.attention.kernels.matmul import linear
 from qkablate.config import ModelConfig
-from qkablate.models.blocked_loss import blocked_loss, rows_per_block
 from qkablate.models.catalogue import GPT2_SIGMA
 from qkablate.randomness import named_generator
 
@@ -143,19 +140,6 @@ class Model(nn.Module, ABC):
             parts[part] += parameter.numel()
         return {"total": parts.total(), **parts}
 
-    def _loss(self, x_BAD: Tensor, targets_BA: Tensor, reduction: str) -> Tensor:
-        many = targets_BA.numel() > rows_per_block(self.vocabulary)
-        if many and reduction == "mean" and torch.is_grad_enabled():
-            return blocked_loss(x_BAD.flatten(0, 1), self.output_weight, targets_BA.flatten())
-        logits_BAV = linear(x_BAD, self.output_weight)
-        logits_NV = logits_BAV.flatten(0, 1).float()
-        return F.cross_entropy(logits_NV, targets_BA.flatten(), reduction=reduction)
-
-    def _loss_and_hits(self, x_BAD: Tensor, targets_BA: Tensor) -> tuple[Tensor, Tensor]:
-        logits_BAV = linear(x_BAD, self.output_weight).float()
-        losses_BA = F.cross_entropy(logits_BAV.transpose(1, 2), targets_BA, reduction="none")
-        return losses_BA, logits_BAV.argmax(-1) == targets_BA
-
 
 class _Initializer:
     """Draws initial values by name.
@@ -192,10 +176,3 @@ class _Initializer:
 
     def _with_prefix(self, prefix: str) -> Draw:
         return lambda name, *args, **options: self(f"{prefix}.{name}", *args, **options)
-
-
-def select_positions(x_BTD: Tensor, positions_BA: Tensor | None) -> Tensor:
-    """Return x_BAD at the given positions, or all of x without any."""
-    if positions_BA is None:
-        return x_BTD
-    return x_BTD.gather(1, positions_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))

@@ -1,5 +1,8 @@
 """The one place that chooses the class of a model."""
 
+from typing import Unpack
+
+from qkablate.attention.kernels.dispatch import KernelOptions
 from qkablate.config import ModelConfig, VariantConfig
 from qkablate.models.base import Model
 from qkablate.models.gpt import GPT
@@ -9,10 +12,7 @@ def build_model(
     config: ModelConfig,
     variant: VariantConfig,
     vocabulary: int,
-    *,
-    device: str = "cpu",
-    half: bool = False,
-    kernel: str = "auto",
+    **options: Unpack[KernelOptions],
 ) -> Model:
     """Return the model of a config with uninitialized parameters."""
-    return GPT(config, variant, vocabulary, device=device, half=half, kernel=kernel)
+    return GPT(config, variant, vocabulary, **options)

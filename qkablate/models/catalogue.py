@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import Unpack
 
 import torch
 
 from qkablate.attention import OV, OV_CIRCUITS, QK, QK_CIRCUITS, Attention, Spec
+from qkablate.attention.kernels.dispatch import KernelOptions
 from qkablate.attention.spec import UnsupportedCombination
 from qkablate.config import Config, ModelConfig, VariantConfig, resolve_variant
 from qkablate.config.variant import describe_unused
@@ -94,12 +96,7 @@ def make_spec(model: ModelConfig, variant: VariantConfig) -> Spec:
 
 
 def make_attention(
-    model: ModelConfig,
-    variant: VariantConfig,
-    *,
-    device: str = "cpu",
-    half: bool = False,
-    kernel: str = "auto",
+    model: ModelConfig, variant: VariantConfig, **options: Unpack[KernelOptions]
 ) -> Attention:
     """Return an uninitialized attention layer; UserError for an unsupported combination."""
     qk, ov = circuit_classes(variant)
@@ -112,10 +109,8 @@ def make_attention(
             norm=variant.norm,
             mask_self=variant.mask_self,
             position=model.position if model.position in ("alibi", "rope") else "none",
-            device=device,
-            half=half,
             dropout=model.dropout,
-            kernel=kernel,
+            **options,
         )
         if from_file is not None:
             _check_shapes(from_file, layer)

@@ -80,59 +80,31 @@ def training_flops_per_token(
     return 3 * forward_flops_per_token(model, keys, tokens_per_pass, answer_fraction)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Cost of a model; FLOPs are per token."""
-
-    params: dict[str, int]
-    layer: AttentionCost
-    forward: float
-    training: float
-    cache_bytes: int  # per token, all layers
-    score_bytes: int  # of one sequence in one layer, where a kernel stores them
-
-
-def compute_cost(model: Model, *, tokens_per_pass: float, number_bytes: int) -> Cost:
-    """Return the cost of a model whose caches and scores take `number_bytes` per number."""
-    context, layers = model.config.context, model.attention_layers()
-    keys = mean_causal_keys(context)
-    layer = compute_attention_cost(
-        layers[0].module, keys=keys, context=context, tokens_per_pass=tokens_per_pass
-    )
-    return Cost(
-        params=model.parameter_counts(),
-        layer=layer,
-        forward=forward_flops_per_token(model, keys, tokens_per_pass),
-        training=training_flops_per_token(model, tokens_per_pass),
-        cache_bytes=layer.cached * number_bytes * len(layers),
-        score_bytes=layer.score_numel * number_bytes,
-    )
-
-
 def describe_cost(config: Config, model: Model, vocabulary: int) -> dict[str, Any]:
     """Return the sizes and the cost of a config's model by name, for a table."""
-    cost = compute_cost(
-        model,
-        tokens_per_pass=config.train.batch_size * config.model.context,
-        number_bytes=4 if config.precision == "fp32" else 2,
+    context, layers = config.model.context, model.attention_layers()
+    keys, tokens_per_pass = mean_causal_keys(context), config.train.batch_size * context
+    number_bytes = 4 if config.precision == "fp32" else 2
+    layer = compute_attention_cost(
+        layers[0].module, keys=keys, context=context, tokens_per_pass=tokens_per_pass
     )
     return {
         "variant": config.variant.name,
         "d_model": config.model.d_model,
         "heads": config.model.heads,
         "layers": config.model.layers,
-        "context": config.model.context,
+        "context": context,
         "vocabulary": vocabulary,
-        "params": cost.params["total"],
-        "attention_params_per_layer": cost.layer.params,
-        "projection_flops_per_token": cost.layer.projections,
-        "score_flops_per_token": cost.layer.scores,
-        "value_flops_per_token": cost.layer.values,
-        "forward_flops_per_token": cost.forward,
-        "training_flops_per_token": cost.training,
+        "params": model.parameter_counts()["total"],
+        "attention_params_per_layer": layer.params,
+        "projection_flops_per_token": layer.projections,
+        "score_flops_per_token": layer.scores,
+        "value_flops_per_token": layer.values,
+        "forward_flops_per_token": forward_flops_per_token(model, keys, tokens_per_pass),
+        "training_flops_per_token": training_flops_per_token(model, tokens_per_pass),
         "training_flops_ratio": 1.0,  # to the first row of the table
-        "score_matrix_bytes": cost.score_bytes,
-        "kv_bytes_per_token": cost.cache_bytes,
+        "score_matrix_bytes": layer.score_numel * number_bytes,  # of one sequence in one layer
+        "kv_bytes_per_token": layer.cached * number_bytes * len(layers),
     }
 
 

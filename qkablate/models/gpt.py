@@ -4,6 +4,7 @@ Shape suffixes: B batch, T context, A answers, P positions, D d_model, V vocabul
 """
 
 from collections.abc import Iterator
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qkablate.attention import Attention, Cache
+from qkablate.attention.kernels.dispatch import KernelOptions
 from qkablate.attention.kernels.matmul import Linear, linear
 from qkablate.config import ModelConfig, VariantConfig
-from qkablate.models.base import AttentionLayer, Model, select_positions
+from qkablate.models.base import AttentionLayer, Model
+from qkablate.models.blocked_loss import blocked_loss, rows_per_block
 from qkablate.models.catalogue import make_attention
 
 
@@ -57,9 +60,6 @@ class GPT(Model):
     The output head is the token embedding, unless `tied` is false. With `embedding_width` the
     embedding is factorized (ALBERT, Lan et al. 2020): a map leads to d_model, and its transpose, or
     a map of its own if the head is not tied, leads back.
-
-    `device`, `half` (16-bit numbers) and `kernel` decide the attention algorithm; no parameter is
-    moved or cast.
     """
 
     def __init__(
@@ -67,10 +67,7 @@ class GPT(Model):
         config: ModelConfig,
         variant: VariantConfig,
         vocabulary: int,
-        *,
-        device: str = "cpu",
-        half: bool = False,
-        kernel: str = "auto",
+        **options: Unpack[KernelOptions],
     ) -> None:
         super().__init__()
         self.config = config
@@ -87,8 +84,7 @@ class GPT(Model):
             self.position_embedding = _empty_embedding(config.context, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(
-            Block(config, make_attention(config, variant, device=device, half=half, kernel=kernel))
-            for _ in range(config.layers)
+            Block(config, make_attention(config, variant, **options)) for _ in range(config.layers)
         )
         self.norm = _norm(config)
 
@@ -157,14 +153,26 @@ class GPT(Model):
         positions_BA: Tensor | None = None,
         reduction: str = "mean",
     ) -> Tensor:
-        x_BAD = select_positions(self.hidden(tokens_BT), positions_BA)
-        return self._loss(x_BAD, targets_BA, reduction)
+        x_BAD = self._hidden_at(tokens_BT, positions_BA)
+        many = targets_BA.numel() > rows_per_block(self.vocabulary)
+        if many and reduction == "mean" and torch.is_grad_enabled():
+            return blocked_loss(x_BAD.flatten(0, 1), self.output_weight, targets_BA.flatten())
+        logits_NV = linear(x_BAD, self.output_weight).flatten(0, 1).float()
+        return F.cross_entropy(logits_NV, targets_BA.flatten(), reduction=reduction)
 
     def loss_and_hits(
         self, tokens_BT: Tensor, targets_BA: Tensor, positions_BA: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        x_BAD = select_positions(self.hidden(tokens_BT), positions_BA)
-        return self._loss_and_hits(x_BAD, targets_BA)
+        logits_BAV = linear(self._hidden_at(tokens_BT, positions_BA), self.output_weight).float()
+        losses_BA = F.cross_entropy(logits_BAV.transpose(1, 2), targets_BA, reduction="none")
+        return losses_BA, logits_BAV.argmax(-1) == targets_BA
+
+    def _hidden_at(self, tokens_BT: Tensor, positions_BA: Tensor | None) -> Tensor:
+        """Return x_BAD at the given positions, or at all without any."""
+        x_BTD = self.hidden(tokens_BT)
+        if positions_BA is None:
+            return x_BTD
+        return x_BTD.gather(1, positions_BA[..., None].expand(-1, -1, x_BTD.shape[-1]))
 
     def log_probabilities(self, tokens_BT: Tensor, rows_P: Tensor, columns_P: Tensor) -> Tensor:
         x_PD = self.hidden(tokens_BT)[rows_P, columns_P]

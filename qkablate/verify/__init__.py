@@ -64,6 +64,7 @@ def verify(
         says = "the weights and the inputs of the layers are finite"
         yield CheckResult(variant, "finite", says, nan, 0.0, nan, 0.0)
         return
+    d_model = streams[0].shape[-1]
     for check in CHECKS:
         if not check.applies(attentions[0]) or (check.name in FRESH_ONLY and not fresh):
             continue
@@ -74,7 +75,7 @@ def verify(
                 for layer, x_BTD in zip(attentions, streams, strict=True)
             ]
             worst = max(deviations, key=lambda d: inf if isnan(d.residual) else d.residual)
-            numbers_of[dtype] = worst.residual, worst.tolerance_at(dtype)
+            numbers_of[dtype] = worst.residual, worst.tolerance_at(dtype, d_model)
         double, single = numbers_of[torch.float64], numbers_of[torch.float32]
         yield CheckResult(variant, check.name, check.says, *double, *single)
 
@@ -83,7 +84,7 @@ def _run(check: Check, layer: Attention, x_BTD: Tensor) -> Deviation:
     try:
         return check.find(layer, x_BTD)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # not converged
-        return Deviation(nan)
+        return Deviation(nan, length=1)
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

@@ -21,13 +21,13 @@ class Deviation:
     """Relative deviation from an identity, and the length of the longest sum in it."""
 
     residual: float
-    length: int = 1
+    length: int | None = None  # None: d_model
     tolerance: float = EXACT  # 0 where bits or counts must be equal
 
-    def tolerance_at(self, dtype: torch.dtype) -> float:
+    def tolerance_at(self, dtype: torch.dtype, d_model: int) -> float:
         if dtype == torch.float64 or self.tolerance == 0:
             return self.tolerance
-        return SLACK * torch.finfo(dtype).eps * math.sqrt(self.length)
+        return SLACK * torch.finfo(dtype).eps * math.sqrt(self.length or d_model)
 
 
 Applies = Callable[[Attention], bool]

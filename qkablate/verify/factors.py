@@ -42,8 +42,8 @@ def qk_factors(layer: Attention) -> tuple[SeparateQK, Tensor, Tensor]:
 
 
 def gradients(layer: Attention, x_BTD: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of a fixed loss of the output."""
-    return torch.autograd.grad(probe_loss(layer(x_BTD)), parameters)
+    """Return the gradients of a fixed loss of the output; zeros where it does not depend on one."""
+    return torch.autograd.grad(probe_loss(layer(x_BTD)), parameters, materialize_grads=True)
 
 
 @check("gradients", "∂W_q = (∂W) W_k and ∂W_k = (∂W)ᵀ W_q of the merged W", is_standard_family)
@@ -83,7 +83,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     too_small = max_violation((nuclear_H - half_H) / nuclear_H)
     left, right = truncated_svd(w_q_HDE @ w_k_HDE.mT, w_q_HDE.shape[-1])
     balanced_H = (left.square().sum((1, 2)) + right.square().sum((1, 2))) / 2
-    return Deviation(largest(too_small, rel_diff(balanced_H, nuclear_H)), length=x_BTD.shape[-1])
+    return Deviation(largest(too_small, rel_diff(balanced_H, nuclear_H)))
 
 
 def nuclear_norm(w_q_HDE: Tensor, w_k_HDE: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     with torch.no_grad():
         b_o.add_(b_v @ w_o)
         b_v.zero_()
-    return Deviation(rel_diff(other(x_BTD), layer(x_BTD)), length=x_BTD.shape[-1])
+    return Deviation(rel_diff(other(x_BTD), layer(x_BTD)))
 
 
 @check("absorbed", "(A X) W_v = A (X W_v)", lambda layer: isinstance(layer.ov, SeparateOV))
@@ -135,4 +135,4 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     o_BHTV = average_BHTD @ w_v_HDV
     if ov.b_v is not None:  # the weights sum to 1
         o_BHTV = o_BHTV + ov.b_v.view(ov.value_heads, 1, -1).repeat_interleave(per_head, 0)
-    return Deviation(rel_diff(ov.write(o_BHTV), layer(x_BTD)), x_BTD.shape[-1])
+    return Deviation(rel_diff(ov.write(o_BHTV), layer(x_BTD)))

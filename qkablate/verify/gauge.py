@@ -4,6 +4,7 @@ Shape suffixes as in qkablate/attention/qk/base.py; L for d_model and one row of
 """
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from qkablate.verify.check import (
     check,
     largest,
     max_violation,
-    probe_loss,
     rel_diff,
     scores,
 )
@@ -31,6 +31,7 @@ from qkablate.verify.factors import (
     nuclear_norm,
     qk_factors,
 )
+from qkablate.verify.twins import has_qk
 
 
 def gauge_matrix(size: int, like: Tensor) -> Tensor:
@@ -49,23 +50,23 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     a_EE = gauge_matrix(w_q_HDE.shape[-1], x_BTD)
     inverse_EE = torch.linalg.inv(a_EE).mT
     with torch.no_grad():
-        qk.w_q.copy_(concat_heads(w_q_HDE @ a_EE))
-        qk.w_k.copy_(concat_heads(w_k_GDE @ inverse_EE))
-        for b, basis_EE in ((qk.b_q, a_EE), (qk.b_k, inverse_EE)):
-            if b is not None:
-                b.copy_((b.view(-1, 1, len(basis_EE)) @ basis_EE).flatten())
-        if isinstance(other.ov, SeparateOV):
-            _transform_values_(other.ov, x_BTD)
+        _transform_(qk.w_q, qk.b_q, len(w_q_HDE), lambda w_HNE: w_HNE @ a_EE)
+        _transform_(qk.w_k, qk.b_k, len(w_k_GDE), lambda w_GNE: w_GNE @ inverse_EE)
+        if isinstance(ov := other.ov, SeparateOV):
+            b_VV = gauge_matrix(ov.width, x_BTD)
+            _transform_(ov.w_v, ov.b_v, ov.value_heads, lambda w_GNV: w_GNV @ b_VV)
+            w_o_HVD = torch.linalg.inv(b_VV) @ ov.w_o.unflatten(0, (ov.spec.heads, -1))
+            ov.w_o.copy_(w_o_HVD.flatten(0, 1))
     return Deviation(rel_diff(other(x_BTD), layer(x_BTD)), length=16 * x_BTD.shape[-1])
 
 
-def _transform_values_(ov: SeparateOV, like: Tensor) -> None:
-    b_VV = gauge_matrix(ov.width, like)
-    ov.w_v.copy_(concat_heads(by_head(ov.w_v, ov.value_heads) @ b_VV))
-    w_o_HVD = torch.linalg.inv(b_VV) @ ov.w_o.unflatten(0, (ov.spec.heads, -1))
-    ov.w_o.copy_(w_o_HVD.flatten(0, 1))
-    if ov.b_v is not None:
-        ov.b_v.copy_((ov.b_v.view(-1, 1, len(b_VV)) @ b_VV).flatten())
+def _transform_(
+    w_DF: Tensor, b_F: Tensor | None, heads: int, transform: Callable[[Tensor], Tensor]
+) -> None:
+    """Transform the matrix of each head, and its bias as a further row."""
+    w_DF.copy_(concat_heads(transform(by_head(w_DF, heads))))
+    if b_F is not None:
+        b_F.copy_(transform(b_F.view(heads, 1, -1)).flatten())
 
 
 @check(
@@ -84,7 +85,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
                 axis = 0 if name == "ov.w_o" else parameter.dim() - 1
                 by_head_ = parameter.unflatten(axis, (layer.qk.spec.heads, -1))
                 parameter.copy_(by_head_.flip(axis).flatten(axis, axis + 1))
-    return Deviation(rel_diff(other(x_BTD), layer(x_BTD)), length=x_BTD.shape[-1])
+    return Deviation(rel_diff(other(x_BTD), layer(x_BTD)))
 
 
 @check("gauge gradient", "W_qᵀ ∂W_q = (W_kᵀ ∂W_k)ᵀ per key head, for any loss", is_factored)
@@ -98,8 +99,7 @@ def _gauge_sides(layer: Attention, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     qk, w_q_HDE, w_k_GDE = qk_factors(layer)
     names = ["w_q", "w_k"] + (["b_q", "b_k"] if qk.spec.bias else [])
     values = [getattr(qk, name) for name in names]
-    results = torch.autograd.grad(probe_loss(layer(x_BTD)), values, allow_unused=True)
-    grads = [torch.zeros_like(v) if g is None else g for v, g in zip(values, results, strict=True)]
+    grads = gradients(layer, x_BTD, *values)
     sides = []
     for side, heads in enumerate((len(w_q_HDE), len(w_k_GDE))):
         w_LF, g_LF = (torch.cat([*map(torch.atleast_2d, t[side::2])]) for t in (values, grads))
@@ -144,19 +144,16 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     qk, w_q_HDE, w_k_GDE = qk_factors(other)
     half = w_q_HDE.shape[-1] // 2
     size_P, angle_P = torch.linspace(0.5, 2, half).to(x_BTD), torch.linspace(0, 3, half).to(x_BTD)
-    real_P, imaginary_P = size_P * angle_P.cos(), size_P * angle_P.sin()
+    z = size_P * angle_P.cos(), size_P * angle_P.sin()
+    inverse = z[0] / size_P**2, z[1] / size_P**2  # 1 / z̄ = z / |z|²
 
-    def times(w_NE: Tensor, re_P: Tensor, im_P: Tensor) -> Tensor:
-        a, b = w_NE.chunk(2, -1)
+    def times(w_HNE: Tensor, re_P: Tensor, im_P: Tensor) -> Tensor:
+        a, b = w_HNE.chunk(2, -1)
         return torch.cat([a * re_P - b * im_P, a * im_P + b * re_P], -1)
 
     with torch.no_grad():
-        inverse = real_P / size_P**2, imaginary_P / size_P**2  # 1 / z̄ = z / |z|²
-        qk.w_q.copy_(concat_heads(times(w_q_HDE, real_P, imaginary_P)))
-        qk.w_k.copy_(concat_heads(times(w_k_GDE, *inverse)))
-        for b, scalar in ((qk.b_q, (real_P, imaginary_P)), (qk.b_k, inverse)):
-            if b is not None:
-                b.copy_(times(b.view(-1, 2 * half), *scalar).flatten())
+        _transform_(qk.w_q, qk.b_q, len(w_q_HDE), lambda w_HNE: times(w_HNE, *z))
+        _transform_(qk.w_k, qk.b_k, len(w_k_GDE), lambda w_GNE: times(w_GNE, *inverse))
     return Deviation(rel_diff(other(x_BTD), layer(x_BTD)), length=16 * x_BTD.shape[-1])
 
 
@@ -216,18 +213,16 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     expected = expected + eta**2 * (g_q.mT @ g_q - g_k.mT @ g_k)
     size = (w_q_HDE.mT @ w_q_HDE).abs().max()
     actual = new_q.mT @ new_q - new_k.mT @ new_k
-    return Deviation(rel_diff(actual, expected, size), length=x_BTD.shape[-1])
+    return Deviation(rel_diff(actual, expected, size))
 
 
-def _is_shared(layer: Attention) -> bool:
-    return type(layer.qk) is SharedQK
+_is_shared = has_qk(SharedQK)
 
 
 @check("shared norm", "‖W‖_F² = ‖W Wᵀ‖_*: weight decay penalizes the nuclear norm", _is_shared)
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     w_HDK = by_head(layer.get_parameter("qk.w_k"), layer.qk.spec.heads)
-    residual = rel_diff(w_HDK.square().sum((1, 2)), nuclear_norm(w_HDK, w_HDK))
-    return Deviation(residual, length=x_BTD.shape[-1])
+    return Deviation(rel_diff(w_HDK.square().sum((1, 2)), nuclear_norm(w_HDK, w_HDK)))
 
 
 def _symmetric(layer: Attention) -> bool:
@@ -242,7 +237,7 @@ def _symmetric(layer: Attention) -> bool:
 @check("symmetric", "S = Sᵀ without a mask, also with rope", _symmetric)
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     s_BHTS = scores(layer, x_BTD)
-    return Deviation(rel_diff(s_BHTS, s_BHTS.mT), length=x_BTD.shape[-1])
+    return Deviation(rel_diff(s_BHTS, s_BHTS.mT))
 
 
 @check(
@@ -257,7 +252,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     bound_BHTS = (own_BHT.unsqueeze(-1) * own_BHT.unsqueeze(-2)).sqrt()
     over = max_violation((s_BHTS.abs() - bound_BHTS) / own_BHT.max())
     under = max_violation(-value_BHT[..., 0] / value_BHT[..., -1])
-    return Deviation(largest(over, under), length=x_BTD.shape[-1])
+    return Deviation(largest(over, under))
 
 
 @check(
@@ -270,4 +265,4 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     sign = 1 if gain is None else gain.detach().sign().view(-1, 1, 1)
     s_BHTS = scores(layer, x_BTD) * sign
     own_BHT1 = s_BHTS.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    return Deviation(max_violation((s_BHTS - own_BHT1) / own_BHT1.max()), x_BTD.shape[-1])
+    return Deviation(max_violation((s_BHTS - own_BHT1) / own_BHT1.max()))

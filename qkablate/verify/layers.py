@@ -67,7 +67,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     first = x_BTD.shape[1] // 2
     pieces = [x_BTD[:, :first], *x_BTD[:, first:].split(1, dim=1)]
     decoded_BTD = torch.cat([layer(piece, cache=cache) for piece in pieces], 1)
-    return Deviation(rel_diff(decoded_BTD, layer(x_BTD)), length=x_BTD.shape[-1])
+    return Deviation(rel_diff(decoded_BTD, layer(x_BTD)))
 
 
 @check("causality", "outputs depend on earlier tokens and not on later ones")
@@ -79,7 +79,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     out_BTD = layer(x_BTD)
     depends = rel_diff(layer(earlier_BTD)[:, -1], out_BTD[:, -1]) > 1e-9
     residual = rel_diff(layer(later_BTD)[:, :half], out_BTD[:, :half])
-    return Deviation(residual if depends else 1.0, length=x_BTD.shape[-1])
+    return Deviation(residual if depends else 1.0)
 
 
 @check("B_h", "the scores are scale · (x_iᵀ B_h x_j + u_h·x_j), up to a shift per row", has_circuit)
@@ -90,7 +90,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     if u_HD is not None:
         s_BHTS = s_BHTS + (x_B1TD @ u_HD.unsqueeze(-1)).mT
     ours = center_rows(scores(layer, x_BTD))
-    return Deviation(rel_diff(ours, center_rows(layer.scale * s_BHTS)), length=x_BTD.shape[-1])
+    return Deviation(rel_diff(ours, center_rows(layer.scale * s_BHTS)))
 
 
 @check("M_h", "the layer writes Σ_h A_h X M_h, up to a constant")
@@ -98,7 +98,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     m_HDD = layer.ov.circuit(layer.qk)
     averaged_BHTD = layer.weights(x_BTD) @ x_BTD.unsqueeze(1)
     written_BTD = layer(x_BTD) - layer(torch.zeros_like(x_BTD))
-    return Deviation(rel_diff(written_BTD, (averaged_BHTD @ m_HDD).sum(1)), length=x_BTD.shape[-1])
+    return Deviation(rel_diff(written_BTD, (averaged_BHTD @ m_HDD).sum(1)))
 
 
 @check(
@@ -131,7 +131,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     generator = torch.Generator().manual_seed(0)
     longer_1TD = torch.randn(1, bound + 8, x_BTD.shape[-1], generator=generator).to(x_BTD)
     size_BHN = torch.linalg.svdvals(center_rows(scores(layer, longer_1TD)))
-    return Deviation(max_violation(size_BHN[..., bound] / size_BHN[..., 0]), length=x_BTD.shape[-1])
+    return Deviation(max_violation(size_BHN[..., bound] / size_BHN[..., 0]))
 
 
 @check(
@@ -158,7 +158,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
 )
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     weights_BHTS = layer.weights(x_BTD)
-    return Deviation(rel_diff(weights_BHTS, layer.weights(x_BTD.flip(1) + 1)))
+    return Deviation(rel_diff(weights_BHTS, layer.weights(x_BTD.flip(1) + 1)), length=1)
 
 
 @check(
@@ -170,7 +170,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     weights_BHTS = layer.weights(x_BTD)
     count_T1 = torch.arange(1, x_BTD.shape[1] + 1, device=x_BTD.device).unsqueeze(1)
     expected_TS = torch.ones_like(weights_BHTS[0, 0]).tril() / count_T1
-    return Deviation(rel_diff(weights_BHTS, expected_TS.expand_as(weights_BHTS)))
+    return Deviation(rel_diff(weights_BHTS, expected_TS.expand_as(weights_BHTS)), length=1)
 
 
 @check("self mask", "no token attends to itself, except the first", lambda layer: layer.mask_self)

@@ -39,7 +39,8 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     x_TD = torch.linalg.qr(random_numbers(x_BTD, 6, length))[0].T
     a_TS = random_numbers(x_BTD, length, length, seed=1).softmax(-1)
     inverse_DT = torch.linalg.pinv(x_TD)
-    qk.set_circuit_((inverse_DT @ a_TS.log() @ inverse_DT.T / qk.scale).unsqueeze(0))
+    with torch.no_grad():
+        qk.set_circuit_((inverse_DT @ a_TS.log() @ inverse_DT.T / qk.scale).unsqueeze(0))
     q_BHTE, k_BGSE = qk(x_TD.unsqueeze(0), x_TD.unsqueeze(0))
     residual = rel_diff((qk.scale * q_BHTE @ k_BGSE.mT).softmax(-1)[0, 0], a_TS)
     narrow = SeparateQK(Spec(d_model=6, heads=6)).to(x_BTD)
@@ -63,7 +64,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
         attend(q_BHTE, k_BGSE, v_BGSV, scale=1, causal=True, kernel=layer.kernel, bias=bias)
         for bias in (shift_TS, None)
     )
-    return Deviation(rel_diff(*outputs), length=x_BTD.shape[-1])
+    return Deviation(rel_diff(*outputs))
 
 
 @check(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkablate.attention import Attention
+from qkablate.attention import OV, QK, Attention
 from qkablate.attention.ov.factored import FourOV, GroupedOV, MergedOV, SeparateOV
 from qkablate.attention.ov.unprojected import NoO
 from qkablate.attention.qk.factored import (
@@ -32,38 +32,34 @@ def has_qk(*kinds: type) -> Callable[[Attention], bool]:
     return lambda layer: type(layer.qk) in kinds
 
 
-def _rebuilt(layer: Attention, qk: type, ov: type, **changes: Any) -> Attention:
-    """Return a layer of other circuits with the same sizes, dtype and device."""
-    spec = dataclasses.replace(layer.qk.spec, **changes)
-    rebuilt = Attention(spec, qk, ov).to(layer.qk.like)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in rebuilt.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(noise / spec.d_model**0.5)
-    return rebuilt
-
-
-def _copy_shared_(target: torch.nn.Module, source: torch.nn.Module) -> None:
-    """Copy the parameters that have the same name and shape."""
-    parameters = dict(target.named_parameters())
-    with torch.no_grad():
-        for name, parameter in source.named_parameters():
-            if name in parameters and parameters[name].shape == parameter.shape:
-                parameters[name].copy_(parameter)
-
-
 def _twins(
-    layer: Attention, ours: type, theirs: type = SeparateQK, ov: type = SeparateOV, **changes: Any
+    layer: Attention,
+    qk: type[QK],
+    ov: type[OV] = SeparateOV,
+    twin: tuple[type[QK], type[OV]] = (SeparateQK, SeparateOV),
+    **changes: Any,
 ) -> tuple[Attention, Attention]:
-    """Return layers of two QK circuits; the second has the parameters that both share."""
-    first, second = (_rebuilt(layer, qk, ov, **changes) for qk in (ours, theirs))
-    _copy_shared_(second, first)
+    """Return a layer of these circuits, and its twin with the parameters that both share.
+
+    Both have random values, and the sizes, dtype and device of `layer` except for `changes`.
+    """
+    spec = dataclasses.replace(layer.qk.spec, **changes)
+    first, second = (Attention(spec, *pair).to(layer.qk.like) for pair in ((qk, ov), twin))
+    with torch.no_grad():
+        for rebuilt in (first, second):
+            generator = torch.Generator().manual_seed(0)
+            for parameter in rebuilt.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(noise / spec.d_model**0.5)
+        shared = dict(first.named_parameters())
+        for name, parameter in second.named_parameters():
+            if name in shared and shared[name].shape == parameter.shape:
+                parameter.copy_(shared[name])
     return first, second
 
 
 def _same(one: Attention, other: Attention, x_BTD: Tensor, tolerance: float = 1e-10) -> Deviation:
-    return Deviation(rel_diff(one(x_BTD), other(x_BTD)), x_BTD.shape[-1], tolerance)
+    return Deviation(rel_diff(one(x_BTD), other(x_BTD)), tolerance=tolerance)
 
 
 @check("rank d_head", "low rank at rank d_head equals standard bit for bit", has_qk(LowRankQK))
@@ -77,7 +73,8 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     has_qk(NoQ, NoK),
 )
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
-    one, merged = _twins(layer, type(layer.qk), MergedQK, heads=1, bias=False)
+    twin = MergedQK, SeparateOV
+    one, merged = _twins(layer, type(layer.qk), twin=twin, heads=1, bias=False)
     assert isinstance(one.qk, (NoQ, NoK))
     assert isinstance(merged.qk, MergedQK)
     w_DD = one.qk.w_k.T if isinstance(one.qk, NoQ) else one.qk.w_q
@@ -105,24 +102,19 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
 )
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     heads = layer.qk.spec.heads
-    standard = _rebuilt(layer, SeparateQK, SeparateOV)
-    all_groups = _rebuilt(layer, GroupedQK, GroupedOV, groups=heads)
-    _copy_shared_(all_groups, standard)
-    residual = rel_diff(all_groups(x_BTD), standard(x_BTD))
-    one_group = _rebuilt(layer, GroupedQK, GroupedOV, groups=1)
-    _copy_shared_(standard, one_group)
-    shared = dict(one_group.named_parameters())
+    all_groups = _same(*_twins(layer, GroupedQK, GroupedOV, groups=heads), x_BTD)
+    shared, standard = _twins(layer, GroupedQK, GroupedOV, groups=1)
     with torch.no_grad():
         for name, parameter in standard.named_parameters():
             if name in ("qk.w_k", "qk.b_k", "ov.w_v", "ov.b_v"):
-                parameter.copy_(torch.cat([shared[name]] * heads, -1))
-    residual = largest(residual, rel_diff(one_group(x_BTD), standard(x_BTD)))
-    return Deviation(residual, x_BTD.shape[-1])
+                parameter.copy_(torch.cat([shared.get_parameter(name)] * heads, -1))
+    one_group = _same(shared, standard, x_BTD)
+    return Deviation(largest(all_groups.residual, one_group.residual))
 
 
 @check("U = 1", "U = 1 equals shared_qk; a skew U makes S antisymmetric", has_qk(SymPairwise))
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
-    ours, shared = _twins(layer, SymPairwise, SharedQK, bias=False)
+    ours, shared = _twins(layer, SymPairwise, twin=(SharedQK, SeparateOV), bias=False)
     assert isinstance(ours.qk, SymPairwise)
     with torch.no_grad():
         skew = ours.qk.u - ours.qk.u.mT
@@ -130,7 +122,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
         equal = _same(ours, shared, x_BTD)
         ours.qk.u.copy_(skew)
         s_BHTS = scores(ours, x_BTD)
-    return Deviation(largest(equal.residual, rel_diff(s_BHTS, -s_BHTS.mT)), x_BTD.shape[-1])
+    return Deviation(largest(equal.residual, rel_diff(s_BHTS, -s_BHTS.mT)))
 
 
 @check("folding", "the four factors fold into two: A_q W_q and A_k W_k", has_qk(FourMatrixQK))
@@ -150,8 +142,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     lambda layer: type(layer.ov) is FourOV,
 )
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
-    ours, standard = (_rebuilt(layer, SeparateQK, ov) for ov in (FourOV, SeparateOV))
-    _copy_shared_(standard, ours)
+    ours, standard = _twins(layer, SeparateQK, FourOV)
     assert isinstance(ours.ov, FourOV)
     assert isinstance(standard.ov, SeparateOV)
     with torch.no_grad():
@@ -161,7 +152,8 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
 
 @check("precision twin", "standard_reassociated equals standard", has_qk(ReassociatedQK))
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
-    return _same(*_twins(layer, ReassociatedQK, ov=type(layer.ov)), x_BTD)
+    ov = type(layer.ov)
+    return _same(*_twins(layer, ReassociatedQK, ov, twin=(SeparateQK, ov)), x_BTD)
 
 
 @check(
@@ -170,8 +162,7 @@ def _(layer: Attention, x_BTD: Tensor) -> Deviation:
     lambda layer: type(layer.ov) in (NoO, MergedOV),
 )
 def _(layer: Attention, x_BTD: Tensor) -> Deviation:
-    standard = _rebuilt(layer, SeparateQK, SeparateOV, heads=1, bias=False)
-    ours = _rebuilt(layer, SeparateQK, type(layer.ov), heads=1, bias=False)
-    _copy_shared_(ours.qk, standard.qk)
-    ours.ov.set_circuit_(standard.ov.circuit(standard.qk).detach())
+    ours, standard = _twins(layer, SeparateQK, type(layer.ov), heads=1, bias=False)
+    with torch.no_grad():
+        ours.ov.set_circuit_(standard.ov.circuit(standard.qk))
     return _same(ours, standard, x_BTD)

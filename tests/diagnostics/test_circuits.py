@@ -221,6 +221,6 @@ def test_matrix_of_every_ov_circuit(name, bias):
 
 def test_layers_are_stacked():
     factored = [Factored(normal(2, D, K, seed=i), normal(2, D, K, seed=9 + i)) for i in range(3)]
-    together = stack(factored)
+    together = stack(factored, "cpu")
     assert together.left_NDE.shape == (6, D, K)
     assert torch.equal(together.right_NDE[4:], factored[2].right_NDE)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkablate.config import ModelConfig, VariantConfig, resolve_variant, variants
-from qkablate.diagnostics import circuits, panel
+from qkablate.diagnostics import circuits, panel, patterns
 from qkablate.diagnostics.panel import DiagnosticPanel, repeat_blocks, round_digits
 from qkablate.models.gpt import GPT
 
@@ -47,7 +47,7 @@ def test_every_variant_has_a_row(name):
             assert len(layers) == 3
             if part == "qk" and name in NO_MATRIX:
                 assert layers == [None] * 3
-            elif measure not in ("balance", "off_rank", *panel.rounding.MEASURES):
+            elif measure not in ("balance", "off_rank", *patterns.ROUNDING_MEASURES):
                 assert all(len(heads) == 4 for heads in layers), (part, measure)
     assert all(len(s) == 4 for s in row["ov"]["singular"][0])
     assert (row["qk"]["off_rank"][0] is not None) == (name in FULL)

@@ -123,5 +123,5 @@ def _add_over_queries(sum_NSE: Tensor, x_BHTS: Tensor, y_BHTE: Tensor, scale: fl
 
 def fold(x_BHTE: Tensor, n: int) -> Tensor:
     """Return x_NFE: the heads that share a key, with their queries, as rows of one matrix."""
-    x_BGRTE: Tensor = x_BHTE.unflatten(1, (n // x_BHTE.shape[0], -1))
+    x_BGRTE = torch.unflatten(x_BHTE, 1, (n // x_BHTE.shape[0], -1))
     return x_BGRTE.flatten(2, 3).flatten(0, 1)

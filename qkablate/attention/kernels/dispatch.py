@@ -15,6 +15,7 @@ Shape suffixes as in qk/base.py, and R heads per key head.
 """
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -32,6 +33,14 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+
+
+class KernelOptions(TypedDict, total=False):
+    """Options of a layer that decide its kernel; no parameter is moved or cast."""
+
+    device: str
+    half: bool  # 16-bit numbers
+    kernel: str  # auto: the fastest
 
 
 @dataclass(frozen=True)
@@ -211,5 +220,4 @@ def _average(weights_BHTS: Tensor, v_BGSV: Tensor) -> Tensor:
     if groups == heads:
         return weights_BHTS @ v_BGSV
     o_BGFV = weights_BHTS.unflatten(1, (groups, -1)).flatten(2, 3) @ v_BGSV
-    o_BHTV: Tensor = o_BGFV.unflatten(2, (heads // groups, -1)).flatten(1, 2)
-    return o_BHTV
+    return torch.unflatten(o_BGFV, 2, (heads // groups, -1)).flatten(1, 2)

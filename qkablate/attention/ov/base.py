@@ -60,7 +60,10 @@ class OV(Circuit):
         return (v_GNV[:, 1:] - v_GNV[:, :1]).repeat_interleave(per_group, 0)
 
     def set_circuit_(self, m_HDD: Tensor) -> None:
-        """Set M_h, or the part of it that this form can hold, and zero every bias."""
+        """Set M_h, or the part of it that this form can hold, and zero every bias.
+
+        Like the following two, it is called under `torch.no_grad`.
+        """
         raise UnsupportedCombination(f"{type(self).__name__} cannot be set from a given M_h")
 
     def set_nearest_(self, m_HDD: Tensor, moments: Moments) -> None:
@@ -73,7 +76,6 @@ class OV(Circuit):
         v_1G1V = self.values(zero_11D, qk.keys(zero_11D))
         return self.write(v_1G1V.repeat_interleave(self.spec.heads // v_1G1V.shape[1], 1))[0, 0]
 
-    @torch.no_grad()
     def set_output_bias_(self, c_D: Tensor) -> None:
         """Set c, after `set_circuit_` has zeroed every bias."""
         bias = getattr(self, "b_o", None)
@@ -90,7 +92,6 @@ def join_heads(o_BHTV: Tensor) -> Tensor:
     return o_BHTV.transpose(1, 2).flatten(2)
 
 
-@torch.no_grad()
 def zero_(*biases: nn.Parameter | None) -> None:
     """Zero the biases that are there."""
     for bias in biases:

@@ -17,7 +17,7 @@ from qkablate.attention.tensors import (
     concat_heads,
     empty_bias,
     empty_matrix,
-    split_heads,
+    map_to_heads,
 )
 
 
@@ -36,12 +36,11 @@ class SeparateOV(OV):
         self.b_o = empty_bias(spec, spec.d_model)
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
-        return split_heads(apply_matrix(y_BSD, self.w_v, self.b_v), self.value_heads)
+        return map_to_heads(y_BSD, self.w_v, self.b_v, self.value_heads)
 
     def write(self, o_BHTV: Tensor) -> Tensor:
         return apply_matrix(join_heads(o_BHTV), self.w_o, self.b_o)
 
-    @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """Set the nearest product of rank d_head; heads that share values share the left factor."""
         per_group = self.spec.heads // self.value_heads
@@ -85,7 +84,6 @@ class FourOV(SeparateOV):
         if self.spec.init == "matched":
             self.a_v.div_(self.spec.projection_std)
 
-    @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
         super().set_circuit_(m_HDD)
         self.a_v.copy_(torch.eye(len(self.a_v)))
@@ -201,20 +199,17 @@ class MergedOV(OV):
         if self.b_ov is not None and standard.b_o is not None and standard.b_v is not None:
             self.b_ov.copy_(standard.b_o + standard.b_v @ standard.w_o)
 
-    @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """Set any d × d matrices."""
         self.w_ov.copy_(m_HDD.flatten(0, 1))
         zero_(self.b_ov)
 
-    @torch.no_grad()
     def set_output_bias_(self, c_D: Tensor) -> None:
         if self.b_ov is not None:
             self.b_ov.copy_(c_D)
 
     def circuit(self, qk: QK) -> Tensor:
-        m_HDD: Tensor = self.w_ov.unflatten(0, (self.spec.heads, -1))
-        return m_HDD
+        return torch.unflatten(self.w_ov, 0, (self.spec.heads, -1))
 
     def low_rank_factors(self, qk: QK) -> None:
         return None

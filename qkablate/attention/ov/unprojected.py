@@ -13,6 +13,7 @@ from qkablate.attention.tensors import (
     concat_heads,
     empty_bias,
     empty_matrix,
+    map_to_heads,
     split_heads,
 )
 
@@ -53,12 +54,10 @@ class NoV(_SliceOV):
     def write(self, o_BHTV: Tensor) -> Tensor:
         return apply_matrix(join_heads(o_BHTV) * self.gain, self.w_o, self.b_o)
 
-    @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """Set the rows of each head's slice; the other rows are lost."""
         self._set_rows_(head_slices(m_HDD))
 
-    @torch.no_grad()
     def set_nearest_(self, m_HDD: Tensor, moments: Moments) -> None:
         """Predict the output from the slice alone, by least squares."""
         self._set_rows_(fit_slices(moments.z_HDD, m_HDD, self.spec.d_head))
@@ -90,18 +89,16 @@ class NoO(_SliceOV):
         self.bias_lr_multiplier = (1 + self.value_bias_gain) / self.gain
 
     def values(self, y_BSD: Tensor, k_BGSE: Tensor) -> Tensor:
-        return split_heads(apply_matrix(y_BSD, self.w_v, self.b_v), self.spec.heads)
+        return map_to_heads(y_BSD, self.w_v, self.b_v, self.spec.heads)
 
     def write(self, o_BHTV: Tensor) -> Tensor:
         return join_heads(o_BHTV) * self.gain
 
-    @torch.no_grad()
     def set_circuit_(self, m_HDD: Tensor) -> None:
         """Set the columns of each head's slice; the other columns are lost."""
         self.w_v.copy_(concat_heads(head_slices(m_HDD.mT).mT) / self.gain)
         zero_(self.b_v)
 
-    @torch.no_grad()
     def set_output_bias_(self, c_D: Tensor) -> None:
         if self.b_v is not None:
             self.b_v.copy_(c_D / self.gain)

@@ -35,6 +35,7 @@ class ProjectionLoss:
     heads: tuple[int, ...]  # the source head at each position
 
 
+@torch.no_grad()
 def convert(source: QK, target: QK) -> float:
     """Fit `target` to the scores of `source`, as closely as its form allows; return relative loss.
 

@@ -11,7 +11,6 @@ import copy
 import math
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from qkablate.attention.linalg import affine_basis
@@ -77,10 +76,12 @@ class QK(Circuit):
         return q_HDE @ k_HDE.mT, u_HD
 
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
-        """Set B_h (and u_h), or the part of them that this form can hold."""
+        """Set B_h (and u_h), or the part of them that this form can hold.
+
+        Like `set_nearest_`, it is called under `torch.no_grad`.
+        """
         raise UnsupportedCombination(f"{type(self).__name__} cannot be set from a given B_h")
 
-    @torch.no_grad()
     def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, moments: Moments) -> None:
         """Set B_h so that the scores of a stream of these moments change little.
 

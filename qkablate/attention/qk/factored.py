@@ -16,7 +16,7 @@ from qkablate.attention.tensors import (
     concat_heads,
     empty_bias,
     empty_matrix,
-    split_heads,
+    map_to_heads,
 )
 
 
@@ -39,12 +39,11 @@ class SeparateQK(QK):
         self.b_k = empty_bias(spec, self.key_heads * self.width)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        return split_heads(apply_matrix(x_BTD, self.w_q, self.b_q), self.spec.heads)
+        return map_to_heads(x_BTD, self.w_q, self.b_q, self.spec.heads)
 
     def keys(self, y_BSD: Tensor) -> Tensor:
-        return split_heads(apply_matrix(y_BSD, self.w_k, self.b_k), self.key_heads)
+        return map_to_heads(y_BSD, self.w_k, self.b_k, self.key_heads)
 
-    @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Set the nearest product of this rank; heads that share keys share the right factor."""
         per_group = self.spec.heads // self.key_heads
@@ -115,7 +114,7 @@ class ReassociatedQK(SeparateQK):
         u_F = None  # b_k is left out: softmax is invariant to it
         if self.b_q is not None:
             u_F = (w_k_HDK @ self.b_q.view(heads, -1, 1)).flatten()
-        return split_heads(apply_matrix(x_BTD, concat_heads(w_q_HDK @ w_k_HDK.mT), u_F), heads)
+        return map_to_heads(x_BTD, concat_heads(w_q_HDK @ w_k_HDK.mT), u_F, heads)
 
     def keys(self, y_BSD: Tensor) -> Tensor:
         return y_BSD.unsqueeze(1)
@@ -189,7 +188,6 @@ class FourMatrixQK(SeparateQK):
             for a in (self.a_q, self.a_k):
                 a.div_(self.spec.projection_std)
 
-    @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         super().set_circuit_(b_HDD, u_HD)
         for a in (self.a_q, self.a_k):
@@ -240,7 +238,6 @@ class CollaborativeQK(QK):
     def adjust_init_(self) -> None:
         self.mix.mul_(self.mix_std / self.spec.sigma)
 
-    @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Assign D̃/h of the shared dimensions to each head; at D̃ = d this holds standard."""
         heads, share = self.spec.heads, self.width // self.spec.heads

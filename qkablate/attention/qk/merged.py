@@ -9,14 +9,7 @@ from torch import Tensor, nn
 from qkablate.attention.qk.base import QK
 from qkablate.attention.qk.factored import SeparateQK
 from qkablate.attention.spec import Draw, Spec, UnsupportedCombination
-from qkablate.attention.tensors import (
-    apply_matrix,
-    by_head,
-    concat_heads,
-    empty_bias,
-    empty_matrix,
-    split_heads,
-)
+from qkablate.attention.tensors import by_head, concat_heads, empty_bias, empty_matrix, map_to_heads
 
 
 class _FullMatrixQK(QK):
@@ -46,6 +39,7 @@ class _FullMatrixQK(QK):
         # One Adam step of W moves the scores √d / (2 k σ) times as far as one of W_q and W_k.
         self.lr_multiplier = 2 * self.bias_lr_multiplier
 
+    @torch.no_grad()
     def init_(self, draw: Draw) -> None:
         """Set W to the product of the tensors that standard draws under their names."""
         if self.spec.init == "naive":
@@ -61,7 +55,6 @@ class _FullMatrixQK(QK):
     def low_rank_factors(self) -> None:
         return None
 
-    @torch.no_grad()
     def _set_bias_(self, u_HD: Tensor | None) -> None:
         if self.u is not None:
             self.u.copy_(torch.zeros_like(self.u) if u_HD is None else u_HD.flatten())
@@ -85,9 +78,8 @@ class MergedQK(_FullMatrixQK):
         self.u = empty_bias(spec, spec.heads * spec.d_model)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        return split_heads(apply_matrix(x_BTD, self.w_qk, self.u), self.spec.heads)
+        return map_to_heads(x_BTD, self.w_qk, self.u, self.spec.heads)
 
-    @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Set any d × d matrices."""
         self.w_qk.copy_(concat_heads(b_HDD))
@@ -120,7 +112,7 @@ class SymmetricQK(_FullMatrixQK):
         self.lr_multiplier = math.sqrt(2) * 2 * spec.d_head * spec.sigma / math.sqrt(d)
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        return split_heads(apply_matrix(x_BTD, concat_heads(self._full()), self.u), self.spec.heads)
+        return map_to_heads(x_BTD, concat_heads(self._full()), self.u, self.spec.heads)
 
     def _full(self) -> Tensor:
         """Return W_HDD from its triangle."""
@@ -130,7 +122,6 @@ class SymmetricQK(_FullMatrixQK):
         upper_HDD = self.triangle.new_zeros(heads, d, d).index_put(indices, self.triangle)
         return upper_HDD + upper_HDD.triu(1).mT
 
-    @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Set the symmetric part."""
         d = self.spec.d_model

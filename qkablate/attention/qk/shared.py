@@ -8,13 +8,7 @@ from torch import Tensor, nn
 from qkablate.attention.linalg import solve_bias
 from qkablate.attention.qk.base import QK
 from qkablate.attention.spec import Spec
-from qkablate.attention.tensors import (
-    apply_matrix,
-    concat_heads,
-    empty_bias,
-    empty_matrix,
-    split_heads,
-)
+from qkablate.attention.tensors import concat_heads, empty_bias, empty_matrix, map_to_heads
 
 
 class SharedQK(QK):
@@ -42,7 +36,7 @@ class SharedQK(QK):
         return self.between(self.keys(x_BTD))
 
     def keys(self, y_BSD: Tensor) -> Tensor:
-        return split_heads(apply_matrix(y_BSD, self.w_k, self.b_k), self.spec.heads)
+        return map_to_heads(y_BSD, self.w_k, self.b_k, self.spec.heads)
 
     def forward(self, x_BTD: Tensor, y_BSD: Tensor) -> tuple[Tensor, Tensor]:
         k_BHTE = self.keys(x_BTD)
@@ -52,7 +46,6 @@ class SharedQK(QK):
         """Return the queries of these keys."""
         return k_BHTE
 
-    @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Set the nearest symmetric positive semidefinite matrix of rank d_head."""
         value_HD, vector_HDD = torch.linalg.eigh((b_HDD + b_HDD.mT) / 2)
@@ -60,7 +53,6 @@ class SharedQK(QK):
         w_HDK = vector_HDD[..., -self.spec.d_head :] * top_HK.sqrt().unsqueeze(1)
         self._set_(w_HDK, w_HDK, u_HD)
 
-    @torch.no_grad()
     def _set_(self, w_HDK: Tensor, right_HDK: Tensor, u_HD: Tensor | None) -> None:
         """Set W and the least-squares solution b of u_h = right_h b_h."""
         self.w_k.copy_(concat_heads(w_HDK))
@@ -90,15 +82,13 @@ class SymDiag(SharedQK):
         self.match = "spread" if balanced else "none"
 
     def between(self, k_BHTE: Tensor) -> Tensor:
-        q_BHTE: Tensor = k_BHTE * self.diagonal.unflatten(0, (self.spec.heads, 1, -1))
-        return q_BHTE
+        return k_BHTE * torch.unflatten(self.diagonal, 0, (self.spec.heads, 1, -1))
 
     def adjust_init_(self) -> None:
         self.diagonal.fill_(1)
         if self.spec.init == "matched":
             self.diagonal.view(self.spec.heads, -1)[:, 1::2] = -1
 
-    @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Set the nearest symmetric matrix of rank d_head."""
         value_HD, vector_HDD = torch.linalg.eigh((b_HDD + b_HDD.mT) / 2)
@@ -133,8 +123,7 @@ class SymPairwise(SharedQK):
         self.lr_multiplier = 1 / (1 / math.sqrt(2) + mixing)
 
     def between(self, k_BHTE: Tensor) -> Tensor:
-        q_BHTE: Tensor = k_BHTE @ self.u
-        return q_BHTE
+        return k_BHTE @ self.u
 
     def adjust_init_(self) -> None:
         if self.spec.init == "matched":
@@ -142,7 +131,6 @@ class SymPairwise(SharedQK):
         else:
             self.u.copy_(torch.eye(self.spec.d_head))
 
-    @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Set W to the k leading directions of rows and columns, and U to B_h within them.
 

@@ -15,10 +15,10 @@ from qkablate.attention.projection.moments import Moments, with_bias
 from qkablate.attention.qk.base import QK
 from qkablate.attention.spec import Spec
 from qkablate.attention.tensors import (
-    apply_matrix,
     concat_heads,
     empty_bias,
     empty_matrix,
+    map_to_heads,
     split_heads,
 )
 
@@ -88,18 +88,15 @@ class NoQ(_OneSidedQK):
         self.b_k = empty_bias(spec, spec.heads * spec.d_head)
 
     def keys(self, y_BSD: Tensor) -> Tensor:
-        return split_heads(apply_matrix(y_BSD, self.w_k, self.b_k), self.spec.heads)
+        return map_to_heads(y_BSD, self.w_k, self.b_k, self.spec.heads)
 
-    @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Set the rows of each head's slice; the other rows and u are lost."""
         self._set_rows_(head_slices(b_HDD))
 
-    @torch.no_grad()
     def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, moments: Moments) -> None:
         """Predict the queries from the slice alone, by least squares."""
-        x_HLL = moments.x_LL.expand(self.spec.heads, -1, -1)
-        self._set_rows_(fit_slices(x_HLL, with_bias(b_HDD, u_HD), self.spec.d_head))
+        self._set_rows_(fit_slices(moments.x_LL, with_bias(b_HDD, u_HD), self.spec.d_head))
 
     def _set_rows_(self, rows_HKD: Tensor) -> None:
         self.w_k.copy_(concat_heads(rows_HKD.mT))
@@ -120,19 +117,16 @@ class NoK(_OneSidedQK):
         self.bias_lr_multiplier = 1.0 if spec.init == "matched" else spec.projection_std
 
     def queries(self, x_BTD: Tensor) -> Tensor:
-        return split_heads(apply_matrix(x_BTD, self.w_q, self.b_q), self.spec.heads)
+        return map_to_heads(x_BTD, self.w_q, self.b_q, self.spec.heads)
 
-    @torch.no_grad()
     def set_circuit_(self, b_HDD: Tensor, u_HD: Tensor | None = None) -> None:
         """Set the columns (and entries of u) of each head's slice; the others are lost."""
         self._set_columns_(head_slices(with_bias(b_HDD, u_HD).mT).mT)
 
-    @torch.no_grad()
     def set_nearest_(self, b_HDD: Tensor, u_HD: Tensor | None, moments: Moments) -> None:
         """Predict the keys from the slice alone, by least squares."""
-        keys_HDD = moments.key_covariance().expand(self.spec.heads, -1, -1)
-        target_HLD = with_bias(b_HDD, u_HD)
-        self._set_columns_(fit_slices(keys_HDD, target_HLD.mT, self.spec.d_head).mT)
+        keys_DD, target_HLD = moments.key_covariance(), with_bias(b_HDD, u_HD)
+        self._set_columns_(fit_slices(keys_DD, target_HLD.mT, self.spec.d_head).mT)
 
     def _set_columns_(self, columns_HLK: Tensor) -> None:
         self.w_q.copy_(concat_heads(columns_HLK[:, :-1]))

@@ -33,11 +33,12 @@ def weights(qk, x, y):
     return scores(qk, x, y).softmax(-1)
 
 
+@torch.no_grad()
 def convert_ov(source, source_qk, target, target_qk):
     """Set `target` to what `source` writes, and return the relative loss."""
-    m_HDD = source.circuit(source_qk).detach()
+    m_HDD = source.circuit(source_qk)
     target.set_circuit_(m_HDD)
-    error = target.circuit(target_qk).detach() - m_HDD
+    error = target.circuit(target_qk) - m_HDD
     return float(error.norm() / m_HDD.norm().clamp(min=1e-300))
 
 
@@ -269,7 +270,7 @@ def test_circuit_without_biases_rejects_u():
     for name in ("separate", "merged", "four_matrix"):
         lost = convert(biased, random_qk(name))
         assert lost == pytest.approx(float(u_HD.norm() / b_HDD.norm()))
-    with pytest.raises(UnsupportedCombination, match="no bias to hold u"):
+    with torch.no_grad(), pytest.raises(UnsupportedCombination, match="no bias to hold u"):
         random_qk("merged").set_circuit_(b_HDD, u_HD)
 
 
