@@ -217,16 +217,14 @@ def _audit_part(
 
 def _check_alone(solo: Mapping[str, list[SoloRow]], arms: list[str]) -> AuditCheck:
     """Check that nothing else kept the machine busy while arms were measured."""
-    load = max((solo[arm].load for arm in arms if arm in solo), default=None)
+    load = max((row.load for arm in arms for row in solo.get(arm, [])), default=None)
     if load is None:
         return AuditCheck("alone", NOTE, "not measured yet")
     text = f"other processes used {load:.2f} cores at most"
     return AuditCheck("alone", WARNING if load > MAX_LOAD else OK, text)
 
 
-def _make_part(
-    comparison: Comparison, gaps: list[Gap], solo: Mapping[str, SoloMeasurement]
-) -> Part:
+def _make_part(comparison: Comparison, gaps: list[Gap], solo: Mapping[str, list[SoloRow]]) -> Part:
     spec, measure = comparison.spec, comparison.spec.measure
     margin = measure.unit.margin(spec.margin)
     gap, than = gaps[0], gaps[1] if comparison.than else None
