@@ -19,7 +19,7 @@ from qkablate.analysis.comparison.decision import (
     find_rate_scopes,
     plan_tuning,
 )
-from qkablate.analysis.comparison.function_distance import FunctionDistance, describe_distances
+from qkablate.analysis.comparison.function_distance import FunctionDistance, measure_distances
 from qkablate.analysis.comparison.gaps import (
     ArmLosses,
     Family,
@@ -159,7 +159,7 @@ def describe_study(
         noise_floor=[describe_noise_floor(family) for family in families],
         text_references=study.text_references,
         curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
-        function_distance=describe_distances(families),
+        function_distance=measure_distances(families),
         series=[describe_series(series) for series in find_series(families)],
         learning_rates=lr_curves.describe_lr_curves(study),
         rankings=find_rankings(families),
