@@ -319,10 +319,8 @@ def _check_kernel(
         return OK, f"{names}; this gap measures the effect of rounding"
     bounds = rounding_gap.bounds(0.90) if rounding_gap is not None else None
     if bounds is None:
-        return (
-            WARNING,
-            f"{names}; variant=standard_reassociated would measure the effect of rounding",
-        )
+        text = "variant=standard_reassociated would measure the effect of rounding"
+        return WARNING, f"{names}; {text}"
     most = max(map(abs, bounds))
     if not math.isfinite(most):
         return WARNING, f"{names}; the runs that measure rounding diverged"

@@ -8,11 +8,10 @@ Shape suffixes: P positions, V vocabulary.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -120,12 +119,9 @@ def _measure_family(family: Family, most: int) -> FunctionDistance | None:
     base, last = family.baseline, family.baseline.tokens
     records = {key: run for key, run in sorted(base.records.items()) if run.status == "done"}
     gaps = [gap for gap in family.gaps if gap.pairs]
-    files = _PredictionFiles()
-    for record in records.values():
-        files.add(record, base)
-    for gap in gaps:
-        for record, _ in gap.runs:
-            files.add(record, gap.arm)
+    runs = [(record, base) for record in records.values()]
+    runs += [(record, gap.arm) for gap in gaps for record, _ in gap.runs]
+    files = _PredictionFiles(runs)
     if not (steps := files.steps):
         return None
     if len(steps) > most:  # always the last, and step 0 only if all are kept
@@ -191,27 +187,25 @@ def neighbors(items: Sequence[T]) -> Iterator[tuple[T, T]]:
 class _PredictionFiles:
     """Prediction files of the runs of one size, with their faults."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs: Iterable[tuple[Record, Entry]]) -> None:
         self.positions = 0
-        self._paths: dict[str, dict[int, Path]] = {}  # by run id and step
-        self._records: dict[str, tuple[Record, Entry]] = {}
+        self._runs = {record.run.id: (record, entry.arm.config) for record, entry in runs}
+        self._paths = {  # by step
+            id: predictions.find_predictions(record.folder)
+            for id, (record, _) in self._runs.items()
+        }
         self._faults: list[str] = []
         self._mismatched: Counter[str] = Counter()
-
-    def add(self, record: Record, entry: Entry) -> None:
-        if record.run.id not in self._paths:
-            self._paths[record.run.id] = predictions.find_predictions(record.folder)
-            self._records[record.run.id] = record, entry
 
     @property
     def steps(self) -> list[int]:
         """Steps at which any run keeps predictions."""
-        lengths = [int(entry.arm.config.train.steps) for _, entry in self._records.values()]
+        lengths = [int(config.train.steps) for _, config in self._runs.values()]
         return [s for s in sorted({*chain(*self._paths.values())}) if s <= max(lengths)]
 
     def note_missing(self, steps: list[int]) -> None:
         """Record which runs lack predictions at these steps."""
-        for id, (record, _) in self._records.items():
+        for id, (record, _) in self._runs.items():
             missing = [step for step in steps if step not in self._paths[id]]
             if len(missing) == len(steps):
                 self._faults.append(f"{record.folder.name} keeps no predictions")
@@ -224,7 +218,7 @@ class _PredictionFiles:
         path = self._paths[record.run.id].get(step)
         if path is None:
             return None
-        context = self._records[record.run.id][1].arm.config.model.context
+        context = self._runs[record.run.id][1].model.context
         try:
             header, log_PV = predictions.read_predictions(path)
             record.check_origin(header.run, header.data_fingerprint)

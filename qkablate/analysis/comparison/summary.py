@@ -24,7 +24,6 @@ from qkablate.analysis.comparison.gaps import (
     ArmLosses,
     Family,
     NoiseFloor,
-    adjust,
     describe_arm,
     describe_noise_floor,
     find_families,
@@ -236,16 +235,15 @@ def audit_gap(
 
 def describe_margin(family: Family, number: int, margin: float) -> MarginTest:
     """Test whether an arm is not worse by the margin, and whether it lies within it."""
-    parts = [Part.from_gap("", "equivalent", margin, gap) for gap in family.shown]
     sample = family.gaps[number].sample
     if sample.n < 2:
         return MarginTest(margin)
+    parts = {id(gap): Part.from_gap("", "equivalent", margin, gap) for gap in family.shown}
 
-    def adjusted(p_value: Callable[[Part], float]) -> float | None:
-        p_values = [p_value(part) if part.sample.n > 1 else None for part in parts]
-        return family.select(adjust(p_values))[number]
+    def adjusted(find_p: Callable[[Part], float]) -> float | None:
+        return family.adjust(lambda gap: None if gap.p is None else find_p(parts[id(gap)]))[number]
 
-    alpha = stats.ALPHA / sum(part.sample.n > 1 for part in parts)
+    alpha = stats.ALPHA / family.comparisons
     seeds: int | None = stats.MIN_PAIRS
     if sample.sd:
         seeds = stats.required_n(

@@ -77,9 +77,7 @@ class Record:
             return None
         try:
             found = read_document_losses(self.folder)
-            origin = self.run.id, self.facts["data_fingerprint"]
-            if (found.header.run, found.header.data_fingerprint) != origin:
-                raise ValueError("it is of another run or of other data")
+            self.check_origin(found.header.run, found.header.data_fingerprint)
         except ValueError as error:
             self.problems.append(f"{DOCUMENT_LOSSES}: {error}")
             return None
