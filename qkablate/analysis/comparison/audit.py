@@ -150,13 +150,10 @@ def _check_rates(
         return WARNING, f"{which} tuned ({', '.join(rates.values())}); {tune} tunes both"
     if any(entry.rates is None for entry in sides):
         return WARNING, f"not chosen yet: {', '.join(rates.values())}"
-    off = [
-        f"{entry.name} runs at {entry.rates}, best is {tuned[entry.name].best}"
-        for entry in sides
-        if not tuned[entry.name].is_tuned(entry.rates)
-    ]
+    off = [entry for entry in sides if not tuned[entry.name].is_tuned(entry.rates)]
     if off:
-        return WARNING, "; ".join(off)
+        words = (f"{e.name} runs at {e.rates}, best is {tuned[e.name].best}" for e in off)
+        return WARNING, "; ".join(words)
     if fixed := " and ".join(name for name, curve in tuned.items() if curve.lacks_circuit_rates):
         text = f"optim.lr was tuned, but not the rate of the circuit of {fixed} (variant.lr)"
         return WARNING, f"{text}; {tune} without variant.lr tunes both"
