@@ -160,7 +160,7 @@ def describe_study(
         curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
         function_distance=measure_distances(families),
         series=[describe_series(series) for series in find_series(families)],
-        learning_rates=lr_curves.describe_lr_curves(study),
+        learning_rates=lr_curves.describe_lr_curves(study, curves),
         rankings=find_rankings(families),
         fronts=find_fronts(study, milliseconds or {}),
         left_out=study.left_out,

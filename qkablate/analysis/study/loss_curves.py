@@ -27,7 +27,7 @@ def read_loss_curves(
         report_damage(folder, "its loss curves are skipped", note)
         return curves
     lines = content.splitlines()
-    unfinished = b"" if content.endswith(b"\n") else lines[-1] if lines else b""
+    unfinished = content.rpartition(b"\n")[2]
     damaged = set()
     for metric in (VAL, TRAIN):
         sign = f'"{metric}"'.encode()
