@@ -10,6 +10,7 @@ from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.stats import MIN_PAIRS
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.config import TEXT_SOURCES, OptimConfig
+from qkablate.runs.records import is_number
 from qkablate.table import format_list
 
 ANNEALED = 0.1  # of the peak: largest final learning rate of an annealed run
@@ -218,7 +219,8 @@ def _check_start(sides: Sides) -> Answer:
             state = max(state, NOTE if match == "spread" else WARNING, key=STATES.index)
             texts.append(f"{entry.name} {match}")
         rates = [record.facts["lr"] for record in entry.with_status("done")]
-        unmatched = {rate["factor"] for rate in rates if rate.get("factor") != rate.get("matched")}
+        known = [rate for rate in rates if is_number(rate.get("factor"))]
+        unmatched = {rate["factor"] for rate in known if rate["factor"] != rate.get("matched")}
         if unmatched:
             factors = ", ".join(f"{factor:.3g}" for factor in sorted(unmatched))
             rated.append(f"circuit's rate of {entry.name} × {factors}")

@@ -59,8 +59,9 @@ def _read_loss(line: bytes, metric: str) -> LossCurve:
     """Return the loss of a row by its tokens, {} if it has none; ValueError if it is damaged."""
     row = decode_row(line)
     tokens, loss = row.get("tokens"), row.get(metric)
-    is_valid = type(tokens) is int and 0 < tokens < 2**60 and is_number(loss)
-    return {tokens: float(loss)} if is_valid else {}
+    if type(tokens) is int and 0 < tokens < 2**60 and is_number(loss):
+        return {tokens: float(loss)}
+    return {}
 
 
 def report_damage(folder: Path, damage: str, note: Callable[[str], None] | None) -> None:
