@@ -215,10 +215,6 @@ class Spread(Sample):
         return math.nan if self.sd is None else self.sd
 
     @cached_property
-    def sd(self) -> float | None:
-        return Sample(self.values).sd
-
-    @cached_property
     def kurtosis(self) -> float:
         """Fourth moment about the trimmed mean, over the squared variance; 3 if normal."""
         if not self.sd:
@@ -241,7 +237,7 @@ class Spread(Sample):
         return float(error[0]), np.sort(np.where(np.isfinite(scores), scores, -math.inf))
 
     def interval(self, level: float = 1 - ALPHA) -> Interval | None:
-        if self.n < 2 or self.sd is None:
+        if self.sd is None:
             return None
         if not self.sd:
             return 0.0, 0.0
@@ -254,7 +250,7 @@ class Spread(Sample):
         return self.sd * math.exp(-t * log_error), highest
 
     def p_below(self, bound: float) -> float:
-        if self.n < 2 or self.sd is None or not bound:
+        if self.sd is None or not bound:
             return 1.0
         if not self.sd:
             return 0.0
@@ -274,7 +270,11 @@ class Spread(Sample):
     def power(
         self, n: int, mean: float, sd: float, bound: float, alpha: float, *, above: bool
     ) -> float:
-        return power_spread(sd, bound, n, alpha, kurtosis=self.kurtosis, above=above)
+        """Return the power of the test for a standard deviation above, or below, a bound."""
+        if not bound:
+            return float(above)
+        score = math.log(sd / bound) / log_sd_error(self.kurtosis, n)
+        return float(special.ndtr((score if above else -score) - _t_quantile(alpha, n - 1)))
 
     is_signed = False
     bca = None  # defined for means only
@@ -295,16 +295,6 @@ def _log_sd(x_SN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         kurtosis_S = (square_SN**2).mean(axis=1) / variance_S**2
         log_sd_S = np.log(variance_S * n / (n - 1)) / 2
     return log_sd_S, np.sqrt((kurtosis_S - (n - 3) / n) / (n - 1)) / 2
-
-
-def power_spread(
-    sd: float, bound: float, n: int, alpha: float = ALPHA, *, kurtosis: float = 3.0, above: bool
-) -> float:
-    """Return the power of the test for a standard deviation above, or below, a bound."""
-    if not bound:
-        return float(above)
-    score = math.log(sd / bound) / log_sd_error(kurtosis, n)
-    return float(special.ndtr((score if above else -score) - _t_quantile(alpha, n - 1)))
 
 
 def sign_flip_min_n(comparisons: int = 1, alpha: float = ALPHA) -> int:

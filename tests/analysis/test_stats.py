@@ -18,7 +18,6 @@ from qkablate.analysis.stats import (
     holm,
     power_below,
     power_equivalence,
-    power_spread,
     power_two_sided,
     required_n,
     sign_flip_min_n,
@@ -630,7 +629,8 @@ def test_power_of_the_spread_is_near_the_rate_of_findings():
         p = Spread.p_above if above else Spread.p_below
         spreads = [Spread(tuple(row)) for row in draw_gaps("normal", 200, 16).tolist()]
         found = np.mean([p(s, bound) < 0.05 for s in spreads])
-        assert found == pytest.approx(power_spread(1.0, bound, 16, above=above), abs=0.12)
+        power = Spread(()).power(16, 1.0, 1.0, bound, 0.05, above=above)  # of normal gaps
+        assert found == pytest.approx(power, abs=0.12)
 
 
 @pytest.mark.parametrize("values", [(), (1.0,)])

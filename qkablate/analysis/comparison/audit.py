@@ -10,6 +10,7 @@ from qkablate.analysis.comparison.lr_curves import LrCurve
 from qkablate.analysis.stats import MIN_PAIRS
 from qkablate.analysis.study.study import Entry, Record
 from qkablate.config import TEXT_SOURCES, OptimConfig
+from qkablate.runs.records import is_number
 from qkablate.table import format_list
 
 ANNEALED = 0.1  # of the peak: largest final learning rate of an annealed run
@@ -150,13 +151,10 @@ def _check_rates(
         return WARNING, f"{which} tuned ({', '.join(rates.values())}); {tune} tunes both"
     if any(entry.rates is None for entry in sides):
         return WARNING, f"not chosen yet: {', '.join(rates.values())}"
-    off = [
-        f"{entry.name} runs at {entry.rates}, best is {tuned[entry.name].best}"
-        for entry in sides
-        if not tuned[entry.name].is_tuned(entry.rates)
-    ]
+    off = [entry for entry in sides if not tuned[entry.name].is_tuned(entry.rates)]
     if off:
-        return WARNING, "; ".join(off)
+        words = (f"{e.name} runs at {e.rates}, best is {tuned[e.name].best}" for e in off)
+        return WARNING, "; ".join(words)
     if fixed := " and ".join(name for name, curve in tuned.items() if curve.lacks_circuit_rates):
         text = f"optim.lr was tuned, but not the rate of the circuit of {fixed} (variant.lr)"
         return WARNING, f"{text}; {tune} without variant.lr tunes both"
@@ -221,7 +219,8 @@ def _check_start(sides: Sides) -> Answer:
             state = max(state, NOTE if match == "spread" else WARNING, key=STATES.index)
             texts.append(f"{entry.name} {match}")
         rates = [record.facts["lr"] for record in entry.with_status("done")]
-        unmatched = {rate["factor"] for rate in rates if rate.get("factor") != rate.get("matched")}
+        known = [rate for rate in rates if is_number(rate.get("factor"))]
+        unmatched = {rate["factor"] for rate in known if rate["factor"] != rate.get("matched")}
         if unmatched:
             factors = ", ".join(f"{factor:.3g}" for factor in sorted(unmatched))
             rated.append(f"circuit's rate of {entry.name} × {factors}")
@@ -319,10 +318,8 @@ def _check_kernel(
         return OK, f"{names}; this gap measures the effect of rounding"
     bounds = rounding_gap.bounds(0.90) if rounding_gap is not None else None
     if bounds is None:
-        return (
-            WARNING,
-            f"{names}; variant=standard_reassociated would measure the effect of rounding",
-        )
+        text = "variant=standard_reassociated would measure the effect of rounding"
+        return WARNING, f"{names}; {text}"
     most = max(map(abs, bounds))
     if not math.isfinite(most):
         return WARNING, f"{names}; the runs that measure rounding diverged"

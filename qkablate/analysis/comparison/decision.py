@@ -118,11 +118,10 @@ def find_rate_scopes(
         has_several = len({other.arm.arm.default_rates.circuit for other, _ in same}) > 1
         if has_several and len({other.sample.mean > 0 for other, _ in same if other.sample.n}) > 1:
             return RateScope.SIGN_DEPENDS
-        found = [curve for e in gap.sides if (curve := curves.get(e.arm.name)) is not None]
-        if len(found) == 2 and all(
-            curve.is_tuned(entry.rates) for curve, entry in zip(found, gap.sides, strict=True)
-        ):
-            is_limited = any(curve.lacks_circuit_rates for curve in found)
+        known = [(curves[e.arm.name], e.rates) for e in gap.sides if e.arm.name in curves]
+        tuned = [curve for curve, rates in known if curve.is_tuned(rates)]
+        if len(tuned) == 2:
+            is_limited = any(curve.lacks_circuit_rates for curve in tuned)
             return RateScope.THESE_RATES if is_limited else RateScope.BEST
         is_agreed = has_several and len({decision for _, decision in same}) == 1
         return RateScope.BOTH_RATES if is_agreed else RateScope.ONE_RATE

@@ -8,11 +8,10 @@ Shape suffixes: P positions, V vocabulary.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -73,10 +72,6 @@ class Distance:
         ends = Sample(tuple(map(math.log, values))).interval(level)
         return ends and (_exp(ends[0]), _exp(ends[1]))
 
-    def band(self, tokens: int) -> Interval | None:
-        """Return an interval with simultaneous coverage over all readings (Bonferroni)."""
-        return self.interval(tokens, 1 - ALPHA / max(1, len(self.readings)))
-
     @cached_property
     def end(self) -> float | None:
         """Distance at the end of training; None if unknown."""
@@ -88,46 +83,55 @@ def _exp(value: float) -> float:
 
 
 @dataclass(frozen=True)
-class FamilyDistances:
-    """Distances of the arms of one size, and of what counts as no difference."""
+class DistanceSummary:
+    """Function distance of one arm, or of what counts as no difference."""
+
+    arm: str
+    kind: str
+    variant: str
+    n: int
+    end: float | None
+    interval: Interval | None
+    times_another_seed: float | None
+    times_rounding: float | None
+    readings: list[Reading]
+
+
+@dataclass(frozen=True)
+class FunctionDistance:
+    """Function distances of the arms of one size, and of what counts as no difference."""
 
     baseline: str
-    distances: list[Distance]
+    measure: str
     positions: int
+    distances: list[DistanceSummary]
     faults: list[str]  # missing and unreadable files
 
-    def find(self, kind: str) -> Distance | None:
-        return next((distance for distance in self.distances if distance.kind == kind), None)
 
-
-def measure_distances(families: Sequence[Family]) -> list[FamilyDistances]:
+def measure_distances(families: Sequence[Family]) -> list[FunctionDistance]:
     """Measure the distances of every size whose runs keep predictions."""
     pairs = sum(len(gap.pairs) for family in families for gap in family.gaps)
     most = max(1, _MAX_PAIRS // max(1, pairs))
     return list(filter(None, (_measure_family(family, most) for family in families)))
 
 
-def _measure_family(family: Family, most: int) -> FamilyDistances | None:
+def _measure_family(family: Family, most: int) -> FunctionDistance | None:
     base, last = family.baseline, family.baseline.tokens
     records = {key: run for key, run in sorted(base.records.items()) if run.status == "done"}
     gaps = [gap for gap in family.gaps if gap.pairs]
-    files = _PredictionFiles()
-    for record in records.values():
-        files.add(record, base)
-    for gap in gaps:
-        for record, _ in gap.runs:
-            files.add(record, gap.arm)
+    runs = [(record, base) for record in records.values()]
+    runs += [(record, gap.arm) for gap in gaps for record, _ in gap.runs]
+    files = _PredictionFiles(runs)
     if not (steps := files.steps):
         return None
     if len(steps) > most:  # always the last, and step 0 only if all are kept
         steps = [steps[-1]] if most == 1 else thin([step for step in steps if step], most)
     files.note_missing(steps)
     tokens_per_step = last // int(base.arm.config.train.steps)
-    distances = {
-        gap.arm.name: Distance(gap.arm.name, kind, gap.arm.arm.variant, {}, last)
-        for gap in gaps
-        for kind in [ROUNDING if gap is family.rounding_gap else ARM]
-    }
+    distances = {}
+    for gap in gaps:
+        kind = ROUNDING if gap is family.rounding_gap else ARM
+        distances[gap.arm.name] = Distance(gap.arm.name, kind, gap.arm.arm.variant, {}, last)
     other_seed = "another seed"
     name = f"{base.name}, {other_seed}"
     distances[other_seed] = Distance(name, SEEDS, base.arm.variant, {}, last)
@@ -146,7 +150,31 @@ def _measure_family(family: Family, most: int) -> FamilyDistances | None:
             if (value := files.compare(name, first, second)) is not None:
                 distances[name].readings.setdefault(step * tokens_per_step, []).append(value)
     measured = [distance for distance in distances.values() if distance.readings]
-    return FamilyDistances(base.name, measured, files.positions, files.list_faults())
+    summaries = [_describe_distance(distance, measured) for distance in measured]
+    return FunctionDistance(base.name, MEASURE, files.positions, summaries, files.list_faults())
+
+
+def _describe_distance(distance: Distance, measured: list[Distance]) -> DistanceSummary:
+    def ratio_to(kind: str) -> float | None:
+        others = (d.end for d in measured if d.kind == kind and d is not distance)
+        scale = next(others, None)
+        return distance.end / scale if scale and distance.end is not None else None
+
+    level = 1 - ALPHA / len(distance.readings)  # simultaneous over all readings (Bonferroni)
+    return DistanceSummary(
+        arm=distance.name,
+        kind=distance.kind,
+        variant=distance.variant,
+        n=len(distance.readings.get(distance.last, [])),
+        end=distance.end,
+        interval=None if distance.end is None else distance.interval(distance.last),
+        times_another_seed=ratio_to(SEEDS),
+        times_rounding=ratio_to(ROUNDING),
+        readings=[
+            Reading(tokens, len(values), distance.mean(tokens), distance.interval(tokens, level))
+            for tokens, values in distance.readings.items()
+        ],
+    )
 
 
 def neighbors(items: Sequence[T]) -> Iterator[tuple[T, T]]:
@@ -159,27 +187,25 @@ def neighbors(items: Sequence[T]) -> Iterator[tuple[T, T]]:
 class _PredictionFiles:
     """Prediction files of the runs of one size, with their faults."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs: Iterable[tuple[Record, Entry]]) -> None:
         self.positions = 0
-        self._paths: dict[str, dict[int, Path]] = {}  # by run id and step
-        self._records: dict[str, tuple[Record, Entry]] = {}
+        self._runs = {record.run.id: (record, entry.arm.config) for record, entry in runs}
+        self._paths = {  # by step
+            id: predictions.find_predictions(record.folder)
+            for id, (record, _) in self._runs.items()
+        }
         self._faults: list[str] = []
         self._mismatched: Counter[str] = Counter()
-
-    def add(self, record: Record, entry: Entry) -> None:
-        if record.run.id not in self._paths:
-            self._paths[record.run.id] = predictions.find_predictions(record.folder)
-            self._records[record.run.id] = record, entry
 
     @property
     def steps(self) -> list[int]:
         """Steps at which any run keeps predictions."""
-        lengths = [int(entry.arm.config.train.steps) for _, entry in self._records.values()]
+        lengths = [int(config.train.steps) for _, config in self._runs.values()]
         return [s for s in sorted({*chain(*self._paths.values())}) if s <= max(lengths)]
 
     def note_missing(self, steps: list[int]) -> None:
         """Record which runs lack predictions at these steps."""
-        for id, (record, _) in self._records.items():
+        for id, (record, _) in self._runs.items():
             missing = [step for step in steps if step not in self._paths[id]]
             if len(missing) == len(steps):
                 self._faults.append(f"{record.folder.name} keeps no predictions")
@@ -192,7 +218,7 @@ class _PredictionFiles:
         path = self._paths[record.run.id].get(step)
         if path is None:
             return None
-        context = self._records[record.run.id][1].arm.config.model.context
+        context = self._runs[record.run.id][1].model.context
         try:
             header, log_PV = predictions.read_predictions(path)
             record.check_origin(header.run, header.data_fingerprint)
@@ -226,65 +252,3 @@ class _PredictionFiles:
         ]
         more = len(self._faults) - _MAX_FAULTS
         return self._faults[:_MAX_FAULTS] + [f"{more:,} more faults"] * (more > 0) + mismatched
-
-
-@dataclass(frozen=True)
-class DistanceSummary:
-    """Function distance of one arm, or of what counts as no difference."""
-
-    arm: str
-    kind: str
-    variant: str
-    n: int
-    end: float | None
-    interval: Interval | None
-    times_another_seed: float | None
-    times_rounding: float | None
-    readings: list[Reading]
-
-
-@dataclass(frozen=True)
-class FunctionDistance:
-    """Function distances of one size."""
-
-    baseline: str
-    measure: str
-    positions: int
-    distances: list[DistanceSummary]
-    faults: list[str]
-
-
-def describe_distances(families: Sequence[Family]) -> list[FunctionDistance]:
-    """Measure and summarize the distances of every size."""
-    return [
-        FunctionDistance(
-            measured.baseline,
-            MEASURE,
-            measured.positions,
-            [_describe_distance(distance, measured) for distance in measured.distances],
-            measured.faults,
-        )
-        for measured in measure_distances(families)
-    ]
-
-
-def _describe_distance(distance: Distance, family: FamilyDistances) -> DistanceSummary:
-    def ratio_to(kind: str) -> float | None:
-        other = family.find(kind)
-        floor = other.end if other is not None and other is not distance else None
-        return distance.end / floor if floor and distance.end is not None else None
-
-    return DistanceSummary(
-        arm=distance.name,
-        kind=distance.kind,
-        variant=distance.variant,
-        n=len(distance.readings.get(distance.last, [])),
-        end=distance.end,
-        interval=None if distance.end is None else distance.interval(distance.last),
-        times_another_seed=ratio_to(SEEDS),
-        times_rounding=ratio_to(ROUNDING),
-        readings=[
-            Reading(tokens, len(values), distance.mean(tokens), distance.band(tokens))
-            for tokens, values in distance.readings.items()
-        ],
-    )

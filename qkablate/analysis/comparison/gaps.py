@@ -1,7 +1,7 @@
 """Gaps: test loss of an arm minus that of its paired baseline, in nats, seed by seed."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -152,11 +152,12 @@ class Family:
     @cached_property
     def holm(self) -> list[float | None]:
         """Adjusted p-value of each gap; None for fewer than two pairs."""
-        return self.select(adjust([gap.p for gap in self.shown]))
+        return self.adjust(lambda gap: gap.p)
 
-    def select(self, values: Sequence[float | None]) -> list[float | None]:
-        """Return those of the values, one for each gap shown, that belong to this size."""
-        by_gap = dict(zip(map(id, self.shown), values, strict=True))
+    def adjust(self, find_p: Callable[[Gap], float | None]) -> list[float | None]:
+        """Return a p-value of each gap, adjusted over all gaps shown."""
+        adjusted = adjust([find_p(gap) for gap in self.shown])
+        by_gap = dict(zip(map(id, self.shown), adjusted, strict=True))
         return [by_gap[id(gap)] for gap in self.gaps]
 
     @cached_property

@@ -61,10 +61,6 @@ class HeadMetrics:
             curves.append({t: float(values.mean()) for t, values in finite.items() if len(values)})
         return combine_curves([*filter(None, curves)], most)
 
-    def last(self, name: str) -> list[np.ndarray]:
-        """Return each run's measure_LH at the end of training, where known."""
-        return self.at(name, self.entry.tokens)
-
     def at(self, name: str, tokens: int) -> list[np.ndarray]:
         """Return each run's measure_LH at a reading, where known."""
         arrays = (run.get(tokens, {}).get(name) for run in self.runs)

@@ -170,9 +170,8 @@ class LrCurveSummary:
     gap_at_best: Estimate | None
 
 
-def describe_lr_curves(study: Study) -> list[LrCurveSummary]:
+def describe_lr_curves(study: Study, curves: dict[str, LrCurve]) -> list[LrCurveSummary]:
     """Summarize the learning-rate curves of a study."""
-    curves = find_lr_curves(study)
     summaries = []
     for name, curve in curves.items():
         arm = study.arms[name]

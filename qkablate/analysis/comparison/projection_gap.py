@@ -7,6 +7,7 @@ only lower it. The rest of the gap of a run from scratch is what its training do
 
 import glob
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,10 +142,8 @@ def _initial_loss(folder: Path) -> float | None:
     if sha256(content) != result.get("metrics_sha256", sha256(content)):
         raise UserError(f"'{path}' is damaged: it was changed after the run wrote it")
     for line in content.splitlines():
-        try:
+        with suppress(ValueError):
             row = decode_row(line)
-        except ValueError:
-            continue
-        if row.get("step") == 0 and is_number(row.get("val/loss")):
-            return float(row["val/loss"])
+            if row.get("step") == 0 and is_number(row.get("val/loss")):
+                return float(row["val/loss"])
     return None

@@ -223,10 +223,9 @@ def read_times(path: str, study: Study) -> dict[str, float]:
     for arm in study.arms.values():
         flat = flatten(arm.config) | {"variant": arm.variant, **vars(arm.config.model)}
         for row, ms in times:
-            shared = {key: value for key, value in row.items() if key in flat}
             # A row names the MLP ratio only if it was varied; otherwise it is the default.
-            ratio = {"model.mlp_ratio": row.get("model.mlp_ratio", 4.0)}
-            if all(flat[key] == value for key, value in (shared | ratio).items()):
+            shared = {"model.mlp_ratio": 4.0} | {key: row[key] for key in row if key in flat}
+            if shared.items() <= flat.items():
                 by_arm[arm.name] = ms
     if not by_arm:
         raise UserError(f"--times: '{path}' has no arm of this sweep at its size")

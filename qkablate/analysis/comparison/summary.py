@@ -19,12 +19,11 @@ from qkablate.analysis.comparison.decision import (
     find_rate_scopes,
     plan_tuning,
 )
-from qkablate.analysis.comparison.function_distance import FunctionDistance, describe_distances
+from qkablate.analysis.comparison.function_distance import FunctionDistance, measure_distances
 from qkablate.analysis.comparison.gaps import (
     ArmLosses,
     Family,
     NoiseFloor,
-    adjust,
     describe_arm,
     describe_noise_floor,
     find_families,
@@ -159,9 +158,9 @@ def describe_study(
         noise_floor=[describe_noise_floor(family) for family in families],
         text_references=study.text_references,
         curves=[curve for gap in gaps if (curve := describe_curve(gap)) is not None],
-        function_distance=describe_distances(families),
+        function_distance=measure_distances(families),
         series=[describe_series(series) for series in find_series(families)],
-        learning_rates=lr_curves.describe_lr_curves(study),
+        learning_rates=lr_curves.describe_lr_curves(study, curves),
         rankings=find_rankings(families),
         fronts=find_fronts(study, milliseconds or {}),
         left_out=study.left_out,
@@ -236,16 +235,15 @@ def audit_gap(
 
 def describe_margin(family: Family, number: int, margin: float) -> MarginTest:
     """Test whether an arm is not worse by the margin, and whether it lies within it."""
-    parts = [Part.from_gap("", "equivalent", margin, gap) for gap in family.shown]
     sample = family.gaps[number].sample
     if sample.n < 2:
         return MarginTest(margin)
+    parts = {id(gap): Part.from_gap("", "equivalent", margin, gap) for gap in family.shown}
 
-    def adjusted(p_value: Callable[[Part], float]) -> float | None:
-        p_values = [p_value(part) if part.sample.n > 1 else None for part in parts]
-        return family.select(adjust(p_values))[number]
+    def adjusted(find_p: Callable[[Part], float]) -> float | None:
+        return family.adjust(lambda gap: None if gap.p is None else find_p(parts[id(gap)]))[number]
 
-    alpha = stats.ALPHA / sum(part.sample.n > 1 for part in parts)
+    alpha = stats.ALPHA / family.comparisons
     seeds: int | None = stats.MIN_PAIRS
     if sample.sd:
         seeds = stats.required_n(

@@ -73,15 +73,15 @@ def _read_training(folder: Path) -> dict[str, object] | None:
 def compare_runs(first: Path, second: Path) -> RunComparison:
     """Compare two runs; UserError if one cannot be read."""
     config, other_config = _read_config(first), _read_config(second)
-    result, other_result = read_result(first) or {}, read_result(second) or {}
+    result, other_result = results = [read_result(run) or {} for run in (first, second)]
     facts, other_facts = read_facts(first, result), read_facts(second, other_result)
-    differ = _differences(config, other_config, dict.fromkeys([*config, *other_config]))
+    differ = _differences(config, other_config, [*config, *other_config])
     unlike = _differences(facts, other_facts, _LIKE)
     losses = {s: (_loss(result, s), _loss(other_result, s)) for s in ("train", "val", "test")}
     gaps = {s: a - b for s, (a, b) in losses.items() if a is not None and b is not None}
     curve, other_curve = read_loss_curves(first)[VAL], read_loss_curves(second)[VAL]
-    status, other_status = (str(r.get("status", "no result")) for r in (result, other_result))
-    params, other_params = (as_dict(r.get("params")).get("total") for r in (result, other_result))
+    status, other_status = (str(one.get("status", "no result")) for one in results)
+    params, other_params = (as_dict(one.get("params")).get("total") for one in results)
     keys = ("flops_per_token", "seconds", "packed")
     return RunComparison(
         runs=(first.resolve().name, second.resolve().name),
@@ -93,7 +93,7 @@ def compare_runs(first: Path, second: Path) -> RunComparison:
         **{key: (result.get(key), other_result.get(key)) for key in keys},
         differ=differ,
         unlike=unlike,
-        paired=bool(result and other_result)
+        paired=all(results)
         and "data_fingerprint" not in unlike
         and not any(key.startswith("seed") for key in differ),
         val_gap=[GapReading(t, curve[t] - other_curve[t]) for t in curve if t in other_curve],

@@ -4,6 +4,7 @@ Shape suffixes: L layers, H heads, T tokens.
 """
 
 import json
+import os
 import stat
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qkablate.analysis.study.study import Entry, Record
+from qkablate.analysis.study.study import Entry
 from qkablate.data import tokenizers
 from qkablate.data.tokenizers import Tokenizer
 from qkablate.disk import read_file
@@ -53,29 +54,24 @@ class ArmAttention:
 
 def read_arm_attention(entry: Entry) -> ArmAttention | None:
     """Read the attention map of the first finished run that keeps one; damage is recorded."""
+    model, steps = entry.arm.config.model, int(entry.arm.config.train.steps)
     for _, record in sorted(entry.records.items()):
         path = record.folder / attention_map.FILE_NAME
-        if record.status != "done" or not (path.exists() or path.is_symlink()):
+        if record.status != "done" or not os.path.lexists(path):
             continue
         try:
-            tokens_T, a_LHTT = _read(path, entry, record)
+            header, tokens_T, a_LHTT = attention_map.read_attention_map(path)
+            record.check_origin(header.run, header.data_fingerprint)
+            if header.step != steps:
+                raise ValueError(f"its step is {header.step}")
+            if a_LHTT.shape[:2] != (model.layers, model.heads):
+                raise ValueError(f"it has {a_LHTT.shape[0]} layers × {a_LHTT.shape[1]} heads")
         except ValueError as error:
             record.problems.append(f"{attention_map.FILE_NAME}: {error}")
             continue
         tokens = _decode_tokens(tokens_T, record.folder)
         return ArmAttention(entry.name, entry.arm.variant, record.seed, tokens, a_LHTT)
     return None
-
-
-def _read(path: Path, entry: Entry, record: Record) -> tuple[np.ndarray, np.ndarray]:
-    header, tokens_T, a_LHTT = attention_map.read_attention_map(path)
-    model = entry.arm.config.model
-    record.check_origin(header.run, header.data_fingerprint)
-    if header.step != int(entry.arm.config.train.steps):
-        raise ValueError(f"its step is {header.step}")
-    if a_LHTT.shape[:2] != (model.layers, model.heads):
-        raise ValueError(f"it has {a_LHTT.shape[0]} layers × {a_LHTT.shape[1]} heads")
-    return tokens_T, a_LHTT
 
 
 def _decode_tokens(tokens_T: np.ndarray, folder: Path) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from qkablate.disk import read_file
@@ -26,22 +27,16 @@ def read_loss_curves(
         report_damage(folder, "its loss curves are skipped", note)
         return curves
     lines = content.splitlines()
-    unfinished = b"" if content.endswith(b"\n") else lines[-1] if lines else b""
+    unfinished = content.rpartition(b"\n")[2]
     damaged = set()
     for metric in (VAL, TRAIN):
         sign = f'"{metric}"'.encode()
         rows = [line for line in lines if sign in line]
         for line in rows if len(rows) <= _MAX_READINGS else _thin_lines(rows):
             try:
-                row = decode_row(line)
-                tokens, loss = row["tokens"], row[metric]
+                curves[metric] |= _read_loss(line, metric)
             except ValueError:
                 damaged |= {line} - {unfinished}  # the last line may be just being written
-                continue
-            except KeyError:
-                continue
-            if type(tokens) is int and 0 < tokens < 2**60 and is_number(loss):
-                curves[metric][tokens] = float(loss)
         curves[metric] = dict(sorted(curves[metric].items()))
     if damaged:
         report_damage(folder, f"rows skipped: {len(damaged)}", note)
@@ -50,17 +45,23 @@ def read_loss_curves(
 
 def read_final_train_loss(folder: Path) -> float | None:
     """Return the mean training loss of the last tenth of a run; None if it is not known."""
-    losses: dict[int, float] = {}
+    losses: LossCurve = {}
     sign = f'"{TRAIN}"'.encode()
     for line in (read_metrics(folder) or b"").splitlines():
         if sign in line:
-            try:
-                row = decode_row(line)
-                losses[int(row["tokens"])] = float(row[TRAIN])
-            except (ValueError, KeyError, TypeError):
-                continue
+            with suppress(ValueError):
+                losses |= _read_loss(line, TRAIN)
     last = [loss for tokens, loss in losses.items() if tokens > 0.9 * max(losses)]
-    return statistics.fmean(last) if last and all(map(math.isfinite, last)) else None
+    return statistics.fmean(last) if last else None
+
+
+def _read_loss(line: bytes, metric: str) -> LossCurve:
+    """Return the loss of a row by its tokens, {} if it has none; ValueError if it is damaged."""
+    row = decode_row(line)
+    tokens, loss = row.get("tokens"), row.get(metric)
+    if type(tokens) is int and 0 < tokens < 2**60 and is_number(loss):
+        return {tokens: float(loss)}
+    return {}
 
 
 def report_damage(folder: Path, damage: str, note: Callable[[str], None] | None) -> None:

@@ -1,7 +1,6 @@
 """Runs outside any sweep as a study: an arm's runs differ in seed and learning rate alone."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import re
@@ -68,8 +67,7 @@ def read_standalone_runs(folders: Iterable[Path]) -> Study:
     arms_by_name = {arm.name: arm for arm in _with_baselines(list(named.values()))}
     entries, tuning = group_runs(arms_by_name, (state for state, _ in states.values()))
     out = str(folders[0].parent.parent) if folders else "outputs"
-    lines = tuple(unread)
-    return Study("runs", out, arms_by_name, entries, tuning, len(states), unread=lines)
+    return Study("runs", out, arms_by_name, entries, tuning, len(states), unread=tuple(unread))
 
 
 def _read_run(folder: Path, arms: dict[str, Arm]) -> tuple[SweepRun, str]:
@@ -191,14 +189,13 @@ def _with_baselines(arms: list[Arm]) -> list[Arm]:
             if not key.startswith(ignored) and not has_role(key, Role.PAIR_FREE)
         } | {"data": str(arm.facts["data_fingerprint"])}
 
-    def distance(arm: Arm, other: Arm) -> float:
-        return abs(other.config.model.mlp_ratio - arm.config.model.mlp_ratio)
-
     standard = [arm for arm in arms if arm.variant == "standard"]
     for i, arm in enumerate(arms):
         others = [other for other in standard if settings(other) == settings(arm)]
         if arm.variant != "standard" and others:
-            nearest = min(others, key=functools.partial(distance, arm))
+            ratio = arm.config.model.mlp_ratio
+            distances = [abs(other.config.model.mlp_ratio - ratio) for other in others]
+            nearest = others[distances.index(min(distances))]
             arms[i] = dataclasses.replace(arm, baseline=nearest.name)
     return sorted(arms, key=lambda arm: arm.variant != "standard")
 

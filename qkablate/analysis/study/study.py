@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qkablate.analysis.stats import Sample
-from qkablate.analysis.study.loss_curves import (
-    LossCurve,
-    read_final_train_loss,
-    read_loss_curves,
-)
+from qkablate.analysis.study.loss_curves import LossCurve, read_final_train_loss, read_loss_curves
 from qkablate.runs.document_losses import FILE_NAME as DOCUMENT_LOSSES
 from qkablate.runs.document_losses import DocumentLosses, read_document_losses
 from qkablate.runs.records import is_number, read_json, read_result, sha256
@@ -77,9 +73,7 @@ class Record:
             return None
         try:
             found = read_document_losses(self.folder)
-            origin = self.run.id, self.facts["data_fingerprint"]
-            if (found.header.run, found.header.data_fingerprint) != origin:
-                raise ValueError("it is of another run or of other data")
+            self.check_origin(found.header.run, found.header.data_fingerprint)
         except ValueError as error:
             self.problems.append(f"{DOCUMENT_LOSSES}: {error}")
             return None
@@ -282,7 +276,7 @@ def group_runs(
     arms: Mapping[str, Arm], states: Iterable[RunState], tuned: Iterable[str] = ()
 ) -> tuple[list[Entry], dict[tuple[str, Rates], dict[Seeds, Record]]]:
     """Group runs, and tuning runs, by arm and rate; tuned arms are included without any run."""
-    groups: dict[tuple[str, float | None], dict[Seeds, Record]] = {}
+    groups: dict[str, dict[float | None, dict[Seeds, Record]]] = {arm: {} for arm in arms}
     tuning: dict[tuple[str, Rates], dict[Seeds, Record]] = {}
     for state in states:
         run, record = state.run, _record(state)
@@ -290,20 +284,21 @@ def group_runs(
         if run.tuning:
             tuning.setdefault((run.arm, rates), {})[record.seeds] = record
         else:
-            groups.setdefault((run.arm, rates.lr), {})[record.seeds] = record
-    for arm in {*tuned} - {arm for arm, _ in groups}:  # no rate was chosen (yet)
-        groups[arm, None] = {}
-    several = len(groups) > len({arm for arm, _ in groups})
-    known = {rate for _, rate in groups if rate is not None}
-    form = ".3g" if len({f"{rate:.3g}" for rate in known}) == len(known) else ""
-    order = {name: number for number, name in enumerate(arms)}
+            groups[run.arm].setdefault(rates.lr, {})[record.seeds] = record
+    for arm in tuned:
+        groups[arm] = groups[arm] or {None: {}}  # no rate was chosen (yet)
+    several = any(len(by_rate) > 1 for by_rate in groups.values())
+    known = {lr for by_rate in groups.values() for lr in by_rate if lr is not None}
+    form = ".3g" if len({f"{lr:.3g}" for lr in known}) == len(known) else ""
     entries = []
-    for arm, lr in sorted(groups, key=lambda group: (order[group[0]], group[1] or 0.0)):
-        name = f"{arm} lr {lr:{form}}" if several and lr is not None else arm
-        entry = Entry(arms[arm], name, lr, groups[arm, lr])
-        if entry.rates is not None and (losses := tuning_losses(tuning, arm)):
-            entry = dataclasses.replace(entry, tuning_variance=excess_moment(losses, entry.rates))
-        entries.append(entry)
+    for arm, by_rate in groups.items():
+        for lr, records in sorted(by_rate.items(), key=lambda item: item[0] or 0.0):
+            name = f"{arm} lr {lr:{form}}" if several and lr is not None else arm
+            entry = Entry(arms[arm], name, lr, records)
+            if entry.rates is not None and (losses := tuning_losses(tuning, arm)):
+                variance = excess_moment(losses, entry.rates)
+                entry = dataclasses.replace(entry, tuning_variance=variance)
+            entries.append(entry)
     return entries, tuning
 
 

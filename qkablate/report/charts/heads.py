@@ -126,7 +126,7 @@ def _find_cells(group: list[HeadMetrics]) -> tuple[dict[str, list[Spec]], list[i
     for name, metric in head_metrics.BY_HEAD.items():
         rows: list[Spec] = []
         for label, arm in zip(labels, group, strict=True):
-            if arrays := arm.last(name):
+            if arrays := arm.at(name, arm.entry.tokens):
                 counts.append(len(arrays))
                 rows += _map_cells(label, head_metrics.sort_heads(arrays))
         if rows:

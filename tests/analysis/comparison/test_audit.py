@@ -265,6 +265,12 @@ def test_initialization_match_is_reported(pair, match, state):
     assert found.message == ("matched exactly" if state == OK else f"matched: no_q-d16-h2 {match}")
 
 
+@pytest.mark.parametrize("lr", [{"matched": 1.0}, {"factor": "x"}, {"factor": [2.0]}])
+def test_malformed_rate_of_a_circuit_is_not_reported(pair, lr):
+    change(pair, is_arm, lr=lr)
+    assert "circuit's rate" not in checks(pair)["start"].message
+
+
 def test_unknown_initialization_is_a_warning(pair):
     change(pair, is_arm, init=None)
     assert checks(pair)["start"].state == WARNING

@@ -16,6 +16,7 @@ from qkablate.analysis.comparison.function_distance import (
 )
 from qkablate.analysis.comparison.gaps import find_families
 from qkablate.analysis.comparison.summary import describe_study
+from qkablate.analysis.stats import Sample
 from qkablate.runs import predictions
 from qkablate.runs.predictions import PredictionsHeader
 from tests.analysis.references import to_json
@@ -127,7 +128,19 @@ def only(world):
 
 
 def named(found, arm):
-    return next(one for one in found.distances if one.name.startswith(arm))
+    return next(one for one in found.distances if one.arm.startswith(arm))
+
+
+def of_kind(found, kind):
+    return next(one for one in found.distances if one.kind == kind)
+
+
+def counts(distance):
+    return [reading.n for reading in distance.readings]
+
+
+def geometric_mean(values):
+    return math.prod(values) ** (1 / len(values))
 
 
 def test_pairs_and_rounding_pairs_are_compared(predicting):
@@ -137,21 +150,23 @@ def test_pairs_and_rounding_pairs_are_compared(predicting):
     assert [one.kind for one in found.distances] == ["arm", "rounding", "seeds"]
     for name, own in (("no_q", 0.1), ("standard_reassociated", 0.001)):
         one = named(found, name)
-        assert [*one.readings] == [step * PER_STEP for step in STEPS]
+        assert [reading.tokens for reading in one.readings] == [step * PER_STEP for step in STEPS]
+        assert counts(one) == [4, 4, 4]
         values = [expected(pair(0.02 * s), pair(0.02 * s + own)) for s in range(4)]
-        assert one.readings[12 * PER_STEP] == pytest.approx(values, rel=1e-3)
-        assert one.end == pytest.approx(math.prod(values) ** (1 / 4), rel=1e-3)
-        assert one.readings[0] == [0.0] * 4
-        assert one.mean(0) == 0
-        assert one.interval(0) is None
-        low, high = one.interval(12 * PER_STEP)
+        assert one.end == one.readings[-1].mean == pytest.approx(geometric_mean(values), rel=1e-3)
+        ends = Sample(tuple(map(math.log, values))).interval()
+        assert one.interval == pytest.approx([math.exp(end) for end in ends], rel=2e-3)
+        assert (one.readings[0].mean, one.readings[0].band) == (0, None)
+        low, high = one.interval
         assert low < one.end < high
-        wide = one.band(12 * PER_STEP)
+        wide = one.readings[-1].band
         assert wide[0] < low < high < wide[1]
-    seeds = found.find("seeds")
+    seeds = of_kind(found, "seeds")
     values = [expected(pair(0.02 * a), pair(0.02 * b)) for a, b in ((0, 1), (1, 2), (2, 3), (3, 0))]
-    assert seeds.readings[0] == pytest.approx(values, rel=1e-3)
-    assert seeds.interval(0) is None  # neighbors share runs
+    assert seeds.readings[0].mean == pytest.approx(geometric_mean(values), rel=1e-3)
+    assert counts(seeds) == [4, 4, 4]
+    assert {reading.band for reading in seeds.readings} == {None}  # neighbors share runs
+    assert seeds.interval is None
 
 
 def test_summary_is_json_serializable(predicting):
@@ -175,11 +190,11 @@ def test_equal_runs_have_distance_zero(predicting):
 
 def test_two_seeds_are_one_neighbor_pair(predicting):
     words = ("variant=standard,no_q", "seed=range(2)")
-    assert len(only(predicting(lifted, words)).find("seeds").readings[0]) == 1
+    assert counts(of_kind(only(predicting(lifted, words)), "seeds")) == [1, 1, 1]
     words = ("variant=standard,no_q", "seed=5")
     found = only(predicting(lifted, words))
     assert [one.kind for one in found.distances] == ["arm"]
-    assert found.distances[0].interval(12 * PER_STEP) is None
+    assert found.distances[0].interval is None
 
 
 def test_runs_that_keep_nothing_have_no_distance(predicting):
@@ -193,8 +208,8 @@ def test_unpaired_runs_are_not_compared(predicting):
     lost = next(run for run in world.runs() if run.arm.startswith("no_q"))
     world.write(lost, "failed")
     found = only(world)
-    assert len(named(found, "no_q").readings[0]) == 3
-    assert len(named(found, "standard_reassociated").readings[0]) == 4
+    assert counts(named(found, "no_q")) == [3, 3, 3]
+    assert counts(named(found, "standard_reassociated")) == [4, 4, 4]
 
 
 def run_named(world, arm, seed):
@@ -210,8 +225,7 @@ def test_missing_or_damaged_files_are_named_and_skipped(predicting):
     for path in folders[2].iterdir():
         path.unlink()
     found = only(world)
-    counts = [len(values) for values in named(found, "no_q").readings.values()]
-    assert counts == [3, 2, 2]
+    assert counts(named(found, "no_q")) == [3, 2, 2]
     assert found.faults == [
         f"{absent.name} keeps no predictions of step 12",
         f"{gone.name} keeps no predictions",
@@ -226,7 +240,7 @@ def test_damaged_baseline_is_named_once(predicting):
     path.write_bytes(path.read_bytes()[:-1])
     found = only(world)
     assert len(found.faults) == 1
-    assert [len(one.readings[12 * PER_STEP]) for one in found.distances] == [3, 3, 3]
+    assert [counts(one)[-1] for one in found.distances] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +255,7 @@ def test_file_of_another_run_is_not_compared(predicting, more, reason):
     world = predicting(lifted)
     put(world, run_named(world, "no_q", 0), 12, pair(0.3), **more)
     found = only(world)
-    assert len(named(found, "no_q").readings[12 * PER_STEP]) == 3
+    assert counts(named(found, "no_q"))[-1] == 3
     (fault,) = found.faults
     assert reason in fault
 
@@ -251,7 +265,7 @@ def test_different_positions_are_not_compared(predicting):
     put(world, run_named(world, "no_q", 0), 12, pair(0.3), positions_sha256="b" * 64)
     put(world, run_named(world, "no_q", 1), 12, pair(0.3)[:2])
     found = only(world)
-    assert len(named(found, "no_q").readings[12 * PER_STEP]) == 2
+    assert counts(named(found, "no_q"))[-1] == 2
     assert found.faults == ["no_q-d16-h2: 2 pairs of files at different positions are not compared"]
 
 

@@ -165,14 +165,16 @@ def test_curve_is_the_mean_over_heads_with_a_sample_of_runs(watched):
 
 
 def test_end_is_that_of_training(watched):
-    assert [one[0, 0] for one in watched().last("qk/stable_rank")] == [12.0, 13.0, 14.0, 15.0]
-    assert watched().last("attention/entropy") == []
+    found = watched()
+    ranks = found.at("qk/stable_rank", found.entry.tokens)
+    assert [one[0, 0] for one in ranks] == [12.0, 13.0, 14.0, 15.0]
+    assert found.at("attention/entropy", found.entry.tokens) == []
 
     def cut(world):
         for run in world.runs():
             write(world.run_folder(run), row(6, of(1.0)))
 
-    assert watched(cut).last("qk/stable_rank") == []
+    assert watched(cut).at("qk/stable_rank", found.entry.tokens) == []
 
 
 def test_only_runs_that_are_done_are_watched(watched):
@@ -187,4 +189,5 @@ def test_runs_of_another_shape_are_left_out(watched):
         run = [r for r in world.runs() if r.arm.startswith("no_q")][-1]
         write(world.run_folder(run), row(12, of(1.0, layers=5)))
 
-    assert len(watched(reshape).last("qk/stable_rank")) == 3
+    found = watched(reshape)
+    assert len(found.at("qk/stable_rank", found.entry.tokens)) == 3

@@ -48,6 +48,10 @@ def is_arm(run):
     return run.arm.startswith("no_q")
 
 
+def described(study):
+    return describe_lr_curves(study, find_lr_curves(study))
+
+
 @pytest.mark.parametrize("least", [7e-4, 1e-3, 1.3e-3, 1.9e-3])
 def test_optimum_of_a_parabola_is_recovered(least):
     """Though one seed is everywhere a whole nat above the other."""
@@ -233,7 +237,7 @@ def test_tuned_sweep_has_lr_curves_of_its_tuning_runs(cached_world):
     )
     study = world.study()
     assert study.is_complete
-    one, other = describe_lr_curves(study)
+    one, other = described(study)
     assert (one.arm, one.best, one.chosen, one.on_the_edge) == (
         *("standard-d16-h2", Rates(1e-3, 1.0), Rates(1e-3, 1.0)),
         False,
@@ -282,7 +286,7 @@ def test_arms_run_at_three_rates_have_lr_curves(cached_world):
         )
     )
     study = world.study()
-    one, other = describe_lr_curves(study)
+    one, other = described(study)
     assert one.best.lr == 1e-3
     assert one.chosen is None
     assert other.best.lr in (1e-3, 2e-3)
@@ -313,7 +317,7 @@ def test_failed_waiting_and_damaged_runs_are_not_diverged(cached_world):
     found = find_lr_curves(world.study())["no_q-d16-h2"]
     assert 1e-3 not in {rates.lr for rates in found.losses}
     assert found.best.lr in (5e-4, 2e-3)
-    to_json(describe_lr_curves(world.study()))
+    to_json(described(world.study()))
 
 
 def test_diverged_runs_are_shown_as_such(cached_world):
@@ -324,7 +328,7 @@ def test_diverged_runs_are_shown_as_such(cached_world):
             else parabola(run.changes["optim.lr"], 1.1e-3)
         )
     )
-    for one in describe_lr_curves(world.study()):
+    for one in described(world.study()):
         assert one.val_loss[-1] == RateLosses(4e-3, one.default.circuit, [None] * 3)
         assert not one.on_the_edge
         assert one.best.lr == 1e-3
@@ -335,7 +339,7 @@ def test_arm_that_diverges_at_every_rate_has_no_best_rate(cached_world):
         lambda run: "diverged" if is_arm(run) else parabola(run.changes["optim.lr"], 1e-3)
     )
     study = world.study()
-    _, other = describe_lr_curves(study)
+    _, other = described(study)
     assert other.best is other.chosen is other.optimum is other.sensitivity is None
     assert other.on_the_edge
     assert other.gap_at_best.n == 0
