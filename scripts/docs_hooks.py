@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages that are written from the code, and pages that stand at the top of the repository.
+"""Hooks of mkdocs: pages written from the code, and pages that stand at the top of the repository.
 
 `make docs` builds the site. Nothing is fetched, and nothing is written into docs/.
 """
@@ -31,6 +31,12 @@ def move_links(text: str) -> str:
     return text
 
 
+def split_picture(match: re.Match[str]) -> str:
+    """Return a picture as two images: the page's own switch, not the system's, chooses one."""
+    dark, light, alt = re.findall(r'(?:srcset|src|alt)="([^"]*)"', match[0])
+    return f"![{alt}]({light}#only-light)\n![{alt}]({dark}#only-dark)"
+
+
 def top_pages() -> dict[str, str]:
     """Return the pages that are files of the top folder; the glossary has a page of its own."""
     glossary = cut("CONTRIBUTING.md", "glossary")
@@ -59,4 +65,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = re.sub(
         r"<!-- include ([\w.]+):(\w+) -->", lambda match: cut(match[1], match[2]), markdown
     )
+    markdown = re.sub(r"<picture>.*?</picture>", split_picture, markdown, flags=re.DOTALL)
     return move_links(markdown) if "/" not in page.file.src_uri else markdown

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import dataclasses
 import html
 import inspect
 import io
@@ -123,7 +122,8 @@ def _users(info: Key) -> str:
 
 def _allowed(info: Key, default: Any) -> str:
     """Return the choices and the bounds of a key."""
-    words = [f"`{choice}`" for choice in info.choices or ("true", "false") * isinstance(default, bool)]
+    choices = ("true", "false") if isinstance(default, bool) else info.choices
+    words = [f"`{choice}`" for choice in choices]
     if info.bounds is not None:
         least, most = info.bounds
         words.append(f"≥ {least:g}" if most == BIG else f"{least:g} to {most:,g}")
@@ -181,7 +181,9 @@ def write_variants() -> str:
         words = [f"variant.{key}={row[key]}" for key in ("qk", "ov", "norm")]
         words += ["variant.mask_self=true"] * row["mask_self"]
         words = [word for word in words if not word.endswith(("=separate", "=none"))]
-        lines.append(f"| circuits | `{' '.join(words) or 'those of standard'}` |\n")
+        if words:
+            lines.append(f"| circuits | `{' '.join(words)}` |")
+        lines.append("")
     lines += [_CIRCUITS, *_write_circuits("qk", "W_q", "W_k"), *_write_circuits("ov", "W_v", "W_o")]
     return "\n".join(lines) + "\n"
 
