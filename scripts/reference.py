@@ -95,16 +95,16 @@ def _write_sections(config: type[Any], table: dict[str, Key]) -> Iterator[str]:
             yield f"### {section}\n\n{(inspect.getdoc(kind) or '').splitlines()[0]}\n"
         elif names:
             yield "### Without a section\n"
-        yield "| key | default | allowed | id | meaning |\n|---|---|---|---|---|"
+        yield "| key | meaning | default | allowed | id |\n|---|---|---|---|---|"
         for name in names:
             info = table[name]
             used_by = f" ({_users(info)})" if info.used_by else ""
             cells = [
                 f"<span id='{name}'></span>`{name}`",
+                escape(info.help + used_by),
                 f"`{_default(defaults[name])}`",
                 _allowed(info, defaults[name]),
                 describe_identity(info.role),
-                escape(info.help + used_by),
             ]
             yield f"| {' | '.join(cells)} |"
         yield ""
