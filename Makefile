@@ -71,5 +71,5 @@ hashes: .tools/ready ## renew .ci/hashes.txt after a change of constraints.txt
 	.tools/bin/python -m pip install --quiet pip-tools pip-audit
 	@touch $@
 
-clean: ## remove the environment and caches; keep runs
-	rm -rf .venv .tools .pytest_cache .ruff_cache .mypy_cache
+clean: ## remove the environment, the built pages and caches; keep runs
+	rm -rf .venv .tools site .pytest_cache .ruff_cache .mypy_cache
