@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 
 class Change(enum.Enum):
-    """What happens to one matrix of standard attention."""
+    """Fate of one matrix of standard attention."""
 
     KEPT = "kept"
     REMOVED = "removed"
@@ -20,7 +20,7 @@ class Change(enum.Enum):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a circuit does to its two matrices: W_q and W_k, or W_v and W_o."""
+    """Fate of the two matrices of a circuit: W_q and W_k, or W_v and W_o."""
 
     first: Change = Change.KEPT
     second: Change = Change.KEPT
