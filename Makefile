@@ -1,4 +1,4 @@
-.PHONY: help train test test-all test-slow check bench torture pictures venv audit hashes clean
+.PHONY: help train test test-all test-slow check bench torture pictures docs venv audit hashes clean
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS ?= report,dev
@@ -39,6 +39,15 @@ pictures: venv ## train the README's sweep and draw its figures (some 9 minutes 
 	$(BIN)/qkablate sweep sweep=quick sweep.name=readme 'seed=range(6)'
 	$(BIN)/qkablate report readme -o outputs/report.svg
 	cp outputs/report-gaps.svg outputs/report-gap-curves.svg docs/
+	$(BIN)/python scripts/darken.py docs/report-gaps.svg docs/report-gap-curves.svg
+
+# .venv may lack the extra: then it is installed, from the same pins.
+docs: .venv/docs ## build the documentation into site/, without a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+.venv/docs: .venv/ready
+	$(BIN)/python -c 'import material' 2> /dev/null || $(PIP) --no-build-isolation --editable '.[$(EXTRAS),docs]'
+	@touch $@
 
 venv: .venv/ready ## create the environment from pinned versions
 
@@ -62,5 +71,5 @@ hashes: .tools/ready ## renew .ci/hashes.txt after a change of constraints.txt
 	.tools/bin/python -m pip install --quiet pip-tools pip-audit
 	@touch $@
 
-clean: ## remove the environment and caches; keep runs
-	rm -rf .venv .tools .pytest_cache .ruff_cache .mypy_cache
+clean: ## remove the environment, the built pages and caches; keep runs
+	rm -rf .venv .tools site .pytest_cache .ruff_cache .mypy_cache

@@ -1,4 +1,4 @@
-"""The package as users get it: wheel, commands of the README, pinned versions."""
+"""The package as users get it: wheel, commands of the documentation, pinned versions."""
 
 import glob
 import os
@@ -18,6 +18,12 @@ from qkablate.cli import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CLAIMS = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+# The pages whose commands are run; tests/test_docs.py checks those of all pages.
+_RUN = "command-line look-at-a-variant sweeps resume reports claims gaps statistics data tasks"
+PAGES = [
+    (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in [*_RUN.split(), "wandb"]
+]
 
 
 @pytest.fixture(scope="module")
@@ -58,23 +64,24 @@ def test_the_wheel_trains_from_any_folder(installed, tiny, tmp_path):
     assert list((elsewhere / "here" / "runs").glob("merged_w-*/result.json"))
 
 
-def test_readme_counts_the_claims():
+def test_docs_count_the_claims():
     claims = [load_claim(name) for name in claim_names()]
-    assert f" {len(claims)} claims from the literature" in README
+    assert f" {len(claims)} claims from the literature" in CLAIMS
     assert sum(claim.untestable is not None for claim in claims) == 3
-    assert "three are not testable yet" in README
+    assert "three are not testable yet" in CLAIMS
 
 
 def commands() -> list[str]:
-    """Return every qkablate command that the README shows in a block of shell."""
-    blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", README, re.DOTALL)
+    """Return every qkablate command that these pages show in a block of shell."""
+    blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", "\n".join(PAGES), re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    found = [line.split("  #")[0].strip().removeprefix("$ ") for line in lines]
-    return [line for line in found if line.startswith("qkablate ")]
+    found = [line.split(" #")[0].strip().removeprefix("$ ") for line in lines]
+    own = ("my_claim.yaml", "--retry")  # tested below, and in tests/sweeps
+    return sorted({x for x in found if x.startswith("qkablate ") and not any(o in x for o in own)})
 
 
-def test_the_readme_shows_commands():
-    assert len(commands()) >= 5
+def test_the_docs_show_commands():
+    assert len(commands()) >= 40
     assert "make train" in README
     assert "make test" in README
 
@@ -122,7 +129,7 @@ def prepared(workspace, tiny, monkeypatch) -> Callable[[list[str]], None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
-def test_commands_of_the_readme_work(qkablate, prepared, tiny, text, command, tmp_path):
+def test_commands_of_the_docs_work(qkablate, prepared, tiny, text, command, tmp_path):
     """Run them as they are written, on a tiny model, with data and outputs in a test folder."""
     words = shlex.split(command)[1:]
     (tmp_path / "book.txt").write_bytes(text.read_bytes())
@@ -172,7 +179,7 @@ def test_constraints_pin_every_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = project["dependencies"] + extras["dev"] + extras["report"]
-    wanted += extras["dashboard"]
+    wanted += extras["dashboard"] + extras["docs"]
     pinned = dict(
         line.lower().split("==")
         for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -185,14 +192,13 @@ def test_constraints_pin_every_dependency():
 
 def test_make_help_lists_every_target():
     out = subprocess.run(["make", "-C", ROOT, "help"], capture_output=True, text=True).stdout
-    for target in ("train", "test", "check", "venv"):
+    for target in ("train", "test", "check", "docs", "venv"):
         assert f"make {target}" in out
 
 
 @pytest.mark.slow
 def test_claim_of_the_docs_plans(qkablate, tmp_path):
-    text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (block,) = re.findall(r"```yaml\n(.*?)```", CLAIMS, re.DOTALL)
     assert len(block.splitlines()) <= 10
     (tmp_path / "my_claim.yaml").write_text(block, encoding="utf-8")
     words = ["model.d_model=16", "model.heads=2", "threads=1", "tracking.wandb=disabled"]
@@ -204,8 +210,7 @@ def test_claim_of_the_docs_plans(qkablate, tmp_path):
 
 @pytest.mark.slow
 def test_claim_of_the_docs_runs(qkablate, tmp_path):
-    text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (block,) = re.findall(r"```yaml\n(.*?)```", CLAIMS, re.DOTALL)
     block = block.replace("seeds: 8", "seeds: 5\ntuning_seeds: 0")
     block = block.replace("train.eval_every: 100", "train.eval_every: 1\n  train.steps: 8")
     (tmp_path / "my_claim.yaml").write_text(block, encoding="utf-8")
@@ -219,16 +224,26 @@ def test_claim_of_the_docs_runs(qkablate, tmp_path):
 
 
 def test_every_claim_is_in_the_table_of_the_docs():
-    text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
-    table = text[text.index("## What the discussions said") :]
+    table = CLAIMS[CLAIMS.index("## What the discussions said") :]
     found = set(re.findall(r"`(\w+)`", table))
     assert {path.stem for path in (ROOT / "conf" / "claim").glob("*.yaml")} <= found
 
 
 @pytest.mark.slow
-def test_variant_of_contributing_is_verified_and_trained(qkablate, tiny, tmp_path):
+def test_variant_of_the_readme_is_verified_and_trained(qkablate, tiny, tmp_path):
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    assert len(code.splitlines()) < 25
+    (tmp_path / "next_head_q.py").write_text(code, encoding="utf-8")
+    assert "qkablate verify variant.file=next_head_q.py" in README
+    for words in (["verify"], ["train", *tiny]):
+        done = qkablate(*words, "variant.file=next_head_q.py")
+        assert done.code == 0, done.out + done.err
+
+
+@pytest.mark.slow
+def test_variant_of_the_docs_is_verified_and_trained(qkablate, tiny, tmp_path):
     """It has under 25 lines, and is verified, costed and trained like the built-in ones."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "own-variant.md").read_text(encoding="utf-8")
     name = re.search(r"variant\.file=(\w+\.py)", text)[1]
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     assert len(code.splitlines()) < 25
