@@ -11,6 +11,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import Parser, choose_action, one_of, whole_number
+from qkablate.cli.hydra.configs import make_config, open_hydra
+from qkablate.cli.hydra.grid import read_request
+from qkablate.cli.launch import plan_sweep, run_sweep, show_plan
 from qkablate.errors import ImpossibleConfig, UserError, print_stderr
 from qkablate.table import format_count, print_json, print_next_commands
 
@@ -131,12 +134,11 @@ class _ClaimRequest:
     def check_values(self) -> None:
         """Raise UserError for a value that `claim run` would reject before it trains."""
         from qkablate.analysis.claims.registry import claim_grid
-        from qkablate.cli.hydra.grid import open_composer
 
         grid, words = claim_grid(self.claim, self.claim.seeds[0])
-        with open_composer() as composer, suppress(ImpossibleConfig):  # this arm is left out
-            choices = composer.request([*words, *self.run_words], grid).choices
-            composer.config({key: values[0] for key, values in choices.items()})
+        with open_hydra(), suppress(ImpossibleConfig):  # this arm is left out
+            choices = read_request([*words, *self.run_words], grid).choices
+            make_config({key: values[0] for key, values in choices.items()})
 
     def command(self, action: str) -> list[str]:
         return ["claim", action, *self.words]
@@ -197,12 +199,11 @@ def _list(words: list[str], *, as_json: bool) -> int:
 
 def _measure_pace() -> float:
     from qkablate.analysis.claims.parse import load_claim
-    from qkablate.cli.hydra.grid import open_composer
     from qkablate.sweeps.planning.estimate import measure_pace
 
     grid = load_claim("qq_worse").grid  # standard, at scale=small
-    with open_composer() as composer:
-        return measure_pace(composer.config({**grid, "variant": "standard", "threads": "1"}), 256)
+    with open_hydra():
+        return measure_pace(make_config({**grid, "variant": "standard", "threads": "1"}), 256)
 
 
 def _format_row(row: dict[str, Any]) -> list[str]:
@@ -268,8 +269,6 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         find_registrations,
         register_claim,
     )
-    from qkablate.cli.hydra.grid import open_composer
-    from qkablate.cli.launch import plan_sweep, run_sweep, show_plan
     from qkablate.report.text.claims import format_claim
 
     claim = request.claim
@@ -288,11 +287,11 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
     judgement: Judgement | None = None
     for seeds in looks:
         grid, words = claim_grid(claim, seeds)
-        with open_composer() as composer:
-            sweep_request = composer.request([*words, *request.run_words], grid)
+        with open_hydra():
+            sweep_request = read_request([*words, *request.run_words], grid)
             more = ["--more", str(args.more)] if args.more else []
             command = [*request.command("run"), *more]
-            manifest, slots = plan_sweep(sweep_request, composer.config, command)
+            manifest, slots = plan_sweep(sweep_request, command)
         for left in manifest.left_out:
             raise UserError(f"{claim.name}: {left.arm} is {left.kind}: {left.reason}")
         comparisons = find_comparisons(claim, manifest.arms.values())

@@ -1,14 +1,12 @@
 """Plan, show and run a sweep: for `qkablate sweep` and `qkablate claim run`."""
 
-import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import out_words
+from qkablate.cli.hydra.configs import make_config
 from qkablate.cli.hydra.grid import SweepRequest
-from qkablate.config import Config
 from qkablate.dashboard.sweep_run import make_sweep_tables
 from qkablate.disk import make_folder
 from qkablate.errors import UserError, print_stderr
@@ -38,9 +36,7 @@ def observe_leases(folders: list[Path]) -> LeaseObserver:
     return observer
 
 
-def plan_sweep(
-    request: SweepRequest, compose: Callable[[dict[str, str]], Config], command: list[str]
-) -> tuple["Manifest", list[str | None]]:
+def plan_sweep(request: SweepRequest, command: list[str]) -> tuple["Manifest", list[str | None]]:
     """Return the manifest, and a slot for every run that can run at once."""
     from tqdm import tqdm
 
@@ -52,15 +48,13 @@ def plan_sweep(
     check_engine(engine)
     is_remote = engine.name != "local"
     grid = Grid(request.settings.sweep, request.controls, request.choices, is_remote)
-    with tqdm(
-        desc="expanding", unit=" arms", leave=False, disable=not sys.stderr.isatty(), delay=0.5
-    ) as bar:
+    with tqdm(desc="expanding", unit=" arms", leave=False, disable=None, delay=0.5) as bar:
 
         def note(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        manifest = expand_grid(grid, compose, ["qkablate", *command], note)
+        manifest = expand_grid(grid, make_config, ["qkablate", *command], note)
     try:
         make_folder(Path(manifest.out).expanduser() / "sweeps")
     except OSError as error:

@@ -1,7 +1,6 @@
 """`qkablate sync`: upload offline logs to Weights & Biases."""
 
 import os
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -159,9 +158,7 @@ def _upload(plan: "SyncPlan", server: str) -> int:
     try:
         with (
             lock_folders(outputs) as locks,
-            tqdm(
-                total=total, desc="uploading", unit=" logs", disable=not sys.stderr.isatty()
-            ) as bar,
+            tqdm(total=total, desc="uploading", unit=" logs", disable=None) as bar,
         ):
             result = send_logs(plan.logs, server, locks, update)
     except BlockingIOError as error:

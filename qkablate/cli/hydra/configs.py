@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from qkablate.cli.hydra.app import register
-from qkablate.cli.hydra.words import expand_words, format_error, is_group, split_words
+from qkablate.cli.hydra.words import expand_words, format_error, is_group, sets_key, split_words
 from qkablate.config import (
     KEYS,
     Config,
@@ -18,35 +18,30 @@ from qkablate.config import (
     explain,
     no_such_key,
     to_typed,
+    variants,
 )
 from qkablate.errors import UserError, print_stderr
 
 T = TypeVar("T")
 
 
-@dataclass
-class Composer:
-    """Checked configs from words."""
+def make_config(words: Mapping[str, str], name: str = "train") -> Config:
+    """Return the checked config that {key: value} makes, as `qkablate train` would."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    name: str = "train"
-
-    def config(self, words: Mapping[str, str]) -> Config:
-        """Return the checked config that {key: value} makes, as `qkablate train` would."""
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
-        typed = _compose_groups(self.name, {k: value for k, value in words.items() if is_group(k)})
-        for key, value in words.items():
-            if is_group(key):
-                continue
-            if key not in KEYS and key not in vars(Config()):
-                raise UserError(no_such_key(key))
-            check_digits(key, value)
-            try:
-                OmegaConf.update(typed, key, _parse_value(f"{key}={value}"), force_add=False)
-            except OmegaConfBaseException as error:
-                raise UserError(explain(error)) from None
-        return build_config(typed)
+    typed = _compose_groups(name, {key: value for key, value in words.items() if is_group(key)})
+    for key, value in words.items():
+        if is_group(key):
+            continue
+        if key not in KEYS and key not in vars(Config()):
+            raise UserError(no_such_key(key))
+        check_digits(key, value)
+        try:
+            OmegaConf.update(typed, key, _parse_value(f"{key}={value}"), force_add=False)
+        except OmegaConfBaseException as error:
+            raise UserError(explain(error)) from None
+    return build_config(typed)
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -141,28 +136,33 @@ class Job:
     words: list[str]
 
 
-def compose_jobs(words: list[str], implied: str = "") -> list[Job]:
+def compose_jobs(words: list[str], *, of_all_variants: bool = False) -> list[Job]:
     """Return a checked config for every combination of the values given.
 
-    An `implied` word was not typed by the user, and no message mentions it.
+    With `of_all_variants`, words that choose no variant stand for each of them.
     """
-    composer = Composer()
+    implied = []  # not typed by the user: no message mentions it
+    if of_all_variants and not sets_key(words, "variant"):
+        implied = [f"variant={','.join(variants())}"]
     with open_hydra():
-        jobs = expand_words([implied] * bool(implied) + words)
-        return for_each_job(jobs, lambda job: Job(composer.config(split_words(job)), job), implied)
+        return for_each_job(
+            expand_words([*implied, *words]),
+            lambda job: Job(make_config(split_words(job)), job),
+            skipped=len(implied),
+        )
 
 
 def for_each_job(
-    jobs: list[list[str]], make: Callable[[list[str]], T], implied: str = ""
+    jobs: list[list[str]], make: Callable[[list[str]], T], skipped: int = 0
 ) -> list[T]:
-    """Call `make` with the words of every job; an error names the words that vary."""
+    """Call `make` with the words of every job; an error names those after `skipped` that vary."""
     common = set.intersection(*map(set, jobs)) if jobs else set()
     results = []
     for job in jobs:
         try:
             results.append(make(job))
         except UserError as error:
-            varied = [word for word in job[bool(implied) :] if word not in common]
+            varied = [word for word in job[skipped:] if word not in common]
             raise UserError(f"{error} (in {' '.join(varied)})" if varied else str(error)) from None
     return results
 
