@@ -10,10 +10,11 @@ from argparse import Namespace
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from qkablate.cli.arguments import Parser, choose_action, one_of, whole_number
+from qkablate.cli.arguments import Parser, choose_action, one_of, take_out, whole_number
 from qkablate.cli.hydra.configs import make_config, open_hydra
 from qkablate.cli.hydra.grid import read_request
 from qkablate.cli.launch import plan_sweep, run_sweep, show_plan
+from qkablate.cli.names import config_names
 from qkablate.errors import ImpossibleConfig, UserError, print_stderr
 from qkablate.table import format_count, print_json, print_next_commands
 
@@ -62,7 +63,8 @@ Exit codes: 0 there is a verdict · 1 some runs are not done · 2 a mistake in t
 ACTIONS = {"list": ("json",), "run": ("dry_run", "more", "retry"), "show": ("json",)}
 
 
-PARSER = Parser(HELP)
+_SCALES = [f"scale={name}" for name in config_names("scale")]
+PARSER = Parser(HELP, words=(*ACTIONS, *config_names("claim"), *_SCALES, "out="))
 PARSER.switch("--dry-run", "show the design; train and register nothing")
 PARSER.option(
     "--more", "N", "add N seeds to the declared ones: the verdict is exploratory", whole_number(1)
@@ -149,11 +151,9 @@ def _list(words: list[str], *, as_json: bool) -> int:
     from qkablate.analysis.claims.parse import claim_names, load_claim
     from qkablate.analysis.claims.registry import find_registrations, registered_names
 
-    out = "outputs"
-    for word in words:
-        if not word.startswith("out="):
-            raise UserError(f"'{word}': claim list takes only out=FOLDER")
-        out = word.removeprefix("out=")
+    rest, out = take_out(words)
+    if rest:
+        raise UserError(f"'{rest[0]}': claim list takes only out=FOLDER")
     pace = _measure_pace()
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys([*claim_names(), *registered_names(out)]):
@@ -183,17 +183,16 @@ def _list(words: list[str], *, as_json: bool) -> int:
                 "verdicts": verdicts,
             }
         )
-    with suppress(BrokenPipeError):
-        if as_json:
-            print_json(rows)
-            return 0
-        for row in rows:
-            print("\n".join([*_format_row(row), ""]))
-        print(
-            "min: minutes here at scale=small, by the time of a training step; --dry-run times the"
-            " claim's own"
-        )
-        print_next_commands(["claim", "run", "one_head", "--dry-run"])
+    if as_json:
+        print_json(rows)
+        return 0
+    for row in rows:
+        print("\n".join([*_format_row(row), ""]))
+    print(
+        "min: minutes here at scale=small, by the time of a training step; --dry-run times the"
+        " claim's own"
+    )
+    print_next_commands(["claim", "run", "one_head", "--dry-run"])
     return 0
 
 
@@ -325,9 +324,8 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         if judgement and judgement.is_conclusive:
             break
     assert judgement is not None
-    with suppress(BrokenPipeError):
-        print()
-        _print(judgement, judged_looks, request.out)
+    print()
+    _print(judgement, judged_looks, request.out)
     return 0
 
 
@@ -355,12 +353,3 @@ def _print(judgement: "Judgement", looks: list["Judgement"], out: str) -> None:
     else:
         report = ["report", judgement.claim.folder_name, *study.cli_arguments[1:]]
         print_next_commands(["results", *study.cli_arguments], report)
-
-
-def completions() -> list[str]:
-    """Return the words that can follow `qkablate claim`."""
-    from qkablate.config import conf_dir
-
-    names = sorted(path.stem for path in (conf_dir() / "claim").glob("*.yaml"))
-    scales = sorted(f"scale={path.stem}" for path in (conf_dir() / "scale").glob("*.yaml"))
-    return [*ACTIONS, *names, *scales, "out="]

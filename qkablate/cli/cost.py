@@ -5,7 +5,8 @@ from typing import Any
 
 from qkablate.cli.arguments import Parser, one_of, whole_number
 from qkablate.cli.hydra.configs import Job, build_jobs, choose_next, compose_jobs
-from qkablate.config import Config, conf_dir
+from qkablate.cli.names import config_names
+from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.table import (
     format_bytes,
@@ -17,7 +18,7 @@ from qkablate.table import (
     print_table,
 )
 
-SIZES = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml"))
+SIZES = config_names("model")
 _VOCABULARIES = {"gpt-j": 50400, "gpt2": 50257, "300m": 50304}  # of models that do not read bytes
 _DEFAULT_VOCABULARY = 256  # of data.tokenizer=bytes
 

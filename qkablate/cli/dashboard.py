@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qkablate.cli.arguments import Parser, out_words, sweep_and_out
+from qkablate.cli.arguments import Parser, find_sweep_and_out, out_words
 from qkablate.errors import UserError, print_stderr, require_extra, sanitize
 from qkablate.table import format_bytes, format_count, print_next_commands
 
@@ -57,16 +57,15 @@ PARSER.option(
 def main(argv: list[str]) -> int:
     """Save the view of a sweep, or write it as JSON."""
     args = PARSER.parse(_name_stdout(argv))
-    word, out = sweep_and_out(args.words)
+    folder, out = find_sweep_and_out(args.words)
 
     from qkablate.runs.run import refuse_links
-    from qkablate.sweeps.planning import manifest
+    from qkablate.sweeps.planning.manifest import read_manifest
     from qkablate.sweeps.running.state import SweepState
     from qkablate.tracking.wandb.mode import project_and_entity
     from qkablate.tracking.wandb.service import keep_files_in
 
-    folder = manifest.find_sweep(word, out)
-    sweep_state = SweepState(manifest.read_manifest(folder))
+    sweep_state = SweepState(read_manifest(folder))
     require_extra("dashboard", "wandb_workspaces")
     tracking = sweep_state.manifest.tracking
     project, entity = project_and_entity(
@@ -137,8 +136,7 @@ def _write(spec: str, sweep_state: "SweepState", entity: str, project: str) -> N
 def _save(sweep_state: "SweepState", entity: str | None, project: str, out: str) -> None:
     from qkablate.dashboard.server import connect, find_urls, save_view
     from qkablate.dashboard.view import make_workspace, mixes_arms
-    from qkablate.disk import write_atomic
-    from qkablate.runs.records import read_json
+    from qkablate.runs.records import read_json, write_json
 
     server = connect()
     entity = entity or server.entity
@@ -149,7 +147,7 @@ def _save(sweep_state: "SweepState", entity: str | None, project: str, out: str)
     saved = save_view(make_workspace(sweep_state, entity, project), server.app_url, known)
     workspace = saved.url.partition("?")[0]  # one view per project is kept
     kept = [saved.url, *(url for url in known if url.partition("?")[0] != workspace)]
-    write_atomic(path, json.dumps({"views": kept}, indent=1) + "\n")
+    write_json(path, {"views": kept})
     print(sanitize(f"{'saved' if saved.is_new else 'updated'}  {saved.url}"))
     print(sanitize(f"shows  the runs of group {sweep_state.manifest.group} in {entity}/{project}"))
     if saved.lost:

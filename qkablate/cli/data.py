@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import Parser, choose_action, one_of, whole_number
 from qkablate.cli.hydra.configs import Job, compose_jobs
+from qkablate.cli.names import config_names
 from qkablate.config import TEXT_SOURCES, conf_dir
 from qkablate.config.data import HELD_OUT_SPLITS, SPLITS
 from qkablate.errors import UserError
@@ -47,7 +48,11 @@ Examples
   qkablate data show data=recall data.pairs=4 model.context=32
 """
 
-PARSER = Parser(HELP)
+# The flags that each action takes.
+ACTIONS = {"list": ("json",), "prepare": (), "info": ("json",), "show": ("split", "count")}
+
+
+PARSER = Parser(HELP, words=(*ACTIONS, *(f"data={name}" for name in config_names("data"))))
 _SPLIT_HELP = "train (default), val, test; of train, the first windows of a run"
 PARSER.option("--split", "SPLIT", _SPLIT_HELP, one_of(SPLITS))
 PARSER.option("--count", "N", "number of windows (default 3)", whole_number(1, 10_000))
@@ -60,15 +65,15 @@ def main(argv: list[str]) -> int:
     if not argv:
         PARSER.print_help()
         return 0
-    action, words = choose_action(args.words, _ACTIONS)
-    function, allowed = _ACTIONS[action]
+    action, words = choose_action(args.words, ACTIONS)
     for flag in ("count", "json", "split"):
-        if getattr(args, flag) and flag not in allowed:
+        if getattr(args, flag) and flag not in ACTIONS[action]:
             raise UserError(f"'--{flag}' is not a flag of data {action}")
+    act = {"list": _list, "prepare": _prepare, "info": _info, "show": _show}[action]
     # SIGTERM raises an exception, so that nothing half-written is left.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        function(words, args)
+        act(words, args)
     except KeyboardInterrupt:
         print("qkablate: interrupted; incomplete data was removed", file=sys.stderr)
         return 130
@@ -82,15 +87,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def completions() -> list[str]:
-    """Return the words that can follow `qkablate data`."""
-    return [*_ACTIONS, *(f"data={path.stem}" for path in _config_files())]
-
-
-def _config_files() -> list[Path]:
-    return sorted((conf_dir() / "data").glob("*.yaml"))
-
-
 def _list(words: list[str], args: Namespace) -> None:
     if words:
         raise UserError(f"data list takes no '{words[0]}'")
@@ -98,10 +94,10 @@ def _list(words: list[str], args: Namespace) -> None:
     from qkablate.data.corpus import cache_dir, read_manifest
 
     kinds = []
-    for path in _config_files():
-        lines = path.read_text(encoding="utf-8").splitlines()
+    for name in config_names("data"):
+        lines = (conf_dir() / "data" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
         values = dict(line.split()[:2] for line in lines if line.count(": ") and line[0] != "#")
-        kind = {"data": path.stem, "source": values["source:"]}
+        kind = {"data": name, "source": values["source:"]}
         kind["tokenizer"] = values.get("tokenizer:", "").replace("null", "")
         kinds.append(kind | {"summary": lines[0].removeprefix("# ")})
     cache = cache_dir(DataConfig())
@@ -299,12 +295,3 @@ def _sequence(task: "Task", batch: "Batch", number: int) -> str:
             if target >= 0:
                 texts[position] += f"→{task.format_token(target)}"
     return " ".join(texts)
-
-
-# The function of every action, and the flags that it takes.
-_ACTIONS = {
-    "list": (_list, ("json",)),
-    "prepare": (_prepare, ()),
-    "info": (_info, ("json",)),
-    "show": (_show, ("split", "count")),
-}

@@ -12,6 +12,7 @@ from qkablate.disk import make_folder
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.lease import TIMEOUT, LeaseObserver
 from qkablate.table import format_list, print_json, print_next_commands
+from qkablate.tracking.wandb.run import OFFLINE
 
 if TYPE_CHECKING:
     from qkablate.sweeps.planning.manifest import Manifest
@@ -86,11 +87,10 @@ def show_plan(
     if as_json:
         print_json(text.plan_to_json(manifest, len(slots), estimated, done))
         return 0
-    with suppress(BrokenPipeError):
-        print("\n".join(text.format_plan(manifest, len(slots), estimated, done, engine)))
-        if reason:
-            print(f"cost     not estimated: {reason}")
-        print_next_commands(manifest.command[1:])
+    print("\n".join(text.format_plan(manifest, len(slots), estimated, done, engine)))
+    if reason:
+        print(f"cost     not estimated: {reason}")
+    print_next_commands(manifest.command[1:])
     return 0
 
 
@@ -114,8 +114,8 @@ def run_sweep(
     keep_threads = not has_threads and engine.name == "local"
     manifest = freeze(manifest, plan, keep_threads=keep_threads)
     table = ProgressTable()
-    table.note(f"sweep    {manifest.folder}")
-    for line in text.format_plan_summary(manifest, len(slots), engine=engine):
+    summary = text.format_plan_summary(manifest, len(slots), engine=engine)
+    for line in (f"sweep    {manifest.folder}", *summary):
         table.note(line)
     launcher = Launcher(
         manifest,
@@ -137,7 +137,6 @@ def run_sweep(
 
 def _print_outcome(launcher: "Launcher", address: str | None) -> None:
     from qkablate.sweeps.running import results
-    from qkablate.tracking.wandb.run import OFFLINE
 
     print()
     results.print_arms(launcher.sweep_state)

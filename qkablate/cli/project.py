@@ -5,11 +5,10 @@ So the gap of the variant is split into what it cannot represent and what traini
 
 import dataclasses
 import shlex
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkablate.cli.arguments import Parser, convert_key, split_runs, take_out, whole_number
+from qkablate.cli.arguments import Parser, convert_value, split_runs, take_out, whole_number
 from qkablate.cli.hydra.configs import compose_jobs
 from qkablate.cli.launch import observe_leases
 from qkablate.config import Config
@@ -94,11 +93,10 @@ def main(argv: list[str]) -> int:
             if status != "done":
                 return EXIT_CODES.get(status, 1)
     result = _describe(decompositions, overrides)
-    with suppress(BrokenPipeError):
-        if args.json:
-            print_json(result)
-        else:
-            print_projection(result, out)
+    if args.json:
+        print_json(result)
+    else:
+        print_projection(result, out)
     return 0
 
 
@@ -111,7 +109,7 @@ def _parse_words(words: list[str]) -> tuple[list[str], list[str], int]:
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key == "finetune.steps":
-            steps = convert_key(key, value, whole_number(1, 2**53))
+            steps = convert_value(key, value, whole_number(1, 2**53))
         elif key.partition(".")[0] in ("finetune", "heal"):
             raise UserError(f"{key}: there is no such key (nearest: finetune.steps)")
         else:

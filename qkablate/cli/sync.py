@@ -1,6 +1,5 @@
 """`qkablate sync`: upload offline logs to Weights & Biases."""
 
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import Parser, take_out
 from qkablate.cli.launch import observe_leases
-from qkablate.cli.names import find_by_name, kind_of_folder, known_names
+from qkablate.cli.names import find_by_name, known_names
 from qkablate.errors import UserError, print_stderr, sanitize
 from qkablate.table import format_bytes, format_count, format_list, print_next_commands, print_table
 
@@ -78,16 +77,11 @@ def main(argv: list[str]) -> int:
 def _find_folders(words: list[str], out: str) -> dict[Path, bool]:
     """Return the folders of runs and sweeps, each with whether it is being trained in."""
     root = Path(out).expanduser()
-    kinds = ("sweep", "run")
     runs = [] if words else sorted(path.parent for path in root.glob("runs/*/wandb"))
     sweeps = [] if words else [root / "sweeps" / name for name in known_names("sweep", root)]
     for word in words:
-        folder = os.path.expanduser(word)
-        if kind := kind_of_folder(folder, kinds):
-            (runs if kind == "run" else sweeps).append(Path(folder))
-        else:
-            kind, path = find_by_name(word, out, kinds)
-            (runs if kind == "run" else sweeps).append(path)
+        kind, folder = find_by_name(word, out, ("sweep", "run"))
+        (runs if kind == "run" else sweeps).append(folder)
     busy: dict[Path, bool] = {}
     for sweep in sweeps:
         busy[sweep], run_folders = _read_sweep(sweep, with_runs=bool(words))

@@ -4,9 +4,9 @@ import copy
 import dataclasses
 from typing import TYPE_CHECKING
 
-from qkablate.cli.arguments import CIRCUIT_KEYS, Parser, restore_run
+from qkablate.cli.arguments import CIRCUIT_KEYS, Parser, propose_sample, restore_run, split_runs
 from qkablate.cli.hydra.configs import Job, build_jobs, choose_next, compose_jobs
-from qkablate.config import TEXT_SOURCES, Config
+from qkablate.config import Config
 from qkablate.errors import UserError, print_stderr
 from qkablate.table import format_count, print_json, print_next_commands, print_table
 
@@ -46,8 +46,7 @@ PARSER.switch("--json", "print JSON")
 def main(argv: list[str]) -> int:
     """Check variants and print the residuals."""
     args = PARSER.parse(argv)
-    runs = [word for word in args.words if "=" not in word]
-    words = [word for word in args.words if "=" in word]
+    runs, words = split_runs(args.words)
     if len(runs) > 1:
         raise UserError(f"'{runs[1]}': one run at a time")
     outcomes, proposed = _verify_run(runs[0], words) if runs else _verify_fresh(words)
@@ -126,10 +125,7 @@ def _verify_run(word: str, words: list[str]) -> tuple[list["CheckResult"], list[
     print_stderr(f"{restored.folder.resolve().name}, step {restored.step}, {count}")
     outcomes = verify(config.variant.name, layers, streams, fresh=False)
     bar = tqdm(outcomes, unit=" checks", leave=False, disable=None)
-    proposed = ["sample", word, *words]
-    if config.data.source not in TEXT_SOURCES:  # a task's tokens are not text
-        proposed = ["data", "info", f"data={config.data.source}"]
-    return list(bar), proposed
+    return list(bar), propose_sample(config, [word, *words])
 
 
 def _print(outcomes: list["CheckResult"]) -> None:

@@ -96,11 +96,8 @@ def format_keys() -> str:
     for name, default in flatten(Config()).items():
         info = KEYS[name]
         used_by = f" (data={', '.join(info.used_by)})" if len(info.used_by) in range(1, 3) else ""
-        lines += textwrap.wrap(
-            f"{f'{name}={as_word(default)}':<37}{info.help}{used_by}",
-            100,
-            subsequent_indent=" " * 37,
-        )
+        text = f"{f'{name}={as_word(default)}':<37}{info.help}{used_by}"
+        lines += textwrap.wrap(text, 100, subsequent_indent=" " * 37)
     return "\n".join(lines)
 
 

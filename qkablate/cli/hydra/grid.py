@@ -29,7 +29,6 @@ class SweepRequest:
     settings: SweepConfig
     controls: dict[str, ControlConfig]
     choices: dict[str, list[str]]  # key → its values as they are typed; several make an axis
-    axes: list[str]  # the keys that the user or the sweep's file varies
 
     def count(self) -> int:
         """Return the number of runs, before anything is left out."""
@@ -64,13 +63,12 @@ def read_request(words: list[str], grid: GridConfig | None = None) -> SweepReque
     controls = dict(_read_control(name, control_words) for name in names)
     if control_words and set(names) == {"none"}:
         raise UserError(f"'{control_words[0]}' has no meaning with control=none")
-    axes = [key for key in dict.fromkeys([*settings.sweep.axes, *typed]) if key in choices]
-    if not axes:
+    if not choices.keys() & {*settings.sweep.axes, *typed}:
         raise UserError(
             "the grid is empty: give sweep=quick, or axes such as"
             " variant=standard,merged_w 'seed=range(3)'"
         )
-    return SweepRequest(settings, controls, choices, axes)
+    return SweepRequest(settings, controls, choices)
 
 
 def _parse(word: str) -> tuple[str, list[str]]:

@@ -37,7 +37,8 @@ def configs(request):
 @pytest.mark.slow
 def test_quick_has_4_variants_2_widths_2_head_counts_3_seeds(opened_hydra):
     request = read_request(["sweep=quick"])
-    assert request.axes == ["variant", "model.d_model", "model.heads", "seed"]
+    axes = [key for key, values in request.choices.items() if len(values) > 1]
+    assert axes == ["variant", "model.d_model", "model.heads", "seed"]
     assert set(request.choices["variant"]) == FOUR
     found = [
         (config.variant.name, config.model.d_model, config.model.heads, config.seed)
@@ -147,7 +148,8 @@ def test_words_replace_an_axis_of_the_file(opened_hydra):
     assert request.choices["variant"] == ["standard", "wide_qk"]
     assert request.choices["seed"] == ["2", "3", "4"]
     assert request.choices["model.heads"] == ["2", "4"]
-    assert request.axes == ["variant", "model.d_model", "model.heads", "seed"]
+    axes = [key for key, values in request.choices.items() if len(values) > 1]
+    assert axes == ["variant", "model.d_model", "model.heads", "seed"]
 
 
 def test_words_replace_a_fixed_key_of_the_file(opened_hydra):
