@@ -32,6 +32,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(add_help=False, allow_abbrev=False, exit_on_error=False)
         self.kinds, self.words = kinds, words
         self._help_text = help_text
+        self._converters: dict[str, Callable[[str], Any]] = {}
         self.add_argument("-h", "--help", action="help", help="show this text")
 
     def switch(self, flag: str, help: str) -> None:
@@ -42,7 +43,8 @@ class Parser(argparse.ArgumentParser):
         self, flag: str, metavar: str, help: str, convert: Callable[[str], Any] = str
     ) -> None:
         """Add a flag with a value; `convert` raises ValueError("a whole number") if it is none."""
-        self.add_argument(flag, metavar=metavar, help=help, action=_StoreOnce, convert=convert)
+        self._converters[flag] = convert
+        self.add_argument(flag, metavar=metavar, help=help, action="append")
 
     @property
     def flags(self) -> list[str]:
@@ -61,11 +63,24 @@ class Parser(argparse.ArgumentParser):
             is_value = following and following[0].partition("=")[0] not in self.flags
             hint = f"; a value that begins with - is written {flag}=VALUE" if is_value else ""
             raise UserError(f"{flag}: a value is missing{hint}") from None
+        for flag in self._converters:
+            dest = self._option_string_actions[flag].dest
+            setattr(args, dest, self._convert(flag, getattr(args, dest) or []))
         if unknown := [word.partition("=")[0] for word in words if word.startswith("-")]:
             allowed = f"{', '.join(self.flags)}{nearest_hint(unknown[0], self.flags)}"
             raise UserError(f"'{unknown[0]}' is not one of {allowed}")
         args.words = words
         return args
+
+    def _convert(self, flag: str, texts: list[str]) -> Any:
+        """Return the value of an option; a second, different one is an error."""
+        if "" in texts:
+            raise UserError(f"{flag}: a value is missing")
+        values = [convert_value(flag, text, self._converters[flag]) for text in texts]
+        for text, value in zip(texts, values, strict=True):
+            if value != values[0]:
+                raise UserError(f"{flag} is given twice: '{values[0]}' and '{text}'")
+        return values[0] if values else None
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print with a usage line."""
@@ -78,28 +93,6 @@ class Parser(argparse.ArgumentParser):
         formatter.add_arguments(self._actions)
         formatter.end_section()
         return self._help_text.replace("{flags}\n", formatter.format_help())
-
-
-class _StoreOnce(argparse.Action):
-    """Store one converted value; a second, different one is an error."""
-
-    def __init__(self, *, convert: Callable[[str], Any], **settings: Any) -> None:
-        super().__init__(**settings)
-        self._convert = convert
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        if not values:
-            raise UserError(f"{option_string}: a value is missing")
-        value = convert_value(str(option_string), values, self._convert)
-        if (earlier := getattr(namespace, self.dest)) not in (None, value):
-            raise UserError(f"{option_string} is given twice: '{earlier}' and '{values}'")
-        setattr(namespace, self.dest, value)
 
 
 def choose_action(words: list[str], actions: Collection[str]) -> tuple[str, list[str]]:

@@ -1,6 +1,5 @@
 """`qkablate claim`: hypotheses, registered before their runs, and their verdicts."""
 
-import itertools
 import math
 import os
 import shutil
@@ -150,11 +149,14 @@ def _list(words: list[str], *, as_json: bool) -> int:
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
     from qkablate.analysis.claims.parse import claim_names, load_claim
     from qkablate.analysis.claims.registry import find_registrations, registered_names
+    from qkablate.sweeps.planning.estimate import measure_pace
 
     rest, out = take_out(words)
     if rest:
         raise UserError(f"'{rest[0]}': claim list takes only out=FOLDER")
-    pace = _measure_pace()
+    grid = load_claim("qq_worse").grid  # standard, at scale=small
+    with open_hydra():
+        pace = measure_pace(make_config({**grid, "variant": "standard", "threads": "1"}), 256)
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys([*claim_names(), *registered_names(out)]):
         try:
@@ -196,15 +198,6 @@ def _list(words: list[str], *, as_json: bool) -> int:
     return 0
 
 
-def _measure_pace() -> float:
-    from qkablate.analysis.claims.parse import load_claim
-    from qkablate.sweeps.planning.estimate import measure_pace
-
-    grid = load_claim("qq_worse").grid  # standard, at scale=small
-    with open_hydra():
-        return measure_pace(make_config({**grid, "variant": "standard", "threads": "1"}), 256)
-
-
 def _format_row(row: dict[str, Any]) -> list[str]:
     """Return a claim of the list as lines: its verdict, what it measures, what it says, and who."""
     facts = [row["claim"]]
@@ -215,11 +208,10 @@ def _format_row(row: dict[str, Any]) -> list[str]:
         facts += [", ".join(row["measures"]), f"n = {'/'.join(map(str, row['seeds']))}"]
         minutes = row["minutes_here"]
         facts += [f"{max(1, round(minutes))} min"] if minutes is not None else []
-    texts = [row["says"], row["source"], *([row["untestable"]] if row["untestable"] else [])]
+    texts = filter(None, (row["says"], row["source"], row["untestable"]))
     width = min(100, shutil.get_terminal_size().columns)
     lines = textwrap.wrap(" · ".join(facts), width, subsequent_indent="  ")
-    wrapped = (textwrap.wrap(text, width - 4) for text in texts)
-    return [*lines, *(f"    {line}" for line in itertools.chain(*wrapped))]
+    return lines + [f"    {line}" for text in texts for line in textwrap.wrap(text, width - 4)]
 
 
 def _summarize(judgement: "Judgement") -> str:
@@ -259,20 +251,15 @@ def _show(request: _ClaimRequest, as_json: bool) -> int:
 
 
 def _run(request: _ClaimRequest, args: Namespace) -> int:
+    from qkablate.analysis.claims import registry
     from qkablate.analysis.claims.claim import find_comparisons
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks, solo_arms
     from qkablate.analysis.claims.parse import MOST_SEEDS
-    from qkablate.analysis.claims.registry import (
-        claim_grid,
-        edits_since,
-        find_registrations,
-        register_claim,
-    )
     from qkablate.report.text.claims import format_claim
 
     claim = request.claim
     looks = list(claim.seeds)
-    registrations = find_registrations(request.out, claim.name)
+    registrations = registry.find_registrations(request.out, claim.name)
     if args.more:
         is_registered = any(entry.claim.hash == claim.hash for entry in registrations)
         earlier = [x for x in judge_looks(claim, request.out) if x.verdict and is_registered]
@@ -281,11 +268,11 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         looks = [looks[-1] + args.more]
         if looks[0] > MOST_SEEDS:
             raise UserError(f"--more: {looks[0]:,} seeds are more than {MOST_SEEDS:,}")
-    for reason in edits_since(claim, registrations):
+    for reason in registry.edits_since(claim, registrations):
         print_stderr(f"the verdict will be exploratory: {reason}")
     judgement: Judgement | None = None
     for seeds in looks:
-        grid, words = claim_grid(claim, seeds)
+        grid, words = registry.claim_grid(claim, seeds)
         with open_hydra():
             sweep_request = read_request([*words, *request.run_words], grid)
             more = ["--more", str(args.more)] if args.more else []
@@ -300,8 +287,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         if alone and sweep_request.settings.engine.name != "local":
             raise UserError("engine: seconds and memory are measured here, with engine=local")
         if args.dry_run:
-            count = format_count(len(comparisons), "comparison")
-            pairs = [f"{count} of {seeds} pairs"]
+            pairs = [f"{format_count(len(comparisons), 'comparison')} of {seeds} pairs"]
             if alone:
                 minutes = math.ceil(len(alone) * seeds * TYPICAL / 60)
                 arms = format_count(len(alone), "arm")
@@ -309,7 +295,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
             print("\n".join([*format_claim(claim), "", *pairs, ""]))
             return show_plan(manifest, slots, sweep_request, as_json=False)
         try:
-            registration = register_claim(claim, request.out)
+            registration = registry.register_claim(claim, request.out)
             registration.add(seeds, manifest.folder)
             code = run_sweep(manifest, slots, sweep_request, retry=args.retry is not None)
             if not code and alone:

@@ -8,7 +8,6 @@ Flags, names and other words come from the verb's parser.
 import contextlib
 import io
 import os
-import sys
 from collections.abc import Iterable
 from importlib import import_module
 
@@ -53,12 +52,8 @@ def _print_matches(typed: str, words: Iterable[str], shell: str) -> None:
 
 
 def _run_hydra(verb: str, request: str) -> int:
-    import hydra
+    from qkablate.cli.hydra.app import call_hydra
 
-    from qkablate.cli.hydra.app import register
-
-    register()
-    sys.argv = ["qkablate", "-sc", request]  # the name under which the shell knows the command
-    main_ = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)
-    main_(lambda _: None)()
+    # "qkablate" is the name under which the shell knows the command.
+    call_hydra(verb, ["qkablate", "-sc", request], lambda _: None)
     return 0

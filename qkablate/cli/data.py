@@ -18,7 +18,7 @@ from qkablate.errors import UserError
 from qkablate.table import format_bytes, format_count, print_json, print_next_commands, print_table
 
 if TYPE_CHECKING:
-    from qkablate.data import Corpus, Data, Task
+    from qkablate.data import Data, Task
     from qkablate.data.batches import Batch
     from qkablate.data.corpus import CorpusManifest
 
@@ -193,13 +193,8 @@ def _open(job: Job) -> "Data":
 
 
 def _info(words: list[str], args: Namespace) -> None:
-    from qkablate.data import Task
-
     planned = compose_jobs(words)
-    infos = []
-    for job in planned:
-        data = _open(job)
-        infos.append(_task_info(data) if isinstance(data, Task) else _corpus_info(data))
+    infos = [_describe(_open(job)) for job in planned]
     if args.json:
         print_json(infos[0] if len(infos) == 1 else infos)
         return
@@ -212,32 +207,33 @@ def _info(words: list[str], args: Namespace) -> None:
     _print_next("show", planned[0])
 
 
-def _corpus_info(data: Any) -> dict[str, Any]:
-    corpus: Corpus = data
-    manifest = corpus.manifest
+def _describe(data: "Data") -> dict[str, Any]:
+    from qkablate.data import Task
+    from qkablate.data.corpus import Corpus
+
+    if isinstance(data, Task):
+        return {
+            "task": data.name,
+            "summary": data.summary,
+            "setting": data.description,
+            "harder": data.difficulty,
+            "vocabulary": data.vocabulary,
+            "length": data.length,
+            "tokens": {split: data.tokens[split] for split in HELD_OUT_SPLITS},
+            "fingerprint": data.fingerprint,
+        }
+    assert isinstance(data, Corpus)
+    manifest = data.manifest
     return {
         **manifest.sources,
-        "tokenizer": f"{manifest.tokenizer}, {corpus.vocabulary:,} tokens, {manifest.dtype}",
+        "tokenizer": f"{manifest.tokenizer}, {data.vocabulary:,} tokens, {manifest.dtype}",
         "tokenizer_sha256": manifest.tokenizer_sha256,
         "split": manifest.split,
         "duplicates": f"{manifest.duplicates:,} left out",
         **{key: getattr(manifest, key) for key in ("documents", "tokens", "bytes")},
-        "bytes_per_token": {s: manifest.bytes[s] / max(1, corpus.tokens[s]) for s in SPLITS},
-        "fingerprint": corpus.fingerprint,
-        "folder": str(corpus.folder),
-    }
-
-
-def _task_info(task: "Task") -> dict[str, Any]:
-    return {
-        "task": task.name,
-        "summary": task.summary,
-        "setting": task.description,
-        "harder": task.difficulty,
-        "vocabulary": task.vocabulary,
-        "length": task.length,
-        "tokens": {split: task.tokens[split] for split in HELD_OUT_SPLITS},
-        "fingerprint": task.fingerprint,
+        "bytes_per_token": {s: manifest.bytes[s] / max(1, data.tokens[s]) for s in SPLITS},
+        "fingerprint": data.fingerprint,
+        "folder": str(data.folder),
     }
 
 

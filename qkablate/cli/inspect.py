@@ -1,5 +1,6 @@
 """`qkablate inspect`: measures of the circuits and the attention of a trained run."""
 
+import itertools
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -134,12 +135,9 @@ def main(argv: list[str]) -> int:
         )
         return 0
     print(f"{sanitize(name)}, step {restored.step}: {attention.equation}")
-    shown = [
-        (layer, head)
-        for layer in range(config.model.layers)
-        for head in range(config.model.heads)
-        if args.layer in (None, layer) and args.head in (None, head)
-    ]
+    layers = range(config.model.layers) if args.layer is None else (args.layer,)
+    heads = range(config.model.heads) if args.head is None else (args.head,)
+    shown = list(itertools.product(layers, heads))
     is_selection = args.layer is not None or args.head is not None
     for part, title in _PARTS.items():
         if row[part]["frobenius"][0] is None:

@@ -47,14 +47,13 @@ def find_by_name(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path
                 matches.append((kind, root / f"{kind}s" / match))
         except UserError as error:
             ambiguous.append(str(error))
-    if len(matches) + len(ambiguous) > 1:
-        kinds_found = " and ".join(f"a {kind} ({folder.name})" for kind, folder in matches)
-        texts = [f"'{word}' is {kinds_found}"] * bool(matches)
-        raise UserError(f"{'; '.join([*texts, *ambiguous])}; give the folder")
-    if ambiguous:
-        raise UserError(ambiguous[0])
-    if matches:
+    if len(matches) == 1 and not ambiguous:
         return matches[0]
+    if matches or ambiguous:
+        found = " and ".join(f"a {kind} ({folder.name})" for kind, folder in matches)
+        texts = [f"'{word}' is {found}"] * bool(matches) + ambiguous
+        hint = ["give the folder"] * (len(matches) + len(ambiguous) > 1)
+        raise UserError("; ".join([*texts, *hint]))
     if "claim" in kinds:
         from qkablate.analysis.claims.parse import claim_names
 

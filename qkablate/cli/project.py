@@ -200,10 +200,8 @@ def _find_scratch(
     from qkablate.training.warm_start.decomposition import scratch_overrides
 
     plan, parent = decomposition.scratch, decomposition.parent
-    description: dict[str, Any] = {
-        **{"scratch_status": None, "scratch_lr": None, "scratch_is_equally_tuned": True},
-        **{"scratch_lrs": [], "scratch_command": None},
-    }
+    description: dict[str, Any] = {"scratch_status": None, "scratch_lr": None}
+    description |= {"scratch_is_equally_tuned": True, "scratch_lrs": [], "scratch_command": None}
     if plan is None:
         return None, description
     folder, result = plan.run.folder, plan.run.result

@@ -111,10 +111,8 @@ def _find_sources(words: list[str], out: str) -> list[Source]:
     return [*sources.values()]
 
 
-_RUN_FILES = (
-    *("result.json", "metrics.jsonl", "checkpoints", "environment.json", "output.log"),
-    *("lease", "attempts"),
-)
+_RUN_FILES = ["result.json", "metrics.jsonl", "checkpoints", "environment.json", "output.log"]
+_RUN_FILES += ["lease", "attempts"]
 
 
 def _find_source(word: str, out: str) -> tuple[str, Path]:

@@ -76,6 +76,9 @@ def main(argv: list[str]) -> int:
 
 def _find_folders(words: list[str], out: str) -> dict[Path, bool]:
     """Return the folders of runs and sweeps, each with whether it is being trained in."""
+    from qkablate.sweeps.planning.manifest import read_manifest
+    from qkablate.sweeps.running.state import SweepState
+
     root = Path(out).expanduser()
     runs = [] if words else sorted(path.parent for path in root.glob("runs/*/wandb"))
     sweeps = [] if words else [root / "sweeps" / name for name in known_names("sweep", root)]
@@ -84,22 +87,14 @@ def _find_folders(words: list[str], out: str) -> dict[Path, bool]:
         (runs if kind == "run" else sweeps).append(folder)
     busy: dict[Path, bool] = {}
     for sweep in sweeps:
-        busy[sweep], run_folders = _read_sweep(sweep, with_runs=bool(words))
-        runs += run_folders
+        sweep_state = SweepState(read_manifest(sweep))
+        busy[sweep] = sweep_state.is_running()
+        if words:  # without them `runs` has all
+            sweep_state.refresh()
+            runs += [state.folder for state in sweep_state.states.values()]
     runs = [run for run in dict.fromkeys(runs) if run.is_dir()]
     observer = observe_leases(runs)
     return {run: observer.is_leased(run) for run in runs} | busy
-
-
-def _read_sweep(folder: Path, *, with_runs: bool) -> tuple[bool, list[Path]]:
-    from qkablate.sweeps.planning import manifest
-    from qkablate.sweeps.running.state import SweepState
-
-    sweep_state = SweepState(manifest.read_manifest(folder))
-    if with_runs:
-        sweep_state.refresh()
-    states = sweep_state.states.values() if with_runs else ()
-    return sweep_state.is_running(), [state.folder for state in states]
 
 
 def _warn(plan: "SyncPlan") -> None:

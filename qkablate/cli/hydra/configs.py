@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from qkablate.cli.hydra.app import register
 from qkablate.cli.hydra.words import expand_words, format_error, is_group, sets_key, split_words
+from qkablate.cli.names import config_names
 from qkablate.config import (
     KEYS,
     Config,
@@ -63,30 +64,23 @@ def _compose_groups(name: str, groups: Mapping[str, str]) -> Any:
     a second, and each choice replaces its section.
     """
     folders = [x.path.removeprefix("file://") for x in _search_path() if x.provider == "main"]
-    ours = name == "train" and folders == [str(conf_dir())]
-    if not (ours and all((key, value) in _group_files() for key, value in groups.items())):
+    is_ours = name == "train" and folders == [str(conf_dir())]
+    sections = {key: _load_section(key, value) for key, value in groups.items()}
+    if not is_ours or any(section is None for section in sections.values()):
         return copy.deepcopy(compose(name, Config, [f"{k}={value}" for k, value in groups.items()]))
     typed = copy.deepcopy(compose(name, Config, []))
-    for key, value in groups.items():
-        typed[key] = _load_section(key, value)
+    for key, section in sections.items():
+        typed[key] = section
     return typed
 
 
 @functools.cache
-def _group_files() -> set[tuple[str, str]]:
-    """Return the groups of conf/train.yaml with the names of their files."""
-    return {
-        (file.parent.name, file.stem)
-        for file in conf_dir().glob("*/*.yaml")
-        if file.parent.name in vars(Config())
-    }
-
-
-@functools.cache
 def _load_section(group: str, name: str) -> Any:
-    """Return the section of a config that a file of a group makes."""
+    """Return the section of a config that a file of conf/ makes; None for a group of no section."""
     from omegaconf import OmegaConf
 
+    if group not in vars(Config()) or name not in config_names(group):
+        return None
     defaults = OmegaConf.structured(getattr(Config(), group))
     return OmegaConf.merge(defaults, OmegaConf.load(conf_dir() / group / f"{name}.yaml"))
 
