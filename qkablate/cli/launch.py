@@ -11,11 +11,16 @@ from qkablate.dashboard.sweep_run import make_sweep_tables
 from qkablate.disk import make_folder
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.lease import TIMEOUT, LeaseObserver
+from qkablate.sweeps.engines.factory import check_engine, check_resources, open_engine
+from qkablate.sweeps.planning.manifest import Manifest, freeze
+from qkablate.sweeps.running import results
+from qkablate.sweeps.running.progress_table import ProgressTable
+from qkablate.sweeps.running.state import SweepState
 from qkablate.table import format_list, print_json, print_next_commands
+from qkablate.tracking.wandb.mode import resolve_mode
 from qkablate.tracking.wandb.run import OFFLINE
 
 if TYPE_CHECKING:
-    from qkablate.sweeps.planning.manifest import Manifest
     from qkablate.sweeps.running.launcher import Launcher
 
 
@@ -37,11 +42,10 @@ def observe_leases(folders: list[Path]) -> LeaseObserver:
     return observer
 
 
-def plan_sweep(request: SweepRequest, command: list[str]) -> tuple["Manifest", list[str | None]]:
+def plan_sweep(request: SweepRequest, command: list[str]) -> tuple[Manifest, list[str | None]]:
     """Return the manifest, and a slot for every run that can run at once."""
     from tqdm import tqdm
 
-    from qkablate.sweeps.engines.factory import check_engine, check_resources
     from qkablate.sweeps.planning.expand import Grid, expand_grid
     from qkablate.sweeps.planning.packing import pack
 
@@ -66,12 +70,11 @@ def plan_sweep(request: SweepRequest, command: list[str]) -> tuple["Manifest", l
 
 
 def show_plan(
-    manifest: "Manifest", slots: list[str | None], request: SweepRequest, *, as_json: bool
+    manifest: Manifest, slots: list[str | None], request: SweepRequest, *, as_json: bool
 ) -> int:
     """Print the plan of a sweep with its estimated time, and return the exit code."""
     from qkablate.sweeps.planning import text
     from qkablate.sweeps.planning.estimate import NotTimedError, estimate_arms
-    from qkablate.sweeps.running.state import SweepState
 
     sweep_state = SweepState(manifest)
     sweep_state.refresh()
@@ -95,16 +98,11 @@ def show_plan(
 
 
 def run_sweep(
-    manifest: "Manifest", slots: list[str | None], request: SweepRequest, *, retry: bool
+    manifest: Manifest, slots: list[str | None], request: SweepRequest, *, retry: bool
 ) -> int:
     """Train the runs that are not done, print the outcome, and return the exit code."""
-    from qkablate.sweeps.engines.factory import open_engine
     from qkablate.sweeps.planning import text
-    from qkablate.sweeps.planning.manifest import freeze
-    from qkablate.sweeps.running import results
     from qkablate.sweeps.running.launcher import Launcher
-    from qkablate.sweeps.running.progress_table import ProgressTable
-    from qkablate.tracking.wandb.mode import resolve_mode
 
     wandb = resolve_mode(manifest.tracking) != "disabled"
     engine = request.settings.engine
@@ -136,8 +134,6 @@ def run_sweep(
 
 
 def _print_outcome(launcher: "Launcher", address: str | None) -> None:
-    from qkablate.sweeps.running import results
-
     print()
     results.print_arms(launcher.sweep_state)
     results.print_failures(launcher.sweep_state)

@@ -15,7 +15,9 @@ from qkablate.config import Config
 from qkablate.errors import UserError, print_stderr
 from qkablate.report.text.projection import print_projection
 from qkablate.runs.lease import AlreadyRunning, LeaseLost
+from qkablate.runs.run import EXIT_CODES
 from qkablate.table import print_json
+from qkablate.training.signals import Stopped
 
 if TYPE_CHECKING:
     from qkablate.training.resolve import RunPlan
@@ -83,7 +85,6 @@ def main(argv: list[str]) -> int:
     args = PARSER.parse(argv)
     runs, overrides, steps = _parse_words(args.words)
     overrides, out = take_out(overrides)
-    from qkablate.runs.run import EXIT_CODES
     from qkablate.training.warm_start.decomposition import plan_decompositions
 
     decompositions = plan_decompositions(runs, overrides, steps, out, _compose)
@@ -131,7 +132,6 @@ def _compose(overrides: list[str]) -> Config:
 def _train_unless_done(plan: "RunPlan") -> str:
     """Train a run unless it is done, and return its status."""
     from qkablate.training.session import train_run
-    from qkablate.training.signals import Stopped
 
     result = plan.run.result
     if result is not None and result["status"] != "failed":

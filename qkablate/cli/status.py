@@ -6,6 +6,10 @@ from contextlib import suppress
 
 from qkablate.cli.arguments import Parser, find_sweep_and_out, out_words
 from qkablate.errors import UserError
+from qkablate.sweeps.planning.manifest import read_manifest
+from qkablate.sweeps.running.progress_table import ProgressTable, render_table
+from qkablate.sweeps.running.results import print_arms, result_rows, resume_commands
+from qkablate.sweeps.running.state import SweepState
 from qkablate.table import print_csv, print_json, print_next_commands
 
 HELP = """qkablate status: the progress of a sweep, read from the folders of its runs.
@@ -41,12 +45,6 @@ def main(argv: list[str]) -> int:
     if len(modes) > 1:
         raise UserError(f"{' and '.join(modes)}: give one of the two")
     folder, out = find_sweep_and_out(args.words)
-
-    from qkablate.sweeps.planning.manifest import read_manifest
-    from qkablate.sweeps.running.progress_table import ProgressTable, render_table
-    from qkablate.sweeps.running.results import print_arms, result_rows, resume_commands
-    from qkablate.sweeps.running.state import SweepState
-
     sweep_state = SweepState(read_manifest(folder))
     sweep_state.refresh()
 

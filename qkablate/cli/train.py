@@ -18,6 +18,7 @@ from qkablate.runs.text_references import find_text_references
 from qkablate.table import print_next_commands, print_table
 from qkablate.tracking.wandb.run import OFFLINE
 from qkablate.training.distributed.ranks import Ranks
+from qkablate.training.signals import Stopped
 
 # Flags that make Hydra read another configuration.
 _OTHER_CONFIGS = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
@@ -102,7 +103,6 @@ def _train(composed: Any, rerun: bool, is_multirun: bool, ranks: Ranks) -> int:
     check_available(config.data)
     from qkablate.training.resolve import plan_run
     from qkablate.training.session import follow, train_run
-    from qkablate.training.signals import Stopped
 
     ranks.connect(config.device)
     try:
