@@ -17,7 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from qkablate.cli.hydra.grid import open_composer
+from qkablate.cli.hydra.configs import make_config, open_hydra
+from qkablate.cli.hydra.grid import read_request
 from qkablate.sweeps.planning.expand import Grid, expand_grid
 from qkablate.sweeps.planning.manifest import Manifest, SweepRun, freeze
 
@@ -57,10 +58,10 @@ def main() -> None:
 
 
 def freeze_sweep(words: list[str], folder: Path) -> Manifest:
-    with open_composer() as composer:
-        request = composer.request([*words, "precision=fp32", "threads=1", "device=cpu"])
+    with open_hydra():
+        request = read_request([*words, "precision=fp32", "threads=1", "device=cpu"])
         grid = Grid(request.settings.sweep, request.controls, request.choices)
-        manifest = expand_grid(grid, composer.config, ["qkablate", "sweep", *words])
+        manifest = expand_grid(grid, make_config, ["qkablate", "sweep", *words])
     return freeze(dataclasses.replace(manifest, out=str(folder)), [])
 
 

@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from qkablate.cli.hydra.app import register
-from qkablate.cli.hydra.configs import Composer, open_hydra
+from qkablate.cli.hydra.configs import make_config, open_hydra
 from qkablate.cli.hydra.words import split_words
 from qkablate.config import (
     KEYS,
@@ -53,7 +53,7 @@ def loaded(*overrides: str) -> Config:
 def checked(*overrides: str) -> Config:
     """Return the same config as `loaded`, without a composition by Hydra for each."""
     with open_hydra():
-        return Composer().config(split_words([*overrides]))
+        return make_config(split_words([*overrides]))
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -10,22 +10,20 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from diagrams import OV_FACTS, QK_FACTS, draw_variant
+from reference import pages
 
 from qkablate.attention import OV_CIRCUITS, QK_CIRCUITS
 from qkablate.cli import VERBS
 from qkablate.cli.arguments import run_and_keys
-from qkablate.cli.hydra.configs import compose_jobs
-from qkablate.cli.hydra.grid import open_composer
+from qkablate.cli.hydra.configs import compose_jobs, open_hydra
+from qkablate.cli.hydra.grid import read_request
 from qkablate.cli.hydra.words import is_group
 from qkablate.config import KEYS, is_key, variants
 from qkablate.config.sweep import SWEEP_KEYS
 from qkablate.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-from diagrams import OV_FACTS, QK_FACTS, draw_variant  # noqa: E402
-from reference import pages  # noqa: E402
-
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Flags of Hydra, which `train` passes on.
 HYDRA_FLAGS = {"-m", "--multirun", "--help", "--rerun", "--cfg", "--info"}
@@ -57,8 +55,8 @@ def check_command(words: list[str]) -> None:
     words = parser.parse(rest).words
     keys = [word for word in words if re.match(r"[\w.]+=", word) and not word.startswith("out=")]
     if verb == "sweep":
-        with open_composer() as composer:
-            composer.request(words)
+        with open_hydra():
+            read_request(words)
         own = ("seed=", *{key.partition(".")[0] for key in SWEEP_KEYS})  # few jobs, quickly
         compose_jobs([word for word in keys if not word.startswith(own)])
     elif verb in ("cost", "data"):

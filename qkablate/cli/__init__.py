@@ -72,10 +72,7 @@ def main(argv: list[str] | None = None) -> None:
         print_stderr(f"qkablate: {error}")
         code = 2
     except KeyboardInterrupt:
-        print(
-            "qkablate: interrupted; the same command resumes from the last checkpoint",
-            file=sys.stderr,
-        )
+        print_stderr("qkablate: interrupted; the same command resumes from the last checkpoint")
         code = 130
     except BrokenPipeError:  # the reader of the output exited, as `| head` does
         code = 0

@@ -4,11 +4,13 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from qkablate.errors import UserError, nearest_hint, sanitize
 
 if TYPE_CHECKING:
+    from qkablate.config import Config
     from qkablate.training.warm_start.restore import RestoredRun
 
 # The keys that name the circuits of a run that are not the program's own.
@@ -30,27 +32,24 @@ class Parser(argparse.ArgumentParser):
         super().__init__(add_help=False, allow_abbrev=False, exit_on_error=False)
         self.kinds, self.words = kinds, words
         self._help_text = help_text
-        self._flags: dict[str, argparse.Action] = {}
-        self._add("-h", "--help", action="help", help="show this text")
+        self._converters: dict[str, Callable[[str], Any]] = {}
+        self.add_argument("-h", "--help", action="help", help="show this text")
 
     def switch(self, flag: str, help: str) -> None:
         """Add a flag that takes no value."""
-        self._add(flag, action="store_true", help=help)
+        self.add_argument(flag, action="store_true", help=help)
 
     def option(
         self, flag: str, metavar: str, help: str, convert: Callable[[str], Any] = str
     ) -> None:
         """Add a flag with a value; `convert` raises ValueError("a whole number") if it is none."""
-        self._add(flag, metavar=metavar, help=help, action=_StoreOnce, convert=convert)
-
-    def _add(self, *names: str, **settings: Any) -> None:
-        action = self.add_argument(*names, **settings)
-        self._flags |= dict.fromkeys(names, action)
+        self._converters[flag] = convert
+        self.add_argument(flag, metavar=metavar, help=help, action="append")
 
     @property
     def flags(self) -> list[str]:
         """The names of all flags."""
-        return sorted(self._flags)
+        return sorted(self._option_string_actions)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """Return the flags' values, and as `words` everything that is not a flag."""
@@ -58,17 +57,30 @@ class Parser(argparse.ArgumentParser):
             args, words = self.parse_known_args(argv)
         except argparse.ArgumentError as error:
             flag = (error.argument_name or "").rpartition("/")[2]
-            if self._flags[flag].nargs == 0:
+            if self._option_string_actions[flag].nargs == 0:
                 raise UserError(f"{flag} takes no value") from None
             following = argv[argv.index(flag) + 1 :][:1] if flag in argv else []
-            is_value = following and following[0].partition("=")[0] not in self._flags
+            is_value = following and following[0].partition("=")[0] not in self.flags
             hint = f"; a value that begins with - is written {flag}=VALUE" if is_value else ""
             raise UserError(f"{flag}: a value is missing{hint}") from None
+        for flag in self._converters:
+            dest = self._option_string_actions[flag].dest
+            setattr(args, dest, self._convert(flag, getattr(args, dest) or []))
         if unknown := [word.partition("=")[0] for word in words if word.startswith("-")]:
             allowed = f"{', '.join(self.flags)}{nearest_hint(unknown[0], self.flags)}"
             raise UserError(f"'{unknown[0]}' is not one of {allowed}")
         args.words = words
         return args
+
+    def _convert(self, flag: str, texts: list[str]) -> Any:
+        """Return the value of an option; a second, different one is an error."""
+        if "" in texts:
+            raise UserError(f"{flag}: a value is missing")
+        values = [convert_value(flag, text, self._converters[flag]) for text in texts]
+        for text, value in zip(texts, values, strict=True):
+            if value != values[0]:
+                raise UserError(f"{flag} is given twice: '{values[0]}' and '{text}'")
+        return values[0] if values else None
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print with a usage line."""
@@ -78,35 +90,9 @@ class Parser(argparse.ArgumentParser):
         """Return the help text with the list of flags."""
         formatter = argparse.HelpFormatter(self.prog, max_help_position=22, width=100)
         formatter.start_section(argparse.SUPPRESS)
-        formatter.add_arguments(dict.fromkeys(self._flags.values()))
+        formatter.add_arguments(self._actions)
         formatter.end_section()
         return self._help_text.replace("{flags}\n", formatter.format_help())
-
-
-class _StoreOnce(argparse.Action):
-    """Store one converted value; a second, different one is an error."""
-
-    def __init__(self, *, convert: Callable[[str], Any], **settings: Any) -> None:
-        super().__init__(**settings)
-        self._convert = convert
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        if not values:
-            raise UserError(f"{option_string}: a value is missing")
-        try:
-            value = self._convert(values)
-        except ValueError as error:
-            text = sanitize(values[:40])
-            raise UserError(f"{option_string}: '{text}' is not {error}") from None
-        if (earlier := getattr(namespace, self.dest)) not in (None, value):
-            raise UserError(f"{option_string} is given twice: '{earlier}' and '{values}'")
-        setattr(namespace, self.dest, value)
 
 
 def choose_action(words: list[str], actions: Collection[str]) -> tuple[str, list[str]]:
@@ -142,23 +128,31 @@ def one_of(choices: Collection[str]) -> Callable[[str], str]:
     return convert
 
 
-def margin(text: str) -> float:
-    """Convert the value of --margin."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 100:
-        raise ValueError("a number of nats above 0 and below 100, such as 0.01")
-    return value
+def number(is_allowed: Callable[[float], bool], allowed: str) -> Callable[[str], float]:
+    """Return a converter to a number within the bounds that the text `allowed` describes."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not is_allowed(value):
+            raise ValueError(allowed)
+        return value
+
+    return convert
 
 
-def convert_key(key: str, text: str, convert: Callable[[str], Any]) -> Any:
-    """Convert the value of a `key=value` word."""
+# The value of --margin.
+margin = number(lambda nats: 0 < nats < 100, "a number of nats above 0 and below 100, such as 0.01")
+
+
+def convert_value(name: str, text: str, convert: Callable[[str], Any]) -> Any:
+    """Convert the value of a flag or of a `key=value` word."""
     try:
         return convert(text)
     except ValueError as error:
-        raise UserError(f"{key}: '{sanitize(text[:40])}' is not {error}") from None
+        raise UserError(f"{name}: '{sanitize(text[:40])}' is not {error}") from None
 
 
 def check_utf8(name: str, text: str) -> None:
@@ -222,16 +216,26 @@ def restore_run(run: str, values: Mapping[str, str], step: int | None = None) ->
     from qkablate.runs.run import find_run
 
     folder = find_run(run, values.get("out", "outputs"))
-
     from qkablate.training.warm_start.restore import restore
 
     file, qk, ov = map(values.get, CIRCUIT_KEYS)
     return restore(folder, variant_file=file, qk=qk, ov=ov, step=step)
 
 
-def sweep_and_out(words: Iterable[str]) -> tuple[str | None, str]:
-    """Return the sweep that is named, if any, and the folder to look for it in."""
+def propose_sample(config: "Config", words: list[str]) -> list[str]:
+    """Return the command that shows what a run has learned: a sample, or the task's description."""
+    from qkablate.config import TEXT_SOURCES
+
+    if config.data.source in TEXT_SOURCES:
+        return ["sample", *words]
+    return ["data", "info", f"data={config.data.source}"]
+
+
+def find_sweep_and_out(words: Iterable[str]) -> tuple[Path, str]:
+    """Return the folder of the sweep that a command names, or of the newest, and the `out`."""
+    from qkablate.sweeps.planning.manifest import find_sweep
+
     rest, out = take_out(words)
     if len(rest) > 1:
         raise UserError(f"'{rest[1]}': one sweep at a time, and '{rest[0]}' was given")
-    return (rest[0] if rest else None), out
+    return find_sweep(rest[0] if rest else None, out), out

@@ -1,6 +1,5 @@
 """`qkablate claim`: hypotheses, registered before their runs, and their verdicts."""
 
-import itertools
 import math
 import os
 import shutil
@@ -10,7 +9,10 @@ from argparse import Namespace
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from qkablate.cli.arguments import Parser, choose_action, one_of, whole_number
+from qkablate.cli.arguments import Parser, choose_action, one_of, take_out, whole_number
+from qkablate.cli.hydra.configs import make_config, open_hydra
+from qkablate.cli.hydra.grid import read_request
+from qkablate.cli.names import config_names
 from qkablate.errors import ImpossibleConfig, UserError, print_stderr
 from qkablate.table import format_count, print_json, print_next_commands
 
@@ -59,7 +61,8 @@ Exit codes: 0 there is a verdict · 1 some runs are not done · 2 a mistake in t
 ACTIONS = {"list": ("json",), "run": ("dry_run", "more", "retry"), "show": ("json",)}
 
 
-PARSER = Parser(HELP)
+_SCALES = [f"scale={name}" for name in config_names("scale")]
+PARSER = Parser(HELP, words=(*ACTIONS, *config_names("claim"), *_SCALES, "out="))
 PARSER.switch("--dry-run", "show the design; train and register nothing")
 PARSER.option(
     "--more", "N", "add N seeds to the declared ones: the verdict is exploratory", whole_number(1)
@@ -131,12 +134,11 @@ class _ClaimRequest:
     def check_values(self) -> None:
         """Raise UserError for a value that `claim run` would reject before it trains."""
         from qkablate.analysis.claims.registry import claim_grid
-        from qkablate.cli.hydra.grid import open_composer
 
         grid, words = claim_grid(self.claim, self.claim.seeds[0])
-        with open_composer() as composer, suppress(ImpossibleConfig):  # this arm is left out
-            choices = composer.request([*words, *self.run_words], grid).choices
-            composer.config({key: values[0] for key, values in choices.items()})
+        with open_hydra(), suppress(ImpossibleConfig):  # this arm is left out
+            choices = read_request([*words, *self.run_words], grid).choices
+            make_config({key: values[0] for key, values in choices.items()})
 
     def command(self, action: str) -> list[str]:
         return ["claim", action, *self.words]
@@ -146,13 +148,14 @@ def _list(words: list[str], *, as_json: bool) -> int:
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks
     from qkablate.analysis.claims.parse import claim_names, load_claim
     from qkablate.analysis.claims.registry import find_registrations, registered_names
+    from qkablate.sweeps.planning.estimate import measure_pace
 
-    out = "outputs"
-    for word in words:
-        if not word.startswith("out="):
-            raise UserError(f"'{word}': claim list takes only out=FOLDER")
-        out = word.removeprefix("out=")
-    pace = _measure_pace()
+    rest, out = take_out(words)
+    if rest:
+        raise UserError(f"'{rest[0]}': claim list takes only out=FOLDER")
+    grid = load_claim("qq_worse").grid  # standard, at scale=small
+    with open_hydra():
+        pace = measure_pace(make_config({**grid, "variant": "standard", "threads": "1"}), 256)
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys([*claim_names(), *registered_names(out)]):
         try:
@@ -181,28 +184,17 @@ def _list(words: list[str], *, as_json: bool) -> int:
                 "verdicts": verdicts,
             }
         )
-    with suppress(BrokenPipeError):
-        if as_json:
-            print_json(rows)
-            return 0
-        for row in rows:
-            print("\n".join([*_format_row(row), ""]))
-        print(
-            "min: minutes here at scale=small, by the time of a training step; --dry-run times the"
-            " claim's own"
-        )
-        print_next_commands(["claim", "run", "one_head", "--dry-run"])
+    if as_json:
+        print_json(rows)
+        return 0
+    for row in rows:
+        print("\n".join([*_format_row(row), ""]))
+    print(
+        "min: minutes here at scale=small, by the time of a training step; --dry-run times the"
+        " claim's own"
+    )
+    print_next_commands(["claim", "run", "one_head", "--dry-run"])
     return 0
-
-
-def _measure_pace() -> float:
-    from qkablate.analysis.claims.parse import load_claim
-    from qkablate.cli.hydra.grid import open_composer
-    from qkablate.sweeps.planning.estimate import measure_pace
-
-    grid = load_claim("qq_worse").grid  # standard, at scale=small
-    with open_composer() as composer:
-        return measure_pace(composer.config({**grid, "variant": "standard", "threads": "1"}), 256)
 
 
 def _format_row(row: dict[str, Any]) -> list[str]:
@@ -215,11 +207,10 @@ def _format_row(row: dict[str, Any]) -> list[str]:
         facts += [", ".join(row["measures"]), f"n = {'/'.join(map(str, row['seeds']))}"]
         minutes = row["minutes_here"]
         facts += [f"{max(1, round(minutes))} min"] if minutes is not None else []
-    texts = [row["says"], row["source"], *([row["untestable"]] if row["untestable"] else [])]
+    texts = filter(None, (row["says"], row["source"], row["untestable"]))
     width = min(100, shutil.get_terminal_size().columns)
     lines = textwrap.wrap(" · ".join(facts), width, subsequent_indent="  ")
-    wrapped = (textwrap.wrap(text, width - 4) for text in texts)
-    return [*lines, *(f"    {line}" for line in itertools.chain(*wrapped))]
+    return lines + [f"    {line}" for text in texts for line in textwrap.wrap(text, width - 4)]
 
 
 def _summarize(judgement: "Judgement") -> str:
@@ -259,22 +250,16 @@ def _show(request: _ClaimRequest, as_json: bool) -> int:
 
 
 def _run(request: _ClaimRequest, args: Namespace) -> int:
+    from qkablate.analysis.claims import registry
     from qkablate.analysis.claims.claim import find_comparisons
     from qkablate.analysis.claims.judgement import counting_judgement, judge_looks, solo_arms
     from qkablate.analysis.claims.parse import MOST_SEEDS
-    from qkablate.analysis.claims.registry import (
-        claim_grid,
-        edits_since,
-        find_registrations,
-        register_claim,
-    )
-    from qkablate.cli.hydra.grid import open_composer
     from qkablate.cli.launch import plan_sweep, run_sweep, show_plan
     from qkablate.report.text.claims import format_claim
 
     claim = request.claim
     looks = list(claim.seeds)
-    registrations = find_registrations(request.out, claim.name)
+    registrations = registry.find_registrations(request.out, claim.name)
     if args.more:
         is_registered = any(entry.claim.hash == claim.hash for entry in registrations)
         earlier = [x for x in judge_looks(claim, request.out) if x.has_ended and is_registered]
@@ -283,16 +268,16 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         looks = [looks[-1] + args.more]
         if looks[0] > MOST_SEEDS:
             raise UserError(f"--more: {looks[0]:,} seeds are more than {MOST_SEEDS:,}")
-    for reason in edits_since(claim, registrations):
+    for reason in registry.edits_since(claim, registrations):
         print_stderr(f"the verdict will be exploratory: {reason}")
     judgement: Judgement | None = None
     for seeds in looks:
-        grid, words = claim_grid(claim, seeds)
-        with open_composer() as composer:
-            sweep_request = composer.request([*words, *request.run_words], grid)
+        grid, words = registry.claim_grid(claim, seeds)
+        with open_hydra():
+            sweep_request = read_request([*words, *request.run_words], grid)
             more = ["--more", str(args.more)] if args.more else []
             command = [*request.command("run"), *more]
-            manifest, slots = plan_sweep(sweep_request, composer.config, command)
+            manifest, slots = plan_sweep(sweep_request, command)
         for left in manifest.left_out:
             raise UserError(f"{claim.name}: {left.arm} is {left.kind}: {left.reason}")
         comparisons = find_comparisons(claim, manifest.arms.values())
@@ -302,8 +287,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         if alone and sweep_request.settings.engine.name != "local":
             raise UserError("engine: seconds and memory are measured here, with engine=local")
         if args.dry_run:
-            count = format_count(len(comparisons), "comparison")
-            pairs = [f"{count} of {seeds} pairs"]
+            pairs = [f"{format_count(len(comparisons), 'comparison')} of {seeds} pairs"]
             if alone:
                 minutes = math.ceil(len(alone) * seeds * TYPICAL / 60)
                 arms = format_count(len(alone), "arm")
@@ -311,7 +295,7 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
             print("\n".join([*format_claim(claim), "", *pairs, ""]))
             return show_plan(manifest, slots, sweep_request, as_json=False)
         try:
-            registration = register_claim(claim, request.out)
+            registration = registry.register_claim(claim, request.out)
             registration.add(seeds, manifest.folder)
             code = run_sweep(manifest, slots, sweep_request, retry=args.retry is not None)
             if not code and alone:
@@ -326,9 +310,8 @@ def _run(request: _ClaimRequest, args: Namespace) -> int:
         if judgement and judgement.is_conclusive:
             break
     assert judgement is not None
-    with suppress(BrokenPipeError):
-        print()
-        _print(judgement, judged_looks, request.out)
+    print()
+    _print(judgement, judged_looks, request.out)
     return 0
 
 
@@ -356,12 +339,3 @@ def _print(judgement: "Judgement", looks: list["Judgement"], out: str) -> None:
     else:
         report = ["report", judgement.claim.folder_name, *study.cli_arguments[1:]]
         print_next_commands(["results", *study.cli_arguments], report)
-
-
-def completions() -> list[str]:
-    """Return the words that can follow `qkablate claim`."""
-    from qkablate.config import conf_dir
-
-    names = sorted(path.stem for path in (conf_dir() / "claim").glob("*.yaml"))
-    scales = sorted(f"scale={path.stem}" for path in (conf_dir() / "scale").glob("*.yaml"))
-    return [*ACTIONS, *names, *scales, "out="]

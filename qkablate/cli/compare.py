@@ -1,12 +1,12 @@
 """`qkablate compare`: two runs side by side."""
 
 import dataclasses
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import Parser, take_out
 from qkablate.config import variants
 from qkablate.errors import UserError, sanitize
+from qkablate.report.text.table import format_known
 from qkablate.runs.records import is_number
 from qkablate.table import format_short, print_json, print_next_commands, print_table
 
@@ -47,11 +47,10 @@ def main(argv: list[str]) -> int:
     from qkablate.analysis.comparison.two_runs import compare_runs, find_pair
 
     comparison = compare_runs(*find_pair(words[0], words[1], out))
-    with suppress(BrokenPipeError):
-        if args.json:
-            print_json(dataclasses.asdict(comparison))
-        else:
-            _print(comparison)
+    if args.json:
+        print_json(dataclasses.asdict(comparison))
+    else:
+        _print(comparison)
     return 0
 
 
@@ -60,8 +59,7 @@ def _print(comparison: "RunComparison") -> None:
     for split, losses in comparison.loss.items():
         gap, percent = comparison.gap.get(split), comparison.perplexity_percent.get(split)
         text = "" if gap is None else f"{gap:+.4f} ({percent:+.2f} %)"
-        cells = ["–" if loss is None else f"{loss:.4f}" for loss in losses]
-        rows.append([f"{split} loss", *cells, text])
+        rows.append([f"{split} loss", *map(format_known, losses), text])
     for key, label in (("params", "parameters"), ("flops_per_token", "FLOPs/token")):
         first, second = values = getattr(comparison, key)
         ratio = f"× {first / second:.3f}" if all(map(is_number, values)) and second else ""

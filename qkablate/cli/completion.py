@@ -1,14 +1,13 @@
 """Shell completion: Hydra's, with the verb in front.
 
 Hydra's scripts call `qkablate -sc query=bash` with the line so far in COMP_LINE. The verb is taken
-out of that line, so that Hydra completes `key=value` words from the verb's own configuration. Flags
-and names come from the verb's parser, and more words from its `completions`, if it has one.
+out of that line, so that Hydra completes `key=value` words from the verb's own configuration.
+Flags, names and other words come from the verb's parser.
 """
 
 import contextlib
 import io
 import os
-import sys
 from collections.abc import Iterable
 from importlib import import_module
 
@@ -41,11 +40,9 @@ def main(argv: list[str]) -> int:
         with contextlib.redirect_stderr(io.StringIO()):  # a half-typed word is not an error
             return _run_hydra(verb, f"query={shell}")
     else:
-        module = import_module(f"qkablate.cli.{verb}")
-        parser = module.PARSER
-        words = [*getattr(module, "completions", list)(), *parser.words, *parser.flags]
+        parser = import_module(f"qkablate.cli.{verb}").PARSER
         names = [name for kind in parser.kinds for name in known_names(kind)]
-        _print_matches(typed, [*names, *words], shell)
+        _print_matches(typed, [*names, *parser.words, *parser.flags], shell)
     return 0
 
 
@@ -55,12 +52,8 @@ def _print_matches(typed: str, words: Iterable[str], shell: str) -> None:
 
 
 def _run_hydra(verb: str, request: str) -> int:
-    import hydra
+    from qkablate.cli.hydra.app import call_hydra
 
-    from qkablate.cli.hydra.app import register
-
-    register()
-    sys.argv = ["qkablate", "-sc", request]  # the name under which the shell knows the command
-    main_ = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)
-    main_(lambda _: None)()
+    # "qkablate" is the name under which the shell knows the command.
+    call_hydra(verb, ["qkablate", "-sc", request], lambda _: None)
     return 0

@@ -5,8 +5,8 @@ from typing import Any
 
 from qkablate.cli.arguments import Parser, one_of, whole_number
 from qkablate.cli.hydra.configs import Job, build_jobs, choose_next, compose_jobs
-from qkablate.cli.hydra.words import sets_key
-from qkablate.config import Config, conf_dir, variants
+from qkablate.cli.names import config_names
+from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.table import (
     format_bytes,
@@ -18,7 +18,7 @@ from qkablate.table import (
     print_table,
 )
 
-SIZES = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml"))
+SIZES = config_names("model")
 _VOCABULARIES = {"gpt-j": 50400, "gpt2": 50257, "300m": 50304}  # of models that do not read bytes
 _DEFAULT_VOCABULARY = 256  # of data.tokenizer=bytes
 
@@ -82,8 +82,7 @@ def main(argv: list[str]) -> int:
         if any(word.lstrip("+").startswith("model=") for word in words):
             raise UserError("--at and model=…: give one of the two")
         words = [f"model={args.at}", *words]
-    implied = "" if sets_key(words, "variant") else f"variant={','.join(variants())}"
-    rows, jobs = _make_rows(compose_jobs(words, implied), vocabulary)
+    rows, jobs = _make_rows(compose_jobs(words, of_all_variants=True), vocabulary)
     configs = [job.config for job in jobs]
     if args.measure:
         _measure(configs, rows, vocabulary)
@@ -132,9 +131,7 @@ def _measure(configs: list[Config], rows: list[dict[str, Any]], vocabulary: int)
         f" {device.device}, {device.precision}, {device.threads} threads",
         file=sys.stderr,
     )
-    with tqdm(
-        total=100, unit="%", bar_format="{l_bar}{bar}", disable=not sys.stderr.isatty()
-    ) as bar:
+    with tqdm(total=100, unit="%", bar_format="{l_bar}{bar}", disable=None) as bar:
         measured = measure_step_times(
             configs, vocabulary, lambda part: bar.update(int(100 * part) - bar.n)
         )

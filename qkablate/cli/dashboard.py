@@ -5,14 +5,19 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from qkablate.cli.arguments import Parser, out_words, sweep_and_out
+from qkablate.cli.arguments import Parser, find_sweep_and_out, out_words
+from qkablate.config import TrackingConfig
+from qkablate.disk import write_atomic
 from qkablate.errors import UserError, print_stderr, require_extra, sanitize
+from qkablate.runs.records import read_json, write_json
+from qkablate.runs.run import refuse_links
+from qkablate.sweeps.planning.manifest import read_manifest
+from qkablate.sweeps.running.state import SweepState
 from qkablate.table import format_bytes, format_count, print_next_commands
-
-if TYPE_CHECKING:
-    from qkablate.sweeps.running.state import SweepState
+from qkablate.tracking.wandb.mode import has_key, project_and_entity, resolve_mode
+from qkablate.tracking.wandb.offline_log import find_logs, synced_mark
+from qkablate.tracking.wandb.service import keep_files_in
 
 FILE = "dashboard.json"
 _STDOUT = "-"
@@ -57,16 +62,8 @@ PARSER.option(
 def main(argv: list[str]) -> int:
     """Save the view of a sweep, or write it as JSON."""
     args = PARSER.parse(_name_stdout(argv))
-    word, out = sweep_and_out(args.words)
-
-    from qkablate.runs.run import refuse_links
-    from qkablate.sweeps.planning import manifest
-    from qkablate.sweeps.running.state import SweepState
-    from qkablate.tracking.wandb.mode import project_and_entity
-    from qkablate.tracking.wandb.service import keep_files_in
-
-    folder = manifest.find_sweep(word, out)
-    sweep_state = SweepState(manifest.read_manifest(folder))
+    folder, out = find_sweep_and_out(args.words)
+    sweep_state = SweepState(read_manifest(folder))
     require_extra("dashboard", "wandb_workspaces")
     tracking = sweep_state.manifest.tracking
     project, entity = project_and_entity(
@@ -103,9 +100,6 @@ def _name_stdout(argv: list[str]) -> list[str]:
 
 def _check_online() -> None:
     """Raise UserError unless W&B is online and there is a key."""
-    from qkablate.config import TrackingConfig
-    from qkablate.tracking.wandb.mode import has_key, resolve_mode
-
     if not has_key():
         raise UserError(
             "saving a view needs a key of W&B (`wandb login`, or WANDB_API_KEY); --spec FILE writes"
@@ -117,9 +111,8 @@ def _check_online() -> None:
         )
 
 
-def _write(spec: str, sweep_state: "SweepState", entity: str, project: str) -> None:
+def _write(spec: str, sweep_state: SweepState, entity: str, project: str) -> None:
     from qkablate.dashboard.view import make_workspace, view_content
-    from qkablate.disk import write_atomic
 
     text = json.dumps(view_content(make_workspace(sweep_state, entity, project)), indent=1) + "\n"
     if spec == _STDOUT:
@@ -133,10 +126,8 @@ def _write(spec: str, sweep_state: "SweepState", entity: str, project: str) -> N
     print(sanitize(f"{spec}  {format_bytes(len(text.encode()))}"))
 
 
-def _save(sweep_state: "SweepState", entity: str | None, project: str, out: str) -> None:
+def _save(sweep_state: SweepState, entity: str | None, project: str, out: str) -> None:
     from qkablate.dashboard.view import connect, find_urls, make_workspace, mixes_arms, save_view
-    from qkablate.disk import write_atomic
-    from qkablate.runs.records import read_json
 
     app_url, owner = connect()
     entity = entity or owner
@@ -147,7 +138,7 @@ def _save(sweep_state: "SweepState", entity: str | None, project: str, out: str)
     saved = save_view(make_workspace(sweep_state, entity, project), app_url, known)
     workspace = saved.url.partition("?")[0]  # one view per project is kept
     kept = [saved.url, *(url for url in known if url.partition("?")[0] != workspace)]
-    write_atomic(path, json.dumps({"views": kept}, indent=1) + "\n")
+    write_json(path, {"views": kept})
     print(sanitize(f"{'saved' if saved.is_new else 'updated'}  {saved.url}"))
     print(sanitize(f"shows  the runs of group {sweep_state.manifest.group} in {entity}/{project}"))
     if saved.lost:
@@ -160,10 +151,8 @@ def _save(sweep_state: "SweepState", entity: str | None, project: str, out: str)
         )
 
 
-def _find_missing(sweep_state: "SweepState", out: str) -> list[str]:
+def _find_missing(sweep_state: SweepState, out: str) -> list[str]:
     """Return warnings about runs that were not uploaded to W&B."""
-    from qkablate.tracking.wandb.offline_log import find_logs, synced_mark
-
     manifest = sweep_state.manifest
     if manifest.tracking.wandb == "disabled":
         return ["tracking.wandb is disabled: W&B has no data of runs trained with it"]

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from qkablate.cli.arguments import Parser, choose_action, one_of, whole_number
 from qkablate.cli.hydra.configs import Job, compose_jobs
+from qkablate.cli.names import config_names
 from qkablate.config import TEXT_SOURCES, conf_dir
 from qkablate.config.data import HELD_OUT_SPLITS, SPLITS
 from qkablate.errors import UserError
 from qkablate.table import format_bytes, format_count, print_json, print_next_commands, print_table
 
 if TYPE_CHECKING:
-    from qkablate.data import Corpus, Data, Task
+    from qkablate.data import Data, Task
     from qkablate.data.batches import Batch
     from qkablate.data.corpus import CorpusManifest
 
@@ -47,7 +48,11 @@ Examples
   qkablate data show data=recall data.pairs=4 model.context=32
 """
 
-PARSER = Parser(HELP)
+# The flags that each action takes.
+ACTIONS = {"list": ("json",), "prepare": (), "info": ("json",), "show": ("split", "count")}
+
+
+PARSER = Parser(HELP, words=(*ACTIONS, *(f"data={name}" for name in config_names("data"))))
 _SPLIT_HELP = "train (default), val, test; of train, the first windows of a run"
 PARSER.option("--split", "SPLIT", _SPLIT_HELP, one_of(SPLITS))
 PARSER.option("--count", "N", "number of windows (default 3)", whole_number(1, 10_000))
@@ -60,15 +65,15 @@ def main(argv: list[str]) -> int:
     if not argv:
         PARSER.print_help()
         return 0
-    action, words = choose_action(args.words, _ACTIONS)
-    function, allowed = _ACTIONS[action]
+    action, words = choose_action(args.words, ACTIONS)
     for flag in ("count", "json", "split"):
-        if getattr(args, flag) and flag not in allowed:
+        if getattr(args, flag) and flag not in ACTIONS[action]:
             raise UserError(f"'--{flag}' is not a flag of data {action}")
+    act = {"list": _list, "prepare": _prepare, "info": _info, "show": _show}[action]
     # SIGTERM raises an exception, so that nothing half-written is left.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        function(words, args)
+        act(words, args)
     except KeyboardInterrupt:
         print("qkablate: interrupted; incomplete data was removed", file=sys.stderr)
         return 130
@@ -82,15 +87,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def completions() -> list[str]:
-    """Return the words that can follow `qkablate data`."""
-    return [*_ACTIONS, *(f"data={path.stem}" for path in _config_files())]
-
-
-def _config_files() -> list[Path]:
-    return sorted((conf_dir() / "data").glob("*.yaml"))
-
-
 def _list(words: list[str], args: Namespace) -> None:
     if words:
         raise UserError(f"data list takes no '{words[0]}'")
@@ -98,10 +94,10 @@ def _list(words: list[str], args: Namespace) -> None:
     from qkablate.data.corpus import cache_dir, read_manifest
 
     kinds = []
-    for path in _config_files():
-        lines = path.read_text(encoding="utf-8").splitlines()
+    for name in config_names("data"):
+        lines = (conf_dir() / "data" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
         values = dict(line.split()[:2] for line in lines if line.count(": ") and line[0] != "#")
-        kind = {"data": path.stem, "source": values["source:"]}
+        kind = {"data": name, "source": values["source:"]}
         kind["tokenizer"] = values.get("tokenizer:", "").replace("null", "")
         kinds.append(kind | {"summary": lines[0].removeprefix("# ")})
     cache = cache_dir(DataConfig())
@@ -197,13 +193,8 @@ def _open(job: Job) -> "Data":
 
 
 def _info(words: list[str], args: Namespace) -> None:
-    from qkablate.data import Task
-
     planned = compose_jobs(words)
-    infos = []
-    for job in planned:
-        data = _open(job)
-        infos.append(_task_info(data) if isinstance(data, Task) else _corpus_info(data))
+    infos = [_describe(_open(job)) for job in planned]
     if args.json:
         print_json(infos[0] if len(infos) == 1 else infos)
         return
@@ -216,32 +207,33 @@ def _info(words: list[str], args: Namespace) -> None:
     _print_next("show", planned[0])
 
 
-def _corpus_info(data: Any) -> dict[str, Any]:
-    corpus: Corpus = data
-    manifest = corpus.manifest
+def _describe(data: "Data") -> dict[str, Any]:
+    from qkablate.data import Task
+    from qkablate.data.corpus import Corpus
+
+    if isinstance(data, Task):
+        return {
+            "task": data.name,
+            "summary": data.summary,
+            "setting": data.description,
+            "harder": data.difficulty,
+            "vocabulary": data.vocabulary,
+            "length": data.length,
+            "tokens": {split: data.tokens[split] for split in HELD_OUT_SPLITS},
+            "fingerprint": data.fingerprint,
+        }
+    assert isinstance(data, Corpus)
+    manifest = data.manifest
     return {
         **manifest.sources,
-        "tokenizer": f"{manifest.tokenizer}, {corpus.vocabulary:,} tokens, {manifest.dtype}",
+        "tokenizer": f"{manifest.tokenizer}, {data.vocabulary:,} tokens, {manifest.dtype}",
         "tokenizer_sha256": manifest.tokenizer_sha256,
         "split": manifest.split,
         "duplicates": f"{manifest.duplicates:,} left out",
         **{key: getattr(manifest, key) for key in ("documents", "tokens", "bytes")},
-        "bytes_per_token": {s: manifest.bytes[s] / max(1, corpus.tokens[s]) for s in SPLITS},
-        "fingerprint": corpus.fingerprint,
-        "folder": str(corpus.folder),
-    }
-
-
-def _task_info(task: "Task") -> dict[str, Any]:
-    return {
-        "task": task.name,
-        "summary": task.summary,
-        "setting": task.description,
-        "harder": task.difficulty,
-        "vocabulary": task.vocabulary,
-        "length": task.length,
-        "tokens": {split: task.tokens[split] for split in HELD_OUT_SPLITS},
-        "fingerprint": task.fingerprint,
+        "bytes_per_token": {s: manifest.bytes[s] / max(1, data.tokens[s]) for s in SPLITS},
+        "fingerprint": data.fingerprint,
+        "folder": str(data.folder),
     }
 
 
@@ -299,12 +291,3 @@ def _sequence(task: "Task", batch: "Batch", number: int) -> str:
             if target >= 0:
                 texts[position] += f"→{task.format_token(target)}"
     return " ".join(texts)
-
-
-# The function of every action, and the flags that it takes.
-_ACTIONS = {
-    "list": (_list, ("json",)),
-    "prepare": (_prepare, ()),
-    "info": (_info, ("json",)),
-    "show": (_show, ("split", "count")),
-}

@@ -1,5 +1,6 @@
 """`qkablate inspect`: measures of the circuits and the attention of a trained run."""
 
+import itertools
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -9,8 +10,9 @@ from qkablate.cli.arguments import (
     CIRCUIT_KEYS,
     Parser,
     check_utf8,
-    convert_key,
+    convert_value,
     out_words,
+    propose_sample,
     restore_run,
     run_and_keys,
     take_out,
@@ -132,12 +134,9 @@ def main(argv: list[str]) -> int:
         )
         return 0
     print(f"{sanitize(name)}, step {restored.step}: {attention.equation}")
-    shown = [
-        (layer, head)
-        for layer in range(config.model.layers)
-        for head in range(config.model.heads)
-        if args.layer in (None, layer) and args.head in (None, head)
-    ]
+    layers = range(config.model.layers) if args.layer is None else (args.layer,)
+    heads = range(config.model.heads) if args.head is None else (args.head,)
+    shown = list(itertools.product(layers, heads))
     is_selection = args.layer is not None or args.head is not None
     for part, title in _PARTS.items():
         if row[part]["frobenius"][0] is None:
@@ -166,7 +165,7 @@ def _parse_args(argv: list[str]) -> Namespace:
     words, args.out = take_out(args.words)
     args.run, args.keys = run_and_keys(words, KEYS, "inspect RUN")
     step = args.keys.pop("step", None)
-    args.step = None if step is None else convert_key("step", step, whole_number())
+    args.step = None if step is None else convert_value("step", step, whole_number())
     has_both = args.layer is not None and args.head is not None
     has_any = args.layer is not None or args.head is not None
     if args.json and has_any:
@@ -249,8 +248,6 @@ def _draw(
 
 def _propose(args: Namespace, config: "Config", row: dict[str, Any]) -> list[str]:
     """Return a command: the head whose scores spread most, or after that a sample."""
-    from qkablate.config import TEXT_SOURCES
-
     words = [f"{key}={value}" for key, value in args.keys.items()] + out_words(args.out)
     if args.layer is None and args.head is None:
         words += [] if args.step is None else [f"step={args.step}"]
@@ -262,6 +259,5 @@ def _propose(args: Namespace, config: "Config", row: dict[str, Any]) -> list[str
         }
         layer, head = max(heads, key=heads.__getitem__, default=(0, 0))
         return ["inspect", args.run, *words, "--layer", str(layer), "--head", str(head)]
-    if config.data.source not in TEXT_SOURCES:  # the tokens of a task are not text
-        return ["data", "info", f"data={config.data.source}"]
-    return ["sample", args.run, *(word for word in words if not word.startswith("data.cache="))]
+    kept = [word for word in words if not word.startswith("data.cache=")]
+    return propose_sample(config, [args.run, *kept])

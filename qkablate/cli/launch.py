@@ -1,22 +1,26 @@
 """Plan, show and run a sweep: for `qkablate sweep` and `qkablate claim run`."""
 
-import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import out_words
+from qkablate.cli.hydra.configs import make_config
 from qkablate.cli.hydra.grid import SweepRequest
-from qkablate.config import Config
 from qkablate.dashboard.sweep_run import make_sweep_tables
 from qkablate.disk import make_folder
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.lease import TIMEOUT, LeaseObserver
+from qkablate.sweeps.engines.factory import check_engine, check_resources, open_engine
+from qkablate.sweeps.planning.manifest import Manifest, freeze
+from qkablate.sweeps.running import results
+from qkablate.sweeps.running.progress_table import ProgressTable
+from qkablate.sweeps.running.state import SweepState
 from qkablate.table import format_list, print_json, print_next_commands
+from qkablate.tracking.wandb.mode import resolve_mode
+from qkablate.tracking.wandb.run import OFFLINE
 
 if TYPE_CHECKING:
-    from qkablate.sweeps.planning.manifest import Manifest
     from qkablate.sweeps.running.launcher import Launcher
 
 
@@ -38,13 +42,10 @@ def observe_leases(folders: list[Path]) -> LeaseObserver:
     return observer
 
 
-def plan_sweep(
-    request: SweepRequest, compose: Callable[[dict[str, str]], Config], command: list[str]
-) -> tuple["Manifest", list[str | None]]:
+def plan_sweep(request: SweepRequest, command: list[str]) -> tuple[Manifest, list[str | None]]:
     """Return the manifest, and a slot for every run that can run at once."""
     from tqdm import tqdm
 
-    from qkablate.sweeps.engines.factory import check_engine, check_resources
     from qkablate.sweeps.planning.expand import Grid, expand_grid
     from qkablate.sweeps.planning.packing import pack
 
@@ -52,15 +53,13 @@ def plan_sweep(
     check_engine(engine)
     is_remote = engine.name != "local"
     grid = Grid(request.settings.sweep, request.controls, request.choices, is_remote)
-    with tqdm(
-        desc="expanding", unit=" arms", leave=False, disable=not sys.stderr.isatty(), delay=0.5
-    ) as bar:
+    with tqdm(desc="expanding", unit=" arms", leave=False, disable=None, delay=0.5) as bar:
 
         def note(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        manifest = expand_grid(grid, compose, ["qkablate", *command], note)
+        manifest = expand_grid(grid, make_config, ["qkablate", *command], note)
     try:
         make_folder(Path(manifest.out).expanduser() / "sweeps")
     except OSError as error:
@@ -71,12 +70,11 @@ def plan_sweep(
 
 
 def show_plan(
-    manifest: "Manifest", slots: list[str | None], request: SweepRequest, *, as_json: bool
+    manifest: Manifest, slots: list[str | None], request: SweepRequest, *, as_json: bool
 ) -> int:
     """Print the plan of a sweep with its estimated time, and return the exit code."""
     from qkablate.sweeps.planning import text
     from qkablate.sweeps.planning.estimate import NotTimedError, estimate_arms
-    from qkablate.sweeps.running.state import SweepState
 
     sweep_state = SweepState(manifest)
     sweep_state.refresh()
@@ -92,25 +90,19 @@ def show_plan(
     if as_json:
         print_json(text.plan_to_json(manifest, len(slots), estimated, done))
         return 0
-    with suppress(BrokenPipeError):
-        print("\n".join(text.format_plan(manifest, len(slots), estimated, done, engine)))
-        if reason:
-            print(f"cost     not estimated: {reason}")
-        print_next_commands(manifest.command[1:])
+    print("\n".join(text.format_plan(manifest, len(slots), estimated, done, engine)))
+    if reason:
+        print(f"cost     not estimated: {reason}")
+    print_next_commands(manifest.command[1:])
     return 0
 
 
 def run_sweep(
-    manifest: "Manifest", slots: list[str | None], request: SweepRequest, *, retry: bool
+    manifest: Manifest, slots: list[str | None], request: SweepRequest, *, retry: bool
 ) -> int:
     """Train the runs that are not done, print the outcome, and return the exit code."""
-    from qkablate.sweeps.engines.factory import open_engine
     from qkablate.sweeps.planning import text
-    from qkablate.sweeps.planning.manifest import freeze
-    from qkablate.sweeps.running import results
     from qkablate.sweeps.running.launcher import Launcher
-    from qkablate.sweeps.running.progress_table import ProgressTable
-    from qkablate.tracking.wandb.mode import resolve_mode
 
     wandb = resolve_mode(manifest.tracking) != "disabled"
     engine = request.settings.engine
@@ -120,8 +112,8 @@ def run_sweep(
     keep_threads = not has_threads and engine.name == "local"
     manifest = freeze(manifest, plan, keep_threads=keep_threads)
     table = ProgressTable()
-    table.note(f"sweep    {manifest.folder}")
-    for line in text.format_plan(manifest, len(slots), engine=engine, is_summary=True):
+    summary = text.format_plan(manifest, len(slots), engine=engine, is_summary=True)
+    for line in (f"sweep    {manifest.folder}", *summary):
         table.note(line)
     launcher = Launcher(
         manifest,
@@ -142,9 +134,6 @@ def run_sweep(
 
 
 def _print_outcome(launcher: "Launcher", address: str | None) -> None:
-    from qkablate.sweeps.running import results
-    from qkablate.tracking.wandb.run import OFFLINE
-
     print()
     results.print_arms(launcher.sweep_state)
     results.print_failures(launcher.sweep_state)

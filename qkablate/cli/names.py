@@ -1,9 +1,10 @@
-"""Names of runs, sweeps and claims: find the one that a word means, and list them."""
+"""Names of runs, sweeps, claims and config files: list them, and find what a word means."""
 
 import os
 from collections.abc import Collection
 from pathlib import Path
 
+from qkablate.config import conf_dir
 from qkablate.errors import UserError
 from qkablate.runs.run import match_name, no_match
 
@@ -17,6 +18,11 @@ def known_names(kind: str, out: str | Path = "outputs") -> list[str]:
     return sorted(path.parent.name for path in folders)
 
 
+def config_names(group: str) -> list[str]:
+    """Return the names of the files in conf/<group>, the choices of a key such as `data`."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
 def kind_of_folder(folder: str, kinds: Collection[str]) -> str | None:
     """Return the kind of a folder, or None where it is none of these kinds."""
     files = ((kind, os.path.join(folder, KINDS[kind])) for kind in KINDS if kind in kinds)
@@ -24,7 +30,10 @@ def kind_of_folder(folder: str, kinds: Collection[str]) -> str | None:
 
 
 def find_by_name(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path]:
-    """Return the kind and the folder in `out` whose name or id begins with a word."""
+    """Return the kind and the folder that a word names: itself, or how a name or id begins."""
+    folder = os.path.expanduser(word)  # os.path accepts any text
+    if kind := kind_of_folder(folder, kinds):
+        return kind, Path(folder)
     root = Path(out).expanduser()
     matches: list[tuple[str, Path]] = []
     ambiguous: list[str] = []
@@ -38,14 +47,13 @@ def find_by_name(word: str, out: str, kinds: Collection[str]) -> tuple[str, Path
                 matches.append((kind, root / f"{kind}s" / match))
         except UserError as error:
             ambiguous.append(str(error))
-    if len(matches) + len(ambiguous) > 1:
-        kinds_found = " and ".join(f"a {kind} ({folder.name})" for kind, folder in matches)
-        texts = [f"'{word}' is {kinds_found}"] * bool(matches)
-        raise UserError(f"{'; '.join([*texts, *ambiguous])}; give the folder")
-    if ambiguous:
-        raise UserError(ambiguous[0])
-    if matches:
+    if len(matches) == 1 and not ambiguous:
         return matches[0]
+    if matches or ambiguous:
+        found = " and ".join(f"a {kind} ({folder.name})" for kind, folder in matches)
+        texts = [f"'{word}' is {found}"] * bool(matches) + ambiguous
+        hint = ["give the folder"] * (len(matches) + len(ambiguous) > 1)
+        raise UserError("; ".join([*texts, *hint]))
     if "claim" in kinds:
         from qkablate.analysis.claims.parse import claim_names
 

@@ -5,18 +5,19 @@ So the gap of the variant is split into what it cannot represent and what traini
 
 import dataclasses
 import shlex
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkablate.cli.arguments import Parser, convert_key, split_runs, take_out, whole_number
+from qkablate.cli.arguments import Parser, convert_value, split_runs, take_out, whole_number
 from qkablate.cli.hydra.configs import compose_jobs
 from qkablate.cli.launch import observe_leases
 from qkablate.config import Config
 from qkablate.errors import UserError, print_stderr
 from qkablate.report.text.projection import print_projection
 from qkablate.runs.lease import AlreadyRunning, LeaseLost
+from qkablate.runs.run import EXIT_CODES
 from qkablate.table import print_json
+from qkablate.training.signals import Stopped
 
 if TYPE_CHECKING:
     from qkablate.training.resolve import RunPlan
@@ -84,7 +85,6 @@ def main(argv: list[str]) -> int:
     args = PARSER.parse(argv)
     runs, overrides, steps = _parse_words(args.words)
     overrides, out = take_out(overrides)
-    from qkablate.runs.run import EXIT_CODES
     from qkablate.training.warm_start.decomposition import plan_decompositions
 
     decompositions = plan_decompositions(runs, overrides, steps, out, _compose)
@@ -94,11 +94,10 @@ def main(argv: list[str]) -> int:
             if status != "done":
                 return EXIT_CODES.get(status, 1)
     result = _describe(decompositions, overrides)
-    with suppress(BrokenPipeError):
-        if args.json:
-            print_json(result)
-        else:
-            print_projection(result, out)
+    if args.json:
+        print_json(result)
+    else:
+        print_projection(result, out)
     return 0
 
 
@@ -111,7 +110,7 @@ def _parse_words(words: list[str]) -> tuple[list[str], list[str], int]:
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key == "finetune.steps":
-            steps = convert_key(key, value, whole_number(1, 2**53))
+            steps = convert_value(key, value, whole_number(1, 2**53))
         elif key.partition(".")[0] in ("finetune", "heal"):
             raise UserError(f"{key}: there is no such key (nearest: finetune.steps)")
         else:
@@ -133,7 +132,6 @@ def _compose(overrides: list[str]) -> Config:
 def _train_unless_done(plan: "RunPlan") -> str:
     """Train a run unless it is done, and return its status."""
     from qkablate.training.session import train_run
-    from qkablate.training.signals import Stopped
 
     result = plan.run.result
     if result is not None and result["status"] != "failed":
@@ -202,10 +200,8 @@ def _find_scratch(
     from qkablate.training.warm_start.decomposition import scratch_overrides
 
     plan, parent = decomposition.scratch, decomposition.parent
-    description: dict[str, Any] = {
-        **{"scratch_status": None, "scratch_lr": None, "scratch_is_equally_tuned": True},
-        **{"scratch_lrs": [], "scratch_command": None},
-    }
+    description: dict[str, Any] = {"scratch_status": None, "scratch_lr": None}
+    description |= {"scratch_is_equally_tuned": True, "scratch_lrs": [], "scratch_command": None}
     if plan is None:
         return None, description
     folder, result = plan.run.folder, plan.run.result

@@ -111,10 +111,8 @@ def _find_sources(words: list[str], out: str) -> list[Source]:
     return [*sources.values()]
 
 
-_RUN_FILES = (
-    *("result.json", "metrics.jsonl", "checkpoints", "environment.json", "output.log"),
-    *("lease", "attempts"),
-)
+_RUN_FILES = ["result.json", "metrics.jsonl", "checkpoints", "environment.json", "output.log"]
+_RUN_FILES += ["lease", "attempts"]
 
 
 def _find_source(word: str, out: str) -> tuple[str, Path]:
@@ -153,9 +151,8 @@ def _make_section(kind: str, folders: list[Path], margin: float | None) -> Any:
 
     where = f"read from {format_list([*map(str, folders)], 3)}"
     if kind == "runs":
-        title = (
-            folders[0].resolve().name if len(folders) == 1 else format_count(len(folders), "run")
-        )
+        name, count = folders[0].resolve().name, format_count(len(folders), "run")
+        title = name if len(folders) == 1 else count
         return Section(title, where, read_standalone_runs(folders), margin)
     if kind == "sweep":
         study = read_study(folders[0])

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from qkablate.cli.arguments import Parser, margin, one_of, sweep_and_out
+from qkablate.cli.arguments import Parser, find_sweep_and_out, margin, one_of
 from qkablate.errors import UserError, sanitize
 from qkablate.table import print_json, print_next_commands, print_table
 
@@ -73,16 +73,15 @@ def main(argv: list[str]) -> int:
     if args.json and args.format not in (None, "json"):
         raise UserError(f"--json and --format {args.format}: give one of the two")
     form = "json" if args.json else args.format or "table"
-    word, out = sweep_and_out(args.words)
+    folder, _ = find_sweep_and_out(args.words)
 
     from qkablate.analysis.comparison.ranking import read_times
     from qkablate.analysis.comparison.summary import describe_study
     from qkablate.analysis.study.study import read_study
     from qkablate.report.text.table import format_markdown
     from qkablate.report.text.tables import make_tables
-    from qkablate.sweeps.planning import manifest
 
-    study = read_study(manifest.find_sweep(word, out))
+    study = read_study(folder)
     times = read_times(args.times, study) if args.times else {}
     summary = describe_study(study, times, args.margin)
     with suppress(BrokenPipeError):

@@ -13,7 +13,8 @@ from qkablate.cli.arguments import (
     CIRCUIT_KEYS,
     Parser,
     check_utf8,
-    convert_key,
+    convert_value,
+    number,
     restore_run,
     run_and_keys,
     whole_number,
@@ -51,21 +52,11 @@ Examples
 """
 
 
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 100:
-        raise ValueError("a number from 0 to 100")
-    return value
-
-
 # The default of every setting, and the function that converts it.
 _SETTINGS: dict[str, tuple[Any, Callable[[str], Any]]] = {
     "prompt": (None, str),
     "tokens": (200, whole_number(1, 10**9)),
-    "temperature": (0.8, _temperature),
+    "temperature": (0.8, number(lambda value: 0 <= value <= 100, "a number from 0 to 100")),
     "top_k": (None, whole_number(1, 10**9)),
     "seed": (0, whole_number(0, 2**53)),
 }
@@ -91,7 +82,7 @@ def parse_args(words: list[str]) -> Namespace:
     run, values = run_and_keys(words, KEYS, "sample RUN prompt='a text'")
     check_utf8("prompt", values.get("prompt", ""))
     settings = {
-        key: convert_key(key, values[key], convert) if key in values else default
+        key: convert_value(key, values[key], convert) if key in values else default
         for key, (default, convert) in _SETTINGS.items()
     }
     return Namespace(run=run, values=values, **settings)

@@ -4,8 +4,12 @@ import sys
 import time
 from contextlib import suppress
 
-from qkablate.cli.arguments import Parser, out_words, sweep_and_out
+from qkablate.cli.arguments import Parser, find_sweep_and_out, out_words
 from qkablate.errors import UserError
+from qkablate.sweeps.planning.manifest import read_manifest
+from qkablate.sweeps.running.progress_table import ProgressTable, render_table
+from qkablate.sweeps.running.results import print_arms, result_rows, resume_commands
+from qkablate.sweeps.running.state import SweepState
 from qkablate.table import print_csv, print_json, print_next_commands
 
 HELP = """qkablate status: the progress of a sweep, read from the folders of its runs.
@@ -40,28 +44,22 @@ def main(argv: list[str]) -> int:
     modes = [f"--{name}" for name in ("csv", "json", "watch") if getattr(args, name)]
     if len(modes) > 1:
         raise UserError(f"{' and '.join(modes)}: give one of the two")
-    word, out = sweep_and_out(args.words)
-
-    from qkablate.sweeps.planning import manifest
-    from qkablate.sweeps.running.progress_table import ProgressTable, render_table
-    from qkablate.sweeps.running.results import print_arms, result_rows, resume_commands
-    from qkablate.sweeps.running.state import SweepState
-
-    folder = manifest.find_sweep(word, out)
-    sweep_state = SweepState(manifest.read_manifest(folder))
+    folder, out = find_sweep_and_out(args.words)
+    sweep_state = SweepState(read_manifest(folder))
     sweep_state.refresh()
+
+    def is_active() -> bool:
+        return sweep_state.status_counts()["running"] > 0 or sweep_state.is_running()
+
     if args.watch:
         table = ProgressTable()
-        if not sys.stderr.isatty() and (
-            sweep_state.status_counts()["running"] or sweep_state.is_running()
-        ):
+        if not sys.stderr.isatty() and is_active():
             print("\n".join(render_table(sweep_state)), flush=True)
-        while True:
-            table.show(sweep_state)
-            if not sweep_state.status_counts()["running"] and not sweep_state.is_running():
-                break
+        table.show(sweep_state)
+        while is_active():
             time.sleep(_INTERVAL)
             sweep_state.refresh()
+            table.show(sweep_state)
     counts = sweep_state.status_counts()
     is_finished = counts["done"] + counts["diverged"] == sweep_state.expected_runs()
     with suppress(BrokenPipeError):

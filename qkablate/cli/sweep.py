@@ -1,7 +1,8 @@
 """`qkablate sweep`: train a frozen grid of runs, on this machine or on a cluster."""
 
 from qkablate.cli.arguments import Parser, one_of
-from qkablate.cli.hydra.grid import open_composer
+from qkablate.cli.hydra.configs import open_hydra
+from qkablate.cli.hydra.grid import read_request
 from qkablate.cli.launch import plan_sweep, run_sweep, show_plan
 from qkablate.config import conf_dir
 from qkablate.errors import UserError, print_stderr
@@ -76,15 +77,15 @@ def main(argv: list[str]) -> int:
     args = PARSER.parse(argv)
     if args.json and not args.dry_run:
         raise UserError("--json needs --dry-run; `qkablate status --json` shows a sweep")
-    with open_composer() as composer:
-        request = composer.request(args.words)
+    with open_hydra():
+        request = read_request(args.words)
         if request.count() > MANY and not args.yes:
             raise UserError(
                 f"this grid has {request.count():,} runs, before anything is left out; add --yes to"
                 " confirm"
             )
         command = ["sweep", *args.words, *["--yes"] * args.yes]
-        manifest, slots = plan_sweep(request, composer.config, command)
+        manifest, slots = plan_sweep(request, command)
     if args.dry_run:
         return show_plan(manifest, slots, request, as_json=args.json)
     try:

@@ -1,21 +1,19 @@
 """`qkablate sync`: upload offline logs to Weights & Biases."""
 
-import os
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qkablate.cli.arguments import Parser, take_out
 from qkablate.cli.launch import observe_leases
-from qkablate.cli.names import find_by_name, kind_of_folder, known_names
+from qkablate.cli.names import find_by_name, known_names
 from qkablate.errors import UserError, print_stderr, sanitize
+from qkablate.sweeps.planning.manifest import read_manifest
+from qkablate.sweeps.running.state import SweepState
 from qkablate.table import format_bytes, format_count, format_list, print_next_commands, print_table
-
-if TYPE_CHECKING:
-    from qkablate.tracking.wandb.offline_log import OfflineLog
-    from qkablate.tracking.wandb.sync import SyncPlan
+from qkablate.tracking.wandb import mode
+from qkablate.tracking.wandb.offline_log import OfflineLog
+from qkablate.tracking.wandb.sync import SyncPlan, lock_folders, plan_sync, send_logs
 
 HELP = """qkablate sync: upload offline logs, with their files, to Weights & Biases.
 
@@ -53,9 +51,6 @@ def main(argv: list[str]) -> int:
     """Upload offline logs, or list them."""
     args = PARSER.parse(argv)
     words, out = take_out(args.words)
-    from qkablate.tracking.wandb import mode
-    from qkablate.tracking.wandb.sync import plan_sync
-
     folders = _find_folders(words, out)
     if not args.dry_run and not mode.has_key():
         raise UserError("sync needs a key: `wandb login`, or WANDB_API_KEY; --dry-run needs none")
@@ -79,37 +74,24 @@ def main(argv: list[str]) -> int:
 def _find_folders(words: list[str], out: str) -> dict[Path, bool]:
     """Return the folders of runs and sweeps, each with whether it is being trained in."""
     root = Path(out).expanduser()
-    kinds = ("sweep", "run")
     runs = [] if words else sorted(path.parent for path in root.glob("runs/*/wandb"))
     sweeps = [] if words else [root / "sweeps" / name for name in known_names("sweep", root)]
     for word in words:
-        folder = os.path.expanduser(word)
-        if kind := kind_of_folder(folder, kinds):
-            (runs if kind == "run" else sweeps).append(Path(folder))
-        else:
-            kind, path = find_by_name(word, out, kinds)
-            (runs if kind == "run" else sweeps).append(path)
+        kind, folder = find_by_name(word, out, ("sweep", "run"))
+        (runs if kind == "run" else sweeps).append(folder)
     busy: dict[Path, bool] = {}
     for sweep in sweeps:
-        busy[sweep], run_folders = _read_sweep(sweep, with_runs=bool(words))
-        runs += run_folders
+        sweep_state = SweepState(read_manifest(sweep))
+        busy[sweep] = sweep_state.is_running()
+        if words:  # without them `runs` has all
+            sweep_state.refresh()
+            runs += [state.folder for state in sweep_state.states.values()]
     runs = [run for run in dict.fromkeys(runs) if run.is_dir()]
     observer = observe_leases(runs)
     return {run: observer.is_leased(run) for run in runs} | busy
 
 
-def _read_sweep(folder: Path, *, with_runs: bool) -> tuple[bool, list[Path]]:
-    from qkablate.sweeps.planning import manifest
-    from qkablate.sweeps.running.state import SweepState
-
-    sweep_state = SweepState(manifest.read_manifest(folder))
-    if with_runs:
-        sweep_state.refresh()
-    states = sweep_state.states.values() if with_runs else ()
-    return sweep_state.is_running(), [state.folder for state in states]
-
-
-def _warn(plan: "SyncPlan") -> None:
+def _warn(plan: SyncPlan) -> None:
     for name in plan.busy:
         print_stderr(f"skipped: {name} is being trained")
     if plan.unreadable:
@@ -125,7 +107,7 @@ def _warn(plan: "SyncPlan") -> None:
             print_stderr(f"without its files: {log.name}: {names} moved away, as by --rerun")
 
 
-def _list(plan: "SyncPlan", words: list[str]) -> int:
+def _list(plan: SyncPlan, words: list[str]) -> int:
     rows = []
     for log in plan.logs:
         size = log.file.stat().st_size + sum(p.stat().st_size for p in log.paths if p.is_file())
@@ -141,10 +123,8 @@ def _list(plan: "SyncPlan", words: list[str]) -> int:
     return 1 if plan.rejected else 0
 
 
-def _upload(plan: "SyncPlan", server: str) -> int:
+def _upload(plan: SyncPlan, server: str) -> int:
     from tqdm import tqdm
-
-    from qkablate.tracking.wandb.sync import lock_folders, send_logs
 
     total, printed = len(plan.logs), 0
 
@@ -159,9 +139,7 @@ def _upload(plan: "SyncPlan", server: str) -> int:
     try:
         with (
             lock_folders(outputs) as locks,
-            tqdm(
-                total=total, desc="uploading", unit=" logs", disable=not sys.stderr.isatty()
-            ) as bar,
+            tqdm(total=total, desc="uploading", unit=" logs", disable=None) as bar,
         ):
             result = send_logs(plan.logs, server, locks, update)
     except BlockingIOError as error:
@@ -183,7 +161,7 @@ def _upload(plan: "SyncPlan", server: str) -> int:
     return 1 if result.failed or plan.rejected else 0
 
 
-def _choose_links(logs: list["OfflineLog"], links: dict[str, str]) -> Iterable[str]:
+def _choose_links(logs: list[OfflineLog], links: dict[str, str]) -> Iterable[str]:
     """Return the links of the runs if they are few, else those of sweeps and projects."""
     by_id = {log.id: links[log.id] for log in logs if log.id in links}
     if len(by_id) <= _MAX_LINKS:

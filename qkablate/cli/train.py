@@ -11,11 +11,14 @@ from qkablate.cli.hydra.configs import build_jobs, compose_jobs
 from qkablate.cli.launch import observe_leases
 from qkablate.config import Role, keys_with, load, variants
 from qkablate.errors import UserError, print_stderr
+from qkablate.report.text.table import format_known
 from qkablate.runs.lease import AlreadyRunning, LeaseLost
 from qkablate.runs.run import EXIT_CODES
 from qkablate.runs.text_references import find_text_references
 from qkablate.table import print_next_commands, print_table
+from qkablate.tracking.wandb.run import OFFLINE
 from qkablate.training.distributed.ranks import Ranks
+from qkablate.training.signals import Stopped
 
 # Flags that make Hydra read another configuration.
 _OTHER_CONFIGS = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
@@ -100,7 +103,6 @@ def _train(composed: Any, rerun: bool, is_multirun: bool, ranks: Ranks) -> int:
     check_available(config.data)
     from qkablate.training.resolve import plan_run
     from qkablate.training.session import follow, train_run
-    from qkablate.training.signals import Stopped
 
     ranks.connect(config.device)
     try:
@@ -176,7 +178,7 @@ def print_next(result: dict[str, Any], overrides: list[str], folder: Path, lr: f
     elif result["status"] == "diverged":
         kept = [word for word in overrides if not word.startswith("optim.lr=")]
         lines.append(shlex.join(["qkablate", "train", *kept, f"optim.lr={lr / 10:.3g}"]))
-    if _is_recorded(result):
+    if result.get("wandb") == OFFLINE:
         lines.append(shlex.join(["qkablate", "sync", str(folder)]))
     elif result.get("wandb"):
         lines.append(result["wandb"])
@@ -195,24 +197,13 @@ def _print_table(outcomes: list[dict[str, Any]]) -> None:
     rows = [
         [
             *(o["folder"].name, o["varied"], o["status"]),
-            *(_number(o["loss"].get(split), 4) for split in ("val", "test")),
-            *(_number(o.get(key, {}).get("test"), 4) for key in shown),
-            _number(o["seconds"], 1),
+            *(format_known(o["loss"].get(split)) for split in ("val", "test")),
+            *(format_known(o.get(key, {}).get("test")) for key in shown),
+            format_known(o["seconds"], ".1f"),
         ]
         for o in outcomes
     ]
     print()
     print_table(["run", "", "status", "val", "test", *shown.values(), "seconds"], rows, left=3)
-    if any(map(_is_recorded, outcomes)):
+    if any(outcome.get("wandb") == OFFLINE for outcome in outcomes):
         print_next_commands(["sync", *out_words(str(outcomes[0]["folder"].parent.parent))])
-
-
-def _is_recorded(result: dict[str, Any]) -> bool:
-    """Return whether the run is not at W&B's server yet."""
-    from qkablate.tracking.wandb.run import OFFLINE
-
-    return result.get("wandb") == OFFLINE
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"

@@ -2,13 +2,11 @@
 
 import copy
 import dataclasses
-import sys
 from typing import TYPE_CHECKING
 
-from qkablate.cli.arguments import CIRCUIT_KEYS, Parser, restore_run
+from qkablate.cli.arguments import CIRCUIT_KEYS, Parser, propose_sample, restore_run, split_runs
 from qkablate.cli.hydra.configs import Job, build_jobs, choose_next, compose_jobs
-from qkablate.cli.hydra.words import sets_key
-from qkablate.config import TEXT_SOURCES, Config, variants
+from qkablate.config import Config
 from qkablate.errors import UserError, print_stderr
 from qkablate.table import format_count, print_json, print_next_commands, print_table
 
@@ -48,8 +46,7 @@ PARSER.switch("--json", "print JSON")
 def main(argv: list[str]) -> int:
     """Check variants and print the residuals."""
     args = PARSER.parse(argv)
-    runs = [word for word in args.words if "=" not in word]
-    words = [word for word in args.words if "=" in word]
+    runs, words = split_runs(args.words)
     if len(runs) > 1:
         raise UserError(f"'{runs[1]}': one run at a time")
     outcomes, proposed = _verify_run(runs[0], words) if runs else _verify_fresh(words)
@@ -65,8 +62,7 @@ def main(argv: list[str]) -> int:
 
 def _verify_fresh(words: list[str]) -> tuple[list["CheckResult"], list[str]]:
     """Return the outcomes on fresh weights, and a command to propose."""
-    implied = "" if sets_key(words, "variant") else f"variant={','.join(variants())}"
-    planned = compose_jobs(words, implied)
+    planned = compose_jobs(words, of_all_variants=True)
     _check_sizes(planned)
     import torch
     from tqdm import tqdm
@@ -79,7 +75,7 @@ def _verify_fresh(words: list[str]) -> tuple[list["CheckResult"], list[str]]:
             planned, lambda c: make_attention(c.model, c.variant, kernel=c.attention.kernel)
         )
     outcomes: list[CheckResult] = []
-    for job, empty in tqdm(kept, leave=False, disable=not sys.stderr.isatty()):
+    for job, empty in tqdm(kept, leave=False, disable=None):
         model, seed = job.config.model, job.config.seed
         # One layer at a time is held in memory.
         layer = randomize_layer(copy.deepcopy(empty).to_empty(device="cpu").double().eval(), seed)
@@ -128,11 +124,8 @@ def _verify_run(word: str, words: list[str]) -> tuple[list["CheckResult"], list[
     count = format_count(len(streams), "layer")
     print_stderr(f"{restored.folder.resolve().name}, step {restored.step}, {count}")
     outcomes = verify(config.variant.name, layers, streams, fresh=False)
-    bar = tqdm(outcomes, unit=" checks", leave=False, disable=not sys.stderr.isatty())
-    proposed = ["sample", word, *words]
-    if config.data.source not in TEXT_SOURCES:  # a task's tokens are not text
-        proposed = ["data", "info", f"data={config.data.source}"]
-    return list(bar), proposed
+    bar = tqdm(outcomes, unit=" checks", leave=False, disable=None)
+    return list(bar), propose_sample(config, [word, *words])
 
 
 def _print(outcomes: list["CheckResult"]) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from qkablate.analysis.comparison.summary import StudySummary, describe_study
 from qkablate.analysis.study.study import Study, read_study
-from qkablate.cli.hydra.grid import open_composer
+from qkablate.cli.hydra.configs import make_config, open_hydra
+from qkablate.cli.hydra.grid import read_request
 from qkablate.config import GridConfig
 from qkablate.report.text.table import format_markdown
 from qkablate.report.text.tables import make_tables
@@ -137,13 +138,13 @@ def compose_manifest(small: Sequence[str], *words: str, grid: GridConfig | None 
     """
     if grid is None:
         small = ["sweep.floor=false", *small]
-    with open_composer() as composer:
+    with open_hydra():
         given = {word.partition("=")[0] for word in words} | {*(grid.fixed if grid else ())}
         defaults = [word for word in small if word.partition("=")[0] not in given]
-        request = composer.request([*defaults, *words], grid)
+        request = read_request([*defaults, *words], grid)
         return expand_grid(
             Grid(request.settings.sweep, request.controls, request.choices),
-            composer.config,
+            make_config,
             ["qkablate", "sweep", *words],
         )
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import qkablate
-from qkablate.cli.hydra.grid import SweepComposer, open_composer
+from qkablate.cli.hydra.configs import make_config, open_hydra
+from qkablate.cli.hydra.grid import read_request
 from qkablate.dashboard.panels import CIRCUITS
 from qkablate.dashboard.view import make_workspace, view_content
 from qkablate.diagnostics import circuits, patterns
@@ -27,19 +28,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def composer():
-    return SweepComposer()
-
-
 @pytest.fixture
-def manifest(tiny, composer):
+def manifest(tiny):
     """Return the manifest of these overrides, with nothing trained."""
 
     def make(*words):
         own = [word for word in tiny if not (set(words) & {"data=recall"} and word[:4] == "data")]
-        with open_composer():
-            asked = composer.request(
+        with open_hydra():
+            asked = read_request(
                 [
                     *own,
                     "variant=standard,no_q",
@@ -50,7 +46,7 @@ def manifest(tiny, composer):
                 ]
             )
             grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
-            return expand_grid(grid, composer.config, ["qkablate", "sweep", *words])
+            return expand_grid(grid, make_config, ["qkablate", "sweep", *words])
 
     return make
 

@@ -29,16 +29,12 @@ _WITH_VALUE |= {"--config-name", "-cn"}
 def run_hydra(verb: str, argv: list[str], task: Callable[[Any], Any]) -> None:
     """Run hydra.main over conf/<verb>.yaml."""
     argv = _sort_flags(argv)
-    import hydra
-
-    register()
     logging.raiseExceptions = False  # Hydra logs its --info; a closed pipe is no error
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [f"qkablate {verb}", *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # lets exceptions through to us
     try:
         with _single_composition(argv):
-            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(task)()
+            call_hydra(verb, [f"qkablate {verb}", *argv], task)
     except Exception as error:
         if isinstance(error, BrokenPipeError) or before[1] == "1" or not _raised_by_hydra(error):
             raise
@@ -47,6 +43,15 @@ def run_hydra(verb: str, argv: list[str], task: Callable[[Any], Any]) -> None:
         sys.argv = before[0]
         if before[1] is None:
             del os.environ["HYDRA_FULL_ERROR"]
+
+
+def call_hydra(verb: str, argv: list[str], task: Callable[[Any], Any]) -> None:
+    """Call hydra.main over conf/<verb>.yaml, as the program whose name and words are `argv`."""
+    import hydra
+
+    register()
+    sys.argv = argv
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(task)()
 
 
 @contextmanager
@@ -96,11 +101,8 @@ def format_keys() -> str:
     for name, default in flatten(Config()).items():
         info = KEYS[name]
         used_by = f" (data={', '.join(info.used_by)})" if len(info.used_by) in range(1, 3) else ""
-        lines += textwrap.wrap(
-            f"{f'{name}={as_word(default)}':<37}{info.help}{used_by}",
-            100,
-            subsequent_indent=" " * 37,
-        )
+        text = f"{f'{name}={as_word(default)}':<37}{info.help}{used_by}"
+        lines += textwrap.wrap(text, 100, subsequent_indent=" " * 37)
     return "\n".join(lines)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from qkablate.cli.hydra.app import register
-from qkablate.cli.hydra.words import expand_words, format_error, is_group, split_words
+from qkablate.cli.hydra.words import expand_words, format_error, is_group, sets_key, split_words
+from qkablate.cli.names import config_names
 from qkablate.config import (
     KEYS,
     Config,
@@ -18,35 +19,30 @@ from qkablate.config import (
     explain,
     no_such_key,
     to_typed,
+    variants,
 )
 from qkablate.errors import UserError, print_stderr
 
 T = TypeVar("T")
 
 
-@dataclass
-class Composer:
-    """Checked configs from words."""
+def make_config(words: Mapping[str, str], name: str = "train") -> Config:
+    """Return the checked config that {key: value} makes, as `qkablate train` would."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    name: str = "train"
-
-    def config(self, words: Mapping[str, str]) -> Config:
-        """Return the checked config that {key: value} makes, as `qkablate train` would."""
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
-        typed = _compose_groups(self.name, {k: value for k, value in words.items() if is_group(k)})
-        for key, value in words.items():
-            if is_group(key):
-                continue
-            if key not in KEYS and key not in vars(Config()):
-                raise UserError(no_such_key(key))
-            check_digits(key, value)
-            try:
-                OmegaConf.update(typed, key, _parse_value(f"{key}={value}"), force_add=False)
-            except OmegaConfBaseException as error:
-                raise UserError(explain(error)) from None
-        return build_config(typed)
+    typed = _compose_groups(name, {key: value for key, value in words.items() if is_group(key)})
+    for key, value in words.items():
+        if is_group(key):
+            continue
+        if key not in KEYS and key not in vars(Config()):
+            raise UserError(no_such_key(key))
+        check_digits(key, value)
+        try:
+            OmegaConf.update(typed, key, _parse_value(f"{key}={value}"), force_add=False)
+        except OmegaConfBaseException as error:
+            raise UserError(explain(error)) from None
+    return build_config(typed)
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -68,30 +64,23 @@ def _compose_groups(name: str, groups: Mapping[str, str]) -> Any:
     a second, and each choice replaces its section.
     """
     folders = [x.path.removeprefix("file://") for x in _search_path() if x.provider == "main"]
-    ours = name == "train" and folders == [str(conf_dir())]
-    if not (ours and all((key, value) in _group_files() for key, value in groups.items())):
+    is_ours = name == "train" and folders == [str(conf_dir())]
+    sections = {key: _load_section(key, value) for key, value in groups.items()}
+    if not is_ours or any(section is None for section in sections.values()):
         return copy.deepcopy(compose(name, Config, [f"{k}={value}" for k, value in groups.items()]))
     typed = copy.deepcopy(compose(name, Config, []))
-    for key, value in groups.items():
-        typed[key] = _load_section(key, value)
+    for key, section in sections.items():
+        typed[key] = section
     return typed
 
 
 @functools.cache
-def _group_files() -> set[tuple[str, str]]:
-    """Return the groups of conf/train.yaml with the names of their files."""
-    return {
-        (file.parent.name, file.stem)
-        for file in conf_dir().glob("*/*.yaml")
-        if file.parent.name in vars(Config())
-    }
-
-
-@functools.cache
 def _load_section(group: str, name: str) -> Any:
-    """Return the section of a config that a file of a group makes."""
+    """Return the section of a config that a file of conf/ makes; None for a group of no section."""
     from omegaconf import OmegaConf
 
+    if group not in vars(Config()) or name not in config_names(group):
+        return None
     defaults = OmegaConf.structured(getattr(Config(), group))
     return OmegaConf.merge(defaults, OmegaConf.load(conf_dir() / group / f"{name}.yaml"))
 
@@ -141,28 +130,33 @@ class Job:
     words: list[str]
 
 
-def compose_jobs(words: list[str], implied: str = "") -> list[Job]:
+def compose_jobs(words: list[str], *, of_all_variants: bool = False) -> list[Job]:
     """Return a checked config for every combination of the values given.
 
-    An `implied` word was not typed by the user, and no message mentions it.
+    With `of_all_variants`, words that choose no variant stand for each of them.
     """
-    composer = Composer()
+    implied = []  # not typed by the user: no message mentions it
+    if of_all_variants and not sets_key(words, "variant"):
+        implied = [f"variant={','.join(variants())}"]
     with open_hydra():
-        jobs = expand_words([implied] * bool(implied) + words)
-        return for_each_job(jobs, lambda job: Job(composer.config(split_words(job)), job), implied)
+        return for_each_job(
+            expand_words([*implied, *words]),
+            lambda job: Job(make_config(split_words(job)), job),
+            skipped=len(implied),
+        )
 
 
 def for_each_job(
-    jobs: list[list[str]], make: Callable[[list[str]], T], implied: str = ""
+    jobs: list[list[str]], make: Callable[[list[str]], T], skipped: int = 0
 ) -> list[T]:
-    """Call `make` with the words of every job; an error names the words that vary."""
+    """Call `make` with the words of every job; an error names those after `skipped` that vary."""
     common = set.intersection(*map(set, jobs)) if jobs else set()
     results = []
     for job in jobs:
         try:
             results.append(make(job))
         except UserError as error:
-            varied = [word for word in job[bool(implied) :] if word not in common]
+            varied = [word for word in job[skipped:] if word not in common]
             raise UserError(f"{error} (in {' '.join(varied)})" if varied else str(error)) from None
     return results
 

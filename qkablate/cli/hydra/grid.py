@@ -1,12 +1,10 @@
 """The request of a sweep, read from its words: settings, controls, and a grid of values."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qkablate.cli.hydra.configs import Composer, compose, open_hydra
+from qkablate.cli.hydra.configs import compose
 from qkablate.cli.hydra.words import parse_values
 from qkablate.config import (
     KEYS,
@@ -31,7 +29,6 @@ class SweepRequest:
     settings: SweepConfig
     controls: dict[str, ControlConfig]
     choices: dict[str, list[str]]  # key → its values as they are typed; several make an axis
-    axes: list[str]  # the keys that the user or the sweep's file varies
 
     def count(self) -> int:
         """Return the number of runs, before anything is left out."""
@@ -42,47 +39,36 @@ class SweepRequest:
         return len(self.controls) * runs * cells * (1 + len(list_also(self.settings.sweep)))
 
 
-class SweepComposer(Composer):
-    """A composer that also reads the request of a sweep."""
-
-    def request(self, words: list[str], grid: GridConfig | None = None) -> SweepRequest:
-        """Read the words, each checked on its own; a given `grid` replaces that of the file."""
-        settings_words: list[str] = []
-        choices: dict[str, list[str]] = {}
-        for word in words:
-            key, values = _parse(word)
-            if len(values) > 1 and (_is_own(key) or has_role(key, Role.ONE_PER_SWEEP)):
-                raise UserError(f"'{word}': a sweep has one value of {key}")
-            if _is_own(key):
-                settings_words.append(word.lstrip("+"))
-            else:
-                choices[key] = values
-        settings = _compose_settings(settings_words)
-        if grid is not None:
-            settings = replace(settings, sweep=grid)
-            check_sweep(settings)
-        typed = list(choices)
-        from_file = {**settings.sweep.fixed, **settings.sweep.axes}
-        choices = dict(_parse(_word(key, value)) for key, value in from_file.items()) | choices
-        names = choices.pop("control", ["none"])
-        control_words = [word for word in settings_words if word.startswith("control.")]
-        controls = dict(_read_control(name, control_words) for name in names)
-        if control_words and set(names) == {"none"}:
-            raise UserError(f"'{control_words[0]}' has no meaning with control=none")
-        axes = [key for key in dict.fromkeys([*settings.sweep.axes, *typed]) if key in choices]
-        if not axes:
-            raise UserError(
-                "the grid is empty: give sweep=quick, or axes such as"
-                " variant=standard,merged_w 'seed=range(3)'"
-            )
-        return SweepRequest(settings, controls, choices, axes)
-
-
-@contextmanager
-def open_composer() -> Iterator[SweepComposer]:
-    """Initialize Hydra, and return a composer."""
-    with open_hydra():
-        yield SweepComposer()
+def read_request(words: list[str], grid: GridConfig | None = None) -> SweepRequest:
+    """Read the words, each checked on its own; a given `grid` replaces that of the file."""
+    settings_words: list[str] = []
+    choices: dict[str, list[str]] = {}
+    for word in words:
+        key, values = _parse(word)
+        if len(values) > 1 and (_is_own(key) or has_role(key, Role.ONE_PER_SWEEP)):
+            raise UserError(f"'{word}': a sweep has one value of {key}")
+        if _is_own(key):
+            settings_words.append(word.lstrip("+"))
+        else:
+            choices[key] = values
+    settings = _compose_settings(settings_words)
+    if grid is not None:
+        settings = replace(settings, sweep=grid)
+        check_sweep(settings)
+    typed = list(choices)
+    from_file = {**settings.sweep.fixed, **settings.sweep.axes}
+    choices = dict(_parse(_word(key, value)) for key, value in from_file.items()) | choices
+    names = choices.pop("control", ["none"])
+    control_words = [word for word in settings_words if word.startswith("control.")]
+    controls = dict(_read_control(name, control_words) for name in names)
+    if control_words and set(names) == {"none"}:
+        raise UserError(f"'{control_words[0]}' has no meaning with control=none")
+    if not choices.keys() & {*settings.sweep.axes, *typed}:
+        raise UserError(
+            "the grid is empty: give sweep=quick, or axes such as"
+            " variant=standard,merged_w 'seed=range(3)'"
+        )
+    return SweepRequest(settings, controls, choices)
 
 
 def _parse(word: str) -> tuple[str, list[str]]:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from hydra.experimental.callback import Callback
 
-from qkablate.cli.hydra.configs import Composer, for_each_job
+from qkablate.cli.hydra.configs import for_each_job, make_config
 from qkablate.cli.hydra.words import expand_words, split_words
 from qkablate.errors import UserError, print_stderr
 from qkablate.runs.run import LABEL_KEYS, Run
@@ -20,12 +20,12 @@ class CheckEveryJob(Callback):
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         from qkablate.training.resolve import plan_run
 
-        composer = Composer(kwargs["config_name"])
+        def plan(job: list[str]) -> Run:
+            return plan_run(make_config(split_words(job), kwargs["config_name"])).run
+
         try:
             jobs = _expand(config)
-            CheckEveryJob.runs = for_each_job(
-                jobs, lambda job: plan_run(composer.config(split_words(job))).run
-            )
+            CheckEveryJob.runs = for_each_job(jobs, plan)
             CheckEveryJob.jobs = jobs
         except UserError as error:
             # Hydra turns an Exception of a callback into a warning, and would go on.

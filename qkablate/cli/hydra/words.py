@@ -23,8 +23,7 @@ def is_group(key: str) -> bool:
 def check_word(word: str) -> None:
     """Reject what Hydra accepts or fails on without a clear message.
 
-    List-valued group overrides are rejected: Hydra would merge the files. Too long names are
-    rejected: Hydra would look for files of these names. So are numbers that overflow a float.
+    It would merge the files of a list, look for files of any name, and overflow at long numbers.
     """
     key, _, value = word.lstrip("+").partition("=")
     chosen = value.split(",") if is_group(key) else []

@@ -12,7 +12,8 @@ import yaml
 from qkablate.analysis.claims.claim import find_comparisons
 from qkablate.analysis.claims.parse import claim_names, load_claim, parse_claim, scales
 from qkablate.analysis.claims.registry import claim_grid
-from qkablate.cli.hydra.grid import open_composer
+from qkablate.cli.hydra.configs import make_config, open_hydra
+from qkablate.cli.hydra.grid import read_request
 from qkablate.config import conf_dir
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.expand import Grid, expand_grid
@@ -707,10 +708,10 @@ def test_every_shipped_claim_finds_its_arms(name, tiny_text):
     grid, words = claim_grid(own, own.seeds[-1])
     free = ["threads=1", "tracking.wandb=disabled"]
     free += [] if "data" in load_claim(name).grid else [f"data.cache={tiny_text / 'cache'}"]
-    with open_composer() as composer:
-        found = composer.request([*words, *free], grid)
+    with open_hydra():
+        found = read_request([*words, *free], grid)
         manifest = expand_grid(
-            Grid(found.settings.sweep, found.controls, found.choices), composer.config, ["qkablate"]
+            Grid(found.settings.sweep, found.controls, found.choices), make_config, ["qkablate"]
         )
     assert manifest.left_out == []
     assert [changes["seed"] for changes in manifest.finals or _changes(manifest)] == (

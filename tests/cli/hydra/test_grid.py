@@ -7,8 +7,8 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from qkablate.cli.hydra.configs import compose_jobs
-from qkablate.cli.hydra.grid import SweepComposer, open_composer
+from qkablate.cli.hydra.configs import compose_jobs, make_config, open_hydra
+from qkablate.cli.hydra.grid import read_request
 from qkablate.cli.hydra.words import format_error
 from qkablate.config import conf_dir, flatten, load, variants
 from qkablate.errors import UserError
@@ -19,56 +19,51 @@ SWEEPS = sorted(file.stem for file in (conf_dir() / "sweep").glob("*.yaml"))
 FOUR = {"standard", "merged_w", "no_q", "shared_qk"}
 
 
-@pytest.fixture(scope="module")
-def shared_composer():
-    """Compose once for every choice of groups."""
-    return SweepComposer()
-
-
 @pytest.fixture
-def composer(shared_composer):
-    with open_composer():
-        yield shared_composer
+def opened_hydra():
+    with open_hydra():
+        yield
 
 
-def configs(composer, request):
+def configs(request):
     """Yield the config of every combination of values."""
     for values in itertools.product(*request.choices.values()):
-        yield composer.config(dict(zip(request.choices, values, strict=True)))
+        yield make_config(dict(zip(request.choices, values, strict=True)))
 
 
 # The first line of each file.
 
 
 @pytest.mark.slow
-def test_quick_has_4_variants_2_widths_2_head_counts_3_seeds(composer):
-    request = composer.request(["sweep=quick"])
-    assert request.axes == ["variant", "model.d_model", "model.heads", "seed"]
+def test_quick_has_4_variants_2_widths_2_head_counts_3_seeds(opened_hydra):
+    request = read_request(["sweep=quick"])
+    axes = [key for key, values in request.choices.items() if len(values) > 1]
+    assert axes == ["variant", "model.d_model", "model.heads", "seed"]
     assert set(request.choices["variant"]) == FOUR
     found = [
         (config.variant.name, config.model.d_model, config.model.heads, config.seed)
-        for config in configs(composer, request)
+        for config in configs(request)
     ]
     assert [len({*column}) for column in zip(*found, strict=True)] == [4, 2, 2, 3]
     assert len({*found}) == request.count() == 4 * 2 * 2 * 3
 
 
-def test_full_has_every_variant_at_every_size(composer):
-    request = composer.request(["sweep=full"])
+def test_full_has_every_variant_at_every_size(opened_hydra):
+    request = read_request(["sweep=full"])
     assert set(request.choices["variant"]) == {*variants()}
     assert [int(d) for d in request.choices["model.d_model"]] == [128, 256, 512, 1024, 2048]
     assert [int(h) for h in request.choices["model.heads"]] == [1, 2, 4, 8, 16]
     assert request.count() == len(variants()) * 5 * 5 * len(request.choices["seed"])
-    shape = composer.config({"model": request.choices["model"][0]}).model
+    shape = make_config({"model": request.choices["model"][0]}).model
     assert (shape.layers, shape.context) == (12, 1024)
 
 
 @pytest.mark.slow
-def test_heads_compares_shapes_with_equal_parameters(composer):
-    request = composer.request(["sweep=heads"])
+def test_heads_compares_shapes_with_equal_parameters(opened_hydra):
+    request = read_request(["sweep=heads"])
     assert [control.match for control in request.controls.values()] == ["params"]
     shapes = set()
-    for config in configs(composer, request):
+    for config in configs(request):
         if all(holds(predicate, flatten(config)) for predicate in request.settings.sweep.filter):
             model = config.model
             shapes.add((model.layers, model.d_model, model.heads))
@@ -79,119 +74,118 @@ def test_heads_compares_shapes_with_equal_parameters(composer):
     widest = max(width for layers, width, _ in shapes if layers == shallowest)
     assert (shallowest, widest, max(heads for _, _, heads in shapes)) in shapes
     said = request.settings.sweep.baseline
-    baseline = composer.config({key: str(value) for key, value in said.items()}).model
+    baseline = make_config({key: str(value) for key, value in said.items()}).model
     assert (baseline.layers, baseline.d_model, baseline.heads) in shapes
     assert (baseline.layers, baseline.heads) == (shallowest, max(h for _, _, h in shapes))
 
 
 @pytest.mark.slow
-def test_horizons_has_several_lengths_each_with_its_own_schedule(composer):
-    request = composer.request(["sweep=horizons"])
+def test_horizons_has_several_lengths_each_with_its_own_schedule(opened_hydra):
+    request = read_request(["sweep=horizons"])
     steps = [int(value) for value in request.choices["train.steps"]]
     assert len(steps) == 4
     assert steps == sorted(set(steps))
     assert set(request.choices["variant"]) == FOUR
-    found = {config.train.steps: config.optim.warmup for config in configs(composer, request)}
+    found = {config.train.steps: config.optim.warmup for config in configs(request)}
     assert found == {number: number // 5 for number in steps}
 
 
-def test_lr_has_enough_rates_for_a_curve(composer):
-    request = composer.request(["sweep=lr"])
+def test_lr_has_enough_rates_for_a_curve(opened_hydra):
+    request = read_request(["sweep=lr"])
     rates = [float(value) for value in request.choices["optim.lr"]]
-    assert lr_ladder(rates, composer.config({})) == rates
+    assert lr_ladder(rates, make_config({})) == rates
     assert len(rates) >= 5
-    assert composer.config({}).optim.lr in rates
+    assert make_config({}).optim.lr in rates
     assert set(request.choices["variant"]) == FOUR
 
 
 @pytest.mark.slow
-def test_ov_has_every_ov_circuit_with_and_without_the_skip(composer):
-    request = composer.request(["sweep=ov"])
-    found = {
-        (config.variant.ov, config.model.attention_skip) for config in configs(composer, request)
-    }
+def test_ov_has_every_ov_circuit_with_and_without_the_skip(opened_hydra):
+    request = read_request(["sweep=ov"])
+    found = {(config.variant.ov, config.model.attention_skip) for config in configs(request)}
     circuits = {entry["ov"] for entry in variants().values()} - {"grouped"}
     assert found == {*itertools.product(circuits, (True, False))}
     assert [*request.controls] == ["none", "params"]
 
 
-def test_qk_has_every_qk_circuit_at_equal_parameters_and_without(composer):
-    request = composer.request(["sweep=qk"])
+def test_qk_has_every_qk_circuit_at_equal_parameters_and_without(opened_hydra):
+    request = read_request(["sweep=qk"])
     own = {name for name, entry in variants().items() if entry["ov"] == "separate"}
     assert set(request.choices["variant"]) == own
     assert [*request.controls] == ["none", "params"]
 
 
 @pytest.mark.slow
-def test_rank_spans_a_quarter_of_d_head_to_d_model(composer):
-    request = composer.request(["sweep=rank"])
-    model = composer.config({}).model
-    ranks = [config.variant.rank for config in configs(composer, request)]
+def test_rank_spans_a_quarter_of_d_head_to_d_model(opened_hydra):
+    request = read_request(["sweep=rank"])
+    model = make_config({}).model
+    ranks = [config.variant.rank for config in configs(request)]
     assert min(ranks) == model.d_model // model.heads // 4
     assert max(ranks) == model.d_model
     assert [*request.controls] == ["none", "params"]
 
 
-def test_grid_has_no_axes_of_its_own(composer):
+def test_grid_has_no_axes_of_its_own(opened_hydra):
     with pytest.raises(UserError, match="the grid is empty: give sweep=quick, or axes such as"):
-        composer.request(["sweep=grid"])
+        read_request(["sweep=grid"])
 
 
 @pytest.mark.parametrize("name", SWEEPS)
-def test_every_shipped_sweep_is_valid(composer, name):
-    request = composer.request([f"sweep={name}", *(["seed=range(2)"] if name == "grid" else [])])
+def test_every_shipped_sweep_is_valid(opened_hydra, name):
+    request = read_request([f"sweep={name}", *(["seed=range(2)"] if name == "grid" else [])])
     assert request.settings.sweep.name == name
     assert len(request.choices["seed"]) >= 2
     first = {key: values[0] for key, values in request.choices.items()}
-    flat = flatten(composer.config(first))
+    flat = flatten(make_config(first))
     assert all(isinstance(holds(each, flat), bool) for each in request.settings.sweep.filter)
 
 
 # The command line on top of a file.
 
 
-def test_words_replace_an_axis_of_the_file(composer):
-    request = composer.request(["sweep=quick", "variant=standard,wide_qk", "seed=range(2,5)"])
+def test_words_replace_an_axis_of_the_file(opened_hydra):
+    request = read_request(["sweep=quick", "variant=standard,wide_qk", "seed=range(2,5)"])
     assert request.choices["variant"] == ["standard", "wide_qk"]
     assert request.choices["seed"] == ["2", "3", "4"]
     assert request.choices["model.heads"] == ["2", "4"]
-    assert request.axes == ["variant", "model.d_model", "model.heads", "seed"]
+    axes = [key for key, values in request.choices.items() if len(values) > 1]
+    assert axes == ["variant", "model.d_model", "model.heads", "seed"]
 
 
-def test_words_replace_a_fixed_key_of_the_file(composer):
-    assert composer.request(["sweep=quick", "train.steps=7"]).choices["train.steps"] == ["7"]
-    request = composer.request(["sweep=horizons", "train.steps=7,9", "seed=0", "optim.lr=2e-3"])
+def test_words_replace_a_fixed_key_of_the_file(opened_hydra):
+    assert read_request(["sweep=quick", "train.steps=7"]).choices["train.steps"] == ["7"]
+    request = read_request(["sweep=horizons", "train.steps=7,9", "seed=0", "optim.lr=2e-3"])
     assert request.count() == 8
-    found = [*configs(composer, request)]
+    found = [*configs(request)]
     assert {config.train.steps for config in found} == {7, 9}
     assert {config.optim.lr for config in found} == {2e-3}
 
 
-def test_words_replace_the_control_of_the_file(composer):
-    assert [*composer.request(["sweep=heads", "control=flops"]).controls] == ["flops"]
-    request = composer.request(["sweep=ov", "control=params,flops", "control.tolerance=0.1"])
+def test_words_replace_the_control_of_the_file(opened_hydra):
+    assert [*read_request(["sweep=heads", "control=flops"]).controls] == ["flops"]
+    request = read_request(["sweep=ov", "control=params,flops", "control.tolerance=0.1"])
     assert [(c.match, c.tolerance) for c in request.controls.values()] == [
         ("params", 0.1),
         ("flops", 0.1),
     ]
-    assert [*composer.request(["sweep=quick"]).controls] == ["none"]
+    assert [*read_request(["sweep=quick"]).controls] == ["none"]
 
 
-def test_words_replace_the_settings_of_the_file(composer):
+def test_words_replace_the_settings_of_the_file(opened_hydra):
     words = ["sweep=heads", "sweep.baseline=null", "sweep.tune=true", "sweep.name=mine"]
-    settings = composer.request([*words, "workers=3", "on_failure=stop"]).settings
+    settings = read_request([*words, "workers=3", "on_failure=stop"]).settings
     assert settings.sweep.baseline is None
     assert settings.sweep.tune
     assert settings.sweep.name == "mine"
     assert (settings.workers, settings.on_failure) == (3, "stop")
-    where = composer.request(["sweep=quick", "sweep.filter=['model.heads > 2','seed == 0']"])
+    where = read_request(["sweep=quick", "sweep.filter=['model.heads > 2','seed == 0']"])
     assert where.settings.sweep.filter == ["model.heads > 2", "seed == 0"]
 
 
 @pytest.mark.slow
-def test_syntax_of_values(composer):
+def test_syntax_of_values(opened_hydra):
     def values(word):
-        ((_, found),) = composer.request([word]).choices.items()
+        ((_, found),) = read_request([word]).choices.items()
         return found
 
     assert values("seed=range(3)") == ["0", "1", "2"]
@@ -206,21 +200,21 @@ def test_syntax_of_values(composer):
     )
 
 
-def test_list_is_one_value(composer):
-    request = composer.request(["optim.betas=[0.9,0.95],[0.8,0.99]", "tracking.tags=[a,b]"])
-    found = [(config.optim.betas, config.tracking.tags) for config in configs(composer, request)]
+def test_list_is_one_value(opened_hydra):
+    request = read_request(["optim.betas=[0.9,0.95],[0.8,0.99]", "tracking.tags=[a,b]"])
+    found = [(config.optim.betas, config.tracking.tags) for config in configs(request)]
     assert found == [([0.9, 0.95], ["a", "b"]), ([0.8, 0.99], ["a", "b"])]
 
 
-def test_quoted_values_keep_special_characters(composer):
-    request = composer.request(["data=text", """data.path='/a b,c (1).txt',"/it's",plain.txt"""])
-    found = [config.data.path for config in configs(composer, request)]
+def test_quoted_values_keep_special_characters(opened_hydra):
+    request = read_request(["data=text", """data.path='/a b,c (1).txt',"/it's",plain.txt"""])
+    found = [config.data.path for config in configs(request)]
     assert found == ["/a b,c (1).txt", "/it's", "plain.txt"]
-    (config,) = configs(composer, composer.request(["tracking.group='a, b'", "seed='3'"]))
+    (config,) = configs(read_request(["tracking.group='a, b'", "seed='3'"]))
     assert config.tracking.group == "a, b"
 
 
-# SweepComposer.config makes what `train` would.
+# make_config makes what `train` would.
 COMBINATIONS = [
     {},
     {"variant": "merged_w", "seed": "3"},
@@ -261,8 +255,8 @@ def composed_by_hydra(words):
 
 
 @pytest.mark.parametrize("words", COMBINATIONS, ids=lambda words: " ".join(typed(words)) or "none")
-def test_config_equals_that_of_train(composer, words):
-    assert composer.config(words) == composed_by_hydra(words)
+def test_config_equals_that_of_train(opened_hydra, words):
+    assert make_config(words) == composed_by_hydra(words)
 
 
 def test_jobs_are_all_combinations():
@@ -292,12 +286,12 @@ def test_mistakes_in_jobs(words, line):
     assert str(error.value).endswith(line)
 
 
-def test_configs_are_independent(composer):
-    before = composer.config({})
+def test_configs_are_independent(opened_hydra):
+    before = make_config({})
     tagged = {"tracking.tags": "[a]", "optim.betas": "[0.8,0.9]", "model.heads": "8", "seed": "3"}
-    composer.config(tagged).tracking.tags.append("b")
-    assert composer.config(tagged).tracking.tags == ["a"]
-    assert composer.config({}) == before
+    make_config(tagged).tracking.tags.append("b")
+    assert make_config(tagged).tracking.tags == ["a"]
+    assert make_config({}) == before
 
 
 @pytest.mark.parametrize(
@@ -319,11 +313,11 @@ def test_configs_are_independent(composer):
     ],
     ids=typed,
 )
-def test_error_equals_that_of_train(composer, words):
+def test_error_equals_that_of_train(opened_hydra, words):
     with pytest.raises(UserError) as of_train:
         composed_by_hydra(words)
     with pytest.raises(UserError) as own:
-        composer.config(words)
+        make_config(words)
     assert str(own.value) == str(of_train.value)
 
 
@@ -397,9 +391,9 @@ def test_mistakes(qkablate, tmp_path, words, line):
     assert {path.name for path in tmp_path.iterdir()} == {"home"}
 
 
-def error_of(composer, word):
+def error_of(word):
     try:
-        composer.request(["seed=0", word])
+        read_request(["seed=0", word])
     except UserError as error:
         return str(error)
     return ""
@@ -421,17 +415,17 @@ def error_of(composer, word):
         "runs_per_gpu=two",
     ],
 )
-def test_existing_key_is_not_called_unknown(composer, word):
-    assert "no such key" not in error_of(composer, word)
+def test_existing_key_is_not_called_unknown(opened_hydra, word):
+    assert "no such key" not in error_of(word)
 
 
 @pytest.mark.parametrize(
     "word", ["sweep=quick,lr", "workers=1,2", "sweep.name=a,b", "sweep.axes.seed=range(3)"]
 )
-def test_errors_do_not_suggest_multirun(composer, word):
+def test_errors_do_not_suggest_multirun(opened_hydra, word):
     """A sweep has no -m."""
-    assert "-m for a run each" not in error_of(composer, word)
-    assert "multirun" not in error_of(composer, word)
+    assert "-m for a run each" not in error_of(word)
+    assert "multirun" not in error_of(word)
 
 
 def test_help_names_every_sweep_and_control(qkablate):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from qkablate.cli.hydra.grid import SweepComposer, open_composer
+from qkablate.cli.hydra.configs import make_config, open_hydra
+from qkablate.cli.hydra.grid import read_request
 from qkablate.config import KEYS, GridConfig
 from qkablate.config.sweep import SWEEP_KEYS
 from qkablate.errors import UserError
@@ -24,16 +25,10 @@ NUMBERS = [name for name, info in KEYS.items() if info.bounds]
 SWEEP_NUMBERS = [name for name, info in SWEEP_KEYS.items() if info.bounds]
 
 
-@pytest.fixture(scope="module")
-def shared_composer():
-    """Compose once for every choice of groups."""
-    return SweepComposer()
-
-
 @pytest.fixture
-def composer(shared_composer):
-    with open_composer():
-        yield shared_composer
+def opened_hydra():
+    with open_hydra():
+        yield
 
 
 def assert_one_line(text, name):
@@ -52,40 +47,40 @@ def test_train_rejects_a_number_of_400_digits(qkablate, name):
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_sweep_rejects_a_number_of_400_digits(composer, name):
+def test_sweep_rejects_a_number_of_400_digits(opened_hydra, name):
     for form in FORMS:
         with pytest.raises(UserError) as error:
-            composer.request([f"{name}={form.format(DIGITS)}"])
+            read_request([f"{name}={form.format(DIGITS)}"])
         assert_one_line(str(error.value), name)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_number_that_is_not_finite_is_rejected(composer, name):
+def test_number_that_is_not_finite_is_rejected(opened_hydra, name):
     for value in ("1e400", "-1e400", "nan", "inf"):
         with pytest.raises(UserError) as error:
-            composer.config({name: value})
+            make_config({name: value})
         assert_one_line(str(error.value), name)
 
 
 @pytest.mark.parametrize("name", SWEEP_NUMBERS)
-def test_keys_of_a_sweep_reject_a_number_of_400_digits(composer, name):
+def test_keys_of_a_sweep_reject_a_number_of_400_digits(opened_hydra, name):
     for form in FORMS:
         with pytest.raises(UserError) as error:
-            composer.request(["seed=0", "engine=slurm", f"{name}={form.format(DIGITS)}"])
+            read_request(["seed=0", "engine=slurm", f"{name}={form.format(DIGITS)}"])
         assert_one_line(str(error.value), name)
     with pytest.raises(UserError) as error:
-        composer.request(["seed=0", "engine=slurm", f"{name}=1e400"])
+        read_request(["seed=0", "engine=slurm", f"{name}=1e400"])
     assert_one_line(str(error.value), name)
 
 
 @pytest.mark.parametrize("name", ["optim.lr", "train.steps", "seed", "model.mlp_ratio"])
 @pytest.mark.parametrize("make", [int, float, lambda text: [1, int(text)], lambda text: -int(text)])
-def test_number_of_400_digits_in_a_file_is_rejected(composer, name, make):
+def test_number_of_400_digits_in_a_file_is_rejected(opened_hydra, name, make):
     """Reject the number in the file of a sweep or a claim, too."""
 
     def configs(grid):
-        request = composer.request(["variant=no_q"], grid)
-        composer.config({key: values[-1] for key, values in request.choices.items()})
+        request = read_request(["variant=no_q"], grid)
+        make_config({key: values[-1] for key, values in request.choices.items()})
 
     for grid in (GridConfig(axes={name: make(DIGITS)}), GridConfig(fixed={name: make(DIGITS)})):
         with pytest.raises(UserError) as error:
@@ -105,5 +100,5 @@ def test_number_of_400_digits_in_a_config_file_is_one_line(qkablate, tmp_path, n
     assert done.err.startswith("qkablate: ")
 
 
-def test_text_may_have_any_digits(composer):
-    assert composer.config({"tracking.group": DIGITS}).tracking.group == DIGITS
+def test_text_may_have_any_digits(opened_hydra):
+    assert make_config({"tracking.group": DIGITS}).tracking.group == DIGITS

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from qkablate.cli.hydra.configs import compose_jobs
-from qkablate.cli.hydra.grid import SweepComposer, open_composer
+from qkablate.cli.hydra.configs import compose_jobs, make_config, open_hydra
+from qkablate.cli.hydra.grid import read_request
 from qkablate.config import SweepConfig
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.expand import Grid, expand_grid
@@ -25,23 +25,17 @@ def base(text, tmp_path):
     return [*shape, *data, *train, f"out={tmp_path / 'outputs'}"]
 
 
-@pytest.fixture(scope="module")
-def composer():
-    """Return a composer that is shared by all tests of this file."""
-    return SweepComposer()
-
-
 @pytest.fixture
-def expand(base, composer):
+def expand(base):
     """Return the manifest of some arguments on top of a tiny model."""
 
     def run(*words):
         other = any(word.startswith("data=") for word in words)
         kept = [word for word in base if not (other and word.startswith("data"))]
-        with open_composer():
-            asked = composer.request(["sweep.floor=false", *kept, *words])
+        with open_hydra():
+            asked = read_request(["sweep.floor=false", *kept, *words])
             grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
-            return expand_grid(grid, composer.config, ["qkablate", "sweep", *words])
+            return expand_grid(grid, make_config, ["qkablate", "sweep", *words])
 
     return run
 

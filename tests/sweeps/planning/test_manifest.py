@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from qkablate.cli.hydra.grid import open_composer
+from qkablate.cli.hydra.configs import make_config, open_hydra
+from qkablate.cli.hydra.grid import read_request
 from qkablate.errors import UserError
 from qkablate.sweeps.planning import manifest as manifests
 from qkablate.sweeps.planning.expand import Grid, expand_grid
@@ -29,11 +30,11 @@ def expanded(tmp_path_factory):
     words += ["control=none,params", "tracking.tags=['ä',b]", "sweep.filter=['model.heads < 4']"]
 
     def expand(*more):
-        request = composer.request([*small, *data, *words, *more])
+        request = read_request([*small, *data, *words, *more])
         grid = Grid(request.settings.sweep, request.controls, request.choices)
-        return expand_grid(grid, composer.config, ["qkablate", "sweep", *words, *more])
+        return expand_grid(grid, make_config, ["qkablate", "sweep", *words, *more])
 
-    with open_composer() as composer:
+    with open_hydra():
         return {"seeds": expand(), "tuned": expand("sweep.tune=true", "sweep.name=tuned")}
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkablate.cli.hydra.grid import open_composer
+from qkablate.cli.hydra.configs import make_config, open_hydra
+from qkablate.cli.hydra.grid import read_request
 from qkablate.errors import UserError
 from qkablate.sweeps.planning.expand import Grid, expand_grid
 from qkablate.sweeps.planning.manifest import Rates
@@ -35,10 +36,10 @@ def expand(tmp_path_factory):
     words += ["sweep.tune=true", "sweep.floor=false"]
 
     def run(*more, variant="standard,standard_reassociated"):
-        with open_composer() as composer:
-            asked = composer.request([*words, f"variant={variant}", *more])
+        with open_hydra():
+            asked = read_request([*words, f"variant={variant}", *more])
             grid = Grid(asked.settings.sweep, asked.controls, asked.choices)
-            return expand_grid(grid, composer.config, [])
+            return expand_grid(grid, make_config, [])
 
     return run
 
