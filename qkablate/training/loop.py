@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -10,13 +11,15 @@ import torch
 from qkablate.data.batches import DOCUMENT
 from qkablate.models.base import Model
 from qkablate.runs import predictions
+from qkablate.training import hardware
 from qkablate.training.checkpoint import Checkpoint, TrainProgress
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
 from qkablate.training.recorders.diagnostics import DiagnosticsRecorder
-from qkablate.training.recorders.evaluation import Evaluator
-from qkablate.training.recorders.throughput import Throughput
+from qkablate.training.recorders.evaluation import evaluate_split
 from qkablate.training.resolve import RunPlan
 from qkablate.training.step import TrainStep
+
+WARM_UP = 5  # steps of a session before its speed counts
 
 
 class Diverged(Exception):
@@ -46,9 +49,9 @@ class Trainer:
         model: Model,
         resumed: Checkpoint | None,
         *,
-        sinks: Iterable[Sink],
-        save: Callable[[Checkpoint], None],
-        stop: Callable[[], bool],
+        sinks: Iterable[Sink] = (),
+        save: Callable[[Checkpoint], None] = lambda _: None,
+        stop: Callable[[], bool] = lambda: False,
         began: float | None = None,
         ranks: Ranks = SINGLE_PROCESS,
         record_predictions: Callable[[Model, int], None] = lambda *_: None,
@@ -61,11 +64,8 @@ class Trainer:
         self.record_documents = record_documents
         self.progress = TrainProgress() if resumed is None else resumed.progress
         self._saved = -1 if resumed is None else resumed.progress.step
-        self.train_step = step = TrainStep(plan, model, resumed, ranks)
+        self.train_step = TrainStep(plan, model, resumed, ranks)
         self.diagnostics = DiagnosticsRecorder(plan, model, ranks)
-        self.evaluator = Evaluator(
-            plan, model, step.loss, step.loss_and_hits, ranks, self._check_stop
-        )
         self.throughput = Throughput(plan, ranks.count)
         self._began = time.perf_counter() if began is None else began
 
@@ -142,7 +142,7 @@ class Trainer:
 
     def evaluate(self, split: str) -> dict[str, float]:
         """Return the metrics of every token of a split; record losses by document, if any."""
-        totals = self.evaluator.evaluate(split)
+        totals = evaluate_split(self.plan, self.train_step, split, self._check_stop)
         if self.ranks.is_first and (documents := totals.slices.get(DOCUMENT)):
             sums = [documents[index] for index in sorted(documents)]
             self.record_documents([s.loss for s in sums], [s.count for s in sums])
@@ -181,3 +181,43 @@ class Trainer:
         position = {"step": step, "tokens": tokens, "flops": flops}
         for sink in self.sinks:
             sink.log({**position, "seconds": round(self.seconds(), 3), **row})
+
+
+class Throughput:
+    """Speed of the steps since the last row, without warm-up, evaluation and checkpoints."""
+
+    def __init__(self, plan: RunPlan, processes: int) -> None:
+        self._plan, self._device = plan, plan.config.device
+        self._peak = hardware.measure_peak_flops(plan.config) * processes
+        self._warm_up = WARM_UP
+        self.restart()
+
+    def restart(self) -> None:
+        """Start to measure the next row."""
+        self._start, self._paused, self._steps = time.perf_counter(), 0.0, 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude what happens in the context."""
+        hardware.synchronize(self._device)
+        start = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - start
+
+    def count_step(self) -> None:
+        """Count a completed step."""
+        self._steps += 1
+        if self._warm_up:  # the first steps compile, warm caches and allocate
+            self._warm_up -= 1
+            hardware.synchronize(self._device)
+            self.restart()
+
+    def row(self) -> dict[str, float]:
+        """Return the speed since the last row, or nothing during warm-up."""
+        if not self._steps:
+            return {}
+        seconds = time.perf_counter() - self._start - self._paused
+        speed = self._steps * self._plan.tokens_per_step / seconds
+        flops = speed * self._plan.flops_per_token
+        self._peak = max(self._peak, flops)  # the machine may have been busy when it was measured
+        return {"perf/tokens_per_second": speed, "perf/mfu": flops / self._peak}

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from qkablate.config import Config
 from qkablate.errors import UserError
 from qkablate.models.base import Model
 from qkablate.runs import attention_map, document_losses, predictions, text_references
@@ -21,7 +20,7 @@ from qkablate.tracking import MetricsFile, Terminal, WandbRun
 from qkablate.training import checkpoint, environment, hardware, result
 from qkablate.training.distributed.ranks import SINGLE_PROCESS, Ranks
 from qkablate.training.loop import Diverged, Interrupted, Trainer
-from qkablate.training.recorders.attention_map import record_attention
+from qkablate.training.recorders.diagnostics import record_attention
 from qkablate.training.recorders.predictions import PredictionRecorder
 from qkablate.training.resolve import RunPlan, plan_run
 from qkablate.training.signals import Signals, Stopped
@@ -193,19 +192,11 @@ def _close_wandb(wandb_run: WandbRun, plan: RunPlan, content: dict[str, Any]) ->
     content["wandb"] = wandb_run.address
 
 
-@dataclass(frozen=True)
-class TrainJob:
-    """The run that rank 0 asks the other ranks to train."""
-
-    config: Config
-    id: str
-
-
 def _send_job(ranks: Ranks, plan: RunPlan) -> None:
     """Send the run to the other ranks; raise UserError if one of them cannot train it."""
     config = plan.config
     kind = config.device.partition(":")[0]
-    ranks.send_job(TrainJob(dataclasses.replace(config, device=kind), plan.run.id))
+    ranks.send_job((dataclasses.replace(config, device=kind), plan.run.id))
     for rank, reason in enumerate(ranks.all_gather(None)):
         if reason is not None:  # another machine may lack what this one has
             raise UserError(f"process {rank}: {reason}")
@@ -217,13 +208,13 @@ def follow(ranks: Ranks) -> int:
     Raises Stopped as `train_run` does.
     """
     job = ranks.receive_job()
-    if not isinstance(job, TrainJob):
-        return int(job)
-    config = ranks.resolve(job.config)
+    if isinstance(job, int):
+        return job
+    config, id = ranks.resolve(job[0]), job[1]
     refusal = None
     try:
         plan = plan_run(config, is_writer=False)
-        if plan.run.id != job.id:
+        if plan.run.id != id:
             refusal = f"its data or its variant differs: it would train {plan.run.id}"
     except UserError as mistake:
         refusal = str(mistake)
@@ -239,8 +230,6 @@ def follow(ranks: Ranks) -> int:
                 plan,
                 build_initial_model(plan, resumed, device),
                 resumed,
-                sinks=(),
-                save=lambda _: None,
                 stop=lambda: ranks.agree_to_stop(signals),
                 ranks=ranks,
                 record_predictions=PredictionRecorder(plan, lambda *_: None),

@@ -86,10 +86,8 @@ class Ranks:
             raise UserError("train.fsdp: true needs compile=false")
         threads = config.threads
         if threads == "auto":  # torchrun would set 1
-            cores = (
-                os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
-            )
-            threads = max(1, len(cores) // self.local_count)
+            cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+            threads = max(1, cores // self.local_count)
         return dataclasses.replace(
             config,
             device=self._resolve_device(config.device),
@@ -134,7 +132,7 @@ class Ranks:
             distributed.destroy_process_group()
 
     def send_job(self, job: Any) -> None:
-        """Send the other ranks a TrainJob, or the exit code if there is nothing to train.
+        """Send the other ranks config and id of a run, or the exit code if none is to be trained.
 
         Only rank 0 sends, and only its first call counts.
         """

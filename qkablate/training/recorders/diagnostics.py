@@ -1,22 +1,28 @@
-"""Inputs of the diagnostics: the same for every run on the same data and context."""
+"""Diagnostics and attention map of a run; their inputs are the same for the same data and context.
+
+Shape suffixes: N windows, L layers, H heads, T tokens.
+"""
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from qkablate.attention import Attention
 from qkablate.config import Config, DataConfig, check
 from qkablate.data import TASKS, Data, corpus
-from qkablate.diagnostics import DiagnosticPanel
+from qkablate.diagnostics import DiagnosticPanel, attention_weights
 from qkablate.diagnostics.panel import LENGTH, TOKENS
 from qkablate.errors import UserError, print_stderr
 from qkablate.models.base import AttentionLayer, Model
 from qkablate.randomness import named_generator
+from qkablate.runs import attention_map
+from qkablate.runs.attention_map import AttentionMapHeader
 from qkablate.runs.records import read_config
 from qkablate.training import checkpoint, hardware
 from qkablate.training.distributed.ranks import Ranks
@@ -53,6 +59,31 @@ class DiagnosticsRecorder:
             starts=initial_layers(self._model, config, self._plan.run.start),
             autocast=lambda: hardware.autocast(config),
         )
+
+
+def record_attention(
+    plan: RunPlan,
+    save: Callable[[AttentionMapHeader, np.ndarray, np.ndarray], None],
+    model: Model,
+    step: int,
+) -> None:
+    """Save the attention of a model on one text after `step` steps; draws no random numbers."""
+    config, shape = plan.config, plan.config.model
+    length = attention_map.token_count(shape.layers, shape.heads, shape.context)
+    if not length:
+        return
+    tokens_T = validation_tokens(plan.data, shape.context)[0, :length]
+    training = model.training
+    model.eval()
+    try:
+        # In full precision, as `qkablate inspect` computes it.
+        with torch.autocast(config.device.partition(":")[0], enabled=False):
+            a_LHTT = attention_weights(model, tokens_T.to(config.device)).cpu().numpy()
+    finally:
+        model.train(training)
+    if np.isfinite(a_LHTT).all():  # otherwise the loop will report divergence
+        header = AttentionMapHeader(plan.run.id, step, plan.data.fingerprint)
+        save(header, tokens_T.numpy(), attention_map.quantize(a_LHTT))
 
 
 def validation_tokens(data: Data, context: int) -> Tensor:
